@@ -72,6 +72,7 @@ if TYPE_CHECKING:
     from fuser.ir.guard import FusionGuard
     from fuser.ir.mesh import DeviceMesh
     from fuser.ir.nodes import BroadcastOp, ReshapeOp, SqueezeOp
+    from fuser.ir.shard import Replicate, Shard, shard
     from fuser.ir.statement import Expr, Statement, Val
     from fuser.ir.tensor import TensorView
     from fuser.ir.types import (
@@ -137,6 +138,9 @@ __all__ = [
     "SqueezeOp",
     "ReshapeOp",
     "DeviceMesh",
+    "shard",
+    "Shard",
+    "Replicate",
     "ops",
     "schedule",
     "multidevice",
@@ -236,6 +240,7 @@ _DEFINED_IN: dict[str, str] = {
     "SqueezeOp": "fuser.ir.nodes",
     "ReshapeOp": "fuser.ir.nodes",
     "DeviceMesh": "fuser.ir.mesh",
+    **dict.fromkeys(("shard", "Shard", "Replicate"), "fuser.ir.shard"),
     "__version__": "fuser.release",
 }
 """Public name -> the module that defines it (and its name there); every other name of `__all__` is

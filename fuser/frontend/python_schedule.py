@@ -6,7 +6,10 @@
     tv0.outer_split(0, 2)
     tv0.axis(0).parallelize(ParallelType.mesh_x)
 
-A tensor begins as its op makes it; every line is a step from there to what it is.
+A tensor begins as its op makes it; every line is a step from there to what it is. What one `shard`
+cuts is written so:
+
+    shard(tv0, mesh0, [Shard(dim=0)])
 """
 
 from __future__ import annotations
@@ -20,6 +23,7 @@ from fuser.ir.fusion import Fusion
 from fuser.ir.mesh import DeviceMesh
 from fuser.ir.nodes import LoadStoreOp
 from fuser.ir.path import transforms_between
+from fuser.ir.shard import Replicate, Shard, placements_of
 from fuser.ir.tensor import TensorView
 from fuser.ir.text import transform_text
 from fuser.ir.types import MemoryType, ParallelType
@@ -41,8 +45,14 @@ class ScheduleText:
         """Write the lines of all tensors; return the names of the package that stand in them."""
         tensors = self._fusion.tensors()
         for tv in tensors:
-            self._mesh(tv)
-            _TensorText(tv, self._text, self._line).write()
+            text, placements = _TensorText(tv, self._text, self._line), _placements_of(tv)
+            if placements is None or (mesh := tv.mesh) is None:
+                self._mesh(tv)
+                text.write()
+            else:
+                shown = ", ".join(map(str, placements))
+                self._line(f"shard({self._text(tv)}, {self._mesh_name(mesh)}, [{shown}])")
+                text.write_layout()
             self._memory(tv)
         for tv in tensors:
             if tv.compute_at:
@@ -51,25 +61,37 @@ class ScheduleText:
         return sorted(self._imported)
 
     def _line(self, line: str) -> None:
-        names = ("MemoryType", "ParallelType", "multidevice")
-        self._imported.update(n for n in names if f"{n}." in line)
+        names = ("MemoryType.", "ParallelType.", "multidevice.", "Replicate(", "Shard(", "shard(")
+        self._imported.update(n[:-1] for n in names if n in line)
         self._add(line)
 
     def _mesh(self, tv: TensorView) -> None:
         if tv.mesh is None or not tv.has_own_mesh:
             return
-        mesh = self._meshes.get(tv.mesh)
-        if mesh is None:
-            mesh = self._meshes[tv.mesh] = f"mesh{len(self._meshes)}"
-            self._line(f"{mesh} = multidevice.DeviceMesh({_ranks_text(tv.mesh)})")
-        name = self._text(tv)
+        mesh, name = self._mesh_name(tv.mesh), self._text(tv)
         # One that an op copied is open to propagation, one that is set is not.
         is_set = tv.mesh_is_user_set
         self._line(f"{name}.set_device_mesh({mesh})" if is_set else f"{name}.mesh = {mesh}")
 
+    def _mesh_name(self, mesh: DeviceMesh) -> str:
+        """Return the variable of a mesh, which its first use defines."""
+        name = self._meshes.get(mesh)
+        if name is None:
+            name = self._meshes[mesh] = f"mesh{len(self._meshes)}"
+            self._line(f"{name} = multidevice.DeviceMesh({_ranks_text(mesh)})")
+        return name
+
     def _memory(self, tv: TensorView) -> None:
         if tv.memory is not (MemoryType.global_ if tv in self._ends else MemoryType.local):
             self._line(f"{self._text(tv)}.set_memory_type(MemoryType.{tv.memory.name})")
+
+
+def _placements_of(tv: TensorView) -> list[Shard | Replicate] | None:
+    """Return the placements of a tensor that one `shard` cuts as it is; None for any other."""
+    placements, domain = placements_of(tv), tv.domain
+    named = {*domain.loop_numbers, *domain.logical_numbers, *domain.root_numbers}
+    is_cut = placements is not None and any(isinstance(p, Shard) for p in placements)
+    return placements if is_cut and named.issuperset(domain.allocation_numbers) else None
 
 
 def _ranks_text(mesh: DeviceMesh) -> str:
@@ -130,6 +152,11 @@ class _TensorText:
         for axis in sorted(parallel, key=lambda a: self._place(a.number)):
             handle = self._handle(axis.number)
             self._line(f"{handle}.parallelize(ParallelType.{axis.ptype.name})")
+        self._layout()
+
+    def write_layout(self) -> None:
+        """Write the layout of a tensor whose loops are what they are to be."""
+        self._loop = [*self._domain.loop_numbers]
         self._layout()
 
     @property

@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import partial
 
-from fuser.arguments import checked
+from fuser.arguments import checked, show
 from fuser.errors import ArgumentError, DefinitionError, user_line
 from fuser.ir import scalar as sc
 from fuser.ir.domain import IterDomain, TensorDomain
 from fuser.ir.dtypes import DataType, DtypeLike, check_stored, check_supported, dtype_of_python
 from fuser.ir.guard import active_fusion
 from fuser.ir.scalar import Scalar
+from fuser.ir.shard import Replicate, mesh_of, shard
 from fuser.ir.tensor import TensorView
 from fuser.ir.types import IterType
 from fuser.ops.building import literal, unsupported
@@ -33,7 +34,21 @@ def define_tensor(*args: object, **kwargs: object) -> TensorView:
     order; None marks a broadcast, and with a size other than 1 an expanded one. A tensor of rank 0
     that `is_cpu` lies on the host, and a call takes the value that it has then. The form is the
     third when `sizes` or `strides` are given, or the second argument is a list of ints.
+
+    All forms take `mesh=` and `placements=`, which `fuser.shard` explains; a mesh alone replicates.
+    Sizes are those of the whole tensor.
     """
+    mesh, placements = kwargs.pop("mesh", None), kwargs.pop("placements", None)
+    if mesh is None:
+        if placements is not None:
+            raise DefinitionError(f"{_NAME}: placements={show(placements)} without mesh=")
+        return _defined(*args, **kwargs)
+    mesh = mesh_of(mesh)
+    tv = _defined(*args, **kwargs)
+    return shard(tv, mesh, [Replicate()] * mesh.ndim if placements is None else placements)  # pyright: ignore[reportArgumentType]
+
+
+def _defined(*args: object, **kwargs: object) -> TensorView:
     second = args[1] if len(args) > 1 else None
     is_strides = isinstance(second, list | tuple) and any(type(v) is int for v in second)
     if "sizes" in kwargs or "strides" in kwargs or is_strides:

@@ -84,6 +84,20 @@ def cuts(fd: FusionDefinition) -> list[int]:
     return [s.axis_sharded_on(ParallelType.mesh_x) for s in found]
 
 
+def placed(*, reshaped: bool = False, summed: bool = False) -> FusionDefinition:
+    """A program of [2, 6], cut along axis 1; with `summed`, only the sum over axis 0 is cut."""
+    mesh, cut = [0, 1], [fuser.Replicate() if summed else fuser.Shard(1)]
+    with FusionDefinition() as fd:
+        x = fd.define_tensor([2, -1], contiguity=True, mesh=mesh, placements=cut)
+        y = fd.ops.reshape(x, [-1]) if reshaped else fd.ops.neg(x)
+        if summed:
+            y = fd.ops.sum(y, dim=0)
+            y.set_device_mesh(mesh)
+            y.axis(0).parallelize(ParallelType.mesh_x)
+        fd.add_output(y)
+    return fd
+
+
 def is_scalar_of(value: object) -> DataType:
     with FusionDefinition() as fd:
         return fd.define_scalar(value).dtype  # pyright: ignore[reportArgumentType]
@@ -221,6 +235,13 @@ DIFFERENCES: dict[str, Callable[[], object]] = {
     "when to annotate": lambda: cuts(sharded(first=True)) == cuts(sharded(first=False)) == [0],
     "`host_ir_lowering`": lambda: "LaunchKernel" in str(ran().fec.host_program()),
     "`fd.fec.host_program()`": lambda: ran().fec.host_program().full_text(),
+    "placing a tensor": lambda: cuts(placed()) == [1],
+    "a reshape that does not keep a cut (`[b, s/d, h]` to `[b*s, h]`)": lambda: (
+        cuts(placed(reshaped=True)) == [-1]
+    ),
+    "device types on an axis that an op sums over": lambda: refuses(
+        (fuser.ShardingError,), lambda: cuts(placed(summed=True))
+    ),
     "streams in host programs": lambda: "0x" not in ran().fec.host_program().full_text(),
     "overlap": lambda: "auto_overlap" in options.known_names("DISABLE"),
     "matmuls": lambda: not options.EFFECTS["ENABLE"].keys() & {"fuse_matmul", "cutlass_scheduler"},
