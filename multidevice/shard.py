@@ -21,10 +21,13 @@ if TYPE_CHECKING:
 
 
 @checked
-def shard_tensor(tensor: torch.Tensor, tv: TensorView) -> torch.Tensor:
+def shard_tensor(tensor: torch.Tensor, tv: TensorView, *, copy: bool = False) -> torch.Tensor:
     """Return this rank's shard of `tensor`, the whole value of `tv`, as a contiguous tensor; along
     expanded axes it is one element, as `tv` is.
 
+    The shard is a view of `tensor` where that holds it without gaps, as of a contiguous tensor that
+    is cut along its first axis or not at all: what is written into one stands in the other, also
+    what a program writes into an input that it updates. `copy=True` gives it memory of its own.
     A rank outside the mesh gets the shard at coordinate 0.
 
     Raises:
@@ -33,10 +36,12 @@ def shard_tensor(tensor: torch.Tensor, tv: TensorView) -> torch.Tensor:
     """
     from multidevice.communicator import Communicator
 
-    return shard_for_rank(tensor, tv, Communicator.instance().rank())
+    return shard_for_rank(tensor, tv, Communicator.instance().rank(), copy=copy)
 
 
-def shard_for_rank(tensor: torch.Tensor, tv: TensorView, rank: int) -> torch.Tensor:
+def shard_for_rank(
+    tensor: torch.Tensor, tv: TensorView, rank: int, *, copy: bool = False
+) -> torch.Tensor:
     """Return the shard of `tensor` that `rank` holds of `tv`; see `shard_tensor`."""
     view, axes, steps = _split_view(tensor, tv)
     assert tv.mesh is not None
@@ -44,7 +49,10 @@ def shard_for_rank(tensor: torch.Tensor, tv: TensorView, rank: int) -> torch.Ten
         if ptype is not None:
             view = view.narrow(dim, tv.mesh.coordinate(rank, ptype), 1)
     shard = _merge_back(view, steps)
-    return stored_part(tv, shard).contiguous().expand(shard.shape)
+    stored = stored_part(tv, shard).contiguous()
+    if copy and stored.untyped_storage().data_ptr() == tensor.untyped_storage().data_ptr():
+        stored = stored.clone()
+    return stored.expand(shard.shape)
 
 
 def unshard(shards: Sequence[torch.Tensor], tv: TensorView) -> torch.Tensor:

@@ -7,6 +7,7 @@ import itertools
 import pytest
 import torch
 
+from fuser import FusionDefinition, Replicate, Shard
 from fuser.errors import ShardingError, UnsupportedError
 from fuser.ir.fusion import Fusion
 from fuser.ir.guard import FusionGuard
@@ -117,3 +118,42 @@ def test_shard_tensor_uses_this_rank() -> None:
 
     with simulate(2) as world:
         assert world.run(body) == [[0, 1], [2, 3]]
+
+
+@pytest.mark.finding("G23")
+@pytest.mark.parametrize("axis", [None, 0, 1])
+@pytest.mark.parametrize("copy", [False, True])
+def test_a_shard_of_its_own_memory_leaves_the_whole_tensor_alone(
+    axis: int | None, copy: bool
+) -> None:
+    """An input that the program updates: a shard may be a view of the whole tensor."""
+    whole = torch.randn(4, 6)
+    before = whole.clone()
+
+    def run() -> None:
+        placed = Replicate() if axis is None else Shard(axis)
+        with FusionDefinition() as fd:
+            x = fd.define_tensor([-1, -1], contiguity=True, mesh=[0, 1], placements=[placed])
+            fd.add_output(fd.ops.mul(x, 0.0), x)
+        shard = shard_tensor(whole, x, copy=copy)
+        fd.execute([shard])
+        assert shard.is_contiguous() and not shard.any()
+        is_view = not copy and axis != 1
+        assert (shard.untyped_storage().data_ptr() == whole.untyped_storage().data_ptr()) == is_view
+
+    with simulate(2) as world:
+        world.run(run)
+    torch.testing.assert_close(whole, before * 0 if not copy and axis != 1 else before)
+
+
+@pytest.mark.finding("G23")
+def test_a_copied_shard_of_an_expanded_tensor_is_one_element() -> None:
+    fusion = Fusion()
+    with FusionGuard(fusion):
+        tv = define_tensor([-1, 4], [True, None])
+    fusion.add_input(tv)
+    tv.set_device_mesh([0])
+    whole = torch.randn(3, 1).expand(3, 4)
+    shard = shard_for_rank(whole, tv, 0, copy=True)
+    assert shard.stride() == (1, 0) and shard.data_ptr() != whole.data_ptr()
+    torch.testing.assert_close(shard, whole)
