@@ -16,6 +16,7 @@ from hostir.links import traffic_of
 from hostir.machine import CPU
 from hostir.rank_posts import ranks_text
 from hostir.rank_values import at, np
+from hostir.sliced_inputs import sliced_inputs
 from hostir.timeline import Work, critical_path
 from hostir.timetable import Timetable
 from hostir.unrolled import CALLER
@@ -70,7 +71,8 @@ class Step:
 
 @dataclass(frozen=True)
 class Prediction:
-    """`seconds` per call, where calls follow one another: the longer of device and host."""
+    """`seconds` per call, where calls follow one another: the longer of device and host. `notes`
+    say what an annotation would save."""
 
     machine: str
     device: str
@@ -78,6 +80,7 @@ class Prediction:
     classes: tuple[RankTimes, ...]
     links: tuple[tuple[int, int, int], ...] | None
     critical_path: tuple[Step, ...]
+    notes: tuple[str, ...] = ()
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)
@@ -125,7 +128,8 @@ def predict(program: HostIrContainer, made: Timetable) -> Prediction:
         )
     seconds = max((max(c.seconds, c.host_seconds) for c in found), default=0.0)
     name, device = made.machine.name, made.machine.device
-    return Prediction(name, device, seconds, tuple(found), links, _path(program, made.work))
+    path, notes = _path(program, made.work), sliced_inputs(program)
+    return Prediction(name, device, seconds, tuple(found), links, path, notes)
 
 
 def stream_name(made: Timetable, number: int) -> str:
@@ -193,6 +197,7 @@ def report(found: Prediction) -> str:
         lines.append(f"  {ms(step.seconds)} {step.part:4.0%} {step.times:4} x  {step.op}")
     if (more := len(found.critical_path) - _SHOWN_OPS) > 0:
         lines.append(f"  and {more} more ops")
+    lines += [f"note: {note}" for note in found.notes]
     return "\n".join(lines)
 
 

@@ -19,6 +19,7 @@ from fuser.ir.types import ParallelType
 from hostir.container import HostIrContainer, walk
 from hostir.effects import Shows
 from hostir.ops import HostOp, LocalSlice
+from hostir.sliced_inputs import sliced_inputs
 from hostir.transfers import P2PCommunication, StartsCommunication
 from multidevice.placement import SPREAD_TYPES
 from multidevice.sharding import sharded_logical_axis
@@ -34,21 +35,22 @@ _DIRECTIONS = {"forward": "forward", "backward": "backward", "beside": "beside a
 
 def explain(program: HostIrContainer, name: str) -> list[str]:
     """Return why the tensor `T7` lies as it does, and why the communications that touch it are
-    there; for `all`, why every communication is.
+    there; for `all`, why every communication is. Inputs that each call cuts are told, too.
 
     Raises:
         InputError: the program has no such tensor.
     """
     why = _Why(program)
     if name == "all":
-        return why.communications(None)
+        return [*why.communications(None), *sliced_inputs(program)]
     number = name.removeprefix("T").partition("_")[0]
     known = {tv.number: tv for tv in program.tensors()}
     if not (number.isascii() and number.isdigit() and int(number) in known):
         names = ", ".join(f"T{n}" for n in sorted(known))
         raise InputError(f"the program has no tensor {name!r}: expected 'all' or one of {names}")
     tv = known[int(number)]
-    return [*why.tensor(tv), *why.communications(tv)]
+    sliced = (line for line in sliced_inputs(program) if line.startswith(f"T{tv.number}, "))
+    return [*why.tensor(tv), *why.communications(tv), *sliced]
 
 
 @dataclass

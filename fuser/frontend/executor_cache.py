@@ -62,6 +62,7 @@ from hostir.forms import NOTES, dumped
 from hostir.input_class import Classifier, InputClass
 from hostir.lower_params import DEFAULT, LowerParams
 from hostir.pipeline import Built, build_program
+from hostir.sliced_inputs import sliced_inputs
 from hostir.steady import Steady, Surroundings
 from hostir.transfers import PEER_COPIES
 from multidevice import sharding
@@ -537,7 +538,7 @@ class FusionExecutorCache(Watching, Inspection):
                 continue
             if overlaps.accepts(program, input_class.sizes):
                 break
-        dump("overlap", lambda: overlaps.report(input_class.sizes))
+        dump("overlap", lambda: _with_notes(overlaps.report(input_class.sizes), program))
         form = next(iter(options.dump_args("host_ir")), "")
         dump("host_ir", lambda: dumped(program, form), NOTES.get(form, "full form"))
         sent, rank = communications_text(program), Communicator.instance().rank()
@@ -561,8 +562,14 @@ class FusionExecutorCache(Watching, Inspection):
         """See `FusionDefinition.overlap_report`."""
         given = self._completed(inputs)
         sizes = self._binder.bind(given, device_of(given, None))
-        overlaps = self._last().overlaps
-        return overlaps.report({s: v for s, v in sizes.items() if isinstance(v, int)})
+        latest = self._last()
+        report = latest.overlaps.report({s: v for s, v in sizes.items() if isinstance(v, int)})
+        return _with_notes(report, latest.program.container)
+
+
+def _with_notes(report: str, program: HostIrContainer) -> str:
+    """Return a report on overlap, and what an annotation would save beside."""
+    return "\n".join((report, *(f"note: {note}" for note in sliced_inputs(program))))
 
 
 _SURROUNDINGS = Surroundings(current_communicator, options.NONE)
