@@ -16,7 +16,12 @@ _OWN_PACKAGES = frozenset({"fuser", "hostir", "multidevice", "contextlib"})
 
 
 class FuserError(RuntimeError):
-    """Base of all errors raised on purpose by `fuser`, `multidevice` and `hostir`."""
+    """Base of all errors raised on purpose by `fuser`, `multidevice` and `hostir`.
+
+    `ranks` are those on which the cause lies, where the ranks have compared; else it is empty.
+    """
+
+    ranks: tuple[int, ...] = ()
 
 
 class UnsupportedError(FuserError):
@@ -103,6 +108,10 @@ class OptionError(FuserError, ValueError):
 
 class CompileError(FuserError):
     """A generated kernel was refused by the kernel compiler; the message holds its log."""
+
+
+class NoCompilerError(CompileError):
+    """The machine has no compiler that works; the message says what to install or to set."""
 
 
 class KernelError(FuserError):

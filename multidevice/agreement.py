@@ -461,12 +461,16 @@ class Channel:
     def _check_errors(self, errors: Sequence[str | None], mine: BaseException | None) -> None:
         failed = [(r, e) for r, e in zip(self._team, errors, strict=True) if e is not None]
         if mine is not None:
+            if isinstance(mine, FuserError):
+                mine.ranks = tuple(r for r, e in failed if e == _error_text(mine))
             raise mine
         if failed:
             rank, text = failed[0]
             rest = [r for r, _ in failed[1:]]
             tail = f" (and ranks {team_text(rest)} failed too)" if rest else ""
-            raise PeerError(f"rank {rank} failed: {text}{tail}")
+            error = PeerError(f"rank {rank} failed: {text}{tail}")
+            error.ranks = tuple(r for r, e in failed if e == text)
+            raise error
 
     def _check_definitions(self, found: Sequence[tuple[str, str]], claim: Claim) -> None:
         """Raises `ProgramMismatchError` with the first op in which the definitions differ."""

@@ -33,6 +33,13 @@ from multidevice.waiting import Calls, Event, Ledger, Need, Peers, poll_until, t
 _RECORD = struct.Struct("<BBxxI16s")
 RECORD_NBYTES = _RECORD.size
 _KINDS = ("agree", "exchange", page.OFFER, page.OPENING)
+# How messages call them: what a user has asked for when ranks meet so.
+_WORDS = {
+    "agree": "a barrier or an agreement",
+    "exchange": "an exchange of what the ranks are about to do",
+    page.OFFER: "what precedes the first run of a team",
+    page.OPENING: "what precedes the first run of a team",
+}
 _NO_DIGEST = bytes(16)
 # How often the processes of ranks that have not announced that they leave are looked at.
 LEAVERS_EVERY_S = 0.2
@@ -57,7 +64,8 @@ class Step:
 
     def describe(self) -> str:
         """Returns the operation as text, for errors."""
-        return f"control {self.kind} over team {team_text(self.team)}, sequence number {self.seq}"
+        inside = f"control {self.kind} over team {team_text(self.team)}"
+        return f"{_WORDS[self.kind]} ({inside}, sequence number {self.seq})"
 
     def needs(self) -> list[Need]:
         """Returns what this step needs of its peers."""

@@ -9,15 +9,18 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Callable
 from contextlib import suppress
 from types import TracebackType
 
-from multidevice.last_words import wait_for_reader
+from multidevice.last_words import user_frames, wait_for_reader
 
 _PMI_ABORT = b"cmd=abort exitcode=1\n"
 # The process that has the hook; a forked child is no rank. Cleared when the ranks are connected,
 # since their own guard then speaks to the peers.
 _armed: list[int] = []
+# The hook of this module, and the one before it.
+_hooks: list[Callable[..., object]] = []
 
 
 def install() -> None:
@@ -29,12 +32,15 @@ def install() -> None:
     def uncaught(
         kind: type[BaseException], error: BaseException, trace: TracebackType | None
     ) -> None:
-        previous(kind, error, trace)
-        if _armed == [os.getpid()]:
+        is_rank = _armed == [os.getpid()]
+        frames = user_frames(error, trace) if previous is sys.__excepthook__ and is_rank else None
+        if frames is None:
+            previous(kind, error, trace)
+        if is_rank:
             sys.stdout.flush()
             sys.stderr.write(
                 f"[fuser] rank {os.environ.get('PMI_RANK')}: uncaught {kind.__name__}: {error}, "
-                "before it had connected to the others; ending the job\n"
+                f"before it had connected to the others; ending the job\n{frames or ''}"
             )
             sys.stderr.flush()
             wait_for_reader(sys.stdout, sys.stderr)
@@ -42,7 +48,13 @@ def install() -> None:
                 os.write(int(os.environ["PMI_FD"]), _PMI_ABORT)
 
     sys.excepthook = uncaught
+    _hooks[:] = uncaught, previous
     _armed.append(os.getpid())
+
+
+def hook_before() -> Callable[..., object]:
+    """Returns the hook of uncaught exceptions that is set now, but for the one of this module."""
+    return _hooks[1] if _hooks and sys.excepthook is _hooks[0] else sys.excepthook
 
 
 def disarm() -> None:

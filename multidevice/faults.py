@@ -9,18 +9,20 @@ wait.
 from __future__ import annotations
 
 import atexit
+import faulthandler
 import io
 import os
 import sys
 import threading
 import time
-from collections.abc import Callable
-from contextlib import redirect_stderr
+from collections.abc import Callable, Sequence
+from contextlib import redirect_stderr, suppress
 from types import TracebackType
 from typing import TYPE_CHECKING, TextIO
 
-from fuser.errors import CommunicationError, last_user_line
-from multidevice.last_words import wait_for_reader
+from fuser.errors import CommunicationError, FuserError, last_user_line
+from multidevice import early
+from multidevice.last_words import user_frames, wait_for_reader
 
 if TYPE_CHECKING:
     from multidevice.control import JobControl
@@ -31,6 +33,8 @@ from multidevice.waiting import Event
 _ABORT_LIMIT_S = 3.0
 # Ranks that exit with an error code at about the same time need no abort.
 _EXIT_GRACE_S = 1.0
+# How long a rank waits for another one to tell an error that both have.
+_TOLD_LIMIT_S = 1.0
 _WATCH_EVERY_S = 0.5
 # Streams of calls that devices carry out, and wait in.
 _ON_DEVICES = ("nccl", "cuda")
@@ -66,7 +70,7 @@ class Guard:
 
     def __init__(self, control: JobControl) -> None:
         self._control = control
-        self._previous_hook = sys.excepthook
+        self._previous_hook = early.hook_before()
         self._previous_thread_hook = threading.excepthook
         self._exit_code: object = None
         # A forked child inherits the hooks, but it is no rank.
@@ -83,6 +87,11 @@ class Guard:
         sys.excepthook = self._uncaught
         threading.excepthook = self._uncaught_in_thread
         sys.exit = self._exit
+        # A rank that crashes tells the signal and where it was: of the launchers, MPICH's tells no
+        # more than a process number.
+        with suppress(ValueError, OSError, AttributeError):  # stderr may be no file
+            if not faulthandler.is_enabled():
+                faulthandler.enable()
         atexit.register(self._leave)
 
     def watch(self) -> None:
@@ -122,8 +131,33 @@ class Guard:
         trace: TracebackType | None,
     ) -> None:
         with redirect_stderr(_terminal()):
-            self._previous_hook(kind, error, trace)
-            self._end(_error_text(kind, error, trace), 130 if kind is KeyboardInterrupt else 1)
+            frames = None
+            if self._previous_hook is sys.__excepthook__:
+                frames = user_frames(error, trace)
+                if frames is not None and self._is_told_by_another(error):
+                    # That rank ends the job once its words are read.
+                    time.sleep(_ABORT_LIMIT_S)
+                    os._exit(1)
+            if frames is None:
+                self._previous_hook(kind, error, trace)
+            text = _error_text(kind, error, trace)
+            ranks = error.ranks if isinstance(error, FuserError) else ()
+            self._end(text, 130 if kind is KeyboardInterrupt else 1, frames or "", ranks)
+
+    def _is_told_by_another(self, error: BaseException) -> bool:
+        """Returns whether the first of the ranks that have an error has told it."""
+        control = self._control
+        ranks = error.ranks if isinstance(error, FuserError) else ()
+        if os.getpid() != self._pid or not ranks or ranks[0] == control.rank:
+            return False
+        stop = time.monotonic() + _TOLD_LIMIT_S
+        while time.monotonic() < stop:
+            control.listen()
+            event = control.peers.events.get(ranks[0])
+            if event is not None:
+                return event.kind == "failed"
+            time.sleep(0.01)
+        return False
 
     def _uncaught_in_thread(self, args: threading.ExceptHookArgs) -> None:
         self._previous_thread_hook(args)
@@ -133,8 +167,9 @@ class Guard:
         text = _error_text(args.exc_type, args.exc_value, args.exc_traceback)
         self._end(f"{text} in thread {name}", 1)
 
-    def _end(self, text: str, code: int) -> None:
-        """Prints and announces the failure, and aborts the job."""
+    def _end(self, text: str, code: int, frames: str = "", ranks: Sequence[int] = ()) -> None:
+        """Prints and announces the failure, of this rank or of all of `ranks`, and aborts the
+        job."""
         if os.getpid() != self._pid:
             return
         if not self._ending.acquire(blocking=False):
@@ -144,7 +179,9 @@ class Guard:
         timer.daemon = True
         timer.start()
         sys.stdout.flush()
-        sys.stderr.write(f"[fuser] rank {control.rank}: {text}; ending the job\n")
+        is_shared = len(ranks) > 1 and control.rank in ranks
+        who = f"ranks {', '.join(map(str, ranks))}" if is_shared else f"rank {control.rank}"
+        sys.stderr.write(f"[fuser] {who}: {text}; ending the job\n{frames}")
         sys.stderr.flush()
         control.announce(Event(control.rank, "failed", text))
         if control.size > 1:

@@ -7,12 +7,32 @@ import os
 import stat
 import termios
 import time
+import traceback
+from types import TracebackType
 from typing import TextIO
+
+from fuser.errors import FuserError, is_users
 
 # A launcher that is told to end the job drops what it has not read of its processes' last words:
 # how long it gets to read them, and then to pass them on.
 _READ_LIMIT_S = 1.5
 _PASS_ON_S = 0.2
+
+
+def user_frames(error: BaseException, trace: TracebackType | None) -> str | None:
+    """Returns the user's part of the traceback of an error whose sentence says what is wrong.
+
+    None for all others, of which the whole traceback is wanted: errors that are not ours, that have
+    such a cause, or that come with a script to show them again.
+    """
+    is_ours = isinstance(error, FuserError) and not getattr(error, "__notes__", None)
+    causes = (error.__cause__, None if error.__suppress_context__ else error.__context__)
+    if not is_ours or any(c is not None and not isinstance(c, FuserError) for c in causes):
+        return None
+    walked = list(traceback.walk_tb(trace))
+    kept = [frame for frame, _ in walked if is_users(frame)]
+    frames = traceback.StackSummary.extract((f, n) for f, n in walked if f in kept)
+    return "".join(frames.format())
 
 
 def wait_for_reader(*streams: TextIO) -> None:

@@ -20,9 +20,8 @@ from pathlib import Path
 LINE_NBYTES = 64
 LINE_WORDS = LINE_NBYTES // 8
 _KEY_NBYTES = 16
-# The kinds of the exchanges about a page: what ranks do before their first run, in words for users.
-OFFER = "agreement before the first run (offer of a page)"
-OPENING = "agreement before the first run (opening of a page)"
+# The kinds of the exchanges about a page, which ranks make before their first run.
+OFFER, OPENING = "offer", "opening"
 
 # Takes the kind of an exchange, by which ranks find out that they are in different ones, as after
 # an error, and what this rank tells; returns what all members tell.

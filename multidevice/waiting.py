@@ -147,9 +147,11 @@ class Peers:
         for rank in sorted(self.events):
             event = self.events[rank]
             if event.kind == "failed":
-                raise PeerError(
+                error = PeerError(
                     f"rank {rank} failed: {event.text} (rank {self.rank} was in {what})"
                 )
+                error.ranks = (rank,)
+                raise error
         for need in needs:
             event = self.events.get(need.rank)
             if event is not None and event.entered.get(need.key, 0) < need.count:

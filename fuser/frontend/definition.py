@@ -9,7 +9,6 @@ with FusionDefinition() as fd:
 
 from __future__ import annotations
 
-import traceback
 from collections.abc import Iterable, Sequence
 from functools import partial
 from types import TracebackType
@@ -134,9 +133,6 @@ class FusionDefinition:
         if self._fusion_guard is not None:
             self._fusion_guard.close()
             self._fusion_guard = None
-        if kind is not None:
-            print(f"Exception occurred: {kind.__name__}: {error}")
-            traceback.print_tb(trace)
 
     @property
     def fusion(self) -> Fusion:

@@ -6,7 +6,14 @@ from collections.abc import Iterable, Sequence
 
 import torch
 
-from fuser.errors import CompileError, ExecutionError, FuserError, KernelError, VerifyError
+from fuser.errors import (
+    CompileError,
+    ExecutionError,
+    FuserError,
+    KernelError,
+    NoCompilerError,
+    VerifyError,
+)
 from fuser.frontend.python_text import number_text
 from fuser.inputs import flatten
 
@@ -72,7 +79,7 @@ def fake_inputs(inputs: Sequence[object]) -> list[object]:
 def is_internal(error: BaseException) -> bool:
     """Whether an error may be a fault of this project: a failed check of its own, a program or a
     kernel that it should not have made."""
-    if isinstance(error, MemoryError | torch.OutOfMemoryError):
+    if isinstance(error, MemoryError | torch.OutOfMemoryError | NoCompilerError):
         return False
     return isinstance(error, _INTERNAL) or not isinstance(error, FuserError)
 

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
-from fuser.errors import CompileError
+from fuser.errors import CompileError, NoCompilerError
 from fuser.kernel_source import KernelSource
 from fuser.runtime.kernel import count_compilations
 from fuser.runtime.kernel_cache import KernelCache, digest
@@ -28,7 +28,7 @@ def _nvrtc() -> Any:
     try:
         return importlib.import_module("cuda.bindings.nvrtc")
     except ImportError as error:
-        raise CompileError(
+        raise NoCompilerError(
             f"kernels for CUDA devices need cuda-bindings and NVRTC ({error}):"
             " install fuser-hostir[nvrtc], or one of the extras cu12 and cu13"
         ) from error

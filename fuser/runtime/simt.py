@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, cast
 
-from fuser.errors import CompileError
+from fuser.errors import CompileError, NoCompilerError
 from fuser.kernel_source import KernelParam, KernelSource
 from fuser.locks import make_lock
 from fuser.runtime.cpu_kernel import CheckedCpuKernel, CpuKernel, LaunchFunction
@@ -58,13 +58,22 @@ _ENGINE_FLAGS = ("-O2", "-fno-exceptions")
 _lock = make_lock()
 
 
+# What any C++ compiler compiles, and how long that may take.
+_TRIVIAL = "int answer() { return 42; }\n"
+_TRIAL_LIMIT_S = 60.0
+_REMEDY = (
+    "CXX names a C++ compiler that works, and g++ is taken without it: `apt-get install g++` "
+    "(Fedora: dnf install gcc-c++), then `export CXX=g++`"
+)
+
+
 # ---- the compiler -------------------------------------------------------------------------------
 def cxx_compiler() -> str:
     """The C++ compiler. Raises `CompileError` where there is none."""
     name = os.environ.get("CXX") or "g++"
     path = shutil.which(name)
     if path is None:
-        raise CompileError(
+        raise NoCompilerError(
             f"kernels for the CPU need a C++ compiler, and {name!r} was not found: install g++"
             " (Debian, Ubuntu: apt-get install g++; Fedora: dnf install gcc-c++), or set CXX"
         )
@@ -84,7 +93,7 @@ def _compiler_identity(compiler: str) -> str:
             check=False,
         )
     except OSError as error:
-        raise CompileError(f"the C++ compiler {compiler} cannot be started: {error}") from error
+        raise _not_started(compiler, error) from error
     lines = answer.stderr.splitlines()
     version = next((line for line in lines if " version " in line), "unknown version")
     # Keep the code generation options; paths and temporary names would only disturb.
@@ -105,7 +114,7 @@ def try_compiler(timeout_s: float) -> str:
     Raises:
         CompileError: there is none, it refuses, or it does not answer in time.
     """
-    _run_compiler((), "int answer() { return 42; }\n", {}, timeout_s=timeout_s)
+    _run_compiler((), _TRIVIAL, {}, timeout_s=timeout_s)
     compiler = cxx_compiler()
     return f"{compiler}, {_compiler_identity(compiler).partition(chr(10))[0].strip()}"
 
@@ -119,7 +128,7 @@ def _scratch_folder(text: str) -> Iterator[tuple[Path, Path]]:
             source.write_text(text)
             yield source, Path(folder, "unit.so")
     except OSError as error:
-        raise CompileError(
+        raise NoCompilerError(
             f"no temporary files for the compiler ({error}): set TMPDIR to a folder with room"
         ) from error
 
@@ -147,14 +156,45 @@ def _run_compiler(
                 timeout=timeout_s,
             )
         except OSError as error:
-            raise CompileError(f"the C++ compiler {compiler} cannot be started: {error}") from error
+            raise _not_started(compiler, error) from error
         except subprocess.TimeoutExpired:
-            raise CompileError(f"{compiler} does not answer within {timeout_s:g} s") from None
+            raise NoCompilerError(f"{compiler} does not answer within {timeout_s:g} s") from None
         if answer.returncode != 0:
-            raise CompileError(
-                f"{compiler} refused a generated kernel:\n{explain(answer.stderr, texts)}"
-            )
-        return library.read_bytes()
+            raise _refused(compiler, answer, text, texts)
+        try:
+            return library.read_bytes()
+        except FileNotFoundError:
+            raise NoCompilerError(
+                f"{compiler} ended with exit code 0 and made no library{_said(answer)}\n{_REMEDY}"
+            ) from None
+
+
+def _not_started(compiler: str, error: OSError) -> NoCompilerError:
+    return NoCompilerError(f"the C++ compiler {compiler} cannot be started: {error}\n{_REMEDY}")
+
+
+def _said(answer: subprocess.CompletedProcess[str]) -> str:
+    """Returns what a compiler wrote, as the end of a sentence."""
+    text = answer.stderr.strip() or answer.stdout.strip()
+    return f":\n{text}" if text else ", and wrote nothing"
+
+
+def _refused(
+    compiler: str,
+    answer: subprocess.CompletedProcess[str],
+    text: str,
+    texts: dict[str, str],
+) -> CompileError:
+    """Returns why there is no library: the machine's fault, where a line of C++ is refused too."""
+    code = answer.returncode
+    ended = f"was ended by signal {-code}" if code < 0 else f"ended with exit code {code}"
+    if not answer.stderr.strip() or text == _TRIVIAL:
+        return NoCompilerError(f"{compiler} {ended}{_said(answer)}\n{_REMEDY}")
+    try:
+        _run_compiler((), _TRIVIAL, {}, timeout_s=_TRIAL_LIMIT_S)
+    except NoCompilerError as error:
+        return error
+    return CompileError(f"{compiler} refused a generated kernel:\n{explain(answer.stderr, texts)}")
 
 
 # ---- the translation unit -----------------------------------------------------------------------

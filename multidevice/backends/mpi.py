@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import faulthandler
 import os
+import sys
 import time
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -45,6 +46,22 @@ _DTYPES = {
 }
 
 
+def _no_mpi4py(error: Exception) -> str:
+    """Returns what to do where mpi4py cannot be imported, or finds no MPI."""
+    python = sys.executable or "python"
+    if isinstance(error, ModuleNotFoundError) and error.name == "mpi4py":
+        remedy = f"{python} -m pip install 'mpi4py>=4.1,<5' installs it"
+    else:
+        remedy = (
+            f"{python} -m pip install mpich installs one, or set MPI4PY_LIBMPI to the libmpi.so of "
+            "this mpirun"
+        )
+    return (
+        f"a job of mpirun needs mpi4py and its MPI library, and there is none ({error}): {remedy}; "
+        "torchrun starts ranks without MPI"
+    )
+
+
 class MpiControl(JobControl):
     """The control channel over MPI; also makes and keeps the communicators of teams.
 
@@ -59,6 +76,8 @@ class MpiControl(JobControl):
         faulthandler.dump_traceback_later(options.timeout_s(), exit=True)
         try:
             from mpi4py import MPI
+        except (ImportError, RuntimeError) as error:
+            raise CommunicationError(_no_mpi4py(error)) from None
         finally:
             faulthandler.cancel_dump_traceback_later()
         self.mpi = MPI

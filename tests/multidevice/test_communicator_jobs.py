@@ -112,7 +112,7 @@ FAULTS = {
     "exception": "rank 1: uncaught ValueError: planted failure",
     "collected": "rank 1: uncaught ValueError: planted failure",
     "thread": "rank 1: uncaught ValueError: planted failure",
-    "exit": "rank 1 left early (it has exited) without entering control agree",
+    "exit": "rank 1 left early (it has exited) without entering a barrier or an agreement (control",
     "exit_code": "it has exited with code 3",
     "exit_code_unwaited": "rank 1: exited with code 3; ending the job",
     "raise_exit": "rank 1 left early",
@@ -149,6 +149,71 @@ def test_a_normal_end_stays_clean(kind: str) -> None:
     job = run_job("mpirun", 2, "faults.py", kind)
     assert job.code == 0, job.text
     assert "[fuser]" not in job.text, job.text
+
+
+@needs_mpi
+@pytest.mark.finding("G19")
+def test_an_error_of_all_ranks_is_said_once_with_its_sentence_first() -> None:
+    job = run_job("mpirun", 2, "said_once.py", "mesh")
+    assert job.code != 0, job.text
+    first, *rest = job.text.strip().splitlines()
+    assert first.startswith("[fuser] ranks 0, 1: uncaught ShardingError: DeviceMesh{0 1 2 3} of T0")
+    assert "names rank 3, but the job has 2 ranks; start it with at least 4" in first
+    assert job.text.count("names rank 3") == 1, job.text
+    # The user's frames: main and run, two lines each; then what the launcher says.
+    assert len(rest) <= 10 and "said_once.py" in rest[0], job.text
+    assert "agreement.py" not in job.text, "the frames of the package are left out"
+
+
+@needs_mpi
+@pytest.mark.finding("G19")
+def test_an_error_that_the_first_rank_catches_is_said_by_the_second() -> None:
+    job = run_job("mpirun", 2, "said_once.py", "caught")
+    assert job.code != 0 and "caught ShardingError" in job.text, job.text
+    assert job.text.count("uncaught ShardingError: DeviceMesh{0 1 2 3}") == 1, job.text
+
+
+@needs_mpi
+@pytest.mark.finding("G19")
+def test_an_error_of_one_rank_is_said_by_that_rank() -> None:
+    job = run_job("mpirun", 2, "said_once.py", "one")
+    assert job.code != 0, job.text
+    assert "[fuser] rank 0: uncaught RuntimeError: Trying to create tensor" in job.text, job.text
+    assert "rank 1: uncaught" not in job.text, job.text
+
+
+@needs_mpi
+@pytest.mark.finding("G20")
+def test_a_compiler_that_does_not_work_is_the_machines_fault(tmp_path: Path) -> None:
+    job = run_job(
+        "mpirun", 2, "said_once.py", "compiler", CXX="false", FUSER_CACHE_DIR=str(tmp_path)
+    )
+    assert job.code != 0, job.text
+    assert "uncaught NoCompilerError: " in job.text.splitlines()[0], job.text
+    assert "false ended with exit code 1, and wrote nothing" in job.text, job.text
+    assert "export CXX=g++" in job.text and "this script shows it again" not in job.text, job.text
+
+
+@needs_mpi
+@pytest.mark.finding("G20")
+def test_mpirun_without_mpi4py_says_what_installs_it(tmp_path: Path) -> None:
+    (tmp_path / "mpi4py").mkdir()
+    text = """raise ModuleNotFoundError("No module named 'mpi4py'", name="mpi4py")"""
+    (tmp_path / "mpi4py" / "__init__.py").write_text(text)
+    job = run_job("mpirun", 2, "said_once.py", "mesh", PYTHONPATH=f"{tmp_path}:{ROOT}")
+    assert job.code != 0, job.text
+    first = job.text.splitlines()[0]
+    assert "uncaught CommunicationError: a job of mpirun needs mpi4py" in first, job.text
+    assert "-m pip install 'mpi4py>=4.1,<5'" in first, job.text
+
+
+@needs_mpi
+@pytest.mark.finding("G20")
+def test_a_rank_that_crashes_tells_the_signal_and_the_line() -> None:
+    job = run_job("mpirun", 2, "said_once.py", "crash")
+    assert job.code != 0, job.text
+    assert "Fatal Python error: Segmentation fault" in job.text, job.text
+    assert "said_once.py" in job.text, job.text
 
 
 @needs_mpi
