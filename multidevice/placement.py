@@ -155,10 +155,8 @@ def axis_cuts(tv: TensorView, ptypes: Collection[ParallelType] = SPREAD_TYPES) -
     spread, known = spread_axes(tv), tv.domain.known
     if not spread:
         return {}
-    # A stream's count is written over what extents are equal to, which changes.
-    is_known = all(a.is_device for a in spread)
-    key = "cuts", tv.mesh, *(p for p in DEVICE_TYPES if p in ptypes)
-    if is_known and key in known:
+    key = "cuts", tv.mesh, tuple(ptypes)
+    if key in known:
         return dict(known[key])
     found: dict[int, list[tuple[int, Cut]]] = {}
     for axis in spread:
@@ -169,7 +167,8 @@ def axis_cuts(tv: TensorView, ptypes: Collection[ParallelType] = SPREAD_TYPES) -
             found.setdefault(number, []).append((depth, cut))
     ordered = ((a.number, found[a.number]) for a in tv.domain.logical if a.number in found)
     made = {n: tuple(c for _, c in sorted(cuts, key=lambda x: x[0])) for n, cuts in ordered}
-    if is_known:
+    # A stream's count is written over what extents are equal to, which changes.
+    if not any(a.is_stream for a in spread):
         known[key] = dict(made)
     return made
 

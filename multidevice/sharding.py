@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from fuser.errors import ShardingError, UnsupportedError, user_code
 from fuser.ir import scalar as sc
 from fuser.ir.attention import AttentionOp
-from fuser.ir.axis_graph import tensor_operands
+from fuser.ir.axis_graph import mapped_axes, tensor_operands
 from fuser.ir.core import Op
 from fuser.ir.domain import IterDomain
 from fuser.ir.fusion import Fusion
@@ -344,7 +344,17 @@ def have_different_shardings(
     cuts = placement(producer, wanted)
     if any(cuts[position] for position in op.whole_operand_axes(operand_index)):
         return True
-    return Comparison(op, operand_index, consumer).differs(wanted)
+    # Once for all layers that are alike.
+    structures = producer.domain.structure, consumer.domain.structure
+    pairs = mapped_axes(op, operand_index, consumer)
+    mapped = tuple(
+        (structures[0].places[p.number], structures[1].places[c.number]) for p, c in pairs
+    )
+    key = *structures, mapped, producer.mesh, consumer.mesh, *wanted
+    proved = consumer.fusion.extents.proved
+    if key not in proved:
+        proved[key] = Comparison(op, operand_index, consumer).differs(wanted)
+    return proved[key]
 
 
 def is_resharding(op: TensorOp) -> bool:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import field
+from operator import attrgetter
 from typing import Any
 
 from fuser.errors import UnsupportedError
@@ -272,6 +273,29 @@ def splits_of(transforms: Iterable[Transform]) -> dict[int, Split]:
 
 
 # ------------------------------------------------------------------ tensor domain
+_state_of = attrgetter("kind", "extent", "ptype", "expanded", "rfactor")
+
+
+class Structure:
+    """What a domain says but for the numbers of its axes: tensors of repeated layers have one.
+
+    `places` are those of its axes, in the order of their numbers. It compares quickly.
+    """
+
+    __slots__ = ("_hash", "_key", "places")
+
+    def __init__(self, key: Hashable, places: Mapping[int, int]) -> None:
+        self._key, self._hash, self.places = key, hash(key), places
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, Structure):
+            return NotImplemented
+        return self._hash == other._hash and self._key == other._key
+
+    def __hash__(self) -> int:
+        return self._hash
+
+
 @Val.register
 @record
 class TensorDomain:
@@ -527,6 +551,25 @@ class TensorDomain:
     def known(self) -> dict[Hashable, Any]:
         """What analyses keep of the domain, which never changes, each under a key of its own."""
         return {}
+
+    @remembered
+    def structure(self) -> Structure:
+        """The domain without the numbers of its axes."""
+        places = {number: place for place, number in enumerate(sorted(self.axes))}
+
+        def group(found: Iterable[int]) -> tuple[int, ...]:
+            return tuple(map(places.__getitem__, found))
+
+        key = (
+            tuple(_state_of(self.axes[number]) for number in places),
+            group(self.logical_numbers),
+            group(self.loop_numbers),
+            group(self.root_numbers),
+            group(self.allocation_numbers),
+            self.contiguity,
+            tuple((type(t), group(t.inputs), group(t.outputs), t.form) for t in self.transforms),
+        )
+        return Structure(key, places)
 
     @remembered
     def spread(self) -> tuple[IterDomain, ...]:

@@ -9,7 +9,7 @@ which `fuser.ir.binding` checks.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Hashable, Mapping
 
 from fuser.ir.scalar import Const, Scalar, Symbol, substitute, symbols
 from fuser.ir.scalar_nodes import sort_key
@@ -30,6 +30,8 @@ class ExtentClasses:
         self._answers: dict[Scalar, Scalar] = {}
         self._rules: dict[Scalar, Scalar] = {}
         self._relations: tuple[Relation, ...] | None = None
+        # What analyses proved with these equalities, each under a key of its own.
+        self.proved: dict[Hashable, bool] = {}
         # Whether a copy reads the same dictionaries: then they are not changed in place.
         self._is_shared = False
 
@@ -63,7 +65,7 @@ class ExtentClasses:
         else:
             self._whole[b, a] = None
             self._reasons[b, a] = reason
-        self._answers, self._relations = {}, None
+        self._answers, self._relations, self.proved = {}, None, {}
         self._rules = {self._substituted(x): y for x, y in self._whole}
 
     def canonical(self, x: Scalar) -> Scalar:

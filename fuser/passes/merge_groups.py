@@ -109,6 +109,9 @@ class Merger:
         # Each step's number, larger than those of all that it needs.
         ends = {**{p: g.last for p, g in self._groups.items()}, **{e: position[e] for e in others}}
         self._number = self._numbered(sorted(ends, key=ends.__getitem__))
+        # Pairs of groups of which one needs the other through a third step; merging others never
+        # changes that.
+        self._apart: set[tuple[frozenset[TensorOp], frozenset[TensorOp]]] = set()
         # Pairs of groups that no scheduler takes as one of a kind.
         self._refused: set[tuple[str | None, frozenset[TensorOp], frozenset[TensorOp]]] = set()
         self._spaces: dict[int, tuple[Group, tuple[object, ...]]] = {}
@@ -226,7 +229,10 @@ class Merger:
             return False  # such a kernel goes over its rows several times
         if kind == "beside" and (feeds or not {a.scheduler, b.scheduler} <= {*BESIDE}):
             return False
-        if (kind, a.ops, b.ops) in self._refused or self._are_apart(i, j):
+        if (kind, a.ops, b.ops) in self._refused or (a.ops, b.ops) in self._apart:
+            return False
+        if self._are_apart(i, j):
+            self._apart.add((a.ops, b.ops))
             return False
         return self._may_share_kernel(next(iter(a.ops)), next(iter(b.ops)))
 

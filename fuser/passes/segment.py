@@ -40,6 +40,9 @@ from fuser.passes.views import (
 )
 from fuser.record import record, replace
 
+# Of what kernels of so many levels compute it is decided early whether to store it.
+MANY_LEVELS = 24
+
 SegmentKind = Literal["kernel", "library", "alias", "communication"]
 
 
@@ -139,6 +142,7 @@ class _Segmenter:
     def run(self, takes_both: Callable[[Fusion], str | None] | None) -> SegmentedFusion:
         self._mark_aliases()
         stored = self._materialised()
+        self._store_early(stored)
         groups = self._merge(self._accepted_cones(stored))
         while more := worth_storing(self.fusion, self.exprs, [g.ops for g in groups], stored):
             stored.update(dict.fromkeys(more))
@@ -298,6 +302,47 @@ class _Segmenter:
                     todo.append(self.fusion.definition(v))
         # The sibling of a result that is computed here (a mean beside its variance) is not read.
         return ops, {v: None for v in inputs if self.fusion.definition(v) not in ops}
+
+    def _levels(self) -> dict[TensorOp, int]:
+        """Return how many ops that no kernel computes stand one behind the other before each op."""
+        levels: dict[TensorOp, int] = {}
+        for e in self.exprs:
+            found = [self.fusion.definition(v) for v in e.inputs if isinstance(v, TensorView)]
+            before = (levels[d] + (self.kind[d] != "kernel") for d in found if d is not None)
+            levels[e] = max(before, default=0)
+        return levels
+
+    def _store_early(self, stored: dict[TensorView, None]) -> None:
+        """Store what kernels of very many levels would compute again, each for itself.
+
+        These cannot be merged, as each waits for results of the one before. Without that the
+        kernels of a deep program would grow with what stands before them: of residuals
+
+            y1 = x + f(..), y2 = y1 + g(..), y3 = y2 + h(..), ..
+
+        each would add up all before. Kernels of one level count as one, and decisions are those of
+        `worth_storing`: what pays for so many kernels pays for more.
+        """
+        levels, many = self._levels(), MANY_LEVELS
+        kernels: dict[int, set[TensorOp]] = {}
+        computed: dict[TensorOp, set[int]] = {}
+        for at, e in enumerate(self.exprs):
+            targets = [o for o in e.outputs if o in stored]
+            if self.kind[e] != "kernel" or not targets:
+                continue
+            ops, _ = self._cone(targets, stored)
+            kernels.setdefault(levels[e], set()).update(ops)
+            for op in ops:
+                computed.setdefault(op, set()).add(levels[e])
+            if max(len(computed[op]) for op in ops) < many:
+                continue
+            exprs = [op for op in self.exprs[: at + 1] if op in computed]
+            more = worth_storing(self.fusion, exprs, map(frozenset, kernels.values()), stored)
+            if more:
+                stored.update(dict.fromkeys(more))
+                kernels.clear()
+                computed.clear()
+            many = MANY_LEVELS if more else 2 * many
 
     def _cones(self, stored: dict[TensorView, None]) -> list[Group]:
         groups: list[Group] = []

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections import Counter
 from collections.abc import Callable
 from functools import partial
 from types import FrameType
@@ -10,7 +11,19 @@ from typing import Any
 
 import pytest
 
-from scripts.lowering_time import Case, define_reshardings, lower_case
+from fuser.passes import segment
+from fuser.passes.merge_groups import Merger
+from hostir import pipeline
+from multidevice import localize, sharding
+from scripts.lowering_time import (
+    HIDDEN,
+    WIDE,
+    Builder,
+    Case,
+    define_reshardings,
+    define_transformer,
+    lower_case,
+)
 
 
 def count_steps(run: Callable[[], object]) -> int:
@@ -46,3 +59,62 @@ def test_lowering_of_more_devices_takes_as_many_steps_per_op() -> None:
 
     per_op(16)
     assert per_op(1024) < 1.1 * per_op(64)
+
+
+def define_blocks(fd: Any, count: int, mesh: Any) -> None:
+    """Blocks of a norm and two linears, each with a residual."""
+    make = Builder(fd, mesh)
+    value = make.tensor([-1, -1, HIDDEN], [(0, make.batch)])
+    for _ in range(count):
+        wide = make.gelu(make.by_columns(make.layer_norm(value), WIDE, HIDDEN))
+        value = make.ops.add(value, make.by_rows(wide, HIDDEN, WIDE))
+    fd.add_output(value)
+
+
+@pytest.fixture
+def counted(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
+    """Return how often what grows with a program's depth is done."""
+    counts: Counter[str] = Counter()
+
+    def count(owner: object, name: str, amount: Callable[..., int] = lambda *args: 1) -> None:
+        run = getattr(owner, name)
+
+        def counting(*args: Any, **kwargs: Any) -> Any:
+            counts[name] += amount(*args)
+            return run(*args, **kwargs)
+
+        monkeypatch.setattr(owner, name, counting)
+
+    count(localize, "local_domain")
+    count(pipeline, "find_scheduler", lambda fusion: len(fusion.exprs))
+    count(Merger, "_sources")
+    count(Merger, "_may_merge")
+    count(sharding, "Comparison")
+    return counts
+
+
+@pytest.mark.finding("G4")
+@pytest.mark.parametrize("mesh", [(2, 2), ()])
+def test_lowering_of_more_layers_grows_as_they_do(
+    counted: Counter[str], mesh: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Schedulers see as many ops, merging goes as many steps, for each layer more."""
+    monkeypatch.setattr(segment, "MANY_LEVELS", 6)
+    found: list[Counter[str]] = []
+    for layers in (8, 24):
+        counted.clear()
+        lower_case(Case(define_blocks, layers, mesh), layers)
+        found.append(Counter(counted))
+    few, many = found
+    for name in counted:
+        assert many[name] <= 1.1 * 3 * few[name], (name, found)
+
+
+@pytest.mark.finding("G4")
+def test_shardings_of_repeated_layers_are_compared_once(counted: Counter[str]) -> None:
+    found: list[int] = []
+    for layers in (3, 6):
+        counted.clear()
+        lower_case(Case(define_transformer, layers, (2, 2)), layers)
+        found.append(counted["Comparison"])
+    assert found[0] == found[1] > 0

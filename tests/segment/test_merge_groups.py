@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from typing import Any
+
 import pytest
 
 from fuser import ops
@@ -9,7 +12,11 @@ from fuser.ir.fusion import Fusion
 from fuser.ir.nodes import BinaryOp
 from fuser.ir.tensor import TensorView
 from fuser.passes import merge_groups
+from fuser.passes.merge_groups import Merger
 from fuser.schedule.registry import find_scheduler
+from scripts.lowering_time import Case, define_transformer, lower_case
+from tests.fuzz.runner import define
+from tests.fuzz.single import generate
 from tests.segment.test_segment import check_values, cut, fusion_of
 
 
@@ -108,3 +115,58 @@ def test_permutations_that_undo_each_other_merge() -> None:
     (segment,) = cut(fusion_of(build, 2)).segments
     assert segment.scheduler == "transpose"
     check_values(fusion_of(build, 2), (3, 5))
+
+
+def is_apart(merger: Any, start: object, goal: object) -> bool:
+    """Whether a step needs another through a third one: by all paths."""
+    todo = [s for s in merger._sources(start) if s != goal]
+    seen: set[object] = set()
+    while todo:
+        step = todo.pop()
+        if step == goal:
+            return True
+        if step not in seen:
+            seen.add(step)
+            todo += merger._sources(step)
+    return False
+
+
+@pytest.mark.finding("G4")
+def test_the_order_of_steps_tells_which_need_one_another(monkeypatch: pytest.MonkeyPatch) -> None:
+    """For a transformer and random programs: after each contraction and each that is undone every
+    step has a larger number than what it needs, and the search between two numbers finds what that
+    of all paths does."""
+    asked: Counter[bool] = Counter()
+    contract, undo, are_apart = (
+        getattr(Merger, name) for name in ("_contract", "_undo", "_are_apart")
+    )
+
+    def check_order(merger: Any) -> None:
+        steps = [*merger._groups, *(e for es in merger._reading.values() for e in es)]
+        for step in steps:
+            numbers = [merger._number[s] for s in merger._sources(step)]
+            assert max(numbers, default=-1) < merger._number[step]
+
+    def contracting(merger: Any, place: int, other: int) -> object:
+        done = contract(merger, place, other)
+        check_order(merger)
+        return done
+
+    def undoing(merger: Any, done: object) -> None:
+        undo(merger, done)
+        check_order(merger)
+
+    def asking(merger: Any, i: int, j: int) -> bool:
+        found = are_apart(merger, i, j)
+        assert found == (is_apart(merger, i, j) or is_apart(merger, j, i))
+        asked[found] += 1
+        return found
+
+    monkeypatch.setattr(Merger, "_contract", contracting)
+    monkeypatch.setattr(Merger, "_undo", undoing)
+    monkeypatch.setattr(Merger, "_are_apart", asking)
+    lower_case(Case(define_transformer, 3, ()), 3)
+    for seed in range(30):
+        print("seed", seed)
+        cut(define(generate(seed)).fusion)
+    assert min(asked[True], asked[False]) > 10
