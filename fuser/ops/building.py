@@ -32,7 +32,7 @@ from fuser.ir.dtypes import (
 from fuser.ir.fusion import Fusion
 from fuser.ir.guard import active_fusion
 from fuser.ir.mesh import DeviceMesh
-from fuser.ir.nodes import BroadcastOp, CastOp, LibraryOp, TensorOp
+from fuser.ir.nodes import BroadcastOp, CastOp, LibraryOp, SqueezeOp, TensorOp
 from fuser.ir.scalar import Const, Scalar, ScalarLike
 from fuser.ir.tensor import TensorView
 from fuser.ir.types import IterType
@@ -122,6 +122,13 @@ def literal(value: bool | int | float | complex, dtype: DataType, op_name: str) 
     if problem:
         raise fail(op_name, problem)
     return Const(value, dtype)
+
+
+def number_in(value: bool | int | float | complex, dtype: DataType, op_name: str) -> Const:
+    """Return a number that an op takes in the dtype of a tensor; raises `DefinitionError` where it
+    does not fit."""
+    active_fusion().next_scalar()
+    return literal(value, dtype, op_name)
 
 
 def as_integer(
@@ -256,6 +263,16 @@ def broadcast_tensor(tv: TensorView, flags: tuple[bool, ...]) -> TensorView:
     ]
     out = new_output(axes, tv.dtype(), [tv])
     add_op(BroadcastOp(out, tv, flags=flags))
+    return out
+
+
+def squeeze_axes(tv: TensorView, gone: set[int]) -> TensorView:
+    """Append a SqueezeOp that drops the axes at these positions."""
+    fusion = active_fusion()
+    kept = [fusion.clone_axis(a) for i, a in enumerate(axes_of(tv)) if i not in gone]
+    out = new_output(kept, tv.dtype(), [tv])
+    flags = tuple(i in gone for i in range(tv.ndim))
+    add_op(SqueezeOp(out, tv, flags=flags))
     return out
 
 

@@ -34,9 +34,9 @@ from fuser.ops.building import (
     declare_extent,
     fail,
     new_output,
+    squeeze_axes,
 )
 from fuser.ops.factories import full_tensor
-from fuser.ops.views import squeeze_axes
 from fuser.record import record
 
 Positions = tuple[int, ...]
@@ -324,12 +324,16 @@ def _undecided(tv: TensorView, outs: Sequence[Scalar]) -> TensorView:
     fusion = active_fusion()
     if not outs:
         raise fail("reshape", f"to rank 0, but the element count of {tv} is not known to be 1")
-    root = tuple(clone_axes(tv))
-    logical = tuple(fusion.new_axis(s, _undecided_kind(s), rfactor=True) for s in outs)
-    domain = TensorDomain.of(logical, root=root)
-    out = new_output(domain, tv.dtype(), [tv])
+    out = new_output(undecided_domain(fusion, tv, outs), tv.dtype(), [tv])
     add_op(ReshapeOp(out, tv))
     return out
+
+
+def undecided_domain(fusion: Fusion, tv: TensorView, sizes: Sequence[Scalar]) -> TensorDomain:
+    """Return the domain of a reshape of `tv` to `sizes` that sizes of inputs decide."""
+    root = tuple(fusion.clone_axis(a) for a in axes_of(tv))
+    logical = tuple(fusion.new_axis(s, _undecided_kind(s), rfactor=True) for s in sizes)
+    return TensorDomain.of(logical, root=root)
 
 
 def _undecided_kind(size: Scalar) -> IterType:

@@ -8,8 +8,8 @@ from dataclasses import replace
 from fuser.ir import scalar as sc
 from fuser.ir.domain import IterDomain, TensorDomain
 from fuser.ir.guard import active_fusion
-from fuser.ir.nodes import ExpandOp, LoadStoreOp, SqueezeOp
-from fuser.ir.scalar import Const, Scalar
+from fuser.ir.nodes import ExpandOp, LoadStoreOp
+from fuser.ir.scalar import Apply, Const, Scalar
 from fuser.ir.tensor import TensorView
 from fuser.ir.types import IterType
 from fuser.ops.building import (
@@ -23,6 +23,7 @@ from fuser.ops.building import (
     fail,
     new_output,
     prepend_axes,
+    squeeze_axes,
     wrap_dim,
 )
 from fuser.ops.elementwise import copy_tensor
@@ -95,12 +96,21 @@ def _expanded(tv: TensorView, axis: IterDomain, size: Scalar) -> IterDomain:
         return replace(axis, extent=size)
     if axis.is_broadcast and axis.expanded is None:
         return replace(axis, expanded=size)
+    if _is_quotient(axis.size) and sc.int_value(fusion.canonical(axis.size)) in (None, 1):
+        same = fusion.canonical(axis.size) is fusion.canonical(size)
+        # What a reshape infers may be 1: a broadcast, of which the sizes of the inputs decide.
+        return axis if same else replace(axis, kind=IterType.symbolic, extent=size)
     if value is not None and isinstance(fusion.canonical(axis.size), Const):
         if sc.int_value(fusion.canonical(axis.size)) != value:
             raise fail("expand", f"Invalid expand size, {value}, for {axis} of {tv}")
         return axis
     declare_extent(fusion, axis.size, size, f"expand: {tv}")
     return axis
+
+
+def _is_quotient(size: Scalar) -> bool:
+    """Whether a size is what a reshape makes of -1."""
+    return isinstance(size, Apply) and size.op in ("/", "floorDiv")
 
 
 def squeeze(arg: TensorView, dims: Sequence[int], squeeze_expanded: bool = False) -> TensorView:
@@ -120,16 +130,6 @@ def squeeze(arg: TensorView, dims: Sequence[int], squeeze_expanded: bool = False
         if axes[d].expanded is not None and not squeeze_expanded:
             raise fail("squeeze", f"Refusing to squeeze expanded IterDomain {axes[d]} of {tv}")
     return squeeze_axes(tv, gone)
-
-
-def squeeze_axes(tv: TensorView, gone: set[int]) -> TensorView:
-    """Append a SqueezeOp that drops the axes at these positions."""
-    fusion = active_fusion()
-    kept = [fusion.clone_axis(a) for i, a in enumerate(axes_of(tv)) if i not in gone]
-    out = new_output(kept, tv.dtype(), [tv])
-    flags = tuple(i in gone for i in range(tv.ndim))
-    add_op(SqueezeOp(out, tv, flags=flags))
-    return out
 
 
 def permute(arg: TensorView, dims: Sequence[int]) -> TensorView:

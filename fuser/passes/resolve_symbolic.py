@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from math import prod
 
 from fuser.errors import InputError
 from fuser.ir import nodes
@@ -32,7 +33,7 @@ from fuser.ir.scalar import Number, Scalar, Symbol
 from fuser.ir.tensor import TensorView
 from fuser.ir.types import IterType
 from fuser.ops.building import join_axes, unexpanded
-from fuser.ops.reshape import ReshapePlan, transformed_domain
+from fuser.ops.reshape import ReshapePlan, plan_reshape, transformed_domain, undecided_domain
 
 # None: no size is known, and nothing is compared.
 Values = Mapping[Symbol, Number] | None
@@ -59,10 +60,24 @@ def deciding_sizes(op: nodes.TensorOp) -> tuple[Scalar, ...]:
     """Return the sizes of an op of which it counts whether they are 1, apart from a reshape's."""
     if isinstance(op, nodes.ExpandOp):
         pairs = zip(op.inp.domain.no_reductions, op.shape, strict=True)
-        return tuple(
+        named = (
             size for a, size in pairs if a.kind is IterType.symbolic and sc.int_value(size) is None
         )
+        return (*named, *(x for a, size in _open_axes(op) for x in (a.size, size)))
     return tuple(a.size for a in resized_axes(op))
+
+
+def _open_axes(op: nodes.TensorOp) -> list[tuple[IterDomain, Scalar]]:
+    """Return the axes of an expand's operand that iterate and may have one element, which is then
+    spread, each with the size that is asked for."""
+    if not isinstance(op, nodes.ExpandOp):
+        return []
+    axes = op.inp.domain.no_reductions
+    return [
+        (a, size)
+        for a, out, size in zip(axes, op.out.domain.maybe_root, op.shape, strict=True)
+        if out.kind is IterType.symbolic and a.kind is IterType.iteration
+    ]
 
 
 def iterate_resized(fusion: Fusion) -> None:
@@ -70,7 +85,7 @@ def iterate_resized(fusion: Fusion) -> None:
 
     For kernels of no input class. What such an axis is joined with has its size.
     """
-    if any(resized_axes(op) for op in fusion.used_exprs()):
+    if any(resized_axes(op) or _open_axes(op) for op in fusion.used_exprs()):
         resolve_symbolic(fusion, iter(()), None)
 
 
@@ -85,6 +100,11 @@ def resolve_symbolic(fusion: Fusion, plans: Iterator[ReshapePlan], values: Value
             exprs += (e.replace(where=op.where) for e in _decide(fusion, op, next(plans), values))
             changed.add(op.out)
             continue
+        if isinstance(op, nodes.ExpandOp):
+            made, source = _with_broadcasts(fusion, op, values)
+            exprs += (e.replace(where=op.where) for e in made)
+            is_stale = is_stale or bool(_open_axes(op))
+            op = op.map_values(lambda v, op=op, source=source: source if v is op.inp else v)
         if is_stale or resized_axes(op):
             for out in op.outputs:
                 changed.add(out)
@@ -207,6 +227,31 @@ def _define(out: TensorView, domain: TensorDomain, values: Values) -> None:
         ),
     )
     out.domain = _updated(whole, list(domain.root), values)
+
+
+def _with_broadcasts(
+    fusion: Fusion, op: nodes.ExpandOp, values: Values
+) -> tuple[list[nodes.TensorOp], TensorView]:
+    """Return the operand of an expand with a broadcast for each axis that has one element and gets
+    more, and the ops that make it: a reshape that merges all axes, and one that splits them."""
+    inp, sizes = op.inp, [a.size for a in op.inp.domain.no_reductions]
+    spread = (_size(a.size, values) == 1 != _size(size, values) for a, size in _open_axes(op))
+    if values is None or not any(spread):
+        return [], inp
+    exprs: list[nodes.TensorOp] = []
+    flat = inp
+    if len(sizes) > 1:
+        axes = [fusion.clone_axis(a) for a in inp.domain.no_reductions]
+        groups = [(range(len(sizes)), [sc.product(sizes)])]
+        domain = transformed_domain(fusion, axes, groups)
+        flat = fusion.new_tensor(domain, inp.dtype(), mesh=inp.mesh)
+        exprs.append(nodes.ReshapeOp(flat, inp))
+    out = fusion.new_tensor(undecided_domain(fusion, flat, sizes), inp.dtype(), mesh=inp.mesh)
+    counts = [size_of(x, values) for x in sizes]
+    outs = [sc.const(n) for n in counts]
+    plan = plan_reshape([sc.const(prod(counts))], outs, [False])
+    assert plan is not None, f"{op}: one axis is split into any sizes of its product"
+    return [*exprs, *_decide(fusion, nodes.ReshapeOp(out, flat), plan, values)], out
 
 
 # ------------------------------------------------------------------ downstream

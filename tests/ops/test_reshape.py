@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from fuser import FusionDefinition, ParallelType, ops
-from fuser.errors import DefinitionError, ParseError
+from fuser.errors import DefinitionError, InputError, ParseError
 from fuser.ir import scalar as sc
 from fuser.ir.axis_graph import mapped_axes
 from fuser.ir.binding import bind_inputs
@@ -265,3 +265,49 @@ def test_a_broadcast_axis_is_squeezed_or_added() -> None:
     assert kept.domain.logical[0].kind is IterType.broadcast
     same = reshaped([-1, 6], ["0", 6])
     assert type(same.definition()).__name__ == "ReshapeOp" and not same.domain.transforms
+
+
+@pytest.mark.finding("G33")
+@pytest.mark.parametrize("is_first", [False, True], ids=["after", "before"])
+@pytest.mark.parametrize("middle", ["the reshape", "an op on it"])
+@pytest.mark.parametrize("shape", [(4, 2, -1), (-1, 8), (2, -1, 4)], ids=str)
+def test_an_inferred_size_of_one_is_spread_whatever_else_says_so(
+    shape: tuple[int, ...], middle: str, is_first: bool
+) -> None:
+    wide = tuple(8 if n == -1 else n for n in shape)
+    with FusionDefinition() as fd:
+        x = fd.define_tensor([-1], contiguity=True)
+        w = fd.define_tensor([8, -1], contiguity=True)
+        y = fd.ops.reshape(x, list(shape))
+        y = y if middle == "the reshape" else fd.ops.relu(y)
+        if is_first:
+            product = fd.ops.matmul(x, w)
+            spread = fd.ops.expand(y, list(wide))
+        else:
+            spread = fd.ops.expand(y, list(wide))
+            product = fd.ops.matmul(x, w)
+        fd.add_output(product)
+        fd.add_output(spread)
+    a, b = torch.randn(8), torch.randn(8, 3)
+    narrow = a.reshape(shape) if middle == "the reshape" else a.reshape(shape).relu()
+    for one in (fd, again(fd)):
+        found = one.execute([a, b])
+        torch.testing.assert_close(found, [a @ b, narrow.expand(wide)])
+
+
+@pytest.mark.finding("G33")
+def test_an_inferred_size_is_spread_kept_or_refused_by_the_sizes_of_the_call() -> None:
+    with FusionDefinition() as fd:
+        x = fd.define_tensor([-1], contiguity=True)
+        n = fd.define_scalar(dtype=torch.int64)
+        y = fd.ops.reshape(x, [4, -1])
+        fd.add_output(fd.ops.mul(fd.ops.expand(y, [4, 6]), 2.0))
+        fd.add_output(fd.ops.expand(y, [4, n]))
+    for length, size in ((4, 6), (24, 6), (4, 1), (4, 3)):
+        a = torch.randn(length)
+        doubled, spread = fd.execute([a, size])
+        torch.testing.assert_close(doubled, a.reshape(4, -1).expand(4, 6) * 2)
+        torch.testing.assert_close(spread, a.reshape(4, -1).expand(4, size))
+    for length, size in ((8, 6), (24, 5), (24, 1)):
+        with pytest.raises(InputError, match="expand"):
+            fd.execute([torch.randn(length), size])
