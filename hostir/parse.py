@@ -148,7 +148,7 @@ def _one_of(names: tuple[str, ...], what: str) -> Attribute:
 def _index(parser: Parser) -> Symbol:
     """Read the index of a loop; its range stands behind it."""
     c = parser.cursor
-    name = c.expect(_INDEX_NAME, "the index of a loop")[0]
+    name = c.name(_INDEX_NAME, "the index of a loop")
     home = c.pos
     if c.take_if("in "):
         start, stop = ZERO, parser.axis().extent

@@ -15,6 +15,8 @@ _SKIPPED = re.compile(r"(?:\s+|//(?! %)[^\n]*)+")
 _INT = re.compile(r"-?[0-9]+")
 # What 64 bits hold: no extent, number or rank of a program is longer.
 MAX_DIGITS = 19
+# Names are numbered, and longest where a library's name stands in one.
+MAX_NAME = 250
 
 
 class Cursor:
@@ -93,6 +95,13 @@ class Cursor:
 
     def integer(self) -> int:
         return self.number(self.expect(_INT, "an integer"))
+
+    def name(self, pattern: re.Pattern[str], what: str) -> str:
+        """Consume a name of bounded length."""
+        found = self.expect(pattern, what)
+        if len(found[0]) > MAX_NAME:
+            raise self.fail(f"a name of {len(found[0])} characters", found.start())
+        return found[0]
 
     def number(self, found: re.Match[str], group: int | str = 0) -> int:
         """Return the integer that a group of a match spells."""

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from fuser.errors import DefinitionError, user_code, user_line
 from fuser.ir.axis import Axis
+from fuser.ir.cursor import MAX_DIGITS
 from fuser.ir.domain import IterDomain, TensorDomain
 from fuser.ir.dtypes import DataType, category, dtype_text
 from fuser.ir.extents import ExtentClasses
@@ -168,7 +169,8 @@ class Fusion:
         object, so a foreign one of a name that exists here is not told apart. Indices of loops have
         names of their own."""
         number = symbol.name[1:]
-        return symbol.is_index or not number.isdigit() or int(number) < self._next_scalar
+        is_numbered = number.isascii() and number.isdigit() and len(number) <= MAX_DIGITS
+        return symbol.is_index or not is_numbered or int(number) < self._next_scalar
 
     def new_axis(
         self,

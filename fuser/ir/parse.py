@@ -254,7 +254,7 @@ class Parser(ValueParser):
                 )
 
     def _symbol(self) -> None:
-        name = self.cursor.expect(tokens.NAME, "a symbol")[0]
+        name = self.cursor.name(tokens.NAME, "a symbol")
         self.cursor.take(":")
         text = self.cursor.expect(tokens.WORD, "a dtype")[0]
         if text not in FROM_TEXT:

@@ -96,7 +96,7 @@ class ValueParser:
             tokens.TENSOR.match(c.text, c.pos) or tokens.BARE_TENSOR.match(c.text, c.pos)
         ):
             raise c.fail("expected a scalar")
-        name = c.expect(tokens.NAME, "a scalar")[0]
+        name = c.name(tokens.NAME, "a scalar")
         if name in ("true", "false"):
             return sc.const(name == "true")
         if name not in self.symbols:

@@ -356,7 +356,14 @@ def symbols(x: Scalar) -> tuple[Symbol, ...]:
 @lru_cache(maxsize=10_000)
 def _natural(name: str) -> tuple[object, ...]:
     """Split a name so that i2 sorts before i10."""
-    return tuple((1, int(p), "") if p.isdigit() else (0, 0, p) for p in re.split(r"(\d+)", name))
+    parts = re.split(r"([0-9]+)", name)
+    # Numbers of any length: Python reads no more than some thousand digits.
+    numbers = (p.lstrip("0") for p in parts[1::2])
+    texts = ((0, 0, p) for p in parts[::2])
+    ordered: list[tuple[object, ...]] = [next(texts)]
+    for number, text in zip(numbers, texts, strict=True):
+        ordered += ((1, len(number), number), text)
+    return tuple(ordered)
 
 
 _ORDER_LENGTH = 400

@@ -267,3 +267,23 @@ def test_comments_may_follow_a_program() -> None:
     text = build(CASES["sliced_matmul"]).full_text()
     end = "} // %HostIrContainer\n"
     assert equal(parse(text.replace(end, f"{end}// more\n\n", 1)), parse(text))
+
+
+@pytest.mark.finding("G34")
+@pytest.mark.parametrize("digits", [1, 20, 200, 300, 5000])
+def test_a_name_of_many_digits_is_read_or_refused_as_a_fault_of_the_text(digits: int) -> None:
+    program = HostIrContainer()
+    with program:
+        x = program.input([-1, -1])
+        y = program.tensor(x.shape())
+        program.append(Allocate(y))
+        program.append(ops.neg(x), into=y)
+        program.add_output(y)
+    text = program.full_text()
+    assert "size=( i0 * i2 )" in text
+    renamed = re.sub(r"\bi2\b", "i" + "3" * digits, text)
+    if digits < 250:
+        assert parse(renamed).full_text() == renamed
+    else:
+        with pytest.raises(ParseError, match=f"line 9, .*a name of {digits + 1} characters"):
+            parse(renamed)
