@@ -25,8 +25,8 @@ from typing import Any, ParamSpec, SupportsIndex, TypeVar, Union, cast, get_args
 
 from fuser.errors import (
     ArgumentError,
-    DefinitionError,
     FuserError,
+    IntegerRangeError,
     user_code,
     user_line,
 )
@@ -130,7 +130,7 @@ def take_integer(value: object) -> int:
     if number is None or isinstance(number, bool | float | complex):
         raise wrong("an integer", value)
     if not -_INT64_END <= number < _INT64_END:
-        raise Mismatch(f"{show(number)} is out of the range of int64_t", kind=DefinitionError)
+        raise Mismatch(f"{show(number)} is out of the range of int64_t", kind=IntegerRangeError)
     return number
 
 

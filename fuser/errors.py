@@ -60,8 +60,12 @@ class UnsupportedNameError(UnsupportedError, AttributeError):
     """A name of nvFuser's that this project does not have; the message says what to use."""
 
 
-class UnknownOpError(FuserError, AttributeError):
+class UnknownOpError(UnsupportedNameError):
     """There is no op of that name; the message shows how it is spelled."""
+
+
+class IntegerRangeError(DefinitionError, TypeError):
+    """An integer has no place in 64 bits."""
 
 
 class ValidationError(FuserError, AssertionError):

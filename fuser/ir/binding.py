@@ -207,11 +207,13 @@ class Binder:
             raise InputError(
                 f"{where.removesuffix(',')}: Tried to bind to a constant value: {expected} as "
                 f"{axis.found(size)} at axis {axis.position}"
-                f"{why or user_code(axis.tv.user_line())}"
+                f"{why or user_code(axis.tv.user_line())}{_spread_hint(axis, size) if why else ''}"
             )
         raise InputError(
             f"{where} to have extent {axis.extent} = {expected}{_from((axis.extent,), source)} at "
             f"axis {axis.position}, but got {axis.found(size)}{why}"
+            f"{_spread_hint(axis, size) if why else ''}"
+            f"{_SPREAD.format('the axis of size 1') if why and expected == 1 else ''}"
         )
 
     def _check_relations(self, values: Values, source: Mapping[Symbol, object]) -> None:
@@ -226,6 +228,15 @@ class Binder:
     def _because(self, x: Scalar, representative: Scalar) -> str:
         reason = self._fusion.extents.reason_of(x, representative)
         return f": {reason}" if reason else ""
+
+
+# What a user of torch expects of a size of 1.
+_SPREAD = "; to spread it over the other's elements, declare {} as 1 in define_tensor, not as -1"
+
+
+def _spread_hint(axis: _Axis, size: int) -> str:
+    """Return what to write where an axis of one element meets a longer one."""
+    return _SPREAD.format(f"axis {axis.position} of {axis.tv.label}") if size == 1 else ""
 
 
 def _from(extents: Iterable[Scalar], source: Mapping[Symbol, object]) -> str:

@@ -16,7 +16,7 @@ from typing import Any
 
 from fuser.errors import UnsupportedError
 from fuser.ir import scalar as sc
-from fuser.ir.scalar import Scalar
+from fuser.ir.scalar import Const, Scalar
 from fuser.ir.statement import Val
 from fuser.ir.types import IterType, ParallelType
 from fuser.record import record, remembered, replace
@@ -315,6 +315,14 @@ class TensorDomain:
     allocation_numbers: tuple[int, ...] = ()
     contiguity: tuple[bool | None, ...] = ()
     transforms: tuple[Transform, ...] = ()
+
+    # nvFuser's `Val` queries.
+    def is_tensor(self) -> bool:
+        return False
+
+    def is_symbolic(self) -> bool:
+        """Return whether some axis has no constant size."""
+        return any(not isinstance(a.size, Const) for a in self.axes.values())
 
     @staticmethod
     def of(

@@ -22,8 +22,9 @@ operators.install()
 
 
 def __getattr__(name: str) -> Callable[..., Any]:
-    near = get_close_matches(name, ROWS, n=1, cutoff=0.7)
-    hint = SPELLED.get(name) or (f"did you mean {near[0]}?" if near else "see dir(fd.ops)")
+    near = get_close_matches(name, ROWS, n=3, cutoff=0.6)
+    nearest = " or ".join(", ".join(near).rsplit(", ", 1))
+    hint = SPELLED.get(name) or (f"did you mean {nearest}?" if near else "see dir(fd.ops)")
     raise UnknownOpError(f"module 'fuser.ops' has no op {name!r}: {hint}")
 
 

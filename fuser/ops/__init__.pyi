@@ -251,11 +251,11 @@ def remainder(lhs: OperandLike, rhs: TensorView, /) -> TensorView: """What floor
 @overload
 def remainder(lhs: ScalarLike, rhs: ScalarLike, /) -> Scalar: """What floor(lhs / rhs) leaves, of the sign of rhs; of integers, x and 0 give x."""
 @overload
-def complex(lhs: TensorView, rhs: TensorView | Scalar, /) -> TensorView: """lhs + i rhs: two tensors, or two scalars that are no Python numbers."""
+def complex(lhs: TensorView, rhs: OperandLike, /) -> TensorView: """lhs + i rhs: two tensors, or two scalars."""
 @overload
-def complex(lhs: TensorView | Scalar, rhs: TensorView, /) -> TensorView: """lhs + i rhs: two tensors, or two scalars that are no Python numbers."""
+def complex(lhs: OperandLike, rhs: TensorView, /) -> TensorView: """lhs + i rhs: two tensors, or two scalars."""
 @overload
-def complex(lhs: Scalar, rhs: Scalar, /) -> Scalar: """lhs + i rhs: two tensors, or two scalars that are no Python numbers."""
+def complex(lhs: ScalarLike, rhs: ScalarLike, /) -> Scalar: """lhs + i rhs: two tensors, or two scalars."""
 @overload
 def pow(lhs: TensorView, rhs: OperandLike, /) -> TensorView: """lhs to the power rhs; integers wrap, and negative exponents give 0 except of 1 and -1."""
 @overload
@@ -446,19 +446,19 @@ def normal(mean: ScalarLike, std: ScalarLike, shape: Sequence[SizeLike], *, rng_
 def rand_like(arg: TensorView, /) -> TensorView: """random numbers in [0, 1), of the shape and dtype of a floating tensor; as `arg` is not read, the result is cut as its readers are."""
 def randn_like(arg: TensorView, /) -> TensorView: """random numbers of the standard normal distribution, of the shape and dtype of a floating tensor."""
 def uniform(minval: ScalarLike, maxval: ScalarLike, shape: Sequence[SizeLike], *, rng_seed: Scalar | int | None = None, rng_offset: Scalar | int | None = None, dtype: DtypeLike = DataType.Float) -> TensorView: """a tensor of random numbers, uniform in [minval, maxval)."""
-def embedding_fwd(input: TensorView, weight: TensorView, padding_idx: Scalar | None = None, max_norm: Scalar | None = None, norm_type: Scalar | None = None, scale_grad_by_freq: Scalar | None = None, sparse: Scalar | None = None) -> TensorView: """Take the row of `weight` [v, h] that each element of `input` [*i] says: [*i, h]."""
+def embedding_fwd(input: TensorView, weight: TensorView, padding_idx: ScalarLike | None = None, max_norm: ScalarLike | None = None, norm_type: ScalarLike | None = None, scale_grad_by_freq: ScalarLike | None = None, sparse: ScalarLike | None = None) -> TensorView: """Take the row of `weight` [v, h] that each element of `input` [*i] says: [*i, h]."""
 def gather(arg: TensorView, index: TensorView, dim: int) -> TensorView: """torch.gather: a result of the shape of `index`, whose axes other than `dim` may be shorter than those of `arg`."""
 def index_select(arg: TensorView, index: TensorView, dim: int) -> TensorView: """Take the positions `index` [n] along axis `dim`: [.., m, ..] -> [.., n, ..]."""
 def index_put_accumulate(acc: TensorView, index: TensorView, value: TensorView) -> TensorView: """Return a copy of `acc` [m, ..] to whose rows `index` [n] those of `value` [n, ..] are added, as torch.index_put does with `accumulate`; a size of 1 in `value` fits any."""
-def scatter(arg: TensorView, index: TensorView, src: TensorView | Scalar, dim: int) -> TensorView: """Return a copy of `arg` with `src` written at the positions `index` along axis `dim`, as torch.scatter does: of one rank; index no longer than src, nor than arg along the other axes."""
-def select(arg: TensorView, index: Scalar, dim: int) -> TensorView: """Take position `index` of axis `dim`, which ends; a negative one counts from the end."""
+def scatter(arg: TensorView, index: TensorView, src: OperandLike, dim: int) -> TensorView: """Return a copy of `arg` with `src` written at the positions `index` along axis `dim`, as torch.scatter does: of one rank; index no longer than src, nor than arg along the other axes."""
+def select(arg: TensorView, index: SizeLike, dim: int) -> TensorView: """Take position `index` of axis `dim`, which ends; a negative one counts from the end."""
 def take_along_axis(arg: TensorView, index: TensorView, dim: int) -> TensorView: """Take along axis `dim` of each row the positions that `index` has for that row."""
-def cummax(arg: TensorView, dim: int, init: Scalar | None = None) -> TensorView: """the largest of all elements up to each along axis `dim`, and of `init`."""
-def cummin(arg: TensorView, dim: int, init: Scalar | None = None) -> TensorView: """the least of all elements up to each along axis `dim`, and of `init`."""
-def cumprod(arg: TensorView, dim: int, init: Scalar | None = None) -> TensorView: """the products of all elements up to each along axis `dim`, which begin with `init`."""
-def cumsum(arg: TensorView, dim: int, init: Scalar | None = None) -> TensorView: """the sums of all elements up to each along axis `dim`, which begin with `init`."""
+def cummax(arg: TensorView, dim: int, init: ScalarLike | None = None) -> TensorView: """the largest of all elements up to each along axis `dim`, and of `init`."""
+def cummin(arg: TensorView, dim: int, init: ScalarLike | None = None) -> TensorView: """the least of all elements up to each along axis `dim`, and of `init`."""
+def cumprod(arg: TensorView, dim: int, init: ScalarLike | None = None) -> TensorView: """the products of all elements up to each along axis `dim`, which begin with `init`."""
+def cumsum(arg: TensorView, dim: int, init: ScalarLike | None = None) -> TensorView: """the sums of all elements up to each along axis `dim`, which begin with `init`."""
 def argsort(arg: TensorView, dim: int, descending: bool = False, stable: bool = False) -> TensorView: """the places (Int) of the elements along axis `dim` in their order; where `stable`, equal ones keep theirs."""
-def topk(arg: TensorView, k: Scalar, dim: int = -1, largest: bool = True, sorted: bool = False) -> tuple[TensorView, TensorView]: """the `k` largest elements along axis `dim`, or the least, and their places (Int); in their order, whether `sorted` asks for it or not."""
+def topk(arg: TensorView, k: SizeLike, dim: int = -1, largest: bool = True, sorted: bool = False) -> tuple[TensorView, TensorView]: """the `k` largest elements along axis `dim`, or the least, and their places (Int); in their order, whether `sorted` asks for it or not."""
 def max(arg: TensorView, dim: int | Sequence[int] | DataType | None = None, keepdim: bool = False, dtype: DtypeLike = DataType.Null, *, dims: Sequence[int] | None = None) -> TensorView: """a maximum over one axis (`dim`), several (`dims`) or all."""
 def min(arg: TensorView, dim: int | Sequence[int] | DataType | None = None, keepdim: bool = False, dtype: DtypeLike = DataType.Null, *, dims: Sequence[int] | None = None) -> TensorView: """a minimum over one axis (`dim`), several (`dims`) or all."""
 def prod(arg: TensorView, dim: int | Sequence[int] | DataType | None = None, keepdim: bool = False, dtype: DtypeLike = DataType.Null, *, dims: Sequence[int] | None = None) -> TensorView: """a product over one axis (`dim`), several (`dims`) or all."""

@@ -16,6 +16,7 @@ from fuser.ir.types import IterType
 from fuser.ops.building import (
     add_op,
     axes_of,
+    declare_extent,
     fail,
     join_axes,
     new_output,
@@ -83,6 +84,18 @@ def matmul(arg1: TensorView, arg2: TensorView) -> TensorView:
     return out
 
 
+def _check_bias(name: str, weight: TensorView, bias: TensorView) -> None:
+    """Require that a bias has one element where a weight has one: the weight is never spread."""
+    fusion = active_fusion()
+    for w, b in zip(axes_of(weight), axes_of(bias), strict=False):
+        if not w.is_broadcast or w.expanded is not None or b.is_broadcast:
+            continue
+        size = fusion.canonical(b.size)
+        if sc.int_value(size) not in (None, 1):
+            raise fail(name, f"{bias} has {size} elements along {b}, but {weight} has 1 along {w}")
+        declare_extent(fusion, sc.ONE, b.size, f"{name}: {weight} and {bias}")
+
+
 def linear(arg1: TensorView, arg2: TensorView, bias: TensorView | None = None) -> TensorView:
     """Append x @ weight.T + bias: x [*i, K], weight [*w, N, K], bias [*w, N] -> [*w, *i, N, rK]."""
     name = "linear"
@@ -96,6 +109,7 @@ def linear(arg1: TensorView, arg2: TensorView, bias: TensorView | None = None) -
         if bias.ndim != weight.ndim - 1:
             want = "1 axis" if weight.ndim == 2 else f"{weight.ndim - 1} axes, as {weight} has"
             raise fail(name, f"bias must have {want}, got {bias}")
+        _check_bias(name, weight, bias)
     check_same_dtypes(name, operands)
     *rows, x_k = axes_of(x)
     *columns, weight_k = axes_of(weight)

@@ -147,8 +147,8 @@ def imag(x: OperandLike, /) -> Operand:
     return apply_pointwise("imag", (value,))
 
 
-def complex_(lhs: TensorView | Scalar, rhs: TensorView | Scalar, /) -> Operand:
-    """Append lhs + i rhs: two tensors, or two scalars that are no Python numbers."""
+def complex_(lhs: OperandLike, rhs: OperandLike, /) -> Operand:
+    """Append lhs + i rhs: two tensors, or two scalars."""
     if isinstance(lhs, TensorView) is not isinstance(rhs, TensorView):
         raise ArgumentError(
             "complex(): incompatible function arguments: expected two tensors or two scalars, got "

@@ -26,12 +26,14 @@ from fuser.ir.lookup import (
     SelectOp,
     TakeAlongAxisOp,
 )
-from fuser.ir.scalar import Const, Scalar
+from fuser.ir.scalar import Const, Scalar, ScalarLike
 from fuser.ir.tensor import TensorView
 from fuser.ops import elementwise, reductions
 from fuser.ops.building import (
     OperandLike,
+    SizeLike,
     add_op,
+    as_operand,
     axes_of,
     broadcast_tensor,
     cast_tensor,
@@ -39,6 +41,7 @@ from fuser.ops.building import (
     fail,
     join_axes,
     new_output,
+    number_in,
     same_extent,
     unexpanded,
     wrap_dim,
@@ -82,9 +85,10 @@ def index_select(arg: TensorView, index: TensorView, dim: int) -> TensorView:
     return out
 
 
-def select(arg: TensorView, index: Scalar, dim: int) -> TensorView:
+def select(arg: TensorView, index: SizeLike, dim: int) -> TensorView:
     """Take position `index` of axis `dim`, which ends; a negative one counts from the end."""
     name = "select"
+    index = as_operand(index, name)
     axis = _looked_up_axis(name, arg, dim)
     if category(index.dtype) != "int":
         raise DtypeError(f"{name}: Expected an integer, but {index} is {dtype_text(index.dtype)}")
@@ -100,11 +104,11 @@ def select(arg: TensorView, index: Scalar, dim: int) -> TensorView:
 def embedding_fwd(
     input: TensorView,
     weight: TensorView,
-    padding_idx: Scalar | None = None,
-    max_norm: Scalar | None = None,
-    norm_type: Scalar | None = None,
-    scale_grad_by_freq: Scalar | None = None,
-    sparse: Scalar | None = None,
+    padding_idx: ScalarLike | None = None,
+    max_norm: ScalarLike | None = None,
+    norm_type: ScalarLike | None = None,
+    scale_grad_by_freq: ScalarLike | None = None,
+    sparse: ScalarLike | None = None,
 ) -> TensorView:
     """Take the row of `weight` [v, h] that each element of `input` [*i] says: [*i, h].
 
@@ -125,18 +129,21 @@ def embedding_fwd(
     axes = [*axes_of(input), axes_of(weight)[1]]
     out = new_output(_clone(axes), weight.dtype(), [input, weight])
     add_op(EmbeddingFwdOp(out, input, weight))
-    return out if max_norm is None else _bounded(out, max_norm, norm_type)
+    if max_norm is None:
+        return out
+    order = as_operand(2.0 if norm_type is None else norm_type, name)
+    return _bounded(out, as_operand(max_norm, name), order)
 
 
 # What torch adds to the norm that it divides by.
 _ABOVE_NO_NORM = 1e-7
 
 
-def _bounded(rows: TensorView, max_norm: Scalar, norm_type: Scalar | None) -> TensorView:
+def _bounded(rows: TensorView, max_norm: Scalar, norm_type: Scalar) -> TensorView:
     """Scale the rows down whose norm is above `max_norm`."""
     dtype = DataType.Double if rows.dtype() is DataType.Double else DataType.Float
     wide = typing_cast(TensorView, convert(rows, dtype))
-    norm = _norm(wide, Const(2.0, DataType.Double) if norm_type is None else norm_type)
+    norm = _norm(wide, norm_type)
     factor = _call("div", max_norm, _call("add", norm, _ABOVE_NO_NORM))
     scale = _call("where", _call("gt", norm, max_norm), factor, 1.0)
     return typing_cast(TensorView, convert(_call("mul", wide, scale), rows.dtype()))
@@ -226,7 +233,7 @@ def _check_narrower(name: str, arg: TensorView, index: TensorView, k: int, axis:
         )
 
 
-def scatter(arg: TensorView, index: TensorView, src: TensorView | Scalar, dim: int) -> TensorView:
+def scatter(arg: TensorView, index: TensorView, src: OperandLike, dim: int) -> TensorView:
     """Return a copy of `arg` with `src` written at the positions `index` along axis `dim`, as
     torch.scatter does: of one rank; index no longer than src, nor than arg along the other axes.
 
@@ -237,6 +244,8 @@ def scatter(arg: TensorView, index: TensorView, src: TensorView | Scalar, dim: i
     _check_index(name, index)
     _check_ranks(name, arg, index)
     axis = _looked_up_axis(name, arg, dim)
+    if not isinstance(src, TensorView | Scalar):
+        src = number_in(src, arg.dtype(), name)
     if isinstance(src, TensorView):
         _check_ranks(name, src, index)
         if src.dtype() is not arg.dtype():

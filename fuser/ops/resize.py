@@ -135,12 +135,6 @@ def _check_slice(
     tv: TensorView, starts: list[Scalar], ends: list[Scalar], strides: list[Scalar] | None
 ) -> None:
     name = "slice"
-    if len(starts) != tv.ndim:
-        raise fail(
-            name,
-            "Number of tensor dimensions does not match slice dimensions! "
-            f"Tensor-dims: {tv.ndim} Slice-dims: {len(starts)} for {tv}",
-        )
     if len(ends) != len(starts):
         raise fail(
             name,
@@ -152,6 +146,12 @@ def _check_slice(
             name,
             "Slice start_indices and strides don't match! "
             f"Start Indices: {len(starts)} Strides: {len(strides)}",
+        )
+    if len(starts) != tv.ndim:
+        raise fail(
+            name,
+            "Number of tensor dimensions does not match slice dimensions! "
+            f"Tensor-dims: {tv.ndim} Slice-dims: {len(starts)} for {tv}",
         )
     for start, end in zip(starts, ends, strict=True):
         first, last = sc.int_value(start), sc.int_value(end)

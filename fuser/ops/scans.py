@@ -11,11 +11,12 @@ from fuser.ir import scalar as sc
 from fuser.ir.domain import IterDomain
 from fuser.ir.dtypes import FLOAT8, STORED, DataType, category, dtype_text
 from fuser.ir.guard import active_fusion
-from fuser.ir.scalar import Const, Scalar
+from fuser.ir.scalar import Const, Scalar, ScalarLike
 from fuser.ir.scans import ArgsortOp, ScanOp, TopKOp
 from fuser.ir.tensor import TensorView
 from fuser.ops import elementwise
 from fuser.ops.building import (
+    SizeLike,
     add_op,
     as_integer,
     axes_of,
@@ -24,6 +25,7 @@ from fuser.ops.building import (
     fail,
     literal,
     new_output,
+    number_in,
     refuse_complex,
     unexpanded,
     unsupported,
@@ -66,7 +68,7 @@ def _axes(tv: TensorView) -> list[IterDomain]:
 
 
 # ------------------------------------------------------------------ scans
-def cumsum(arg: TensorView, dim: int, init: Scalar | None = None) -> TensorView:
+def cumsum(arg: TensorView, dim: int, init: ScalarLike | None = None) -> TensorView:
     """Append the sums of all elements up to each along axis `dim`, which begin with `init`.
 
     Half, BFloat16 and Float8 are added up in Float; integers keep their dtype, and wrap.
@@ -74,22 +76,22 @@ def cumsum(arg: TensorView, dim: int, init: Scalar | None = None) -> TensorView:
     return _scan("add", arg, dim, init)
 
 
-def cumprod(arg: TensorView, dim: int, init: Scalar | None = None) -> TensorView:
+def cumprod(arg: TensorView, dim: int, init: ScalarLike | None = None) -> TensorView:
     """Append the products of all elements up to each along axis `dim`, which begin with `init`."""
     return _scan("mul", arg, dim, init)
 
 
-def cummax(arg: TensorView, dim: int, init: Scalar | None = None) -> TensorView:
+def cummax(arg: TensorView, dim: int, init: ScalarLike | None = None) -> TensorView:
     """Append the largest of all elements up to each along axis `dim`, and of `init`. NaN wins."""
     return _scan("max", arg, dim, init)
 
 
-def cummin(arg: TensorView, dim: int, init: Scalar | None = None) -> TensorView:
+def cummin(arg: TensorView, dim: int, init: ScalarLike | None = None) -> TensorView:
     """Append the least of all elements up to each along axis `dim`, and of `init`. NaN wins."""
     return _scan("min", arg, dim, init)
 
 
-def _scan(kind: str, arg: TensorView, dim: int, init: Scalar | None) -> TensorView:
+def _scan(kind: str, arg: TensorView, dim: int, init: ScalarLike | None) -> TensorView:
     name = ScanOp.NAMES[kind]
     _check_dtype(name, arg, takes_complex=kind in ("add", "mul"))
     if arg.dtype() in FLOAT8:
@@ -113,8 +115,10 @@ def _scan(kind: str, arg: TensorView, dim: int, init: Scalar | None) -> TensorVi
     return out
 
 
-def _first(name: str, arg: TensorView, init: Scalar) -> Scalar:
+def _first(name: str, arg: TensorView, init: ScalarLike) -> Scalar:
     """Return what a scan begins with in the dtype of the tensor."""
+    if not isinstance(init, Scalar):
+        return number_in(init, arg.dtype(), name)
     if category(init.dtype) != category(arg.dtype()):
         raise DtypeError(
             f"{name}: Expected an init of the kind of {arg}, but {init} is "
@@ -144,7 +148,7 @@ def argsort(
 
 
 def topk(
-    arg: TensorView, k: Scalar, dim: int = -1, largest: bool = True, sorted: bool = False
+    arg: TensorView, k: SizeLike, dim: int = -1, largest: bool = True, sorted: bool = False
 ) -> tuple[TensorView, TensorView]:
     """Append the `k` largest elements along axis `dim`, or the least, and their places (Int); in
     their order, whether `sorted` asks for it or not.

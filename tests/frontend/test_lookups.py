@@ -601,9 +601,9 @@ def test_refused() -> None:
         with pytest.raises(DtypeError, match="a floating dtype for max_norm, but T"):
             fd.ops.embedding_fwd(i1, whole, max_norm=norm)
         with pytest.raises(FuserError, match="padding_idx"):
-            fd.ops.embedding_fwd(i1, x, padding_idx=1)  # pyright: ignore[reportArgumentType]
+            fd.ops.embedding_fwd(i1, x, padding_idx="1")  # pyright: ignore[reportArgumentType]
         with pytest.raises(FuserError, match="index"):
-            fd.ops.select(x, 1, 0)  # pyright: ignore[reportArgumentType]
+            fd.ops.select(x, 1.5, 0)  # pyright: ignore[reportArgumentType]
         with pytest.raises(DtypeError, match="select: Expected an integer"):
             fd.ops.select(x, norm, 0)
         with pytest.raises(DtypeError, match="scatter: Expected one dtype"):
