@@ -126,7 +126,7 @@ DEFINITIONS: list[tuple[Call, type[Exception], str]] = [
     (lambda fd, x: x.qqqq, AttributeError, "no attribute 'qqqq'$"),
     (lambda fd, x: fd.fec, AttributeError, "no attribute 'fec': the first execute makes it"),
     (lambda fd, x: fd.define_constant(1), AttributeError, "it is called define_scalar"),
-    (lambda fd, x: fd.ops.gelu(x), UnknownOpError, r"no op 'gelu': write mul\(mul\(x, 0.5\)"),
+    (lambda fd, x: fd.ops.elu(x), UnknownOpError, r"no op 'elu': write where\(gt\(x"),
     (lambda fd, x: fd.ops.sigmod(x), UnknownOpError, "did you mean sigmoid, "),
     (lambda fd, x: fd.ops.qqqq(x), UnknownOpError, "dir"),
 ]

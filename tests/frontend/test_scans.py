@@ -298,7 +298,7 @@ def test_refused() -> None:
         with pytest.raises(DtypeError, match="topk: Expected numbers"):
             fd.ops.topk(flags, one)
         with pytest.raises(TypeError, match="k: expected a scalar"):
-            fd.ops.topk(x, 2)  # pyright: ignore[reportArgumentType]
+            fd.ops.topk(x, 2.5)  # pyright: ignore[reportArgumentType]
         with pytest.raises(DtypeError, match=r"topk: .* is not an integer"):
             fd.ops.topk(x, half)
         with pytest.raises(DefinitionError, match=r"topk: .*k = 5 of axis 1 of T0.* 4 elements"):
