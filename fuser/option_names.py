@@ -67,6 +67,8 @@ EFFECTS: Mapping[str, Mapping[str, str]] = {
         "auto_overlap": "no matmul runs beside a communication unless the definition says so",
         "kernel_reuse": "no kernel serves sizes near those that it was made for",
         "multidevice": "this process takes no part in a job; read when the communicator starts",
+        "progress": "no line says how far a compilation of more than two seconds is, which rank 0 "
+        "draws where its standard error is a terminal",
     },
     "PROF": {
         "enable": "every run is profiled (fuser.get_fusion_profile()): it takes place twice, step "
@@ -160,6 +162,7 @@ _PROCESS_WIDE = "holds for the whole process: set it in FUSER_DISABLE, not for o
 NOT_PER_CALL: Mapping[str, str] = {
     "allreduce_kernel": _PROCESS_WIDE,
     "multidevice": _PROCESS_WIDE,
+    "progress": _PROCESS_WIDE,
     "double_numbers": "says how a definition is written: give it to FusionDefinition, or set it in "
     "FUSER_ENABLE before, not for one call",
 }

@@ -10,6 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from weakref import WeakKeyDictionary
 
+from fuser import progress
 from fuser.errors import warn
 from fuser.ir.scalar import Number, Symbol
 from fuser.ir.tensor import TensorView
@@ -77,6 +78,7 @@ def check_before_run(
     everyone = (None, *key[1:])
     if done.recall(key):
         return
+    progress.stage("checks of streams and ranks")
     found: list[Finding] = []
     if not done.recall(everyone):
         found += find_mismatches(program, values)

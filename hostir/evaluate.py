@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, TypeVar, cast
 
 import torch
 
-from fuser import options
+from fuser import options, progress
 from fuser.arguments import require
 from fuser.errors import FuserError, UnsupportedError, VerifyError, user_code
 from fuser.inputs import flatten, torch_device
@@ -490,7 +490,8 @@ class HostIrEvaluator:
     def _compile(self, rehearsal: Rehearsal, frame: Frame) -> None:
         from fuser.kernels.executor import compile_many
 
-        compile_many(rehearsal.requests, device=frame.machine.device)
+        with progress.shown(frame.machine.rank):
+            compile_many(rehearsal.requests, device=frame.machine.device)
 
     def recorded(
         self, inputs: Sequence[Argument], make: Callable[[Frame, frozenset[int]], R]

@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
+from fuser import progress
 from fuser.ir import nodes, storage
 from fuser.ir.core import Op
 from fuser.ir.fusion import Alias, Fusion
@@ -76,7 +77,9 @@ class Lowering:
         copy.exprs = ()
         self.values = copy
         self.in_place = self._in_place_outputs()
-        for group in self._in_order():
+        ordered = self._in_order()
+        for number, group in enumerate(ordered, 1):
+            progress.stage("segment", number, len(ordered))
             if self.loops.loop_of(group[0].exprs[0]) is not None:
                 self.ops += StreamLoopBuilder(self, group).build()
             else:

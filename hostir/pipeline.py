@@ -7,6 +7,7 @@ from dataclasses import replace
 from functools import partial
 from typing import NamedTuple, Protocol
 
+from fuser import progress
 from fuser.device import target_of
 from fuser.ir.binding import complete
 from fuser.ir.fusion import Fusion
@@ -82,10 +83,12 @@ def build_program(
 
     dump("fusion_ir_original", lambda: fusion_text(definition))
     check_types(definition)
+    progress.stage("passes")
     fusion, _ = concretize(definition, input_class.sizes)
     repeated = specialise(fusion, input_class)
     dump("fusion_ir_concretized", fusion.print_math)
     fusion_passes.run_passes(fusion)
+    progress.stage("shardings")
     shardings = shard_fusion(
         fusion,
         propagate=params.propagate,
@@ -161,5 +164,6 @@ def lower_sharded(
     dump("segmented_fusion", segmented.describe)
     lowered = lower(segmented, backend_name=backend_name, params=params, loops=loops)
     after("lowering", lowered)
+    progress.stage("verification")
     passes = () if params.standalone else PASSES
     return segmented, run_passes(lowered, passes, after_each=after)

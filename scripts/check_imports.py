@@ -35,6 +35,7 @@ ORDER = (
     "fuser.option_names",
     "fuser.options",
     "fuser.dumps",
+    "fuser.progress",
     "fuser.pointwise",
     "fuser.ir",
     "fuser.ops",

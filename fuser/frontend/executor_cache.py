@@ -15,7 +15,7 @@ from functools import cached_property, partial
 import torch
 from torch.autograd import forward_ad
 
-from fuser import dumps, options
+from fuser import dumps, options, progress
 from fuser.arguments import checked
 from fuser.collector import uncollected
 from fuser.dumps import Dump
@@ -368,7 +368,7 @@ class FusionExecutorCache(Watching, Inspection):
     ) -> Call:
         """Find or build the program for inputs of a new signature."""
         resolved = self._autograd.resolved(inputs)
-        with uncollected:
+        with uncollected, progress.shown(communicator.rank()):
             bound, claim, known = self._find_or_build(resolved, device, communicator, settings)
         is_lazy = resolved is not inputs
         contents = known.contents

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from fuser import dumps, options
+from fuser import dumps, options, progress
 from fuser.device import DESCRIPTIONS, DeviceInfo, describe_device
 from fuser.errors import DefinitionError, FuserError, InputError, KernelError, UnsupportedError
 from fuser.ir import scalar as sc
@@ -587,12 +587,14 @@ def _lower_missing(
 ) -> Iterator[KernelSource]:
     """Yield the text of each variant that is not compiled yet; append the variant to `variants`."""
     seen: set[int] = set()
-    for executor, inputs, outputs, sizes in requests:
+    for number, (executor, inputs, outputs, sizes) in enumerate(requests, 1):
+        progress.stage("kernel", number, len(requests))
         record = executor.record(inputs, outputs, sizes=sizes, device=device)
         if record is not None and record[0].compiled is None and id(record[0]) not in seen:
             seen.add(id(record[0]))
             variants.append(record[0])
             yield record[0].kernel.source
+    progress.stage("the compiler")
 
 
 def _chooses_nothing(facts: Facts) -> None:

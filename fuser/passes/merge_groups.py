@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
+from fuser import progress
 from fuser.ir import nodes
 from fuser.ir.fusion import Fusion
 from fuser.ir.nodes import TensorOp
@@ -139,7 +140,9 @@ class Merger:
         beside: pointwise, neither of which reads what the other writes); return whether any were
         merged."""
         before = len(self._groups)
-        for place in sorted(self._groups):
+        places = sorted(self._groups)
+        for number, place in enumerate(places, 1):
+            progress.stage("kernel to merge", number, len(places))
             while place in self._groups and self._extend(place, kind):
                 pass
         return len(self._groups) < before

@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import field
 from typing import Literal, NoReturn
 
+from fuser import progress
 from fuser.errors import UnsupportedError
 from fuser.ir import nodes, storage
 from fuser.ir import scalar as sc
@@ -365,7 +366,9 @@ class _Segmenter:
         while True:
             made: list[Group] = []
             refused: Group | None = None
-            for group in self._cones(stored):
+            cones = self._cones(stored)
+            for number, group in enumerate(cones, 1):
+                progress.stage("kernel to choose", number, len(cones))
                 accepted = self._accepted(group)
                 if accepted is None:
                     refused = group
