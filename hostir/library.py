@@ -13,7 +13,8 @@ from fuser.errors import UnsupportedError
 from fuser.ir import nodes
 from fuser.ir.nodes import TensorOp
 from fuser.ir.tensor import TensorView
-from fuser.ops.torch_meaning import evaluate_into, evaluate_op
+from fuser.ops.library_calls import Bound, Call
+from fuser.ops.torch_meaning import bind_call, evaluate_into, evaluate_op
 from hostir.frame import Frame
 from hostir.layout import is_repeated, write
 from hostir.places import check_places
@@ -43,9 +44,26 @@ def compute_into(op: TensorOp, frame: Frame, outs: Sequence[torch.Tensor]) -> No
         inputs, out = [frame.tensors[v] for v in op.inputs], as_contracted(op, outs[0])
         (contract_repeated if is_repeated(out) else evaluate_into)(op, inputs, out)
         return
+    ins = [frame.tensors[v] for v in op.inputs if isinstance(v, TensorView)]
+    call = library_call(op, ins, outs, frame)
+    if call is not None:
+        call(ins, outs)
+        return
     for result, out, value in zip(op.outputs, outs, compute(op, frame), strict=True):
         if result not in frame.storage.unread:
             write(out, value)
+
+
+def library_call(
+    op: TensorOp, ins: Sequence[torch.Tensor], outs: Sequence[torch.Tensor], frame: Frame
+) -> Call | None:
+    """Return what writes the results of an op into tensors like these, of operands like these; None
+    where values have to be computed and copied."""
+    if any(out.is_meta or is_repeated(out) for out in outs):
+        return None
+    check_places([op])
+    reads = [out not in frame.storage.unread for out in op.outputs]
+    return bind_call(op, Bound(ins, outs, frame.values, reads))
 
 
 def contract_repeated(

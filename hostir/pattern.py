@@ -47,7 +47,7 @@ from hostir.ops import (
 )
 from hostir.plan import Plan
 from hostir.posting import FirstPost
-from hostir.replay_tensors import computing, contraction, copying, writer
+from hostir.replay_tensors import contraction, writer, writing
 from hostir.slices import dropped_axes
 from hostir.steps import Action, Launch, Multiply, Release, Slots, Step, View, allocation
 from hostir.transfers import Communication, Wait
@@ -393,7 +393,7 @@ def _communication(step: Step, op: Op | None, known: _Known) -> _Make | None:
 
 
 def _copy(step: Step, op: Op | None, known: _Known) -> _Make | None:
-    """What torch computes, and copies into buffers."""
+    """What torch computes into buffers."""
     if (
         not isinstance(step, Action)
         or not isinstance(op, TensorOp)
@@ -412,8 +412,7 @@ def _copy(step: Step, op: Op | None, known: _Known) -> _Make | None:
         places = {
             v: (i, cast("Any", size.laid[i])) for v, i in zip(copied.outputs, outs, strict=True)
         }
-        run = computing(copied, size.frame, tensors, scalars)
-        return Action(copying(copied, size.frame, run, places))
+        return Action(writing(copied, size.frame, tensors, scalars, places))
 
     return make
 

@@ -8,14 +8,17 @@ from typing import TYPE_CHECKING
 import torch
 
 from fuser.ir import nodes
+from fuser.ir import scalar as sc
 from fuser.ir.core import Op
 from fuser.ir.nodes import TensorOp
-from fuser.ir.scalar import Symbol
+from fuser.ir.scalar import Scalar, Symbol
 from fuser.ir.tensor import TensorView
+from fuser.ops.library_calls import Call
 from fuser.ops.products import Product, bind_contraction
+from fuser.ops.torch_meaning import NODES
 from hostir.frame import Frame, Machine
 from hostir.layout import is_repeated, write
-from hostir.library import as_contracted, compute, contract_repeated
+from hostir.library import as_contracted, compute, contract_repeated, library_call
 from hostir.steps import Closure, Multiply, Slots, Step
 
 if TYPE_CHECKING:
@@ -38,7 +41,7 @@ def tensor_op(of: Recorder, op: Op) -> Step | Closure:
 
 def _into(of: Recorder, op: TensorOp) -> Step | Closure:
     if not isinstance(op, nodes.Contraction):
-        return _copied(of, op)
+        return _written(of, op)
     tensors = of.frame.tensors
     ins, out = tuple(of.slot(v) for v in op.inputs), of.slot(op.out)
     return contraction(op, (ins, out), [tensors[v] for v in op.inputs], tensors[op.out])
@@ -71,19 +74,56 @@ def contraction(
     return contract if result is sample else contract_partial
 
 
-def _copied(of: Recorder, op: TensorOp) -> Closure:
+def _written(of: Recorder, op: TensorOp) -> Closure:
     outs = {o: (of.slot(o), of.frame.tensors[o]) for o in op.outputs}
-    return copying(op, of.frame, _computing(of, op), outs)
+    return writing(op, of.frame, _tensor_slots(of, op), _scalar_slots(of), outs, of.machine)
 
 
-def copying(
+def writing(
+    op: TensorOp,
+    frame: Frame,
+    tensors: Sequence[tuple[TensorView, int]],
+    scalars: Sequence[tuple[Symbol, int]],
+    outs: Mapping[TensorView, tuple[int, torch.Tensor]],
+    machine: Machine | None = None,
+) -> Closure:
+    """Return what writes the results of an op into the tensors of slots.
+
+    `outs` has the slot of each result and a tensor that lies like it.
+
+    Torch writes by itself where it can: the first run binds its call, for all runs of the class.
+    """
+    copy = _copying(op, frame, computing(op, frame, tensors, scalars, machine), outs)
+    changes = {s for s, _ in scalars}
+    if NODES[type(op)].into is None or any(
+        not changes.isdisjoint(sc.symbols(v)) for v in op.inputs if isinstance(v, Scalar)
+    ):
+        return copy
+    slot_of = dict(tensors)
+    ins = [slot_of[v] for v in op.inputs if isinstance(v, TensorView)]
+    into = [outs[o][0] for o in op.outputs]
+    calls: list[Call | None] = []
+
+    def write_results(slots: Slots) -> None:
+        given, results = [slots[i] for i in ins], [slots[i] for i in into]
+        if not calls:
+            calls.append(library_call(op, given, results, frame))
+        call = calls[0]
+        if call is None:
+            copy(slots)
+        else:
+            call(given, results)
+
+    return write_results
+
+
+def _copying(
     op: TensorOp,
     frame: Frame,
     compute_step: Callable[[Slots], list[torch.Tensor]],
     outs: Mapping[TensorView, tuple[int, torch.Tensor]],
 ) -> Closure:
-    """Return what computes values and copies those that are read into the tensors of slots; `outs`
-    has the slot of each result and a tensor that lies like it."""
+    """Return what computes values and copies those that are read into the tensors of slots."""
     read = [(i, *outs[o]) for i, o in enumerate(op.outputs) if o not in frame.storage.unread]
     puts = [(i, slot, writer(like)) for i, slot, like in read]
 
@@ -111,9 +151,15 @@ def _computed(of: Recorder, op: TensorOp) -> Closure:
 
 
 def _computing(of: Recorder, op: TensorOp) -> Callable[[Slots], list[torch.Tensor]]:
-    tensors = [(v, of.slot(v)) for v in op.inputs if isinstance(v, TensorView)]
-    scalars = [(s, of.slot(s)) for s in of.free]
-    return computing(op, of.frame, tensors, scalars, of.machine)
+    return computing(op, of.frame, _tensor_slots(of, op), _scalar_slots(of), of.machine)
+
+
+def _tensor_slots(of: Recorder, op: TensorOp) -> list[tuple[TensorView, int]]:
+    return [(v, of.slot(v)) for v in op.inputs if isinstance(v, TensorView)]
+
+
+def _scalar_slots(of: Recorder) -> list[tuple[Symbol, int]]:
+    return [(s, of.slot(s)) for s in of.free]
 
 
 def computing(

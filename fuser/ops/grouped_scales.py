@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from itertools import pairwise
 
 import torch
@@ -18,20 +19,37 @@ def grouped_scales(
 ) -> Tensor:
     """Return the tiles of all groups, `nothing` where there is no row.
 
-    Raises `InputError` for offsets that fall, leave their axis or let groups overlap.
+    See `grouped_scales_into`.
     """
     m, k = x.shape
     tiles = (m + (TILE_ROWS - 1) * len(input_offsets)) // TILE_ROWS
     columns = -(-k // TILE_COLUMNS)
-    placed = x.new_full((tiles * TILE_ROWS, columns * TILE_COLUMNS), nothing)
-    # A tensor without contents is asked for its shape alone.
-    if not input_offsets.is_meta:
-        starts, begins = input_offsets.tolist(), output_offsets.tolist()
-        _check(op, starts, begins, m, len(placed))
-        for begin, (start, end) in zip(begins, pairwise([*starts, m]), strict=True):
-            placed[begin : begin + end - start, :k] = x[start:end]
+    out = x.new_empty((tiles * TILE_ROWS, columns * TILE_COLUMNS))
+    grouped_scales_into(op, (x, input_offsets, output_offsets), out, nothing)
+    return out
+
+
+def grouped_scales_into(
+    op: GroupedScalesOp, given: Sequence[Tensor], out: Tensor, nothing: Number
+) -> None:
+    """Write the tiles of all groups into `out`.
+
+    Raises `InputError` for offsets that fall, leave their axis or let groups overlap.
+    """
+    x, input_offsets, output_offsets = given
+    if x.is_meta:
+        # A tensor without contents is asked for its shape alone.
+        return
+    m, k = x.shape
+    tiles, columns = out.shape[0] // TILE_ROWS, out.shape[1] // TILE_COLUMNS
+    starts, begins = input_offsets.tolist(), output_offsets.tolist()
+    _check(op, starts, begins, m, len(out))
+    placed = x.new_full(out.shape, nothing)
+    for begin, (start, end) in zip(begins, pairwise([*starts, m]), strict=True):
+        placed[begin : begin + end - start, :k] = x[start:end]
     parts = placed.view(tiles, TILE_ROWS // LANES, LANES, columns, TILE_COLUMNS)
-    return parts.permute(0, 3, 2, 1, 4).reshape(placed.shape)
+    tiled = out.view(tiles, columns, LANES, TILE_ROWS // LANES, TILE_COLUMNS)
+    tiled.copy_(parts.permute(0, 3, 2, 1, 4))
 
 
 def _check(op: GroupedScalesOp, starts: list[int], begins: list[int], m: int, rows: int) -> None:

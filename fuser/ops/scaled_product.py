@@ -4,6 +4,7 @@ has one for the call, else a product in float32."""
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 import torch
 
@@ -41,6 +42,21 @@ def scaled_product(given: Given, dtype: torch.dtype, wide: torch.dtype) -> Tenso
     return product + (bias * _fitting(given["beta"].to(wide)) if "beta" in given else bias)
 
 
+def scaled_into(given: Given, out: Tensor, wide: torch.dtype) -> None:
+    """Write what `scaled_product` returns into `out`, rounded once."""
+    a, b = given["mat1"], given["mat2"]
+    is_native = wide is torch.float32 and _can_write(out) and _is_native(a, b)
+    if is_native and _in_one_call(given, out.dtype, out) is not None:
+        return
+    # Scales of a group may come with an axis of one element for the groups.
+    out.copy_(scaled_product(given, out.dtype, wide).reshape(out.shape))
+
+
+def _can_write(out: Tensor) -> bool:
+    """Whether torch's kernel may write into a tensor as it is."""
+    return out.is_cuda and out.is_contiguous() and not out.data_ptr() % _ALIGNMENT
+
+
 def _fitting(x: Tensor) -> Tensor:
     """Return one element without axes, which fits any tensor."""
     return x.reshape(()) if x.numel() == 1 else x
@@ -55,8 +71,9 @@ def _is_native(a: Tensor, b: Tensor) -> bool:
     return 0 not in sizes and is_whole and torch.float8_e4m3fn in (a.dtype, b.dtype)
 
 
-def _in_one_call(given: Given, dtype: torch.dtype) -> Tensor | None:
-    """Return the result where torch's kernel scales, adds the bias and rounds by itself."""
+def _in_one_call(given: Given, dtype: torch.dtype, out: Tensor | None = None) -> Tensor | None:
+    """Return the result, in `out` where that is given, where torch's kernel scales, adds the bias
+    and rounds by itself."""
     bias = given.get("bias")
     if "alpha" in given or "beta" in given or dtype not in _NATIVE:
         return None
@@ -66,11 +83,11 @@ def _in_one_call(given: Given, dtype: torch.dtype) -> Tensor | None:
     if bias is not None and bias.shape[0] != b.shape[1]:
         return None
     if scale1.numel() == scale2.numel() == 1:
-        return _native(a, b, _fitting(scale1), _fitting(scale2), dtype, bias)
+        return _native(a, b, _fitting(scale1), _fitting(scale2), dtype, bias, out)
     if dtype is not torch.bfloat16:
         return None
     rows, columns = scale1.expand(a.shape[0], 1), scale2.expand(1, b.shape[1])
-    return _native(a, b, rows, columns, dtype, bias)
+    return _native(a, b, rows, columns, dtype, bias, out)
 
 
 def _native(
@@ -80,12 +97,15 @@ def _native(
     scale2: Tensor,
     dtype: torch.dtype,
     bias: Tensor | None = None,
+    out: Tensor | None = None,
 ) -> Tensor:
     """Call torch's kernel, which reads rows of a and columns of b."""
     rows, columns = _aligned(a), _aligned(b.t()).t()
     scales = _aligned(scale1), _aligned(scale2)
     bias = None if bias is None else _aligned(bias)
-    return torch.ops.aten._scaled_mm(rows, columns, *scales, bias, out_dtype=dtype)
+    # With the name of each argument: torch's types know no `out`.
+    into: Any = {"bias": bias, "out_dtype": dtype} | ({} if out is None else {"out": out})
+    return torch._scaled_mm(rows, columns, *scales, **into)  # pyright: ignore[reportPrivateImportUsage]
 
 
 def _aligned(x: Tensor) -> Tensor:

@@ -43,6 +43,21 @@ from fuser.ops.attention_calls import backward, forward
 from fuser.ops.attention_kernels import Attention
 from fuser.ops.grouped_product import grouped_product
 from fuser.ops.grouped_scales import grouped_scales
+from fuser.ops.library_calls import (
+    Bound,
+    Call,
+    as_byte,
+    as_bytes,
+    bind_argsort,
+    bind_grouped_scales,
+    bind_index_put,
+    bind_product,
+    bind_scan,
+    bind_scatter,
+    bind_topk,
+    rows_added,
+    scattered,
+)
 from fuser.ops.philox import random_numbers
 from fuser.ops.products import bind_contraction, linear, met_operands
 from fuser.ops.random import key_of
@@ -54,6 +69,10 @@ from fuser.record import record
 Tensor = torch.Tensor
 InputValue = Tensor | Number | None
 Values = Mapping[Symbol, Number]
+
+
+# Of one byte: torch moves some of them and computes with none.
+_FLOAT8, _HALF_LIKE = (frozenset(map(to_torch, dtypes)) for dtypes in (FLOAT8, HALF_LIKE))
 
 
 class _Context:
@@ -85,22 +104,6 @@ class _Context:
 
     def store(self, x: Tensor, tv: TensorView) -> Tensor:
         return x.to(self.torch_dtype(tv.dtype()))
-
-
-# Of one byte: torch moves some of them and computes with none.
-_FLOAT8, _HALF_LIKE = (frozenset(map(to_torch, dtypes)) for dtypes in (FLOAT8, HALF_LIKE))
-
-
-def _bytes(x: Tensor) -> Tensor:
-    """Return a tensor that torch can move in every way: floats of one byte as their bytes."""
-    return x.view(torch.uint8) if x.dtype in _FLOAT8 else x
-
-
-def _byte(value: Number, dtype: torch.dtype) -> Number:
-    """Return a number of a dtype as `_bytes` holds it."""
-    if dtype not in _FLOAT8:
-        return value
-    return torch.tensor(value, dtype=torch.float64).to(dtype).view(torch.uint8).item()
 
 
 Inputs = list[Any]
@@ -177,8 +180,8 @@ def _pad(op: PadOp, inputs: Inputs, cx: _Context) -> list[Tensor]:
     flat = [w for i in range(len(widths) - 2, -1, -2) for w in widths[i : i + 2]]
     x = inputs[0]
     # It refuses to crop below 0 as we do; F.pad takes no complex value.
-    value = _byte(sc.evaluate(op.value, cx.values), x.dtype)
-    return [torch.constant_pad_nd(_bytes(x), flat, value).view(x.dtype)]
+    value = as_byte(sc.evaluate(op.value, cx.values), x.dtype)
+    return [torch.constant_pad_nd(as_bytes(x), flat, value).view(x.dtype)]
 
 
 def _cat(op: CatOp, inputs: Inputs, cx: _Context) -> list[Tensor]:
@@ -198,13 +201,13 @@ def _cat(op: CatOp, inputs: Inputs, cx: _Context) -> list[Tensor]:
 def _lookup(op: LookupOp, inputs: Inputs, cx: _Context) -> list[Tensor]:
     """Look up at indices that are in range, then put what others mean in its place."""
     dtype = inputs[op.TABLE].dtype
-    table, index = _bytes(inputs[op.TABLE]), inputs[1 - op.TABLE].long()
+    table, index = as_bytes(inputs[op.TABLE]), inputs[1 - op.TABLE].long()
     extent = table.shape[op.axis]
     outside = (index < 0) | (index >= extent)
     index = index.clamp(0, max(extent - 1, 0))
     shape = cx.sizes(op.out)
     found = table.new_empty(shape) if not extent else _FOUND[type(op)](op, table, index, cx)
-    nothing = _byte(missing(op.out.dtype()), dtype)
+    nothing = as_byte(missing(op.out.dtype()), dtype)
     if isinstance(op, IndexSelectOp | EmbeddingFwdOp):
         after = found.ndim - (op.axis if isinstance(op, IndexSelectOp) else 0) - index.ndim
         outside = outside[(..., *(None,) * after)]
@@ -226,36 +229,17 @@ def _select(op: SelectOp, inputs: Inputs, cx: _Context) -> list[Tensor]:
 
 
 def _scatter(op: ScatterOp, inputs: Inputs, cx: _Context) -> list[Tensor]:
-    """Write into one place more than there are, which takes what is meant for none of them."""
     dtype = inputs[0].dtype
-    x, index = _bytes(inputs[0]), inputs[1].long()
-    extent = x.shape[op.dim]
-    out = x.new_empty([n + (k == op.dim) for k, n in enumerate(x.shape)])
-    kept = out.narrow(op.dim, 0, extent)
-    kept.copy_(x)
-    index = torch.where((index < 0) | (index >= extent), extent, index)
     if isinstance(op.src, Scalar):
-        out.scatter_(op.dim, index, _byte(sc.evaluate(op.src, cx.values), dtype))
+        src: Any = as_byte(sc.evaluate(op.src, cx.values), dtype)
     else:
-        out.scatter_(op.dim, index, _bytes(inputs[2]))
-    return [kept.view(dtype)]
+        src = as_bytes(inputs[2])
+    return [scattered(as_bytes(inputs[0]), op.dim, inputs[1].long(), src).view(dtype)]
 
 
 def _index_put(op: IndexPutAccumulateOp, inputs: Inputs, cx: _Context) -> list[Tensor]:
-    """Add rows in their order; one row more than there are takes what is meant for none."""
-    acc, index = inputs[0].to(_accumulate_dtype(op.out, cx)), inputs[1].long()
-    value = inputs[2].to(acc.dtype).expand(len(index), *acc.shape[1:])
-    extent = len(acc)
-    out = acc.new_empty([extent + 1, *acc.shape[1:]])
-    kept = out.narrow(0, 0, extent)
-    kept.copy_(acc)
-    index = torch.where((index < 0) | (index >= extent), extent, index)
-    # On each device the one of two functions that adds in order.
-    if out.is_cuda:
-        out.index_put_((index,), value, accumulate=True)
-    else:
-        out.index_add_(0, index, value)
-    return [cx.store(kept, op.out)]
+    acc, index, value = inputs
+    return [cx.store(rows_added(acc.to(_accumulate_dtype(op.out, cx)), index, value), op.out)]
 
 
 _FOUND: dict[type[LookupOp], Callable[[Any, Tensor, Tensor, _Context], Tensor]] = {
@@ -271,7 +255,7 @@ def _full(op: nodes.FullOp, inputs: Inputs, cx: _Context) -> list[Tensor]:
     value = sc.evaluate(op.value, cx.values)
     dtype = cx.torch_dtype(op.out.dtype())
     held = torch.uint8 if dtype in _FLOAT8 else dtype
-    made = torch.full(cx.sizes(op.out), _byte(value, dtype), dtype=held, device=cx.device)
+    made = torch.full(cx.sizes(op.out), as_byte(value, dtype), dtype=held, device=cx.device)
     return [made.view(dtype)]
 
 
@@ -405,8 +389,8 @@ def _product(op: ProductOp, inputs: Inputs, cx: _Context) -> list[Tensor]:
 
 def _grouped_scales(op: GroupedScalesOp, inputs: Inputs, cx: _Context) -> list[Tensor]:
     x, starts, begins = inputs
-    nothing = _byte(padding(op.out.dtype()), x.dtype)
-    return [grouped_scales(op, _bytes(x), starts, begins, nothing).view(x.dtype)]
+    nothing = as_byte(padding(op.out.dtype()), x.dtype)
+    return [grouped_scales(op, as_bytes(x), starts, begins, nothing).view(x.dtype)]
 
 
 # ------------------------------------------------------------------ attention
@@ -448,6 +432,9 @@ def _sdpa_backward(op: SdpaBwdOp, inputs: Inputs, cx: _Context) -> list[Tensor]:
 Computed = Literal["element", "index", "reduction", "library", "communication"]
 
 
+Into = Callable[[Any, Bound], Call | None]
+
+
 @record
 class NodeRow:
     """What a class of ops means in torch, and how it is computed. Its axis and cut maps, which say
@@ -455,6 +442,8 @@ class NodeRow:
 
     meaning: Rule
     computed: Computed
+    # How torch writes the results of a library op into tensors; None where it can only return them.
+    into: Into | None = None
 
 
 NODES: dict[type[nodes.TensorOp], NodeRow] = {
@@ -473,11 +462,11 @@ NODES: dict[type[nodes.TensorOp], NodeRow] = {
     CatOp: NodeRow(_cat, "element"),
     **dict.fromkeys(_FOUND, NodeRow(_lookup, "element")),
     SelectOp: NodeRow(_select, "element"),
-    ScatterOp: NodeRow(_scatter, "library"),
-    IndexPutAccumulateOp: NodeRow(_index_put, "library"),
-    ScanOp: NodeRow(_scan, "library"),
-    ArgsortOp: NodeRow(_argsort, "library"),
-    TopKOp: NodeRow(_topk, "library"),
+    ScatterOp: NodeRow(_scatter, "library", bind_scatter),
+    IndexPutAccumulateOp: NodeRow(_index_put, "library", bind_index_put),
+    ScanOp: NodeRow(_scan, "library", bind_scan),
+    ArgsortOp: NodeRow(_argsort, "library", bind_argsort),
+    TopKOp: NodeRow(_topk, "library", bind_topk),
     nodes.FullOp: NodeRow(_full, "element"),
     nodes.IotaOp: NodeRow(_iota, "element"),
     nodes.RandomOp: NodeRow(_random, "element"),
@@ -485,9 +474,9 @@ NODES: dict[type[nodes.TensorOp], NodeRow] = {
     nodes.WelfordOp: NodeRow(_welford, "reduction"),
     nodes.MatmulOp: NodeRow(_matmul, "library"),
     nodes.LinearOp: NodeRow(_linear, "library"),
-    GroupedMmaOp: NodeRow(_product, "library"),
-    ScaledMmaOp: NodeRow(_product, "library"),
-    GroupedScalesOp: NodeRow(_grouped_scales, "library"),
+    GroupedMmaOp: NodeRow(_product, "library", bind_product),
+    ScaledMmaOp: NodeRow(_product, "library", bind_product),
+    GroupedScalesOp: NodeRow(_grouped_scales, "library", bind_grouped_scales),
     SdpaFwdOp: NodeRow(_sdpa, "library"),
     SdpaBwdOp: NodeRow(_sdpa_backward, "library"),
 }
@@ -530,6 +519,13 @@ def evaluate_op(
 
 
 _ELEMENTWISE = (nodes.UnaryOp, nodes.BinaryOp, nodes.TernaryOp)
+
+
+def bind_call(op: nodes.TensorOp, bound: Bound) -> Call | None:
+    """Return what writes the results of an op other than a product of matrices into tensors; None
+    where torch can only return them."""
+    into = NODES[type(op)].into
+    return None if into is None else into(op, bound)
 
 
 def evaluate_into(op: nodes.Contraction, inputs: Sequence[Tensor], out: Tensor) -> None:

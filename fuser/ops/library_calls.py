@@ -1,0 +1,233 @@
+"""How torch writes results of library ops into tensors that are there, without a copy behind.
+
+A *call* is bound once for operands and results of one shape, dtype, layout and device. It makes the
+elements that the op's meaning in `fuser.ops.torch_meaning` makes, bit for bit: the first run of a
+program and later ones, and ranks that differ in this, agree.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+
+import torch
+
+from fuser.ir import scalar as sc
+from fuser.ir.block_scales import GroupedScalesOp, padding
+from fuser.ir.dtypes import FLOAT8, HALF_LIKE, to_torch
+from fuser.ir.lookup import IndexPutAccumulateOp, ScatterOp
+from fuser.ir.mma import GroupedMmaOp, ProductOp
+from fuser.ir.scalar import Number, Scalar, Symbol
+from fuser.ir.scans import ArgsortOp, ScanOp, TopKOp
+from fuser.ops.grouped_product import grouped_into
+from fuser.ops.grouped_scales import grouped_scales_into
+from fuser.ops.scaled_product import scaled_into
+from fuser.ops.table import REDUCTIONS
+from fuser.record import record
+
+Tensor = torch.Tensor
+Call = Callable[[Sequence[Tensor], Sequence[Tensor]], object]
+"""Writes the results of operands into tensors of their shapes."""
+
+# Of one byte: torch moves some of them and computes with none.
+_FLOAT8, _HALF_LIKE = (frozenset(map(to_torch, dtypes)) for dtypes in (FLOAT8, HALF_LIKE))
+
+
+def as_bytes(x: Tensor) -> Tensor:
+    """Return a tensor that torch can move in every way: floats of one byte as their bytes."""
+    return x.view(torch.uint8) if x.dtype in _FLOAT8 else x
+
+
+def as_byte(value: Number, dtype: torch.dtype) -> Number:
+    """Return a number of a dtype as `as_bytes` holds it."""
+    if dtype not in _FLOAT8:
+        return value
+    return torch.tensor(value, dtype=torch.float64).to(dtype).view(torch.uint8).item()
+
+
+@record
+class Bound:
+    """What a call is bound for: tensors like those of each run, the values of symbols, and which
+    results anything reads."""
+
+    ins: Sequence[Tensor]
+    outs: Sequence[Tensor]
+    values: Mapping[Symbol, Number]
+    reads: Sequence[bool]
+
+
+# ------------------------------------------------------------------ scans
+_SUMS = {"add": torch.cumsum, "mul": torch.cumprod}
+_EXTREMES = {"max": torch.cummax, "min": torch.cummin}
+
+
+def bind_scan(op: ScanOp, bound: Bound) -> Call | None:
+    """Bind a scan that begins with what changes nothing."""
+    if sc.evaluate(op.init, bound.values) != REDUCTIONS[op.kind].identity(op.out.dtype()):
+        return None
+    dim = op.dim
+    if op.kind in _EXTREMES:
+        extremes = _EXTREMES[op.kind]
+
+        def scan_extremes(ins: Sequence[Tensor], outs: Sequence[Tensor]) -> None:
+            extremes(ins[0], dim, out=(outs[0], _place(ins[0], torch.int64)))
+
+        return scan_extremes
+    sums, dtype = _SUMS[op.kind], bound.ins[0].dtype
+    if dtype in _HALF_LIKE:
+        # Added up in float32, and rounded as it is written.
+        return lambda ins, outs: outs[0].copy_(sums(ins[0], dim, dtype=torch.float32))
+    return lambda ins, outs: sums(ins[0], dim, dtype=dtype, out=outs[0])
+
+
+def _place(like: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return what torch makes as large as a result that nobody asked for."""
+    return torch.empty(0, dtype=dtype, device=like.device)
+
+
+# ------------------------------------------------------------------ order
+def bind_argsort(op: ArgsortOp, bound: Bound) -> Call:
+    """Bind a sort, whose places are the result."""
+    dim, descending = op.dim, op.descending
+
+    def argsort(ins: Sequence[Tensor], outs: Sequence[Tensor]) -> None:
+        x = ins[0]
+        into = _place(x, x.dtype), outs[0]
+        # Always stable: ranks that hold the same elements find the same places.
+        torch.sort(x, stable=True, dim=dim, descending=descending, out=into)
+
+    return argsort
+
+
+def bind_topk(op: TopKOp, bound: Bound) -> Call:
+    """Bind topk; of one element, a reduction."""
+    found, dim, largest = bound.outs[0], op.dim, op.largest
+    k = found.shape[dim]
+    # The least element counts NaN as the largest, which no reduction of torch does.
+    if k == 1 and (largest or not found.dtype.is_floating_point) and bound.ins[0].shape[dim]:
+        return _one_element(bound, dim, largest)
+
+    def topk(ins: Sequence[Tensor], outs: Sequence[Tensor]) -> None:
+        # In order even where nobody asked for it: torch's own order differs by device and size.
+        torch.topk(ins[0], k, dim, largest=largest, sorted=True, out=tuple(outs))
+
+    return topk
+
+
+def _one_element(bound: Bound, dim: int, largest: bool) -> Call:
+    reads_value, reads_place = bound.reads
+    value, place = (torch.amax, torch.argmax) if largest else (torch.amin, torch.argmin)
+    both = torch.max if largest else torch.min
+    if reads_value and reads_place:
+        return lambda ins, outs: both(ins[0], dim, keepdim=True, out=tuple(outs))
+    if reads_value:
+        return lambda ins, outs: value(ins[0], dim, keepdim=True, out=outs[0])
+    return lambda ins, outs: place(ins[0], dim, keepdim=True, out=outs[1])
+
+
+# ------------------------------------------------------------------ products
+def bind_product(op: ProductOp, bound: Bound) -> Call:
+    """Bind a product with scales, or of groups."""
+    fields = [field for field, _ in op.tensors() if field != "out"]
+
+    def scaled(ins: Sequence[Tensor], outs: Sequence[Tensor]) -> None:
+        scaled_into(dict(zip(fields, ins, strict=True)), outs[0], torch.float32)
+
+    def grouped(ins: Sequence[Tensor], outs: Sequence[Tensor]) -> None:
+        given = dict(zip(fields, ins, strict=True))
+        grouped_into(op, given, outs[0], torch.float32)  # pyright: ignore[reportArgumentType]
+
+    return grouped if isinstance(op, GroupedMmaOp) else scaled
+
+
+def bind_grouped_scales(op: GroupedScalesOp, bound: Bound) -> Call | None:
+    """Bind scales in tiles, which are written where they belong."""
+    out = bound.outs[0]
+    if not out.is_contiguous():
+        return None
+    nothing = as_byte(padding(op.out.dtype()), out.dtype)
+
+    def tiles(ins: Sequence[Tensor], outs: Sequence[Tensor]) -> None:
+        x, starts, begins = ins
+        grouped_scales_into(op, (as_bytes(x), starts, begins), as_bytes(outs[0]), nothing)
+
+    return tiles
+
+
+# ------------------------------------------------------------------ writes at indices
+def is_inside(index: Tensor, extent: int) -> bool:
+    """Whether all positions are in range; the host waits for a device that has them."""
+    return not index.numel() or (int(index.min()) >= 0 and int(index.max()) < extent)
+
+
+def bind_scatter(op: ScatterOp, bound: Bound) -> Call | None:
+    """Bind a scatter on a CPU, which looks at the positions first."""
+    if bound.outs[0].device.type != "cpu":
+        return None
+    dim = op.dim
+    number = None
+    if isinstance(op.src, Scalar):
+        number = as_byte(sc.evaluate(op.src, bound.values), bound.outs[0].dtype)
+
+    def scatter(ins: Sequence[Tensor], outs: Sequence[Tensor]) -> None:
+        x, out, index = as_bytes(ins[0]), as_bytes(outs[0]), ins[1].long()
+        src = number if number is not None else as_bytes(ins[2])
+        if is_inside(index, x.shape[dim]):
+            torch.scatter(x, dim, index, src, out=out)  # pyright: ignore[reportCallIssue, reportArgumentType]
+        else:
+            out.copy_(scattered(x, dim, index, src))
+
+    return scatter
+
+
+def scattered(x: Tensor, dim: int, index: Tensor, src: Tensor | Number) -> Tensor:
+    """Return a copy of `x` with `src` written at positions. There is one place more than `x` has,
+    which takes what is meant for none of them."""
+    extent = x.shape[dim]
+    out = x.new_empty([n + (k == dim) for k, n in enumerate(x.shape)])
+    kept = out.narrow(dim, 0, extent)
+    kept.copy_(x)
+    index = torch.where((index < 0) | (index >= extent), extent, index)
+    out.scatter_(dim, index, src)  # pyright: ignore[reportArgumentType, reportCallIssue]
+    return kept
+
+
+def bind_index_put(op: IndexPutAccumulateOp, bound: Bound) -> Call:
+    """Bind a sum of rows: into the result itself, where that holds as many digits as the sum."""
+    dtype = bound.outs[0].dtype
+    is_wide = dtype not in _HALF_LIKE
+
+    def on_host(ins: Sequence[Tensor], outs: Sequence[Tensor]) -> None:
+        acc, index, value = ins
+        into = outs[0].copy_(acc) if is_wide else acc.to(torch.float32)
+        value = value.to(into.dtype).expand(len(index), *acc.shape[1:])
+        if not is_inside(index, len(acc)):
+            kept = (index >= 0) & (index < len(acc))
+            index, value = index[kept], value[kept]
+        into.index_add_(0, index.long(), value)
+        if not is_wide:
+            outs[0].copy_(into)
+
+    def on_device(ins: Sequence[Tensor], outs: Sequence[Tensor]) -> None:
+        outs[0].copy_(rows_added(*ins))
+
+    return on_host if bound.outs[0].device.type == "cpu" else on_device
+
+
+def rows_added(acc: Tensor, index: Tensor, value: Tensor) -> Tensor:
+    """Return `acc` with rows added in their order, wide; in memory that has one row more than there
+    are, which takes what is meant for none of them."""
+    dtype = torch.float32 if acc.dtype in _HALF_LIKE else acc.dtype
+    extent = len(acc)
+    out = acc.new_empty([extent + 1, *acc.shape[1:]], dtype=dtype)
+    kept = out.narrow(0, 0, extent)
+    kept.copy_(acc)
+    # -1 counts from the end, to the row that is one more.
+    index = index.long().clamp(-1, extent)
+    value = value.to(dtype).expand(len(index), *acc.shape[1:])
+    # On each device the one of two functions that adds in order.
+    if out.is_cuda:
+        # All positions are known to be in range: torch need not look at them.
+        torch.ops.aten._index_put_impl_(out, [index], value, True, True)
+    else:
+        out.index_add_(0, torch.where(index < 0, extent, index), value)
+    return kept
