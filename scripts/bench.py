@@ -11,6 +11,10 @@ minimal bytes: each input read once, each output written once.
 time, naming the cells that were not timed: `--rest` times these later. `--cpu` tries the benchmark
 itself on a machine without a GPU: its times mean nothing.
 
+library: ops that torch carries out (`kernel_patterns.library`) beside torch's best call: eager
+calls one after the other, and device time in a CUDA graph. Ends with 1 where any cell is behind:
+torch's time under 0.97 of ours, and ours over 2 us more. `--only` takes names of rows.
+
 summary: the geometric means, losses and errors of the files that `kernels --json` wrote.
 
 launches: kernels of each pattern, dtype and shape with the H200's schedules, on any machine.
@@ -49,11 +53,13 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import library_cells
 import torch
 from cold_start import bench_cold
 from compile_time import SCHEDULES, bench_compile
 from kernel_cells import DTYPES, Cell, Plan, measure_all
 from kernel_patterns import MAIN, PATTERNS, Operand, define, quack_peer
+from kernel_patterns.library import LIBRARY
 from kernel_summary import is_wrong, read_rows, summarise
 from kernel_timing import Replay, set_count, time_interleaved, timer
 from lowering_time import bench_lowering
@@ -505,7 +511,29 @@ def bench_agree(args: argparse.Namespace) -> list[dict[str, object]]:
     return rows
 
 
+def bench_library(args: argparse.Namespace) -> list[dict[str, Any]]:
+    device = "cpu" if args.cpu else "cuda"
+    only = chosen(args.only, LIBRARY, "row") if args.only else ()
+    found: list[dict[str, Any]] = []
+    began = time.monotonic()
+    for name, shape, dtype in library_cells.cells(only, device):
+        if args.seconds and time.monotonic() - began > args.seconds:
+            print(f"not timed: {name} {shape} {dtype} and what follows")
+            break
+        found.append(library_cells.measure(name, shape, dtype, device))
+        print(library_cells.line_of(found[-1]), flush=True)
+    behind = sum(map(library_cells.is_behind, found))
+    print(f"{len(found)} cells, {behind} behind torch")
+    return found
+
+
+def is_behind(rows: Sequence[dict[str, Any]]) -> bool:
+    """Whether a measurement says that torch's own call is faster."""
+    return any(row.get("bench") == "library" and library_cells.is_behind(row) for row in rows)
+
+
 BENCHES = {
+    "library": bench_library,
     "agree": bench_agree,
     "kernels": bench_kernels,
     "summary": bench_summary,
@@ -542,7 +570,7 @@ def main() -> int:
     if args.json is not None:
         with args.json.open("a") as file:
             file.writelines(json.dumps(row) + "\n" for row in rows)
-    return 0
+    return int(is_behind(rows))
 
 
 if __name__ == "__main__":

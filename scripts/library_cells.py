@@ -1,0 +1,140 @@
+"""Times of library ops beside torch's best call, on one GPU and in one process.
+
+Two times of each: of eager calls one after the other, between events around ten of them, and on the
+device alone, of ten calls that a CUDA graph repeats. Ours and torch's come in turns. A cell is even
+where torch's time is at least 0.97 of ours, or ours at most 2 us more.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from kernel_patterns.library import LIBRARY, LibraryRow
+
+from fuser import FusionDefinition
+
+CALLS, REPEATS, WARM_UPS = 10, 9, 20
+LEAST_RATIO, MOST_US = 0.97, 2.0
+Row = dict[str, Any]
+Run = Callable[[], object]
+
+
+def is_even(ours_us: float, torch_us: float) -> bool:
+    """Whether a time is no longer than torch's, as far as it can be measured."""
+    return torch_us / ours_us >= LEAST_RATIO or ours_us - torch_us <= MOST_US
+
+
+def _timed(runs: dict[str, Run], calls: int) -> dict[str, list[float]]:
+    """Return the microseconds per call of each repeat; each run makes so many calls."""
+    found: dict[str, list[float]] = {who: [] for who in runs}
+    for _ in range(REPEATS):
+        for who, run in runs.items():
+            if torch.cuda.is_available():
+                start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+                torch.cuda.synchronize()
+                start.record()
+                run()
+                stop.record()
+                stop.synchronize()
+                found[who].append(start.elapsed_time(stop) * 1e3 / calls)
+            else:
+                began = time.perf_counter()
+                run()
+                found[who].append((time.perf_counter() - began) * 1e6 / calls)
+    return found
+
+
+def _many(call: Run) -> Run:
+    def run() -> None:
+        for _ in range(CALLS):
+            call()
+
+    return run
+
+
+def _captured(call: Run) -> Run:
+    """Return the replay of a graph of so many calls. Raises torch's error where none is made."""
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for _ in range(CALLS):
+            call()
+    return graph.replay
+
+
+def _summary(times: dict[str, list[float]]) -> Row:
+    row: Row = {}
+    for who, found in times.items():
+        median, least, most = statistics.median(found), min(found), max(found)
+        row[who] = [round(x, 2) for x in (median, least, most)]
+    if "torch" in row:
+        ours, theirs = row["ours"][0], row["torch"][0]
+        row["ratio"], row["is_even"] = round(theirs / ours, 3), is_even(ours, theirs)
+    return row
+
+
+def measure(name: str, shape: Sequence[int], dtype: torch.dtype, device: str) -> Row:
+    """Return the times of one cell in us: median, least, most."""
+    library_row: LibraryRow = LIBRARY[name]
+    torch.manual_seed(0)
+    inputs = list(library_row.operands(tuple(shape), dtype, device))
+    fd: FusionDefinition = library_row.define(inputs)
+    calls: dict[str, Run] = {"ours": lambda: fd.execute(inputs)}
+    peer = library_row.peer
+    if peer is not None:
+        calls["torch"] = lambda: peer(*inputs)
+    row: Row = {
+        "bench": "library",
+        "op": name,
+        "shape": list(shape),
+        "dtype": str(dtype).removeprefix("torch."),
+    }
+    for call in calls.values():
+        for _ in range(WARM_UPS):
+            call()
+    row["eager_us"] = _summary(_timed({who: _many(call) for who, call in calls.items()}, CALLS))
+    if device == "cuda":
+        try:
+            replays = {who: _captured(call) for who, call in calls.items()}
+            for replay in replays.values():
+                replay()
+            row["device_us"] = _summary(_timed(replays, CALLS))
+        except RuntimeError as error:
+            row["device_us"] = {"why_not": str(error).splitlines()[0][:200], "is_even": False}
+    return row
+
+
+def cells(only: Sequence[str], device: str) -> Iterator[tuple[str, Sequence[int], torch.dtype]]:
+    """Yield all cells; on a CPU, which tries the benchmark itself, small ones."""
+    for name, row in LIBRARY.items():
+        if only and name not in only:
+            continue
+        if device == "cpu" and not row.runs_on_cpu:
+            continue
+        for shape in row.shapes if device == "cuda" else (row.small,):
+            for dtype in row.dtypes:
+                yield name, shape, dtype
+
+
+def is_behind(row: Row) -> bool:
+    """Whether torch is faster in a cell that was timed."""
+    times = [row[kind] for kind in ("eager_us", "device_us") if kind in row]
+    return any(not time.get("is_even", True) for time in times)
+
+
+def line_of(row: Row) -> str:
+    """Return one line of the table."""
+    parts = [f"{row['op']:36} {'x'.join(map(str, row['shape'])):20} {row['dtype']:9}"]
+    for kind in ("eager_us", "device_us"):
+        found = row.get(kind, {})
+        if "why_not" in found:
+            parts.append(f"{found['why_not'][:34]:34}")
+        elif found:
+            theirs = found["torch"][0] if "torch" in found else float("nan")
+            ratio = found.get("ratio", float("nan"))
+            parts.append(f"{found['ours'][0]:9.1f} / {theirs:9.1f} = {ratio:5.2f}")
+    return "  ".join(parts) + ("  BEHIND" if is_behind(row) else "")
