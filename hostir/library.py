@@ -5,7 +5,7 @@ Sizes are those of the local shards, so ops that name a shape take it from there
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 
 import torch
 
@@ -13,8 +13,9 @@ from fuser.errors import UnsupportedError
 from fuser.ir import nodes
 from fuser.ir.nodes import TensorOp
 from fuser.ir.tensor import TensorView
-from fuser.ops.library_calls import Bound, Call
+from fuser.ops.library_calls import Bound, Call, Kernels, Returning
 from fuser.ops.torch_meaning import bind_call, evaluate_into, evaluate_op
+from hostir.bind import Values
 from hostir.frame import Frame
 from hostir.layout import is_repeated, write
 from hostir.places import check_places
@@ -45,25 +46,33 @@ def compute_into(op: TensorOp, frame: Frame, outs: Sequence[torch.Tensor]) -> No
         (contract_repeated if is_repeated(out) else evaluate_into)(op, inputs, out)
         return
     ins = [frame.tensors[v] for v in op.inputs if isinstance(v, TensorView)]
-    call = library_call(op, ins, outs, frame)
-    if call is not None:
+    # By the host alone: what no later run would tell at once is told here.
+    call = library_call(op, ins, outs, (frame.values, frame.storage.unread))
+    if call is not None and not isinstance(call, Returning):
         call(ins, outs)
         return
-    for result, out, value in zip(op.outputs, outs, compute(op, frame), strict=True):
+    values = compute(op, frame) if call is None else call.make(ins)
+    for result, out, value in zip(op.outputs, outs, values, strict=True):
         if result not in frame.storage.unread:
             write(out, value)
 
 
 def library_call(
-    op: TensorOp, ins: Sequence[torch.Tensor], outs: Sequence[torch.Tensor], frame: Frame
-) -> Call | None:
-    """Return what writes the results of an op into tensors like these, of operands like these; None
-    where values have to be computed and copied."""
+    op: TensorOp,
+    ins: Sequence[torch.Tensor],
+    outs: Sequence[torch.Tensor],
+    known: tuple[Values, Container[TensorView]],
+    kernels: Kernels | None = None,
+) -> Call | Returning | None:
+    """Return what writes the results of an op into tensors like these, of operands like these, or
+    returns them; None where they are computed op by op of torch. `known` has the values of symbols
+    and what nothing reads."""
     if any(out.is_meta or is_repeated(out) for out in outs):
         return None
     check_places([op])
-    reads = [out not in frame.storage.unread for out in op.outputs]
-    return bind_call(op, Bound(ins, outs, frame.values, reads))
+    values, unread = known
+    reads = [out not in unread for out in op.outputs]
+    return bind_call(op, Bound(ins, outs, values, reads, kernels))
 
 
 def contract_repeated(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import NoReturn
 
 import torch
@@ -28,7 +29,8 @@ class BoundPlan:
     `rest` has the slots behind the inputs: the fixed ones filled, the others empty.
     """
 
-    makes: tuple[Closure, ...]
+    # What makes the buffers that outlive a run, but for those that steps make.
+    made: Mapping[int, Allocation]
     closures: tuple[Closure, ...]
     rest: Slots
     # Which op each closure carries out.
@@ -38,6 +40,11 @@ class BoundPlan:
     kept: list[object]
     # None where no graph can repeat the plan, or none would be faster.
     replays: Replays | None
+
+    @cached_property
+    def makes(self) -> tuple[Closure, ...]:
+        """What makes the buffers, in order."""
+        return tuple(made.run for made in self.made.values())
 
     def op(self, closure: Closure) -> Op | None:
         """Return which op a closure carries out."""
@@ -55,8 +62,9 @@ class BoundPlan:
 class Plan:
     """What a class of inputs repeats: the steps, how many slots they need, where outputs lie.
 
-    `made` makes the buffers that outlive a run, by slot: they come before the steps. `blocks` are
-    the buffers that live in an arena of `nbytes`.
+    `made` makes the buffers that outlive a run, by slot: they come before the steps. Of these, each
+    of `by_steps` may be left to a step, whose result then is the buffer. `blocks` are the buffers
+    that live in an arena of `nbytes`.
     `records` tells whether torch would record gradients: inputs require some, and torch reads them.
     """
 
@@ -66,6 +74,7 @@ class Plan:
     inputs: int
     size: int
     outputs: tuple[int, ...]
+    by_steps: frozenset[int]
     blocks: tuple[Block, ...]
     nbytes: int
     # What makes memory for them that peers can map; None where they may lie anywhere.
@@ -111,9 +120,11 @@ class Plan:
         gains = not gains_nothing(len(closures), len(binding.launches))
         is_repeated = gains and not (self.why_not or arena.is_captured)
         replays = Replays(self, memory, arena, len(closures)) if is_repeated else None
-        makes = tuple(made.run for made in self.made.values())
+        # A graph writes where its outputs are: it would overwrite what an earlier run returned.
+        left = frozenset[int]() if is_repeated else self.by_steps
+        made = {slot: make for slot, make in self.made.items() if slot not in left}
         launches = binding.launches
-        return BoundPlan(makes, tuple(closures), rest, tuple(ops), launches, binding.kept, replays)
+        return BoundPlan(made, tuple(closures), rest, tuple(ops), launches, binding.kept, replays)
 
     def graphs(self) -> list[str]:
         """Return, for each stream on which it has run, what is captured, or why nothing is."""

@@ -116,8 +116,12 @@ class Recorder:
         self._in_steps: set[int] = set()
         # What makes memory for them that peers can map, if some must lie in such.
         self._symmetric: Callable[[int], torch.Tensor] | None = None
-        # What makes the buffers that outlive a run, by slot.
+        # What makes the buffers that outlive a run, by slot; and those among them that a library
+        # op is the first to use: its results may be the buffers.
         self._made: dict[int, Allocation] = {}
+        self._by_steps: set[int] = set()
+        # The owners of buffers that ops have used so far.
+        self._used: set[TensorView] = set()
         self._order = Order(frame.integer)
         self._switches = frame.storage.switches_streams
         # The sends and receives since StartCoalescing: op, slot, peer.
@@ -142,6 +146,10 @@ class Recorder:
         if isinstance(op, LibraryOp) and op.READS_ON_HOST:
             self._keep_out_of_graphs(f"{op.name} reads an operand on the host in each run")
         step = RECORD[type(op)](self, op) if type(op) in RECORD else tensor_op(self, op)
+        if not isinstance(op, Allocate):
+            root = self.frame.storage.root
+            held = (*op.inputs, *op.outputs)
+            self._used.update(root(v) for v in held if isinstance(v, TensorView))
         if step is None:
             return
         if announced := self._announced(op):
@@ -190,6 +198,7 @@ class Recorder:
             len(self.frame.program.inputs),
             self._size,
             tuple(self._slot.get(("copy", t), self.slot(t)) for t in outputs),
+            frozenset(self._by_steps & lasting),
             blocks,
             nbytes,
             self._symmetric,
@@ -228,6 +237,15 @@ class Recorder:
     def _make(self, tv: TensorView, block: Block) -> Allocation:
         """Return what makes a buffer which outlives the run."""
         return allocation(tv, block, self.machine, self.frame.program)
+
+    def let_results_be_buffers(self, op: TensorOp) -> None:
+        """Note which buffers an op that makes tensors of its own is the first to use, on the stream
+        on which runs begin: a run need not allocate them."""
+        for out in op.outputs:
+            i, is_plain = self.slot(out), out.memory is not MemoryType.symmetric
+            is_own = i in self._blocks and i not in self._in_steps and out not in self._used
+            if is_own and is_plain and not self._switches:
+                self._by_steps.add(i)
 
     def slot(self, value: object) -> int:
         """Return the slot of a tensor, an input scalar or a communication."""

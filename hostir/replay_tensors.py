@@ -3,22 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
 from fuser.ir import nodes
 from fuser.ir import scalar as sc
 from fuser.ir.core import Op
+from fuser.ir.dtypes import to_torch
 from fuser.ir.nodes import TensorOp
 from fuser.ir.scalar import Scalar, Symbol
 from fuser.ir.tensor import TensorView
-from fuser.ops.library_calls import Call
+from fuser.ops.library_calls import Call, Returning
 from fuser.ops.products import Product, bind_contraction
 from fuser.ops.torch_meaning import NODES
 from hostir.frame import Frame, Machine
-from hostir.layout import is_repeated, write
+from hostir.layout import is_repeated, share_storage, write
 from hostir.library import as_contracted, compute, contract_repeated, library_call
+from hostir.library_kernels import kernels_of
 from hostir.steps import Closure, Multiply, Slots, Step
 
 if TYPE_CHECKING:
@@ -75,6 +77,9 @@ def contraction(
 
 
 def _written(of: Recorder, op: TensorOp) -> Closure:
+    row = NODES[type(op)]
+    if row.into is None or row.may_return:
+        of.let_results_be_buffers(op)
     outs = {o: (of.slot(o), of.frame.tensors[o]) for o in op.outputs}
     return writing(op, of.frame, _tensor_slots(of, op), _scalar_slots(of), outs, of.machine)
 
@@ -93,46 +98,106 @@ def writing(
 
     Torch writes by itself where it can: the first run binds its call, for all runs of the class.
     """
-    copy = _copying(op, frame, computing(op, frame, tensors, scalars, machine), outs)
-    changes = {s for s, _ in scalars}
-    if NODES[type(op)].into is None or any(
-        not changes.isdisjoint(sc.symbols(v)) for v in op.inputs if isinstance(v, Scalar)
-    ):
-        return copy
     slot_of = dict(tensors)
     ins = [slot_of[v] for v in op.inputs if isinstance(v, TensorView)]
+    put = _putting(op, frame, outs, ins)
+    compute_step = computing(op, frame, tensors, scalars, machine)
+    changes = {s for s, _ in scalars}
+    numbers = [v for v in op.inputs if isinstance(v, Scalar)]
+    if NODES[type(op)].into is None or any(changes & {*sc.symbols(v)} for v in numbers):
+        return lambda slots: put(slots, compute_step(slots))
+    may_return = NODES[type(op)].may_return
     into = [outs[o][0] for o in op.outputs]
-    calls: list[Call | None] = []
+    buffers = [Lying.of(o, outs[o][1]) for o in op.outputs]
+    known = frame.values, frame.storage.unread
+    where = (machine or frame.machine).device
+    kernels = kernels_of(where) if where.type == "cuda" else None
+
+    def results(slots: Slots) -> list[torch.Tensor]:
+        pairs = zip(into, buffers, strict=True)
+        return [buffer.make(where) if slots[i] is None else slots[i] for i, buffer in pairs]
+
+    def bind(slots: Slots) -> Closure:
+        given = [slots[i] for i in ins]
+        call = library_call(op, given, results(slots), known, kernels)
+        if call is None:
+            return lambda slots: put(slots, compute_step(slots))
+        if isinstance(call, Returning):
+            return lambda slots: put(slots, call.make([slots[i] for i in ins]))
+        if may_return:
+            return lambda slots: _write_all(slots, call, ins, into, results(slots))
+        if len(ins) == len(into) == 1:
+            (a,), (b,) = ins, into
+            return lambda slots: call((slots[a],), (slots[b],))
+        return lambda slots: call([slots[i] for i in ins], [slots[i] for i in into])
+
+    bound: list[Closure] = []
 
     def write_results(slots: Slots) -> None:
-        given, results = [slots[i] for i in ins], [slots[i] for i in into]
-        if not calls:
-            calls.append(library_call(op, given, results, frame))
-        call = calls[0]
-        if call is None:
-            copy(slots)
-        else:
-            call(given, results)
+        if not bound:
+            bound.append(bind(slots))
+        bound[0](slots)
 
     return write_results
 
 
-def _copying(
+def _write_all(
+    slots: Slots, call: Call, ins: list[int], into: list[int], made: list[torch.Tensor]
+) -> None:
+    """Write results, of which some were not made before."""
+    call([slots[i] for i in ins], made)
+    for i, result in zip(into, made, strict=True):
+        slots[i] = result
+
+
+class Lying(NamedTuple):
+    """How the buffer of a result lies in memory."""
+
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    dtype: torch.dtype
+
+    @staticmethod
+    def of(tv: TensorView, like: torch.Tensor) -> Lying:
+        return Lying(tuple(like.shape), like.stride(), to_torch(tv.dtype()))
+
+    def make(self, device: torch.device) -> torch.Tensor:
+        """Return memory for the result."""
+        return torch.empty_strided(self.shape, self.strides, dtype=self.dtype, device=device)
+
+    def is_of(self, value: torch.Tensor, ins: Sequence[torch.Tensor]) -> bool:
+        """Whether a value lies so, in memory that no operand has."""
+        return (
+            (tuple(value.shape), value.stride(), value.dtype) == self
+            and not (value.is_conj() or value.is_neg() or value.storage_offset())
+            and not any(share_storage(value, x) for x in ins)
+        )
+
+
+def _putting(
     op: TensorOp,
     frame: Frame,
-    compute_step: Callable[[Slots], list[torch.Tensor]],
     outs: Mapping[TensorView, tuple[int, torch.Tensor]],
-) -> Closure:
-    """Return what computes values and copies those that are read into the tensors of slots."""
-    read = [(i, *outs[o]) for i, o in enumerate(op.outputs) if o not in frame.storage.unread]
-    puts = [(i, slot, writer(like)) for i, slot, like in read]
+    ins: Sequence[int],
+) -> Callable[[Slots, Sequence[torch.Tensor]], None]:
+    """Return what copies values that are read into the tensors of slots; into a slot without a
+    tensor it puts the value itself, where that lies as the buffer would."""
+    puts = [
+        (slot, writer(like), Lying.of(o, like), o not in frame.storage.unread)
+        for o, (slot, like) in ((o, outs[o]) for o in op.outputs)
+    ]
 
-    def copy(slots: Slots) -> None:
-        values = compute_step(slots)
-        for i, slot, put in puts:
-            put(slots[slot], values[i])
+    def put(slots: Slots, values: Sequence[torch.Tensor]) -> None:
+        for value, (slot, write_into, buffer, is_read) in zip(values, puts, strict=True):
+            if slots[slot] is None:
+                if not is_read or buffer.is_of(value, [slots[k] for k in ins]):
+                    slots[slot] = value
+                    continue
+                slots[slot] = buffer.make(value.device)
+            if is_read:
+                write_into(slots[slot], value)
 
-    return copy
+    return put
 
 
 def writer(like: torch.Tensor) -> Callable[[torch.Tensor, torch.Tensor], object]:

@@ -149,7 +149,7 @@ def steady(
                     bound.rest,
                     tuple(
                         (slot, made.empty, made.block.shape, made.block.strides, made.block.dtype)
-                        for slot, made in plan.made.items()
+                        for slot, made in bound.made.items()
                     ),
                     () if graph is not None else tuple(_step(bound, c) for c in bound.closures),
                     plan.outputs,

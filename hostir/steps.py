@@ -266,12 +266,27 @@ class Multiply(NamedTuple):
 
     def bind(self, binding: Binding) -> Closure:
         function, product = self.product.function, self.product
+        if all(i not in binding.fixed for i in (*self.ins, self.out)) and self._is_plain():
+            return self._of_tensors_as_they_are()
         reads = [_viewed(binding, self.ins[i], view) for i, view in product.operands]
         write = _viewed(binding, self.out, product.result)
         if len(reads) == 2:
             left, right = reads
             return lambda slots: function(left(slots), right(slots), out=write(slots))
         return lambda slots: function(*[read(slots) for read in reads], out=write(slots))
+
+    def _is_plain(self) -> bool:
+        """Whether operands and result are read as they are."""
+        views = (*(view for _, view in self.product.operands), self.product.result)
+        return all(view is None for view in views)
+
+    def _of_tensors_as_they_are(self) -> Closure:
+        function, out = self.product.function, self.out
+        ins = [self.ins[i] for i, _ in self.product.operands]
+        if len(ins) == 2:
+            a, b = ins
+            return lambda slots: function(slots[a], slots[b], out=slots[out])
+        return lambda slots: function(*[slots[i] for i in ins], out=slots[out])
 
 
 def _viewed(binding: Binding, slot: int, view: ViewOf | None) -> Callable[[Slots], torch.Tensor]:

@@ -104,7 +104,8 @@ def measure(name: str, shape: Sequence[int], dtype: torch.dtype, device: str) ->
                 replay()
             row["device_us"] = _summary(_timed(replays, CALLS))
         except RuntimeError as error:
-            row["device_us"] = {"why_not": str(error).splitlines()[0][:200], "is_even": False}
+            why_not = str(error).splitlines()[0][:200]
+            row["device_us"] = {"why_not": why_not, "is_even": peer is None}
     return row
 
 

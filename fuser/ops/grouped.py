@@ -47,7 +47,10 @@ def grouped_mm(
     """Append a matrix product per group, where the Int32 `offsets` [g] say at which positions of k
     (of [m, k] and [k, n]), n (of [g, m, k] and [k, n]) or m (of [m, k] and [g, k, n]) groups end.
 
-    Rows and columns of no group are 0. The host reads the offsets in each run. With scales, three
+    Rows and columns of no group are 0. Offsets that fall or leave the axis are refused. The host
+    reads them in each run, but where torch has a kernel for all groups of rows (BFloat16, GPUs of
+    compute capability 9.0 and 10.0): there the next call of the program is refused, and until then
+    each of them counts as the nearest that is in order. With scales, three
     results as of `scaled_mm`, which says what each group then is: scale1 is [m, 1] or [g, m, 1],
     scale2 [1, n] or [g, 1, n], alpha and beta [g], bias [n], [m, n] or [g, m, n]. Each of these
     axes may be 1, and scales, alpha and beta one element. Without them, the matrices have one

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import pairwise
+from typing import Protocol
 
 import torch
 
@@ -12,6 +13,25 @@ from fuser.ir.mma import GroupedMmaOp
 from fuser.ops.scaled_product import scaled_into
 
 Tensor = torch.Tensor
+Given = Mapping[str, Tensor]
+
+# What torch's kernel for groups takes: floats of this dtype, whose rows or columns begin at
+# multiples of so many elements, of fewer groups than this; and the GPUs that have it (major).
+_NATIVE, _MULTIPLE, _MAX_GROUPS = torch.bfloat16, 8, 1024
+_ALIGNMENT = 16
+_CAPABILITIES = (9, 10)
+
+
+class GroupKernels(Protocol):
+    """Kernels beside torch's for groups, so that the host need not read where these end."""
+
+    def ends_of(self, op: GroupedMmaOp, extent: int) -> Callable[[Tensor], Tensor]:
+        """Returns what makes of offsets ends that rise from 0 to `extent`."""
+        ...
+
+    def clear_rows(self, out: Tensor, ends: Tensor) -> None:
+        """Sets the rows behind the last end to 0."""
+        ...
 
 
 def grouped_product(
@@ -72,3 +92,56 @@ def check_ends(op: GroupedMmaOp, extent: int, ends: Sequence[int]) -> None:
             f"{op.ragged} of {op.mat1} and {op.mat2}, but {op.offsets} is {[*ends]}"
             f"{user_code(op.where)}"
         )
+
+
+# ------------------------------------------------------------------ torch's kernel for groups
+def bind_native(
+    op: GroupedMmaOp, given: Given, kernels: GroupKernels | None
+) -> Callable[[Given], Tensor] | None:
+    """Return what computes all groups of rows by one kernel of torch's; None where it has none for
+    operands like these. Without `kernels`, the host reads where groups end."""
+    if op.ragged != "m" or op.is_scaled or not _takes_native(given):
+        return None
+    extent = given["mat1"].shape[0]
+    ends_of = None if kernels is None else kernels.ends_of(op, extent)
+
+    def product(given: Given) -> Tensor:
+        a, b, offsets = (given[f] for f in ("mat1", "mat2", "offsets"))
+        if kernels is None or ends_of is None:
+            last = _ends(op, extent, offsets)[-1]
+            out = _native_groups(a, b, offsets)
+            out[last:].zero_()
+            return out
+        ends = ends_of(offsets)
+        out = _native_groups(a, b, ends)
+        kernels.clear_rows(out, ends)
+        return out
+
+    return product
+
+
+def _native_groups(a: Tensor, b: Tensor, ends: Tensor) -> Tensor:
+    """Call torch's kernel; what it has in rows of no group is not said."""
+    return torch._grouped_mm(a, b, ends)  # pyright: ignore[reportPrivateImportUsage, reportPrivateUsage]
+
+
+def _takes_native(given: Given) -> bool:
+    a, b, offsets = (given[f] for f in ("mat1", "mat2", "offsets"))
+    if not (a.is_cuda and b.is_cuda and offsets.is_cuda) or not hasattr(torch, "_grouped_mm"):
+        return False
+    if torch.cuda.get_device_capability(a.device)[0] not in _CAPABILITIES:
+        return False
+    is_whole = not (b.shape[1] % _MULTIPLE or b.shape[2] % _MULTIPLE or b.stride(0) % _MULTIPLE)
+    has_groups = 0 < len(offsets) < _MAX_GROUPS and offsets.is_contiguous()
+    is_dtype = a.dtype is b.dtype is _NATIVE
+    return is_dtype and is_whole and has_groups and a.numel() > 0 and all(map(_is_matrix, (a, b)))
+
+
+def _is_matrix(x: Tensor) -> bool:
+    """Whether rows or columns lie one behind the other, each where a vector may begin."""
+    m, n = x.shape[-2:]
+    row, column = x.stride()[-2:]
+    lies = (column == 1 and row >= n and not row % _MULTIPLE) or (
+        row == 1 and column >= m and not column % _MULTIPLE
+    )
+    return lies and not x.data_ptr() % _ALIGNMENT

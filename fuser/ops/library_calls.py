@@ -8,6 +8,8 @@ program and later ones, and ranks that differ in this, agree.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import NamedTuple, Protocol
 
 import torch
 
@@ -18,15 +20,23 @@ from fuser.ir.lookup import IndexPutAccumulateOp, ScatterOp
 from fuser.ir.mma import GroupedMmaOp, ProductOp
 from fuser.ir.scalar import Number, Scalar, Symbol
 from fuser.ir.scans import ArgsortOp, ScanOp, TopKOp
-from fuser.ops.grouped_product import grouped_into
+from fuser.ops.grouped_product import GroupKernels, bind_native, grouped_into
 from fuser.ops.grouped_scales import grouped_scales_into
-from fuser.ops.scaled_product import scaled_into
+from fuser.ops.scaled_product import bind_scaled, scaled_into
 from fuser.ops.table import REDUCTIONS
 from fuser.record import record
+from fuser.torch_calls import empty_on
 
 Tensor = torch.Tensor
 Call = Callable[[Sequence[Tensor], Sequence[Tensor]], object]
 """Writes the results of operands into tensors of their shapes."""
+
+
+class Returning(NamedTuple):
+    """A call that torch has no other form of: it returns the results, in memory of their own."""
+
+    make: Callable[[Sequence[Tensor]], Sequence[Tensor]]
+
 
 # Of one byte: torch moves some of them and computes with none.
 _FLOAT8, _HALF_LIKE = (frozenset(map(to_torch, dtypes)) for dtypes in (FLOAT8, HALF_LIKE))
@@ -44,15 +54,28 @@ def as_byte(value: Number, dtype: torch.dtype) -> Number:
     return torch.tensor(value, dtype=torch.float64).to(dtype).view(torch.uint8).item()
 
 
+class Kernels(GroupKernels, Protocol):
+    """Kernels that stand beside torch's calls on a device."""
+
+    def scatter(self, out: Tensor, dim: int, index: Tensor, src: Tensor | int) -> None:
+        """Writes `src` at the positions of `index` that are in range."""
+        ...
+
+    def takes_scatter(self, out: Tensor, dim: int, index: Tensor, src: Tensor | None) -> bool:
+        """Returns whether `scatter` takes tensors like these."""
+        ...
+
+
 @record
 class Bound:
-    """What a call is bound for: tensors like those of each run, the values of symbols, and which
-    results anything reads."""
+    """What a call is bound for: tensors like those of each run, the values of symbols, which
+    results anything reads, and kernels beside torch's (None: torch alone)."""
 
     ins: Sequence[Tensor]
     outs: Sequence[Tensor]
     values: Mapping[Symbol, Number]
     reads: Sequence[bool]
+    kernels: Kernels | None = None
 
 
 # ------------------------------------------------------------------ scans
@@ -66,12 +89,8 @@ def bind_scan(op: ScanOp, bound: Bound) -> Call | None:
         return None
     dim = op.dim
     if op.kind in _EXTREMES:
-        extremes = _EXTREMES[op.kind]
-
-        def scan_extremes(ins: Sequence[Tensor], outs: Sequence[Tensor]) -> None:
-            extremes(ins[0], dim, out=(outs[0], _place(ins[0], torch.int64)))
-
-        return scan_extremes
+        extremes, place = _EXTREMES[op.kind], _places(bound, torch.int64)
+        return lambda ins, outs: extremes(ins[0], dim, out=(outs[0], place()))
     sums, dtype = _SUMS[op.kind], bound.ins[0].dtype
     if dtype in _HALF_LIKE:
         # Added up in float32, and rounded as it is written.
@@ -79,23 +98,18 @@ def bind_scan(op: ScanOp, bound: Bound) -> Call | None:
     return lambda ins, outs: sums(ins[0], dim, dtype=dtype, out=outs[0])
 
 
-def _place(like: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return what torch makes as large as a result that nobody asked for."""
-    return torch.empty(0, dtype=dtype, device=like.device)
+def _places(bound: Bound, dtype: torch.dtype) -> Callable[[], Tensor]:
+    """Return what makes a tensor that torch makes as large as a result that nobody asked for."""
+    return partial(empty_on(bound.outs[0].device), (0,), (1,), dtype)
 
 
 # ------------------------------------------------------------------ order
 def bind_argsort(op: ArgsortOp, bound: Bound) -> Call:
     """Bind a sort, whose places are the result."""
-    dim, descending = op.dim, op.descending
-
-    def argsort(ins: Sequence[Tensor], outs: Sequence[Tensor]) -> None:
-        x = ins[0]
-        into = _place(x, x.dtype), outs[0]
-        # Always stable: ranks that hold the same elements find the same places.
-        torch.sort(x, stable=True, dim=dim, descending=descending, out=into)
-
-    return argsort
+    # Always stable: ranks that hold the same elements find the same places.
+    sort = partial(torch.sort, stable=True, dim=op.dim, descending=op.descending)
+    place = _places(bound, bound.ins[0].dtype)
+    return lambda ins, outs: sort(ins[0], out=(place(), outs[0]))
 
 
 def bind_topk(op: TopKOp, bound: Bound) -> Call:
@@ -125,8 +139,9 @@ def _one_element(bound: Bound, dim: int, largest: bool) -> Call:
 
 
 # ------------------------------------------------------------------ products
-def bind_product(op: ProductOp, bound: Bound) -> Call:
-    """Bind a product with scales, or of groups."""
+def bind_product(op: ProductOp, bound: Bound) -> Call | Returning:
+    """Bind a product with scales, or of groups: the latter by torch's own kernel for groups, where
+    it has one for the call."""
     fields = [field for field, _ in op.tensors() if field != "out"]
 
     def scaled(ins: Sequence[Tensor], outs: Sequence[Tensor]) -> None:
@@ -136,7 +151,16 @@ def bind_product(op: ProductOp, bound: Bound) -> Call:
         given = dict(zip(fields, ins, strict=True))
         grouped_into(op, given, outs[0], torch.float32)  # pyright: ignore[reportArgumentType]
 
-    return grouped if isinstance(op, GroupedMmaOp) else scaled
+    samples = dict(zip(fields, bound.ins, strict=True))
+    if not isinstance(op, GroupedMmaOp):
+        at_once = bind_scaled(samples, bound.outs[0])
+        if at_once is None:
+            return scaled
+        return lambda ins, outs: at_once(dict(zip(fields, ins, strict=True)), outs[0])
+    native = bind_native(op, samples, bound.kernels)
+    if native is None:
+        return grouped
+    return Returning(lambda ins: [native(dict(zip(fields, ins, strict=True)))])
 
 
 def bind_grouped_scales(op: GroupedScalesOp, bound: Bound) -> Call | None:
@@ -160,13 +184,14 @@ def is_inside(index: Tensor, extent: int) -> bool:
 
 
 def bind_scatter(op: ScatterOp, bound: Bound) -> Call | None:
-    """Bind a scatter on a CPU, which looks at the positions first."""
-    if bound.outs[0].device.type != "cpu":
-        return None
-    dim = op.dim
+    """Bind a scatter: on a CPU after a look at the positions, on a GPU by a kernel of this project,
+    which leaves out those that are not in range."""
+    dim, dtype = op.dim, bound.outs[0].dtype
     number = None
     if isinstance(op.src, Scalar):
-        number = as_byte(sc.evaluate(op.src, bound.values), bound.outs[0].dtype)
+        number = as_byte(sc.evaluate(op.src, bound.values), dtype)
+    if bound.outs[0].device.type != "cpu":
+        return _scatter_by_kernel(op, bound, number)
 
     def scatter(ins: Sequence[Tensor], outs: Sequence[Tensor]) -> None:
         x, out, index = as_bytes(ins[0]), as_bytes(outs[0]), ins[1].long()
@@ -177,6 +202,29 @@ def bind_scatter(op: ScatterOp, bound: Bound) -> Call | None:
             out.copy_(scattered(x, dim, index, src))
 
     return scatter
+
+
+def _scatter_by_kernel(op: ScatterOp, bound: Bound, number: Number | None) -> Call | None:
+    kernels, dim = bound.kernels, op.dim
+    src = None if number is not None else bound.ins[2]
+    if kernels is None or not kernels.takes_scatter(bound.outs[0], dim, bound.ins[1], src):
+        return None
+    word = None if number is None else _bits(number, bound.outs[0].dtype)
+
+    def scatter(ins: Sequence[Tensor], outs: Sequence[Tensor]) -> None:
+        outs[0].copy_(ins[0])
+        kernels.scatter(outs[0], dim, ins[1], ins[2] if word is None else word)
+
+    return scatter
+
+
+_INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def _bits(number: Number, dtype: torch.dtype) -> int:
+    """Return a number of a dtype, or the byte that stands for it, as an integer."""
+    one = torch.tensor(number, dtype=torch.uint8 if dtype in _FLOAT8 else dtype)
+    return int(one.view(_INTEGERS[one.element_size()]))
 
 
 def scattered(x: Tensor, dim: int, index: Tensor, src: Tensor | Number) -> Tensor:
@@ -191,8 +239,9 @@ def scattered(x: Tensor, dim: int, index: Tensor, src: Tensor | Number) -> Tenso
     return kept
 
 
-def bind_index_put(op: IndexPutAccumulateOp, bound: Bound) -> Call:
-    """Bind a sum of rows: into the result itself, where that holds as many digits as the sum."""
+def bind_index_put(op: IndexPutAccumulateOp, bound: Bound) -> Call | Returning:
+    """Bind a sum of rows: on a CPU into the result itself, where that has as many digits as the
+    sum; on a GPU into memory with room for what is meant for no row."""
     dtype = bound.outs[0].dtype
     is_wide = dtype not in _HALF_LIKE
 
@@ -210,7 +259,9 @@ def bind_index_put(op: IndexPutAccumulateOp, bound: Bound) -> Call:
     def on_device(ins: Sequence[Tensor], outs: Sequence[Tensor]) -> None:
         outs[0].copy_(rows_added(*ins))
 
-    return on_host if bound.outs[0].device.type == "cpu" else on_device
+    if bound.outs[0].device.type == "cpu":
+        return on_host
+    return Returning(lambda ins: [rows_added(*ins)]) if is_wide else on_device
 
 
 def rows_added(acc: Tensor, index: Tensor, value: Tensor) -> Tensor:

@@ -16,6 +16,8 @@ from fuser.ir import nodes
 
 Tensor = torch.Tensor
 ViewOf = Callable[[Tensor], Tensor]
+# F.linear, whose form of Python takes no `out`. It turns the weight without a call of Python.
+_LINEAR: Callable[..., object] = torch._C._nn.linear  # pyright: ignore
 Contract = Callable[[Sequence[Tensor], Tensor], object]
 """Writes the product of the inputs into the output."""
 
@@ -84,10 +86,8 @@ def _bind_linear(inputs: Sequence[Tensor], out: Tensor) -> Contract:
     rows, result = (-1, inputs[0].shape[-1]), (-1, out.shape[-1])
     if not (_can_view(inputs[0], rows) and _can_view(out, result)):
         return _copied_linear
-    factors = (0, _as(inputs[0], rows)), (1, Tensor.t)
-    if len(inputs) == 2:
-        return Product(torch.mm, factors, _as(out, result))
-    return Product(torch.addmm, ((2, None), *factors), _as(out, result))
+    bias = ((2, None),) if len(inputs) == 3 else ()
+    return Product(_LINEAR, ((0, _as(inputs[0], rows)), (1, None), *bias), _as(out, result))
 
 
 def _bind_batched(inputs: Sequence[Tensor], out: Tensor) -> Contract:

@@ -3,7 +3,7 @@ has one for the call, else a product in float32."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -50,6 +50,36 @@ def scaled_into(given: Given, out: Tensor, wide: torch.dtype) -> None:
         return
     # Scales of a group may come with an axis of one element for the groups.
     out.copy_(scaled_product(given, out.dtype, wide).reshape(out.shape))
+
+
+def bind_scaled(given: Given, out: Tensor) -> Callable[[Given, Tensor], object] | None:
+    """Return torch's kernel for operands and a result that lie like these, with nothing left to
+    look at in a call; None where any has to be looked at, or copied."""
+    a, b = given["mat1"], given["mat2"]
+    if not (_can_write(out) and _is_native(a, b)):
+        return None
+    bias, scales = given.get("bias"), (given["scale1"], given["scale2"])
+    is_one = all(scale.numel() == 1 for scale in scales)
+    is_each = scales[0].numel() == a.shape[0] and scales[1].numel() == b.shape[1]
+    lying = (a, b.t(), *scales, *([] if bias is None else [bias]))
+    if not (is_one or is_each) or not all(map(_lies_as_wanted, lying)):
+        return None
+    if _in_one_call(given, out.dtype, out) is None:
+        return None
+    dtype = out.dtype
+
+    def product(given: Given, out: Tensor) -> None:
+        one, other = given["scale1"], given["scale2"]
+        if is_one:
+            one, other = one.reshape(()), other.reshape(())
+        more: Any = {"bias": given.get("bias"), "out_dtype": dtype, "out": out}
+        torch._scaled_mm(given["mat1"], given["mat2"], one, other, **more)  # pyright: ignore[reportPrivateImportUsage]
+
+    return product
+
+
+def _lies_as_wanted(x: Tensor) -> bool:
+    return x.is_contiguous() and x.is_cuda and not x.data_ptr() % _ALIGNMENT
 
 
 def _can_write(out: Tensor) -> bool:

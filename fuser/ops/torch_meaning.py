@@ -46,6 +46,7 @@ from fuser.ops.grouped_scales import grouped_scales
 from fuser.ops.library_calls import (
     Bound,
     Call,
+    Returning,
     as_byte,
     as_bytes,
     bind_argsort,
@@ -432,7 +433,7 @@ def _sdpa_backward(op: SdpaBwdOp, inputs: Inputs, cx: _Context) -> list[Tensor]:
 Computed = Literal["element", "index", "reduction", "library", "communication"]
 
 
-Into = Callable[[Any, Bound], Call | None]
+Into = Callable[[Any, Bound], Call | Returning | None]
 
 
 @record
@@ -442,8 +443,10 @@ class NodeRow:
 
     meaning: Rule
     computed: Computed
-    # How torch writes the results of a library op into tensors; None where it can only return them.
+    # How torch writes the results of a library op into tensors, and whether it may have to return
+    # them in memory of their own; None where it does nothing else.
     into: Into | None = None
+    may_return: bool = False
 
 
 NODES: dict[type[nodes.TensorOp], NodeRow] = {
@@ -463,7 +466,7 @@ NODES: dict[type[nodes.TensorOp], NodeRow] = {
     **dict.fromkeys(_FOUND, NodeRow(_lookup, "element")),
     SelectOp: NodeRow(_select, "element"),
     ScatterOp: NodeRow(_scatter, "library", bind_scatter),
-    IndexPutAccumulateOp: NodeRow(_index_put, "library", bind_index_put),
+    IndexPutAccumulateOp: NodeRow(_index_put, "library", bind_index_put, may_return=True),
     ScanOp: NodeRow(_scan, "library", bind_scan),
     ArgsortOp: NodeRow(_argsort, "library", bind_argsort),
     TopKOp: NodeRow(_topk, "library", bind_topk),
@@ -474,7 +477,7 @@ NODES: dict[type[nodes.TensorOp], NodeRow] = {
     nodes.WelfordOp: NodeRow(_welford, "reduction"),
     nodes.MatmulOp: NodeRow(_matmul, "library"),
     nodes.LinearOp: NodeRow(_linear, "library"),
-    GroupedMmaOp: NodeRow(_product, "library", bind_product),
+    GroupedMmaOp: NodeRow(_product, "library", bind_product, may_return=True),
     ScaledMmaOp: NodeRow(_product, "library", bind_product),
     GroupedScalesOp: NodeRow(_grouped_scales, "library", bind_grouped_scales),
     SdpaFwdOp: NodeRow(_sdpa, "library"),
@@ -521,7 +524,7 @@ def evaluate_op(
 _ELEMENTWISE = (nodes.UnaryOp, nodes.BinaryOp, nodes.TernaryOp)
 
 
-def bind_call(op: nodes.TensorOp, bound: Bound) -> Call | None:
+def bind_call(op: nodes.TensorOp, bound: Bound) -> Call | Returning | None:
     """Return what writes the results of an op other than a product of matrices into tensors; None
     where torch can only return them."""
     into = NODES[type(op)].into

@@ -1,0 +1,248 @@
+"""Results of library ops: equal to torch in any layout, size and turn, without a copy behind."""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.profiler import ProfilerActivity, profile
+
+from fuser import DataType, FusionDefinition
+from fuser.errors import InputError
+from fuser.ir.scans import ArgsortOp
+from fuser.ops.library_calls import Returning
+from fuser.ops.torch_meaning import NODES
+from fuser.record import replace
+from hostir import HostIrEvaluator
+from hostir.library_kernels import LibraryKernels
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "scripts"))
+
+from kernel_patterns.library import LIBRARY
+from kernel_patterns.pattern import as_tuple
+
+# What has a call that writes into buffers, and torch's own form for a CPU.
+WRITTEN = [n for n, row in LIBRARY.items() if row.runs_on_cpu and NODES[row.node].into]
+COMPARED = [n for n in (*WRITTEN, "matmul", "linear") if LIBRARY[n].peer is not None]
+CPU = torch.device("cpu")
+
+
+def other_sizes(name: str) -> tuple[int, ...]:
+    """Return a shape of a row with one more along its first axis."""
+    first, *rest = LIBRARY[name].small
+    return first + 1, *rest
+
+
+def turned(x: torch.Tensor) -> torch.Tensor:
+    """Return the same elements, of which neighbours lie apart."""
+    if x.ndim < 2:
+        return x.repeat_interleave(2)[::2]
+    return x.transpose(0, -1).contiguous().transpose(0, -1)
+
+
+def draw(name: str, shape: Sequence[int], *, seed: int = 0) -> list[torch.Tensor]:
+    torch.manual_seed(seed)
+    return list(LIBRARY[name].operands(tuple(shape), torch.float32, "cpu"))
+
+
+def define(name: str, inputs: Sequence[torch.Tensor]) -> FusionDefinition:
+    """Return the definition of a row for tensors of any sizes and strides."""
+    with FusionDefinition() as fd:
+        given = [fd.define_tensor([-1] * x.ndim, contiguity=False, dtype=x.dtype) for x in inputs]
+        made = LIBRARY[name].build(fd, *given)
+        for out in made if isinstance(made, tuple) else (made,):
+            fd.add_output(out)
+    return fd
+
+
+def expect(name: str, inputs: Sequence[torch.Tensor], outs: Sequence[torch.Tensor]) -> None:
+    row = LIBRARY[name]
+    assert row.peer is not None
+    exact = [x if row.is_exact or not x.is_floating_point() else x.double() for x in inputs]
+    for out, value in zip(outs, as_tuple(row.peer(*exact)), strict=True):
+        torch.testing.assert_close(out, value.to(out.dtype), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.finding("G36")
+@pytest.mark.parametrize("name", COMPARED)
+def test_results_of_many_calls_stay_what_they_are(name: str) -> None:
+    """Sizes and layouts change in turns, and the caller holds all results."""
+    row = LIBRARY[name]
+    fd = define(name, draw(name, row.small))
+    held: list[tuple[list[torch.Tensor], list[torch.Tensor]]] = []
+    for turn in range(12):
+        shape = row.small if turn % 4 < 2 else other_sizes(name)
+        inputs = draw(name, shape, seed=turn)
+        if turn % 3 == 2:
+            inputs = [*map(turned, inputs)]
+        held.append((inputs, fd.execute(inputs)))
+    for inputs, outs in held:
+        expect(name, inputs, outs)
+
+
+@pytest.mark.finding("G36")
+@pytest.mark.parametrize("name", COMPARED)
+def test_results_are_written_into_buffers_that_are_given(name: str) -> None:
+    inputs = draw(name, LIBRARY[name].small)
+    fd = define(name, inputs)
+    outs = fd.execute(inputs)
+    program = fd.fec.host_program()
+    for lay_out in (torch.clone, turned):
+        buffers = [lay_out(torch.zeros_like(out)) for out in outs]
+        given = zip(program.outputs, buffers, strict=True)
+        evaluator = HostIrEvaluator(program)
+        for _ in range(2):
+            values: Any = dict(zip(program.inputs, inputs, strict=True)) | dict(given)
+            found = evaluator.run_with_input(values)
+            expect(name, inputs, buffers)
+            assert [x.data_ptr() for x in found] == [x.data_ptr() for x in buffers]
+            given = zip(program.outputs, buffers, strict=True)
+
+
+def copies_of(call: Callable[[], object]) -> int:
+    """Return how many copies of tensors torch makes in one call."""
+    for _ in range(3):
+        call()
+    with profile(activities=[ProfilerActivity.CPU]) as profiled:
+        call()
+    return [event.name for event in profiled.events() or ()].count("aten::copy_")
+
+
+@pytest.mark.finding("G36")
+@pytest.mark.parametrize("name", COMPARED)
+def test_no_copy_stands_before_or_behind_torchs_own(name: str) -> None:
+    row, inputs = LIBRARY[name], draw(name, LIBRARY[name].small)
+    peer = row.peer
+    assert peer is not None
+    fd = row.define(inputs)
+    assert copies_of(lambda: fd.execute(inputs)) <= copies_of(lambda: peer(*inputs))
+
+
+@pytest.mark.finding("G36")
+@pytest.mark.parametrize("name", COMPARED)
+def test_a_result_in_the_middle_of_a_program(name: str) -> None:
+    """What a kernel reads lies in memory that runs share."""
+    row, inputs = LIBRARY[name], draw(name, LIBRARY[name].small)
+    with FusionDefinition() as fd:
+        made = row.build(fd, *map(fd.from_pytorch, inputs))
+        fd.add_output(fd.ops.add(made[0] if isinstance(made, tuple) else made, 1))
+    assert row.peer is not None
+    expected = as_tuple(row.peer(*inputs))[0] + 1
+    outs = [fd.execute(inputs)[0] for _ in range(4)]
+    for out in outs:
+        torch.testing.assert_close(out, expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.finding("G36")
+def test_a_result_that_torch_returns_is_the_buffer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As of ops that have no form that writes; in the middle of a program it is copied."""
+    made: list[torch.Tensor] = []
+
+    def bind(op: Any, bound: Any) -> Returning:
+        def make(ins: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+            made.append(torch.argsort(ins[0], dim=op.dim, stable=True))
+            return [made[-1]]
+
+        return Returning(make)
+
+    row = replace(NODES[ArgsortOp], into=bind, may_return=True)
+    monkeypatch.setitem(NODES, ArgsortOp, row)
+    x = torch.randn(5, 7)
+    for is_last in (True, False):
+        with FusionDefinition() as fd:
+            order = fd.ops.argsort(fd.from_pytorch(x), 1)
+            fd.add_output(order if is_last else fd.ops.add(order, 1))
+        inputs = [torch.randn(5, 7) for _ in range(6)]
+        outs = [fd.execute([one])[0] for one in inputs]
+        own = {one.data_ptr() for one in made}
+        assert len({out.data_ptr() for out in outs}) == 6
+        assert all((out.data_ptr() in own) is is_last for out in outs)
+        for one, out in zip(inputs, outs, strict=True):
+            assert torch.equal(out, torch.argsort(one, dim=1, stable=True) + (not is_last))
+        made.clear()
+
+
+# ------------------------------------------------------------------ which element is the largest
+@pytest.mark.finding("G36")
+@pytest.mark.parametrize("largest", [True, False])
+@pytest.mark.parametrize("kept", ["both", "values", "places"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int32])
+def test_topk_of_one_element_equals_torch(dtype: torch.dtype, kept: str, largest: bool) -> None:
+    """NaN is above all numbers, and each place has the value that is found."""
+    torch.manual_seed(1)
+    x = torch.randn(6, 5, 9).mul(4).to(dtype)
+    if dtype.is_floating_point:
+        x[0, 2, 3] = x[1, :, 4] = math.nan
+        x[2, 1, 0] = math.inf
+    for dim in range(3):
+        with FusionDefinition() as fd:
+            tv, one = fd.from_pytorch(x), fd.define_scalar(1, DataType.Int)
+            values, places = fd.ops.topk(tv, one, dim, largest)
+            for tv in (values, places) if kept == "both" else (locals()[kept],):
+                fd.add_output(tv)
+        for _ in range(2):
+            outs = fd.execute([x])
+            expected = torch.topk(x, 1, dim, largest).values
+            for out in outs:
+                found = x.gather(dim, out) if out.dtype is torch.int64 else out
+                torch.testing.assert_close(found, expected, rtol=0, atol=0, equal_nan=True)
+
+
+# ------------------------------------------------------------------ kernels beside torch's calls
+@pytest.mark.finding("G36")
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.bfloat16, torch.float32, torch.float64])
+@pytest.mark.parametrize("index_dtype", [torch.int32, torch.int64])
+def test_scatter_kernel_leaves_out_what_is_outside(
+    dtype: torch.dtype, index_dtype: torch.dtype
+) -> None:
+    kernels, generator = LibraryKernels(CPU), torch.Generator().manual_seed(3)
+    for shape, dim, length in (((4, 7, 5), 1, 3), ((9,), 0, 6), ((3, 4), 1, 4), ((2, 3, 4), 0, 1)):
+        x = torch.randint(0, 99, shape, generator=generator).to(dtype)
+        sizes = [length if k == dim else n for k, n in enumerate(shape)]
+        # Along each row another order: no place is meant twice.
+        order = torch.rand(
+            [max(shape[dim] + 4, length) if k == dim else n for k, n in enumerate(sizes)],
+            generator=generator,
+        ).argsort(dim)
+        index = (order.narrow(dim, 0, length) - 2).to(index_dtype).contiguous()
+        src = torch.randint(0, 99, sizes, generator=generator).to(dtype)
+        expected = x.clone()
+        for at in torch.cartesian_prod(*map(torch.arange, sizes)).view(-1, len(sizes)).tolist():
+            place = int(index[tuple(at)])
+            if 0 <= place < shape[dim]:
+                to = tuple(place if k == dim else n for k, n in enumerate(at))
+                expected[to] = src[tuple(at)]
+        assert kernels.takes_scatter(x, dim, index, src)
+        kernels.scatter(x, dim, index, src)
+        assert torch.equal(x, expected)
+        assert not kernels.takes_scatter(x.transpose(0, -1), dim, index, src) or x.ndim == 1
+
+
+@pytest.mark.finding("G36")
+def test_ends_of_groups_are_brought_back_and_told_by_the_next_call() -> None:
+    a, b = torch.randn(6, 4), torch.randn(3, 4, 5)
+    with FusionDefinition() as fd:
+        ends = fd.define_tensor([3], dtype=DataType.Int32)
+        fd.add_output(fd.ops.grouped_mm(fd.from_pytorch(a), fd.from_pytorch(b), ends))
+    (op,) = fd.fusion.exprs
+    kernels: Any = LibraryKernels(CPU)
+    ends_of = kernels.ends_of(op, 6)
+    for given in ([1, 3, 6], [0, 0, 0], [2, 2, 5]):
+        assert ends_of(torch.tensor(given, dtype=torch.int32)).tolist() == given
+    for given, kept in (([1, 7, 6], [1, 6, 6]), ([3, 2, 4], [3, 3, 4]), ([-1, 2, 9], [0, 2, 6])):
+        assert ends_of(torch.tensor(given, dtype=torch.int32)).tolist() == kept
+        with pytest.raises(
+            InputError, match=r"but in an earlier run T0_g_int.* had -?\d+ for group"
+        ):
+            ends_of(torch.tensor([1, 2, 3], dtype=torch.int32))
+        assert ends_of(torch.tensor([1, 2, 3], dtype=torch.int32)).tolist() == [1, 2, 3]
+    out = torch.randn(6, 5).to(torch.bfloat16)
+    expected = out.clone()
+    expected[4:] = 0
+    kernels.clear_rows(out, torch.tensor([1, 4], dtype=torch.int32))
+    assert torch.equal(out, expected)
