@@ -27,6 +27,7 @@ from hostir.ops import NUMBER_OF_STREAMS
 from hostir.ranks import (
     DEFAULT_STREAMS,
     SMALLEST_SIZE,
+    assumed_sizes,
     chosen_sizes,
     load_inputs,
     random_inputs,
@@ -239,6 +240,16 @@ def _say_sizes(args: argparse.Namespace, program: HostIrContainer) -> None:
         print(f"sizes: {', '.join(texts)}")
 
 
+def _say_assumed(args: argparse.Namespace, program: HostIrContainer) -> None:
+    """Say for which sizes alone a prediction holds, as nobody gave them."""
+    given = _sizes(args.size)
+    found, sizes = assumed_sizes(program, given), chosen_sizes(program, given)
+    if found:
+        texts = ", ".join(f"{name}={sizes[name]} ({where})" for name, where in found.items())
+        options = " ".join(f"--size {name}=N" for name in found)
+        print(f"assumed: {texts}; the prediction is for these sizes alone: give {options}")
+
+
 def _sizes(options: Sequence[str]) -> dict[str, int]:
     sizes: dict[str, int] = {}
     for option in options:
@@ -276,9 +287,11 @@ def _cost(args: argparse.Namespace) -> None:
     found = predict(program, made)
     if args.json:
         sizes = chosen_sizes(program, _sizes(args.size))
-        print(json.dumps({"sizes": sizes, **found.to_dict()}, indent=2))
+        assumed = [*assumed_sizes(program, _sizes(args.size))]
+        print(json.dumps({"sizes": sizes, "assumed": assumed, **found.to_dict()}, indent=2))
         return
     _say_sizes(args, program)
+    _say_assumed(args, program)
     print(report(found))
 
 
@@ -291,6 +304,7 @@ def _trace(args: argparse.Namespace) -> None:
         program, made = _timetable(args)
         _write(args.output, trace_text(program, made))
         _say_sizes(args, program)
+        _say_assumed(args, program)
         print(
             f"{args.output}: {len(made.work)} pieces of work, from the cost model; nothing was run"
         )

@@ -75,6 +75,20 @@ def chosen_sizes(program: HostIrContainer, sizes: Mapping[str, int]) -> dict[str
     return {name: int(values[name]) for name in size_symbols(program)}
 
 
+def assumed_sizes(program: HostIrContainer, sizes: Mapping[str, int]) -> dict[str, str]:
+    """Return which extents of inputs have a usual value, as nobody gave them: name -> the first
+    axis of that extent, `axis 1 of T0`. Seeds of random numbers do not count."""
+    seeds, found = seed_words(program), dict[str, str]()
+    for tv in program.inputs:
+        if not isinstance(tv, TensorView):
+            continue
+        for axis, x in enumerate(tv.shape()):
+            for s in sc.symbols(program.values.canonical(x)):
+                if s.name not in sizes and s.name not in seeds:
+                    found.setdefault(s.name, f"axis {axis} of T{tv.number}")
+    return found
+
+
 def seed_words(program: HostIrContainer) -> dict[str, str]:
     """Return what each scalar input is that random ops, also those of kernels, take as seed or
     offset, by name."""

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from fuser import DataType, FusionDefinition
+from fuser import DataType, FusionDefinition, ops
 from fuser.errors import InputError, UnsupportedError
 from hostir import NUMBER_OF_STREAMS, Allocate, HostIrContainer, PostOnStream, calibrate
 from hostir.cli import main
@@ -250,3 +250,34 @@ def test_a_real_run_is_traced_beside_the_predicted_one(
     ):
         assert main(["trace", str(program), *wrong]) == 1
         assert message in capsys.readouterr().err
+
+
+@pytest.mark.finding("G43")
+@pytest.mark.parametrize("command", ["cost", "trace"])
+def test_a_prediction_says_which_sizes_it_assumed(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], command: str
+) -> None:
+    hic = HostIrContainer()
+    with hic:
+        x = hic.input([-1, -1])
+        y = hic.tensor([x.size(0), x.size(1)])
+        hic.append(Allocate(y))
+        hic.append(ops.mul(x, 2.0), into=y)
+        hic.add_output(y)
+    rows, inner = (str(x.size(k)) for k in (0, 1))
+    (path := tmp_path / "program.txt").write_text(hic.full_text())
+    args = [command, str(path), *(["-o", str(tmp_path / "t.json")] if command == "trace" else [])]
+    assert main([*args, "--size", f"{rows}=8192"]) == 0
+    told = capsys.readouterr().out
+    assert f"sizes: {rows}=8192, {inner}=8 (not given)\n" in told
+    assert (
+        f"assumed: {inner}=8 (axis 1 of T0); the prediction is for these sizes alone: "
+        f"give --size {inner}=N\n"
+    ) in told
+    assert main([*args, "-s", f"{rows}=8192", "-s", f"{inner}=4096"]) == 0
+    assert "assumed" not in capsys.readouterr().out
+    if command == "cost":
+        assert main([*args, "-s", f"{rows}=8192", "--json"]) == 0
+        found = json.loads(capsys.readouterr().out)
+        assert found["sizes"] == {rows: 8192, inner: 8}
+        assert found["assumed"] == [inner]
