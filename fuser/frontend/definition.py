@@ -395,7 +395,8 @@ class FusionDefinition:
 
     def compiled_runner(self) -> list[str]:
         """Return, for each class of inputs that `execute` knows, how many calls the compiled runner
-        has repeated since it last took such calls over, or why it repeats none.
+        has repeated since it last took such calls over, or why it repeats none, and after how many
+        more calls it is asked again.
 
         `FUSER_DISABLE=compiled_runner`, or that option of a call, leaves all to Python.
         """

@@ -109,8 +109,15 @@ class Call:
     def repeated(self) -> list[str]:
         """Return how many such calls the compiled runner has repeated, or why none."""
         if self.steady is None:
-            return [f"not repeated: {self.never or self.why_not}"]
+            return [f"not repeated: {self.never or self._what_is_awaited()}"]
         return [f"repeated: {self.steady.runs} call(s)"]
+
+    def _what_is_awaited(self) -> str:
+        """Return why the compiled runner repeats no such call yet, and when it is asked again."""
+        why = self.why_not
+        if why == compiled_runner.COMPILING:
+            why = compiled_runner.waits_for()
+        return f"{why}; asked again in {self.runs_left} call(s)"
 
     def let_go(self, declined: Steady) -> None:
         """Drop what repeats such calls and no longer does. One that was of use is soon made anew:
@@ -123,7 +130,9 @@ class Call:
     def hasten(self, inputs: Iterable[Any]) -> None:
         """Let calls like this one, which has come often, be seen by a glance in C, once there is
         one; ask again later where there is none yet."""
-        self.patience = self.runs_left = min(2 * self.patience, MAX_PATIENCE)
+        if self.why_not != compiled_runner.COMPILING:  # which ends soon
+            self.patience = min(2 * self.patience, MAX_PATIENCE)
+        self.runs_left = self.patience
         is_off = self.bound.program.settings.disabled("compiled_runner")
         if is_off or self.is_hastened or self.glance is sees_nothing:
             return

@@ -94,6 +94,10 @@ class _Build:
         self._ends.close()
 
 
+# Why there is no runner while a compiler makes it.
+COMPILING = "it is being compiled"
+
+
 class _State:
     def __init__(self) -> None:
         self.lock = make_lock()
@@ -101,6 +105,8 @@ class _State:
         self.why = "no call has come often enough"
         self.is_absent = False
         self.build: _Build | None = None
+        # When it was first looked for; 0 before that.
+        self.began = 0.0
 
 
 _state = _State()
@@ -111,9 +117,10 @@ def find() -> ModuleType | None:
     if _state.module is not None or _state.is_absent:
         return _state.module
     with _state.lock:
+        _state.began = _state.began or time.monotonic()
         try:
             _state.module = _look()
-            _state.why = "" if _state.module else "it is being compiled"
+            _state.why = "" if _state.module else COMPILING
         except (_Absent, FuserError) as error:
             _state.is_absent, _state.why = True, str(error)
     return _state.module
@@ -122,6 +129,16 @@ def find() -> ModuleType | None:
 def why_not() -> str:
     """Returns why there is no runner yet, or at all; "" where there is one."""
     return _state.why
+
+
+def waits_for() -> str:
+    """Returns what calls wait for that found the runner being compiled: looks again."""
+    if find() is not None:
+        return "it is compiled by now"
+    if _state.is_absent:
+        return _state.why
+    who = "" if _state.build is not None else " by another process"
+    return f"{COMPILING}{who}, for {time.monotonic() - _state.began:.0f} s so far"
 
 
 def wait(timeout_s: float) -> ModuleType | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -86,6 +87,31 @@ def test_off_by_an_option(monkeypatch: pytest.MonkeyPatch) -> None:
     for _ in range(ENOUGH):
         fd.execute(inputs)
     assert fd.compiled_runner()[0].startswith("not repeated: FUSER_DISABLE=compiled_runner")
+
+
+@pytest.mark.finding("G42")
+def test_the_status_says_what_it_waits_for_and_moves(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = compiled_runner.find()
+    monkeypatch.setattr(compiled_runner, "_state", compiled_runner._State())
+    monkeypatch.setattr(compiled_runner, "_look", lambda: None)  # the compiler is at work
+    fd, inputs = add(), [torch.randn(6, 8), torch.randn(6, 8)]
+    told: list[str] = []
+    for _ in range(20):
+        fd.execute(inputs)
+        told.append(fd.compiled_runner()[0])
+    assert told[0].startswith("not repeated: it has not run often enough; asked again in ")
+    waits = "not repeated: it is being compiled by another process, for 0 s so far; asked again in "
+    assert told[-1].startswith(waits), told[-1]
+    monkeypatch.setattr(compiled_runner._state, "began", compiled_runner._state.began - 15)
+    assert ", for 15 s so far; " in fd.compiled_runner()[0]
+    left = [int(line.split("asked again in ")[1].split()[0]) for line in told]
+    assert all(a - b == 1 or a == 1 for a, b in itertools.pairwise(left)), left
+    # The compiler has ended: the next question, which is not put off further, takes calls over.
+    monkeypatch.setattr(compiled_runner, "_look", lambda: made)
+    assert fd.compiled_runner()[0].startswith("not repeated: it is compiled by now; asked again in")
+    for _ in range(left[-1] + 2):
+        fd.execute(inputs)
+    assert fd.compiled_runner()[0].startswith("repeated: ")
 
 
 # ------------------------------------------------------------------ what is not its own
