@@ -3,7 +3,7 @@
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/setup.sh"
 
-setup_venv test
+setup_venv lint
 status=0
 step() {
   say "$1"

@@ -38,7 +38,7 @@ def package_file(name: str) -> Path:
 
 def load_weights(path: Path) -> dict[str, torch.Tensor]:
     """Return the checkpoint in float32, on the CPU."""
-    from safetensors.torch import load_file
+    from safetensors.torch import load_file  # pyright: ignore[reportMissingImports]
 
     weights = load_file(str(path))
     return {k: v.float() if v.is_floating_point() else v for k, v in weights.items()}
@@ -50,7 +50,7 @@ def make_batches(path: Path, texts: Sequence[str], size: int) -> list[tuple[torc
     The tokenizer's own padding and truncation (both fixed at 128) are replaced: pad to the batch's
     longest, rounded up to 8, and truncate at 256.
     """
-    from tokenizers import Tokenizer
+    from tokenizers import Tokenizer  # pyright: ignore[reportMissingImports]
 
     tokenizer = Tokenizer.from_file(str(path))
     tokenizer.enable_truncation(256)

@@ -30,7 +30,7 @@ def embed(model: torch.nn.Module, ids: torch.Tensor, mask: torch.Tensor) -> torc
 
 
 def main(job_file: str, out_file: str) -> None:
-    from transformers import BertConfig, BertModel
+    from transformers import BertConfig, BertModel  # pyright: ignore[reportMissingImports]
 
     job = json.loads(Path(job_file).read_text())
     torch.set_num_threads(THREADS)

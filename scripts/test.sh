@@ -3,7 +3,8 @@
 # each, random programs on one device and on simulated ranks.
 #
 # Needs Python >= 3.11, a C++ compiler and a package index. Safe to run again; arguments go to
-# every pytest (for example: bash scripts/test.sh -k sharding), and leave out the random programs.
+# every pytest (for example: bash scripts/test.sh -k sharding), and leave out the random programs;
+# pytest-xdist's -n goes to the plain tests alone, as its processes would inherit a rank's connection.
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/setup.sh"
 
@@ -12,6 +13,7 @@ export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}" # ranks share the cores
 
 status=0
 selection=$#
+chosen=0 # steps in which a test was selected
 log="$(mktemp)"
 trap 'rm -f "$log"' EXIT
 # step NAME SECONDS COMMAND...: a failing step is noted and the next one still runs.
@@ -22,18 +24,19 @@ step() {
   timeout --kill-after=10 "$limit_s" "$@" </dev/null 2>&1 | tee "$log" || rc=$?
   case "$rc" in
     0) # mpirun returns 0 when a rank leaves with exit code 0 in the middle and takes the job along
-      grep -Eq ' in [0-9.]+s' "$log" || { say "$name: ended without its closing line" && status=1; } ;;
+      grep -Eq ' in [0-9.]+s' "$log" || { say "$name: ended without its closing line" && status=1; }
+      chosen=$((chosen + 1)) ;;
     5) # fine for a selection like -k, not for the whole suite
       say "$name: no test was selected"
       [ "$selection" -gt 0 ] || status=1 ;;
-    124 | 137) say "$name: stopped after $limit_s s" && status=1 ;;
-    *) say "$name: failed (exit code $rc)" && status=1 ;;
+    124 | 137) say "$name: stopped after $limit_s s" && status=1 && chosen=$((chosen + 1)) ;;
+    *) say "$name: failed (exit code $rc)" && status=1 && chosen=$((chosen + 1)) ;;
   esac
 }
 
 ranks() {
   step "tests on $1 ranks" 900 "$MPIRUN" -np "$1" "$PY" -m pytest \
-    -p tests.mpi_abort --with-mpi --only-mpi --color=no -q "${@:2}"
+    -p tests.mpi_abort --with-mpi --only-mpi --color=no -q "${@:2}" -n0
 }
 
 step "plain tests" 3600 "$PY" -m pytest -q -n auto --dist worksteal "$@"
@@ -47,5 +50,9 @@ if [ "$selection" -eq 0 ]; then
     step "random programs ($kind)" 400 "$PY" scripts/fuzz.py "$kind" --seed 0 --cases "$cases" \
       --seconds 90 --processes 2 --minimise 3 --refusals "$refusals"
   done
+fi
+if [ "$chosen" -eq 0 ]; then
+  say "no step has selected a test: $*"
+  status=1
 fi
 exit "$status"

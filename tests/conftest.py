@@ -34,6 +34,11 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    if mpi_abort.world_size() > 1 and config.getoption("numprocesses", default=None):
+        raise pytest.UsageError(
+            "under mpirun, pytest-xdist's processes would inherit the connection of their rank, "
+            "and no mpi test would run: leave -n out"
+        )
     mpi_abort.register(config.pluginmanager)
     every_program.register(config)
 

@@ -9,7 +9,7 @@ import sys
 import torch
 
 PROGRAM = """
-from cuda.bindings import driver
+from cuda.bindings import driver  # pyright: ignore[reportMissingImports]
 from fuser.__main__ import main
 main(["--json"])
 import torch
