@@ -114,6 +114,9 @@ class Scalar:
             "scalars are the same"
         )
 
+    def __deepcopy__(self, memo: object) -> Scalar:
+        return self
+
     # nvFuser's `Val` queries.
     def is_tensor(self) -> bool:
         return False
@@ -222,6 +225,9 @@ class Const(Scalar):
         made.value = value
         return _published(made, key)
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Const, (self.value, self.dtype)
+
     def __bool__(self) -> bool:
         return self.value is not False
 
@@ -249,6 +255,9 @@ class Symbol(Scalar):
         made.name, made.lo, made.hi = name, lo, hi
         return _published(made, key)
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _symbol, (self.name, self.dtype, self.lo, self.hi)
+
     @property
     def is_index(self) -> bool:
         """Whether this is a position below some extent: of a loop, a thread, a mesh."""
@@ -257,6 +266,10 @@ class Symbol(Scalar):
     def with_range(self, *, lo: int | None, hi: Scalar | int | None = None) -> Symbol:
         """Return the symbol of the same name and dtype with another range."""
         return Symbol(self.name, self.dtype, lo=lo, hi=hi)
+
+
+def _symbol(name: str, dtype: DataType, lo: int | None, hi: Scalar | None) -> Symbol:
+    return Symbol(name, dtype, lo=lo, hi=hi)
 
 
 class Apply(Scalar):
@@ -274,6 +287,9 @@ class Apply(Scalar):
             return made
         made.op, made.args = op, args
         return _published(made, key)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Apply, (self.op, self.args, self.dtype)
 
 
 # Their literals have one text; the first of them that is there decides.
@@ -313,6 +329,9 @@ class Poly(Scalar):
             return made
         made.terms = terms
         return _published(made, key)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Poly, (self.terms, self.dtype)
 
 
 # ---------------------------------------------------------------- walks
