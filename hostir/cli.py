@@ -18,7 +18,7 @@ from hostir.container import SHORT_FORM, HostIrContainer, has_communications, ha
 from hostir.cost import predict, report
 from hostir.diff import differences
 from hostir.findings import refuse
-from hostir.forms import NOTES, names_text
+from hostir.forms import NOTES
 from hostir.host_passes import PASSES, Pass, run_passes
 from hostir.lower_streams import lower_streams
 from hostir.machine import MACHINES, MEASURED, find_machine, usual_machine
@@ -59,7 +59,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     args, rest = parser.parse_known_args(argv)
     if rest:
         hint = (
-            "; each size has its own --size: -s i0=16 -s i1=8" if getattr(args, "size", ()) else ""
+            "; several sizes are -s i0=16,i1=8 or -s i0=16 -s i1=8"
+            if getattr(args, "size", ())
+            else ""
         )
         parser.error(f"unrecognized arguments: {' '.join(rest)}{hint}")
     try:
@@ -81,7 +83,7 @@ def _print(args: argparse.Namespace) -> None:
     """print a program; with --full, everything that it needs to run; with --names, no types"""
     program = read_program(args.file, number=args.program)
     if args.names:
-        print(f"// {NOTES['names']}\n{names_text(program)}", end="")
+        print(f"// {NOTES['names']}\n{program.names_text()}", end="")
     elif args.full:
         program.check_full()
         print(program.full_text())
@@ -252,7 +254,7 @@ def _say_assumed(args: argparse.Namespace, program: HostIrContainer) -> None:
 
 def _sizes(options: Sequence[str]) -> dict[str, int]:
     sizes: dict[str, int] = {}
-    for option in options:
+    for option in (part for given in options for part in given.split(",")):
         name, equals, value = option.partition("=")
         if not equals or not (value.isascii() and value.isdigit()):
             raise InputError(f"--size {option}: expected NAME=N, such as i0=16")
@@ -455,7 +457,8 @@ def _arguments() -> argparse.ArgumentParser:
             action="append",
             default=[],
             metavar="NAME=N",
-            help=f"a size, as i0=16; default: what all meshes divide, at least {SMALLEST_SIZE}",
+            help="a size, as i0=16, or several, as i0=16,i1=8; default: what all meshes divide, at "
+            f"least {SMALLEST_SIZE}",
         )
     measure = command(_calibrate)
     measure.add_argument("-o", "--output", metavar="FILE.json", help="default: in the cache folder")

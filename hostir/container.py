@@ -14,6 +14,7 @@ A program is made by the one lowering, read from text, or built by hand:
 
 from __future__ import annotations
 
+import re
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -32,7 +33,15 @@ from fuser.ir.mesh import ranks_of
 from fuser.ir.nodes import TensorOp
 from fuser.ir.scalar import ONE, Scalar, Symbol, as_scalar, const, is_int, symbols
 from fuser.ir.tensor import TensorView
-from fuser.ir.text import fusion_text, lines_text, region_text, sections_text, value_text
+from fuser.ir.text import (
+    INDENT,
+    fusion_text,
+    lines_text,
+    op_text,
+    region_text,
+    sections_text,
+    value_text,
+)
 from fuser.ir.types import IterType, MemoryType
 from fuser.ops.building import same_extent
 from hostir.ops import (
@@ -56,6 +65,9 @@ SHORT_FORM = (
     "kernels are not in it. The full form is needed: FUSER_DUMP=host_ir writes it, "
     "HostIrContainer.full_text() returns it"
 )
+
+# `T4_l_float[iS0{i0}, ideviceIdx.x7{2}] (DeviceMesh{0 1})`: the number, and what follows it.
+_TYPE = re.compile(r"\b(T\d+)_\w+\[[^\[\]]*\](?: \(DeviceMesh\{[^()]*\}\))?")
 
 
 @dataclass(frozen=True)
@@ -428,6 +440,18 @@ class HostIrContainer:
         """
         return first_line + self._sections(lines_text(self.ops))
 
+    def names_text(self) -> str:
+        """Return the program with tensors by number alone, an op per line; nothing reads it again.
+
+        `T5_l_float[iS18{2}]\\n   = HirAliasSelect( T3_g_float[iS12{4}], .. )` -> `T5 =
+        HirAliasSelect( T3, .. )`
+        """
+        text = str(self)
+        first, *_ = text.lstrip("\n").splitlines()
+        *_, last = text.rstrip("\n").splitlines()
+        lines = [first, *_op_lines(self.ops, INDENT), last]
+        return "".join(_TYPE.sub(r"\1", line) + "\n" for line in lines)
+
     def meaning_text(self) -> str:
         """Return the full form without the user's lines: what ranks compare."""
         return FULL_FORM + self._sections("")
@@ -527,3 +551,17 @@ def container_key(p: HostIrContainer) -> tuple[object, ...]:
         tuple((n, g.scheduler, fusion_key(g.fusion)) for n, g in p.groups.items()),
         tuple((n, fusion_key(f)) for n, f in p.units.items()),
     )
+
+
+def _op_lines(ops: Sequence[Op], indent: str) -> Iterator[str]:
+    for op in ops:
+        heads = op.region_heads()
+        if not heads:
+            yield indent + " ".join(op_text(op).split()).replace("{ ", "{").replace(" }", "}")
+            continue
+        yield indent + op_text(op).partition("\n")[0]
+        for name, head in heads.items():
+            region: Sequence[Op] = getattr(op, name)
+            if head and region:
+                yield indent + head
+            yield from _op_lines(region, indent + INDENT)

@@ -9,7 +9,7 @@ with FusionDefinition() as fd:
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -72,6 +72,17 @@ _COMES_LATER = {
 @partial(checked, name="execute")
 def _flag(save_repro_inputs: bool | None) -> bool:
     return bool(save_repro_inputs)
+
+
+def _defined_by(text: str | None) -> FusionDefinition:
+    """Return the definition that a text of `repr` makes; an empty one without a text."""
+    fd = FusionDefinition()
+    if text is not None:
+        names: dict[str, Any] = {"FusionDefinition": FusionDefinition, "DataType": DataType}
+        exec(compile(text, "<definition>", "exec"), names)
+        with fd:
+            names["nvfuser_fusion"](fd)
+    return fd
 
 
 class FusionDefinition:
@@ -150,6 +161,17 @@ class FusionDefinition:
             translate_fusion(self.fusion) if is_written else "<FusionDefinition, not written yet>"
         )
 
+    def __reduce__(self) -> tuple[Callable[[str | None], FusionDefinition], tuple[str | None]]:
+        """Copy a definition through its text: `pickle` and `copy.deepcopy` give one that is equal,
+        and that has not run."""
+        if self.__dict__.get("_fusion_guard") is not None:
+            raise DefinitionError(
+                "a definition is copied once it is written: its `with` block has not ended"
+                f"{user_code(user_line())}"
+            )
+        is_written = hasattr(self, "fec") or self._fusion is not None
+        return _defined_by, (translate_fusion(self.fusion) if is_written else None,)
+
     # ------------------------------------------------------------ definition
     def define_tensor(self, *args: Any, **kwargs: Any) -> TensorView:
         """Define a tensor input; see `fuser.ops.define.define_tensor` for the three forms."""
@@ -213,10 +235,14 @@ class FusionDefinition:
         return True, None
 
     # ------------------------------------------------------------ execution
+    def __call__(self, *inputs: object, **options: Any) -> list[torch.Tensor]:
+        """Run the program on `inputs`: `fd(x, y)` is `fd.execute([x, y])`, with its options."""
+        return self.execute(inputs, **options)
+
     def execute(
         self,
         inputs: Iterable[object],
-        *,
+        *others: object,
         device: int | str | torch.device | None = None,
         save_repro_inputs: bool | None = False,
         _enable_options: Sequence[str] = NONE,
@@ -234,6 +260,12 @@ class FusionDefinition:
             PeerError: another rank raised before anything was launched.
         """
 
+        if others:
+            raise ArgumentError(
+                f"execute(): incompatible function arguments: {1 + len(others)} inputs, expected "
+                "one list of them: write fd.execute([x, y]), or fd(x, y)"
+                f"{user_code(user_line())}"
+            )
         cache = self.__dict__.get("fec")
         try:
             if cache is not None and (save_repro_inputs is False or save_repro_inputs is None):

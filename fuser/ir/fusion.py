@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import field
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 from fuser.errors import DefinitionError, user_code, user_line
 from fuser.ir.axis import Axis
@@ -20,7 +20,7 @@ from fuser.ir.mesh import DeviceMesh
 from fuser.ir.nodes import TensorOp
 from fuser.ir.origin import Origin
 from fuser.ir.scalar import Scalar, ScalarLike, Symbol, as_scalar, eq, int_value
-from fuser.ir.statement import Val
+from fuser.ir.statement import Val, Values
 from fuser.ir.tensor import TensorView
 from fuser.ir.types import IterType, MemoryType
 from fuser.record import record, replace
@@ -52,16 +52,6 @@ class Declared:
     a: Scalar
     b: Scalar
     by_output: bool
-
-
-V = TypeVar("V")
-
-
-class Values(list[V]):
-    """Inputs or outputs; users also call it, since nvFuser's are methods: `fusion.inputs()`."""
-
-    def __call__(self) -> list[V]:
-        return list(self)
 
 
 class Fusion:

@@ -38,6 +38,13 @@ class Expr(Statement):
         def output(self, index: int) -> Any: ...
 
 
+class Values(list[T]):
+    """A list that users also call, since nvFuser's is a method: `fusion.inputs()`, `tv.shape()`."""
+
+    def __call__(self) -> list[T]:
+        return list(self)
+
+
 def numbered(what: str, expr: object, values: Sequence[T], index: int) -> T:
     """Return value `index` of an op, counted from 0; raises `NoOperandError`, an `IndexError`."""
     if not 0 <= index < len(values):

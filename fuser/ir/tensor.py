@@ -7,9 +7,9 @@ The handle keeps its identity while scheduling rebinds its frozen `TensorDomain`
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING, NoReturn, overload
 
 from fuser.arguments import checked
 from fuser.errors import DefinitionError, UnsupportedError, user_code, user_line
@@ -20,7 +20,7 @@ from fuser.ir.domain import IterDomain, TensorDomain, contiguity_for, numbers
 from fuser.ir.dtypes import DataType, dtype_text
 from fuser.ir.mesh import DeviceMesh
 from fuser.ir.scalar import Scalar
-from fuser.ir.statement import Val
+from fuser.ir.statement import Val, Values
 from fuser.ir.types import CacheOp, LoadStoreOpType, MemoryType, ParallelType
 
 if TYPE_CHECKING:
@@ -28,6 +28,23 @@ if TYPE_CHECKING:
     from fuser.ir.nodes import TensorOp
 
 _CONSTANT_EXTENT = (ParallelType.vectorize, ParallelType.unroll, ParallelType.group)
+
+
+class _Shape:
+    """The (expanded) extents of a tensor: `x.shape()` as nvFuser has it, `x.shape[0]` as torch."""
+
+    @overload
+    def __get__(self, tv: None, owner: type) -> Callable[[TensorView], list[Scalar]]: ...
+    @overload
+    def __get__(self, tv: TensorView, owner: type) -> Values[Scalar]: ...
+    def __get__(
+        self, tv: TensorView | None, owner: type
+    ) -> Values[Scalar] | Callable[[TensorView], list[Scalar]]:
+        return _sizes_of if tv is None else _sizes_of(tv)
+
+
+def _sizes_of(tv: TensorView) -> Values[Scalar]:
+    return Values(a.size for a in tv.domain.no_reductions)
 
 
 @Val.register
@@ -124,8 +141,7 @@ class TensorView:
         axes = self.domain.no_reductions
         return axes[self._wrap(dim, len(axes))].size
 
-    def shape(self) -> list[Scalar]:
-        return [a.size for a in self.domain.no_reductions]
+    shape = _Shape()
 
     def has_root(self) -> bool:
         return bool(self.domain.root)

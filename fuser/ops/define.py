@@ -5,11 +5,21 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import partial
 
+import torch
+
 from fuser.arguments import checked, show
-from fuser.errors import ArgumentError, DefinitionError, user_line
+from fuser.errors import ArgumentError, DefinitionError, user_code, user_line
 from fuser.ir import scalar as sc
 from fuser.ir.domain import IterDomain, TensorDomain
-from fuser.ir.dtypes import DataType, DtypeLike, check_stored, check_supported, dtype_of_python
+from fuser.ir.dtypes import (
+    DataType,
+    DtypeLike,
+    check_stored,
+    check_supported,
+    dtype_of_python,
+    from_torch,
+    is_inexact,
+)
 from fuser.ir.guard import active_fusion
 from fuser.ir.scalar import Scalar
 from fuser.ir.shard import Replicate, mesh_of, shard
@@ -49,11 +59,27 @@ def define_tensor(*args: object, **kwargs: object) -> TensorView:
 
 
 def _defined(*args: object, **kwargs: object) -> TensorView:
+    _refuse_values(args[0] if args else kwargs.get("shape", kwargs.get("sizes")))
     second = args[1] if len(args) > 1 else None
     is_strides = isinstance(second, list | tuple) and any(type(v) is int for v in second)
     if "sizes" in kwargs or "strides" in kwargs or is_strides:
         return _from_strides(*args, **kwargs)  # pyright: ignore[reportArgumentType]
     return _from_shape(*args, **kwargs)  # pyright: ignore[reportArgumentType]
+
+
+def _refuse_values(shape: object) -> None:
+    """Raise `ArgumentError` for a tensor with data in the place of its shape."""
+    data = shape if isinstance(shape, torch.Tensor) else None
+    if hasattr(shape, "__array__") and data is None:
+        data = torch.as_tensor(shape)
+    if data is None or (data.dim() == 1 and not is_inexact(from_torch(data.dtype))):
+        return
+    sizes = list(data.shape)
+    raise ArgumentError(
+        f"{_NAME}(): incompatible function arguments: shape: got a {type(shape).__name__} of shape "
+        f"{sizes} with its values: write fd.from_pytorch(x), or fd.{_NAME}({sizes}) for its shape"
+        f"{user_code(user_line())}"
+    )
 
 
 @_entrance

@@ -117,6 +117,30 @@ def _no_attribute(self: TensorView, name: str) -> Any:
     raise AttributeError(f"{text}: {hint}" if hint else text, name=name, obj=self)
 
 
+def _no_torch_function(
+    cls: type, function: Callable[..., object], types: object, args: Any = (), kwargs: Any = None
+) -> Any:
+    """Say how a function of torch is written: tensors of a definition have no values.
+
+    torch calls it for its operators, too, and takes the error for "ask the other operand".
+    """
+    del cls, types
+    from fuser.ops.rows import ROWS
+    from fuser.ops.spelled import SPELLED
+
+    name = getattr(function, "__name__", str(function))
+    hint = f"write fd.ops.{name}" if name in ROWS else SPELLED.get(name, "see dir(fd.ops)")
+    given = (*args, *(kwargs or {}).values())
+    of = next((f"{v}, a tensor" for v in given if isinstance(v, TensorView)), "a tensor")
+    frame = sys._getframe(1)
+    while frame.f_back and (
+        not is_users(frame) or frame.f_globals["__name__"].startswith("torch.")
+    ):
+        frame = frame.f_back
+    where = user_code(f"{frame.f_code.co_filename}:{frame.f_lineno}")
+    raise ArgumentError(f"torch's {name}: {of} of a definition, has no values: {hint}{where}")
+
+
 # ------------------------------------------------------------------ slices
 def _item(self: TensorView, key: object) -> TensorView:
     """Take a part: a slice of step 1 or a number for each axis, `...` for those left out, None for
@@ -210,6 +234,7 @@ METHODS: dict[str, Any] = {
     # numpy's arrays would take it for one of their elements: `array + x`, `numpy.exp(x)`.
     "__array_ufunc__": None,
     "__getattr__": _no_attribute,
+    "__torch_function__": classmethod(_no_torch_function),
     "__bool__": _has_no_truth,
     "__eq__": _equality("eq"),
     "__ne__": _equality("ne"),

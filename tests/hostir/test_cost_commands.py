@@ -151,6 +151,29 @@ def test_commands_say_which_sizes_they_took(
         assert "sizes: i0=16\n" in capsys.readouterr().out
 
 
+@pytest.mark.finding("G25")
+def test_sizes_are_given_one_by_one_or_in_a_list(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    program = HostIrContainer()
+    with program:
+        x = program.input([-1, -1])
+        y = program.tensor(x.shape())
+        program.append(Allocate(y))
+        program.append(ops.neg(x), into=y)
+        program.add_output(y)
+    path = tmp_path / "program.txt"
+    path.write_text(program.full_text())
+    for given in (["--size", "i0=2", "--size", "i2=3"], ["--size", "i0=2,i2=3"], ["-si0=2,i2=3"]):
+        assert main(["cost", str(path), *given]) == 0
+        assert "sizes: i0=2, i2=3\n" in capsys.readouterr().out
+    for given in ("i0=2,", "i0=2,i2", "i0=2,i0=3"):
+        assert main(["cost", str(path), "--size", given]) == 1
+        assert "InputError: --size " in capsys.readouterr().err
+    assert "T1 = -T0;" in program.names_text()
+    assert max(map(len, program.names_text().splitlines())) <= 100
+
+
 def test_what_cannot_be_written_or_understood_is_said_in_words(
     file: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -163,7 +186,7 @@ def test_what_cannot_be_written_or_understood_is_said_in_words(
         calibrate.write(H200, file / "p.json")
     with pytest.raises(SystemExit):
         main(["run", str(file), "-s", "i0=16", "i1=8"])
-    assert "i1=8; each size has its own --size: -s i0=16 -s i1=8" in capsys.readouterr().err
+    assert "i1=8; several sizes are -s i0=16,i1=8 or -s i0=16 -s i1=8" in capsys.readouterr().err
 
 
 def test_a_unit_that_nobody_scheduled_is_refused() -> None:

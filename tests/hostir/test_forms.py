@@ -11,7 +11,7 @@ from fuser import options
 from fuser.ir.tensor import TensorView
 from hostir.cli import main
 from hostir.container import HostIrContainer, walk
-from hostir.forms import dumped, names_text
+from hostir.forms import dumped
 from tests.hostir.handmade import EXAMPLES
 from tests.hostir.programs import CASES, build
 from tests.hostir.test_cost import gather
@@ -25,7 +25,7 @@ PROGRAMS = {
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_names_stand_for_tensors(name: str) -> None:
     program = PROGRAMS[name]()
-    text = names_text(program)
+    text = program.names_text()
     assert not re.search(r"T\d+_\w", text) and " (DeviceMesh" not in text
     lines = text.splitlines()
     # Each op in a line of its own, with all of its tensors.
@@ -42,7 +42,7 @@ RESETS = "zero_init=false, resets_to_zero=false"
 
 
 def test_the_form_of_a_small_program() -> None:
-    assert names_text(gather(2, kernel="before")).splitlines() == [
+    assert gather(2, kernel="before").names_text().splitlines() == [
         "%HostIrContainer { (T0, T3) -> (T1) :",
         f"  T1 = ALLOCATE(buffer=T1, mem_type=global, size=500, {RESETS})",
         f"  T2 = ALLOCATE(buffer=T2, mem_type=global, size=250, {RESETS})",
@@ -66,7 +66,7 @@ def test_dumps_have_three_forms(monkeypatch: pytest.MonkeyPatch) -> None:
     assert options.dump_args("host_ir") == ("names",)
     program: HostIrContainer = build(CASES["mlp2"])
     forms = [dumped(program, form) for form in ("names", "short", "")]
-    assert forms == [names_text(program), str(program), program.full_text(first_line="")]
+    assert forms == [program.names_text(), str(program), program.full_text(first_line="")]
 
 
 def test_names_are_printed_and_not_read_again(
@@ -76,7 +76,7 @@ def test_names_are_printed_and_not_read_again(
     (file := tmp_path / "p.txt").write_text(program.full_text())
     assert main(["print", "--names", str(file)]) == 0
     text = capsys.readouterr().out
-    assert text == f"// names only\n{names_text(program)}"
+    assert text == f"// names only\n{program.names_text()}"
     (file := tmp_path / "names.txt").write_text(text)
     assert main(["print", str(file)]) == 1
     assert "a program with names only, for reading" in capsys.readouterr().err

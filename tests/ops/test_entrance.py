@@ -10,7 +10,13 @@ import torch
 
 import fuser
 from fuser import DataType, FusionDefinition
-from fuser.errors import DefinitionError, InputError, UnknownOpError, UnsupportedError
+from fuser.errors import (
+    ArgumentError,
+    DefinitionError,
+    InputError,
+    UnknownOpError,
+    UnsupportedError,
+)
 
 Tensor = torch.Tensor
 X = torch.tensor([[3.0, -1.0, 2.0], [0.0, 5.0, -4.0]])
@@ -184,3 +190,49 @@ def test_a_size_of_one_that_was_not_declared_says_how(sizes: tuple[Any, Any]) ->
     with FusionDefinition() as fd:
         fd.add_output(fd.define_tensor(shapes[0]) + fd.define_tensor(shapes[1]))
     torch.testing.assert_close(fd.execute([a, b])[0], a + b)
+
+
+# Calls of torch's, numpy's and of the definition that cannot be meant so, and what to write.
+WORDS: dict[str, tuple[Callable[..., Any], str]] = {
+    "torch.exp": (
+        lambda fd, x: torch.exp(x),
+        r"torch's exp: T0.*has no values: write fd\.ops\.exp",
+    ),
+    "torch.square": (lambda fd, x: torch.square(x), r"torch's square: .*write mul\(x, x\)"),
+    "torch.cat": (lambda fd, x: torch.cat([x, x]), r"torch's cat: .*write fd\.ops\.cat"),
+    "relu": (lambda fd, x: torch.nn.functional.relu(x), r"write fd\.ops\.relu"),
+    "torch.fft": (lambda fd, x: torch.fft.fft(x), r"torch's fft_fft: .*see dir\(fd\.ops\)"),
+    "a torch tensor beside": (lambda fd, x: torch.add(X, x), r"write fd\.ops\.add"),
+    "define_tensor(X)": (
+        lambda fd, x: fd.define_tensor(X),
+        r"shape \[2, 3\].*write fd\.from_pytorch\(x\), or fd\.define_tensor\(\[2, 3\]\)",
+    ),
+    "define_tensor(array)": (lambda fd, x: fd.define_tensor(X.numpy()), r"from_pytorch"),
+}
+
+
+@pytest.mark.finding("G18")
+@pytest.mark.parametrize("name", WORDS)
+def test_calls_as_in_torch_say_what_to_write(name: str) -> None:
+    call, words = WORDS[name]
+    with FusionDefinition() as fd:
+        x = fd.define_tensor([-1, 3])
+        with pytest.raises(ArgumentError, match=rf"{words}.*test_entrance\.py:\d+"):
+            call(fd, x)
+        fd.add_output(x)
+
+
+@pytest.mark.finding("G18")
+def test_a_definition_is_called_with_its_inputs() -> None:
+    with FusionDefinition() as fd:
+        x, y = (fd.define_tensor([-1, 3], contiguity=True) for _ in range(2))
+        # The sizes are a list, as torch's are, and a call, as nvFuser's.
+        assert x.shape[1] == 3 and x.shape == x.shape() and x.shape[0] is x.size(0)
+        fd.add_output(fd.ops.add(fd.ops.expand(fd.ops.sum(x, 1, True), x.shape), y))
+    a, b = torch.randn(2, 3), torch.randn(2, 3)
+    for out in (fd(a, b), fd(a, b, _enable_options=["checked"]), fd([a, b])):
+        torch.testing.assert_close(out, [a.sum(1, keepdim=True) + b])
+    with pytest.raises(ArgumentError, match=r"write fd\.execute\(\[x, y\]\), or fd\(x, y\)"):
+        fd.execute(a, b)
+    with pytest.raises(InputError, match=r"pass \[tensor\]"):
+        fd.execute(a)
