@@ -12,6 +12,7 @@ from fuser.ir import scalar as sc
 from fuser.ir.dtypes import HALF_LIKE, DataType, c_type, cast_text, category, part_of
 from fuser.ir.scalar import Apply, Const, Number, Poly, Scalar, Symbol
 from fuser.kernel_source import KernelParam, KernelSource
+from fuser.lower.allocate import INDEX_CTYPE as INDEX
 from fuser.lower.kernel import (
     Accumulate,
     AccumulateBatch,
@@ -58,7 +59,6 @@ COORDINATE_TEXT = {
     "bz": "blockIdx.z",
 }
 BACKWARDS = {c: f"gridDim.{c[1]} - 1 - {t}" for c, t in COORDINATE_TEXT.items() if c[0] == "b"}
-INDEX = "nvfuser_index_t"
 
 
 # ------------------------------------------------------------------ literals and scalars

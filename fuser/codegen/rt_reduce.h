@@ -3,7 +3,7 @@
 //   combine functors   SumOp<T> ProdOp<T> MaxOp<T> MinOp<T> (NaN wins) AndOp<T> OrOp<T> (bool); any struct with
 //                      `T operator()(T earlier, T later) const` and `static constexpr bool commutative`
 //                      PairOp<OpA, OpB> on Pair<A, B> {first, second}
-//                      WelfordOp<T, N> on Welford<T, N> {avg, m2, n}; welford_add(w, x) adds one value
+//                      WelfordOp<T, N> on Welford<T, N> {shift, avg, m2, n}; mean() is shift + avg; welford_add(w, x) adds one value
 //                      or another Welford, welford_add_block and welford_add_batch several values
 //   block_reduce<X, Y, Z>(value, combine, identity, smem) -> T
 //       combines over the thread axes whose flag is true; every thread gets the result of its group. `smem` is FUSER_SMEM's
@@ -65,35 +65,45 @@ struct OrOp {
   FUSER_METHOD T operator()(T a, T b) const { return a || b; }
 };
 
-// Running mean, sum of squared differences from it, and count. The identity is {0, 0, 0}.
+// Running mean, sum of squared differences from it, and count. The mean is held as its distance from a `shift`, the first
+// value: the distance is about as large as the deviations are, so that rounding it loses nothing beside them, however large
+// the mean itself is. The identity is {0, 0, 0, 0}.
 template <class T, class N = int64_t>
 struct Welford {
+  T shift;
   T avg;
   T m2;
   N n;
+  FUSER_METHOD T mean() const { return shift + avg; }
+  FUSER_METHOD int64_t count() const { return static_cast<int64_t>(n); }
 };
+// An infinity or NaN is no place to measure from: every distance would be NaN.
+template <class T>
+FUSER_DEVICE T welford_shift(T first) { return fm_isfinite(first) ? first : T(0); }
 template <class T, class N = int64_t>
 struct WelfordOp {
   static constexpr bool commutative = false;
   FUSER_METHOD Welford<T, N> operator()(Welford<T, N> a, Welford<T, N> b) const {
     const N n = a.n + b.n;
     const T share = n == N(0) ? T(0) : T(b.n) / T(n);
-    const T delta = b.avg - a.avg;
-    return Welford<T, N>{a.avg + delta * share, a.m2 + b.m2 + delta * delta * T(a.n) * share, n};
+    const T shift = a.n == N(0) ? b.shift : a.shift;
+    const T delta = (b.shift - shift) + (b.avg - a.avg);
+    return Welford<T, N>{shift, a.avg + delta * share, a.m2 + b.m2 + delta * delta * T(a.n) * share, n};
   }
 };
 template <class T, class N>
 FUSER_DEVICE void welford_add(Welford<T, N>& w, T x) {
+  if (w.n == N(0)) w.shift = welford_shift(x);
   w.n += N(1);
-  const T delta = x - w.avg;
+  const T delta = (x - w.shift) - w.avg;
   const T step = delta / T(w.n);
   w.avg += step;
-  // Not x - avg: a compiler that fuses x's own product into it would leave a rest for one value.
+  // Not the distance from the new mean: a compiler that fuses x's own product into it would leave a rest for one value.
   w.m2 += delta * (delta - step);
 }
 template <class To, class T, class N>
 FUSER_DEVICE Welford<To, N> welford_cast(Welford<T, N> w) {
-  return Welford<To, N>{To(w.avg), To(w.m2), w.n};
+  return Welford<To, N>{To(w.shift), To(w.avg), To(w.m2), w.n};
 }
 template <class T, class U, class N>
 FUSER_DEVICE void welford_add(Welford<T, N>& w, Welford<U, N> later) {
@@ -102,34 +112,44 @@ FUSER_DEVICE void welford_add(Welford<T, N>& w, Welford<U, N> later) {
 // Adds the first `count` values of an array: two passes over it, which a CPU vectorises, then one merge.
 template <class W, class T, class N, int K>
 FUSER_DEVICE void welford_add_block(Welford<W, N>& w, const Array<T, K>& values, int count) {
+  if (count == 0) return;
+  const T shift = welford_shift(values[0]);
   T sum = T(0), m2 = T(0);
   FUSER_SIMD_SUM(sum)
-  for (int i = 0; i < count; ++i) sum += values[i];
+  for (int i = 0; i < count; ++i) sum += values[i] - shift;
   const T avg = sum / T(count);
   FUSER_SIMD_SUM(m2)
-  for (int i = 0; i < count; ++i) m2 += (values[i] - avg) * (values[i] - avg);
-  welford_add(w, Welford<T, N>{avg, m2, N(count)});
+  for (int i = 0; i < count; ++i) m2 += ((values[i] - shift) - avg) * ((values[i] - shift) - avg);
+  welford_add(w, Welford<T, N>{shift, avg, m2, N(count)});
 }
 // Adds the values of an array whose bits are set in `mask` to an accumulator that holds `held` values: where the
 // accumulators of several columns hold equally many, they share the division.
 template <class T, class N, int K>
 FUSER_DEVICE void welford_add_batch(Welford<T, N>& w, N held, const Array<T, K>& values, unsigned mask = ~0u) {
   static_assert(K <= 32, "a mask has 32 bits");
+  if (held == N(0)) {
+    T first = T(0);
+    FUSER_UNROLL
+    for (int i = K - 1; i >= 0; --i) first = (mask >> i & 1u) != 0u ? values[i] : first;
+    w.shift = welford_shift(first);
+  }
   int count = 0;
   T sum = T(0), m2 = T(0);
+  Array<T, K> rest;
   FUSER_UNROLL
   for (int i = 0; i < K; ++i) {
     const bool exists = (mask >> i & 1u) != 0u;
+    rest[i] = exists ? values[i] - w.shift : T(0);
     count += exists ? 1 : 0;
-    sum += exists ? values[i] : T(0);
+    sum += rest[i];
   }
   w.n = held + N(count);
   if (count == 0) return;
   const T avg = sum / T(count);
   FUSER_UNROLL
   for (int i = 0; i < K; ++i) {
-    const T rest = values[i] - avg;
-    m2 += (mask >> i & 1u) != 0u ? rest * rest : T(0);
+    const T apart = rest[i] - avg;
+    m2 += (mask >> i & 1u) != 0u ? apart * apart : T(0);
   }
   const T share = T(count) / T(w.n), delta = avg - w.avg;
   w.avg += delta * share;
@@ -446,8 +466,8 @@ struct FuserOwnFlag {
 };
 template <class T, class N>
 struct FuserOwnFlag<Welford<T, N>> {
-  // The 8 bytes of the count, which is not negative, are never all set.
-  static constexpr bool value = FuserOwnFlag<T>::value && FuserSame<N, int64_t>::value;
+  // The bytes of the count, which is not negative, are never all set: nor is the word that they are in.
+  static constexpr bool value = FuserOwnFlag<T>::value && (FuserSame<N, int64_t>::value || FuserSame<N, int>::value);
 };
 template <class A, class B>
 struct FuserOwnFlag<Pair<A, B>> {

@@ -19,11 +19,13 @@ from fuser.ir.tensor import TensorView
 from fuser.ir.types import GRID_TYPES
 from fuser.lower.context import Context
 from fuser.lower.index import Index
-from fuser.lower.kernel import Element, Expr, ScalarValue, Select, Var
+from fuser.lower.kernel import Compute, Element, Expr, ScalarValue, Select, Var
 from fuser.lower.loops import Loop, Stage
 
 # Shared tensors start at multiples of this many bytes.
 SHARED_ALIGNMENT = 128
+# The type of indices, which every kernel defines.
+INDEX_CTYPE = "nvfuser_index_t"
 
 
 def accumulator_dtype(stage: Stage) -> DataType:
@@ -31,6 +33,17 @@ def accumulator_dtype(stage: Stage) -> DataType:
     assert isinstance(stage.op, ReductionOp | WelfordOp)
     dtype = stage.op.inp.dtype() if isinstance(stage.op, WelfordOp) else stage.tv.dtype()
     return DataType.Float if dtype in HALF_LIKE else dtype
+
+
+def welford_ctype(dtype: DataType, name: str = "Welford") -> str:
+    """Return the C type of a Welford accumulator. It counts in the index type of the kernel, which
+    has room for all iterations."""
+    return f"{name}<{c_type(dtype)}, {INDEX_CTYPE}>"
+
+
+def no_values(dtype: DataType) -> Expr:
+    """Return a Welford accumulator that holds nothing."""
+    return Compute(welford_ctype(dtype) + "{{0, 0, 0, 0}}", (), dtype)
 
 
 @dataclass
@@ -187,7 +200,7 @@ def _divides(x: Scalar) -> bool:
 def _member(stage: Stage, tv: TensorView) -> str:
     if not isinstance(stage.op, WelfordOp):
         return ""
-    return {stage.op.avg: "avg", stage.op.var: "m2", stage.op.n: "n"}[tv]
+    return {stage.op.avg: "mean()", stage.op.var: "m2", stage.op.n: "count()"}[tv]
 
 
 def allocate(ctx: Context) -> dict[Stage, Buffer]:
@@ -219,7 +232,7 @@ def _allocate(ctx: Context, stage: Stage) -> Buffer:
         dtype = accumulator_dtype(stage)
         ctype = c_type(dtype)
         if isinstance(stage.op, WelfordOp):
-            ctype = f"Welford<{ctype}>"
+            ctype = welford_ctype(dtype)
     return Buffer(stage, name, dtype, ctype, loops, size if loops else None)
 
 

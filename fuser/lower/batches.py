@@ -22,6 +22,7 @@ from typing import TypeGuard
 from fuser.ir import scalar as sc
 from fuser.ir.dtypes import DataType, c_type
 from fuser.ir.scalar import Scalar, Symbol
+from fuser.lower.allocate import INDEX_CTYPE
 from fuser.lower.kernel import (
     Accumulate,
     AccumulateBatch,
@@ -172,7 +173,7 @@ class _Batch:
             collected.append(Assign(Element(array, self.turn, dtype), s.value))
             held = f"held_{s.target.name}"
             where = arrays if s.target.name in self.uneven else before
-            where.append(Declare(held, "int64_t", None, self._held(s.target)))
+            where.append(Declare(held, INDEX_CTYPE, None, self._held(s.target)))
             after.append(AccumulateBatch(s.target, array, "" if self.is_whole else mask.name, held))
         if not self.is_whole:
             set_bit = Compute(

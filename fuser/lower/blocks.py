@@ -24,6 +24,7 @@ from dataclasses import dataclass, replace
 from fuser.ir import scalar as sc
 from fuser.ir.dtypes import DataType, c_type, is_complex, is_inexact
 from fuser.ir.scalar import Scalar
+from fuser.lower.allocate import no_values
 from fuser.lower.kernel import (
     Accumulate,
     AccumulateBlock,
@@ -103,7 +104,7 @@ class _Sum:
     # ------------------------------------------------------------ statements
     def identity(self, dtype: DataType) -> Expr:
         if self.update.kind == "welford":
-            return Compute(f"Welford<{c_type(dtype)}>{{{{0, 0, 0}}}}", (), dtype)
+            return no_values(dtype)
         return ScalarValue(sc.ZERO, dtype)
 
     def add_to_wide(self) -> Statement:

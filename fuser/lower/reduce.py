@@ -10,14 +10,13 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable
 
 from fuser.ir import scalar as sc
-from fuser.ir.dtypes import DataType, c_type, nbytes_of
+from fuser.ir.dtypes import DataType, nbytes_of
 from fuser.ir.nodes import ReductionOp, WelfordOp
 from fuser.ir.scalar import Scalar, Symbol
 from fuser.ir.types import BLOCK_TYPES, GRID_TYPES, ParallelType
-from fuser.lower.allocate import Buffer
+from fuser.lower.allocate import Buffer, no_values, welford_ctype
 from fuser.lower.context import Context
 from fuser.lower.kernel import (
-    Compute,
     Declare,
     DrawTicket,
     Expr,
@@ -43,7 +42,7 @@ def identity_of(buffer: Buffer) -> Expr:
     """Return the value that changes nothing."""
     op = buffer.stage.op
     if isinstance(op, WelfordOp):
-        return Compute(buffer.ctype + "{{0, 0, 0}}", (), buffer.dtype)
+        return no_values(buffer.dtype)
     assert isinstance(op, ReductionOp)
     return ScalarValue(sc.const(REDUCTIONS[op.kind].identity(buffer.dtype)), buffer.dtype)
 
@@ -52,7 +51,7 @@ def functor_of(buffer: Buffer) -> str:
     """Return the C type of the combining functor: `SumOp<float>`."""
     op = buffer.stage.op
     if isinstance(op, WelfordOp):
-        return f"WelfordOp<{c_type(buffer.dtype)}>"
+        return welford_ctype(buffer.dtype, "WelfordOp")
     assert isinstance(op, ReductionOp)
     name = REDUCTIONS[op.kind].cuda
     if buffer.dtype is DataType.Bool:
@@ -66,10 +65,11 @@ def declare_accumulator(buffer: Buffer) -> Declare:
 
 
 def element_layout(buffer: Buffer) -> tuple[int, int]:
-    """Return the size and alignment of one accumulator in bytes: a Welford is {T, T, int64_t}."""
+    """Return the size and alignment of one accumulator in bytes, at most: a Welford is
+    {T, T, T, count}, where the count has the index type."""
     nbytes = nbytes_of(buffer.dtype)
     if isinstance(buffer.stage.op, WelfordOp):
-        return 2 * nbytes + 8, 8
+        return _up(3 * nbytes, 8) + 8, 8
     return nbytes, nbytes
 
 

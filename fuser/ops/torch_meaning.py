@@ -332,7 +332,10 @@ def _welford(op: nodes.WelfordOp, inputs: Inputs, cx: _Context) -> list[Tensor]:
         avg = torch.full_like(deviation, torch.nan)
     else:
         avg = x.mean(dims)
-        deviation = (x - x.mean(dims, keepdim=True)).square().sum(dims)
+        apart = x - x.mean(dims, keepdim=True)
+        # The mean is rounded: what the distances from it sum to is taken out again.
+        rest = apart.sum(dims)
+        deviation = (apart.square().sum(dims) - rest * (rest / count)).clamp_min(0)
     n = torch.full_like(avg, count, dtype=torch.int64)
     return [cx.store(avg, op.avg), cx.store(deviation, op.var), n]
 

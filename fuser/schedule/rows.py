@@ -17,6 +17,7 @@ from fuser.ir.fusion import Fusion
 from fuser.ir.guard import FusionGuard
 from fuser.ir.nodes import TensorOp, WelfordOp
 from fuser.ir.tensor import TensorView
+from fuser.ops.reductions import without_shift
 from fuser.ops.torch_meaning import REDUCING
 from fuser.record import record
 
@@ -213,6 +214,9 @@ def two_pass_welford(fusion: Fusion) -> None:
     """Compute variances from the row that is kept: a sum for the mean, then one of the squared
     deviations from it. No element costs a division.
 
+    avg, var, n = welford(x)  ->  mean = sum(x) / count; d = x - mean
+                                  var = max(sum(d * d) - sum(d) * (sum(d) / count), 0)
+
     A Welford stays whose count is asked for, whose sums would be of half precision, or whose
     results are outputs of a declared order in memory.
     """
@@ -232,6 +236,7 @@ def two_pass_welford(fusion: Fusion) -> None:
             flags = [a.is_reduction() for a in op.avg.domain.logical]
             deviation = ops.sub(op.inp, ops.broadcast(mean, flags))
             squares = ops.sum(ops.mul(deviation, deviation), dims=dims)
+            squares = without_shift(squares, ops.sum(deviation, dims=dims), count)
         made = fusion.exprs[len(before) :]
         fusion.exprs = (*before[:at], *made, *before[at + 1 :])
         for old, new in ((op.avg, mean), (op.var, squares)):

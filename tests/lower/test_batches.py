@@ -9,6 +9,7 @@ from fuser import FusionDefinition, ops
 from fuser.ir import scalar as sc
 from fuser.ir.dtypes import DataType, from_torch
 from fuser.ir.scalar import Scalar, Symbol
+from fuser.lower.allocate import INDEX_CTYPE
 from fuser.lower.batches import batch_welfords
 from fuser.lower.kernel import (
     Accumulate,
@@ -132,7 +133,7 @@ def test_columns_that_may_hold_different_numbers_of_values_count_for_themselves(
     """Some values of single columns come one by one; the others still at once."""
     found = batched(updates(sc.lt(J, COLUMNS)), updates(sc.lt(I, ROWS)))
     assert isinstance(found[0], Accumulate) and isinstance(found[-1], AccumulateBatch)
-    held = next(s for s in found if isinstance(s, Declare) and s.ctype == "int64_t")
+    held = next(s for s in found if isinstance(s, Declare) and s.ctype == INDEX_CTYPE)
     assert held.init == Element("r", J, DataType.Int, member="n")
 
 

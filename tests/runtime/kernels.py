@@ -169,13 +169,13 @@ WELFORD_ROW = kernel(
     "const float* T0, float* T1, float* T2, int columns",
     """\
   FUSER_SMEM(smem);
-  const Welford<float, int> none{0.0f, 0.0f, 0};
+  const Welford<float, int> none{0.0f, 0.0f, 0.0f, 0};
   Welford<float, int> w = none;
   for (int i = threadIdx.x; i < columns; i += blockDim.x)
     welford_add(w, T0[blockIdx.x * columns + i]);
   w = block_reduce<true, false, false>(w, WelfordOp<float, int>(), none, smem);
   if (threadIdx.x == 0) {
-    T1[blockIdx.x] = w.avg;
+    T1[blockIdx.x] = w.mean();
     T2[blockIdx.x] = w.m2 / static_cast<float>(w.n);
   }""",
     uses_barriers=True,

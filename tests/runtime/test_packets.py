@@ -112,12 +112,12 @@ WELFORD = kernel(
   const unsigned ticket = grid_ticket<true, true, false>(begun);
   FUSER_SMEM(smem);
   const float x = T0[blockIdx.x + gridDim.x * blockIdx.y];
-  All value = {x, {{x, 0, 1}, -1}};
+  All value = {x, {{x, 0, 0, 1}, -1}};
   const bool last = grid_reduce<true, true, false, true, false, false>(
-      value, Op(), All{-float(FUSER_INF), {{0, 0, 0}, 0}}, packets, ticket, smem);
+      value, Op(), All{-float(FUSER_INF), {{0, 0, 0, 0}, 0}}, packets, ticket, smem);
   if (!last || threadIdx.x != 0) return;
   T1[0] = value.first;
-  T1[1] = value.second.first.avg;
+  T1[1] = value.second.first.mean();
   T1[2] = value.second.first.m2;
   T1[3] = value.second.first.n;
   T1[4] = value.second.second;""",
@@ -150,8 +150,8 @@ def test_several_types_travel_together(order: int) -> None:
     assert isinstance(compiled, CheckedCpuKernel)
     compiled.order_seed = order
     x, out = torch.randn(7, 5), torch.zeros(5, dtype=torch.float64)
-    # 40 bytes, four in a word: the sum of ints uses all of its values.
-    packets, begun = torch.zeros(35 * 10, dtype=torch.int64), torch.zeros(1, dtype=torch.int32)
+    # 48 bytes, four in a word: the sum of ints uses all of its values.
+    packets, begun = torch.zeros(35 * 12, dtype=torch.int64), torch.zeros(1, dtype=torch.int32)
     for _ in range(2):
         shape = {"grid": (5, 7, 1), "block": (4, 1, 1), "smem_bytes": 256}
         compiled.launch([x, out, packets, begun], **shape)

@@ -238,7 +238,7 @@ def test_welford(device: str) -> None:
     x = torch.randn(3, 1003, device=torch_device(device)) + 100
     mean, variance = torch.zeros(3, device=x.device), torch.zeros(3, device=x.device)
     args = [x, mean, variance, 1003]
-    run(kernels.WELFORD_ROW, device, args, grid=(3, 1, 1), block=(96, 1, 1), smem_bytes=12 * 96)
+    run(kernels.WELFORD_ROW, device, args, grid=(3, 1, 1), block=(96, 1, 1), smem_bytes=16 * 96)
     torch.testing.assert_close(mean.double(), x.double().mean(1), rtol=1e-6, atol=0)
     torch.testing.assert_close(
         variance.double(), x.double().var(1, correction=0), rtol=1e-4, atol=0

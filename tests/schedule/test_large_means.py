@@ -1,0 +1,160 @@
+"""Variances of values whose mean is much larger than their deviations, in all forms of kernels."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+
+from fuser import DataType, FusionDefinition
+
+# Deviations of 1 around the mean. torch in float32 is right within 1e-7.
+ALLOWED = 1e-6
+# Shape, reduced axes, mean. Inner, outer and several axes, short rows, long rows, and rows that
+# begin between words; in blocks, in clusters and over several blocks.
+CASES = [
+    ((200_000, 3), [0], 1e6),
+    ((64, 4096), [1], -1e6),
+    ((8, 50257), [1], 1e6),
+    ((2, 140_001), [1], 1e6),
+    ((300_000,), [0], 1e6),
+    ((40, 2000), [0], 1e6),
+    ((50, 7), [1], 1e6),
+    ((7, 64, 33), [0], 1e6),
+    ((12, 256), [0], 1e6),
+]
+
+
+def _var_mean(fd: FusionDefinition, x: Any, dims: Sequence[int]) -> tuple[Any, ...]:
+    return fd.ops.var_mean(x, list(dims), 0)
+
+
+def _var(fd: FusionDefinition, x: Any, dims: Sequence[int]) -> tuple[Any, ...]:
+    return (fd.ops.var(x, list(dims), 0),)
+
+
+def _welford(fd: FusionDefinition, x: Any, dims: Sequence[int]) -> tuple[Any, ...]:
+    mean, squares, count = fd.ops.welford(x, list(dims))
+    return fd.ops.div(squares, count), mean
+
+
+def _norm(fd: FusionDefinition, x: Any, dims: Sequence[int]) -> tuple[Any, ...]:
+    """Something waits for the variance: where rows fit, a persistent kernel."""
+    var, mean = fd.ops.var_mean(x, list(dims), 0, True)
+    fd.add_output(fd.ops.mul(fd.ops.sub(x, mean), fd.ops.rsqrt(var)))
+    flat = [fd.ops.squeeze(v, list(dims)) for v in (var, mean)]
+    return tuple(flat)
+
+
+FORMS: dict[str, Callable[..., tuple[Any, ...]]] = {
+    "var_mean": _var_mean,
+    "var": _var,
+    "welford": _welford,
+    "norm": _norm,
+}
+
+
+def _worst(found: torch.Tensor, expected: torch.Tensor) -> float:
+    found, expected = found.double().flatten(), expected.flatten()
+    return float(((found - expected) / expected).abs().max())
+
+
+def _data(shape: Sequence[int], mean: float, dtype: torch.dtype) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(9)
+    return (torch.randn(shape, generator=generator, dtype=torch.float64) + mean).to(dtype)
+
+
+def _run(
+    form: str, x: torch.Tensor, dims: Sequence[int], schedules: Sequence[str], *, fixed: bool
+) -> list[torch.Tensor]:
+    with FusionDefinition() as fd:
+        shape = list(x.shape) if fixed else [-1] * x.ndim
+        wide = given = fd.define_tensor(shape, contiguity=True, dtype=_DTYPES[x.dtype])
+        if x.dtype in (torch.float16, torch.bfloat16):
+            wide = fd.ops.cast(given, DataType.Float)
+        for out in FORMS[form](fd, wide, dims):
+            fd.add_output(out)
+    # Of a norm, what is normalised comes first.
+    return fd.execute([x], _enable_options=schedules)[form == "norm" :]
+
+
+_DTYPES = {
+    torch.float64: DataType.Double,
+    torch.float32: DataType.Float,
+    torch.float16: DataType.Half,
+    torch.bfloat16: DataType.BFloat16,
+}
+
+
+@pytest.mark.finding("G9")
+@pytest.mark.parametrize("schedules", [(), ("schedules_for(h200)",)], ids=["loops", "threads"])
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize(("shape", "dims", "mean"), CASES)
+def test_variance_with_a_large_mean_is_as_right_as_torchs(
+    form: str, shape: Sequence[int], dims: Sequence[int], mean: float, schedules: Sequence[str]
+) -> None:
+    x = _data(shape, mean, torch.float32)
+    var, *means = _run(form, x, dims, schedules, fixed=len(shape) == 2)
+    assert _worst(var, x.double().var(dims, correction=0)) < ALLOWED
+    for found in means:
+        assert _worst(found, x.double().mean(dims)) < ALLOWED
+
+
+@pytest.mark.finding("G9")
+@pytest.mark.parametrize("schedules", [(), ("schedules_for(h200)",)], ids=["loops", "threads"])
+@pytest.mark.parametrize("form", ["var_mean", "welford", "norm"])
+@pytest.mark.parametrize(
+    ("dtype", "mean"), [(torch.float16, 3e4), (torch.bfloat16, 1e4), (torch.float64, 1e12)]
+)
+@pytest.mark.parametrize("dims", [[0], [1]])
+def test_variance_with_a_large_mean_in_other_dtypes_is_right(
+    form: str, dtype: torch.dtype, mean: float, dims: Sequence[int], schedules: Sequence[str]
+) -> None:
+    x = mean + 64 * torch.randn(70, 300, generator=torch.Generator().manual_seed(1)).to(dtype)
+    var, *_ = _run(form, x, dims, schedules, fixed=False)
+    exact = (x.double() - mean).var(dims, correction=0)
+    assert _worst(var, exact) < ALLOWED
+
+
+@pytest.mark.finding("G9")
+@pytest.mark.parametrize("schedules", [(), ("schedules_for(h200)",)], ids=["loops", "threads"])
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("dims", [[0], [1]])
+def test_variance_beside_a_first_value_far_away_is_right(
+    form: str, dims: Sequence[int], schedules: Sequence[str]
+) -> None:
+    """A row that begins with padding: the first value says nothing about the others."""
+    x = _data((40, 3000), 1e4, torch.float32)
+    x[0, :] = x[:, 0] = 0.0
+    var, *_ = _run(form, x, dims, schedules, fixed=False)
+    expected = x.double().var(dims, correction=0)
+    found = var.flatten().double()
+    assert float(((found - expected).abs() / expected.clamp_min(1e-30))[1:].max()) < 10 * ALLOWED
+    assert found[0] == 0
+
+
+@pytest.mark.finding("G9")
+@pytest.mark.parametrize("schedules", [(), ("schedules_for(h200)",)], ids=["loops", "threads"])
+@pytest.mark.parametrize("form", FORMS)
+def test_variance_of_equal_values_is_near_zero_and_never_negative(
+    form: str, schedules: Sequence[str]
+) -> None:
+    x = torch.full((6, 1000), 1e6 + 1 / 3)
+    var, *_ = _run(form, x, [1], schedules, fixed=False)
+    assert (var >= 0).all()
+    assert var.max() < 1e-3
+
+
+@pytest.mark.finding("G9")
+@pytest.mark.parametrize("schedules", [(), ("schedules_for(h200)",)], ids=["loops", "threads"])
+@pytest.mark.parametrize("value", [float("inf"), float("nan")])
+def test_variance_of_values_that_are_no_numbers_is_nan(
+    value: float, schedules: Sequence[str]
+) -> None:
+    x = torch.randn(6, 1000)
+    x[2, 0] = x[3, 7] = value
+    var, _ = _run("var_mean", x, [1], schedules, fixed=False)
+    expected = x.var(1, correction=0)
+    torch.testing.assert_close(var.flatten(), expected, equal_nan=True, rtol=1e-5, atol=1e-5)
