@@ -11,6 +11,7 @@ from fuser.passes.look_up_first import look_up_first
 from fuser.passes.remove_bcast_squeeze import remove_bcast_squeeze
 from fuser.passes.remove_unused import remove_unused
 from fuser.passes.separate_updates import separate_updates
+from fuser.passes.view_first import view_first
 
 PASSES: tuple[tuple[str, Callable[[Fusion], None]], ...] = (
     # Before uses are counted: it adds some.
@@ -22,6 +23,8 @@ PASSES: tuple[tuple[str, Callable[[Fusion], None]], ...] = (
     ("consecutive_casts", consecutive_casts),
     # After unused ops are gone, which would count as readers of a table.
     ("look_up_first", look_up_first),
+    # After casts are gone that would stand between a reshape and an input.
+    ("view_first", view_first),
 )
 
 

@@ -5,13 +5,15 @@ contiguous; the innermost run is `inner`, the others together are `outer`:
 
     GPU, one run   [BIDx, US, UR, TIDx, V]
     GPU, several   [BIDx outer, BIDy inner, US, UR outer, TIDy outer, TIDx inner, V inner]
+    GPU, along     [BIDy outer, BIDx inner, US, UR inner, TIDx inner, V inner]
     GPU, flat      [BIDx, US, UR, TIDx, V], all runs as one
     CPU            [S, ..., S inner], everything inlined into plain loops
 
 On the GPU inputs are loaded into registers right after US, so that all loads of an unrolled step
 are under way before the first is used; everything else is inlined. Flat, where rows of no whole
 vectors lie one behind the other: the vectors of full tensors go across the ends of rows, and other
-operands are read element by element.
+operands are read element by element. Along, where elements of a row of a table are looked up: a
+block takes a long piece of one row, so that its looks find what others of its own have loaded.
 """
 
 from __future__ import annotations
@@ -73,6 +75,9 @@ MAX_UNROLL = 8
 # computed. Measured for rows of 50257: with 32 batch norm took 511 us, by single elements 211; with
 # 8 390 and 342; with 2.7 bias + dropout + add took 190 and 468.
 MAX_SHARED = 5
+# Threads of a block that looks up elements of a row of a table, where rows are long: 8192 elements
+# with 8 vectors of 2 each.
+THREADS_ALONG = 512
 # Elements of a vector that are many where threads have none.
 MANY_ELEMENTS = 8
 
@@ -81,9 +86,9 @@ MANY_ELEMENTS = 8
 class PointwiseParams:
     """What the pointwise scheduler decides. Zero threads: plain loops of the CPU.
 
-    `unroll` counts vectors (of `outer` where there is one). `inner_on_x` binds the blocks of the
-    inner run to BIDx and those of outer to BIDy. `pieces`: a thread has one vector of each of so
-    many equal pieces of a concatenation along the innermost axis.
+    `unroll` counts vectors (of `outer` where there is one; `along`: of `inner`). `inner_on_x` binds
+    the blocks of the inner run to BIDx and those of outer to BIDy. `pieces`: a thread has one
+    vector of each of so many equal pieces of a concatenation along the innermost axis.
     """
 
     threads_x: int = 0
@@ -93,6 +98,7 @@ class PointwiseParams:
     inner_on_x: bool = False
     pieces: int = 1
     flat: bool = False
+    along: bool = False
 
     def is_near(self, other: object) -> bool:
         """Whether kernels of both differ in nothing that a small input would notice: as half of a
@@ -104,7 +110,7 @@ class PointwiseParams:
         is_same = widths[0] == widths[1] or is_half
         return (
             is_same
-            and (self.pieces, self.flat) == (other.pieces, other.flat)
+            and (self.pieces, self.flat, self.along) == (other.pieces, other.flat, other.along)
             and bool(self.threads_x) == bool(other.threads_x)
         )
 
@@ -116,9 +122,10 @@ class PointwiseParams:
         order = ", inner on x" if self.inner_on_x else ""
         pieces = f", {self.pieces} pieces" if self.pieces > 1 else ""
         flat = ", flat" if self.flat else ""
+        along = " along" if self.along else ""
         return (
             f"pointwise(threads {self.threads_x}x{self.threads_y}, vector {self.vector}, "
-            f"unroll {self.unroll}{order}{pieces}{flat})"
+            f"unroll {self.unroll}{along}{order}{pieces}{flat})"
         )
 
 
@@ -222,6 +229,7 @@ def chooser(fusion: Fusion, device: DeviceInfo) -> Callable[[Facts], PointwisePa
     pieces, length = equal_pieces(fusion, logical[runs[-1][-1]]) if len(runs) == 1 else (1, 0)
     flat_widths = VectorWidths(_full_if_flat(space)) if runs else None
     flat_most = _flat_most(space, runs[-1][-1]) if runs else 1
+    looks_along = len(runs) > 1 and _looks_along(space, runs[-1][-1])
 
     def choose(facts: Facts) -> PointwiseParams:
         *outer_runs, inner = extents.of(facts) or [1]
@@ -236,6 +244,8 @@ def chooser(fusion: Fusion, device: DeviceInfo) -> Callable[[Facts], PointwisePa
         vector = _narrower(widest, inner * outer, device)
         if pieces > 1 and vector > 1 and length % vector == 0:
             return PointwiseParams(THREADS, 1, vector, pieces=pieces)
+        if looks_along and inner // vector > THREADS:
+            return _along_params(inner // vector, outer, vector, device)
         threads_x, threads_y = _threads(inner // vector, one_run=len(runs) < 2)
         wanted = BYTES_IN_FLIGHT_SHARED if shares else BYTES_IN_FLIGHT
         unroll = unroll_of(moved, inner * outer, widest, wanted, device)
@@ -250,6 +260,22 @@ def chooser(fusion: Fusion, device: DeviceInfo) -> Callable[[Facts], PointwisePa
         return PointwiseParams(threads_x, threads_y, vector, unroll, len(runs) > 1 and inner_on_x)
 
     return choose
+
+
+def _looks_along(space: Space, inner: int) -> bool:
+    """Whether a table has rows of which elements are looked up along an axis."""
+    return any(a.beside and inner not in a.beside for a in space.accesses)
+
+
+def _along_params(chunks: int, rows: int, vector: int, device: DeviceInfo) -> PointwiseParams:
+    """Take long pieces of rows of so many vectors, where all multiprocessors get blocks."""
+    threads, unroll = min(power_of_two_at_least(chunks), THREADS_ALONG), MAX_UNROLL
+    while unroll > 1 and (
+        threads * unroll >= 2 * chunks
+        or rows * -(-chunks // (threads * unroll)) < 2 * device.sm_count
+    ):
+        unroll //= 2
+    return PointwiseParams(threads, 1, vector, unroll, inner_on_x=True, along=True)
 
 
 def _full_if_flat(space: Space) -> tuple[Access, ...]:
@@ -450,9 +476,10 @@ def _shape(tv: TensorView, groups: list[list[int]], params: PointwiseParams) -> 
         types = [PT.grid_x, PT.unswitch, *tile, *vector]
     else:
         # [outer, inner] -> [outer blocks, inner blocks, US, UR, TIDy, TIDx, V]
-        inner = split_tile(tv, 1, (lanes,))
+        inner = split_tile(tv, 1, (unroll, lanes) if params.along else (lanes,))
         tv.split(1, 1)
-        outer = split_tile(tv, 0, (unroll, (params.threads_y, PT.block_y)))
+        rows = (params.threads_y, PT.block_y)
+        outer = split_tile(tv, 0, (rows,) if params.along else (unroll, rows))
         tv.reorder({1 + k: 3 + k for k in range(len(outer))})
         blocks = [PT.grid_y, PT.grid_x] if params.inner_on_x else [PT.grid_x, PT.grid_y]
         types = [*blocks, PT.unswitch, *outer, *inner, *vector]

@@ -35,6 +35,12 @@ LEAST_HALVED = 16
 NARROW = 2
 THREADS_OUTER_NARROW = 512
 MAX_THREADS_PER_ROW = 256
+# Of rows that are several runs of memory: how many runs are unrolled, and the threads that a run
+# may take, in whole warps, where powers of two would leave more than a tenth of the lanes idle. A
+# run of 56 x 56 elements in bfloat16 is 392 vectors: 416 threads, not 512.
+UNROLL_OUTER = 4
+RUN_THREADS = range(128, 513, 32)
+IDLE_LANES = 1.1
 # An outer reduction of at most this many rows is short: a thread sums whole columns.
 SHORT_ROWS = 16
 THREADS_SHORT = 128
@@ -98,13 +104,23 @@ def inner_params(
     )
     per_thread = BYTES_INNER if most <= device.warp_size else 2 * BYTES_INNER
     unroll = min(loads_for(per_thread, nbytes, MAX_UNROLL), power_of_two_at_least(-(-chunks // x)))
-    unroll_outer = unroll < 4 <= outer and chunks <= x
+    unroll_outer = unroll < UNROLL_OUTER <= outer and chunks <= x
+    if outer >= UNROLL_OUTER and (fuller := _fuller(chunks, x * unroll)):
+        x, unroll_outer = fuller, True
     if unroll_outer:
-        unroll = 4
+        unroll = UNROLL_OUTER
     y = min(max(THREADS_INNER // x, 1), power_of_two_at_least(rows))
     steps = -(-(outer * -(-chunks // x)) // unroll)
     grid = _grid(-(-rows // y) * x * y, steps, wanted)
     return ReductionParams(True, x, y, vector, unroll, grid, unroll_outer)
+
+
+def _fuller(chunks: int, tile: int) -> int:
+    """Return how many threads take a run of so many vectors with fewer idle lanes than a tile of so
+    many vectors; 0 where none do by much."""
+    covered = -(-chunks // tile) * tile
+    best = min(RUN_THREADS, key=lambda x: (-(-chunks // x) * x, -x))
+    return best if -(-chunks // best) * best * IDLE_LANES < covered else 0
 
 
 def outer_params(

@@ -45,6 +45,11 @@ class Access:
         """Bytes of one element."""
         return nbytes_of(self.tv.dtype())
 
+    @property
+    def is_viewed(self) -> bool:
+        """Whether an input is reached through a view: its axes are none of the reference's."""
+        return not self.is_output and self.order is None and self.beside is None
+
     def joins(self, outer: int, inner: int) -> bool:
         """Whether the reference axes `outer`, `inner` are one run in this tensor's memory."""
         order = self.order if self.beside is None else self.beside
@@ -91,6 +96,8 @@ class Space:
                 votes_for[1] + access.is_output,
             )
         best = max(votes, key=lambda o: votes[o]) if votes else ()
+        if size < len(self.concrete) and any(a.is_viewed for a in self.accesses):
+            return self.concrete  # nothing is known of what has all axes: a view follows memory
         # Axes that the winner lacks (a reference without any full tensor) go outside.
         return (*(p for p in self.concrete if p not in best), *best)
 

@@ -94,6 +94,53 @@ def _torch_batch_norm_backward(
     return (w * r * (g - db / count - x_hat * (dw / count))).to(x.dtype), dw, db
 
 
+# ------------------------------------------------------------------ images, channels outside
+GROUPS = 32
+CHANNELS_OF_GROUPS, CHANNELS = 512, 256
+
+
+def batch_norm_nchw(fd: FusionDefinition, x: Any, w: Any, b: Any) -> Any:
+    """Of [N, C, places] in training."""
+    ops, x_wide = fd.ops, as_float(fd, x)
+    var, mean = ops.var_mean(x_wide, [0, 2], correction=0, keepdim=True)
+    y = ops.mul(ops.sub(x_wide, mean), ops.rsqrt(ops.add(var, EPSILON)))
+    wide_w, wide_b = (ops.broadcast(as_float(fd, v), [True, False, True]) for v in (w, b))
+    return ops.cast(ops.add(ops.mul(y, wide_w), wide_b), x.dtype())
+
+
+def group_norm(fd: FusionDefinition, x: Any, w: Any, b: Any) -> Any:
+    """Of [N, C, places], `GROUPS` groups of channels."""
+    ops = fd.ops
+    groups = ops.reshape(as_float(fd, x), [x.size(0), GROUPS, -1])
+    var, mean = ops.var_mean(groups, [2], correction=0, keepdim=True)
+    y = ops.mul(ops.sub(groups, mean), ops.rsqrt(ops.add(var, EPSILON)))
+    y = ops.reshape(y, [x.size(0), x.size(1), x.size(2)])
+    wide_w, wide_b = (ops.broadcast(as_float(fd, v), [True, False, True]) for v in (w, b))
+    return ops.cast(ops.add(ops.mul(y, wide_w), wide_b), x.dtype())
+
+
+def _torch_batch_norm_nchw(x: torch.Tensor, w: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    y = torch.nn.functional.batch_norm(
+        wide(x), None, None, wide(w), wide(b), training=True, eps=EPSILON
+    )
+    return y.to(x.dtype)
+
+
+def _torch_group_norm(x: torch.Tensor, w: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    y = torch.nn.functional.group_norm(wide(x), GROUPS, wide(w), wide(b), EPSILON)
+    return y.to(x.dtype)
+
+
+def _channels_outside(most: int) -> Any:
+    """[N, C, n] of m rows, and two weights of C."""
+
+    def operands(m: int, n: int, dtype: torch.dtype) -> tuple[Operand, ...]:
+        channels = min(m, most)
+        return Operand((m // channels, channels, n), dtype), *(Operand((channels,), dtype),) * 2
+
+    return operands
+
+
 def _images(count: int, weights: int) -> Any:
     return lambda m, n, dtype: (
         *(Operand((m // SIDE**2, SIDE, SIDE, n), dtype),) * count,
@@ -120,5 +167,19 @@ COLUMNS = {
     # The number of rows is a symbol of the definition.
     "sum_of_4_rows_any": few_rows(4, known=0),
     "batch_norm": Pattern(batch_norm, _torch_batch_norm, _images(1, 2), _own_batch_norm),
+    # 16384 x 3136: 64 images of 256 channels of 56 x 56, and 32 of 512.
+    "batch_norm_nchw": Pattern(
+        batch_norm_nchw,
+        _torch_batch_norm_nchw,
+        _channels_outside(CHANNELS),
+        lambda x, w, b: torch.nn.functional.batch_norm(x, None, None, w, b, True, 0.1, EPSILON),
+    ),
+    "group_norm": Pattern(
+        group_norm,
+        _torch_group_norm,
+        _channels_outside(CHANNELS_OF_GROUPS),
+        lambda x, w, b: torch.nn.functional.group_norm(x, GROUPS, w, b, EPSILON),
+        known=3,
+    ),
     "batch_norm_backward": Pattern(batch_norm_backward, _torch_batch_norm_backward, _images(2, 3)),
 }

@@ -129,11 +129,23 @@ def _torch_cross_entropy_backward(
     return (dy[:, None] * _torch_less_target(wide(x), t, lse)).to(x.dtype)
 
 
+def take_along_rows(fd: FusionDefinition, x: Any, places: Any) -> Any:
+    """Elements of each row, at the places that a tensor of the same shape says."""
+    return fd.ops.take_along_axis(x, places, 1)
+
+
+def _rows_and_places(m: int, n: int, dtype: torch.dtype) -> tuple[Operand, ...]:
+    return Operand((m, n), dtype), Operand((m, n), torch.int64, below=n)
+
+
 def _logits_and_targets(m: int, n: int, dtype: torch.dtype) -> tuple[Operand, ...]:
     return Operand((m, n), dtype), Operand((m,), torch.int64, below=n)
 
 
 ROWS = {
+    "take_along_rows": Pattern(
+        take_along_rows, lambda x, places: torch.gather(x, 1, places), _rows_and_places
+    ),
     "row_sum": Pattern(
         row_sum,
         lambda x: wide(x).sum(1),
