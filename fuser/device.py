@@ -13,8 +13,10 @@ if TYPE_CHECKING:
     import torch
 
 
-# Blocks of a launch along x, y and z, on every GPU.
-MAX_GRID = ((1 << 31) - 1, 65535, 65535)
+Three = tuple[int, int, int]
+# Blocks of a launch along x, y and z, on every GPU; and threads of a block.
+MAX_GRID: Three = ((1 << 31) - 1, 65535, 65535)
+MAX_BLOCK: Three = (1024, 1024, 64)
 # Blocks of a cluster, where GPUs have clusters: kernels ask for more than the portable 8.
 MAX_CLUSTER = 16
 
@@ -23,7 +25,8 @@ MAX_CLUSTER = 16
 class DeviceInfo:
     """The numbers of one device that decide about schedules.
 
-    `max_cluster`: blocks that may run together and read each other's shared memory.
+    `max_cluster`: blocks that may run together and read each other's shared memory. `max_grid` and
+    `max_block`: blocks of a launch and threads of a block along x, y and z.
     `preferred_threads_per_block` is 1 on the CPU: its everyday kernels are plain loops, which the
     compiler vectorises. `max_smem_per_block` counts bytes, including what a kernel must ask for.
     """
@@ -39,6 +42,8 @@ class DeviceInfo:
     max_smem_per_block: int
     l2_bytes: int
     max_cluster: int = 1
+    max_grid: Three = MAX_GRID
+    max_block: Three = MAX_BLOCK
 
 
 CPU = DeviceInfo(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import zip_longest
 from typing import Any
@@ -27,6 +27,7 @@ from fuser.lower.kernel import (
     DrawTicket,
     Element,
     Expr,
+    Fold,
     For,
     Forget,
     GlobalLoad,
@@ -505,29 +506,63 @@ def _whole(kernel: LoweredKernel) -> tuple[list[str], list[str]]:
     writer.body(kernel.body)
     used = _coordinates(kernel.body)
     texts = COORDINATE_TEXT | (BACKWARDS if kernel.goes_backwards else {})
+    if kernel.fold is not None:
+        texts = COORDINATE_TEXT | _folded_coordinates(kernel.fold, kernel.cluster)
     head = [f"  const {INDEX} {c} = {t};" for c, t in texts.items() if c in used]
+    lines = [*head, *writer.lines]
+    if kernel.fold is not None:
+        lines = _in_turns(kernel.fold, lines, waits=kernel.waits)
     if kernel.reduces:
         shape = ", ".join(map(scalar_text, kernel.block))
-        head.insert(0, f"  FUSER_BLOCK_SMEM(smem, {shape});")
+        lines.insert(0, f"  FUSER_BLOCK_SMEM(smem, {shape});")
     elif kernel.needs_smem:
-        head.insert(0, "  FUSER_SMEM(smem);")
-    return [*head, *writer.lines], writer.lines
+        lines.insert(0, "  FUSER_SMEM(smem);")
+    return lines, writer.lines
+
+
+def _folded_coordinates(fold: Fold, cluster: int) -> dict[str, str]:
+    """Return the texts of a block's coordinates from its number among all."""
+    across, down, _ = map(scalar_text, fold.counts)
+    if all(sc.int_value(n) == 1 for n in fold.counts[1:]):
+        alone = {} if cluster > 1 else {"by": "0", "bz": "0"}
+        return {"bx": "fold", **alone}
+    return {
+        "bx": f"fold % {across}",
+        "by": f"fold / {across} % {down}",
+        "bz": f"fold / (static_cast<int64_t>({across}) * {down})",
+    }
+
+
+def _in_turns(fold: Fold, lines: Sequence[str], *, waits: bool) -> list[str]:
+    """Return the lines of one block in a loop over the blocks that a block of the launch is."""
+    first, *rest = map(scalar_text, fold.counts)
+    count = " * ".join([f"static_cast<int64_t>({first})", *rest])
+    # Shared memory is written again.
+    after = ["    __syncthreads();"] if waits else []
+    return [
+        f"  for (int64_t fold = blockIdx.x; fold < {count}; fold += gridDim.x) {{",
+        *(f"  {line}" for line in lines),
+        *after,
+        "  }",
+    ]
 
 
 def _parts(kernel: LoweredKernel, index_ctype: str) -> tuple[list[str], list[str]]:
     """Return the same of kernels beside one another: each block finds its part, and has there the
     coordinates that it would have in a launch of the part alone."""
     writer = Writer()
+    block = "blockIdx.x" if kernel.fold is None else "fold"
+    leave = "return" if kernel.fold is None else "continue"
     for part, following in zip_longest(kernel.parts, kernel.parts[1:]):
         opened = "} else " if part.first else ""
-        limit = f"if (blockIdx.x < {following.first}) " if following else ""
+        limit = f"if ({block} < {following.first}) " if following else ""
         writer.line(f"{opened}{limit}{{")
         writer.depth += 1
         threads = part.kernel.threads
         if threads < kernel.threads:
-            writer.line(f"if (threadIdx.x >= {threads}) return;")
+            writer.line(f"if (threadIdx.x >= {threads}) {leave};")
         used = _coordinates(part.kernel.body)
-        texts = _coordinates_in(part)
+        texts = _coordinates_in(part, block)
         for name, text in texts.items():
             if name in used:
                 writer.line(f"const {INDEX} {name} = {text};")
@@ -536,12 +571,15 @@ def _parts(kernel: LoweredKernel, index_ctype: str) -> tuple[list[str], list[str
         writer.depth -= 1
         writer.body(part.kernel.body)
     writer.line("}")
-    return writer.lines, writer.lines
+    lines = writer.lines
+    if kernel.fold is not None:
+        lines = _in_turns(kernel.fold, lines, waits=False)
+    return lines, writer.lines
 
 
-def _coordinates_in(part: Part) -> dict[str, str]:
-    """Return the texts of a part's coordinates, along x and y."""
-    block = f"blockIdx.x - {part.first}" if part.first else "blockIdx.x"
+def _coordinates_in(part: Part, block: str) -> dict[str, str]:
+    """Return the texts of a part's coordinates, along x and y, of the block of this number."""
+    block = f"{block} - {part.first}" if part.first else block
     texts = {"bx": block}
     if part.across:
         texts = {"bx": f"({block}) % {part.across}", "by": f"({block}) / {part.across}"}

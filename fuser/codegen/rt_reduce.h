@@ -128,9 +128,12 @@ template <class T, class N, int K>
 FUSER_DEVICE void welford_add_batch(Welford<T, N>& w, N held, const Array<T, K>& values, unsigned mask = ~0u) {
   static_assert(K <= 32, "a mask has 32 bits");
   if (held == N(0)) {
-    T first = T(0);
-    FUSER_UNROLL
-    for (int i = K - 1; i >= 0; --i) first = (mask >> i & 1u) != 0u ? values[i] : first;
+    T first = values[0];
+    // Rarely: a row that begins inside of its first word.
+    if ((mask & 1u) == 0u) {
+      FUSER_UNROLL
+      for (int i = K - 1; i >= 0; --i) first = (mask >> i & 1u) != 0u ? values[i] : first;
+    }
     w.shift = welford_shift(first);
   }
   int count = 0;

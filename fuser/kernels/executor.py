@@ -34,6 +34,7 @@ from fuser.kernels.kernel import make_kernel
 from fuser.kernels.operands import address, alignment, describe, index_dtype, is_plain, total_nbytes
 from fuser.kernels.variant import Variant, launch_of, now, take_compiled
 from fuser.locks import make_reentrant_lock
+from fuser.lower.fold_grid import refuse_grid
 from fuser.lower.stream import steps_of, with_stream_index
 from fuser.options import Settings
 from fuser.recent import Recent
@@ -139,6 +140,8 @@ class KernelExecutor:
         self._latest_chooser: tuple[object, object, _Choose] = None, None, _chooses_nothing
         self._records: Recent[object, Record | None] = Recent(MAX_RECORDS)
         self._variants: dict[VariantKey, Variant] = {}
+        # The same kernels for more blocks than a device takes along an axis.
+        self._folded: dict[VariantKey, Variant] = {}
         self._generic: Variant | None = None
         self._lock = make_reentrant_lock()
 
@@ -391,23 +394,45 @@ class KernelExecutor:
         """Return the variant for these layouts and the alignments that it may rely on (`known`;
         None: the generic one), and its launch where that was needed to choose it."""
         if known is None:
-            return self._generic_variant(device), None
+            return self._generic_for(bound, device), None
         has_all = self._generic is not None and self._is_full
         if has_all and not any(k[0] == layouts for k in self._variants):
-            return self._generic_variant(device), None
+            return self._generic_for(bound, device), None
         params = self._chosen(layouts, known, bound, device)
         key = (layouts, params, index_dtype(bound.iterations, tensors))
         found = self._variants.get(key)
         if found is not None:
-            return found, None
+            return self._within_limits(found, key, bound, device), None
         nearby = self._nearby(key, alignments, bound.values, tensors)
         if nearby is not None:
             return nearby
         if self._is_full:
-            return self._generic_variant(device), None
+            return self._generic_for(bound, device), None
         found = self._variants[key] = self._lower_first(key, device)
         found.nbytes = total_nbytes(tensors)
-        return found, None
+        return self._within_limits(found, key, bound, device), None
+
+    def _within_limits(
+        self, variant: Variant, key: VariantKey, bound: Bound, device: DeviceInfo
+    ) -> Variant:
+        """Return a variant, or where it has too many blocks for the device, its folded form.
+
+        Raises `DefinitionError` for a schedule by hand."""
+        if variant.fits_grid(bound.values):
+            return variant
+        if self.scheduler is registry.scheduler("user"):
+            counts = variant.grid(bound.values)
+            raise refuse_grid(self.name, self.fusion, counts, device)
+        if key not in self._folded:
+            if len(self._folded) >= MAX_VARIANTS and variant is not self._generic:
+                return self._generic_for(bound, device)
+            self._folded[key] = self._lower_first(key, device, folded=True)
+        return self._folded[key]
+
+    def _generic_for(self, bound: Bound, device: DeviceInfo) -> Variant:
+        """Return the generic variant, folded where it has too many blocks."""
+        variant = self._generic_variant(device)
+        return self._within_limits(variant, self._generic_key(device), bound, device)
 
     def _chosen(
         self,
@@ -478,31 +503,31 @@ class KernelExecutor:
                 twins[tv].domain = with_layout(twins[tv].domain, layout)
         return fusion, {tv.number: twins[tv] for tv in self._tensors}
 
-    def _lower_first(self, key: VariantKey, device: DeviceInfo) -> Variant:
+    def _lower_first(self, key: VariantKey, device: DeviceInfo, *, folded: bool = False) -> Variant:
         """Lower with the first parameters of the ladder that can be; raises what refused the
         last."""
         layouts, chosen, index = key
         refused: FuserError | None = None
         for params in self.scheduler.ladder(chosen, device):
             try:
-                return self._lower((layouts, params, index), device)
+                return self._lower((layouts, params, index), device, folded=folded)
             except (UnsupportedError, DefinitionError) as error:
                 refused = error
         assert refused is not None
         raise refused
 
-    def _lower(self, key: VariantKey, device: DeviceInfo) -> Variant:
+    def _lower(self, key: VariantKey, device: DeviceInfo, *, folded: bool = False) -> Variant:
         """Lower, unless an executor has lowered the same under other names. What is dumped is
         lowered for each."""
         if self._lowered is None or any(map(options.dump_enabled, _DUMPS)):
-            return self._lower_alone(key, device)
-        what = self.scheduler.name, key, device
+            return self._lower_alone(key, device, folded=folded)
+        what = self.scheduler.name, key, device, folded
         return self._lowered.find_or_lower(
-            self.fusion, what, self._places, lambda: self._lower_alone(key, device)
+            self.fusion, what, self._places, lambda: self._lower_alone(key, device, folded=folded)
         )
 
-    def _lower_alone(self, key: VariantKey, device: DeviceInfo) -> Variant:
-        variant, scheduled = self._scheduled(key, device)
+    def _lower_alone(self, key: VariantKey, device: DeviceInfo, *, folded: bool) -> Variant:
+        variant, scheduled = self._scheduled(key, device, folded=folded)
         kernel = variant.kernel
         texts: dict[str, Callable[[], str]] = {
             "scheduler_params": lambda: f"{self.name}: {variant.params}",
@@ -517,13 +542,17 @@ class KernelExecutor:
                 self._dump(dumps.Dump(name, self._of, text()))
         return variant
 
-    def _scheduled(self, key: VariantKey, device: DeviceInfo) -> tuple[Variant, Fusion]:
+    def _scheduled(
+        self, key: VariantKey, device: DeviceInfo, *, folded: bool = False
+    ) -> tuple[Variant, Fusion]:
         """Return a kernel and the scheduled fusion that it was made of."""
         layouts, params, index = key
         fusion, twins = self._specialized(layouts)
         outputs = len(fusion.outputs)
         self.scheduler.apply(fusion, params)
-        kernel = make_kernel(fusion, name=self.name, index_dtype=index, device=device)
+        kernel = make_kernel(
+            fusion, name=self.name, index_dtype=index, device=device, folded=folded
+        )
         # A scheduler may replace an output by its copy; positions stay.
         named = dict(twins)
         for tv, out in zip(self._tensors[-outputs:], fusion.outputs, strict=True):
@@ -535,7 +564,7 @@ class KernelExecutor:
     def variants(self) -> tuple[Variant, ...]:
         """All variants made so far, the generic one last."""
         generic = () if self._generic is None else (self._generic,)
-        return (*self._variants.values(), *generic)
+        return (*self._variants.values(), *self._folded.values(), *generic)
 
     def _compiled(self, variant: Variant, tensors: Sequence[torch.Tensor]) -> CompiledKernel:
         if variant.compiled is None:

@@ -27,13 +27,21 @@ class Kernel:
     smem_bytes: Scalar
     workspaces: tuple[Workspace, ...]
     guards: tuple[Scalar, ...]
+    limits: tuple[Scalar, ...]
     alignments: tuple[tuple[TensorView, int], ...]
     ir_text: str = field(compare=False)
 
 
-def make_kernel(fusion: Fusion, *, name: str, index_dtype: DataType, device: DeviceInfo) -> Kernel:
+def make_kernel(
+    fusion: Fusion,
+    *,
+    name: str,
+    index_dtype: DataType,
+    device: DeviceInfo,
+    folded: bool = False,
+) -> Kernel:
     """Lower a scheduled fusion and print it; for the arguments and errors see `lower_kernel`."""
-    lowered = lower_kernel(fusion, name=name, index_dtype=index_dtype, device=device)
+    lowered = lower_kernel(fusion, name=name, index_dtype=index_dtype, device=device, folded=folded)
     source, ir_text = print_kernel(lowered)
     return Kernel(
         source,
@@ -43,6 +51,7 @@ def make_kernel(fusion: Fusion, *, name: str, index_dtype: DataType, device: Dev
         lowered.smem_bytes,
         lowered.workspaces,
         lowered.guards,
+        lowered.limits,
         lowered.alignments,
         ir_text,
     )

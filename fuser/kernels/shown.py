@@ -26,7 +26,8 @@ def scheduled_fusion(executor: KernelExecutor, variant: Variant, device: torch.d
     """
     # An executor keeps kernels, not the fusions that they were made of: those are large.
     info = executor._device or describe_device(device)  # pyright: ignore[reportPrivateUsage]
-    keys = [k for k, v in executor._variants.items() if v is variant]  # pyright: ignore[reportPrivateUsage]
+    held = (executor._variants, executor._folded)  # pyright: ignore[reportPrivateUsage]
+    keys = [k for variants in held for k, v in variants.items() if v is variant]
     if variant is executor._generic:  # pyright: ignore[reportPrivateUsage]
         keys.append(executor._generic_key(info))  # pyright: ignore[reportPrivateUsage]
     if not keys:

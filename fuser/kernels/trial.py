@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from fuser.device import MAX_GRID, DeviceInfo, describe_device
+from fuser.device import DeviceInfo, describe_device
 from fuser.ir.dtypes import to_torch
 from fuser.ir.fusion import Fusion
 from fuser.ir.laid import VECTOR_BYTES
@@ -68,7 +68,8 @@ class Candidate:
 
 def is_launchable(launch: BoundLaunch, device: DeviceInfo) -> bool:
     """Whether a device takes blocks of this size, so many of them, with so much shared memory."""
-    if any(n > most for n, most in zip(launch.grid, MAX_GRID, strict=True)):
+    shapes = ((launch.grid, device.max_grid), (launch.block, device.max_block))
+    if any(n > most for shape, limits in shapes for n, most in zip(shape, limits, strict=True)):
         return False
     threads = prod(launch.block)
     return (

@@ -49,6 +49,26 @@ class Variant:
         """What a launch has to evaluate."""
         return Needs.of(self)
 
+    def fits_grid(self, values: Mapping[Symbol, Number]) -> bool:
+        """Whether the device takes so many blocks, for the values of the fusion's symbols."""
+        return not self.kernel.limits or self._limits.hold(self.own(values))
+
+    def grid(self, values: Mapping[Symbol, Number]) -> tuple[int, int, int]:
+        """Return how many blocks there are along x, y and z."""
+        known = self.own(values)
+        x, y, z = (int(sc.evaluate(n, known)) for n in self.kernel.grid)
+        return x, y, z
+
+    @cached_property
+    def _limits(self) -> Computed:
+        return Computed(self.kernel.limits)
+
+    def own(self, values: Mapping[Symbol, Number]) -> Mapping[Symbol, Number]:
+        """Return values by the names that the symbols have in the kernel."""
+        if self.symbols is None:
+            return values
+        return {mine: values[its] for mine, its in self.symbols.items() if its in values}
+
     def blame(self, fusion: Fusion, tensors: Sequence[TensorView], error: KernelError) -> str:
         """Return the op and the user's line of the tensor that an error names (else all ops);
         `tensors` are the inputs and outputs of the fusion."""
@@ -184,7 +204,7 @@ def launch_of(
         if alignments[number] % nbytes:
             return None
     if (symbols := variant.symbols) is not None:
-        values = {mine: values[its] for mine, its in symbols.items() if its in values}
+        values = variant.own(values)
         mine_of = {its: mine for mine, its in symbols.items()}
         scalars = [mine_of.get(s, s) for s in scalars]
     known = values

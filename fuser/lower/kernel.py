@@ -63,6 +63,14 @@ class Workspace:
 
 
 @record
+class Fold:
+    """How many blocks a kernel has along x, y and z that are all counted along x; see
+    `lower.fold_grid`."""
+
+    counts: tuple[Scalar, Scalar, Scalar]
+
+
+@record
 class LoweredKernel:
     """A kernel before its text: body, arguments in order, launch shape, and what it relies on.
 
@@ -71,6 +79,7 @@ class LoweredKernel:
     launch; `alignments` are the (tensor, bytes) that pointers must satisfy. The compiler keeps to
     as many registers as let `min_blocks` blocks share a multiprocessor (0: it decides).
     `goes_backwards`: the last block begins. With `parts` it is all of these, and has no body.
+    `limits` are the guards that the device takes so many blocks; with a `fold` there are none.
     """
 
     name: str
@@ -91,6 +100,8 @@ class LoweredKernel:
     goes_backwards: bool = False
     cluster: int = 1
     parts: tuple[Part, ...] = ()
+    limits: tuple[Scalar, ...] = ()
+    fold: Fold | None = None
 
     @property
     def needs_smem(self) -> bool:

@@ -21,6 +21,7 @@ from fuser.lower.build import build_body
 from fuser.lower.context import Assumptions, Context, NewAssumptionError, quotient_symbol
 from fuser.lower.convert_again import convert_again
 from fuser.lower.directions import alternate_directions
+from fuser.lower.fold_grid import within_limits
 from fuser.lower.hoist import Hoister
 from fuser.lower.index import Indexer
 from fuser.lower.kernel import (
@@ -166,21 +167,29 @@ PASSES: tuple[tuple[str, Callable[[State], None]], ...] = (
 
 
 def lower_kernel(
-    fusion: Fusion, *, name: str, index_dtype: DataType, device: DeviceInfo
+    fusion: Fusion,
+    *,
+    name: str,
+    index_dtype: DataType,
+    device: DeviceInfo,
+    folded: bool = False,
 ) -> LoweredKernel:
     """Lower a scheduled fusion to a kernel named `name`.
 
-    `index_dtype` is Int or Int32: the type of index arithmetic. The result depends on nothing else
-    than the arguments. Raises `UnsupportedError` or `DefinitionError` naming the tensor when the
-    schedule cannot be carried out.
+    `index_dtype` is Int or Int32: the type of index arithmetic. `folded`: it launches any number of
+    blocks (`fold_grid`). The result depends on nothing else than the arguments. Raises
+    `UnsupportedError` or `DefinitionError` naming the tensor when the schedule cannot be carried
+    out.
     """
+    lowered = _lower(fusion, name, index_dtype, device)
+    return within_limits(lowered, device, folded=folded)
+
+
+def _lower(fusion: Fusion, name: str, index_dtype: DataType, device: DeviceInfo) -> LoweredKernel:
     if index_dtype not in (DataType.Int, DataType.Int32):
         raise UnsupportedError(f"kernel {name}: index dtype {index_dtype.name}")
     if fusion.parts:
-        kernels = [
-            lower_kernel(part, name=name, index_dtype=index_dtype, device=device)
-            for part in fusion.parts
-        ]
+        kernels = [_lower(part, name, index_dtype, device) for part in fusion.parts]
         return beside(kernels, fusion, name)
     _unify_extents(fusion)
     assumptions = Assumptions(dict(fusion.divisible))

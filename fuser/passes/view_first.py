@@ -76,7 +76,7 @@ def _swap(fusion: Fusion, op: ReshapeOp, made: TensorOp) -> ReshapeOp:
     moved, copy = fusion.definition(named), fusion.definition(op.out)
     assert moved is not None and copy is not None
     view = fusion.new_tensor(named.domain, source.dtype(), mesh=named.mesh)
-    reshape = ReshapeOp(view, source, where=op.where)
+    reshape = ReshapeOp(view, source).replace(where=op.where)
     names = {source: view, op.inp: op.out}
     last = made.map_values(lambda v: names.get(v, v) if isinstance(v, TensorView) else v)
     fusion.replace_expr(moved, [reshape])

@@ -258,7 +258,8 @@ def _looped_params(shape: _Shape, *, has_columns: bool, writes: bool) -> InnerPe
 def _cluster_params(shape: _Shape, nbytes: int, device: DeviceInfo) -> InnerPersistentParams:
     """Return the least cluster whose threads keep a row; where none does, one that reads a row so
     that all rows under way stay in the cache of second level."""
-    sizes = [1 << k for k in range(1, device.max_cluster.bit_length())]
+    most = min(device.max_cluster, device.max_grid[1])
+    sizes = [1 << k for k in range(1, most.bit_length())]
     if not sizes:
         return _looped_params(shape, has_columns=False, writes=False)
     x, is_shifted = CLUSTER_THREADS, shape.begin > 0

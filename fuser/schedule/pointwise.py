@@ -21,7 +21,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from math import prod
 
-from fuser.device import MAX_GRID, DeviceInfo
+from fuser.device import DeviceInfo
 from fuser.ir import scalar as sc
 from fuser.ir.axis_graph import AxisGraph
 from fuser.ir.domain import IterDomain
@@ -256,7 +256,7 @@ def chooser(fusion: Fusion, device: DeviceInfo) -> Callable[[Facts], PointwisePa
             most = power_of_two_at_most(blocks_inner * -(-outer // threads_y) // device.sm_count)
             unroll = min(loads_for(wanted, moved * vector), most)
         blocks_outer = -(-outer // (threads_y * unroll))
-        inner_on_x = blocks_outer <= MAX_GRID[1] or blocks_inner > MAX_GRID[1]
+        inner_on_x = _is_inner_on_x(blocks_outer, blocks_inner, device)
         return PointwiseParams(threads_x, threads_y, vector, unroll, len(runs) > 1 and inner_on_x)
 
     return choose
@@ -275,7 +275,15 @@ def _along_params(chunks: int, rows: int, vector: int, device: DeviceInfo) -> Po
         or rows * -(-chunks // (threads * unroll)) < 2 * device.sm_count
     ):
         unroll //= 2
-    return PointwiseParams(threads, 1, vector, unroll, inner_on_x=True, along=True)
+    on_x = _is_inner_on_x(rows, -(-chunks // (threads * unroll)), device)
+    return PointwiseParams(threads, 1, vector, unroll, on_x, along=True)
+
+
+def _is_inner_on_x(blocks_outer: int, blocks_inner: int, device: DeviceInfo) -> bool:
+    """Whether the blocks of the inner run go along x: unless only there so many others fit. Where
+    neither fit along y, all are counted along x (`lower.fold_grid`)."""
+    most = device.max_grid[1]
+    return blocks_outer <= most or blocks_inner > most
 
 
 def _full_if_flat(space: Space) -> tuple[Access, ...]:

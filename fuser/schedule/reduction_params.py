@@ -19,6 +19,8 @@ THREADS_PER_SM = 1024
 # of 8192 x 1536 in bfloat16: 30.4 us with 1024, 25.0 with 512.
 THREADS_PER_SM_WELFORD = 512
 THREADS_INNER = 128
+# Blocks that a multiprocessor holds at most.
+BLOCKS_PER_SM = 32
 THREADS_OUTER = 256
 # What one block reads in about the time in which blocks exchange partial results. Where a strip of
 # columns as wide as a unit of memory has no more bytes, one block sums it. Measured on an H200: a
@@ -111,7 +113,7 @@ def inner_params(
         unroll = UNROLL_OUTER
     y = min(max(THREADS_INNER // x, 1), power_of_two_at_least(rows))
     steps = -(-(outer * -(-chunks // x)) // unroll)
-    grid = _grid(-(-rows // y) * x * y, steps, wanted)
+    grid = _grid(-(-rows // y) * x * y, steps, wanted, device)
     return ReductionParams(True, x, y, vector, unroll, grid, unroll_outer)
 
 
@@ -139,7 +141,7 @@ def outer_params(
     unroll = min(loads_for(BYTES_OUTER, nbytes, MAX_UNROLL), power_of_two_at_least(-(-rows // y)))
     blocks = prod(iterated[:-1]) * -(-chunks // x)
     steps = -(-rows // (y * unroll))
-    grid = _grid(blocks * x * y, steps, busy)
+    grid = _grid(blocks * x * y, steps, busy, device)
     chosen = ReductionParams(False, x, y, vector, unroll, grid)
     narrow = max(min(x, BYTES_SECTOR // nbytes), 1)
     most = rows * narrow * vector * loaded
@@ -168,11 +170,13 @@ def short_params(
     return ReductionParams(False, THREADS_SHORT, 1, vector, unroll, columns=each)
 
 
-def _grid(threads: int, steps: int, wanted: int) -> int:
+def _grid(threads: int, steps: int, wanted: int, device: DeviceInfo) -> int:
     """Split a reduction of `steps` serial steps so that about `wanted` threads exist, none idle; of
-    all numbers of blocks only powers of two, and halfway between them."""
+    all numbers of blocks only powers of two, and halfway between them. No more than run at a time,
+    however few threads a block has."""
     if threads * 2 > wanted:
         return 1
-    most = max(min(wanted // threads, steps), 1)
+    at_once = min(device.sm_count * BLOCKS_PER_SM, device.max_grid[1])
+    most = max(min(wanted // threads, steps, at_once), 1)
     power = power_of_two_at_most(most)
     return power * 3 // 2 if power * 3 // 2 <= most else power

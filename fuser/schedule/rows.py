@@ -15,7 +15,7 @@ from fuser.ir import scalar as sc
 from fuser.ir.dtypes import HALF_LIKE, DataType, nbytes_of
 from fuser.ir.fusion import Fusion
 from fuser.ir.guard import FusionGuard
-from fuser.ir.nodes import TensorOp, WelfordOp
+from fuser.ir.nodes import CastOp, TensorOp, WelfordOp
 from fuser.ir.tensor import TensorView
 from fuser.ops.reductions import without_shift
 from fuser.ops.torch_meaning import REDUCING
@@ -210,12 +210,20 @@ def divide_once(fusion: Fusion, per_row: Callable[[TensorView], bool]) -> None:
         fusion.exprs = (*before[:at], *made[:-1], last, *before[at + 1 :])
 
 
+def _is_half(fusion: Fusion, tv: TensorView) -> bool:
+    made = fusion.definition(tv)
+    return isinstance(made, CastOp) and made.inp.dtype() in HALF_LIKE
+
+
 def two_pass_welford(fusion: Fusion) -> None:
     """Compute variances from the row that is kept: a sum for the mean, then one of the squared
     deviations from it. No element costs a division.
 
     avg, var, n = welford(x)  ->  mean = sum(x) / count; d = x - mean
                                   var = max(sum(d * d) - sum(d) * (sum(d) / count), 0)
+
+    What was of half precision before deviates from its mean by 2^-12 of it, or by nothing: beside
+    that the mean is rounded by too little to be corrected.
 
     A Welford stays whose count is asked for, whose sums would be of half precision, or whose
     results are outputs of a declared order in memory.
@@ -236,7 +244,8 @@ def two_pass_welford(fusion: Fusion) -> None:
             flags = [a.is_reduction() for a in op.avg.domain.logical]
             deviation = ops.sub(op.inp, ops.broadcast(mean, flags))
             squares = ops.sum(ops.mul(deviation, deviation), dims=dims)
-            squares = without_shift(squares, ops.sum(deviation, dims=dims), count)
+            if not _is_half(fusion, op.inp):
+                squares = without_shift(squares, ops.sum(deviation, dims=dims), count)
         made = fusion.exprs[len(before) :]
         fusion.exprs = (*before[:at], *made, *before[at + 1 :])
         for old, new in ((op.avg, mean), (op.var, squares)):
