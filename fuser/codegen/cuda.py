@@ -512,10 +512,10 @@ def _whole(kernel: LoweredKernel) -> tuple[list[str], list[str]]:
     lines = [*head, *writer.lines]
     if kernel.fold is not None:
         lines = _in_turns(kernel.fold, lines, waits=kernel.waits)
-    if kernel.reduces:
+    if kernel.reduces and all(sc.int_value(n) is not None for n in kernel.block):
         shape = ", ".join(map(scalar_text, kernel.block))
         lines.insert(0, f"  FUSER_BLOCK_SMEM(smem, {shape});")
-    elif kernel.needs_smem:
+    elif kernel.reduces or kernel.needs_smem:
         lines.insert(0, "  FUSER_SMEM(smem);")
     return lines, writer.lines
 

@@ -10,7 +10,7 @@ import torch
 from fuser import dumps, options
 from fuser.arguments import checked
 from fuser.device import DESCRIPTIONS, describe_device
-from fuser.errors import DefinitionError, NotCompiledError, UnsupportedError
+from fuser.errors import DefinitionError, NotCompiledError, UnsupportedError, user_code
 from fuser.frontend.draws import Draws
 from fuser.frontend.host_scalars import HostScalars
 from fuser.frontend.profiler import profile_of_kernel, profiler_here
@@ -25,6 +25,7 @@ from fuser.kernels import executor
 from fuser.kernels.kernel import make_kernel
 from fuser.lower.stream import steps_of
 from fuser.passes.concretize import refine_extents
+from fuser.passes.resolve_symbolic import is_undecided
 from fuser.schedule.automatic import SchedulerType
 from fuser.schedule.kernel_params import CompileParams, LaunchParams
 from hostir.bind import InputBinder
@@ -159,6 +160,13 @@ def _check_takes(fusion: Fusion) -> None:
         raise UnsupportedError(f"{what} {library.name} {library.out_tensor} is a library call")
     if fusion.aliases or any(tv.mesh is not None for tv in fusion.tensors()):
         raise UnsupportedError(f"{what} Meshes and aliased outputs are for execute()")
+    undecided = next(filter(is_undecided, fusion.used_exprs()), None)
+    if undecided is not None:
+        raise UnsupportedError(
+            f"{what} How {undecided.outputs[0]} comes from the axes of {undecided.inputs[0]} is "
+            f"known for the sizes of a call alone{user_code(undecided.where)}: define the inputs "
+            "with constant sizes, or leave the schedule to execute()"
+        )
     if steps_of(fusion) is not None:
         raise UnsupportedError(f"{what} Loops over streams are for execute()")
     if Draws.of(fusion) is not None:

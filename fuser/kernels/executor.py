@@ -34,7 +34,7 @@ from fuser.kernels.kernel import make_kernel
 from fuser.kernels.operands import address, alignment, describe, index_dtype, is_plain, total_nbytes
 from fuser.kernels.variant import Variant, launch_of, now, take_compiled
 from fuser.locks import make_reentrant_lock
-from fuser.lower.fold_grid import refuse_grid
+from fuser.lower.fold_grid import refusal
 from fuser.lower.stream import steps_of, with_stream_index
 from fuser.options import Settings
 from fuser.recent import Recent
@@ -421,8 +421,7 @@ class KernelExecutor:
         if variant.fits_grid(bound.values):
             return variant
         if self.scheduler is registry.scheduler("user"):
-            counts = variant.grid(bound.values)
-            raise refuse_grid(self.name, self.fusion, counts, device)
+            raise refusal(self.name, self.fusion, *variant.shape(bound.values), device)
         if key not in self._folded:
             if len(self._folded) >= MAX_VARIANTS and variant is not self._generic:
                 return self._generic_for(bound, device)

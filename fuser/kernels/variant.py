@@ -50,14 +50,15 @@ class Variant:
         return Needs.of(self)
 
     def fits_grid(self, values: Mapping[Symbol, Number]) -> bool:
-        """Whether the device takes so many blocks, for the values of the fusion's symbols."""
+        """Whether the device takes so many blocks and threads, for the values of the fusion's
+        symbols."""
         return not self.kernel.limits or self._limits.hold(self.own(values))
 
-    def grid(self, values: Mapping[Symbol, Number]) -> tuple[int, int, int]:
-        """Return how many blocks there are along x, y and z."""
-        known = self.own(values)
-        x, y, z = (int(sc.evaluate(n, known)) for n in self.kernel.grid)
-        return x, y, z
+    def shape(self, values: Mapping[Symbol, Number]) -> tuple[list[int], list[int]]:
+        """Return the blocks of a launch and the threads of a block along x, y and z."""
+        known, kernel = self.own(values), self.kernel
+        grid, block = ([int(sc.evaluate(n, known)) for n in s] for s in (kernel.grid, kernel.block))
+        return grid, block
 
     @cached_property
     def _limits(self) -> Computed:

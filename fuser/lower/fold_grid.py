@@ -16,6 +16,7 @@ keeps to the limits.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from math import prod
 
 from fuser.device import DeviceInfo
 from fuser.errors import DefinitionError, UnsupportedError, user_code
@@ -40,7 +41,7 @@ def within_limits(kernel: LoweredKernel, device: DeviceInfo, *, folded: bool) ->
     _check_block(kernel, device)
     if folded:
         return _folded(kernel, device)
-    limits = tuple(_guards(kernel, device))
+    limits = (*_guards(kernel, device), *_block_guards(kernel, device))
     return replace(kernel, guards=(*kernel.guards, *limits), limits=limits)
 
 
@@ -54,6 +55,13 @@ def _guards(kernel: LoweredKernel, device: DeviceInfo) -> list[Scalar]:
         if not is_counted:
             found.append(sc.le(count, most))
     return [x for x in found if x != sc.const(True)]
+
+
+def _block_guards(kernel: LoweredKernel, device: DeviceInfo) -> list[Scalar]:
+    """Return what must hold for threads of a block that are not constant."""
+    pairs = [*zip(kernel.block, device.max_block, strict=True)]
+    pairs.append((sc.product(kernel.block), device.max_threads_per_block))
+    return [sc.le(n, most) for n, most in pairs if sc.int_value(n) is None]
 
 
 def _folded(kernel: LoweredKernel, device: DeviceInfo) -> LoweredKernel:
@@ -89,27 +97,37 @@ def _folded(kernel: LoweredKernel, device: DeviceInfo) -> LoweredKernel:
 # ------------------------------------------------------------------ schedules of users
 def _check_block(kernel: LoweredKernel, device: DeviceInfo) -> None:
     """Raise `DefinitionError` for more threads than a block may have."""
-    for axis, count, most in zip(AXES, kernel.block, device.max_block, strict=True):
-        threads = sc.int_value(count)
-        if threads is not None and threads > most:
-            where = _named(kernel.fusion, BLOCK_TYPES, axis)
-            raise DefinitionError(
-                f"kernel {kernel.name}: {threads} threads of a block along {axis}{where}, but "
+    block = [sc.int_value(n) or 1 for n in kernel.block]
+    is_over = any(n > most for n, most in zip(block, device.max_block, strict=True))
+    if is_over or prod(block) > device.max_threads_per_block:
+        raise _block_refusal(kernel.name, kernel.fusion, block, device)
+
+
+def _block_refusal(
+    name: str, fusion: Fusion, block: Sequence[int], device: DeviceInfo
+) -> DefinitionError:
+    for axis, threads, most in zip(AXES, block, device.max_block, strict=True):
+        if threads > most:
+            where = _named(fusion, BLOCK_TYPES, axis)
+            return DefinitionError(
+                f"kernel {name}: {threads} threads of a block along {axis}{where}, but "
                 f"{device.name} takes at most {most}: split that axis by less"
             )
-    if kernel.threads > device.max_threads_per_block:
-        raise DefinitionError(
-            f"kernel {kernel.name}: blocks of {' x '.join(map(str, kernel.block))} = "
-            f"{kernel.threads} threads, but {device.name} takes at most "
-            f"{device.max_threads_per_block}: split the axes of the threads by less"
-        )
+    return DefinitionError(
+        f"kernel {name}: blocks of {' x '.join(map(str, block))} = {prod(block)} threads, but "
+        f"{device.name} takes at most {device.max_threads_per_block}: split the axes of the "
+        "threads by less"
+    )
 
 
-def refuse_grid(
-    name: str, fusion: Fusion, counts: Sequence[int], device: DeviceInfo
+def refusal(
+    name: str, fusion: Fusion, counts: Sequence[int], block: Sequence[int], device: DeviceInfo
 ) -> DefinitionError:
-    """Return the error of a schedule by hand that has too many blocks along an axis."""
+    """Return the error of a schedule by hand that has too many blocks along an axis, or too many
+    threads in a block."""
     over = [k for k in range(3) if counts[k] > device.max_grid[k]]
+    if not over:
+        return _block_refusal(name, fusion, block, device)
     axis, most = AXES[over[0]], device.max_grid[over[0]]
     return DefinitionError(
         f"kernel {name}: {counts[over[0]]} blocks along {axis}"

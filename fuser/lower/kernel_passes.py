@@ -201,7 +201,7 @@ def _lower(fusion: Fusion, name: str, index_dtype: DataType, device: DeviceInfo)
         except NoNestError as refused:
             assumptions.recomputed[refused.tv] = None
             continue
-        return _finish(state, name, index_dtype)
+        return _finish(state, name, index_dtype, device)
     raise UnsupportedError(f"kernel {name}: no consistent set of assumptions was found")
 
 
@@ -231,7 +231,7 @@ def _attempt(fusion: Fusion, assumptions: Assumptions, *, is_cpu: bool) -> State
 
 
 # ------------------------------------------------------------------ the interface
-def _finish(state: State, name: str, index_dtype: DataType) -> LoweredKernel:
+def _finish(state: State, name: str, index_dtype: DataType, device: DeviceInfo) -> LoweredKernel:
     ctx = state.ctx
     tensors = _touched_tensors(state)
     args: list[Arg] = [TensorArg(tv) for tv in tensors]
@@ -253,7 +253,8 @@ def _finish(state: State, name: str, index_dtype: DataType) -> LoweredKernel:
     grid, block = _launch(extents, GRID_TYPES), _launch(extents, BLOCK_TYPES)
     threads = sc.int_value(sc.product(block))
     if threads is None:
-        raise UnsupportedError(f"kernel {name}: the block size {sc.product(block)} is not constant")
+        # A schedule by hand may give each element of an axis a thread; guards keep to the limit.
+        threads = device.max_threads_per_block
     guards = [*ctx.nesting.fusion.assumed, *ctx.guards, *ctx.assumptions.guards()]
     guards += [sc.le(n, x) for x, n in ctx.nesting.fusion.least.items()]
     if index_dtype is DataType.Int32:

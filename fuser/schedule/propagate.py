@@ -8,7 +8,8 @@ other axis itself. No walk over paths between tensors is needed.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from functools import partial
 
 from fuser.errors import DefinitionError
 from fuser.ir.axis_graph import AxisGraph
@@ -25,6 +26,7 @@ from fuser.ir.domain import (
     same_form,
 )
 from fuser.ir.fusion import Fusion
+from fuser.ir.nodes import ReshapeOp
 from fuser.ir.path import Rules, forward, replay, transforms_between
 from fuser.ir.tensor import TensorView
 from fuser.ir.types import ParallelType
@@ -37,10 +39,13 @@ Matches = Mapping[int, IterDomain]
 class AxisMatcher:
     """Finds, for one reference tensor, the logical axes of other tensors that match its own."""
 
-    def __init__(self, graph: AxisGraph, reference: TensorView) -> None:
+    def __init__(
+        self, graph: AxisGraph, reference: TensorView, axes: Sequence[IterDomain] = ()
+    ) -> None:
+        """`axes` stand for the logical axes of the reference: those of its operand."""
         self._graph = graph
-        self._axes = reference.domain.logical
-        self._by_class = {graph.find(a): a for a in reference.domain.logical}
+        self._axes = axes or reference.domain.logical
+        self._by_class = {graph.find(a): a for a in self._axes}
         self._via_broadcast: dict[int, int | None] = {}
         # Classes that a broadcast axis of the reference becomes downstream.
         self._downstream = {
@@ -210,13 +215,45 @@ def transform_like(reference_tv: TensorView, selected_tensors: Collection[Tensor
     """Repeat the reference's loop transforms on all tensors of the fusion, or on the selected ones.
 
     Splits, merges and order only, no parallel types. Axes that the reference does not have go last.
-    Fusion inputs keep their domain.
+    Tensors above a reshape repeat what the reshape does before. Fusion inputs keep their domain.
     """
-    fusion = reference_tv.fusion
+    fusion, chosen = reference_tv.fusion, _chosen(reference_tv, selected_tensors)
     matcher = AxisMatcher(AxisGraph(fusion), reference_tv)
     loops = LoopReplay(reference_tv.domain)
-    for tv in _chosen(reference_tv, selected_tensors):
+    for tv in chosen:
         loops.apply(tv, matcher.matches(tv.domain))
+    for seen, above, targets in _above_reshapes(reference_tv, chosen):
+        loops = LoopReplay(seen())
+        for tv in targets:
+            loops.apply(tv, above.matches(tv.domain))
+
+
+def _above_reshapes(
+    reference: TensorView, chosen: Sequence[TensorView]
+) -> Iterator[tuple[Callable[[], TensorDomain], AxisMatcher, list[TensorView]]]:
+    """Yield for each reshape among the tensors, the last first: its result's domain as its operand
+    sees it, from the axes before the reshape on; what matches those; and the tensors above it whose
+    own axes the reference does not have."""
+    fusion = reference.fusion
+    graph, known = AxisGraph(fusion), {reference, *chosen}
+    direct = AxisMatcher(graph, reference)
+
+    def lacks(tv: TensorView) -> bool:
+        concrete = [a for a in tv.domain.logical if not a.is_broadcast]
+        return any(direct.reference_of(a) is None for a in concrete)
+
+    for op in reversed(fusion.exprs):
+        if isinstance(op, ReshapeOp) and op.out in known:
+            above, root = _upstream(fusion, op.out), op.out.domain.root
+            targets = [tv for tv in chosen if tv in above and lacks(tv)]
+            yield partial(_from_root, op.out), AxisMatcher(graph, op.out, root), targets
+
+
+def _from_root(tv: TensorView) -> TensorDomain:
+    """Return the domain of a reshape's result with the axes before the reshape as the logical
+    ones."""
+    domain = tv.domain
+    return domain.having(logical=domain.root_numbers, root=(), allocation=(), contiguity=())
 
 
 def bounded_transform_backward(
@@ -266,26 +303,36 @@ def parallelize_like(
 
     Vectorize is copied only to explicitly selected tensors: it says how one tensor is accessed.
     """
-    del propagate_padding  # no axis of ours is padded: block sizes are constants of the schedule
+    del propagate_padding  # no axis of ours is padded
     fusion = reference_tv.fusion
-    domain = reference_tv.domain
-    matcher = AxisMatcher(AxisGraph(fusion), reference_tv)
+    domain, chosen = reference_tv.domain, _chosen(reference_tv, selected_tensors)
+    wanted = {
+        a.number: a.ptype
+        for a in domain.loop[: _position(reference_tv, pos)]
+        if (not selected_parallel_types or a.ptype in selected_parallel_types)
+        and (a.ptype is not ParallelType.vectorize or selected_tensors)
+    }
+    _parallelize(domain, AxisMatcher(AxisGraph(fusion), reference_tv), chosen, wanted)
+    for seen, above, targets in _above_reshapes(reference_tv, chosen):
+        # The result of the reshape has the reference's types by now, and its own ones.
+        view = seen()
+        types = {a.number: a.ptype for a in view.loop if a.ptype in wanted.values()}
+        _parallelize(view, above, targets, types)
+
+
+def _parallelize(
+    domain: TensorDomain,
+    matcher: AxisMatcher,
+    targets: Sequence[TensorView],
+    wanted: Mapping[int, ParallelType],
+) -> None:
+    """Give the axes of targets that match loop axes of a domain the types wanted for those."""
     history = transforms_between(domain, domain.logical, domain.loop)
-    axes = domain.loop[: _position(reference_tv, pos)]
-    for tv in _chosen(reference_tv, selected_tensors):
+    for tv in targets:
         found = follow(history, tv.domain, matcher.matches(tv.domain))
         loops = {a.number for a in tv.domain.loop}
-        types: dict[int, ParallelType] = {}
-        for axis in axes:
-            mine = found.get(axis.number)
-            if mine is None or mine.number not in loops:
-                continue
-            if selected_parallel_types and axis.ptype not in selected_parallel_types:
-                continue
-            if axis.ptype is ParallelType.vectorize and not selected_tensors:
-                continue
-            types[mine.number] = axis.ptype
-        set_parallel_types(tv, types)
+        mine = {n: found[n].number for n in wanted if n in found}
+        set_parallel_types(tv, {mine[n]: wanted[n] for n in mine if mine[n] in loops})
 
 
 def set_parallel_types(tv: TensorView, types: Mapping[int, ParallelType]) -> None:

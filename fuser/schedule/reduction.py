@@ -213,7 +213,7 @@ def chooser(fusion: Fusion, device: DeviceInfo) -> Callable[[Facts], ReductionPa
             return replace(inner_params(iterated, reduced, step, device), shifted=True)
         step = vector, vector * widest
         if runs.inner:
-            return inner_params(iterated, reduced, step, device)
+            return inner_params(iterated, reduced, step, device, is_welford=is_welford)
         return outer_params(iterated, reduced, step, loaded, busy, device)
 
     return choose

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from fuser import FusionDefinition, ParallelType, TensorView
+from fuser.errors import DefinitionError, UnsupportedError
 
 
 def bias_relu() -> tuple[FusionDefinition, TensorView]:
@@ -113,3 +114,87 @@ def test_execute_schedules_by_itself(hand: Callable[[TensorView], object], of_su
         wanted = wanted.sum(1) if of_sum else wanted
         torch.testing.assert_close(found.double(), wanted, rtol=1e-5, atol=1e-5)
     assert str(out) == before  # the definition keeps what the user wrote
+
+
+# ------------------------------------------------------------------ as nvFuser's users write them
+@pytest.mark.finding("print_kernel symbolic block size")
+@pytest.mark.parametrize("reduces", [False, True])
+def test_axis_of_any_extent_gives_a_block_its_threads(reduces: bool) -> None:
+    with FusionDefinition() as fd:
+        x = fd.define_tensor([-1, -1], contiguity=True)
+        y = fd.ops.sum(x, 1) if reduces else fd.ops.add(x, 1.0)
+        fd.add_output(y)
+        y.axis(0).parallelize(ParallelType.grid_x)
+        y.axis(1).parallelize(ParallelType.block_x)
+    text = fd.fusion.print_kernel()
+    assert "__launch_bounds__(1024)" in text and "threadIdx.x" in text
+    for shape in ((5, 70), (3, 33), (2, 1000), (1, 1)):
+        given = torch.randn(shape, dtype=torch.float64).float()
+        (out,) = fd.manual_execute([given])
+        expected = given.double().sum(1) if reduces else given.double() + 1
+        torch.testing.assert_close(out.double(), expected, rtol=1e-5, atol=1e-5)
+    with pytest.raises(DefinitionError, match=r"2000 threads of a block along x.* at most 1024"):
+        fd.manual_execute([torch.randn(3, 2000)])
+
+
+def _reshaped(shape: list[int]) -> tuple[FusionDefinition, list[TensorView]]:
+    """Tensors above a reshape get the transforms of one below it, and are inlined there."""
+    with FusionDefinition() as fd:
+        x = fd.define_tensor(shape, contiguity=True)
+        y = fd.ops.add(x, 1.0)
+        z = fd.ops.reshape(y, [8, 3, 4])
+        w = fd.ops.mul(z, 2.0)
+        fd.add_output(w)
+        w.merge(1)
+        w.split(1, 5)
+        w.axis(0).parallelize(ParallelType.grid_x)
+        w.axis(2).parallelize(ParallelType.block_x)
+        fd.sched.transform_like(w)
+        fd.sched.parallelize_like(w)
+        fd.sched.inline_most()
+    return fd, [y, z, w]
+
+
+@pytest.mark.finding("transform_like through reshape")
+def test_transforms_go_up_through_a_reshape() -> None:
+    fd, tensors = _reshaped([8, 12])
+    loops = [[(a.ptype, str(a.extent)) for a in tv.domain.loop] for tv in tensors]
+    assert loops[0] == loops[1] == loops[2]
+    assert loops[0][0][0] is ParallelType.grid_x and loops[0][2] == (ParallelType.block_x, "5")
+    assert tensors[0].compute_at == 3
+    x = torch.randn(8, 12)
+    (out,) = fd.manual_execute([x])
+    torch.testing.assert_close(out, ((x + 1) * 2).reshape(8, 3, 4))
+
+
+@pytest.mark.finding("transform_like through reshape")
+def test_transforms_go_up_through_several_reshapes() -> None:
+    with FusionDefinition() as fd:
+        x = fd.define_tensor([24], contiguity=True)
+        first = fd.ops.add(x, 1.0)
+        middle = fd.ops.neg(fd.ops.reshape(first, [6, 4]))
+        last = fd.ops.mul(fd.ops.reshape(middle, [3, 2, 4]), 2.0)
+        fd.add_output(last)
+        last.merge(0)
+        last.merge(0)
+        last.split(0, 8)
+        fd.sched.transform_like(last)
+        last.axis(0).parallelize(ParallelType.grid_x)
+        last.axis(1).parallelize(ParallelType.block_x)
+        fd.sched.parallelize_like(last)
+        fd.sched.inline_most()
+    for tv in (first, middle):
+        found = [(a.ptype, str(a.extent)) for a in tv.domain.loop]
+        assert found == [(ParallelType.grid_x, "3"), (ParallelType.block_x, "8")]
+    x = torch.randn(24)
+    (out,) = fd.manual_execute([x])
+    torch.testing.assert_close(out, -(x + 1).reshape(3, 2, 4) * 2)
+
+
+@pytest.mark.finding("transform_like through reshape")
+def test_reshape_of_unknown_sizes_by_hand_is_refused_in_words() -> None:
+    fd, _ = _reshaped([-1, -1])
+    for run in (fd.fusion.print_kernel, lambda: fd.manual_execute([torch.randn(8, 12)])):
+        with pytest.raises(UnsupportedError, match="known for the sizes of a call alone") as found:
+            run()
+        assert "test_manual.py" in str(found.value) and "constant sizes" in str(found.value)

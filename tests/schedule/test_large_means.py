@@ -93,7 +93,7 @@ _DTYPES = {
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize(("shape", "dims", "mean"), CASES)
 def test_variance_with_a_large_mean_is_as_right_as_torchs(
-    form: str, shape: Sequence[int], dims: Sequence[int], mean: float, schedules: Sequence[str]
+    form: str, shape: Sequence[int], dims: list[int], mean: float, schedules: Sequence[str]
 ) -> None:
     x = _data(shape, mean, torch.float32)
     var, *means = _run(form, x, dims, schedules, fixed=len(shape) == 2)
@@ -110,7 +110,7 @@ def test_variance_with_a_large_mean_is_as_right_as_torchs(
 )
 @pytest.mark.parametrize("dims", [[0], [1]])
 def test_variance_with_a_large_mean_in_other_dtypes_is_right(
-    form: str, dtype: torch.dtype, mean: float, dims: Sequence[int], schedules: Sequence[str]
+    form: str, dtype: torch.dtype, mean: float, dims: list[int], schedules: Sequence[str]
 ) -> None:
     x = mean + 64 * torch.randn(70, 300, generator=torch.Generator().manual_seed(1)).to(dtype)
     var, *_ = _run(form, x, dims, schedules, fixed=False)
@@ -123,7 +123,7 @@ def test_variance_with_a_large_mean_in_other_dtypes_is_right(
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("dims", [[0], [1]])
 def test_variance_beside_a_first_value_far_away_is_right(
-    form: str, dims: Sequence[int], schedules: Sequence[str]
+    form: str, dims: list[int], schedules: Sequence[str]
 ) -> None:
     """A row that begins with padding: the first value says nothing about the others."""
     x = _data((40, 3000), 1e4, torch.float32)

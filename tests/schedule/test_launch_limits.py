@@ -120,7 +120,9 @@ def _executor(case: Case, device: DeviceInfo, dtype: torch.dtype, *, fixed: bool
     fusion = define(case.build, *kinds, dtype=from_torch(dtype))
     name = "horizontal" if case.scheduler == "horizontal" else find_scheduler(fusion)
     assert name == case.scheduler
-    return KernelExecutor(fusion, scheduler=name, name="kernel", device=device, checked=True)
+    return KernelExecutor(
+        fusion, scheduler=case.scheduler, name="kernel", device=device, checked=True
+    )
 
 
 def _check(executor: KernelExecutor, case: Case, shapes: Sequence[Sequence[int]]) -> None:

@@ -339,3 +339,70 @@ def test_one_result_meets_all(
     expected = wide * (expected.narrow(kept, 1, 1) + expected)
     (out,) = fd.execute([given], _enable_options=options)
     torch.testing.assert_close(out, expected.float(), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.finding("G37")
+@pytest.mark.parametrize(
+    ("dtype", "places", "is_variance", "expected"),
+    [
+        (BF16, 3136, True, (224, 1)),
+        (BF16, 3136, False, (416, 1)),
+        (DataType.Float, 3136, True, (416, 1)),
+        (DataType.Float, 3136, False, (416, 1)),
+        # Whole tiles of a power of two stay.
+        (BF16, 4096, True, (256, 2)),
+    ],
+)
+def test_runs_of_images_fill_whole_warps(
+    dtype: DataType, places: int, is_variance: bool, expected: tuple[int, int]
+) -> None:
+    """Channels of images of 56 x 56: few rows, each of many runs of 392 or 784 vectors."""
+
+    def statistics(x: TensorView) -> TensorView:
+        wide = ops.cast(x, DataType.Float)
+        return ops.var_mean(wide, [0, 2], 0)[0] if is_variance else ops.sum(wide, dims=[0, 2])
+
+    fusion = define(statistics, (None, None, None), dtype=dtype)
+    _, params = scheduled(fusion, H200, (64, 256, places))
+    assert isinstance(params, ReductionParams) and params.inner
+    assert (params.threads_x, params.grid) == expected
+    assert params.unroll_outer == (places == 3136)
+    few = scheduled(fusion, H200, (64, 16, places))[1]
+    assert isinstance(few, ReductionParams) and few.grid > 1
+
+
+@pytest.mark.finding("G37")
+def test_looked_up_rows_are_taken_by_few_blocks() -> None:
+    def build(x: TensorView, places: TensorView) -> TensorView:
+        return ops.take_along_axis(x, places, 1)
+
+    kinds = [BF16, DataType.Int]
+    fusion = define(build, (None, None), (None, None), dtype=kinds)
+    shape = (8192, 8192)
+    _, params = scheduled(fusion, H200, shape, shape)
+    assert params == PointwiseParams(512, 1, 2, 8, inner_on_x=True, along=True)
+    # Rows of a block's width have no use for it, and few rows need all multiprocessors.
+    _, params = scheduled(fusion, H200, (8192, 128), (8192, 128))
+    assert isinstance(params, PointwiseParams) and not params.along
+    _, params = scheduled(fusion, H200, (16, 8192), (16, 8192))
+    assert isinstance(params, PointwiseParams) and params.unroll < 8
+
+
+@pytest.mark.finding("G37")
+@pytest.mark.parametrize("device", ["cpu", "h200"])
+@pytest.mark.parametrize("shape", [(3, 2048), (2, 9001), (5, 300), (1, 40_000)])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_elements_of_rows_are_looked_up(
+    shape: tuple[int, int], dtype: torch.dtype, device: str
+) -> None:
+    x = random(shape, dtype)
+    places = torch.randint(0, shape[1], shape, generator=torch.Generator().manual_seed(2))
+    for fixed in (False, True):
+        kinds = [shape if fixed else (None, None)] * 2
+        fusion = define(
+            lambda x, places: ops.take_along_axis(x, places, 1),
+            *kinds,
+            dtype=[from_torch(dtype), DataType.Int],
+        )
+        (out,) = run(make_executor(fusion, device), [x, places], [shape])
+        assert torch.equal(out, x.gather(1, places))
