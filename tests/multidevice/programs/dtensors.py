@@ -117,19 +117,35 @@ def check_two_linears(name: str, device: str) -> None:
     none = [WHOLE] * (len(shape) - 1)
     placed = [[*batch, WHOLE], [*none, Shard(0)], [*none, Shard(0)], [*none, Shard(1)]]
     full = [randn(4, 3, 8), randn(16, 8, seed=1), randn(16, seed=2), randn(5, 16, seed=3)]
-    with FusionDefinition() as fd:
-        x, v, b, w = (
-            fd.define_tensor(list(t.shape), contiguity=True, dtype=DataType.Double) for t in full
-        )
-        fd.add_output(fd.ops.linear(fd.ops.relu(fd.ops.linear(x, v, b)), w))
-        for tv, one in zip((x, v, b, w), placed, strict=True):
-            cut(tv, mesh, one)
+    ways: tuple[Callable[[Any, Any, Any], object], ...] = (cut, fuser.shard)
+    for place in ways:
+        with FusionDefinition() as fd:
+            x, v, b, w = (
+                fd.define_tensor(list(t.shape), contiguity=True, dtype=DataType.Double)
+                for t in full
+            )
+            fd.add_output(fd.ops.linear(fd.ops.relu(fd.ops.linear(x, v, b)), w))
+            for tv, one in zip((x, v, b, w), placed, strict=True):
+                place(tv, mesh, one)
+        _check_two_linears(fd, mesh, placed, full, device)
+
+
+def _check_two_linears(
+    fd: FusionDefinition,
+    mesh: TorchMesh,
+    placed: Sequence[Sequence[Any]],
+    full: Sequence[torch.Tensor],
+    device: str,
+) -> None:
     given = [distribute(t.to(device), mesh, p) for t, p in zip(full, placed, strict=True)]
     linear = torch.nn.functional.linear
     want = linear(linear(full[0], full[1], full[2]).relu(), full[3])
+    got: Any = None
     for run in (fuser.execute_with_dtensors, FusionDefinition.execute_with_dtensors):
         (got,) = run(fd, given)
         check_result(got, want, mesh, placed[0])
+        # A dimension of one device is called as the user, or an operand, calls it.
+        assert list(got.placements) == list(placed[0])
     # torch's own way to the same result.
     theirs: Any = linear(linear(*given[:3]).relu(), given[3])
     torch.testing.assert_close(got.full_tensor(), theirs.full_tensor())
