@@ -53,6 +53,7 @@ def _sentences(
     slices: dict[TensorView, dict[TensorView, Slice]],
     others: set[TensorView],
 ) -> Iterator[str]:
+    numbers = {v: k for k, v in enumerate(program.inputs) if isinstance(v, TensorView)}
     for tv in inputs:
         made = slices.get(tv, {})
         wanted = set(made.values())
@@ -63,7 +64,7 @@ def _sentences(
         readers = dict.fromkeys(f"{r.op}{_at(r.where)}" for r in rows if r.what == "placement")
         taken = f", as {' and '.join(readers)} takes it" if readers else ""
         yield (
-            f"T{tv.number}, input {program.inputs.index(tv)}, is whole along axis {axis} on each "
+            f"T{tv.number}, input {numbers[tv]}, is whole along axis {axis} on each "
             f"rank and cut by {ptype.name} in each call{taken}: annotate it, by "
             f"shard(T{tv.number}, mesh, [{_placements(tv, ptype, axis)}]), and pass shards"
             f"{user_code(tv.user_line())}"
