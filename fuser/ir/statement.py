@@ -7,7 +7,8 @@ from __future__ import annotations
 
 from abc import ABCMeta
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, TypeVar
+from sys import maxsize
+from typing import TYPE_CHECKING, Any, SupportsIndex, TypeVar
 
 from fuser.errors import NoOperandError
 
@@ -39,10 +40,23 @@ class Expr(Statement):
 
 
 class Values(list[T]):
-    """A list that users also call, since nvFuser's is a method: `fusion.inputs()`, `tv.shape()`."""
+    """A list that users also call, since nvFuser's is a method: `fusion.inputs()`, `tv.shape()`.
+
+    `tv in fusion.outputs` looks for the tensor: `==` would be an op in a user's definition.
+    """
 
     def __call__(self) -> list[T]:
         return list(self)
+
+    def __contains__(self, value: object) -> bool:
+        return any(v is value or v == value for v in self)
+
+    def index(self, value: Any, start: SupportsIndex = 0, stop: SupportsIndex = maxsize) -> int:
+        places = range(len(self))[slice(start, stop)]
+        found = next((k for k in places if self[k] is value or self[k] == value), None)
+        if found is None:
+            raise ValueError(f"{value} is not in the list")
+        return found
 
 
 def numbered(what: str, expr: object, values: Sequence[T], index: int) -> T:

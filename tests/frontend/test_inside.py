@@ -203,6 +203,17 @@ def test_programs_of_more_ranks_than_the_job_has_can_be_shown(
         gathered_linear(64).execute(shards)
 
 
+def test_inputs_and_outputs_are_found_while_a_definition_is_written() -> None:
+    with FusionDefinition() as fd:
+        x, y = fd.define_tensor([4]), fd.define_tensor([6])
+        fd.add_output(x)
+        assert x in fd.fusion.outputs and y not in fd.fusion.outputs
+        assert fd.fusion.inputs.index(y) == 1
+        with pytest.raises(ValueError, match="is not in the list"):
+            fd.fusion.outputs.index(y)
+    assert not fd.fusion.exprs
+
+
 def test_enumerations_print_as_nvfusers() -> None:
     assert repr(fuser.DataType.Float) == "<DataType.Float: 1>"
     assert str(fuser.ParallelType.tma) == "ParallelType.tma" and int(fuser.ParallelType.tma) == 15
