@@ -31,7 +31,7 @@ _checked_init = partial(checked, name="DeviceMesh")
 
 def _flatten(nested: object, depth: int = 0) -> tuple[list[int], tuple[int, ...]]:
     """Return (row-major ids, shape) of nested sequences of ints."""
-    if isinstance(nested, range) and len(nested) <= MAX_DEVICES:
+    if isinstance(nested, range) and not nested[MAX_DEVICES:]:
         return [*nested], (len(nested),)
     if python_number(nested) is not None:
         return [take_integer(nested)], ()

@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from fuser.arguments import checked, python_number, show
+from fuser.arguments import Mismatch, checked, show, take_integer
 from fuser.errors import ArgumentError, DefinitionError, ShardingError, UnsupportedError
 from fuser.ir import scalar as sc
 from fuser.ir.domain import Split
@@ -32,8 +32,11 @@ class Shard:
     dim: int
 
     def __post_init__(self) -> None:
-        if python_number(self.dim) is None or int(self.dim) != self.dim:
-            raise ArgumentError(f"Shard: expected the number of an axis, got {show(self.dim)}")
+        try:
+            take_integer(self.dim)
+        except Mismatch as error:
+            shown = show(self.dim)
+            raise ArgumentError(f"Shard: expected the number of an axis, got {shown}") from error
 
 
 @record
@@ -151,12 +154,13 @@ def _dims_of(tv: TensorView, mesh: DeviceMesh, placements: Sequence[object]) -> 
 
 def _dim_of(tv: TensorView, position: int, placed: Any) -> int | None:
     """Return the axis of one placement, None for a replicated dimension."""
-    module, name = type(placed).__module__, type(placed).__name__
+    module, name = str(type(placed).__module__), type(placed).__name__
     is_torchs = module.startswith("torch.distributed.")
     if isinstance(placed, Replicate) or (is_torchs and name == "Replicate"):
         return None
     if isinstance(placed, Shard) or (is_torchs and name == "Shard"):
-        dim = placed.dim + tv.ndim if placed.dim < 0 else placed.dim
+        dim = take_integer(placed.dim)
+        dim += tv.ndim if dim < 0 else 0
         if not 0 <= dim < tv.ndim:
             raise ShardingError(
                 f"shard: Shard({placed.dim}), placement {position}, of {tv}, which has {tv.ndim} "

@@ -295,15 +295,19 @@ def _plan(fusion: Fusion, op: ReshapeOp, values: Mapping[Symbol, Number]) -> Res
 def _device_axes(fusion: Fusion) -> list[tuple[TensorView, IterDomain]]:
     """Return the logical axes that count the devices of a mesh and have a symbolic extent, the
     user's own first."""
-    return [
-        (tv, axis)
-        for tv in sorted(fusion.tensors(), key=lambda tv: not tv.cut_lines)
-        if tv.mesh is not None
-        for axis in tv.domain.logical
-        if axis.is_device
-        and axis.number in tv.domain.loop_numbers
-        and sc.int_value(axis.size) is None
-    ]
+    found: list[tuple[TensorView, IterDomain]] = []
+    for tv in sorted(fusion.tensors(), key=lambda tv: not tv.cut_lines):
+        types = [a.ptype for a in tv.domain.loop if a.is_device and not a.is_reduction()]
+        if tv.mesh is None or len(types) > len({*types}):
+            continue  # two axes of one type are refused when shardings are looked at
+        found += (
+            (tv, axis)
+            for axis in tv.domain.logical
+            if axis.is_device
+            and axis.number in tv.domain.loop_numbers
+            and sc.int_value(axis.size) is None
+        )
+    return found
 
 
 def _number_of_devices(fusion: Fusion) -> int:

@@ -253,6 +253,7 @@ ROWS: list[tuple[str, Callable[[Bench], Callable[..., object]], Call]] = [
     *((n, _mesh_call(n), c) for n, c in MESH.items()),
     ("parallelize", lambda t: t.y.axis(0).parallelize, lambda t: (ParallelType.mesh_x,)),
     ("shard_tensor", lambda t: shard_tensor, lambda t: (torch.ones(4, 2), t.x)),
+    ("shard", lambda t: fuser.shard, lambda t: (t.x, [0, 1], [fuser.Shard(0)])),
 ]
 
 
