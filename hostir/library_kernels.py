@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import cache
+from math import prod
 
 import torch
 
@@ -16,7 +17,8 @@ from fuser.ir.mma import GroupedMmaOp
 from fuser.kernel_source import KernelParam, KernelSource
 from fuser.runtime.kernel import CompiledKernel, compile_kernels
 
-THREADS, MAX_BLOCKS = 256, 2048
+# Of a block; and elements that a thread scatters.
+THREADS, _EACH = 256, 4
 # Elements are moved as words of their size.
 _WORDS = {1: "unsigned char", 2: "unsigned short", 4: "unsigned", 8: "uint64_t"}
 _INDICES = {torch.int32: "int", torch.int64: "int64_t"}
@@ -26,22 +28,30 @@ _MAX_INT = 2**31 - 1
 # wrong first is reported to the host.
 _ENDS = """\
 #define nvfuser_index_t int
-extern "C" __global__ void __launch_bounds__(32) group_ends(
+extern "C" __global__ void __launch_bounds__(1024) group_ends(
     FUSER_PTR(const int) offsets, FUSER_PTR(int) ends, FUSER_PTR(int64_t) report,
     const int groups, const int extent) {
-  if (threadIdx.x != 0) return;
-  int last = 0;
-  bool is_right = true;
-  for (int g = 0; g < groups; g++) {
-    const int end = offsets[g];
-    const int kept = end < last ? last : end > extent ? extent : end;
-    if (kept != end && is_right) {
-      is_right = false;
-      report[1] = end;
-      report[0] = g + 1;
+  const int group = threadIdx.x;
+  if (group >= groups) return;
+  // The largest end so far is where this group begins.
+  int last = 0, first_wrong = groups;
+  for (int block = 0; block <= group; block += 8) {
+    // Loads that do not wait for one another.
+    int some[8];
+    FUSER_UNROLL
+    for (int k = 0; k < 8; k++) some[k] = block + k < groups ? offsets[block + k] : 0;
+    FUSER_UNROLL
+    for (int k = 0; k < 8; k++) {
+      if (block + k > group) continue;
+      const int kept = some[k] < last ? last : some[k] > extent ? extent : some[k];
+      if (kept != some[k] && first_wrong == groups) first_wrong = block + k;
+      last = kept;
     }
-    ends[g] = kept;
-    last = kept;
+  }
+  ends[group] = last;
+  if (first_wrong == group) {
+    report[1] = offsets[group];
+    report[0] = group + 1;
   }
 }
 """
@@ -56,21 +66,38 @@ extern "C" __global__ void __launch_bounds__(256) clear_rows(
 """
 
 
-def _scatter_text(word: str, index: str, position: str, *, is_number: bool) -> str:
-    source = "number" if is_number else "src"
+def _scatter_text(word: str, index: str, position: str, *, is_number: bool, is_last: bool) -> str:
+    """Return the text for elements of one size; `is_last`: along the last axis. Each thread moves
+    several, whose loads do not wait for one another."""
     given = "const int64_t number" if is_number else f"FUSER_PTR(const {word}) src"
-    value = f"{word}(number)" if is_number else f"{source}[i]"
+    load = "" if is_number else "values[k] = src[at(k)];"
+    value = f"static_cast<{word}>(number)" if is_number else "values[k]"
+    values = "" if is_number else f"{word} values[{_EACH}];"
+    behind = "" if is_last else " * inner + i % inner"
     return f"""\
 #define nvfuser_index_t {position}
 extern "C" __global__ void __launch_bounds__({THREADS}) scatter(
     FUSER_PTR({word}) out, FUSER_PTR(const {index}) index, {given},
     const {position} count, const {position} row, const {position} inner,
     const {position} extent) {{
-  for ({position} i = {position}(blockIdx.x) * {THREADS} + threadIdx.x; i < count;
-       i += {position}(gridDim.x) * {THREADS}) {{
-    const {index} place = index[i];
-    if (place < 0 || place >= extent) continue;
-    out[(i / row * extent + {position}(place)) * inner + i % inner] = {value};
+  const {position} first = {position}(blockIdx.x) * {THREADS * _EACH} + threadIdx.x;
+  {index} places[{_EACH}];
+  {values}
+  FUSER_UNROLL
+  for (int k = 0; k < {_EACH}; k++) {{
+    const {position} i = first + k * {THREADS};
+    places[k] = i < count ? index[i] : -1;
+  }}
+  FUSER_UNROLL
+  for (int k = 0; k < {_EACH}; k++) {{
+    const {position} i = first + k * {THREADS};
+    {load.replace("at(k)", "i < count ? i : 0")}
+  }}
+  FUSER_UNROLL
+  for (int k = 0; k < {_EACH}; k++) {{
+    const {position} i = first + k * {THREADS};
+    if (places[k] < 0 || places[k] >= extent) continue;
+    out[(i / row * extent + {position}(places[k])){behind}] = {value};
   }}
 }}
 """
@@ -113,7 +140,8 @@ class LibraryKernels:
                 )
             kept = torch.empty_like(offsets)
             given = offsets, kept, report, offsets.numel(), extent
-            kernel.launch(given, grid=(1, 1, 1), block=(32, 1, 1))
+            threads = -(-offsets.numel() // 32) * 32
+            kernel.launch(given, grid=(1, 1, 1), block=(threads, 1, 1))
             return kept
 
         return ends
@@ -123,7 +151,7 @@ class LibraryKernels:
         rows, columns = out.shape
         kernel = self._find("clear", _clear_source)
         given = out, ends, ends.numel(), rows, columns
-        kernel.launch(given, grid=(min(rows, 256), 1, 1), block=(THREADS, 1, 1))
+        kernel.launch(given, grid=(min(rows, 128), 1, 1), block=(THREADS, 1, 1))
 
     # -------------------------------------------------------------- scatter
     def takes_scatter(
@@ -144,14 +172,11 @@ class LibraryKernels:
         position = "int" if max(out.numel(), index.numel()) <= _MAX_INT // 2 else "int64_t"
         word, kind = _WORDS[out.element_size()], _INDICES[index.dtype]
         is_number = not isinstance(src, torch.Tensor)
-        key = word, kind, position, is_number
-        kernel = self._find(key, lambda: _scatter_source(word, kind, position, is_number))
-        inner = 1
-        for n in out.shape[dim + 1 :]:
-            inner *= n
-        count = index.numel()
+        inner, count = prod(out.shape[dim + 1 :]), index.numel()
+        key = word, kind, position, is_number, inner == 1
+        kernel = self._find(key, lambda: _scatter_source(*key))
         given = out, index, src, count, index.shape[dim] * inner, inner, out.shape[dim]
-        blocks = min(-(-count // THREADS), MAX_BLOCKS)
+        blocks = -(-count // (THREADS * _EACH))
         kernel.launch(given, grid=(blocks, 1, 1), block=(THREADS, 1, 1))
 
 
@@ -177,7 +202,9 @@ def _clear_source() -> KernelSource:
     return KernelSource("clear_rows", _CLEAR, params, uses_barriers=False)
 
 
-def _scatter_source(word: str, index: str, position: str, is_number: bool) -> KernelSource:
+def _scatter_source(
+    word: str, index: str, position: str, is_number: bool, is_last: bool
+) -> KernelSource:
     given = ("number", "int64_t", False) if is_number else ("src", f"const {word}", True)
     params = (
         KernelParam("out", word, True),
@@ -185,7 +212,7 @@ def _scatter_source(word: str, index: str, position: str, is_number: bool) -> Ke
         KernelParam(*given),
         *(KernelParam(name, position, False) for name in ("count", "row", "inner", "extent")),
     )
-    text = _scatter_text(word, index, position, is_number=is_number)
+    text = _scatter_text(word, index, position, is_number=is_number, is_last=is_last)
     return KernelSource("scatter", text, params, uses_barriers=False)
 
 

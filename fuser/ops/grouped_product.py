@@ -104,6 +104,9 @@ def bind_native(
         return None
     extent = given["mat1"].shape[0]
     ends_of = None if kernels is None else kernels.ends_of(op, extent)
+    if not torch.cuda.is_current_stream_capturing():
+        # Of the call that binds, what is wrong is told at once.
+        _ends(op, extent, given["offsets"])
 
     def product(given: Given) -> Tensor:
         a, b, offsets = (given[f] for f in ("mat1", "mat2", "offsets"))

@@ -153,10 +153,10 @@ def bind_product(op: ProductOp, bound: Bound) -> Call | Returning:
 
     samples = dict(zip(fields, bound.ins, strict=True))
     if not isinstance(op, GroupedMmaOp):
-        at_once = bind_scaled(samples, bound.outs[0])
+        at_once = bind_scaled(fields, bound.ins, bound.outs[0])
         if at_once is None:
             return scaled
-        return lambda ins, outs: at_once(dict(zip(fields, ins, strict=True)), outs[0])
+        return at_once
     native = bind_native(op, samples, bound.kernels)
     if native is None:
         return grouped
@@ -273,12 +273,14 @@ def rows_added(acc: Tensor, index: Tensor, value: Tensor) -> Tensor:
     kept = out.narrow(0, 0, extent)
     kept.copy_(acc)
     # -1 counts from the end, to the row that is one more.
-    index = index.long().clamp(-1, extent)
-    value = value.to(dtype).expand(len(index), *acc.shape[1:])
+    index = index.clamp(-1, extent)
+    value = value.to(dtype)
     # On each device the one of two functions that adds in order.
     if out.is_cuda:
         # All positions are known to be in range: torch need not look at them.
-        torch.ops.aten._index_put_impl_(out, [index], value, True, True)
+        put = torch._index_put_impl_  # pyright: ignore[reportPrivateImportUsage]
+        put(out, (index.long(),), value, True, True)
     else:
-        out.index_add_(0, torch.where(index < 0, extent, index), value)
+        index = torch.where(index < 0, extent, index).long()
+        out.index_add_(0, index, value.expand(len(index), *acc.shape[1:]))
     return kept

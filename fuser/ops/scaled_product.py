@@ -3,7 +3,8 @@ has one for the call, else a product in float32."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -52,9 +53,12 @@ def scaled_into(given: Given, out: Tensor, wide: torch.dtype) -> None:
     out.copy_(scaled_product(given, out.dtype, wide).reshape(out.shape))
 
 
-def bind_scaled(given: Given, out: Tensor) -> Callable[[Given, Tensor], object] | None:
+def bind_scaled(
+    fields: Sequence[str], ins: Sequence[Tensor], out: Tensor
+) -> Callable[[Sequence[Tensor], Sequence[Tensor]], object] | None:
     """Return torch's kernel for operands and a result that lie like these, with nothing left to
     look at in a call; None where any has to be looked at, or copied."""
+    given = dict(zip(fields, ins, strict=True))
     a, b = given["mat1"], given["mat2"]
     if not (_can_write(out) and _is_native(a, b)):
         return None
@@ -66,16 +70,13 @@ def bind_scaled(given: Given, out: Tensor) -> Callable[[Given, Tensor], object] 
         return None
     if _in_one_call(given, out.dtype, out) is None:
         return None
-    dtype = out.dtype
-
-    def product(given: Given, out: Tensor) -> None:
-        one, other = given["scale1"], given["scale2"]
-        if is_one:
-            one, other = one.reshape(()), other.reshape(())
-        more: Any = {"bias": given.get("bias"), "out_dtype": dtype, "out": out}
-        torch._scaled_mm(given["mat1"], given["mat2"], one, other, **more)  # pyright: ignore[reportPrivateImportUsage]
-
-    return product
+    call: Any = partial(torch._scaled_mm, out_dtype=out.dtype)  # pyright: ignore[reportPrivateImportUsage]
+    if is_one:
+        return lambda ins, outs: call(
+            *ins[:2], *(scale.reshape(()) for scale in ins[2:4]), *ins[4:], out=outs[0]
+        )
+    # After the matrices and scales, what is given is the bias alone, as torch has them in order.
+    return lambda ins, outs: call(*ins, out=outs[0])
 
 
 def _lies_as_wanted(x: Tensor) -> bool:

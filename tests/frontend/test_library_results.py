@@ -1,7 +1,11 @@
 """Results of library ops: equal to torch in any layout, size and turn, without a copy behind."""
 
+# The texts of kernels are compiled apart.
+# pyright: reportPrivateUsage=false
+
 from __future__ import annotations
 
+import itertools
 import math
 import sys
 from collections.abc import Callable, Sequence
@@ -18,8 +22,15 @@ from fuser.ir.scans import ArgsortOp
 from fuser.ops.library_calls import Returning
 from fuser.ops.torch_meaning import NODES
 from fuser.record import replace
+from fuser.runtime.kernel import compile_cubin
 from hostir import HostIrEvaluator
-from hostir.library_kernels import LibraryKernels
+from hostir.library_kernels import (
+    _WORDS,
+    LibraryKernels,
+    _clear_source,
+    _ends_source,
+    _scatter_source,
+)
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "scripts"))
 
@@ -221,6 +232,26 @@ def test_scatter_kernel_leaves_out_what_is_outside(
         kernels.scatter(x, dim, index, src)
         assert torch.equal(x, expected)
         assert not kernels.takes_scatter(x.transpose(0, -1), dim, index, src) or x.ndim == 1
+
+
+@pytest.mark.finding("G36")
+def test_scatter_kernel_writes_one_number() -> None:
+    x = torch.zeros(3, 7, dtype=torch.uint8)
+    index = torch.tensor([[0, 8, 6], [-1, 2, 3], [5, 4, 100]])
+    LibraryKernels(CPU).scatter(x, 1, index, 200)
+    assert x.nonzero().tolist() == [[0, 0], [0, 6], [1, 2], [1, 3], [2, 4], [2, 5]]
+    assert int(x.max()) == 200 and int(x[x > 0].min()) == 200
+
+
+@pytest.mark.finding("G36")
+def test_kernels_compile_for_a_gpu() -> None:
+    ways = itertools.product(_WORDS.values(), ("int", "int64_t"), (False, True), (False, True))
+    sources = [
+        _scatter_source(word, index, "int", is_number, is_last)
+        for word, index, is_number, is_last in ways
+    ]
+    codes = compile_cubin([_ends_source(), _clear_source(), *sources[::5]])
+    assert all(codes)
 
 
 @pytest.mark.finding("G36")

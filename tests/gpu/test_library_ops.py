@@ -128,7 +128,7 @@ def test_what_is_meant_for_no_place_goes_nowhere(dtype: torch.dtype) -> None:
     rows = torch.tensor([-1, 3, 9, 3, 0, 2**40, -(2**40)], device="cuda")
     value = torch.randn(7, 12, device="cuda").to(dtype)
     put = LIBRARY["index_put_accumulate"].define([x, rows, value])
-    added = x.double()
+    added = x.double().clone()
     for place, one in zip(rows.tolist(), value.double(), strict=True):
         if 0 <= place < 9:
             added[place] += one
