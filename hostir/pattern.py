@@ -254,7 +254,9 @@ def pattern_of(recorder: Recorder, plan: Plan) -> Pattern | None:
     layouts = Layouts(buffers, known.views)
     free = recorder.given_free, recorder.free
     lasting = tuple(b for b in buffers if b.lifetime is None)
-    placed = {b: b.lifetime for b in buffers if b.lifetime is not None}
+    in_arena = {block.slot for block in plan.blocks}
+    lifetimes = {b: b.lifetime for b in buffers if b.lifetime is not None}
+    placed = {b: lifetime for b, lifetime in lifetimes.items() if b.slot in in_arena}
     after = successions(tuple(placed.values()))
     return Pattern(
         tuple(inputs),

@@ -8,7 +8,7 @@ is given once in a run: where a loop makes a tensor anew, that is another slot.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Container, Hashable
 from typing import Any
 
 import torch
@@ -116,8 +116,8 @@ class Recorder:
         self._in_steps: set[int] = set()
         # What makes memory for them that peers can map, if some must lie in such.
         self._symmetric: Callable[[int], torch.Tensor] | None = None
-        # What makes the buffers that outlive a run, by slot; and those among them that a library
-        # op is the first to use: its results may be the buffers.
+        # What makes the buffers that outlive a run, by slot; and the buffers that a library op is
+        # the first to use: its results may be the buffers.
         self._made: dict[int, Allocation] = {}
         self._by_steps: set[int] = set()
         # The owners of buffers that ops have used so far.
@@ -189,7 +189,8 @@ class Recorder:
                 self._steps.append((Action(self._absent(tv)), None))
             elif tv in self.frame.storage.borrowed:
                 self._steps.append((Action(self._copy(tv)), None))
-        blocks, nbytes = self._place()
+        # A graph repeats its steps on the same memory.
+        blocks, nbytes = self._place(self._by_steps if arenas.why_not or self._why_not else ())
         lasting = self._blocks.keys() - self._lifetimes.keys() - self._in_steps
         self._made.update({i: self._make(*self._blocks[i]) for i in sorted(lasting)})
         return Plan(
@@ -213,11 +214,13 @@ class Recorder:
             arenas.why_not or self._why_not,
         )
 
-    def _place(self) -> tuple[tuple[Block, ...], int]:
-        """Give the buffers that the program deallocates their places in the arena: those that are
-        used within the order of the stream on which runs begin, whose runs share the arena."""
+    def _place(self, left: Container[int]) -> tuple[tuple[Block, ...], int]:
+        """Give the buffers that the program deallocates their places in the arena, but for those
+        `left` to steps: those that are used within the order of the stream on which runs begin,
+        whose runs share the arena."""
         is_within = self._order.is_within
-        lifetimes = {i: self._lifetimes[i] for i in self._blocks if i in self._lifetimes}
+        kept = [i for i in self._blocks if i in self._lifetimes and i not in left]
+        lifetimes = {i: self._lifetimes[i] for i in kept}
         placed = {i: at for i, at in lifetimes.items() if is_within(at)}
         blocks = [self._blocks[i][1] for i in placed]
         if any(self._blocks[i][0].memory is MemoryType.symmetric for i in placed):
@@ -301,7 +304,8 @@ class Recorder:
         if i in self._blocks:
             begin, stream = self._begins[i]
             self._lifetimes[i] = Lifetime(begin, self._order.moment(stream))
-        return None if i in self._blocks and i not in self._in_steps else Release(i)
+        is_made_before = i in self._blocks and i not in self._in_steps
+        return None if is_made_before and i not in self._by_steps else Release(i)
 
     def _launch(self, op: LaunchKernel) -> Step | Closure:
         for out in op.outs:

@@ -514,6 +514,8 @@ def bench_agree(args: argparse.Namespace) -> list[dict[str, object]]:
 def bench_library(args: argparse.Namespace) -> list[dict[str, Any]]:
     device = "cpu" if args.cpu else "cuda"
     only = chosen(args.only, LIBRARY, "row") if args.only else ()
+    machine = torch.cuda.get_device_name(0) if device == "cuda" else "CPU"
+    header = {"bench": "library", "machine": machine, "torch": torch.__version__}
     found: list[dict[str, Any]] = []
     began = time.monotonic()
     for name, shape, dtype in library_cells.cells(only, device):
@@ -524,7 +526,7 @@ def bench_library(args: argparse.Namespace) -> list[dict[str, Any]]:
         print(library_cells.line_of(found[-1]), flush=True)
     behind = sum(map(library_cells.is_behind, found))
     print(f"{len(found)} cells, {behind} behind torch")
-    return found
+    return [header, *found]
 
 
 def is_behind(rows: Sequence[dict[str, Any]]) -> bool:

@@ -45,8 +45,12 @@ def grouped_scales_into(
     starts, begins = input_offsets.tolist(), output_offsets.tolist()
     _check(op, starts, begins, m, len(out))
     placed = x.new_full(out.shape, nothing)
-    for begin, (start, end) in zip(begins, pairwise([*starts, m]), strict=True):
-        placed[begin : begin + end - start, :k] = x[start:end]
+    if m:
+        # Each row lies as far behind the beginning of its group as before.
+        rows = torch.arange(m, device=x.device, dtype=input_offsets.dtype)
+        group = torch.bucketize(rows, input_offsets, right=True) - 1
+        places = rows + (output_offsets - input_offsets)[group]
+        placed.narrow(1, 0, k).index_copy_(0, places.long(), x)
     parts = placed.view(tiles, TILE_ROWS // LANES, LANES, columns, TILE_COLUMNS)
     tiled = out.view(tiles, columns, LANES, TILE_ROWS // LANES, TILE_COLUMNS)
     tiled.copy_(parts.permute(0, 3, 2, 1, 4))

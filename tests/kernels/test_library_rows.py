@@ -50,7 +50,8 @@ def test_row_is_what_torch_computes(name: str, dtype: torch.dtype) -> None:
 
 
 def test_a_cell_is_timed_and_told(capsys: pytest.CaptureFixture[str]) -> None:
-    rows = bench.bench_library(Namespace(cpu=True, only="cumsum", seconds=0.0))
+    header, *rows = bench.bench_library(Namespace(cpu=True, only="cumsum", seconds=0.0))
+    assert header["machine"] == "CPU" and not bench.is_behind([header])
     assert [row["dtype"] for row in rows] == ["bfloat16", "float16", "float32"]
     printed = capsys.readouterr().out
     assert printed.count("cumsum") == 3 and "3 cells" in printed
