@@ -129,6 +129,10 @@ def _cache() -> Lines:
     yield "holds", _try(told, "every process compiles its kernels anew")
 
 
+def _memory() -> Lines:
+    yield "intermediates", "one buffer per device and stream for all programs; fd.memory() counts it"
+
+
 def _options() -> Lines:
     chosen = {name for row in options.VARIABLES.values() for name in (row.name, row.alias) if name}
     chosen |= {name for name in os.environ if name.startswith("FUSER_")}
@@ -164,6 +168,7 @@ _SECTIONS: dict[str, Callable[[], Lines]] = {
     "devices": _devices,
     "compilers": _compilers,
     "cache": _cache,
+    "memory": _memory,
     "options": _options,
     "launcher": _launcher,
 }

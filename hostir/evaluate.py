@@ -29,7 +29,7 @@ from fuser.options import Settings
 from fuser.recent import Recent
 from fuser.runtime import compiled_runner
 from fuser.schedule.vectorize import VECTOR_BYTES
-from hostir.arena import Arenas
+from hostir.arena import Arenas, Memory, memory_of, shared_pools
 from hostir.bind import Argument, InputBinder, Values, device_of, is_computed
 from hostir.container import (
     HostIrContainer,
@@ -156,6 +156,9 @@ class HostIrEvaluator:
             getattr(op, "backend", "") == PEER_COPIES for op in walk(program.ops)
         )
         is_mapped = any(tv.memory is MemoryType.symmetric for tv in self._storage.tensors)
+        # What peers map all ranks make together, and its memory has an end of its own.
+        is_apart = is_mapped or self._copies_from_peers
+        self._pools = None if is_apart else shared_pools(_simulated_rank(communicator))
         if communicator is not None and (is_mapped or self._copies_from_peers):
             weakref.finalize(self, communicator.release_peers).atexit = False
         check_devices(program, communicator.size() if communicator is not None else 1)
@@ -402,7 +405,10 @@ class HostIrEvaluator:
         found = self._arenas.get(device)
         if found is None:
             why = "FUSER_DISABLE=cuda_graphs" if self._settings.disabled("cuda_graphs") else ""
-            found = self._arenas.setdefault(device, Arenas(device, why))
+            made = Arenas(device, why, self._pools)
+            found = self._arenas.setdefault(device, made)
+            if found is made and self._pools is not None:
+                weakref.finalize(self, made.pool.leave, made.owner).atexit = False
         return found
 
     def _forget(self, plan: Plan) -> None:
@@ -428,6 +434,14 @@ class HostIrEvaluator:
         if plan is None or runner is None:
             return compiled_runner.why_not() or "its steps are not recorded"
         return steady(runner, plan, inputs, around)
+
+    def arenas(self) -> list[Arenas]:
+        """Return where intermediates lie, by device."""
+        return list(self._arenas.values())
+
+    def memory(self) -> Memory:
+        """Return what is kept between runs."""
+        return memory_of(self.arenas(), self.plans())
 
     def cuda_graphs(self, known: Known | None = None) -> list[str]:
         """Return for each class of inputs (or for one) and each stream that ran it how many CUDA
@@ -599,3 +613,10 @@ class HostIrEvaluator:
 
             check_before_run(self.program, values, rank=self._rank, given=results)
         return frame
+
+
+def _simulated_rank(communicator: Communicator | None) -> Communicator | None:
+    """Return the communicator of a simulated rank: such ranks run beside one another."""
+    if communicator is None or not communicator.is_available() or communicator.is_real():
+        return None
+    return communicator

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
-from typing import NoReturn
+from typing import NoReturn, Protocol
 
 import torch
 
@@ -20,6 +20,12 @@ from hostir.steps import Allocation, Binding, BoundKernel, Closure, Slots, Step
 from hostir.streams import Streams, on_device
 from multidevice.backends.captured import STEP_BY_STEP, Vote
 from multidevice.backends.protocol import Backend
+
+
+class Dropped(Protocol):
+    """What can be told to let go of what it holds."""
+
+    def drop(self) -> None: ...
 
 
 @dataclass(frozen=True, eq=False)
@@ -40,6 +46,14 @@ class BoundPlan:
     kept: list[object]
     # None where no graph can repeat the plan, or none would be faster.
     replays: Replays | None
+    # What repeats runs in C: it knows the memory, too.
+    runners: list[Dropped] = field(default_factory=list["Dropped"])
+
+    def release(self) -> None:
+        """Let runners go of the memory: it is not this plan's any more."""
+        for runner in self.runners:
+            runner.drop()
+        self.runners.clear()
 
     @cached_property
     def makes(self) -> tuple[Closure, ...]:
@@ -142,7 +156,7 @@ class Plan:
 
         Raises torch's error where there is none.
         """
-        arena = self.arenas.take(self.current_stream())
+        arena = self.arenas.take(self.current_stream(), self)
         try:
             if self not in arena.bound:
                 arena.bind(self)
@@ -158,12 +172,12 @@ class Plan:
             with on_device(self.device):
                 return self.run(inputs)
         entry = None if self.streams is None else self.streams.current()
-        bound = step = None
+        arena = bound = step = None
         try:
             stream = self.current_stream()
             if not USERS.here.is_known:
                 USERS.enter()
-            arena = self.arenas.take(stream)
+            arena = self.arenas.take(stream, self)
             bound = arena.bound.get(self) or arena.bind(self)
             slots: Slots = [*inputs, *bound.rest]
             for make in bound.makes:
@@ -178,6 +192,8 @@ class Plan:
             if self.streams is not None:
                 self.streams.enter(entry)
             op = None if bound is None or step is None else bound.op(step)
+            if arena is not None:
+                arena.abandon()
             explained = _explained(error, op)
             if explained is error:
                 raise

@@ -12,7 +12,7 @@ from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import partial
 from types import ModuleType
-from typing import Any, Protocol
+from typing import Any, NoReturn, Protocol
 
 import torch
 from torch.autograd import forward_ad
@@ -34,12 +34,22 @@ _Launch = tuple[int, tuple[int, ...], int, tuple[tuple[int, int], ...], Callable
 _PLAIN = frozenset((torch.Tensor, torch.nn.Parameter, bool, int, float))
 
 
+# Of one plan in one arena; they differ in the signatures of inputs.
+MAX_RUNNERS = 8
+
+
 class Steady(Protocol):
     """A call of the runner: outputs, or None for a call that is not its own."""
 
     # Calls that were its own, and how many since the latest were not.
     runs: int
     declined: int
+    # Whether it has let go of what it ran on: no call is its own any more.
+    is_dropped: int
+
+    def drop(self) -> None:
+        """Lets go of memory and graphs."""
+        ...
 
     def __call__(self, inputs: Any, /, *device_and_options: Any) -> list[torch.Tensor] | None: ...
 
@@ -108,7 +118,7 @@ def steady(
     if not all(type(v) in _PLAIN for v in inputs):
         return "an input is of a class of its own"
     stream = plan.current_stream()
-    arena = plan.arenas.take(stream)
+    arena = plan.arenas.take(stream, plan)
     try:
         bound = arena.bound.get(plan)
         if bound is None or arena.is_captured:
@@ -127,8 +137,9 @@ def steady(
             return "its device has no number"
         asks = capturing_on(plan.device) if stream else None
         capturing = None if asks is None else partial(asks, stream)
+        explain = partial(_explain, bound, arena)
         try:
-            return runner.Steady(
+            found = runner.Steady(
                 _Description(
                     (VECTOR_BYTES - 1, plan.device.index if is_cuda else -1, stream, MAX_SPARE),
                     around.context,
@@ -139,8 +150,8 @@ def steady(
                     plan.current_device,
                     capturing,
                     _enter,
-                    bound.explain,
-                    _others(plan, bound, stream),
+                    explain,
+                    _others(plan, bound, stream, explain),
                     plan,
                     bound,
                     arena,
@@ -157,13 +168,31 @@ def steady(
                 ),
                 tuple(inputs),
             )
+            # Those that were let go are not told apart: of the latest only few are in use.
+            for old in bound.runners[: -MAX_RUNNERS + 1]:
+                old.drop()
+            bound.runners[:] = [*bound.runners[-MAX_RUNNERS + 1 :], found]
+            return found
         except (RuntimeError, TypeError, ValueError) as error:
             return f"the runner does not take it: {error}"
     finally:
         plan.arenas.give(arena)
 
 
-def _others(plan: Plan, bound: BoundPlan, stream: int) -> Callable[[Slots], None]:
+def _explain(
+    bound: BoundPlan, arena: Arena, error: BaseException, closure: Closure | None
+) -> NoReturn:
+    """Raise an error of a run as the caller is to see it; what is in flight keeps the arena."""
+    arena.abandon()
+    bound.explain(error, closure)
+
+
+def _others(
+    plan: Plan,
+    bound: BoundPlan,
+    stream: int,
+    explain: Callable[[BaseException, Closure | None], NoReturn],
+) -> Callable[[Slots], None]:
     """Return what carries out a run, whose buffers are made, where the runner finds no graph. Made
     anew, they would lie elsewhere, and no graph could be found for the next run either."""
 
@@ -177,7 +206,7 @@ def _others(plan: Plan, bound: BoundPlan, stream: int) -> Callable[[Slots], None
         except BaseException as error:
             if plan.streams is not None:
                 plan.streams.enter(entry)
-            bound.explain(error, step)
+            explain(error, step)
 
     return run
 

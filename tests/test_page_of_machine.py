@@ -15,7 +15,7 @@ from fuser import __main__ as page
 from tests.limits import HANG_S
 from tests.multidevice.test_communicator_jobs import MPIRUN, ROOT, needs_mpi
 
-SECTIONS = ["versions", "devices", "compilers", "cache", "options", "launcher"]
+SECTIONS = ["versions", "devices", "compilers", "cache", "memory", "options", "launcher"]
 
 
 def run(*command: str, **env: str) -> str:

@@ -42,6 +42,7 @@ from fuser.locks import make_reentrant_lock
 from fuser.ops import define
 from fuser.options import NONE, settings
 from fuser.schedule.heuristic_params import HeuristicParams
+from hostir.arena import Memory
 from multidevice.agreement import Prepared, run_agreed
 from multidevice.communicator import Communicator
 from multidevice.sharding import requested_devices
@@ -424,6 +425,14 @@ class FusionDefinition:
         `FUSER_DISABLE=cuda_graphs`, or that option of a call, keeps runs from being captured.
         """
         return self.fec.cuda_graphs() if hasattr(self, "fec") else []
+
+    def memory(self) -> Memory:
+        """Return the bytes that this definition keeps between runs, and what it shares with others.
+
+        The intermediates of all programs of a stream lie in one buffer, as large as the largest
+        program needs; `hostir.arena.Memory` has the numbers. Outputs are the caller's alone.
+        """
+        return self.fec.memory() if hasattr(self, "fec") else Memory()
 
     def compiled_runner(self) -> list[str]:
         """Return, for each class of inputs that `execute` knows, how many calls the compiled runner

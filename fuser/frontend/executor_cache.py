@@ -53,6 +53,7 @@ from fuser.option_names import EFFECTS
 from fuser.options import Settings
 from fuser.recent import Recent
 from fuser.schedule.vectorize import VECTOR_BYTES
+from hostir.arena import Memory, memory_of
 from hostir.auto_overlap import NoOverlap, Overlaps
 from hostir.bind import InputBinder
 from hostir.container import HostIrContainer
@@ -151,6 +152,13 @@ class FusionExecutorCache(Watching, Inspection):
         """See `FusionDefinition.cuda_graphs`."""
         return self._told(Call.graphs)
 
+    def memory(self) -> Memory:
+        """See `FusionDefinition.memory`."""
+        calls = list(self._by_signature.values())
+        evaluators = {call.bound.evaluator for call in calls}
+        plans = [plan for call in calls for plan in call.known.plans.values()]
+        return memory_of([a for one in evaluators for a in one.arenas()], plans)
+
     def _told(self, lines: Callable[[Call], list[str]]) -> list[str]:
         return told(lines, self._by_signature, self._settings, len(self._defined.inputs))
 
@@ -237,7 +245,8 @@ class FusionExecutorCache(Watching, Inspection):
         """Return what the compiled runner makes of inputs that have the shape of other calls, None
         for inputs that are not its own. Lets go of what repeats calls that no longer come."""
         call = self._latest
-        if declined.declined > MAX_DECLINED and call is not None and call.steady is declined:
+        is_over = declined.declined > MAX_DECLINED or declined.is_dropped
+        if is_over and call is not None and call.steady is declined:
             self._steady = None
             call.let_go(declined)
         try:

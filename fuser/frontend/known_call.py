@@ -121,8 +121,10 @@ class Call:
 
     def let_go(self, declined: Steady) -> None:
         """Drop what repeats such calls and no longer does. One that was of use is soon made anew:
-        an error, which takes its arena, may have ended that."""
-        self.steady, self.why_not = None, "the calls were of other kinds, or one has failed"
+        an error, which takes its arena, or a larger program, which moves it, may have ended that.
+        """
+        why = "the calls were of other kinds, one has failed, or a larger program moved its memory"
+        self.steady, self.why_not = None, why
         if declined.runs > MAX_DECLINED:
             self.patience = RUNS_BEFORE
         self.runs_left = self.patience

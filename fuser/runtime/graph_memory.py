@@ -112,6 +112,13 @@ class GraphMemory:
             self._driver.cuUserObjectRelease(made, ctypes.c_uint(1))
             return None
 
+    def nbytes(self) -> int:
+        """Return the bytes that are ready, and those that are lent."""
+        with self._lock:
+            self._take_back()
+            kept = [*self._lent, *(memory for stock in self._stock.values() for memory in stock)]
+        return sum(memory.data.numel() for memory in kept)
+
     def _graph(self) -> ctypes.c_void_p | None:
         """Return the graph that the current stream is captured into."""
         status, number, graph = ctypes.c_int(), ctypes.c_uint64(), ctypes.c_void_p()
@@ -158,6 +165,13 @@ def _of(index: int) -> GraphMemory | None:
         return GraphMemory(torch.device("cuda", index), driver, libc) if all(needed) else None
     except (OSError, AttributeError):
         return None
+
+
+def graph_memory_nbytes(device: torch.device) -> int:
+    """Return the bytes that are ready for graphs on a device, and lent to them."""
+    if device.type != "cuda" or (found := graph_memory(device)) is None:
+        return 0
+    return found.nbytes()
 
 
 def graph_memory(device: torch.device) -> GraphMemory | None:

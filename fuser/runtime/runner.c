@@ -177,9 +177,7 @@ static PyObject *not_mine(Steady *self) {
   return Py_NewRef(Py_None);
 }
 
-static PyObject *call_steady(PyObject *object, PyObject *const *given, size_t flags,
-                             PyObject *names) {
-  Steady *self = (Steady *)object;
+static PyObject *repeat(Steady *self, PyObject *const *given, size_t flags, PyObject *names) {
   if (PyVectorcall_NARGS(flags) != 4 || names) {
     PyErr_SetString(PyExc_TypeError, "a steady call takes inputs, device and two lists of options");
     return NULL;
@@ -218,6 +216,30 @@ static PyObject *call_steady(PyObject *object, PyObject *const *given, size_t fl
     self->declined = 0;
   }
   return outputs;
+}
+
+static int clear(PyObject *object);
+
+static PyObject *call_steady(PyObject *object, PyObject *const *given, size_t flags,
+                             PyObject *names) {
+  Steady *self = (Steady *)object;
+  self->busy++;
+  PyObject *outputs = repeat(self, given, flags, names);
+  if (!--self->busy && self->is_dropped && self->given) {
+    PyObject *type, *error, *trace;
+    PyErr_Fetch(&type, &error, &trace);
+    clear(object);
+    PyErr_Restore(type, error, trace);
+  }
+  return outputs;
+}
+
+/* Lets go of the memory: no run uses it, but a call may be looking at its inputs. */
+static PyObject *drop_steady(PyObject *object, PyObject *nothing) {
+  Steady *self = (Steady *)object;
+  self->is_dropped = 1;
+  if (!self->busy && self->given) clear(object);
+  Py_RETURN_NONE;
 }
 
 /* ------------------------------------------------------------ made from a description */
@@ -459,8 +481,12 @@ static PyMemberDef members[] = {
     {"runs", T_LONGLONG, offsetof(Steady, runs), READONLY, "calls that were this one's"},
     {"declined", T_LONGLONG, offsetof(Steady, declined), READONLY,
      "calls since the latest that were not"},
+    {"is_dropped", T_INT, offsetof(Steady, is_dropped), READONLY, "whether no call is its own"},
     {NULL},
 };
+
+static PyMethodDef steady_methods[] = {
+    {"drop", drop_steady, METH_NOARGS, "Let go of memory and graphs."}, {NULL}};
 
 static PyTypeObject steady_type = {
     PyVarObject_HEAD_INIT(NULL, 0).tp_name = "fuser_runner.Steady",
@@ -471,6 +497,7 @@ static PyTypeObject steady_type = {
     .tp_call = PyVectorcall_Call,
     .tp_vectorcall_offset = offsetof(Steady, call),
     .tp_members = members,
+    .tp_methods = steady_methods,
     .tp_dealloc = free_steady,
     .tp_traverse = traverse,
     .tp_clear = clear,

@@ -73,6 +73,8 @@ typedef struct {
   Kernel *kernel;
   Entry *entry;
   long long runs, declined;
+  /* Calls that go on now, and whether all is to be let go of after them. */
+  int busy, is_dropped;
 } Steady;
 
 /* The address of what lies in a slot; what is known of inputs and outputs is not asked again. */

@@ -46,19 +46,22 @@ class Mode:
             yield
             return
         from fuser.runtime.graphs import MAKERS
-        from hostir import capture
+        from hostir import arena, capture
         from tests.hostir.stand_in_graphs import CpuGraphs
 
         before = capture.RUNS_BEFORE, capture.MIN_STEPS, dict(MAKERS)
         capture.RUNS_BEFORE = capture.MIN_STEPS = 1
+        pools = arena._POOLS  # pyright: ignore[reportPrivateUsage]
         if self.device == "cpu":
             MAKERS["cpu"] = CpuGraphs
+            arena._POOLS = {}
         try:
             yield
         finally:
             capture.RUNS_BEFORE, capture.MIN_STEPS = before[:2]
             MAKERS.clear()
             MAKERS.update(before[2])
+            arena._POOLS = pools
 
     @property
     def options(self) -> list[str]:

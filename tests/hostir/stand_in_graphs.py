@@ -15,7 +15,7 @@ import torch
 
 from fuser.runtime.graphs import MAKERS, Slots
 from fuser.runtime.kernel import LaunchCall
-from hostir import steps
+from hostir import arena, steps
 from hostir.layout import spanned
 
 
@@ -163,6 +163,8 @@ def stand_in(monkeypatch: pytest.MonkeyPatch) -> list[CpuGraphs]:
         return found[-1]
 
     monkeypatch.setitem(MAKERS, "cpu", make)
+    # Memory of earlier programs knows what captured them.
+    monkeypatch.setattr(arena, "_POOLS", {})
     # So that addresses come back for certain.
     monkeypatch.setattr(steps, "empty_on", Recycled().empty_on)
     return found

@@ -119,7 +119,7 @@ def test_a_run_inside_of_a_run_has_its_own_launches() -> None:
     evaluator.run(outer)
     (plan,) = evaluator.plans()
     evaluator.run(outer)
-    arena = plan.arenas.take(0)
+    arena = plan.arenas.take(0, plan)
     bound = arena.bound[plan]
     whole, whole_ops = bound.closures, bound.ops
     found: list[list[torch.Tensor]] = []

@@ -99,10 +99,10 @@ def test_a_failed_replay_lets_go_of_its_memory() -> None:
     evaluator.run([t])
     evaluator.run([t])
     (plan,) = evaluator.plans()
-    taken = plan.arenas.take(0)
+    taken = plan.arenas.take(0, plan)
     arena = weakref.ref(taken)
     plan.arenas.give(taken)
-    (bound,) = taken.bound.values()
+    bound = taken.bound[plan]
     del taken
 
     def fail(slots: object) -> None:
