@@ -20,12 +20,14 @@ from itertools import count
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
+from torch.autograd import profiler as torch_profiler
 
 from fuser.errors import KernelError
 from fuser.recent import Recent
 from fuser.runtime.graphs import USERS, Graph, GraphMaker
 from fuser.torch_calls import arithmetic_choices, lasting
 from hostir.ops import SetCurrentStream
+from hostir.ranges import range_of_graph
 from hostir.steps import Binding, BoundKernel, Closure, Slots
 from hostir.transfers import P2PCommunication
 from multidevice.backends.captured import FIRST_GRAPH, NOT_CAPTURED, STEP_BY_STEP
@@ -269,7 +271,12 @@ class Replays:
             if backends:
                 backends[0].enter_again(self._calls[0])
         try:
-            self._updated(captured, slots).graph.launch(stream)
+            graph = self._updated(captured, slots).graph
+            if torch_profiler._is_profiler_enabled:  # pyright: ignore[reportPrivateUsage]
+                with range_of_graph([op for _, op in self._plan.steps]):
+                    graph.launch(stream)
+            else:
+                graph.launch(stream)
         except BaseException:
             if vote is not None:
                 vote.take_back()

@@ -10,6 +10,7 @@ from functools import partial
 from typing import Any
 
 import torch
+from torch.autograd import profiler as torch_profiler
 
 from fuser.errors import ExecutionError, FuserError, user_code
 from fuser.ir.core import Op
@@ -40,6 +41,7 @@ from hostir.ops import (
     Synchronize,
 )
 from hostir.post import Call, Done, Posted, exchange, permute, post, transfer
+from hostir.ranges import range_of
 from hostir.shown_shards import meet_at, show_shards
 from hostir.slices import dropped_axes
 from hostir.steps import without_gradient
@@ -397,7 +399,11 @@ def carry_out(op: Op, frame: Frame) -> None:
         announce(frame.tensors.get)
     frame.op = op
     try:
-        handler(op, frame)
+        if torch_profiler._is_profiler_enabled and not is_rehearsed(frame):  # pyright: ignore[reportPrivateUsage]
+            with range_of(op, frame.program):
+                handler(op, frame)
+        else:
+            handler(op, frame)
     except FuserError:
         raise
     except Exception as error:  # torch raises errors of every kind

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import NoReturn, Protocol
 
 import torch
+from torch.autograd import profiler as torch_profiler
 
 from fuser.errors import FuserError
 from fuser.ir.core import Op
@@ -15,7 +17,9 @@ from fuser.runtime.graphs import USERS
 from hostir.arena import Arena, Arenas, Block, views_of
 from hostir.bind import Argument
 from hostir.capture import Replays, gains_nothing
+from hostir.container import HostIrContainer
 from hostir.memory import OutOfMemoryError, op_failed
+from hostir.ranges import range_of
 from hostir.steps import Allocation, Binding, BoundKernel, Closure, Slots, Step
 from hostir.streams import Streams, on_device
 from multidevice.backends.captured import STEP_BY_STEP, Vote
@@ -106,6 +110,7 @@ class Plan:
     backends: tuple[Backend, ...]
     vote: Vote | None
     why_not: str
+    program: HostIrContainer
     # What returns the plan of later runs, after the first one; None where it is this one.
     settled: Callable[[], Plan] | None = None
 
@@ -186,8 +191,13 @@ class Plan:
             if replays is None and self.vote is not None:
                 self.vote.ask(STEP_BY_STEP)
             if replays is None or not replays.run(slots, stream):
-                for step in bound.closures:
-                    step(slots)
+                if torch_profiler._is_profiler_enabled:  # pyright: ignore[reportPrivateUsage]
+                    for step, op in zip(bound.closures, bound.ops, strict=True):
+                        with nullcontext() if op is None else range_of(op, self.program):
+                            step(slots)
+                else:
+                    for step in bound.closures:
+                        step(slots)
         except BaseException as error:
             if self.streams is not None:
                 self.streams.enter(entry)

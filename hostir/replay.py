@@ -212,6 +212,7 @@ class Recorder:
             tuple(self._backends),
             self.machine.vote,
             arenas.why_not or self._why_not,
+            self.frame.program,
         )
 
     def _place(self, left: Container[int]) -> tuple[tuple[Block, ...], int]:

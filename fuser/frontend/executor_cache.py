@@ -14,6 +14,7 @@ from functools import cached_property, partial
 
 import torch
 from torch.autograd import forward_ad
+from torch.autograd import profiler as torch_profiler
 
 from fuser import dumps, options, progress
 from fuser.arguments import checked
@@ -182,7 +183,8 @@ class FusionExecutorCache(Watching, Inspection):
                 return run_agreed(instance, self.devices, partial(self.prepare, *given))
             inputs = self._read(inputs)
             inputs = inputs if self._draws is None else self._draws.take(inputs, device)
-        if (steady := self._steady) is not None:
+        # A profiler is to see a range for each op.
+        if (steady := self._steady) is not None and not torch_profiler._is_profiler_enabled:
             outputs = steady(inputs, device, _enable_options, _disable_options)
             if outputs is None:
                 given = inputs, device, _enable_options, _disable_options
