@@ -130,7 +130,10 @@ def _cache() -> Lines:
 
 
 def _memory() -> Lines:
-    yield "intermediates", "one buffer per device and stream for all programs; fd.memory() counts it"
+    yield (
+        "intermediates",
+        "one buffer per device and stream for all programs; fd.memory() counts it",
+    )
 
 
 def _options() -> Lines:

@@ -32,7 +32,7 @@ def range_of(op: Op, program: HostIrContainer) -> AbstractContextManager[object]
 def range_of_graph(ops: Sequence[Op | None]) -> AbstractContextManager[object]:
     """Return the range in which a CUDA graph is launched that carries out these ops."""
     lines = [op.where for op in ops if op is not None]
-    return range_named(f"CUDA graph of {len(ops)} steps{_at(lines)}")
+    return range_named(f"CUDA graph of {len(ops)} step{'s' * (len(ops) != 1)}{_at(lines)}")
 
 
 def title(op: Op, program: HostIrContainer) -> str:
