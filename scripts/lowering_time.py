@@ -102,6 +102,41 @@ def define_transformer(fd: Any, layers: int, mesh: Any) -> None:
     fd.add_output(value)
 
 
+def define_training(fd: Any, layers: int, mesh: Any) -> None:
+    """Blocks of a norm and two linears forward, and the gradients of all weights."""
+    make, ops = Builder(fd, mesh), fd.ops
+    value = make.tensor([-1, -1, HIDDEN], [(0, make.batch)])
+
+    def mean(x: Any) -> Any:
+        return ops.mul(ops.sum(x, dims=[2], keepdim=True), 1 / HIDDEN)
+
+    def rows(x: Any, columns: int) -> Any:
+        return ops.reshape(x, [ops.mul(value.size(0), value.size(1)), columns])
+
+    def weight_gradient(g: Any, x: Any, out: int, inner: int) -> Any:
+        return ops.matmul(ops.permute(rows(g, out), [1, 0]), rows(x, inner))
+
+    known: list[tuple[Any, ...]] = []
+    for _ in range(layers):
+        up = make.tensor([WIDE, HIDDEN], [(0, make.features)])
+        down = make.tensor([HIDDEN, WIDE], [(1, make.features)])
+        scale = ops.rsqrt(ops.add(mean(ops.mul(value, value)), 1e-5))
+        normal = ops.mul(value, scale)
+        wide = ops.linear(normal, up)
+        active = ops.relu(wide)
+        known.append((up, down, scale, normal, wide, active))
+        value = ops.add(value, ops.linear(active, down))
+    gradient = value
+    for up, down, scale, normal, wide, active in reversed(known):
+        fd.add_output(weight_gradient(gradient, active, HIDDEN, WIDE))
+        of_wide = ops.where(ops.gt(wide, 0.0), ops.matmul(gradient, down), 0.0)
+        fd.add_output(weight_gradient(of_wide, normal, WIDE, HIDDEN))
+        of_normal = ops.matmul(of_wide, up)
+        along = ops.mul(normal, mean(ops.mul(of_normal, normal)))
+        gradient = ops.add(gradient, ops.mul(scale, ops.sub(of_normal, along)))
+    fd.add_output(gradient)
+
+
 def define_reshardings(fd: Any, count: int, mesh: Any) -> None:
     """A tensor whose cut goes from one axis to the other, `count` times."""
     from fuser import ParallelType
@@ -128,6 +163,7 @@ class Case(NamedTuple):
 CASES = {
     **{f"transformer {n}": Case(define_transformer, n, (8, 8)) for n in (8, 16, 32)},
     "transformer 64": Case(define_transformer, 64, (8, 8), 12.0),
+    **{f"training {n}": Case(define_training, n, (8, 8)) for n in (8, 64)},
     **{f"one device {n}": Case(define_transformer, n, ()) for n in (8, 64)},
     **{f"devices {n}": Case(define_reshardings, 12, (n,)) for n in (64, 8192, 16384)},
     "transformer 2 of 16384": Case(define_transformer, 2, (2048, 8)),
@@ -136,6 +172,7 @@ CASES = {
 # Of two cases, how many times the time of the second the first may take.
 RATIOS = {
     ("transformer 64", "transformer 8"): 10.0,
+    ("training 64", "training 8"): 10.0,
     ("one device 64", "one device 8"): 10.0,
     ("devices 16384", "devices 64"): 1.5,
     ("transformer 2 of 16384", "transformer 2 of 64"): 1.5,
