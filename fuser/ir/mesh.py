@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import re
 from collections.abc import Iterable, Sequence
 from functools import cached_property, partial
 from typing import cast
@@ -19,6 +20,7 @@ from fuser.arguments import Mismatch, checked, list_items, python_number, show, 
 from fuser.errors import ArgumentError, FuserError, ShardingError
 from fuser.ir.cursor import Cursor
 from fuser.ir.types import DEVICE_TYPES, ParallelType
+from fuser.recent import Recent
 
 # Meshes of at most this many devices print every rank, as nvFuser's do.
 SPELLED_OUT = 16
@@ -26,18 +28,22 @@ SPELLED_OUT = 16
 MAX_DEVICES = 1 << 20
 _MAX_DIMENSIONS = 3
 
+# The meshes and teams that texts name, which do so at every tensor.
+_read: Recent[str, DeviceMesh] = Recent(64)
+_BRACES = re.compile(r"[{}]")
+
 _checked_init = partial(checked, name="DeviceMesh")
 
 
 def _flatten(nested: object, depth: int = 0) -> tuple[list[int], tuple[int, ...]]:
     """Return (row-major ids, shape) of nested sequences of ints."""
-    if isinstance(nested, range) and not nested[MAX_DEVICES:]:
-        return [*nested], (len(nested),)
     if python_number(nested) is not None:
         return [take_integer(nested)], ()
     if depth > _MAX_DIMENSIONS:
         raise Mismatch("1 to 3 dimensions, got lists nested deeper", kind=ShardingError)
     listed = list_items(nested, "(nested) lists of ranks", longest=MAX_DEVICES)
+    if listed and all(type(rank) is int for rank in listed):
+        return cast("list[int]", listed), (len(listed),)
     items = [_flatten(item, depth + 1) for item in listed]
     if not items:
         return [], (0,)
@@ -222,7 +228,13 @@ def ranks_of(meshes: Iterable[DeviceMesh]) -> tuple[int, ...]:
 def read_mesh(cursor: Cursor) -> DeviceMesh:
     """Read what a mesh prints. Raises `ParseError`."""
     cursor.skip()
-    start = cursor.pos
+    start, depth = cursor.pos, 0
+    for brace in _BRACES.finditer(cursor.text, start, cursor.end):
+        depth += 1 if brace.group() == "{" else -1
+        if depth <= 0:
+            if (known := _known(cursor, brace.end())) is not None:
+                return known
+            break
     cursor.take("DeviceMesh")
     cursor.take("{")
     return _made(cursor, start, _read_items(cursor, "}", 1))
@@ -231,7 +243,9 @@ def read_mesh(cursor: Cursor) -> DeviceMesh:
 def read_ranks(cursor: Cursor) -> DeviceMesh:
     """Read `(0 1 2)` or `(0..1023)`, the team of a one-dimensional mesh. Raises `ParseError`."""
     cursor.skip()
-    start = cursor.pos
+    start, end = cursor.pos, cursor.text.find(")", cursor.pos, cursor.end) + 1
+    if (known := _known(cursor, end)) is not None:
+        return known
     cursor.take("(")
     items = _read_items(cursor, ")", 1)
     if any(isinstance(item, list) for item in items):
@@ -241,9 +255,19 @@ def read_ranks(cursor: Cursor) -> DeviceMesh:
 
 def _made(cursor: Cursor, start: int, items: list[object]) -> DeviceMesh:
     try:
-        return DeviceMesh(items)
+        mesh = DeviceMesh(items)
     except FuserError as error:
         raise cursor.fail(str(error), start) from error
+    _read[cursor.text[start : cursor.pos]] = mesh
+    return mesh
+
+
+def _known(cursor: Cursor, end: int) -> DeviceMesh | None:
+    """Return the mesh of a text that was read before, and go on at `end`; None for a new one."""
+    known = _read.recall(cursor.text[cursor.pos : end])
+    if known is not None:
+        cursor.pos = end
+    return known
 
 
 def _read_items(c: Cursor, close: str, depth: int) -> list[object]:

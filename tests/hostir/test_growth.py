@@ -14,6 +14,7 @@ import pytest
 from fuser.passes import segment
 from fuser.passes.merge_groups import Merger
 from hostir import pipeline
+from hostir.parse import parse
 from multidevice import localize, sharding
 from scripts.lowering_time import (
     HIDDEN,
@@ -46,6 +47,20 @@ def count_steps(run: Callable[[], object]) -> int:
     finally:
         sys.settrace(before)
     return steps
+
+
+@pytest.mark.finding("G3")
+def test_reading_of_more_devices_takes_as_many_steps_per_op() -> None:
+    """A mesh that a text names at every tensor is read once."""
+
+    def per_op(devices: int) -> int:
+        case = Case(define_reshardings, 4, (devices,))
+        texts = [lower_case(case, n)[1] for n in (2, 4)]
+        fewer, more = (count_steps(partial(parse, text)) for text in texts)
+        return more - fewer
+
+    per_op(16)
+    assert per_op(1024) < 1.1 * per_op(64)
 
 
 @pytest.mark.finding("G3")
