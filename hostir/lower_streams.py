@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from fuser.errors import UnsupportedError, user_code
+from fuser.ir.naming import axis_words, in_ir
 from fuser.ir.nodes import TensorOp
 from fuser.ir.tensor import TensorView
 from hostir.container import HostIrContainer
@@ -53,7 +54,7 @@ def check_stream(tv: TensorView) -> None:
     for axis in tv.domain.loop:
         if axis.is_stream and axis.number not in tv.domain.logical_numbers:
             raise UnsupportedError(
-                f"Cannot stream parallelize on a split/merge axis {axis} of {tv}: "
+                f"Cannot stream parallelize on a split/merge axis: {axis_words(tv, axis)}; "
                 "FusionDefinition.execute takes the outer part of an outer_split, and a merge"
-                f"{user_code(cut_line(tv, axis.ptype))}"
+                f"{user_code(cut_line(tv, axis.ptype))}{in_ir(axis, tv)}"
             )

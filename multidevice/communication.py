@@ -18,6 +18,7 @@ from fuser.ir.axis_graph import mapped_axes
 from fuser.ir.domain import IterDomain
 from fuser.ir.dtypes import STORED, is_complex
 from fuser.ir.mesh import DeviceMesh
+from fuser.ir.naming import in_ir, tensor_words
 from fuser.ir.nodes import ReductionOp, Reshard, TensorOp
 from fuser.ir.tensor import TensorView
 from fuser.ir.types import DEVICE_TYPES, ParallelType
@@ -252,14 +253,15 @@ def as_reshard(op: TensorOp) -> Reshard | None:
     is_reduction = isinstance(op, ReductionOp)
     if not (is_copy(op) or is_reduction) or producer.mesh is None or consumer.mesh is None:
         raise ShardingError(
-            f"{op.name} is not one communication: {producer} -> {consumer}{user_code(op.where)}"
+            f"{op.name} of {tensor_words(producer)} is not one communication{user_code(op.where)}"
+            f"{in_ir(f'{producer} -> {consumer}')}"
         )
     ptype = _changing_type(op)
     source, target = _position(producer, ptype), _position(consumer, ptype)
     if is_reduction and source is None:
         raise ShardingError(
-            f"Expected a reduction-based communication: {op.name} of {producer} -> "
-            f"{consumer}{user_code(op.where)}"
+            f"Expected a reduction-based communication: {op.name} of {tensor_words(producer)}"
+            f"{user_code(op.where)}{in_ir(f'{producer} -> {consumer}')}"
         )
     ptypes = (ptype,)
     if exchanged_axes(op) is not None:
@@ -288,17 +290,20 @@ def check_lowerable(op: Reshard) -> None:
     found = communication_type(op)
     if op.inp.dtype() in STORED:
         raise UnsupportedError(
-            f"{found} of {op.inp} -> {op.out}: what is only stored is not sent{user_code(op.where)}"
+            f"{found} of {tensor_words(op.inp)}: what is only stored is not sent"
+            f"{user_code(op.where)}{in_ir(f'{op.inp} -> {op.out}')}"
         )
     if op.reduction not in (None, "add") and is_complex(op.inp.dtype()):
         raise UnsupportedError(
-            f"{found} of {op.inp} -> {op.out}: complex numbers are added over devices, and not "
+            f"{found} of {tensor_words(op.inp)}: complex numbers are added over devices, and not "
             f"combined otherwise ({op.reduction}){user_code(op.where)}"
+            f"{in_ir(f'{op.inp} -> {op.out}')}"
         )
     if found not in SUPPORTED and not _has_steps(op):
         raise UnsupportedError(
-            f"{found} of {op.inp} on {op.inp.mesh} -> {op.out} on {op.out.mesh}: only "
+            f"{found} of {tensor_words(op.inp)} on {op.inp.mesh} to {op.out.mesh}: only "
             f"{', '.join(SUPPORTED)} on one mesh are supported yet{user_code(op.where)}"
+            f"{in_ir(f'{op.inp} -> {op.out}')}"
         )
 
 
@@ -319,8 +324,8 @@ def _changing_type(op: TensorOp) -> ParallelType:
     if len(types) != 1:
         names = ", ".join(p.text for p in types)
         raise ShardingError(
-            f"Expected at most one sharding change in {op.name} of {producer} -> {consumer}, "
-            f"found {names}{user_code(op.where)}"
+            f"Expected at most one sharding change in {op.name} of {tensor_words(producer)}, "
+            f"found {names}{user_code(op.where)}{in_ir(f'{producer} -> {consumer}')}"
         )
     return types[0]
 

@@ -19,6 +19,7 @@ from fuser.ir.axis_graph import mapped_axes, tensor_operands
 from fuser.ir.dtypes import nbytes_of
 from fuser.ir.fusion import Fusion
 from fuser.ir.mesh import DeviceMesh
+from fuser.ir.naming import in_ir
 from fuser.ir.nodes import LoadStoreOp, TensorOp
 from fuser.ir.tensor import TensorView
 from fuser.ir.types import DEVICE_TYPES, ParallelType
@@ -132,10 +133,11 @@ def insert_reshardings(fusion: Fusion, copies: Copies) -> None:
             for index in _differing(op):
                 op = _insert_before(op, index, copies)
         if _differing(op):
+            operands = ", ".join(str(v) for _, v in tensor_operands(op))
             raise ShardingError(
-                f"{op.name} of {', '.join(str(v) for _, v in tensor_operands(op))} cannot be "
-                f"computed as {op.out_tensor}: an operand has no matching placement"
-                f"{user_code(op.where)}"
+                f"{op.name} cannot be computed as its result is placed: an operand has no matching "
+                f"placement{user_code(op.where)}"
+                f"{in_ir(f'{operands} -> {op.out_tensor}')}"
             )
 
 

@@ -14,6 +14,7 @@ from fuser.errors import ShardingError, user_code
 from fuser.ir.domain import IterDomain, numbers
 from fuser.ir.fusion import Fusion
 from fuser.ir.mesh import DeviceMesh
+from fuser.ir.naming import in_ir, tensor_words
 from fuser.ir.nodes import Reshard
 from fuser.ir.storage import is_contiguous, memory_order
 from fuser.ir.tensor import TensorView
@@ -47,8 +48,8 @@ def finalize_domains(fusion: Fusion) -> None:
         for tv in (op.inputs[0], op.out_tensor):
             if not is_contiguous(tv):
                 raise ShardingError(
-                    f"Resharding expression must have contiguous inputs and outputs: {tv} in {op}"
-                    f"{user_code(op.where)}"
+                    "Resharding expression must have contiguous inputs and outputs: "
+                    f"{tensor_words(tv)} is not, in {op.name}{user_code(op.where)}{in_ir(op)}"
                 )
 
 
@@ -69,7 +70,8 @@ def complete_meshes(fusion: Fusion) -> None:
                 found = ", ".join(f"{mesh} ({of.label})" for mesh, of in meshes.items())
                 raise ShardingError(
                     "Cannot have some TensorViews with device mesh and some without: "
-                    f"{tv} has none, and there are {found}{user_code(tv.user_line())}"
+                    f"{tensor_words(tv)} has none, and there are {found}"
+                    f"{user_code(tv.user_line())}{in_ir(tv)}"
                 )
             tv.mesh = next(iter(meshes))
 

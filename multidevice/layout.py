@@ -14,6 +14,7 @@ from __future__ import annotations
 from fuser.errors import UnsupportedError, user_code
 from fuser.ir import scalar as sc
 from fuser.ir.fusion import Fusion
+from fuser.ir.naming import in_ir, tensor_words
 from fuser.ir.nodes import LibraryOp, LoadStoreOp, ReshapeOp, Reshard, TensorOp
 from fuser.ir.storage import copy_memory_order, is_contiguous, memory_order, set_memory_order
 from fuser.ir.tensor import TensorView
@@ -200,8 +201,9 @@ def _fit_consumer(per_step: _PerStep, op: Reshard) -> None:
     if is_exchange(op) and stream is not None and not _is_dense_block(per_step, made, order):
         # What a step receives is no block that it computes, so it lies in memory of the whole.
         raise UnsupportedError(
-            f"{op.name} of {operand} -> {out}: blocks along axis {stream.position} are received in "
-            f"steps into memory in which axis {order[0]} is outermost{user_code(op.where)}"
+            f"{op.name} of {tensor_words(operand)}: blocks along axis {stream.position} are "
+            f"received in steps into memory in which axis {order[0]} is outermost"
+            f"{user_code(op.where)}{in_ir(f'{operand} -> {out}')}"
         )
 
 

@@ -16,6 +16,7 @@ from fuser.errors import UnsupportedError, user_code
 from fuser.ir import scalar as sc
 from fuser.ir.domain import IterDomain, Merge, Split, Swizzle1D, TensorDomain, Transform
 from fuser.ir.fusion import Fusion
+from fuser.ir.naming import in_ir, tensor_words
 from fuser.ir.scalar import Scalar
 from fuser.ir.tensor import TensorView
 from fuser.ir.types import STREAM_TYPES, ParallelType
@@ -161,7 +162,9 @@ def _refusal(tv: TensorView, axis: IterDomain, why: str) -> UnsupportedError:
     definition = tv.definition()
     of = "" if definition is None else f", made by {definition.name},"
     where = user_code(cut_line(tv, ParallelType.stream))
-    return UnsupportedError(f"the merged stream axis {axis} of {tv}{of} {why}{where}")
+    return UnsupportedError(
+        f"the merged stream axis of {tensor_words(tv)}{of} {why}{where}{in_ir(axis, tv)}"
+    )
 
 
 def _divides(n: Scalar, extent: Scalar) -> bool:

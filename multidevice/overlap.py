@@ -22,6 +22,7 @@ from fuser.ir import scalar as sc
 from fuser.ir.axis_graph import tensor_operands
 from fuser.ir.domain import IterDomain, numbers
 from fuser.ir.fusion import Fusion
+from fuser.ir.naming import axis_words, in_ir
 from fuser.ir.nodes import Contraction, LoadStoreOp, ReductionOp, ReshapeOp, TensorOp
 from fuser.ir.tensor import TensorView
 from fuser.ir.types import ParallelType
@@ -210,7 +211,8 @@ def _cut_between(pair: Pair, cut: Cut) -> None:
 
 def _cut(tv: TensorView, number: int, cut: Cut) -> None:
     if not add_cut(tv, number, cut):
-        raise UnsupportedError(f"axis {tv.domain.axes[number]} of {tv} takes no steps")
+        axis = tv.domain.axes[number]
+        raise UnsupportedError(f"{axis_words(tv, axis)} takes no steps{in_ir(axis, tv)}")
 
 
 def _gather_in_turn(fusion: Fusion, pair: Pair) -> None:

@@ -26,6 +26,7 @@ from fuser.ir.domain import (
 from fuser.ir.dtypes import DataType
 from fuser.ir.fusion import Fusion
 from fuser.ir.mesh import DeviceMesh
+from fuser.ir.naming import axis_words, in_ir
 from fuser.ir.path import Rules, path, replay
 from fuser.ir.scalar import Scalar
 from fuser.ir.tensor import TensorView
@@ -88,8 +89,8 @@ def _count(tv: TensorView, axis: IterDomain) -> int | Scalar:
     if axis.ptype.is_device:
         if tv.mesh is None:
             raise ShardingError(
-                f"{axis} of {tv} is device-parallel, but the tensor has no mesh: "
-                f"call set_device_mesh{user_code(cut_line(tv, axis.ptype))}"
+                f"{axis_words(tv, axis)} is device-parallel, but the tensor has no mesh: "
+                f"call set_device_mesh{user_code(cut_line(tv, axis.ptype))}{in_ir(axis, tv)}"
             )
         return tv.mesh.size_of(axis.ptype)
     size = tv.fusion.canonical(axis.size)
@@ -143,8 +144,9 @@ class _BlockDepth(Rules[int]):
         elif isinstance(t, Split):
             advice += " or stream"
         return UnsupportedError(
-            f"Currently, we don't support {kind}: {axis} of {tv}, from "
-            f"{transform_text(t, tv.domain)}; {advice}{user_code(cut_line(tv, axis.ptype))}"
+            f"Currently, we don't support {kind}: {axis_words(tv, axis)}; {advice}"
+            f"{user_code(cut_line(tv, axis.ptype))}{in_ir(axis, tv)}, from "
+            f"{transform_text(t, tv.domain)}"
         )
 
 

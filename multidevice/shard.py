@@ -10,6 +10,7 @@ from fuser.errors import ShardingError, UnsupportedError
 from fuser.ir import scalar as sc
 from fuser.ir.domain import Split
 from fuser.ir.layout_class import stored_part
+from fuser.ir.naming import axis_words, tensor_words
 from fuser.ir.path import transforms_between
 from fuser.ir.tensor import TensorView
 from fuser.ir.text import transform_text
@@ -84,13 +85,16 @@ def _split_view(
     """
     domain = tv.domain
     if tv.mesh is None:
-        raise ShardingError(f"`tv` has no DeviceMesh: {tv}")
+        raise ShardingError(f"{tensor_words(tv)} has no DeviceMesh")
     if is_allocated_per_step(tv):
-        raise UnsupportedError(f"{tv} is allocated per step of a stream: it has no single shard")
+        raise UnsupportedError(
+            f"{tensor_words(tv)} is allocated per step of a stream: it has no single shard"
+        )
     logical = domain.no_reductions
     if tensor.dim() != len(logical):
         raise ShardingError(
-            f"{tv} has {len(logical)} axes, but the tensor has shape {tuple(tensor.shape)}"
+            f"{tensor_words(tv)} has {len(logical)} axes, but the tensor has shape "
+            f"{tuple(tensor.shape)}"
         )
     device = [a for a in domain.loop if a.is_device and not a.is_reduction() and a.size != sc.ONE]
     types: dict[int, ParallelType] = {a.number: a.ptype for a in device}
@@ -102,8 +106,8 @@ def _split_view(
         split = domain.splits.get(t.inputs[0])
         if split is None or split is not t or dim is None:
             raise UnsupportedError(
-                "only splits lead to device axes of a shard, found "
-                f"{transform_text(t, domain)} in {tv}"
+                f"{tensor_words(tv)}: only splits lead to device axes of a shard, found "
+                f"{transform_text(t, domain)}"
             )
         sizes = _split_sizes(view.size(dim), split, tv)
         view = view.reshape(*view.shape[:dim], *sizes, *view.shape[dim + 1 :])
@@ -113,8 +117,8 @@ def _split_view(
         if ptype is not None and view.size(dim) != tv.mesh.size_of(ptype):
             axis = next(a for a in device if a.number == number)
             raise ShardingError(
-                f"{axis} of {tv} has extent {view.size(dim)}, but {tv.mesh} has "
-                f"{tv.mesh.size_of(ptype)} devices along {ptype.text}"
+                f"{axis_words(tv, axis)} has extent {view.size(dim)}, but {tv.mesh} has "
+                f"{tv.mesh.size_of(ptype)} devices along {ptype.name}"
             )
     assert all(p in DEVICE_TYPES for p in types.values())
     return view, axes, steps
@@ -123,12 +127,12 @@ def _split_view(
 def _split_sizes(size: int, split: Split, tv: TensorView) -> tuple[int, int]:
     axis, factor = tv.domain.axes[split.inp], sc.int_value(split.factor)
     if factor is None:
-        raise UnsupportedError(f"{tv} is split by the symbolic factor {split.factor}")
+        raise UnsupportedError(f"{tensor_words(tv)} is split by the symbolic factor {split.factor}")
     if factor < 1 or size % factor != 0:
         line = cut_line(tv, tv.domain.rotated(split.outer).ptype)
         annotated = f" (annotated at {line})" if line else ""
         raise ShardingError(
-            f"the extent {size} of {axis} of {tv} is not divisible by {factor} "
+            f"the extent {size} of {axis_words(tv, axis)} is not divisible by {factor} "
             f"(device mesh {tv.mesh}){annotated}"
         )
     return (size // factor, factor) if split.inner_split else (factor, size // factor)

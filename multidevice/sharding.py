@@ -13,6 +13,7 @@ from fuser.ir.core import Op
 from fuser.ir.domain import IterDomain
 from fuser.ir.fusion import Fusion
 from fuser.ir.mesh import DeviceMesh, ranks_of
+from fuser.ir.naming import axis_words, in_ir, tensor_words
 from fuser.ir.nodes import TensorOp
 from fuser.ir.scalar import Scalar, Symbol
 from fuser.ir.tensor import TensorView
@@ -155,9 +156,9 @@ def _local_size(tv: TensorView, axis: IterDomain, extent: int, cuts: Cuts) -> in
         if rest % (cut.devices * streams) != 0:
             beside = "" if streams == 1 else f", each step of {streams} over them,"
             raise ShardingError(
-                f"the extent {extent} of {axis} of {tv} is not divisible by the {cut.devices} "
-                f"devices of {tv.mesh} along {cut.ptype.text}{beside}"
-                f"{user_code(cut_line(tv, cut.ptype))}"
+                f"the extent {extent} of {axis_words(tv, axis)} is not divisible by the "
+                f"{cut.devices} devices of {tv.mesh} along {cut.ptype.name}{beside}"
+                f"{user_code(cut_line(tv, cut.ptype))}{in_ir(axis, tv)}"
             )
         rest //= cut.devices
     return rest
@@ -166,7 +167,8 @@ def _local_size(tv: TensorView, axis: IterDomain, extent: int, cuts: Cuts) -> in
 def _check_rank(tv: TensorView, sizes: Sequence[int]) -> None:
     if len(sizes) != tv.ndim:
         raise ShardingError(
-            f"{tv} has {tv.ndim} axes, but the shape {tuple(sizes)} has {len(sizes)}"
+            f"{tensor_words(tv)} has {tv.ndim} axes, but the shape {tuple(sizes)} has "
+            f"{len(sizes)}{in_ir(tv)}"
         )
 
 
@@ -213,16 +215,19 @@ def check_annotations(fusion: Fusion) -> None:
             where = user_code(cut_line(tv, axis.ptype))
             if tv.mesh is None:
                 raise ShardingError(
-                    f"{axis} of {tv} is device-parallel, but the tensor has no mesh: "
-                    f"call set_device_mesh{where}"
+                    f"{axis_words(tv, axis)} is device-parallel, but the tensor has no mesh: "
+                    f"call set_device_mesh{where}{in_ir(axis, tv)}"
                 )
             if tv.mesh.dim_of(axis.ptype) is None:
-                raise ShardingError(f"{tv.mesh} of {tv} has no dimension {axis.ptype.text}{where}")
+                raise ShardingError(
+                    f"{tv.mesh} of {tensor_words(tv)} has no dimension {axis.ptype.name}{where}"
+                    f"{in_ir(axis, tv)}"
+                )
             extent, count = sc.int_value(fusion.canonical(axis.size)), tv.mesh.size_of(axis.ptype)
             if extent is not None and extent != count:
                 raise ShardingError(
-                    f"{axis} of {tv} has extent {extent}, but {tv.mesh} has {count} devices along "
-                    f"{axis.ptype.text}{where}"
+                    f"{axis_words(tv, axis)} has extent {extent}, but {tv.mesh} has {count} "
+                    f"devices along {axis.ptype.name}{where}{in_ir(axis, tv)}"
                 )
         axis_cuts(tv)
 
@@ -236,9 +241,9 @@ def check_dropout(ops: Iterable[Op]) -> None:
         shared = [tv for _, tv in op.tensors() if tv.mesh is not None and tv.mesh.size > 1]
         if shared:
             raise UnsupportedError(
-                f"{op.name} with dropout_p = {op.dropout_text} of {shared[0]}: what is dropped "
-                "would depend on how ranks share the tensors; on a mesh it is the constant 0"
-                f"{user_code(op.where)}"
+                f"{op.name} with dropout_p = {op.dropout_text} of {tensor_words(shared[0])}: what "
+                "is dropped would depend on how ranks share the tensors; on a mesh it is the "
+                f"constant 0{user_code(op.where)}{in_ir(shared[0])}"
             )
 
 
@@ -250,9 +255,10 @@ def check_types(fusion: Fusion) -> None:
             same = [a for a in spread if a.ptype is axis.ptype and not a.is_reduction()]
             if len(same) > 1:
                 raise ShardingError(
-                    f"{tv} has {' and '.join(map(str, same))} on {axis.ptype.name}, which one axis "
+                    f"{tensor_words(tv)} has {len(same)} axes on {axis.ptype.name}, which one axis "
                     "of a tensor may have (Found multiple loop IterDomains with the same parallel "
                     f"type){user_code(cut_line(tv, axis.ptype))}"
+                    f"{in_ir(' and '.join(map(str, same)), tv)}"
                 )
 
 
@@ -267,7 +273,8 @@ def check_swizzles(fusion: Fusion) -> None:
             lack = "the tensor has no mesh: call set_device_mesh"
             lack = lack if tv.mesh is None else f"{tv.mesh} has no dimension {name}"
             raise ShardingError(
-                f"swizzle1d by {name} of {tv}: {lack}{user_code(cut_line(tv, cut.ptype))}"
+                f"swizzle1d by {name} of {tv.label}: {lack}{user_code(cut_line(tv, cut.ptype))}"
+                f"{in_ir(tv)}"
             )
 
 
@@ -278,8 +285,8 @@ def _check_stream(tv: TensorView) -> None:
         is_view = tv.domain.axes[split.outer].rfactor  # a reshape's, not the user's
         if split.inner_split and not is_view and tv.domain.rotated(split.outer) in streams:
             raise UnsupportedError(
-                f"{streams[0]} of {tv} counts blocks of {split.factor} elements: make the stream "
-                f"axis by outer_split(axis, number of steps){where}"
+                f"{axis_words(tv, streams[0])} counts blocks of {split.factor} elements: make the "
+                f"stream axis by outer_split(axis, number of steps){where}{in_ir(streams[0], tv)}"
             )
 
 

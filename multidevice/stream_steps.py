@@ -12,6 +12,7 @@ from dataclasses import replace
 from fuser.errors import UnsupportedError, user_code
 from fuser.ir.axis_graph import mapped_axes, tensor_operands
 from fuser.ir.fusion import Fusion
+from fuser.ir.naming import axis_words, in_ir, tensor_words
 from fuser.ir.nodes import LibraryOp, LoadStoreOp, ReductionOp, Reshard, TensorOp
 from fuser.ir.storage import copy_memory_order
 from fuser.ir.tensor import TensorView
@@ -305,8 +306,8 @@ def _not_computable(op: TensorOp, out: TensorView) -> UnsupportedError:
     others = [o for o in op.outputs if _stream_positions(o) != _stream_positions(out)]
     why = "a block of the result is not made from blocks of the operands"
     if others and not types and not _is_one_step(op):
-        why = f"the same steps make {others[0]}, which does not stand on it"
+        why = f"the same steps make {tensor_words(others[0])}, which does not stand on it"
     return UnsupportedError(
-        f"{op.name} cannot be computed in steps along the stream axis {axis} of {out}: {why}"
-        f"{user_code(op.where)}"
+        f"{op.name} cannot be computed in steps along {axis_words(out, axis)}: {why}"
+        f"{user_code(op.where)}{in_ir(axis, out)}"
     )

@@ -14,6 +14,7 @@ import torch
 
 from fuser.errors import FuserError, InputError, ShardingError, user_code
 from fuser.ir.dtypes import misfit
+from fuser.ir.naming import in_ir, tensor_words
 from fuser.ir.scalar import Const, Number, Scalar, Symbol, evaluate, symbols
 from fuser.ir.scalar_python import PythonText
 from fuser.ir.tensor import TensorView
@@ -197,9 +198,10 @@ class Binder:
             )
         if axis.blocks > 1 and expected % axis.blocks:
             raise ShardingError(
-                f"{axis} has extent {axis.extent} = {expected}, which {axis.blocks} ranks do not "
-                f"divide; got {axis.found(size)}"
+                f"axis {axis.position} of {tensor_words(axis.tv)} has extent {axis.extent} = "
+                f"{expected}, which {axis.blocks} ranks do not divide; got {axis.found(size)}"
                 f"{user_code(next(iter(axis.tv.cut_lines.values()), axis.tv.user_line()))}"
+                f"{in_ir(axis.tv)}"
             )
         raw = axis.tv.shape()[axis.position]
         why = self._because(raw, axis.extent)

@@ -24,6 +24,7 @@ from fuser.ir.binding import complete, size_of
 from fuser.ir.domain import IterDomain, TensorDomain
 from fuser.ir.fusion import Fusion
 from fuser.ir.lookup import GatherOp, ScatterOp, SelectOp
+from fuser.ir.naming import axis_words, in_ir
 from fuser.ir.nodes import ReshapeOp, TensorOp
 from fuser.ir.resizing import SliceOp
 from fuser.ir.scalar import Number, Scalar, Symbol
@@ -337,8 +338,8 @@ def check_device_axis(tv: TensorView, axis: IterDomain, extent: int) -> None:
     if extent != count:
         line = tv.cut_lines.get(axis.ptype) or tv.user_line()
         raise ShardingError(
-            f"the extent {extent} of {axis} of {tv} is that of {tv.mesh} along "
-            f"{axis.ptype.text}, which has {count} devices{user_code(line)}"
+            f"the extent {extent} of {axis_words(tv, axis)} is that of {tv.mesh} along "
+            f"{axis.ptype.name}, which has {count} devices{user_code(line)}{in_ir(axis, tv)}"
         )
 
 

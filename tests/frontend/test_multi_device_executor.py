@@ -403,7 +403,9 @@ def test_a_stream_axis_of_a_split_or_merge_is_refused(
         fd.add_output(y)
         derive(y)
         y.axis(0).parallelize(STREAM)
-    with pytest.raises(UnsupportedError, match=r"split/merge axis istreamIdx.*T1_.*test_multi_"):
+    with pytest.raises(
+        UnsupportedError, match=r"split/merge axis: the part on stream of ax.*T1_.*test_multi_"
+    ):
         MultiDeviceExecutor(fd.fusion, MultiDeviceExecutorParams())
 
 

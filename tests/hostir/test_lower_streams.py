@@ -88,7 +88,7 @@ def built(define: Program) -> HostIrContainer:
     hic = HostIrContainer()
     with hic:
         out = define(hic)
-        if not any(out in op.outputs for op in hic.ops):
+        if not any(tv is out for op in hic.ops for tv in op.outputs):
             hic.append(out)
         hic.add_output(out)
     return hic

@@ -46,7 +46,7 @@ def refusal(build: Callable[[TensorView], object], shape: list[int], axis: int, 
 def test_what_cannot_be_computed_in_steps_is_refused(
     build: Callable[[TensorView], object], name: str, axis: int
 ) -> None:
-    words = rf"{name}.* cannot be computed in steps.*streamIdx.*: {BLOCKS}"
+    words = rf"{name}.* cannot be computed in steps along the part on stream of axis .*: {BLOCKS}"
     assert re.match(words, refusal(build, [6, 4], axis, 3))
 
 
@@ -58,7 +58,9 @@ def test_blocks_of_a_reshape_that_its_operand_does_not_have_are_refused(
     shape: list[int], result: list[int], count: int
 ) -> None:
     said = refusal(lambda x: ops.reshape(ops.sin(x), result), shape, 1, count)
-    assert re.match(r"reshape.* cannot be computed in steps.*streamIdx", said)
+    assert re.match(
+        r"reshape.* cannot be computed in steps along the part on stream of axis ", said
+    )
 
 
 def test_results_that_share_steps_are_named() -> None:
@@ -71,5 +73,5 @@ def test_results_that_share_steps_are_named() -> None:
 
     said = refusal(variance, [6, 4], 0, 3)
     assert re.match(
-        r"welford cannot be computed in steps.*: the same steps make T1_.*stand on it", said
+        r"welford cannot be computed in steps.*: the same steps make .*T1_.*stand on it", said
     )

@@ -1,0 +1,48 @@
+"""How messages call tensors and axes: by what the user wrote, with the spelling of the IR below."""
+
+from __future__ import annotations
+
+from fuser.ir.domain import IterDomain, TensorDomain
+from fuser.ir.tensor import TensorView
+
+
+def tensor_words(tv: TensorView) -> str:
+    """Returns `input 1 (T1_g_float)`, or `the result of linear (T3_l_float)`."""
+    position = next((i for i, v in enumerate(tv.fusion.inputs) if v is tv), None)
+    if position is not None:
+        return f"input {position} ({tv.label})"
+    definition = tv.definition()
+    return tv.label if definition is None else f"the result of {definition.name} ({tv.label})"
+
+
+def axis_words(tv: TensorView, axis: IterDomain) -> str:
+    """Returns `axis 1 of input 1 (T1_g_float)`.
+
+    A part of an axis that devices or steps have is `the part on mesh_x of axis 1 of ..`; a merged
+    axis is called by all axes that it comes from.
+    """
+    found = sorted(_positions(tv.domain, axis.number))
+    if not found:
+        return f"an axis of {tensor_words(tv)}"
+    numbers = " and ".join(map(str, found))
+    words = f"{'axis' if len(found) == 1 else 'axes'} {numbers} of {tensor_words(tv)}"
+    is_spread = axis.is_device or axis.is_stream
+    return f"the part on {axis.ptype.name} of {words}" if is_spread else words
+
+
+def in_ir(*things: object) -> str:
+    """Returns the line below a message that has the spelling of the IR: of an axis and its tensor,
+    or of a tensor."""
+    return f"\n  in the IR: {' of '.join(map(str, things))}"
+
+
+def _positions(domain: TensorDomain, number: int) -> set[int]:
+    """Returns the positions, reductions aside, of the logical axes that an axis comes from."""
+    logical = [a.number for a in domain.no_reductions]
+    if number in logical:
+        return {logical.index(number)}
+    made_by = {n: t for t in domain.transforms for n in t.outputs}
+    transform = made_by.get(number)
+    if transform is None:
+        return set()
+    return {p for n in transform.inputs for p in _positions(domain, n)}
