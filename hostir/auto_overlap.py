@@ -17,6 +17,7 @@ from fuser.ir import scalar as sc
 from fuser.ir.axis_graph import tensor_operands
 from fuser.ir.domain import IterDomain
 from fuser.ir.fusion import Fusion
+from fuser.ir.naming import tensor_words
 from fuser.ir.scalar import Symbol
 from fuser.ir.scalar_python import Computed
 from fuser.ir.storage import memory_order
@@ -495,8 +496,8 @@ class _Unit:
         size = _divided_extent(pair, values)
         if size % pair.devices:
             raise UnsupportedError(
-                f"the extent {size} of axis {pair.axis} of {pair.between} is not divisible by the "
-                f"{pair.devices} devices along {pair.ptype.text}"
+                f"the extent {size} of axis {pair.axis} of {tensor_words(pair.between)} is not "
+                f"divisible by the {pair.devices} devices along {pair.ptype.name}"
             )
 
     def _program(self, form: Form | None, backend: str) -> HostIrContainer:

@@ -14,6 +14,7 @@ from fuser.errors import ExecutionError, InputError, user_code
 from fuser.ir import scalar as sc
 from fuser.ir.core import Op
 from fuser.ir.dtypes import to_torch
+from fuser.ir.naming import in_ir, tensor_words
 from fuser.ir.scalar import Number, Scalar, Symbol
 from fuser.ir.tensor import TensorView
 from hostir.bind import Argument, Values
@@ -236,7 +237,10 @@ class Frame:
         sizes = [int(self.number(x)) for x in tv.shape()]
         for axis, size in enumerate(sizes):
             if size < 0:
-                raise InputError(f"axis {axis} of {tv} has extent {tv.shape()[axis]} = {size}")
+                raise InputError(
+                    f"axis {axis} of {tensor_words(tv)} has extent {tv.shape()[axis]} = {size}"
+                    f"{in_ir(tv)}"
+                )
         shape = local_sizes(tv, sizes)
         if stream_index is None and self.indices and is_allocated_per_step(tv):
             axis = stream_axis(tv)

@@ -16,6 +16,7 @@ from fuser.ir import scalar as sc
 from fuser.ir.core import Op
 from fuser.ir.dtypes import DataType
 from fuser.ir.fusion import Fusion
+from fuser.ir.naming import in_ir, tensor_words
 from fuser.ir.nodes import RandomOp, TensorOp
 from fuser.ir.scalar import Scalar, Symbol
 from fuser.ir.tensor import TensorView
@@ -68,8 +69,8 @@ def check_places(ops: Iterable[Op]) -> None:
     for op in ops:
         if isinstance(op, RandomOp) and not op.begin and axis_cuts(op.out):
             raise UnsupportedError(
-                f"{op.name} of {op.out}, which ranks or steps share: only a program lowered from a "
-                f"definition knows which part each of them has{user_code(op.where)}"
+                f"ranks or steps share {tensor_words(op.out)}: only a program lowered from a "
+                f"definition knows which part each of them has{user_code(op.where)}{in_ir(op.out)}"
             )
 
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 import torch
 
 from fuser.errors import CommunicationError
+from fuser.ir.naming import in_ir, tensor_words
 from fuser.ir.tensor import TensorView
 from hostir.layout import write
 from hostir.transfers import (
@@ -80,8 +81,8 @@ def flat(
         tensor = tensor.permute(order.axes)
     if not tensor.is_contiguous():
         raise CommunicationError(
-            f"{op.name}: {tv} has shape {tuple(tensor.shape)} and strides {tensor.stride()} in its "
-            "declared memory order, which leave gaps"
+            f"{op.name}: {tensor_words(tv)} has shape {tuple(tensor.shape)} and strides "
+            f"{tensor.stride()} in its declared memory order, which leave gaps{in_ir(tv)}"
         )
     return tensor
 
