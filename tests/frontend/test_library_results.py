@@ -136,6 +136,16 @@ def test_no_copy_stands_before_or_behind_torchs_own(name: str) -> None:
 
 @pytest.mark.finding("G36")
 @pytest.mark.parametrize("name", COMPARED)
+def test_results_with_late_streams(name: str) -> None:
+    """What a library op writes is written when its stream gets there."""
+    row, inputs = LIBRARY[name], draw(name, LIBRARY[name].small)
+    fd = row.define(inputs)
+    for _ in range(3):
+        expect(name, inputs, fd.execute(inputs, _enable_options=["late_stream(all)"]))
+
+
+@pytest.mark.finding("G36")
+@pytest.mark.parametrize("name", COMPARED)
 def test_a_result_in_the_middle_of_a_program(name: str) -> None:
     """What a kernel reads lies in memory that runs share."""
     row, inputs = LIBRARY[name], draw(name, LIBRARY[name].small)
