@@ -234,6 +234,7 @@ def _attention(op: AttentionOp, sizes: Sizes, machine: Machine) -> Cost:
         for c, n in zip(op.letters(field), sizes(tv), strict=True)
     }
     l, s, e, v = map(extents.pop, "lsev")
+    extents.pop("g", None)
     batch = math.prod(extents.values())
     of_e, of_v = _PRODUCTS[type(op)]
     flops = 2 * batch * l * s * (of_e * e + of_v * v)

@@ -77,13 +77,16 @@ _Make = Callable[[Size], Step | None]
 
 @dataclass(frozen=True, eq=False)
 class Buffer:
-    """A buffer that a program allocates, and where in it the buffer is used: None if it lasts."""
+    """A buffer that a program allocates, and where in it the buffer is used: None if it lasts, or
+    is never made."""
 
     tv: TensorView
     slot: int
     dtype: torch.dtype
     lies_in_order: bool
     lifetime: Lifetime | None
+    # Whether what torch computes takes its place.
+    is_never_made: bool = False
 
 
 @dataclass(frozen=True)
@@ -253,7 +256,7 @@ def pattern_of(recorder: Recorder, plan: Plan) -> Pattern | None:
     shared = {f.name: getattr(plan, f.name) for f in fields(plan) if f.name not in _OF_A_SIZE}
     layouts = Layouts(buffers, known.views)
     free = recorder.given_free, recorder.free
-    lasting = tuple(b for b in buffers if b.lifetime is None)
+    lasting = tuple(b for b in buffers if b.lifetime is None and not b.is_never_made)
     in_arena = {block.slot for block in plan.blocks}
     lifetimes = {b: b.lifetime for b in buffers if b.lifetime is not None}
     placed = {b: lifetime for b, lifetime in lifetimes.items() if b.slot in in_arena}

@@ -87,7 +87,7 @@ def build_program(
     fusion, _ = concretize(definition, input_class.sizes)
     repeated = specialise(fusion, input_class)
     dump("fusion_ir_concretized", fusion.print_math)
-    fusion_passes.run_passes(fusion)
+    fusion_passes.run_passes(fusion, repeated=repeated)
     progress.stage("shardings")
     shardings = shard_fusion(
         fusion,

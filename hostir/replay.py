@@ -120,6 +120,9 @@ class Recorder:
         # the first to use: its results may be the buffers.
         self._made: dict[int, Allocation] = {}
         self._by_steps: set[int] = set()
+        # Those that are never made: what torch computes takes their place, and ends in the run.
+        self._never_made: dict[int, tuple[TensorView, Block]] = {}
+        self._cleared: set[int] = set()
         # The owners of buffers that ops have used so far.
         self._used: set[TensorView] = set()
         self._order = Order(frame.integer)
@@ -233,10 +236,15 @@ class Recorder:
 
     def buffers(self) -> tuple[Buffer, ...]:
         """Return the buffers that are made at once or lie in an arena, in order of their begin."""
-        return tuple(
+        made = [
             Buffer(tv, i, b.dtype, lies_in_order(tv), self._lifetimes.get(i))
             for i, (tv, b) in self._blocks.items()
-        )
+        ]
+        never = [
+            Buffer(tv, i, b.dtype, lies_in_order(tv), None, is_never_made=True)
+            for i, (tv, b) in self._never_made.items()
+        ]
+        return (*made, *never)
 
     def _make(self, tv: TensorView, block: Block) -> Allocation:
         """Return what makes a buffer which outlives the run."""
@@ -244,12 +252,18 @@ class Recorder:
 
     def let_results_be_buffers(self, op: TensorOp) -> None:
         """Note which buffers an op that makes tensors of its own is the first to use, on the stream
-        on which runs begin: a run need not allocate them."""
+        on which runs begin: a run need not allocate them. One that ends in the run has no place in
+        the arena where all that the op makes is its own."""
+        storage, is_all_own = self.frame.storage, isinstance(op, LibraryOp) and op.MAKES_RESULTS
         for out in op.outputs:
             i, is_plain = self.slot(out), out.memory is not MemoryType.symmetric
             is_own = i in self._blocks and i not in self._in_steps and out not in self._used
-            if is_own and is_plain and not self._switches:
-                self._by_steps.add(i)
+            if not (is_own and is_plain) or self._switches or i in self._cleared:
+                continue
+            self._by_steps.add(i)
+            is_named = out in storage.shows or out in storage.unread
+            if is_all_own and not (is_named or storage.escapes(out)):
+                self._never_made[i] = self._blocks.pop(i)
 
     def slot(self, value: object) -> int:
         """Return the slot of a tensor, an input scalar or a communication."""
@@ -285,6 +299,8 @@ class Recorder:
         i, made = self.new_slot(tv), self.frame.tensors[tv]
         block = Block(i, tuple(made.shape), made.stride(), made.dtype)
         clear = _clearing(i) if op.zero_init else None
+        if clear is not None:
+            self._cleared.add(i)
         is_mapped = tv.memory is MemoryType.symmetric
         if is_mapped and tv in self.frame.storage.shown:
             make = allocation(tv, block, self.machine, self.frame.program, self.machine.shard).run

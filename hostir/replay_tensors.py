@@ -123,7 +123,9 @@ def writing(
         if call is None:
             return lambda slots: put(slots, compute_step(slots))
         if isinstance(call, Returning):
-            return lambda slots: put(slots, call.make([slots[i] for i in ins]))
+            keeps = isinstance(op, nodes.LibraryOp) and op.MAKES_RESULTS
+            store = _keeping(op, frame, outs) if keeps else put
+            return lambda slots: store(slots, call.make([slots[i] for i in ins]))
         if may_return:
             return lambda slots: _write_all(slots, call, ins, into, results(slots))
         if len(ins) == len(into) == 1:
@@ -198,6 +200,30 @@ def _putting(
                 write_into(slots[slot], value)
 
     return put
+
+
+def _keeping(
+    op: TensorOp, frame: Frame, outs: Mapping[TensorView, tuple[int, torch.Tensor]]
+) -> Callable[[Slots, Sequence[torch.Tensor]], None]:
+    """Return what `_putting` does, for values in memory of their own."""
+    read = [
+        (k, slot, writer(like), Lying.of(o, like))
+        for k, o in enumerate(op.outputs)
+        if o not in frame.storage.unread
+        for slot, like in [outs[o]]
+    ]
+
+    def keep(slots: Slots, values: Sequence[torch.Tensor]) -> None:
+        for k, slot, write_into, buffer in read:
+            value = values[k]
+            if slots[slot] is None:
+                if value.stride() == buffer.strides and value.dtype is buffer.dtype:
+                    slots[slot] = value
+                    continue
+                slots[slot] = buffer.make(value.device)
+            write_into(slots[slot], value)
+
+    return keep
 
 
 def writer(like: torch.Tensor) -> Callable[[torch.Tensor, torch.Tensor], object]:

@@ -186,7 +186,7 @@ def _align_siblings(fusion: Fusion, op: TensorOp) -> TensorOp:
 def _cuts_beside(op: TensorOp, first: TensorView, out: TensorView) -> list[Cuts]:
     """Return the device cuts that `first` gives another result of the op, per logical axis."""
     cuts = _device_cuts(first)
-    beside = {b: cuts[a] for a, b in op.parallel_axes(first, out)}
+    beside = {b: cuts[a] for a, b in op.parallel_cuts(first, out)}
     return [beside.get(k, ()) for k in range(len(out.domain.logical))]
 
 

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from fuser.errors import UnsupportedError
 from fuser.ir import scalar as sc
-from fuser.ir.axis_graph import mapped_axes
+from fuser.ir.axis_graph import alike_axes
 from fuser.ir.domain import IterDomain, TensorDomain
 from fuser.ir.nodes import TensorOp
 from fuser.ir.path import SizeRules, forward, indices_forward, replay
@@ -27,7 +27,7 @@ class Comparison:
         self._fusion = consumer.fusion
         pairs = [
             (p, c)
-            for p, c in mapped_axes(op, operand_index, consumer)
+            for p, c in alike_axes(op, operand_index, consumer)
             if not is_plain_broadcast(p) and not is_plain_broadcast(c)
         ]
         self._sums: dict[Scalar, Scalar] = {}

@@ -19,7 +19,7 @@ from typing import Literal
 
 from fuser.errors import ShardingError, user_code, warn
 from fuser.ir import scalar as sc
-from fuser.ir.axis_graph import parallel_axes, tensor_operands
+from fuser.ir.axis_graph import tensor_operands
 from fuser.ir.domain import IterDomain
 from fuser.ir.fusion import Fusion
 from fuser.ir.mesh import DeviceMesh
@@ -505,7 +505,8 @@ def sibling_cuts(op: TensorOp, out: TensorView, sibling: TensorView) -> Transfer
     cuts = axis_cuts(out)
     for position in op.whole_axes(out):
         cuts.pop(out.domain.logical[position].number, None)
-    pairs = parallel_axes(op, out, sibling)
+    mine, theirs = out.domain.logical, sibling.domain.logical
+    pairs = ((mine[a], theirs[b]) for a, b in op.parallel_cuts(out, sibling))
     return tuple((b, cuts[a.number]) for a, b in pairs if a.number in cuts)
 
 

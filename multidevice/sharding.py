@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from fuser.errors import ShardingError, UnsupportedError, user_code
 from fuser.ir import scalar as sc
-from fuser.ir.attention import AttentionOp
+from fuser.ir.attention import AttentionOp, SdpaBwdOp
 from fuser.ir.axis_graph import mapped_axes, tensor_operands
 from fuser.ir.core import Op
 from fuser.ir.domain import IterDomain
@@ -244,6 +244,27 @@ def check_dropout(ops: Iterable[Op]) -> None:
                 f"{op.name} with dropout_p = {op.dropout_text} of {tensor_words(shared[0])}: what "
                 "is dropped would depend on how ranks share the tensors; on a mesh it is the "
                 f"constant 0{user_code(op.where)}{in_ir(shared[0])}"
+            )
+
+
+def check_shared_keys(ops: Iterable[Op]) -> None:
+    """Raise `UnsupportedError` for a gradient of one head of keys that queries on several ranks
+    read: each rank would have a part of a sum."""
+    for op in ops:
+        if not isinstance(op, SdpaBwdOp) or not op.enable_gqa:
+            continue
+        heads, groups = (
+            tv.domain.logical[op.letters(field).index(letter)]
+            for field, tv, letter in (
+                ("grad_query", op.grad_query, "h"),
+                ("grad_key", op.grad_key, "g"),
+            )
+        )
+        if groups.is_broadcast and heads.number in axis_cuts(op.grad_query, DEVICE_TYPES):
+            raise UnsupportedError(
+                f"{op.name}: {op.grad_key} has one head, which heads of queries on several ranks "
+                "read: each rank would have a part of its gradient. Repeat the head of key and "
+                f"value (expand), or give each rank whole heads{user_code(op.where)}"
             )
 
 

@@ -38,6 +38,7 @@ from multidevice.sharding import (
     Sharding,
     check_annotations,
     check_dropout,
+    check_shared_keys,
     check_swizzles,
     has_mesh,
     has_streams,
@@ -204,6 +205,7 @@ def shard_fusion(
     complete_meshes(fusion)
     check_swizzles(fusion)
     check_dropout(fusion.exprs)
+    check_shared_keys(fusion.exprs)
     record_propagation(fusion, facts)
     place_updates(fusion)
     verify_fusion(fusion, after="propagate_shardings")

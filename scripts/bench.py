@@ -15,6 +15,10 @@ library: ops that torch carries out (`kernel_patterns.library`) beside torch's b
 calls one after the other, and device time in a CUDA graph. Ends with 1 where any cell is behind:
 torch's time under 0.97 of ours, and ours over 2 us more. `--only` takes names of rows.
 
+attention: the attention op on one GPU beside torch: nine shapes, full,
+causal, with a bias, with a Bool mask, forward and backward (`attention_cells`); it fails below 0.97
+of torch's speed (2.0 for masks from 512 keys on). `--beside` lays heads as projections do.
+
 summary: the geometric means, losses and errors of the files that `kernels --json` wrote.
 
 launches: kernels of each pattern, dtype and shape with the H200's schedules, on any machine.
@@ -53,6 +57,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import attention_cells
 import library_cells
 import torch
 from cold_start import bench_cold
@@ -223,6 +228,19 @@ def bench_kernels(args: argparse.Namespace) -> list[dict[str, Any]]:
     bad = [row for row in rows if "failed" in row or is_wrong(row)]
     if bad:
         raise SystemExit(f"{len(bad)} of {len(rows)} cells failed or are wrong")
+    return []
+
+
+def bench_attention(args: argparse.Namespace) -> list[dict[str, Any]]:
+    """Time the cells of attention; their lines are written as they come, so that none is returned.
+
+    Raises:
+        SystemExit: some are slower or less right than they should be.
+    """
+    device = "cpu" if args.cpu else "cuda"
+    lines = Lines(args.json)
+    if count := attention_cells.bench_attention(lines.emit, device=device, beside=args.beside):
+        raise SystemExit(f"{count} cells are slower or less right than they should be")
     return []
 
 
@@ -537,6 +555,7 @@ def is_behind(rows: Sequence[dict[str, Any]]) -> bool:
 BENCHES = {
     "library": bench_library,
     "agree": bench_agree,
+    "attention": bench_attention,
     "kernels": bench_kernels,
     "summary": bench_summary,
     "launches": bench_launches,
@@ -566,6 +585,7 @@ def main() -> int:
     parser.add_argument("--processes", type=int, default=1, help="that compile side by side")
     parser.add_argument("--seconds", type=float, default=0.0, help="when to stop; 0: at the end")
     parser.add_argument("--rest", action="store_true", help="only cells that --json has not yet")
+    parser.add_argument("--beside", action="store_true", help="of attention: heads lie beside")
     parser.add_argument("--cpu", action="store_true", help="try the benchmark itself")
     args = parser.parse_args()
     rows = BENCHES[args.bench](args)

@@ -286,6 +286,7 @@ def _sdpa_fwd(op: SdpaFwdOp) -> Call:
         dropout_p=(op.dropout_p, Const(0.0, DataType.Double)),
         is_causal=(op.is_causal, Const(False, DataType.Bool)),
         scale=(op.scale, None),
+        enable_gqa=(op.enable_gqa, False),
     )
     return _ops("sdpfa_fwd", op.query, op.key, op.value, **options)
 
@@ -301,6 +302,7 @@ def _sdpa_bwd(op: SdpaBwdOp) -> Call:
         philox_seed=op.philox_seed,
         philox_offset=op.philox_offset,
         scale=op.scale,
+        **_given(enable_gqa=(op.enable_gqa, False)),
     )
 
 

@@ -4,16 +4,20 @@ Their axes have letters: n batch, h heads, l queries, s keys, e what query and k
 value has; p are the words of a seed. Axes in front of n are further batches. Batches and heads are
 independent of each other, so they may be cut; every other axis is computed whole.
 
+With `enable_gqa`, keys and values have fewer heads g, each of which is read by h / g heads of
+queries, one after the other. Cuts of h are cuts of g.
+
 Source: Vaswani et al. 2017, section 3.2; Dao 2023 (FlashAttention-2) for what the gradient keeps.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from fuser.errors import VerifyError
-from fuser.ir.core import operand, result
+from fuser.ir.core import attr, operand, result
 from fuser.ir.dtypes import DataType, dtype_text
 from fuser.ir.nodes import AxisMap, LibraryOp, TensorOp, Variant
 from fuser.ir.scalar import Const, Scalar
@@ -30,6 +34,7 @@ class AttentionOp(LibraryOp):
     RUNS_IN_STEPS: ClassVar[bool] = False
     TAKES_EMPTY: ClassVar[bool] = True
     TAKES_ANY_BATCHES: ClassVar[bool] = True
+    MAKES_RESULTS: ClassVar[bool] = True
     # Equal queries have places of their own, and numbers of their own that are dropped.
     KEEPS_EXPANDED: ClassVar[bool] = False
     # Letters of the axes in front of n, the last of them next to it.
@@ -53,9 +58,15 @@ class AttentionOp(LibraryOp):
             if field in self.AXES and value is not None:
                 yield field, value
 
+    @classmethod
+    def own_letters(cls, field: str, *, enable_gqa: bool) -> str:
+        """Return the letters of a field's axes behind those in front of n."""
+        mine = cls.AXES[field]
+        return mine.replace("h", "g") if enable_gqa and mine.startswith("nhs") else mine
+
     def letters(self, field: str) -> str:
         """Return the letters of a field's axes, reductions left out."""
-        mine = self.AXES[field]
+        mine = self.own_letters(field, enable_gqa=self._value("enable_gqa"))
         more = self._value("query").ndim - len(self.AXES["query"]) if "n" in mine else 0
         return self.LEADING[len(self.LEADING) - max(more, 0) :] + mine
 
@@ -97,15 +108,27 @@ class AttentionOp(LibraryOp):
         mine = self.operand_letters(operand_index)
         return tuple(mine.index(c) if c in mine else None for c in self.result_letters(out))
 
+    def alike_map(self, operand_index: int, out: TensorView) -> AxisMap:
+        mine = _cut_letters(self.operand_letters(operand_index))
+        letters = _cut_letters(self.result_letters(out))
+        return tuple(mine.index(c) if c in mine else None for c in letters)
+
     def cut_map(self, operand_index: int, out: TensorView) -> AxisMap:
         whole = self.whole_axes(out)
-        found = enumerate(self.axis_map_to(operand_index, out))
+        found = enumerate(self.alike_map(operand_index, out))
         return tuple(None if k in whole else position for k, position in found)
 
     def parallel_axes(self, out: TensorView, sibling: TensorView) -> Iterator[tuple[int, int]]:
         theirs = self.result_letters(sibling)
         for k, c in enumerate(self.result_letters(out)):
             if c in theirs:
+                yield k, theirs.index(c)
+
+    def parallel_cuts(self, out: TensorView, sibling: TensorView) -> Iterator[tuple[int, int]]:
+        theirs = _cut_letters(self.result_letters(sibling))
+        for k, c in enumerate(_cut_letters(self.result_letters(out))):
+            # One head of keys that all heads of queries read is cut nowhere.
+            if c in theirs and not sibling.domain.logical[theirs.index(c)].is_broadcast:
                 yield k, theirs.index(c)
 
     def whole_axes(self, out: TensorView) -> tuple[int, ...]:
@@ -118,7 +141,7 @@ class AttentionOp(LibraryOp):
     @staticmethod
     def is_whole(letter: str) -> bool:
         """Whether all of an axis is needed to compute any of it."""
-        return letter.islower() and letter not in "nh"
+        return letter.islower() and letter not in "nhg"
 
     def verify(self) -> None:
         for field in self.fields_of("operand"):
@@ -135,6 +158,11 @@ class AttentionOp(LibraryOp):
                 raise VerifyError(
                     f"{self.name}: {field} is {' or '.join(map(dtype_text, known))}, not {tv}"
                 )
+
+
+def _cut_letters(letters: str) -> str:
+    """Return the letters of axes by which of them are cut alike."""
+    return letters.replace("g", "h")
 
 
 _FLOATS = (DataType.Half, DataType.BFloat16, DataType.Float, DataType.Double)
@@ -161,6 +189,7 @@ class SdpaFwdOp(AttentionOp):
     dropout_p: Scalar = operand()
     is_causal: Scalar = operand()
     scale: Scalar | None = operand()
+    enable_gqa: bool = attr(default=False)
     AXES: ClassVar[dict[str, str]] = {
         "out": "nhlv",
         "log_sumexp": "nhl",
@@ -185,16 +214,15 @@ class SdpaFwdOp(AttentionOp):
         return "sdpfa_fwd"
 
     def template(self) -> str:
-        return _forward(self.bias is not None, self.mask is not None, self.scale is not None)
+        has = (v is not None for v in (self.bias, self.mask, self.scale))
+        return _forward(*has, enable_gqa=self.enable_gqa)
 
     @classmethod
     def variants(cls) -> Iterator[Variant]:
-        for bits in range(8):
-            has = dict(zip(("bias", "mask", "scale"), (bits & 4, bits & 2, bits & 1), strict=True))
-            yield (
-                {f: None for f, given in has.items() if not given},
-                _forward(*map(bool, has.values())),
-            )
+        for *has, grouped in itertools.product((False, True), repeat=4):
+            named = zip(("bias", "mask", "scale"), has, strict=True)
+            absent = {f: None for f, given in named if not given}
+            yield {**absent, "enable_gqa": grouped}, _forward(*has, enable_gqa=grouped)
 
 
 class SdpaBwdOp(AttentionOp):
@@ -215,6 +243,7 @@ class SdpaBwdOp(AttentionOp):
     philox_seed: TensorView = operand()
     philox_offset: TensorView = operand()
     scale: Scalar | None = operand()
+    enable_gqa: bool = attr(default=False)
     AXES: ClassVar[dict[str, str]] = {
         "grad_query": "nhle",
         "grad_key": "nhse",
@@ -237,12 +266,13 @@ class SdpaBwdOp(AttentionOp):
         return "sdpfa_bwd"
 
     def template(self) -> str:
-        return _backward(self.scale is not None)
+        return _backward(self.scale is not None, enable_gqa=self.enable_gqa)
 
     @classmethod
     def variants(cls) -> Iterator[Variant]:
-        yield {}, _backward(True)
-        yield {"scale": None}, _backward(False)
+        for scale, grouped in itertools.product((True, False), (False, True)):
+            absent = {} if scale else {"scale": None}
+            yield {**absent, "enable_gqa": grouped}, _backward(scale, enable_gqa=grouped)
 
 
 def _text(results: tuple[str, ...], call: str, operands: list[str]) -> str:
@@ -251,16 +281,17 @@ def _text(results: tuple[str, ...], call: str, operands: list[str]) -> str:
     return f"{left}\n   = {call}({right}\n  )"
 
 
-def _forward(bias: bool, mask: bool, scale: bool) -> str:
+_GROUPED = "enable_gqa = true"
+
+
+def _forward(bias: bool, mask: bool, scale: bool, *, enable_gqa: bool) -> str:
     named = [*["bias"] * bias, *["mask"] * mask, "dropout_p", "is_causal", *["scale"] * scale]
-    return _text(
-        ("out", "log_sumexp", "philox_seed", "philox_offset"),
-        "sdpa",
-        ["{query}", "{key}", "{value}", *(f"{name} = {{{name}}}" for name in named)],
-    )
+    operands = ["{query}", "{key}", "{value}", *(f"{name} = {{{name}}}" for name in named)]
+    results = ("out", "log_sumexp", "philox_seed", "philox_offset")
+    return _text(results, "sdpa", [*operands, *[_GROUPED] * enable_gqa])
 
 
-def _backward(scale: bool) -> str:
+def _backward(scale: bool, *, enable_gqa: bool) -> str:
     named = {"logsum_exp": "log_sumexp", "dropout_p": "dropout_p", "is_causal": "is_causal"}
     named |= {"philox_seed": "philox_seed", "philox_offset": "philox_offset"}
     named |= {"scale": "scale"} if scale else {}
@@ -270,5 +301,6 @@ def _backward(scale: bool) -> str:
         [
             *(f"{{{name}}}" for name in ("grad_output", "query", "key", "value", "attended")),
             *(f"{text} = {{{name}}}" for text, name in named.items()),
+            *[_GROUPED] * enable_gqa,
         ],
     )

@@ -17,7 +17,7 @@ from collections.abc import Iterable, Iterator
 from fuser.ir.axis import Axis
 from fuser.ir.domain import IterDomain, Merge, Resize, Shift, Split, Swizzle1D, Transform
 from fuser.ir.fusion import Fusion
-from fuser.ir.nodes import TensorOp
+from fuser.ir.nodes import AxisMap, TensorOp
 from fuser.ir.scalar import Scalar
 from fuser.ir.tensor import TensorView
 
@@ -31,15 +31,24 @@ def mapped_axes(
 
     Pairs of a broadcast and a concrete axis are included; `is_exact_pair` tells them apart.
     """
+    consumer = out if out is not None else op.out_tensor
+    return _pairs(op, operand_index, consumer, op.axis_map_to(operand_index, consumer))
+
+
+def alike_axes(op: TensorOp, operand_index: int, out: TensorView) -> tuple[AxisPair, ...]:
+    """Return `mapped_axes` with the pairs of axes that are cut alike, too."""
+    return _pairs(op, operand_index, out, op.alike_map(operand_index, out))
+
+
+def _pairs(
+    op: TensorOp, operand_index: int, consumer: TensorView, mapped: AxisMap
+) -> tuple[AxisPair, ...]:
     producer = op.inputs[operand_index]
     assert isinstance(producer, TensorView)
-    consumer = out if out is not None else op.out_tensor
-    sources = producer.domain.no_reductions
+    sources, targets = producer.domain.no_reductions, consumer.domain.maybe_root
     return tuple(
         (sources[source], target)
-        for target, source in zip(
-            consumer.domain.maybe_root, op.axis_map_to(operand_index, consumer), strict=True
-        )
+        for target, source in zip(targets, mapped, strict=True)
         if source is not None
     )
 

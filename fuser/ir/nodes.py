@@ -57,10 +57,15 @@ class TensorOp(Op):
         del out
         return self.axis_map(operand_index)
 
-    def cut_map(self, operand_index: int, out: TensorView) -> AxisMap:
-        """Return `axis_map_to` without the axes along which blocks of the result are not made from
-        blocks of the operand."""
+    def alike_map(self, operand_index: int, out: TensorView) -> AxisMap:
+        """Return `axis_map_to` with the axes that are cut alike, too: they may count other things,
+        one of which meets as many of the other in each block."""
         return self.axis_map_to(operand_index, out)
+
+    def cut_map(self, operand_index: int, out: TensorView) -> AxisMap:
+        """Return `alike_map` without the axes along which blocks of the result are not made from
+        blocks of the operand."""
+        return self.alike_map(operand_index, out)
 
     def parallel_axes(self, out: TensorView, sibling: TensorView) -> Iterator[tuple[int, int]]:
         """Yield the positions of the logical axes of two results that are the same axis.
@@ -69,6 +74,11 @@ class TensorOp(Op):
         """
         assert len(out.domain.logical) == len(sibling.domain.logical), f"{out} beside {sibling}"
         return ((k, k) for k in range(len(out.domain.logical)))
+
+    def parallel_cuts(self, out: TensorView, sibling: TensorView) -> Iterator[tuple[int, int]]:
+        """Yield the positions of the logical axes of two results that are cut alike, as in
+        `alike_map`."""
+        return self.parallel_axes(out, sibling)
 
     def whole_axes(self, out: TensorView) -> tuple[int, ...]:
         """Return the logical axes of a result whose cuts no operand can match, by position."""
@@ -445,6 +455,8 @@ class LibraryOp(TensorOp):
     READS_ON_HOST: ClassVar[bool] = False
     # Whether batches of an operand may lie anywhere, also inside of a matrix, without a copy.
     TAKES_ANY_BATCHES: ClassVar[bool] = False
+    # Whether torch writes results into memory of its own, which may take the place of a buffer.
+    MAKES_RESULTS: ClassVar[bool] = False
 
     @property
     def draws(self) -> bool:

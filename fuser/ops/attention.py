@@ -27,6 +27,7 @@ def sdpfa_fwd(
     dropout_p: ScalarLike | None = None,
     is_causal: ScalarLike | None = None,
     scale: ScalarLike | None = None,
+    enable_gqa: bool = False,
 ) -> tuple[TensorView, TensorView, TensorView, TensorView]:
     """Append attention: query [.., N, H, L, E], key [.., N, H, S, E], value [.., N, H, S, Ev] ->
     (output [.., N, H, L, Ev], log_sumexp [.., N, H, L] Float, philox_seed [2] and philox_offset []
@@ -34,15 +35,17 @@ def sdpfa_fwd(
 
     bias (floating, added to the scores) and mask (Bool, true where a score counts) have the rank of
     query and are broadcast to [.., N, H, L, S]. Defaults: dropout_p 0.0, is_causal False, scale
-    1/sqrt(E). A causal query sees the keys up to its own place, counted from the first.
+    1/sqrt(E). A causal query sees the keys up to its own place, counted from the first. With
+    enable_gqa key and value have G heads, which divide H: each is read by H / G heads of queries,
+    one after the other.
     """
     given = {"query": query, "key": key, "value": value, "bias": bias, "mask": mask}
     numbers = _numbers("sdpfa_fwd", dropout_p, is_causal, scale)
-    axes = _Axes("sdpfa_fwd", SdpaFwdOp, given)
+    axes = _Axes("sdpfa_fwd", SdpaFwdOp, given, enable_gqa=enable_gqa)
     results = map(axes.result, ("out", "log_sumexp", "philox_seed", "philox_offset"))
     out, log_sumexp, seed, offset = results
     read = query, key, value, bias, mask
-    add_op(SdpaFwdOp(out, log_sumexp, seed, offset, *read, *numbers))
+    add_op(SdpaFwdOp(out, log_sumexp, seed, offset, *read, *numbers, enable_gqa=enable_gqa))
     return out, log_sumexp, seed, offset
 
 
@@ -58,9 +61,10 @@ def sdpfa_bwd(
     philox_seed: TensorView,
     philox_offset: TensorView,
     scale: ScalarLike | None,
+    enable_gqa: bool = False,
 ) -> tuple[TensorView, TensorView, TensorView]:
     """Append the gradients of query, key and value of an `sdpfa_fwd` without bias and mask, from
-    that of its output, what it read and what it gave."""
+    that of its output, what it read and what it gave; enable_gqa is that op's."""
     given = {
         "query": query,
         "key": key,
@@ -72,12 +76,12 @@ def sdpfa_bwd(
         "philox_offset": philox_offset,
     }
     dropped, causal, factor = _numbers("sdpfa_bwd", dropout_p, is_causal, scale)
-    axes = _Axes("sdpfa_bwd", SdpaBwdOp, given)
+    axes = _Axes("sdpfa_bwd", SdpaBwdOp, given, enable_gqa=enable_gqa)
     grads = map(axes.result, ("grad_query", "grad_key", "grad_value"))
     grad_query, grad_key, grad_value = grads
     read = grad_output, query, key, value, output, logsumexp
     kept = dropped, causal, philox_seed, philox_offset, factor
-    add_op(SdpaBwdOp(grad_query, grad_key, grad_value, *read, *kept))
+    add_op(SdpaBwdOp(grad_query, grad_key, grad_value, *read, *kept, enable_gqa=enable_gqa))
     return grad_query, grad_key, grad_value
 
 
@@ -109,9 +113,14 @@ class _Axes:
     """The axes of an attention op by letter, joined over its operands."""
 
     def __init__(
-        self, name: str, op: type[AttentionOp], given: Mapping[str, TensorView | None]
+        self,
+        name: str,
+        op: type[AttentionOp],
+        given: Mapping[str, TensorView | None],
+        *,
+        enable_gqa: bool,
     ) -> None:
-        self._name, self._op = name, op
+        self._name, self._op, self._is_grouped = name, op, enable_gqa
         self._given = {field: tv for field, tv in given.items() if tv is not None}
         rank = self._given["query"].ndim
         if rank < _RANK:
@@ -131,9 +140,10 @@ class _Axes:
         for letter, mapped in self._mapped.items():
             self._check_broadcasts(letter, mapped)
         self._joined = {c: self._join(mapped) for c, mapped in self._mapped.items()}
+        self._check_groups()
 
     def _letters(self, field: str) -> str:
-        mine = self._op.AXES[field]
+        mine = self._op.own_letters(field, enable_gqa=self._is_grouped)
         return self._leading + mine if "n" in mine else mine
 
     def _join(self, mapped: Sequence[tuple[TensorView, IterDomain]]) -> IterDomain:
@@ -149,6 +159,20 @@ class _Axes:
             if tv.dtype() not in known:
                 expected = " or ".join(map(dtype_text, known))
                 raise DtypeError(f"{self._name}: {field} is of dtype {expected}, got {tv}")
+
+    def _check_groups(self) -> None:
+        """Require that heads of keys divide those of queries, where both numbers are known."""
+        heads, groups = (self._joined.get(c) for c in "hg")
+        if heads is None or groups is None:
+            return
+        h, g = (sc.int_value(axis.size) for axis in (heads, groups))
+        if h is not None and g and h % g:
+            query, key = (self._given[field] for field in ("query", "key"))
+            raise fail(
+                self._name,
+                f"{g} heads of {key} do not divide {h} heads of {query} (enable_gqa: each head of "
+                "keys is read by as many heads of queries)",
+            )
 
     def _check_seed(self) -> None:
         for tv, axis in self._mapped.get("p", []):

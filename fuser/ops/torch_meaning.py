@@ -15,7 +15,7 @@ from typing import Any, Literal
 
 import torch
 
-from fuser.errors import UnsupportedError
+from fuser.errors import InputError, UnsupportedError
 from fuser.ir import nodes
 from fuser.ir import scalar as sc
 from fuser.ir.attention import SdpaBwdOp, SdpaFwdOp
@@ -39,7 +39,7 @@ from fuser.ir.scalar import Number, Scalar, Symbol
 from fuser.ir.scans import ArgsortOp, ScanOp, TopKOp
 from fuser.ir.tensor import TensorView
 from fuser.ir.types import IterType
-from fuser.ops.attention_calls import backward, forward
+from fuser.ops.attention_calls import backward, forward, plain_backward, plain_forward
 from fuser.ops.attention_kernels import Attention
 from fuser.ops.grouped_product import grouped_product
 from fuser.ops.grouped_scales import grouped_scales
@@ -404,9 +404,33 @@ def _attention(
     """Return the numbers of a call, and its tensors by field."""
     given = (f for f in op.fields_of("operand") if getattr(op, f) is not None)
     tensors = dict.fromkeys(op.AXES) | dict(zip(given, inputs, strict=True))
+    return _call(op, cx), tensors
+
+
+def _call(op: SdpaFwdOp | SdpaBwdOp, cx: _Context) -> Attention:
+    """Return the numbers of a call."""
     scale = None if op.scale is None else float(sc.evaluate(op.scale, cx.values))
     dropped, causal = (sc.evaluate(x, cx.values) for x in (op.dropout_p, op.is_causal))
-    return Attention(op.name, float(dropped), bool(causal), scale), tensors
+    numbers = float(dropped), bool(causal), scale
+    return Attention(op.name, *numbers, _heads_per_key(op, cx))
+
+
+def _heads_per_key(op: SdpaFwdOp | SdpaBwdOp, cx: _Context) -> int | None:
+    """Return how many heads of queries read each head of keys; None where they are as many, or
+    where there is one of keys."""
+    if not op.enable_gqa:
+        return None
+    heads, groups = (
+        cx.int_of(tv.domain.no_reductions[op.letters(field).index(letter)].size)
+        for field, tv, letter in (("query", op.query, "h"), ("key", op.key, "g"))
+    )
+    if heads % groups if groups else heads:
+        raise InputError(
+            f"{op.name}: query has {heads} heads, which are no multiple of the {groups} of key"
+        )
+    if groups == 1:
+        return None
+    return heads // groups if groups else 1
 
 
 def _sdpa(op: SdpaFwdOp, inputs: Inputs, cx: _Context) -> list[Tensor]:
@@ -415,6 +439,62 @@ def _sdpa(op: SdpaFwdOp, inputs: Inputs, cx: _Context) -> list[Tensor]:
     reads = tuple(out not in cx.unread for out in op.outputs)
     found = forward(call, read, t["bias"], t["mask"], is_oracle=cx.dtype is not None, reads=reads)
     return [cx.store(x, tv) for x, tv in zip(found, op.outputs, strict=True)]
+
+
+def _bind_sdpa(op: SdpaFwdOp, bound: Bound) -> Returning:
+    cx = _context_of(bound)
+    call, ins = _call(op, cx), bound.ins
+    q, k, v, bias, mask = _places(op, ("query", "key", "value", "bias", "mask"))
+    added, seen = (ins[i] if i >= 0 else None for i in (bias, mask))
+    reads = tuple(bound.reads)
+    plain = plain_forward(call, (ins[q], ins[k], ins[v]), added, seen, reads=reads)
+
+    def one_call(given: Sequence[Tensor]) -> Sequence[Tensor]:
+        assert plain is not None
+        return plain(given[q], given[k], given[v], given[bias] if bias >= 0 else None)
+
+    def general(given: Sequence[Tensor]) -> list[Tensor]:
+        added, seen = (given[i] if i >= 0 else None for i in (bias, mask))
+        found = forward(call, (given[q], given[k], given[v]), added, seen, reads=reads)
+        return [cx.store(x, tv) for x, tv in zip(found, op.outputs, strict=True)]
+
+    return Returning(general if plain is None else one_call)
+
+
+def _bind_sdpa_backward(op: SdpaBwdOp, bound: Bound) -> Returning:
+    cx = _context_of(bound)
+    call, ins = _call(op, cx), bound.ins
+    fields = "grad_output", "query", "key", "value", "attended", "log_sumexp"
+    places = _places(op, (*fields, "philox_seed", "philox_offset"))
+    grad, q, k, v, out, sums, seed, offset = places
+
+    def general(given: Sequence[Tensor]) -> list[Tensor]:
+        results = given[out], given[sums], given[seed], given[offset]
+        found = backward(call, given[grad], (given[q], given[k], given[v]), results)
+        return [cx.store(x, tv) for x, tv in zip(found, op.outputs, strict=True)]
+
+    is_deterministic = torch.are_deterministic_algorithms_enabled
+    now, results = is_deterministic(), (ins[out], ins[sums], ins[seed], ins[offset])
+    plain = plain_backward(call, ins[grad], (ins[q], ins[k], ins[v]), results)
+
+    def one_call(given: Sequence[Tensor]) -> Sequence[Tensor]:
+        if plain is None or is_deterministic() is not now:
+            return general(given)
+        return plain(given[grad], given[q], given[k], given[v], given[out], given[sums])
+
+    return Returning(general if plain is None else one_call)
+
+
+def _context_of(bound: Bound) -> _Context:
+    return _Context(bound.values, None, bound.ins[0].device)
+
+
+def _places(op: SdpaFwdOp | SdpaBwdOp, fields: Sequence[str]) -> list[int]:
+    """Return the place of each field's tensor among the tensor operands; -1 of one that is
+    absent."""
+    operands = (f for f in op.fields_of("operand") if f in op.AXES)
+    given = [f for f in operands if getattr(op, f) is not None]
+    return [given.index(f) if f in given else -1 for f in fields]
 
 
 def _sdpa_backward(op: SdpaBwdOp, inputs: Inputs, cx: _Context) -> list[Tensor]:
@@ -483,8 +563,8 @@ NODES: dict[type[nodes.TensorOp], NodeRow] = {
     GroupedMmaOp: NodeRow(_product, "library", bind_product, may_return=True),
     ScaledMmaOp: NodeRow(_product, "library", bind_product),
     GroupedScalesOp: NodeRow(_grouped_scales, "library", bind_grouped_scales),
-    SdpaFwdOp: NodeRow(_sdpa, "library"),
-    SdpaBwdOp: NodeRow(_sdpa_backward, "library"),
+    SdpaFwdOp: NodeRow(_sdpa, "library", _bind_sdpa, may_return=True),
+    SdpaBwdOp: NodeRow(_sdpa_backward, "library", _bind_sdpa_backward, may_return=True),
 }
 
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
+from functools import partial
 
 from fuser.ir.fusion import Fusion
 from fuser.ir.verify import verify_fusion
 from fuser.passes.consecutive_casts import consecutive_casts
 from fuser.passes.look_up_first import look_up_first
+from fuser.passes.masks_to_biases import masks_to_biases
 from fuser.passes.remove_bcast_squeeze import remove_bcast_squeeze
 from fuser.passes.remove_unused import remove_unused
 from fuser.passes.separate_updates import separate_updates
@@ -28,8 +30,11 @@ PASSES: tuple[tuple[str, Callable[[Fusion], None]], ...] = (
 )
 
 
-def run_passes(fusion: Fusion) -> None:
-    """Run all passes in place, verifying the fusion after each."""
-    for name, run in PASSES:
+def run_passes(fusion: Fusion, *, repeated: Collection[int] = ()) -> None:
+    """Run all passes in place, verifying the fusion after each; `repeated` are the axes of inputs,
+    by number, of which memory holds one element for this input class."""
+    # First, so that the others see its kernels.
+    masked = ("masks_to_biases", partial(masks_to_biases, repeated=repeated))
+    for name, run in (masked, *PASSES):
         run(fusion)
         verify_fusion(fusion, after=name)

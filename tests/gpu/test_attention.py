@@ -146,3 +146,124 @@ def test_graphs_repeat_attention(dtype: DataType) -> None:
         check([t.cpu() for t in outs], expected, dtype)
         del outs
     assert any(line.startswith("captured: ") for line in fd.cuda_graphs()), fd.cuda_graphs()
+
+
+# ------------------------------------------------------------------ kernels of a Hopper
+# Enough operations that no call counts as small: n, h, heads of keys, l, s, e, v.
+LARGER = {
+    "plain": (2, 8, 8, 256, 256, 64, 64),
+    "odd lengths": (2, 16, 16, 257, 301, 64, 64),
+    "grouped": (2, 8, 2, 300, 300, 64, 64),
+    "one head of keys": (2, 8, 1, 256, 257, 64, 64),
+    "one query": (8, 8, 4, 1, 2048, 128, 128),
+    "other values": (2, 8, 8, 257, 256, 64, 32),
+    "padded heads": (2, 8, 8, 256, 256, 60, 60),
+    "largest heads": (1, 4, 4, 256, 256, 256, 256),
+}
+
+
+def grouped_expected(
+    given: list[torch.Tensor], *, is_causal: bool, **added: torch.Tensor
+) -> list[torch.Tensor]:
+    q, k, v, grad = (t.double() for t in given)
+    times = q.shape[1] // k.shape[1]
+    read = [q, *(t.repeat_interleave(times, 1) for t in (k, v))]
+    how = {"is_causal": is_causal, **added}
+    dq, *others = gradients(read, grad, **how)
+    sums = (g.unflatten(1, (-1, times)).sum(2) for g in others)
+    return [*attend(read, **how), dq, *sums]  # pyright: ignore[reportArgumentType]
+
+
+def grouped_definition(dtype: DataType, *, is_causal: bool) -> FusionDefinition:
+    with FusionDefinition() as fd:
+        q, k, v, grad = (
+            fd.define_tensor([-1] * 4, contiguity=False, dtype=dtype) for _ in range(4)
+        )
+        results = fd.ops.sdpfa_fwd(q, k, v, is_causal=is_causal, enable_gqa=True)
+        numbers = 0.0, is_causal, *results[2:], None
+        grads = fd.ops.sdpfa_bwd(grad, q, k, v, *results[:2], *numbers, enable_gqa=True)
+        for out in (*results, *grads):
+            fd.add_output(out)
+    return fd
+
+
+def beside(t: torch.Tensor) -> torch.Tensor:
+    return t.transpose(1, 2).contiguous().transpose(1, 2)
+
+
+def larger(name: str, dtype: DataType) -> list[torch.Tensor]:
+    n, h, groups, rows, keys, e, v = LARGER[name]
+    shapes = [(n, h, rows, e), (n, groups, keys, e), (n, groups, keys, v), (n, h, rows, v)]
+    return [t / 2 for t in draw(shapes, dtype)]
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize("dtype", [D.Half, D.BFloat16], ids=str)
+@pytest.mark.parametrize("name", LARGER)
+def test_larger_calls(name: str, dtype: DataType, is_causal: bool) -> None:
+    """Rows and heads beside one another, of operands and of the gradient, in turns: torch keeps one
+    plan of cuDNN's for gradients that lie in different ways."""
+    given = larger(name, dtype)
+    expected = grouped_expected(given, is_causal=is_causal)
+    fd = grouped_definition(dtype, is_causal=is_causal)
+    ways = itertools.product((lambda t: t, beside), repeat=2)
+    for lay, lay_grad in [*ways, (lambda t: t, lambda t: t)]:
+        read = [*(lay(t.cuda()) for t in given[:3]), lay_grad(given[3].cuda())]
+        outs = fd.execute(read)
+        check([t.cpu() for t in outs], expected, dtype)
+        for out, like in zip((outs[0], *outs[4:]), (read[0], *read[:3]), strict=True):
+            if out.shape == like.shape and 1 not in out.shape:
+                assert out.stride() == like.stride()
+
+
+@pytest.mark.parametrize("expands", [False, True])
+@pytest.mark.parametrize("shape", [(2, 1, -1, -2), (2, 1, 1, -2), (1, 8, -1, -2), (2, 8, -1, 1)])
+@pytest.mark.parametrize("name", ["plain", "odd lengths", "grouped", "largest heads"])
+def test_larger_calls_with_biases_and_masks(
+    name: str, shape: tuple[int, ...], expands: bool
+) -> None:
+    given = larger(name, D.BFloat16)
+    n, h, _, rows, keys, *_ = LARGER[name]
+    sizes = [{-1: rows, -2: keys, 2: n, 8: h}.get(size, size) for size in shape]
+    (bias,) = draw([sizes], D.BFloat16, seed=3)
+    mask = draw([sizes], seed=4)[0] > -0.5
+    mask[0, 0, 0] = False
+    with FusionDefinition() as fd:
+        read = [fd.define_tensor([-1] * 4, dtype=D.BFloat16) for _ in range(3)]
+        declared = [1 if size == 1 and not expands else -1 for size in sizes]
+        added, seen = (fd.define_tensor(declared, dtype=dtype) for dtype in (D.BFloat16, D.Bool))
+        ways = {"bias": added}, {"mask": seen}, {"bias": added, "mask": seen}
+        for named in ways:
+            for out in fd.ops.sdpfa_fwd(*read, **named, enable_gqa=True)[:2]:
+                fd.add_output(out)
+    whole = (n, h, rows, keys)
+    lay = (lambda t: t.expand(whole)) if expands else (lambda t: t)
+    outs = fd.execute([t.cuda() for t in given[:3]] + [lay(bias.cuda()), lay(mask.cuda())])
+    for i, how in enumerate(({"added": bias}, {"mask": mask}, {"added": bias, "mask": mask})):
+        expected = grouped_expected(given, is_causal=False, **how)
+        out, sums = (t.cpu().double() for t in outs[2 * i : 2 * i + 2])
+        torch.testing.assert_close(out, expected[0], rtol=2e-2, atol=2e-2)
+        torch.testing.assert_close(sums, expected[1], rtol=1e-3, atol=1e-3)
+
+
+def test_a_result_stays_where_torch_puts_it() -> None:
+    """No copy behind the one kernel, which a caller's graph holds, too."""
+    given = [t.cuda() for t in larger("plain", D.BFloat16)[:3]]
+    with FusionDefinition() as fd:
+        read = [fd.define_tensor([-1] * 4, dtype=D.BFloat16) for _ in range(3)]
+        fd.add_output(fd.ops.sdpfa_fwd(*read)[0])
+    for _ in range(4):
+        fd.execute(given)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        fd.execute(given)
+        torch.cuda.synchronize()
+    kernels = [
+        e.name for e in profile.events() or () if "memcpy" in e.name.lower() or "copy" in e.name
+    ]
+    assert not kernels, kernels
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        (out,) = fd.execute(given)
+    graph.replay()
+    expected, _ = attend([t.double().cpu() for t in given])
+    torch.testing.assert_close(out.double().cpu(), expected, rtol=2e-2, atol=2e-2)

@@ -1,0 +1,287 @@
+"""The rows of `bench.py attention`: attention as one op, beside torch's own function.
+
+A cell is a shape, a mode (full, causal, an additive bias, a Bool mask) and a direction. Forward
+gives the output alone; backward reads what an earlier forward kept. Torch's side is its default
+choice of kernels on the same tensors; backward is `torch.autograd.grad` of a forward that has run.
+
+Each side in turn is called ten times between two events (`us_calls`: what a caller waits for, the
+host included); and forward is captured ten times in a CUDA graph, which is replayed in turns
+(`us`). Errors are against float64, for one batch and one head of keys, as norms relative to the
+expected values. A row fails where torch's time is below `LEAST` of ours by both ways of timing, or
+where ours is less right than torch by more than rounding.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from kernel_timing import Replay, time_interleaved
+
+from fuser import DataType, FusionDefinition, TensorView
+
+Tensor = torch.Tensor
+# Torch's time / ours: everywhere, and for Bool masks from so many keys on.
+LEAST, LEAST_MASK, MASK_KEYS = 0.97, 2.0, 512
+# Errors of equal kernels may differ by as much.
+MORE_ERROR = 1.05
+CALLS, ROUNDS = 10, 9
+
+
+class Shape(NamedTuple):
+    n: int
+    h: int
+    groups: int
+    l: int
+    s: int
+    e: int
+
+
+SHAPES = (
+    Shape(4, 32, 32, 2048, 2048, 128),
+    Shape(2, 16, 16, 4096, 4096, 64),
+    Shape(1, 32, 32, 8192, 8192, 128),
+    Shape(32, 12, 12, 56, 56, 32),
+    Shape(8, 16, 16, 512, 512, 64),
+    Shape(4, 32, 8, 2048, 2048, 128),
+    Shape(16, 32, 32, 1, 4096, 128),
+    Shape(2, 16, 16, 2048, 2048, 256),
+    Shape(4, 16, 16, 1000, 1000, 96),
+)
+SMALL = (Shape(2, 4, 2, 6, 8, 8), Shape(1, 2, 2, 8, 8, 16))
+MODES = ("full", "causal", "bias", "mask")
+
+
+class Given(NamedTuple):
+    """Query, key, value, the gradient of the output, what is added, and a mask."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    grad: Tensor
+    bias: Tensor | None
+    mask: Tensor | None
+
+
+def draw(z: Shape, mode: str, device: str, *, beside: bool) -> Given:
+    """Return operands; heads lie `beside` one another, as projections give them, or rows do."""
+
+    def one(heads: int, rows: int) -> Tensor:
+        if beside:
+            made = torch.randn(z.n, rows, heads, z.e, device=device).transpose(1, 2)
+        else:
+            made = torch.randn(z.n, heads, rows, z.e, device=device)
+        return made.bfloat16()
+
+    q, k, v, grad = one(z.h, z.l), one(z.groups, z.s), one(z.groups, z.s), one(z.h, z.l)
+    added = torch.randn(z.n, 1, z.l, z.s, device=device) if mode in ("bias", "mask") else None
+    if added is None:
+        return Given(q, k, v, grad, None, None)
+    # Of scores about a tenth does not count.
+    return Given(
+        q, k, v, grad, *((added.bfloat16(), None) if mode == "bias" else (None, added > -1.3))
+    )
+
+
+# ------------------------------------------------------------------ both sides
+def define_forward(z: Shape, mode: str, *, all_results: bool = False) -> FusionDefinition:
+    with FusionDefinition() as fd:
+        read = [
+            fd.define_tensor([-1] * 4, contiguity=False, dtype=DataType.BFloat16) for _ in "qkv"
+        ]
+        q, k, v = read
+        shape, added = [-1, 1, 1 if z.l == 1 else -1, -1], dict[str, TensorView]()
+        if mode in ("bias", "mask"):
+            dtype = DataType.BFloat16 if mode == "bias" else DataType.Bool
+            added[mode] = fd.define_tensor(shape, dtype=dtype)
+        results = fd.ops.sdpfa_fwd(
+            q,
+            k,
+            v,
+            added.get("bias"),
+            added.get("mask"),
+            is_causal=mode == "causal",
+            enable_gqa=z.h != z.groups,
+        )
+        for out in results if all_results else results[:1]:
+            fd.add_output(out)
+    return fd
+
+
+def define_backward(z: Shape, mode: str) -> FusionDefinition:
+    dtype = DataType.BFloat16
+    with FusionDefinition() as fd:
+        grad, q, k, v, out = (
+            fd.define_tensor([-1] * 4, contiguity=False, dtype=dtype) for _ in range(5)
+        )
+        sums = fd.define_tensor([-1] * 3, contiguity=True)
+        seed, offset = (fd.define_tensor(n, dtype=DataType.UInt64) for n in ([2], []))
+        numbers = sums, 0.0, mode == "causal", seed, offset, None
+        for made in fd.ops.sdpfa_bwd(grad, q, k, v, out, *numbers, enable_gqa=z.h != z.groups):
+            fd.add_output(made)
+    return fd
+
+
+def sdpa(z: Shape, mode: str, given: Given) -> Tensor:
+    mask = given.bias if given.mask is None else given.mask
+    if mask is not None:  # as users give it: of all heads
+        mask = mask.expand(z.n, z.h, z.l, z.s)
+    return F.scaled_dot_product_attention(
+        given.q,
+        given.k,
+        given.v,
+        attn_mask=mask,
+        is_causal=mode == "causal",
+        enable_gqa=z.h != z.groups,
+    )
+
+
+# ------------------------------------------------------------------ errors
+def expected_of(z: Shape, mode: str, given: Given) -> list[Tensor]:
+    """Return output, and the gradients of query, key and value, of the first head of keys of the
+    first batch, in float64."""
+    times = z.h // z.groups
+    q, k, v = (
+        t[:1, :count].detach().double() for t, count in zip(given[:3], (times, 1, 1), strict=True)
+    )
+    q, k, v = (t.requires_grad_() for t in (q, k, v))
+    with torch.enable_grad():
+        scores = q @ k.mT * z.e**-0.5
+        if given.bias is not None:
+            scores = scores + given.bias[:1].double()
+        if given.mask is not None:
+            scores = scores.masked_fill(~given.mask[:1], -torch.inf)
+        if mode == "causal":
+            seen = torch.ones(z.l, z.s, dtype=torch.bool, device=q.device).tril()
+            scores = scores.masked_fill(~seen, -torch.inf)
+        out = scores.softmax(-1) @ v
+    grads = torch.autograd.grad(out, (q, k, v), given.grad[:1, :times].double())
+    return [out.detach(), *grads]
+
+
+def errors(results: Sequence[Tensor], expected: Sequence[Tensor]) -> list[float]:
+    found: list[float] = []
+    for got, want in zip(results, expected, strict=True):
+        mine = got[:1, : want.shape[1]].double()
+        found.append(float((mine - want).norm() / want.norm()))
+    return found
+
+
+# ------------------------------------------------------------------ times
+def by_calls(runs: dict[str, Callable[[], object]]) -> dict[str, float]:
+    """Return median microseconds per call of each side, in turns."""
+    found: dict[str, list[float]] = {name: [] for name in runs}
+    for number in range(-2, ROUNDS):
+        for name, run in runs.items():
+            run()
+            start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            start.record()
+            for _ in range(CALLS):
+                run()
+            stop.record()
+            stop.synchronize()
+            if number >= 0:
+                found[name].append(start.elapsed_time(stop) * 1e3 / CALLS)
+    return {name: round(statistics.median(us), 2) for name, us in found.items()}
+
+
+def by_graphs(runs: dict[str, Callable[[], object]], calls: int) -> dict[str, float]:
+    """Return median microseconds per call of each side, of replayed graphs, in turns."""
+    replays = [Replay(run, [()] * calls) for run in runs.values()]
+    spreads = time_interleaved(replays)
+    return {name: round(s[0] * 1e6, 2) for name, s in zip(runs, spreads, strict=True)}
+
+
+def ratio(us: dict[str, float]) -> float:
+    return round(us["torch"] / us["ours"], 3)
+
+
+def measure(z: Shape, mode: str, direction: str, device: str, *, beside: bool) -> dict[str, Any]:
+    """Return the line of a cell."""
+    given = draw(z, mode, device, beside=beside)
+    row: dict[str, Any] = {
+        "bench": "attention",
+        "shape": list(z),
+        "mode": mode,
+        "direction": direction,
+        "layout": "heads beside" if beside else "rows",
+    }
+    expected = expected_of(z, mode, given)
+    added = [t for t in given[4:] if t is not None]
+    runs: dict[str, Callable[[], object]]
+    if direction == "forward":
+        fd = define_forward(z, mode)
+        read = [*given[:3], *added]
+        runs = {"ours": lambda: fd.execute(read), "torch": lambda: sdpa(z, mode, given)}
+        results = {"ours": fd.execute(read), "torch": [sdpa(z, mode, given)]}
+        expected = expected[:1]
+    else:
+        kept = define_forward(z, mode, all_results=True).execute([*given[:3], *added])
+        fd = define_backward(z, mode)
+        read = [given.grad, *given[:3], *kept]
+        leaves = [t.detach().requires_grad_() for t in given[:3]]
+        with torch.enable_grad():
+            out = sdpa(z, mode, given._replace(q=leaves[0], k=leaves[1], v=leaves[2]))
+
+        def theirs() -> Sequence[Tensor]:
+            return torch.autograd.grad(out, leaves, given.grad, retain_graph=True)
+
+        runs = {"ours": lambda: fd.execute(read), "torch": theirs}
+        results = {"ours": fd.execute(read), "torch": theirs()}
+        expected = expected[1:]
+    row["errors"] = {who: errors(found, expected) for who, found in results.items()}
+    del results, expected
+    if device == "cuda":
+        torch.cuda.empty_cache()
+        row["us_calls"] = by_calls(runs)
+        row["ratio_calls"] = ratio(row["us_calls"])
+        if direction == "forward":
+            few = max(1, min(CALLS, int(4e3 / max(row["us_calls"]["torch"], 1.0))))
+            row["us"] = by_graphs(runs, few)
+            row["ratio"] = ratio(row["us"])
+    least = LEAST_MASK if mode == "mask" and z.s >= MASK_KEYS else LEAST
+    row["least"] = least
+    row["fails"] = fails(row)
+    return row
+
+
+def fails(row: dict[str, Any]) -> list[str]:
+    """Return what of a line is not as it should be."""
+    found: list[str] = []
+    times = [row[key] for key in ("ratio", "ratio_calls") if key in row]
+    if times and max(times) < row["least"]:
+        found.append("time")
+    pairs = zip(row["errors"]["ours"], row["errors"]["torch"], strict=True)
+    if any(not ours <= MORE_ERROR * theirs + 1e-6 for ours, theirs in pairs):
+        found.append("error")
+    return found
+
+
+def cells(shapes: Sequence[Shape]) -> Iterator[tuple[Shape, str, str]]:
+    for z in shapes:
+        for mode in MODES:
+            if mode == "causal" and z.l != z.s:
+                continue
+            yield z, mode, "forward"
+            if mode in ("full", "causal"):
+                yield z, mode, "backward"
+
+
+@torch.no_grad()
+def bench_attention(
+    emit: Callable[[dict[str, Any]], None], *, device: str, beside: bool = False
+) -> int:
+    """Emit the lines of all cells; return how many fail."""
+    count = 0
+    machine = torch.cuda.get_device_name() if device == "cuda" else "cpu"
+    emit({"bench": "attention", "machine": machine, "torch": torch.__version__})
+    for z, mode, direction in cells(SHAPES if device == "cuda" else SMALL):
+        row = measure(z, mode, direction, device, beside=beside)
+        emit(row)
+        count += bool(row["fails"])
+        if device == "cuda":
+            torch.cuda.empty_cache()
+    return count

@@ -1,0 +1,202 @@
+"""Attention whose keys and values have fewer heads (`enable_gqa`), against repeated heads in
+float64."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from fuser import DataType, FusionDefinition, TensorView
+from fuser.errors import DefinitionError, FuserError, InputError, UnsupportedError
+from fuser.multidevice import Communicator, DeviceMesh, shard_tensor
+from hostir import HostIrEvaluator
+from hostir.container import equal
+from hostir.parse import parse
+from multidevice import simulate
+from tests.frontend.test_attention import Tensors, attend, check, draw, gradients
+from tests.frontend.test_attention_programs import cut, shards
+
+D = DataType
+OPERANDS = ("query", "key", "value", "grad")
+
+
+def define(
+    *,
+    dtype: DataType = D.Float,
+    rank: int = 4,
+    is_causal: bool = False,
+    sizes: tuple[int, int] = (-1, -1),
+    place: Callable[[dict[str, TensorView]], None] = lambda tensors: None,
+    backward: bool = True,
+) -> FusionDefinition:
+    """Define the results of forward and the gradients; `sizes` are the heads of query and key."""
+    with FusionDefinition() as fd:
+
+        def tensor(heads: int) -> TensorView:
+            return fd.define_tensor([*[-1] * (rank - 3), heads, -1, -1], dtype=dtype)
+
+        q, k, v = (tensor(sizes[i]) for i in (0, 1, 1))
+        out, sums, seed, offset = fd.ops.sdpfa_fwd(q, k, v, is_causal=is_causal, enable_gqa=True)
+        tensors, grads = {"query": q, "key": k, "value": v}, ()
+        if backward:
+            grad = tensors["grad"] = tensor(sizes[0])
+            read = grad, q, k, v, out, sums, 0.0, is_causal, seed, offset, None
+            grads = fd.ops.sdpfa_bwd(*read, enable_gqa=True)
+        place(tensors)
+        for tv in (out, sums, seed, offset, *grads):
+            fd.add_output(tv)
+    return fd
+
+
+def expected_of(given: Tensors, *, is_causal: bool) -> list[torch.Tensor]:
+    q, k, v, grad = (t.double() for t in given)
+    axis, times = q.dim() - 3, q.shape[-3] // max(k.shape[-3], 1)
+    read = [q, *(t.repeat_interleave(times, axis) for t in (k, v))]
+    dq, *others = gradients(read, grad, is_causal=is_causal)
+    sums = (g.unflatten(axis, (k.shape[axis], times)).sum(axis + 1) for g in others)
+    return [*attend(read, is_causal=is_causal), dq, *sums]
+
+
+def shapes_of(
+    heads: int, groups: int, *leading: int, rows: int = 5, keys: int = 7
+) -> list[list[int]]:
+    one, other = [*leading, 2, heads, rows, 8], [*leading, 2, groups, keys, 8]
+    return [one, other, other, one]
+
+
+@pytest.mark.finding("G1")
+@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize("dtype", [D.Float, D.Double, D.BFloat16], ids=str)
+def test_each_head_of_keys_is_read_by_several(dtype: DataType, is_causal: bool) -> None:
+    fd = define(dtype=dtype, is_causal=is_causal)
+    for seed, (heads, groups) in enumerate(((6, 2), (4, 1), (4, 4), (6, 3))):
+        given = draw(shapes_of(heads, groups), dtype, seed)
+        expected = expected_of(given, is_causal=is_causal)
+        for _ in range(4):
+            check(fd.execute(given), expected, dtype)
+
+
+@pytest.mark.parametrize("sizes", [(6, 2), (6, -1), (4, 1)])
+def test_heads_that_are_declared(sizes: tuple[int, int]) -> None:
+    given = draw(shapes_of(sizes[0], 2 if sizes[1] < 0 else sizes[1]))
+    check(define(sizes=sizes).execute(given), expected_of(given, is_causal=False), D.Float)
+
+
+def test_more_batches_and_projections() -> None:
+    """Axes in front of the batch; heads that lie side by side, and gradients that do, too."""
+    given = draw(shapes_of(4, 2, 3))
+    check(define(rank=5).execute(given), expected_of(given, is_causal=False), D.Float)
+    beside = [t.transpose(1, 2).contiguous().transpose(1, 2) for t in draw(shapes_of(4, 2))]
+    outs = define().execute(beside)
+    check(outs, expected_of(beside, is_causal=False), D.Float)
+    assert all(g.stride() == t.stride() for g, t in zip(outs[4:], beside, strict=False))
+
+
+@pytest.mark.parametrize("empty", ["heads", "rows", "keys"])
+def test_empty(empty: str) -> None:
+    sizes = {"heads": 4, "rows": 5, "keys": 7} | {empty: 0}
+    shapes = shapes_of(
+        sizes["heads"], 0 if empty == "heads" else 2, rows=sizes["rows"], keys=sizes["keys"]
+    )
+    given = draw(shapes)
+    for _ in range(2):
+        check(define().execute(given), expected_of(given, is_causal=False), D.Float)
+
+
+def test_text_and_definition_say_it() -> None:
+    fd, given = define(is_causal=True), draw(shapes_of(4, 2))
+    outs = fd.execute(given)
+    program = fd.fec.host_program()
+    again = parse(program.full_text())
+    assert equal(again, program) and program.full_text().count("enable_gqa = true") == 2
+    for one, other in zip(outs, HostIrEvaluator(again, device="cpu").run(given), strict=True):
+        assert one.tolist() == other.tolist()
+    assert repr(fd).count("enable_gqa=True") == 2
+
+
+def test_heads_that_do_not_divide_are_refused() -> None:
+    with FusionDefinition() as fd:
+        q, k = (fd.define_tensor([2, heads, 5, 8]) for heads in (6, 4))
+        with pytest.raises(DefinitionError, match=r"sdpfa_fwd: 4 heads of .* do not divide 6"):
+            fd.ops.sdpfa_fwd(q, k, k, enable_gqa=True)
+        with pytest.raises(DefinitionError, match="sdpfa_fwd"):
+            fd.ops.sdpfa_fwd(q, k, k)
+        fd.add_output(fd.ops.set(q))
+    with pytest.raises(InputError, match=r"query has 6 heads, which are no multiple of the 4"):
+        define().execute(draw(shapes_of(6, 4)))
+
+
+# ------------------------------------------------------------------ several ranks
+def run_cut(names: tuple[str, ...], heads: int, groups: int) -> list[torch.Tensor]:
+    mesh = DeviceMesh(range(Communicator.instance().size()))
+    tensors: dict[str, TensorView] = {}
+
+    def place(found: dict[str, TensorView]) -> None:
+        tensors.update(found)
+        for name in OPERANDS:
+            found[name].set_device_mesh(mesh)
+        for name in names:
+            cut(found[name], 1, mesh)
+
+    fd = define(place=place)
+    whole = draw(shapes_of(heads, groups))
+    given = [shard_tensor(t, tensors[n]) for t, n in zip(whole, OPERANDS, strict=True)]
+    outs = [fd.execute(given) for _ in range(3)][-1]
+    if names == OPERANDS:
+        assert fd.fec.statistics()["collectives"] == 0
+    return outs
+
+
+@pytest.mark.finding("G1")
+@pytest.mark.parametrize("names", [OPERANDS, ("query",), ("key",), ("value", "grad")])
+def test_heads_are_cut(names: tuple[str, ...]) -> None:
+    """Those of keys with those of queries, whichever of them the user cuts."""
+    with simulate(2) as world:
+        results = world.run(run_cut, names, 8, 4)
+    expected = expected_of(draw(shapes_of(8, 4)), is_causal=False)
+    for rank, outs in enumerate(results):
+        computed = outs[:2] + outs[4:]
+        mine = [shards(e, o, rank, 2) for e, o in zip(expected, computed, strict=True)]
+        check(outs, mine, D.Float)
+        assert outs[0].shape[1] == 4
+
+
+@pytest.mark.parametrize(("heads", "groups"), [(12, 3), (8, 1)])
+def test_heads_of_keys_that_devices_cannot_share_evenly_are_refused(
+    heads: int, groups: int
+) -> None:
+    """A rank would read keys of heads that another one has."""
+    with simulate(2) as world, pytest.raises(FuserError, match=r"divide evenly|not divisible"):
+        world.run(run_cut, ("query",), heads, groups)
+
+
+def run_shared(*, backward: bool) -> torch.Tensor:
+    mesh, shapes = DeviceMesh([0, 1]), shapes_of(4, 1)
+    tensors: dict[str, TensorView] = {}
+
+    def place(found: dict[str, TensorView]) -> None:
+        tensors.update(found)
+        for name, tv in found.items():
+            tv.set_device_mesh(mesh)
+            if name in ("query", "grad"):
+                cut(tv, 1, mesh)
+
+    fd = define(sizes=(4, 1), place=place, backward=backward)
+    given = zip(draw(shapes), tensors.values(), strict=False)
+    return fd.execute([shard_tensor(t, tv) for t, tv in given])[0]
+
+
+def test_one_head_of_keys_that_is_declared_is_read_on_all_devices() -> None:
+    with simulate(2) as world:
+        results = world.run(run_shared, backward=False)
+    out = expected_of(draw(shapes_of(4, 1)), is_causal=False)[0]
+    for rank, got in enumerate(results):
+        torch.testing.assert_close(got.double(), shards(out, got, rank, 2), rtol=1e-5, atol=1e-5)
+        assert got.shape[1] == 2
+
+
+def test_the_gradient_of_a_head_that_devices_share_is_refused() -> None:
+    with simulate(2) as world, pytest.raises(UnsupportedError, match="a part of its gradient"):
+        world.run(run_shared, backward=True)
