@@ -267,3 +267,35 @@ def test_a_result_stays_where_torch_puts_it() -> None:
     graph.replay()
     expected, _ = attend([t.double().cpu() for t in given])
     torch.testing.assert_close(out.double().cpu(), expected, rtol=2e-2, atol=2e-2)
+
+
+@pytest.mark.parametrize("p", [0.25, 0.1])
+def test_dropout_in_two_definitions(p: float) -> None:
+    """The gradient drops what forward dropped, by seed and offset alone: cuDNN's, of a probability
+    in sixteenths, and flash attention's."""
+    dtype = D.BFloat16
+    with FusionDefinition() as first:
+        q, k, v = (first.define_tensor([-1] * 4, dtype=dtype) for _ in range(3))
+        for out in first.ops.sdpfa_fwd(q, k, v, dropout_p=p):
+            first.add_output(out)
+    with FusionDefinition() as second:
+        grad, q, k, v, out = (second.define_tensor([-1] * 4, dtype=dtype) for _ in range(5))
+        sums = second.define_tensor([-1] * 3)
+        seed = second.define_tensor([2], dtype=D.UInt64)
+        offset = second.define_tensor([], dtype=D.UInt64)
+        kept = out, sums, p, False, seed, offset, None
+        for made in second.ops.sdpfa_bwd(grad, q, k, v, *kept):
+            second.add_output(made)
+    query, key, grads = draw([(2, 8, 256, 64), (2, 8, 64, 64), (2, 8, 256, 64)], dtype)
+    # Values that show the weights: output = weights @ I.
+    eye = torch.eye(64, dtype=query.dtype).expand(2, 8, 64, 64).contiguous()
+    given = [query / 2, key / 2, eye]
+    on_gpu = [t.cuda() for t in given]
+    for _ in range(4):
+        results = first.execute(on_gpu)
+        kept_ones = (results[0].cpu() != 0).double() / (1 - p)
+        expected = gradients([t.double() for t in given], grads, kept=kept_ones)
+        found = second.execute([grads.cuda(), *on_gpu, *results])
+        for got, want in zip(found, expected, strict=True):
+            torch.testing.assert_close(got.cpu().double(), want, rtol=3e-2, atol=3e-2)
+        assert abs(float((results[0] == 0).double().mean()) - p) < 0.02
