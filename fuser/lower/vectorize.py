@@ -51,9 +51,10 @@ def vector_base(ctx: Context, tv: TensorView, offset: Scalar, v: Scalar, *, widt
     for mono, coef in terms_of(base):
         if coef % width == 0:
             continue
-        sizes = [a for a in mono if isinstance(a, Symbol) and not a.is_index]
-        if len(sizes) > 1:
-            # Any of the sizes may bring the factors of two, so their product is tested.
+        sizes = [a for a in mono if not any(s.is_index for s in sc.symbols(a))]
+        if len(sizes) > 1 or any(isinstance(a, Apply) for a in sizes):
+            # Any of the sizes may bring the factors of two, so their product is tested; as is what
+            # was computed of sizes, such as the elements of a group of channels.
             size = sc.product([math.gcd(coef, width), *sizes])
             ctx.guards[sc.eq(sc.mod(size, width), 0)] = None
             continue
