@@ -23,6 +23,7 @@ from fuser.dumps import Dump
 from fuser.errors import FuserError, user_code
 from fuser.frontend import draws
 from fuser.frontend.autograd import Autograd
+from fuser.frontend.constants import note_constants
 from fuser.frontend.draws import Draws, T
 from fuser.frontend.host_scalars import HostScalars
 from fuser.frontend.inside import Inspection
@@ -522,6 +523,7 @@ class FusionExecutorCache(Watching, Inspection):
         label = self._label + (f", program {self._built}" if self._built else "")
         self._built += 1
         where = next((op.where for op in self._fusion.exprs if op.where), "")
+        note_constants(self._fusion)
 
         def dump(name: str, text: Callable[[], str], note: str = "") -> None:
             if options.dump_enabled(name):
