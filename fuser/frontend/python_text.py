@@ -9,7 +9,8 @@ Running it gives an equal fusion (`Fusion.__eq__`), of which this text is the te
 are numbered in the order of their statements, scalars in that of theirs. What shards, schedules and
 lays out tensors stands behind the outputs (`python_schedule`).
 
-Source: the statements and their spelling are nvFuser's; floats have the digits that give them back.
+Source: the statements and their spelling are nvFuser's; floats that six digits do not give back
+have more.
 """
 
 from __future__ import annotations
@@ -45,14 +46,20 @@ OPERATORS = {"floorDiv": "//", "floorMod": "%"}
 
 
 def number_text(value: float | complex) -> str:
-    """Return a number as Python that gives it back: `2.5`, `float("inf")`, `1.0+2.0j`."""
+    """Return a number as Python that gives it back: `2.50000`, `float("inf")`, `1.00000+2.00000j`.
+
+    Six digits are nvFuser's; a number that has more is written with as many as give it back.
+    """
     if isinstance(value, float):
-        return repr(value) if math.isfinite(value) else f'float("{value}")'
+        if not math.isfinite(value):
+            return f'float("{value}")'
+        short = f"{value:#.6g}"
+        return short if float(short) == value else repr(value)
     parts = value.real, value.imag
     # A sum would lose the sign of a zero, and has no way to write what is not finite.
     is_sum = all(math.isfinite(x) and (x or math.copysign(1, x) > 0) for x in parts)
     if is_sum:
-        return f"{parts[0]!r}{'' if parts[1] < 0 else '+'}{parts[1]!r}j"
+        return f"{number_text(parts[0])}{'' if parts[1] < 0 else '+'}{number_text(parts[1])}j"
     return f"complex({number_text(parts[0])}, {number_text(parts[1])})"
 
 

@@ -172,7 +172,7 @@ is_cpu=False)
     c0 = fd.define_scalar(None, dtype=DataType.Double)
     tv1 = fd.ops.cast(tv0, dtype=DataType.Float)
     tv2, tv3, tv4 = fd.ops.welford(tv1, dims=[1])
-    c1 = fd.define_scalar(0.015625, dtype=DataType.Float)
+    c1 = fd.define_scalar(0.0156250, dtype=DataType.Float)
     tv5 = fd.ops.mul(tv3, c1)
     tv6 = fd.ops.broadcast(tv5, is_broadcast_dim=[False, True])
     tv7 = fd.ops.broadcast(tv2, is_broadcast_dim=[False, True])
@@ -216,7 +216,7 @@ SPELLED: list[tuple[Callable[..., Any], str]] = [
     (lambda fd, x: fd.ops.reshape(x, [2, -1]), "fd.ops.reshape(tv0, new_shape=[2, 24])"),
     (
         lambda fd, x: fd.ops.full([6, 8], 1, DataType.Half),
-        "fd.ops.full(shape=[6, 8], fill_value=1.0, dtype=DataType.Half)",
+        "fd.ops.full(shape=[6, 8], fill_value=1.00000, dtype=DataType.Half)",
     ),
     (
         lambda fd, x: fd.ops.slice(x, [0, 1], [6, 3]),
@@ -225,7 +225,7 @@ SPELLED: list[tuple[Callable[..., Any], str]] = [
     ),
     (
         lambda fd, x: fd.ops.pad(x, [1, 2]),
-        "fd.ops.pad(tv0, pad_widths=[1, 2, 0, 0], value=0.0)",
+        "fd.ops.pad(tv0, pad_widths=[1, 2, 0, 0], value=0.00000)",
     ),
     (
         lambda fd, x: fd.ops.cat([x, x], 1),
@@ -235,9 +235,9 @@ SPELLED: list[tuple[Callable[..., Any], str]] = [
     (lambda fd, x: fd.ops.rand_like(x), "fd.ops.rand_like(tv0)"),
     (
         lambda fd, x: fd.ops.normal(0, 0.5, [6, 8], rng_seed=3, rng_offset=4),
-        "fd.ops.normal(0.0, 0.5, shape=[6, 8], rng_seed=3, rng_offset=4, dtype=DataType.Float)",
+        "fd.ops.normal(0.00000, 0.500000, shape=[6, 8], rng_seed=3, rng_offset=4, dtype=DataType.Float)",  # noqa: E501
     ),
-    (lambda fd, x: fd.ops.where(fd.ops.gt(x, 0), x, 1.5), "fd.ops.where(tv1, tv0, 1.5)"),
+    (lambda fd, x: fd.ops.where(fd.ops.gt(x, 0), x, 1.5), "fd.ops.where(tv1, tv0, 1.50000)"),
     (lambda fd, x: fd.ops.linear(x, x, fd.ops.sum(x, 1)), "fd.ops.linear(tv0, tv0, bias=tv1)"),
     (lambda fd, x: fd.ops.matmul(x, fd.ops.permute(x, [1, 0])), "fd.ops.matmul(tv0, tv1)"),
 ]
@@ -261,7 +261,7 @@ def test_scalars_have_names_where_calls_take_no_numbers() -> None:
     fd = written(define)
     assert "c0 = fd.define_scalar(1, dtype=DataType.Int)" in repr(fd)
     assert "fd.ops.select(tv0, index=c0, dim=0)" in repr(fd)
-    assert "c1 = fd.define_scalar(0.5, dtype=DataType.Double)" in repr(fd)
+    assert "c1 = fd.define_scalar(0.500000, dtype=DataType.Double)" in repr(fd)
     assert "fd.ops.scatter(tv0, tv1, c1, dim=0)" in repr(fd)
     inputs = [torch.randn(6, 8), torch.randint(0, 6, (2, 8))]
     assert_same(again(fd).execute(inputs), fd.execute(inputs))
@@ -595,3 +595,34 @@ def test_reductions_in_parts(factor: Callable[..., None], kind: str, is_read: bo
         factor(fd, y)
     assert "rfactor" in repr(fd) or factor is whole
     again(fd)
+
+
+@pytest.mark.finding("float constants")
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        (3.0, "3.00000"),
+        (0.5, "0.500000"),
+        (-0.0, "-0.00000"),
+        (1e-5, "1.00000e-05"),
+        (65536.0, "65536.0"),
+        (1e6, "1.00000e+06"),
+        (0.1 + 0.2, "0.30000000000000004"),
+        (1 / 3, "0.3333333333333333"),
+        (float("-inf"), 'float("-inf")'),
+        (float("nan"), 'float("nan")'),
+        (1 + 2j, "1.00000+2.00000j"),
+        (0.1 - 2j, "0.100000-2.00000j"),
+        (complex(-0.0, 1 / 3), "complex(-0.00000, 0.3333333333333333)"),
+    ],
+)
+def test_floats_have_the_six_digits_of_nvfuser_where_these_give_them_back(
+    value: complex, text: str
+) -> None:
+    with FusionDefinition() as fd:
+        is_complex = isinstance(value, complex)
+        x = fd.define_tensor([-1], dtype=torch.complex128 if is_complex else torch.float64)
+        fd.add_output(fd.ops.mul(x, value))
+    assert f"fd.ops.mul(tv0, {text})" in repr(fd)
+    again(fd)
+    assert repr(eval(text)) == repr(value)
