@@ -178,6 +178,11 @@ class FusionExecutorCache(Watching, Inspection):
             instance = Communicator.instance()
             return run_agreed(instance, self.devices, partial(self.prepare, *given))
         if self._draws is not None or self._scalars is not None:
+            scalars = self._scalars
+            if scalars is not None and scalars.has_results and not self.devices:
+                inputs = scalars.flat(inputs)
+                _, _, run = self.prepare(inputs, device, _enable_options, _disable_options)
+                return run()
             if self.devices:
                 given = inputs, device, _enable_options, _disable_options
                 instance = Communicator.instance()
@@ -303,13 +308,19 @@ class FusionExecutorCache(Watching, Inspection):
                 given = inputs, device, _enable_options, _disable_options
                 return self.prepare_profile(profiler, *given)
         communicator = Communicator.instance()
+        scalars, flat = self._scalars, None
+        if scalars is not None and scalars.has_results:
+            inputs = flat = scalars.flat(inputs)
         inputs, begin = self._look(inputs, device)
         call, given, places = self._find(
             communicator, inputs, device, _enable_options, _disable_options
         )
         are_apart = call.bound.evaluator.are_apart(given, call.known)
         numbers = draws.claimed(given, self._numbers, device, self._draws)
-        return call.claim, numbers, begin(partial(self._run, call, given, places, are_apart))
+        run = begin(partial(self._run, call, given, places, are_apart))
+        if scalars is None or flat is None:
+            return call.claim, numbers, run
+        return call.claim, numbers, lambda: scalars.finished(flat, run())
 
     def _look(
         self, inputs: Iterable[object], device: int | str | torch.device | None

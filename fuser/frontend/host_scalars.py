@@ -4,16 +4,16 @@
 
 The value is read when a call begins, which never waits for a GPU: kernels take it as an argument,
 and what repeats a call takes the number of that call. A number says nothing of a program's class.
+A CPU scalar that is an output is returned as it is; one that is updated is written after the run.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import TypeGuard
 
 import torch
 
-from fuser.errors import UnsupportedError, user_code
 from fuser.inputs import check_count, flatten
 from fuser.ir import scalar as sc
 from fuser.ir.binding import Argument
@@ -22,10 +22,21 @@ from fuser.ir.fusion import Fusion
 from fuser.ir.nodes import FullOp
 from fuser.ir.tensor import TensorView
 from fuser.ir.types import MemoryType
+from fuser.record import record
 from hostir.bind import check_tensor, spec_of
 
 _EXACT = (DataType.Double, DataType.Float)
 _HOST = torch.device("cpu")
+
+
+@record
+class _Result:
+    """One result of the program: whether callers get it, the CPU scalar (by the number of the
+    input) that it updates, and the one that stands in its place."""
+
+    is_shown: bool
+    into: int | None
+    given: int | None
 
 
 class HostScalars:
@@ -39,7 +50,6 @@ class HostScalars:
         for i in self._specs:
             tv = inputs[i]
             assert isinstance(tv, TensorView), f"{tv} is a CPU scalar"
-            self._check(tv)
             # Floats of fewer bits are numbers of Float, which has all of theirs.
             is_small = category(tv.dtype()) == "float" and tv.dtype() not in _EXACT
             number = self.fusion.new_symbol(DataType.Float if is_small else tv.dtype())
@@ -48,24 +58,54 @@ class HostScalars:
             tv.is_cpu_scalar, tv.memory = False, MemoryType.local
             inputs[i] = number
         self.fusion.inputs = inputs
+        self._results = self._taken_results()
 
     @staticmethod
     def of(fusion: Fusion) -> HostScalars | None:
         """Return the CPU scalars of a definition; None where it has none."""
         return HostScalars(fusion) if any(map(_is_scalar, fusion.inputs)) else None
 
-    def _check(self, tv: TensorView) -> None:
-        line = user_code(tv.user_line())
-        if tv in self.fusion.outputs:
-            raise UnsupportedError(
-                f"{tv}, a CPU scalar, is an output: make it ops.set({tv.label}), which lies "
-                f"where the program runs{line}"
-            )
-        updates = (a for a in self.fusion.aliases if a.into is tv)
-        for alias in updates:
-            raise UnsupportedError(
-                f"{alias.out} is written into {tv}, a CPU scalar, which programs only read{line}"
-            )
+    def _taken_results(self) -> list[_Result]:
+        """Return what becomes of each result of the program, in which no CPU scalar is an input:
+        an update of one is a result like others there."""
+        scalars = {v: i for i, v in enumerate(self._declared) if _is_scalar(v)}
+        number_of = {v.number: i for v, i in scalars.items()}
+        fusion = self.fusion
+        shown = {out for out in fusion.outputs if not fusion.is_hidden(out)}
+        into: dict[TensorView, int] = {
+            a.out: number_of[a.into.number] for a in fusion.aliases if a.into.number in number_of
+        }
+        fusion.aliases = [a for a in fusion.aliases if a.into.number not in number_of]
+        rows: list[_Result] = []
+        for out in fusion.outputs:
+            if out.number in number_of:
+                out.memory = MemoryType.global_
+            if not fusion.is_hidden(out):
+                rows.append(_Result(out in shown, into.get(out), number_of.get(out.number)))
+        return rows
+
+    @property
+    def has_results(self) -> bool:
+        """Whether a CPU scalar is an output or is updated."""
+        return any(not r.is_shown or (r.into, r.given) != (None, None) for r in self._results)
+
+    def finished(
+        self, given: Sequence[object], outputs: Sequence[torch.Tensor]
+    ) -> list[torch.Tensor]:
+        """Return what the caller gets: CPU scalars are the caller's own, after their updates, which
+        wait for the program."""
+        for result, out in zip(self._results, outputs, strict=True):
+            if result.into is not None:
+                _tensor(given[result.into]).copy_(out)
+        return [
+            out if result.given is None else _tensor(given[result.given])
+            for result, out in zip(self._results, outputs, strict=True)
+            if result.is_shown
+        ]
+
+    def flat(self, inputs: Iterable[object]) -> list[object]:
+        """Return the inputs of a call as a flat list, which may be read twice."""
+        return [*flatten(inputs, declared=self._declared)]
 
     def read(self, inputs: Iterable[object]) -> list[Argument]:
         """Return the inputs of `fusion`.
@@ -86,3 +126,8 @@ class HostScalars:
 
 def _is_scalar(value: object) -> TypeGuard[TensorView]:
     return isinstance(value, TensorView) and value.is_cpu_scalar
+
+
+def _tensor(value: object) -> torch.Tensor:
+    assert isinstance(value, torch.Tensor), f"{value} was checked"
+    return value

@@ -144,20 +144,6 @@ def copies_what_is_set() -> bool:
     return copy.data_ptr() != x.data_ptr() == view.data_ptr()
 
 
-def refuses_cpu_scalars_as_outputs() -> bool:
-    def updated(*, is_output: bool) -> None:
-        with FusionDefinition() as fd:
-            scalar = fd.define_tensor([], is_cpu=True)
-            if is_output:
-                fd.add_output(scalar)
-            else:
-                fd.add_output(fd.ops.add(scalar, 1.0), scalar)
-        fd.execute([torch.tensor(2.0)])
-
-    kinds = (fuser.UnsupportedError,)
-    return all(refuses(kinds, lambda k=k: updated(is_output=k)) for k in (False, True))
-
-
 def divides_rows_once() -> bool:
     with FusionDefinition() as fd:
         x = fd.define_tensor([-1, 8], contiguity=True)
@@ -280,7 +266,6 @@ DIFFERENCES: dict[str, Callable[[], object]] = {
     "`log2`, `sigmoid` of complex numbers": rounds_complex_numbers_once,
     "gradients": warns_of_gradients,
     "`ops.set` of an input, as an output": copies_what_is_set,
-    "a CPU scalar that is an output, or is updated": refuses_cpu_scalars_as_outputs,
 }
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -103,10 +102,6 @@ def test_kernels_of_the_users_schedule() -> None:
         assert torch.equal(fd.manual_execute([x, torch.tensor(value)])[0], (x + value) * value)
 
 
-def updated(fd: FusionDefinition, s: Any) -> None:
-    fd.add_output(fd.ops.add(s, 1.0), s)
-
-
 REFUSED: dict[str, tuple[list[object], str]] = {
     "a vector": ([torch.ones(1)], "Expected input 0, T0.* to be bound to a tensor of rank 0"),
     "another dtype": ([torch.tensor(1)], "tensor of dtype float, but got a tensor of dtype int64"),
@@ -126,18 +121,83 @@ def test_what_is_no_cpu_scalar_is_refused(case: str) -> None:
         fd.execute([*given, x])
 
 
-@pytest.mark.parametrize(
-    ("build", "words"),
-    [
-        (lambda fd, s: fd.add_output(s), r"a CPU scalar, is an output"),
-        (updated, r"is written into T0.*, a CPU scalar, which programs only read"),
-    ],
-)
-def test_programs_only_read_them(build: Callable[..., object], words: str) -> None:
+DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.int64, torch.bool, torch.complex64)
+
+
+@pytest.mark.finding("CPU scalar in and out")
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_cpu_scalar_that_is_an_output_is_the_callers_own(dtype: torch.dtype) -> None:
     with FusionDefinition() as fd:
-        build(fd, fd.define_tensor([], is_cpu=True))
-    with pytest.raises(FuserError, match=words):
-        fd.execute([torch.tensor(1.0)])
+        s = fd.define_tensor([], dtype=dtype, is_cpu=True)
+        x = fd.define_tensor([-1, 3], contiguity=True)
+        fd.add_output(s)
+        fd.add_output(fd.ops.neg(x))
+        fd.add_output(s)
+    a, b = torch.tensor(1).to(dtype), torch.randn(2, 3)
+    for one in (fd, again(fd)):
+        for _ in range(3):
+            first, negative, last = one.execute([a, b])
+            assert first is a and last is a
+            torch.testing.assert_close(negative, -b)
+
+
+@pytest.mark.finding("CPU scalar in and out")
+def test_a_cpu_scalar_alone_goes_through() -> None:
+    with FusionDefinition() as fd:
+        fd.add_output(fd.define_tensor([], is_cpu=True))
+    a = torch.tensor(2.5)
+    assert fd.execute([a])[0] is a and a == 2.5
+
+
+@pytest.mark.finding("CPU scalar in and out")
+@pytest.mark.parametrize("shown", ["hidden", "shown", "the input"])
+def test_a_cpu_scalar_is_updated_after_the_run(shown: str) -> None:
+    with FusionDefinition() as fd:
+        s = fd.define_tensor([], is_cpu=True)
+        x = fd.define_tensor([-1], contiguity=True)
+        total = fd.ops.add(s, fd.ops.sum(x))
+        if shown == "the input":
+            fd.add_output(s)
+        fd.add_output(total, s)
+        if shown == "shown":
+            fd.add_output(total)
+        fd.add_output(fd.ops.mul(x, s))
+    count, x = torch.tensor(1.0), torch.tensor([1.0, 2.0])
+    for step in range(4):
+        before = 1.0 + 3.0 * step
+        outputs = fd.execute([count, x])
+        # What the program computes sees the value that the call began with.
+        torch.testing.assert_close(outputs[-1], x * before)
+        assert count.item() == before + 3.0
+        assert len(outputs) == 1 + (shown != "hidden")
+        if shown == "shown":
+            assert outputs[0].item() == before + 3.0 and outputs[0] is not count
+        elif shown == "the input":
+            assert outputs[0] is count
+
+
+@pytest.mark.finding("CPU scalar in and out")
+def test_cpu_scalars_go_in_and_out_on_ranks() -> None:
+    with FusionDefinition() as fd:
+        s = fd.define_tensor([], is_cpu=True)
+        x = fd.define_tensor([-1, 3], contiguity=True)
+        x.set_device_mesh(MESH)
+        x.outer_split(0, 2)
+        x.axis(0).parallelize(ParallelType.mesh_x)
+        fd.add_output(s)
+        fd.add_output(fd.ops.mul(x, s))
+        fd.add_output(fd.ops.add(s, 1.0), s)
+
+    def run() -> tuple[float, torch.Tensor]:
+        a = torch.tensor(2.0)
+        given, doubled = fd.execute([a, torch.ones(1, 3)])
+        assert given is a
+        return a.item(), doubled
+
+    with multidevice.simulate(2) as world:
+        for value, doubled in world.run(run):
+            assert value == 3.0
+            torch.testing.assert_close(doubled, torch.full((1, 3), 2.0))
 
 
 def test_only_a_scalar_lies_on_the_host() -> None:
