@@ -628,11 +628,13 @@ def evaluate_fusion(
     *,
     dtype: torch.dtype | None = None,
     values: Values | None = None,
+    change: Callable[[nodes.TensorOp, list[Tensor | None], list[Tensor]], list[Tensor]]
+    | None = None,
 ) -> list[Tensor]:
     """Compute all outputs (hidden aliases included) of a fusion on global tensors.
 
     With `dtype=torch.float64` this is the oracle: floating inputs and results are float64. `values`
-    replaces the binding from the inputs' sizes.
+    replaces the binding from the inputs' sizes; `change(op, operands, results)` those of an op.
     """
     bound = bind_inputs(fusion, inputs) if values is None else values
     known: dict[TensorView, Tensor] = {}
@@ -645,5 +647,7 @@ def evaluate_fusion(
     for op in fusion.used_exprs():
         operands = [known[v] if isinstance(v, TensorView) else None for v in op.inputs]
         results = evaluate_op(op, operands, bound, dtype=dtype, device=device)
+        if change is not None:
+            results = change(op, operands, [*results])
         known.update(zip(op.outputs, results, strict=True))
     return [known[out] for out in fusion.outputs]

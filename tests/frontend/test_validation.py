@@ -142,3 +142,45 @@ def test_what_torch_cannot_tell_is_refused() -> None:
     with pytest.raises(UnsupportedError, match=r"T0.* has a mesh.*reference_outputs"):
         fd.validate([torch.ones(2)])
     fd.validate([torch.ones(2)], [torch.ones(2).exp()])
+
+
+@pytest.mark.finding("validate contraction")
+@pytest.mark.parametrize("kind", ["a product less itself", "two products", "a half in between"])
+def test_what_contraction_and_halves_in_between_change_is_accepted(kind: str) -> None:
+    draw = torch.Generator().manual_seed(0)
+    a, b, c, d = (1000 * torch.randn(20000, generator=draw) for _ in range(4))
+    exact = [x.double() for x in (a, b, c, d)]
+    dtype = DataType.Float
+    if kind == "a half in between":
+        dtype = DataType.Half
+        a, b = (x.div(1000).half() for x in (a, b))
+        exact = [x.double() for x in (a, b)]
+    with FusionDefinition() as fd:
+        x, y = (fd.define_tensor([-1], contiguity=True, dtype=dtype) for _ in range(2))
+        if kind == "a half in between":
+            # torch rounds the product to Half, a kernel need not.
+            middle = fd.ops.cast(fd.ops.cast(fd.ops.mul(x, y), DataType.Half), DataType.Float)
+            fd.add_output(fd.ops.mul(fd.ops.sub(middle, fd.ops.cast(x, DataType.Float)), 1000.0))
+            inputs = [a, b]
+            result = ((exact[0] * exact[1] - exact[0]) * 1000).float()
+        else:
+            z, w = (fd.define_tensor([-1], contiguity=True) for _ in range(2))
+            product = fd.ops.mul(x, y)
+            other = z if kind == "a product less itself" else fd.ops.mul(z, w)
+            out = fd.ops.sub(product, other)
+            fd.add_output(out if other is not z else fd.ops.add(out, fd.ops.mul(w, 0.0)))
+            c = a * b if kind == "a product less itself" else a * b / d
+            inputs = [a, b, c, d]
+            wide = c.double() if kind == "a product less itself" else c.double() * exact[3]
+            result = (exact[0] * exact[1] - wide).float()
+    # What a fused multiply-add, or a kernel without the rounding, gives.
+    fuser.validate_with_auto_inferred_outputs(fd.fusion, [result], inputs)
+    fd.validate(inputs)
+    wrong = result.clone()
+    wrong[7] += 64 * result.abs().max()
+    with pytest.raises(fuser.ValidationError, match="1 of 20000 elements"):
+        fuser.validate_with_auto_inferred_outputs(fd.fusion, [wrong], inputs)
+    # Roundings are no licence for errors of more digits.
+    with pytest.raises(fuser.ValidationError):
+        size = (exact[0] * exact[1]).abs() * (20.0 if dtype is DataType.Half else 1e-5)
+        fuser.validate_with_auto_inferred_outputs(fd.fusion, [result + size.float()], inputs)
