@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import pickle
 from collections.abc import Sequence
 from typing import Any
 
@@ -62,6 +63,8 @@ def test_shards_are_those_of_dtensors(shape: tuple[int, ...]) -> None:
             torch.testing.assert_close(shard_for_rank(whole, x, rank), expected)
         assert not any(x.axis(k).is_device for k in range(2))
         again(fd)
+        pickled = pickle.loads(pickle.dumps(fd))
+        assert pickled.fusion == fd.fusion and repr(pickled) == repr(fd)
 
 
 def by_three_lines(tv: TensorView, mesh: DeviceMesh, placements: Placements) -> None:
