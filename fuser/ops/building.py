@@ -107,6 +107,24 @@ def as_operand(value: OperandLike, op_name: str) -> Operand:
     return literal(value, dtype_of_python(value), op_name)
 
 
+def as_extent(value: SizeLike, op_name: str, index: int = 0, *, lowest: int) -> Scalar:
+    """Return an extent as an Index scalar; a constant of a floating dtype may be one, too.
+
+    Raises `DefinitionError` for a constant that is no integer, `DtypeError` for other scalars that
+    are none.
+    """
+    if isinstance(value, int) or category(value.dtype) != "float":
+        return as_integer(value, op_name, index, lowest=lowest)
+    if isinstance(value, Const):
+        if problem := misfit(value.value, DataType.Index):
+            raise fail(op_name, f"size at index {index}: {problem}")
+        return as_integer(int(value.value), op_name, index, lowest=lowest)
+    raise DtypeError(
+        f"{op_name}: {value} at index {index} is {dtype_text(value.dtype)}: a size is an integer, "
+        f"define_scalar(dtype=DataType.Int) (at {user_line()})"
+    )
+
+
 def check_offsets(name: str, field: str, tv: TensorView) -> None:
     """Raise `DtypeError` for what are no offsets of groups: Int32, of one axis."""
     if tv.dtype() is not DataType.Int32 or tv.ndim != 1:

@@ -14,6 +14,7 @@ from fuser.ir.tensor import TensorView
 from fuser.ops.building import (
     SizeLike,
     add_op,
+    as_extent,
     as_integer,
     as_operand,
     axis_of_extent,
@@ -26,7 +27,7 @@ from fuser.ops.elementwise import apply_pointwise, check_rank_at_least
 
 def full(shape: Sequence[SizeLike], fill_value: ScalarLike, dtype: DtypeLike) -> TensorView:
     """Append a tensor filled with `fill_value`, cast to `dtype`."""
-    sizes = [as_integer(s, "full", i, lowest=0) for i, s in enumerate(shape)]
+    sizes = [as_extent(s, "full", i, lowest=0) for i, s in enumerate(shape)]
     value = as_operand(fill_value, "full")
     return full_tensor(sizes, value, check_supported(dtype, "full"))
 

@@ -26,7 +26,7 @@ from fuser.ir.tensor import TensorView
 from fuser.ops.building import (
     SizeLike,
     add_op,
-    as_integer,
+    as_extent,
     as_operand,
     axis_of_extent,
     fail,
@@ -131,7 +131,7 @@ def _random(
     dtype: DtypeLike,
 ) -> TensorView:
     dtype = _check_floating(kind, dtype)
-    sizes = tuple(as_integer(s, kind, i, lowest=0) for i, s in enumerate(shape))
+    sizes = tuple(as_extent(s, kind, i, lowest=0) for i, s in enumerate(shape))
     seed, offset = (as_operand(v, kind) if isinstance(v, int) else v for v in key)
     if (seed is None) != (offset is None):
         given, missing = ("rng_seed", "rng_offset")[:: 1 if offset is None else -1]

@@ -27,7 +27,7 @@ from fuser.ir.types import IterType
 from fuser.ops.building import (
     SizeLike,
     add_op,
-    as_integer,
+    as_extent,
     axes_of,
     broadcast_tensor,
     clone_axes,
@@ -266,7 +266,7 @@ def _output_sizes(
     """Return the canonical output sizes, with -1 inferred."""
     name = "reshape"
     fusion = active_fusion()
-    given = [as_integer(s, name, i, lowest=-1) for i, s in enumerate(new_shape)]
+    given = [as_extent(s, name, i, lowest=-1) for i, s in enumerate(new_shape)]
     inferred = [i for i, s in enumerate(given) if sc.int_value(s) == -1]
     if len(inferred) > 1:
         raise fail(name, "A maximum of one value of -1 can be specified.")

@@ -15,7 +15,7 @@ from fuser.ir.types import IterType
 from fuser.ops.building import (
     SizeLike,
     add_op,
-    as_integer,
+    as_extent,
     axes_of,
     broadcast_tensor,
     clone_axes,
@@ -71,7 +71,7 @@ def expand(arg: TensorView, shape: Sequence[SizeLike]) -> TensorView:
     """
     name = "expand"
     tv = arg
-    sizes = [as_integer(s, name, i, lowest=-1) for i, s in enumerate(shape)]
+    sizes = [as_extent(s, name, i, lowest=-1) for i, s in enumerate(shape)]
     if len(sizes) < tv.ndim:
         raise fail(name, f"{len(sizes)} sizes for the {tv.ndim} axes of {tv}")
     if len(sizes) > tv.ndim:

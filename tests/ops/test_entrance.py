@@ -236,3 +236,24 @@ def test_a_definition_is_called_with_its_inputs() -> None:
         fd.execute(a, b)
     with pytest.raises(InputError, match=r"pass \[tensor\]"):
         fd.execute(a)
+
+
+@pytest.mark.finding("reshape Float extent")
+def test_a_floating_constant_is_an_extent_where_it_is_an_integer() -> None:
+    with FusionDefinition() as fd:
+        x = fd.define_tensor([-1], contiguity=True)
+        for dtype in (DataType.Float, DataType.Double):
+            two, three = (fd.define_scalar(float(n), dtype) for n in (2, 3))
+            fd.add_output(fd.ops.neg(fd.ops.reshape(x, [two, three])))
+            fd.add_output(fd.ops.full([three, two], 1.0, DataType.Float))
+        y = fd.ops.broadcast(x, [True, False])
+        fd.add_output(fd.ops.neg(fd.ops.expand(y, [three, -1])))
+        with pytest.raises(DefinitionError, match=r"reshape: size at index 1: 2\.5 is no integer"):
+            fd.ops.reshape(x, [2, fd.define_scalar(2.5)])
+        with pytest.raises(TypeError, match=r"full: .*define_scalar\(dtype=DataType\.Int\)"):
+            fd.ops.full([fd.define_scalar()], 0.0, DataType.Float)
+    a = torch.randn(6)
+    ones = torch.ones(3, 2)
+    expected = [-a.reshape(2, 3), ones, -a.reshape(2, 3), ones, -a.expand(3, 6)]
+    given = [a, 1.0]
+    torch.testing.assert_close(fd.execute(given), expected)
