@@ -45,8 +45,8 @@ class Values(list[T]):
     `tv in fusion.outputs` looks for the tensor: `==` would be an op in a user's definition.
     """
 
-    def __call__(self) -> list[T]:
-        return list(self)
+    def __call__(self) -> Values[T]:
+        return Values(self)
 
     def __contains__(self, value: object) -> bool:
         return any(v is value or v == value for v in self)

@@ -208,7 +208,8 @@ def test_inputs_and_outputs_are_found_while_a_definition_is_written() -> None:
         x, y = fd.define_tensor([4]), fd.define_tensor([6])
         fd.add_output(x)
         assert x in fd.fusion.outputs and y not in fd.fusion.outputs
-        assert fd.fusion.inputs.index(y) == 1
+        assert fd.fusion.inputs.index(y) == fd.fusion.inputs().index(y) == 1
+        assert y in fd.fusion.inputs() and y not in fd.fusion.outputs()
         with pytest.raises(ValueError, match="is not in the list"):
             fd.fusion.outputs.index(y)
     assert not fd.fusion.exprs
