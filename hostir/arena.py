@@ -301,14 +301,19 @@ class Arenas:
         self.owner = object()
 
     def take(self, stream: int, plan: Plan | None = None) -> Arena:
-        """Return an arena for a run of a plan that begins on this stream, the current one."""
+        """Return an arena for a run that begins on this stream, the current one; where `plan` is
+        bound, if there is one."""
         if self._is_capturing is not None and self._is_capturing(stream):
             return Arena(self.device, stream, is_captured=True)
         try:
             arena = self._spare[stream].pop()  # at once, whatever other threads do
         except (KeyError, IndexError):
             return self.pool.make(self.device, stream)
-        if plan is None or plan in arena.bound:
+        return arena if plan is None else self.exchange(arena, plan)
+
+    def exchange(self, arena: Arena, plan: Plan) -> Arena:
+        """Return one where the plan is bound in place of one that was taken, if there is one."""
+        if arena.is_captured or plan in arena.bound:
             return arena
         return self.pool.exchange(arena, plan)
 

@@ -182,8 +182,11 @@ class Plan:
             stream = self.current_stream()
             if not USERS.here.is_known:
                 USERS.enter()
-            arena = self.arenas.take(stream, self)
-            bound = arena.bound.get(self) or arena.bind(self)
+            arena = self.arenas.take(stream)
+            bound = arena.bound.get(self)
+            if bound is None:
+                arena = self.arenas.exchange(arena, self)
+                bound = arena.bound.get(self) or arena.bind(self)
             slots: Slots = [*inputs, *bound.rest]
             for make in bound.makes:
                 make(slots)
