@@ -41,7 +41,8 @@ def real(*shape, dtype=DataType.Float):
 """
 _CLOSE = """
 given = fd.fusion.inputs()
-for made in [v for v in dict(globals()).values() if isinstance(v, TensorView) and v not in given]:
+made = [v for v in dict(globals()).values() if isinstance(v, TensorView)]
+for made in [v for v in made if not any(v is g for g in given)]:
     fd.add_output(made)
 fd.__exit__(None, None, None)
 results = fd.execute(inputs)
