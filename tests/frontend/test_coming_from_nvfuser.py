@@ -171,7 +171,22 @@ def has_a_profile() -> bool:
     return rows[0].registers is None and bool(fd.trace(inputs).summary())
 
 
-# What the page calls a difference -> whether it is one.
+def keeps_variances_of_large_means() -> bool:
+    x = 1e4 + torch.randn(16, 512, generator=torch.Generator().manual_seed(0))
+    with fuser.FusionDefinition() as fd:
+        fd.add_output(fd.ops.var(fd.from_pytorch(x), [1]))
+    (out,) = fd.execute([x])
+    return bool(((out.double() / x.double().var(1)) - 1).abs().max() < 1e-6)
+
+
+def refuses_threads_beyond_the_device() -> bool:
+    with fuser.FusionDefinition() as fd:
+        y = fd.ops.relu(fd.define_tensor([4096]))
+        fd.add_output(y)
+    y.axis(0).parallelize(fuser.ParallelType.block_x)
+    return refuses((fuser.DefinitionError,), lambda: fd.manual_execute([torch.ones(4096)]))
+
+
 def scans_one_element() -> bool:
     x = torch.tensor(3.0)
     with fuser.FusionDefinition() as fd:
@@ -201,6 +216,7 @@ def rounds_complex_numbers_once() -> bool:
     return all(torch.allclose(ours, best, rtol=1.2e-7, atol=0) for ours, best in found)
 
 
+# The page's name of a difference -> a check that it is one.
 DIFFERENCES: dict[str, Callable[[], object]] = {
     "devices": lambda: ran().fec.get_cuda_kernel([torch.ones(2, 8)]),
     "ranks without a launcher": lambda: cuts(sharded(first=False)) == [0],
@@ -232,6 +248,10 @@ DIFFERENCES: dict[str, Callable[[], object]] = {
     "overlap": lambda: "auto_overlap" in options.known_names("DISABLE"),
     "matmuls": lambda: not options.EFFECTS["ENABLE"].keys() & {"fuse_matmul", "cutlass_scheduler"},
     "a Float row divided by one value": divides_rows_once,
+    "variances (`var`, `var_mean`, `welford`)": keeps_variances_of_large_means,
+    "a schedule by hand with more blocks or threads than the device takes": (
+        refuses_threads_beyond_the_device
+    ),
     "text of kernels": lambda: "__global__" in ran().fec.get_cuda_kernel([torch.ones(2, 8)]),
     "`MemoryType`, `LoadStoreOpType`, `CacheOp`": lambda: all(
         isinstance(member.value, str)
