@@ -26,6 +26,8 @@ from fuser.recent import Recent
 SPELLED_OUT = 16
 # More than any job has; a text cannot ask for more.
 MAX_DEVICES = 1 << 20
+# A rank is an int of MPI.
+_MAX_RANK = 2**31 - 1
 _MAX_DIMENSIONS = 3
 
 # The meshes and teams that texts name, which do so at every tensor.
@@ -79,6 +81,8 @@ class DeviceMesh:
             raise ShardingError(f"DeviceMesh {show(ids)} contains duplicates")
         if any(i < 0 for i in ids):
             raise ShardingError(f"DeviceMesh: negative device id in {show(ids)}")
+        if any(i > _MAX_RANK for i in ids):
+            raise ShardingError(f"DeviceMesh: a rank is at most {_MAX_RANK}, got {show(ids)}")
         self.devices: tuple[int, ...] = tuple(ids)
         self.shape: tuple[int, ...] = shape or (1,)
         self._place = {rank: i for i, rank in enumerate(ids)}
@@ -123,6 +127,7 @@ class DeviceMesh:
         at = self._place.get(rank, 0)
         return [at // math.prod(self.shape[d + 1 :]) % n for d, n in enumerate(self.shape)]
 
+    @checked
     def coordinates(self, ptype: ParallelType) -> tuple[int, ...]:
         """Return the position of every device along `ptype`, in the order of `devices`."""
         if ptype not in self._along:

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import cast as typing_cast
 
+from fuser.arguments import show
 from fuser.errors import DtypeError, user_line
 from fuser.ir import scalar as sc
 from fuser.ir.dtypes import (
@@ -233,7 +234,7 @@ def dropout(input: TensorView, p: float = 0.5, training: bool = True) -> TensorV
     """
     x = _wide("dropout", input)
     if not 0.0 <= p <= 1.0:
-        raise fail("dropout", f"p is a probability, from 0 to 1, not {p}")
+        raise fail("dropout", f"p is a probability, from 0 to 1, not {show(p)}")
     if not training or p == 0.0:
         return copy_tensor(input)
     keep = 1.0 - p

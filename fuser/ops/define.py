@@ -71,7 +71,10 @@ def _refuse_values(shape: object) -> None:
     """Raise `ArgumentError` for a tensor with data in the place of its shape."""
     data = shape if isinstance(shape, torch.Tensor) else None
     if hasattr(shape, "__array__") and data is None:
-        data = torch.as_tensor(shape)
+        try:
+            data = torch.as_tensor(shape)
+        except (TypeError, ValueError, RuntimeError):  # an array of what no tensor holds, as texts
+            return
     if data is None or (data.dim() == 1 and not is_inexact(from_torch(data.dtype))):
         return
     sizes = list(data.shape)

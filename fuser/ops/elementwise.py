@@ -9,6 +9,7 @@ from collections.abc import Callable
 from typing import cast as typing_cast
 from typing import overload
 
+from fuser.arguments import show
 from fuser.errors import ArgumentError, DtypeError, user_line
 from fuser.ir import scalar as sc
 from fuser.ir.dtypes import (
@@ -152,7 +153,7 @@ def complex_(lhs: OperandLike, rhs: OperandLike, /) -> Operand:
     if isinstance(lhs, TensorView) is not isinstance(rhs, TensorView):
         raise ArgumentError(
             "complex(): incompatible function arguments: expected two tensors or two scalars, got "
-            f"{lhs} and {rhs} (at {user_line()})"
+            f"{show(lhs)} and {show(rhs)} (at {user_line()})"
         )
     return apply_pointwise("complex", (lhs, rhs))
 

@@ -293,6 +293,13 @@ def test_every_difference_is_checked() -> None:
     assert [row[0] for row in table("Differences")] == list(DIFFERENCES)
 
 
+@pytest.mark.finding("cumsum rank 0")
+def test_scans_of_tensors_without_axes_are_a_difference_of_the_page() -> None:
+    rows = [row[0] for row in table("Differences") if "tensor without axes" in row[0]]
+    assert rows == ["`cumsum`, `cumprod`, `cummax`, `cummin` of a tensor without axes"]
+    assert scans_one_element()
+
+
 @pytest.mark.parametrize("what", DIFFERENCES)
 def test_a_difference_is_one(what: str) -> None:
     assert DIFFERENCES[what](), what

@@ -162,6 +162,14 @@ OPS: dict[str, Call] = {
     "select": lambda t: (t.x, t.scalar, 0),
     "take_along_axis": lambda t: (t.x, t.n, 0),
     **{name: lambda t: (t.x, [0], True, D.Double) for name in ("sum", "prod", "max", "min")},
+    "softmax": lambda t: (t.x, 0, D.Float),
+    "log_softmax": lambda t: (t.x, -1, D.Float),
+    "mean": lambda t: (t.x, [0], True, D.Double),
+    "layer_norm": lambda t: (t.wide, [64], None, None, 1e-5),
+    "rms_norm": lambda t: (t.wide, [64], None, 1e-5),
+    "gelu": lambda t: (t.x, "tanh"),
+    "dropout": lambda t: (t.x, 0.5, True),
+    "cross_entropy": lambda t: (t.x, t.x, None),
     "cutlass_nvfp4_grouped_mm": lambda t: (*(t.x,) * 8, D.BFloat16),
 }
 
@@ -231,6 +239,7 @@ MESH: dict[str, Call] = {
     "DeviceMesh": lambda t: ([0, 1],),
     "shard_tensor": lambda t: (torch.ones(4, 2), 0),
     "coordinate": lambda t: (1, ParallelType.mesh_x),
+    "coordinates": lambda t: (ParallelType.mesh_x,),
     "dim_of": lambda t: (ParallelType.mesh_x,),
     "has": lambda t: (1,),
     "size_of": lambda t: (ParallelType.mesh_x,),

@@ -150,6 +150,7 @@ def test_events_lie_where_cupti_says(monkeypatch: pytest.MonkeyPatch) -> None:
                 assert seconds <= begins[i + 1] - ends[i - 1] + RESOLUTION_S
 
 
+@pytest.mark.finding("G24")
 def test_a_trace_by_events() -> None:
     fd, inputs = two_layers(), operands()
     trace = fd.trace(inputs, source="events")
