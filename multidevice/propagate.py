@@ -399,11 +399,13 @@ def _summed_cuts(fusion: Fusion) -> list[_Summed]:
 def _check_summed(summed: Sequence[_Summed]) -> None:
     """Raise `ShardingError` for a cut of a summed axis along which no operand is cut: nothing of
     the result would be, and each device would slice its operands. Where an operand is cut, the
-    cut says how devices share the sum; as users may mean an axis of the result, they are warned."""
+    cut says how devices share the sum; as users may mean an axis of the result, they are warned,
+    unless they write the sum in parts themselves (`rfactor`)."""
     for op, out, axis, cut in summed:
         given = (c for i, _ in tensor_operands(op) for c in forward_cuts(op, i, out))
         if any(a.number == axis.number and c.ptype is cut.ptype for a, cuts in given for c in cuts):
-            if sharded_axis(out, cut.ptype) is None and out.ndim:
+            is_meant = any(_is_partial_sum(tv) for _, tv in tensor_operands(op))
+            if sharded_axis(out, cut.ptype) is None and out.ndim and not is_meant:
                 warn(
                     f"{cut.ptype.name} cuts axis {axis} of {out}, over which {op.name} sums: the "
                     f"result is whole on each device, as without this cut. {_how_to_cut(out, cut)}"
@@ -416,6 +418,11 @@ def _check_summed(summed: Sequence[_Summed]) -> None:
             f"of {operands}: the result would be whole. {_how_to_cut(out, cut)}; to share the sum, "
             f"cut an operand{user_code(cut_line(out, cut.ptype))}"
         )
+
+
+def _is_partial_sum(tv: TensorView) -> bool:
+    """Whether `rfactor` made a tensor: it sums over some of the axes that its transforms made."""
+    return bool(tv.domain.root) and any(a.is_reduction() for a in tv.domain.logical)
 
 
 def _how_to_cut(tv: TensorView, cut: Cut) -> str:

@@ -114,3 +114,21 @@ def test_users_are_warned_of_a_result_that_stays_whole(axis: int, is_warned: boo
     texts = [str(w.message) for w in seen if "over which sum sums" in str(w.message)]
     assert len(texts) == is_warned
     assert all("the result is whole on each device" in text for text in texts)
+
+
+@pytest.mark.finding("G13")
+def test_a_sum_in_parts_that_is_written_by_rfactor_is_not_warned_of() -> None:
+    whole = torch.randn(4, 8, dtype=torch.float64)
+
+    def run() -> None:
+        fd, (x,), y = defined(total)
+        cut(x, 0)
+        cut(y, 0)
+        y.rfactor([1])
+        rank = Communicator.instance().rank()
+        (got,) = fd.execute([whole.float().chunk(D)[rank]])
+        torch.testing.assert_close(got.double(), whole.exp().sum(0), atol=1e-5, rtol=1e-5)
+
+    with warnings.catch_warnings(), simulate(D) as world:
+        warnings.simplefilter("error")
+        world.run(run)
