@@ -13,7 +13,7 @@ import os
 import sys
 import threading
 from collections.abc import Generator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from time import monotonic
 from typing import TextIO
 
@@ -82,18 +82,24 @@ class _Here(threading.local):
 
 
 _here = _Here()
+# Each new size of a known program comes by here: one object for all, which does nothing.
+_NOTHING = nullcontext()
 
 
-@contextmanager
-def shown(rank: int) -> Generator[None]:
+def shown(rank: int) -> AbstractContextManager[None]:
     """Show how far what follows is, if it takes long, on the terminal of rank 0.
 
     Inside of another one it does nothing: the line is that of the outermost.
     """
     stream = sys.stderr if rank == 0 and _here.line is None else None
     if stream is None or not _is_terminal(stream) or options.disabled("progress"):
-        yield
-        return
+        return _NOTHING
+    return _line_on(stream)
+
+
+@contextmanager
+def _line_on(stream: TextIO) -> Generator[None]:
+    """Make the line of this thread's compilation, and erase it at the end."""
     now, (began, ended) = monotonic(), _here.before
     line = _here.line = ProgressLine(stream, began if now - ended < TOGETHER_S else now)
     try:
