@@ -14,7 +14,7 @@ from fuser.ir.dtypes import to_torch
 from fuser.ir.nodes import TensorOp
 from fuser.ir.scalar import Scalar, Symbol
 from fuser.ir.tensor import TensorView
-from fuser.ops.library_calls import Call, Returning
+from fuser.ops.library_calls import Call, Returning, WritingOne
 from fuser.ops.products import Product, bind_contraction
 from fuser.ops.torch_meaning import NODES
 from hostir.frame import Frame, Machine
@@ -125,9 +125,14 @@ def writing(
         if isinstance(call, Returning):
             keeps = isinstance(op, nodes.LibraryOp) and op.MAKES_RESULTS
             store = _keeping(op, frame, outs) if keeps else put
+            if keeps and call.direct is not None:
+                return _first_kept(call, ins, (into[0], buffers[0]), store)
             return lambda slots: store(slots, call.make([slots[i] for i in ins]))
         if may_return:
             return lambda slots: _write_all(slots, call, ins, into, results(slots))
+        if isinstance(call, WritingOne):
+            function, numbers, a, b = call.function, call.numbers, ins[0], into[call.out]
+            return lambda slots: function(slots[a], *numbers, out=slots[b])
         if len(ins) == len(into) == 1:
             (a,), (b,) = ins, into
             return lambda slots: call((slots[a],), (slots[b],))
@@ -224,6 +229,31 @@ def _keeping(
             write_into(slots[slot], value)
 
     return keep
+
+
+def _first_kept(
+    call: Returning,
+    ins: Sequence[int],
+    into: tuple[int, Lying],
+    store: Callable[[Slots, Sequence[torch.Tensor]], None],
+) -> Closure:
+    """Return what calls `direct` on the tensors of slots and keeps its first result, as `_keeping`
+    does, for two operands or more: few steps of the host beside torch's own call."""
+    direct, (out, (_, strides, dtype)) = call.direct, into
+    assert direct is not None
+    a, b, *more = (ins[place] for place in call.places)
+
+    def keep(slots: Slots, values: Sequence[torch.Tensor]) -> None:
+        first = values[0]
+        if slots[out] is None and first.stride() == strides and first.dtype is dtype:
+            slots[out] = first
+        else:
+            store(slots, values)
+
+    if len(more) == 1:
+        (c,) = more
+        return lambda slots: keep(slots, direct(slots[a], slots[b], slots[c]))
+    return lambda slots: keep(slots, direct(slots[a], slots[b], *[slots[i] for i in more]))
 
 
 def writer(like: torch.Tensor) -> Callable[[torch.Tensor, torch.Tensor], object]:

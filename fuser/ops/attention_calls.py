@@ -16,6 +16,7 @@ from fuser.ops.attention_kernels import (
     Given,
     Kept,
     Operands,
+    Plain,
     PlainBackward,
     kernel_for,
     repeated_heads,
@@ -60,16 +61,16 @@ def forward(
     return [out, log_sumexp, *_seed(query.device, found.seed, reads)]
 
 
-def plain_forward(
+def plain_kernel(
     call: Attention,
     operands: tuple[Tensor, Tensor, Tensor],
     bias: Tensor | None,
     mask: Tensor | None,
     *,
     reads: tuple[bool, ...],
-) -> Callable[..., Sequence[Tensor]] | None:
-    """Return what computes the results of `forward` in one call of torch's, of (query, key, value,
-    bias) that lie like these; None where operands or results have to be made otherwise."""
+) -> Plain | None:
+    """Return what computes output and log_sumexp in one call of torch's, of operands that lie like
+    these; None where operands or results have to be made otherwise."""
     if mask is not None or operands[0].dim() != 4 or operands[0].is_meta:
         return None
     _check(call, *operands)
@@ -80,10 +81,22 @@ def plain_forward(
     if bias is not None and not _is_broadcast_to(bias, given):
         return None
     kernel = kernel_for(given)
-    run = None if kernel is None else kernel.plain(given)
-    if run is None:
+    return None if kernel is None else kernel.plain(given)
+
+
+def plain_forward(
+    call: Attention,
+    operands: tuple[Tensor, Tensor, Tensor],
+    bias: Tensor | None,
+    mask: Tensor | None,
+    *,
+    reads: tuple[bool, ...],
+) -> Callable[..., Sequence[Tensor]] | None:
+    """Return what computes the results of `forward` as `plain_kernel` does, of (query, key, value,
+    bias); None where that does not."""
+    plain, device = plain_kernel(call, operands, bias, mask, reads=reads), operands[0].device
+    if plain is None:
         return None
-    plain, device = run, operands[0].device
     if not any(reads[2:]):
         return lambda *given: (*plain(*given), _NOTHING, _NOTHING)
     # Kernels that may drop numbers are not plain.

@@ -33,9 +33,27 @@ Call = Callable[[Sequence[Tensor], Sequence[Tensor]], object]
 
 
 class Returning(NamedTuple):
-    """A call that torch has no other form of: it returns the results, in memory of their own."""
+    """A call that torch has no other form of: it returns the results, in memory of their own.
+
+    `direct` may return the first result, and others behind it, of the operands in `places` one by
+    one: a steady call, of which nothing else is read, does without lists of operands and results.
+    """
 
     make: Callable[[Sequence[Tensor]], Sequence[Tensor]]
+    direct: Callable[..., Sequence[Tensor]] | None = None
+    places: tuple[int, ...] = ()
+
+
+class WritingOne(NamedTuple):
+    """A call that writes one result, the one in place `out`: torch's function of one operand and
+    numbers, with an `out`."""
+
+    function: Callable[..., object]
+    numbers: tuple[object, ...]
+    out: int
+
+    def __call__(self, ins: Sequence[Tensor], outs: Sequence[Tensor]) -> object:
+        return self.function(ins[0], *self.numbers, out=outs[self.out])
 
 
 # Of one byte: torch moves some of them and computes with none.
@@ -133,9 +151,8 @@ def _one_element(bound: Bound, dim: int, largest: bool) -> Call:
     both = torch.max if largest else torch.min
     if reads_value and reads_place:
         return lambda ins, outs: both(ins[0], dim, keepdim=True, out=tuple(outs))
-    if reads_value:
-        return lambda ins, outs: value(ins[0], dim, keepdim=True, out=outs[0])
-    return lambda ins, outs: place(ins[0], dim, keepdim=True, out=outs[1])
+    # The numbers: along which axis, and that it is kept.
+    return WritingOne(value, (dim, True), 0) if reads_value else WritingOne(place, (dim, True), 1)
 
 
 # ------------------------------------------------------------------ products

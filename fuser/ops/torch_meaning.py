@@ -39,7 +39,13 @@ from fuser.ir.scalar import Number, Scalar, Symbol
 from fuser.ir.scans import ArgsortOp, ScanOp, TopKOp
 from fuser.ir.tensor import TensorView
 from fuser.ir.types import IterType
-from fuser.ops.attention_calls import backward, forward, plain_backward, plain_forward
+from fuser.ops.attention_calls import (
+    backward,
+    forward,
+    plain_backward,
+    plain_forward,
+    plain_kernel,
+)
 from fuser.ops.attention_kernels import Attention
 from fuser.ops.grouped_product import grouped_product
 from fuser.ops.grouped_scales import grouped_scales
@@ -447,7 +453,8 @@ def _bind_sdpa(op: SdpaFwdOp, bound: Bound) -> Returning:
     q, k, v, bias, mask = _places(op, ("query", "key", "value", "bias", "mask"))
     added, seen = (ins[i] if i >= 0 else None for i in (bias, mask))
     reads = tuple(bound.reads)
-    plain = plain_forward(call, (ins[q], ins[k], ins[v]), added, seen, reads=reads)
+    operands = ins[q], ins[k], ins[v]
+    plain = plain_forward(call, operands, added, seen, reads=reads)
 
     def one_call(given: Sequence[Tensor]) -> Sequence[Tensor]:
         assert plain is not None
@@ -458,7 +465,10 @@ def _bind_sdpa(op: SdpaFwdOp, bound: Bound) -> Returning:
         found = forward(call, (given[q], given[k], given[v]), added, seen, reads=reads)
         return [cx.store(x, tv) for x, tv in zip(found, op.outputs, strict=True)]
 
-    return Returning(general if plain is None else one_call)
+    if plain is None:
+        return Returning(general)
+    direct = None if any(reads[1:]) else plain_kernel(call, operands, added, seen, reads=reads)
+    return Returning(one_call, direct, (q, k, v, bias)[: 3 if bias < 0 else 4])
 
 
 def _bind_sdpa_backward(op: SdpaBwdOp, bound: Bound) -> Returning:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
+from types import FrameType
 from typing import Any
 
 import pytest
@@ -49,6 +51,34 @@ def test_an_output_is_what_torch_made(written: list[int]) -> None:
     assert len({out.data_ptr() for out, _ in held}) == len(held)
     for out, expected in held:
         torch.testing.assert_close(out.double(), expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.finding("G1")
+@pytest.mark.parametrize("is_dense", [True, False])
+def test_a_steady_call_of_attention_adds_few_python_functions_to_torch(*, is_dense: bool) -> None:
+    """The step, its call, the kernel's call and what keeps the result; a copy takes three more."""
+    with FusionDefinition() as fd:
+        q, k, v = (fd.define_tensor([-1] * 4, contiguity=False) for _ in range(3))
+        fd.add_output(fd.ops.sdpfa_fwd(q, k, v)[0])
+    given = draw([(2, 3, 5, 8)] * 3)
+    given = given if is_dense else [beside(t) for t in given]
+    for _ in range(3):
+        fd.execute(given)
+    seen: list[str] = []
+
+    def note(frame: FrameType, event: str, _: object) -> None:
+        name = frame.f_code.co_filename
+        if event == "call" and ("replay_tensors" in name or "/ops/" in name):
+            seen.append(frame.f_code.co_name)
+
+    sys.setprofile(note)
+    try:
+        out = fd.execute(given)[0]
+    finally:
+        sys.setprofile(None)
+    assert len(seen) <= (7 if is_dense else 4), seen
+    expected, _ = attend([t.double() for t in given])
+    torch.testing.assert_close(out.double(), expected, rtol=1e-5, atol=1e-5)
 
 
 def test_what_lies_otherwise_is_copied() -> None:
