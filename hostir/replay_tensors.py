@@ -239,12 +239,16 @@ def _first_kept(
 ) -> Closure:
     """Return what calls `direct` on the tensors of slots and keeps its first result, as `_keeping`
     does, for two operands or more: few steps of the host beside torch's own call."""
-    direct, (out, (_, strides, dtype)) = call.direct, into
+    direct, (out, (shape, strides, dtype)) = call.direct, into
+    is_dense = strides == torch.empty(shape, device="meta").stride()
     assert direct is not None
     a, b, *more = (ins[place] for place in call.places)
 
     def keep(slots: Slots, values: Sequence[torch.Tensor]) -> None:
         first = values[0]
+        if is_dense and slots[out] is None and first.stride() != strides:
+            # Memory and a copy by one call; itself where only strides of single elements differ.
+            first = first.contiguous()
         if slots[out] is None and first.stride() == strides and first.dtype is dtype:
             slots[out] = first
         else:

@@ -566,7 +566,7 @@ def _efficient_plain(given: Given) -> Plain | None:
     def forward(
         query: Tensor, key: Tensor, value: Tensor, added: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
-        bias = None if added is None else added.expand(whole)
+        bias = None if added is None else added.expand(*whole)
         found = run(query, key, value, bias, sums, 0.0, is_causal, scale=factor)
         return found[0], found[1].narrow(2, 0, rows) if sums else found[1]
 
