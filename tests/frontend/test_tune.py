@@ -393,10 +393,10 @@ def test_parameters_of_no_use_are_timed_anew(
     PROGRAMS.clear()
     lower = tuned_executor.TunedExecutor._lower
 
-    def refuse_three(self: Any, key: Any, device: Any) -> Any:
+    def refuse_three(self: Any, key: Any, device: Any, **named: Any) -> Any:
         if key[1].vector == 3:
             raise UnsupportedError("vectors of 3")
-        return lower(self, key, device)
+        return lower(self, key, device, **named)
 
     monkeypatch.setattr(tuned_executor.TunedExecutor, "_lower", refuse_three)
     fd = doubled()
@@ -461,9 +461,9 @@ def test_an_assertion_about_a_candidate_is_told(
     clock.prefer(is_64)
     usual = tuned_executor.TunedExecutor._scheduled
 
-    def scheduled(self: tuned_executor.TunedExecutor, key: Any, device: Any) -> Any:
+    def scheduled(self: tuned_executor.TunedExecutor, key: Any, device: Any, **named: Any) -> Any:
         assert not is_64(key[1]), "no loops like these"
-        return usual(self, key, device)
+        return usual(self, key, device, **named)
 
     monkeypatch.setattr(tuned_executor.TunedExecutor, "_scheduled", scheduled)
     fd, x = doubled(), torch.randn(64, 96)

@@ -219,7 +219,10 @@ def test_a_program_by_hand_does_not_know_the_places() -> None:
         hic.append(Allocate(u))
         hic.append(u)
         hic.add_output(u)
-    with simulate(4) as world, pytest.raises(UnsupportedError, match=r"uniform: ranks or steps share T0"):
+    with (
+        simulate(4) as world,
+        pytest.raises(UnsupportedError, match=r"uniform: ranks or steps share T0"),
+    ):
         world.run(lambda: HostIrEvaluator(hic).run([]))
 
 

@@ -182,18 +182,18 @@ DEFINED: list[tuple[Define, type[Exception], str]] = [
         "Tensor arg and pad value must have the same dtype.",
     ),
     (
-        lambda fd, t: fd.ops.select(t, 1, 0),
+        lambda fd, t: fd.ops.select(t, "1", 0),
         TypeError,
         "select(): incompatible function arguments",
     ),
-    (lambda fd, t: fd.ops.topk(t, 2), TypeError, "topk(): incompatible function arguments"),
+    (lambda fd, t: fd.ops.topk(t, [2]), TypeError, "topk(): incompatible function arguments"),
     (
-        lambda fd, t: fd.ops.cumsum(t, 0, 0.0),
+        lambda fd, t: fd.ops.cumsum(t, 0, "0"),
         TypeError,
         "cumsum(): incompatible function arguments",
     ),
     (
-        lambda fd, t: fd.ops.scatter(t, fd.ops.cast(t, D.Int), 1.0, 0),
+        lambda fd, t: fd.ops.scatter(t, fd.ops.cast(t, D.Int), [1.0], 0),
         TypeError,
         "scatter(): incompatible function arguments",
     ),
