@@ -11,6 +11,7 @@ from typing import Any, Literal, Union, cast, get_args, get_origin
 from fuser.arguments import show
 from fuser.errors import ArgumentError
 from fuser.ir.core import Op
+from fuser.ir.dtypes import DataType
 from fuser.ir.scalar import Scalar, as_scalar
 from fuser.ir.tensor import TensorView
 
@@ -99,4 +100,6 @@ def _words(hint: Any) -> str:
 def _advice(given: object, hint: Any) -> str:
     if isinstance(given, bool) and _fits(as_scalar(given), hint):
         return "; Python's == compares objects: write hostir.eq(a, b) or hostir.ne(a, b)"
+    if isinstance(given, TensorView) and hint is Scalar and given.dtype() is DataType.Bool:
+        return "; a comparison of tensors has one answer per element: compare scalars"
     return ""

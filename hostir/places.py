@@ -69,8 +69,9 @@ def check_places(ops: Iterable[Op]) -> None:
     for op in ops:
         if isinstance(op, RandomOp) and not op.begin and axis_cuts(op.out):
             raise UnsupportedError(
-                f"{op.name}: ranks or steps share {tensor_words(op.out)}; only a program lowered from a "
-                f"definition knows which part each of them has{user_code(op.where)}{in_ir(op.out)}"
+                f"{op.name}: ranks or steps share {tensor_words(op.out)}; only a program lowered "
+                "from a definition knows which part each of them has"
+                f"{user_code(op.where)}{in_ir(op.out)}"
             )
 
 
