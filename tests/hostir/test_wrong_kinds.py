@@ -83,10 +83,8 @@ CALLS: list[tuple[Call, type[FuserError], str]] = [
 def test_a_call_that_cannot_be_meant(number: int) -> None:
     call, kind, words = CALLS[number]
     program = HostIrContainer()
-    with program:
-        x = program.input([3, 4])
-        with pytest.raises(kind, match=words) as found:
-            call(program, x)
+    with pytest.raises(kind, match=words) as found, program:
+        call(program, program.input([3, 4]))
     if "()" in str(found.value):
         assert f"{__file__}:" in str(found.value)
 
