@@ -177,7 +177,9 @@ def test_blocks_that_are_not_run_are_few() -> None:
         ("README.md", "bash scripts/quickstart.sh"),
         ("README.md", "pip install -e '.[mpi]'"),
         ("docs/cost.md", "mpirun -np 4 python -m hostir calibrate"),
+        ("docs/performance.md", "python scripts/bench.py attention --json attention.jsonl"),
         ("docs/performance.md", "python scripts/bench.py kernels --only main --shapes all --dtypes bfloat16 \\"),  # noqa: E501
+        ("docs/performance.md", "python scripts/bench.py library --json cells.jsonl"),
     ]  # fmt: skip
 
 

@@ -186,7 +186,7 @@ with FusionDefinition() as fd:
     reveal_type(fd.ops.add(2, 1.0))
     reveal_type(fd.ops.var_mean(x, [1]))
     y: TensorView = fd.ops.sum(x, dim=1, keep_dims=True)
-    fd.ops.softmax(x)
+    fd.ops.softmin(x)
     fd.ops.add(x, "1")
     fd.sched.inline_most([x])
 """
@@ -209,4 +209,4 @@ def test_type_checkers_know_the_ops(installed: Path) -> None:
         '"tuple[TensorView, TensorView]"',
     ]
     assert sorted(at) == [8, 9, 10], at
-    assert "keep_dims" in at[8] and "softmax" in at[9] and "add" in at[10]
+    assert "keep_dims" in at[8] and "softmin" in at[9] and "add" in at[10]

@@ -74,7 +74,7 @@ def test_one_rank_of_a_host_prints() -> None:
     ("script", "told"),
     [
         (None, "'no-such-c++' was not found"),
-        ("exit 1", "refused"),
+        ("exit 1", "ended with exit code 1, and wrote nothing"),
         ("exec sleep 1000", "does not answer within 0.2 s"),
     ],
 )
