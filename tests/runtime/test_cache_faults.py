@@ -214,12 +214,13 @@ def mapped_libraries() -> int:
 def test_libraries_are_unloaded_with_their_last_kernel() -> None:
     (kept,) = compile_kernels([constant(20)], "cpu")
     gc.collect()
-    before = len(simt._libraries)
+    before = set(simt._libraries)
     maps = mapped_libraries()
     for n in range(21, 26):
         assert value_of(n) == n
     gc.collect()
-    assert len(simt._libraries) == before and mapped_libraries() == maps
+    # What earlier tests held may go meanwhile.
+    assert set(simt._libraries) <= before and mapped_libraries() <= maps
     out = torch.zeros(1, dtype=torch.int32)
     prepared = kept.prepare([out], grid=(1, 1, 1), block=(1, 1, 1))
     del kept
