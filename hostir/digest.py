@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping, Sequence
 
 import torch
@@ -15,15 +16,21 @@ from hostir.bind import Argument
 from hostir.container import HostIrContainer, walk
 from multidevice.agreement import Claim
 
+# In an op's text: the numbers of axes.
+_AXIS_NUMBERS = re.compile(r"\d+(?=\{)")
+
 
 def communications_text(program: HostIrContainer) -> str:
     """Return what a program sends and receives, in order, and in which memory order.
 
-    Ranks whose programs differ elsewhere (other local layouts, other kernels) still fit together.
+    Ranks whose programs differ elsewhere (other local layouts, other kernels) still fit together,
+    so axes are numbered in the order in which they appear here.
     """
-    return "\n".join(
+    text = "\n".join(
         f"{op_text(op)} // {', '.join(map(str, op.orders))}" for op in program.started()
     )
+    found: dict[str, str] = {}
+    return _AXIS_NUMBERS.sub(lambda match: found.setdefault(match[0], str(len(found))), text)
 
 
 def first_line(program: HostIrContainer) -> str:

@@ -47,6 +47,8 @@ from fuser.ir.binding import (
     free_inputs,
     signature_of,
 )
+from fuser.ir.core import Op
+from fuser.ir.form import without_names
 from fuser.ir.fusion import Fusion
 from fuser.ir.scalar import Symbol
 from fuser.ir.tensor import TensorView
@@ -137,8 +139,15 @@ class FusionExecutorCache(Watching, Inspection):
 
     @cached_property
     def _text(self) -> str:
-        """The structure: what ranks compare of the definition, and what programs are found by."""
+        """The structure: what programs are found by."""
         return fusion_text(self._fusion)
+
+    @cached_property
+    def _claimed(self) -> tuple[str, tuple[Op, ...]]:
+        """What ranks compare of the definition, as text and as ops: not when it was annotated,
+        which a copy of it does last, nor the meshes that ops copied from what was so before."""
+        fusion = without_names(self._fusion)
+        return fusion_text(fusion), fusion.exprs
 
     @cached_property
     def _lines(self) -> tuple[str, ...]:
@@ -452,8 +461,9 @@ class FusionExecutorCache(Watching, Inspection):
         if not self.devices:
             return bound, _NOTHING, known
         # Ranks that run with different options disagree, as with different programs.
+        text, ops = self._claimed
         parts = (
-            self._text,
+            text,
             f"// options: {settings}",
             f"// how it is lowered: {self._params}",
             f"// steps by the cost model: {overlaps.choose(sizes)}",
@@ -461,7 +471,7 @@ class FusionExecutorCache(Watching, Inspection):
         )
         loose = {self._fusion.inputs[i] for i in self._free}
         fixed = {s: v for s, v in sizes.items() if s not in loose}
-        line, ops = bound.program.first_line, self._fusion.exprs
+        line = bound.program.first_line
         given = parts, self._names, inputs, fixed
         claim = claim_of(*given, free=self._numbers, where=line, ops=ops, fixed=3)
         return bound, claim, known

@@ -36,6 +36,33 @@ class Form:
 def form_of(fusion: Fusion) -> Form:
     """Return the form of a fusion: everything that lowering reads, and nothing else."""
     tensors = fusion.tensors()
+    copy, names, renamed = _without_names(fusion)
+    symbols = program_symbols(fusion, tensors, fusion.exprs)
+    key = (
+        fusion_text(copy),
+        tuple([(renamed(s), s.name if s not in names else "") for s in symbols]),
+        tuple([renamed(x) for x in fusion.assumed]),
+        frozenset((renamed(s), n) for s, n in fusion.divisible.items()),
+        frozenset((renamed(x), n) for x, n in fusion.least.items()),
+        fusion.has_tails,
+        fusion.resident_threads,
+        fusion.cluster,
+        fusion.goes_backwards,
+        tuple([tv.number in fusion.read_again for tv in tensors]),
+        tuple([tv.is_cpu_scalar for tv in tensors]),
+    )
+    return Form(key, tuple([tv.number for tv in tensors]), symbols)
+
+
+def without_names(fusion: Fusion) -> Fusion:
+    """Return a copy that is numbered in the order of what is said, without the meshes that only
+    ops copied: copies of equal fusions have equal texts, whenever each was annotated."""
+    return _without_names(fusion)[0]
+
+
+def _without_names(fusion: Fusion) -> tuple[Fusion, Mapping[Scalar, Scalar], Rename]:
+    """Return the copy, the new symbols, and what puts them in place of the old ones."""
+    tensors = fusion.tensors()
     symbols = program_symbols(fusion, tensors, fusion.exprs)
     names: dict[Scalar, Scalar] = {
         s: Symbol(f"{s.name[0]}{k}", s.dtype, lo=s.lo)
@@ -62,20 +89,7 @@ def form_of(fusion: Fusion) -> Form:
     copy.inputs = [renamed(v) if isinstance(v, Scalar) else v for v in copy.inputs]
     copy.extents = _in_order(copy.extents, names)
     copy.origins = ()
-    key = (
-        fusion_text(copy),
-        tuple([(renamed(s), s.name if s not in names else "") for s in symbols]),
-        tuple([renamed(x) for x in fusion.assumed]),
-        frozenset((renamed(s), n) for s, n in fusion.divisible.items()),
-        frozenset((renamed(x), n) for x, n in fusion.least.items()),
-        fusion.has_tails,
-        fusion.resident_threads,
-        fusion.cluster,
-        fusion.goes_backwards,
-        tuple([tv.number in fusion.read_again for tv in tensors]),
-        tuple([tv.is_cpu_scalar for tv in tensors]),
-    )
-    return Form(key, tuple([tv.number for tv in tensors]), symbols)
+    return copy, names, renamed
 
 
 def _in_order(extents: ExtentClasses, names: Mapping[Scalar, Scalar]) -> ExtentClasses:

@@ -10,14 +10,23 @@ from typing import Any
 import pytest
 import torch
 
-from fuser import DataType, FusionDefinition, ParallelType, multidevice
-from fuser.errors import DefinitionError
+from fuser import DataType, FusionDefinition, ParallelType, Replicate, Shard, multidevice, shard
+from fuser.errors import DefinitionError, ProgramMismatchError
 
 COPIES: dict[str, Callable[[Any], Any]] = {
     "pickle": lambda fd: pickle.loads(pickle.dumps(fd)),
     "deepcopy": copy.deepcopy,
     "copy": copy.copy,
 }
+
+
+def rebuilt(fd: FusionDefinition) -> FusionDefinition:
+    """Return what the text of a definition writes."""
+    names: dict[str, Any] = {"FusionDefinition": FusionDefinition, "DataType": DataType}
+    exec(repr(fd), names)
+    with FusionDefinition() as made:
+        next(f for name, f in names.items() if name.startswith("nvfuser_fusion"))(made)
+    return made
 
 
 def written() -> FusionDefinition:
@@ -71,3 +80,81 @@ def test_a_definition_that_is_not_written_has_words_or_an_empty_copy() -> None:
         assert copy.deepcopy(x.size(0)) is x.size(0)
         assert pickle.loads(pickle.dumps((x.size(0) + 3) * 2 // 5)) is (x.size(0) + 3) * 2 // 5
         fd.add_output(x)
+
+
+def rows(fd: FusionDefinition, mesh: multidevice.DeviceMesh) -> None:
+    x = fd.define_tensor([-1, -1])
+    shard(x, mesh, [Shard(0)])
+    fd.add_output(fd.ops.mul(x, 2.0))
+
+
+def summed(fd: FusionDefinition, mesh: multidevice.DeviceMesh) -> None:
+    """Annotates between the ops, the later input first: ranks send what has other axis numbers."""
+    x, y = fd.define_tensor([-1, -1]), fd.define_tensor([-1, -1])
+    shard(y, mesh, [Shard(0)])
+    z = fd.ops.add(y, x)
+    shard(x, mesh, [Shard(0)])
+    out = fd.ops.sum(fd.ops.mul(z, 2.0), [0])
+    shard(out, mesh, [Replicate()])
+    fd.add_output(out)
+
+
+def by_hand(fd: FusionDefinition, mesh: multidevice.DeviceMesh) -> None:
+    """Cuts a result by the mesh that its op copied."""
+    x = fd.define_tensor([-1, -1])
+    x.set_device_mesh(mesh)
+    y = fd.ops.mul(x, 2.0)
+    y.outer_split(0, 2)
+    y.axis(0).parallelize(ParallelType.mesh_x)
+    fd.add_output(fd.ops.add(y, 1.0))
+
+
+SHARDED: list[tuple[Callable[..., None], int, Callable[[torch.Tensor, int], torch.Tensor]]] = [
+    (rows, 1, lambda x, _: x * 2),
+    (summed, 2, lambda x, _: (x + x).mul(2).sum(0) * 2),
+    (by_hand, 1, lambda x, rank: (x * 2 + 1).chunk(2)[rank]),
+]
+
+
+@pytest.mark.finding("G10")
+@pytest.mark.parametrize("write, count, expected", SHARDED)
+@pytest.mark.parametrize("name", [*COPIES, "repr"])
+def test_ranks_with_a_sharded_definition_and_with_its_copy_run_the_same(
+    name: str,
+    write: Callable[..., None],
+    count: int,
+    expected: Callable[[torch.Tensor, int], torch.Tensor],
+) -> None:
+    x = torch.randn(4, 3)
+
+    def on_rank() -> None:
+        rank = multidevice.Communicator.instance().rank()
+        with FusionDefinition() as fd:
+            write(fd, multidevice.DeviceMesh([0, 1]))
+        one = fd if rank == 0 else COPIES.get(name, rebuilt)(fd)
+        for _ in range(3):
+            (out,) = one.execute([x] * count)
+            torch.testing.assert_close(out, expected(x, rank))
+
+    with multidevice.simulate(2) as world:
+        world.run(on_rank)
+
+
+@pytest.mark.finding("G10")
+def test_ranks_whose_definitions_differ_are_shown_the_op_and_not_what_was_annotated_first() -> None:
+    def on_rank() -> None:
+        rank = multidevice.Communicator.instance().rank()
+        with FusionDefinition() as fd:
+            x = fd.define_tensor([-1, -1])
+            if rank == 0:
+                shard(x, multidevice.DeviceMesh([0, 1]), [Shard(0)])
+            y = fd.ops.mul(x, 2.0)
+            if rank == 1:
+                shard(x, multidevice.DeviceMesh([0, 1]), [Shard(0)])
+            fd.add_output(fd.ops.exp(y) if rank == 0 else fd.ops.sin(y))
+        fd.execute([torch.ones(2, 3)])
+
+    with multidevice.simulate(2) as world, pytest.raises(ProgramMismatchError) as caught:
+        world.run(on_rank)
+    text = str(caught.value)
+    assert "differ at op 2" in text and "expf(" in text and "sinf(" in text
