@@ -9,7 +9,7 @@ from fuser.arguments import checked
 from fuser.errors import ShardingError, UnsupportedError
 from fuser.ir import scalar as sc
 from fuser.ir.domain import Split
-from fuser.ir.layout_class import stored_part
+from fuser.ir.layout_class import declared_order, stored_part
 from fuser.ir.naming import axis_words, tensor_words
 from fuser.ir.path import transforms_between
 from fuser.ir.tensor import TensorView
@@ -23,12 +23,12 @@ if TYPE_CHECKING:
 
 @checked
 def shard_tensor(tensor: torch.Tensor, tv: TensorView, *, copy: bool = False) -> torch.Tensor:
-    """Return this rank's shard of `tensor`, the whole value of `tv`, as a contiguous tensor; along
-    expanded axes it is one element, as `tv` is.
+    """Return this rank's shard of `tensor`, the whole value of `tv`, without gaps in the memory
+    order that `tv` declares; along expanded axes it is one element, as `tv` is.
 
-    The shard is a view of `tensor` where that holds it without gaps, as of a contiguous tensor that
-    is cut along its first axis or not at all: what is written into one stands in the other, also
-    what a program writes into an input that it updates. `copy=True` gives it memory of its own.
+    The shard is a view of `tensor` where that holds it so, as of a contiguous tensor that is cut
+    along its first axis or not at all: what is written into one stands in the other, also what a
+    program writes into an input that it updates. `copy=True` gives it memory of its own.
     A rank outside the mesh gets the shard at coordinate 0.
 
     Raises:
@@ -50,10 +50,13 @@ def shard_for_rank(
         if ptype is not None:
             view = view.narrow(dim, tv.mesh.coordinate(rank, ptype), 1)
     shard = _merge_back(view, steps)
-    stored = stored_part(tv, shard).contiguous()
+    # Axes as they lie in memory; an allocation of other axes than the logical ones has no order.
+    order = declared_order(tv) or tuple(range(tv.ndim))
+    stored = stored_part(tv, shard).permute(order).contiguous()
     if copy and stored.untyped_storage().data_ptr() == tensor.untyped_storage().data_ptr():
         stored = stored.clone()
-    return stored.expand(shard.shape)
+    places = sorted(range(tv.ndim), key=order.__getitem__)
+    return stored.permute(places).expand(shard.shape)
 
 
 def unshard(shards: Sequence[torch.Tensor], tv: TensorView) -> torch.Tensor:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import itertools
+import math
 
 import pytest
 import torch
 
-from fuser import FusionDefinition, Replicate, Shard
+from fuser import FusionDefinition, Replicate, Shard, shard
 from fuser.errors import ShardingError, UnsupportedError
 from fuser.ir.fusion import Fusion
 from fuser.ir.guard import FusionGuard
@@ -157,3 +158,79 @@ def test_a_copied_shard_of_an_expanded_tensor_is_one_element() -> None:
     shard = shard_for_rank(whole, tv, 0, copy=True)
     assert shard.stride() == (1, 0) and shard.data_ptr() != whole.data_ptr()
     torch.testing.assert_close(shard, whole)
+
+
+def lies_as(dims: tuple[int, ...], order: tuple[int, ...]) -> torch.Tensor:
+    """Return a tensor of these dims whose axes lie in memory in this order, outermost first."""
+    flat = torch.randn([dims[p] for p in order])
+    return flat.permute(sorted(range(len(dims)), key=order.__getitem__))
+
+
+PLACEMENTS: dict[tuple[int, ...], list[tuple[Shard | Replicate, ...]]] = {
+    (2,): [(Replicate(),), *((Shard(d),) for d in range(4))],
+    (2, 2): [(Shard(a), Shard(b)) for a, b in ((0, 0), (0, 1), (2, 0), (1, 3))],
+}
+
+
+@pytest.mark.finding("G23")
+@pytest.mark.parametrize("copy", [False, True])
+@pytest.mark.parametrize("shape", PLACEMENTS)
+@pytest.mark.parametrize("ndim", [1, 2, 3, 4])
+def test_a_shard_lies_in_the_memory_order_of_its_tensor(
+    ndim: int, shape: tuple[int, ...], copy: bool
+) -> None:
+    m = mesh(*shape)
+    dims = (4, 8, 12, 16)[:ndim]
+    for order, placements in itertools.product(
+        itertools.permutations(range(ndim)), PLACEMENTS[shape]
+    ):
+        if any(isinstance(p, Shard) and p.dim >= ndim for p in placements):
+            continue
+        whole = lies_as(dims, order)
+        with FusionDefinition() as fd:
+            x = fd.from_pytorch(whole)
+            shard(x, m, placements)
+            fd.add_output(fd.ops.mul(x, 2.0))
+        for rank in m.devices:
+            want = whole
+            for position, placed in enumerate(placements):
+                if isinstance(placed, Shard):
+                    count, at = shape[position], rank // math.prod(shape[position + 1 :])
+                    want = want.chunk(count, placed.dim)[at % count]
+            got = shard_for_rank(whole, x, rank, copy=copy)
+            assert torch.equal(got, want)
+            assert got.permute(order).is_contiguous()
+            is_view = got.untyped_storage().data_ptr() == whole.untyped_storage().data_ptr()
+            assert is_view == (not copy and want.permute(order).is_contiguous())
+
+
+@pytest.mark.finding("G23")
+@pytest.mark.parametrize("copy", [False, True])
+@pytest.mark.parametrize("shape, placements", [((2,), (0,)), ((2,), (1,)), ((2, 2), (2, 1))])
+@pytest.mark.parametrize("whole", ["heads", "matrix", "expanded", "last"])
+def test_a_definition_from_a_permuted_tensor_takes_its_shards(
+    whole: str, shape: tuple[int, ...], placements: tuple[int, ...], copy: bool
+) -> None:
+    x = {
+        "heads": torch.randn(2, 6, 4, 3).transpose(1, 2),
+        "matrix": torch.randn(8, 6, 4).transpose(0, 2),
+        "expanded": torch.randn(4, 1, 6).expand(4, 8, 6).transpose(0, 2),
+        "last": torch.randn(4, 8, 2, 2).to(memory_format=torch.channels_last),
+    }[whole]
+
+    def run() -> list[torch.Tensor]:
+        with FusionDefinition() as fd:
+            tv = fd.from_pytorch(x)
+            shard(tv, mesh(*shape), [Shard(d) for d in placements])
+            fd.add_output(fd.ops.add(fd.ops.mul(tv, 2.0), tv))
+        return fd.execute([shard_tensor(x, tv, copy=copy)])
+
+    with simulate(math.prod(shape)) as world:
+        outs = world.run(run)
+    for rank, (out,) in enumerate(outs):
+        want = x * 3
+        for dim, count, at in zip(
+            placements, shape, (rank,) if len(shape) == 1 else divmod(rank, 2), strict=True
+        ):
+            want = want.chunk(count, dim)[at]
+        torch.testing.assert_close(out, want)
