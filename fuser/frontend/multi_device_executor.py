@@ -17,8 +17,10 @@ from fuser.arguments import require
 from fuser.errors import ArgumentError, UnsupportedError
 from fuser.frontend.executor_cache import FusionExecutorCache
 from fuser.ir.binding import Argument
+from fuser.ir.dtypes import to_torch
 from fuser.ir.fusion import Fusion
 from fuser.ir.scalar import Scalar, int_value
+from fuser.ir.storage import dense_strides_of
 from fuser.ir.tensor import TensorView
 from fuser.ir.types import IrEnum
 from hostir.container import HostIrContainer
@@ -147,7 +149,9 @@ class MultiDeviceExecutor:
                 whole = torch.empty(shape, device="meta")
                 rank = 0 if value.mesh is None else value.mesh.devices[0]
                 local = whole if value.mesh is None else shard_for_rank(whole, value, rank)
-                samples.append(torch.empty(local.shape))
+                strides = dense_strides_of(value, local.shape)
+                dtype = to_torch(value.dtype())
+                samples.append(torch.empty_strided(local.shape, strides, dtype=dtype))
             else:
                 samples.append(size)
         return samples

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from fuser import FusionDefinition, ParallelType, TensorView, multidevice
+from fuser import FusionDefinition, ParallelType, Shard, TensorView, multidevice, shard
 from fuser.errors import (
     ArgumentError,
     DefinitionError,
@@ -563,3 +563,25 @@ def test_every_device_starts_with_its_own_block_whatever_the_order_of_ranks(
 
     with simulate(max(mesh.devices) + 1) as world:
         world.run(body)
+
+
+@pytest.mark.finding("G23")
+@pytest.mark.parametrize("is_cut", [False, True])
+@pytest.mark.parametrize(
+    "x",
+    [
+        torch.zeros(6, 8).t(),
+        torch.zeros(8, 6, dtype=torch.float16),
+        torch.zeros(8, 1).expand(8, 6),
+    ],
+    ids=["permuted", "half", "expanded"],
+)
+def test_the_program_before_the_first_run_is_there_for_any_layout_and_dtype(
+    x: torch.Tensor, is_cut: bool
+) -> None:
+    with FusionDefinition() as fd:
+        tv = fd.from_pytorch(x)
+        if is_cut:
+            shard(tv, multidevice.DeviceMesh([0, 1]), [Shard(0)])
+        fd.add_output(fd.ops.mul(tv, 2.0))
+    assert "* double(2);" in str(MultiDeviceExecutor(fd.fusion))
