@@ -159,8 +159,8 @@ def is_users(frame: FrameType) -> bool:
 
 
 def is_users_comparison() -> bool:
-    """Return whether the caller, the method of `==`, was called by a user's code: the compiler and
-    the containers of the standard library compare by identity."""
+    """Return whether the caller, the method of `==` or of truth, was called by a user's code: the
+    compiler and the containers of the standard library ask for objects, not for values."""
     module = sys._getframe(2).f_globals.get("__name__", "").partition(".")[0]
     return module not in _OWN_PACKAGES and module not in sys.stdlib_module_names
 

@@ -104,14 +104,16 @@ class Scalar:
     __hash__ = object.__hash__
 
     def __bool__(self) -> bool:
-        """Raise `ArgumentError` for a condition: none holds while a program is defined."""
-        if self.dtype is not DataType.Bool:
+        """Raise `ArgumentError`: no value is known while a program is defined. To the compiler a
+        number is true, as an object is."""
+        if self.dtype is not DataType.Bool and not is_users_comparison():
             return True
+        of_number = "" if self.dtype is DataType.Bool else "compare it (!= 0), and "
         raise ArgumentError(
             f"{self} is neither true nor false while a program is defined (at {user_line()}): "
-            "write the op where in place of `if`, in a host program hic.branch(...), "
+            f"{of_number}write the op where in place of `if`, in a host program hic.branch(...), "
             "logical_and(a, b) for `and`, logical_not(a) for `not`; a is b asks whether two "
-            "scalars are the same"
+            "scalars are the same, a is not None whether there is one"
         )
 
     def __deepcopy__(self, memo: object) -> Scalar:
@@ -229,7 +231,10 @@ class Const(Scalar):
         return Const, (self.value, self.dtype)
 
     def __bool__(self) -> bool:
-        return self.value is not False
+        """Return the truth of the value; to the compiler a number is true, as an object is."""
+        if self.value:
+            return True
+        return self.value is not False and not is_users_comparison()
 
 
 class Symbol(Scalar):

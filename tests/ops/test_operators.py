@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import operator
 import weakref
 from collections.abc import Callable, Iterable
@@ -272,6 +273,51 @@ def test_equality_of_scalars_is_a_condition() -> None:
         assert torch.equal(by_int, a if n != 2 else -a)
     sizes = x.shape()
     assert sizes[1] == 5 and sizes[0] != 5 and sizes == x.shape() and sizes[0] == x.size(0)
+
+
+TRUTHS: dict[str, Callable[[Any, Any], object]] = {
+    "if": lambda s, x: 1 if s else 2,
+    "not": lambda s, x: not s,
+    "and": lambda s, x: s and x,
+    "or": lambda s, x: s or x,
+    "any": lambda s, x: any([s]),
+    "all": lambda s, x: all(v for v in [s]),
+    "filter": lambda s, x: list(filter(None, [s])),
+    "an extent": lambda s, x: bool(x.shape[0]),
+    "a formula": lambda s, x: bool(x.shape[0] - 1),
+    "an op": lambda s, x: bool(s // 2),
+}
+
+
+@pytest.mark.finding("G14")
+@pytest.mark.parametrize(
+    "dtype", [DataType.Int, DataType.Double, DataType.Bool, DataType.ComplexFloat]
+)
+@pytest.mark.parametrize("name", TRUTHS)
+def test_truth_of_a_scalar_is_an_error(name: str, dtype: DataType) -> None:
+    with FusionDefinition() as fd:
+        x, s = fd.define_tensor([-1, 5], contiguity=True), fd.define_scalar(dtype=DataType.Int)
+        if name in ("if", "not", "and", "or", "any", "all", "filter"):
+            s = fd.define_scalar(dtype=dtype)
+        with pytest.raises(ArgumentError, match=r"neither true nor false.*test_operators\.py:\d+"):
+            TRUTHS[name](s, x)
+        fd.add_output(x)
+    with pytest.raises(ArgumentError, match="neither true nor false"):
+        bool(x.shape[0])
+
+
+@pytest.mark.finding("G14")
+@pytest.mark.parametrize("value", [0, 1, -3, 0.0, -0.0, 2.5, math.nan, 0j, 1j, True, False])
+def test_truth_of_a_constant_is_that_of_its_value(value: complex) -> None:
+    with FusionDefinition() as fd:
+        x, s = fd.define_tensor([4, 5, 1]), fd.define_scalar(value)
+        assert bool(s) is bool(value) and (not s) is (not value)
+        assert x.shape[0] - 3 and not x.shape[0] - 4 and bool(x.size(2) - 1) is False
+        # Zeros stay numbers to the ops.
+        fd.add_output(fd.ops.full([2], s, DataType.ComplexDouble))
+    (out,) = fd.execute([torch.zeros(4, 5, 1)])
+    expected = torch.full((2,), value, dtype=torch.complex128)
+    torch.testing.assert_close(out, expected, equal_nan=True)
 
 
 def test_identity_is_asked_by_is_and_keeps_tables_of_tensors() -> None:
