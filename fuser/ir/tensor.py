@@ -20,7 +20,8 @@ from fuser.ir.domain import IterDomain, TensorDomain, contiguity_for, numbers
 from fuser.ir.dtypes import DataType, dtype_text
 from fuser.ir.mesh import DeviceMesh
 from fuser.ir.scalar import Scalar
-from fuser.ir.statement import Val, Values
+from fuser.ir.sizes import Sizes
+from fuser.ir.statement import Val
 from fuser.ir.types import CacheOp, LoadStoreOpType, MemoryType, ParallelType
 
 if TYPE_CHECKING:
@@ -34,17 +35,15 @@ class _Shape:
     """The (expanded) extents of a tensor: `x.shape()` as nvFuser has it, `x.shape[0]` as torch."""
 
     @overload
-    def __get__(self, tv: None, owner: type) -> Callable[[TensorView], list[Scalar]]: ...
+    def __get__(self, tv: None, owner: type) -> Callable[[TensorView], Sizes]: ...
     @overload
-    def __get__(self, tv: TensorView, owner: type) -> Values[Scalar]: ...
-    def __get__(
-        self, tv: TensorView | None, owner: type
-    ) -> Values[Scalar] | Callable[[TensorView], list[Scalar]]:
+    def __get__(self, tv: TensorView, owner: type) -> Sizes: ...
+    def __get__(self, tv: TensorView | None, owner: type) -> Sizes | Callable[[TensorView], Sizes]:
         return _sizes_of if tv is None else _sizes_of(tv)
 
 
-def _sizes_of(tv: TensorView) -> Values[Scalar]:
-    return Values(a.size for a in tv.domain.no_reductions)
+def _sizes_of(tv: TensorView) -> Sizes:
+    return Sizes(a.size for a in tv.domain.no_reductions)
 
 
 @Val.register

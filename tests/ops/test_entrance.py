@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -236,6 +237,58 @@ def test_a_definition_is_called_with_its_inputs() -> None:
         fd.execute(a, b)
     with pytest.raises(InputError, match=r"pass \[tensor\]"):
         fd.execute(a)
+
+
+@pytest.mark.finding("G18")
+@pytest.mark.parametrize("sizes", [(4, 5), (4,), (), (0, 1, 7)])
+def test_a_static_shape_is_compared_as_torchs(sizes: tuple[int, ...]) -> None:
+    like = torch.empty(sizes).shape
+    with FusionDefinition() as fd:
+        x = fd.from_pytorch(torch.empty(sizes), static_sizes=True)
+        for other in ((4, 5), (4,), (), (0, 1, 7), (4, 6), (5, 4), (4, 5, 1), (4, None), (4, "5")):
+            is_same = like == other
+            for made in (other, list(other)):
+                for shape in (x.shape, x.shape(), x.shape[:]):
+                    assert (shape == made) is (made == shape) is is_same
+                    assert (shape != made) is (made != shape) is not is_same
+        assert x.shape == like and like == x.shape and x.shape == np.empty(sizes).shape
+        assert x.shape[-2:] == like[-2:] and x.shape[1:] != (*like[1:], 1)
+        assert x.shape != 4 and x.shape != "45" and x.shape != None  # noqa: E711
+        for n in (0, 1, 4, 5, 9):
+            assert (n in x.shape) is (n in like) and x.shape.count(n) == like.count(n)
+            if n in like:
+                assert x.shape.index(n) == like.index(n)
+        fd.add_output(fd.ops.neg(x))
+    assert x.shape == like and x.shape != (*like, 2)
+
+
+@pytest.mark.finding("G18")
+def test_a_symbolic_shape_is_equal_where_it_is_known_and_else_an_error() -> None:
+    with FusionDefinition() as fd:
+        x, y = (fd.define_tensor([-1, 5], contiguity=True) for _ in range(2))
+        n = x.shape[0]
+        # Known whatever the run brings.
+        assert x.shape == x.shape() and x.shape == (n, 5) and fd.ops.neg(x).shape == [n, 5]
+        assert x.shape != (4, 6) and x.shape != (4, 5, 1) and x.shape != (4,)
+        assert x.shape != (-1, 5) and x.shape[1:] == (5,) and 5 in x.shape and n in x.shape
+        unknown: list[Callable[[], object]] = [
+            lambda: x.shape == (4, 5),
+            lambda: x.shape != (4, 5),
+            lambda: (4, 5) == x.shape,  # noqa: SIM300
+            lambda: [4, 5] != x.shape,  # noqa: SIM300
+            lambda: x.shape == y.shape,
+            lambda: x.shape() != y.shape(),
+            lambda: x.shape == torch.Size([4, 5]),
+            lambda: x.shape[:1] == (4,),
+            lambda: 4 in x.shape,
+            lambda: x.shape.count(5),
+            lambda: x.shape.index(5),
+        ]
+        for ask in unknown:
+            words = r"extents of inputs are known when it runs; .*static_sizes=True"
+            with pytest.raises(ArgumentError, match=rf"test_entrance\.py:\d+.*{words}"):
+                ask()
+        fd.add_output(x + y)
 
 
 @pytest.mark.finding("reshape Float extent")
