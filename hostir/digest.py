@@ -58,6 +58,7 @@ def claim_of(
     inputs: Sequence[Argument],
     sizes: Mapping[Symbol, int],
     *,
+    declared: Sequence[Value] = (),
     free: Iterable[int] = (),
     where: str = "",
     ops: Iterable[Op] = (),
@@ -65,8 +66,9 @@ def claim_of(
 ) -> Claim:
     """Return what a rank claims to run: texts, what its structure depends on, local extents.
 
-    `free` has the positions of the scalars on which the structure does not depend; `ops` are those
-    whose texts the parts hold, the first `fixed` of which do not depend on the inputs.
+    `declared` are the inputs of the program; `free` has the positions of the scalars on which the
+    structure does not depend; `ops` are those whose texts the parts hold, the first `fixed` of
+    which do not depend on the inputs.
     """
     bound = ", ".join(f"{symbol} = {size}" for symbol, size in sizes.items())
     extents = tuple(
@@ -80,7 +82,12 @@ def claim_of(
         for i, (name, x) in enumerate(zip(names, inputs, strict=True))
     )
     texts = (*parts, f"// sizes: {bound}")
-    return Claim(texts, extents, numbers, where, tuple(ops), fixed, traits)
+    whole = [
+        name
+        for name, value in zip(names, declared, strict=False)
+        if isinstance(value, TensorView) and not value.domain.has_devices
+    ]
+    return Claim(texts, extents, numbers, where, tuple(ops), fixed, traits, whole)
 
 
 def _traits(x: Argument) -> tuple[tuple[str, str], ...]:
@@ -114,6 +121,7 @@ def program_claim(
         input_names(program.inputs, ops),
         inputs,
         sizes,
+        declared=program.inputs,
         free=free,
         where=first_line(program),
         ops=ops,

@@ -66,6 +66,7 @@ class Claim:
 
     The first `fixed` parts do not depend on the inputs. `traits` has what else of each input, by a
     word for it, the other parts may depend on: ranks may differ there, where their parts do not.
+    `whole` names the inputs that no device axis cuts.
     """
 
     parts: tuple[str, ...]
@@ -75,6 +76,7 @@ class Claim:
     ops: Sequence[Op] = field(default=(), compare=False)
     fixed: int = 1
     traits: tuple[tuple[str, tuple[tuple[str, str], ...]], ...] = field(default=(), compare=False)
+    whole: Sequence[str] = field(default=(), compare=False)
 
     @cached_property
     def digest(self) -> bytes:
@@ -410,7 +412,7 @@ class Channel:
             [(d, text) for d, text in (s["definition"] for s in statements)], claim
         )
         # All ranks pass equal extents today; from these the global ones would follow if not.
-        self._check_inputs([s["inputs"] for s in statements])
+        self._check_inputs([s["inputs"] for s in statements], claim.whole)
         self._check_numbers([s["numbers"] for s in statements])
         if len({s["digest"] for s in statements}) > 1:
             is_of_inputs = all(s["fixed"] == statements[0]["fixed"] for s in statements)
@@ -507,15 +509,21 @@ class Channel:
                 stream=CLAIMS,
             )
 
-    def _check_inputs(self, inputs: Sequence[list[Any]]) -> None:
+    def _check_inputs(self, inputs: Sequence[list[Any]], whole: Sequence[str]) -> None:
         for position, (name, sizes) in enumerate(inputs[0]):
             given = [one[position][1] if position < len(one) else None for one in inputs]
             for axis, extent in enumerate(sizes):
                 found = [s[axis] if s is not None and axis < len(s) else None for s in given]
                 if any(e is not None and e != extent for e in found):
+                    rule = (
+                        "replicated inputs, those that no device axis cuts, are equal on all "
+                        "ranks: pass the whole tensor everywhere, or cut it (fuser.shard)"
+                        if name in whole
+                        else "the shards of one tensor are equal"
+                    )
                     raise InputError(
-                        f"{name} has extent {_by_rank(self._team, found)} on axis {axis}, but the "
-                        f"shards of one tensor are equal (in {self._what(self._number)})"
+                        f"{name} has extent {_by_rank(self._team, found)} on axis {axis}, but "
+                        f"{rule} (in {self._what(self._number)})"
                     )
 
     def _check_numbers(self, numbers: Sequence[list[tuple[str, str]]]) -> None:

@@ -472,8 +472,17 @@ class FusionExecutorCache(Watching, Inspection):
         loose = {self._fusion.inputs[i] for i in self._free}
         fixed = {s: v for s, v in sizes.items() if s not in loose}
         line = bound.program.first_line
-        given = parts, self._names, inputs, fixed
-        claim = claim_of(*given, free=self._numbers, where=line, ops=ops, fixed=3)
+        claim = claim_of(
+            parts,
+            self._names,
+            inputs,
+            fixed,
+            declared=bound.program.container.inputs,
+            free=self._numbers,
+            where=line,
+            ops=ops,
+            fixed=3,
+        )
         return bound, claim, known
 
     def _bind(

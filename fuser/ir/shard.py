@@ -133,6 +133,11 @@ def mesh_of(mesh: Any) -> DeviceMesh:
 
 def _dims_of(tv: TensorView, mesh: DeviceMesh, placements: Sequence[object]) -> Dims:
     """Return the axis that each dimension of the mesh cuts."""
+    if not mesh.devices:
+        raise ShardingError(
+            f"shard: {mesh} is empty, so it has no device for {tv}: give the ranks that hold it, "
+            "DeviceMesh([0, 1])"
+        )
     if len(placements) != mesh.ndim:
         raise ShardingError(
             f"shard: {len(placements)} placements {show(list(placements))} of {tv} for the "

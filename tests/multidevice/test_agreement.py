@@ -9,6 +9,7 @@ from typing import cast
 import pytest
 import torch
 
+import fuser
 from fuser import FusionDefinition, ParallelType
 from fuser.errors import (
     CommunicationError,
@@ -264,6 +265,28 @@ def test_extents_that_differ_name_the_call() -> None:
         assert found[0] == found[2] == "4 rows"
         assert "has extent 4 on ranks (0) and 3 on ranks (1) on axis 0" in found[1]
         assert "(in call 1 of the programs of team (0 1))" in found[1]
+
+
+def test_extents_of_a_replicated_input_that_differ_are_no_shards() -> None:
+    def act(rank: int) -> list[str]:
+        with FusionDefinition() as fd:
+            x, w = (fd.define_tensor([-1, -1], contiguity=True) for _ in range(2))
+            fuser.shard(x, DeviceMesh([0, 1]), [fuser.Shard(0)])
+            fuser.shard(w, DeviceMesh([0, 1]), [fuser.Replicate()])
+            fd.add_output(fd.ops.sum(x, 0))
+            fd.add_output(fd.ops.neg(w))
+        found = list[str]()
+        for rows, columns in ((4, 3 + rank), (4 + rank, 3)):
+            with pytest.raises(FuserError) as raised:
+                fd.execute([torch.ones(rows, 5), torch.ones(6, columns)])
+            found.append(str(raised.value))
+        return found
+
+    for of_whole, of_shards in on_ranks(act):
+        assert "has extent 3 on ranks (0) and 4 on ranks (1) on axis 1" in of_whole
+        assert "replicated inputs, " in of_whole and "shards" not in of_whole
+        assert "has extent 4 on ranks (0) and 5 on ranks (1) on axis 0" in of_shards
+        assert "shards of one tensor are equal" in of_shards and "replicated" not in of_shards
 
 
 # ------------------------------------------------------------------ inputs that lie otherwise

@@ -235,6 +235,8 @@ WRONG: dict[str, tuple[object, object, type[FuserError], str]] = {
     ),
     "no list": ([0, 1], Shard(0), ArgumentError, "placements: expected"),
     "how many": (2, [Shard(0)], ArgumentError, "expected a list of ranks"),
+    "an empty mesh": (DeviceMesh([]), [], ShardingError, r"DeviceMesh\{\} is empty, .* T0"),
+    "no ranks": ([], [Shard(0)], ShardingError, r"DeviceMesh\{\} is empty, .* T0"),
 }
 
 
