@@ -89,18 +89,19 @@ def _check_letters(op: AttentionOp | ProductOp, values: Mapping[Symbol, Number])
                 _check_whole(op, tv, k)
     for axes in by_letter.values():
         _check_sizes(op, axes, values)
-    # Heads of keys are cut as those of queries are.
     if isinstance(op, AttentionOp) and "g" in by_letter:
-        heads, groups = (by_letter[c][0] for c in "hg")
-        _check_cut_alike(op, heads, groups)
+        _check_groups_of_heads(op, by_letter["h"], by_letter["g"])
 
 
-def _check_cut_alike(op: Op, one: _Axis, other: _Axis) -> None:
-    """Require that devices cut two axes of an op alike, which may have other sizes."""
-    (a, k, _), (b, m, axis) = one, other
-    assert k is not None and m is not None, f"{op.name}: axes of {a} and {b}"
-    if _spread(a, k) != _spread(b, m) and not axis.is_broadcast:
-        _refuse(op, one, other, how="cut otherwise, and the op moves no data between ranks")
+def _check_groups_of_heads(op: Op, heads: list[_Axis], groups: list[_Axis]) -> None:
+    """Require that devices cut the heads of keys as they cut those of queries; one head, of keys or
+    of a bias, is read on all devices."""
+    several = ([a for a in axes if not a[2].is_broadcast] for axes in (heads, groups))
+    for one, other in zip(*several, strict=False):
+        (a, k, _), (b, m, _) = one, other
+        assert k is not None and m is not None, f"{op.name}: axes of {a} and {b}"
+        if _spread(a, k) != _spread(b, m):
+            _refuse(op, one, other, how="cut otherwise, and the op moves no data between ranks")
 
 
 def _check_along(op: AlongAxisOp, values: Mapping[Symbol, Number]) -> None:

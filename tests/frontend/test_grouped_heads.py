@@ -3,12 +3,14 @@ float64."""
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 
-from fuser import DataType, FusionDefinition, TensorView
+from fuser import DataType, FusionDefinition, Replicate, Shard, TensorView, shard
 from fuser.errors import DefinitionError, FuserError, InputError, UnsupportedError
 from fuser.multidevice import Communicator, DeviceMesh, shard_tensor
 from hostir import HostIrEvaluator
@@ -161,6 +163,80 @@ def test_heads_are_cut(names: tuple[str, ...]) -> None:
         mine = [shards(e, o, rank, 2) for e, o in zip(expected, computed, strict=True)]
         check(outs, mine, D.Float)
         assert outs[0].shape[1] == 4
+
+
+# Devices, and the placement of operands on them per mesh axis.
+MESHES = {
+    "two": (DeviceMesh([0, 1]), [Shard(1)]),
+    "four": (DeviceMesh(range(4)), [Shard(1)]),
+    "batches and heads": (DeviceMesh([[0, 1], [2, 3]]), [Shard(0), Shard(1)]),
+    "copies and heads": (DeviceMesh([[0, 1], [2, 3]]), [Replicate(), Shard(1)]),
+}
+
+
+def run_beside(
+    operands: Tensors,
+    named: dict[str, torch.Tensor],
+    names: str,
+    where: str,
+    *,
+    is_static: bool,
+    is_grouped: bool,
+) -> list[torch.Tensor]:
+    """Run forward on a rank with a bias, a mask, or both, that are whole; operands whose initials
+    are in `names` are cut."""
+    mesh, placements = MESHES[where]
+    with FusionDefinition() as fd:
+        tensors = [fd.from_pytorch(t, is_static) for t in (*operands, *named.values())]
+        for tv, name in zip(tensors, "qkv", strict=False):
+            if name in names:
+                shard(tv, mesh, placements)
+        more: dict[str, Any] = dict(zip(named, tensors[3:], strict=True))
+        q, k, v = tensors[:3]
+        for out in fd.ops.sdpfa_fwd(q, k, v, is_causal=False, enable_gqa=is_grouped, **more):
+            fd.add_output(out)
+    local = [
+        shard_tensor(t, tv) if name in names else t
+        for t, tv, name in zip(operands, tensors, "qkv", strict=False)
+    ]
+    return [fd.execute([*local, *named.values()]) for _ in range(2)][-1]
+
+
+@pytest.mark.finding("G1")
+@pytest.mark.parametrize("groups", [4, 8])
+@pytest.mark.parametrize("names", ["q", "kv", "qkv"])
+@pytest.mark.parametrize("where", MESHES)
+def test_heads_are_cut_beside_a_bias_or_mask_of_any_broadcast(
+    where: str, names: str, groups: int
+) -> None:
+    """One head of a bias or mask is read on all devices; several heads are cut with those of
+    queries."""
+    mesh, placements = MESHES[where]
+    for k, shape in enumerate(itertools.product((1, 2), (1, 8), (1, 3))):
+        dtype = (D.Float, D.Half, D.Double)[(k + k // 2) % 3]
+        operands = draw([(2, 8, 3, 8), (2, groups, 4, 8), (2, groups, 4, 8)], dtype, k)
+        (bias,) = draw([(*shape, 4)], dtype)
+        beside = {"bias": bias, "mask": bias > -0.5}
+        named = {n: beside[n] for n in (("bias",), ("mask",), ("bias", "mask"))[k % 3]}
+        with simulate(mesh.size) as world:
+            how = {"is_static": bool(k % 2), "is_grouped": groups < 8}
+            results = world.run(run_beside, operands, named, names, where, **how)
+        wide = [t.double() for t in operands]
+        wide[1:] = [t.repeat_interleave(8 // groups, 1) for t in wide[1:]]
+        expected = attend(wide, added=named.get("bias"), mask=named.get("mask"))
+        for rank, outs in enumerate(results):
+            check(outs, [block(e, rank, mesh, placements) for e in expected], dtype)
+
+
+def block(
+    whole: torch.Tensor, rank: int, mesh: DeviceMesh, placements: list[Shard | Replicate]
+) -> torch.Tensor:
+    """Return the part of a tensor that a rank of row-major devices has."""
+    places = torch.unravel_index(torch.tensor(rank), mesh.shape)
+    for size, place, placement in zip(mesh.shape, places, placements, strict=True):
+        if isinstance(placement, Shard):
+            whole = whole.chunk(size, placement.dim)[int(place)]
+    return whole
 
 
 @pytest.mark.parametrize(("heads", "groups"), [(12, 3), (8, 1)])
