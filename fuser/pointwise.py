@@ -25,6 +25,8 @@ Rule = Literal[
     "float_only",
     "comparison",
     "keep",
+    "limits",
+    "fitting",
     "keep_float",
     "part",
     "parts",
@@ -399,8 +401,8 @@ _ROWS = (
     _row("gcd", 2, "int"),
     _row("where", 3, "select", cuda="{0} ? {1} : {2}", takes_complex=True),
     _row("lerp", 3, "default", _lerp, takes_complex=True),
-    _row("clamp", 3, "keep", _clamp, near="clip"),
-    _row("threshold", 3, "keep", _threshold),
+    _row("clamp", 3, "limits", _clamp, near="clip"),
+    _row("threshold", 3, "fitting", _threshold),
 )
 
 # By kind.

@@ -387,9 +387,9 @@ def lerp(start: OperandLike, end: OperandLike, weight: TensorView, /) -> TensorV
 @overload
 def lerp(start: ScalarLike, end: ScalarLike, weight: ScalarLike, /) -> Scalar: """start + weight * (end - start)."""
 @overload
-def clamp(x: TensorView, min: ScalarLike | None, max: ScalarLike | None, /) -> TensorView: """max(min(x, max), min); None is the end of the dtype's range."""
+def clamp(x: TensorView, min: ScalarLike | None, max: ScalarLike | None, /) -> TensorView: """min(max(x, min), max); None is the end of the dtype's range."""
 @overload
-def clamp(x: ScalarLike, min: ScalarLike | None, max: ScalarLike | None, /) -> Scalar: """max(min(x, max), min); None is the end of the dtype's range."""
+def clamp(x: ScalarLike, min: ScalarLike | None, max: ScalarLike | None, /) -> Scalar: """min(max(x, min), max); None is the end of the dtype's range."""
 @overload
 def threshold(x: TensorView, threshold: ScalarLike, value: ScalarLike, /) -> TensorView: """x <= threshold ? value : x."""
 @overload

@@ -126,7 +126,8 @@ def mean(
     dims: Sequence[int] | None = None,
 ) -> TensorView:
     """Append the mean over one axis or several (`dim`, also called `dims`), or all; the operand is
-    cast to `dtype` first, where that is given. Over no elements it is NaN."""
+    cast to `dtype` first, where that is given. No axes (`[]`) are all, as in torch. Over no
+    elements it is NaN."""
     result = _result_dtype("mean", input, dtype)
     if not is_inexact(result):
         raise DtypeError(
@@ -136,10 +137,11 @@ def mean(
         )
     x = _in(input, result)
     x = _in(x, computed_in(result))
-    total = reductions.sum(x, dim, keepdim, dims=dims)
-    given = dim if dims is None else dims
-    axes = range(x.ndim) if given is None else [given] if isinstance(given, int) else given
-    count = sc.product(x.size(wrap_dim(d, x.ndim, "mean", x)) for d in axes) if x.ndim else 1
+    given = reductions.given_dims("mean", dim, dims)
+    given = None if isinstance(given, Sequence) and not given else given
+    axes = sorted(reductions.axes_to_reduce("mean", x, given))
+    total = reductions.sum(x, axes or None, keepdim)
+    count = sc.product(x.size(i) for i in axes) if axes else 1
     return _in(_call("div", total, count), result)
 
 

@@ -18,12 +18,15 @@ from fuser.ir.dtypes import (
     complex_of,
     dtype_text,
     is_inexact,
+    misfit,
     part_of,
 )
+from fuser.ir.scalar import Const
 from fuser.ir.tensor import TensorView
 from fuser.ops.building import (
     Operand,
     convert,
+    fail,
     promote,
     promote_keeping_half,
     refuse_complex,
@@ -81,6 +84,54 @@ def _kept(name: str, values: list[Operand]) -> Typed:
     _check_complex(name, values)
     dtype = operand_dtype(values[0])
     return [values[0], *(convert(v, dtype) for v in values[1:])], dtype
+
+
+_ORDER = ("bool", "int", "float", "complex")
+
+
+def _is_above(dtype: DataType, other: DataType) -> bool:
+    """Whether a dtype is of a higher category: its values are not those of the other."""
+    return _ORDER.index(category(dtype)) > _ORDER.index(category(other))
+
+
+def _limited(name: str, values: list[Operand]) -> Typed:
+    refuse_complex(name, *values)
+    dtype = operand_dtype(values[0])
+    is_on_tensors = any(isinstance(v, TensorView) for v in values)
+    converted, promoted = promote_keeping_half(values, is_on_tensors=is_on_tensors)
+    if _is_above(promoted, dtype):
+        return converted, promoted
+    _check_fit(name, values, dtype)
+    return _kept(name, values)
+
+
+def _fitting(name: str, values: list[Operand]) -> Typed:
+    refuse_complex(name, *values)
+    dtype = operand_dtype(values[0])
+    _check_fit(name, values, dtype)
+    for v in values[1:]:
+        if not isinstance(v, Const) and _is_above(operand_dtype(v), dtype):
+            raise DtypeError(
+                f"{name}: the result has the dtype {dtype_text(dtype)} of {values[0]}, and {v} is "
+                f"{dtype_text(operand_dtype(v))}: cast one of them first (at {user_line()})"
+            )
+    return _kept(name, values)
+
+
+def _check_fit(name: str, values: list[Operand], dtype: DataType) -> None:
+    """Raise `DefinitionError` for a number that is no value of the dtype."""
+    for v in values[1:]:
+        if not isinstance(v, Const):
+            continue
+        problem = misfit(v.value, dtype)
+        if category(dtype) == "bool" and v.value not in (0, 1):
+            problem = f"{v.value:g} is no value of bool"
+        if problem:
+            raise fail(
+                name,
+                f"{problem}, the dtype of {values[0]} and of the result: cast the operand first, "
+                "or give a number that fits",
+            )
 
 
 def _kept_floating(name: str, values: list[Operand]) -> Typed:
@@ -160,6 +211,17 @@ DTYPE_RULES: dict[str, DtypeRule] = {
         _promoted("comparison"),
     ),
     "keep": DtypeRule("The result has the dtype of the first operand.", _kept),
+    "limits": DtypeRule(
+        "The result has the dtype of the first operand, or, where a limit is of a higher category, "
+        "the promoted one, as in torch: 0.5 beside integers or Bool gives Float (with the option "
+        "`double_numbers` Double), 2 beside Bool gives Int.",
+        _limited,
+    ),
+    "fitting": DtypeRule(
+        "The result has the dtype of the first operand; numbers and scalars that do not fit it are "
+        "refused (0.5 beside integers, where torch takes 0).",
+        _fitting,
+    ),
     "keep_float": DtypeRule(
         "The result has the dtype of the operand, which is floating.", _kept_floating, "f"
     ),

@@ -160,7 +160,7 @@ def complex_(lhs: OperandLike, rhs: OperandLike, /) -> Operand:
 
 # ------------------------------------------------------------------ optional or fixed slots
 def clamp(x: OperandLike, min: ScalarLike | None, max: ScalarLike | None, /) -> Operand:
-    """Append max(min(x, max), min); None is the end of the dtype's range. Limits are scalars."""
+    """Append min(max(x, min), max); None is the end of the dtype's range. Limits are scalars."""
     value = as_operand(x, "clamp")
     refuse_complex("clamp", value)
     dtype = operand_dtype(value)

@@ -112,7 +112,8 @@ def embedding_fwd(
 ) -> TensorView:
     """Take the row of `weight` [v, h] that each element of `input` [*i] says: [*i, h].
 
-    With `max_norm`, rows whose norm of the order `norm_type` (2) is larger are scaled down to it.
+    With `max_norm`, rows whose norm of the order `norm_type` (2) is larger are scaled down to it;
+    the norm of order 0 counts the elements that are not 0.
     `weight` is only read, where torch also writes the scaled rows into it. `padding_idx`,
     `scale_grad_by_freq` and `sparse` are about gradients: they change nothing here.
     """
@@ -158,10 +159,34 @@ def _norm(rows: TensorView, order: Scalar) -> TensorView:
     sizes = _call("abs", rows)
     if known == math.inf:
         return reductions.max(sizes, along, True)
+    if known == -math.inf:
+        return reductions.min(sizes, along, True)
+    if known == 0.0:
+        return reductions.sum(_others_than_zero(rows), along, True)
     if known == 1.0:
         return reductions.sum(sizes, along, True)
-    total = reductions.sum(_call("pow", sizes, order), along, True)
-    return _call("pow", total, _call("reciprocal", order))
+    if known is not None:
+        total = reductions.sum(_call("pow", sizes, order), along, True)
+        return _call("pow", total, _call("reciprocal", order))
+    return _norm_of_each_call(rows, sizes, order)
+
+
+def _others_than_zero(rows: TensorView) -> TensorView:
+    """Append 1 where an element is not 0, else 0."""
+    return typing_cast(TensorView, convert(_call("ne", rows, 0.0), rows.dtype()))
+
+
+def _norm_of_each_call(rows: TensorView, sizes: TensorView, order: Scalar) -> TensorView:
+    """Append the norms of an order that a call gives, which may be 0 or infinite."""
+    along = rows.ndim - 1
+    is_count = elementwise.apply_pointwise("eq", (order, 0))
+    powers = _call("where", is_count, _others_than_zero(rows), _call("pow", sizes, order))
+    total = reductions.sum(powers, along, True)
+    found = _call("where", is_count, total, _call("pow", total, _call("reciprocal", order)))
+    for end, reduce in ((math.inf, reductions.max), (-math.inf, reductions.min)):
+        is_end = elementwise.apply_pointwise("eq", (order, end))
+        found = _call("where", is_end, reduce(sizes, along, True), found)
+    return found
 
 
 def _call(name: str, *operands: OperandLike) -> TensorView:

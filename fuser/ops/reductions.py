@@ -119,10 +119,7 @@ def _reduce(
     if isinstance(dim, DataType):
         # nvFuser's first form has the dtype in this place: sum(x, DataType.Float).
         dim, dtype = None, dim
-    if dim is not None and dims is not None:
-        raise ArgumentError(
-            f"{name}(): incompatible function arguments: dim and dims are both given"
-        )
+    dims = given_dims(name, dim, dims)
     if dtype is not DataType.Null:
         dtype = check_supported(dtype, name)
         if kind in ("max", "min"):
@@ -130,20 +127,37 @@ def _reduce(
         tv = typing_cast(TensorView, convert(tv, dtype))
     elif kind in ("add", "mul") and not is_inexact(tv.dtype()):
         tv = typing_cast(TensorView, convert(tv, DataType.Int))
-    dims = dim if dims is None else dims
     if tv.dtype() in FLOAT8 and tv.ndim:
         # A partial result would hold too few digits, or none.
         wide = typing_cast(TensorView, convert(tv, DataType.Float))
         return cast_tensor(_reduce(kind, wide, None, dims, keepdim, DataType.Null), tv.dtype())
+    axes = axes_to_reduce(name, tv, dims)
     if tv.ndim == 0:
-        for d in [dims] if isinstance(dims, int) else dims or ():
-            wrap_dim(d, 0, name, tv)
         return copy_tensor(tv)
-    axes = _reduced_axes(name, tv, dims)
     init = Const(REDUCTIONS[kind].identity(tv.dtype()), tv.dtype())
     active_fusion().next_scalar()
     out = _reduce_axes(kind, tv, axes, init)
     return broadcast_tensor(out, tuple(i in axes for i in range(tv.ndim))) if keepdim else out
+
+
+def given_dims(
+    name: str, dim: int | Sequence[int] | None, dims: int | Sequence[int] | None
+) -> int | Sequence[int] | None:
+    """Return the axes by either name; raises `ArgumentError` for both."""
+    if dim is not None and dims is not None:
+        raise ArgumentError(
+            f"{name}(): incompatible function arguments: dim and dims are both given"
+        )
+    return dim if dims is None else dims
+
+
+def axes_to_reduce(name: str, tv: TensorView, dims: int | Sequence[int] | None) -> set[int]:
+    """As `_reduced_axes`; of a tensor of rank 0, whose only axes are 0 and -1 as in torch, none."""
+    if tv.ndim:
+        return _reduced_axes(name, tv, dims)
+    for d in [dims] if isinstance(dims, int) else dims or ():
+        wrap_dim(d, 0, name, tv)
+    return set()
 
 
 def _reduced_axes(name: str, tv: TensorView, dims: int | Sequence[int] | None) -> set[int]:

@@ -129,7 +129,7 @@ _ROWS = (
     # Elementwise, of several nodes or with arguments of their own.
     _composite("addcmul", elementwise.addcmul, (BinaryOp,), "default", _BROADCAST, "any_numbers"),
     _composite("cast", elementwise.cast, (CastOp, LoadStoreOp), "given"),
-    _composite("clamp", elementwise.clamp, (TernaryOp,), sample="numbers"),
+    _composite("clamp", elementwise.clamp, (TernaryOp,), "limits", sample="numbers"),
     _composite(
         "complex", elementwise.complex_, (BinaryOp,), "parts", _BROADCAST, sample="wide_values"
     ),
@@ -143,7 +143,7 @@ _ROWS = (
     _composite("real", elementwise.real, (UnaryOp, LoadStoreOp), "part"),
     _composite("set", elementwise.set_, (LoadStoreOp,)),
     _composite("sign", elementwise.sign, (*_CHOICE, LoadStoreOp), sample="real_values"),
-    _composite("threshold", elementwise.threshold, (TernaryOp,), sample="numbers"),
+    _composite("threshold", elementwise.threshold, (TernaryOp,), "fitting", sample="numbers"),
     OpRow("segment_set", elementwise.segment_set, (LoadStoreOp,), shape=_SAME),
     # Axes in another order, form or number.
     OpRow(

@@ -535,11 +535,15 @@ def test_scatter_into_what_is_repeated_and_outside() -> None:
 
 
 # ------------------------------------------------------------------ rows of a largest norm
+ORDERS = (None, 0.0, 1.0, 2.0, 3.0, 0.5, -1.0, math.inf, -math.inf)
+
+
+@pytest.mark.finding("G8")
 @pytest.mark.finding("embedding max_norm")
 @pytest.mark.parametrize(
     ("order", "dtype"),
     [
-        *((order, torch.float64) for order in (None, 1.0, 2.0, 3.0, 0.5, math.inf)),
+        *((order, torch.float64) for order in ORDERS),
         (None, torch.float32),
         (None, torch.bfloat16),
     ],
@@ -557,12 +561,13 @@ def test_embedding_with_max_norm_equals_torch_and_leaves_the_table(
     (out,) = run(build, index, table, on=DEVICES[2])
     # Torch writes into its table.
     wide = table.double().clone()
-    expected = F.embedding(index, wide, max_norm=2.5, norm_type=order or 2.0)
+    expected = F.embedding(index, wide, max_norm=2.5, norm_type=2.0 if order is None else order)
     close = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 1e-2}[dtype]
     torch.testing.assert_close(out.double(), expected, rtol=close, atol=close, equal_nan=True)
     assert out.dtype is dtype and torch.equal(table.nan_to_num(7.0), kept.nan_to_num(7.0))
 
 
+@pytest.mark.finding("G8")
 @pytest.mark.finding("embedding max_norm")
 def test_embedding_with_a_max_norm_of_each_call() -> None:
     with FusionDefinition() as fd:
@@ -570,7 +575,9 @@ def test_embedding_with_a_max_norm_of_each_call() -> None:
         bound, order = fd.define_scalar(None), fd.define_scalar(None)
         fd.add_output(fd.ops.embedding_fwd(index, table, None, bound, order))
     where, rows = draw_index((6,), 5, torch.int32), draw((5, 9), torch.float32)
-    for most, p in ((1.0, 2.0), (100.0, 2.0), (0.5, 3.0)):
+    rows[1, 2], rows[2] = 0.0, 0.0
+    ends = ((0.5, math.inf), (0.01, -math.inf))
+    for most, p in ((1.0, 2.0), (100.0, 2.0), (0.5, 3.0), (0.5, 0.0), *ends):
         expected = F.embedding(where, rows.double(), max_norm=most, norm_type=p)
         torch.testing.assert_close(fd.execute([where, rows, most, p])[0], expected.float())
 

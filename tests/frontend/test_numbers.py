@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 
 from fuser import DataType, FusionDefinition
-from fuser.errors import OptionError
+from fuser.errors import DefinitionError, DtypeError, OptionError
 
 Tensor = torch.Tensor
 INTEGERS = torch.arange(-6, 6).reshape(3, 4)
@@ -90,3 +92,87 @@ def test_double_numbers_by_the_environment_and_by_definition(
     monkeypatch.delenv("FUSER_ENABLE")
     with pytest.raises(OptionError, match="double_numbers says how a definition is written"):
         define(write, x).execute([x], _enable_options=["double_numbers"])
+
+
+# ------------------------------------------------------------------ limits
+LIMITS: tuple[tuple[Any, Any], ...] = (
+    (0.5, 2.5),
+    (0, 2),
+    (0, 2.5),
+    (None, 2.5),
+    (0.5, None),
+    (-math.inf, 2),
+    (math.nan, 2),
+)
+KEPT = torch.tensor([-3, 0, 1, 4])
+OF_PYTHON = {int: DataType.Int, float: DataType.Double}
+
+
+@pytest.mark.finding("G8")
+@pytest.mark.parametrize("limits", LIMITS, ids=str)
+@pytest.mark.parametrize(
+    "dtype",
+    [torch.bool, torch.int32, torch.int64, torch.float16, torch.bfloat16, torch.float32],
+    ids=str,
+)
+def test_clamp_has_the_dtype_and_values_of_torch(
+    dtype: torch.dtype, limits: tuple[Any, Any]
+) -> None:
+    x = KEPT.to(dtype)
+    expected = torch.clamp(x, *limits)
+    fd = define(lambda ops, t: ops.clamp(t, *limits), x)
+    for one in (fd, again(fd)):
+        torch.testing.assert_close(one.execute([x])[0], expected, rtol=0, atol=0, equal_nan=True)
+    with FusionDefinition() as of_scalars:
+        t = of_scalars.from_pytorch(x)
+        ends = [
+            None if v is None else of_scalars.define_scalar(None, dtype=OF_PYTHON[type(v)])
+            for v in limits
+        ]
+        of_scalars.add_output(of_scalars.ops.clamp(t, *ends))
+    (out,) = of_scalars.execute([x, *(v for v in limits if v is not None)])
+    torch.testing.assert_close(out, expected, rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.finding("G8")
+def test_clamp_of_integers_with_double_numbers_is_double() -> None:
+    for x in (KEPT, KEPT.int(), KEPT.bool()):
+        fd = define(lambda ops, t: ops.clamp(t, 0.1, 2.7), x, double_numbers=True)
+        torch.testing.assert_close(fd.execute([x])[0], torch.clamp(x.double(), 0.1, 2.7))
+    x = KEPT.float()
+    fd = define(lambda ops, t: ops.clamp(t, 0.1, 2.7), x, double_numbers=True)
+    torch.testing.assert_close(fd.execute([x])[0], torch.clamp(x, 0.1, 2.7))
+
+
+@pytest.mark.finding("G8")
+def test_threshold_of_integers_takes_what_fits() -> None:
+    for dtype in (torch.int32, torch.int64):
+        x = KEPT.to(dtype)
+        fd = define(lambda ops, t: ops.threshold(t, 0.0, 7), x)
+        torch.testing.assert_close(fd.execute([x])[0], F.threshold(x, 0, 7))
+
+
+@pytest.mark.finding("G8")
+def test_numbers_that_do_not_fit_the_result_are_refused() -> None:
+    with FusionDefinition() as fd:
+        whole = fd.from_pytorch(KEPT)
+        short, half, bools = (
+            fd.from_pytorch(KEPT.to(d)) for d in (torch.int32, torch.float16, torch.bool)
+        )
+        scalar = fd.define_scalar(None, dtype=DataType.Double)
+        for numbers, problem in (
+            ((0.5, 7), "0.5 is no integer"),
+            ((0, 7.5), "7.5 is no integer"),
+            ((0, math.inf), "inf is no integer"),
+            ((fd.define_scalar(0.5), 7), "0.5 is no integer"),
+        ):
+            with pytest.raises(DefinitionError, match=rf"threshold: {problem}, the dtype of T0"):
+                fd.ops.threshold(whole, *numbers)
+        with pytest.raises(DefinitionError, match="threshold: 7 is no value of bool"):
+            fd.ops.threshold(bools, 0, 7)
+        with pytest.raises(DtypeError, match="threshold: the result has the dtype int64_t of T0"):
+            fd.ops.threshold(whole, scalar, 7)
+        for x in (short, half):
+            with pytest.raises(DefinitionError, match="clamp: 1099511627776 is out of the range"):
+                fd.ops.clamp(x, None, 2**40)
+        fd.add_output(fd.ops.clamp(whole, 0, 1))

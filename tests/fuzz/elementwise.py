@@ -93,7 +93,11 @@ def typed(row: Row, operands: Sequence[Val | Num]) -> tuple[str, str]:
     """Return (dtype of the computation, dtype of the result)."""
     counted = operands[1:] if row.rule == "select" else operands
     first = operands[0].dtype
-    if row.rule in ("keep", "test"):
+    if row.rule == "limits":
+        promoted = common_dtype(operands)
+        dtype = promoted if _ORDER[category(promoted)] < _ORDER[category(first)] else first
+        return ("Float" if dtype in HALF else dtype), dtype
+    if row.rule in ("keep", "fitting", "test"):
         return ("Float" if first in HALF else first), ("Bool" if row.rule == "test" else first)
     if row.rule == "part":
         return ("Float" if first in HALF else first), PARTS.get(first, first)

@@ -256,6 +256,9 @@ class FusionBuilder(Builder):
         if op == "clamp":
             ends = sorted((self.rng.randint(-4, 4), self.rng.randint(-4, 4)))
             limits: list[Arg] = [float(e) if k == "f" else e for e in ends]
+            if k == "i" and self.chance(0.3):
+                # A limit that is no integer makes the result floating.
+                limits[self.rng.randrange(2)] = ends[0] + 0.5
             if self.chance(0.2):
                 limits[self.rng.randrange(2)] = None
             self.emit(op, [Ref(name), *limits], self.dims[name])

@@ -178,8 +178,8 @@ def _rows() -> list[Row]:
         Row("nextafter", 2, "float", torch.nextafter, "f", 2),
         Row("where", 3, "select", torch.where, "fibc"),
         Row("lerp", 3, "default", _lerp, "fc", 4, _lerp_scale),
-        Row("clamp", 3, "keep", _clamp, "fi"),
-        Row("threshold", 3, "keep", lambda x, t, v: torch.where(x <= t, v, x), "fi"),
+        Row("clamp", 3, "limits", _clamp, "fi"),
+        Row("threshold", 3, "fitting", lambda x, t, v: torch.where(x <= t, v, x), "fi"),
     ]
     return rows
 

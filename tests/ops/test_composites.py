@@ -119,6 +119,37 @@ def test_composites_are_cast_to_the_given_dtype_first(name: str, dtype: torch.dt
         check(found, of_torch(x.to(dtype).double(), 1), dtype)
 
 
+@pytest.mark.finding("G8")
+@pytest.mark.parametrize("keepdim", [False, True])
+def test_mean_over_a_list_of_no_axes_is_that_over_all(keepdim: bool) -> None:
+    x = torch.randn(3, 4, dtype=torch.float64)
+    for values in (x, x[0, 0]):
+        with FusionDefinition() as fd:
+            t = fd.from_pytorch(values)
+            fd.add_output(fd.ops.mean(t, [], keepdim))
+            fd.add_output(fd.ops.mean(t, dims=[], keepdim=keepdim))
+        for out in fd.execute([values]):
+            torch.testing.assert_close(out, torch.mean(values, [], keepdim))
+
+
+@pytest.mark.finding("G8")
+def test_what_mean_refuses_names_mean_alone() -> None:
+    with FusionDefinition() as fd:
+        x, scalar = fd.define_tensor([-1, -1]), fd.define_tensor([])
+        for call in (
+            lambda: fd.ops.mean(x, 2),
+            lambda: fd.ops.mean(x, [0, 0]),
+            lambda: fd.ops.mean(x, 0, dims=[0]),
+            lambda: fd.ops.mean(scalar, 1),
+        ):
+            with pytest.raises(FuserError, match=r"^mean") as caught:
+                call()
+            assert "sum" not in str(caught.value).split(" (at ")[0]
+        with pytest.raises(FuserError, match=r"^sum: No reduction axis specified for T0"):
+            fd.ops.sum(x, [])
+        fd.add_output(fd.ops.mean(x))
+
+
 def test_mean_of_several_axes_and_of_all_equals_torch() -> None:
     x = draw(2, 5, 3)
     check(run(lambda fd, x: fd.ops.mean(x), x), x.mean(), x.dtype)
