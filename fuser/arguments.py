@@ -271,13 +271,19 @@ def list_items(value: object, words: str, *, longest: int = LONGEST) -> list[obj
 
 
 def _list(item: Kind, *, is_ordered: bool) -> Kind:
-    words = f"a list of {_plural(item.words)}"
+    words = "a list" if item is _ANY else f"a list of {_plural(item.words)}"
 
     def take(value: object) -> object:
         # A tensor has rows, but is not meant as the list of them.
         if (is_ordered and isinstance(value, Set)) or type(value) in item.exact:
             raise wrong(words, value)
-        items = list_items(value, words)
+        try:
+            items = list_items(value, words)
+        except Mismatch as error:
+            # A placement, say, that stands alone.
+            if item is _ANY and type(value).__module__ != "builtins":
+                error.text += f": write [{show(value)}]"
+            raise
         taken = [_at(item, v, i) for i, v in enumerate(items)]
         return tuple(taken) if isinstance(value, tuple) else taken
 

@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 
 # Offsets are multiples of this, so that every block is as well aligned as a fresh tensor.
 ALIGNMENT_NBYTES = 256
+_MIB = 1 << 20
 # By which a buffer is larger than what asked for it: torch's allocator rounds as much.
 MAX_ROOM_NBYTES = 2 << 20
 # Plans that stay bound to one arena, of all programs.
@@ -360,8 +361,12 @@ class Memory:
     total: int = 0
 
     def __str__(self) -> str:
-        parts = [f"{name} {value / (1 << 20):.1f} MiB" for name, value in vars(self).items()]
-        return ", ".join(parts)
+        return ", ".join(f"{name} {_bytes_text(value)}" for name, value in vars(self).items())
+
+
+def _bytes_text(nbytes: int) -> str:
+    """Return `12.5 MiB`; few bytes as they are."""
+    return f"{nbytes / _MIB:.1f} MiB" if nbytes >= _MIB else f"{nbytes} bytes"
 
 
 def memory_of(arenas: Iterable[Arenas], plans: Iterable[Plan]) -> Memory:

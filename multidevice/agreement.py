@@ -373,6 +373,9 @@ class Channel:
             self._is_agreed = found is error or _is_equal_on_all(found)
             if self._is_agreed:
                 self._settle()
+            if isinstance(found, InputError | ProgramMismatchError) and found is not error:
+                # All have one sentence on what they differ in, which the first of them tells.
+                found.ranks = tuple(self._team)
             raise
         self._settle()
         return is_last

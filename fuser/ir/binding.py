@@ -209,6 +209,7 @@ class Binder:
             raise InputError(
                 f"{where.removesuffix(',')}: Tried to bind to a constant value: {expected} as "
                 f"{axis.found(size)} at axis {axis.position}"
+                f"{self._shard_hint(axis, values)}"
                 f"{why or user_code(axis.tv.user_line())}{_spread_hint(axis, size) if why else ''}"
             )
         raise InputError(
@@ -226,6 +227,21 @@ class Binder:
                     f"Expected extents to be equal, but {x} = {a} and {y} = {b}"
                     f"{_from((x, y), source)}{self._because(x, y)}"
                 )
+
+    def _shard_hint(self, axis: _Axis, values: Values) -> str:
+        """Return which shard a rank passes of a tensor that a mesh cuts along this axis."""
+        if axis.blocks == 1:
+            return ""
+        position = self._declared.index(axis.tv)
+        sizes = [
+            str(other.extent if size is None else size // other.blocks)
+            for other in self._axes[position]
+            for size in [_evaluated(other.extent, values)]
+        ]
+        return (
+            f"; {tensor_words(axis.tv)} is cut along axis {axis.position}: a rank passes its shard "
+            f"[{', '.join(sizes)}], as multidevice.shard_tensor(t, x) gives"
+        )
 
     def _because(self, x: Scalar, representative: Scalar) -> str:
         reason = self._fusion.extents.reason_of(x, representative)

@@ -183,7 +183,10 @@ def _dim_of(tv: TensorView, position: int, placed: Any) -> int | None:
             f"shard: placement {position} of {tv} is {placed!r}: shards are plain blocks, of Shard "
             "and Replicate"
         )
+    is_class = isinstance(placed, type)
+    written = "Replicate()" if is_class and placed.__name__ == "Replicate" else "Shard(0)"
+    hint = f": write {written}" if is_class else ""
     raise ArgumentError(
         f"shard(): incompatible function arguments: placements[{position}]: expected Shard or "
-        f"Replicate, got {show(placed)}"
+        f"Replicate, got {show(placed)}{hint}"
     )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from fuser.errors import DtypeError
+from fuser.errors import DefinitionError, DtypeError
 from fuser.ir import scalar as sc
 from fuser.ir.attention import AttentionOp, SdpaBwdOp, SdpaFwdOp
 from fuser.ir.domain import IterDomain
@@ -133,22 +133,36 @@ class _Axes:
             letters = self._letters(field)
             if tv.ndim != len(letters):
                 shown = ", ".join(letters.upper() if "p" not in letters else "2")
-                raise fail(name, f"{field} has {len(letters)} axes [{shown}], got {tv}")
+                # torch takes a mask of fewer axes.
+                is_short = field in ("bias", "mask") and tv.ndim < len(letters)
+                hint = f": broadcast it to {len(letters)} axes" if is_short else ""
+                raise fail(name, f"{field} has {len(letters)} axes [{shown}], got {tv}{hint}")
             for letter, axis in zip(letters, axes_of(tv), strict=True):
                 self._mapped.setdefault(letter, []).append((tv, axis))
         self._check_seed()
         for letter, mapped in self._mapped.items():
             self._check_broadcasts(letter, mapped)
-        self._joined = {c: self._join(mapped) for c, mapped in self._mapped.items()}
+        self._joined = {c: self._join(c, mapped) for c, mapped in self._mapped.items()}
         self._check_groups()
 
     def _letters(self, field: str) -> str:
         mine = self._op.own_letters(field, enable_gqa=self._is_grouped)
         return self._leading + mine if "n" in mine else mine
 
-    def _join(self, mapped: Sequence[tuple[TensorView, IterDomain]]) -> IterDomain:
-        joined = join_axes(active_fusion(), mapped, self._name)
+    def _join(self, letter: str, mapped: Sequence[tuple[TensorView, IterDomain]]) -> IterDomain:
+        try:
+            joined = join_axes(active_fusion(), mapped, self._name)
+        except DefinitionError as error:
+            error.args = (f"{error}{self._flag_for(letter, mapped)}",)
+            raise
         return joined if self._op.KEEPS_EXPANDED else unexpanded(joined)
+
+    def _flag_for(self, letter: str, mapped: Sequence[tuple[TensorView, IterDomain]]) -> str:
+        """Return the flag that lets keys and values have fewer heads, where these do."""
+        sizes = {id(tv): sc.int_value(axis.size) for tv, axis in mapped}
+        heads, groups = (sizes.get(id(self._given[field])) for field in ("query", "key"))
+        is_meant = letter == "h" and heads and groups and heads > groups and heads % groups == 0
+        return f": {groups} heads of keys for {heads} want enable_gqa=True" if is_meant else ""
 
     def _check_dtypes(self) -> None:
         query = self._given["query"]
@@ -196,7 +210,8 @@ class _Axes:
             other = next(tv for tv, is_one in sizes if not is_one)
             raise fail(
                 self._name,
-                f"{one} has 1 element along {letter.upper()}, and {other} may have several",
+                f"{one} has 1 element along {letter.upper()}, and {other} may have several"
+                f"{self._flag_for(letter, mapped)}",
             )
 
     # ------------------------------------------------------------ results

@@ -168,7 +168,9 @@ def wrap_dim(dim: int, rank: int, op_name: str, tv: TensorView) -> int:
     """Return a non-negative axis position; raises `DefinitionError` when out of range."""
     if not -max(rank, 1) <= dim < max(rank, 1):
         raise fail(
-            op_name, f"Tried to access out of boundary index {dim}. total index: {rank} in {tv}"
+            op_name,
+            f"Tried to access out of boundary index {dim}. total index: {rank} in {tv}: an axis is "
+            f"from {-max(rank, 1)} to {max(rank, 1) - 1}",
         )
     return dim + rank if dim < 0 else dim
 

@@ -118,6 +118,18 @@ def test_text_and_definition_say_it() -> None:
     assert repr(fd).count("enable_gqa=True") == 2
 
 
+@pytest.mark.finding("G21")
+def test_fewer_heads_and_a_mask_of_fewer_axes_are_told_what_to_write() -> None:
+    with FusionDefinition() as fd:
+        q, k = (fd.define_tensor([2, heads, 5, 8]) for heads in (6, 3))
+        mask = fd.define_tensor([5, 5], dtype=DataType.Bool)
+        with pytest.raises(DefinitionError, match="3 heads of keys for 6 want enable_gqa=True"):
+            fd.ops.sdpfa_fwd(q, k, k)
+        with pytest.raises(DefinitionError, match=r"mask has 4 axes .*: broadcast it to 4 axes"):
+            fd.ops.sdpfa_fwd(q, q, q, mask=mask)
+        fd.add_output(fd.ops.set(q))
+
+
 def test_heads_that_do_not_divide_are_refused() -> None:
     with FusionDefinition() as fd:
         q, k = (fd.define_tensor([2, heads, 5, 8]) for heads in (6, 4))

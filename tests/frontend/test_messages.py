@@ -6,12 +6,23 @@ import inspect
 from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
+from typing import Any
 
 import pytest
 import torch
 
-from fuser import DataType, FusionDefinition, ParallelType, multidevice, ops
+from fuser import (
+    DataType,
+    FusionDefinition,
+    ParallelType,
+    Replicate,
+    Shard,
+    multidevice,
+    ops,
+    shard,
+)
 from fuser.errors import (
+    ArgumentError,
     DefinitionError,
     FuserError,
     InputError,
@@ -125,6 +136,41 @@ def test_a_wrong_shard_of_a_program_by_hand_is_told_with_the_users_line() -> Non
         for text in world.run(body):
             assert "Tried to bind to a constant value: 8 as 4" in text and "2 ranks" in text
             assert f"(user code at {__file__}:" in text
+
+
+@pytest.mark.finding("G21")
+def test_the_whole_of_a_cut_tensor_is_told_which_shard_a_rank_passes() -> None:
+    def body() -> str:
+        with FusionDefinition() as fd:
+            x = fd.define_tensor([8, 8])
+            shard(x, DeviceMesh([0, 1]), [Shard(0)])
+            fd.add_output(fd.ops.relu(x))
+        return str(raised(lambda: fd.execute([torch.randn(8, 8)])))
+
+    with simulate(2) as world:
+        for text in world.run(body):
+            assert "Tried to bind to a constant value: 8 as 16" in text
+            assert (
+                "input 0 (T0_g_float) is cut along axis 0: a rank passes its shard [4, 8]" in text
+            )
+
+
+@pytest.mark.finding("G21")
+@pytest.mark.parametrize(
+    ("placements", "words"),
+    [
+        (Shard(0), r"a list, got .*: write \[Shard\(dim=0\)\]"),
+        ([Replicate], r"write Replicate\(\)"),
+    ],
+)
+def test_placements_that_are_no_list_of_instances_are_told_what_to_write(
+    placements: Any, words: str
+) -> None:
+    with FusionDefinition() as fd:
+        x = fd.define_tensor([8, 8])
+        with pytest.raises(ArgumentError, match=words):
+            shard(x, DeviceMesh([0, 1]), placements)
+        fd.add_output(fd.ops.relu(x))
 
 
 def test_what_ends_a_job_names_the_users_line() -> None:

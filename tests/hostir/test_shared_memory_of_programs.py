@@ -228,3 +228,9 @@ def test_inputs_of_many_sizes_keep_one_buffer() -> None:
             check(fd.execute([a])[0], a)
     found = fd.memory()
     assert found.needed <= found.total == found.shared <= found.needed * 5 // 4
+
+
+@pytest.mark.finding("G21")
+def test_memory_is_printed_in_bytes_below_one_mib() -> None:
+    shown = str(Memory(needed=4096, shared=3 << 19))
+    assert shown == "needed 4096 bytes, shared 1.5 MiB, own 0 bytes, graphs 0 bytes, total 0 bytes"

@@ -167,6 +167,17 @@ def test_an_error_of_all_ranks_is_said_once_with_its_sentence_first() -> None:
 
 @needs_mpi
 @pytest.mark.finding("G19")
+def test_a_disagreement_is_said_once_with_its_sentence_first() -> None:
+    job = run_job("mpirun", 2, "said_once.py", "extents")
+    assert job.code != 0, job.text
+    first = job.text.strip().splitlines()[0]
+    assert first.startswith("[fuser] ranks 0, 1: uncaught InputError: input 0, T0"), job.text
+    assert "has extent 4 on ranks (0) and 5 on ranks (1) on axis 0" in first, job.text
+    assert job.text.count("has extent 4") == 1 and "agreement.py" not in job.text, job.text
+
+
+@needs_mpi
+@pytest.mark.finding("G19")
 def test_an_error_that_the_first_rank_catches_is_said_by_the_second() -> None:
     job = run_job("mpirun", 2, "said_once.py", "caught")
     assert job.code != 0 and "caught ShardingError" in job.text, job.text

@@ -29,6 +29,8 @@ def run(ranks: int, rows: int = 4) -> None:
 def main(kind: str) -> None:
     if kind == "mesh":
         run(4)
+    elif kind == "extents":
+        run(2, rows=4 + Communicator.instance().rank())
     elif kind == "compiler":  # with CXX=false
         run(2)
     elif kind == "one":
