@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from abc import ABCMeta
 from collections.abc import Sequence
+from itertools import repeat
+from operator import is_
 from sys import maxsize
 from typing import TYPE_CHECKING, Any, SupportsIndex, TypeVar
 
@@ -49,7 +51,9 @@ class Values(list[T]):
         return Values(self)
 
     def __contains__(self, value: object) -> bool:
-        return any(v is value or v == value for v in self)
+        if any(map(is_, self, repeat(value))):  # in C: lists of a thousand outputs are asked often
+            return True
+        return not isinstance(value, Val) and any(v == value for v in self)
 
     def index(self, value: Any, start: SupportsIndex = 0, stop: SupportsIndex = maxsize) -> int:
         places = range(len(self))[slice(start, stop)]
