@@ -69,7 +69,7 @@ def test_definitions_share_one_buffer_however_many_there_are() -> None:
 
 def test_a_definition_that_has_not_run_keeps_nothing() -> None:
     assert program().memory() == Memory()
-    assert str(Memory(needed=1 << 20)).startswith("needed 1.0 MiB, shared 0.0 MiB")
+    assert str(Memory(needed=1 << 20)).startswith("needed 1.0 MiB, shared 0 bytes")
 
 
 def test_a_larger_program_moves_the_buffer_and_nothing_keeps_the_smaller_one() -> None:
