@@ -398,7 +398,7 @@ def _communication(step: Step, op: Op | None, known: _Known) -> _Make | None:
 
 
 def _copy(step: Step, op: Op | None, known: _Known) -> _Make | None:
-    """What torch computes into buffers."""
+    """Results that torch computes into buffers."""
     if (
         not isinstance(step, Action)
         or not isinstance(op, TensorOp)

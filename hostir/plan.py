@@ -27,7 +27,7 @@ from multidevice.backends.protocol import Backend
 
 
 class Dropped(Protocol):
-    """What can be told to let go of what it holds."""
+    """An object that releases its memory when it is asked."""
 
     def drop(self) -> None: ...
 
@@ -61,7 +61,7 @@ class BoundPlan:
 
     @cached_property
     def makes(self) -> tuple[Closure, ...]:
-        """What makes the buffers, in order."""
+        """The makers of the buffers, in order."""
         return tuple(made.run for made in self.made.values())
 
     def op(self, closure: Closure) -> Op | None:

@@ -158,7 +158,7 @@ def _write_all(
 
 
 class Lying(NamedTuple):
-    """How the buffer of a result lies in memory."""
+    """The memory layout of the buffer of a result."""
 
     shape: tuple[int, ...]
     strides: tuple[int, ...]

@@ -50,7 +50,7 @@ def sharded_logical_axis(tv: TensorView, ptype: ParallelType) -> int:
 
 @dataclass(frozen=True)
 class Sharding:
-    """How a tensor lies on its mesh; `cuts` are those of each axis, outermost first."""
+    """The placement of a tensor on its mesh; `cuts` are those of each axis, outermost first."""
 
     mesh: DeviceMesh
     axes: Mapping[ParallelType, int]

@@ -144,8 +144,11 @@ class FusionExecutorCache(Watching, Inspection):
 
     @cached_property
     def _claimed(self) -> tuple[str, tuple[Op, ...]]:
-        """What ranks compare of the definition, as text and as ops: not when it was annotated,
-        which a copy of it does last, nor the meshes that ops copied from what was so before."""
+        """The part of the definition that ranks compare, as text and as ops.
+
+        It leaves out when a tensor was annotated, which a copy does last, and the meshes that ops
+        copied from their operands.
+        """
         fusion = without_names(self._fusion)
         return fusion_text(fusion), fusion.exprs
 

@@ -277,7 +277,7 @@ _state_of = attrgetter("kind", "extent", "ptype", "expanded", "rfactor")
 
 
 class Structure:
-    """What a domain says but for the numbers of its axes: tensors of repeated layers have one.
+    """A domain without the numbers of its axes: tensors of repeated layers share one.
 
     `places` are those of its axes, in the order of their numbers. It compares quickly.
     """
@@ -557,7 +557,7 @@ class TensorDomain:
 
     @remembered
     def known(self) -> dict[Hashable, Any]:
-        """What analyses keep of the domain, which never changes, each under a key of its own."""
+        """Results that analyses keep of the unchanging domain, each under its own key."""
         return {}
 
     @remembered

@@ -1,4 +1,4 @@
-"""How messages call tensors and axes: by what the user wrote, with the spelling of the IR below."""
+"""Names of tensors and axes in messages: the user's words first, the spelling of the IR below."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How torch writes results of library ops into tensors that are there, without a copy behind.
+"""Calls of torch that write results of library ops into given tensors, without a later copy.
 
 A *call* is bound once for operands and results of one shape, dtype, layout and device. It makes the
 elements that the op's meaning in `fuser.ops.torch_meaning` makes, bit for bit: the first run of a

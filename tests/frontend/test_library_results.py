@@ -137,7 +137,7 @@ def test_no_copy_stands_before_or_behind_torchs_own(name: str) -> None:
 @pytest.mark.finding("G36")
 @pytest.mark.parametrize("name", COMPARED)
 def test_results_with_late_streams(name: str) -> None:
-    """What a library op writes is written when its stream gets there."""
+    """A library op writes its result when its stream reaches the op."""
     row, inputs = LIBRARY[name], draw(name, LIBRARY[name].small)
     fd = row.define(inputs)
     for _ in range(3):
@@ -147,7 +147,7 @@ def test_results_with_late_streams(name: str) -> None:
 @pytest.mark.finding("G36")
 @pytest.mark.parametrize("name", COMPARED)
 def test_a_result_in_the_middle_of_a_program(name: str) -> None:
-    """What a kernel reads lies in memory that runs share."""
+    """A kernel reads from memory that runs share."""
     row, inputs = LIBRARY[name], draw(name, LIBRARY[name].small)
     with FusionDefinition() as fd:
         made = row.build(fd, *map(fd.from_pytorch, inputs))

@@ -1,4 +1,4 @@
-"""What lowering costs for more devices and more layers, in steps of the interpreter: no clock."""
+"""Costs of lowering for more devices and more layers, in steps of the interpreter: no clock."""
 
 from __future__ import annotations
 

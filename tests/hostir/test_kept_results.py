@@ -1,4 +1,4 @@
-"""What torch computes into memory of its own takes the place of a buffer, where none was made."""
+"""Results that torch allocates itself take the place of a buffer, where none was made."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How messages call tensors and axes."""
+"""Names of tensors and axes in messages."""
 
 from __future__ import annotations
 

@@ -458,7 +458,8 @@ def test_grouped_heads_are_not_repeated(
     heads: int,
     groups: int,
 ) -> None:
-    """Where the kernel takes them; memory-efficient attention, of a bias, does not."""
+    """Kernels that take fewer heads of keys get them unrepeated; memory-efficient attention with a
+    bias does not take them."""
     made = use(kind)
     monkeypatch.setattr(attention_kernels, "_SMALL", 0)
     one, other = (2, heads, 5, 16), (2, groups, 7, 16)

@@ -1,4 +1,4 @@
-"""What op calls take and refuse at their entrance: numbers for scalars, names, sizes."""
+"""Arguments that op calls take and refuse at their entrance: numbers for scalars, names, sizes."""
 
 from __future__ import annotations
 
