@@ -188,11 +188,18 @@ def var(v: Val, dims: object, correction: int = 1, keepdim: bool = False) -> Val
     delta = pointwise("sub", [v, mean])
     if v.ref.is_complex():
         parts = [pointwise(p, [delta]) for p in ("real", "imag")]
-        square = pointwise("add", [pointwise("mul", [p, p]) for p in parts])
+        total = pointwise("add", [_squared_deviations(p, where, keepdim, n) for p in parts])
     else:
-        square = pointwise("mul", [delta, delta])
-    total = reduce("sum", square, where, keepdim)
+        total = _squared_deviations(delta, where, keepdim, n)
     return pointwise("mul", [total, _inverse(n - correction, v.dtype)])
+
+
+def _squared_deviations(delta: Val, where: list[int], keepdim: bool, n: int) -> Val:
+    """Return the sum of the squared distances from the mean, given those from the rounded mean."""
+    total = reduce("sum", pointwise("mul", [delta, delta]), where, keepdim)
+    rest = reduce("sum", delta, where, keepdim)
+    share = pointwise("mul", [rest, pointwise("div", [rest, Num(n, "Int")])])
+    return pointwise("maximum", [pointwise("sub", [total, share]), Num(0.0, "Float")])
 
 
 # ------------------------------------------------------------------ contractions
