@@ -7,15 +7,15 @@ from __future__ import annotations
 
 import compileall
 import json
-import os
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
+
+from lowering_time import run_fresh
 
 BATCH, TOKENS = 8, 128
 # What torch itself takes, and what this project adds to it.
@@ -70,20 +70,6 @@ def measure(device: str) -> dict[str, Any]:
     return found
 
 
-def run_fresh(device: str, cache: str) -> dict[str, Any]:
-    """Measure in a new process, with the kernel cache in a folder."""
-    done = subprocess.run(
-        [sys.executable, __file__, device],
-        env=os.environ | {"FUSER_CACHE_DIR": cache, "PYTHONPATH": str(Path(__file__).parents[1])},
-        capture_output=True,
-        text=True,
-        timeout=100,
-    )
-    if done.returncode != 0:
-        raise RuntimeError(done.stderr)
-    return json.loads(done.stdout.splitlines()[-1])
-
-
 def bench_cold(device: str, repeats: int = 5) -> list[dict[str, Any]]:
     """Return medians over fresh processes, with an empty kernel cache and with a filled one."""
     rows: list[dict[str, Any]] = []
@@ -91,12 +77,13 @@ def bench_cold(device: str, repeats: int = 5) -> list[dict[str, Any]]:
     for package in ("fuser", "multidevice", "hostir", "scripts"):
         compileall.compile_dir(Path(__file__).parents[1] / package, quiet=1)
     with tempfile.TemporaryDirectory() as filled:
-        run_fresh(device, filled)
+        run_fresh(__file__, device, FUSER_CACHE_DIR=filled)
         for kind in ("cold", "warm"):
             found: list[dict[str, Any]] = []
             for _ in range(repeats):
                 with tempfile.TemporaryDirectory() as empty:
-                    found.append(run_fresh(device, empty if kind == "cold" else filled))
+                    folder = empty if kind == "cold" else filled
+                    found.append(run_fresh(__file__, device, FUSER_CACHE_DIR=folder))
             row: dict[str, Any] = {"bench": "cold", "device": device, "kernel_cache": kind}
             row |= {
                 f"{phase}_s": round(statistics.median(f[phase] for f in found), 4)

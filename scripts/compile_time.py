@@ -11,16 +11,15 @@ from __future__ import annotations
 import functools
 import hashlib
 import json
-import os
 import pkgutil
-import subprocess
 import sys
 import threading
 from collections.abc import Callable, Generator, Iterable
 from contextlib import contextmanager
-from pathlib import Path
 from time import thread_time
 from typing import Any, NamedTuple
+
+from lowering_time import run_fresh
 
 SCHEDULES = "schedules_for(h200)"
 ROWS, COLUMNS = 64, 96
@@ -293,20 +292,6 @@ def measure(name: str) -> dict[str, Any]:
 
 
 # ------------------------------------------------------------------ the table
-def run_fresh(name: str) -> dict[str, Any]:
-    """Measure in a new process."""
-    done = subprocess.run(
-        [sys.executable, __file__, name],
-        env=os.environ | {"PYTHONPATH": str(Path(__file__).parents[1])},
-        capture_output=True,
-        text=True,
-        timeout=600,
-    )
-    if done.returncode != 0:
-        raise RuntimeError(f"{name}: {done.stderr}")
-    return json.loads(done.stdout.splitlines()[-1])
-
-
 def bench_compile(only: str = "") -> list[dict[str, Any]]:
     """Return the medians of fresh processes, a row per case, and one of what grows how."""
     rows: list[dict[str, Any]] = []
@@ -317,7 +302,7 @@ def bench_compile(only: str = "") -> list[dict[str, Any]]:
         print(json.dumps(row), flush=True)
 
     for name in [n for n in CASES if not only or n in only.split(",")]:
-        runs = [run_fresh(name) for _ in range(REPEATS)]
+        runs = [run_fresh(__file__, name) for _ in range(REPEATS)]
         runs.sort(key=lambda r: sum(r["seconds"].values()))
         every, median = [sum(r["seconds"].values()) for r in runs], runs[REPEATS // 2]
         totals[name] = every[REPEATS // 2]

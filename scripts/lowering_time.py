@@ -258,17 +258,18 @@ def measure(name: str) -> dict[str, Any]:
 
 
 # ------------------------------------------------------------------ the table
-def run_fresh(name: str) -> dict[str, Any]:
-    """Measure in a new process."""
+def run_fresh(script: str, *arguments: str, **environment: str) -> dict[str, Any]:
+    """Runs a script in a new process and returns the JSON object that it prints last."""
     done = subprocess.run(
-        [sys.executable, __file__, name],
-        env=os.environ | {"PYTHONPATH": str(Path(__file__).parents[1])},
+        [sys.executable, script, *arguments],
+        env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[1]), **environment},
         capture_output=True,
         text=True,
         timeout=600,
+        check=False,
     )
     if done.returncode != 0:
-        raise RuntimeError(f"{name}: {done.stderr}")
+        raise RuntimeError(f"{Path(script).name} {' '.join(arguments)}: {done.stderr}")
     return json.loads(done.stdout.splitlines()[-1])
 
 
@@ -283,7 +284,7 @@ def bench_lowering(only: str = "") -> list[dict[str, Any]]:
         print(json.dumps(rows[-1]), flush=True)
 
     for name in [n for n in CASES if not only or n in only.split(",")]:
-        runs = [run_fresh(name) for _ in range(REPEATS)]
+        runs = [run_fresh(__file__, name) for _ in range(REPEATS)]
         runs.sort(key=lambda r: sum(r["seconds"].values()))
         every, median = [sum(r["seconds"].values()) for r in runs], runs[REPEATS // 2]
         totals[name], bar = every[REPEATS // 2], CASES[name].bar_s
