@@ -1,4 +1,4 @@
-"""Masks of attention become biases: before and after, and what both mean."""
+"""The passes before segmentation: masks of attention become biases, and what both mean."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from fuser.ir.storage import is_stored
 from fuser.ir.verify import verify_fusion
 from fuser.ops.define import define_tensor
 from fuser.ops.torch_meaning import evaluate_fusion
-from fuser.passes.masks_to_biases import masks_to_biases
+from fuser.passes.fusion_passes import masks_to_biases
 from tests.frontend.test_attention import attend, draw
 
 D = DataType
