@@ -95,7 +95,7 @@ def typed(row: Row, operands: Sequence[Val | Num]) -> tuple[str, str]:
     first = operands[0].dtype
     if row.rule == "limits":
         promoted = common_dtype(operands)
-        dtype = promoted if _ORDER[category(promoted)] < _ORDER[category(first)] else first
+        dtype = promoted if _ORDER[category(promoted)] > _ORDER[category(first)] else first
         return ("Float" if dtype in HALF else dtype), dtype
     if row.rule in ("keep", "fitting", "test"):
         return ("Float" if first in HALF else first), ("Bool" if row.rule == "test" else first)

@@ -363,3 +363,16 @@ def test_the_sign_of_a_nan_is_nobodys(dtype: str) -> None:
     value = elementwise.pointwise("signbit", [exact(x, dtype)])
     assert value.bound.isinf().tolist() == [True, True, False, False]
     assert compare(torch.tensor([True, False, False, True]), value) is None
+
+
+@pytest.mark.parametrize("limits", [(-0.5, 1), (-1, 1.5), (-1, 2), (None, 0.5), (-2, None)])
+@pytest.mark.parametrize("dtype", ["Int", "Int32", "Float", "Double", "BFloat16", "Half"])
+def test_limits_promote_as_in_torch(
+    dtype: str, limits: tuple[int | float | None, int | float | None]
+) -> None:
+    x = torch.arange(-4, 5).to(DTYPES[dtype].torch)
+    given = x.double() if x.is_floating_point() else x.long()
+    value = elementwise.clamp(exact(given, dtype), *limits)
+    want = x.clamp(*limits)
+    assert DTYPES[value.dtype].torch is want.dtype
+    assert compare(want, value) is None and compare(want + 1, value) is not None
