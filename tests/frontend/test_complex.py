@@ -425,3 +425,21 @@ def test_complex_functions_are_rounded_as_well_as_torch(name: str, dtype: torch.
                     worst[which][k] = max(worst[which][k], error)
     # A unit more or less is the C library's, which differs by version.
     assert all(ours <= max(theirs, 0.5) + 0.75 for ours, theirs in zip(*worst, strict=True)), worst
+
+
+@pytest.mark.finding("complex log2 and sigmoid")
+@BOTH
+@pytest.mark.parametrize(("name", "base"), [("log2", 2.0), ("log10", 10.0)])
+def test_logarithms_of_powers_of_their_base_are_as_exact_as_torch(
+    name: str, base: float, dtype: torch.dtype
+) -> None:
+    """A quotient by the logarithm of the base: a product with its reciprocal is less exact."""
+    exponents = torch.arange(-30, 31, dtype=torch.float64)
+    powers = base**exponents
+    x = torch.complex(powers, torch.zeros_like(powers)).to(dtype)
+    (found,) = define(lambda fd, x: [getattr(fd.ops, name)(x)], [x]).execute([x])
+    theirs = getattr(torch, name)(x)
+    wide = exponents.to(found.real.dtype)
+    is_exact = theirs.real == wide
+    assert is_exact.sum() > 20
+    assert torch.equal(found.real[is_exact], wide[is_exact]) and not found.imag.any()
