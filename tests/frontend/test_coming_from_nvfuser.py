@@ -52,6 +52,15 @@ def written(*, dtype: DataType = DataType.Float) -> FusionDefinition:
     return fd
 
 
+def keeps_the_order_of_ops() -> bool:
+    with FusionDefinition() as fd:
+        x = fd.define_tensor([-1])
+        late, early, _ = fd.ops.sin(x), fd.ops.exp(x), fd.ops.cos(x)
+        fd.add_output(early)
+        fd.add_output(late)
+    return re.findall(r"fd\.ops\.(\w+)", repr(fd)) == ["sin", "exp", "cos"]
+
+
 def ran() -> FusionDefinition:
     fd = written()
     fd.execute([torch.ones(2, 8)], _enable_options=["host_ir_lowering"])
@@ -234,6 +243,7 @@ DIFFERENCES: dict[str, Callable[[], object]] = {
     ),
     "equal meshes": lambda: multidevice.DeviceMesh([0, 1]) == multidevice.DeviceMesh([0, 1]),
     "`repr(fd)`": lambda: "set_device_mesh" in repr(sharded(first=True)),
+    "order of ops in `repr(fd)`": keeps_the_order_of_ops,
     "when to annotate": lambda: cuts(sharded(first=True)) == cuts(sharded(first=False)) == [0],
     "`host_ir_lowering`": lambda: "LaunchKernel" in str(ran().fec.host_program()),
     "`fd.fec.host_program()`": lambda: ran().fec.host_program().full_text(),
@@ -291,6 +301,12 @@ DIFFERENCES: dict[str, Callable[[], object]] = {
 
 def test_every_difference_is_checked() -> None:
     assert [row[0] for row in table("Differences")] == list(DIFFERENCES)
+
+
+@pytest.mark.finding("float constants")
+def test_the_order_of_ops_in_a_text_is_a_difference_of_the_page() -> None:
+    assert "order of ops in `repr(fd)`" in [row[0] for row in table("Differences")]
+    assert keeps_the_order_of_ops()
 
 
 @pytest.mark.finding("cumsum rank 0")
