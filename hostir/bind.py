@@ -78,7 +78,7 @@ class InputBinder:
             if isinstance(spec, _TensorSpec):
                 check_tensor(spec, value, device)
             else:
-                _check_scalar(i, spec, value)
+                check_scalar(i, spec, value)
         values = self._binder.bind(inputs)
         for spec, value in zip(self._specs, inputs, strict=True):
             if isinstance(spec, _TensorSpec) and isinstance(value, torch.Tensor):
@@ -149,7 +149,8 @@ def _check_layout(spec: _TensorSpec, value: torch.Tensor) -> None:
         expected = size * (stride if size > 1 else expected)
 
 
-def _check_scalar(index: int, spec: Scalar, value: Argument) -> None:
+def check_scalar(index: int, spec: Scalar, value: Argument) -> None:
+    """Raise `InputError` for what is no number, or none of the dtype of this scalar input."""
     if isinstance(value, torch.Tensor):
         raise InputError(
             f"Expected input {index}, {spec}, to be a scalar but got "

@@ -25,6 +25,7 @@ from fuser.frontend import draws
 from fuser.frontend.autograd import Autograd
 from fuser.frontend.constants import note_constants
 from fuser.frontend.draws import Draws, T
+from fuser.frontend.float_sizes import FloatSizes
 from fuser.frontend.host_scalars import HostScalars
 from fuser.frontend.inside import Inspection
 from fuser.frontend.known_call import (
@@ -97,6 +98,8 @@ class FusionExecutorCache(Watching, Inspection):
         fusion.is_taken = True
         self._scalars = HostScalars.of(fusion)
         fusion = fusion if self._scalars is None else self._scalars.fusion
+        self._float_sizes = FloatSizes.of(fusion)
+        fusion = fusion if self._float_sizes is None else self._float_sizes.fusion
         self._draws = Draws.of(fusion)
         self._fusion = fusion = fusion if self._draws is None else self._draws.fusion
         self._fusion_id = fusion_id
@@ -129,8 +132,11 @@ class FusionExecutorCache(Watching, Inspection):
         self._recent: Recent[Communicator, BoundProgram] = Recent(MAX_BOUND)
         self.devices = sharding.requested_devices(fusion)
         self._names = input_names(self._defined.inputs, self._defined.exprs)
-        if self._draws is not None:
-            self._names = (*self._names, *self._draws.names)
+        for further in (self._float_sizes, self._draws):
+            self._names = (*self._names, *(() if further is None else further.names))
+        # Whether the program has other inputs than the definition.
+        stages = (self._scalars, self._float_sizes, self._draws)
+        self._has_own_inputs = any(stage is not None for stage in stages)
         self._numbers = sorted(self._free) if self.devices else []
 
     def fusion(self) -> Fusion:
@@ -189,7 +195,7 @@ class FusionExecutorCache(Watching, Inspection):
             given = inputs, device, _enable_options, _disable_options
             instance = Communicator.instance()
             return run_agreed(instance, self.devices, partial(self.prepare, *given))
-        if self._draws is not None or self._scalars is not None:
+        if self._has_own_inputs:
             scalars = self._scalars
             if scalars is not None and scalars.has_results and not self.devices:
                 inputs = scalars.flat(inputs)
@@ -347,8 +353,10 @@ class FusionExecutorCache(Watching, Inspection):
         return self._draws.look(inputs, device)
 
     def _read(self, inputs: Iterable[object]) -> Iterable[object]:
-        """Return the inputs, CPU scalars as the numbers that they hold now."""
-        return inputs if self._scalars is None else self._scalars.read(inputs)
+        """Return the inputs, CPU scalars as the numbers that they hold now, and the sizes that are
+        computed from floats."""
+        inputs = inputs if self._scalars is None else self._scalars.read(inputs)
+        return inputs if self._float_sizes is None else self._float_sizes.complete(inputs)
 
     def _completed(self, inputs: Iterable[object]) -> list[Argument]:
         """Return the inputs of a run that does not take place."""

@@ -12,6 +12,7 @@ from fuser.arguments import checked
 from fuser.device import DESCRIPTIONS, describe_device
 from fuser.errors import DefinitionError, NotCompiledError, UnsupportedError, user_code
 from fuser.frontend.draws import Draws
+from fuser.frontend.float_sizes import FloatSizes
 from fuser.frontend.host_scalars import HostScalars
 from fuser.frontend.profiler import profile_of_kernel, profiler_here
 from fuser.inputs import device_of, flatten
@@ -68,6 +69,9 @@ class KernelExecutor:
         (compile_params or CompileParams()).check()
         self._scalars = HostScalars.of(fusion)
         self._fusion = fusion.copy()[0] if self._scalars is None else self._scalars.fusion
+        self._float_sizes = FloatSizes.of(self._fusion)
+        if self._float_sizes is not None:
+            self._fusion = self._float_sizes.fusion
         refine_extents(self._fusion)
         self._binder = InputBinder(self._fusion)
         self._executor = executor.KernelExecutor(
@@ -77,7 +81,8 @@ class KernelExecutor:
             self._launch(self._flat(args), launch_constraints, compile_params)
 
     def _flat(self, args: Sequence[object]) -> list[Argument]:
-        return flatten(args) if self._scalars is None else self._scalars.read(args)
+        inputs = flatten(args) if self._scalars is None else self._scalars.read(args)
+        return inputs if self._float_sizes is None else self._float_sizes.complete(inputs)
 
     def is_compiled(self) -> bool:
         """Return whether `compile` has been called."""
@@ -189,6 +194,8 @@ def _print_kernel(self: Fusion, compile_params: CompileParams | None = None) -> 
     params.check()
     scalars = HostScalars.of(self)
     fusion = self.copy()[0] if scalars is None else scalars.fusion
+    sizes = FloatSizes.of(fusion)
+    fusion = fusion if sizes is None else sizes.fusion
     refine_extents(fusion)
     device = describe_device("cuda") if torch.cuda.is_available() else DESCRIPTIONS["h200"]
     index = params.index_type or DataType.Int

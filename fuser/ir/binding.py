@@ -318,20 +318,27 @@ def free_inputs(fusion: Fusion, tensors: Iterable[TensorView] | None = None) -> 
 
     `tensors` defaults to those of the fusion.
     """
-    structural: set[Symbol] = set()
-    for tv in fusion.tensors() if tensors is None else tensors:
-        scalars: list[object] = [
-            getattr(t, name, None)
-            for t in tv.domain.transforms
-            for name in ("factor", "left", "right")
-        ]
-        for axis in tv.domain.axes.values():
-            scalars += (axis.extent, axis.expanded)
-        structural.update(s for x in scalars if isinstance(x, Scalar) for s in symbols(x))
-    structural.update(s for pair in fusion.equal_extents() for x in pair for s in symbols(x))
+    scalars = structural_scalars(fusion, fusion.tensors() if tensors is None else tensors)
+    structural = {s for x in scalars for s in symbols(x)}
     return frozenset(
         i for i, v in enumerate(fusion.inputs) if isinstance(v, Symbol) and v not in structural
     )
+
+
+def structural_scalars(fusion: Fusion, tensors: Iterable[TensorView]) -> list[Scalar]:
+    """Return the sizes, splits and resizes of these tensors, and all sizes that are said equal."""
+    related = (x for pair in fusion.equal_extents() for x in pair)
+    return [*(x for tv in tensors for x in shape_scalars(tv)), *related]
+
+
+def shape_scalars(tv: TensorView) -> list[Scalar]:
+    """Return the sizes, splits and resizes of a tensor."""
+    found: list[object] = []
+    for t in tv.domain.transforms:
+        found += (getattr(t, name, None) for name in ("factor", "left", "right"))
+    for axis in tv.domain.axes.values():
+        found += (axis.extent, axis.expanded)
+    return [x for x in found if isinstance(x, Scalar)]
 
 
 Signature = tuple[tuple[Any, ...], ...]

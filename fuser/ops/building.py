@@ -107,11 +107,16 @@ def as_operand(value: OperandLike, op_name: str) -> Operand:
     return literal(value, dtype_of_python(value), op_name)
 
 
-def as_extent(value: SizeLike, op_name: str, index: int = 0, *, lowest: int) -> Scalar:
-    """Return an extent as an Index scalar; a constant of a floating dtype may be one, too.
+def as_extent(
+    value: SizeLike, op_name: str, index: int = 0, *, lowest: int | None = None
+) -> Scalar:
+    """Return an extent, or what extents are computed from, as an Index scalar.
 
-    Raises `DefinitionError` for a constant that is no integer, `DtypeError` for other scalars that
-    are none.
+    A scalar of a floating dtype is cast to Index. Its value must be an integer: of a constant here,
+    of others when the program runs (`fuser.frontend.float_sizes`).
+
+    Raises `DefinitionError` for a constant that is no integer, `DtypeError` for a scalar of any
+    other dtype.
     """
     if isinstance(value, int) or category(value.dtype) != "float":
         return as_integer(value, op_name, index, lowest=lowest)
@@ -119,10 +124,7 @@ def as_extent(value: SizeLike, op_name: str, index: int = 0, *, lowest: int) -> 
         if problem := misfit(value.value, DataType.Index):
             raise fail(op_name, f"size at index {index}: {problem}")
         return as_integer(int(value.value), op_name, index, lowest=lowest)
-    raise DtypeError(
-        f"{op_name}: {value} at index {index} is {dtype_text(value.dtype)}: a size is an integer, "
-        f"define_scalar(dtype=DataType.Int) (at {user_line()})"
-    )
+    return sc.cast(value, DataType.Index)
 
 
 def check_offsets(name: str, field: str, tv: TensorView) -> None:

@@ -15,7 +15,6 @@ from fuser.ops.building import (
     SizeLike,
     add_op,
     as_extent,
-    as_integer,
     as_operand,
     axis_of_extent,
     broadcast_tensor,
@@ -49,7 +48,7 @@ def iota(
     dtype = check_supported(dtype, "iota")
     if category(dtype) not in ("int", "float"):
         raise DtypeError(f"iota: an integer or floating dtype is needed, got {dtype_text(dtype)}")
-    size = as_integer(length, "iota", lowest=0)
+    size = as_extent(length, "iota", lowest=0)
     first, stride = (_iota_scalar(v, default, dtype) for v, default in ((start, 0), (step, 1)))
     # Before the cast, of which nothing is computed yet.
     value = stride.value if isinstance(stride, Const) else 1

@@ -25,6 +25,7 @@ from fuser.ir.types import IterType
 from fuser.ops.building import (
     SizeLike,
     add_op,
+    as_extent,
     as_integer,
     as_operand,
     axes_of,
@@ -80,8 +81,9 @@ def _unclamped(x: Scalar, limit: Scalar) -> Scalar:
     return others[0] if len(others) == 1 else x
 
 
-def _integers(values: Sequence[SizeLike], op_name: str) -> list[Scalar]:
-    return [as_integer(v, op_name, i) for i, v in enumerate(values)]
+def _bounds(values: Sequence[SizeLike], op_name: str) -> list[Scalar]:
+    """Return what the extents of the result are computed from."""
+    return [as_extent(v, op_name, i) for i, v in enumerate(values)]
 
 
 # ------------------------------------------------------------------ slice
@@ -103,8 +105,13 @@ def slice(
     given = [start_indices, end_indices, *([strides] if strides is not None else [])]
     if not (all(isinstance(g, list) for g in given) or all(isinstance(g, tuple) for g in given)):
         raise ArgumentError(f"{name}(): incompatible function arguments: all lists or all tuples")
-    starts, ends = _integers(start_indices, name), _integers(end_indices, name)
-    _check_slice(tv, starts, ends, _integers(strides, name) if strides is not None else None)
+    starts, ends = _bounds(start_indices, name), _bounds(end_indices, name)
+    _check_slice(
+        tv,
+        starts,
+        ends,
+        [as_integer(s, name, i) for i, s in enumerate(strides)] if strides is not None else None,
+    )
     fusion = active_fusion()
 
     def clamped(bound: Scalar, limit: Scalar) -> Scalar:
@@ -183,7 +190,7 @@ def pad(
     and right width; negative widths crop."""
     name = "pad"
     tv = arg
-    widths = _integers(pad_widths, name)
+    widths = _bounds(pad_widths, name)
     if len(widths) % 2 or len(widths) > 2 * tv.ndim:
         raise fail(name, f"{len(widths)} pad widths for the {tv.ndim} axes of {tv}")
     pairs = list(zip(widths[::2], widths[1::2], strict=True))[::-1]

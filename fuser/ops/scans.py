@@ -18,7 +18,7 @@ from fuser.ops import elementwise
 from fuser.ops.building import (
     SizeLike,
     add_op,
-    as_integer,
+    as_extent,
     axes_of,
     axis_of_extent,
     cast_tensor,
@@ -163,7 +163,7 @@ def topk(
     axis = wrap_dim(dim, arg.ndim, name, arg)
     if not arg.ndim:
         raise fail(name, f"{arg} has no axis to choose from")
-    k = as_integer(k, name)
+    k = as_extent(k, name)
     axes = _axes(arg)
     axes[axis] = axis_of_extent(k)
     also = [active_fusion().clone_axis(a) for a in axes]

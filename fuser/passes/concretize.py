@@ -397,6 +397,15 @@ def refine_extents(fusion: Fusion) -> None:
     _rewrite(fusion, refined, refined, known)
 
 
+def replace_scalars(fusion: Fusion, known: Mapping[Scalar, Scalar]) -> None:
+    """Put scalars in the place of others wherever these stand in `fusion`, in place."""
+
+    def replaced(x: Scalar) -> Scalar:
+        return sc.substitute(x, known)
+
+    _rewrite(fusion, replaced, replaced, known)
+
+
 def _decided(fusion: Fusion, value: Callable[[Symbol], Number | None]) -> dict[Scalar, Scalar]:
     """Return what replaces the symbols that are extents: 0, or a symbol that is at least 1."""
     extents = {a.size: None for tv in fusion.tensors() for a in tv.domain.axes.values()}

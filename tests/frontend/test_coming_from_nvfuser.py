@@ -6,6 +6,7 @@ from __future__ import annotations
 import re
 import warnings
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import numpy
@@ -110,6 +111,20 @@ def placed(*, reshaped: bool = False, summed: bool = False) -> FusionDefinition:
 def is_scalar_of(value: object) -> DataType:
     with FusionDefinition() as fd:
         return fd.define_scalar(value).dtype  # pyright: ignore[reportArgumentType]
+
+
+def takes_whole_floats() -> bool:
+    """Whether 2.0 is an extent, 2.5 is none, and a cast of 2.5 to Int is one."""
+    found: list[list[int]] = []
+    for is_cast in (False, True):
+        with FusionDefinition() as fd:
+            s = fd.define_scalar(dtype=DataType.Float)
+            extent = fd.ops.cast(s, DataType.Int) if is_cast else s
+            fd.add_output(fd.ops.full([extent], 1.0, DataType.Float))
+        found.append([*fd.execute([2.5 if is_cast else 2.0])[0].shape])
+        if not is_cast and not refuses((fuser.FuserError,), partial(fd.execute, [2.5])):
+            return False
+    return found == [[2], [2]]
 
 
 def refuses(kinds: tuple[type[BaseException], ...], call: Callable[[], object]) -> bool:
@@ -238,6 +253,7 @@ DIFFERENCES: dict[str, Callable[[], object]] = {
     "operators": lambda: TensorView.__add__ and TensorView.__matmul__ and TensorView.__getitem__,
     "numbers beside integers or booleans alone": takes_numbers_as_torch,
     "`define_scalar(True)`": lambda: is_scalar_of(True) is DataType.Bool,
+    "a floating scalar as an extent (also of `slice`, `pad`, `topk`)": takes_whole_floats,
     "equal fusions": lambda: (
         written().fusion == written().fusion and hash(written().fusion) == hash(written().fusion)
     ),
