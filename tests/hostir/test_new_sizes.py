@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import sys
+import gc
 import threading
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from types import CodeType, FrameType
-from typing import Any
+from functools import partial
 
 import pytest
 import torch
@@ -20,6 +19,7 @@ from hostir.evaluate import HostIrEvaluator
 from hostir.plan import Plan
 from hostir.rehearsal import can_bind, rehearse_plan
 from hostir.steps import Launch, Multiply, View
+from tests.counted import calls_of
 from tests.hostir.programs import CASES, build
 
 SIZES = [5, 1, 0, 2, 3, 8, 64, 7, 16, 33, 100, 1, 17, 0, 31]
@@ -381,26 +381,6 @@ COUNTED: dict[str, int] = {
 MAX_CALLS_PER_OP = 110
 
 
-def _count(call: Callable[[], object]) -> Counter[str]:
-    """Return how often each Python function was called, by file and name."""
-    found: Counter[CodeType] = Counter()
-
-    def note(frame: FrameType, event: str, _: Any) -> None:
-        if event == "call":
-            found[frame.f_code] += 1
-
-    sys.setprofile(note)
-    try:
-        call()
-    finally:
-        sys.setprofile(None)
-    names: Counter[str] = Counter()
-    for code, n in found.items():
-        path = code.co_filename.replace("\\", "/")
-        names["/".join(path.split("/")[-3:]) + ":" + code.co_name] += n
-    return names
-
-
 def _times(names: Counter[str], function: str) -> int:
     return sum(n for name, n in names.items() if name.endswith(function))
 
@@ -416,13 +396,40 @@ def test_a_new_size_looks_at_no_program_again(schedules: Sequence[str]) -> None:
         execute(n)
     for n in (52, 53, 56):
         inputs = _square(n)
-        names = _count(lambda: fd.execute(inputs, _enable_options=schedules))  # noqa: B023
+        names = calls_of(partial(fd.execute, inputs, _enable_options=schedules))
         over = {f: _times(names, f) for f, most in COUNTED.items() if _times(names, f) > most}
         assert not over, f"size {n}: {over}"
         kinds = fd.fec.statistics()
         ops = kinds["kernels"] + kinds["library_calls"]
         assert ops == 7
         assert names.total() <= MAX_CALLS_PER_OP * ops, names.most_common(12)
+
+
+class _Garbage:
+    """What only the collector frees, which calls a function of Python for each."""
+
+    def __init__(self) -> None:
+        self.itself = self
+
+    def __del__(self) -> None:
+        pass
+
+
+def test_what_the_collector_does_is_not_counted() -> None:
+    """Where tests before this one leave garbage, and how soon it is collected, is chance."""
+
+    def run() -> None:
+        _Garbage()
+        for _ in range(100):
+            [[] for _ in range(100)]
+
+    thresholds = gc.get_threshold()
+    gc.set_threshold(1, 1, 1)
+    try:
+        names = calls_of(run)
+    finally:
+        gc.set_threshold(*thresholds)
+    assert _times(names, ":__init__") == 1 and not _times(names, ":__del__")
 
 
 def test_what_is_counted_exists() -> None:

@@ -467,10 +467,11 @@ def test_graphs_go_before_communicators(no_cuda: None, monkeypatch: pytest.Monke
         backend.allreduce(torch.empty(4, 2), x, op="SUM", team=team).wait()
         graphs = Graphs(order)
         backend.repeated_by(graphs)
-        held = threading.Event()
+        begun, held = threading.Event(), threading.Event()
 
         def abort() -> None:
             order.append("communicator")
+            begun.set()
             held.wait()
 
         monkeypatch.setattr(backend._comms[team], "abort", abort)
@@ -478,6 +479,8 @@ def test_graphs_go_before_communicators(no_cuda: None, monkeypatch: pytest.Monke
         backend._forget(Calls("nccl", (0, 2)))
         assert order == ["graphs"] and team in backend._comms
         backend._forget(Calls("nccl", (0, 1)))
+        # On a busy machine the limit may pass before the thread that aborts has begun.
+        assert begun.wait(HANG_S)
         assert order == ["graphs", "graphs", "communicator"]
         assert backend.generation == before + 2
         backend.close()

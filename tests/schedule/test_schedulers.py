@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import time
 
 import pytest
 import torch
@@ -19,6 +18,7 @@ from fuser.schedule import SCHEDULERS, find_scheduler, reduction_params, rejecti
 from fuser.schedule.facts import Facts
 from fuser.schedule.pointwise import PointwiseParams
 from fuser.schedule.reduction_params import ReductionParams
+from tests.counted import calls_of
 from tests.schedule.programs import define, make_executor, random, run, scheduled, sizes_of
 
 BF16 = DataType.BFloat16
@@ -287,19 +287,12 @@ def chain(length: int) -> Fusion:
 
 
 def test_scheduling_is_near_linear() -> None:
-    def seconds(length: int) -> float:
+    def calls(length: int) -> int:
         fusion = chain(length)
-        best = 1e9
-        for _ in range(3):
-            # The thread's own time: other work on the machine does not count.
-            start = time.thread_time()
-            scheduled(fusion, H200, (1024, 1024), (1024, 1024))
-            best = min(best, time.thread_time() - start)
-        return best
+        return calls_of(lambda: scheduled(fusion, H200, (1024, 1024), (1024, 1024))).total()
 
-    short, long = seconds(40), seconds(320)
-    print(f"{short * 1e3:.1f} ms for 60 ops, {long * 1e3:.1f} ms for 480 ops")
-    assert long < 16 * short
+    short, long = calls(40), calls(320)
+    assert long < 9 * short, (short, long)
 
 
 def test_an_input_that_is_read_elsewhere_is_not_overwritten() -> None:
