@@ -168,7 +168,12 @@ class _Segmenter:
             for out in e.outputs:
                 self.strides[out] = self._dense(out)
             if self.kind[e] == "alias":
-                self.strides[e.out_tensor] = self._view_strides(e) or self.strides[e.out_tensor]
+                strides = self._view_strides(e) or self.strides[e.out_tensor]
+                if self._may_be_sent(e, strides):
+                    self.strides[e.out_tensor] = strides
+                else:
+                    # Its operand follows an input in memory: a copy of its own is sent.
+                    self.kind[e] = "library"
             if self.kind[e] != "kernel" or not isinstance(e, VIEW_OPS):
                 continue
             if is_copy(e):

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 import multidevice
-from fuser import FusionDefinition, ParallelType, TensorView
+from fuser import DataType, FusionDefinition, ParallelType, TensorView
 from fuser.errors import ProgramMismatchError
 from fuser.frontend.multi_device_executor import MultiDeviceExecutor
 from fuser.ir.storage import memory_order
@@ -385,6 +385,39 @@ def test_a_linear_of_a_declared_order_is_sent_in_it() -> None:
         mine = shard(weight, 0, rank, (0, 1))
         (found,) = MultiDeviceExecutor(fd.fusion).run([whole, mine])
         torch.testing.assert_close(found, whole @ weight.t())
+
+    with multidevice.simulate(2) as world:
+        world.run(body)
+
+
+@pytest.mark.finding("segment_set sent")
+@pytest.mark.parametrize("order", [*permutations(range(3))], ids=str)
+@pytest.mark.parametrize("axis", range(3))
+def test_what_segment_set_shares_is_packed_before_it_is_sent(
+    order: tuple[int, ...], axis: int
+) -> None:
+    """Its operand follows an input in memory; what ranks exchange has one order for all."""
+    with FusionDefinition() as fd:
+        x = fd.define_tensor([-1] * 3, contiguity=False, dtype=DataType.Double)
+        y = fd.ops.segment_set(fd.ops.neg(x))
+        fd.add_output(fd.ops.cumsum(y, axis))
+        cut = fd.ops.mul(fd.ops.permute(y, [1, 2, 0]), 2.0)
+        cut.set_device_mesh(MESH)
+        position = [1, 2, 0].index(axis)
+        cut.outer_split(position, 2)
+        cut.axis(position).parallelize(ParallelType.mesh_x)
+        fd.add_output(cut)
+    whole = torch.randn(4, 6, 8, dtype=torch.float64)
+    given = whole.permute(order).contiguous().permute([order.index(p) for p in range(3)])
+    assert torch.equal(given, whole)
+
+    def body() -> None:
+        rank = multidevice.Communicator.instance().rank()
+        for _ in range(2):
+            sums, mine = fd.execute([given])
+            torch.testing.assert_close(sums, (-whole).cumsum(axis))
+            part = (-2 * whole).permute(1, 2, 0).chunk(2, position)[rank]
+            assert torch.equal(mine, part)
 
     with multidevice.simulate(2) as world:
         world.run(body)
