@@ -38,10 +38,11 @@ def takes_words(*tensors: Tensor) -> None:
 
 
 class Kernels:
-    """Torch's CUDA kernels, forward and backward; notes their calls."""
+    """Torch's CUDA kernels, forward and backward; notes their calls, and heads of keys in each."""
 
     def __init__(self) -> None:
         self.calls: list[str] = []
+        self.heads_of_keys: list[int] = []
 
     def cudnn(
         self,
@@ -57,6 +58,7 @@ class Kernels:
         scale: float,
     ) -> tuple[Any, ...]:
         self.calls.append("cudnn")
+        self.heads_of_keys.append(k.shape[1])
         takes_words(q, k, v)
         assert q.dtype is torch.bfloat16 and max(q.shape[-1], v.shape[-1]) <= 256 and p == 0
         assert q.shape[1] % k.shape[1] == 0 and k.shape[1] == v.shape[1] and k.shape[2] > 1
@@ -75,6 +77,7 @@ class Kernels:
     def cudnn_backward(self, *given: Any, scale: float) -> tuple[Tensor, ...]:
         self.calls.append("cudnn backward")
         grad, q, k, v, out, lse, _, _, bias, _, _, rows, columns, p, is_causal = given
+        self.heads_of_keys.append(k.shape[1])
         takes_words(grad, q, k, v, out)
         # One plan for all that lie elsewhere.
         assert grad.stride() == out.stride()
@@ -94,6 +97,7 @@ class Kernels:
         self, q: Tensor, k: Tensor, v: Tensor, p: float, is_causal: bool, *, scale: float
     ) -> tuple[Any, ...]:
         self.calls.append("flash")
+        self.heads_of_keys.append(k.shape[1])
         takes_words(q, k, v)
         assert q.dtype is torch.bfloat16 and q.shape[-1] == v.shape[-1] <= 256
         assert not is_causal or q.shape[-2] == k.shape[-2]
@@ -108,6 +112,7 @@ class Kernels:
         self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, *rest: Any, scale: float
     ) -> tuple[Tensor, ...]:
         self.calls.append("flash backward")
+        self.heads_of_keys.append(k.shape[1])
         log_sumexp, _, _, rows, columns, _, is_causal, seed, _ = rest
         takes_words(grad, q, k, v, out)
         assert (rows, columns) == (q.shape[-2], k.shape[-2]) and log_sumexp.is_contiguous()
@@ -128,6 +133,7 @@ class Kernels:
         scale: float,
     ) -> tuple[Any, ...]:
         self.calls.append("efficient")
+        self.heads_of_keys.append(k.shape[1])
         takes_words(q, k, v)
         assert p == 0 and q.shape[1] == k.shape[1] == v.shape[1]
         added = bias
@@ -156,6 +162,7 @@ class Kernels:
     def efficient_backward(self, *given: Any, scale: float) -> tuple[Tensor, ...]:
         self.calls.append("efficient backward")
         grad, q, k, v, bias, out, lse, _, _, p, wanted, is_causal = given
+        self.heads_of_keys.append(k.shape[1])
         takes_words(grad, q, k, v, out)
         # Torch's kernel for half floats looks for rows of `out` where they are in a contiguous one
         # [N, L, H, E].
@@ -477,6 +484,7 @@ def test_grouped_heads_are_not_repeated(
                 torch.testing.assert_close(got.double(), want, rtol=3e-2, atol=3e-2)
     first, last = ("cudnn", "cudnn") if kind is HOPPER else ("flash", "efficient")
     assert made.calls == [first, f"{first} backward", last]
+    assert made.heads_of_keys == [groups, groups, heads if last == "efficient" else groups]
 
 
 @pytest.mark.finding("G1")
