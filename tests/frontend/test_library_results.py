@@ -18,9 +18,11 @@ from torch.profiler import ProfilerActivity, profile
 
 from fuser import DataType, FusionDefinition
 from fuser.errors import InputError
+from fuser.ir.mma import GroupedMmaOp
 from fuser.ir.scans import ArgsortOp
-from fuser.ops.library_calls import Returning
-from fuser.ops.torch_meaning import NODES
+from fuser.ops import grouped_product
+from fuser.ops.library_calls import Bound, Returning, bind_product
+from fuser.ops.torch_meaning import NODES, nodes_computed
 from fuser.record import replace
 from fuser.runtime.kernel import compile_cubin
 from hostir import HostIrEvaluator
@@ -37,9 +39,8 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "scripts"))
 from kernel_patterns.library import LIBRARY
 from kernel_patterns.pattern import as_tuple
 
-# What has a call that writes into buffers, and torch's own form for a CPU.
-WRITTEN = [n for n, row in LIBRARY.items() if row.runs_on_cpu and NODES[row.node].into]
-COMPARED = [n for n in (*WRITTEN, "matmul", "linear") if LIBRARY[n].peer is not None]
+# What has torch's own form for a CPU.
+COMPARED = [n for n, row in LIBRARY.items() if row.runs_on_cpu and row.peer is not None]
 CPU = torch.device("cpu")
 
 
@@ -77,6 +78,13 @@ def expect(name: str, inputs: Sequence[torch.Tensor], outs: Sequence[torch.Tenso
     exact = [x if row.is_exact or not x.is_floating_point() else x.double() for x in inputs]
     for out, value in zip(outs, as_tuple(row.peer(*exact)), strict=True):
         torch.testing.assert_close(out, value.to(out.dtype), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.finding("G36")
+def test_every_library_op_says_how_torch_writes_into_buffers() -> None:
+    """Also those that run on a GPU alone; products of matrices have a call of their own."""
+    without = {cls.__name__ for cls in nodes_computed("library") if NODES[cls].into is None}
+    assert without == {"MatmulOp", "LinearOp"}
 
 
 @pytest.mark.finding("G36")
@@ -292,3 +300,40 @@ def test_ends_of_groups_are_brought_back_and_told_by_the_next_call() -> None:
     expected[4:] = 0
     kernels.clear_rows(out, torch.tensor([1, 4], dtype=torch.int32))
     assert torch.equal(out, expected)
+
+
+@pytest.mark.finding("G36")
+@pytest.mark.parametrize("given", [[1, 3, 6], [0, 4, 4]], ids=str)
+def test_groups_are_one_call_of_torch_where_it_has_a_kernel_for_them(
+    monkeypatch: pytest.MonkeyPatch, given: list[int]
+) -> None:
+    """Ends stay on the device, and what torch returns is the result."""
+    made: list[torch.Tensor] = []
+
+    def at_once(a: torch.Tensor, b: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
+        made.append(torch.full((len(a), b.shape[-1]), math.nan, dtype=a.dtype))
+        for group, (first, last) in enumerate(itertools.pairwise([0, *ends.tolist()])):
+            made[-1][first:last] = a[first:last] @ b[group]
+        return made[-1]
+
+    monkeypatch.setattr(grouped_product, "_takes_native", lambda given: True)
+    monkeypatch.setattr(grouped_product, "_native_groups", at_once)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    a, b = torch.randn(6, 4).bfloat16(), torch.randn(3, 4, 5).bfloat16()
+    ends = torch.tensor(given, dtype=torch.int32)
+    with FusionDefinition() as fd:
+        inputs = [fd.from_pytorch(x) for x in (a, b, ends)]
+        fd.add_output(fd.ops.grouped_mm(*inputs))
+    (op,) = fd.fusion.exprs
+    assert isinstance(op, GroupedMmaOp)
+    expected = torch.zeros(6, 5, dtype=torch.float64)
+    for group, (first, last) in enumerate(itertools.pairwise([0, *given])):
+        expected[first:last] = a[first:last].double() @ b[group].double()
+    bound = Bound([a, b, ends], [torch.empty(6, 5).bfloat16()], {}, (True,), LibraryKernels(CPU))
+    call = bind_product(op, bound)
+    assert isinstance(call, Returning)
+    for _ in range(2):
+        (out,) = call.make([a, b, ends])
+        assert out is made[-1]
+        torch.testing.assert_close(out.double(), expected, rtol=2e-2, atol=2e-2)
+    assert len(made) == 2
