@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from math import gcd
 
 from fuser.errors import ShardingError, UnsupportedError, user_code
 from fuser.ir import scalar as sc
@@ -14,7 +15,7 @@ from fuser.ir.domain import IterDomain
 from fuser.ir.fusion import Fusion
 from fuser.ir.mesh import DeviceMesh, ranks_of
 from fuser.ir.naming import axis_words, in_ir, tensor_words
-from fuser.ir.nodes import TensorOp
+from fuser.ir.nodes import Reshard, TensorOp
 from fuser.ir.scalar import Scalar, Symbol
 from fuser.ir.tensor import TensorView
 from fuser.ir.types import DEVICE_TYPES, ParallelType
@@ -22,6 +23,7 @@ from fuser.passes.concretize import check_device_axis
 from multidevice.equivalence import Comparison
 from multidevice.placement import (
     SPREAD_TYPES,
+    Cut,
     Cuts,
     Placement,
     axis_cuts,
@@ -154,6 +156,8 @@ def _local_size(tv: TensorView, axis: IterDomain, extent: int, cuts: Cuts) -> in
         if cut.whole:
             check_device_axis(tv, axis, rest)
         if rest % (cut.devices * streams) != 0:
+            if found := _heads_of_keys(tv, axis):
+                raise _heads_are_not_shared(*found, tv, extent, cut)
             beside = "" if streams == 1 else f", each step of {streams} over them,"
             raise ShardingError(
                 f"the extent {extent} of {axis_words(tv, axis)} is not divisible by the "
@@ -162,6 +166,56 @@ def _local_size(tv: TensorView, axis: IterDomain, extent: int, cuts: Cuts) -> in
             )
         rest //= cut.devices
     return rest
+
+
+def _heads_of_keys(tv: TensorView, axis: IterDomain) -> tuple[AttentionOp, str] | None:
+    """Return the attention, and the name of its operand, whose heads of keys or values an axis is;
+    op by op while the axis stays."""
+    position = tv.domain.no_reductions.index(axis)
+    seen, left = {tv}, [(tv, position)]
+    while left:
+        reached, at = left.pop()
+        for op in reached.uses():
+            if isinstance(op, AttentionOp):
+                named = (name for name, operand in op.tensors() if operand is reached)
+                name = next((n for n in named if op.letters(n)[at] == "g"), "")
+                if name:
+                    return op, name
+                continue
+            for index, operand in tensor_operands(op):
+                out = op.out_tensor
+                kept = op.axis_map(index)
+                if operand is not reached or out in seen or at not in kept or out.domain.root:
+                    continue
+                seen.add(out)
+                left.append((out, kept.index(at)))
+    return None
+
+
+def _heads_are_not_shared(
+    op: AttentionOp, name: str, tv: TensorView, heads: int, cut: Cut
+) -> ShardingError:
+    """Return the error of heads of keys that the devices which share the queries cannot share."""
+    queries = next(tensor for field, tensor in op.tensors() if field == "query")
+    made_by = tv.definition()
+    given = made_by.inp if isinstance(made_by, Reshard) else tv
+    count = sc.int_value(queries.domain.no_reductions[op.letters("query").index("h")].size)
+    shared = gcd(heads, cut.devices)
+    fewer = (
+        f"cut heads over {shared} devices, and batches over the others"
+        if shared > 1
+        else "cut batches, in place of heads"
+    )
+    times = cut.devices // shared
+    return ShardingError(
+        f"{op.name}: {heads} heads of its {name}, {tensor_words(given)}, cannot be shared by the "
+        f"{cut.devices} devices of {tv.mesh} along {cut.ptype.name} that share the "
+        f"{'' if count is None else f'{count} '}heads of its query, {tensor_words(queries)}: a "
+        f"device reads whole heads of its own. Either {fewer}; or repeat each head of keys and "
+        f"values {times} times before the op, to have {heads * times} (fd.ops.broadcast behind the "
+        f"heads, expand, reshape){user_code(op.where)}"
+        f"{in_ir(tv)}"
+    )
 
 
 def _check_rank(tv: TensorView, sizes: Sequence[int]) -> None:

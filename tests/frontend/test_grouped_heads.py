@@ -256,8 +256,83 @@ def test_heads_of_keys_that_devices_cannot_share_evenly_are_refused(
     heads: int, groups: int
 ) -> None:
     """A rank would read keys of heads that another one has."""
-    with simulate(2) as world, pytest.raises(FuserError, match=r"divide evenly|not divisible"):
+    words = r"sdpfa_(fwd|bwd): \d heads? of its (key|value), .*cut batches, in place of heads; or"
+    with simulate(2) as world, pytest.raises(FuserError, match=words):
         world.run(run_cut, ("query",), heads, groups)
+
+
+def run_few(
+    operands: Tensors,
+    how: str,
+    is_static: bool,
+    placements: list[Shard | Replicate],
+) -> list[torch.Tensor]:
+    """Run forward on a rank of four with queries that are cut, keys and values that are whole."""
+    shape: Any = [[0, 1], [2, 3]] if len(placements) == 2 else range(4)
+    mesh = DeviceMesh(shape)
+    with FusionDefinition() as fd:
+        q, k, v = (fd.from_pytorch(t, is_static) for t in operands)
+        shard(q, mesh, placements)
+        keys = [k, v]
+        for tv in keys:
+            tv.set_device_mesh(mesh)
+        if how == "copied":
+            keys = [fd.ops.mul(tv, 1.0) for tv in keys]
+        if how == "repeated":
+            n, groups, rows, width = operands[1].shape
+            keys = [
+                fd.ops.reshape(
+                    fd.ops.expand(
+                        fd.ops.broadcast(tv, [False, False, True, False, False]),
+                        [n, groups, 2, rows, width],
+                    ),
+                    [n, 2 * groups, rows, width],
+                )
+                for tv in keys
+            ]
+        for out in fd.ops.sdpfa_fwd(q, *keys, is_causal=False, enable_gqa=True):
+            fd.add_output(out)
+    return fd.execute([shard_tensor(operands[0], q), *operands[1:]])
+
+
+@pytest.mark.finding("G21")
+@pytest.mark.parametrize("is_static", [True, False])
+@pytest.mark.parametrize("how", ["given", "copied"])
+def test_fewer_heads_of_keys_than_devices_are_told_what_to_do(how: str, is_static: bool) -> None:
+    operands = draw([(2, 8, 5, 8), (2, 2, 7, 8), (2, 2, 7, 8)])
+    with simulate(4) as world, pytest.raises(FuserError) as error:
+        world.run(run_few, operands, how, is_static, [Shard(1)])
+    (told,) = [row for row in str(error.value).splitlines() if "sdpfa_fwd: " in row]
+    for words in (
+        "sdpfa_fwd: 2 heads of its key, ",
+        "cannot be shared by the 4 devices of DeviceMesh{0 1 2 3} along mesh_x",
+        "heads of its query, input 0 (T0_g_float)",
+        "Either cut heads over 2 devices, and batches over the others",
+        "or repeat each head of keys and values 2 times before the op, to have 4",
+        "fd.ops.broadcast behind the heads, expand, reshape",
+        f"(user code at {__file__}:",
+    ):
+        assert words in told, told
+    assert "input 1 (T1_g_float)" in told  # which is cut, by way of the copy
+    assert "{i" not in told and "iS" not in told
+
+
+@pytest.mark.finding("G21")
+@pytest.mark.parametrize("is_static", [True, False])
+@pytest.mark.parametrize("how", ["repeated", "fewer"])
+def test_that_advice_runs(how: str, is_static: bool) -> None:
+    operands = draw([(2, 8, 5, 8), (2, 2, 7, 8), (2, 2, 7, 8)])
+    placements: list[Shard | Replicate] = [Shard(1)]
+    if how == "fewer":
+        placements.insert(0, Shard(0))
+    mesh = DeviceMesh([[0, 1], [2, 3]] if how == "fewer" else range(4))
+    with simulate(4) as world:
+        results = world.run(run_few, operands, how, is_static, placements)
+    wide = [t.double() for t in operands]
+    wide[1:] = [t.repeat_interleave(4, 1) for t in wide[1:]]
+    expected = attend(wide)
+    for rank, outs in enumerate(results):
+        check(outs, [block(e, rank, mesh, placements) for e in expected], D.Float)
 
 
 def run_shared(*, backward: bool) -> torch.Tensor:
