@@ -113,7 +113,7 @@ def python_number(value: object) -> bool | int | float | complex | None:
         rank = getattr(value, "ndim", None)
         if rank == 0 and hasattr(value, "item"):
             value = cast(Any, value).item()  # a 0-dim array or tensor
-        elif rank is None and isinstance(value, SupportsIndex):
+        elif rank is None and isinstance(value, SupportsIndex) and not _is_scalar(value):
             value = operator.index(value)
     except (TypeError, RuntimeError, NotImplementedError):
         return None  # an array of several numbers, a tensor without data
@@ -122,6 +122,11 @@ def python_number(value: object) -> bool | int | float | complex | None:
     if isinstance(value, int):
         return int(value)
     return value if isinstance(value, float | complex) else None
+
+
+def _is_scalar(value: object) -> bool:
+    """Return whether a value is a scalar of a program: a constant keeps its dtype."""
+    return hasattr(value, "is_symbolic")
 
 
 def take_integer(value: object) -> int:

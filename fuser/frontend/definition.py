@@ -9,7 +9,8 @@ with FusionDefinition() as fd:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from difflib import get_close_matches
 from functools import partial
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -40,6 +41,7 @@ from fuser.ir.scalar import Scalar
 from fuser.ir.tensor import TensorView
 from fuser.locks import make_reentrant_lock
 from fuser.ops import define
+from fuser.ops.spelled import SPELLED
 from fuser.options import NONE, settings
 from fuser.schedule.heuristic_params import HeuristicParams
 from hostir.arena import Memory
@@ -62,11 +64,18 @@ _NEVER_WRITTEN = (
 _FIRST_CALL = make_reentrant_lock()
 
 
-_COMES_LATER = {
+# Names that are no attributes -> what to write, or when they are there.
+_INSTEAD = {
     "fec": "the first execute makes it",
     "ke": "the first manual_execute makes it",
     "define_constant": "it is called define_scalar, which takes the value",
     "schedule": "it is called sched",
+    "add_input": "define_tensor and define_scalar add the inputs, in their order",
+    "inputs": "it is fd.fusion.inputs",
+    "outputs": "it is fd.fusion.outputs",
+    **dict.fromkeys(("run", "forward", "apply"), "it is called execute, or fd(x, y)"),
+    "compile": "the first execute compiles it, for the sizes of its inputs",
+    **dict.fromkeys(("to", "cuda", "cpu", "device"), "it runs where the inputs of execute are"),
 }
 
 
@@ -84,6 +93,24 @@ def _defined_by(text: str | None) -> FusionDefinition:
         with fd:
             names["nvfuser_fusion"](fd)
     return fd
+
+
+def _no_list(given: int, named: Mapping[str, object]) -> ArgumentError:
+    """Return the error of inputs that stand beside one another, or have names."""
+    options = ("device", "save_repro_inputs", "_enable_options", "_disable_options")
+    name = next(iter(named), "")
+    text = f"{given} inputs, expected one list of them: write fd.execute([x, y]), or fd(x, y)"
+    if near := get_close_matches(name, options, n=1):
+        text = f"there is no option {name!r}; did you mean {near[0]}?"
+    elif named:
+        text = (
+            f"{', '.join(named)}: inputs have no names, their order is that in which the "
+            f"definition has them: write fd.execute([{', '.join(named)}]), or "
+            f"fd({', '.join(named)}); options are {', '.join(options)}"
+        )
+    return ArgumentError(
+        f"execute(): incompatible function arguments: {text}{user_code(user_line())}"
+    )
 
 
 class FusionDefinition:
@@ -117,7 +144,8 @@ class FusionDefinition:
 
         def __getattr__(self, name: str) -> NoReturn:
             text = f"'FusionDefinition' object has no attribute {name!r}"
-            hint = _COMES_LATER.get(name)
+            is_op = name in self.ops.__all__ or name in SPELLED
+            hint = _INSTEAD.get(name) or (f"ops are functions, fd.ops.{name}" if is_op else "")
             raise AttributeError(f"{text}: {hint}" if hint else text, name=name, obj=self)
 
     # ------------------------------------------------------------ the with block
@@ -242,12 +270,13 @@ class FusionDefinition:
 
     def execute(
         self,
-        inputs: Iterable[object],
+        inputs: Iterable[object] = (),
         *others: object,
         device: int | str | torch.device | None = None,
         save_repro_inputs: bool | None = False,
         _enable_options: Sequence[str] = NONE,
         _disable_options: Sequence[str] = NONE,
+        **named: object,
     ) -> list[torch.Tensor]:
         """Run the program on `inputs` and return its visible outputs in `add_output` order.
 
@@ -261,12 +290,8 @@ class FusionDefinition:
             PeerError: another rank raised before anything was launched.
         """
 
-        if others:
-            raise ArgumentError(
-                f"execute(): incompatible function arguments: {1 + len(others)} inputs, expected "
-                "one list of them: write fd.execute([x, y]), or fd(x, y)"
-                f"{user_code(user_line())}"
-            )
+        if others or named:
+            raise _no_list(1 + len(others), named)
         cache = self.__dict__.get("fec")
         try:
             if cache is not None and (save_repro_inputs is False or save_repro_inputs is None):

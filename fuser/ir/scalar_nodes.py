@@ -10,11 +10,17 @@ import re
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import lru_cache
-from typing import Any, Final, NoReturn, TypeVar, cast
+from typing import TYPE_CHECKING, Any, Final, NoReturn, TypeVar, cast
 from weakref import WeakValueDictionary
 
-from fuser.arguments import python_number
-from fuser.errors import ArgumentError, UnsupportedError, is_users_comparison, user_line
+from fuser.arguments import python_number, wrong
+from fuser.errors import (
+    ArgumentError,
+    UnsupportedError,
+    is_users_comparison,
+    user_code,
+    user_line,
+)
 from fuser.ir.dtypes import Category, DataType, category, dtype_of_python
 from fuser.ir.statement import Val
 
@@ -103,6 +109,22 @@ class Scalar:
 
     __hash__ = object.__hash__
 
+    # What `fuser.ops.operators` gives to scalars.
+    if TYPE_CHECKING:
+
+        def _operator(self, other: ScalarLike) -> Scalar: ...
+
+        __truediv__ = __rtruediv__ = __pow__ = __rpow__ = _operator
+        __and__ = __rand__ = __or__ = __ror__ = __xor__ = __rxor__ = _operator
+        __lshift__ = __rlshift__ = __rshift__ = __rrshift__ = _operator
+
+        def __abs__(self) -> Scalar: ...
+        def __index__(self) -> int: ...
+        def __int__(self) -> int: ...
+        def __float__(self) -> float: ...
+        def __divmod__(self, other: ScalarLike) -> tuple[Scalar, Scalar]: ...
+        def __rdivmod__(self, other: ScalarLike) -> tuple[Scalar, Scalar]: ...
+
     def __bool__(self) -> bool:
         """Raise `ArgumentError`: no value is known while a program is defined. To the compiler a
         number is true, as an object is."""
@@ -150,12 +172,40 @@ class Scalar:
 
 
 def _arithmetic(op: str, a: ScalarLike, b: ScalarLike) -> Scalar:
-    """Return `a op b`, NotImplemented for what is no scalar."""
+    """Return `a op b`; NotImplemented beside a tensor or a list, whose operator it is.
+
+    Raises `ArgumentError` for what is no number.
+    """
     from fuser.ir import scalar
 
-    if not (isinstance(a, ScalarLike) and isinstance(b, ScalarLike)):  # pyright: ignore[reportUnnecessaryIsInstance]
-        return NotImplemented
-    return scalar.OPERATORS[op](a, b)
+    if isinstance(a, ScalarLike) and isinstance(b, ScalarLike):  # pyright: ignore[reportUnnecessaryIsInstance]
+        return scalar.OPERATORS[op](*_of_one_category(a, b))
+    other = b if isinstance(a, Scalar) else a  # pyright: ignore[reportUnnecessaryIsInstance]
+    if isinstance(other, Val) or (op == "*" and isinstance(other, list | tuple | str)):
+        return NotImplemented  # `[0] * n` repeats a list, and asks for an index
+    number = python_number(other)
+    if number is None:
+        scalar_itself = a if other is b else b
+        raise ArgumentError(
+            f"{op} of {scalar_itself}: {wrong('a tensor or a scalar or a number', other).text}"
+            f"{user_code(user_line())}"
+        )
+    return _arithmetic(op, a, number) if other is b else _arithmetic(op, number, b)
+
+
+def _of_one_category(a: ScalarLike, b: ScalarLike) -> tuple[Scalar, Scalar]:
+    """Return an integer beside a floating scalar in its dtype, as the ops of definitions do."""
+    from fuser.ir import scalar
+
+    a, b = scalar.as_scalar(a), scalar.as_scalar(b)
+    if a.dtype is b.dtype:
+        return a, b
+    kinds = category(a.dtype), category(b.dtype)
+    if kinds in (("int", "float"), ("bool", "float")):
+        return scalar.cast(a, b.dtype), b
+    return (
+        (a, scalar.cast(b, a.dtype)) if kinds in (("float", "int"), ("float", "bool")) else (a, b)
+    )
 
 
 def _equality(name: str, a: Scalar, other: object) -> Any:

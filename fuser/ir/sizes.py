@@ -7,7 +7,7 @@ from sys import maxsize
 from typing import Any, SupportsIndex, cast, overload
 
 from fuser.arguments import python_number, show
-from fuser.errors import ArgumentError, user_line
+from fuser.errors import ArgumentError, user_code, user_line
 from fuser.ir import scalar as sc
 from fuser.ir.scalar import Const, Scalar
 from fuser.ir.statement import Values
@@ -22,7 +22,12 @@ class Sizes(Values[Scalar]):
 
     __hash__ = None  # pyright: ignore[reportAssignmentType] (as of every list)
 
-    def __call__(self) -> Sizes:
+    def __call__(self, *dims: object) -> Sizes:
+        if dims:
+            raise ArgumentError(
+                f"shape() takes no axis, got {show(dims[0])}: write x.shape[{show(dims[0])}], or "
+                f"x.size({show(dims[0])}){user_code(user_line())}"
+            )
         return Sizes(self)
 
     @overload

@@ -87,7 +87,9 @@ class TensorView:
         ) -> TensorView: ...
 
         __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = _operator
-        __truediv__ = __rtruediv__ = __mod__ = __rmod__ = __pow__ = __rpow__ = _operator
+        __truediv__ = __rtruediv__ = __floordiv__ = __rfloordiv__ = __mod__ = __rmod__ = __pow__ = (
+            __rpow__
+        ) = _operator
         __and__ = __rand__ = __or__ = __ror__ = __xor__ = __rxor__ = _operator
         __lshift__ = __rlshift__ = __rshift__ = __rrshift__ = _operator
         __lt__ = __le__ = __gt__ = __ge__ = _operator

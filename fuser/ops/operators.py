@@ -16,19 +16,28 @@ from fuser.arguments import python_number, show, wrong
 from fuser.errors import (
     ArgumentError,
     DefinitionError,
+    DtypeError,
     is_users,
     is_users_comparison,
     user_code,
     user_line,
 )
 from fuser.ir import scalar as sc
+from fuser.ir.dtypes import DataType, category, is_inexact
 from fuser.ir.guard import is_defining
 from fuser.ir.nodes import BinaryOp
 from fuser.ir.scalar import Scalar
 from fuser.ir.tensor import TensorView
-from fuser.ops.building import broadcast_tensor, unsupported
+from fuser.ops import no_values
+from fuser.ops.building import (
+    as_operand,
+    broadcast_tensor,
+    refuse_complex,
+    unsupported,
+)
 from fuser.ops.contractions import matmul
-from fuser.ops.elementwise import apply_pointwise
+from fuser.ops.dtype_rules import typed
+from fuser.ops.elementwise import apply_pointwise, cast
 from fuser.ops.indexing import select
 from fuser.ops.resize import slice as slice_tensor
 
@@ -54,15 +63,21 @@ UNARY = {"neg": "neg", "abs": "abs", "invert": "bitwise_not"}
 
 def _binary(op: str, *, reflected: bool = False) -> Callable[[TensorView, Any], Any]:
     def operator(self: TensorView, other: Any) -> Any:
-        if not isinstance(other, (TensorView, Scalar, *NUMBERS)):
-            number = python_number(other)
-            if number is None:
-                raise _no_operand(op, self, other)
-            other = number
+        other = _operand(op, self, other)
         operands = (other, self) if reflected else (self, other)
         return apply_pointwise(op, operands)
 
     return operator
+
+
+def _operand(op: str, tv: TensorView, other: Any) -> Any:
+    """Return the other operand of an operator; a number of any library as Python's."""
+    if isinstance(other, (TensorView, Scalar, *NUMBERS)):
+        return other
+    number = python_number(other)
+    if number is None:
+        raise _no_operand(op, tv, other)
+    return number
 
 
 def _unary(op: str) -> Callable[[TensorView], Any]:
@@ -73,6 +88,52 @@ def _matmul(self: TensorView, other: Any) -> Any:
     if not isinstance(other, TensorView):
         raise _no_operand("matmul", self, other)
     return matmul(self, other)
+
+
+def _floor_divide(op: str, self: TensorView, other: Any, *, reflected: bool) -> TensorView:
+    """Return the quotient rounded down, of torch's value.
+
+    The floor of a quotient of floats would be another number: 1.0 / 0.1 rounds up to 10, but 0.1 is
+    in 1.0 nine times. What `fmod` leaves is exact. Integers have -1 for x // 0, as `div` has.
+    """
+    given = [as_operand(_operand(op, self, v), op) for v in (self, other)]
+    refuse_complex(op, *given)
+    (x, y), dtype = typed(op, "default", given[::-1] if reflected else given)
+    if dtype is DataType.Bool:
+        raise DtypeError(
+            f"{op}: Bool is not divided: cast it, fd.ops.cast(x, DataType.Int) (at {user_line()})"
+        )
+
+    def call(name: str, *operands: Any) -> Any:
+        return apply_pointwise(name, operands)
+
+    rest = call("fmod", x, y)
+    is_left = call("logical_and", call("ne", rest, 0), call("ne", y, 0))
+    # A rest has the sign of x: with another sign of y, the quotient that lost it is above.
+    is_above = call("logical_and", is_left, call("ne", call("lt", rest, 0), call("lt", y, 0)))
+    correction = cast(is_above, dtype)
+    if not is_inexact(dtype):
+        return call("sub", call("div", x, y), correction)
+    ratio = call("truediv", x, y)
+    quotient = call("sub", call("truediv", call("sub", x, rest), y), correction)
+    floor = call("floor", quotient)
+    nearest = call("where", call("gt", call("sub", quotient, floor), 0.5), floor + 1.0, floor)
+    # A zero has the sign of the ratio; x / 0.0 is infinite or NaN.
+    signed = call("where", call("eq", quotient, 0.0), call("mul", ratio, 0.0), nearest)
+    return call("where", call("eq", y, 0.0), ratio, signed)
+
+
+def _division(name: str, *, reflected: bool = False) -> Callable[[TensorView, Any], Any]:
+    """Return `//` or `divmod`, the pair of `x // y` and `x % y`."""
+
+    def operator(self: TensorView, other: Any) -> Any:
+        quotient = _floor_divide("//", self, other, reflected=reflected)
+        if name == "floordiv":
+            return quotient
+        rest = METHODS["__rmod__" if reflected else "__mod__"](self, other)
+        return quotient, rest
+
+    return operator
 
 
 def _no_operand(op: str, tv: TensorView, other: object) -> ArgumentError:
@@ -107,40 +168,6 @@ def _equality(op: str) -> Callable[[TensorView, object], Any]:
     return operator
 
 
-def _no_attribute(self: TensorView, name: str) -> Any:
-    """Say how a method of torch's tensors is written."""
-    from fuser.ops.rows import ROWS
-    from fuser.ops.spelled import SPELLED
-
-    hint = f"ops are functions, fd.ops.{name}" if name in ROWS else SPELLED.get(name)
-    text = f"{type(self).__name__!r} object has no attribute {name!r}"
-    raise AttributeError(f"{text}: {hint}" if hint else text, name=name, obj=self)
-
-
-def _no_torch_function(
-    cls: type, function: Callable[..., object], types: object, args: Any = (), kwargs: Any = None
-) -> Any:
-    """Say how a function of torch is written: tensors of a definition have no values.
-
-    torch calls it for its operators, too, and takes the error for "ask the other operand".
-    """
-    del cls, types
-    from fuser.ops.rows import ROWS
-    from fuser.ops.spelled import SPELLED
-
-    name = getattr(function, "__name__", str(function))
-    hint = f"write fd.ops.{name}" if name in ROWS else SPELLED.get(name, "see dir(fd.ops)")
-    given = (*args, *(kwargs or {}).values())
-    of = next((f"{v}, a tensor" for v in given if isinstance(v, TensorView)), "a tensor")
-    frame = sys._getframe(1)
-    while frame.f_back and (
-        not is_users(frame) or frame.f_globals["__name__"].startswith("torch.")
-    ):
-        frame = frame.f_back
-    where = user_code(f"{frame.f_code.co_filename}:{frame.f_lineno}")
-    raise ArgumentError(f"torch's {name}: {of} of a definition, has no values: {hint}{where}")
-
-
 # ------------------------------------------------------------------ slices
 def _item(self: TensorView, key: object) -> TensorView:
     """Take a part: a slice of step 1 or a number for each axis, `...` for those left out, None for
@@ -167,7 +194,7 @@ def _per_axis(tv: TensorView, key: tuple[object, ...]) -> list[Any]:
         if isinstance(item, bool) or not isinstance(item, int | Scalar):
             raise ArgumentError(
                 f"{tv}[{_shown(key)}]: expected integers, slices, ... and None, got {show(item)}"
-                f"{user_code(user_line())}"
+                f"{_chosen_by(item)}{user_code(user_line())}"
             )
     given = sum(item is not None and item is not Ellipsis for item in key)
     if given > tv.ndim or sum(item is Ellipsis for item in key) > 1:
@@ -179,6 +206,20 @@ def _per_axis(tv: TensorView, key: tuple[object, ...]) -> list[Any]:
         return [*key, *whole]
     at = key.index(Ellipsis)
     return [*key[:at], *whole, *key[at + 1 :]]
+
+
+def _chosen_by(item: object) -> str:
+    """Return how elements are chosen by a tensor or a list."""
+    if not isinstance(item, TensorView):
+        is_list = isinstance(item, list) or hasattr(item, "shape")
+        with_data = ": write fd.ops.index_select(x, index, dim), index from define_tensor"
+        return with_data if is_list else ""
+    if item.dtype() is DataType.Bool:
+        return (
+            ": how many elements a mask takes is known when the program runs; write "
+            "fd.ops.where(mask, x, 0.0)"
+        )
+    return ": write fd.ops.index_select(x, index, dim), or fd.ops.gather(x, dim, index)"
 
 
 def _bounds(
@@ -227,14 +268,13 @@ METHODS: dict[str, Any] = {
     **{f"__{name}__": _unary(op) for name, op in UNARY.items()},
     "__matmul__": _matmul,
     "__rmatmul__": _matmul,
+    **{f"__{name}__": _division(name) for name in ("floordiv", "divmod")},
+    **{f"__r{name}__": _division(name, reflected=True) for name in ("floordiv", "divmod")},
     "__pos__": lambda self: self,
     "__getitem__": _item,
-    # What has places is gone through by asking for one after the other, without an end.
-    "__iter__": None,
-    # numpy's arrays would take it for one of their elements: `array + x`, `numpy.exp(x)`.
-    "__array_ufunc__": None,
-    "__getattr__": _no_attribute,
-    "__torch_function__": classmethod(_no_torch_function),
+    "__getattr__": no_values.no_attribute,
+    **no_values.METHODS,
+    **no_values.OF_TENSORS,
     "__bool__": _has_no_truth,
     "__eq__": _equality("eq"),
     "__ne__": _equality("ne"),
@@ -242,7 +282,29 @@ METHODS: dict[str, Any] = {
 }
 
 
+def _negate(self: Scalar) -> Any:
+    """Return 0 - n of an integer, which stays a polynomial; of floats 0 - 0.0 is not -0.0."""
+    if category(self.dtype) in ("int", "bool"):
+        return sc.sub(0, self)
+    return apply_pointwise("neg", (self,))
+
+
+# Scalars add, multiply and compare by themselves (`fuser.ir.scalar_nodes`).
+_OF_SCALARS = ("truediv", "pow", "and", "or", "xor", "lshift", "rshift")
+SCALAR_METHODS: dict[str, Any] = {
+    **{f"__{name}__": _binary(ARITHMETIC[name]) for name in _OF_SCALARS},
+    **{f"__r{name}__": _binary(ARITHMETIC[name], reflected=True) for name in _OF_SCALARS},
+    "__abs__": _unary("abs"),
+    "__neg__": _negate,
+    "__divmod__": lambda self, other: (self // other, self % other),
+    "__rdivmod__": lambda self, other: (other // self, other % self),
+    "__getattr__": no_values.no_attribute,
+    **no_values.METHODS,
+}
+
+
 def install() -> None:
-    """Give tensors their operators: `fuser.ir` knows no ops."""
-    for name, method in METHODS.items():
-        setattr(TensorView, name, method)
+    """Give tensors and scalars their operators: `fuser.ir` knows no ops."""
+    for of, methods in ((TensorView, METHODS), (Scalar, SCALAR_METHODS)):
+        for name, method in methods.items():
+            setattr(of, name, method)

@@ -36,7 +36,7 @@ SPELLED: Mapping[str, str] = {
     # ---- elementwise
     "square": "write mul(x, x)",
     "rsub": "write sub(y, x)",
-    "floor_divide": "write floor(truediv(x, y))",
+    "floor_divide": "write x // y",
     "leaky_relu": "write where(gt(x, 0.0), x, mul(x, slope))",
     "elu": "write where(gt(x, 0.0), x, expm1(x))",
     "masked_fill": "write where(mask, value, x)",

@@ -42,7 +42,7 @@ OF_TORCH: dict[str, Torch] = {
     "zeros_like": lambda t: torch.zeros_like(t["x"]),
     "ones_like": lambda t: torch.ones_like(t["x"]),
 }
-CODE = re.compile(r"write ((?:\w+ = )?\w+\(.*\))")
+CODE = re.compile(r"write ((?:\w+ = )?\w+\(.*\)|x // y)")
 
 
 def tensors() -> dict[str, torch.Tensor]:
