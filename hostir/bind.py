@@ -14,7 +14,7 @@ from fuser.ir.binding import Argument, Binder, Values, tensor_problem
 from fuser.ir.dtypes import category, dtype_text, misfit, to_torch, torch_dtype_text
 from fuser.ir.fusion import Fusion, Value
 from fuser.ir.scalar import Const, Scalar, Symbol
-from fuser.ir.storage import expanded_positions, memory_order
+from fuser.ir.storage import MemoryOrder, expanded_positions, memory_order
 from fuser.ir.tensor import TensorView
 from hostir.layout import parts
 from hostir.overlap import overlaps_itself
@@ -34,7 +34,7 @@ class _TensorSpec:
     index: int
     tv: TensorView
     dtype: torch.dtype
-    order: tuple[tuple[int, bool | None], ...]
+    order: MemoryOrder
     # The axes along which it is one element.
     expanded: tuple[int, ...]
     # Whether memory has all axes in their own order.
@@ -134,19 +134,29 @@ def _check_layout(spec: _TensorSpec, value: torch.Tensor) -> None:
                 f"{tuple(value.shape)} with strides {value.stride()}",
                 head="Stride mismatch with contiguity info. ",
             )
+    misplaced = misplaced_axis(spec.order, value)
+    if misplaced is not None:
+        position, expected = misplaced
+        raise spec.refuses(
+            f"to have stride {expected} at axis {position}, but got shape "
+            f"{tuple(value.shape)} with strides {value.stride()}; declare the axis "
+            "non-contiguous to pass such a tensor",
+            head="Stride mismatch with contiguity info. ",
+        )
+
+
+def misplaced_axis(order: MemoryOrder, value: torch.Tensor) -> tuple[int, int] | None:
+    """Returns the innermost axis that is declared contiguous and is not, and the stride that it
+    would have; None where a tensor lies in memory as declared."""
     expected = 1
-    for position, flag in reversed(spec.order):
+    for position, flag in reversed(order):
         size, stride = value.size(position), value.stride(position)
         if flag is None:
             continue
         if flag and size > 1 and stride != expected:
-            raise spec.refuses(
-                f"to have stride {expected} at axis {position}, but got shape "
-                f"{tuple(value.shape)} with strides {value.stride()}; declare the axis "
-                "non-contiguous to pass such a tensor",
-                head="Stride mismatch with contiguity info. ",
-            )
+            return position, expected
         expected = size * (stride if size > 1 else expected)
+    return None
 
 
 def check_scalar(index: int, spec: Scalar, value: Argument) -> None:

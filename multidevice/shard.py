@@ -50,11 +50,18 @@ def shard_for_rank(
         if ptype is not None:
             view = view.narrow(dim, tv.mesh.coordinate(rank, ptype), 1)
     shard = _merge_back(view, steps)
+    stored = in_declared_order(tv, shard)
+    if copy and stored.untyped_storage().data_ptr() == tensor.untyped_storage().data_ptr():
+        stored = stored_part(tv, stored).clone().expand(shard.shape)
+    return stored
+
+
+def in_declared_order(tv: TensorView, shard: torch.Tensor) -> torch.Tensor:
+    """Return a shard without gaps in the memory order that `tv` declares, one element along
+    expanded axes: itself where it lies so, else a copy."""
     # Axes as they lie in memory; an allocation of other axes than the logical ones has no order.
     order = declared_order(tv) or tuple(range(tv.ndim))
     stored = stored_part(tv, shard).permute(order).contiguous()
-    if copy and stored.untyped_storage().data_ptr() == tensor.untyped_storage().data_ptr():
-        stored = stored.clone()
     places = sorted(range(tv.ndim), key=order.__getitem__)
     return stored.permute(places).expand(shard.shape)
 

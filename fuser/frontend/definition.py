@@ -402,13 +402,16 @@ class FusionDefinition:
 
         A tensor input is a DTensor that lies as the fusion has it: on the same mesh (of any rank,
         of GPUs or CPUs), each dimension of which cuts the same axis or none. Scalar inputs are
-        numbers. An output's placements are those of its sharding (`fec.get_output_shardings`); its
-        mesh is that of an input where one has it, else a new one with the inputs' names of
-        dimensions. Outputs carry no gradient. All ranks of the program call it together.
+        numbers. A shard in another memory order than its input declares is copied in each call,
+        which one warning says. An output's placements are those of its sharding
+        (`fec.get_output_shardings`); its mesh is that of an input where one has it, else a new one
+        with the inputs' names of dimensions. Outputs carry no gradient. All ranks of the program
+        call it together.
 
         Raises, on every rank and before anything runs:
-            DTensorError: an input is no DTensor, or lies elsewhere than the fusion's; the inputs'
-                meshes name their dimensions differently; an output has no mesh; there is no default
+            DTensorError: an input is no DTensor, lies elsewhere than the fusion's, or is updated
+                in place and its shard has another memory order than declared; the inputs' meshes
+                name their dimensions differently; an output has no mesh; there is no default
                 process group, or its ranks are not the Communicator's.
             UnsupportedError: a DTensor is a partial sum, or of shards that are no blocks.
             InputError: as `execute`.

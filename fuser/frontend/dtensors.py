@@ -9,21 +9,33 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeGuard
+from weakref import WeakSet
 
 import torch
 
 from fuser.arguments import require, show
-from fuser.errors import DTensorError, InputError, ShardingError, UnsupportedError, user_code
+from fuser.errors import (
+    DTensorError,
+    InputError,
+    ShardingError,
+    UnsupportedError,
+    user_code,
+    warn,
+)
 from fuser.frontend.executor_cache import FusionExecutorCache
 from fuser.inputs import check_count, flatten
 from fuser.ir.binding import Argument
 from fuser.ir.fusion import Fusion
+from fuser.ir.layout_class import declared_order
 from fuser.ir.mesh import DeviceMesh
+from fuser.ir.storage import expanded_positions, memory_order
 from fuser.ir.tensor import TensorView
 from fuser.recent import Recent
+from hostir.bind import misplaced_axis
 from multidevice.agreement import Prepared
 from multidevice.communicator import Communicator
 from multidevice.placement import Placement, cut_line, placement
+from multidevice.shard import in_declared_order
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh as TorchMesh
@@ -35,6 +47,8 @@ if TYPE_CHECKING:
 Axes = tuple[int | None, ...]
 # Torch meshes that no input has, made for results: torch opens groups of ranks for each.
 _MESHES: Recent[tuple[object, ...], Any] = Recent(16)
+# Whose copies of shards are told.
+_TOLD: WeakSet[FusionExecutorCache] = WeakSet()
 
 
 def execute_with_dtensors(fd: FusionDefinition, in_dtensors: Iterable[object]) -> list[DTensor]:
@@ -57,7 +71,7 @@ def prepare_dtensors(
     given = flatten(in_dtensors, declared=defined.inputs)
     check_count(len(given), defined.inputs)
     names = _check_inputs(defined, given)
-    shards = [_shard(value) for value in given]
+    shards = _shards(cache, defined, given)
     claim, numbers, run = cache.prepare(shards)
     program = cache.program_like(shards)
     meshes_of_outputs = [_mesh_of(tv) for tv in program.shown_outputs]
@@ -170,6 +184,54 @@ def _axes_of_dtensor(value: Any, what: str, where: str) -> Axes:
                 f"it first{where}"
             )
     return tuple(axes)
+
+
+def _shards(
+    cache: FusionExecutorCache, fusion: Fusion, given: Sequence[Argument]
+) -> list[Argument]:
+    """Return what this rank has of the inputs, in the memory orders that the fusion declares.
+
+    Torch chooses the order of a shard, mostly row by row whatever strides the DTensor itself has.
+    So another order than the declared one is no mistake of the user: the shard is copied, and one
+    warning of the definition says which are. What is updated in place cannot be a copy.
+    """
+    updated = {alias.into for alias in fusion.aliases}
+    shards, copied = list[Argument](), list[str]()
+    for position, (value, tv) in enumerate(zip(given, fusion.inputs, strict=True)):
+        shard = _shard(value)
+        if isinstance(tv, TensorView) and isinstance(shard, torch.Tensor) and _is_moved(tv, shard):
+            made = in_declared_order(tv, shard)
+            what = (
+                f"input {position}, {tv}, has a shard with strides {shard.stride()}, and declares "
+                f"{made.stride()}"
+            )
+            if tv in updated:
+                raise DTensorError(
+                    f"execute_with_dtensors: {what}: it is updated in place, which a copy would "
+                    "keep from its caller: leave stride_order out of define_tensor, or give "
+                    f"DTensor.from_local a shard in the declared order{user_code(tv.user_line())}"
+                )
+            copied.append(what + user_code(tv.user_line()))
+            shard = made
+        shards.append(shard)
+    if copied and cache not in _TOLD and Communicator.instance().rank() == min(cache.devices):
+        _TOLD.add(cache)
+        warn(
+            f"execute_with_dtensors copies a shard in each call: {'; '.join(copied)}. Torch cuts "
+            "tensors into shards that lie row by row: declare the input so (no stride_order), or "
+            "contiguity=False to read any order"
+        )
+    return shards
+
+
+def _is_moved(tv: TensorView, shard: torch.Tensor) -> bool:
+    """Whether a copy in the declared memory order is what the fusion asks for. It is not where the
+    rank differs, or an axis is to be one element: these are errors of other words."""
+    if shard.dim() != tv.ndim or not shard.numel() or declared_order(tv) is None:
+        return False
+    if any(shard.size(p) > 1 and shard.stride(p) for p in expanded_positions(tv)):
+        return False
+    return misplaced_axis(memory_order(tv), shard) is not None
 
 
 def _shard(value: Argument) -> Argument:

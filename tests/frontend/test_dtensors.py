@@ -24,8 +24,12 @@ CHECKS = (
     "linears on 1 x 2 x d/2",
     "an axis cut twice",
     "other inputs",
+    "memory orders",
     "refusals",
 )
+
+
+_ORDERS = pytest.mark.finding("order of a DTensor's shard")
 
 
 @pytest.fixture(scope="module")
@@ -38,18 +42,22 @@ def checks() -> Iterator[dict[str, Callable[[str], None]]]:
 
 
 @pytest.mark.mpi(min_size=2)
-@pytest.mark.parametrize("name", CHECKS)
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(n, marks=_ORDERS if n == "memory orders" else ()) for n in CHECKS],
+)
 def test_dtensors_under_mpirun(
     name: str, comm: object, checks: dict[str, Callable[[str], None]]
 ) -> None:
     checks[name]("cpu")
 
 
-def test_dtensors_under_torchrun() -> None:
+def run_under_torchrun(ranks: int, *args: str) -> str:
+    """Run the checks in a job of their own; return what it prints."""
     done = subprocess.run(
         [
             *(sys.executable, "-m", "torch.distributed.run", "--standalone"),
-            *("--nproc-per-node", "2", "tests/multidevice/programs/dtensors.py"),
+            *("--nproc-per-node", str(ranks), "tests/multidevice/programs/dtensors.py", *args),
         ],
         cwd=ROOT,
         env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
@@ -58,7 +66,16 @@ def test_dtensors_under_torchrun() -> None:
         timeout=HANG_S,
     )
     assert done.returncode == 0, done.stdout + done.stderr
-    assert f"{len(CHECKS)} checks on 2 ranks: ok" in done.stdout
+    return done.stdout
+
+
+def test_dtensors_under_torchrun() -> None:
+    assert f"{len(CHECKS)} checks on 2 ranks: ok" in run_under_torchrun(2)
+
+
+@_ORDERS
+def test_shards_in_other_memory_orders_on_one_rank() -> None:
+    assert "1 checks on 1 ranks: ok" in run_under_torchrun(1, "--only", "memory orders")
 
 
 def test_no_default_group() -> None:

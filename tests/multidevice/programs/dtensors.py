@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from importlib import import_module
+from itertools import permutations, product
 from pathlib import Path
 from typing import Any
 
@@ -195,6 +196,66 @@ def check_other_inputs(device: str) -> None:
     torch.testing.assert_close(given[0].full_tensor().cpu(), want + full[1])
 
 
+def check_memory_orders(device: str) -> None:
+    """Shards in each memory order, and with gaps, for each declared one: as declared or copied."""
+    d = Communicator.instance().size()
+    mesh = torch_mesh((-1,), device)
+    full = randn(2 * d, 3 * d, 4 * d)
+    by_rows = [distribute(full.to(device), mesh, [Shard(at)]).to_local() for at in range(3)]
+    for cut_axis, declared in product(range(3), permutations(range(3))):
+        local = by_rows[cut_axis]
+        wide = torch.stack((local, local), dim=-1)[..., 0]
+        given = [reordered(local, order) for order in permutations(range(3))]
+        fd = _negation(mesh, cut_axis, declared)
+        with warnings.catch_warnings(record=True) as told:
+            warnings.simplefilter("always")
+            for shard in (*given, wide, *given):
+                x = DTensor.from_local(shard, mesh, [Shard(cut_axis)], run_check=False)
+                (got,) = fd.execute_with_dtensors([x])
+                check_result(got, -full, mesh, [Shard(cut_axis)])
+        texts = [str(w.message) for w in told if "copies a shard" in str(w.message)]
+        assert len(texts) == (Communicator.instance().rank() == 0), texts
+        as_declared = reordered(local, declared).stride()
+        for text in texts:
+            assert "input 0, T0" in text and f"declares {as_declared}" in text and __file__ in text
+    # The DTensor says the order that is declared, its shard has another one.
+    turned = distribute(reordered(full, (2, 1, 0)).to(device), mesh, [Shard(0)])
+    (got,) = _negation(mesh, 0, (2, 1, 0)).execute_with_dtensors([turned])
+    check_result(got, -full, mesh, [Shard(0)])
+    _check_orders_of_updates(mesh, by_rows[0])
+
+
+def _negation(
+    mesh: TorchMesh, cut_axis: int, declared: Sequence[int], *, updates: bool = False
+) -> FusionDefinition:
+    """A negated input of three axes, declared in this order of memory, from outside."""
+    with FusionDefinition() as fd:
+        stride_order = [2 - declared.index(p) for p in range(3)]
+        x = fd.define_tensor(
+            [-1] * 3, contiguity=[True] * 3, dtype=DataType.Double, stride_order=stride_order
+        )
+        fuser.shard(x, mesh, [Shard(cut_axis)])
+        fd.add_output(fd.ops.neg(x), x if updates else None)
+    return fd
+
+
+def reordered(t: torch.Tensor, order: Sequence[int]) -> torch.Tensor:
+    """Return a tensor without gaps, its axes in this order of memory."""
+    return t.permute(*order).contiguous().permute(*[order.index(p) for p in range(t.ndim)])
+
+
+def _check_orders_of_updates(mesh: TorchMesh, local: torch.Tensor) -> None:
+    """What is written into a copy would be lost."""
+    fd = _negation(mesh, 0, (2, 1, 0), updates=True)
+    x = DTensor.from_local(local.clone(), mesh, [Shard(0)], run_check=False)
+    words = rf"input 0, T0.*strides {local.stride()}, and declares .*in place.*stride_order"
+    _refused(fd, [x], DTensorError, words.replace("(", r"\(").replace(")", r"\)"))
+    ordered = reordered(local.clone(), (2, 1, 0))
+    x = DTensor.from_local(ordered, mesh, [Shard(0)], run_check=False)
+    fd.execute_with_dtensors([x])
+    assert torch.equal(ordered, -local)
+
+
 # ------------------------------------------------------------------ what is refused
 def _add(mesh: TorchMesh, placed: Sequence[Placement]) -> FusionDefinition:
     with FusionDefinition() as fd:
@@ -289,6 +350,7 @@ CHECKS: dict[str, Callable[[str], None]] = {
     **{f"linears on {name}": partial(check_two_linears, name) for name in SHAPES},
     "an axis cut twice": check_axis_cut_twice,
     "other inputs": check_other_inputs,
+    "memory orders": check_memory_orders,
     "refusals": check_nothing_ran,
 }
 
@@ -296,13 +358,15 @@ CHECKS: dict[str, Callable[[str], None]] = {
 def main() -> int:
     parser = argparse.ArgumentParser()
     parser.add_argument("--device", default="cpu")
-    device = parser.parse_args().device
+    parser.add_argument("--only", choices=CHECKS)
+    given = parser.parse_args()
     here = Communicator.instance()
-    with default_group(device):
-        for check in CHECKS.values():
-            check(device)
+    names = [given.only] if given.only else [*CHECKS]
+    with default_group(given.device):
+        for name in names:
+            CHECKS[name](given.device)
     if here.rank() == 0:
-        print(f"{len(CHECKS)} checks on {here.size()} ranks: ok")
+        print(f"{len(names)} checks on {here.size()} ranks: ok")
     return 0
 
 
