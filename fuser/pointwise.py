@@ -55,7 +55,9 @@ class PointwiseRow:
     knows by itself or computes as torch does. `domains` says per operand what may be drawn
     (`fuser.ops.samples`). An all-Bool call is of the kind `of_bools`. Complex operands are refused
     by an op that does not `take_complex` ones, as torch refuses them. A thread needs many
-    instructions where it `is_slow`. `near` are names of others for it.
+    instructions where it `is_slow`. `near` are names of others for it. `exact` are the positions of
+    operands of which a number must be a value of the result's dtype: a wrapped one has another
+    meaning, where sums and products are right modulo 2**32.
     """
 
     name: str
@@ -73,6 +75,7 @@ class PointwiseRow:
     takes_complex: bool
     is_slow: bool
     near: tuple[str, ...]
+    exact: tuple[int, ...]
 
     @property
     def is_operator(self) -> bool:
@@ -124,6 +127,7 @@ def _row(
     takes_complex: bool = False,
     is_slow: bool = False,
     near: str = "",
+    exact: tuple[int, ...] = (),
 ) -> PointwiseRow:
     """Return a row: without `fn` the op is torch's of the same name. Without `cuda` it is the
     operator of its text, else the device's function of its name; a mere name is a device function.
@@ -150,6 +154,7 @@ def _row(
         takes_complex,
         is_slow,
         tuple(near.split()),
+        exact,
     )
 
 
@@ -357,8 +362,19 @@ _ROWS = (
         domains="any nonzero",
         is_slow=True,
         takes_complex=True,
+        exact=(1,),
     ),
-    _row("mod", 2, "default", _fmod, text="%", cuda="fmod", cuda_int="mod", domains="any nonzero"),
+    _row(
+        "mod",
+        2,
+        "default",
+        _fmod,
+        text="%",
+        cuda="fmod",
+        cuda_int="mod",
+        domains="any nonzero",
+        exact=(1,),
+    ),
     _row(
         "fmod",
         2,
@@ -368,8 +384,9 @@ _ROWS = (
         scalar="%",
         domains="any nonzero",
         is_slow=True,
+        exact=(1,),
     ),
-    _row("remainder", 2, "default", _remainder, domains="any nonzero", is_slow=True),
+    _row("remainder", 2, "default", _remainder, domains="any nonzero", is_slow=True, exact=(1,)),
     _row("complex", 2, "parts", text="std::complex", scalar="complex"),
     _row(
         "pow",
@@ -380,6 +397,7 @@ _ROWS = (
         is_slow=True,
         near="power",
         takes_complex=True,
+        exact=(1,),
     ),
     _row("maximum", 2, "default", text="max", float_text="fmax", cuda="maximum"),
     _row("minimum", 2, "default", text="min", float_text="fmin", cuda="minimum"),
@@ -399,10 +417,10 @@ _ROWS = (
     _row("bitwise_left_shift", 2, "int", text="<<", cuda="lshift", domains="any nonzero"),
     _row("bitwise_right_shift", 2, "int", text=">>", cuda="rshift", domains="any nonzero"),
     _row("gcd", 2, "int"),
-    _row("where", 3, "select", cuda="{0} ? {1} : {2}", takes_complex=True),
+    _row("where", 3, "select", cuda="{0} ? {1} : {2}", takes_complex=True, exact=(1, 2)),
     _row("lerp", 3, "default", _lerp, takes_complex=True),
-    _row("clamp", 3, "limits", _clamp, near="clip"),
-    _row("threshold", 3, "fitting", _threshold),
+    _row("clamp", 3, "limits", _clamp, near="clip", exact=(1, 2)),
+    _row("threshold", 3, "fitting", _threshold, exact=(1, 2)),
 )
 
 # By kind.

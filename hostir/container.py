@@ -132,6 +132,12 @@ class HostIrContainer:
                 seen[value] = None
         return tuple(seen)
 
+    def computations(self) -> Iterator[Op]:
+        """Yield the ops, then those of kernels and units."""
+        yield from walk(self.ops)
+        for fusion in (*(g.fusion for g in self.groups.values()), *self.units.values()):
+            yield from fusion.exprs
+
     def free_inputs(self) -> frozenset[int]:
         """Return the positions of scalar inputs that decide nothing about structure."""
         kernels = (tv for group in self.groups.values() for tv in group.fusion.tensors())

@@ -41,6 +41,7 @@ from hostir.container import (
 )
 from hostir.devices import Devices
 from hostir.digest import program_claim
+from hostir.exact_numbers import ExactNumbers
 from hostir.frame import Frame, KernelRunner
 from hostir.given import bind_buffers, inputs_and_buffers
 from hostir.handlers import run_block
@@ -125,6 +126,7 @@ class HostIrEvaluator:
             has_streams(program) or has_communications(program)
         )
         self._binder = InputBinder(program.values)
+        self._exact = ExactNumbers(program.computations(), program.inputs)
         self.free = program.free_inputs()
         self._device = None if device is None else torch_device(device)
         self._runners: dict[int, KernelRunner] = {}
@@ -278,7 +280,8 @@ class HostIrEvaluator:
 
     def know(self, inputs: Sequence[Argument]) -> Known:
         """Return what `run_known` remembers inputs of one signature by."""
-        return Known(Contents(self.program.inputs, inputs, VECTOR_BYTES), self._forget)
+        also = self._exact.check_of(self.check(inputs)) if self._exact else None
+        return Known(Contents(self.program.inputs, inputs, VECTOR_BYTES, also), self._forget)
 
     def run_known(
         self,
@@ -599,6 +602,8 @@ class HostIrEvaluator:
         device = checked_on or self._device or device_of(self.program.inputs, inputs)
         binder = self._binder
         bound = binder.values(inputs) if checked_on else binder.bind(inputs, device)
+        if self._exact:
+            self._exact.check(bound)
         values = {**bound, RANK: self._rank, NUMBER_OF_STREAMS: self._number_of_streams}
         frame = Frame(self.program, self._devices.machine(device), self._storage, values, {})
         if binder.has_only_tensors:

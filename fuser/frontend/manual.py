@@ -30,6 +30,7 @@ from fuser.passes.resolve_symbolic import is_undecided
 from fuser.schedule.automatic import SchedulerType
 from fuser.schedule.kernel_params import CompileParams, LaunchParams
 from hostir.bind import InputBinder
+from hostir.exact_numbers import ExactNumbers
 from hostir.layout import allocated_strides
 
 
@@ -74,6 +75,7 @@ class KernelExecutor:
             self._fusion = self._float_sizes.fusion
         refine_extents(self._fusion)
         self._binder = InputBinder(self._fusion)
+        self._exact = ExactNumbers(self._fusion.exprs, self._fusion.inputs)
         self._executor = executor.KernelExecutor(
             self._fusion, scheduler="user", name="user", of=f"the kernel of {dumps.next_fusion()}"
         )
@@ -143,6 +145,8 @@ class KernelExecutor:
         """Return memory for the outputs, and the sizes that the inputs bind."""
         device = device_of(inputs, None)
         values = self._binder.bind(inputs, device)
+        if self._exact:
+            self._exact.check(values)
         outputs: list[torch.Tensor] = []
         for out in self._fusion.outputs:
             shape = [int(sc.evaluate(self._fusion.canonical(x), values)) for x in out.shape()]

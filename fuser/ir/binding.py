@@ -438,11 +438,16 @@ class Contents:
     """What each call must check although its signature is known: memory and numbers.
 
     It tells the *places* of the tensors: where each of those with elements begins between two
-    multiples of `nbytes`, a power of two; () where all begin at one.
+    multiples of `nbytes`, a power of two; () where all begin at one. `also` raises for numbers that
+    an op does not take.
     """
 
     def __init__(
-        self, declared: Sequence[object], arguments: Sequence[object], nbytes: int
+        self,
+        declared: Sequence[object],
+        arguments: Sequence[object],
+        nbytes: int,
+        also: Callable[[Sequence[Any]], None] | None = None,
     ) -> None:
         self._tensors = [
             (i, _span_nbytes(v), v.element_size())
@@ -451,6 +456,7 @@ class Contents:
         ]
         self._numbers = [(i, d) for i, d in enumerate(declared) if isinstance(d, Scalar)]
         self._between = nbytes - 1
+        self._also = also
 
     def check(self, arguments: Sequence[Any]) -> tuple[int, ...]:
         """Return the places of the tensors.
@@ -472,6 +478,8 @@ class Contents:
             problem = misfit(arguments[i], declared.dtype)
             if problem:
                 raise InputError(f"Expected input {i}, {declared}, to fit its dtype, but {problem}")
+        if self._also is not None:
+            self._also(arguments)
         return self.places(arguments) if bits & self._between else ()
 
     def places(self, arguments: Sequence[Any]) -> tuple[int, ...]:

@@ -7,7 +7,7 @@ depend on that axis. Everything that relates two tensors (indices, sharding, inl
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, ClassVar
 
 from fuser.errors import VerifyError
@@ -16,7 +16,7 @@ from fuser.ir.dtypes import INFO, DataType, category
 from fuser.ir.scalar import Scalar
 from fuser.ir.spelling import binary_template, cast_spelling, ternary_template, unary_template
 from fuser.ir.types import CacheOp, IterType, LoadStoreOpType, ParallelType
-from fuser.pointwise import kinds_of
+from fuser.pointwise import POINTWISE, kinds_of
 
 if TYPE_CHECKING:
     from fuser.ir.tensor import TensorView
@@ -43,6 +43,10 @@ class TensorOp(Op):
     @property
     def out_tensor(self) -> TensorView:
         return self.outputs[0]
+
+    def exact_numbers(self) -> tuple[Scalar, ...]:
+        """Return the scalar operands that must be values of the dtype of the result."""
+        return ()
 
     def axis_map(self, operand_index: int) -> AxisMap:
         """Return, per root axis of the output, the axis of `inputs[operand_index]` or None.
@@ -93,6 +97,16 @@ class TensorOp(Op):
 
 
 # ------------------------------------------------------------------ elementwise
+# The rules of dtypes by which no floating number overflows, either.
+_EXACT_RULES = ("limits", "fitting")
+
+
+def _exact_operands(kind: str, operands: Sequence[TensorView | Scalar]) -> tuple[Scalar, ...]:
+    row = POINTWISE[kind]
+    found = (v for i, v in enumerate(operands) if i in row.exact and isinstance(v, Scalar))
+    return tuple(v for v in found if category(v.dtype) == "int" or row.rule in _EXACT_RULES)
+
+
 class UnaryOp(TensorOp):
     """out = kind(inp), element by element."""
 
@@ -141,6 +155,9 @@ class BinaryOp(TensorOp):
     def template(self) -> str:
         return binary_template(self.kind, is_float=category(self.out.dtype()) == "float")
 
+    def exact_numbers(self) -> tuple[Scalar, ...]:
+        return _exact_operands(self.kind, (self.lhs, self.rhs))
+
     @classmethod
     def variants(cls) -> Iterator[Variant]:
         for kind in kinds_of(2):
@@ -160,6 +177,9 @@ class TernaryOp(TensorOp):
     def template(self) -> str:
         return ternary_template(self.kind)
 
+    def exact_numbers(self) -> tuple[Scalar, ...]:
+        return _exact_operands(self.kind, (self.a, self.b, self.c))
+
     @classmethod
     def variants(cls) -> Iterator[Variant]:
         for kind in kinds_of(3):
@@ -177,6 +197,9 @@ class FullOp(TensorOp):
     @property
     def name(self) -> str:
         return "full"
+
+    def exact_numbers(self) -> tuple[Scalar, ...]:
+        return (self.value,) if category(self.value.dtype) == "int" else ()
 
     def axis_map(self, operand_index: int) -> AxisMap:
         return (None,) * len(self.out.domain.maybe_root)

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from fuser.errors import VerifyError
 from fuser.ir import scalar as sc
 from fuser.ir.core import attr, operand, operands, result
+from fuser.ir.dtypes import category
 from fuser.ir.nodes import TensorOp, Variant
 from fuser.ir.scalar import Scalar
 
@@ -61,6 +62,9 @@ class PadOp(TensorOp):
     @property
     def name(self) -> str:
         return "pad"
+
+    def exact_numbers(self) -> tuple[Scalar, ...]:
+        return (self.value,) if category(self.value.dtype) == "int" else ()
 
     @property
     def left(self) -> tuple[Scalar, ...]:

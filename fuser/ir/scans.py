@@ -75,6 +75,9 @@ class ScanOp(AlongAxisOp):
     def name(self) -> str:
         return self.NAMES[self.kind]
 
+    def exact_numbers(self) -> tuple[Scalar, ...]:
+        return (self.init,)
+
     def template(self) -> str:
         return self._template(self.kind)
 

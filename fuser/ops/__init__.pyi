@@ -440,7 +440,7 @@ def cat(tensors: Sequence[TensorView], dim: int = 0, manual_padding: bool = Fals
 def pad(arg: TensorView, pad_widths: Sequence[SizeLike], value: ScalarLike | None = None) -> TensorView: """Pad with `value` (default 0) as torch.nn.functional.pad: innermost axis first, pairs of left and right width; negative widths crop."""
 def slice(arg: TensorView, start_indices: Sequence[SizeLike], end_indices: Sequence[SizeLike], strides: Sequence[SizeLike] | None = None, manual_normalization: bool = False) -> TensorView: """Take [start, end) of every axis; ends beyond an extent are clamped, as in torch."""
 def triu(arg: TensorView, diagonal: ScalarLike = 0) -> TensorView: """a copy with zeros where column - row < diagonal, over the last two axes."""
-def full(shape: Sequence[SizeLike], fill_value: ScalarLike, dtype: DtypeLike) -> TensorView: """a tensor filled with `fill_value`, cast to `dtype`."""
+def full(shape: Sequence[SizeLike], fill_value: ScalarLike, dtype: DtypeLike) -> TensorView: """a tensor filled with `fill_value`, cast to `dtype`; an integer out of the range of an integer dtype is refused."""
 def iota(length: SizeLike, start: ScalarLike | None = None, step: ScalarLike | None = None, dtype: DtypeLike = DataType.Int) -> TensorView: """start + i * step for i < length."""
 def normal(mean: ScalarLike, std: ScalarLike, shape: Sequence[SizeLike], *, rng_seed: Scalar | int | None = None, rng_offset: Scalar | int | None = None, dtype: DtypeLike = DataType.Float) -> TensorView: """a tensor of random numbers of a normal distribution; see `uniform`."""
 def rand_like(arg: TensorView, /) -> TensorView: """random numbers in [0, 1), of the shape and dtype of a floating tensor; as `arg` is not read, the result is cut as its readers are."""

@@ -144,6 +144,17 @@ def literal(value: bool | int | float | complex, dtype: DataType, op_name: str) 
     return Const(value, dtype)
 
 
+def check_exact(value: Operand, dtype: DataType, op_name: str) -> None:
+    """Raise `DefinitionError` for a constant integer that is no value of an integer dtype; what is
+    known only in a call is checked then (`hostir.exact_numbers`)."""
+    if not (isinstance(value, Const) and category(value.dtype) == category(dtype) == "int"):
+        return
+    problem = misfit(value.value, dtype)
+    if problem:
+        hint = "cast the tensor first, or give a number that fits"
+        raise fail(op_name, f"{problem}, the dtype of the result: {hint}")
+
+
 def number_in(value: bool | int | float | complex, dtype: DataType, op_name: str) -> Const:
     """Return a number that an op takes in the dtype of a tensor; raises `DefinitionError` where it
     does not fit."""

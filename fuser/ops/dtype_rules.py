@@ -194,7 +194,8 @@ DTYPE_RULES: dict[str, DtypeRule] = {
         "the category counts, so that 0.5 beside integers or Bool alone gives Float, 2j "
         "ComplexFloat (with the option `double_numbers` Double and ComplexDouble, as in nvFuser). "
         "Floats of one byte with others become at least Float; Half, BFloat16 and Float8 become "
-        "Float; the result has that dtype.",
+        "Float; the result has that dtype. An integer out of its range wraps, as in torch; as the "
+        "divisor of `div`, `fmod`, `mod` and `remainder` and the exponent of `pow` it is refused.",
         _promoted("default"),
     ),
     "float": DtypeRule(
@@ -214,7 +215,7 @@ DTYPE_RULES: dict[str, DtypeRule] = {
     "limits": DtypeRule(
         "The result has the dtype of the first operand, or, where a limit is of a higher category, "
         "the promoted one, as in torch: 0.5 beside integers or Bool gives Float (with the option "
-        "`double_numbers` Double), 2 beside Bool gives Int.",
+        "`double_numbers` Double), 2 beside Bool gives Int. Numbers out of its range are refused.",
         _limited,
     ),
     "fitting": DtypeRule(
@@ -257,7 +258,7 @@ DTYPE_RULES: dict[str, DtypeRule] = {
     "int": DtypeRule("Integers alone, promoted as by `default`.", integers, "i"),
     "select": DtypeRule(
         "The condition is Bool; the other operands are promoted as by `default`, but Half, "
-        "BFloat16 and Float8 stay.",
+        "BFloat16 and Float8 stay. An integer out of the range of an integer result is refused.",
         _selected,
     ),
     "given": DtypeRule("The result has the dtype that is given."),

@@ -32,6 +32,7 @@ from fuser.ops.building import (
     align_ranks,
     as_operand,
     cast_tensor,
+    check_exact,
     clone_axes,
     convert,
     fail,
@@ -57,6 +58,8 @@ def apply_pointwise(name: str, arguments: tuple[OperandLike, ...]) -> Operand:
     values, dtype = typed(name, rule, values)
     if not any(isinstance(v, TensorView) for v in values):
         return _apply_scalar(kind, typing_cast(list[Scalar], values), dtype)
+    for k in POINTWISE[kind].exact:
+        check_exact(values[k], dtype, name)
     values = align_ranks(values)
     out = pointwise_output(values, dtype, name)
     add_op(_NODES[len(values)](out, *values, kind=kind))

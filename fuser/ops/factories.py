@@ -18,6 +18,7 @@ from fuser.ops.building import (
     as_operand,
     axis_of_extent,
     broadcast_tensor,
+    check_exact,
     fail,
     new_output,
 )
@@ -25,10 +26,12 @@ from fuser.ops.elementwise import apply_pointwise, check_rank_at_least
 
 
 def full(shape: Sequence[SizeLike], fill_value: ScalarLike, dtype: DtypeLike) -> TensorView:
-    """Append a tensor filled with `fill_value`, cast to `dtype`."""
+    """Append a tensor filled with `fill_value`, cast to `dtype`; an integer out of the range of an
+    integer dtype is refused."""
     sizes = [as_extent(s, "full", i, lowest=0) for i, s in enumerate(shape)]
-    value = as_operand(fill_value, "full")
-    return full_tensor(sizes, value, check_supported(dtype, "full"))
+    value, dtype = as_operand(fill_value, "full"), check_supported(dtype, "full")
+    check_exact(value, dtype, "full")
+    return full_tensor(sizes, value, dtype)
 
 
 def full_tensor(sizes: Sequence[Scalar], value: Scalar, dtype: DataType) -> TensorView:

@@ -29,6 +29,7 @@ from fuser.ops.building import (
     as_integer,
     as_operand,
     axes_of,
+    check_exact,
     clone_axes,
     fail,
     join_axes,
@@ -207,6 +208,7 @@ def _pad_value(tv: TensorView, value: ScalarLike | None) -> Scalar:
             "pad: Tensor arg and pad value must have the same dtype. "
             f"{tv} and {scalar} of dtype {dtype_text(scalar.dtype)} (at {user_line()})"
         )
+    check_exact(scalar, tv.dtype(), "pad")
     return sc.cast(scalar, tv.dtype())
 
 
