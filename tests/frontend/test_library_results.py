@@ -227,6 +227,22 @@ def test_topk_of_one_element_equals_torch(dtype: torch.dtype, kept: str, largest
                 torch.testing.assert_close(found, expected, rtol=0, atol=0, equal_nan=True)
 
 
+@pytest.mark.finding("G36")
+@pytest.mark.parametrize("kept", [(0,), (1,), (0, 1)], ids=str)
+def test_topk_of_one_element_is_a_reduction(kept: tuple[int, ...]) -> None:
+    x = torch.randn(6, 9)
+    with FusionDefinition() as fd:
+        results = fd.ops.topk(fd.from_pytorch(x), 1, 1)
+        for k in kept:
+            fd.add_output(results[k])
+    for _ in range(3):
+        fd.execute([x])
+    with profile(activities=[ProfilerActivity.CPU]) as profiled:
+        fd.execute([x])
+    names = {event.name for event in profiled.events() or ()}
+    assert names & {"aten::max", "aten::amax", "aten::argmax"} and "aten::topk" not in names
+
+
 # ------------------------------------------------------------------ kernels beside torch's calls
 @pytest.mark.finding("G36")
 @pytest.mark.parametrize("dtype", [torch.uint8, torch.bfloat16, torch.float32, torch.float64])
