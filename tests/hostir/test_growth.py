@@ -11,6 +11,8 @@ from typing import Any
 
 import pytest
 
+from fuser.ir.domain import TensorDomain
+from fuser.ir.tensor import TensorView
 from fuser.passes import segment
 from fuser.passes.merge_groups import Merger
 from hostir import pipeline
@@ -133,3 +135,22 @@ def test_shardings_of_repeated_layers_are_compared_once(counted: Counter[str]) -
         lower_case(Case(define_transformer, layers, (2, 2)), layers)
         found.append(counted["Comparison"])
     assert found[0] == found[1] > 0
+
+
+@pytest.mark.finding("G4")
+def test_each_tensor_is_localized_once_for_all_kernels_that_are_tried(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Apart from what memory holds of it, and from where it is an input of a kernel."""
+    calls: Counter[int] = Counter()
+    kept: list[TensorDomain] = []
+    run = localize.local_domain
+
+    def counting(tv: TensorView, *args: Any) -> TensorDomain:
+        kept.append(tv.domain)
+        calls[id(tv.domain)] += 1
+        return run(tv, *args)
+
+    monkeypatch.setattr(localize, "local_domain", counting)
+    lower_case(Case(define_blocks, 2, (2, 2)), 2)
+    assert calls and max(calls.values()) <= 3, calls.most_common(3)
