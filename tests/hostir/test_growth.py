@@ -11,13 +11,13 @@ from typing import Any
 
 import pytest
 
-from fuser.ir.domain import TensorDomain
+from fuser.ir.domain import IterDomain, TensorDomain
 from fuser.ir.tensor import TensorView
 from fuser.passes import segment
 from fuser.passes.merge_groups import Merger
 from hostir import pipeline
 from hostir.parse import parse
-from multidevice import localize, sharding
+from multidevice import localize, placement, sharding
 from scripts.lowering_time import (
     HIDDEN,
     WIDE,
@@ -154,3 +154,20 @@ def test_each_tensor_is_localized_once_for_all_kernels_that_are_tried(
     monkeypatch.setattr(localize, "local_domain", counting)
     lower_case(Case(define_blocks, 2, (2, 2)), 2)
     assert calls and max(calls.values()) <= 3, calls.most_common(3)
+
+
+@pytest.mark.finding("G4")
+def test_cuts_of_a_domain_are_derived_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Apart from which types of axes are asked for."""
+    calls: Counter[tuple[int, int]] = Counter()
+    kept: list[TensorDomain] = []
+    run = placement.cut_origin
+
+    def counting(tv: TensorView, axis: IterDomain) -> tuple[int, int]:
+        kept.append(tv.domain)
+        calls[id(tv.domain), axis.number] += 1
+        return run(tv, axis)
+
+    monkeypatch.setattr(placement, "cut_origin", counting)
+    lower_case(Case(define_blocks, 2, (2, 2)), 2)
+    assert calls and max(calls.values()) <= 6, calls.most_common(3)
