@@ -176,6 +176,8 @@ class Channel:
         self._is_agreed = False
         # How many calls this rank has made: those of one place belong together.
         self._calls = 0
+        # The word of the board that says how many, if there is one.
+        self._posted = control.board.calls if control.board is not None else [0]
         self._known: set[int] = set()
         # Definition -> the call in which the members first agreed on it; and the present call.
         self._ran: dict[str, int] = {}
@@ -306,6 +308,7 @@ class Channel:
     def _all_say(self, kind: int, claim: Claim | None) -> bool:
         """Publishes this rank's word for the next call, and returns whether all are equal."""
         self._number = self._control.ledger.enter(self._key)
+        self._posted[0] = self._number + 1
         try:
             if self._words is None:
                 return self._by_message(word_of(kind, self._number))

@@ -26,12 +26,12 @@ from typing import TYPE_CHECKING, Any
 from fuser.errors import PeerError
 from multidevice.backends.protocol import Team
 from multidevice.page import LINE_NBYTES, LINE_WORDS
+from multidevice.rank_monitor import AREA_NBYTES, CALLS, NBYTES, PID, SAID, VERSION
 from multidevice.waiting import Calls, Need, counts_from, rows_of
 
 if TYPE_CHECKING:
     import mmap
 
-_AREA_NBYTES = 1 << 16
 # How long a rank whose process is gone may still be announced by what it sent before.
 _GRACE_S = 0.5
 _KEPT_ENDS = 8
@@ -43,7 +43,7 @@ _STATES = {"T": "stopped", "t": "stopped by a debugger", "Z": "dead", "X": "dead
 
 def nbytes_of(size: int) -> int:
     """Returns how large the board of `size` ranks is."""
-    return size * (LINE_NBYTES + _AREA_NBYTES)
+    return size * (LINE_NBYTES + AREA_NBYTES)
 
 
 @dataclass(frozen=True)
@@ -88,12 +88,16 @@ class _Position:
 class Board:
     """The positions of the ranks of one job, all on one host; `view` is the shared memory."""
 
-    def __init__(self, page: mmap.mmap, rank: int, size: int) -> None:
+    def __init__(self, page: mmap.mmap, rank: int, size: int, file: int = -1) -> None:
         self._page = page
         self._rank = rank
         self._size = size
+        # On the rank that made the page, until somebody takes it: a descriptor of its file.
+        self.file = file
         self._words = memoryview(page).cast("Q")
-        self._line(rank)[0] = os.getpid()
+        self._line(rank)[PID] = os.getpid()
+        # One word: how many calls of programs this rank has begun, for the monitor of the ranks.
+        self.calls = self._line(rank)[CALLS : CALLS + 1]
         self._pidfds: dict[int, int] = {}
         self._gone: dict[int, float] = {}
         self._posted = b""
@@ -106,14 +110,22 @@ class Board:
         return self._words[start : start + LINE_WORDS]
 
     def _area(self, rank: int) -> int:
-        return LINE_NBYTES * (1 + self._size) + rank * _AREA_NBYTES
+        return LINE_NBYTES * (1 + self._size) + rank * AREA_NBYTES
 
     def connect(self) -> None:
         """Opens handles of the peers' processes, which have all registered by now."""
         for rank in range(self._size):
             if rank != self._rank:
                 with suppress(OSError, AttributeError):
-                    self._pidfds[rank] = os.pidfd_open(self._line(rank)[0])
+                    self._pidfds[rank] = os.pidfd_open(self._line(rank)[PID])
+
+    def processes(self) -> list[int]:
+        """Returns the process numbers of all ranks."""
+        return [self._line(rank)[PID] for rank in range(self._size)]
+
+    def say(self, word: int) -> None:
+        """Notes what this rank has said about its own end: a word of `rank_monitor`."""
+        self._line(self._rank)[SAID] = word
 
     # ------------------------------------------------------------ waiting
     def watch(
@@ -170,7 +182,7 @@ class Board:
         """
         found: list[Deadlock] = []
         for rank in range(self._size):
-            version = self._line(rank)[1]
+            version = self._line(rank)[VERSION]
             if rank == self._rank or version == self._read_up_to.get(rank, 0):
                 continue
             for _ in range(_TRIES):
@@ -228,7 +240,7 @@ class Board:
     # ------------------------------------------------------------ processes
     def state(self, rank: int) -> str:
         """Returns number and state of a rank's process as text."""
-        pid = self._line(rank)[0]
+        pid = self._line(rank)[PID]
         return f"process {pid} is {_STATES.get(self._letter(rank), 'alive')}"
 
     def is_stopped(self, rank: int) -> bool:
@@ -239,7 +251,7 @@ class Board:
         if self._is_gone(rank):
             return "X"
         try:
-            text = Path(f"/proc/{self._line(rank)[0]}/stat").read_text()
+            text = Path(f"/proc/{self._line(rank)[PID]}/stat").read_text()
         except OSError:
             return ""
         return text.rpartition(")")[2].split()[0]
@@ -257,7 +269,7 @@ class Board:
         for rank in sorted(ranks):
             if self._is_gone(rank) and now - self._gone.setdefault(rank, now) > _GRACE_S:
                 raise PeerError(
-                    f"rank {rank} is gone: process {self._line(rank)[0]} ended without a word "
+                    f"rank {rank} is gone: process {self._line(rank)[PID]} ended without a word "
                     f"while rank {self._rank} waits for it in {what}"
                 )
 
@@ -265,26 +277,26 @@ class Board:
     def _post(self, position: _Position) -> None:
         fields = position.wait, rows_of(position.entered), position.behind, position.ended
         data = json.dumps(fields, default=_plain).encode()
-        if data == self._posted or len(data) > _AREA_NBYTES:
+        if data == self._posted or len(data) > AREA_NBYTES:
             return
         self._posted = data
         # A reader that finds an odd version, or another one afterwards, has read in between.
         line = self._line(self._rank)
         self._version += 2
-        line[1] = self._version - 1
-        line[2] = len(data)
+        line[VERSION] = self._version - 1
+        line[NBYTES] = len(data)
         start = self._area(self._rank)
         self._page[start : start + len(data)] = data
-        line[1] = self._version
+        line[VERSION] = self._version
 
     def _read(self, rank: int) -> _Position | None:
         line = self._line(rank)
-        version = line[1]
+        version = line[VERSION]
         if version == 0 or version % 2:
             return None
         start = self._area(rank)
-        data = self._page[start : start + line[2]]
-        if line[1] != version:
+        data = self._page[start : start + line[NBYTES]]
+        if line[VERSION] != version:
             return None
         try:
             wait, entered, behind, ended = json.loads(data)

@@ -18,7 +18,7 @@ from multidevice import early
 from multidevice.agreement import Channel, Turns
 from multidevice.backends.protocol import Backend, PeerMemory, Team
 from multidevice.control import OF_USERS, Control, LocalControl
-from multidevice.faults import Guard
+from multidevice.faults import Guard, start_monitor
 from multidevice.launch import ALONE, Launch, read_launch
 
 if TYPE_CHECKING:
@@ -304,5 +304,7 @@ def _connect(launch: Launch) -> Communicator:
     guard.on_exit.append(communicator.drain)
     guard.after_exit.append(communicator.close)
     guard.install()
+    if uses_mpi and control.board is not None:
+        start_monitor(control.board)
     early.disarm()
     return communicator

@@ -8,6 +8,7 @@ steps, so the channel and the data communicators stay usable.
 from __future__ import annotations
 
 import mmap
+import os
 import struct
 import sys
 import time
@@ -364,9 +365,12 @@ class JobControl(Control):
 
     def connect_board(self) -> None:
         """Makes the board when all ranks share a host; collective over all ranks."""
-        shared = self._shared(nbytes_of(self.size), self.world)
+        files: list[int] = []
+        shared = self._shared(
+            nbytes_of(self.size), self.world, on_made=lambda fd: files.append(os.dup(fd))
+        )
         if shared is not None:
-            self.board = Board(shared, self.rank, self.size)
+            self.board = Board(shared, self.rank, self.size, *files)
         self.agree(None)
         if self.board is not None:
             self.board.connect()
@@ -376,11 +380,14 @@ class JobControl(Control):
         shared = self._shared(nbytes, team)
         return None if shared is None else memoryview(shared)[page.LINE_NBYTES :].cast("Q")
 
-    def _shared(self, nbytes: int, team: Team) -> mmap.mmap | None:
+    def _shared(
+        self, nbytes: int, team: Team, on_made: Callable[[int], None] = lambda fd: None
+    ) -> mmap.mmap | None:
         return page.open_together(
             lambda kind, payload: self.exchange(payload, team=team, kind=kind),
             nbytes,
             is_first=team[0] == self.rank,
+            on_made=on_made,
         )
 
     @abstractmethod

@@ -3,7 +3,7 @@
 `Guard.install` sets the hooks: an uncaught exception, in any thread, prints rank and error and
 aborts the job; a rank that exits announces how far it came, so that a peer that waits for more
 raises `PeerError` at once; an exit with a non-zero code ends the job even if the peers never
-wait.
+wait. `start_monitor` starts the process that tells of a rank that a signal has killed.
 """
 
 from __future__ import annotations
@@ -12,19 +12,23 @@ import atexit
 import faulthandler
 import io
 import os
+import select
+import subprocess
 import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
-from contextlib import redirect_stderr, suppress
+from contextlib import ExitStack, redirect_stderr, suppress
+from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, TextIO
 
 from fuser.errors import CommunicationError, FuserError, last_user_line
-from multidevice import early
+from multidevice import early, rank_monitor
 from multidevice.last_words import user_frames, wait_for_reader
 
 if TYPE_CHECKING:
+    from multidevice.board import Board
     from multidevice.control import JobControl
 from multidevice.waiting import Event
 
@@ -175,6 +179,7 @@ class Guard:
         if not self._ending.acquire(blocking=False):
             return
         control = self._control
+        self._say(rank_monitor.SAID_WHY)
         timer = threading.Timer(_ABORT_LIMIT_S, os._exit, (code,))
         timer.daemon = True
         timer.start()
@@ -221,6 +226,58 @@ class Guard:
             self._end(str(error), 1)
         for hook in self.after_exit:
             hook()
+        self._say(rank_monitor.LEFT)
+
+    def _say(self, word: int) -> None:
+        """Tells the monitor of the ranks why this one ends."""
+        if self._control.board is not None:
+            self._control.board.say(word)
+
+
+def start_monitor(board: Board) -> None:
+    """Starts the process that tells which rank was killed (`rank_monitor`), on the rank that made
+    the board; nothing where the launcher is not MPICH's or the system has no pidfds.
+
+    A shell between makes it no child of this rank, whose program may wait for all its children.
+    """
+    if board.file < 0:
+        return
+    with suppress(OSError, AttributeError), ExitStack() as opened:
+        opened.callback(os.close, board.file)
+        parents = _parents_in_mpich()
+        if not parents or not sys.executable:
+            return
+        events = opened.enter_context(select.epoll())
+        fds: list[int] = []
+        for pid in (*board.processes(), *parents):
+            fds.append(os.pidfd_open(pid))
+            opened.callback(os.close, fds[-1])
+            events.register(fds[-1], select.EPOLLIN)
+        ranks = fds[: -len(parents)]
+        numbers = events.fileno(), board.file, len(ranks), ",".join(map(str, ranks)), *fds[-2:]
+        script = sys.executable, "-I", "-S", rank_monitor.__file__, *map(str, numbers)
+        subprocess.run(
+            ["/bin/sh", "-c", '"$@" &', "sh", *script],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            pass_fds=[events.fileno(), board.file, *fds],
+            cwd="/",
+            start_new_session=True,
+            check=False,
+        )
+
+
+def _parents_in_mpich() -> tuple[int, int] | None:
+    """Returns the processes of MPICH's launcher that started this rank: the proxy of this host, and
+    its parent; None under another launcher."""
+    pid = os.getppid()
+    while "PMI_FD" in os.environ and pid > 1:
+        head, _, tail = Path(f"/proc/{pid}/stat").read_text().rpartition(")")
+        parent = int(tail.split()[1])
+        if head.endswith("(hydra_pmi_proxy"):
+            return pid, parent
+        pid = parent
+    return None
 
 
 def _error_text(

@@ -28,11 +28,18 @@ OFFER, OPENING = "offer", "opening"
 Exchange = Callable[[str, bytes], list[bytes]]
 
 
-def open_together(exchange: Exchange, nbytes: int, *, is_first: bool) -> mmap.mmap | None:
+def open_together(
+    exchange: Exchange,
+    nbytes: int,
+    *,
+    is_first: bool,
+    on_made: Callable[[int], None] = lambda fd: None,
+) -> mmap.mmap | None:
     """Returns a page of `nbytes` zeros after its first line, the same on all members of a team.
 
-    `exchange` is collective over the team; `is_first` says whether this is its first member. None,
-    on every member, when they do not all share a host and its process numbers.
+    `exchange` is collective over the team; `is_first` says whether this is its first member, which
+    calls `on_made` with the file's descriptor before it closes it. None, on every member, when they
+    do not all share a host and its process numbers.
     """
     nbytes += LINE_NBYTES
     fd = _create(nbytes) if is_first else -1
@@ -40,6 +47,8 @@ def open_together(exchange: Exchange, nbytes: int, *, is_first: bool) -> mmap.mm
         offer = exchange(OFFER, _offer(fd, nbytes) if fd >= 0 else b"")[0]
         page = _map(fd, nbytes) if fd >= 0 else _open(offer, nbytes)
         opened = exchange(OPENING, b"1" if page is not None else b"")
+        if page is not None and fd >= 0 and all(opened):
+            on_made(fd)
     finally:
         if fd >= 0:
             os.close(fd)
