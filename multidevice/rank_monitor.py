@@ -33,7 +33,7 @@ from typing import Any, NamedTuple
 _LINE_NBYTES = 64
 AREA_NBYTES = 1 << 16
 # The words of a rank's line: its process; version and size of its position in JSON; what it has
-# said about its own end; how many calls of programs it has begun.
+# said about its own end; how many calls of programs it has begun (messages count from call 0).
 PID, VERSION, NBYTES, SAID, CALLS = range(5)
 # In a line's SAID: the rank has left as programs do; it has printed why it ends.
 LEFT, SAID_WHY = 1, 2
@@ -146,7 +146,7 @@ def sentence(end: End, board: Page, *, is_oom: bool = False) -> str:
     elif board.word(end.rank, SAID) == LEFT:
         where = "during its exit, after its work was done"
     elif calls:
-        where = f"during or after call {calls} of a program with a mesh"
+        where = f"during or after call {calls - 1} of a program with a mesh"
     else:
         where = "before its first call of a program with a mesh"
     memory = "; the system has ended a process for want of memory meanwhile" if is_oom else ""

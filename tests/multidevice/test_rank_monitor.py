@@ -304,7 +304,7 @@ def test_monitor_says_what_is_known() -> None:
     assert f"{before}; rank 0 waited for it in a barrier; ending the job\n" in line(9)
     first.clear()
     second.calls[0] = 70_000
-    assert "during or after call 70000 of a program with a mesh" in line(9)
+    assert "during or after call 69999 of a program with a mesh" in line(9)
     second.watch("call 3", [Need(0, Calls("talk", (0, 1)), 1)], {})
     assert f"by signal 7 (SIGBUS) during its wait in call 3 (process {pid}); ending" in line(7)
     second.clear()
