@@ -86,15 +86,33 @@ def tensor_text(tv: TensorView) -> str:
 def fusion_math(fusion: Fusion, *, used_only: bool = True) -> str:
     """Return nvFuser's `print_math` text.
 
-    `used_only` leaves out ops that reach no output.
+    `used_only` leaves out ops that reach no output, and writes each op before its first user, from
+    the first output on; else all ops stand in the order in which they were written.
     """
     lines = ["Inputs:"]
     lines += [f"  {value_text(v)}" for v in fusion.inputs]
     lines += ["Outputs:"]
     lines += [f"  {value_text(v)}" for v in fusion.outputs]
     lines += ["", "%kernel_math {"]
-    lines += [op_text(op) for op in (fusion.used_exprs() if used_only else fusion.exprs)]
+    lines += [op_text(op) for op in (_by_use(fusion) if used_only else fusion.exprs)]
     return "\n".join(lines) + "\n} // %kernel_math \n\n"
+
+
+def _by_use(fusion: Fusion) -> list[Op]:
+    """Return the ops that reach an output, depth first from the outputs, operands before users."""
+    found: dict[Op, None] = {}
+    stack: list[tuple[object, bool]] = [(out, False) for out in reversed(fusion.outputs)]
+    while stack:
+        value, is_ready = stack.pop()
+        op = fusion.definition(value)  # pyright: ignore[reportArgumentType]
+        if op is None or op in found:
+            continue
+        if is_ready:
+            found[op] = None
+        else:
+            stack.append((value, True))
+            stack += ((v, False) for v in reversed(op.inputs))
+    return list(found)
 
 
 def transform_text(t: Transform, domain: TensorDomain) -> str:

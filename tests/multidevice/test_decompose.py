@@ -167,8 +167,8 @@ def test_row_parallel_linear_in_half_precision_adds_its_bias_once_in_float() -> 
     assert [re.sub(r"\[.*?\]", "", line) for line in math_of(fusion)] == [
         "T9_l___bfloat = linear(T0_g___bfloat, T1_g___bfloat)",
         "T4_l___bfloat = Reshard( T9_l___bfloat, along = {deviceIdx.x}, from = 2, op = add )",
-        "T5_l___bfloat = broadcast( T2_g___bfloat, flags = {true, false} )",
         "T6_l_float = __bfloat2float(T4_l___bfloat);",
+        "T5_l___bfloat = broadcast( T2_g___bfloat, flags = {true, false} )",
         "T7_l_float = __bfloat2float(T5_l___bfloat);",
         "T8_l_float = T6_l_float + T7_l_float;",
         "T3_g___bfloat = __float2bfloat(T8_l_float);",

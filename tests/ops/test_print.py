@@ -4,16 +4,20 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 
 import pytest
+import torch
 
-from fuser import ops
+from fuser import FusionDefinition, ops
 from fuser.ir.dtypes import DataType
 from fuser.ir.fusion import Fusion
 from fuser.ir.guard import FusionGuard, active_fusion
 from fuser.ir.tensor import TensorView
+from fuser.ir.text import op_text
 from fuser.ops.define import define_scalar, define_tensor
+from tests.frontend.again import again, assert_same
 
 D = DataType
 
@@ -224,3 +228,63 @@ def test_print_math(build: Callable[[], TensorView]) -> None:
     with FusionGuard(fusion):
         fusion.add_output(build())
     assert fusion.print_math() == GOLDEN[build]
+
+
+# ------------------------------------------------------------------ the order of ops
+def out_of_order() -> FusionDefinition:
+    """Ops that are written in another order than the outputs need them; one reaches none."""
+    with FusionDefinition() as fd:
+        x, y = fd.define_tensor([4]), fd.define_tensor([4])
+        first, second = fd.ops.exp(x), fd.ops.sin(y)
+        fd.ops.cos(x)
+        total = fd.ops.add(second, first)
+        early, late = (fd.ops.uniform(0.0, 1.0, [4]) for _ in range(2))
+        mean, _ = fd.ops.var_mean(total, 0)
+        fd.add_output(fd.ops.neg(late))
+        fd.add_output(mean)
+        fd.add_output(early)
+        fd.add_output(first)
+    return fd
+
+
+@pytest.mark.finding("float constants")
+def test_math_has_the_ops_by_use_from_the_first_output_on() -> None:
+    text = out_of_order().fusion.print_math()
+    results = re.findall(r"^T(\d+)_", text.partition("%kernel_math {")[2], re.MULTILINE)
+    # The second uniform and its neg; sin, exp, their sum, its variance; the first uniform.
+    assert results == ["7", "12", "3", "2", "5", "8", "9", "10", "11", "6"]
+
+
+@pytest.mark.finding("float constants")
+def test_math_of_a_program_is_complete_and_always_the_same() -> None:
+    fusion = out_of_order().fusion
+    text = fusion.print_math()
+    assert all(op_text(op) in text for op in fusion.used_exprs())
+    assert text.count("\n   = ") == sum(len(op.outputs) == 1 for op in fusion.used_exprs())
+    assert text == out_of_order().fusion.print_math() == fusion.copy()[0].print_math()
+    # All ops, as they were written.
+    everything = fusion.print_math(from_outputs_only=False)
+    places = [everything.index(op_text(op)) for op in fusion.exprs]
+    assert places == sorted(places)
+
+
+@pytest.mark.finding("float constants")
+def test_repr_keeps_the_order_of_random_ops_and_so_their_numbers() -> None:
+    fd = out_of_order()
+    twin = again(fd)
+    inputs = [torch.randn(4), torch.randn(4)]
+    found: list[list[torch.Tensor]] = []
+    for one in (fd, twin):
+        torch.manual_seed(5)
+        found.append(one.execute(inputs))
+    assert_same(*found)
+
+
+@pytest.mark.finding("float constants")
+def test_math_of_a_long_chain_takes_no_recursion() -> None:
+    with FusionDefinition() as fd:
+        x = fd.define_tensor([4])
+        for _ in range(3000):
+            x = fd.ops.neg(x)
+        fd.add_output(x)
+    assert fd.fusion.print_math().count("\n   = -") == 3000
