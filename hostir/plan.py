@@ -114,6 +114,11 @@ class Plan:
     # What returns the plan of later runs, after the first one; None where it is this one.
     settled: Callable[[], Plan] | None = None
 
+    def describe(self) -> list[str]:
+        """Return a line for each step, in order: the op that it carries out, its kind and how many
+        operands it has, as in `LaunchKernel: Launch of 3`. A step of no op has its kind alone."""
+        return [str(step) if op is None else f"{op.name}: {step}" for step, op in self.steps]
+
     def memory(self, nbytes: int) -> torch.Tensor:
         """Return memory for intermediates, for the current stream. Raises torch's error where there
         is none."""

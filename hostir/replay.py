@@ -434,7 +434,7 @@ class Recorder:
         def collective_permute(slots: Slots) -> None:
             slots[work] = permute(op, (to, source), rank, team, backend, slots[inp], slots[out])
 
-        return self._marked(work, Action(collective_permute))
+        return self._marked(work, Action(collective_permute, 2))
 
     def _start_coalescing(self, op: StartCoalescing) -> None:
         self._group = []
@@ -478,7 +478,7 @@ class Recorder:
                 else Done()
             )
 
-        return self._marked(work, Action(start))
+        return self._marked(work, Action(start, len(group)))
 
     def _wait(self, op: Wait) -> Closure | None:
         if ("work", op.number) not in self._slot:

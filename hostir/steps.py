@@ -121,7 +121,7 @@ class BoundKernel(NamedTuple):
 
 
 class Step(Protocol):
-    """One action of a plan."""
+    """One action of a plan. Its text is its kind and the number of its operands."""
 
     def bind(self, binding: Binding) -> Closure | None:
         """Returns what carries the step out; None where nothing is left to do in a run."""
@@ -130,9 +130,14 @@ class Step(Protocol):
 
 @dataclass(frozen=True, eq=False)
 class Action:
-    """A step that is the same however it is bound."""
+    """A step that is the same however it is bound. `operands` counts the tensors that a closure for
+    several ops works on, which no op tells."""
 
     run: Closure
+    operands: int | None = None
+
+    def __str__(self) -> str:
+        return "Action" if self.operands is None else f"Action of {self.operands}"
 
     def bind(self, binding: Binding) -> Closure:
         return self.run
@@ -183,6 +188,9 @@ class Make:
     slot: int
     make: Closure
 
+    def __str__(self) -> str:
+        return "Make"
+
     def bind(self, binding: Binding) -> Closure | None:
         return None if self.slot in binding.fixed else self.make
 
@@ -193,6 +201,9 @@ class Both:
 
     first: Step
     second: Step
+
+    def __str__(self) -> str:
+        return f"{self.first} + {self.second}"
 
     def bind(self, binding: Binding) -> Closure | None:
         first, second = self.first.bind(binding), self.second.bind(binding)
@@ -211,6 +222,9 @@ class Release:
     """Lets go of the tensor of a slot."""
 
     slot: int
+
+    def __str__(self) -> str:
+        return "Release"
 
     def bind(self, binding: Binding) -> Closure | None:
         i = self.slot
@@ -233,6 +247,9 @@ class View:
     strides: tuple[int, ...]
     shift: int
     itemsize: int
+
+    def __str__(self) -> str:
+        return "View"
 
     def bind(self, binding: Binding) -> Closure | None:
         i, o, shape, strides, shift = self.source, self.out, self.shape, self.strides, self.shift
@@ -263,6 +280,9 @@ class Multiply(NamedTuple):
     product: Product
     ins: tuple[int, ...]
     out: int
+
+    def __str__(self) -> str:
+        return f"Multiply of {len(self.ins) + 1}"
 
     def bind(self, binding: Binding) -> Closure:
         function, product = self.product.function, self.product
@@ -311,6 +331,9 @@ class Collective:
     work: int
     stream: int | None
 
+    def __str__(self) -> str:
+        return f"Collective of {(self.inp >= 0) + (self.out >= 0)}"
+
     def bind(self, binding: Binding) -> Closure:
         post, work = self.post, self.work
         stream = binding.raw(self.stream)
@@ -330,6 +353,9 @@ class Exchange:
     buffers: tuple[int, ...]
     work: int
     stream: int | None
+
+    def __str__(self) -> str:
+        return f"Exchange of {len(self.buffers)}"
 
     def bind(self, binding: Binding) -> Closure:
         post, work = self.post, self.work
@@ -356,6 +382,9 @@ class Launch(NamedTuple):
     numbers: tuple[Number, ...]
     read: Callable[[Slots], Sequence[Number]] | None
     stream: int | None
+
+    def __str__(self) -> str:
+        return f"Launch of {len(self.operands)}"
 
     def bind(self, binding: Binding) -> Closure:
         kernel, launch = self.kernel.kernel, self.kernel.launch
