@@ -10,6 +10,10 @@ inputs of a rank's first run, and writes into them, is equal in every bit, and s
 
 A test is only watched: what ran, on which inputs, ranks and options. The copies run after it, on
 simulated ranks of their own. `EXCEPTIONS` says what cannot; the closing lines count it.
+
+What a host program records for later runs, its plan, is compared with what the program needs on
+that rank (`tests/hostir/plan_steps.py`): a step that is there twice, or is not there, fails the
+test. This is done for each plan of every test, but for `--again=none`.
 """
 
 from __future__ import annotations
@@ -35,6 +39,8 @@ if TYPE_CHECKING:
     import torch
 
     from fuser.ir.fusion import Fusion
+    from hostir.evaluate import HostIrEvaluator
+    from hostir.plan import Plan
 
 CHOICES = ("all", "share", "none")
 # Of so many tests, one has its programs run again wherever the tests run.
@@ -90,7 +96,22 @@ class Watch:
         # Where ranks are simulated: the baton of their world -> rank -> its runs, in their order.
         self.worlds: dict[Any, dict[int, list[Run]]] = {}
         self.left_out: Counter[str] = Counter()
+        # How many plans were recorded, and how some differ from what their programs need.
+        self.plans = 0
+        self.wrong_plans: list[str] = []
         self._lock = threading.Lock()
+
+    def see_plan(self, evaluator: HostIrEvaluator, plan: Plan, inputs: Sequence[Any]) -> None:
+        """Compare a plan, which the inputs have made, with what its program needs."""
+        from tests.hostir.plan_steps import faults, values_of
+
+        try:
+            wrong = faults(plan, *values_of(evaluator, inputs))
+        except Exception as error:
+            wrong = [f"{type(error).__name__}: {error}"]
+        with self._lock:
+            self.plans += 1
+            self.wrong_plans += [f"{line}, in the plan of\n{plan.program}" for line in wrong]
 
     def see(
         self, fusion: Fusion, make: Callable[[Fusion], Any], key: str, known: set[int]
@@ -214,6 +235,16 @@ class Watcher:
 
     @contextmanager
     def installed(self) -> Generator[None]:
+        with watched_plans(self._see_plan), self._watched_programs():
+            self.is_installed = True
+            yield
+
+    def _see_plan(self, evaluator: HostIrEvaluator, plan: Plan, inputs: Sequence[Any]) -> None:
+        if self.watch is not None:
+            self.watch.see_plan(evaluator, plan, inputs)
+
+    @contextmanager
+    def _watched_programs(self) -> Generator[None]:
         from fuser.frontend.executor_cache import FusionExecutorCache
         from fuser.frontend.manual import KernelExecutor
 
@@ -231,7 +262,6 @@ class Watcher:
                 _FirstRuns(watcher, seen, self, ("run",))
 
         FusionExecutorCache.__init__, KernelExecutor.compile = map(_as_ours, (made, compiled))
-        self.is_installed = True
         yield
         FusionExecutorCache.__init__, KernelExecutor.compile = init, compile_
 
@@ -265,6 +295,30 @@ class Watcher:
 
         seen = self.watch.see(fusion, make, fusion_text(fusion), self.known)
         return seen if self.watch.has_runs else None
+
+
+@contextmanager
+def watched_plans(
+    note: Callable[[HostIrEvaluator, Plan, Sequence[Any]], None],
+) -> Generator[None]:
+    """Call `note` with each plan that an evaluator has newly recorded, and the inputs it has run
+    on."""
+    from hostir.evaluate import HostIrEvaluator
+
+    run = HostIrEvaluator._run
+    told = weakref.WeakSet[Any]()
+
+    def watched(self: Any, inputs: Any, known: Any, plan: Any) -> Any:
+        outputs = run(self, inputs, known, plan)
+        for made in [] if plan is not None else [*known.plans.values()]:
+            if made not in told:
+                told.add(made)
+                note(self, made, inputs)
+        return outputs
+
+    HostIrEvaluator._run = _as_ours(watched)
+    yield
+    HostIrEvaluator._run = run
 
 
 class _FirstRuns:
@@ -509,10 +563,14 @@ class Plugin:
         wrong: list[str] = []
         if watch is not None:
             watch.settle(self._watcher.counts)
+            self._watcher.counts["plans"] += watch.plans
             wrong = check_runs(watch)
         yield
         if watch is None:
             return
+        if watch.wrong_plans:
+            shown = "\n\n".join(watch.wrong_plans[:3])
+            pytest.fail(f"{len(watch.wrong_plans)} faults of plans:\n{shown}", pytrace=False)
         wrong = check_copies(watch, self._watcher.counts) + (wrong and check_runs(watch))
         if wrong:
             shown = "\n\n".join(wrong[:3])

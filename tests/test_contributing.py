@@ -9,6 +9,7 @@ import shutil
 import subprocess
 import sys
 import textwrap
+from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
@@ -85,11 +86,11 @@ def tree(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def run(tree: Path, *command: str) -> str:
+def run(tree: Path, *command: str, settings: Mapping[str, str] | None = None) -> str:
     done = subprocess.run(
         command,
         cwd=tree,
-        env={**os.environ, "PYTHONPATH": str(tree), "OMP_NUM_THREADS": "1"},
+        env={**os.environ, "PYTHONPATH": str(tree), "OMP_NUM_THREADS": "1", **(settings or {})},
         capture_output=True,
         text=True,
         check=False,
@@ -109,9 +110,12 @@ def perform(tree: Path, title: str) -> str:
     for file, lines in files:
         assert not (tree / file).exists()
         (tree / file).write_text(textwrap.dedent(lines) + "\n")
-    lines = [shlex.split(line) for line in commands.strip().split("\n")]
-    assert {command[0] for command in lines} == {"python"}
-    *_, printed = [run(tree, sys.executable, *command[1:]) for command in lines]
+    printed = ""
+    for line in commands.strip().split("\n"):
+        before, python, after = line.partition("python ")
+        assert python, f"a command of Python: {line}"
+        settings = dict(word.split("=") for word in before.split())
+        printed = run(tree, sys.executable, *shlex.split(after), settings=settings)
     return printed
 
 

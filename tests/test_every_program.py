@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,8 @@ from fuser import FusionDefinition, ParallelType, multidevice
 from fuser.frontend import python_text
 from fuser.ops.define import define_tensor
 from hostir.evaluate import HostIrEvaluator
+from hostir.plan import Plan
+from hostir.replay import Recorder
 from tests.every_program import EXCEPTIONS, Watch, Watcher, check_copies, check_runs
 
 WATCHER = Watcher()
@@ -107,6 +110,31 @@ def test_first_runs_are_noted_and_equal(
     (runs,) = watch.worlds.values()
     assert [len(runs[rank]) for rank in range(ranks)] == [1] * ranks
     assert not wrong_of(watch) and not watch.left_out
+
+
+@pytest.mark.parametrize("times", [0, 1, 2])
+@pytest.mark.parametrize(("define", "execute", "ranks"), KINDS[:3])
+def test_steps_that_a_plan_lacks_or_has_twice_are_told(
+    watch: Watch,
+    monkeypatch: pytest.MonkeyPatch,
+    define: Callable[[], FusionDefinition],
+    execute: Callable[[FusionDefinition], None],
+    ranks: int,
+    times: int,
+) -> None:
+    finish = Recorder.finish
+
+    def so_often(recorder: Recorder, *args: Any) -> Plan:
+        """Return the plan with each of its steps so many times."""
+        plan = finish(recorder, *args)
+        return replace(plan, steps=tuple(step for step in plan.steps for _ in range(times)))
+
+    monkeypatch.setattr(Recorder, "finish", so_often)
+    execute(define())
+    assert watch.plans >= ranks
+    assert bool(watch.wrong_plans) is (times != 1), watch.wrong_plans
+    for line in watch.wrong_plans:
+        assert "expected" in line and "found" in line
 
 
 @of_each_kind
