@@ -158,6 +158,18 @@ def test_limits_of_floats_are_refused_as_constants_are() -> None:
                 fd.execute([x, large])
 
 
+@pytest.mark.finding("G8")
+def test_complex_beginnings_of_scans_are_refused_as_constants_are() -> None:
+    x = torch.tensor([1 + 2j, -0.5j], dtype=torch.complex64)
+    with FusionDefinition() as fd:
+        t, s = fd.from_pytorch(x), fd.define_scalar(dtype=DataType.ComplexDouble)
+        fd.add_output(fd.ops.cumsum(t, 0, s))
+    for _ in range(3):
+        torch.testing.assert_close(fd.execute([x, 3j])[0], x.cumsum(0) + 3j)
+        with pytest.raises(InputError, match=r"cumsum: c.* is out of the range"):
+            fd.execute([x, 1e300j])
+
+
 # ------------------------------------------------------------------ other ways to run
 @pytest.mark.finding("G8")
 @pytest.mark.parametrize("name", REFUSED)
