@@ -43,6 +43,18 @@ def check_operands(
     ):
         if len(mine) != len(theirs):
             raise VerifyError(f"{len(mine)} {what}, but {where} has {len(theirs)}")
-        for a, b in zip(mine, theirs, strict=True):
+        for k, (a, b) in enumerate(zip(mine, theirs, strict=True)):
             if kind(a) != kind(b, like=a):
-                raise VerifyError(f"{what}: {a}, but {where} has {b}")
+                differ = _difference(a, b)
+                raise VerifyError(f"its {what[:-1]} {k} is {a}, but {where} has {b}{differ}")
+
+
+def _difference(a: TensorView | Scalar, b: TensorView | Scalar) -> str:
+    """Return in what a launch's operand differs from the fusion's, where that is one thing."""
+    if not (isinstance(a, TensorView) and isinstance(b, TensorView)):
+        return ""
+    if a.dtype() is not b.dtype():
+        return ", of another dtype"
+    if a.ndim != b.ndim:
+        return f": {a.ndim} axes, expected {b.ndim}"
+    return ", on another mesh" if a.mesh != b.mesh else ", of other extents"

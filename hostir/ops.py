@@ -21,6 +21,7 @@ from fuser.ir import scalar as sc
 from fuser.ir.core import Op, attr, operand, operands, region, result, results
 from fuser.ir.domain import IterDomain
 from fuser.ir.dtypes import DataType
+from fuser.ir.naming import axis_words
 from fuser.ir.scalar import Scalar, ScalarLike, Symbol
 from fuser.ir.tensor import TensorView
 from fuser.ir.types import DEVICE_TYPES, MemoryType, ParallelType
@@ -177,9 +178,13 @@ class LocalSlice(HostOp):
         if mesh is None or mesh.size_of(self.ptype) < 2:
             raise VerifyError(f"LocalSlice: {self.out} has no {self.ptype.text} to slice along")
         if not 0 <= self.axis < self.inp.ndim:
-            raise VerifyError(f"LocalSlice: axis {self.axis} of {self.inp}")
+            raise VerifyError(
+                f"LocalSlice: there is no axis {self.axis} of {self.inp}, which has {self.inp.ndim}"
+            )
         if self.inp.dtype() is not self.out.dtype():
-            raise VerifyError(f"LocalSlice: {self.inp} into {self.out}, which has another dtype")
+            raise VerifyError(
+                f"LocalSlice: it writes {self.inp} into {self.out}, which has another dtype"
+            )
 
 
 class HirAliasSelect(HostOp):
@@ -208,13 +213,21 @@ class HirAliasSelect(HostOp):
 
     def verify(self) -> None:
         if self.axis not in self.inp.domain.logical:
-            raise VerifyError(f"HirAliasSelect: {self.inp} has no logical axis {self.axis}")
+            raise VerifyError(
+                f"HirAliasSelect: {self.inp} has not the axis that is selected along"
+                f"\nin the IR: {self.axis}"
+            )
         lost = 0 if self.position is None else 1
         if self.out.ndim != self.inp.ndim - lost:
-            raise VerifyError(f"HirAliasSelect: {self.out} is not {self.inp} without {self.axis}")
+            which = axis_words(self.inp, self.axis)
+            raise VerifyError(
+                f"HirAliasSelect: {self.out} has {self.out.ndim} axes, expected "
+                f"{self.inp.ndim - lost}, those of {self.inp} without {which}"
+            )
         # An axis of local size 1 has one element, whatever the index.
         if lost and not (self.axis.is_broadcast or self.axis.is_device):
-            check_index("HirAliasSelect", self.index, self.axis.extent, str(self.axis))
+            which = axis_words(self.inp, self.axis)
+            check_index("HirAliasSelect", self.index, self.axis.extent, which)
 
 
 class ShardByStream(HostOp):
@@ -248,7 +261,7 @@ def check_index(op: str, index: Scalar, extent: Scalar, where: str) -> None:
     """Raise `VerifyError` for an index that is constant and outside; others are for the run."""
     at, size = sc.int_value(index), sc.int_value(extent)
     if at is not None and (at < 0 or (size is not None and size > 1 and at >= size)):
-        raise VerifyError(f"{op}: index {at} of {where}, which has {extent}")
+        raise VerifyError(f"{op}: index {at} is outside of {where}, which has {extent}")
 
 
 def stream_cut(tv: TensorView) -> tuple[int, Scalar]:
@@ -389,7 +402,7 @@ class ForLoop(HostOp):
 
     def verify(self) -> None:
         if sc.int_value(self.step) is not None and sc.int_value(self.step) < 1:  # pyright: ignore[reportOptionalOperand]
-            raise VerifyError(f"FOR {self.index}: a step of {self.step}")
+            raise VerifyError(f"its step is {self.step}, expected at least 1")
 
 
 def _loop_template(has_axis: bool, has_step: bool) -> str:

@@ -16,6 +16,7 @@ from fuser.ir.domain import IterDomain
 from fuser.ir.dtypes import DataType, dtype_text
 from fuser.ir.lookup import IndexPutAccumulateOp, ScatterOp
 from fuser.ir.mma import ProductOp
+from fuser.ir.naming import axis_words, in_ir
 from fuser.ir.scalar import Number, Scalar, Symbol
 from fuser.ir.scans import AlongAxisOp
 from fuser.ir.tensor import TensorView
@@ -124,7 +125,9 @@ def _check_groups(op: GroupedScalesOp, values: Mapping[Symbol, Number]) -> None:
 def _check_whole(op: Op, tv: TensorView, k: int) -> None:
     if any(p.is_device for p in _spread(tv, k)):
         axis = tv.domain.no_reductions[k]
-        raise VerifyError(f"{op.name}: {axis} of {tv} is cut, and is needed whole")
+        raise VerifyError(
+            f"{op.name}: {axis_words(tv, axis)} is cut, and is needed whole{in_ir(axis, tv)}"
+        )
 
 
 def _check_slice(op: HirAliasSelect | LocalSlice, values: Mapping[Symbol, Number]) -> None:
@@ -215,12 +218,11 @@ def _number(x: Scalar, values: Mapping[Symbol, Number]) -> Number | None:
 
 def _refuse(op: Op, one: _Axis, other: _Axis, *, how: str = "") -> None:
     (a, _, x), (b, _, y) = one, other
-    texts = f"{x} of {a}", f"{y} of {b}"
-    raise VerifyError(
-        f"{op.name}: {texts[0]} is {how}: {texts[1]}"
-        if how
-        else f"{op.name}: {texts[0]} does not fit {texts[1]}"
-    )
+    first, second = axis_words(a, x), axis_words(b, y)
+    sizes = [sc.int_value(axis.size) for axis in (x, y)]
+    extents = "" if None in sizes else f": extents {sizes[0]} and {sizes[1]}"
+    fits = f"is {how}: {second}" if how else f"does not fit {second}{extents}"
+    raise VerifyError(f"{op.name}: {first} {fits}{in_ir(x, a)}{in_ir(y, b)}")
 
 
 def _check_dtypes(op: nodes.TensorOp) -> None:

@@ -148,19 +148,20 @@ class Communication(StartsCommunication):
 
     def verify(self) -> None:
         if (self.root is not None) != (self.type in ROOTED):
-            raise VerifyError(f"{self.name}: root={self.root}")
+            rule = "takes no root" if self.type not in ROOTED else "needs a root"
+            raise VerifyError(f"{self.name}: {self.type} {rule}, got root={self.root}")
         if self.red_op != "SUM" and self.type not in REDUCING:
-            raise VerifyError(f"{self.name}: red_op={self.red_op}")
+            raise VerifyError(f"{self.name}: {self.type} reduces nothing, got red_op={self.red_op}")
         root = None if self.root is None else sc.int_value(self.root)
         if root is not None and not 0 <= root < self.team.size:
-            raise VerifyError(f"{self.name}: root={root} in a team of {self.team.size}")
+            raise VerifyError(f"{self.name}: root={root} is outside of a team of {self.team.size}")
         if self.team.size < 2:
             raise VerifyError(f"{self.name}: a team of {self.team.size} needs no communication")
         for tv in (self.inp, self.out):
             if tv.mesh is None:
                 raise VerifyError(f"{self.name}: {tv} has no mesh")
         if self.inp.dtype() is not self.out.dtype():
-            raise VerifyError(f"{self.name}: input {self.inp} and output {self.out}")
+            raise VerifyError(f"{self.name}: {self.inp} and output {self.out} differ in dtype")
 
 
 def _communication_template(has_root: bool, red_op: RedOp) -> str:
@@ -204,7 +205,7 @@ class P2PCommunication(StartsCommunication):
             raise VerifyError(f"{self.name}: {self.buffer} has no mesh")
         peer = sc.int_value(self.peer)
         if peer is not None and peer < 0:
-            raise VerifyError(f"{self.name}: peer {peer} of {self.buffer}")
+            raise VerifyError(f"{self.name}: peer {peer} of {self.buffer} is no rank")
 
 
 class CollectivePermute(StartsCommunication):
@@ -242,10 +243,12 @@ class CollectivePermute(StartsCommunication):
             if tv.mesh is None:
                 raise VerifyError(f"{self.name}: {tv} has no mesh")
         if self.inp.dtype() is not self.out.dtype():
-            raise VerifyError(f"{self.name}: input {self.inp} and output {self.out}")
+            raise VerifyError(f"{self.name}: {self.inp} and output {self.out} differ in dtype")
         for peer in map(sc.int_value, (self.send_peer, self.recv_peer)):
             if peer is not None and not 0 <= peer < self.team.size:
-                raise VerifyError(f"{self.name}: peer {peer} in a team of {self.team.size}")
+                raise VerifyError(
+                    f"{self.name}: peer {peer} is outside of a team of {self.team.size}"
+                )
 
 
 class StartCoalescing(HostOp):

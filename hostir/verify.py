@@ -12,7 +12,7 @@ from typing import Any
 
 from fuser.errors import FuserError, VerifyError
 from fuser.ir.core import Op
-from fuser.ir.fusion import Alias
+from fuser.ir.fusion import Alias, Fusion
 from fuser.ir.nodes import LoadStoreOp, TensorOp
 from fuser.ir.scalar import Scalar, Symbol, symbols
 from fuser.ir.tensor import TensorView
@@ -36,7 +36,7 @@ from hostir.effects import (
     Writes,
     effects_of,
 )
-from hostir.findings import line_numbers, line_text, listing
+from hostir.findings import in_words, line_numbers, line_text, listing
 from hostir.in_place import manner, pairs, words
 from hostir.operands import check_operands, kernel_kind, unit_kind
 from hostir.ops import (
@@ -64,7 +64,8 @@ from hostir.transfers import (
 
 
 def verify(program: HostIrContainer, *, after: str = "construction") -> None:
-    """Raise `VerifyError` naming `after`, the rule and the op, with a mark on its line.
+    """Raise `VerifyError`: a sentence that names the op, the rule and the pass `after` which it is
+    broken; below it the types of tensors and the ops around, with a mark on the line.
 
     Checked, in regions too: one buffer per tensor (an allocation, a name of another's, or a
     declared alias), of its dtype; a tensor is written before it is read (by any step of the loop,
@@ -76,28 +77,54 @@ def verify(program: HostIrContainer, *, after: str = "construction") -> None:
     launches; inputs and open loops bind every symbol; domains are well-formed. Streams are
     `hostir.race`'s matter.
     """
-    checker = _Checker(program, Storage.of(program))
+    try:
+        checker = _Checker(program, Storage.of(program))
+    except FuserError as error:
+        raise _refusal(program, str(error), after, listing(program, ())) from None
     for i, op in enumerate(program.ops):
         try:
             checker.check(op)
         except FuserError as error:
             culprit = checker.at or op
-            raise VerifyError(
-                f"after {after}: {_of(culprit, error)}, at {checker.line(culprit)}\n"
-                f"{marked(program, i, culprit)}"
-            ) from None
+            shown = marked(program, i, culprit)
+            raise _refusal(program, str(error), after, shown, culprit) from None
     checker.at = None
     try:
         checker.finish()
     except FuserError as error:
         ops = () if checker.at is None else (checker.at,)
-        raise VerifyError(f"after {after}: {error}\n{listing(program, ops)}") from None
+        raise _refusal(program, str(error), after, listing(program, ops)) from None
 
 
-def _of(op: Op, error: FuserError) -> str:
-    """Return what is wrong, with the op's name in front once."""
-    head = f"{op.name}: "
-    return head + str(error).removeprefix(head)
+def _refusal(
+    program: HostIrContainer, text: str, after: str, shown: str, culprit: Op | None = None
+) -> VerifyError:
+    """Return the error of a broken rule: a sentence in the user's words, and the IR below it."""
+    rule, _, details = text.partition("\n")
+    if culprit is not None:
+        rule = f"{_subject(culprit)}: {rule.removeprefix(f'{culprit.name}: ')}"
+        rule += f", at {line_text(culprit, line_numbers(program))}"
+    fusions = (*(g.fusion for g in program.groups.values()), *program.units.values())
+    aliased = (tv for alias in program.aliases for tv in (alias.out, alias.into))
+    tensors = (*program.tensors(), *aliased, *(tv for f in fusions for tv in f.tensors()))
+    rule, in_ir = in_words(rule, tensors)
+    below = [row for row in (*details.splitlines(), *in_ir) if row and row not in shown]
+    found = "" if after == "construction" else f"; found after {after}"
+    head = f"{rule[0].upper()}{rule[1:]}{found}"
+    return VerifyError("\n".join((head, *(f"   {row}" for row in below), shown)))
+
+
+def _subject(op: Op) -> str:
+    """Return what a sentence calls an op: `The launch of kernel group 1`, `Op matmul`, `Wait`."""
+    if isinstance(op, LaunchKernel):
+        return f"The launch of kernel group {op.group}"
+    if isinstance(op, PostOnStream):
+        return f"The launch of host unit {op.unit}"
+    if isinstance(op, ForLoop):
+        return f"The loop over {op.index}"
+    if isinstance(op, IfThenElse):
+        return "The branch"
+    return f"Op {op.name}" if isinstance(op, TensorOp) else op.name
 
 
 def marked(program: HostIrContainer, index: int, culprit: Op) -> str:
@@ -189,7 +216,7 @@ class _Checker:
     def check(self, op: Op) -> None:
         self.at = op
         if not isinstance(op, TensorOp | HostOp):
-            raise VerifyError("this op cannot stand in a host program")
+            raise VerifyError("it cannot stand in a host program")
         self._symbols(op)
         if isinstance(op, LaunchKernel):
             self._launch(op)
@@ -200,7 +227,7 @@ class _Checker:
         if isinstance(op, Synchronize):
             self._stream(op.stream.name)
         if isinstance(op, VIEW_OPS) and op.inp.dtype() is not op.out.dtype():
-            raise VerifyError(f"{op.inp} into {op.out}, which has another dtype")
+            raise VerifyError(f"it writes {op.inp} into {op.out}, which has another dtype")
         effects = effects_of(op, self.storage.buffered)
         for effect in effects:
             APPLY[type(effect)](self, effect)
@@ -291,7 +318,7 @@ class _Checker:
         }
         if op.index.name in (*self.names, *(i.name for i in self.indices)):
             # Their text would not tell which of them an index inside means.
-            raise VerifyError(f"FOR {op.index} inside of a loop or a program with an {op.index}")
+            raise VerifyError(f"a loop around it, or an input, has the name {op.index}, too")
         self.indices.append(op.index)
         self.loops.append(_Steps(makes, numbers, writes - makes))
         group, outer, self.outer_views = self.group, self.outer_views, frozenset(self.views)
@@ -349,7 +376,8 @@ class _Checker:
         for number, flight in self.in_flight.items():
             if flight.is_certain or number not in self.awaited:
                 self.at = flight.op
-                raise VerifyError(f"Communication {number} has no Wait: {op_text(flight.op)}")
+                started = f"Communication {number}, started at {self.line(flight.op)}"
+                raise VerifyError(f"{started}, has no Wait: append Wait({number})")
         for out in self.program.outputs:
             if out not in self.storage.buffered and out not in self.known:
                 raise VerifyError(f"output {out} is never written")
@@ -373,16 +401,16 @@ class _Checker:
         for tv in self.program.tensors():
             problem = tv.domain.problem
             if problem:
-                raise VerifyError(f"{tv}: {problem}")
+                raise VerifyError(f"the axes of {tv} are ill-formed\n{problem}")
         ops = tuple(walk(self.program.ops))
         used = list(program_symbols(self.program.values, self.program.tensors(), ops))
         for number, group in self.program.groups.items():
-            verify_fusion(group.fusion, after=f"cutting kernel group {number}")
+            _verify_fusion(group.fusion, f"kernel group {number}", "cutting it")
             found = program_symbols(group.fusion, group.fusion.tensors(), group.fusion.exprs)
             # What a launch gives it has a name of its own.
             used += (s for s in found if s not in group.fusion.inputs)
         for number, unit in self.program.units.items():
-            verify_fusion(unit, after=f"adding host unit {number}")
+            _verify_fusion(unit, f"host unit {number}", "adding it")
         self._bound(dict.fromkeys(used), self.loop_indices)
         if self.freed:
             owners = (t for t in self.storage.tensors if t not in self.storage.shows)
@@ -511,8 +539,6 @@ class _Checker:
         self.seen.add(number)
         if self.group is not None:
             self.group.append(flight)
-        elif number in self.in_flight and not self.loops:
-            raise VerifyError(f"there are two communications {number}")
         else:
             self.in_flight[number] = flight
 
@@ -585,6 +611,13 @@ class _Checker:
         check_operands(op, unit, f"HostUnit{op.unit}", unit_kind)
         for alias in unit.aliases:
             raise VerifyError(f"HostUnit{op.unit} updates its input {alias.into} in place")
+
+
+def _verify_fusion(fusion: Fusion, which: str, after: str) -> None:
+    try:
+        verify_fusion(fusion, after=after)
+    except VerifyError as error:
+        raise VerifyError(f"{which} breaks a rule of fusions\n{error}") from None
 
 
 APPLY: dict[type, Callable[[_Checker, Any], None]] = {

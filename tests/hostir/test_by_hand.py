@@ -362,7 +362,7 @@ def test_an_error_in_a_later_run_restores_the_stream(
 
 @pytest.mark.parametrize("index", [-1, 4])
 def test_a_constant_index_outside_is_found_before_running(index: int) -> None:
-    with pytest.raises(VerifyError, match=rf"HirAliasSelect.*index {index} of iS"):
+    with pytest.raises(VerifyError, match=rf"HirAliasSelect.*index {index} is outside of axis 0"):
         verify(_selecting(lambda _: hostir.as_scalar(index)))
 
 

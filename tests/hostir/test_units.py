@@ -182,8 +182,8 @@ def test_posts_that_do_not_fit_their_unit() -> None:
         ((x,), (y,), 5, "no HostUnit5"),
         ((x, x), (y,), number, "2 inputs, but HostUnit0 has 1"),
         ((x,), (y, y), number, "2 outputs, but HostUnit0 has 1"),
-        ((x,), (half,), number, "outputs: T2"),
-        ((x,), (wide,), number, "outputs: T3"),
+        ((x,), (half,), number, "its output 0 is T2.*, of another dtype"),
+        ((x,), (wide,), number, "its output 0 is T3.*: 3 axes, expected 2"),
     ):
         with pytest.raises(VerifyError, match=words):
             verify(hic.with_ops((PostOnStream(ins, outs, unit=unit_number),)))
