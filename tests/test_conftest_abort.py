@@ -124,6 +124,7 @@ def run_two_ranks(
 
 
 @pytest.mark.parametrize("case", CASES)
+@pytest.mark.finding("F58")
 def test_failing_rank_ends_the_job(case: str, tmp_path: Path) -> None:
     sources, expected = CASES[case]
     done = run_two_ranks(tmp_path, sources, "-p", "tests.mpi_abort")

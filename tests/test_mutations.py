@@ -20,6 +20,7 @@ ROOT = Path(__file__).parents[1]
 
 
 @pytest.mark.parametrize(("kind", "cases"), [("programs", 150), ("fusions", 150), ("cache", 40)])
+@pytest.mark.finding("F48")
 def test_a_sample_of_damage(kind: str, cases: int) -> None:
     command = [sys.executable, str(ROOT / "scripts" / "mutate.py"), kind, "--seed", "5000"]
     answer = subprocess.run(
@@ -39,6 +40,7 @@ def test_a_sample_of_damage(kind: str, cases: int) -> None:
         ("\u0663", "expected a scalar"),
     ],
 )
+@pytest.mark.finding("F48")
 def test_scalars_that_are_none(text: str, why: str) -> None:
     with pytest.raises(ParseError, match=why):
         parse_scalar(text)

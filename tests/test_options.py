@@ -131,12 +131,14 @@ def test_every_name_is_documented_and_does_one_thing() -> None:
 
 
 @pytest.mark.parametrize("port", ["\u0663\u0663", "\u00b2", "1" * 5000, "-1", "0", "65536"])
+@pytest.mark.finding("F53")
 def test_a_port_is_written_in_ascii_digits(monkeypatch: pytest.MonkeyPatch, port: str) -> None:
     monkeypatch.setenv("FUSER_MASTER_PORT", port)
     with pytest.raises(OptionError, match="not a port number"):
         options.master_port()
 
 
+@pytest.mark.finding("F53")
 def test_the_cache_of_an_unknown_user(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FUSER_CACHE_DIR", "~no-such-user-here/kernels")
     with pytest.raises(OptionError, match="FUSER_CACHE_DIR='~no-such-user-here/kernels'"):

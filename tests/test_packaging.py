@@ -95,6 +95,7 @@ def build(kind: str, tmp_path: Path, files: Sequence[str], folders: Sequence[str
 ABOUT = ("pyproject.toml", "README.md", "LICENSE")
 
 
+@pytest.mark.finding("F24")
 def test_sdist_holds_what_a_reader_needs(tmp_path: Path) -> None:
     """Docs, examples, scripts, benchmarks and tests, beside the packages."""
     folders = (*ROOTS, "docs", "examples", "scripts", "benchmarks", "tests")

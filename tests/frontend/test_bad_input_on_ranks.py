@@ -271,6 +271,8 @@ CHECKS: dict[str, Callable[[], None]] = {
 
 
 @pytest.mark.parametrize("name", CHECKS)
+@pytest.mark.finding("F22")
+@pytest.mark.finding("F32")
 def test_on_simulated_ranks(name: str) -> None:
     with simulate(2) as world:
         world.run(CHECKS[name])
@@ -278,6 +280,8 @@ def test_on_simulated_ranks(name: str) -> None:
 
 @pytest.mark.mpi(min_size=2)
 @pytest.mark.parametrize("name", CHECKS)
+@pytest.mark.finding("F22")
+@pytest.mark.finding("F32")
 def test_under_mpirun(name: str, comm: Communicator) -> None:
     if comm.size() != 2:
         pytest.skip("for 2 ranks")

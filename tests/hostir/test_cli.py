@@ -55,6 +55,7 @@ def test_print(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert parse(short).is_short
 
 
+@pytest.mark.finding("F21")
 def test_a_short_text_prints_but_not_in_full(
     file: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -178,6 +179,7 @@ def test_an_axis_that_is_the_devices_has_their_number(
         (["--save", "PROGRAM"], "InputError: --save"),
     ],
 )
+@pytest.mark.finding("F21")
 def test_wrong_runs(
     args: list[str],
     message: str,

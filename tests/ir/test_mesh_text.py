@@ -44,6 +44,7 @@ def block(*shape: int, start: int = 0) -> object:
         ([list(range(k, 64, 8)) for k in range(8)], "{{0..56 by 8}..{7..63 by 8} by 1}"),
     ],
 )
+@pytest.mark.finding("F21")
 def test_text_of_a_mesh(devices: object, text: str) -> None:
     mesh = DeviceMesh(devices)
     assert str(mesh) == f"DeviceMesh{text}"

@@ -122,6 +122,7 @@ FAULTS = {
 
 @needs_mpi
 @pytest.mark.parametrize("kind", [kind for kind in FAULTS if kind != "exit_code"])
+@pytest.mark.finding("F45")
 def test_a_fault_ends_an_mpi_job(kind: str) -> None:
     job = run_job("mpirun", 2, "faults.py", kind)
     assert job.code != 0, job.text
@@ -130,6 +131,7 @@ def test_a_fault_ends_an_mpi_job(kind: str) -> None:
 
 @needs_mpi
 @pytest.mark.parametrize("kind", ["os_exit", "kill"])
+@pytest.mark.finding("F45")
 def test_a_rank_that_ends_without_a_word_leaves_no_shared_memory(kind: str, tmp_path: Path) -> None:
     job = run_job("mpirun", 2, "faults.py", kind, str(tmp_path / "segments"))
     segments = (tmp_path / "segments").read_text().split()
@@ -228,6 +230,7 @@ def test_a_rank_that_crashes_tells_the_signal_and_the_line() -> None:
 
 
 @needs_mpi
+@pytest.mark.finding("F45")
 def test_an_absent_peer_is_a_timeout_that_names_the_operation_and_the_peer() -> None:
     job = run_job("mpirun", 2, "faults.py", "stall")
     assert job.code != 0, job.text
@@ -238,6 +241,7 @@ def test_an_absent_peer_is_a_timeout_that_names_the_operation_and_the_peer() -> 
 
 
 @needs_mpi
+@pytest.mark.finding("F42")
 def test_a_rank_that_is_stopped_at_the_end_is_named() -> None:
     job = run_job("mpirun", 2, "faults.py", "stop")
     assert job.code != 0, job.text
@@ -272,6 +276,7 @@ def test_threads_that_call_at_once_are_refused_on_all_ranks(launcher: str) -> No
 
 
 @pytest.mark.parametrize("launcher", ["mpirun", "torchrun"])
+@pytest.mark.finding("F20")
 def test_disagreeing_ranks_of_a_job_hear_why(launcher: str) -> None:
     if launcher == "mpirun" and MPIRUN is None:
         pytest.skip("needs mpirun")

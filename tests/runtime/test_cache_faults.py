@@ -62,6 +62,7 @@ def as_dangling_link(path: Path) -> None:
 
 @pytest.mark.parametrize("make", [as_folder, as_pipe, as_link, as_dangling_link])
 @pytest.mark.parametrize("part", ["entries", "objects", "locks"])
+@pytest.mark.finding("F44")
 def test_what_is_no_file_is_replaced(
     empty_cache: Path, part: str, make: Callable[[Path], None]
 ) -> None:
@@ -125,6 +126,7 @@ def deep(entry: Path, other: Path) -> bytes:
 @pytest.mark.parametrize(
     "damage", [wrong_symbol, of_another_kernel, object_of_another_kernel, outside, deep]
 )
+@pytest.mark.finding("F44")
 def test_foreign_entries_are_replaced(
     empty_cache: Path, damage: Callable[[Path, Path], bytes]
 ) -> None:
@@ -152,6 +154,7 @@ def test_a_library_in_use_survives_its_file(empty_cache: Path) -> None:
     assert out.item() == 8
 
 
+@pytest.mark.finding("F44")
 def test_no_room_costs_one_warning(monkeypatch: pytest.MonkeyPatch) -> None:
     def full(*args: object, **kwargs: object) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
@@ -162,6 +165,7 @@ def test_no_room_costs_one_warning(monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(caught) == 1
 
 
+@pytest.mark.finding("F44")
 def test_a_folder_that_cannot_be_made_costs_one_warning(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -179,6 +183,7 @@ def test_a_folder_that_was_deleted_is_made_again(empty_cache: Path) -> None:
     assert KernelCache().find("key", "symbol") == stored
 
 
+@pytest.mark.finding("F23")
 def test_the_oldest_objects_go_first(empty_cache: Path) -> None:
     cache = KernelCache()
     for n in range(8):
@@ -211,6 +216,7 @@ def mapped_libraries() -> int:
     ).read_text().count("memfd:")
 
 
+@pytest.mark.finding("F50")
 def test_libraries_are_unloaded_with_their_last_kernel() -> None:
     (kept,) = compile_kernels([constant(20)], "cpu")
     gc.collect()
@@ -233,6 +239,7 @@ def _child(pipe: object) -> None:
     pipe.send(value_of(31))  # pyright: ignore
 
 
+@pytest.mark.finding("F43")
 def test_a_fork_while_another_thread_compiles(monkeypatch: pytest.MonkeyPatch) -> None:
     """The child found the lock of the compiler held by a thread that it does not have."""
     inside, leave = threading.Event(), threading.Event()
