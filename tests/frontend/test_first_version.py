@@ -541,20 +541,23 @@ def test_reductions_keep_nan(name: str, options: list[str]) -> None:
 
 @pytest.mark.finding("F28")
 @every_way
-def test_outputs_beside_an_update_see_the_old_value(options: list[str]) -> None:
+@pytest.mark.parametrize("has_product", [False, True])
+def test_outputs_beside_an_update_see_the_old_value(has_product: bool, options: list[str]) -> None:
+    """In the kernel of the update, and behind a view and a library op."""
     with FusionDefinition() as fd:
         a, c, x = (fd.define_tensor([-1, 4], contiguity=True) for _ in range(3))
         fd.add_output(fd.ops.minimum(a, c), x)
         fd.add_output(fd.ops.add(x, 1.0))
         turned = fd.ops.reshape(x, [4, x.size(0)])
-        fd.add_output(fd.ops.matmul(x, turned))
+        fd.add_output(fd.ops.matmul(x, turned) if has_product else fd.ops.add(x, a))
     left, right, given = (randn(6, 4, seed=k) for k in range(3))
+    wide = given.double()
+    want = wide @ wide.view(4, 6) if has_product else wide + left
     for _ in range(3):
         target = given.clone()
-        added, product = fd.execute([left, right, target], _enable_options=options)
-        wide = given.double()
+        added, other = fd.execute([left, right, target], _enable_options=options)
         torch.testing.assert_close(added, given + 1)
-        torch.testing.assert_close(product.double(), wide @ wide.view(4, 6), rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(other.double(), want, rtol=1e-5, atol=1e-5)
         assert torch.equal(target, torch.minimum(left, right))
 
 
