@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from fuser.ir.domain import IterDomain, TensorDomain
+from fuser.ir.mesh import DeviceMesh
 from fuser.ir.tensor import TensorView
 from fuser.passes import segment
 from fuser.passes.merge_groups import Merger
@@ -76,6 +77,33 @@ def test_lowering_of_more_devices_takes_as_many_steps_per_op() -> None:
 
     per_op(16)
     assert per_op(1024) < 1.1 * per_op(64)
+
+
+@pytest.mark.finding("G3")
+def test_lowering_of_more_ops_reads_the_devices_of_a_mesh_no_more_often(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Steps of the interpreter do not count what C does for each device."""
+    reads: Counter[str] = Counter()
+
+    class Noted:
+        """The devices of a mesh; notes who reads them."""
+
+        def __get__(self, mesh: DeviceMesh, owner: type) -> tuple[int, ...]:
+            reads[sys._getframe(1).f_code.co_qualname] += 1
+            return mesh.__dict__["devices"]
+
+        def __set__(self, mesh: DeviceMesh, value: tuple[int, ...]) -> None:
+            mesh.__dict__["devices"] = value
+
+    found: list[Counter[str]] = []
+    monkeypatch.setattr(DeviceMesh, "devices", Noted(), raising=False)
+    for n in (2, 2, 4):
+        reads.clear()
+        lower_case(Case(define_reshardings, n, (64,)), n)
+        found.append(Counter(reads))
+    # Their number, and the teams of communications, which are parts of them.
+    assert {*(found[2] - found[1])} <= {"DeviceMesh.size", "DeviceMesh.team"}
 
 
 def define_blocks(fd: Any, count: int, mesh: Any) -> None:
