@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import threading
 from collections.abc import Callable
+from time import monotonic
 from types import SimpleNamespace
 
 import pytest
@@ -67,6 +68,14 @@ def test_a_line_says_how_far_a_compilation_is_and_is_erased(terminal: Terminal) 
     progress.stage("segment", 1, 2)
     assert terminal.getvalue() == drawn
     assert not any(t.name == "fuser progress" for t in threading.enumerate())
+
+
+def test_a_line_appears_after_two_seconds() -> None:
+    terminal = Terminal()
+    line = progress.ProgressLine(terminal, monotonic() - 2.0)
+    terminal.wait_for("compiling: 2 s")
+    line.end()
+    assert terminal.getvalue().endswith("\r\x1b[K")
 
 
 def test_a_line_is_erased_where_a_compilation_fails(terminal: Terminal) -> None:
