@@ -30,6 +30,7 @@ from fuser.ir.equality import fusion_key, op_key, values_key
 from fuser.ir.fusion import Alias, Fusion, Value
 from fuser.ir.guard import FusionGuard
 from fuser.ir.mesh import ranks_of
+from fuser.ir.naming import in_ir, in_words
 from fuser.ir.nodes import TensorOp
 from fuser.ir.scalar import ONE, Scalar, Symbol, as_scalar, const, is_int, symbols
 from fuser.ir.tensor import TensorView
@@ -185,9 +186,10 @@ class HostIrContainer:
         standing = set(map(id, walk(self.ops)))
         forgotten = next((op for op in self.values.exprs if id(op) not in standing), None)
         if forgotten is not None:
+            made = forgotten.out_tensor
             raise DefinitionError(
-                f"{forgotten.name} {forgotten.out_tensor} was defined{user_code(forgotten.where)}, "
-                "but stands nowhere in the program: append it"
+                f"Op {forgotten.name} was defined{user_code(forgotten.where)}, but stands nowhere "
+                f"in the program: append {made.label}{in_ir(made)}"
             )
         self.values.exprs = ()
 
@@ -286,13 +288,15 @@ class HostIrContainer:
         results = op.fields_of("result")
         out = getattr(op, results[0]) if len(results) == 1 else None
         if not isinstance(op, TensorOp) or not isinstance(out, TensorView):
-            raise DefinitionError(f"append: {op} has no result to write into {into}")
+            raise _refusal(f"append: {op.name} has no result to write into {into}", into)
         if len(out.domain.logical) != out.ndim or out.domain.root_numbers:
             like = "" if into.mesh is None else f" the mesh and the parallel types of {into}, and"
-            raise DefinitionError(
+            raise _refusal(
                 f"append: {op.name} cannot write into {into} itself: its result sums over axes, or "
                 f"makes them anew. Give {out}{like} a buffer (Allocate), append it, and then a set "
-                "of it"
+                "of it",
+                into,
+                out,
             )
         differing = [
             word
@@ -304,11 +308,12 @@ class HostIrContainer:
             if mine != theirs
         ]
         if differing:
-            raise DefinitionError(
-                f"append: {out} cannot be written into {into}: another {' and '.join(differing)}"
+            differ = " and ".join(differing)
+            raise _refusal(
+                f"append: {out} cannot be written into {into}: another {differ}", out, into
             )
         for a, b in zip(into.shape(), out.shape(), strict=True):
-            same_extent(self.values, a, b, f"append: {out}, to be written into {into}")
+            same_extent(self.values, a, b, f"append: {out.label}, to be written into {into.label}")
         written = op.replace(**{results[0]: into})
         self.values.exprs = tuple(written if e is op else e for e in self.values.exprs)
         return written
@@ -319,7 +324,7 @@ class HostIrContainer:
             raise ArgumentError(f"HostIrContainer.append: {op!r} is no op and no tensor")
         for tv in {v for o in walk((op,)) for v in (*o.outputs, *o.inputs)}:
             if isinstance(tv, TensorView) and tv.fusion is not self.values:
-                raise DefinitionError(f"{op.name}: {tv} belongs to another program")
+                raise _refusal(f"append: {tv} of {op.name} belongs to another program", tv)
         for tv in op.outputs:
             if tv.memory is MemoryType.local:
                 tv.give_memory()
@@ -338,7 +343,8 @@ class HostIrContainer:
                 found.insert(0, op)
                 needed.update(v for v in op.inputs if isinstance(v, TensorView))
         if not found:
-            raise DefinitionError(f"HostIrContainer.append: no op that is still to come makes {tv}")
+            text = f"HostIrContainer.append: no op that is still to come makes {tv}"
+            raise _refusal(text, tv)
         return found
 
     @checked
@@ -351,9 +357,9 @@ class HostIrContainer:
         """
         axes = inp.domain.no_reductions
         if not -len(axes) <= axis < len(axes):
-            raise DefinitionError(f"select: axis {axis} of {inp}, which has {len(axes)} axes")
+            raise _refusal(f"select: axis {axis} of {inp}, which has {len(axes)} axes", inp)
         if isinstance(index, Scalar) and not is_int(index):
-            raise DefinitionError(f"select: the index {index} of {inp} is no integer")
+            raise _refusal(f"select: the index {index} of {inp} is no integer", inp)
         cut = axes[axis]
         if out is None:
             kept = [self.values.clone_axis(a, ptype=a.ptype) for a in axes if a is not cut]
@@ -414,7 +420,7 @@ class HostIrContainer:
         Raises `DefinitionError` for one that updates an input.
         """
         for alias in fusion.aliases:
-            raise DefinitionError(f"unit: it updates its input {alias.into} in place")
+            raise _refusal(f"unit: it updates its {alias.into} in place", alias.into)
         number = len(self.units)
         self.units = {**self.units, number: fusion}
         return number
@@ -488,6 +494,12 @@ def walk(ops: Sequence[Op]) -> Iterator[Op]:
         yield op
         for region in op.regions:
             yield from walk(region)
+
+
+def _refusal(text: str, *tensors: TensorView) -> DefinitionError:
+    """Return the error of a call that builds a program: tensors by name, their types below."""
+    words, rows = in_words(text, tensors)
+    return DefinitionError(f"{words}{user_code(user_line())}{''.join(map(in_ir, rows))}")
 
 
 def _lined(op: Op, where: str) -> Op:

@@ -7,9 +7,7 @@ from dataclasses import dataclass
 
 from fuser.errors import VerifyError
 from fuser.ir.core import Op
-from fuser.ir.naming import tensor_words
 from fuser.ir.scalar import Number, Symbol
-from fuser.ir.tensor import TensorView
 from fuser.ir.text import op_text
 from hostir.container import HostIrContainer
 
@@ -123,22 +121,6 @@ def report(program: HostIrContainer, findings: Iterable[Finding]) -> str:
     if len(alike) > MAX_SHOWN:
         parts.append(f"and {len(alike) - MAX_SHOWN} more")
     return "\n".join(parts)
-
-
-def in_words(text: str, tensors: Iterable[TensorView]) -> tuple[str, list[str]]:
-    """Return a message that calls tensors by name, `input 0 (T0_g_float)` or `T3_g_float`, and the
-    IR's text of each that it names."""
-    # Tensors of a unit may have the text of the program's, which come first.
-    written = {str(tv): tv for tv in [*tensors][::-1]}
-    rows: list[str] = []
-    # The text of one may begin that of another, which has a mesh.
-    for printed in sorted(written, key=len, reverse=True):
-        if printed in text:
-            tv = written[printed]
-            is_input = any(tv is v for v in tv.fusion.inputs)
-            text = text.replace(printed, tensor_words(tv) if is_input else tv.label)
-            rows.append(printed)
-    return text, sorted(rows)
 
 
 def listing(program: HostIrContainer, ops: Iterable[Op], *, within: range | None = None) -> str:

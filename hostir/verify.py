@@ -13,6 +13,7 @@ from typing import Any
 from fuser.errors import FuserError, VerifyError
 from fuser.ir.core import Op
 from fuser.ir.fusion import Alias, Fusion
+from fuser.ir.naming import in_words
 from fuser.ir.nodes import LoadStoreOp, TensorOp
 from fuser.ir.scalar import Scalar, Symbol, symbols
 from fuser.ir.tensor import TensorView
@@ -36,7 +37,7 @@ from hostir.effects import (
     Writes,
     effects_of,
 )
-from hostir.findings import in_words, line_numbers, line_text, listing
+from hostir.findings import line_numbers, line_text, listing
 from hostir.in_place import manner, pairs, words
 from hostir.operands import check_operands, kernel_kind, unit_kind
 from hostir.ops import (

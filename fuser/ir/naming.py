@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from fuser.ir.domain import IterDomain, TensorDomain
 from fuser.ir.tensor import TensorView
 
@@ -34,6 +36,22 @@ def in_ir(*things: object) -> str:
     """Returns the line below a message that has the spelling of the IR: of an axis and its tensor,
     or of a tensor."""
     return f"\n  in the IR: {' of '.join(map(str, things))}"
+
+
+def in_words(text: str, tensors: Iterable[TensorView]) -> tuple[str, list[str]]:
+    """Returns a message that calls tensors by name, `input 0 (T0_g_float)` or `T3_g_float`, and the
+    IR's text of each that it names."""
+    # Tensors of a unit may have the text of the program's, which come first.
+    written = {str(tv): tv for tv in [*tensors][::-1]}
+    rows: list[str] = []
+    # The text of one may begin that of another, which has a mesh.
+    for printed in sorted(written, key=len, reverse=True):
+        if printed in text:
+            tv = written[printed]
+            is_input = any(tv is v for v in tv.fusion.inputs)
+            text = text.replace(printed, tensor_words(tv) if is_input else tv.label)
+            rows.append(printed)
+    return text, sorted(rows)
 
 
 def _positions(domain: TensorDomain, number: int) -> set[int]:

@@ -229,11 +229,11 @@ def test_wrong_fields_are_named() -> None:
         (lambda: Stream("S0"), ArgumentError, "Stream: "),  # pyright: ignore[reportArgumentType]
         (lambda: hic.tensor([2.5]), ArgumentError, r"shape\[0\]: expected .* integer, got 2.5"),  # pyright: ignore[reportArgumentType]
         (lambda: hic.tensor([4, -2]), DefinitionError, "axis 1 has the extent -2"),
-        (lambda: hic.select(x, 2, i), DefinitionError, "axis 2 of T0"),
+        (lambda: hic.select(x, 2, i), DefinitionError, "axis 2 of input 0"),
         (lambda: hic.loop("a").__enter__(), ArgumentError, "stop: expected .*'a'"),  # pyright: ignore[reportArgumentType]
         (lambda: hic.loop(2, True).__enter__(), ArgumentError, "loop.*start: .*True"),
         (lambda: hic.append(4), ArgumentError, "4 is no op"),  # pyright: ignore[reportArgumentType]
-        (lambda: hic.append(x), DefinitionError, "no op .* makes T0"),
+        (lambda: hic.append(x), DefinitionError, "no op .* makes input 0"),
         (lambda: hic.otherwise().__enter__(), DefinitionError, "follows a branch"),
         (lambda: hic.add_input(x), DefinitionError, "T0.* is an input already"),
     ]
@@ -251,7 +251,7 @@ def test_ops_of_another_program_are_refused() -> None:
 
 def test_a_forgotten_op_is_named() -> None:
     hic = HostIrContainer()
-    words = r"T1.*was defined.*test_by_hand.py:\d+.*append it"
+    words = r"Op add was defined.*test_by_hand.py:\d+.*append T1"
     with pytest.raises(DefinitionError, match=words), hic:
         ops.add(hic.input([4]), 1.0)
 

@@ -40,7 +40,7 @@ CALLS: list[tuple[Call, type[FuserError], str]] = [
     (
         lambda p, x: p.select(x, 0, hostir.as_scalar(1.5)),
         DefinitionError,
-        r"the index .*1.5.* of T0.* is no integer",
+        r"the index .*1.5.* of input 0 .*T0.* is no integer",
     ),
     (lambda p, x: p.input("ab"), ArgumentError, "shape: expected a list of .*, got 'ab'"),
     (lambda p, x: p.input([1.5]), ArgumentError, r"shape\[0\]: expected .*, got 1.5"),
@@ -146,7 +146,10 @@ def test_an_op_writes_into_an_input_as_a_whole() -> None:
 def test_an_op_that_does_not_fit_what_it_is_written_into() -> None:
     cases: list[tuple[Callable[[Any], Any], str]] = [
         (lambda x: ops.sum(x, [1]), "sum cannot write .* a set of it"),
-        (lambda x: ops.cast(x, DataType.Half), r"cannot be written into T0.*: another dtype \("),
+        (
+            lambda x: ops.cast(x, DataType.Half),
+            r"cannot be written into input 0 .*: another dtype \(",
+        ),
         (lambda x: ops.permute(x, [1, 0]), "cannot write"),
         (lambda x: ops.slice(x, [0, 0], [2, 4]), "4"),
     ]
@@ -238,3 +241,61 @@ def test_a_misspelt_backend_is_refused_with_the_one_that_is_near(number: int) ->
     assert f"{name}: backend is one of " in str(error.value)
     assert "got 'CUDAX'; did you mean CUDA?" in str(error.value)
     assert "line 3" in str(error.value)
+
+
+@pytest.mark.finding("G21")
+@pytest.mark.parametrize(
+    ("text", "build"),
+    {
+        "select: axis 7 of input 0 (T0_g_float), which has 2 axes": lambda p, x, y: p.select(
+            x, 7, 0
+        ),
+        "select: the index d2 of input 0 (T0_g_float) is no integer": lambda p, x, y: p.select(
+            x, 0, p.scalar(DataType.Double)
+        ),
+        "append: deallocate has no result to write into T1_g_float": lambda p, x, y: p.append(
+            hostir.Deallocate(y), into=y
+        ),
+        "append: sum cannot write into T1_g_float itself: ": lambda p, x, y: p.append(
+            ops.sum(x, [0]), into=y
+        ),
+        "append: T2_l___half cannot be written into T1_g_float: another dtype": lambda p, x, y: (
+            p.append(ops.cast(x, DataType.Half), into=y)
+        ),
+        "HostIrContainer.append: no op that is still to come makes T1_g_float": (
+            lambda p, x, y: p.append(y)
+        ),
+    }.items(),
+)
+def test_calls_that_build_programs_name_tensors_and_have_their_types_below(
+    text: str, build: Any
+) -> None:
+    program = HostIrContainer()
+    with program:
+        x, y = program.input([-1, 8]), program.tensor([4, 8])
+        with pytest.raises(DefinitionError) as error:
+            build(program, x, y)
+        program.values.exprs = ()
+    head, *below = str(error.value).splitlines()
+    assert text.lower() in head.lower() and f"(user code at {__file__}:" in head, head
+    assert "[" not in head.replace(__file__, "") and "{" not in head
+    assert below and all(row.startswith("  in the IR: T") for row in below)
+
+
+@pytest.mark.finding("G21")
+def test_an_op_that_is_forgotten_is_named_with_its_line() -> None:
+    program = HostIrContainer()
+    words = rf"^Op exp was defined \(user code at {__file__}:\d+\), but .* append T1_l_float\n  in"
+    with pytest.raises(DefinitionError, match=words), program:
+        ops.exp(program.input([-1, 8]))
+
+
+@pytest.mark.finding("G21")
+def test_an_operand_of_another_program_is_named() -> None:
+    other, program = HostIrContainer(), HostIrContainer()
+    with other:
+        x = other.input([4, 8])
+    with program:
+        words = r"append: input 0 \(T0_g_float\) of Allocate belongs to another program \(user code"
+        with pytest.raises(DefinitionError, match=words):
+            program.append(Allocate(x))
