@@ -22,6 +22,7 @@ import mmap
 import os
 import select
 import signal
+import stat
 import struct
 import sys
 import time
@@ -75,13 +76,13 @@ def main() -> None:
     ranks, proxy, launcher = rest
     board = Page(mmap.mmap(int(page), 0, access=mmap.ACCESS_READ), int(size))
     watched = {int(fd): rank for rank, fd in enumerate(ranks.split(","))}
-    kills = oom_kills()
+    kills, out = oom_kills(), _open_terminal(int(launcher))
     ends = watch(select.epoll.fromfd(int(events)), watched, int(proxy), int(launcher), board)
     killed = killed_first(ends, len(watched))
     for end in killed:
-        is_oom = end.signal == signal.SIGKILL and oom_kills() > kills
+        count = oom_kills() - kills if end.signal == signal.SIGKILL else 0
         with suppress(OSError):
-            os.write(2, sentence(end, board, is_oom=is_oom).encode(errors="replace"))
+            os.write(out, sentence(end, board, count).encode(errors="replace"))
 
 
 def watch(
@@ -100,11 +101,10 @@ def watch(
             return ends
         for fd, _ in events.poll(None if stop == float("inf") else left_s):
             events.unregister(fd)
-            if fd == proxy:
-                has_proxy = False
             if fd in (proxy, launcher):
                 # After a rank was killed the proxy ends in order, and then the launcher.
-                if not ends or _status(fd, 0) or has_proxy:
+                has_proxy = has_proxy and fd != proxy
+                if not ends or has_proxy or (fd == proxy and _status(fd, 0)):
                     return []
                 continue
             rank = alive.pop(fd)
@@ -133,8 +133,9 @@ def killed_first(ends: list[End], count: int) -> list[End]:
     return crashed or ends[:1]
 
 
-def sentence(end: End, board: Page, *, is_oom: bool = False) -> str:
-    """Returns the line about a rank that was killed."""
+def sentence(end: End, board: Page, oom_count: int = 0) -> str:
+    """Returns the line about a rank that was killed; `oom_count` processes ended for want of memory
+    since the job began."""
     if end.signal:
         cause = f"was killed by signal {end.signal} ({_name(end.signal)})"
     else:
@@ -149,7 +150,11 @@ def sentence(end: End, board: Page, *, is_oom: bool = False) -> str:
         where = f"during or after call {calls - 1} of a program with a mesh"
     else:
         where = "before its first call of a program with a mesh"
-    memory = "; the system has ended a process for want of memory meanwhile" if is_oom else ""
+    memory = (
+        f"; for want of memory the system has killed {oom_count} processes since the job began"
+        if oom_count
+        else ""
+    )
     return (
         f"[fuser] rank {end.rank} {cause} {where} (process {end.pid}){others}{memory}; "
         "ending the job\n"
@@ -223,6 +228,18 @@ def _status(fd: int, pid: int) -> int | None:
         return None
     mask, *_, status = _INFO.unpack(info)
     return status if mask & _WITH_EXIT else None
+
+
+def _open_terminal(launcher: int) -> int:
+    """Returns the descriptor for the last word: stderr of the rank that started the monitor, or of
+    the launcher, by its pidfd, where that rank's is a file without a name (pytest captures so)."""
+    info = os.fstat(2)
+    if stat.S_ISREG(info.st_mode) and info.st_nlink == 0:
+        with suppress(OSError, ValueError, IndexError):
+            with open(f"/proc/self/fdinfo/{launcher}") as file:
+                pid = int(file.read().partition("\nPid:")[2].split()[0])
+            return os.open(f"/proc/{pid}/fd/2", os.O_WRONLY | os.O_APPEND)
+    return 2
 
 
 def oom_kills() -> int:

@@ -81,6 +81,21 @@ def test_monitor_of_four_ranks_names_the_one_that_was_killed() -> None:
 
 @needs_mpich
 @pytest.mark.finding("G20")
+def test_monitor_names_a_rank_whose_output_pytest_captures(tmp_path: Path) -> None:
+    file = tmp_path / "test_killed.py"
+    file.write_text(
+        "from tests.multidevice.programs import killed\n"
+        "def test_kill():\n"
+        "    killed.main('collective')\n"
+    )
+    options = "--rootdir", str(tmp_path), "-p", "no:cacheprovider"
+    job = run_job("mpirun", 2, "in_pytest.py", *options, str(file))
+    (line,) = said(job.text)
+    assert line.startswith("[fuser] rank 1 was killed by signal 9 (SIGKILL)"), job.text
+
+
+@needs_mpich
+@pytest.mark.finding("G20")
 @pytest.mark.parametrize("kind", ["normal", "os_exit"])
 def test_monitor_when_ranks_end_by_themselves_says_nothing(kind: str) -> None:
     job = run_job("mpirun", 2, "killed.py", kind)
@@ -250,6 +265,19 @@ def test_monitor_when_the_launcher_ends_first_is_silent(jobs: Jobs, parent: int)
 
 @needs_pidfds
 @pytest.mark.finding("G20")
+@pytest.mark.parametrize(("by", "told"), [(0, [1]), (signal.SIGTERM, [])])
+def test_monitor_when_the_launcher_ends_soon_after_says_it_unless_it_was_ended(
+    jobs: Jobs, by: int, told: list[int]
+) -> None:
+    for number in (1, 0):
+        jobs.end(number, signal.SIGKILL)
+    jobs.end(-2, by)
+    jobs.end(-1, signal.SIGTERM)  # as one that exits with the code of the rank
+    assert [rank for rank, _ in jobs.ends()] == (told if knows_signals() else [1])
+
+
+@needs_pidfds
+@pytest.mark.finding("G20")
 def test_monitor_when_a_rank_has_said_why_is_silent(jobs: Jobs) -> None:
     jobs.boards[2].say(SAID_WHY)
     for rank in (1, 0, 2):
@@ -294,8 +322,8 @@ def test_monitor_says_what_is_known() -> None:
     first, second = (Board(memory, rank, 2) for rank in range(2))
     page, pid = Page(memory, 2), os.getpid()
 
-    def line(status: int | None, *, is_oom: bool = False) -> str:
-        return rank_monitor.sentence(End(1, pid, status), page, is_oom=is_oom)
+    def line(status: int | None, oom_count: int = 0) -> str:
+        return rank_monitor.sentence(End(1, pid, status), page, oom_count)
 
     unknown = "was killed or left by os._exit (mpirun prints the signal or exit code)"
     before = f"before its first call of a program with a mesh (process {pid})"
@@ -310,7 +338,7 @@ def test_monitor_says_what_is_known() -> None:
     second.clear()
     second.say(LEFT)
     assert "by signal 11 (SIGSEGV) during its exit, after its work was done" in line(11 | 0x80)
-    assert "; the system has ended a process for want of memory meanwhile; ending the job" in line(
-        9, is_oom=True
+    assert "; for want of memory the system has killed 2 processes since the job began; " in line(
+        9, 2
     )
     assert "by signal 40 (a real-time signal)" in line(40)
