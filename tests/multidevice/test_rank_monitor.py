@@ -137,14 +137,17 @@ def test_monitor_when_mpirun_is_interrupted_says_nothing_and_ends(
     )
     assert process.stdout is not None
     lines: list[str] = []
-    for count, one in enumerate(signals):
-        # All ranks have connected, and have taken the signals so far.
-        while sum("ready" in line for line in lines) < 4 + 2 * count:
-            lines.append(process.stdout.readline())
-            assert lines[-1], "".join(lines)
-        assert any("rank_monitor" in name for name in marked(mark)), "the monitor runs"
-        process.send_signal(one)
-    text, _ = process.communicate(timeout=HANG_S)
+    try:
+        for count, one in enumerate(signals):
+            # All ranks have connected, and have taken the signals so far.
+            while sum("ready" in line for line in lines) < 4 + 2 * count:
+                lines.append(process.stdout.readline())
+                assert lines[-1], "".join(lines)
+            assert any("rank_monitor" in name for name in marked(mark)), "the monitor runs"
+            process.send_signal(one)
+        text, _ = process.communicate(timeout=HANG_S)
+    finally:
+        process.kill()
     assert process.returncode != 0
     assert not said("".join(lines) + text), text
     wait_until_gone(mark)
