@@ -151,7 +151,8 @@ def sentence(end: End, board: Page, oom_count: int = 0) -> str:
     else:
         where = "before its first call of a program with a mesh"
     memory = (
-        f"; for want of memory the system has killed {oom_count} processes since the job began"
+        f"; for want of memory the system has killed {oom_count} process"
+        f"{'es' if oom_count > 1 else ''} since the job began"
         if oom_count
         else ""
     )
