@@ -40,7 +40,7 @@ with program:
     y = program.tensor([x.size(0)])
     program.append(Allocate(y), Fill(y, x.size(0) * 2.0))
     program.add_output(y)
-assert "= Fill(( i0 * double(2) ))" in str(program), str(program)
+assert "= Fill(( ( cast_double(i0) ) * double(2) ))" in str(program), str(program)
 again = parse(program.full_text())
 assert equal(again, program)
 evaluator = HostIrEvaluator(again)
