@@ -12,6 +12,7 @@ from fuser.arguments import show
 from fuser.errors import ArgumentError
 from fuser.ir.core import Op
 from fuser.ir.dtypes import DataType
+from fuser.ir.naming import in_ir, tensor_words
 from fuser.ir.scalar import Scalar, as_scalar
 from fuser.ir.tensor import TensorView
 
@@ -34,9 +35,9 @@ def complete_fields(op: Op) -> None:
             continue
         value = _completed(given, kind, hint)
         if not _fits(value, hint):
+            words = _words(hint)
             raise ArgumentError(
-                f"{type(op).__name__}.{name}: expected {_words(hint)}, got {show(given)}"
-                + _advice(given, hint)
+                f"{type(op).__name__}.{name}: expected {words}, {_got(given, hint)}"
             )
         if value is not given:
             object.__setattr__(op, name, value)
@@ -95,6 +96,13 @@ def _words(hint: Any) -> str:
     if origin is tuple:
         return f"a tuple, each {_words(get_args(hint)[0])}"
     return _WORDS.get(hint) or str(hint.__name__)
+
+
+def _got(given: object, hint: Any) -> str:
+    """Return what was given instead; a tensor by name, its type below."""
+    if isinstance(given, TensorView):
+        return f"got {tensor_words(given)}{_advice(given, hint)}{in_ir(given)}"
+    return f"got {show(given)}{_advice(given, hint)}"
 
 
 def _advice(given: object, hint: Any) -> str:

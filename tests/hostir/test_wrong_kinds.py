@@ -299,3 +299,15 @@ def test_an_operand_of_another_program_is_named() -> None:
         words = r"append: input 0 \(T0_g_float\) of Allocate belongs to another program \(user code"
         with pytest.raises(DefinitionError, match=words):
             program.append(Allocate(x))
+
+
+@pytest.mark.finding("G21")
+def test_a_field_that_takes_no_tensor_names_it() -> None:
+    program = HostIrContainer()
+    with program:
+        x: Any = program.input([-1, 8])
+        with pytest.raises(ArgumentError) as error:
+            hostir.Wait(x)
+    head, below = str(error.value).splitlines()
+    assert head.startswith("Wait.number: expected int, got input 0 (T0_g_float)")
+    assert below.strip() == f"in the IR: {x}"
