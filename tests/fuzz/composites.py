@@ -60,6 +60,8 @@ def log_softmax(v: Val, dim: int, dtype: str | None = None) -> Val:
 def mean(v: Val, dim: Any = None, keepdim: bool = False, dtype: str | None = None) -> Val:
     v = v if dtype is None else cast(v, dtype)
     x = cast(v, "Float") if v.dtype in (*HALF, *FLOAT8) else v
+    # No axes are all of them, as in torch.
+    dim = None if isinstance(dim, list | tuple) and not dim else dim
     axes = range(x.ref.ndim) if dim is None else [dim] if isinstance(dim, int) else dim
     count = math.prod(x.ref.shape[d] for d in axes) if x.ref.ndim else 1
     return cast(_call("div", reduce("sum", x, dim, keepdim), Num(count, "Int")), v.dtype)

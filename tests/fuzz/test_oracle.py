@@ -10,7 +10,17 @@ import pytest
 import torch
 
 from tests.frontend.test_block_quantize import brute_force
-from tests.fuzz import attention, blocks, elementwise, groups, lookups, oracle, reductions, scaled
+from tests.fuzz import (
+    attention,
+    blocks,
+    composites,
+    elementwise,
+    groups,
+    lookups,
+    oracle,
+    reductions,
+    scaled,
+)
 from tests.fuzz.program import Ref, Stmt
 from tests.fuzz.runner import compare
 from tests.fuzz.table import DTYPES, FLOAT8, ROWS, Row
@@ -376,3 +386,12 @@ def test_limits_promote_as_in_torch(
     want = x.clamp(*limits)
     assert DTYPES[value.dtype].torch is want.dtype
     assert compare(want, value) is None and compare(want + 1, value) is not None
+
+
+@pytest.mark.parametrize("axes", [None, [], 0, -1, [0, 1]], ids=str)
+@pytest.mark.parametrize("dtype", ["Float", "Double", "BFloat16"])
+def test_means_are_those_of_torch(dtype: str, axes: int | list[int] | None) -> None:
+    x = (_inputs(5, 60).reshape(5, 12) + 3).to(DTYPES[dtype].torch)
+    value = composites.mean(exact(x.double(), dtype), axes)
+    want = x.double().mean(axes).to(x.dtype)
+    assert compare(want, value) is None and compare(want * 1.5, value) is not None
