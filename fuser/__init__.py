@@ -88,7 +88,9 @@ if TYPE_CHECKING:
     from fuser.release import __version__ as __version__
     from fuser.release import version
     from fuser.schedule.automatic import SchedulerType
-    from fuser.schedule.heuristic_params import HeuristicParams, PointwiseParams, ReductionParams
+    from fuser.schedule.heuristic_params import HeuristicParams
+    from fuser.schedule.heuristic_params import PointwiseHeuristicParams as PointwiseParams
+    from fuser.schedule.heuristic_params import ReductionHeuristicParams as ReductionParams
     from fuser.schedule.kernel_params import CompileParams, LaunchParams
 
 __all__ = [
@@ -226,8 +228,9 @@ _DEFINED_IN: dict[str, str] = {
     "KernelExecutor": "fuser.frontend.manual",
     "CompileParams": "fuser.schedule.kernel_params",
     "LaunchParams": "fuser.schedule.kernel_params",
-    **dict.fromkeys(("HeuristicParams", "PointwiseParams"), "fuser.schedule.heuristic_params"),
-    "ReductionParams": "fuser.schedule.heuristic_params",
+    "HeuristicParams": "fuser.schedule.heuristic_params",
+    "PointwiseParams": "fuser.schedule.heuristic_params:PointwiseHeuristicParams",
+    "ReductionParams": "fuser.schedule.heuristic_params:ReductionHeuristicParams",
     "TensorView": "fuser.ir.tensor",
     "IterDomain": "fuser.ir.axis:Axis",
     "TensorDomain": "fuser.ir.domain",

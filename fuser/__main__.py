@@ -152,9 +152,9 @@ def _options() -> Lines:
 
 
 def _launcher() -> Lines:
-    from multidevice.launch import ALONE, Launch, read_launch
+    from multidevice.launch import ALONE, LauncherInfo, read_launch
 
-    def told(found: Launch) -> str:
+    def told(found: LauncherInfo) -> str:
         local = f", {found.local_rank} of {found.local_size} on this host"
         return f"rank {found.rank} of {found.size}{local if found.local_rank >= 0 else ''}"
 

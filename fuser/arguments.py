@@ -411,7 +411,7 @@ def _is_named(parameter: inspect.Parameter) -> bool:
 
 def _owner(value: object) -> str:
     """Return ` of T0[..]` for a method of what a message can name; a definition is a whole page."""
-    has_name = hasattr(value, "is_symbolic") or type(value).__name__ == "DeviceMesh"
+    has_name = hasattr(value, "is_symbolic") or type(value).__name__.endswith("DeviceMesh")
     return f" of {show(value)}" if has_name else ""
 
 

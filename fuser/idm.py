@@ -20,7 +20,7 @@ from fuser.errors import DefinitionError, UnsupportedError, VerifyError
 from fuser.ir import scalar as sc
 from fuser.ir.axis import Axis
 from fuser.ir.axis_graph import AxisGraph, ConcretizedGraph
-from fuser.ir.domain import Merge, Split, TensorDomain
+from fuser.ir.domain import MergeTransform, SplitTransform, TensorDomain
 from fuser.ir.fusion import Fusion
 from fuser.ir.types import IdMappingMode
 from fuser.schedule.space import has_self_mapping
@@ -154,10 +154,10 @@ def _trivial(domain: TensorDomain) -> Pairs:
     """Yield axes and what a transform makes of them that changes nothing."""
     for t in domain.transforms:
         match t:
-            case Split():
+            case SplitTransform():
                 parts = {t.outer: t.inner, t.inner: t.outer}
                 yield from ((t.inp, other) for n, other in parts.items() if _is_one(domain, n))
-            case Merge():
+            case MergeTransform():
                 parts = {t.outer: t.inner, t.inner: t.outer}
                 yield from ((t.out, other) for n, other in parts.items() if _is_one(domain, n))
             case _:
@@ -171,7 +171,7 @@ def _is_one(domain: TensorDomain, number: int) -> bool:
 def _forwarded(domain: TensorDomain) -> Pairs:
     """Yield merges of a broadcast axis and a concrete one, and the latter."""
     for t in domain.transforms:
-        if isinstance(t, Merge):
+        if isinstance(t, MergeTransform):
             outer, inner = domain.axes[t.outer], domain.axes[t.inner]
             if outer.is_broadcast != inner.is_broadcast:
                 yield t.out, (inner if outer.is_broadcast else outer).number

@@ -73,7 +73,7 @@ def _columns(stream: TextIO) -> int:
         return 80
 
 
-class _Here(threading.local):
+class _ThreadProgress(threading.local):
     """The line of the compilation in this thread, and when the one before began and ended."""
 
     def __init__(self) -> None:
@@ -81,7 +81,7 @@ class _Here(threading.local):
         self.before = (0.0, 0.0)
 
 
-_here = _Here()
+_here = _ThreadProgress()
 # Each new size of a known program comes by here: one object for all, which does nothing.
 _NOTHING = nullcontext()
 

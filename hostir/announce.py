@@ -10,13 +10,13 @@ from fuser import dumps
 from fuser.ir.core import Op
 from fuser.ir.tensor import TensorView
 from fuser.ir.text import op_text
-from hostir.frame import Machine
+from hostir.frame import ExecutionContext
 from hostir.transfers import PEER_COPIES, StartsCommunication
 
 Find = Callable[[TensorView], torch.Tensor | None]
 
 
-def announcer(op: Op, machine: Machine) -> Callable[[Find], None] | None:
+def announcer(op: Op, machine: ExecutionContext) -> Callable[[Find], None] | None:
     """Return what writes down that `op` is posted, given what finds its shards.
 
     Where another library than the one that the op names carries it out, the line says which. None
@@ -40,7 +40,7 @@ def announcer(op: Op, machine: Machine) -> Callable[[Find], None] | None:
     return announce
 
 
-def _carrier(op: StartsCommunication, machine: Machine) -> str:
+def _carrier(op: StartsCommunication, machine: ExecutionContext) -> str:
     named = getattr(op, "backend", PEER_COPIES)
     library = named if named == PEER_COPIES else machine.backend(named).name.upper()
     return f", carried out by {library}," if library != named else ""

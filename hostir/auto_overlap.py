@@ -31,11 +31,11 @@ from hostir.lower_params import DEFAULT, LowerParams
 from hostir.machine import Machine
 from hostir.near_sizes import near_sizes
 from hostir.ops import NUMBER_OF_STREAMS
-from hostir.overlap_bound import COLLECTIVES, Bound, Values
+from hostir.overlap_bound import COLLECTIVES, GainBound, Values
 from hostir.pipeline import lower_sharded
 from hostir.timetable import timetable_of
 from hostir.transfers import library_name
-from multidevice.overlap import Form, Pair, alone, find_pairs, forms_of
+from multidevice.overlap import OverlapForm, Pair, alone, find_pairs, forms_of
 from multidevice.placement import placement
 from multidevice.sharding_passes import complete_alone
 
@@ -69,7 +69,7 @@ _NO_STEPS = Choice()
 
 
 @dataclass(frozen=True)
-class Candidate:
+class OverlapCandidate:
     """A way to compute a pair, and the predicted seconds per call, or why there are none. `form` is
     "" for the pair as it is, `backend` the library of what the steps transfer, "" for nothing;
     `numbers_of` is that which the description has the numbers of, if it is another."""
@@ -91,7 +91,7 @@ class Candidate:
 
 
 # The pair as it is, where no number decided.
-_NOT_PREDICTED = Candidate("")
+_NOT_PREDICTED = OverlapCandidate("")
 
 
 @dataclass(frozen=True)
@@ -99,8 +99,8 @@ class Decision:
     """What was decided about a pair: `what` says of which ops, `candidates` are what was compared,
     the first one the pair as it is."""
 
-    candidates: tuple[Candidate, ...]
-    chosen: Candidate
+    candidates: tuple[OverlapCandidate, ...]
+    chosen: OverlapCandidate
     why: str = ""
     what: str = ""
 
@@ -113,7 +113,7 @@ class Decision:
         return "\n".join([self.what, *rows, *([f"  {self.why}"] if self.why else [])])
 
 
-def pick(candidates: Sequence[Candidate], transport: str, margin: float) -> Candidate:
+def pick(candidates: Sequence[OverlapCandidate], transport: str, margin: float) -> OverlapCandidate:
     """Return the fastest candidate if it gains enough over the first, the pair as it is; what steps
     transfer goes by one library."""
     base = candidates[0]
@@ -182,7 +182,7 @@ class Overlaps:
         self._backend, self._params, self._margin = backend, params, margin
         first = [t for t in transports if t in self._captured]
         self._transports = tuple(dict.fromkeys((*first, *transports)))
-        self._known: list[_Known] | None = None
+        self._known: list[_PairVerdict] | None = None
         # What the sizes of all meshes divide, and the sizes that stand for others, by their key.
         self._multiple = 1
         self._near: Recent[object, Mapping[Symbol, int]] = Recent(_MAX_SIZES)
@@ -265,19 +265,19 @@ class Overlaps:
         return "\n".join([head, *(rows or ["no matmul stands beside a communication"])])
 
     # ------------------------------------------------------------ deciding
-    def _look_at(self, fusion: Fusion) -> list[_Known]:
+    def _look_at(self, fusion: Fusion) -> list[_PairVerdict]:
         """Note the pairs of a fusion as it is now: what follows changes it."""
         kept, _ = fusion.copy()
         meshes = (tv.mesh for tv in kept.tensors())
         self._multiple = math.lcm(*(mesh.size for mesh in meshes if mesh is not None))
         taken: set[TensorView] = set()
-        known: list[_Known] = []
+        known: list[_PairVerdict] = []
         for pair in find_pairs(kept):
             results = {op.out_tensor for op in pair.products}
             unit = _Unit(kept, pair, self._backend, self._params, self._captured)
             is_taken = bool(results & taken)
             why = "a pair before has steps of this matmul" if is_taken else pair.why_not
-            known.append(_Known(pair, unit, why))
+            known.append(_PairVerdict(pair, unit, why))
             taken |= set() if pair.why_not else results
         return known
 
@@ -350,7 +350,7 @@ class Overlaps:
             try:
                 key = one.signature(values)
             except KeyError as error:
-                times.append(_Times((Candidate("", why=f"an extent depends on {error}"),)))
+                times.append(_Times((OverlapCandidate("", why=f"an extent depends on {error}"),)))
                 continue
             if key not in alike:
                 args = values, self.machine, self._transports, self._margin
@@ -379,7 +379,7 @@ class Overlaps:
 
 
 @dataclass(frozen=True)
-class _Known:
+class _PairVerdict:
     """A pair of the fusion, and why it takes no steps whatever the sizes, "" where it may."""
 
     pair: Pair
@@ -420,7 +420,7 @@ class _Known:
 
 @dataclass(frozen=True)
 class _Times:
-    candidates: tuple[Candidate, ...]
+    candidates: tuple[OverlapCandidate, ...]
     why: str = ""
 
 
@@ -439,7 +439,7 @@ class _Unit:
         self._fusion, self._backend, self._params = fusion, backend, params
         # The libraries whose communications graphs repeat, without the host.
         self._captured = captured
-        self._bound = Bound(pair, backend, is_repeated=backend in captured)
+        self._bound = GainBound(pair, backend, is_repeated=backend in captured)
         self._programs: dict[tuple[str, str], HostIrContainer | str] = {}
 
     @cached_property
@@ -459,7 +459,7 @@ class _Unit:
         try:
             why = "" if margin == FORCED else self._bound.why_hopeless(values, machine, margin)
         except FuserError as error:
-            return _Times((Candidate("", why=str(error)),))
+            return _Times((OverlapCandidate("", why=str(error)),))
         if why:
             return _Times((_NOT_PREDICTED,), why)
         base = self.as_it_is(values, machine)
@@ -471,11 +471,13 @@ class _Unit:
                 found.append(self._candidate(form.name, transport, values, machine))
         return _Times(tuple(found))
 
-    def as_it_is(self, values: Values, machine: Machine) -> Candidate:
+    def as_it_is(self, values: Values, machine: Machine) -> OverlapCandidate:
         """Return the predicted time of the pair without steps."""
         return self._candidate("", "", values, machine)
 
-    def _candidate(self, form: str, backend: str, values: Values, machine: Machine) -> Candidate:
+    def _candidate(
+        self, form: str, backend: str, values: Values, machine: Machine
+    ) -> OverlapCandidate:
         one = next((f for f in forms_of(self.pair) if f.name == form), None)
         try:
             if one is not None and one.transfers:
@@ -486,9 +488,9 @@ class _Unit:
             if {self._backend, backend or self._backend} <= set(self._captured):
                 host = machine.host_run_s
             numbers = machine.numbers_of(backend or self._backend)
-            return Candidate(form, backend, max(seconds, host), numbers_of=numbers)
+            return OverlapCandidate(form, backend, max(seconds, host), numbers_of=numbers)
         except FuserError as error:
-            return Candidate(form, backend, why=f"cannot be: {_first_line(error)}")
+            return OverlapCandidate(form, backend, why=f"cannot be: {_first_line(error)}")
 
     def _check_divisible(self, values: Values) -> None:
         """Blocks of devices are equal."""
@@ -500,7 +502,7 @@ class _Unit:
                 f"divisible by the {pair.devices} devices along {pair.ptype.name}"
             )
 
-    def _program(self, form: Form | None, backend: str) -> HostIrContainer:
+    def _program(self, form: OverlapForm | None, backend: str) -> HostIrContainer:
         key = ("" if form is None else form.name), backend
         if key not in self._programs:
             try:
@@ -512,7 +514,7 @@ class _Unit:
             raise UnsupportedError(found)
         return found
 
-    def _lower(self, form: Form | None, backend: str) -> HostIrContainer:
+    def _lower(self, form: OverlapForm | None, backend: str) -> HostIrContainer:
         fusion, _ = self._alone.copy()
         (pair,) = find_pairs(fusion)
         if form is not None:
@@ -528,7 +530,7 @@ def _choice(plan: Sequence[Decision]) -> Choice:
     return Choice(tuple(d.chosen.form for d in plan), backend)
 
 
-def _seconds(candidate: Candidate) -> float:
+def _seconds(candidate: OverlapCandidate) -> float:
     return candidate.seconds or 0.0
 
 

@@ -72,7 +72,7 @@ def _beside(threads: Sequence[str]) -> str:
     return f"the threads {', '.join(threads)} run programs, too"
 
 
-class _Watched(list[Any]):
+class _WatchedSlots(list[Any]):
     """The slots of a captured run; notes which ones are read."""
 
     def __init__(self, slots: Slots) -> None:
@@ -94,7 +94,7 @@ class CaptureBinding(Binding):
     maker: GraphMaker = field(kw_only=True)
     kernels: list[BoundKernel] = field(default_factory=list[BoundKernel])
     # The nodes of the capture that goes on, by the number of their kernel.
-    nodes: dict[int, _Node] = field(default_factory=dict[int, Any])
+    nodes: dict[int, _CapturedKernel] = field(default_factory=dict[int, Any])
     origins: dict[int, tuple[int, int]] = field(default_factory=dict[int, tuple[int, int]])
     views: dict[int, Closure] = field(default_factory=dict[int, Closure])
 
@@ -123,7 +123,7 @@ class CaptureBinding(Binding):
             kernel.write_numbers(plain)
             node = self.maker.kernel(kernel.call, kernel.stream)
             own = _seen_as_words(bytearray(_seen_as_words(words)))
-            self.nodes[number] = _Node(node, own, _numbers(kernel, plain))
+            self.nodes[number] = _CapturedKernel(node, own, _numbers(kernel, plain))
 
         return launch
 
@@ -154,7 +154,7 @@ def _numbers(kernel: BoundKernel, slots: Slots) -> list[object] | None:
 
 
 @dataclass
-class _Node:
+class _CapturedKernel:
     """A captured kernel, its words (as `_seen_as_words`), and the numbers among them
     (`_numbers`)."""
 
@@ -182,7 +182,7 @@ class _Captured:
     """A graph, where it finds the tensors that only kernels read, and what lives as long as it."""
 
     graph: Graph
-    nodes: dict[int, _Node]
+    nodes: dict[int, _CapturedKernel]
     places: list[int]
     held: list[object]
     # The same graph again, which finds these tensors elsewhere; how often they had moved.
@@ -398,7 +398,7 @@ class Replays:
 
     def _capture(self, slots: Slots) -> _Captured:
         binding = self._bind()
-        watched = _Watched(slots)
+        watched = _WatchedSlots(slots)
         binding.nodes.clear()
         streams = self._plan.streams
         context = nullcontext() if streams is None else streams.standing_in(binding.maker.stand_in)
@@ -454,7 +454,7 @@ class Replays:
 
         return after_flags
 
-    def _understand(self, binding: CaptureBinding, watched: _Watched) -> None:
+    def _understand(self, binding: CaptureBinding, watched: _WatchedSlots) -> None:
         """Tell which tensors of a run a graph can find in other places."""
         plan = self._plan
         movable = {*range(plan.inputs), *plan.made}
@@ -507,12 +507,12 @@ class Replays:
         if captured.moves <= MOVES_BEFORE or len(captured.twins) == MAX_TWINS:
             return captured
         assert self._binding is not None
-        nodes: dict[int, _Node] = {}
+        nodes: dict[int, _CapturedKernel] = {}
         twin = _Captured(captured.graph.twin(), nodes, list(captured.places), captured.held)
         # It has the words of the capture, which may be others by now.
         for number, node in captured.nodes.items():
             words = _seen_as_words(bytearray(node.words))
-            nodes[number] = _Node(node.node, words, node.numbers)
+            nodes[number] = _CapturedKernel(node.node, words, node.numbers)
             self._words[number][:] = words
             twin.graph.update(node.node, self._binding.kernels[number].call)
         captured.twins.append(twin)

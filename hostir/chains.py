@@ -33,7 +33,7 @@ def find_chains(
     """Return the waits that chain steps of loops without need; for arguments see `find_races`."""
     if not has_streams(program):
         return []
-    first = _Walker(program, dict(values), rank, ())
+    first = _ChainWalker(program, dict(values), rank, ())
     first.run(program.ops)
     found: list[Finding] = []
     # All waits at once, then halves: what is free of races with more of them moved is so with less.
@@ -42,7 +42,7 @@ def find_chains(
         if not left:
             break
         waits = left.pop()
-        other = _Walker(program, dict(values), rank, (), hoisted=frozenset(waits))
+        other = _ChainWalker(program, dict(values), rank, (), hoisted=frozenset(waits))
         other.run(program.ops)
         other.finish()
         half = len(waits) // 2
@@ -53,7 +53,7 @@ def find_chains(
     return found
 
 
-class _Walker(Walker):
+class _ChainWalker(Walker):
     """Notes which waits chain steps; lets those `hoisted` stand in a loop of their own before."""
 
     def __init__(self, *args: object, hoisted: frozenset[Op] = frozenset()) -> None:

@@ -17,7 +17,7 @@ from hostir.machine import CPU
 from hostir.rank_posts import ranks_text
 from hostir.rank_values import at, np
 from hostir.sliced_inputs import sliced_inputs
-from hostir.timeline import Work, critical_path
+from hostir.timeline import WorkItem, critical_path
 from hostir.timetable import Timetable
 from hostir.unrolled import CALLER
 
@@ -60,7 +60,7 @@ class RankTimes:
 
 
 @dataclass(frozen=True)
-class Step:
+class CriticalOp:
     """An op on the critical path: its seconds there, how often, and the part of the whole."""
 
     op: str
@@ -79,7 +79,7 @@ class Prediction:
     seconds: float
     classes: tuple[RankTimes, ...]
     links: tuple[tuple[int, int, int], ...] | None
-    critical_path: tuple[Step, ...]
+    critical_path: tuple[CriticalOp, ...]
     notes: tuple[str, ...] = ()
 
     def to_dict(self) -> dict[str, Any]:
@@ -160,7 +160,7 @@ def _number(x: Any, place: int) -> int:
 
 
 def _streams(
-    made: Timetable, number: int, mine: Sequence[Work], end: float
+    made: Timetable, number: int, mine: Sequence[WorkItem], end: float
 ) -> tuple[StreamTimes, ...]:
     computing = union((w.start, w.end) for w in mine if not w.is_transfer)
     rows: list[StreamTimes] = []
@@ -171,7 +171,7 @@ def _streams(
     return tuple(rows)
 
 
-def _path(program: HostIrContainer, work: Iterable[Work]) -> tuple[Step, ...]:
+def _path(program: HostIrContainer, work: Iterable[WorkItem]) -> tuple[CriticalOp, ...]:
     lines = line_numbers(program)
     found: dict[int, tuple[Site, float, int]] = {}
     for one, seconds in critical_path(work):
@@ -179,7 +179,7 @@ def _path(program: HostIrContainer, work: Iterable[Work]) -> tuple[Step, ...]:
         _, before, times = found.get(id(op), (None, 0.0, 0))
         found[id(op)] = Site(op), before + seconds, times + 1
     total = sum(s for _, s, _ in found.values()) or 1.0
-    steps = [Step(site.text(lines), s, n, s / total) for site, s, n in found.values()]
+    steps = [CriticalOp(site.text(lines), s, n, s / total) for site, s, n in found.values()]
     return tuple(sorted(steps, key=lambda s: -s.seconds))
 
 

@@ -31,11 +31,11 @@ from hostir.rank_posts import (
     MISPLACED,
     PARTNER,
     Await,
-    Collective,
     Event,
-    Group,
     Half,
+    PostedCollective,
     Teams,
+    TransferGroup,
     follow,
     ranks_text,
 )
@@ -113,7 +113,7 @@ class RankWalker:
         self.is_uneven = False
         self.group: list[Half] | None = None
         # A send of its own, which has met nobody yet.
-        self.sent: Group | None = None
+        self.sent: TransferGroup | None = None
         # Whether peers are missing: then nobody can be followed.
         self.is_lost = False
 
@@ -232,7 +232,7 @@ class RankWalker:
             text += " and ".join(str(tv.mesh) for tv in dict.fromkeys((op.inp, op.out)))
             self.note(Finding(TEAM, text, ((site, ""),)))
 
-    def _enters(self, event: Collective, here: Array) -> None:
+    def _enters(self, event: PostedCollective, here: Array) -> None:
         """Members of teams are here: they meet, if none of them can be elsewhere."""
         self._begin()
         if self.is_uneven:
@@ -264,7 +264,9 @@ class RankWalker:
         parts = self.shapes.region(inp, without=partial), self.shapes.region(out)
         if not is_right:
             parts = None, None
-        event = Collective((site,), op.type, op.number, here, teams, terms, *parts, (mine, theirs))
+        event = PostedCollective(
+            (site,), op.type, op.number, here, teams, terms, *parts, (mine, theirs)
+        )
         event.root = root
         self._enters(event, here)
 
@@ -285,9 +287,11 @@ class RankWalker:
             return
         teams, here = self._comes(self.gathers[view], site)
         terms = (("type", f"Deallocate of {op.buffer.label}"),)
-        self._enters(Collective((site,), "", -1, here, teams, terms, None, None, (0, 0)), here)
+        self._enters(
+            PostedCollective((site,), "", -1, here, teams, terms, None, None, (0, 0)), here
+        )
 
-    def _are_alike(self, event: Collective, here: Array) -> bool:
+    def _are_alike(self, event: PostedCollective, here: Array) -> bool:
         for what, value in event.terms:
             two = first_difference(value, event.teams, here)
             if two is not None:
@@ -375,7 +379,7 @@ class RankWalker:
                 value = -1
             peers.append(value)
         parts = self.shapes.region(inp), self.shapes.region(out)
-        event = Collective(
+        event = PostedCollective(
             (site,), "CollectivePermute", op.number, here, teams, terms, *parts, sizes
         )
         event.peers = peers[0], peers[1]
@@ -393,7 +397,7 @@ class RankWalker:
             return
         is_copied = op.backend == PEER_COPIES
         blocks = op.type == "recv" if is_copied else op.backend == "NCCL"
-        group = Group(site, op.number, mask, [half], blocks)
+        group = TransferGroup(site, op.number, mask, [half], blocks)
         if is_copied and op.type == "send" and not self.is_uneven:
             # A send blocks nobody: what is received next may be what was sent.
             self._begin()
@@ -431,9 +435,9 @@ class RankWalker:
 
     def _close(self, op: EndCoalescing, site: Site) -> None:
         halves, self.group = self.group or [], None
-        self._start(Group(site, op.number, self.mask, halves, True))
+        self._start(TransferGroup(site, op.number, self.mask, halves, True))
 
-    def _start(self, group: Group) -> None:
+    def _start(self, group: TransferGroup) -> None:
         self._begin()
         if not self._meet(group.halves):
             self.is_uneven = True
@@ -492,7 +496,7 @@ class RankWalker:
             follow(self.events, self.ranks, self)
 
     # ------------------------------------------------------------ where ranks meet
-    def met(self, met: Collective, here: Array) -> None:
+    def met(self, met: PostedCollective, here: Array) -> None:
         """See `Judge`."""
         sites = tuple((site, "") for site in met.sites)
         if met.peers is not None:
@@ -503,7 +507,7 @@ class RankWalker:
                 text += f", on {self._who(wrong)}"
             self.note(Finding(MISPLACED, text, ((met.sites[0], note), *sites[1:])))
 
-    def _permuted(self, met: Collective, here: Array) -> None:
+    def _permuted(self, met: PostedCollective, here: Array) -> None:
         """Who sends must send to one that receives from it, and as much."""
         teams, sites = met.teams, tuple((site, "") for site in met.sites)
         to, source = (np.broadcast_to(p, here.shape) for p in met.peers or ())

@@ -12,7 +12,7 @@ from fuser.ir.scalar import Symbol
 from fuser.options import Settings
 from hostir.bind import Argument
 from hostir.container import HostIrContainer
-from hostir.frame import KernelRunner, Machine
+from hostir.frame import ExecutionContext, KernelRunner
 from hostir.streams import CpuStreams, CudaStreams, DelayedStreams, Streams, Work
 from hostir.transfers import PEER_COPIES
 from hostir.unit import UnitRunner
@@ -42,10 +42,10 @@ class Devices:
         self._program, self._communicator, self._settings = program, communicator, settings
         self._kernel, self._team, self._votes, self._late = kernel, team, votes, late_stream
         self._streams: dict[torch.device, Streams] = {}
-        self._machines: dict[torch.device, Machine] = {}
+        self._machines: dict[torch.device, ExecutionContext] = {}
         self._units: dict[tuple[int, torch.device], UnitRunner] = {}
 
-    def machine(self, device: torch.device) -> Machine:
+    def machine(self, device: torch.device) -> ExecutionContext:
         """Return what the program runs on there."""
         found = self._machines.get(device)
         if found is None:
@@ -65,7 +65,7 @@ class Devices:
             self._streams[device] = made
         return self._streams[device]
 
-    def _machine_on(self, device: torch.device) -> Machine:
+    def _machine_on(self, device: torch.device) -> ExecutionContext:
         communicator, team = self._communicator, self._team
         rank = 0 if communicator is None else communicator.rank()
 
@@ -97,7 +97,7 @@ class Devices:
         # All ranks of the program vote, also those that will send and receive nothing.
         if self._votes and communicator is not None and rank in team:
             vote = Vote(partial(communicator.peers_for, device), team)
-        return Machine(
+        return ExecutionContext(
             rank,
             1 if communicator is None else communicator.size(),
             device,

@@ -65,7 +65,7 @@ class KernelRunner(Protocol):
 
 
 @dataclass(frozen=True)
-class Machine:
+class ExecutionContext:
     """Where a program runs: this rank, its device, its backends and its kernels.
 
     `team` are the ranks of the program's meshes, between which it sends and receives.
@@ -105,7 +105,7 @@ class Frame:
     """The state of one run."""
 
     program: HostIrContainer
-    machine: Machine
+    machine: ExecutionContext
     storage: Storage
     values: Values
     tensors: dict[TensorView, torch.Tensor]
@@ -221,7 +221,9 @@ class Frame:
     def _whole(self) -> dict[TensorView, tuple[int, ...]]:
         return self.storage.whole.of(self.values)
 
-    def elsewhere(self, machine: Machine, tensors: dict[TensorView, torch.Tensor]) -> Frame:
+    def elsewhere(
+        self, machine: ExecutionContext, tensors: dict[TensorView, torch.Tensor]
+    ) -> Frame:
         """Return a frame of the same values and shapes on another machine."""
         made = Frame(self.program, machine, self.storage, self.values, tensors)
         made._whole, made.sizes = self._whole, self.sizes

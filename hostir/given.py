@@ -32,7 +32,7 @@ from hostir.ops import ForLoop, SetCurrentStream
 from hostir.overlap import overlaps_itself, share_elements
 from hostir.post import flat
 from hostir.storage import Storage
-from hostir.transfers import Order, StartsCommunication
+from hostir.transfers import AxisOrder, StartsCommunication
 
 _POINTWISE = (nodes.UnaryOp, nodes.BinaryOp, nodes.TernaryOp, nodes.CastOp, nodes.LoadStoreOp)
 
@@ -74,7 +74,7 @@ def bind_buffers(frame: Frame, given: Mapping[TensorView, object]) -> None:
     ]
     frame.storage = frame.storage.with_buffers(buffers)
     if shared:
-        uses = _Uses(frame, buffers)
+        uses = _BufferUses(frame, buffers)
         for tv, x in shared:
             uses.check(tv, x, is_same=_box(buffers[tv]) == _box(frame.tensors[x]))
     frame.tensors.update(buffers)
@@ -124,7 +124,7 @@ def _check_transfers(frame: Frame, buffers: Mapping[TensorView, torch.Tensor]) -
         for tv in (*op.inputs, *op.outputs):
             if isinstance(tv, TensorView) and tv in buffers and frame.is_mine(tv):
                 try:
-                    flat(op, tv, buffers[tv], Order.of(tv))
+                    flat(op, tv, buffers[tv], AxisOrder.of(tv))
                 except CommunicationError as error:
                     raise InputError(f"{error}{user_code(op.where)}") from None
 
@@ -146,7 +146,7 @@ class _Use:
     is_write: bool
 
 
-class _Uses:
+class _BufferUses:
     """The uses of whole buffers by the ops of a program."""
 
     def __init__(self, frame: Frame, given: Iterable[TensorView]) -> None:

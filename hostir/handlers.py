@@ -40,7 +40,7 @@ from hostir.ops import (
     SymmetricContiguousView,
     Synchronize,
 )
-from hostir.post import Call, Done, Posted, exchange, permute, post, transfer
+from hostir.post import CommunicationCall, Done, Posted, exchange, permute, post, transfer
 from hostir.ranges import range_of
 from hostir.shown_shards import meet_at, show_shards
 from hostir.slices import dropped_axes
@@ -218,7 +218,7 @@ def _communicate(op: Communication, frame: Frame) -> None:
         out = _received(frame, op.out, posted)
 
     def start() -> None:
-        posted.work = post(Call(op, rank, team, backend(), root), inp, out)
+        posted.work = post(CommunicationCall(op, rank, team, backend(), root), inp, out)
 
     _start(posted, start, frame)
 

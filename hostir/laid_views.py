@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from fuser.ir import nodes
+from fuser.ir import laid, nodes
 from fuser.ir import scalar as sc
-from fuser.ir.laid import Laid, dense_strides, viewed_strides
+from fuser.ir.laid import Laid
 from fuser.ir.nodes import TensorOp
 from fuser.ir.resizing import SliceOp
 from fuser.ir.scalar import Number, Symbol
@@ -45,11 +45,11 @@ def _expand(op: nodes.ExpandOp, x: Laid, shape: Shape, values: object) -> Seen:
 
 
 def _reshape(op: nodes.ReshapeOp, x: Laid, shape: Shape, values: object) -> Seen:
-    if x.stride() == dense_strides(x.shape):
-        return dense_strides(shape), 0
+    if x.stride() == laid.dense_strides(x.shape):
+        return laid.dense_strides(shape), 0
     if 1 in x.shape or 1 in shape:
         return None  # torch gives axes of one element strides of its own
-    strides = viewed_strides(x.shape, x.stride(), shape)
+    strides = laid.viewed_strides(x.shape, x.stride(), shape)
     return None if strides is None else (strides, 0)
 
 

@@ -13,7 +13,7 @@ from fuser.errors import UnsupportedError
 from fuser.ir import nodes
 from fuser.ir.nodes import TensorOp
 from fuser.ir.tensor import TensorView
-from fuser.ops.library_calls import Bound, Call, Kernels, Returning
+from fuser.ops.library_calls import CallOperands, Kernels, LibraryCall, Returning
 from fuser.ops.torch_meaning import bind_call, evaluate_into, evaluate_op
 from hostir.bind import Values
 from hostir.frame import Frame
@@ -63,7 +63,7 @@ def library_call(
     outs: Sequence[torch.Tensor],
     known: tuple[Values, Container[TensorView]],
     kernels: Kernels | None = None,
-) -> Call | Returning | None:
+) -> LibraryCall | Returning | None:
     """Return what writes the results of an op into tensors like these, of operands like these, or
     returns them; None where they are computed op by op of torch. `known` has the values of symbols
     and what nothing reads."""
@@ -72,7 +72,7 @@ def library_call(
     check_places([op])
     values, unread = known
     reads = [out not in unread for out in op.outputs]
-    return bind_call(op, Bound(ins, outs, values, reads, kernels))
+    return bind_call(op, CallOperands(ins, outs, values, reads, kernels))
 
 
 def contract_repeated(

@@ -39,7 +39,7 @@ class Lifetime(NamedTuple):
     end: Moment
 
 
-class Order:
+class StreamOrder:
     """Where a run has come to on its streams, op by op."""
 
     def __init__(self, number: Callable[[Scalar], object]) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from hostir.rank_posts import Collective, Teams
+from hostir.rank_posts import PostedCollective, Teams
 from hostir.rank_values import Array, PerRank, at, everywhere, np
 from hostir.regions import Region
 from hostir.spots import Shapes
@@ -22,7 +22,7 @@ _MAX_PARTNERS = 64
 Wrong = tuple[str, Array | None, str]
 
 
-def misplaced(met: Collective, here: Array, ranks: Sequence[int]) -> Wrong | None:
+def misplaced(met: PostedCollective, here: Array, ranks: Sequence[int]) -> Wrong | None:
     """Return what is wrong with where the parts of a collective go, on which ranks (None: the text
     says it), and a note; None where nothing is."""
     inp, out = met.inp, met.out
@@ -60,7 +60,9 @@ def misplaced(met: Collective, here: Array, ranks: Sequence[int]) -> Wrong | Non
     return None
 
 
-def _lies(met: Collective, inp: Region, out: Region, left: Region, right: Region, i: int) -> str:
+def _lies(
+    met: PostedCollective, inp: Region, out: Region, left: Region, right: Region, i: int
+) -> str:
     """Return a note where the memory is what does not fit."""
     if left is not inp:
         return f"in memory, {left.text(i)} is the piece for position {met.teams.position[i]}"
@@ -69,7 +71,7 @@ def _lies(met: Collective, inp: Region, out: Region, left: Region, right: Region
     return ""
 
 
-def _apart(met: Collective, part: Region, here: Array, ranks: Sequence[int]) -> Wrong | None:
+def _apart(met: PostedCollective, part: Region, here: Array, ranks: Sequence[int]) -> Wrong | None:
     """What a team gathers, or reduces, is one part of a whole, the same for all members."""
     teams = met.teams
     for x in part.starts:
@@ -82,7 +84,7 @@ def _apart(met: Collective, part: Region, here: Array, ranks: Sequence[int]) -> 
     return None
 
 
-def _exchanged(met: Collective, inp: Region, out: Region, here: Array) -> Wrong | None:
+def _exchanged(met: PostedCollective, inp: Region, out: Region, here: Array) -> Wrong | None:
     """Piece k of a member's input is piece i of the output of member k, for i its position."""
     teams, count = met.teams, met.teams.members.shape[1]
     for shift in range(0, count, -(-count // _MAX_PARTNERS)):

@@ -17,7 +17,7 @@ COLLECTIVES = {"gather": "Allgather", "scatter": "ReduceScatter", "allreduce": "
 Values = Mapping[Symbol, Number]
 
 
-class Bound:
+class GainBound:
     """A pair whose communications go by `backend`. `is_repeated`: runs take the host for no longer
     than one call, by a graph."""
 

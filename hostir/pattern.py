@@ -26,7 +26,7 @@ from fuser.ir.scalar import Number, Scalar, Symbol
 from fuser.ir.scalar_python import Computed
 from fuser.ir.storage import dense_strides
 from fuser.ir.tensor import TensorView
-from fuser.kernels.executor import KernelExecutor
+from fuser.kernels.executor import FusedKernelExecutor
 from hostir.announce import announcer
 from hostir.arena import Block, fit, successions
 from hostir.container import walk
@@ -49,7 +49,7 @@ from hostir.plan import Plan
 from hostir.posting import FirstPost
 from hostir.replay_tensors import contraction, writer, writing
 from hostir.slices import dropped_axes
-from hostir.steps import Action, Launch, Multiply, Release, Slots, Step, View, allocation
+from hostir.steps import Action, LaunchStep, Multiply, Release, Slots, Step, View, allocation
 from hostir.transfers import Communication, Wait
 from multidevice.sharding import local_extents
 
@@ -76,7 +76,7 @@ _Make = Callable[[Size], Step | None]
 
 
 @dataclass(frozen=True, eq=False)
-class Buffer:
+class PlannedBuffer:
     """A buffer that a program allocates, and where in it the buffer is used: None if it lasts, or
     is never made."""
 
@@ -98,8 +98,8 @@ class Pattern:
     # The positions of scalar inputs on which no size depends, and those that changed in the class.
     free: tuple[frozenset[int], tuple[Symbol, ...]]
     # The buffers that outlive a run; those of the arena, and which of these come after which.
-    lasting: tuple[Buffer, ...]
-    placed: tuple[Buffer, ...]
+    lasting: tuple[PlannedBuffer, ...]
+    placed: tuple[PlannedBuffer, ...]
     after: Sequence[Sequence[bool]]
     layouts: Layouts
     steps: tuple[tuple[Step | _Make, Op | None], ...]
@@ -161,7 +161,7 @@ def _settled(plan: Plan, posts: Mapping[int, FirstPost]) -> Plan:
 class Layouts:
     """How the buffers of a program lie, and the shapes of views, for many sizes."""
 
-    def __init__(self, buffers: Sequence[Buffer], views: Mapping[int, TensorView]) -> None:
+    def __init__(self, buffers: Sequence[PlannedBuffer], views: Mapping[int, TensorView]) -> None:
         # All at once: the extents of all buffers and views, then the strides and the span of each
         # buffer.
         shapes = [local_shape_of(tv) for tv in (*(b.tv for b in buffers), *views.values())]
@@ -208,13 +208,13 @@ def local_shape_of(tv: TensorView) -> Sequence[Scalar]:
     return local_extents(tv) if tv.domain.has_devices else tv.shape()
 
 
-def _block(buffer: Buffer, laid: dict[int, Laid], offset: int = 0) -> Block:
+def _block(buffer: PlannedBuffer, laid: dict[int, Laid], offset: int = 0) -> Block:
     one = laid[buffer.slot]
     return Block(buffer.slot, one.shape, one.stride(), buffer.dtype, offset)
 
 
 # ------------------------------------------------------------------ from a plan
-class _Known:
+class _PlanFacts:
     """What is known of a plan while its steps are gone through, in order."""
 
     def __init__(self, recorder: Recorder, slots: set[int]) -> None:
@@ -237,7 +237,7 @@ def pattern_of(recorder: Recorder, plan: Plan) -> Pattern | None:
     ]
     buffers = recorder.buffers()
     own = {b.slot for b in buffers}
-    known = _Known(recorder, own | {i for _, i in inputs})
+    known = _PlanFacts(recorder, own | {i for _, i in inputs})
     if frame.storage.switches_streams or not plan.made.keys() <= own:
         return None
     if not all(map(_goes_one_way, walk(frame.program.ops))):
@@ -251,7 +251,8 @@ def pattern_of(recorder: Recorder, plan: Plan) -> Pattern | None:
     if not known.slots.issuperset(plan.outputs):
         return None
     reads = not all(
-        isinstance(step, Launch) or isinstance(op, Allocate | Deallocate) for step, op in plan.steps
+        isinstance(step, LaunchStep) or isinstance(op, Allocate | Deallocate)
+        for step, op in plan.steps
     )
     shared = {f.name: getattr(plan, f.name) for f in fields(plan) if f.name not in _OF_A_SIZE}
     layouts = Layouts(buffers, known.views)
@@ -282,7 +283,7 @@ def _goes_one_way(op: Op) -> bool:
     return not isinstance(op, ForLoop)
 
 
-def _same(step: Step, op: Op | None, known: _Known) -> Step | None:
+def _same(step: Step, op: Op | None, known: _PlanFacts) -> Step | None:
     """Return a step that is the same for all sizes."""
     is_same = isinstance(step, Release) or (
         isinstance(step, Action) and isinstance(op, Allocate | Wait)
@@ -290,7 +291,7 @@ def _same(step: Step, op: Op | None, known: _Known) -> Step | None:
     return step if is_same else None
 
 
-def _view(step: Step, op: Op | None, known: _Known) -> _Make | None:
+def _view(step: Step, op: Op | None, known: _PlanFacts) -> _Make | None:
     if not isinstance(step, View) or not isinstance(op, TensorOp) or type(op) not in VIEWS:
         return None
     source, out, itemsize, kind = step.source, step.out, step.itemsize, op
@@ -314,13 +315,13 @@ def _view(step: Step, op: Op | None, known: _Known) -> _Make | None:
     return view
 
 
-def _kernel(step: Step, op: Op | None, known: _Known) -> _Make | None:
-    if not isinstance(step, Launch) or not isinstance(op, LaunchKernel):
+def _kernel(step: Step, op: Op | None, known: _PlanFacts) -> _Make | None:
+    if not isinstance(step, LaunchStep) or not isinstance(op, LaunchKernel):
         return None
     recorder = known.recorder
     runner: KernelRunner = recorder.machine.runner(op.group)
     operands, stream = step.operands, step.stream
-    if not isinstance(runner, KernelExecutor) or not known.slots.issuperset(operands):
+    if not isinstance(runner, FusedKernelExecutor) or not known.slots.issuperset(operands):
         return None
     if any(dropped_axes(op, recorder.frame.program)):
         return None
@@ -329,7 +330,7 @@ def _kernel(step: Step, op: Op | None, known: _Known) -> _Make | None:
     shapes = [local_shape_of(v) for v in (*op.ins, *op.outs) if isinstance(v, TensorView)]
     are_sized = runner.sizes_fit(shapes)
 
-    def launch(size: Size) -> Launch | None:
+    def launch(size: Size) -> LaunchStep | None:
         frame, laid = size.frame, size.laid
         tensors = [laid[slot] for slot in operands]
         numbers = tuple([frame.number(v) for v in scalars]) if scalars else ()
@@ -339,12 +340,12 @@ def _kernel(step: Step, op: Op | None, known: _Known) -> _Make | None:
         if kernel is None:
             return None
         read = numbers_reader(scalars, places, free, frame) if scalars else None
-        return Launch(kernel, operands, numbers, read, stream)
+        return LaunchStep(kernel, operands, numbers, read, stream)
 
     return launch
 
 
-def _product(step: Step, op: Op | None, known: _Known) -> _Make | None:
+def _product(step: Step, op: Op | None, known: _PlanFacts) -> _Make | None:
     if not isinstance(step, Multiply | Action) or not isinstance(op, nodes.Contraction):
         return None
     recorder = known.recorder
@@ -361,7 +362,7 @@ def _product(step: Step, op: Op | None, known: _Known) -> _Make | None:
     return multiply
 
 
-def _local_slice(step: Step, op: Op | None, known: _Known) -> _Make | None:
+def _local_slice(step: Step, op: Op | None, known: _PlanFacts) -> _Make | None:
     if not isinstance(op, LocalSlice) or not isinstance(step, Action):
         return None
     inp, out, axis = known.recorder.slot(op.inp), known.recorder.slot(op.out), op.axis
@@ -380,7 +381,7 @@ def _local_slice(step: Step, op: Op | None, known: _Known) -> _Make | None:
     return make
 
 
-def _communication(step: Step, op: Op | None, known: _Known) -> _Make | None:
+def _communication(step: Step, op: Op | None, known: _PlanFacts) -> _Make | None:
     recorder, place = known.recorder, known.place
     if not isinstance(op, Communication) or op not in recorder.posted:
         return None
@@ -397,7 +398,7 @@ def _communication(step: Step, op: Op | None, known: _Known) -> _Make | None:
     return start
 
 
-def _copy(step: Step, op: Op | None, known: _Known) -> _Make | None:
+def _copy(step: Step, op: Op | None, known: _PlanFacts) -> _Make | None:
     """Results that torch computes into buffers."""
     if (
         not isinstance(step, Action)

@@ -34,7 +34,7 @@ from multidevice.sharding_passes import ShardingResult, shard_fusion
 NO_SIZES: Mapping[Symbol, int] = {}
 
 
-class Dump(Protocol):
+class KeepsDump(Protocol):
     """Keeps the text of a stage if somebody asked for it by the name of its option."""
 
     def __call__(self, name: str, text: Callable[[], str], note: str = "", /) -> None: ...
@@ -65,7 +65,7 @@ def build_program(
     *,
     backend_name: str,
     params: LowerParams = DEFAULT,
-    dump: Dump = _no_dump,
+    dump: KeepsDump = _no_dump,
     overlap: Overlap | None = None,
     settings: Settings = NO_SETTINGS,
 ) -> Built:
@@ -119,7 +119,7 @@ def lower_sharded(
     backend_name: str,
     sizes: Mapping[Symbol, int] = NO_SIZES,
     params: LowerParams = DEFAULT,
-    dump: Dump = _no_dump,
+    dump: KeepsDump = _no_dump,
     row_parts: int = 0,
     are_joined: bool = False,
     has_clusters: bool = False,

@@ -14,16 +14,16 @@ from hostir.layout import write
 from hostir.transfers import (
     REDUCING,
     ROOTED,
+    AxisOrder,
     CollectivePermute,
     Communication,
-    Order,
     P2PCommunication,
     StartsCommunication,
 )
 from multidevice.backends import protocol
 from multidevice.backends.protocol import Backend, Team, Work
 
-Buffer = torch.Tensor | None
+PostedBuffer = torch.Tensor | None
 
 
 class Done:
@@ -69,7 +69,7 @@ class Posted:
 
 
 def flat(
-    op: StartsCommunication, tv: TensorView, tensor: torch.Tensor, order: Order
+    op: StartsCommunication, tv: TensorView, tensor: torch.Tensor, order: AxisOrder
 ) -> torch.Tensor:
     """Return the shard of `tv` as backends take it: contiguous, as memory holds it.
 
@@ -87,23 +87,23 @@ def flat(
     return tensor
 
 
-def _allgather(call: Call, out: torch.Tensor, inp: torch.Tensor) -> Work:
+def _allgather(call: CommunicationCall, out: torch.Tensor, inp: torch.Tensor) -> Work:
     return call.backend.allgather(out, inp, team=call.team)
 
 
-def _allreduce(call: Call, out: torch.Tensor, inp: torch.Tensor) -> Work:
+def _allreduce(call: CommunicationCall, out: torch.Tensor, inp: torch.Tensor) -> Work:
     return call.backend.allreduce(out, inp, op=call.op.red_op, team=call.team)
 
 
-def _reduce_scatter(call: Call, out: torch.Tensor, inp: torch.Tensor) -> Work:
+def _reduce_scatter(call: CommunicationCall, out: torch.Tensor, inp: torch.Tensor) -> Work:
     return call.backend.reduce_scatter(out, inp, op=call.op.red_op, team=call.team)
 
 
-def _alltoall(call: Call, out: torch.Tensor, inp: torch.Tensor) -> Work:
+def _alltoall(call: CommunicationCall, out: torch.Tensor, inp: torch.Tensor) -> Work:
     return call.backend.alltoall(out, inp, team=call.team)
 
 
-def _broadcast(call: Call, out: Buffer, inp: Buffer) -> Work:
+def _broadcast(call: CommunicationCall, out: PostedBuffer, inp: PostedBuffer) -> Work:
     is_root = call.root == call.rank
     if out is None:
         assert inp is not None and is_root, "the root of a broadcast has its input"
@@ -113,20 +113,20 @@ def _broadcast(call: Call, out: Buffer, inp: Buffer) -> Work:
     return call.backend.broadcast(out, root=call.root, team=call.team)
 
 
-def _gather(call: Call, out: Buffer, inp: torch.Tensor) -> Work:
+def _gather(call: CommunicationCall, out: PostedBuffer, inp: torch.Tensor) -> Work:
     return call.backend.gather(out, inp, root=call.root, team=call.team)
 
 
-def _scatter(call: Call, out: torch.Tensor, inp: Buffer) -> Work:
+def _scatter(call: CommunicationCall, out: torch.Tensor, inp: PostedBuffer) -> Work:
     return call.backend.scatter(out, inp, root=call.root, team=call.team)
 
 
-def _reduce(call: Call, out: Buffer, inp: torch.Tensor) -> Work:
+def _reduce(call: CommunicationCall, out: PostedBuffer, inp: torch.Tensor) -> Work:
     return call.backend.reduce(out, inp, op=call.op.red_op, root=call.root, team=call.team)
 
 
 @dataclass(frozen=True)
-class Call:
+class CommunicationCall:
     """What a communication is for one rank; `root` is a global rank (-1: none)."""
 
     op: Communication
@@ -148,7 +148,7 @@ POST: dict[str, Callable[..., Work]] = {
 }
 
 
-def post(call: Call, inp: Buffer, out: Buffer) -> Work:
+def post(call: CommunicationCall, inp: PostedBuffer, out: PostedBuffer) -> Work:
     """Start the communication of local shards; None stands for a shard that this rank lacks.
 
     Raises `CommunicationError` for a shard that is not dense in its declared order.
@@ -178,7 +178,9 @@ _WHOLE = {
 }
 
 
-def bind_post(call: Call, inp: Buffer, out: Buffer) -> protocol.Post | None:
+def bind_post(
+    call: CommunicationCall, inp: PostedBuffer, out: PostedBuffer
+) -> protocol.Post | None:
     """Return how `post` starts this communication, which it has done once, on other shards of these
     shapes and strides; None where it has to look at each call."""
     op = call.op

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from hostir.post import Buffer, Call, bind_post, post
-from hostir.steps import Action, Collective, Slots, Step
+from hostir.post import CommunicationCall, PostedBuffer, bind_post, post
+from hostir.steps import Action, CollectiveStep, Slots, Step
 
 
 class Posting(NamedTuple):
     """A communication, and the slots of its buffers (-1 for one that this rank lacks) and of what
     is waited for."""
 
-    call: Call
+    call: CommunicationCall
     inp: int
     out: int
     work: int
@@ -23,14 +23,14 @@ class Posting(NamedTuple):
         inp, out = self.held(slots)
         slots[self.work] = post(self.call, inp, out)
 
-    def step(self, inp: Buffer, out: Buffer) -> Step:
+    def step(self, inp: PostedBuffer, out: PostedBuffer) -> Step:
         """Return the step that starts it on buffers like these, on which it has been started."""
         bound = bind_post(self.call, inp, out)
         if bound is None:
             return Action(self.post)
-        return Collective(bound, self.inp, self.out, self.work, self.stream)
+        return CollectiveStep(bound, self.inp, self.out, self.work, self.stream)
 
-    def held(self, slots: Slots) -> tuple[Buffer, Buffer]:
+    def held(self, slots: Slots) -> tuple[PostedBuffer, PostedBuffer]:
         """Return the buffers of a run."""
         inp = slots[self.inp] if self.inp >= 0 else None
         return inp, slots[self.out] if self.out >= 0 else None

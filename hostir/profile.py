@@ -23,7 +23,7 @@ from hostir.busy import length, union
 from hostir.noting import NotingRecorder, TracedOp
 from hostir.ops import LaunchKernel
 from hostir.plan import Plan
-from hostir.steps import Both, Launch, Step
+from hostir.steps import Both, LaunchStep, Step
 from hostir.streams import on_device
 from hostir.together import Together
 from hostir.tracing import Runs, Source, rounds_of, watched, ways_to_time
@@ -45,7 +45,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Work:
+class ProfiledOp:
     """What one op did at one step of its loops, on this rank.
 
     `group` is that of a kernel; `writes` are the numbers of the tensors whose buffers it fills.
@@ -73,7 +73,7 @@ class Profiled:
     work come from.
     """
 
-    work: tuple[Work, ...]
+    work: tuple[ProfiledOp, ...]
     wall: float
     host: float
     source: str
@@ -144,7 +144,7 @@ def profile_call(
     with torch.no_grad(), on_device(device):
         ways = ways_to_time(device, _source(device, has_cupti=has_cupti), None)
         watch, _ = watched([op], Together(None, (0,)), ways, rounds)
-    work = {0: Work(op, None, (), launch, *sizes)}
+    work = {0: ProfiledOp(op, None, (), launch, *sizes)}
     return _profiled(work, {}, watch, device, given, list(outputs))
 
 
@@ -158,7 +158,7 @@ def _synchronize(device: torch.device) -> None:
 
 
 def _profiled(
-    work: Mapping[int, Work],
+    work: Mapping[int, ProfiledOp],
     waits: Mapping[int, int],
     watch: HostWatch,
     device: torch.device,
@@ -179,7 +179,9 @@ def _profiled(
     )
 
 
-def _timed(work: Mapping[int, Work], waits: Mapping[int, int], one: Round) -> list[Work]:
+def _timed(
+    work: Mapping[int, ProfiledOp], waits: Mapping[int, int], one: Round
+) -> list[ProfiledOp]:
     """Return work with the times of a run; a Wait's are those of what it waits for."""
     spans: dict[int, list[tuple[float, float]]] = {}
     names: dict[int, dict[str, None]] = {}
@@ -270,16 +272,16 @@ class SizingRecorder(NotingRecorder):
         self._made_before = len(plan.steps) - len(self._steps)
         return plan
 
-    def work(self) -> dict[int, Work]:
+    def work(self) -> dict[int, ProfiledOp]:
         """Return the work of the plan, by the numbers of its steps, without times."""
-        made: dict[int, Work] = {}
+        made: dict[int, ProfiledOp] = {}
         for number, ((step, _), op) in enumerate(zip(self._plan.steps, self.ops, strict=True)):
             if op.kind in ("host", "wait"):
                 continue
             moved = self._moves.get(number - self._made_before)
             of, writes, read, written = moved or (None, (), 0, 0)
             group = of.group if isinstance(of, LaunchKernel) else None
-            made[number] = Work(op, group, writes, _launch_in(step), read, written)
+            made[number] = ProfiledOp(op, group, writes, _launch_in(step), read, written)
         return made
 
     def waits(self) -> dict[int, int]:
@@ -292,4 +294,4 @@ def _launch_in(step: Step) -> KernelLaunch | None:
     """Return the launch that a step is, or has beside."""
     if isinstance(step, Both):
         return _launch_in(step.first) or _launch_in(step.second)
-    return step.kernel if isinstance(step, Launch) else None
+    return step.kernel if isinstance(step, LaunchStep) else None

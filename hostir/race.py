@@ -64,12 +64,12 @@ from hostir.shapes import check_results
 from hostir.storage import Storage
 from hostir.streams import ENTRY
 from hostir.transfers import Communication, StartsCommunication
-from hostir.uses import Buffer, Cell, Flight, Place, Use
+from hostir.uses import BufferRegion, Cell, Flight, TrackedBuffer, Use
 from multidevice.communication import position_map
 from multidevice.sharding import local_sizes
 
 # A use that is not made yet: where, of what, and whether it writes.
-_Planned = tuple[Site, Place, bool]
+_Planned = tuple[Site, BufferRegion, bool]
 
 
 def find_races(
@@ -116,7 +116,7 @@ class Walker(Reports):
         self.program, self.values, self.rank = program, values, rank
         self.storage = Storage.of(program).with_buffers(given)
         super().__init__(Clocks(self._integer))
-        self.places: dict[TensorView, Place] = {}
+        self.places: dict[TensorView, BufferRegion] = {}
         self.freed: dict[TensorView, Site] = {}
         self.flights: dict[int, Flight] = {}
         self.waited: dict[int, Site] = {}
@@ -129,8 +129,8 @@ class Walker(Reports):
         self.maps: dict[int, dict[int, int]] = {}
         for tv in (*program.inputs, *given):
             if isinstance(tv, TensorView) and self._is_mine(tv):
-                buffer = Buffer(tv, self._shape(tv), ENTRY, None, tv in program.inputs)
-                self.places[tv] = Place.whole(buffer)
+                buffer = TrackedBuffer(tv, self._shape(tv), ENTRY, None, tv in program.inputs)
+                self.places[tv] = BufferRegion.whole(buffer)
 
     # ------------------------------------------------------------ control flow
     def run(self, ops: Sequence[Op]) -> None:
@@ -214,7 +214,7 @@ class Walker(Reports):
         return shape
 
     # ------------------------------------------------------------ names and buffers
-    def _place(self, tv: TensorView, site: Site) -> Place | None:
+    def _place(self, tv: TensorView, site: Site) -> BufferRegion | None:
         """Return where a tensor lies; None, with a finding, where it does not exist any more."""
         place = self.places.get(tv)
         if place is None:
@@ -242,8 +242,8 @@ class Walker(Reports):
             index, count = self._integer(site.op.stream_index), self._integer(chunks)
             shape = (*shape[:axis], bounds(shape[axis], index, count)[1], *shape[axis + 1 :])
         made = self._new_use(site, whole_box(shape), True)
-        buffer = Buffer(tv, shape, self.clocks.current, made, effect.is_filled)
-        self.places[tv] = Place.whole(buffer)
+        buffer = TrackedBuffer(tv, shape, self.clocks.current, made, effect.is_filled)
+        self.places[tv] = BufferRegion.whole(buffer)
         self.freed.pop(tv, None)
 
     def _shows(self, effect: Shows, site: Site) -> None:
@@ -258,16 +258,16 @@ class Walker(Reports):
             # Which part of it is whose does not matter: nobody writes while there is a view.
             shape = self._shape(effect.out)
             whole, unknown = whole_box(source.buffer.shape), (None,) * len(shape)
-            source = Place(source.buffer, whole, shape, unknown)
+            source = BufferRegion(source.buffer, whole, shape, unknown)
         self.places[effect.out] = source
         self.freed.pop(effect.out, None)
 
-    def _view(self, source: Place, op: TensorOp) -> Place:
+    def _view(self, source: BufferRegion, op: TensorOp) -> BufferRegion:
         """Return what a view op names: axes that it leaves alone can still be cut exactly."""
         if isinstance(op, ReshapeOp):
             sizes = self._shape(op.out_tensor)
             axes = tuple(reshaped(source.shape, source.axes, sizes))
-            return Place(source.buffer, source.box, sizes, axes, source.grid, source.parts)
+            return BufferRegion(source.buffer, source.box, sizes, axes, source.grid, source.parts)
         if isinstance(op, SliceOp):
             # Bounds are global; an axis that devices cut is taken whole.
             sizes = op.inp.shape()
@@ -283,9 +283,9 @@ class Walker(Reports):
         kept = dict(enumerate(zip(source.shape, source.axes, strict=True)))
         made = [kept.get(moved.get(c, -1), axis) for c, axis in enumerate(made)]
         shape, owners = tuple(n for n, _ in made), tuple(owner for _, owner in made)
-        return Place(source.buffer, source.box, shape, owners, source.grid, source.parts)
+        return BufferRegion(source.buffer, source.box, shape, owners, source.grid, source.parts)
 
-    def _part(self, source: Place, part: Part, site: Site) -> Place:
+    def _part(self, source: BufferRegion, part: Part, site: Site) -> BufferRegion:
         size, index = source.shape[part.axis], self._integer(part.index)
         if part.chunks is None and size == 1:
             index = 0
@@ -316,12 +316,12 @@ class Walker(Reports):
                 self._given_back(buffer, site, stream)
             buffer.freed = site
 
-    def _drop(self, buffer: Buffer, site: Site | None) -> None:
+    def _drop(self, buffer: TrackedBuffer, site: Site | None) -> None:
         """The last name of a buffer goes: its memory returns to the stream that allocated it."""
         if not buffer.is_callers and buffer.freed is None:
             self._given_back(buffer, site, buffer.home)
 
-    def _given_back(self, buffer: Buffer, site: Site | None, to: Hashable) -> None:
+    def _given_back(self, buffer: TrackedBuffer, site: Site | None, to: Hashable) -> None:
         name = self.clocks.name(to)
         for use in buffer.uses():
             if not use.is_before(self.clocks.of[to]):
@@ -385,7 +385,7 @@ class Walker(Reports):
             mine.parts[place.parts] = math.prod(place.shape)
         mine.is_written |= is_write and not place.parts
 
-    def _compare(self, cell: Cell, use: Use, clock: Clock, buffer: Buffer) -> None:
+    def _compare(self, cell: Cell, use: Use, clock: Clock, buffer: TrackedBuffer) -> None:
         if cell.write is not None and not cell.write.is_before(clock):
             self._race(cell.write, use, buffer)
         if use.is_write:
@@ -407,7 +407,7 @@ class Walker(Reports):
         parts = f"{verb} {a.buffer.text(a.box)} and writes {b.buffer.text(b.box)}"
         self._note(OWN, what, (site, f"on {self.clocks.name(self.clocks.current)}: {parts}"))
 
-    def _may_share(self, a: Place, b: Place, op: Op) -> bool:
+    def _may_share(self, a: BufferRegion, b: BufferRegion, op: Op) -> bool:
         how = manner(op)
         if how == "slot" and isinstance(op, Communication):
             ranks = op.team.ranks(self.rank)
@@ -415,7 +415,7 @@ class Walker(Reports):
         is_same = (a.box, a.shape, a.axes, a.parts) == (b.box, b.shape, b.axes, b.parts)
         return how == "freely" or (how == "same" and is_same)
 
-    def _check_written(self, place: Place, site: Site) -> None:
+    def _check_written(self, place: BufferRegion, site: Site) -> None:
         buffer = place.buffer
         left = buffer.unwritten(place.box)
         if left:
@@ -544,12 +544,12 @@ class Walker(Reports):
             ):
                 self._check_output(tv, place)
 
-    def _output(self, tv: TensorView) -> Place | None:
+    def _output(self, tv: TensorView) -> BufferRegion | None:
         if not self._is_mine(tv):
             return None
         return self.places.get(tv) or self.places.get(self.storage.root(tv))
 
-    def _check_output(self, tv: TensorView, place: Place) -> None:
+    def _check_output(self, tv: TensorView, place: BufferRegion) -> None:
         buffer = place.buffer
         left = buffer.unwritten(place.box)
         if left:
@@ -559,7 +559,7 @@ class Walker(Reports):
             part = f"{buffer.owner.label}{box_text(left[0], buffer.shape)}"
             self._note(UNWRITTEN, f"{part}, part of an output, is never written", *writers)
 
-    def _return(self, buffer: Buffer) -> None:
+    def _return(self, buffer: TrackedBuffer) -> None:
         """The stream on which the caller goes on gets a buffer back: to read, its own to write."""
         for use in buffer.uses():
             if (use.is_write or buffer.is_callers) and not use.is_before(self.clocks.now):

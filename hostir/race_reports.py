@@ -8,7 +8,7 @@ from fuser.ir.tensor import TensorView
 from hostir.clocks import Clocks
 from hostir.findings import Finding, Site
 from hostir.streams import ENTRY
-from hostir.uses import Buffer, Use
+from hostir.uses import TrackedBuffer, Use
 
 RACE = "race"
 FREED = "use after Deallocate"
@@ -53,7 +53,7 @@ class Reports:
             (site, f"on {self.clocks.name(self.clocks.current)}: uses {tv.label}"),
         )
 
-    def _note_unentered(self, use: Use, buffer: Buffer) -> None:
+    def _note_unentered(self, use: Use, buffer: TrackedBuffer) -> None:
         self._note(
             RACE,
             f"{buffer.owner.label} is used on a stream that never waited for the caller's",
@@ -62,7 +62,7 @@ class Reports:
             f"{{0}}: Synchronize({self.clocks.text(ENTRY)}) is missing",
         )
 
-    def _race(self, earlier: Use, later: Use, buffer: Buffer) -> None:
+    def _race(self, earlier: Use, later: Use, buffer: TrackedBuffer) -> None:
         is_same = earlier.site.op is later.site.op and earlier.site.indices == later.site.indices
         if is_same and earlier.flight is later.flight:
             return  # `hostir.in_place` says what an op may do to its own operands
@@ -90,7 +90,7 @@ class Reports:
             return f"communication {use.flight.number}"
         return self.clocks.name(use.stream)
 
-    def _doing(self, use: Use, buffer: Buffer) -> str:
+    def _doing(self, use: Use, buffer: TrackedBuffer) -> str:
         verb = "allocates" if use is buffer.made else "writes" if use.is_write else "reads"
         who = f"on {self.clocks.name(use.began)}"
         if use.flight is not None:

@@ -22,12 +22,12 @@ def first_of_each_class(
     program: HostIrContainer, ranks: Sequence[int], values: Mapping[Symbol, Number]
 ) -> list[int]:
     """Return the first rank of each class; `values` binds the symbols of the inputs."""
-    walker = _Walker(program, ranks, dict(values))
+    walker = _RankClassWalker(program, ranks, dict(values))
     walker.run(program.ops)
     return [ranks[i] for i in sorted(np.unique(walker.classes, return_index=True)[1].tolist())]
 
 
-class _Walker:
+class _RankClassWalker:
     """Splits `classes` [ranks] by what each rank meets; stops when each has its own."""
 
     def __init__(

@@ -38,7 +38,7 @@ class Judge(Protocol):
 
     def note(self, finding: Finding) -> None: ...
 
-    def met(self, met: Collective, here: Array) -> None:
+    def met(self, met: PostedCollective, here: Array) -> None:
         """Members of whole teams (`here`) meet in a collective."""
 
     def paired(self, a: Half, b: Half, senders: Array, receivers: Array) -> None:
@@ -78,7 +78,7 @@ class Teams:
 
 
 @dataclass(eq=False)
-class Collective:
+class PostedCollective:
     """A communication that all members of a team enter; `terms` must be the same for all.
 
     `sites`: where the ranks enter it. `inp`, `out`: the parts that it moves, None where they are
@@ -111,7 +111,7 @@ class Half:
 
 
 @dataclass(eq=False)
-class Group:
+class TransferGroup:
     """Sends and receives that start together."""
 
     site: Site
@@ -128,7 +128,7 @@ class Await:
     mask: Array
 
 
-Event = Collective | Group | Await
+Event = PostedCollective | TransferGroup | Await
 
 
 # ------------------------------------------------------------------ rank by rank
@@ -137,7 +137,7 @@ class _Meeting:
     """A collective of one team: what each member that has come entered, and who has to come."""
 
     members: frozenset[int]
-    come: dict[int, Collective] = field(default_factory=dict[int, Collective])
+    come: dict[int, PostedCollective] = field(default_factory=dict[int, PostedCollective])
     is_alike: bool = True
 
     def missing(self) -> set[int]:
@@ -149,7 +149,7 @@ class _Open:
     """A rank's group, and those of its halves that have met nobody, by peer."""
 
     rank: int
-    group: Group
+    group: TransferGroup
     lonely: list[tuple[int, Half]]
 
     def missing(self) -> set[int]:
@@ -175,7 +175,7 @@ class _Follower:
         self.open: dict[tuple[int, int], _Open] = {}
         self.runnable = deque(range(len(ranks)))
         # Who met whom: judged together, by the ops that they met in.
-        self.met: dict[tuple[Collective, ...], list[_Meeting]] = {}
+        self.met: dict[tuple[PostedCollective, ...], list[_Meeting]] = {}
         self.paired: dict[tuple[Half, Half], list[tuple[int, int]]] = {}
         # Two ranks -> which tensors they have brought to one collective.
         self.brought: dict[tuple[int, int], set[tuple[TensorView, TensorView]]] = {}
@@ -193,7 +193,7 @@ class _Follower:
         self._report()
 
     def _step(self, i: int, event: Event) -> _Meeting | _Open | None:
-        if isinstance(event, Collective):
+        if isinstance(event, PostedCollective):
             return self._enter(i, event)
         if isinstance(event, Await):
             return self.open.pop((i, event.number), None)
@@ -204,7 +204,7 @@ class _Follower:
         self.open[i, event.number] = opened
         return opened if event.blocks else None
 
-    def _enter(self, i: int, event: Collective) -> _Meeting:
+    def _enter(self, i: int, event: PostedCollective) -> _Meeting:
         members = event.teams.sets[int(event.teams.team[i])]
         count = self.entered[i, members] = self.entered.get((i, members), -1) + 1
         meeting = self.meetings.setdefault((members, count), _Meeting(members))
@@ -340,14 +340,14 @@ class _Follower:
 
     def _count(self, i: int, k: int, kind: str) -> int:
         """Return how often the whole program has rank i send to, or receive from, rank k."""
-        groups = (e for e in (self.todo[i] if i >= 0 else ()) if isinstance(e, Group))
+        groups = (e for e in (self.todo[i] if i >= 0 else ()) if isinstance(e, TransferGroup))
         halves = (h for g in groups for h in g.halves if h.op.type == kind and h.mask[i])
         return sum(int(h.to[i]) == k for h in halves)
 
     def _site(self, i: int) -> Site:
         """Return where a rank is blocked."""
         event = self.todo[i][self.at[i] - 1]
-        return event.sites[0] if isinstance(event, Collective) else event.site
+        return event.sites[0] if isinstance(event, PostedCollective) else event.site
 
     def _cycle(self, i: int) -> list[int]:
         """Follow who waits for whom, up to a rank that comes again or does not wait."""
@@ -376,11 +376,11 @@ class _Follower:
         return [(self._site(i), f"{me} waits for {missing}")]
 
 
-def _together(came: dict[Collective, Array]) -> Collective:
+def _together(came: dict[PostedCollective, Array]) -> PostedCollective:
     """Return what ranks have entered in different ops as one."""
     parts = [(ranks, event) for event, ranks in came.items()]
 
-    def of(get: Callable[[Collective], PerRank]) -> PerRank:
+    def of(get: Callable[[PostedCollective], PerRank]) -> PerRank:
         return merged([(ranks, get(e)) for ranks, e in parts])
 
     first, peers = parts[0][1], None

@@ -36,7 +36,7 @@ from hostir.plan import Plan
 from hostir.replay import Recorder
 from hostir.replay_tensors import OnlyRunTells
 from hostir.step_kernels import StepKernels
-from hostir.steps import Launch
+from hostir.steps import LaunchStep
 from hostir.streams import UnservedStreams, Work
 
 if TYPE_CHECKING:
@@ -75,7 +75,7 @@ class Rehearsal:
         """Whether every kernel is known to be compiled."""
         if self.plan is None:
             return False
-        launches = [step.kernel for step, _ in self.plan.steps if isinstance(step, Launch)]
+        launches = [step.kernel for step, _ in self.plan.steps if isinstance(step, LaunchStep)]
         return len(launches) == len(self.requests) and all(k.variant.compiled for k in launches)
 
 
@@ -122,7 +122,7 @@ def rehearse_plan(
 def _emptied(frame: Frame, note: Callable[[KernelRequest], object]) -> Frame:
     """Return a frame like this one, of tensors without contents, which launches nothing; `note`
     is told of the kernels."""
-    from fuser.kernels.executor import KernelExecutor
+    from fuser.kernels.executor import FusedKernelExecutor
 
     def launch(
         group: int,
@@ -133,7 +133,7 @@ def _emptied(frame: Frame, note: Callable[[KernelRequest], object]) -> Frame:
         runner = frame.machine.runner(group)
         if isinstance(runner, StepKernels):
             runner = runner.pick(ins, outs, sizes)
-        if isinstance(runner, KernelExecutor):
+        if isinstance(runner, FusedKernelExecutor):
             note((runner, ins, outs, sizes))
         return _nothing
 

@@ -27,9 +27,9 @@ from hostir.arena import Arenas, Block, first_fit
 from hostir.bind import Argument
 from hostir.clocks import Clock
 from hostir.effects import Stream
-from hostir.frame import Frame, Machine
+from hostir.frame import ExecutionContext, Frame
 from hostir.layout import share_storage
-from hostir.lifetimes import Lifetime, Order
+from hostir.lifetimes import Lifetime, StreamOrder
 from hostir.numbers import free_scalars, numbers_reader, reader
 from hostir.ops import (
     Allocate,
@@ -46,17 +46,9 @@ from hostir.ops import (
     SymmetricContiguousView,
     Synchronize,
 )
-from hostir.pattern import Buffer
+from hostir.pattern import PlannedBuffer
 from hostir.plan import Plan
-from hostir.post import (
-    Call,
-    Done,
-    bind_exchange,
-    exchange,
-    halves,
-    permute,
-    transfer,
-)
+from hostir.post import CommunicationCall, Done, bind_exchange, exchange, halves, permute, transfer
 from hostir.posting import Posting
 from hostir.replay_tensors import tensor_op, writer
 from hostir.shown_shards import meets_at, shows_shards
@@ -66,8 +58,8 @@ from hostir.steps import (
     Allocation,
     Both,
     Closure,
-    Exchange,
-    Launch,
+    ExchangeStep,
+    LaunchStep,
     Make,
     Release,
     Slots,
@@ -92,7 +84,9 @@ from multidevice.backends.protocol import Backend, Transfer
 class Recorder:
     """Turns the ops of one reference run, or of its rehearsal, into steps."""
 
-    def __init__(self, frame: Frame, free: frozenset[int], machine: Machine | None = None) -> None:
+    def __init__(
+        self, frame: Frame, free: frozenset[int], machine: ExecutionContext | None = None
+    ) -> None:
         """`free` has the positions of scalar inputs on which no size depends. `machine` is where
         the steps will run: given for a rehearsal, whose frame has tensors without contents."""
         self.frame = frame
@@ -125,7 +119,7 @@ class Recorder:
         self._cleared: set[int] = set()
         # The owners of buffers that ops have used so far.
         self._used: set[TensorView] = set()
-        self._order = Order(frame.integer)
+        self._order = StreamOrder(frame.integer)
         self._switches = frame.storage.switches_streams
         # The sends and receives since StartCoalescing: op, slot, peer.
         self._group: list[tuple[P2PCommunication, int, int]] | None = None
@@ -234,14 +228,14 @@ class Recorder:
         )
         return tuple(b.at(offset) for b, offset in zip(blocks, offsets, strict=True)), nbytes
 
-    def buffers(self) -> tuple[Buffer, ...]:
+    def buffers(self) -> tuple[PlannedBuffer, ...]:
         """Return the buffers that are made at once or lie in an arena, in order of their begin."""
         made = [
-            Buffer(tv, i, b.dtype, lies_in_order(tv), self._lifetimes.get(i))
+            PlannedBuffer(tv, i, b.dtype, lies_in_order(tv), self._lifetimes.get(i))
             for i, (tv, b) in self._blocks.items()
         ]
         never = [
-            Buffer(tv, i, b.dtype, lies_in_order(tv), None, is_never_made=True)
+            PlannedBuffer(tv, i, b.dtype, lies_in_order(tv), None, is_never_made=True)
             for i, (tv, b) in self._never_made.items()
         ]
         return (*made, *never)
@@ -339,7 +333,7 @@ class Recorder:
             numbers = tuple(x for x in given if not isinstance(x, torch.Tensor))
             scalars = [v for v in op.ins if isinstance(v, Scalar)]
             read = numbers_reader(scalars, self.places, self.free, self.frame)
-            return Launch(kernel, operands, numbers, read, raw_handle(self._stream))
+            return LaunchStep(kernel, operands, numbers, read, raw_handle(self._stream))
         self._keep_out_of_graphs(f"the launch of kernel group {op.group} is looked up in each run")
         run, ins = runner.run, [self._argument(v) for v in op.ins]
         dropped = dropped_axes(op, self.frame.program)
@@ -410,7 +404,7 @@ class Recorder:
         if not team:
             return None
         root = -1 if op.root is None else team[frame.integer(op.root)]
-        call = Call(op, rank, team, self._backend(op.backend, op, op.type), root)
+        call = CommunicationCall(op, rank, team, self._backend(op.backend, op, op.type), root)
         work, inp, out = self._work(op.number), self._held(op.inp), self._held(op.out)
         held = [frame.tensors[tv] if frame.is_mine(tv) else None for tv in (op.inp, op.out)]
         posting = Posting(call, inp, out, work, raw_handle(self._stream))
@@ -428,7 +422,7 @@ class Recorder:
         both = halves(op, (to, source), frame.tensors[op.inp], frame.tensors[op.out])
         bound = None if to == source == rank else bind_exchange(op, both, team, backend)
         if bound is not None:
-            step = Exchange(bound, (inp, out), work, raw_handle(self._stream))
+            step = ExchangeStep(bound, (inp, out), work, raw_handle(self._stream))
             return self._marked(work, step)
 
         def collective_permute(slots: Slots) -> None:
@@ -468,7 +462,7 @@ class Recorder:
         bound = bind_exchange(op, halves, team, backend) if group else None
         if bound is not None:
             buffers = tuple(i for _, i, _ in group)
-            step = Exchange(bound, buffers, work, raw_handle(self._stream))
+            step = ExchangeStep(bound, buffers, work, raw_handle(self._stream))
             return self._marked(work, step)
 
         def start(slots: Slots) -> None:
@@ -584,7 +578,7 @@ def _clearing(slot: int) -> Closure:
 
 def _leaves_gradients_alone(step: tuple[Step, Op | None]) -> bool:
     """Whether a step makes no call of torch that reads an input."""
-    return isinstance(step[0], Launch) or isinstance(step[1], Allocate | Deallocate)
+    return isinstance(step[0], LaunchStep) or isinstance(step[1], Allocate | Deallocate)
 
 
 RECORD: dict[type[Op], Callable[[Recorder, Any], Step | Closure | None]] = {

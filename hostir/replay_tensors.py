@@ -14,10 +14,10 @@ from fuser.ir.dtypes import to_torch
 from fuser.ir.nodes import TensorOp
 from fuser.ir.scalar import Scalar, Symbol
 from fuser.ir.tensor import TensorView
-from fuser.ops.library_calls import Call, Returning, WritingOne
+from fuser.ops.library_calls import LibraryCall, Returning, WritingOne
 from fuser.ops.products import Product, bind_contraction
 from fuser.ops.torch_meaning import NODES
-from hostir.frame import Frame, Machine
+from hostir.frame import ExecutionContext, Frame
 from hostir.layout import is_repeated, share_storage, write
 from hostir.library import as_contracted, compute, contract_repeated, library_call
 from hostir.library_kernels import kernels_of
@@ -90,7 +90,7 @@ def writing(
     tensors: Sequence[tuple[TensorView, int]],
     scalars: Sequence[tuple[Symbol, int]],
     outs: Mapping[TensorView, tuple[int, torch.Tensor]],
-    machine: Machine | None = None,
+    machine: ExecutionContext | None = None,
 ) -> Closure:
     """Return what writes the results of an op into the tensors of slots.
 
@@ -149,7 +149,7 @@ def writing(
 
 
 def _write_all(
-    slots: Slots, call: Call, ins: list[int], into: list[int], made: list[torch.Tensor]
+    slots: Slots, call: LibraryCall, ins: list[int], into: list[int], made: list[torch.Tensor]
 ) -> None:
     """Write results, of which some were not made before."""
     call([slots[i] for i in ins], made)
@@ -292,7 +292,7 @@ def computing(
     frame: Frame,
     tensors: Sequence[tuple[TensorView, int]],
     scalars: Sequence[tuple[Symbol, int]],
-    machine: Machine | None = None,
+    machine: ExecutionContext | None = None,
 ) -> Callable[[Slots], list[torch.Tensor]]:
     """Return how torch computes an op on the tensors and scalars of slots; on the machine of the
     frame, or on another."""

@@ -19,7 +19,7 @@ from hostir.ops import LaunchKernel
 _IN_ANY_ORDER = ("pointwise", "transpose")
 
 
-class Reads(NamedTuple):
+class CacheReuse(NamedTuple):
     """The inputs of a kernel, by number, that the next one reads again; whether it is the next."""
 
     again: frozenset[int] = frozenset()
@@ -27,15 +27,15 @@ class Reads(NamedTuple):
 
 
 # Of kernels none of which is known to follow another.
-NOTHING_AGAIN: Mapping[int, Reads] = MappingProxyType({})
+NOTHING_AGAIN: Mapping[int, CacheReuse] = MappingProxyType({})
 
 
-def second_reads(program: HostIrContainer) -> Mapping[int, Reads]:
+def second_reads(program: HostIrContainer) -> Mapping[int, CacheReuse]:
     """Return the groups of which there is something to say.
 
     The second kernel waits for results of the first, and their order is that of the program.
     """
-    found: dict[int, Reads] = {}
+    found: dict[int, CacheReuse] = {}
     launches = [op for op in walk(program.ops) if isinstance(op, LaunchKernel)]
     for first, second in pairwise(launches):
         again = {*first.ins} & {*second.ins}
@@ -45,6 +45,6 @@ def second_reads(program: HostIrContainer) -> Mapping[int, Reads]:
             continue
         numbers = frozenset(tv.number for tv in again if isinstance(tv, TensorView))
         if numbers:
-            found[first.group] = Reads(again=numbers)
-            found[second.group] = Reads(is_second=True)
+            found[first.group] = CacheReuse(again=numbers)
+            found[second.group] = CacheReuse(is_second=True)
     return found

@@ -8,7 +8,7 @@ from typing import cast
 import torch
 
 from fuser.errors import UnsupportedError, user_code
-from hostir.frame import Machine
+from hostir.frame import ExecutionContext
 from hostir.ops import SymmetricContiguousView
 from hostir.steps import Action, Slots
 from hostir.transfers import PEER_COPIES
@@ -16,7 +16,10 @@ from multidevice.backends.protocol import PeerMemory, Team
 
 
 def show_shards(
-    op: SymmetricContiguousView, machine: Machine, shard: torch.Tensor, shape: Sequence[int]
+    op: SymmetricContiguousView,
+    machine: ExecutionContext,
+    shard: torch.Tensor,
+    shape: Sequence[int],
 ) -> torch.Tensor:
     """Return the shards of all ranks as one tensor; returns when all have come.
 
@@ -32,14 +35,18 @@ def show_shards(
     return peers.side_by_side(shard, team, what).view(shard.dtype).view(tuple(shape))
 
 
-def meet_at(op: SymmetricContiguousView, machine: Machine) -> None:
+def meet_at(op: SymmetricContiguousView, machine: ExecutionContext) -> None:
     """Return when all ranks have come to where the view is given up."""
     peers, team, what = _where(op, machine)
     peers.meet(team, what)
 
 
 def shows_shards(
-    op: SymmetricContiguousView, machine: Machine, inp: int, out: int, shape: tuple[int, ...]
+    op: SymmetricContiguousView,
+    machine: ExecutionContext,
+    inp: int,
+    out: int,
+    shape: tuple[int, ...],
 ) -> Action:
     """Return the step that shows the shards of which this rank's is in slot `inp`."""
 
@@ -49,12 +56,12 @@ def shows_shards(
     return Action(show)
 
 
-def meets_at(op: SymmetricContiguousView, machine: Machine) -> Action:
+def meets_at(op: SymmetricContiguousView, machine: ExecutionContext) -> Action:
     """Return the step where ranks meet to give up a view."""
     return Action(lambda slots: meet_at(op, machine))
 
 
-def _where(op: SymmetricContiguousView, machine: Machine) -> tuple[PeerMemory, Team, str]:
+def _where(op: SymmetricContiguousView, machine: ExecutionContext) -> tuple[PeerMemory, Team, str]:
     assert op.team is not None, "one rank sees its shard as it is"
     peers = cast("PeerMemory", machine.backend(PEER_COPIES))
     return peers, op.team.ranks(machine.rank), f"{op.name} of {op.inp.label}{user_code(op.where)}"

@@ -18,7 +18,7 @@ from fuser.ir.tensor import TensorView
 from fuser.ir.types import ParallelType
 from hostir.effects import bounds
 from hostir.places import check_places
-from hostir.second_reads import NOTHING_AGAIN, Reads
+from hostir.second_reads import NOTHING_AGAIN, CacheReuse
 from multidevice.localize import is_block
 from multidevice.placement import Block
 from multidevice.sharding import local_extents
@@ -26,7 +26,7 @@ from multidevice.streams import StreamAxis, block_extents, stream_axes
 
 if TYPE_CHECKING:
     from fuser.kernels.alike import Lowered
-    from fuser.kernels.executor import KernelExecutor, KernelLaunch
+    from fuser.kernels.executor import FusedKernelExecutor, KernelLaunch
     from fuser.options import Settings
     from hostir.container import KernelGroup
 
@@ -77,7 +77,7 @@ class StepKernels:
     """The kernel of a group for equal blocks, and its twins for a shorter last one and for none."""
 
     def __init__(
-        self, place: int, split: TensorView, make: Callable[[Block], KernelExecutor]
+        self, place: int, split: TensorView, make: Callable[[Block], FusedKernelExecutor]
     ) -> None:
         axis = _cut_axis(split)
         assert axis is not None
@@ -85,11 +85,11 @@ class StepKernels:
         self._extent = split.fusion.canonical(block_extents(split)[axis.position])
         self._whole, self._count = local_extents(split)[axis.position], axis.count
         self._make = make
-        self._made: dict[Block, KernelExecutor] = {}
+        self._made: dict[Block, FusedKernelExecutor] = {}
 
     def pick(
         self, inputs: Sequence[Argument], outputs: Sequence[torch.Tensor], sizes: Sizes
-    ) -> KernelExecutor | None:
+    ) -> FusedKernelExecutor | None:
         """Return what runs a step with these tensors; None where its results have no elements."""
         tensors = [*(v for v in inputs if isinstance(v, torch.Tensor)), *outputs]
         if not any(out.numel() for out in outputs):
@@ -105,7 +105,7 @@ class StepKernels:
             self._made[block] = self._make(block)
         return self._made[block]
 
-    def has(self, executor: KernelExecutor) -> bool:
+    def has(self, executor: FusedKernelExecutor) -> bool:
         """Whether one of these kernels is this one."""
         return any(made is executor for made in self._made.values())
 
@@ -147,20 +147,20 @@ def make_kernel_executor(
     of: str = "a host program",
     rank: int = 0,
     lowered: Lowered | None = None,
-    reads: Mapping[int, Reads] = NOTHING_AGAIN,
-) -> KernelExecutor | StepKernels:
+    reads: Mapping[int, CacheReuse] = NOTHING_AGAIN,
+) -> FusedKernelExecutor | StepKernels:
     """Return the executor that compiles a group's kernel for local shards, or for steps' blocks.
 
     Dumps say that it is a kernel of `of`, made by `rank`; for `lowered` see `KernelExecutor`, for
     `reads`, those of the whole program, `hostir.second_reads`.
     """
-    from fuser.kernels.executor import KernelExecutor
+    from fuser.kernels.executor import FusedKernelExecutor
     from fuser.kernels.tuned_executor import TunedExecutor
     from multidevice.localize import localize
 
-    kind = TunedExecutor if settings.enabled("tune") else KernelExecutor
+    kind = TunedExecutor if settings.enabled("tune") else FusedKernelExecutor
 
-    def make(block: Block) -> KernelExecutor:
+    def make(block: Block) -> FusedKernelExecutor:
         fusion, _ = localize(group.fusion, block)
         if group.number in reads:
             fusion, _ = fusion.copy()

@@ -21,7 +21,7 @@ from fuser.ops.products import Product, ViewOf
 from fuser.torch_calls import EmptyStrided, empty_on
 from hostir.arena import Block
 from hostir.container import HostIrContainer
-from hostir.frame import Machine
+from hostir.frame import ExecutionContext
 from hostir.memory import new_buffer, no_memory
 from multidevice.backends.protocol import Post, PostBatch
 
@@ -155,7 +155,7 @@ class Allocation(NamedTuple):
 def allocation(
     tv: TensorView,
     block: Block,
-    machine: Machine,
+    machine: ExecutionContext,
     program: HostIrContainer,
     symmetric: Callable[[int], torch.Tensor] | None = None,
 ) -> Allocation:
@@ -319,7 +319,7 @@ def _viewed(binding: Binding, slot: int, view: ViewOf | None) -> Callable[[Slots
 
 
 @dataclass(frozen=True, eq=False)
-class Collective:
+class CollectiveStep:
     """A communication that its backend has bound; -1 stands for a buffer that this rank lacks.
 
     Of a shard that lies in memory as the program declares it, only the address is needed.
@@ -346,7 +346,7 @@ class Collective:
 
 
 @dataclass(frozen=True, eq=False)
-class Exchange:
+class ExchangeStep:
     """Sends and receives, in this order, that their backend has bound."""
 
     post: PostBatch
@@ -368,7 +368,7 @@ class Exchange:
         return start
 
 
-class Launch(NamedTuple):
+class LaunchStep(NamedTuple):
     """A kernel on the tensors of these slots, in the order that its launch counts them.
 
     The class of the plan decides shapes, strides and alignments, so that of all that is packed only

@@ -26,7 +26,7 @@ _NEARLY_NOTHING = 1e-15
 
 
 @dataclass(eq=False, slots=True)
-class Work:
+class WorkItem:
     """A piece of work of one rank, or of several that meet; times are in seconds.
 
     `needs`: (class of ranks, resource) -> which part of it. `streams`: class -> the stream that
@@ -39,9 +39,9 @@ class Work:
     needs: dict[tuple[int, Resource], float]
     order: int
     streams: dict[int, int] = field(default_factory=dict[int, int])
-    before: dict[Work, None] = field(default_factory=dict)  # pyright: ignore[reportUnknownVariableType]
-    after: list[Work] = field(default_factory=list)  # pyright: ignore[reportUnknownVariableType]
-    cause: Work | None = None
+    before: dict[WorkItem, None] = field(default_factory=dict)  # pyright: ignore[reportUnknownVariableType]
+    after: list[WorkItem] = field(default_factory=list)  # pyright: ignore[reportUnknownVariableType]
+    cause: WorkItem | None = None
     ready: float = -1.0
     start: float = -1.0
     end: float = -1.0
@@ -50,7 +50,7 @@ class Work:
     since: float = 0.0
     version: int = 0
 
-    def comes_after(self, others: Iterable[Work]) -> None:
+    def comes_after(self, others: Iterable[WorkItem]) -> None:
         for other in others:
             # Itself, where the ranks of a class wait for each other in a circle.
             if other not in self.before:
@@ -65,14 +65,14 @@ class Work:
 class Simulator:
     """Runs work; then each has its `start`, `end` and `cause`, but for what waits for itself."""
 
-    def __init__(self, work: Iterable[Work]) -> None:
+    def __init__(self, work: Iterable[WorkItem]) -> None:
         self.work = list(work)
         self.waiting = {w: len(w.before) for w in self.work}
         # (time, count, work, version): a version of -1 says that it is ready.
-        self.events: list[tuple[float, int, Work, int]] = []
+        self.events: list[tuple[float, int, WorkItem, int]] = []
         self.count = 0
-        self.active: dict[int, dict[Work, None]] = {}
-        self.last: Work | None = None
+        self.active: dict[int, dict[WorkItem, None]] = {}
+        self.last: WorkItem | None = None
 
     def run(self) -> None:
         for work in self.work:
@@ -89,18 +89,18 @@ class Simulator:
                     self._end(work, now, changed)
             self._share(now, changed)
 
-    def _push(self, time: float, work: Work, version: int) -> None:
+    def _push(self, time: float, work: WorkItem, version: int) -> None:
         self.count += 1
         heapq.heappush(self.events, (time, self.count, work, version))
 
-    def _begin(self, work: Work, now: float, changed: set[int]) -> None:
+    def _begin(self, work: WorkItem, now: float, changed: set[int]) -> None:
         work.ready = work.since = now
         classes = work.classes
         changed |= classes
         for c in classes:
             self.active.setdefault(c, {})[work] = None
 
-    def _end(self, work: Work, now: float, changed: set[int]) -> None:
+    def _end(self, work: WorkItem, now: float, changed: set[int]) -> None:
         work.end, self.last = now, work
         classes = work.classes
         changed |= classes
@@ -114,7 +114,7 @@ class Simulator:
 
     def _share(self, now: float, changed: set[int]) -> None:
         """Give out the resources of these classes, and of those that work ties to them."""
-        found: dict[Work, None] = {}
+        found: dict[WorkItem, None] = {}
         todo, seen = list(changed), set(changed)
         while todo:
             for work in self.active.get(todo.pop(), ()):
@@ -134,7 +134,7 @@ class Simulator:
                 taken[key] = taken.get(key, 0.0) + need * rate
             self._set_rate(work, rate, now)
 
-    def _set_rate(self, work: Work, rate: float, now: float) -> None:
+    def _set_rate(self, work: WorkItem, rate: float, now: float) -> None:
         if rate > 0 and work.start < 0:
             work.start = now
             if now > work.ready:
@@ -150,15 +150,15 @@ class Simulator:
             self._push(now + work.left / rate, work, work.version)
 
 
-def _precedence(work: Work) -> tuple[float, bool, int]:
+def _precedence(work: WorkItem) -> tuple[float, bool, int]:
     """Return the order in which active work takes resources."""
     return work.ready, work.is_transfer and work.ready > 0, work.order
 
 
-def critical_path(work: Iterable[Work]) -> list[tuple[Work, float]]:
+def critical_path(work: Iterable[WorkItem]) -> list[tuple[WorkItem, float]]:
     """Return what the end of the last work waited for, last first, each with its seconds on the
     way."""
-    path: list[tuple[Work, float]] = []
+    path: list[tuple[WorkItem, float]] = []
     at = max(work, key=lambda w: (w.end, w.order), default=None)
     while at is not None:
         path.append((at, at.end - (at.cause.end if at.cause is not None else 0.0)))

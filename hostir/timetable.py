@@ -28,7 +28,7 @@ from hostir.rank_posts import DEADLOCK, MISPLACED
 from hostir.rank_values import Array, at, np
 from hostir.table_costs import found_in_tables
 from hostir.time_classes import time_classes
-from hostir.timeline import Resource, Simulator, Work
+from hostir.timeline import Resource, Simulator, WorkItem
 from hostir.transfers import (
     PEER_COPIES,
     CollectivePermute,
@@ -47,7 +47,7 @@ class Timetable:
     unrolled: Unroller
     classes: Array
     firsts: list[int]
-    work: list[Work]
+    work: list[WorkItem]
     host: list[float]
     machine: Machine
 
@@ -55,7 +55,7 @@ class Timetable:
     def ranks(self) -> tuple[int, ...]:
         return self.unrolled.ranks
 
-    def of_class(self, number: int) -> list[Work]:
+    def of_class(self, number: int) -> list[WorkItem]:
         return [w for w in self.work if number in w.streams]
 
 
@@ -82,7 +82,7 @@ def timetable_of(
     shared = _Shared(classes, machine, program, values)
     host: list[float] = []
     for number, place in enumerate(firsts):
-        builder = _Builder(shared, number, place)
+        builder = _ScheduleBuilder(shared, number, place)
         builder.run(unrolled.items)
         host.append(builder.host)
     Simulator(shared.work).run()
@@ -90,7 +90,7 @@ def timetable_of(
     return Timetable(unrolled, classes, firsts, shared.work, host, machine)
 
 
-def _check_all_ran(program: HostIrContainer, work: Sequence[Work], machine: Machine) -> None:
+def _check_all_ran(program: HostIrContainer, work: Sequence[WorkItem], machine: Machine) -> None:
     """Refuse what would run only where communications do not stand in their streams."""
     stuck = [w for w in work if w.end < 0]
     if stuck:
@@ -108,8 +108,8 @@ class _Shared:
     machine: Machine
     program: HostIrContainer
     values: Mapping[Symbol, Number]
-    work: list[Work] = field(default_factory=list[Work])
-    by_key: dict[object, Work] = field(default_factory=dict[object, Work])
+    work: list[WorkItem] = field(default_factory=list[WorkItem])
+    by_key: dict[object, WorkItem] = field(default_factory=dict[object, WorkItem])
     members: dict[tuple[int, int], list[int]] = field(default_factory=dict)  # pyright: ignore[reportUnknownVariableType]
     # What kernels find in their tables.
     in_tables: dict[Op, Found] = field(default_factory=dict[Op, Found])
@@ -124,13 +124,13 @@ class _Shared:
             self.in_tables[op] = known
         return self.in_tables[op]
 
-    def add(self, item: UnrolledOp, cost: Cost, *, is_transfer: bool) -> Work:
-        work = Work(item, cost, is_transfer, {}, len(self.work))
+    def add(self, item: UnrolledOp, cost: Cost, *, is_transfer: bool) -> WorkItem:
+        work = WorkItem(item, cost, is_transfer, {}, len(self.work))
         self.work.append(work)
         return work
 
 
-class _Builder:
+class _ScheduleBuilder:
     """Gives the work of one rank to its streams; `last` is what each stream has been given last."""
 
     def __init__(self, shared: _Shared, number: int, place: int) -> None:
@@ -138,10 +138,10 @@ class _Builder:
         self.number, self.place = number, place
         # For how long the host is busy with what it issues.
         self.host = shared.machine.host_run_s
-        self.last: dict[int, tuple[Work, ...]] = {}
-        self.flights: dict[int, tuple[Work, ...]] = {}
+        self.last: dict[int, tuple[WorkItem, ...]] = {}
+        self.flights: dict[int, tuple[WorkItem, ...]] = {}
         # Communications of one team follow one another, whatever their streams.
-        self.calls: dict[object, tuple[Work, ...]] = {}
+        self.calls: dict[object, tuple[WorkItem, ...]] = {}
 
     def run(self, items: Sequence[UnrolledOp]) -> None:
         mine = [item for item in items if item.mask[self.place]]
@@ -170,13 +170,13 @@ class _Builder:
     def _stream(self, item: UnrolledOp) -> int:
         return int(at(item.stream, self.place))  # pyright: ignore[reportArgumentType]
 
-    def _wait(self, stream: int, others: tuple[Work, ...]) -> None:
+    def _wait(self, stream: int, others: tuple[WorkItem, ...]) -> None:
         self.last[stream] = tuple(dict.fromkeys((*self.last.get(stream, ()), *others)))
 
-    def _need(self, work: Work, resource: Resource, share: float) -> None:
+    def _need(self, work: WorkItem, resource: Resource, share: float) -> None:
         work.needs[self.number, resource] = work.needs.get((self.number, resource), 0.0) + share
 
-    def _issue(self, work: Work, stream: int, *, holds: bool = True) -> None:
+    def _issue(self, work: WorkItem, stream: int, *, holds: bool = True) -> None:
         """Put work behind what its stream has."""
         work.comes_after(self.last.get(stream, ()))
         if holds:
@@ -244,8 +244,8 @@ class _Builder:
         started = item.site.op
         assert isinstance(started, StartsCommunication)
         self.host += self.machine.host_post_s
-        holding: list[Work] = []
-        flying: list[Work] = []
+        holding: list[WorkItem] = []
+        flying: list[WorkItem] = []
         is_nccl = False
         for half in item.group if item.group is not None else [item]:
             if not half.mask[self.place]:
@@ -284,7 +284,7 @@ class _Builder:
             nbytes = held_nbytes(tv, item.sizes(self.place)[tv])
             self._compute(item, staging_cost(nbytes, self.machine), stream)
 
-    def _pair(self, half: UnrolledOp, op: P2PCommunication) -> list[tuple[Work, bool]]:
+    def _pair(self, half: UnrolledOp, op: P2PCommunication) -> list[tuple[WorkItem, bool]]:
         is_send = op.type == "send"
         nbytes = held_nbytes(op.buffer, half.sizes(self.place)[op.buffer])
         for other, places, partners in half.pairs:
@@ -302,7 +302,7 @@ class _Builder:
         backend: str,
         *,
         is_send: bool,
-    ) -> Work:
+    ) -> WorkItem:
         """Return the work of a pair, with what this rank's end of it needs."""
         theirs = int(self.shared.classes[peer])
         pair = (self.number, theirs) if is_send else (theirs, self.number)
@@ -318,7 +318,7 @@ class _Builder:
         self._need(work, "multiprocessors", work.cost.share * part)
         return work
 
-    def _permute(self, item: UnrolledOp, op: CollectivePermute) -> list[tuple[Work, bool]]:
+    def _permute(self, item: UnrolledOp, op: CollectivePermute) -> list[tuple[WorkItem, bool]]:
         teams = item.teams
         assert teams is not None and item.peers is not None, "the members have met"
         members = teams.members[int(teams.team[self.place])]
@@ -330,7 +330,7 @@ class _Builder:
             self._need(work, "multiprocessors", cost.share)
             return [(work, False)]
         ends = (item, item)
-        found: list[tuple[Work, bool]] = []
+        found: list[tuple[WorkItem, bool]] = []
         for peer, tv, is_send in ((to, op.inp, True), (source, op.out, False)):
             nbytes = held_nbytes(tv, sizes[tv])
             work = self._transfer(ends, peer, nbytes, op.backend, is_send=is_send)

@@ -16,7 +16,7 @@ from hostir.container import HostIrContainer
 from hostir.cost import stream_name
 from hostir.findings import line_numbers
 from hostir.rank_posts import ranks_text
-from hostir.timeline import Work
+from hostir.timeline import WorkItem
 from hostir.timetable import Timetable
 
 Event = dict[str, Any]
@@ -87,7 +87,7 @@ def predicted_events(
     return events
 
 
-def _event(work: Work, number: int, lines: dict[int, int]) -> list[Event]:
+def _event(work: WorkItem, number: int, lines: dict[int, int]) -> list[Event]:
     """Return the events of some work on its stream and on the link, as far as a class has them."""
     site = work.item.site
     args = {

@@ -59,7 +59,7 @@ TRANSFER_KINDS: tuple[TransferKind, ...] = get_args(TransferKind)
 
 
 @dataclass(frozen=True)
-class Order:
+class AxisOrder:
     """How a shard lies in memory: its axes, outermost first (None: as they are), and those that are
     expanded, of which memory holds one element."""
 
@@ -67,11 +67,11 @@ class Order:
     expanded: tuple[int, ...]
 
     @staticmethod
-    def of(tv: TensorView) -> Order:
+    def of(tv: TensorView) -> AxisOrder:
         """Return the order that the allocation domain declares."""
         axes = tuple(p for p, _ in memory_order(tv))
         is_logical = axes == tuple(range(len(axes)))
-        return Order(None if is_logical else axes, storage.expanded_positions(tv))
+        return AxisOrder(None if is_logical else axes, storage.expanded_positions(tv))
 
 
 class StartsCommunication(HostOp):
@@ -90,7 +90,7 @@ class StartsCommunication(HostOp):
             )
 
     @cached_property
-    def orders(self) -> tuple[Order, ...]:
+    def orders(self) -> tuple[AxisOrder, ...]:
         """The memory orders of what it moves; a communication moves memory as it lies."""
         return ()
 
@@ -124,9 +124,9 @@ class Communication(StartsCommunication):
         return f"Communication {self.number} ({self.type})"
 
     @cached_property
-    def orders(self) -> tuple[Order, Order]:
+    def orders(self) -> tuple[AxisOrder, AxisOrder]:
         """The memory orders of `inp` and `out`; a communication moves memory as it lies."""
-        return Order.of(self.inp), Order.of(self.out)
+        return AxisOrder.of(self.inp), AxisOrder.of(self.out)
 
     def template(self) -> str:
         return _communication_template(self.root is not None, self.red_op)
@@ -192,8 +192,8 @@ class P2PCommunication(StartsCommunication):
         return f"P2PCommunication {self.number} ({self.type})"
 
     @cached_property
-    def orders(self) -> tuple[Order, Order]:
-        order = Order.of(self.buffer)
+    def orders(self) -> tuple[AxisOrder, AxisOrder]:
+        order = AxisOrder.of(self.buffer)
         return order, order
 
     def effects(self) -> tuple[Effect, ...]:
@@ -231,8 +231,8 @@ class CollectivePermute(StartsCommunication):
         return f"CollectivePermute {self.number}"
 
     @cached_property
-    def orders(self) -> tuple[Order, Order]:
-        return Order.of(self.inp), Order.of(self.out)
+    def orders(self) -> tuple[AxisOrder, AxisOrder]:
+        return AxisOrder.of(self.inp), AxisOrder.of(self.out)
 
     def effects(self) -> tuple[Effect, ...]:
         team = Members(self.team)

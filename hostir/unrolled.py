@@ -32,7 +32,7 @@ from hostir.effects import (
 from hostir.findings import Site
 from hostir.op_costs import Shape, is_computed
 from hostir.ops import Allocate, Deallocate, SymmetricContiguousView
-from hostir.rank_posts import Collective, Half, Teams
+from hostir.rank_posts import Half, PostedCollective, Teams
 from hostir.rank_values import Array, PerRank, at, most, np
 from hostir.regions import Region
 from hostir.streams import ENTRY
@@ -190,7 +190,7 @@ class Unroller(RankWalker):
         return tuple(r for s in sites for r in self.at[id(s.op), s.indices])
 
     # ------------------------------------------------------------ where ranks meet
-    def met(self, met: Collective, here: Array) -> None:
+    def met(self, met: PostedCollective, here: Array) -> None:
         """See `Judge`."""
         super().met(met, here)
         if isinstance(met.sites[0].op, SymmetricContiguousView | Deallocate):

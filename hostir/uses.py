@@ -63,7 +63,7 @@ class Cell:
 
 
 @dataclass(eq=False, slots=True)
-class Buffer:
+class TrackedBuffer:
     """A buffer: whose, on which stream allocated (None: by the caller), and how it was used."""
 
     owner: TensorView
@@ -97,7 +97,7 @@ class Buffer:
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class BufferRegion:
     """The part of a buffer that a tensor names.
 
     `axes` has what each axis of the tensor counts, None where that is unknown. `shape` is the
@@ -105,7 +105,7 @@ class Place:
     others, the tensor names only some elements of the box.
     """
 
-    buffer: Buffer
+    buffer: TrackedBuffer
     box: Box
     shape: tuple[int, ...]
     axes: tuple[Owned | None, ...]
@@ -113,22 +113,22 @@ class Place:
     parts: tuple[Hashable, ...] = ()
 
     @staticmethod
-    def whole(buffer: Buffer) -> Place:
-        return Place(buffer, whole_box(buffer.shape), buffer.shape, whole_axes(buffer.shape))
+    def whole(buffer: TrackedBuffer) -> BufferRegion:
+        return BufferRegion(buffer, whole_box(buffer.shape), buffer.shape, whole_axes(buffer.shape))
 
     @property
     def is_empty(self) -> bool:
         # An axis of one element that no axis of the buffer counts may be cut to none.
         return 0 in self.shape or any(n == 0 for _, n in self.box)
 
-    def element(self, axis: int, index: int) -> Place:
+    def element(self, axis: int, index: int) -> BufferRegion:
         """Return element `index` along an axis, which the result lacks."""
         found = self.chunk(axis, index, 1, 0)
         shape = found.shape[:axis] + found.shape[axis + 1 :]
         axes = found.axes[:axis] + found.axes[axis + 1 :]
-        return Place(found.buffer, found.box, shape, axes, found.grid, found.parts)
+        return BufferRegion(found.buffer, found.box, shape, axes, found.grid, found.parts)
 
-    def chunk(self, axis: int, start: int, length: int, among: Hashable) -> Place:
+    def chunk(self, axis: int, start: int, length: int, among: Hashable) -> BufferRegion:
         """Return a range along an axis; `among` tells in which way the axis was divided."""
         shape = (*self.shape[:axis], length, *self.shape[axis + 1 :])
         owned = self.axes[axis]
@@ -137,5 +137,7 @@ class Place:
         axes = (*self.axes[:axis], left, *self.axes[axis + 1 :])
         if found is None:
             parts = (*self.parts, (axis, start, length))
-            return Place(self.buffer, box, shape, axes, self.grid, parts)
-        return Place(self.buffer, box, shape, axes, (*self.grid, (owned or (), among)), self.parts)
+            return BufferRegion(self.buffer, box, shape, axes, self.grid, parts)
+        return BufferRegion(
+            self.buffer, box, shape, axes, (*self.grid, (owned or (), among)), self.parts
+        )

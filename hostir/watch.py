@@ -59,7 +59,7 @@ class Round:
 
 
 @dataclass(frozen=True, eq=False)
-class _Watched:
+class _WatchedStep:
     step: Step
     number: int
     watch: HostWatch
@@ -87,7 +87,7 @@ class HostWatch:
 
     def wrapped(self, plan: Plan) -> Plan:
         """Return the plan with steps that are watched."""
-        steps = ((_Watched(step, i, self), op) for i, (step, op) in enumerate(plan.steps))
+        steps = ((_WatchedStep(step, i, self), op) for i, (step, op) in enumerate(plan.steps))
         return replace(plan, steps=tuple(steps))
 
     def around(self, number: int, closure: Closure) -> Closure:

@@ -12,19 +12,20 @@ from multidevice import early
 
 if TYPE_CHECKING:
     from multidevice.communicator import Communicator as Communicator
-    from multidevice.mesh import DeviceMesh as DeviceMesh
+    from multidevice.mesh import LocalDeviceMesh as DeviceMesh
     from multidevice.shard import shard_tensor as shard_tensor
     from multidevice.sharding import Sharding as Sharding
     from multidevice.simulation import World as World
     from multidevice.simulation import simulate as simulate
 
-# Public name -> the module that defines it. The executor sees everything, and is looked for here.
+# Public name -> the module that defines it (and its name there). The executor sees everything, and
+# is looked for here.
 _EXPORTS = {
     "CommunicatorBackend": "fuser.frontend.multi_device_executor",
     "MultiDeviceExecutor": "fuser.frontend.multi_device_executor",
     "MultiDeviceExecutorParams": "fuser.frontend.multi_device_executor",
     "Communicator": "multidevice.communicator",
-    "DeviceMesh": "multidevice.mesh",
+    "DeviceMesh": "multidevice.mesh:LocalDeviceMesh",
     "Sharding": "multidevice.sharding",
     "shard_tensor": "multidevice.shard",
     "World": "multidevice.simulation",
@@ -45,10 +46,11 @@ __all__ = [
 
 
 def __getattr__(name: str) -> object:
-    module = _EXPORTS.get(name)
-    if module is None:
+    found = _EXPORTS.get(name)
+    if found is None:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(module), name)
+    module, _, defined_as = found.partition(":")
+    return getattr(import_module(module), defined_as or name)
 
 
 def __dir__() -> list[str]:

@@ -47,7 +47,7 @@ def nbytes_of(size: int) -> int:
 
 
 @dataclass(frozen=True)
-class Wait:
+class BlockedRank:
     """A rank, whose last call may have failed, waits in `what` for the entries `needs`."""
 
     rank: int
@@ -55,7 +55,7 @@ class Wait:
     needs: tuple[Need, ...]
     is_after_failure: bool = False
 
-    def is_same(self, other: Wait) -> bool:
+    def is_same(self, other: BlockedRank) -> bool:
         """Whether both wait in one collective."""
         ours, theirs = ({(n.key, n.count) for n in w.needs} for w in (self, other))
         return bool(ours & theirs)
@@ -70,7 +70,7 @@ class Deadlock:
     comes to one of these collectives later, since it cannot complete any more.
     """
 
-    waits: tuple[Wait, ...]
+    waits: tuple[BlockedRank, ...]
 
     def text(self) -> str:
         lines = [w.text() for w in sorted(self.waits, key=lambda w: w.rank)]
@@ -78,10 +78,10 @@ class Deadlock:
 
 
 @dataclass(frozen=True)
-class _Position:
-    wait: Wait | None
+class _RankPosition:
+    wait: BlockedRank | None
     entered: dict[Calls, int]
-    behind: tuple[Wait, ...]
+    behind: tuple[BlockedRank, ...]
     ended: tuple[Deadlock, ...]
 
 
@@ -145,7 +145,7 @@ class Board:
             PeerError: the process of a rank that is needed is gone.
         """
         has_failed = any(key.kind == LEFT for key in entered)
-        mine = Wait(self._rank, what, tuple(needs), has_failed)
+        mine = BlockedRank(self._rank, what, tuple(needs), has_failed)
         peers = self._peers()
         for position in peers.values():
             for deadlock in position.ended:
@@ -163,7 +163,7 @@ class Board:
                 if again.keys() >= behind.keys():
                     return self._end(Deadlock(tuple(behind.values())))
         others = tuple(w for w in behind.values() if w is not mine)
-        self._post(_Position(mine, dict(entered), others, self._ended))
+        self._post(_RankPosition(mine, dict(entered), others, self._ended))
         self._check_lives(what, {n.rank for n in mine.needs})
         return None
 
@@ -173,7 +173,7 @@ class Board:
 
         Raises what `watch` raises.
         """
-        self._post(_Position(Wait(self._rank, what, ()), dict(entered), (), self._ended))
+        self._post(_RankPosition(BlockedRank(self._rank, what, ()), dict(entered), (), self._ended))
         self._check_lives(what, ranks)
 
     def news(self) -> list[Deadlock]:
@@ -193,12 +193,12 @@ class Board:
                 os.sched_yield()  # its owner is just writing it
         return found
 
-    def _peers(self) -> dict[int, _Position]:
+    def _peers(self) -> dict[int, _RankPosition]:
         return {r: p for r in range(self._size) if r != self._rank and (p := self._read(r))}
 
     def _behind(
-        self, mine: Wait, entered: Mapping[Calls, int], peers: Mapping[int, _Position]
-    ) -> dict[int, Wait]:
+        self, mine: BlockedRank, entered: Mapping[Calls, int], peers: Mapping[int, _RankPosition]
+    ) -> dict[int, BlockedRank]:
         """Returns the waits that cannot end before this rank has left its own, by rank."""
         records = [*self._ended, *(d for p in peers.values() for d in p.ended)]
         ended = [w for deadlock in records for w in deadlock.waits]
@@ -214,13 +214,13 @@ class Board:
     def _end(self, deadlock: Deadlock) -> Deadlock:
         # The others may not have looked yet: what has ended stays readable.
         self._ended = (*self._ended, deadlock)[-_KEPT_ENDS:]
-        self._post(_Position(None, {}, (), self._ended))
+        self._post(_RankPosition(None, {}, (), self._ended))
         return deadlock
 
     def clear(self) -> None:
         """Takes back this rank's position, if it has posted one."""
         if self._posted:
-            self._post(_Position(None, {}, (), self._ended))
+            self._post(_RankPosition(None, {}, (), self._ended))
             self._posted = b""
 
     def suspects(self, needs: Iterable[Need]) -> str:
@@ -274,7 +274,7 @@ class Board:
                 )
 
     # ------------------------------------------------------------ shared text
-    def _post(self, position: _Position) -> None:
+    def _post(self, position: _RankPosition) -> None:
         fields = position.wait, rows_of(position.entered), position.behind, position.ended
         data = json.dumps(fields, default=_plain).encode()
         if data == self._posted or len(data) > AREA_NBYTES:
@@ -289,7 +289,7 @@ class Board:
         self._page[start : start + len(data)] = data
         line[VERSION] = self._version
 
-    def _read(self, rank: int) -> _Position | None:
+    def _read(self, rank: int) -> _RankPosition | None:
         line = self._line(rank)
         version = line[VERSION]
         if version == 0 or version % 2:
@@ -300,7 +300,7 @@ class Board:
             return None
         try:
             wait, entered, behind, ended = json.loads(data)
-            return _Position(
+            return _RankPosition(
                 _wait(wait) if wait else None,
                 counts_from(entered),
                 tuple(map(_wait, behind)),
@@ -327,7 +327,7 @@ def _plain(value: Any) -> list[Any]:
     return [getattr(value, name) for name in value.__dataclass_fields__]
 
 
-def _wait(row: list[Any]) -> Wait:
+def _wait(row: list[Any]) -> BlockedRank:
     rank, what, needs, has_failed = row
     needed = tuple(Need(r, Calls.from_row(key), count) for r, key, count in needs)
-    return Wait(rank, what, needed, has_failed)
+    return BlockedRank(rank, what, needed, has_failed)

@@ -19,7 +19,7 @@ from multidevice.agreement import Channel, Turns
 from multidevice.backends.protocol import Backend, PeerMemory, Team
 from multidevice.control import OF_USERS, Control, LocalControl
 from multidevice.faults import Guard, start_monitor
-from multidevice.launch import ALONE, Launch, read_launch
+from multidevice.launch import ALONE, LauncherInfo, read_launch
 
 if TYPE_CHECKING:
     from multidevice.backends.gloo import StoreControl
@@ -46,7 +46,7 @@ class Communicator:
 
     def __init__(
         self,
-        launch: Launch,
+        launch: LauncherInfo,
         control: Control,
         make_backend: Callable[[torch.device], Backend],
         make_peers: Callable[[torch.device], PeerMemory],
@@ -248,7 +248,7 @@ def _local_peers(device: torch.device) -> PeerMemory:
     return SimulatedPeers(SimulatedControl(0, 1, Baton(1)), device)
 
 
-def _connect(launch: Launch) -> Communicator:
+def _connect(launch: LauncherInfo) -> Communicator:
     choice = options.backend()
     uses_mpi = launch.launcher == "mpi" if choice == "auto" else choice == "mpi"
     control: MpiControl | StoreControl

@@ -54,7 +54,7 @@ WITHIN_CALLS, OF_USERS, CLAIMS = "control", "talk", "claims"
 
 
 @dataclass(frozen=True)
-class Step:
+class ControlCall:
     """One operation of the control channel: what it is, in which team, and its sequence number."""
 
     kind: str
@@ -107,11 +107,13 @@ class Control(ABC):
         self.on_mended: list[Callable[[Team], None]] = []
 
     @abstractmethod
-    def _gather(self, record: bytes, step: Step) -> list[bytes]:
+    def _gather(self, record: bytes, step: ControlCall) -> list[bytes]:
         """Gathers records of one size from all members, in team order."""
 
     @abstractmethod
-    def _gather_varied(self, payload: bytes, sizes: Sequence[int], step: Step) -> list[bytes]:
+    def _gather_varied(
+        self, payload: bytes, sizes: Sequence[int], step: ControlCall
+    ) -> list[bytes]:
         """Gathers payloads of the given sizes from all members, in team order."""
 
     @abstractmethod
@@ -330,13 +332,13 @@ class Control(ABC):
             raise CommunicationError(f"{kind}: rank {self.rank} is not in team {team_text(team)}")
         return team
 
-    def _step(self, kind: str, team: Team, stream: str = WITHIN_CALLS) -> Step:
+    def _step(self, kind: str, team: Team, stream: str = WITHIN_CALLS) -> ControlCall:
         key = Calls(stream, team)
         self.hear_of_deadlocks()
-        return Step(kind, team, self.rank, key, self.ledger.enter(key))
+        return ControlCall(kind, team, self.rank, key, self.ledger.enter(key))
 
     def _records(
-        self, step: Step, status: int, nbytes: int, digest: bytes
+        self, step: ControlCall, status: int, nbytes: int, digest: bytes
     ) -> list[tuple[int, int, bytes]]:
         """Gathers (status, size, digest) of all members, and checks that all do the same step."""
         mine = _RECORD.pack(_KINDS.index(step.kind), status, nbytes, digest)
@@ -442,10 +444,12 @@ class LocalControl(Control):
     def page(self, nbytes: int, team: Team) -> memoryview | None:
         return None
 
-    def _gather(self, record: bytes, step: Step) -> list[bytes]:
+    def _gather(self, record: bytes, step: ControlCall) -> list[bytes]:
         return [record]
 
-    def _gather_varied(self, payload: bytes, sizes: Sequence[int], step: Step) -> list[bytes]:
+    def _gather_varied(
+        self, payload: bytes, sizes: Sequence[int], step: ControlCall
+    ) -> list[bytes]:
         return [payload]
 
 

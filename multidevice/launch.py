@@ -12,7 +12,7 @@ from fuser.errors import CommunicationError, warn
 
 
 @dataclass(frozen=True)
-class Launch:
+class LauncherInfo:
     """The place of this process in its job; `launcher` is none, mpi, torchrun, slurm or simulated.
 
     A local rank or size of -1 means that the launcher does not say.
@@ -25,7 +25,7 @@ class Launch:
     local_size: int
 
 
-ALONE = Launch("none", 0, 1, 0, 1)
+ALONE = LauncherInfo("none", 0, 1, 0, 1)
 
 # launcher -> the variables of rank, size, local rank, local size. The first launcher whose rank
 # is set wins; RANK is also exported by scripts under mpirun, so torchrun comes first only where
@@ -46,7 +46,7 @@ _LAUNCHERS = (
 )
 
 
-def read_launch() -> Launch:
+def read_launch() -> LauncherInfo:
     """Reads the launcher's environment; without one, this is rank 0 of 1.
 
     Raises:
@@ -63,7 +63,7 @@ def read_launch() -> Launch:
     return ALONE
 
 
-def _read(launcher: str, names: tuple[str, str, str, str]) -> Launch | None:
+def _read(launcher: str, names: tuple[str, str, str, str]) -> LauncherInfo | None:
     values: list[int] = []
     for position, name in enumerate(names):
         text = os.environ.get(name)
@@ -87,10 +87,10 @@ def _read(launcher: str, names: tuple[str, str, str, str]) -> Launch | None:
             f"the launcher's variables do not fit: {names[0]}={rank}, {names[1]}={size}, "
             f"{names[2]}={local_rank}, {names[3]}={local_size}"
         )
-    return Launch(launcher, rank, size, local_rank, local_size)
+    return LauncherInfo(launcher, rank, size, local_rank, local_size)
 
 
-def store_address(launch: Launch) -> tuple[str, int]:
+def store_address(launch: LauncherInfo) -> tuple[str, int]:
     """Returns host and port of the job's own store; never the port of torch's default group.
 
     Raises:

@@ -14,7 +14,14 @@ from collections.abc import Sequence
 
 from fuser.errors import UnsupportedError, user_code
 from fuser.ir import scalar as sc
-from fuser.ir.domain import IterDomain, Merge, Split, Swizzle1D, TensorDomain, Transform
+from fuser.ir.domain import (
+    IterDomain,
+    MergeTransform,
+    SplitTransform,
+    Swizzle1D,
+    TensorDomain,
+    Transform,
+)
 from fuser.ir.fusion import Fusion
 from fuser.ir.naming import in_ir, tensor_words
 from fuser.ir.scalar import Scalar
@@ -56,9 +63,9 @@ class _Merged:
         if isinstance(rotation, Swizzle1D):
             number = rotation.inp
         made = self._made_by.get(number)
-        if isinstance(made, Split) and made.outer == number and not made.inner_split:
+        if isinstance(made, SplitTransform) and made.outer == number and not made.inner_split:
             split, number = made, made.inp
-        if not isinstance(self._made_by.get(number), Merge):
+        if not isinstance(self._made_by.get(number), MergeTransform):
             return False
         if isinstance(rotation, Swizzle1D):
             raise self._refusal("is rotated (swizzle1d), which a merged axis cannot be")
@@ -90,7 +97,7 @@ class _Merged:
     def _leaves(self, number: int) -> tuple[list[IterDomain], list[Transform]]:
         """Return the axes that an axis merges, outermost first, and the merges."""
         made = self._made_by.get(number)
-        if not isinstance(made, Merge):
+        if not isinstance(made, MergeTransform):
             return [self._tv.domain.axes[number]], []
         outer, above = self._leaves(made.outer)
         inner, beside = self._leaves(made.inner)

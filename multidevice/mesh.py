@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     import torch
 
 
-class DeviceMesh(IrDeviceMesh):
+class LocalDeviceMesh(IrDeviceMesh):
     """Ranks arranged in 1 to 3 dimensions; mesh_x is the last one."""
 
     @checked

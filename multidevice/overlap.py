@@ -7,8 +7,8 @@ Looked for where every op is local or a change of placement, and no partial sums
     scatter      t [DIDx, M, N] = linear(x, w), y [DIDx(M), N] = sum(t)
     allreduce    t [DIDx, M, N] = linear(x, w), y [M, N] = sum(t)
 
-A `Form` puts a stream axis on the tensor between, the shard outermost, as a user may (README, loops
-over streams); what follows decomposition does the rest.
+A `OverlapForm` puts a stream axis on the tensor between, the shard outermost, as a user may
+(README, loops over streams); what follows decomposition does the rest.
 """
 
 from __future__ import annotations
@@ -189,7 +189,7 @@ def _reduction(fusion: Fusion, op: TensorOp) -> Pair | None:
 
 # ------------------------------------------------------------------ steps
 @dataclass(frozen=True)
-class Form:
+class OverlapForm:
     """A way to compute a pair in steps. `transfers`: the steps send blocks from rank to rank, else
     each has a collective. `take` gives a pair its steps, or raises `UnsupportedError`; `fits` says
     for which pairs of a kind the form is one."""
@@ -283,20 +283,20 @@ def _reduce_steps(count: int) -> Callable[[Fusion, Pair], None]:
     return take
 
 
-FORMS: Mapping[Kind, tuple[Form, ...]] = {
+FORMS: Mapping[Kind, tuple[OverlapForm, ...]] = {
     "gather": (
-        Form("steps", True, _gather_in_turn, lambda p: len(p.contracting) < len(p.products)),
-        Form("steps and a sum", True, _gather_and_sum, lambda p: bool(p.contracting)),
+        OverlapForm("steps", True, _gather_in_turn, lambda p: len(p.contracting) < len(p.products)),
+        OverlapForm("steps and a sum", True, _gather_and_sum, lambda p: bool(p.contracting)),
     ),
-    "scatter": (Form("steps", True, _scatter_in_turn),),
+    "scatter": (OverlapForm("steps", True, _scatter_in_turn),),
     "allreduce": (
-        Form("scatter in steps, gather", True, _scatter_then_gather),
-        *(Form(f"{n} steps", False, _reduce_steps(n)) for n in (2, 4, 8)),
+        OverlapForm("scatter in steps, gather", True, _scatter_then_gather),
+        *(OverlapForm(f"{n} steps", False, _reduce_steps(n)) for n in (2, 4, 8)),
     ),
 }
 
 
-def forms_of(pair: Pair) -> tuple[Form, ...]:
+def forms_of(pair: Pair) -> tuple[OverlapForm, ...]:
     """Return the forms that a pair may take."""
     return tuple(f for f in FORMS[pair.kind] if f.fits(pair) and not pair.why_not)
 

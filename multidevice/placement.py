@@ -16,9 +16,9 @@ from fuser.errors import ShardingError, UnsupportedError, user_code
 from fuser.ir import scalar as sc
 from fuser.ir.domain import (
     IterDomain,
-    Merge,
+    MergeTransform,
     Resize,
-    Split,
+    SplitTransform,
     Swizzle1D,
     TensorDomain,
     Transform,
@@ -118,7 +118,7 @@ class _BlockDepth(Rules[int]):
     def __init__(self, tv: TensorView, axis: IterDomain) -> None:
         self._tv, self._axis = tv, axis
 
-    def unsplit(self, t: Split, outer: int | None, inner: int | None) -> int:
+    def unsplit(self, t: SplitTransform, outer: int | None, inner: int | None) -> int:
         if outer is not None:
             return outer + 1
         if inner is None or not _is_cut(self._tv.domain, t):
@@ -128,7 +128,7 @@ class _BlockDepth(Rules[int]):
     def unswizzle(self, t: Swizzle1D, out: int) -> int:
         return out
 
-    def unmerge(self, t: Merge, out: int) -> tuple[int | None, int | None]:
+    def unmerge(self, t: MergeTransform, out: int) -> tuple[int | None, int | None]:
         raise self._refusal(t)
 
     def unresize(self, t: Resize, out: int) -> int:
@@ -141,7 +141,7 @@ class _BlockDepth(Rules[int]):
         if axis.is_stream:
             kind = "streams on inner splits"
             advice = "make the stream axis by outer_split(axis, number of steps), or by merge"
-        elif isinstance(t, Split):
+        elif isinstance(t, SplitTransform):
             advice += " or stream"
         return UnsupportedError(
             f"Currently, we don't support {kind}: {axis_words(tv, axis)}; {advice}"
@@ -252,7 +252,7 @@ def is_allocated_per_step(tv: TensorView) -> bool:
     return any(a.is_stream and a.number not in logical for a in tv.domain.allocation)
 
 
-def _is_cut(domain: TensorDomain, split: Split) -> bool:
+def _is_cut(domain: TensorDomain, split: SplitTransform) -> bool:
     return domain.rotated(split.outer).ptype in SPREAD_TYPES
 
 
@@ -372,10 +372,10 @@ class _Outermost(Rules[bool]):
     def __init__(self, tv: TensorView) -> None:
         self._tv, self._axes = tv, tv.domain.axes
 
-    def split(self, t: Split, inp: bool) -> tuple[bool | None, bool | None]:
+    def split(self, t: SplitTransform, inp: bool) -> tuple[bool | None, bool | None]:
         return (None, True) if _is_unit(self._axes[t.outer]) else (True, None)
 
-    def merge(self, t: Merge, outer: bool | None, inner: bool | None) -> bool | None:
+    def merge(self, t: MergeTransform, outer: bool | None, inner: bool | None) -> bool | None:
         return True if outer or _is_unit(self._axes[t.outer]) else None
 
     def swizzle(self, t: Swizzle1D, inp: bool) -> bool:
@@ -384,18 +384,18 @@ class _Outermost(Rules[bool]):
     def unswizzle(self, t: Swizzle1D, out: bool) -> bool:
         return True
 
-    def unsplit(self, t: Split, outer: bool | None, inner: bool | None) -> bool | None:
+    def unsplit(self, t: SplitTransform, outer: bool | None, inner: bool | None) -> bool | None:
         beside = self._axes[t.outer]
         return True if outer or _is_unit(beside) or _is_cut(self._tv.domain, t) else None
 
-    def unmerge(self, t: Merge, out: bool) -> tuple[bool | None, bool | None]:
+    def unmerge(self, t: MergeTransform, out: bool) -> tuple[bool | None, bool | None]:
         return (None, True) if _is_unit(self._axes[t.outer]) else (True, None)
 
 
 class _TowardsRoot(_Outermost):
     """Marks what an axis comes from: of a merge the outermost part, of any other the input."""
 
-    def unsplit(self, t: Split, outer: bool | None, inner: bool | None) -> bool:
+    def unsplit(self, t: SplitTransform, outer: bool | None, inner: bool | None) -> bool:
         return True
 
     def unresize(self, t: Resize, out: bool) -> bool:

@@ -74,7 +74,7 @@ def main() -> None:
     """Watches the processes of the command line, and prints which was killed."""
     events, page, size, *rest = sys.argv[1:]
     ranks, proxy, launcher = rest
-    board = Page(mmap.mmap(int(page), 0, access=mmap.ACCESS_READ), int(size))
+    board = MonitoredPage(mmap.mmap(int(page), 0, access=mmap.ACCESS_READ), int(size))
     watched = {int(fd): rank for rank, fd in enumerate(ranks.split(","))}
     kills, out = oom_kills(), _open_terminal(int(launcher))
     ends = watch(select.epoll.fromfd(int(events)), watched, int(proxy), int(launcher), board)
@@ -86,7 +86,7 @@ def main() -> None:
 
 
 def watch(
-    events: select.epoll, watched: dict[int, int], proxy: int, launcher: int, board: Page
+    events: select.epoll, watched: dict[int, int], proxy: int, launcher: int, board: MonitoredPage
 ) -> list[End]:
     """Returns the ends of processes in their order, once it shows whether the first one was killed;
     nothing where it was not.
@@ -133,7 +133,7 @@ def killed_first(ends: list[End], count: int) -> list[End]:
     return crashed or ends[:1]
 
 
-def sentence(end: End, board: Page, oom_count: int = 0) -> str:
+def sentence(end: End, board: MonitoredPage, oom_count: int = 0) -> str:
     """Returns the line about a rank that was killed; `oom_count` processes ended for want of memory
     since the job began."""
     if end.signal:
@@ -162,7 +162,7 @@ def sentence(end: End, board: Page, oom_count: int = 0) -> str:
     )
 
 
-class Page:
+class MonitoredPage:
     """The page of `board.Board`, for reading; its ranks may be gone."""
 
     def __init__(self, page: mmap.mmap, size: int) -> None:

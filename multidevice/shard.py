@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from fuser.arguments import checked
 from fuser.errors import ShardingError, UnsupportedError
 from fuser.ir import scalar as sc
-from fuser.ir.domain import Split
+from fuser.ir.domain import SplitTransform
 from fuser.ir.layout_class import declared_order, stored_part
 from fuser.ir.naming import axis_words, tensor_words
 from fuser.ir.path import transforms_between
@@ -134,7 +134,7 @@ def _split_view(
     return view, axes, steps
 
 
-def _split_sizes(size: int, split: Split, tv: TensorView) -> tuple[int, int]:
+def _split_sizes(size: int, split: SplitTransform, tv: TensorView) -> tuple[int, int]:
     axis, factor = tv.domain.axes[split.inp], sc.int_value(split.factor)
     if factor is None:
         raise UnsupportedError(f"{tensor_words(tv)} is split by the symbolic factor {split.factor}")

@@ -20,7 +20,7 @@ from fuser import options
 from fuser.errors import CommunicationError, PeerError
 from multidevice.backends.simulated import Baton, SimulatedBackend, SimulatedControl, SimulatedPeers
 from multidevice.communicator import Communicator, current_communicator
-from multidevice.launch import Launch
+from multidevice.launch import LauncherInfo
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -105,7 +105,7 @@ class World:
         return [results[rank] for rank in range(self.size)]
 
     def _communicator(self, rank: int, control: SimulatedControl) -> Communicator:
-        launch = Launch("simulated", rank, self.size, rank, self.size)
+        launch = LauncherInfo("simulated", rank, self.size, rank, self.size)
         return Communicator(
             launch,
             control,

@@ -308,7 +308,7 @@ def _launchable(executor: Any, params: Any, inputs: Any, outs: Any, sizes: Any) 
 
 def bench_explore(args: argparse.Namespace) -> list[dict[str, Any]]:
     """Time neighbours of the chosen parameters of each pattern; emit the choice and the best 5."""
-    from fuser.kernels.executor import KernelExecutor, compile_many
+    from fuser.kernels.executor import FusedKernelExecutor, compile_many
     from fuser.passes.concretize import concretize
     from fuser.passes.fusion_passes import run_passes
     from fuser.schedule.neighbours import neighbours
@@ -329,12 +329,12 @@ def bench_explore(args: argparse.Namespace) -> list[dict[str, Any]]:
         scheduler = find_scheduler(fusion)
         assert scheduler is not None
 
-        executor = partial(KernelExecutor, fusion, scheduler=scheduler, name="kernel")
+        executor = partial(FusedKernelExecutor, fusion, scheduler=scheduler, name="kernel")
 
         launch = executor().bind(sets[0], outs, sizes=sizes)
         assert launch is not None
         chosen = launch[0].params
-        candidates: dict[str, KernelExecutor] = {}
+        candidates: dict[str, FusedKernelExecutor] = {}
         for params in (chosen, *neighbours(chosen)[:MAX_EXPLORED]):
             e = executor()
             if _launchable(e, params, sets[0], outs, sizes):
@@ -360,11 +360,13 @@ def bench_explore(args: argparse.Namespace) -> list[dict[str, Any]]:
 
 def _shown_params(fd: FusionDefinition) -> list[str]:
     """Return the parameters of the kernels that the latest run of a definition has launched."""
-    from fuser.kernels.executor import KernelExecutor
+    from fuser.kernels.executor import FusedKernelExecutor
 
     program = fd._executor_cache()._last().program
     kernels = [program.kernel(group) for group in program.container.groups.values()]
-    return [str(v.params) for k in kernels if isinstance(k, KernelExecutor) for v in k.variants]
+    return [
+        str(v.params) for k in kernels if isinstance(k, FusedKernelExecutor) for v in k.variants
+    ]
 
 
 def _execute(fd: FusionDefinition, options: Sequence[str], *inputs: Any) -> list[torch.Tensor]:
@@ -411,7 +413,7 @@ def bench_host(args: argparse.Namespace) -> list[dict[str, Any]]:
     """Definition to CUDA source of a 20-op fusion, warm process, median of 9."""
     del args
     from fuser.device import H200
-    from fuser.kernels.executor import KernelExecutor
+    from fuser.kernels.executor import FusedKernelExecutor
     from fuser.passes.concretize import concretize
     from fuser.passes.fusion_passes import run_passes
     from hostir.bind import InputBinder
@@ -425,7 +427,7 @@ def bench_host(args: argparse.Namespace) -> list[dict[str, Any]]:
         sizes = InputBinder(fd.fusion).bind(inputs, inputs[0].device)
         fusion, _ = concretize(fd.fusion, {s: int(v) for s, v in sizes.items()})
         run_passes(fusion)
-        executor = KernelExecutor(fusion, scheduler="pointwise", name="kernel", device=H200)
+        executor = FusedKernelExecutor(fusion, scheduler="pointwise", name="kernel", device=H200)
         launch = executor.bind(inputs, [out], sizes={s: int(v) for s, v in sizes.items()})
         times.append((time.perf_counter() - began) * 1e3)
         assert launch is not None and "__global__" in launch[0].kernel.source.text

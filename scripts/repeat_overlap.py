@@ -33,8 +33,8 @@ from fuser import FusionDefinition, multidevice
 from fuser.frontend.program_cache import PROGRAMS
 from fuser.multidevice import Communicator
 from hostir import auto_overlap
-from hostir.auto_overlap import Candidate
-from hostir.overlap_bound import Bound
+from hostir.auto_overlap import OverlapCandidate
+from hostir.overlap_bound import GainBound
 from tests.frontend.overlapped import FORMS, SLOW, Form, X, defined, has_loops, several
 from tests.frontend.overlapped_gradients import GRADIENTS
 
@@ -50,7 +50,7 @@ _ENABLED = ["machine(h200)"]  # the name of any; `Chosen` gives the machine
 # What takes the fastest; why nothing can pay, why a graph pays more; on which machine.
 _DECIDES = (
     (auto_overlap, "pick"),
-    (Bound, "why_hopeless"),
+    (GainBound, "why_hopeless"),
     (auto_overlap.Overlaps, "_why_not"),
     (fuser.frontend.overlap, "find_machine"),
 )
@@ -63,8 +63,8 @@ class Chosen:
         self.taken: tuple[int, str] | None = None
         self.seen: set[tuple[int, str]] = set()
 
-    def pick(self, candidates: Sequence[Candidate], *_: object) -> Candidate:
-        fits: dict[str, list[Candidate]] = {}
+    def pick(self, candidates: Sequence[OverlapCandidate], *_: object) -> OverlapCandidate:
+        fits: dict[str, list[OverlapCandidate]] = {}
         for c in candidates[1:]:
             if c.seconds is not None:
                 fits.setdefault(c.backend, []).append(c)

@@ -32,10 +32,10 @@ from fuser.lower.kernel import (
     Forget,
     GlobalLoad,
     If,
+    KernelPart,
     Let,
     LetValue,
     LoweredKernel,
-    Part,
     Prefetch,
     ScalarValue,
     Select,
@@ -577,7 +577,7 @@ def _parts(kernel: LoweredKernel, index_ctype: str) -> tuple[list[str], list[str
     return lines, writer.lines
 
 
-def _coordinates_in(part: Part, block: str) -> dict[str, str]:
+def _coordinates_in(part: KernelPart, block: str) -> dict[str, str]:
     """Return the texts of a part's coordinates, along x and y, of the block of this number."""
     block = f"{block} - {part.first}" if part.first else block
     texts = {"bx": block}

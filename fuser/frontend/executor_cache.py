@@ -31,7 +31,7 @@ from fuser.frontend.inside import Inspection
 from fuser.frontend.known_call import (
     MAX_DECLINED,
     BoundProgram,
-    Call,
+    CallCacheEntry,
     CallKey,
     sees_nothing,
     told,
@@ -115,15 +115,15 @@ class FusionExecutorCache(Watching, Inspection):
         self._is_profiled = bool(options.profiler_modes())
         # Both keys start with the communicator (simulated ranks may share one definition) and the
         # options of the call.
-        self._by_signature: Recent[CallKey, Call] = Recent(
+        self._by_signature: Recent[CallKey, CallCacheEntry] = Recent(
             MAX_SIGNATURES, on_drop=lambda call: call.known.forget()
         )
         # The latest of them, where it had no options and no device of its own, and what repeats it.
-        self._latest: Call | None = None
+        self._latest: CallCacheEntry | None = None
         self._steady: Steady | None = None
         # Such calls that came again, by the shape of their first input.
-        self._in_turns: Recent[torch.Size, Call] = Recent(MAX_TURNS)
-        self._ran: Call | None = None
+        self._in_turns: Recent[torch.Size, CallCacheEntry] = Recent(MAX_TURNS)
+        self._ran: CallCacheEntry | None = None
         self._autograd = Autograd(fusion)
         # Sizes of jobs that have all ranks which the meshes name.
         self._worlds: set[int] = set()
@@ -170,7 +170,7 @@ class FusionExecutorCache(Watching, Inspection):
 
     def cuda_graphs(self) -> list[str]:
         """See `FusionDefinition.cuda_graphs`."""
-        return self._told(Call.graphs)
+        return self._told(CallCacheEntry.graphs)
 
     def memory(self) -> Memory:
         """See `FusionDefinition.memory`."""
@@ -179,7 +179,7 @@ class FusionExecutorCache(Watching, Inspection):
         plans = [plan for call in calls for plan in call.known.plans.values()]
         return memory_of([a for one in evaluators for a in one.arenas()], plans)
 
-    def _told(self, lines: Callable[[Call], list[str]]) -> list[str]:
+    def _told(self, lines: Callable[[CallCacheEntry], list[str]]) -> list[str]:
         return told(lines, self._by_signature, self._settings, len(self._defined.inputs))
 
     # ------------------------------------------------------------ running
@@ -243,7 +243,7 @@ class FusionExecutorCache(Watching, Inspection):
             self._consider(call, inputs)  # pyright: ignore[reportArgumentType]
         return outputs
 
-    def _consider(self, call: Call, given: Sequence[Argument]) -> None:
+    def _consider(self, call: CallCacheEntry, given: Sequence[Argument]) -> None:
         """Give calls like this one, which has run, to the compiled runner if it takes them."""
         call.hasten(given)
         if call.never or call.steady is not None:
@@ -255,7 +255,7 @@ class FusionExecutorCache(Watching, Inspection):
         elif self._is_like(call, inputs) and self._ran is call:
             call.steady = self._steady = found
 
-    def _is_like(self, call: Call, inputs: Sequence[Argument]) -> bool:
+    def _is_like(self, call: CallCacheEntry, inputs: Sequence[Argument]) -> bool:
         """Whether inputs are still of this call: another thread may have changed them."""
         if call.glance is not sees_nothing:
             return call.glance(inputs) is not None
@@ -289,11 +289,11 @@ class FusionExecutorCache(Watching, Inspection):
 
     def compiled_runner(self) -> list[str]:
         """See `FusionDefinition.compiled_runner`."""
-        return self._told(Call.repeated)
+        return self._told(CallCacheEntry.repeated)
 
     def _glance_at_others(
         self, inputs: Iterable[object], communicator: Communicator
-    ) -> tuple[Call | None, tuple[int, ...] | None]:
+    ) -> tuple[CallCacheEntry | None, tuple[int, ...] | None]:
         """Return what a glance tells of calls other than the latest, and the places; else None."""
         try:
             call = self._in_turns.get(inputs[0].shape)  # pyright: ignore[reportIndexIssue]
@@ -307,7 +307,7 @@ class FusionExecutorCache(Watching, Inspection):
             self._has_run(call)
         return call, places
 
-    def _has_run(self, call: Call) -> None:
+    def _has_run(self, call: CallCacheEntry) -> None:
         self._ran = call
         if self._recent.get(call.communicator) is not call.bound:  # to set it takes a lock
             self._recent[call.communicator] = call.bound
@@ -374,7 +374,7 @@ class FusionExecutorCache(Watching, Inspection):
         device: int | str | torch.device | None,
         enable: Sequence[str],
         disable: Sequence[str],
-    ) -> tuple[Call, Sequence[Argument], tuple[int, ...] | None]:
+    ) -> tuple[CallCacheEntry, Sequence[Argument], tuple[int, ...] | None]:
         """Return what is known of calls like this one, its flat inputs, and their places (None for
         the first call)."""
         given: Sequence[Argument] = flatten(inputs, declared=self._fusion.inputs)
@@ -408,7 +408,7 @@ class FusionExecutorCache(Watching, Inspection):
         device: int | str | torch.device | None,
         communicator: Communicator,
         settings: Settings,
-    ) -> Call:
+    ) -> CallCacheEntry:
         """Find or build the program for inputs of a new signature."""
         resolved = self._autograd.resolved(inputs)
         with uncollected, progress.shown(communicator.rank()):
@@ -419,11 +419,11 @@ class FusionExecutorCache(Watching, Inspection):
             contents = Contents(self._fusion.inputs, inputs, VECTOR_BYTES)
         have_ranks = bool(self.devices) and communicator.size() > 1
         why = why_never(draws=self._draws is not None, is_lazy=is_lazy, have_ranks=have_ranks)
-        return Call(communicator, bound, claim, contents, is_lazy, known, why)
+        return CallCacheEntry(communicator, bound, claim, contents, is_lazy, known, why)
 
     def _run(
         self,
-        call: Call,
+        call: CallCacheEntry,
         inputs: Sequence[Argument],
         places: tuple[int, ...] | None,
         are_apart: bool | None = None,

@@ -13,13 +13,13 @@ import torch
 
 from fuser.errors import NotCompiledError
 from fuser.frontend.autograd import Autograd
-from fuser.frontend.known_call import BoundProgram, Call, CallKey
+from fuser.frontend.known_call import BoundProgram, CallCacheEntry, CallKey
 from fuser.frontend.program_cache import Program
 from fuser.inputs import device_of
 from fuser.ir.binding import Argument, Signature, signature_of
 from fuser.ir.tensor import TensorView
 from fuser.ir.text import scheduled_text
-from fuser.kernels.executor import KernelExecutor
+from fuser.kernels.executor import FusedKernelExecutor
 from fuser.kernels.shown import scheduled_fusion, variant_of
 from fuser.kernels.variant import Variant
 from fuser.options import Settings
@@ -30,7 +30,7 @@ from multidevice.communicator import Communicator
 from multidevice.sharding import Sharding
 
 # A kernel of a program: the group that it is of, its executor, and its variant.
-Used = tuple[int, KernelExecutor, Variant]
+Used = tuple[int, FusedKernelExecutor, Variant]
 
 
 def kernels_of(bound: BoundProgram, inputs: Sequence[Argument]) -> list[Used]:
@@ -106,9 +106,9 @@ def launches_of(program: Program) -> dict[str, int]:
 class Inspection:
     """What an executor cache tells of the programs that it has made."""
 
-    _by_signature: Recent[CallKey, Call]
+    _by_signature: Recent[CallKey, CallCacheEntry]
     _recent: Recent[Communicator, BoundProgram]
-    _ran: Call | None
+    _ran: CallCacheEntry | None
     _settings: Settings
     _free: frozenset[int]
     _autograd: Autograd
@@ -151,7 +151,7 @@ class Inspection:
         given = stand_ins(signature, next(reversed(call.known.plans), ()))
         return scheduled_ir(call.bound, given, tensor_transforms=tensor_transforms)
 
-    def _call_like(self, inputs: Sequence[Argument]) -> Call | None:
+    def _call_like(self, inputs: Sequence[Argument]) -> CallCacheEntry | None:
         """Return a call with inputs like these, without options if there is one."""
         signature, here = signature_of(self._completed(inputs), self._free), Communicator.instance()
         call = self._by_signature.recall((here, self._settings, None, signature))

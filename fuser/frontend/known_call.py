@@ -31,8 +31,8 @@ CallKey = tuple[Communicator, Settings, torch.device | None, Signature]
 
 
 def told(
-    lines: Callable[[Call], list[str]],
-    calls: Mapping[CallKey, Call],
+    lines: Callable[[CallCacheEntry], list[str]],
+    calls: Mapping[CallKey, CallCacheEntry],
     usual: Settings,
     passed: int,
 ) -> list[str]:
@@ -78,7 +78,7 @@ def sees_nothing(inputs: Iterable[Any]) -> None:
 
 
 @dataclass(eq=False)
-class Call:
+class CallCacheEntry:
     """What is known of calls with inputs of one signature."""
 
     communicator: Communicator

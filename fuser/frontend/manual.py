@@ -45,7 +45,7 @@ class KernelExecutor:
         self, fusion_id: int = 0, concrete_id: int = 0, runtime_id: int = 0, group_id: int = 0
     ) -> None:
         self._numbers = fusion_id, concrete_id, runtime_id, group_id
-        self._executor: executor.KernelExecutor | None = None
+        self._executor: executor.FusedKernelExecutor | None = None
         self._is_profiled = bool(options.profiler_modes())
 
     @checked
@@ -76,7 +76,7 @@ class KernelExecutor:
         refine_extents(self._fusion)
         self._binder = InputBinder(self._fusion)
         self._exact = ExactNumbers(self._fusion.exprs, self._fusion.inputs)
-        self._executor = executor.KernelExecutor(
+        self._executor = executor.FusedKernelExecutor(
             self._fusion, scheduler="user", name="user", of=f"the kernel of {dumps.next_fusion()}"
         )
         if args:

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
     from fuser.frontend.program_cache import Program
     from fuser.kernels.executor import KernelLaunch
-    from hostir.profile import Profiled, Work
+    from hostir.profile import Profiled, ProfiledOp
 
 _BY_HAND = "auto_scheduled=False is for one manual_execute"
 _BY_ITSELF = "manual_execute is profiled by PythonProfiler(auto_scheduled=False)"
@@ -155,7 +155,7 @@ def profile_of_program(taken: Profiled, program: Program, fusion_id: int) -> Fus
     }
     groups = program.container.groups
 
-    def row(work: Work) -> KernelProfile:
+    def row(work: ProfiledOp) -> KernelProfile:
         if work.group is not None:
             name = groups[work.group].scheduler
             return _row(work, taken, work.group, _SCHEDULERS.get(name, name))
@@ -199,7 +199,7 @@ def _profile(
     )
 
 
-def _row(work: Work, taken: Profiled, segment: int, scheduler: str) -> KernelProfile:
+def _row(work: ProfiledOp, taken: Profiled, segment: int, scheduler: str) -> KernelProfile:
     gbs, percent = _bandwidth(taken, work.input_bytes + work.output_bytes, work.seconds)
     grid, block, shared, registers = _shape(work.launch, taken.device)
     return KernelProfile(
@@ -223,7 +223,7 @@ def _row(work: Work, taken: Profiled, segment: int, scheduler: str) -> KernelPro
     )
 
 
-def _name(work: Work) -> str:
+def _name(work: ProfiledOp) -> str:
     """Return the name of a kernel's function, else the op and what the device calls its work."""
     if work.launch is not None:
         return work.launch.variant.kernel.source.name

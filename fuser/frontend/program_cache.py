@@ -15,7 +15,7 @@ from fuser.ir.mesh import DeviceMesh
 from fuser.ir.scalar import Symbol
 from fuser.ir.tensor import TensorView
 from fuser.kernels.alike import Lowered
-from fuser.kernels.executor import KernelExecutor
+from fuser.kernels.executor import FusedKernelExecutor
 from fuser.locks import make_reentrant_lock
 from fuser.options import Settings
 from fuser.passes.concretize import refined_sizes
@@ -24,7 +24,7 @@ from fuser.recent import Recent
 from hostir.auto_overlap import Overlaps
 from hostir.container import HostIrContainer, KernelGroup
 from hostir.digest import first_line
-from hostir.second_reads import Reads, second_reads
+from hostir.second_reads import CacheReuse, second_reads
 from hostir.step_kernels import StepKernels, make_kernel_executor
 from multidevice.sharding import CutAxis, Sharding, check_cuts, cut_axes
 
@@ -50,7 +50,7 @@ class Program:
     rank: int
     dumps: list[Dump]
     shardings: tuple[Sharding | None, ...] = ()
-    _kernels: dict[int, KernelExecutor | StepKernels] = field(default_factory=dict)
+    _kernels: dict[int, FusedKernelExecutor | StepKernels] = field(default_factory=dict)
     _lowered: Lowered = field(default_factory=Lowered)
 
     @cached_property
@@ -73,7 +73,7 @@ class Program:
         return [sharding or Sharding(DeviceMesh(()), {}) for sharding in shown]
 
     @cached_property
-    def _reads(self) -> Mapping[int, Reads]:
+    def _reads(self) -> Mapping[int, CacheReuse]:
         return second_reads(self.container)
 
     @cached_property
@@ -85,7 +85,7 @@ class Program:
         if self._cut_axes:
             check_cuts(self._cut_axes, refined_sizes(sizes))
 
-    def kernel(self, group: KernelGroup) -> KernelExecutor | StepKernels:
+    def kernel(self, group: KernelGroup) -> FusedKernelExecutor | StepKernels:
         """Return what runs a kernel group, made at its first use."""
         found = self._kernels.get(group.number)
         if found is None:
@@ -100,7 +100,7 @@ class Program:
             found = self._kernels.setdefault(group.number, made)
         return found
 
-    def group_of(self, executor: KernelExecutor) -> int:
+    def group_of(self, executor: FusedKernelExecutor) -> int:
         """Return the number of the kernel group that an executor runs."""
         return next(
             number

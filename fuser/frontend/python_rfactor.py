@@ -24,7 +24,7 @@ from fuser.record import record
 
 
 @record
-class Step:
+class RfactorCall:
     """`made = of.rfactor(axes)`, after these transforms of the loops `loop` of `of`."""
 
     of: TensorView
@@ -41,7 +41,7 @@ class Factored:
     ops: tuple[TensorOp, ...]
     out: TensorView
     dims: list[int]
-    steps: tuple[Step, ...]
+    steps: tuple[RfactorCall, ...]
 
 
 def factored_reductions(fusion: Fusion) -> dict[TensorOp, Factored]:
@@ -84,13 +84,13 @@ def _kept(out: TensorView, origins: Sequence[int | None]) -> list[int | None]:
     return [of.get(a.number) for a in domain.no_reductions]
 
 
-def _steps(chain: Sequence[TensorOp]) -> list[Step]:
+def _steps(chain: Sequence[TensorOp]) -> list[RfactorCall]:
     """Return the calls that make the parts: those of one family factor the reduction once, and then
     what that has made."""
     whole = chain[-1].out_tensor
     parts = [op.out_tensor for op in chain[:-1]]
     heads = [k for k, tv in enumerate(parts) if tv.domain.root_numbers]
-    steps: list[Step] = []
+    steps: list[RfactorCall] = []
     for begin, end in zip(heads, [*heads[1:], len(parts)], strict=True):
         family = parts[begin:end]
         domain = family[0].domain
@@ -99,7 +99,7 @@ def _steps(chain: Sequence[TensorOp]) -> list[Step]:
         of, loop = whole, domain.root_numbers
         for k in reversed(range(len(family))):
             axes = tuple(p for p, by in enumerate(reducer) if by is not None and by <= k)
-            steps.append(Step(of, family[k], axes, loop, tuple(transforms)))
+            steps.append(RfactorCall(of, family[k], axes, loop, tuple(transforms)))
             of, loop, transforms = family[k], (), ()
     return steps
 

@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator
 
 from fuser.errors import UnsupportedError
 from fuser.frontend.python_statements import is_stride_order, stride_order_of
-from fuser.ir.domain import Merge, Split, Swizzle1D, Transform, contiguity_for
+from fuser.ir.domain import MergeTransform, SplitTransform, Swizzle1D, Transform, contiguity_for
 from fuser.ir.fusion import Fusion
 from fuser.ir.mesh import DeviceMesh
 from fuser.ir.nodes import LoadStoreOp
@@ -114,10 +114,10 @@ def transform_call(t: Transform, loop: list[int], text: Text) -> str | None:
         loop.remove(n)
     loop[min(places) : min(places)] = t.outputs
     match t:
-        case Split():
+        case SplitTransform():
             name = "inner_split" if t.inner_split else "outer_split"
             return f"{name}({places[0]}, {text(t.factor)})"
-        case Merge():
+        case MergeTransform():
             return f"merge({places[0]}, {places[1]})"
         case Swizzle1D():
             return f"swizzle1d({places[0]}, ParallelType.{t.ptype.name})"

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import cmath
 from collections.abc import Callable, Mapping
-from dataclasses import replace
 from itertools import takewhile
 
 from fuser.errors import UnsupportedError, user_code
@@ -23,11 +22,11 @@ from fuser.ir.scans import ArgsortOp, ScanOp, TopKOp
 from fuser.ir.tensor import TensorView
 from fuser.ir.types import CacheOp, LoadStoreOpType
 from fuser.ops.table import REDUCTIONS
-from fuser.record import record
+from fuser.record import record, replace
 
 
 @record
-class Call:
+class PythonCall:
     """`fd.name(*args, **kwargs)`; arguments are tensors, scalars, dtypes, Python values, lists.
 
     `unused` results follow those of the op.
@@ -40,13 +39,13 @@ class Call:
 
 
 @record
-class Val:
+class ScalarArgument:
     """A scalar as an argument for which no Python number is taken."""
 
     scalar: Scalar
 
 
-Statement = Callable[..., Call]
+Statement = Callable[..., PythonCall]
 STATEMENTS: dict[type[nodes.TensorOp], Statement] = {}
 
 # Nodes that only the compiler makes, in copies of what the user defined.
@@ -63,8 +62,8 @@ def _row(*kinds: type[nodes.TensorOp]) -> Callable[[Statement], Statement]:
     return register
 
 
-def _ops(name: str, *args: object, **kwargs: object) -> Call:
-    return Call(f"ops.{name}", args, kwargs)
+def _ops(name: str, *args: object, **kwargs: object) -> PythonCall:
+    return PythonCall(f"ops.{name}", args, kwargs)
 
 
 def _filled(value: Scalar | None) -> object:
@@ -96,33 +95,33 @@ def is_stride_order(op: nodes.LoadStoreOp) -> bool:
 
 # ------------------------------------------------------------------ elementwise
 @_row(nodes.UnaryOp)
-def _unary(op: nodes.UnaryOp) -> Call:
+def _unary(op: nodes.UnaryOp) -> PythonCall:
     return _ops(op.kind, op.inp)
 
 
 @_row(nodes.CastOp)
-def _cast(op: nodes.CastOp) -> Call:
+def _cast(op: nodes.CastOp) -> PythonCall:
     return _ops("cast", op.inp, dtype=op.out.dtype())
 
 
 @_row(nodes.BinaryOp)
-def _binary(op: nodes.BinaryOp) -> Call:
+def _binary(op: nodes.BinaryOp) -> PythonCall:
     return _ops(op.kind, op.lhs, op.rhs)
 
 
 @_row(nodes.TernaryOp)
-def _ternary(op: nodes.TernaryOp) -> Call:
+def _ternary(op: nodes.TernaryOp) -> PythonCall:
     return _ops(op.kind, op.a, op.b, op.c)
 
 
 # ------------------------------------------------------------------ factories
 @_row(nodes.FullOp)
-def _full(op: nodes.FullOp) -> Call:
+def _full(op: nodes.FullOp) -> PythonCall:
     return _ops("full", shape=op.shape, fill_value=_filled(op.value), dtype=op.out.dtype())
 
 
 @_row(nodes.IotaOp)
-def _iota(op: nodes.IotaOp) -> Call:
+def _iota(op: nodes.IotaOp) -> PythonCall:
     ends = _given(start=(_filled(op.start), 0), step=(_filled(op.step), 1))
     return _ops("iota", op.length, **ends, dtype=op.out.dtype())
 
@@ -132,7 +131,7 @@ def _is_like(tv: TensorView, op: nodes.RandomOp) -> bool:
 
 
 @_row(nodes.RandomOp)
-def _random(op: nodes.RandomOp) -> Call:
+def _random(op: nodes.RandomOp) -> PythonCall:
     dtype = op.out.dtype()
     if op.a is None:
         # Such an op takes the shape of a tensor that was there, and does not read it.
@@ -147,7 +146,7 @@ def _random(op: nodes.RandomOp) -> Call:
 
 # ------------------------------------------------------------------ copies and views
 @_row(nodes.LoadStoreOp)
-def _copy(op: nodes.LoadStoreOp) -> Call:
+def _copy(op: nodes.LoadStoreOp) -> PythonCall:
     domain = op.out.domain
     if op.kind is LoadStoreOpType.segmenter_set:
         return _ops("segment_set", op.inp)
@@ -162,12 +161,12 @@ def _copy(op: nodes.LoadStoreOp) -> Call:
 
 
 @_row(nodes.BroadcastOp)
-def _broadcast(op: nodes.BroadcastOp) -> Call:
+def _broadcast(op: nodes.BroadcastOp) -> PythonCall:
     return _ops("broadcast", op.inp, is_broadcast_dim=op.flags)
 
 
 @_row(nodes.SqueezeOp)
-def _squeeze(op: nodes.SqueezeOp) -> Call:
+def _squeeze(op: nodes.SqueezeOp) -> PythonCall:
     dims = [i for i, gone in enumerate(op.flags) if gone]
     axes = op.inp.domain.no_reductions
     is_expanded = any(axes[d].expanded is not None for d in dims)
@@ -175,17 +174,17 @@ def _squeeze(op: nodes.SqueezeOp) -> Call:
 
 
 @_row(nodes.ExpandOp)
-def _expand(op: nodes.ExpandOp) -> Call:
+def _expand(op: nodes.ExpandOp) -> PythonCall:
     return _ops("expand", op.inp, shape=op.shape)
 
 
 @_row(nodes.ReshapeOp)
-def _reshape(op: nodes.ReshapeOp) -> Call:
+def _reshape(op: nodes.ReshapeOp) -> PythonCall:
     return _ops("reshape", op.inp, new_shape=op.out.shape())
 
 
 @_row(SliceOp)
-def _slice(op: SliceOp) -> Call:
+def _slice(op: SliceOp) -> PythonCall:
     return _ops(
         "slice",
         op.inp,
@@ -197,43 +196,43 @@ def _slice(op: SliceOp) -> Call:
 
 
 @_row(PadOp)
-def _pad(op: PadOp) -> Call:
+def _pad(op: PadOp) -> PythonCall:
     pairs = [*zip(op.left, op.right, strict=True)][::-1]
     widths = [w for pair in pairs for w in pair]
     return _ops("pad", op.inp, pad_widths=widths, value=_filled(op.value))
 
 
 @_row(CatOp)
-def _cat(op: CatOp) -> Call:
+def _cat(op: CatOp) -> PythonCall:
     return _ops("cat", op.pieces, dim=op.dim, manual_padding=True)
 
 
 # ------------------------------------------------------------------ lookups
 @_row(lookup.SelectOp)
-def _select(op: lookup.SelectOp) -> Call:
-    return _ops("select", op.table, index=Val(op.index), dim=op.dim)
+def _select(op: lookup.SelectOp) -> PythonCall:
+    return _ops("select", op.table, index=ScalarArgument(op.index), dim=op.dim)
 
 
 @_row(lookup.IndexSelectOp)
 @_row(lookup.TakeAlongAxisOp)
 @_row(lookup.GatherOp)
-def _along(op: lookup.IndexSelectOp | lookup.TakeAlongAxisOp | lookup.GatherOp) -> Call:
+def _along(op: lookup.IndexSelectOp | lookup.TakeAlongAxisOp | lookup.GatherOp) -> PythonCall:
     return _ops(op.name, op.table, op.index, dim=op.dim)
 
 
 @_row(lookup.EmbeddingFwdOp)
-def _embedding(op: lookup.EmbeddingFwdOp) -> Call:
+def _embedding(op: lookup.EmbeddingFwdOp) -> PythonCall:
     return _ops("embedding_fwd", op.index, op.table)
 
 
 @_row(lookup.IndexPutAccumulateOp)
-def _index_put(op: lookup.IndexPutAccumulateOp) -> Call:
+def _index_put(op: lookup.IndexPutAccumulateOp) -> PythonCall:
     return _ops("index_put_accumulate", op.acc, op.index, op.value)
 
 
 @_row(lookup.ScatterOp)
-def _scatter(op: lookup.ScatterOp) -> Call:
-    src = Val(op.src) if isinstance(op.src, Scalar) else op.src
+def _scatter(op: lookup.ScatterOp) -> PythonCall:
+    src = ScalarArgument(op.src) if isinstance(op.src, Scalar) else op.src
     return _ops("scatter", op.inp, op.index, src, dim=op.dim)
 
 
@@ -243,29 +242,29 @@ def _reduced(out: TensorView) -> list[int]:
 
 
 @_row(nodes.ReductionOp)
-def _reduction(op: nodes.ReductionOp) -> Call:
+def _reduction(op: nodes.ReductionOp) -> PythonCall:
     sums = {"dtype": op.out.dtype()} if op.kind in ("add", "mul") else {}
     return _ops(op.name, op.inp, dims=_reduced(op.out), **sums)
 
 
 @_row(nodes.WelfordOp)
-def _welford(op: nodes.WelfordOp) -> Call:
+def _welford(op: nodes.WelfordOp) -> PythonCall:
     return _ops("welford", op.inp, dims=_reduced(op.avg))
 
 
 # ------------------------------------------------------------------ library ops
 @_row(nodes.MatmulOp)
-def _matmul(op: nodes.MatmulOp) -> Call:
+def _matmul(op: nodes.MatmulOp) -> PythonCall:
     return _ops("matmul", op.a, op.b)
 
 
 @_row(nodes.LinearOp)
-def _linear(op: nodes.LinearOp) -> Call:
+def _linear(op: nodes.LinearOp) -> PythonCall:
     return _ops("linear", op.x, op.weight, **_given(bias=(op.bias, None)))
 
 
 @_row(GroupedMmaOp, ScaledMmaOp)
-def _product(op: ProductOp) -> Call:
+def _product(op: ProductOp) -> PythonCall:
     given = [tv for field, tv in op.tensors() if field not in ("out", *op.OPTIONAL)]
     if not op.is_scaled:
         return _ops(op.name, *given)
@@ -274,12 +273,12 @@ def _product(op: ProductOp) -> Call:
 
 
 @_row(GroupedScalesOp)
-def _grouped_scales(op: GroupedScalesOp) -> Call:
+def _grouped_scales(op: GroupedScalesOp) -> PythonCall:
     return _ops(op.name, op.inp, op.input_offsets, op.output_offsets)
 
 
 @_row(SdpaFwdOp)
-def _sdpa_fwd(op: SdpaFwdOp) -> Call:
+def _sdpa_fwd(op: SdpaFwdOp) -> PythonCall:
     options = _given(
         bias=(op.bias, None),
         mask=(op.mask, None),
@@ -292,7 +291,7 @@ def _sdpa_fwd(op: SdpaFwdOp) -> Call:
 
 
 @_row(SdpaBwdOp)
-def _sdpa_bwd(op: SdpaBwdOp) -> Call:
+def _sdpa_bwd(op: SdpaBwdOp) -> PythonCall:
     read = op.grad_output, op.query, op.key, op.value, op.attended, op.log_sumexp
     return _ops(
         "sdpfa_bwd",
@@ -308,19 +307,19 @@ def _sdpa_bwd(op: SdpaBwdOp) -> Call:
 
 # ------------------------------------------------------------------ scans and sorts
 @_row(ScanOp)
-def _scan(op: ScanOp) -> Call:
+def _scan(op: ScanOp) -> PythonCall:
     usual = Const(REDUCTIONS[op.kind].identity(op.out.dtype()), op.out.dtype())
-    init = {} if op.init == usual else {"init": Val(op.init)}
+    init = {} if op.init == usual else {"init": ScalarArgument(op.init)}
     return _ops(op.name, op.inp, dim=op.dim, **init)
 
 
 @_row(ArgsortOp)
-def _argsort(op: ArgsortOp) -> Call:
+def _argsort(op: ArgsortOp) -> PythonCall:
     flags = _given(descending=(op.descending, False), stable=(op.stable, False))
     return _ops("argsort", op.inp, dim=op.dim, **flags)
 
 
 @_row(TopKOp)
-def _topk(op: TopKOp) -> Call:
+def _topk(op: TopKOp) -> PythonCall:
     flags = _given(dim=(op.dim, -1), largest=(op.largest, True), sorted=(op.sorted, False))
-    return _ops("topk", op.inp, Val(op.k), **flags)
+    return _ops("topk", op.inp, ScalarArgument(op.k), **flags)

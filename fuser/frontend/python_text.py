@@ -22,7 +22,7 @@ from fuser.arguments import checked
 from fuser.errors import UnsupportedError, user_code
 from fuser.frontend.python_rfactor import Factored, factored_reductions
 from fuser.frontend.python_schedule import ScheduleText, transform_call
-from fuser.frontend.python_statements import STATEMENTS, Call, Val, stride_order_of
+from fuser.frontend.python_statements import STATEMENTS, PythonCall, ScalarArgument, stride_order_of
 from fuser.ir import scalar as sc
 from fuser.ir.dtypes import DataType, dtype_text
 from fuser.ir.fusion import Declared, Fusion
@@ -130,7 +130,7 @@ class _Writer:
     def _op(self, op: TensorOp) -> None:
         self._made(_statement_of(op), op.outputs)
 
-    def _made(self, call: Call, results: Sequence[TensorView]) -> None:
+    def _made(self, call: PythonCall, results: Sequence[TensorView]) -> None:
         """Write a statement, and the equalities that were said behind it."""
         text = self._call(call)
         for out in results:
@@ -181,7 +181,7 @@ class _Writer:
     def _name(self, tv: TensorView) -> None:
         self._tensors[tv] = f"tv{len(self._tensors)}"
 
-    def _call(self, call: Call) -> str:
+    def _call(self, call: PythonCall) -> str:
         arguments = [self.text(v) for v in call.args]
         arguments += [f"{name}={self.text(v)}" for name, v in call.kwargs.items()]
         return f"fd.{call.name}({', '.join(arguments)})"
@@ -196,11 +196,11 @@ class _Writer:
                 return name
             case Scalar():
                 return self._scalar(value)
-            case Val(Const() as constant):
+            case ScalarArgument(Const() as constant):
                 name, self._count = f"c{self._count}", self._count + 1
                 self._add(f"{name} = {self._constant(constant)}")
                 return name
-            case Val():
+            case ScalarArgument():
                 return self._scalar(value.scalar)
             case DataType():
                 return f"DataType.{value.name}"
@@ -290,7 +290,7 @@ class _Writer:
         return made
 
 
-def _statement_of(op: TensorOp) -> Call:
+def _statement_of(op: TensorOp) -> PythonCall:
     statement = STATEMENTS.get(type(op))
     if statement is None:
         raise UnsupportedError(f"no statement for {op.name}{user_code(op.where)}\n{op}")
@@ -307,7 +307,7 @@ def _number(x: Scalar) -> object:
 
 
 # ------------------------------------------------------------------ inputs
-def _definition_of(tv: TensorView) -> Call:
+def _definition_of(tv: TensorView) -> PythonCall:
     """Return the call that defines an input; what it does not say, `ScheduleText` does."""
     axes, domain = tv.domain.logical, tv.domain
     order = stride_order_of(tv)
@@ -323,7 +323,7 @@ def _definition_of(tv: TensorView) -> Call:
     }
     if order is not None:
         arguments["stride_order"] = order
-    return Call("define_tensor", (), arguments)
+    return PythonCall("define_tensor", (), arguments)
 
 
 __all__ = ["HEADER", "translate_fusion"]

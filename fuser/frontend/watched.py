@@ -12,7 +12,7 @@ from fuser import options
 from fuser.frontend import draws
 from fuser.frontend.autograd import Autograd
 from fuser.frontend.draws import Draws
-from fuser.frontend.known_call import Call
+from fuser.frontend.known_call import CallCacheEntry
 from fuser.frontend.profiler import Profiler, profile_of_program
 from fuser.ir.binding import Argument
 from multidevice.agreement import Prepared
@@ -35,9 +35,9 @@ class Watching:
     _fusion_id: int
 
     if TYPE_CHECKING:
-        _find: Callable[..., tuple[Call, Sequence[Argument], tuple[int, ...] | None]]
+        _find: Callable[..., tuple[CallCacheEntry, Sequence[Argument], tuple[int, ...] | None]]
         _look: Callable[..., tuple[Iterable[object], Callable[[Callable[[], Any]], Any]]]
-        _has_run: Callable[[Call], None]
+        _has_run: Callable[[CallCacheEntry], None]
 
     def prepare_trace(
         self,
@@ -88,7 +88,7 @@ class Watching:
         inputs: Iterable[object],
         device: int | str | torch.device | None,
         *options: Sequence[str],
-    ) -> tuple[Call, Prepared[T]]:
+    ) -> tuple[CallCacheEntry, Prepared[T]]:
         """Return the call, what this rank claims, and how `take` watches it as `asked`.
 
         A rank that claims `line` meets neither one that executes nor one with another line.

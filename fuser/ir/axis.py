@@ -190,7 +190,10 @@ class Merge(AxisTransform):
 
 
 # Transforms without a row are of the common class.
-_HANDLES: dict[type, type[AxisTransform]] = {domain.Split: Split, domain.Merge: Merge}
+_HANDLES: dict[type, type[AxisTransform]] = {
+    domain.SplitTransform: Split,
+    domain.MergeTransform: Merge,
+}
 
 
 def axis_transform(tensor: TensorView, transform: domain.Transform) -> AxisTransform:

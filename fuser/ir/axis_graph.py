@@ -15,7 +15,15 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 
 from fuser.ir.axis import Axis
-from fuser.ir.domain import IterDomain, Merge, Resize, Shift, Split, Swizzle1D, Transform
+from fuser.ir.domain import (
+    IterDomain,
+    MergeTransform,
+    Resize,
+    Shift,
+    SplitTransform,
+    Swizzle1D,
+    Transform,
+)
 from fuser.ir.fusion import Fusion
 from fuser.ir.nodes import AxisMap, TensorOp
 from fuser.ir.scalar import Scalar
@@ -166,9 +174,9 @@ class AxisGraph:
     def _key(self, t: Transform) -> tuple[object, ...]:
         """Everything about a transform but its axes."""
         match t:
-            case Split():
+            case SplitTransform():
                 return ("split", self._size(t.inner), self._size(t.outer))
-            case Merge():
+            case MergeTransform():
                 return ("merge", self._size(t.inner))
             case Resize():
                 return ("resize", *map(self._fusion.canonical, t.scalars))
@@ -208,9 +216,9 @@ class ConcretizedGraph(AxisGraph):
 
     def _keys(self, t: Transform) -> tuple[tuple[object, ...], ...]:
         match t:
-            case Split():
+            case SplitTransform():
                 alike = ("split by", self._fusion.canonical(t.factor), t.inner_split)
-            case Merge():
+            case MergeTransform():
                 alike = ("merge",)
             case _:
                 return super()._keys(t)

@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING
 from fuser.ir import scalar as sc
 from fuser.ir.domain import (
     IterDomain,
-    Merge,
+    MergeTransform,
     Resize,
     Shift,
-    Split,
+    SplitTransform,
     Swizzle1D,
     Transform,
     shifted_extent,
@@ -57,7 +57,7 @@ class DomainBuilder:
             self._derive(inp, extent=plain[k], expanded=expanded[k], rfactor=rfactor)
             for k in range(2)
         )
-        self._lead(Split(inp.number, outer.number, inner.number, factor, inner_split), inp)
+        self._lead(SplitTransform(inp.number, outer.number, inner.number, factor, inner_split), inp)
         return outer, inner
 
     def merge(self, outer: IterDomain, inner: IterDomain, *, rfactor: bool = False) -> IterDomain:
@@ -73,7 +73,7 @@ class DomainBuilder:
         if kind is IterType.broadcast and is_expanded:
             expanded = sc.mul(outer.size, inner.size)
         out = self._derive(outer, kind=kind, extent=extent, expanded=expanded, rfactor=rfactor)
-        self._lead(Merge(outer.number, inner.number, out.number), outer, inner)
+        self._lead(MergeTransform(outer.number, inner.number, out.number), outer, inner)
         return out
 
     def resize(self, inp: IterDomain, left: Scalar, right: Scalar) -> IterDomain:

@@ -1,10 +1,10 @@
 """Iteration domains and the transforms between the four views of a tensor.
 
 A `TensorDomain` holds every axis once, by number, in one state. Root, logical, allocation and loop
-are tuples of numbers, and so are the inputs and outputs of the transforms (`Split`, `Merge`,
-`Resize`, `Swizzle1D`, `Shift`) that derive one view from another. Everything here is frozen:
-scheduling makes a new `TensorDomain` and the tensor rebinds it. What transforms do to sizes,
-indices, strides or cuts is asked from `fuser.ir.path`.
+are tuples of numbers, and so are the inputs and outputs of the transforms (`SplitTransform`,
+`MergeTransform`, `Resize`, `Swizzle1D`, `Shift`) that derive one view from another. Everything here
+is frozen: scheduling makes a new `TensorDomain` and the tensor rebinds it. What transforms do to
+sizes, indices, strides or cuts is asked from `fuser.ir.path`.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ Rewrite = Callable[[Scalar], Scalar]
 
 
 @record
-class Split:
+class SplitTransform:
     """inp -> outer, inner.
 
     An inner split gives inner the extent `factor`, an outer split gives it to outer.
@@ -108,16 +108,16 @@ class Split:
     def scalars(self) -> tuple[Scalar, ...]:
         return (self.factor,)
 
-    def renumbered(self, fn: Renumber) -> Split:
+    def renumbered(self, fn: Renumber) -> SplitTransform:
         inp, outer, inner = fn(self.inp), fn(self.outer), fn(self.inner)
-        return Split(inp, outer, inner, self.factor, self.inner_split)
+        return SplitTransform(inp, outer, inner, self.factor, self.inner_split)
 
-    def rewritten(self, fn: Rewrite) -> Split:
+    def rewritten(self, fn: Rewrite) -> SplitTransform:
         return replace(self, factor=fn(self.factor))
 
 
 @record
-class Merge:
+class MergeTransform:
     """outer, inner -> out, with extent outer * inner."""
 
     outer: int
@@ -140,10 +140,10 @@ class Merge:
     def scalars(self) -> tuple[Scalar, ...]:
         return ()
 
-    def renumbered(self, fn: Renumber) -> Merge:
-        return Merge(fn(self.outer), fn(self.inner), fn(self.out))
+    def renumbered(self, fn: Renumber) -> MergeTransform:
+        return MergeTransform(fn(self.outer), fn(self.inner), fn(self.out))
 
-    def rewritten(self, fn: Rewrite) -> Merge:
+    def rewritten(self, fn: Rewrite) -> MergeTransform:
         return self
 
 
@@ -254,7 +254,7 @@ def shifted_extent(extent: Scalar, width: Scalar) -> Scalar:
 
 # Each has `inputs` and `outputs` (axis numbers), `form` (everything else), `scalars` (the scalars
 # in it), and copies of itself between other numbers or with other scalars.
-Transform = Split | Merge | Resize | Swizzle1D | Shift
+Transform = SplitTransform | MergeTransform | Resize | Swizzle1D | Shift
 
 
 def same_form(a: Transform, b: Transform) -> bool:
@@ -267,9 +267,9 @@ def shifts_of(transforms: Iterable[Transform]) -> list[Shift]:
     return [t for t in transforms if isinstance(t, Shift)]
 
 
-def splits_of(transforms: Iterable[Transform]) -> dict[int, Split]:
+def splits_of(transforms: Iterable[Transform]) -> dict[int, SplitTransform]:
     """Return the splits among `transforms` by the number of the axis that they split."""
-    return {t.inp: t for t in transforms if isinstance(t, Split)}
+    return {t.inp: t for t in transforms if isinstance(t, SplitTransform)}
 
 
 # ------------------------------------------------------------------ tensor domain
@@ -440,7 +440,7 @@ class TensorDomain:
         return tuple((p, a.expanded is not None, not a.is_broadcast) for p, a in axes)
 
     @remembered
-    def splits(self) -> Mapping[int, Split]:
+    def splits(self) -> Mapping[int, SplitTransform]:
         """The splits, by the number of the axis that they split."""
         return splits_of(self.transforms)
 

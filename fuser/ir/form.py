@@ -22,7 +22,7 @@ Rename = Callable[[Scalar], Scalar]
 
 
 @record
-class Form:
+class CanonicalForm:
     """A fusion without its names: equal keys mean equal fusions, and equal kernels.
 
     `tensors` (by number) and `symbols` are what has a name, in the order of the form.
@@ -33,7 +33,7 @@ class Form:
     symbols: tuple[Symbol, ...]
 
 
-def form_of(fusion: Fusion) -> Form:
+def form_of(fusion: Fusion) -> CanonicalForm:
     """Return the form of a fusion: everything that lowering reads, and nothing else."""
     tensors = fusion.tensors()
     copy, names, renamed = _without_names(fusion)
@@ -51,7 +51,7 @@ def form_of(fusion: Fusion) -> Form:
         tuple([tv.number in fusion.read_again for tv in tensors]),
         tuple([tv.is_cpu_scalar for tv in tensors]),
     )
-    return Form(key, tuple([tv.number for tv in tensors]), symbols)
+    return CanonicalForm(key, tuple([tv.number for tv in tensors]), symbols)
 
 
 def without_names(fusion: Fusion) -> Fusion:
@@ -101,7 +101,7 @@ def _in_order(extents: ExtentClasses, names: Mapping[Scalar, Scalar]) -> ExtentC
     return made
 
 
-def form_text(form: Form) -> str:
+def form_text(form: CanonicalForm) -> str:
     """Return a form as text, the same in every process."""
     ranges = [f"{s.dtype.name} {s.lo} {s.hi}" for s in form.symbols]
     return _text([ranges, form.key])

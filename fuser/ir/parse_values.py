@@ -15,9 +15,9 @@ from fuser.ir import tokens
 from fuser.ir.cursor import Cursor
 from fuser.ir.domain import (
     IterDomain,
-    Merge,
+    MergeTransform,
     Resize,
-    Split,
+    SplitTransform,
     Swizzle1D,
     TensorDomain,
     Transform,
@@ -266,13 +266,13 @@ class ValueParser:
                 c.take("->")
                 outer = number()
                 c.take(",")
-                return Split(inp, outer, number(), factor, is_inner)
+                return SplitTransform(inp, outer, number(), factor, is_inner)
         if c.take_if("Merge:"):
             outer = number()
             c.take("and")
             inner = number()
             c.take("->")
-            return Merge(outer, inner, number())
+            return MergeTransform(outer, inner, number())
         if c.take_if("Resize:"):
             inp = number()
             c.take("by")

@@ -16,10 +16,10 @@ from typing import Any, Generic, NamedTuple, TypeVar
 from fuser.ir import scalar as sc
 from fuser.ir.domain import (
     IterDomain,
-    Merge,
+    MergeTransform,
     Resize,
     Shift,
-    Split,
+    SplitTransform,
     Swizzle1D,
     TensorDomain,
     Transform,
@@ -32,19 +32,19 @@ from fuser.record import replace
 V = TypeVar("V")
 
 
-class Step(NamedTuple):
+class PathStep(NamedTuple):
     """One transform, taken from inputs to outputs or back."""
 
     transform: Transform
     is_forward: bool
 
 
-def forward(transforms: Iterable[Transform]) -> tuple[Step, ...]:
-    return tuple(Step(t, True) for t in transforms)
+def forward(transforms: Iterable[Transform]) -> tuple[PathStep, ...]:
+    return tuple(PathStep(t, True) for t in transforms)
 
 
-def backward(transforms: Sequence[Transform]) -> tuple[Step, ...]:
-    return tuple(Step(t, False) for t in reversed(transforms))
+def backward(transforms: Sequence[Transform]) -> tuple[PathStep, ...]:
+    return tuple(PathStep(t, False) for t in reversed(transforms))
 
 
 def transforms_between(
@@ -68,7 +68,7 @@ def _producers(domain: TensorDomain, wanted: set[int], stop: set[int]) -> list[T
 
 def path(
     domain: TensorDomain, sources: Iterable[IterDomain], targets: Iterable[IterDomain]
-) -> tuple[Step, ...]:
+) -> tuple[PathStep, ...]:
     """Return the steps from `sources` to `targets`: first back, then ahead.
 
     A target that the sources come from, or that comes from one of them, is reached straight; any
@@ -109,10 +109,10 @@ class Rules(Generic[V]):
 
     needs_all = True
 
-    def split(self, t: Split, inp: V) -> tuple[V | None, V | None]:
+    def split(self, t: SplitTransform, inp: V) -> tuple[V | None, V | None]:
         return None, None
 
-    def merge(self, t: Merge, outer: Any, inner: Any) -> V | None:
+    def merge(self, t: MergeTransform, outer: Any, inner: Any) -> V | None:
         return None
 
     def resize(self, t: Resize, inp: V) -> V | None:
@@ -124,10 +124,10 @@ class Rules(Generic[V]):
     def shift(self, t: Shift, rows: Any, inp: Any) -> tuple[V | None, V | None]:
         return None, None
 
-    def unsplit(self, t: Split, outer: Any, inner: Any) -> V | None:
+    def unsplit(self, t: SplitTransform, outer: Any, inner: Any) -> V | None:
         return None
 
-    def unmerge(self, t: Merge, out: V) -> tuple[V | None, V | None]:
+    def unmerge(self, t: MergeTransform, out: V) -> tuple[V | None, V | None]:
         return None, None
 
     def unresize(self, t: Resize, out: V) -> V | None:
@@ -139,14 +139,14 @@ class Rules(Generic[V]):
     def unshift(self, t: Shift, same: Any, out: Any) -> tuple[V | None, V | None]:
         return None, None
 
-    def apply(self, step: Step, values: Sequence[Any]) -> Sequence[V | None]:
+    def apply(self, step: PathStep, values: Sequence[Any]) -> Sequence[V | None]:
         """Return the values of the step's targets, given those of its sources."""
         t = step.transform
         if step.is_forward:
             match t:
-                case Split():
+                case SplitTransform():
                     return self.split(t, values[0])
-                case Merge():
+                case MergeTransform():
                     return (self.merge(t, *values),)
                 case Resize():
                     return (self.resize(t, values[0]),)
@@ -155,9 +155,9 @@ class Rules(Generic[V]):
                 case Shift():
                     return self.shift(t, *values)
         match t:
-            case Split():
+            case SplitTransform():
                 return (self.unsplit(t, *values),)
-            case Merge():
+            case MergeTransform():
                 return self.unmerge(t, values[0])
             case Resize():
                 return (self.unresize(t, values[0]),)
@@ -167,7 +167,7 @@ class Rules(Generic[V]):
                 return self.unshift(t, *values)
 
 
-def replay(steps: Iterable[Step], known: Mapping[int, V], rules: Rules[V]) -> dict[int, V]:
+def replay(steps: Iterable[PathStep], known: Mapping[int, V], rules: Rules[V]) -> dict[int, V]:
     """Return the known values by axis number, and those that the rules give along the steps.
 
     A value that is there stays. The order is that in which values were found.
@@ -210,26 +210,26 @@ class IndexRules(Rules[Scalar]):
         assert self._coordinate is not None, "Swizzle1D needs the mesh coordinate"
         return self._coordinate(ptype)
 
-    def split(self, t: Split, inp: Scalar) -> tuple[Scalar, Scalar]:
+    def split(self, t: SplitTransform, inp: Scalar) -> tuple[Scalar, Scalar]:
         return self._apart(t.inner, inp)
 
-    def unmerge(self, t: Merge, out: Scalar) -> tuple[Scalar, Scalar]:
+    def unmerge(self, t: MergeTransform, out: Scalar) -> tuple[Scalar, Scalar]:
         if self._only_concrete(t):
             is_inner = self._axes[t.outer].is_broadcast
             return (sc.ZERO, out) if is_inner else (out, sc.ZERO)
         return self._apart(t.inner, out)
 
-    def merge(self, t: Merge, outer: Scalar, inner: Scalar) -> Scalar:
+    def merge(self, t: MergeTransform, outer: Scalar, inner: Scalar) -> Scalar:
         if self._only_concrete(t):
             return inner if self._axes[t.outer].is_broadcast else outer
         return self._together(t.inner, outer, inner)
 
-    def _only_concrete(self, t: Merge) -> bool:
+    def _only_concrete(self, t: MergeTransform) -> bool:
         """Whether a loop over a broadcast and a concrete axis runs over the concrete one alone."""
         outer, inner, out = (self._axes[n] for n in (t.outer, t.inner, t.out))
         return outer.is_broadcast != inner.is_broadcast and not out.rfactor
 
-    def unsplit(self, t: Split, outer: Scalar, inner: Scalar) -> Scalar:
+    def unsplit(self, t: SplitTransform, outer: Scalar, inner: Scalar) -> Scalar:
         return self._together(t.inner, outer, inner)
 
     def resize(self, t: Resize, inp: Scalar) -> Scalar:
@@ -291,12 +291,12 @@ class SizeRules(Rules[Scalar]):
     def __init__(self, rewrite: Callable[[Scalar], Scalar] = lambda x: x) -> None:
         self._rewrite = rewrite
 
-    def split(self, t: Split, inp: Scalar) -> tuple[Scalar, Scalar]:
+    def split(self, t: SplitTransform, inp: Scalar) -> tuple[Scalar, Scalar]:
         factor = self._rewrite(t.factor)
         rest = sc.ceildiv(inp, factor)
         return (rest, factor) if t.inner_split else (factor, rest)
 
-    def merge(self, t: Merge, outer: Scalar, inner: Scalar) -> Scalar:
+    def merge(self, t: MergeTransform, outer: Scalar, inner: Scalar) -> Scalar:
         return sc.mul(outer, inner)
 
     def resize(self, t: Resize, inp: Scalar) -> Scalar:
@@ -315,10 +315,10 @@ class StrideRules(Rules[Scalar]):
     def __init__(self, size: Callable[[int], Scalar]) -> None:
         self._size = size
 
-    def split(self, t: Split, inp: Scalar) -> tuple[Scalar, Scalar]:
+    def split(self, t: SplitTransform, inp: Scalar) -> tuple[Scalar, Scalar]:
         return sc.mul(inp, self._size(t.inner)), inp
 
-    def merge(self, t: Merge, outer: Scalar, inner: Scalar) -> Scalar | None:
+    def merge(self, t: MergeTransform, outer: Scalar, inner: Scalar) -> Scalar | None:
         if self._size(t.inner) == sc.ONE:
             return outer
         is_one = self._size(t.outer) == sc.ONE
@@ -328,21 +328,21 @@ class StrideRules(Rules[Scalar]):
         return inp
 
 
-def is_divisible(domain: TensorDomain, split: Split) -> bool:
+def is_divisible(domain: TensorDomain, split: SplitTransform) -> bool:
     """Whether the factor provably divides the size of the split axis."""
     return sc.int_value(sc.mod(domain.axes[split.inp].size, split.factor)) == 0
 
 
-def partial_splits(domain: TensorDomain, transforms: Iterable[Transform]) -> list[Split]:
+def partial_splits(domain: TensorDomain, transforms: Iterable[Transform]) -> list[SplitTransform]:
     """Return the splits whose parts may run past the end of the split axis."""
-    return [t for t in transforms if isinstance(t, Split) and not is_divisible(domain, t)]
+    return [t for t in transforms if isinstance(t, SplitTransform) and not is_divisible(domain, t)]
 
 
 def with_exact_splits(domain: TensorDomain) -> TensorDomain:
     """Return the domain whose split factors are the sizes of the axes that the splits made."""
 
     def exact(t: Transform) -> Transform:
-        if not isinstance(t, Split):
+        if not isinstance(t, SplitTransform):
             return t
         return replace(t, factor=domain.axes[t.inner if t.inner_split else t.outer].size)
 

@@ -16,7 +16,7 @@ from typing import Any
 from fuser.arguments import Mismatch, checked, show, take_integer
 from fuser.errors import ArgumentError, DefinitionError, ShardingError, UnsupportedError
 from fuser.ir import scalar as sc
-from fuser.ir.domain import Split
+from fuser.ir.domain import SplitTransform
 from fuser.ir.mesh import DeviceMesh
 from fuser.ir.path import transforms_between
 from fuser.ir.tensor import TensorView
@@ -100,7 +100,7 @@ def placements_of(tv: TensorView) -> list[Shard | Replicate] | None:
     placements: list[Shard | Replicate] = [Replicate()] * mesh.ndim
     for t in splits:
         origin = next((n for n, rest in left.items() if rest in t.inputs), None)
-        if not isinstance(t, Split) or t.inner_split or origin is None:
+        if not isinstance(t, SplitTransform) or t.inner_split or origin is None:
             return None
         ptype = domain.axes[t.outer].ptype
         position = mesh.dim_of(ptype) if ptype.is_device else None

@@ -8,7 +8,6 @@ The handle keeps its identity while scheduling rebinds its frozen `TensorDomain`
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from typing import TYPE_CHECKING, NoReturn, overload
 
 from fuser.arguments import checked
@@ -23,6 +22,7 @@ from fuser.ir.scalar import Scalar
 from fuser.ir.sizes import Sizes
 from fuser.ir.statement import Val
 from fuser.ir.types import CacheOp, LoadStoreOpType, MemoryType, ParallelType
+from fuser.record import replace
 
 if TYPE_CHECKING:
     from fuser.ir.fusion import Fusion
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 _CONSTANT_EXTENT = (ParallelType.vectorize, ParallelType.unroll, ParallelType.group)
 
 
-class _Shape:
+class _ShapeAttribute:
     """The (expanded) extents of a tensor: `x.shape()` as nvFuser has it, `x.shape[0]` as torch."""
 
     @overload
@@ -142,7 +142,7 @@ class TensorView:
         axes = self.domain.no_reductions
         return axes[self._wrap(dim, len(axes))].size
 
-    shape = _Shape()
+    shape = _ShapeAttribute()
 
     def has_root(self) -> bool:
         return bool(self.domain.root)

@@ -11,7 +11,15 @@ from typing import TYPE_CHECKING
 
 from fuser.ir import scalar as sc
 from fuser.ir.core import Op
-from fuser.ir.domain import Merge, Resize, Shift, Split, Swizzle1D, TensorDomain, Transform
+from fuser.ir.domain import (
+    MergeTransform,
+    Resize,
+    Shift,
+    SplitTransform,
+    Swizzle1D,
+    TensorDomain,
+    Transform,
+)
 from fuser.ir.dtypes import DataType, dtype_text
 from fuser.ir.scalar import Scalar
 from fuser.ir.types import ParallelType
@@ -119,10 +127,10 @@ def transform_text(t: Transform, domain: TensorDomain) -> str:
     """Return `Split: iS0{i0} by factor 4 -> iS2{( ceilDiv(i0, 4) )}, iS3{4}`."""
     ins, outs = domain.states(t.inputs), ", ".join(map(str, domain.states(t.outputs)))
     match t:
-        case Split():
+        case SplitTransform():
             title = "Split" if t.inner_split else "Outer split"
             return f"{title}: {ins[0]} by factor {t.factor} -> {outs}"
-        case Merge():
+        case MergeTransform():
             return f"Merge: {ins[0]} and {ins[1]} -> {outs}"
         case Resize():
             return f"Resize: {ins[0]} by {t.left} and {t.right} -> {outs}"

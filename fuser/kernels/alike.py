@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Mapping
 
-from fuser.ir.form import Form, form_of
+from fuser.ir.form import CanonicalForm, form_of
 from fuser.ir.fusion import Fusion
 from fuser.kernels.variant import Variant
 
@@ -22,7 +22,7 @@ class Lowered:
         # By the kinds of a fusion's ops, and what else decides about a kernel.
         self._variants: dict[object, list[tuple[Fusion, Variant]]] = {}
         # By identity: two fusions that are equal have forms of their own names.
-        self._forms: dict[int, tuple[Fusion, Form]] = {}
+        self._forms: dict[int, tuple[Fusion, CanonicalForm]] = {}
 
     def find_or_lower(
         self,
@@ -46,7 +46,7 @@ class Lowered:
         similar.append((fusion, made))
         return made
 
-    def _form(self, fusion: Fusion) -> Form:
+    def _form(self, fusion: Fusion) -> CanonicalForm:
         if id(fusion) not in self._forms:
             self._forms[id(fusion)] = fusion, form_of(fusion)
         return self._forms[id(fusion)][1]

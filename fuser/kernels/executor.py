@@ -29,7 +29,7 @@ from fuser.ir.tensor import TensorView
 from fuser.ir.text import fusion_text
 from fuser.kernel_source import KernelSource
 from fuser.kernels.alike import Lowered
-from fuser.kernels.extents import Bound, KernelExtents, Sizes, free_symbols
+from fuser.kernels.extents import KernelExtents, KernelSizes, Sizes, free_symbols
 from fuser.kernels.kernel import make_kernel
 from fuser.kernels.operands import address, alignment, describe, index_dtype, is_plain, total_nbytes
 from fuser.kernels.variant import Variant, launch_of, now, take_compiled
@@ -67,7 +67,7 @@ class KernelLaunch(NamedTuple):
 
     variant: Variant
     launch: BoundLaunch
-    executor: KernelExecutor
+    executor: FusedKernelExecutor
 
     @property
     def kernel(self) -> CompiledKernel:
@@ -79,7 +79,7 @@ class KernelLaunch(NamedTuple):
         return self.executor.explained(self.variant, error)
 
 
-class KernelExecutor:
+class FusedKernelExecutor:
     """Runs a local fusion (no device axes) with one scheduler.
 
     With a stream axis in its schedule it has one more input, the number of the step, and a run
@@ -225,7 +225,7 @@ class KernelExecutor:
         with self._lock:
             if are_sized:
                 iterations = self._extents.iterations(sizes)
-                bound = None if iterations is None else Bound(sizes, sizes, iterations)
+                bound = None if iterations is None else KernelSizes(sizes, sizes, iterations)
             else:
                 bound = self._extents.at_once(tensors, sizes)
             if bound is None:
@@ -322,7 +322,7 @@ class KernelExecutor:
 
     def _bind_to(
         self,
-        bound: Bound,
+        bound: KernelSizes,
         tensors: Sequence[torch.Tensor | Laid],
         device: DeviceInfo,
         *,
@@ -349,7 +349,7 @@ class KernelExecutor:
         self,
         layouts: tuple[Layout, ...],
         alignments: Mapping[int, int],
-        bound: Bound,
+        bound: KernelSizes,
         tensors: Sequence[torch.Tensor | Laid],
         device: DeviceInfo,
     ) -> Record:
@@ -387,7 +387,7 @@ class KernelExecutor:
         layouts: tuple[Layout, ...],
         known: Mapping[int, int] | None,
         alignments: Mapping[int, int],
-        bound: Bound,
+        bound: KernelSizes,
         tensors: Sequence[torch.Tensor | Laid],
         device: DeviceInfo,
     ) -> tuple[Variant, BoundLaunch | None]:
@@ -413,7 +413,7 @@ class KernelExecutor:
         return self._within_limits(found, key, bound, device), None
 
     def _within_limits(
-        self, variant: Variant, key: VariantKey, bound: Bound, device: DeviceInfo
+        self, variant: Variant, key: VariantKey, bound: KernelSizes, device: DeviceInfo
     ) -> Variant:
         """Return a variant, or where it has too many blocks for the device, its folded form.
 
@@ -428,7 +428,7 @@ class KernelExecutor:
             self._folded[key] = self._lower_first(key, device, folded=True)
         return self._folded[key]
 
-    def _generic_for(self, bound: Bound, device: DeviceInfo) -> Variant:
+    def _generic_for(self, bound: KernelSizes, device: DeviceInfo) -> Variant:
         """Return the generic variant, folded where it has too many blocks."""
         variant = self._generic_variant(device)
         return self._within_limits(variant, self._generic_key(device), bound, device)
@@ -437,7 +437,7 @@ class KernelExecutor:
         self,
         layouts: tuple[Layout, ...],
         known: Mapping[int, int],
-        bound: Bound,
+        bound: KernelSizes,
         device: DeviceInfo,
     ) -> Any:
         """Return the heuristic's choice."""
@@ -579,7 +579,7 @@ class KernelExecutor:
 
 
 # What `compile_many` needs to know of one launch: executor, inputs, outputs, sizes.
-KernelRequest = tuple[KernelExecutor, Sequence[Value], Sequence[torch.Tensor], Sizes]
+KernelRequest = tuple[FusedKernelExecutor, Sequence[Value], Sequence[torch.Tensor], Sizes]
 
 
 def compile_many(

@@ -23,18 +23,18 @@ from fuser.ir.tensor import TensorView
 Sizes = Mapping[Symbol, int]
 
 
-class Bound(NamedTuple):
+class KernelSizes(NamedTuple):
     """The values of symbols, and the iterations of the largest space of some tensor."""
 
     values: Mapping[Symbol, Number]
     sizes: Sizes
     iterations: int
 
-    def with_numbers(self, numbers: Iterable[tuple[Symbol, Number]]) -> Bound:
+    def with_numbers(self, numbers: Iterable[tuple[Symbol, Number]]) -> KernelSizes:
         """Return the same with the values of scalar inputs."""
         values = {**self.values, **{s: Const(x, s.dtype).value for s, x in numbers}}
         sizes = {s: v for s, v in values.items() if isinstance(v, int)}
-        return Bound(values, sizes, self.iterations)
+        return KernelSizes(values, sizes, self.iterations)
 
 
 class KernelExtents:
@@ -84,7 +84,7 @@ class KernelExtents:
         outputs: Sequence[torch.Tensor],
         tensors: Sequence[torch.Tensor],
         sizes: Sizes,
-    ) -> Bound | None:
+    ) -> KernelSizes | None:
         """Return the values for these tensors; None where an extent is 0.
 
         Raises `InputError` for tensors that the kernel does not take, or whose sizes contradict
@@ -103,7 +103,9 @@ class KernelExtents:
         ):
             return None
         known = {s: v for s, v in values.items() if isinstance(v, int)}
-        return Bound(values, known, max((int(n) for n in self._iterations(values)), default=0))
+        return KernelSizes(
+            values, known, max((int(n) for n in self._iterations(values)), default=0)
+        )
 
     def values(
         self, inputs: Sequence[Argument], outputs: Sequence[torch.Tensor], sizes: Sizes
@@ -138,7 +140,7 @@ class KernelExtents:
         counts = dict.fromkeys(text.name(x) for x in self._spaces)
         return text.function("values", f"max(({''.join(f'{n}, ' for n in counts)}), default=0)")
 
-    def at_once(self, tensors: Sequence[torch.Tensor | Laid], sizes: Sizes) -> Bound | None:
+    def at_once(self, tensors: Sequence[torch.Tensor | Laid], sizes: Sizes) -> KernelSizes | None:
         """Return what `bind` finds where `sizes` has every symbol and all is as it should be, else
         None. It knows of no scalar inputs."""
         if len(tensors) != len(self._shapes):
@@ -156,7 +158,7 @@ class KernelExtents:
         middle, end = extents + pairs, extents + 2 * pairs
         if self._is_empty or 0 in found[:extents] or found[extents:middle] != found[middle:end]:
             return None
-        return Bound(sizes, sizes, max(map(int, found[end:]), default=0))
+        return KernelSizes(sizes, sizes, max(map(int, found[end:]), default=0))
 
     def _check(self, inputs: Sequence[Argument], tensors: Sequence[torch.Tensor]) -> None:
         fusion, name = self._fusion, self._name

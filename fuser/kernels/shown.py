@@ -7,7 +7,7 @@ import torch
 from fuser.device import describe_device
 from fuser.errors import UnsupportedError
 from fuser.ir.fusion import Fusion
-from fuser.kernels.executor import KernelExecutor, KernelRequest
+from fuser.kernels.executor import FusedKernelExecutor, KernelRequest
 from fuser.kernels.variant import Variant
 
 
@@ -19,7 +19,9 @@ def variant_of(request: KernelRequest, device: torch.device) -> Variant | None:
     return None if record is None else record[0]
 
 
-def scheduled_fusion(executor: KernelExecutor, variant: Variant, device: torch.device) -> Fusion:
+def scheduled_fusion(
+    executor: FusedKernelExecutor, variant: Variant, device: torch.device
+) -> Fusion:
     """Return the scheduled fusion that a variant was lowered from, made again.
 
     Raises `UnsupportedError` for a variant that the executor no longer holds.

@@ -39,7 +39,7 @@ _COARSEST = 2.0**-1
 
 
 @dataclass
-class Candidate:
+class TuningCandidate:
     """A kernel with some parameters, and its launch on the caller's inputs and memory of a trial.
 
     `seconds` are the times of its runs.
@@ -198,7 +198,7 @@ class _CudaTimer:
         return self._start.elapsed_time(self._stop) * 1e-3
 
 
-def race(candidates: Sequence[Candidate], timer: Timer, rounds: int, budget_s: float) -> None:
+def race(candidates: Sequence[TuningCandidate], timer: Timer, rounds: int, budget_s: float) -> None:
     """Time candidates in turns, so many rounds, or as many of them as fit in the budget; at least
     three. What they had measured before is forgotten."""
     for candidate in candidates:

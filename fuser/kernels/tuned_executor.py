@@ -12,7 +12,7 @@ from fuser.errors import DefinitionError, FuserError, UnsupportedError
 from fuser.ir.fusion import Fusion
 from fuser.ir.laid import Laid
 from fuser.ir.scalar import Number, Symbol
-from fuser.kernels.executor import KernelExecutor, KernelLaunch, Record, Value, VariantKey
+from fuser.kernels.executor import FusedKernelExecutor, KernelLaunch, Record, Value, VariantKey
 from fuser.kernels.extents import Sizes
 from fuser.kernels.operands import describe, index_dtype, is_plain
 from fuser.kernels.trial import is_launchable
@@ -22,7 +22,7 @@ from fuser.kernels.variant import Variant
 _Bind = Callable[[Variant], "Record | None"]
 
 
-class TunedExecutor(KernelExecutor):
+class TunedExecutor(FusedKernelExecutor):
     """Runs a fusion with the parameters that `Tuning` finds, at the first run for a class of inputs
     that has contents and is not captured; before, and where they do not serve, with the
     heuristic's.

@@ -21,12 +21,12 @@ from fuser import dumps, options
 from fuser.device import DeviceInfo
 from fuser.errors import CompileError, KernelError, warn
 from fuser.ir.dtypes import DataType
-from fuser.ir.form import Form, form_of, form_text
+from fuser.ir.form import CanonicalForm, form_of, form_text
 from fuser.ir.fusion import Fusion
 from fuser.ir.layout_class import Layout
 from fuser.ir.scalar import Number, Symbol
 from fuser.kernels import trial
-from fuser.kernels.trial import Candidate, Scratch, Timer
+from fuser.kernels.trial import Scratch, Timer, TuningCandidate
 from fuser.kernels.variant import Variant
 from fuser.recent import Recent
 from fuser.record import record
@@ -137,7 +137,7 @@ class Tuning:
         self._refused: set[str] = set()
 
     @functools.cached_property
-    def _form(self) -> Form:
+    def _form(self) -> CanonicalForm:
         return form_of(self._fusion)
 
     @functools.cached_property
@@ -274,16 +274,16 @@ class _Search:
         self._forms = {_form_of(given.variant, given.launch)}
         self._refused = 0
 
-    def _candidate(self, variant: Variant, launch: BoundLaunch) -> Candidate:
+    def _candidate(self, variant: Variant, launch: BoundLaunch) -> TuningCandidate:
         tensors = [*self._given.inputs, *self._scratch.tensors]
-        return Candidate(variant.params, variant, launch, tensors, self._given.numbers)
+        return TuningCandidate(variant.params, variant, launch, tensors, self._given.numbers)
 
     def run(self) -> Report:
         """Time the neighbours of the choice, then those of the best, then the best of all against
         the choice."""
         self._choice.run()
         self._expected.take(self._scratch)
-        found: list[Candidate] = []
+        found: list[TuningCandidate] = []
         best = self._choice
         while len(found) < MAX_TIMED:
             new = self._around(best, min(TIMED_AT_ONCE, MAX_TIMED - len(found)))
@@ -295,7 +295,7 @@ class _Search:
             best = fastest
         return self._report(found)
 
-    def _report(self, found: list[Candidate]) -> Report:
+    def _report(self, found: list[TuningCandidate]) -> Report:
         """Time the fastest once more."""
         choice = self._choice
         faster = sorted((c for c in found if c.median < choice.median), key=lambda c: c.median)
@@ -311,9 +311,9 @@ class _Search:
         ends = (choice.params, choice.median), (best.params, best.median)
         return Report(*ends, tuple(timed), self._refused)
 
-    def _around(self, center: Candidate, most: int) -> list[Candidate]:
+    def _around(self, center: TuningCandidate, most: int) -> list[TuningCandidate]:
         """Return the nearest neighbours that are new, compiled, and compute the same."""
-        found: list[Candidate] = []
+        found: list[TuningCandidate] = []
         for params in neighbours(center.params):
             if len(found) >= most or len(self._seen) > MAX_LOWERED:
                 break
@@ -332,7 +332,7 @@ class _Search:
                 found.append(self._candidate(*made))
         return [c for c in self._compiled(found) if self._is_right(c)]
 
-    def _compiled(self, found: list[Candidate]) -> list[Candidate]:
+    def _compiled(self, found: list[TuningCandidate]) -> list[TuningCandidate]:
         """Compile all at once; where the compiler refuses one, one by one."""
         try:
             self._given.compile([c.variant for c in found])
@@ -344,7 +344,7 @@ class _Search:
                     self._refused += 1
         return [c for c in found if c.variant.compiled is not None]
 
-    def _is_right(self, candidate: Candidate) -> bool:
+    def _is_right(self, candidate: TuningCandidate) -> bool:
         """Whether the device takes a candidate, and its results are those of the choice."""
         self._scratch.clear()
         try:

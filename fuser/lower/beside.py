@@ -9,7 +9,7 @@ from fuser.ir import scalar as sc
 from fuser.ir.dtypes import DataType
 from fuser.ir.fusion import Fusion
 from fuser.ir.scalar import Scalar, Symbol
-from fuser.lower.kernel import Arg, Body, LoweredKernel, Part, ScalarArg, TensorArg
+from fuser.lower.kernel import Arg, Body, KernelPart, LoweredKernel, ScalarArg, TensorArg
 
 
 def beside(kernels: Sequence[LoweredKernel], fusion: Fusion, name: str) -> LoweredKernel:
@@ -27,7 +27,7 @@ def beside(kernels: Sequence[LoweredKernel], fusion: Fusion, name: str) -> Lower
         return name
 
     first: Scalar = sc.ZERO
-    parts: list[Part] = []
+    parts: list[KernelPart] = []
     for k, kernel in enumerate(kernels):
         _check(kernel)
         across, down, _ = kernel.grid
@@ -41,7 +41,7 @@ def beside(kernels: Sequence[LoweredKernel], fusion: Fusion, name: str) -> Lower
                 renamed[symbol] = f"p{k}_{symbol.name}"
             name_of_all = renamed.get(symbol, symbol.name)
             given[name_of_all] = Symbol(name_of_all, symbol.dtype), arg
-        parts.append(Part(kernel, begin, width, renamed))
+        parts.append(KernelPart(kernel, begin, width, renamed))
         first = sc.add(first, sc.mul(across, down))
     threads = max(kernel.threads for kernel in kernels)
     return LoweredKernel(

@@ -41,7 +41,7 @@ from fuser.lower.vectorize import (
 def build_body(ctx: Context) -> tuple[Body, dict[Stage, Buffer]]:
     """Return the kernel IR of nested stages, before barriers, unswitching and hoisting."""
     buffers = allocate(ctx)
-    builder = _Builder(ctx, buffers)
+    builder = _StatementBuilder(ctx, buffers)
     body = Body()
     for buffer in buffers.values():
         if buffer.is_shared:
@@ -54,7 +54,7 @@ def build_body(ctx: Context) -> tuple[Body, dict[Stage, Buffer]]:
     return body, buffers
 
 
-class _Builder:
+class _StatementBuilder:
     def __init__(self, ctx: Context, buffers: dict[Stage, Buffer]) -> None:
         self.ctx = ctx
         self.buffers = buffers

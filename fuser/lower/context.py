@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from fuser.ir import scalar as sc
-from fuser.ir.domain import Shift, Split, Transform, shifts_of, splits_of
+from fuser.ir.domain import Shift, SplitTransform, Transform, shifts_of, splits_of
 from fuser.ir.path import partial_splits, transforms_between
 from fuser.ir.scalar import Scalar, Symbol
 from fuser.ir.tensor import TensorView
@@ -78,8 +78,8 @@ class Context:
     done_flags: dict[Stage, str] = field(default_factory=dict[Stage, str])
     _whole: set[tuple[Scalar, Scalar]] = field(default_factory=set[tuple[Scalar, Scalar]])
     _replacements: dict[Scalar, Scalar] = field(default_factory=dict[Scalar, Scalar])
-    _partial: dict[tuple[TensorView, bool], list[Split]] = field(
-        default_factory=dict[tuple[TensorView, bool], list[Split]]
+    _partial: dict[tuple[TensorView, bool], list[SplitTransform]] = field(
+        default_factory=dict[tuple[TensorView, bool], list[SplitTransform]]
     )
 
     def __post_init__(self) -> None:
@@ -125,7 +125,7 @@ class Context:
         parts = sc.int_value(factor)
         return by is not None and parts is not None and by % parts == 0
 
-    def partial_splits(self, tv: TensorView, *, of_operand: bool = False) -> list[Split]:
+    def partial_splits(self, tv: TensorView, *, of_operand: bool = False) -> list[SplitTransform]:
         """Return the splits whose last part may be incomplete: of tv's own axes, or of those of the
         operand, which a reduction in parts has split before."""
         found = self._partial.get((tv, of_operand))
@@ -142,12 +142,14 @@ class Context:
         return found
 
 
-def _without_implied(transforms: Sequence[Transform], tested: list[Split]) -> list[Split]:
+def _without_implied(
+    transforms: Sequence[Transform], tested: list[SplitTransform]
+) -> list[SplitTransform]:
     """Leave out the tests of split blocks whose elements are tested: x = block * factor + inner
     below the extent implies that the block is below the number of blocks. Of a shifted axis the
     elements are tested in any case."""
     implied = {t.out for t in shifts_of(transforms)}
-    kept: list[Split] = []
+    kept: list[SplitTransform] = []
     for t in splits_of(transforms).values():
         is_implied = t.inp in implied
         if t in tested and not is_implied:

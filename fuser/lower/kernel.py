@@ -99,7 +99,7 @@ class LoweredKernel:
     alignments: tuple[tuple[TensorView, int], ...]
     goes_backwards: bool = False
     cluster: int = 1
-    parts: tuple[Part, ...] = ()
+    parts: tuple[KernelPart, ...] = ()
     limits: tuple[Scalar, ...] = ()
     fold: Fold | None = None
 
@@ -119,7 +119,7 @@ class LoweredKernel:
 
 
 @record
-class Part:
+class KernelPart:
     """A kernel beside others: its blocks follow those of the parts before it, of which the
     parameter `first` tells the number ("" for the first part). Those along x, `across`, come before
     the next along y ("": there is one along y). Some of its scalars are `renamed` parameters.

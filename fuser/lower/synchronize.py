@@ -22,13 +22,13 @@ from fuser.lower.kernel import (
 
 
 @dataclass
-class _Uses:
+class _SharedArrayUses:
     """Names of shared arrays that are read and written."""
 
     reads: set[str] = field(default_factory=set[str])
     writes: set[str] = field(default_factory=set[str])
 
-    def add(self, other: _Uses) -> None:
+    def add(self, other: _SharedArrayUses) -> None:
         self.reads |= other.reads
         self.writes |= other.writes
 
@@ -36,11 +36,11 @@ class _Uses:
         self.reads.clear()
         self.writes.clear()
 
-    def conflicts(self, later: _Uses) -> bool:
+    def conflicts(self, later: _SharedArrayUses) -> bool:
         """Whether `later` must wait for this: it reads what was written, or overwrites it."""
         return self.meets(later) or bool(self.writes & later.writes)
 
-    def meets(self, later: _Uses) -> bool:
+    def meets(self, later: _SharedArrayUses) -> bool:
         """Whether one of both reads what the other writes."""
         return bool(self.writes & later.reads or self.reads & later.writes)
 
@@ -53,10 +53,10 @@ def insert_barriers(body: Body) -> None:
     around the back edge of a loop. Barriers stand outside of predicates, where all threads of a
     block come by.
     """
-    _process(body, _Uses())
+    _process(body, _SharedArrayUses())
 
 
-def _process(body: Body, pending: _Uses) -> None:
+def _process(body: Body, pending: _SharedArrayUses) -> None:
     out: list[Statement] = []
     for statement in body.statements:
         uses = _uses_of(statement)
@@ -71,8 +71,8 @@ def _process(body: Body, pending: _Uses) -> None:
     body.statements = out
 
 
-def _process_loop(loop: For | Unswitch, uses: _Uses, pending: _Uses) -> None:
-    inner = _Uses()
+def _process_loop(loop: For | Unswitch, uses: _SharedArrayUses, pending: _SharedArrayUses) -> None:
+    inner = _SharedArrayUses()
     _process(loop.body, inner)
     # What the end of one iteration left pending meets the start of the next. Iterations that only
     # write an array write different elements of it: what overwrites another's is read between.
@@ -82,8 +82,8 @@ def _process_loop(loop: For | Unswitch, uses: _Uses, pending: _Uses) -> None:
     pending.add(inner)
 
 
-def _uses_of(statement: Statement) -> _Uses:
-    uses = _Uses()
+def _uses_of(statement: Statement) -> _SharedArrayUses:
+    uses = _SharedArrayUses()
     for part in values_of(statement):
         if isinstance(part, Element) and part.shared:
             uses.reads.add(part.name)

@@ -37,7 +37,7 @@ from fuser.lower.kernel import (
     Select,
     Var,
 )
-from fuser.lower.lookups import LOOKUPS, looked_up
+from fuser.lower.lookups import LOOKUPS, TRUE, looked_up
 from fuser.lower.loops import COORDINATES, Stage
 from fuser.lower.predicate import inside_pad
 from fuser.lower.vectorize import terms_of
@@ -47,7 +47,6 @@ from fuser.ops.torch_meaning import nodes_computed
 from fuser.pointwise import POINTWISE
 from fuser.record import record
 
-TRUE = sc.const(True)
 # Neighbours in a random tensor that share words, at most (`codegen/rt_random.h`).
 RANDOM_BLOCK = 4
 Axes: TypeAlias = Mapping[int, Scalar]

@@ -14,10 +14,11 @@ from fuser.ops.attention_kernels import (
     Attention,
     Forward,
     Given,
-    Kept,
     Operands,
     Plain,
     PlainBackward,
+    SavedResults,
+    Tensor,
     kernel_for,
     repeated_heads,
     summed_heads,
@@ -25,7 +26,6 @@ from fuser.ops.attention_kernels import (
 )
 from fuser.ops.philox import random_numbers
 
-Tensor = torch.Tensor
 # Of output, log_sumexp, philox_seed and philox_offset, which are read.
 ALL = (True, True, True, True)
 # Stands for what nobody reads.
@@ -212,7 +212,7 @@ def backward(
     given = _given(call, operands, None, None, reads_sums=True)
     folded = given.query, given.key, given.value
     grad = _folded(grad_output)
-    kept = Kept(_folded(out), log_sumexp.reshape(grad.shape[:-1]), seed, offset)
+    kept = SavedResults(_folded(out), log_sumexp.reshape(grad.shape[:-1]), seed, offset)
     # Of doubles, what forward gave is rounded to float32: too few digits for a kernel.
     has_digits = log_sumexp.dtype is wide(given.query.dtype) and not is_oracle
     kernel = kernel_for(given, is_backward=True) if has_digits else None
@@ -234,7 +234,7 @@ def plain_backward(
     if grad_output.dim() != 4 or grad_output.is_meta or results[1].dtype is not torch.float32:
         return None
     _check(call, *operands)
-    given, kept = Given(call, *operands), Kept(*results)
+    given, kept = Given(call, *operands), SavedResults(*results)
     kernel = kernel_for(given, is_backward=True)
     return None if kernel is None else kernel.plain_backward(given, grad_output, kept)
 

@@ -4,10 +4,10 @@ Each of `KERNELS` says which calls it takes, computes output and log_sumexp, and
 `ORDERS` says which of them is asked first: by the call, its shape and the machine. A call that none
 takes is computed step by step (`attention_calls`).
 
-A choice follows from `Facts` alone, which an op and its gradient have in common, and never from how
-tensors lie: operands that a kernel does not take as they lie are copied. log_sumexp is the same
-for all kernels, so that forward and gradient may take different ones. Where numbers are dropped,
-both take the same one, so that both drop the same numbers.
+A choice follows from `AttentionCase` alone, which an op and its gradient have in common, and never
+from how tensors lie: operands that a kernel does not take as they lie are copied. log_sumexp is the
+same for all kernels, so that forward and gradient may take different ones. Where numbers are
+dropped, both take the same one, so that both drop the same numbers.
 """
 
 from __future__ import annotations
@@ -95,7 +95,7 @@ class Forward:
 
 
 @dataclass(frozen=True)
-class Kept:
+class SavedResults:
     """What a gradient reads beside operands: results of forward."""
 
     out: Tensor
@@ -105,7 +105,7 @@ class Kept:
 
 
 # ------------------------------------------------------------------ facts
-class Machine(NamedTuple):
+class DeviceKind(NamedTuple):
     """A kind of device: its type, compute capability ((0, 0): not CUDA's), and cuDNN's version (0:
     none)."""
 
@@ -125,20 +125,20 @@ class Machine(NamedTuple):
 
 
 @cache
-def machine_of(device: torch.device) -> Machine:
+def machine_of(device: torch.device) -> DeviceKind:
     """Return what a device is."""
     if device.type not in CUDA_DEVICES or not torch.backends.cuda.is_flash_attention_available():
-        return Machine(device.type)
+        return DeviceKind(device.type)
     cudnn = torch.backends.cudnn.version() if torch.backends.cudnn.is_available() else None
-    return Machine(device.type, torch.cuda.get_device_capability(device), cudnn or 0)
+    return DeviceKind(device.type, torch.cuda.get_device_capability(device), cudnn or 0)
 
 
 @dataclass(frozen=True)
-class Facts:
+class AttentionCase:
     """All that decides which kernel carries out a call: the extents of [N, H, L, E] and of [N,
     `groups`, S, V], the dtypes of operands and of what is added (None: nothing is)."""
 
-    machine: Machine
+    machine: DeviceKind
     n: int
     h: int
     groups: int
@@ -153,10 +153,10 @@ class Facts:
     is_backward: bool = False
 
     @staticmethod
-    def of(given: Given, *, is_backward: bool = False) -> Facts:
+    def of(given: Given, *, is_backward: bool = False) -> AttentionCase:
         query, key, added = given.query, given.key, given.added
         n, h, rows, e = query.shape
-        return Facts(
+        return AttentionCase(
             machine_of(query.device),
             n,
             h,
@@ -206,35 +206,37 @@ PlainBackward = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor], Seque
 
 
 @dataclass(frozen=True)
-class Kernel:
+class AttentionKernel:
     """A kernel, and which calls it takes. `plain` returns how output and log_sumexp are computed of
     (query, key, value, what is added) that it takes as they lie, None for others;
     `plain_backward` how the gradients are."""
 
-    takes: Callable[[Facts], bool]
+    takes: Callable[[AttentionCase], bool]
     forward: Callable[[Given], Forward]
-    backward: Callable[[Attention, Tensor, Operands, Kept], list[Tensor]]
+    backward: Callable[[Attention, Tensor, Operands, SavedResults], list[Tensor]]
     plain: Callable[[Given], Plain | None] = lambda given: None
-    plain_backward: Callable[[Given, Tensor, Kept], PlainBackward | None] = lambda *given: None
+    plain_backward: Callable[[Given, Tensor, SavedResults], PlainBackward | None] = lambda *given: (
+        None
+    )
 
 
-def order_for(facts: Facts) -> tuple[str, ...]:
+def order_for(facts: AttentionCase) -> tuple[str, ...]:
     """Return the names of kernels in the order in which they are asked."""
     return next(names for _, holds, names in ORDERS if holds(facts))
 
 
-def name_for(facts: Facts) -> str | None:
+def name_for(facts: AttentionCase) -> str | None:
     """Return the name of the kernel that carries out a call; None for step by step."""
     return next((name for name in order_for(facts) if KERNELS[name].takes(facts)), None)
 
 
-def kernel_for(given: Given, *, is_backward: bool = False) -> Kernel | None:
+def kernel_for(given: Given, *, is_backward: bool = False) -> AttentionKernel | None:
     """Return the kernel that carries out a call; None for what is computed step by step."""
     if not all(t.numel() for t in (given.query, given.key, given.value)) or given.factor <= 0:
         # Of scores times a factor that is not above 0, the largest are others than those of
         # products; and -inf becomes NaN.
         return None
-    name = name_for(Facts.of(given, is_backward=is_backward))
+    name = name_for(AttentionCase.of(given, is_backward=is_backward))
     return None if name is None else KERNELS[name]
 
 
@@ -245,7 +247,7 @@ def _call(name: str) -> Callable[..., Any]:
     return found or getattr(torch.ops.aten, name)
 
 
-class Calls:
+class TorchAttention:
     """Torch's functions of attention."""
 
     cudnn = staticmethod(_call("_scaled_dot_product_cudnn_attention"))
@@ -346,7 +348,7 @@ def _rows_seen(added: Tensor, *, is_causal: bool) -> Tensor:
 
 
 # ------------------------------------------------------------------ cuDNN's attention
-def _cudnn_takes(f: Facts) -> bool:
+def _cudnn_takes(f: AttentionCase) -> bool:
     if not (f.machine.prefers_cudnn and f.is_half and f.adds_alike):
         return False
     e, v = (-(-size // 8) * 8 for size in (f.e, f.v))
@@ -364,7 +366,7 @@ def _cudnn_takes(f: Facts) -> bool:
 def _cudnn(given: Given) -> Forward:
     call, query, value = given.call, given.query, given.value
     # With a bias the kernel that also writes the sums is the faster one.
-    found = Calls.cudnn(
+    found = TorchAttention.cudnn(
         *map(_by_words, (query, given.key, value)),
         _cudnn_bias(given),
         given.reads_sums or given.added is not None or call.dropout_p > 0,
@@ -398,7 +400,7 @@ def _cudnn_plain(given: Given) -> Plain | None:
     call, operands, added = given.call, (given.query, given.key, given.value), given.added
     if call.dropout_p or not all(map(_is_by_words, operands)) or _cudnn_bias(given) is not added:
         return None
-    run, is_causal, factor = Calls.cudnn, call.is_causal, given.factor
+    run, is_causal, factor = TorchAttention.cudnn, call.is_causal, given.factor
     sums = given.reads_sums or added is not None
     numbers = sums, 0.0, is_causal, False
 
@@ -417,13 +419,15 @@ def _cudnn_plain(given: Given) -> Plain | None:
     return forward_with_sums if given.reads_sums else forward
 
 
-def _cudnn_backward(call: Attention, grad: Tensor, operands: Operands, kept: Kept) -> list[Tensor]:
+def _cudnn_backward(
+    call: Attention, grad: Tensor, operands: Operands, kept: SavedResults
+) -> list[Tensor]:
     query, key, value = map(_by_words, operands)
     # Torch keeps one plan for queries, keys and values that lie alike: the two others lie as
     # forward's output does.
     out, grad = (_dense_like(_in_words(t), query) for t in (kept.out, grad))
     seeds = kept.seed.view(torch.int64).unbind() if call.dropout_p else (kept.log_sumexp,) * 2
-    found = Calls.cudnn_backward(
+    found = TorchAttention.cudnn_backward(
         grad,
         query,
         key,
@@ -443,14 +447,14 @@ def _cudnn_backward(call: Attention, grad: Tensor, operands: Operands, kept: Kep
     return [g[..., : t.shape[-1]] for g, t in zip(found[:3], operands, strict=True)]
 
 
-def _cudnn_plain_backward(given: Given, grad: Tensor, kept: Kept) -> PlainBackward | None:
+def _cudnn_plain_backward(given: Given, grad: Tensor, kept: SavedResults) -> PlainBackward | None:
     call, operands = given.call, (given.query, given.key, given.value)
     lies = all(_dense_like(t, given.query) is t for t in (grad, kept.out))
     is_plain = all(map(_is_by_words, (*operands, grad, kept.out))) and lies
     if call.dropout_p or not is_plain or not kept.log_sumexp.is_contiguous():
         return None
     rows, columns = given.query.shape[-2], given.key.shape[-2]
-    run, factor = Calls.cudnn_backward, given.factor
+    run, factor = TorchAttention.cudnn_backward, given.factor
     numbers = None, None, None, rows, columns, 0.0, call.is_causal
 
     def backward(
@@ -463,7 +467,7 @@ def _cudnn_plain_backward(given: Given, grad: Tensor, kept: Kept) -> PlainBackwa
 
 
 # ------------------------------------------------------------------ flash attention, on CUDA
-def _flash_takes(f: Facts) -> bool:
+def _flash_takes(f: AttentionCase) -> bool:
     if f.added is not None or not f.machine.is_cuda or not f.is_half:
         return False
     # It counts the place of a causal query from the last key.
@@ -473,7 +477,7 @@ def _flash_takes(f: Facts) -> bool:
 
 def _flash(given: Given) -> Forward:
     call, query, value = given.call, given.query, given.value
-    found = Calls.flash(
+    found = TorchAttention.flash(
         *map(_by_words, (query, given.key, value)),
         call.dropout_p,
         call.is_causal,
@@ -489,7 +493,7 @@ def _flash_plain(given: Given) -> Plain | None:
     call = given.call
     if call.dropout_p or not all(map(_is_by_words, (given.query, given.key, given.value))):
         return None
-    run, is_causal, factor = Calls.flash, call.is_causal, given.factor
+    run, is_causal, factor = TorchAttention.flash, call.is_causal, given.factor
 
     def forward(
         query: Tensor, key: Tensor, value: Tensor, added: Tensor | None = None
@@ -501,9 +505,11 @@ def _flash_plain(given: Given) -> Plain | None:
     return forward
 
 
-def _flash_backward(call: Attention, grad: Tensor, operands: Operands, kept: Kept) -> list[Tensor]:
+def _flash_backward(
+    call: Attention, grad: Tensor, operands: Operands, kept: SavedResults
+) -> list[Tensor]:
     query, key, _ = operands
-    found = Calls.flash_backward(
+    found = TorchAttention.flash_backward(
         _by_words(grad),
         *map(_by_words, operands),
         _by_words(kept.out),
@@ -522,7 +528,7 @@ def _flash_backward(call: Attention, grad: Tensor, operands: Operands, kept: Kep
 
 
 # ------------------------------------------------------------------ memory-efficient, on CUDA
-def _efficient_takes(f: Facts) -> bool:
+def _efficient_takes(f: AttentionCase) -> bool:
     # What is added is rounded to the operands' dtype: only one of that is taken.
     is_known = f.is_half or f.dtype is torch.float32
     is_small = max(f.n, f.h) <= _MAX_BATCH
@@ -534,7 +540,7 @@ def _efficient(given: Given) -> Forward:
     rows, columns = query.shape[-2], given.key.shape[-2]
     bias = None if given.added is None else _bias(given.added, rows, columns)
     key, value = (repeated_heads(t, query.shape[1]) for t in (given.key, value))
-    found = Calls.efficient(
+    found = TorchAttention.efficient(
         *map(_by_words, (query, key, value)),
         None if bias is None else bias.expand(*query.shape[:2], -1, -1),
         given.reads_sums,
@@ -560,7 +566,7 @@ def _efficient_plain(given: Given) -> Plain | None:
         is_taken = added.shape[-1] == columns and not columns % _ADDED and _aligned(added)
         if given.reads_sums or not is_taken:
             return None
-    run, is_causal, factor = Calls.efficient, given.call.is_causal, given.factor
+    run, is_causal, factor = TorchAttention.efficient, given.call.is_causal, given.factor
     sums, whole = given.reads_sums, (n, heads, rows, columns)
 
     def forward(
@@ -599,7 +605,7 @@ def _efficient_plain(given: Given) -> Plain | None:
 
 
 def _efficient_backward(
-    call: Attention, grad: Tensor, operands: Operands, kept: Kept
+    call: Attention, grad: Tensor, operands: Operands, kept: SavedResults
 ) -> list[Tensor]:
     query, key, value = operands
     heads, groups, rows = query.shape[1], key.shape[1], query.shape[-2]
@@ -607,7 +613,7 @@ def _efficient_backward(
     # The kernel for half floats looks for rows of the output where they are in a contiguous one
     # [N, L, H, E]: it knows no stride of them.
     out = _by_words(kept.out).transpose(1, 2).contiguous().transpose(1, 2)
-    found = Calls.efficient_backward(
+    found = TorchAttention.efficient_backward(
         _by_words(grad),
         _by_words(query),
         *(_by_words(repeated_heads(t, heads)) for t in (key, value)),
@@ -626,7 +632,7 @@ def _efficient_backward(
 
 
 # ------------------------------------------------------------------ torch's kernel of the CPU
-def _cpu_takes(f: Facts) -> bool:
+def _cpu_takes(f: AttentionCase) -> bool:
     fits = f.machine.device_type == "cpu" and f.e == f.v
     # Which rows a bias and the order of keys leave without any is not told.
     return fits and not f.dropout_p and (f.added is None or not f.is_causal)
@@ -636,7 +642,7 @@ def _cpu(given: Given) -> Forward:
     query, added = given.query, given.added
     mask = None if added is None else added.to(wide(query.dtype))
     key, value = (repeated_heads(t, query.shape[1]) for t in (given.key, given.value))
-    out, log_sumexp = Calls.cpu(
+    out, log_sumexp = TorchAttention.cpu(
         *map(last_dense, (query, key, value)),
         0.0,
         given.call.is_causal,
@@ -659,7 +665,7 @@ def _cpu_plain(given: Given) -> Plain | None:
     # Those of doubles are rounded.
     if given.reads_sums and (added is not None or given.query.dtype is torch.float64):
         return None
-    run, is_causal, factor = Calls.cpu, given.call.is_causal, given.factor
+    run, is_causal, factor = TorchAttention.cpu, given.call.is_causal, given.factor
 
     def forward(
         query: Tensor, key: Tensor, value: Tensor, added: Tensor | None = None
@@ -670,26 +676,32 @@ def _cpu_plain(given: Given) -> Plain | None:
     return forward
 
 
-def _cpu_backward(call: Attention, grad: Tensor, operands: Operands, kept: Kept) -> list[Tensor]:
+def _cpu_backward(
+    call: Attention, grad: Tensor, operands: Operands, kept: SavedResults
+) -> list[Tensor]:
     query, heads, groups = operands[0], operands[0].shape[1], operands[1].shape[1]
     key, value = (repeated_heads(t, heads) for t in operands[1:])
     given = [last_dense(t) for t in (grad, query, key, value, kept.out)]
-    found = Calls.cpu_backward(
+    found = TorchAttention.cpu_backward(
         *given, kept.log_sumexp.contiguous(), 0.0, call.is_causal, scale=call.factor(query)
     )
     return [summed_heads(g, c) for g, c in zip(found, (heads, groups, groups), strict=True)]
 
 
 # ------------------------------------------------------------------ the table
-KERNELS: dict[str, Kernel] = {
-    "cudnn": Kernel(_cudnn_takes, _cudnn, _cudnn_backward, _cudnn_plain, _cudnn_plain_backward),
-    "flash": Kernel(_flash_takes, _flash, _flash_backward, _flash_plain),
-    "efficient": Kernel(_efficient_takes, _efficient, _efficient_backward, _efficient_plain),
-    "cpu": Kernel(_cpu_takes, _cpu, _cpu_backward, _cpu_plain),
+KERNELS: dict[str, AttentionKernel] = {
+    "cudnn": AttentionKernel(
+        _cudnn_takes, _cudnn, _cudnn_backward, _cudnn_plain, _cudnn_plain_backward
+    ),
+    "flash": AttentionKernel(_flash_takes, _flash, _flash_backward, _flash_plain),
+    "efficient": AttentionKernel(
+        _efficient_takes, _efficient, _efficient_backward, _efficient_plain
+    ),
+    "cpu": AttentionKernel(_cpu_takes, _cpu, _cpu_backward, _cpu_plain),
 }
 # (calls and machines, whether a call is one of them, kernels in the order in which they are asked):
 # the first row that holds. Measured on an H200: docs/performance.md.
-ORDERS: Sequence[tuple[str, Callable[[Facts], bool], tuple[str, ...]]] = (
+ORDERS: Sequence[tuple[str, Callable[[AttentionCase], bool], tuple[str, ...]]] = (
     ("a CPU", lambda f: not f.machine.is_cuda, ("cpu",)),
     # Each has a start of its own: 5 us, 10 us, 10 us. Gradients of the first are less exact.
     (

@@ -10,10 +10,8 @@ import torch
 
 from fuser.errors import InputError, user_code
 from fuser.ir.mma import GroupedMmaOp
-from fuser.ops.scaled_product import scaled_into
-
-Tensor = torch.Tensor
-Given = Mapping[str, Tensor]
+from fuser.ops.products import Tensor
+from fuser.ops.scaled_product import Given, scaled_into
 
 # What torch's kernel for groups takes: floats of this dtype, whose rows or columns begin at
 # multiples of so many elements, of fewer groups than this; and the GPUs that have it (major).

@@ -10,8 +10,7 @@ import torch
 from fuser.errors import InputError, user_code
 from fuser.ir.block_scales import LANES, TILE_COLUMNS, TILE_ROWS, GroupedScalesOp
 from fuser.ir.scalar import Number
-
-Tensor = torch.Tensor
+from fuser.ops.products import Tensor
 
 
 def grouped_scales(

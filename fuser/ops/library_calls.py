@@ -28,7 +28,7 @@ from fuser.record import record
 from fuser.torch_calls import empty_on
 
 Tensor = torch.Tensor
-Call = Callable[[Sequence[Tensor], Sequence[Tensor]], object]
+LibraryCall = Callable[[Sequence[Tensor], Sequence[Tensor]], object]
 """Writes the results of operands into tensors of their shapes."""
 
 
@@ -85,7 +85,7 @@ class Kernels(GroupKernels, Protocol):
 
 
 @record
-class Bound:
+class CallOperands:
     """What a call is bound for: tensors like those of each run, the values of symbols, which
     results anything reads, and kernels beside torch's (None: torch alone)."""
 
@@ -101,7 +101,7 @@ _SUMS = {"add": torch.cumsum, "mul": torch.cumprod}
 _EXTREMES = {"max": torch.cummax, "min": torch.cummin}
 
 
-def bind_scan(op: ScanOp, bound: Bound) -> Call | None:
+def bind_scan(op: ScanOp, bound: CallOperands) -> LibraryCall | None:
     """Bind a scan that begins with what changes nothing."""
     if sc.evaluate(op.init, bound.values) != REDUCTIONS[op.kind].identity(op.out.dtype()):
         return None
@@ -116,13 +116,13 @@ def bind_scan(op: ScanOp, bound: Bound) -> Call | None:
     return lambda ins, outs: sums(ins[0], dim, dtype=dtype, out=outs[0])
 
 
-def _places(bound: Bound, dtype: torch.dtype) -> Callable[[], Tensor]:
+def _places(bound: CallOperands, dtype: torch.dtype) -> Callable[[], Tensor]:
     """Return what makes a tensor that torch makes as large as a result that nobody asked for."""
     return partial(empty_on(bound.outs[0].device), (0,), (1,), dtype)
 
 
 # ------------------------------------------------------------------ order
-def bind_argsort(op: ArgsortOp, bound: Bound) -> Call:
+def bind_argsort(op: ArgsortOp, bound: CallOperands) -> LibraryCall:
     """Bind a sort, whose places are the result."""
     # Always stable: ranks that hold the same elements find the same places.
     sort = partial(torch.sort, stable=True, dim=op.dim, descending=op.descending)
@@ -130,7 +130,7 @@ def bind_argsort(op: ArgsortOp, bound: Bound) -> Call:
     return lambda ins, outs: sort(ins[0], out=(place(), outs[0]))
 
 
-def bind_topk(op: TopKOp, bound: Bound) -> Call:
+def bind_topk(op: TopKOp, bound: CallOperands) -> LibraryCall:
     """Bind topk; of one element, a reduction."""
     found, dim, largest = bound.outs[0], op.dim, op.largest
     k = found.shape[dim]
@@ -145,7 +145,7 @@ def bind_topk(op: TopKOp, bound: Bound) -> Call:
     return topk
 
 
-def _one_element(bound: Bound, dim: int, largest: bool) -> Call:
+def _one_element(bound: CallOperands, dim: int, largest: bool) -> LibraryCall:
     reads_value, reads_place = bound.reads
     value, place = (torch.amax, torch.argmax) if largest else (torch.amin, torch.argmin)
     both = torch.max if largest else torch.min
@@ -156,7 +156,7 @@ def _one_element(bound: Bound, dim: int, largest: bool) -> Call:
 
 
 # ------------------------------------------------------------------ products
-def bind_product(op: ProductOp, bound: Bound) -> Call | Returning:
+def bind_product(op: ProductOp, bound: CallOperands) -> LibraryCall | Returning:
     """Bind a product with scales, or of groups: the latter by torch's own kernel for groups, where
     it has one for the call."""
     fields = [field for field, _ in op.tensors() if field != "out"]
@@ -180,7 +180,7 @@ def bind_product(op: ProductOp, bound: Bound) -> Call | Returning:
     return Returning(lambda ins: [native(dict(zip(fields, ins, strict=True)))])
 
 
-def bind_grouped_scales(op: GroupedScalesOp, bound: Bound) -> Call | None:
+def bind_grouped_scales(op: GroupedScalesOp, bound: CallOperands) -> LibraryCall | None:
     """Bind scales in tiles, which are written where they belong."""
     out = bound.outs[0]
     if not out.is_contiguous():
@@ -200,7 +200,7 @@ def is_inside(index: Tensor, extent: int) -> bool:
     return not index.numel() or (int(index.min()) >= 0 and int(index.max()) < extent)
 
 
-def bind_scatter(op: ScatterOp, bound: Bound) -> Call | None:
+def bind_scatter(op: ScatterOp, bound: CallOperands) -> LibraryCall | None:
     """Bind a scatter: on a CPU after a look at the positions, on a GPU by a kernel of this project,
     which leaves out those that are not in range."""
     dim, dtype = op.dim, bound.outs[0].dtype
@@ -221,7 +221,9 @@ def bind_scatter(op: ScatterOp, bound: Bound) -> Call | None:
     return scatter
 
 
-def _scatter_by_kernel(op: ScatterOp, bound: Bound, number: Number | None) -> Call | None:
+def _scatter_by_kernel(
+    op: ScatterOp, bound: CallOperands, number: Number | None
+) -> LibraryCall | None:
     kernels, dim = bound.kernels, op.dim
     src = None if number is not None else bound.ins[2]
     if kernels is None or not kernels.takes_scatter(bound.outs[0], dim, bound.ins[1], src):
@@ -256,7 +258,7 @@ def scattered(x: Tensor, dim: int, index: Tensor, src: Tensor | Number) -> Tenso
     return kept
 
 
-def bind_index_put(op: IndexPutAccumulateOp, bound: Bound) -> Call | Returning:
+def bind_index_put(op: IndexPutAccumulateOp, bound: CallOperands) -> LibraryCall | Returning:
     """Bind a sum of rows: on a CPU into the result itself, where that has as many digits as the
     sum; on a GPU into memory with room for what is meant for no row."""
     dtype = bound.outs[0].dtype

@@ -43,7 +43,7 @@ Positions = tuple[int, ...]
 
 
 @record
-class Group:
+class AxisGroup:
     """Consecutive input positions and the output positions that they become."""
 
     ins: Positions
@@ -61,7 +61,7 @@ class ReshapePlan:
     Where there are no elements, there is nothing to transform: only the broadcasts count.
     """
 
-    groups: tuple[Group, ...]
+    groups: tuple[AxisGroup, ...]
     squeezed: Positions = ()
     added: Positions = ()
     is_empty: bool = False
@@ -138,30 +138,30 @@ def plan_reshape(
     lengths = group_sizes([ins[p] for p in big_in], [outs[p] for p in big_out])
     if lengths is None:
         return None
-    groups: list[Group] = []
+    groups: list[AxisGroup] = []
     for a, b in lengths:
-        groups.append(Group(tuple(big_in[:a]), tuple(big_out[:b])))
+        groups.append(AxisGroup(tuple(big_in[:a]), tuple(big_out[:b])))
         big_in, big_out = big_in[a:], big_out[b:]
     return _place_ones(groups, (len(ins), len(outs)), is_broadcast)
 
 
 def _place_ones(
-    groups: list[Group], ranks: tuple[int, int], is_broadcast: Sequence[bool]
+    groups: list[AxisGroup], ranks: tuple[int, int], is_broadcast: Sequence[bool]
 ) -> ReshapePlan | None:
     """Add the axes of size 1: kept where both sides have one at a boundary, else squeezed,
     broadcast, or merged into a group."""
-    placed: list[Group] = []
+    placed: list[AxisGroup] = []
     squeezed: list[int] = []
     added: list[int] = []
     loose: list[int] = []
     in_at = out_at = 0
-    for group in [*groups, Group((ranks[0],), (ranks[1],))]:
+    for group in [*groups, AxisGroup((ranks[0],), (ranks[1],))]:
         ones_in = list(range(in_at, group.ins[0]))
         ones_out = list(range(out_at, group.outs[0]))
         loose += [p for p in ones_in if not is_broadcast[p]]
         ones_in = [p for p in ones_in if is_broadcast[p]]
         both = min(len(ones_in), len(ones_out))
-        placed += [Group((p,), (q,)) for p, q in zip(ones_in, ones_out, strict=False)]
+        placed += [AxisGroup((p,), (q,)) for p, q in zip(ones_in, ones_out, strict=False)]
         squeezed += ones_in[both:]
         added += ones_out[both:]
         if group.ins[0] == ranks[0]:
@@ -170,23 +170,23 @@ def _place_ones(
         squeezed += [p for p in inside if is_broadcast[p]]
         ins = sorted([*group.ins, *(p for p in inside if not is_broadcast[p])])
         added += [q for q in range(group.outs[0], group.outs[-1]) if q not in group.outs]
-        placed.append(Group(tuple(ins), group.outs))
+        placed.append(AxisGroup(tuple(ins), group.outs))
         in_at, out_at = group.ins[-1] + 1, group.outs[-1] + 1
     if loose and not _merge_loose(placed, loose, added):
         return None
     return ReshapePlan(tuple(placed), tuple(sorted(squeezed)), tuple(sorted(added)))
 
 
-def _merge_loose(placed: list[Group], loose: list[int], added: list[int]) -> bool:
+def _merge_loose(placed: list[AxisGroup], loose: list[int], added: list[int]) -> bool:
     """Put size-1 iteration axes into neighbouring groups; False when there is no group."""
     if not placed and added:
-        placed.append(Group((), (added.pop(0),)))
+        placed.append(AxisGroup((), (added.pop(0),)))
     if not placed:
         return False
     for p in loose:
         after = [k for k, g in enumerate(placed) if g.ins and g.ins[0] > p]
         k = after[0] if after else len(placed) - 1
-        placed[k] = Group(tuple(sorted((*placed[k].ins, p))), placed[k].outs)
+        placed[k] = AxisGroup(tuple(sorted((*placed[k].ins, p))), placed[k].outs)
     return True
 
 

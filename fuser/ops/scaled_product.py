@@ -9,7 +9,8 @@ from typing import Any
 
 import torch
 
-Tensor = torch.Tensor
+from fuser.ops.products import Tensor
+
 Given = Mapping[str, Tensor]
 
 # What the tensor cores' kernels want: extents of k and n in elements, and the results they make.

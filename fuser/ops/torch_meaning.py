@@ -50,8 +50,8 @@ from fuser.ops.attention_kernels import Attention
 from fuser.ops.grouped_product import grouped_product
 from fuser.ops.grouped_scales import grouped_scales
 from fuser.ops.library_calls import (
-    Bound,
-    Call,
+    CallOperands,
+    LibraryCall,
     Returning,
     as_byte,
     as_bytes,
@@ -447,7 +447,7 @@ def _sdpa(op: SdpaFwdOp, inputs: Inputs, cx: _Context) -> list[Tensor]:
     return [cx.store(x, tv) for x, tv in zip(found, op.outputs, strict=True)]
 
 
-def _bind_sdpa(op: SdpaFwdOp, bound: Bound) -> Returning:
+def _bind_sdpa(op: SdpaFwdOp, bound: CallOperands) -> Returning:
     cx = _context_of(bound)
     call, ins = _call(op, cx), bound.ins
     q, k, v, bias, mask = _places(op, ("query", "key", "value", "bias", "mask"))
@@ -471,7 +471,7 @@ def _bind_sdpa(op: SdpaFwdOp, bound: Bound) -> Returning:
     return Returning(one_call, direct, (q, k, v, bias)[: 3 if bias < 0 else 4])
 
 
-def _bind_sdpa_backward(op: SdpaBwdOp, bound: Bound) -> Returning:
+def _bind_sdpa_backward(op: SdpaBwdOp, bound: CallOperands) -> Returning:
     cx = _context_of(bound)
     call, ins = _call(op, cx), bound.ins
     fields = "grad_output", "query", "key", "value", "attended", "log_sumexp"
@@ -495,7 +495,7 @@ def _bind_sdpa_backward(op: SdpaBwdOp, bound: Bound) -> Returning:
     return Returning(general if plain is None else one_call)
 
 
-def _context_of(bound: Bound) -> _Context:
+def _context_of(bound: CallOperands) -> _Context:
     return _Context(bound.values, None, bound.ins[0].device)
 
 
@@ -526,7 +526,7 @@ def _sdpa_backward(op: SdpaBwdOp, inputs: Inputs, cx: _Context) -> list[Tensor]:
 Computed = Literal["element", "index", "reduction", "library", "communication"]
 
 
-Into = Callable[[Any, Bound], Call | Returning | None]
+Into = Callable[[Any, CallOperands], LibraryCall | Returning | None]
 
 
 @record
@@ -617,7 +617,7 @@ def evaluate_op(
 _ELEMENTWISE = (nodes.UnaryOp, nodes.BinaryOp, nodes.TernaryOp)
 
 
-def bind_call(op: nodes.TensorOp, bound: Bound) -> Call | Returning | None:
+def bind_call(op: nodes.TensorOp, bound: CallOperands) -> LibraryCall | Returning | None:
     """Return what writes the results of an op other than a product of matrices into tensors; None
     where torch can only return them."""
     into = NODES[type(op)].into

@@ -40,7 +40,7 @@ SCHEDULERS: Mapping[str | None, tuple[str, ...]] = {
 
 
 @record
-class Group:
+class SegmentGroup:
     """What one kernel computes: ops, of which the `first` and the `last` have these positions.
 
     `scheduler` and `fusion` are known of a group that is accepted. `totals` are sums over the rows
@@ -69,9 +69,9 @@ class _Contraction:
     other numbers in the order, and the numbers they had."""
 
     place: int
-    group: Group
+    group: SegmentGroup
     other: int
-    its_group: Group
+    its_group: SegmentGroup
     moved: Mapping[_Step, int]
 
 
@@ -86,11 +86,11 @@ class Merger:
     def __init__(
         self,
         fusion: Fusion,
-        groups: Sequence[Group],
+        groups: Sequence[SegmentGroup],
         others: Sequence[TensorOp],
         position: Mapping[TensorOp, int],
         *,
-        accept: Callable[[Group, tuple[TensorView, ...]], Group | None],
+        accept: Callable[[SegmentGroup, tuple[TensorView, ...]], SegmentGroup | None],
         pays: Pays,
         may_share_kernel: Callable[[TensorOp, TensorOp], bool],
     ) -> None:
@@ -115,10 +115,10 @@ class Merger:
         self._apart: set[tuple[frozenset[TensorOp], frozenset[TensorOp]]] = set()
         # Pairs of groups that no scheduler takes as one of a kind.
         self._refused: set[tuple[str | None, frozenset[TensorOp], frozenset[TensorOp]]] = set()
-        self._spaces: dict[int, tuple[Group, tuple[object, ...]]] = {}
+        self._spaces: dict[int, tuple[SegmentGroup, tuple[object, ...]]] = {}
         self._sizes: dict[TensorView, str] = {}
 
-    def run(self, kinds: Sequence[str | None] = KINDS) -> list[Group]:
+    def run(self, kinds: Sequence[str | None] = KINDS) -> list[SegmentGroup]:
         """Return the groups that are left, in program order.
 
         Reductions that share inputs come first: what waits for one of them mostly waits for all.
@@ -169,7 +169,7 @@ class Merger:
             most = max(len(merged) // 2, 1)
 
     def _is_wanted(
-        self, place: int, parts: Sequence[Group], union: Group, kind: str | None
+        self, place: int, parts: Sequence[SegmentGroup], union: SegmentGroup, kind: str | None
     ) -> bool:
         if union.scheduler not in SCHEDULERS.get(kind, (union.scheduler,)):
             return False
@@ -178,7 +178,7 @@ class Merger:
         fusions = [g.fusion for g in (*parts, union) if g.fusion is not None]
         return kind != "pointwise" or self._pays(fusions[:-1], fusions[-1])
 
-    def _joins_a_sum(self, place: int, part: Group) -> bool:
+    def _joins_a_sum(self, place: int, part: SegmentGroup) -> bool:
         """Whether a pointwise part of a merged group may as well join a sum along other axes, as
         gradients of rows do a weight's. Measured on an H200, layer norm of 128 x 262144 in float32:
         with that 184 us, with the sums of its own rows, in clusters, 226."""
@@ -239,7 +239,9 @@ class Merger:
             return False
         return self._may_share_kernel(next(iter(a.ops)), next(iter(b.ops)))
 
-    def _is_whole(self, a: Group, b: Group, spaces: tuple[tuple[object, ...], ...]) -> bool:
+    def _is_whole(
+        self, a: SegmentGroup, b: SegmentGroup, spaces: tuple[tuple[object, ...], ...]
+    ) -> bool:
         """Whether one group is pointwise and the other reduces tensors of its size, of which both
         need one: the first one's writes are all that it adds to the other's kernel. What turns a
         tensor has a schedule of its own."""
@@ -267,7 +269,7 @@ class Merger:
             known = self._spaces[place] = group, self._space_of(group)
         return known[1]
 
-    def _space_of(self, group: Group) -> tuple[object, ...]:
+    def _space_of(self, group: SegmentGroup) -> tuple[object, ...]:
         reductions = [e for e in group.ops if isinstance(e, REDUCTION_OPS)]
         if reductions:
             shapes = {
@@ -357,12 +359,12 @@ class Merger:
         return had
 
     # ------------------------------------------------------------ the contracted graph
-    def _enter(self, place: int, group: Group) -> None:
+    def _enter(self, place: int, group: SegmentGroup) -> None:
         self._producer.update(dict.fromkeys(group.outputs, place))
         for t in group.inputs:
             self._readers.setdefault(t, set()).add(place)
 
-    def _leave(self, place: int, group: Group) -> None:
+    def _leave(self, place: int, group: SegmentGroup) -> None:
         for t in group.outputs:
             del self._producer[t]
         for t in group.inputs:
@@ -378,7 +380,7 @@ class Merger:
         outputs = tuple(o for o in made if o in self._kept or self._readers.get(o))
         inputs = tuple(t for t in dict.fromkeys((*a.inputs, *b.inputs)) if t not in made)
         first, last = min(a.first, b.first), max(a.last, b.last)
-        union = self._groups[place] = Group(a.ops | b.ops, outputs, inputs, first, last)
+        union = self._groups[place] = SegmentGroup(a.ops | b.ops, outputs, inputs, first, last)
         self._enter(place, union)
         return _Contraction(place, a, other, b, moved)
 
@@ -391,14 +393,14 @@ class Merger:
         self._number.update(done.moved)
 
 
-def _is_tail(a: Group, b: Group, spaces: tuple[tuple[object, ...], ...]) -> bool:
+def _is_tail(a: SegmentGroup, b: SegmentGroup, spaces: tuple[tuple[object, ...], ...]) -> bool:
     """Whether a group computes pointwise what it does from results of another, reductions, alone:
     their kernel writes it for the price of the write."""
     kinds = [space[0] for space in spaces]
     return kinds == ["pointwise", "reduction"] and {*a.inputs} <= {*b.outputs}
 
 
-def _are_rows_and_sums(a: Group, b: Group) -> bool:
+def _are_rows_and_sums(a: SegmentGroup, b: SegmentGroup) -> bool:
     """Whether one group goes along rows, and the other sums something, which the first does not
     read."""
     rows, sums = (a, b) if a.scheduler == "inner_persistent" else (b, a)

@@ -19,9 +19,9 @@ from fuser.ir.binding import size_of
 from fuser.ir.build_domain import merged_extent
 from fuser.ir.domain import (
     IterDomain,
-    Merge,
+    MergeTransform,
     Resize,
-    Split,
+    SplitTransform,
     Swizzle1D,
     TensorDomain,
 )
@@ -378,13 +378,15 @@ class _Restate(Rules[IterDomain]):
         self._axes, self._values = domain.axes, values
         self._sizes = SizeRules()
 
-    def split(self, t: Split, inp: IterDomain) -> tuple[IterDomain, IterDomain]:
+    def split(self, t: SplitTransform, inp: IterDomain) -> tuple[IterDomain, IterDomain]:
         outer, inner = self._axes[t.outer], self._axes[t.inner]
         # A reshape's split is exact: its declared sizes stay.
         sizes = (outer.size, inner.size) if outer.rfactor else self._sizes.split(t, inp.size)
         return _sized(outer, inp, sizes[0]), _sized(inner, inp, sizes[1])
 
-    def merge(self, t: Merge, outer: IterDomain | None, inner: IterDomain | None) -> IterDomain:
+    def merge(
+        self, t: MergeTransform, outer: IterDomain | None, inner: IterDomain | None
+    ) -> IterDomain:
         o, i = outer or self._axes[t.outer], inner or self._axes[t.inner]
         expanded = i.expanded if o.expanded is None else o.expanded
         like = replace(i if o.is_broadcast else o, expanded=expanded)

@@ -9,7 +9,7 @@ needs: gradients of its input, row by row, and of its weights, over all rows.
 from __future__ import annotations
 
 from fuser.ir import scalar as sc
-from fuser.ir.domain import Split
+from fuser.ir.domain import SplitTransform
 from fuser.ir.nodes import ReductionOp, TensorOp
 from fuser.ir.path import transforms_between
 from fuser.ir.tensor import TensorView
@@ -34,7 +34,7 @@ def row_parts(op: TensorOp) -> RowParts | None:
     domain = op.out.domain
     reduced = [a.number for a in domain.logical if a.is_reduction()]
     *_, last = transforms_between(domain, domain.root, domain.logical) or [None]
-    if not isinstance(last, Split) or not last.inner_split or [last.outer] != reduced:
+    if not isinstance(last, SplitTransform) or not last.inner_split or [last.outer] != reduced:
         return None
     count = sc.int_value(last.factor)
     return None if count is None else RowParts(count, last.inner, last.outer)

@@ -28,7 +28,7 @@ from fuser.ir.nodes import TensorOp
 from fuser.ir.scalar import Scalar
 from fuser.ir.tensor import TensorView
 from fuser.ir.types import LoadStoreOpType, MemoryType
-from fuser.passes.merge_groups import REDUCTION_OPS, Group, Merger, Pays
+from fuser.passes.merge_groups import REDUCTION_OPS, Merger, Pays, SegmentGroup
 from fuser.passes.row_parts import may_come_in_parts, split_rows
 from fuser.passes.store_or_recompute import elements, worth_storing
 from fuser.passes.views import (
@@ -138,7 +138,7 @@ class _Segmenter:
                 self.kind[e] = "library" if stands_alone(e) else "kernel"
         self.strides: dict[TensorView, Strides] = {}
         # What schedulers said of candidates: groups of these ops, outputs, inputs and totals.
-        self.answers: dict[object, Group | None] = {}
+        self.answers: dict[object, SegmentGroup | None] = {}
 
     def run(self, takes_both: Callable[[Fusion], str | None] | None) -> SegmentedFusion:
         self._mark_aliases()
@@ -350,8 +350,8 @@ class _Segmenter:
                 computed.clear()
             many = MANY_LEVELS if more else 2 * many
 
-    def _cones(self, stored: dict[TensorView, None]) -> list[Group]:
-        groups: list[Group] = []
+    def _cones(self, stored: dict[TensorView, None]) -> list[SegmentGroup]:
+        groups: list[SegmentGroup] = []
         seen: set[TensorView] = set()
         for e in self.exprs:
             if self.kind[e] != "kernel":
@@ -363,14 +363,14 @@ class _Segmenter:
             ops, inputs = self._cone(targets, stored)
             at = [self.position[op] for op in ops]
             found = frozenset(ops), tuple(targets), tuple(inputs)
-            groups.append(Group(*found, min(at), max(at)))
+            groups.append(SegmentGroup(*found, min(at), max(at)))
         return groups
 
-    def _accepted_cones(self, stored: dict[TensorView, None]) -> list[Group]:
+    def _accepted_cones(self, stored: dict[TensorView, None]) -> list[SegmentGroup]:
         """Return the cones; what no scheduler accepts is cut where its reductions end."""
         while True:
-            made: list[Group] = []
-            refused: Group | None = None
+            made: list[SegmentGroup] = []
+            refused: SegmentGroup | None = None
             cones = self._cones(stored)
             for number, group in enumerate(cones, 1):
                 progress.stage("kernel to choose", number, len(cones))
@@ -392,10 +392,10 @@ class _Segmenter:
                 self._refuse(refused)
             stored.update(dict.fromkeys(ends))
 
-    def _merge(self, groups: list[Group]) -> list[Group]:
+    def _merge(self, groups: list[SegmentGroup]) -> list[SegmentGroup]:
         return self._merger(groups).run()
 
-    def _merger(self, groups: list[Group]) -> Merger:
+    def _merger(self, groups: list[SegmentGroup]) -> Merger:
         return Merger(
             self.fusion,
             groups,
@@ -406,7 +406,9 @@ class _Segmenter:
             may_share_kernel=self.may_share_kernel,
         )
 
-    def _accepted(self, group: Group, totals: tuple[TensorView, ...] = ()) -> Group | None:
+    def _accepted(
+        self, group: SegmentGroup, totals: tuple[TensorView, ...] = ()
+    ) -> SegmentGroup | None:
         """Return the group with its fusion and scheduler, None when no scheduler accepts it; with
         `totals`, if it makes only parts of these."""
         key = group.ops, group.outputs, group.inputs, totals
@@ -414,7 +416,7 @@ class _Segmenter:
             self.answers[key] = self._ask(group, totals)
         return self.answers[key]
 
-    def _ask(self, group: Group, totals: tuple[TensorView, ...]) -> Group | None:
+    def _ask(self, group: SegmentGroup, totals: tuple[TensorView, ...]) -> SegmentGroup | None:
         """Return what `_accepted` does, of a candidate that comes for the first time."""
         if totals and not (self.row_parts and all(map(may_come_in_parts, totals))):
             return None
@@ -431,9 +433,9 @@ class _Segmenter:
             return None
         return replace(group, scheduler=scheduler, fusion=fusion, totals=totals)
 
-    def _split_rows(self, groups: list[Group]) -> list[Group]:
+    def _split_rows(self, groups: list[SegmentGroup]) -> list[SegmentGroup]:
         """Return the groups, those of rows and sums as two: one makes parts, one adds them up."""
-        made: list[Group] = []
+        made: list[SegmentGroup] = []
         for group in groups:
             if not group.totals:
                 made.append(group)
@@ -464,19 +466,19 @@ class _Segmenter:
         for e in self.exprs:
             self.kind.setdefault(e, "kernel")
 
-    def _completed(self, ops: set[TensorOp], outputs: Sequence[TensorView]) -> Group:
+    def _completed(self, ops: set[TensorOp], outputs: Sequence[TensorView]) -> SegmentGroup:
         """Return the accepted group of some ops."""
         made = {out for op in ops for out in op.outputs}
         read = [v for op in ops for v in op.inputs if isinstance(v, TensorView) and v not in made]
         at = [self.position[op] for op in ops]
         inputs = sorted(dict.fromkeys(read), key=lambda tv: tv.number)
-        group = Group(frozenset(ops), tuple(outputs), tuple(inputs), min(at), max(at))
+        group = SegmentGroup(frozenset(ops), tuple(outputs), tuple(inputs), min(at), max(at))
         accepted = self._accepted(group)
         if accepted is None:
             self._refuse(group)
         return accepted
 
-    def _refuse(self, group: Group) -> NoReturn:
+    def _refuse(self, group: SegmentGroup) -> NoReturn:
         ops = self._in_order(group)
         outputs = ", ".join(map(str, group.outputs))
         raise UnsupportedError(
@@ -485,11 +487,11 @@ class _Segmenter:
             f"{extract(self.fusion, ops, group.inputs, group.outputs).print_math()}"
         )
 
-    def _in_order(self, group: Group) -> tuple[TensorOp, ...]:
+    def _in_order(self, group: SegmentGroup) -> tuple[TensorOp, ...]:
         return tuple(sorted(group.ops, key=self.position.__getitem__))
 
     # ------------------------------------------------------------ order
-    def _order(self, groups: list[Group]) -> list[Segment]:
+    def _order(self, groups: list[SegmentGroup]) -> list[Segment]:
         """Return segments in run order: as early as their inputs allow, in program order."""
         steps: list[tuple[int, Segment]] = []
         for g in groups:

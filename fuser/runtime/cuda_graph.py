@@ -41,7 +41,7 @@ class _KernelNodeParams(ctypes.Structure):
     )
 
 
-class _Node:
+class _KernelNode:
     """A captured kernel, and its parameters as the driver takes them."""
 
     def __init__(self, handle: int, params: _KernelNodeParams) -> None:
@@ -89,7 +89,7 @@ class CudaGraph:
 
     def raw_node(self, node: object, call: LaunchCall) -> tuple[int, int]:
         """The addresses of a kernel and of its parameters, which point to the words of a call."""
-        assert isinstance(node, _Node)
+        assert isinstance(node, _KernelNode)
         node.params.arguments = call.packed
         return node.handle.value or 0, ctypes.addressof(node.params)
 
@@ -105,14 +105,14 @@ class CudaGraph:
             raise KernelError(f"CUDA graph: the driver refused the launch ({status})")
 
     def update(self, node: object, call: LaunchCall) -> None:
-        assert isinstance(node, _Node)
+        assert isinstance(node, _KernelNode)
         node.params.arguments = call.packed
         status = self._set_params(self._handle, node.handle, ctypes.byref(node.params))
         if status:
             raise KernelError(f"CUDA graph: the driver refused new arguments ({status})")
 
 
-class _Place:
+class _CaptureDevice:
     """The streams and the memory of captures, on one device.
 
     It is never given back, but used again: torch ends the process where a pool goes while anything
@@ -128,7 +128,7 @@ class _Place:
 
 
 # Those that no `CudaGraphs` has now, by the number of their device.
-_places: dict[int, list[_Place]] = {}
+_places: dict[int, list[_CaptureDevice]] = {}
 
 
 def _new_stream() -> int:
@@ -137,7 +137,7 @@ def _new_stream() -> int:
     return int(_checked("cuStreamCreate", made))
 
 
-def _take_place() -> _Place:
+def _take_place() -> _CaptureDevice:
     """Return a place on the current device for captures that nobody else makes."""
     import torch
 
@@ -145,13 +145,13 @@ def _take_place() -> _Place:
     try:
         place = spare.pop()  # at once, whatever other threads do
     except IndexError:
-        return _Place()
+        return _CaptureDevice()
     try:
         # Graphs of who had it may still run in its memory.
         torch.cuda.synchronize()
     except RuntimeError:  # somebody else captures
         spare.append(place)
-        return _Place()
+        return _CaptureDevice()
     return place
 
 
@@ -204,7 +204,7 @@ class CudaGraphs:
             graph = _checked("cuStreamEndCapture", driver.cuStreamEndCapture(stream))
         return CudaGraph(_Template(graph, self._library, self))
 
-    def kernel(self, call: LaunchCall, stream: int) -> _Node:
+    def kernel(self, call: LaunchCall, stream: int) -> _KernelNode:
         status = call.function(*call.arguments)
         if status:
             call.fail(status)
@@ -216,4 +216,4 @@ class CudaGraphs:
         status = get(ctypes.c_void_p(int(last)), ctypes.byref(params))
         if status:
             raise KernelError(f"CUDA graph: a launch left no kernel to update ({status})")
-        return _Node(int(last), params)
+        return _KernelNode(int(last), params)

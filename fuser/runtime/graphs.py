@@ -65,7 +65,7 @@ class GraphMaker(Protocol):
         ...
 
 
-class _Here(threading.local):
+class _ThreadUser(threading.local):
     """What this thread knows of itself."""
 
     is_known = False
@@ -78,7 +78,7 @@ class Users:
         # Threads, not their numbers: the number of one that has ended is given to another.
         self._known: weakref.WeakSet[threading.Thread] = weakref.WeakSet()
         self._lock = make_lock()
-        self.here = _Here()
+        self.here = _ThreadUser()
 
     def enter(self) -> None:
         """Notes this thread, once nobody captures; `here.is_known` says that it has come here. One

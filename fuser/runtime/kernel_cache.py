@@ -81,7 +81,7 @@ def _warn_once(folder: Path) -> None:
 
 
 @dataclass(frozen=True)
-class Contents:
+class CacheContents:
     """How much a cache holds: kernels and tuned ones, and the bytes of all its objects."""
 
     kernels: int
@@ -89,7 +89,7 @@ class Contents:
     nbytes: int
 
 
-def contents() -> Contents:
+def contents() -> CacheContents:
     """Counts what the folder of compiled kernels holds, without making or changing it.
 
     Raises:
@@ -107,7 +107,7 @@ def contents() -> Contents:
         for file in files:
             with contextlib.suppress(FileNotFoundError):  # another process has removed it
                 nbytes += file.stat(follow_symlinks=False).st_size
-    return Contents(counts["entries"], counts["tuned"], nbytes)
+    return CacheContents(counts["entries"], counts["tuned"], nbytes)
 
 
 def _prepare(folder: Path) -> None:

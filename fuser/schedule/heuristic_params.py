@@ -28,12 +28,14 @@ class HeuristicParams:
     Made by `fuser.schedule.compute_heuristics`: raises `UnsupportedError` when called.
     """
 
+    # The public name, which messages say.
+    PUBLIC: ClassVar[str] = "HeuristicParams"
     # Name -> what it is of the chosen parameters.
     NAMES: ClassVar[Mapping[str, Callable[[Any], object]]] = {}
 
     def __init__(self, *args: object, **named: object) -> NoReturn:
         raise UnsupportedError(
-            f"{type(self).__name__}: parameters are not made by hand: "
+            f"{self.PUBLIC}: parameters are not made by hand: "
             "fuser.schedule.compute_heuristics returns them"
         )
 
@@ -58,7 +60,7 @@ class HeuristicParams:
         if name.startswith("_"):
             raise AttributeError(name)
         raise UnsupportedNameError(
-            f"{type(self).__name__} has no {name}: there are scheduler_type, lparams, cparams"
+            f"{self.PUBLIC} has no {name}: there are scheduler_type, lparams, cparams"
             f"{''.join(f', {n}' for n in self.NAMES)}; str() tells what was chosen"
         )
 
@@ -66,10 +68,10 @@ class HeuristicParams:
         kinds = {"lparams": LaunchParams, "cparams": CompileParams}
         if name not in kinds:
             raise UnsupportedError(
-                f"{type(self).__name__}.{name}: what a scheduler chose is read: schedule by hand, "
+                f"{self.PUBLIC}.{name}: what a scheduler chose is read: schedule by hand, "
                 "or tune (docs/options.md)"
             )
-        vars(self)[name] = require(type(self).__name__, name, value, kinds[name])
+        vars(self)[name] = require(self.PUBLIC, name, value, kinds[name])
 
     def __dir__(self) -> list[str]:
         return [*super().__dir__(), *self.NAMES]
@@ -90,12 +92,14 @@ class HeuristicParams:
         return str(self.chosen)
 
     def __repr__(self) -> str:
-        return f"<{type(self).__name__} {self}>"
+        return f"<{self.PUBLIC} {self}>"
 
 
-class PointwiseParams(HeuristicParams):
+class PointwiseHeuristicParams(HeuristicParams):
     """Those of kernels without reductions. `vectorization_factor` counts the elements of a vector,
     `unroll_factor_inner` the vectors of a thread; `split_block`: threads have two dimensions."""
+
+    PUBLIC = "PointwiseParams"
 
     NAMES: ClassVar[Mapping[str, Callable[[Any], object]]] = {
         "vectorization_factor": lambda p: p.vector,
@@ -104,8 +108,10 @@ class PointwiseParams(HeuristicParams):
     }
 
 
-class ReductionParams(HeuristicParams):
+class ReductionHeuristicParams(HeuristicParams):
     """Those of kernels with reductions. `fastest_dim`: the reduced axis is the innermost one."""
+
+    PUBLIC = "ReductionParams"
 
     NAMES: ClassVar[Mapping[str, Callable[[Any], object]]] = {
         "fastest_dim": lambda p: _is_inner(p),
@@ -127,8 +133,8 @@ def _blocks(params: Any) -> int:
 
 
 _CLASSES: dict[type, type[HeuristicParams]] = {
-    pointwise.PointwiseParams: PointwiseParams,
-    reduction.ReductionParams: ReductionParams,
-    InnerPersistentParams: ReductionParams,
-    OuterPersistentParams: ReductionParams,
+    pointwise.PointwiseParams: PointwiseHeuristicParams,
+    reduction.ReductionParams: ReductionHeuristicParams,
+    InnerPersistentParams: ReductionHeuristicParams,
+    OuterPersistentParams: ReductionHeuristicParams,
 }

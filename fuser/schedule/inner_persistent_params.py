@@ -153,7 +153,7 @@ def chooser(
         words = shifted_widths.wider(facts, columns, vector) if shifted_widths and is_narrow else 0
         if words:
             vector, begin = words, words - 1
-        shape = _Shape(rows, columns, vector, widest, begin, len(inputs))
+        shape = _RowsAccess(rows, columns, vector, widest, begin, len(inputs))
         if in_clusters:
             return _cluster_params(shape, most_bytes(inputs, vector), device)
         plans = [(most_bytes(inputs, vector) + beside, False)]
@@ -172,7 +172,7 @@ def chooser(
     return choose
 
 
-class _Shape(NamedTuple):
+class _RowsAccess(NamedTuple):
     """How many rows there are of how many elements, and how these are accessed: the elements of a
     vector, the bytes of the widest one, and how many elements a row may begin behind a word; and
     how many inputs have them."""
@@ -190,19 +190,19 @@ class _Shape(NamedTuple):
         return -(-(self.columns + self.begin) // self.vector)
 
 
-def _most_chunks(shape: _Shape, nbytes: int) -> int:
+def _most_chunks(shape: _RowsAccess, nbytes: int) -> int:
     """Return the vectors that a thread keeps where a block has threads enough: the compiler keeps
     what it converts in its wider form."""
     return max(4 * KEPT_REGISTERS // (max(nbytes, 4) * shape.vector), 1)
 
 
-def _is_long(shape: _Shape, nbytes: int) -> bool:
+def _is_long(shape: _RowsAccess, nbytes: int) -> bool:
     """Whether no block has threads enough to keep a row so."""
     return shape.chunks > ROW_THREADS[-1] * _most_chunks(shape, nbytes)
 
 
 def _kept_params(
-    shape: _Shape, nbytes: int, costly: bool, device: DeviceInfo
+    shape: _RowsAccess, nbytes: int, costly: bool, device: DeviceInfo
 ) -> InnerPersistentParams:
     rows, columns, vector, widest, begin, _ = shape
     chunks, is_shifted = shape.chunks, begin > 0
@@ -234,7 +234,7 @@ def _kept_params(
     )
 
 
-def _long_parts_params(shape: _Shape, nbytes: int) -> InnerPersistentParams:
+def _long_parts_params(shape: _RowsAccess, nbytes: int) -> InnerPersistentParams:
     """One row at a time beside sums over rows: the compiler decides about registers."""
     most = max(min(LONG_PARTS_BYTES // nbytes, LONG_PARTS_KEPT) // shape.vector, 1)
     fit = [t for t in ROW_THREADS if t * most >= shape.chunks] or [ROW_THREADS[-1]]
@@ -243,7 +243,7 @@ def _long_parts_params(shape: _Shape, nbytes: int) -> InnerPersistentParams:
     return InnerPersistentParams(x, 1, shape.vector, kept, exact=x * kept == shape.columns)
 
 
-def _looped_params(shape: _Shape, *, has_columns: bool, writes: bool) -> InnerPersistentParams:
+def _looped_params(shape: _RowsAccess, *, has_columns: bool, writes: bool) -> InnerPersistentParams:
     """`writes`: along the row, and no columns are read."""
     row_bytes = shape.inputs * shape.columns * shape.widest
     chunks, times = shape.chunks, 1 if has_columns or row_bytes < WIDE_ROW_BYTES else 2
@@ -255,7 +255,7 @@ def _looped_params(shape: _Shape, *, has_columns: bool, writes: bool) -> InnerPe
     return InnerPersistentParams(x, 1, shape.vector, unroll=unroll, shifted=shape.begin > 0)
 
 
-def _cluster_params(shape: _Shape, nbytes: int, device: DeviceInfo) -> InnerPersistentParams:
+def _cluster_params(shape: _RowsAccess, nbytes: int, device: DeviceInfo) -> InnerPersistentParams:
     """Return the least cluster whose threads keep a row; where none does, one that reads a row so
     that all rows under way stay in the cache of second level."""
     most = min(device.max_cluster, device.max_grid[1])

@@ -16,9 +16,9 @@ from fuser.ir.axis_graph import AxisGraph
 from fuser.ir.build_domain import DomainBuilder
 from fuser.ir.domain import (
     IterDomain,
-    Merge,
+    MergeTransform,
     Shift,
-    Split,
+    SplitTransform,
     Swizzle1D,
     TensorDomain,
     Transform,
@@ -89,11 +89,11 @@ class _Repeat(Rules[IterDomain]):
     def __init__(self, fusion: Fusion) -> None:
         self.built = DomainBuilder(fusion)
 
-    def split(self, t: Split, inp: IterDomain) -> tuple[IterDomain, IterDomain]:
+    def split(self, t: SplitTransform, inp: IterDomain) -> tuple[IterDomain, IterDomain]:
         return self.built.split(inp, t.factor, inner_split=t.inner_split)
 
     def merge(
-        self, t: Merge, outer: IterDomain | None, inner: IterDomain | None
+        self, t: MergeTransform, outer: IterDomain | None, inner: IterDomain | None
     ) -> IterDomain | None:
         if outer is None or inner is None:
             return outer or inner

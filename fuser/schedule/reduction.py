@@ -18,7 +18,6 @@ another.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from math import prod
 
 from fuser.device import DeviceInfo
@@ -29,7 +28,7 @@ from fuser.ir.nodes import LibraryOp, TensorOp, WelfordOp
 from fuser.ir.tensor import TensorView
 from fuser.ir.types import ParallelType
 from fuser.ops.torch_meaning import REDUCING
-from fuser.record import record
+from fuser.record import record, replace
 from fuser.schedule.facts import Facts, RunExtents
 from fuser.schedule.pointwise import common_rejection, loaded_bytes
 from fuser.schedule.propagate import AxisMatcher

@@ -54,7 +54,7 @@ def steps_that_read(fusion: Fusion) -> dict[TensorView, set[int]]:
 
 # ------------------------------------------------------------------ what is kept
 @record
-class Kept:
+class KeptValue:
     """A value that is kept over the row: from when, until when. Level `l` computes what is kept
     from there on at `2 * l`, and then reduces at `2 * l + 1`."""
 
@@ -65,14 +65,14 @@ class Kept:
 
 def kept_values(
     fusion: Fusion, rows: frozenset[TensorView], *, is_costly: Callable[[TensorOp], bool]
-) -> list[Kept]:
+) -> list[KeptValue]:
     """Return the inputs that have the row (`rows` are all tensors that do), and what costly ops
     lead to that several levels need."""
     levels = levels_of(fusion)
     starts = [op for op in fusion.used_exprs() if op.out_tensor in rows and is_costly(op)]
     costly = {_last_of_chain(op, levels, rows) for op in starts}
     times: dict[TensorView, set[int]] = {}
-    found: list[Kept] = []
+    found: list[KeptValue] = []
     for op in reversed(fusion.used_exprs()):
         level = level_of_step(op, levels)
         mine: set[int] = set()
@@ -81,13 +81,13 @@ def kept_values(
         if isinstance(op, REDUCING) or any(out in fusion.outputs for out in op.outputs):
             mine = {2 * level + 1}
         elif op.out_tensor in costly and len({t // 2 for t in mine}) > 1:
-            found.append(Kept(op.out_tensor, 2 * level, max(mine)))
+            found.append(KeptValue(op.out_tensor, 2 * level, max(mine)))
             mine = {2 * level}
         for v in op.inputs:
             if isinstance(v, TensorView):
                 times.setdefault(v, set()).update(mine)
     inputs = [v for v in fusion.inputs if isinstance(v, TensorView) and v in rows and times.get(v)]
-    return [*(Kept(v, -1, max(times[v])) for v in inputs), *reversed(found)]
+    return [*(KeptValue(v, -1, max(times[v])) for v in inputs), *reversed(found)]
 
 
 def _last_of_chain(
@@ -117,7 +117,7 @@ def _nbytes_computed(tv: TensorView) -> int:
     return 4 if tv.dtype() is DataType.Bool else nbytes_of(tv.dtype())
 
 
-def most_bytes(kept: Iterable[Kept], vector: int) -> int:
+def most_bytes(kept: Iterable[KeptValue], vector: int) -> int:
     """Return the bytes of registers that one element of a row takes at most. What no vector of
     memory fills takes a register of its own."""
     values = list(kept)

@@ -1,8 +1,8 @@
 """Argument checks, staging and bookkeeping that all backends share.
 
-A backend derives from `CheckedBackend` and moves data in `_start`, which gets a `Call` whose
-arguments are known to fit: members only, contiguous buffers of one dtype and the right sizes, no
-harmful overlap, and a reduction that the transport knows.
+A backend derives from `CheckedBackend` and moves data in `_start`, which gets a `CollectiveCall`
+whose arguments are known to fit: members only, contiguous buffers of one dtype and the right sizes,
+no harmful overlap, and a reduction that the transport knows.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ _BOOL_OPS: dict[str, RedOp] = {"SUM": "MAX", "MAX": "MAX", "PRODUCT": "MIN", "MI
 
 
 @dataclass(frozen=True)
-class Call:
+class CollectiveCall:
     """One collective, with checked arguments; `index` and `root_index` count within the team."""
 
     op: str
@@ -183,7 +183,7 @@ class FinishingWork:
         self._work.synchronize()
 
 
-def _as_pairs(call: Call) -> Call:
+def _as_pairs(call: CollectiveCall) -> CollectiveCall:
     """Returns a sum of complex numbers as that of twice as many real ones, in the same memory."""
     inp, out = (None if t is None else torch.view_as_real(t) for t in (call.inp, call.out))
     return replace(call, inp=inp, out=out, given=call.inp)
@@ -208,7 +208,7 @@ class CheckedBackend(Captured, ABC):
         self._closed = False
 
     @abstractmethod
-    def _start(self, call: Call) -> Work:
+    def _start(self, call: CollectiveCall) -> Work:
         """Starts a collective of a team of two or more."""
 
     @abstractmethod
@@ -393,7 +393,7 @@ class CheckedBackend(Captured, ABC):
             return DONE
         return self._begun(call, self._start_separate)
 
-    def _begun(self, call: Call, start: Callable[[Call], Work]) -> Work:
+    def _begun(self, call: CollectiveCall, start: Callable[[CollectiveCall], Work]) -> Work:
         """Starts a call; one that could not be started is none that peers can wait for."""
         try:
             return start(call)
@@ -401,7 +401,7 @@ class CheckedBackend(Captured, ABC):
             self._ledger.leave(call.key, call.seq)
             raise
 
-    def _start_separate(self, call: Call) -> Work:
+    def _start_separate(self, call: CollectiveCall) -> Work:
         call = self._separate(call)
         return self._start(call) if call.reduce is None else self._start_reduction(call)
 
@@ -418,14 +418,14 @@ class CheckedBackend(Captured, ABC):
         """See `Backend.bind`."""
         out, inp = self._checked(op, out, inp, team, reduce, root)
         key = Calls(self.name, team)
-        call = Call(
+        call = CollectiveCall(
             op, team, team.index(self.rank), out, inp, reduce, root, None, key, -1, where=self.where
         )
         if len(team) == 1 or self._is_harmful(call):
             return None
         return self._bind(call) if reduce is None else self._bind_reduction(call)
 
-    def _bind(self, call: Call) -> Post | None:
+    def _bind(self, call: CollectiveCall) -> Post | None:
         """Returns how to start checked calls like this one, which moves its buffers as they are."""
         del call
 
@@ -451,7 +451,7 @@ class CheckedBackend(Captured, ABC):
             check_reduction(op, reduce, inp.dtype)
         return out, inp
 
-    def _bind_reduction(self, call: Call) -> Post | None:
+    def _bind_reduction(self, call: CollectiveCall) -> Post | None:
         """Returns how to start what `_start_reduction` does; None where that makes it of another
         one, on other buffers or with work behind it."""
         if call.inp is not None and call.inp.dtype in COMPLEX:
@@ -475,14 +475,16 @@ class CheckedBackend(Captured, ABC):
         *,
         reduce: RedOp | None = None,
         root: int | None = None,
-    ) -> Call:
+    ) -> CollectiveCall:
         index = self._index(op, team)
         self._check_root(op, root, team)
         key = Calls(self.name, team)
         seq = self._ledger.enter(key)
-        return Call(op, team, index, out, inp, reduce, root, stream, key, seq, where=self.where)
+        return CollectiveCall(
+            op, team, index, out, inp, reduce, root, stream, key, seq, where=self.where
+        )
 
-    def _start_reduction(self, call: Call) -> Work:
+    def _start_reduction(self, call: CollectiveCall) -> Work:
         inp, out = call.inp, call.out
         assert inp is not None, "every member of a reduction has an input"
         if inp.dtype in COMPLEX:
@@ -523,7 +525,7 @@ class CheckedBackend(Captured, ABC):
             return work
         return FinishingWork(work, lambda: out.div_(count))
 
-    def _start_ordered(self, call: Call, inp: torch.Tensor, *, is_max: bool) -> Work:
+    def _start_ordered(self, call: CollectiveCall, inp: torch.Tensor, *, is_max: bool) -> Work:
         """Reduces floats as integers of the same order: transports lose NaN in their MIN and MAX,
         torch keeps it."""
         out, stream = call.out, self._pinned(call.stream)
@@ -539,14 +541,14 @@ class CheckedBackend(Captured, ABC):
 
         return FinishingWork(work, finish)
 
-    def _separate(self, call: Call) -> Call:
+    def _separate(self, call: CollectiveCall) -> CollectiveCall:
         """Copies the input when it shares memory with the output in a way that is not allowed."""
         if call.inp is None or not self._is_harmful(call):
             return call
         with self._on(call.stream):
             return replace(call, inp=call.inp.clone())
 
-    def _is_harmful(self, call: Call) -> bool:
+    def _is_harmful(self, call: CollectiveCall) -> bool:
         """Whether input and output share memory in a way that is not allowed."""
         out, inp = call.out, call.inp
         if out is None or inp is None or not overlap(out, inp):

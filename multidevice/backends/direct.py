@@ -12,7 +12,7 @@ from dataclasses import replace
 
 import torch
 
-from multidevice.backends.base import Call
+from multidevice.backends.base import CollectiveCall
 from multidevice.backends.checks import HALF
 from multidevice.backends.protocol import Transfer
 
@@ -32,13 +32,13 @@ _REDUCE: dict[str, Callable[..., torch.Tensor]] = {
 }
 
 
-def steps_of(call: Call) -> Steps:
+def steps_of(call: CollectiveCall) -> Steps:
     """Returns the steps of a collective, as its member `call.index` walks through them."""
     inp, out = (None if t is None else t.detach() for t in (call.inp, call.out))
     return _COLLECTIVES[call.op](replace(call, inp=inp, out=out))
 
 
-def _allgather(call: Call) -> Steps:
+def _allgather(call: CollectiveCall) -> Steps:
     inp, out = _both(call)
     parts = _parts(out, call)
     if inp.data_ptr() != parts[call.index].data_ptr():
@@ -46,14 +46,14 @@ def _allgather(call: Call) -> Steps:
     yield _swap(call, [inp.view(-1)] * len(parts), parts)
 
 
-def _alltoall(call: Call) -> Steps:
+def _alltoall(call: CollectiveCall) -> Steps:
     inp, out = _both(call)
     given, taken = _parts(inp, call), _parts(out, call)
     taken[call.index].copy_(given[call.index])
     yield _swap(call, given, taken)
 
 
-def _gather(call: Call) -> Steps:
+def _gather(call: CollectiveCall) -> Steps:
     assert call.inp is not None, "checked"
     if call.out is None:
         yield [_send(call, call.inp, call.root_index)]
@@ -63,7 +63,7 @@ def _gather(call: Call) -> Steps:
     yield [_recv(call, taken[i], i) for i in _others(call)]
 
 
-def _scatter(call: Call) -> Steps:
+def _scatter(call: CollectiveCall) -> Steps:
     assert call.out is not None, "checked"
     if call.inp is None:
         yield [_recv(call, call.out, call.root_index)]
@@ -73,7 +73,7 @@ def _scatter(call: Call) -> Steps:
     yield [_send(call, given[i], i) for i in _others(call)]
 
 
-def _broadcast(call: Call) -> Steps:
+def _broadcast(call: CollectiveCall) -> Steps:
     _, buf = _both(call)
     root = call.root_index
     if not _is_split(buf, call):
@@ -96,12 +96,12 @@ def _broadcast(call: Call) -> Steps:
     ]
 
 
-def _reduce_scatter(call: Call) -> Steps:
+def _reduce_scatter(call: CollectiveCall) -> Steps:
     inp, out = _both(call)
     yield from _reduce_blocks(call, _parts(inp, call), out.view(-1))
 
 
-def _reduce(call: Call) -> Steps:
+def _reduce(call: CollectiveCall) -> Steps:
     assert call.inp is not None, "checked"
     if not _is_split(call.inp, call):
         if call.out is None:
@@ -121,7 +121,7 @@ def _reduce(call: Call) -> Steps:
         yield [_recv(call, blocks[i], i) for i in _others(call)]
 
 
-def _allreduce(call: Call) -> Steps:
+def _allreduce(call: CollectiveCall) -> Steps:
     inp, out = _both(call)
     if not _is_split(inp, call):
         parts = [torch.empty_like(inp).view(-1) for _ in call.team]
@@ -134,12 +134,12 @@ def _allreduce(call: Call) -> Steps:
     yield _share(call, blocks)
 
 
-def _barrier(call: Call) -> Steps:
+def _barrier(call: CollectiveCall) -> Steps:
     nothing = torch.empty(0)
     yield _share(call, [nothing] * len(call.team))
 
 
-_COLLECTIVES: dict[str, Callable[[Call], Steps]] = {
+_COLLECTIVES: dict[str, Callable[[CollectiveCall], Steps]] = {
     "allgather": _allgather,
     "allreduce": _allreduce,
     "reduce": _reduce,
@@ -152,7 +152,9 @@ _COLLECTIVES: dict[str, Callable[[Call], Steps]] = {
 }
 
 
-def _reduce_blocks(call: Call, blocks: Sequence[torch.Tensor], out: torch.Tensor) -> Steps:
+def _reduce_blocks(
+    call: CollectiveCall, blocks: Sequence[torch.Tensor], out: torch.Tensor
+) -> Steps:
     """Reduces block i of all members on member i, into `out`."""
     own = blocks[call.index]
     room = own.new_empty((len(blocks), own.numel()))
@@ -169,13 +171,13 @@ def _reduce_blocks(call: Call, blocks: Sequence[torch.Tensor], out: torch.Tensor
         _fold(call, found, out)
 
 
-def _is_one_sum(call: Call, own: torch.Tensor) -> bool:
+def _is_one_sum(call: CollectiveCall, own: torch.Tensor) -> bool:
     """Whether torch's sum of rows is `_fold`: of few, a GPU adds halves in float32, in order."""
     is_sum = call.reduce == "SUM" and own.dtype in HALF
     return is_sum and own.is_cuda and len(call.team) <= IN_ORDER
 
 
-def _fold(call: Call, parts: Sequence[torch.Tensor], out: torch.Tensor) -> None:
+def _fold(call: CollectiveCall, parts: Sequence[torch.Tensor], out: torch.Tensor) -> None:
     """Reduces equal parts in order, halves in float32; `out` may be one of them."""
     assert call.reduce is not None, "a reduction has an op"
     apply = _REDUCE[call.reduce]
@@ -193,13 +195,13 @@ def _fold(call: Call, parts: Sequence[torch.Tensor], out: torch.Tensor) -> None:
     apply(total, parts[-1], out=out)
 
 
-def _share(call: Call, parts: Sequence[torch.Tensor]) -> list[Transfer]:
+def _share(call: CollectiveCall, parts: Sequence[torch.Tensor]) -> list[Transfer]:
     """Everybody sends its own part to all others."""
     return _swap(call, [parts[call.index]] * len(parts), parts)
 
 
 def _swap(
-    call: Call, given: Sequence[torch.Tensor], taken: Sequence[torch.Tensor]
+    call: CollectiveCall, given: Sequence[torch.Tensor], taken: Sequence[torch.Tensor]
 ) -> list[Transfer]:
     """Part i goes to member i, and part i comes from it."""
     others = _others(call)
@@ -209,15 +211,15 @@ def _swap(
     ]
 
 
-def _send(call: Call, tensor: torch.Tensor, index: int) -> Transfer:
+def _send(call: CollectiveCall, tensor: torch.Tensor, index: int) -> Transfer:
     return Transfer("send", tensor, call.team[index])
 
 
-def _recv(call: Call, tensor: torch.Tensor, index: int) -> Transfer:
+def _recv(call: CollectiveCall, tensor: torch.Tensor, index: int) -> Transfer:
     return Transfer("recv", tensor, call.team[index])
 
 
-def _others(call: Call) -> list[int]:
+def _others(call: CollectiveCall) -> list[int]:
     """Returns the other members' positions, beginning after this one: nobody is everyone's first
     target.
     """
@@ -225,21 +227,21 @@ def _others(call: Call) -> list[int]:
     return [(call.index + i) % count for i in range(1, count)]
 
 
-def _both(call: Call) -> tuple[torch.Tensor, torch.Tensor]:
+def _both(call: CollectiveCall) -> tuple[torch.Tensor, torch.Tensor]:
     assert call.inp is not None and call.out is not None, "checked"
     return call.inp, call.out
 
 
-def _parts(tensor: torch.Tensor, call: Call) -> Sequence[torch.Tensor]:
+def _parts(tensor: torch.Tensor, call: CollectiveCall) -> Sequence[torch.Tensor]:
     """Returns the equal parts of a buffer that holds one per member."""
     count = len(call.team)
     return tensor.view(count, tensor.numel() // count).unbind(0)
 
 
-def _blocks(tensor: torch.Tensor, call: Call) -> Sequence[torch.Tensor]:
+def _blocks(tensor: torch.Tensor, call: CollectiveCall) -> Sequence[torch.Tensor]:
     """Cuts a buffer into one block per member; the last ones may be an element shorter."""
     return tensor.view(-1).tensor_split(len(call.team))
 
 
-def _is_split(tensor: torch.Tensor, call: Call) -> bool:
+def _is_split(tensor: torch.Tensor, call: CollectiveCall) -> bool:
     return len(call.team) > 2 and tensor.numel() * tensor.element_size() >= SPLIT_NBYTES

@@ -19,10 +19,10 @@ import torch
 
 from fuser import options
 from fuser.errors import CommunicationError, CommunicationTimeout, InputError, PeerError
-from multidevice.backends.base import DONE, Call, CheckedBackend, Exchange, is_of
+from multidevice.backends.base import DONE, CheckedBackend, CollectiveCall, Exchange, is_of
 from multidevice.backends.protocol import Team, Work
-from multidevice.control import WITHIN_CALLS, JobControl, Step
-from multidevice.launch import Launch, store_address, uses_agent_store
+from multidevice.control import WITHIN_CALLS, ControlCall, JobControl
+from multidevice.launch import LauncherInfo, store_address, uses_agent_store
 from multidevice.waiting import Calls, Event, poll_until, team_text
 
 # Gloo's own wait is cut into slices, between which the peers are looked at.
@@ -39,7 +39,7 @@ class StoreControl(JobControl):
         CommunicationError: the store cannot be reached or its port is taken; names host and port.
     """
 
-    def __init__(self, launch: Launch) -> None:
+    def __init__(self, launch: LauncherInfo) -> None:
         super().__init__(launch.rank, launch.size)
         self.launch = launch
         self.store: Any = _open_store(launch)
@@ -48,13 +48,15 @@ class StoreControl(JobControl):
         self._listening = threading.Lock()
         self._stale: dict[Calls, list[str]] = {}
 
-    def _gather(self, record: bytes, step: Step) -> list[bytes]:
+    def _gather(self, record: bytes, step: ControlCall) -> list[bytes]:
         return self._through_store(record, step, "record")
 
-    def _gather_varied(self, payload: bytes, sizes: Sequence[int], step: Step) -> list[bytes]:
+    def _gather_varied(
+        self, payload: bytes, sizes: Sequence[int], step: ControlCall
+    ) -> list[bytes]:
         return self._through_store(payload, step, "payload")
 
-    def _through_store(self, payload: bytes, step: Step, part: str) -> list[bytes]:
+    def _through_store(self, payload: bytes, step: ControlCall, part: str) -> list[bytes]:
         keys = [f"{step.key}/{step.seq}/{part}/{rank}" for rank in step.team]
         mine = keys[step.team.index(self.rank)]
         try:
@@ -126,7 +128,7 @@ class StoreControl(JobControl):
         os._exit(code)
 
 
-def _open_store(launch: Launch) -> Any:
+def _open_store(launch: LauncherInfo) -> Any:
     dist: Any = import_module("torch.distributed")
 
     timeout = timedelta(seconds=options.timeout_s())
@@ -156,7 +158,9 @@ def _open_store(launch: Launch) -> Any:
 class _GlooWork:
     """Torch works in flight; torch holds their buffers."""
 
-    def __init__(self, backend: GlooBackend, works: list[Any], call: Call | Exchange) -> None:
+    def __init__(
+        self, backend: GlooBackend, works: list[Any], call: CollectiveCall | Exchange
+    ) -> None:
         self._backend = backend
         self._works = works
         self._call = call
@@ -280,7 +284,7 @@ class GlooBackend(CheckedBackend):
             self._groups[team] = group
         return group
 
-    def explain(self, error: RuntimeError, call: Call | Exchange) -> CommunicationError:
+    def explain(self, error: RuntimeError, call: CollectiveCall | Exchange) -> CommunicationError:
         """Returns the peer's announced failure behind a transport error, or the error itself."""
         stop = time.monotonic() + _LISTEN_S
         try:
@@ -297,7 +301,7 @@ class GlooBackend(CheckedBackend):
             return PeerError(f"the job's store is gone in {call.describe()}: {lost}")
         return CommunicationError(f"{call.describe()} failed on rank {self.rank}: {error}")
 
-    def _start(self, call: Call) -> Work:
+    def _start(self, call: CollectiveCall) -> Work:
         # Some of gloo's algorithms never complete without data.
         if call.op != "barrier" and not _has_data(call.inp) and not _has_data(call.out):
             return DONE
@@ -338,7 +342,7 @@ def _parts(tensor: torch.Tensor | None, count: int) -> list[torch.Tensor]:
     return list(_bytes(tensor).view(count, -1).unbind(0))
 
 
-def _reduction(call: Call) -> Any:
+def _reduction(call: CollectiveCall) -> Any:
     dist: Any = import_module("torch.distributed")
 
     return {
@@ -349,7 +353,7 @@ def _reduction(call: Call) -> Any:
     }[call.reduce or ""]
 
 
-def _in_place(call: Call) -> torch.Tensor:
+def _in_place(call: CollectiveCall) -> torch.Tensor:
     """Returns the output filled with the input: gloo's allreduce works in place."""
     assert call.inp is not None, "every member of a reduction has an input"
     if call.out is None:
@@ -359,11 +363,11 @@ def _in_place(call: Call) -> torch.Tensor:
     return call.out
 
 
-def _allgather(group: Any, call: Call) -> list[Any]:
+def _allgather(group: Any, call: CollectiveCall) -> list[Any]:
     return [group._allgather_base(_bytes(call.out), _bytes(call.inp))]
 
 
-def _allreduce(group: Any, call: Call) -> list[Any]:
+def _allreduce(group: Any, call: CollectiveCall) -> list[Any]:
     dist: Any = import_module("torch.distributed")
 
     opts = dist.AllreduceOptions()
@@ -371,7 +375,7 @@ def _allreduce(group: Any, call: Call) -> list[Any]:
     return [group.allreduce([_in_place(call)], opts)]
 
 
-def _reduce(group: Any, call: Call) -> list[Any]:
+def _reduce(group: Any, call: CollectiveCall) -> list[Any]:
     dist: Any = import_module("torch.distributed")
 
     opts = dist.ReduceOptions()
@@ -383,7 +387,7 @@ def _reduce(group: Any, call: Call) -> list[Any]:
 class _ReduceParts:
     """An all-to-all followed by the local reduction of the parts: half an allreduce's traffic."""
 
-    def __init__(self, work: Any, parts: torch.Tensor, call: Call) -> None:
+    def __init__(self, work: Any, parts: torch.Tensor, call: CollectiveCall) -> None:
         self._work = work
         self._parts = parts
         self._call = call
@@ -408,18 +412,18 @@ _FOLDS: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
 }
 
 
-def _reduce_scatter(group: Any, call: Call) -> list[Any]:
+def _reduce_scatter(group: Any, call: CollectiveCall) -> list[Any]:
     assert call.inp is not None, "checked"
     parts = torch.empty_like(call.inp)
     (work,) = _exchange_parts(group, parts, call.inp)
     return [_ReduceParts(work, parts, call)]
 
 
-def _broadcast(group: Any, call: Call) -> list[Any]:
+def _broadcast(group: Any, call: CollectiveCall) -> list[Any]:
     return [group.broadcast(_bytes(call.out), call.root_index)]
 
 
-def _gather(group: Any, call: Call) -> list[Any]:
+def _gather(group: Any, call: CollectiveCall) -> list[Any]:
     dist: Any = import_module("torch.distributed")
 
     opts = dist.GatherOptions()
@@ -428,7 +432,7 @@ def _gather(group: Any, call: Call) -> list[Any]:
     return [group.gather(outs, [_bytes(call.inp)], opts)]
 
 
-def _scatter(group: Any, call: Call) -> list[Any]:
+def _scatter(group: Any, call: CollectiveCall) -> list[Any]:
     dist: Any = import_module("torch.distributed")
 
     opts = dist.ScatterOptions()
@@ -437,7 +441,7 @@ def _scatter(group: Any, call: Call) -> list[Any]:
     return [group.scatter([_bytes(call.out)], inps, opts)]
 
 
-def _alltoall(group: Any, call: Call) -> list[Any]:
+def _alltoall(group: Any, call: CollectiveCall) -> list[Any]:
     return _exchange_parts(group, call.out, call.inp)
 
 
@@ -447,12 +451,12 @@ def _exchange_parts(group: Any, out: torch.Tensor | None, inp: torch.Tensor | No
     return [group.alltoall_base(_bytes(out), _bytes(inp), [], [], dist.AllToAllOptions())]
 
 
-def _barrier(group: Any, call: Call) -> list[Any]:
+def _barrier(group: Any, call: CollectiveCall) -> list[Any]:
     del call
     return [group.allreduce([torch.zeros(1)])]
 
 
-_COLLECTIVES: dict[str, Callable[[Any, Call], list[Any]]] = {
+_COLLECTIVES: dict[str, Callable[[Any, CollectiveCall], list[Any]]] = {
     "allgather": _allgather,
     "allreduce": _allreduce,
     "reduce": _reduce,

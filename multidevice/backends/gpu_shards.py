@@ -25,7 +25,7 @@ from multidevice.backends.files import let_files_be_taken, take_file
 from multidevice.backends.ipc_pieces import Hooks
 from multidevice.backends.mapped import Name, name_of_piece, new_serial, not_mapped
 from multidevice.backends.raw_tensor import Holder, raw_tensor
-from multidevice.backends.side_by_side import Place
+from multidevice.backends.side_by_side import MemoryLocation
 
 # What the driver must be able to do with a GPU's memory, by the name of its attribute.
 _NEEDED = "VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED", "HANDLE_TYPE_POSIX_FILE_DESCRIPTOR_SUPPORTED"
@@ -152,7 +152,7 @@ class GpuShards:
         return name, tensor.data_ptr() - begin
 
     # ------------------------------------------------------------ rows
-    def row(self, places: Sequence[Place], nbytes: int) -> torch.Tensor:
+    def row(self, places: Sequence[MemoryLocation], nbytes: int) -> torch.Tensor:
         """Returns the shards of these places, of so many bytes each, one behind the other.
 
         Raises `CommunicationError` when a process is gone, `UnsupportedError` where its shard
@@ -182,7 +182,7 @@ class GpuShards:
             found = self._rows[key] = self._seen(row, nbytes * len(places))
         return found
 
-    def _file(self, place: Place) -> int:
+    def _file(self, place: MemoryLocation) -> int:
         pid, fd = place.name[:2]
         try:
             return os.dup(fd) if pid == os.getpid() else take_file(pid, fd)

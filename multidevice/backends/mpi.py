@@ -23,10 +23,10 @@ import torch
 from fuser import options
 from fuser.errors import CommunicationError, InputError
 from multidevice import page
-from multidevice.backends.base import Call, CheckedBackend, Exchange
+from multidevice.backends.base import CheckedBackend, CollectiveCall, Exchange
 from multidevice.backends.direct import steps_of
 from multidevice.backends.protocol import Transfer
-from multidevice.control import RECORD_NBYTES, JobControl, Step
+from multidevice.control import RECORD_NBYTES, ControlCall, JobControl
 from multidevice.waiting import Calls, Event, poll_until
 
 if TYPE_CHECKING:
@@ -112,10 +112,12 @@ class MpiControl(JobControl):
         """
         return (zlib.crc32(str(key).encode()) + seq) % self.tags
 
-    def _gather(self, record: bytes, step: Step) -> list[bytes]:
+    def _gather(self, record: bytes, step: ControlCall) -> list[bytes]:
         return self._gather_varied(record, [RECORD_NBYTES] * len(step.team), step)
 
-    def _gather_varied(self, payload: bytes, sizes: Sequence[int], step: Step) -> list[bytes]:
+    def _gather_varied(
+        self, payload: bytes, sizes: Sequence[int], step: ControlCall
+    ) -> list[bytes]:
         tag, byte = self.tag(step.key, step.seq), self.mpi.BYTE
         found = {rank: bytearray(size) for rank, size in zip(step.team, sizes, strict=True)}
         found[self.rank][:] = payload
@@ -178,7 +180,10 @@ class MpiWork:
     """A communication in steps: the requests of each are posted when the last ones have ended."""
 
     def __init__(
-        self, control: MpiControl, steps: Iterator[list[MPI.Request]], call: Call | Exchange
+        self,
+        control: MpiControl,
+        steps: Iterator[list[MPI.Request]],
+        call: CollectiveCall | Exchange,
     ) -> None:
         self._control = control
         self._steps = steps
@@ -232,14 +237,14 @@ class MpiBackend(CheckedBackend):
         if tensor.device.type != "cpu":
             raise InputError(f"backend mpi takes CPU tensors, found one on {tensor.device}")
 
-    def _start(self, call: Call) -> MpiWork:
+    def _start(self, call: CollectiveCall) -> MpiWork:
         control = self.control
         if call.team == control.world and self._direct_key not in control.ledger.entered:
             return self._track(lambda: self._whole(call), call)
         tag = control.tag(call.key, call.seq)
         return self._track(lambda: self._posted(steps_of(call), tag), call)
 
-    def _whole(self, call: Call) -> Iterator[list[MPI.Request]]:
+    def _whole(self, call: CollectiveCall) -> Iterator[list[MPI.Request]]:
         return iter([[_COLLECTIVES[call.op](self, self.control.data, call)]])
 
     def _start_batch(self, batch: Exchange) -> MpiWork:
@@ -263,7 +268,7 @@ class MpiBackend(CheckedBackend):
         ]
 
     def _track(
-        self, post: Callable[[], Iterator[list[MPI.Request]]], call: Call | Exchange
+        self, post: Callable[[], Iterator[list[MPI.Request]]], call: CollectiveCall | Exchange
     ) -> MpiWork:
         try:
             work = MpiWork(self.control, post(), call)
@@ -292,7 +297,7 @@ class MpiBackend(CheckedBackend):
         datatype = getattr(self.mpi, _DTYPES[tensor.dtype])
         return [self.mpi.buffer.fromaddress(tensor.data_ptr(), nbytes), datatype]
 
-    def _operands(self, call: Call) -> tuple[Any, Any, Any]:
+    def _operands(self, call: CollectiveCall) -> tuple[Any, Any, Any]:
         """Returns (input, output, op) of a reduction."""
         same = (
             call.out is not None
@@ -303,7 +308,7 @@ class MpiBackend(CheckedBackend):
         inp = self.mpi.IN_PLACE if same else self._numbers(call.inp)
         return inp, self._numbers(call.out), getattr(self.mpi, _RED_OPS[call.reduce])
 
-    def post_allgather(self, comm: MPI.Intracomm, call: Call) -> MPI.Request:
+    def post_allgather(self, comm: MPI.Intracomm, call: CollectiveCall) -> MPI.Request:
         """Posts an allgather; the input may be this rank's part of the output."""
         assert call.inp is not None and call.out is not None, "checked"
         nbytes = call.inp.numel() * call.inp.element_size()
@@ -311,41 +316,41 @@ class MpiBackend(CheckedBackend):
         inp = self.mpi.IN_PLACE if own else self._bytes(call.inp)
         return comm.Iallgather(inp, self._bytes(call.out))
 
-    def post_allreduce(self, comm: MPI.Intracomm, call: Call) -> MPI.Request:
+    def post_allreduce(self, comm: MPI.Intracomm, call: CollectiveCall) -> MPI.Request:
         """Posts an allreduce."""
         return comm.Iallreduce(*self._operands(call))
 
-    def post_reduce(self, comm: MPI.Intracomm, call: Call) -> MPI.Request:
+    def post_reduce(self, comm: MPI.Intracomm, call: CollectiveCall) -> MPI.Request:
         """Posts a reduce."""
         return comm.Ireduce(*self._operands(call), call.root_index)
 
-    def post_reduce_scatter(self, comm: MPI.Intracomm, call: Call) -> MPI.Request:
+    def post_reduce_scatter(self, comm: MPI.Intracomm, call: CollectiveCall) -> MPI.Request:
         """Posts a reduce-scatter of equal blocks."""
         return comm.Ireduce_scatter_block(*self._operands(call))
 
-    def post_alltoall(self, comm: MPI.Intracomm, call: Call) -> MPI.Request:
+    def post_alltoall(self, comm: MPI.Intracomm, call: CollectiveCall) -> MPI.Request:
         """Posts an all-to-all of equal parts."""
         return comm.Ialltoall(self._bytes(call.inp), self._bytes(call.out))
 
-    def post_broadcast(self, comm: MPI.Intracomm, call: Call) -> MPI.Request:
+    def post_broadcast(self, comm: MPI.Intracomm, call: CollectiveCall) -> MPI.Request:
         """Posts a broadcast."""
         return comm.Ibcast(self._bytes(call.out), call.root_index)
 
-    def post_gather(self, comm: MPI.Intracomm, call: Call) -> MPI.Request:
+    def post_gather(self, comm: MPI.Intracomm, call: CollectiveCall) -> MPI.Request:
         """Posts a gather."""
         return comm.Igather(self._bytes(call.inp), self._bytes(call.out), call.root_index)
 
-    def post_scatter(self, comm: MPI.Intracomm, call: Call) -> MPI.Request:
+    def post_scatter(self, comm: MPI.Intracomm, call: CollectiveCall) -> MPI.Request:
         """Posts a scatter."""
         return comm.Iscatter(self._bytes(call.inp), self._bytes(call.out), call.root_index)
 
-    def post_barrier(self, comm: MPI.Intracomm, call: Call) -> MPI.Request:
+    def post_barrier(self, comm: MPI.Intracomm, call: CollectiveCall) -> MPI.Request:
         """Posts a barrier."""
         del call
         return comm.Ibarrier()
 
 
-_COLLECTIVES: dict[str, Callable[[MpiBackend, Any, Call], Any]] = {
+_COLLECTIVES: dict[str, Callable[[MpiBackend, Any, CollectiveCall], Any]] = {
     "allgather": MpiBackend.post_allgather,
     "allreduce": MpiBackend.post_allreduce,
     "reduce": MpiBackend.post_reduce,

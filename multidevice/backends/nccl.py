@@ -23,8 +23,8 @@ from fuser.errors import CommunicationError, InputError, UnsupportedError, warn
 from multidevice.backends.allreduce_kernel import MAX_NBYTES
 from multidevice.backends.base import (
     DONE,
-    Call,
     CheckedBackend,
+    CollectiveCall,
     Exchange,
     is_of,
     stream_at,
@@ -55,7 +55,7 @@ class _StreamWork:
     """Work on a stream; the stream orders everything that follows it."""
 
     def __init__(
-        self, backend: NcclBackend, comm: NcclComm, stream: int, call: Call | Exchange
+        self, backend: NcclBackend, comm: NcclComm, stream: int, call: CollectiveCall | Exchange
     ) -> None:
         self._backend = backend
         self._comm = comm
@@ -201,7 +201,7 @@ class NcclBackend(CheckedBackend):
             )
         return staging
 
-    def settle(self, call: Call | Exchange) -> None:
+    def settle(self, call: CollectiveCall | Exchange) -> None:
         """Returns when the device has done what the stream of a call holds so far.
 
         Raises `UnsupportedError` where a graph is captured there.
@@ -245,20 +245,20 @@ class NcclBackend(CheckedBackend):
             ) from failure[0]
         return result[0]
 
-    def _start_reduction(self, call: Call) -> Work:
+    def _start_reduction(self, call: CollectiveCall) -> Work:
         staging = self._staging(call.team)
         if staging is not None:
             return staging.start(call)
         work = self.kernels.start(call, self._handle(call.stream))
         return super()._start_reduction(call) if work is None else work
 
-    def _bind_reduction(self, call: Call) -> Post | None:
+    def _bind_reduction(self, call: CollectiveCall) -> Post | None:
         if self._shared.get(call.team) is not None:
             return None
         takes = self.kernels.takes(call)
         return self.kernels.bind(call) if takes else super()._bind_reduction(call)
 
-    def _start(self, call: Call) -> Work:
+    def _start(self, call: CollectiveCall) -> Work:
         staging = self._staging(call.team)
         if staging is not None:
             return staging.start(call)
@@ -270,7 +270,7 @@ class NcclBackend(CheckedBackend):
             raise self._explain(error, call) from error
         return _StreamWork(self, comm, stream, call)
 
-    def _bind(self, call: Call) -> Post | None:
+    def _bind(self, call: CollectiveCall) -> Post | None:
         team, key, enter, comms = call.team, call.key, self._ledger.enter, self._comms
         comm = comms.get(team)
         if comm is None:
@@ -335,7 +335,7 @@ class NcclBackend(CheckedBackend):
 
         return start
 
-    def _explain(self, error: RuntimeError, call: Call | Exchange) -> CommunicationError:
+    def _explain(self, error: RuntimeError, call: CollectiveCall | Exchange) -> CommunicationError:
         if isinstance(error, CommunicationError):
             return error
         return CommunicationError(f"{call.describe()} failed on rank {self.rank}: {error}")
@@ -403,7 +403,7 @@ def _address(tensor: torch.Tensor | None) -> int:
     return 0 if tensor is None else tensor.data_ptr()
 
 
-def _reduction(call: Call) -> tuple[int, int]:
+def _reduction(call: CollectiveCall) -> tuple[int, int]:
     """Returns NCCL's numbers of dtype and op."""
     assert call.inp is not None and call.reduce is not None, "checked"
     return DTYPES[str(call.inp.dtype).removeprefix("torch.")], RED_OPS[call.reduce]
@@ -417,18 +417,18 @@ def _without_contents(tensor: torch.Tensor | None) -> torch.Tensor | None:
 _Enqueue = Callable[[int, int, int], Any]
 
 
-def _allgather(backend: NcclBackend, comm: NcclComm, call: Call) -> _Enqueue:
+def _allgather(backend: NcclBackend, comm: NcclComm, call: CollectiveCall) -> _Enqueue:
     allgather, nbytes = comm.allgather, _nbytes(call.inp)
     return lambda out, inp, stream: allgather(inp, out, nbytes, UINT8, stream)
 
 
-def _allreduce(backend: NcclBackend, comm: NcclComm, call: Call) -> _Enqueue:
+def _allreduce(backend: NcclBackend, comm: NcclComm, call: CollectiveCall) -> _Enqueue:
     assert call.inp is not None, "checked"
     allreduce, count, (dtype, op) = comm.allreduce, call.inp.numel(), _reduction(call)
     return lambda out, inp, stream: allreduce(inp, out, count, dtype, op, stream)
 
 
-def _reduce(backend: NcclBackend, comm: NcclComm, call: Call) -> _Enqueue:
+def _reduce(backend: NcclBackend, comm: NcclComm, call: CollectiveCall) -> _Enqueue:
     assert call.inp is not None, "checked"
     reduce, count, root, (dtype, op) = (
         comm.reduce,
@@ -439,18 +439,18 @@ def _reduce(backend: NcclBackend, comm: NcclComm, call: Call) -> _Enqueue:
     return lambda out, inp, stream: reduce(inp, out, count, dtype, op, root, stream)
 
 
-def _reduce_scatter(backend: NcclBackend, comm: NcclComm, call: Call) -> _Enqueue:
+def _reduce_scatter(backend: NcclBackend, comm: NcclComm, call: CollectiveCall) -> _Enqueue:
     assert call.out is not None, "checked"
     reduce_scatter, count, (dtype, op) = comm.reduce_scatter, call.out.numel(), _reduction(call)
     return lambda out, inp, stream: reduce_scatter(inp, out, count, dtype, op, stream)
 
 
-def _broadcast(backend: NcclBackend, comm: NcclComm, call: Call) -> _Enqueue:
+def _broadcast(backend: NcclBackend, comm: NcclComm, call: CollectiveCall) -> _Enqueue:
     broadcast, nbytes, root = comm.broadcast, _nbytes(call.out), call.root_index
     return lambda out, inp, stream: broadcast(out, out, nbytes, UINT8, root, stream)
 
 
-def _gather(backend: NcclBackend, comm: NcclComm, call: Call) -> _Enqueue:
+def _gather(backend: NcclBackend, comm: NcclComm, call: CollectiveCall) -> _Enqueue:
     nbytes, root = _nbytes(call.inp), call.root_index
     parts = range(len(call.team) if call.is_root else 0)
 
@@ -462,7 +462,7 @@ def _gather(backend: NcclBackend, comm: NcclComm, call: Call) -> _Enqueue:
     return enqueue
 
 
-def _scatter(backend: NcclBackend, comm: NcclComm, call: Call) -> _Enqueue:
+def _scatter(backend: NcclBackend, comm: NcclComm, call: CollectiveCall) -> _Enqueue:
     nbytes, root = _nbytes(call.out), call.root_index
     parts = range(len(call.team) if call.is_root else 0)
 
@@ -474,7 +474,7 @@ def _scatter(backend: NcclBackend, comm: NcclComm, call: Call) -> _Enqueue:
     return enqueue
 
 
-def _alltoall(backend: NcclBackend, comm: NcclComm, call: Call) -> _Enqueue:
+def _alltoall(backend: NcclBackend, comm: NcclComm, call: CollectiveCall) -> _Enqueue:
     count = len(call.team)
     nbytes = _nbytes(call.inp) // count
     if comm.has_alltoall:
@@ -489,7 +489,7 @@ def _alltoall(backend: NcclBackend, comm: NcclComm, call: Call) -> _Enqueue:
     return enqueue
 
 
-def _barrier(backend: NcclBackend, comm: NcclComm, call: Call) -> _Enqueue:
+def _barrier(backend: NcclBackend, comm: NcclComm, call: CollectiveCall) -> _Enqueue:
     def enqueue(out: int, inp: int, stream: int) -> None:
         with backend._on(stream):  # pyright: ignore[reportPrivateUsage]
             token = torch.zeros(1, dtype=torch.uint8, device=backend.device)
@@ -498,7 +498,7 @@ def _barrier(backend: NcclBackend, comm: NcclComm, call: Call) -> _Enqueue:
     return enqueue
 
 
-_COLLECTIVES: dict[str, Callable[[NcclBackend, NcclComm, Call], _Enqueue]] = {
+_COLLECTIVES: dict[str, Callable[[NcclBackend, NcclComm, CollectiveCall], _Enqueue]] = {
     "allgather": _allgather,
     "allreduce": _allreduce,
     "reduce": _reduce,

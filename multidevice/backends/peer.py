@@ -22,7 +22,7 @@ from dataclasses import dataclass
 import torch
 
 from fuser.errors import CommunicationError, UnsupportedError
-from multidevice.backends.base import Call, CheckedBackend, Exchange, transfer_key
+from multidevice.backends.base import CheckedBackend, CollectiveCall, Exchange, transfer_key
 from multidevice.backends.checks import tensor_text
 from multidevice.backends.direct import steps_of
 from multidevice.backends.protocol import NAME_WORDS, Team, Transfer, Work
@@ -271,7 +271,7 @@ class PeerBackend(CheckedBackend):
 
     @abstractmethod
     def _carry_out(
-        self, page: Page, steps: Iterable[list[Numbered]], call: Call | Exchange
+        self, page: Page, steps: Iterable[list[Numbered]], call: CollectiveCall | Exchange
     ) -> Work:
         """Starts transfers; those of a step end before the next step begins."""
 
@@ -344,13 +344,13 @@ class PeerBackend(CheckedBackend):
         number = self._started[key] = self._started.get(key, 0) + 1
         return number
 
-    def _start(self, call: Call) -> Work:
+    def _start(self, call: CollectiveCall) -> Work:
         page = self.page(call.team)
         number = self._number(call.team) % (_TRANSFERS // _PARTS)
         first = _COLLECTIVE | self._first_tag | number << _CALL_SHIFT
         return self._carry_out(page, self._numbered(call, first), call)
 
-    def _numbered(self, call: Call, first: int) -> Iterable[list[Numbered]]:
+    def _numbered(self, call: CollectiveCall, first: int) -> Iterable[list[Numbered]]:
         counts: dict[tuple[str, int], int] = {}
 
         def number(t: Transfer) -> Numbered:
@@ -369,7 +369,7 @@ class PeerBackend(CheckedBackend):
         ]
         return self._carry_out(page, [step], batch)
 
-    def _post(self, page: Page, one: Numbered, call: Call | Exchange) -> Sent:
+    def _post(self, page: Page, one: Numbered, call: CollectiveCall | Exchange) -> Sent:
         """Tells the receiver where the data is, in memory that it can map."""
         tensor, peer = one.transfer.tensor.detach(), one.transfer.peer
         place = self.name_of(tensor) if tensor.numel() else ((0,) * NAME_WORDS, 0)
@@ -405,12 +405,15 @@ class PeerBackend(CheckedBackend):
         )
 
     def _poll(
-        self, done: Callable[[], bool], call: Call | Exchange, open_ones: Sequence[Numbered]
+        self,
+        done: Callable[[], bool],
+        call: CollectiveCall | Exchange,
+        open_ones: Sequence[Numbered],
     ) -> None:
         """Waits, under the deadline, for the peers of these transfers."""
 
         def needs() -> list[Need]:
-            if isinstance(call, Call):
+            if isinstance(call, CollectiveCall):
                 return call.needs()
             return [
                 Need(

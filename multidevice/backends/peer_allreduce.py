@@ -43,7 +43,7 @@ from multidevice.backends.allreduce_kernel import (
     is_known,
     shape_of,
 )
-from multidevice.backends.base import DONE, Call
+from multidevice.backends.base import DONE, CollectiveCall
 from multidevice.backends.protocol import Post, RedOp, Team, Work
 from multidevice.control import Control
 from multidevice.page import host
@@ -54,7 +54,7 @@ _MAX_STREAMS = 64
 _MAX_TAGS = 1 << 16
 
 
-class Memory(Protocol):
+class MappedMemory(Protocol):
     """Memory of a device that the peers of its host can map."""
 
     def empty(self, nbytes: int) -> torch.Tensor:
@@ -77,7 +77,7 @@ class Memory(Protocol):
         ...
 
 
-class Order(Protocol):
+class OrdersLaunches(Protocol):
     """See `LaunchOrder`."""
 
     def before(self, stream: int) -> bool: ...
@@ -101,7 +101,7 @@ class _Area:
     memory: torch.Tensor
     addresses: list[int]
     report: torch.Tensor
-    order: Order
+    order: OrdersLaunches
     kernels: dict[Key, CompiledKernel] = field(default_factory=dict[Key, CompiledKernel])
     launches: Recent[object, _Launches] = field(default_factory=lambda: Recent(_MAX_LAUNCHES))
     # What launches are for, by tag.
@@ -184,7 +184,7 @@ class _Launches:
 class _KernelWork:
     """An allreduce on a stream; the stream orders everything that follows it."""
 
-    def __init__(self, control: Control, area: _Area, call: Call, stream: int) -> None:
+    def __init__(self, control: Control, area: _Area, call: CollectiveCall, stream: int) -> None:
         self._control, self._area, self._call, self._stream = control, area, call, stream
 
     def wait(self) -> None:
@@ -217,12 +217,12 @@ class AllreduceKernels:
         control: Control,
         device: torch.device,
         largest_nbytes: int,
-        make_memory: Callable[[], Memory],
-        make_order: Callable[[], Order],
+        make_memory: Callable[[], MappedMemory],
+        make_order: Callable[[], OrdersLaunches],
     ) -> None:
         self._control, self._device, self._largest = control, device, largest_nbytes
         self._make_memory, self._make_order = make_memory, make_order
-        self._memory: Memory | None = None
+        self._memory: MappedMemory | None = None
         # None: its members cannot map each other's memory, and why.
         self._areas: dict[Team, _Area | None] = {}
         self.why_not: dict[Team, str] = {}
@@ -236,7 +236,7 @@ class AllreduceKernels:
         """Whether there may be kernels under way."""
         return any(self._areas.values())
 
-    def takes(self, call: Call) -> bool:
+    def takes(self, call: CollectiveCall) -> bool:
         """Whether a call is one kernel; all members of its team answer alike."""
         if call.op != "allreduce" or call.inp is None or call.reduce is None:
             return False
@@ -246,7 +246,7 @@ class AllreduceKernels:
             return False
         return is_known(dtype, call.reduce) and self._areas.get(call.team, self) is not None
 
-    def start(self, call: Call, stream: int) -> Work | None:
+    def start(self, call: CollectiveCall, stream: int) -> Work | None:
         """Starts a call on a stream; None where it is left to the backend.
 
         Raises `CommunicationError` for what is captured and was never called before.
@@ -261,7 +261,7 @@ class AllreduceKernels:
         launches.run(call.out.data_ptr(), call.inp.data_ptr(), stream)
         return _KernelWork(self._control, area, call, stream)
 
-    def bind(self, call: Call) -> Post | None:
+    def bind(self, call: CollectiveCall) -> Post | None:
         """Returns how to start calls like this one, which this object takes; None where this rank
         has not started one before."""
         if self._areas.get(call.team) is None:
@@ -308,7 +308,7 @@ class AllreduceKernels:
             self._memory.close()
 
     # ------------------------------------------------------------ teams
-    def _launches(self, call: Call) -> tuple[_Area, _Launches] | None:
+    def _launches(self, call: CollectiveCall) -> tuple[_Area, _Launches] | None:
         """Returns where a call that fits runs, and as what; None for a team that cannot.
 
         Collective over the team at first use.

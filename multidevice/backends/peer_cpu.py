@@ -13,7 +13,7 @@ from contextlib import suppress
 import torch
 
 from fuser.errors import CommunicationError, FuserError, InputError
-from multidevice.backends.base import Call, Exchange
+from multidevice.backends.base import CollectiveCall, Exchange
 from multidevice.backends.peer import Numbered, Page, PeerBackend, Sent
 from multidevice.backends.protocol import Team
 from multidevice.backends.shared_memory import SharedMemory
@@ -34,7 +34,7 @@ class _Copies:
         backend: CpuPeerBackend,
         page: Page,
         steps: Iterator[list[Numbered]],
-        call: Call | Exchange,
+        call: CollectiveCall | Exchange,
     ) -> None:
         self._backend, self._page, self._steps, self._call = backend, page, steps, call
         self.run = backend.control.run
@@ -145,7 +145,7 @@ class CpuPeerBackend(PeerBackend):
         return side_by_side(self.control, self._memory, tensor, team, what)
 
     def _carry_out(
-        self, page: Page, steps: Iterable[list[Numbered]], call: Call | Exchange
+        self, page: Page, steps: Iterable[list[Numbered]], call: CollectiveCall | Exchange
     ) -> _Copies:
         work = _Copies(self, page, iter(steps), call)
         # Even if nobody waits for it, the others need it.
@@ -158,7 +158,7 @@ class CpuPeerBackend(PeerBackend):
             work.receive()
         return work
 
-    def posted(self, page: Page, one: Numbered, call: Call | Exchange) -> Sent:
+    def posted(self, page: Page, one: Numbered, call: CollectiveCall | Exchange) -> Sent:
         """Posts a send."""
         return self._post(page, one, call)
 
@@ -180,7 +180,7 @@ class CpuPeerBackend(PeerBackend):
         return True
 
     def finish(
-        self, done: Callable[[], bool], call: Call | Exchange, open_ones: list[Numbered]
+        self, done: Callable[[], bool], call: CollectiveCall | Exchange, open_ones: list[Numbered]
     ) -> None:
         """Waits until a work has ended."""
         self._poll(done, call, open_ones)

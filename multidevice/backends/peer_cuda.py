@@ -29,7 +29,7 @@ import torch
 from fuser.errors import CommunicationError, InputError, UnsupportedError
 from fuser.torch_calls import capturing_on, raw_stream_on
 from multidevice.backends.allreduce_kernel import MAX_NBYTES
-from multidevice.backends.base import Call, Exchange, stream_at, stream_handle
+from multidevice.backends.base import CollectiveCall, Exchange, stream_at, stream_handle
 from multidevice.backends.captured import NOT_CAPTURED
 from multidevice.backends.cuda_calls import CudaCalls
 from multidevice.backends.gpu_shards import GpuShards
@@ -76,7 +76,11 @@ class _Enqueued:
     overwritten."""
 
     def __init__(
-        self, backend: CudaPeerBackend, page: Page, sent: list[Sent], call: Call | Exchange
+        self,
+        backend: CudaPeerBackend,
+        page: Page,
+        sent: list[Sent],
+        call: CollectiveCall | Exchange,
     ) -> None:
         self._backend, self._page, self._sent, self._call = backend, page, sent, call
 
@@ -336,7 +340,10 @@ class CudaPeerBackend(PeerBackend):
             self._capture = None
 
     def _poll(
-        self, done: Callable[[], bool], call: Call | Exchange, open_ones: Sequence[Numbered]
+        self,
+        done: Callable[[], bool],
+        call: CollectiveCall | Exchange,
+        open_ones: Sequence[Numbered],
     ) -> None:
         page = self._voting
         if self._capture is None or page is None:
@@ -364,17 +371,17 @@ class CudaPeerBackend(PeerBackend):
         return _IN_GRAPHS + count[peer] - 1
 
     # ------------------------------------------------------------ small allreduces
-    def _start_reduction(self, call: Call) -> Work:
+    def _start_reduction(self, call: CollectiveCall) -> Work:
         work = self.kernels.start(call, self._handle(call.stream))
         return super()._start_reduction(call) if work is None else work
 
-    def _bind_reduction(self, call: Call) -> Post | None:
+    def _bind_reduction(self, call: CollectiveCall) -> Post | None:
         takes = self.kernels.takes(call)
         return self.kernels.bind(call) if takes else super()._bind_reduction(call)
 
     # ------------------------------------------------------------ transfers
     def _carry_out(
-        self, page: Page, steps: Iterable[list[Numbered]], call: Call | Exchange
+        self, page: Page, steps: Iterable[list[Numbered]], call: CollectiveCall | Exchange
     ) -> _Enqueued:
         stream = self._handle(call.stream)
         if self._capture is None and self._captures_now(stream):
@@ -399,7 +406,9 @@ class CudaPeerBackend(PeerBackend):
             self._capture.held.append(self._flags[page])
         return _Enqueued(self, page, sent, call)
 
-    def _send(self, page: Page, one: Numbered, call: Call | Exchange, stream: int) -> Sent:
+    def _send(
+        self, page: Page, one: Numbered, call: CollectiveCall | Exchange, stream: int
+    ) -> Sent:
         sent = self._post(page, one, call)
         sent.stream = stream
         self._set(page, _READY, sent.peer, sent.slot, sent.use, stream)
@@ -408,7 +417,7 @@ class CudaPeerBackend(PeerBackend):
         return sent
 
     def _pull(
-        self, page: Page, ones: Sequence[Numbered], call: Call | Exchange, stream: int
+        self, page: Page, ones: Sequence[Numbered], call: CollectiveCall | Exchange, stream: int
     ) -> None:
         """Let a stream copy what peers have sent: one after another, when all of it is ready."""
         found = [(one.transfer, *self._find(page, one, call)) for one in ones]
@@ -425,7 +434,9 @@ class CudaPeerBackend(PeerBackend):
             copies = self._memory.captured(stream)
             self._capture.copied[stream] = copies, set(self._capture.open)
 
-    def _find(self, page: Page, one: Numbered, call: Call | Exchange) -> tuple[Record, Seen | None]:
+    def _find(
+        self, page: Page, one: Numbered, call: CollectiveCall | Exchange
+    ) -> tuple[Record, Seen | None]:
         """Return where a peer's data lies, once its host has said so, and where this rank sees it
         (None: there is none); answer that it is known."""
         peer = one.transfer.peer
@@ -475,7 +486,7 @@ class CudaPeerBackend(PeerBackend):
         nothing: tuple[list[object], set[Sent]] = [], set()
         return nothing if self._capture is None else self._capture.copied.get(stream, nothing)
 
-    def synchronize(self, call: Call | Exchange) -> None:
+    def synchronize(self, call: CollectiveCall | Exchange) -> None:
         """Returns when the stream of a call has done its work."""
         stream = stream_at(self._handle(call.stream), self.device)
         self.control.poll_until(stream.query, what=call.describe, needs=call.needs)

@@ -21,7 +21,7 @@ import torch
 
 from fuser.locks import make_lock
 from multidevice.backends.mapped import Mapped, name_of_piece, new_serial, not_mapped
-from multidevice.backends.side_by_side import Place
+from multidevice.backends.side_by_side import MemoryLocation
 
 # Memory is taken from the system in pieces of at least this; what nobody touches costs nothing.
 _CHUNK_NBYTES = 64 << 20
@@ -161,7 +161,7 @@ class SharedMemory:
         """
         return self._mapped.find(name, peer)
 
-    def row(self, places: Sequence[Place], nbytes: int) -> torch.Tensor:
+    def row(self, places: Sequence[MemoryLocation], nbytes: int) -> torch.Tensor:
         """Returns so many bytes of each place, one behind the other, as uint8 that may be read.
 
         Places begin with a page, and `nbytes` are pages. Raises `CommunicationError` when a process
@@ -201,7 +201,7 @@ def _array(fd: int, nbytes: int) -> numpy.ndarray:
     return numpy.frombuffer(mmap.mmap(fd, nbytes), dtype=numpy.uint8)
 
 
-def _row(places: Sequence[Place], nbytes: int) -> torch.Tensor:
+def _row(places: Sequence[MemoryLocation], nbytes: int) -> torch.Tensor:
     """Maps parts of files over one range of addresses, which is theirs until nobody holds it."""
     total = nbytes * len(places)
     start = _map(None, total, _PROT_NONE, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, -1, 0)

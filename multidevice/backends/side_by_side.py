@@ -17,7 +17,7 @@ from multidevice.waiting import team_text
 
 
 @dataclass(frozen=True)
-class Place:
+class MemoryLocation:
     """Where the memory of a rank is: how its process calls it, and where in it."""
 
     rank: int
@@ -44,7 +44,7 @@ class Rows(Protocol):
         where they cannot map it."""
         ...
 
-    def row(self, places: Sequence[Place], nbytes: int) -> torch.Tensor:
+    def row(self, places: Sequence[MemoryLocation], nbytes: int) -> torch.Tensor:
         """Returns so many bytes of each place, one behind the other, as uint8 that may be read."""
         ...
 
@@ -81,7 +81,9 @@ def side_by_side(
                 f"that of rank {rank} has {nbytes} bytes{begins}: pad it, or gather the shards by "
                 "an Allgather"
             )
-    places = [Place(r, tuple(name), at) for r, (*_, name, at) in zip(team, rows, strict=True)]
+    places = [
+        MemoryLocation(r, tuple(name), at) for r, (*_, name, at) in zip(team, rows, strict=True)
+    ]
     try:
         return memory.row(places, nbytes)
     except CommunicationError as error:

@@ -19,24 +19,24 @@ from typing import Any, Protocol
 import torch
 
 from fuser.errors import CommunicationError, DeadlockError, PeerError, UnsupportedError
-from multidevice.backends.base import Call, CheckedBackend, Exchange, stream_at
+from multidevice.backends.base import CheckedBackend, CollectiveCall, Exchange, stream_at
 from multidevice.backends.checks import tensor_text
 from multidevice.backends.generators import Generators
 from multidevice.backends.protocol import Team, Transfer
 from multidevice.backends.shared_memory import SharedMemory
 from multidevice.backends.side_by_side import all_come, side_by_side
-from multidevice.control import Control, Step
+from multidevice.control import Control, ControlCall
 from multidevice.waiting import Need
 
 
-class _Position(Protocol):
+class _DescribesPosition(Protocol):
     def describe(self) -> str: ...
 
     def needs(self) -> Iterable[Need]: ...
 
 
 @dataclass(frozen=True)
-class _Place:
+class _LazyPosition:
     """A position that is described only when somebody asks."""
 
     describe: Callable[[], str]
@@ -50,7 +50,7 @@ class Baton:
         self.size = size
         self._gates = [threading.Semaphore(0) for _ in range(size)]
         self._ready: deque[int] = deque(range(size))
-        self._waiting: dict[int, _Position] = {}
+        self._waiting: dict[int, _DescribesPosition] = {}
         self._ended: dict[int, str] = {}
         self._failure: Callable[[], CommunicationError] | None = None
         self.meetings: dict[tuple[Hashable, int], Meeting] = {}
@@ -91,7 +91,7 @@ class Baton:
         if self._failure is not None:
             raise self._failure()
 
-    def wait(self, rank: int, done: Callable[[], bool], position: _Position) -> None:
+    def wait(self, rank: int, done: Callable[[], bool], position: _DescribesPosition) -> None:
         """Blocks a rank until `done()`; other ranks run meanwhile.
 
         Raises:
@@ -145,7 +145,7 @@ class Meeting:
 
 def meet(
     baton: Baton,
-    position: _Position,
+    position: _DescribesPosition,
     *,
     key: Hashable,
     seq: int,
@@ -191,15 +191,17 @@ class SimulatedControl(Control):
         needs: Callable[[], Iterable[Need]],
     ) -> None:
         """See `Control.poll_until`; the baton sees every deadlock."""
-        self.baton.wait(self.rank, done, _Place(lambda: what() + self.trouble, needs))
+        self.baton.wait(self.rank, done, _LazyPosition(lambda: what() + self.trouble, needs))
 
-    def _gather(self, record: bytes, step: Step) -> list[bytes]:
+    def _gather(self, record: bytes, step: ControlCall) -> list[bytes]:
         return self._collect(record, step, "record")
 
-    def _gather_varied(self, payload: bytes, sizes: Sequence[int], step: Step) -> list[bytes]:
+    def _gather_varied(
+        self, payload: bytes, sizes: Sequence[int], step: ControlCall
+    ) -> list[bytes]:
         return self._collect(payload, step, "payload")
 
-    def _collect(self, payload: bytes, step: Step, part: str) -> list[bytes]:
+    def _collect(self, payload: bytes, step: ControlCall, part: str) -> list[bytes]:
         meeting = meet(
             self.baton,
             step,
@@ -211,7 +213,7 @@ class SimulatedControl(Control):
             arrival=None,
             complete=lambda _: None,
         )
-        place = _Place(lambda: step.describe() + self.trouble, step.needs)
+        place = _LazyPosition(lambda: step.describe() + self.trouble, step.needs)
         self.baton.wait(self.rank, lambda: meeting.done, place)
         return [meeting.entries[i] for i in range(len(step.team))]
 
@@ -233,7 +235,10 @@ class _SimulatedWork:
     """Meetings or letters that must be done."""
 
     def __init__(
-        self, backend: SimulatedBackend, parts: Sequence[Meeting | _Letter], call: Call | Exchange
+        self,
+        backend: SimulatedBackend,
+        parts: Sequence[Meeting | _Letter],
+        call: CollectiveCall | Exchange,
     ) -> None:
         self._backend = backend
         self._parts = parts
@@ -287,7 +292,7 @@ class SimulatedBackend(CheckedBackend):
             return nullcontext()
         return torch.cuda.stream(_current_stream(stream))
 
-    def _start(self, call: Call) -> _SimulatedWork:
+    def _start(self, call: CollectiveCall) -> _SimulatedWork:
         arrival = _record_event(call.inp if call.inp is not None else call.out, call.stream)
         meeting = meet(
             self.baton,
@@ -422,7 +427,7 @@ def _after(events: Iterable[Any], stream: object) -> AbstractContextManager[obje
 
 def _complete(meeting: Meeting) -> None:
     """Moves the data of a collective whose members have all arrived."""
-    calls: list[Call] = [meeting.entries[i] for i in range(len(meeting.entries))]
+    calls: list[CollectiveCall] = [meeting.entries[i] for i in range(len(meeting.entries))]
     signatures = [_signature(call) for call in calls]
     for call, signature in zip(calls, signatures, strict=True):
         if signature != signatures[0]:
@@ -438,11 +443,11 @@ def _complete(meeting: Meeting) -> None:
         meeting.finished = _record_event(_any_tensor(calls[last]), stream)
 
 
-def _any_tensor(call: Call) -> torch.Tensor | None:
+def _any_tensor(call: CollectiveCall) -> torch.Tensor | None:
     return call.out if call.out is not None else call.inp
 
 
-def _signature(call: Call) -> tuple[object, ...]:
+def _signature(call: CollectiveCall) -> tuple[object, ...]:
     """Returns what must be equal on all members: op, dtype, elements per part, reduction, root."""
     tensor = _any_tensor(call)
     if tensor is None:
@@ -453,11 +458,11 @@ def _signature(call: Call) -> tuple[object, ...]:
     return (call.op, call.reduce, call.root, tensor.dtype, count)
 
 
-def _inputs(calls: Sequence[Call]) -> list[torch.Tensor]:
+def _inputs(calls: Sequence[CollectiveCall]) -> list[torch.Tensor]:
     return [call.inp.view(-1) for call in calls if call.inp is not None]
 
 
-def _write(call: Call, value: torch.Tensor) -> None:
+def _write(call: CollectiveCall, value: torch.Tensor) -> None:
     if call.out is not None:
         call.out.view(-1).copy_(value.view(-1))
 
@@ -470,7 +475,7 @@ _REDUCE: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
 }
 
 
-def _reduced(calls: Sequence[Call]) -> torch.Tensor:
+def _reduced(calls: Sequence[CollectiveCall]) -> torch.Tensor:
     inputs = _inputs(calls)
     total = inputs[0].clone()
     for value in inputs[1:]:
@@ -478,32 +483,32 @@ def _reduced(calls: Sequence[Call]) -> torch.Tensor:
     return total
 
 
-def _move_allgather(calls: Sequence[Call]) -> None:
+def _move_allgather(calls: Sequence[CollectiveCall]) -> None:
     everything = torch.cat(_inputs(calls))
     for call in calls:
         _write(call, everything)
 
 
-def _move_allreduce(calls: Sequence[Call]) -> None:
+def _move_allreduce(calls: Sequence[CollectiveCall]) -> None:
     total = _reduced(calls)
     for call in calls:
         _write(call, total)
 
 
-def _move_reduce_scatter(calls: Sequence[Call]) -> None:
+def _move_reduce_scatter(calls: Sequence[CollectiveCall]) -> None:
     parts = _reduced(calls).view(len(calls), -1)
     for call, part in zip(calls, parts, strict=True):
         _write(call, part)
 
 
-def _move_alltoall(calls: Sequence[Call]) -> None:
+def _move_alltoall(calls: Sequence[CollectiveCall]) -> None:
     count = len(calls)
     parts = torch.stack([inp.view(count, -1) for inp in _inputs(calls)])
     for index, call in enumerate(calls):
         _write(call, parts[:, index].contiguous())
 
 
-def _move_broadcast(calls: Sequence[Call]) -> None:
+def _move_broadcast(calls: Sequence[CollectiveCall]) -> None:
     root = calls[calls[0].root_index]
     assert root.inp is not None, "a broadcast has one buffer on every member"
     for call in calls:
@@ -511,7 +516,7 @@ def _move_broadcast(calls: Sequence[Call]) -> None:
             _write(call, root.inp)
 
 
-def _move_scatter(calls: Sequence[Call]) -> None:
+def _move_scatter(calls: Sequence[CollectiveCall]) -> None:
     root = calls[calls[0].root_index]
     assert root.inp is not None, "the root of a scatter has the input"
     parts = root.inp.clone().view(len(calls), -1)
@@ -519,11 +524,11 @@ def _move_scatter(calls: Sequence[Call]) -> None:
         _write(call, part)
 
 
-def _move_nothing(calls: Sequence[Call]) -> None:
+def _move_nothing(calls: Sequence[CollectiveCall]) -> None:
     del calls
 
 
-_MOVES: dict[str, Callable[[Sequence[Call]], None]] = {
+_MOVES: dict[str, Callable[[Sequence[CollectiveCall]], None]] = {
     "allgather": _move_allgather,
     "gather": _move_allgather,
     "allreduce": _move_allreduce,

@@ -13,7 +13,7 @@ from dataclasses import replace
 
 import torch
 
-from multidevice.backends.base import DONE, Call, Exchange, FinishingWork
+from multidevice.backends.base import DONE, CollectiveCall, Exchange, FinishingWork
 from multidevice.backends.protocol import Backend, Work
 
 
@@ -30,7 +30,7 @@ class Staging:
         host: Backend,
         on: Callable[[object], AbstractContextManager[object]],
         pinned: Callable[[object], object],
-        settle: Callable[[Call | Exchange], None],
+        settle: Callable[[CollectiveCall | Exchange], None],
     ) -> None:
         self._host, self._on, self._pinned, self._settle = host, on, pinned, settle
 
@@ -39,7 +39,7 @@ class Staging:
         """The name of the host's backend."""
         return self._host.name
 
-    def start(self, call: Call) -> Work:
+    def start(self, call: CollectiveCall) -> Work:
         """Starts a collective; its result is on the device when `wait` has returned."""
         self._settle(call)
         self._host.where = call.where
@@ -48,7 +48,7 @@ class Staging:
         finally:
             self._host.where = ""
 
-    def _collective(self, call: Call) -> Work:
+    def _collective(self, call: CollectiveCall) -> Work:
         if call.op == "broadcast":
             return self._broadcast(call)
         if call.op == "barrier":
@@ -61,7 +61,7 @@ class Staging:
         work = getattr(self._host, call.op)(out, inp, team=call.team, **given)
         return self._finishing(work, [(call.out, out)], call.stream)
 
-    def _broadcast(self, call: Call) -> Work:
+    def _broadcast(self, call: CollectiveCall) -> Work:
         assert call.out is not None and call.root is not None, "checked"
         buffer = self._copied(call.out, call.stream) if call.is_root else _room_for(call.out)
         work = self._host.broadcast(buffer, root=call.root, team=call.team)

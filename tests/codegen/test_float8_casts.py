@@ -10,7 +10,7 @@ import torch
 from fuser import DataType, ops
 from fuser.device import CPU, H200
 from fuser.ir import dtypes
-from fuser.kernels.executor import KernelExecutor
+from fuser.kernels.executor import FusedKernelExecutor
 from fuser.runtime import compile_cubin
 from tests.schedule.programs import define, sizes_of
 
@@ -41,7 +41,7 @@ def test_what_torch_is_asked_for() -> None:
 def test_on_the_cpu(too_large: int, dtype: torch.dtype) -> None:
     given = dtypes.from_torch(dtype)
     fusion = define(lambda t: ops.cast(t, DataType.Float8_e4m3fn), (None,), dtype=given)
-    executor = KernelExecutor(fusion, scheduler="pointwise", name="to_e4m3", device=CPU)
+    executor = FusedKernelExecutor(fusion, scheduler="pointwise", name="to_e4m3", device=CPU)
     x = values().to(dtype)
     out = torch.empty(len(x), dtype=torch.float8_e4m3fn)
     executor.run([x], [out], sizes=sizes_of(fusion, x.shape))
@@ -55,7 +55,7 @@ def test_on_the_cpu(too_large: int, dtype: torch.dtype) -> None:
 def test_for_gpus(too_large: int) -> None:
     pytest.importorskip("cuda.bindings.nvrtc", reason="the extra nvrtc")
     fusion = define(lambda t: ops.cast(t, DataType.Float8_e4m3fn), (None,))
-    executor = KernelExecutor(fusion, scheduler="pointwise", name="to_e4m3", device=H200)
+    executor = FusedKernelExecutor(fusion, scheduler="pointwise", name="to_e4m3", device=H200)
     x = torch.empty(1000, device="meta")
     out = torch.empty(1000, dtype=torch.float8_e4m3fn, device="meta")
     launch = executor.launch_for(

@@ -19,13 +19,13 @@ from fuser.frontend.program_cache import PROGRAMS
 from fuser.ir.nodes import MatmulOp
 from fuser.multidevice import Communicator, DeviceMesh, simulate
 from hostir import auto_overlap
-from hostir.auto_overlap import Candidate
+from hostir.auto_overlap import OverlapCandidate
 from hostir.container import HostIrContainer, walk
 from hostir.cross_rank import find_mismatches
 from hostir.findings import report
 from hostir.machine import Machine
 from hostir.ops import ForLoop
-from hostir.overlap_bound import Bound
+from hostir.overlap_bound import GainBound
 from hostir.ranks import symbol_values
 from tests.frontend.overlapped import (
     DESCRIBED,
@@ -88,7 +88,9 @@ def forced(slow: None, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]
     del slow
     named = "the last"
 
-    def pick(candidates: Sequence[Candidate], transport: str, margin: float) -> Candidate:
+    def pick(
+        candidates: Sequence[OverlapCandidate], transport: str, margin: float
+    ) -> OverlapCandidate:
         del margin
         fit = [c for c in candidates[1:] if c.seconds is not None]
         fit = [candidates[0], *(c for c in fit if c.backend in ("", transport))]
@@ -99,7 +101,7 @@ def forced(slow: None, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]
         named = form
 
     monkeypatch.setattr(auto_overlap, "pick", pick)
-    monkeypatch.setattr(Bound, "why_hopeless", lambda *_: "")
+    monkeypatch.setattr(GainBound, "why_hopeless", lambda *_: "")
     return name
 
 
@@ -214,7 +216,7 @@ def test_without_access_to_peers_steps_are_sent(name: str, monkeypatch: pytest.M
 @pytest.mark.usefixtures("slow")
 @pytest.mark.parametrize("steps", ["2 steps", "8 steps"])
 def test_an_allreduce_per_step(steps: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    def pick(candidates: Sequence[Candidate], *_: object) -> Candidate:
+    def pick(candidates: Sequence[OverlapCandidate], *_: object) -> OverlapCandidate:
         return next(c for c in candidates if c.form == steps)
 
     monkeypatch.setattr(auto_overlap, "pick", pick)
@@ -428,7 +430,9 @@ def test_random_programs_in_steps(late: tuple[str, ...], monkeypatch: pytest.Mon
     """Whatever can be lowered in steps is: any form, by any transport."""
     taken: list[str] = []
 
-    def pick(candidates: Sequence[Candidate], transport: str, margin: float) -> Candidate:
+    def pick(
+        candidates: Sequence[OverlapCandidate], transport: str, margin: float
+    ) -> OverlapCandidate:
         del margin
         fit = [c for c in candidates[1:] if c.seconds is not None and c.backend in ("", transport)]
         chosen = rng.choice(fit) if fit else candidates[0]
@@ -436,7 +440,7 @@ def test_random_programs_in_steps(late: tuple[str, ...], monkeypatch: pytest.Mon
         return chosen
 
     monkeypatch.setattr(auto_overlap, "pick", pick)
-    monkeypatch.setattr(Bound, "why_hopeless", lambda *_: "")
+    monkeypatch.setattr(GainBound, "why_hopeless", lambda *_: "")
     monkeypatch.setenv("FUSER_ENABLE", "machine(h200)")
     for seed in range(40 if not late else 20):
         program = sharded.generate(seed)

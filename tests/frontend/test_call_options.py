@@ -15,7 +15,7 @@ from fuser.errors import (
 from fuser.frontend.executor_cache import FusionExecutorCache
 from fuser.inputs import torch_device
 from fuser.ir.binding import Binder
-from fuser.kernels.executor import KernelExecutor
+from fuser.kernels.executor import FusedKernelExecutor
 from fuser.options import settings
 
 
@@ -26,12 +26,12 @@ def row_sums() -> FusionDefinition:
     return fd
 
 
-def executor(fec: FusionExecutorCache) -> KernelExecutor:
+def executor(fec: FusionExecutorCache) -> FusedKernelExecutor:
     """The runner of the only kernel of the most recent program."""
     evaluator = fec._last().evaluator
     (group,) = evaluator.program.groups
     runner = evaluator.kernel(group)
-    assert isinstance(runner, KernelExecutor)
+    assert isinstance(runner, FusedKernelExecutor)
     return runner
 
 
@@ -59,7 +59,7 @@ def test_a_finding_names_tensor_op_and_line(monkeypatch: pytest.MonkeyPatch) -> 
     with FusionDefinition() as fd:
         x = fd.define_tensor([-1], contiguity=True)
         fd.add_output(fd.ops.exp(x))
-    kernel = KernelExecutor(
+    kernel = FusedKernelExecutor(
         fd.fusion, scheduler="pointwise", name="small", settings=settings(["checked"])
     )
     with pytest.raises(KernelError) as found:

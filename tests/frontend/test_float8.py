@@ -16,7 +16,7 @@ from fuser.device import H200
 from fuser.errors import DefinitionError, DtypeError, InputError, UnsupportedError
 from fuser.ir.fusion import Fusion
 from fuser.ir.guard import FusionGuard
-from fuser.kernels.executor import KernelExecutor
+from fuser.kernels.executor import FusedKernelExecutor
 from fuser.multidevice import Communicator, DeviceMesh, shard_tensor
 from fuser.ops.define import define_scalar, define_tensor
 from multidevice import simulate
@@ -333,7 +333,7 @@ def test_refusals() -> None:
 def test_a_vector_holds_sixteen() -> None:
     dtype = D.Float8_e4m3fn
     fusion = define_one(lambda t: ops.cast(ops.mul(t, 2.0), dtype), (None, None), dtype=dtype)
-    executor = KernelExecutor(fusion, scheduler="pointwise", name="twice", device=H200)
+    executor = FusedKernelExecutor(fusion, scheduler="pointwise", name="twice", device=H200)
     x = torch.empty((4096, 8192), dtype=torch.float8_e4m3fn, device="meta")
     launch = executor.launch_for(
         [x], [x], sizes=sizes_of(fusion, x.shape), device=torch.device("cpu")

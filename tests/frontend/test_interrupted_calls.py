@@ -18,7 +18,7 @@ from multidevice import Communicator, simulate
 from multidevice.backends.mpi import MpiBackend
 from multidevice.backends.peer import SLOTS, PeerBackend
 from multidevice.backends.protocol import Transfer
-from multidevice.board import Deadlock, Wait
+from multidevice.board import BlockedRank, Deadlock
 from multidevice.control import Control
 from multidevice.realign import counts_of, realign
 from multidevice.waiting import RECV, SEND, Calls, Need, counts_from, rows_of
@@ -120,7 +120,7 @@ def test_a_deadlock_that_a_rank_hears_of_late(
     mine = {0: receives, last: sends}.get(rank, Calls("", ()))
     before = control.ledger.entered.get(mine, 0)
     if rank == 0:
-        ended = Wait(0, "a transfer", (Need(last, sends, before + 5),))
+        ended = BlockedRank(0, "a transfer", (Need(last, sends, before + 5),))
         board._end(Deadlock((ended,)))
     # Not a barrier of the control channel, in which ranks hear of deadlocks.
     comm.backend_for("cpu").barrier(team=control.world)

@@ -18,7 +18,7 @@ from fuser import DataType, FusionDefinition, ParallelType, TensorView
 from fuser.errors import ProgramMismatchError
 from fuser.frontend.multi_device_executor import MultiDeviceExecutor
 from fuser.ir.storage import memory_order
-from fuser.kernels.executor import KernelExecutor
+from fuser.kernels.executor import FusedKernelExecutor
 from hostir.container import equal
 from hostir.evaluate import HostIrEvaluator
 from hostir.parse import parse
@@ -181,7 +181,7 @@ def test_batch_norm_of_a_channels_last_input_is_channels_last(schedules: list[st
             assert memory_order(tv)[-1] == (1, True), f"channels lie one behind the other in {tv}"
         if schedules:
             kernels = program.kernel(group)
-            assert isinstance(kernels, KernelExecutor)
+            assert isinstance(kernels, FusedKernelExecutor)
             (variant,) = kernels.variants
             wide = [nbytes for _, nbytes in variant.kernel.alignments if nbytes >= 8]
             assert len(wide) >= len(whole), "two channels, or four, are read and written at once"

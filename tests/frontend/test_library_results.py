@@ -21,7 +21,7 @@ from fuser.errors import InputError
 from fuser.ir.mma import GroupedMmaOp
 from fuser.ir.scans import ArgsortOp
 from fuser.ops import grouped_product
-from fuser.ops.library_calls import Bound, Returning, bind_product
+from fuser.ops.library_calls import CallOperands, Returning, bind_product
 from fuser.ops.torch_meaning import NODES, nodes_computed
 from fuser.record import replace
 from fuser.runtime.kernel import compile_cubin
@@ -345,7 +345,9 @@ def test_groups_are_one_call_of_torch_where_it_has_a_kernel_for_them(
     expected = torch.zeros(6, 5, dtype=torch.float64)
     for group, (first, last) in enumerate(itertools.pairwise([0, *given])):
         expected[first:last] = a[first:last].double() @ b[group].double()
-    bound = Bound([a, b, ends], [torch.empty(6, 5).bfloat16()], {}, (True,), LibraryKernels(CPU))
+    bound = CallOperands(
+        [a, b, ends], [torch.empty(6, 5).bfloat16()], {}, (True,), LibraryKernels(CPU)
+    )
     call = bind_product(op, bound)
     assert isinstance(call, Returning)
     for _ in range(2):

@@ -12,7 +12,7 @@ import torch
 from fuser import FusionDefinition, ParallelType, multidevice
 from fuser.frontend import executor_cache
 from fuser.frontend.program_cache import PROGRAMS, ProgramCache
-from fuser.kernels.executor import KernelExecutor
+from fuser.kernels.executor import FusedKernelExecutor
 from fuser.recent import Recent
 from fuser.runtime.kernel import kernel_requests
 
@@ -116,7 +116,7 @@ def test_many_shapes_leave_bounded_caches() -> None:
     assert 1 < len(mine) <= executor_cache.MAX_SIGNATURES
     (group,) = bound.program.container.groups.values()
     kernel = bound.program.kernel(group)
-    assert isinstance(kernel, KernelExecutor) and kernel._records.size() <= 256
+    assert isinstance(kernel, FusedKernelExecutor) and kernel._records.size() <= 256
 
 
 def test_programs_beyond_the_bound_are_freed() -> None:

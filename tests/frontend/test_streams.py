@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from fuser import FusionDefinition, ParallelType, TensorView, multidevice
-from fuser.kernels.executor import KernelExecutor
+from fuser.kernels.executor import FusedKernelExecutor
 from fuser.kernels.variant import Variant
 from hostir.container import equal, walk
 from hostir.parse import parse
@@ -267,14 +267,14 @@ def test_kernels_for_all_steps_are_compiled_before_the_first(
         fd.add_output(y)
         stream(y, 0)
     late: list[str] = []
-    compiled = KernelExecutor._compiled  # pyright: ignore[reportPrivateUsage]
+    compiled = FusedKernelExecutor._compiled  # pyright: ignore[reportPrivateUsage]
 
-    def watched(self: KernelExecutor, variant: Variant, *args: Any) -> Any:
+    def watched(self: FusedKernelExecutor, variant: Variant, *args: Any) -> Any:
         if variant.compiled is None:
             late.append(variant.kernel.source.name)
         return compiled(self, variant, *args)
 
-    monkeypatch.setattr(KernelExecutor, "_compiled", watched)
+    monkeypatch.setattr(FusedKernelExecutor, "_compiled", watched)
     for rows, columns in ((9, 4), (9, 8), (40, 4), (40, 6)):
         a = torch.randn(rows, columns + 1)[:, :columns]
         (got,) = fd.execute([a], _enable_options=["schedules_for(h200)"])
@@ -292,13 +292,13 @@ def test_kernels_are_prepared_once_for_all_steps_that_are_alike(
         fd.add_output(y)
         stream(y, 0)
     bound: list[str] = []
-    bind = KernelExecutor.bind
+    bind = FusedKernelExecutor.bind
 
-    def watched(self: KernelExecutor, *args: Any, **named: Any) -> Any:
+    def watched(self: FusedKernelExecutor, *args: Any, **named: Any) -> Any:
         bound.append(self.name)
         return bind(self, *args, **named)
 
-    monkeypatch.setattr(KernelExecutor, "bind", watched)
+    monkeypatch.setattr(FusedKernelExecutor, "bind", watched)
     for rows in (300, 200):
         a = torch.randn(rows, 3)
         (got,) = fd.execute([a])

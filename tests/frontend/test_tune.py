@@ -22,8 +22,8 @@ from fuser import FusionDefinition, ParallelType, multidevice
 from fuser.errors import FuserError, KernelError, UnsupportedError
 from fuser.frontend.program_cache import PROGRAMS
 from fuser.kernels import trial, tuned_executor, tuning
-from fuser.kernels.executor import KernelExecutor
-from fuser.kernels.trial import Candidate
+from fuser.kernels.executor import FusedKernelExecutor
+from fuser.kernels.trial import TuningCandidate
 from fuser.runtime.kernel_cache import KernelCache
 from fuser.schedule.neighbours import to_fields
 from fuser.schedule.pointwise import PointwiseParams
@@ -48,7 +48,7 @@ class Clock:
 
     def time(self, run: Callable[[], object]) -> float:
         candidate = run.__self__  # pyright: ignore[reportFunctionMemberAccess]
-        assert isinstance(candidate, Candidate)
+        assert isinstance(candidate, TuningCandidate)
         n = self.runs[candidate.params] = self.runs.get(candidate.params, 0) + 1
         if self.launches:
             run()
@@ -82,10 +82,10 @@ def expected(x: torch.Tensor) -> torch.Tensor:
     return (x.double().sin() + x.double()).float()
 
 
-def kernels(fd: FusionDefinition) -> list[KernelExecutor]:
+def kernels(fd: FusionDefinition) -> list[FusedKernelExecutor]:
     evaluator = fd.fec._last().evaluator
     runners = [evaluator.kernel(group) for group in evaluator.program.groups]
-    assert all(isinstance(r, KernelExecutor) for r in runners)
+    assert all(isinstance(r, FusedKernelExecutor) for r in runners)
     return runners  # pyright: ignore[reportReturnType]
 
 
@@ -440,14 +440,14 @@ def test_a_wrong_candidate_is_reported_and_not_taken(
     clock: Clock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     clock.prefer(is_64)
-    usual = Candidate.run
+    usual = TuningCandidate.run
 
-    def wrong(self: Candidate) -> None:
+    def wrong(self: TuningCandidate) -> None:
         usual(self)
         if is_64(self.params):
             self.tensors[-1][3, 5] += 0.01
 
-    monkeypatch.setattr(Candidate, "run", wrong)
+    monkeypatch.setattr(TuningCandidate, "run", wrong)
     fd, x = doubled(), torch.randn(64, 96)
     with pytest.warns(RuntimeWarning, match=r"internal error.*threads 64x1.*results differ"):
         (out,) = fd.execute([x], _enable_options=TUNE)
@@ -478,8 +478,10 @@ def test_what_a_candidate_does_not_write_is_seen(
 ) -> None:
     """Its memory holds the right results of those before it."""
     clock.prefer(is_64)
-    usual = Candidate.run
-    monkeypatch.setattr(Candidate, "run", lambda self: None if is_64(self.params) else usual(self))
+    usual = TuningCandidate.run
+    monkeypatch.setattr(
+        TuningCandidate, "run", lambda self: None if is_64(self.params) else usual(self)
+    )
     fd = doubled()
     with pytest.warns(RuntimeWarning, match="internal error"):
         fd.execute([torch.randn(64, 96)], _enable_options=TUNE)
@@ -488,14 +490,14 @@ def test_what_a_candidate_does_not_write_is_seen(
 
 def test_a_refused_launch_is_left_out(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
     clock.prefer(is_64)
-    usual = Candidate.run
+    usual = TuningCandidate.run
 
-    def refused(self: Candidate) -> None:
+    def refused(self: TuningCandidate) -> None:
         if is_64(self.params):
             raise KernelError("the driver refused the launch")
         usual(self)
 
-    monkeypatch.setattr(Candidate, "run", refused)
+    monkeypatch.setattr(TuningCandidate, "run", refused)
     fd = doubled()
     with pytest.warns(RuntimeWarning, match="the driver refused"):
         fd.execute([torch.randn(64, 96)], _enable_options=TUNE)

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 
 from fuser import DataType, FusionDefinition, PythonProfiler
 from fuser.device import describe_device
-from fuser.kernels.executor import KernelExecutor
+from fuser.kernels.executor import FusedKernelExecutor
 from fuser.runtime.cuda_kernel import CudaKernel
 
 pytestmark = pytest.mark.gpu
@@ -72,7 +72,7 @@ def test_a_row_in_registers_is_in_no_memory_of_threads() -> None:
     fd = check(softmax, lambda x: torch.softmax(x, -1), x)
     program = fd._executor_cache()._last().program
     (kernel,) = [program.kernel(group) for group in program.container.groups.values()]
-    assert isinstance(kernel, KernelExecutor)
+    assert isinstance(kernel, FusedKernelExecutor)
     exact = [v for v in kernel.variants if ", exact," in str(v.params)]
     assert exact and all("forget(" in v.kernel.source.text for v in exact)
     compiled = [v.compiled for v in exact if isinstance(v.compiled, CudaKernel)]

@@ -9,7 +9,7 @@ import torch
 from fuser import ops
 from fuser.ir.dtypes import DataType, to_torch
 from fuser.ir.tensor import TensorView
-from fuser.kernels.executor import KernelExecutor
+from fuser.kernels.executor import FusedKernelExecutor
 from fuser.schedule import find_scheduler
 from tests.schedule.programs import Build, define, random, sizes_of
 
@@ -20,7 +20,7 @@ def on_gpu(build: Build, inputs: list[torch.Tensor], shape: tuple[int, ...]) -> 
     fusion = define(build, *[(None,) * t.dim() for t in inputs], dtype=BF16)
     scheduler = find_scheduler(fusion)
     assert scheduler is not None
-    executor = KernelExecutor(fusion, scheduler=scheduler, name="gpu")
+    executor = FusedKernelExecutor(fusion, scheduler=scheduler, name="gpu")
     out = torch.full(shape, 77, dtype=to_torch(BF16), device="cuda")
     tensors = [t.cuda() for t in inputs]
     sizes = sizes_of(fusion, *(t.shape for t in inputs))

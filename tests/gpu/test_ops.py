@@ -6,21 +6,21 @@ import pytest
 import torch
 
 from fuser.ir.dtypes import to_torch
-from fuser.kernels.executor import KernelExecutor, compile_many
+from fuser.kernels.executor import FusedKernelExecutor, compile_many
 from tests.ops.op_cases import CASES, OpCase
 from tests.schedule.programs import sizes_of
 from tests.schedule.test_all_ops import CONTIGUOUS, check_out, ulp_error
 
 
 @pytest.fixture(scope="module")
-def executors() -> dict[str, KernelExecutor]:
+def executors() -> dict[str, FusedKernelExecutor]:
     """All kernels, compiled together."""
-    made: dict[str, KernelExecutor] = {}
+    made: dict[str, FusedKernelExecutor] = {}
     requests = []
     shape = CONTIGUOUS[0]
     for case in CASES:
         fusion = case.define(2)
-        executor = made[case.id] = KernelExecutor(fusion, scheduler="pointwise", name="op")
+        executor = made[case.id] = FusedKernelExecutor(fusion, scheduler="pointwise", name="op")
         inputs = [t.cuda() for t in case.draw(shape, 0, "contiguous")]
         out = torch.empty(shape, dtype=to_torch(case.result), device="cuda")
         requests.append((executor, inputs, [out], sizes_of(fusion, *[shape] * len(inputs))))
@@ -29,7 +29,7 @@ def executors() -> dict[str, KernelExecutor]:
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda c: c.id)
-def test_op(case: OpCase, executors: dict[str, KernelExecutor]) -> None:
+def test_op(case: OpCase, executors: dict[str, FusedKernelExecutor]) -> None:
     executor = executors[case.id]
     for seed, shape in enumerate(CONTIGUOUS):
         inputs = case.draw(shape, seed, "contiguous")
@@ -43,7 +43,7 @@ def test_tanh_over_all_magnitudes() -> None:
     """The GPU's own form uses approximate instructions: dense points, and every float exponent."""
     case = next(c for c in CASES if c.name == "tanh" and to_torch(c.result) == torch.float32)
     fusion = case.define(1)
-    executor = KernelExecutor(fusion, scheduler="pointwise", name="op")
+    executor = FusedKernelExecutor(fusion, scheduler="pointwise", name="op")
     dense = torch.linspace(-12, 12, 1 << 20)
     wide = torch.exp2(torch.linspace(-126, 127, 1 << 18)) * torch.tensor([[1.0], [-1.0]])
     special = torch.tensor([0.0, -0.0, float("inf"), float("-inf"), float("nan")])

@@ -40,7 +40,7 @@ from hostir.container import walk
 from hostir.passes.allocation import insert_deallocate
 from hostir.ranks import shards_of
 from multidevice.communicator import Communicator
-from multidevice.mesh import DeviceMesh
+from multidevice.mesh import LocalDeviceMesh
 from multidevice.shard import unshard
 from multidevice.simulation import simulate
 
@@ -151,7 +151,10 @@ def allocated(hic: HostIrContainer, *shape: int, **spread: Any) -> TensorView:
 
 
 def spread_over(
-    tv: TensorView, mesh: DeviceMesh | None = None, axis: int | None = None, split: bool = False
+    tv: TensorView,
+    mesh: LocalDeviceMesh | None = None,
+    axis: int | None = None,
+    split: bool = False,
 ) -> TensorView:
     """Put a tensor on a mesh; `axis` is a device axis, or (`split`) one that the mesh splits."""
     if mesh is not None:
@@ -163,8 +166,8 @@ def spread_over(
     return tv
 
 
-def ring() -> DeviceMesh:
-    return DeviceMesh(list(range(D)))
+def ring() -> LocalDeviceMesh:
+    return LocalDeviceMesh(list(range(D)))
 
 
 def team() -> TeamOf:

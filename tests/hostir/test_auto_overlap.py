@@ -12,7 +12,7 @@ from fuser import DataType, FusionDefinition, ParallelType, TensorView
 from fuser.ir.fusion import Fusion
 from fuser.ir.scalar import Symbol
 from hostir import auto_overlap
-from hostir.auto_overlap import MARGIN, Candidate, Overlaps, pick
+from hostir.auto_overlap import MARGIN, OverlapCandidate, Overlaps, pick
 from hostir.container import HostIrContainer
 from hostir.input_class import InputClass
 from hostir.machine import H200, Machine
@@ -427,7 +427,7 @@ def test_what_gives_up_takes_another_way_and_then_none() -> None:
 
 
 # ------------------------------------------------------------------ the rule
-BASE = Candidate("", "", 1.0)
+BASE = OverlapCandidate("", "", 1.0)
 
 
 @pytest.mark.parametrize(
@@ -443,9 +443,12 @@ BASE = Candidate("", "", 1.0)
 def test_the_fastest_that_gains_enough(
     others: list[tuple[str, str, float | None]], chosen: str
 ) -> None:
-    candidates = [BASE, *(Candidate(*one) for one in others)]
+    candidates = [BASE, *(OverlapCandidate(*one) for one in others)]
     assert pick(candidates, "NCCL", MARGIN).form == chosen
 
 
 def test_without_a_time_nothing_is_chosen() -> None:
-    assert pick([Candidate("", why="no"), Candidate("a", "", 0.1)], "NCCL", MARGIN).form == ""
+    assert (
+        pick([OverlapCandidate("", why="no"), OverlapCandidate("a", "", 0.1)], "NCCL", MARGIN).form
+        == ""
+    )

@@ -14,9 +14,9 @@ from fuser import DataType, FusionDefinition
 from fuser.ir import scalar as sc
 from fuser.ir.scalar import const
 from fuser.ir.storage import dense_strides, dense_strides_of
-from fuser.kernels.executor import KernelExecutor
+from fuser.kernels.executor import FusedKernelExecutor
 from hostir.evaluate import HostIrEvaluator
-from hostir.steps import Launch
+from hostir.steps import LaunchStep
 from tests.hostir.programs import CASES, build
 
 
@@ -41,7 +41,7 @@ def test_a_steady_call_asks_no_kernel_executor(monkeypatch: pytest.MonkeyPatch) 
         raise AssertionError("a bound launch asked its executor")
 
     for name in ("run", "_record", "launch_for"):
-        monkeypatch.setattr(KernelExecutor, name, asked)
+        monkeypatch.setattr(FusedKernelExecutor, name, asked)
     for _ in range(2):
         (got,) = fd.execute(inputs)
         torch.testing.assert_close(got.double(), _expected(*inputs), rtol=1e-5, atol=1e-5)
@@ -70,7 +70,7 @@ def test_tensors_at_other_places_of_a_vector_take_another_plan() -> None:
         step.kernel.kernel.source.text
         for plan in plans.values()
         for step, _ in plan.steps
-        if isinstance(step, Launch)
+        if isinstance(step, LaunchStep)
     }
     assert len(kernels) > 1, "the kernel of aligned tensors reads wider than the others"
 
@@ -147,13 +147,13 @@ def test_a_new_shape_binds_each_kernel_once(monkeypatch: pytest.MonkeyPatch) -> 
     fd, binds = _chain(), list[str]()
     # Equal definitions share kernels: sizes that no other test here has.
     fd.execute([torch.randn(20, 20), torch.randn(20, 20)])
-    bind = KernelExecutor._bind_to
+    bind = FusedKernelExecutor._bind_to
 
-    def counted(self: KernelExecutor, *args: Any, **kwargs: Any) -> Any:
+    def counted(self: FusedKernelExecutor, *args: Any, **kwargs: Any) -> Any:
         binds.append(self.name)
         return bind(self, *args, **kwargs)
 
-    monkeypatch.setattr(KernelExecutor, "_bind_to", counted)
+    monkeypatch.setattr(FusedKernelExecutor, "_bind_to", counted)
     for n in (21, 22, 22, 23):
         inputs = [torch.randn(n, n) / 4, torch.randn(n, n) / 4]
         (got,) = fd.execute(inputs)

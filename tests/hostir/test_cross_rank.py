@@ -39,7 +39,7 @@ from hostir import (
 from hostir.container import walk
 from hostir.cross_rank import find_mismatches
 from hostir.findings import Finding, line_numbers, report
-from multidevice.mesh import DeviceMesh
+from multidevice.mesh import LocalDeviceMesh
 from tests.hostir.stream_programs import (
     N_STREAMS,
     PROGRAMS,
@@ -218,14 +218,16 @@ MUTANTS: dict[str, Mutant] = {
     ),
     "team of half the ranks": Mutant(
         "matmul_allreduce",
-        change(COLLECTIVE, 0, team=TeamOf(DeviceMesh([0, 1]), (ParallelType.mesh_x,))),
+        change(COLLECTIVE, 0, team=TeamOf(LocalDeviceMesh([0, 1]), (ParallelType.mesh_x,))),
         cross_rank.TEAM,
         ((COLLECTIVE, 0),),
         "is on DeviceMesh{0 1}",
     ),
     "team along the other mesh axis": Mutant(
         "matmul_allreduce",
-        change(COLLECTIVE, 0, team=TeamOf(DeviceMesh([[0, 1], [2, 3]]), (ParallelType.mesh_y,))),
+        change(
+            COLLECTIVE, 0, team=TeamOf(LocalDeviceMesh([[0, 1], [2, 3]]), (ParallelType.mesh_y,))
+        ),
         cross_rank.TEAM,
         ((COLLECTIVE, 0),),
         "is on DeviceMesh{{0 1}{2 3}}",
@@ -338,7 +340,7 @@ def _exchange(
     """Ranks 0 and 1 swap a tensor; rank 1 begins with `first`."""
 
     def define(hic: HostIrContainer) -> None:
-        mesh = DeviceMesh([0, 1])
+        mesh = LocalDeviceMesh([0, 1])
         x = spread_over(hic.input([sizes[0]]), mesh)
         y = spread_over(hic.tensor([sizes[1]], dtype), mesh)
         hic.append(Allocate(y))
@@ -428,7 +430,7 @@ def test_teams_that_wait_in_a_circle() -> None:
     """Teams along x first on some ranks, along y first on others: nobody is at both."""
 
     def define(hic: HostIrContainer) -> None:
-        mesh = DeviceMesh([[0, 1], [2, 3]])
+        mesh = LocalDeviceMesh([[0, 1], [2, 3]])
         x = spread_over(hic.input([4]), mesh)
         y, z = allocated(hic, 4, mesh=mesh), allocated(hic, 4, mesh=mesh)
         ops = [
@@ -451,7 +453,7 @@ def test_teams_that_wait_in_a_circle() -> None:
 
 def test_an_allgather_along_a_mesh_axis_that_does_not_spread_its_input() -> None:
     def define(hic: HostIrContainer) -> None:
-        mesh = DeviceMesh([[0, 1], [2, 3]])
+        mesh = LocalDeviceMesh([[0, 1], [2, 3]])
         x = spread_over(hic.input([2, 4]), mesh)
         x.axis(0).parallelize(ParallelType.mesh_x)
         y = allocated(hic, 2, 4, mesh=mesh)
@@ -467,10 +469,12 @@ def test_an_allgather_along_a_mesh_axis_that_does_not_spread_its_input() -> None
 
 
 # ------------------------------------------------------------------ many ranks
-def _many(ranks: int, define: Callable[[HostIrContainer, DeviceMesh], None]) -> HostIrContainer:
+def _many(
+    ranks: int, define: Callable[[HostIrContainer, LocalDeviceMesh], None]
+) -> HostIrContainer:
     hic = HostIrContainer()
     with hic:
-        define(hic, DeviceMesh(list(range(ranks))))
+        define(hic, LocalDeviceMesh(list(range(ranks))))
     return hic
 
 
@@ -479,7 +483,7 @@ def _user_s() -> float:
 
 
 def test_4096_ranks_are_quick() -> None:
-    def define(hic: HostIrContainer, mesh: DeviceMesh) -> None:
+    def define(hic: HostIrContainer, mesh: LocalDeviceMesh) -> None:
         n = mesh.size
         x = spread_over(hic.input([n, 8]), mesh, 0)
         t, y = allocated(hic, n, 8, mesh=mesh), allocated(hic, 8, 8, mesh=mesh)
@@ -517,7 +521,7 @@ def test_4096_ranks_are_quick() -> None:
 def _direct_ring(ranks: int) -> HostIrContainer:
     """In step i each rank receives the shard of the rank i after it: one step less than ranks."""
 
-    def define(hic: HostIrContainer, mesh: DeviceMesh) -> None:
+    def define(hic: HostIrContainer, mesh: LocalDeviceMesh) -> None:
         x = spread_over(hic.input([ranks, 4]), mesh, 0)
         y = allocated(hic, ranks, 4, mesh=mesh)
         with hic.loop(ranks, 1, name="i") as i:
@@ -547,7 +551,7 @@ def test_a_ring_over_all_ranks_is_quick(ranks: int, limit_s: float) -> None:
 
 
 def test_ranks_are_named_as_ranges() -> None:
-    def define(hic: HostIrContainer, mesh: DeviceMesh) -> None:
+    def define(hic: HostIrContainer, mesh: LocalDeviceMesh) -> None:
         x, y = spread_over(hic.input([8]), mesh), allocated(hic, 8, mesh=mesh)
         of = TeamOf(mesh, (ParallelType.mesh_x,))
         hic.append(Communication(x, y, number=1, type="Allgather", team=of), Wait(1))

@@ -39,7 +39,7 @@ from hostir import (
 from hostir.before_run import check_before_run
 from hostir.boxes import reshaped, whole_axes, whole_box
 from hostir.ranks import run_simulated
-from hostir.uses import Buffer, Place
+from hostir.uses import BufferRegion, TrackedBuffer
 from multidevice import DeviceMesh
 from tests.hostir.handmade import enter_streams, leave_streams
 from tests.hostir.stream_programs import chunk
@@ -351,8 +351,8 @@ def test_an_empty_range_of_a_reshaped_axis_of_one_element_is_no_use() -> None:
     hic = HostIrContainer()
     with hic:
         x = hic.input([1, 8])
-    buffer = Buffer(x, (1, 8), "entry", None, True)
+    buffer = TrackedBuffer(x, (1, 8), "entry", None, True)
     axes = tuple(reshaped((1, 8), whole_axes((1, 8)), (1, 2, 4)))
-    view = Place(buffer, whole_box((1, 8)), (1, 2, 4), axes)
+    view = BufferRegion(buffer, whole_box((1, 8)), (1, 2, 4), axes)
     assert not view.chunk(0, 0, 1, 4).is_empty
     assert view.chunk(0, 1, 0, 4).is_empty

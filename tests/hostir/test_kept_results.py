@@ -29,14 +29,14 @@ def beside(t: Tensor) -> Tensor:
 def written(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Note where torch's kernel of the CPU writes its outputs."""
     places: list[int] = []
-    kernel: Callable[..., Any] = attention_kernels.Calls.cpu
+    kernel: Callable[..., Any] = attention_kernels.TorchAttention.cpu
 
     def note(*given: Any, **named: Any) -> Any:
         found = kernel(*given, **named)
         places.append(found[0].data_ptr())
         return found
 
-    monkeypatch.setattr(attention_kernels.Calls, "cpu", staticmethod(note))
+    monkeypatch.setattr(attention_kernels.TorchAttention, "cpu", staticmethod(note))
     return places
 
 

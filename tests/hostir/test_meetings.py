@@ -34,11 +34,11 @@ from hostir import (
 )
 from hostir.cross_rank import find_mismatches
 from hostir.findings import report
-from multidevice.mesh import DeviceMesh
+from multidevice.mesh import LocalDeviceMesh
 from tests.hostir.stream_programs import allocated, select, spread_over
 
 X = ParallelType.mesh_x
-PAIR = DeviceMesh([0, 1])
+PAIR = LocalDeviceMesh([0, 1])
 TEAM = TeamOf(PAIR, (X,))
 
 
@@ -172,7 +172,7 @@ def scatter_columns(hic: HostIrContainer, right: bool) -> None:
 
 def gather_reversed(hic: HostIrContainer, right: bool) -> None:
     x, y = filled(hic, 2, 4, axis=0), allocated(hic, 2, 4, mesh=PAIR)
-    team = TEAM if right else TeamOf(DeviceMesh([1, 0]), (X,))
+    team = TEAM if right else TeamOf(LocalDeviceMesh([1, 0]), (X,))
     hic.append(*call("Gather", x, y, root=sc.as_scalar(0), team=team))
     hic.add_output(y)
 

@@ -18,7 +18,7 @@ from hostir import rehearsal
 from hostir.evaluate import HostIrEvaluator
 from hostir.plan import Plan
 from hostir.rehearsal import can_bind, rehearse_plan
-from hostir.steps import Launch, Multiply, View
+from hostir.steps import LaunchStep, Multiply, View
 from tests.counted import calls_of
 from tests.hostir.programs import CASES, build
 
@@ -188,7 +188,7 @@ def test_what_is_bound_and_what_evaluate_runs_are_the_same_kernels(
     def bound_anew(*args: object, **kwargs: object) -> None:
         raise AssertionError("evaluate chose its kernels anew")
 
-    monkeypatch.setattr(executor.KernelExecutor, "bind", bound_anew)
+    monkeypatch.setattr(executor.FusedKernelExecutor, "bind", bound_anew)
     for got, expected in zip(evaluator.evaluate(inputs), want, strict=True):
         assert torch.equal(got, expected)
 
@@ -282,7 +282,7 @@ def _assert_alike(made: Plan, told: Plan) -> None:
     assert [*made.made] == [*told.made]
     for (a, op), (b, other) in zip(made.steps, told.steps, strict=True):
         assert op is other and type(a) is type(b)
-        if isinstance(a, Launch) and isinstance(b, Launch):
+        if isinstance(a, LaunchStep) and isinstance(b, LaunchStep):
             assert a.operands == b.operands and a.kernel.variant is b.kernel.variant
             launches = a.kernel.launch, b.kernel.launch
             for one in launches:

@@ -20,9 +20,9 @@ from hostir.evaluate import HostIrEvaluator
 from hostir.frame import Frame
 from hostir.ops import RANK, IfThenElse
 from hostir.plan import Plan
-from hostir.post import Buffer, Call, post
+from hostir.post import CommunicationCall, PostedBuffer, post
 from hostir.rehearsal import rehearse_plan
-from hostir.steps import Collective
+from hostir.steps import CollectiveStep
 from multidevice import Communicator, simulate
 from multidevice.backends.protocol import Post, Work
 from tests.fuzz import single
@@ -190,7 +190,7 @@ def test_what_is_bound_is_bound_after_the_first_run(monkeypatch: pytest.MonkeyPa
         flat = torch.frombuffer(memory, dtype=like.dtype)
         return flat.as_strided(like.shape, like.stride())
 
-    def bind(call: Call, inp: Buffer, out: Buffer) -> Post:
+    def bind(call: CommunicationCall, inp: PostedBuffer, out: PostedBuffer) -> Post:
         assert inp is not None and out is not None
         like_inp, like_out = torch.empty_like(inp), torch.empty_like(out)
         bound.append(call.rank)
@@ -208,7 +208,7 @@ def test_what_is_bound_is_bound_after_the_first_run(monkeypatch: pytest.MonkeyPa
         _check_layers(fd, n)
         assert fd.fec._latest is not None
         (plan,) = fd.fec._latest.known.plans.values()
-        kinds.add(sum(isinstance(step, Collective) for step, _ in plan.steps))
+        kinds.add(sum(isinstance(step, CollectiveStep) for step, _ in plan.steps))
 
     sizes = [5, 6, 3]
     _on_two_ranks(check, sizes)

@@ -11,8 +11,8 @@ from fuser.ir.fusion import Fusion
 from fuser.ir.mesh import DeviceMesh
 from fuser.ir.scalar import const
 from fuser.ir.types import ParallelType
-from hostir.post import POST, Call, flat, post
-from hostir.transfers import REDUCING, ROOTED, Communication, Order, RedOp, TeamOf
+from hostir.post import POST, CommunicationCall, flat, post
+from hostir.transfers import REDUCING, ROOTED, AxisOrder, Communication, RedOp, TeamOf
 from multidevice import Communicator, simulate
 from multidevice.backends.protocol import Backend
 
@@ -37,8 +37,10 @@ def _communication(kind: str, red_op: RedOp = "SUM") -> Communication:
     return op
 
 
-def _call(op: Communication, rank: int, team: tuple[int, ...], backend: Backend) -> Call:
-    return Call(op, rank, team, backend, -1 if op.root is None else team[1])
+def _call(
+    op: Communication, rank: int, team: tuple[int, ...], backend: Backend
+) -> CommunicationCall:
+    return CommunicationCall(op, rank, team, backend, -1 if op.root is None else team[1])
 
 
 def _inputs() -> list[torch.Tensor]:
@@ -110,7 +112,7 @@ def test_reductions(red_op: RedOp, torch_op: str) -> None:
 def test_permuted_shards_are_sent_in_their_declared_order() -> None:
     op = _communication("Allreduce")
     x = torch.randn(2, 3, 4).permute(2, 0, 1)
-    sent = flat(op, op.inp, x, Order((1, 2, 0), ()))
+    sent = flat(op, op.inp, x, AxisOrder((1, 2, 0), ()))
     assert sent.data_ptr() == x.data_ptr()
     assert sent.is_contiguous()
 
@@ -118,7 +120,7 @@ def test_permuted_shards_are_sent_in_their_declared_order() -> None:
 def test_an_expanded_axis_is_sent_once() -> None:
     op = _communication("Allreduce")
     x = torch.randn(2, 1, 4).expand(2, 5, 4)
-    assert torch.equal(flat(op, op.inp, x, Order(None, (1,))), x[:, :1])
+    assert torch.equal(flat(op, op.inp, x, AxisOrder(None, (1,))), x[:, :1])
 
 
 @pytest.mark.parametrize(

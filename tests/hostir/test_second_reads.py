@@ -12,7 +12,7 @@ from fuser import FusionDefinition, options
 from fuser.ir.tensor import TensorView
 from hostir.evaluate import HostIrEvaluator
 from hostir.parse import parse
-from hostir.second_reads import Reads, second_reads
+from hostir.second_reads import CacheReuse, second_reads
 
 H200 = ["schedules_for(h200)"]
 # More than a block keeps.
@@ -34,7 +34,7 @@ def column_sum(fd: FusionDefinition, x: TensorView) -> TensorView:
     return fd.ops.sum(x, [0])
 
 
-def reads_of(fd: FusionDefinition, x: torch.Tensor) -> dict[int, Reads]:
+def reads_of(fd: FusionDefinition, x: torch.Tensor) -> dict[int, CacheReuse]:
     return dict(second_reads(fd._executor_cache().program_for([x])))  # pyright: ignore[reportPrivateUsage]
 
 
@@ -79,7 +79,7 @@ def test_groups_that_read_again(monkeypatch: pytest.MonkeyPatch) -> None:
     x = torch.empty(ROWS, COLUMNS)
     found = reads_of(fd := defined(centred), x)
     (number,) = (tv.number for tv in fd.fusion.inputs if isinstance(tv, TensorView))
-    assert list(found.values()) == [Reads(frozenset({number})), Reads(is_second=True)]
+    assert list(found.values()) == [CacheReuse(frozenset({number})), CacheReuse(is_second=True)]
     assert reads_of(defined(column_sum), x) == {}
     # Few rows are one kernel.
     assert reads_of(defined(centred), x[:64]) == {}

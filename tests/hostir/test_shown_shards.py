@@ -38,7 +38,7 @@ from hostir.ops import RANK
 from hostir.race import find_races
 from hostir.transfers import Communication, Wait
 from multidevice.backends.shared_memory import SharedMemory
-from multidevice.backends.side_by_side import Place
+from multidevice.backends.side_by_side import MemoryLocation
 from multidevice.communicator import Communicator
 from tests import mpi_abort
 from tests.hostir.stream_programs import MAIN
@@ -154,7 +154,7 @@ def test_a_view_copies_nothing() -> None:
     memory = SharedMemory()
     shards = [memory.empty(mmap.PAGESIZE).fill_(k) for k in (1, 2, 3)]
     names = [memory.name_of(shards[k]) for k in (2, 0, 1)]
-    row = memory.row([Place(0, *name) for name in names if name], mmap.PAGESIZE)
+    row = memory.row([MemoryLocation(0, *name) for name in names if name], mmap.PAGESIZE)
     assert row.view(3, -1)[:, 0].tolist() == [3, 1, 2]
     shards[0].fill_(7)
     assert row.view(3, -1)[:, -1].tolist() == [3, 7, 2]

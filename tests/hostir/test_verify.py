@@ -23,7 +23,7 @@ from hostir.ranks import run_simulated
 from hostir.transfers import CollectivePermute, Communication, Wait
 from hostir.verify import verify
 from multidevice.communication import TeamOf
-from multidevice.mesh import DeviceMesh
+from multidevice.mesh import LocalDeviceMesh
 from tests.hostir.programs import CASES, build
 
 
@@ -165,7 +165,7 @@ def _dtypes(case: str) -> HostIrContainer:
     """A program whose last op writes halves as floats, or names them so."""
     hic = HostIrContainer()
     with hic:
-        mesh = DeviceMesh([0, 1])
+        mesh = LocalDeviceMesh([0, 1])
         x = hic.input([4, 8], DataType.Half, mesh=mesh)
         y = hic.tensor([4, 8], mesh=mesh)
         if case == "set":
@@ -248,7 +248,7 @@ def test_an_unknown_op_is_marked_with_a_suggestion(program: HostIrContainer) -> 
 def _passed_on(first: int) -> HostIrContainer:
     """A ring: step `first` copies the own slot, every other one gets the next slot from the next
     rank, which has had it since the step before."""
-    d, mesh, hic = 4, DeviceMesh(range(4)), HostIrContainer()
+    d, mesh, hic = 4, LocalDeviceMesh(range(4)), HostIrContainer()
     team = TeamOf(mesh, (ParallelType.mesh_x,))
     with hic:
         x = hic.input([d, 3], mesh=mesh)

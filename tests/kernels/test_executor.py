@@ -15,7 +15,7 @@ from fuser.ir.fusion import Fusion
 from fuser.ir.guard import FusionGuard
 from fuser.ir.layout_class import layout_of
 from fuser.ir.tensor import TensorView
-from fuser.kernels.executor import MAX_VARIANTS, KernelExecutor, compile_many
+from fuser.kernels.executor import MAX_VARIANTS, FusedKernelExecutor, compile_many
 from fuser.runtime import compilations
 from fuser.runtime.simt import CheckedCpuKernel
 from fuser.schedule import pointwise
@@ -213,7 +213,7 @@ def test_scalar_inputs_may_change_at_every_call() -> None:
         fusion.add_input(x)
         fusion.add_input(shift)
         fusion.add_output(ops.add(ops.mul(x, scale), shift))  # pyright: ignore[reportArgumentType]
-    executor = KernelExecutor(fusion, scheduler="pointwise", name="scalars")
+    executor = FusedKernelExecutor(fusion, scheduler="pointwise", name="scalars")
     given, out = random((10,), torch.float32), torch.empty(10)
     for a, b in ((2.0, 3), (0.5, -1), (float("inf"), 0)):
         executor.run([a, given, b], [out], sizes={})
@@ -251,7 +251,7 @@ def test_many_kernels_compile_together() -> None:
     requests = []
     for k in range(6):
         fusion = define(lambda x, k=k: ops.add(ops.mul(x, float(k)), 11.5), (None, None))
-        executor = KernelExecutor(fusion, scheduler="pointwise", name=f"many{k}")
+        executor = FusedKernelExecutor(fusion, scheduler="pointwise", name=f"many{k}")
         meta = torch.empty(4, 6, device="meta")
         requests.append((executor, [meta], [meta], sizes_of(fusion, (4, 6))))
     assert compile_many(requests, device="cpu") == 6
@@ -291,7 +291,7 @@ def test_layout_classes(
 def test_small_inputs_take_the_kernel_of_a_nearby_size() -> None:
     """Rows of 14 and of 10 vectors want other parameters; compiling for them would not pay."""
     fusion = define(lambda x: ops.sum(x, dim=1), (None, None))
-    executor = KernelExecutor(fusion, scheduler="reduction", name="kernel", device=H200)
+    executor = FusedKernelExecutor(fusion, scheduler="reduction", name="kernel", device=H200)
 
     def params(rows: int, cols: int) -> str:
         tensors = [torch.empty(rows, cols, device="meta"), torch.empty(rows, device="meta")]
@@ -314,10 +314,10 @@ def test_a_column_sum_of_megabytes_gets_the_blocks_that_it_wants() -> None:
     """In one definition, as for equal ones: a kernel whose blocks do not split the rows takes
     nearly twice as long for 25 MB."""
     fusion = define(lambda x: ops.sum(x, dim=0), (None, None))
-    executor = KernelExecutor(fusion, scheduler="reduction", name="kernel", device=H200)
-    alone = KernelExecutor(fusion, scheduler="reduction", name="kernel", device=H200)
+    executor = FusedKernelExecutor(fusion, scheduler="reduction", name="kernel", device=H200)
+    alone = FusedKernelExecutor(fusion, scheduler="reduction", name="kernel", device=H200)
 
-    def params(executor: KernelExecutor, rows: int, cols: int) -> str:
+    def params(executor: FusedKernelExecutor, rows: int, cols: int) -> str:
         tensors = [torch.empty(rows, cols, device="meta"), torch.empty(cols, device="meta")]
         launch = executor.bind(tensors[:1], tensors[1:], sizes=sizes_of(fusion, (rows, cols)))
         assert launch is not None

@@ -14,7 +14,7 @@ from fuser.ir.fusion import Fusion
 from fuser.ir.guard import FusionGuard
 from fuser.ir.tensor import TensorView
 from fuser.ir.types import ParallelType
-from fuser.kernels.executor import KernelExecutor
+from fuser.kernels.executor import FusedKernelExecutor
 from fuser.ops.define import define_tensor
 
 Build = Callable[[TensorView, TensorView], object]
@@ -50,7 +50,7 @@ def test_one_block_is_written_and_the_others_stay(
 ) -> None:
     build, meaning = CASES[name]
     fusion = streamed(build, shape, count)
-    executor = KernelExecutor(fusion, scheduler="user", name="step", checked=True)
+    executor = FusedKernelExecutor(fusion, scheduler="user", name="step", checked=True)
     x, y = torch.randn(rows, 4), torch.randn(rows, 4)
     sizes = {s: int(v) for s, v in bind_inputs(fusion, [x, y]).items()}
     want = meaning(x.double(), y.double()).float()
@@ -67,7 +67,7 @@ def test_one_block_is_written_and_the_others_stay(
 
 def test_a_step_that_the_stream_does_not_have_is_refused() -> None:
     fusion = streamed(ops.add, [6, 4], 3)
-    executor = KernelExecutor(fusion, scheduler="user", name="step", checked=True)
+    executor = FusedKernelExecutor(fusion, scheduler="user", name="step", checked=True)
     x, out = torch.randn(6, 4), torch.zeros(6, 4)
     for given in ([x, x, 3], [x, x, -1], [x, x]):
         with pytest.raises(InputError, match="the step of a stream of 3"):

@@ -13,7 +13,7 @@ from fuser.device import H200
 from fuser.ir.dtypes import DataType
 from fuser.kernels import trial
 from fuser.kernels.operands import address
-from fuser.kernels.trial import Candidate, Scratch, is_launchable
+from fuser.kernels.trial import Scratch, TuningCandidate, is_launchable
 from fuser.runtime.launch import BoundLaunch
 from tests.schedule.programs import define
 
@@ -124,6 +124,6 @@ def test_what_a_device_takes(
 def test_a_race_has_three_rounds_at_least() -> None:
     launch: Any = None
     for budget, rounds in ((0.0, 3), (100.0, 8)):
-        candidate = Candidate(None, launch, launch, [], [], [9.0])
+        candidate = TuningCandidate(None, launch, launch, [], [], [9.0])
         trial.race([candidate], lambda run: 1.0, 8, budget)
         assert candidate.seconds == [1.0] * rounds

@@ -9,7 +9,7 @@ import sys
 import pytest
 
 from fuser.errors import CommunicationError
-from multidevice.launch import ALONE, Launch, read_launch, store_address
+from multidevice.launch import ALONE, LauncherInfo, read_launch, store_address
 from tests import mpi_abort
 from tests.limits import HANG_S
 
@@ -51,19 +51,19 @@ def _set(monkeypatch: pytest.MonkeyPatch, *tables: dict[str, str], **extra: str)
     ("tables", "expected"),
     [
         ([], ALONE),
-        ([OMPI], Launch("mpi", 3, 8, 1, 4)),
-        ([MPICH], Launch("mpi", 1, 4, 1, 4)),
-        ([TORCHRUN], Launch("torchrun", 2, 4, 0, 2)),
-        ([SLURM], Launch("slurm", 5, 6, 2, 3)),
-        ([SLURM, OMPI], Launch("mpi", 3, 8, 1, 4)),
-        ([TORCHRUN, MPICH], Launch("mpi", 1, 4, 1, 4)),
-        ([TORCHRUN, MPICH, {"TORCHELASTIC_RUN_ID": "x"}], Launch("torchrun", 2, 4, 0, 2)),
-        ([{"PMI_RANK": "1", "PMI_SIZE": "2"}], Launch("mpi", 1, 2, -1, -1)),
+        ([OMPI], LauncherInfo("mpi", 3, 8, 1, 4)),
+        ([MPICH], LauncherInfo("mpi", 1, 4, 1, 4)),
+        ([TORCHRUN], LauncherInfo("torchrun", 2, 4, 0, 2)),
+        ([SLURM], LauncherInfo("slurm", 5, 6, 2, 3)),
+        ([SLURM, OMPI], LauncherInfo("mpi", 3, 8, 1, 4)),
+        ([TORCHRUN, MPICH], LauncherInfo("mpi", 1, 4, 1, 4)),
+        ([TORCHRUN, MPICH, {"TORCHELASTIC_RUN_ID": "x"}], LauncherInfo("torchrun", 2, 4, 0, 2)),
+        ([{"PMI_RANK": "1", "PMI_SIZE": "2"}], LauncherInfo("mpi", 1, 2, -1, -1)),
         ([MPICH, {"NVFUSER_DISABLE": "multidevice"}], ALONE),
     ],
 )
 def test_launchers(
-    monkeypatch: pytest.MonkeyPatch, tables: list[dict[str, str]], expected: Launch
+    monkeypatch: pytest.MonkeyPatch, tables: list[dict[str, str]], expected: LauncherInfo
 ) -> None:
     _set(monkeypatch, *tables)
     assert read_launch() == expected
@@ -95,7 +95,7 @@ def test_a_slurm_batch_script_is_no_rank(monkeypatch: pytest.MonkeyPatch) -> Non
 def test_the_store_never_takes_the_port_of_the_default_group(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    launch = Launch("torchrun", 0, 2, 0, 2)
+    launch = LauncherInfo("torchrun", 0, 2, 0, 2)
     assert store_address(launch) == ("127.0.0.1", 29542)
     _set(monkeypatch, MASTER_ADDR="host", MASTER_PORT="65530")
     assert store_address(launch) == ("host", 65488)
@@ -105,7 +105,7 @@ def test_the_store_never_takes_the_port_of_the_default_group(
 
 def test_several_hosts_need_an_address() -> None:
     with pytest.raises(CommunicationError, match="FUSER_MASTER_ADDR"):
-        store_address(Launch("slurm", 0, 4, 0, 2))
+        store_address(LauncherInfo("slurm", 0, 4, 0, 2))
 
 
 @pytest.mark.skipif(mpi_abort.world_size() > 1, reason="starts a process without a launcher")

@@ -18,7 +18,7 @@ from fuser.errors import CommunicationError, UnsupportedError
 from multidevice.backends.cuda_calls import CudaCalls
 from multidevice.backends.files import let_files_be_taken
 from multidevice.backends.gpu_shards import GpuShards
-from multidevice.backends.side_by_side import Place, side_by_side
+from multidevice.backends.side_by_side import MemoryLocation, side_by_side
 from tests.limits import HANG_S
 from tests.multidevice.watched_driver import CPU, GPU, UNIT, Driver, driver
 
@@ -29,10 +29,10 @@ def shards_on(driver: Driver) -> GpuShards:
     return GpuShards(GPU, CudaCalls(), driver.hooks)
 
 
-def place_of(shards: GpuShards, tensor: torch.Tensor, rank: int = 0) -> Place:
+def place_of(shards: GpuShards, tensor: torch.Tensor, rank: int = 0) -> MemoryLocation:
     found = shards.name_of(tensor)
     assert found is not None
-    return Place(rank, *found)
+    return MemoryLocation(rank, *found)
 
 
 def test_a_row_copies_nothing(driver: Driver) -> None:
@@ -132,8 +132,8 @@ def test_a_mapping_that_fails_leaves_nothing(driver: Driver) -> None:
     before = dict(driver.reserved)
     driver.refuses = "cuMemSetAccess"
     with pytest.raises(UnsupportedError, match=r"ranks 0, 1 .*REFUSED.*Allgather"):
-        shards.row([place, Place(1, place.name, 0)], UNIT)
-    gone = Place(1, (2**22 + 1, *place.name[1:]), 0)
+        shards.row([place, MemoryLocation(1, place.name, 0)], UNIT)
+    gone = MemoryLocation(1, (2**22 + 1, *place.name[1:]), 0)
     with pytest.raises(CommunicationError, match="rank 1's memory cannot be mapped"):
         shards.row([place, gone], UNIT)
     assert driver.reserved == before and not driver.handles

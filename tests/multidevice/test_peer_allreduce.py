@@ -16,7 +16,7 @@ import torch
 
 from fuser.errors import CommunicationTimeout
 from multidevice import Communicator
-from multidevice.backends.base import Call
+from multidevice.backends.base import CollectiveCall
 from multidevice.backends.launch_order import LaunchOrder
 from multidevice.backends.peer_allreduce import AllreduceKernels
 from multidevice.backends.protocol import RED_OPS, RedOp, Team
@@ -63,11 +63,13 @@ def kernels(comm: Communicator) -> Iterator[AllreduceKernels]:
         del entered[key]
 
 
-def call_of(comm: Communicator, inp: torch.Tensor, op: RedOp, team: Team) -> Call:
+def call_of(comm: Communicator, inp: torch.Tensor, op: RedOp, team: Team) -> CollectiveCall:
     out, index = torch.zeros_like(inp), team.index(comm.rank())
     key = Calls("kernels", team)
     seq = comm._control.ledger.enter(key)
-    return Call("allreduce", team, index, out, inp, op, None, None, key, seq, where="model.py:3")
+    return CollectiveCall(
+        "allreduce", team, index, out, inp, op, None, None, key, seq, where="model.py:3"
+    )
 
 
 @needs_ranks

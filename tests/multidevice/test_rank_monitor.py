@@ -21,7 +21,7 @@ from multidevice import board as boards
 from multidevice import rank_monitor
 from multidevice.board import Board
 from multidevice.page import LINE_NBYTES
-from multidevice.rank_monitor import LEFT, SAID_WHY, End, Page
+from multidevice.rank_monitor import LEFT, SAID_WHY, End, MonitoredPage
 from multidevice.waiting import Calls, Need
 from tests import mpi_abort
 from tests.limits import HANG_S
@@ -201,7 +201,7 @@ class Jobs:
         """Returns rank and signal of those that the monitor tells."""
         size = len(self.boards)
         watched = {fd: rank for rank, fd in enumerate(self.fds[:size])}
-        page = Page(self.memory, size)
+        page = MonitoredPage(self.memory, size)
         ends = rank_monitor.watch(self.events, watched, self.fds[-2], self.fds[-1], page)
         return [(end.rank, end.signal) for end in rank_monitor.killed_first(ends, size)]
 
@@ -314,7 +314,7 @@ def test_monitor_when_all_ranks_end_by_a_signal_that_was_passed_on_is_silent() -
 def test_monitor_says_what_is_known() -> None:
     memory = mmap.mmap(-1, boards.nbytes_of(2) + LINE_NBYTES)
     first, second = (Board(memory, rank, 2) for rank in range(2))
-    page, pid = Page(memory, 2), os.getpid()
+    page, pid = MonitoredPage(memory, 2), os.getpid()
 
     def line(status: int | None, oom_count: int = 0) -> str:
         return rank_monitor.sentence(End(1, pid, status), page, oom_count)

@@ -19,7 +19,7 @@ from fuser.ir.parse import parse_fusion
 from fuser.ir.tensor import TensorView
 from fuser.ir.text import fusion_text
 from fuser.ir.types import ParallelType
-from fuser.kernels.executor import KernelExecutor
+from fuser.kernels.executor import FusedKernelExecutor
 from fuser.schedule.registry import find_scheduler
 from multidevice import sharding
 from multidevice.communication import communication_type, is_device_to_stream, is_exchange
@@ -524,7 +524,9 @@ def test_a_generated_kernel_computes_one_block(
     stepping = stream_axis(out)
     assert stepping is not None
     executors = {
-        block: KernelExecutor(local, scheduler=find_scheduler(local) or "", name=f"kernel_{block}")
+        block: FusedKernelExecutor(
+            local, scheduler=find_scheduler(local) or "", name=f"kernel_{block}"
+        )
         for block in BLOCKS
         for local in [localize(kernel.kernel, block)[0]]
     }

@@ -198,7 +198,7 @@ def use(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Kernels]:
         made = Kernels()
         monkeypatch.setattr(attention_kernels, "Calls", made)
         monkeypatch.setattr(attention_kernels, "CUDA_DEVICES", ("cpu",))
-        machine = attention_kernels.Machine("cpu", *kind)
+        machine = attention_kernels.DeviceKind("cpu", *kind)
         monkeypatch.setattr(attention_kernels, "machine_of", lambda device: machine)
         return made
 
@@ -408,10 +408,10 @@ def test_the_kernel_that_a_call_takes(
 
 def facts_of(
     kind: tuple[tuple[int, int], int], shape: tuple[int, ...], **how: Any
-) -> attention_kernels.Facts:
+) -> attention_kernels.AttentionCase:
     named: dict[str, Any] = dict(zip(("n", "h", "groups", "l", "s", "e", "v"), shape, strict=True))
     named |= {"dtype": BF16, "added": None, "dropout_p": 0.0, "is_causal": False} | how
-    return attention_kernels.Facts(attention_kernels.Machine("cuda", *kind), **named)
+    return attention_kernels.AttentionCase(attention_kernels.DeviceKind("cuda", *kind), **named)
 
 
 def test_deterministic_gradients_are_not_cudnns() -> None:

@@ -14,7 +14,7 @@ from fuser.errors import DefinitionError, InputError, ParseError
 from fuser.ir import scalar as sc
 from fuser.ir.axis_graph import mapped_axes
 from fuser.ir.binding import bind_inputs
-from fuser.ir.domain import Merge, Split
+from fuser.ir.domain import MergeTransform, SplitTransform
 from fuser.ir.fusion import Fusion
 from fuser.ir.guard import FusionGuard
 from fuser.ir.nodes import ReshapeOp
@@ -90,10 +90,10 @@ def check_transforms(fusion: Fusion, values: dict[Symbol, Number]) -> None:
         for t in tv.domain.transforms:
             sizes = {k: n(a.size) for k, a in tv.domain.axes.items()}
             match t:
-                case Split():
+                case SplitTransform():
                     assert n(t.factor) == sizes[t.inner]
                     assert sizes[t.outer] * sizes[t.inner] == sizes[t.inp]
-                case Merge():
+                case MergeTransform():
                     assert sizes[t.outer] * sizes[t.inner] == sizes[t.out]
                 case _:
                     raise AssertionError(t)

@@ -15,7 +15,7 @@ from fuser.ir.guard import FusionGuard
 from fuser.ir.mesh import DeviceMesh
 from fuser.ir.tensor import TensorView
 from fuser.ir.verify import verify_fusion
-from fuser.kernels.executor import KernelExecutor
+from fuser.kernels.executor import FusedKernelExecutor
 from fuser.ops.define import define_tensor
 from fuser.passes.view_first import view_first
 from fuser.schedule.reduction_params import ReductionParams
@@ -143,14 +143,14 @@ def test_statistics_of_group_norm_read_rows_in_order_and_in_words(
     dtype: torch.dtype, casts_first: bool, fixed: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     made: list[object] = []
-    lower = KernelExecutor._lower_alone
+    lower = FusedKernelExecutor._lower_alone
 
-    def noted(self: KernelExecutor, *args: Any, **named: Any) -> Any:
+    def noted(self: FusedKernelExecutor, *args: Any, **named: Any) -> Any:
         variant = lower(self, *args, **named)
         made.append(variant.params)
         return variant
 
-    monkeypatch.setattr(KernelExecutor, "_lower_alone", noted)
+    monkeypatch.setattr(FusedKernelExecutor, "_lower_alone", noted)
     # Programs of equal definitions share kernels: each case has a shape of its own.
     x = torch.randn(2, 32, 28 if fixed else 32, 44 if casts_first else 52).to(dtype)
     with FusionDefinition() as fd:

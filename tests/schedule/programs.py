@@ -13,7 +13,7 @@ from fuser.ir.fusion import Fusion
 from fuser.ir.guard import FusionGuard
 from fuser.ir.scalar import Symbol
 from fuser.ir.tensor import TensorView
-from fuser.kernels.executor import KernelExecutor
+from fuser.kernels.executor import FusedKernelExecutor
 from fuser.schedule import find_scheduler, rejections
 from fuser.schedule.facts import Facts
 
@@ -88,18 +88,18 @@ def domains(fusion: Fusion) -> dict[str, str]:
 
 def make_executor(
     fusion: Fusion, device: str = "cpu", *, checked: bool | None = None
-) -> KernelExecutor:
+) -> FusedKernelExecutor:
     """Return an executor on CPU tensors with the schedules of `device`."""
     name = find_scheduler(fusion)
     assert name is not None, rejections(fusion)
     check = device != "cpu" if checked is None else checked
-    return KernelExecutor(
+    return FusedKernelExecutor(
         fusion, scheduler=name, name=f"test_{name}", device=DEVICES[device], checked=check
     )
 
 
 def run(
-    executor: KernelExecutor, inputs: Sequence[torch.Tensor], shapes: Sequence[Sequence[int]]
+    executor: FusedKernelExecutor, inputs: Sequence[torch.Tensor], shapes: Sequence[Sequence[int]]
 ) -> list[torch.Tensor]:
     """Run on inputs; outputs are allocated densely, one element along expanded axes, with a pattern
     that no result has."""

@@ -10,7 +10,7 @@ from pytest import fixture, mark
 
 from fuser.device import CPU
 from fuser.ir.dtypes import DataType, to_torch
-from fuser.kernels.executor import KernelExecutor, compile_many
+from fuser.kernels.executor import FusedKernelExecutor, compile_many
 from tests.ops.op_cases import CASES, LAYOUTS, OpCase, widened
 from tests.schedule.programs import sizes_of
 
@@ -35,12 +35,12 @@ def other_layouts(number: int) -> list[str]:
 
 
 @fixture(scope="module")
-def executors() -> dict[str, KernelExecutor]:
-    made: dict[str, KernelExecutor] = {}
+def executors() -> dict[str, FusedKernelExecutor]:
+    made: dict[str, FusedKernelExecutor] = {}
     requests = []
     for number, case in enumerate(CASES):
         fusion = case.define(2)
-        executor = KernelExecutor(fusion, scheduler="pointwise", name="op", device=CPU)
+        executor = FusedKernelExecutor(fusion, scheduler="pointwise", name="op", device=CPU)
         made[case.id] = executor
         others = [(OTHER, layout) for layout in other_layouts(number)]
         for shape, layout in [(CONTIGUOUS[0], "contiguous"), *others]:
@@ -80,7 +80,7 @@ def check_out(case: OpCase, out: torch.Tensor, expected: torch.Tensor, what: str
 
 
 @mark.parametrize("number", range(len(CASES)), ids=[case.id for case in CASES])
-def test_op(number: int, executors: dict[str, KernelExecutor]) -> None:
+def test_op(number: int, executors: dict[str, FusedKernelExecutor]) -> None:
     case: OpCase = CASES[number]
     executor = executors[case.id]
     runs = [(shape, "contiguous") for shape in CONTIGUOUS]
@@ -99,7 +99,7 @@ def test_op(number: int, executors: dict[str, KernelExecutor]) -> None:
 def test_odd_functions_keep_the_sign_of_zero(name: str) -> None:
     case = next(c for c in CASES if c.name == name and c.result is DataType.Float)
     fusion = case.define(1)
-    executor = KernelExecutor(fusion, scheduler="pointwise", name="op", device=CPU)
+    executor = FusedKernelExecutor(fusion, scheduler="pointwise", name="op", device=CPU)
     x = torch.tensor([0.0, -0.0])
     out = torch.ones(2)
     executor.run([x], [out], sizes=sizes_of(fusion, (2,)))

@@ -11,7 +11,7 @@ from fuser import FusionDefinition, PythonProfiler, ops
 from fuser.device import H200, DeviceInfo
 from fuser.ir.dtypes import DataType, from_torch
 from fuser.ir.tensor import TensorView
-from fuser.kernels.executor import KernelExecutor
+from fuser.kernels.executor import FusedKernelExecutor
 from fuser.record import replace
 from fuser.runtime.cpu_kernel import CheckedCpuKernel
 from fuser.schedule import cluster_persistent, inner_persistent_params, scheduler
@@ -33,12 +33,12 @@ def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def executor_for(
     build: Build, inputs: Sequence[torch.Tensor], device: DeviceInfo = SMALL
-) -> KernelExecutor:
+) -> FusedKernelExecutor:
     dtypes = [from_torch(t.dtype) for t in inputs]
     fusion = define(build, *([None] * t.dim() for t in inputs), dtype=dtypes)
     name = "cluster_persistent"
     assert scheduler(name).accepts(fusion) is None
-    return KernelExecutor(fusion, scheduler=name, name="rows", device=device, checked=True)
+    return FusedKernelExecutor(fusion, scheduler=name, name="rows", device=device, checked=True)
 
 
 def check(

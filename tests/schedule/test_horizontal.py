@@ -12,7 +12,7 @@ from fuser import DataType, FusionDefinition, ParallelType, PythonProfiler, mult
 from fuser.device import CPU, H200, DeviceInfo
 from fuser.ir.fusion import Fusion
 from fuser.ir.tensor import TensorView
-from fuser.kernels.executor import KernelExecutor
+from fuser.kernels.executor import FusedKernelExecutor
 from fuser.schedule import horizontal, pointwise, scheduler
 from fuser.schedule.horizontal import HorizontalParams
 from fuser.schedule.pointwise import PointwiseParams
@@ -39,10 +39,12 @@ def rows_and_all_of_torch(x: torch.Tensor, y: torch.Tensor) -> list[torch.Tensor
 
 def executor_of(
     build: Build, *shapes: Sequence[int | None], device: DeviceInfo = H200
-) -> KernelExecutor:
+) -> FusedKernelExecutor:
     fusion = define(build, *shapes)
     assert horizontal.accepts(fusion) is None
-    return KernelExecutor(fusion, scheduler="horizontal", name="all", device=device, checked=True)
+    return FusedKernelExecutor(
+        fusion, scheduler="horizontal", name="all", device=device, checked=True
+    )
 
 
 @pytest.mark.parametrize("device", [CPU, H200], ids=lambda d: d.name)

@@ -16,7 +16,7 @@ from fuser.device import H200, MAX_GRID, DeviceInfo
 from fuser.errors import DefinitionError
 from fuser.ir.dtypes import from_torch
 from fuser.ir.tensor import TensorView
-from fuser.kernels.executor import KernelExecutor
+from fuser.kernels.executor import FusedKernelExecutor
 from fuser.record import replace
 from fuser.schedule import find_scheduler
 from tests.schedule.programs import define, random, run, sizes_of
@@ -100,14 +100,14 @@ CASES = {
 def _launches(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[int, ...]]]:
     """Collect the grids of all launches."""
     found: list[tuple[int, ...]] = []
-    bind_to = KernelExecutor._bind_to
+    bind_to = FusedKernelExecutor._bind_to
 
-    def noted(self: KernelExecutor, *args: Any, **named: Any) -> Any:
+    def noted(self: FusedKernelExecutor, *args: Any, **named: Any) -> Any:
         record = bind_to(self, *args, **named)
         found.append(record[1].grid)
         return record
 
-    monkeypatch.setattr(KernelExecutor, "_bind_to", noted)
+    monkeypatch.setattr(FusedKernelExecutor, "_bind_to", noted)
     yield found
 
 
@@ -115,17 +115,19 @@ def _is_inside(grid: Sequence[int], limits: Sequence[int]) -> bool:
     return all(n <= most for n, most in zip(grid, limits, strict=True))
 
 
-def _executor(case: Case, device: DeviceInfo, dtype: torch.dtype, *, fixed: bool) -> KernelExecutor:
+def _executor(
+    case: Case, device: DeviceInfo, dtype: torch.dtype, *, fixed: bool
+) -> FusedKernelExecutor:
     kinds = [shape if fixed else [None] * len(shape) for shape in case.shapes]
     fusion = define(case.build, *kinds, dtype=from_torch(dtype))
     name = "horizontal" if case.scheduler == "horizontal" else find_scheduler(fusion)
     assert name == case.scheduler
-    return KernelExecutor(
+    return FusedKernelExecutor(
         fusion, scheduler=case.scheduler, name="kernel", device=device, checked=True
     )
 
 
-def _check(executor: KernelExecutor, case: Case, shapes: Sequence[Sequence[int]]) -> None:
+def _check(executor: FusedKernelExecutor, case: Case, shapes: Sequence[Sequence[int]]) -> None:
     inputs = [random(shape, torch.float32, seed) for seed, shape in enumerate(shapes)]
     expected = case.torch_form(*(t.double() for t in inputs))
     wanted = [expected] if isinstance(expected, torch.Tensor) else list(expected)
@@ -198,10 +200,12 @@ def test_launch_of_a_huge_tensor_is_inside_the_limits(
     kinds = [shape if fixed else [None] * len(shape) for shape in shapes]
     fusion = define(build, *kinds, dtype=from_torch(dtype))
     scheduler = find_scheduler(fusion) or "horizontal"
-    _assert_inside(KernelExecutor(fusion, scheduler=scheduler, name="kernel", device=H200), shapes)
+    _assert_inside(
+        FusedKernelExecutor(fusion, scheduler=scheduler, name="kernel", device=H200), shapes
+    )
 
 
-def _assert_inside(executor: KernelExecutor, shapes: Sequence[Sequence[int]]) -> None:
+def _assert_inside(executor: FusedKernelExecutor, shapes: Sequence[Sequence[int]]) -> None:
     """Bind tensors without contents, and look at the launch."""
     fusion = executor.fusion
     sizes = sizes_of(fusion, *shapes)
@@ -249,7 +253,7 @@ def test_launch_of_any_shape_is_inside_the_limits(seed: int) -> None:
     fusion = define(build, kind, dtype=DataType.BFloat16)
     scheduler = find_scheduler(fusion)
     assert scheduler is not None
-    executor = KernelExecutor(fusion, scheduler=scheduler, name="kernel", device=H200)
+    executor = FusedKernelExecutor(fusion, scheduler=scheduler, name="kernel", device=H200)
     _assert_inside(executor, [shape])
 
 

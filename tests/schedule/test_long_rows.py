@@ -12,7 +12,7 @@ from fuser import ops
 from fuser.device import H200
 from fuser.ir.dtypes import DataType
 from fuser.ir.tensor import TensorView
-from fuser.kernels.executor import KernelExecutor
+from fuser.kernels.executor import FusedKernelExecutor
 from tests.schedule.programs import Build, define, scheduled, sizes_of
 from tests.schedule.test_inner_persistent import back_to, softmax, wide
 from tests.schedule.test_numeric import check
@@ -25,7 +25,7 @@ LONG = 1 << 18
 def kernel_text(build: Build, shape: tuple[int, int], outputs: Sequence[Sequence[int]]) -> str:
     """Return the text of the kernel for rows of bfloat16 and one target each."""
     fusion = define(build, [None, None], [None], dtype=[BF16, DataType.Int])
-    executor = KernelExecutor(fusion, scheduler="inner_persistent", name="rows", device=H200)
+    executor = FusedKernelExecutor(fusion, scheduler="inner_persistent", name="rows", device=H200)
     x, t = torch.empty(shape, dtype=torch.bfloat16), torch.empty(shape[0], dtype=torch.int64)
     types = {DataType.Float: torch.float32, BF16: torch.bfloat16}
     outs = [

@@ -13,7 +13,7 @@ from fuser import ops
 from fuser.device import H200
 from fuser.ir.dtypes import DataType, from_torch
 from fuser.ir.tensor import TensorView
-from fuser.kernels.executor import KernelExecutor
+from fuser.kernels.executor import FusedKernelExecutor
 from fuser.schedule.facts import Facts
 from fuser.schedule.reduction_params import ReductionParams
 from tests.lower.build import P
@@ -111,7 +111,7 @@ def test_short_rows_fill_blocks_together() -> None:
 # ------------------------------------------------------------------ text
 def text_of(rows: int | None, *, rows_now: int = 4) -> str:
     fusion = define(sum_of_rows(BF16), (rows, None, None), dtype=BF16)
-    executor = KernelExecutor(fusion, scheduler="reduction", name="sum_of_rows", device=H200)
+    executor = FusedKernelExecutor(fusion, scheduler="reduction", name="sum_of_rows", device=H200)
     x = torch.empty((rows_now, 2048, 8192), dtype=torch.bfloat16, device="meta")
     sizes = sizes_of(fusion, x.shape)
     launch = executor.launch_for([x], [x[0]], sizes=sizes, device=torch.device("cpu"))
@@ -137,10 +137,14 @@ def test_steps_in_a_loop_leave_registers_for_all_loads() -> None:
 
 
 # ------------------------------------------------------------------ numbers
-def executor_of(build: Build, *inputs: torch.Tensor, rows: int | None = None) -> KernelExecutor:
+def executor_of(
+    build: Build, *inputs: torch.Tensor, rows: int | None = None
+) -> FusedKernelExecutor:
     shapes = [(rows, *[None] * (x.dim() - 1)) for x in inputs]
     fusion = define(build, *shapes, dtype=from_torch(inputs[0].dtype))
-    return KernelExecutor(fusion, scheduler="reduction", name="few_rows", device=ONE, checked=True)
+    return FusedKernelExecutor(
+        fusion, scheduler="reduction", name="few_rows", device=ONE, checked=True
+    )
 
 
 def check(
@@ -216,7 +220,9 @@ def test_what_surrounds_the_sum() -> None:
         return ops.cast(ops.add(ops.relu(total), b), BF16)
 
     fusion = define(build, x.shape, y.shape, b.shape, dtype=BF16)
-    executor = KernelExecutor(fusion, scheduler="reduction", name="k", device=ONE, checked=True)
+    executor = FusedKernelExecutor(
+        fusion, scheduler="reduction", name="k", device=ONE, checked=True
+    )
     (got,) = run(executor, [x, y, b], [b.shape])
     want = ((x.double() + b.double()) * y.double()).sum(0).relu() + b.double()
     torch.testing.assert_close(got.double(), want, rtol=1e-2, atol=1e-1)

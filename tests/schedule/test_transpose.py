@@ -25,7 +25,7 @@ from fuser.ir.parse import parse_fusion
 from fuser.ir.tensor import TensorView
 from fuser.ir.text import fusion_text
 from fuser.ir.verify import verify_fusion
-from fuser.kernels.executor import KernelExecutor
+from fuser.kernels.executor import FusedKernelExecutor
 from fuser.record import replace
 from fuser.schedule import find_scheduler, rejections, scheduler
 from fuser.schedule.facts import Facts
@@ -40,14 +40,16 @@ def turned(x: TensorView, order: Sequence[int]) -> TensorView:
     return ops.permute(x, list(order))
 
 
-def forced(fusion: Fusion, params: TransposeParams) -> KernelExecutor:
+def forced(fusion: Fusion, params: TransposeParams) -> FusedKernelExecutor:
     """Return an executor in checked mode whose tile does not depend on sizes."""
-    made = KernelExecutor(fusion, scheduler="transpose", name="tile", device=H200, checked=True)
+    made = FusedKernelExecutor(
+        fusion, scheduler="transpose", name="tile", device=H200, checked=True
+    )
     made.scheduler = replace(made.scheduler, chooser=lambda fusion, device: lambda facts: params)
     return made
 
 
-def launched(executor: KernelExecutor) -> object:
+def launched(executor: FusedKernelExecutor) -> object:
     """Return the parameters of the variant that was compiled."""
     (variant,) = [v for v in executor.variants if v.compiled is not None]
     return variant.params
@@ -60,7 +62,7 @@ def check(
     params: TransposeParams,
     *,
     shapes: Sequence[Sequence[int | None]] | None = None,
-) -> KernelExecutor:
+) -> FusedKernelExecutor:
     """Run with these parameters, and find the wanted bits."""
     given = shapes or [[None if n > 1 else 1 for n in t.shape] for t in inputs]
     fusion = define(build, *given, dtype=from_torch(inputs[0].dtype))
@@ -283,7 +285,7 @@ def test_layouts_that_come(name: str) -> None:
     x, tile = LAYOUTS[name]
     fusion = define(lambda t: ops.neg(turned(t, (1, 0))), (None, None))
     small = replace(H200, sm_count=3)
-    executor = KernelExecutor(
+    executor = FusedKernelExecutor(
         fusion, scheduler="transpose", name="tile", device=small, checked=True
     )
     (out,) = run(executor, [x], [x.t().shape])
@@ -296,7 +298,9 @@ def test_a_pointwise_kernel_of_turned_tensors_takes_a_tile() -> None:
     """Declared in one order, it gets them in two."""
     fusion = define(lambda x, y: ops.add(x, y), (None, None), (None, None))
     assert find_scheduler(fusion) == "pointwise"
-    executor = KernelExecutor(fusion, scheduler="pointwise", name="sum", device=H200, checked=True)
+    executor = FusedKernelExecutor(
+        fusion, scheduler="pointwise", name="sum", device=H200, checked=True
+    )
     x, y = random((1024, 512), torch.float32), random((512, 1024), torch.float32, 1).t()
     (out,) = run(executor, [x, y], [x.shape])
     assert torch.equal(out, x + y)
@@ -434,7 +438,9 @@ def test_the_cpu_has_plain_loops() -> None:
 def test_sizes_of_one_kernel_with_and_without_a_tile() -> None:
     """Small inputs reuse kernels of nearby sizes where these are alike: a tile is like no loop."""
     fusion = define(lambda x: ops.neg(turned(x, (1, 0))), (None, None))
-    executor = KernelExecutor(fusion, scheduler="transpose", name="tile", device=H200, checked=True)
+    executor = FusedKernelExecutor(
+        fusion, scheduler="transpose", name="tile", device=H200, checked=True
+    )
     for shape in ((512, 512), (508, 512), (12, 8), (512, 509), (3, 1024), (509, 517)):
         x = random(shape, torch.float32)
         (out,) = run(executor, [x], [shape[::-1]])
