@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from fuser import DataType, FusionDefinition
+from fuser.ops.torch_meaning import evaluate_fusion
 
 # Deviations of 1 around the mean. torch in float32 is right within 1e-7.
 ALLOWED = 1e-6
@@ -158,3 +159,18 @@ def test_variance_of_values_that_are_no_numbers_is_nan(
     var, _ = _run("var_mean", x, [1], schedules, fixed=False)
     expected = x.var(1, correction=0)
     torch.testing.assert_close(var.flatten(), expected, equal_nan=True, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.finding("G9")
+@pytest.mark.parametrize("form", ["var_mean", "var", "welford"])
+@pytest.mark.parametrize(("shape", "dims", "mean"), [((3, 4096), [1], 1e6), ((5000, 3), [0], -1e5)])
+def test_torch_meaning_of_a_variance_with_a_large_mean_is_right(
+    form: str, shape: Sequence[int], dims: list[int], mean: float
+) -> None:
+    """The meaning in the dtype of the tensors, beside which results are validated."""
+    x = _data(shape, mean, torch.float32)
+    with FusionDefinition() as fd:
+        for out in FORMS[form](fd, fd.from_pytorch(x), dims):
+            fd.add_output(out)
+    var, *_ = evaluate_fusion(fd.fusion, [x])
+    assert _worst(var, x.double().var(dims, correction=0)) < ALLOWED
