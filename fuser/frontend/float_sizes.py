@@ -113,8 +113,8 @@ def _is_cast(x: Scalar) -> TypeGuard[Apply]:
 
 def _made_of_floats(x: Scalar) -> Iterator[Scalar]:
     """Yield the integers of `x` that an op makes of floats: of nested ones the outermost."""
-    if not _has_floats(x):
-        return
+    if isinstance(x, Symbol | Const) or not _has_floats(x):
+        return  # an extent is an integer: by itself, or made of others
     if isinstance(x, Apply) and any(not is_int(y) and _has_floats(y) for y in x.args):
         yield x
         return

@@ -297,9 +297,10 @@ def _device_axes(fusion: Fusion) -> list[tuple[TensorView, IterDomain]]:
     """Return the logical axes that count the devices of a mesh and have a symbolic extent, the
     user's own first."""
     found: list[tuple[TensorView, IterDomain]] = []
-    for tv in sorted(fusion.tensors(), key=lambda tv: not tv.cut_lines):
+    placed = [tv for tv in fusion.tensors() if tv.mesh is not None]
+    for tv in sorted(placed, key=lambda tv: not tv.cut_lines):
         types = [a.ptype for a in tv.domain.loop if a.is_device and not a.is_reduction()]
-        if tv.mesh is None or len(types) > len({*types}):
+        if len(types) > len({*types}):
             continue  # two axes of one type are refused when shardings are looked at
         found += (
             (tv, axis)
