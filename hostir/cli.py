@@ -20,13 +20,13 @@ from hostir.diff import differences
 from hostir.findings import refuse
 from hostir.forms import NOTES
 from hostir.host_passes import PASSES, Pass, run_passes
+from hostir.input_class import SMALLEST_SIZE, symbol_values
 from hostir.lower_streams import lower_streams
 from hostir.machine import MACHINES, MEASURED, find_machine, usual_machine
 from hostir.measured import Trace
 from hostir.ops import NUMBER_OF_STREAMS
 from hostir.ranks import (
     DEFAULT_STREAMS,
-    SMALLEST_SIZE,
     assumed_sizes,
     chosen_sizes,
     load_inputs,
@@ -36,7 +36,6 @@ from hostir.ranks import (
     save,
     seed_words,
     summaries,
-    symbol_values,
     together,
     trace_here,
 )

@@ -6,8 +6,7 @@ from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
 
 from fuser.ir.scalar import Scalar
-from hostir.effects import Stream
-from hostir.streams import ENTRY
+from hostir.effects import ENTRY, Stream
 
 Clock = dict[Hashable, int]
 

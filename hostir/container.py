@@ -58,6 +58,7 @@ from hostir.ops import (
     loop_index,
 )
 from hostir.transfers import Communication, StartsCommunication
+from multidevice.streams import stream_axes
 
 # The first line of the full text, by which a text without any section is known to be complete.
 FULL_FORM = "// host program, full form: this text runs"
@@ -583,3 +584,9 @@ def _op_lines(ops: Sequence[Op], indent: str) -> Iterator[str]:
             if head and region:
                 yield indent + head
             yield from _op_lines(region, indent + INDENT)
+
+
+def dropped_axes_of(tv: TensorView, rank: int) -> tuple[int, ...]:
+    """Return the axes of a kernel's operand `tv` that a slice of this rank lacks, in order."""
+    whole = sorted(s.position for s in stream_axes(tv) if s.is_logical)
+    return tuple(whole) if tv.ndim - rank == len(whole) else ()

@@ -9,17 +9,17 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from fuser.ir.mesh import ranks_text
 from hostir.busy import Busy, busy_of, union
 from hostir.container import HostIrContainer
+from hostir.effects import CALLER
 from hostir.findings import Site, line_numbers
 from hostir.links import traffic_of
 from hostir.machine import CPU
-from hostir.rank_posts import ranks_text
 from hostir.rank_values import at, np
 from hostir.sliced_inputs import sliced_inputs
 from hostir.timeline import WorkItem, critical_path
 from hostir.timetable import Timetable
-from hostir.unrolled import CALLER
 
 # What a text report shows of classes, links, and the critical path; the JSON has all.
 _SHOWN_CLASSES, _SHOWN_LINKS, _SHOWN_OPS = 8, 24, 12

@@ -17,7 +17,7 @@ from typing import Any
 
 from fuser.ir.core import Op
 from fuser.ir.dtypes import dtype_text
-from fuser.ir.mesh import DeviceMesh
+from fuser.ir.mesh import DeviceMesh, ranks_text
 from fuser.ir.scalar import Number, Scalar, Symbol
 from fuser.ir.tensor import TensorView
 from fuser.ir.types import ParallelType
@@ -37,7 +37,6 @@ from hostir.rank_posts import (
     Teams,
     TransferGroup,
     follow,
-    ranks_text,
 )
 from hostir.rank_values import Array, PerRank, RankValues, at, everywhere, np, outside_of, pick
 from hostir.regions import Region

@@ -22,6 +22,11 @@ from multidevice.communication import TeamOf
 
 # A captured stream, the program's own, or (as nvFuser prints it) an address.
 STREAM_NAME = re.compile(r"(S[0-9]+|Default|0x[0-9a-zA-Z]+)(?!\w)")
+# The stream that is current when a run of CPU streams begins.
+ENTRY = "entry"
+# The stream of the caller among the numbers of streams; captured names that nothing captured and
+# streams that the program knows by address come below it.
+CALLER = -1
 
 
 @record

@@ -9,7 +9,6 @@ from fuser.ir.core import Op
 from fuser.ir.nodes import CastOp, LibraryOp, TensorOp
 from fuser.ir.tensor import TensorView
 from fuser.passes.views import VIEW_OPS
-from hostir.boxes import Box
 from hostir.effects import Effect, Reads, Writes
 from hostir.ops import LaunchKernel, LocalSlice, PostOnStream
 from hostir.transfers import CollectivePermute, Communication
@@ -73,13 +72,3 @@ def words(op: Op, a: TensorView, b: TensorView, *, is_read: bool) -> str:
         return f"{which}{'' if a is b else ' share memory'}: each needs memory of its own"
     both = f"{b.label} is read and written" if a is b else f"writes {b.label} over {a.label}"
     return f"{both}: the result of {op.name} {NEEDS[manner(op)]}"
-
-
-def is_slot(one: Box, other: Box, place: int, members: int) -> bool:
-    """Whether the smaller box is slot `place` of as many equal ones as there are members."""
-    small, large = sorted((one, other), key=lambda box: [n for _, n in box])
-    cut = [k for k, (a, b) in enumerate(zip(small, large, strict=True)) if a != b]
-    if len(cut) != 1:
-        return False
-    (at, n), (start, whole) = small[cut[0]], large[cut[0]]
-    return n * members == whole and at == start + place * n

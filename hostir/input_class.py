@@ -6,16 +6,18 @@ of the local shards, and the concretized structure. Sizes stay symbolic.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 
+from fuser.errors import InputError
 from fuser.ir import scalar as sc
-from fuser.ir.dtypes import nbytes_of
+from fuser.ir.dtypes import category, is_inexact, nbytes_of
 from fuser.ir.fusion import Fusion
 from fuser.ir.layout_class import Layout, LayoutClasses, with_layout
-from fuser.ir.scalar import Symbol
+from fuser.ir.scalar import Number, Symbol
 from fuser.ir.scalar_python import Computed
 from fuser.ir.tensor import TensorView
 from fuser.ops.torch_meaning import REDUCING
@@ -28,6 +30,11 @@ from fuser.schedule import (
     outer_persistent,
 )
 from fuser.schedule.inner_persistent import row_extents
+from hostir.container import HostIrContainer
+from multidevice.sharding import whole_axis_sizes
+
+# Of a size that nobody chose; more where a mesh does not divide it.
+SMALLEST_SIZE = 8
 
 
 @dataclass(frozen=True)
@@ -120,3 +127,43 @@ def specialise(fusion: Fusion, input_class: InputClass) -> frozenset[int]:
             value.domain = with_layout(value.domain, layout)
             repeated.update(value.domain.no_reductions[p].number for p in positions)
     return frozenset(repeated)
+
+
+# ------------------------------------------------------------------ sizes that nobody chose
+def default_size(program: HostIrContainer) -> int:
+    """Return the value of a size that nobody chose: at least 8, and what every mesh divides."""
+    meshes = {tv.mesh for tv in program.tensors() if tv.mesh is not None}
+    unit = math.lcm(*(mesh.size for mesh in meshes))
+    return -(-SMALLEST_SIZE // unit) * unit
+
+
+def size_symbols(program: HostIrContainer) -> tuple[str, ...]:
+    """Return the names of the integers that the inputs' shapes depend on, and of integer inputs."""
+    found: dict[str, None] = {}
+    for value in program.inputs:
+        scalars = value.shape() if isinstance(value, TensorView) else [value]
+        for x in scalars:
+            symbols = sc.symbols(program.values.canonical(x))
+            found.update((s.name, None) for s in symbols if category(s.dtype) == "int")
+    return tuple(found)
+
+
+def symbol_values(program: HostIrContainer, sizes: Mapping[str, int]) -> dict[Symbol, Number]:
+    """Return a value for every symbol that inputs bind: those of `sizes`, and what is usual: for
+    an axis that is devices as a whole, their number.
+
+    Raises `InputError` for a name that no input has.
+    """
+    known = size_symbols(program)
+    for name in sizes:
+        if name not in known:
+            sizes_text = ", ".join(known) or "none, all are fixed"
+            raise InputError(f"no input has a size {name!r} (the sizes: {sizes_text})")
+    default, values = default_size(program), dict[Symbol, Number]()
+    devices, canonical = whole_axis_sizes(program.tensors()), program.values.canonical
+    for value in program.inputs:
+        for x in value.shape() if isinstance(value, TensorView) else [value]:
+            for s in (*sc.symbols(x), *sc.symbols(canonical(x))):
+                usual = devices.get(canonical(s), default)
+                values[s] = 1.5 if is_inexact(s.dtype) else sizes.get(s.name, usual)
+    return values

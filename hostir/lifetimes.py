@@ -14,6 +14,7 @@ from fuser.ir.core import Op
 from fuser.ir.scalar import Scalar
 from hostir.clocks import Clock, Clocks
 from hostir.effects import (
+    ENTRY,
     Captures,
     ClosesGroup,
     Effect,
@@ -24,7 +25,6 @@ from hostir.effects import (
     Waits,
 )
 from hostir.ops import StreamOp
-from hostir.streams import ENTRY
 from hostir.transfers import StartCoalescing, StartsCommunication, Wait
 
 # A place in a stream: how many ops it has been given.

@@ -7,10 +7,9 @@ from fuser.ir.naming import axis_words, in_ir
 from fuser.ir.nodes import TensorOp
 from fuser.ir.tensor import TensorView
 from hostir.container import HostIrContainer
-from hostir.input_class import InputClass
+from hostir.input_class import InputClass, symbol_values
 from hostir.lower_params import STANDALONE, LowerParams
 from hostir.pipeline import build_program
-from hostir.ranks import symbol_values
 from multidevice.placement import cut_line
 
 

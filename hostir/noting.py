@@ -11,11 +11,10 @@ from fuser.ir.tensor import TensorView
 from fuser.ir.text import op_text
 from hostir.arena import Arenas
 from hostir.cost import spelled
-from hostir.effects import Stream, effects_of
+from hostir.effects import CALLER, Stream, effects_of
 from hostir.findings import Site, line_numbers
 from hostir.frame import Frame
-from hostir.op_costs import is_computed
-from hostir.ops import RANK, GetCurrentStream, SetCurrentStream
+from hostir.ops import RANK, GetCurrentStream, SetCurrentStream, is_computed
 from hostir.plan import Plan
 from hostir.replay import Recorder
 from hostir.steps import Action, Step, View
@@ -26,7 +25,6 @@ from hostir.transfers import (
     StartsCommunication,
     Wait,
 )
-from hostir.unrolled import CALLER
 
 # "host": a step that gives a device nothing to do.
 Kind = Literal["compute", "communication", "wait", "host"]

@@ -7,7 +7,7 @@ is `host_s`. Kernels are bound by memory; matmuls by the larger of arithmetic an
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
@@ -23,7 +23,6 @@ from fuser.ir.nodes import LibraryOp, LinearOp, MatmulOp, TensorOp
 from fuser.ir.scans import ArgsortOp, TopKOp
 from fuser.ir.storage import expanded_positions, memory_order
 from fuser.ir.tensor import TensorView
-from hostir.effects import Effect, Shows
 from hostir.machine import CPU, Machine
 from hostir.ops import Allocate, LaunchKernel, LocalSlice, PostOnStream
 from hostir.transfers import PEER_COPIES
@@ -380,15 +379,6 @@ COSTS: dict[type[Op], Callable[[Any, Sizes, Machine], Cost | None]] = {
     SdpaFwdOp: _attention,
     TopKOp: _topk,
 }
-
-
-def is_computed(op: Op, effects: Iterable[Effect]) -> bool:
-    """Whether an op with these effects is work for the device, rather than a name, room in memory,
-    a communication or an order of streams."""
-    if isinstance(op, Allocate):
-        return op.zero_init
-    is_known = type(op) in COSTS or isinstance(op, TensorOp)
-    return is_known and not any(isinstance(e, Shows) for e in effects)
 
 
 def cost_of(op: Op, sizes: Sizes, machine: Machine, found: Found = NOTHING) -> Cost | None:

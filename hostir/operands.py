@@ -8,8 +8,8 @@ from fuser.errors import VerifyError
 from fuser.ir.fusion import Fusion
 from fuser.ir.scalar import Scalar
 from fuser.ir.tensor import TensorView
+from hostir.container import dropped_axes_of
 from hostir.ops import LaunchKernel, PostOnStream
-from hostir.slices import dropped_axes_of
 
 
 def kernel_kind(value: TensorView | Scalar, like: TensorView | Scalar | None = None) -> object:

@@ -11,7 +11,7 @@ Communications are in `hostir.transfers`.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from functools import cached_property
 from typing import ClassVar
 
@@ -22,6 +22,7 @@ from fuser.ir.core import Op, attr, operand, operands, region, result, results
 from fuser.ir.domain import IterDomain
 from fuser.ir.dtypes import DataType
 from fuser.ir.naming import axis_words
+from fuser.ir.nodes import TensorOp
 from fuser.ir.scalar import Scalar, ScalarLike, Symbol
 from fuser.ir.tensor import TensorView
 from fuser.ir.types import DEVICE_TYPES, MemoryType, ParallelType
@@ -421,3 +422,12 @@ class IfThenElse(HostOp):
 
     def effects(self) -> tuple[Effect, ...]:
         return ()
+
+
+def is_computed(op: Op, effects: Iterable[Effect]) -> bool:
+    """Whether an op with these effects is work for the device, rather than a name, room in memory,
+    a communication or an order of streams."""
+    if isinstance(op, Allocate):
+        return op.zero_init
+    is_work = isinstance(op, TensorOp | LaunchKernel | LocalSlice | PostOnStream)
+    return is_work and not any(isinstance(e, Shows) for e in effects)

@@ -20,6 +20,7 @@ from fuser.ir.tensor import TensorView
 from hostir.arena import Arenas
 from hostir.bind import Argument
 from hostir.busy import length, union
+from hostir.effects import CALLER
 from hostir.noting import NotingRecorder, TracedOp
 from hostir.ops import LaunchKernel
 from hostir.plan import Plan
@@ -33,7 +34,6 @@ from hostir.transfers import (
     StartsCommunication,
     Wait,
 )
-from hostir.unrolled import CALLER
 from hostir.watch import HostWatch, Round, clock
 from multidevice.backends.protocol import Team
 

@@ -28,6 +28,7 @@ from hostir.boxes import Box, Owned, box_text, overlap, reshaped, whole_box
 from hostir.clocks import Clock, Clocks
 from hostir.container import HostIrContainer, has_streams, only_allocates, walk
 from hostir.effects import (
+    ENTRY,
     Captures,
     ClosesGroup,
     Effect,
@@ -46,7 +47,7 @@ from hostir.effects import (
     effects_of,
 )
 from hostir.findings import Finding, Indices, Site
-from hostir.in_place import is_slot, manner, pairs, words
+from hostir.in_place import manner, pairs, words
 from hostir.ops import Allocate, ForLoop, IfThenElse, SetCurrentStream, stream_cut
 from hostir.race_reports import (
     FREED_EARLY,
@@ -62,7 +63,6 @@ from hostir.race_reports import (
 )
 from hostir.shapes import check_results
 from hostir.storage import Storage
-from hostir.streams import ENTRY
 from hostir.transfers import Communication, StartsCommunication
 from hostir.uses import BufferRegion, Cell, Flight, TrackedBuffer, Use
 from multidevice.communication import position_map
@@ -585,3 +585,13 @@ APPLY: dict[type, Callable[[Walker, Any, Site], None]] = {
     Waits: Walker._waits,  # pyright: ignore[reportPrivateUsage]
     Writes: Walker._touch,  # pyright: ignore[reportPrivateUsage]
 }
+
+
+def is_slot(one: Box, other: Box, place: int, members: int) -> bool:
+    """Whether the smaller box is slot `place` of as many equal ones as there are members."""
+    small, large = sorted((one, other), key=lambda box: [n for _, n in box])
+    cut = [k for k, (a, b) in enumerate(zip(small, large, strict=True)) if a != b]
+    if len(cut) != 1:
+        return False
+    (at, n), (start, whole) = small[cut[0]], large[cut[0]]
+    return n * members == whole and at == start + place * n

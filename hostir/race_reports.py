@@ -6,8 +6,8 @@ from collections.abc import Hashable
 
 from fuser.ir.tensor import TensorView
 from hostir.clocks import Clocks
+from hostir.effects import ENTRY
 from hostir.findings import Finding, Site
-from hostir.streams import ENTRY
 from hostir.uses import TrackedBuffer, Use
 
 RACE = "race"

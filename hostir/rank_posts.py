@@ -14,7 +14,6 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Protocol
 
-from fuser.ir.mesh import DeviceMesh
 from fuser.ir.tensor import TensorView
 from hostir.findings import Finding, Site
 from hostir.rank_values import Array, PerRank, at, np
@@ -43,13 +42,6 @@ class Judge(Protocol):
 
     def paired(self, a: Half, b: Half, senders: Array, receivers: Array) -> None:
         """The ranks at these places send, and receive what they send."""
-
-
-def ranks_text(ranks: Sequence[int]) -> str:
-    """Return `rank 3`, `ranks 0 1`, `ranks 0..1023`."""
-    if len(ranks) == 1:
-        return f"rank {ranks[0]}"
-    return f"ranks {DeviceMesh(list(map(int, ranks))).ranks_text}"
 
 
 class Teams:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -10,65 +9,25 @@ import torch
 
 from fuser.errors import FuserError, InputError
 from fuser.ir import scalar as sc
-from fuser.ir.dtypes import category, is_complex, is_inexact, to_torch
+from fuser.ir.dtypes import is_complex, is_inexact, to_torch
 from fuser.ir.nodes import RandomOp
-from fuser.ir.scalar import Number, Scalar, Symbol
+from fuser.ir.scalar import Scalar, Symbol
 from fuser.ir.tensor import TensorView
 from fuser.options import Settings
 from hostir.bind import Argument
 from hostir.container import HostIrContainer, walk
 from hostir.evaluate import HostIrEvaluator, MakeRunner
+from hostir.input_class import size_symbols, symbol_values
 from hostir.measured import Trace
 from multidevice.communicator import Communicator
 from multidevice.shard import shard_for_rank
-from multidevice.sharding import whole_axis_sizes
 from multidevice.simulation import simulate
 
-SMALLEST_SIZE = 8
 # Of a run, where nobody says how many.
 DEFAULT_STREAMS = 4
 
 
 # ------------------------------------------------------------------ inputs
-def default_size(program: HostIrContainer) -> int:
-    """Return the value of a size that nobody chose: at least 8, and what every mesh divides."""
-    meshes = {tv.mesh for tv in program.tensors() if tv.mesh is not None}
-    unit = math.lcm(*(mesh.size for mesh in meshes))
-    return -(-SMALLEST_SIZE // unit) * unit
-
-
-def size_symbols(program: HostIrContainer) -> tuple[str, ...]:
-    """Return the names of the integers that the inputs' shapes depend on, and of integer inputs."""
-    found: dict[str, None] = {}
-    for value in program.inputs:
-        scalars = value.shape() if isinstance(value, TensorView) else [value]
-        for x in scalars:
-            symbols = sc.symbols(program.values.canonical(x))
-            found.update((s.name, None) for s in symbols if category(s.dtype) == "int")
-    return tuple(found)
-
-
-def symbol_values(program: HostIrContainer, sizes: Mapping[str, int]) -> dict[Symbol, Number]:
-    """Return a value for every symbol that inputs bind: those of `sizes`, and what is usual: for
-    an axis that is devices as a whole, their number.
-
-    Raises `InputError` for a name that no input has.
-    """
-    known = size_symbols(program)
-    for name in sizes:
-        if name not in known:
-            sizes_text = ", ".join(known) or "none, all are fixed"
-            raise InputError(f"no input has a size {name!r} (the sizes: {sizes_text})")
-    default, values = default_size(program), dict[Symbol, Number]()
-    devices, canonical = whole_axis_sizes(program.tensors()), program.values.canonical
-    for value in program.inputs:
-        for x in value.shape() if isinstance(value, TensorView) else [value]:
-            for s in (*sc.symbols(x), *sc.symbols(canonical(x))):
-                usual = devices.get(canonical(s), default)
-                values[s] = 1.5 if is_inexact(s.dtype) else sizes.get(s.name, usual)
-    return values
-
-
 def chosen_sizes(program: HostIrContainer, sizes: Mapping[str, int]) -> dict[str, int]:
     """Return the value of each size by name, those of `sizes` and the usual ones."""
     values = {s.name: n for s, n in symbol_values(program, sizes).items()}

@@ -13,18 +13,20 @@ from weakref import WeakKeyDictionary
 from fuser.ir import scalar as sc
 from fuser.ir.core import Op
 from fuser.ir.domain import TensorDomain
+from fuser.ir.fusion import Fusion
 from fuser.ir.mesh import DeviceMesh
 from fuser.ir.path import transforms_between
-from fuser.ir.scalar import Scalar
+from fuser.ir.scalar import Scalar, Symbol
 from fuser.ir.storage import memory_order
 from fuser.ir.tensor import TensorView
 from fuser.ir.types import DEVICE_TYPES, MemoryType, ParallelType
-from hostir.container import HostIrContainer
+from hostir.container import HostIrContainer, dropped_axes_of
 from hostir.ops import NUMBER_OF_STREAMS, RANK, LaunchKernel, PostOnStream
 from hostir.rank_values import np
 from multidevice.finalize import parallel_axes_to_front, shard_allocation
+from multidevice.localize import is_block
 from multidevice.placement import Cuts, add_cuts, clone_domain, placement, unparallelize
-from multidevice.streams import stream_axes
+from multidevice.streams import StreamAxis, stream_axes
 
 # Of so many mesh axes it is remembered where ranks are along them.
 MAX_MESHES = 256
@@ -202,12 +204,6 @@ def _order(tv: TensorView, order: Order) -> None:
     tv.domain = tv.domain.with_allocation(numbers, flags)
 
 
-def dropped_axes_of(tv: TensorView, rank: int) -> tuple[int, ...]:
-    """Return the axes of a kernel's operand `tv` that a slice of this rank lacks, in order."""
-    whole = sorted(s.position for s in stream_axes(tv) if s.is_logical)
-    return tuple(whole) if tv.ndim - rank == len(whole) else ()
-
-
 # Places of operands, and of results -> axes, in order.
 Dropped = tuple[dict[int, tuple[int, ...]], dict[int, tuple[int, ...]]]
 _dropped: WeakKeyDictionary[HostIrContainer, dict[Op, Dropped]] = WeakKeyDictionary()
@@ -240,3 +236,44 @@ def _find_dropped(op: LaunchKernel, program: HostIrContainer) -> Dropped:
                 if gone:
                     axes[k] = gone
     return found
+
+
+# ------------------------------------------------------------------ shorter blocks
+def _has_blocks(tv: TensorView) -> bool:
+    """Whether steps may see shorter blocks of the tensor."""
+    return cut_axis(tv) is not None and is_block(tv)
+
+
+def cut_axis(tv: TensorView) -> StreamAxis | None:
+    """Return the stream axis that is in blocks."""
+    return next((axis for axis in stream_axes(tv) if not axis.is_logical), None)
+
+
+def block_type(tv: TensorView) -> ParallelType:
+    """Return which part of a step's number is the number of a tensor's block."""
+    axis = cut_axis(tv)
+    assert axis is not None, f"{tv} has no blocks"
+    return axis.ptype
+
+
+def split_tensor(fusion: Fusion) -> tuple[int, TensorView] | None:
+    """Return a tensor of which a kernel's steps may see a shorter block, and its place among inputs
+    and outputs; None where all steps are alike.
+
+    Parts of a reduction are alike, but what they are parts of is not: so inputs count as well, and
+    so does what is only inside of the kernel. The place of that is -1 (see `with_block_number`).
+    """
+    inputs = [tv for tv in fusion.inputs if isinstance(tv, TensorView)]
+    for place, tv in reversed(list(enumerate((*inputs, *fusion.outputs)))):
+        if _has_blocks(tv):
+            return place, tv
+    inside = next((tv for tv in fusion.tensors() if _has_blocks(tv)), None)
+    return None if inside is None else (-1, inside)
+
+
+def with_block_number(fusion: Fusion, index: Symbol) -> Fusion:
+    """Return a copy of a kernel's fusion whose last input is the number of the step's block, called
+    as the loop's index: for blocks that are only inside of it, as those of a sum of ones."""
+    made, _ = fusion.copy()
+    made.inputs = [*made.inputs, index.with_range(lo=0)]
+    return made

@@ -12,17 +12,15 @@ from fuser import dumps
 from fuser.errors import ExecutionError, user_code
 from fuser.ir import scalar as sc
 from fuser.ir.binding import Argument
-from fuser.ir.fusion import Fusion
 from fuser.ir.scalar import Symbol
 from fuser.ir.tensor import TensorView
-from fuser.ir.types import ParallelType
 from hostir.effects import bounds
 from hostir.places import check_places
 from hostir.second_reads import NOTHING_AGAIN, CacheReuse
-from multidevice.localize import is_block
+from hostir.slices import cut_axis, split_tensor
 from multidevice.placement import Block
 from multidevice.sharding import local_extents
-from multidevice.streams import StreamAxis, block_extents, stream_axes
+from multidevice.streams import block_extents
 
 if TYPE_CHECKING:
     from fuser.kernels.alike import Lowered
@@ -33,53 +31,13 @@ if TYPE_CHECKING:
 Sizes = Mapping[Symbol, int]
 
 
-def _has_blocks(tv: TensorView) -> bool:
-    """Whether steps may see shorter blocks of the tensor."""
-    return _cut_axis(tv) is not None and is_block(tv)
-
-
-def _cut_axis(tv: TensorView) -> StreamAxis | None:
-    """Return the stream axis that is in blocks."""
-    return next((axis for axis in stream_axes(tv) if not axis.is_logical), None)
-
-
-def block_type(tv: TensorView) -> ParallelType:
-    """Return which part of a step's number is the number of a tensor's block."""
-    axis = _cut_axis(tv)
-    assert axis is not None, f"{tv} has no blocks"
-    return axis.ptype
-
-
-def split_tensor(fusion: Fusion) -> tuple[int, TensorView] | None:
-    """Return a tensor of which a kernel's steps may see a shorter block, and its place among inputs
-    and outputs; None where all steps are alike.
-
-    Parts of a reduction are alike, but what they are parts of is not: so inputs count as well, and
-    so does what is only inside of the kernel. The place of that is -1 (see `with_block_number`).
-    """
-    inputs = [tv for tv in fusion.inputs if isinstance(tv, TensorView)]
-    for place, tv in reversed(list(enumerate((*inputs, *fusion.outputs)))):
-        if _has_blocks(tv):
-            return place, tv
-    inside = next((tv for tv in fusion.tensors() if _has_blocks(tv)), None)
-    return None if inside is None else (-1, inside)
-
-
-def with_block_number(fusion: Fusion, index: Symbol) -> Fusion:
-    """Return a copy of a kernel's fusion whose last input is the number of the step's block, called
-    as the loop's index: for blocks that are only inside of it, as those of a sum of ones."""
-    made, _ = fusion.copy()
-    made.inputs = [*made.inputs, index.with_range(lo=0)]
-    return made
-
-
 class StepKernels:
     """The kernel of a group for equal blocks, and its twins for a shorter last one and for none."""
 
     def __init__(
         self, place: int, split: TensorView, make: Callable[[Block], FusedKernelExecutor]
     ) -> None:
-        axis = _cut_axis(split)
+        axis = cut_axis(split)
         assert axis is not None
         self._place, self._position, self._split = place, axis.position, split
         self._extent = split.fusion.canonical(block_extents(split)[axis.position])

@@ -18,6 +18,7 @@ from fuser.ir.nodes import TensorOp
 from fuser.ir.scalar import Scalar
 from fuser.ir.tensor import TensorView
 from fuser.passes.segment import Segment
+from hostir.container import dropped_axes_of
 from hostir.effects import Stream
 from hostir.ops import (
     NUMBER_OF_STREAMS,
@@ -27,7 +28,7 @@ from hostir.ops import (
     SetCurrentStream,
     Synchronize,
 )
-from hostir.slices import coordinate, dropped_axes_of, rank_at, reached, rotated
+from hostir.slices import coordinate, rank_at, reached, rotated
 from hostir.step_parts import StepParts, stepping_axis
 from hostir.transfers import (
     PEER_COPIES,

@@ -43,7 +43,7 @@ from hostir.ops import (
     Synchronize,
 )
 from hostir.places import with_places
-from hostir.step_kernels import block_type, split_tensor, with_block_number
+from hostir.slices import block_type, split_tensor, with_block_number
 from hostir.step_transfers import StepTransfers
 from multidevice.localize import is_block
 from multidevice.placement import clone_domain

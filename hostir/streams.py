@@ -18,13 +18,12 @@ from typing import Protocol, cast
 import torch
 
 from fuser.torch_calls import current_device_beside
+from hostir.effects import ENTRY
 
 Work = Callable[[], object]
 Ready = Callable[[], bool]
 # A stream of a run: a torch.cuda.Stream, or the name of a queue.
 Handle = Hashable
-# The stream that is current when a run of CPU streams begins.
-ENTRY = "entry"
 
 
 def raw_handle(stream: Handle | None) -> int | None:

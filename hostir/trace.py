@@ -11,11 +11,11 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from fuser.ir.mesh import ranks_text
 from fuser.ir.text import op_text
 from hostir.container import HostIrContainer
 from hostir.cost import stream_name
 from hostir.findings import line_numbers
-from hostir.rank_posts import ranks_text
 from hostir.timeline import WorkItem
 from hostir.timetable import Timetable
 

@@ -19,6 +19,8 @@ from hostir.clocks import Clocks
 from hostir.container import HostIrContainer
 from hostir.cross_rank import RankWalker
 from hostir.effects import (
+    CALLER,
+    ENTRY,
     Captures,
     Effect,
     Enters,
@@ -30,12 +32,10 @@ from hostir.effects import (
     effects_of,
 )
 from hostir.findings import Site
-from hostir.op_costs import Shape, is_computed
-from hostir.ops import Allocate, Deallocate, SymmetricContiguousView
+from hostir.ops import Allocate, Deallocate, SymmetricContiguousView, is_computed
 from hostir.rank_posts import Half, PostedCollective, Teams
 from hostir.rank_values import Array, PerRank, at, most, np
 from hostir.regions import Region
-from hostir.streams import ENTRY
 from hostir.transfers import (
     CollectivePermute,
     Communication,
@@ -43,9 +43,7 @@ from hostir.transfers import (
     P2PCommunication,
 )
 
-# The stream of the caller among the numbers of streams; captured names that nothing captured and
-# streams that the program knows by address come below it.
-CALLER = -1
+Shape = tuple[int, ...]
 
 
 @dataclass(eq=False, slots=True)

@@ -13,6 +13,7 @@ from typing import Any
 from fuser.errors import FuserError, VerifyError
 from fuser.ir.core import Op
 from fuser.ir.fusion import Alias, Fusion
+from fuser.ir.mesh import ranks_text
 from fuser.ir.naming import in_words
 from fuser.ir.nodes import LoadStoreOp, TensorOp
 from fuser.ir.scalar import Scalar, Symbol, symbols
@@ -52,7 +53,6 @@ from hostir.ops import (
     SetCurrentStream,
     Synchronize,
 )
-from hostir.rank_posts import ranks_text
 from hostir.shapes import check_buffers, check_results
 from hostir.storage import Storage
 from hostir.transfers import (

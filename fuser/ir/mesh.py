@@ -311,3 +311,10 @@ def _shifted(item: object, by: int) -> object:
     if isinstance(item, int):
         return item + by
     return [_shifted(i, by) for i in cast("list[object]", item)]
+
+
+def ranks_text(ranks: Sequence[int]) -> str:
+    """Return `rank 3`, `ranks 0 1`, `ranks 0..1023`."""
+    if len(ranks) == 1:
+        return f"rank {ranks[0]}"
+    return f"ranks {DeviceMesh(list(map(int, ranks))).ranks_text}"

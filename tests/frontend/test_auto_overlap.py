@@ -23,10 +23,10 @@ from hostir.auto_overlap import OverlapCandidate
 from hostir.container import HostIrContainer, walk
 from hostir.cross_rank import find_mismatches
 from hostir.findings import report
+from hostir.input_class import symbol_values
 from hostir.machine import Machine
 from hostir.ops import ForLoop
 from hostir.overlap_bound import GainBound
-from hostir.ranks import symbol_values
 from tests.frontend.overlapped import (
     DESCRIBED,
     FORMS,

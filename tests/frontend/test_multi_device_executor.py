@@ -33,9 +33,9 @@ from fuser.multidevice import (
 from hostir.before_run import findings
 from hostir.container import HostIrContainer, equal
 from hostir.evaluate import HostIrEvaluator
+from hostir.input_class import symbol_values
 from hostir.ops import NUMBER_OF_STREAMS
 from hostir.parse import parse
-from hostir.ranks import symbol_values
 
 GOLDEN = Path(__file__).parent / "golden"
 STREAM, X = ParallelType.stream, ParallelType.mesh_x

@@ -24,9 +24,9 @@ from fuser.multidevice import (
 )
 from hostir.before_run import findings
 from hostir.container import HostIrContainer, equal, walk
+from hostir.input_class import symbol_values
 from hostir.ops import NUMBER_OF_STREAMS, RANK, Allocate, IfThenElse, Synchronize
 from hostir.parse import parse
-from hostir.ranks import symbol_values
 from hostir.transfers import (
     CollectivePermute,
     Communication,

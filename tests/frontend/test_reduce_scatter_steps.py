@@ -19,11 +19,11 @@ from fuser.multidevice import Communicator, DeviceMesh, simulate
 from hostir.container import HostIrContainer, equal, walk
 from hostir.cross_rank import find_mismatches
 from hostir.findings import Finding, report
+from hostir.input_class import symbol_values
 from hostir.lower_params import DEFAULT, LowerParams
 from hostir.ops import NUMBER_OF_STREAMS, RANK
 from hostir.parse import parse
 from hostir.race import UNWRITTEN, find_races
-from hostir.ranks import symbol_values
 from hostir.transfers import Communication, P2PCommunication, StartsCommunication
 from tests.frontend.test_multi_device_executor import matmul_reduce_scatter
 

@@ -16,9 +16,9 @@ from hostir.arena import (
     first_fit,
     with_room,
 )
+from hostir.effects import ENTRY
 from hostir.evaluate import HostIrEvaluator
 from hostir.lifetimes import Lifetime
-from hostir.streams import ENTRY
 from tests.hostir.programs import CASES, Case, build, expected
 
 _LIFETIMES = st.lists(

@@ -15,9 +15,10 @@ from hostir import HostIrContainer
 from hostir.cli import main
 from hostir.container import SHORT_FORM, equal
 from hostir.host_passes import PASSES
+from hostir.input_class import size_symbols
 from hostir.ops import Allocate
 from hostir.parse import parse
-from hostir.ranks import size_symbols, summaries
+from hostir.ranks import summaries
 from hostir.source import read_program
 from hostir.transfers import Communication, TeamOf, Wait
 from multidevice.sharding import local_sizes

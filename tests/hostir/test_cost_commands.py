@@ -13,8 +13,8 @@ from fuser.errors import InputError, UnsupportedError
 from hostir import NUMBER_OF_STREAMS, Allocate, HostIrContainer, PostOnStream, calibrate
 from hostir.cli import main
 from hostir.cost import predict
+from hostir.input_class import symbol_values
 from hostir.machine import H200, find_machine, machine_from_json
-from hostir.ranks import symbol_values
 from hostir.timetable import timetable_of
 from hostir.trace import trace_text
 from tests.hostir.handmade import EXAMPLES

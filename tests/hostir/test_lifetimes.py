@@ -36,6 +36,7 @@ from hostir import evaluate as evaluating
 from hostir import replay as replaying
 from hostir import steps as made_of
 from hostir.arena import Arenas, Block, first_fit
+from hostir.effects import ENTRY
 from hostir.frame import Frame
 from hostir.lifetimes import Lifetime
 from hostir.ops import Deallocate
@@ -43,7 +44,7 @@ from hostir.passes.allocation import insert_deallocate
 from hostir.plan import Plan
 from hostir.replay import Recorder
 from hostir.steps import Slots, View
-from hostir.streams import ENTRY, DelayedStreams, _Until
+from hostir.streams import DelayedStreams, _Until
 from hostir.transfers import EndCoalescing, P2PCommunication, StartsCommunication, Wait
 from tests.counted import calls_of
 from tests.fuzz import streams as fuzzed

@@ -12,10 +12,10 @@ from fuser import FusionDefinition, Replicate, Shard, TensorView, shard
 from fuser.multidevice import DeviceMesh, shard_tensor, simulate
 from hostir.container import HostIrContainer
 from hostir.cost import predict, report
+from hostir.input_class import symbol_values
 from hostir.machine import H200
 from hostir.ops import NUMBER_OF_STREAMS
 from hostir.parse import parse
-from hostir.ranks import symbol_values
 from hostir.sliced_inputs import sliced_inputs
 from hostir.timetable import timetable_of
 from hostir.why import explain
