@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Protocol
 from weakref import WeakKeyDictionary, WeakSet
 
 import torch
@@ -23,8 +23,8 @@ from fuser.runtime.graph_memory import graph_memory_nbytes
 from fuser.runtime.graphs import MAKERS, GraphMaker
 from fuser.torch_calls import capturing_on, lasting
 from hostir.clocks import Clock
-from hostir.layout import spanned
 from hostir.lifetimes import Lifetime, Moment
+from hostir.steps import Block
 
 if TYPE_CHECKING:
     from hostir.plan import BoundPlan, Plan
@@ -40,29 +40,6 @@ MAX_BOUND = 1024
 MAX_SPARE = 16
 # What a buffer is to be larger than what is needed by before it is made anew.
 MIN_SHRINK_NBYTES = 64 << 20
-
-
-class Block(NamedTuple):
-    """A buffer of a plan: where it lies in the arena, and how it is seen as a tensor."""
-
-    slot: int
-    shape: tuple[int, ...]
-    strides: tuple[int, ...]
-    dtype: torch.dtype
-    offset: int = 0
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes from the first to past the last element; 0 without elements."""
-        return spanned(self.shape, self.strides) * self.dtype.itemsize
-
-    def at(self, offset: int) -> Block:
-        """Return this buffer in another place."""
-        return Block(self.slot, self.shape, self.strides, self.dtype, offset)
-
-    def view(self, arena: torch.Tensor) -> torch.Tensor:
-        """Return the tensor in an arena, seen as elements of its dtype."""
-        return arena.as_strided(self.shape, self.strides, self.offset // self.dtype.itemsize)
 
 
 def views_of(blocks: Sequence[Block], arena: torch.Tensor) -> dict[int, torch.Tensor]:

@@ -13,11 +13,11 @@ they vote. Each tells a number that stands for its own key, and the numbers of a
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, field
 from itertools import count
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import torch
 from torch.autograd import profiler as torch_profiler
@@ -28,7 +28,7 @@ from fuser.runtime.graphs import USERS, Graph, GraphMaker
 from fuser.torch_calls import arithmetic_choices, lasting
 from hostir.ops import SetCurrentStream
 from hostir.ranges import range_of_graph
-from hostir.steps import Binding, BoundKernel, Closure, Slots
+from hostir.steps import Binding, BoundKernel, Closure, Slots, Step
 from hostir.transfers import P2PCommunication
 from multidevice.backends.captured import FIRST_GRAPH, NOT_CAPTURED, STEP_BY_STEP
 from multidevice.waiting import Calls
@@ -36,8 +36,9 @@ from multidevice.waiting import Calls
 if TYPE_CHECKING:
     from fuser.ir.core import Op
     from fuser.runtime.kernel import LaunchCall
-    from hostir.arena import Arena
-    from hostir.plan import Plan
+    from hostir.streams import Streams
+    from multidevice.backends.captured import Vote
+    from multidevice.backends.protocol import Backend
 
 # Runs with one set of addresses before they are captured; more where a graph saves little of each.
 RUNS_BEFORE, RUNS_BEFORE_FEW = 2, 16
@@ -190,16 +191,44 @@ class _Captured:
     moves: int = 0
 
 
+class RepeatedPlan(Protocol):
+    """The part of a plan that its graphs read (`hostir.plan.Plan` says what each name means)."""
+
+    @property
+    def backends(self) -> tuple[Backend, ...]: ...
+    @property
+    def vote(self) -> Vote | None: ...
+    @property
+    def steps(self) -> tuple[tuple[Step, Op | None], ...]: ...
+    @property
+    def streams(self) -> Streams | None: ...
+    @property
+    def device(self) -> torch.device: ...
+    @property
+    def inputs(self) -> int: ...
+    @property
+    def made(self) -> Mapping[int, object]: ...
+    @property
+    def outputs(self) -> tuple[int, ...]: ...
+
+
 class Replays:
     """The graphs of a plan on one stream, and the reason where there are none."""
 
     def __init__(
-        self, plan: Plan, memory: dict[int, torch.Tensor], arena: Arena, steps: int
+        self,
+        plan: RepeatedPlan,
+        memory: dict[int, torch.Tensor],
+        steps: int,
+        *,
+        stream: int,
+        graphs: Callable[[], GraphMaker],
     ) -> None:
-        """`memory` has the tensors of fixed slots; of so many steps, something is left to do."""
+        """`memory` has the tensors of fixed slots; of so many steps, something is left to do.
+        Runs begin on `stream`, and what `graphs` returns captures them."""
         self._plan, self._memory = plan, memory
         self._is_long = steps >= MIN_STEPS
-        self._stream, self._make = arena.stream, arena.graphs
+        self._stream, self._make = stream, graphs
         self._binding: CaptureBinding | None = None
         self._actions: list[Closure] = []
         self._graphs: Recent[Hashable, _Captured] = Recent(MAX_GRAPHS)

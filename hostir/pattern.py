@@ -15,8 +15,6 @@ from dataclasses import dataclass, fields, replace
 from functools import partial, reduce
 from typing import TYPE_CHECKING, Any, cast
 
-import torch
-
 from fuser.ir import nodes
 from fuser.ir import scalar as sc
 from fuser.ir.core import Op
@@ -28,12 +26,11 @@ from fuser.ir.storage import dense_strides
 from fuser.ir.tensor import TensorView
 from fuser.kernels.executor import FusedKernelExecutor
 from hostir.announce import announcer
-from hostir.arena import Block, fit, successions
+from hostir.arena import fit, successions
 from hostir.container import walk
 from hostir.frame import Frame, KernelRunner
 from hostir.laid_views import VIEWS, seen
 from hostir.layout import viewed_strides
-from hostir.lifetimes import Lifetime
 from hostir.numbers import free_scalars, numbers_reader
 from hostir.ops import (
     NUMBER_OF_STREAMS,
@@ -49,7 +46,18 @@ from hostir.plan import Plan
 from hostir.posting import FirstPost
 from hostir.replay_tensors import contraction, writer, writing
 from hostir.slices import dropped_axes
-from hostir.steps import Action, LaunchStep, Multiply, Release, Slots, Step, View, allocation
+from hostir.steps import (
+    Action,
+    Block,
+    LaunchStep,
+    Multiply,
+    PlannedBuffer,
+    Release,
+    Slots,
+    Step,
+    View,
+    allocation,
+)
 from hostir.transfers import Communication, Wait
 from multidevice.sharding import local_extents
 
@@ -73,20 +81,6 @@ class Size:
 
 # What makes a step of a size; None where a rehearsal has to.
 _Make = Callable[[Size], Step | None]
-
-
-@dataclass(frozen=True, eq=False)
-class PlannedBuffer:
-    """A buffer that a program allocates, and where in it the buffer is used: None if it lasts, or
-    is never made."""
-
-    tv: TensorView
-    slot: int
-    dtype: torch.dtype
-    lies_in_order: bool
-    lifetime: Lifetime | None
-    # Whether what torch computes takes its place.
-    is_never_made: bool = False
 
 
 @dataclass(frozen=True)

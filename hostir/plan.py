@@ -14,13 +14,13 @@ from torch.autograd import profiler as torch_profiler
 from fuser.errors import FuserError
 from fuser.ir.core import Op
 from fuser.runtime.graphs import USERS
-from hostir.arena import Arena, Arenas, Block, views_of
+from hostir.arena import Arena, Arenas, views_of
 from hostir.bind import Argument
 from hostir.capture import Replays, gains_nothing
 from hostir.container import HostIrContainer
 from hostir.memory import OutOfMemoryError, op_failed
 from hostir.ranges import range_of
-from hostir.steps import Allocation, Binding, BoundKernel, Closure, Slots, Step
+from hostir.steps import Allocation, Binding, Block, BoundKernel, Closure, Slots, Step
 from hostir.streams import Streams, on_device
 from multidevice.backends.captured import STEP_BY_STEP, Vote
 from multidevice.backends.protocol import Backend
@@ -143,7 +143,9 @@ class Plan:
         # A graph cannot be launched into one that the caller captures.
         gains = not gains_nothing(len(closures), len(binding.launches))
         is_repeated = gains and not (self.why_not or arena.is_captured)
-        replays = Replays(self, memory, arena, len(closures)) if is_repeated else None
+        replays = None
+        if is_repeated:
+            replays = Replays(self, memory, len(closures), stream=stream, graphs=arena.graphs)
         # A graph writes where its outputs are: it would overwrite what an earlier run returned.
         left = frozenset[int]() if is_repeated else self.by_steps
         made = {slot: make for slot, make in self.made.items() if slot not in left}

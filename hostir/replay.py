@@ -23,7 +23,7 @@ from fuser.ir.types import MemoryType
 from fuser.runtime.graphs import MAKERS
 from fuser.torch_calls import current_device_beside, raw_stream_on
 from hostir.announce import announcer
-from hostir.arena import Arenas, Block, first_fit
+from hostir.arena import Arenas, first_fit
 from hostir.bind import Argument
 from hostir.clocks import Clock
 from hostir.effects import Stream
@@ -46,7 +46,6 @@ from hostir.ops import (
     SymmetricContiguousView,
     Synchronize,
 )
-from hostir.pattern import PlannedBuffer
 from hostir.plan import Plan
 from hostir.post import CommunicationCall, Done, bind_exchange, exchange, halves, permute, transfer
 from hostir.posting import Posting
@@ -56,11 +55,13 @@ from hostir.slices import dropped_axes
 from hostir.steps import (
     Action,
     Allocation,
+    Block,
     Both,
     Closure,
     ExchangeStep,
     LaunchStep,
     Make,
+    PlannedBuffer,
     Release,
     Slots,
     Step,

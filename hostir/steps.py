@@ -19,9 +19,10 @@ from fuser.ir.tensor import TensorView
 from fuser.ir.types import MemoryType
 from fuser.ops.products import Product, ViewOf
 from fuser.torch_calls import EmptyStrided, empty_on
-from hostir.arena import Block
 from hostir.container import HostIrContainer
 from hostir.frame import ExecutionContext
+from hostir.layout import spanned
+from hostir.lifetimes import Lifetime
 from hostir.memory import new_buffer, no_memory
 from multidevice.backends.protocol import Post, PostBatch
 
@@ -31,6 +32,43 @@ if TYPE_CHECKING:
 
 Slots = list[Any]
 Closure = Callable[[Slots], object]
+
+
+class Block(NamedTuple):
+    """A buffer of a plan: where it lies in the arena, and how it is seen as a tensor."""
+
+    slot: int
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    dtype: torch.dtype
+    offset: int = 0
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes from the first to past the last element; 0 without elements."""
+        return spanned(self.shape, self.strides) * self.dtype.itemsize
+
+    def at(self, offset: int) -> Block:
+        """Return this buffer in another place."""
+        return Block(self.slot, self.shape, self.strides, self.dtype, offset)
+
+    def view(self, arena: torch.Tensor) -> torch.Tensor:
+        """Return the tensor in an arena, seen as elements of its dtype."""
+        return arena.as_strided(self.shape, self.strides, self.offset // self.dtype.itemsize)
+
+
+@dataclass(frozen=True, eq=False)
+class PlannedBuffer:
+    """A buffer that a program allocates, and where in it the buffer is used: None if it lasts, or
+    is never made."""
+
+    tv: TensorView
+    slot: int
+    dtype: torch.dtype
+    lies_in_order: bool
+    lifetime: Lifetime | None
+    # Whether what torch computes takes its place.
+    is_never_made: bool = False
 
 
 @dataclass(frozen=True)

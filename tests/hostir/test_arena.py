@@ -12,13 +12,13 @@ from hostir.arena import (
     MAX_SPARE,
     Arena,
     Arenas,
-    Block,
     first_fit,
     with_room,
 )
 from hostir.effects import ENTRY
 from hostir.evaluate import HostIrEvaluator
 from hostir.lifetimes import Lifetime
+from hostir.steps import Block
 from tests.hostir.programs import CASES, Case, build, expected
 
 _LIFETIMES = st.lists(

@@ -35,7 +35,7 @@ from hostir import (
 from hostir import evaluate as evaluating
 from hostir import replay as replaying
 from hostir import steps as made_of
-from hostir.arena import Arenas, Block, first_fit
+from hostir.arena import Arenas, first_fit
 from hostir.effects import ENTRY
 from hostir.frame import Frame
 from hostir.lifetimes import Lifetime
@@ -43,7 +43,7 @@ from hostir.ops import Deallocate
 from hostir.passes.allocation import insert_deallocate
 from hostir.plan import Plan
 from hostir.replay import Recorder
-from hostir.steps import Slots, View
+from hostir.steps import Block, Slots, View
 from hostir.streams import DelayedStreams, _Until
 from hostir.transfers import EndCoalescing, P2PCommunication, StartsCommunication, Wait
 from tests.counted import calls_of
