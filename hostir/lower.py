@@ -13,22 +13,21 @@ value any more, else computed beside it and copied at the end.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 
 from fuser import progress
 from fuser.ir import nodes, storage
-from fuser.ir.core import Op
-from fuser.ir.fusion import Alias, Fusion
+from fuser.ir.fusion import Alias
 from fuser.ir.nodes import TensorOp
 from fuser.ir.tensor import TensorView
 from fuser.passes.segment import Segment, SegmentedFusion
 from fuser.passes.views import is_copy
-from hostir.container import HostIrContainer, KernelGroup
-from hostir.effects import Stream
+from hostir.container import HostIrContainer
 from hostir.lower_params import DEFAULT, LowerParams
 from hostir.ops import Allocate, LaunchKernel, LocalSlice
 from hostir.peer_memory import let_peers_map
 from hostir.places import with_places
+from hostir.step_parts import LoweringState
 from hostir.stream_loops import StreamLoopBuilder
 from hostir.transfers import PEER_COPIES, Communication, Wait
 from multidevice.communication import (
@@ -60,16 +59,9 @@ def lower(
     return Lowering(segmented, backend_name, params, found).run()
 
 
-@dataclass
-class Lowering:
-    segmented: SegmentedFusion
-    backend_name: str
-    params: LowerParams
-    loops: StreamLoops
-    ops: list[Op] = field(default_factory=list[Op])
-    groups: dict[int, KernelGroup] = field(default_factory=dict[int, KernelGroup])
-    numbers: int = 0
-    streams: int = 0
+class Lowering(LoweringState):
+    """Lowers the segments of a fusion in run order: single ones here, those of one loop by
+    `StreamLoopBuilder`."""
 
     def run(self) -> HostIrContainer:
         # The program gets its own tensors: what it does to them never shows in the fusion.
@@ -97,11 +89,6 @@ class Lowering:
         is_mapped = PEER_COPIES in (self.backend_name, self.step_backend)
         return let_peers_map(program) if is_mapped else program
 
-    @property
-    def step_backend(self) -> str:
-        """The library of what the steps of a loop send from rank to rank."""
-        return self.params.step_backend or self.backend_name
-
     def _in_order(self) -> list[list[Segment]]:
         """Return the segments in run order, those of one loop together where the first can be."""
         groups: dict[object, list[Segment]] = {}
@@ -125,16 +112,6 @@ class Lowering:
             ordered.append(groups.pop(ready))
         return ordered
 
-    def next_number(self) -> int:
-        """Return the number of the next communication."""
-        self.numbers += 1
-        return self.numbers - 1
-
-    def next_stream(self) -> Stream:
-        """Return the name of the next stream that is captured."""
-        self.streams += 1
-        return Stream(name=f"S{self.streams - 1}")
-
     # ------------------------------------------------------------ segments
     def kernel(self, segment: Segment) -> None:
         outs = tuple(self._twin(t) for t in segment.outputs)
@@ -146,28 +123,6 @@ class Lowering:
         self.add_group(replace(segment, fusion=fusion))
         ins = (self._twin(v) if isinstance(v, TensorView) else v for v in segment.inputs)
         self.ops.append(LaunchKernel((*ins, *places), outs, group=segment.number))
-
-    def add_group(self, segment: Segment) -> None:
-        """Keep the kernel of a segment."""
-        group = KernelGroup(segment.number, self._kernel_fusion(segment), segment.scheduler)
-        self.groups[segment.number] = group
-
-    def _kernel_fusion(self, segment: Segment) -> Fusion:
-        """Return the kernel's fusion, which knows of buffers that it both reads and writes."""
-        assert segment.fusion is not None, f"kernel segment {segment.number} has no fusion"
-        targets = {o.number: self.in_place.get(self._twin(o)) for o in segment.outputs}
-        read = {v.number: v for v in segment.fusion.inputs if isinstance(v, TensorView)}
-        pairs = [
-            (number, into.number)
-            for number, into in targets.items()
-            if into is not None and into.number in read
-        ]
-        if not pairs:
-            return segment.fusion
-        fusion, _ = segment.fusion.copy()
-        known = {tv.number: tv for tv in fusion.tensors()}
-        fusion.aliases = [Alias(known[out], known[into]) for out, into in pairs]
-        return fusion
 
     def library(self, segment: Segment) -> None:
         for expr in segment.exprs:
@@ -214,9 +169,6 @@ class Lowering:
             self.ops += [communication.replace(where=op.where), Wait(number=number)]
 
     # ------------------------------------------------------------ tensors
-    def _twin(self, tv: TensorView) -> TensorView:
-        return self.twins[tv]
-
     def _twin_op(self, op: TensorOp) -> TensorOp:
         return op.map_values(lambda v: self.twins[v] if isinstance(v, TensorView) else v)
 

@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, field
 
 from fuser.errors import UnsupportedError, user_code
 from fuser.ir import nodes
 from fuser.ir import scalar as sc
 from fuser.ir.core import Op
+from fuser.ir.fusion import Alias, Fusion
 from fuser.ir.nodes import TensorOp
 from fuser.ir.scalar import Scalar
 from fuser.ir.tensor import TensorView
 from fuser.ir.types import LoadStoreOpType, ParallelType
-from fuser.passes.segment import Segment
+from fuser.passes.segment import Segment, SegmentedFusion
 from fuser.passes.views import VIEW_OPS, is_copy
+from hostir.container import KernelGroup
 from hostir.effects import Stream
+from hostir.lower_params import LowerParams
 from hostir.ops import (
     NUMBER_OF_STREAMS,
     Allocate,
@@ -34,21 +37,80 @@ from multidevice.communication import (
 from multidevice.stream_steps import is_in_step
 from multidevice.streams import (
     StreamAxis,
+    StreamLoops,
     is_allocated_per_step,
     scatters_steps,
     stream_axes,
     stream_axis,
 )
 
-if TYPE_CHECKING:
-    from hostir.lower import Lowering
+
+@dataclass
+class LoweringState:
+    """What the lowering of a fusion has so far: tensors, and the ops and kernels of the program.
+
+    `values` are the program's own tensors, `twins` names them by the fusion's, and `in_place` has
+    the outputs that are computed in the buffer of an input.
+    """
+
+    segmented: SegmentedFusion
+    backend_name: str
+    params: LowerParams
+    loops: StreamLoops
+    ops: list[Op] = field(default_factory=list[Op])
+    groups: dict[int, KernelGroup] = field(default_factory=dict[int, KernelGroup])
+    numbers: int = 0
+    streams: int = 0
+    values: Fusion = field(init=False)
+    twins: dict[TensorView, TensorView] = field(init=False)
+    in_place: dict[TensorView, TensorView] = field(init=False)
+
+    @property
+    def step_backend(self) -> str:
+        """The library of what the steps of a loop send from rank to rank."""
+        return self.params.step_backend or self.backend_name
+
+    def next_number(self) -> int:
+        """Return the number of the next communication."""
+        self.numbers += 1
+        return self.numbers - 1
+
+    def next_stream(self) -> Stream:
+        """Return the name of the next stream that is captured."""
+        self.streams += 1
+        return Stream(name=f"S{self.streams - 1}")
+
+    def add_group(self, segment: Segment) -> None:
+        """Keep the kernel of a segment."""
+        group = KernelGroup(segment.number, self._kernel_fusion(segment), segment.scheduler)
+        self.groups[segment.number] = group
+
+    def _kernel_fusion(self, segment: Segment) -> Fusion:
+        """Return the kernel's fusion, which knows of buffers that it both reads and writes."""
+        assert segment.fusion is not None, f"kernel segment {segment.number} has no fusion"
+        targets = {o.number: self.in_place.get(self._twin(o)) for o in segment.outputs}
+        read = {v.number: v for v in segment.fusion.inputs if isinstance(v, TensorView)}
+        pairs = [
+            (number, into.number)
+            for number, into in targets.items()
+            if into is not None and into.number in read
+        ]
+        if not pairs:
+            return segment.fusion
+        fusion, _ = segment.fusion.copy()
+        known = {tv.number: tv for tv in fusion.tensors()}
+        fusion.aliases = [Alias(known[out], known[into]) for out, into in pairs]
+        return fusion
+
+    def _twin(self, tv: TensorView) -> TensorView:
+        return self.twins[tv]
 
 
 class StepParts:
     """The index of one loop, and the tensors that its steps read and write: parts of what is there
     before the loop, or memory of a step's own."""
 
-    def __init__(self, lowering: Lowering, segments: Sequence[Segment]) -> None:
+    def __init__(self, lowering: LoweringState, segments: Sequence[Segment]) -> None:
         self._lowering = lowering
         self._segments = segments
         # What stands before the loop, the steps, and how each of them ends.
