@@ -21,7 +21,6 @@ if TYPE_CHECKING:
     from hostir.container import HostIrContainer as HostIrContainer
     from hostir.container import equal as equal
     from hostir.effects import Stream as Stream
-    from hostir.evaluate import HostIrEvaluator as HostIrEvaluator
     from hostir.lower_streams import lower_streams as lower_streams
     from hostir.ops import NUMBER_OF_STREAMS as NUMBER_OF_STREAMS
     from hostir.ops import RANK as RANK
@@ -39,6 +38,7 @@ if TYPE_CHECKING:
     from hostir.ops import SymmetricContiguousView as SymmetricContiguousView
     from hostir.ops import Synchronize as Synchronize
     from hostir.parse import parse as parse
+    from hostir.tracing import HostIrEvaluator as HostIrEvaluator
     from hostir.transfers import CollectivePermute as CollectivePermute
     from hostir.transfers import Communication as Communication
     from hostir.transfers import EndCoalescing as EndCoalescing
@@ -54,7 +54,6 @@ _MODULES = {
     "fuser.ir.scalar": ("as_scalar", "ceildiv", "eq", "logical_and", "logical_not", "ne", "where"),
     "hostir.container": ("HostIrContainer", "equal"),
     "hostir.effects": ("Stream",),
-    "hostir.evaluate": ("HostIrEvaluator",),
     "hostir.lower_streams": ("lower_streams",),
     "hostir.ops": (
         "NUMBER_OF_STREAMS",
@@ -74,6 +73,7 @@ _MODULES = {
         "Synchronize",
     ),
     "hostir.parse": ("parse",),
+    "hostir.tracing": ("HostIrEvaluator",),
     "hostir.transfers": (
         "CollectivePermute",
         "Communication",

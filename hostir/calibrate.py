@@ -33,7 +33,7 @@ from fuser.ir.dtypes import DataType
 from fuser.ir.types import ParallelType
 from hostir.calibrate_checks import SPREAD, link_faults, matmul_faults, spread_faults
 from hostir.container import HostIrContainer
-from hostir.evaluate import HostIrEvaluator
+from hostir.evaluate import ProgramEvaluator
 from hostir.machine import CPU, H200, Machine, machine_from_json, measured_file, read_once
 from hostir.op_costs import BUS, whole_waves
 from hostir.ops import Allocate
@@ -382,7 +382,9 @@ def _gpu_fields(bench: _Bench) -> Fields:
 def _host_of(bench: _Bench, program: HostIrContainer, inputs: Sequence[torch.Tensor]) -> float:
     # What is asked for is the time of each op; a graph's runs have none.
     settings = options.settings(disable=["cuda_graphs"])
-    evaluator = HostIrEvaluator(program, bench.communicator, device=bench.device, settings=settings)
+    evaluator = ProgramEvaluator(
+        program, bench.communicator, device=bench.device, settings=settings
+    )
     return bench.host_seconds(lambda: evaluator.run(inputs))
 
 

@@ -15,7 +15,7 @@ from hostir.container import HostIrContainer
 from hostir.frame import ExecutionContext, KernelRunner
 from hostir.streams import CpuStreams, CudaStreams, DelayedStreams, Streams, Work
 from hostir.transfers import PEER_COPIES
-from hostir.unit import UnitRunner
+from hostir.unit import UnitEvaluator, UnitRunner
 from multidevice.backends.captured import Vote
 from multidevice.backends.protocol import Backend, PeerMemory, Team
 
@@ -32,15 +32,18 @@ class Devices:
         communicator: Communicator | None,
         settings: Settings,
         kernel: Callable[[int], KernelRunner],
+        make_evaluator: Callable[..., UnitEvaluator],
         *,
         team: Team,
         votes: bool,
         late_stream: str | int | None,
     ) -> None:
-        """`kernel` returns what runs a kernel group. `votes`: the ranks of the program, `team`,
-        agree on how each run is carried out. `late_stream`: see `HostIrEvaluator`."""
+        """`kernel` returns what runs a kernel group, `make_evaluator` what runs the program of a
+        unit. `votes`: the ranks of the program, `team`, agree on how each run is carried out.
+        `late_stream`: see `ProgramEvaluator`."""
         self._program, self._communicator, self._settings = program, communicator, settings
-        self._kernel, self._team, self._votes, self._late = kernel, team, votes, late_stream
+        self._kernel, self._make_evaluator = kernel, make_evaluator
+        self._team, self._votes, self._late = team, votes, late_stream
         self._streams: dict[torch.device, Streams] = {}
         self._machines: dict[torch.device, ExecutionContext] = {}
         self._units: dict[tuple[int, torch.device], UnitRunner] = {}
@@ -118,6 +121,8 @@ class Devices:
         key = number, device
         if key not in self._units:
             unit = self._program.units[number]
-            made = UnitRunner(number, unit, self._communicator, device, self._settings)
+            made = UnitRunner(
+                number, unit, self._communicator, device, self._settings, self._make_evaluator
+            )
             self._units.setdefault(key, made)
         return self._units[key]

@@ -1,4 +1,4 @@
-"""`HostIrEvaluator`: runs a host program on one rank.
+"""`ProgramEvaluator`: runs a host program on one rank.
 
 `evaluate` is the reading of a program (`hostir.handlers`) that everything faster must equal bit for
 bit. `run` walks a program once per class of inputs, in a rehearsal (`hostir.rehearsal`) where that
@@ -65,22 +65,19 @@ from multidevice.agreement import Channel, Claim, Prepared
 from multidevice.backends.captured import STEP_BY_STEP
 
 if TYPE_CHECKING:
-    from os import PathLike
-
     from fuser.kernels.executor import KernelRequest
-    from hostir.measured import Trace
-    from hostir.tracing import Source
     from multidevice.communicator import Communicator
 
 MakeRunner = Callable[[KernelGroup], KernelRunner]
 R = TypeVar("R", bound=Recorder)
 T = TypeVar("T")
+# What messages call it: users have `hostir.HostIrEvaluator`, which can take traces besides.
 _NAME = "HostIrEvaluator"
 # Classes of inputs that an evaluator remembers.
 MAX_PLANS = 256
 
 
-class HostIrEvaluator:
+class ProgramEvaluator:
     """Runs one program on one rank; ranks do not share evaluators.
 
     `communicator` defaults to this process's, asked for only by programs with a mesh. `device`
@@ -105,7 +102,7 @@ class HostIrEvaluator:
     ) -> None:
         require(_NAME, "program", program, HostIrContainer)
         program.check_full()
-        check_number_of_streams(number_of_streams, of="HostIrEvaluator")
+        check_number_of_streams(number_of_streams, of=_NAME)
         verify(program)
         whole = unlowered(program)
         if whole is not None:
@@ -169,6 +166,7 @@ class HostIrEvaluator:
             communicator,
             self._settings,
             self.kernel,
+            ProgramEvaluator,
             team=self._team,
             votes=self._copies_from_peers,
             late_stream=late_stream,
@@ -525,24 +523,6 @@ class HostIrEvaluator:
         )
         frame.tensors.clear()
         return recorder, plan
-
-    def trace(
-        self,
-        inputs: Sequence[Argument],
-        path: str | PathLike[str] | None = None,
-        *,
-        warm_up: int = 3,
-        repeat: int = 5,
-        source: Source = "auto",
-        predicted: str | None = None,
-    ) -> Trace:
-        """Run several times on these inputs, all ranks of the program together, and return what ran
-        when; see `FusionDefinition.trace`."""
-        from hostir.tracing import Asked, take_trace
-
-        asked = Asked(path, warm_up, repeat, source, predicted)
-        watch = partial(self.watched_as_agreed, take_trace, asked=asked)
-        return self._agreed(inputs, watch, asked.line)
 
     def watched_as_agreed(
         self, take: Callable[..., T], inputs: Sequence[Argument], asked: object

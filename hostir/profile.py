@@ -39,7 +39,7 @@ from multidevice.backends.protocol import Team
 
 if TYPE_CHECKING:
     from fuser.kernels.executor import KernelLaunch
-    from hostir.evaluate import HostIrEvaluator
+    from hostir.evaluate import ProgramEvaluator
     from hostir.frame import Frame
     from multidevice.communicator import Communicator
 
@@ -84,7 +84,7 @@ class Profiled:
 
 
 def take_profile(
-    evaluator: HostIrEvaluator,
+    evaluator: ProgramEvaluator,
     communicator: Communicator | None,
     team: Team,
     inputs: Sequence[Argument],

@@ -16,9 +16,10 @@ from fuser.ir.tensor import TensorView
 from fuser.options import Settings
 from hostir.bind import Argument
 from hostir.container import HostIrContainer, walk
-from hostir.evaluate import HostIrEvaluator, MakeRunner
+from hostir.evaluate import MakeRunner
 from hostir.input_class import size_symbols, symbol_values
 from hostir.measured import Trace
+from hostir.tracing import HostIrEvaluator
 from multidevice.communicator import Communicator
 from multidevice.shard import shard_for_rank
 from multidevice.simulation import simulate

@@ -28,6 +28,7 @@ from hostir.arena import Arena
 from hostir.bind import Argument, device_of
 from hostir.capture import RUNS_BEFORE
 from hostir.container import walk
+from hostir.evaluate import ProgramEvaluator
 from hostir.machine import Machine, find_machine
 from hostir.measured import CPU, RankTrace, Trace, rank_from_dict, run_times, slices_of
 from hostir.memory import op_failed
@@ -44,7 +45,6 @@ from hostir.writable import not_writable
 from multidevice.backends.protocol import Team
 
 if TYPE_CHECKING:
-    from hostir.evaluate import HostIrEvaluator
     from hostir.frame import Frame
     from multidevice.communicator import Communicator
 
@@ -57,8 +57,28 @@ R = TypeVar("R", bound=NotingRecorder)
 _SOURCES = {"cpu": ("auto", "host"), "cuda": ("auto", "cupti", "events")}
 
 
+class HostIrEvaluator(ProgramEvaluator):
+    __doc__ = ProgramEvaluator.__doc__
+
+    def trace(
+        self,
+        inputs: Sequence[Argument],
+        path: str | os.PathLike[str] | None = None,
+        *,
+        warm_up: int = 3,
+        repeat: int = 5,
+        source: Source = "auto",
+        predicted: str | None = None,
+    ) -> Trace:
+        """Run several times on these inputs, all ranks of the program together, and return what ran
+        when; see `FusionDefinition.trace`."""
+        asked = Asked(path, warm_up, repeat, source, predicted)
+        watch = partial(self.watched_as_agreed, take_trace, asked=asked)
+        return self._agreed(inputs, watch, asked.line)
+
+
 def take_trace(
-    evaluator: HostIrEvaluator,
+    evaluator: ProgramEvaluator,
     communicator: Communicator | None,
     team: Team,
     inputs: Sequence[Argument],
@@ -186,7 +206,7 @@ class Runs(Generic[R]):
 
     def __init__(
         self,
-        evaluator: HostIrEvaluator,
+        evaluator: ProgramEvaluator,
         ranks: Together,
         given: list[Argument],
         make: Callable[[Frame, frozenset[int]], R],

@@ -5,8 +5,8 @@ A unit is scheduled automatically, once per class of inputs; what was made for a
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Hashable, Sequence
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 
@@ -22,12 +22,19 @@ from hostir.pipeline import build_program
 from multidevice import sharding
 
 if TYPE_CHECKING:
-    from hostir.evaluate import HostIrEvaluator
     from multidevice.communicator import Communicator
 
 # What one unit remembers: signatures of inputs, and programs.
 MAX_SIGNATURES = 64
 MAX_PROGRAMS = 16
+
+
+class UnitEvaluator(Protocol):
+    """Runs the program of a unit."""
+
+    def run_as_agreed(
+        self, inputs: Sequence[Argument], *, signature: Hashable | None = None
+    ) -> list[torch.Tensor]: ...
 
 
 class UnitRunner:
@@ -40,17 +47,21 @@ class UnitRunner:
         communicator: Communicator | None,
         device: torch.device,
         settings: Settings,
+        make_evaluator: Callable[..., UnitEvaluator],
     ) -> None:
+        """`make_evaluator` is given the program of a class of inputs, the communicator, `device`
+        and `settings`."""
         self._name = f"HostUnit{number}"
         self._fusion = fusion
         self._communicator = communicator
         self._device = device
         self._settings = settings
+        self._make_evaluator = make_evaluator
         self._binder = InputBinder(fusion)
         self._classifier = Classifier(fusion)
         self._free = free_inputs(fusion)
-        self._by_signature: Recent[object, HostIrEvaluator] = Recent(MAX_SIGNATURES)
-        self._by_class: Recent[object, HostIrEvaluator] = Recent(MAX_PROGRAMS)
+        self._by_signature: Recent[object, UnitEvaluator] = Recent(MAX_SIGNATURES)
+        self._by_class: Recent[object, UnitEvaluator] = Recent(MAX_PROGRAMS)
 
     def __call__(self, inputs: Sequence[Argument], outputs: Sequence[torch.Tensor]) -> None:
         """Compute `outputs`, which are allocated.
@@ -68,9 +79,7 @@ class UnitRunner:
         """Return how many programs are kept."""
         return self._by_class.size()
 
-    def _evaluator(self, inputs: Sequence[Argument]) -> HostIrEvaluator:
-        from hostir.evaluate import HostIrEvaluator
-
+    def _evaluator(self, inputs: Sequence[Argument]) -> UnitEvaluator:
         try:
             values = self._binder.bind(inputs, self._device)
         except FuserError as error:
@@ -91,7 +100,7 @@ class UnitRunner:
                 settings=self._settings,
             )
             sharding.check_divisible(segmented.fusion, sizes)
-            evaluator = self._by_class[found.key] = HostIrEvaluator(
+            evaluator = self._by_class[found.key] = self._make_evaluator(
                 program, self._communicator, device=self._device, settings=self._settings
             )
         return evaluator

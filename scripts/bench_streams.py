@@ -43,8 +43,8 @@ from turns import take_turns
 
 from fuser import DataType, multidevice
 from fuser.multidevice import Communicator
+from hostir import HostIrEvaluator
 from hostir.container import HostIrContainer
-from hostir.evaluate import HostIrEvaluator
 from hostir.lower_params import DEFAULT, LowerParams
 from hostir.ops import ForLoop
 

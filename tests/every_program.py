@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     import torch
 
     from fuser.ir.fusion import Fusion
-    from hostir.evaluate import HostIrEvaluator
+    from hostir.evaluate import ProgramEvaluator
     from hostir.plan import Plan
 
 CHOICES = ("all", "share", "none")
@@ -101,7 +101,7 @@ class Watch:
         self.wrong_plans: list[str] = []
         self._lock = threading.Lock()
 
-    def see_plan(self, evaluator: HostIrEvaluator, plan: Plan, inputs: Sequence[Any]) -> None:
+    def see_plan(self, evaluator: ProgramEvaluator, plan: Plan, inputs: Sequence[Any]) -> None:
         """Compare a plan, which the inputs have made, with what its program needs."""
         from tests.hostir.plan_steps import faults, values_of
 
@@ -239,7 +239,7 @@ class Watcher:
             self.is_installed = True
             yield
 
-    def _see_plan(self, evaluator: HostIrEvaluator, plan: Plan, inputs: Sequence[Any]) -> None:
+    def _see_plan(self, evaluator: ProgramEvaluator, plan: Plan, inputs: Sequence[Any]) -> None:
         if self.watch is not None:
             self.watch.see_plan(evaluator, plan, inputs)
 
@@ -299,13 +299,13 @@ class Watcher:
 
 @contextmanager
 def watched_plans(
-    note: Callable[[HostIrEvaluator, Plan, Sequence[Any]], None],
+    note: Callable[[ProgramEvaluator, Plan, Sequence[Any]], None],
 ) -> Generator[None]:
     """Call `note` with each plan that an evaluator has newly recorded, and the inputs it has run
     on."""
-    from hostir.evaluate import HostIrEvaluator
+    from hostir.evaluate import ProgramEvaluator
 
-    run = HostIrEvaluator._run
+    run = ProgramEvaluator._run
     told = weakref.WeakSet[Any]()
 
     def watched(self: Any, inputs: Any, known: Any, plan: Any) -> Any:
@@ -316,9 +316,9 @@ def watched_plans(
                 note(self, made, inputs)
         return outputs
 
-    HostIrEvaluator._run = _as_ours(watched)
+    ProgramEvaluator._run = _as_ours(watched)
     yield
-    HostIrEvaluator._run = run
+    ProgramEvaluator._run = run
 
 
 class _FirstRuns:

@@ -14,7 +14,7 @@ import torch
 from fuser import FusionDefinition, ParallelType, multidevice
 from fuser.frontend import python_text
 from fuser.ops.define import define_tensor
-from hostir.evaluate import HostIrEvaluator
+from hostir.evaluate import ProgramEvaluator
 from hostir.plan import Plan
 from hostir.replay import Recorder
 from tests.every_program import EXCEPTIONS, Watch, Watcher, check_copies, check_runs
@@ -191,7 +191,7 @@ def test_programs_that_a_rank_did_not_end_are_left_out(
 ) -> None:
     """After an error on one of the ranks alone."""
     fd, other = sharded(across=False), by_hand()
-    plain = HostIrEvaluator.run_known
+    plain = ProgramEvaluator.run_known
 
     def failing(*args: Any, **kwargs: Any) -> Any:
         outputs = plain(*args, **kwargs)
@@ -201,7 +201,7 @@ def test_programs_that_a_rank_did_not_end_are_left_out(
 
     def run_both() -> None:
         other.execute([torch.ones(2, 2)])
-        monkeypatch.setattr(HostIrEvaluator, "run_known", failing)
+        monkeypatch.setattr(ProgramEvaluator, "run_known", failing)
         fd.execute([torch.randn(6, 4)])
 
     with multidevice.simulate(2) as world, pytest.raises(ValueError):

@@ -63,7 +63,7 @@ from hostir.auto_overlap import NoOverlap, Overlaps
 from hostir.bind import InputBinder
 from hostir.container import HostIrContainer
 from hostir.digest import claim_of, communications_text, input_names
-from hostir.evaluate import HostIrEvaluator, Known
+from hostir.evaluate import Known, ProgramEvaluator
 from hostir.forms import NOTES, dumped
 from hostir.input_class import Classifier, InputClass
 from hostir.lower_params import DEFAULT, LowerParams
@@ -505,7 +505,7 @@ class FusionExecutorCache(Watching, Inspection):
     ) -> BoundProgram:
         """Find or build the program, and bind it to this rank."""
         program, overlaps = self._program(input_class, communicator, device, settings)
-        evaluator = HostIrEvaluator(
+        evaluator = ProgramEvaluator(
             program.container,
             communicator,
             device=device,

@@ -1,7 +1,7 @@
 """What a definition that has run can show: its kernels' texts, the scheduled IR of its segments.
 
-The kernels are those of one input class: a walk without contents (`HostIrEvaluator.requests`) tells
-for which tensors each is launched, and so which of its variants.
+The kernels are those of one input class: a walk without contents (`ProgramEvaluator.requests`)
+tells for which tensors each is launched, and so which of its variants.
 """
 
 from __future__ import annotations

@@ -16,7 +16,7 @@ from fuser.options import Settings
 from fuser.runtime import compiled_runner
 from fuser.schedule.vectorize import VECTOR_BYTES
 from hostir.auto_overlap import NoOverlap, Overlaps
-from hostir.evaluate import HostIrEvaluator
+from hostir.evaluate import ProgramEvaluator
 from hostir.known import Known
 from hostir.steady import Steady
 from multidevice.agreement import Claim, Prepared
@@ -58,7 +58,7 @@ class BoundProgram:
     """A program and what runs it on this rank."""
 
     program: Program
-    evaluator: HostIrEvaluator
+    evaluator: ProgramEvaluator
     overlaps: Overlaps | NoOverlap
 
 

@@ -12,7 +12,7 @@ from fuser import DataType, FusionDefinition
 from fuser.errors import FuserError, InputError
 from fuser.ir.binding import Binder
 from fuser.ir.fusion import Fusion
-from hostir.evaluate import HostIrEvaluator
+from hostir import HostIrEvaluator
 from hostir.parse import parse
 
 Define = Callable[[Any], None]

@@ -13,9 +13,9 @@ import torch
 from fuser import FusionDefinition, ParallelType, TensorView, dumps, multidevice
 from fuser.errors import OptionError, VerifyError
 from fuser.option_names import EFFECTS
+from hostir import HostIrEvaluator
 from hostir.cli import main
 from hostir.container import HostIrContainer, equal
-from hostir.evaluate import HostIrEvaluator
 from hostir.parse import parse
 from hostir.ranks import run_simulated
 from multidevice import DeviceMesh, simulate

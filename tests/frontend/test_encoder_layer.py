@@ -12,8 +12,8 @@ from torch.nn import functional as F
 
 from fuser import DataType
 from fuser.multidevice import Communicator, DeviceMesh
+from hostir import HostIrEvaluator
 from hostir.container import equal
-from hostir.evaluate import HostIrEvaluator
 from hostir.parse import parse
 from multidevice import simulate
 

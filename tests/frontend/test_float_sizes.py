@@ -19,9 +19,8 @@ from fuser.ir.parse import parse_fusion
 from fuser.ir.tensor import TensorView
 from fuser.ir.text import fusion_text
 from fuser.multidevice import Communicator, DeviceMesh, MultiDeviceExecutor, shard_tensor
-from hostir import rehearsal
+from hostir import HostIrEvaluator, rehearsal
 from hostir.container import equal
-from hostir.evaluate import HostIrEvaluator
 from hostir.parse import parse
 from multidevice import simulate
 from tests.frontend.again import again

@@ -19,8 +19,8 @@ from fuser.errors import ProgramMismatchError
 from fuser.frontend.multi_device_executor import MultiDeviceExecutor
 from fuser.ir.storage import memory_order
 from fuser.kernels.executor import FusedKernelExecutor
+from hostir import HostIrEvaluator
 from hostir.container import equal
-from hostir.evaluate import HostIrEvaluator
 from hostir.parse import parse
 from multidevice import DeviceMesh
 

@@ -32,8 +32,7 @@ from fuser.errors import (
 )
 from fuser.ir.tensor import TensorView
 from fuser.multidevice import DeviceMesh, simulate
-from hostir import Allocate, HostIrContainer
-from hostir.evaluate import HostIrEvaluator
+from hostir import Allocate, HostIrContainer, HostIrEvaluator
 from hostir.findings import listing
 from hostir.verify import verify
 

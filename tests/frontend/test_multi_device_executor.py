@@ -30,9 +30,9 @@ from fuser.multidevice import (
     MultiDeviceExecutorParams,
     simulate,
 )
+from hostir import HostIrEvaluator
 from hostir.before_run import findings
 from hostir.container import HostIrContainer, equal
-from hostir.evaluate import HostIrEvaluator
 from hostir.input_class import symbol_values
 from hostir.ops import NUMBER_OF_STREAMS
 from hostir.parse import parse

@@ -17,7 +17,7 @@ from fuser import DataType, FusionDefinition
 from fuser.errors import InputError, UnsupportedError
 from fuser.frontend import draws
 from fuser.ir.scalar import Const
-from hostir.evaluate import HostIrEvaluator
+from hostir import HostIrEvaluator
 from multidevice import DeviceMesh, simulate
 from tests.frontend.test_attention_programs import cut
 from tests.hostir.stand_in_graphs import stand_in

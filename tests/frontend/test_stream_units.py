@@ -14,8 +14,8 @@ import torch
 
 from fuser import FusionDefinition, ParallelType
 from fuser.errors import ExecutionError, UnsupportedError, VerifyError
+from hostir import HostIrEvaluator
 from hostir.container import HostIrContainer
-from hostir.evaluate import HostIrEvaluator
 from hostir.parse import parse
 from hostir.storage import Storage
 from multidevice.agreement import Channel, Turns, run_agreed

@@ -27,7 +27,7 @@ from fuser.kernels.trial import TuningCandidate
 from fuser.runtime.kernel_cache import KernelCache
 from fuser.schedule.neighbours import to_fields
 from fuser.schedule.pointwise import PointwiseParams
-from hostir.evaluate import HostIrEvaluator
+from hostir import HostIrEvaluator
 from tests.limits import HANG_S
 
 TUNE = ["tune", "schedules_for(h200)"]

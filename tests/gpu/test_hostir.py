@@ -7,7 +7,7 @@ import threading
 import pytest
 import torch
 
-from hostir.evaluate import HostIrEvaluator
+from hostir import HostIrEvaluator
 from multidevice import Communicator, simulate
 from multidevice.shard import shard_for_rank, unshard
 from tests.hostir.programs import CASES, build, expected

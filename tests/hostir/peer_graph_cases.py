@@ -8,7 +8,7 @@ import torch
 
 from fuser import DeviceMesh, FusionDefinition, ParallelType
 from fuser.frontend.executor_cache import FusionExecutorCache
-from hostir.evaluate import HostIrEvaluator
+from hostir import HostIrEvaluator
 from hostir.lower_params import LowerParams
 from multidevice import Communicator
 

@@ -23,7 +23,7 @@ from fuser.ir.scalar import Scalar
 from fuser.ir.tensor import TensorView
 from fuser.ir.types import MemoryType
 from hostir.bind import Values
-from hostir.evaluate import HostIrEvaluator
+from hostir.evaluate import ProgramEvaluator
 from hostir.ops import (
     NUMBER_OF_STREAMS,
     RANK,
@@ -279,7 +279,7 @@ NEEDS: dict[type[Op], Callable[[Unrolled, Any], Kinds]] = {
 
 
 # ------------------------------------------------------------------ comparison
-def values_of(evaluator: HostIrEvaluator, inputs: Sequence[Any]) -> tuple[Values, int]:
+def values_of(evaluator: ProgramEvaluator, inputs: Sequence[Any]) -> tuple[Values, int]:
     """Return the values of a run's symbols, and the rank."""
     bound = evaluator._binder.values(inputs)
     own = {RANK: evaluator._rank, NUMBER_OF_STREAMS: evaluator._number_of_streams}

@@ -6,6 +6,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from hostir import HostIrEvaluator
 from hostir.arena import (
     ALIGNMENT_NBYTES,
     MAX_ROOM_NBYTES,
@@ -16,7 +17,6 @@ from hostir.arena import (
     with_room,
 )
 from hostir.effects import ENTRY
-from hostir.evaluate import HostIrEvaluator
 from hostir.lifetimes import Lifetime
 from hostir.steps import Block
 from tests.hostir.programs import CASES, Case, build, expected

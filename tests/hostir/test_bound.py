@@ -15,7 +15,7 @@ from fuser.ir import scalar as sc
 from fuser.ir.scalar import const
 from fuser.ir.storage import dense_strides, dense_strides_of
 from fuser.kernels.executor import FusedKernelExecutor
-from hostir.evaluate import HostIrEvaluator
+from hostir import HostIrEvaluator
 from hostir.steps import LaunchStep
 from tests.hostir.programs import CASES, build
 

@@ -16,10 +16,9 @@ import torch
 
 from fuser import DataType
 from fuser.errors import FuserError, InputError, PeerError
-from hostir import calibrate
+from hostir import HostIrEvaluator, calibrate
 from hostir.calibrate_checks import link_faults, matmul_faults, spread_faults
 from hostir.cli import main
-from hostir.evaluate import HostIrEvaluator
 from hostir.machine import (
     H200,
     Machine,

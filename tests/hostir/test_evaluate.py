@@ -24,8 +24,8 @@ from fuser.errors import (
 from fuser.ir.binding import Contents
 from fuser.ir.dtypes import DataType
 from fuser.ops.define import define_scalar, define_tensor
+from hostir import HostIrEvaluator
 from hostir.container import HostIrContainer
-from hostir.evaluate import HostIrEvaluator
 from hostir.ops import Allocate
 from hostir.parse import parse
 from multidevice import Communicator, simulate

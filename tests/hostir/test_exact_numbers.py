@@ -13,7 +13,7 @@ from fuser import DataType, FusionDefinition, ParallelType
 from fuser.errors import DefinitionError, FuserError, InputError
 from fuser.frontend.manual import KernelExecutor
 from fuser.multidevice import DeviceMesh, shard_tensor
-from hostir.evaluate import HostIrEvaluator
+from hostir import HostIrEvaluator
 from hostir.parse import parse
 from multidevice import simulate
 from tests.frontend.again import again

@@ -15,7 +15,7 @@ import torch
 from fuser import DataType, FusionDefinition, ParallelType
 from fuser.kernels import executor
 from hostir import rehearsal
-from hostir.evaluate import HostIrEvaluator
+from hostir.evaluate import ProgramEvaluator
 from hostir.plan import Plan
 from hostir.rehearsal import can_bind, rehearse_plan
 from hostir.steps import LaunchStep, Multiply, View
@@ -90,7 +90,7 @@ def test_the_first_run_of_a_bound_program_equals_evaluate_bit_for_bit(name: str)
     case = CASES[name]
     if case.ranks > 1:
         return
-    evaluator = HostIrEvaluator(build(case))
+    evaluator = ProgramEvaluator(build(case))
     inputs = case.inputs()
     want = evaluator.evaluate(inputs)
     for _ in range(3):
@@ -171,7 +171,7 @@ def test_a_first_run_replays(monkeypatch: pytest.MonkeyPatch) -> None:
     def walked(*args: object) -> None:
         raise AssertionError("the first run of a new size went op by op")
 
-    monkeypatch.setattr(HostIrEvaluator, "_walk", walked)
+    monkeypatch.setattr(ProgramEvaluator, "_walk", walked)
     for n in (5, 6, 1):
         (got,) = fd.execute(_square(n))
         torch.testing.assert_close(got.double(), _layers_meaning(*_square(n))[0])
@@ -182,7 +182,7 @@ def test_what_is_bound_and_what_evaluate_runs_are_the_same_kernels(
 ) -> None:
     """Later sizes make more kernels, of which another might fit as well and round otherwise."""
     case = CASES["linear_relu_sum"]
-    evaluator, inputs = HostIrEvaluator(build(case)), case.inputs()
+    evaluator, inputs = ProgramEvaluator(build(case)), case.inputs()
     want = evaluator.run(inputs)
 
     def bound_anew(*args: object, **kwargs: object) -> None:

@@ -16,7 +16,7 @@ from fuser.ir.laid import viewed_strides
 from fuser.ir.tensor import TensorView
 from hostir import posting
 from hostir.container import HostIrContainer
-from hostir.evaluate import HostIrEvaluator
+from hostir.evaluate import ProgramEvaluator
 from hostir.frame import Frame
 from hostir.ops import RANK, IfThenElse
 from hostir.plan import Plan
@@ -34,9 +34,9 @@ from tests.hostir.test_new_sizes import _assert_alike
 
 def _compared(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
     """Have each plan that a pattern makes compared with the rehearsal's."""
-    counts, by_pattern = Counter[str](), HostIrEvaluator._by_pattern
+    counts, by_pattern = Counter[str](), ProgramEvaluator._by_pattern
 
-    def compared(evaluator: HostIrEvaluator, frame: Frame) -> Plan | None:
+    def compared(evaluator: ProgramEvaluator, frame: Frame) -> Plan | None:
         plan = by_pattern(evaluator, frame)
         if plan is not None:
             arenas = evaluator._arenas_on(frame.machine.device)
@@ -47,7 +47,7 @@ def _compared(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
             counts["plans"] += 1
         return plan
 
-    monkeypatch.setattr(HostIrEvaluator, "_by_pattern", compared)
+    monkeypatch.setattr(ProgramEvaluator, "_by_pattern", compared)
     return counts
 
 
@@ -170,13 +170,13 @@ def _check_layers(fd: FusionDefinition, n: int) -> None:
 
 
 def test_later_sizes_of_what_communicates_are_not_walked(monkeypatch: pytest.MonkeyPatch) -> None:
-    walk, walked = HostIrEvaluator._walk, list[int]()
+    walk, walked = ProgramEvaluator._walk, list[int]()
 
-    def noted(evaluator: HostIrEvaluator, frame: Frame, recorder: None) -> list[torch.Tensor]:
+    def noted(evaluator: ProgramEvaluator, frame: Frame, recorder: None) -> list[torch.Tensor]:
         walked.append(frame.machine.rank)
         return walk(evaluator, frame, recorder)
 
-    monkeypatch.setattr(HostIrEvaluator, "_walk", noted)
+    monkeypatch.setattr(ProgramEvaluator, "_walk", noted)
     _on_two_ranks(_check_layers, [5, 6, 3, 1, 9, 16])
     assert sorted(walked) == [0, 1]
 
@@ -226,8 +226,8 @@ def test_a_branch_that_a_size_decides_has_no_pattern(is_steered: bool) -> None:
     assert isinstance(x, TensorView)
     size = x.shape()[0]
     branch = IfThenElse(sc.lt(size if is_steered else RANK, 8), then=())
-    evaluator, inputs = HostIrEvaluator(program.with_ops((*program.ops, branch))), case.inputs()
-    want = HostIrEvaluator(program).run(inputs)
+    evaluator, inputs = ProgramEvaluator(program.with_ops((*program.ops, branch))), case.inputs()
+    want = ProgramEvaluator(program).run(inputs)
     for _ in range(2):
         for got, expected in zip(evaluator.run(inputs), want, strict=True):
             assert torch.equal(got, expected)

@@ -21,7 +21,7 @@ import torch
 
 from fuser import DataType, FusionDefinition, ops
 from hostir import Allocate, HostIrContainer
-from hostir.evaluate import HostIrEvaluator
+from hostir.evaluate import ProgramEvaluator
 from hostir.frame import Frame
 from hostir.plan import Plan
 from hostir.ranks import shards_of
@@ -38,7 +38,7 @@ from tests.programs.test_on_ranks import SHARED, run_on_rank
 
 GOLDEN = Path(__file__).parent / "golden" / "steps"
 Run = Callable[[], object]
-Seen = tuple[HostIrEvaluator, Plan, Sequence[Any]]
+Seen = tuple[ProgramEvaluator, Plan, Sequence[Any]]
 
 
 # ------------------------------------------------------------------ programs
@@ -285,7 +285,7 @@ def _compiled_for(case: programs.Case) -> Run:
 
     def body() -> None:
         communicator = Communicator.instance()
-        evaluator = HostIrEvaluator(program, communicator)
+        evaluator = ProgramEvaluator(program, communicator)
         for factor in (1, 2):
             (first, *rest), more = case.inputs(), case.inputs()
             # The rows of x, and of a mask that has as many.
@@ -319,15 +319,15 @@ SIZED: dict[str, Run] = {
 def test_other_sizes_have_the_steps_of_the_golden_texts(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    by_pattern, made = HostIrEvaluator._by_pattern, list[Plan]()
+    by_pattern, made = ProgramEvaluator._by_pattern, list[Plan]()
 
-    def noted(evaluator: HostIrEvaluator, frame: Frame) -> Plan | None:
+    def noted(evaluator: ProgramEvaluator, frame: Frame) -> Plan | None:
         plan = by_pattern(evaluator, frame)
         if plan is not None:
             made.append(plan)
         return plan
 
-    monkeypatch.setattr(HostIrEvaluator, "_by_pattern", noted)
+    monkeypatch.setattr(ProgramEvaluator, "_by_pattern", noted)
     seen = seen_in(SIZED[name])
     plans: dict[int, list[Seen]] = {}
     for one in seen:

@@ -7,7 +7,7 @@ import torch
 
 from fuser.errors import FuserError, InputError, PeerError
 from fuser.ir.tensor import TensorView
-from hostir.evaluate import HostIrEvaluator
+from hostir import HostIrEvaluator
 from hostir.parse import parse
 from multidevice import Communicator
 from multidevice.shard import shard_for_rank

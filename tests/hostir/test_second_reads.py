@@ -10,7 +10,7 @@ import torch
 
 from fuser import FusionDefinition, options
 from fuser.ir.tensor import TensorView
-from hostir.evaluate import HostIrEvaluator
+from hostir import HostIrEvaluator
 from hostir.parse import parse
 from hostir.second_reads import CacheReuse, second_reads
 

@@ -14,8 +14,8 @@ import torch
 from fuser import FusionDefinition, ops
 from fuser.errors import ParseError, VerifyError
 from fuser.ir.types import ParallelType
+from hostir import HostIrEvaluator
 from hostir.container import FULL_FORM, HostIrContainer, equal, walk
-from hostir.evaluate import HostIrEvaluator
 from hostir.ops import Allocate, LocalSlice
 from hostir.parse import parse
 from hostir.transfers import Communication, Wait

@@ -83,7 +83,7 @@ def test_a_unit_is_compiled_once_per_class(monkeypatch: pytest.MonkeyPatch) -> N
 
 def test_what_a_unit_remembers_is_bounded() -> None:
     fusion = unit(lambda x: ops.mul(x, 2.0), 3)
-    runner = UnitRunner(0, fusion, None, torch.device("cpu"), options.settings())
+    runner = UnitRunner(0, fusion, None, torch.device("cpu"), options.settings(), HostIrEvaluator)
     for n in range(60):
         x = torch.randn(1 + n % 3, 1 + n % 5, 2 + n)
         out = torch.empty_like(x)

@@ -22,7 +22,7 @@ from fuser.kernels import executor
 from fuser.kernels.executor import compile_many
 from fuser.options import Settings, settings
 from fuser.runtime.kernel import compile_kernels
-from hostir.evaluate import HostIrEvaluator
+from hostir import HostIrEvaluator
 from tests.hostir.programs import build_for, out, tensor
 
 N = 4

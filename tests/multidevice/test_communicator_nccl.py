@@ -19,7 +19,7 @@ import torch
 
 import multidevice
 from fuser.errors import CommunicationError, InputError
-from hostir.evaluate import HostIrEvaluator
+from hostir import HostIrEvaluator
 from hostir.ranks import shards_of
 from multidevice import Communicator
 from multidevice.backends import nccl

@@ -16,8 +16,8 @@ from fuser.kernels.executor import FusedKernelExecutor
 from fuser.schedule import horizontal, pointwise, scheduler
 from fuser.schedule.horizontal import HorizontalParams
 from fuser.schedule.pointwise import PointwiseParams
+from hostir import HostIrEvaluator
 from hostir.container import equal
-from hostir.evaluate import HostIrEvaluator
 from hostir.parse import parse
 from multidevice import Communicator, simulate
 from tests.machine_code import compile_for_hopper

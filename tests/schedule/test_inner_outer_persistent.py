@@ -18,8 +18,7 @@ from fuser.passes.row_parts import row_parts, split_rows
 from fuser.schedule import inner_outer_persistent as scheduler
 from fuser.schedule import inner_persistent
 from fuser.schedule.reduction import accepts as reduction_accepts
-from hostir import pipeline
-from hostir.evaluate import HostIrEvaluator
+from hostir import HostIrEvaluator, pipeline
 from hostir.parse import parse
 from multidevice import Communicator, DeviceMesh, simulate
 from tests.schedule.programs import define

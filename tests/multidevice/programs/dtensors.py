@@ -37,7 +37,7 @@ from fuser.errors import (
     UnsupportedError,
 )
 from fuser.multidevice import Communicator, DeviceMesh
-from hostir.evaluate import HostIrEvaluator
+from hostir.evaluate import ProgramEvaluator
 
 X, Y, Z = ParallelType.mesh_x, ParallelType.mesh_y, ParallelType.mesh_z
 WHOLE = Replicate()
@@ -332,17 +332,17 @@ def check_refused_programs(mesh: TorchMesh, device: str, x: DTensor) -> None:
 def check_nothing_ran(device: str) -> None:
     """Refusals come before any launch: an evaluator is never asked to run."""
     ran: list[object] = []
-    original = HostIrEvaluator.run_known
+    original = ProgramEvaluator.run_known
 
-    def noting(self: HostIrEvaluator, *given: Any) -> list[torch.Tensor]:
+    def noting(self: ProgramEvaluator, *given: Any) -> list[torch.Tensor]:
         ran.append(self)
         return original(self, *given)
 
-    HostIrEvaluator.run_known = noting  # type: ignore[method-assign]
+    ProgramEvaluator.run_known = noting  # type: ignore[method-assign]
     try:
         check_refusals(device)
     finally:
-        HostIrEvaluator.run_known = original  # type: ignore[method-assign]
+        ProgramEvaluator.run_known = original  # type: ignore[method-assign]
     assert len(ran) == 1  # the one that is right
 
 
