@@ -7,9 +7,8 @@ from collections.abc import Callable
 import torch
 
 from fuser import dumps
-from fuser.ir.core import Op
+from fuser.ir.core import Op, op_text
 from fuser.ir.tensor import TensorView
-from fuser.ir.text import op_text
 from hostir.frame import ExecutionContext
 from hostir.transfers import PEER_COPIES, StartsCommunication
 

@@ -23,7 +23,7 @@ from fuser.arguments import checked
 from fuser.errors import ArgumentError, DefinitionError, VerifyError, user_code, user_line
 from fuser.ir.axis import Axis
 from fuser.ir.binding import free_inputs
-from fuser.ir.core import Op
+from fuser.ir.core import INDENT, Op, op_text, region_text, value_text
 from fuser.ir.domain import IterDomain
 from fuser.ir.dtypes import DataType, DtypeLike, check_stored, check_supported
 from fuser.ir.equality import fusion_key, op_key, values_key
@@ -34,15 +34,7 @@ from fuser.ir.naming import in_ir, in_words
 from fuser.ir.nodes import TensorOp
 from fuser.ir.scalar import ONE, Scalar, Symbol, as_scalar, const, is_int, symbols
 from fuser.ir.tensor import TensorView
-from fuser.ir.text import (
-    INDENT,
-    fusion_text,
-    lines_text,
-    op_text,
-    region_text,
-    sections_text,
-    value_text,
-)
+from fuser.ir.text import fusion_text, lines_text, sections_text
 from fuser.ir.types import IterType, MemoryType
 from fuser.ops.building import same_extent
 from hostir.ops import (

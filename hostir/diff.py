@@ -6,11 +6,11 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from difflib import SequenceMatcher
 from typing import Any, TypeVar, cast
 
-from fuser.ir.core import Op
+from fuser.ir.core import Op, op_text, value_text
 from fuser.ir.equality import Key, op_key
 from fuser.ir.fusion import Fusion
 from fuser.ir.tensor import TensorView
-from fuser.ir.text import domain_text, op_text, value_text
+from fuser.ir.text import domain_text
 from hostir.container import HostIrContainer, KernelGroup
 
 

@@ -7,11 +7,10 @@ from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 
-from fuser.ir.core import Op
+from fuser.ir.core import Op, op_text
 from fuser.ir.fusion import Value
 from fuser.ir.scalar import Number, Symbol
 from fuser.ir.tensor import TensorView
-from fuser.ir.text import op_text
 from hostir.bind import Argument
 from hostir.container import HostIrContainer, walk
 from multidevice.agreement import Claim

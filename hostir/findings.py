@@ -6,9 +6,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from fuser.errors import VerifyError
-from fuser.ir.core import Op
+from fuser.ir.core import Op, op_text
 from fuser.ir.scalar import Number, Symbol
-from fuser.ir.text import op_text
 from hostir.container import HostIrContainer
 
 MAX_SHOWN = 8

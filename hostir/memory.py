@@ -7,10 +7,9 @@ from collections.abc import Callable, Sequence
 import torch
 
 from fuser.errors import ExecutionError, FuserError, user_code
-from fuser.ir.core import Op
+from fuser.ir.core import Op, op_text
 from fuser.ir.dtypes import nbytes_of, to_torch
 from fuser.ir.tensor import TensorView
-from fuser.ir.text import op_text
 from fuser.ir.types import MemoryType
 from hostir.container import HostIrContainer, walk
 from hostir.layout import allocated_strides, spanned

@@ -5,10 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from fuser.ir.core import Op
+from fuser.ir.core import Op, op_text
 from fuser.ir.scalar import Number, Symbol
 from fuser.ir.tensor import TensorView
-from fuser.ir.text import op_text
 from hostir.arena import Arenas
 from hostir.cost import spelled
 from hostir.effects import CALLER, Stream, effects_of

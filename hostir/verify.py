@@ -11,14 +11,14 @@ from itertools import pairwise
 from typing import Any
 
 from fuser.errors import FuserError, VerifyError
-from fuser.ir.core import Op
+from fuser.ir.core import Op, op_text
 from fuser.ir.fusion import Alias, Fusion
 from fuser.ir.mesh import ranks_text
 from fuser.ir.naming import in_words
 from fuser.ir.nodes import LoadStoreOp, TensorOp
 from fuser.ir.scalar import Scalar, Symbol, symbols
 from fuser.ir.tensor import TensorView
-from fuser.ir.text import op_text, program_symbols
+from fuser.ir.text import program_symbols
 from fuser.ir.verify import verify_fusion
 from fuser.passes.views import VIEW_OPS
 from hostir.container import HostIrContainer, only_allocates, walk

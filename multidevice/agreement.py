@@ -484,7 +484,7 @@ class Channel:
         """Raises `ProgramMismatchError` with the first op in which the definitions differ."""
         if len({definition for definition, _ in found}) == 1:
             return
-        from fuser.ir.text import op_text
+        from fuser.ir.core import op_text
 
         texts = [
             f"{text}, first run in call {self._ran[d]}" if d in self._ran else text

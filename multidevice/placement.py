@@ -22,6 +22,7 @@ from fuser.ir.domain import (
     Swizzle1D,
     TensorDomain,
     Transform,
+    transform_text,
 )
 from fuser.ir.dtypes import DataType
 from fuser.ir.fusion import Fusion
@@ -30,7 +31,6 @@ from fuser.ir.naming import axis_words, in_ir
 from fuser.ir.path import Rules, path, replay
 from fuser.ir.scalar import Scalar
 from fuser.ir.tensor import TensorView
-from fuser.ir.text import transform_text
 from fuser.ir.types import DEVICE_TYPES, STREAM_TYPES, ParallelType
 
 SPREAD_TYPES = (*DEVICE_TYPES, *STREAM_TYPES)

@@ -8,12 +8,11 @@ from typing import TYPE_CHECKING
 from fuser.arguments import checked
 from fuser.errors import ShardingError, UnsupportedError
 from fuser.ir import scalar as sc
-from fuser.ir.domain import SplitTransform
+from fuser.ir.domain import SplitTransform, transform_text
 from fuser.ir.layout_class import declared_order, stored_part
 from fuser.ir.naming import axis_words, tensor_words
 from fuser.ir.path import transforms_between
 from fuser.ir.tensor import TensorView
-from fuser.ir.text import transform_text
 from fuser.ir.types import DEVICE_TYPES, ParallelType
 from multidevice.placement import cut_line, is_allocated_per_step
 

@@ -18,14 +18,20 @@ from collections.abc import Callable, Iterator
 
 from fuser.errors import UnsupportedError
 from fuser.frontend.python_statements import is_stride_order, stride_order_of
-from fuser.ir.domain import MergeTransform, SplitTransform, Swizzle1D, Transform, contiguity_for
+from fuser.ir.domain import (
+    MergeTransform,
+    SplitTransform,
+    Swizzle1D,
+    Transform,
+    contiguity_for,
+    transform_text,
+)
 from fuser.ir.fusion import Fusion
 from fuser.ir.mesh import DeviceMesh
 from fuser.ir.nodes import LoadStoreOp
 from fuser.ir.path import transforms_between
 from fuser.ir.shard import Replicate, Shard, placements_of
 from fuser.ir.tensor import TensorView
-from fuser.ir.text import transform_text
 from fuser.ir.types import MemoryType, ParallelType
 
 # The text of a value; it may write lines of its own.

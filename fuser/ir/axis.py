@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from fuser.arguments import checked
 from fuser.errors import DefinitionError, user_code, user_line
 from fuser.ir import domain
-from fuser.ir.domain import IterDomain
+from fuser.ir.domain import IterDomain, transform_text
 from fuser.ir.scalar import Scalar
 from fuser.ir.statement import Expr, Val, numbered
 from fuser.ir.types import IterType, ParallelType
@@ -157,8 +157,6 @@ class AxisTransform(Expr):
         return hash((id(self._tensor), self._transform))
 
     def __str__(self) -> str:
-        from fuser.ir.text import transform_text
-
         return transform_text(self._transform, self._tensor.domain) + "\n"
 
     def __repr__(self) -> str:

@@ -16,11 +16,18 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Iterable, Mapping
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import field
+from enum import Enum
+from textwrap import indent
 from typing import Any, ClassVar, Literal, Self, dataclass_transform, overload
 
+from fuser.ir import scalar as sc
+from fuser.ir.dtypes import DataType, dtype_text
+from fuser.ir.scalar import Scalar
 from fuser.ir.statement import Expr, numbered
+from fuser.ir.types import ParallelType
 from fuser.record import declare_fields, remembered, replace
 
 Kind = Literal["operand", "operands", "result", "results", "attr", "region", "where"]
@@ -215,6 +222,61 @@ class Op:
         """Raise `VerifyError` when an invariant beyond field types fails."""
 
     def __str__(self) -> str:
-        from fuser.ir.text import op_text
-
         return op_text(self)
+
+
+# ---------------------------------------------------------------- text
+# One level of a region.
+INDENT = "  "
+_PLACEHOLDER = re.compile(r"\{([\w.]+)\}")
+
+
+def value_text(value: object) -> str:
+    """Return the print form of a field value: tensors, scalars, tuples `{a, b}`, numbers, names."""
+    if isinstance(value, tuple):
+        return "{" + ", ".join(value_text(v) for v in value) + "}"  # pyright: ignore[reportUnknownVariableType, reportUnknownArgumentType]
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    if isinstance(value, DataType):
+        return dtype_text(value)
+    if isinstance(value, ParallelType):
+        return value.text
+    if isinstance(value, Enum):
+        return str(value.value)
+    if isinstance(value, Scalar):
+        return sc.scalar_text(value)
+    return str(value)
+
+
+def fill_template(op: Op, template: str) -> str:
+    """Replace `{field}` and `{field.method}` placeholders by the op's values; regions are indented
+    on lines of their own."""
+    heads, rows = op.region_heads(), op.rows()
+
+    def one(match: re.Match[str]) -> str:
+        name, _, method = match[1].partition(".")
+        value = getattr(op, name)
+        if name in heads:
+            return region_text(value, heads[name])
+        if name in rows:
+            return _rows_text(value, rows[name])
+        return value_text(getattr(value, method)() if method else value)
+
+    return _PLACEHOLDER.sub(one, template)
+
+
+def _rows_text(values: Sequence[object], length: int) -> str:
+    rows = (tuple(values[k : k + length]) for k in range(0, len(values), length))
+    return " ".join(["{", *map(value_text, rows), "}"])
+
+
+def op_text(op: Op) -> str:
+    """Return the text of one op, without indentation or a final newline."""
+    template = getattr(op, "template", None)
+    return fill_template(op, template() if template is not None else op.TEXT)
+
+
+def region_text(ops: Sequence[Op], head: str = "") -> str:
+    """Return the ops of a region, each on a new line and indented, after the line `head`."""
+    lines = [indent(op_text(op), INDENT) for op in ops]
+    return "".join("\n" + line for line in ([head, *lines] if head and ops else lines))

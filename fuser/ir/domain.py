@@ -598,9 +598,7 @@ class TensorDomain:
 
     @remembered
     def problem(self) -> str | None:
-        """What is wrong with the domain, None when nothing is; see `fuser.ir.verify`."""
-        from fuser.ir.verify import domain_problem
-
+        """What is wrong with the domain, None when nothing is."""
         return domain_problem(self)
 
 
@@ -630,3 +628,79 @@ def contiguity_for(axes: Iterable[IterDomain], flag: bool = True) -> tuple[bool 
     """Return `flag` for every axis, None at broadcast and reduction axes."""
     none = (IterType.broadcast, IterType.reduction)
     return tuple(None if a.kind in none else flag for a in axes)
+
+
+# ---------------------------------------------------------------- text and invariants
+def transform_text(t: Transform, domain: TensorDomain) -> str:
+    """Return `Split: iS0{i0} by factor 4 -> iS2{( ceilDiv(i0, 4) )}, iS3{4}`."""
+    ins, outs = domain.states(t.inputs), ", ".join(map(str, domain.states(t.outputs)))
+    match t:
+        case SplitTransform():
+            title = "Split" if t.inner_split else "Outer split"
+            return f"{title}: {ins[0]} by factor {t.factor} -> {outs}"
+        case MergeTransform():
+            return f"Merge: {ins[0]} and {ins[1]} -> {outs}"
+        case Resize():
+            return f"Resize: {ins[0]} by {t.left} and {t.right} -> {outs}"
+        case Swizzle1D():
+            return f"{outs} = Swizzle1D({ins[0]}, parallelType={t.ptype.text})"
+        case Shift():
+            return f"Shift: {ins[1]} by {ins[0]} to words of {t.width} -> {outs}"
+
+
+_UNDERIVED = "a logical axis is not derived from the root domain"
+
+
+def domain_problem(domain: TensorDomain) -> str | None:
+    """Return what is wrong with a domain, None when nothing is."""
+    axes = domain.maybe_allocation
+    if len(domain.contiguity) != len(axes):
+        return f"contiguity has {len(domain.contiguity)} entries for {len(axes)} axes"
+    for axis, flag in zip(axes, domain.contiguity, strict=True):
+        skipped = axis.kind in (IterType.broadcast, IterType.reduction)
+        if skipped != (flag is None):
+            return f"contiguity {flag} of {axis}"
+    problem = _UNDERIVED if domain.is_undecided else derivation_problem(domain)
+    if problem:
+        return problem
+    seen: dict[ParallelType, str] = {}
+    for axis in domain.loop:
+        if axis.is_reduction() or not (axis.is_device or axis.is_stream):
+            continue
+        if axis.ptype in seen:
+            return (
+                "Found multiple loop IterDomains with the same parallel type: "
+                f"{seen[axis.ptype]} and {axis}"
+            )
+        seen[axis.ptype] = str(axis)
+    return None
+
+
+def derivation_problem(domain: TensorDomain) -> str | None:
+    """Return where the transforms do not lead from the root to the loop and allocation axes; from
+    the logical ones where a reshape is undecided."""
+    roots = domain.root_numbers or domain.logical_numbers
+    if domain.is_undecided and all(a.rfactor for a in domain.logical):
+        roots = (*roots, *domain.logical_numbers)
+    made = set(roots)
+    if len(made) != len(roots):
+        return "an axis stands twice in its root or logical domain"
+    for t in domain.transforms:
+        for axis in domain.states(t.inputs):
+            if axis.number not in made:
+                return f"{transform_text(t, domain)} reads {axis}, which does not exist yet"
+        for axis in domain.states(t.outputs):
+            if axis.number in made:
+                return f"{transform_text(t, domain)} makes {axis}, which exists already"
+            made.add(axis.number)
+    derived = set(domain.logical_numbers)
+    if not derived <= made:
+        return _UNDERIVED
+    for t in domain.transforms:
+        if derived.issuperset(t.inputs):
+            derived.update(t.outputs)
+    for title, group in (("loop", domain.loop), ("allocation", domain.allocation)):
+        for axis in group:
+            if axis.number not in derived:
+                return f"{title} axis {axis} is not derived from the logical domain"
+    return None

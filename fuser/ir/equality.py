@@ -11,12 +11,11 @@ from collections.abc import Iterable
 from typing import cast
 
 from fuser.ir.core import Op
-from fuser.ir.domain import TensorDomain
+from fuser.ir.domain import TensorDomain, transform_text
 from fuser.ir.dtypes import category
 from fuser.ir.fusion import Fusion
 from fuser.ir.scalar import Const, Scalar, scalar_text
 from fuser.ir.tensor import TensorView
-from fuser.ir.text import transform_text
 
 Key = tuple[object, ...]
 

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from fuser.errors import DefinitionError, user_code, user_line
 from fuser.ir.axis import Axis
+from fuser.ir.core import Op, op_text, value_text
 from fuser.ir.cursor import MAX_DIGITS
 from fuser.ir.domain import IterDomain, TensorDomain
 from fuser.ir.dtypes import DataType, category, dtype_text
@@ -468,8 +469,6 @@ class Fusion:
 
     def print_math(self, from_outputs_only: bool = True) -> str:
         """Return nvFuser's math text; False also prints ops that reach no output."""
-        from fuser.ir.text import fusion_math
-
         return fusion_math(self, used_only=from_outputs_only)
 
     def __eq__(self, other: object) -> bool:
@@ -504,3 +503,43 @@ def _with_operand(op: TensorOp, old: TensorView, new: TensorView) -> TensorOp:
     """Return the op with operand `old` replaced; results stay."""
     results = set(op.outputs)
     return op.map_values(lambda v: new if v is old and v not in results else v)
+
+
+# ---------------------------------------------------------------- text
+def tensor_text(tv: TensorView) -> str:
+    """Return `T0_g_float[iS0{i0}, iS1{i1}] (DeviceMesh{0 1})`."""
+    suffix = f" ca_pos( {tv.compute_at} )" if tv.compute_at else ""
+    mesh = f" ({tv.mesh})" if tv.mesh is not None else ""
+    return f"{tv.label}{tv.domain}{suffix}{mesh}"
+
+
+def fusion_math(fusion: Fusion, *, used_only: bool = True) -> str:
+    """Return nvFuser's `print_math` text.
+
+    `used_only` leaves out ops that reach no output, and writes each op before its first user, from
+    the first output on; else all ops stand in the order in which they were written.
+    """
+    lines = ["Inputs:"]
+    lines += [f"  {value_text(v)}" for v in fusion.inputs]
+    lines += ["Outputs:"]
+    lines += [f"  {value_text(v)}" for v in fusion.outputs]
+    lines += ["", "%kernel_math {"]
+    lines += [op_text(op) for op in (_by_use(fusion) if used_only else fusion.exprs)]
+    return "\n".join(lines) + "\n} // %kernel_math \n\n"
+
+
+def _by_use(fusion: Fusion) -> list[Op]:
+    """Return the ops that reach an output, depth first from the outputs, operands before users."""
+    found: dict[Op, None] = {}
+    stack: list[tuple[object, bool]] = [(out, False) for out in reversed(fusion.outputs)]
+    while stack:
+        value, is_ready = stack.pop()
+        op = fusion.definition(value)  # pyright: ignore[reportArgumentType]
+        if op is None or op in found:
+            continue
+        if is_ready:
+            found[op] = None
+        else:
+            stack.append((value, True))
+            stack += ((v, False) for v in reversed(op.inputs))
+    return list(found)

@@ -11,7 +11,7 @@ from difflib import get_close_matches
 
 from fuser.errors import FuserError, ParseError
 from fuser.ir import nodes, tokens
-from fuser.ir.core import Op
+from fuser.ir.core import Op, value_text
 from fuser.ir.cursor import MAX_DIGITS, SPACE, Cursor
 from fuser.ir.dtypes import FROM_TEXT
 from fuser.ir.fusion import Alias, Fusion
@@ -27,7 +27,7 @@ from fuser.ir.templates import (
     tensor_op_classes,
 )
 from fuser.ir.tensor import TensorView
-from fuser.ir.text import value_text, with_lines
+from fuser.ir.text import with_lines
 from fuser.ir.types import ParallelType
 
 _TITLES = (

@@ -21,16 +21,16 @@ from fuser.ir.domain import (
     Swizzle1D,
     TensorDomain,
     Transform,
+    derivation_problem,
 )
 from fuser.ir.dtypes import FROM_TEXT, DataType, category
-from fuser.ir.fusion import Fusion
+from fuser.ir.fusion import Fusion, tensor_text
 from fuser.ir.mesh import read_mesh
 from fuser.ir.scalar import Scalar, Symbol
 from fuser.ir.scalar_compute import ARITY
 from fuser.ir.tensor import TensorView
-from fuser.ir.text import default_dtype, tensor_text
+from fuser.ir.text import default_dtype
 from fuser.ir.types import PTYPE_FROM_TEXT, IterType, MemoryType, ParallelType
-from fuser.ir.verify import derivation_problem
 
 # Deeper than any program; far from the depth at which Python gives up.
 MAX_DEPTH = 64

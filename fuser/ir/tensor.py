@@ -380,6 +380,6 @@ class TensorView:
         return primitives.cache_fork(self)
 
     def __str__(self) -> str:
-        from fuser.ir.text import tensor_text
+        from fuser.ir.fusion import tensor_text
 
         return tensor_text(self)

@@ -1,143 +1,22 @@
-"""Printing of nodes, tensors and fusions in nvFuser's notation."""
+"""The full text of programs: domains, sections, users' lines; ops print themselves
+(`fuser.ir.core`),
+fusions their math (`fuser.ir.fusion`)."""
 
 from __future__ import annotations
 
-import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from enum import Enum
-from textwrap import indent
-from typing import TYPE_CHECKING
 
 from fuser.ir import scalar as sc
-from fuser.ir.core import Op
+from fuser.ir.core import Op, op_text, value_text
 from fuser.ir.domain import (
-    MergeTransform,
-    Resize,
-    Shift,
-    SplitTransform,
-    Swizzle1D,
     TensorDomain,
-    Transform,
+    transform_text,
 )
 from fuser.ir.dtypes import DataType, dtype_text
+from fuser.ir.fusion import Fusion, fusion_math, tensor_text
 from fuser.ir.scalar import Scalar
-from fuser.ir.types import ParallelType
-
-if TYPE_CHECKING:
-    from fuser.ir.fusion import Fusion
-    from fuser.ir.tensor import TensorView
-
-# One level of a region.
-INDENT = "  "
-_PLACEHOLDER = re.compile(r"\{([\w.]+)\}")
-
-
-def value_text(value: object) -> str:
-    """Return the print form of a field value: tensors, scalars, tuples `{a, b}`, numbers, names."""
-    if isinstance(value, tuple):
-        return "{" + ", ".join(value_text(v) for v in value) + "}"  # pyright: ignore[reportUnknownVariableType, reportUnknownArgumentType]
-    if isinstance(value, bool):
-        return "true" if value else "false"
-    if isinstance(value, DataType):
-        return dtype_text(value)
-    if isinstance(value, ParallelType):
-        return value.text
-    if isinstance(value, Enum):
-        return str(value.value)
-    if isinstance(value, Scalar):
-        return sc.scalar_text(value)
-    return str(value)
-
-
-def fill_template(op: Op, template: str) -> str:
-    """Replace `{field}` and `{field.method}` placeholders by the op's values; regions are indented
-    on lines of their own."""
-    heads, rows = op.region_heads(), op.rows()
-
-    def one(match: re.Match[str]) -> str:
-        name, _, method = match[1].partition(".")
-        value = getattr(op, name)
-        if name in heads:
-            return region_text(value, heads[name])
-        if name in rows:
-            return _rows_text(value, rows[name])
-        return value_text(getattr(value, method)() if method else value)
-
-    return _PLACEHOLDER.sub(one, template)
-
-
-def _rows_text(values: Sequence[object], length: int) -> str:
-    rows = (tuple(values[k : k + length]) for k in range(0, len(values), length))
-    return " ".join(["{", *map(value_text, rows), "}"])
-
-
-def op_text(op: Op) -> str:
-    """Return the text of one op, without indentation or a final newline."""
-    template = getattr(op, "template", None)
-    return fill_template(op, template() if template is not None else op.TEXT)
-
-
-def region_text(ops: Sequence[Op], head: str = "") -> str:
-    """Return the ops of a region, each on a new line and indented, after the line `head`."""
-    lines = [indent(op_text(op), INDENT) for op in ops]
-    return "".join("\n" + line for line in ([head, *lines] if head and ops else lines))
-
-
-def tensor_text(tv: TensorView) -> str:
-    """Return `T0_g_float[iS0{i0}, iS1{i1}] (DeviceMesh{0 1})`."""
-    suffix = f" ca_pos( {tv.compute_at} )" if tv.compute_at else ""
-    mesh = f" ({tv.mesh})" if tv.mesh is not None else ""
-    return f"{tv.label}{tv.domain}{suffix}{mesh}"
-
-
-def fusion_math(fusion: Fusion, *, used_only: bool = True) -> str:
-    """Return nvFuser's `print_math` text.
-
-    `used_only` leaves out ops that reach no output, and writes each op before its first user, from
-    the first output on; else all ops stand in the order in which they were written.
-    """
-    lines = ["Inputs:"]
-    lines += [f"  {value_text(v)}" for v in fusion.inputs]
-    lines += ["Outputs:"]
-    lines += [f"  {value_text(v)}" for v in fusion.outputs]
-    lines += ["", "%kernel_math {"]
-    lines += [op_text(op) for op in (_by_use(fusion) if used_only else fusion.exprs)]
-    return "\n".join(lines) + "\n} // %kernel_math \n\n"
-
-
-def _by_use(fusion: Fusion) -> list[Op]:
-    """Return the ops that reach an output, depth first from the outputs, operands before users."""
-    found: dict[Op, None] = {}
-    stack: list[tuple[object, bool]] = [(out, False) for out in reversed(fusion.outputs)]
-    while stack:
-        value, is_ready = stack.pop()
-        op = fusion.definition(value)  # pyright: ignore[reportArgumentType]
-        if op is None or op in found:
-            continue
-        if is_ready:
-            found[op] = None
-        else:
-            stack.append((value, True))
-            stack += ((v, False) for v in reversed(op.inputs))
-    return list(found)
-
-
-def transform_text(t: Transform, domain: TensorDomain) -> str:
-    """Return `Split: iS0{i0} by factor 4 -> iS2{( ceilDiv(i0, 4) )}, iS3{4}`."""
-    ins, outs = domain.states(t.inputs), ", ".join(map(str, domain.states(t.outputs)))
-    match t:
-        case SplitTransform():
-            title = "Split" if t.inner_split else "Outer split"
-            return f"{title}: {ins[0]} by factor {t.factor} -> {outs}"
-        case MergeTransform():
-            return f"Merge: {ins[0]} and {ins[1]} -> {outs}"
-        case Resize():
-            return f"Resize: {ins[0]} by {t.left} and {t.right} -> {outs}"
-        case Swizzle1D():
-            return f"{outs} = Swizzle1D({ins[0]}, parallelType={t.ptype.text})"
-        case Shift():
-            return f"Shift: {ins[1]} by {ins[0]} to words of {t.width} -> {outs}"
+from fuser.ir.tensor import TensorView
 
 
 def domain_text(tv: TensorView, indent: str = "") -> str:

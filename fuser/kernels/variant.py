@@ -13,12 +13,12 @@ import torch
 
 from fuser.errors import KernelError
 from fuser.ir import scalar as sc
+from fuser.ir.core import op_text
 from fuser.ir.fusion import Fusion
 from fuser.ir.laid import Laid
 from fuser.ir.scalar import Const, Number, Scalar, Symbol
 from fuser.ir.scalar_python import Computed, PythonText
 from fuser.ir.tensor import TensorView
-from fuser.ir.text import op_text
 from fuser.kernels.kernel import Kernel
 from fuser.lower.kernel import ScalarArg, StrideArg, TensorArg, WorkspaceArg, stride_symbol
 from fuser.runtime.kernel import CompiledKernel

@@ -12,7 +12,7 @@ from collections.abc import Callable
 import pytest
 
 from fuser.errors import VerifyError
-from fuser.ir.text import op_text
+from fuser.ir.core import op_text
 from hostir import (
     NUMBER_OF_STREAMS,
     RANK,

@@ -11,6 +11,7 @@ from fuser.errors import DefinitionError, ShardingError, VerifyError
 from fuser.ir import nodes
 from fuser.ir import scalar as sc
 from fuser.ir.axis_graph import AxisGraph
+from fuser.ir.domain import domain_problem
 from fuser.ir.dtypes import DataType
 from fuser.ir.fusion import Fusion
 from fuser.ir.mesh import DeviceMesh
@@ -18,7 +19,7 @@ from fuser.ir.path import indices_backward, indices_forward
 from fuser.ir.tensor import TensorView
 from fuser.ir.text import domain_text, fusion_text
 from fuser.ir.types import IterType, ParallelType
-from fuser.ir.verify import domain_problem, verify_fusion
+from fuser.ir.verify import verify_fusion
 
 
 def tensor(fusion: Fusion, *extents: int | None) -> TensorView:
