@@ -3,28 +3,22 @@
 from __future__ import annotations
 
 from contextlib import suppress
-from contextvars import ContextVar, Token
+from contextvars import Token
 
 from fuser.arguments import require
 from fuser.errors import DefinitionError
 from fuser.ir.fusion import Fusion
-
-_ACTIVE: ContextVar[Fusion | None] = ContextVar("active_fusion", default=None)
+from fuser.ir.statement import ACTIVE_FUSION
 
 
 def active_fusion() -> Fusion:
     """Return the fusion of the enclosing definition; raises `DefinitionError` outside one."""
-    fusion = _ACTIVE.get()
+    fusion: Fusion | None = ACTIVE_FUSION.get()
     if fusion is None:
         raise DefinitionError(
             "no active fusion: ops and define_* work inside `with FusionDefinition()` only"
         )
     return fusion
-
-
-def is_defining() -> bool:
-    """Whether a definition is being written."""
-    return _ACTIVE.get() is not None
 
 
 class FusionGuard:
@@ -37,11 +31,11 @@ class FusionGuard:
     _token: Token[Fusion | None] | None = None
 
     def __init__(self, fusion: Fusion) -> None:
-        self._token = _ACTIVE.set(require("FusionGuard", "fusion", fusion, Fusion))
+        self._token = ACTIVE_FUSION.set(require("FusionGuard", "fusion", fusion, Fusion))
 
     def close(self) -> None:
         if self._token is not None:
-            _ACTIVE.reset(self._token)
+            ACTIVE_FUSION.reset(self._token)
             self._token = None
 
     def __del__(self) -> None:

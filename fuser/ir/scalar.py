@@ -42,7 +42,9 @@ from fuser.ir.scalar_algebra import (
 )
 from fuser.ir.scalar_compute import BOOL_OPS, COMPLEX_OPS, COMPUTE, PART_OPS
 from fuser.ir.scalar_nodes import (
+    CONSTRUCTORS,
     ONE,
+    OPERATORS,
     ZERO,
     Apply,
     Const,
@@ -69,7 +71,6 @@ __all__ = [
     "Const",
     "Number",
     "ONE",
-    "OPERATORS",
     "Poly",
     "Scalar",
     "ScalarLike",
@@ -277,15 +278,18 @@ def apply(op: str, *args: ScalarLike) -> Scalar:
 
 
 # What Python's operators on scalars mean.
-OPERATORS: dict[str, Callable[[ScalarLike, ScalarLike], Scalar]] = {
-    "+": add,
-    "-": sub,
-    "*": mul,
-    "floorDiv": floordiv,
-    "floorMod": mod,
-    "<": lt,
-    "<=": le,
-}
+OPERATORS.update(
+    {
+        "+": add,
+        "-": sub,
+        "*": mul,
+        "floorDiv": floordiv,
+        "floorMod": mod,
+        "<": lt,
+        "<=": le,
+    }
+)
+CONSTRUCTORS.update(eq=eq, ne=ne, cast=cast)
 
 
 _INT_FORMS: dict[str, Callable[..., Scalar]] = {

@@ -22,7 +22,7 @@ from fuser.errors import (
     user_line,
 )
 from fuser.ir.dtypes import Category, DataType, category, dtype_of_python
-from fuser.ir.statement import Val
+from fuser.ir.statement import Val, is_defining
 
 Number = bool | int | float
 # What a constant is made of. The values of complex scalars are typed as `Number`, too: they are
@@ -171,15 +171,18 @@ class Scalar:
         )
 
 
+# The constructors that Python's operators on scalars call; `fuser.ir.scalar` fills both.
+OPERATORS: dict[str, Callable[[ScalarLike, ScalarLike], Scalar]] = {}
+CONSTRUCTORS: dict[str, Callable[..., Scalar]] = {}
+
+
 def _arithmetic(op: str, a: ScalarLike, b: ScalarLike) -> Scalar:
     """Return `a op b`; NotImplemented beside a tensor or a list, whose operator it is.
 
     Raises `ArgumentError` for what is no number.
     """
-    from fuser.ir import scalar
-
     if isinstance(a, ScalarLike) and isinstance(b, ScalarLike):  # pyright: ignore[reportUnnecessaryIsInstance]
-        return scalar.OPERATORS[op](*_of_one_category(a, b))
+        return OPERATORS[op](*_of_one_category(a, b))
     other = b if isinstance(a, Scalar) else a  # pyright: ignore[reportUnnecessaryIsInstance]
     if isinstance(other, Val) or (op == "*" and isinstance(other, list | tuple | str)):
         return NotImplemented  # `[0] * n` repeats a list, and asks for an index
@@ -195,29 +198,24 @@ def _arithmetic(op: str, a: ScalarLike, b: ScalarLike) -> Scalar:
 
 def _of_one_category(a: ScalarLike, b: ScalarLike) -> tuple[Scalar, Scalar]:
     """Return an integer beside a floating scalar in its dtype, as the ops of definitions do."""
-    from fuser.ir import scalar
-
-    a, b = scalar.as_scalar(a), scalar.as_scalar(b)
+    a, b = as_scalar(a), as_scalar(b)
     if a.dtype is b.dtype:
         return a, b
     kinds = category(a.dtype), category(b.dtype)
     if kinds in (("int", "float"), ("bool", "float")):
-        return scalar.cast(a, b.dtype), b
-    return (
-        (a, scalar.cast(b, a.dtype)) if kinds in (("float", "int"), ("float", "bool")) else (a, b)
-    )
+        return CONSTRUCTORS["cast"](a, b.dtype), b
+    if kinds in (("float", "int"), ("float", "bool")):
+        return a, CONSTRUCTORS["cast"](b, a.dtype)
+    return a, b
 
 
 def _equality(name: str, a: Scalar, other: object) -> Any:
     """Return a comparison that a user writes: the condition in a definition or where it is
     constant; NotImplemented for what is no scalar, and where no program could read a condition."""
-    from fuser.ir import scalar
-    from fuser.ir.guard import is_defining
-
     b = other if isinstance(other, Scalar) else python_number(other)
     if b is None:
         return NotImplemented
-    condition = (scalar.eq if name == "eq" else scalar.ne)(a, b)
+    condition = CONSTRUCTORS[name](a, b)
     if is_defining():
         return condition
     if a is b or not isinstance(condition, Const):

@@ -1,12 +1,14 @@
 """Statement, Val and Expr: nvFuser's names for whatever a fusion consists of.
 
-Users ask `isinstance(x, fuser.Val)`; nothing in the compiler depends on these classes.
+Users ask `isinstance(x, fuser.Val)`; nothing in the compiler depends on these classes. Whether a
+definition is being written is asked here, too: values of all kinds do.
 """
 
 from __future__ import annotations
 
 from abc import ABCMeta
 from collections.abc import Sequence
+from contextvars import ContextVar
 from itertools import repeat
 from operator import is_
 from sys import maxsize
@@ -69,3 +71,12 @@ def numbered(what: str, expr: object, values: Sequence[T], index: int) -> T:
         text = " ".join(str(expr).split())
         raise NoOperandError(f"{what}({index}) of {text}, which has {len(values)}")
     return values[index]
+
+
+# The fusion that is being defined, None outside of definitions; `fuser.ir.guard` sets it.
+ACTIVE_FUSION: ContextVar[Any] = ContextVar("active_fusion", default=None)
+
+
+def is_defining() -> bool:
+    """Whether a definition is being written."""
+    return ACTIVE_FUSION.get() is not None

@@ -14,8 +14,8 @@ from types import FrameType
 from typing import Any, NoReturn, cast
 
 from fuser.errors import ArgumentError, is_users, user_code
-from fuser.ir.guard import is_defining
 from fuser.ir.scalar import Const, Scalar
+from fuser.ir.statement import is_defining
 from fuser.ir.tensor import TensorView
 from fuser.ops.elementwise import apply_pointwise
 

@@ -24,9 +24,9 @@ from fuser.errors import (
 )
 from fuser.ir import scalar as sc
 from fuser.ir.dtypes import DataType, category, is_inexact
-from fuser.ir.guard import is_defining
 from fuser.ir.nodes import BinaryOp
 from fuser.ir.scalar import Scalar
+from fuser.ir.statement import is_defining
 from fuser.ir.tensor import TensorView
 from fuser.ops import no_values
 from fuser.ops.building import (
