@@ -27,11 +27,10 @@ from fuser.ir.core import INDENT, Op, op_text, region_text, value_text
 from fuser.ir.domain import IterDomain
 from fuser.ir.dtypes import DataType, DtypeLike, check_stored, check_supported
 from fuser.ir.equality import fusion_key, op_key, values_key
-from fuser.ir.fusion import Alias, Fusion, Value
+from fuser.ir.fusion import Alias, Fusion, TensorOp, Value
 from fuser.ir.guard import FusionGuard
 from fuser.ir.mesh import ranks_of
 from fuser.ir.naming import in_ir, in_words
-from fuser.ir.nodes import TensorOp
 from fuser.ir.scalar import ONE, Scalar, Symbol, as_scalar, const, is_int, symbols
 from fuser.ir.tensor import TensorView
 from fuser.ir.text import fusion_text, lines_text, sections_text

@@ -13,7 +13,7 @@ from typing import Any
 from fuser.errors import ArgumentError, DefinitionError
 from fuser.ir import scalar as sc
 from fuser.ir.core import Op
-from fuser.ir.nodes import TensorOp
+from fuser.ir.fusion import TensorOp
 from fuser.ir.scalar import Scalar
 from fuser.ir.tensor import TensorView
 from fuser.passes.views import VIEW_OPS

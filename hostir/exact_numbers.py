@@ -16,7 +16,7 @@ import torch
 from fuser.errors import InputError, user_code
 from fuser.ir.core import Op
 from fuser.ir.dtypes import DataType, category, is_complex, is_floating, misfit, nbytes_of, to_torch
-from fuser.ir.nodes import TensorOp
+from fuser.ir.fusion import TensorOp
 from fuser.ir.scalar import Apply, Const, Number, Scalar, Symbol, symbols
 from fuser.ir.scalar_python import Computed
 from fuser.ir.tensor import TensorView

@@ -14,7 +14,7 @@ from torch.autograd import profiler as torch_profiler
 
 from fuser.errors import ExecutionError, FuserError, user_code
 from fuser.ir.core import Op
-from fuser.ir.nodes import TensorOp
+from fuser.ir.fusion import TensorOp
 from fuser.ir.tensor import TensorView
 from fuser.schedule.vectorize import VECTOR_BYTES
 from hostir.announce import announcer

@@ -6,7 +6,8 @@ from collections.abc import Sequence
 from typing import Literal
 
 from fuser.ir.core import Op
-from fuser.ir.nodes import CastOp, LibraryOp, TensorOp
+from fuser.ir.fusion import TensorOp
+from fuser.ir.nodes import CastOp, LibraryOp
 from fuser.ir.tensor import TensorView
 from fuser.passes.views import VIEW_OPS
 from hostir.effects import Effect, Reads, Writes

@@ -7,8 +7,8 @@ from typing import Any
 
 from fuser.ir import laid, nodes
 from fuser.ir import scalar as sc
+from fuser.ir.fusion import TensorOp
 from fuser.ir.laid import Laid
-from fuser.ir.nodes import TensorOp
 from fuser.ir.resizing import SliceOp
 from fuser.ir.scalar import Number, Symbol
 

@@ -11,7 +11,7 @@ import torch
 
 from fuser.errors import UnsupportedError
 from fuser.ir import nodes
-from fuser.ir.nodes import TensorOp
+from fuser.ir.fusion import TensorOp
 from fuser.ir.tensor import TensorView
 from fuser.ops.library_calls import CallOperands, Kernels, LibraryCall, Returning
 from fuser.ops.torch_meaning import bind_call, evaluate_into, evaluate_op

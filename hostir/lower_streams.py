@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from fuser.errors import UnsupportedError, user_code
+from fuser.ir.fusion import TensorOp
 from fuser.ir.naming import axis_words, in_ir
-from fuser.ir.nodes import TensorOp
 from fuser.ir.tensor import TensorView
 from hostir.container import HostIrContainer
 from hostir.input_class import InputClass, symbol_values

@@ -18,8 +18,9 @@ from fuser.ir.attention import AttentionOp, SdpaBwdOp, SdpaFwdOp
 from fuser.ir.block_scales import GroupedScalesOp
 from fuser.ir.core import Op
 from fuser.ir.dtypes import DataType, nbytes_of, to_torch
+from fuser.ir.fusion import TensorOp
 from fuser.ir.mma import GroupedMmaOp, ProductOp, ScaledMmaOp
-from fuser.ir.nodes import LibraryOp, LinearOp, MatmulOp, TensorOp
+from fuser.ir.nodes import LibraryOp, LinearOp, MatmulOp
 from fuser.ir.scans import ArgsortOp, TopKOp
 from fuser.ir.storage import expanded_positions, memory_order
 from fuser.ir.tensor import TensorView

@@ -16,11 +16,11 @@ from functools import cached_property
 from typing import ClassVar
 
 from fuser.errors import VerifyError
-from fuser.ir import nodes
 from fuser.ir import scalar as sc
 from fuser.ir.core import Op, attr, operand, operands, region, result, results
 from fuser.ir.domain import IterDomain
 from fuser.ir.dtypes import DataType
+from fuser.ir.fusion import Variant
 from fuser.ir.naming import axis_words
 from fuser.ir.nodes import TensorOp
 from fuser.ir.scalar import Scalar, ScalarLike, Symbol
@@ -80,7 +80,7 @@ class Allocate(HostOp):
         return _allocate_template(self.stream_index is not None)
 
     @classmethod
-    def variants(cls) -> Iterator[nodes.Variant]:
+    def variants(cls) -> Iterator[Variant]:
         yield {"stream_index": None}, _allocate_template(False)
         yield {}, _allocate_template(True)
 
@@ -393,7 +393,7 @@ class ForLoop(HostOp):
         return _loop_template(self.axis is not None, self.step is not sc.ONE)
 
     @classmethod
-    def variants(cls) -> Iterator[nodes.Variant]:
+    def variants(cls) -> Iterator[Variant]:
         yield {"start": sc.ZERO, "step": sc.ONE}, _loop_template(True, False)
         yield {"axis": None}, _loop_template(False, True)
         yield {"axis": None, "step": sc.ONE}, _loop_template(False, False)

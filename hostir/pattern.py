@@ -18,8 +18,8 @@ from typing import TYPE_CHECKING, Any, cast
 from fuser.ir import nodes
 from fuser.ir import scalar as sc
 from fuser.ir.core import Op
+from fuser.ir.fusion import TensorOp
 from fuser.ir.laid import VECTOR_BYTES, Laid
-from fuser.ir.nodes import TensorOp
 from fuser.ir.scalar import Number, Scalar, Symbol
 from fuser.ir.scalar_python import Computed
 from fuser.ir.storage import dense_strides

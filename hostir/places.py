@@ -15,9 +15,9 @@ from fuser.errors import UnsupportedError, user_code
 from fuser.ir import scalar as sc
 from fuser.ir.core import Op
 from fuser.ir.dtypes import DataType
-from fuser.ir.fusion import Fusion
+from fuser.ir.fusion import Fusion, TensorOp
 from fuser.ir.naming import in_ir, tensor_words
-from fuser.ir.nodes import RandomOp, TensorOp
+from fuser.ir.nodes import RandomOp
 from fuser.ir.scalar import Scalar, Symbol
 from fuser.ir.tensor import TensorView
 from fuser.ir.types import ParallelType

@@ -20,7 +20,8 @@ from typing import Any
 from fuser.errors import InputError, VerifyError
 from fuser.ir import scalar as sc
 from fuser.ir.core import Op
-from fuser.ir.nodes import ReshapeOp, TensorOp
+from fuser.ir.fusion import TensorOp
+from fuser.ir.nodes import ReshapeOp
 from fuser.ir.resizing import SliceOp
 from fuser.ir.scalar import Number, Scalar, Symbol
 from fuser.ir.tensor import TensorView

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from fuser.ir.binding import Argument
-from fuser.ir.nodes import TensorOp
+from fuser.ir.fusion import TensorOp
 from fuser.ir.scalar import Symbol
 from fuser.ir.tensor import TensorView
 from fuser.schedule.vectorize import VECTOR_BYTES

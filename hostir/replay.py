@@ -15,7 +15,8 @@ import torch
 
 from fuser.ir.core import Op
 from fuser.ir.dtypes import to_torch
-from fuser.ir.nodes import LibraryOp, TensorOp
+from fuser.ir.fusion import TensorOp
+from fuser.ir.nodes import LibraryOp
 from fuser.ir.scalar import Scalar, Symbol
 from fuser.ir.storage import lies_in_order
 from fuser.ir.tensor import TensorView

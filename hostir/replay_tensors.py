@@ -11,7 +11,7 @@ from fuser.ir import nodes
 from fuser.ir import scalar as sc
 from fuser.ir.core import Op
 from fuser.ir.dtypes import to_torch
-from fuser.ir.nodes import TensorOp
+from fuser.ir.fusion import TensorOp
 from fuser.ir.scalar import Scalar, Symbol
 from fuser.ir.tensor import TensorView
 from fuser.ops.library_calls import LibraryCall, Returning, WritingOne

@@ -14,6 +14,7 @@ from fuser.ir.block_scales import GroupedScalesOp
 from fuser.ir.core import Op
 from fuser.ir.domain import IterDomain
 from fuser.ir.dtypes import DataType, dtype_text
+from fuser.ir.fusion import TensorOp
 from fuser.ir.lookup import IndexPutAccumulateOp, ScatterOp
 from fuser.ir.mma import ProductOp
 from fuser.ir.naming import axis_words, in_ir
@@ -47,7 +48,7 @@ _UNKNOWN: Mapping[Symbol, Number] = {}
 def check_buffers(op: Op, has_buffer: Container[TensorView]) -> None:
     """Raise `VerifyError` for a tensor op of which torch would make some results, and write others
     into their buffers."""
-    if isinstance(op, nodes.TensorOp):
+    if isinstance(op, TensorOp):
         without = [out for out in op.outputs if out not in has_buffer]
         if without and len(without) < len(op.outputs):
             raise VerifyError(
@@ -152,7 +153,7 @@ def _axes(tv: TensorView) -> list[_Axis]:
     return [(tv, k, axis) for k, axis in enumerate(tv.domain.no_reductions)]
 
 
-def _alike(op: nodes.TensorOp) -> Iterator[list[_Axis]]:
+def _alike(op: TensorOp) -> Iterator[list[_Axis]]:
     """Yield the axes that have one size; operands first, the result's last."""
     out = op.out_tensor
     roots = out.domain.maybe_root
@@ -225,7 +226,7 @@ def _refuse(op: Op, one: _Axis, other: _Axis, *, how: str = "") -> None:
     raise VerifyError(f"{op.name}: {first} {fits}{in_ir(x, a)}{in_ir(y, b)}")
 
 
-def _check_dtypes(op: nodes.TensorOp) -> None:
+def _check_dtypes(op: TensorOp) -> None:
     out, operands = op.out_tensor, [tv for _, tv in tensor_operands(op)]
     if isinstance(op, nodes.CastOp) or not operands:
         return

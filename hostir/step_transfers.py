@@ -14,7 +14,7 @@ from fuser.errors import UnsupportedError, user_code
 from fuser.ir import nodes
 from fuser.ir import scalar as sc
 from fuser.ir.core import Op
-from fuser.ir.nodes import TensorOp
+from fuser.ir.fusion import TensorOp
 from fuser.ir.scalar import Scalar
 from fuser.ir.tensor import TensorView
 from fuser.passes.segment import Segment

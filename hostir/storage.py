@@ -9,7 +9,7 @@ from itertools import accumulate
 
 from fuser.errors import VerifyError
 from fuser.ir.core import Op
-from fuser.ir.nodes import TensorOp
+from fuser.ir.fusion import TensorOp
 from fuser.ir.scalar import Number, Symbol
 from fuser.ir.scalar_python import Computed
 from fuser.ir.tensor import TensorView

@@ -27,7 +27,7 @@ from dataclasses import replace
 
 from fuser.ir import nodes
 from fuser.ir.core import Op
-from fuser.ir.nodes import TensorOp
+from fuser.ir.fusion import TensorOp
 from fuser.ir.resizing import SliceOp
 from fuser.ir.scalar import Scalar
 from fuser.ir.tensor import TensorView

@@ -13,9 +13,10 @@ from functools import cached_property
 from typing import Literal, get_args
 
 from fuser.errors import ArgumentError, VerifyError
-from fuser.ir import nodes, storage
 from fuser.ir import scalar as sc
+from fuser.ir import storage
 from fuser.ir.core import Op, attr, operand, operands, result
+from fuser.ir.fusion import Variant
 from fuser.ir.scalar import Scalar
 from fuser.ir.storage import memory_order
 from fuser.ir.tensor import TensorView
@@ -132,7 +133,7 @@ class Communication(StartsCommunication):
         return _communication_template(self.root is not None, self.red_op)
 
     @classmethod
-    def variants(cls) -> Iterator[nodes.Variant]:
+    def variants(cls) -> Iterator[Variant]:
         for has_root in (False, True):
             root: dict[str, object] = {} if has_root else {"root": None}
             for red_op in RED_OPS:

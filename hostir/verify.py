@@ -15,7 +15,7 @@ from fuser.ir.core import Op, op_text
 from fuser.ir.fusion import Alias, Fusion
 from fuser.ir.mesh import ranks_text
 from fuser.ir.naming import in_words
-from fuser.ir.nodes import LoadStoreOp, TensorOp
+from fuser.ir.nodes import LoadStoreOp
 from fuser.ir.scalar import Scalar, Symbol, symbols
 from fuser.ir.tensor import TensorView
 from fuser.ir.text import program_symbols

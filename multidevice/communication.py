@@ -17,9 +17,10 @@ from fuser.ir import scalar as sc
 from fuser.ir.axis_graph import mapped_axes
 from fuser.ir.domain import IterDomain
 from fuser.ir.dtypes import STORED, is_complex
+from fuser.ir.fusion import TensorOp
 from fuser.ir.mesh import DeviceMesh
 from fuser.ir.naming import in_ir, tensor_words
-from fuser.ir.nodes import ReductionOp, Reshard, TensorOp
+from fuser.ir.nodes import ReductionOp, Reshard
 from fuser.ir.tensor import TensorView
 from fuser.ir.types import DEVICE_TYPES, ParallelType
 from fuser.passes.views import is_copy

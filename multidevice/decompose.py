@@ -17,10 +17,10 @@ from collections.abc import Callable, Collection
 from fuser.errors import ShardingError, user_code
 from fuser.ir.axis_graph import mapped_axes, tensor_operands
 from fuser.ir.dtypes import nbytes_of
-from fuser.ir.fusion import Fusion
+from fuser.ir.fusion import Fusion, TensorOp
 from fuser.ir.mesh import DeviceMesh
 from fuser.ir.naming import in_ir
-from fuser.ir.nodes import LoadStoreOp, TensorOp
+from fuser.ir.nodes import LoadStoreOp
 from fuser.ir.tensor import TensorView
 from fuser.ir.types import DEVICE_TYPES, ParallelType
 from fuser.passes.views import is_copy

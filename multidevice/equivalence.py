@@ -10,7 +10,7 @@ from fuser.errors import UnsupportedError
 from fuser.ir import scalar as sc
 from fuser.ir.axis_graph import alike_axes
 from fuser.ir.domain import IterDomain, TensorDomain
-from fuser.ir.nodes import TensorOp
+from fuser.ir.fusion import TensorOp
 from fuser.ir.path import SizeRules, forward, indices_forward, replay
 from fuser.ir.scalar import Scalar
 from fuser.ir.scalar_nodes import postorder

@@ -13,9 +13,9 @@ from __future__ import annotations
 
 from fuser.errors import UnsupportedError, user_code
 from fuser.ir import scalar as sc
-from fuser.ir.fusion import Fusion
+from fuser.ir.fusion import Fusion, TensorOp
 from fuser.ir.naming import in_ir, tensor_words
-from fuser.ir.nodes import LibraryOp, LoadStoreOp, ReshapeOp, Reshard, TensorOp
+from fuser.ir.nodes import LibraryOp, LoadStoreOp, ReshapeOp, Reshard
 from fuser.ir.storage import copy_memory_order, is_contiguous, memory_order, set_memory_order
 from fuser.ir.tensor import TensorView
 from fuser.passes.views import is_copy

@@ -14,8 +14,8 @@ from fuser.errors import ShardingError
 from fuser.ir import scalar as sc
 from fuser.ir.axis_graph import tensor_operands
 from fuser.ir.domain import IterDomain, TensorDomain, numbers
-from fuser.ir.fusion import Fusion
-from fuser.ir.nodes import BroadcastOp, ExpandOp, FullOp, ReductionOp, Reshard, TensorOp
+from fuser.ir.fusion import Fusion, TensorOp
+from fuser.ir.nodes import BroadcastOp, ExpandOp, FullOp, ReductionOp, Reshard
 from fuser.ir.path import transforms_between, with_exact_splits
 from fuser.ir.resizing import SliceOp
 from fuser.ir.scalar import Scalar

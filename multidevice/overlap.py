@@ -21,9 +21,9 @@ from fuser.errors import UnsupportedError
 from fuser.ir import scalar as sc
 from fuser.ir.axis_graph import tensor_operands
 from fuser.ir.domain import IterDomain, numbers
-from fuser.ir.fusion import Fusion
+from fuser.ir.fusion import Fusion, TensorOp
 from fuser.ir.naming import axis_words, in_ir
-from fuser.ir.nodes import Contraction, LoadStoreOp, ReductionOp, ReshapeOp, TensorOp
+from fuser.ir.nodes import Contraction, LoadStoreOp, ReductionOp, ReshapeOp
 from fuser.ir.tensor import TensorView
 from fuser.ir.types import ParallelType
 from fuser.passes.views import is_copy

@@ -15,7 +15,7 @@ from fuser.ir import scalar as sc
 from fuser.ir.axis_graph import tensor_operands
 from fuser.ir.domain import IterDomain, contiguity_for, numbers
 from fuser.ir.dtypes import HALF_LIKE, DataType
-from fuser.ir.fusion import Fusion
+from fuser.ir.fusion import Fusion, TensorOp
 from fuser.ir.nodes import (
     BinaryOp,
     BroadcastOp,
@@ -24,7 +24,6 @@ from fuser.ir.nodes import (
     LinearOp,
     LoadStoreOp,
     ReductionOp,
-    TensorOp,
 )
 from fuser.ir.tensor import TensorView
 from fuser.ir.types import DEVICE_TYPES, IterType, ParallelType

@@ -21,9 +21,9 @@ from fuser.errors import ShardingError, user_code, warn
 from fuser.ir import scalar as sc
 from fuser.ir.axis_graph import tensor_operands
 from fuser.ir.domain import IterDomain
-from fuser.ir.fusion import Fusion
+from fuser.ir.fusion import Fusion, TensorOp
 from fuser.ir.mesh import DeviceMesh
-from fuser.ir.nodes import IotaOp, RandomOp, TensorOp
+from fuser.ir.nodes import IotaOp, RandomOp
 from fuser.ir.tensor import TensorView
 from fuser.ir.types import DEVICE_TYPES, STREAM_TYPES, ParallelType
 from multidevice.placement import (

@@ -10,8 +10,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
 from fuser.ir.axis_graph import tensor_operands
-from fuser.ir.fusion import Fusion
-from fuser.ir.nodes import Reshard, TensorOp
+from fuser.ir.fusion import Fusion, TensorOp
+from fuser.ir.nodes import Reshard
 from fuser.ir.origin import How, Origin
 from fuser.ir.tensor import TensorView
 from fuser.passes.views import is_copy

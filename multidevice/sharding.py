@@ -12,10 +12,10 @@ from fuser.ir.attention import AttentionOp, SdpaBwdOp
 from fuser.ir.axis_graph import mapped_axes, tensor_operands
 from fuser.ir.core import Op
 from fuser.ir.domain import IterDomain
-from fuser.ir.fusion import Fusion
+from fuser.ir.fusion import Fusion, TensorOp
 from fuser.ir.mesh import DeviceMesh, ranks_of
 from fuser.ir.naming import axis_words, in_ir, tensor_words
-from fuser.ir.nodes import Reshard, TensorOp
+from fuser.ir.nodes import Reshard
 from fuser.ir.scalar import Scalar, Symbol
 from fuser.ir.tensor import TensorView
 from fuser.ir.types import DEVICE_TYPES, ParallelType

@@ -9,9 +9,9 @@ import dataclasses
 from dataclasses import replace
 from itertools import takewhile, zip_longest
 
-from fuser.ir.fusion import Fusion
+from fuser.ir.fusion import Fusion, TensorOp
 from fuser.ir.mesh import DeviceMesh
-from fuser.ir.nodes import LoadStoreOp, TensorOp
+from fuser.ir.nodes import LoadStoreOp
 from fuser.ir.tensor import TensorView
 from fuser.ir.types import DEVICE_TYPES, ParallelType
 from fuser.passes.views import is_copy

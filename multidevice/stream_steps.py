@@ -11,9 +11,9 @@ from dataclasses import replace
 
 from fuser.errors import UnsupportedError, user_code
 from fuser.ir.axis_graph import mapped_axes, tensor_operands
-from fuser.ir.fusion import Fusion
+from fuser.ir.fusion import Fusion, TensorOp
 from fuser.ir.naming import axis_words, in_ir, tensor_words
-from fuser.ir.nodes import LibraryOp, LoadStoreOp, ReductionOp, Reshard, TensorOp
+from fuser.ir.nodes import LibraryOp, LoadStoreOp, ReductionOp, Reshard
 from fuser.ir.storage import copy_memory_order
 from fuser.ir.tensor import TensorView
 from fuser.ir.types import STREAM_TYPES, ParallelType

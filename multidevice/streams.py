@@ -11,8 +11,8 @@ from dataclasses import dataclass
 
 from fuser.ir import scalar as sc
 from fuser.ir.axis_graph import AxisGraph, tensor_operands
-from fuser.ir.fusion import Fusion
-from fuser.ir.nodes import Reshard, TensorOp
+from fuser.ir.fusion import Fusion, TensorOp
+from fuser.ir.nodes import Reshard
 from fuser.ir.scalar import Scalar
 from fuser.ir.tensor import TensorView
 from fuser.ir.types import LoadStoreOpType, ParallelType

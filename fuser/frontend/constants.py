@@ -11,8 +11,8 @@ from dataclasses import dataclass, field
 
 from fuser.errors import warn
 from fuser.ir.core import op_text
-from fuser.ir.fusion import Fusion
-from fuser.ir.nodes import BinaryOp, FullOp, TensorOp, TernaryOp, UnaryOp
+from fuser.ir.fusion import Fusion, TensorOp
+from fuser.ir.nodes import BinaryOp, FullOp, TernaryOp, UnaryOp
 from fuser.ir.scalar import Const, Number, Symbol
 from fuser.ir.tensor import TensorView
 from fuser.recent import Recent

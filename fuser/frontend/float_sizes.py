@@ -18,8 +18,7 @@ from fuser.errors import InputError, user_code
 from fuser.inputs import check_count, device_of, flatten
 from fuser.ir.binding import Argument, Values, shape_scalars, structural_scalars
 from fuser.ir.dtypes import DataType, category, misfit
-from fuser.ir.fusion import Fusion
-from fuser.ir.nodes import TensorOp
+from fuser.ir.fusion import Fusion, TensorOp
 from fuser.ir.scalar import Apply, Const, Scalar, Symbol, children, evaluate, is_int, symbols
 from fuser.ir.scalar_nodes import postorder
 from fuser.passes.concretize import replace_scalars

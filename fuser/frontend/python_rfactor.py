@@ -16,8 +16,8 @@ from collections.abc import Sequence
 
 from fuser.errors import UnsupportedError, user_code
 from fuser.ir.domain import Transform
-from fuser.ir.fusion import Fusion
-from fuser.ir.nodes import Contraction, ReductionOp, TensorOp
+from fuser.ir.fusion import Fusion, TensorOp
+from fuser.ir.nodes import Contraction, ReductionOp
 from fuser.ir.path import transforms_between
 from fuser.ir.tensor import TensorView
 from fuser.record import record

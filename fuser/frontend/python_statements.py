@@ -15,6 +15,7 @@ from fuser.ir import lookup, nodes
 from fuser.ir.attention import SdpaBwdOp, SdpaFwdOp
 from fuser.ir.block_scales import GroupedScalesOp
 from fuser.ir.dtypes import DataType
+from fuser.ir.fusion import TensorOp
 from fuser.ir.mma import GroupedMmaOp, ProductOp, ScaledMmaOp
 from fuser.ir.resizing import CatOp, PadOp, SliceOp
 from fuser.ir.scalar import Const, Scalar
@@ -46,13 +47,13 @@ class ScalarArgument:
 
 
 Statement = Callable[..., PythonCall]
-STATEMENTS: dict[type[nodes.TensorOp], Statement] = {}
+STATEMENTS: dict[type[TensorOp], Statement] = {}
 
 # Nodes that only the compiler makes, in copies of what the user defined.
 COMPILED = (nodes.Reshard,)
 
 
-def _row(*kinds: type[nodes.TensorOp]) -> Callable[[Statement], Statement]:
+def _row(*kinds: type[TensorOp]) -> Callable[[Statement], Statement]:
     """Register the statement of node classes."""
 
     def register(statement: Statement) -> Statement:

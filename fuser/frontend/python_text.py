@@ -25,8 +25,7 @@ from fuser.frontend.python_schedule import ScheduleText, transform_call
 from fuser.frontend.python_statements import STATEMENTS, PythonCall, ScalarArgument, stride_order_of
 from fuser.ir import scalar as sc
 from fuser.ir.dtypes import DataType, dtype_text
-from fuser.ir.fusion import Declared, Fusion
-from fuser.ir.nodes import TensorOp
+from fuser.ir.fusion import Declared, Fusion, TensorOp
 from fuser.ir.scalar import Apply, Const, Poly, Scalar
 from fuser.ir.scalar_nodes import Monomial, postorder
 from fuser.ir.tensor import TensorView

@@ -19,8 +19,8 @@ from fuser.inputs import flatten
 from fuser.ir import scalar as sc
 from fuser.ir.binding import Argument, bind_inputs
 from fuser.ir.dtypes import HALF_LIKE, DataType, category, is_inexact, to_torch
-from fuser.ir.fusion import Fusion
-from fuser.ir.nodes import BinaryOp, TensorOp
+from fuser.ir.fusion import Fusion, TensorOp
+from fuser.ir.nodes import BinaryOp
 from fuser.ir.scans import ScanOp
 from fuser.ir.tensor import TensorView
 from fuser.ops.torch_meaning import evaluate_fusion

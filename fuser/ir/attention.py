@@ -19,7 +19,8 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from fuser.errors import VerifyError
 from fuser.ir.core import attr, operand, result
 from fuser.ir.dtypes import DataType, dtype_text
-from fuser.ir.nodes import AxisMap, LibraryOp, TensorOp, Variant
+from fuser.ir.fusion import AxisMap, TensorOp, Variant
+from fuser.ir.nodes import LibraryOp
 from fuser.ir.scalar import Const, Scalar
 
 if TYPE_CHECKING:

@@ -24,8 +24,7 @@ from fuser.ir.domain import (
     Swizzle1D,
     Transform,
 )
-from fuser.ir.fusion import Fusion
-from fuser.ir.nodes import AxisMap, TensorOp
+from fuser.ir.fusion import AxisMap, Fusion, TensorOp
 from fuser.ir.scalar import Scalar
 from fuser.ir.tensor import TensorView
 

@@ -12,7 +12,8 @@ from fuser.errors import VerifyError
 from fuser.ir import scalar as sc
 from fuser.ir.core import operand, result
 from fuser.ir.dtypes import DataType
-from fuser.ir.nodes import AxisMap, LibraryOp
+from fuser.ir.fusion import AxisMap
+from fuser.ir.nodes import LibraryOp
 from fuser.ir.scalar import Scalar
 
 if TYPE_CHECKING:

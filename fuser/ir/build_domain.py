@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 from fuser.ir import scalar as sc
 from fuser.ir.domain import (
@@ -20,9 +20,6 @@ from fuser.ir.scalar import Scalar
 from fuser.ir.types import IterType, ParallelType
 from fuser.record import replace
 
-if TYPE_CHECKING:
-    from fuser.ir.fusion import Fusion
-
 
 def merged_extent(outer: IterDomain, inner: IterDomain, *, is_view: bool) -> Scalar:
     """Return the extent of a merge; see `DomainBuilder.merge`."""
@@ -31,10 +28,29 @@ def merged_extent(outer: IterDomain, inner: IterDomain, *, is_view: bool) -> Sca
     return sc.mul(outer.extent, inner.extent)
 
 
+class AxisNumbers(Protocol):
+    """Hands out the numbers of axes, each once: a fusion."""
+
+    def next_axis(self) -> int:
+        """Hand out an axis number."""
+        ...
+
+    def new_axis(
+        self,
+        extent: Scalar,
+        kind: IterType = IterType.iteration,
+        *,
+        expanded: Scalar | None = None,
+        rfactor: bool = False,
+    ) -> IterDomain:
+        """Return an axis under a new number."""
+        ...
+
+
 class DomainBuilder:
     """Grows axes by transforms; `axes` and `transforms` are what a domain needs in the end."""
 
-    def __init__(self, fusion: Fusion, axes: Iterable[IterDomain] = ()) -> None:
+    def __init__(self, fusion: AxisNumbers, axes: Iterable[IterDomain] = ()) -> None:
         self._fusion = fusion
         self.axes: dict[int, IterDomain] = {a.number: a for a in axes}
         self.transforms: list[Transform] = []

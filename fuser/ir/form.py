@@ -13,7 +13,7 @@ from typing import cast
 from fuser.ir import scalar as sc
 from fuser.ir.domain import IterDomain, TensorDomain
 from fuser.ir.extents import ExtentClasses
-from fuser.ir.fusion import Fusion
+from fuser.ir.fusion import Fusion, canonical_key
 from fuser.ir.scalar import Scalar, Symbol
 from fuser.ir.text import fusion_text, program_symbols
 from fuser.record import record, replace
@@ -52,6 +52,11 @@ def form_of(fusion: Fusion) -> CanonicalForm:
         tuple([tv.is_cpu_scalar for tv in tensors]),
     )
     return CanonicalForm(key, tuple([tv.number for tv in tensors]), symbols)
+
+
+@canonical_key.register
+def _(fusion: Fusion) -> Hashable:
+    return form_of(fusion).key
 
 
 def without_names(fusion: Fusion) -> Fusion:

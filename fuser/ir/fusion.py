@@ -6,9 +6,10 @@ never change the user's fusion; they work on `Fusion.copy()`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+import functools
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from fuser.errors import DefinitionError, user_code, user_line
 from fuser.ir.axis import Axis
@@ -18,7 +19,6 @@ from fuser.ir.domain import IterDomain, TensorDomain
 from fuser.ir.dtypes import DataType, category, dtype_text
 from fuser.ir.extents import ExtentClasses
 from fuser.ir.mesh import DeviceMesh
-from fuser.ir.nodes import TensorOp
 from fuser.ir.origin import Origin
 from fuser.ir.scalar import Scalar, ScalarLike, Symbol, as_scalar, eq, int_value
 from fuser.ir.statement import Val, Values
@@ -27,6 +27,81 @@ from fuser.ir.types import IterType, MemoryType
 from fuser.record import record, replace
 
 Value = TensorView | Scalar
+# See `fuser.ir.nodes`.
+AxisMap = tuple[int | None, ...]
+# The attribute values of a spelling and its template.
+Variant = tuple[dict[str, object], str]
+
+
+class TensorOp(Op):
+    """Base of ops whose outputs are tensors."""
+
+    # The tensor operands in the order in which their shardings count; (): of most cuts first.
+    REFERENCES: ClassVar[tuple[int, ...]] = ()
+
+    def template(self) -> str:
+        """Return the text template of this instance."""
+        return self.TEXT
+
+    @classmethod
+    def variants(cls) -> Iterator[Variant]:
+        """Yield (attribute values, template) for every spelling; the parser reads these."""
+        yield {}, cls.TEXT
+
+    @property
+    def out_tensor(self) -> TensorView:
+        return self.outputs[0]
+
+    def exact_numbers(self) -> tuple[Scalar, ...]:
+        """Return the scalar operands that must be values of the dtype of the result."""
+        return ()
+
+    def axis_map(self, operand_index: int) -> AxisMap:
+        """Return, per root axis of the output, the axis of `inputs[operand_index]` or None.
+
+        The default is position by position: output and operand have equal rank.
+        """
+        del operand_index
+        return tuple(range(len(self.out_tensor.domain.maybe_root)))
+
+    def axis_map_to(self, operand_index: int, out: TensorView) -> AxisMap:
+        """Return `axis_map` for the root axes of one of several results."""
+        del out
+        return self.axis_map(operand_index)
+
+    def alike_map(self, operand_index: int, out: TensorView) -> AxisMap:
+        """Return `axis_map_to` with the axes that are cut alike, too: they may count other things,
+        one of which meets as many of the other in each block."""
+        return self.axis_map_to(operand_index, out)
+
+    def cut_map(self, operand_index: int, out: TensorView) -> AxisMap:
+        """Return `alike_map` without the axes along which blocks of the result are not made from
+        blocks of the operand."""
+        return self.alike_map(operand_index, out)
+
+    def parallel_axes(self, out: TensorView, sibling: TensorView) -> Iterator[tuple[int, int]]:
+        """Yield the positions of the logical axes of two results that are the same axis.
+
+        The default is position by position: results have equal rank.
+        """
+        assert len(out.domain.logical) == len(sibling.domain.logical), f"{out} beside {sibling}"
+        return ((k, k) for k in range(len(out.domain.logical)))
+
+    def parallel_cuts(self, out: TensorView, sibling: TensorView) -> Iterator[tuple[int, int]]:
+        """Yield the positions of the logical axes of two results that are cut alike, as in
+        `alike_map`."""
+        return self.parallel_axes(out, sibling)
+
+    def whole_axes(self, out: TensorView) -> tuple[int, ...]:
+        """Return the logical axes of a result whose cuts no operand can match, by position."""
+        del out
+        return ()
+
+    def whole_operand_axes(self, operand_index: int) -> tuple[int, ...]:
+        """Return the axes of an operand of which every block of a result needs all, by position,
+        reductions left out."""
+        del operand_index
+        return ()
 
 
 @record
@@ -473,20 +548,22 @@ class Fusion:
 
     def __eq__(self, other: object) -> bool:
         """Whether two fusions say the same, names aside: ops, layouts, shardings, updates."""
-        from fuser.ir.form import form_of
-
         if self is other:
             return True
-        return isinstance(other, Fusion) and form_of(self).key == form_of(other).key
+        return isinstance(other, Fusion) and canonical_key(self) == canonical_key(other)
 
     def __hash__(self) -> int:
         """Equal fusions have equal hashes: it changes while a fusion is being written."""
-        from fuser.ir.form import form_of
-
-        return hash(form_of(self).key)
+        return hash(canonical_key(self))
 
     def __str__(self) -> str:
         return self.print_math(False)
+
+
+@functools.singledispatch
+def canonical_key(fusion: object) -> Hashable:
+    """Return a key that is equal for fusions which say the same; `fuser.ir.form` registers it."""
+    raise AssertionError(f"no canonical key of a {type(fusion).__name__}")
 
 
 def _tensors_of(ops: Iterable[TensorOp]) -> tuple[TensorView, ...]:

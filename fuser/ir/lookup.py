@@ -15,7 +15,8 @@ from fuser.errors import VerifyError
 from fuser.ir import scalar as sc
 from fuser.ir.core import attr, operand, result
 from fuser.ir.dtypes import DataType, dtype_text
-from fuser.ir.nodes import AxisMap, LibraryOp, TensorOp
+from fuser.ir.fusion import AxisMap, TensorOp
+from fuser.ir.nodes import LibraryOp
 from fuser.ir.scalar import Scalar
 
 if TYPE_CHECKING:

@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING, ClassVar
 from fuser.errors import VerifyError
 from fuser.ir.core import operand, result
 from fuser.ir.dtypes import DataType, is_floating
-from fuser.ir.nodes import AxisMap, LibraryOp, Variant
+from fuser.ir.fusion import AxisMap, Variant
+from fuser.ir.nodes import LibraryOp
 
 if TYPE_CHECKING:
     from fuser.ir.domain import IterDomain

@@ -11,90 +11,14 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, ClassVar
 
 from fuser.errors import VerifyError
-from fuser.ir.core import Op, attr, operand, operands, result
+from fuser.ir.core import attr, operand, operands, result
 from fuser.ir.dtypes import INFO, DataType, category
+from fuser.ir.fusion import AxisMap, TensorOp, Variant
 from fuser.ir.scalar import Scalar
 from fuser.ir.spelling import binary_template, cast_spelling, ternary_template, unary_template
+from fuser.ir.tensor import TensorView
 from fuser.ir.types import CacheOp, IterType, LoadStoreOpType, ParallelType
 from fuser.pointwise import POINTWISE, kinds_of
-
-if TYPE_CHECKING:
-    from fuser.ir.tensor import TensorView
-
-AxisMap = tuple[int | None, ...]
-Variant = tuple[dict[str, object], str]
-
-
-class TensorOp(Op):
-    """Base of ops whose outputs are tensors."""
-
-    # The tensor operands in the order in which their shardings count; (): of most cuts first.
-    REFERENCES: ClassVar[tuple[int, ...]] = ()
-
-    def template(self) -> str:
-        """Return the text template of this instance."""
-        return self.TEXT
-
-    @classmethod
-    def variants(cls) -> Iterator[Variant]:
-        """Yield (attribute values, template) for every spelling; the parser reads these."""
-        yield {}, cls.TEXT
-
-    @property
-    def out_tensor(self) -> TensorView:
-        return self.outputs[0]
-
-    def exact_numbers(self) -> tuple[Scalar, ...]:
-        """Return the scalar operands that must be values of the dtype of the result."""
-        return ()
-
-    def axis_map(self, operand_index: int) -> AxisMap:
-        """Return, per root axis of the output, the axis of `inputs[operand_index]` or None.
-
-        The default is position by position: output and operand have equal rank.
-        """
-        del operand_index
-        return tuple(range(len(self.out_tensor.domain.maybe_root)))
-
-    def axis_map_to(self, operand_index: int, out: TensorView) -> AxisMap:
-        """Return `axis_map` for the root axes of one of several results."""
-        del out
-        return self.axis_map(operand_index)
-
-    def alike_map(self, operand_index: int, out: TensorView) -> AxisMap:
-        """Return `axis_map_to` with the axes that are cut alike, too: they may count other things,
-        one of which meets as many of the other in each block."""
-        return self.axis_map_to(operand_index, out)
-
-    def cut_map(self, operand_index: int, out: TensorView) -> AxisMap:
-        """Return `alike_map` without the axes along which blocks of the result are not made from
-        blocks of the operand."""
-        return self.alike_map(operand_index, out)
-
-    def parallel_axes(self, out: TensorView, sibling: TensorView) -> Iterator[tuple[int, int]]:
-        """Yield the positions of the logical axes of two results that are the same axis.
-
-        The default is position by position: results have equal rank.
-        """
-        assert len(out.domain.logical) == len(sibling.domain.logical), f"{out} beside {sibling}"
-        return ((k, k) for k in range(len(out.domain.logical)))
-
-    def parallel_cuts(self, out: TensorView, sibling: TensorView) -> Iterator[tuple[int, int]]:
-        """Yield the positions of the logical axes of two results that are cut alike, as in
-        `alike_map`."""
-        return self.parallel_axes(out, sibling)
-
-    def whole_axes(self, out: TensorView) -> tuple[int, ...]:
-        """Return the logical axes of a result whose cuts no operand can match, by position."""
-        del out
-        return ()
-
-    def whole_operand_axes(self, operand_index: int) -> tuple[int, ...]:
-        """Return the axes of an operand of which every block of a result needs all, by position,
-        reductions left out."""
-        del operand_index
-        return ()
-
 
 # ------------------------------------------------------------------ elementwise
 # The rules of dtypes by which no floating number overflows, either.

@@ -14,7 +14,7 @@ from fuser.ir import nodes, tokens
 from fuser.ir.core import Op, value_text
 from fuser.ir.cursor import MAX_DIGITS, SPACE, Cursor
 from fuser.ir.dtypes import FROM_TEXT
-from fuser.ir.fusion import Alias, Fusion
+from fuser.ir.fusion import Alias, Fusion, TensorOp
 from fuser.ir.origin import read_origin
 from fuser.ir.parse_values import MAX_DEPTH, ValueParser
 from fuser.ir.scalar import Scalar, Symbol
@@ -290,16 +290,16 @@ class Parser(ValueParser):
             self.fusion.outputs.append(self.tensor())
         c.take("%kernel_math")
         c.take("{")
-        exprs: list[nodes.TensorOp] = []
+        exprs: list[TensorOp] = []
         while not c.take_if("}"):
             at = c.pos
             op = self.op()
-            if not isinstance(op, nodes.TensorOp):
+            if not isinstance(op, TensorOp):
                 raise c.fail(f"{op.name} is no tensor op", at)
             exprs.append(op)
         c.take("// %kernel_math")
         lined = with_lines(exprs, self.lines)
-        self.fusion.exprs = [op for op in lined if isinstance(op, nodes.TensorOp)]
+        self.fusion.exprs = [op for op in lined if isinstance(op, TensorOp)]
         for tv in self.fusion.tensors():
             definition = self.fusion.definition(tv)
             if tv.domain.is_undecided and not isinstance(definition, nodes.ReshapeOp):

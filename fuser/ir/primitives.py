@@ -5,7 +5,7 @@
     cache_fork(T1):    T1 output and used   ->  T1 as before;  T2 = Set(T1) is the output instead
     rfactor(T1, axes): T1 = sum(T0)         ->  T2 = sum(T0) over `axes`; T1 = sum(T2) over the rest
 
-`TensorView.rfactor`, `cache_after`, `cache_before` and `cache_fork` delegate here.
+`TensorView.rfactor`, `cache_after`, `cache_before` and `cache_fork` call them through `PRIMITIVES`.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from fuser.ir.domain import (
     Transform,
 )
 from fuser.ir.dtypes import DataType
-from fuser.ir.fusion import Fusion
-from fuser.ir.nodes import Contraction, LinearOp, LoadStoreOp, ReductionOp, TensorOp
+from fuser.ir.fusion import Fusion, TensorOp
+from fuser.ir.nodes import Contraction, LinearOp, LoadStoreOp, ReductionOp
 from fuser.ir.path import transforms_between
-from fuser.ir.tensor import TensorView
+from fuser.ir.tensor import PRIMITIVES, TensorView
 from fuser.ir.types import CacheOp, IterType, LoadStoreOpType, MemoryType, ParallelType
 
 
@@ -269,3 +269,8 @@ def _kept_contiguity(old: TensorDomain, logical: tuple[IterDomain, ...]) -> tupl
     )
     kept = iter(range(len(flags)))
     return tuple(None if a.is_reduction() else flags[next(kept)] for a in logical)
+
+
+PRIMITIVES.update(
+    rfactor=rfactor, cache_after=cache_after, cache_before=cache_before, cache_fork=cache_fork
+)

@@ -9,7 +9,7 @@ from fuser.errors import VerifyError
 from fuser.ir import scalar as sc
 from fuser.ir.core import attr, operand, operands, result
 from fuser.ir.dtypes import category
-from fuser.ir.nodes import TensorOp, Variant
+from fuser.ir.fusion import TensorOp, Variant
 from fuser.ir.scalar import Scalar
 
 if TYPE_CHECKING:

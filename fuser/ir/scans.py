@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, ClassVar
 from fuser.errors import VerifyError
 from fuser.ir.core import attr, operand, result
 from fuser.ir.dtypes import DataType
-from fuser.ir.nodes import AxisMap, LibraryOp, ReductionOp, Variant
+from fuser.ir.fusion import AxisMap, Variant
+from fuser.ir.nodes import LibraryOp, ReductionOp
 from fuser.ir.scalar import Scalar
 
 if TYPE_CHECKING:

@@ -25,10 +25,14 @@ from fuser.ir.types import CacheOp, LoadStoreOpType, MemoryType, ParallelType
 from fuser.record import replace
 
 if TYPE_CHECKING:
-    from fuser.ir.fusion import Fusion
-    from fuser.ir.nodes import TensorOp
+    from fuser.ir.fusion import Fusion, TensorOp
 
 _CONSTANT_EXTENT = (ParallelType.vectorize, ParallelType.unroll, ParallelType.group)
+
+
+# The schedule primitives that rewrite the fusion, by the names of the methods;
+# `fuser.ir.primitives` fills it.
+PRIMITIVES: dict[str, Callable[..., TensorView]] = {}
 
 
 class _ShapeAttribute:
@@ -342,13 +346,11 @@ class TensorView:
             raise DefinitionError(f"{what} for {len(axes)} axes")
         self.domain = self.domain.with_allocation(order, flags)
 
-    # Caching and rfactor rewrite the fusion; they live beside the other schedule primitives.
+    # Caching and rfactor rewrite the fusion; they stand in `fuser.ir.primitives`.
     @checked
     def rfactor(self, axes: Sequence[int]) -> TensorView:
         """Split a reduction in two: a new producer reduces the listed loop axes."""
-        from fuser.ir import primitives
-
-        return primitives.rfactor(self, axes)
+        return PRIMITIVES["rfactor"](self, axes)
 
     @checked
     def cache_after(
@@ -359,25 +361,19 @@ class TensorView:
         cached_uses: Sequence[TensorOp] = (),
     ) -> TensorView:
         """Insert a copy between this tensor and its uses; return the copy."""
-        from fuser.ir import primitives
-
-        return primitives.cache_after(
+        return PRIMITIVES["cache_after"](
             self, op_type, cache_op, propagate_allocation_domain, cached_uses
         )
 
     @checked
     def cache_before(self, op_type: LoadStoreOpType = LoadStoreOpType.set) -> TensorView:
         """Give the definition to a new tensor, of which this one becomes a copy; return the new."""
-        from fuser.ir import primitives
-
-        return primitives.cache_before(self, op_type)
+        return PRIMITIVES["cache_before"](self, op_type)
 
     @checked
     def cache_fork(self) -> TensorView:
         """For an output with uses: the uses read the value, the output becomes a copy."""
-        from fuser.ir import primitives
-
-        return primitives.cache_fork(self)
+        return PRIMITIVES["cache_fork"](self)
 
     def __str__(self) -> str:
         from fuser.ir.fusion import tensor_text

@@ -11,8 +11,7 @@ from collections.abc import Mapping
 from fuser.errors import UnsupportedError
 from fuser.ir import scalar as sc
 from fuser.ir.domain import IterDomain, Transform, numbers
-from fuser.ir.fusion import Fusion
-from fuser.ir.nodes import TensorOp
+from fuser.ir.fusion import Fusion, TensorOp
 from fuser.ir.path import indices_backward, indices_forward, transforms_between
 from fuser.ir.resizing import PadOp
 from fuser.ir.scalar import Scalar

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 from fuser.ir import scalar as sc
 from fuser.ir.dtypes import DataType
+from fuser.ir.fusion import TensorOp
 from fuser.ir.lookup import (
     EmbeddingFwdOp,
     GatherOp,
@@ -21,7 +22,6 @@ from fuser.ir.lookup import (
     SelectOp,
     TakeAlongAxisOp,
 )
-from fuser.ir.nodes import TensorOp
 from fuser.ir.scalar import Const, Scalar, Symbol
 from fuser.lower.kernel import (
     Accumulate,

@@ -16,8 +16,8 @@ from fuser.errors import DefinitionError, UnsupportedError
 from fuser.ir import scalar as sc
 from fuser.ir.axis_graph import AxisGraph
 from fuser.ir.domain import IterDomain
-from fuser.ir.fusion import Fusion
-from fuser.ir.nodes import LoadStoreOp, TensorOp
+from fuser.ir.fusion import Fusion, TensorOp
+from fuser.ir.nodes import LoadStoreOp
 from fuser.ir.scalar import Scalar
 from fuser.ir.tensor import TensorView
 from fuser.ir.types import BLOCK_TYPES, GRID_TYPES, MemoryType, ParallelType

@@ -29,10 +29,10 @@ from fuser.ir.dtypes import (
     number_width,
     promote_operands,
 )
-from fuser.ir.fusion import Fusion
+from fuser.ir.fusion import Fusion, TensorOp
 from fuser.ir.guard import active_fusion
 from fuser.ir.mesh import DeviceMesh
-from fuser.ir.nodes import BroadcastOp, CastOp, LibraryOp, SqueezeOp, TensorOp
+from fuser.ir.nodes import BroadcastOp, CastOp, LibraryOp, SqueezeOp
 from fuser.ir.scalar import Const, Scalar, ScalarLike
 from fuser.ir.tensor import TensorView
 from fuser.ir.types import IterType

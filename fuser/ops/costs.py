@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from fuser.ir.nodes import RandomOp, TensorOp
+from fuser.ir.fusion import TensorOp
+from fuser.ir.nodes import RandomOp
 from fuser.pointwise import POINTWISE
 
 # What costs a thread more than keeping the result in a register: special functions, divisions,

@@ -10,6 +10,7 @@ from typing import Any
 
 from fuser.ir.attention import SdpaBwdOp, SdpaFwdOp
 from fuser.ir.block_scales import GroupedScalesOp
+from fuser.ir.fusion import TensorOp
 from fuser.ir.lookup import (
     EmbeddingFwdOp,
     GatherOp,
@@ -34,7 +35,6 @@ from fuser.ir.nodes import (
     ReductionOp,
     ReshapeOp,
     SqueezeOp,
-    TensorOp,
     TernaryOp,
     UnaryOp,
     WelfordOp,

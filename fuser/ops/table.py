@@ -12,7 +12,8 @@ from typing import cast
 import torch
 
 from fuser.ir.dtypes import HALF_LIKE, DataType, is_complex, is_floating, to_torch
-from fuser.ir.nodes import BinaryOp, CastOp, TensorOp, TernaryOp, UnaryOp
+from fuser.ir.fusion import TensorOp
+from fuser.ir.nodes import BinaryOp, CastOp, TernaryOp, UnaryOp
 from fuser.ir.scalar import Number, Scalar
 from fuser.ir.tensor import TensorView
 from fuser.record import record

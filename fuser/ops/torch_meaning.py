@@ -22,7 +22,7 @@ from fuser.ir.attention import SdpaBwdOp, SdpaFwdOp
 from fuser.ir.binding import bind_inputs
 from fuser.ir.block_scales import GroupedScalesOp, padding
 from fuser.ir.dtypes import FLOAT8, HALF_LIKE, DataType, is_complex, is_inexact, to_torch
-from fuser.ir.fusion import Fusion
+from fuser.ir.fusion import Fusion, TensorOp
 from fuser.ir.lookup import (
     EmbeddingFwdOp,
     GatherOp,
@@ -118,7 +118,7 @@ Rule = Callable[[Any, Inputs, _Context], list[Tensor]]
 
 
 # ------------------------------------------------------------------ elementwise
-def _pointwise(op: nodes.TensorOp, inputs: Inputs, cx: _Context) -> list[Tensor]:
+def _pointwise(op: TensorOp, inputs: Inputs, cx: _Context) -> list[Tensor]:
     row = POINTWISE[op.name]
     dtype = cx.torch_dtype(compute_dtype(op))
     operands = [_as_tensor(x, dtype, cx) for x in inputs]
@@ -542,7 +542,7 @@ class NodeRow:
     may_return: bool = False
 
 
-NODES: dict[type[nodes.TensorOp], NodeRow] = {
+NODES: dict[type[TensorOp], NodeRow] = {
     nodes.UnaryOp: NodeRow(_pointwise, "element"),
     nodes.BinaryOp: NodeRow(_pointwise, "element"),
     nodes.TernaryOp: NodeRow(_pointwise, "element"),
@@ -578,7 +578,7 @@ NODES: dict[type[nodes.TensorOp], NodeRow] = {
 }
 
 
-def nodes_computed(how: Computed) -> tuple[type[nodes.TensorOp], ...]:
+def nodes_computed(how: Computed) -> tuple[type[TensorOp], ...]:
     """Return the classes of ops whose results come about so."""
     return tuple(cls for cls, row in NODES.items() if row.computed == how)
 
@@ -588,7 +588,7 @@ REDUCING = nodes_computed("reduction")
 
 # ------------------------------------------------------------------ entry points
 def evaluate_op(
-    op: nodes.TensorOp,
+    op: TensorOp,
     inputs: Sequence[InputValue],
     values: Values,
     *,
@@ -617,7 +617,7 @@ def evaluate_op(
 _ELEMENTWISE = (nodes.UnaryOp, nodes.BinaryOp, nodes.TernaryOp)
 
 
-def bind_call(op: nodes.TensorOp, bound: CallOperands) -> LibraryCall | Returning | None:
+def bind_call(op: TensorOp, bound: CallOperands) -> LibraryCall | Returning | None:
     """Return what writes the results of an op other than a product of matrices into tensors; None
     where torch can only return them."""
     into = NODES[type(op)].into
@@ -638,8 +638,7 @@ def evaluate_fusion(
     *,
     dtype: torch.dtype | None = None,
     values: Values | None = None,
-    change: Callable[[nodes.TensorOp, list[Tensor | None], list[Tensor]], list[Tensor]]
-    | None = None,
+    change: Callable[[TensorOp, list[Tensor | None], list[Tensor]], list[Tensor]] | None = None,
 ) -> list[Tensor]:
     """Compute all outputs (hidden aliases included) of a fusion on global tensors.
 

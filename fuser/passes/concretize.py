@@ -22,10 +22,10 @@ from fuser.errors import InputError, ShardingError, user_code
 from fuser.ir import scalar as sc
 from fuser.ir.binding import complete, size_of
 from fuser.ir.domain import IterDomain, TensorDomain
-from fuser.ir.fusion import Fusion
+from fuser.ir.fusion import Fusion, TensorOp
 from fuser.ir.lookup import GatherOp, ScatterOp, SelectOp
 from fuser.ir.naming import axis_words, in_ir
-from fuser.ir.nodes import ReshapeOp, TensorOp
+from fuser.ir.nodes import ReshapeOp
 from fuser.ir.resizing import SliceOp
 from fuser.ir.scalar import Number, Scalar, Symbol
 from fuser.ir.scalar_python import Computed

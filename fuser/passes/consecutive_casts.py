@@ -10,8 +10,8 @@ itself when B is its dtype. A cast that rounds stays.
 from __future__ import annotations
 
 from fuser.ir.dtypes import COMPLEX_OF, DataType
-from fuser.ir.fusion import Fusion
-from fuser.ir.nodes import CastOp, LoadStoreOp, TensorOp
+from fuser.ir.fusion import Fusion, TensorOp
+from fuser.ir.nodes import CastOp, LoadStoreOp
 from fuser.passes.remove_bcast_squeeze import is_replaceable
 
 _D = DataType

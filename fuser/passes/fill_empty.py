@@ -16,7 +16,7 @@ from fuser.ir import scalar as sc
 from fuser.ir.binding import size_of
 from fuser.ir.domain import IterDomain
 from fuser.ir.dtypes import DataType
-from fuser.ir.fusion import Fusion
+from fuser.ir.fusion import Fusion, TensorOp
 from fuser.ir.lookup import LookupOp
 from fuser.ir.resizing import PadOp
 from fuser.ir.scalar import Const, Number, Scalar, Symbol
@@ -31,7 +31,7 @@ def fill_empty(fusion: Fusion, values: Values) -> None:
     """Rewrite `fusion` in place for these sizes; does nothing when no extent is 0."""
     if not any(_is_empty(a, values) for tv in fusion.tensors() for a in tv.domain.logical):
         return
-    exprs: list[nodes.TensorOp] = []
+    exprs: list[TensorOp] = []
     for op in fusion.exprs:
         exprs.extend(new.replace(where=op.where) for new in _filled(fusion, op, values))
     fusion.exprs = exprs
@@ -42,7 +42,7 @@ def _is_empty(axis: IterDomain, values: Values) -> bool:
     return size_of(axis.size, values) == 0
 
 
-def _filled(fusion: Fusion, op: nodes.TensorOp, values: Values) -> list[nodes.TensorOp]:
+def _filled(fusion: Fusion, op: TensorOp, values: Values) -> list[TensorOp]:
     """Return the ops to put in place of `op`."""
     if isinstance(op, nodes.LibraryOp) and op.TAKES_EMPTY:
         return [op]
@@ -65,7 +65,7 @@ def _filled(fusion: Fusion, op: nodes.TensorOp, values: Values) -> list[nodes.Te
     is_empty = any(_is_empty(a, values) for a in op.out_tensor.domain.logical)
     if not (reduces_nothing or pads_nothing or finds_nothing or drops_nothing or is_empty):
         return [op]
-    fills: list[nodes.TensorOp] = []
+    fills: list[TensorOp] = []
     for out, value in zip(op.outputs, _fill_values(op), strict=True):
         out.domain = out.domain.without_root()
         shape = tuple(a.size for a in out.domain.logical)
@@ -73,7 +73,7 @@ def _filled(fusion: Fusion, op: nodes.TensorOp, values: Values) -> list[nodes.Te
     return fills
 
 
-def _fill_values(op: nodes.TensorOp) -> list[Scalar]:
+def _fill_values(op: TensorOp) -> list[Scalar]:
     """Return what each output holds, where it holds anything."""
     match op:
         case nodes.ReductionOp():
@@ -92,7 +92,7 @@ def _fill_values(op: nodes.TensorOp) -> list[Scalar]:
             return [Const(0, out.dtype()) for out in op.outputs]
 
 
-def _bias_alone(fusion: Fusion, op: nodes.LinearOp, bias: TensorView) -> list[nodes.TensorOp]:
+def _bias_alone(fusion: Fusion, op: nodes.LinearOp, bias: TensorView) -> list[TensorOp]:
     """Return the ops of a linear without contracted elements: the bias, expanded."""
     flags = op.bias_lacks
     op.out.domain = op.out.domain.without_root()
@@ -105,7 +105,7 @@ def _bias_alone(fusion: Fusion, op: nodes.LinearOp, bias: TensorView) -> list[no
     # The result's axes iterate; adding to zeros expands the row without expanded broadcasts.
     zeros = fusion.new_tensor([fusion.clone_axis(a) for a in logical], bias.dtype())
     shape = tuple(a.size for a in logical)
-    made: list[nodes.TensorOp] = [
+    made: list[TensorOp] = [
         nodes.BroadcastOp(row, bias, flags=flags),
         nodes.FullOp(zeros, shape, Const(0, bias.dtype())),
         nodes.BinaryOp(op.out, row, zeros, kind="add"),

@@ -20,9 +20,9 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 
 from fuser.ir.axis_graph import tensor_operands
 from fuser.ir.domain import Transform, contiguity_for
-from fuser.ir.fusion import Fusion
+from fuser.ir.fusion import Fusion, TensorOp
 from fuser.ir.layout_class import declared_order
-from fuser.ir.nodes import LibraryOp, TensorOp
+from fuser.ir.nodes import LibraryOp
 from fuser.ir.path import transforms_between
 from fuser.ir.storage import (
     copy_memory_order,

@@ -14,10 +14,10 @@ than the memory that they spare, however often an element is found; NaN stays Na
 from __future__ import annotations
 
 from fuser.ir.dtypes import is_floating
-from fuser.ir.fusion import Fusion
+from fuser.ir.fusion import Fusion, TensorOp
 from fuser.ir.guard import FusionGuard
 from fuser.ir.lookup import EmbeddingFwdOp, GatherOp, IndexSelectOp, LookupOp, TakeAlongAxisOp
-from fuser.ir.nodes import BinaryOp, CastOp, TensorOp, UnaryOp
+from fuser.ir.nodes import BinaryOp, CastOp, UnaryOp
 from fuser.ir.tensor import TensorView
 from fuser.ops import indexing
 

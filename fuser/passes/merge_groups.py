@@ -15,8 +15,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from fuser import progress
 from fuser.ir import nodes
-from fuser.ir.fusion import Fusion
-from fuser.ir.nodes import TensorOp
+from fuser.ir.fusion import Fusion, TensorOp
 from fuser.ir.tensor import TensorView
 from fuser.ir.types import ParallelType
 from fuser.passes.store_or_recompute import elements

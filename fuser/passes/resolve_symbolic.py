@@ -25,7 +25,7 @@ from fuser.ir.domain import (
     Swizzle1D,
     TensorDomain,
 )
-from fuser.ir.fusion import Fusion
+from fuser.ir.fusion import Fusion, TensorOp
 from fuser.ir.lookup import GatherOp
 from fuser.ir.path import Rules, SizeRules, forward, replay
 from fuser.ir.resizing import PadOp, SliceOp
@@ -39,7 +39,7 @@ from fuser.ops.reshape import ReshapePlan, plan_reshape, transformed_domain, und
 Values = Mapping[Symbol, Number] | None
 
 
-def is_undecided(op: nodes.TensorOp) -> bool:
+def is_undecided(op: TensorOp) -> bool:
     """Whether the op is a reshape whose output axes do not belong to its root axes yet."""
     if not isinstance(op, nodes.ReshapeOp):
         return False
@@ -47,7 +47,7 @@ def is_undecided(op: nodes.TensorOp) -> bool:
     return op.out.domain.is_undecided or not op.out.domain.root_numbers
 
 
-def resized_axes(op: nodes.TensorOp) -> tuple[IterDomain, ...]:
+def resized_axes(op: TensorOp) -> tuple[IterDomain, ...]:
     """Return the axes that are broadcasts where their op leaves one element of them."""
     if not isinstance(op, SliceOp | PadOp):
         return ()
@@ -56,7 +56,7 @@ def resized_axes(op: nodes.TensorOp) -> tuple[IterDomain, ...]:
     return tuple(a for a in outs if a.kind is IterType.symbolic)
 
 
-def deciding_sizes(op: nodes.TensorOp) -> tuple[Scalar, ...]:
+def deciding_sizes(op: TensorOp) -> tuple[Scalar, ...]:
     """Return the sizes of an op of which it counts whether they are 1, apart from a reshape's."""
     if isinstance(op, nodes.ExpandOp):
         pairs = zip(op.inp.domain.no_reductions, op.shape, strict=True)
@@ -67,7 +67,7 @@ def deciding_sizes(op: nodes.TensorOp) -> tuple[Scalar, ...]:
     return tuple(a.size for a in resized_axes(op))
 
 
-def _open_axes(op: nodes.TensorOp) -> list[tuple[IterDomain, Scalar]]:
+def _open_axes(op: TensorOp) -> list[tuple[IterDomain, Scalar]]:
     """Return the axes of an expand's operand that iterate and may have one element, which is then
     spread, each with the size that is asked for."""
     if not isinstance(op, nodes.ExpandOp):
@@ -91,7 +91,7 @@ def iterate_resized(fusion: Fusion) -> None:
 
 def resolve_symbolic(fusion: Fusion, plans: Iterator[ReshapePlan], values: Values) -> None:
     """Rewrite `fusion` in place; `plans` has one entry per undecided reshape that is used."""
-    exprs: list[nodes.TensorOp] = []
+    exprs: list[TensorOp] = []
     changed: set[TensorView] = set()
     for op in fusion.used_exprs():
         is_stale = any(v in changed for v in op.inputs if isinstance(v, TensorView))
@@ -117,7 +117,7 @@ def resolve_symbolic(fusion: Fusion, plans: Iterator[ReshapePlan], values: Value
 # ------------------------------------------------------------------ undecided reshapes
 def _decide(
     fusion: Fusion, op: nodes.ReshapeOp, plan: ReshapePlan, values: Values
-) -> list[nodes.TensorOp]:
+) -> list[TensorOp]:
     """Return squeeze, reshape and broadcast in place of an undecided reshape.
 
     Of a tensor without elements the axes of size 1 become broadcasts, the others iterations.
@@ -132,7 +132,7 @@ def _decide(
         ]
         out.domain = _updated(out.domain.having(root=()), states, values)
         return [op]
-    exprs: list[nodes.TensorOp] = []
+    exprs: list[TensorOp] = []
     source = op.inp
     is_kept = all(group.is_kept for group in plan.groups)
     sizes = [a.extent for a in out.domain.logical]
@@ -174,7 +174,7 @@ def _squeezed(
     fusion: Fusion,
     tv: TensorView,
     plan: ReshapePlan,
-    exprs: list[nodes.TensorOp],
+    exprs: list[TensorOp],
 ) -> TensorView:
     axes, flags = tv.domain.no_reductions, _squeezed_flags(tv, plan)
     kept = [fusion.clone_axis(a) for a, gone in zip(axes, flags, strict=True) if not gone]
@@ -231,14 +231,14 @@ def _define(out: TensorView, domain: TensorDomain, values: Values) -> None:
 
 def _with_broadcasts(
     fusion: Fusion, op: nodes.ExpandOp, values: Values
-) -> tuple[list[nodes.TensorOp], TensorView]:
+) -> tuple[list[TensorOp], TensorView]:
     """Return the operand of an expand with a broadcast for each axis that has one element and gets
     more, and the ops that make it: a reshape that merges all axes, and one that splits them."""
     inp, sizes = op.inp, [a.size for a in op.inp.domain.no_reductions]
     spread = (_size(a.size, values) == 1 != _size(size, values) for a, size in _open_axes(op))
     if values is None or not any(spread):
         return [], inp
-    exprs: list[nodes.TensorOp] = []
+    exprs: list[TensorOp] = []
     flat = inp
     if len(sizes) > 1:
         axes = [fusion.clone_axis(a) for a in inp.domain.no_reductions]
@@ -255,9 +255,7 @@ def _with_broadcasts(
 
 
 # ------------------------------------------------------------------ downstream
-def _root_states(
-    fusion: Fusion, op: nodes.TensorOp, out: TensorView, values: Values
-) -> list[IterDomain]:
+def _root_states(fusion: Fusion, op: TensorOp, out: TensorView, values: Values) -> list[IterDomain]:
     """Return the new states of the output's root axes, from the operands' axes."""
     columns: dict[int, list[tuple[TensorView, IterDomain]]] = {}
     for index, tv in tensor_operands(op):
@@ -331,7 +329,7 @@ def _check_squeeze(op: nodes.SqueezeOp, values: Values) -> None:
 
 
 def _check_sizes(
-    op: nodes.TensorOp,
+    op: TensorOp,
     out: IterDomain,
     pairs: Sequence[tuple[TensorView, IterDomain]],
     values: Values,

@@ -10,7 +10,8 @@ from __future__ import annotations
 
 from fuser.ir import scalar as sc
 from fuser.ir.domain import SplitTransform
-from fuser.ir.nodes import ReductionOp, TensorOp
+from fuser.ir.fusion import TensorOp
+from fuser.ir.nodes import ReductionOp
 from fuser.ir.path import transforms_between
 from fuser.ir.tensor import TensorView
 from fuser.ir.types import MemoryType, ParallelType

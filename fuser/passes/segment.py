@@ -22,9 +22,8 @@ from fuser.errors import UnsupportedError
 from fuser.ir import nodes, storage
 from fuser.ir import scalar as sc
 from fuser.ir.domain import TensorDomain
-from fuser.ir.fusion import Fusion
+from fuser.ir.fusion import Fusion, TensorOp
 from fuser.ir.lookup import LookupOp
-from fuser.ir.nodes import TensorOp
 from fuser.ir.scalar import Scalar
 from fuser.ir.tensor import TensorView
 from fuser.ir.types import LoadStoreOpType, MemoryType

@@ -15,9 +15,8 @@ from dataclasses import dataclass, field
 
 from fuser.ir import storage
 from fuser.ir.dtypes import nbytes_of
-from fuser.ir.fusion import Fusion
+from fuser.ir.fusion import Fusion, TensorOp
 from fuser.ir.lookup import LookupOp
-from fuser.ir.nodes import TensorOp
 from fuser.ir.scalar import Scalar
 from fuser.ir.tensor import TensorView
 from fuser.ops.costs import instructions

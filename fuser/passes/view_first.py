@@ -16,8 +16,8 @@ views have its new values.
 from __future__ import annotations
 
 from fuser.ir import primitives
-from fuser.ir.fusion import Fusion
-from fuser.ir.nodes import BinaryOp, CastOp, LoadStoreOp, ReshapeOp, TensorOp, UnaryOp
+from fuser.ir.fusion import Fusion, TensorOp
+from fuser.ir.nodes import BinaryOp, CastOp, LoadStoreOp, ReshapeOp, UnaryOp
 from fuser.ir.tensor import TensorView
 from fuser.ops.torch_meaning import REDUCING
 

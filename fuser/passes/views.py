@@ -11,8 +11,7 @@ from typing import TypeGuard
 
 from fuser.ir import nodes, storage
 from fuser.ir import scalar as sc
-from fuser.ir.fusion import Fusion
-from fuser.ir.nodes import TensorOp
+from fuser.ir.fusion import Fusion, TensorOp
 from fuser.ir.path import SizeRules, StrideRules, path, replay
 from fuser.ir.resizing import SliceOp
 from fuser.ir.scalar import Scalar

@@ -16,8 +16,7 @@ from itertools import zip_longest
 
 from fuser.device import DeviceInfo
 from fuser.ir.axis_graph import AxisGraph
-from fuser.ir.fusion import Alias, Fusion
-from fuser.ir.nodes import TensorOp
+from fuser.ir.fusion import Alias, Fusion, TensorOp
 from fuser.ir.tensor import TensorView
 from fuser.passes.segment import extract
 from fuser.record import record

@@ -6,8 +6,8 @@ from collections.abc import Collection
 
 from fuser.errors import DefinitionError
 from fuser.ir.axis_graph import AxisGraph, mapped_axes, tensor_operands
-from fuser.ir.fusion import Fusion
-from fuser.ir.nodes import ReductionOp, TensorOp, WelfordOp
+from fuser.ir.fusion import Fusion, TensorOp
+from fuser.ir.nodes import ReductionOp, WelfordOp
 from fuser.ir.tensor import TensorView
 from fuser.ir.types import ParallelType
 from fuser.schedule.propagate import AxisMatcher, check_selected, follow

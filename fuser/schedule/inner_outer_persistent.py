@@ -19,8 +19,7 @@ from dataclasses import replace
 
 from fuser.device import DeviceInfo
 from fuser.ir.dtypes import nbytes_of
-from fuser.ir.fusion import Fusion
-from fuser.ir.nodes import TensorOp
+from fuser.ir.fusion import Fusion, TensorOp
 from fuser.ir.scalar import Number, Symbol
 from fuser.ir.tensor import TensorView
 from fuser.passes.row_parts import RowParts, row_parts

@@ -23,8 +23,8 @@ from collections.abc import Mapping, Sequence
 from fuser.ir import primitives
 from fuser.ir import scalar as sc
 from fuser.ir.axis_graph import AxisGraph
-from fuser.ir.fusion import Fusion
-from fuser.ir.nodes import BroadcastOp, LibraryOp, LoadStoreOp, SqueezeOp, TensorOp
+from fuser.ir.fusion import Fusion, TensorOp
+from fuser.ir.nodes import BroadcastOp, LibraryOp, LoadStoreOp, SqueezeOp
 from fuser.ir.scalar import Number, Scalar, Symbol
 from fuser.ir.tensor import TensorView
 from fuser.ir.types import ParallelType

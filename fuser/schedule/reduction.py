@@ -23,8 +23,8 @@ from math import prod
 from fuser.device import DeviceInfo
 from fuser.ir import primitives
 from fuser.ir.axis_graph import AxisGraph
-from fuser.ir.fusion import Fusion
-from fuser.ir.nodes import LibraryOp, TensorOp, WelfordOp
+from fuser.ir.fusion import Fusion, TensorOp
+from fuser.ir.nodes import LibraryOp, WelfordOp
 from fuser.ir.tensor import TensorView
 from fuser.ir.types import ParallelType
 from fuser.ops.torch_meaning import REDUCING

@@ -6,8 +6,7 @@ from functools import cached_property
 
 from fuser.ir import primitives
 from fuser.ir.axis_graph import AxisGraph
-from fuser.ir.fusion import Fusion
-from fuser.ir.nodes import TensorOp
+from fuser.ir.fusion import Fusion, TensorOp
 from fuser.ir.tensor import TensorView
 from fuser.ops.costs import EXPENSIVE
 from fuser.ops.torch_meaning import REDUCING

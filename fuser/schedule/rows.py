@@ -13,9 +13,9 @@ from collections.abc import Callable, Iterable
 from fuser import ops
 from fuser.ir import scalar as sc
 from fuser.ir.dtypes import HALF_LIKE, DataType, nbytes_of
-from fuser.ir.fusion import Fusion
+from fuser.ir.fusion import Fusion, TensorOp
 from fuser.ir.guard import FusionGuard
-from fuser.ir.nodes import CastOp, TensorOp, WelfordOp
+from fuser.ir.nodes import CastOp, WelfordOp
 from fuser.ir.tensor import TensorView
 from fuser.ops.reductions import without_shift
 from fuser.ops.torch_meaning import REDUCING

@@ -12,9 +12,8 @@ from functools import cached_property
 
 from fuser.ir.axis_graph import AxisGraph
 from fuser.ir.dtypes import nbytes_of
-from fuser.ir.fusion import Fusion
+from fuser.ir.fusion import Fusion, TensorOp
 from fuser.ir.lookup import LookupOp
-from fuser.ir.nodes import TensorOp
 from fuser.ir.resizing import CatOp, PadOp, SliceOp
 from fuser.ir.tensor import TensorView
 from fuser.ir.types import IterType

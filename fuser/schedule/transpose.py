@@ -25,8 +25,7 @@ from fuser.ir.axis_graph import AxisGraph
 from fuser.ir.build_domain import DomainBuilder
 from fuser.ir.domain import IterDomain, contiguity_for
 from fuser.ir.dtypes import nbytes_of
-from fuser.ir.fusion import Fusion
-from fuser.ir.nodes import TensorOp
+from fuser.ir.fusion import Fusion, TensorOp
 from fuser.ir.primitives import cache_after
 from fuser.ir.tensor import TensorView
 from fuser.ir.types import MemoryType, ParallelType

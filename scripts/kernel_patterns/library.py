@@ -18,6 +18,7 @@ from fuser import DataType, FusionDefinition
 from fuser.ir import nodes
 from fuser.ir.attention import SdpaBwdOp, SdpaFwdOp
 from fuser.ir.block_scales import GroupedScalesOp
+from fuser.ir.fusion import TensorOp
 from fuser.ir.lookup import IndexPutAccumulateOp, ScatterOp
 from fuser.ir.mma import GroupedMmaOp, ScaledMmaOp
 from fuser.ir.scans import ArgsortOp, ScanOp, TopKOp
@@ -36,7 +37,7 @@ class LibraryRow:
 
     `small` is a shape to try the row with; `peer` is None where torch has no such call."""
 
-    node: type[nodes.TensorOp]
+    node: type[TensorOp]
     build: Callable[..., Any]
     peer: Callable[..., Any] | None
     operands: Callable[[Shape, torch.dtype, str], Sequence[Tensor]]

@@ -21,8 +21,8 @@ from fuser import (
     translate_fusion,
 )
 from fuser.frontend import python_statements, python_text
-from fuser.ir import nodes
 from fuser.ir.core import Op
+from fuser.ir.fusion import TensorOp
 from fuser.ir.scalar_compute import COMPUTE
 from fuser.pointwise import POINTWISE, PUBLIC
 from tests.frontend.again import again, assert_same, defined_by
@@ -98,7 +98,7 @@ def test_every_op_of_scalars_is_defined_again(dtype: DataType) -> None:
 
 def test_every_node_has_a_statement() -> None:
     """A new node class needs a row in `python_statements`, or is the compiler's own."""
-    kinds = [k for k in Op.REGISTRY.values() if issubclass(k, nodes.TensorOp)]
+    kinds = [k for k in Op.REGISTRY.values() if issubclass(k, TensorOp)]
     of_ours = [k for k in kinds if k.__module__.startswith("fuser.")]
     leaves = {k for k in of_ours if k.fields_of("result") and not k.__subclasses__()}
     assert {*python_statements.STATEMENTS} | {*python_statements.COMPILED} == leaves

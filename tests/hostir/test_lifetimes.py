@@ -19,8 +19,8 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from fuser.ir import nodes
 from fuser.ir.core import Op
+from fuser.ir.fusion import TensorOp
 from fuser.ir.tensor import TensorView
 from hostir import (
     NUMBER_OF_STREAMS,
@@ -281,7 +281,7 @@ def replayed(case: Program, seed: int) -> list[torch.Tensor]:
         slots[block.slot].fill_(float("nan"))
     for closure, op in zip(bound.closures, bound.ops, strict=True):
         assert not isinstance(op, Deallocate), "what lies in the arena stays there"
-        if isinstance(op, nodes.TensorOp) and op.outputs[0] in evaluator._storage.buffered:
+        if isinstance(op, TensorOp) and op.outputs[0] in evaluator._storage.buffered:
             streams.submit(partial(closure, slots))
         else:
             closure(slots)

@@ -16,6 +16,7 @@ import pytest
 
 from fuser.ir import nodes
 from fuser.ir.core import Op
+from fuser.ir.fusion import TensorOp
 from fuser.ir.tensor import TensorView
 from hostir import (
     NUMBER_OF_STREAMS,
@@ -96,7 +97,7 @@ def _queues(hic: HostIrContainer) -> dict[str, list[Work | tuple[str, str, int]]
                 queues[current].append(("wait", other, len(queues[other])))
         elif isinstance(op, Deallocate):
             queues[current].append(("free", (), cells(op.buffer)))
-        elif isinstance(op, nodes.TensorOp):
+        elif isinstance(op, TensorOp):
             reads = tuple(c for v in op.inputs for c in cells(v))
             queues[current].append((f"op{id(op)}", reads, cells(op.outputs[0])))
     return queues

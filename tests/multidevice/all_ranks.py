@@ -14,10 +14,10 @@ from dataclasses import dataclass, field
 import torch
 
 from fuser.ir.binding import bind_inputs
-from fuser.ir.fusion import Fusion
+from fuser.ir.fusion import Fusion, TensorOp
 from fuser.ir.guard import FusionGuard
 from fuser.ir.mesh import DeviceMesh
-from fuser.ir.nodes import Reshard, TensorOp
+from fuser.ir.nodes import Reshard
 from fuser.ir.scalar import Symbol
 from fuser.ir.storage import is_contiguous, memory_order
 from fuser.ir.tensor import TensorView

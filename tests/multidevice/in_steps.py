@@ -16,8 +16,8 @@ import torch
 
 from fuser.ir import scalar as sc
 from fuser.ir.axis_graph import tensor_operands
-from fuser.ir.fusion import Fusion
-from fuser.ir.nodes import Reshard, TensorOp
+from fuser.ir.fusion import Fusion, TensorOp
+from fuser.ir.nodes import Reshard
 from fuser.ir.scalar import Symbol
 from fuser.ir.storage import memory_order
 from fuser.ir.tensor import TensorView

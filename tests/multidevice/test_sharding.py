@@ -10,10 +10,9 @@ import torch
 from fuser import FusionDefinition, ops
 from fuser.errors import ShardingError, UnsupportedError
 from fuser.ir import scalar as sc
-from fuser.ir.fusion import Fusion
+from fuser.ir.fusion import Fusion, TensorOp
 from fuser.ir.guard import FusionGuard
 from fuser.ir.mesh import DeviceMesh
-from fuser.ir.nodes import TensorOp
 from fuser.ir.scalar import Symbol
 from fuser.ir.tensor import TensorView
 from fuser.ir.types import ParallelType

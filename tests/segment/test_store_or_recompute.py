@@ -9,8 +9,8 @@ from collections import Counter
 import pytest
 
 from fuser import ops
-from fuser.ir.fusion import Fusion
-from fuser.ir.nodes import LoadStoreOp, TensorOp
+from fuser.ir.fusion import Fusion, TensorOp
+from fuser.ir.nodes import LoadStoreOp
 from fuser.ir.tensor import TensorView
 from fuser.passes.segment import SegmentedFusion
 from fuser.passes.store_or_recompute import worth_storing
