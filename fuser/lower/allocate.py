@@ -19,7 +19,7 @@ from fuser.ir.tensor import TensorView
 from fuser.ir.types import GRID_TYPES
 from fuser.lower.context import Context
 from fuser.lower.index import Index
-from fuser.lower.kernel import Compute, Element, Expr, ScalarValue, Select, Var
+from fuser.lower.kernel import Compute, Element, Expr, ScalarValue, Select, Var, convert
 from fuser.lower.loops import Loop, Stage
 
 # Shared tensors start at multiples of this many bytes.
@@ -106,8 +106,6 @@ class Buffer:
 
         Where `guard` is false the index may be outside of the buffer: nothing is read there.
         """
-        from fuser.lower.values import convert
-
         candidate = None if self.is_shared else self._own_element(ctx, index, reader)
         if candidate is not None:
             return convert(self.element(candidate, tv), tv.dtype())

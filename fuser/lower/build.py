@@ -25,11 +25,12 @@ from fuser.lower.kernel import (
     Var,
     VectorLoad,
     VectorStore,
+    convert,
 )
 from fuser.lower.loops import Loop, Node, Stage, loop_tree
 from fuser.lower.predicate import Predicate, range_conditions, stage_predicate, writer_predicate
 from fuser.lower.reduce import declare_accumulator, finish_reductions, functor_of, reduced_types
-from fuser.lower.values import At, Scope, ValueBuilder, convert
+from fuser.lower.values import At, Scope, ValueBuilder
 from fuser.lower.vectorize import (
     MAX_LOADED_BYTES,
     MAX_VECTOR_BYTES,

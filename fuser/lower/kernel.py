@@ -10,10 +10,12 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import TypeAlias, TypeVar
 
+import torch
+
 from fuser.ir import scalar as sc
-from fuser.ir.dtypes import DataType
+from fuser.ir.dtypes import DataType, to_torch
 from fuser.ir.fusion import Fusion
-from fuser.ir.scalar import Scalar, Symbol
+from fuser.ir.scalar import Const, Scalar, Symbol
 from fuser.ir.tensor import TensorView
 from fuser.record import record, replace
 
@@ -202,6 +204,30 @@ class Select:
 
 
 Expr: TypeAlias = Var | Element | GlobalLoad | ScalarValue | Convert | Compute | Select
+
+
+def convert(value: Expr, dtype: DataType) -> Expr:
+    """Return the value in another dtype; Index and Int are one type in registers."""
+    same = {DataType.Index: DataType.Int}
+    if same.get(value.dtype, value.dtype) is same.get(dtype, dtype):
+        return value
+    if isinstance(value, ScalarValue) and _is_exact(value):
+        return ScalarValue(value.scalar, dtype)
+    return Convert(value, dtype)
+
+
+def _is_exact(value: ScalarValue) -> bool:
+    """Whether the value's dtype holds the scalar: what is converted again is the scalar itself."""
+    scalar, dtype = value.scalar, value.dtype
+    if not isinstance(scalar, Const):
+        return scalar.dtype is dtype or (
+            sc.is_int(scalar) and dtype in (DataType.Index, DataType.Int)
+        )
+    try:
+        held = torch.tensor(scalar.value, dtype=to_torch(dtype)).item()
+    except (RuntimeError, OverflowError):
+        return False
+    return held == scalar.value or (held != held and scalar.value != scalar.value)
 
 
 # ------------------------------------------------------------------ statements

@@ -11,14 +11,13 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import TypeAlias, TypeGuard
 
-import torch
-
 from fuser.errors import UnsupportedError
 from fuser.ir import scalar as sc
-from fuser.ir.dtypes import HALF_LIKE, DataType, category, is_inexact, to_torch
-from fuser.ir.nodes import BinaryOp, CastOp, FullOp, IotaOp, RandomOp, TensorOp, TernaryOp, UnaryOp
+from fuser.ir.dtypes import HALF_LIKE, DataType, category, is_inexact
+from fuser.ir.fusion import TensorOp
+from fuser.ir.nodes import BinaryOp, CastOp, FullOp, IotaOp, RandomOp, TernaryOp, UnaryOp
 from fuser.ir.resizing import CatOp, PadOp
-from fuser.ir.scalar import Const, Scalar, Symbol
+from fuser.ir.scalar import Scalar, Symbol
 from fuser.ir.scalar_range import interval
 from fuser.ir.tensor import TensorView
 from fuser.lower.allocate import Buffer
@@ -28,7 +27,6 @@ from fuser.lower.kernel import (
     INT32_LIMIT,
     Body,
     Compute,
-    Convert,
     Declare,
     Define,
     Expr,
@@ -36,6 +34,7 @@ from fuser.lower.kernel import (
     ScalarValue,
     Select,
     Var,
+    convert,
 )
 from fuser.lower.lookups import LOOKUPS, TRUE, looked_up
 from fuser.lower.loops import COORDINATES, Stage
@@ -224,28 +223,6 @@ class ValueBuilder:
 
 
 # ------------------------------------------------------------------ one rule per op
-def convert(value: Expr, dtype: DataType) -> Expr:
-    """Return the value in another dtype; Index and Int are one type in registers."""
-    same = {DataType.Index: DataType.Int}
-    if same.get(value.dtype, value.dtype) is same.get(dtype, dtype):
-        return value
-    if isinstance(value, ScalarValue) and _is_exact(value):
-        return ScalarValue(value.scalar, dtype)
-    return Convert(value, dtype)
-
-
-def _is_exact(value: ScalarValue) -> bool:
-    """Whether the value's dtype holds the scalar: what is converted again is the scalar itself."""
-    scalar, dtype = value.scalar, value.dtype
-    if not isinstance(scalar, Const):
-        return scalar.dtype is dtype or (
-            sc.is_int(scalar) and dtype in (DataType.Index, DataType.Int)
-        )
-    try:
-        held = torch.tensor(scalar.value, dtype=to_torch(dtype)).item()
-    except (RuntimeError, OverflowError):
-        return False
-    return held == scalar.value or (held != held and scalar.value != scalar.value)
 
 
 def _pointwise(build: ValueBuilder, op: TensorOp, at: At) -> Expr:
