@@ -17,8 +17,7 @@ from dataclasses import replace
 
 from fuser import progress
 from fuser.ir import nodes, storage
-from fuser.ir.fusion import Alias
-from fuser.ir.nodes import TensorOp
+from fuser.ir.fusion import Alias, TensorOp
 from fuser.ir.tensor import TensorView
 from fuser.passes.segment import Segment, SegmentedFusion
 from fuser.passes.views import is_copy

@@ -20,9 +20,8 @@ from fuser.ir import scalar as sc
 from fuser.ir.core import Op, attr, operand, operands, region, result, results
 from fuser.ir.domain import IterDomain
 from fuser.ir.dtypes import DataType
-from fuser.ir.fusion import Variant
+from fuser.ir.fusion import TensorOp, Variant
 from fuser.ir.naming import axis_words
-from fuser.ir.nodes import TensorOp
 from fuser.ir.scalar import Scalar, ScalarLike, Symbol
 from fuser.ir.tensor import TensorView
 from fuser.ir.types import DEVICE_TYPES, MemoryType, ParallelType

@@ -9,8 +9,7 @@ from fuser.errors import UnsupportedError, user_code
 from fuser.ir import nodes
 from fuser.ir import scalar as sc
 from fuser.ir.core import Op
-from fuser.ir.fusion import Alias, Fusion
-from fuser.ir.nodes import TensorOp
+from fuser.ir.fusion import Alias, Fusion, TensorOp
 from fuser.ir.scalar import Scalar
 from fuser.ir.tensor import TensorView
 from fuser.ir.types import LoadStoreOpType, ParallelType

@@ -11,8 +11,8 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from fuser.ir.core import op_text
 from fuser.ir.mesh import ranks_text
-from fuser.ir.text import op_text
 from hostir.container import HostIrContainer
 from hostir.cost import stream_name
 from hostir.findings import line_numbers

@@ -12,7 +12,7 @@ from typing import Any
 
 from fuser.errors import FuserError, VerifyError
 from fuser.ir.core import Op, op_text
-from fuser.ir.fusion import Alias, Fusion
+from fuser.ir.fusion import Alias, Fusion, TensorOp
 from fuser.ir.mesh import ranks_text
 from fuser.ir.naming import in_words
 from fuser.ir.nodes import LoadStoreOp
