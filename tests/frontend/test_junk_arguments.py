@@ -248,7 +248,7 @@ MESH: dict[str, Call] = {
 
 
 def _mesh_call(name: str) -> Callable[[Bench], Callable[..., object]]:
-    mesh = public_mesh.DeviceMesh
+    mesh = public_mesh.LocalDeviceMesh
     return lambda t: mesh if name == "DeviceMesh" else getattr(mesh([0, 1]), name)
 
 
@@ -332,7 +332,7 @@ def test_every_public_call_has_a_row() -> None:
     running |= {"validate", "manual_validate", "execute_with_dtensors"}
     assert methods_of(FusionDefinition) - running <= set(DEFINITION)
     assert methods_of(TensorView) <= set(TENSOR)
-    assert methods_of(public_mesh.DeviceMesh) | methods_of(DeviceMesh) <= set(MESH)
+    assert methods_of(public_mesh.LocalDeviceMesh) | methods_of(DeviceMesh) <= set(MESH)
     calls = {n for n in fuser.schedule.__all__ if isfunction(getattr(fuser.schedule, n))}
     assert calls == set(SCHEDULE)
 
