@@ -15,7 +15,8 @@ import torch
 from fuser.errors import InputError, user_code
 from fuser.ir.mma import GroupedMmaOp
 from fuser.kernel_source import KernelParam, KernelSource
-from fuser.runtime.kernel import CompiledKernel, compile_kernels
+from fuser.runtime.compile import compile_kernels
+from fuser.runtime.kernel import CompiledKernel
 
 # Of a block; and elements that a thread scatters.
 THREADS, _EACH = 256, 4

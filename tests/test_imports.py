@@ -38,7 +38,7 @@ def test_source_follows_the_import_direction() -> None:
         ("fuser.passes.segment", "from fuser.schedule.registry import find_scheduler"),
         ("fuser.schedule.registry", "import fuser.runtime"),
         ("fuser.lower.build", "def f():\n    from fuser.codegen.cuda import print_kernel"),
-        ("fuser.codegen.cuda", "from fuser.runtime.kernel import compile_kernels"),
+        ("fuser.codegen.cuda", "from fuser.runtime.compile import compile_kernels"),
         ("fuser.runtime.kernel", "if TYPE_CHECKING:\n    from fuser.ir.fusion import Fusion"),
         ("fuser.runtime.kernel", "from fuser.kernels import executor"),
         ("fuser.device", "from fuser.runtime.kernel import CompiledKernel"),

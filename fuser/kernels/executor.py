@@ -38,7 +38,8 @@ from fuser.lower.fold_grid import refusal
 from fuser.lower.stream import steps_of, with_stream_index
 from fuser.options import Settings
 from fuser.recent import Recent
-from fuser.runtime.kernel import CompiledKernel, compile_kernels
+from fuser.runtime.compile import compile_kernels
+from fuser.runtime.kernel import CompiledKernel
 from fuser.runtime.launch import BoundLaunch
 from fuser.schedule import registry
 from fuser.schedule.facts import Facts

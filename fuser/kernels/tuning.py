@@ -31,7 +31,7 @@ from fuser.kernels.variant import Variant
 from fuser.recent import Recent
 from fuser.record import record
 from fuser.release import __version__
-from fuser.runtime.kernel import compiler_of
+from fuser.runtime.compile import compiler_of
 from fuser.runtime.kernel_cache import KernelCache, digest
 from fuser.runtime.launch import BoundLaunch
 from fuser.schedule.neighbours import from_fields, neighbours, to_fields

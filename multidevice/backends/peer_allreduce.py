@@ -33,7 +33,8 @@ from fuser.errors import (
     UnsupportedError,
 )
 from fuser.recent import Recent
-from fuser.runtime.kernel import CompiledKernel, compile_kernels
+from fuser.runtime.compile import compile_kernels
+from fuser.runtime.kernel import CompiledKernel
 from multidevice.backends.allreduce_kernel import (
     REPORT_WORDS,
     Layout,

@@ -24,7 +24,7 @@ from fuser.ops import grouped_product
 from fuser.ops.library_calls import CallOperands, Returning, bind_product
 from fuser.ops.torch_meaning import NODES, nodes_computed
 from fuser.record import replace
-from fuser.runtime.kernel import compile_cubin
+from fuser.runtime.compile import compile_cubin
 from hostir import HostIrEvaluator
 from hostir.library_kernels import (
     _WORDS,

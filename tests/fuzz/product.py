@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from fuser.runtime import kernel
+from fuser.runtime import compile as entrance
 
 
 @dataclass(frozen=True)
@@ -86,7 +86,7 @@ class _Postponed(BaseException):
 @contextmanager
 def collecting(sources: list[tuple[Any, bool]]) -> Generator[None]:
     """Note the kernels that a run asks for, and end the run there by raising `_Postponed`."""
-    original = kernel.compile_kernels
+    original = entrance.compile_kernels
 
     def postpone(wanted: Iterable[Any], device: Any, *, checked: bool = False) -> Any:
         found = [(source, checked) for source in wanted]
@@ -114,11 +114,11 @@ def compile_all(sources: Sequence[tuple[Any, bool]], device: str) -> None:
         if not wanted:
             continue
         try:
-            kernel.compile_kernels(wanted, device, checked=checked)
+            entrance.compile_kernels(wanted, device, checked=checked)
         except Exception:
             # The program that owns the refused kernel meets the error again when it runs.
             for source in wanted:
                 try:
-                    kernel.compile_kernels([source], device, checked=checked)
+                    entrance.compile_kernels([source], device, checked=checked)
                 except Exception:
                     continue

@@ -21,7 +21,7 @@ from fuser.ir.tensor import TensorView
 from fuser.kernels import executor
 from fuser.kernels.executor import compile_many
 from fuser.options import Settings, settings
-from fuser.runtime.kernel import compile_kernels
+from fuser.runtime.compile import compile_kernels
 from hostir import HostIrEvaluator
 from tests.hostir.programs import build_for, out, tensor
 

@@ -25,7 +25,8 @@ from fuser.lower.kernel import (
     stride_symbol,
 )
 from fuser.ops.torch_meaning import evaluate_fusion
-from fuser.runtime.kernel import CompiledKernel, compile_kernels
+from fuser.runtime.compile import compile_kernels
+from fuser.runtime.kernel import CompiledKernel
 
 P = ParallelType
 Build = Callable[..., "TensorView | Sequence[TensorView]"]

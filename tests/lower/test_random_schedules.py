@@ -20,7 +20,7 @@ from fuser.ir.guard import FusionGuard
 from fuser.ir.tensor import TensorView
 from fuser.ir.types import ParallelType
 from fuser.kernels.kernel import Kernel
-from fuser.runtime.kernel import compile_kernels
+from fuser.runtime.compile import compile_kernels
 from fuser.schedule.inline import inline_most
 from fuser.schedule.propagate import parallelize_like, transform_like
 from tests.lower.build import (

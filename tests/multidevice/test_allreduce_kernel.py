@@ -15,7 +15,8 @@ from functools import cache
 import pytest
 import torch
 
-from fuser.runtime.kernel import CompiledKernel, compile_cubin, compile_kernels
+from fuser.runtime.compile import compile_cubin, compile_kernels
+from fuser.runtime.kernel import CompiledKernel
 from multidevice.backends import allreduce_kernel
 from multidevice.backends.allreduce_kernel import (
     MAX_BLOCKS,
