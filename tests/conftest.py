@@ -103,11 +103,14 @@ def comm() -> Iterator[Communicator]:
 
 @pytest.fixture
 def seeded(request: pytest.FixtureRequest) -> int:
-    """Seed random, numpy and torch from the test's name, the same on every rank; printed."""
+    """Seed random, numpy and torch from the test's name, the same on every rank; printed.
+
+    The name has the function and the case, no folder: a test that moves draws the same numbers.
+    """
     import numpy
     import torch
 
-    seed = zlib.crc32(request.node.nodeid.encode())
+    seed = zlib.crc32(request.node.name.encode())
     print(f"seed {seed}")
     random.seed(seed)
     numpy.random.seed(seed)

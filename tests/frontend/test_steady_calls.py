@@ -16,6 +16,11 @@ from fuser import FusionDefinition
 from fuser.multidevice import Communicator, DeviceMesh, simulate
 from fuser.runtime.graphs import MAKERS
 from hostir import capture
+from multidevice.backends.generators import Generators
+from multidevice.backends.simulated import SimulatedControl
+from multidevice.waiting import poll_until
+from multidevice.words import Words, word_of
+from tests.counted import name_of
 
 
 class _Nothing:
@@ -51,7 +56,7 @@ def python_calls(call: Callable[[], object]) -> Counter[str]:
     def note(frame: FrameType, event: str, _: Any) -> None:
         name = frame.f_globals.get("__name__", "")
         if event == "call" and name.split(".")[0] in ("fuser", "hostir", "multidevice"):
-            found[f"{name}.{frame.f_code.co_name}"] += 1
+            found[f"{name}.{frame.f_code.co_qualname}"] += 1
 
     sys.setprofile(note)
     try:
@@ -104,9 +109,7 @@ def test_a_graph_and_the_agreement_before_it(monkeypatch: pytest.MonkeyPatch) ->
         for found in world.run(count):
             # What simulated ranks do while they wait for one another, and to have generators of
             # their own, is not counted.
-            said = {"multidevice.words.say", "multidevice.words.word_of"}
-            others = ("simulated", "waiting", "generators", "multidevice.words")
-            mine = {
-                k: n for k, n in found.items() if k in said or not any(part in k for part in others)
-            }
+            said = {name_of(Words.say), name_of(word_of)}
+            others = {f"{a.__module__}." for a in (SimulatedControl, poll_until, Generators, Words)}
+            mine = {k: n for k, n in found.items() if k in said or not k.startswith(tuple(others))}
             assert sum(mine.values()) <= 40, mine

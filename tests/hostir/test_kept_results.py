@@ -10,10 +10,11 @@ from typing import Any
 import pytest
 import torch
 
-from fuser import FusionDefinition
+from fuser import FusionDefinition, ops
 from fuser.ops import attention_kernels
 from hostir import capture
 from hostir.plan import BoundPlan, Plan
+from hostir.replay_tensors import tensor_op
 from tests.frontend.test_attention import attend, define, draw
 from tests.hostir.stand_in_graphs import CpuGraphs, stand_in
 
@@ -67,8 +68,8 @@ def test_a_steady_call_of_attention_adds_few_python_functions_to_torch(*, is_den
     seen: list[str] = []
 
     def note(frame: FrameType, event: str, _: object) -> None:
-        name = frame.f_code.co_filename
-        if event == "call" and ("replay_tensors" in name or "/ops/" in name):
+        name = frame.f_globals.get("__name__", "")
+        if event == "call" and name.startswith((tensor_op.__module__, f"{ops.__name__}.")):
             seen.append(frame.f_code.co_name)
 
     sys.setprofile(note)
