@@ -50,8 +50,7 @@ if TYPE_CHECKING:
         ValidationError,
         VerifyError,
     )
-    from fuser.frontend.definition import FusionDefinition
-    from fuser.frontend.dtensors import execute_with_dtensors
+    from fuser.frontend.definition import FusionDefinition, execute_with_dtensors
     from fuser.frontend.executor_cache import FusionExecutorCache
     from fuser.frontend.fusion_cache import LRUCache, LruFusionCache
     from fuser.frontend.manual import KernelExecutor
@@ -204,7 +203,7 @@ _DEFINED_IN: dict[str, str] = {
     "LRUCache": "fuser.frontend.fusion_cache",
     "LruFusionCache": "fuser.frontend.fusion_cache",
     "translate_fusion": "fuser.frontend.python_text",
-    "execute_with_dtensors": "fuser.frontend.dtensors",
+    "execute_with_dtensors": "fuser.frontend.definition",
     **dict.fromkeys(("PythonProfiler", "FusionProfile"), "fuser.frontend.profiler"),
     **dict.fromkeys(("KernelProfile", "get_fusion_profile"), "fuser.frontend.profiler"),
     "reset_profiler": "fuser.frontend.profiler",

@@ -17,7 +17,8 @@ from hostir.streams import CpuStreams, CudaStreams, DelayedStreams, Streams, Wor
 from hostir.transfers import PEER_COPIES
 from hostir.unit import UnitEvaluator, UnitRunner
 from multidevice.backends.captured import Vote
-from multidevice.backends.protocol import Backend, PeerMemory, Team
+from multidevice.backends.protocol import Backend, PeerMemory
+from multidevice.waiting import Team
 
 if TYPE_CHECKING:
     from multidevice.communicator import Communicator

@@ -16,6 +16,7 @@ import torch
 
 from fuser import options, progress
 from fuser.arguments import require
+from fuser.device import VECTOR_BYTES
 from fuser.errors import FuserError, UnsupportedError, VerifyError, user_code
 from fuser.inputs import flatten, torch_device
 from fuser.ir.binding import Contents, signature_of
@@ -28,7 +29,6 @@ from fuser.locks import make_lock
 from fuser.options import Settings
 from fuser.recent import Recent
 from fuser.runtime import compiled_runner
-from fuser.schedule.vectorize import VECTOR_BYTES
 from hostir.arena import Arenas, Memory, memory_of, shared_pools
 from hostir.bind import Argument, InputBinder, Values, device_of, is_computed
 from hostir.container import (
@@ -191,7 +191,7 @@ class ProgramEvaluator:
         """Return the visible outputs in order; hidden aliased ones are written into their inputs.
 
         The ranks of the program's meshes call it together: they agree on program and inputs first,
-        and an error of one of them is an error of all; see `multidevice.agreement.run_agreed`.
+        and an error of one of them is an error of all; see `multidevice.communicator.run_agreed`.
 
         Raises `InputError` or `ShardingError` when an input does not fit, `PeerError` naming
         another rank's error, or `ProgramMismatchError`; nothing was launched then.

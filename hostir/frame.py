@@ -27,9 +27,10 @@ from hostir.slices import rotated
 from hostir.storage import Storage
 from hostir.streams import Handle, Ready, Streams, Work
 from multidevice.backends.captured import Vote
-from multidevice.backends.protocol import Backend, Team, Transfer
+from multidevice.backends.protocol import Backend, Transfer
 from multidevice.sharding import local_sizes
 from multidevice.streams import is_allocated_per_step, stream_axis
+from multidevice.waiting import Team
 
 if TYPE_CHECKING:
     from fuser.kernels.executor import KernelLaunch

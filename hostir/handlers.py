@@ -12,11 +12,11 @@ from typing import Any
 import torch
 from torch.autograd import profiler as torch_profiler
 
+from fuser.device import VECTOR_BYTES
 from fuser.errors import ExecutionError, FuserError, user_code
 from fuser.ir.core import Op
 from fuser.ir.fusion import TensorOp
 from fuser.ir.tensor import TensorView
-from fuser.schedule.vectorize import VECTOR_BYTES
 from hostir.announce import announcer
 from hostir.bind import Argument
 from hostir.container import walk
@@ -55,8 +55,8 @@ from hostir.transfers import (
     StartCoalescing,
     Wait,
 )
-from multidevice.backends.protocol import Team, Transfer
-from multidevice.waiting import team_text
+from multidevice.backends.protocol import Transfer
+from multidevice.waiting import Team, team_text
 
 
 # ------------------------------------------------------------------ buffers and computing

@@ -15,11 +15,12 @@ from dataclasses import dataclass, fields, replace
 from functools import partial, reduce
 from typing import TYPE_CHECKING, Any, cast
 
+from fuser.device import VECTOR_BYTES
 from fuser.ir import nodes
 from fuser.ir import scalar as sc
 from fuser.ir.core import Op
 from fuser.ir.fusion import TensorOp
-from fuser.ir.laid import VECTOR_BYTES, Laid
+from fuser.ir.laid import Laid
 from fuser.ir.scalar import Number, Scalar, Symbol
 from fuser.ir.scalar_python import Computed
 from fuser.ir.storage import dense_strides

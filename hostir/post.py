@@ -21,7 +21,8 @@ from hostir.transfers import (
     StartsCommunication,
 )
 from multidevice.backends import protocol
-from multidevice.backends.protocol import Backend, Team, Work
+from multidevice.backends.protocol import Backend, Work
+from multidevice.waiting import Team
 
 PostedBuffer = torch.Tensor | None
 

@@ -35,7 +35,7 @@ from hostir.transfers import (
     Wait,
 )
 from hostir.watch import HostWatch, Round, clock
-from multidevice.backends.protocol import Team
+from multidevice.waiting import Team
 
 if TYPE_CHECKING:
     from fuser.kernels.executor import KernelLaunch

@@ -12,11 +12,11 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from fuser.device import VECTOR_BYTES
 from fuser.ir.binding import Argument
 from fuser.ir.fusion import TensorOp
 from fuser.ir.scalar import Symbol
 from fuser.ir.tensor import TensorView
-from fuser.schedule.vectorize import VECTOR_BYTES
 from hostir.arena import Arenas
 from hostir.container import HostIrContainer, walk
 from hostir.frame import Frame

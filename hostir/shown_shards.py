@@ -12,7 +12,8 @@ from hostir.frame import ExecutionContext
 from hostir.ops import SymmetricContiguousView
 from hostir.steps import Action, Slots
 from hostir.transfers import PEER_COPIES
-from multidevice.backends.protocol import PeerMemory, Team
+from multidevice.backends.protocol import PeerMemory
+from multidevice.waiting import Team
 
 
 def show_shards(

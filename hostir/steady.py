@@ -17,8 +17,8 @@ from typing import Any, NoReturn, Protocol
 import torch
 from torch.autograd import forward_ad
 
+from fuser.device import VECTOR_BYTES
 from fuser.runtime.graphs import USERS
-from fuser.schedule.vectorize import VECTOR_BYTES
 from fuser.torch_calls import capturing_on
 from hostir.arena import MAX_SPARE, Arena
 from hostir.bind import Argument

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
 from hostir.watch import clock
-from multidevice.backends.protocol import Team
+from multidevice.waiting import Team
 
 if TYPE_CHECKING:
     from multidevice.communicator import Communicator

@@ -42,7 +42,7 @@ from hostir.timetable import Timetable, timetable_of
 from hostir.together import Together, aligned
 from hostir.watch import CuptiWatch, EventWatch, HostWatch, clock
 from hostir.writable import not_writable
-from multidevice.backends.protocol import Team
+from multidevice.waiting import Team
 
 if TYPE_CHECKING:
     from hostir.frame import Frame

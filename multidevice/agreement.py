@@ -30,17 +30,15 @@ from fuser.errors import (
     UnsupportedError,
 )
 from fuser.locks import make_reentrant_lock
-from multidevice.backends.protocol import Team
 from multidevice.board import CALL, left_key
 from multidevice.control import CLAIMS, OF_USERS, WITHIN_CALLS
 from multidevice.page import LINE_NBYTES
 from multidevice.realign import counts_of, realign
-from multidevice.waiting import Calls, counts_from, rows_of, team_text
+from multidevice.waiting import Calls, Team, counts_from, rows_of, team_text
 from multidevice.words import CLASSES, Words, word_of
 
 if TYPE_CHECKING:
     from fuser.ir.core import Op
-    from multidevice.communicator import Communicator
     from multidevice.control import Control
 
 T = TypeVar("T")
@@ -106,27 +104,6 @@ class Claim:
 
 # What `prepare` returns: the claim, the numbers that may change from call to call, and how to run.
 Prepared = tuple[Claim, tuple[object, ...], Callable[[], T]]
-
-
-def run_agreed(communicator: Communicator, devices: Team, prepare: Callable[[], Prepared[T]]) -> T:
-    """Prepares on every rank of `devices`, then runs once they agree that they do the same.
-
-    Whatever `prepare` raises on one rank, every rank raises before anything is communicated.
-
-    A rank's calls have an order, which the other ranks' calls must have, too. Two threads of one
-    rank have none: who finds another thread in a call raises, on all ranks, and so does that call.
-
-    Raises:
-        UnsupportedError: another thread of this rank called meanwhile.
-        Exception: what `prepare` or the run raised here.
-        PeerError: another rank raised while it prepared; names rank, type and message.
-        InputError: the local extents, or the numbers, that the ranks were given differ.
-        ProgramMismatchError: they run different programs; names the inputs, with strides and what
-            else differs, that make them so, and shows the first differing line.
-        DeadlockError: ranks wait for each other in calls of different teams.
-    """
-    channel = communicator.channel(devices)
-    return prepare()[2]() if channel is None else channel.run(prepare)
 
 
 class Turns:

@@ -24,10 +24,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fuser.errors import PeerError
-from multidevice.backends.protocol import Team
 from multidevice.page import LINE_NBYTES, LINE_WORDS
 from multidevice.rank_monitor import AREA_NBYTES, CALLS, NBYTES, PID, SAID, VERSION
-from multidevice.waiting import Calls, Need, counts_from, rows_of
+from multidevice.waiting import Calls, Need, Team, counts_from, rows_of
 
 if TYPE_CHECKING:
     import mmap

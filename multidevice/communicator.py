@@ -15,11 +15,12 @@ import torch
 from fuser import options
 from fuser.errors import CommunicationError, UnsupportedError
 from multidevice import early
-from multidevice.agreement import Channel, Turns
-from multidevice.backends.protocol import Backend, PeerMemory, Team
+from multidevice.agreement import Channel, Prepared, Turns
+from multidevice.backends.protocol import Backend, PeerMemory
 from multidevice.control import OF_USERS, Control, LocalControl
 from multidevice.faults import Guard, start_monitor
 from multidevice.launch import ALONE, LauncherInfo, read_launch
+from multidevice.waiting import Team
 
 if TYPE_CHECKING:
     from multidevice.backends.gloo import StoreControl
@@ -34,6 +35,7 @@ _lock = threading.Lock()
 _ancestors: list[int] = []
 os.register_at_fork(after_in_child=lambda: _ancestors.append(os.getppid()))
 B = TypeVar("B")
+T = TypeVar("T")
 _singleton: list[Communicator] = []
 
 
@@ -308,3 +310,24 @@ def _connect(launch: LauncherInfo) -> Communicator:
         start_monitor(control.board)
     early.disarm()
     return communicator
+
+
+def run_agreed(communicator: Communicator, devices: Team, prepare: Callable[[], Prepared[T]]) -> T:
+    """Prepares on every rank of `devices`, then runs once they agree that they do the same.
+
+    Whatever `prepare` raises on one rank, every rank raises before anything is communicated.
+
+    A rank's calls have an order, which the other ranks' calls must have, too. Two threads of one
+    rank have none: who finds another thread in a call raises, on all ranks, and so does that call.
+
+    Raises:
+        UnsupportedError: another thread of this rank called meanwhile.
+        Exception: what `prepare` or the run raised here.
+        PeerError: another rank raised while it prepared; names rank, type and message.
+        InputError: the local extents, or the numbers, that the ranks were given differ.
+        ProgramMismatchError: they run different programs; names the inputs, with strides and what
+            else differs, that make them so, and shows the first differing line.
+        DeadlockError: ranks wait for each other in calls of different teams.
+    """
+    channel = communicator.channel(devices)
+    return prepare()[2]() if channel is None else channel.run(prepare)

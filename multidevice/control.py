@@ -26,9 +26,8 @@ from fuser.errors import (
     ProgramMismatchError,
 )
 from multidevice import page
-from multidevice.backends.protocol import Team
 from multidevice.board import Board, Deadlock, nbytes_of
-from multidevice.waiting import Calls, Event, Ledger, Need, Peers, poll_until, team_text
+from multidevice.waiting import Calls, Event, Ledger, Need, Peers, Team, poll_until, team_text
 
 # kind, status (1: this rank has an error), size of the text that follows, digest
 _RECORD = struct.Struct("<BBxxI16s")

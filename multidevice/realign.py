@@ -10,10 +10,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from multidevice.backends.protocol import Team
 from multidevice.board import CALL, LEFT
 from multidevice.control import CLAIMS, OF_USERS, WITHIN_CALLS, Control
-from multidevice.waiting import RECV, SEND, Calls
+from multidevice.waiting import RECV, SEND, Calls, Team
 
 # Streams of calls that are in step by themselves, or else nothing could be agreed; what users ask
 # for, who know best what they have left out; and what each rank counts for itself.

@@ -19,7 +19,9 @@ from typing import Any, Literal, NamedTuple
 
 from fuser import options
 from fuser.errors import CommunicationTimeout, PeerError
-from multidevice.backends.protocol import Team
+
+# Global ranks that communicate with one another, in order.
+Team = tuple[int, ...]
 
 # A short wait spins (a small collective takes tens of microseconds), a longer one yields, and one
 # that has lasted SLEEP_AFTER_S leaves the core to whoever still computes.

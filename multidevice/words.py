@@ -15,9 +15,8 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from fuser.errors import PeerError
-from multidevice.backends.protocol import Team
 from multidevice.page import LINE_WORDS
-from multidevice.waiting import Calls, Need, team_text
+from multidevice.waiting import Calls, Need, Team, team_text
 
 if TYPE_CHECKING:
     from multidevice.control import Control

@@ -506,7 +506,8 @@ def bench_cpu(args: argparse.Namespace) -> list[dict[str, Any]]:
 def bench_agree(args: argparse.Namespace) -> list[dict[str, object]]:
     """What it costs ranks to agree, beside a message of the control channel; in lockstep."""
     from multidevice import Communicator
-    from multidevice.agreement import Claim, run_agreed
+    from multidevice.agreement import Claim
+    from multidevice.communicator import run_agreed
 
     communicator = Communicator.instance()
     team, claim = tuple(range(communicator.size())), Claim(("a program",))

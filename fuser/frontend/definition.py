@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 
-from fuser.arguments import LONGEST, checked, show
+from fuser.arguments import LONGEST, checked, require, show
 from fuser.errors import (
     ArgumentError,
     DefinitionError,
@@ -45,8 +45,8 @@ from fuser.ops.spelled import SPELLED
 from fuser.options import NONE, settings
 from fuser.schedule.heuristic_params import HeuristicParams
 from hostir.arena import Memory
-from multidevice.agreement import Prepared, run_agreed
-from multidevice.communicator import Communicator
+from multidevice.agreement import Prepared
+from multidevice.communicator import Communicator, run_agreed
 from multidevice.sharding import requested_devices
 
 if TYPE_CHECKING:
@@ -530,3 +530,10 @@ class FusionDefinition:
         """`validate` by `manual_execute`."""
         fusion = self.fusion
         return validation.validate_run(fusion, self.manual_execute, inputs, reference_outputs)
+
+
+def execute_with_dtensors(fd: FusionDefinition, in_dtensors: Iterable[object]) -> list[DTensor]:
+    """Run a definition on DTensors, and return DTensors: `FusionDefinition.execute_with_dtensors`,
+    which says more, as a function."""
+    given: FusionDefinition = require("execute_with_dtensors", "fd", fd, FusionDefinition)
+    return given.execute_with_dtensors(in_dtensors)

@@ -13,7 +13,7 @@ from weakref import WeakSet
 
 import torch
 
-from fuser.arguments import require, show
+from fuser.arguments import show
 from fuser.errors import (
     DTensorError,
     InputError,
@@ -41,23 +41,12 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh as TorchMesh
     from torch.distributed.tensor import DTensor
 
-    from fuser.frontend.definition import FusionDefinition
-
 # Per dimension of a mesh the axis that it cuts; None where it cuts none.
 Axes = tuple[int | None, ...]
 # Torch meshes that no input has, made for results: torch opens groups of ranks for each.
 _MESHES: Recent[tuple[object, ...], Any] = Recent(16)
 # Whose copies of shards are told.
 _TOLD: WeakSet[FusionExecutorCache] = WeakSet()
-
-
-def execute_with_dtensors(fd: FusionDefinition, in_dtensors: Iterable[object]) -> list[DTensor]:
-    """Run a definition on DTensors, and return DTensors: `FusionDefinition.execute_with_dtensors`,
-    which says more, as a function."""
-    from fuser.frontend.definition import FusionDefinition
-
-    given: FusionDefinition = require("execute_with_dtensors", "fd", fd, FusionDefinition)
-    return given.execute_with_dtensors(in_dtensors)
 
 
 def prepare_dtensors(

@@ -19,6 +19,7 @@ from torch.autograd import profiler as torch_profiler
 from fuser import dumps, options, progress
 from fuser.arguments import checked
 from fuser.collector import uncollected
+from fuser.device import VECTOR_BYTES
 from fuser.dumps import Dump
 from fuser.errors import FuserError, user_code
 from fuser.frontend import draws
@@ -57,7 +58,6 @@ from fuser.ir.text import fusion_text
 from fuser.option_names import EFFECTS
 from fuser.options import Settings
 from fuser.recent import Recent
-from fuser.schedule.vectorize import VECTOR_BYTES
 from hostir.arena import Memory, memory_of
 from hostir.auto_overlap import NoOverlap, Overlaps
 from hostir.bind import InputBinder
@@ -72,8 +72,8 @@ from hostir.sliced_inputs import sliced_inputs
 from hostir.steady import Steady, Surroundings
 from hostir.transfers import PEER_COPIES
 from multidevice import sharding
-from multidevice.agreement import Claim, Prepared, run_agreed
-from multidevice.communicator import Communicator, current_communicator
+from multidevice.agreement import Claim, Prepared
+from multidevice.communicator import Communicator, current_communicator, run_agreed
 
 # What one definition remembers: signatures, those that take turns, programs bound to a rank.
 MAX_SIGNATURES = 256

@@ -10,11 +10,11 @@ from typing import Any
 
 import torch
 
+from fuser.device import VECTOR_BYTES
 from fuser.frontend.program_cache import Program
 from fuser.ir.binding import Contents, Signature, inputs_text
 from fuser.options import Settings
 from fuser.runtime import compiled_runner
-from fuser.schedule.vectorize import VECTOR_BYTES
 from hostir.auto_overlap import NoOverlap, Overlaps
 from hostir.evaluate import ProgramEvaluator
 from hostir.known import Known

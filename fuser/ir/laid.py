@@ -6,12 +6,10 @@ from collections.abc import Sequence
 from math import prod
 from typing import TYPE_CHECKING, overload
 
+from fuser.device import VECTOR_BYTES
+
 if TYPE_CHECKING:
     import torch
-
-VECTOR_BYTES = 16
-# Words of that size that a vector load may take: registers fill in several accesses.
-LOADED_WORDS = 2
 
 
 class Laid:

@@ -16,13 +16,13 @@ from typing import Any, NamedTuple
 import torch
 
 from fuser import dumps, options, progress
-from fuser.device import DESCRIPTIONS, DeviceInfo, describe_device
+from fuser.device import DESCRIPTIONS, VECTOR_BYTES, DeviceInfo, describe_device
 from fuser.errors import DefinitionError, FuserError, InputError, KernelError, UnsupportedError
 from fuser.ir import scalar as sc
 from fuser.ir.binding import free_inputs
 from fuser.ir.dtypes import DataType
 from fuser.ir.fusion import Fusion
-from fuser.ir.laid import VECTOR_BYTES, Laid
+from fuser.ir.laid import Laid
 from fuser.ir.layout_class import Layout, LayoutClasses, stored_part, with_layout
 from fuser.ir.scalar import Number, Scalar, Symbol
 from fuser.ir.tensor import TensorView

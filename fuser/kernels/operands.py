@@ -7,10 +7,10 @@ from math import gcd
 
 import torch
 
-from fuser.device import DeviceInfo, describe_device
+from fuser.device import VECTOR_BYTES, DeviceInfo, describe_device
 from fuser.errors import InputError
 from fuser.ir.dtypes import DataType
-from fuser.ir.laid import VECTOR_BYTES, Laid
+from fuser.ir.laid import Laid
 from fuser.ir.layout_class import Layout
 
 # Blocks and unrolled steps run past the end of a tensor by less than this many elements.

@@ -15,10 +15,9 @@ from typing import Any
 
 import torch
 
-from fuser.device import DeviceInfo, describe_device
+from fuser.device import VECTOR_BYTES, DeviceInfo, describe_device
 from fuser.ir.dtypes import to_torch
 from fuser.ir.fusion import Fusion
-from fuser.ir.laid import VECTOR_BYTES
 from fuser.ir.scalar import Number
 from fuser.kernels.operands import address, span
 from fuser.kernels.variant import Variant

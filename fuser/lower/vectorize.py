@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import math
 
+from fuser.device import LOADED_WORDS, VECTOR_BYTES
 from fuser.errors import UnsupportedError
 from fuser.ir import scalar as sc
 from fuser.ir.dtypes import nbytes_of
-from fuser.ir.laid import LOADED_WORDS, VECTOR_BYTES
 from fuser.ir.scalar import Apply, Poly, Scalar, Symbol
 from fuser.ir.scalar_nodes import Monomial
 from fuser.ir.tensor import TensorView

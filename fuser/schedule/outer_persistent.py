@@ -17,7 +17,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from math import prod
 
-from fuser.device import DeviceInfo
+from fuser.device import VECTOR_BYTES, DeviceInfo
 from fuser.ir import primitives
 from fuser.ir import scalar as sc
 from fuser.ir.fusion import Alias, Fusion
@@ -42,7 +42,6 @@ from fuser.schedule.tiling import (
     vectorize_last,
 )
 from fuser.schedule.vectorize import (
-    VECTOR_BYTES,
     VectorWidths,
     power_of_two_at_least,
 )

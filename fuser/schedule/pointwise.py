@@ -21,7 +21,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from math import prod
 
-from fuser.device import DeviceInfo
+from fuser.device import VECTOR_BYTES, DeviceInfo
 from fuser.ir import scalar as sc
 from fuser.ir.axis_graph import AxisGraph
 from fuser.ir.domain import IterDomain
@@ -53,7 +53,6 @@ from fuser.schedule.tiling import (
     vectorize_last,
 )
 from fuser.schedule.vectorize import (
-    VECTOR_BYTES,
     VectorWidths,
     power_of_two_at_least,
     power_of_two_at_most,

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from math import gcd
 
-from fuser.ir.laid import LOADED_WORDS
-from fuser.ir.laid import VECTOR_BYTES as VECTOR_BYTES
+from fuser.device import LOADED_WORDS, VECTOR_BYTES
 from fuser.schedule.facts import Facts
 from fuser.schedule.space import Access
 

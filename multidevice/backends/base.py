@@ -28,16 +28,8 @@ from multidevice.backends.checks import (
     tensor_text,
 )
 from multidevice.backends.ordered import as_ordered, from_ordered
-from multidevice.backends.protocol import (
-    BUFFERS,
-    Post,
-    PostBatch,
-    RedOp,
-    Team,
-    Transfer,
-    Work,
-)
-from multidevice.waiting import RECV, SEND, Calls, Ledger, Need, team_text
+from multidevice.backends.protocol import BUFFERS, Post, PostBatch, RedOp, Transfer, Work
+from multidevice.waiting import RECV, SEND, Calls, Ledger, Need, Team, team_text
 
 # torch reduces bool as logic: a sum is an "or", a product an "and". On bytes of 0 and 1:
 _BOOL_OPS: dict[str, RedOp] = {"SUM": "MAX", "MAX": "MAX", "PRODUCT": "MIN", "MIN": "MIN"}

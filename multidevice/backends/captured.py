@@ -10,8 +10,8 @@ from threading import get_ident
 from typing import Protocol
 from weakref import WeakSet
 
-from multidevice.backends.protocol import PeerMemory, Team
-from multidevice.waiting import Calls, Ledger
+from multidevice.backends.protocol import PeerMemory
+from multidevice.waiting import Calls, Ledger, Team
 
 # What ranks say of a run that graphs repeat on all of them or on none (`Captured.vote`): "step by
 # step", and "I have not captured it". What they have captured has numbers from FIRST_GRAPH on;

@@ -20,10 +20,10 @@ import torch
 from fuser import options
 from fuser.errors import CommunicationError, CommunicationTimeout, InputError, PeerError
 from multidevice.backends.base import DONE, CheckedBackend, CollectiveCall, Exchange, is_of
-from multidevice.backends.protocol import Team, Work
+from multidevice.backends.protocol import Work
 from multidevice.control import WITHIN_CALLS, ControlCall, JobControl
 from multidevice.launch import LauncherInfo, store_address, uses_agent_store
-from multidevice.waiting import Calls, Event, poll_until, team_text
+from multidevice.waiting import Calls, Event, Team, poll_until, team_text
 
 # Gloo's own wait is cut into slices, between which the peers are looked at.
 _WORK_SLICE = timedelta(milliseconds=10)

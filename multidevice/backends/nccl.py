@@ -42,10 +42,10 @@ from multidevice.backends.nccl_binding import (
     load_binding,
 )
 from multidevice.backends.peer_allreduce import AllreduceKernels
-from multidevice.backends.protocol import Backend, Post, PostBatch, Team, Work
+from multidevice.backends.protocol import Backend, Post, PostBatch, Work
 from multidevice.backends.staged import Staging
 from multidevice.control import Control
-from multidevice.waiting import Calls, Need, team_text
+from multidevice.waiting import Calls, Need, Team, team_text
 
 # How long freeing communicators may take: NCCL waits for graphs that hold them.
 _ABORT_LIMIT_S = 10.0

@@ -25,11 +25,11 @@ from fuser.errors import CommunicationError, UnsupportedError
 from multidevice.backends.base import CheckedBackend, CollectiveCall, Exchange, transfer_key
 from multidevice.backends.checks import tensor_text
 from multidevice.backends.direct import steps_of
-from multidevice.backends.protocol import NAME_WORDS, Team, Transfer, Work
+from multidevice.backends.protocol import NAME_WORDS, Transfer, Work
 from multidevice.backends.side_by_side import all_come
 from multidevice.control import WITHIN_CALLS, Control
 from multidevice.page import LINE_NBYTES
-from multidevice.waiting import Calls, Need, team_text
+from multidevice.waiting import Calls, Need, Team, team_text
 from multidevice.words import Words
 
 # Transfers between two ranks, in one direction, that may be under way at once.

@@ -45,10 +45,10 @@ from multidevice.backends.allreduce_kernel import (
     shape_of,
 )
 from multidevice.backends.base import DONE, CollectiveCall
-from multidevice.backends.protocol import Post, RedOp, Team, Work
+from multidevice.backends.protocol import Post, RedOp, Work
 from multidevice.control import Control
 from multidevice.page import host
-from multidevice.waiting import Calls, team_text
+from multidevice.waiting import Calls, Team, team_text
 
 _MAX_LAUNCHES = 256
 _MAX_STREAMS = 64

@@ -15,11 +15,10 @@ import torch
 from fuser.errors import CommunicationError, FuserError, InputError
 from multidevice.backends.base import CollectiveCall, Exchange
 from multidevice.backends.peer import Numbered, Page, PeerBackend, Sent
-from multidevice.backends.protocol import Team
 from multidevice.backends.shared_memory import SharedMemory
 from multidevice.backends.side_by_side import side_by_side
 from multidevice.control import Control
-from multidevice.waiting import team_text
+from multidevice.waiting import Team, team_text
 
 # What a transfer itself may fail with. Anything else is raised by handlers of signals, in whatever
 # this rank happens to do: its peers need the transfer all the same.

@@ -38,10 +38,10 @@ from multidevice.backends.ipc_pieces import Hooks, Seen
 from multidevice.backends.launch_order import CudaDriver, LaunchOrder
 from multidevice.backends.peer import NAME_WORDS, SLOTS, Numbered, Page, PeerBackend, Record, Sent
 from multidevice.backends.peer_allreduce import AllreduceKernels
-from multidevice.backends.protocol import Post, Team, Work
+from multidevice.backends.protocol import Post, Work
 from multidevice.backends.side_by_side import side_by_side
 from multidevice.control import Control
-from multidevice.waiting import team_text
+from multidevice.waiting import Team, team_text
 
 _FLAG_NBYTES = 4
 # Transfers between two ranks, in one direction, that may be in graphs; their uses begin where no

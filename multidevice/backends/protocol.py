@@ -14,13 +14,13 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, Protocol
 
+from multidevice.waiting import Calls, Team
+
 if TYPE_CHECKING:
     import torch
 
     from multidevice.backends.captured import Repeats
-    from multidevice.waiting import Calls
 
-Team = tuple[int, ...]
 RedOp = Literal["SUM", "PRODUCT", "MIN", "MAX", "AVG"]
 RED_OPS: tuple[RedOp, ...] = ("SUM", "PRODUCT", "MIN", "MAX", "AVG")
 

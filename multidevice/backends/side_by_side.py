@@ -11,9 +11,8 @@ import torch
 
 from fuser.errors import CommunicationError, UnsupportedError
 from multidevice import page
-from multidevice.backends.protocol import Team
 from multidevice.control import Control
-from multidevice.waiting import team_text
+from multidevice.waiting import Team, team_text
 
 
 @dataclass(frozen=True)

@@ -22,11 +22,11 @@ from fuser.errors import CommunicationError, DeadlockError, PeerError, Unsupport
 from multidevice.backends.base import CheckedBackend, CollectiveCall, Exchange, stream_at
 from multidevice.backends.checks import tensor_text
 from multidevice.backends.generators import Generators
-from multidevice.backends.protocol import Team, Transfer
+from multidevice.backends.protocol import Transfer
 from multidevice.backends.shared_memory import SharedMemory
 from multidevice.backends.side_by_side import all_come, side_by_side
 from multidevice.control import Control, ControlCall
-from multidevice.waiting import Need
+from multidevice.waiting import Need, Team
 
 
 class _DescribesPosition(Protocol):

@@ -18,7 +18,8 @@ from hostir import HostIrEvaluator
 from hostir.container import HostIrContainer
 from hostir.parse import parse
 from hostir.storage import Storage
-from multidevice.agreement import Channel, Turns, run_agreed
+from multidevice.agreement import Channel, Turns
+from multidevice.communicator import run_agreed
 from tests.limits import HANG_S
 
 STREAM = ParallelType.stream

@@ -21,8 +21,9 @@ from fuser.errors import (
     ProgramMismatchError,
 )
 from multidevice import Communicator, DeviceMesh, simulate
-from multidevice.agreement import Claim, run_agreed
+from multidevice.agreement import Claim
 from multidevice.backends.simulated import SimulatedControl
+from multidevice.communicator import run_agreed
 from multidevice.control import Control
 from multidevice.page import LINE_NBYTES
 from multidevice.waiting import Calls

@@ -19,9 +19,9 @@ from multidevice import Communicator
 from multidevice.backends.base import CollectiveCall
 from multidevice.backends.launch_order import LaunchOrder
 from multidevice.backends.peer_allreduce import AllreduceKernels
-from multidevice.backends.protocol import RED_OPS, RedOp, Team
+from multidevice.backends.protocol import RED_OPS, RedOp
 from multidevice.backends.shared_memory import SharedMemory
-from multidevice.waiting import Calls
+from multidevice.waiting import Calls, Team
 from tests.multidevice.programs import collectives
 
 CPU = torch.device("cpu")

@@ -23,8 +23,9 @@ from fuser.errors import (
     ShardingError,
     UnsupportedError,
 )
-from multidevice.backends.protocol import Backend, Team, Transfer
+from multidevice.backends.protocol import Backend, Transfer
 from multidevice.communicator import Communicator
+from multidevice.waiting import Team
 
 DTYPES = (
     torch.float64,
