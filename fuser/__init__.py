@@ -1,7 +1,8 @@
 """A compiler for tensor programs on a device mesh: one import gives the public names.
 
-Nothing is imported until a name is asked for, so `import fuser` needs neither CUDA nor MPI and
-takes no time. `fuser.ops`, `fuser.schedule` and `fuser.multidevice` are public modules.
+Nothing is imported until a name is asked for, but the other names of modules: `import fuser` needs
+neither CUDA nor MPI and takes no time. `fuser.ops`, `fuser.schedule` and `fuser.multidevice` are
+public modules.
 """
 
 from __future__ import annotations
@@ -9,6 +10,8 @@ from __future__ import annotations
 import sys
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
+
+from fuser.nvfuser.module_aliases import install as _install_aliases
 
 if TYPE_CHECKING:
     from fuser import (
@@ -247,6 +250,8 @@ _DEFINED_IN: dict[str, str] = {
 }
 """Public name -> the module that defines it (and its name there); every other name of `__all__` is
 an error type."""
+
+_install_aliases()
 
 
 def __getattr__(name: str) -> Any:

@@ -17,9 +17,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-# From left to right. The longest prefix that a module has decides its row; `fuser` itself, which
-# gives the public names of all on first use, and `fuser.multidevice`, another name of the package
-# multidevice, see everything.
+# From left to right. The longest prefix that a module has decides its row; `fuser` itself,
+# which gives the public names of all on first use, sees everything.
 ORDER = (
     "fuser.release",
     "fuser.record",

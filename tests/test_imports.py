@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from fuser.nvfuser.module_aliases import ALIASES, real_name
 from scripts import check_imports
 from tests.limits import HANG_S
 
@@ -123,7 +124,8 @@ def test_import_fuser_imports_nothing_else() -> None:
 import sys
 import fuser
 assert "torch" not in sys.modules, "fuser imported torch"
-assert not [name for name in sys.modules if name.startswith(("fuser.", "multidevice", "hostir"))]
+found = {name for name in sys.modules if name.startswith(("fuser.", "multidevice", "hostir"))}
+assert found == {"fuser.nvfuser", "fuser.nvfuser.module_aliases"}, found
 assert set(fuser.__all__) <= set(dir(fuser))
 """
     run_python(program)
@@ -149,10 +151,30 @@ import multidevice
 assert first is second is multidevice
 import fuser
 assert fuser.multidevice is multidevice
-for path in sorted((pathlib.Path("multidevice")).glob("*.py")):
-    if path.stem != "__init__":
-        alias = importlib.import_module(f"fuser.multidevice.{path.stem}")
-        assert alias is importlib.import_module(f"multidevice.{path.stem}"), path
+for path in sorted(pathlib.Path("multidevice").rglob("*.py")):
+    name = ".".join(path.with_suffix("").parts).removesuffix(".__init__")
+    assert importlib.import_module(f"fuser.{name}") is importlib.import_module(name), path
 assert multidevice.__name__ == "multidevice" and multidevice.__spec__.name == "multidevice"
 """
     run_python(program)
+
+
+@pytest.mark.parametrize("alias", sorted(ALIASES))
+def test_a_public_module_is_the_one_that_its_alias_names(alias: str) -> None:
+    """First imported by either name, and as an attribute of `fuser`; type checkers have a stub."""
+    program = f"""
+import importlib, importlib.util, sys
+import fuser
+assert importlib.util.find_spec({alias!r}) is not None
+found = importlib.import_module({alias!r})
+assert found is importlib.import_module({ALIASES[alias]!r})
+assert found is sys.modules[{alias!r}] is getattr(fuser, {alias!r}.removeprefix("fuser."))
+assert found.__name__ == found.__spec__.name == {ALIASES[alias]!r}
+"""
+    run_python(program)
+    assert (REPOSITORY / alias.replace(".", "/")).with_suffix(".pyi").is_file()
+
+
+def test_names_that_only_begin_like_an_alias_are_none() -> None:
+    assert real_name("fuser.multidevice.communicator") == "multidevice.communicator"
+    assert real_name("fuser.multidevices") is None and real_name("fuser") is None

@@ -1,0 +1,1 @@
+"""Entrances that users of nvFuser know by these names."""
