@@ -1,10 +1,16 @@
 #!/usr/bin/env bash
-# Makes .venv with the test tools, then runs the tests (plain, on 2 ranks and on 4 ranks) and, for 90 s
-# each, random programs on one device and on simulated ranks.
+# Makes .venv with the test tools, then runs the tests (plain; those whose programs run again from
+# their text; on 2 ranks and on 4 ranks) and, for 90 s each, random programs on one device and on
+# simulated ranks.
 #
-# Needs Python >= 3.11, a C++ compiler and a package index. Safe to run again; arguments go to
-# every pytest (for example: bash scripts/test.sh -k sharding), and leave out the random programs;
-# pytest-xdist's -n goes to the plain tests alone, as its processes would inherit a rank's connection.
+#   bash scripts/test.sh                everything, in about 20 minutes on 2 cores
+#   bash scripts/test.sh -k sharding    arguments go to every pytest and leave out the random programs
+#   bash scripts/test.sh --fast         one step, in under 3 minutes: the tests that are not slow;
+#                                       further arguments go to pytest
+#
+# Needs Python >= 3.11, a C++ compiler and a package index. Safe to run again. pytest-xdist's -n goes
+# to the steps on one rank alone, as its processes would inherit a rank's connection. Where $JUNIT_DIR
+# names a folder, these steps leave the times of their tests there, for scripts/slow_tests.py.
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/setup.sh"
 
@@ -39,7 +45,24 @@ ranks() {
     -p tests.mpi_abort --with-mpi --only-mpi --color=no -q "${@:2}" -n0
 }
 
-step "plain tests" 3600 "$PY" -m pytest -q -n auto --dist worksteal "$@"
+# plain NAME SECONDS ARGUMENTS...: a step of pytest in a process per core.
+plain() { step "$1" "$2" "$PY" -m pytest -q -n auto --dist worksteal "${@:3}"; }
+
+if [ "${1:-}" = --fast ]; then
+  selection=$(($# - 1))
+  plain "tests that are not slow" 600 -m "not slow" "${@:2}"
+  say "took $SECONDS s"
+  exit "$status"
+fi
+unmarked=() times=() times_from_text=()
+[ "$selection" -gt 0 ] || unmarked=(-m "not from_text") # each test runs in one step
+if [ -n "${JUNIT_DIR:-}" ]; then
+  times=("--junitxml=$JUNIT_DIR/plain.xml")
+  times_from_text=("--junitxml=$JUNIT_DIR/from_text.xml" -o junit_duration_report=call)
+fi
+plain "plain tests" 3600 ${unmarked[@]+"${unmarked[@]}"} ${times[@]+"${times[@]}"} "$@"
+plain "programs again from their text" 1800 --from-text=marked \
+  ${times_from_text[@]+"${times_from_text[@]}"} "$@"
 ranks 2 "$@"
 ranks 4 "$@"
 if [ "$selection" -eq 0 ]; then

@@ -1,7 +1,8 @@
 """What all tests share: rank-aware selection, the communicator, printed seeds.
 
 Marks: `mpi` tests run on every rank under mpirun, and nowhere else; `gpu` tests need a CUDA device
-and everything under `tests/gpu` carries that mark. A failing rank ends the job (`mpi_abort`).
+and everything under `tests/gpu` carries that mark; the tests that `slow.txt` names are `slow`. A
+failing rank ends the job (`mpi_abort`).
 """
 
 from __future__ import annotations
@@ -26,7 +27,17 @@ if TYPE_CHECKING:
     from fuser.runtime.kernel import CompiledKernel
     from multidevice import Communicator
 
-_GPU_FOLDER = Path(__file__).parent / "gpu"
+_ROOT = Path(__file__).parents[1]
+_GPU_FOLDER = _ROOT / "tests" / "gpu"
+
+
+def slow_names(folder: Path) -> set[str]:
+    """Return the files and test functions that `slow.txt` names (scripts/slow_tests.py)."""
+    lines = (folder / "slow.txt").read_text().splitlines()
+    return {line.split()[1] for line in lines if not line.startswith("#")}
+
+
+_SLOW = slow_names(_ROOT / "tests")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -43,10 +54,41 @@ def pytest_configure(config: pytest.Config) -> None:
     every_program.register(config)
 
 
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Leave out files of which the session selects no test: to import all takes a minute.
+
+    Paths that the command line names are collected all the same.
+    """
+    if _is_daily(config):
+        if collection_path == _GPU_FOLDER:
+            return None if _has_cuda() else True
+        if collection_path.is_relative_to(_ROOT):
+            return collection_path.relative_to(_ROOT).as_posix() in _SLOW or None
+    if collection_path.suffix != ".py" or not collection_path.name.startswith("test_"):
+        return None
+    text = collection_path.read_text()
+    return not all(mark in text for mark in _required_marks(config)) or None
+
+
+def _is_daily(config: pytest.Config) -> bool:
+    return config.getoption("markexpr") == "not slow"
+
+
+def _required_marks(config: pytest.Config) -> Iterator[str]:
+    """Return the marks, as files spell them, without which a test is not selected."""
+    if _is_only_mpi(config):
+        yield "mark.mpi"
+    if config.getoption("from_text") == "marked":
+        yield "mark.from_text"
+
+
 def pytest_itemcollected(item: pytest.Item) -> None:
     # At collection, so that `-m gpu` sees the mark.
     if _GPU_FOLDER in item.path.parents:
         item.add_marker(pytest.mark.gpu)
+    name = item.nodeid.partition("[")[0]
+    if name in _SLOW or name.partition("::")[0] in _SLOW:
+        item.add_marker(pytest.mark.slow)
 
 
 @pytest.hookimpl(trylast=True)
@@ -61,7 +103,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 def _select_for_ranks(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Deselect what does not belong here, so that the counts speak of tests that ran."""
     size = mpi_abort.world_size()
-    only_mpi = size > 1 and config.getoption("only_mpi", default=False)
+    only_mpi = _is_only_mpi(config)
     kept: list[pytest.Item] = []
     dropped: list[pytest.Item] = []
     for item in items:
@@ -74,6 +116,10 @@ def _select_for_ranks(config: pytest.Config, items: list[pytest.Item]) -> None:
     if dropped:
         config.hook.pytest_deselected(items=dropped)
         items[:] = kept
+
+
+def _is_only_mpi(config: pytest.Config) -> bool:
+    return mpi_abort.world_size() > 1 and bool(config.getoption("only_mpi", default=False))
 
 
 def _has_cuda() -> bool:
@@ -162,8 +208,8 @@ def pytest_testnodedown(node: Any) -> None:
 def pytest_sessionfinish(session: pytest.Session) -> None:
     """Compile every kernel that the tests made with NVRTC for sm_90a; it needs no GPU.
 
-    Where NVRTC is not installed (the extra `nvrtc`), nothing is checked. Here, not in a fixture:
-    thousands of kernels take longer than one test may.
+    Where NVRTC is not installed (the extra `nvrtc`), and in the daily run, nothing is checked.
+    Here, not in a fixture: thousands of kernels take longer than one test may.
     """
     lowered = sys.modules.get("tests.lower.build")
     for kernel in lowered.LOWERED if lowered is not None else ():
@@ -172,7 +218,7 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
     if worker_output is not None:
         worker_output["kernels"] = _MADE
         return
-    if not _MADE or importlib.util.find_spec("cuda") is None:
+    if _is_daily(session.config) or not _MADE or importlib.util.find_spec("cuda") is None:
         return
     from tests.machine_code import compile_for_hopper
 

@@ -1,19 +1,22 @@
-"""Every program that a test makes executable is made, and run, again from its own text.
+"""The programs that tests make executable are made, and run, again from their own text.
 
 `repr(fd)` is a Python program. What it makes is an equal fusion of equal text, and a cache of
 definitions grows by one for the fusion and by none for its copy. What the copy computes from the
 inputs of a rank's first run, and writes into them, is equal in every bit, and so are its strides.
 
-    pytest --again=all      all of this, for the programs of all tests
-    pytest                  the copies of all; the runs of a fixed share of the tests
-    pytest --again=none     nothing
+    pytest --from-text        runs the tests marked `from_text` alone, and does this for each
+    pytest --from-text=all    runs all tests that are selected, and does this for each
+    pytest                    nothing is watched
 
 A test is only watched: what ran, on which inputs, ranks and options. The copies run after it, on
-simulated ranks of their own. `EXCEPTIONS` says what cannot; the closing lines count it.
+simulated ranks of their own. `from_text(runs=False)` marks tests whose results are others in each
+run: copies of their programs are made and not run, as for tests on a GPU, where torch's generators
+and sums of atomics are others in each call. `from_text(watched=False)` marks tests that plant such
+faults. The closing lines count what was left out.
 
-What a host program records for later runs, its plan, is compared with what the program needs on
-that rank (`tests/hostir/plan_steps.py`): a step that is there twice, or is not there, fails the
-test. This is done for each plan of every test, but for `--again=none`.
+What a host program records for later runs, its plan, is compared in the same sessions with what
+the program needs on that rank (`tests/hostir/plan_steps.py`): a step that is there twice, or is
+not there, fails the test.
 """
 
 from __future__ import annotations
@@ -24,13 +27,11 @@ import os
 import threading
 import warnings
 import weakref
-import zlib
 from collections import Counter
 from collections.abc import Callable, Generator, Iterable, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
-from types import FunctionType
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -42,23 +43,9 @@ if TYPE_CHECKING:
     from hostir.evaluate import ProgramEvaluator
     from hostir.plan import Plan
 
-CHOICES = ("all", "share", "none")
-# Of so many tests, one has its programs run again wherever the tests run.
-SHARE = 16
+CHOICES = ("marked", "all")
 # What of the environment decides about results.
 _OPTIONS = ("FUSER_ENABLE", "NVFUSER_ENABLE", "FUSER_DISABLE", "NVFUSER_DISABLE", "FUSER_TIMEOUT_S")
-
-# Beginnings of tests' names, what is not asked of their programs (their "runs", or "all"), and why.
-_GPU = "torch's CUDA generators and sums of atomics are others in each call"
-_PLANTED = "they plant what is to be found"
-_STEPS = "the test draws anew which steps a call takes"
-_THREADS = "other threads draw from the same generator meanwhile"
-EXCEPTIONS: tuple[tuple[str, str, str], ...] = (
-    ("tests/gpu/", "runs", _GPU),
-    ("tests/frontend/test_auto_overlap.py::test_random_programs_in_steps", "runs", _STEPS),
-    ("tests/test_every_program.py", "all", _PLANTED),
-    ("tests/frontend/test_random.py::test_what_other_threads_draw", "runs", _THREADS),
-)
 
 
 # ------------------------------------------------------------------ what a test did
@@ -235,6 +222,8 @@ class Watcher:
 
     @contextmanager
     def installed(self) -> Generator[None]:
+        from tests.hostir.plan_steps import watched_plans
+
         with watched_plans(self._see_plan), self._watched_programs():
             self.is_installed = True
             yield
@@ -247,6 +236,7 @@ class Watcher:
     def _watched_programs(self) -> Generator[None]:
         from fuser.frontend.executor_cache import FusionExecutorCache
         from fuser.frontend.manual import KernelExecutor
+        from tests.hostir.plan_steps import as_product_code
 
         init, compile_ = FusionExecutorCache.__init__, KernelExecutor.compile
         watcher = self
@@ -261,7 +251,9 @@ class Watcher:
             if seen is not None:
                 _FirstRuns(watcher, seen, self, ("run",))
 
-        FusionExecutorCache.__init__, KernelExecutor.compile = map(_as_ours, (made, compiled))
+        FusionExecutorCache.__init__, KernelExecutor.compile = map(
+            as_product_code, (made, compiled)
+        )
         yield
         FusionExecutorCache.__init__, KernelExecutor.compile = init, compile_
 
@@ -297,34 +289,12 @@ class Watcher:
         return seen if self.watch.has_runs else None
 
 
-@contextmanager
-def watched_plans(
-    note: Callable[[ProgramEvaluator, Plan, Sequence[Any]], None],
-) -> Generator[None]:
-    """Call `note` with each plan that an evaluator has newly recorded, and the inputs it has run
-    on."""
-    from hostir.evaluate import ProgramEvaluator
-
-    run = ProgramEvaluator._run
-    told = weakref.WeakSet[Any]()
-
-    def watched(self: Any, inputs: Any, known: Any, plan: Any) -> Any:
-        outputs = run(self, inputs, known, plan)
-        for made in [] if plan is not None else [*known.plans.values()]:
-            if made not in told:
-                told.add(made)
-                note(self, made, inputs)
-        return outputs
-
-    ProgramEvaluator._run = _as_ours(watched)
-    yield
-    ProgramEvaluator._run = run
-
-
 class _FirstRuns:
     """Stands before the methods of one executor until its ranks have run it for the first time."""
 
     def __init__(self, watcher: Watcher, seen: Seen, of: Any, names: Sequence[str]) -> None:
+        from tests.hostir.plan_steps import as_product_code
+
         assert watcher.watch is not None
         self._watch, self._seen = watcher.watch, seen
         self._watcher, self._names = watcher, names
@@ -333,7 +303,7 @@ class _FirstRuns:
         self._ranks: set[object] = set()
         self._world: object = self
         for name in names:
-            watched = _as_ours(getattr(_FirstRuns, f"_{name}"))
+            watched = as_product_code(getattr(_FirstRuns, f"_{name}"))
             of.__dict__[name] = partial(watched, self, getattr(type(of), name))
 
     def _begin(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Run | None:
@@ -385,14 +355,6 @@ class _FirstRuns:
             return outputs
 
         return claim, numbers, run if begun is None else noted
-
-
-def _as_ours(function: Any) -> Any:
-    """Return a function whose frames count as the product's own: messages name users' lines."""
-    names = {**globals(), "__name__": "fuser.watched_by_tests"}
-    return FunctionType(
-        function.__code__, names, function.__name__, function.__defaults__, function.__closure__
-    )
 
 
 def _inputs_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -540,21 +502,34 @@ class Plugin:
         self._watcher = Watcher()
         self._installed = ExitStack()
 
+    @pytest.hookimpl(trylast=True)
+    def pytest_collection_modifyitems(
+        self, config: pytest.Config, items: list[pytest.Item]
+    ) -> None:
+        """Deselect the tests that are not marked, where the marked ones alone are chosen."""
+        if self._chosen != "marked":
+            return
+        dropped = [item for item in items if item.get_closest_marker("from_text") is None]
+        if dropped:
+            config.hook.pytest_deselected(items=dropped)
+            items[:] = [item for item in items if item.get_closest_marker("from_text") is not None]
+
     @pytest.hookimpl(wrapper=True, tryfirst=True)
     def pytest_runtest_setup(self, item: pytest.Item) -> Generator[None]:
-        self._watcher.watch = self._watch_for(item.nodeid)
+        self._watcher.watch = self._watch_for(item)
         yield
 
-    def _watch_for(self, name: str) -> Watch | None:
+    def _watch_for(self, item: pytest.Item) -> Watch | None:
         if not self._watcher.is_installed:
             self._installed.enter_context(self._watcher.installed())
-        asked, why = next(((a, w) for n, a, w in EXCEPTIONS if name.startswith(n)), ("", ""))
-        if why:
-            self._watcher.counts[f"tests without {asked} ({why})"] += 1
-        if asked == "all":
+        mark = item.get_closest_marker("from_text")
+        asked = {"runs": True, "watched": True, **(mark.kwargs if mark is not None else {})}
+        if not asked["watched"]:
             return None
-        is_chosen = self._chosen == "all" or zlib.crc32(name.encode()) % SHARE == 0
-        return Watch(has_runs=is_chosen and not asked)
+        has_runs = asked["runs"] and "gpu" not in item.keywords
+        if not has_runs:
+            self._watcher.counts["tests without runs"] += 1
+        return Watch(has_runs=has_runs)
 
     @pytest.hookimpl(wrapper=True, tryfirst=True)
     def pytest_runtest_teardown(self) -> Generator[None]:
@@ -594,17 +569,19 @@ class Plugin:
 
 
 def add_option(parser: pytest.Parser) -> None:
-    """Add the option that says how much is checked."""
+    """Add the option that says which tests are watched."""
     parser.addoption(
-        "--again",
+        "--from-text",
+        nargs="?",
+        const="marked",
         choices=CHOICES,
-        default="share",
-        help="run copies of the programs of all tests, of a fixed share of them, or none",
+        help="make and run the programs of tests again from their text: of the tests marked "
+        "from_text, which run alone, or of all",
     )
 
 
 def register(config: pytest.Config) -> None:
-    """Add the checks to a session, as its option says."""
-    chosen = str(config.getoption("again"))
-    if chosen != "none":
+    """Add the checks to a session that asks for them."""
+    chosen = config.getoption("from_text")
+    if chosen is not None:
         config.pluginmanager.register(Plugin(chosen), "every_program")

@@ -1,11 +1,10 @@
-"""What watches every program of the suite sees what its copies do otherwise."""
+"""`--from-text` sees what the copies of programs do otherwise."""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,8 +16,10 @@ from fuser.ops.define import define_tensor
 from hostir.evaluate import ProgramEvaluator
 from hostir.plan import Plan
 from hostir.replay import Recorder
-from tests.every_program import EXCEPTIONS, Watch, Watcher, check_copies, check_runs
+from tests.every_program import Watch, Watcher, check_copies, check_runs
 
+# The tests plant what is to be found.
+pytestmark = pytest.mark.from_text(watched=False)
 WATCHER = Watcher()
 
 
@@ -213,11 +214,3 @@ def test_programs_that_a_rank_did_not_end_are_left_out(
     assert not wrong_of(watch)
     assert {rank: len(some) for rank, some in runs.items()} == {0: 1, 1: 0}
     assert watch.left_out == {"some ranks did not run the program": 1}
-
-
-@pytest.mark.parametrize(("name", "asked", "why"), EXCEPTIONS)
-def test_exceptions_are_tests_that_there_are(name: str, asked: str, why: str) -> None:
-    file, _, test = name.partition("::")
-    path = Path(__file__).parents[1] / file
-    assert asked in ("runs", "all") and why
-    assert path.is_dir() or f"\ndef {test}" in path.read_text()

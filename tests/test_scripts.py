@@ -61,8 +61,27 @@ def test_ranks_run_without_the_processes_of_xdist(given: list[str], tmp_path: Pa
     assert len(at) == 2, "on 2 ranks and on 4"
     for i in at:
         assert calls[i + 1].endswith(" -k x -n0"), calls[i + 1]  # the last one counts
-    (plain,) = [line for line in calls if "-m pytest -q -n auto" in line]
-    assert plain.endswith(" ".join([*given, "-k", "x"]))
+    plain, from_text = [line for line in calls if "-m pytest -q -n auto" in line]
+    assert plain.endswith(" worksteal " + " ".join([*given, "-k", "x"]))
+    assert from_text.endswith(" --from-text=marked " + " ".join([*given, "-k", "x"]))
+
+
+def test_each_test_runs_in_one_step_where_all_run(tmp_path: Path) -> None:
+    _, calls, _ = run(tmp_path, "test.sh", JUNIT_DIR="times")
+    plain, from_text = [line for line in calls if "-m pytest -q -n auto" in line]
+    assert "worksteal -m not from_text --junitxml=times/plain.xml" in plain
+    assert "worksteal --from-text=marked --junitxml=times/from_text.xml" in from_text
+    assert sum("fuzz.py" in line for line in calls) == 3
+
+
+@pytest.mark.parametrize("given", [[], ["-k", "x"]])
+def test_a_fast_run_is_one_step_without_slow_tests(given: list[str], tmp_path: Path) -> None:
+    code, calls, text = run(tmp_path, "test.sh", "--fast", *given)
+    assert code == 0, text
+    (plain,) = [line for line in calls if "-m pytest" in line]
+    assert plain.endswith(" ".join(["-m not slow", *given]))
+    assert not any("fuzz.py" in line for line in calls)
+    assert run(tmp_path, "test.sh", "--fast", NO_TESTS="1")[0] == 1
 
 
 @pytest.mark.finding("G39")

@@ -424,6 +424,8 @@ def test_ranks_of_different_machines_hear_of_it(monkeypatch: pytest.MonkeyPatch)
 
 
 # ------------------------------------------------------------------ random programs
+# Each run of a case draws anew which steps a call takes.
+@pytest.mark.from_text(runs=False)
 @pytest.mark.usefixtures("slow")
 @pytest.mark.parametrize("late", [(), ("all",)])
 def test_random_programs_in_steps(late: tuple[str, ...], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -268,6 +268,8 @@ def test_first_calls_beside_each_other_draw_different_numbers() -> None:
         assert len({*found}) == 3
 
 
+# Other threads draw from the same generator meanwhile.
+@pytest.mark.from_text(runs=False)
 @pytest.mark.parametrize("meshed", [False, True])
 def test_what_other_threads_draw_meanwhile_does_not_come_again(meshed: bool) -> None:
     """First calls, which are prepared at length, and calls of new sizes."""

@@ -2,8 +2,8 @@
 
     HOSTIR_GOLDEN=write python -m pytest -q tests/hostir/test_plan_steps.py
 
-makes the texts anew, one file for each group of programs. All other programs of the tests are
-counted (`tests/every_program.py`), by the account that is tested here.
+makes the texts anew, one file for each group of programs. The plans of the tests that
+`--from-text` watches are counted (`tests/every_program.py`), by the account that is tested here.
 """
 
 # pyright: reportPrivateUsage=false
@@ -27,10 +27,16 @@ from hostir.plan import Plan
 from hostir.ranks import shards_of
 from hostir.steps import Action, Both, Step
 from multidevice import Communicator, DeviceMesh, simulate
-from tests.every_program import watched_plans
 from tests.frontend import test_multi_device_executor as streamed
 from tests.hostir import handmade, programs, stream_programs
-from tests.hostir.plan_steps import by_rank, compressed, faults, text_of, values_of
+from tests.hostir.plan_steps import (
+    by_rank,
+    compressed,
+    faults,
+    text_of,
+    values_of,
+    watched_plans,
+)
 from tests.hostir.test_patterns import _two_layers as two_layers
 from tests.programs import ALL
 from tests.programs.table import Program
