@@ -24,6 +24,8 @@ from fuser.ir.dtypes import to_torch
 from fuser.ops import torch_meaning
 from fuser.ops.attention_calls import forward, plain_forward
 
+pytestmark = pytest.mark.from_text
+
 D = DataType
 Tensors = Sequence[torch.Tensor]
 # Of values of about 1, in sums of up to 64; gradients with a scale of 2 are up to 4, and torch's

@@ -13,6 +13,8 @@ from hostir import HostIrEvaluator
 from hostir.parse import parse
 from tests.frontend.test_attention import attend, define, draw, gradients
 
+pytestmark = pytest.mark.from_text
+
 Tensor = torch.Tensor
 # n, h, l and e by position, outermost first; strides that a result has, then.
 ORDERS = {"rows": (0, 1, 2, 3), "heads beside": (0, 2, 1, 3), "heads outside": (1, 0, 2, 3)}

@@ -31,6 +31,8 @@ from multidevice import simulate
 from tests.frontend.test_attention import attend, check, define, draw, gradients
 from tests.hostir.stand_in_graphs import CpuGraphs, stand_in
 
+pytestmark = pytest.mark.from_text
+
 D = DataType
 X = ParallelType.mesh_x
 SHAPES = ((4, 2, 4, 6), (4, 2, 8, 6), (4, 2, 8, 6), (4, 2, 4, 6))

@@ -33,6 +33,8 @@ from tests.frontend.test_lookups_on_ranks import bytes_of_kernels
 from tests.frontend.test_scaled_mm import E4, draw
 from tests.ops.op_cases import lay_out
 
+pytestmark = pytest.mark.from_text
+
 D = DataType
 Tensor = torch.Tensor
 

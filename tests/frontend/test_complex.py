@@ -23,6 +23,8 @@ from hostir.parse import parse
 from multidevice import simulate
 from tests.frontend.test_attention_programs import cut
 
+pytestmark = pytest.mark.from_text
+
 D = DataType
 Tensor = torch.Tensor
 Build = Callable[..., Sequence[Any]]

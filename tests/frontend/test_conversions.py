@@ -8,6 +8,8 @@ import torch
 from fuser import DataType, FusionDefinition
 from fuser.ir.dtypes import to_torch
 
+pytestmark = pytest.mark.from_text
+
 CHAINS = [
     [DataType.Half, DataType.Int, DataType.Double],
     [DataType.BFloat16, DataType.Double],

@@ -13,6 +13,8 @@ import torch
 from fuser import DataType, FusionDefinition, ParallelType, Replicate, Shard, multidevice, shard
 from fuser.errors import DefinitionError, ProgramMismatchError
 
+pytestmark = pytest.mark.from_text
+
 COPIES: dict[str, Callable[[Any], Any]] = {
     "pickle": lambda fd: pickle.loads(pickle.dumps(fd)),
     "deepcopy": copy.deepcopy,

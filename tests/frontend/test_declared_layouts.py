@@ -14,6 +14,8 @@ from fuser import DataType, FusionDefinition, compute_tensor_descriptor
 from fuser.errors import InputError
 from tests.frontend.test_layouts import strided
 
+pytestmark = pytest.mark.from_text
+
 PROGRAMS, BATCH = 120, 40
 Way = tuple[list[int], list[int], int]
 

@@ -20,6 +20,8 @@ from fuser.errors import (
 )
 from fuser.runtime.kernel import compilations
 
+pytestmark = pytest.mark.from_text
+
 ROOT = Path(__file__).parents[2]
 
 

@@ -13,6 +13,8 @@ import torch.nn.functional as F
 from fuser import FusionDefinition, ParallelType, multidevice
 from tests.ops.op_calls import linear
 
+pytestmark = pytest.mark.from_text
+
 Tensors = list[torch.Tensor]
 Shape = tuple[int, ...]
 # name -> (ranks of the inputs, whose axes are sizes a, b, c by letter; definition; torch)

@@ -20,6 +20,8 @@ from multidevice import simulate
 sys.path.insert(0, str(Path(__file__).parents[2] / "scripts"))
 import minilm  # pyright: ignore[reportMissingImports]
 
+pytestmark = pytest.mark.from_text
+
 BATCH, TOKENS = 2, 8
 
 

@@ -10,6 +10,8 @@ import torch
 from fuser import DataType, FusionDefinition
 from fuser.ir.dtypes import to_torch
 
+pytestmark = pytest.mark.from_text
+
 Define = Callable[[FusionDefinition], None]
 
 X = torch.randn(5, 16, generator=torch.Generator().manual_seed(0))

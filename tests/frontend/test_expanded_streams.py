@@ -12,6 +12,8 @@ import torch
 from fuser import FusionDefinition, ParallelType, TensorView, multidevice
 from hostir.ops import ForLoop
 
+pytestmark = pytest.mark.from_text
+
 STREAM, X = ParallelType.stream, ParallelType.mesh_x
 linear = torch.nn.functional.linear
 

@@ -25,6 +25,8 @@ from fuser.errors import (
 from tests.counted import calls_of
 from tests.limits import HANG_S
 
+pytestmark = pytest.mark.from_text
+
 X = ParallelType.mesh_x
 OPTIONS: list[list[str]] = [[], ["checked"], ["schedules_for(h200)"]]
 every_way = pytest.mark.parametrize("options", OPTIONS, ids=lambda o: o[0] if o else "plain")

@@ -24,6 +24,8 @@ from tests.frontend.test_attention_programs import cut
 from tests.schedule.programs import define as define_one
 from tests.schedule.programs import sizes_of
 
+pytestmark = pytest.mark.from_text
+
 D = DataType
 Tensor = torch.Tensor
 FLOAT8 = {

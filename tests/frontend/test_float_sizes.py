@@ -25,6 +25,8 @@ from hostir.parse import parse
 from multidevice import simulate
 from tests.frontend.again import again
 
+pytestmark = pytest.mark.from_text
+
 Define = Callable[[FusionDefinition, Any, Any], Any]
 FLOATS = (DataType.Float, DataType.Double, DataType.Half, DataType.BFloat16)
 

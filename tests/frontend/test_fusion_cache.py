@@ -33,6 +33,8 @@ from tests.fuzz.runner import define
 from tests.limits import HANG_S
 from tests.ops.op_cases import CASES
 
+pytestmark = pytest.mark.from_text
+
 Define = Callable[[FusionDefinition], Any]
 
 

@@ -29,6 +29,8 @@ from tests.frontend.test_lookups import define, draw, run
 from tests.frontend.test_lookups_on_ranks import bytes_of_kernels
 from tests.ops.op_cases import lay_out
 
+pytestmark = pytest.mark.from_text
+
 FORMS = ("k", "n", "m")
 SIZES = {"g": 4, "m": 6, "n": 10, "k": 8}
 

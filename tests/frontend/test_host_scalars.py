@@ -13,6 +13,8 @@ from fuser.errors import FuserError
 from multidevice import DeviceMesh
 from tests.frontend.again import again
 
+pytestmark = pytest.mark.from_text
+
 MESH = DeviceMesh([0, 1])
 
 

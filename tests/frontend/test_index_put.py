@@ -21,6 +21,8 @@ from tests.frontend.test_attention_programs import cut
 from tests.frontend.test_float8 import check, run
 from tests.frontend.test_scaled_mm import draw
 
+pytestmark = pytest.mark.from_text
+
 D = DataType
 Tensor = torch.Tensor
 PLAIN = [torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.int64, torch.int32]

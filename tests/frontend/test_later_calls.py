@@ -12,6 +12,8 @@ from torch._subclasses import FakeTensorMode
 from fuser import DataType, FusionDefinition, InputError
 from fuser.frontend import executor_cache
 
+pytestmark = pytest.mark.from_text
+
 
 def doubled() -> FusionDefinition:
     with FusionDefinition() as fd:

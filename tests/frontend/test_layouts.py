@@ -24,6 +24,8 @@ from hostir.container import equal
 from hostir.parse import parse
 from multidevice import DeviceMesh
 
+pytestmark = pytest.mark.from_text
+
 Shape = Sequence[int]
 SHAPE: tuple[int, ...] = (3, 4, 5, 2)
 LAST = (0, 2, 3, 1)

@@ -39,6 +39,8 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "scripts"))
 from kernel_patterns.library import LIBRARY
 from kernel_patterns.pattern import as_tuple
 
+pytestmark = pytest.mark.from_text
+
 # What has torch's own form for a CPU.
 COMPARED = [n for n, row in LIBRARY.items() if row.runs_on_cpu and row.peer is not None]
 CPU = torch.device("cpu")

@@ -16,6 +16,8 @@ from fuser.errors import DefinitionError, DtypeError, FuserError, InputError
 from fuser.ir.tensor import TensorView
 from tests.ops.op_cases import lay_out
 
+pytestmark = pytest.mark.from_text
+
 Build = Callable[..., TensorView | tuple[TensorView, ...]]
 DEVICES = ((), ("checked",), ("checked", "schedules_for(h200)"))
 

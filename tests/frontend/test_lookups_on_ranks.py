@@ -22,6 +22,8 @@ from multidevice import simulate
 from tests.frontend.test_attention_programs import cut, shards
 from tests.frontend.test_lookups import Build, draw, draw_index, gather, index_select, take_along
 
+pytestmark = pytest.mark.from_text
+
 X, S = ParallelType.mesh_x, ParallelType.stream
 CASES: dict[str, tuple[Build, Callable[..., torch.Tensor], Any, Any, int]] = {
     "embedding": (

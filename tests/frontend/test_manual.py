@@ -10,6 +10,8 @@ import torch
 from fuser import FusionDefinition, ParallelType, TensorView
 from fuser.errors import DefinitionError, UnsupportedError
 
+pytestmark = pytest.mark.from_text
+
 
 def bias_relu() -> tuple[FusionDefinition, TensorView]:
     with FusionDefinition() as fd:

@@ -37,6 +37,8 @@ from hostir.input_class import symbol_values
 from hostir.ops import NUMBER_OF_STREAMS
 from hostir.parse import parse
 
+pytestmark = pytest.mark.from_text
+
 GOLDEN = Path(__file__).parent / "golden"
 STREAM, X = ParallelType.stream, ParallelType.mesh_x
 D = 2

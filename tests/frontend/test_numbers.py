@@ -13,6 +13,8 @@ import torch.nn.functional as F
 from fuser import DataType, FusionDefinition
 from fuser.errors import DefinitionError, DtypeError, OptionError
 
+pytestmark = pytest.mark.from_text
+
 Tensor = torch.Tensor
 INTEGERS = torch.arange(-6, 6).reshape(3, 4)
 BOOLS = INTEGERS % 3 == 0

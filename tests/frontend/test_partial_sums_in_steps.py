@@ -11,6 +11,8 @@ import torch
 
 from fuser import FusionDefinition, ParallelType
 
+pytestmark = pytest.mark.from_text
+
 REDUCTIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "sum": lambda x: x.sum(1),
     "max": lambda x: x.amax(1),

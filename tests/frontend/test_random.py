@@ -23,6 +23,8 @@ from tests.frontend.test_attention_programs import cut
 from tests.hostir.stand_in_graphs import stand_in
 from tests.ops import random_reference as reference
 
+pytestmark = pytest.mark.from_text
+
 D = DataType
 
 

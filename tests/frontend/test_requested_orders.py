@@ -18,6 +18,8 @@ from fuser import DataType, FusionDefinition, ParallelType, TensorView
 from multidevice import DeviceMesh
 from tests.frontend.again import again
 
+pytestmark = pytest.mark.from_text
+
 Shape = Sequence[int]
 EXTENTS = (0, 1, 2, 5)
 MESH = DeviceMesh([0, 1])

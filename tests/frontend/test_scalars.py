@@ -19,6 +19,8 @@ from fuser.ir.scalar import Symbol
 from fuser.ir.text import fusion_text
 from hostir.parse import parse
 
+pytestmark = pytest.mark.from_text
+
 VALUES = (-9, -5, -4, -1, 0, 1, 3, 4, 7)
 # What is computed from a scalar (or a tensor) n and a number, and what it means.
 Build = Callable[[Any, Any], Any]

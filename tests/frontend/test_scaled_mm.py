@@ -22,6 +22,8 @@ from multidevice import simulate
 from tests.frontend.test_attention_programs import cut
 from tests.frontend.test_float8 import run
 
+pytestmark = pytest.mark.from_text
+
 D = DataType
 Tensor = torch.Tensor
 E4, E5, E8 = D.Float8_e4m3fn, D.Float8_e5m2, D.Float8_e8m0fnu

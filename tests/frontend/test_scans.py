@@ -15,6 +15,8 @@ from fuser.ir.scans import ScanOp
 from tests.frontend.test_lookups import Build, define, draw, run
 from tests.ops.op_cases import lay_out
 
+pytestmark = pytest.mark.from_text
+
 SCANS: dict[str, Callable[[torch.Tensor, int], torch.Tensor]] = {
     "cumsum": lambda x, dim: x.cumsum(dim, dtype=x.dtype),
     "cumprod": lambda x, dim: x.cumprod(dim, dtype=x.dtype),

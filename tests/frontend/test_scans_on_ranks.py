@@ -19,6 +19,8 @@ from tests.frontend.test_attention_programs import cut, shards
 from tests.frontend.test_lookups import draw
 from tests.frontend.test_lookups_on_ranks import bytes_of_kernels
 
+pytestmark = pytest.mark.from_text
+
 SHAPE = (4, 12, 8)
 CASES: dict[str, tuple[Callable[..., Any], Callable[[torch.Tensor], torch.Tensor]]] = {
     "cumsum": (lambda fd, x: fd.ops.cumsum(x, 1), lambda x: x.cumsum(1)),

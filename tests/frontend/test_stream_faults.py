@@ -20,6 +20,8 @@ from hostir import (
 )
 from hostir.race import find_races
 
+pytestmark = pytest.mark.from_text
+
 X = ParallelType.mesh_x
 LATE = ("all", "entry", "0", "1")
 Shapes = Sequence[Sequence[int]]

@@ -13,6 +13,8 @@ import torch
 
 from fuser import FusionDefinition, ParallelType, TensorView, multidevice
 
+pytestmark = pytest.mark.from_text
+
 LINE = ((0, 1),)  # mesh_x
 SQUARE = ((0, 1), (2, 3))  # mesh_y, mesh_x
 PTYPES = {"S": ParallelType.stream, "x": ParallelType.mesh_x, "y": ParallelType.mesh_y}

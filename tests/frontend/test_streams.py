@@ -16,6 +16,8 @@ from fuser.kernels.variant import Variant
 from hostir.container import equal, walk
 from hostir.parse import parse
 
+pytestmark = pytest.mark.from_text
+
 LATE = ("all", "entry", "0", "1", "2")
 
 

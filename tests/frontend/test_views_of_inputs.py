@@ -19,6 +19,8 @@ from fuser import FusionDefinition, ParallelType
 from multidevice import DeviceMesh
 from tests.frontend.test_layouts import strided
 
+pytestmark = pytest.mark.from_text
+
 PROGRAMS, BATCH = 180, 60
 MESH = DeviceMesh([0, 1])
 

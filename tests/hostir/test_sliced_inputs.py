@@ -20,6 +20,8 @@ from hostir.sliced_inputs import sliced_inputs
 from hostir.timetable import timetable_of
 from hostir.why import explain
 
+pytestmark = pytest.mark.from_text
+
 LINE = [0, 1]
 SQUARE = DeviceMesh([[0, 1], [2, 3]])
 

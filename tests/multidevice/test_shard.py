@@ -19,6 +19,8 @@ from multidevice.shard import shard_for_rank, unshard
 from multidevice.sharding import local_sizes, unsharded_sizes
 from tests.multidevice.all_ranks import X, Y, Z, mesh, shard_axis
 
+pytestmark = pytest.mark.from_text
+
 
 def tensor(rank: int) -> TensorView:
     fusion = Fusion()

@@ -12,6 +12,8 @@ from fuser import FusionDefinition, ParallelType, TensorView
 from fuser.errors import ShardingError
 from fuser.multidevice import Communicator, MultiDeviceExecutor, simulate
 
+pytestmark = pytest.mark.from_text
+
 X = ParallelType.mesh_x
 D = 2
 

@@ -8,6 +8,8 @@ import torch
 from fuser import FusionDefinition, ParallelType, TensorView
 from fuser.multidevice import Communicator, DeviceMesh, shard_tensor, simulate
 
+pytestmark = pytest.mark.from_text
+
 X, Y = ParallelType.mesh_x, ParallelType.mesh_y
 SHAPES = ((1,), (2,), (1, 1), (2, 1), (1, 2), (2, 2))
 

@@ -18,7 +18,7 @@ from hostir.ops import LaunchKernel
 from multidevice import simulate
 from tests.frontend.test_attention_programs import cut, shards
 
-pytestmark = pytest.mark.finding("G29")
+pytestmark = [pytest.mark.finding("G29"), pytest.mark.from_text]
 Tensor = torch.Tensor
 Build = Callable[..., Any]
 FLOATS = (torch.float32, torch.float64, torch.float16, torch.bfloat16)

@@ -21,6 +21,8 @@ from fuser.errors import (
     UnsupportedError,
 )
 
+pytestmark = pytest.mark.from_text
+
 Build = Callable[..., Any]
 
 

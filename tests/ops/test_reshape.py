@@ -31,6 +31,8 @@ from fuser.ops.torch_meaning import evaluate_fusion
 from fuser.passes.concretize import concretize, refined_sizes
 from tests.frontend.again import again
 
+pytestmark = pytest.mark.from_text
+
 
 def factorizations(n: int, longest: int) -> Iterator[tuple[int, ...]]:
     """Yield the shapes with n elements and at most `longest` axes, ones included."""

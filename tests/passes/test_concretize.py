@@ -24,6 +24,8 @@ from fuser.ops.torch_meaning import evaluate_fusion
 from fuser.passes.concretize import concretization_key, concretize, refined_sizes
 from fuser.passes.fusion_passes import run_passes
 
+pytestmark = pytest.mark.from_text
+
 D = DataType
 Inputs = Sequence[torch.Tensor | Number]
 

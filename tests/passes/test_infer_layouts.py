@@ -20,6 +20,8 @@ from fuser.ops.torch_meaning import evaluate_fusion
 from fuser.passes.infer_layouts import infer_layouts
 from tests.multidevice.sharded_models import tensor
 
+pytestmark = pytest.mark.from_text
+
 Shape = Sequence[int]
 SIZES = (2, 6, 3, 5)
 ROWS, LAST = (0, 1, 2, 3), (0, 2, 3, 1)

@@ -16,6 +16,8 @@ from fuser.ir.verify import verify_fusion
 from fuser.ops.define import define_tensor
 from fuser.passes.look_up_first import look_up_first
 
+pytestmark = pytest.mark.from_text
+
 D = DataType
 BEFORE = """
 T3_l_float[iS6{i0}, iS7{i1}]

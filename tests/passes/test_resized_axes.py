@@ -19,6 +19,8 @@ from fuser.passes.concretize import KeyOfSizes, concretize
 from multidevice import shard_tensor, simulate
 from tests.frontend.again import again
 
+pytestmark = pytest.mark.from_text
+
 Op = Callable[[Any, Any, Any], Any]
 FLOAT = DataType.Float
 Torch = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]

@@ -21,6 +21,8 @@ from fuser.passes.view_first import view_first
 from fuser.schedule.reduction_params import ReductionParams
 from tests.passes.test_look_up_first import math_of
 
+pytestmark = pytest.mark.from_text
+
 D = DataType
 BEFORE = """
 T1_l_float[iS2{4}, iS3{6}]

@@ -14,6 +14,8 @@ from multidevice import simulate
 from tests.programs import ALL
 from tests.programs.table import PROGRAMS, Program, compare
 
+pytestmark = pytest.mark.from_text
+
 SHARED = [p for p in ALL if p.cuts is not None]
 UNDER_MPIRUN = (
     "layer_norm_backward",

@@ -14,6 +14,8 @@ from fuser import FusionDefinition, LRUCache
 from tests.programs import ALL
 from tests.programs.table import Program, compare
 
+pytestmark = pytest.mark.from_text
+
 SEED = 11
 H200 = ("schedules_for(h200)", "checked")
 
