@@ -19,9 +19,9 @@ from functools import partial
 import torch
 
 from multidevice import Communicator
-from multidevice.backends.allreduce_kernel import shape_of
-from multidevice.backends.base import CheckedBackend
-from multidevice.backends.nccl import NcclBackend
+from multidevice.transports.base.allreduce_model import shape_of
+from multidevice.transports.base.checked_backend import CheckedBackend
+from multidevice.transports.nccl import NcclBackend
 
 CHAIN, REPLAYS, POSTS = 20, 20, 100
 SIZES = (*(1 << k for k in range(10, 23)), 32 * 56 * 384 * 2)

@@ -54,11 +54,11 @@ from turns import Times, take_turns
 
 from fuser import DataType, FusionDefinition
 from fuser.multidevice import Communicator
-from hostir.cost import predict
-from hostir.machine import H200, Machine, machine_of
-from hostir.ops import NUMBER_OF_STREAMS
-from hostir.timetable import timetable_of
-from hostir.transfers import CollectivePermute, Communication, P2PCommunication
+from hostir.cost.machine_model import H200, Machine, machine_of
+from hostir.cost.report import predict
+from hostir.cost.simulator import timetable_of
+from hostir.ir.ops import NUMBER_OF_STREAMS
+from hostir.ir.transfers import CollectivePermute, Communication, P2PCommunication
 
 # A burst is about as long, and a shape takes no longer: rounds are cut.
 BURST_S, SHAPE_S, FIRST_S = 0.025, 8.0, 4.0

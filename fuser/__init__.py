@@ -23,7 +23,46 @@ if TYPE_CHECKING:
         pytorch_utils,
         schedule,
     )
-    from fuser.errors import (
+    from fuser.frontend.definition import FusionDefinition, execute_with_dtensors
+    from fuser.frontend.executor_cache import FusionExecutorCache
+    from fuser.frontend.fusion_cache import LRUCache, LruFusionCache
+    from fuser.frontend.manual_kernels import KernelExecutor
+    from fuser.frontend.profiler import (
+        FusionProfile,
+        KernelProfile,
+        PythonProfiler,
+        get_fusion_profile,
+        reset_profiler,
+    )
+    from fuser.frontend.python_printer import translate_fusion
+    from fuser.frontend.validation import get_val_tolerances, validate_with_auto_inferred_outputs
+    from fuser.ir.axis import Axis as IterDomain
+    from fuser.ir.axis import Merge, Split
+    from fuser.ir.domain.device_mesh import DeviceMesh
+    from fuser.ir.domain.tensor_domain import TensorDomain
+    from fuser.ir.dtypes import DataType
+    from fuser.ir.fusion import Fusion
+    from fuser.ir.fusion_guard import FusionGuard
+    from fuser.ir.ops.nodes import BroadcastOp, ReshapeOp, SqueezeOp
+    from fuser.ir.shard_annotation import Replicate, Shard, shard
+    from fuser.ir.statement import Expr, Statement, Val
+    from fuser.ir.tensor import TensorView
+    from fuser.ir.types import (
+        CacheOp,
+        IdMappingMode,
+        IterType,
+        LoadStoreOpType,
+        MemoryType,
+        ParallelType,
+    )
+    from fuser.multidevice import CommunicatorBackend
+    from fuser.ops.define import compute_tensor_descriptor, define_scalar, define_tensor
+    from fuser.schedule.automatic import SchedulerType
+    from fuser.schedule.heuristic_params import HeuristicParams
+    from fuser.schedule.heuristic_params import PointwiseHeuristicParams as PointwiseParams
+    from fuser.schedule.heuristic_params import ReductionHeuristicParams as ReductionParams
+    from fuser.schedule.kernel_params import CompileParams, LaunchParams
+    from fuser.support.errors import (
         ArgumentError,
         CommunicationError,
         CommunicationTimeout,
@@ -53,47 +92,8 @@ if TYPE_CHECKING:
         ValidationError,
         VerifyError,
     )
-    from fuser.frontend.definition import FusionDefinition, execute_with_dtensors
-    from fuser.frontend.executor_cache import FusionExecutorCache
-    from fuser.frontend.fusion_cache import LRUCache, LruFusionCache
-    from fuser.frontend.manual import KernelExecutor
-    from fuser.frontend.profiler import (
-        FusionProfile,
-        KernelProfile,
-        PythonProfiler,
-        get_fusion_profile,
-        reset_profiler,
-    )
-    from fuser.frontend.python_text import translate_fusion
-    from fuser.frontend.validation import get_val_tolerances, validate_with_auto_inferred_outputs
-    from fuser.ir.axis import Axis as IterDomain
-    from fuser.ir.axis import Merge, Split
-    from fuser.ir.domain import TensorDomain
-    from fuser.ir.dtypes import DataType
-    from fuser.ir.fusion import Fusion
-    from fuser.ir.guard import FusionGuard
-    from fuser.ir.mesh import DeviceMesh
-    from fuser.ir.nodes import BroadcastOp, ReshapeOp, SqueezeOp
-    from fuser.ir.shard import Replicate, Shard, shard
-    from fuser.ir.statement import Expr, Statement, Val
-    from fuser.ir.tensor import TensorView
-    from fuser.ir.types import (
-        CacheOp,
-        IdMappingMode,
-        IterType,
-        LoadStoreOpType,
-        MemoryType,
-        ParallelType,
-    )
-    from fuser.multidevice import CommunicatorBackend
-    from fuser.ops.define import compute_tensor_descriptor, define_scalar, define_tensor
-    from fuser.release import __version__ as __version__
-    from fuser.release import version
-    from fuser.schedule.automatic import SchedulerType
-    from fuser.schedule.heuristic_params import HeuristicParams
-    from fuser.schedule.heuristic_params import PointwiseHeuristicParams as PointwiseParams
-    from fuser.schedule.heuristic_params import ReductionHeuristicParams as ReductionParams
-    from fuser.schedule.kernel_params import CompileParams, LaunchParams
+    from fuser.support.version import __version__ as __version__
+    from fuser.support.version import version
 
 __all__ = [
     "FusionDefinition",
@@ -205,7 +205,7 @@ _DEFINED_IN: dict[str, str] = {
     "FusionExecutorCache": "fuser.frontend.executor_cache",
     "LRUCache": "fuser.frontend.fusion_cache",
     "LruFusionCache": "fuser.frontend.fusion_cache",
-    "translate_fusion": "fuser.frontend.python_text",
+    "translate_fusion": "fuser.frontend.python_printer",
     "execute_with_dtensors": "fuser.frontend.definition",
     **dict.fromkeys(("PythonProfiler", "FusionProfile"), "fuser.frontend.profiler"),
     **dict.fromkeys(("KernelProfile", "get_fusion_profile"), "fuser.frontend.profiler"),
@@ -218,16 +218,16 @@ _DEFINED_IN: dict[str, str] = {
     "CacheOp": "fuser.ir.types",
     "IdMappingMode": "fuser.ir.types",
     "SchedulerType": "fuser.schedule.automatic",
-    "CommunicatorBackend": "fuser.frontend.multi_device_executor",
-    "FusionGuard": "fuser.ir.guard",
+    "CommunicatorBackend": "fuser.nvfuser.multi_device_executor",
+    "FusionGuard": "fuser.ir.fusion_guard",
     "define_tensor": "fuser.ops.define",
     "define_scalar": "fuser.ops.define",
     "compute_tensor_descriptor": "fuser.ops.define",
     "get_val_tolerances": "fuser.frontend.validation",
     "validate_with_auto_inferred_outputs": "fuser.frontend.validation",
-    "version": "fuser.release",
-    "Fusion": "fuser.frontend.manual",
-    "KernelExecutor": "fuser.frontend.manual",
+    "version": "fuser.support.version",
+    "Fusion": "fuser.frontend.manual_kernels",
+    "KernelExecutor": "fuser.frontend.manual_kernels",
     "CompileParams": "fuser.schedule.kernel_params",
     "LaunchParams": "fuser.schedule.kernel_params",
     "HeuristicParams": "fuser.schedule.heuristic_params",
@@ -235,18 +235,18 @@ _DEFINED_IN: dict[str, str] = {
     "ReductionParams": "fuser.schedule.heuristic_params:ReductionHeuristicParams",
     "TensorView": "fuser.ir.tensor",
     "IterDomain": "fuser.ir.axis:Axis",
-    "TensorDomain": "fuser.ir.domain",
+    "TensorDomain": "fuser.ir.domain.tensor_domain",
     "Statement": "fuser.ir.statement",
     "Val": "fuser.ir.statement",
     "Expr": "fuser.ir.statement",
     "Split": "fuser.ir.axis",
     "Merge": "fuser.ir.axis",
-    "BroadcastOp": "fuser.ir.nodes",
-    "SqueezeOp": "fuser.ir.nodes",
-    "ReshapeOp": "fuser.ir.nodes",
-    "DeviceMesh": "fuser.ir.mesh",
-    **dict.fromkeys(("shard", "Shard", "Replicate"), "fuser.ir.shard"),
-    "__version__": "fuser.release",
+    "BroadcastOp": "fuser.ir.ops.nodes",
+    "SqueezeOp": "fuser.ir.ops.nodes",
+    "ReshapeOp": "fuser.ir.ops.nodes",
+    "DeviceMesh": "fuser.ir.domain.device_mesh",
+    **dict.fromkeys(("shard", "Shard", "Replicate"), "fuser.ir.shard_annotation"),
+    "__version__": "fuser.support.version",
 }
 """Public name -> the module that defines it (and its name there); every other name of `__all__` is
 an error type."""
@@ -257,7 +257,7 @@ _install_aliases()
 def __getattr__(name: str) -> Any:
     if name not in __all__ and name not in _DEFINED_IN:
         if name in _REFUSED:
-            from fuser.errors import UnsupportedNameError
+            from fuser.support.errors import UnsupportedNameError
 
             raise UnsupportedNameError(f"fuser.{name} is not there: {_REFUSED[name]}")
         text = f"module 'fuser' has no attribute {name!r}"
@@ -265,7 +265,7 @@ def __getattr__(name: str) -> Any:
     if name in _MODULES:
         value = import_module(f"fuser.{name}")
     else:
-        module, _, defined_as = _DEFINED_IN.get(name, "fuser.errors").partition(":")
+        module, _, defined_as = _DEFINED_IN.get(name, "fuser.support.errors").partition(":")
         value = getattr(import_module(module), defined_as or name)
     globals()[name] = value
     return value

@@ -16,9 +16,9 @@ from collections.abc import Callable, Iterator
 from importlib import import_module, metadata
 from pathlib import Path
 
-from fuser import options
-from fuser.errors import FuserError
-from fuser.release import __version__
+from fuser.support import options
+from fuser.support.errors import FuserError
+from fuser.support.version import __version__
 
 _COMPILER_TIMEOUT_S = 1.0
 _MIB, _GIB = 1 << 20, 1 << 30
@@ -69,7 +69,7 @@ def _torch() -> str:
 
 
 def _nccl() -> str:
-    from multidevice.backends.nccl_binding import load_binding
+    from multidevice.transports.nccl_binding import load_binding
 
     binding = load_binding()
     number = binding.version()
@@ -110,10 +110,10 @@ def _gpu(index: int, count: int) -> str:
 
 
 def _compilers() -> Lines:
-    from fuser.runtime import nvrtc, simt
+    from fuser.runtime import cpu_kernel, nvrtc
 
     none = "CPU ranks run library calls alone"
-    yield "C++", _try(lambda: simt.try_compiler(_COMPILER_TIMEOUT_S), none)
+    yield "C++", _try(lambda: cpu_kernel.try_compiler(_COMPILER_TIMEOUT_S), none)
     yield "NVRTC", _try(nvrtc.version, "no kernels for GPUs")
 
 
@@ -152,7 +152,7 @@ def _options() -> Lines:
 
 
 def _launcher() -> Lines:
-    from multidevice.launch import ALONE, LauncherInfo, read_launch
+    from multidevice.coordination.launcher import ALONE, LauncherInfo, read_launch
 
     def told(found: LauncherInfo) -> str:
         local = f", {found.local_rank} of {found.local_size} on this host"
@@ -199,7 +199,7 @@ def text(found: dict[str, dict[str, str]]) -> str:
 
 
 def _is_first_of_host() -> bool:
-    from multidevice.launch import read_launch
+    from multidevice.coordination.launcher import read_launch
 
     try:
         found = read_launch()

@@ -1,7 +1,7 @@
 # `fuser.nvfuser.module_aliases` gives the package multidevice this name.
-from fuser.frontend.multi_device_executor import CommunicatorBackend as CommunicatorBackend
-from fuser.frontend.multi_device_executor import MultiDeviceExecutor as MultiDeviceExecutor
-from fuser.frontend.multi_device_executor import (
+from fuser.nvfuser.multi_device_executor import CommunicatorBackend as CommunicatorBackend
+from fuser.nvfuser.multi_device_executor import MultiDeviceExecutor as MultiDeviceExecutor
+from fuser.nvfuser.multi_device_executor import (
     MultiDeviceExecutorParams as MultiDeviceExecutorParams,
 )
 from multidevice import *  # noqa: F403

@@ -5,57 +5,63 @@ Nothing is imported until a name is used. `docs/host_ir.md` shows how programs a
 
 from __future__ import annotations
 
-import sys
 from importlib import import_module
-from types import ModuleType
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from fuser.ir.scalar import as_scalar as as_scalar
-    from fuser.ir.scalar import ceildiv as ceildiv
-    from fuser.ir.scalar import eq as eq
-    from fuser.ir.scalar import logical_and as logical_and
-    from fuser.ir.scalar import logical_not as logical_not
-    from fuser.ir.scalar import ne as ne
-    from fuser.ir.scalar import where as where
-    from hostir.container import HostIrContainer as HostIrContainer
-    from hostir.container import equal as equal
-    from hostir.effects import Stream as Stream
-    from hostir.lower_streams import lower_streams as lower_streams
-    from hostir.ops import NUMBER_OF_STREAMS as NUMBER_OF_STREAMS
-    from hostir.ops import RANK as RANK
-    from hostir.ops import Allocate as Allocate
-    from hostir.ops import Deallocate as Deallocate
-    from hostir.ops import ForLoop as ForLoop
-    from hostir.ops import GetCurrentStream as GetCurrentStream
-    from hostir.ops import HirAliasSelect as HirAliasSelect
-    from hostir.ops import IfThenElse as IfThenElse
-    from hostir.ops import LaunchKernel as LaunchKernel
-    from hostir.ops import LocalSlice as LocalSlice
-    from hostir.ops import PostOnStream as PostOnStream
-    from hostir.ops import SetCurrentStream as SetCurrentStream
-    from hostir.ops import ShardByStream as ShardByStream
-    from hostir.ops import SymmetricContiguousView as SymmetricContiguousView
-    from hostir.ops import Synchronize as Synchronize
-    from hostir.parse import parse as parse
-    from hostir.tracing import HostIrEvaluator as HostIrEvaluator
-    from hostir.transfers import CollectivePermute as CollectivePermute
-    from hostir.transfers import Communication as Communication
-    from hostir.transfers import EndCoalescing as EndCoalescing
-    from hostir.transfers import P2PCommunication as P2PCommunication
-    from hostir.transfers import ShareMemHandles as ShareMemHandles
-    from hostir.transfers import StartCoalescing as StartCoalescing
-    from hostir.transfers import Wait as Wait
-    from hostir.verify import verify as verify
-    from multidevice.communication import TeamOf as TeamOf
+    from fuser.ir.scalar.constructors import as_scalar as as_scalar
+    from fuser.ir.scalar.constructors import ceildiv as ceildiv
+    from fuser.ir.scalar.constructors import eq as eq
+    from fuser.ir.scalar.constructors import logical_and as logical_and
+    from fuser.ir.scalar.constructors import logical_not as logical_not
+    from fuser.ir.scalar.constructors import ne as ne
+    from fuser.ir.scalar.constructors import where as where
+    from hostir.ir.effects import Stream as Stream
+    from hostir.ir.ops import NUMBER_OF_STREAMS as NUMBER_OF_STREAMS
+    from hostir.ir.ops import RANK as RANK
+    from hostir.ir.ops import Allocate as Allocate
+    from hostir.ir.ops import Deallocate as Deallocate
+    from hostir.ir.ops import ForLoop as ForLoop
+    from hostir.ir.ops import GetCurrentStream as GetCurrentStream
+    from hostir.ir.ops import HirAliasSelect as HirAliasSelect
+    from hostir.ir.ops import IfThenElse as IfThenElse
+    from hostir.ir.ops import LaunchKernel as LaunchKernel
+    from hostir.ir.ops import LocalSlice as LocalSlice
+    from hostir.ir.ops import PostOnStream as PostOnStream
+    from hostir.ir.ops import SetCurrentStream as SetCurrentStream
+    from hostir.ir.ops import ShardByStream as ShardByStream
+    from hostir.ir.ops import SymmetricContiguousView as SymmetricContiguousView
+    from hostir.ir.ops import Synchronize as Synchronize
+    from hostir.ir.parser import parse as parse
+    from hostir.ir.program import HostIrContainer as HostIrContainer
+    from hostir.ir.program import equal as equal
+    from hostir.ir.transfers import CollectivePermute as CollectivePermute
+    from hostir.ir.transfers import Communication as Communication
+    from hostir.ir.transfers import EndCoalescing as EndCoalescing
+    from hostir.ir.transfers import P2PCommunication as P2PCommunication
+    from hostir.ir.transfers import ShareMemHandles as ShareMemHandles
+    from hostir.ir.transfers import StartCoalescing as StartCoalescing
+    from hostir.ir.transfers import Wait as Wait
+    from hostir.ir.verifier import verify as verify
+    from hostir.lowering.lower_streams import lower_streams as lower_streams
+    from hostir.profiling.tracer import HostIrEvaluator as HostIrEvaluator
+    from multidevice.sharding.reshard import TeamOf as TeamOf
 
 # Module -> the public names that it defines.
 _MODULES = {
-    "fuser.ir.scalar": ("as_scalar", "ceildiv", "eq", "logical_and", "logical_not", "ne", "where"),
-    "hostir.container": ("HostIrContainer", "equal"),
-    "hostir.effects": ("Stream",),
-    "hostir.lower_streams": ("lower_streams",),
-    "hostir.ops": (
+    "fuser.ir.scalar.constructors": (
+        "as_scalar",
+        "ceildiv",
+        "eq",
+        "logical_and",
+        "logical_not",
+        "ne",
+        "where",
+    ),
+    "hostir.ir.program": ("HostIrContainer", "equal"),
+    "hostir.ir.effects": ("Stream",),
+    "hostir.lowering.lower_streams": ("lower_streams",),
+    "hostir.ir.ops": (
         "NUMBER_OF_STREAMS",
         "RANK",
         "Allocate",
@@ -72,9 +78,9 @@ _MODULES = {
         "SymmetricContiguousView",
         "Synchronize",
     ),
-    "hostir.parse": ("parse",),
-    "hostir.tracing": ("HostIrEvaluator",),
-    "hostir.transfers": (
+    "hostir.ir.parser": ("parse",),
+    "hostir.profiling.tracer": ("HostIrEvaluator",),
+    "hostir.ir.transfers": (
         "CollectivePermute",
         "Communication",
         "EndCoalescing",
@@ -83,8 +89,8 @@ _MODULES = {
         "StartCoalescing",
         "Wait",
     ),
-    "hostir.verify": ("verify",),
-    "multidevice.communication": ("TeamOf",),
+    "hostir.ir.verifier": ("verify",),
+    "multidevice.sharding.reshard": ("TeamOf",),
 }
 _EXPORTS = {name: module for module, names in _MODULES.items() for name in names}
 
@@ -100,14 +106,3 @@ def __getattr__(name: str) -> object:
 
 def __dir__() -> list[str]:
     return sorted(_EXPORTS)
-
-
-class _Package(ModuleType):
-    """The functions `parse` and `verify` are not hidden by the modules that they come from."""
-
-    def __setattr__(self, name: str, value: object) -> None:
-        if not (name in _EXPORTS and isinstance(value, ModuleType)):
-            super().__setattr__(name, value)
-
-
-sys.modules[__name__].__class__ = _Package

@@ -1,7 +1,7 @@
-"""`python -m hostir`; see `hostir.cli`."""
+"""`python -m hostir`; see `hostir.tools.cli`."""
 
 import sys
 
-from hostir.cli import main
+from hostir.tools.cli import main
 
 sys.exit(main())

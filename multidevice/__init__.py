@@ -8,28 +8,28 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING
 
-from multidevice import early
+from multidevice.job import early_abort
 
 if TYPE_CHECKING:
-    from multidevice.communicator import Communicator as Communicator
-    from multidevice.mesh import LocalDeviceMesh as DeviceMesh
-    from multidevice.shard import shard_tensor as shard_tensor
-    from multidevice.sharding import Sharding as Sharding
-    from multidevice.simulation import World as World
-    from multidevice.simulation import simulate as simulate
+    from multidevice.job.communicator import Communicator as Communicator
+    from multidevice.job.mesh import LocalDeviceMesh as DeviceMesh
+    from multidevice.job.shard_tensor import shard_tensor as shard_tensor
+    from multidevice.job.simulation import World as World
+    from multidevice.job.simulation import simulate as simulate
+    from multidevice.sharding.queries import Sharding as Sharding
 
 # Public name -> the module that defines it (and its name there). The executor sees everything, and
 # is looked for here.
 _EXPORTS = {
-    "CommunicatorBackend": "fuser.frontend.multi_device_executor",
-    "MultiDeviceExecutor": "fuser.frontend.multi_device_executor",
-    "MultiDeviceExecutorParams": "fuser.frontend.multi_device_executor",
-    "Communicator": "multidevice.communicator",
-    "DeviceMesh": "multidevice.mesh:LocalDeviceMesh",
-    "Sharding": "multidevice.sharding",
-    "shard_tensor": "multidevice.shard",
-    "World": "multidevice.simulation",
-    "simulate": "multidevice.simulation",
+    "CommunicatorBackend": "fuser.nvfuser.multi_device_executor",
+    "MultiDeviceExecutor": "fuser.nvfuser.multi_device_executor",
+    "MultiDeviceExecutorParams": "fuser.nvfuser.multi_device_executor",
+    "Communicator": "multidevice.job.communicator",
+    "DeviceMesh": "multidevice.job.mesh:LocalDeviceMesh",
+    "Sharding": "multidevice.sharding.queries",
+    "shard_tensor": "multidevice.job.shard_tensor",
+    "World": "multidevice.job.simulation",
+    "simulate": "multidevice.job.simulation",
 }
 
 __all__ = [
@@ -57,4 +57,4 @@ def __dir__() -> list[str]:
     return sorted(_EXPORTS)
 
 
-early.install()
+early_abort.install()

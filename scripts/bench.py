@@ -72,8 +72,8 @@ from kernel_timing import Replay, set_count, time_interleaved, timer
 from lowering_time import bench_lowering
 
 from fuser import FusionDefinition
-from fuser.errors import FuserError, KernelError
-from hostir.ops import LaunchKernel, PostOnStream
+from fuser.support.errors import FuserError, KernelError
+from hostir.ir.ops import LaunchKernel, PostOnStream
 
 SHAPES = ((16384, 8192), (32768, 1024))
 # Large and small, few rows and many, rows of odd length; the last three are below 4 MB.
@@ -293,8 +293,8 @@ def _run_kernel(executor: Any, like: Any, sizes: Any, *inputs: Any) -> list[torc
 def _launchable(executor: Any, params: Any, inputs: Any, outs: Any, sizes: Any) -> bool:
     """Make an executor choose these parameters; whether they can be lowered, serve these tensors,
     and give a launch that the device takes."""
-    from fuser.device import describe_device
     from fuser.kernels.trial import is_launchable
+    from fuser.support.device import describe_device
 
     executor.scheduler = replace(executor.scheduler, chooser=partial(_always, params))
     try:
@@ -308,12 +308,12 @@ def _launchable(executor: Any, params: Any, inputs: Any, outs: Any, sizes: Any) 
 
 def bench_explore(args: argparse.Namespace) -> list[dict[str, Any]]:
     """Time neighbours of the chosen parameters of each pattern; emit the choice and the best 5."""
+    from fuser.kernels.autotune_candidates import neighbours
     from fuser.kernels.executor import FusedKernelExecutor, compile_many
     from fuser.passes.concretize import concretize
     from fuser.passes.fusion_passes import run_passes
-    from fuser.schedule.neighbours import neighbours
     from fuser.schedule.registry import find_scheduler
-    from hostir.bind import InputBinder
+    from hostir.runtime.inputs import InputBinder
 
     rows: list[dict[str, Any]] = []
     for name, dtype, m, n in chosen_cells(args):
@@ -412,11 +412,11 @@ def twenty_ops(fd: FusionDefinition, x: Any, y: Any) -> Any:
 def bench_host(args: argparse.Namespace) -> list[dict[str, Any]]:
     """Definition to CUDA source of a 20-op fusion, warm process, median of 9."""
     del args
-    from fuser.device import H200
     from fuser.kernels.executor import FusedKernelExecutor
     from fuser.passes.concretize import concretize
     from fuser.passes.fusion_passes import run_passes
-    from hostir.bind import InputBinder
+    from fuser.support.device import H200
+    from hostir.runtime.inputs import InputBinder
 
     inputs = [torch.empty(64, 96, dtype=torch.bfloat16) for _ in range(2)]
     out = torch.empty(64, 96)
@@ -506,8 +506,8 @@ def bench_cpu(args: argparse.Namespace) -> list[dict[str, Any]]:
 def bench_agree(args: argparse.Namespace) -> list[dict[str, object]]:
     """What it costs ranks to agree, beside a message of the control channel; in lockstep."""
     from multidevice import Communicator
-    from multidevice.agreement import Claim
-    from multidevice.communicator import run_agreed
+    from multidevice.job.agreement import Claim
+    from multidevice.job.communicator import run_agreed
 
     communicator = Communicator.instance()
     team, claim = tuple(range(communicator.size())), Claim(("a program",))

@@ -44,9 +44,9 @@ from turns import take_turns
 from fuser import DataType, multidevice
 from fuser.multidevice import Communicator
 from hostir import HostIrEvaluator
-from hostir.container import HostIrContainer
-from hostir.lower_params import DEFAULT, LowerParams
-from hostir.ops import ForLoop
+from hostir.ir.ops import ForLoop
+from hostir.ir.program import HostIrContainer
+from hostir.lowering.params import DEFAULT, LowerParams
 
 ROUNDS, BURST = 12, 8
 Run = Callable[[], list[torch.Tensor]]

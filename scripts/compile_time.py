@@ -28,10 +28,16 @@ REPEATS = 3
 
 # Where a phase begins and ends: module, function. What a phase calls of another counts there.
 PHASES: dict[str, tuple[tuple[str, str], ...]] = {
-    "concretize": (("hostir.pipeline", "concretize"), ("hostir.pipeline", "specialise")),
-    "passes": (("fuser.passes.fusion_passes", "run_passes"), ("hostir.pipeline", "shard_fusion")),
-    "segment": (("hostir.pipeline", "segment_fusion"),),
-    "host": (("hostir.pipeline", "lower"), ("hostir.pipeline", "run_passes")),
+    "concretize": (
+        ("hostir.lowering.pipeline", "concretize"),
+        ("hostir.lowering.pipeline", "specialise"),
+    ),
+    "passes": (
+        ("fuser.passes.fusion_passes", "run_passes"),
+        ("hostir.lowering.pipeline", "shard_fusion"),
+    ),
+    "segment": (("hostir.lowering.pipeline", "segment_fusion"),),
+    "host": (("hostir.lowering.pipeline", "lower"), ("hostir.lowering.pipeline", "run_passes")),
     "schedule": (
         ("fuser.kernels.executor:KernelExecutor", "_chooser"),
         ("fuser.kernels.executor:KernelExecutor", "_lower"),
@@ -41,9 +47,9 @@ PHASES: dict[str, tuple[tuple[str, str], ...]] = {
     "verify": (
         ("fuser.passes.concretize", "verify_fusion"),
         ("fuser.passes.fusion_passes", "verify_fusion"),
-        ("multidevice.sharding_passes", "verify_fusion"),
-        ("hostir.host_passes", "verify"),
-        ("hostir.before_run", "check_before_run"),
+        ("multidevice.sharding.passes.pipeline", "verify_fusion"),
+        ("hostir.passes.host_passes", "verify"),
+        ("hostir.analysis.preflight", "check_before_run"),
     ),
 }
 
@@ -226,7 +232,7 @@ def make_inputs(fd: Any, ranks: int) -> list[Any]:
     """Return this rank's inputs; an extent that the definition leaves open is ROWS or COLUMNS."""
     import torch
 
-    from fuser.ir.scalar import int_value
+    from fuser.ir.scalar.constructors import int_value
     from fuser.multidevice import shard_tensor
 
     found: list[Any] = []
@@ -282,7 +288,7 @@ def measure(name: str) -> dict[str, Any]:
     found = {"kernels": len(texts), "characters": sum(map(len, texts)), "digest": digest}
     found |= {"seconds": clock.seconds}
     if name == LONGEST:
-        from hostir.parse import parse
+        from hostir.ir.parser import parse
 
         text = fd.fec.program_for(inputs).full_text()
         began = thread_time()

@@ -24,8 +24,8 @@ from typing import Any
 import torch
 
 from fuser import DataType, FusionDefinition, ParallelType
-from fuser.errors import DeadlockError, FuserError
 from fuser.multidevice import Communicator, DeviceMesh
+from fuser.support.errors import DeadlockError, FuserError
 from multidevice import simulate
 
 LIMIT_S = 10.0

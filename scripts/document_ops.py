@@ -17,15 +17,15 @@ from pathlib import Path
 from typing import Any, get_overloads
 
 import fuser
-from fuser.errors import UnsupportedError
 from fuser.ir.dtypes import DataType
 from fuser.ir.fusion import Fusion
-from fuser.ir.guard import FusionGuard
+from fuser.ir.fusion_guard import FusionGuard
+from fuser.ir.pointwise_table import POINTWISE, PUBLIC
 from fuser.ops.define import define_tensor
 from fuser.ops.dtype_rules import DTYPE_RULES
 from fuser.ops.rows import ROWS, OpRow
 from fuser.ops.spelled import SPELLED
-from fuser.pointwise import POINTWISE, PUBLIC
+from fuser.support.errors import UnsupportedError
 
 _ROOT = Path(__file__).resolve().parents[1]
 PAGE = _ROOT / "docs" / "ops.md"
@@ -34,7 +34,7 @@ DIFFERENCES = _ROOT / "docs" / "coming_from_nvfuser.md"
 
 _HEAD = """# Ops
 
-The functions of `fd.ops`, from the rows of `fuser/pointwise.py` and `fuser/ops/rows.py`
+The functions of `fd.ops`, from the rows of `fuser/ir/pointwise_table.py` and `fuser/ops/rows.py`
 (`python scripts/document_ops.py` writes this page). Operands before `/` are given by place. What
 the rules of dtypes say stands below. Elementwise ops and those marked † take scalars too: of
 scalars alone they give a scalar, which the host computes. Operands of several axes are aligned at
@@ -59,8 +59,8 @@ _DEFINED_IN = {
     "DtypeLike": "fuser.ir.dtypes",
     "Operand": "fuser.ops.building",
     "OperandLike": "fuser.ops.building",
-    "Scalar": "fuser.ir.scalar",
-    "ScalarLike": "fuser.ir.scalar",
+    "Scalar": "fuser.ir.scalar.constructors",
+    "ScalarLike": "fuser.ir.scalar.constructors",
     "SizeLike": "fuser.ops.building",
     "TensorView": "fuser.ir.tensor",
 }

@@ -181,10 +181,10 @@ def time_batches(encoder: Any, batch: tuple[Any, ...], machine: str | None) -> T
 
 def predicted_ms(encoder: Any, batch: tuple[Any, ...], machine: str) -> float:
     """Return the milliseconds per batch of the slowest rank's device, as the cost model has it."""
-    from hostir.bind import InputBinder
-    from hostir.cost import predict
-    from hostir.machine import find_machine
-    from hostir.timetable import timetable_of
+    from hostir.cost.machine_model import find_machine
+    from hostir.cost.report import predict
+    from hostir.cost.simulator import timetable_of
+    from hostir.runtime.inputs import InputBinder
 
     program, inputs = encoder.fd.fec.host_program(), encoder.inputs(*batch)
     values = InputBinder(program.values).bind(inputs, inputs[0].device)
@@ -237,7 +237,7 @@ def main() -> int:
     from minilm import LAYERS, Encoder, load_weights, make_batches
 
     from fuser.multidevice import Communicator, DeviceMesh
-    from fuser.runtime.kernel import compilations
+    from fuser.runtime.compiled_kernel import compilations
 
     comm = Communicator.instance()
     device = "cpu"

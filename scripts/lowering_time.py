@@ -195,7 +195,7 @@ def make_mesh(shape: Sequence[int]) -> Any:
 
 def open_sizes(program: Any) -> dict[Any, int]:
     """Return a size for each extent that the inputs of a program leave open."""
-    from fuser.ir.scalar import Symbol
+    from fuser.ir.scalar.constructors import Symbol
 
     return {x: SIZE for tv in program.inputs for x in tv.shape() if isinstance(x, Symbol)}
 
@@ -204,7 +204,7 @@ def make_inputs(fd: Any) -> tuple[list[Any], dict[Any, int]]:
     """Return one rank's inputs, without memory, and the sizes that the definition leaves open."""
     import torch
 
-    from multidevice.sharding import local_sizes
+    from multidevice.sharding.queries import local_sizes
 
     inputs: list[Any] = []
     sizes = open_sizes(fd.fusion)
@@ -219,10 +219,10 @@ def lower_case(case: Case, count: int) -> tuple[dict[str, float], str]:
     import torch
 
     from fuser import FusionDefinition
-    from hostir.before_run import check_before_run
-    from hostir.input_class import Classifier
-    from hostir.ops import NUMBER_OF_STREAMS, RANK
-    from hostir.pipeline import build_program
+    from hostir.analysis.preflight import check_before_run
+    from hostir.ir.ops import NUMBER_OF_STREAMS, RANK
+    from hostir.lowering.input_class import Classifier
+    from hostir.lowering.pipeline import build_program
 
     seconds, began = dict[str, float](), thread_time()
 

@@ -128,7 +128,7 @@ def corpus() -> dict[str, list[str]]:
     import torch
 
     from fuser import DataType, FusionDefinition, ParallelType, multidevice
-    from fuser.ir.text import fusion_text
+    from fuser.ir.text.printer import fusion_text
 
     def matrix(fd: FusionDefinition, dtype: DataType = DataType.Float) -> Any:
         return fd.define_tensor([-1, -1], contiguity=True, dtype=dtype)
@@ -218,11 +218,11 @@ class Watch:
 
 def run_program(text: str, rng: random.Random, watch: Watch) -> str:
     """Parse, verify and run a host program; return how far it came."""
-    from fuser.errors import InputError
-    from fuser.options import settings
-    from hostir.parse import parse
-    from hostir.ranks import random_inputs, run_simulated
-    from hostir.verify import verify
+    from fuser.support.errors import InputError
+    from fuser.support.options import settings
+    from hostir.ir.parser import parse
+    from hostir.ir.verifier import verify
+    from hostir.tools.run_text import random_inputs, run_simulated
 
     with watch:
         program = parse(text)
@@ -245,12 +245,12 @@ class TorchRunner:
     """Runs a kernel group as torch reads it: no compiler."""
 
     def __init__(self, group: Any) -> None:
-        from multidevice.localize import localize
+        from multidevice.sharding.passes.localize import localize
 
         self.fusion, _ = localize(group.fusion)
 
     def run(self, inputs: Any, outputs: Any, *, sizes: Any) -> None:
-        from fuser.ops.torch_meaning import evaluate_fusion
+        from fuser.ops.reference.meaning import evaluate_fusion
 
         results = evaluate_fusion(self.fusion, list(inputs), values=sizes)
         for out, value in zip(outputs, results, strict=True):
@@ -267,13 +267,13 @@ def _torch_runner(group: Any, settings: Any, **_: Any) -> TorchRunner:
 
 def run_fusion(text: str, rng: random.Random, watch: Watch) -> str:
     """Parse and verify a fusion, and take it through the compiler to a host program."""
-    import hostir.evaluate
-    from fuser.errors import InputError
+    import hostir.runtime.evaluator
     from fuser.frontend.executor_cache import FusionExecutorCache
-    from fuser.ir.parse import parse_fusion
+    from fuser.ir.text.parser import parse_fusion
     from fuser.ir.verify import verify_fusion
-    from hostir.container import HostIrContainer
-    from hostir.ranks import random_inputs, shards_of
+    from fuser.support.errors import InputError
+    from hostir.ir.program import HostIrContainer
+    from hostir.tools.run_text import random_inputs, shards_of
     from multidevice import Communicator, simulate
 
     with watch:
@@ -291,14 +291,14 @@ def run_fusion(text: str, rng: random.Random, watch: Watch) -> str:
         mine = shards_of(program, inputs, Communicator.instance().rank())
         cache.execute(mine, _enable_options=options)
 
-    compiler = hostir.evaluate.make_kernel_executor
+    compiler = hostir.runtime.evaluator.make_kernel_executor
     try:
         if not compiled:
-            hostir.evaluate.make_kernel_executor = _torch_runner  # pyright: ignore[reportAttributeAccessIssue]
+            hostir.runtime.evaluator.make_kernel_executor = _torch_runner  # pyright: ignore[reportAttributeAccessIssue]
         with simulate(ranks) as world:
             world.run(body)
     finally:
-        hostir.evaluate.make_kernel_executor = compiler
+        hostir.runtime.evaluator.make_kernel_executor = compiler
     return "compiled" if compiled else "ran"
 
 
@@ -343,7 +343,7 @@ def work(kind: str, seed: int, cases: int) -> None:
 
 
 def _work(seeds: range, run: Callable[[int], str], watch: Watch) -> None:
-    from fuser.errors import FuserError
+    from fuser.support.errors import FuserError
 
     for s in seeds:
         start = time.monotonic()

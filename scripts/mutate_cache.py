@@ -24,9 +24,15 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from fuser.errors import FuserError, OptionError
-from fuser.kernel_source import KernelParam, KernelSource
-from fuser.runtime import clear_memory_cache, compilations, compile_kernels, kernel_cache, simt
+from fuser.runtime import (
+    clear_memory_cache,
+    compilations,
+    compile_kernels,
+    cpu_kernel,
+    kernel_cache,
+)
+from fuser.support.errors import FuserError, OptionError
+from fuser.support.kernel_source import KernelParam, KernelSource
 
 _ERRORS = (errno.ENOSPC, errno.EROFS, errno.EACCES, errno.EIO, errno.ENOENT, errno.EMFILE)
 _CALLS = {
@@ -66,16 +72,16 @@ class Cache:
         # Digests of what the compiler gave, and of what was loaded.
         self.trusted: set[str] = set()
         self.loaded: set[str] = set()
-        self._compile, self._load = simt._run_compiler, simt._library
-        simt._run_compiler = self._answer
-        simt._library = self._loading
+        self._compile, self._load = cpu_kernel._run_compiler, cpu_kernel._library
+        cpu_kernel._run_compiler = self._answer
+        cpu_kernel._library = self._loading
         os.environ["FUSER_CACHE_DIR"] = str(self.pristine)
         self.ask([0, 1, 2])
         # Loaded for good, as in any process: each one keeps the stacks of its threads.
-        self._engine = simt._engine()
+        self._engine = cpu_kernel._engine()
 
     def close(self) -> None:
-        simt._run_compiler, simt._library = self._compile, self._load
+        cpu_kernel._run_compiler, cpu_kernel._library = self._compile, self._load
         shutil.rmtree(self.root, ignore_errors=True)
 
     def _answer(self, flags: Any, text: str, texts: Any) -> bytes:
@@ -93,7 +99,7 @@ class Cache:
         import torch
 
         clear_memory_cache()
-        simt._engine.cache_clear()
+        cpu_kernel._engine.cache_clear()
         kernel_cache._written.clear()
         before = compilations()
         for request in requests:

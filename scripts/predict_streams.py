@@ -27,16 +27,16 @@ import bench_streams as bench
 from matmul_pairs import X
 
 from fuser import DataType, multidevice
-from hostir.bind import InputBinder
-from hostir.container import HostIrContainer
-from hostir.cost import RankTimes, predict
-from hostir.input_class import Classifier
-from hostir.lower_params import DEFAULT, LowerParams
-from hostir.machine import Machine, find_machine
-from hostir.ops import NUMBER_OF_STREAMS
-from hostir.pipeline import build_program
-from hostir.timetable import timetable_of
-from multidevice.sharding import local_sizes
+from hostir.cost.machine_model import Machine, find_machine
+from hostir.cost.report import RankTimes, predict
+from hostir.cost.simulator import timetable_of
+from hostir.ir.ops import NUMBER_OF_STREAMS
+from hostir.ir.program import HostIrContainer
+from hostir.lowering.input_class import Classifier
+from hostir.lowering.params import DEFAULT, LowerParams
+from hostir.lowering.pipeline import build_program
+from hostir.runtime.inputs import InputBinder
+from multidevice.sharding.queries import local_sizes
 
 RESULTS = Path(__file__).parents[1] / "benchmarks" / "results"
 BF16 = DataType.BFloat16

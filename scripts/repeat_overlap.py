@@ -32,9 +32,9 @@ import fuser.frontend.overlap
 from fuser import FusionDefinition, multidevice
 from fuser.frontend.program_cache import PROGRAMS
 from fuser.multidevice import Communicator
-from hostir import auto_overlap
-from hostir.auto_overlap import OverlapCandidate
-from hostir.overlap_bound import GainBound
+from hostir.cost import overlap_search
+from hostir.cost.overlap_bound import GainBound
+from hostir.cost.overlap_search import OverlapCandidate
 from tests.frontend.overlapped import FORMS, SLOW, Form, X, defined, has_loops, several
 from tests.frontend.overlapped_gradients import GRADIENTS
 
@@ -49,9 +49,9 @@ _ENABLED = ["machine(h200)"]  # the name of any; `Chosen` gives the machine
 
 # What takes the fastest; why nothing can pay, why a graph pays more; on which machine.
 _DECIDES = (
-    (auto_overlap, "pick"),
+    (overlap_search, "pick"),
     (GainBound, "why_hopeless"),
-    (auto_overlap.Overlaps, "_why_not"),
+    (overlap_search.Overlaps, "_why_not"),
     (fuser.frontend.overlap, "find_machine"),
 )
 

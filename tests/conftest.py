@@ -23,8 +23,8 @@ from tests import every_program, mpi_abort
 if TYPE_CHECKING:
     import torch
 
-    from fuser.kernel_source import KernelSource
-    from fuser.runtime.kernel import CompiledKernel
+    from fuser.runtime.compiled_kernel import CompiledKernel
+    from fuser.support.kernel_source import KernelSource
     from multidevice import Communicator
 
 _ROOT = Path(__file__).parents[1]

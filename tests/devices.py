@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from fuser import TensorView
-from fuser.inputs import flatten
 from fuser.ir.fusion import Fusion
+from fuser.support.inputs import flatten
 from multidevice import Communicator
 
 

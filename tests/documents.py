@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from hostir.cli import main
+from hostir.tools.cli import main
 from tests.limits import HANG_S
 from tests.multidevice.test_communicator_jobs import MPIRUN, ROOT
 

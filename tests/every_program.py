@@ -40,8 +40,8 @@ if TYPE_CHECKING:
     import torch
 
     from fuser.ir.fusion import Fusion
-    from hostir.evaluate import ProgramEvaluator
-    from hostir.plan import Plan
+    from hostir.runtime.evaluator import ProgramEvaluator
+    from hostir.runtime.plan import Plan
 
 CHOICES = ("marked", "all")
 # What of the environment decides about results.
@@ -106,7 +106,7 @@ class Watch:
         """Note a fusion that became executable; None for one whose copy is known, `key` being its
         full text, where runs do not count."""
         from fuser import translate_fusion
-        from multidevice.sharding import requested_devices
+        from multidevice.sharding.queries import requested_devices
 
         with self._lock:
             self.programs += 1
@@ -235,7 +235,7 @@ class Watcher:
     @contextmanager
     def _watched_programs(self) -> Generator[None]:
         from fuser.frontend.executor_cache import FusionExecutorCache
-        from fuser.frontend.manual import KernelExecutor
+        from fuser.frontend.manual_kernels import KernelExecutor
         from tests.hostir.plan_steps import as_product_code
 
         init, compile_ = FusionExecutorCache.__init__, KernelExecutor.compile
@@ -273,9 +273,9 @@ class Watcher:
             _FirstRuns(self, seen, cache, names)
 
     def _see_kernel(self, fusion: Any) -> Seen | None:
-        from fuser.frontend.manual import KernelExecutor
+        from fuser.frontend.manual_kernels import KernelExecutor
         from fuser.ir.fusion import Fusion
-        from fuser.ir.text import fusion_text
+        from fuser.ir.text.printer import fusion_text
 
         if self.watch is None or not isinstance(fusion, Fusion):
             return None
@@ -389,8 +389,8 @@ def _check_copy(seen: Seen, *, is_whole: bool) -> None:
     """Require of the copy: equal text, and the same entry of a cache; as a whole also what follows
     from that: that fusion and hash are equal. The full text is then read back, too."""
     from fuser import FusionDefinition, LruFusionCache
-    from fuser.ir.parse import parse_fusion
-    from fuser.ir.text import fusion_text
+    from fuser.ir.text.parser import parse_fusion
+    from fuser.ir.text.printer import fusion_text
     from tests.frontend.again import again, defined_by
 
     if isinstance(seen.text, Exception):

@@ -14,11 +14,11 @@ import os
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
-from fuser.errors import CompileError
-from fuser.kernel_source import KernelSource
 from fuser.runtime import nvrtc
 from fuser.runtime.kernel_cache import KernelCache, digest
-from fuser.runtime.sources import in_namespace
+from fuser.runtime.kernel_text import in_namespace
+from fuser.support.errors import CompileError
+from fuser.support.kernel_source import KernelSource
 
 TOGETHER = 16
 _ONE_THREAD = "__launch_bounds__(1)"

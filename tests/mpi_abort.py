@@ -61,9 +61,10 @@ class MpiAbort:
     def abort(self, text: str) -> NoReturn:
         """End every rank of the job; `text` says why."""
         self.tell(text)
-        from multidevice import last_words, page
+        from multidevice.coordination import shared_page
+        from multidevice.job import last_words
 
-        page.unlink_mpich_segments()
+        shared_page.unlink_mpich_segments()
         with os.fdopen(self._stderr, "w", closefd=False) as terminal:
             last_words.wait_for_reader(terminal)  # before mpirun hears of the abort
         # MPI_Abort may itself wait for a thread that is inside MPI.

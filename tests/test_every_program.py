@@ -11,11 +11,11 @@ import pytest
 import torch
 
 from fuser import FusionDefinition, ParallelType, multidevice
-from fuser.frontend import python_text
+from fuser.frontend import python_printer
 from fuser.ops.define import define_tensor
-from hostir.evaluate import ProgramEvaluator
-from hostir.plan import Plan
-from hostir.replay import Recorder
+from hostir.runtime.evaluator import ProgramEvaluator
+from hostir.runtime.plan import Plan
+from hostir.runtime.recorder import Recorder
 from tests.every_program import Watch, Watcher, check_copies, check_runs
 
 # The tests plant what is to be found.
@@ -168,13 +168,13 @@ def test_strides_that_differ_are_told(watch: Watch) -> None:
 def test_texts_that_say_something_else_are_told(
     watch: Watch, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(python_text, "number_text", lambda value: f"{value:.3f}")
+    monkeypatch.setattr(python_printer, "number_text", lambda value: f"{value:.3f}")
     run(scaled(0.30001))
     assert "0.30001" in wrong_of(watch)
 
 
 def test_texts_that_raise_are_told(watch: Watch, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(python_text, "number_text", lambda value: f"{value}!")
+    monkeypatch.setattr(python_printer, "number_text", lambda value: f"{value}!")
     run(scaled())
     assert "SyntaxError" in wrong_of(watch)
 

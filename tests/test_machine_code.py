@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from fuser.errors import CompileError
 from fuser.runtime import nvrtc
+from fuser.support.errors import CompileError
 from tests import mpi_abort
 from tests.limits import HANG_S
 from tests.machine_code import TOGETHER, compile_for_hopper
@@ -85,7 +85,7 @@ def test_kernels_of_all_processes_decide(
     text = head + KERNEL.format(name="made", value=1)
     (tmp_path / "test_it.py").write_text(f"""\
 import pytest
-from fuser.kernel_source import KernelParam, KernelSource
+from fuser.support.kernel_source import KernelParam, KernelSource
 from fuser.kernels import executor
 
 @pytest.mark.parametrize("number", [0, 1, 2, 3])

@@ -8,13 +8,13 @@ from pathlib import Path
 
 import pytest
 
-from fuser.errors import ParseError, VerifyError
 from fuser.ir.fusion import Fusion
-from fuser.ir.guard import FusionGuard
-from fuser.ir.parse import parse_fusion, parse_scalar
-from fuser.ir.text import fusion_text
+from fuser.ir.fusion_guard import FusionGuard
+from fuser.ir.text.parser import parse_fusion, parse_scalar
+from fuser.ir.text.printer import fusion_text
 from fuser.ops import sin
 from fuser.ops.define import define_tensor
+from fuser.support.errors import ParseError, VerifyError
 
 ROOT = Path(__file__).parents[1]
 

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from fuser import options
-from fuser.errors import OptionError
-from fuser.option_names import EFFECTS, NO_EFFECT
+from fuser.support import options
+from fuser.support.errors import OptionError
+from fuser.support.option_names import EFFECTS, NO_EFFECT
 
 
 @pytest.fixture(autouse=True)

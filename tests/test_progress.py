@@ -11,8 +11,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from fuser import FusionDefinition, ParallelType, progress
+from fuser import FusionDefinition, ParallelType
 from fuser.multidevice import DeviceMesh, shard_tensor
+from fuser.support import progress
 from multidevice import simulate
 
 pytestmark = pytest.mark.finding("G26")

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from fuser.record import record
-from fuser.record import replace as record_replace
+from fuser.support.record import record
+from fuser.support.record import replace as record_replace
 
 
 @record

@@ -1,1 +1,8 @@
-"""From kernel loop nests to CUDA C++ text, and the device headers that it includes."""
+"""Code generation: a kernel as CUDA C++ text.
+
+Question: how is a lowered kernel spelled?
+Imports: `fuser.support`, `fuser.ir.scalar` and `fuser.lower.kernel_ir`.
+Files, in reading order:
+
+- `cuda_text`: statements and expressions to text.
+"""

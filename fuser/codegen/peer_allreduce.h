@@ -1,5 +1,5 @@
 // An allreduce as one kernel, over memory that the ranks of a team have mapped. Comes after rt.h, rt_math.h, rt_reduce.h, peer_memory.h
-// and the constants of `multidevice/backends/allreduce_kernel.py`, which also writes the kernel that calls allreduce().
+// and the constants of `multidevice/transports/base/allreduce_model.py`, which also writes the kernel that calls allreduce().
 //
 // Every rank has an area, and all areas are laid out alike: counters, flags, packets, data. A rank only writes into the
 // areas of others and only waits for what lies in its own, so that data crosses the link once and nobody reads over it.

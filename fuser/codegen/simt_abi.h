@@ -1,5 +1,5 @@
 // What a compiled CPU kernel and the SIMT engine know of each other. Both include this; the layout of Launch and Report
-// is also written by `fuser/runtime/simt.py`.
+// is also written by `fuser/runtime/cpu_kernel.py`.
 #pragma once
 
 namespace simt {

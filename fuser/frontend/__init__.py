@@ -1,1 +1,17 @@
-"""What a user's program touches first: FusionDefinition, caches and entry points."""
+"""The user's API: definitions, their execution, caches, profiles, Python text.
+
+Question: how does a user's call reach the program?
+Imports: everything.
+Files, in reading order:
+
+- `definition`: `FusionDefinition`.
+- `executor_cache`: programs by the class of their inputs.
+- `program_cache`: what is kept of a program and of calls that have been seen.
+- `fusion_cache`: definitions by their text, within bounds.
+- `implicit_inputs`: seeds, CPU scalars and tensors with gradients.
+- `dtensors`: torch's DTensors as inputs and outputs.
+- `validation`: results beside torch's, with tolerances.
+- `python_printer`: a definition as Python: `repr`, schedules, scripts that reproduce an error.
+- `inspection`, `profiler`: what `fd` says of itself; profiles of runs.
+- `manual_kernels`: a kernel scheduled by hand.
+"""

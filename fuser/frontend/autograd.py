@@ -7,9 +7,9 @@ from collections.abc import Sequence
 import torch
 from torch.autograd import forward_ad
 
-from fuser.errors import InputError, warn
 from fuser.ir.binding import Argument
 from fuser.ir.fusion import Fusion
+from fuser.support.errors import InputError, warn
 
 
 def _is_lazy(x: torch.Tensor) -> bool:

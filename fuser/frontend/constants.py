@@ -9,14 +9,14 @@ from __future__ import annotations
 from collections.abc import Hashable
 from dataclasses import dataclass, field
 
-from fuser.errors import warn
-from fuser.ir.core import op_text
 from fuser.ir.fusion import Fusion, TensorOp
-from fuser.ir.nodes import BinaryOp, FullOp, TernaryOp, UnaryOp
-from fuser.ir.scalar import Const, Number, Symbol
+from fuser.ir.op import op_text
+from fuser.ir.ops.nodes import BinaryOp, FullOp, TernaryOp, UnaryOp
+from fuser.ir.scalar.constructors import Const, Number, Symbol
 from fuser.ir.tensor import TensorView
-from fuser.recent import Recent
-from fuser.record import record
+from fuser.support.errors import warn
+from fuser.support.lru import Recent
+from fuser.support.record import record
 
 # So many programs that differ in numbers alone are compiled without a word.
 _QUIET = 3

@@ -17,8 +17,21 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 
-from fuser.arguments import LONGEST, checked, require, show
-from fuser.errors import (
+from fuser.frontend import validation
+from fuser.frontend.executor_cache import FusionExecutorCache
+from fuser.frontend.manual_kernels import KernelExecutor
+from fuser.frontend.python_printer import translate_fusion
+from fuser.frontend.repro import fake_inputs, is_internal, report, repro_script
+from fuser.ir.dtypes import DataType, DtypeLike, from_torch
+from fuser.ir.fusion import Fusion
+from fuser.ir.fusion_guard import FusionGuard
+from fuser.ir.scalar.constructors import Scalar
+from fuser.ir.tensor import TensorView
+from fuser.ops import define
+from fuser.ops.spelled import SPELLED
+from fuser.schedule.heuristic_params import HeuristicParams
+from fuser.support.arguments import LONGEST, checked, require, show
+from fuser.support.errors import (
     ArgumentError,
     DefinitionError,
     EmptyDefinitionError,
@@ -28,34 +41,21 @@ from fuser.errors import (
     user_code,
     user_line,
 )
-from fuser.frontend import validation
-from fuser.frontend.executor_cache import FusionExecutorCache
-from fuser.frontend.manual import KernelExecutor
-from fuser.frontend.python_text import translate_fusion
-from fuser.frontend.repro import fake_inputs, is_internal, report, repro_script
-from fuser.inputs import flatten
-from fuser.ir.dtypes import DataType, DtypeLike, from_torch
-from fuser.ir.fusion import Fusion
-from fuser.ir.guard import FusionGuard
-from fuser.ir.scalar import Scalar
-from fuser.ir.tensor import TensorView
-from fuser.locks import make_reentrant_lock
-from fuser.ops import define
-from fuser.ops.spelled import SPELLED
-from fuser.options import NONE, settings
-from fuser.schedule.heuristic_params import HeuristicParams
-from hostir.arena import Memory
-from multidevice.agreement import Prepared
-from multidevice.communicator import Communicator, run_agreed
-from multidevice.sharding import requested_devices
+from fuser.support.inputs import flatten
+from fuser.support.locks import make_reentrant_lock
+from fuser.support.options import NONE, settings
+from hostir.runtime.arena import Memory
+from multidevice.job.agreement import Prepared
+from multidevice.job.communicator import Communicator, run_agreed
+from multidevice.sharding.queries import requested_devices
 
 if TYPE_CHECKING:
     from os import PathLike
 
     from torch.distributed.tensor import DTensor
 
-    from hostir.measured import Trace
-    from hostir.tracing import Source
+    from hostir.profiling.timeline import Trace
+    from hostir.profiling.tracer import Source
 
 _NEVER_WRITTEN = (
     "Fusion does not exist! Use `with FusionDefinition() as fd: ...` to define a fusion."
@@ -184,7 +184,7 @@ class FusionDefinition:
         return self._fusion
 
     def __repr__(self) -> str:
-        """Return the definition as a Python program (`fuser.frontend.python_text`)."""
+        """Return the definition as a Python program (`fuser.frontend.python_printer`)."""
         is_written = hasattr(self, "fec") or self._fusion is not None
         return (
             translate_fusion(self.fusion) if is_written else "<FusionDefinition, not written yet>"
@@ -368,7 +368,7 @@ class FusionDefinition:
     ) -> Trace:
         """Run the program several times on `inputs`, and return what ran when: a timeline with a
         track per stream and one of the host, for each rank, and how long the program computes,
-        communicates and does neither (`hostir.measured.Trace`).
+        communicates and does neither (`hostir.profiling.timeline.Trace`).
 
         All ranks of the program call it together; each gets the traces of all, and the first one
         writes the timeline to `path`, for Perfetto. After `warm_up` runs come `repeat` that nobody
@@ -387,7 +387,7 @@ class FusionDefinition:
             ExecutionError: times of the device cannot be taken from `source`.
             PeerError: another rank raised.
         """
-        from hostir.tracing import Asked
+        from hostir.profiling.tracer import Asked
 
         asked = Asked(path, warm_up, repeat, source, predicted)
 
@@ -458,7 +458,8 @@ class FusionDefinition:
         """Return the bytes that this definition keeps between runs, and what it shares with others.
 
         The intermediates of all programs of a stream lie in one buffer, as large as the largest
-        program needs; `hostir.arena.Memory` has the numbers. Outputs are the caller's alone.
+        program needs; `hostir.runtime.arena.Memory` has the numbers. Outputs are the caller's
+        alone.
         """
         return self.fec.memory() if hasattr(self, "fec") else Memory()
 

@@ -13,8 +13,15 @@ from weakref import WeakSet
 
 import torch
 
-from fuser.arguments import show
-from fuser.errors import (
+from fuser.frontend.executor_cache import FusionExecutorCache
+from fuser.ir.binding import Argument
+from fuser.ir.domain.device_mesh import DeviceMesh
+from fuser.ir.fusion import Fusion
+from fuser.ir.layout_class import declared_order
+from fuser.ir.memory_layout import expanded_positions, memory_order
+from fuser.ir.tensor import TensorView
+from fuser.support.arguments import show
+from fuser.support.errors import (
     DTensorError,
     InputError,
     ShardingError,
@@ -22,20 +29,13 @@ from fuser.errors import (
     user_code,
     warn,
 )
-from fuser.frontend.executor_cache import FusionExecutorCache
-from fuser.inputs import check_count, flatten
-from fuser.ir.binding import Argument
-from fuser.ir.fusion import Fusion
-from fuser.ir.layout_class import declared_order
-from fuser.ir.mesh import DeviceMesh
-from fuser.ir.storage import expanded_positions, memory_order
-from fuser.ir.tensor import TensorView
-from fuser.recent import Recent
-from hostir.bind import misplaced_axis
-from multidevice.agreement import Prepared
-from multidevice.communicator import Communicator
-from multidevice.placement import Placement, cut_line, placement
-from multidevice.shard import in_declared_order
+from fuser.support.inputs import check_count, flatten
+from fuser.support.lru import Recent
+from hostir.runtime.inputs import misplaced_axis
+from multidevice.job.agreement import Prepared
+from multidevice.job.communicator import Communicator
+from multidevice.job.shard_tensor import in_declared_order
+from multidevice.sharding.placement import Placement, cut_line, placement
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh as TorchMesh

@@ -16,19 +16,13 @@ import torch
 from torch.autograd import forward_ad
 from torch.autograd import profiler as torch_profiler
 
-from fuser import dumps, options, progress
-from fuser.arguments import checked
-from fuser.collector import uncollected
-from fuser.device import VECTOR_BYTES
-from fuser.dumps import Dump
-from fuser.errors import FuserError, user_code
-from fuser.frontend import draws
+from fuser.frontend import implicit_inputs
 from fuser.frontend.autograd import Autograd
 from fuser.frontend.constants import note_constants
-from fuser.frontend.draws import Draws, T
 from fuser.frontend.float_sizes import FloatSizes
 from fuser.frontend.host_scalars import HostScalars
-from fuser.frontend.inside import Inspection
+from fuser.frontend.implicit_inputs import Draws, T
+from fuser.frontend.inspection import Inspection
 from fuser.frontend.known_call import (
     MAX_DECLINED,
     BoundProgram,
@@ -42,38 +36,44 @@ from fuser.frontend.overlap import overlaps_of
 from fuser.frontend.profiler import PROFILERS, profiler_here
 from fuser.frontend.program_cache import PROGRAMS, Program
 from fuser.frontend.watched import Watching
-from fuser.inputs import device_of, flatten
 from fuser.ir.binding import (
     Argument,
     Contents,
     free_inputs,
     signature_of,
 )
-from fuser.ir.core import Op
-from fuser.ir.form import without_names
+from fuser.ir.canonical_form import without_names
 from fuser.ir.fusion import Fusion
-from fuser.ir.scalar import Symbol
+from fuser.ir.op import Op
+from fuser.ir.scalar.constructors import Symbol
 from fuser.ir.tensor import TensorView
-from fuser.ir.text import fusion_text
-from fuser.option_names import EFFECTS
-from fuser.options import Settings
-from fuser.recent import Recent
-from hostir.arena import Memory, memory_of
-from hostir.auto_overlap import NoOverlap, Overlaps
-from hostir.bind import InputBinder
-from hostir.container import HostIrContainer
-from hostir.digest import claim_of, communications_text, input_names
-from hostir.evaluate import Known, ProgramEvaluator
-from hostir.forms import NOTES, dumped
-from hostir.input_class import Classifier, InputClass
-from hostir.lower_params import DEFAULT, LowerParams
-from hostir.pipeline import Built, build_program
-from hostir.sliced_inputs import sliced_inputs
-from hostir.steady import Steady, Surroundings
-from hostir.transfers import PEER_COPIES
-from multidevice import sharding
-from multidevice.agreement import Claim, Prepared
-from multidevice.communicator import Communicator, current_communicator, run_agreed
+from fuser.ir.text.printer import fusion_text
+from fuser.support import dumps, options, progress
+from fuser.support.arguments import checked
+from fuser.support.device import VECTOR_BYTES
+from fuser.support.dumps import Dump
+from fuser.support.errors import FuserError, user_code
+from fuser.support.gc_pause import uncollected
+from fuser.support.inputs import device_of, flatten
+from fuser.support.lru import Recent
+from fuser.support.option_names import EFFECTS
+from fuser.support.options import Settings
+from hostir.analysis.sliced_inputs import sliced_inputs
+from hostir.cost.overlap_search import NoOverlap, Overlaps
+from hostir.ir.forms import NOTES, dumped
+from hostir.ir.program import HostIrContainer
+from hostir.ir.transfers import PEER_COPIES
+from hostir.lowering.input_class import Classifier, InputClass
+from hostir.lowering.params import DEFAULT, LowerParams
+from hostir.lowering.pipeline import Built, build_program
+from hostir.runtime.arena import Memory, memory_of
+from hostir.runtime.evaluator import Known, ProgramEvaluator
+from hostir.runtime.inputs import InputBinder
+from hostir.runtime.native_runner import Steady, Surroundings
+from hostir.runtime.run_signature import claim_of, communications_text, input_names
+from multidevice.job.agreement import Claim, Prepared
+from multidevice.job.communicator import Communicator, current_communicator, run_agreed
+from multidevice.sharding import queries
 
 # What one definition remembers: signatures, those that take turns, programs bound to a rank.
 MAX_SIGNATURES = 256
@@ -130,7 +130,7 @@ class FusionExecutorCache(Watching, Inspection):
         self._by_class: Recent[object, BoundProgram] = Recent(MAX_BOUND)
         self._overlaps: Recent[object, Overlaps | NoOverlap] = Recent(MAX_BOUND)
         self._recent: Recent[Communicator, BoundProgram] = Recent(MAX_BOUND)
-        self.devices = sharding.requested_devices(fusion)
+        self.devices = queries.requested_devices(fusion)
         self._names = input_names(self._defined.inputs, self._defined.exprs)
         for further in (self._float_sizes, self._draws):
             self._names = (*self._names, *(() if further is None else further.names))
@@ -334,7 +334,7 @@ class FusionExecutorCache(Watching, Inspection):
             communicator, inputs, device, _enable_options, _disable_options
         )
         are_apart = call.bound.evaluator.are_apart(given, call.known)
-        numbers = draws.claimed(given, self._numbers, device, self._draws)
+        numbers = implicit_inputs.claimed(given, self._numbers, device, self._draws)
         run = begin(partial(self._run, call, given, places, are_apart))
         if scalars is None or flat is None:
             return call.claim, numbers, run
@@ -450,7 +450,7 @@ class FusionExecutorCache(Watching, Inspection):
     ) -> tuple[BoundProgram, Claim, Known]:
         size = communicator.size()
         if size not in self._worlds:
-            sharding.check_world(self._fusion, size)
+            queries.check_world(self._fusion, size)
             self._worlds.add(size)
         where = device_of(inputs, device)
         values = self._binder.bind(inputs, where)

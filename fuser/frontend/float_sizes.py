@@ -14,15 +14,24 @@ import math
 from collections.abc import Iterable, Iterator
 from typing import TypeGuard
 
-from fuser.errors import InputError, user_code
-from fuser.inputs import check_count, device_of, flatten
 from fuser.ir.binding import Argument, Values, shape_scalars, structural_scalars
 from fuser.ir.dtypes import DataType, category, misfit
 from fuser.ir.fusion import Fusion, TensorOp
-from fuser.ir.scalar import Apply, Const, Scalar, Symbol, children, evaluate, is_int, symbols
-from fuser.ir.scalar_nodes import postorder
+from fuser.ir.scalar.constructors import (
+    Apply,
+    Const,
+    Scalar,
+    Symbol,
+    children,
+    evaluate,
+    is_int,
+    symbols,
+)
+from fuser.ir.scalar.scalar_nodes import postorder
 from fuser.passes.concretize import replace_scalars
-from hostir.bind import InputBinder, check_scalar
+from fuser.support.errors import InputError, user_code
+from fuser.support.inputs import check_count, device_of, flatten
+from hostir.runtime.inputs import InputBinder, check_scalar
 
 
 class FloatSizes:

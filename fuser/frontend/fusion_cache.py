@@ -13,13 +13,13 @@ from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from typing import ParamSpec
 
-from fuser.arguments import checked, show
-from fuser.errors import ArgumentError, DefinitionError, EmptyDefinitionError
 from fuser.frontend.definition import FusionDefinition
 from fuser.frontend.executor_cache import FusionExecutorCache
-from fuser.ir.form import form_of
+from fuser.ir.canonical_form import form_of
 from fuser.ir.fusion import Fusion
-from fuser.locks import make_lock
+from fuser.support.arguments import checked, show
+from fuser.support.errors import ArgumentError, DefinitionError, EmptyDefinitionError
+from fuser.support.locks import make_lock
 
 P = ParamSpec("P")
 

@@ -14,16 +14,16 @@ from typing import TypeGuard
 
 import torch
 
-from fuser.inputs import check_count, flatten
-from fuser.ir import scalar as sc
 from fuser.ir.binding import Argument
 from fuser.ir.dtypes import DataType, category
 from fuser.ir.fusion import Fusion
-from fuser.ir.nodes import FullOp
+from fuser.ir.ops.nodes import FullOp
+from fuser.ir.scalar import constructors as sc
 from fuser.ir.tensor import TensorView
 from fuser.ir.types import MemoryType
-from fuser.record import record
-from hostir.bind import check_tensor, spec_of
+from fuser.support.inputs import check_count, flatten
+from fuser.support.record import record
+from hostir.runtime.inputs import check_tensor, spec_of
 
 _EXACT = (DataType.Double, DataType.Float)
 _HOST = torch.device("cpu")

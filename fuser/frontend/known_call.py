@@ -10,17 +10,17 @@ from typing import Any
 
 import torch
 
-from fuser.device import VECTOR_BYTES
 from fuser.frontend.program_cache import Program
 from fuser.ir.binding import Contents, Signature, inputs_text
-from fuser.options import Settings
 from fuser.runtime import compiled_runner
-from hostir.auto_overlap import NoOverlap, Overlaps
-from hostir.evaluate import ProgramEvaluator
-from hostir.known import Known
-from hostir.steady import Steady
-from multidevice.agreement import Claim, Prepared
-from multidevice.communicator import Communicator
+from fuser.support.device import VECTOR_BYTES
+from fuser.support.options import Settings
+from hostir.cost.overlap_search import NoOverlap, Overlaps
+from hostir.runtime.evaluator import ProgramEvaluator
+from hostir.runtime.known import Known
+from hostir.runtime.native_runner import Steady
+from multidevice.job.agreement import Claim, Prepared
+from multidevice.job.communicator import Communicator
 
 # Runs of a call before the compiled runner is asked to take it, and at most between two questions;
 # calls, one after another, that are not its own, before it lets go.

@@ -8,14 +8,14 @@ import torch
 
 from fuser.frontend.program_cache import PROGRAMS
 from fuser.ir.fusion import Fusion
-from fuser.ir.nodes import Contraction
-from fuser.options import Settings
-from hostir.auto_overlap import FORCED, MARGIN, NoOverlap, Overlaps
-from hostir.lower_params import LowerParams
-from hostir.machine import H200, find_machine, machine_of
-from hostir.transfers import PEER_COPIES
-from multidevice.communicator import Communicator
-from multidevice.sharding import has_streams, requested_devices
+from fuser.ir.ops.nodes import Contraction
+from fuser.support.options import Settings
+from hostir.cost.machine_model import H200, find_machine, machine_of
+from hostir.cost.overlap_search import FORCED, MARGIN, NoOverlap, Overlaps
+from hostir.ir.transfers import PEER_COPIES
+from hostir.lowering.params import LowerParams
+from multidevice.job.communicator import Communicator
+from multidevice.sharding.queries import has_streams, requested_devices
 
 
 def overlaps_of(

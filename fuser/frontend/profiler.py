@@ -5,7 +5,7 @@
     print(prof.profile)
 
 Within the block, and everywhere where `FUSER_PROF` asks for it, `execute` runs as it does for a
-trace (`hostir.profile`): its results, updates and random numbers are those of one run.
+trace (`hostir.profiling.profiler`): its results, updates and random numbers are those of one run.
 """
 
 from __future__ import annotations
@@ -16,18 +16,18 @@ from dataclasses import dataclass, field
 from types import TracebackType
 from typing import TYPE_CHECKING
 
-from fuser import options
-from fuser.arguments import checked
-from fuser.device import peak_bandwidth_gbs
-from fuser.errors import NotCompiledError, OtherEntranceError
 from fuser.schedule.automatic import SchedulerType
+from fuser.support import options
+from fuser.support.arguments import checked
+from fuser.support.device import peak_bandwidth_gbs
+from fuser.support.errors import NotCompiledError, OtherEntranceError
 
 if TYPE_CHECKING:
     import torch
 
     from fuser.frontend.program_cache import Program
     from fuser.kernels.executor import KernelLaunch
-    from hostir.profile import Profiled, ProfiledOp
+    from hostir.profiling.profiler import Profiled, ProfiledOp
 
 _BY_HAND = "auto_scheduled=False is for one manual_execute"
 _BY_ITSELF = "manual_execute is profiled by PythonProfiler(auto_scheduled=False)"

@@ -10,23 +10,23 @@ from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 
-from fuser.dumps import Dump
-from fuser.ir.mesh import DeviceMesh
-from fuser.ir.scalar import Symbol
+from fuser.ir.domain.device_mesh import DeviceMesh
+from fuser.ir.scalar.constructors import Symbol
 from fuser.ir.tensor import TensorView
 from fuser.kernels.alike import Lowered
 from fuser.kernels.executor import FusedKernelExecutor
-from fuser.locks import make_reentrant_lock
-from fuser.options import Settings
 from fuser.passes.concretize import refined_sizes
 from fuser.passes.segment import SegmentedFusion
-from fuser.recent import Recent
-from hostir.auto_overlap import Overlaps
-from hostir.container import HostIrContainer, KernelGroup
-from hostir.digest import first_line
-from hostir.second_reads import CacheReuse, second_reads
-from hostir.step_kernels import StepKernels, make_kernel_executor
-from multidevice.sharding import CutAxis, Sharding, check_cuts, cut_axes
+from fuser.support.dumps import Dump
+from fuser.support.locks import make_reentrant_lock
+from fuser.support.lru import Recent
+from fuser.support.options import Settings
+from hostir.cost.overlap_search import Overlaps
+from hostir.ir.program import HostIrContainer, KernelGroup
+from hostir.passes.second_reads import CacheReuse, second_reads
+from hostir.runtime.kernels import StepKernels, make_kernel_executor
+from hostir.runtime.run_signature import first_line
+from multidevice.sharding.queries import CutAxis, Sharding, check_cuts, cut_axes
 
 # Programs that the process keeps; those used least lately go first.
 MAX_PROGRAMS = 256

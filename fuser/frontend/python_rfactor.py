@@ -14,13 +14,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from fuser.errors import UnsupportedError, user_code
-from fuser.ir.domain import Transform
+from fuser.ir.domain.axis_path import transforms_between
+from fuser.ir.domain.tensor_domain import Transform
 from fuser.ir.fusion import Fusion, TensorOp
-from fuser.ir.nodes import Contraction, ReductionOp
-from fuser.ir.path import transforms_between
+from fuser.ir.ops.nodes import Contraction, ReductionOp
 from fuser.ir.tensor import TensorView
-from fuser.record import record
+from fuser.support.errors import UnsupportedError, user_code
+from fuser.support.record import record
 
 
 @record

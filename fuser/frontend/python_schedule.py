@@ -16,9 +16,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
-from fuser.errors import UnsupportedError
 from fuser.frontend.python_statements import is_stride_order, stride_order_of
-from fuser.ir.domain import (
+from fuser.ir.domain.axis_path import transforms_between
+from fuser.ir.domain.device_mesh import DeviceMesh
+from fuser.ir.domain.tensor_domain import (
     MergeTransform,
     SplitTransform,
     Swizzle1D,
@@ -27,12 +28,11 @@ from fuser.ir.domain import (
     transform_text,
 )
 from fuser.ir.fusion import Fusion
-from fuser.ir.mesh import DeviceMesh
-from fuser.ir.nodes import LoadStoreOp
-from fuser.ir.path import transforms_between
-from fuser.ir.shard import Replicate, Shard, placements_of
+from fuser.ir.ops.nodes import LoadStoreOp
+from fuser.ir.shard_annotation import Replicate, Shard, placements_of
 from fuser.ir.tensor import TensorView
 from fuser.ir.types import MemoryType, ParallelType
+from fuser.support.errors import UnsupportedError
 
 # The text of a value; it may write lines of its own.
 Text = Callable[[object], str]

@@ -10,20 +10,20 @@ import cmath
 from collections.abc import Callable, Mapping
 from itertools import takewhile
 
-from fuser.errors import UnsupportedError, user_code
-from fuser.ir import lookup, nodes
-from fuser.ir.attention import SdpaBwdOp, SdpaFwdOp
-from fuser.ir.block_scales import GroupedScalesOp
 from fuser.ir.dtypes import DataType
 from fuser.ir.fusion import TensorOp
-from fuser.ir.mma import GroupedMmaOp, ProductOp, ScaledMmaOp
-from fuser.ir.resizing import CatOp, PadOp, SliceOp
-from fuser.ir.scalar import Const, Scalar
-from fuser.ir.scans import ArgsortOp, ScanOp, TopKOp
+from fuser.ir.ops import lookup, nodes
+from fuser.ir.ops.attention_ops import SdpaBwdOp, SdpaFwdOp
+from fuser.ir.ops.block_scales import GroupedScalesOp
+from fuser.ir.ops.matrix_products import GroupedMmaOp, ProductOp, ScaledMmaOp
+from fuser.ir.ops.resizing import CatOp, PadOp, SliceOp
+from fuser.ir.ops.scan_ops import ArgsortOp, ScanOp, TopKOp
+from fuser.ir.scalar.constructors import Const, Scalar
 from fuser.ir.tensor import TensorView
 from fuser.ir.types import CacheOp, LoadStoreOpType
-from fuser.ops.table import REDUCTIONS
-from fuser.record import record, replace
+from fuser.ops.reduction_table import REDUCTIONS
+from fuser.support.errors import UnsupportedError, user_code
+from fuser.support.record import record, replace
 
 
 @record

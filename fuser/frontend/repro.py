@@ -6,7 +6,8 @@ from collections.abc import Iterable, Sequence
 
 import torch
 
-from fuser.errors import (
+from fuser.frontend.python_printer import number_text
+from fuser.support.errors import (
     CompileError,
     ExecutionError,
     FuserError,
@@ -14,8 +15,7 @@ from fuser.errors import (
     NoCompilerError,
     VerifyError,
 )
-from fuser.frontend.python_text import number_text
-from fuser.inputs import flatten
+from fuser.support.inputs import flatten
 
 # What is no mistake of the caller, nor of the machine.
 _INTERNAL = (CompileError, ExecutionError, KernelError, VerifyError)

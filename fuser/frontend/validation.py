@@ -12,18 +12,18 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from fuser.arguments import checked
-from fuser.errors import UnsupportedError, ValidationError
-from fuser.frontend.draws import Draws
-from fuser.inputs import flatten
-from fuser.ir import scalar as sc
+from fuser.frontend.implicit_inputs import Draws
 from fuser.ir.binding import Argument, bind_inputs
 from fuser.ir.dtypes import HALF_LIKE, DataType, category, is_inexact, to_torch
 from fuser.ir.fusion import Fusion, TensorOp
-from fuser.ir.nodes import BinaryOp
-from fuser.ir.scans import ScanOp
+from fuser.ir.ops.nodes import BinaryOp
+from fuser.ir.ops.scan_ops import ScanOp
+from fuser.ir.scalar import constructors as sc
 from fuser.ir.tensor import TensorView
-from fuser.ops.torch_meaning import evaluate_fusion
+from fuser.ops.reference.meaning import evaluate_fusion
+from fuser.support.arguments import checked
+from fuser.support.errors import UnsupportedError, ValidationError
+from fuser.support.inputs import flatten
 
 Tolerance = tuple[float, float]
 

@@ -8,19 +8,19 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
-from fuser import options
-from fuser.frontend import draws
+from fuser.frontend import implicit_inputs
 from fuser.frontend.autograd import Autograd
-from fuser.frontend.draws import Draws
+from fuser.frontend.implicit_inputs import Draws
 from fuser.frontend.known_call import CallCacheEntry
 from fuser.frontend.profiler import Profiler, profile_of_program
 from fuser.ir.binding import Argument
-from multidevice.agreement import Prepared
-from multidevice.communicator import Communicator
+from fuser.support import options
+from multidevice.job.agreement import Prepared
+from multidevice.job.communicator import Communicator
 
 if TYPE_CHECKING:
-    from hostir.measured import Trace
-    from hostir.tracing import Asked
+    from hostir.profiling.timeline import Trace
+    from hostir.profiling.tracer import Asked
 
 T = TypeVar("T")
 _PROFILED = "// profiled"
@@ -48,7 +48,7 @@ class Watching:
         _disable_options: Sequence[str] = options.NONE,
     ) -> Prepared[Trace]:
         """Return what this rank claims to trace, and how; nothing is launched."""
-        from hostir.tracing import take_trace
+        from hostir.profiling.tracer import take_trace
 
         given = inputs, device, _enable_options, _disable_options
         return self._prepare_watched(take_trace, asked, asked.line, *given)[1]
@@ -65,7 +65,7 @@ class Watching:
 
         Raises `OtherEntranceError` where that is for runs by hand.
         """
-        from hostir.profile import take_profile
+        from hostir.profiling.profiler import take_profile
 
         has_cupti = profiler.begin(by_hand=False)
         given = inputs, device, enable, disable
@@ -97,7 +97,7 @@ class Watching:
         call, given, _ = self._find(Communicator.instance(), inputs, device, *options)
         (first, *rest), fixed = call.claim.parts, call.claim.fixed
         claim = replace(call.claim, parts=(first, line, *rest), fixed=fixed + 1)
-        numbers = draws.claimed(given, self._numbers, device, self._draws)
+        numbers = implicit_inputs.claimed(given, self._numbers, device, self._draws)
 
         def run() -> T:
             self._has_run(call)

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from fuser.arguments import checked
-from fuser.errors import DefinitionError, user_code, user_line
-from fuser.ir import domain
-from fuser.ir.domain import IterDomain, transform_text
-from fuser.ir.scalar import Scalar
+from fuser.ir.domain import tensor_domain
+from fuser.ir.domain.tensor_domain import IterDomain, transform_text
+from fuser.ir.scalar.constructors import Scalar
 from fuser.ir.statement import Expr, Val, numbered
 from fuser.ir.types import IterType, ParallelType
+from fuser.support.arguments import checked
+from fuser.support.errors import DefinitionError, user_code, user_line
 
 if TYPE_CHECKING:
     from fuser.ir.tensor import TensorView
@@ -137,7 +137,7 @@ class AxisTransform(Expr):
 
     __slots__ = ("_tensor", "_transform")
 
-    def __init__(self, tensor: TensorView, transform: domain.Transform) -> None:
+    def __init__(self, tensor: TensorView, transform: tensor_domain.Transform) -> None:
         self._tensor, self._transform = tensor, transform
 
     def input(self, index: int) -> Axis:
@@ -189,11 +189,11 @@ class Merge(AxisTransform):
 
 # Transforms without a row are of the common class.
 _HANDLES: dict[type, type[AxisTransform]] = {
-    domain.SplitTransform: Split,
-    domain.MergeTransform: Merge,
+    tensor_domain.SplitTransform: Split,
+    tensor_domain.MergeTransform: Merge,
 }
 
 
-def axis_transform(tensor: TensorView, transform: domain.Transform) -> AxisTransform:
+def axis_transform(tensor: TensorView, transform: tensor_domain.Transform) -> AxisTransform:
     """Return the user's handle on a transform of a tensor's axes."""
     return _HANDLES.get(type(transform), AxisTransform)(tensor, transform)

@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 
 from fuser.ir.axis import Axis
-from fuser.ir.domain import (
+from fuser.ir.domain.tensor_domain import (
     IterDomain,
     MergeTransform,
     Resize,
@@ -25,7 +25,7 @@ from fuser.ir.domain import (
     Transform,
 )
 from fuser.ir.fusion import AxisMap, Fusion, TensorOp
-from fuser.ir.scalar import Scalar
+from fuser.ir.scalar.constructors import Scalar
 from fuser.ir.tensor import TensorView
 
 AxisPair = tuple[IterDomain, IterDomain]

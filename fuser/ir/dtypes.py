@@ -9,9 +9,9 @@ from typing import Literal
 
 import torch
 
-from fuser.errors import DtypeError, UnknownDtypeError, UnsupportedError
 from fuser.ir.types import IrEnum
-from fuser.record import record
+from fuser.support.errors import DtypeError, UnknownDtypeError, UnsupportedError
+from fuser.support.record import record
 
 
 class DataType(IrEnum):

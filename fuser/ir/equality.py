@@ -10,11 +10,11 @@ import dataclasses
 from collections.abc import Iterable
 from typing import cast
 
-from fuser.ir.core import Op
-from fuser.ir.domain import TensorDomain, transform_text
+from fuser.ir.domain.tensor_domain import TensorDomain, transform_text
 from fuser.ir.dtypes import category
 from fuser.ir.fusion import Fusion
-from fuser.ir.scalar import Const, Scalar, scalar_text
+from fuser.ir.op import Op
+from fuser.ir.scalar.constructors import Const, Scalar, scalar_text
 from fuser.ir.tensor import TensorView
 
 Key = tuple[object, ...]

@@ -11,23 +11,23 @@ from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import field
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from fuser.errors import DefinitionError, user_code, user_line
 from fuser.ir.axis import Axis
-from fuser.ir.core import Op, op_text, value_text
-from fuser.ir.cursor import MAX_DIGITS
-from fuser.ir.domain import IterDomain, TensorDomain
+from fuser.ir.domain.device_mesh import DeviceMesh
+from fuser.ir.domain.equal_extents import ExtentClasses
+from fuser.ir.domain.tensor_domain import IterDomain, TensorDomain
 from fuser.ir.dtypes import DataType, category, dtype_text
-from fuser.ir.extents import ExtentClasses
-from fuser.ir.mesh import DeviceMesh
-from fuser.ir.origin import Origin
-from fuser.ir.scalar import Scalar, ScalarLike, Symbol, as_scalar, eq, int_value
+from fuser.ir.op import Op, op_text, value_text
+from fuser.ir.provenance import Origin
+from fuser.ir.scalar.constructors import Scalar, ScalarLike, Symbol, as_scalar, eq, int_value
 from fuser.ir.statement import Val, Values
 from fuser.ir.tensor import TensorView
 from fuser.ir.types import IterType, MemoryType
-from fuser.record import record, replace
+from fuser.support.errors import DefinitionError, user_code, user_line
+from fuser.support.record import record, replace
+from fuser.support.text_cursor import MAX_DIGITS
 
 Value = TensorView | Scalar
-# See `fuser.ir.nodes`.
+# See `fuser.ir.ops.nodes`.
 AxisMap = tuple[int | None, ...]
 # The attribute values of a spelling and its template.
 Variant = tuple[dict[str, object], str]
@@ -538,7 +538,7 @@ class Fusion:
         ]
         return new, mapping
 
-    if TYPE_CHECKING:  # `fuser.frontend.manual` gives fusions this method
+    if TYPE_CHECKING:  # `fuser.frontend.manual_kernels` gives fusions this method
 
         def print_kernel(self, compile_params: Any = None) -> str: ...
 
@@ -562,7 +562,9 @@ class Fusion:
 
 @functools.singledispatch
 def canonical_key(fusion: object) -> Hashable:
-    """Return a key that is equal for fusions which say the same; `fuser.ir.form` registers it."""
+    """Return a key that is equal for fusions which say the same; `fuser.ir.canonical_form`
+    registers it.
+    """
     raise AssertionError(f"no canonical key of a {type(fusion).__name__}")
 
 

@@ -10,11 +10,11 @@ from collections.abc import Sequence
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
-from fuser.errors import UnsupportedError
-from fuser.ir.domain import TensorDomain
-from fuser.ir.laid import Laid
-from fuser.ir.storage import expanded_positions, memory_order
+from fuser.ir.domain.strided_layout import Laid
+from fuser.ir.domain.tensor_domain import TensorDomain
+from fuser.ir.memory_layout import expanded_positions, memory_order
 from fuser.ir.tensor import TensorView
+from fuser.support.errors import UnsupportedError
 
 if TYPE_CHECKING:
     import torch

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from fuser.ir.domain import IterDomain, TensorDomain
+from fuser.ir.domain.tensor_domain import IterDomain, TensorDomain
 from fuser.ir.tensor import TensorView
 
 

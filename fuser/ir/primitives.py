@@ -13,19 +13,19 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from fuser.errors import DefinitionError, UnsupportedError
-from fuser.ir import scalar as sc
-from fuser.ir.domain import (
+from fuser.ir.domain.axis_path import transforms_between
+from fuser.ir.domain.tensor_domain import (
     IterDomain,
     TensorDomain,
     Transform,
 )
 from fuser.ir.dtypes import DataType
 from fuser.ir.fusion import Fusion, TensorOp
-from fuser.ir.nodes import Contraction, LinearOp, LoadStoreOp, ReductionOp
-from fuser.ir.path import transforms_between
+from fuser.ir.ops.nodes import Contraction, LinearOp, LoadStoreOp, ReductionOp
+from fuser.ir.scalar import constructors as sc
 from fuser.ir.tensor import PRIMITIVES, TensorView
 from fuser.ir.types import CacheOp, IterType, LoadStoreOpType, MemoryType, ParallelType
+from fuser.support.errors import DefinitionError, UnsupportedError
 
 
 # ------------------------------------------------------------------ caches

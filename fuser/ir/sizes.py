@@ -6,11 +6,11 @@ from collections.abc import Iterable, Sequence
 from sys import maxsize
 from typing import Any, SupportsIndex, cast, overload
 
-from fuser.arguments import python_number, show
-from fuser.errors import ArgumentError, user_code, user_line
-from fuser.ir import scalar as sc
-from fuser.ir.scalar import Const, Scalar
+from fuser.ir.scalar import constructors as sc
+from fuser.ir.scalar.constructors import Const, Scalar
 from fuser.ir.statement import Values
+from fuser.support.arguments import python_number, show
+from fuser.support.errors import ArgumentError, user_code, user_line
 
 
 class Sizes(Values[Scalar]):

@@ -14,7 +14,7 @@ from operator import is_
 from sys import maxsize
 from typing import TYPE_CHECKING, Any, SupportsIndex, TypeVar
 
-from fuser.errors import NoOperandError
+from fuser.support.errors import NoOperandError
 
 T = TypeVar("T")
 
@@ -73,7 +73,7 @@ def numbered(what: str, expr: object, values: Sequence[T], index: int) -> T:
     return values[index]
 
 
-# The fusion that is being defined, None outside of definitions; `fuser.ir.guard` sets it.
+# The fusion that is being defined, None outside of definitions; `fuser.ir.fusion_guard` sets it.
 ACTIVE_FUSION: ContextVar[Any] = ContextVar("active_fusion", default=None)
 
 

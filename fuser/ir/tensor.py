@@ -10,19 +10,19 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, NoReturn, overload
 
-from fuser.arguments import checked
-from fuser.errors import DefinitionError, UnsupportedError, user_code, user_line
-from fuser.ir import scalar as sc
 from fuser.ir.axis import Axis
-from fuser.ir.build_domain import DomainBuilder
-from fuser.ir.domain import IterDomain, TensorDomain, contiguity_for, numbers
+from fuser.ir.domain.build_domain import DomainBuilder
+from fuser.ir.domain.device_mesh import DeviceMesh
+from fuser.ir.domain.tensor_domain import IterDomain, TensorDomain, contiguity_for, numbers
 from fuser.ir.dtypes import DataType, dtype_text
-from fuser.ir.mesh import DeviceMesh
-from fuser.ir.scalar import Scalar
+from fuser.ir.scalar import constructors as sc
+from fuser.ir.scalar.constructors import Scalar
 from fuser.ir.sizes import Sizes
 from fuser.ir.statement import Val
 from fuser.ir.types import CacheOp, LoadStoreOpType, MemoryType, ParallelType
-from fuser.record import replace
+from fuser.support.arguments import checked
+from fuser.support.errors import DefinitionError, UnsupportedError, user_code, user_line
+from fuser.support.record import replace
 
 if TYPE_CHECKING:
     from fuser.ir.fusion import Fusion, TensorOp

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import enum
 
-from fuser.errors import ArgumentError
+from fuser.support.errors import ArgumentError
 
 
 class IrEnum(enum.Enum):

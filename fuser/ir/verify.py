@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from fuser.errors import VerifyError
-from fuser.ir.core import op_text
 from fuser.ir.fusion import Fusion
-from fuser.ir.scalar import Scalar, Symbol
+from fuser.ir.op import op_text
+from fuser.ir.scalar.constructors import Scalar, Symbol
 from fuser.ir.tensor import TensorView
+from fuser.support.errors import VerifyError
 
 
 def verify_fusion(fusion: Fusion, *, after: str = "definition") -> None:

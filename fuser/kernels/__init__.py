@@ -1,1 +1,11 @@
-"""One fusion as kernels: specialised by layout and size, lowered, printed, compiled, launched."""
+"""One fusion as kernels: specialise, lower, print, compile, launch.
+
+Question: which kernel runs for these inputs?
+Imports: every other room of `fuser` but `frontend` and `nvfuser`.
+Files, in reading order:
+
+- `executor`: the kernels of a fusion: the choice of a variant, compilation, launch.
+- `kernel_variant`: a lowered variant: its key, its launch sizes and operands.
+- `autotune`, `autotune_candidates`: the search for the fastest parameters; which parameters are
+  tried.
+"""

@@ -10,9 +10,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Mapping
 
-from fuser.ir.form import CanonicalForm, form_of
+from fuser.ir.canonical_form import CanonicalForm, form_of
 from fuser.ir.fusion import Fusion
-from fuser.kernels.variant import Variant
+from fuser.kernels.kernel_variant import Variant
 
 
 class Lowered:

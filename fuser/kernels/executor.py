@@ -15,34 +15,40 @@ from typing import Any, NamedTuple
 
 import torch
 
-from fuser import dumps, options, progress
-from fuser.device import DESCRIPTIONS, VECTOR_BYTES, DeviceInfo, describe_device
-from fuser.errors import DefinitionError, FuserError, InputError, KernelError, UnsupportedError
-from fuser.ir import scalar as sc
 from fuser.ir.binding import free_inputs
+from fuser.ir.domain.strided_layout import Laid
 from fuser.ir.dtypes import DataType
 from fuser.ir.fusion import Fusion
-from fuser.ir.laid import Laid
 from fuser.ir.layout_class import Layout, LayoutClasses, stored_part, with_layout
-from fuser.ir.scalar import Number, Scalar, Symbol
+from fuser.ir.scalar import constructors as sc
+from fuser.ir.scalar.constructors import Number, Scalar, Symbol
 from fuser.ir.tensor import TensorView
-from fuser.ir.text import fusion_text
-from fuser.kernel_source import KernelSource
+from fuser.ir.text.printer import fusion_text
 from fuser.kernels.alike import Lowered
 from fuser.kernels.extents import KernelExtents, KernelSizes, Sizes, free_symbols
 from fuser.kernels.kernel import make_kernel
+from fuser.kernels.kernel_variant import Variant, launch_of, now, take_compiled
 from fuser.kernels.operands import address, alignment, describe, index_dtype, is_plain, total_nbytes
-from fuser.kernels.variant import Variant, launch_of, now, take_compiled
-from fuser.locks import make_reentrant_lock
-from fuser.lower.fold_grid import refusal
+from fuser.lower.passes.launch_grid import refusal
 from fuser.lower.stream import steps_of, with_stream_index
-from fuser.options import Settings
-from fuser.recent import Recent
 from fuser.runtime.compile import compile_kernels
-from fuser.runtime.kernel import CompiledKernel
-from fuser.runtime.launch import BoundLaunch
+from fuser.runtime.compiled_kernel import CompiledKernel
+from fuser.runtime.prepared_launch import BoundLaunch
 from fuser.schedule import registry
-from fuser.schedule.facts import Facts
+from fuser.schedule.input_facts import Facts
+from fuser.support import dumps, options, progress
+from fuser.support.device import DESCRIPTIONS, VECTOR_BYTES, DeviceInfo, describe_device
+from fuser.support.errors import (
+    DefinitionError,
+    FuserError,
+    InputError,
+    KernelError,
+    UnsupportedError,
+)
+from fuser.support.kernel_source import KernelSource
+from fuser.support.locks import make_reentrant_lock
+from fuser.support.lru import Recent
+from fuser.support.options import Settings
 
 MAX_VARIANTS = 8
 # Layouts of all tensors for which heuristics keep a copy of the fusion.
@@ -295,7 +301,7 @@ class FusedKernelExecutor:
         """Serve a class with an extent of 0: kernels need extents of at least 1."""
         if all(out.numel() == 0 for out in outputs):
             return
-        from fuser.ops.torch_meaning import evaluate_fusion
+        from fuser.ops.reference.meaning import evaluate_fusion
 
         values = self._extents.values(inputs, outputs, sizes)
         results = evaluate_fusion(self.fusion, list(inputs), values=values)

@@ -9,16 +9,16 @@ from typing import NamedTuple
 
 import torch
 
-from fuser.errors import InputError
-from fuser.ir import scalar as sc
 from fuser.ir.binding import Argument, Binder
+from fuser.ir.domain.strided_layout import Laid
 from fuser.ir.fusion import Fusion
-from fuser.ir.laid import Laid
-from fuser.ir.nodes import RandomOp
-from fuser.ir.scalar import Const, Number, Scalar, Symbol
-from fuser.ir.scalar_python import Computed, PythonText
-from fuser.ir.storage import expanded_positions
+from fuser.ir.memory_layout import expanded_positions
+from fuser.ir.ops.nodes import RandomOp
+from fuser.ir.scalar import constructors as sc
+from fuser.ir.scalar.compiled import Computed, PythonText
+from fuser.ir.scalar.constructors import Const, Number, Scalar, Symbol
 from fuser.ir.tensor import TensorView
+from fuser.support.errors import InputError
 
 Sizes = Mapping[Symbol, int]
 

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 from dataclasses import field
 
-from fuser.codegen.cuda import print_kernel
-from fuser.device import DeviceInfo
+from fuser.codegen.cuda_text import print_kernel
 from fuser.ir.dtypes import DataType
 from fuser.ir.fusion import Fusion
-from fuser.ir.scalar import Scalar
+from fuser.ir.scalar.constructors import Scalar
 from fuser.ir.tensor import TensorView
-from fuser.kernel_source import KernelSource
-from fuser.lower.kernel import Arg, Workspace
-from fuser.lower.kernel_passes import lower_kernel
-from fuser.record import record
+from fuser.lower.kernel_ir import Arg, Workspace
+from fuser.lower.pipeline import lower_kernel
+from fuser.support.device import DeviceInfo
+from fuser.support.kernel_source import KernelSource
+from fuser.support.record import record
 
 
 @record

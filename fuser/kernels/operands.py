@@ -7,11 +7,11 @@ from math import gcd
 
 import torch
 
-from fuser.device import VECTOR_BYTES, DeviceInfo, describe_device
-from fuser.errors import InputError
+from fuser.ir.domain.strided_layout import Laid
 from fuser.ir.dtypes import DataType
-from fuser.ir.laid import Laid
 from fuser.ir.layout_class import Layout
+from fuser.support.device import VECTOR_BYTES, DeviceInfo, describe_device
+from fuser.support.errors import InputError
 
 # Blocks and unrolled steps run past the end of a tensor by less than this many elements.
 _OVERRUN = 1 << 20

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import torch
 
-from fuser.device import describe_device
-from fuser.errors import UnsupportedError
 from fuser.ir.fusion import Fusion
 from fuser.kernels.executor import FusedKernelExecutor, KernelRequest
-from fuser.kernels.variant import Variant
+from fuser.kernels.kernel_variant import Variant
+from fuser.support.device import describe_device
+from fuser.support.errors import UnsupportedError
 
 
 def variant_of(request: KernelRequest, device: torch.device) -> Variant | None:

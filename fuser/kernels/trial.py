@@ -15,13 +15,13 @@ from typing import Any
 
 import torch
 
-from fuser.device import VECTOR_BYTES, DeviceInfo, describe_device
 from fuser.ir.dtypes import to_torch
 from fuser.ir.fusion import Fusion
-from fuser.ir.scalar import Number
+from fuser.ir.scalar.constructors import Number
+from fuser.kernels.kernel_variant import Variant
 from fuser.kernels.operands import address, span
-from fuser.kernels.variant import Variant
-from fuser.runtime.launch import BoundLaunch
+from fuser.runtime.prepared_launch import BoundLaunch
+from fuser.support.device import VECTOR_BYTES, DeviceInfo, describe_device
 
 # Elements that are compared at a time.
 _CHUNK = 1 << 22

@@ -7,17 +7,17 @@ from typing import Any
 
 import torch
 
-from fuser.device import DeviceInfo
-from fuser.errors import DefinitionError, FuserError, UnsupportedError
+from fuser.ir.domain.strided_layout import Laid
 from fuser.ir.fusion import Fusion
-from fuser.ir.laid import Laid
-from fuser.ir.scalar import Number, Symbol
+from fuser.ir.scalar.constructors import Number, Symbol
+from fuser.kernels.autotune import InputsClass, Trial, Tuning, warn_of_capture
 from fuser.kernels.executor import FusedKernelExecutor, KernelLaunch, Record, Value, VariantKey
 from fuser.kernels.extents import Sizes
+from fuser.kernels.kernel_variant import Variant
 from fuser.kernels.operands import describe, index_dtype, is_plain
 from fuser.kernels.trial import is_launchable
-from fuser.kernels.tuning import InputsClass, Trial, Tuning, warn_of_capture
-from fuser.kernels.variant import Variant
+from fuser.support.device import DeviceInfo
+from fuser.support.errors import DefinitionError, FuserError, UnsupportedError
 
 _Bind = Callable[[Variant], "Record | None"]
 

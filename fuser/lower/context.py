@@ -6,14 +6,14 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from fuser.ir import scalar as sc
-from fuser.ir.domain import Shift, SplitTransform, Transform, shifts_of, splits_of
-from fuser.ir.path import partial_splits, transforms_between
-from fuser.ir.scalar import Scalar, Symbol
+from fuser.ir.domain.axis_path import partial_splits, transforms_between
+from fuser.ir.domain.tensor_domain import Shift, SplitTransform, Transform, shifts_of, splits_of
+from fuser.ir.scalar import constructors as sc
+from fuser.ir.scalar.constructors import Scalar, Symbol
 from fuser.ir.tensor import TensorView
 from fuser.lower.index import Indexer
-from fuser.lower.kernel import DrawTicket, Workspace
-from fuser.lower.loops import Nesting, Stage
+from fuser.lower.kernel_ir import DrawTicket, Workspace
+from fuser.lower.loop_tree import Nesting, Stage
 
 
 class NewAssumptionError(Exception):

@@ -8,17 +8,17 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from fuser.errors import UnsupportedError
-from fuser.ir import scalar as sc
-from fuser.ir.domain import IterDomain, Transform, numbers
+from fuser.ir.domain.axis_path import indices_backward, indices_forward, transforms_between
+from fuser.ir.domain.tensor_domain import IterDomain, Transform, numbers
 from fuser.ir.fusion import Fusion, TensorOp
-from fuser.ir.path import indices_backward, indices_forward, transforms_between
-from fuser.ir.resizing import PadOp
-from fuser.ir.scalar import Scalar
-from fuser.ir.storage import memory_strides
+from fuser.ir.memory_layout import memory_strides
+from fuser.ir.ops.resizing import PadOp
+from fuser.ir.scalar import constructors as sc
+from fuser.ir.scalar.constructors import Scalar
 from fuser.ir.tensor import TensorView
-from fuser.lower.kernel import stride_symbol
-from fuser.lower.loops import Nesting, NoNestError, Stage
+from fuser.lower.kernel_ir import stride_symbol
+from fuser.lower.loop_tree import Nesting, NoNestError, Stage
+from fuser.support.errors import UnsupportedError
 
 Index = tuple[Scalar, ...]
 

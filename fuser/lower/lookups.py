@@ -11,10 +11,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from fuser.ir import scalar as sc
 from fuser.ir.dtypes import DataType
 from fuser.ir.fusion import TensorOp
-from fuser.ir.lookup import (
+from fuser.ir.ops.lookup import (
     EmbeddingFwdOp,
     GatherOp,
     IndexSelectOp,
@@ -22,8 +21,9 @@ from fuser.ir.lookup import (
     SelectOp,
     TakeAlongAxisOp,
 )
-from fuser.ir.scalar import Const, Scalar, Symbol
-from fuser.lower.kernel import (
+from fuser.ir.scalar import constructors as sc
+from fuser.ir.scalar.constructors import Const, Scalar, Symbol
+from fuser.lower.kernel_ir import (
     Accumulate,
     AccumulateBatch,
     AccumulateBlock,
@@ -57,7 +57,7 @@ from fuser.lower.kernel import (
     values_of,
     walk,
 )
-from fuser.ops.table import missing
+from fuser.ops.reduction_table import missing
 
 if TYPE_CHECKING:
     from fuser.lower.values import At, ValueBuilder

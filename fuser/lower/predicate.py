@@ -9,14 +9,14 @@ from __future__ import annotations
 
 from typing import Literal
 
-from fuser.errors import UnsupportedError
-from fuser.ir import scalar as sc
-from fuser.ir.resizing import PadOp
-from fuser.ir.scalar import Scalar, Symbol
+from fuser.ir.ops.resizing import PadOp
+from fuser.ir.scalar import constructors as sc
+from fuser.ir.scalar.constructors import Scalar, Symbol
 from fuser.ir.types import BLOCK_TYPES, GRID_TYPES, ParallelType
 from fuser.lower.context import Context
-from fuser.lower.loops import COORDINATES, Loop, Nesting, Stage
-from fuser.record import record
+from fuser.lower.loop_tree import COORDINATES, Loop, Nesting, Stage
+from fuser.support.errors import UnsupportedError
+from fuser.support.record import record
 
 Lanes = Literal["all", "any", "each"]
 

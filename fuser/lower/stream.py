@@ -7,11 +7,11 @@ The loop over the axis is not emitted; its index is the kernel's last argument.
 
 from __future__ import annotations
 
-from fuser.errors import UnsupportedError
 from fuser.ir.dtypes import DataType
 from fuser.ir.fusion import Fusion
-from fuser.ir.scalar import Scalar, Symbol
+from fuser.ir.scalar.constructors import Scalar, Symbol
 from fuser.ir.tensor import TensorView
+from fuser.support.errors import UnsupportedError
 
 _NAME = "streamIdx"
 

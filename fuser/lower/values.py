@@ -11,19 +11,19 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import TypeAlias, TypeGuard
 
-from fuser.errors import UnsupportedError
-from fuser.ir import scalar as sc
 from fuser.ir.dtypes import HALF_LIKE, DataType, category, is_inexact
 from fuser.ir.fusion import TensorOp
-from fuser.ir.nodes import BinaryOp, CastOp, FullOp, IotaOp, RandomOp, TernaryOp, UnaryOp
-from fuser.ir.resizing import CatOp, PadOp
-from fuser.ir.scalar import Scalar, Symbol
-from fuser.ir.scalar_range import interval
+from fuser.ir.ops.nodes import BinaryOp, CastOp, FullOp, IotaOp, RandomOp, TernaryOp, UnaryOp
+from fuser.ir.ops.resizing import CatOp, PadOp
+from fuser.ir.pointwise_table import POINTWISE
+from fuser.ir.scalar import constructors as sc
+from fuser.ir.scalar.constructors import Scalar, Symbol
+from fuser.ir.scalar.scalar_range import interval
 from fuser.ir.tensor import TensorView
-from fuser.lower.allocate import Buffer
+from fuser.lower.buffers import Buffer
 from fuser.lower.context import Context
 from fuser.lower.index import Index
-from fuser.lower.kernel import (
+from fuser.lower.kernel_ir import (
     INT32_LIMIT,
     Body,
     Compute,
@@ -37,14 +37,14 @@ from fuser.lower.kernel import (
     convert,
 )
 from fuser.lower.lookups import LOOKUPS, TRUE, looked_up
-from fuser.lower.loops import COORDINATES, Stage
+from fuser.lower.loop_tree import COORDINATES, Stage
 from fuser.lower.predicate import inside_pad
-from fuser.lower.vectorize import terms_of
+from fuser.lower.vector_access import terms_of
 from fuser.ops.random import key_of
-from fuser.ops.table import compute_dtype, computed_in
-from fuser.ops.torch_meaning import nodes_computed
-from fuser.pointwise import POINTWISE
-from fuser.record import record
+from fuser.ops.reduction_table import compute_dtype, computed_in
+from fuser.ops.reference.meaning import nodes_computed
+from fuser.support.errors import UnsupportedError
+from fuser.support.record import record
 
 # Neighbours in a random tensor that share words, at most (`codegen/rt_random.h`).
 RANDOM_BLOCK = 4

@@ -3,6 +3,10 @@
 `multidevice`, for one, builds on the single-device compiler in `fuser`, yet users expect to find it
 beside `fuser.ops`. Its submodules, too, are the same module objects under both names, so that a
 class never exists twice (two `Communicator` classes would be two singletons).
+
+    import fuser.idm, fuser.nvfuser.idm
+    assert fuser.idm is fuser.nvfuser.idm
+    from fuser.multidevice.job.communicator import Communicator     # that of multidevice.job
 """
 
 from __future__ import annotations
@@ -17,6 +21,10 @@ from types import ModuleType
 # Public name -> the module. For type checkers each has a stub beside `fuser/__init__.py`.
 ALIASES: Mapping[str, str] = {
     "fuser.multidevice": "multidevice",
+    "fuser.idm": "fuser.nvfuser.idm",
+    "fuser.pytorch_utils": "fuser.nvfuser.pytorch_utils",
+    "fuser.benchmark_utils": "fuser.nvfuser.benchmark_utils",
+    "fuser.nvfuser_direct_version": "fuser.support.version",
 }
 
 

@@ -1,8 +1,24 @@
-"""The op functions of a fusion definition, under nvFuser's names (`fd.ops.add`, ...).
+"""The ops that users call as `fd.ops.*`: checks, dtype and shape rules, nodes.
 
-Plain functions on the active fusion, one per row of `fuser.ops.rows`. Each takes what its
-annotations say, and refuses the rest at the entrance (`fuser.arguments`); the ops call one another
-directly.
+Question: how does a call of an op become nodes of a fusion?
+Imports: `fuser.support` and `fuser.ir`.
+Files, in reading order:
+
+- `rows`: one row per op of several nodes: its name, arguments and meaning; nvFuser's ops that are
+  not here.
+- `building`: how an op's operands are checked and its result made.
+- `define`: tensors, scalars and constants of a definition.
+- `elementwise`: ops of the pointwise table; dtype promotion.
+- `operators`, `no_values`: Python's operators on tensors; the answers of a tensor that is asked for
+  its values.
+- `reduction_table`, `reductions`: kinds of reductions; sums, extremes, moments and norms.
+- `composites`: softmax, norms, losses and activations, which expand into other ops.
+- `reshaping`, `resize`, `indexing`: views and permutations; slices, pads and concatenations;
+  lookups.
+- `factories`: full, iota, random numbers.
+- `contractions`: products of matrices, also scaled and grouped.
+- `attention`: scaled dot product attention.
+- `quantize`, `scans`: blocks with scales; cumulative ops, sorts and top k.
 """
 
 from __future__ import annotations
@@ -11,12 +27,12 @@ from collections.abc import Callable
 from difflib import get_close_matches
 from typing import Any
 
-from fuser.arguments import checked
-from fuser.errors import UnknownOpError
 from fuser.ops import operators
 from fuser.ops.building import ARGUMENTS
 from fuser.ops.rows import ROWS
 from fuser.ops.spelled import SPELLED
+from fuser.support.arguments import checked
+from fuser.support.errors import UnknownOpError
 
 operators.install()
 

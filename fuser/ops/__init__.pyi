@@ -11,8 +11,8 @@ from typing import overload
 from fuser.ir.dtypes import DataType
 from fuser.ir.dtypes import DtypeLike
 from fuser.ops.building import OperandLike
-from fuser.ir.scalar import Scalar
-from fuser.ir.scalar import ScalarLike
+from fuser.ir.scalar.constructors import Scalar
+from fuser.ir.scalar.constructors import ScalarLike
 from fuser.ops.building import SizeLike
 from fuser.ir.tensor import TensorView
 

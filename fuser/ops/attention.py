@@ -1,18 +1,18 @@
-"""Op functions for attention: shapes and dtypes. What is computed: `fuser.ir.attention`."""
+"""Op functions for attention: shapes and dtypes. What is computed: `fuser.ir.ops.attention_ops`."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from fuser.errors import DefinitionError, DtypeError
-from fuser.ir import scalar as sc
-from fuser.ir.attention import AttentionOp, SdpaBwdOp, SdpaFwdOp
-from fuser.ir.domain import IterDomain
+from fuser.ir.domain.tensor_domain import IterDomain
 from fuser.ir.dtypes import DataType, category, dtype_text, is_floating
-from fuser.ir.guard import active_fusion
-from fuser.ir.scalar import Const, Scalar, ScalarLike
+from fuser.ir.fusion_guard import active_fusion
+from fuser.ir.ops.attention_ops import AttentionOp, SdpaBwdOp, SdpaFwdOp
+from fuser.ir.scalar import constructors as sc
+from fuser.ir.scalar.constructors import Const, Scalar, ScalarLike
 from fuser.ir.tensor import TensorView
 from fuser.ops.building import add_op, as_operand, axes_of, fail, join_axes, mesh_of, unexpanded
+from fuser.support.errors import DefinitionError, DtypeError
 
 D = DataType
 _RANK = 4

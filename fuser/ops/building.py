@@ -5,15 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import TypeVar, overload
 
-from fuser.arguments import Kind, Mismatch, wrong
-from fuser.errors import (
-    DefinitionError,
-    DtypeError,
-    UnsupportedError,
-    user_line,
-)
-from fuser.ir import scalar as sc
-from fuser.ir.domain import IterDomain, TensorDomain
+from fuser.ir.domain.device_mesh import DeviceMesh
+from fuser.ir.domain.tensor_domain import IterDomain, TensorDomain
 from fuser.ir.dtypes import (
     STORED,
     Config,
@@ -30,13 +23,20 @@ from fuser.ir.dtypes import (
     promote_operands,
 )
 from fuser.ir.fusion import Fusion, TensorOp
-from fuser.ir.guard import active_fusion
-from fuser.ir.mesh import DeviceMesh
-from fuser.ir.nodes import BroadcastOp, CastOp, LibraryOp, SqueezeOp
-from fuser.ir.scalar import Const, Scalar, ScalarLike
+from fuser.ir.fusion_guard import active_fusion
+from fuser.ir.ops.nodes import BroadcastOp, CastOp, LibraryOp, SqueezeOp
+from fuser.ir.scalar import constructors as sc
+from fuser.ir.scalar.constructors import Const, Scalar, ScalarLike
 from fuser.ir.tensor import TensorView
 from fuser.ir.types import IterType
-from fuser.ops.table import operand_dtype
+from fuser.ops.reduction_table import operand_dtype
+from fuser.support.arguments import Kind, Mismatch, wrong
+from fuser.support.errors import (
+    DefinitionError,
+    DtypeError,
+    UnsupportedError,
+    user_line,
+)
 
 Operand = TensorView | Scalar
 OperandLike = TensorView | Scalar | bool | int | float | complex
@@ -146,7 +146,7 @@ def literal(value: bool | int | float | complex, dtype: DataType, op_name: str) 
 
 def check_exact(value: Operand, dtype: DataType, op_name: str) -> None:
     """Raise `DefinitionError` for a constant integer that is no value of an integer dtype; what is
-    known only in a call is checked then (`hostir.exact_numbers`)."""
+    known only in a call is checked then (`hostir.runtime.exact_numbers`)."""
     if not (isinstance(value, Const) and category(value.dtype) == category(dtype) == "int"):
         return
     problem = misfit(value.value, dtype)

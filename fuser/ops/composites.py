@@ -11,9 +11,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import cast as typing_cast
 
-from fuser.arguments import show
-from fuser.errors import DtypeError, user_line
-from fuser.ir import scalar as sc
 from fuser.ir.dtypes import (
     DataType,
     DtypeLike,
@@ -24,8 +21,9 @@ from fuser.ir.dtypes import (
     is_inexact,
     promote_operands,
 )
-from fuser.ir.guard import active_fusion
-from fuser.ir.scalar import Const
+from fuser.ir.fusion_guard import active_fusion
+from fuser.ir.scalar import constructors as sc
+from fuser.ir.scalar.constructors import Const
 from fuser.ir.tensor import TensorView
 from fuser.ops import reductions
 from fuser.ops.building import (
@@ -41,7 +39,9 @@ from fuser.ops.building import (
 from fuser.ops.elementwise import apply_pointwise, copy_tensor
 from fuser.ops.factories import iota
 from fuser.ops.random import uniform
-from fuser.ops.table import computed_in
+from fuser.ops.reduction_table import computed_in
+from fuser.support.arguments import show
+from fuser.support.errors import DtypeError, user_line
 
 _SQRT_HALF, _SQRT_TWO_BY_PI, _CUBIC = 0.7071067811865476, 0.7978845608028654, 0.044715
 _REDUCTIONS = ("none", "mean", "sum")

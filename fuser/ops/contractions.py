@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from fuser.errors import DtypeError
-from fuser.ir import scalar as sc
-from fuser.ir.domain import IterDomain
+from fuser.ir.domain.tensor_domain import IterDomain
 from fuser.ir.dtypes import FLOAT8, dtype_text
-from fuser.ir.guard import active_fusion
-from fuser.ir.nodes import LinearOp, MatmulOp
-from fuser.ir.scalar import Const
+from fuser.ir.fusion_guard import active_fusion
+from fuser.ir.ops.nodes import LinearOp, MatmulOp
+from fuser.ir.scalar import constructors as sc
+from fuser.ir.scalar.constructors import Const
 from fuser.ir.tensor import TensorView
 from fuser.ir.types import IterType
 from fuser.ops.building import (
@@ -24,6 +23,7 @@ from fuser.ops.building import (
 )
 from fuser.ops.elementwise import check_rank_at_least
 from fuser.ops.factories import full_tensor
+from fuser.support.errors import DtypeError
 
 Mapped = list[tuple[TensorView, IterDomain]]
 

@@ -7,10 +7,7 @@ from functools import partial
 
 import torch
 
-from fuser.arguments import checked, show
-from fuser.errors import ArgumentError, DefinitionError, user_code, user_line
-from fuser.ir import scalar as sc
-from fuser.ir.domain import IterDomain, TensorDomain
+from fuser.ir.domain.tensor_domain import IterDomain, TensorDomain
 from fuser.ir.dtypes import (
     DataType,
     DtypeLike,
@@ -20,13 +17,16 @@ from fuser.ir.dtypes import (
     from_torch,
     is_inexact,
 )
-from fuser.ir.guard import active_fusion
-from fuser.ir.scalar import Scalar
-from fuser.ir.shard import Replicate, mesh_of, shard
+from fuser.ir.fusion_guard import active_fusion
+from fuser.ir.scalar import constructors as sc
+from fuser.ir.scalar.constructors import Scalar
+from fuser.ir.shard_annotation import Replicate, mesh_of, shard
 from fuser.ir.tensor import TensorView
 from fuser.ir.types import IterType
 from fuser.ops.building import literal, unsupported
 from fuser.ops.views import ordered_axes
+from fuser.support.arguments import checked, show
+from fuser.support.errors import ArgumentError, DefinitionError, user_code, user_line
 
 Contiguity = Sequence[bool | None]
 _NAME = "define_tensor"

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from fuser.errors import DtypeError, user_line
 from fuser.ir.dtypes import (
     COMPLEX_OF,
     Config,
@@ -21,7 +20,8 @@ from fuser.ir.dtypes import (
     misfit,
     part_of,
 )
-from fuser.ir.scalar import Const
+from fuser.ir.pointwise_table import POINTWISE, PUBLIC, TESTS
+from fuser.ir.scalar.constructors import Const
 from fuser.ir.tensor import TensorView
 from fuser.ops.building import (
     Operand,
@@ -31,9 +31,9 @@ from fuser.ops.building import (
     promote_keeping_half,
     refuse_complex,
 )
-from fuser.ops.table import operand_dtype
-from fuser.pointwise import POINTWISE, PUBLIC, TESTS
-from fuser.record import record
+from fuser.ops.reduction_table import operand_dtype
+from fuser.support.errors import DtypeError, user_line
+from fuser.support.record import record
 
 Typed = tuple[list[Operand], DataType]
 Apply = Callable[[str, list[Operand]], Typed]

@@ -9,9 +9,6 @@ from collections.abc import Callable
 from typing import cast as typing_cast
 from typing import overload
 
-from fuser.arguments import show
-from fuser.errors import ArgumentError, DtypeError, user_line
-from fuser.ir import scalar as sc
 from fuser.ir.dtypes import (
     DataType,
     DtypeLike,
@@ -21,8 +18,10 @@ from fuser.ir.dtypes import (
     is_complex,
     is_inexact,
 )
-from fuser.ir.nodes import BinaryOp, LoadStoreOp, TernaryOp, UnaryOp
-from fuser.ir.scalar import Const, Scalar, ScalarLike
+from fuser.ir.ops.nodes import BinaryOp, LoadStoreOp, TernaryOp, UnaryOp
+from fuser.ir.pointwise_table import POINTWISE, PUBLIC
+from fuser.ir.scalar import constructors as sc
+from fuser.ir.scalar.constructors import Const, Scalar, ScalarLike
 from fuser.ir.tensor import TensorView
 from fuser.ir.types import LoadStoreOpType
 from fuser.ops.building import (
@@ -41,8 +40,9 @@ from fuser.ops.building import (
     refuse_complex,
 )
 from fuser.ops.dtype_rules import integers, typed
-from fuser.ops.table import highest, lowest, operand_dtype
-from fuser.pointwise import POINTWISE, PUBLIC
+from fuser.ops.reduction_table import highest, lowest, operand_dtype
+from fuser.support.arguments import show
+from fuser.support.errors import ArgumentError, DtypeError, user_line
 
 _NODES = {1: UnaryOp, 2: BinaryOp, 3: TernaryOp}
 

@@ -5,11 +5,10 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from fuser.errors import DtypeError
-from fuser.ir import scalar as sc
 from fuser.ir.dtypes import DataType, DtypeLike, category, check_supported, dtype_text
-from fuser.ir.nodes import FullOp, IotaOp
-from fuser.ir.scalar import Const, Scalar, ScalarLike
+from fuser.ir.ops.nodes import FullOp, IotaOp
+from fuser.ir.scalar import constructors as sc
+from fuser.ir.scalar.constructors import Const, Scalar, ScalarLike
 from fuser.ir.tensor import TensorView
 from fuser.ops.building import (
     SizeLike,
@@ -23,6 +22,7 @@ from fuser.ops.building import (
     new_output,
 )
 from fuser.ops.elementwise import apply_pointwise, check_rank_at_least
+from fuser.support.errors import DtypeError
 
 
 def full(shape: Sequence[SizeLike], fill_value: ScalarLike, dtype: DtypeLike) -> TensorView:

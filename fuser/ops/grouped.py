@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from typing import overload
 
-from fuser.errors import DtypeError, user_line
 from fuser.ir.dtypes import DataType, DtypeLike, check_supported, dtype_text, is_floating
-from fuser.ir.mma import GroupedMmaOp
+from fuser.ir.ops.matrix_products import GroupedMmaOp
 from fuser.ir.tensor import TensorView
 from fuser.ops.building import check_offsets, fail
 from fuser.ops.contractions import check_same_dtypes
 from fuser.ops.scaled import Given, add_product, check_block_scales, scaled_dtype
+from fuser.support.errors import DtypeError, user_line
 
 
 @overload

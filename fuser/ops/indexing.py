@@ -11,12 +11,10 @@ import math
 from collections.abc import Sequence
 from typing import cast as typing_cast
 
-from fuser.errors import DtypeError, user_line
-from fuser.ir import scalar as sc
-from fuser.ir.domain import IterDomain
+from fuser.ir.domain.tensor_domain import IterDomain
 from fuser.ir.dtypes import DataType, category, dtype_text, is_floating
-from fuser.ir.guard import active_fusion
-from fuser.ir.lookup import (
+from fuser.ir.fusion_guard import active_fusion
+from fuser.ir.ops.lookup import (
     INDEX_DTYPES,
     EmbeddingFwdOp,
     GatherOp,
@@ -26,7 +24,8 @@ from fuser.ir.lookup import (
     SelectOp,
     TakeAlongAxisOp,
 )
-from fuser.ir.scalar import Const, Scalar, ScalarLike
+from fuser.ir.scalar import constructors as sc
+from fuser.ir.scalar.constructors import Const, Scalar, ScalarLike
 from fuser.ir.tensor import TensorView
 from fuser.ops import elementwise, reductions
 from fuser.ops.building import (
@@ -46,6 +45,7 @@ from fuser.ops.building import (
     unexpanded,
     wrap_dim,
 )
+from fuser.support.errors import DtypeError, user_line
 
 
 def _check_index(name: str, index: TensorView) -> None:

@@ -13,11 +13,11 @@ from collections.abc import Callable, Mapping, Sequence
 from types import FrameType
 from typing import Any, NoReturn, cast
 
-from fuser.errors import ArgumentError, is_users, user_code
-from fuser.ir.scalar import Const, Scalar
+from fuser.ir.scalar.constructors import Const, Scalar
 from fuser.ir.statement import is_defining
 from fuser.ir.tensor import TensorView
 from fuser.ops.elementwise import apply_pointwise
+from fuser.support.errors import ArgumentError, is_users, user_code
 
 _Values = TensorView | Scalar
 

@@ -12,20 +12,10 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-from fuser.arguments import python_number, show, wrong
-from fuser.errors import (
-    ArgumentError,
-    DefinitionError,
-    DtypeError,
-    is_users,
-    is_users_comparison,
-    user_code,
-    user_line,
-)
-from fuser.ir import scalar as sc
 from fuser.ir.dtypes import DataType, category, is_inexact
-from fuser.ir.nodes import BinaryOp
-from fuser.ir.scalar import Scalar
+from fuser.ir.ops.nodes import BinaryOp
+from fuser.ir.scalar import constructors as sc
+from fuser.ir.scalar.constructors import Scalar
 from fuser.ir.statement import is_defining
 from fuser.ir.tensor import TensorView
 from fuser.ops import no_values
@@ -40,6 +30,16 @@ from fuser.ops.dtype_rules import typed
 from fuser.ops.elementwise import apply_pointwise, cast
 from fuser.ops.indexing import select
 from fuser.ops.resize import slice as slice_tensor
+from fuser.support.arguments import python_number, show, wrong
+from fuser.support.errors import (
+    ArgumentError,
+    DefinitionError,
+    DtypeError,
+    is_users,
+    is_users_comparison,
+    user_code,
+    user_line,
+)
 
 NUMBERS = (bool, int, float, complex)
 
@@ -289,7 +289,7 @@ def _negate(self: Scalar) -> Any:
     return apply_pointwise("neg", (self,))
 
 
-# Scalars add, multiply and compare by themselves (`fuser.ir.scalar_nodes`).
+# Scalars add, multiply and compare by themselves (`fuser.ir.scalar.scalar_nodes`).
 _OF_SCALARS = ("truediv", "pow", "and", "or", "xor", "lshift", "rshift")
 SCALAR_METHODS: dict[str, Any] = {
     **{f"__{name}__": _binary(ARITHMETIC[name]) for name in _OF_SCALARS},

@@ -9,8 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from fuser.errors import DtypeError, UnsupportedError, user_code, user_line
-from fuser.ir import scalar as sc
 from fuser.ir.dtypes import (
     FLOAT8,
     DataType,
@@ -20,8 +18,9 @@ from fuser.ir.dtypes import (
     dtype_text,
     is_floating,
 )
-from fuser.ir.nodes import RandomOp
-from fuser.ir.scalar import Const, Scalar, ScalarLike
+from fuser.ir.ops.nodes import RandomOp
+from fuser.ir.scalar import constructors as sc
+from fuser.ir.scalar.constructors import Const, Scalar, ScalarLike
 from fuser.ir.tensor import TensorView
 from fuser.ops.building import (
     SizeLike,
@@ -32,7 +31,8 @@ from fuser.ops.building import (
     fail,
     new_output,
 )
-from fuser.ops.table import computed_in
+from fuser.ops.reduction_table import computed_in
+from fuser.support.errors import DtypeError, UnsupportedError, user_code, user_line
 
 Ends = tuple[Scalar, Scalar]
 

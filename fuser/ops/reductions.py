@@ -11,9 +11,7 @@ import math
 from collections.abc import Sequence
 from typing import cast as typing_cast
 
-from fuser.errors import ArgumentError, DtypeError
-from fuser.ir import scalar as sc
-from fuser.ir.domain import IterDomain
+from fuser.ir.domain.tensor_domain import IterDomain
 from fuser.ir.dtypes import (
     FLOAT8,
     HALF_LIKE,
@@ -26,9 +24,10 @@ from fuser.ir.dtypes import (
     is_inexact,
     part_of,
 )
-from fuser.ir.guard import active_fusion
-from fuser.ir.nodes import ReductionOp, WelfordOp
-from fuser.ir.scalar import Const, Scalar
+from fuser.ir.fusion_guard import active_fusion
+from fuser.ir.ops.nodes import ReductionOp, WelfordOp
+from fuser.ir.scalar import constructors as sc
+from fuser.ir.scalar.constructors import Const, Scalar
 from fuser.ir.tensor import TensorView
 from fuser.ir.types import IterType
 from fuser.ops.building import (
@@ -44,8 +43,9 @@ from fuser.ops.building import (
 )
 from fuser.ops.elementwise import apply_pointwise, copy_tensor
 from fuser.ops.factories import full_tensor
-from fuser.ops.table import REDUCTIONS
+from fuser.ops.reduction_table import REDUCTIONS
 from fuser.ops.views import squeeze_axes
+from fuser.support.errors import ArgumentError, DtypeError
 
 
 def sum(

@@ -11,15 +11,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from fuser.errors import ArgumentError, DtypeError, user_line
-from fuser.ir import scalar as sc
-from fuser.ir.build_domain import DomainBuilder
-from fuser.ir.domain import IterDomain, TensorDomain
+from fuser.ir.domain.build_domain import DomainBuilder
+from fuser.ir.domain.tensor_domain import IterDomain, TensorDomain
 from fuser.ir.dtypes import category, dtype_text
 from fuser.ir.fusion import Fusion
-from fuser.ir.guard import active_fusion
-from fuser.ir.resizing import CatOp, PadOp, SliceOp
-from fuser.ir.scalar import Apply, Const, Scalar, ScalarLike
+from fuser.ir.fusion_guard import active_fusion
+from fuser.ir.ops.resizing import CatOp, PadOp, SliceOp
+from fuser.ir.scalar import constructors as sc
+from fuser.ir.scalar.constructors import Apply, Const, Scalar, ScalarLike
 from fuser.ir.tensor import TensorView
 from fuser.ir.types import IterType
 from fuser.ops.building import (
@@ -39,6 +38,7 @@ from fuser.ops.building import (
 )
 from fuser.ops.elementwise import copy_tensor
 from fuser.ops.factories import full_tensor
+from fuser.support.errors import ArgumentError, DtypeError, user_line
 
 
 def resized_domain(

@@ -1,6 +1,7 @@
 """The public ops, one row each; `fuser.ops` and `docs/ops.md` are made from them.
 
-An elementwise op of one node has its row in `fuser.pointwise`, and is here as others see it.
+An elementwise op of one node has its row in `fuser.ir.pointwise_table`, and is here as others see
+it.
 """
 
 from __future__ import annotations
@@ -8,10 +9,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from fuser.ir.attention import SdpaBwdOp, SdpaFwdOp
-from fuser.ir.block_scales import GroupedScalesOp
 from fuser.ir.fusion import TensorOp
-from fuser.ir.lookup import (
+from fuser.ir.ops.attention_ops import SdpaBwdOp, SdpaFwdOp
+from fuser.ir.ops.block_scales import GroupedScalesOp
+from fuser.ir.ops.lookup import (
     EmbeddingFwdOp,
     GatherOp,
     IndexPutAccumulateOp,
@@ -20,8 +21,8 @@ from fuser.ir.lookup import (
     SelectOp,
     TakeAlongAxisOp,
 )
-from fuser.ir.mma import GroupedMmaOp, ScaledMmaOp
-from fuser.ir.nodes import (
+from fuser.ir.ops.matrix_products import GroupedMmaOp, ScaledMmaOp
+from fuser.ir.ops.nodes import (
     BinaryOp,
     BroadcastOp,
     CastOp,
@@ -39,8 +40,9 @@ from fuser.ir.nodes import (
     UnaryOp,
     WelfordOp,
 )
-from fuser.ir.resizing import CatOp, PadOp, SliceOp
-from fuser.ir.scans import ArgsortOp, ScanOp, TopKOp
+from fuser.ir.ops.resizing import CatOp, PadOp, SliceOp
+from fuser.ir.ops.scan_ops import ArgsortOp, ScanOp, TopKOp
+from fuser.ir.pointwise_table import POINTWISE, PUBLIC
 from fuser.ops import (
     composites,
     elementwise,
@@ -61,10 +63,9 @@ from fuser.ops.quantize import (
     nv_grouped_block_quantize,
     preprocess_grouped_matmul_input_sf,
 )
-from fuser.ops.reshape import reshape
+from fuser.ops.reshaping import reshape
 from fuser.ops.scaled import scaled_mm
-from fuser.pointwise import POINTWISE, PUBLIC
-from fuser.record import record
+from fuser.support.record import record
 
 
 @record

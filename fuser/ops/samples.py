@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+from fuser.ir.pointwise_table import POINTWISE, PUBLIC
 from fuser.ops.dtype_rules import DTYPE_RULES
 from fuser.ops.rows import OpRow
-from fuser.pointwise import POINTWISE, PUBLIC
-from fuser.record import record
+from fuser.support.record import record
 
 
 @record

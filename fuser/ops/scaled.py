@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from fuser.errors import DtypeError, user_line
-from fuser.ir import scalar as sc
 from fuser.ir.dtypes import DataType, DtypeLike, check_supported, dtype_text, is_floating
-from fuser.ir.guard import active_fusion
-from fuser.ir.mma import FACTORS, ProductOp, ScaledMmaOp
+from fuser.ir.fusion_guard import active_fusion
+from fuser.ir.ops.matrix_products import FACTORS, ProductOp, ScaledMmaOp
+from fuser.ir.scalar import constructors as sc
 from fuser.ir.tensor import TensorView
 from fuser.ops.building import (
     add_op,
@@ -22,6 +21,7 @@ from fuser.ops.building import (
     unsupported,
 )
 from fuser.ops.contractions import Mapped, contracted_axes
+from fuser.support.errors import DtypeError, user_line
 
 # The tensors of a product, by field, in the order of the op's fields.
 Given = Mapping[str, TensorView]

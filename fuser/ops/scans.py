@@ -6,13 +6,12 @@ gathered first. An expanded axis counts with all its elements.
 
 from __future__ import annotations
 
-from fuser.errors import DtypeError, user_line
-from fuser.ir import scalar as sc
-from fuser.ir.domain import IterDomain
+from fuser.ir.domain.tensor_domain import IterDomain
 from fuser.ir.dtypes import FLOAT8, STORED, DataType, category, dtype_text
-from fuser.ir.guard import active_fusion
-from fuser.ir.scalar import Const, Scalar, ScalarLike
-from fuser.ir.scans import ArgsortOp, ScanOp, TopKOp
+from fuser.ir.fusion_guard import active_fusion
+from fuser.ir.ops.scan_ops import ArgsortOp, ScanOp, TopKOp
+from fuser.ir.scalar import constructors as sc
+from fuser.ir.scalar.constructors import Const, Scalar, ScalarLike
 from fuser.ir.tensor import TensorView
 from fuser.ops import elementwise
 from fuser.ops.building import (
@@ -32,7 +31,8 @@ from fuser.ops.building import (
     wrap_dim,
 )
 from fuser.ops.factories import full_tensor
-from fuser.ops.table import REDUCTIONS
+from fuser.ops.reduction_table import REDUCTIONS
+from fuser.support.errors import DtypeError, user_line
 
 # What a scan does to two elements.
 _JOINS = {

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from fuser.pointwise import POINTWISE
+from fuser.ir.pointwise_table import POINTWISE
 
 _CAST = "it is called cast, which takes the dtype"
 _PERMUTE = "it is called permute, which takes all axes"

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from fuser.ir import scalar as sc
-from fuser.ir.domain import IterDomain, TensorDomain
-from fuser.ir.guard import active_fusion
-from fuser.ir.nodes import ExpandOp, LoadStoreOp
-from fuser.ir.scalar import Apply, Const, Scalar
+from fuser.ir.domain.tensor_domain import IterDomain, TensorDomain
+from fuser.ir.fusion_guard import active_fusion
+from fuser.ir.ops.nodes import ExpandOp, LoadStoreOp
+from fuser.ir.scalar import constructors as sc
+from fuser.ir.scalar.constructors import Apply, Const, Scalar
 from fuser.ir.tensor import TensorView
 from fuser.ir.types import IterType
 from fuser.ops.building import (

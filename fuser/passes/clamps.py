@@ -10,12 +10,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 
-from fuser.ir import scalar as sc
 from fuser.ir.dtypes import category
 from fuser.ir.fusion import Fusion
-from fuser.ir.scalar import Apply, Const, Number, Scalar, Symbol
-from fuser.ir.scalar_nodes import postorder
-from fuser.ir.scalar_python import Computed
+from fuser.ir.scalar import constructors as sc
+from fuser.ir.scalar.compiled import Computed
+from fuser.ir.scalar.constructors import Apply, Const, Number, Scalar, Symbol
+from fuser.ir.scalar.scalar_nodes import postorder
 
 
 class Clamps:

@@ -18,22 +18,21 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from math import gcd, lcm
 
-from fuser.errors import InputError, ShardingError, user_code
-from fuser.ir import scalar as sc
 from fuser.ir.binding import complete, size_of
-from fuser.ir.domain import IterDomain, TensorDomain
+from fuser.ir.domain.tensor_domain import IterDomain, TensorDomain
 from fuser.ir.fusion import Fusion, TensorOp
-from fuser.ir.lookup import GatherOp, ScatterOp, SelectOp
 from fuser.ir.naming import axis_words, in_ir
-from fuser.ir.nodes import ReshapeOp
-from fuser.ir.resizing import SliceOp
-from fuser.ir.scalar import Number, Scalar, Symbol
-from fuser.ir.scalar_python import Computed
-from fuser.ir.scans import TopKOp
+from fuser.ir.ops.lookup import GatherOp, ScatterOp, SelectOp
+from fuser.ir.ops.nodes import ReshapeOp
+from fuser.ir.ops.resizing import SliceOp
+from fuser.ir.ops.scan_ops import TopKOp
+from fuser.ir.scalar import constructors as sc
+from fuser.ir.scalar.compiled import Computed
+from fuser.ir.scalar.constructors import Number, Scalar, Symbol
 from fuser.ir.tensor import TensorView
 from fuser.ir.types import IterType
 from fuser.ir.verify import verify_fusion
-from fuser.ops.reshape import ReshapePlan, plan_reshape
+from fuser.ops.reshaping import ReshapePlan, plan_reshape
 from fuser.passes.clamps import Clamps
 from fuser.passes.fill_empty import fill_empty
 from fuser.passes.resolve_symbolic import (
@@ -42,7 +41,8 @@ from fuser.passes.resolve_symbolic import (
     iterate_resized,
     resolve_symbolic,
 )
-from fuser.record import record
+from fuser.support.errors import InputError, ShardingError, user_code
+from fuser.support.record import record
 
 ExtentMap = Callable[[Scalar], Scalar]
 

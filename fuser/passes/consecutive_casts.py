@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from fuser.ir.dtypes import COMPLEX_OF, DataType
 from fuser.ir.fusion import Fusion, TensorOp
-from fuser.ir.nodes import CastOp, LoadStoreOp
+from fuser.ir.ops.nodes import CastOp, LoadStoreOp
 from fuser.passes.remove_bcast_squeeze import is_replaceable
 
 _D = DataType

@@ -11,18 +11,18 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from fuser.ir import nodes
-from fuser.ir import scalar as sc
 from fuser.ir.binding import size_of
-from fuser.ir.domain import IterDomain
+from fuser.ir.domain.tensor_domain import IterDomain
 from fuser.ir.dtypes import DataType
 from fuser.ir.fusion import Fusion, TensorOp
-from fuser.ir.lookup import LookupOp
-from fuser.ir.resizing import PadOp
-from fuser.ir.scalar import Const, Number, Scalar, Symbol
+from fuser.ir.ops import nodes
+from fuser.ir.ops.lookup import LookupOp
+from fuser.ir.ops.resizing import PadOp
+from fuser.ir.scalar import constructors as sc
+from fuser.ir.scalar.constructors import Const, Number, Scalar, Symbol
 from fuser.ir.tensor import TensorView
 from fuser.ir.types import IterType
-from fuser.ops.table import missing
+from fuser.ops.reduction_table import missing
 
 Values = Mapping[Symbol, Number]
 

@@ -6,9 +6,9 @@ import math
 from collections.abc import Callable, Collection
 from functools import partial
 
-from fuser.ir.attention import SdpaFwdOp
 from fuser.ir.fusion import Fusion
-from fuser.ir.guard import FusionGuard
+from fuser.ir.fusion_guard import FusionGuard
+from fuser.ir.ops.attention_ops import SdpaFwdOp
 from fuser.ir.tensor import TensorView
 from fuser.ir.verify import verify_fusion
 from fuser.ops.elementwise import cast

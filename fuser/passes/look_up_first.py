@@ -15,9 +15,9 @@ from __future__ import annotations
 
 from fuser.ir.dtypes import is_floating
 from fuser.ir.fusion import Fusion, TensorOp
-from fuser.ir.guard import FusionGuard
-from fuser.ir.lookup import EmbeddingFwdOp, GatherOp, IndexSelectOp, LookupOp, TakeAlongAxisOp
-from fuser.ir.nodes import BinaryOp, CastOp, UnaryOp
+from fuser.ir.fusion_guard import FusionGuard
+from fuser.ir.ops.lookup import EmbeddingFwdOp, GatherOp, IndexSelectOp, LookupOp, TakeAlongAxisOp
+from fuser.ir.ops.nodes import BinaryOp, CastOp, UnaryOp
 from fuser.ir.tensor import TensorView
 from fuser.ops import indexing
 

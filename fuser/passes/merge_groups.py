@@ -13,13 +13,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
-from fuser import progress
-from fuser.ir import nodes
 from fuser.ir.fusion import Fusion, TensorOp
+from fuser.ir.ops import nodes
 from fuser.ir.tensor import TensorView
 from fuser.ir.types import ParallelType
 from fuser.passes.store_or_recompute import elements
-from fuser.record import record
+from fuser.support import progress
+from fuser.support.record import record
 
 REDUCTION_OPS = (nodes.ReductionOp, nodes.WelfordOp)
 # Merging makes no kernel of more inputs and outputs: what a launch may pass is bounded (4 KB on

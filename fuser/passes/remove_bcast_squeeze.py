@@ -10,7 +10,7 @@ that are left. Kernels then see no axes that nothing iterates.
 from __future__ import annotations
 
 from fuser.ir.fusion import Fusion, TensorOp
-from fuser.ir.nodes import BroadcastOp, ReshapeOp, SqueezeOp
+from fuser.ir.ops.nodes import BroadcastOp, ReshapeOp, SqueezeOp
 from fuser.ir.tensor import TensorView
 
 

@@ -11,13 +11,11 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from math import prod
 
-from fuser.errors import InputError
-from fuser.ir import nodes
-from fuser.ir import scalar as sc
 from fuser.ir.axis_graph import mapped_axes, tensor_operands
 from fuser.ir.binding import size_of
-from fuser.ir.build_domain import merged_extent
-from fuser.ir.domain import (
+from fuser.ir.domain.axis_path import Rules, SizeRules, forward, replay
+from fuser.ir.domain.build_domain import merged_extent
+from fuser.ir.domain.tensor_domain import (
     IterDomain,
     MergeTransform,
     Resize,
@@ -26,14 +24,16 @@ from fuser.ir.domain import (
     TensorDomain,
 )
 from fuser.ir.fusion import Fusion, TensorOp
-from fuser.ir.lookup import GatherOp
-from fuser.ir.path import Rules, SizeRules, forward, replay
-from fuser.ir.resizing import PadOp, SliceOp
-from fuser.ir.scalar import Number, Scalar, Symbol
+from fuser.ir.ops import nodes
+from fuser.ir.ops.lookup import GatherOp
+from fuser.ir.ops.resizing import PadOp, SliceOp
+from fuser.ir.scalar import constructors as sc
+from fuser.ir.scalar.constructors import Number, Scalar, Symbol
 from fuser.ir.tensor import TensorView
 from fuser.ir.types import IterType
 from fuser.ops.building import join_axes, unexpanded
-from fuser.ops.reshape import ReshapePlan, plan_reshape, transformed_domain, undecided_domain
+from fuser.ops.reshaping import ReshapePlan, plan_reshape, transformed_domain, undecided_domain
+from fuser.support.errors import InputError
 
 # None: no size is known, and nothing is compared.
 Values = Mapping[Symbol, Number] | None

@@ -8,14 +8,14 @@ needs: gradients of its input, row by row, and of its weights, over all rows.
 
 from __future__ import annotations
 
-from fuser.ir import scalar as sc
-from fuser.ir.domain import SplitTransform
+from fuser.ir.domain.axis_path import transforms_between
+from fuser.ir.domain.tensor_domain import SplitTransform
 from fuser.ir.fusion import TensorOp
-from fuser.ir.nodes import ReductionOp
-from fuser.ir.path import transforms_between
+from fuser.ir.ops.nodes import ReductionOp
+from fuser.ir.scalar import constructors as sc
 from fuser.ir.tensor import TensorView
 from fuser.ir.types import MemoryType, ParallelType
-from fuser.record import record
+from fuser.support.record import record
 
 
 @record

@@ -17,20 +17,19 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import field
 from typing import Literal, NoReturn
 
-from fuser import progress
-from fuser.errors import UnsupportedError
-from fuser.ir import nodes, storage
-from fuser.ir import scalar as sc
-from fuser.ir.domain import TensorDomain
+from fuser.ir import memory_layout
+from fuser.ir.domain.tensor_domain import TensorDomain
 from fuser.ir.fusion import Fusion, TensorOp
-from fuser.ir.lookup import LookupOp
-from fuser.ir.scalar import Scalar
+from fuser.ir.ops import nodes
+from fuser.ir.ops.lookup import LookupOp
+from fuser.ir.scalar import constructors as sc
+from fuser.ir.scalar.constructors import Scalar
 from fuser.ir.tensor import TensorView
 from fuser.ir.types import LoadStoreOpType, MemoryType
 from fuser.passes.merge_groups import REDUCTION_OPS, Merger, Pays, SegmentGroup
 from fuser.passes.row_parts import may_come_in_parts, split_rows
 from fuser.passes.store_or_recompute import elements, worth_storing
-from fuser.passes.views import (
+from fuser.passes.view_ops import (
     VIEW_OPS,
     Strides,
     is_copy,
@@ -38,7 +37,9 @@ from fuser.passes.views import (
     view_strides,
     views_of_inputs,
 )
-from fuser.record import record, replace
+from fuser.support import progress
+from fuser.support.errors import UnsupportedError
+from fuser.support.record import record, replace
 
 # Of what kernels of so many levels compute it is decided early whether to store it.
 MANY_LEVELS = 24
@@ -222,14 +223,14 @@ class _Segmenter:
 
     def _dense(self, tv: TensorView) -> tuple[Scalar, ...]:
         """Return the strides of a freshly allocated local tensor, per logical axis."""
-        return storage.dense_strides(tv, self.local_shape(tv))
+        return memory_layout.dense_strides(tv, self.local_shape(tv))
 
     def _view_strides(self, e: TensorOp) -> Strides | None:
         """Return the strides of a view op's output, None when torch would have to copy."""
         source: TensorView = e.inputs[0]
         known = self.strides.get(source)
         if known is None:
-            known = storage.known_strides(source, self.local_shape(source))
+            known = memory_layout.known_strides(source, self.local_shape(source))
         return view_strides(e, known, self.local_shape)
 
     # ------------------------------------------------------------ what memory holds

@@ -11,7 +11,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from fuser.ir.fusion import Alias, Fusion
-from fuser.ir.nodes import LoadStoreOp
+from fuser.ir.ops.nodes import LoadStoreOp
 from fuser.ir.tensor import TensorView
 
 

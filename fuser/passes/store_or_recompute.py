@@ -13,13 +13,13 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from fuser.ir import storage
+from fuser.ir import memory_layout
 from fuser.ir.dtypes import nbytes_of
 from fuser.ir.fusion import Fusion, TensorOp
-from fuser.ir.lookup import LookupOp
-from fuser.ir.scalar import Scalar
+from fuser.ir.ops.costs import instructions
+from fuser.ir.ops.lookup import LookupOp
+from fuser.ir.scalar.constructors import Scalar
 from fuser.ir.tensor import TensorView
-from fuser.ops.costs import instructions
 
 # How many instructions an H200 executes in the time that a byte takes: 33e12 and 4.2e12 a second.
 INSTRUCTIONS_PER_BYTE = 8
@@ -31,7 +31,7 @@ MANY_OPS = 1024
 
 def elements(tv: TensorView) -> Scalar:
     """Return the number of elements that memory holds (broadcast axes count once)."""
-    return tv.fusion.canonical(storage.elements(tv))
+    return tv.fusion.canonical(memory_layout.elements(tv))
 
 
 def worth_storing(

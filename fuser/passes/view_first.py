@@ -17,9 +17,9 @@ from __future__ import annotations
 
 from fuser.ir import primitives
 from fuser.ir.fusion import Fusion, TensorOp
-from fuser.ir.nodes import BinaryOp, CastOp, LoadStoreOp, ReshapeOp, UnaryOp
+from fuser.ir.ops.nodes import BinaryOp, CastOp, LoadStoreOp, ReshapeOp, UnaryOp
 from fuser.ir.tensor import TensorView
-from fuser.ops.torch_meaning import REDUCING
+from fuser.ops.reference.meaning import REDUCING
 
 _ELEMENTWISE = (CastOp, UnaryOp, BinaryOp, LoadStoreOp)
 

@@ -1,8 +1,27 @@
-"""Compiling, caching and launching kernels on the CPU and on CUDA devices."""
+"""Compiling, caching and launching kernels: text and arguments only.
 
-from fuser.kernel_source import KernelParam, KernelSource
+Question: how does a kernel's text become a launch?
+Imports: `fuser.support`.
+Files, in reading order:
+
+- `kernel_text`: a kernel's source with its headers.
+- `kernel_cache`: compiled kernels on disk.
+- `compile`: compilation of many kernels, in memory and on disk once each.
+- `cuda_kernel`, `cpu_kernel`: NVRTC and the CUDA driver; g++ and the SIMT shim.
+- `compiled_kernel`, `prepared_launch`: a kernel that can be launched; a launch with its arguments
+  bound.
+- `captured_graphs`, `graph_memory`: CUDA graphs, and the memory that they own.
+- `compiled_runner`: a recorded plan run by C code.
+"""
+
 from fuser.runtime.compile import clear_memory_cache, compile_cubin, compile_kernels
-from fuser.runtime.kernel import CompiledKernel, PreparedLaunch, compilations, kernel_requests
+from fuser.runtime.compiled_kernel import (
+    CompiledKernel,
+    PreparedLaunch,
+    compilations,
+    kernel_requests,
+)
+from fuser.support.kernel_source import KernelParam, KernelSource
 
 __all__ = [
     "CompiledKernel",

@@ -7,13 +7,13 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
-from fuser.device import device_parts
-from fuser.errors import KernelError
-from fuser.kernel_source import KernelSource
-from fuser.locks import make_lock
-from fuser.runtime import cuda_kernel, nvrtc, simt
-from fuser.runtime.kernel import CompiledKernel, count_requests
+from fuser.runtime import cpu_kernel, cuda_kernel, nvrtc
+from fuser.runtime.compiled_kernel import CompiledKernel, count_requests
 from fuser.runtime.kernel_cache import digest
+from fuser.support.device import device_parts
+from fuser.support.errors import KernelError
+from fuser.support.kernel_source import KernelSource
+from fuser.support.locks import make_lock
 
 if TYPE_CHECKING:
     import torch
@@ -47,8 +47,8 @@ def compile_kernels(
     compile_missing: Callable[[Iterable[KernelSource]], list[CompiledKernel]]
     if kind == "cpu":
         variant = "cpu-checked" if checked else "cpu"
-        compile_missing = simt.compile_checked if checked else simt.compile_unchecked
-        key_of = simt.kernel_key_checked if checked else simt.kernel_key_unchecked
+        compile_missing = cpu_kernel.compile_checked if checked else cpu_kernel.compile_unchecked
+        key_of = cpu_kernel.kernel_key_checked if checked else cpu_kernel.kernel_key_unchecked
     elif kind == "cuda":
         if checked:
             raise KernelError("checked kernels run on the CPU only")
@@ -93,7 +93,7 @@ def compiler_of(device: torch.device | str, *, checked: bool = False) -> str:
     headers, architecture."""
     kind, index = device_parts(device)
     if kind == "cpu":
-        return simt.compiler_key(checked)
+        return cpu_kernel.compiler_key(checked)
     return digest(nvrtc.compiler_key(), cuda_kernel.architecture(index))
 
 

@@ -23,10 +23,10 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from fuser.errors import CompileError, FuserError
-from fuser.locks import make_lock
+from fuser.runtime.cpu_kernel import cxx_compiler, in_memory
 from fuser.runtime.kernel_cache import Binary, KernelCache, digest
-from fuser.runtime.simt import cxx_compiler, in_memory
+from fuser.support.errors import CompileError, FuserError
+from fuser.support.locks import make_lock
 
 _NAME = "fuser_runner"
 _FILES = ("runner.c", "runner_glance.h", "runner_graphs.h", "runner_tensors.h")

@@ -12,12 +12,12 @@ import weakref
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from fuser.collector import uncollected
-from fuser.errors import KernelError
+from fuser.runtime.captured_graphs import Slots
+from fuser.runtime.compiled_kernel import LaunchCall
 from fuser.runtime.cuda_kernel import address_of, bind_primary_context, load_driver
 from fuser.runtime.graph_memory import relaxed
-from fuser.runtime.graphs import Slots
-from fuser.runtime.kernel import LaunchCall
+from fuser.support.errors import KernelError
+from fuser.support.gc_pause import uncollected
 
 if TYPE_CHECKING:
     import torch
@@ -74,7 +74,7 @@ class _Template:
 
 
 class CudaGraph:
-    """An executable graph; `Graph` of fuser/runtime/graphs.py."""
+    """An executable graph; `Graph` of fuser/runtime/captured_graphs.py."""
 
     def __init__(self, template: _Template) -> None:
         self._template, library = template, template.library

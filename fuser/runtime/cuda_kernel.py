@@ -14,13 +14,13 @@ from collections.abc import Callable, Iterable, Sequence
 from itertools import tee
 from typing import TYPE_CHECKING, Any, cast
 
-from fuser.errors import InputError, KernelError
-from fuser.kernel_source import KernelSource
-from fuser.locks import make_lock
-from fuser.runtime.kernel import Argument, CompiledKernel, Dim3, LaunchCall, PreparedLaunch
+from fuser.runtime.compiled_kernel import Argument, CompiledKernel, Dim3, LaunchCall, PreparedLaunch
 from fuser.runtime.nvrtc import cubins
 from fuser.runtime.slots import NUMBERS, slot_code
-from fuser.torch_calls import raw_stream_on
+from fuser.support.errors import InputError, KernelError
+from fuser.support.kernel_source import KernelSource
+from fuser.support.locks import make_lock
+from fuser.support.torch_calls import raw_stream_on
 
 if TYPE_CHECKING:
     import torch

@@ -15,8 +15,8 @@ from collections.abc import Generator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from fuser.locks import make_lock
-from fuser.torch_calls import raw_stream_on
+from fuser.support.locks import make_lock
+from fuser.support.torch_calls import raw_stream_on
 
 if TYPE_CHECKING:
     import torch

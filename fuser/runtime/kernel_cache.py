@@ -29,8 +29,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from fuser.errors import OptionError, warn
-from fuser.options import cache_dir
+from fuser.support.errors import OptionError, warn
+from fuser.support.options import cache_dir
 
 # What all objects together may take; down to this share of it when it is exceeded.
 LIMIT_NBYTES = 1 << 30
@@ -67,7 +67,7 @@ def digest(*parts: str | bytes) -> str:
 
 
 def cache_folder() -> Path:
-    """The folder of compiled kernels, a subfolder of `fuser.options.cache_dir()`."""
+    """The folder of compiled kernels, a subfolder of `fuser.support.options.cache_dir()`."""
     return cache_dir() / f"kernels-v{_VERSION}"
 
 

@@ -9,11 +9,11 @@ from collections.abc import Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
-from fuser.errors import CompileError, NoCompilerError
-from fuser.kernel_source import KernelSource
-from fuser.runtime.kernel import count_compilations
+from fuser.runtime.compiled_kernel import count_compilations
 from fuser.runtime.kernel_cache import KernelCache, digest
-from fuser.runtime.sources import RT_FILES, codegen_text, explain, preamble
+from fuser.runtime.kernel_text import RT_FILES, codegen_text, explain, preamble
+from fuser.support.errors import CompileError, NoCompilerError
+from fuser.support.kernel_source import KernelSource
 
 HOPPER = "sm_90a"
 

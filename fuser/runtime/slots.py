@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from fuser.errors import KernelError
-from fuser.kernel_source import KernelParam
+from fuser.support.errors import KernelError
+from fuser.support.kernel_source import KernelParam
 
 # struct codes of a slot. Integers of any width go as 64 bits: their low bytes come first.
 _SCALARS = {

@@ -1,8 +1,21 @@
-"""Scheduling: primitives on tensors, their propagation, and the automatic schedulers.
+"""Schedulers: how the work of a kernel is spread over blocks, threads and loops.
 
-The functions here are public: users write `fuser.schedule.transform_like(tv)` and the like. The
-transforms of one tensor (`split`, `merge`, ...) are methods of `TensorView`, and also functions
-here with the tensor first.
+Question: which schedule does this fusion get, with which parameters?
+Imports: `fuser.support`, `fuser.ir`, `fuser.ops` and `fuser.passes`.
+Files, in reading order:
+
+- `automatic`: the public `SchedulerType`s and their parameters.
+- `registry`: the table of schedulers, in the order in which they are asked.
+- `input_facts`: sizes and alignments that a heuristic may look at.
+- `iteration_space`: the axes that a kernel iterates over; how wide its vectors may be.
+- `loop_propagation`, `inlining`, `tiling`: a schedule taken to all tensors; tensors computed inside
+  loops; tiles.
+- `pointwise`, `transpose`, `plain`: one space; two memory orders; anything, slowly.
+- `row_levels`: reductions of several levels along rows.
+- `reduction`, `inner_persistent`, `outer_persistent`, `inner_outer_persistent`,
+  `cluster_persistent`: reductions that are read again, or kept: along rows, along columns, both,
+  over clusters of blocks.
+- `horizontal`: several small kernels in one launch.
 """
 
 from __future__ import annotations
@@ -11,10 +24,8 @@ from collections.abc import Mapping, Sequence
 from inspect import isfunction
 from typing import NoReturn
 
-from fuser.arguments import checked
-from fuser.errors import UnsupportedError
 from fuser.ir.primitives import cache_after, cache_before, cache_fork, rfactor
-from fuser.ir.scalar import Scalar
+from fuser.ir.scalar.constructors import Scalar
 from fuser.ir.tensor import TensorView
 from fuser.ir.types import MemoryType, ParallelType
 from fuser.schedule.automatic import (
@@ -24,14 +35,16 @@ from fuser.schedule.automatic import (
     find_compatible_schedulers,
     schedule,
 )
-from fuser.schedule.facts import Facts
-from fuser.schedule.inline import inline_at, inline_most
-from fuser.schedule.propagate import (
+from fuser.schedule.inlining import inline_at, inline_most
+from fuser.schedule.input_facts import Facts
+from fuser.schedule.loop_propagation import (
     bounded_transform_backward,
     parallelize_like,
     transform_like,
 )
 from fuser.schedule.registry import SCHEDULERS, find_scheduler, rejections, scheduler
+from fuser.support.arguments import checked
+from fuser.support.errors import UnsupportedError
 
 __all__ = [
     "SCHEDULERS",

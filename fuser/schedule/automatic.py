@@ -9,17 +9,17 @@ from collections.abc import Sequence
 from math import gcd
 from typing import TYPE_CHECKING, overload
 
-from fuser.arguments import require
-from fuser.device import DeviceInfo, describe_device
-from fuser.errors import DefinitionError, UnsupportedError
 from fuser.ir.binding import bind_inputs
 from fuser.ir.fusion import Fusion
-from fuser.ir.scalar import Number
+from fuser.ir.scalar.constructors import Number
 from fuser.ir.tensor import TensorView
 from fuser.ir.types import IrEnum
-from fuser.schedule.facts import Facts
 from fuser.schedule.heuristic_params import HeuristicParams
+from fuser.schedule.input_facts import Facts
 from fuser.schedule.registry import SCHEDULERS
+from fuser.support.arguments import require
+from fuser.support.device import DeviceInfo, describe_device
+from fuser.support.errors import DefinitionError, UnsupportedError
 
 if TYPE_CHECKING:
     import torch

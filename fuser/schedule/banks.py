@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from functools import lru_cache
 
-from fuser.record import record
+from fuser.support.record import record
 
 WARP = 32
 WORD_BYTES = 4

@@ -9,12 +9,12 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, ClassVar, NoReturn
 
-from fuser.arguments import require
-from fuser.errors import UnsupportedError, UnsupportedNameError
 from fuser.schedule import pointwise, reduction
 from fuser.schedule.inner_persistent_params import InnerPersistentParams
 from fuser.schedule.kernel_params import CompileParams, LaunchParams
 from fuser.schedule.outer_persistent import OuterPersistentParams
+from fuser.support.arguments import require
+from fuser.support.errors import UnsupportedError, UnsupportedNameError
 
 if TYPE_CHECKING:
     from fuser.schedule.automatic import SchedulerType

@@ -14,16 +14,16 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from itertools import zip_longest
 
-from fuser.device import DeviceInfo
 from fuser.ir.axis_graph import AxisGraph
 from fuser.ir.fusion import Alias, Fusion, TensorOp
 from fuser.ir.tensor import TensorView
 from fuser.passes.segment import extract
-from fuser.record import record
 from fuser.schedule import pointwise
-from fuser.schedule.facts import Facts
+from fuser.schedule.input_facts import Facts
 from fuser.schedule.ladder import rungs
 from fuser.schedule.pointwise import PointwiseParams
+from fuser.support.device import DeviceInfo
+from fuser.support.record import record
 
 MAX_PARTS = 8
 # Up to so many bytes of inputs a launch is worth saving. Measured on an H200, queries and keys of

@@ -21,24 +21,24 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from fuser.ir import primitives
-from fuser.ir import scalar as sc
 from fuser.ir.axis_graph import AxisGraph
 from fuser.ir.fusion import Fusion, TensorOp
-from fuser.ir.nodes import BroadcastOp, LibraryOp, LoadStoreOp, SqueezeOp
-from fuser.ir.scalar import Number, Scalar, Symbol
+from fuser.ir.ops.nodes import BroadcastOp, LibraryOp, LoadStoreOp, SqueezeOp
+from fuser.ir.scalar import constructors as sc
+from fuser.ir.scalar.constructors import Number, Scalar, Symbol
 from fuser.ir.tensor import TensorView
 from fuser.ir.types import ParallelType
-from fuser.ops.torch_meaning import REDUCING
+from fuser.ops.reference.meaning import REDUCING
 from fuser.schedule.inner_persistent_params import InnerPersistentParams
+from fuser.schedule.iteration_space import Access, direct_uses, iteration_space
+from fuser.schedule.loop_propagation import AxisMatcher
 from fuser.schedule.pointwise import common_rejection
-from fuser.schedule.propagate import AxisMatcher
-from fuser.schedule.row_view import RowView, reference_of, rewrite
-from fuser.schedule.rows import (
+from fuser.schedule.row_levels import (
     kept_values,
     levels_of,
     separate_levels,
 )
-from fuser.schedule.space import Access, direct_uses, iteration_space
+from fuser.schedule.row_view import RowView, reference_of, rewrite
 from fuser.schedule.tiling import (
     Loops,
     arrange,

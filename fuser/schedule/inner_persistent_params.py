@@ -7,16 +7,16 @@ from dataclasses import replace
 from math import prod
 from typing import NamedTuple
 
-from fuser.device import DeviceInfo
 from fuser.ir.fusion import Fusion
-from fuser.record import record
-from fuser.schedule.facts import Facts, RunExtents
-from fuser.schedule.row_view import RowView, rewrite
-from fuser.schedule.rows import (
+from fuser.schedule.input_facts import Facts, RunExtents
+from fuser.schedule.row_levels import (
     kept_values,
     most_bytes,
 )
+from fuser.schedule.row_view import RowView, rewrite
 from fuser.schedule.vectorize import VectorWidths, power_of_two_at_least, power_of_two_at_most
+from fuser.support.device import DeviceInfo
+from fuser.support.record import record
 
 # Registers that a thread keeps of its row: with two blocks or more on a multiprocessor one loads
 # while another computes.

@@ -8,8 +8,8 @@ from typing import Protocol
 
 import torch
 
-from fuser.errors import DefinitionError, UnsupportedError
 from fuser.ir.dtypes import DataType
+from fuser.support.errors import DefinitionError, UnsupportedError
 
 
 class Launched(Protocol):

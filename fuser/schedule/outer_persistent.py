@@ -17,21 +17,19 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from math import prod
 
-from fuser.device import VECTOR_BYTES, DeviceInfo
 from fuser.ir import primitives
-from fuser.ir import scalar as sc
 from fuser.ir.fusion import Alias, Fusion
-from fuser.ir.nodes import LibraryOp
-from fuser.ir.scalar import Number, Symbol
+from fuser.ir.ops.nodes import LibraryOp
+from fuser.ir.scalar import constructors as sc
+from fuser.ir.scalar.constructors import Number, Symbol
 from fuser.ir.tensor import TensorView
 from fuser.ir.types import ParallelType
-from fuser.ops.torch_meaning import REDUCING
-from fuser.record import record
+from fuser.ops.reference.meaning import REDUCING
 from fuser.schedule import inner_persistent
-from fuser.schedule.facts import Facts, RunExtents
+from fuser.schedule.input_facts import Facts, RunExtents
+from fuser.schedule.iteration_space import Access
+from fuser.schedule.row_levels import kept_values, levels_of, most_bytes, separate_levels
 from fuser.schedule.row_view import RowView, rewrite
-from fuser.schedule.rows import kept_values, levels_of, most_bytes, separate_levels
-from fuser.schedule.space import Access
 from fuser.schedule.tiling import (
     Loops,
     arrange,
@@ -45,6 +43,8 @@ from fuser.schedule.vectorize import (
     VectorWidths,
     power_of_two_at_least,
 )
+from fuser.support.device import VECTOR_BYTES, DeviceInfo
+from fuser.support.record import record
 
 PT = ParallelType
 # Loop axes that all tensors share: the block's columns and the thread's.

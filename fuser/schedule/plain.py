@@ -12,16 +12,16 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from fuser.device import DeviceInfo
 from fuser.ir.fusion import Fusion
-from fuser.ir.nodes import LibraryOp
+from fuser.ir.ops.nodes import LibraryOp
 from fuser.ir.tensor import TensorView
 from fuser.ir.types import ParallelType
-from fuser.ops.torch_meaning import REDUCING
-from fuser.record import record
-from fuser.schedule.facts import Facts
+from fuser.ops.reference.meaning import REDUCING
+from fuser.schedule.input_facts import Facts
 from fuser.schedule.pointwise import table_rejection
 from fuser.schedule.tiling import arrange, intermediates, parallelize
+from fuser.support.device import DeviceInfo
+from fuser.support.record import record
 
 PT = ParallelType
 THREADS = 128

@@ -21,20 +21,18 @@ from __future__ import annotations
 from collections.abc import Callable
 from math import prod
 
-from fuser.device import VECTOR_BYTES, DeviceInfo
-from fuser.ir import scalar as sc
 from fuser.ir.axis_graph import AxisGraph
-from fuser.ir.domain import IterDomain
+from fuser.ir.domain.tensor_domain import IterDomain
 from fuser.ir.fusion import Fusion
-from fuser.ir.lookup import LookupOp
-from fuser.ir.nodes import LibraryOp, ReductionOp, WelfordOp
-from fuser.ir.resizing import CatOp
+from fuser.ir.ops.lookup import LookupOp
+from fuser.ir.ops.nodes import LibraryOp, ReductionOp, WelfordOp
+from fuser.ir.ops.resizing import CatOp
+from fuser.ir.scalar import constructors as sc
 from fuser.ir.tensor import TensorView
 from fuser.ir.types import ParallelType
-from fuser.ops.torch_meaning import REDUCING
-from fuser.record import record
-from fuser.schedule.facts import Facts, RunExtents
-from fuser.schedule.space import (
+from fuser.ops.reference.meaning import REDUCING
+from fuser.schedule.input_facts import Facts, RunExtents
+from fuser.schedule.iteration_space import (
     Access,
     Space,
     has_self_mapping,
@@ -57,6 +55,8 @@ from fuser.schedule.vectorize import (
     power_of_two_at_least,
     power_of_two_at_most,
 )
+from fuser.support.device import VECTOR_BYTES, DeviceInfo
+from fuser.support.record import record
 
 PT = ParallelType
 NOT_POINTWISE = (ReductionOp, WelfordOp, LibraryOp)

@@ -20,18 +20,17 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from math import prod
 
-from fuser.device import DeviceInfo
 from fuser.ir import primitives
 from fuser.ir.axis_graph import AxisGraph
 from fuser.ir.fusion import Fusion, TensorOp
-from fuser.ir.nodes import LibraryOp, WelfordOp
+from fuser.ir.ops.nodes import LibraryOp, WelfordOp
 from fuser.ir.tensor import TensorView
 from fuser.ir.types import ParallelType
-from fuser.ops.torch_meaning import REDUCING
-from fuser.record import record, replace
-from fuser.schedule.facts import Facts, RunExtents
+from fuser.ops.reference.meaning import REDUCING
+from fuser.schedule.input_facts import Facts, RunExtents
+from fuser.schedule.iteration_space import Access, Space, iteration_space
+from fuser.schedule.loop_propagation import AxisMatcher
 from fuser.schedule.pointwise import common_rejection, loaded_bytes
-from fuser.schedule.propagate import AxisMatcher
 from fuser.schedule.reduction_params import (
     SHORT_ROWS,
     THREADS_INNER,
@@ -42,7 +41,6 @@ from fuser.schedule.reduction_params import (
     outer_params,
     short_params,
 )
-from fuser.schedule.space import Access, Space, iteration_space
 from fuser.schedule.tiling import (
     Loops,
     arrange,
@@ -56,6 +54,8 @@ from fuser.schedule.tiling import (
     vectorize_last,
 )
 from fuser.schedule.vectorize import VectorWidths
+from fuser.support.device import DeviceInfo
+from fuser.support.record import record, replace
 
 PT = ParallelType
 # Columns that a CPU kernel reduces together: their accumulators stay in the first-level cache.

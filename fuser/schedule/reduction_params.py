@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from math import prod
 
-from fuser.device import DeviceInfo
-from fuser.record import record, replace
 from fuser.schedule.pointwise import BYTES_IN_FLIGHT, loads_for, unroll_of
 from fuser.schedule.vectorize import power_of_two_at_least, power_of_two_at_most
+from fuser.support.device import DeviceInfo
+from fuser.support.record import record, replace
 
 # Bytes of one input that a thread loads before it uses the first; measured on an H200.
 BYTES_INNER = 32

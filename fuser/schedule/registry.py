@@ -5,11 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from fuser.device import DeviceInfo
-from fuser.errors import UnsupportedError
 from fuser.ir.fusion import Fusion
-from fuser.ir.scalar import Number, Symbol
-from fuser.record import record
+from fuser.ir.scalar.constructors import Number, Symbol
 from fuser.schedule import (
     cluster_persistent,
     horizontal,
@@ -23,8 +20,11 @@ from fuser.schedule import (
     transpose,
     transpose_params,
 )
-from fuser.schedule.facts import Facts
+from fuser.schedule.input_facts import Facts
 from fuser.schedule.ladder import rungs
+from fuser.support.device import DeviceInfo
+from fuser.support.errors import UnsupportedError
+from fuser.support.record import record
 
 # Frozen, hashable, with a text form; each scheduler has its own class.
 Params = Any

@@ -7,13 +7,13 @@ from functools import cached_property
 from fuser.ir import primitives
 from fuser.ir.axis_graph import AxisGraph
 from fuser.ir.fusion import Fusion, TensorOp
+from fuser.ir.ops.costs import EXPENSIVE
 from fuser.ir.tensor import TensorView
-from fuser.ops.costs import EXPENSIVE
-from fuser.ops.torch_meaning import REDUCING
+from fuser.ops.reference.meaning import REDUCING
 from fuser.passes.row_parts import RowParts, row_parts
-from fuser.schedule.propagate import AxisMatcher
-from fuser.schedule.rows import divide_once, two_pass_welford
-from fuser.schedule.space import Access, Space, iteration_space
+from fuser.schedule.iteration_space import Access, Space, iteration_space
+from fuser.schedule.loop_propagation import AxisMatcher
+from fuser.schedule.row_levels import divide_once, two_pass_welford
 
 
 def reference_of(fusion: Fusion) -> TensorView:

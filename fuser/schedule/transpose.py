@@ -19,21 +19,20 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from functools import reduce
 
-from fuser.errors import UnsupportedError
-from fuser.ir import scalar as sc
 from fuser.ir.axis_graph import AxisGraph
-from fuser.ir.build_domain import DomainBuilder
-from fuser.ir.domain import IterDomain, contiguity_for
+from fuser.ir.domain.build_domain import DomainBuilder
+from fuser.ir.domain.tensor_domain import IterDomain, contiguity_for
 from fuser.ir.dtypes import nbytes_of
 from fuser.ir.fusion import Fusion, TensorOp
 from fuser.ir.primitives import cache_after
+from fuser.ir.scalar import constructors as sc
 from fuser.ir.tensor import TensorView
 from fuser.ir.types import MemoryType, ParallelType
 from fuser.schedule import pointwise
 from fuser.schedule.banks import Padding, padding_for
+from fuser.schedule.iteration_space import Access, Space
+from fuser.schedule.loop_propagation import AxisMatcher, follow
 from fuser.schedule.pointwise import PointwiseParams, space_of
-from fuser.schedule.propagate import AxisMatcher, follow
-from fuser.schedule.space import Access, Space
 from fuser.schedule.tiling import (
     Loops,
     arrange,
@@ -51,6 +50,7 @@ from fuser.schedule.transpose_params import (
     may_have_two_orders,
     tile_of,
 )
+from fuser.support.errors import UnsupportedError
 
 PT = ParallelType
 

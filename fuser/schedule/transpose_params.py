@@ -6,17 +6,17 @@ from __future__ import annotations
 from collections.abc import Callable
 from math import prod
 
-from fuser.device import DeviceInfo
 from fuser.ir.fusion import Fusion
-from fuser.ir.nodes import LoadStoreOp
+from fuser.ir.ops.nodes import LoadStoreOp
 from fuser.ir.tensor import TensorView
-from fuser.record import record
 from fuser.schedule import pointwise
 from fuser.schedule.banks import WARP, Tile, has_conflicts
-from fuser.schedule.facts import Facts, RunExtents
+from fuser.schedule.input_facts import Facts, RunExtents
+from fuser.schedule.iteration_space import Access, Space
 from fuser.schedule.pointwise import PointwiseParams, space_of
-from fuser.schedule.space import Access, Space
 from fuser.schedule.vectorize import VectorWidths, power_of_two_at_least
+from fuser.support.device import DeviceInfo
+from fuser.support.record import record
 
 # Bytes of a tile's row in global memory, of the widest tensor, along both edges, and how many tiles
 # each multiprocessor has at least: in general, and before that of a copy in words. Measured on an

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from math import gcd
 
-from fuser.device import LOADED_WORDS, VECTOR_BYTES
-from fuser.schedule.facts import Facts
-from fuser.schedule.space import Access
+from fuser.schedule.input_facts import Facts
+from fuser.schedule.iteration_space import Access
+from fuser.support.device import LOADED_WORDS, VECTOR_BYTES
 
 # Rows of that many elements are shifted to words of memory, where these do not divide them.
 SHIFTED_COLUMNS = 64

@@ -15,13 +15,13 @@ import torch
 import torch.nn.functional as F
 
 from fuser import DataType, FusionDefinition
-from fuser.ir import nodes
-from fuser.ir.attention import SdpaBwdOp, SdpaFwdOp
-from fuser.ir.block_scales import GroupedScalesOp
 from fuser.ir.fusion import TensorOp
-from fuser.ir.lookup import IndexPutAccumulateOp, ScatterOp
-from fuser.ir.mma import GroupedMmaOp, ScaledMmaOp
-from fuser.ir.scans import ArgsortOp, ScanOp, TopKOp
+from fuser.ir.ops import nodes
+from fuser.ir.ops.attention_ops import SdpaBwdOp, SdpaFwdOp
+from fuser.ir.ops.block_scales import GroupedScalesOp
+from fuser.ir.ops.lookup import IndexPutAccumulateOp, ScatterOp
+from fuser.ir.ops.matrix_products import GroupedMmaOp, ScaledMmaOp
+from fuser.ir.ops.scan_ops import ArgsortOp, ScanOp, TopKOp
 
 BFLOAT16, FLOAT16, FLOAT32 = torch.bfloat16, torch.float16, torch.float32
 HALVES, REALS = (BFLOAT16, FLOAT16), (BFLOAT16, FLOAT16, FLOAT32)

@@ -6,11 +6,11 @@ import math
 
 import pytest
 
-from fuser.codegen.cuda import Writer, literal, scalar_text
-from fuser.ir import scalar as sc
+from fuser.codegen.cuda_text import Writer, literal, scalar_text
 from fuser.ir.dtypes import DataType
-from fuser.ir.scalar import Symbol
-from fuser.lower.kernel import Body, If, Sync
+from fuser.ir.scalar import constructors as sc
+from fuser.ir.scalar.constructors import Symbol
+from fuser.lower.kernel_ir import Body, If, Sync
 
 
 @pytest.mark.parametrize(

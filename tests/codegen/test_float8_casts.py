@@ -8,10 +8,10 @@ import pytest
 import torch
 
 from fuser import DataType, ops
-from fuser.device import CPU, H200
 from fuser.ir import dtypes
 from fuser.kernels.executor import FusedKernelExecutor
 from fuser.runtime import compile_cubin
+from fuser.support.device import CPU, H200
 from tests.schedule.programs import define, sizes_of
 
 # Older versions of torch make NaN of them, later ones the largest value.

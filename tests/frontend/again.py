@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from fuser import DataType, FusionDefinition
-from fuser.ir.form import form_of
+from fuser.ir.canonical_form import form_of
 
 
 def defined_by(text: str) -> FusionDefinition:

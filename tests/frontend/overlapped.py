@@ -11,9 +11,9 @@ import torch
 
 from fuser import DataType, FusionDefinition, ParallelType, TensorView, multidevice
 from fuser.multidevice import Communicator, DeviceMesh
-from hostir.container import HostIrContainer, walk
-from hostir.ops import ForLoop
-from hostir.transfers import StartsCommunication
+from hostir.ir.ops import ForLoop
+from hostir.ir.program import HostIrContainer, walk
+from hostir.ir.transfers import StartsCommunication
 from tests.fuzz.host_program import fault_of
 from tests.hostir.test_cost import PLAIN
 

@@ -14,15 +14,15 @@ import pytest
 import torch
 
 from fuser import DataType, FusionDefinition, TensorView
-from fuser.errors import (
+from fuser.ir.dtypes import to_torch
+from fuser.ops.reference import meaning
+from fuser.ops.reference.attention_calls import forward, plain_forward
+from fuser.support.errors import (
     DefinitionError,
     DtypeError,
     InputError,
     UnsupportedError,
 )
-from fuser.ir.dtypes import to_torch
-from fuser.ops import torch_meaning
-from fuser.ops.attention_calls import forward, plain_forward
 
 pytestmark = pytest.mark.from_text
 
@@ -435,7 +435,7 @@ def test_what_nobody_reads_is_not_made(monkeypatch: pytest.MonkeyPatch) -> None:
         return spy
 
     for function in (forward, plain_forward):
-        monkeypatch.setattr(torch_meaning, function.__name__, spied(function))
+        monkeypatch.setattr(meaning, function.__name__, spied(function))
     with FusionDefinition() as fd:
         tensors = [fd.define_tensor([-1] * 4) for _ in range(3)]
         out, _, seed, _ = fd.ops.sdpfa_fwd(*tensors)

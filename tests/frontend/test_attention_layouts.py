@@ -10,7 +10,7 @@ import torch
 
 from fuser import FusionDefinition
 from hostir import HostIrEvaluator
-from hostir.parse import parse
+from hostir.ir.parser import parse
 from tests.frontend.test_attention import attend, define, draw, gradients
 
 pytestmark = pytest.mark.from_text

@@ -13,7 +13,6 @@ import pytest
 import torch
 
 from fuser import DataType, FusionDefinition, ParallelType, TensorView, ops
-from fuser.errors import FuserError, UnsupportedError, VerifyError
 from fuser.multidevice import (
     Communicator,
     DeviceMesh,
@@ -21,12 +20,14 @@ from fuser.multidevice import (
     MultiDeviceExecutorParams,
     shard_tensor,
 )
-from hostir import Allocate, HostIrContainer, HostIrEvaluator, capture
-from hostir.container import equal
-from hostir.machine import H200
-from hostir.op_costs import cost_of
-from hostir.parse import parse
-from hostir.verify import verify
+from fuser.support.errors import FuserError, UnsupportedError, VerifyError
+from hostir import Allocate, HostIrContainer, HostIrEvaluator
+from hostir.cost.machine_model import H200
+from hostir.cost.op_costs import cost_of
+from hostir.ir.parser import parse
+from hostir.ir.program import equal
+from hostir.ir.verifier import verify
+from hostir.runtime import cuda_graphs
 from multidevice import simulate
 from tests.frontend.test_attention import attend, check, define, draw, gradients
 from tests.hostir.stand_in_graphs import CpuGraphs, stand_in
@@ -318,7 +319,7 @@ def test_text_of_forward_and_backward(backward: bool) -> None:
 
 @pytest.fixture
 def made(monkeypatch: pytest.MonkeyPatch) -> list[CpuGraphs]:
-    monkeypatch.setattr(capture, "MIN_STEPS", 1)
+    monkeypatch.setattr(cuda_graphs, "MIN_STEPS", 1)
     return stand_in(monkeypatch)
 
 

@@ -13,20 +13,20 @@ import torch
 
 import fuser.frontend.overlap
 from fuser import DataType, FusionDefinition, TensorView, multidevice
-from fuser.errors import ProgramMismatchError, UnsupportedError
 from fuser.frontend import executor_cache
 from fuser.frontend.program_cache import PROGRAMS
-from fuser.ir.nodes import MatmulOp
+from fuser.ir.ops.nodes import MatmulOp
 from fuser.multidevice import Communicator, DeviceMesh, simulate
-from hostir import auto_overlap
-from hostir.auto_overlap import OverlapCandidate
-from hostir.container import HostIrContainer, walk
-from hostir.cross_rank import find_mismatches
-from hostir.findings import report
-from hostir.input_class import symbol_values
-from hostir.machine import Machine
-from hostir.ops import ForLoop
-from hostir.overlap_bound import GainBound
+from fuser.support.errors import ProgramMismatchError, UnsupportedError
+from hostir.analysis.collective_matching import find_mismatches
+from hostir.cost import overlap_search
+from hostir.cost.machine_model import Machine
+from hostir.cost.overlap_bound import GainBound
+from hostir.cost.overlap_search import OverlapCandidate
+from hostir.ir.diagnostics import report
+from hostir.ir.ops import ForLoop
+from hostir.ir.program import HostIrContainer, walk
+from hostir.lowering.input_class import symbol_values
 from tests.frontend.overlapped import (
     DESCRIBED,
     FORMS,
@@ -100,7 +100,7 @@ def forced(slow: None, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]
         nonlocal named
         named = form
 
-    monkeypatch.setattr(auto_overlap, "pick", pick)
+    monkeypatch.setattr(overlap_search, "pick", pick)
     monkeypatch.setattr(GainBound, "why_hopeless", lambda *_: "")
     return name
 
@@ -206,7 +206,7 @@ def test_without_access_to_peers_steps_are_sent(name: str, monkeypatch: pytest.M
     fast = replace(SLOW, nccl_multiprocessors=1, multiprocessors=1000, kernel_fill_nbytes=1.0)
     monkeypatch.setattr(fuser.frontend.overlap, "find_machine", lambda *_: fast)
     monkeypatch.setattr(Communicator, "have_access", lambda *_: False)
-    monkeypatch.setattr(auto_overlap, "pick", lambda candidates, *_: candidates[1])
+    monkeypatch.setattr(overlap_search, "pick", lambda candidates, *_: candidates[1])
     with simulate(2) as world:
         program = world.run(lambda: run(FORMS[name], 2, []))[0]
     backends = {getattr(op, "backend", "SIMULATED") for op in program.started()}
@@ -219,7 +219,7 @@ def test_an_allreduce_per_step(steps: str, monkeypatch: pytest.MonkeyPatch) -> N
     def pick(candidates: Sequence[OverlapCandidate], *_: object) -> OverlapCandidate:
         return next(c for c in candidates if c.form == steps)
 
-    monkeypatch.setattr(auto_overlap, "pick", pick)
+    monkeypatch.setattr(overlap_search, "pick", pick)
     with simulate(2) as world:
         program = world.run(lambda: run(FORMS["allreduce"], 2, []))[0]
     assert has_loops(program) and sent(program) == ["Allreduce"]
@@ -441,7 +441,7 @@ def test_random_programs_in_steps(late: tuple[str, ...], monkeypatch: pytest.Mon
         taken.append(chosen.form)
         return chosen
 
-    monkeypatch.setattr(auto_overlap, "pick", pick)
+    monkeypatch.setattr(overlap_search, "pick", pick)
     monkeypatch.setattr(GainBound, "why_hopeless", lambda *_: "")
     monkeypatch.setenv("FUSER_ENABLE", "machine(h200)")
     for seed in range(40 if not late else 20):

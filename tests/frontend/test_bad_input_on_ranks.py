@@ -10,15 +10,15 @@ import pytest
 import torch
 
 from fuser import DataType, FusionDefinition, ParallelType
-from fuser.errors import (
+from fuser.multidevice import Communicator, DeviceMesh
+from fuser.support.errors import (
     InputError,
     OptionError,
     PeerError,
     ProgramMismatchError,
     ShardingError,
 )
-from fuser.multidevice import Communicator, DeviceMesh
-from hostir.plan import Plan
+from hostir.runtime.plan import Plan
 from multidevice import simulate
 
 Inputs = list[object]

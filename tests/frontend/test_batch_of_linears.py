@@ -10,12 +10,12 @@ import torch
 
 from fuser import DataType, FusionDefinition, ParallelType, TensorView, multidevice
 from fuser.ir.dtypes import to_torch
-from fuser.ir.nodes import LinearOp
+from fuser.ir.ops.nodes import LinearOp
 from fuser.multidevice import Communicator, DeviceMesh
-from fuser.ops.torch_meaning import evaluate_into
+from fuser.ops.reference.meaning import evaluate_into
 from hostir import equal, parse
-from hostir.container import walk
-from hostir.transfers import Communication
+from hostir.ir.program import walk
+from hostir.ir.transfers import Communication
 from tests.frontend.again import again
 from tests.frontend.overlapped import cut
 from tests.ops.op_calls import linear

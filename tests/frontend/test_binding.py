@@ -9,11 +9,11 @@ import pytest
 import torch
 
 from fuser import DataType, FusionDefinition
-from fuser.errors import FuserError, InputError
 from fuser.ir.binding import Binder
 from fuser.ir.fusion import Fusion
+from fuser.support.errors import FuserError, InputError
 from hostir import HostIrEvaluator
-from hostir.parse import parse
+from hostir.ir.parser import parse
 
 Define = Callable[[Any], None]
 

@@ -16,15 +16,21 @@ import pytest
 import torch
 
 from fuser import DataType, FusionDefinition, ops
-from fuser.errors import DefinitionError, DtypeError, InputError, UnsupportedError, VerifyError
-from fuser.ir.block_scales import GroupedScalesOp
 from fuser.ir.fusion import Fusion
-from fuser.ir.guard import FusionGuard
+from fuser.ir.fusion_guard import FusionGuard
+from fuser.ir.ops.block_scales import GroupedScalesOp
 from fuser.multidevice import Communicator, DeviceMesh, shard_tensor
 from fuser.ops.define import define_tensor
-from hostir.container import equal
-from hostir.parse import parse
-from hostir.shapes import check_results
+from fuser.support.errors import (
+    DefinitionError,
+    DtypeError,
+    InputError,
+    UnsupportedError,
+    VerifyError,
+)
+from hostir.ir.parser import parse
+from hostir.ir.program import equal
+from hostir.ir.shape_rules import check_results
 from multidevice import simulate
 from tests.frontend.test_attention_programs import cut, shards
 from tests.frontend.test_float8 import check, run

@@ -6,17 +6,17 @@ import pytest
 import torch
 
 from fuser import FusionDefinition, ParallelType, TensorView, multidevice
-from fuser.errors import (
+from fuser.frontend.executor_cache import FusionExecutorCache
+from fuser.ir.binding import Binder
+from fuser.kernels.executor import FusedKernelExecutor
+from fuser.support.errors import (
     DefinitionError,
     InputError,
     KernelError,
     ProgramMismatchError,
 )
-from fuser.frontend.executor_cache import FusionExecutorCache
-from fuser.inputs import torch_device
-from fuser.ir.binding import Binder
-from fuser.kernels.executor import FusedKernelExecutor
-from fuser.options import settings
+from fuser.support.inputs import torch_device
+from fuser.support.options import settings
 
 
 def row_sums() -> FusionDefinition:

@@ -14,7 +14,8 @@ import pytest
 import torch
 
 import fuser
-from fuser import DataType, FusionDefinition, ParallelType, TensorView, multidevice, options
+from fuser import DataType, FusionDefinition, ParallelType, TensorView, multidevice
+from fuser.support import options
 from scripts import document_ops
 from tests.frontend.test_nvfuser_members import REFUSED
 

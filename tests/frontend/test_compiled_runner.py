@@ -14,9 +14,9 @@ from torch.autograd import forward_ad
 from torch.overrides import TorchFunctionMode
 
 from fuser import DataType, FusionDefinition
-from fuser.errors import FuserError, InputError
 from fuser.frontend.known_call import MAX_DECLINED
 from fuser.runtime import compiled_runner
+from fuser.support.errors import FuserError, InputError
 from multidevice import Communicator, DeviceMesh, simulate
 from tests.frontend.steady_programs import (
     ENOUGH,

@@ -15,13 +15,13 @@ import pytest
 import torch
 
 from fuser import DataType, FusionDefinition
-from fuser.errors import FuserError, KernelError
 from fuser.frontend.known_call import MAX_DECLINED, MAX_PATIENCE, RUNS_BEFORE
 from fuser.multidevice import simulate
-from fuser.ops import products
+from fuser.ops.reference import matmul_calls
 from fuser.runtime import compiled_runner
-from hostir import steps
-from hostir.memory import OutOfMemoryError
+from fuser.support.errors import FuserError, KernelError
+from hostir.runtime import steps
+from hostir.runtime.memory import OutOfMemoryError
 from tests.frontend.steady_programs import (
     ENOUGH,
     add,
@@ -51,8 +51,8 @@ def _bound(fd: FusionDefinition) -> Any:
 
 def _multiply_by(function: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
     """Let programs that are bound from now on multiply two plain matrices by this function."""
-    way = products.Product(function, ((0, None), (1, None)))
-    monkeypatch.setattr(products, "_AS_THEY_ARE", way)
+    way = matmul_calls.Product(function, ((0, None), (1, None)))
+    monkeypatch.setattr(matmul_calls, "_AS_THEY_ARE", way)
 
 
 class _Room:

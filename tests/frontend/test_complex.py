@@ -12,14 +12,14 @@ import pytest
 import torch
 
 from fuser import DataType, FusionDefinition
-from fuser.errors import DefinitionError, DtypeError, InputError, UnsupportedError
 from fuser.ir.binding import signature_of
 from fuser.ir.equality import equal_fusions
-from fuser.ir.parse import parse_fusion, parse_scalar
-from fuser.ir.text import fusion_text
+from fuser.ir.text.parser import parse_fusion, parse_scalar
+from fuser.ir.text.printer import fusion_text
 from fuser.multidevice import Communicator, DeviceMesh, shard_tensor
-from hostir.container import equal
-from hostir.parse import parse
+from fuser.support.errors import DefinitionError, DtypeError, InputError, UnsupportedError
+from hostir.ir.parser import parse
+from hostir.ir.program import equal
 from multidevice import simulate
 from tests.frontend.test_attention_programs import cut
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from fuser import DataType, FusionDefinition, ParallelType, Replicate, Shard, multidevice, shard
-from fuser.errors import DefinitionError, ProgramMismatchError
+from fuser.support.errors import DefinitionError, ProgramMismatchError
 
 pytestmark = pytest.mark.from_text
 

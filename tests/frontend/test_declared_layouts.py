@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from fuser import DataType, FusionDefinition, compute_tensor_descriptor
-from fuser.errors import InputError
+from fuser.support.errors import InputError
 from tests.frontend.test_layouts import strided
 
 pytestmark = pytest.mark.from_text

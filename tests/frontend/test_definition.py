@@ -11,14 +11,14 @@ import pytest
 import torch
 
 from fuser import DataType, FusionDefinition, TensorView
-from fuser.errors import (
+from fuser.runtime.compiled_kernel import compilations
+from fuser.support.errors import (
     DefinitionError,
     InputError,
     OptionError,
     ShardingError,
     UnsupportedError,
 )
-from fuser.runtime.kernel import compilations
 
 pytestmark = pytest.mark.from_text
 

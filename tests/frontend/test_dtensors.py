@@ -13,7 +13,7 @@ import torch
 
 import fuser
 from fuser import FusionDefinition
-from fuser.errors import ArgumentError, DTensorError
+from fuser.support.errors import ArgumentError, DTensorError
 from tests.limits import HANG_S
 
 ROOT = Path(__file__).parents[2]

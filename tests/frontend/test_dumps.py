@@ -10,14 +10,15 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from fuser import FusionDefinition, ParallelType, TensorView, dumps, multidevice
-from fuser.errors import OptionError, VerifyError
-from fuser.option_names import EFFECTS
+from fuser import FusionDefinition, ParallelType, TensorView, multidevice
+from fuser.support import dumps
+from fuser.support.errors import OptionError, VerifyError
+from fuser.support.option_names import EFFECTS
 from hostir import HostIrEvaluator
-from hostir.cli import main
-from hostir.container import HostIrContainer, equal
-from hostir.parse import parse
-from hostir.ranks import run_simulated
+from hostir.ir.parser import parse
+from hostir.ir.program import HostIrContainer, equal
+from hostir.tools.cli import main
+from hostir.tools.run_text import run_simulated
 from multidevice import DeviceMesh, simulate
 
 

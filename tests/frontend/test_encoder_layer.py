@@ -13,8 +13,8 @@ from torch.nn import functional as F
 from fuser import DataType
 from fuser.multidevice import Communicator, DeviceMesh
 from hostir import HostIrEvaluator
-from hostir.container import equal
-from hostir.parse import parse
+from hostir.ir.parser import parse
+from hostir.ir.program import equal
 from multidevice import simulate
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "scripts"))

@@ -10,12 +10,12 @@ import pytest
 import torch
 
 from fuser import FusionDefinition
-from fuser.device import VECTOR_BYTES
-from fuser.errors import FuserError, InputError
 from fuser.frontend.known_call import RUNS_BEFORE
 from fuser.ir.binding import Contents
 from fuser.ir.tensor import TensorView
 from fuser.runtime import compiled_runner
+from fuser.support.device import VECTOR_BYTES
+from fuser.support.errors import FuserError, InputError
 from multidevice import DeviceMesh, simulate
 from tests.limits import HANG_S
 

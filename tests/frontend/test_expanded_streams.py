@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from fuser import FusionDefinition, ParallelType, TensorView, multidevice
-from hostir.ops import ForLoop
+from hostir.ir.ops import ForLoop
 
 pytestmark = pytest.mark.from_text
 

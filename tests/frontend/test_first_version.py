@@ -15,9 +15,10 @@ from typing import Any
 import pytest
 import torch
 
-from fuser import DataType, FusionDefinition, ParallelType, multidevice, option_names
-from fuser import options as fuser_options
-from fuser.errors import (
+from fuser import DataType, FusionDefinition, ParallelType, multidevice
+from fuser.support import option_names
+from fuser.support import options as fuser_options
+from fuser.support.errors import (
     FuserError,
     InputError,
     ShardingError,

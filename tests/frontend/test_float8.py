@@ -12,13 +12,13 @@ import pytest
 import torch
 
 from fuser import DataType, FusionDefinition, TensorView, ops
-from fuser.device import H200
-from fuser.errors import DefinitionError, DtypeError, InputError, UnsupportedError
 from fuser.ir.fusion import Fusion
-from fuser.ir.guard import FusionGuard
+from fuser.ir.fusion_guard import FusionGuard
 from fuser.kernels.executor import FusedKernelExecutor
 from fuser.multidevice import Communicator, DeviceMesh, shard_tensor
 from fuser.ops.define import define_scalar, define_tensor
+from fuser.support.device import H200
+from fuser.support.errors import DefinitionError, DtypeError, InputError, UnsupportedError
 from multidevice import simulate
 from tests.frontend.test_attention_programs import cut
 from tests.schedule.programs import define as define_one

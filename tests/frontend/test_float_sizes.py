@@ -12,16 +12,17 @@ import pytest
 import torch
 
 from fuser import DataType, FusionDefinition, ParallelType
-from fuser.errors import DtypeError, InputError
-from fuser.frontend.manual import KernelExecutor
+from fuser.frontend.manual_kernels import KernelExecutor
 from fuser.ir.equality import equal_fusions
-from fuser.ir.parse import parse_fusion
 from fuser.ir.tensor import TensorView
-from fuser.ir.text import fusion_text
+from fuser.ir.text.parser import parse_fusion
+from fuser.ir.text.printer import fusion_text
 from fuser.multidevice import Communicator, DeviceMesh, MultiDeviceExecutor, shard_tensor
-from hostir import HostIrEvaluator, rehearsal
-from hostir.container import equal
-from hostir.parse import parse
+from fuser.support.errors import DtypeError, InputError
+from hostir import HostIrEvaluator
+from hostir.ir.parser import parse
+from hostir.ir.program import equal
+from hostir.runtime import dry_run
 from multidevice import simulate
 from tests.frontend.again import again
 
@@ -260,7 +261,7 @@ def test_a_new_float_extent_is_a_new_size_of_the_same_plan(monkeypatch: Any) -> 
     def refuse(*given: object) -> None:
         raise AssertionError("a program was walked again")
 
-    monkeypatch.setattr(rehearsal, "run_block", refuse)
+    monkeypatch.setattr(dry_run, "run_block", refuse)
     for n in range(43, 53):
         x_value = torch.randn(64 * n)
         rows = x_value.double().reshape(n, 64)

@@ -11,11 +11,11 @@ import pytest
 import torch
 
 from fuser import DataType, FusionDefinition, Replicate, Shard, TensorView, shard
-from fuser.errors import DefinitionError, FuserError, InputError, UnsupportedError
 from fuser.multidevice import Communicator, DeviceMesh, shard_tensor
+from fuser.support.errors import DefinitionError, FuserError, InputError, UnsupportedError
 from hostir import HostIrEvaluator
-from hostir.container import equal
-from hostir.parse import parse
+from hostir.ir.parser import parse
+from hostir.ir.program import equal
 from multidevice import simulate
 from tests.frontend.test_attention import Tensors, attend, check, draw, gradients
 from tests.frontend.test_attention_programs import cut, shards

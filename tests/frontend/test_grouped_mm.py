@@ -13,16 +13,16 @@ import pytest
 import torch
 
 from fuser import DataType, FusionDefinition
-from fuser.errors import (
+from fuser.multidevice import Communicator, DeviceMesh, shard_tensor
+from fuser.support.errors import (
     DefinitionError,
     DtypeError,
     InputError,
     VerifyError,
 )
-from fuser.multidevice import Communicator, DeviceMesh, shard_tensor
-from hostir.container import equal
-from hostir.parse import parse
-from hostir.shapes import check_results
+from hostir.ir.parser import parse
+from hostir.ir.program import equal
+from hostir.ir.shape_rules import check_results
 from multidevice import simulate
 from tests.frontend.test_attention_programs import cut, shards
 from tests.frontend.test_lookups import define, draw, run

@@ -14,11 +14,17 @@ import pytest
 import torch
 
 from fuser import DataType, FusionDefinition, ops
-from fuser.errors import DefinitionError, DtypeError, FuserError, InputError, UnsupportedError
-from fuser.ir.mma import GroupedMmaOp
+from fuser.ir.ops.matrix_products import GroupedMmaOp
 from fuser.multidevice import Communicator, DeviceMesh, shard_tensor
-from hostir.container import equal
-from hostir.parse import parse
+from fuser.support.errors import (
+    DefinitionError,
+    DtypeError,
+    FuserError,
+    InputError,
+    UnsupportedError,
+)
+from hostir.ir.parser import parse
+from hostir.ir.program import equal
 from multidevice import simulate
 from tests.frontend.test_attention_programs import cut, shards
 from tests.frontend.test_float8 import run

@@ -9,7 +9,7 @@ import torch
 
 import multidevice
 from fuser import DataType, FusionDefinition, ParallelType
-from fuser.errors import FuserError
+from fuser.support.errors import FuserError
 from multidevice import DeviceMesh
 from tests.frontend.again import again
 

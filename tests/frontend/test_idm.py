@@ -9,7 +9,7 @@ import pytest
 
 import fuser
 from fuser import FusionDefinition, IdMappingMode, idm
-from fuser.errors import ArgumentError, DefinitionError, UnsupportedError, VerifyError
+from fuser.support.errors import ArgumentError, DefinitionError, UnsupportedError, VerifyError
 
 MODES = [m for m in IdMappingMode if m is not IdMappingMode.loop]
 E, A, B, P = MODES

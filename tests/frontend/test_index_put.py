@@ -9,13 +9,13 @@ import pytest
 import torch
 
 from fuser import DataType, FusionDefinition, ops
-from fuser.errors import DefinitionError, DtypeError, InputError
 from fuser.ir.fusion import Fusion
-from fuser.ir.guard import FusionGuard
+from fuser.ir.fusion_guard import FusionGuard
 from fuser.multidevice import Communicator, DeviceMesh, shard_tensor
 from fuser.ops.define import define_tensor
-from hostir.container import equal
-from hostir.parse import parse
+from fuser.support.errors import DefinitionError, DtypeError, InputError
+from hostir.ir.parser import parse
+from hostir.ir.program import equal
 from multidevice import simulate
 from tests.frontend.test_attention_programs import cut
 from tests.frontend.test_float8 import check, run

@@ -10,8 +10,8 @@ import torch
 import fuser
 import multidevice
 from fuser import FusionDefinition, FusionExecutorCache, ParallelType, UnsupportedError
-from fuser.errors import ShardingError
 from fuser.ir.binding import Argument
+from fuser.support.errors import ShardingError
 
 
 def two_kernels() -> FusionDefinition:
@@ -228,7 +228,7 @@ def test_enumerations_print_as_nvfusers() -> None:
 
 
 def test_versions_are_ordered_by_their_numbers() -> None:
-    from fuser.release import Version
+    from fuser.support.version import Version
 
     assert fuser.version() == fuser.__version__ == Version(f"{fuser.__version__}+git81c4b22")
     assert Version("0.10") > "0.9.1" and Version("0.2.36+git1") <= Version("0.2.36")

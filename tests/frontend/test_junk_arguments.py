@@ -20,18 +20,18 @@ import torch
 import fuser.ops
 import fuser.schedule
 from fuser import DataType, DeviceMesh, FusionDefinition, MemoryType, ParallelType, TensorView
-from fuser.errors import (
+from fuser.ir.pointwise_table import POINTWISE, PUBLIC
+from fuser.ir.text.printer import fusion_text
+from fuser.schedule import SchedulerType
+from fuser.support.errors import (
     ArgumentError,
     EmptyDefinitionError,
     FuserError,
     InputError,
     OtherEntranceError,
 )
-from fuser.ir.text import fusion_text
-from fuser.pointwise import POINTWISE, PUBLIC
-from fuser.schedule import SchedulerType
-from multidevice import mesh as public_mesh
 from multidevice import shard_tensor
+from multidevice.job import mesh as public_mesh
 
 D = DataType
 HUGE = 10**5000

@@ -15,13 +15,13 @@ import torch
 
 import multidevice
 from fuser import DataType, FusionDefinition, ParallelType, TensorView
-from fuser.errors import ProgramMismatchError
-from fuser.frontend.multi_device_executor import MultiDeviceExecutor
-from fuser.ir.storage import memory_order
+from fuser.ir.memory_layout import memory_order
 from fuser.kernels.executor import FusedKernelExecutor
+from fuser.nvfuser.multi_device_executor import MultiDeviceExecutor
+from fuser.support.errors import ProgramMismatchError
 from hostir import HostIrEvaluator
-from hostir.container import equal
-from hostir.parse import parse
+from hostir.ir.parser import parse
+from hostir.ir.program import equal
 from multidevice import DeviceMesh
 
 pytestmark = pytest.mark.from_text

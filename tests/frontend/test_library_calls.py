@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from fuser import DataType, FusionDefinition, ParallelType, multidevice
-from fuser.errors import UnsupportedError
+from fuser.support.errors import UnsupportedError
 from tests.limits import HANG_S
 
 REPOSITORY = Path(__file__).resolve().parents[2]

@@ -17,16 +17,16 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 from fuser import DataType, FusionDefinition
-from fuser.errors import InputError
-from fuser.ir.mma import GroupedMmaOp
-from fuser.ir.scans import ArgsortOp
-from fuser.ops import grouped_product
-from fuser.ops.library_calls import CallOperands, Returning, bind_product
-from fuser.ops.torch_meaning import NODES, nodes_computed
-from fuser.record import replace
+from fuser.ir.ops.matrix_products import GroupedMmaOp
+from fuser.ir.ops.scan_ops import ArgsortOp
+from fuser.ops.reference import grouped_product
+from fuser.ops.reference.library_calls import CallOperands, Returning, bind_product
+from fuser.ops.reference.meaning import NODES, nodes_computed
 from fuser.runtime.compile import compile_cubin
+from fuser.support.errors import InputError
+from fuser.support.record import replace
 from hostir import HostIrEvaluator
-from hostir.library_kernels import (
+from hostir.runtime.library_kernels import (
     _WORDS,
     LibraryKernels,
     _clear_source,

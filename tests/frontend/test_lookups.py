@@ -12,8 +12,8 @@ import torch
 import torch.nn.functional as F
 
 from fuser import DataType, FusionDefinition
-from fuser.errors import DefinitionError, DtypeError, FuserError, InputError
 from fuser.ir.tensor import TensorView
+from fuser.support.errors import DefinitionError, DtypeError, FuserError, InputError
 from tests.ops.op_cases import lay_out
 
 pytestmark = pytest.mark.from_text

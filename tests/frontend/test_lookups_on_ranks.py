@@ -11,13 +11,13 @@ import pytest
 import torch
 
 from fuser import FusionDefinition, ParallelType, TensorView
-from fuser.errors import UnsupportedError
-from fuser.ir.scalar import Symbol
+from fuser.ir.scalar.constructors import Symbol
 from fuser.multidevice import Communicator, DeviceMesh, shard_tensor
-from hostir.container import equal
-from hostir.machine import H200
-from hostir.parse import parse
-from hostir.timetable import timetable_of
+from fuser.support.errors import UnsupportedError
+from hostir.cost.machine_model import H200
+from hostir.cost.simulator import timetable_of
+from hostir.ir.parser import parse
+from hostir.ir.program import equal
 from multidevice import simulate
 from tests.frontend.test_attention_programs import cut, shards
 from tests.frontend.test_lookups import Build, draw, draw_index, gather, index_select, take_along

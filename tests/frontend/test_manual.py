@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from fuser import FusionDefinition, ParallelType, TensorView
-from fuser.errors import DefinitionError, UnsupportedError
+from fuser.support.errors import DefinitionError, UnsupportedError
 
 pytestmark = pytest.mark.from_text
 

@@ -12,13 +12,13 @@ import pytest
 import torch
 
 from fuser import FusionDefinition, ParallelType, TensorView, multidevice
-from fuser.errors import DefinitionError, FuserError, UnsupportedError
-from fuser.ir.storage import is_contiguous
+from fuser.ir.memory_layout import is_contiguous
+from fuser.support.errors import DefinitionError, FuserError, UnsupportedError
 from hostir import NUMBER_OF_STREAMS, RANK, HostIrContainer, equal, parse
-from hostir.container import walk
-from hostir.ops import ForLoop, HirAliasSelect
-from hostir.race import find_races
-from hostir.transfers import Communication
+from hostir.analysis.races import find_races
+from hostir.ir.ops import ForLoop, HirAliasSelect
+from hostir.ir.program import walk
+from hostir.ir.transfers import Communication
 from tests.ops.op_calls import linear
 
 GOLDEN = Path(__file__).parent / "golden"

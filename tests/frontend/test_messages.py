@@ -21,7 +21,9 @@ from fuser import (
     ops,
     shard,
 )
-from fuser.errors import (
+from fuser.ir.tensor import TensorView
+from fuser.multidevice import DeviceMesh, simulate
+from fuser.support.errors import (
     ArgumentError,
     DefinitionError,
     FuserError,
@@ -30,11 +32,9 @@ from fuser.errors import (
     VerifyError,
     last_user_line,
 )
-from fuser.ir.tensor import TensorView
-from fuser.multidevice import DeviceMesh, simulate
 from hostir import Allocate, HostIrContainer, HostIrEvaluator
-from hostir.findings import listing
-from hostir.verify import verify
+from hostir.ir.diagnostics import listing
+from hostir.ir.verifier import verify
 
 X = torch.randn(4, 8)
 

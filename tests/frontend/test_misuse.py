@@ -24,7 +24,9 @@ from fuser import (
     define_tensor,
     ops,
 )
-from fuser.errors import (
+from fuser.ir.scalar.constructors import Scalar
+from fuser.multidevice import DeviceMesh
+from fuser.support.errors import (
     ArgumentError,
     DefinitionError,
     DtypeError,
@@ -34,8 +36,6 @@ from fuser.errors import (
     OptionError,
     UnknownOpError,
 )
-from fuser.ir.scalar import Scalar
-from fuser.multidevice import DeviceMesh
 
 # Untyped: a type checker refuses these calls, too.
 Call = Callable[[Any, Any], object]

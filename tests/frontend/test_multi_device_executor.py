@@ -13,16 +13,8 @@ import pytest
 import torch
 
 from fuser import FusionDefinition, ParallelType, Shard, TensorView, multidevice, shard
-from fuser.errors import (
-    ArgumentError,
-    DefinitionError,
-    InputError,
-    PeerError,
-    ShardingError,
-    UnsupportedError,
-)
-from fuser.ir.core import Op
 from fuser.ir.fusion import Fusion
+from fuser.ir.op import Op
 from fuser.multidevice import (
     CommunicatorBackend,
     DeviceMesh,
@@ -30,12 +22,20 @@ from fuser.multidevice import (
     MultiDeviceExecutorParams,
     simulate,
 )
+from fuser.support.errors import (
+    ArgumentError,
+    DefinitionError,
+    InputError,
+    PeerError,
+    ShardingError,
+    UnsupportedError,
+)
 from hostir import HostIrEvaluator
-from hostir.before_run import findings
-from hostir.container import HostIrContainer, equal
-from hostir.input_class import symbol_values
-from hostir.ops import NUMBER_OF_STREAMS
-from hostir.parse import parse
+from hostir.analysis.preflight import findings
+from hostir.ir.ops import NUMBER_OF_STREAMS
+from hostir.ir.parser import parse
+from hostir.ir.program import HostIrContainer, equal
+from hostir.lowering.input_class import symbol_values
 
 pytestmark = pytest.mark.from_text
 

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 
 from fuser import DataType, FusionDefinition
-from fuser.errors import DefinitionError, DtypeError, OptionError
+from fuser.support.errors import DefinitionError, DtypeError, OptionError
 
 pytestmark = pytest.mark.from_text
 

@@ -37,15 +37,15 @@ MEMBERS = {
         inner_outer_persistent outer_persistent transpose expr_eval resize __entries""",
     "CommunicatorBackend": "nccl ucc cuda",
     "IdMappingMode": "exact almost_exact broadcast permissive loop",
-    "fuser.idm": "IdModel ValGraph DisjointValSets",
+    "fuser.nvfuser.idm": "IdModel ValGraph DisjointValSets",
     "a model of axes": "maybe_build_graph __str__",
     "a graph of axes": "disjoint_val_sets map_vals __str__",
     "sets of axes": "strict_are_mapped __str__",
     "PythonProfiler": "__enter__ __exit__ profile",
-    "fuser.pytorch_utils": """torch_dtype_to_nvfuser_dtype python_scalar_to_nvfuser_dtype
+    "fuser.nvfuser.pytorch_utils": """torch_dtype_to_nvfuser_dtype python_scalar_to_nvfuser_dtype
         get_device_properties DEVICE_PROPERTIES retry_on_oom_or_skip_test""",
     "fuser.nvfuser_direct_version": "Version",
-    "fuser.benchmark_utils": "Timer CuptiProfiler CuptiTimer FusionProfileTimer",
+    "fuser.nvfuser.benchmark_utils": "Timer CuptiProfiler CuptiTimer FusionProfileTimer",
     "a tensor": """is_symbolic is_tensor definition uses ndim size shape dtype has_root domain
         get_root_domain get_logical_domain get_loop_domain axis split inner_split outer_split merge
         reorder swizzle1d rfactor cache_after cache_before set_memory_type set_allocation_domain
@@ -89,10 +89,10 @@ def made() -> dict[str, Any]:
         "CompileParams": fuser.CompileParams(),
         "fuser": fuser,
         "fuser.schedule": fuser.schedule,
-        "fuser.idm": fuser.idm,
-        "fuser.pytorch_utils": fuser.pytorch_utils,
+        "fuser.nvfuser.idm": fuser.idm,
+        "fuser.nvfuser.pytorch_utils": fuser.pytorch_utils,
         "fuser.nvfuser_direct_version": fuser.nvfuser_direct_version,
-        "fuser.benchmark_utils": fuser.benchmark_utils,
+        "fuser.nvfuser.benchmark_utils": fuser.benchmark_utils,
         "parameters": fuser.schedule.compute_heuristics(
             fd.fusion, fuser.SchedulerType.pointwise, [torch.ones(2, 8)]
         ),

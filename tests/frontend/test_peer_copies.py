@@ -11,8 +11,7 @@ import pytest
 import torch
 
 from fuser import FusionDefinition, MemoryType, ParallelType, TensorView
-from fuser.errors import FuserError
-from fuser.ir.core import Op
+from fuser.ir.op import Op
 from fuser.multidevice import (
     Communicator,
     CommunicatorBackend,
@@ -22,12 +21,12 @@ from fuser.multidevice import (
     shard_tensor,
     simulate,
 )
-from hostir.before_run import findings
-from hostir.container import HostIrContainer, equal, walk
-from hostir.input_class import symbol_values
-from hostir.ops import NUMBER_OF_STREAMS, RANK, Allocate, IfThenElse, Synchronize
-from hostir.parse import parse
-from hostir.transfers import (
+from fuser.support.errors import FuserError
+from hostir.analysis.preflight import findings
+from hostir.ir.ops import NUMBER_OF_STREAMS, RANK, Allocate, IfThenElse, Synchronize
+from hostir.ir.parser import parse
+from hostir.ir.program import HostIrContainer, equal, walk
+from hostir.ir.transfers import (
     CollectivePermute,
     Communication,
     P2PCommunication,
@@ -35,7 +34,8 @@ from hostir.transfers import (
     StartCoalescing,
     Wait,
 )
-from multidevice.backends.peer import PeerBackend
+from hostir.lowering.input_class import symbol_values
+from multidevice.transports.peer_copy import PeerBackend
 from tests.frontend.test_multi_device_executor import CASES, Case, executor_of, local
 from tests.hostir.peer_graph_cases import CASES as CASES_OF_GRAPHS
 from tests.hostir.peer_graph_cases import ROWS, K, N, numbers

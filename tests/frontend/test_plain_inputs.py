@@ -10,7 +10,7 @@ import torch
 from torch.autograd import forward_ad
 
 from fuser import FusionDefinition, multidevice
-from fuser.errors import InputError
+from fuser.support.errors import InputError
 
 
 def doubled(rank: int = 2) -> FusionDefinition:

@@ -19,7 +19,8 @@ from fuser import (
     PythonProfiler,
     SchedulerType,
 )
-from fuser.errors import (
+from fuser.multidevice import Communicator, DeviceMesh, shard_tensor
+from fuser.support.errors import (
     ArgumentError,
     InputError,
     NotCompiledError,
@@ -28,7 +29,6 @@ from fuser.errors import (
     PeerError,
     ProgramMismatchError,
 )
-from fuser.multidevice import Communicator, DeviceMesh, shard_tensor
 from multidevice import simulate
 from tests.frontend.test_trace import CHUNKS, GOOD, row_parallel, streamed_linear
 
@@ -367,8 +367,8 @@ def test_a_wait_counts_for_what_it_waits_for(monkeypatch: pytest.MonkeyPatch) ->
         here.now = getattr(here, "now", 0.0) + 1.0
         return here.now
 
-    monkeypatch.setattr("hostir.watch.clock", tick)
-    monkeypatch.setattr("hostir.tracing.clock", tick)
+    monkeypatch.setattr("hostir.profiling.timers.clock", tick)
+    monkeypatch.setattr("hostir.profiling.tracer.clock", tick)
 
     def check() -> None:
         fd, inputs, _ = streamed_linear(2)

@@ -13,8 +13,8 @@ from fuser import FusionDefinition, ParallelType, multidevice
 from fuser.frontend import executor_cache
 from fuser.frontend.program_cache import PROGRAMS, ProgramCache
 from fuser.kernels.executor import FusedKernelExecutor
-from fuser.recent import Recent
-from fuser.runtime.kernel import kernel_requests
+from fuser.runtime.compiled_kernel import kernel_requests
+from fuser.support.lru import Recent
 
 
 @pytest.fixture(autouse=True)

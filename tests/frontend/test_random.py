@@ -14,9 +14,9 @@ import pytest
 import torch
 
 from fuser import DataType, FusionDefinition
-from fuser.errors import InputError, UnsupportedError
-from fuser.frontend import draws
-from fuser.ir.scalar import Const
+from fuser.frontend import implicit_inputs
+from fuser.ir.scalar.constructors import Const
+from fuser.support.errors import InputError, UnsupportedError
 from hostir import HostIrEvaluator
 from multidevice import DeviceMesh, simulate
 from tests.frontend.test_attention_programs import cut
@@ -219,9 +219,9 @@ class _CudaGenerator:
 
 def test_on_cuda_the_nth_call_has_the_nth_offset(monkeypatch: pytest.MonkeyPatch) -> None:
     generator = _CudaGenerator(2**64 - 3)
-    monkeypatch.setattr(draws, "generator_of", lambda device: generator)
-    monkeypatch.setattr(draws, "device_of", lambda inputs, device: torch.device("cuda"))
-    one, two = (draws.Draws.of(drawing(ops=n).fusion) for n in (1, 2))
+    monkeypatch.setattr(implicit_inputs, "generator_of", lambda device: generator)
+    monkeypatch.setattr(implicit_inputs, "device_of", lambda inputs, device: torch.device("cuda"))
+    one, two = (implicit_inputs.Draws.of(drawing(ops=n).fusion) for n in (1, 2))
     assert one is not None and two is not None
     assert [one.take([X], None)[1:] for _ in range(3)] == [[-3, n] for n in range(3)]
     assert two.take([X], None)[1:] == [-3, 3] and one.take([X], None)[1:] == [-3, 5]

@@ -13,18 +13,18 @@ import pytest
 import torch
 
 from fuser import DataType, FusionDefinition, ParallelType, TensorView, multidevice
-from fuser.errors import UnsupportedError
 from fuser.frontend.executor_cache import FusionExecutorCache
 from fuser.multidevice import Communicator, DeviceMesh, simulate
-from hostir.container import HostIrContainer, equal, walk
-from hostir.cross_rank import find_mismatches
-from hostir.findings import Finding, report
-from hostir.input_class import symbol_values
-from hostir.lower_params import DEFAULT, LowerParams
-from hostir.ops import NUMBER_OF_STREAMS, RANK
-from hostir.parse import parse
-from hostir.race import UNWRITTEN, find_races
-from hostir.transfers import Communication, P2PCommunication, StartsCommunication
+from fuser.support.errors import UnsupportedError
+from hostir.analysis.collective_matching import find_mismatches
+from hostir.analysis.races import UNWRITTEN, find_races
+from hostir.ir.diagnostics import Finding, report
+from hostir.ir.ops import NUMBER_OF_STREAMS, RANK
+from hostir.ir.parser import parse
+from hostir.ir.program import HostIrContainer, equal, walk
+from hostir.ir.transfers import Communication, P2PCommunication, StartsCommunication
+from hostir.lowering.input_class import symbol_values
+from hostir.lowering.params import DEFAULT, LowerParams
 from tests.frontend.test_multi_device_executor import matmul_reduce_scatter
 
 X, STREAM = ParallelType.mesh_x, ParallelType.stream

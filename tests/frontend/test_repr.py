@@ -20,11 +20,11 @@ from fuser import (
     multidevice,
     translate_fusion,
 )
-from fuser.frontend import python_statements, python_text
-from fuser.ir.core import Op
+from fuser.frontend import python_printer, python_statements
 from fuser.ir.fusion import TensorOp
-from fuser.ir.scalar_compute import COMPUTE
-from fuser.pointwise import POINTWISE, PUBLIC
+from fuser.ir.op import Op
+from fuser.ir.pointwise_table import POINTWISE, PUBLIC
+from fuser.ir.scalar.evaluate import COMPUTE
 from tests.frontend.again import again, assert_same, defined_by
 from tests.fuzz import sharded, single, streams
 from tests.fuzz.ranks import local_inputs
@@ -105,7 +105,7 @@ def test_every_node_has_a_statement() -> None:
 
 
 def test_every_scalar_op_has_a_statement() -> None:
-    known = {*python_text.SCALAR_CALLS, *python_text.OPERATORS, "ceilDiv"}
+    known = {*python_printer.SCALAR_CALLS, *python_printer.OPERATORS, "ceilDiv"}
     assert {*COMPUTE} <= known, {*COMPUTE} - known
 
 

@@ -11,13 +11,13 @@ import pytest
 import torch
 
 from fuser import DataType, FusionDefinition
-from fuser.errors import DefinitionError, DivisionByZeroError, InputError
 from fuser.ir.equality import equal_fusions
 from fuser.ir.fusion import Fusion
-from fuser.ir.parse import parse_fusion
-from fuser.ir.scalar import Symbol
-from fuser.ir.text import fusion_text
-from hostir.parse import parse
+from fuser.ir.scalar.constructors import Symbol
+from fuser.ir.text.parser import parse_fusion
+from fuser.ir.text.printer import fusion_text
+from fuser.support.errors import DefinitionError, DivisionByZeroError, InputError
+from hostir.ir.parser import parse
 
 pytestmark = pytest.mark.from_text
 

@@ -10,14 +10,14 @@ import pytest
 import torch
 
 from fuser import DataType, FusionDefinition, TensorView, ops
-from fuser.errors import DefinitionError, DtypeError, UnsupportedError
 from fuser.ir.fusion import Fusion
-from fuser.ir.guard import FusionGuard
-from fuser.ir.mma import ScaledMmaOp
+from fuser.ir.fusion_guard import FusionGuard
+from fuser.ir.ops.matrix_products import ScaledMmaOp
 from fuser.multidevice import Communicator, DeviceMesh, shard_tensor
 from fuser.ops.define import define_tensor
-from hostir.container import equal
-from hostir.parse import parse
+from fuser.support.errors import DefinitionError, DtypeError, UnsupportedError
+from hostir.ir.parser import parse
+from hostir.ir.program import equal
 from multidevice import simulate
 from tests.frontend.test_attention_programs import cut
 from tests.frontend.test_float8 import run

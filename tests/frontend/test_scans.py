@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from fuser import DataType, FusionDefinition
-from fuser.errors import ArgumentError, DefinitionError, DtypeError, InputError
-from fuser.ir.scans import ScanOp
+from fuser.ir.ops.scan_ops import ScanOp
+from fuser.support.errors import ArgumentError, DefinitionError, DtypeError, InputError
 from tests.frontend.test_lookups import Build, define, draw, run
 from tests.ops.op_cases import lay_out
 

@@ -9,11 +9,11 @@ import pytest
 import torch
 
 from fuser import DataType, FusionDefinition, ParallelType
-from fuser.errors import UnsupportedError, VerifyError
 from fuser.multidevice import Communicator, DeviceMesh, shard_tensor
-from hostir.container import equal
-from hostir.parse import parse
-from hostir.verify import verify
+from fuser.support.errors import UnsupportedError, VerifyError
+from hostir.ir.parser import parse
+from hostir.ir.program import equal
+from hostir.ir.verifier import verify
 from multidevice import simulate
 from tests.frontend.test_attention_programs import cut, shards
 from tests.frontend.test_lookups import draw

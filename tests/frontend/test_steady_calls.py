@@ -14,12 +14,12 @@ import torch
 
 from fuser import FusionDefinition
 from fuser.multidevice import Communicator, DeviceMesh, simulate
-from fuser.runtime.graphs import MAKERS
-from hostir import capture
-from multidevice.backends.generators import Generators
-from multidevice.backends.simulated import SimulatedControl
-from multidevice.waiting import poll_until
-from multidevice.words import Words, word_of
+from fuser.runtime.captured_graphs import MAKERS
+from hostir.runtime import cuda_graphs
+from multidevice.coordination.bounded_wait import poll_until
+from multidevice.coordination.words import Words, word_of
+from multidevice.transports.generators import Generators
+from multidevice.transports.simulated import SimulatedControl
 from tests.counted import name_of
 
 
@@ -81,7 +81,7 @@ def test_a_graph_and_the_agreement_before_it(monkeypatch: pytest.MonkeyPatch) ->
     """As many functions, however many steps the graph repeats and tensors it reads."""
     monkeypatch.setitem(MAKERS, "cpu", _Nothing)
     # Simulated ranks are threads that take turns.
-    monkeypatch.setattr(capture.USERS, "alone", lambda: nullcontext([]))
+    monkeypatch.setattr(cuda_graphs.USERS, "alone", lambda: nullcontext([]))
 
     def count() -> Counter[str]:
         with FusionDefinition() as fd:

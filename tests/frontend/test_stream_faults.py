@@ -18,7 +18,7 @@ from hostir import (
     equal,
     parse,
 )
-from hostir.race import find_races
+from hostir.analysis.races import find_races
 
 pytestmark = pytest.mark.from_text
 

@@ -13,13 +13,13 @@ import pytest
 import torch
 
 from fuser import FusionDefinition, ParallelType
-from fuser.errors import ExecutionError, UnsupportedError, VerifyError
+from fuser.support.errors import ExecutionError, UnsupportedError, VerifyError
 from hostir import HostIrEvaluator
-from hostir.container import HostIrContainer
-from hostir.parse import parse
-from hostir.storage import Storage
-from multidevice.agreement import Channel, Turns
-from multidevice.communicator import run_agreed
+from hostir.ir.buffer_aliasing import Storage
+from hostir.ir.parser import parse
+from hostir.ir.program import HostIrContainer
+from multidevice.job.agreement import Channel, Turns
+from multidevice.job.communicator import run_agreed
 from tests.limits import HANG_S
 
 STREAM = ParallelType.stream

@@ -12,9 +12,9 @@ import torch
 
 from fuser import FusionDefinition, ParallelType, TensorView, multidevice
 from fuser.kernels.executor import FusedKernelExecutor
-from fuser.kernels.variant import Variant
-from hostir.container import equal, walk
-from hostir.parse import parse
+from fuser.kernels.kernel_variant import Variant
+from hostir.ir.parser import parse
+from hostir.ir.program import equal, walk
 
 pytestmark = pytest.mark.from_text
 

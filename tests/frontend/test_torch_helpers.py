@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from fuser import DataType, FusionDefinition, PythonProfiler, benchmark_utils, pytorch_utils
-from fuser.errors import FuserError, InputError, NotCompiledError, UnsupportedError
+from fuser.support.errors import FuserError, InputError, NotCompiledError, UnsupportedError
 
 
 def test_dtypes() -> None:

@@ -12,7 +12,8 @@ import pytest
 import torch
 
 from fuser import DataType, FusionDefinition, ParallelType
-from fuser.errors import (
+from fuser.multidevice import Communicator, DeviceMesh, shard_tensor
+from fuser.support.errors import (
     EmptyDefinitionError,
     FuserError,
     InputError,
@@ -20,8 +21,7 @@ from fuser.errors import (
     PeerError,
     ProgramMismatchError,
 )
-from fuser.multidevice import Communicator, DeviceMesh, shard_tensor
-from hostir.measured import Trace
+from hostir.profiling.timeline import Trace
 from multidevice import simulate
 
 CHUNKS, ROWS, K, N = 4, 6, 16, 8

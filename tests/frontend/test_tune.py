@@ -19,14 +19,14 @@ import pytest
 import torch
 
 from fuser import FusionDefinition, ParallelType, multidevice
-from fuser.errors import FuserError, KernelError, UnsupportedError
 from fuser.frontend.program_cache import PROGRAMS
-from fuser.kernels import trial, tuned_executor, tuning
+from fuser.kernels import autotune, trial, tuned_executor
+from fuser.kernels.autotune_candidates import to_fields
 from fuser.kernels.executor import FusedKernelExecutor
 from fuser.kernels.trial import TuningCandidate
 from fuser.runtime.kernel_cache import KernelCache
-from fuser.schedule.neighbours import to_fields
 from fuser.schedule.pointwise import PointwiseParams
+from fuser.support.errors import FuserError, KernelError, UnsupportedError
 from hostir import HostIrEvaluator
 from tests.limits import HANG_S
 
@@ -64,10 +64,10 @@ def clock(kernel_cache_dir: Path, monkeypatch: pytest.MonkeyPatch) -> Clock:
     del kernel_cache_dir
     found = Clock()
     monkeypatch.setattr(trial, "make_timer", lambda device: found.time)
-    monkeypatch.setattr(tuning, "MAX_TIMED", 5)
-    monkeypatch.setattr(tuning, "TIMED_AT_ONCE", 5)
+    monkeypatch.setattr(autotune, "MAX_TIMED", 5)
+    monkeypatch.setattr(autotune, "TIMED_AT_ONCE", 5)
     PROGRAMS.clear()
-    tuning.warn_of_capture.cache_clear()
+    autotune.warn_of_capture.cache_clear()
     return found
 
 
@@ -152,7 +152,7 @@ def test_a_best_that_loses_many_rounds_is_noise(clock: Clock) -> None:
     """Half of the time in most rounds of a race, and more than the choice in a third."""
 
     def price(params: Any, n: int) -> float:
-        last = n - tuning.ROUNDS  # rounds of the last race
+        last = n - autotune.ROUNDS  # rounds of the last race
         slow = last > 0 and last % 3 == 0
         return USUAL if not is_64(params) else 1.1 * USUAL if slow else USUAL / 2
 
@@ -164,7 +164,7 @@ def test_a_best_that_loses_many_rounds_is_noise(clock: Clock) -> None:
 
 def test_neighbours_of_the_best_come_next(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two steps away, where the first step is better, too."""
-    monkeypatch.setattr(tuning, "MAX_TIMED", 10)
+    monkeypatch.setattr(autotune, "MAX_TIMED", 10)
     clock.price = lambda p, n: 1e-7 * p.threads_x / p.vector
     fd = doubled()
     fd.execute([torch.randn(64, 96)], _enable_options=TUNE)
@@ -233,7 +233,7 @@ def test_equal_kernels_of_a_program_are_timed_once(clock: Clock, kernel_cache_di
     params: list[Any] = [k.variants[0].params for k in kernels(fd)]
     assert all(map(is_64, params))
     assert len(tuned_files(kernel_cache_dir)) == 1
-    assert max(clock.runs.values()) <= tuning.ROUNDS + tuning.LAST_ROUNDS
+    assert max(clock.runs.values()) <= autotune.ROUNDS + autotune.LAST_ROUNDS
 
 
 def test_kernels_of_the_cpu_have_no_neighbours(clock: Clock, kernel_cache_dir: Path) -> None:
@@ -410,13 +410,13 @@ def test_two_at_a_time_time_once(clock: Clock, monkeypatch: pytest.MonkeyPatch) 
     """The lock of the disk cache: the second waits, and finds what the first has kept."""
     clock.prefer(is_64)
     searches: list[object] = []
-    usual = tuning._Search.run
+    usual = autotune._Search.run
 
     def counted(search: Any) -> Any:
         searches.append(search)
         return usual(search)
 
-    monkeypatch.setattr(tuning._Search, "run", counted)
+    monkeypatch.setattr(autotune._Search, "run", counted)
     together = threading.Barrier(2)
     x = torch.randn(64, 96)
     definitions = [doubled() for _ in range(2)]

@@ -10,10 +10,10 @@ import pytest
 import torch
 
 from fuser import FusionDefinition, ParallelType, multidevice
-from fuser.errors import FuserError, ShardingError, UnsupportedError
 from fuser.ir.axis import Axis
 from fuser.ir.tensor import TensorView
 from fuser.multidevice import DeviceMesh
+from fuser.support.errors import FuserError, ShardingError, UnsupportedError
 from multidevice import simulate
 
 FIRST, SECOND = DeviceMesh([0, 1]), DeviceMesh([2, 3])

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from hostir import NUMBER_OF_STREAMS, RANK, HostIrEvaluator, equal, parse
-from hostir.findings import report
-from hostir.race import find_races
+from hostir.analysis.races import find_races
+from hostir.ir.diagnostics import report
 
 STREAMS = 4
 

@@ -45,12 +45,12 @@ class Mode:
         if not self.has_graphs:
             yield
             return
-        from fuser.runtime.graphs import MAKERS
-        from hostir import arena, capture
+        from fuser.runtime.captured_graphs import MAKERS
+        from hostir.runtime import arena, cuda_graphs
         from tests.hostir.stand_in_graphs import CpuGraphs
 
-        before = capture.RUNS_BEFORE, capture.MIN_STEPS, dict(MAKERS)
-        capture.RUNS_BEFORE = capture.MIN_STEPS = 1
+        before = cuda_graphs.RUNS_BEFORE, cuda_graphs.MIN_STEPS, dict(MAKERS)
+        cuda_graphs.RUNS_BEFORE = cuda_graphs.MIN_STEPS = 1
         pools = arena._POOLS  # pyright: ignore[reportPrivateUsage]
         if self.device == "cpu":
             MAKERS["cpu"] = CpuGraphs
@@ -58,7 +58,7 @@ class Mode:
         try:
             yield
         finally:
-            capture.RUNS_BEFORE, capture.MIN_STEPS = before[:2]
+            cuda_graphs.RUNS_BEFORE, cuda_graphs.MIN_STEPS = before[:2]
             MAKERS.clear()
             MAKERS.update(before[2])
             arena._POOLS = pools

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from fuser import DataType, FusionDefinition, ParallelType, multidevice
-from fuser.errors import (
+from fuser.support.errors import (
     DefinitionError,
     DtypeError,
     InputError,

@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from fuser import pointwise
 from fuser.frontend.program_cache import PROGRAMS
+from fuser.ir import pointwise_table
 from fuser.ir.dtypes import INFO
 from fuser.ops.rows import ROWS
 from scripts import fuzz
@@ -94,9 +94,9 @@ def other_programs() -> Iterator[None]:
 def test_a_wrong_op_is_found_minimised_and_written_down(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    row = pointwise.POINTWISE["maximum"]
+    row = pointwise_table.POINTWISE["maximum"]
     wrong = dataclasses.replace(row, cuda=row.cuda.replace("maximum", "minimum"))
-    monkeypatch.setitem(pointwise.POINTWISE, "maximum", wrong)
+    monkeypatch.setitem(pointwise_table.POINTWISE, "maximum", wrong)
     program = _first_wrong(range(300), _uses("maximum"))
     assert program is not None
 

@@ -13,13 +13,13 @@ import time
 import pytest
 import torch
 
-from fuser.errors import CommunicationError, CommunicationTimeout
+from fuser.support.errors import CommunicationError, CommunicationTimeout
 from multidevice import Communicator
-from multidevice.backends.allreduce_kernel import MAX_NBYTES, Way, shape_of
-from multidevice.backends.nccl import NcclBackend
-from multidevice.backends.peer_cuda import CudaPeerBackend
-from multidevice.backends.protocol import RedOp
-from multidevice.waiting import Calls
+from multidevice.coordination.bounded_wait import Calls
+from multidevice.transports.base.allreduce_model import MAX_NBYTES, Way, shape_of
+from multidevice.transports.base.protocol import RedOp
+from multidevice.transports.nccl import NcclBackend
+from multidevice.transports.peer_copy_cuda import CudaPeerBackend
 from tests.multidevice.programs import collectives
 from tests.multidevice.test_allreduce_kernel import DTYPES, reductions
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from fuser import DataType, FusionDefinition
-from hostir.capture import RUNS_BEFORE
+from hostir.runtime.cuda_graphs import RUNS_BEFORE
 from tests.frontend.test_attention import attend, check, define, draw, gradients
 
 pytestmark = pytest.mark.gpu

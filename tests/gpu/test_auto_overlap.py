@@ -11,8 +11,8 @@ import torch
 
 import fuser.frontend.overlap
 from fuser.frontend.program_cache import PROGRAMS
-from hostir import auto_overlap
-from hostir.machine import Machine
+from hostir.cost import overlap_search
+from hostir.cost.machine_model import Machine
 from multidevice import Communicator
 from tests.frontend.overlapped import FORMS, SLOW, has_loops, run
 from tests.frontend.overlapped_gradients import GRADIENTS
@@ -34,7 +34,7 @@ def device(
 
     monkeypatch.setattr(fuser.frontend.overlap, "find_machine", find)
     # Whatever can run in steps does, by the first transport that there is.
-    monkeypatch.setattr(auto_overlap, "pick", lambda found, *_: found[min(1, len(found) - 1)])
+    monkeypatch.setattr(overlap_search, "pick", lambda found, *_: found[min(1, len(found) - 1)])
     if not request.param:
         monkeypatch.setattr(Communicator, "have_access", lambda *_: False)
     yield torch.device("cuda", torch.cuda.current_device())

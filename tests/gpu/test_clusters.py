@@ -10,9 +10,9 @@ import torch
 import torch.nn.functional as F
 
 from fuser import DataType, FusionDefinition, PythonProfiler
-from fuser.device import describe_device
 from fuser.kernels.executor import FusedKernelExecutor
 from fuser.runtime.cuda_kernel import CudaKernel
+from fuser.support.device import describe_device
 
 pytestmark = pytest.mark.gpu
 Build = Callable[..., Any]

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from fuser import DataType, FusionDefinition
-from fuser.ops import scaled_product
+from fuser.ops.reference import scaled_product
 from tests.devices import moved, passed
 from tests.frontend.test_block_quantize import (
     brute_force,

@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from multidevice import Communicator
-from multidevice.backends.ipc_pieces import IpcPieces
-from multidevice.backends.peer_cuda import CudaPeerBackend
+from multidevice.transports.memory.cuda_ipc import IpcPieces
+from multidevice.transports.peer_copy_cuda import CudaPeerBackend
 from tests.multidevice.programs.dropped_programs import MB, Exchange, used_nbytes
 
 pytestmark = pytest.mark.mpi(min_size=2)

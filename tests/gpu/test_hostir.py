@@ -9,7 +9,7 @@ import torch
 
 from hostir import HostIrEvaluator
 from multidevice import Communicator, simulate
-from multidevice.shard import shard_for_rank, unshard
+from multidevice.job.shard_tensor import shard_for_rank, unshard
 from tests.hostir.programs import CASES, build, expected
 
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import hostir
-from fuser.ir import nodes
+from fuser.ir.ops import nodes
 from fuser.ir.types import ParallelType
 from hostir import (
     Allocate,

@@ -15,7 +15,7 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "scripts"))
 from kernel_patterns.library import FLOAT8, LIBRARY, LibraryRow
 from kernel_patterns.pattern import as_tuple
 
-from fuser.errors import InputError
+from fuser.support.errors import InputError
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 

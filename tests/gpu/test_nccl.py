@@ -12,11 +12,11 @@ from importlib.util import find_spec
 import pytest
 import torch
 
-from fuser.errors import InputError
+from fuser.support.errors import InputError
 from multidevice import Communicator
-from multidevice.backends.nccl import NcclBackend
-from multidevice.backends.nccl_binding import CupyBinding, Nccl4pyBinding
-from multidevice.backends.protocol import RedOp
+from multidevice.transports.base.protocol import RedOp
+from multidevice.transports.nccl import NcclBackend
+from multidevice.transports.nccl_binding import CupyBinding, Nccl4pyBinding
 from tests.multidevice.programs import collectives
 
 pytestmark = pytest.mark.mpi(min_size=2)

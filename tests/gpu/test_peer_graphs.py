@@ -10,11 +10,11 @@ from typing import cast
 import pytest
 import torch
 
-from fuser.errors import UnsupportedError
 from fuser.runtime.cuda_graph import CudaGraphs
-from hostir import capture
+from fuser.support.errors import UnsupportedError
+from hostir.runtime import cuda_graphs
 from multidevice import Communicator
-from multidevice.backends.peer_cuda import CudaPeerBackend
+from multidevice.transports.peer_copy_cuda import CudaPeerBackend
 from tests.hostir.peer_graph_cases import CASES, Case
 
 pytestmark = pytest.mark.mpi(min_size=2)
@@ -23,7 +23,7 @@ KEPT: list[torch.cuda.MemPool | None] = []
 
 @pytest.fixture
 def device(monkeypatch: pytest.MonkeyPatch) -> torch.device:
-    monkeypatch.setattr(capture, "MIN_STEPS", 1)
+    monkeypatch.setattr(cuda_graphs, "MIN_STEPS", 1)
     return torch.device("cuda", torch.cuda.current_device())
 
 

@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from multidevice import Communicator
-from multidevice.backends.peer import SLOTS
-from multidevice.backends.protocol import Transfer
+from multidevice.transports.base.protocol import Transfer
+from multidevice.transports.peer_copy import SLOTS
 from tests.multidevice.programs import collectives
 
 pytestmark = pytest.mark.mpi(min_size=2)

@@ -11,7 +11,7 @@ import torch
 import fuser
 from fuser import DataType, FusionDefinition, FusionProfile, ParallelType, PythonProfiler
 from fuser.multidevice import Communicator, DeviceMesh, shard_tensor
-from fuser.pytorch_utils import get_device_properties
+from fuser.nvfuser.pytorch_utils import get_device_properties
 
 N = 1 << 26
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from fuser import DataType, FusionDefinition
-from fuser.errors import UnsupportedError
+from fuser.support.errors import UnsupportedError
 from tests.frontend.test_random import drawing, keyed
 
 D = DataType

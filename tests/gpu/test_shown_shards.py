@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import multidevice
-from fuser.errors import UnsupportedError
+from fuser.support.errors import UnsupportedError
 from hostir import HostIrEvaluator
 from multidevice import Communicator
 from tests.multidevice.programs.dropped_programs import used_nbytes

@@ -14,10 +14,10 @@ import torch
 
 from fuser import DataType, FusionDefinition, ParallelType
 from fuser.multidevice import DeviceMesh
-from hostir.measured import RankTrace, Trace
-from hostir.noting import TracedOp
-from hostir.steps import Closure
-from hostir.watch import CuptiWatch, EventWatch, Timed
+from hostir.profiling.op_recorder import TracedOp
+from hostir.profiling.timeline import RankTrace, Trace
+from hostir.profiling.timers import CuptiWatch, EventWatch, Timed
+from hostir.runtime.steps import Closure
 from multidevice import Communicator
 from tests.devices import needs_a_gpu_per_rank
 
@@ -132,7 +132,7 @@ def test_events_lie_where_cupti_says(monkeypatch: pytest.MonkeyPatch) -> None:
         watches.append(BothWatch(ops))
         return watches[-1]
 
-    monkeypatch.setattr("hostir.tracing.ways_to_time", lambda *_: [both])
+    monkeypatch.setattr("hostir.profiling.tracer.ways_to_time", lambda *_: [both])
     two_layers().trace(operands())
     (watch,) = watches
     for by_cupti, by_events in zip(watch.rounds, watch.events.rounds, strict=True):

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from fuser import DataType, FusionDefinition
-from fuser.kernels import trial, tuning
+from fuser.kernels import autotune, trial
 from tests.frontend.test_tune import params_of
 
 
@@ -23,7 +23,7 @@ def column_sum() -> FusionDefinition:
 @pytest.fixture(autouse=True)
 def own_cache(kernel_cache_dir: Path) -> None:
     del kernel_cache_dir
-    tuning.warn_of_capture.cache_clear()
+    autotune.warn_of_capture.cache_clear()
 
 
 def test_a_column_sum_is_tuned(

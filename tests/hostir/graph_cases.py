@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from fuser import DataType, FusionDefinition, ParallelType
-from hostir.capture import RUNS_BEFORE
+from hostir.runtime.cuda_graphs import RUNS_BEFORE
 
 Inputs = list[Any]
 # Runs after which a set of addresses that came each time is captured, and two more.

@@ -10,16 +10,16 @@ import torch
 
 import hostir
 from fuser import ops
-from fuser.ir import nodes
-from fuser.ir.core import Op
 from fuser.ir.dtypes import DataType
 from fuser.ir.fusion import Fusion
-from fuser.ir.guard import FusionGuard
-from fuser.ir.scalar import Scalar
+from fuser.ir.fusion_guard import FusionGuard
+from fuser.ir.op import Op
+from fuser.ir.ops import nodes
+from fuser.ir.scalar.constructors import Scalar
 from fuser.ir.tensor import TensorView
 from fuser.ir.types import MemoryType, ParallelType
 from fuser.ops.define import define_tensor
-from fuser.ops.torch_meaning import evaluate_fusion
+from fuser.ops.reference.meaning import evaluate_fusion
 from hostir import (
     NUMBER_OF_STREAMS,
     RANK,
@@ -43,9 +43,9 @@ from hostir import (
     TeamOf,
     Wait,
 )
-from hostir.bind import Argument
+from hostir.runtime.inputs import Argument
 from multidevice import Communicator, DeviceMesh, simulate
-from multidevice.shard import shard_for_rank
+from multidevice.job.shard_tensor import shard_for_rank
 from tests.hostir.programs import CASES, Case
 from tests.hostir.programs import build as compiled
 

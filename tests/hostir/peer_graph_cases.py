@@ -9,7 +9,7 @@ import torch
 from fuser import DeviceMesh, FusionDefinition, ParallelType
 from fuser.frontend.executor_cache import FusionExecutorCache
 from hostir import HostIrEvaluator
-from hostir.lower_params import LowerParams
+from hostir.lowering.params import LowerParams
 from multidevice import Communicator
 
 ROWS, K, N = 8, 96, 32

@@ -17,17 +17,16 @@ from itertools import groupby
 from types import FunctionType
 from typing import Any
 
-from fuser import options
-from fuser.ir import nodes
-from fuser.ir import scalar as sc
-from fuser.ir.core import Op
 from fuser.ir.fusion import TensorOp
-from fuser.ir.scalar import Scalar
+from fuser.ir.op import Op
+from fuser.ir.ops import nodes
+from fuser.ir.scalar import constructors as sc
+from fuser.ir.scalar.constructors import Scalar
 from fuser.ir.tensor import TensorView
 from fuser.ir.types import MemoryType
-from hostir.bind import Values
-from hostir.evaluate import ProgramEvaluator
-from hostir.ops import (
+from fuser.support import options
+from hostir.ir.buffer_aliasing import Storage
+from hostir.ir.ops import (
     NUMBER_OF_STREAMS,
     RANK,
     Allocate,
@@ -44,10 +43,7 @@ from hostir.ops import (
     SymmetricContiguousView,
     Synchronize,
 )
-from hostir.plan import Plan
-from hostir.steps import Both, Make, Release, Step
-from hostir.storage import Storage
-from hostir.transfers import (
+from hostir.ir.transfers import (
     CollectivePermute,
     Communication,
     EndCoalescing,
@@ -57,6 +53,10 @@ from hostir.transfers import (
     StartsCommunication,
     Wait,
 )
+from hostir.runtime.evaluator import ProgramEvaluator
+from hostir.runtime.inputs import Values
+from hostir.runtime.plan import Plan
+from hostir.runtime.steps import Both, Make, Release, Step
 
 # The texts of the steps that an op may need, one of them; "" where it may need none.
 Kinds = tuple[str, ...]

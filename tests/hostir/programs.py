@@ -11,26 +11,26 @@ import torch
 from fuser import ops
 from fuser.ir.binding import Binder, bind_inputs
 from fuser.ir.fusion import Fusion
-from fuser.ir.guard import FusionGuard
+from fuser.ir.fusion_guard import FusionGuard
 from fuser.ir.tensor import TensorView
 from fuser.ir.types import ParallelType
 from fuser.ops.define import define_tensor
-from fuser.ops.torch_meaning import evaluate_fusion
+from fuser.ops.reference.meaning import evaluate_fusion
 from fuser.passes import fusion_passes
 from fuser.passes.concretize import concretize
 from fuser.passes.segment import segment_fusion
 from fuser.schedule.registry import find_scheduler
-from hostir.before_run import findings
-from hostir.container import HostIrContainer
-from hostir.findings import report
-from hostir.host_passes import run_passes
-from hostir.lower import lower
-from hostir.ops import NUMBER_OF_STREAMS
-from hostir.ranks import run_simulated
-from multidevice import sharding
-from multidevice.localize import localize
-from multidevice.shard import unshard
-from multidevice.sharding_passes import shard_fusion
+from hostir.analysis.preflight import findings
+from hostir.ir.diagnostics import report
+from hostir.ir.ops import NUMBER_OF_STREAMS
+from hostir.ir.program import HostIrContainer
+from hostir.lowering.segments import lower
+from hostir.passes.host_passes import run_passes
+from hostir.tools.run_text import run_simulated
+from multidevice.job.shard_tensor import unshard
+from multidevice.sharding import queries
+from multidevice.sharding.passes.localize import localize
+from multidevice.sharding.passes.pipeline import shard_fusion
 
 Sizes = dict[str, int]
 
@@ -68,7 +68,7 @@ def build_for(user: Fusion, inputs: Sequence[torch.Tensor | float]) -> HostIrCon
     segmented = segment_fusion(
         fusion,
         find_scheduler=lambda f: find_scheduler(localize(f)[0]),
-        local_shape=sharding.local_extents,
+        local_shape=queries.local_extents,
     )
     program = run_passes(lower(segmented, backend_name="SIMULATED"))
     assert_clean(program, inputs)

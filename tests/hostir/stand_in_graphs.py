@@ -13,10 +13,10 @@ from typing import Any
 import pytest
 import torch
 
-from fuser.runtime.graphs import MAKERS, Slots
-from fuser.runtime.kernel import LaunchCall
-from hostir import arena, steps
-from hostir.layout import spanned
+from fuser.runtime.captured_graphs import MAKERS, Slots
+from fuser.runtime.compiled_kernel import LaunchCall
+from hostir.ir.shard_layout import spanned
+from hostir.runtime import arena, steps
 
 
 def without_owner(tensor: torch.Tensor) -> torch.Tensor:
@@ -36,7 +36,7 @@ class Recycled:
         self._free: dict[int, list[bytearray]] = {}
 
     def empty_on(self, device: torch.device) -> Callable[..., torch.Tensor]:
-        """As `fuser.torch_calls.empty_on`, for the CPU."""
+        """As `fuser.support.torch_calls.empty_on`, for the CPU."""
         del device
         return self._make
 
@@ -118,7 +118,7 @@ class CpuGraph:
 
 
 class CpuGraphs:
-    """`GraphMaker` of fuser/runtime/graphs.py; all that it captured stands in `made`."""
+    """`GraphMaker` of fuser/runtime/captured_graphs.py; all that it captured stands in `made`."""
 
     stream = 0
 

@@ -8,10 +8,10 @@ from typing import Any
 
 import torch
 
-from fuser.ir import nodes
-from fuser.ir import scalar as sc
-from fuser.ir.core import Op
-from fuser.ir.scalar import Scalar
+from fuser.ir.op import Op
+from fuser.ir.ops import nodes
+from fuser.ir.scalar import constructors as sc
+from fuser.ir.scalar.constructors import Scalar
 from fuser.ir.tensor import TensorView
 from fuser.ir.types import ParallelType
 from hostir import (
@@ -36,13 +36,13 @@ from hostir import (
     eq,
     ne,
 )
-from hostir.container import walk
-from hostir.passes.allocation import insert_deallocate
-from hostir.ranks import shards_of
-from multidevice.communicator import Communicator
-from multidevice.mesh import LocalDeviceMesh
-from multidevice.shard import unshard
-from multidevice.simulation import simulate
+from hostir.ir.program import walk
+from hostir.passes.deallocation import insert_deallocate
+from hostir.tools.run_text import shards_of
+from multidevice.job.communicator import Communicator
+from multidevice.job.mesh import LocalDeviceMesh
+from multidevice.job.shard_tensor import unshard
+from multidevice.job.simulation import simulate
 
 MAIN = Stream(name="S0")
 D, N_STREAMS = 4, 3

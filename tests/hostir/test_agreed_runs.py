@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from fuser import ParallelType, ops
-from fuser.errors import FuserError, InputError, PeerError, ProgramMismatchError
 from fuser.ir.tensor import TensorView
+from fuser.support.errors import FuserError, InputError, PeerError, ProgramMismatchError
 from hostir import (
     Allocate,
     Communication,
@@ -21,8 +21,8 @@ from hostir import (
     Wait,
 )
 from multidevice import Communicator, DeviceMesh
-from multidevice.backends.protocol import RedOp
-from multidevice.simulation import simulate
+from multidevice.job.simulation import simulate
+from multidevice.transports.base.protocol import RedOp
 
 X = ParallelType.mesh_x
 MESH = DeviceMesh((0, 1))

@@ -9,10 +9,10 @@ import pytest
 
 from fuser import DataType, ParallelType
 from hostir import Allocate, Communication, HostIrContainer, TeamOf, Wait
-from hostir.machine import H200, machine_from_json
-from hostir.op_costs import BUS, collective_cost
-from hostir.timetable import timetable_of
-from hostir.transfers import PEER_COPIES
+from hostir.cost.machine_model import H200, machine_from_json
+from hostir.cost.op_costs import BUS, collective_cost
+from hostir.cost.simulator import timetable_of
+from hostir.ir.transfers import PEER_COPIES
 from multidevice import DeviceMesh
 
 BF16 = DataType.BFloat16

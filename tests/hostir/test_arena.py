@@ -7,7 +7,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hostir import HostIrEvaluator
-from hostir.arena import (
+from hostir.analysis.lifetimes import Lifetime
+from hostir.ir.effects import ENTRY
+from hostir.runtime.arena import (
     ALIGNMENT_NBYTES,
     MAX_ROOM_NBYTES,
     MAX_SPARE,
@@ -16,9 +18,7 @@ from hostir.arena import (
     first_fit,
     with_room,
 )
-from hostir.effects import ENTRY
-from hostir.lifetimes import Lifetime
-from hostir.steps import Block
+from hostir.runtime.steps import Block
 from tests.hostir.programs import CASES, Case, build, expected
 
 _LIFETIMES = st.lists(

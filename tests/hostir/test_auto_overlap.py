@@ -10,15 +10,15 @@ import pytest
 
 from fuser import DataType, FusionDefinition, ParallelType, TensorView
 from fuser.ir.fusion import Fusion
-from fuser.ir.scalar import Symbol
-from hostir import auto_overlap
-from hostir.auto_overlap import MARGIN, OverlapCandidate, Overlaps, pick
-from hostir.container import HostIrContainer
-from hostir.input_class import InputClass
-from hostir.machine import H200, Machine
-from hostir.near_sizes import near
-from hostir.pipeline import build_program
-from hostir.transfers import PEER_COPIES
+from fuser.ir.scalar.constructors import Symbol
+from hostir.cost import overlap_search
+from hostir.cost.machine_model import H200, Machine
+from hostir.cost.near_sizes import near
+from hostir.cost.overlap_search import MARGIN, OverlapCandidate, Overlaps, pick
+from hostir.ir.program import HostIrContainer
+from hostir.ir.transfers import PEER_COPIES
+from hostir.lowering.input_class import InputClass
+from hostir.lowering.pipeline import build_program
 from multidevice import DeviceMesh
 from tests.frontend.overlapped import SLOW
 
@@ -229,13 +229,13 @@ def test_what_is_not_gathered_for_a_matmul_is_no_pair() -> None:
 
 def test_equal_layers_are_predicted_once(monkeypatch: pytest.MonkeyPatch) -> None:
     lowered: list[object] = []
-    original = auto_overlap.lower_sharded
+    original = overlap_search.lower_sharded
 
     def noted(fusion: Fusion, **named: object) -> object:
         lowered.append(fusion)
         return original(fusion, **named)  # pyright: ignore[reportArgumentType]
 
-    monkeypatch.setattr(auto_overlap, "lower_sharded", noted)
+    monkeypatch.setattr(overlap_search, "lower_sharded", noted)
     overlaps, values, _ = decided(layers, 4, LARGE)
     found = overlaps.decisions(values)
     assert [d.chosen.form for d in found] == ["steps"] * 6
@@ -257,14 +257,14 @@ def test_new_sizes_near_others_are_not_predicted(
     build: Build, d: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     predicted: list[object] = []
-    original = auto_overlap.timetable_of
+    original = overlap_search.timetable_of
 
     def noted(*args: object) -> object:
         predicted.append(args)
         return original(*args)  # pyright: ignore[reportArgumentType]
 
     overlaps, values, _ = decided(build, d, {"m": 4096 * d, "k": 2048 * d, "n": 8192 * d})
-    monkeypatch.setattr(auto_overlap, "timetable_of", noted)
+    monkeypatch.setattr(overlap_search, "timetable_of", noted)
     rows = range(4096 * d, 8192 * d, 7 * d)
     chosen = {overlaps.choose(_with_rows(values, 4096 * d, n)) for n in rows}
     assert len(rows) == 586 and all(chosen)
@@ -289,7 +289,7 @@ def test_sizes_without_hope_are_not_predicted(monkeypatch: pytest.MonkeyPatch) -
     def fail(*_: object) -> None:
         raise AssertionError("a program was predicted")
 
-    monkeypatch.setattr(auto_overlap, "timetable_of", fail)
+    monkeypatch.setattr(overlap_search, "timetable_of", fail)
     for n in range(4, 128, 4):
         choice = overlaps.choose(dict.fromkeys(values, n))
         assert choice is not None and not choice
@@ -331,7 +331,9 @@ def test_a_report_names_the_library_that_the_numbers_are_of(
 ) -> None:
     machine = replace(H200, device=device)
     transports = (PEER_COPIES, library)
-    overlaps = Overlaps(machine, backend=library, transports=transports, margin=auto_overlap.FORCED)
+    overlaps = Overlaps(
+        machine, backend=library, transports=transports, margin=overlap_search.FORCED
+    )
     overlaps, values, _ = decided(gather, 4, LARGE, overlaps=overlaps)
     (found,) = overlaps.decisions(values)
     assert [c.name for c in found.candidates] == [
@@ -403,7 +405,7 @@ def test_what_graphs_repeat_costs_the_host_one_call() -> None:
 
 def test_refusals_for_some_sizes_are_forgotten_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
     """A program that meets new sizes for ever must not remember each."""
-    monkeypatch.setattr(auto_overlap, "_MAX_SIZES", 4)
+    monkeypatch.setattr(overlap_search, "_MAX_SIZES", 4)
     slow = replace(H200, nccl_other_bandwidth=1e11)  # so that only peer copies pay
     overlaps, values, program = decided(beside_many, 4, BALANCED, slow, captured=("NCCL",))
     assert not overlaps.accepts(program, values)

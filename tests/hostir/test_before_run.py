@@ -11,8 +11,8 @@ from collections.abc import Callable
 
 import pytest
 
-from fuser.errors import VerifyError
-from fuser.ir.core import op_text
+from fuser.ir.op import op_text
+from fuser.support.errors import VerifyError
 from hostir import (
     NUMBER_OF_STREAMS,
     RANK,
@@ -22,11 +22,11 @@ from hostir import (
     P2PCommunication,
     SetCurrentStream,
     Synchronize,
-    before_run,
 )
-from hostir.before_run import findings
-from hostir.cross_rank import find_mismatches
-from hostir.race import find_races
+from hostir.analysis import preflight
+from hostir.analysis.collective_matching import find_mismatches
+from hostir.analysis.preflight import findings
+from hostir.analysis.races import find_races
 from tests.hostir.programs import CASES, build, check
 from tests.hostir.stream_programs import (
     N_STREAMS,
@@ -108,7 +108,7 @@ def test_a_program_is_checked_once(monkeypatch: pytest.MonkeyPatch) -> None:
         calls.append(args)
         return []
 
-    monkeypatch.setattr(before_run, "find_races", counted)
+    monkeypatch.setattr(preflight, "find_races", counted)
     hic = case.build()
     for evaluator in (HostIrEvaluator(hic), HostIrEvaluator(hic)):
         for _ in range(3):
@@ -123,7 +123,7 @@ def test_programs_without_streams_and_ranks_are_not_looked_at(
     def refused(*args: object, **named: object) -> None:
         raise AssertionError("checked")
 
-    monkeypatch.setattr(before_run, "check_before_run", refused)
+    monkeypatch.setattr(preflight, "check_before_run", refused)
     check(build(CASES["heads"]), CASES["heads"])
 
 

@@ -11,12 +11,12 @@ import pytest
 import torch
 
 from fuser import DataType, FusionDefinition
-from fuser.ir import scalar as sc
-from fuser.ir.scalar import const
-from fuser.ir.storage import dense_strides, dense_strides_of
+from fuser.ir.memory_layout import dense_strides, dense_strides_of
+from fuser.ir.scalar import constructors as sc
+from fuser.ir.scalar.constructors import const
 from fuser.kernels.executor import FusedKernelExecutor
 from hostir import HostIrEvaluator
-from hostir.steps import LaunchStep
+from hostir.runtime.steps import LaunchStep
 from tests.hostir.programs import CASES, build
 
 

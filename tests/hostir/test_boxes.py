@@ -8,7 +8,7 @@ import math
 import numpy as np
 import pytest
 
-from hostir.boxes import Box, Owned, cut, reshaped, whole_axes, whole_box
+from hostir.analysis.buffer_regions import Box, Owned, cut, reshaped, whole_axes, whole_box
 
 SHAPES = (
     ((2, 3, 4), (2, 3, 2, 2)),

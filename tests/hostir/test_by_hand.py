@@ -11,7 +11,12 @@ import torch
 
 import hostir
 from fuser import ops
-from fuser.errors import (
+from fuser.ir.dtypes import DataType
+from fuser.ir.ops import nodes
+from fuser.ir.scalar.constructors import Scalar
+from fuser.ir.tensor import TensorView
+from fuser.ir.types import ParallelType
+from fuser.support.errors import (
     ArgumentError,
     DefinitionError,
     ExecutionError,
@@ -19,11 +24,6 @@ from fuser.errors import (
     InputError,
     VerifyError,
 )
-from fuser.ir import nodes
-from fuser.ir.dtypes import DataType
-from fuser.ir.scalar import Scalar
-from fuser.ir.tensor import TensorView
-from fuser.ir.types import ParallelType
 from hostir import (
     NUMBER_OF_STREAMS,
     RANK,
@@ -44,7 +44,7 @@ from hostir import (
     parse,
     verify,
 )
-from hostir.unit import UnitRunner
+from hostir.runtime.unit import UnitRunner
 from multidevice import Communicator, simulate
 from tests.hostir.handmade import (
     ENTRY,
@@ -268,7 +268,7 @@ def test_an_error_in_a_region_leaves_the_program_as_it_was() -> None:
 
 
 def test_arithmetic_on_scalars() -> None:
-    from fuser.ir import scalar as sc
+    from fuser.ir.scalar import constructors as sc
 
     a, b = sc.Symbol("i0", DataType.Index), sc.Symbol("i1", DataType.Index)
     for x in range(-7, 8):

@@ -15,11 +15,11 @@ import pytest
 import torch
 
 from fuser import DataType
-from fuser.errors import FuserError, InputError, PeerError
-from hostir import HostIrEvaluator, calibrate
-from hostir.calibrate_checks import link_faults, matmul_faults, spread_faults
-from hostir.cli import main
-from hostir.machine import (
+from fuser.support.errors import FuserError, InputError, PeerError
+from hostir import HostIrEvaluator
+from hostir.cost import calibrate
+from hostir.cost.calibrate_checks import link_faults, matmul_faults, spread_faults
+from hostir.cost.machine_model import (
     H200,
     Machine,
     find_machine,
@@ -28,8 +28,9 @@ from hostir.machine import (
     measured_file,
     usual_machine,
 )
-from hostir.op_costs import BUS, collective_cost, transfer_cost
-from hostir.transfers import PEER_COPIES
+from hostir.cost.op_costs import BUS, collective_cost, transfer_cost
+from hostir.ir.transfers import PEER_COPIES
+from hostir.tools.cli import main
 from multidevice import Communicator, simulate
 from tests.hostir.programs import CASES, build
 from tests.hostir.test_cost import linear_program, seconds

@@ -9,19 +9,19 @@ import pytest
 import torch
 
 from fuser import FusionDefinition, ParallelType
-from fuser.errors import InputError, ParseError, ShardingError
 from fuser.multidevice import DeviceMesh
+from fuser.support.errors import InputError, ParseError, ShardingError
 from hostir import HostIrContainer
-from hostir.cli import main
-from hostir.container import SHORT_FORM, equal
-from hostir.host_passes import PASSES
-from hostir.input_class import size_symbols
-from hostir.ops import Allocate
-from hostir.parse import parse
-from hostir.ranks import summaries
-from hostir.source import read_program
-from hostir.transfers import Communication, TeamOf, Wait
-from multidevice.sharding import local_sizes
+from hostir.ir.ops import Allocate
+from hostir.ir.parser import parse
+from hostir.ir.program import SHORT_FORM, equal
+from hostir.ir.source import read_program
+from hostir.ir.transfers import Communication, TeamOf, Wait
+from hostir.lowering.input_class import size_symbols
+from hostir.passes.host_passes import PASSES
+from hostir.tools.cli import main
+from hostir.tools.run_text import summaries
+from multidevice.sharding.queries import local_sizes
 from tests.hostir.programs import CASES, build, expected
 from tests.hostir.stream_programs import PROGRAMS
 

@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 import torch
 
-from fuser.errors import KernelError
 from fuser.runtime import compiled_runner
-from hostir import arena, capture, steps
+from fuser.support.errors import KernelError
+from hostir.runtime import arena, cuda_graphs, steps
 from tests.frontend.steady_programs import (
     runs,
     steady,
@@ -29,7 +29,7 @@ def _runner() -> None:
 @pytest.fixture
 def made(monkeypatch: pytest.MonkeyPatch) -> list[CpuGraphs]:
     """What captured, one per stream and arena."""
-    monkeypatch.setattr(capture, "MIN_STEPS", 1)
+    monkeypatch.setattr(cuda_graphs, "MIN_STEPS", 1)
     return stand_in(monkeypatch)
 
 

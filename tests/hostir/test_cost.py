@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 
 from fuser import DataType, ParallelType, ops
-from fuser.errors import UnsupportedError, VerifyError
 from fuser.ir.tensor import TensorView
 from fuser.ir.types import MemoryType
+from fuser.support.errors import UnsupportedError, VerifyError
 from hostir import (
     NUMBER_OF_STREAMS,
     RANK,
@@ -37,10 +37,10 @@ from hostir import (
     ne,
     where,
 )
-from hostir.cost import Prediction, predict, report
-from hostir.links import traffic_of
-from hostir.machine import H200, Machine
-from hostir.timetable import timetable_of
+from hostir.cost.links import traffic_of
+from hostir.cost.machine_model import H200, Machine
+from hostir.cost.report import Prediction, predict, report
+from hostir.cost.simulator import timetable_of
 from multidevice import DeviceMesh
 
 X = ParallelType.mesh_x

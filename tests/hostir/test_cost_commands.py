@@ -9,14 +9,15 @@ import pytest
 import torch
 
 from fuser import DataType, FusionDefinition, ops
-from fuser.errors import InputError, UnsupportedError
-from hostir import NUMBER_OF_STREAMS, Allocate, HostIrContainer, PostOnStream, calibrate
-from hostir.cli import main
-from hostir.cost import predict
-from hostir.input_class import symbol_values
-from hostir.machine import H200, find_machine, machine_from_json
-from hostir.timetable import timetable_of
-from hostir.trace import trace_text
+from fuser.support.errors import InputError, UnsupportedError
+from hostir import NUMBER_OF_STREAMS, Allocate, HostIrContainer, PostOnStream
+from hostir.cost import calibrate
+from hostir.cost.machine_model import H200, find_machine, machine_from_json
+from hostir.cost.report import predict
+from hostir.cost.simulator import timetable_of
+from hostir.lowering.input_class import symbol_values
+from hostir.profiling.trace import trace_text
+from hostir.tools.cli import main
 from tests.hostir.handmade import EXAMPLES
 from tests.hostir.programs import CASES, build
 from tests.hostir.test_cost import PLAIN, gather, predicted

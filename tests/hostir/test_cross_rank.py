@@ -12,11 +12,11 @@ from typing import Any
 
 import pytest
 
-from fuser.errors import FuserError
-from fuser.ir.core import Op
 from fuser.ir.dtypes import DataType
-from fuser.ir.scalar import Scalar
+from fuser.ir.op import Op
+from fuser.ir.scalar.constructors import Scalar
 from fuser.ir.types import ParallelType
+from fuser.support.errors import FuserError
 from hostir import (
     NUMBER_OF_STREAMS,
     RANK,
@@ -32,14 +32,13 @@ from hostir import (
     StartCoalescing,
     TeamOf,
     Wait,
-    cross_rank,
     eq,
-    rank_posts,
 )
-from hostir.container import walk
-from hostir.cross_rank import find_mismatches
-from hostir.findings import Finding, line_numbers, report
-from multidevice.mesh import LocalDeviceMesh
+from hostir.analysis import collective_matching, deadlocks
+from hostir.analysis.collective_matching import find_mismatches
+from hostir.ir.diagnostics import Finding, line_numbers, report
+from hostir.ir.program import walk
+from multidevice.job.mesh import LocalDeviceMesh
 from tests.hostir.stream_programs import (
     N_STREAMS,
     PROGRAMS,
@@ -122,73 +121,77 @@ def all_rotated(hic: HostIrContainer) -> dict[Op, Sequence[Op]]:
 def retyped(program: str, kind: str, says: str) -> Mutant:
     """Another type of collective, which does not fit the sizes."""
     edit = change(COLLECTIVE, 0, type=kind)
-    return Mutant(program, edit, cross_rank.SIZES, ((COLLECTIVE, 0),), says)
+    return Mutant(program, edit, collective_matching.SIZES, ((COLLECTIVE, 0),), says)
 
 
 MUTANTS: dict[str, Mutant] = {
     "one root for all steps": Mutant(
         "broadcast_linear",
         change(COLLECTIVE, 0, root=0),
-        cross_rank.MISPLACED,
+        collective_matching.MISPLACED,
         ((COLLECTIVE, 0),),
         "Broadcast from root 0 brings T0_g_float[0, 0:2, 0:6] into T2_g_float[1, 0:2, 0:6]",
     ),
     "root of the next step": Mutant(
         "matmul_reduce",
         field(COLLECTIVE, 0, "root", lambda i: (i + 1) % D),
-        cross_rank.MISPLACED,
+        collective_matching.MISPLACED,
         ((COLLECTIVE, 0),),
         "Reduce from root 1",
     ),
     "every rank is root": Mutant(
         "broadcast_linear",
         change(COLLECTIVE, 0, root=RANK),
-        rank_posts.MISMATCH,
+        deadlocks.MISMATCH,
         ((COLLECTIVE, 0),),
         "differ in root: 0 on rank 0, 1 on rank 1",
     ),
     "root outside of the team": Mutant(
         "broadcast_linear",
         field(COLLECTIVE, 0, "root", lambda i: i + 1),
-        cross_rank.OUT_OF_RANGE,
+        collective_matching.OUT_OF_RANGE,
         ((COLLECTIVE, 0),),
         "root 4 in a team of 4",
     ),
     "swapped peers": Mutant(
         "ring_linear",
         swap_peers,
-        cross_rank.MISPLACED,
+        collective_matching.MISPLACED,
         ((P2P, 0), (P2P, 1)),
         "rank 0 sends T0_g_float[0, 0:2, 0:6], which arrives as T2_g_float[2, 0:2, 0:6] on rank 1",
     ),
     "swapped peers of a ring that forwards": Mutant(
-        "forwarding_ring", swap_peers, cross_rank.MISPLACED, ((P2P, 0), (P2P, 1)), "arrives as"
+        "forwarding_ring",
+        swap_peers,
+        collective_matching.MISPLACED,
+        ((P2P, 0), (P2P, 1)),
+        "arrives as",
     ),
     "one peer swapped": Mutant(
         "ring_linear",
         lambda hic: {(b := nth(hic, P2P, 1)): (b.replace(peer=nth(hic, P2P, 0).peer),)},
-        rank_posts.DEADLOCK,
+        deadlocks.DEADLOCK,
         ((P2P, 0),),
         "rank 0 receives from rank 1, but rank 1 sends to rank 2; each rank waits for the next",
     ),
     "receives from whom it sends to": Mutant(
         "forwarding_ring",
         lambda hic: {(b := nth(hic, P2P, 1)): (b.replace(peer=nth(hic, P2P, 0).peer),)},
-        rank_posts.PARTNER,
+        deadlocks.PARTNER,
         ((P2P, 0), (P2P, 1)),
         "rank 0 sends to rank 1, but rank 1 receives from rank 2",
     ),
     "no receive": Mutant(
         "forwarding_ring",
         drop(P2P, 1),
-        rank_posts.PARTNER,
+        deadlocks.PARTNER,
         ((P2P, 0),),
         "rank 0 sends to rank 1, which does not receive it",
     ),
     "a peer beyond the last rank": Mutant(
         "forwarding_ring",
         change(P2P, 0, peer=RANK + 1),
-        cross_rank.OUT_OF_RANGE,
+        collective_matching.OUT_OF_RANGE,
         ((P2P, 0),),
         "= 4 is no rank of the program, on rank 3",
     ),
@@ -197,14 +200,14 @@ MUTANTS: dict[str, Mutant] = {
         lambda hic: {
             (op := nth(hic, PERMUTE)): (op.replace(send_peer=op.recv_peer, recv_peer=op.send_peer),)
         },
-        cross_rank.MISPLACED,
+        collective_matching.MISPLACED,
         ((PERMUTE, 0),),
         "arrives as",
     ),
     "permute with one peer": Mutant(
         "permute_ring",
         lambda hic: {(op := nth(hic, PERMUTE)): (op.replace(send_peer=op.recv_peer),)},
-        rank_posts.PARTNER,
+        deadlocks.PARTNER,
         ((PERMUTE, 0),),
         "rank 0 sends to rank 1, which receives from rank 2",
     ),
@@ -219,7 +222,7 @@ MUTANTS: dict[str, Mutant] = {
     "team of half the ranks": Mutant(
         "matmul_allreduce",
         change(COLLECTIVE, 0, team=TeamOf(LocalDeviceMesh([0, 1]), (ParallelType.mesh_x,))),
-        cross_rank.TEAM,
+        collective_matching.TEAM,
         ((COLLECTIVE, 0),),
         "is on DeviceMesh{0 1}",
     ),
@@ -228,21 +231,21 @@ MUTANTS: dict[str, Mutant] = {
         change(
             COLLECTIVE, 0, team=TeamOf(LocalDeviceMesh([[0, 1], [2, 3]]), (ParallelType.mesh_y,))
         ),
-        cross_rank.TEAM,
+        collective_matching.TEAM,
         ((COLLECTIVE, 0),),
         "is on DeviceMesh{{0 1}{2 3}}",
     ),
     "a rank stays away": Mutant(
         "allgather_linear",
         in_branch(COLLECTIVE, RANK < 3),
-        rank_posts.PARTNER,
+        deadlocks.PARTNER,
         ((COLLECTIVE, 0),),
         "rank 3 never comes",
     ),
     "output of the next step": Mutant(
         "allgather_linear",
         index_of(1, lambda i: (i + 1) % 5),
-        cross_rank.MISPLACED,
+        collective_matching.MISPLACED,
         ((COLLECTIVE, 0),),
         "into T3_g_float[1, 0:4, 0:2, 0:6]",
         shows=False,
@@ -250,7 +253,7 @@ MUTANTS: dict[str, Mutant] = {
     "a gather of another chunk on each rank": Mutant(
         "allgather_linear",
         all_rotated,
-        cross_rank.MISPLACED,
+        collective_matching.MISPLACED,
         ((COLLECTIVE, 0),),
         "Allgather of different parts: T3_g_float[0, 0:4, 0:2, 0:6] on rank 0, "
         "[1, 0:4, 0:2, 0:6] on rank 1",
@@ -258,14 +261,14 @@ MUTANTS: dict[str, Mutant] = {
     "an allreduce of another chunk on each rank": Mutant(
         "matmul_allreduce",
         all_rotated,
-        cross_rank.MISPLACED,
+        collective_matching.MISPLACED,
         ((COLLECTIVE, 0),),
         "Allreduce of different parts",
     ),
     "a ring that forgets its rank": Mutant(
         "ring_linear",
         lambda hic: {(op := nth(hic, HirAliasSelect, 0)): (op.replace(index=step(hic)),)},
-        cross_rank.MISPLACED,
+        collective_matching.MISPLACED,
         ((P2P, 0), (P2P, 1)),
         "arrives as",
         shows=False,
@@ -328,9 +331,9 @@ def _sends_and_receives(backend: str) -> HostIrContainer:
 
 
 def test_uncoalesced_transfers_block_each_other_on_a_stream() -> None:
-    (found,) = (f for f in mismatches(_sends_and_receives("NCCL")) if f.kind == rank_posts.DEADLOCK)
+    (found,) = (f for f in mismatches(_sends_and_receives("NCCL")) if f.kind == deadlocks.DEADLOCK)
     assert [op.name for op in found.ops] == ["P2PCommunication 1 (send)"] * D
-    rest = [f for f in mismatches(_sends_and_receives("CUDA")) if f.kind == rank_posts.DEADLOCK]
+    rest = [f for f in mismatches(_sends_and_receives("CUDA")) if f.kind == deadlocks.DEADLOCK]
     assert not rest
 
 
@@ -369,16 +372,16 @@ def test_transfers_meet_across_branches() -> None:
 
 def test_two_ranks_that_send_first_wait_for_each_other() -> None:
     (found,) = mismatches(_exchange("send"))
-    assert found.kind == rank_posts.DEADLOCK
+    assert found.kind == deadlocks.DEADLOCK
     assert [op.name.split()[-1] for op in found.ops] == ["(send)", "(send)"]
     assert "rank 0: its send waits for rank 1" in found.text({})
 
 
 def test_a_send_and_its_receive_agree_in_size_and_dtype() -> None:
     (found, *_) = mismatches(_exchange("recv", sizes=(4, 3)))
-    assert (found.kind, "differ in size" in found.what) == (rank_posts.MISMATCH, True)
+    assert (found.kind, "differ in size" in found.what) == (deadlocks.MISMATCH, True)
     (found, *_) = mismatches(_exchange("recv", dtype=DataType.Half))
-    assert (found.kind, "differ in dtype" in found.what) == (rank_posts.MISMATCH, True)
+    assert (found.kind, "differ in dtype" in found.what) == (deadlocks.MISMATCH, True)
 
 
 @pytest.mark.parametrize(
@@ -400,7 +403,7 @@ def test_ranks_meet_in_different_collectives(fields: dict[str, Any], what: str) 
             hic.append(one.replace(number=2, **fields), Wait(2))
         hic.add_output(y)
 
-    (found,) = (f for f in mismatches(_two_ranks(define)) if f.kind == rank_posts.MISMATCH)
+    (found,) = (f for f in mismatches(_two_ranks(define)) if f.kind == deadlocks.MISMATCH)
     assert f"different {what}" in found.what
     assert len(found.ops) == 2
 
@@ -422,7 +425,7 @@ def test_collectives_in_another_order() -> None:
         hic.add_output(w)
 
     (found, *_) = mismatches(_two_ranks(define))
-    assert found.kind == rank_posts.MISMATCH
+    assert found.kind == deadlocks.MISMATCH
     assert "different size of the input" in found.what
 
 
@@ -447,7 +450,7 @@ def test_teams_that_wait_in_a_circle() -> None:
         hic.add_output(z)
 
     (found,) = mismatches(_two_ranks(define))
-    assert found.kind == rank_posts.DEADLOCK
+    assert found.kind == deadlocks.DEADLOCK
     assert len(found.ops) == 4
 
 
@@ -462,7 +465,7 @@ def test_an_allgather_along_a_mesh_axis_that_does_not_spread_its_input() -> None
         hic.add_output(y)
 
     found = mismatches(_two_ranks(define))
-    assert cross_rank.TEAM in {f.kind for f in found}
+    assert collective_matching.TEAM in {f.kind for f in found}
     assert (
         "Allgather along deviceIdx.y, but T0_g_float is spread along deviceIdx.x" in found[0].what
     )
@@ -509,7 +512,7 @@ def test_4096_ranks_are_quick() -> None:
     start = _user_s()
     found = mismatches(hic)
     assert _user_s() - start < 1.0
-    assert not [f for f in found if f.kind != cross_rank.MISPLACED], report(hic, found)
+    assert not [f for f in found if f.kind != collective_matching.MISPLACED], report(hic, found)
     send = nth(hic, P2PCommunication, 1)
     hic = edited(hic, {send: (send.replace(peer=(RANK + 1) % 4096),)})
     start = _user_s()

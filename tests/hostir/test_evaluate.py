@@ -11,7 +11,10 @@ import pytest
 import torch
 
 from fuser import ops
-from fuser.errors import (
+from fuser.ir.binding import Contents
+from fuser.ir.dtypes import DataType
+from fuser.ops.define import define_scalar, define_tensor
+from fuser.support.errors import (
     ArgumentError,
     DefinitionError,
     ExecutionError,
@@ -21,13 +24,10 @@ from fuser.errors import (
     ProgramMismatchError,
     ShardingError,
 )
-from fuser.ir.binding import Contents
-from fuser.ir.dtypes import DataType
-from fuser.ops.define import define_scalar, define_tensor
 from hostir import HostIrEvaluator
-from hostir.container import HostIrContainer
-from hostir.ops import Allocate
-from hostir.parse import parse
+from hostir.ir.ops import Allocate
+from hostir.ir.parser import parse
+from hostir.ir.program import HostIrContainer
 from multidevice import Communicator, simulate
 from tests.hostir.programs import (
     CASES,
@@ -451,7 +451,7 @@ def test_scalars_must_fit_their_dtype() -> None:
 
 # ------------------------------------------------------------------ several ranks
 def _shards(case: Case, program: HostIrContainer, rank: int) -> list[torch.Tensor]:
-    from multidevice.shard import shard_for_rank
+    from multidevice.job.shard_tensor import shard_for_rank
 
     pairs = zip(case.inputs(), program.inputs, strict=True)
     return [shard_for_rank(t, tv, rank) for t, tv in pairs]  # pyright: ignore[reportArgumentType]

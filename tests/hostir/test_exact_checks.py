@@ -11,11 +11,11 @@ import pytest
 import torch
 
 from fuser import ops
-from fuser.errors import ArgumentError, VerifyError
-from fuser.ir import nodes
-from fuser.ir.core import Op
-from fuser.ir.scalar import Scalar, as_scalar
+from fuser.ir.op import Op
+from fuser.ir.ops import nodes
+from fuser.ir.scalar.constructors import Scalar, as_scalar
 from fuser.ir.tensor import TensorView
+from fuser.support.errors import ArgumentError, VerifyError
 from hostir import (
     NUMBER_OF_STREAMS,
     RANK,
@@ -31,15 +31,15 @@ from hostir import (
     Stream,
     Synchronize,
     Wait,
-    chains,
     eq,
     ne,
     verify,
 )
-from hostir.before_run import check_before_run
-from hostir.boxes import reshaped, whole_axes, whole_box
-from hostir.ranks import run_simulated
-from hostir.uses import BufferRegion, TrackedBuffer
+from hostir.analysis import stream_chains
+from hostir.analysis.buffer_regions import reshaped, whole_axes, whole_box
+from hostir.analysis.preflight import check_before_run
+from hostir.analysis.uses import BufferRegion, TrackedBuffer
+from hostir.tools.run_text import run_simulated
 from multidevice import DeviceMesh
 from tests.hostir.handmade import enter_streams, leave_streams
 from tests.hostir.stream_programs import chunk
@@ -321,13 +321,13 @@ def test_the_remedy_for_memory_of_another_stream_works() -> None:
 def test_chained_steps_of_many_loops_are_found_in_few_walks(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    walks, start = [0], chains.Walker.run
+    walks, start = [0], stream_chains.Walker.run
 
-    def counted(self: chains.Walker, given: Sequence[Op]) -> None:
+    def counted(self: stream_chains.Walker, given: Sequence[Op]) -> None:
         walks[0] += given is hic.ops
         start(self, given)
 
-    monkeypatch.setattr(chains.Walker, "run", counted)
+    monkeypatch.setattr(stream_chains.Walker, "run", counted)
     hic, caller = HostIrContainer(), Stream(name="S0")
     with hic:
         x = hic.input([4, 8])
@@ -342,7 +342,7 @@ def test_chained_steps_of_many_loops_are_found_in_few_walks(
                 hic.append(SetCurrentStream(caller), Synchronize(worker))
             x = y
         hic.add_output(x)
-    assert len(chains.find_chains(hic, {RANK: 0, NUMBER_OF_STREAMS: 4})) == 20
+    assert len(stream_chains.find_chains(hic, {RANK: 0, NUMBER_OF_STREAMS: 4})) == 20
     assert walks[0] == 2
 
 

@@ -10,11 +10,11 @@ import torch
 import torch.nn.functional as F
 
 from fuser import DataType, FusionDefinition, ParallelType
-from fuser.errors import DefinitionError, FuserError, InputError
-from fuser.frontend.manual import KernelExecutor
+from fuser.frontend.manual_kernels import KernelExecutor
 from fuser.multidevice import DeviceMesh, shard_tensor
+from fuser.support.errors import DefinitionError, FuserError, InputError
 from hostir import HostIrEvaluator
-from hostir.parse import parse
+from hostir.ir.parser import parse
 from multidevice import simulate
 from tests.frontend.again import again
 

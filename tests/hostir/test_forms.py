@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from fuser import options
 from fuser.ir.tensor import TensorView
-from hostir.cli import main
-from hostir.container import HostIrContainer, walk
-from hostir.forms import dumped
+from fuser.support import options
+from hostir.ir.forms import dumped
+from hostir.ir.program import HostIrContainer, walk
+from hostir.tools.cli import main
 from tests.hostir.handmade import EXAMPLES
 from tests.hostir.programs import CASES, build
 from tests.hostir.test_cost import gather

@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from fuser import ParallelType, ops
-from fuser.errors import ExecutionError, InputError
 from fuser.ir.tensor import TensorView
 from fuser.multidevice import DeviceMesh
+from fuser.support.errors import ExecutionError, InputError
 from hostir import (
     NUMBER_OF_STREAMS,
     Allocate,
@@ -23,9 +23,9 @@ from hostir import (
     Stream,
     Synchronize,
 )
-from hostir.transfers import Communication, TeamOf, Wait
-from multidevice.communicator import Communicator
-from multidevice.simulation import simulate
+from hostir.ir.transfers import Communication, TeamOf, Wait
+from multidevice.job.communicator import Communicator
+from multidevice.job.simulation import simulate
 from tests.hostir.programs import Case, build_for, out, tensor
 
 Build = Callable[..., tuple[TensorView, ...]]

@@ -13,13 +13,14 @@ import pytest
 import torch
 
 from fuser import DataType, FusionDefinition, ParallelType, multidevice, ops
-from fuser.collector import uncollected
-from fuser.runtime.graphs import MAKERS
-from fuser.torch_calls import arithmetic_choices
-from hostir import Allocate, HostIrContainer, HostIrEvaluator, arena, capture
-from hostir.plan import BoundPlan, Plan
-from multidevice.backends.captured import Captured
-from multidevice.waiting import Calls
+from fuser.runtime.captured_graphs import MAKERS
+from fuser.support.gc_pause import uncollected
+from fuser.support.torch_calls import arithmetic_choices
+from hostir import Allocate, HostIrContainer, HostIrEvaluator
+from hostir.runtime import arena, cuda_graphs
+from hostir.runtime.plan import BoundPlan, Plan
+from multidevice.coordination.bounded_wait import Calls
+from multidevice.transports.base.captured import Captured
 from tests.hostir.graph_cases import CASES, ENOUGH, IN_PLACE, check, defined, repeat
 from tests.hostir.stand_in_graphs import CpuGraph, CpuGraphs, stand_in
 
@@ -29,7 +30,7 @@ CPU = torch.device("cpu")
 @pytest.fixture
 def made(monkeypatch: pytest.MonkeyPatch) -> list[CpuGraphs]:
     """What captured, one per stream and arena."""
-    monkeypatch.setattr(capture, "MIN_STEPS", 1)
+    monkeypatch.setattr(cuda_graphs, "MIN_STEPS", 1)
     return stand_in(monkeypatch)
 
 
@@ -137,13 +138,13 @@ def test_zeros_of_both_signs_are_different_numbers(made: list[CpuGraphs]) -> Non
 def test_calls_of_a_capture_that_is_refused_are_counted_once(
     made: list[CpuGraphs], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def refuse(self: capture.Replays, *given: object) -> None:
-        raise capture._Refused("an output is allocated by a step of its own")
+    def refuse(self: cuda_graphs.Replays, *given: object) -> None:
+        raise cuda_graphs._Refused("an output is allocated by a step of its own")
 
-    monkeypatch.setattr(capture.Replays, "_understand", refuse)
+    monkeypatch.setattr(cuda_graphs.Replays, "_understand", refuse)
     monkeypatch.setattr(Captured, "can_capture", lambda self, what: True)
     # Simulated ranks are threads that take turns.
-    monkeypatch.setattr(capture.USERS, "alone", lambda: nullcontext([]))
+    monkeypatch.setattr(cuda_graphs.USERS, "alone", lambda: nullcontext([]))
 
     def run() -> int:
         backend = multidevice.Communicator.instance().backend_for(CPU)
@@ -271,7 +272,7 @@ def test_kernels_find_tensors_in_other_places(made: list[CpuGraphs]) -> None:
         check(case, inputs, outputs)
         kept += [inputs, outputs]
     assert sum(len(maker.made) for maker in made) == 1
-    assert launches(made) == 30 - capture.RUNS_BEFORE
+    assert launches(made) == 30 - cuda_graphs.RUNS_BEFORE
 
 
 def test_an_output_that_is_a_view_of_another_one(made: list[CpuGraphs]) -> None:
@@ -309,7 +310,7 @@ def test_shapes_that_come_once_are_not_captured(made: list[CpuGraphs]) -> None:
 def test_addresses_that_never_come_back_end_the_search(
     made: list[CpuGraphs], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(capture, "MAX_MISSES", 12)
+    monkeypatch.setattr(cuda_graphs, "MAX_MISSES", 12)
     case = CASES["layers"]
     fd = defined(case)
     kept: list[object] = []
@@ -368,13 +369,13 @@ def test_a_kernel_alone_is_captured_later(
     made: list[CpuGraphs], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A graph saves little of each run, which many shapes that come a few times must not pay."""
-    monkeypatch.setattr(capture, "MIN_STEPS", 3)
+    monkeypatch.setattr(cuda_graphs, "MIN_STEPS", 3)
     monkeypatch.setenv("FUSER_DISABLE", "compiled_runner")
     with FusionDefinition() as fd:
         x = fd.define_tensor([-1], contiguity=True)
         fd.add_output(fd.ops.add(x, x))
     inputs = [torch.ones(3)]
-    for _ in range(capture.RUNS_BEFORE_FEW):
+    for _ in range(cuda_graphs.RUNS_BEFORE_FEW):
         fd.execute(inputs)
     assert not any(maker.made for maker in made)
     for k in range(4):
@@ -407,4 +408,4 @@ def test_tensors_that_take_turns_have_a_twin_each(
     for k in range(60):
         check(case, sets[k % 6], fd.execute(sets[k % 6]))
     ((graph,),) = [maker.made for maker in made]
-    assert len(graph.twins) == capture.MAX_TWINS
+    assert len(graph.twins) == cuda_graphs.MAX_TWINS

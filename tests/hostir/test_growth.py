@@ -11,14 +11,15 @@ from typing import Any
 
 import pytest
 
-from fuser.ir.domain import IterDomain, TensorDomain
-from fuser.ir.mesh import DeviceMesh
+from fuser.ir.domain.device_mesh import DeviceMesh
+from fuser.ir.domain.tensor_domain import IterDomain, TensorDomain
 from fuser.ir.tensor import TensorView
 from fuser.passes import segment
 from fuser.passes.merge_groups import Merger
-from hostir import pipeline
-from hostir.parse import parse
-from multidevice import localize, placement, sharding
+from hostir.ir.parser import parse
+from hostir.lowering import pipeline
+from multidevice.sharding import placement, queries
+from multidevice.sharding.passes import localize
 from scripts.lowering_time import (
     HIDDEN,
     WIDE,
@@ -134,7 +135,7 @@ def counted(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
     count(pipeline, "find_scheduler", lambda fusion: len(fusion.exprs))
     count(Merger, "_sources")
     count(Merger, "_may_merge")
-    count(sharding, "Comparison")
+    count(queries, "Comparison")
     return counts
 
 

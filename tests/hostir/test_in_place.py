@@ -11,14 +11,14 @@ import pytest
 import torch
 
 from fuser import ops
-from fuser.errors import VerifyError
-from fuser.ir import nodes
 from fuser.ir.fusion import Fusion
-from fuser.ir.guard import FusionGuard
-from fuser.ir.scalar import as_scalar
+from fuser.ir.fusion_guard import FusionGuard
+from fuser.ir.ops import nodes
+from fuser.ir.scalar.constructors import as_scalar
 from fuser.ir.tensor import TensorView
 from fuser.ir.types import ParallelType
 from fuser.ops.define import define_tensor
+from fuser.support.errors import VerifyError
 from hostir import (
     RANK,
     Allocate,
@@ -29,10 +29,10 @@ from hostir import (
     TeamOf,
     Wait,
 )
-from hostir.before_run import check_before_run
-from hostir.ops import NUMBER_OF_STREAMS
-from hostir.ranks import run_simulated
-from hostir.verify import verify
+from hostir.analysis.preflight import check_before_run
+from hostir.ir.ops import NUMBER_OF_STREAMS
+from hostir.ir.verifier import verify
+from hostir.tools.run_text import run_simulated
 from multidevice import DeviceMesh
 
 MESH = DeviceMesh([0, 1])

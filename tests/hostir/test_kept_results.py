@@ -11,10 +11,10 @@ import pytest
 import torch
 
 from fuser import FusionDefinition, ops
-from fuser.ops import attention_kernels
-from hostir import capture
-from hostir.plan import BoundPlan, Plan
-from hostir.replay_tensors import tensor_op
+from fuser.ops.reference import attention_kernels
+from hostir.runtime import cuda_graphs
+from hostir.runtime.plan import BoundPlan, Plan
+from hostir.runtime.replay_tensors import tensor_op
 from tests.frontend.test_attention import attend, define, draw
 from tests.hostir.stand_in_graphs import CpuGraphs, stand_in
 
@@ -129,7 +129,7 @@ def test_an_intermediate_has_no_buffer(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_graph_writes_into_buffers(monkeypatch: pytest.MonkeyPatch) -> None:
     """An output of a run that a graph repeats is made before it."""
-    monkeypatch.setattr(capture, "MIN_STEPS", 1)
+    monkeypatch.setattr(cuda_graphs, "MIN_STEPS", 1)
     made: list[CpuGraphs] = stand_in(monkeypatch)
     fd, given = define(backward=False), [beside(t) for t in draw([(2, 3, 5, 8)] * 3)]
     expected, _ = attend([t.double() for t in given])

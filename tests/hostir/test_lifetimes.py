@@ -19,8 +19,8 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from fuser.ir.core import Op
 from fuser.ir.fusion import TensorOp
+from fuser.ir.op import Op
 from fuser.ir.tensor import TensorView
 from hostir import (
     NUMBER_OF_STREAMS,
@@ -32,20 +32,20 @@ from hostir import (
     Stream,
     Synchronize,
 )
-from hostir import evaluate as evaluating
-from hostir import replay as replaying
-from hostir import steps as made_of
-from hostir.arena import Arenas, first_fit
-from hostir.effects import ENTRY
-from hostir.frame import Frame
-from hostir.lifetimes import Lifetime
-from hostir.ops import Deallocate
-from hostir.passes.allocation import insert_deallocate
-from hostir.plan import Plan
-from hostir.replay import Recorder
-from hostir.steps import Block, Slots, View
-from hostir.streams import DelayedStreams, _Until
-from hostir.transfers import EndCoalescing, P2PCommunication, StartsCommunication, Wait
+from hostir.analysis.lifetimes import Lifetime
+from hostir.ir.effects import ENTRY
+from hostir.ir.ops import Deallocate
+from hostir.ir.transfers import EndCoalescing, P2PCommunication, StartsCommunication, Wait
+from hostir.passes.deallocation import insert_deallocate
+from hostir.runtime import evaluator as evaluating
+from hostir.runtime import recorder as replaying
+from hostir.runtime import steps as made_of
+from hostir.runtime.arena import Arenas, first_fit
+from hostir.runtime.frame import Frame
+from hostir.runtime.plan import Plan
+from hostir.runtime.recorder import Recorder
+from hostir.runtime.steps import Block, Slots, View
+from hostir.runtime.streams import DelayedStreams, _Until
 from tests.counted import calls_of
 from tests.fuzz import streams as fuzzed
 from tests.fuzz.product import Mode

@@ -12,20 +12,13 @@ import pytest
 import torch
 
 from fuser import ops
-from fuser.errors import UnsupportedError, VerifyError
 from fuser.ir.tensor import TensorView
 from fuser.ir.types import ParallelType
-from hostir import (
-    Allocate,
-    HirAliasSelect,
-    HostIrContainer,
-    HostIrEvaluator,
-    equal,
-    lower_streams,
-    parse,
-)
-from hostir.container import walk
-from hostir.ops import ForLoop, GetCurrentStream
+from fuser.support.errors import UnsupportedError, VerifyError
+from hostir import Allocate, HirAliasSelect, HostIrContainer, HostIrEvaluator, equal, parse
+from hostir.ir.ops import ForLoop, GetCurrentStream
+from hostir.ir.program import walk
+from hostir.lowering import lower_streams
 from multidevice import Communicator, DeviceMesh, simulate
 
 Program = Callable[[HostIrContainer], TensorView]

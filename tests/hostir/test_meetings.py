@@ -11,9 +11,9 @@ from dataclasses import dataclass
 
 import pytest
 
-from fuser.ir import scalar as sc
-from fuser.ir.core import Op
-from fuser.ir.scalar import Scalar
+from fuser.ir.op import Op
+from fuser.ir.scalar import constructors as sc
+from fuser.ir.scalar.constructors import Scalar
 from fuser.ir.tensor import TensorView
 from fuser.ir.types import ParallelType
 from hostir import (
@@ -28,13 +28,12 @@ from hostir import (
     StartCoalescing,
     TeamOf,
     Wait,
-    cross_rank,
     eq,
-    rank_posts,
 )
-from hostir.cross_rank import find_mismatches
-from hostir.findings import report
-from multidevice.mesh import LocalDeviceMesh
+from hostir.analysis import collective_matching, deadlocks
+from hostir.analysis.collective_matching import find_mismatches
+from hostir.ir.diagnostics import report
+from multidevice.job.mesh import LocalDeviceMesh
 from tests.hostir.stream_programs import allocated, select, spread_over
 
 X = ParallelType.mesh_x
@@ -108,7 +107,7 @@ def scatter_blocks(hic: HostIrContainer, right: bool) -> None:
     """Every step scatters one block of rows; wrong: all of it at once, into rows that lie in
     pieces."""
     x, y = filled(hic, 16, 3), blocks(hic.tensor([16, 3]), devices=True)
-    hic.append(cross_rank.Allocate(y))
+    hic.append(collective_matching.Allocate(y))
     if not right:
         hic.append(*call("Scatter", x, y, root=sc.as_scalar(0)))
     else:
@@ -152,7 +151,7 @@ def gather_transposed(hic: HostIrContainer, right: bool) -> None:
         loop = tv.domain.loop
         axes = (*loop[1:], loop[0]) if tv is x else (loop[1], loop[0])
         tv.set_allocation_domain(list(axes), True)
-    hic.append(cross_rank.Allocate(y), *call("Allgather", x, y))
+    hic.append(collective_matching.Allocate(y), *call("Allgather", x, y))
     hic.add_output(y)
 
 
@@ -323,7 +322,7 @@ class Case:
     says: str
 
 
-LOST, BEYOND = cross_rank.MISPLACED, cross_rank.OUT_OF_RANGE
+LOST, BEYOND = collective_matching.MISPLACED, collective_matching.OUT_OF_RANGE
 CASES = (
     Case(gather_blocks, LOST, "Allgather brings T0_g_float[0:2, 0:3] into T1_g_float[4:8, 0:3]"),
     Case(scatter_blocks, LOST, "into T1_g_float[{0:2, 4:6, 8:10, 12:14}, 0:3]"),
@@ -334,9 +333,11 @@ CASES = (
     Case(scatter_columns, LOST, "Scatter from root 1 brings T0_g_float[0:4, 0:4]"),
     Case(gather_reversed, LOST, "T1_g_float[1, 0:4] is the piece of position 1"),
     Case(all_to_all, LOST, "AllToAll brings T0_g_float[0, 0:4] into T1_g_float[0:2, 0:2]"),
-    Case(permutes_of_two, rank_posts.PARTNER, "rank 0 sends to rank 1, which receives from itself"),
-    Case(permutes_of_sizes, cross_rank.SIZES, "rank 1 sends 2 elements, rank 0 receives 4"),
-    Case(gathers_of_sizes, cross_rank.SIZES, "T0_g_float has 2 elements and T1_g_float 6"),
+    Case(permutes_of_two, deadlocks.PARTNER, "rank 0 sends to rank 1, which receives from itself"),
+    Case(
+        permutes_of_sizes, collective_matching.SIZES, "rank 1 sends 2 elements, rank 0 receives 4"
+    ),
+    Case(gathers_of_sizes, collective_matching.SIZES, "T0_g_float has 2 elements and T1_g_float 6"),
     Case(roots_outside, BEYOND, "root 2 in a team of 2, on rank 0"),
     Case(broadcasts_of_parts, LOST, "brings T0_g_float[0, 0:4] into T1_g_float[1, 0:4], on rank 1"),
     Case(
@@ -352,11 +353,11 @@ CASES = (
     Case(
         order_of_transfers, LOST, "sends T0_g_float[0, 0, 0:4], which arrives as T1_g_float[0, 1,"
     ),
-    Case(peer_divides_by_zero, cross_rank.UNDEFINED, "divides by 0 on rank 0"),
-    Case(root_divides_by_zero, cross_rank.UNDEFINED, "divides by 0 on rank 0"),
-    Case(index_divides_by_zero, cross_rank.UNDEFINED, "divides by 0 on rank 0"),
-    Case(sends_to_itself, rank_posts.PARTNER, "rank 0 sends to itself, but does not receive it"),
-    Case(exchange_of_shards, rank_posts.MISMATCH, "differ in size"),
+    Case(peer_divides_by_zero, collective_matching.UNDEFINED, "divides by 0 on rank 0"),
+    Case(root_divides_by_zero, collective_matching.UNDEFINED, "divides by 0 on rank 0"),
+    Case(index_divides_by_zero, collective_matching.UNDEFINED, "divides by 0 on rank 0"),
+    Case(sends_to_itself, deadlocks.PARTNER, "rank 0 sends to itself, but does not receive it"),
+    Case(exchange_of_shards, deadlocks.MISMATCH, "differ in size"),
 )
 
 

@@ -9,10 +9,10 @@ import pytest
 import torch
 
 from fuser import DataType, FusionDefinition
-from fuser.errors import ExecutionError
-from fuser.torch_calls import EmptyStrided
-from hostir import steps
-from hostir.memory import OutOfMemoryError
+from fuser.support.errors import ExecutionError
+from fuser.support.torch_calls import EmptyStrided
+from hostir.runtime import steps
+from hostir.runtime.memory import OutOfMemoryError
 
 D = DataType
 Define = Callable[[Any, Any], Any]

@@ -12,25 +12,25 @@ import pytest
 import torch
 
 from fuser import DataType, FusionDefinition, ParallelType
-from fuser.ir import scalar
 from fuser.ir.axis_graph import AxisGraph
 from fuser.ir.fusion import Fusion
-from fuser.ir.scalar_python import compiled
+from fuser.ir.scalar import constructors
+from fuser.ir.scalar.compiled import compiled
 from fuser.kernels import executor
 from fuser.kernels.executor import compile_many
 from fuser.runtime.compile import compile_kernels
-from fuser.schedule.space import iteration_space
-from hostir import rehearsal
-from hostir.bind import InputBinder
-from hostir.container import walk
-from hostir.cross_rank import find_mismatches
-from hostir.evaluate import ProgramEvaluator
-from hostir.handlers import run_block
-from hostir.plan import Plan
-from hostir.race import find_races
-from hostir.rehearsal import can_bind, rehearse_plan
-from hostir.steps import LaunchStep, Multiply, View
-from hostir.storage import Storage, WholeShapes
+from fuser.schedule.iteration_space import iteration_space
+from hostir.analysis.collective_matching import find_mismatches
+from hostir.analysis.races import find_races
+from hostir.ir.buffer_aliasing import Storage, WholeShapes
+from hostir.ir.program import walk
+from hostir.runtime import dry_run
+from hostir.runtime.dry_run import can_bind, rehearse_plan
+from hostir.runtime.evaluator import ProgramEvaluator
+from hostir.runtime.execute import run_block
+from hostir.runtime.inputs import InputBinder
+from hostir.runtime.plan import Plan
+from hostir.runtime.steps import LaunchStep, Multiply, View
 from tests.counted import calls_of, name_of
 from tests.hostir.programs import CASES, build
 
@@ -348,7 +348,7 @@ def test_later_sizes_are_not_rehearsed(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*given: object) -> None:
         raise AssertionError("a program was walked again")
 
-    monkeypatch.setattr(rehearsal, "run_block", refuse)
+    monkeypatch.setattr(dry_run, "run_block", refuse)
     for n in range(43, 53):
         (got,) = layers.execute(_square(n))
         (want,) = _layers_meaning(*_square(n))
@@ -376,8 +376,8 @@ COUNTED: dict[Callable[..., object], int] = {
     Fusion.copy: 0,
     Fusion.tensors: 0,
     Fusion.used_exprs: 0,
-    scalar._evaluate: 0,  # pyright: ignore[reportPrivateUsage]
-    scalar.apply: 0,
+    constructors._evaluate: 0,  # pyright: ignore[reportPrivateUsage]
+    constructors.apply: 0,
     compiled: 0,
     compile_many: 0,
     iteration_space: 0,

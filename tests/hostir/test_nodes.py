@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from fuser.errors import VerifyError
-from fuser.ir import scalar as sc
-from fuser.ir.core import Op
+from fuser.ir.op import Op
+from fuser.ir.scalar import constructors as sc
 from fuser.ir.tensor import TensorView
+from fuser.support.errors import VerifyError
 from hostir import (
     NUMBER_OF_STREAMS,
     RANK,
@@ -24,13 +24,13 @@ from hostir import (
     parse,
     verify,
 )
-from hostir.container import walk
-from hostir.cross_rank import find_mismatches
-from hostir.handlers import HANDLERS
-from hostir.ops import HostOp, loop_index
-from hostir.race import find_races
-from hostir.replay import RECORD
-from hostir.transfers import HOST_OPS
+from hostir.analysis.collective_matching import find_mismatches
+from hostir.analysis.races import find_races
+from hostir.ir.ops import HostOp, loop_index
+from hostir.ir.program import walk
+from hostir.ir.transfers import HOST_OPS
+from hostir.runtime.execute import HANDLERS
+from hostir.runtime.recorder import RECORD
 from multidevice import Communicator, simulate
 from tests.hostir.handmade import EXAMPLES, LATE, run_simulated
 
@@ -43,9 +43,9 @@ def missing_parts(cls: type[HostOp], examples: dict[type[Op], str]) -> list[str]
         "text (TEXT, or template() and variants())": bool(cls.TEXT)
         or (hasattr(cls, "template") and hasattr(cls, "variants")),
         "effects()": cls.effects is not HostOp.effects,
-        "a place in hostir.transfers.HOST_OPS": cls in HOST_OPS,
-        "a handler in hostir.handlers.HANDLERS": cls in HANDLERS,
-        "an entry in hostir.replay.RECORD": cls in RECORD,
+        "a place in hostir.ir.transfers.HOST_OPS": cls in HOST_OPS,
+        "a handler in hostir.runtime.execute.HANDLERS": cls in HANDLERS,
+        "an entry in hostir.runtime.recorder.RECORD": cls in RECORD,
         "an example in tests.hostir.handmade.EXAMPLES": cls in examples,
         "a public name in hostir": cls.__name__ in __import__("hostir").__all__,
     }

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from fuser.errors import UnsupportedError
+from fuser.support.errors import UnsupportedError
 from hostir import parse
 from multidevice import Communicator
 from tests.hostir.handmade import EXAMPLES, run_here

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import pytest
 
-from fuser.errors import VerifyError
-from hostir.container import HostIrContainer
-from hostir.host_passes import run_passes
-from hostir.ops import Deallocate
-from hostir.parse import parse
-from hostir.passes.allocation import insert_deallocate
-from hostir.transfers import Communication, Wait
+from fuser.support.errors import VerifyError
+from hostir.ir.ops import Deallocate
+from hostir.ir.parser import parse
+from hostir.ir.program import HostIrContainer
+from hostir.ir.transfers import Communication, Wait
+from hostir.passes.deallocation import insert_deallocate
+from hostir.passes.host_passes import run_passes
 from tests.hostir.programs import CASES, build
 
 BEFORE = """

@@ -11,20 +11,20 @@ import pytest
 import torch
 
 from fuser import DataType, DeviceMesh, FusionDefinition, ParallelType
-from fuser.ir import scalar as sc
-from fuser.ir.laid import viewed_strides
+from fuser.ir.domain.strided_layout import viewed_strides
+from fuser.ir.scalar import constructors as sc
 from fuser.ir.tensor import TensorView
-from hostir import posting
-from hostir.container import HostIrContainer
-from hostir.evaluate import ProgramEvaluator
-from hostir.frame import Frame
-from hostir.ops import RANK, IfThenElse
-from hostir.plan import Plan
-from hostir.post import CommunicationCall, PostedBuffer, post
-from hostir.rehearsal import rehearse_plan
-from hostir.steps import CollectiveStep
+from hostir.ir.ops import RANK, IfThenElse
+from hostir.ir.program import HostIrContainer
+from hostir.runtime import posting
+from hostir.runtime.communication import CommunicationCall, PostedBuffer, post
+from hostir.runtime.dry_run import rehearse_plan
+from hostir.runtime.evaluator import ProgramEvaluator
+from hostir.runtime.frame import Frame
+from hostir.runtime.plan import Plan
+from hostir.runtime.steps import CollectiveStep
 from multidevice import Communicator, simulate
-from multidevice.backends.protocol import Post, Work
+from multidevice.transports.base.protocol import Post, Work
 from tests.fuzz import single
 from tests.fuzz.product import Mode
 from tests.fuzz.runner import Case, run

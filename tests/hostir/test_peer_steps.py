@@ -8,11 +8,11 @@ import pytest
 
 import multidevice
 from fuser.frontend.executor_cache import FusionExecutorCache
-from fuser.ir.core import Op
-from fuser.ir.nodes import LinearOp, LoadStoreOp
-from hostir.container import HostIrContainer
-from hostir.lower_params import LowerParams
-from hostir.ops import Allocate, ForLoop, HirAliasSelect, IfThenElse
+from fuser.ir.op import Op
+from fuser.ir.ops.nodes import LinearOp, LoadStoreOp
+from hostir.ir.ops import Allocate, ForLoop, HirAliasSelect, IfThenElse
+from hostir.ir.program import HostIrContainer
+from hostir.lowering.params import LowerParams
 from multidevice import Communicator
 from tests.hostir.peer_graph_cases import CASES, numbers
 

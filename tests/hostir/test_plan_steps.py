@@ -21,11 +21,11 @@ import torch
 
 from fuser import DataType, FusionDefinition, ops
 from hostir import Allocate, HostIrContainer
-from hostir.evaluate import ProgramEvaluator
-from hostir.frame import Frame
-from hostir.plan import Plan
-from hostir.ranks import shards_of
-from hostir.steps import Action, Both, Step
+from hostir.runtime.evaluator import ProgramEvaluator
+from hostir.runtime.frame import Frame
+from hostir.runtime.plan import Plan
+from hostir.runtime.steps import Action, Both, Step
+from hostir.tools.run_text import shards_of
 from multidevice import Communicator, DeviceMesh, simulate
 from tests.frontend import test_multi_device_executor as streamed
 from tests.hostir import handmade, programs, stream_programs

@@ -5,16 +5,16 @@ from __future__ import annotations
 import pytest
 import torch
 
-from fuser.errors import CommunicationError
+from fuser.ir.domain.device_mesh import DeviceMesh
 from fuser.ir.dtypes import DataType
 from fuser.ir.fusion import Fusion
-from fuser.ir.mesh import DeviceMesh
-from fuser.ir.scalar import const
+from fuser.ir.scalar.constructors import const
 from fuser.ir.types import ParallelType
-from hostir.post import POST, CommunicationCall, flat, post
-from hostir.transfers import REDUCING, ROOTED, AxisOrder, Communication, RedOp, TeamOf
+from fuser.support.errors import CommunicationError
+from hostir.ir.transfers import REDUCING, ROOTED, AxisOrder, Communication, RedOp, TeamOf
+from hostir.runtime.communication import POST, CommunicationCall, flat, post
 from multidevice import Communicator, simulate
-from multidevice.backends.protocol import Backend
+from multidevice.transports.base.protocol import Backend
 
 N, PART = 3, 4
 

@@ -9,9 +9,9 @@ from dataclasses import dataclass
 
 import pytest
 
-from fuser.errors import FuserError
-from fuser.ir import nodes
-from fuser.ir.core import Op
+from fuser.ir.op import Op
+from fuser.ir.ops import nodes
+from fuser.support.errors import FuserError
 from hostir import (
     NUMBER_OF_STREAMS,
     RANK,
@@ -30,12 +30,12 @@ from hostir import (
     Synchronize,
     Wait,
 )
-from hostir import race_reports as race
-from hostir.chains import find_chains
-from hostir.container import has_streams, walk
-from hostir.findings import Finding, line_numbers, report
-from hostir.race import find_races
-from hostir.verify import verify
+from hostir.analysis import race_reports as race
+from hostir.analysis.races import find_races
+from hostir.analysis.stream_chains import find_chains
+from hostir.ir.diagnostics import Finding, line_numbers, report
+from hostir.ir.program import has_streams, walk
+from hostir.ir.verifier import verify
 from tests.hostir.stream_programs import (
     N_STREAMS,
     PROGRAMS,

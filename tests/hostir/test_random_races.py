@@ -14,9 +14,9 @@ from collections.abc import Iterator
 
 import pytest
 
-from fuser.ir import nodes
-from fuser.ir.core import Op
 from fuser.ir.fusion import TensorOp
+from fuser.ir.op import Op
+from fuser.ir.ops import nodes
 from fuser.ir.tensor import TensorView
 from hostir import (
     NUMBER_OF_STREAMS,
@@ -30,8 +30,8 @@ from hostir import (
     Stream,
     Synchronize,
 )
-from hostir.findings import report
-from hostir.race import LEFT, find_races
+from hostir.analysis.races import LEFT, find_races
+from hostir.ir.diagnostics import report
 from tests.hostir.stream_programs import MAIN, select
 
 STREAMS, ROWS = 2, 2

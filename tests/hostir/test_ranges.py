@@ -7,8 +7,8 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 from fuser import FusionDefinition
-from hostir import capture
-from hostir.ranges import _at  # pyright: ignore[reportPrivateUsage]
+from hostir.runtime import cuda_graphs
+from hostir.runtime.ranges import _at  # pyright: ignore[reportPrivateUsage]
 from tests.frontend.steady_programs import runs, steady
 from tests.hostir.stand_in_graphs import stand_in
 
@@ -77,7 +77,7 @@ def test_a_walk_op_by_op_has_the_same_ranges() -> None:
 
 
 def test_a_graph_is_one_range(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(capture, "MIN_STEPS", 1)
+    monkeypatch.setattr(cuda_graphs, "MIN_STEPS", 1)
     stand_in(monkeypatch)
     fd, lines = layered()
     inputs = [torch.randn(8, 8)]
@@ -93,7 +93,7 @@ def test_without_a_profiler_no_range_is_made(monkeypatch: pytest.MonkeyPatch) ->
     def refuse(name: str) -> None:
         raise AssertionError(name)
 
-    monkeypatch.setattr("hostir.ranges.range_named", refuse)
+    monkeypatch.setattr("hostir.runtime.ranges.range_named", refuse)
     fd, _ = layered()
     for _ in range(20):
         fd.execute([torch.randn(8, 8)])

@@ -5,12 +5,12 @@ from __future__ import annotations
 import pytest
 import torch
 
-from fuser.errors import FuserError, InputError, PeerError
 from fuser.ir.tensor import TensorView
+from fuser.support.errors import FuserError, InputError, PeerError
 from hostir import HostIrEvaluator
-from hostir.parse import parse
+from hostir.ir.parser import parse
 from multidevice import Communicator
-from multidevice.shard import shard_for_rank
+from multidevice.job.shard_tensor import shard_for_rank
 from tests.hostir.programs import CASES, build, expected
 
 pytestmark = pytest.mark.mpi(min_size=2)

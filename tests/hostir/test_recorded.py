@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from hostir.machine import H200
+from hostir.cost.machine_model import H200
 from tests import mpi_abort
 
 pytestmark = [

@@ -15,20 +15,20 @@ from typing import Any
 
 import pytest
 
-import hostir.operands
-import hostir.ops
-import hostir.shapes
-import hostir.transfers
-import hostir.verify
+import hostir.ir.operands
+import hostir.ir.ops
+import hostir.ir.shape_rules
+import hostir.ir.transfers
+import hostir.ir.verifier
 from fuser import DataType, ParallelType, ops
-from fuser.errors import VerifyError
-from fuser.ir import nodes
-from fuser.ir import scalar as sc
-from fuser.ir.core import Op
 from fuser.ir.fusion import Alias
-from fuser.ir.scalar import as_scalar
+from fuser.ir.op import Op
+from fuser.ir.ops import nodes
+from fuser.ir.scalar import constructors as sc
+from fuser.ir.scalar.constructors import as_scalar
 from fuser.ir.tensor import TensorView
 from fuser.ir.types import MemoryType
+from fuser.support.errors import VerifyError
 from hostir import (
     RANK,
     Allocate,
@@ -50,8 +50,8 @@ from hostir import (
     Wait,
     eq,
 )
-from hostir.ops import ForLoop, HirAliasSelect, LaunchKernel, LocalSlice
-from hostir.verify import verify
+from hostir.ir.ops import ForLoop, HirAliasSelect, LaunchKernel, LocalSlice
+from hostir.ir.verifier import verify
 from multidevice import DeviceMesh
 from tests.hostir.handmade import EXAMPLES, unit
 from tests.hostir.programs import CASES, build
@@ -620,7 +620,13 @@ def test_every_rule_has_a_broken_program() -> None:
         while trace is not None:
             reached.add((Path(trace.tb_frame.f_code.co_filename).name, trace.tb_lineno))
             trace = trace.tb_next
-    modules = (hostir.verify, hostir.operands, hostir.shapes, hostir.ops, hostir.transfers)
+    modules = (
+        hostir.verify,
+        hostir.ir.operands,
+        hostir.ir.shape_rules,
+        hostir.ir.ops,
+        hostir.ir.transfers,
+    )
     rules = {place: code for module in modules for place, code in _raises(module).items()}
     missing = {place: code for place, code in rules.items() if place not in reached}
     assert not [c for c in missing.items() if not any(b in c[1] for b in _BEHIND_OTHERS)]

@@ -6,10 +6,10 @@ import pytest
 
 from fuser.passes.segment import segment_fusion
 from fuser.schedule.registry import find_scheduler
-from hostir.lower import lower
-from multidevice.localize import localize
-from multidevice.sharding import local_extents
-from multidevice.sharding_passes import shard_fusion
+from hostir.lowering.segments import lower
+from multidevice.sharding.passes.localize import localize
+from multidevice.sharding.passes.pipeline import shard_fusion
+from multidevice.sharding.queries import local_extents
 from tests.multidevice import sharded_models as models
 from tests.multidevice.all_ranks import mesh, shard_axis
 
@@ -27,8 +27,8 @@ def test_a_change_of_placement_is_proved_before_it_is_named_and_never_again(
     def refuse(*args: object, **kwargs: object) -> None:
         raise AssertionError("two placements are compared again")
 
-    monkeypatch.setattr("multidevice.equivalence.Comparison.differs", refuse)
-    monkeypatch.setattr("multidevice.sharding.Comparison.differs", refuse)
+    monkeypatch.setattr("multidevice.sharding.equivalence.Comparison.differs", refuse)
+    monkeypatch.setattr("multidevice.sharding.queries.Comparison.differs", refuse)
     segmented = segment_fusion(
         model.fusion,
         find_scheduler=lambda fusion: find_scheduler(localize(fusion)[0]),

@@ -10,17 +10,17 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from fuser.errors import VerifyError
-from fuser.ir import nodes
-from fuser.ir.core import Op
 from fuser.ir.dtypes import DataType
-from fuser.ir.scalar import Number, Symbol, as_scalar, symbols
+from fuser.ir.op import Op
+from fuser.ir.ops import nodes
+from fuser.ir.scalar.constructors import Number, Symbol, as_scalar, symbols
 from fuser.ir.tensor import TensorView
 from fuser.ir.types import ParallelType
+from fuser.support.errors import VerifyError
 from hostir import NUMBER_OF_STREAMS, RANK, Allocate, HirAliasSelect, HostIrContainer, LocalSlice
-from hostir.before_run import check_before_run
-from hostir.ranks import run_simulated
-from hostir.verify import verify
+from hostir.analysis.preflight import check_before_run
+from hostir.ir.verifier import verify
+from hostir.tools.run_text import run_simulated
 from multidevice import DeviceMesh
 
 MESH, X = DeviceMesh([0, 1]), ParallelType.mesh_x

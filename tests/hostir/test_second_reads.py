@@ -8,11 +8,12 @@ from typing import Any
 import pytest
 import torch
 
-from fuser import FusionDefinition, options
+from fuser import FusionDefinition
 from fuser.ir.tensor import TensorView
+from fuser.support import options
 from hostir import HostIrEvaluator
-from hostir.parse import parse
-from hostir.second_reads import CacheReuse, second_reads
+from hostir.ir.parser import parse
+from hostir.passes.second_reads import CacheReuse, second_reads
 
 H200 = ["schedules_for(h200)"]
 # More than a block keeps.

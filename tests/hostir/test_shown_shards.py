@@ -14,10 +14,10 @@ import torch
 
 import multidevice
 from fuser import ParallelType
-from fuser.errors import CommunicationError, UnsupportedError, VerifyError
-from fuser.ir import nodes
+from fuser.ir.ops import nodes
 from fuser.ir.tensor import TensorView
 from fuser.ir.types import MemoryType
+from fuser.support.errors import CommunicationError, UnsupportedError, VerifyError
 from hostir import (
     Allocate,
     Deallocate,
@@ -33,13 +33,13 @@ from hostir import (
     parse,
     verify,
 )
-from hostir.cross_rank import find_mismatches
-from hostir.ops import RANK
-from hostir.race import find_races
-from hostir.transfers import Communication, Wait
-from multidevice.backends.shared_memory import SharedMemory
-from multidevice.backends.side_by_side import MemoryLocation
-from multidevice.communicator import Communicator
+from hostir.analysis.collective_matching import find_mismatches
+from hostir.analysis.races import find_races
+from hostir.ir.ops import RANK
+from hostir.ir.transfers import Communication, Wait
+from multidevice.job.communicator import Communicator
+from multidevice.transports.memory.host_shared import SharedMemory
+from multidevice.transports.memory.symmetric_view import MemoryLocation
 from tests import mpi_abort
 from tests.hostir.stream_programs import MAIN
 from tests.hostir.test_cost import predicted

@@ -13,15 +13,15 @@ import pytest
 import torch
 
 from fuser import DataType, FusionDefinition, ops
-from fuser.errors import (
+from fuser.ir.ops import nodes
+from fuser.ir.types import ParallelType
+from fuser.support.errors import (
     DefinitionError,
     ExecutionError,
     InputError,
     ProgramMismatchError,
     VerifyError,
 )
-from fuser.ir import nodes
-from fuser.ir.types import ParallelType
 from hostir import (
     NUMBER_OF_STREAMS,
     RANK,
@@ -41,8 +41,8 @@ from hostir import (
     eq,
     verify,
 )
-from hostir.before_run import findings
-from hostir.race import find_races
+from hostir.analysis.preflight import findings
+from hostir.analysis.races import find_races
 from multidevice import Communicator, DeviceMesh, simulate
 
 CALLER = Stream(name="S0")

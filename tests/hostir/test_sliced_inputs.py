@@ -10,15 +10,15 @@ import torch
 
 from fuser import FusionDefinition, Replicate, Shard, TensorView, shard
 from fuser.multidevice import DeviceMesh, shard_tensor, simulate
-from hostir.container import HostIrContainer
-from hostir.cost import predict, report
-from hostir.input_class import symbol_values
-from hostir.machine import H200
-from hostir.ops import NUMBER_OF_STREAMS
-from hostir.parse import parse
-from hostir.sliced_inputs import sliced_inputs
-from hostir.timetable import timetable_of
-from hostir.why import explain
+from hostir.analysis.sliced_inputs import sliced_inputs
+from hostir.cost.machine_model import H200
+from hostir.cost.report import predict, report
+from hostir.cost.simulator import timetable_of
+from hostir.ir.ops import NUMBER_OF_STREAMS
+from hostir.ir.parser import parse
+from hostir.ir.program import HostIrContainer
+from hostir.lowering.input_class import symbol_values
+from hostir.tools.explain import explain
 
 pytestmark = pytest.mark.from_text
 

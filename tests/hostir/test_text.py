@@ -12,14 +12,14 @@ import pytest
 import torch
 
 from fuser import FusionDefinition, ops
-from fuser.errors import ParseError, VerifyError
 from fuser.ir.types import ParallelType
+from fuser.support.errors import ParseError, VerifyError
 from hostir import HostIrEvaluator
-from hostir.container import FULL_FORM, HostIrContainer, equal, walk
-from hostir.ops import Allocate, LocalSlice
-from hostir.parse import parse
-from hostir.transfers import Communication, Wait
-from hostir.verify import verify
+from hostir.ir.ops import Allocate, LocalSlice
+from hostir.ir.parser import parse
+from hostir.ir.program import FULL_FORM, HostIrContainer, equal, walk
+from hostir.ir.transfers import Communication, Wait
+from hostir.ir.verifier import verify
 from tests.hostir.programs import CASES, Case, build, check, out, shard, tensor
 
 GOLDEN = Path(__file__).parent / "golden"

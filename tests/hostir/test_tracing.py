@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from fuser.errors import (
+from fuser.support.errors import (
     ArgumentError,
     ExecutionError,
     InputError,
@@ -22,18 +22,18 @@ from fuser.errors import (
     UnsupportedError,
 )
 from hostir import HostIrEvaluator
-from hostir.busy import Busy
-from hostir.cupti import read_profile
-from hostir.findings import line_numbers
-from hostir.measured import RankTrace, Trace, run_times
-from hostir.noting import TracedOp
-from hostir.ranks import shards_of
-from hostir.together import aligned
-from hostir.tracing import ways_to_time  # pyright: ignore[reportPrivateUsage]
-from hostir.transfers import CollectivePermute, EndCoalescing, P2PCommunication
-from hostir.watch import CuptiWatch, EventWatch, HostWatch, Round, Timed, clock
+from hostir.cost.intervals import Busy
+from hostir.ir.diagnostics import line_numbers
+from hostir.ir.transfers import CollectivePermute, EndCoalescing, P2PCommunication
+from hostir.profiling.cupti import read_profile
+from hostir.profiling.op_recorder import TracedOp
+from hostir.profiling.timeline import RankTrace, Trace, run_times
+from hostir.profiling.timers import CuptiWatch, EventWatch, HostWatch, Round, Timed, clock
+from hostir.profiling.together import aligned
+from hostir.profiling.tracer import ways_to_time  # pyright: ignore[reportPrivateUsage]
+from hostir.tools.run_text import shards_of
 from multidevice import Communicator, simulate
-from multidevice.shard import shard_for_rank
+from multidevice.job.shard_tensor import shard_for_rank
 from tests.hostir.handmade import EXAMPLES, Example
 
 
@@ -355,7 +355,7 @@ class FakeEvent:
 
 def watched_by(monkeypatch: pytest.MonkeyPatch, *ways: Callable[..., HostWatch]) -> None:
     """Let traces tell the time in these ways, whatever the device."""
-    monkeypatch.setattr("hostir.tracing.ways_to_time", lambda *_: [*ways])
+    monkeypatch.setattr("hostir.profiling.tracer.ways_to_time", lambda *_: [*ways])
 
 
 def test_events_lie_around_what_gives_a_stream_work(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,13 +8,14 @@ from typing import Any
 import pytest
 import torch
 
-from fuser import ops, options
-from fuser.errors import DefinitionError, InputError, ParseError, VerifyError
+from fuser import ops
 from fuser.ir.dtypes import DataType
 from fuser.ir.fusion import Fusion
-from fuser.ir.guard import FusionGuard
+from fuser.ir.fusion_guard import FusionGuard
 from fuser.ir.types import ParallelType
 from fuser.ops.define import define_scalar, define_tensor
+from fuser.support import options
+from fuser.support.errors import DefinitionError, InputError, ParseError, VerifyError
 from hostir import (
     Allocate,
     HostIrContainer,
@@ -26,8 +27,8 @@ from hostir import (
     parse,
     verify,
 )
-from hostir.pipeline import build_program
-from hostir.unit import MAX_PROGRAMS, UnitRunner
+from hostir.lowering.pipeline import build_program
+from hostir.runtime.unit import MAX_PROGRAMS, UnitRunner
 from multidevice import Communicator, DeviceMesh, simulate
 from tests.hostir.handmade import EXAMPLES, enter_streams, leave_streams, unit
 
@@ -70,7 +71,7 @@ def test_a_unit_is_compiled_once_per_class(monkeypatch: pytest.MonkeyPatch) -> N
         built.append(())
         return original(*args, **options)
 
-    monkeypatch.setattr("hostir.unit.build_program", counting)
+    monkeypatch.setattr("hostir.runtime.unit.build_program", counting)
     evaluator = HostIrEvaluator(_program())
     for rows in range(2, 12):
         evaluator.run([torch.randn(rows, 5)])

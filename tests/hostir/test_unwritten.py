@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from fuser import ops
-from fuser.errors import VerifyError
-from fuser.ir.scalar import ZERO
+from fuser.ir.scalar.constructors import ZERO
 from fuser.ir.tensor import TensorView
+from fuser.support.errors import VerifyError
 from hostir import (
     Allocate,
     GetCurrentStream,

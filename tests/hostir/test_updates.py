@@ -14,14 +14,14 @@ import pytest
 import torch
 
 from fuser import FusionDefinition, ops
-from fuser.errors import InputError
 from fuser.ir.fusion import Fusion
-from fuser.ir.guard import FusionGuard
+from fuser.ir.fusion_guard import FusionGuard
 from fuser.ir.tensor import TensorView
 from fuser.kernels import executor
 from fuser.kernels.executor import compile_many
-from fuser.options import Settings, settings
 from fuser.runtime.compile import compile_kernels
+from fuser.support.errors import InputError
+from fuser.support.options import Settings, settings
 from hostir import HostIrEvaluator
 from tests.hostir.programs import build_for, out, tensor
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from fuser import ParallelType, ops
-from fuser.errors import VerifyError
+from fuser.support.errors import VerifyError
 from hostir import (
     NUMBER_OF_STREAMS,
     RANK,
@@ -32,10 +32,10 @@ from hostir import (
     parse,
     verify,
 )
-from hostir.before_run import findings
-from hostir.container import walk
-from hostir.findings import refuse
-from hostir.ops import ForLoop, loop_index
+from hostir.analysis.preflight import findings
+from hostir.ir.diagnostics import refuse
+from hostir.ir.ops import ForLoop, loop_index
+from hostir.ir.program import walk
 from multidevice import Communicator, DeviceMesh, simulate
 
 MESH = DeviceMesh([0, 1])

@@ -8,22 +8,22 @@ from pathlib import Path
 import pytest
 import torch
 
-from fuser.errors import ParseError, VerifyError
-from fuser.ir import nodes
-from fuser.ir import scalar as sc
 from fuser.ir.dtypes import DataType
+from fuser.ir.ops import nodes
+from fuser.ir.scalar import constructors as sc
 from fuser.ir.types import ParallelType
+from fuser.support.errors import ParseError, VerifyError
 from hostir import RANK, eq
-from hostir.cli import main
-from hostir.container import HostIrContainer
-from hostir.host_passes import run_passes
-from hostir.ops import Allocate, Deallocate, LaunchKernel, LocalSlice, ShardByStream
-from hostir.parse import parse
-from hostir.ranks import run_simulated
-from hostir.transfers import CollectivePermute, Communication, Wait
-from hostir.verify import verify
-from multidevice.communication import TeamOf
-from multidevice.mesh import LocalDeviceMesh
+from hostir.ir.ops import Allocate, Deallocate, LaunchKernel, LocalSlice, ShardByStream
+from hostir.ir.parser import parse
+from hostir.ir.program import HostIrContainer
+from hostir.ir.transfers import CollectivePermute, Communication, Wait
+from hostir.ir.verifier import verify
+from hostir.passes.host_passes import run_passes
+from hostir.tools.cli import main
+from hostir.tools.run_text import run_simulated
+from multidevice.job.mesh import LocalDeviceMesh
+from multidevice.sharding.reshard import TeamOf
 from tests.hostir.programs import CASES, build
 
 
@@ -310,6 +310,6 @@ def test_errors_mark_the_line_and_name_the_pass(program: HostIrContainer) -> Non
 
 
 def _passes():
-    from hostir.host_passes import PASSES
+    from hostir.passes.host_passes import PASSES
 
     return PASSES

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 import torch
 
-from hostir import capture
+from hostir.runtime import cuda_graphs
 from multidevice import Communicator
-from multidevice.backends.captured import Captured, Vote
+from multidevice.transports.base.captured import Captured, Vote
 from tests.hostir.peer_graph_cases import CASES, ROWS, Case, K, N, numbers
 from tests.hostir.stand_in_graphs import CpuGraph, CpuGraphs, stand_in
 
@@ -53,8 +53,8 @@ def test_what_is_dropped_is_dropped_on_all_ranks(
     comm: Communicator, made: list[CpuGraphs], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One rank has many tensors, the others few."""
-    monkeypatch.setattr(capture, "MAX_KEYS", 32)
-    monkeypatch.setattr(capture, "MAX_GRAPHS", 8)
+    monkeypatch.setattr(cuda_graphs, "MAX_KEYS", 32)
+    monkeypatch.setattr(cuda_graphs, "MAX_GRAPHS", 8)
     case, rank = Case("gather", comm, CPU), comm.rank()
     sets = [case.inputs(0) for _ in range(6 if rank else 1)]
     case.repeat(200, sets, lambda run: run // 7 % len(sets))
@@ -67,14 +67,14 @@ def test_one_rank_that_cannot_capture(
 ) -> None:
     case, is_last = Case("gather in steps", comm, CPU), comm.rank() == comm.size() - 1
 
-    understand = capture.Replays._understand
+    understand = cuda_graphs.Replays._understand
 
-    def refuse(self: capture.Replays, *given: Any) -> None:
+    def refuse(self: cuda_graphs.Replays, *given: Any) -> None:
         if is_last:
-            raise capture._Refused("this rank has no memory for it")
+            raise cuda_graphs._Refused("this rank has no memory for it")
         understand(self, *given)
 
-    monkeypatch.setattr(capture.Replays, "_understand", refuse)
+    monkeypatch.setattr(cuda_graphs.Replays, "_understand", refuse)
     case.repeat(20, [case.inputs(0)], lambda run: 0)
     why = "this rank has no memory for it" if is_last else "another rank could not capture it"
     assert case.lines() == [f"not captured: {why}"]
@@ -91,7 +91,7 @@ def test_one_rank_with_another_thread(
     has_begun, may_end = threading.Event(), threading.Event()
 
     def serve() -> None:
-        capture.USERS.enter()
+        cuda_graphs.USERS.enter()
         has_begun.set()
         may_end.wait()
 

@@ -11,16 +11,16 @@ from typing import Any
 import pytest
 
 from fuser import ops
-from fuser.errors import ParseError
-from fuser.ir.cursor import Cursor
-from fuser.ir.origin import read_origin
+from fuser.ir.provenance import read_origin
 from fuser.ir.tensor import TensorView
 from fuser.ir.types import ParallelType
-from hostir.cli import main
-from hostir.container import HostIrContainer, equal
-from hostir.parse import parse
-from hostir.transfers import Communication
-from hostir.why import UNKNOWN, explain
+from fuser.support.errors import ParseError
+from fuser.support.text_cursor import Cursor
+from hostir.ir.parser import parse
+from hostir.ir.program import HostIrContainer, equal
+from hostir.ir.transfers import Communication
+from hostir.tools.cli import main
+from hostir.tools.explain import UNKNOWN, explain
 from multidevice import DeviceMesh
 from tests.hostir.programs import CASES, Case, build, out, tensor
 

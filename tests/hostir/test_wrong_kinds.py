@@ -10,11 +10,10 @@ import torch
 
 import hostir
 from fuser import DataType, ParallelType, TensorView, multidevice, ops
-from fuser.errors import ArgumentError, DefinitionError, FuserError, ParseError
 from fuser.multidevice import DeviceMesh
+from fuser.support.errors import ArgumentError, DefinitionError, FuserError, ParseError
 from hostir import Allocate, HostIrContainer, HostIrEvaluator, Stream, verify
-from hostir.post import POST
-from hostir.transfers import (
+from hostir.ir.transfers import (
     COLLECTIVES,
     LIBRARIES,
     CollectivePermute,
@@ -22,6 +21,7 @@ from hostir.transfers import (
     P2PCommunication,
     TeamOf,
 )
+from hostir.runtime.communication import POST
 
 Call = Callable[[Any, Any], object]
 MESH = DeviceMesh([0, 1])

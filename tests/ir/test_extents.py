@@ -6,9 +6,9 @@ import random
 
 import pytest
 
-from fuser.ir import scalar as sc
-from fuser.ir.extents import ExtentClasses
-from fuser.ir.scalar import Scalar, Symbol
+from fuser.ir.domain.equal_extents import ExtentClasses
+from fuser.ir.scalar import constructors as sc
+from fuser.ir.scalar.constructors import Scalar, Symbol
 
 I, J, K = (Symbol(f"i{n}", sc.ONE.dtype) for n in range(3))
 

@@ -10,10 +10,10 @@ import pytest
 import torch
 
 from fuser import ParallelType
-from fuser.errors import ParseError
-from fuser.ir.cursor import Cursor
-from fuser.ir.mesh import SPELLED_OUT, DeviceMesh, read_mesh, read_ranks
-from multidevice.communication import TeamOf
+from fuser.ir.domain.device_mesh import SPELLED_OUT, DeviceMesh, read_mesh, read_ranks
+from fuser.support.errors import ParseError
+from fuser.support.text_cursor import Cursor
+from multidevice.sharding.reshard import TeamOf
 
 
 def block(*shape: int, start: int = 0) -> object:

@@ -8,12 +8,7 @@ import random
 
 import pytest
 
-from fuser.ir import scalar as sc
-from fuser.ir.build_domain import DomainBuilder
-from fuser.ir.domain import TensorDomain
-from fuser.ir.dtypes import DataType
-from fuser.ir.fusion import Fusion
-from fuser.ir.path import (
+from fuser.ir.domain.axis_path import (
     SizeRules,
     StrideRules,
     forward,
@@ -22,6 +17,11 @@ from fuser.ir.path import (
     path,
     replay,
 )
+from fuser.ir.domain.build_domain import DomainBuilder
+from fuser.ir.domain.tensor_domain import TensorDomain
+from fuser.ir.dtypes import DataType
+from fuser.ir.fusion import Fusion
+from fuser.ir.scalar import constructors as sc
 from fuser.ir.types import ParallelType
 
 EXTENTS = (0, 1, 2, 3, 5, 7)

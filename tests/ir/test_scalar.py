@@ -7,10 +7,10 @@ import random
 
 import pytest
 
-from fuser.errors import DefinitionError
-from fuser.ir import scalar as sc
 from fuser.ir.dtypes import DataType
-from fuser.ir.scalar import Apply, Scalar, Symbol
+from fuser.ir.scalar import constructors as sc
+from fuser.ir.scalar.constructors import Apply, Scalar, Symbol
+from fuser.support.errors import DefinitionError
 
 INDEX = DataType.Index
 

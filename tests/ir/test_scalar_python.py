@@ -8,12 +8,12 @@ from random import Random
 
 import pytest
 
-from fuser.errors import DefinitionError, DivisionByZeroError
-from fuser.ir import scalar as sc
 from fuser.ir.dtypes import DataType
-from fuser.ir.scalar import Number, Scalar, Symbol, evaluate
-from fuser.ir.scalar_compute import ARITY
-from fuser.ir.scalar_python import Computed
+from fuser.ir.scalar import constructors as sc
+from fuser.ir.scalar.compiled import Computed
+from fuser.ir.scalar.constructors import Number, Scalar, Symbol, evaluate
+from fuser.ir.scalar.evaluate import ARITY
+from fuser.support.errors import DefinitionError, DivisionByZeroError
 
 INTS = [*(Symbol(f"i{k}", DataType.Index, lo=0) for k in range(3)), Symbol("n", DataType.Int)]
 FLOAT, BOOL = Symbol("f", DataType.Double), Symbol("b", DataType.Bool)

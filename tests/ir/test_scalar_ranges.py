@@ -15,11 +15,11 @@ from fractions import Fraction
 
 import pytest
 
-from fuser.errors import DefinitionError, DivisionByZeroError, InputError
-from fuser.ir import scalar as sc
 from fuser.ir.dtypes import DataType
-from fuser.ir.parse import parse_scalar
-from fuser.ir.scalar import Scalar, Symbol
+from fuser.ir.scalar import constructors as sc
+from fuser.ir.scalar.constructors import Scalar, Symbol
+from fuser.ir.text.parser import parse_scalar
+from fuser.support.errors import DefinitionError, DivisionByZeroError, InputError
 
 INDEX, INT = DataType.Index, DataType.Int
 Values = Mapping[Symbol, int]

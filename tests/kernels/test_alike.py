@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from fuser import DataType, FusionDefinition
-from fuser.ir.form import form_of
+from fuser.ir.canonical_form import form_of
 from fuser.kernels import executor
 
 

@@ -8,17 +8,17 @@ import pytest
 import torch
 
 from fuser import ops
-from fuser.device import H200
-from fuser.errors import InputError
 from fuser.ir.dtypes import DataType
 from fuser.ir.fusion import Fusion
-from fuser.ir.guard import FusionGuard
+from fuser.ir.fusion_guard import FusionGuard
 from fuser.ir.layout_class import layout_of
 from fuser.ir.tensor import TensorView
 from fuser.kernels.executor import MAX_VARIANTS, FusedKernelExecutor, compile_many
 from fuser.runtime import compilations
-from fuser.runtime.simt import CheckedCpuKernel
+from fuser.runtime.cpu_kernel import CheckedCpuKernel
 from fuser.schedule import pointwise
+from fuser.support.device import H200
+from fuser.support.errors import InputError
 from tests.schedule.programs import define, make_executor, random, run, sizes_of
 from tests.schedule.test_schedulers import column_sum, gelu_mul_add, row_sum
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from fuser.ops.torch_meaning import nodes_computed
+from fuser.ops.reference.meaning import nodes_computed
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "scripts"))
 

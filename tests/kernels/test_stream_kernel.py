@@ -8,14 +8,14 @@ import pytest
 import torch
 
 from fuser import ops
-from fuser.errors import InputError
 from fuser.ir.binding import bind_inputs
 from fuser.ir.fusion import Fusion
-from fuser.ir.guard import FusionGuard
+from fuser.ir.fusion_guard import FusionGuard
 from fuser.ir.tensor import TensorView
 from fuser.ir.types import ParallelType
 from fuser.kernels.executor import FusedKernelExecutor
 from fuser.ops.define import define_tensor
+from fuser.support.errors import InputError
 
 Build = Callable[[TensorView, TensorView], object]
 CASES: dict[str, tuple[Build, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]]] = {

@@ -9,12 +9,12 @@ import pytest
 import torch
 
 from fuser import ops
-from fuser.device import H200
 from fuser.ir.dtypes import DataType
 from fuser.kernels import trial
 from fuser.kernels.operands import address
 from fuser.kernels.trial import Scratch, TuningCandidate, is_launchable
-from fuser.runtime.launch import BoundLaunch
+from fuser.runtime.prepared_launch import BoundLaunch
+from fuser.support.device import H200
 from tests.schedule.programs import define
 
 

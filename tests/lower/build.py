@@ -6,27 +6,27 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from fuser.device import CPU, H200, DeviceInfo
-from fuser.ir import scalar as sc
 from fuser.ir.binding import bind_inputs
-from fuser.ir.domain import TensorDomain, contiguity_for
+from fuser.ir.domain.tensor_domain import TensorDomain, contiguity_for
 from fuser.ir.dtypes import DataType, to_torch
 from fuser.ir.fusion import Fusion
-from fuser.ir.guard import FusionGuard
-from fuser.ir.scalar import Number
+from fuser.ir.fusion_guard import FusionGuard
+from fuser.ir.scalar import constructors as sc
+from fuser.ir.scalar.constructors import Number
 from fuser.ir.tensor import TensorView
 from fuser.ir.types import IterType, ParallelType
 from fuser.kernels.kernel import Kernel, make_kernel
-from fuser.lower.kernel import (
+from fuser.lower.kernel_ir import (
     ScalarArg,
     StrideArg,
     TensorArg,
     WorkspaceArg,
     stride_symbol,
 )
-from fuser.ops.torch_meaning import evaluate_fusion
+from fuser.ops.reference.meaning import evaluate_fusion
 from fuser.runtime.compile import compile_kernels
-from fuser.runtime.kernel import CompiledKernel
+from fuser.runtime.compiled_kernel import CompiledKernel
+from fuser.support.device import CPU, H200, DeviceInfo
 
 P = ParallelType
 Build = Callable[..., "TensorView | Sequence[TensorView]"]

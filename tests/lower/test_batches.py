@@ -6,12 +6,11 @@ import pytest
 import torch
 
 from fuser import FusionDefinition, ops
-from fuser.ir import scalar as sc
 from fuser.ir.dtypes import DataType, from_torch
-from fuser.ir.scalar import Scalar, Symbol
-from fuser.lower.allocate import INDEX_CTYPE
-from fuser.lower.batches import batch_welfords
-from fuser.lower.kernel import (
+from fuser.ir.scalar import constructors as sc
+from fuser.ir.scalar.constructors import Scalar, Symbol
+from fuser.lower.buffers import INDEX_CTYPE
+from fuser.lower.kernel_ir import (
     Accumulate,
     AccumulateBatch,
     Body,
@@ -23,6 +22,7 @@ from fuser.lower.kernel import (
     Statement,
     walk,
 )
+from fuser.lower.passes.batched_welford import batch_welfords
 from fuser.schedule import reduction
 
 H200 = ["schedules_for(h200)", "checked"]

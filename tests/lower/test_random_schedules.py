@@ -13,16 +13,16 @@ import pytest
 import torch
 
 from fuser import ops
-from fuser.errors import DefinitionError, UnsupportedError
-from fuser.ir import scalar as sc
 from fuser.ir.fusion import Fusion
-from fuser.ir.guard import FusionGuard
+from fuser.ir.fusion_guard import FusionGuard
+from fuser.ir.scalar import constructors as sc
 from fuser.ir.tensor import TensorView
 from fuser.ir.types import ParallelType
 from fuser.kernels.kernel import Kernel
 from fuser.runtime.compile import compile_kernels
-from fuser.schedule.inline import inline_most
-from fuser.schedule.propagate import parallelize_like, transform_like
+from fuser.schedule.inlining import inline_most
+from fuser.schedule.loop_propagation import parallelize_like, transform_like
+from fuser.support.errors import DefinitionError, UnsupportedError
 from tests.lower.build import (
     CPU,
     H200,

@@ -9,14 +9,14 @@ import pytest
 import torch
 
 from fuser import ops
-from fuser.errors import DefinitionError
 from fuser.ir.dtypes import DataType
 from fuser.ir.fusion import Fusion
-from fuser.ir.guard import FusionGuard
+from fuser.ir.fusion_guard import FusionGuard
 from fuser.ir.tensor import TensorView
 from fuser.ir.types import MemoryType
-from fuser.schedule.inline import inline_most
-from fuser.schedule.propagate import parallelize_like, transform_like
+from fuser.schedule.inlining import inline_most
+from fuser.schedule.loop_propagation import parallelize_like, transform_like
+from fuser.support.errors import DefinitionError
 from tests.lower.build import CPU, P, check, define, lower, parallelize, random
 
 

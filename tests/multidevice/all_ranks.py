@@ -14,20 +14,20 @@ from dataclasses import dataclass, field
 import torch
 
 from fuser.ir.binding import bind_inputs
+from fuser.ir.domain.device_mesh import DeviceMesh
 from fuser.ir.fusion import Fusion, TensorOp
-from fuser.ir.guard import FusionGuard
-from fuser.ir.mesh import DeviceMesh
-from fuser.ir.nodes import Reshard
-from fuser.ir.scalar import Symbol
-from fuser.ir.storage import is_contiguous, memory_order
+from fuser.ir.fusion_guard import FusionGuard
+from fuser.ir.memory_layout import is_contiguous, memory_order
+from fuser.ir.ops.nodes import Reshard
+from fuser.ir.scalar.constructors import Symbol
 from fuser.ir.tensor import TensorView
 from fuser.ir.types import ParallelType
-from fuser.ops.torch_meaning import evaluate_fusion
-from multidevice.communication import communicates, communication_type, moved_axes, team_of
-from multidevice.localize import localize
-from multidevice.placement import Block
-from multidevice.shard import shard_for_rank, unshard
-from multidevice.sharding_passes import ShardingResult, shard_fusion
+from fuser.ops.reference.meaning import evaluate_fusion
+from multidevice.job.shard_tensor import shard_for_rank, unshard
+from multidevice.sharding.passes.localize import localize
+from multidevice.sharding.passes.pipeline import ShardingResult, shard_fusion
+from multidevice.sharding.placement import Block
+from multidevice.sharding.reshard import communicates, communication_type, moved_axes, team_of
 from tests.multidevice import in_steps
 
 X, Y, Z = ParallelType.mesh_x, ParallelType.mesh_y, ParallelType.mesh_z

@@ -14,17 +14,20 @@ from dataclasses import dataclass
 
 import torch
 
-from fuser.ir import scalar as sc
 from fuser.ir.axis_graph import tensor_operands
 from fuser.ir.fusion import Fusion, TensorOp
-from fuser.ir.nodes import Reshard
-from fuser.ir.scalar import Symbol
-from fuser.ir.storage import memory_order
+from fuser.ir.memory_layout import memory_order
+from fuser.ir.ops.nodes import Reshard
+from fuser.ir.scalar import constructors as sc
+from fuser.ir.scalar.constructors import Symbol
 from fuser.ir.tensor import TensorView
 from fuser.ir.types import STREAM_TYPES, ParallelType
 from fuser.passes.segment import segment_fusion
 from fuser.schedule.registry import find_scheduler
-from multidevice.communication import (
+from multidevice.sharding.passes.localize import localize
+from multidevice.sharding.placement import Block
+from multidevice.sharding.queries import local_sizes
+from multidevice.sharding.reshard import (
     communicates,
     communication_type,
     is_device_to_stream,
@@ -32,11 +35,8 @@ from multidevice.communication import (
     is_step_slice,
     team_of,
 )
-from multidevice.localize import localize
-from multidevice.placement import Block
-from multidevice.sharding import local_sizes
-from multidevice.stream_steps import is_in_step, needed_blocks
-from multidevice.streams import (
+from multidevice.sharding.stream_steps import is_in_step, needed_blocks
+from multidevice.sharding.streams import (
     StreamAxis,
     StreamLoops,
     block_extents,

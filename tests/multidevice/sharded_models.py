@@ -12,10 +12,10 @@ from dataclasses import dataclass
 import torch
 
 from fuser import ops
+from fuser.ir.domain.device_mesh import DeviceMesh
 from fuser.ir.dtypes import DataType
 from fuser.ir.fusion import Fusion
-from fuser.ir.guard import FusionGuard
-from fuser.ir.mesh import DeviceMesh
+from fuser.ir.fusion_guard import FusionGuard
 from fuser.ir.tensor import TensorView
 from fuser.ops.define import define_tensor
 from tests.multidevice.all_ranks import X, shard_axis
@@ -47,7 +47,7 @@ def inputs(
     shapes: dict[str, list[int]], dtype: DataType = DataType.Double
 ) -> dict[str, TensorView]:
     """Define contiguous inputs in the active fusion."""
-    from fuser.ir.guard import active_fusion
+    from fuser.ir.fusion_guard import active_fusion
 
     made = {name: define_tensor(shape, True, dtype) for name, shape in shapes.items()}
     for tv in made.values():

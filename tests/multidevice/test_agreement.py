@@ -11,7 +11,7 @@ import torch
 
 import fuser
 from fuser import FusionDefinition, ParallelType
-from fuser.errors import (
+from fuser.support.errors import (
     CommunicationError,
     CommunicationTimeout,
     DeadlockError,
@@ -21,13 +21,13 @@ from fuser.errors import (
     ProgramMismatchError,
 )
 from multidevice import Communicator, DeviceMesh, simulate
-from multidevice.agreement import Claim
-from multidevice.backends.simulated import SimulatedControl
-from multidevice.communicator import run_agreed
-from multidevice.control import Control
-from multidevice.page import LINE_NBYTES
-from multidevice.waiting import Calls
-from multidevice.words import Words
+from multidevice.coordination.bounded_wait import Calls
+from multidevice.coordination.control_channel import Control
+from multidevice.coordination.shared_page import LINE_NBYTES
+from multidevice.coordination.words import Words
+from multidevice.job.agreement import Claim
+from multidevice.job.communicator import run_agreed
+from multidevice.transports.simulated import SimulatedControl
 from scripts import disagree
 
 KINDS = range(len(disagree.CASES))

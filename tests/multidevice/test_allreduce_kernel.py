@@ -16,9 +16,9 @@ import pytest
 import torch
 
 from fuser.runtime.compile import compile_cubin, compile_kernels
-from fuser.runtime.kernel import CompiledKernel
-from multidevice.backends import allreduce_kernel
-from multidevice.backends.allreduce_kernel import (
+from fuser.runtime.compiled_kernel import CompiledKernel
+from multidevice.transports.base import allreduce_model
+from multidevice.transports.base.allreduce_model import (
     MAX_BLOCKS,
     MAX_NBYTES,
     REPORT_WORDS,
@@ -28,7 +28,7 @@ from multidevice.backends.allreduce_kernel import (
     allreduce_source,
     shape_of,
 )
-from multidevice.backends.protocol import RED_OPS, RedOp
+from multidevice.transports.base.protocol import RED_OPS, RedOp
 from tests.multidevice.programs import collectives
 
 DTYPES = (
@@ -279,7 +279,7 @@ def test_who_does_not_come_is_reported(way: Way) -> None:
 
 def test_what_the_areas_have_room_for() -> None:
     """Every message that a team takes fits, by brute force over sizes near the borders."""
-    for size in range(2, allreduce_kernel.MAX_RANKS + 1):
+    for size in range(2, allreduce_model.MAX_RANKS + 1):
         layout = Layout.of(size)
         assert layout.flags_at >= 4 * (3 * MAX_BLOCKS + 1)
         assert layout.packets_at >= layout.flags_at + 2 * MAX_BLOCKS * size * 4
@@ -307,7 +307,7 @@ def test_what_the_areas_have_room_for() -> None:
                 length = -(-vectors // size)
                 assert 2 * size * length * 16 <= room
         assert shape_of(MAX_NBYTES + 1, size, torch.int64) is None
-    assert shape_of(100, allreduce_kernel.MAX_RANKS + 1, torch.int64) is None
+    assert shape_of(100, allreduce_model.MAX_RANKS + 1, torch.int64) is None
 
 
 def test_all_kernels_compile_for_the_gpu() -> None:

@@ -10,11 +10,11 @@ import sys
 
 import pytest
 
-from fuser.errors import PeerError
-from multidevice import board as boards
-from multidevice.board import Board
-from multidevice.page import LINE_NBYTES
-from multidevice.waiting import Calls, Need
+from fuser.support.errors import PeerError
+from multidevice.coordination import deadlock_detector as boards
+from multidevice.coordination.bounded_wait import Calls, Need
+from multidevice.coordination.deadlock_detector import Board
+from multidevice.coordination.shared_page import LINE_NBYTES
 
 A, B = Calls("A", (0, 1)), Calls("B", (0, 1))
 

@@ -8,8 +8,8 @@ import sys
 
 import pytest
 
-from fuser.errors import CommunicationError
-from multidevice.launch import ALONE, LauncherInfo, read_launch, store_address
+from fuser.support.errors import CommunicationError
+from multidevice.coordination.launcher import ALONE, LauncherInfo, read_launch, store_address
 from tests import mpi_abort
 from tests.limits import HANG_S
 

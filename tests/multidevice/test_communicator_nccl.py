@@ -18,16 +18,16 @@ import pytest
 import torch
 
 import multidevice
-from fuser.errors import CommunicationError, InputError
+from fuser.support.errors import CommunicationError, InputError
 from hostir import HostIrEvaluator
-from hostir.ranks import shards_of
+from hostir.tools.run_text import shards_of
 from multidevice import Communicator
-from multidevice.backends import nccl
-from multidevice.backends.base import stream_at
-from multidevice.backends.protocol import Transfer
-from multidevice.backends.simulated import SimulatedBackend
-from multidevice.shard import shard_for_rank, unshard
-from multidevice.waiting import Calls
+from multidevice.coordination.bounded_wait import Calls
+from multidevice.job.shard_tensor import shard_for_rank, unshard
+from multidevice.transports import nccl
+from multidevice.transports.base.checked_backend import stream_at
+from multidevice.transports.base.protocol import Transfer
+from multidevice.transports.simulated import SimulatedBackend
 from tests.hostir.programs import CASES, build
 from tests.hostir.stream_programs import N_STREAMS, PROGRAMS
 from tests.limits import HANG_S
@@ -451,7 +451,7 @@ def test_a_failed_post_of_a_replay_is_explained(no_cuda: None) -> None:
 
 def test_graphs_go_before_communicators(no_cuda: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """NCCL frees no communicator that a captured graph holds, and waits for it without an end."""
-    monkeypatch.setattr("multidevice.backends.nccl._ABORT_LIMIT_S", 0.1)
+    monkeypatch.setattr("multidevice.transports.nccl._ABORT_LIMIT_S", 0.1)
 
     class Graphs:
         def __init__(self, order: list[str]) -> None:

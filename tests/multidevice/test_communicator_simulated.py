@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import multidevice
-from fuser.errors import CommunicationError, DeadlockError, PeerError
+from fuser.support.errors import CommunicationError, DeadlockError, PeerError
 from multidevice import Communicator
 from tests.multidevice.programs import collectives
 

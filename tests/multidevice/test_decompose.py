@@ -10,9 +10,9 @@ import torch
 from fuser import ops
 from fuser.ir.dtypes import DataType
 from fuser.ir.fusion import Fusion
-from fuser.ir.guard import FusionGuard
-from multidevice.communication import team_of
-from multidevice.sharding_passes import shard_fusion
+from fuser.ir.fusion_guard import FusionGuard
+from multidevice.sharding.passes.pipeline import shard_fusion
+from multidevice.sharding.reshard import team_of
 from tests.multidevice import sharded_models as models
 from tests.multidevice.all_ranks import Run, X, Y, mesh, run, shard_axis
 

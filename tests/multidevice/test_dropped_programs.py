@@ -9,10 +9,10 @@ import pytest
 import torch
 
 import multidevice
-from multidevice.backends import shared_memory
-from multidevice.backends.shared_memory import SharedMemory
-from multidevice.backends.simulated import SimulatedPeers
-from multidevice.communicator import Communicator
+from multidevice.job.communicator import Communicator
+from multidevice.transports.memory import host_shared
+from multidevice.transports.memory.host_shared import SharedMemory
+from multidevice.transports.simulated import SimulatedPeers
 from tests import mpi_abort
 from tests.multidevice.programs.dropped_programs import MB, Exchange
 from tests.multidevice.programs.shown_shards import program_of, run_here
@@ -88,7 +88,7 @@ def test_a_file_under_the_number_of_another_is_told_apart(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """A piece is closed, and the next one gets the same number from the system."""
-    monkeypatch.setattr(shared_memory, "_CHUNK_NBYTES", 1 << 16)
+    monkeypatch.setattr(host_shared, "_CHUNK_NBYTES", 1 << 16)
     memory, reader = SharedMemory(), SharedMemory()
     values: list[float] = []
     names: set[tuple[int, ...]] = set()

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from multidevice.backends import gloo
+from multidevice.transports import gloo
 
 
 class FakeWork:

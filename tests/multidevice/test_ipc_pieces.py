@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 import torch
 
-from fuser.errors import CommunicationError, UnsupportedError
-from multidevice.backends import ipc_pieces
-from multidevice.backends.cuda_calls import CudaCalls
-from multidevice.backends.ipc_pieces import UNIT_NBYTES, Hooks, IpcPieces
+from fuser.support.errors import CommunicationError, UnsupportedError
+from multidevice.transports.memory import cuda_ipc
+from multidevice.transports.memory.cuda_calls import CudaCalls
+from multidevice.transports.memory.cuda_ipc import UNIT_NBYTES, Hooks, IpcPieces
 from tests import mpi_abort
 from tests.multidevice.test_communicator_jobs import needs_mpi, run_job
 from tests.multidevice.watched_driver import GPU, Driver, driver
@@ -181,7 +181,7 @@ def test_a_process_that_ends_keeps_nothing(driver: Driver) -> None:
 def test_no_memory_is_an_error_with_numbers(
     driver: Driver, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(ipc_pieces, "_NO_MEMORY_S", 0.0)
+    monkeypatch.setattr(cuda_ipc, "_NO_MEMORY_S", 0.0)
     driver.capacity = 10 * MB
     mine = pieces_on(driver)
     x = mine.allocate(8 * MB)
@@ -190,7 +190,7 @@ def test_no_memory_is_an_error_with_numbers(
     del x
     gc.collect()
     # What nobody holds goes first.
-    monkeypatch.setattr(ipc_pieces, "_NO_MEMORY_S", 20.0)
+    monkeypatch.setattr(cuda_ipc, "_NO_MEMORY_S", 20.0)
     assert mine.allocate(4 * MB).numel() == 4 * MB
     assert driver.log[-3:] == ["idle", "free", "allocate"]
 

@@ -8,17 +8,17 @@ import pytest
 import torch
 
 from fuser import ops
-from fuser.errors import ShardingError
-from fuser.ir import scalar as sc
 from fuser.ir.binding import bind_inputs
 from fuser.ir.fusion import Fusion
-from fuser.ir.guard import FusionGuard
+from fuser.ir.fusion_guard import FusionGuard
+from fuser.ir.scalar import constructors as sc
 from fuser.ir.tensor import TensorView
 from fuser.ir.verify import verify_fusion
-from fuser.ops.torch_meaning import evaluate_fusion
-from multidevice.localize import localize
-from multidevice.shard import shard_for_rank
-from multidevice.sharding_passes import shard_fusion
+from fuser.ops.reference.meaning import evaluate_fusion
+from fuser.support.errors import ShardingError
+from multidevice.job.shard_tensor import shard_for_rank
+from multidevice.sharding.passes.localize import localize
+from multidevice.sharding.passes.pipeline import shard_fusion
 from tests.multidevice import sharded_models as models
 from tests.multidevice.all_ranks import X, Y, mesh, shard_axis
 

@@ -10,15 +10,15 @@ from collections.abc import Iterator
 import pytest
 
 from fuser import ops
-from fuser.errors import UnsupportedError
-from fuser.ir import scalar as sc
 from fuser.ir.dtypes import DataType
 from fuser.ir.fusion import Fusion
-from fuser.ir.guard import FusionGuard
+from fuser.ir.fusion_guard import FusionGuard
+from fuser.ir.scalar import constructors as sc
 from fuser.ir.tensor import TensorView
 from fuser.ir.types import ParallelType
-from multidevice.merged_streams import unmerge_streams
-from multidevice.placement import stream_cuts
+from fuser.support.errors import UnsupportedError
+from multidevice.sharding.passes.merged_streams import unmerge_streams
+from multidevice.sharding.placement import stream_cuts
 
 Element = tuple[int, ...]
 

@@ -7,10 +7,10 @@ import math
 import pytest
 import torch
 
-from fuser.errors import ShardingError
 from fuser.ir.types import ParallelType
+from fuser.support.errors import ShardingError
 from multidevice import Communicator, DeviceMesh, simulate
-from multidevice.mesh import shard_along
+from multidevice.job.mesh import shard_along
 
 X, Y, Z = ParallelType.mesh_x, ParallelType.mesh_y, ParallelType.mesh_z
 

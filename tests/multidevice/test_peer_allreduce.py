@@ -14,14 +14,14 @@ from dataclasses import dataclass, field, replace
 import pytest
 import torch
 
-from fuser.errors import CommunicationTimeout
+from fuser.support.errors import CommunicationTimeout
 from multidevice import Communicator
-from multidevice.backends.base import CollectiveCall
-from multidevice.backends.launch_order import LaunchOrder
-from multidevice.backends.peer_allreduce import AllreduceKernels
-from multidevice.backends.protocol import RED_OPS, RedOp
-from multidevice.backends.shared_memory import SharedMemory
-from multidevice.waiting import Calls, Team
+from multidevice.coordination.bounded_wait import Calls, Team
+from multidevice.transports.allreduce_kernel import AllreduceKernels
+from multidevice.transports.base.checked_backend import CollectiveCall
+from multidevice.transports.base.launch_order import LaunchOrder
+from multidevice.transports.base.protocol import RED_OPS, RedOp
+from multidevice.transports.memory.host_shared import SharedMemory
 from tests.multidevice.programs import collectives
 
 CPU = torch.device("cpu")

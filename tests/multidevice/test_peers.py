@@ -10,14 +10,14 @@ import pytest
 import torch
 
 import multidevice
-from fuser.errors import CommunicationError
+from fuser.support.errors import CommunicationError
 from multidevice import Communicator
-from multidevice.backends import peer_cuda
-from multidevice.backends.captured import FIRST_GRAPH, NOT_CAPTURED
-from multidevice.backends.peer import SLOTS, Page
-from multidevice.backends.protocol import NAME_WORDS, Transfer
-from multidevice.backends.shared_memory import SharedMemory
-from multidevice.waiting import Ledger
+from multidevice.coordination.bounded_wait import Ledger
+from multidevice.transports import peer_copy_cuda
+from multidevice.transports.base.captured import FIRST_GRAPH, NOT_CAPTURED
+from multidevice.transports.base.protocol import NAME_WORDS, Transfer
+from multidevice.transports.memory.host_shared import SharedMemory
+from multidevice.transports.peer_copy import SLOTS, Page
 from tests import mpi_abort
 from tests.multidevice.programs import collectives
 from tests.multidevice.test_communicator_jobs import needs_mpi, run_job
@@ -137,9 +137,9 @@ def test_a_capture_ends_where_any_rank_of_the_program_gave_it_up(
     comm: Communicator, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Ranks tell it to all that run the program; who waits may wait within a part of them."""
-    monkeypatch.setattr(peer_cuda, "IpcMemory", lambda *about: SharedMemory())
-    monkeypatch.setattr(peer_cuda.CudaPeerBackend, "_connected", lambda self, page: None)
-    peers, world = peer_cuda.CudaPeerBackend(comm._control, CPU), tuple(range(comm.size()))
+    monkeypatch.setattr(peer_copy_cuda, "IpcMemory", lambda *about: SharedMemory())
+    monkeypatch.setattr(peer_copy_cuda.CudaPeerBackend, "_connected", lambda self, page: None)
+    peers, world = peer_copy_cuda.CudaPeerBackend(comm._control, CPU), tuple(range(comm.size()))
     call: Any = SimpleNamespace(team=(0, 1), describe=lambda: "a recv", needs=list)
     try:
         if comm.rank() < 2:

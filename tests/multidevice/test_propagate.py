@@ -10,16 +10,16 @@ import pytest
 import torch
 
 from fuser import ops
-from fuser.errors import ShardingError
 from fuser.ir.fusion import Fusion
-from fuser.ir.guard import FusionGuard
+from fuser.ir.fusion_guard import FusionGuard
 from fuser.ir.tensor import TensorView
 from fuser.ops.define import define_tensor
-from multidevice.communication import team_of
-from multidevice.placement import placement
-from multidevice.propagate import propagate_shardings
-from multidevice.sharding import is_resharding
-from multidevice.sharding_passes import shard_fusion
+from fuser.support.errors import ShardingError
+from multidevice.sharding.passes.pipeline import shard_fusion
+from multidevice.sharding.placement import placement
+from multidevice.sharding.propagation import propagate_shardings
+from multidevice.sharding.queries import is_resharding
+from multidevice.sharding.reshard import team_of
 from tests.multidevice import sharded_models as models
 from tests.multidevice.all_ranks import X, Y, mesh, run, shard_axis
 
@@ -302,7 +302,7 @@ def test_backward_through_views(
         out = build(ops.sin(x))
         fusion.add_output(out)
     whole = torch.randn(shape, dtype=torch.float64)
-    from fuser.ops.torch_meaning import evaluate_fusion
+    from fuser.ops.reference.meaning import evaluate_fusion
 
     (want,) = evaluate_fusion(fusion, [whole])
     out.set_device_mesh(mesh(2))

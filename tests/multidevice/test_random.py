@@ -9,13 +9,13 @@ import pytest
 import torch
 
 from fuser import DataType, FusionDefinition, ParallelType, ops
-from fuser.errors import InputError, PeerError, UnsupportedError
-from fuser.ir.scalar import Const
+from fuser.ir.scalar.constructors import Const
 from fuser.ir.tensor import TensorView
 from fuser.multidevice import DeviceMesh
+from fuser.support.errors import InputError, PeerError, UnsupportedError
 from hostir import Allocate, HostIrContainer, HostIrEvaluator, equal, parse
 from multidevice import Communicator, simulate
-from multidevice.shard import shard_for_rank, shard_tensor
+from multidevice.job.shard_tensor import shard_for_rank, shard_tensor
 from tests.ops import random_reference as reference
 
 D = DataType

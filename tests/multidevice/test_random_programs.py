@@ -9,15 +9,15 @@ import pytest
 import torch
 
 from fuser import ops
-from fuser.ir import scalar as sc
 from fuser.ir.dtypes import DataType
 from fuser.ir.fusion import Fusion
-from fuser.ir.guard import FusionGuard
+from fuser.ir.fusion_guard import FusionGuard
+from fuser.ir.scalar import constructors as sc
 from fuser.ir.tensor import TensorView
 from fuser.ir.types import DEVICE_TYPES
-from fuser.ops.torch_meaning import evaluate_fusion
-from multidevice.communication import SUPPORTED, communication_type, team_of
-from multidevice.placement import is_plain_broadcast
+from fuser.ops.reference.meaning import evaluate_fusion
+from multidevice.sharding.placement import is_plain_broadcast
+from multidevice.sharding.reshard import SUPPORTED, communication_type, team_of
 from tests.multidevice import sharded_models as models
 from tests.multidevice.all_ranks import mesh, run, shard_axis
 

@@ -9,19 +9,19 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from fuser.errors import FuserError
 from fuser.frontend.executor_cache import FusionExecutorCache
 from fuser.ir.fusion import Fusion
-from fuser.ir.resizing import CatOp
+from fuser.ir.ops.resizing import CatOp
 from fuser.ir.tensor import TensorView
 from fuser.ir.types import ParallelType
-from fuser.ops.torch_meaning import evaluate_fusion
+from fuser.ops.reference.meaning import evaluate_fusion
+from fuser.support.errors import FuserError
 from multidevice import simulate
-from multidevice.communicator import Communicator
-from multidevice.placement import is_plain_broadcast
-from multidevice.shard import shard_for_rank
-from multidevice.sharding import requested_devices
-from multidevice.streams import stream_axis
+from multidevice.job.communicator import Communicator
+from multidevice.job.shard_tensor import shard_for_rank
+from multidevice.sharding.placement import is_plain_broadcast
+from multidevice.sharding.queries import requested_devices
+from multidevice.sharding.streams import stream_axis
 from tests.multidevice import in_steps
 from tests.multidevice import test_random_programs as programs
 from tests.multidevice.all_ranks import run

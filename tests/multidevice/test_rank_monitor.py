@@ -17,12 +17,12 @@ from pathlib import Path
 
 import pytest
 
-from multidevice import board as boards
-from multidevice import rank_monitor
-from multidevice.board import Board
-from multidevice.page import LINE_NBYTES
-from multidevice.rank_monitor import LEFT, SAID_WHY, End, MonitoredPage
-from multidevice.waiting import Calls, Need
+from multidevice.coordination import deadlock_detector as boards
+from multidevice.coordination import rank_monitor
+from multidevice.coordination.bounded_wait import Calls, Need
+from multidevice.coordination.deadlock_detector import Board
+from multidevice.coordination.rank_monitor import LEFT, SAID_WHY, End, MonitoredPage
+from multidevice.coordination.shared_page import LINE_NBYTES
 from tests import mpi_abort
 from tests.limits import HANG_S
 from tests.multidevice.test_communicator_jobs import MPIRUN, PROGRAMS, ROOT, Job, run_job

@@ -8,13 +8,13 @@ from collections.abc import Callable
 import pytest
 
 from fuser import ops
-from fuser.errors import UnsupportedError
 from fuser.ir.dtypes import DataType
 from fuser.ir.fusion import Fusion
-from fuser.ir.guard import FusionGuard
+from fuser.ir.fusion_guard import FusionGuard
 from fuser.ir.tensor import TensorView
 from fuser.ir.types import ParallelType
-from multidevice.sharding_passes import shard_fusion
+from fuser.support.errors import UnsupportedError
+from multidevice.sharding.passes.pipeline import shard_fusion
 from tests.multidevice import sharded_models as models
 from tests.multidevice.all_ranks import mesh
 

@@ -9,14 +9,14 @@ import pytest
 import torch
 
 from fuser import FusionDefinition, Replicate, Shard, shard
-from fuser.errors import ShardingError, UnsupportedError
 from fuser.ir.fusion import Fusion
-from fuser.ir.guard import FusionGuard
+from fuser.ir.fusion_guard import FusionGuard
 from fuser.ir.tensor import TensorView
 from fuser.ops.define import define_tensor
+from fuser.support.errors import ShardingError, UnsupportedError
 from multidevice import DeviceMesh, shard_tensor, simulate
-from multidevice.shard import shard_for_rank, unshard
-from multidevice.sharding import local_sizes, unsharded_sizes
+from multidevice.job.shard_tensor import shard_for_rank, unshard
+from multidevice.sharding.queries import local_sizes, unsharded_sizes
 from tests.multidevice.all_ranks import X, Y, Z, mesh, shard_axis
 
 pytestmark = pytest.mark.from_text

@@ -20,15 +20,15 @@ from fuser import (
     TensorView,
     shard,
 )
-from fuser.errors import (
+from fuser.multidevice import Communicator, DeviceMesh, shard_tensor, simulate
+from fuser.support.errors import (
     ArgumentError,
     DefinitionError,
     FuserError,
     ShardingError,
     UnsupportedError,
 )
-from fuser.multidevice import Communicator, DeviceMesh, shard_tensor, simulate
-from multidevice.shard import shard_for_rank
+from multidevice.job.shard_tensor import shard_for_rank
 from tests.frontend.again import again
 
 Placements = Sequence[Shard | Replicate]

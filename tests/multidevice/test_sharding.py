@@ -8,18 +8,19 @@ import pytest
 import torch
 
 from fuser import FusionDefinition, ops
-from fuser.errors import ShardingError, UnsupportedError
-from fuser.ir import scalar as sc
+from fuser.ir.domain.device_mesh import DeviceMesh
 from fuser.ir.fusion import Fusion, TensorOp
-from fuser.ir.guard import FusionGuard
-from fuser.ir.mesh import DeviceMesh
-from fuser.ir.scalar import Symbol
+from fuser.ir.fusion_guard import FusionGuard
+from fuser.ir.scalar import constructors as sc
+from fuser.ir.scalar.constructors import Symbol
 from fuser.ir.tensor import TensorView
 from fuser.ir.types import ParallelType
 from fuser.ops.define import define_tensor
-from multidevice import shard_tensor, sharding, simulate
-from multidevice.communication import as_reshard, communication_type, moved_axes, team_of
-from multidevice.equivalence import Comparison
+from fuser.support.errors import ShardingError, UnsupportedError
+from multidevice import shard_tensor, simulate
+from multidevice.sharding import queries
+from multidevice.sharding.equivalence import Comparison
+from multidevice.sharding.reshard import as_reshard, communication_type, moved_axes, team_of
 from tests.multidevice.all_ranks import X, Y, mesh, shard_axis
 
 M2 = mesh(2)
@@ -56,14 +57,14 @@ def test_copies(source: int | None, target: int | None, expected: bool) -> None:
     out, op = defined(lambda: ops.set(tensor(4, 6)))
     place(op.inputs[0], source)
     place(out, target)
-    assert sharding.is_resharding(op) is expected
+    assert queries.is_resharding(op) is expected
 
 
 def test_other_meshes_differ_even_when_replicated() -> None:
     out, op = defined(lambda: ops.set(tensor(4)))
     place(op.inputs[0])
     place(out, on=DeviceMesh([0]))
-    assert sharding.is_resharding(op)
+    assert queries.is_resharding(op)
 
 
 @pytest.mark.parametrize(
@@ -74,7 +75,7 @@ def test_sums_over_axis_1(source: int | None, target: int | None, expected: bool
     out, op = defined(lambda: ops.sum(tensor(4, 6), 1))
     place(op.inputs[0], source)
     place(out, target)
-    assert sharding.is_resharding(op) is expected
+    assert queries.is_resharding(op) is expected
 
 
 def test_a_broadcast_may_start_sharded() -> None:
@@ -89,7 +90,7 @@ def test_a_broadcast_may_start_sharded() -> None:
         place(tv)
     place(full, 0)
     place(out, 0)
-    assert not any(sharding.is_resharding(op) for op in fusion.exprs)
+    assert not any(queries.is_resharding(op) for op in fusion.exprs)
 
 
 def test_matmul_looks_only_at_shared_axes() -> None:
@@ -98,10 +99,10 @@ def test_matmul_looks_only_at_shared_axes() -> None:
     place(a, 0)
     place(b)
     place(out, 0)
-    assert not sharding.is_resharding(op)
+    assert not queries.is_resharding(op)
     shard_axis(b, 1, 2)
-    assert sharding.have_different_shardings(op, 1)
-    assert not sharding.have_different_shardings(op, 0)
+    assert queries.have_different_shardings(op, 1)
+    assert not queries.have_different_shardings(op, 0)
 
 
 @pytest.mark.parametrize(
@@ -121,7 +122,7 @@ def test_reshapes(
     out, op = defined(lambda: ops.reshape(tensor(*shape), new))
     place(op.inputs[0], source)
     place(out, target)
-    assert sharding.is_resharding(op) is expected
+    assert queries.is_resharding(op) is expected
 
 
 def test_symbolic_merges_keep_an_outer_cut() -> None:
@@ -132,7 +133,7 @@ def test_symbolic_merges_keep_an_outer_cut() -> None:
     out, op = defined(build)
     place(op.inputs[0], 0)
     place(out, 0)
-    assert not sharding.is_resharding(op)
+    assert not queries.is_resharding(op)
 
 
 def test_equal_blocks_written_differently_are_equal() -> None:
@@ -142,7 +143,7 @@ def test_equal_blocks_written_differently_are_equal() -> None:
     op.inputs[0].split(0, 6)
     op.inputs[0].axis(0).parallelize(X)
     place(out, 0)
-    assert not sharding.is_resharding(op)
+    assert not queries.is_resharding(op)
     # Cyclic blocks are others.
     cyclic, other = defined(lambda: ops.set(tensor(12)))
     place(cyclic, 0)
@@ -155,10 +156,10 @@ def test_equal_blocks_written_differently_are_equal() -> None:
 def test_stream_cuts_compare_but_never_reshard() -> None:
     out, op = defined(lambda: ops.set(tensor(4, 6)))
     shard_axis(op.inputs[0], 0, 2, ParallelType.stream)
-    assert sharding.have_different_shardings(op, 0, (ParallelType.stream,))
-    assert not sharding.is_resharding(op)
+    assert queries.have_different_shardings(op, 0, (ParallelType.stream,))
+    assert not queries.is_resharding(op)
     shard_axis(out, 0, 2, ParallelType.stream)
-    assert not sharding.have_different_shardings(op, 0, (ParallelType.stream,))
+    assert not queries.have_different_shardings(op, 0, (ParallelType.stream,))
 
 
 # ------------------------------------------------------------------ which communication
@@ -238,17 +239,17 @@ def test_logical_axes_and_sizes() -> None:
     tv.set_device_mesh(m)
     shard_axis(tv, 1, 3, X)
     shard_axis(tv, 2, 2, Y)
-    assert [sharding.sharded_logical_axis(tv, p) for p in (X, Y)] == [1, 1]
-    found = sharding.sharding_of(tv)
+    assert [queries.sharded_logical_axis(tv, p) for p in (X, Y)] == [1, 1]
+    found = queries.sharding_of(tv)
     assert found is not None
     assert (found.mesh, found.axis_sharded_on(X)) == (m, 1)
     assert found.axis_sharded_on(ParallelType.mesh_z) == -1
-    assert sharding.local_sizes(tv, (5, 12)) == (5, 2)
-    assert sharding.unsharded_sizes(tv, (5, 2)) == (5, 12)
-    texts = [str(e) for e in sharding.local_extents(tv)]
+    assert queries.local_sizes(tv, (5, 12)) == (5, 2)
+    assert queries.unsharded_sizes(tv, (5, 2)) == (5, 12)
+    texts = [str(e) for e in queries.local_extents(tv)]
     assert texts == ["i0", "( ceilDiv(( ceilDiv(i1, 3) ), 2) )"]
     with pytest.raises(ShardingError, match=r"extent 9 .* not divisible by the 2 devices"):
-        sharding.local_sizes(tv, (5, 9))
+        queries.local_sizes(tv, (5, 9))
 
 
 def test_inner_blocks_are_refused() -> None:
@@ -259,7 +260,7 @@ def test_inner_blocks_are_refused() -> None:
     tv.split(0, 2)
     tv.axis(1).parallelize(X)
     with pytest.raises(UnsupportedError, match="we don't support DID on inner splits"):
-        sharding.sharded_logical_axis(tv, X)
+        queries.sharded_logical_axis(tv, X)
 
 
 def test_annotations_must_fit_the_mesh() -> None:
@@ -271,15 +272,15 @@ def test_annotations_must_fit_the_mesh() -> None:
     tv.outer_split(0, 2)
     tv.axis(0).parallelize(X)
     with pytest.raises(ShardingError, match="has no mesh"):
-        sharding.check_annotations(fusion)
+        queries.check_annotations(fusion)
     tv.set_device_mesh(mesh(4))
     with pytest.raises(ShardingError, match=r"extent 2, but DeviceMesh\{0 1 2 3\} has 4 devices"):
-        sharding.check_annotations(fusion)
+        queries.check_annotations(fusion)
     tv.set_device_mesh(mesh(2))
-    sharding.check_annotations(fusion)
+    queries.check_annotations(fusion)
     tv.axis(0).parallelize(Y)
     with pytest.raises(ShardingError, match="no dimension mesh_y"):
-        sharding.check_annotations(fusion)
+        queries.check_annotations(fusion)
 
 
 def test_the_job_must_have_the_meshs_ranks() -> None:
@@ -287,12 +288,12 @@ def test_the_job_must_have_the_meshs_ranks() -> None:
     with FusionGuard(fusion):
         tv = tensor(8)
         fusion.add_input(tv)
-    assert sharding.requested_number_of_devices(fusion) == 1
+    assert queries.requested_number_of_devices(fusion) == 1
     tv.set_device_mesh(DeviceMesh([0, 3]))
-    assert sharding.requested_number_of_devices(fusion) == 4
-    sharding.check_world(fusion, 4)
+    assert queries.requested_number_of_devices(fusion) == 4
+    queries.check_world(fusion, 4)
     with pytest.raises(ShardingError, match="names rank 3, but the job has 2 ranks"):
-        sharding.check_world(fusion, 2)
+        queries.check_world(fusion, 2)
 
 
 def test_extents_are_checked_when_bound() -> None:
@@ -302,9 +303,9 @@ def test_extents_are_checked_when_bound() -> None:
         fusion.add_input(tv)
     place(tv, 0)
     (extent,) = (s for s in sc.symbols(tv.size(0)) if isinstance(s, Symbol))
-    sharding.check_divisible(fusion, {extent: 4})
+    queries.check_divisible(fusion, {extent: 4})
     with pytest.raises(ShardingError, match=r"the extent 5 of .* by the 2 devices"):
-        sharding.check_divisible(fusion, {extent: 5})
+        queries.check_divisible(fusion, {extent: 5})
 
 
 @pytest.mark.parametrize("shape", [[[0, 1]], [[0], [1]]])

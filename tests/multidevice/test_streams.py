@@ -9,26 +9,26 @@ import pytest
 import torch
 
 from fuser import ops
-from fuser.errors import ShardingError, UnsupportedError
-from fuser.ir import scalar as sc
 from fuser.ir.binding import bind_inputs
 from fuser.ir.fusion import Fusion
-from fuser.ir.guard import FusionGuard
-from fuser.ir.nodes import LinearOp, Reshard
-from fuser.ir.parse import parse_fusion
+from fuser.ir.fusion_guard import FusionGuard
+from fuser.ir.ops.nodes import LinearOp, Reshard
+from fuser.ir.scalar import constructors as sc
 from fuser.ir.tensor import TensorView
-from fuser.ir.text import fusion_text
+from fuser.ir.text.parser import parse_fusion
+from fuser.ir.text.printer import fusion_text
 from fuser.ir.types import ParallelType
 from fuser.kernels.executor import FusedKernelExecutor
 from fuser.schedule.registry import find_scheduler
-from multidevice import sharding
-from multidevice.communication import communication_type, is_device_to_stream, is_exchange
-from multidevice.decompose import decompose_reshardings
-from multidevice.localize import localize
-from multidevice.placement import Block
-from multidevice.propagate import propagate_shardings
-from multidevice.sharding_passes import shard_fusion
-from multidevice.streams import (
+from fuser.support.errors import ShardingError, UnsupportedError
+from multidevice.sharding import queries
+from multidevice.sharding.passes.decompose import decompose_reshardings
+from multidevice.sharding.passes.localize import localize
+from multidevice.sharding.passes.pipeline import shard_fusion
+from multidevice.sharding.placement import Block
+from multidevice.sharding.propagation import propagate_shardings
+from multidevice.sharding.reshard import communication_type, is_device_to_stream, is_exchange
+from multidevice.sharding.streams import (
     StreamAxis,
     StreamLoops,
     is_allocated_per_step,
@@ -229,8 +229,8 @@ def test_equal_outer_splits_are_the_same_and_others_are_not() -> None:
         stream(x, *producer)
         stream(out, *consumer)
         (op,) = fusion.exprs
-        assert not sharding.is_resharding(op)
-        return sharding.have_different_shardings(op, 0, {STREAM})
+        assert not queries.is_resharding(op)
+        return queries.have_different_shardings(op, 0, {STREAM})
 
     assert not differ((0, 3), (0, 3))
     assert not differ((1, 4), (1, 4))
@@ -471,7 +471,7 @@ def test_devices_inside_of_steps_need_blocks_that_they_divide() -> None:
     torch.testing.assert_close(run(fusion, [whole]).outputs[0], whole.sin())
     assert all(is_allocated_per_step(op.out_tensor) for op in fusion.exprs[:-1])
     with pytest.raises(ShardingError, match=r"extent 8 .* each step of 3"):
-        sharding.local_sizes(x, [8, 3])
+        queries.local_sizes(x, [8, 3])
 
 
 def test_the_global_shape_of_what_each_step_allocates() -> None:
@@ -486,8 +486,8 @@ def test_the_global_shape_of_what_each_step_allocates() -> None:
     stream(x, 0, 2)
     shard_fusion(fusion)
     assert is_allocated_per_step(between) and not is_allocated_per_step(x)
-    assert sharding.unsharded_sizes(between, [2, 6, 5]) == (4, 6, 5)
-    assert sharding.unsharded_sizes(x, [4, 6, 5]) == (4, 6, 5)
+    assert queries.unsharded_sizes(between, [2, 6, 5]) == (4, 6, 5)
+    assert queries.unsharded_sizes(x, [4, 6, 5]) == (4, 6, 5)
 
 
 # ------------------------------------------------------------------ kernels on slices

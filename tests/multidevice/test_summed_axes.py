@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from fuser import FusionDefinition, ParallelType, TensorView
-from fuser.errors import ShardingError
 from fuser.multidevice import Communicator, MultiDeviceExecutor, simulate
+from fuser.support.errors import ShardingError
 
 pytestmark = pytest.mark.from_text
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from fuser import FusionDefinition, ParallelType, multidevice
-from fuser.errors import FuserError
+from fuser.support.errors import FuserError
 
 CUTS = (None, 0, 1)
 # What is written into y: how it is defined, and torch's meaning.

@@ -20,8 +20,8 @@ from typing import Any
 import pytest
 import torch
 
-from multidevice.backends import cuda_calls, gpu_shards, ipc_pieces, raw_tensor
-from multidevice.backends.ipc_pieces import Hooks
+from multidevice.transports.memory import cuda_calls, cuda_ipc, cuda_vmm, raw_tensor
+from multidevice.transports.memory.cuda_ipc import Hooks
 from tests.limits import HANG_S
 
 GPU, CPU = torch.device("cuda", 3), torch.device("cpu")
@@ -259,8 +259,8 @@ def watch(patch: Callable[[object, str, object], None]) -> Driver:
 
     patch(cuda_calls, "driver", lambda: made)
     patch(cuda_calls, "on_device", lambda device: nullcontext())
-    patch(ipc_pieces, "raw_tensor", here)
-    patch(gpu_shards, "raw_tensor", here)
+    patch(cuda_ipc, "raw_tensor", here)
+    patch(cuda_vmm, "raw_tensor", here)
     return made
 
 

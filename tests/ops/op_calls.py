@@ -16,12 +16,12 @@ import torch
 from torch.nn import functional
 
 from fuser import FusionDefinition, ops
-from fuser.ir.attention import SdpaFwdOp, TensorOp
 from fuser.ir.dtypes import DataType
 from fuser.ir.fusion import Fusion
-from fuser.ir.nodes import BinaryOp, BroadcastOp, CastOp, FullOp, IotaOp, LoadStoreOp, ReshapeOp
-from fuser.ir.resizing import SliceOp
-from fuser.ir.scalar import Scalar
+from fuser.ir.ops.attention_ops import SdpaFwdOp, TensorOp
+from fuser.ir.ops.nodes import BinaryOp, BroadcastOp, CastOp, FullOp, IotaOp, LoadStoreOp, ReshapeOp
+from fuser.ir.ops.resizing import SliceOp
+from fuser.ir.scalar.constructors import Scalar
 from fuser.ir.tensor import TensorView
 from fuser.ops.define import define_scalar
 from fuser.ops.rows import ROWS

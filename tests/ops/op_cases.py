@@ -17,11 +17,11 @@ import torch
 from fuser import ops
 from fuser.ir.dtypes import DataType, category, to_torch
 from fuser.ir.fusion import Fusion
-from fuser.ir.guard import FusionGuard
+from fuser.ir.fusion_guard import FusionGuard
+from fuser.ir.pointwise_table import POINTWISE, PUBLIC
 from fuser.ir.tensor import TensorView
 from fuser.ops.define import define_tensor
 from fuser.ops.samples import DOMAINS
-from fuser.pointwise import POINTWISE, PUBLIC
 from tests.fuzz.elementwise import BOOL_FN, typed
 from tests.fuzz.table import ROWS as REFERENCES
 from tests.fuzz.table import Row

@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 import torch
 
-from fuser.errors import InputError
-from fuser.ops import attention_kernels
-from fuser.ops.attention_calls import backward, forward, plain_backward, plain_forward
-from fuser.ops.attention_kernels import Attention
+from fuser.ops.reference import attention_kernels
+from fuser.ops.reference.attention_calls import backward, forward, plain_backward, plain_forward
+from fuser.ops.reference.attention_kernels import Attention
+from fuser.support.errors import InputError
 from tests.frontend.test_attention import attend, draw, gradients
 
 Tensor = torch.Tensor

@@ -11,10 +11,10 @@ import torch
 import torch.nn.functional as F
 
 from fuser import DataType, FusionDefinition
-from fuser.errors import DefinitionError, DtypeError, FuserError
 from fuser.multidevice import Communicator, DeviceMesh, shard_tensor
-from hostir.container import HostIrContainer, walk
-from hostir.ops import LaunchKernel
+from fuser.support.errors import DefinitionError, DtypeError, FuserError
+from hostir.ir.ops import LaunchKernel
+from hostir.ir.program import HostIrContainer, walk
 from multidevice import simulate
 from tests.frontend.test_attention_programs import cut, shards
 

@@ -7,13 +7,13 @@ import itertools
 import pytest
 import torch
 
-from fuser.errors import DefinitionError, UnsupportedError
 from fuser.ir.dtypes import DataType
 from fuser.ir.fusion import Fusion
-from fuser.ir.guard import FusionGuard
+from fuser.ir.fusion_guard import FusionGuard
 from fuser.ir.tensor import TensorView
 from fuser.ir.verify import verify_fusion
 from fuser.ops.define import compute_tensor_descriptor, define_scalar, define_tensor
+from fuser.support.errors import DefinitionError, UnsupportedError
 
 D = DataType
 

@@ -13,15 +13,15 @@ import pytest
 import torch
 
 from fuser import ops
-from fuser.errors import DefinitionError, DtypeError, UnsupportedError
 from fuser.ir.dtypes import DataType, to_torch
 from fuser.ir.fusion import Fusion
-from fuser.ir.guard import FusionGuard
+from fuser.ir.fusion_guard import FusionGuard
+from fuser.ir.pointwise_table import POINTWISE, PUBLIC
 from fuser.ir.tensor import TensorView
 from fuser.ir.verify import verify_fusion
 from fuser.ops.define import define_scalar, define_tensor
-from fuser.ops.torch_meaning import evaluate_fusion
-from fuser.pointwise import POINTWISE, PUBLIC
+from fuser.ops.reference.meaning import evaluate_fusion
+from fuser.support.errors import DefinitionError, DtypeError, UnsupportedError
 from tests.ops.op_cases import (
     CASES,
     COMPLEX,

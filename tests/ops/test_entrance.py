@@ -11,7 +11,7 @@ import torch
 
 import fuser
 from fuser import DataType, FusionDefinition
-from fuser.errors import (
+from fuser.support.errors import (
     ArgumentError,
     DefinitionError,
     InputError,

@@ -11,9 +11,9 @@ import pytest
 import torch
 
 from fuser import DataType, FusionDefinition
-from fuser.errors import ArgumentError, FuserError
 from fuser.ops.no_values import ATTRIBUTES, attribute_hint
 from fuser.ops.rows import ROWS
+from fuser.support.errors import ArgumentError, FuserError
 
 pytestmark = pytest.mark.finding("G18")
 

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from fuser import DataType, FusionDefinition
-from fuser.errors import (
+from fuser.support.errors import (
     ArgumentError,
     DefinitionError,
     DtypeError,

@@ -10,15 +10,21 @@ import pytest
 import torch
 
 from fuser import ops
-from fuser.errors import ArgumentError, DefinitionError, DtypeError, FuserError, UnsupportedError
 from fuser.ir.dtypes import DataType, to_torch
 from fuser.ir.equality import equal_fusions
 from fuser.ir.fusion import Fusion
-from fuser.ir.guard import FusionGuard
-from fuser.ir.parse import parse_fusion
-from fuser.ir.text import fusion_text
+from fuser.ir.fusion_guard import FusionGuard
+from fuser.ir.text.parser import parse_fusion
+from fuser.ir.text.printer import fusion_text
 from fuser.ops.define import define_scalar, define_tensor
-from fuser.ops.philox import random_numbers
+from fuser.ops.reference.philox import random_numbers
+from fuser.support.errors import (
+    ArgumentError,
+    DefinitionError,
+    DtypeError,
+    FuserError,
+    UnsupportedError,
+)
 from tests.ops import random_reference as reference
 
 D = DataType

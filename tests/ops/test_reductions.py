@@ -9,17 +9,17 @@ import pytest
 import torch
 
 from fuser import ops
-from fuser.errors import DefinitionError, DtypeError
 from fuser.ir.binding import bind_inputs
 from fuser.ir.dtypes import DataType, to_torch
 from fuser.ir.fusion import Fusion
-from fuser.ir.guard import FusionGuard
-from fuser.ir.nodes import FullOp, ReductionOp, SqueezeOp
+from fuser.ir.fusion_guard import FusionGuard
+from fuser.ir.ops.nodes import FullOp, ReductionOp, SqueezeOp
 from fuser.ir.tensor import TensorView
 from fuser.ir.verify import verify_fusion
 from fuser.ops.define import define_tensor
-from fuser.ops.torch_meaning import evaluate_fusion
+from fuser.ops.reference.meaning import evaluate_fusion
 from fuser.passes.concretize import concretize
+from fuser.support.errors import DefinitionError, DtypeError
 
 D = DataType
 Build = Callable[[TensorView], object]

@@ -10,25 +10,25 @@ import pytest
 import torch
 
 from fuser import FusionDefinition, ParallelType, ops
-from fuser.errors import DefinitionError, InputError, ParseError
-from fuser.ir import scalar as sc
 from fuser.ir.axis_graph import mapped_axes
 from fuser.ir.binding import bind_inputs
-from fuser.ir.domain import MergeTransform, SplitTransform
+from fuser.ir.domain.axis_path import indices_backward
+from fuser.ir.domain.tensor_domain import MergeTransform, SplitTransform
 from fuser.ir.fusion import Fusion
-from fuser.ir.guard import FusionGuard
-from fuser.ir.nodes import ReshapeOp
-from fuser.ir.parse import parse_fusion
-from fuser.ir.path import indices_backward
-from fuser.ir.scalar import Number, Scalar, Symbol
+from fuser.ir.fusion_guard import FusionGuard
+from fuser.ir.ops.nodes import ReshapeOp
+from fuser.ir.scalar import constructors as sc
+from fuser.ir.scalar.constructors import Number, Scalar, Symbol
 from fuser.ir.tensor import TensorView
-from fuser.ir.text import fusion_text
+from fuser.ir.text.parser import parse_fusion
+from fuser.ir.text.printer import fusion_text
 from fuser.ir.types import IterType
 from fuser.ir.verify import verify_fusion
 from fuser.ops.define import define_tensor
-from fuser.ops.reshape import group_sizes
-from fuser.ops.torch_meaning import evaluate_fusion
+from fuser.ops.reference.meaning import evaluate_fusion
+from fuser.ops.reshaping import group_sizes
 from fuser.passes.concretize import concretize, refined_sizes
+from fuser.support.errors import DefinitionError, InputError, ParseError
 from tests.frontend.again import again
 
 pytestmark = pytest.mark.from_text

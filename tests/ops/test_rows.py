@@ -12,22 +12,22 @@ from dataclasses import replace
 import pytest
 import torch
 
-from fuser.ir.attention import TensorOp
 from fuser.ir.dtypes import DataType, to_torch
 from fuser.ir.fusion import Fusion
-from fuser.ir.guard import FusionGuard
-from fuser.ir.nodes import BroadcastOp, CastOp, LibraryOp
+from fuser.ir.fusion_guard import FusionGuard
+from fuser.ir.ops.attention_ops import TensorOp
+from fuser.ir.ops.nodes import BroadcastOp, CastOp, LibraryOp
+from fuser.ir.pointwise_table import POINTWISE, PUBLIC
 from fuser.ir.tensor import TensorView
 from fuser.ir.verify import verify_fusion
 from fuser.lower import values
 from fuser.ops.define import define_tensor
 from fuser.ops.dtype_rules import DTYPE_RULES, typed
+from fuser.ops.reference.meaning import NODES, NodeRow, evaluate_fusion, nodes_computed
 from fuser.ops.rows import ROWS, OpRow
 from fuser.ops.samples import DOMAINS, SAMPLES
 from fuser.ops.spelled import SPELLED
-from fuser.ops.torch_meaning import NODES, NodeRow, evaluate_fusion, nodes_computed
-from fuser.pointwise import POINTWISE, PUBLIC
-from hostir.op_costs import COSTS
+from hostir.cost.op_costs import COSTS
 from scripts import document_ops
 from tests.fuzz import oracle
 from tests.ops.op_calls import CALLS, assert_near, calls_of, expected_of
@@ -117,7 +117,7 @@ BOUND_BY_MEMORY = {"IndexPutAccumulateOp", "ScanOp", "ScatterOp"}
 
 def test_library_ops_say_what_they_cost() -> None:
     without = {cls.__name__ for cls in nodes_computed("library") if cls not in COSTS}
-    assert without == BOUND_BY_MEMORY, "a row of hostir/op_costs.py, or a name here"
+    assert without == BOUND_BY_MEMORY, "a row of hostir/cost/op_costs.py, or a name here"
 
 
 def test_the_page_of_ops_is_that_of_the_rows() -> None:

@@ -9,17 +9,17 @@ import pytest
 import torch
 
 from fuser import FusionDefinition, ops
-from fuser.errors import DtypeError
-from fuser.ir import scalar as sc
 from fuser.ir.dtypes import DataType
 from fuser.ir.fusion import Fusion
-from fuser.ir.guard import FusionGuard
-from fuser.ir.parse import parse_fusion
-from fuser.ir.scalar import Number, Scalar, Symbol
-from fuser.ir.scalar_python import Computed
-from fuser.ir.text import fusion_text
+from fuser.ir.fusion_guard import FusionGuard
+from fuser.ir.scalar import constructors as sc
+from fuser.ir.scalar.compiled import Computed
+from fuser.ir.scalar.constructors import Number, Scalar, Symbol
+from fuser.ir.text.parser import parse_fusion
+from fuser.ir.text.printer import fusion_text
 from fuser.ops.define import define_scalar, define_tensor
 from fuser.ops.rows import ROWS
+from fuser.support.errors import DtypeError
 from tests.fuzz.elementwise import BOOL_FN
 from tests.fuzz.table import ROWS as REFERENCES
 from tests.fuzz.table import SHIFTS, Row

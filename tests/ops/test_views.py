@@ -9,17 +9,17 @@ import torch
 import torch.nn.functional as F
 
 from fuser import ops
-from fuser.errors import DefinitionError, DtypeError, InputError, UnsupportedError
 from fuser.ir.binding import bind_inputs
 from fuser.ir.dtypes import DataType
 from fuser.ir.fusion import Fusion
-from fuser.ir.guard import FusionGuard
-from fuser.ir.nodes import FullOp, LinearOp, LoadStoreOp, MatmulOp
+from fuser.ir.fusion_guard import FusionGuard
+from fuser.ir.ops.nodes import FullOp, LinearOp, LoadStoreOp, MatmulOp
 from fuser.ir.tensor import TensorView
 from fuser.ir.verify import verify_fusion
 from fuser.ops.define import define_scalar, define_tensor
-from fuser.ops.torch_meaning import evaluate_fusion, evaluate_into
+from fuser.ops.reference.meaning import evaluate_fusion, evaluate_into
 from fuser.passes.concretize import concretize, refined_sizes
+from fuser.support.errors import DefinitionError, DtypeError, InputError, UnsupportedError
 
 D = DataType
 

@@ -9,20 +9,20 @@ import pytest
 import torch
 
 from fuser import ops
-from fuser.errors import InputError
 from fuser.ir.binding import bind_inputs
 from fuser.ir.dtypes import DataType
 from fuser.ir.fusion import Fusion
-from fuser.ir.guard import FusionGuard
-from fuser.ir.nodes import BroadcastOp, FullOp, ReshapeOp
-from fuser.ir.scalar import Number, Symbol
+from fuser.ir.fusion_guard import FusionGuard
+from fuser.ir.ops.nodes import BroadcastOp, FullOp, ReshapeOp
+from fuser.ir.scalar.constructors import Number, Symbol
 from fuser.ir.tensor import TensorView
 from fuser.ir.types import IterType, ParallelType
 from fuser.ir.verify import verify_fusion
 from fuser.ops.define import define_scalar, define_tensor
-from fuser.ops.torch_meaning import evaluate_fusion
+from fuser.ops.reference.meaning import evaluate_fusion
 from fuser.passes.concretize import concretization_key, concretize, refined_sizes
 from fuser.passes.fusion_passes import run_passes
+from fuser.support.errors import InputError
 
 pytestmark = pytest.mark.from_text
 

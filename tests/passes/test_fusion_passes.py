@@ -8,14 +8,14 @@ import pytest
 import torch
 
 from fuser import ops
-from fuser.ir.attention import SdpaFwdOp
 from fuser.ir.dtypes import DataType
 from fuser.ir.fusion import Fusion
-from fuser.ir.guard import FusionGuard
-from fuser.ir.storage import is_stored
+from fuser.ir.fusion_guard import FusionGuard
+from fuser.ir.memory_layout import is_stored
+from fuser.ir.ops.attention_ops import SdpaFwdOp
 from fuser.ir.verify import verify_fusion
 from fuser.ops.define import define_tensor
-from fuser.ops.torch_meaning import evaluate_fusion
+from fuser.ops.reference.meaning import evaluate_fusion
 from fuser.passes.fusion_passes import masks_to_biases
 from tests.frontend.test_attention import attend, draw
 

@@ -11,12 +11,12 @@ import torch
 from fuser import FusionDefinition, ops
 from fuser.ir.dtypes import DataType
 from fuser.ir.fusion import Fusion
-from fuser.ir.guard import FusionGuard
-from fuser.ir.storage import is_contiguous, memory_order
+from fuser.ir.fusion_guard import FusionGuard
+from fuser.ir.memory_layout import is_contiguous, memory_order
 from fuser.ir.tensor import TensorView
-from fuser.ir.text import domain_text
+from fuser.ir.text.printer import domain_text
 from fuser.ops.define import define_tensor
-from fuser.ops.torch_meaning import evaluate_fusion
+from fuser.ops.reference.meaning import evaluate_fusion
 from fuser.passes.infer_layouts import infer_layouts
 from tests.multidevice.sharded_models import tensor
 

@@ -7,10 +7,10 @@ from collections.abc import Callable
 import pytest
 
 from fuser import ops
+from fuser.ir.domain.device_mesh import DeviceMesh
 from fuser.ir.dtypes import DataType
 from fuser.ir.fusion import Fusion
-from fuser.ir.guard import FusionGuard
-from fuser.ir.mesh import DeviceMesh
+from fuser.ir.fusion_guard import FusionGuard
 from fuser.ir.tensor import TensorView
 from fuser.ir.verify import verify_fusion
 from fuser.ops.define import define_tensor

@@ -11,11 +11,11 @@ import pytest
 import torch
 
 from fuser import DataType, DeviceMesh, FusionDefinition, ParallelType
-from fuser.errors import InputError
-from fuser.frontend.manual import KernelExecutor
+from fuser.frontend.manual_kernels import KernelExecutor
 from fuser.ir.binding import bind_inputs
 from fuser.ir.types import IterType
 from fuser.passes.concretize import KeyOfSizes, concretize
+from fuser.support.errors import InputError
 from multidevice import shard_tensor, simulate
 from tests.frontend.again import again
 

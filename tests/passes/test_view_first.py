@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from fuser import DataType, FusionDefinition, ops
+from fuser.ir.domain.device_mesh import DeviceMesh
 from fuser.ir.fusion import Fusion
-from fuser.ir.guard import FusionGuard
-from fuser.ir.mesh import DeviceMesh
+from fuser.ir.fusion_guard import FusionGuard
 from fuser.ir.tensor import TensorView
 from fuser.ir.verify import verify_fusion
 from fuser.kernels.executor import FusedKernelExecutor

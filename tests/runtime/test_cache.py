@@ -13,7 +13,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from fuser.errors import CompileError, DefinitionError, KernelError, OptionError
 from fuser.runtime import (
     KernelParam,
     KernelSource,
@@ -25,6 +24,7 @@ from fuser.runtime import (
     nvrtc,
 )
 from fuser.runtime.kernel_cache import KernelCache
+from fuser.support.errors import CompileError, DefinitionError, KernelError, OptionError
 from tests.limits import HANG_S
 from tests.runtime import kernels
 

@@ -17,9 +17,15 @@ from pathlib import Path
 import pytest
 import torch
 
-from fuser.kernel_source import KernelSource
-from fuser.runtime import clear_memory_cache, compilations, compile_kernels, kernel_cache, simt
+from fuser.runtime import (
+    clear_memory_cache,
+    compilations,
+    compile_kernels,
+    cpu_kernel,
+    kernel_cache,
+)
 from fuser.runtime.kernel_cache import KernelCache
+from fuser.support.kernel_source import KernelSource
 from tests.limits import HANG_S
 from tests.runtime import kernels
 
@@ -220,13 +226,13 @@ def mapped_libraries() -> int:
 def test_libraries_are_unloaded_with_their_last_kernel() -> None:
     (kept,) = compile_kernels([constant(20)], "cpu")
     gc.collect()
-    before = set(simt._libraries)
+    before = set(cpu_kernel._libraries)
     maps = mapped_libraries()
     for n in range(21, 26):
         assert value_of(n) == n
     gc.collect()
     # What earlier tests held may go meanwhile.
-    assert set(simt._libraries) <= before and mapped_libraries() <= maps
+    assert set(cpu_kernel._libraries) <= before and mapped_libraries() <= maps
     out = torch.zeros(1, dtype=torch.int32)
     prepared = kept.prepare([out], grid=(1, 1, 1), block=(1, 1, 1))
     del kept
@@ -243,18 +249,18 @@ def _child(pipe: object) -> None:
 def test_a_fork_while_another_thread_compiles(monkeypatch: pytest.MonkeyPatch) -> None:
     """The child found the lock of the compiler held by a thread that it does not have."""
     inside, leave = threading.Event(), threading.Event()
-    original = simt._run_compiler
+    original = cpu_kernel._run_compiler
 
     def slow(*args: object) -> bytes:
         inside.set()
         assert leave.wait(HANG_S)
         return original(*args)  # pyright: ignore
 
-    monkeypatch.setattr(simt, "_run_compiler", slow)
+    monkeypatch.setattr(cpu_kernel, "_run_compiler", slow)
     thread = threading.Thread(target=value_of, args=(30,))
     thread.start()
     assert inside.wait(HANG_S)
-    monkeypatch.setattr(simt, "_run_compiler", original)
+    monkeypatch.setattr(cpu_kernel, "_run_compiler", original)
     context = multiprocessing.get_context("fork")
     here, there = context.Pipe()
     child = context.Process(target=_child, args=(there,))

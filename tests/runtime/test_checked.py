@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from fuser.errors import KernelError
 from fuser.runtime import KernelSource, compile_kernels
-from fuser.runtime.cpu_kernel import CheckedCpuKernel
+from fuser.runtime.cpu_kernel_part import CheckedCpuKernel
+from fuser.support.errors import KernelError
 from tests.runtime.kernels import kernel
 
 REVERSE = """\

@@ -7,9 +7,9 @@ from collections.abc import Mapping
 import pytest
 import torch
 
-from fuser.errors import KernelError
 from fuser.runtime import compile_kernels
-from fuser.runtime.cpu_kernel import CheckedCpuKernel
+from fuser.runtime.cpu_kernel_part import CheckedCpuKernel
+from fuser.support.errors import KernelError
 from tests.runtime.kernels import kernel
 
 # Each thread has a value of its own; groups of threads are those of one y. The second round finds

@@ -14,9 +14,9 @@ from typing import Any
 import pytest
 import torch
 
-from fuser.errors import CompileError
 from fuser.runtime import compiled_runner
 from fuser.runtime.kernel_cache import KernelCache
+from fuser.support.errors import CompileError
 from tests.frontend.steady_programs import (
     ENOUGH,
     add,

@@ -8,11 +8,11 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from fuser.device import H200, describe_device
-from fuser.errors import InputError, KernelError
-from fuser.kernel_source import KernelSource
-from fuser.runtime import compile_kernels, cuda_kernel, simt
-from fuser.runtime.sources import RT_FILES, SIMT_FILES, preamble
+from fuser.runtime import compile_kernels, cpu_kernel, cuda_kernel
+from fuser.runtime.kernel_text import RT_FILES, SIMT_FILES, preamble
+from fuser.support.device import H200, describe_device
+from fuser.support.errors import InputError, KernelError
+from fuser.support.kernel_source import KernelSource
 from tests.runtime import kernels
 
 
@@ -48,8 +48,10 @@ _OF_ONE = re.compile(
 
 def assembler_of(source: KernelSource, *flags: str) -> str:
     """Returns the assembler text of a kernel of the CPU."""
-    text = preamble(SIMT_FILES + RT_FILES) + simt._unit(source, "k", checked=False)
-    return simt._run_compiler((*simt._fast_flags([source]), *flags, "-S"), text, {}).decode()
+    text = preamble(SIMT_FILES + RT_FILES) + cpu_kernel._unit(source, "k", checked=False)
+    return cpu_kernel._run_compiler(
+        (*cpu_kernel._fast_flags([source]), *flags, "-S"), text, {}
+    ).decode()
 
 
 def test_gelu_loop_is_vectorised() -> None:

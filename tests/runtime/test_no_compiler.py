@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from fuser import FusionDefinition
-from fuser.errors import CompileError, DefinitionError, NoCompilerError
 from fuser.frontend.repro import is_internal
-from fuser.runtime import simt
+from fuser.runtime import cpu_kernel
+from fuser.support.errors import CompileError, DefinitionError, NoCompilerError
 
 COMPILERS = {
     "false": ("exit 1", "ended with exit code 1, and wrote nothing"),
@@ -50,7 +50,7 @@ def test_a_broken_compiler_is_named_with_what_it_wrote_and_what_mends_it(
 @pytest.mark.finding("G20")
 def test_a_kernel_that_a_working_compiler_refuses_is_our_fault() -> None:
     with pytest.raises(CompileError, match="refused a generated kernel") as found:
-        simt._run_compiler((), "int answer() { return nonsense; }\n", {})
+        cpu_kernel._run_compiler((), "int answer() { return nonsense; }\n", {})
     assert not isinstance(found.value, NoCompilerError)
     assert is_internal(found.value) and not is_internal(NoCompilerError("no g++"))
 

@@ -7,11 +7,11 @@ from collections.abc import Sequence
 import pytest
 import torch
 
-from fuser.errors import KernelError
-from fuser.kernel_source import KernelSource
 from fuser.runtime import compile_kernels
-from fuser.runtime.cpu_kernel import CheckedCpuKernel
-from fuser.runtime.launch import BoundLaunch
+from fuser.runtime.cpu_kernel_part import CheckedCpuKernel
+from fuser.runtime.prepared_launch import BoundLaunch
+from fuser.support.errors import KernelError
+from fuser.support.kernel_source import KernelSource
 from tests.runtime.kernels import kernel
 
 ORDERS = (0, 1, 12345)

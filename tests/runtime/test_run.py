@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from fuser.errors import KernelError
 from fuser.runtime import CompiledKernel, KernelSource, compile_cubin, compile_kernels
-from fuser.runtime.cpu_kernel import CheckedCpuKernel
+from fuser.runtime.cpu_kernel_part import CheckedCpuKernel
+from fuser.support.errors import KernelError
 from tests.runtime import kernels
 
 Shape = tuple[int, int, int]

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 
 from fuser import FusionDefinition
-from fuser.ops.torch_meaning import evaluate_fusion
+from fuser.ops.reference.meaning import evaluate_fusion
 
 SPECIAL = (-0.0, 0.0, math.nan, -1.0, 2.0, 7.0, -math.inf, math.inf)
 BOUNDS = ((0.0, 1.0), (-0.0, 1.0), (-1.0, 0.0), (-1.0, -0.0), (0.0, 6.0), (2.0, 1.0))

@@ -6,16 +6,16 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from fuser.device import CPU, H200, DeviceInfo
-from fuser.ir.domain import TensorDomain, contiguity_for
+from fuser.ir.domain.tensor_domain import TensorDomain, contiguity_for
 from fuser.ir.dtypes import DataType, from_torch, to_torch
 from fuser.ir.fusion import Fusion
-from fuser.ir.guard import FusionGuard
-from fuser.ir.scalar import Symbol
+from fuser.ir.fusion_guard import FusionGuard
+from fuser.ir.scalar.constructors import Symbol
 from fuser.ir.tensor import TensorView
 from fuser.kernels.executor import FusedKernelExecutor
 from fuser.schedule import find_scheduler, rejections
-from fuser.schedule.facts import Facts
+from fuser.schedule.input_facts import Facts
+from fuser.support.device import CPU, H200, DeviceInfo
 
 Build = Callable[..., "TensorView | Sequence[TensorView]"]
 DEVICES = {"cpu": CPU, "h200": H200}
@@ -25,7 +25,7 @@ def new_input(
     fusion: Fusion, shape: Sequence[int | None], dtype: DataType, *, contiguous: bool = True
 ) -> TensorView:
     """Add an input; an extent of 1 is a broadcast axis, None is symbolic."""
-    from fuser.ir import scalar as sc
+    from fuser.ir.scalar import constructors as sc
     from fuser.ir.types import IterType
 
     axes = [

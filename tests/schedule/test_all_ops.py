@@ -8,9 +8,9 @@ from __future__ import annotations
 import torch
 from pytest import fixture, mark
 
-from fuser.device import CPU
 from fuser.ir.dtypes import DataType, to_torch
 from fuser.kernels.executor import FusedKernelExecutor, compile_many
+from fuser.support.device import CPU
 from tests.ops.op_cases import CASES, LAYOUTS, OpCase, widened
 from tests.schedule.programs import sizes_of
 

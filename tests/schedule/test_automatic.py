@@ -7,7 +7,13 @@ import torch
 
 import fuser
 from fuser import CompileParams, LaunchParams, ops, schedule
-from fuser.errors import (
+from fuser.schedule import SchedulerType, pointwise, reduction
+from fuser.schedule.automatic import compute_heuristics
+from fuser.schedule.heuristic_params import HeuristicParams
+from fuser.schedule.inner_persistent_params import InnerPersistentParams
+from fuser.schedule.outer_persistent import OuterPersistentParams
+from fuser.schedule.transpose_params import TransposeParams
+from fuser.support.errors import (
     ArgumentError,
     DefinitionError,
     FuserError,
@@ -15,12 +21,6 @@ from fuser.errors import (
     UnsupportedError,
     UnsupportedNameError,
 )
-from fuser.schedule import SchedulerType, pointwise, reduction
-from fuser.schedule.automatic import compute_heuristics
-from fuser.schedule.heuristic_params import HeuristicParams
-from fuser.schedule.inner_persistent_params import InnerPersistentParams
-from fuser.schedule.outer_persistent import OuterPersistentParams
-from fuser.schedule.transpose_params import TransposeParams
 from tests.schedule.programs import define
 
 

@@ -8,14 +8,14 @@ import pytest
 import torch
 
 from fuser import FusionDefinition, PythonProfiler, ops
-from fuser.device import H200, DeviceInfo
 from fuser.ir.dtypes import DataType, from_torch
 from fuser.ir.tensor import TensorView
 from fuser.kernels.executor import FusedKernelExecutor
-from fuser.record import replace
-from fuser.runtime.cpu_kernel import CheckedCpuKernel
+from fuser.runtime.cpu_kernel_part import CheckedCpuKernel
 from fuser.schedule import cluster_persistent, inner_persistent_params, scheduler
-from fuser.schedule.facts import Facts
+from fuser.schedule.input_facts import Facts
+from fuser.support.device import H200, DeviceInfo
+from fuser.support.record import replace
 from tests.schedule.programs import Build, define, random, run, sizes_of
 from tests.schedule.test_inner_persistent import back_to, layer_norm, softmax, wide
 

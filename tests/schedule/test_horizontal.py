@@ -9,16 +9,16 @@ import pytest
 import torch
 
 from fuser import DataType, FusionDefinition, ParallelType, PythonProfiler, multidevice, ops
-from fuser.device import CPU, H200, DeviceInfo
 from fuser.ir.fusion import Fusion
 from fuser.ir.tensor import TensorView
 from fuser.kernels.executor import FusedKernelExecutor
 from fuser.schedule import horizontal, pointwise, scheduler
 from fuser.schedule.horizontal import HorizontalParams
 from fuser.schedule.pointwise import PointwiseParams
+from fuser.support.device import CPU, H200, DeviceInfo
 from hostir import HostIrEvaluator
-from hostir.container import equal
-from hostir.parse import parse
+from hostir.ir.parser import parse
+from hostir.ir.program import equal
 from multidevice import Communicator, simulate
 from tests.machine_code import compile_for_hopper
 from tests.schedule.programs import Build, define, random, run

@@ -12,14 +12,15 @@ import torch
 from fuser import FusionDefinition, ParallelType, ops
 from fuser.ir.dtypes import DataType, from_torch
 from fuser.ir.tensor import TensorView
-from fuser.ops.torch_meaning import evaluate_fusion
-from fuser.options import settings
+from fuser.ops.reference.meaning import evaluate_fusion
 from fuser.passes.row_parts import row_parts, split_rows
 from fuser.schedule import inner_outer_persistent as scheduler
 from fuser.schedule import inner_persistent
 from fuser.schedule.reduction import accepts as reduction_accepts
-from hostir import HostIrEvaluator, pipeline
-from hostir.parse import parse
+from fuser.support.options import settings
+from hostir import HostIrEvaluator
+from hostir.ir.parser import parse
+from hostir.lowering import pipeline
 from multidevice import Communicator, DeviceMesh, simulate
 from tests.schedule.programs import define
 

@@ -11,12 +11,12 @@ import pytest
 import torch
 
 from fuser import FusionDefinition, ops
-from fuser.device import H200
 from fuser.ir.dtypes import DataType, from_torch
 from fuser.ir.tensor import TensorView
-from fuser.runtime.cpu_kernel import CheckedCpuKernel, Counters
+from fuser.runtime.cpu_kernel_part import CheckedCpuKernel, Counters
 from fuser.schedule import find_scheduler, rejections, scheduler
 from fuser.schedule.inner_persistent import pays
+from fuser.support.device import H200
 from tests.schedule.programs import (
     Build,
     define,

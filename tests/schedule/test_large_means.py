@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from fuser import DataType, FusionDefinition
-from fuser.ops.torch_meaning import evaluate_fusion
+from fuser.ops.reference.meaning import evaluate_fusion
 
 # Deviations of 1 around the mean. torch in float32 is right within 1e-7.
 ALLOWED = 1e-6

@@ -12,13 +12,13 @@ import pytest
 import torch
 
 from fuser import DataType, FusionDefinition, ParallelType, ops
-from fuser.device import H200, MAX_GRID, DeviceInfo
-from fuser.errors import DefinitionError
 from fuser.ir.dtypes import from_torch
 from fuser.ir.tensor import TensorView
 from fuser.kernels.executor import FusedKernelExecutor
-from fuser.record import replace
 from fuser.schedule import find_scheduler
+from fuser.support.device import H200, MAX_GRID, DeviceInfo
+from fuser.support.errors import DefinitionError
+from fuser.support.record import replace
 from tests.schedule.programs import define, random, run, sizes_of
 
 SMALL_GRID = (64, 8, 4)
@@ -209,8 +209,8 @@ def _assert_inside(executor: FusedKernelExecutor, shapes: Sequence[Sequence[int]
     """Bind tensors without contents, and look at the launch."""
     fusion = executor.fusion
     sizes = sizes_of(fusion, *shapes)
-    from fuser.ir import scalar as sc
     from fuser.ir.dtypes import to_torch
+    from fuser.ir.scalar import constructors as sc
 
     tensors = [v for v in fusion.inputs if isinstance(v, TensorView)]
     inputs = [

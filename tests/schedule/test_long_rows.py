@@ -9,10 +9,10 @@ import pytest
 import torch
 
 from fuser import ops
-from fuser.device import H200
 from fuser.ir.dtypes import DataType
 from fuser.ir.tensor import TensorView
 from fuser.kernels.executor import FusedKernelExecutor
+from fuser.support.device import H200
 from tests.schedule.programs import Build, define, scheduled, sizes_of
 from tests.schedule.test_inner_persistent import back_to, softmax, wide
 from tests.schedule.test_numeric import check

@@ -11,14 +11,14 @@ import pytest
 import torch
 
 from fuser import FusionDefinition, ops
-from fuser.device import H200
 from fuser.ir.dtypes import DataType, from_torch
 from fuser.ir.fusion import Alias
 from fuser.ir.tensor import TensorView
-from fuser.runtime.cpu_kernel import CheckedCpuKernel, Counters
+from fuser.runtime.cpu_kernel_part import CheckedCpuKernel, Counters
 from fuser.schedule import outer_persistent, scheduler
-from fuser.schedule.facts import Facts
+from fuser.schedule.input_facts import Facts
 from fuser.schedule.outer_persistent import OuterPersistentParams, most_rows
+from fuser.support.device import H200
 from tests.schedule.programs import Build, define, make_executor, random, run, scheduled, sizes_of
 from tests.schedule.test_inner_persistent import back_to, wide
 from tests.schedule.test_numeric import BOTH, back, check

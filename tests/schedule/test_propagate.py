@@ -6,10 +6,9 @@ import pytest
 import torch
 
 from fuser import DataType, FusionDefinition, ops
-from fuser.errors import DefinitionError
 from fuser.ir.axis_graph import AxisGraph
 from fuser.ir.fusion import Fusion
-from fuser.ir.guard import FusionGuard
+from fuser.ir.fusion_guard import FusionGuard
 from fuser.ir.tensor import TensorView
 from fuser.ir.types import ParallelType
 from fuser.ir.verify import verify_fusion
@@ -20,7 +19,8 @@ from fuser.schedule import (
     parallelize_like,
     transform_like,
 )
-from fuser.schedule.propagate import AxisMatcher, LoopReplay
+from fuser.schedule.loop_propagation import AxisMatcher, LoopReplay
+from fuser.support.errors import DefinitionError
 from tests.schedule.programs import define, domains
 
 PT = ParallelType

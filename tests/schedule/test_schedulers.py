@@ -8,16 +8,16 @@ import pytest
 import torch
 
 from fuser import FusionDefinition, ops
-from fuser.device import CPU, H200
 from fuser.ir.dtypes import DataType, from_torch
 from fuser.ir.fusion import Fusion
 from fuser.ir.tensor import TensorView
 from fuser.ir.types import IterType, ParallelType
 from fuser.ir.verify import verify_fusion
 from fuser.schedule import SCHEDULERS, find_scheduler, reduction_params, rejections, scheduler
-from fuser.schedule.facts import Facts
+from fuser.schedule.input_facts import Facts
 from fuser.schedule.pointwise import PointwiseParams
 from fuser.schedule.reduction_params import ReductionParams
+from fuser.support.device import CPU, H200
 from tests.counted import calls_of
 from tests.schedule.programs import define, make_executor, random, run, scheduled, sizes_of
 

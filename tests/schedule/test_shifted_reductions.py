@@ -10,7 +10,7 @@ import torch
 from fuser import ops
 from fuser.ir.dtypes import DataType
 from fuser.ir.tensor import TensorView
-from fuser.runtime.cpu_kernel import CheckedCpuKernel
+from fuser.runtime.cpu_kernel_part import CheckedCpuKernel
 from tests.schedule.programs import define, make_executor, random, run
 from tests.schedule.test_numeric import check
 

@@ -16,21 +16,21 @@ import pytest
 import torch
 
 from fuser import ops
-from fuser.device import CPU, H200
-from fuser.errors import UnsupportedError
 from fuser.ir.dtypes import DataType, from_torch
 from fuser.ir.fusion import Fusion
-from fuser.ir.guard import FusionGuard
-from fuser.ir.parse import parse_fusion
+from fuser.ir.fusion_guard import FusionGuard
 from fuser.ir.tensor import TensorView
-from fuser.ir.text import fusion_text
+from fuser.ir.text.parser import parse_fusion
+from fuser.ir.text.printer import fusion_text
 from fuser.ir.verify import verify_fusion
 from fuser.kernels.executor import FusedKernelExecutor
-from fuser.record import replace
 from fuser.schedule import find_scheduler, rejections, scheduler
-from fuser.schedule.facts import Facts
+from fuser.schedule.input_facts import Facts
 from fuser.schedule.pointwise import PointwiseParams
 from fuser.schedule.transpose_params import TransposeParams
+from fuser.support.device import CPU, H200
+from fuser.support.errors import UnsupportedError
+from fuser.support.record import replace
 from tests.schedule.programs import Build, define, new_input, random, run, sizes_of
 
 D = DataType

@@ -10,12 +10,11 @@ import pytest
 import torch
 
 from fuser import ops
-from fuser.device import H200
-from fuser.ir import scalar as sc
 from fuser.ir.dtypes import DataType, from_torch, nbytes_of
-from fuser.ir.scalar import Number, Scalar, Symbol
+from fuser.ir.scalar import constructors as sc
+from fuser.ir.scalar.constructors import Number, Scalar, Symbol
 from fuser.ir.tensor import TensorView
-from fuser.lower.kernel import (
+from fuser.lower.kernel_ir import (
     Body,
     Element,
     For,
@@ -32,10 +31,11 @@ from fuser.lower.kernel import (
     values_of,
     walk,
 )
-from fuser.lower.kernel_passes import lower_kernel
+from fuser.lower.pipeline import lower_kernel
 from fuser.schedule import scheduler
-from fuser.schedule.facts import Facts
+from fuser.schedule.input_facts import Facts
 from fuser.schedule.transpose_params import TransposeParams
+from fuser.support.device import H200
 from tests.schedule.programs import Build, define, sizes_of
 
 WORD, WARP = 4, 32

@@ -9,7 +9,7 @@ import pytest
 
 from fuser import ops
 from fuser.ir.fusion import Fusion
-from fuser.ir.nodes import BinaryOp
+from fuser.ir.ops.nodes import BinaryOp
 from fuser.ir.tensor import TensorView
 from fuser.passes import merge_groups
 from fuser.passes.merge_groups import Merger

@@ -9,16 +9,16 @@ import pytest
 import torch
 
 from fuser import ops
-from fuser.errors import UnsupportedError
 from fuser.ir.fusion import Fusion
-from fuser.ir.guard import FusionGuard
-from fuser.ir.scalar import Symbol
+from fuser.ir.fusion_guard import FusionGuard
+from fuser.ir.scalar.constructors import Symbol
 from fuser.ir.tensor import TensorView
 from fuser.ops.define import define_tensor
-from fuser.ops.torch_meaning import evaluate_fusion
+from fuser.ops.reference.meaning import evaluate_fusion
 from fuser.passes.segment import SegmentedFusion, segment_fusion
 from fuser.schedule.registry import find_scheduler
 from fuser.schedule.transpose import stays_coalesced
+from fuser.support.errors import UnsupportedError
 
 
 def fusion_of(build: Callable[..., Any], *ranks: int) -> Fusion:

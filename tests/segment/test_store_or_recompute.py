@@ -10,7 +10,7 @@ import pytest
 
 from fuser import ops
 from fuser.ir.fusion import Fusion, TensorOp
-from fuser.ir.nodes import LoadStoreOp
+from fuser.ir.ops.nodes import LoadStoreOp
 from fuser.ir.tensor import TensorView
 from fuser.passes.segment import SegmentedFusion
 from fuser.passes.store_or_recompute import worth_storing

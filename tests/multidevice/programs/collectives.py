@@ -15,7 +15,7 @@ from functools import reduce as fold
 
 import torch
 
-from fuser.errors import (
+from fuser.support.errors import (
     DtypeError,
     InputError,
     PeerError,
@@ -23,9 +23,9 @@ from fuser.errors import (
     ShardingError,
     UnsupportedError,
 )
-from multidevice.backends.protocol import Backend, Transfer
-from multidevice.communicator import Communicator
-from multidevice.waiting import Team
+from multidevice.coordination.bounded_wait import Team
+from multidevice.job.communicator import Communicator
+from multidevice.transports.base.protocol import Backend, Transfer
 
 DTYPES = (
     torch.float64,

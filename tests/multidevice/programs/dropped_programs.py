@@ -24,8 +24,8 @@ from hostir import (
     StartCoalescing,
     Wait,
 )
-from hostir.passes.allocation import insert_deallocate
-from multidevice.communicator import Communicator
+from hostir.passes.deallocation import insert_deallocate
+from multidevice.job.communicator import Communicator
 from tests.multidevice.programs.shown_shards import double, program_of, run_here
 
 MB = 1 << 20

@@ -28,7 +28,8 @@ from torch.distributed.tensor import distribute_tensor as distribute
 
 import fuser
 from fuser import DataType, FusionDefinition, ParallelType
-from fuser.errors import (
+from fuser.multidevice import Communicator, DeviceMesh
+from fuser.support.errors import (
     DTensorError,
     FuserError,
     InputError,
@@ -36,8 +37,7 @@ from fuser.errors import (
     PeerError,
     UnsupportedError,
 )
-from fuser.multidevice import Communicator, DeviceMesh
-from hostir.evaluate import ProgramEvaluator
+from hostir.runtime.evaluator import ProgramEvaluator
 
 X, Y, Z = ParallelType.mesh_x, ParallelType.mesh_y, ParallelType.mesh_z
 WHOLE = Replicate()

@@ -20,9 +20,9 @@ from typing import Any
 
 import torch
 
-from fuser.errors import CommunicationTimeout, PeerError
-from multidevice.communicator import Communicator
-from multidevice.launch import read_launch
+from fuser.support.errors import CommunicationTimeout, PeerError
+from multidevice.coordination.launcher import read_launch
+from multidevice.job.communicator import Communicator
 
 
 def bad_rank(kind: str) -> None:

@@ -11,9 +11,9 @@ from pathlib import Path
 
 import torch
 
-from fuser.errors import CommunicationError, CommunicationTimeout
-from multidevice.communicator import Communicator
-from multidevice.waiting import poll_until
+from fuser.support.errors import CommunicationError, CommunicationTimeout
+from multidevice.coordination.bounded_wait import poll_until
+from multidevice.job.communicator import Communicator
 
 # Not the team of all ranks in their order, for which start-up has made everything.
 TEAM = (1, 0)

@@ -16,7 +16,7 @@ import torch
 
 import multidevice
 from fuser import ParallelType
-from fuser.ir import nodes
+from fuser.ir.ops import nodes
 from fuser.ir.tensor import TensorView
 from fuser.ir.types import MemoryType
 from hostir import (
@@ -26,8 +26,8 @@ from hostir import (
     SymmetricContiguousView,
     parse,
 )
-from hostir.passes.allocation import insert_deallocate
-from multidevice.communicator import Communicator
+from hostir.passes.deallocation import insert_deallocate
+from multidevice.job.communicator import Communicator
 
 RUNS = 5
 

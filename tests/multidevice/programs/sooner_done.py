@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 
 from fuser import DataType, FusionDefinition, ParallelType, multidevice
-from multidevice.waiting import Calls, Need, poll_until
+from multidevice.coordination.bounded_wait import Calls, Need, poll_until
 
 comm = multidevice.Communicator.instance()
 rank, team = comm.rank(), (0, 1)

@@ -12,8 +12,8 @@ from typing import Any
 import torch
 
 from fuser import DataType, FusionDefinition, ParallelType, multidevice
-from fuser.errors import UnsupportedError
-from multidevice.waiting import poll_until
+from fuser.support.errors import UnsupportedError
+from multidevice.coordination.bounded_wait import poll_until
 
 comm = multidevice.Communicator.instance()
 rank, control = comm.rank(), comm._control

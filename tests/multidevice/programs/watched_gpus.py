@@ -13,12 +13,12 @@ from typing import Any
 import pytest
 import torch
 
-from multidevice.backends import peer_cuda
-from multidevice.backends.gpu_shards import GpuShards
-from multidevice.backends.ipc_memory import IpcMemory
-from multidevice.backends.peer_cuda import CudaPeerBackend
-from multidevice.backends.protocol import Transfer
-from multidevice.communicator import Communicator
+from multidevice.job.communicator import Communicator
+from multidevice.transports import peer_copy_cuda
+from multidevice.transports.base.protocol import Transfer
+from multidevice.transports.memory.cuda_vmm import GpuShards
+from multidevice.transports.memory.ipc_memory import IpcMemory
+from multidevice.transports.peer_copy_cuda import CudaPeerBackend
 from tests.multidevice.programs.dropped_programs import Exchange
 from tests.multidevice.programs.shown_shards import program_of, run_here
 from tests.multidevice.watched_driver import CPU, GPU, UNIT, Driver, watch
@@ -37,8 +37,8 @@ def gpu_of_this_rank() -> Driver:
     stream = SimpleNamespace(query=lambda: True, cuda_stream=0)
     patches: list[tuple[Any, str, Any]] = [
         (IpcMemory, "empty", empty),
-        (peer_cuda, "IpcMemory", lambda device, hooks: IpcMemory(GPU, hooks)),
-        (peer_cuda, "GpuShards", lambda device, *about: GpuShards(GPU, *about)),
+        (peer_copy_cuda, "IpcMemory", lambda device, hooks: IpcMemory(GPU, hooks)),
+        (peer_copy_cuda, "GpuShards", lambda device, *about: GpuShards(GPU, *about)),
         (torch.cuda, "current_stream", lambda device: stream),
         (torch.cuda, "synchronize", lambda device: driver.idle()),
         (CudaPeerBackend, "drain", lambda self: driver.idle()),

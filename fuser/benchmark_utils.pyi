@@ -1,0 +1,1 @@
+from fuser.nvfuser.benchmark_utils import *  # noqa: F403

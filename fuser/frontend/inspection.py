@@ -1,0 +1,198 @@
+"""What a definition that has run can show: its kernels' texts, the scheduled IR of its segments.
+
+The kernels are those of one input class: a walk without contents (`ProgramEvaluator.requests`)
+tells for which tensors each is launched, and so which of its variants.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING
+
+import torch
+
+from fuser.frontend.autograd import Autograd
+from fuser.frontend.known_call import BoundProgram, CallCacheEntry, CallKey
+from fuser.frontend.program_cache import Program
+from fuser.ir.binding import Argument, Signature, signature_of
+from fuser.ir.tensor import TensorView
+from fuser.ir.text.printer import scheduled_text
+from fuser.kernels.executor import FusedKernelExecutor
+from fuser.kernels.kernel_variant import Variant
+from fuser.kernels.shown import scheduled_fusion, variant_of
+from fuser.runtime.kernel_text import RT_FILES, preamble
+from fuser.support.errors import NotCompiledError
+from fuser.support.inputs import device_of
+from fuser.support.lru import Recent
+from fuser.support.options import Settings
+from hostir.ir.program import HostIrContainer
+from multidevice.job.communicator import Communicator
+from multidevice.sharding.queries import Sharding
+
+# A kernel of a program: the group that it is of, its executor, and its variant.
+Used = tuple[int, FusedKernelExecutor, Variant]
+
+
+def kernels_of(bound: BoundProgram, inputs: Sequence[Argument]) -> list[Used]:
+    """Return the kernels that a program launches for inputs like these, each once, in order."""
+    device = device_of(inputs, None)
+    found: dict[tuple[int, int], Used] = {}
+    for request in bound.evaluator.requests(inputs):
+        executor, variant = request[0], variant_of(request, device)
+        if variant is not None:
+            used = bound.program.group_of(executor), executor, variant
+            found.setdefault((id(executor), id(variant)), used)
+    return list(found.values())
+
+
+def cuda_text(bound: BoundProgram, inputs: Sequence[Argument], *, with_runtime: bool) -> str:
+    """Return the text of all kernels for inputs like these, on request behind what they are
+    compiled with."""
+    texts = [variant.kernel.source.text for _, _, variant in kernels_of(bound, inputs)]
+    return "\n".join([preamble(RT_FILES), *texts] if with_runtime else texts)
+
+
+def scheduled_ir(
+    bound: BoundProgram, inputs: Sequence[Argument], *, tensor_transforms: bool
+) -> str:
+    """Return the scheduled fusion of each segment in run order: of a kernel, that of the local
+    shards; of what a library or a communication carries out, its ops."""
+    used, device = kernels_of(bound, inputs), device_of(inputs, None)
+    texts: list[str] = []
+    for segment in bound.program.segmented.segments:
+        if segment.kind != "kernel":
+            tensors = [v for v in (*segment.inputs, *segment.outputs) if isinstance(v, TensorView)]
+            given = segment.inputs, segment.outputs, segment.exprs
+            texts.append(scheduled_text(*given, tensors if tensor_transforms else ()))
+            continue
+        for number, executor, variant in used:
+            if number == segment.number:
+                fusion = scheduled_fusion(executor, variant, device)
+                given = fusion.inputs, fusion.outputs, fusion.used_exprs()
+                texts.append(scheduled_text(*given, fusion.tensors() if tensor_transforms else ()))
+    return "\n".join(texts)
+
+
+def stand_ins(signature: Signature, places: Sequence[int]) -> list[Argument]:
+    """Return inputs of a signature that begin in these places of a vector of memory; nothing is
+    known of their contents."""
+    made: list[Argument] = []
+    offsets = iter(places or [0] * len(signature))
+    for row in signature:
+        if len(row) == 2:
+            kind, value = row
+            made.append(kind(1) if value is None else value)
+            continue
+        shape, strides, dtype, device = row[:4]
+        ends = [(n - 1) * s for n, s in zip(shape, strides, strict=True)]
+        offset = 0 if 0 in shape else next(offsets) // dtype.itemsize
+        storage = torch.empty(offset + 1 + sum(ends), dtype=dtype, device=device)
+        made.append(storage.as_strided(shape, strides, offset))
+    return made
+
+
+def launches_of(program: Program) -> dict[str, int]:
+    """Return launches per run by kind: segments, kernels, library_calls, aliases, collectives."""
+    kinds = [s.kind for s in program.segmented.segments]
+    return {
+        "segments": len(kinds),
+        "kernels": kinds.count("kernel"),
+        "library_calls": kinds.count("library"),
+        "aliases": kinds.count("alias"),
+        "collectives": len(program.container.communications()),
+    }
+
+
+class Inspection:
+    """What an executor cache tells of the programs that it has made."""
+
+    _by_signature: Recent[CallKey, CallCacheEntry]
+    _recent: Recent[Communicator, BoundProgram]
+    _ran: CallCacheEntry | None
+    _settings: Settings
+    _free: frozenset[int]
+    _autograd: Autograd
+
+    if TYPE_CHECKING:
+
+        def _completed(self, inputs: Iterable[object]) -> list[Argument]: ...
+
+    def is_compiled(self, inputs: Sequence[Argument], device: int = 0) -> bool:
+        """Return whether a program for inputs like these exists."""
+        del device
+        return self._call_like(inputs) is not None
+
+    def get_cuda_kernel(
+        self, inputs: Sequence[Argument], intrinsic_code: bool = False, device: int = 0
+    ) -> str:
+        """Return the CUDA text of all kernels for inputs like these; `intrinsic_code` puts the
+        device functions in front that they are compiled with. Raises `NotCompiledError`."""
+        bound, given = self._program_of(inputs)
+        return cuda_text(bound, given, with_runtime=intrinsic_code)
+
+    def get_scheduled_ir(
+        self, inputs: Sequence[Argument], tensor_transforms: bool = False, device: int = 0
+    ) -> str:
+        """Return the scheduled IR of each segment for inputs like these, with the tensors' domains
+        if asked for. Raises `NotCompiledError`."""
+        bound, given = self._program_of(inputs)
+        return scheduled_ir(bound, given, tensor_transforms=tensor_transforms)
+
+    def get_most_recent_scheduled_ir(self, tensor_transforms: bool = False) -> str:
+        """Return `get_scheduled_ir` of the call that ran last; it takes memory as those inputs do.
+
+        Raises `NotCompiledError` where none has run.
+        """
+        call = self._ran
+        found = (key[-1] for key, one in self._by_signature.items() if one is call)
+        signature = None if call is None else next(found, None)
+        if call is None or signature is None:
+            raise NotCompiledError("Fusion is not compiled! Execute it first")
+        given = stand_ins(signature, next(reversed(call.known.plans), ()))
+        return scheduled_ir(call.bound, given, tensor_transforms=tensor_transforms)
+
+    def _call_like(self, inputs: Sequence[Argument]) -> CallCacheEntry | None:
+        """Return a call with inputs like these, without options if there is one."""
+        signature, here = signature_of(self._completed(inputs), self._free), Communicator.instance()
+        call = self._by_signature.recall((here, self._settings, None, signature))
+        like = (c for k, c in self._by_signature.items() if (k[0], k[-1]) == (here, signature))
+        return call or next(like, None)
+
+    def _program_of(self, inputs: Sequence[Argument]) -> tuple[BoundProgram, Sequence[Argument]]:
+        call = self._call_like(inputs)
+        if call is None:
+            raise NotCompiledError(
+                "Fusion is not compiled! Execute it with inputs like these first"
+            )
+        return call.bound, self._autograd.resolved(self._completed(inputs))
+
+    def program_like(self, inputs: Sequence[Argument]) -> Program:
+        """Return the program for inputs like these. Raises `NotCompiledError`."""
+        return self._program_of(inputs)[0].program
+
+    def host_program(self) -> HostIrContainer:
+        """Return the program of the most recent run."""
+        return self._last().program.container
+
+    def statistics(self) -> dict[str, int]:
+        """Return launches per execution of the most recent program, by kind: segments, kernels,
+        library_calls, aliases, collectives."""
+        return launches_of(self._last().program)
+
+    def get_output_shardings(self, inputs: Sequence[Argument] | None = None) -> list[Sharding]:
+        """Return the sharding of every visible output of the most recent program, or of that for
+        inputs like these; over an empty mesh for one without a mesh, [] when nothing has a mesh.
+
+        It is what users and propagation have said: streams that overlap chose are no part of it.
+        Raises `NotCompiledError`.
+        """
+        program = self._last().program if inputs is None else self.program_like(inputs)
+        return program.output_shardings
+
+    def _last(self) -> BoundProgram:
+        # After a simulation has ended, its programs can still be looked at.
+        latest = next(reversed(self._recent.values()), None)
+        recent = self._recent.get(Communicator.instance(), latest)
+        if recent is None:
+            raise NotCompiledError("the fusion has not run yet: execute it first")
+        return recent

@@ -1,0 +1,212 @@
+"""Kernels that the user scheduled by hand: `FusionDefinition.manual_execute`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+
+import torch
+
+from fuser.frontend.float_sizes import FloatSizes
+from fuser.frontend.host_scalars import HostScalars
+from fuser.frontend.implicit_inputs import Draws
+from fuser.frontend.profiler import profile_of_kernel, profiler_here
+from fuser.ir.binding import Argument
+from fuser.ir.dtypes import DataType, to_torch
+from fuser.ir.fusion import Fusion
+from fuser.ir.ops.nodes import LibraryOp
+from fuser.ir.scalar import constructors as sc
+from fuser.ir.scalar.constructors import Symbol
+from fuser.kernels import executor
+from fuser.kernels.kernel import make_kernel
+from fuser.lower.stream import steps_of
+from fuser.passes.concretize import refine_extents
+from fuser.passes.resolve_symbolic import is_undecided
+from fuser.schedule.automatic import SchedulerType
+from fuser.schedule.kernel_params import CompileParams, LaunchParams
+from fuser.support import dumps, options
+from fuser.support.arguments import checked
+from fuser.support.device import DESCRIPTIONS, describe_device
+from fuser.support.errors import DefinitionError, NotCompiledError, UnsupportedError, user_code
+from fuser.support.inputs import device_of, flatten
+from hostir.ir.shard_layout import allocated_strides
+from hostir.runtime.exact_numbers import ExactNumbers
+from hostir.runtime.inputs import InputBinder
+
+
+class KernelExecutor:
+    """One kernel for a fusion, with the schedule that its tensors have when it is compiled.
+
+    The numbers are nvFuser's, which tell its kernels apart; nothing depends on them here.
+    """
+
+    @checked
+    def __init__(
+        self, fusion_id: int = 0, concrete_id: int = 0, runtime_id: int = 0, group_id: int = 0
+    ) -> None:
+        self._numbers = fusion_id, concrete_id, runtime_id, group_id
+        self._executor: executor.FusedKernelExecutor | None = None
+        self._is_profiled = bool(options.profiler_modes())
+
+    @checked
+    def compile(
+        self,
+        fusion: Fusion,
+        args: Sequence[object] = (),
+        launch_constraints: LaunchParams | None = None,
+        compile_params: CompileParams | None = None,
+        scheduler_type: SchedulerType = SchedulerType.none,
+    ) -> None:
+        """Take the fusion as it is scheduled now, and compile its kernel for arguments like these,
+        if any are given: else the first `run` does. `scheduler_type` says who has scheduled it.
+
+        Raises:
+            UnsupportedError: the fusion has an op that no kernel computes, a mesh, a stream axis,
+                aliased outputs, or random ops without a seed; a parameter that is fixed here.
+            DefinitionError: the parameters contradict the schedule.
+        """
+        del scheduler_type  # what is there is the schedule of the tensors, whoever made it
+        _check_takes(fusion)
+        (compile_params or CompileParams()).check()
+        self._scalars = HostScalars.of(fusion)
+        self._fusion = fusion.copy()[0] if self._scalars is None else self._scalars.fusion
+        self._float_sizes = FloatSizes.of(self._fusion)
+        if self._float_sizes is not None:
+            self._fusion = self._float_sizes.fusion
+        refine_extents(self._fusion)
+        self._binder = InputBinder(self._fusion)
+        self._exact = ExactNumbers(self._fusion.exprs, self._fusion.inputs)
+        self._executor = executor.FusedKernelExecutor(
+            self._fusion, scheduler="user", name="user", of=f"the kernel of {dumps.next_fusion()}"
+        )
+        if args:
+            self._launch(self._flat(args), launch_constraints, compile_params)
+
+    def _flat(self, args: Sequence[object]) -> list[Argument]:
+        inputs = flatten(args) if self._scalars is None else self._scalars.read(args)
+        return inputs if self._float_sizes is None else self._float_sizes.complete(inputs)
+
+    def is_compiled(self) -> bool:
+        """Return whether `compile` has been called."""
+        return self._executor is not None
+
+    def is_programmatic_dependent_launch_enabled(self) -> bool:
+        """Return False: a kernel begins when the one before it has ended."""
+        return False
+
+    @checked
+    def run(
+        self,
+        args: Sequence[object],
+        launch_constraints: LaunchParams | None = None,
+        compile_params: CompileParams | None = None,
+    ) -> list[torch.Tensor]:
+        """Return the outputs, freshly allocated, in order. Raises `NotCompiledError` before
+        `compile`, and what that raises about parameters."""
+        if self._executor is None:
+            raise NotCompiledError("KernelExecutor: compile a fusion first")
+        inputs = self._flat(args)
+        if launch_constraints is not None or compile_params is not None:
+            self._launch(inputs, launch_constraints, compile_params)
+        outputs, sizes = self._outputs(inputs)
+        run = partial(self._executor.run, inputs, outputs, sizes=sizes)
+        profiler = profiler_here(is_on=self._is_profiled)
+        if profiler is None:
+            run()
+            return outputs
+        from hostir.profiling.profiler import profile_call
+
+        found = self._executor.launch_for(inputs, outputs, sizes=sizes)
+        given = (inputs, outputs), device_of(inputs, None), run, profiler.begin(by_hand=True)
+        taken = profile_call(found, "a kernel of no elements", *given)
+        profiler.take(profile_of_kernel(taken, self._numbers[0]))
+        return outputs
+
+    def _launch(
+        self,
+        inputs: list[Argument],
+        launch_constraints: LaunchParams | None,
+        compile_params: CompileParams | None,
+    ) -> None:
+        """Compile the kernel for inputs like these, and check the parameters against it."""
+        assert self._executor is not None
+        (compile_params or CompileParams()).check()
+        outputs, sizes = self._outputs(inputs)
+        found = self._executor.launch_for(inputs, outputs, sizes=sizes)
+        if found is None:
+            return  # nothing is launched
+        (launch_constraints or LaunchParams()).check(found.launch)
+        text = found.variant.kernel.source.text
+        is_narrow = text.startswith("#define nvfuser_index_t int\n")
+        index_type = DataType.Int32 if is_narrow else DataType.Int
+        (compile_params or CompileParams()).check_kernel(index_type, device_of(inputs, None))
+
+    def _outputs(self, inputs: Sequence[Argument]) -> tuple[list[torch.Tensor], dict[Symbol, int]]:
+        """Return memory for the outputs, and the sizes that the inputs bind."""
+        device = device_of(inputs, None)
+        values = self._binder.bind(inputs, device)
+        if self._exact:
+            self._exact.check(values)
+        outputs: list[torch.Tensor] = []
+        for out in self._fusion.outputs:
+            shape = [int(sc.evaluate(self._fusion.canonical(x), values)) for x in out.shape()]
+            strides = allocated_strides(out, shape)
+            dtype = to_torch(out.dtype())
+            outputs.append(torch.empty_strided(shape, strides, dtype=dtype, device=device))
+        return outputs, {s: v for s, v in values.items() if isinstance(v, int)}
+
+    def kernel_text(self) -> str:
+        """Return the CUDA text of the kernels made so far."""
+        variants = () if self._executor is None else self._executor.variants
+        return "\n".join(v.kernel.source.text for v in variants)
+
+
+def _check_takes(fusion: Fusion) -> None:
+    """Raise `UnsupportedError` or `DefinitionError` for what one kernel cannot be."""
+    what = "KernelExecutor does not support the Fusion provided."
+    library = next((op for op in fusion.used_exprs() if isinstance(op, LibraryOp)), None)
+    if library is not None:
+        raise UnsupportedError(f"{what} {library.name} {library.out_tensor} is a library call")
+    if fusion.aliases or any(tv.mesh is not None for tv in fusion.tensors()):
+        raise UnsupportedError(f"{what} Meshes and aliased outputs are for execute()")
+    undecided = next(filter(is_undecided, fusion.used_exprs()), None)
+    if undecided is not None:
+        raise UnsupportedError(
+            f"{what} How {undecided.outputs[0]} comes from the axes of {undecided.inputs[0]} is "
+            f"known for the sizes of a call alone{user_code(undecided.where)}: define the inputs "
+            "with constant sizes, or leave the schedule to execute()"
+        )
+    if steps_of(fusion) is not None:
+        raise UnsupportedError(f"{what} Loops over streams are for execute()")
+    if Draws.of(fusion) is not None:
+        raise UnsupportedError(
+            f"{what} Give random ops rng_seed and rng_offset, execute() draws them"
+        )
+    if len(set(fusion.outputs)) != len(fusion.outputs):
+        raise DefinitionError(f"{what} An output was added twice")
+
+
+@partial(checked, name="print_kernel")
+def _print_kernel(self: Fusion, compile_params: CompileParams | None = None) -> str:
+    """Return the CUDA text of the fusion as one kernel, with the schedule that its tensors have.
+
+    It is that of the current GPU; without one, of an H200. Raises what `KernelExecutor.compile`
+    does.
+    """
+    _check_takes(self)
+    params = compile_params or CompileParams()
+    params.check()
+    scalars = HostScalars.of(self)
+    fusion = self.copy()[0] if scalars is None else scalars.fusion
+    sizes = FloatSizes.of(fusion)
+    fusion = fusion if sizes is None else sizes.fusion
+    refine_extents(fusion)
+    device = describe_device("cuda") if torch.cuda.is_available() else DESCRIPTIONS["h200"]
+    index = params.index_type or DataType.Int
+    return make_kernel(
+        fusion, name="CUDAGeneratedKernel", index_dtype=index, device=device
+    ).source.text
+
+
+# `fuser.ir` knows no kernels.
+Fusion.print_kernel = _print_kernel

@@ -1,0 +1,1 @@
+from fuser.nvfuser.idm import *  # noqa: F403

@@ -1,0 +1,138 @@
+"""The form of a fusion: what it says, without the names in which it says it.
+
+Numbers of tensors and axes and names of symbols follow from the order in which things are said, so
+two fusions that were written alike have equal forms, whatever stood beside them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Mapping
+from itertools import count
+from typing import cast
+
+from fuser.ir.domain.equal_extents import ExtentClasses
+from fuser.ir.domain.tensor_domain import IterDomain, TensorDomain
+from fuser.ir.fusion import Fusion, canonical_key
+from fuser.ir.scalar import constructors as sc
+from fuser.ir.scalar.constructors import Scalar, Symbol
+from fuser.ir.text.printer import fusion_text, program_symbols
+from fuser.support.record import record, replace
+
+Rename = Callable[[Scalar], Scalar]
+
+
+@record
+class CanonicalForm:
+    """A fusion without its names: equal keys mean equal fusions, and equal kernels.
+
+    `tensors` (by number) and `symbols` are what has a name, in the order of the form.
+    """
+
+    key: Hashable
+    tensors: tuple[int, ...]
+    symbols: tuple[Symbol, ...]
+
+
+def form_of(fusion: Fusion) -> CanonicalForm:
+    """Return the form of a fusion: everything that lowering reads, and nothing else."""
+    tensors = fusion.tensors()
+    copy, names, renamed = _without_names(fusion)
+    symbols = program_symbols(fusion, tensors, fusion.exprs)
+    key = (
+        fusion_text(copy),
+        tuple([(renamed(s), s.name if s not in names else "") for s in symbols]),
+        tuple([renamed(x) for x in fusion.assumed]),
+        frozenset((renamed(s), n) for s, n in fusion.divisible.items()),
+        frozenset((renamed(x), n) for x, n in fusion.least.items()),
+        fusion.has_tails,
+        fusion.resident_threads,
+        fusion.cluster,
+        fusion.goes_backwards,
+        tuple([tv.number in fusion.read_again for tv in tensors]),
+        tuple([tv.is_cpu_scalar for tv in tensors]),
+    )
+    return CanonicalForm(key, tuple([tv.number for tv in tensors]), symbols)
+
+
+@canonical_key.register
+def _(fusion: Fusion) -> Hashable:
+    return form_of(fusion).key
+
+
+def without_names(fusion: Fusion) -> Fusion:
+    """Return a copy that is numbered in the order of what is said, without the meshes that only
+    ops copied: copies of equal fusions have equal texts, whenever each was annotated."""
+    return _without_names(fusion)[0]
+
+
+def _without_names(fusion: Fusion) -> tuple[Fusion, Mapping[Scalar, Scalar], Rename]:
+    """Return the copy, the new symbols, and what puts them in place of the old ones."""
+    tensors = fusion.tensors()
+    symbols = program_symbols(fusion, tensors, fusion.exprs)
+    names: dict[Scalar, Scalar] = {
+        s: Symbol(f"{s.name[0]}{k}", s.dtype, lo=s.lo)
+        for k, s in enumerate(symbols)
+        if s.hi is None and s.name[1:].isdigit()
+    }
+    memo: dict[Scalar, Scalar] = {}
+
+    def renamed(x: Scalar) -> Scalar:
+        if x not in memo:
+            memo[x] = sc.substitute(x, names)
+        return memo[x]
+
+    copy, twins = fusion.copy()
+    axes = count()
+    for number, tv in enumerate(tensors):
+        twin = twins[tv]
+        twin.number, twin.domain = number, _renumbered(tv.domain, axes.__next__, renamed)
+        if not tv.has_own_mesh:
+            twin.mesh = None
+    copy.exprs = tuple(
+        op.map_values(lambda v: renamed(v) if isinstance(v, Scalar) else v) for op in copy.exprs
+    )
+    copy.inputs = [renamed(v) if isinstance(v, Scalar) else v for v in copy.inputs]
+    copy.extents = _in_order(copy.extents, names)
+    copy.origins = ()
+    return copy, names, renamed
+
+
+def _in_order(extents: ExtentClasses, names: Mapping[Scalar, Scalar]) -> ExtentClasses:
+    """Return the equalities over other names, whatever was said first."""
+    extents.rewrite(names)
+    made = ExtentClasses()
+    for x, y in sorted(extents.relations(), key=str):
+        made.unify(y, x)
+    return made
+
+
+def form_text(form: CanonicalForm) -> str:
+    """Return a form as text, the same in every process."""
+    ranges = [f"{s.dtype.name} {s.lo} {s.hi}" for s in form.symbols]
+    return _text([ranges, form.key])
+
+
+def _text(value: object) -> str:
+    if isinstance(value, frozenset):
+        return "\n".join(sorted(map(_text, cast("frozenset[object]", value))))
+    if isinstance(value, tuple | list):
+        return "\n".join(map(_text, cast("list[object]", value)))
+    return str(value)
+
+
+def _renumbered(
+    domain: TensorDomain, next_axis: Callable[[], int], renamed: Rename
+) -> TensorDomain:
+    def axis(a: IterDomain) -> IterDomain:
+        expanded = None if a.expanded is None else renamed(a.expanded)
+        number = numbers[a.number]
+        return replace(a, number=number, extent=renamed(a.extent), expanded=expanded)
+
+    # By what makes an axis: what a user did first to independent axes does not count.
+    made_by = (n for t in domain.transforms for n in t.outputs)
+    order = dict.fromkeys((*domain.root_numbers, *domain.logical_numbers, *made_by))
+    numbers = {n: next_axis() for n in order}
+    made = domain.map_axes(axis)
+    if not made.transforms:
+        return made
+    return made.having(transforms=[t.rewritten(renamed) for t in made.transforms])

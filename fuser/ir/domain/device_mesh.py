@@ -1,0 +1,320 @@
+"""DeviceMesh: an n-dimensional array of ranks. mesh_x is the *last* mesh dimension.
+
+Its text spells every rank of a small mesh, and ranges of a large one, which may have steps, gaps
+and dimensions:
+
+    DeviceMesh{{0 1}{2 3}}   DeviceMesh{0..1023}   DeviceMesh{0..6 8..63}   DeviceMesh{0..56 by 8}
+    DeviceMesh{{0..7}..{1016..1023}}   DeviceMesh{{0..896 by 128}..{127..1023 by 128} by 1}
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import re
+from collections.abc import Iterable, Sequence
+from functools import cached_property, partial
+from typing import cast
+
+from fuser.ir.types import DEVICE_TYPES, ParallelType
+from fuser.support.arguments import Mismatch, checked, list_items, python_number, show, take_integer
+from fuser.support.errors import ArgumentError, FuserError, ShardingError
+from fuser.support.lru import Recent
+from fuser.support.text_cursor import Cursor
+
+# Meshes of at most this many devices print every rank, as nvFuser's do.
+SPELLED_OUT = 16
+# More than any job has; a text cannot ask for more.
+MAX_DEVICES = 1 << 20
+# A rank is an int of MPI.
+_MAX_RANK = 2**31 - 1
+_MAX_DIMENSIONS = 3
+
+# The meshes and teams that texts name, which do so at every tensor.
+_read: Recent[str, DeviceMesh] = Recent(64)
+_BRACES = re.compile(r"[{}]")
+
+_checked_init = partial(checked, name="DeviceMesh")
+
+
+def _flatten(nested: object, depth: int = 0) -> tuple[list[int], tuple[int, ...]]:
+    """Return (row-major ids, shape) of nested sequences of ints."""
+    if python_number(nested) is not None:
+        return [take_integer(nested)], ()
+    if depth > _MAX_DIMENSIONS:
+        raise Mismatch("1 to 3 dimensions, got lists nested deeper", kind=ShardingError)
+    listed = list_items(nested, "(nested) lists of ranks", longest=MAX_DEVICES)
+    if listed and all(type(rank) is int for rank in listed):
+        return cast("list[int]", listed), (len(listed),)
+    items = [_flatten(item, depth + 1) for item in listed]
+    if not items:
+        return [], (0,)
+    shape = items[0][1]
+    if any(s != shape for _, s in items):
+        raise Mismatch(f"ragged device list {show(nested)}", kind=ShardingError)
+    return [i for ids, _ in items for i in ids], (len(items), *shape)
+
+
+class DeviceMesh:
+    """Ranks arranged in 1 to 3 dimensions.
+
+    `devices`: an integer torch tensor of any rank, or nested sequences of ints (a flat one is 1-D).
+    Raises `ArgumentError` for a number, which may be meant as how many; `ShardingError` for
+    duplicates, negative ids or more than 3 dimensions.
+    """
+
+    @_checked_init
+    def __init__(self, devices: object) -> None:
+        if isinstance(devices, int):
+            n = show(devices)
+            raise ArgumentError(
+                f"DeviceMesh: expected a list of ranks, got {n}: range({n}) are that many, "
+                f"[{n}] is that rank alone"
+            )
+        try:
+            ids, shape = _flatten(devices)
+        except Mismatch as error:
+            raise error.kind(f"DeviceMesh: {error.text}") from None
+        if len(shape) > _MAX_DIMENSIONS:
+            raise ShardingError(f"DeviceMesh: 1 to 3 dimensions, got shape {shape}")
+        if len(set(ids)) != len(ids):
+            raise ShardingError(f"DeviceMesh {show(ids)} contains duplicates")
+        if any(i < 0 for i in ids):
+            raise ShardingError(f"DeviceMesh: negative device id in {show(ids)}")
+        if any(i > _MAX_RANK for i in ids):
+            raise ShardingError(f"DeviceMesh: a rank is at most {_MAX_RANK}, got {show(ids)}")
+        self.devices: tuple[int, ...] = tuple(ids)
+        self.shape: tuple[int, ...] = shape or (1,)
+        self._place = {rank: i for i, rank in enumerate(ids)}
+        self._hash = hash((self.devices, self.shape))
+        self._along: dict[ParallelType, tuple[int, ...]] = {}
+
+    @property
+    def size(self) -> int:
+        """Number of devices."""
+        return len(self.devices)
+
+    @property
+    def ndim(self) -> int:
+        return len(self.shape)
+
+    @checked
+    def dim_of(self, ptype: ParallelType) -> int | None:
+        """Return the mesh dimension of a device type (mesh_x: the last), None if there is none."""
+        if not ptype.is_device:
+            raise ShardingError(f"{self} has no dimension {ptype.text}, which is no device type")
+        dim = self.ndim - 1 - DEVICE_TYPES.index(ptype)
+        return dim if dim >= 0 else None
+
+    @checked
+    def size_of(self, ptype: ParallelType) -> int:
+        """Return how many devices lie along `ptype` (1 when the mesh has no such dimension)."""
+        dim = self.dim_of(ptype)
+        return 1 if dim is None else self.shape[dim]
+
+    @checked
+    def has(self, rank: int) -> bool:
+        return rank in self._place
+
+    @checked
+    def coordinate(self, rank: int, ptype: ParallelType) -> int:
+        """Return the position of `rank` along `ptype`; 0 without that dimension or that rank."""
+        dim = self.dim_of(ptype)
+        return 0 if dim is None else self._coordinates(rank)[dim]
+
+    def _coordinates(self, rank: int) -> list[int]:
+        """Return the position of `rank` along each dimension; 0 for a rank that is not here."""
+        at = self._place.get(rank, 0)
+        return [at // math.prod(self.shape[d + 1 :]) % n for d, n in enumerate(self.shape)]
+
+    @checked
+    def coordinates(self, ptype: ParallelType) -> tuple[int, ...]:
+        """Return the position of every device along `ptype`, in the order of `devices`."""
+        if ptype not in self._along:
+            dim = self.dim_of(ptype)
+            if dim is None:
+                self._along[ptype] = (0,) * self.size
+            else:
+                inner, outer = (math.prod(n) for n in (self.shape[dim + 1 :], self.shape[:dim]))
+                row = itertools.chain.from_iterable(
+                    itertools.repeat(i, inner) for i in range(self.shape[dim])
+                )
+                self._along[ptype] = tuple(row) * outer
+        return self._along[ptype]
+
+    @cached_property
+    def ranks(self) -> tuple[int, ...]:
+        """The devices in ascending order."""
+        return tuple(sorted(self.devices))
+
+    @checked
+    def team(self, rank: int, ptypes: tuple[ParallelType, ...]) -> tuple[int, ...]:
+        """Return the ranks that share all of `rank`'s coordinates except those along `ptypes`.
+
+        Mesh [[0 1 2][3 4 5]]: team(4, (mesh_x,)) = (3, 4, 5), team(4, (mesh_y,)) = (1, 4).
+        """
+        free = {self.dim_of(p) for p in ptypes}
+        found = [self.devices]
+        for d, (n, at) in enumerate(zip(self.shape, self._coordinates(rank), strict=True)):
+            inner = math.prod(self.shape[d + 1 :])
+            chosen = range(n) if d in free else (at,)
+            if d == self.ndim - 1 and d in free:
+                break  # each part is a row of the team
+            found = [part[i * inner : (i + 1) * inner] for part in found for i in chosen]
+        return tuple(itertools.chain.from_iterable(found))
+
+    def __eq__(self, other: object) -> bool:
+        return self is other or (
+            isinstance(other, DeviceMesh)
+            and self._hash == other._hash
+            and self.devices == other.devices
+            and self.shape == other.shape
+        )
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    @cached_property
+    def ranks_text(self) -> str:
+        """The ranks without the outermost braces: `0 1`, `{0 1}{2 3}`, `0..1023`."""
+        return _items_text(self.devices, self.shape, is_short=self.size > SPELLED_OUT)
+
+    def __repr__(self) -> str:
+        return f"DeviceMesh{{{self.ranks_text}}}"
+
+
+# ------------------------------------------------------------------ text
+def _items_text(ids: Sequence[int], shape: tuple[int, ...], *, is_short: bool) -> str:
+    """Return the items of one dimension, as ranges where there are three or more in a row."""
+    count = len(ids) // shape[0] if shape[0] else 0
+
+    def text(at: int) -> str:
+        if len(shape) == 1:
+            return str(ids[at])
+        block = ids[at * count : (at + 1) * count]
+        return "{" + _items_text(block, shape[1:], is_short=is_short) + "}"
+
+    items: list[str] = []
+    at = 0
+    while at < shape[0]:
+        length, step = _run(ids, count, at) if is_short else (1, 0)
+        if length >= 3:
+            by = "" if step == count else f" by {step}"
+            items.append(f"{text(at)}..{text(at + length - 1)}{by}")
+        else:
+            items.append(text(at))
+        at += length if length >= 3 else 1
+    return (" " if len(shape) == 1 else "").join(items)
+
+
+def _run(ids: Sequence[int], count: int, at: int) -> tuple[int, int]:
+    """Return how many blocks of `count` ids from the block `at` on follow each other by a step,
+    and that step."""
+    if (at + 1) * count >= len(ids):
+        return 1, 0
+    step = ids[(at + 1) * count] - ids[at * count]
+    if step < 1:
+        return 1, step
+    start = at * count
+    # A block follows the one before by the step: so does each of its ids.
+    pairs = zip(
+        itertools.islice(ids, start, None), itertools.islice(ids, start + count, None), strict=False
+    )
+    same = itertools.takewhile(lambda pair: pair[1] - pair[0] == step, pairs)
+    return 1 + sum(1 for _ in same) // count, step
+
+
+def ranks_of(meshes: Iterable[DeviceMesh]) -> tuple[int, ...]:
+    """Return the ranks that meshes name, in ascending order, each once."""
+    ranks = {mesh.ranks for mesh in set(meshes)}
+    return ranks.pop() if len(ranks) == 1 else tuple(sorted(set[int]().union(*ranks)))
+
+
+def read_mesh(cursor: Cursor) -> DeviceMesh:
+    """Read what a mesh prints. Raises `ParseError`."""
+    cursor.skip()
+    start, depth = cursor.pos, 0
+    for brace in _BRACES.finditer(cursor.text, start, cursor.end):
+        depth += 1 if brace.group() == "{" else -1
+        if depth <= 0:
+            if (known := _known(cursor, brace.end())) is not None:
+                return known
+            break
+    cursor.take("DeviceMesh")
+    cursor.take("{")
+    return _made(cursor, start, _read_items(cursor, "}", 1))
+
+
+def read_ranks(cursor: Cursor) -> DeviceMesh:
+    """Read `(0 1 2)` or `(0..1023)`, the team of a one-dimensional mesh. Raises `ParseError`."""
+    cursor.skip()
+    start, end = cursor.pos, cursor.text.find(")", cursor.pos, cursor.end) + 1
+    if (known := _known(cursor, end)) is not None:
+        return known
+    cursor.take("(")
+    items = _read_items(cursor, ")", 1)
+    if any(isinstance(item, list) for item in items):
+        raise cursor.fail("expected ranks", start)
+    return _made(cursor, start, items)
+
+
+def _made(cursor: Cursor, start: int, items: list[object]) -> DeviceMesh:
+    try:
+        mesh = DeviceMesh(items)
+    except FuserError as error:
+        raise cursor.fail(str(error), start) from error
+    _read[cursor.text[start : cursor.pos]] = mesh
+    return mesh
+
+
+def _known(cursor: Cursor, end: int) -> DeviceMesh | None:
+    """Return the mesh of a text that was read before, and go on at `end`; None for a new one."""
+    known = _read.recall(cursor.text[cursor.pos : end])
+    if known is not None:
+        cursor.pos = end
+    return known
+
+
+def _read_items(c: Cursor, close: str, depth: int) -> list[object]:
+    if depth > _MAX_DIMENSIONS:
+        raise c.fail(f"a mesh has at most {_MAX_DIMENSIONS} dimensions")
+    items: list[object] = []
+    while not c.take_if(close):
+        items.append(_read_item(c, depth))
+        at = c.pos
+        if c.take_if(".."):
+            last = _read_item(c, depth)
+            items += _after(c, items[-1], last, c.integer() if c.take_if("by ") else None, at)
+    return items
+
+
+def _read_item(c: Cursor, depth: int) -> object:
+    return _read_items(c, "}", depth + 1) if c.take_if("{") else c.integer()
+
+
+def _after(c: Cursor, first: object, last: object, step: int | None, at: int) -> list[object]:
+    """Return what follows `first` in the range `first..last by step`."""
+    try:
+        (ids, shape), (ends, other) = _flatten(first), _flatten(last)
+    except FuserError as error:
+        raise c.fail(str(error), at) from error
+    step = len(ids) if step is None else step
+    count, rest = divmod(ends[0] - ids[0], step) if ids and ends and step > 0 else (0, 1)
+    if shape != other or rest or count < 1 or [i + count * step for i in ids] != ends:
+        raise c.fail(f"no range: its ends are not whole steps of {step} apart", at)
+    if count * len(ids) > MAX_DEVICES:
+        raise c.fail(f"a range of more than {MAX_DEVICES} ranks", at)
+    return [_shifted(first, k * step) for k in range(1, count + 1)]
+
+
+def _shifted(item: object, by: int) -> object:
+    if isinstance(item, int):
+        return item + by
+    return [_shifted(i, by) for i in cast("list[object]", item)]
+
+
+def ranks_text(ranks: Sequence[int]) -> str:
+    """Return `rank 3`, `ranks 0 1`, `ranks 0..1023`."""
+    if len(ranks) == 1:
+        return f"rank {ranks[0]}"
+    return f"ranks {DeviceMesh(list(map(int, ranks))).ranks_text}"

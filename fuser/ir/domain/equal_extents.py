@@ -1,0 +1,135 @@
+"""Equal extents: which sizes of a fusion are one size, and how each is written.
+
+Ops that join axes say that two extents are equal. Where one of them is a symbol, it is written as
+the other from then on (a constant before a symbol, a lower symbol before a higher one). What no
+symbol expresses, `2*i0 = 3*i1` or `i0 = min(4, i0)`, is kept as it was said: the left side is
+written as the right side wherever it is a whole extent. Either way it is a condition on the inputs,
+which `fuser.ir.binding` checks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Mapping
+
+from fuser.ir.scalar.constructors import Const, Scalar, Symbol, substitute, symbols
+from fuser.ir.scalar.scalar_nodes import sort_key
+
+Relation = tuple[Scalar, Scalar]
+
+
+class ExtentClasses:
+    """The equalities of one fusion."""
+
+    def __init__(self) -> None:
+        # Symbol -> how it is written; no value contains a key once `_substituted`.
+        self._classes: dict[Symbol, Scalar] = {}
+        # Other equalities (x, representative), in the order in which they were stated.
+        self._whole: dict[Relation, None] = {}
+        # Why: what joined a symbol to its class, or stated a relation.
+        self._reasons: dict[Scalar | Relation, str] = {}
+        self._answers: dict[Scalar, Scalar] = {}
+        self._rules: dict[Scalar, Scalar] = {}
+        self._relations: tuple[Relation, ...] | None = None
+        # What analyses proved with these equalities, each under a key of its own.
+        self.proved: dict[Hashable, bool] = {}
+        # Whether a copy reads the same dictionaries: then they are not changed in place.
+        self._is_shared = False
+
+    def copy(self) -> ExtentClasses:
+        """Return a copy that changes on its own."""
+        new = ExtentClasses()
+        new.__dict__.update(self.__dict__)
+        self._is_shared = new._is_shared = True
+        return new
+
+    def unify(self, a: Scalar, b: Scalar, reason: str = "") -> None:
+        """State that two extents are equal; `a` is kept where neither side is preferred."""
+        a, b = self.canonical(a), self.canonical(b)
+        if a == b:
+            return
+        if _rank(a) > _rank(b):
+            a, b = b, a
+        self._join(a, b, reason)
+
+    def _join(self, a: Scalar, b: Scalar, reason: str) -> None:
+        """Let `a` stand for `b`, or be equal to it; both are representatives."""
+        if self._is_shared:
+            self._classes, self._whole = dict(self._classes), dict(self._whole)
+            self._reasons, self._is_shared = dict(self._reasons), False
+        if isinstance(b, Symbol):
+            self._classes[b] = a
+            self._reasons[b] = reason
+        elif isinstance(a, Symbol) and a not in symbols(b):
+            self._classes[a] = b
+            self._reasons[a] = reason
+        else:
+            self._whole[b, a] = None
+            self._reasons[b, a] = reason
+        self._answers, self._relations, self.proved = {}, None, {}
+        self._rules = {self._substituted(x): y for x, y in self._whole}
+
+    def canonical(self, x: Scalar) -> Scalar:
+        """Return how an extent is written: over representatives only."""
+        if not self._classes and not self._whole:
+            return x
+        found = self._answers.get(x)
+        if found is None:
+            found = self._substituted(x)
+            seen = {found}
+            while found in self._rules:
+                found = self._substituted(self._rules[found])
+                if found in seen:
+                    break
+                seen.add(found)
+            self._answers[x] = found
+        return found
+
+    def _substituted(self, x: Scalar) -> Scalar:
+        while True:
+            known: dict[Scalar, Scalar] = {
+                s: self._classes[s] for s in symbols(x) if s in self._classes
+            }
+            if not known:
+                return x
+            x = substitute(x, known)
+
+    def relations(self) -> tuple[Relation, ...]:
+        """Return (x, representative) for every symbol of a class, then the other equalities, over
+        representatives."""
+        if self._relations is None:
+            found: dict[Relation, None] = {(s, self.canonical(s)): None for s in self._classes}
+            for x, y in self._whole:
+                pair = self._substituted(x), self._substituted(y)
+                if pair[0] != pair[1]:
+                    found[pair] = None
+                    self._reasons.setdefault(pair, self._reasons[x, y])
+            self._relations = tuple(found)
+        return self._relations
+
+    def reason_of(self, x: Scalar, representative: Scalar) -> str:
+        """Return what stated an equality (`add of T0 and T1 at model.py:7`), or nothing."""
+        return self._reasons.get((x, representative)) or self._reasons.get(x, "")
+
+    def rewrite(self, values: Mapping[Scalar, Scalar]) -> None:
+        """Replace symbols in every equality; those that say nothing any more are dropped. What
+        stood for another goes on doing so, whichever symbol is the lower one."""
+        said = [(x, y, self.reason_of(x, y)) for x, y in self.relations()]
+        self.__init__()
+        for x, y, reason in said:
+            self.write(substitute(x, values), substitute(y, values), reason)
+
+    def write(self, x: Scalar, y: Scalar, reason: str = "") -> None:
+        """State that two extents are equal, and that the first is written as the second where both
+        are symbols."""
+        x, y = self.canonical(x), self.canonical(y)
+        if isinstance(x, Symbol) and isinstance(y, Symbol) and x != y:
+            self._join(y, x, reason)
+        else:
+            self.unify(y, x, reason)
+
+
+def _rank(x: Scalar) -> tuple[int, object]:
+    """Return how far back an extent stands: constants, symbols by number, the rest."""
+    if isinstance(x, Const):
+        return (0, ())
+    return (1, sort_key(x)) if isinstance(x, Symbol) else (2, ())

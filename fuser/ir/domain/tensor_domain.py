@@ -1,0 +1,706 @@
+"""Iteration domains and the transforms between the four views of a tensor.
+
+A `TensorDomain` holds every axis once, by number, in one state. Root, logical, allocation and loop
+are tuples of numbers, and so are the inputs and outputs of the transforms (`SplitTransform`,
+`MergeTransform`, `Resize`, `Swizzle1D`, `Shift`) that derive one view from another. Everything here
+is frozen: scheduling makes a new `TensorDomain` and the tensor rebinds it. What transforms do to
+sizes, indices, strides or cuts is asked from `fuser.ir.domain.axis_path`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from dataclasses import field
+from operator import attrgetter
+from typing import Any
+
+from fuser.ir.scalar import constructors as sc
+from fuser.ir.scalar.constructors import Const, Scalar
+from fuser.ir.statement import Val
+from fuser.ir.types import IterType, ParallelType
+from fuser.support.errors import UnsupportedError
+from fuser.support.record import record, remembered, replace
+
+
+@record
+class IterDomain:
+    """The state of one axis of one tensor.
+
+    `number` is unique in a fusion and names the axis; the other fields are its present state.
+    `extent` is the number of iterations (1 for a broadcast); `expanded` is the apparent size of an
+    expanded broadcast. `rfactor` marks an axis made by a view-like op or rfactor.
+    """
+
+    number: int
+    kind: IterType
+    extent: Scalar
+    ptype: ParallelType = ParallelType.serial
+    expanded: Scalar | None = None
+    rfactor: bool = False
+
+    @property
+    def is_broadcast(self) -> bool:
+        return self.kind is IterType.broadcast
+
+    @property
+    def is_device(self) -> bool:
+        return self.ptype.is_device
+
+    @property
+    def is_stream(self) -> bool:
+        return self.ptype.is_stream
+
+    @property
+    def size(self) -> Scalar:
+        """The apparent size: the expanded extent of an expanded broadcast, else the extent."""
+        return self.extent if self.expanded is None else self.expanded
+
+    def is_reduction(self) -> bool:
+        return self.kind is IterType.reduction
+
+    def numbered(self, number: int) -> IterDomain:
+        """Return the same state under another number."""
+        return IterDomain(number, self.kind, self.extent, self.ptype, self.expanded, self.rfactor)
+
+    def having(self, **state: Any) -> IterDomain:
+        """Return the axis with these fields; itself where it has them already."""
+        if all(getattr(self, name) is value for name, value in state.items()):
+            return self
+        return replace(self, **state)
+
+    def __str__(self) -> str:
+        ex = f" ex {self.expanded}" if self.expanded is not None else ""
+        rf = "rf" if self.rfactor else ""
+        return f"{self.kind.value}{self.ptype.text}{self.number}{{{self.extent}{ex}}}{rf}"
+
+
+# ------------------------------------------------------------------ transforms
+Renumber = Callable[[int], int]
+Rewrite = Callable[[Scalar], Scalar]
+
+
+@record
+class SplitTransform:
+    """inp -> outer, inner.
+
+    An inner split gives inner the extent `factor`, an outer split gives it to outer.
+    """
+
+    inp: int
+    outer: int
+    inner: int
+    factor: Scalar
+    inner_split: bool = True
+
+    @property
+    def inputs(self) -> tuple[int, ...]:
+        return (self.inp,)
+
+    @property
+    def outputs(self) -> tuple[int, ...]:
+        return (self.outer, self.inner)
+
+    @property
+    def form(self) -> tuple[object, ...]:
+        return (self.factor, self.inner_split)
+
+    @property
+    def scalars(self) -> tuple[Scalar, ...]:
+        return (self.factor,)
+
+    def renumbered(self, fn: Renumber) -> SplitTransform:
+        inp, outer, inner = fn(self.inp), fn(self.outer), fn(self.inner)
+        return SplitTransform(inp, outer, inner, self.factor, self.inner_split)
+
+    def rewritten(self, fn: Rewrite) -> SplitTransform:
+        return replace(self, factor=fn(self.factor))
+
+
+@record
+class MergeTransform:
+    """outer, inner -> out, with extent outer * inner."""
+
+    outer: int
+    inner: int
+    out: int
+
+    @property
+    def inputs(self) -> tuple[int, ...]:
+        return (self.outer, self.inner)
+
+    @property
+    def outputs(self) -> tuple[int, ...]:
+        return (self.out,)
+
+    @property
+    def form(self) -> tuple[object, ...]:
+        return ()
+
+    @property
+    def scalars(self) -> tuple[Scalar, ...]:
+        return ()
+
+    def renumbered(self, fn: Renumber) -> MergeTransform:
+        return MergeTransform(fn(self.outer), fn(self.inner), fn(self.out))
+
+    def rewritten(self, fn: Rewrite) -> MergeTransform:
+        return self
+
+
+@record
+class Resize:
+    """inp -> out, with extent inp + left + right (either sign): index out = index in + left."""
+
+    inp: int
+    out: int
+    left: Scalar
+    right: Scalar
+
+    @property
+    def inputs(self) -> tuple[int, ...]:
+        return (self.inp,)
+
+    @property
+    def outputs(self) -> tuple[int, ...]:
+        return (self.out,)
+
+    @property
+    def form(self) -> tuple[object, ...]:
+        return (self.left, self.right)
+
+    @property
+    def scalars(self) -> tuple[Scalar, ...]:
+        return (self.left, self.right)
+
+    def renumbered(self, fn: Renumber) -> Resize:
+        return replace(self, inp=fn(self.inp), out=fn(self.out))
+
+    def rewritten(self, fn: Rewrite) -> Resize:
+        return replace(self, left=fn(self.left), right=fn(self.right))
+
+
+@record
+class Swizzle1D:
+    """inp -> out, a rotation by my mesh coordinate c: index in = (index out + c) % extent."""
+
+    inp: int
+    out: int
+    ptype: ParallelType
+
+    @property
+    def inputs(self) -> tuple[int, ...]:
+        return (self.inp,)
+
+    @property
+    def outputs(self) -> tuple[int, ...]:
+        return (self.out,)
+
+    @property
+    def form(self) -> tuple[object, ...]:
+        return (self.ptype,)
+
+    @property
+    def scalars(self) -> tuple[Scalar, ...]:
+        return ()
+
+    def renumbered(self, fn: Renumber) -> Swizzle1D:
+        return replace(self, inp=fn(self.inp), out=fn(self.out))
+
+    def rewritten(self, fn: Rewrite) -> Swizzle1D:
+        return self
+
+
+@record
+class Shift:
+    """rows, inp -> same, out: index out = index in + (row * extent of inp) % width.
+
+    Where rows lie one behind the other, a multiple of `width` along `out` is one in memory, too.
+    `out` has width - 1 iterations more than `inp`: those before and behind a row are no elements.
+    """
+
+    rows: int
+    inp: int
+    same: int
+    out: int
+    width: Scalar
+
+    @property
+    def inputs(self) -> tuple[int, ...]:
+        return (self.rows, self.inp)
+
+    @property
+    def outputs(self) -> tuple[int, ...]:
+        return (self.same, self.out)
+
+    @property
+    def form(self) -> tuple[object, ...]:
+        return (self.width,)
+
+    @property
+    def scalars(self) -> tuple[Scalar, ...]:
+        return (self.width,)
+
+    def renumbered(self, fn: Renumber) -> Shift:
+        return Shift(fn(self.rows), fn(self.inp), fn(self.same), fn(self.out), self.width)
+
+    def rewritten(self, fn: Rewrite) -> Shift:
+        return replace(self, width=fn(self.width))
+
+
+def shifted_extent(extent: Scalar, width: Scalar) -> Scalar:
+    """Return how many iterations a shift gives an axis."""
+    return sc.sub(sc.add(extent, width), 1)
+
+
+# Each has `inputs` and `outputs` (axis numbers), `form` (everything else), `scalars` (the scalars
+# in it), and copies of itself between other numbers or with other scalars.
+Transform = SplitTransform | MergeTransform | Resize | Swizzle1D | Shift
+
+
+def same_form(a: Transform, b: Transform) -> bool:
+    """Whether two transforms do the same to their axes."""
+    return type(a) is type(b) and a.form == b.form
+
+
+def shifts_of(transforms: Iterable[Transform]) -> list[Shift]:
+    """Return the shifts among `transforms`."""
+    return [t for t in transforms if isinstance(t, Shift)]
+
+
+def splits_of(transforms: Iterable[Transform]) -> dict[int, SplitTransform]:
+    """Return the splits among `transforms` by the number of the axis that they split."""
+    return {t.inp: t for t in transforms if isinstance(t, SplitTransform)}
+
+
+# ------------------------------------------------------------------ tensor domain
+_state_of = attrgetter("kind", "extent", "ptype", "expanded", "rfactor")
+
+
+class Structure:
+    """A domain without the numbers of its axes: tensors of repeated layers share one.
+
+    `places` are those of its axes, in the order of their numbers. It compares quickly.
+    """
+
+    __slots__ = ("_hash", "_key", "places")
+
+    def __init__(self, key: Hashable, places: Mapping[int, int]) -> None:
+        self._key, self._hash, self.places = key, hash(key), places
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, Structure):
+            return NotImplemented
+        return self._hash == other._hash and self._key == other._key
+
+    def __hash__(self) -> int:
+        return self._hash
+
+
+@Val.register
+@record
+class TensorDomain:
+    """The axes of one tensor and its four views of them.
+
+    `axes` holds exactly the axes that a view or a transform names. `root_numbers` is () when root
+    equals logical; `allocation_numbers` is () when memory order is logical order. `contiguity` runs
+    parallel to allocation (or logical): None exactly at broadcast and reduction axes, True where
+    stride == next inner non-broadcast stride * extent (innermost: stride 1). `transforms` derive
+    logical from root and loop and allocation from logical, in order.
+    """
+
+    axes: Mapping[int, IterDomain] = field(hash=False)
+    logical_numbers: tuple[int, ...]
+    loop_numbers: tuple[int, ...]
+    root_numbers: tuple[int, ...] = ()
+    allocation_numbers: tuple[int, ...] = ()
+    contiguity: tuple[bool | None, ...] = ()
+    transforms: tuple[Transform, ...] = ()
+
+    # nvFuser's `Val` queries.
+    def is_tensor(self) -> bool:
+        return False
+
+    def is_symbolic(self) -> bool:
+        """Return whether some axis has no constant size."""
+        return any(not isinstance(a.size, Const) for a in self.axes.values())
+
+    @staticmethod
+    def of(
+        logical: Sequence[IterDomain],
+        loop: Sequence[IterDomain] | None = None,
+        *,
+        root: Sequence[IterDomain] = (),
+        allocation: Sequence[IterDomain] = (),
+        contiguity: Sequence[bool | None] | None = None,
+        transforms: Sequence[Transform] = (),
+        between: Iterable[IterDomain] = (),
+    ) -> TensorDomain:
+        """Return the domain with these views; `between` are axes that only transforms name.
+
+        `loop` defaults to logical and `contiguity` to contiguous.
+        """
+        axes: dict[int, IterDomain] = {}
+        for axis in (*between, *root, *allocation, *(loop or ()), *logical):
+            held = axes.setdefault(axis.number, axis)
+            assert held is axis or held == axis, f"two states of one axis: {held} and {axis}"
+        if contiguity is None:
+            contiguity = contiguity_for(allocation or logical)
+        return _pruned(
+            axes,
+            numbers(logical),
+            numbers(logical if loop is None else loop),
+            numbers(root),
+            numbers(allocation),
+            tuple(contiguity),
+            tuple(transforms),
+        )
+
+    def __call__(self) -> TensorDomain:
+        """Return itself: users ask for it as nvFuser spells it, `tv.domain()`."""
+        return self
+
+    # ------------------------------------------------------------ views
+    def states(self, group: Iterable[int]) -> tuple[IterDomain, ...]:
+        """Return the axes with these numbers."""
+        return tuple(map(self.axes.__getitem__, group))
+
+    @remembered
+    def root(self) -> tuple[IterDomain, ...]:
+        return self.states(self.root_numbers)
+
+    @remembered
+    def logical(self) -> tuple[IterDomain, ...]:
+        return self.states(self.logical_numbers)
+
+    @remembered
+    def allocation(self) -> tuple[IterDomain, ...]:
+        return self.states(self.allocation_numbers)
+
+    @remembered
+    def loop(self) -> tuple[IterDomain, ...]:
+        return self.states(self.loop_numbers)
+
+    @property
+    def maybe_root(self) -> tuple[IterDomain, ...]:
+        return self.root or self.logical
+
+    @property
+    def maybe_allocation(self) -> tuple[IterDomain, ...]:
+        return self.allocation or self.logical
+
+    @remembered
+    def no_reductions(self) -> tuple[IterDomain, ...]:
+        """The logical axes that consumers and users see."""
+        return tuple(i for i in self.logical if i.kind is not IterType.reduction)
+
+    @remembered
+    def is_undecided(self) -> bool:
+        """Whether its logical axes belong to no root axis yet: those of a reshape whose sizes are
+        compared once they are known."""
+        root = self.root_numbers
+        if not root or any(n in root for n in self.logical_numbers):
+            return False
+        return not any(n in root for t in self.transforms for n in t.inputs)
+
+    @remembered
+    def has_devices(self) -> bool:
+        """Whether devices share some axis, or a part of one."""
+        return any(a.is_device for a in self.axes.values())
+
+    @remembered
+    def memory_order(self) -> tuple[tuple[int, bool | None], ...]:
+        """See `fuser.ir.memory_layout.memory_order`."""
+        axes = self.no_reductions
+        positions = {a.number: p for p, a in enumerate(axes)}
+        outers = {t: self.rotated(t.outer) for t in self.splits.values()}
+        cuts = {t: outer for t, outer in outers.items() if outer.is_device or outer.is_stream}
+        split_of = {t.inner: t.inp for t in cuts}
+        folded = {outer.number for outer in cuts.values()} - positions.keys()
+        order: list[tuple[int, bool | None]] = []
+        for axis, flag in zip(self.maybe_allocation, self.contiguity, strict=True):
+            if axis.is_reduction() or axis.number in folded:
+                continue
+            number = axis.number
+            while number not in positions and number in split_of:
+                number = split_of[number]
+            if number not in positions:
+                raise UnsupportedError(
+                    f"allocation axis {axis} is no logical axis and no cut of one"
+                )
+            order.append((positions[number], flag))
+        if sorted(p for p, _ in order) != list(range(len(axes))):
+            raise UnsupportedError("the allocation domain is no permutation of the logical axes")
+        return tuple(order)
+
+    @remembered
+    def dense_rule(self) -> tuple[tuple[int, bool, bool], ...]:
+        """What `fuser.ir.memory_layout.dense_strides_of` goes through, innermost in memory first:
+        position, whether expanded, whether memory holds all of its elements."""
+        axes = [(p, self.no_reductions[p]) for p, _ in reversed(self.memory_order)]
+        return tuple((p, a.expanded is not None, not a.is_broadcast) for p, a in axes)
+
+    @remembered
+    def splits(self) -> Mapping[int, SplitTransform]:
+        """The splits, by the number of the axis that they split."""
+        return splits_of(self.transforms)
+
+    def rotated(self, number: int) -> IterDomain:
+        """Return the axis, or the one that its rotations lead to."""
+        for t in self.transforms:
+            if isinstance(t, Swizzle1D) and t.inp == number:
+                number = t.out
+        return self.axes[number]
+
+    def above(self, group: Iterable[int]) -> set[int]:
+        """Return these axes and all that they are derived from, by number."""
+        found = set(group)
+        for t in reversed(self.transforms):
+            if not found.isdisjoint(t.outputs):
+                found.update(t.inputs)
+        return found
+
+    # ------------------------------------------------------------ changes
+    def having(
+        self,
+        *,
+        logical: Iterable[int] | None = None,
+        loop: Iterable[int] | None = None,
+        root: Iterable[int] | None = None,
+        allocation: Iterable[int] | None = None,
+        contiguity: Iterable[bool | None] | None = None,
+        transforms: Iterable[Transform] | None = None,
+        axes: Iterable[IterDomain] = (),
+    ) -> TensorDomain:
+        """Return the domain with other views, given as axis numbers; `axes` are new or changed
+        states. Axes that nothing names any more are left out."""
+
+        def group(new: Iterable[int] | None, old: tuple[int, ...]) -> tuple[int, ...]:
+            return old if new is None else tuple(new)
+
+        return _pruned(
+            {**self.axes, **{a.number: a for a in axes}},
+            group(logical, self.logical_numbers),
+            group(loop, self.loop_numbers),
+            group(root, self.root_numbers),
+            group(allocation, self.allocation_numbers),
+            self.contiguity if contiguity is None else tuple(contiguity),
+            self.transforms if transforms is None else tuple(transforms),
+        )
+
+    def with_loop(
+        self, loop: Iterable[int], *transforms: Transform, axes: Iterable[IterDomain] = ()
+    ) -> TensorDomain:
+        """Return the domain with other loop axes, which further transforms lead to."""
+        return replace(
+            self,
+            axes={**self.axes, **{a.number: a for a in axes}},
+            loop_numbers=tuple(loop),
+            transforms=(*self.transforms, *transforms),
+        )
+
+    def with_allocation(
+        self, allocation: Iterable[int], contiguity: Iterable[bool | None]
+    ) -> TensorDomain:
+        """Return the domain with another memory order; () for the logical one."""
+        return self.having(allocation=allocation, contiguity=contiguity)
+
+    def with_axes(self, *states: IterDomain) -> TensorDomain:
+        """Return the domain in which these axes have these states."""
+        return replace(self, axes={**self.axes, **{a.number: a for a in states}})
+
+    def in_logical_order(self) -> TensorDomain:
+        """Return the domain without a memory order of its own, contiguous."""
+        return self.having(allocation=(), contiguity=contiguity_for(self.logical))
+
+    def map_axes(self, fn: Callable[[IterDomain], IterDomain]) -> TensorDomain:
+        """Return the domain with `fn` applied to every axis; `fn` may renumber axes."""
+        made = {n: fn(a) for n, a in self.axes.items()}
+        if all(made[n] is a for n, a in self.axes.items()):
+            return self
+
+        def new(number: int) -> int:
+            return made[number].number
+
+        if all(a.number == n for n, a in made.items()):
+            return replace(self, axes=made)
+        return TensorDomain(
+            {a.number: a for a in made.values()},
+            tuple(map(new, self.logical_numbers)),
+            tuple(map(new, self.loop_numbers)),
+            tuple(map(new, self.root_numbers)),
+            tuple(map(new, self.allocation_numbers)),
+            self.contiguity,
+            tuple(t.renumbered(new) for t in self.transforms),
+        )
+
+    def without_root(self) -> TensorDomain:
+        """Return the domain as that of a copy: no root axes, no reductions, nor what comes of them.
+
+        Loop and allocation axes that are derived from the other logical axes stay.
+        """
+        derived = {a.number for a in self.no_reductions}
+        kept: list[Transform] = []
+        for t in self.transforms:
+            if derived.issuperset(t.inputs) and derived.isdisjoint(t.outputs):
+                kept.append(t)
+                derived.update(t.outputs)
+        order = self.allocation_numbers or self.logical_numbers
+        flags = [(n, f) for n, f in zip(order, self.contiguity, strict=True) if n in derived]
+        return self.having(
+            root=(),
+            logical=(a.number for a in self.no_reductions),
+            loop=(n for n in self.loop_numbers if n in derived),
+            allocation=(n for n, _ in flags) if self.allocation_numbers else (),
+            contiguity=(f for _, f in flags),
+            transforms=kept,
+        )
+
+    @remembered
+    def known(self) -> dict[Hashable, Any]:
+        """Results that analyses keep of the unchanging domain, each under its own key."""
+        return {}
+
+    @remembered
+    def structure(self) -> Structure:
+        """The domain without the numbers of its axes."""
+        places = {number: place for place, number in enumerate(sorted(self.axes))}
+
+        def group(found: Iterable[int]) -> tuple[int, ...]:
+            return tuple(map(places.__getitem__, found))
+
+        key = (
+            tuple(_state_of(self.axes[number]) for number in places),
+            group(self.logical_numbers),
+            group(self.loop_numbers),
+            group(self.root_numbers),
+            group(self.allocation_numbers),
+            self.contiguity,
+            tuple((type(t), group(t.inputs), group(t.outputs), t.form) for t in self.transforms),
+        )
+        return Structure(key, places)
+
+    @remembered
+    def spread(self) -> tuple[IterDomain, ...]:
+        """The loop axes that devices or steps share out, reductions included; of an axis of one
+        element everybody has that."""
+        return tuple(
+            a
+            for a in self.loop
+            if (a.is_device or a.is_stream) and (not a.is_broadcast or a.expanded is not None)
+        )
+
+    @remembered
+    def _text(self) -> str:
+        return "[" + ", ".join(map(str, self.loop)) + "]"
+
+    def __str__(self) -> str:
+        return self._text
+
+    @remembered
+    def problem(self) -> str | None:
+        """What is wrong with the domain, None when nothing is."""
+        return domain_problem(self)
+
+
+def _pruned(
+    axes: Mapping[int, IterDomain],
+    logical: tuple[int, ...],
+    loop: tuple[int, ...],
+    root: tuple[int, ...],
+    allocation: tuple[int, ...],
+    contiguity: tuple[bool | None, ...],
+    transforms: tuple[Transform, ...],
+) -> TensorDomain:
+    """Return the domain of those axes that it names, in the order of their numbers."""
+    used = {*root, *logical, *allocation, *loop}
+    for t in transforms:
+        used.update(t.inputs)
+        used.update(t.outputs)
+    named = {n: axes[n] for n in sorted(used)}
+    return TensorDomain(named, logical, loop, root, allocation, contiguity, transforms)
+
+
+def numbers(axes: Iterable[IterDomain]) -> tuple[int, ...]:
+    return tuple(a.number for a in axes)
+
+
+def contiguity_for(axes: Iterable[IterDomain], flag: bool = True) -> tuple[bool | None, ...]:
+    """Return `flag` for every axis, None at broadcast and reduction axes."""
+    none = (IterType.broadcast, IterType.reduction)
+    return tuple(None if a.kind in none else flag for a in axes)
+
+
+# ---------------------------------------------------------------- text and invariants
+def transform_text(t: Transform, domain: TensorDomain) -> str:
+    """Return `Split: iS0{i0} by factor 4 -> iS2{( ceilDiv(i0, 4) )}, iS3{4}`."""
+    ins, outs = domain.states(t.inputs), ", ".join(map(str, domain.states(t.outputs)))
+    match t:
+        case SplitTransform():
+            title = "Split" if t.inner_split else "Outer split"
+            return f"{title}: {ins[0]} by factor {t.factor} -> {outs}"
+        case MergeTransform():
+            return f"Merge: {ins[0]} and {ins[1]} -> {outs}"
+        case Resize():
+            return f"Resize: {ins[0]} by {t.left} and {t.right} -> {outs}"
+        case Swizzle1D():
+            return f"{outs} = Swizzle1D({ins[0]}, parallelType={t.ptype.text})"
+        case Shift():
+            return f"Shift: {ins[1]} by {ins[0]} to words of {t.width} -> {outs}"
+
+
+_UNDERIVED = "a logical axis is not derived from the root domain"
+
+
+def domain_problem(domain: TensorDomain) -> str | None:
+    """Return what is wrong with a domain, None when nothing is."""
+    axes = domain.maybe_allocation
+    if len(domain.contiguity) != len(axes):
+        return f"contiguity has {len(domain.contiguity)} entries for {len(axes)} axes"
+    for axis, flag in zip(axes, domain.contiguity, strict=True):
+        skipped = axis.kind in (IterType.broadcast, IterType.reduction)
+        if skipped != (flag is None):
+            return f"contiguity {flag} of {axis}"
+    problem = _UNDERIVED if domain.is_undecided else derivation_problem(domain)
+    if problem:
+        return problem
+    seen: dict[ParallelType, str] = {}
+    for axis in domain.loop:
+        if axis.is_reduction() or not (axis.is_device or axis.is_stream):
+            continue
+        if axis.ptype in seen:
+            return (
+                "Found multiple loop IterDomains with the same parallel type: "
+                f"{seen[axis.ptype]} and {axis}"
+            )
+        seen[axis.ptype] = str(axis)
+    return None
+
+
+def derivation_problem(domain: TensorDomain) -> str | None:
+    """Return where the transforms do not lead from the root to the loop and allocation axes; from
+    the logical ones where a reshape is undecided."""
+    roots = domain.root_numbers or domain.logical_numbers
+    if domain.is_undecided and all(a.rfactor for a in domain.logical):
+        roots = (*roots, *domain.logical_numbers)
+    made = set(roots)
+    if len(made) != len(roots):
+        return "an axis stands twice in its root or logical domain"
+    for t in domain.transforms:
+        for axis in domain.states(t.inputs):
+            if axis.number not in made:
+                return f"{transform_text(t, domain)} reads {axis}, which does not exist yet"
+        for axis in domain.states(t.outputs):
+            if axis.number in made:
+                return f"{transform_text(t, domain)} makes {axis}, which exists already"
+            made.add(axis.number)
+    derived = set(domain.logical_numbers)
+    if not derived <= made:
+        return _UNDERIVED
+    for t in domain.transforms:
+        if derived.issuperset(t.inputs):
+            derived.update(t.outputs)
+    for title, group in (("loop", domain.loop), ("allocation", domain.allocation)):
+        for axis in group:
+            if axis.number not in derived:
+                return f"{title} axis {axis} is not derived from the logical domain"
+    return None

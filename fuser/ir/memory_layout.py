@@ -1,0 +1,155 @@
+"""The account of storage: what memory holds of a tensor, in which order and at which strides.
+
+Memory holds neither reductions nor broadcasts: an expanded axis is one element with stride 0, which
+is written once and read at every index. Allocation, kernels, segments, communication, views and the
+caller's tensors all ask here. Extents are an argument: those of the whole tensor or of a shard.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+
+from fuser.ir.domain.tensor_domain import IterDomain, numbers
+from fuser.ir.scalar import constructors as sc
+from fuser.ir.scalar.constructors import Scalar
+from fuser.ir.tensor import TensorView
+from fuser.support.errors import UnsupportedError
+
+MemoryOrder = tuple[tuple[int, bool | None], ...]
+"""(logical position without reductions, contiguity), outermost in memory first."""
+
+
+def is_stored(axis: IterDomain) -> bool:
+    """Whether memory holds more than one element along an axis (extents of 1 aside)."""
+    return not (axis.is_broadcast or axis.is_reduction())
+
+
+def expanded_positions(tv: TensorView) -> tuple[int, ...]:
+    """Return the logical positions (without reductions) of expanded axes."""
+    axes = enumerate(tv.domain.no_reductions)
+    return tuple(p for p, a in axes if a.is_broadcast and a.expanded is not None)
+
+
+def memory_order(tv: TensorView) -> MemoryOrder:
+    """Return the order that the allocation domain declares, and which axes are contiguous.
+
+    Device and stream axes in the allocation domain are folded into the axis that they cut.
+    Raises `UnsupportedError` for an allocation domain that is no permutation of the logical axes.
+    """
+    try:
+        return tv.domain.memory_order
+    except UnsupportedError as error:
+        raise UnsupportedError(f"{tv}: {error}") from None
+
+
+def set_memory_order(tv: TensorView, order: Sequence[int]) -> None:
+    """Declare a contiguous memory order of the logical axes (positions, outermost first)."""
+    axes = [tv.domain.no_reductions[p] for p in order]
+    reductions = [a for a in tv.domain.logical if a.is_reduction()]
+    tv.set_allocation_domain([*axes, *reductions], True)
+
+
+def copy_memory_order(source: TensorView, tv: TensorView) -> None:
+    """Let a tensor with the axes of `source` lie in memory as that one does, gaps included."""
+    if source.domain.allocation or not is_contiguous(source):
+        order = memory_order(source)
+        axes = numbers(tv.domain.no_reductions[p] for p, _ in order)
+        tv.domain = tv.domain.with_allocation(axes, [flag for _, flag in order])
+
+
+def is_contiguous(tv: TensorView) -> bool:
+    return all(flag is not False for flag in tv.domain.contiguity)
+
+
+def elements(tv: TensorView, extents: Iterable[Scalar] | None = None) -> Scalar:
+    """Return how many elements memory holds.
+
+    `extents` runs parallel to the logical axes without reductions; default: the whole tensor's.
+    """
+    axes = tv.domain.no_reductions
+    sizes = (a.size for a in axes) if extents is None else extents
+    return sc.product(n for a, n in zip(axes, sizes, strict=True) if is_stored(a))
+
+
+def dense_strides(tv: TensorView, extents: Sequence[Scalar]) -> tuple[Scalar, ...]:
+    """Return the strides, per logical axis without reductions, of a tensor without gaps in its
+    memory order: 0 for expanded axes. `extents` runs parallel to these axes."""
+    axes = tv.domain.no_reductions
+    sizes = {a.number: n for a, n in zip(axes, extents, strict=True)}
+    order = [(axes[p], True) for p, _ in memory_order(tv)]
+    strides = _strides(order, lambda a: sizes[a.number], _no_gaps)
+    return tuple(sc.ZERO if a.expanded is not None else strides[a.number] for a in axes)
+
+
+def known_strides(tv: TensorView, extents: Sequence[Scalar]) -> tuple[Scalar, ...]:
+    """Return the strides, per logical axis without reductions, that the domain says, gaps included:
+    a symbol for each axis that is not contiguous."""
+    axes = tv.domain.no_reductions
+    sizes = {a.number: n for a, n in zip(axes, extents, strict=True)}
+    order = [(axes[p], flag) for p, flag in memory_order(tv)]
+
+    def gap(axis: IterDomain) -> Scalar:
+        return sc.Symbol(f"stride{tv.number}_{axis.number}", sc.ONE.dtype, lo=0)
+
+    strides = _strides(order, lambda a: sizes[a.number], gap)
+    return tuple(sc.ZERO if a.expanded is not None else strides[a.number] for a in axes)
+
+
+def dense_strides_of(tv: TensorView, sizes: Sequence[int]) -> tuple[int, ...]:
+    """Return `dense_strides` for sizes that are known."""
+    strides, step = [0] * len(sizes), 1
+    try:
+        rule = tv.domain.dense_rule
+    except UnsupportedError as error:
+        raise UnsupportedError(f"{tv}: {error}") from None
+    for p, is_expanded, is_kept in rule:
+        strides[p] = 0 if is_expanded else step
+        if is_kept:
+            step *= sizes[p]
+    return tuple(strides)
+
+
+def lies_in_order(tv: TensorView) -> bool:
+    """Whether memory has all logical axes (reductions left out) in their order, and every element:
+    without gaps, it is contiguous whatever the sizes."""
+    try:
+        rule = tv.domain.dense_rule
+    except UnsupportedError:
+        return False
+    return tuple(rule) == tuple((p, False, True) for p in reversed(range(tv.ndim)))
+
+
+def memory_strides(
+    tv: TensorView, size: Callable[[IterDomain], Scalar], gap: Callable[[IterDomain], Scalar]
+) -> tuple[tuple[IterDomain, Scalar], ...]:
+    """Return (allocation axis, stride in elements) of what memory holds, outermost first.
+
+    A contiguous axis has the stride of the next inner one times its size; `gap` gives the stride of
+    any other one.
+    """
+    domain = tv.domain
+    order = list(zip(domain.maybe_allocation, domain.contiguity, strict=True))
+    strides = _strides(order, size, gap)
+    return tuple((a, strides[a.number]) for a, _ in order if is_stored(a))
+
+
+def _strides(
+    order: Sequence[tuple[IterDomain, bool | None]],
+    size: Callable[[IterDomain], Scalar],
+    gap: Callable[[IterDomain], Scalar],
+) -> dict[int, Scalar]:
+    """Return the stride of every axis, by number; an axis that is not stored has that of the next
+    inner one, as torch gives axes of extent 1."""
+    strides: dict[int, Scalar] = {}
+    step: Scalar = sc.ONE
+    for axis, is_contiguous in reversed(order):
+        if not is_stored(axis):
+            strides[axis.number] = step
+            continue
+        strides[axis.number] = gap(axis) if is_contiguous is False else step
+        step = sc.mul(strides[axis.number], size(axis))
+    return strides
+
+
+def _no_gaps(axis: IterDomain) -> Scalar:
+    raise AssertionError(f"{axis} is contiguous")

@@ -1,0 +1,282 @@
+"""Op declarations: a node is declared once, and printing, copying and verification derive from it.
+
+An op class lists its fields in order with `operand()`, `operands()`, `result()`, `results()`,
+`attr()` and `region()`, and gives a text template whose placeholders are field names:
+
+    class SqueezeOp(Op):
+        out: TensorView = result()
+        inp: TensorView = operand()
+        flags: tuple[bool, ...] = attr()
+        TEXT = "{out}\n   = squeeze( {inp}, flags = {flags} )"
+
+Nodes are compared by identity; `equal_ops` is structural.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import field
+from enum import Enum
+from textwrap import indent
+from typing import Any, ClassVar, Literal, Self, dataclass_transform, overload
+
+from fuser.ir.dtypes import DataType, dtype_text
+from fuser.ir.scalar import constructors as sc
+from fuser.ir.scalar.constructors import Scalar
+from fuser.ir.statement import Expr, numbered
+from fuser.ir.types import ParallelType
+from fuser.support.record import declare_fields, remembered, replace
+
+Kind = Literal["operand", "operands", "result", "results", "attr", "region", "where"]
+
+
+def operand(**options: Any) -> Any:
+    """Declare a value that the op reads (None is allowed for an optional one)."""
+    return field(metadata={"kind": "operand"}, **options)
+
+
+def operands(*, in_rows: int = 0, **options: Any) -> Any:
+    """Declare a tuple of values that the op reads, which may be printed in rows of so many:
+    `{ {a, b} {c, d} }`."""
+    return field(metadata={"kind": "operands", "in_rows": in_rows}, **options)
+
+
+def result() -> Any:
+    """Declare a value that the op defines or writes."""
+    return field(metadata={"kind": "result"})
+
+
+def results() -> Any:
+    """Declare a tuple of values that the op defines or writes."""
+    return field(metadata={"kind": "results"})
+
+
+@overload
+def attr(*, kw_only: Literal[True] = True, **default: Any) -> Any: ...
+@overload
+def attr(*, kw_only: Literal[False], **default: Any) -> Any: ...
+def attr(*, kw_only: bool = True, **default: Any) -> Any:
+    """Declare a constant property."""
+    return field(metadata={"kind": "attr"}, kw_only=kw_only, **default)
+
+
+def region(*, head: str = "", kw_only: Literal[True] = True, **options: Any) -> Any:
+    """Declare a nested tuple of ops.
+
+    They are printed one level deeper, after a line `head` if there is one; a region with a head is
+    left out when it is empty.
+    """
+    return field(metadata={"kind": "region", "head": head}, kw_only=kw_only, **options)
+
+
+@Expr.register
+@dataclass_transform(
+    frozen_default=True,
+    eq_default=False,
+    field_specifiers=(operand, operands, result, results, attr, region, field),
+)
+class Op:
+    """Base of all IR nodes. Subclasses become frozen dataclasses and are registered by name."""
+
+    TEXT: ClassVar[str] = ""
+    REGISTRY: ClassVar[dict[str, type[Op]]] = {}
+
+    # Where the user wrote the op ("file.py:12"); not part of its meaning or its text.
+    where: str = field(default="", kw_only=True, metadata={"kind": "where"})
+
+    def __init_subclass__(cls) -> None:
+        cls.__annotations__ = {**cls.__annotations__}
+        if "where" not in cls.__annotations__:
+            cls.__annotations__["where"] = "str"
+            cls.where = field(default="", kw_only=True, metadata={"kind": "where"})
+        declare_fields(cls)
+        assert cls.__name__ not in Op.REGISTRY, f"op {cls.__name__} is declared twice"
+        Op.REGISTRY[cls.__name__] = cls
+
+    @classmethod
+    def fields_of(cls, *kinds: Kind) -> tuple[str, ...]:
+        """Return the names of the fields of these kinds, in declaration order."""
+        return tuple(
+            f.name
+            for f in dataclasses.fields(cls)  # pyright: ignore[reportArgumentType]
+            if f.metadata.get("kind") in kinds
+        )
+
+    @classmethod
+    @functools.cache
+    def rows(cls) -> Mapping[str, int]:
+        """Return the fields that are printed in rows, and of how many values each is."""
+        fields = dataclasses.fields(cls)  # pyright: ignore[reportArgumentType]
+        return {f.name: f.metadata["in_rows"] for f in fields if f.metadata.get("in_rows")}
+
+    @classmethod
+    @functools.cache
+    def _kinds(cls) -> tuple[tuple[str, Kind], ...]:
+        """Return (name, kind) of every field; operands and results are asked for very often."""
+        return tuple(
+            (f.name, f.metadata["kind"])
+            for f in dataclasses.fields(cls)  # pyright: ignore[reportArgumentType]
+            if "kind" in f.metadata
+        )
+
+    @classmethod
+    @functools.cache
+    def _value_names(cls, *kinds: Kind) -> tuple[tuple[str, bool], ...]:
+        """Return the fields of these kinds (none: of all that hold values), and whether each is a
+        tuple of values."""
+        wanted = kinds or ("operand", "operands", "result", "results")
+        return tuple((name, kind.endswith("s")) for name, kind in cls._kinds() if kind in wanted)
+
+    def _values(self, one: Kind, many: Kind) -> tuple[Any, ...]:
+        found: list[Any] = []
+        for name, has_many in self._value_names(one, many):
+            value = getattr(self, name)
+            if has_many:
+                found += value
+            elif value is not None:
+                found.append(value)
+        return tuple(found)
+
+    # Asked for again and again; not for every op, so not when it is made.
+    @remembered
+    def inputs(self) -> tuple[Any, ...]:
+        """The values read, in declaration order (absent optional ones left out)."""
+        return self._values("operand", "operands")
+
+    @remembered
+    def outputs(self) -> tuple[Any, ...]:
+        return self._values("result", "results")
+
+    @property
+    def regions(self) -> tuple[tuple[Op, ...], ...]:
+        return tuple(getattr(self, name) for name, kind in self._kinds() if kind == "region")
+
+    @classmethod
+    @functools.cache
+    def region_heads(cls) -> dict[str, str]:
+        """Return the line before each region, by field."""
+        return {
+            f.name: f.metadata["head"]
+            for f in dataclasses.fields(cls)  # pyright: ignore[reportArgumentType]
+            if f.metadata.get("kind") == "region"
+        }
+
+    @property
+    def scalars(self) -> tuple[Any, ...]:
+        """Values that the op reads inside of its attributes."""
+        return ()
+
+    @property
+    def name(self) -> str:
+        """What errors call the op; classes with a `kind` attribute use it."""
+        return str(getattr(self, "kind", type(self).__name__))
+
+    def replace(self, **changes: Any) -> Self:
+        return replace(self, **changes)
+
+    def located(self, where: str) -> Self:
+        """Return the op with this line where it, or what is in its regions, has results and no line
+        yet: ops that the compiler adds serve one that the user wrote."""
+        regions = {
+            name: tuple(op.located(where) for op in getattr(self, name))
+            for name in self.fields_of("region")
+        }
+        line = self.where or (where if self.outputs else "")
+        return self.replace(where=line, **regions) if regions or line != self.where else self
+
+    def map_values(self, fn: Callable[[Any], Any]) -> Self:
+        """Return the op with `fn` applied to every operand and result (not inside regions)."""
+        changes: dict[str, Any] = {}
+        for name, has_many in self._value_names():
+            value = getattr(self, name)
+            if has_many:
+                changes[name] = tuple([fn(v) for v in value])
+            elif value is not None:
+                changes[name] = fn(value)
+        return replace(self, **changes)
+
+    def with_values(self, inputs: Iterable[Any], outputs: Iterable[Any]) -> Self:
+        """Return the op on other operands and results, in the order of `inputs` and `outputs`."""
+        sources = {"operand": iter(inputs), "result": iter(outputs)}
+        changes: dict[str, Any] = {}
+        for name, kind in self._kinds():
+            value, source = getattr(self, name), sources.get(kind.removesuffix("s"))
+            if source is not None and value is not None:
+                many = kind.endswith("s")
+                changes[name] = tuple(next(source) for _ in value) if many else next(source)
+        return self.replace(**changes)
+
+    # nvFuser's `Expr` accessors.
+    def input(self, index: int) -> Any:
+        """Return operand `index`; raises `NoOperandError`."""
+        return numbered("input", self, self.inputs, index)
+
+    def output(self, index: int) -> Any:
+        """Return result `index`; raises `NoOperandError`."""
+        return numbered("output", self, self.outputs, index)
+
+    def verify(self) -> None:
+        """Raise `VerifyError` when an invariant beyond field types fails."""
+
+    def __str__(self) -> str:
+        return op_text(self)
+
+
+# ---------------------------------------------------------------- text
+# One level of a region.
+INDENT = "  "
+_PLACEHOLDER = re.compile(r"\{([\w.]+)\}")
+
+
+def value_text(value: object) -> str:
+    """Return the print form of a field value: tensors, scalars, tuples `{a, b}`, numbers, names."""
+    if isinstance(value, tuple):
+        return "{" + ", ".join(value_text(v) for v in value) + "}"  # pyright: ignore[reportUnknownVariableType, reportUnknownArgumentType]
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    if isinstance(value, DataType):
+        return dtype_text(value)
+    if isinstance(value, ParallelType):
+        return value.text
+    if isinstance(value, Enum):
+        return str(value.value)
+    if isinstance(value, Scalar):
+        return sc.scalar_text(value)
+    return str(value)
+
+
+def fill_template(op: Op, template: str) -> str:
+    """Replace `{field}` and `{field.method}` placeholders by the op's values; regions are indented
+    on lines of their own."""
+    heads, rows = op.region_heads(), op.rows()
+
+    def one(match: re.Match[str]) -> str:
+        name, _, method = match[1].partition(".")
+        value = getattr(op, name)
+        if name in heads:
+            return region_text(value, heads[name])
+        if name in rows:
+            return _rows_text(value, rows[name])
+        return value_text(getattr(value, method)() if method else value)
+
+    return _PLACEHOLDER.sub(one, template)
+
+
+def _rows_text(values: Sequence[object], length: int) -> str:
+    rows = (tuple(values[k : k + length]) for k in range(0, len(values), length))
+    return " ".join(["{", *map(value_text, rows), "}"])
+
+
+def op_text(op: Op) -> str:
+    """Return the text of one op, without indentation or a final newline."""
+    template = getattr(op, "template", None)
+    return fill_template(op, template() if template is not None else op.TEXT)
+
+
+def region_text(ops: Sequence[Op], head: str = "") -> str:
+    """Return the ops of a region, each on a new line and indented, after the line `head`."""
+    lines = [indent(op_text(op), INDENT) for op in ops]
+    return "".join("\n" + line for line in ([head, *lines] if head and ops else lines))

@@ -1,0 +1,12 @@
+"""The declarations of all ops of a fusion, by kind.
+
+Question: which fields, which axis map and which text has an op?
+Imports: `fuser.support` and the rest of `fuser.ir`.
+Files, in reading order:
+
+- `nodes`: elementwise ops, reductions, broadcasts, reshapes, slices and pads.
+- `matrix_products`: matmul, linear, scaled and grouped products.
+- `attention_ops`: scaled dot product attention and its gradient.
+- `lookup`: gather, scatter, index select and embedding.
+- `scan_ops`: cumulative sums, sorts and top k.
+"""

@@ -1,0 +1,307 @@
+"""Scaled dot product attention and its gradient, as ops that torch carries out.
+
+Their axes have letters: n batch, h heads, l queries, s keys, e what query and key share, v what a
+value has; p are the words of a seed. Axes in front of n are further batches. Batches and heads are
+independent of each other, so they may be cut; every other axis is computed whole.
+
+With `enable_gqa`, keys and values have fewer heads g, each of which is read by h / g heads of
+queries, one after the other. Cuts of h are cuts of g.
+
+Source: Vaswani et al. 2017, section 3.2; Dao 2023 (FlashAttention-2) for what the gradient keeps.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from fuser.ir.dtypes import DataType, dtype_text
+from fuser.ir.fusion import AxisMap, TensorOp, Variant
+from fuser.ir.op import attr, operand, result
+from fuser.ir.ops.nodes import LibraryOp
+from fuser.ir.scalar.constructors import Const, Scalar
+from fuser.support.errors import VerifyError
+
+if TYPE_CHECKING:
+    from fuser.ir.tensor import TensorView
+
+__all__ = ["AttentionOp", "SdpaBwdOp", "SdpaFwdOp", "TensorOp"]
+
+
+class AttentionOp(LibraryOp):
+    """Base: `AXES` has the letters of each tensor's axes, `DTYPES` what is not of query's dtype."""
+
+    RUNS_IN_STEPS: ClassVar[bool] = False
+    TAKES_EMPTY: ClassVar[bool] = True
+    TAKES_ANY_BATCHES: ClassVar[bool] = True
+    MAKES_RESULTS: ClassVar[bool] = True
+    # Equal queries have places of their own, and numbers of their own that are dropped.
+    KEEPS_EXPANDED: ClassVar[bool] = False
+    # Letters of the axes in front of n, the last of them next to it.
+    LEADING: ClassVar[str] = "ZYXWVUTSRQPONMLKJIHGFEDCBA"
+    AXES: ClassVar[dict[str, str]] = {}
+    # Results and the operands in whose memory order they lie.
+    FOLLOWED: ClassVar[dict[str, str]] = {}
+    # Operands of which one element along an axis meets all of the others.
+    REPEATED: ClassVar[tuple[str, ...]] = ()
+    DTYPES: ClassVar[dict[str, tuple[DataType, ...]]] = {
+        "log_sumexp": (DataType.Float,),
+        "philox_seed": (DataType.UInt64,),
+        "philox_offset": (DataType.UInt64,),
+    }
+
+    def tensors(self) -> Iterator[tuple[str, TensorView]]:
+        """Yield each tensor with its field: what may be repeated, other operands, then results."""
+        others = (f for f in self.fields_of("operand") if f not in self.REPEATED)
+        for field in (*self.REPEATED, *others, *self.fields_of("result")):
+            value = getattr(self, field)
+            if field in self.AXES and value is not None:
+                yield field, value
+
+    @classmethod
+    def own_letters(cls, field: str, *, enable_gqa: bool) -> str:
+        """Return the letters of a field's axes behind those in front of n."""
+        mine = cls.AXES[field]
+        return mine.replace("h", "g") if enable_gqa and mine.startswith("nhs") else mine
+
+    def letters(self, field: str) -> str:
+        """Return the letters of a field's axes, reductions left out."""
+        mine = self.own_letters(field, enable_gqa=self._value("enable_gqa"))
+        more = self._value("query").ndim - len(self.AXES["query"]) if "n" in mine else 0
+        return self.LEADING[len(self.LEADING) - max(more, 0) :] + mine
+
+    def result_letters(self, out: TensorView) -> str:
+        field = next(f for f in self.fields_of("result") if getattr(self, f) is out)
+        return self.letters(field)
+
+    def operand_letters(self, operand_index: int) -> str:
+        given = [f for f in self.fields_of("operand") if getattr(self, f) is not None]
+        return self.letters(given[operand_index])
+
+    def followed_by(self, out: TensorView) -> TensorView | None:
+        followed = (f for field, f in self.FOLLOWED.items() if self._value(field) is out)
+        return next(map(self._value, followed), None)
+
+    @property
+    def draws(self) -> bool:
+        dropped = self._value("dropout_p")
+        return not (isinstance(dropped, Const) and dropped.value == 0)
+
+    @property
+    def is_always_causal(self) -> bool:
+        causal = self._value("is_causal")
+        return isinstance(causal, Const) and bool(causal.value)
+
+    @property
+    def dropout_text(self) -> str:
+        return str(self._value("dropout_p"))
+
+    def _value(self, field: str) -> Any:
+        """Return what the ops have under one name."""
+        return getattr(self, field)
+
+    # ------------------------------------------------------------ axes
+    def axis_map(self, operand_index: int) -> AxisMap:
+        return self.axis_map_to(operand_index, self.out_tensor)
+
+    def axis_map_to(self, operand_index: int, out: TensorView) -> AxisMap:
+        mine = self.operand_letters(operand_index)
+        return tuple(mine.index(c) if c in mine else None for c in self.result_letters(out))
+
+    def alike_map(self, operand_index: int, out: TensorView) -> AxisMap:
+        mine = _cut_letters(self.operand_letters(operand_index))
+        letters = _cut_letters(self.result_letters(out))
+        return tuple(mine.index(c) if c in mine else None for c in letters)
+
+    def cut_map(self, operand_index: int, out: TensorView) -> AxisMap:
+        whole = self.whole_axes(out)
+        found = enumerate(self.alike_map(operand_index, out))
+        return tuple(None if k in whole else position for k, position in found)
+
+    def parallel_axes(self, out: TensorView, sibling: TensorView) -> Iterator[tuple[int, int]]:
+        theirs = self.result_letters(sibling)
+        for k, c in enumerate(self.result_letters(out)):
+            if c in theirs:
+                yield k, theirs.index(c)
+
+    def parallel_cuts(self, out: TensorView, sibling: TensorView) -> Iterator[tuple[int, int]]:
+        theirs = _cut_letters(self.result_letters(sibling))
+        for k, c in enumerate(_cut_letters(self.result_letters(out))):
+            # One head of keys that all heads of queries read is cut nowhere.
+            if c in theirs and not sibling.domain.logical[theirs.index(c)].is_broadcast:
+                yield k, theirs.index(c)
+
+    def whole_axes(self, out: TensorView) -> tuple[int, ...]:
+        return tuple(k for k, c in enumerate(self.result_letters(out)) if self.is_whole(c))
+
+    def whole_operand_axes(self, operand_index: int) -> tuple[int, ...]:
+        letters = self.operand_letters(operand_index)
+        return tuple(k for k, c in enumerate(letters) if self.is_whole(c))
+
+    @staticmethod
+    def is_whole(letter: str) -> bool:
+        """Whether all of an axis is needed to compute any of it."""
+        return letter.islower() and letter not in "nhg"
+
+    def verify(self) -> None:
+        for field in self.fields_of("operand"):
+            value = getattr(self, field)
+            if value is not None and isinstance(value, Scalar) == (field in self.AXES):
+                kind = "tensor" if field in self.AXES else "scalar"
+                raise VerifyError(f"{self.name}: {field} is a {kind}, not {value}")
+        for field, tv in self.tensors():
+            letters = self.letters(field)
+            if tv.ndim != len(letters):
+                raise VerifyError(f"{self.name}: {field} has axes [{', '.join(letters)}], not {tv}")
+            known = self.DTYPES.get(field, (self._value("query").dtype(),))
+            if tv.dtype() not in known:
+                raise VerifyError(
+                    f"{self.name}: {field} is {' or '.join(map(dtype_text, known))}, not {tv}"
+                )
+
+
+def _cut_letters(letters: str) -> str:
+    """Return the letters of axes by which of them are cut alike."""
+    return letters.replace("g", "h")
+
+
+_FLOATS = (DataType.Half, DataType.BFloat16, DataType.Float, DataType.Double)
+
+
+class SdpaFwdOp(AttentionOp):
+    """out = dropout(softmax(query @ key.T * scale + bias)) @ value, row by row.
+
+    bias is added to the scores, which count where mask (Bool) is true and, with is_causal, where
+    the key does not come after the query; both are broadcast to [n, h, l, s]. A row without any
+    gives 0. log_sumexp is that of a row's scores. `philox_seed` and `philox_offset` say what
+    was dropped. No scale: 1/sqrt(e).
+    """
+
+    out: TensorView = result()
+    log_sumexp: TensorView = result()
+    philox_seed: TensorView = result()
+    philox_offset: TensorView = result()
+    query: TensorView = operand()
+    key: TensorView = operand()
+    value: TensorView = operand()
+    bias: TensorView | None = operand()
+    mask: TensorView | None = operand()
+    dropout_p: Scalar = operand()
+    is_causal: Scalar = operand()
+    scale: Scalar | None = operand()
+    enable_gqa: bool = attr(default=False)
+    AXES: ClassVar[dict[str, str]] = {
+        "out": "nhlv",
+        "log_sumexp": "nhl",
+        "philox_seed": "p",
+        "philox_offset": "",
+        "query": "nhle",
+        "key": "nhse",
+        "value": "nhsv",
+        "bias": "nhls",
+        "mask": "nhls",
+    }
+    FOLLOWED: ClassVar[dict[str, str]] = {"out": "query"}
+    REPEATED: ClassVar[tuple[str, ...]] = ("bias", "mask")
+    DTYPES: ClassVar[dict[str, tuple[DataType, ...]]] = {
+        **AttentionOp.DTYPES,
+        "bias": _FLOATS,
+        "mask": (DataType.Bool,),
+    }
+
+    @property
+    def name(self) -> str:
+        return "sdpfa_fwd"
+
+    def template(self) -> str:
+        has = (v is not None for v in (self.bias, self.mask, self.scale))
+        return _forward(*has, enable_gqa=self.enable_gqa)
+
+    @classmethod
+    def variants(cls) -> Iterator[Variant]:
+        for *has, grouped in itertools.product((False, True), repeat=4):
+            named = zip(("bias", "mask", "scale"), has, strict=True)
+            absent = {f: None for f, given in named if not given}
+            yield {**absent, "enable_gqa": grouped}, _forward(*has, enable_gqa=grouped)
+
+
+class SdpaBwdOp(AttentionOp):
+    """The gradients of query, key and value, from that of forward's out; `attended` and what
+    follows are what forward gave, which had neither bias nor mask."""
+
+    grad_query: TensorView = result()
+    grad_key: TensorView = result()
+    grad_value: TensorView = result()
+    grad_output: TensorView = operand()
+    query: TensorView = operand()
+    key: TensorView = operand()
+    value: TensorView = operand()
+    attended: TensorView = operand()
+    log_sumexp: TensorView = operand()
+    dropout_p: Scalar = operand()
+    is_causal: Scalar = operand()
+    philox_seed: TensorView = operand()
+    philox_offset: TensorView = operand()
+    scale: Scalar | None = operand()
+    enable_gqa: bool = attr(default=False)
+    AXES: ClassVar[dict[str, str]] = {
+        "grad_query": "nhle",
+        "grad_key": "nhse",
+        "grad_value": "nhsv",
+        "grad_output": "nhlv",
+        "query": "nhle",
+        "key": "nhse",
+        "value": "nhsv",
+        "attended": "nhlv",
+        "log_sumexp": "nhl",
+        "philox_seed": "p",
+        "philox_offset": "",
+    }
+    FOLLOWED: ClassVar[dict[str, str]] = {
+        f"grad_{operand}": operand for operand in ("query", "key", "value")
+    }
+
+    @property
+    def name(self) -> str:
+        return "sdpfa_bwd"
+
+    def template(self) -> str:
+        return _backward(self.scale is not None, enable_gqa=self.enable_gqa)
+
+    @classmethod
+    def variants(cls) -> Iterator[Variant]:
+        for scale, grouped in itertools.product((True, False), (False, True)):
+            absent = {} if scale else {"scale": None}
+            yield {**absent, "enable_gqa": grouped}, _backward(scale, enable_gqa=grouped)
+
+
+def _text(results: tuple[str, ...], call: str, operands: list[str]) -> str:
+    left = ",\n".join(f"{{{name}}}" for name in results)
+    right = ",\n          ".join(operands)
+    return f"{left}\n   = {call}({right}\n  )"
+
+
+_GROUPED = "enable_gqa = true"
+
+
+def _forward(bias: bool, mask: bool, scale: bool, *, enable_gqa: bool) -> str:
+    named = [*["bias"] * bias, *["mask"] * mask, "dropout_p", "is_causal", *["scale"] * scale]
+    operands = ["{query}", "{key}", "{value}", *(f"{name} = {{{name}}}" for name in named)]
+    results = ("out", "log_sumexp", "philox_seed", "philox_offset")
+    return _text(results, "sdpa", [*operands, *[_GROUPED] * enable_gqa])
+
+
+def _backward(scale: bool, *, enable_gqa: bool) -> str:
+    named = {"logsum_exp": "log_sumexp", "dropout_p": "dropout_p", "is_causal": "is_causal"}
+    named |= {"philox_seed": "philox_seed", "philox_offset": "philox_offset"}
+    named |= {"scale": "scale"} if scale else {}
+    return _text(
+        ("grad_query", "grad_key", "grad_value"),
+        "sdpa_bwd",
+        [
+            *(f"{{{name}}}" for name in ("grad_output", "query", "key", "value", "attended")),
+            *(f"{text} = {{{name}}}" for text, name in named.items()),
+            *[_GROUPED] * enable_gqa,
+        ],
+    )

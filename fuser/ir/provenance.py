@@ -1,0 +1,102 @@
+"""Origin: why a tensor lies on its mesh as it does, as data of a fusion and as lines of its text.
+
+A fusion keeps the origins of its tensors as facts about numbers, so that copies of the fusion, the
+host program and a text that was read back have them as well. They mean nothing to what runs.
+
+    T3 deviceIdx.x on axis 0 : user at mlp.py:9
+    T7 deviceIdx.x on axis 1 : forward from T3 through linear at mlp.py:12
+    T8 placement : operand from T7 through linear for T9 at mlp.py:14
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import Literal, cast, get_args
+
+from fuser.ir.types import PTYPE_FROM_TEXT, ParallelType
+from fuser.support.text_cursor import Cursor
+
+How = Literal[
+    # Of a mesh or a cut: the user set it; it came from an operand, from a result, or from another
+    # result of one op; it is the fusion's only mesh.
+    "user",
+    "forward",
+    "backward",
+    "beside",
+    "only",
+    # Of a whole placement, where decomposition made an op that changes one: for an op's operand or
+    # result, for a copy that the user wrote, for a sum over devices, for an update of an input.
+    "operand",
+    "result",
+    "set",
+    "sum",
+    "update",
+    # Of a tensor that was made on the way: by a local op; as the parts of a sum.
+    "local",
+    "parts",
+]
+_HOWS: tuple[str, ...] = get_args(How)
+_ROW = re.compile(
+    r"T(?P<tensor>[0-9]+) (?P<what>mesh|placement|(?P<ptype>\S+) on (?:axis (?P<axis>[0-9]+)|sum))"
+    r" : (?P<how>\w+)(?: from T(?P<source>[0-9]+))?(?: through (?P<op>\S+))?"
+    r"(?: for T(?P<result>[0-9]+))?"
+    r"(?: at (?P<where>[^\n]*\S))?[ ]*$",
+    re.MULTILINE,
+)
+
+
+@dataclass(frozen=True)
+class Origin:
+    """Where the mesh of tensor number `tensor` (or its cut along `ptype`, or its placement as a
+    whole) comes from: tensor number `source`, through an op that the user wrote at `where`.
+
+    `axis` counts as torch does; None is an axis that is summed over. `result` is what the op
+    computes from the operand that the row is about.
+    """
+
+    tensor: int
+    what: Literal["mesh", "placement", "cut"]
+    how: How
+    source: int | None = None
+    op: str = ""
+    where: str = ""
+    ptype: ParallelType | None = None
+    axis: int | None = None
+    result: int | None = None
+
+    def __str__(self) -> str:
+        what = self.what
+        if self.ptype is not None:
+            place = "sum" if self.axis is None else f"axis {self.axis}"
+            what = f"{self.ptype.text} on {place}"
+        source = "" if self.source is None else f" from T{self.source}"
+        through = f" through {self.op.replace(' ', '_')}" if self.op else ""
+        result = "" if self.result is None else f" for T{self.result}"
+        at = f" at {' '.join(self.where.split())}" if self.where else ""
+        return f"T{self.tensor} {what} : {self.how}{source}{through}{result}{at}"
+
+
+def read_origin(cursor: Cursor) -> Origin:
+    """Read one line. Raises `ParseError`."""
+    row = cursor.expect(_ROW, "where a tensor's sharding came from")
+    if row["how"] not in _HOWS:
+        raise cursor.fail(f"unknown origin {row['how']!r}: {', '.join(_HOWS)}", row.start("how"))
+    ptype = row["ptype"]
+    if ptype is not None and ptype not in PTYPE_FROM_TEXT:
+        raise cursor.fail(f"unknown parallel type {ptype!r}", row.start("ptype"))
+
+    def number(name: str) -> int | None:
+        return None if row[name] is None else cursor.number(row, name)
+
+    return Origin(
+        cursor.number(row, "tensor"),
+        "cut" if ptype is not None else cast("Literal['mesh', 'placement']", row["what"]),
+        cast("How", row["how"]),
+        number("source"),
+        row["op"] or "",
+        row["where"] or "",
+        None if ptype is None else PTYPE_FROM_TEXT[ptype],
+        number("axis"),
+        number("result"),
+    )

@@ -1,0 +1,15 @@
+"""Scalar expressions: extents, indices and the scalars of a program.
+
+Question: how are numbers that are known at run time written, simplified and computed?
+Imports: `fuser.support`, and types and statements of `fuser.ir`.
+Files, in reading order:
+
+- `scalar_nodes`: constants, symbols, applications and polynomials, and their text.
+- `simplify`: simplification by algebra and by ranges.
+- `evaluate`: the meaning of each scalar op.
+- `constructors`: functions that make simplified expressions; rooms import this one.
+- `compiled`: expressions compiled to Python functions.
+"""
+
+# It fills the tables of operators (`OPERATORS`, `CONSTRUCTORS`) of `scalar_nodes`.
+from fuser.ir.scalar import constructors as constructors

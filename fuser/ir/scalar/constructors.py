@@ -1,0 +1,417 @@
+"""Symbolic scalars that simplify when they are built.
+
+A scalar is a constant, a symbol, or an op applied to scalars. Integer sums and products are kept as
+polynomials over atoms (symbols and non-polynomial ops such as `/`), so two equal index expressions
+usually become the same object. A symbol carries its range: extents are at least 0 (at least 1 once
+a fusion is concretized), an index is in [0, extent - 1], a user's integers are unbounded; what is
+simplified is proved from these ranges (`fuser.ir.scalar.simplify`).
+
+Constructors (`add`, `mul`, `floordiv`, ...) are the only way to build a non-leaf; nothing
+simplifies later.
+"""
+
+from __future__ import annotations
+
+import cmath
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+
+from fuser.ir.dtypes import (
+    DataType,
+    common_dtype,
+    complex_of,
+    dtype_text,
+    is_complex,
+    part_of,
+)
+from fuser.ir.scalar.evaluate import BOOL_OPS, COMPLEX_OPS, COMPUTE, PART_OPS
+from fuser.ir.scalar.scalar_nodes import (
+    CONSTRUCTORS,
+    ONE,
+    OPERATORS,
+    ZERO,
+    Apply,
+    Const,
+    Number,
+    Poly,
+    Scalar,
+    ScalarLike,
+    Symbol,
+    alike_literals,
+    as_scalar,
+    children,
+    const,
+    int_value,
+    is_int,
+    postorder,
+    symbols,
+)
+from fuser.ir.scalar.scalar_range import interval
+from fuser.ir.scalar.scalar_text import literal_text, scalar_text
+from fuser.ir.scalar.simplify import (
+    absolute,
+    add_terms,
+    ceil_divide,
+    divide,
+    has_index,
+    is_less,
+    is_nonnegative,
+    larger,
+    multiply,
+    negate,
+    remainder,
+    smaller,
+    subtract,
+)
+from fuser.support.errors import DivisionByZeroError, DtypeError, InputError
+
+__all__ = [
+    "Apply",
+    "COMPUTE",
+    "Const",
+    "Number",
+    "ONE",
+    "Poly",
+    "Scalar",
+    "ScalarLike",
+    "Symbol",
+    "ZERO",
+    "add",
+    "all_of",
+    "apply",
+    "as_scalar",
+    "cast",
+    "ceildiv",
+    "children",
+    "const",
+    "eq",
+    "evaluate",
+    "floordiv",
+    "has_index",
+    "index",
+    "int_value",
+    "interval",
+    "is_int",
+    "is_less",
+    "is_nonnegative",
+    "le",
+    "literal_text",
+    "logical_and",
+    "logical_not",
+    "lt",
+    "maximum",
+    "minimum",
+    "mod",
+    "mul",
+    "name_for",
+    "ne",
+    "product",
+    "rebuild",
+    "scalar_text",
+    "sub",
+    "substitute",
+    "symbols",
+    "truncdiv",
+    "truncmod",
+    "where",
+]
+
+
+def index(name: str, extent: ScalarLike) -> Symbol:
+    """Return the index of a loop, a thread or a mesh axis: 0 <= index < extent."""
+    return Symbol(name, DataType.Index, lo=0, hi=sub(extent, 1))
+
+
+def name_for(name: str, x: Scalar, dtype: DataType = DataType.Index) -> Symbol:
+    """Return a name for the value of `x`, with the lower bound of `x`."""
+    low = interval(x)[0]
+    return Symbol(name, dtype, lo=low if isinstance(low, int) else None)
+
+
+# ---------------------------------------------------------------- arithmetic
+def add(a: ScalarLike, b: ScalarLike) -> Scalar:
+    return apply("+", a, b)
+
+
+def mul(a: ScalarLike, b: ScalarLike) -> Scalar:
+    return apply("*", a, b)
+
+
+def sub(a: ScalarLike, b: ScalarLike) -> Scalar:
+    return apply("-", a, b)
+
+
+def product(factors: Iterable[ScalarLike]) -> Scalar:
+    """Return the product; 1 for none."""
+    out: Scalar = ONE
+    for f in factors:
+        out = mul(out, f)
+    return out
+
+
+def floordiv(a: ScalarLike, b: ScalarLike) -> Scalar:
+    """Integer division that rounds down: what index arithmetic means."""
+    return divide(as_scalar(a), as_scalar(b), "floorDiv")
+
+
+def mod(a: ScalarLike, b: ScalarLike) -> Scalar:
+    """What `floordiv` leaves: in [0, b) for a positive b."""
+    return remainder(as_scalar(a), as_scalar(b), "floorMod")
+
+
+def truncdiv(a: ScalarLike, b: ScalarLike) -> Scalar:
+    """Integer division that rounds towards zero, as C's `/`: what a user's program means."""
+    return divide(as_scalar(a), as_scalar(b), "/")
+
+
+def truncmod(a: ScalarLike, b: ScalarLike) -> Scalar:
+    """What `truncdiv` leaves, with the sign of `a`, as C's `%`."""
+    return remainder(as_scalar(a), as_scalar(b), "%")
+
+
+def ceildiv(a: ScalarLike, b: ScalarLike) -> Scalar:
+    """Integer division that rounds up."""
+    return ceil_divide(as_scalar(a), as_scalar(b))
+
+
+def minimum(a: ScalarLike, b: ScalarLike) -> Scalar:
+    return apply("min", a, b)
+
+
+def maximum(a: ScalarLike, b: ScalarLike) -> Scalar:
+    return apply("max", a, b)
+
+
+# ---------------------------------------------------------------- comparisons, logic, choice
+def ne(a: ScalarLike, b: ScalarLike) -> Scalar:
+    a, b = as_scalar(a), as_scalar(b)
+    return const(False) if a == b and is_int(a) else apply("!=", a, b)
+
+
+def logical_not(a: ScalarLike) -> Scalar:
+    return apply("!", a)
+
+
+def lt(a: ScalarLike, b: ScalarLike) -> Scalar:
+    a, b = as_scalar(a), as_scalar(b)
+    if is_int(a) and is_int(b):
+        if is_less(a, b):
+            return const(True)
+        if is_nonnegative(sub(a, b)):
+            return const(False)
+    return apply("<", a, b)
+
+
+def le(a: ScalarLike, b: ScalarLike) -> Scalar:
+    a, b = as_scalar(a), as_scalar(b)
+    return lt(a, add(b, 1)) if is_int(a) and is_int(b) else apply("<=", a, b)
+
+
+def eq(a: ScalarLike, b: ScalarLike) -> Scalar:
+    a, b = as_scalar(a), as_scalar(b)
+    return const(True) if a == b and is_int(a) else apply("==", a, b)
+
+
+def logical_and(a: ScalarLike, b: ScalarLike) -> Scalar:
+    a, b = as_scalar(a), as_scalar(b)
+    for x, y in ((a, b), (b, a)):
+        if isinstance(x, Const):
+            return y if x.value else x
+    return a if a == b else apply("&&", a, b)
+
+
+def all_of(conditions: Iterable[ScalarLike]) -> Scalar:
+    """Return the conjunction; true for none."""
+    out: Scalar = const(True)
+    for c in conditions:
+        out = logical_and(out, c)
+    return out
+
+
+def where(cond: ScalarLike, a: ScalarLike, b: ScalarLike) -> Scalar:
+    cond, a, b = as_scalar(cond), as_scalar(a), as_scalar(b)
+    if isinstance(cond, Const):
+        return a if cond.value else b
+    a, b = alike_literals((a, b))
+    return a if a == b else Apply("where", (cond, a, b), _result_dtype((a, b), "where"))
+
+
+def cast(x: ScalarLike, dtype: DataType) -> Scalar:
+    x = as_scalar(x)
+    if x.dtype is dtype:
+        return x
+    if isinstance(x, Const) and cmath.isfinite(x.value):
+        return Const(x.value, dtype)
+    return Apply(f"cast:{dtype_text(dtype)}", (x,), dtype)
+
+
+def _result_dtype(args: Sequence[Scalar], op: str) -> DataType:
+    if op in BOOL_OPS:
+        return DataType.Bool
+    dtype = common_dtype([(a.dtype, "scalar") for a in args], "default")
+    if op in PART_OPS:
+        return part_of(dtype)
+    return complex_of(dtype) if op == "complex" else dtype
+
+
+def apply(op: str, *args: ScalarLike) -> Scalar:
+    """Apply a named op of `COMPUTE`, folding constants. Integer arithmetic has its own form: `/`
+    and `%` truncate, as in C.
+
+    Raises `DtypeError` for complex operands of an op that has no meaning for them.
+    """
+    scalars = tuple([as_scalar(a) for a in args])
+    if op not in COMPLEX_OPS and any(is_complex(s.dtype) for s in scalars):
+        raise DtypeError(f"{op} has no meaning for complex numbers: {', '.join(map(str, scalars))}")
+    form = _INT_FORMS.get(op)
+    if form is not None and all(map(is_int, scalars)):
+        return form(*scalars)
+    scalars = alike_literals(scalars)
+    dtype = _result_dtype(scalars, op)
+    values = [s.value for s in scalars if isinstance(s, Const)]
+    if len(values) == len(scalars):
+        try:
+            return Const(COMPUTE[op](*values), dtype)
+        except (ValueError, ZeroDivisionError, OverflowError):
+            pass  # outside the op's domain: keep it symbolic, the runtime decides
+    return Apply(op, scalars, dtype)
+
+
+# What Python's operators on scalars mean.
+OPERATORS.update(
+    {
+        "+": add,
+        "-": sub,
+        "*": mul,
+        "floorDiv": floordiv,
+        "floorMod": mod,
+        "<": lt,
+        "<=": le,
+    }
+)
+CONSTRUCTORS.update(eq=eq, ne=ne, cast=cast)
+
+
+_INT_FORMS: dict[str, Callable[..., Scalar]] = {
+    "+": add_terms,
+    "-": subtract,
+    "*": multiply,
+    "/": truncdiv,
+    "%": truncmod,
+    "floorDiv": floordiv,
+    "floorMod": mod,
+    "ceilDiv": ceildiv,
+    "min": smaller,
+    "max": larger,
+    "abs": absolute,
+    "neg": negate,
+}
+
+
+# ---------------------------------------------------------------- traversal
+def substitute(x: Scalar, mapping: Mapping[Scalar, Scalar]) -> Scalar:
+    """Rebuild `x` with symbols and other atoms replaced, simplifying again."""
+    done = dict(mapping)
+    for y in postorder(x, done.__contains__):
+        done[y] = _rebuilt(y, done)
+    return done[x]
+
+
+def _rebuilt(x: Scalar, done: Mapping[Scalar, Scalar]) -> Scalar:
+    """Return `x` over what its children became."""
+    if all(done[c] is c for c in children(x)):
+        return x
+    if isinstance(x, Poly):
+        total: Scalar = Const(0, x.dtype)
+        for mono, coef in x.terms:
+            total = add(total, mul(coef, product(done[a] for a in mono)))
+        return total
+    assert isinstance(x, Apply)
+    return rebuild(x, [done[a] for a in x.args])
+
+
+def rebuild(x: Apply, args: Sequence[Scalar]) -> Scalar:
+    """Apply the op of `x` to other arguments through its simplifying constructor."""
+    if x.op.startswith("cast:"):
+        return cast(args[0], x.dtype)
+    special = {"<": lt, "<=": le, "==": eq, "&&": logical_and}
+    if x.op in special:
+        return special[x.op](args[0], args[1])
+    if x.op == "where":
+        return where(args[0], args[1], args[2])
+    return apply(x.op, *args)
+
+
+# Scalars up to this depth are evaluated by plain recursion.
+_SHALLOW = 8
+
+
+def evaluate(x: Scalar, values: Mapping[Symbol, Number]) -> Number:
+    """Return the value of `x`.
+
+    Raises:
+        KeyError: a symbol that `values` does not bind.
+        DivisionByZeroError: an integer is divided by 0.
+        InputError: an infinity or a NaN becomes an integer.
+    """
+    if x.depth <= _SHALLOW:
+        return _evaluate(x, values)
+    # Both values of a `where` are computed: an error counts only when it reaches the result.
+    done: dict[Scalar, Number | InputError] = {}
+    for y in postorder(x, done.__contains__):
+        try:
+            done[y] = _value(y, values, [_defined(done[c]) for c in _relevant(y, done)])
+        except InputError as error:
+            done[y] = error
+    return _defined(done[x])
+
+
+def _relevant(x: Scalar, done: Mapping[Scalar, Number | InputError]) -> tuple[Scalar, ...]:
+    """Return what the value of `x` depends on."""
+    if isinstance(x, Apply) and x.op == "where":
+        cond, a, b = x.args
+        return (cond, *((a, a) if done[cond] else (b, b)))
+    return children(x)
+
+
+def _defined(value: Number | InputError) -> Number:
+    if isinstance(value, InputError):
+        raise value
+    return value
+
+
+def _evaluate(x: Scalar, values: Mapping[Symbol, Number]) -> Number:
+    if isinstance(x, Const):
+        return x.value
+    if isinstance(x, Symbol):
+        return values[x]
+    if isinstance(x, Apply) and x.op == "where":
+        return _evaluate(x.args[1 if _evaluate(x.args[0], values) else 2], values)
+    return _value(x, values, [_evaluate(c, values) for c in children(x)])
+
+
+def _value(x: Scalar, values: Mapping[Symbol, Number], args: Sequence[Number]) -> Number:
+    """Return the value of `x` from those of its children."""
+    if isinstance(x, Const):
+        return x.value
+    if isinstance(x, Symbol):
+        return values[x]
+    if isinstance(x, Poly):
+        given = iter(args)
+        return sum(c * math.prod(int(next(given)) for _ in m) for m, c in x.terms)
+    assert isinstance(x, Apply)
+    try:
+        if x.op not in COMPUTE:
+            return Const(args[0], x.dtype).value
+        found = COMPUTE[x.op](*args)
+        # Arithmetic on Bool is that of 0 and 1.
+        return bool(found) if x.dtype is DataType.Bool else found
+    except ZeroDivisionError:
+        raise DivisionByZeroError(f"{x} divides {args[0]} by 0{_bound(x, values)}") from None
+    except (OverflowError, ValueError):
+        raise InputError(f"{x} has no value for {args}{_bound(x, values)}") from None
+
+
+def _bound(x: Scalar, values: Mapping[Symbol, Number]) -> str:
+    known = ", ".join(f"{s} = {values[s]}" for s in symbols(x)[:8])
+    return f": {known}" if known else ""

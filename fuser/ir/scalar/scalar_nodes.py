@@ -1,0 +1,554 @@
+"""The classes of symbolic scalars and their polynomial form.
+
+Use `fuser.ir.scalar.constructors`: its constructors keep every scalar simplified.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any, Final, NoReturn, TypeVar, cast
+from weakref import WeakValueDictionary
+
+from fuser.ir.dtypes import Category, DataType, category, dtype_of_python
+from fuser.ir.statement import Val, is_defining
+from fuser.support.arguments import python_number, wrong
+from fuser.support.errors import (
+    ArgumentError,
+    UnsupportedError,
+    is_users_comparison,
+    user_code,
+    user_line,
+)
+
+Number = bool | int | float
+# What a constant is made of. The values of complex scalars are typed as `Number`, too: they are
+# rare, and whatever reads extents or indices never meets one.
+AnyNumber = Number | complex
+# The ends of a range of integers; the only floats are -inf and inf.
+Interval = tuple[int | float, int | float]
+_S = TypeVar("_S", bound="Scalar")
+
+
+@Val.register
+class Scalar:
+    """Base of all scalars; immutable. Equal scalars are one object, so that the compiler's `==` and
+    hashing are those of `object`, whatever the depth. A user's `==` is the condition."""
+
+    __slots__ = ("__weakref__", "depth", "dtype", "interval", "order", "symbols")
+    dtype: DataType
+    # The longest way down to a leaf, which is at depth 0.
+    depth: int
+    # What `fuser.ir.scalar.scalar_range` and the walks below have found out; None: not asked yet.
+    interval: Interval | None
+    order: tuple[object, ...] | None
+    symbols: tuple[Symbol, ...] | None
+
+    def __str__(self) -> str:
+        from fuser.ir.scalar.scalar_text import scalar_text
+
+        return scalar_text(self)
+
+    __repr__ = __str__
+
+    # Arithmetic and order as Python writes them: `//` and `%` round down.
+    def __add__(self, other: ScalarLike) -> Scalar:
+        return _arithmetic("+", self, other)
+
+    def __radd__(self, other: ScalarLike) -> Scalar:
+        return _arithmetic("+", other, self)
+
+    def __sub__(self, other: ScalarLike) -> Scalar:
+        return _arithmetic("-", self, other)
+
+    def __rsub__(self, other: ScalarLike) -> Scalar:
+        return _arithmetic("-", other, self)
+
+    def __mul__(self, other: ScalarLike) -> Scalar:
+        return _arithmetic("*", self, other)
+
+    def __rmul__(self, other: ScalarLike) -> Scalar:
+        return _arithmetic("*", other, self)
+
+    def __floordiv__(self, other: ScalarLike) -> Scalar:
+        return _arithmetic("floorDiv", self, other)
+
+    def __rfloordiv__(self, other: ScalarLike) -> Scalar:
+        return _arithmetic("floorDiv", other, self)
+
+    def __mod__(self, other: ScalarLike) -> Scalar:
+        return _arithmetic("floorMod", self, other)
+
+    def __rmod__(self, other: ScalarLike) -> Scalar:
+        return _arithmetic("floorMod", other, self)
+
+    def __neg__(self) -> Scalar:
+        return _arithmetic("-", 0, self)
+
+    def __lt__(self, other: ScalarLike) -> Scalar:
+        return _arithmetic("<", self, other)
+
+    def __le__(self, other: ScalarLike) -> Scalar:
+        return _arithmetic("<=", self, other)
+
+    def __gt__(self, other: ScalarLike) -> Scalar:
+        return _arithmetic("<", other, self)
+
+    def __ge__(self, other: ScalarLike) -> Scalar:
+        return _arithmetic("<=", other, self)
+
+    def __eq__(self, other: object) -> Any:
+        """Return the condition in a user's definition, else whether both are one object."""
+        return _equality("eq", self, other) if is_users_comparison() else NotImplemented
+
+    def __ne__(self, other: object) -> Any:
+        return _equality("ne", self, other) if is_users_comparison() else NotImplemented
+
+    __hash__ = object.__hash__
+
+    # What `fuser.ops.operators` gives to scalars.
+    if TYPE_CHECKING:
+
+        def _operator(self, other: ScalarLike) -> Scalar: ...
+
+        __truediv__ = __rtruediv__ = __pow__ = __rpow__ = _operator
+        __and__ = __rand__ = __or__ = __ror__ = __xor__ = __rxor__ = _operator
+        __lshift__ = __rlshift__ = __rshift__ = __rrshift__ = _operator
+
+        def __abs__(self) -> Scalar: ...
+        def __index__(self) -> int: ...
+        def __int__(self) -> int: ...
+        def __float__(self) -> float: ...
+        def __divmod__(self, other: ScalarLike) -> tuple[Scalar, Scalar]: ...
+        def __rdivmod__(self, other: ScalarLike) -> tuple[Scalar, Scalar]: ...
+
+    def __bool__(self) -> bool:
+        """Raise `ArgumentError`: no value is known while a program is defined. To the compiler a
+        number is true, as an object is."""
+        if self.dtype is not DataType.Bool and not is_users_comparison():
+            return True
+        of_number = "" if self.dtype is DataType.Bool else "compare it (!= 0), and "
+        raise ArgumentError(
+            f"{self} is neither true nor false while a program is defined (at {user_line()}): "
+            f"{of_number}write the op where in place of `if`, in a host program hic.branch(...), "
+            "logical_and(a, b) for `and`, logical_not(a) for `not`; a is b asks whether two "
+            "scalars are the same, a is not None whether there is one"
+        )
+
+    def __deepcopy__(self, memo: object) -> Scalar:
+        return self
+
+    # nvFuser's `Val` queries.
+    def is_tensor(self) -> bool:
+        return False
+
+    def is_symbolic(self) -> bool:
+        """Return whether the scalar has no constant value."""
+        return not isinstance(self, Const)
+
+    def definition(self) -> None:
+        """Return None for a constant or a symbol.
+
+        Raises `UnsupportedError` for a formula: what it simplified to is no single op any more.
+        """
+        if not isinstance(self, Const | Symbol):
+            raise UnsupportedError(
+                f"definition() of {self}: a scalar is kept as the formula that it simplifies to, "
+                "not as the ops that made it; str() shows it"
+            )
+
+    def uses(self) -> NoReturn:
+        """Raise `UnsupportedError`: a scalar belongs to no fusion, so none of its readers is known.
+
+        The definitions and uses of tensors show the ops that read it.
+        """
+        raise UnsupportedError(
+            f"uses() of {self}: equal scalars of all fusions are one object, which does not know "
+            "its readers; ask the tensors for their definitions"
+        )
+
+
+# The constructors that Python's operators on scalars call; `fuser.ir.scalar.constructors` fills
+# both.
+OPERATORS: dict[str, Callable[[ScalarLike, ScalarLike], Scalar]] = {}
+CONSTRUCTORS: dict[str, Callable[..., Scalar]] = {}
+
+
+def _arithmetic(op: str, a: ScalarLike, b: ScalarLike) -> Scalar:
+    """Return `a op b`; NotImplemented beside a tensor or a list, whose operator it is.
+
+    Raises `ArgumentError` for what is no number.
+    """
+    if isinstance(a, ScalarLike) and isinstance(b, ScalarLike):  # pyright: ignore[reportUnnecessaryIsInstance]
+        return OPERATORS[op](*_of_one_category(a, b))
+    other = b if isinstance(a, Scalar) else a  # pyright: ignore[reportUnnecessaryIsInstance]
+    if isinstance(other, Val) or (op == "*" and isinstance(other, list | tuple | str)):
+        return NotImplemented  # `[0] * n` repeats a list, and asks for an index
+    number = python_number(other)
+    if number is None:
+        scalar_itself = a if other is b else b
+        raise ArgumentError(
+            f"{op} of {scalar_itself}: {wrong('a tensor or a scalar or a number', other).text}"
+            f"{user_code(user_line())}"
+        )
+    return _arithmetic(op, a, number) if other is b else _arithmetic(op, number, b)
+
+
+def _of_one_category(a: ScalarLike, b: ScalarLike) -> tuple[Scalar, Scalar]:
+    """Return an integer beside a floating scalar in its dtype, as the ops of definitions do."""
+    a, b = as_scalar(a), as_scalar(b)
+    if a.dtype is b.dtype:
+        return a, b
+    kinds = category(a.dtype), category(b.dtype)
+    if kinds in (("int", "float"), ("bool", "float")):
+        return CONSTRUCTORS["cast"](a, b.dtype), b
+    if kinds in (("float", "int"), ("float", "bool")):
+        return a, CONSTRUCTORS["cast"](b, a.dtype)
+    return a, b
+
+
+def _equality(name: str, a: Scalar, other: object) -> Any:
+    """Return a comparison that a user writes: the condition in a definition or where it is
+    constant; NotImplemented for what is no scalar, and where no program could read a condition."""
+    b = other if isinstance(other, Scalar) else python_number(other)
+    if b is None:
+        return NotImplemented
+    condition = CONSTRUCTORS[name](a, b)
+    if is_defining():
+        return condition
+    if a is b or not isinstance(condition, Const):
+        return NotImplemented
+    return bool(condition.value)
+
+
+_known: WeakValueDictionary[object, Scalar] = WeakValueDictionary()
+_known_lock = threading.Lock()
+
+
+def _interned(cls: type[_S], key: object, dtype: DataType, depth: int = 0) -> tuple[_S, bool]:
+    """Return the scalar of this key, and whether it is new (its fields are still to be set)."""
+    found = _known.get(key)
+    if found is not None:
+        return cast(_S, found), False
+    made = object.__new__(cls)
+    made.dtype, made.depth = dtype, depth
+    made.interval = made.order = made.symbols = None
+    return made, True
+
+
+def _published(made: _S, key: object) -> _S:
+    """Make a finished scalar known; another thread's equal one wins."""
+    with _known_lock:
+        return cast(_S, _known.setdefault(key, made))
+
+
+def converted(value: AnyNumber, kind: Category) -> Number:
+    """Return a number as one of a category: a complex one as its real part, in Bool whether it is
+    not 0.
+
+    Raises `ValueError` or `OverflowError` for a NaN or an infinity that becomes an integer.
+    """
+    if kind == "bool":
+        return bool(value)
+    if kind == "complex":
+        return cast(Number, complex(value))
+    real = value.real if isinstance(value, complex) else value
+    return int(real) if kind == "int" else float(real)
+
+
+class Const(Scalar):
+    """A literal."""
+
+    __slots__ = ("value",)
+    value: Number
+
+    def __new__(cls, value: AnyNumber, dtype: DataType) -> Const:
+        kind = category(dtype)
+        value = converted(value, kind)
+        # repr() separates 0.0 from -0.0 and lets nan equal itself.
+        key = (Const, dtype, value if kind == "int" else repr(value))
+        made, is_new = _interned(cls, key, dtype)
+        if not is_new:
+            return made
+        made.value = value
+        return _published(made, key)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Const, (self.value, self.dtype)
+
+    def __bool__(self) -> bool:
+        """Return the truth of the value; to the compiler a number is true, as an object is."""
+        if self.value:
+            return True
+        return self.value is not False and not is_users_comparison()
+
+
+class Symbol(Scalar):
+    """A named value in [lo, hi]; None: unbounded.
+
+    The range is part of the identity: two symbols of one name and different ranges are two values.
+    A tighter range is another symbol, put in the place of this one by `substitute`.
+    """
+
+    __slots__ = ("hi", "lo", "name")
+    name: str
+    lo: int | None
+    hi: Scalar | None
+
+    def __new__(
+        cls, name: str, dtype: DataType, *, lo: int | None = None, hi: Scalar | int | None = None
+    ) -> Symbol:
+        hi = const(hi) if isinstance(hi, int) else hi
+        key = (Symbol, name, dtype, lo, hi)
+        made, is_new = _interned(cls, key, dtype)
+        if not is_new:
+            return made
+        made.name, made.lo, made.hi = name, lo, hi
+        return _published(made, key)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _symbol, (self.name, self.dtype, self.lo, self.hi)
+
+    @property
+    def is_index(self) -> bool:
+        """Whether this is a position below some extent: of a loop, a thread, a mesh."""
+        return self.hi is not None
+
+    def with_range(self, *, lo: int | None, hi: Scalar | int | None = None) -> Symbol:
+        """Return the symbol of the same name and dtype with another range."""
+        return Symbol(self.name, self.dtype, lo=lo, hi=hi)
+
+
+def _symbol(name: str, dtype: DataType, lo: int | None, hi: Scalar | None) -> Symbol:
+    return Symbol(name, dtype, lo=lo, hi=hi)
+
+
+class Apply(Scalar):
+    """An op on scalars that is not polynomial: divisions, ceilDiv, comparisons, float math."""
+
+    __slots__ = ("args", "op")
+    args: tuple[Scalar, ...]
+    op: str
+
+    def __new__(cls, op: str, args: tuple[Scalar, ...], dtype: DataType) -> Apply:
+        args = alike_literals(args)
+        key = (Apply, op, dtype, args)
+        made, is_new = _interned(cls, key, dtype, 1 + max((a.depth for a in args), default=0))
+        if not is_new:
+            return made
+        made.op, made.args = op, args
+        return _published(made, key)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Apply, (self.op, self.args, self.dtype)
+
+
+# Their literals have one text; the first of them that is there decides.
+_PLAIN_INTS = (DataType.Index, DataType.Int)
+
+
+def alike_literals(args: tuple[Scalar, ...]) -> tuple[Scalar, ...]:
+    """Return the arguments of an op with integer literals of the dtype of what they stand beside:
+    scalars of one text are one scalar."""
+    literals = [a for a in args if isinstance(a, Const) and a.dtype in _PLAIN_INTS]
+    if not literals:
+        return args
+    others = [a.dtype for a in args if not isinstance(a, Const)]
+    wanted = next((dtype for dtype in _PLAIN_INTS if dtype in others), None)
+    if wanted is None or all(a.dtype is wanted for a in literals):
+        return args
+    return tuple(
+        Const(a.value, wanted) if isinstance(a, Const) and a in literals else a for a in args
+    )
+
+
+Monomial = tuple[Scalar, ...]
+Terms = tuple[tuple[Monomial, int], ...]
+
+
+class Poly(Scalar):
+    """An integer polynomial: sorted (monomial, coefficient) terms; () is the constant term."""
+
+    __slots__ = ("terms",)
+    terms: Terms
+
+    def __new__(cls, terms: Terms, dtype: DataType) -> Poly:
+        key = (Poly, dtype, terms)
+        depth = 1 + max((a.depth for m, _ in terms for a in m), default=0)
+        made, is_new = _interned(cls, key, dtype, depth)
+        if not is_new:
+            return made
+        made.terms = terms
+        return _published(made, key)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Poly, (self.terms, self.dtype)
+
+
+# ---------------------------------------------------------------- walks
+def children(x: Scalar) -> tuple[Scalar, ...]:
+    if isinstance(x, Apply):
+        return x.args
+    return tuple(a for m, _ in x.terms for a in m) if isinstance(x, Poly) else ()
+
+
+def postorder(x: Scalar, is_known: Callable[[Scalar], bool]) -> Iterator[Scalar]:
+    """Yield what `x` is made of, each once and children first, down to what is known.
+
+    Chains of thousands of ops are walked without recursion. `is_known` must hold for a scalar once
+    it was yielded.
+    """
+    stack = [x]
+    while stack:
+        top = stack[-1]
+        if is_known(top):
+            stack.pop()
+            continue
+        waiting = [c for c in children(top) if not is_known(c)]
+        if waiting:
+            stack += reversed(waiting)
+        else:
+            yield top
+
+
+def symbols(x: Scalar) -> tuple[Symbol, ...]:
+    """Return the symbols of `x` in order of first appearance, without repeats."""
+    if isinstance(x, Symbol):
+        return (x,)
+    if x.symbols is None:
+        for y in postorder(x, lambda s: s.symbols is not None or isinstance(s, Symbol)):
+            # One level: the children's are known.
+            y.symbols = tuple(dict.fromkeys(s for c in children(y) for s in symbols(c)))
+    return x.symbols or ()
+
+
+# ---------------------------------------------------------------- the order of a sum's terms
+@lru_cache(maxsize=10_000)
+def _natural(name: str) -> tuple[object, ...]:
+    """Split a name so that i2 sorts before i10."""
+    parts = re.split(r"([0-9]+)", name)
+    # Numbers of any length: Python reads no more than some thousand digits.
+    numbers = (p.lstrip("0") for p in parts[1::2])
+    texts = ((0, 0, p) for p in parts[::2])
+    ordered: list[tuple[object, ...]] = [next(texts)]
+    for number, text in zip(numbers, texts, strict=True):
+        ordered += ((1, len(number), number), text)
+    return tuple(ordered)
+
+
+_ORDER_LENGTH = 400
+
+
+def _order_text(x: Scalar) -> str:
+    """Return the structure of `x` as text of bounded length; its children's is known."""
+
+    def texts(parts: Iterable[Scalar]) -> str:
+        return ", ".join(str(cast("tuple[object, ...]", p.order)[-1]) for p in parts)
+
+    match x:
+        case Const():
+            return f"('const', '{x.dtype.name}', '{x.value!r}')"
+        case Symbol():
+            text = f"('sym', {_natural(x.name)}, '{x.dtype.name}', {x.lo}, {x.hi})"
+        case Apply():
+            text = f"('apply', '{x.op}', '{x.dtype.name}', {texts(x.args)})"
+        case _:
+            terms = [f"(({texts(m)}), {c})" for m, c in cast(Poly, x).terms]
+            text = f"('poly', '{x.dtype.name}', {', '.join(terms)})"
+    if len(text) <= _ORDER_LENGTH:
+        return text
+    digest = hashlib.blake2b(text.encode(), digest_size=12).hexdigest()
+    return text[: _ORDER_LENGTH - len(digest)] + digest
+
+
+def sort_key(x: Scalar) -> tuple[object, ...]:
+    """Return the place of `x` among the atoms of a sum: symbols by name, then ops by structure."""
+    if x.order is None:
+        for y in postorder(x, lambda s: s.order is not None):
+            is_symbol = isinstance(y, Symbol)
+            y.order = (0 if is_symbol else 1, _natural(y.name) if is_symbol else (), _order_text(y))
+    assert x.order is not None
+    return x.order
+
+
+def const(value: AnyNumber, dtype: DataType | None = None) -> Const:
+    """Return a literal; the dtype is inferred from the Python type (int: Index) when not given."""
+    if dtype is None:
+        dtype = DataType.Index if type(value) is int else dtype_of_python(value)
+    return Const(value, dtype)
+
+
+ZERO: Final = const(0)
+ONE: Final = const(1)
+ScalarLike = Scalar | bool | int | float | complex
+
+
+def as_scalar(value: ScalarLike) -> Scalar:
+    """Return `value` itself, or the constant for a Python number."""
+    return value if isinstance(value, Scalar) else const(value)
+
+
+def int_value(x: ScalarLike) -> int | None:
+    """Return the constant integer value, or None for anything symbolic."""
+    if isinstance(x, int):
+        return int(x)
+    return x.value if isinstance(x, Const) and isinstance(x.value, int) else None
+
+
+def is_int(x: Scalar) -> bool:
+    return category(x.dtype) == "int"
+
+
+# ---------------------------------------------------------------- polynomial form
+def terms_of(x: Scalar) -> dict[Monomial, int]:
+    if isinstance(x, Const):
+        return {(): int(x.value)} if x.value else {}
+    return dict(x.terms) if isinstance(x, Poly) else {(x,): 1}
+
+
+def join_monomials(a: Monomial, b: Monomial) -> Monomial:
+    return tuple(sorted((*a, *b), key=sort_key)) if a and b else a or b
+
+
+def without_factors(mono: Monomial, part: Monomial) -> Monomial | None:
+    """Return mono / part, or None when part does not divide mono."""
+    rest = list(mono)
+    for atom in part:
+        if atom not in rest:
+            return None
+        rest.remove(atom)
+    return tuple(rest)
+
+
+def from_terms(terms: Mapping[Monomial, int], dtype: DataType) -> Scalar:
+    terms = {m: c for m, c in terms.items() if c}
+    if not terms:
+        return Const(0, dtype)
+    if len(terms) == 1:
+        ((mono, coef),) = terms.items()
+        if not mono:
+            return Const(coef, dtype)
+        if coef == 1 and len(mono) == 1:
+            return mono[0]
+    ordered = sorted(terms.items(), key=lambda t: (-len(t[0]), [sort_key(a) for a in t[0]]))
+    return Poly(tuple(ordered), dtype)
+
+
+def int_dtype(a: Scalar, b: Scalar) -> DataType:
+    if a.dtype is b.dtype:
+        return a.dtype
+    # A literal adapts to the other side; otherwise Index absorbs the fixed-width types.
+    if isinstance(a, Const):
+        return b.dtype
+    if isinstance(b, Const):
+        return a.dtype
+    return DataType.Index if DataType.Index in (a.dtype, b.dtype) else DataType.Int
+
+
+def single_term(x: Scalar) -> tuple[Monomial, int] | None:
+    """Return (monomial, coefficient) of a one-term integer, None for sums."""
+    terms = terms_of(x)
+    return next(iter(terms.items())) if len(terms) == 1 else None

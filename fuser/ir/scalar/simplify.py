@@ -1,0 +1,398 @@
+"""Sums, products, divisions and extrema of integer scalars, simplified as they are built.
+
+What is proved is proved from the ranges of symbols: `k` in [0, i0 - 1] makes `(k + i0 * j) // i0`
+be `j`. Two divisions are told apart: C's truncates towards zero (`/`, `%`: what a user's program
+means), the other rounds down (`floorDiv`, `floorMod`: index arithmetic). Where neither operand can
+be negative they agree, and both are written `/` and `%`. A division by 0 has no value.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from functools import lru_cache, partial
+
+from fuser.ir.scalar.scalar_nodes import (
+    ONE,
+    ZERO,
+    Apply,
+    Const,
+    Monomial,
+    Scalar,
+    ScalarLike,
+    Symbol,
+    as_scalar,
+    from_terms,
+    int_dtype,
+    int_value,
+    join_monomials,
+    single_term,
+    symbols,
+    terms_of,
+    without_factors,
+)
+from fuser.ir.scalar.scalar_range import interval
+from fuser.support.errors import DefinitionError
+
+# The division whose remainder an op is.
+_DIVISION_OF = {"%": "/", "floorMod": "floorDiv"}
+# Proofs about deeper scalars rest on constant bounds alone.
+_PROOF_DEPTH = 24
+
+
+# ---------------------------------------------------------------- sums and products
+@lru_cache(maxsize=100_000)
+def add_terms(a: Scalar, b: Scalar, factor: int = 1) -> Scalar:
+    """Return a + factor * b."""
+    terms = terms_of(a)
+    for mono, coef in terms_of(b).items():
+        terms[mono] = terms.get(mono, 0) + factor * coef
+    return from_terms(_recombine(terms), int_dtype(a, b))
+
+
+@lru_cache(maxsize=100_000)
+def multiply(a: Scalar, b: Scalar) -> Scalar:
+    terms: dict[Monomial, int] = {}
+    for ma, ca in terms_of(a).items():
+        for mb, cb in terms_of(b).items():
+            mono = join_monomials(ma, mb)
+            terms[mono] = terms.get(mono, 0) + ca * cb
+    return from_terms(_recombine(terms), int_dtype(a, b))
+
+
+def subtract(a: Scalar, b: Scalar) -> Scalar:
+    return add_terms(a, b, -1)
+
+
+def negate(x: Scalar) -> Scalar:
+    return multiply(x, Const(-1, x.dtype))
+
+
+# The remainder that a division leaves.
+_REMAINDER_OF = {division: op for op, division in _DIVISION_OF.items()}
+
+
+def _recombine(terms: dict[Monomial, int]) -> dict[Monomial, int]:
+    """Rewrite c*(x / b)*b + c*(x % b) into c*x, and what lacks one of the three into the third, for
+    either division."""
+    while True:
+        terms = {m: c for m, c in terms.items() if c}
+        found = _whole(terms) or _part(terms)
+        if found is None:
+            return terms
+        terms = found
+
+
+def _whole(terms: dict[Monomial, int]) -> dict[Monomial, int] | None:
+    """Return the terms with one quotient and its remainder joined; None when there are none."""
+    for mono, coef in terms.items():
+        for atom in mono:
+            if not (isinstance(atom, Apply) and atom.op in _DIVISION_OF):
+                continue
+            x, b = atom.args
+            rest = without_factors(mono, (atom,))
+            # x / b may have another spelling: (k / m) / n is k / (m*n).
+            split = single_term(b)
+            quotient = single_term(divide(x, b, _DIVISION_OF[atom.op]))
+            if rest is None or split is None or quotient is None:
+                continue
+            partner = join_monomials(join_monomials(rest, split[0]), quotient[0])
+            if terms.get(partner) == coef * split[1] * quotient[1]:
+                joined = {m: c for m, c in terms.items() if m not in (partner, mono)}
+                for m, c in terms_of(x).items():
+                    full = join_monomials(rest, m)
+                    joined[full] = joined.get(full, 0) + coef * c
+                return joined
+    return None
+
+
+def _part(terms: dict[Monomial, int]) -> dict[Monomial, int] | None:
+    """Return the terms with c*(x / b)*b - c*x as -c*(x % b), or c*x - c*(x % b) as c*(x / b)*b;
+    None where there are neither."""
+    for mono, coef in terms.items():
+        for atom in mono:
+            if not (isinstance(atom, Apply) and atom.op in _OTHER_PART):
+                continue
+            x, b = atom.args
+            around, count = without_factors(mono, (atom,)), coef
+            if atom.op in _REMAINDER_OF:
+                divisor = single_term(b)
+                if around is None or divisor is None or coef % divisor[1]:
+                    continue
+                around, count = without_factors(around, divisor[0]), coef // divisor[1]
+            if around is None:
+                continue
+            taken = {join_monomials(around, m): -count * c for m, c in terms_of(x).items()}
+            if mono in taken or any(terms.get(m) != c for m, c in taken.items()):
+                continue
+            left = {m: c for m, c in terms.items() if m not in taken and m != mono}
+            other = _OTHER_PART[atom.op](x, b)
+            for m, c in terms_of(other).items():
+                full = join_monomials(around, m)
+                left[full] = left.get(full, 0) - count * c
+            return left
+    return None
+
+
+# ---------------------------------------------------------------- proofs
+def has_index(x: Scalar) -> bool:
+    """Return whether any symbol of `x` is an index (a position below some extent)."""
+    return any(s.is_index for s in symbols(x))
+
+
+def _extreme(x: Scalar, *, largest: bool) -> Scalar | None:
+    """Replace every index in `x` by the end of its range that makes `x` largest or smallest.
+
+    The result holds no index; None when an end is unknown.
+    """
+    total: Scalar = Const(0, x.dtype)
+    for mono, coef in terms_of(x).items():
+        term: Scalar = Const(coef, x.dtype)
+        moves = [has_index(atom) for atom in mono]
+        # A product grows with each factor only where no other one is negative.
+        if len(mono) > 1 and any(moves) and any(interval(atom)[0] < 0 for atom in mono):
+            return None
+        for atom, moving in zip(mono, moves, strict=True):
+            end = _atom_extreme(atom, largest=(coef > 0) == largest) if moving else atom
+            if end is None:
+                return None
+            term = multiply(term, end)
+        total = add_terms(total, term)
+    return total
+
+
+def _atom_extreme(atom: Scalar, *, largest: bool) -> Scalar | None:
+    """Return an end of an atom that holds an index."""
+    if isinstance(atom, Symbol):
+        return atom.hi if largest else None if atom.lo is None else Const(atom.lo, atom.dtype)
+    assert isinstance(atom, Apply)
+    if atom.op in _ENDS_OF_DIVISION and is_nonnegative(atom.args[1]):
+        found = _ends_of_division(atom, largest=largest)
+        if found is not None:
+            return found
+    end = interval(atom)[largest]
+    return Const(end, atom.dtype) if isinstance(end, int) else None
+
+
+_ENDS_OF_DIVISION = frozenset({"/", "%", "floorDiv", "floorMod", "ceilDiv"})
+
+
+def _ends_of_division(atom: Apply, *, largest: bool) -> Scalar | None:
+    """Return an end of a division by something that is at least 1."""
+    x, b = atom.args
+    if atom.op in ("/", "%") and not is_nonnegative(x):
+        return None
+    if has_index(b):
+        return None
+    if atom.op in _DIVISION_OF:
+        return subtract(b, ONE) if largest else ZERO
+    end = _extreme(x, largest=largest)
+    if end is None:
+        return None
+    return ceil_divide(end, b) if atom.op == "ceilDiv" else divide(end, b, "floorDiv")
+
+
+def is_nonnegative(x: ScalarLike) -> bool:
+    """Return whether x >= 0 is provable."""
+    x = as_scalar(x)
+    if interval(x)[0] >= 0:
+        return True
+    if x.depth > _PROOF_DEPTH or not has_index(x):
+        return False
+    low = _extreme(x, largest=False)
+    return low is not None and interval(low)[0] >= 0
+
+
+def is_less(a: ScalarLike, b: ScalarLike) -> bool:
+    """Return whether a < b is provable."""
+    return is_nonnegative(subtract(subtract(as_scalar(b), as_scalar(a)), ONE))
+
+
+def _is_smaller(a: Scalar, b: Scalar) -> bool:
+    """Return whether -b < a < b is provable."""
+    return is_less(a, b) and is_less(negate(a), b)
+
+
+# ---------------------------------------------------------------- division
+def _split_by(a: Scalar, b: Scalar) -> tuple[Scalar, Scalar] | None:
+    """Write a as q*b + r with every term of q*b a multiple of b; None when b is a sum."""
+    divisor = single_term(b)
+    if divisor is None:
+        return (ONE, ZERO) if a == b else None
+    q: dict[Monomial, int] = {}
+    r: dict[Monomial, int] = {}
+    for mono, coef in terms_of(a).items():
+        rest = without_factors(mono, divisor[0])
+        if rest is not None and coef % divisor[1] == 0:
+            q[rest] = coef // divisor[1]
+        else:
+            r[mono] = coef
+    return from_terms(q, a.dtype), from_terms(r, a.dtype)
+
+
+def _common_factor(a: Scalar, b: Scalar) -> tuple[Scalar, Scalar, Scalar] | None:
+    """Find g > 1 dividing b with a = g*high + low, 0 <= low < g; return (g, high, low).
+
+    g is a constant, an extent, or a product of such: (x*n + y) over (m*n) has g = n when y < n.
+    """
+    divisor = single_term(b)
+    if divisor is None or not is_nonnegative(b):
+        return None
+    for mono, coef in _factors_shared(a, divisor):
+        high: dict[Monomial, int] = {}
+        rest: dict[Monomial, int] = {}
+        for m, c in terms_of(a).items():
+            quotient = without_factors(m, mono)
+            if quotient is not None and c % coef == 0:
+                high[quotient] = c // coef
+            else:
+                rest[m] = c
+        low, g = from_terms(rest, a.dtype), from_terms({mono: coef}, b.dtype)
+        if high and is_nonnegative(low) and is_less(low, g):
+            return g, from_terms(high, a.dtype), low
+    return None
+
+
+def _factors_shared(a: Scalar, divisor: tuple[Monomial, int]) -> list[tuple[Monomial, int]]:
+    """Return the non-trivial common factors of the divisor and of single terms of `a`, larger
+    first."""
+    found: dict[tuple[Monomial, int], None] = {}
+    for mono, coef in terms_of(a).items():
+        if not mono:
+            continue
+        left, shared = list(divisor[0]), list[Scalar]()
+        for atom in mono:
+            if atom in left:
+                left.remove(atom)
+                shared.append(atom)
+        found[(tuple(shared), math.gcd(coef, divisor[1]))] = None
+    return sorted((f for f in found if f != ((), 1)), key=lambda f: (len(f[0]), f[1]), reverse=True)
+
+
+def _rounds_down(x: Apply) -> bool:
+    """Return whether a quotient is the floor, by a divisor that is at least 1."""
+    return is_nonnegative(x.args[1]) and (x.op == "floorDiv" or is_nonnegative(x.args[0]))
+
+
+@lru_cache(maxsize=100_000)
+def divide(a: Scalar, b: Scalar, op: str) -> Scalar:
+    """Return the quotient; `op` is "/" (truncating) or "floorDiv"."""
+    dtype = int_dtype(a, b)
+    av, bv = int_value(a), int_value(b)
+    if bv == 0:
+        raise DefinitionError(f"division of {a} by zero")
+    if av is not None and bv is not None:
+        down = op == "floorDiv" or (av < 0) == (bv < 0)
+        return Const(av // bv if down else -(-av // bv), dtype)
+    if bv == 1 or av == 0:
+        return a
+    parts = _split_by(a, b)
+    if parts is not None and int_value(parts[1]) == 0:
+        return parts[0]
+    is_plain = is_nonnegative(a) and is_nonnegative(b)
+    if op == "/" and not is_plain:
+        return Const(0, dtype) if _is_smaller(a, b) else Apply("/", (a, b), dtype)
+    if parts is not None and is_nonnegative(parts[1]):
+        q, r = parts
+        if is_less(r, b):
+            return q
+        if int_value(q) != 0:
+            return add_terms(q, divide(r, b, "floorDiv"))
+    if is_nonnegative(a) and is_less(a, b):
+        return Const(0, dtype)
+    if isinstance(a, Apply) and a.op in ("/", "floorDiv") and is_nonnegative(b) and _rounds_down(a):
+        return divide(a.args[0], multiply(a.args[1], b), "floorDiv")
+    common = _common_factor(a, b)
+    if common is not None:
+        g, high, _ = common
+        return divide(high, divide(b, g, "floorDiv"), "floorDiv")
+    return Apply("/" if is_plain else "floorDiv", (a, b), dtype)
+
+
+@lru_cache(maxsize=100_000)
+def remainder(a: Scalar, b: Scalar, op: str) -> Scalar:
+    """Return what `divide` leaves; `op` is "%" (the sign of `a`) or "floorMod" (that of `b`)."""
+    dtype = int_dtype(a, b)
+    av, bv = int_value(a), int_value(b)
+    if bv == 0:
+        raise DefinitionError(f"{a} modulo zero")
+    if av is not None and bv is not None:
+        down = op == "floorMod" or (av < 0) == (bv < 0)
+        return Const(av % bv if down else -(-av % bv), dtype)
+    if bv in (1, -1):
+        return Const(0, dtype)
+    parts = _split_by(a, b)
+    if parts is not None and int_value(parts[1]) == 0:
+        return Const(0, dtype)
+    if isinstance(a, Apply) and (a.op == op or (op == "floorMod" and a.op == "%")):
+        inner = _split_by(a.args[1], b)
+        if inner is not None and int_value(inner[1]) == 0:
+            return remainder(a.args[0], b, op)
+    is_plain = is_nonnegative(a) and is_nonnegative(b)
+    if op == "%" and not is_plain:
+        return a if _is_smaller(a, b) else Apply("%", (a, b), dtype)
+    if parts is not None and is_nonnegative(parts[1]):
+        q, r = parts
+        if is_less(r, b):
+            return r
+        if int_value(q) != 0:
+            return remainder(r, b, "floorMod")
+    if is_nonnegative(a) and is_less(a, b):
+        return a
+    common = _common_factor(a, b)
+    if common is not None:
+        g, high, low = common
+        quotient = remainder(high, divide(b, g, "floorDiv"), "floorMod")
+        return add_terms(multiply(quotient, g), low)
+    return Apply("%" if is_plain else "floorMod", (a, b), dtype)
+
+
+def _whole_multiple(a: Scalar, b: Scalar, op: str) -> Scalar:
+    return multiply(divide(a, b, op), b)
+
+
+@lru_cache(maxsize=100_000)
+def ceil_divide(a: Scalar, b: Scalar) -> Scalar:
+    """Return a / b rounded up."""
+    av, bv = int_value(a), int_value(b)
+    if bv == 0:
+        raise DefinitionError(f"division of {a} by zero")
+    if av is not None and bv is not None:
+        return Const(-(-av // bv), int_dtype(a, b))
+    if bv == 1:
+        return a
+    parts = _split_by(a, b)
+    if parts is not None and int_value(parts[1]) == 0:
+        return parts[0]
+    return Apply("ceilDiv", (a, b), int_dtype(a, b))
+
+
+_OTHER_PART: Mapping[str, Callable[[Scalar, Scalar], Scalar]] = {
+    op: partial(remainder, op=rest) for op, rest in _REMAINDER_OF.items()
+} | {op: partial(_whole_multiple, op=division) for op, division in _DIVISION_OF.items()}
+
+
+# ---------------------------------------------------------------- extrema
+def smaller(a: Scalar, b: Scalar) -> Scalar:
+    return _extremum("min", a, b)
+
+
+def larger(a: Scalar, b: Scalar) -> Scalar:
+    return _extremum("max", a, b)
+
+
+def _extremum(op: str, a: Scalar, b: Scalar) -> Scalar:
+    if a == b:
+        return a
+    if is_nonnegative(subtract(b, a)):
+        return a if op == "min" else b
+    if is_nonnegative(subtract(a, b)):
+        return b if op == "min" else a
+    return Apply(op, (a, b), int_dtype(a, b))
+
+
+def absolute(x: Scalar) -> Scalar:
+    if is_nonnegative(x):
+        return x
+    minus = negate(x)
+    return minus if is_nonnegative(minus) else Apply("abs", (x,), x.dtype)

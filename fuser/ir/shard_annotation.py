@@ -1,0 +1,192 @@
+"""One line per tensor in place of three: `shard(tv, mesh, [Shard(0), Replicate()])`.
+
+Placements are those of torch's DTensors: one per dimension of the mesh, the first dimension first.
+`mesh_x` is the *last* dimension. An axis that several dimensions cut is cut by the first of them
+outermost:
+
+    mesh [[0 1][2 3]], placements [Shard(0), Shard(0)]   ->   rank r has quarter r of axis 0
+    mesh [[0 1][2 3]], placements [Replicate(), Shard(0)] ->  ranks 0 and 2 have the first half
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from fuser.ir.domain.axis_path import transforms_between
+from fuser.ir.domain.device_mesh import DeviceMesh
+from fuser.ir.domain.tensor_domain import SplitTransform
+from fuser.ir.scalar import constructors as sc
+from fuser.ir.tensor import TensorView
+from fuser.ir.types import DEVICE_TYPES, ParallelType
+from fuser.support.arguments import Mismatch, checked, show, take_integer
+from fuser.support.errors import ArgumentError, DefinitionError, ShardingError, UnsupportedError
+from fuser.support.record import record
+
+
+@record
+class Shard:
+    """A dimension of a mesh cuts axis `dim` into equal blocks; a negative one counts from the
+    end."""
+
+    dim: int
+
+    def __post_init__(self) -> None:
+        try:
+            take_integer(self.dim)
+        except Mismatch as error:
+            shown = show(self.dim)
+            raise ArgumentError(f"Shard: expected the number of an axis, got {shown}") from error
+
+
+@record
+class Replicate:
+    """Along a dimension of a mesh, all devices hold the same."""
+
+
+# Per dimension of a mesh the axis that it cuts; None where it cuts none.
+Dims = tuple[int | None, ...]
+
+
+@checked
+def shard(tv: TensorView, mesh: object, placements: Sequence[object]) -> TensorView:
+    """Place a tensor on a mesh, and return it; what propagation finds does not change that.
+
+    `mesh`: a DeviceMesh, what its constructor takes, or torch's. `placements` has, per dimension of
+    the mesh, `Shard` or `Replicate` of this package or of `torch.distributed.tensor`. Axes are
+    those of `tv.shape()`: an op's result has none that the op sums over.
+
+    It stands for `set_device_mesh`, and an `outer_split` and a `parallelize` for each `Shard`, but
+    the loop axes of devices stand last: `tv.axis(k)` is still (what is left of) axis k.
+
+    Raises:
+        ShardingError: not one placement per dimension of the mesh, an axis that there is not, or
+            one that the mesh does not divide.
+        DefinitionError: devices share the tensor already, or a sharded axis was transformed.
+        UnsupportedError: a partial sum: ops make these, and sum them, by themselves.
+        ArgumentError: another kind of placement.
+    """
+    mesh = mesh_of(mesh)
+    dims = _dims_of(tv, mesh, placements)
+    logical, loop = tv.domain.no_reductions, tv.domain.loop_numbers
+    if tv.domain.has_devices:
+        raise DefinitionError(f"shard: devices share {tv} already: shard a tensor once")
+    for axis in (logical[d] for d in dims if d is not None):
+        if axis.number not in loop or axis.ptype is not ParallelType.serial:
+            raise DefinitionError(
+                f"shard: axis {axis} of {tv} was split, merged or parallelized: shard it before"
+            )
+    tv.set_device_mesh(mesh)
+    for position, dim in enumerate(dims):
+        if dim is None:
+            continue
+        # What is left of the axis stands where the axis stood: the device axis goes last.
+        place = loop.index(logical[dim].number)
+        tv.outer_split(place, mesh.shape[position])
+        tv.reorder({place: -1})
+        tv.axis(-1).parallelize(_type_of(mesh, position))
+    return tv
+
+
+def placements_of(tv: TensorView) -> list[Shard | Replicate] | None:
+    """Return the placements with which `shard` makes the loop domain of a tensor; None for one that
+    it does not make."""
+    mesh, domain = tv.mesh, tv.domain
+    if mesh is None or not tv.mesh_is_user_set:
+        return None
+    left = {n: n for n in domain.logical_numbers}
+    splits = transforms_between(domain, domain.logical, domain.loop)
+    devices: list[int] = []
+    placements: list[Shard | Replicate] = [Replicate()] * mesh.ndim
+    for t in splits:
+        origin = next((n for n, rest in left.items() if rest in t.inputs), None)
+        if not isinstance(t, SplitTransform) or t.inner_split or origin is None:
+            return None
+        ptype = domain.axes[t.outer].ptype
+        position = mesh.dim_of(ptype) if ptype.is_device else None
+        if position is None or sc.int_value(t.factor) != mesh.shape[position]:
+            return None
+        axes = [a.number for a in domain.no_reductions]
+        if origin not in axes:
+            return None
+        placements[position] = Shard(axes.index(origin))
+        left[origin] = t.inner
+        devices.append(t.outer)
+    order = [position for position, p in enumerate(placements) if isinstance(p, Shard)]
+    found = [mesh.dim_of(domain.axes[n].ptype) for n in devices]
+    is_made = found == order and (*left.values(), *devices) == domain.loop_numbers
+    others = [a for a in domain.axes.values() if a.number not in devices]
+    return placements if is_made and all(a.ptype is ParallelType.serial for a in others) else None
+
+
+def _type_of(mesh: DeviceMesh, position: int) -> ParallelType:
+    return DEVICE_TYPES[mesh.ndim - 1 - position]
+
+
+def mesh_of(mesh: Any) -> DeviceMesh:
+    """Return a mesh of this package for one of torch, or for what `DeviceMesh` takes."""
+    if isinstance(mesh, DeviceMesh):
+        return mesh
+    is_torchs = type(mesh).__module__ == "torch.distributed.device_mesh"
+    return DeviceMesh(mesh.mesh if is_torchs else mesh)
+
+
+def _dims_of(tv: TensorView, mesh: DeviceMesh, placements: Sequence[object]) -> Dims:
+    """Return the axis that each dimension of the mesh cuts."""
+    if not mesh.devices:
+        raise ShardingError(
+            f"shard: {mesh} is empty, so it has no device for {tv}: give the ranks that hold it, "
+            "DeviceMesh([0, 1])"
+        )
+    if len(placements) != mesh.ndim:
+        raise ShardingError(
+            f"shard: {len(placements)} placements {show(list(placements))} of {tv} for the "
+            f"{mesh.ndim} dimensions of {mesh}, of shape {mesh.shape}: one for each"
+        )
+    dims = tuple(_dim_of(tv, k, placed) for k, placed in enumerate(placements))
+    for dim in dict.fromkeys(d for d in dims if d is not None):
+        count, axis = 1, tv.domain.no_reductions[dim]
+        for k, n in enumerate(mesh.shape):
+            count *= n if dims[k] == dim else 1
+        size = sc.int_value(tv.fusion.canonical(axis.size))
+        if size is not None and size % count:
+            raise ShardingError(
+                f"shard: axis {dim} of {tv} has {size} elements, which {count} devices of {mesh} "
+                "do not divide: shards have one size"
+            )
+    return dims
+
+
+def _dim_of(tv: TensorView, position: int, placed: Any) -> int | None:
+    """Return the axis of one placement, None for a replicated dimension."""
+    module, name = str(type(placed).__module__), type(placed).__name__
+    is_torchs = module.startswith("torch.distributed.")
+    if isinstance(placed, Replicate) or (is_torchs and name == "Replicate"):
+        return None
+    if isinstance(placed, Shard) or (is_torchs and name == "Shard"):
+        dim = take_integer(placed.dim)
+        dim += tv.ndim if dim < 0 else 0
+        if not 0 <= dim < tv.ndim:
+            raise ShardingError(
+                f"shard: Shard({placed.dim}), placement {position}, of {tv}, which has {tv.ndim} "
+                f"axes: {f'{-tv.ndim} to {tv.ndim - 1}' if tv.ndim else 'Replicate() is all'}"
+            )
+        return dim
+    if is_torchs and "Partial" in name:
+        what = "an input" if tv.definition() is None else "a result"
+        raise UnsupportedError(
+            f"shard: placement {position} of {tv} is {placed!r}: {what} may have Shard and "
+            "Replicate; an op over a cut axis makes partial sums, and sums them, by itself"
+        )
+    if is_torchs:
+        raise UnsupportedError(
+            f"shard: placement {position} of {tv} is {placed!r}: shards are plain blocks, of Shard "
+            "and Replicate"
+        )
+    is_class = isinstance(placed, type)
+    written = "Replicate()" if is_class and placed.__name__ == "Replicate" else "Shard(0)"
+    hint = f": write {written}" if is_class else ""
+    raise ArgumentError(
+        f"shard(): incompatible function arguments: placements[{position}]: expected Shard or "
+        f"Replicate, got {show(placed)}{hint}"
+    )

@@ -1,0 +1,180 @@
+"""The full text of programs: domains, sections, users' lines; ops print themselves
+(`fuser.ir.op`),
+fusions their math (`fuser.ir.fusion`)."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+
+from fuser.ir.domain.tensor_domain import (
+    TensorDomain,
+    transform_text,
+)
+from fuser.ir.dtypes import DataType, dtype_text
+from fuser.ir.fusion import Fusion, fusion_math, tensor_text
+from fuser.ir.op import Op, op_text, value_text
+from fuser.ir.scalar import constructors as sc
+from fuser.ir.scalar.constructors import Scalar
+from fuser.ir.tensor import TensorView
+
+
+def domain_text(tv: TensorView, indent: str = "") -> str:
+    """Return the domain section of one tensor: root, logical, allocation, contiguity, transforms,
+    loop."""
+    domain: TensorDomain = tv.domain
+    lines = [f"{indent}{tensor_text(tv)}"]
+
+    def axes(title: str, group: tuple[object, ...]) -> str:
+        return f"{indent} {title} domain: ({', '.join(map(str, group))})"
+
+    if domain.root:
+        lines.append(axes("root", domain.root))
+    lines.append(axes("logical", domain.logical))
+    if domain.allocation:
+        lines.append(axes("allocation", domain.allocation))
+    flags = " ".join("n" if c is None else "t" if c else "f" for c in domain.contiguity)
+    lines.append(f"{indent} contiguity: {flags}".rstrip())
+    lines += [f"{indent}  {transform_text(t, domain)}" for t in domain.transforms]
+    lines.append(axes("loop", domain.loop))
+    if tv.is_cpu_scalar:
+        lines.append(f"{indent} cpu scalar")
+    if tv.mesh_is_user_set:
+        lines.append(f"{indent} mesh set by user")
+    return "\n".join(lines)
+
+
+def scheduled_text(
+    inputs: Iterable[object],
+    outputs: Iterable[object],
+    ops: Iterable[Op],
+    transformed: Iterable[TensorView] = (),
+) -> str:
+    """Return nvFuser's text of a scheduled fusion, and the domain sections of some tensors."""
+    lines = ["Inputs:", *(f"  {value_text(v)}" for v in inputs)]
+    lines += ["Outputs:", *(f"  {value_text(v)}" for v in outputs)]
+    lines += ["", "%kernel {", *map(op_text, ops)]
+    sections = [domain_text(tv) for tv in transformed]
+    lines += ["", "TransformPrinter : ", *sections] if sections else []
+    return "\n".join([*lines, "} // %kernel", ""])
+
+
+def fusion_text(fusion: Fusion) -> str:
+    """Return the full form, which `parse_fusion` reads back: math, then the sections."""
+    math = fusion_math(fusion, used_only=False).rstrip("\n")
+    return f"{math}\n{sections_text(fusion, fusion.tensors(), fusion.exprs)}"
+
+
+def sections_text(fusion: Fusion, tensors: Sequence[TensorView], ops: Iterable[Op]) -> str:
+    """Return what a program's math does not say: aliases, equal extents, the dtypes of symbols that
+    their names do not tell, the domain section of every tensor, and where shardings came from."""
+    parts = {
+        "Aliases": [
+            f"  T{a.out.number} -> T{a.into.number}" + (" hidden" if a.hidden else "")
+            for a in fusion.aliases
+        ],
+        "Equal extents": [f"  {symbol} = {x}" for symbol, x in fusion.equal_extents()],
+        "Symbols": [
+            f"  {s.name} : {dtype_text(s.dtype)}"
+            for s in program_symbols(fusion, tensors, ops)
+            if default_dtype(s.name) is not s.dtype
+        ],
+        "TransformPrinter": [domain_text(tv, "  ") for tv in tensors],
+        "Provenance": [f"  {origin}" for origin in fusion.origins],
+    }
+    return "".join(
+        f"{title} : \n" + "\n".join(rows) + "\n" for title, rows in parts.items() if rows
+    )
+
+
+def line_key(op: Op) -> str:
+    """Return what the section of the users' lines calls an op: by its first result and its name."""
+    outputs = op.outputs
+    return f"T{outputs[0].number} {op.name}" if outputs else op.name
+
+
+def lines_text(ops: Iterable[Op]) -> str:
+    """Return the section that tells where the user wrote the ops and those of their regions, ""
+    where nothing is known; what has the line of the first op of its name needs no row."""
+    rows: dict[str, str] = {}
+
+    def add(op: Op, key: str, number: int) -> Op:
+        where = " ".join(op.where.split())
+        if where and where != rows.get(key):
+            rows[_nth(key, number) if key in rows else key] = where
+        return op
+
+    _by_key(ops, add)
+    text = "".join(f"  {key} : {where}\n" for key, where in rows.items())
+    return f"User lines : \n{text}" if text else ""
+
+
+def with_lines(ops: Iterable[Op], rows: Mapping[str, str]) -> tuple[Op, ...]:
+    """Return the ops, and those of their regions, with the lines that such a section tells."""
+
+    def place(op: Op, key: str, number: int) -> Op:
+        where = rows.get(_nth(key, number), rows.get(key, ""))
+        return op.replace(where=where) if where else op
+
+    return _by_key(ops, place) if rows else tuple(ops)
+
+
+def _nth(key: str, number: int) -> str:
+    return f"{key} ({number})"
+
+
+def _by_key(ops: Iterable[Op], change: Callable[[Op, str, int], Op]) -> tuple[Op, ...]:
+    """Return what `change` makes of each op, given its key and how many of it there were so far; an
+    op comes before those of its regions."""
+    counts: Counter[str] = Counter()
+
+    def one(op: Op) -> Op:
+        key = line_key(op)
+        counts[key] += 1
+        op = change(op, key, counts[key])
+        was = {name: getattr(op, name) for name in op.fields_of("region")}
+        regions = {name: tuple(map(one, region)) for name, region in was.items()}
+        return op if regions == was else op.replace(**regions)
+
+    return tuple(map(one, ops))
+
+
+_PREFIX_DTYPE = {
+    "b": DataType.Bool,
+    "i": DataType.Index,
+    "f": DataType.Float,
+    "d": DataType.Double,
+}
+
+
+def default_dtype(name: str) -> DataType:
+    """Return the dtype that a symbol's name tells: Index of `i3`, Double of `d2`, Float, Bool."""
+    return _PREFIX_DTYPE.get(name[0], DataType.Index) if name[1:].isdigit() else DataType.Index
+
+
+def program_symbols(
+    fusion: Fusion, tensors: Iterable[TensorView], ops: Iterable[Op]
+) -> tuple[sc.Symbol, ...]:
+    """Return every symbol of inputs, domains, ops and extent classes, in order of appearance."""
+    found: dict[sc.Symbol, None] = {}
+
+    def add(value: object) -> None:
+        if isinstance(value, Scalar):
+            found.update(dict.fromkeys(sc.symbols(value)))
+
+    for value in fusion.inputs:
+        add(value)
+    for tv in tensors:
+        for axis in tv.domain.axes.values():
+            add(axis.extent)
+            add(axis.expanded)
+        for t in tv.domain.transforms:
+            for value in t.scalars:
+                add(value)
+    for op in ops:
+        for value in (*op.inputs, *op.scalars):
+            add(value)
+    for symbol, x in fusion.equal_extents():
+        add(symbol)
+        add(x)
+    return tuple(found)

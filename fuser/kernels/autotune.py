@@ -1,0 +1,384 @@
+"""The option `tune`: neighbours of the heuristic's choice are timed on the first inputs of a class,
+and the best is kept on disk.
+
+    class of inputs -> memory -> disk cache -> timed in turns: choice, neighbours, neighbours of the
+    best -> the best, where it is faster beyond noise, else the choice
+
+A class is what the heuristic sees as alike (layouts, the parameters that it chooses) and the order
+of magnitude of each size. Results of all candidates must agree with those of the choice.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from fuser.ir.canonical_form import CanonicalForm, form_of, form_text
+from fuser.ir.dtypes import DataType
+from fuser.ir.fusion import Fusion
+from fuser.ir.layout_class import Layout
+from fuser.ir.scalar.constructors import Number, Symbol
+from fuser.kernels import trial
+from fuser.kernels.autotune_candidates import from_fields, neighbours, to_fields
+from fuser.kernels.kernel_variant import Variant
+from fuser.kernels.trial import Scratch, Timer, TuningCandidate
+from fuser.runtime.compile import compiler_of
+from fuser.runtime.kernel_cache import KernelCache, digest
+from fuser.runtime.prepared_launch import BoundLaunch
+from fuser.support import dumps, options
+from fuser.support.device import DeviceInfo
+from fuser.support.errors import CompileError, KernelError, warn
+from fuser.support.lru import Recent
+from fuser.support.record import record
+from fuser.support.version import __version__
+
+# Neighbours that are timed at most, how many at once, and how many are lowered for that at most:
+# many differ in nothing.
+MAX_TIMED = 24
+TIMED_AT_ONCE = 12
+MAX_LOWERED = 3 * MAX_TIMED
+# Rounds in which all are timed, and the fastest again, beside the choice; seconds for each.
+ROUNDS, LAST_ROUNDS = 7, 21
+BUDGET_S = 1.0
+FINALISTS = 3
+# The best replaces the choice where it takes so much less time, and in so many of the rounds.
+MARGIN = 0.03
+WON_SHARE = 0.75
+# Classes of inputs of one kernel.
+MAX_CLASSES = 256
+
+Params = Any
+
+
+@record
+class InputsClass:
+    """What decides about the parameters of one kernel, beside its fusion.
+
+    `sizes` has the bits of each size: one that is less than twice as large is alike. `device` is
+    what the heuristic is told, `runs_on` the kind of device that runs the kernel.
+    """
+
+    layouts: tuple[Layout, ...]
+    chosen: Params
+    index: DataType
+    sizes: tuple[tuple[str, int], ...]
+    device: DeviceInfo
+    runs_on: str
+
+    @property
+    def sizes_text(self) -> dict[str, str]:
+        return {name: f"{(1 << bits) >> 1} to {(1 << bits) - 1}" for name, bits in self.sizes}
+
+
+@dataclass
+class Trial:
+    """What can be timed: the launch of the heuristic's choice, compiled, on the caller's tensors
+    (`outputs` are the last of them) and scalar inputs.
+
+    `lower` returns kernel and launch of other parameters, None where these are refused.
+    """
+
+    variant: Variant
+    launch: BoundLaunch
+    inputs: Sequence[torch.Tensor]
+    outputs: Sequence[torch.Tensor]
+    numbers: Sequence[Number]
+    lower: Callable[[Params], tuple[Variant, BoundLaunch] | None]
+    compile: Callable[[Sequence[Variant]], None]
+
+
+@record
+class Report:
+    """What tuning has found for one class of inputs: parameters and seconds of the heuristic's
+    choice, of the best and of all that were timed."""
+
+    choice: tuple[Params, float]
+    best: tuple[Params, float]
+    timed: tuple[tuple[Params, float], ...]
+    refused: int
+
+    def lines(self) -> list[str]:
+        """Return the report for people."""
+        took = {p: f"{s * 1e6:.2f} us" for p, s in (*self.timed, self.choice, self.best)}
+        gain = 1 - self.best[1] / self.choice[1] if self.choice[1] else 0.0
+        found = [f"heuristic: {self.choice[0]}, {took[self.choice[0]]}"]
+        if self.best[0] == self.choice[0]:
+            found.append("best: the same")
+        else:
+            found.append(f"best: {self.best[0]}, {took[self.best[0]]} ({100 * gain:.1f} % less)")
+        if self.timed or self.refused:
+            found.append(f"timed: {len(self.timed)} neighbours; left out: {self.refused}")
+        found += [f"  {took[p]}  {p}" for p, _ in self.timed]
+        return found
+
+
+class Tuning:
+    """Finds the parameters of one kernel, for its classes of inputs."""
+
+    def __init__(
+        self,
+        fusion: Fusion,
+        scheduler: str,
+        name: str,
+        of: str,
+        dump: dumps.Write,
+        *,
+        checked: bool,
+    ) -> None:
+        self._fusion, self._scheduler = fusion, scheduler
+        self._name, self._of, self._dump = name, of, dump
+        self._checked = checked
+        self._decided: Recent[InputsClass, Params | None] = Recent(MAX_CLASSES)
+        # Entries of the disk cache that are of no use.
+        self._refused: set[str] = set()
+
+    @functools.cached_property
+    def _form(self) -> CanonicalForm:
+        return form_of(self._fusion)
+
+    @functools.cached_property
+    def _text(self) -> str:
+        return form_text(self._form)
+
+    def sizes_of(
+        self, symbols: Iterable[Symbol], values: Mapping[Symbol, Number]
+    ) -> tuple[tuple[str, int], ...]:
+        """Return the bits of the sizes that these symbols have, by their names in a kernel's form:
+        those of fusions that differ in names are the same."""
+        sized = {s for s in symbols if s in values}
+        named = ((f"{s.name[0]}{k}", s) for k, s in enumerate(self._form.symbols) if s in sized)
+        return tuple((name, int(values[s]).bit_length()) for name, s in named)
+
+    def known(self, asked: InputsClass) -> Params | None:
+        """Return the parameters for a class, if they have been found here or are on disk."""
+        found = self._decided.recall(asked)
+        if found is None and not neighbours(asked.chosen):
+            found = self._decided[asked] = asked.chosen
+            self._show(f"{asked.chosen} has no neighbours")
+        if found is None:
+            found = self._kept(asked, KernelCache(), self._key(asked))
+        return found
+
+    def find(self, asked: InputsClass, given: Trial) -> Params:
+        """Return the parameters for a class: timed on the tensors of a call, unless another process
+        has done so meanwhile."""
+        key, cache = self._key(asked), KernelCache()
+        with cache.lock(key):
+            found = self._kept(asked, cache, key)
+            if found is not None:
+                return found
+            report = self._timed(given)
+            if report is not None:
+                cache.store_tuned(key, self._entry(asked, report))
+                self._show("timed now", report)
+        found = asked.chosen if report is None else report.best[0]
+        # Where the choice cannot be lowered as it is, what it comes down to is no other one.
+        found = asked.chosen if report and found == report.choice[0] else found
+        self._decided[asked] = found
+        return found
+
+    def refuse(self, asked: InputsClass) -> None:
+        """Take back what was found: it cannot be lowered."""
+        self._decided[asked] = None
+        self._leave_out(self._key(asked))
+
+    def _leave_out(self, key: str) -> None:
+        self._refused.add(key)
+        warn(
+            f"tune: what is kept on disk for {self._name} is of no use: it is timed anew",
+            RuntimeWarning,
+        )
+
+    # ------------------------------------------------------------ on disk
+    def _key(self, asked: InputsClass) -> str:
+        return digest(
+            __version__,
+            compiler_of(asked.runs_on, checked=self._checked),
+            repr(asked),
+            self._scheduler,
+            self._text,
+        )
+
+    def _kept(self, asked: InputsClass, cache: KernelCache, key: str) -> Params | None:
+        entry = None if key in self._refused else cache.find_tuned(key)
+        if entry is None:
+            return None
+        try:
+            choice, best = (
+                (from_fields(entry[name]["params"], asked.chosen), float(entry[name]["us"]) * 1e-6)
+                for name in ("heuristic", "best")
+            )
+        except (KeyError, TypeError, ValueError):
+            choice, best = (None, 0.0), (None, 0.0)
+        if choice[0] is None or best[0] is None:
+            self._leave_out(key)
+            return None
+        found = asked.chosen if best[0] == choice[0] else best[0]
+        self._decided[asked] = found
+        self._show("kept on disk", Report(choice, best, (), 0))
+        return found
+
+    def _entry(self, asked: InputsClass, report: Report) -> dict[str, Any]:
+        def row(pair: tuple[Params, float]) -> dict[str, Any]:
+            params, seconds = pair
+            return {"params": to_fields(params), "us": round(seconds * 1e6, 3)}
+
+        return {
+            "kernel": self._name,
+            "device": asked.device.name,
+            "version": __version__,
+            "sizes": asked.sizes_text,
+            "heuristic": row(report.choice),
+            "best": row(report.best),
+            "timed": {str(params): round(seconds * 1e6, 3) for params, seconds in report.timed},
+            "fusion": self._text.splitlines(),
+        }
+
+    def _show(self, note: str, report: Report | None = None) -> None:
+        if options.dump_enabled("scheduler_params"):
+            lines = [] if report is None else report.lines()
+            text = "\n".join([f"{self._name}: {note}", *lines])
+            self._dump(dumps.Dump("scheduler_params", self._of, text, "tuned"))
+
+    # ------------------------------------------------------------ timing
+    def _timed(self, given: Trial) -> Report | None:
+        """Return what is found; None, after a warning, where there is no memory to look."""
+        device = given.outputs[0].device
+        wanted, free = trial.scratch_nbytes(given.outputs), trial.free_nbytes(device)
+        try:
+            if free is not None and wanted > free:
+                raise torch.OutOfMemoryError(f"{free} are left")
+            return _Search(given, self._name, trial.tolerance_of(self._fusion)).run()
+        except torch.OutOfMemoryError as error:
+            warn(
+                f"tune: {self._name} keeps the heuristic's choice: to time others takes {wanted} "
+                f"bytes beside the caller's ({str(error).partition(chr(10))[0]})",
+                RuntimeWarning,
+            )
+            return None
+
+
+class _Search:
+    """The search among the neighbours of one choice."""
+
+    def __init__(self, given: Trial, name: str, tolerance: float) -> None:
+        self._given, self._name, self._tolerance = given, name, tolerance
+        self._expected, self._scratch = Scratch(given.outputs), Scratch(given.outputs)
+        self._timer: Timer = trial.make_timer(given.outputs[0].device)
+        self._choice = self._candidate(given.variant, given.launch)
+        self._seen = {given.variant.params}
+        self._forms = {_form_of(given.variant, given.launch)}
+        self._refused = 0
+
+    def _candidate(self, variant: Variant, launch: BoundLaunch) -> TuningCandidate:
+        tensors = [*self._given.inputs, *self._scratch.tensors]
+        return TuningCandidate(variant.params, variant, launch, tensors, self._given.numbers)
+
+    def run(self) -> Report:
+        """Time the neighbours of the choice, then those of the best, then the best of all against
+        the choice."""
+        self._choice.run()
+        self._expected.take(self._scratch)
+        found: list[TuningCandidate] = []
+        best = self._choice
+        while len(found) < MAX_TIMED:
+            new = self._around(best, min(TIMED_AT_ONCE, MAX_TIMED - len(found)))
+            found += new
+            trial.race([self._choice, *new], self._timer, ROUNDS, BUDGET_S)
+            fastest = min([self._choice, *found], key=lambda c: c.median)
+            if fastest is best or not new:
+                break
+            best = fastest
+        return self._report(found)
+
+    def _report(self, found: list[TuningCandidate]) -> Report:
+        """Time the fastest once more."""
+        choice = self._choice
+        faster = sorted((c for c in found if c.median < choice.median), key=lambda c: c.median)
+        finalists = faster[:FINALISTS]
+        if finalists:
+            trial.race([choice, *finalists], self._timer, LAST_ROUNDS, BUDGET_S)
+        best = min([choice, *finalists], key=lambda c: c.median)
+        pairs = list(zip(best.seconds, choice.seconds, strict=True))
+        won = sum(mine < its for mine, its in pairs)
+        if best.median > (1 - MARGIN) * choice.median or won < WON_SHARE * len(pairs):
+            best = choice
+        timed = sorted(((c.params, c.median) for c in found), key=lambda pair: pair[1])
+        ends = (choice.params, choice.median), (best.params, best.median)
+        return Report(*ends, tuple(timed), self._refused)
+
+    def _around(self, center: TuningCandidate, most: int) -> list[TuningCandidate]:
+        """Return the nearest neighbours that are new, compiled, and compute the same."""
+        found: list[TuningCandidate] = []
+        for params in neighbours(center.params):
+            if len(found) >= most or len(self._seen) > MAX_LOWERED:
+                break
+            if params in self._seen:
+                continue
+            self._seen.add(params)
+            try:
+                made = self._given.lower(params)
+            except AssertionError as error:
+                made = None
+                self._warn(params, f"it cannot be lowered: {error}")
+            if made is None:
+                self._refused += 1
+            elif _form_of(*made) not in self._forms:
+                self._forms.add(_form_of(*made))
+                found.append(self._candidate(*made))
+        return [c for c in self._compiled(found) if self._is_right(c)]
+
+    def _compiled(self, found: list[TuningCandidate]) -> list[TuningCandidate]:
+        """Compile all at once; where the compiler refuses one, one by one."""
+        try:
+            self._given.compile([c.variant for c in found])
+        except CompileError:
+            for candidate in found:
+                try:
+                    self._given.compile([candidate.variant])
+                except CompileError:
+                    self._refused += 1
+        return [c for c in found if c.variant.compiled is not None]
+
+    def _is_right(self, candidate: TuningCandidate) -> bool:
+        """Whether the device takes a candidate, and its results are those of the choice."""
+        self._scratch.clear()
+        try:
+            candidate.run()
+        except KernelError as error:
+            if candidate.tensors[0].device.type == "cpu":
+                self._warn(candidate.params, str(error))  # nothing else refuses a launch there
+            self._refused += 1
+            return False
+        excess = self._expected.difference(self._scratch, self._tolerance)
+        if excess is not None:
+            what = f"its results differ by {excess:.3g} times what rounding may do"
+            self._warn(candidate.params, what)
+            self._refused += 1
+        return excess is None
+
+    def _warn(self, params: Params, what: str) -> None:
+        warn(
+            f"internal error, please report: tune leaves out {params} of {self._name}: {what}",
+            RuntimeWarning,
+        )
+
+
+def _form_of(variant: Variant, launch: BoundLaunch) -> Hashable:
+    """Return what tells launches apart: parameters may differ in nothing that these inputs see."""
+    shape = launch.grid, launch.block, launch.smem_bytes
+    return variant.kernel.source.text, shape, tuple(launch.args)
+
+
+@functools.cache
+def warn_of_capture() -> None:
+    """Warn once that nothing is timed now."""
+    warn(
+        "tune: a kernel runs first while a CUDA graph is captured: nothing is timed, the graph has "
+        "the heuristic's choice; run once before capturing",
+        RuntimeWarning,
+    )

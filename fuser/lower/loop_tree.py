@@ -1,0 +1,521 @@
+"""Stages, their loop nests, and the tree in which the nests share loops.
+
+A *stage* is an op whose result has storage of its own: a fusion output, a shared tensor, a
+reduction, or a local tensor that its consumers do not inline completely. Everything else is
+computed where it is read. A stage's nest is `loops`; its buffer lives at depth `depth`: inside the
+outermost `depth` loops, which are the same loops in every stage that reads it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, field
+from typing import Literal, NoReturn
+
+from fuser.ir.axis_graph import AxisGraph
+from fuser.ir.domain.tensor_domain import IterDomain
+from fuser.ir.fusion import Fusion, TensorOp
+from fuser.ir.ops.nodes import LoadStoreOp
+from fuser.ir.scalar import constructors as sc
+from fuser.ir.scalar.constructors import Scalar
+from fuser.ir.tensor import TensorView
+from fuser.ir.types import BLOCK_TYPES, GRID_TYPES, MemoryType, ParallelType
+from fuser.lower.stream import stream_index
+from fuser.ops.reference.meaning import REDUCING
+from fuser.support.errors import DefinitionError, UnsupportedError
+
+PARALLEL = (*GRID_TYPES, *BLOCK_TYPES)
+# How the coordinates of threads and blocks are called in kernels.
+COORDINATES = {
+    ParallelType.grid_x: "bx",
+    ParallelType.grid_y: "by",
+    ParallelType.grid_z: "bz",
+    ParallelType.block_x: "tx",
+    ParallelType.block_y: "ty",
+    ParallelType.block_z: "tz",
+}
+StageMemory = Literal["global", "shared", "local", "reduction"]
+
+
+class NoNestError(Exception):
+    """A local tensor cannot have storage where its schedule puts it; it is computed where read."""
+
+    def __init__(self, tv: TensorView) -> None:
+        super().__init__(str(tv))
+        self.tv = tv
+
+
+def _refuse(stage: Stage, message: str) -> NoReturn:
+    """Give up a stage's nest: a local value can always be computed by its readers instead."""
+    if stage.storage == "local":
+        raise NoNestError(stage.tv)
+    raise UnsupportedError(f"{stage.tv}: {message}")
+
+
+class Loop:
+    """A loop of one stage. Joined loops are one loop: they have one extent, type and symbol.
+
+    `symbol` is the index: 0 for a loop of extent 1. `is_reduction` is the stage's own: a reduction
+    may share a loop with a stage that iterates it.
+    """
+
+    def __init__(self, extent: Scalar, ptype: ParallelType, *, is_reduction: bool) -> None:
+        self._extent = extent
+        self._ptype = ptype
+        self._symbol: Scalar = sc.ZERO
+        self._same: Loop | None = None
+        self.is_reduction = is_reduction
+
+    @property
+    def extent(self) -> Scalar:
+        return self.find()._extent
+
+    @property
+    def ptype(self) -> ParallelType:
+        return self.find()._ptype
+
+    @property
+    def symbol(self) -> Scalar:
+        return self.find()._symbol
+
+    @symbol.setter
+    def symbol(self, symbol: Scalar) -> None:
+        self.find()._symbol = symbol
+
+    def find(self) -> Loop:
+        loop = self
+        while loop._same is not None:
+            loop = loop._same
+        return loop
+
+    def join(self, other: Loop) -> None:
+        a, b = self.find(), other.find()
+        if a is not b:
+            b._same = a
+
+    @property
+    def is_parallel(self) -> bool:
+        return self.ptype in COORDINATES
+
+    @property
+    def is_trivial(self) -> bool:
+        """Whether no loop statement is needed: a coordinate, an argument, or a single iteration."""
+        is_argument = self.ptype is ParallelType.stream
+        return self.is_parallel or is_argument or sc.int_value(self.extent) == 1
+
+
+@dataclass(eq=False)
+class Stage:
+    """One op with storage, and its nest. `axis_loops` gives the loop of each own loop axis;
+    `reference` is the stage whose loops replace this one's (a broadcast computed in its consumer's
+    nest)."""
+
+    number: int
+    op: TensorOp
+    storage: StageMemory
+    compute_at: int
+    reads: tuple[Stage, ...] = ()
+    loops: list[Loop] = field(default_factory=list[Loop])
+    vector: Loop | None = None
+    depth: int = 0
+    positions: list[int] = field(default_factory=list[int])
+    axis_loops: dict[int, Loop] = field(default_factory=dict[int, Loop])
+    reference: Stage | None = None
+
+    @property
+    def tv(self) -> TensorView:
+        return self.op.out_tensor
+
+    @property
+    def axes(self) -> tuple[IterDomain, ...]:
+        return self.tv.domain.loop
+
+    @property
+    def is_reduction(self) -> bool:
+        return isinstance(self.op, REDUCING)
+
+    @property
+    def all_loops(self) -> list[Loop]:
+        """The loops with the vector axis at the end."""
+        return self.loops if self.vector is None else [*self.loops, self.vector]
+
+    @property
+    def own_loops(self) -> list[Loop]:
+        """The loops inside the buffer."""
+        return self.all_loops[self.depth :]
+
+
+@dataclass
+class Nesting:
+    """The stages of a fusion in program order, with the launch extent of each parallel type."""
+
+    fusion: Fusion
+    stages: list[Stage]
+    stage_of: dict[TensorView, Stage]
+    extents: dict[ParallelType, Scalar] = field(default_factory=dict[ParallelType, Scalar])
+
+
+@dataclass
+class Node:
+    """A place in the loop tree: a loop with its children, or the work of one stage."""
+
+    loop: Loop | None
+    stage: Stage | None
+    children: list[Node]
+    stages: list[Stage]
+
+
+# ------------------------------------------------------------------ stages
+def nest_stages(fusion: Fusion, *, recomputed: Collection[TensorView] = ()) -> Nesting:
+    """Pick the stages of a scheduled fusion and build their nests.
+
+    `recomputed` local tensors get no storage although their schedule would allow it.
+    """
+    nesting = Nesting(fusion, [], {})
+    frontier: dict[TensorView, tuple[Stage, ...]] = {}
+    exprs = fusion.used_exprs()
+    for op in exprs:
+        operands = [v for v in op.inputs if isinstance(v, TensorView)]
+        below = tuple(dict.fromkeys(s for v in operands for s in frontier.get(v, ())))
+        stage = _stage_for(fusion, op, len(nesting.stages), recomputed)
+        if stage is not None:
+            stage.reads = below
+            nesting.stages.append(stage)
+            nesting.stage_of.update(dict.fromkeys(op.outputs, stage))
+        is_buffered = stage is not None and stage.storage != "global"
+        frontier.update(dict.fromkeys(op.outputs, (stage,) if is_buffered else below))
+    sharing = _Sharing(nesting, _build_nests(nesting))
+    for tv, stages in _computed_by(nesting, exprs).items():
+        if (tv.compute_at or tv in fusion.inputs) and len(stages) > 1:
+            sharing.fuse_readers(tuple(sorted(stages, key=lambda s: s.number)))
+    for stage in nesting.stages:
+        for read in stage.reads:
+            if read.storage == "local" and not read.depth:
+                # Each thread keeps it for itself: it reads one such value to make another.
+                sharing.fuse_readers((read, stage))
+    _assign_symbols(nesting)
+    return nesting
+
+
+def _computed_by(nesting: Nesting, exprs: Sequence[TensorOp]) -> dict[TensorView, set[Stage]]:
+    """Return, for each tensor, the stages that compute or read it without storage between, in
+    program order."""
+    found: dict[TensorView, set[Stage]] = {}
+    for op in reversed(exprs):
+        stage = nesting.stage_of.get(op.out_tensor)
+        mine = set() if stage is None else {stage}
+        if stage is None or stage.storage == "global":
+            for out in op.outputs:
+                mine |= found.get(out, set())
+                found[out] = mine
+        for v in op.inputs:
+            if isinstance(v, TensorView):
+                found[v] = found.get(v, set()) | mine
+    return dict(reversed(found.items()))
+
+
+def _fits_registers(fusion: Fusion, tv: TensorView, compute_at: int) -> bool:
+    """Whether a local tensor has its own storage: something is left inside its compute-at position,
+    of constant extent, and a schedule asked for it. Without storage it is computed where it is
+    read.
+    """
+    own = tv.domain.loop[compute_at:]
+    is_scheduled = compute_at > 0 or any(a.ptype is not ParallelType.serial for a in own)
+    sizes = [fusion.canonical(a.extent) for a in own if a.ptype not in COORDINATES]
+    return bool(own) and is_scheduled and all(sc.int_value(s) is not None for s in sizes)
+
+
+def _stage_for(
+    fusion: Fusion, op: TensorOp, number: int, recomputed: Collection[TensorView]
+) -> Stage | None:
+    tv = op.out_tensor
+    outputs = [o for o in op.outputs if o in fusion.outputs]
+    used = [o for o in op.outputs if fusion.uses(o)]
+    compute_at = min((o.compute_at for o in used), default=0)
+    storage: StageMemory
+    if isinstance(op, REDUCING):
+        storage = "reduction"
+    elif outputs:
+        storage, compute_at = "global", 0
+    elif tv.memory is MemoryType.shared:
+        storage = "shared"
+    elif tv.memory is MemoryType.local:
+        if tv in recomputed or not _fits_registers(fusion, tv, compute_at):
+            return None
+        storage = "local"
+    else:
+        raise UnsupportedError(f"{tv} is an intermediate in {tv.memory.text} memory")
+    return Stage(number, op, storage, compute_at)
+
+
+# ------------------------------------------------------------------ nests
+class _Nests:
+    """Builds nests from consumers to producers."""
+
+    def __init__(self, nesting: Nesting) -> None:
+        self.nesting = nesting
+        self.waits = _Waits()
+        self._graph: AxisGraph | None = None
+
+    @property
+    def graph(self) -> AxisGraph:
+        if self._graph is None:
+            self._graph = AxisGraph(self.nesting.fusion)
+        return self._graph
+
+    def size(self, axis: IterDomain) -> Scalar:
+        """Return how often an axis is iterated: an expanded broadcast is one element."""
+        return self.nesting.fusion.canonical(axis.extent)
+
+    def new_loop(self, axis: IterDomain) -> Loop:
+        return Loop(self.size(axis), axis.ptype, is_reduction=axis.is_reduction())
+
+    def build(self, stage: Stage, readers: Sequence[Stage]) -> None:
+        axes = stage.axes
+        if not readers or stage.storage == "global":
+            stage.loops = [self.new_loop(a) for a in axes]
+            stage.positions = list(range(len(axes)))
+            stage.depth = _leading(axes) if stage.is_reduction else 0
+            stage.axis_loops = {a.number: loop for a, loop in zip(axes, stage.loops, strict=True)}
+            self._take_vector(stage)
+            return
+        if stage.is_reduction and stage.compute_at > _leading(axes):
+            raise DefinitionError(
+                f"{stage.tv} is inlined at {stage.compute_at}, inside its own reduction"
+            )
+        self._nest_in(stage, readers[0])
+        for other in readers[1:]:
+            self._join_prefix(stage, readers[0], other)
+
+    def _nest_in(self, stage: Stage, reader: Stage) -> None:
+        places = self.places(stage, reader)
+        stage.depth = places[-1] + 1 if places else 0
+        if stage.depth > len(reader.loops):
+            _refuse(stage, f"inlined into the vector axis of {reader.tv}")
+        stage.loops = list(reader.loops[: stage.depth])
+        shared, own = stage.axes[: stage.compute_at], stage.axes[stage.compute_at :]
+        fits = all(
+            a.is_broadcast or self.size(a) == reader.loops[p].extent
+            for a, p in zip(shared, places, strict=True)
+        )
+        if fits:
+            for axis, place in zip(shared, places, strict=True):
+                loop = reader.loops[place]
+                if not (axis.is_broadcast and self.size(axis) != loop.extent):
+                    stage.axis_loops[axis.number] = loop
+            rest = [self.new_loop(a) for a in own]
+            stage.axis_loops.update((a.number, loop) for a, loop in zip(own, rest, strict=True))
+        else:
+            rest = self._promote(stage, reader, own)
+        stage.positions = [*places, *range(stage.depth, stage.depth + len(own))]
+        stage.loops.extend(rest)
+        self._take_vector(stage)
+
+    def _promote(self, stage: Stage, reader: Stage, own: Sequence[IterDomain]) -> list[Loop]:
+        """Give a broadcast the loops of its reader: the concrete extents win."""
+        models = reader.all_loops[stage.depth :]
+        if stage.storage != "local" or len(models) != len(own):
+            _refuse(stage, f"its loops differ from those of {reader.tv}, which it is inlined into")
+        stage.reference = reader
+        return [
+            Loop(m.extent, a.ptype, is_reduction=False) for a, m in zip(own, models, strict=True)
+        ]
+
+    def places(self, stage: Stage, reader: Stage) -> list[int]:
+        """Return the position in the reader's nest of each shared loop axis of the stage."""
+        shared = stage.axes[: stage.compute_at]
+        targets = reader.axes
+        if len(shared) > len(targets):
+            _refuse(
+                stage,
+                f"inlined at {len(shared)}, but {reader.tv} has {len(targets)} loop axes",
+            )
+        picks: list[int] = []
+        for axis in shared:
+            at = picks[-1] + 1 if picks else 0
+            picks.append(self._pick(axis, targets, at))
+        if picks and picks[-1] >= len(targets):
+            _refuse(stage, f"inlined into loops that {reader.tv} does not have")
+        return [reader.positions[p] for p in picks]
+
+    def _pick(self, axis: IterDomain, targets: Sequence[IterDomain], at: int) -> int:
+        if at < len(targets) and self.size(axis) == self.size(targets[at]):
+            return at
+        concrete = self.graph.concretized(axis)
+        for p in range(at, len(targets)):
+            if self.graph.mapped(axis, targets[p]) or self.graph.find(targets[p]) in concrete:
+                return p
+        return at
+
+    def _join_prefix(self, stage: Stage, first: Stage, other: Stage) -> None:
+        places = self.places(stage, other)
+        depth = places[-1] + 1 if places else 0
+        if depth != stage.depth:
+            _refuse(stage, f"inlined at different depths in {first.tv} and {other.tv}")
+        limit = min(self.waits.limit(first, other), self.waits.limit(other, first))
+        if any(level >= limit and not a.is_parallel for level, a in enumerate(first.loops[:depth])):
+            _refuse(stage, f"read by {first.tv} and {other.tv}, one of which waits for the other")
+        for a, b in zip(first.loops[:depth], other.loops[:depth], strict=True):
+            if a.find() is not b.find() and (a.extent != b.extent or a.ptype is not b.ptype):
+                _refuse(
+                    stage,
+                    f"shared by {first.tv} and {other.tv}, but their loops differ: "
+                    f"{a.ptype.text}{{{a.extent}}} and {b.ptype.text}{{{b.extent}}}",
+                )
+            a.join(b)
+
+    def _take_vector(self, stage: Stage) -> None:
+        """Take the innermost vectorize axis out of the nest when it is one memory access."""
+        if not stage.loops or stage.loops[-1].ptype is not ParallelType.vectorize:
+            return
+        is_inner = len(stage.loops) > stage.depth
+        if is_inner and (stage.storage in ("global", "shared") or self._is_load(stage)):
+            width = sc.int_value(stage.loops[-1].extent)
+            if width is not None and width > 1:
+                stage.vector = stage.loops.pop()
+
+    def _is_load(self, stage: Stage) -> bool:
+        if not isinstance(stage.op, LoadStoreOp) or stage.storage != "local":
+            return False
+        source = self.nesting.stage_of.get(stage.op.inp)
+        return stage.op.inp in self.nesting.fusion.inputs or (
+            source is not None and source.storage == "shared"
+        )
+
+
+def _leading(axes: Sequence[IterDomain]) -> int:
+    """Return the number of axes outside of the first reduction axis."""
+    return next((k for k, a in enumerate(axes) if a.is_reduction()), len(axes))
+
+
+def _build_nests(nesting: Nesting) -> _Waits:
+    nests = _Nests(nesting)
+    readers: dict[Stage, list[Stage]] = {s: [] for s in nesting.stages}
+    for s in nesting.stages:
+        for read in s.reads:
+            readers[read].append(s)
+    for s in reversed(nesting.stages):
+        nests.build(s, readers[s])
+        nests.waits.add(s, readers[s])
+    return nests.waits
+
+
+class _Waits:
+    """How many loops two stages may share when one waits for the other. Stages come readers first,
+    each with its depth decided."""
+
+    def __init__(self) -> None:
+        self._limits: dict[Stage, dict[Stage, float]] = {}
+
+    def add(self, stage: Stage, readers: Sequence[Stage]) -> None:
+        found: dict[Stage, float] = {}
+        for reader in readers:
+            for target, through in ((reader, float("inf")), *self._limits[reader].items()):
+                limit = min(through, stage.depth)
+                found[target] = min(found.get(target, limit), limit)
+        self._limits[stage] = found
+
+    def limits(self, source: Stage) -> dict[Stage, float]:
+        """Return every stage that waits for `source`, with the number of loops they may share."""
+        return self._limits[source]
+
+    def limit(self, source: Stage, target: Stage) -> float:
+        return self._limits[source].get(target, float("inf"))
+
+
+class _Sharing:
+    """Which stages share which loops, as far as they do not wait for each other."""
+
+    def __init__(self, nesting: Nesting, waits: _Waits) -> None:
+        self._limits: dict[Stage, dict[Stage, float]] = {s: {} for s in nesting.stages}
+        self._members: dict[Loop, set[Stage]] = {}
+        for stage in nesting.stages:
+            for target, limit in waits.limits(stage).items():
+                self._limits[stage][target] = self._limits[target][stage] = limit
+            for loop in stage.loops:
+                self._members.setdefault(loop.find(), set()).add(stage)
+
+    def fuse_readers(self, stages: tuple[Stage, ...]) -> None:
+        """Share equal outer loops among stages that compute the same inlined tensor."""
+        first = stages[0]
+        for other in stages[1:]:
+            for level, (a, b) in enumerate(zip(first.loops, other.loops, strict=False)):
+                if a.extent != b.extent or a.ptype is not b.ptype:
+                    break
+                if a.is_reduction != b.is_reduction and len(first.loops) != len(other.loops):
+                    break
+                if not self._join(a.find(), b.find(), level):
+                    break
+
+    def _join(self, a: Loop, b: Loop, level: int) -> bool:
+        """Make two loops one unless a stage of one waits for a stage of the other to finish it."""
+        if a is b:
+            return True
+        few, many = sorted((self._members[a], self._members[b]), key=len)
+        # Threads and blocks wait for nobody: what one of them does, it does in order.
+        for stage in () if a.is_parallel else few:
+            if any(level >= n and s in many for s, n in self._limits[stage].items()):
+                return False
+        a.join(b)
+        self._members[a] |= self._members.pop(b)
+        return True
+
+
+def _assign_symbols(nesting: Nesting) -> None:
+    """Settle launch extents and give every loop its index symbol."""
+    for stage in nesting.stages:
+        for loop in stage.all_loops:
+            if loop.is_parallel:
+                known = nesting.extents.get(loop.ptype, sc.ONE)
+                nesting.extents[loop.ptype] = sc.maximum(known, loop.extent)
+            elif loop.ptype in (ParallelType.mma, ParallelType.tma) or loop.ptype.is_device:
+                raise UnsupportedError(f"{stage.tv} has a {loop.ptype.text} axis in a kernel")
+    numbered: dict[Loop, None] = {}
+    for stage in nesting.stages:
+        for loop in stage.all_loops:
+            loop = loop.find()
+            if sc.int_value(loop.extent) == 1 or loop in numbered:
+                continue
+            if loop.is_parallel:
+                extent = nesting.extents[loop.ptype]
+                loop.symbol = sc.index(COORDINATES[loop.ptype], extent)
+            elif loop.ptype is ParallelType.stream:
+                # The host's loop: a launch computes one step of it, which the caller numbers.
+                loop.symbol = stream_index(nesting.fusion, stage.tv)
+            else:
+                loop.symbol = sc.index(f"k{len(numbered)}", loop.extent)
+                numbered[loop] = None
+
+
+# ------------------------------------------------------------------ the tree
+def loop_tree(nesting: Nesting) -> list[Node]:
+    """Order the stages into a tree of shared loops: producers before consumers at every level."""
+    return _order(nesting.stages, 0)
+
+
+def _order(stages: Sequence[Stage], depth: int) -> list[Node]:
+    parts: dict[object, list[Stage]] = {}
+    for s in stages:
+        key: object = s if len(s.loops) == depth else s.loops[depth].find()
+        parts.setdefault(key, []).append(s)
+    owner = {s: key for key, members in parts.items() for s in members}
+    needs = {
+        key: {owner[r] for s in members for r in s.reads if r in owner} - {key}
+        for key, members in parts.items()
+    }
+    out: list[Node] = []
+    done: set[object] = set()
+    waiting = list(parts)
+    while waiting:
+        key = next((k for k in waiting if needs[k] <= done), None)
+        if key is None:
+            names = ", ".join(str(s.tv) for k in waiting for s in parts[k])
+            raise DefinitionError(f"the compute-at positions of {names} contradict each other")
+        waiting.remove(key)
+        done.add(key)
+        members = parts[key]
+        if isinstance(key, Loop):
+            out.append(Node(key, None, _order(members, depth + 1), members))
+        else:
+            out.append(Node(None, members[0], [], members))
+    return out

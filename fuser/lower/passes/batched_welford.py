@@ -1,0 +1,194 @@
+"""Variances on the GPU: a thread adds the values of an unrolled step to its accumulators at once.
+
+A Welford update divides, and depends on the one before. Instead, two passes over the registers that
+a step has loaded give their mean and squares, and one update adds these. The accumulators of all
+columns hold equally many values, so that they share the count and the division:
+
+    for i < 16 { for j < 4 { if (i < n) { welford_add(r[j], x[i, j]); } } }
+->  held = r[0].n; mask = 0;
+    for i < 16 { if (i < n) { mask |= 1 << i; } }
+    for j < 4 {
+      for i < 16 { if (i < n) { b[i] = x[i, j]; } }
+      welford_add_batch(r[j], b, mask, held); }
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from math import prod
+from typing import TypeGuard
+
+from fuser.ir.dtypes import DataType, c_type
+from fuser.ir.scalar import constructors as sc
+from fuser.ir.scalar.constructors import Scalar, Symbol
+from fuser.lower.buffers import INDEX_CTYPE
+from fuser.lower.kernel_ir import (
+    Accumulate,
+    AccumulateBatch,
+    Assign,
+    Body,
+    Compute,
+    Declare,
+    Define,
+    Element,
+    Expr,
+    For,
+    If,
+    LetValue,
+    ScalarValue,
+    Statement,
+    Var,
+    bodies,
+)
+
+# A mask has a bit for each value of a batch.
+MOST_VALUES = 32
+INT = DataType.Int32
+
+
+def batch_welfords(body: Body) -> None:
+    """Let Welford accumulators take the values of unrolled loops at once, in place.
+
+    Before: unrolled loops are marked, no value is hoisted. After: no nest of loops of constant
+    extent that does nothing but update accumulators, all under one condition, divides for each
+    value.
+    """
+    _rewrite(body, _uneven(body, ()))
+
+
+def _rewrite(body: Body, uneven: set[str]) -> None:
+    out: list[Statement] = []
+    for s in body.statements:
+        batch = _batch(s, uneven) if isinstance(s, For) else None
+        if batch is None:
+            for inner in bodies(s):
+                _rewrite(inner, uneven)
+        out += [s] if batch is None else batch
+    body.statements = out
+
+
+def _uneven(body: Body, conds: tuple[Scalar, ...]) -> set[str]:
+    """Return the accumulators of which some may hold more values than others."""
+    found: set[str] = set()
+    for s in body.statements:
+        if isinstance(s, Accumulate):
+            around = {x for c in conds for x in sc.symbols(c)}
+            if around & _own_symbols(s.target):
+                found.add(s.target.name)
+        inside = (*conds, s.cond) if isinstance(s, If) else conds
+        for inner in bodies(s):
+            found |= _uneven(inner, inside)
+    return found
+
+
+def _own_symbols(target: Var | Element) -> set[Symbol]:
+    return {*sc.symbols(target.index)} if isinstance(target, Element) else set()
+
+
+def _perfect_nest(top: For) -> tuple[list[For], list[Scalar], list[Statement]]:
+    """Return loops that hold nothing but each other, outer first, the conditions in them, and the
+    statements of the innermost."""
+    loops, conds, body = [top], list[Scalar](), top.body
+    while len(body.statements) == 1:
+        match body.statements[0]:
+            case For() as loop:
+                loops.append(loop)
+                body = loop.body
+            case If(otherwise=None, flags=()) as test:
+                conds.append(test.cond)
+                body = test.then
+            case _:
+                break
+    return loops, conds, body.statements
+
+
+def _batch(top: For, uneven: set[str]) -> list[Statement] | None:
+    """Return what replaces a nest of unrolled loops around Welford updates, None for another."""
+    loops, conds, inside = _perfect_nest(top)
+    if not any(map(_is_update, inside)) or not all(
+        isinstance(s, Accumulate | Define | LetValue) for s in inside
+    ):
+        return None
+    own = {x for s in inside if isinstance(s, Accumulate) for x in _own_symbols(s.target)}
+    columns = [loop for loop in loops if loop.symbol in own]
+    rows = [loop for loop in loops if loop.symbol not in own]
+    cond = sc.all_of(conds)
+    if not 1 < _count(rows) <= MOST_VALUES or own & {*sc.symbols(cond)}:
+        return None
+    if not all(loop.unroll for loop in loops):
+        return None
+    return _Batch(columns, rows, cond, uneven).statements(inside)
+
+
+def _is_update(s: Statement) -> TypeGuard[Accumulate]:
+    return isinstance(s, Accumulate) and s.kind == "welford"
+
+
+def _count(rows: Sequence[For]) -> int:
+    return prod(sc.int_value(loop.extent) or 0 for loop in rows)
+
+
+def _nested(loops: Sequence[For], statements: list[Statement]) -> list[Statement]:
+    for loop in reversed(loops):
+        statements = [replace(loop, body=Body(statements))]
+    return statements
+
+
+@dataclass(frozen=True)
+class _Batch:
+    """Loops over accumulators, loops over the values of a batch, and which of these exist."""
+
+    columns: Sequence[For]
+    rows: Sequence[For]
+    cond: Scalar
+    uneven: set[str]
+
+    @property
+    def is_whole(self) -> bool:
+        return self.cond == sc.const(True)
+
+    @property
+    def turn(self) -> Scalar:
+        """The place of a value in its batch."""
+        turn: Scalar = sc.ZERO
+        for loop in self.rows:
+            turn = sc.add(sc.mul(turn, loop.extent), loop.symbol)
+        return turn
+
+    def statements(self, inside: Sequence[Statement]) -> list[Statement]:
+        before: list[Statement] = []
+        arrays: list[Statement] = []
+        collected: list[Statement] = []
+        after: list[Statement] = []
+        first = next(s.target for s in inside if _is_update(s))
+        mask = Var(f"mask_{first.name}", INT)
+        for s in inside:
+            if not _is_update(s):
+                collected.append(s)
+                continue
+            array, dtype = f"batch_{s.target.name}", s.target.dtype
+            start = None if self.is_whole else ScalarValue(sc.ZERO, dtype)
+            arrays.append(Declare(array, c_type(dtype), _count(self.rows), start))
+            collected.append(Assign(Element(array, self.turn, dtype), s.value))
+            held = f"held_{s.target.name}"
+            where = arrays if s.target.name in self.uneven else before
+            where.append(Declare(held, INDEX_CTYPE, None, self._held(s.target)))
+            after.append(AccumulateBatch(s.target, array, "" if self.is_whole else mask.name, held))
+        if not self.is_whole:
+            set_bit = Compute(
+                "{0} | 1u << {1}", (mask, ScalarValue(self.turn, DataType.Index)), mask.dtype
+            )
+            collected = [If(self.cond, Body(collected))]
+            before.append(Declare(mask.name, "unsigned", None, ScalarValue(sc.ZERO, INT)))
+            before += _nested(self.rows, [If(self.cond, Body([Assign(mask, set_bit)]))])
+        made = _nested(self.columns, [*arrays, *_nested(self.rows, collected), *after])
+        return [*before, *made]
+
+    def _held(self, target: Var | Element) -> Expr:
+        """Return how many values an accumulator holds: as many as the first one, if all do."""
+        if isinstance(target, Var):
+            return Var(f"{target.name}.n", DataType.Int)
+        columns: dict[Scalar, Scalar] = {loop.symbol: sc.ZERO for loop in self.columns}
+        first = target.index if target.name in self.uneven else sc.substitute(target.index, columns)
+        return Element(target.name, first, DataType.Int, member="n")

@@ -1,0 +1,313 @@
+"""Sums on the CPU: an accumulator takes the terms of one block, a wide one takes the blocks.
+
+The rounding error of a running sum grows with its length, so no running sum in the type of the
+terms is longer than a block; the blocks are added in double precision.
+
+    for k < n { for j < 256 { r[j] += x[k, j]; } }
+->  if (B < n) {
+      double wide_r[256] = 0;
+      for c < ceildiv(n, B) {
+        for i < min(B, n - B*c) { for j < 256 { r[j] += x[B*c + i, j]; } }
+        for j < 256 { wide_r[j] += r[j]; r[j] = 0; } }
+      for j < 256 { r[j] = wide_r[j]; }
+    } else { for k < n { for j < 256 { r[j] += x[k, j]; } } }
+
+A Welford update depends on the one before: the values of an innermost loop are collected instead,
+and two passes over each block give its mean and squares.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from fuser.ir.dtypes import DataType, c_type, is_complex, is_inexact
+from fuser.ir.scalar import constructors as sc
+from fuser.ir.scalar.constructors import Scalar
+from fuser.lower.buffers import no_values
+from fuser.lower.kernel_ir import (
+    Accumulate,
+    AccumulateBlock,
+    Assign,
+    Body,
+    Compute,
+    Convert,
+    Declare,
+    Element,
+    Expr,
+    For,
+    If,
+    ScalarValue,
+    Statement,
+    Var,
+    bodies,
+    map_statement,
+    walk,
+)
+from fuser.lower.passes.simd import clamp
+from fuser.lower.passes.unroll import conjuncts
+
+# Terms in a block: of one accumulator, whose lanes take a part each; of one that takes the lanes'
+# results run by run, and of a Welford, whose values stay in the first-level cache; of several
+# accumulators, which cost more to move.
+TERMS = 2048
+VALUES = 256
+ROWS = 128
+
+
+def _wide_of(dtype: DataType) -> DataType:
+    """Return the dtype that takes the sums of blocks."""
+    return DataType.ComplexDouble if is_complex(dtype) else DataType.Double
+
+
+@dataclass(frozen=True, eq=False)
+class _Sum:
+    """An accumulator, and the loops and conditions on the way to one of its updates.
+
+    `loops` are the reduced ones among `path`; a block is `size` iterations of the last one.
+    """
+
+    declared: Declare
+    update: Accumulate
+    path: list[For | If]
+    loops: list[For]
+    size: int
+
+    @property
+    def target(self) -> Var | Element:
+        return self.update.target
+
+    @property
+    def wide(self) -> Var | Element:
+        return replace(
+            self.target, name=f"wide_{self.target.name}", dtype=_wide_of(self.target.dtype)
+        )
+
+    @property
+    def depth(self) -> int:
+        """How many loops and conditions are around the body of the last reduced loop."""
+        return 1 + next(k for k, s in enumerate(self.path) if s is self.loops[-1])
+
+    @property
+    def is_long(self) -> Scalar:
+        """Whether there is more than a block; a Welford whose values are collected has no other
+        form."""
+        if self.collects:
+            return sc.const(True)
+        return sc.lt(self.size, sc.product(s.extent for s in self.loops))
+
+    @property
+    def collects(self) -> bool:
+        is_value = isinstance(self.target, Var) and self.update.kind == "welford"
+        return is_value and any(s is self.update for s in self.loops[-1].body.statements)
+
+    # ------------------------------------------------------------ statements
+    def identity(self, dtype: DataType) -> Expr:
+        if self.update.kind == "welford":
+            return no_values(dtype)
+        return ScalarValue(sc.ZERO, dtype)
+
+    def add_to_wide(self) -> Statement:
+        return Accumulate(self.wide, self.target, self.update.kind, self.update.functor)
+
+    def move(self) -> list[Statement]:
+        return [self.add_to_wide(), Assign(self.target, self.identity(self.target.dtype))]
+
+    @property
+    def is_counted(self) -> bool:
+        """Whether a block may be several runs of the last loop, which may be short: moving one
+        accumulator after each costs little, moving many does not."""
+        return isinstance(self.target, Element) and len(self.loops) > 1
+
+    def rest(self) -> list[Statement]:
+        """Add what the last block left."""
+        return [self.add_to_wide()] if self.is_counted else []
+
+    def settle(self) -> Statement:
+        """Round the wide accumulator to the accumulator."""
+        narrow = self.target.dtype
+        if self.update.kind == "welford":
+            return Assign(self.target, Compute("welford_cast<{t}>({0})", (self.wide,), narrow))
+        return Assign(
+            self.target, self.wide if narrow is self.wide.dtype else Convert(self.wide, narrow)
+        )
+
+    def nest(self, statements: list[Statement], *, depth: int = 0) -> list[Statement]:
+        """Return the statements in the loops over the accumulators, from `depth` of the path on,
+        under the conditions that no reduced loop has a part in."""
+        own = sc.symbols(self.target.index) if isinstance(self.target, Element) else ()
+        reduced = {s.symbol for s in self.path if isinstance(s, For) and s.symbol not in own}
+        for s in reversed(self.path[depth:]):
+            if isinstance(s, If):
+                kept = [c for c in conjuncts(s.cond) if not reduced & {*sc.symbols(c)}]
+                if kept or s.flags:
+                    statements = [replace(s, cond=sc.all_of(kept), then=Body(statements))]
+            elif s.symbol not in reduced:
+                # Moving is rare: unrolling it would only make a longer kernel.
+                statements = [For(s.symbol, s.extent, Body(statements))]
+        return statements
+
+
+# ------------------------------------------------------------------ what is summed
+def _find(top: Statement, declared: Mapping[str, Declare]) -> Iterator[_Sum]:
+    """Yield the long sums under a statement into accumulators that are declared before it."""
+    for update, path in _updates(top):
+        if update.target.name in declared:
+            loops, size = _counted(update, path)
+            if loops and _can_cut(loops[-1]):
+                yield _Sum(declared[update.target.name], update, path, loops, size)
+
+
+def _updates(statement: Statement) -> Iterator[tuple[Accumulate, list[For | If]]]:
+    """Yield the updates of sums under a statement, with what is around; the condition of a branch
+    taken otherwise is left out."""
+    match statement:
+        case Accumulate():
+            is_sum = statement.kind == "welford" or statement.functor.startswith("SumOp<")
+            if is_sum and is_inexact(statement.target.dtype):
+                yield statement, []
+        case For() | If():
+            for inner in bodies(statement):
+                is_taken = isinstance(statement, For) or inner is statement.then
+                for s in inner.statements:
+                    for update, path in _updates(s):
+                        yield update, [statement, *path] if is_taken else path
+        case _:
+            pass
+
+
+def _counted(update: Accumulate, path: Sequence[For | If]) -> tuple[list[For], int]:
+    """Return the reduced loops, without those inside that make less than a block, and how many
+    iterations of the last one make a block."""
+    own = sc.symbols(update.target.index) if isinstance(update.target, Element) else ()
+    loops = [s for s in path if isinstance(s, For) and s.symbol not in own]
+    size = _size(update, is_nested=len(loops) > 1)
+    while loops:
+        extent = sc.int_value(loops[-1].extent)
+        if extent is None or extent > size:
+            break
+        size //= max(extent, 1)
+        loops.pop()
+    return loops, size
+
+
+def _size(update: Accumulate, *, is_nested: bool) -> int:
+    if isinstance(update.target, Element):
+        return ROWS
+    return VALUES if is_nested or update.kind == "welford" else TERMS
+
+
+def _can_cut(loop: For) -> bool:
+    """Whether a loop iterates no accumulators."""
+    return not any(
+        isinstance(s, Accumulate)
+        and isinstance(s.target, Element)
+        and loop.symbol in sc.symbols(s.target.index)
+        for s in walk(loop.body)
+    )
+
+
+# ------------------------------------------------------------------ the pass
+def sum_in_blocks(body: Body) -> None:
+    """Give the sums of floating types wide accumulators, in place.
+
+    Before: no loop is vectorised, no value hoisted. After: no sum of many terms runs in the type of
+    the terms.
+    """
+    declared: dict[str, Declare] = {}
+    out: list[Statement] = []
+    for s in body.statements:
+        for inner in bodies(s):
+            sum_in_blocks(inner)
+        if isinstance(s, Declare):
+            declared[s.name] = s
+        sums = list(_find(s, declared))
+        out += _in_blocks(s, sums) if sums else [s]
+    body.statements = out
+
+
+def _in_blocks(top: Statement, sums: Sequence[_Sum]) -> list[Statement]:
+    """Return a statement with its sums in blocks where there is more than one."""
+    conds = {found.is_long for found in sums}
+    is_long = conds.pop() if len(conds) == 1 else sc.const(True)
+    if is_long == sc.const(False):
+        return [top]
+    plain = _moved(top, {})
+    before: list[Statement] = []
+    after: list[Statement] = []
+    for found in {found.target.name: found for found in sums}.values():
+        wide = _wide_of(found.target.dtype)
+        ctype = found.declared.ctype.replace(c_type(found.target.dtype), c_type(wide))
+        start = found.identity(wide)
+        before.append(Declare(found.wide.name, ctype, found.declared.size, start))
+        after += found.nest([*found.rest(), found.settle()])
+    groups: dict[int, list[_Sum]] = {}
+    for found in sums:
+        groups.setdefault(id(found.loops[-1]), []).append(found)
+    # Inner loops first: cutting a loop copies what is inside.
+    for group in sorted(groups.values(), key=lambda g: -g[0].depth):
+        _cut(group[0].loops[-1], group)
+    blocks: list[Statement] = [*before, top, *after]
+    return blocks if is_long == sc.const(True) else [If(is_long, Body(blocks), Body([plain]))]
+
+
+def _cut(loop: For, group: Sequence[_Sum]) -> None:
+    """Cut a loop into blocks, after which the accumulators move."""
+    rest = clamp(loop)
+    size = min(found.size for found in group)
+    name, blocks = loop.symbol.name, sc.ceildiv(loop.extent, size)
+    block, lane = sc.index(f"{name}_block", blocks), sc.index(f"{name}_lane", size)
+    start = sc.mul(block, size)
+    count = sc.minimum(size, sc.sub(loop.extent, start))
+    before: list[Statement] = []
+    after: list[Statement] = []
+    old = loop.body.statements
+    inside = [_moved(s, {loop.symbol: sc.add(start, lane)}) for s in old]
+    for found in group:
+        at = next((k for k, s in enumerate(old) if s is found.update), None)
+        if found.collects and at is not None and isinstance(found.wide, Var):
+            update, array = inside[at], f"block_{found.target.name}"
+            assert isinstance(update, Accumulate)
+            before.append(Declare(array, c_type(found.target.dtype), size))
+            inside[at] = Assign(Element(array, lane, found.target.dtype), update.value)
+            after.append(AccumulateBlock(found.wide, array, count))
+        else:
+            after += _moves(found, start, count)
+    cut = [*before, For(lane, count, Body(inside)), *after]
+    loop.symbol, loop.extent = block, blocks
+    loop.body = Body(cut if rest == sc.const(True) else [If(rest, Body(cut))])
+
+
+def _moves(found: _Sum, start: Scalar, count: Scalar) -> list[Statement]:
+    """Return what moves the accumulators behind `count` iterations of the last loop."""
+    moves = found.nest(found.move(), depth=found.depth)
+    if not found.is_counted:
+        return moves
+    turn: Scalar = sc.ZERO
+    for s in found.loops[:-1]:
+        turn = sc.add(sc.mul(turn, s.extent), s.symbol)
+    turn = sc.add(sc.mul(turn, found.loops[-1].extent), start)
+    ended = sc.lt(sc.floordiv(turn, found.size), sc.floordiv(sc.add(turn, count), found.size))
+    return [If(ended, Body(moves))]
+
+
+def _moved(statement: Statement, index: Mapping[Scalar, Scalar]) -> Statement:
+    """Return a copy of a statement at another index."""
+
+    def moved(x: Scalar) -> Scalar:
+        return sc.substitute(x, index)
+
+    def moved_body(body: Body) -> Body:
+        return Body([_moved(s, index) for s in body.statements])
+
+    match statement:
+        case For():
+            return replace(
+                statement, extent=moved(statement.extent), body=moved_body(statement.body)
+            )
+        case If():
+            other = None if statement.otherwise is None else moved_body(statement.otherwise)
+            then = moved_body(statement.then)
+            return replace(statement, cond=moved(statement.cond), then=then, otherwise=other)
+        case _:
+            return map_statement(statement, moved, lambda v: replace(v, scalar=moved(v.scalar)))

@@ -1,0 +1,189 @@
+"""Hoisting: index arithmetic is computed in the outermost loop that fixes it, once.
+
+A sum is cut by the loops its terms depend on, and each partial sum becomes a `Let` at the start of
+that loop's body; every division and modulo becomes a `Let` too. Sizes that no loop changes and
+that are not plain symbols (quotients, rounded-up quotients) are computed by the host and become
+parameters, so a kernel never divides by anything that it could have known before the launch.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from fuser.ir.dtypes import HALF_LIKE, DataType, is_complex, part_of
+from fuser.ir.scalar import constructors as sc
+from fuser.ir.scalar.constructors import Apply, Const, Poly, Scalar, Symbol
+from fuser.lower.kernel_ir import (
+    Body,
+    Compute,
+    Expr,
+    For,
+    If,
+    Let,
+    LetValue,
+    ScalarValue,
+    Statement,
+    Unswitch,
+    map_statement,
+)
+
+
+@dataclass
+class _Frame:
+    """A loop body under work: what is hoisted to its start."""
+
+    lets: list[Statement] = field(default_factory=list[Statement])
+    known: dict[Scalar, Symbol] = field(default_factory=dict[Scalar, Symbol])
+
+
+@dataclass
+class Parameters:
+    """The scalars that the host passes: name -> what it computes, in order of first use."""
+
+    by_value: dict[tuple[Scalar, DataType], Symbol] = field(
+        default_factory=dict[tuple[Scalar, DataType], Symbol]
+    )
+    composite: int = 0
+
+    def symbol(self, value: Scalar, dtype: DataType) -> Symbol:
+        """Return the parameter that holds `value` as `dtype`."""
+        key = (value, dtype)
+        found = self.by_value.get(key)
+        if found is None:
+            if isinstance(value, Symbol) and value.dtype is dtype:
+                name = value.name
+            else:
+                name = f"s{self.composite}"
+                self.composite += 1
+            found = self.by_value[key] = sc.name_for(name, value, dtype)
+        return found
+
+
+class Hoister:
+    """Rewrites a kernel body in place; `parameters` collects what it needs from the host."""
+
+    def __init__(self) -> None:
+        self.parameters = Parameters()
+        self._frames: list[_Frame] = []
+        self._levels: dict[Symbol, int] = {}
+        self._names = 0
+
+    def run(self, body: Body) -> None:
+        self._frame(body)
+
+    # ------------------------------------------------------------ statements
+    def _frame(self, body: Body) -> None:
+        """Process a body that starts a scope for hoisted values."""
+        frame = _Frame()
+        self._frames.append(frame)
+        self._inside(body)
+        body.statements[:0] = frame.lets
+        self._frames.pop()
+
+    def _inside(self, body: Body) -> None:
+        made: list[Statement] = []
+        for k, statement in enumerate(body.statements):
+            made.append(self._statement(statement))
+            if isinstance(statement, LetValue):
+                # What depends on it can be computed from here on: the rest is a frame of its own.
+                rest = Body(body.statements[k + 1 :])
+                self._levels[statement.symbol] = len(self._frames)
+                self._frame(rest)
+                made += rest.statements
+                break
+        body.statements = made
+
+    def _statement(self, statement: Statement) -> Statement:
+        match statement:
+            case For():
+                statement.extent = self.rewrite(statement.extent)
+                self._levels[statement.symbol] = len(self._frames)
+                self._frame(statement.body)
+                return statement
+            case If():
+                statement.cond = self.rewrite(statement.cond)
+                self._inside(statement.then)
+                if statement.otherwise is not None:
+                    self._inside(statement.otherwise)
+                return statement
+            case Unswitch():
+                raise AssertionError("unswitching comes before hoisting")
+            case _:
+                return map_statement(statement, self.rewrite, self._value)
+
+    def _value(self, value: ScalarValue) -> Expr:
+        scalar = value.scalar
+        if isinstance(scalar, Const):
+            return value
+        if sc.has_index(scalar):
+            return ScalarValue(self.rewrite(scalar), value.dtype)
+        if is_complex(value.dtype):
+            return self._complex_value(scalar, value.dtype)
+        # The host converts: no double arithmetic for a Double input of a Float op.
+        dtype = DataType.Float if value.dtype in HALF_LIKE else value.dtype
+        # A value is 64 bits wide, unlike an index, whose type is the kernel's choice.
+        dtype = DataType.Int if dtype is DataType.Index else dtype
+        return ScalarValue(self.parameters.symbol(scalar, dtype), value.dtype)
+
+    def _complex_value(self, scalar: Scalar, dtype: DataType) -> Expr:
+        """Return a complex scalar, which the host passes as two parameters: one has 8 bytes."""
+        part = part_of(dtype)
+        z = sc.cast(scalar, dtype)
+        parts = tuple(
+            ScalarValue(self.parameters.symbol(sc.apply(which, z), part), part)
+            for which in ("real", "imag")
+        )
+        return Compute("fm_complex({0}, {1})", parts, dtype)
+
+    # ------------------------------------------------------------ scalars
+    def rewrite(self, x: Scalar) -> Scalar:
+        """Return `x` over names that are defined here, for use in the current body."""
+        if isinstance(x, Const):
+            return x
+        if isinstance(x, Symbol):
+            return self._symbol(x)
+        if isinstance(x, Poly):
+            return self._sum(x)
+        assert isinstance(x, Apply)
+        if not sc.has_index(x):
+            return self.parameters.symbol(x, x.dtype)
+        args = tuple(self.rewrite(a) for a in x.args)
+        rebuilt = Apply(x.op, args, x.dtype)
+        if x.dtype is DataType.Bool:
+            return rebuilt
+        return self._let(rebuilt, max(self._level(a) for a in args))
+
+    def _symbol(self, x: Symbol) -> Symbol:
+        if x.is_index or x in self._levels:
+            return x
+        return self.parameters.symbol(x, x.dtype)
+
+    def _level(self, x: Scalar) -> int:
+        return max((self._levels.get(s, 0) for s in sc.symbols(x)), default=0)
+
+    def _sum(self, x: Poly) -> Scalar:
+        groups: dict[int, Scalar] = {}
+        for mono, coef in x.terms:
+            atoms = [self.rewrite(a) for a in mono]
+            level = max((self._level(a) for a in atoms), default=0)
+            term = sc.mul(coef, sc.product(atoms))
+            groups[level] = sc.add(groups.get(level, sc.ZERO), term)
+        total: Scalar = sc.ZERO
+        here = len(self._frames) - 1
+        for level in sorted(groups):
+            total = sc.add(total, groups[level])
+            if level < here:
+                total = self._let(total, level)
+        return total
+
+    def _let(self, value: Scalar, level: int) -> Scalar:
+        if isinstance(value, Const | Symbol):
+            return value
+        frame = self._frames[level]
+        found = frame.known.get(value)
+        if found is None:
+            found = frame.known[value] = sc.name_for(f"h{self._names}", value)
+            self._names += 1
+            self._levels[found] = level
+            frame.lets.append(Let(found, value))
+        return found

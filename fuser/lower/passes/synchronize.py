@@ -1,0 +1,101 @@
+"""Barriers: between a write to shared memory and the reads of it, and before it is written
+again.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from fuser.lower.kernel_ir import (
+    Assign,
+    Body,
+    Element,
+    For,
+    Statement,
+    Sync,
+    Unswitch,
+    VectorLoad,
+    VectorStore,
+    bodies,
+    values_of,
+)
+
+
+@dataclass
+class _SharedArrayUses:
+    """Names of shared arrays that are read and written."""
+
+    reads: set[str] = field(default_factory=set[str])
+    writes: set[str] = field(default_factory=set[str])
+
+    def add(self, other: _SharedArrayUses) -> None:
+        self.reads |= other.reads
+        self.writes |= other.writes
+
+    def clear(self) -> None:
+        self.reads.clear()
+        self.writes.clear()
+
+    def conflicts(self, later: _SharedArrayUses) -> bool:
+        """Whether `later` must wait for this: it reads what was written, or overwrites it."""
+        return self.meets(later) or bool(self.writes & later.writes)
+
+    def meets(self, later: _SharedArrayUses) -> bool:
+        """Whether one of both reads what the other writes."""
+        return bool(self.writes & later.reads or self.reads & later.writes)
+
+
+def insert_barriers(body: Body) -> None:
+    """Insert `Sync` statements in place.
+
+    Before: stages in producer order, nothing synchronised. After: between any two statements of
+    which one writes a shared array that the other touches, every thread passes a barrier, also
+    around the back edge of a loop. Barriers stand outside of predicates, where all threads of a
+    block come by.
+    """
+    _process(body, _SharedArrayUses())
+
+
+def _process(body: Body, pending: _SharedArrayUses) -> None:
+    out: list[Statement] = []
+    for statement in body.statements:
+        uses = _uses_of(statement)
+        if pending.conflicts(uses):
+            out.append(Sync())
+            pending.clear()
+        if isinstance(statement, For | Unswitch) and uses.writes:
+            _process_loop(statement, uses, pending)
+        else:
+            pending.add(uses)
+        out.append(statement)
+    body.statements = out
+
+
+def _process_loop(loop: For | Unswitch, uses: _SharedArrayUses, pending: _SharedArrayUses) -> None:
+    inner = _SharedArrayUses()
+    _process(loop.body, inner)
+    # What the end of one iteration left pending meets the start of the next. Iterations that only
+    # write an array write different elements of it: what overwrites another's is read between.
+    if isinstance(loop, For) and inner.meets(uses):
+        loop.body.statements.append(Sync())
+        inner.clear()
+    pending.add(inner)
+
+
+def _uses_of(statement: Statement) -> _SharedArrayUses:
+    uses = _SharedArrayUses()
+    for part in values_of(statement):
+        if isinstance(part, Element) and part.shared:
+            uses.reads.add(part.name)
+    target = statement.target if isinstance(statement, Assign) else None
+    if isinstance(target, Element) and target.shared:
+        uses.reads.discard(target.name)
+        uses.writes.add(target.name)
+    if isinstance(statement, VectorLoad) and statement.shared:
+        uses.reads.add(statement.name)
+    if isinstance(statement, VectorStore) and statement.shared:
+        uses.writes.add(statement.name)
+    for inner in bodies(statement):
+        for s in inner.statements:
+            uses.add(_uses_of(s))
+    return uses

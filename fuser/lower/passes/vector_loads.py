@@ -1,0 +1,167 @@
+"""Loads in words: what a loop over a vector reads element by element from consecutive places of
+global memory is loaded before it, in one access where the address allows.
+
+Pieces of a concatenation, slices and padded tensors are read where an index says, often under a
+condition; no schedule knows whether their addresses are whole words. The kernel asks the address
+itself, so nothing has to be assumed:
+
+    for k in 8: t = k + x < n ? T0[b + k] : 0
+    ->
+    if (x + 7 < n) load_vec_any<8>(w0, T0, b);
+    else if (x < n) for k in 8: if (k + x < n) w0[k] = T0[b + k];
+    for k in 8: t = w0[k]
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from fuser.ir.dtypes import c_type, nbytes_of
+from fuser.ir.scalar import constructors as sc
+from fuser.ir.scalar.constructors import Apply, Scalar, Symbol
+from fuser.lower.kernel_ir import (
+    Assign,
+    Body,
+    Declare,
+    Define,
+    Element,
+    For,
+    GlobalLoad,
+    If,
+    LetValue,
+    ScalarValue,
+    Statement,
+    VectorLoad,
+    bodies,
+    walk,
+)
+from fuser.lower.passes.unroll import conjuncts
+from fuser.lower.vector_access import MAX_VECTOR_BYTES, terms_of
+
+TRUE, FALSE = sc.const(True), sc.const(False)
+
+
+def load_words(body: Body) -> None:
+    """Replace, in place, the element-wise loads of unrolled loops by loads of words."""
+    _Words().run(body)
+
+
+@dataclass
+class _Words:
+    # Arrays w0, w1, ...: nothing else is called so.
+    count: int = 0
+
+    def run(self, body: Body) -> None:
+        made: list[Statement] = []
+        for statement in body.statements:
+            if isinstance(statement, For) and statement.unroll:
+                made += self._before(statement)
+            for inner in bodies(statement):
+                self.run(inner)
+            made.append(statement)
+        body.statements = made
+
+    def _before(self, loop: For) -> list[Statement]:
+        """Return the statements that load what a loop reads, which reads it from there on."""
+        made: list[Statement] = []
+        arrays: dict[tuple[str, Scalar, Scalar], str] = {}
+        found_here = {s.symbol for s in walk(loop.body) if isinstance(s, LetValue)}
+        for statement, conditions in _definitions(loop.body, TRUE):
+            load = statement.value
+            if not isinstance(load, GlobalLoad):
+                continue
+            guard = sc.logical_and(conditions, load.guard)
+            if not _is_run(load, guard, loop):
+                continue
+            if found_here.intersection((*sc.symbols(load.index), *sc.symbols(guard))):
+                continue
+            key = load.name, load.index, guard
+            if key not in arrays:
+                arrays[key] = f"w{self.count}"
+                self.count += 1
+                made += _load(arrays[key], load, guard, loop)
+            statement.value = Element(arrays[key], loop.symbol, load.dtype)
+        return made
+
+
+def _definitions(body: Body, guard: Scalar) -> Iterator[tuple[Define, Scalar]]:
+    """Yield the definitions of a body that belong to no loop within, and when they are reached."""
+    for statement in body.statements:
+        if isinstance(statement, Define):
+            yield statement, guard
+        elif isinstance(statement, If) and not statement.flags:
+            yield from _definitions(statement.then, sc.logical_and(guard, statement.cond))
+
+
+def _is_run(load: GlobalLoad, guard: Scalar, loop: For) -> bool:
+    """Whether a loop reads words of consecutive elements, all that lie between any two of them."""
+    width, v = sc.int_value(loop.extent), loop.symbol
+    nbytes = nbytes_of(load.dtype)
+    is_word = width is not None and width > 1 and not width & (width - 1)
+    if not is_word or min(width or 1, MAX_VECTOR_BYTES // nbytes) < 2:
+        return False
+    base = sc.substitute(load.index, {v: sc.ZERO})
+    is_run = sc.add(base, v) == load.index
+    return is_run and all(_step(test, v) is not None for test in _tests(guard))
+
+
+def _tests(guard: Scalar) -> list[Scalar]:
+    return [] if guard == TRUE else conjuncts(guard) or [guard]
+
+
+def _step(test: Scalar, v: Symbol) -> int | None:
+    """Return by how much the left side of a comparison grows against the right with each step of
+    `v`; 0 for a test of anything else, None where the steps differ."""
+    if v not in sc.symbols(test):
+        return 0
+    # Comparisons of whole numbers are all of this form.
+    if not isinstance(test, Apply) or test.op != "<":
+        return None
+    difference = sc.sub(*test.args)
+    first, second = (sc.substitute(difference, {v: sc.const(k)}) for k in (0, 1))
+    step = sc.int_value(sc.sub(second, first))
+    return step if step is not None and sc.add(first, sc.mul(step, v)) == difference else None
+
+
+def _is_uniform(test: Scalar, v: Symbol, width: int) -> bool:
+    """Whether a test provably has one outcome for all of `v`: what is compared is a multiple of the
+    width away from where the outcome changes."""
+    step = _step(test, v)
+    if not step:
+        return True
+    assert isinstance(test, Apply)
+    difference = sc.sub(*test.args)
+    # The outcome changes from -1 to 0.
+    least = sc.substitute(difference, {v: sc.ZERO if step > 0 else sc.const(width - 1)})
+    return abs(step) == 1 and all(coef % width == 0 for _, coef in terms_of(least))
+
+
+def _load(name: str, load: GlobalLoad, guard: Scalar, loop: For) -> list[Statement]:
+    """Return the statements that fill an array: in words where the whole of it is wanted."""
+    width, v = sc.int_value(loop.extent), loop.symbol
+    assert width is not None
+    # The lane for which each test is hardest, and the one for which it is easiest.
+    ends = [(sc.const(width - 1), sc.ZERO), (sc.ZERO, sc.const(width - 1))]
+    picked = [(test, ends[(_step(test, v) or 0) < 0]) for test in _tests(guard)]
+    whole, some = (sc.all_of(sc.substitute(t, {v: e[k]}) for t, e in picked) for k in (0, 1))
+    base = sc.substitute(load.index, {v: sc.ZERO})
+    each = min(width, MAX_VECTOR_BYTES // nbytes_of(load.dtype))
+    words: list[Statement] = [
+        VectorLoad(name, sc.const(at), load.name, sc.add(base, at), each, load.dtype, aligned=False)
+        for at in range(0, width, each)
+    ]
+    # What is not loaded is not looked at, but the program reads it.
+    declared = Declare(name, c_type(load.dtype), width, ScalarValue(sc.ZERO, load.dtype))
+    if whole == TRUE:
+        return [declared, *words]
+    if all(_is_uniform(test, v, width) for test in _tests(guard)):
+        return [declared, If(whole, Body(words))]
+    element = Assign(
+        Element(name, v, load.dtype), GlobalLoad(load.name, load.index, load.dtype, TRUE)
+    )
+    part = For(v, loop.extent, Body([If(guard, Body([element]))]), unroll=True, pragma=loop.pragma)
+    parts: list[Statement] = [part] if some == TRUE else [If(some, Body([part]))]
+    if whole == FALSE:
+        return [declared, *parts]
+    return [declared, If(whole, Body(words), Body(parts))]

@@ -1,0 +1,219 @@
+"""Reductions: accumulators, and their combination over threads and blocks.
+
+A reduction is staged by the parallel types of its reduction loops: serial, unrolled and vectorised
+ones accumulate in registers, thread axes are combined by `block_reduce`, block axes by
+`grid_reduce`, or `cluster_reduce` where those blocks are a cluster.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable
+
+from fuser.ir.dtypes import DataType, nbytes_of
+from fuser.ir.ops.nodes import ReductionOp, WelfordOp
+from fuser.ir.scalar import constructors as sc
+from fuser.ir.scalar.constructors import Scalar, Symbol
+from fuser.ir.types import BLOCK_TYPES, GRID_TYPES, ParallelType
+from fuser.lower.buffers import Buffer, no_values, welford_ctype
+from fuser.lower.context import Context
+from fuser.lower.kernel_ir import (
+    Declare,
+    DrawTicket,
+    Expr,
+    ReducePart,
+    ScalarValue,
+    ThreadReduce,
+    Workspace,
+)
+from fuser.lower.loop_tree import Stage
+from fuser.ops.reduction_table import REDUCTIONS
+
+_AXES = ("x", "y", "z")
+# What blocks exchange (`rt_reduce.h`): so many bytes of a value in a word of so many.
+PACKET_BYTES = 8
+PAYLOAD_BYTES = 4
+
+
+def _type(axis: str, kind: str) -> ParallelType:
+    return ParallelType[f"{kind}_{axis}"]
+
+
+def identity_of(buffer: Buffer) -> Expr:
+    """Return the value that changes nothing."""
+    op = buffer.stage.op
+    if isinstance(op, WelfordOp):
+        return no_values(buffer.dtype)
+    assert isinstance(op, ReductionOp)
+    return ScalarValue(sc.const(REDUCTIONS[op.kind].identity(buffer.dtype)), buffer.dtype)
+
+
+def functor_of(buffer: Buffer) -> str:
+    """Return the C type of the combining functor: `SumOp<float>`."""
+    op = buffer.stage.op
+    if isinstance(op, WelfordOp):
+        return welford_ctype(buffer.dtype, "WelfordOp")
+    assert isinstance(op, ReductionOp)
+    name = REDUCTIONS[op.kind].cuda
+    if buffer.dtype is DataType.Bool:
+        name = {"MaxOp": "OrOp", "MinOp": "AndOp", "SumOp": "OrOp", "ProdOp": "AndOp"}[name]
+    return f"{name}<{buffer.ctype}>"
+
+
+def declare_accumulator(buffer: Buffer) -> Declare:
+    """Return the declaration of an accumulator, set to the identity."""
+    return Declare(buffer.name, buffer.ctype, buffer.size, identity_of(buffer))
+
+
+def element_layout(buffer: Buffer) -> tuple[int, int]:
+    """Return the size and alignment of one accumulator in bytes, at most: a Welford is
+    {T, T, T, count}, where the count has the index type."""
+    nbytes = nbytes_of(buffer.dtype)
+    if isinstance(buffer.stage.op, WelfordOp):
+        return _up(3 * nbytes, 8) + 8, 8
+    return nbytes, nbytes
+
+
+def reduced_types(stage: Stage) -> set[ParallelType]:
+    """Return the parallel types over which a reduction combines."""
+    return {
+        loop.ptype
+        for loop in stage.own_loops
+        if loop.is_reduction and loop.is_parallel and isinstance(loop.symbol, Symbol)
+    }
+
+
+def finish_reductions(ctx: Context, buffers: list[Buffer]) -> list[ThreadReduce]:
+    """Return the combinations over threads and blocks of reductions that end at one place.
+
+    Reductions over the same axes are combined together: one exchange instead of several, and the
+    same block finishes them.
+    """
+    groups: dict[object, list[Buffer]] = {}
+    for buffer in buffers:
+        types = reduced_types(buffer.stage)
+        if types:
+            key = (frozenset(types), buffer.size, _iterated(buffer.stage))
+            groups.setdefault(key, []).append(buffer)
+    return [_finish(ctx, group) for group in groups.values()]
+
+
+def _finish(ctx: Context, group: list[Buffer]) -> ThreadReduce:
+    types = reduced_types(group[0].stage)
+    threads = _flags("block", types)
+    grid = _flags("grid", types)
+    size = group[0].size
+    nbytes, _ = _layout(group)
+    block = _product(ctx, BLOCK_TYPES)
+    needed = sc.maximum(sc.mul(block, (size or 1) * nbytes), 16)
+    ctx.reduction_bytes = sc.maximum(ctx.reduction_bytes, needed)
+    parts = tuple(ReducePart(b.name, b.ctype, functor_of(b), identity_of(b)) for b in group)
+    statement = ThreadReduce(parts, size, threads)
+    if ctx.nesting.fusion.cluster > 1 and any(grid):
+        _over_cluster(ctx, group, statement)
+    elif any(grid):
+        statement.grid_axes = grid
+        _over_blocks(ctx, group, statement)
+    return statement
+
+
+def _flags(kind: str, types: Collection[ParallelType]) -> tuple[bool, bool, bool]:
+    x, y, z = (_type(a, kind) in types for a in _AXES)
+    return x, y, z
+
+
+def _product(ctx: Context, types: Collection[ParallelType]) -> Scalar:
+    return sc.product(ctx.nesting.extents.get(p, sc.ONE) for p in types)
+
+
+def _iterated(stage: Stage) -> frozenset[ParallelType]:
+    """Return the parallel types that distinguish the results of a reduction."""
+    return frozenset(
+        loop.ptype
+        for loop in stage.all_loops
+        if loop.is_parallel and not loop.is_reduction and isinstance(loop.symbol, Symbol)
+    )
+
+
+def _layout(group: list[Buffer]) -> tuple[int, int]:
+    """Return the size and alignment, in bytes, of the C struct of one element of each buffer.
+
+    A group nests: `Pair<A, Pair<B, C>>`.
+    """
+    size, align = element_layout(group[-1])
+    for buffer in reversed(group[:-1]):
+        first, first_align = element_layout(buffer)
+        align = max(align, first_align)
+        size = _up(_up(first, align) + size, align)
+    return size, align
+
+
+def _up(n: int, multiple: int) -> int:
+    return -(-n // multiple) * multiple
+
+
+def _over_blocks(ctx: Context, group: list[Buffer], statement: ThreadReduce) -> None:
+    """Add the grid step, with packets of its own for every serial iteration around it."""
+    stage = group[0].stage
+    per_block = sc.mul(_groups(ctx, statement, stage), group[0].size or 1)
+    rounds = [
+        loop
+        for loop in stage.loops[: stage.depth]
+        if not loop.is_parallel and isinstance(loop.symbol, Symbol)
+    ]
+    turn: Scalar = sc.ZERO
+    for loop in rounds:
+        turn = sc.add(sc.mul(turn, loop.extent), loop.symbol)
+    turns = sc.product(loop.extent for loop in rounds)
+    elements = sc.mul(_product(ctx, GRID_TYPES), per_block)
+    nbytes, _ = _layout(group)
+    packets = sc.mul(elements, -(-nbytes // PAYLOAD_BYTES))
+    statement.ticket = _ticket(ctx, group[0], statement.grid_axes)
+    statement.packets = _workspace(ctx, "uint64_t", sc.mul(sc.mul(packets, turns), PACKET_BYTES))
+    statement.packets_offset = sc.mul(turn, packets)
+    statement.done = f"done{stage.tv.number}"
+    ctx.done_flags.update((b.stage, statement.done) for b in group)
+
+
+def _groups(ctx: Context, statement: ThreadReduce, stage: Stage) -> Scalar:
+    """Say along which thread axes all threads have the same after the block step; return how many
+    groups of threads differ."""
+    iterated = _iterated(stage)
+    x, y, z = (_type(a, "block") not in iterated for a in _AXES)
+    statement.same_axes = (x, y, z)
+    return _product(ctx, [p for p in BLOCK_TYPES if p in iterated])
+
+
+def _over_cluster(ctx: Context, group: list[Buffer], statement: ThreadReduce) -> None:
+    """Add the step over the blocks of a cluster: each leaves its values where the others read
+    them, and keeps beside them what it has read."""
+    statement.cluster = ctx.nesting.fusion.cluster
+    assert reduced_types(group[0].stage) & set(GRID_TYPES) == {ParallelType.grid_y}
+    values = sc.mul(_groups(ctx, statement, group[0].stage), group[0].size or 1)
+    nbytes, _ = _layout(group)
+    needed = sc.mul(values, (statement.cluster + 1) * nbytes)
+    ctx.reduction_bytes = sc.maximum(ctx.reduction_bytes, needed)
+
+
+def _ticket(ctx: Context, buffer: Buffer, grid_axes: tuple[bool, bool, bool]) -> str:
+    """Return the name of the block's ticket for reductions over these axes of the grid."""
+    found = ctx.tickets.get(grid_axes)
+    if found is None:
+        reduced = reduced_types(buffer.stage)
+        groups = _product(ctx, [p for p in GRID_TYPES if p not in reduced])
+        begun = _workspace(ctx, "unsigned", sc.mul(groups, 4))
+        name = f"ticket{len(ctx.tickets)}"
+        found = ctx.tickets[grid_axes] = DrawTicket(name, begun, grid_axes)
+    return found.name
+
+
+def _workspace(ctx: Context, ctype: str, nbytes: Scalar) -> str:
+    ctx.workspaces.append(Workspace(ctype, nbytes))
+    return f"W{len(ctx.workspaces) - 1}"
+
+
+def pair_text(names: Iterable[str], name: str = "Pair") -> str:
+    """Return `A` for one name, `Pair<A, Pair<B, C>>` for more."""
+    *others, text = names
+    for other in reversed(others):
+        text = f"{name}<{other}, {text}>"
+    return text

@@ -1,0 +1,95 @@
+"""Vector accesses: is an address linear in the vector axis, and aligned to whole words?"""
+
+from __future__ import annotations
+
+import math
+
+from fuser.ir.dtypes import nbytes_of
+from fuser.ir.scalar import constructors as sc
+from fuser.ir.scalar.constructors import Apply, Poly, Scalar, Symbol
+from fuser.ir.scalar.scalar_nodes import Monomial
+from fuser.ir.tensor import TensorView
+from fuser.lower.context import Context
+from fuser.lower.loop_tree import Stage
+from fuser.support.device import LOADED_WORDS, VECTOR_BYTES
+from fuser.support.errors import UnsupportedError
+
+MAX_VECTOR_BYTES = VECTOR_BYTES
+MAX_LOADED_BYTES = LOADED_WORDS * VECTOR_BYTES
+
+
+def vector_width(stage: Stage, *, most: int = MAX_VECTOR_BYTES) -> int:
+    """Return the elements of a stage's vector access; raises `UnsupportedError` over `most`
+    bytes."""
+    assert stage.vector is not None
+    width = sc.int_value(stage.vector.extent)
+    assert width is not None
+    nbytes = width * nbytes_of(stage.tv.dtype())
+    if nbytes > most or nbytes & (nbytes - 1):
+        raise UnsupportedError(
+            f"{stage.tv}: a vector of {width} elements has {nbytes} bytes; a power of two up to "
+            f"{most} fits"
+        )
+    return width
+
+
+def vector_base(ctx: Context, tv: TensorView, offset: Scalar, v: Scalar, *, width: int) -> Scalar:
+    """Return the offset of a vector's first element.
+
+    `offset` must be base + v, with a base that is a multiple of `width`. Where that needs sizes or
+    strides to be multiples of the width, they are assumed to be (`Assumptions.assume_divisible`).
+    Raises `UnsupportedError` when the access cannot be a vector.
+    """
+    offset = ctx.simplify(offset)
+    zero: dict[Scalar, Scalar] = {v: sc.ZERO}
+    base = sc.substitute(offset, zero)
+    if sc.add(base, v) != offset:
+        for symbol in _divisors(offset, v):
+            if symbol not in ctx.assumptions.divisible:
+                ctx.assumptions.assume_divisible(symbol, width)
+        raise UnsupportedError(f"vectorized access of {tv} at {offset}: not contiguous along {v}")
+    for mono, coef in terms_of(base):
+        if coef % width == 0:
+            continue
+        sizes = [a for a in mono if not any(s.is_index for s in sc.symbols(a))]
+        if len(sizes) > 1 or any(isinstance(a, Apply) for a in sizes):
+            # Any of the sizes may bring the factors of two, so their product is tested; as is what
+            # was computed of sizes, such as the elements of a group of channels.
+            size = sc.product([math.gcd(coef, width), *sizes])
+            ctx.guards[sc.eq(sc.mod(size, width), 0)] = None
+            continue
+        symbol = _size_in(mono)
+        if symbol is None:
+            raise UnsupportedError(
+                f"vectorized access of {tv} at {offset}: {base} is not a multiple of {width}"
+            )
+        ctx.assumptions.assume_divisible(symbol, width // math.gcd(coef, width))
+    return base
+
+
+def terms_of(x: Scalar) -> list[tuple[Monomial, int]]:
+    """Return the products that a sum adds up, and how often."""
+    value = sc.int_value(x)
+    if value is not None:
+        return [((), value)]
+    return list(x.terms) if isinstance(x, Poly) else [((x,), 1)]
+
+
+def _size_in(mono: Monomial) -> Symbol | None:
+    """Return the innermost size or stride of a product that no loop changes."""
+    found = [a for a in mono if isinstance(a, Symbol) and not a.is_index]
+    return found[-1] if found else None
+
+
+def _divisors(x: Scalar, v: Scalar) -> list[Symbol]:
+    """Return the sizes that `x` divides something holding `v` by, innermost (last) first."""
+    found: dict[Symbol, None] = {}
+
+    def visit(y: Scalar) -> None:
+        if isinstance(y, Apply) and y.op in ("/", "%") and v in sc.symbols(y.args[0]):
+            found.update(dict.fromkeys(s for s in sc.symbols(y.args[1]) if not s.is_index))
+        for child in sc.children(y):
+            visit(child)
+
+    visit(x)
+    return list(reversed(found))

@@ -1,0 +1,160 @@
+"""MultiDeviceExecutor: runs a fusion of which the user has placed every tensor.
+
+It goes through the one lowering, in nvFuser's older form: nothing is propagated, ops that torch can
+carry out stand in the program as themselves, and a stream axis is a logical axis as a whole.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from difflib import get_close_matches
+from typing import get_type_hints
+
+import torch
+
+from fuser.frontend.executor_cache import FusionExecutorCache
+from fuser.ir.binding import Argument
+from fuser.ir.dtypes import to_torch
+from fuser.ir.fusion import Fusion
+from fuser.ir.memory_layout import dense_strides_of
+from fuser.ir.scalar.constructors import Scalar, int_value
+from fuser.ir.tensor import TensorView
+from fuser.ir.types import IrEnum
+from fuser.support.arguments import require
+from fuser.support.errors import ArgumentError, UnsupportedError
+from hostir.ir.program import HostIrContainer
+from hostir.ir.transfers import PEER_COPIES
+from hostir.lowering.lower_streams import check_stream
+from hostir.lowering.params import STANDALONE, LowerParams, check_number_of_streams
+from multidevice.job.shard_tensor import shard_for_rank
+from multidevice.sharding.queries import whole_axis_sizes
+
+
+class CommunicatorBackend(IrEnum):
+    """Who moves data between GPUs: NCCL, or (cuda) peers copy out of each other's memory, which
+    ranks of one host can. CPU ranks take the transport of their launcher in place of NCCL, and
+    shared memory in place of mapped GPU memory.
+    """
+
+    nccl = 0
+    ucc = 1
+    cuda = 2
+
+
+@dataclass
+class MultiDeviceExecutorParams:
+    """How a `MultiDeviceExecutor` lowers and runs; nvFuser's names and defaults.
+
+    `use_allocation_cache` changes nothing here: buffers inside of a program are reused from run to
+    run anyway, and what a caller gets is never overwritten.
+
+    Raises `ArgumentError` for a parameter that does not exist, or is of another type, and
+    `DefinitionError` for fewer than one stream.
+    """
+
+    backend_type: CommunicatorBackend = CommunicatorBackend.nccl
+    number_of_streams: int = 4
+    use_allocation_cache: bool = False
+    offset_stream_indexing_by_rank: bool = False
+    inter_stream_synchronization: bool = False
+
+    def __new__(cls, *given: object, **named: object) -> MultiDeviceExecutorParams:
+        if len(given) > len(_KINDS):
+            raise ArgumentError(f"{cls.__name__}: {len(given)} values for {', '.join(_KINDS)}")
+        for name in named:
+            _check_name(name)
+        return super().__new__(cls)
+
+    def __setattr__(self, name: str, value: object) -> None:
+        _check_name(name)
+        if name == "number_of_streams":
+            check_number_of_streams(value, of=_PARAMS)
+        super().__setattr__(name, require(_PARAMS, name, value, _KINDS[name]))
+
+    def lower_params(self) -> LowerParams:
+        return replace(
+            STANDALONE,
+            backend=_LIBRARIES[self.backend_type],
+            offset_by_rank=self.offset_stream_indexing_by_rank,
+            inter_stream_synchronization=self.inter_stream_synchronization,
+        )
+
+
+# The library of communications; "" is that of the device.
+_LIBRARIES = {CommunicatorBackend.nccl: "", CommunicatorBackend.cuda: PEER_COPIES}
+_PARAMS = MultiDeviceExecutorParams.__name__
+_KINDS = get_type_hints(MultiDeviceExecutorParams)
+
+
+def _check_name(name: str) -> None:
+    if name not in _KINDS:
+        near = get_close_matches(name, _KINDS, n=1)
+        advice = f"did you mean {near[0]}?" if near else f"there are {', '.join(_KINDS)}"
+        raise ArgumentError(f"{_PARAMS}: there is no {name}; {advice}")
+
+
+class MultiDeviceExecutor:
+    """Runs a fusion on the ranks of its meshes.
+
+    Every tensor has the mesh and the parallel types that the user gave it; device and stream types
+    stand on logical axes. `str(executor)` is the host program.
+
+    Raises:
+        UnsupportedError: a stream axis that a split or a merge made; a backend that is not there.
+    """
+
+    def __init__(self, fusion: Fusion, params: MultiDeviceExecutorParams | None = None) -> None:
+        require("MultiDeviceExecutor", "fusion", fusion, Fusion)
+        require("MultiDeviceExecutor", "params", params, MultiDeviceExecutorParams | None)
+        params = params or MultiDeviceExecutorParams()
+        if params.backend_type not in _LIBRARIES:
+            raise UnsupportedError(
+                f"MultiDeviceExecutor: backend_type={params.backend_type.name} is not there: "
+                "use CommunicatorBackend.nccl or CommunicatorBackend.cuda"
+            )
+        copy, _ = fusion.copy()
+        for tv in copy.tensors():
+            check_stream(tv)
+        self._cache = FusionExecutorCache(
+            copy, params=params.lower_params(), number_of_streams=params.number_of_streams
+        )
+
+    def run(self, args: Iterable[object]) -> list[torch.Tensor]:
+        """Return the outputs for this rank's shards of the inputs, which are given as to
+        `FusionDefinition.execute`."""
+        return self._cache.execute(args)
+
+    def host_program(self) -> HostIrContainer:
+        """Return the program of the most recent run, or the one for inputs of middling sizes."""
+        return self._cache.program_for(self._samples())
+
+    def _samples(self) -> list[Argument]:
+        """Return inputs of sizes that every mesh divides, for a program before the first run."""
+        fusion = self._cache.fusion()
+        parts = {n for tv in fusion.tensors() if tv.mesh is not None for n in tv.mesh.shape}
+        size = 8
+        for n in parts:
+            size *= n
+        whole_axes = whole_axis_sizes(fusion.tensors())
+
+        def extent(x: Scalar) -> int:
+            x = fusion.canonical(x)
+            return whole_axes.get(x) or int_value(x) or size
+
+        samples: list[Argument] = []
+        for value in fusion.inputs:
+            if isinstance(value, TensorView):
+                shape = [extent(x) for x in value.shape()]
+                whole = torch.empty(shape, device="meta")
+                rank = 0 if value.mesh is None else value.mesh.devices[0]
+                local = whole if value.mesh is None else shard_for_rank(whole, value, rank)
+                strides = dense_strides_of(value, local.shape)
+                dtype = to_torch(value.dtype())
+                samples.append(torch.empty_strided(local.shape, strides, dtype=dtype))
+            else:
+                samples.append(size)
+        return samples
+
+    def __str__(self) -> str:
+        return str(self.host_program())

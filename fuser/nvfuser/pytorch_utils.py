@@ -1,0 +1,142 @@
+"""Small helpers around torch, under nvFuser's names."""
+
+from __future__ import annotations
+
+import functools
+import gc
+from collections.abc import Callable
+from typing import Any, ParamSpec, TypeVar
+
+import torch
+
+from fuser.ir.dtypes import DataType
+from fuser.runtime.cuda_kernel import load_driver
+from fuser.support.arguments import show
+from fuser.support.device import bandwidth_gbs
+from fuser.support.errors import InputError, KernelError, UnknownDtypeError
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+# What nvFuser's table has, whether or not ops compute in it yet; a float4 that this torch lacks is
+# left out.
+_DTYPES: dict[object, DataType] = {
+    torch.cdouble: DataType.ComplexDouble,
+    torch.cfloat: DataType.ComplexFloat,
+    torch.double: DataType.Double,
+    torch.float: DataType.Float,
+    torch.half: DataType.Half,
+    torch.bfloat16: DataType.BFloat16,
+    torch.float8_e4m3fn: DataType.Float8_e4m3fn,
+    torch.float8_e5m2: DataType.Float8_e5m2,
+    torch.float8_e8m0fnu: DataType.Float8_e8m0fnu,
+    torch.long: DataType.Int,
+    torch.int: DataType.Int32,
+    torch.bool: DataType.Bool,
+    getattr(torch, "float4_e2m1fn_x2", None): DataType.Float4_e2m1fn_x2,
+    # Python's numbers.
+    complex: DataType.ComplexDouble,
+    float: DataType.Double,
+    int: DataType.Int,
+    bool: DataType.Bool,
+}
+_DTYPES.pop(None, None)
+
+
+def torch_dtype_to_nvfuser_dtype(dtype: torch.dtype | type) -> DataType:
+    """Return the counterpart of a torch dtype, or of a Python type of numbers.
+
+    Raises `UnknownDtypeError`, a KeyError, for any other, as uint8 and int16.
+    """
+    try:
+        return _DTYPES[dtype]
+    except (KeyError, TypeError):
+        known = ", ".join(str(d) for d in _DTYPES if isinstance(d, torch.dtype))
+        raise UnknownDtypeError(
+            f"torch_dtype_to_nvfuser_dtype: {show(dtype)}: there are {known}, and Python's "
+            "complex, float, int and bool"
+        ) from None
+
+
+def python_scalar_to_nvfuser_dtype(a: object) -> DataType:
+    """Return the dtype that a Python number has in a fusion. Raises as
+    `torch_dtype_to_nvfuser_dtype`."""
+    return torch_dtype_to_nvfuser_dtype(type(a))
+
+
+# Key -> the driver's attribute, without CU_DEVICE_ATTRIBUTE_.
+_ATTRIBUTES = {
+    "gpu_compute_capability_major": "COMPUTE_CAPABILITY_MAJOR",
+    "gpu_compute_capability_minor": "COMPUTE_CAPABILITY_MINOR",
+    "gpu_sm_count": "MULTIPROCESSOR_COUNT",
+    "gpu_max_threads_per_block": "MAX_THREADS_PER_BLOCK",
+    "gpu_smem_bytes_per_block": "MAX_SHARED_MEMORY_PER_BLOCK",
+    "gpu_regs_per_block": "MAX_REGISTERS_PER_BLOCK",
+    "gpu_clock_rate_khz": "CLOCK_RATE",
+    "gpu_l2_bytes": "L2_CACHE_SIZE",
+    "gpu_mem_clock_khz": "MEMORY_CLOCK_RATE",
+    "gpu_mem_bus_width": "GLOBAL_MEMORY_BUS_WIDTH",
+    "gpu_max_threads_per_sm": "MAX_THREADS_PER_MULTIPROCESSOR",
+}
+
+
+def get_device_properties() -> dict[str, Any]:
+    """Return what the driver tells of the current GPU, by nvFuser's names; bandwidth in 1e9 bytes
+    per second. Raises `InputError` without a GPU."""
+    if not torch.cuda.is_available():
+        raise InputError("get_device_properties: torch sees no CUDA device")
+    index = torch.cuda.current_device()
+    torch.cuda.init()
+    driver, known = load_driver(), torch.cuda.get_device_properties(index)
+
+    def ask(call: str, *args: object) -> int:
+        status, found = getattr(driver, call)(*args)
+        if status != driver.CUresult.CUDA_SUCCESS:
+            raise KernelError(f"get_device_properties: {call} failed ({status!r})")
+        return found
+
+    device = ask("cuDeviceGet", index)
+    numbers = {
+        key: ask(
+            "cuDeviceGetAttribute",
+            getattr(driver.CUdevice_attribute, f"CU_DEVICE_ATTRIBUTE_{name}"),
+            device,
+        )
+        for key, name in _ATTRIBUTES.items()
+    }
+    peak = bandwidth_gbs(numbers["gpu_mem_clock_khz"], numbers["gpu_mem_bus_width"])
+    return {
+        "gpu_name": known.name,
+        "gpu_gmem_bytes": known.total_memory,
+        **numbers,
+        "gpu_peak_bandwidth_gbps": peak,
+    }
+
+
+# Those of the GPU that is current when this is imported.
+DEVICE_PROPERTIES: dict[str, Any] | None = (
+    get_device_properties() if torch.cuda.is_available() else None
+)
+
+
+def retry_on_oom_or_skip_test(func: Callable[P, R]) -> Callable[P, R]:
+    """Make a test run again, once, after memory was given back where a GPU had none left, and skip
+    it where it still has none."""
+
+    @functools.wraps(func)
+    def retried(*args: P.args, **kwargs: P.kwargs) -> R:
+        try:
+            return func(*args, **kwargs)
+        except torch.OutOfMemoryError:
+            pass  # the error holds the frames, and they the tensors
+        gc.collect()
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
+        try:
+            return func(*args, **kwargs)
+        except torch.OutOfMemoryError as error:
+            import pytest
+
+            pytest.skip(f"out of memory, twice: {error}")
+
+    return retried

@@ -1,0 +1,1 @@
+from fuser.support.version import Version as Version

@@ -1,0 +1,12 @@
+"""The meaning of every op in torch, for library calls and for tests.
+
+Question: which torch call computes this op?
+Imports: `fuser.support` and `fuser.ir`.
+Files, in reading order:
+
+- `meaning`: one torch function per node.
+- `library_calls`: calls that write into a buffer or keep what the caller lends.
+- `matmul_calls`: products, scaled and grouped, and the layouts that their kernels demand.
+- `attention_kernels`: which of torch's attention kernels is taken, and the call of it.
+- `philox`: torch's random number generator, number by number.
+"""

@@ -1,0 +1,718 @@
+"""The kernels that torch has for attention, as functions of operands [N, H, L, E].
+
+Each of `KERNELS` says which calls it takes, computes output and log_sumexp, and their gradients.
+`ORDERS` says which of them is asked first: by the call, its shape and the machine. A call that none
+takes is computed step by step (`attention_calls`).
+
+A choice follows from `AttentionCase` alone, which an op and its gradient have in common, and never
+from how tensors lie: operands that a kernel does not take as they lie are copied. log_sumexp is the
+same for all kernels, so that forward and gradient may take different ones. Where numbers are
+dropped, both take the same one, so that both drop the same numbers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cache
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+
+from fuser.support.errors import InputError
+
+Tensor = torch.Tensor
+Operands = tuple[Tensor, Tensor, Tensor]
+HALF = (torch.float16, torch.bfloat16)
+CUDA_DEVICES = ("cuda",)
+_AMPERE, _HOPPER, _BLACKWELL = (8, 0), (9, 0), (10, 0)
+# cuDNN that takes lengths which are no multiples of 128; torch itself prefers it from there on.
+_CUDNN = 91501
+# Heads of at most so many elements: of all kernels; of cuDNN's gradient, but for equal ones of 256,
+# from the version behind this one on.
+_MAX_HEAD, _MAX_CUDNN_HEAD, _CUDNN_HEADS = 256, 128, 92200
+# Batches and heads of cuDNN.
+_MAX_BATCH = 65535
+# Operations of a forward call below which the start of a kernel is most of its time: half of what
+# was measured as even on an H200 (docs/performance.md).
+_SMALL, _FEW_KEYS = 250e6, 256
+# Memory-efficient attention: rows of log_sumexp that its gradient reads at once.
+_LSE_ROWS = 32
+# What threads load at once: bytes, and elements of what is added.
+_WORD, _ADDED = 16, 8
+# cuDNN drops with probabilities that are multiples of this.
+_CUDNN_DROPOUT = 1 / 16
+
+
+@dataclass(frozen=True)
+class Attention:
+    """The numbers of a call; `name` is the op's, for errors. No scale: 1/sqrt(E). `heads_per_key`:
+    by how many heads of queries each head of keys is read; None where that is not declared."""
+
+    name: str
+    dropout_p: float
+    is_causal: bool
+    scale: float | None
+    heads_per_key: int | None = None
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.dropout_p < 1:
+            raise InputError(f"{self.name}: dropout_p is from 0 to below 1, not {self.dropout_p}")
+
+    def factor(self, query: Tensor) -> float:
+        """Return what scores are multiplied by."""
+        if self.scale is not None:
+            return float(self.scale)
+        return max(query.shape[-1], 1) ** -0.5
+
+
+@dataclass(frozen=True)
+class Given:
+    """What forward reads: `added` is added to scores, None for nothing. Where nobody reads
+    log_sumexp (`reads_sums`), it may be undefined. Keys and values may have fewer heads: each is
+    read by as many heads of queries, one after the other."""
+
+    call: Attention
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    added: Tensor | None = None
+    reads_sums: bool = True
+
+    @property
+    def factor(self) -> float:
+        return self.call.factor(self.query)
+
+
+@dataclass(frozen=True)
+class Forward:
+    """Output, log_sumexp, and the seed of what was dropped; None where nothing is."""
+
+    out: Tensor
+    log_sumexp: Tensor
+    seed: Tensor | None = None
+
+
+@dataclass(frozen=True)
+class SavedResults:
+    """What a gradient reads beside operands: results of forward."""
+
+    out: Tensor
+    log_sumexp: Tensor
+    seed: Tensor
+    offset: Tensor
+
+
+# ------------------------------------------------------------------ facts
+class DeviceKind(NamedTuple):
+    """A kind of device: its type, compute capability ((0, 0): not CUDA's), and cuDNN's version (0:
+    none)."""
+
+    device_type: str
+    capability: tuple[int, int] = (0, 0)
+    cudnn: int = 0
+
+    @property
+    def is_cuda(self) -> bool:
+        return self.device_type in CUDA_DEVICES and self.capability >= _AMPERE
+
+    @property
+    def prefers_cudnn(self) -> bool:
+        """Whether cuDNN has kernels of this architecture's own: torch's order, too."""
+        is_one = self.capability[0] in (_HOPPER[0], _BLACKWELL[0])
+        return self.is_cuda and is_one and self.cudnn >= _CUDNN
+
+
+@cache
+def machine_of(device: torch.device) -> DeviceKind:
+    """Return what a device is."""
+    if device.type not in CUDA_DEVICES or not torch.backends.cuda.is_flash_attention_available():
+        return DeviceKind(device.type)
+    cudnn = torch.backends.cudnn.version() if torch.backends.cudnn.is_available() else None
+    return DeviceKind(device.type, torch.cuda.get_device_capability(device), cudnn or 0)
+
+
+@dataclass(frozen=True)
+class AttentionCase:
+    """All that decides which kernel carries out a call: the extents of [N, H, L, E] and of [N,
+    `groups`, S, V], the dtypes of operands and of what is added (None: nothing is)."""
+
+    machine: DeviceKind
+    n: int
+    h: int
+    groups: int
+    l: int
+    s: int
+    e: int
+    v: int
+    dtype: torch.dtype
+    added: torch.dtype | None
+    dropout_p: float
+    is_causal: bool
+    is_backward: bool = False
+
+    @staticmethod
+    def of(given: Given, *, is_backward: bool = False) -> AttentionCase:
+        query, key, added = given.query, given.key, given.added
+        n, h, rows, e = query.shape
+        return AttentionCase(
+            machine_of(query.device),
+            n,
+            h,
+            key.shape[1],
+            rows,
+            key.shape[2],
+            e,
+            given.value.shape[3],
+            query.dtype,
+            None if added is None else added.dtype,
+            given.call.dropout_p,
+            given.call.is_causal,
+            is_backward,
+        )
+
+    @property
+    def is_half(self) -> bool:
+        return self.dtype in HALF
+
+    @property
+    def adds_alike(self) -> bool:
+        """Whether nothing is added, or what is not rounded when it is."""
+        return self.added in (None, self.dtype)
+
+    @property
+    def needs_gradient(self) -> bool:
+        """Whether a kernel has to know the gradient: also forward, where it drops numbers."""
+        return self.is_backward or self.dropout_p > 0
+
+    @property
+    def flops(self) -> float:
+        """Operations of the forward call."""
+        whole = 2.0 * self.n * self.h * self.l * self.s * (self.e + self.v)
+        return whole / 2 if self.is_causal else whole
+
+    @property
+    def is_small(self) -> bool:
+        """Whether the start of a kernel is most of a forward call's time."""
+        few = self.s <= _FEW_KEYS and self.flops < _SMALL
+        return few and self.groups == self.h and not self.is_backward
+
+
+# Of (query, key, value), and of what is added where anything is.
+Plain = Callable[..., tuple[Tensor, Tensor]]
+# Of (grad, query, key, value, out, log_sumexp).
+PlainBackward = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor], Sequence[Tensor]]
+
+
+@dataclass(frozen=True)
+class AttentionKernel:
+    """A kernel, and which calls it takes. `plain` returns how output and log_sumexp are computed of
+    (query, key, value, what is added) that it takes as they lie, None for others;
+    `plain_backward` how the gradients are."""
+
+    takes: Callable[[AttentionCase], bool]
+    forward: Callable[[Given], Forward]
+    backward: Callable[[Attention, Tensor, Operands, SavedResults], list[Tensor]]
+    plain: Callable[[Given], Plain | None] = lambda given: None
+    plain_backward: Callable[[Given, Tensor, SavedResults], PlainBackward | None] = lambda *given: (
+        None
+    )
+
+
+def order_for(facts: AttentionCase) -> tuple[str, ...]:
+    """Return the names of kernels in the order in which they are asked."""
+    return next(names for _, holds, names in ORDERS if holds(facts))
+
+
+def name_for(facts: AttentionCase) -> str | None:
+    """Return the name of the kernel that carries out a call; None for step by step."""
+    return next((name for name in order_for(facts) if KERNELS[name].takes(facts)), None)
+
+
+def kernel_for(given: Given, *, is_backward: bool = False) -> AttentionKernel | None:
+    """Return the kernel that carries out a call; None for what is computed step by step."""
+    if not all(t.numel() for t in (given.query, given.key, given.value)) or given.factor <= 0:
+        # Of scores times a factor that is not above 0, the largest are others than those of
+        # products; and -inf becomes NaN.
+        return None
+    name = name_for(AttentionCase.of(given, is_backward=is_backward))
+    return None if name is None else KERNELS[name]
+
+
+# ------------------------------------------------------------------ torch's calls
+def _call(name: str) -> Callable[..., Any]:
+    """Return a function of torch's, in the form that costs the host least."""
+    found = getattr(torch, name, None)
+    return found or getattr(torch.ops.aten, name)
+
+
+class TorchAttention:
+    """Torch's functions of attention."""
+
+    cudnn = staticmethod(_call("_scaled_dot_product_cudnn_attention"))
+    cudnn_backward = staticmethod(_call("_scaled_dot_product_cudnn_attention_backward"))
+    flash = staticmethod(_call("_scaled_dot_product_flash_attention"))
+    flash_backward = staticmethod(_call("_scaled_dot_product_flash_attention_backward"))
+    efficient = staticmethod(_call("_scaled_dot_product_efficient_attention"))
+    efficient_backward = staticmethod(_call("_scaled_dot_product_efficient_attention_backward"))
+    cpu = staticmethod(_call("_scaled_dot_product_flash_attention_for_cpu"))
+    cpu_backward = staticmethod(_call("_scaled_dot_product_flash_attention_for_cpu_backward"))
+
+
+# ------------------------------------------------------------------ operands
+def last_dense(t: Tensor) -> Tensor:
+    """Return a tensor whose elements along the last axis lie one behind the other."""
+    return t if t.stride(-1) == 1 else t.contiguous()
+
+
+def wide(dtype: torch.dtype) -> torch.dtype:
+    return torch.float32 if dtype in HALF else dtype
+
+
+def repeated_heads(t: Tensor, heads: int) -> Tensor:
+    """Return keys or values of so many heads: each of theirs as often as queries read it."""
+    n, groups, *rest = t.shape
+    if groups == heads:
+        return t
+    if groups == 1:
+        return t.expand(n, heads, *rest)
+    return t.unsqueeze(2).expand(n, groups, heads // groups, *rest).reshape(n, heads, *rest)
+
+
+def summed_heads(grad: Tensor, groups: int) -> Tensor:
+    """Return the gradient of keys or values of fewer heads, from that of all."""
+    n, heads, *rest = grad.shape
+    return grad if heads == groups else grad.view(n, groups, heads // groups, *rest).sum(2)
+
+
+def _in_words(t: Tensor) -> Tensor:
+    """Return a tensor with whole words per head."""
+    missing = -t.shape[-1] % (_WORD // t.itemsize)
+    return F.pad(t, (0, missing)) if missing else last_dense(t)
+
+
+def _aligned(t: Tensor) -> bool:
+    """Whether every row begins at a word."""
+    unit = _WORD // t.itemsize
+    steps = (step for n, step in zip(t.shape[:-1], t.stride()[:-1], strict=True) if n > 1)
+    return t.stride(-1) == 1 and t.data_ptr() % _WORD == 0 and not any(s % unit for s in steps)
+
+
+def _copy(t: Tensor) -> Tensor:
+    return t.clone(memory_format=torch.contiguous_format)
+
+
+def _by_words(t: Tensor) -> Tensor:
+    """Return a tensor of whole words per head, whose rows begin at words."""
+    t = _in_words(t)
+    return t if _aligned(t) else _copy(t)
+
+
+def _is_by_words(t: Tensor) -> bool:
+    """Whether `_by_words` returns the tensor itself."""
+    return not t.shape[-1] * t.itemsize % _WORD and _aligned(t)
+
+
+def _dense_like(t: Tensor, like: Tensor) -> Tensor:
+    """Return a tensor without gaps whose axes lie in the order of those of `like`."""
+    strides, step = [0] * t.dim(), 1
+    for axis in sorted(range(t.dim()), key=lambda k: (like.stride(k), -k)):
+        strides[axis], step = step, step * t.shape[axis]
+    lies = all(n == 1 or a == b for n, a, b in zip(t.shape, t.stride(), strides, strict=True))
+    if lies and t.data_ptr() % _WORD == 0:
+        return t
+    return t.new_empty_strided(t.shape, strides).copy_(t)
+
+
+def _bias(added: Tensor, rows: int, columns: int) -> Tensor:
+    """Return scores to be added, for all of rows and columns; their rows begin at words, and have
+    whole ones in memory. What is repeated along other axes stays so."""
+    added = added.expand(*added.shape[:2], rows, columns)
+    # One element of what is repeated is copied.
+    once = added
+    for axis, step in enumerate(added.stride()[:-1]):
+        once = once.narrow(axis, 0, 1) if not step else once
+    missing = -columns % _ADDED
+    if missing:
+        once = F.pad(once, (0, missing))[..., :columns]
+    elif not _aligned(once):
+        once = _copy(once)
+    return once.expand(added.shape)
+
+
+def _rows_seen(added: Tensor, *, is_causal: bool) -> Tensor:
+    """Return which rows of scores have any that count."""
+    seen = added.isneginf().logical_not_()
+    return (seen.tril_() if is_causal else seen).any(-1)
+
+
+# ------------------------------------------------------------------ cuDNN's attention
+def _cudnn_takes(f: AttentionCase) -> bool:
+    if not (f.machine.prefers_cudnn and f.is_half and f.adds_alike):
+        return False
+    e, v = (-(-size // 8) * 8 for size in (f.e, f.v))
+    fits = e <= _MAX_HEAD and v <= _MAX_HEAD and f.s > 1 and max(f.n, f.h) <= _MAX_BATCH
+    if f.needs_gradient:
+        is_deterministic = f.is_backward and torch.are_deterministic_algorithms_enabled()
+        is_known = max(e, v) <= _MAX_CUDNN_HEAD or e == v == _MAX_HEAD
+        fits = fits and (is_known or f.machine.cudnn <= _CUDNN_HEADS) and not is_deterministic
+    if f.dropout_p:
+        parts = f.dropout_p / _CUDNN_DROPOUT
+        fits = fits and parts == int(parts) and f.l > 1
+    return fits
+
+
+def _cudnn(given: Given) -> Forward:
+    call, query, value = given.call, given.query, given.value
+    # With a bias the kernel that also writes the sums is the faster one.
+    found = TorchAttention.cudnn(
+        *map(_by_words, (query, given.key, value)),
+        _cudnn_bias(given),
+        given.reads_sums or given.added is not None or call.dropout_p > 0,
+        call.dropout_p,
+        call.is_causal,
+        False,
+        scale=given.factor,
+    )
+    out, sums, seed = found[0][..., : value.shape[-1]], found[1], None
+    if call.dropout_p:
+        seed = torch.stack((found[6].reshape(()), found[7].reshape(()))).view(torch.uint64)
+    return Forward(out, sums.reshape(query.shape[:-1]) if given.reads_sums else sums, seed)
+
+
+def _cudnn_bias(given: Given) -> Tensor | None:
+    """Return scores to be added: of batches, heads and rows those that are there, of all keys."""
+    added = given.added
+    if added is None:
+        return None
+    if added.shape[-1] != given.key.shape[-2]:
+        added = added.expand(*added.shape[:3], given.key.shape[-2])
+    return added if _begins_dense(added) else _copy(added)
+
+
+def _begins_dense(t: Tensor) -> bool:
+    """Whether a tensor begins at a word, and its elements along the last axis are dense."""
+    return t.stride(-1) == 1 and t.data_ptr() % _WORD == 0
+
+
+def _cudnn_plain(given: Given) -> Plain | None:
+    call, operands, added = given.call, (given.query, given.key, given.value), given.added
+    if call.dropout_p or not all(map(_is_by_words, operands)) or _cudnn_bias(given) is not added:
+        return None
+    run, is_causal, factor = TorchAttention.cudnn, call.is_causal, given.factor
+    sums = given.reads_sums or added is not None
+    numbers = sums, 0.0, is_causal, False
+
+    def forward(
+        query: Tensor, key: Tensor, value: Tensor, added: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        found = run(query, key, value, added, *numbers, scale=factor)
+        return found[0], found[1]
+
+    def forward_with_sums(
+        query: Tensor, key: Tensor, value: Tensor, added: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        found = run(query, key, value, added, *numbers, scale=factor)
+        return found[0], found[1].view(query.shape[:-1])
+
+    return forward_with_sums if given.reads_sums else forward
+
+
+def _cudnn_backward(
+    call: Attention, grad: Tensor, operands: Operands, kept: SavedResults
+) -> list[Tensor]:
+    query, key, value = map(_by_words, operands)
+    # Torch keeps one plan for queries, keys and values that lie alike: the two others lie as
+    # forward's output does.
+    out, grad = (_dense_like(_in_words(t), query) for t in (kept.out, grad))
+    seeds = kept.seed.view(torch.int64).unbind() if call.dropout_p else (kept.log_sumexp,) * 2
+    found = TorchAttention.cudnn_backward(
+        grad,
+        query,
+        key,
+        value,
+        out,
+        kept.log_sumexp.contiguous().unsqueeze(-1),
+        *seeds,
+        None,
+        None,
+        None,
+        query.shape[-2],
+        key.shape[-2],
+        call.dropout_p,
+        call.is_causal,
+        scale=call.factor(operands[0]),
+    )
+    return [g[..., : t.shape[-1]] for g, t in zip(found[:3], operands, strict=True)]
+
+
+def _cudnn_plain_backward(given: Given, grad: Tensor, kept: SavedResults) -> PlainBackward | None:
+    call, operands = given.call, (given.query, given.key, given.value)
+    lies = all(_dense_like(t, given.query) is t for t in (grad, kept.out))
+    is_plain = all(map(_is_by_words, (*operands, grad, kept.out))) and lies
+    if call.dropout_p or not is_plain or not kept.log_sumexp.is_contiguous():
+        return None
+    rows, columns = given.query.shape[-2], given.key.shape[-2]
+    run, factor = TorchAttention.cudnn_backward, given.factor
+    numbers = None, None, None, rows, columns, 0.0, call.is_causal
+
+    def backward(
+        grad: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, sums: Tensor
+    ) -> Sequence[Tensor]:
+        kept = sums.unsqueeze(-1)
+        return run(grad, query, key, value, out, kept, sums, sums, *numbers, scale=factor)
+
+    return backward
+
+
+# ------------------------------------------------------------------ flash attention, on CUDA
+def _flash_takes(f: AttentionCase) -> bool:
+    if f.added is not None or not f.machine.is_cuda or not f.is_half:
+        return False
+    # It counts the place of a causal query from the last key.
+    is_square = not f.is_causal or f.l == f.s
+    return f.e == f.v <= _MAX_HEAD and is_square and max(f.n, f.h) <= _MAX_BATCH
+
+
+def _flash(given: Given) -> Forward:
+    call, query, value = given.call, given.query, given.value
+    found = TorchAttention.flash(
+        *map(_by_words, (query, given.key, value)),
+        call.dropout_p,
+        call.is_causal,
+        scale=given.factor,
+    )
+    out, log_sumexp, seed = found[0], found[1], found[6]
+    # Without dropout torch leaves the seed as it finds it.
+    kept = seed.view(torch.uint64) if call.dropout_p else None
+    return Forward(out[..., : value.shape[-1]], log_sumexp[..., : query.shape[-2]], kept)
+
+
+def _flash_plain(given: Given) -> Plain | None:
+    call = given.call
+    if call.dropout_p or not all(map(_is_by_words, (given.query, given.key, given.value))):
+        return None
+    run, is_causal, factor = TorchAttention.flash, call.is_causal, given.factor
+
+    def forward(
+        query: Tensor, key: Tensor, value: Tensor, added: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        del added
+        found = run(query, key, value, 0.0, is_causal, scale=factor)
+        return found[0], found[1]
+
+    return forward
+
+
+def _flash_backward(
+    call: Attention, grad: Tensor, operands: Operands, kept: SavedResults
+) -> list[Tensor]:
+    query, key, _ = operands
+    found = TorchAttention.flash_backward(
+        _by_words(grad),
+        *map(_by_words, operands),
+        _by_words(kept.out),
+        kept.log_sumexp.contiguous(),
+        None,
+        None,
+        query.shape[-2],
+        key.shape[-2],
+        call.dropout_p,
+        call.is_causal,
+        kept.seed,
+        kept.offset,
+        scale=call.factor(query),
+    )
+    return [g[..., : t.shape[-1]] for g, t in zip(found, operands, strict=True)]
+
+
+# ------------------------------------------------------------------ memory-efficient, on CUDA
+def _efficient_takes(f: AttentionCase) -> bool:
+    # What is added is rounded to the operands' dtype: only one of that is taken.
+    is_known = f.is_half or f.dtype is torch.float32
+    is_small = max(f.n, f.h) <= _MAX_BATCH
+    return f.machine.is_cuda and is_known and f.adds_alike and is_small and not f.dropout_p
+
+
+def _efficient(given: Given) -> Forward:
+    call, query, value = given.call, given.query, given.value
+    rows, columns = query.shape[-2], given.key.shape[-2]
+    bias = None if given.added is None else _bias(given.added, rows, columns)
+    key, value = (repeated_heads(t, query.shape[1]) for t in (given.key, value))
+    found = TorchAttention.efficient(
+        *map(_by_words, (query, key, value)),
+        None if bias is None else bias.expand(*query.shape[:2], -1, -1),
+        given.reads_sums,
+        0.0,
+        call.is_causal,
+        scale=given.factor,
+    )
+    out, log_sumexp = found[0][..., : value.shape[-1]], found[1][..., :rows]
+    if bias is not None and given.reads_sums:
+        # Of a row without scores torch gives 0.
+        seen = _rows_seen(bias, is_causal=call.is_causal)
+        log_sumexp = log_sumexp.masked_fill(~seen, -torch.inf)
+    return Forward(out, log_sumexp)
+
+
+def _efficient_plain(given: Given) -> Plain | None:
+    operands, added = (given.query, given.key, given.value), given.added
+    n, heads, rows, _ = given.query.shape
+    columns = given.key.shape[-2]
+    if given.key.shape[1] != heads or not all(map(_is_by_words, operands)):
+        return None
+    if added is not None:
+        is_taken = added.shape[-1] == columns and not columns % _ADDED and _aligned(added)
+        if given.reads_sums or not is_taken:
+            return None
+    run, is_causal, factor = TorchAttention.efficient, given.call.is_causal, given.factor
+    sums, whole = given.reads_sums, (n, heads, rows, columns)
+
+    def forward(
+        query: Tensor, key: Tensor, value: Tensor, added: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        bias = None if added is None else added.expand(*whole)
+        found = run(query, key, value, bias, sums, 0.0, is_causal, scale=factor)
+        return found[0], found[1].narrow(2, 0, rows) if sums else found[1]
+
+    if added is not None or n * heads > _MAX_BATCH or not all(t.is_contiguous() for t in operands):
+        return forward
+    # It writes [N, L, H, E]: of one head each, the output lies as the query does.
+    by_query, by_key, by_value = ((n * heads, 1, *t.shape[2:]) for t in operands)
+    by_out = n, heads, rows, given.value.shape[-1]
+
+    def forward_by_heads(
+        query: Tensor, key: Tensor, value: Tensor, added: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        del added
+        # Numbers one by one are read by torch in two thirds of the time of a tuple.
+        found = run(
+            query.view(*by_query),
+            key.view(*by_key),
+            value.view(*by_value),
+            None,
+            sums,
+            0.0,
+            is_causal,
+            scale=factor,
+        )
+        if not sums:
+            return found[0].view(*by_out), found[1]
+        return found[0].view(*by_out), found[1].view(n, heads, -1).narrow(2, 0, rows)
+
+    return forward_by_heads
+
+
+def _efficient_backward(
+    call: Attention, grad: Tensor, operands: Operands, kept: SavedResults
+) -> list[Tensor]:
+    query, key, value = operands
+    heads, groups, rows = query.shape[1], key.shape[1], query.shape[-2]
+    unused = torch.empty((), dtype=torch.int64, device=grad.device)
+    # The kernel for half floats looks for rows of the output where they are in a contiguous one
+    # [N, L, H, E]: it knows no stride of them.
+    out = _by_words(kept.out).transpose(1, 2).contiguous().transpose(1, 2)
+    found = TorchAttention.efficient_backward(
+        _by_words(grad),
+        _by_words(query),
+        *(_by_words(repeated_heads(t, heads)) for t in (key, value)),
+        None,
+        out,
+        F.pad(kept.log_sumexp, (0, -rows % _LSE_ROWS)).contiguous(),
+        unused,
+        unused,
+        0.0,
+        [True, True, True, False],
+        call.is_causal,
+        scale=call.factor(query),
+    )
+    pairs = zip(found[:3], (heads, groups, groups), operands, strict=True)
+    return [summed_heads(g, count)[..., : t.shape[-1]] for g, count, t in pairs]
+
+
+# ------------------------------------------------------------------ torch's kernel of the CPU
+def _cpu_takes(f: AttentionCase) -> bool:
+    fits = f.machine.device_type == "cpu" and f.e == f.v
+    # Which rows a bias and the order of keys leave without any is not told.
+    return fits and not f.dropout_p and (f.added is None or not f.is_causal)
+
+
+def _cpu(given: Given) -> Forward:
+    query, added = given.query, given.added
+    mask = None if added is None else added.to(wide(query.dtype))
+    key, value = (repeated_heads(t, query.shape[1]) for t in (given.key, given.value))
+    out, log_sumexp = TorchAttention.cpu(
+        *map(last_dense, (query, key, value)),
+        0.0,
+        given.call.is_causal,
+        attn_mask=mask,
+        scale=given.factor,
+    )
+    if mask is not None and given.reads_sums:
+        # Of a row without scores torch gives 0.
+        log_sumexp = log_sumexp.masked_fill(mask.isneginf().all(-1), -torch.inf)
+    return Forward(out, log_sumexp)
+
+
+def _cpu_plain(given: Given) -> Plain | None:
+    operands, added = (given.query, given.key, given.value), given.added
+    heads = {t.shape[1] for t in operands}
+    if len(heads) > 1 or any(t.stride(-1) != 1 for t in operands):
+        return None
+    if added is not None and added.dtype is not wide(given.query.dtype):
+        return None
+    # Those of doubles are rounded.
+    if given.reads_sums and (added is not None or given.query.dtype is torch.float64):
+        return None
+    run, is_causal, factor = TorchAttention.cpu, given.call.is_causal, given.factor
+
+    def forward(
+        query: Tensor, key: Tensor, value: Tensor, added: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        found = run(query, key, value, 0.0, is_causal, attn_mask=added, scale=factor)
+        return found[0], found[1]
+
+    return forward
+
+
+def _cpu_backward(
+    call: Attention, grad: Tensor, operands: Operands, kept: SavedResults
+) -> list[Tensor]:
+    query, heads, groups = operands[0], operands[0].shape[1], operands[1].shape[1]
+    key, value = (repeated_heads(t, heads) for t in operands[1:])
+    given = [last_dense(t) for t in (grad, query, key, value, kept.out)]
+    found = TorchAttention.cpu_backward(
+        *given, kept.log_sumexp.contiguous(), 0.0, call.is_causal, scale=call.factor(query)
+    )
+    return [summed_heads(g, c) for g, c in zip(found, (heads, groups, groups), strict=True)]
+
+
+# ------------------------------------------------------------------ the table
+KERNELS: dict[str, AttentionKernel] = {
+    "cudnn": AttentionKernel(
+        _cudnn_takes, _cudnn, _cudnn_backward, _cudnn_plain, _cudnn_plain_backward
+    ),
+    "flash": AttentionKernel(_flash_takes, _flash, _flash_backward, _flash_plain),
+    "efficient": AttentionKernel(
+        _efficient_takes, _efficient, _efficient_backward, _efficient_plain
+    ),
+    "cpu": AttentionKernel(_cpu_takes, _cpu, _cpu_backward, _cpu_plain),
+}
+# (calls and machines, whether a call is one of them, kernels in the order in which they are asked):
+# the first row that holds. Measured on an H200: docs/performance.md.
+ORDERS: Sequence[tuple[str, Callable[[AttentionCase], bool], tuple[str, ...]]] = (
+    ("a CPU", lambda f: not f.machine.is_cuda, ("cpu",)),
+    # Each has a start of its own: 5 us, 10 us, 10 us. Gradients of the first are less exact.
+    (
+        "Hopper and Blackwell, forward, few operations of few keys, as many heads of keys",
+        lambda f: f.machine.prefers_cudnn and f.is_small,
+        ("efficient", "cudnn", "flash"),
+    ),
+    (
+        "Hopper and Blackwell",
+        lambda f: f.machine.prefers_cudnn,
+        ("cudnn", "flash", "efficient"),
+    ),
+    ("older GPUs", lambda f: True, ("flash", "efficient")),
+)

@@ -1,0 +1,305 @@
+"""Calls of torch that write results of library ops into given tensors, without a later copy.
+
+A *call* is bound once for operands and results of one shape, dtype, layout and device. It makes the
+elements that the op's meaning in `fuser.ops.reference.meaning` makes, bit for bit: the first run of
+a program and later ones, and ranks that differ in this, agree.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import NamedTuple, Protocol
+
+import torch
+
+from fuser.ir.dtypes import FLOAT8, HALF_LIKE, to_torch
+from fuser.ir.ops.block_scales import GroupedScalesOp, padding
+from fuser.ir.ops.lookup import IndexPutAccumulateOp, ScatterOp
+from fuser.ir.ops.matrix_products import GroupedMmaOp, ProductOp
+from fuser.ir.ops.scan_ops import ArgsortOp, ScanOp, TopKOp
+from fuser.ir.scalar import constructors as sc
+from fuser.ir.scalar.constructors import Number, Scalar, Symbol
+from fuser.ops.reduction_table import REDUCTIONS
+from fuser.ops.reference.grouped_product import GroupKernels, bind_native, grouped_into
+from fuser.ops.reference.grouped_scales import grouped_scales_into
+from fuser.ops.reference.scaled_product import bind_scaled, scaled_into
+from fuser.support.record import record
+from fuser.support.torch_calls import empty_on
+
+Tensor = torch.Tensor
+LibraryCall = Callable[[Sequence[Tensor], Sequence[Tensor]], object]
+"""Writes the results of operands into tensors of their shapes."""
+
+
+class Returning(NamedTuple):
+    """A call that torch has no other form of: it returns the results, in memory of their own.
+
+    `direct` may return the first result, and others behind it, of the operands in `places` one by
+    one: a steady call, of which nothing else is read, does without lists of operands and results.
+    """
+
+    make: Callable[[Sequence[Tensor]], Sequence[Tensor]]
+    direct: Callable[..., Sequence[Tensor]] | None = None
+    places: tuple[int, ...] = ()
+
+
+class WritingOne(NamedTuple):
+    """A call that writes one result, the one in place `out`: torch's function of one operand and
+    numbers, with an `out`."""
+
+    function: Callable[..., object]
+    numbers: tuple[object, ...]
+    out: int
+
+    def __call__(self, ins: Sequence[Tensor], outs: Sequence[Tensor]) -> object:
+        return self.function(ins[0], *self.numbers, out=outs[self.out])
+
+
+# Of one byte: torch moves some of them and computes with none.
+_FLOAT8, _HALF_LIKE = (frozenset(map(to_torch, dtypes)) for dtypes in (FLOAT8, HALF_LIKE))
+
+
+def as_bytes(x: Tensor) -> Tensor:
+    """Return a tensor that torch can move in every way: floats of one byte as their bytes."""
+    return x.view(torch.uint8) if x.dtype in _FLOAT8 else x
+
+
+def as_byte(value: Number, dtype: torch.dtype) -> Number:
+    """Return a number of a dtype as `as_bytes` holds it."""
+    if dtype not in _FLOAT8:
+        return value
+    return torch.tensor(value, dtype=torch.float64).to(dtype).view(torch.uint8).item()
+
+
+class Kernels(GroupKernels, Protocol):
+    """Kernels that stand beside torch's calls on a device."""
+
+    def scatter(self, out: Tensor, dim: int, index: Tensor, src: Tensor | int) -> None:
+        """Writes `src` at the positions of `index` that are in range."""
+        ...
+
+    def takes_scatter(self, out: Tensor, dim: int, index: Tensor, src: Tensor | None) -> bool:
+        """Returns whether `scatter` takes tensors like these."""
+        ...
+
+
+@record
+class CallOperands:
+    """What a call is bound for: tensors like those of each run, the values of symbols, which
+    results anything reads, and kernels beside torch's (None: torch alone)."""
+
+    ins: Sequence[Tensor]
+    outs: Sequence[Tensor]
+    values: Mapping[Symbol, Number]
+    reads: Sequence[bool]
+    kernels: Kernels | None = None
+
+
+# ------------------------------------------------------------------ scans
+_SUMS = {"add": torch.cumsum, "mul": torch.cumprod}
+_EXTREMES = {"max": torch.cummax, "min": torch.cummin}
+
+
+def bind_scan(op: ScanOp, bound: CallOperands) -> LibraryCall | None:
+    """Bind a scan that begins with what changes nothing."""
+    if sc.evaluate(op.init, bound.values) != REDUCTIONS[op.kind].identity(op.out.dtype()):
+        return None
+    dim = op.dim
+    if op.kind in _EXTREMES:
+        extremes, place = _EXTREMES[op.kind], _places(bound, torch.int64)
+        return lambda ins, outs: extremes(ins[0], dim, out=(outs[0], place()))
+    sums, dtype = _SUMS[op.kind], bound.ins[0].dtype
+    if dtype in _HALF_LIKE:
+        # Added up in float32, and rounded as it is written.
+        return lambda ins, outs: outs[0].copy_(sums(ins[0], dim, dtype=torch.float32))
+    return lambda ins, outs: sums(ins[0], dim, dtype=dtype, out=outs[0])
+
+
+def _places(bound: CallOperands, dtype: torch.dtype) -> Callable[[], Tensor]:
+    """Return what makes a tensor that torch makes as large as a result that nobody asked for."""
+    return partial(empty_on(bound.outs[0].device), (0,), (1,), dtype)
+
+
+# ------------------------------------------------------------------ order
+def bind_argsort(op: ArgsortOp, bound: CallOperands) -> LibraryCall:
+    """Bind a sort, whose places are the result."""
+    # Always stable: ranks that hold the same elements find the same places.
+    sort = partial(torch.sort, stable=True, dim=op.dim, descending=op.descending)
+    place = _places(bound, bound.ins[0].dtype)
+    return lambda ins, outs: sort(ins[0], out=(place(), outs[0]))
+
+
+def bind_topk(op: TopKOp, bound: CallOperands) -> LibraryCall:
+    """Bind topk; of one element, a reduction."""
+    found, dim, largest = bound.outs[0], op.dim, op.largest
+    k = found.shape[dim]
+    # The least element counts NaN as the largest, which no reduction of torch does.
+    if k == 1 and (largest or not found.dtype.is_floating_point) and bound.ins[0].shape[dim]:
+        return _one_element(bound, dim, largest)
+
+    def topk(ins: Sequence[Tensor], outs: Sequence[Tensor]) -> None:
+        # In order even where nobody asked for it: torch's own order differs by device and size.
+        torch.topk(ins[0], k, dim, largest=largest, sorted=True, out=tuple(outs))
+
+    return topk
+
+
+def _one_element(bound: CallOperands, dim: int, largest: bool) -> LibraryCall:
+    reads_value, reads_place = bound.reads
+    value, place = (torch.amax, torch.argmax) if largest else (torch.amin, torch.argmin)
+    both = torch.max if largest else torch.min
+    if reads_value and reads_place:
+        return lambda ins, outs: both(ins[0], dim, keepdim=True, out=tuple(outs))
+    # The numbers: along which axis, and that it is kept.
+    return WritingOne(value, (dim, True), 0) if reads_value else WritingOne(place, (dim, True), 1)
+
+
+# ------------------------------------------------------------------ products
+def bind_product(op: ProductOp, bound: CallOperands) -> LibraryCall | Returning:
+    """Bind a product with scales, or of groups: the latter by torch's own kernel for groups, where
+    it has one for the call."""
+    fields = [field for field, _ in op.tensors() if field != "out"]
+
+    def scaled(ins: Sequence[Tensor], outs: Sequence[Tensor]) -> None:
+        scaled_into(dict(zip(fields, ins, strict=True)), outs[0], torch.float32)
+
+    def grouped(ins: Sequence[Tensor], outs: Sequence[Tensor]) -> None:
+        given = dict(zip(fields, ins, strict=True))
+        grouped_into(op, given, outs[0], torch.float32)  # pyright: ignore[reportArgumentType]
+
+    samples = dict(zip(fields, bound.ins, strict=True))
+    if not isinstance(op, GroupedMmaOp):
+        at_once = bind_scaled(fields, bound.ins, bound.outs[0])
+        if at_once is None:
+            return scaled
+        return at_once
+    native = bind_native(op, samples, bound.kernels)
+    if native is None:
+        return grouped
+    return Returning(lambda ins: [native(dict(zip(fields, ins, strict=True)))])
+
+
+def bind_grouped_scales(op: GroupedScalesOp, bound: CallOperands) -> LibraryCall | None:
+    """Bind scales in tiles, which are written where they belong."""
+    out = bound.outs[0]
+    if not out.is_contiguous():
+        return None
+    nothing = as_byte(padding(op.out.dtype()), out.dtype)
+
+    def tiles(ins: Sequence[Tensor], outs: Sequence[Tensor]) -> None:
+        x, starts, begins = ins
+        grouped_scales_into(op, (as_bytes(x), starts, begins), as_bytes(outs[0]), nothing)
+
+    return tiles
+
+
+# ------------------------------------------------------------------ writes at indices
+def is_inside(index: Tensor, extent: int) -> bool:
+    """Whether all positions are in range; the host waits for a device that has them."""
+    return not index.numel() or (int(index.min()) >= 0 and int(index.max()) < extent)
+
+
+def bind_scatter(op: ScatterOp, bound: CallOperands) -> LibraryCall | None:
+    """Bind a scatter: on a CPU after a look at the positions, on a GPU by a kernel of this project,
+    which leaves out those that are not in range."""
+    dim, dtype = op.dim, bound.outs[0].dtype
+    number = None
+    if isinstance(op.src, Scalar):
+        number = as_byte(sc.evaluate(op.src, bound.values), dtype)
+    if bound.outs[0].device.type != "cpu":
+        return _scatter_by_kernel(op, bound, number)
+
+    def scatter(ins: Sequence[Tensor], outs: Sequence[Tensor]) -> None:
+        x, out, index = as_bytes(ins[0]), as_bytes(outs[0]), ins[1].long()
+        src = number if number is not None else as_bytes(ins[2])
+        if is_inside(index, x.shape[dim]):
+            torch.scatter(x, dim, index, src, out=out)  # pyright: ignore[reportCallIssue, reportArgumentType]
+        else:
+            out.copy_(scattered(x, dim, index, src))
+
+    return scatter
+
+
+def _scatter_by_kernel(
+    op: ScatterOp, bound: CallOperands, number: Number | None
+) -> LibraryCall | None:
+    kernels, dim = bound.kernels, op.dim
+    src = None if number is not None else bound.ins[2]
+    if kernels is None or not kernels.takes_scatter(bound.outs[0], dim, bound.ins[1], src):
+        return None
+    word = None if number is None else _bits(number, bound.outs[0].dtype)
+
+    def scatter(ins: Sequence[Tensor], outs: Sequence[Tensor]) -> None:
+        outs[0].copy_(ins[0])
+        kernels.scatter(outs[0], dim, ins[1], ins[2] if word is None else word)
+
+    return scatter
+
+
+_INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def _bits(number: Number, dtype: torch.dtype) -> int:
+    """Return a number of a dtype, or the byte that stands for it, as an integer."""
+    one = torch.tensor(number, dtype=torch.uint8 if dtype in _FLOAT8 else dtype)
+    return int(one.view(_INTEGERS[one.element_size()]))
+
+
+def scattered(x: Tensor, dim: int, index: Tensor, src: Tensor | Number) -> Tensor:
+    """Return a copy of `x` with `src` written at positions. There is one place more than `x` has,
+    which takes what is meant for none of them."""
+    extent = x.shape[dim]
+    out = x.new_empty([n + (k == dim) for k, n in enumerate(x.shape)])
+    kept = out.narrow(dim, 0, extent)
+    kept.copy_(x)
+    index = torch.where((index < 0) | (index >= extent), extent, index)
+    out.scatter_(dim, index, src)  # pyright: ignore[reportArgumentType, reportCallIssue]
+    return kept
+
+
+def bind_index_put(op: IndexPutAccumulateOp, bound: CallOperands) -> LibraryCall | Returning:
+    """Bind a sum of rows: on a CPU into the result itself, where that has as many digits as the
+    sum; on a GPU into memory with room for what is meant for no row."""
+    dtype = bound.outs[0].dtype
+    is_wide = dtype not in _HALF_LIKE
+
+    def on_host(ins: Sequence[Tensor], outs: Sequence[Tensor]) -> None:
+        acc, index, value = ins
+        into = outs[0].copy_(acc) if is_wide else acc.to(torch.float32)
+        value = value.to(into.dtype).expand(len(index), *acc.shape[1:])
+        if not is_inside(index, len(acc)):
+            kept = (index >= 0) & (index < len(acc))
+            index, value = index[kept], value[kept]
+        into.index_add_(0, index.long(), value)
+        if not is_wide:
+            outs[0].copy_(into)
+
+    def on_device(ins: Sequence[Tensor], outs: Sequence[Tensor]) -> None:
+        outs[0].copy_(rows_added(*ins))
+
+    if bound.outs[0].device.type == "cpu":
+        return on_host
+    return Returning(lambda ins: [rows_added(*ins)]) if is_wide else on_device
+
+
+def rows_added(acc: Tensor, index: Tensor, value: Tensor) -> Tensor:
+    """Return `acc` with rows added in their order, wide; in memory that has one row more than there
+    are, which takes what is meant for none of them."""
+    dtype = torch.float32 if acc.dtype in _HALF_LIKE else acc.dtype
+    extent = len(acc)
+    out = acc.new_empty([extent + 1, *acc.shape[1:]], dtype=dtype)
+    kept = out.narrow(0, 0, extent)
+    kept.copy_(acc)
+    # -1 counts from the end, to the row that is one more.
+    index = index.clamp(-1, extent)
+    value = value.to(dtype)
+    # On each device the one of two functions that adds in order.
+    if out.is_cuda:
+        # All positions are known to be in range: torch need not look at them.
+        put = torch._index_put_impl_  # pyright: ignore[reportPrivateImportUsage]
+        put(out, (index.long(),), value, True, True)
+    else:
+        index = torch.where(index < 0, extent, index).long()
+        out.index_add_(0, index, value.expand(len(index), *acc.shape[1:]))
+    return kept

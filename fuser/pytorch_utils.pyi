@@ -1,0 +1,1 @@
+from fuser.nvfuser.pytorch_utils import *  # noqa: F403

@@ -1,0 +1,184 @@
+"""A launch as data: function, grid, arguments, workspaces; what is left to give are pointers."""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from fuser.runtime.compiled_kernel import CompiledKernel, Dim3, PreparedLaunch
+from fuser.runtime.graph_memory import graph_memory
+from fuser.runtime.slots import slot_code
+from fuser.support.errors import KernelError
+
+if TYPE_CHECKING:
+    import torch
+
+Number = bool | int | float
+# Bytes; a sector of a GPU's second-level cache, so that no two workspaces share one.
+WORKSPACE_ALIGNMENT = 32
+
+
+@dataclass
+class BoundLaunch:
+    """A kernel's launch for one class of tensors.
+
+    `args` has every argument that the class decides, in order. `pointers` are (parameter, position
+    of its tensor); `numbers` are (parameter, its value for the scalar inputs of a call);
+    `workspaces` are (parameter, bytes) of memory that a kernel finds zero and leaves zero. Where
+    `is_repeatable` is False, arguments are packed anew by every launch.
+    """
+
+    args: list[Any]
+    grid: Dim3
+    block: Dim3
+    smem_bytes: int
+    pointers: tuple[tuple[int, int], ...]
+    numbers: tuple[tuple[int, Callable[[Sequence[Number]], Number]], ...] = ()
+    workspaces: tuple[tuple[int, int], ...] = ()
+    is_repeatable: bool = True
+    _prepared: PreparedLaunch | None = None
+    _scratch: dict[int, list[torch.Tensor]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.is_repeatable = self.is_repeatable and not (self.numbers or self.workspaces)
+
+    def run(
+        self,
+        kernel: CompiledKernel,
+        tensors: Sequence[torch.Tensor],
+        numbers: Sequence[Number],
+        stream: int | None,
+    ) -> None:
+        """Launch on these tensors and scalar inputs; `stream` None is torch's current one.
+
+        Raises:
+            KernelError: the launch failed, or a finding of checked mode.
+        """
+        if not self.is_repeatable:
+            try:
+                kernel.launch(
+                    self._arguments(tensors, numbers, stream),
+                    grid=self.grid,
+                    block=self.block,
+                    smem_bytes=self.smem_bytes,
+                    stream=stream,
+                )
+            except KernelError:
+                # What a kernel that stopped halfway has left there is not zero.
+                self._scratch.clear()
+                raise
+            return
+        prepared = self._prepared
+        if prepared is None:
+            prepared = self._prepared = kernel.prepare(
+                self._arguments(tensors, numbers, stream),
+                grid=self.grid,
+                block=self.block,
+                smem_bytes=self.smem_bytes,
+            )
+        set_pointer = prepared.set_pointer
+        for param, position in self.pointers:
+            set_pointer(param, tensors[position].data_ptr())
+        prepared.run(stream)
+
+    def prepare(
+        self,
+        kernel: CompiledKernel,
+        names: Sequence[int],
+        fixed: Mapping[int, torch.Tensor],
+        numbers: Sequence[Number],
+        memories: Sequence[torch.Tensor],
+    ) -> tuple[PreparedLaunch, tuple[tuple[int, int], ...]]:
+        """Return a launch of its own arguments, and (parameter, name) of each tensor that is not
+        among the `fixed` ones, by name, and which every call replaces.
+
+        `memories` are the workspaces (`make_memories`), which the caller keeps.
+        """
+        args, moving = list(self.args), list[tuple[int, int]]()
+        for param, position in self.pointers:
+            name = names[position]
+            tensor = fixed.get(name)
+            if tensor is None:
+                moving.append((param, name))
+                args[param] = 0
+            else:
+                args[param] = tensor
+        self._fill(args, numbers, memories)
+        grid, block, smem_bytes = self.grid, self.block, self.smem_bytes
+        prepared = kernel.prepare(args, grid=grid, block=block, smem_bytes=smem_bytes)
+        return prepared, tuple(moving)
+
+    def number_writers(
+        self, kernel: CompiledKernel
+    ) -> list[tuple[Callable[..., None], int, Callable[[Sequence[Number]], Number]]]:
+        """Return for each parameter that follows the scalar inputs of a call: what writes a value
+        into the words of a `LaunchCall`, where in bytes, and the value for the scalar inputs."""
+        params = kernel.source.params
+        return [
+            (struct.Struct("=" + slot_code(params[i])).pack_into, 8 * i, value_for)
+            for i, value_for in self.numbers
+        ]
+
+    def make_memories(self, device: torch.device) -> list[torch.Tensor]:
+        """Return new workspaces, parts of one memory: launches that may overlap share none."""
+        if not self.workspaces:
+            return []
+        import torch
+
+        sizes = [
+            -(-nbytes // WORKSPACE_ALIGNMENT) * WORKSPACE_ALIGNMENT for _, nbytes in self.workspaces
+        ]
+        memory, ready = None, graph_memory(device)
+        if ready is not None and torch.cuda.is_current_stream_capturing():
+            memory = ready.lend(sum(sizes))
+        elif ready is not None:
+            ready.make_ready(sum(sizes))
+        if memory is None:
+            # Of a graph that is captured: it clears them in every replay.
+            memory = torch.zeros(sum(sizes), dtype=torch.uint8, device=device)
+        parts = memory.split(sizes)
+        return [part[:nbytes] for part, (_, nbytes) in zip(parts, self.workspaces, strict=True)]
+
+    def _arguments(
+        self, tensors: Sequence[torch.Tensor], numbers: Sequence[Number], stream: int | None
+    ) -> list[Any]:
+        memories = self._memories(tensors[0].device, stream) if self.workspaces else ()
+        return self._filled(tensors, numbers, memories)
+
+    def _filled(
+        self,
+        tensors: Sequence[torch.Tensor],
+        numbers: Sequence[Number],
+        memories: Sequence[torch.Tensor],
+    ) -> list[Any]:
+        args = list(self.args)
+        for param, position in self.pointers:
+            args[param] = tensors[position]
+        self._fill(args, numbers, memories)
+        return args
+
+    def _fill(
+        self, args: list[Any], numbers: Sequence[Number], memories: Sequence[torch.Tensor]
+    ) -> None:
+        for param, value_for in self.numbers:
+            args[param] = value_for(numbers)
+        if self.workspaces:
+            for (param, _), memory in zip(self.workspaces, memories, strict=True):
+                args[param] = memory
+
+    def _memories(self, device: torch.device, stream: int | None) -> list[torch.Tensor]:
+        """Return the workspaces of a stream: launches on two streams may overlap, and so may those
+        of a graph that is captured with all others."""
+        import torch
+
+        if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+            return self.make_memories(device)
+        if stream is None:
+            is_cuda = device.type == "cuda"
+            stream = torch.cuda.current_stream(device).cuda_stream if is_cuda else 0
+        found = self._scratch.get(stream)
+        if found is None:
+            found = self._scratch[stream] = self.make_memories(device)
+        return found

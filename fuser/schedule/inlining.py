@@ -1,0 +1,199 @@
+"""Inlining: how many outer loops a tensor shares with its consumers (`compute_at`)."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+from fuser.ir.axis_graph import AxisGraph, mapped_axes, tensor_operands
+from fuser.ir.fusion import Fusion, TensorOp
+from fuser.ir.ops.nodes import ReductionOp, WelfordOp
+from fuser.ir.tensor import TensorView
+from fuser.ir.types import ParallelType
+from fuser.schedule.loop_propagation import AxisMatcher, check_selected, follow
+from fuser.support.errors import DefinitionError
+
+# A vectorised or grouped axis is one access: nothing can be computed inside it.
+_CLOSED = frozenset({ParallelType.vectorize, ParallelType.group, ParallelType.tma})
+
+
+class InlineLimits:
+    """The largest legal `compute_at` of every tensor of a fusion; built once per inlining call."""
+
+    def __init__(self, fusion: Fusion) -> None:
+        self._fusion = fusion
+        self._barriers = _reduction_barriers(fusion)
+
+    def limit(self, tv: TensorView, *, best_effort: bool = False) -> int:
+        """Return the largest legal position: the loop axes before it are not reductions, not
+        vectorised (best effort: nor unrolled), do not wait for a reduction, and are shared, in
+        order, by every consumer."""
+        own = self._own_limit(tv, best_effort=best_effort)
+        for op in self._fusion.uses(tv):
+            if own == 0:
+                break
+            for out in op.outputs:
+                own = min(own, _shared_prefix(tv, op, out, own))
+        return own
+
+    def _own_limit(self, tv: TensorView, *, best_effort: bool) -> int:
+        barred = self._barriers.get(tv, frozenset())
+        for position, axis in enumerate(tv.domain.loop):
+            if axis.is_reduction() or axis.ptype in _CLOSED:
+                return position
+            if best_effort and axis.ptype is ParallelType.unroll:
+                return position
+            if barred and _logical_sources(tv, axis.number) & barred:
+                return position
+        return len(tv.domain.loop)
+
+
+def inline_most(
+    selected_tensors: Collection[TensorView] = (), *, fusion: Fusion | None = None
+) -> None:
+    """Inline the tensors (default: all of the fusion) as deep as is legal."""
+    from fuser.ir.fusion_guard import active_fusion
+
+    chosen = list(selected_tensors)
+    where = fusion or (chosen[0].fusion if chosen else active_fusion())
+    check_selected(where, chosen)
+    limits = InlineLimits(where)
+    for tv in chosen or _inlinable(where):
+        tv.compute_at = limits.limit(tv)
+
+
+def inline_at(
+    reference_tv: TensorView,
+    pos: int = -1,
+    best_effort: bool = False,
+    selected_tensors: Collection[TensorView] = (),
+) -> None:
+    """Inline tensors (default: all) at the position that matches the reference's loop axis `pos`.
+
+    Raises:
+        DefinitionError: the position is not legal for a tensor, without `best_effort`.
+    """
+    fusion = reference_tv.fusion
+    domain = reference_tv.domain
+    rank = len(domain.loop)
+    position = pos + rank + 1 if pos < 0 else pos
+    if not 0 <= position <= rank:
+        raise DefinitionError(f"position {pos} is outside the {rank} loop axes of {reference_tv}")
+    matcher = AxisMatcher(AxisGraph(fusion), reference_tv)
+    check_selected(fusion, selected_tensors)
+    limits = InlineLimits(fusion)
+    for tv in selected_tensors or _inlinable(fusion):
+        if tv is reference_tv:
+            wanted = position
+        else:
+            found = follow(domain.transforms, tv.domain, matcher.matches(tv.domain))
+            shared = {found[a.number].number for a in domain.loop[:position] if a.number in found}
+            axes = [k for k, a in enumerate(tv.domain.loop) if a.number in shared]
+            wanted = axes[-1] + 1 if axes else 0
+        legal = limits.limit(tv, best_effort=best_effort)
+        if wanted > legal and not best_effort and tv not in fusion.outputs:
+            raise DefinitionError(
+                f"{tv} cannot be inlined at {wanted}: {legal} is its largest legal position"
+            )
+        tv.compute_at = min(wanted, legal)
+
+
+def _inlinable(fusion: Fusion) -> list[TensorView]:
+    return [tv for tv in fusion.tensors() if tv not in fusion.inputs and fusion.uses(tv)]
+
+
+def _shared_prefix(tv: TensorView, op: TensorOp, consumer: TensorView, upto: int) -> int:
+    """Return how many of tv's first `upto` loop axes the consumer iterates, in the same order."""
+    matches = {
+        target.number: source
+        for index, operand in tensor_operands(op)
+        if operand is tv
+        for source, target in mapped_axes(op, index, consumer)
+    }
+    found = follow(consumer.domain.transforms, tv.domain, matches)
+    loops = {a.number for a in tv.domain.loop}
+    stands_for = [found[a.number].number for a in consumer.domain.loop if a.number in found]
+    # Consumer loops that tv does not have stand between without harm: tv is repeated in them.
+    iterated = [n for n in dict.fromkeys(stands_for) if n in loops]
+    for count, axis in enumerate(tv.domain.loop[:upto]):
+        if count == len(iterated) or iterated[count] != axis.number:
+            return count
+    return upto
+
+
+def _logical_sources(tv: TensorView, number: int) -> set[int]:
+    """Return the logical axes that a loop axis is derived from."""
+    return tv.domain.above({number})
+
+
+def _reduction_barriers(fusion: Fusion) -> dict[TensorView, frozenset[int]]:
+    """Return, per tensor, the logical axes whose loops it cannot share with its consumers.
+
+    When one consumer of a tensor leads to a reduction and another leads to something that needs the
+    reduction's result, the loop over the reduced axes must finish in between: the tensor is kept
+    (softmax keeps its row).
+    """
+    barred: dict[TensorView, frozenset[int]] = {}
+    for reduction in fusion.exprs:
+        if not isinstance(reduction, (ReductionOp, WelfordOp)):
+            continue
+        reduced = {
+            source.number for source, target in mapped_axes(reduction, 0) if target.is_reduction()
+        }
+        above, after = _cone(fusion, reduction)
+        if not after:
+            continue
+        # Axes that stand for the reduced ones, walking up from the reduction's input.
+        for tv, axes in _axes_upstream(fusion, reduction, reduced).items():
+            leads = [
+                any(o in above for o in op.outputs) or op is reduction for op in fusion.uses(tv)
+            ]
+            needs = [op is not reduction and _leads_to(op, after) for op in fusion.uses(tv)]
+            pairs = [(a, b) for i, a in enumerate(leads) for j, b in enumerate(needs) if i != j]
+            if any(a and b for a, b in pairs):
+                barred[tv] = barred.get(tv, frozenset()) | axes
+    return barred
+
+
+def _leads_to(op: TensorOp, after: dict[TensorOp, bool]) -> bool:
+    return after.get(op, False)
+
+
+def _cone(fusion: Fusion, reduction: TensorOp) -> tuple[set[TensorView], dict[TensorOp, bool]]:
+    """Return the tensors above a reduction, and the ops that lead, around the reduction, to an op
+    that reads something computed from its result."""
+    above: set[TensorView] = {v for v in reduction.inputs if isinstance(v, TensorView)}
+    for op in reversed(fusion.exprs):
+        if any(o in above for o in op.outputs):
+            above.update(v for v in op.inputs if isinstance(v, TensorView))
+    below: set[TensorView] = set(reduction.outputs)
+    joins: dict[TensorOp, bool] = {}
+    for op in fusion.exprs:
+        if any(v in below for v in op.inputs):
+            below.update(op.outputs)
+            joins[op] = True
+    leading: set[TensorView] = set()
+    for op in reversed(fusion.exprs):
+        if op is reduction:
+            continue
+        if op in joins or any(o in leading for o in op.outputs):
+            joins[op] = True
+            leading.update(v for v in op.inputs if isinstance(v, TensorView))
+    return above, joins
+
+
+def _axes_upstream(
+    fusion: Fusion, reduction: TensorOp, reduced: set[int]
+) -> dict[TensorView, frozenset[int]]:
+    """Walk up from a reduction: for each tensor above, its logical axes that are reduced later."""
+    marked: dict[TensorView, set[int]] = {}
+    source = next(v for v in reduction.inputs if isinstance(v, TensorView))
+    marked[source] = set(reduced)
+    for op in reversed(fusion.exprs):
+        for out in op.outputs:
+            if out not in marked:
+                continue
+            axes = out.domain.above(marked[out])
+            for index, operand in tensor_operands(op):
+                hit = {s.number for s, t in mapped_axes(op, index, out) if t.number in axes}
+                marked.setdefault(operand, set()).update(hit)
+    return {tv: frozenset(axes) for tv, axes in marked.items()}

@@ -1,0 +1,378 @@
+"""Propagation: give other tensors the loop transforms and parallel types of a reference tensor.
+
+Two tensors are related by the axis graph: an axis of the reference and one of a target match when
+they are in one exact class, or when the one is a broadcast that becomes the other downstream. A
+target that lacks an axis of the reference skips its transforms; a merge with a missing axis is the
+other axis itself. No walk over paths between tensors is needed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from functools import partial
+
+from fuser.ir.axis_graph import AxisGraph
+from fuser.ir.domain.axis_path import Rules, forward, replay, transforms_between
+from fuser.ir.domain.build_domain import DomainBuilder
+from fuser.ir.domain.tensor_domain import (
+    IterDomain,
+    MergeTransform,
+    Shift,
+    SplitTransform,
+    Swizzle1D,
+    TensorDomain,
+    Transform,
+    numbers,
+    same_form,
+)
+from fuser.ir.fusion import Fusion
+from fuser.ir.ops.nodes import ReshapeOp
+from fuser.ir.tensor import TensorView
+from fuser.ir.types import ParallelType
+from fuser.support.errors import DefinitionError
+from fuser.support.record import replace
+
+Matches = Mapping[int, IterDomain]
+"""Number of a reference axis -> the axis of the target that stands for it."""
+
+
+class AxisMatcher:
+    """Finds, for one reference tensor, the logical axes of other tensors that match its own."""
+
+    def __init__(
+        self, graph: AxisGraph, reference: TensorView, axes: Sequence[IterDomain] = ()
+    ) -> None:
+        """`axes` stand for the logical axes of the reference: those of its operand."""
+        self._graph = graph
+        self._axes = axes or reference.domain.logical
+        self._by_class = {graph.find(a): a for a in self._axes}
+        self._via_broadcast: dict[int, int | None] = {}
+        # Classes that a broadcast axis of the reference becomes downstream.
+        self._downstream = {
+            c: a for a in self._axes if a.is_broadcast for c in graph.concretized(a)
+        }
+
+    def matches(self, target: TensorDomain) -> dict[int, IterDomain]:
+        """Map reference logical axes to the logical (or root-level) axes of a target."""
+        found: dict[int, IterDomain] = {}
+        for axis in target.logical:
+            reference = self.reference_of(axis)
+            if reference is None:
+                continue
+            # One broadcast may become an axis here and stay a broadcast there: the axis counts.
+            other = found.get(reference.number)
+            if other is None or (other.is_broadcast and not axis.is_broadcast):
+                found[reference.number] = axis
+        return found
+
+    def reference_of(self, axis: IterDomain) -> IterDomain | None:
+        """Return the reference axis that `axis` stands for, None for none."""
+        klass = self._graph.find(axis)
+        exact = self._by_class.get(klass) or self._downstream.get(klass)
+        if exact is not None or not axis.is_broadcast:
+            return exact
+        if klass not in self._via_broadcast:
+            concrete = self._graph.concretized(axis)
+            self._via_broadcast[klass] = next(
+                (c for c in sorted(concrete) if c in self._by_class), None
+            )
+        target = self._via_broadcast[klass]
+        return None if target is None else self._by_class[target]
+
+
+# ------------------------------------------------------------------ transforms
+class _Repeat(Rules[IterDomain]):
+    """Makes the target's twins of a reference's derived axes; a resize has none."""
+
+    needs_all = False
+
+    def __init__(self, fusion: Fusion) -> None:
+        self.built = DomainBuilder(fusion)
+
+    def split(self, t: SplitTransform, inp: IterDomain) -> tuple[IterDomain, IterDomain]:
+        return self.built.split(inp, t.factor, inner_split=t.inner_split)
+
+    def merge(
+        self, t: MergeTransform, outer: IterDomain | None, inner: IterDomain | None
+    ) -> IterDomain | None:
+        if outer is None or inner is None:
+            return outer or inner
+        return self.built.merge(outer, inner)
+
+    def swizzle(self, t: Swizzle1D, inp: IterDomain) -> IterDomain:
+        return self.built.swizzle(inp, t.ptype)
+
+    def shift(
+        self, t: Shift, rows: IterDomain | None, inp: IterDomain | None
+    ) -> tuple[IterDomain | None, IterDomain | None]:
+        if rows is None or inp is None:
+            return rows, inp
+        return self.built.shift(rows, inp, t.width)
+
+
+class LoopReplay:
+    """Gives tensors the loop order and transforms of a reference; what has no match goes last.
+
+    `types` gives parallel types by the number of a reference loop axis.
+    """
+
+    def __init__(
+        self, reference: TensorDomain, types: Mapping[int, ParallelType] | None = None
+    ) -> None:
+        self._reference, self._types = reference, types or {}
+        self._steps = forward(transforms_between(reference, reference.logical, reference.loop))
+        # What came of domains that differ from others in nothing but numbers.
+        self._known: dict[object, TensorDomain] = {}
+
+    def apply(self, target: TensorView, matches: Matches) -> None:
+        """Rebind the target's domain; `matches` are of reference logical axes."""
+        domain = target.domain
+        if domain.transforms:
+            target.domain = self._replayed(target.fusion, domain, matches)
+            return
+        in_order = domain.states(sorted(domain.axes))
+        places = {a.number: k for k, a in enumerate(in_order)}
+        key = (
+            tuple([(a.kind, a.extent, a.ptype, a.expanded, a.rfactor) for a in in_order]),
+            tuple([places[n] for n in domain.logical_numbers]),
+            tuple([places[n] for n in domain.root_numbers]),
+            tuple([places[n] for n in domain.allocation_numbers]),
+            domain.contiguity,
+            tuple([(n, places[a.number]) for n, a in matches.items()]),
+        )
+        known = self._known.get(key)
+        if known is None:
+            made = self._replayed(target.fusion, domain, matches)
+            # An axis that nothing names any more would have no place in the next one.
+            if made.axes.keys() >= domain.axes.keys():
+                self._known[key] = made
+        else:
+            made = _renumbered(known, domain, target.fusion)
+        target.domain = made
+
+    def _replayed(self, fusion: Fusion, domain: TensorDomain, matches: Matches) -> TensorDomain:
+        reference, rules = self._reference, _Repeat(fusion)
+        serial = {n: _unparallelized(a) for n, a in matches.items()}
+        found = replay(self._steps, serial, rules)
+        made = rules.built.transforms
+        loop: dict[int, IterDomain] = {}
+        for axis in reference.loop:
+            mine = found.get(axis.number)
+            if mine is not None and mine.number not in loop:
+                ptype = self._types.get(axis.number)
+                loop[mine.number] = mine if ptype is None else replace(mine, ptype=ptype)
+        used = {n for t in made for n in t.inputs} | set(loop)
+        rest = [n for n in domain.logical_numbers if n not in used]
+        kept = domain.transforms
+        if kept:
+            to_memory = transforms_between(domain, domain.logical, domain.allocation)
+            kept = (*transforms_between(domain, domain.maybe_root, domain.logical), *to_memory)
+        return domain.having(
+            loop=(*loop, *rest),
+            transforms=(*kept, *made),
+            axes=(*serial.values(), *rules.built.axes.values(), *loop.values()),
+        )
+
+
+def _renumbered(made: TensorDomain, like: TensorDomain, fusion: Fusion) -> TensorDomain:
+    """Return a domain that was made of one like `like`, for that one: new axes come after those
+    that were there, in the order of their numbers."""
+    names = dict(zip(made.axes, sorted(like.axes), strict=False))
+    names.update({n: fusion.next_axis() for n in made.axes if n not in names})
+    return made.map_axes(lambda a: a.numbered(names[a.number]))
+
+
+def _unparallelized(axis: IterDomain) -> IterDomain:
+    """Drop a parallel type that belongs to an earlier schedule of one kernel."""
+    if axis.ptype is ParallelType.serial or axis.is_device or axis.is_stream:
+        return axis
+    return replace(axis, ptype=ParallelType.serial)
+
+
+def follow(
+    transforms: Sequence[Transform], target: TensorDomain, matches: Matches
+) -> dict[int, IterDomain]:
+    """Match further axes along equal transforms that both tensors already have.
+
+    `transforms` are the reference's. A merge with an axis that the target lacks matches the other.
+    """
+    users = {n: t for t in target.transforms for n in t.inputs}
+    found = dict(matches)
+    for t in transforms:
+        present = [found[n] for n in t.inputs if n in found]
+        if 0 < len(present) < len(t.inputs):
+            found[t.outputs[0]] = present[0]
+            continue
+        twin = users.get(present[0].number) if present else None
+        if twin is None or twin.inputs != numbers(present) or not same_form(t, twin):
+            continue
+        found.update(zip(t.outputs, target.states(twin.outputs), strict=True))
+    return found
+
+
+# ------------------------------------------------------------------ the user's functions
+def transform_like(reference_tv: TensorView, selected_tensors: Collection[TensorView] = ()) -> None:
+    """Repeat the reference's loop transforms on all tensors of the fusion, or on the selected ones.
+
+    Splits, merges and order only, no parallel types. Axes that the reference does not have go last.
+    Tensors above a reshape repeat what the reshape does before. Fusion inputs keep their domain.
+    """
+    fusion, chosen = reference_tv.fusion, _chosen(reference_tv, selected_tensors)
+    matcher = AxisMatcher(AxisGraph(fusion), reference_tv)
+    loops = LoopReplay(reference_tv.domain)
+    for tv in chosen:
+        loops.apply(tv, matcher.matches(tv.domain))
+    for seen, above, targets in _above_reshapes(reference_tv, chosen):
+        loops = LoopReplay(seen())
+        for tv in targets:
+            loops.apply(tv, above.matches(tv.domain))
+
+
+def _above_reshapes(
+    reference: TensorView, chosen: Sequence[TensorView]
+) -> Iterator[tuple[Callable[[], TensorDomain], AxisMatcher, list[TensorView]]]:
+    """Yield for each reshape among the tensors, the last first: its result's domain as its operand
+    sees it, from the axes before the reshape on; what matches those; and the tensors above it whose
+    own axes the reference does not have."""
+    fusion = reference.fusion
+    graph, known = AxisGraph(fusion), {reference, *chosen}
+    direct = AxisMatcher(graph, reference)
+
+    def lacks(tv: TensorView) -> bool:
+        concrete = [a for a in tv.domain.logical if not a.is_broadcast]
+        return any(direct.reference_of(a) is None for a in concrete)
+
+    for op in reversed(fusion.exprs):
+        if isinstance(op, ReshapeOp) and op.out in known:
+            above, root = _upstream(fusion, op.out), op.out.domain.root
+            targets = [tv for tv in chosen if tv in above and lacks(tv)]
+            yield partial(_from_root, op.out), AxisMatcher(graph, op.out, root), targets
+
+
+def _from_root(tv: TensorView) -> TensorDomain:
+    """Return the domain of a reshape's result with the axes before the reshape as the logical
+    ones."""
+    domain = tv.domain
+    return domain.having(logical=domain.root_numbers, root=(), allocation=(), contiguity=())
+
+
+def bounded_transform_backward(
+    from_: TensorView,
+    pos: int,
+    to: Collection[TensorView],
+    propagate_parallel_type: bool = False,
+) -> None:
+    """Repeat the transforms of the loop axes [0, pos) of `from_` on the tensors `to` above it and
+    on everything between; -1 means all axes.
+
+    Raises:
+        DefinitionError: a tensor of `to` is not upstream of `from_`, or pos is out of range.
+    """
+    fusion = from_.fusion
+    position = _position(from_, pos)
+    above = _upstream(fusion, from_)
+    for tv in to:
+        if tv not in above:
+            raise DefinitionError(f"{tv} is not upstream of {from_}")
+    below: set[TensorView] = set(to)
+    for op in fusion.exprs:
+        if any(v in below for v in op.inputs):
+            below.update(op.outputs)
+    chosen = [tv for tv in fusion.tensors() if tv in above and tv in below]
+    domain = from_.domain
+    wanted = domain.loop[:position]
+    bounded = domain.having(
+        root=(), loop=numbers(wanted), transforms=transforms_between(domain, domain.logical, wanted)
+    )
+    matcher, loops = AxisMatcher(AxisGraph(fusion), from_), LoopReplay(bounded)
+    for tv in chosen:
+        loops.apply(tv, matcher.matches(tv.domain))
+    if propagate_parallel_type:
+        parallelize_like(from_, position, chosen)
+
+
+def parallelize_like(
+    reference_tv: TensorView,
+    pos: int = -1,
+    selected_tensors: Collection[TensorView] = (),
+    selected_parallel_types: Collection[ParallelType] = (),
+    propagate_padding: bool = True,
+) -> None:
+    """Copy the parallel types of the reference's first `pos` loop axes to the matching axes of
+    other tensors; without a selection, of all tensors and all types.
+
+    Vectorize is copied only to explicitly selected tensors: it says how one tensor is accessed.
+    """
+    del propagate_padding  # no axis of ours is padded
+    fusion = reference_tv.fusion
+    domain, chosen = reference_tv.domain, _chosen(reference_tv, selected_tensors)
+    wanted = {
+        a.number: a.ptype
+        for a in domain.loop[: _position(reference_tv, pos)]
+        if (not selected_parallel_types or a.ptype in selected_parallel_types)
+        and (a.ptype is not ParallelType.vectorize or selected_tensors)
+    }
+    _parallelize(domain, AxisMatcher(AxisGraph(fusion), reference_tv), chosen, wanted)
+    for seen, above, targets in _above_reshapes(reference_tv, chosen):
+        # The result of the reshape has the reference's types by now, and its own ones.
+        view = seen()
+        types = {a.number: a.ptype for a in view.loop if a.ptype in wanted.values()}
+        _parallelize(view, above, targets, types)
+
+
+def _parallelize(
+    domain: TensorDomain,
+    matcher: AxisMatcher,
+    targets: Sequence[TensorView],
+    wanted: Mapping[int, ParallelType],
+) -> None:
+    """Give the axes of targets that match loop axes of a domain the types wanted for those."""
+    history = transforms_between(domain, domain.logical, domain.loop)
+    for tv in targets:
+        found = follow(history, tv.domain, matcher.matches(tv.domain))
+        loops = {a.number for a in tv.domain.loop}
+        mine = {n: found[n].number for n in wanted if n in found}
+        set_parallel_types(tv, {mine[n]: wanted[n] for n in mine if mine[n] in loops})
+
+
+def set_parallel_types(tv: TensorView, types: Mapping[int, ParallelType]) -> None:
+    """Give several axes of one tensor their parallel types at once (axis number -> type)."""
+    if types:
+        axes = tv.domain.axes
+        tv.domain = tv.domain.with_axes(*(replace(axes[n], ptype=p) for n, p in types.items()))
+
+
+# ------------------------------------------------------------------ helpers
+def _chosen(reference: TensorView, selected: Collection[TensorView]) -> list[TensorView]:
+    check_selected(reference.fusion, selected)
+    inputs = set(reference.fusion.inputs)
+    wanted = set(selected)
+    return [
+        tv
+        for tv in reference.fusion.tensors()
+        if tv is not reference and (tv in wanted if wanted else tv not in inputs)
+    ]
+
+
+def check_selected(fusion: Fusion, selected: Collection[TensorView]) -> None:
+    """Raise `DefinitionError` for a tensor of another definition."""
+    for tv in selected:
+        if tv.fusion is not fusion:
+            raise DefinitionError(f"{tv} belongs to another definition than the others")
+
+
+def _position(tv: TensorView, pos: int) -> int:
+    rank = len(tv.domain.loop)
+    position = pos + rank + 1 if pos < 0 else pos
+    if not 0 <= position <= rank:
+        raise DefinitionError(f"position {pos} is outside the {rank} loop axes of {tv}")
+    return position
+
+
+def _upstream(fusion: Fusion, tv: TensorView) -> set[TensorView]:
+    found = {tv}
+    for op in reversed(fusion.exprs):
+        if any(o in found for o in op.outputs):
+            found.update(v for v in op.inputs if isinstance(v, TensorView))
+    found.discard(tv)
+    return found

@@ -1,0 +1,254 @@
+"""Kernels in which reductions wait for each other: levels, what is kept between them, rewrites.
+
+The *level* of a value counts the reductions that it waits for, one after the other. Reductions and
+outputs of one level go over the row together:
+
+    level 0  m = max(x)        level 1  s = sum(exp(x - m))        level 2  y = exp(x - m) / s
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+from fuser import ops
+from fuser.ir.dtypes import HALF_LIKE, DataType, nbytes_of
+from fuser.ir.fusion import Fusion, TensorOp
+from fuser.ir.fusion_guard import FusionGuard
+from fuser.ir.ops.nodes import CastOp, WelfordOp
+from fuser.ir.scalar import constructors as sc
+from fuser.ir.tensor import TensorView
+from fuser.ops.reductions import without_shift
+from fuser.ops.reference.meaning import REDUCING
+from fuser.support.record import record
+
+
+def levels_of(fusion: Fusion) -> dict[TensorView, int]:
+    """Return the level of every tensor."""
+    found: dict[TensorView, int] = {}
+    for op in fusion.exprs:
+        level = max((found.get(v, 0) for v in op.inputs if isinstance(v, TensorView)), default=0)
+        found.update(dict.fromkeys(op.outputs, level + isinstance(op, REDUCING)))
+    return found
+
+
+def level_of_step(op: TensorOp, levels: dict[TensorView, int]) -> int:
+    """Return the level at which an op goes over the row."""
+    return levels[op.out_tensor] - isinstance(op, REDUCING)
+
+
+def steps_that_read(fusion: Fusion) -> dict[TensorView, set[int]]:
+    """Return the levels whose reductions and outputs are computed from a tensor, for each tensor;
+    what comes out of a reduction is not computed from what goes in."""
+    levels, found = levels_of(fusion), dict[TensorView, set[int]]()
+    for op in reversed(fusion.used_exprs()):
+        mine = {level for out in op.outputs for level in found.get(out, ())}
+        if isinstance(op, REDUCING):
+            mine = set()
+        if isinstance(op, REDUCING) or any(out in fusion.outputs for out in op.outputs):
+            mine.add(level_of_step(op, levels))
+        for v in op.inputs:
+            if isinstance(v, TensorView):
+                found.setdefault(v, set()).update(mine)
+    return found
+
+
+# ------------------------------------------------------------------ what is kept
+@record
+class KeptValue:
+    """A value that is kept over the row: from when, until when. Level `l` computes what is kept
+    from there on at `2 * l`, and then reduces at `2 * l + 1`."""
+
+    tv: TensorView
+    begin: int
+    end: int
+
+
+def kept_values(
+    fusion: Fusion, rows: frozenset[TensorView], *, is_costly: Callable[[TensorOp], bool]
+) -> list[KeptValue]:
+    """Return the inputs that have the row (`rows` are all tensors that do), and what costly ops
+    lead to that several levels need."""
+    levels = levels_of(fusion)
+    starts = [op for op in fusion.used_exprs() if op.out_tensor in rows and is_costly(op)]
+    costly = {_last_of_chain(op, levels, rows) for op in starts}
+    times: dict[TensorView, set[int]] = {}
+    found: list[KeptValue] = []
+    for op in reversed(fusion.used_exprs()):
+        level = level_of_step(op, levels)
+        mine: set[int] = set()
+        for out in op.outputs:
+            mine |= times.get(out, set())
+        if isinstance(op, REDUCING) or any(out in fusion.outputs for out in op.outputs):
+            mine = {2 * level + 1}
+        elif op.out_tensor in costly and len({t // 2 for t in mine}) > 1:
+            found.append(KeptValue(op.out_tensor, 2 * level, max(mine)))
+            mine = {2 * level}
+        for v in op.inputs:
+            if isinstance(v, TensorView):
+                times.setdefault(v, set()).update(mine)
+    inputs = [v for v in fusion.inputs if isinstance(v, TensorView) and v in rows and times.get(v)]
+    return [*(KeptValue(v, -1, max(times[v])) for v in inputs), *reversed(found)]
+
+
+def _last_of_chain(
+    op: TensorOp, levels: dict[TensorView, int], rows: frozenset[TensorView]
+) -> TensorView:
+    """Return what is kept in place of a result: what its only reader makes of it, and so on, as
+    long as that takes no more bytes.
+
+        u = rand(); h = where(u < p, x, 0) + r   ->   h, and neither u nor x nor r
+    """
+    fusion = op.out_tensor.fusion
+    tv = best = op.out_tensor
+    least = _nbytes_computed(tv)
+    while len(uses := fusion.uses(tv)) == 1:
+        (reader,) = uses
+        out = reader.out_tensor
+        if isinstance(reader, REDUCING) or out not in rows or levels[out] != levels[tv]:
+            break
+        tv = out
+        if (nbytes := _nbytes_computed(tv)) <= least:
+            best, least = tv, nbytes
+    return best
+
+
+def _nbytes_computed(tv: TensorView) -> int:
+    """Return the bytes that an element takes in registers, where a bool takes one of them."""
+    return 4 if tv.dtype() is DataType.Bool else nbytes_of(tv.dtype())
+
+
+def most_bytes(kept: Iterable[KeptValue], vector: int) -> int:
+    """Return the bytes of registers that one element of a row takes at most. What no vector of
+    memory fills takes a register of its own."""
+    values = list(kept)
+    sizes = [nbytes_of(k.tv.dtype()) for k in values]
+    costs = [(k, n if n * vector >= 4 else 4) for k, n in zip(values, sizes, strict=True)]
+    ends = {t for k in values for t in (k.begin, k.end - 1)}
+    return max((sum(n for k, n in costs if k.begin <= t < k.end) for t in ends), default=0)
+
+
+# ------------------------------------------------------------------ rewrites
+def separate_levels(fusion: Fusion, shared: frozenset[TensorView]) -> dict[TensorView, int]:
+    """Give every level its own ops for what several levels compute, `shared` tensors excepted, so
+    that each can load its operands ahead; return the level that each tensor is computed for.
+
+        c = f(x); m = max(c); d = sub(c, m)   ->   c = f(x); m = max(c); e = f(x); d = sub(e, m)
+    """
+    levels = levels_of(fusion)
+    # By results: ops are made anew when their operands change.
+    needed: dict[TensorView, set[int]] = {}
+    for op in reversed(fusion.used_exprs()):
+        if _is_step(fusion, op) or any(out in shared for out in op.outputs):
+            found = {level_of_step(op, levels)}
+        else:
+            users = [u.out_tensor for out in op.outputs for u in fusion.uses(out)]
+            found = set[int]().union(*(needed.get(u, ()) for u in users))
+        needed.update(dict.fromkeys(op.outputs, found))
+    for op in reversed(fusion.used_exprs()):
+        first, *others = sorted(needed[op.out_tensor]) or [0]
+        needed.update((out, {first}) for out in op.outputs)
+        # A factory relates the axes of what reads it: it stays one op.
+        is_factory = not any(isinstance(v, TensorView) for v in op.inputs)
+        for level in () if is_factory else others:
+            twin = _clone(fusion, op)
+            needed.update((out, {level}) for out in twin.outputs)
+            for old, new in zip(op.outputs, twin.outputs, strict=True):
+                fusion.replace_uses(
+                    old, new, where=lambda u, level=level: needed.get(u.out_tensor) == {level}
+                )
+    return {tv: min(found, default=0) for tv, found in needed.items()}
+
+
+def _is_step(fusion: Fusion, op: TensorOp) -> bool:
+    return isinstance(op, REDUCING) or any(out in fusion.outputs for out in op.outputs)
+
+
+def _clone(fusion: Fusion, op: TensorOp) -> TensorOp:
+    """Insert a copy of a pointwise op, with a result of its own, behind it."""
+    twins: dict[TensorView, TensorView] = {}
+    for out in op.outputs:
+        axes = {n: fusion.clone_axis(a, rfactor=a.rfactor) for n, a in out.domain.axes.items()}
+        domain = out.domain.map_axes(lambda a, axes=axes: axes[a.number])
+        twins[out] = fusion.new_tensor(domain, out.dtype(), mesh=out.mesh)
+    twin = op.map_values(lambda v: twins.get(v, v) if isinstance(v, TensorView) else v)
+    fusion.insert_after(op, [twin])
+    return twin
+
+
+def divide_once(fusion: Fusion, per_row: Callable[[TensorView], bool]) -> None:
+    """Divide by a value of a row by multiplying with its reciprocal, which one division makes.
+
+        y = x / s   ->   k = 2^-64 where |s| is huge, 2^64 where it is tiny, else 1
+                         r = 1 / (s * k);  y = (x * k) * r
+
+    The scale keeps the reciprocal of any divisor a normal number; the quotient is within 1.5 units
+    of the last place.
+    """
+    for op in fusion.exprs:
+        divisor = op.inputs[1] if op.name == "div" else None
+        out = op.outputs[0]
+        if (
+            not isinstance(divisor, TensorView)
+            or not isinstance(op.inputs[0], TensorView)
+            or {divisor.dtype(), op.inputs[0].dtype(), out.dtype()} != {DataType.Float}
+            or not per_row(divisor)
+            or per_row(out)
+        ):
+            continue
+        with FusionGuard(fusion):
+            before = fusion.exprs
+            size = ops.abs(divisor)
+            small = ops.where(ops.lt(size, 2.0**-100), 2.0**64, 1.0)
+            scale = ops.where(ops.gt(size, 2.0**100), 2.0**-64, small)
+            scale = ops.cast(scale, DataType.Float)
+            factor = ops.reciprocal(ops.mul(divisor, scale))
+            quotient = ops.mul(ops.mul(op.inputs[0], scale), factor)
+            made = fusion.exprs[len(before) :]
+        # The result stays the tensor that it was: its order in memory may be declared.
+        last = made[-1].map_values(lambda v, new=quotient, old=out: old if v is new else v)
+        at = before.index(op)
+        fusion.exprs = (*before[:at], *made[:-1], last, *before[at + 1 :])
+
+
+def _is_half(fusion: Fusion, tv: TensorView) -> bool:
+    made = fusion.definition(tv)
+    return isinstance(made, CastOp) and made.inp.dtype() in HALF_LIKE
+
+
+def two_pass_welford(fusion: Fusion) -> None:
+    """Compute variances from the row that is kept: a sum for the mean, then one of the squared
+    deviations from it. No element costs a division.
+
+    avg, var, n = welford(x)  ->  mean = sum(x) / count; d = x - mean
+                                  var = max(sum(d * d) - sum(d) * (sum(d) / count), 0)
+
+    What was of half precision before deviates from its mean by 2^-12 of it, or by nothing: beside
+    that the mean is rounded by too little to be corrected.
+
+    A Welford stays whose count is asked for, whose sums would be of half precision, or whose
+    results are outputs of a declared order in memory.
+    """
+    for op in fusion.exprs:
+        if not isinstance(op, WelfordOp) or op.inp.dtype() in HALF_LIKE:
+            continue
+        if fusion.uses(op.n) or op.n in fusion.outputs:
+            continue
+        if any(out.domain.allocation and out in fusion.outputs for out in op.outputs):
+            continue
+        dims = [k for k, a in enumerate(op.avg.domain.logical) if a.is_reduction()]
+        at = fusion.exprs.index(op)
+        before = fusion.exprs
+        with FusionGuard(fusion):
+            count = sc.product(op.inp.size(d) for d in dims)
+            mean = ops.div(ops.sum(op.inp, dims=dims), count)
+            flags = [a.is_reduction() for a in op.avg.domain.logical]
+            deviation = ops.sub(op.inp, ops.broadcast(mean, flags))
+            squares = ops.sum(ops.mul(deviation, deviation), dims=dims)
+            if not _is_half(fusion, op.inp):
+                squares = without_shift(squares, ops.sum(deviation, dims=dims), count)
+        made = fusion.exprs[len(before) :]
+        fusion.exprs = (*before[:at], *made, *before[at + 1 :])
+        for old, new in ((op.avg, mean), (op.var, squares)):
+            fusion.replace_uses(old, new)
+            fusion.outputs = [new if out is old else out for out in fusion.outputs]
+            new.memory = old.memory

@@ -1,0 +1,483 @@
+"""What the public calls take: the kinds of their arguments, read from their signatures.
+
+`checked` stands at the entrance of every public function of a definition. It turns each argument
+into what the annotation says (numpy's and torch's numbers into Python's, iterables into lists), or
+refuses the call in words that name the call, the argument, what was expected, what was found and
+the user's line:
+
+    permute(): incompatible function arguments: dims: expected a list of integers, got 1 of type int
+
+Behind it, functions rely on their annotations.
+"""
+
+from __future__ import annotations
+
+import builtins
+import enum
+import functools
+import inspect
+import operator
+import sys
+import types
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence, Set
+from itertools import islice
+from typing import Any, ParamSpec, SupportsIndex, TypeVar, Union, cast, get_args, get_origin
+
+from fuser.support.errors import (
+    ArgumentError,
+    FuserError,
+    IntegerRangeError,
+    user_code,
+    user_line,
+)
+from fuser.support.record import record
+
+P = ParamSpec("P")
+R = TypeVar("R")
+_INT64_END = 2**63
+# Ranks are far below; an iterator may have no end.
+LONGEST = 1024
+_SHOWN = 100
+
+
+class Mismatch(Exception):
+    """A value is not of a kind. `at` is its place in the argument: "" or `[2]`."""
+
+    def __init__(self, text: str, at: str = "", kind: type[FuserError] = ArgumentError) -> None:
+        super().__init__(text)
+        self.text = text
+        self.at = at
+        self.kind = kind
+
+
+@record
+class Kind:
+    """A kind of argument: how messages call it, and how a value becomes one.
+
+    `take` raises `Mismatch`. Values of the `exact` types are taken as they are, without a call.
+    """
+
+    words: str
+    take: Callable[[Any], object]
+    exact: frozenset[type] = frozenset()
+
+
+# ------------------------------------------------------------------ showing values
+def show(value: object, depth: int = 0) -> str:
+    """Return a value for a message: short, without addresses, and never an error of its own."""
+    if isinstance(value, int) and not isinstance(value, bool) and value.bit_length() > 128:
+        return f"{'-' if value < 0 else ''}2**{value.bit_length() - 1}.."
+    if depth > 3:
+        return ".."
+    if isinstance(value, list | tuple | set | frozenset):
+        items = cast("Collection[object]", value)
+        inner = ", ".join(show(v, depth + 1) for v in islice(items, 8))
+        text = f"[{inner}{', ..' if len(items) > 8 else ''}]"
+    elif isinstance(value, dict):
+        pairs = cast("dict[object, object]", value).items()
+        text = (
+            "{"
+            + ", ".join(f"{show(k, depth + 1)}: {show(v, depth + 1)}" for k, v in islice(pairs, 8))
+            + "}"
+        )
+    else:
+        try:
+            if isinstance(value, types.MethodType):
+                text = f"the method {value.__qualname__}, which is not called,"
+            elif isinstance(value, types.FunctionType):
+                text = f"the function {value.__name__}"
+            else:
+                text = str(value) if hasattr(value, "is_symbolic") else repr(value)
+        except Exception:  # a repr may raise anything; that of a range of huge numbers does
+            text = object.__repr__(value)
+    text = text.partition(" object at 0x")[0]
+    text = " ".join(text.split())
+    return text if len(text) <= _SHOWN else text[: _SHOWN - 2] + ".."
+
+
+def wrong(words: str, value: object) -> Mismatch:
+    """Return the mismatch of a value that is not what `words` say."""
+    # To users of torch "a tensor" is one with data.
+    is_data = words.startswith("a tensor") and hasattr(value, "__array__")
+    hint = ": it has data, which execute takes; define_tensor makes the tensors of a definition"
+    found = f"{show(value)} of type {type(value).__name__}"
+    return Mismatch(f"expected {words}, got {found}{hint * is_data}")
+
+
+# ------------------------------------------------------------------ numbers
+def python_number(value: object) -> bool | int | float | complex | None:
+    """Return a number of any library as Python's; None for what is no single number."""
+    if type(value) in (bool, int, float, complex):
+        return cast("bool | int | float | complex", value)
+    try:
+        rank = getattr(value, "ndim", None)
+        if rank == 0 and hasattr(value, "item"):
+            value = cast(Any, value).item()  # a 0-dim array or tensor
+        elif rank is None and isinstance(value, SupportsIndex) and not _is_scalar(value):
+            value = operator.index(value)
+    except (TypeError, RuntimeError, NotImplementedError):
+        return None  # an array of several numbers, a tensor without data
+    if isinstance(value, bool):
+        return value
+    if isinstance(value, int):
+        return int(value)
+    return value if isinstance(value, float | complex) else None
+
+
+def _is_scalar(value: object) -> bool:
+    """Return whether a value is a scalar of a program: a constant keeps its dtype."""
+    return hasattr(value, "is_symbolic")
+
+
+def take_integer(value: object) -> int:
+    """Return an integer of any library as Python's; raises `Mismatch` for anything else."""
+    number = value if type(value) is int else python_number(value)
+    if number is None or isinstance(number, bool | float | complex):
+        raise wrong("an integer", value)
+    if not -_INT64_END <= number < _INT64_END:
+        raise Mismatch(f"{show(number)} is out of the range of int64_t", kind=IntegerRangeError)
+    return number
+
+
+def _take_real(value: object) -> bool | int | float:
+    number = python_number(value)
+    if number is None or isinstance(number, complex):
+        raise (
+            wrong("a real number", value)
+            if isinstance(number, complex)
+            else wrong("a number", value)
+        )
+    return number
+
+
+def _take_number(value: object) -> bool | int | float | complex:
+    number = python_number(value)
+    if number is None:
+        raise wrong("a number", value)
+    return number
+
+
+def _take_flag(value: object) -> bool:
+    number = python_number(value)
+    if isinstance(number, bool) or (isinstance(number, int) and number in (0, 1)):
+        return bool(number)
+    raise wrong("True or False", value)
+
+
+def _take_any(value: object) -> object:
+    return value
+
+
+_INTEGER = Kind("an integer", take_integer)
+_REAL = Kind("a number", _take_real, frozenset({bool, int, float}))
+_NUMBER = Kind("a number", _take_number, frozenset({bool, int, float, complex}))
+_FLAG = Kind("True or False", _take_flag, frozenset({bool}))
+_ANY = Kind("anything", _take_any)
+
+# The items of shapes and slices. nvFuser has its own words for what is none.
+_EXTENT = "a scalar or an integer"
+
+# Annotation -> kind. Any other class is a kind of its own: its instances.
+_KINDS: dict[object, Kind] = {
+    int: _INTEGER,
+    float: _REAL,
+    complex: _NUMBER,
+    bool: _FLAG,
+    Any: _ANY,
+    object: _ANY,
+}
+# How messages call the instances of a class; plurals follow.
+_WORDS = {
+    "NoneType": "None",
+    "TensorView": "a tensor",
+    "Scalar": "a scalar",
+    "Tensor": "a torch tensor",
+    "DataType": "a dtype like DataType.Float or torch.float32",
+    "dtype": "a dtype like DataType.Float or torch.float32",
+    "IterDomain": "an axis",
+    "Axis": "an axis",
+    "str": "a name",
+}
+
+
+# ------------------------------------------------------------------ kinds from annotations
+Kinds = Mapping[Any, Kind]
+
+
+def kind_of(annotation: object, kinds: Kinds | None = None) -> Kind:
+    """Return the kind that an annotation names; `kinds` replaces those of some annotations."""
+    if kinds is not None and annotation in kinds:
+        return kinds[annotation]
+    if annotation in _KINDS:
+        return _KINDS[annotation]
+    origin, parts = get_origin(annotation), get_args(annotation)
+    if origin in (Union, types.UnionType):
+        return _either(parts, kinds)
+    if origin is tuple and parts[-1] is not Ellipsis:
+        return _row([kind_of(p, kinds) for p in parts])
+    if isinstance(origin, type) and issubclass(origin, Mapping):
+        return _mapping(kind_of(parts[0], kinds), kind_of(parts[1], kinds))
+    if isinstance(origin, type) and issubclass(origin, Iterable):
+        return _list(kind_of(parts[0], kinds), is_ordered=issubclass(origin, Sequence))
+    return _instance(annotation) if isinstance(annotation, type) else _ANY
+
+
+def _instance(cls: type) -> Kind:
+    words = _WORDS.get(cls.__name__) or f"a {cls.__name__}"
+
+    def take(value: object) -> object:
+        if isinstance(value, cls):
+            return value
+        names = cls.__members__ if issubclass(cls, enum.Enum) else ()
+        named = f"{cls.__name__}.{value}" if isinstance(value, str) and value in names else words
+        raise wrong(named, value)
+
+    return Kind(words, take, frozenset({cls}))
+
+
+def _is_covered(part: object, parts: Sequence[object]) -> bool:
+    """Whether a number of this class is one of a wider class among `parts`."""
+    wider = {bool: (float, complex), int: (float, complex), float: (complex,)}
+    return any(w in parts for w in wider.get(part, ())) if isinstance(part, type) else False
+
+
+def _either(parts: Sequence[object], kinds: Kinds | None) -> Kind:
+    # Python's numbers are one kind where floats are taken: an op says which values it can hold.
+    chosen = [p for p in parts if not _is_covered(p, parts)]
+    found = [kind_of(p, kinds) for p in chosen]
+    words = " or ".join(dict.fromkeys(k.words for k in found))
+
+    def take(value: object) -> object:
+        inside: Mismatch | None = None
+        for kind in found:
+            try:
+                return kind.take(value)
+            except Mismatch as error:
+                # What is wrong inside of a list, or with an integer's size, says more.
+                if error.at or error.kind is not ArgumentError:
+                    inside = error
+        raise inside or wrong(words, value)
+
+    return Kind(words, take, frozenset().union(*(k.exact for k in found)))
+
+
+def list_items(value: object, words: str, *, longest: int = LONGEST) -> list[object]:
+    """Return what a list, an array or an iterator holds; raises `Mismatch` for anything else."""
+    is_list = isinstance(value, Iterable) and not isinstance(value, str | bytes | Mapping)
+    try:
+        items = list(islice(cast(Iterable[object], value), longest + 1)) if is_list else None
+    except TypeError:  # a 0-dim array says that it can be iterated
+        items = None
+    if items is None:
+        raise wrong(words, value)
+    if len(items) > longest:
+        raise Mismatch(f"more than {longest} entries in {show(value)}")
+    return items
+
+
+def _list(item: Kind, *, is_ordered: bool) -> Kind:
+    words = "a list" if item is _ANY else f"a list of {_plural(item.words)}"
+
+    def take(value: object) -> object:
+        # A tensor has rows, but is not meant as the list of them.
+        if (is_ordered and isinstance(value, Set)) or type(value) in item.exact:
+            raise wrong(words, value)
+        try:
+            items = list_items(value, words)
+        except Mismatch as error:
+            # A placement, say, that stands alone.
+            if item is _ANY and type(value).__module__ != "builtins":
+                error.text += f": write [{show(value)}]"
+            raise
+        taken = [_at(item, v, i) for i, v in enumerate(items)]
+        return tuple(taken) if isinstance(value, tuple) else taken
+
+    return Kind(words, take)
+
+
+def _row(parts: Sequence[Kind]) -> Kind:
+    words = f"a tuple of {len(parts)}"
+
+    def take(value: object) -> object:
+        items = list_items(value, words)
+        if len(items) != len(parts):
+            raise wrong(words, value)
+        return tuple(_at(k, v, i) for i, (k, v) in enumerate(zip(parts, items, strict=True)))
+
+    return Kind(words, take)
+
+
+def _mapping(key: Kind, item: Kind) -> Kind:
+    words = f"a dictionary from {_plural(key.words)} to {_plural(item.words)}"
+
+    def take(value: object) -> object:
+        if not isinstance(value, Mapping):
+            raise wrong(words, value)
+        pairs = cast("Mapping[object, object]", value).items()
+        return {_at(key, k, k): _at(item, v, k) for k, v in pairs}
+
+    return Kind(words, take)
+
+
+def _at(kind: Kind, value: object, position: object) -> object:
+    if type(value) in kind.exact:
+        return value
+    try:
+        return kind.take(value)
+    except Mismatch as error:
+        error.at = f"[{show(position)}]{error.at}"
+        if kind.words == _EXTENT:
+            error.text += f". Unsupported iterable object type for define_vector! Index:{position}"
+        raise
+
+
+def _plural(words: str) -> str:
+    """Return `tensors` for `a tensor`."""
+    singles = (w.removeprefix("an ").removeprefix("a ") for w in words.split(" or "))
+    return " or ".join(w if w in ("None", "True", "False") else f"{w}s" for w in singles)
+
+
+# ------------------------------------------------------------------ the entrance
+class Entrance:
+    """The parameters of one function, with the kind of each; made at its first call."""
+
+    def __init__(self, function: Callable[..., object], name: str, kinds: Kinds | None) -> None:
+        self._name = name
+        self._signature = inspect.signature(function)
+        scope = cast("dict[str, Any]", _Scope(getattr(function, "__globals__", {})))
+        hints = inspect.get_annotations(function, locals=scope, eval_str=True)
+        found = list(self._signature.parameters.values())
+        is_made = function.__name__ == "__init__"
+        self._is_method = bool(found) and found[0].name == "self" and not is_made
+        self._kinds = {
+            p.name: kind_of(hints.get(p.name, Any), kinds)
+            for p in found
+            if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)
+        }
+        places = [p for p in found if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+        self._places = [(p.name, self._kinds[p.name]) for p in places]
+        self._is_open = any(p.kind in (p.VAR_POSITIONAL, p.VAR_KEYWORD) for p in found)
+        self._needed = sum(p.default is p.empty for p in places)
+
+    def take(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[list[Any], dict[str, Any]]:
+        """Return the arguments in their kinds; raises the `FuserError` of the first that is not."""
+        places = self._places
+        if kwargs or not self._needed <= len(args) <= len(places):
+            self._check_names(args, kwargs)
+        taken = list(args)
+        for i, (name, kind) in enumerate(places[: len(taken)]):
+            if type(taken[i]) not in kind.exact:
+                taken[i] = self._take(args, name, kind, taken[i])
+        for name, value in kwargs.items():
+            kwargs[name] = self._take(args, name, self._kinds.get(name, _ANY), value)
+        return taken, kwargs
+
+    def _take(self, args: tuple[Any, ...], name: str, kind: Kind, value: object) -> object:
+        try:
+            return kind.take(value)
+        except Mismatch as error:
+            raise self._error(args, f"{name}{error.at}: {error.text}", error.kind) from None
+
+    def _check_names(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        try:
+            self._signature.bind(*args, **kwargs)
+        except TypeError as error:
+            text = f"{error}; it takes {_plain(self._signature)}"
+            raise self._error(args, text, ArgumentError) from None
+
+    def _error(self, args: tuple[Any, ...], text: str, kind: type[FuserError]) -> FuserError:
+        of = _owner(args[0]) if self._is_method and args else ""
+        return _refusal(f"{self._name}(){of}", text, kind)
+
+
+def _plain(signature: inspect.Signature) -> str:
+    """Return what a call may look like: `(arg, dim=None, keepdim=False, *, dims=None)`."""
+    given = [p.replace(annotation=p.empty) for p in signature.parameters.values()]
+    spelled = [p.replace(default=_Text(str(p.default))) if _is_named(p) else p for p in given]
+    return str(inspect.Signature([p for p in spelled if p.name != "self"]))
+
+
+class _Text(str):
+    """A default that prints as it is written: `DataType.Null`, not `<DataType.Null: 23>`."""
+
+    __repr__ = str.__str__
+
+
+def _is_named(parameter: inspect.Parameter) -> bool:
+    return isinstance(parameter.default, enum.Enum)
+
+
+def _owner(value: object) -> str:
+    """Return ` of T0[..]` for a method of what a message can name; a definition is a whole page."""
+    has_name = hasattr(value, "is_symbolic") or type(value).__name__.endswith("DeviceMesh")
+    return f" of {show(value)}" if has_name else ""
+
+
+def _refusal(call: str, text: str, kind: type[FuserError]) -> FuserError:
+    refused = "incompatible function arguments: " if kind is ArgumentError else ""
+    return kind(f"{call}: {refused}{text}{user_code(user_line())}")
+
+
+def require(call: str, name: str, value: Any, annotation: object) -> Any:
+    """Return one argument of a call in the kind that the annotation names, or refuse the call."""
+    try:
+        return kind_of(annotation).take(value)
+    except Mismatch as error:
+        raise _refusal(f"{call}()", f"{name}{error.at}: {error.text}", error.kind) from None
+
+
+class _Scope:
+    """Finds what annotations name: also modules that are imported for type checkers only. What is
+    not there is not checked."""
+
+    def __init__(self, names: Mapping[str, object]) -> None:
+        self._names = names
+
+    def __getitem__(self, name: str) -> object:
+        for names in (self._names, vars(builtins), sys.modules):
+            if name in names:
+                return names[name]
+        return Any
+
+
+def checked(
+    function: Callable[P, R], *, name: str = "", kinds: Kinds | None = None
+) -> Callable[P, R]:
+    """Return the function behind an entrance that takes only what its annotations say.
+
+    An error from inside that names neither the call nor the user's line gets them here.
+    """
+    made = function.__qualname__.split(".")[0] if function.__name__ == "__init__" else ""
+    name = name or made or function.__name__
+    entrance: Entrance | None = None
+    behind = cast("Callable[..., R]", function)
+
+    @functools.wraps(function)
+    def call(*args: Any, **kwargs: Any) -> R:
+        nonlocal entrance
+        if entrance is None:
+            entrance = Entrance(function, name, kinds)
+        try:
+            taken, named = entrance.take(args, kwargs)
+            return behind(*taken, **named)
+        except FuserError as error:
+            name_call(error, name)
+            raise
+
+    return cast("Callable[P, R]", call)
+
+
+def name_call(error: FuserError, call: str) -> None:
+    """Give a message the name of the call and the line of the user, where it has not."""
+    if len(error.args) != 1:
+        return
+    text, line = str(error.args[0]), user_line()
+    text = text if call in text else f"{call}: {text}"
+    if line in text:
+        error.args = (text,)
+    elif "(user code at " in text:  # where what the call is about was written
+        error.args = (f"{text} (called at {line})",)
+    else:
+        error.args = (f"{text}{user_code(line)}",)

@@ -1,0 +1,158 @@
+"""What the heuristics of the schedulers know of a device."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+from fuser.support.errors import InputError
+from fuser.support.record import record
+
+if TYPE_CHECKING:
+    import torch
+
+
+Three = tuple[int, int, int]
+# Blocks of a launch along x, y and z, on every GPU; and threads of a block.
+MAX_GRID: Three = ((1 << 31) - 1, 65535, 65535)
+MAX_BLOCK: Three = (1024, 1024, 64)
+# Blocks of a cluster, where GPUs have clusters: kernels ask for more than the portable 8.
+MAX_CLUSTER = 16
+# Of the widest load or store of a thread, a word.
+VECTOR_BYTES = 16
+# Words of that size that a vector load may take: registers fill in several accesses.
+LOADED_WORDS = 2
+
+
+@record
+class DeviceInfo:
+    """The numbers of one device that decide about schedules.
+
+    `max_cluster`: blocks that may run together and read each other's shared memory. `max_grid` and
+    `max_block`: blocks of a launch and threads of a block along x, y and z.
+    `preferred_threads_per_block` is 1 on the CPU: its everyday kernels are plain loops, which the
+    compiler vectorises. `max_smem_per_block` counts bytes, including what a kernel must ask for.
+    """
+
+    kind: str
+    name: str
+    sm_count: int
+    warp_size: int
+    max_threads_per_block: int
+    preferred_threads_per_block: int
+    max_threads_per_sm: int
+    registers_per_sm: int
+    max_smem_per_block: int
+    l2_bytes: int
+    max_cluster: int = 1
+    max_grid: Three = MAX_GRID
+    max_block: Three = MAX_BLOCK
+
+
+CPU = DeviceInfo(
+    kind="cpu",
+    name="CPU",
+    sm_count=1,
+    warp_size=32,
+    max_threads_per_block=1024,
+    preferred_threads_per_block=1,
+    max_threads_per_sm=1024,
+    registers_per_sm=65536,
+    max_smem_per_block=232448,
+    l2_bytes=1 << 20,
+)
+
+# So that machines without a GPU run its schedules.
+H200 = DeviceInfo(
+    kind="cuda",
+    name="NVIDIA H200",
+    sm_count=132,
+    warp_size=32,
+    max_threads_per_block=1024,
+    preferred_threads_per_block=128,
+    max_threads_per_sm=2048,
+    registers_per_sm=65536,
+    max_smem_per_block=232448,
+    l2_bytes=60 * (1 << 20),
+    max_cluster=MAX_CLUSTER,
+)
+
+# What the option `schedules_for(...)` may name.
+DESCRIPTIONS: Mapping[str, DeviceInfo] = {"h200": H200}
+
+
+def target_of(kind: str, described: str | None = None) -> DeviceInfo:
+    """Returns the device whose schedules kernels get on a device of a kind, cpu or cuda; where
+    torch sees no GPU, an H200. `described` is the argument of the option `schedules_for`."""
+    if described:
+        return DESCRIPTIONS[described]
+    if kind == "cpu":
+        return CPU
+    import torch
+
+    return _describe_cuda(None) if torch.cuda.is_available() else H200
+
+
+@functools.cache
+def _describe_cuda(index: int | None) -> DeviceInfo:
+    import torch
+
+    if not torch.cuda.is_available():
+        raise InputError("a CUDA device was asked for, but torch sees none")
+    properties = torch.cuda.get_device_properties(
+        torch.cuda.current_device() if index is None else index
+    )
+    return DeviceInfo(
+        kind="cuda",
+        name=properties.name,
+        sm_count=properties.multi_processor_count,
+        warp_size=properties.warp_size,
+        max_threads_per_block=properties.max_threads_per_block,
+        preferred_threads_per_block=128,
+        max_threads_per_sm=properties.max_threads_per_multi_processor,
+        registers_per_sm=properties.regs_per_multiprocessor,
+        max_smem_per_block=properties.shared_memory_per_block_optin,
+        l2_bytes=properties.L2_cache_size,
+        max_cluster=MAX_CLUSTER if properties.major >= 9 else 1,
+    )
+
+
+def device_parts(device: torch.device | str) -> tuple[str, int | None]:
+    """Splits a device into its type and index: `cuda:1` -> ("cuda", 1), `cpu` -> ("cpu", None)."""
+    kind, _, index = str(device).partition(":")
+    return kind, int(index) if index else None
+
+
+@functools.cache
+def describe_device(device: torch.device | str) -> DeviceInfo:
+    """Describes a device; `cuda` without an index is torch's current one.
+
+    Raises:
+        InputError: no such device, or of another kind than cpu and cuda.
+    """
+    kind, index = device_parts(device)
+    if kind == "cpu":
+        return CPU
+    if kind == "cuda":
+        return _describe_cuda(index)
+    raise InputError(f"kernels run on cpu and cuda devices, not on {device}")
+
+
+@functools.cache
+def peak_bandwidth_gbs(device: torch.device) -> float | None:
+    """Returns what the memory of a GPU can deliver, in 1e9 bytes per second; None for a CPU, and
+    where torch is too old to tell."""
+    if device.type != "cuda":
+        return None
+    import torch
+
+    properties = torch.cuda.get_device_properties(device)
+    if not hasattr(properties, "memory_clock_rate"):
+        return None
+    return bandwidth_gbs(properties.memory_clock_rate, properties.memory_bus_width)
+
+
+def bandwidth_gbs(clock_khz: int, bus_bits: int) -> float:
+    """Returns the peak of a memory, in 1e9 bytes per second: two transfers per clock."""
+    return 2 * clock_khz * bus_bits / 8 * 1e-6

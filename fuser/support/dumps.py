@@ -1,0 +1,116 @@
+"""Dumps: texts of the stages that `FUSER_DUMP` asks for, on stdout or as numbered files.
+
+A dump begins with a line that says what it is and of what, and ends with a line that says so:
+
+    // host_ir of fusion 0 (user code at mlp.py:12), full form: the host program that runs
+    ...
+    // end of host_ir of fusion 0
+
+Such lines are comments to our parsers and to C++, so a dump's file is read as it is. Rank 0 writes,
+or the ranks of `FUSER_DUMP_RANKS`.
+"""
+
+from __future__ import annotations
+
+import itertools
+import re
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+from fuser.support import options
+from fuser.support.errors import warn
+from fuser.support.locks import make_reentrant_lock
+from fuser.support.option_names import EFFECTS
+from fuser.support.record import record
+
+_fusions = itertools.count()
+_files = itertools.count()
+_lock = make_reentrant_lock()
+# The dumps that grow line by line: (name, of what, rank, folder) -> file, None for stdout.
+_open: dict[tuple[str, str, int, Path | None], Path | None] = {}
+
+
+@record
+class Dump:
+    """One text of a stage: `of` says of what (`kernel group 2 of fusion 0`), `note` which one."""
+
+    name: str
+    of: str
+    text: str
+    note: str = ""
+
+
+Write = Callable[[Dump], None]
+
+
+def next_fusion() -> str:
+    """Return what dumps call the next fusion of this process: `fusion 0`, `fusion 1`, ..."""
+    return f"fusion {next(_fusions)}"
+
+
+def heading(dump: Dump, *, rank: int, is_only_rank: bool) -> str:
+    """Return a dump's first line."""
+    note = f", {dump.note}" if dump.note else ""
+    who = "" if is_only_rank else f", rank {rank}"
+    meaning = EFFECTS["DUMP"][dump.name].partition(";")[0]
+    return f"// {dump.name} of {dump.of}{note}{who}: {meaning}"
+
+
+def write(dump: Dump, *, rank: int = 0) -> None:
+    """Print a dump, or write it as the next file of `FUSER_DUMP_DIR`; only where `rank` may."""
+    ranks = options.dump_ranks()
+    if ranks is not None and rank not in ranks:
+        return
+    first = heading(dump, rank=rank, is_only_rank=ranks == {0})
+    # Lines count from the heading, which stands in the place of a host program's own first line.
+    body = dump.text.strip("\n")
+    text = f"{first}\n{body}\n// end of {dump.name} of {dump.of}\n"
+    folder = options.dump_dir()
+    if folder is None:
+        print(text, end="", flush=True)
+    else:
+        try:
+            _new_file(folder, dump, rank).write_text(text)
+        except OSError as error:
+            warn(
+                f"FUSER_DUMP_DIR: {dump.name} of {dump.of} could not be written: {error}",
+            )
+
+
+def _new_file(folder: Path, dump: Dump, rank: int) -> Path:
+    with _lock:
+        number = next(_files)
+    what = re.sub(r"\W+", "_", f"{dump.name}_{dump.of}".partition(" (")[0])
+    folder.mkdir(parents=True, exist_ok=True)
+    return folder / f"{number:03d}_{what}_rank{rank}.txt"
+
+
+def lines(name: str, of: str, *, rank: int) -> Callable[[str], None] | None:
+    """Return what writes a dump line by line as it comes, None where nothing is to be written.
+
+    Its heading is written once, with `FUSER_DUMP_DIR` to the one file of all lines.
+    """
+    ranks = options.dump_ranks()
+    if not options.dump_enabled(name) or (ranks is not None and rank not in ranks):
+        return None
+    folder = options.dump_dir()
+    with _lock:
+        if (name, of, rank, folder) not in _open:
+            dump = Dump(name, of, "")
+            _open[name, of, rank, folder] = _new_file(folder, dump, rank) if folder else None
+            _append(
+                _open[name, of, rank, folder], heading(dump, rank=rank, is_only_rank=ranks == {0})
+            )
+        file = _open[name, of, rank, folder]
+    return lambda line: _append(file, line)
+
+
+def _append(file: Path | None, line: str) -> None:
+    if file is None:
+        # In one piece: the ends of lines that ranks write on their own may trade places.
+        sys.stdout.write(f"{line}\n")
+        sys.stdout.flush()
+        return
+    with file.open("a") as opened:
+        opened.write(line + "\n")

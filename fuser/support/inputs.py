@@ -1,0 +1,124 @@
+"""What callers pass to a run: inputs as they come, and devices."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+
+from fuser.support.arguments import Mismatch, list_items, python_number, show
+from fuser.support.errors import InputError, user_code
+
+# More than any structure of inputs has; a list may hold itself.
+_DEEPEST = 64
+_MOST_INPUTS = 1 << 20
+_PLAIN = frozenset((torch.Tensor, torch.nn.Parameter, bool, int, float, complex))
+
+
+def flatten(
+    inputs: Iterable[object],
+    depth: int = 0,
+    *,
+    first: int = 0,
+    declared: Sequence[Any] = (),
+) -> list[torch.Tensor | bool | int | float]:
+    """Return tensors and numbers with nested lists and tuples flattened in place.
+
+    The first one is input number `first` of those that are `declared`.
+    """
+    if type(inputs) in (list, tuple):
+        for value in inputs:
+            if type(value) not in _PLAIN:
+                break
+        else:
+            return [*inputs]  # pyright: ignore[reportReturnType]
+    if isinstance(inputs, torch.Tensor):
+        raise InputError("inputs are a list of tensors and numbers, got a tensor: pass [tensor]")
+    if not isinstance(inputs, list | tuple):
+        try:
+            inputs = list_items(inputs, "tensors and numbers", longest=_MOST_INPUTS)
+        except Mismatch as error:
+            raise InputError(f"inputs are a list of tensors and numbers: {error.text}") from None
+    if depth > _DEEPEST:
+        raise InputError(f"inputs are lists nested deeper than {_DEEPEST}")
+    flat: list[torch.Tensor | bool | int | float] = []
+    for value in inputs:
+        if isinstance(value, list | tuple):
+            here = first + len(flat)
+            flat.extend(flatten(value, depth + 1, first=here, declared=declared))  # pyright: ignore[reportUnknownArgumentType]
+        elif isinstance(value, torch.Tensor | bool | int | float | complex):
+            # A complex number is typed as the others are (`fuser.ir.scalar.scalar_nodes.Number`).
+            flat.append(value)  # pyright: ignore[reportArgumentType]
+        else:
+            flat.append(_number_input(value, first + len(flat), declared))
+    return flat
+
+
+def _number_input(value: object, position: int, declared: Sequence[Any]) -> bool | int | float:
+    """Return a number of any library as Python's; raises `InputError` for anything else."""
+    number = python_number(value)
+    if number is None:
+        hint = ": pass torch.from_numpy(it)" if type(value).__module__ == "numpy" else ""
+        name = f", {declared[position]}" if position < len(declared) else ""
+        raise InputError(
+            f"input {position}{name}: an input is a tensor or a number, got "
+            f"{type(value).__name__}{hint}{_line(declared[position:])}"
+        )
+    return number  # pyright: ignore[reportReturnType]
+
+
+def torch_device(device: object) -> torch.device:
+    """Return a device that is given as torch takes it, or as the index of a CUDA device; "cuda" is
+    the current one.
+
+    Raises `InputError` for a device that torch does not know.
+    """
+    # Torch keeps the index in 8 bits, and wraps without a word.
+    if isinstance(device, int) and (isinstance(device, bool) or not 0 <= device < 128):
+        raise InputError(f"device={show(device)} is no index of a CUDA device")
+    try:
+        found = torch.device("cuda", device) if isinstance(device, int) else torch.device(device)  # pyright: ignore[reportArgumentType, reportCallIssue]
+    except (RuntimeError, TypeError) as error:
+        raise InputError(f"device={show(device)}: {error}") from None
+    except Exception:  # what is no device may have a repr that raises
+        raise InputError(f"device={show(device)} is no device") from None
+    if found.type == "cuda" and found.index is None and torch.cuda.is_available():
+        return torch.device("cuda", torch.cuda.current_device())
+    return found
+
+
+def check_count(given: int, declared: Sequence[Any]) -> None:
+    """Raise `InputError` for another number of inputs than are declared, naming the first one that
+    is missing."""
+    expected = len(declared)
+    if given < expected:
+        raise InputError(
+            "KernelArgumentHolder contains less argument than kernel's input. "
+            f"Expected {expected}, got {given}: none for {declared[given]}{_line(declared[given:])}"
+        )
+    if given > expected:
+        labels = ", ".join(getattr(value, "label", str(value)) for value in declared)
+        noun = "input" if expected == 1 else "inputs"
+        raise InputError(
+            f"Expected {expected} {noun}, got {given}: declared are {labels or 'none'}"
+        )
+
+
+def _line(values: Sequence[Any]) -> str:
+    """Return the user's line of the first of these values, if that is a tensor."""
+    return user_code(values[0].user_line()) if hasattr((*values, None)[0], "user_line") else ""
+
+
+def device_of(inputs: Iterable[object], device: int | str | torch.device | None) -> torch.device:
+    """Return where the program runs: `device`, else that of the first tensor input (not a 0-dim CPU
+    tensor among CUDA ones), else the CPU.
+
+    Raises `InputError` for a device that torch does not know.
+    """
+    if device is not None:
+        return torch_device(device)
+    devices = [v.device for v in inputs if isinstance(v, torch.Tensor)]
+    return next(
+        (d for d in devices if d.type == "cuda"), devices[0] if devices else torch.device("cpu")
+    )

@@ -1,0 +1,30 @@
+"""The text of a kernel: what codegen hands to the runtime."""
+
+from __future__ import annotations
+
+from fuser.support.record import record
+
+
+@record
+class KernelParam:
+    """One parameter of a kernel: for a pointer, `ctype` is the element type (`const __bfloat`)."""
+
+    name: str
+    ctype: str
+    is_pointer: bool
+
+
+@record
+class KernelSource:
+    """The text of one kernel, as the contract at the top of `fuser/codegen/rt.h` describes it.
+
+    `uses_barriers` is true when the text uses barriers, shuffles, votes, shared memory or the
+    reduction templates. Where `cluster` is more than 1, so many blocks along y run at the same time
+    and read each other's shared memory.
+    """
+
+    name: str
+    text: str
+    params: tuple[KernelParam, ...]
+    uses_barriers: bool
+    cluster: int = 1

@@ -1,0 +1,403 @@
+"""Every option that comes from the environment or from one call, in one typed table.
+
+`FUSER_X` is the name of a variable; the rows that have an alias also accept `NVFUSER_X`, and the
+first name wins where both are set. An unknown `FUSER_` variable, an unknown name inside a list,
+or an impossible value raises `OptionError` with the nearest known name. A definition reads
+`FUSER_ENABLE` and `FUSER_DISABLE` when it first runs, and the options of one call add to them;
+everything else is read where it is used. What each name does: `fuser/support/option_names.py`.
+"""
+
+from __future__ import annotations
+
+import difflib
+import os
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from functools import lru_cache
+from pathlib import Path
+
+from fuser.support.arguments import Mismatch, list_items, show
+from fuser.support.errors import OptionError, warn
+from fuser.support.option_names import ARGUMENTS, EFFECTS, NO_EFFECT, NOT_PER_CALL
+
+
+@dataclass(frozen=True)
+class Variable:
+    """One environment variable: its names in order of precedence, its default and its meaning."""
+
+    name: str
+    default: str | None
+    meaning: str
+    alias: str | None = None
+    choices: tuple[str, ...] = ()
+
+    def text(self) -> str | None:
+        """Returns the raw value; an empty value counts as not set.
+
+        Raises:
+            OptionError: the value is not one of the choices.
+        """
+        value = os.environ.get(self.name) or (os.environ.get(self.alias) if self.alias else None)
+        value = value or self.default
+        if value is not None and self.choices and value not in self.choices:
+            raise OptionError(
+                f"{self.name}={value!r} is not one of {', '.join(self.choices)}"
+                f"{_nearest(value, self.choices)}"
+            )
+        return value
+
+
+_VARIABLES = (
+    Variable(
+        "FUSER_DUMP", None, "comma-separated dump names, each name or name(a,b)", "NVFUSER_DUMP"
+    ),
+    Variable("FUSER_DUMP_DIR", None, "folder for dumps, one numbered file each; default: stdout"),
+    Variable("FUSER_DUMP_RANKS", "0", "ranks that dump: all, or numbers as in 0,3"),
+    Variable("FUSER_ENABLE", None, "comma-separated features to turn on", "NVFUSER_ENABLE"),
+    Variable("FUSER_DISABLE", None, "comma-separated features to turn off", "NVFUSER_DISABLE"),
+    Variable("FUSER_PROF", None, "comma-separated profiler modes", "NVFUSER_PROF"),
+    Variable("FUSER_TIMEOUT_S", "60", "seconds until a communication that waits is an error"),
+    Variable("FUSER_CACHE_DIR", None, "folder of compiled kernels; default in the user's cache"),
+    Variable("FUSER_MASTER_ADDR", None, "host of the store without MPI", "NVFUSER_MASTER_ADDR"),
+    Variable("FUSER_MASTER_PORT", None, "port of the store without MPI", "NVFUSER_MASTER_PORT"),
+    Variable(
+        "FUSER_BACKEND", "auto", "communication of CPU ranks", choices=("auto", "mpi", "gloo")
+    ),
+    Variable("FUSER_NCCL", "auto", "Python binding of NCCL", choices=("auto", "nccl4py", "cupy")),
+)
+VARIABLES: Mapping[str, Variable] = {row.name: row for row in _VARIABLES}
+
+# The list-valued variables; `fuser.support.option_names` holds the names that each of them knows.
+KINDS = tuple(EFFECTS)
+
+
+def _nearest(name: str, known: Iterable[str]) -> str:
+    match = difflib.get_close_matches(name, sorted(known), n=1, cutoff=0.5)
+    return f"; did you mean {match[0]!r}?" if match else ""
+
+
+def check_environment() -> None:
+    """Checks that every set `FUSER_` variable is known and that every list in them is well-formed.
+
+    Raises:
+        OptionError: an unknown variable, name or value, with the nearest known one.
+    """
+    for name in sorted(os.environ):
+        if name.startswith("FUSER_") and name not in VARIABLES:
+            raise OptionError(
+                f"unknown environment variable {name}{_nearest(name, VARIABLES)}\n"
+                f"Available variables: {', '.join(sorted(VARIABLES))}"
+            )
+    for variable in VARIABLES.values():
+        variable.text()
+    for kind in KINDS:
+        _options(kind)
+    silent = sorted(set(_options("DUMP")) & NO_EFFECT["DUMP"].keys())
+    if silent:
+        warn(
+            f"FUSER_DUMP: nothing is printed for {', '.join(silent)} "
+            f"({NO_EFFECT['DUMP'][silent[0]]}); what is printed: "
+            f"{', '.join(sorted(EFFECTS['DUMP']))}",
+        )
+    timeout_s()
+    master_port()
+    cache_dir()
+    dump_ranks()
+    dump_dir()
+
+
+def timeout_s() -> float:
+    """Returns the seconds after which a waiting communication raises `CommunicationTimeout`.
+
+    Raises:
+        OptionError: the value is not a positive number.
+    """
+    text = VARIABLES["FUSER_TIMEOUT_S"].text() or "60"
+    try:
+        value = float(text)
+    except ValueError:
+        value = -1.0
+    if not 0 < value < float("inf"):
+        raise OptionError(f"FUSER_TIMEOUT_S={text!r} is not a positive number of seconds")
+    return value
+
+
+def cache_dir() -> Path:
+    """Returns the folder of compiled kernels; the folder need not exist yet.
+
+    Raises:
+        OptionError: the folder begins with a home that is unknown.
+    """
+    text = VARIABLES["FUSER_CACHE_DIR"].text()
+    base = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
+    try:
+        return Path(f"{base}/fuser-hostir" if text is None else text).expanduser()
+    except RuntimeError as error:
+        given = "FUSER_CACHE_DIR is not set" if text is None else f"FUSER_CACHE_DIR={text!r}"
+        raise OptionError(f"{given}: {error}") from None
+
+
+def master_addr() -> str | None:
+    """Returns the host of the job's store, if the user chose one."""
+    return VARIABLES["FUSER_MASTER_ADDR"].text()
+
+
+def master_port() -> int | None:
+    """Returns the port of the job's store, if the user chose one.
+
+    Raises:
+        OptionError: the value is not a port number.
+    """
+    text = VARIABLES["FUSER_MASTER_PORT"].text()
+    if text is None:
+        return None
+    if not (text.isascii() and text.isdigit() and len(text) <= 5 and 0 < int(text) < 65536):
+        raise OptionError(f"FUSER_MASTER_PORT={text!r} is not a port number (1 to 65535)")
+    return int(text)
+
+
+def backend() -> str:
+    """Returns the backend chosen for CPU tensors: auto, mpi or gloo."""
+    return VARIABLES["FUSER_BACKEND"].text() or "auto"
+
+
+def nccl_binding() -> str:
+    """Returns the Python binding chosen for NCCL: auto, nccl4py or cupy."""
+    return VARIABLES["FUSER_NCCL"].text() or "auto"
+
+
+def dump_enabled(name: str) -> bool:
+    """Returns whether `FUSER_DUMP` names this dump.
+
+    Raises:
+        OptionError: the variable's text, or `name` itself, is not a known dump.
+    """
+    return _lookup("DUMP", name) is not None
+
+
+def dump_args(name: str) -> tuple[str, ...]:
+    """Returns the arguments of a dump, as in `host_ir(short)`; empty when absent."""
+    return _lookup("DUMP", name) or ()
+
+
+def profiler_modes() -> frozenset[str]:
+    """Returns the names in `FUSER_PROF`; none where nothing is profiled.
+
+    Raises:
+        OptionError: the variable's text is not of known names.
+    """
+    return frozenset(_options("PROF"))
+
+
+def dump_ranks() -> frozenset[int] | None:
+    """Returns the ranks that write dumps, None for all.
+
+    Raises:
+        OptionError: the value is neither `all` nor a list of ranks.
+    """
+    text = VARIABLES["FUSER_DUMP_RANKS"].text() or "0"
+    if text == "all":
+        return None
+    ranks = text.split(",")
+    if not all(r.isascii() and r.isdigit() and len(r) < 10 for r in ranks):
+        raise OptionError(f"FUSER_DUMP_RANKS={text!r} is neither 'all' nor ranks such as '0,3'")
+    return frozenset(map(int, ranks))
+
+
+def check_dump_ranks(size: int) -> None:
+    """Warns where dumps are asked for on ranks that are not among `size` ones."""
+    missing = sorted(rank for rank in dump_ranks() or () if rank >= size)
+    if missing and _options("DUMP"):
+        here = "rank 0 alone" if size == 1 else f"ranks 0 to {size - 1}"
+        warn(
+            f"FUSER_DUMP_RANKS={VARIABLES['FUSER_DUMP_RANKS'].text()!r}: nothing is printed for "
+            f"rank {', '.join(map(str, missing))}: this job has {here}",
+        )
+
+
+def dump_dir() -> Path | None:
+    """Returns the folder that dumps are written to, None for stdout; it need not exist yet.
+
+    Raises:
+        OptionError: there is something else of that name.
+    """
+    text = VARIABLES["FUSER_DUMP_DIR"].text()
+    if text is None:
+        return None
+    folder = Path(text)
+    if folder.exists() and not folder.is_dir():
+        raise OptionError(f"FUSER_DUMP_DIR={text!r} is no folder")
+    return folder
+
+
+@dataclass(frozen=True, eq=False)
+class Settings:
+    """The features that are on and off for one call: by the environment, and by the call itself.
+
+    There is one object per content, so that settings compare and hash by identity.
+    """
+
+    enable: Mapping[str, tuple[str, ...]]
+    disable: Mapping[str, tuple[str, ...]]
+
+    def enabled(self, name: str) -> bool:
+        """Returns whether a feature that is off by default is on."""
+        return _known("ENABLE", name) in self.enable
+
+    def disabled(self, name: str) -> bool:
+        """Returns whether a feature that is on by default is off."""
+        return _known("DISABLE", name) in self.disable
+
+    def argument(self, name: str) -> str | None:
+        """Returns the argument of an enabled feature, as `h200` of `schedules_for(h200)`."""
+        return next(iter(self.enable.get(_known("ENABLE", name), ())), None)
+
+    def __str__(self) -> str:
+        def text(chosen: Mapping[str, tuple[str, ...]]) -> str:
+            rows = (f"{n}({','.join(args)})" if args else n for n, args in sorted(chosen.items()))
+            return ",".join(rows) or "nothing"
+
+        return f"enabled {text(self.enable)}; disabled {text(self.disable)}"
+
+
+def settings(enable: Iterable[str] = (), disable: Iterable[str] = ()) -> Settings:
+    """Returns what `FUSER_ENABLE`, `FUSER_DISABLE` and the options of one call choose.
+
+    Raises:
+        OptionError: a name is unknown, its arguments are wrong, or it cannot be chosen per call.
+    """
+    return _settings(
+        VARIABLES["FUSER_ENABLE"].text() or "",
+        VARIABLES["FUSER_DISABLE"].text() or "",
+        _per_call("enable", enable),
+        _per_call("disable", disable),
+    )
+
+
+@lru_cache(maxsize=256)
+def _settings(
+    enable_text: str, disable_text: str, enable: tuple[str, ...], disable: tuple[str, ...]
+) -> Settings:
+    per_call = [
+        {name: args for option in options for name, args in _parse(kind, option).items()}
+        for kind, options in (("ENABLE", enable), ("DISABLE", disable))
+    ]
+    for names in per_call:
+        for name in sorted(NOT_PER_CALL.keys() & names.keys()):
+            raise OptionError(f"{name} {NOT_PER_CALL[name]}")
+    on = {**_parse("ENABLE", enable_text), **per_call[0]}
+    off = {**_parse("DISABLE", disable_text), **per_call[1]}
+    return _interned(
+        tuple(sorted((n, args) for n, args in on.items() if n in EFFECTS["ENABLE"])),
+        tuple(sorted((n, args) for n, args in off.items() if n in EFFECTS["DISABLE"])),
+    )
+
+
+@lru_cache(maxsize=256)
+def _interned(
+    enable: tuple[tuple[str, tuple[str, ...]], ...],
+    disable: tuple[tuple[str, tuple[str, ...]], ...],
+) -> Settings:
+    return Settings(dict(enable), dict(disable))
+
+
+# No feature is chosen, whatever the environment says.
+NO_SETTINGS = _interned((), ())
+
+
+def disabled(name: str) -> bool:
+    """Returns whether `FUSER_DISABLE` turns a feature off for the whole process."""
+    return settings().disabled(name)
+
+
+# The default of a call: no options of its own.
+NONE: tuple[str, ...] = ()
+
+
+def _per_call(kind: str, options: Iterable[str]) -> tuple[str, ...]:
+    """Returns the options of one call, each a known name.
+
+    Raises:
+        OptionError: `Unrecognized enable_option: <x>`.
+    """
+    try:
+        chosen = tuple(map(str, list_items(options, "names")))
+    except Mismatch:
+        raise OptionError(f"{kind} options are a list of names, not {show(options)}") from None
+    except Exception:  # a str may raise anything
+        raise OptionError(f"{kind} options are a list of names, found {show(options)}") from None
+    known = known_names(kind.upper())
+    for option in chosen:
+        name = str(option).partition("(")[0]
+        if name not in known:
+            raise OptionError(f"Unrecognized {kind}_option: {option}{_nearest(name, known)}")
+    return chosen
+
+
+def known_names(kind: str) -> frozenset[str]:
+    """Returns every name that `FUSER_<kind>` accepts."""
+    return frozenset(EFFECTS[kind]) | frozenset(NO_EFFECT[kind])
+
+
+def _known(kind: str, name: str) -> str:
+    if name not in EFFECTS[kind]:
+        raise OptionError(f"{name!r} is not a {kind} option{_nearest(name, EFFECTS[kind])}")
+    return name
+
+
+def _lookup(kind: str, name: str) -> tuple[str, ...] | None:
+    if name not in known_names(kind):
+        raise OptionError(f"{name!r} is not a {kind} option{_nearest(name, known_names(kind))}")
+    return _options(kind).get(name)
+
+
+def _options(kind: str) -> Mapping[str, tuple[str, ...]]:
+    text = VARIABLES[f"FUSER_{kind}"].text()
+    return _parse(kind, text) if text else {}
+
+
+@lru_cache(maxsize=64)
+def _parse(kind: str, text: str) -> Mapping[str, tuple[str, ...]]:
+    """Parses `name,name(a,b),...` into a map from name to arguments."""
+    known = known_names(kind)
+    found: dict[str, tuple[str, ...]] = {}
+    rest = text
+    while rest:
+        stop = min((i for i in (rest.find(","), rest.find("(")) if i >= 0), default=len(rest))
+        name, rest = rest[:stop], rest[stop:]
+        if name not in known:
+            raise OptionError(
+                f"Parsing {kind} failed. Invalid option: '{name}'{_nearest(name, known)}\n"
+                f"Available options: {', '.join(sorted(EFFECTS[kind])) or 'none'}; nvFuser's "
+                "others are known, and change nothing (docs/options.md)"
+            )
+        args: tuple[str, ...] = ()
+        if rest.startswith("("):
+            inside, closed, rest = rest[1:].partition(")")
+            if not closed:
+                raise OptionError(f"Parsing {kind} failed. Syntax error: unclosed '(' in {text!r}")
+            args = tuple(inside.split(",")) if inside else ()
+            if rest and not rest.startswith(","):
+                raise OptionError(
+                    f"Parsing {kind} failed. Syntax error: expect a ',' after ')' in {text!r}"
+                )
+        _check_arguments(kind, name, args)
+        found[name] = args
+        rest = rest[1:]
+    return found
+
+
+def _check_arguments(kind: str, name: str, args: tuple[str, ...]) -> None:
+    """Require the argument that the table says; a dump that is not there may have any."""
+    if kind == "DUMP" and (name in NO_EFFECT[kind] or not args):
+        return
+    choices = ARGUMENTS.get(name)
+    if choices is None and args:
+        raise OptionError(f"{name} takes no arguments, got {name}({','.join(args)})")
+    if choices is None:
+        return
+    if len(args) != 1 or not any(fnmatchcase(args[0], choice) for choice in choices):
+        wanted = " or ".join(f"{name}({c})" for c in choices)
+        near = _nearest(args[0], choices) if len(args) == 1 else ""
+        raise OptionError(f"{name}({','.join(args)}) is not known: expected {wanted}{near}")

@@ -1,0 +1,123 @@
+"""A line on a terminal that says how far a long compilation is.
+
+    compiling: segment 120 of 300, 4 s
+
+It appears after `AFTER_S` seconds, is drawn anew while the compilation lasts, and is erased when
+that ends. Rank 0 of a job draws it where its standard error is a terminal; a log never has it.
+`FUSER_DISABLE=progress` turns it off.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+from collections.abc import Generator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from time import monotonic
+from typing import TextIO
+
+from fuser.support import options
+
+# A shorter compilation says nothing.
+AFTER_S = 2.0
+EVERY_S = 0.5
+# A compilation that begins so soon behind another one is part of the same wait.
+TOGETHER_S = 0.2
+_ERASE = "\r\x1b[K"
+
+
+class ProgressLine:
+    """The line of one compilation, which a thread of its own draws on `stream`."""
+
+    def __init__(self, stream: TextIO, began: float) -> None:
+        self._stream, self.began = stream, began
+        self._stage = ""
+        self._is_over = threading.Event()
+        self._is_drawn = False
+        self._thread = threading.Thread(target=self._draw, name="fuser progress", daemon=True)
+        self._thread.start()
+
+    def stage(self, name: str, number: int, count: int) -> None:
+        """Say what is being done: the step `number` of `count`, which are 0 where nobody knows."""
+        self._stage = f"{name} {number} of {count}" if count else name
+
+    def end(self) -> None:
+        """Erase the line."""
+        self._is_over.set()
+        self._thread.join()
+        if self._is_drawn:
+            self._write(_ERASE)
+
+    def _draw(self) -> None:
+        wait = self.began + AFTER_S - monotonic()
+        while not self._is_over.wait(max(wait, 0.0)):
+            stage, seconds = self._stage, int(monotonic() - self.began)
+            text = f"compiling: {stage}, {seconds} s" if stage else f"compiling: {seconds} s"
+            self._is_drawn = True
+            self._write(_ERASE + text[: _columns(self._stream) - 1])
+            wait = EVERY_S
+
+    def _write(self, text: str) -> None:
+        try:
+            self._stream.write(text)
+            self._stream.flush()
+        except (OSError, ValueError):  # the terminal is gone, or the stream is closed
+            self._is_over.set()
+
+
+def _columns(stream: TextIO) -> int:
+    try:
+        return os.get_terminal_size(stream.fileno()).columns or 80
+    except (OSError, ValueError):
+        return 80
+
+
+class _ThreadProgress(threading.local):
+    """The line of the compilation in this thread, and when the one before began and ended."""
+
+    def __init__(self) -> None:
+        self.line: ProgressLine | None = None
+        self.before = (0.0, 0.0)
+
+
+_here = _ThreadProgress()
+# Each new size of a known program comes by here: one object for all, which does nothing.
+_NOTHING = nullcontext()
+
+
+def shown(rank: int) -> AbstractContextManager[None]:
+    """Show how far what follows is, if it takes long, on the terminal of rank 0.
+
+    Inside of another one it does nothing: the line is that of the outermost.
+    """
+    stream = sys.stderr if rank == 0 and _here.line is None else None
+    if stream is None or not _is_terminal(stream) or options.disabled("progress"):
+        return _NOTHING
+    return _line_on(stream)
+
+
+@contextmanager
+def _line_on(stream: TextIO) -> Generator[None]:
+    """Make the line of this thread's compilation, and erase it at the end."""
+    now, (began, ended) = monotonic(), _here.before
+    line = _here.line = ProgressLine(stream, began if now - ended < TOGETHER_S else now)
+    try:
+        yield
+    finally:
+        _here.line, _here.before = None, (line.began, monotonic())
+        line.end()
+
+
+def stage(name: str, number: int = 0, count: int = 0) -> None:
+    """Say what the compilation of this thread is doing: `segment`, 120, 300."""
+    if _here.line is not None:
+        _here.line.stage(name, number, count)
+
+
+def _is_terminal(stream: TextIO) -> bool:
+    """Whether somebody looks at a stream on which a line can be erased."""
+    try:
+        return stream.isatty() and os.environ.get("TERM", "dumb") != "dumb"
+    except (AttributeError, ValueError):  # a stand-in, or a closed stream
+        return False

@@ -1,0 +1,614 @@
+"""What the ranks do to each other: matched before anything runs, for all ranks at once.
+
+The program is unrolled once. Where ranks differ (peers, roots, slices, branches) a value is an
+array over ranks, so that thousands of ranks cost little more than two. Found are: collectives in
+which members of a team differ or do not come, transfers without partner or of another size, cycles
+of waits, teams and sizes that do not fit the tensors, and parts of tensors that arrive as other
+parts than they left (`hostir.analysis.misplaced`, which relies on the shardings that the tensors
+declare).
+
+From where partners come in different ops, or not at the same place, what ranks meet in is found
+rank by rank (`hostir.analysis.deadlocks`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from fuser.ir.domain.device_mesh import DeviceMesh, ranks_text
+from fuser.ir.dtypes import dtype_text
+from fuser.ir.op import Op
+from fuser.ir.scalar.constructors import Number, Scalar, Symbol
+from fuser.ir.tensor import TensorView
+from fuser.ir.types import ParallelType
+from hostir.analysis.deadlocks import (
+    MISMATCH,
+    MISPLACED,
+    PARTNER,
+    Await,
+    Event,
+    Half,
+    PostedCollective,
+    Teams,
+    TransferGroup,
+    follow,
+)
+from hostir.analysis.misplaced import first_difference, lost_on_the_way, misplaced
+from hostir.analysis.rank_regions import Region
+from hostir.analysis.rank_values import (
+    Array,
+    PerRank,
+    RankValues,
+    at,
+    everywhere,
+    np,
+    outside_of,
+    pick,
+)
+from hostir.analysis.spots import Shapes, Spot
+from hostir.ir.buffer_aliasing import Storage
+from hostir.ir.diagnostics import Finding, Indices, Site
+from hostir.ir.effects import Part, Shows, Waits, effects_of
+from hostir.ir.ops import Allocate, Deallocate, ForLoop, IfThenElse, SymmetricContiguousView
+from hostir.ir.program import HostIrContainer, has_communications
+from hostir.ir.transfers import (
+    PEER_COPIES,
+    REDUCING,
+    CollectivePermute,
+    Communication,
+    EndCoalescing,
+    P2PCommunication,
+    StartCoalescing,
+)
+from multidevice.sharding.reshard import TeamOf
+
+SIZES = "sizes do not fit"
+TEAM = "wrong team"
+OUT_OF_RANGE = "peer or part out of range"
+UNDEFINED = "no value"
+
+# Type -> how many times as large as its input its output is (-1: the other way round).
+_GROWS: dict[str, int] = {"Allgather": 1, "Gather": 1, "ReduceScatter": -1, "Scatter": -1}
+
+
+def find_mismatches(
+    program: HostIrContainer, values: Mapping[Symbol, Number], *, ranks: Sequence[int] = ()
+) -> list[Finding]:
+    """Return what does not fit between the ranks of a program, each group of ops once.
+
+    `values` binds the symbols of the inputs (global extents) and `numberOfStreams`; `ranks`
+    defaults to those of the program's meshes.
+    """
+    if not has_communications(program):
+        return []
+    walker = RankWalker(program, ranks or program.devices(), dict(values))
+    walker.run(program.ops)
+    walker.finish()
+    return list(walker.found.values())
+
+
+class RankWalker:
+    """Goes through the unrolled program for all ranks; `mask` tells which ones are here.
+
+    `hostir.analysis.unrolled_program` adds what the ops cost, and has `step`, `met` and `paired` to
+    hear of them.
+    """
+
+    def __init__(
+        self, program: HostIrContainer, ranks: Sequence[int], values: dict[Symbol, Number]
+    ) -> None:
+        self.ranks = tuple(ranks)
+        self.values = RankValues(ranks, values)
+        self.shapes = Shapes(self.values)
+        self.storage = Storage.of(program)
+        self.mask = np.ones(len(ranks), dtype=bool)
+        self.indices: Indices = ()
+        self.found: dict[object, Finding] = {}
+        self.spots: dict[TensorView, Spot] = {}
+        self.facts: dict[int, list[Shows | Waits]] = {}
+        self.teams: dict[TeamOf, Teams] = {}
+        # Of an op that members enter: the teams, and which ranks are in one.
+        self.entered: dict[int, tuple[Teams, Array]] = {}
+        # What stands for the views of several ranks' shards.
+        self.gathers: dict[SymmetricContiguousView, Communication] = {}
+        self.held: dict[DeviceMesh | None, Array] = {}
+        self.me = np.arange(len(ranks))
+        # The last place is that of every rank beyond, and of -1.
+        self.place = np.full(max(ranks, default=0) + 2, -1)
+        self.place[list(ranks)] = self.me
+        # What ranks post, from where it must be followed: some partners did not come to the same
+        # place of the program. All that was posted before has met.
+        self.events: list[Event] = []
+        self.is_uneven = False
+        self.group: list[Half] | None = None
+        # A send of its own, which has met nobody yet.
+        self.sent: TransferGroup | None = None
+        # Whether peers are missing: then nobody can be followed.
+        self.is_lost = False
+
+    # ------------------------------------------------------------ control flow
+    def run(self, ops: Sequence[Op]) -> None:
+        for op in ops:
+            if isinstance(op, ForLoop):
+                self._loop(op)
+            elif isinstance(op, IfThenElse):
+                self._branch(op)
+            else:
+                self.step(op)
+
+    def step(self, op: Op) -> None:
+        """Do what an op without regions does."""
+        if type(op) in HANDLERS:
+            HANDLERS[type(op)](self, op, Site(op, self.indices))
+        else:
+            self._names(op)
+
+    def _loop(self, op: ForLoop) -> None:
+        site = Site(op, self.indices)
+        bounds = [self._value(x, "bound", self.mask, site) for x in (op.start, op.stop, op.step)]
+        columns = np.stack([np.broadcast_to(b, self.mask.shape) for b in bounds])
+        outside, outer = self.indices, self.mask
+        for start, stop, step in np.unique(columns[:, outer], axis=1).T.tolist():
+            self.mask = outer & ((start, stop, step) == columns.T).all(1)
+            for i in range(start, stop, max(step, 1)):
+                self.values.bind(op.index, i)
+                self.indices = (*outside, (op.index, i))
+                self.run(op.body)
+        self.indices, self.mask = outside, outer
+        self.values.bind(op.index, None)
+
+    def _branch(self, op: IfThenElse) -> None:
+        holds = self._value(op.predicate, "condition", self.mask, Site(op, self.indices))
+        outer = self.mask
+        for region, chosen in ((op.then, holds), (op.orelse, np.logical_not(holds))):
+            self.mask = outer & chosen
+            if region and self.mask.any():
+                self.run(region)
+        self.mask = outer
+
+    # ------------------------------------------------------------ names
+    def _names(self, op: Op) -> None:
+        effects = self.facts.get(id(op))
+        if effects is None:
+            every = effects_of(op, self.storage.buffered)
+            effects = self.facts[id(op)] = [e for e in every if isinstance(e, Shows | Waits)]
+        for effect in effects:
+            if isinstance(effect, Shows):
+
+                def check(part: Part, index: PerRank, limit: int, shows: Shows = effect) -> None:
+                    self._in_range(op, shows, part, index, limit)
+
+                source = self.spot_of(effect.source)
+                self.spots[effect.out] = self.shapes.named(source, effect, op, check)
+                continue
+            if self.sent is not None and self.sent.number == effect.number:
+                self._begin()
+            if self.is_uneven:
+                self.events.append(Await(Site(op, self.indices), effect.number, self.mask))
+
+    def _in_range(self, op: Op, shows: Shows, part: Part, index: PerRank, limit: int) -> None:
+        self._check_defined("part", part.index, self.mask, Site(op, self.indices))
+        outside = outside_of(index, limit, self.mask)
+        if outside is not None:
+            i = int(np.argmax(outside))
+            what = f"part {part.index} = {at(index, i)} of axis {part.axis} of "
+            what += f"{shows.source.label}, which has {at(limit, i)}, on {self._who(outside)}"
+            self.note(Finding(OUT_OF_RANGE, what, ((Site(op, self.indices), ""),)))
+
+    def spot_of(self, tv: TensorView) -> Spot:
+        """Return what a name means at this step."""
+        spot = self.spots.get(tv)
+        if spot is None:
+            shown = self.storage.shown_by(tv)
+            if shown is not None and tv not in self.storage.named:
+                return self.spot_of(shown)
+            spot = self.spots[tv] = self.shapes.spot(tv)
+        return spot
+
+    def _allocate(self, op: Allocate, site: Site) -> None:
+        if op.stream_index is not None and op.buffer not in self.storage.named:
+            # Its shape is that of one step.
+            self.spots[op.buffer] = self.shapes.step(op.buffer, op.stream_index)
+
+    # ------------------------------------------------------------ collectives
+    def _teams(self, of: TeamOf) -> Teams:
+        if of not in self.teams:
+            self.teams[of] = Teams(of, self.ranks)
+        return self.teams[of]
+
+    def _comes(self, op: Communication | CollectivePermute, site: Site) -> tuple[Teams, Array]:
+        """Return the teams, and which ranks that are here are in one."""
+        if id(op) not in self.entered:
+            if any(tv.mesh is not None and tv.mesh != op.team.mesh for tv in (op.inp, op.out)):
+                self._check_meshes(op, site)
+            if isinstance(op, Communication):
+                self._check_cuts(op, site)
+            teams = self._teams(op.team)
+            self.entered[id(op)] = teams, teams.team >= 0
+        teams, inside = self.entered[id(op)]
+        here = self.mask & inside
+        if not here.all():
+            by_team = here[teams.members]
+            self.is_uneven |= bool((by_team.any(axis=1) & ~by_team.all(axis=1)).any())
+        return teams, here
+
+    def _check_meshes(self, op: Communication | CollectivePermute, site: Site) -> None:
+        meshes = {tv.mesh for tv in (op.inp, op.out) if tv.mesh is not None}
+        held = {r for mesh in meshes for r in mesh.devices}
+        is_shaped = len(meshes) > 1 or all(m.shape == op.team.mesh.shape for m in meshes)
+        if held != set(op.team.mesh.devices) or not is_shaped:
+            text = f"{op.name} is on {op.team.mesh}, but {op.inp.label} and {op.out.label} are on "
+            text += " and ".join(str(tv.mesh) for tv in dict.fromkeys((op.inp, op.out)))
+            self.note(Finding(TEAM, text, ((site, ""),)))
+
+    def _enters(self, event: PostedCollective, here: Array) -> None:
+        """Members of teams are here: they meet, if none of them can be elsewhere."""
+        self._begin()
+        if self.is_uneven:
+            self.events.append(event)
+        elif here.any() and self._are_alike(event, here):
+            self.met(event, here)
+
+    def _collective(self, op: Communication, site: Site, library: str = "") -> None:
+        teams, here = self._comes(op, site)
+        inp, out = self.spot_of(op.inp), self.spot_of(op.out)
+        mine, theirs = (
+            spot.elements(order.expanded) for spot, order in zip((inp, out), op.orders, strict=True)
+        )
+        root: PerRank = 0 if op.root is None else self._value(op.root, "root", here, site)
+        terms = (
+            ("type", op.type),
+            ("library", library or _library(op)),
+            ("dtype", dtype_text(op.inp.dtype())),
+            ("reduction", op.red_op),
+            ("root", root),
+            ("size of the input", mine),
+            ("size of the output", theirs),
+        )
+        is_right = self._in_team(root, op.team.size, here, site, "root")
+        is_right &= self._check_sizes(op, mine, theirs, here, site)
+        partial = None
+        if op.type in REDUCING:
+            partial = self.shapes.partial_axis(inp, op.team.ptypes)
+        parts = self.shapes.region(inp, without=partial), self.shapes.region(out)
+        if not is_right:
+            parts = None, None
+        event = PostedCollective(
+            (site,), op.type, op.number, here, teams, terms, *parts, (mine, theirs)
+        )
+        event.root = root
+        self._enters(event, here)
+
+    def _open_view(self, op: SymmetricContiguousView, site: Site) -> None:
+        """Where ranks show each other their shards they meet as in an allgather of these."""
+        if op.team is None:
+            return self._names(op)
+        gather = self.gathers.get(op)
+        if gather is None:
+            made = Communication(op.inp, op.out, number=-1, type="Allgather", team=op.team)
+            gather = self.gathers[op] = made.replace(where=op.where)
+        self.spots[op.out] = self.shapes.spot(op.out)
+        return self._collective(gather, site, library="none: a view of shards")
+
+    def _close_view(self, op: Deallocate, site: Site) -> None:
+        view = self.storage.views.get(op.buffer)
+        if view is None or view not in self.gathers:
+            return
+        teams, here = self._comes(self.gathers[view], site)
+        terms = (("type", f"Deallocate of {op.buffer.label}"),)
+        self._enters(
+            PostedCollective((site,), "", -1, here, teams, terms, None, None, (0, 0)), here
+        )
+
+    def _are_alike(self, event: PostedCollective, here: Array) -> bool:
+        for what, value in event.terms:
+            two = first_difference(value, event.teams, here)
+            if two is not None:
+                a, b = two
+                text = f"the members of a team differ in {what}: {value[a]} on rank "
+                text += f"{self.ranks[a]}, {value[b]} on rank {self.ranks[b]}"
+                self.note(Finding(MISMATCH, text, ((event.sites[0], ""),)))
+                return False
+        return True
+
+    def _value(self, x: Scalar, what: str, here: Array, site: Site) -> PerRank:
+        """Return the value of a scalar that the ranks here need."""
+        value = self.values.of(x)
+        self._check_defined(what, x, here, site)
+        return value
+
+    def _check_defined(self, what: str, x: Scalar, here: Array, site: Site) -> None:
+        """Report a division by 0 in the value asked for last."""
+        undefined = self.values.undefined
+        if undefined is not None and (wrong := undefined & here).any():
+            text = f"{what} {x} divides by 0 on {self._who(wrong)}"
+            self.note(Finding(UNDEFINED, text, ((site, ""),)))
+            self.is_lost = True
+
+    def _in_team(self, position: PerRank, size: int, here: Array, site: Site, what: str) -> bool:
+        outside = outside_of(position, size, here)
+        if outside is not None:
+            i = int(np.argmax(outside))
+            text = f"{what} {at(position, i)} in a team of {size}, on {self._who(outside)}"
+            self.note(Finding(OUT_OF_RANGE, text, ((site, ""),)))
+        return outside is None
+
+    def _check_sizes(
+        self, op: Communication, mine: PerRank, theirs: PerRank, here: Array, site: Site
+    ) -> bool:
+        count, grows = op.team.size, _GROWS.get(op.type, 0)
+        fits = mine * count == theirs if grows > 0 else mine == theirs * (count if grows else 1)
+        if op.type == "AllToAll":
+            fits = (mine == theirs) & (mine % count == 0)
+        if everywhere(fits):
+            return True
+        wrong = np.broadcast_to(np.logical_not(fits), here.shape) & here
+        if wrong.any():
+            i = int(np.argmax(wrong))
+            wanted = "as large as" if not grows else f"{count} times"
+            large, small = (op.out, op.inp) if grows >= 0 else (op.inp, op.out)
+            text = f"{op.type} of {count} ranks: {op.inp.label} has {at(mine, i)} elements and "
+            text += f"{op.out.label} {at(theirs, i)}, on {self._who(wrong)}"
+            note = f"{large.label} must be {wanted} {small.label}"
+            self.note(Finding(SIZES, text, ((site, note),)))
+        return not wrong.any()
+
+    def _check_cuts(self, op: Communication, site: Site) -> None:
+        """The team must lie along what spreads the tensor that is gathered or scattered."""
+        grows = _GROWS.get(op.type, 0)
+        if not grows:
+            return
+        inp, out = self.spot_of(op.inp), self.spot_of(op.out)
+        spread, whole = (inp, out) if grows > 0 else (out, inp)
+        cuts = self.shapes.device_cuts
+        along = frozenset[ParallelType]().union(*cuts(spread.owner))
+        if along and not along & set(op.team.ptypes):
+            names = " and ".join(p.text for p in op.team.ptypes)
+            found = " and ".join(sorted(p.text for p in along))
+            text = f"{op.type} along {names}, but {spread.owner.label} is spread along {found}"
+            self.note(Finding(TEAM, text, ((site, ""),)))
+        still = frozenset[ParallelType]().union(*cuts(whole.owner)) & set(op.team.ptypes)
+        if grows > 0 and along and still:
+            text = f"{op.type} of {spread.owner.label}, but {whole.owner.label} stays spread along "
+            self.note(Finding(TEAM, text + " and ".join(p.text for p in still), ((site, ""),)))
+
+    def _permute(self, op: CollectivePermute, site: Site) -> None:
+        teams, here = self._comes(op, site)
+        inp, out = self.spot_of(op.inp), self.spot_of(op.out)
+        sizes = inp.elements(op.orders[0].expanded), out.elements(op.orders[1].expanded)
+        terms = (
+            ("type", "CollectivePermute"),
+            ("library", _library(op)),
+            ("dtype", dtype_text(op.inp.dtype())),
+        )
+        peers: list[PerRank] = []
+        for what, peer in (("send_peer", op.send_peer), ("recv_peer", op.recv_peer)):
+            value = self._value(peer, what, here, site)
+            if not self._in_team(value, op.team.size, here, site, what):
+                value = -1
+            peers.append(value)
+        parts = self.shapes.region(inp), self.shapes.region(out)
+        event = PostedCollective(
+            (site,), "CollectivePermute", op.number, here, teams, terms, *parts, sizes
+        )
+        event.peers = peers[0], peers[1]
+        self._enters(event, here)
+
+    # ------------------------------------------------------------ transfers
+    def _transfer(self, op: P2PCommunication, site: Site) -> None:
+        spot = self.spot_of(op.buffer)
+        mask = self.mask & self.holds(op.buffer)
+        to = self._partners(op, mask, site)
+        elements = spot.elements(op.orders[0].expanded)
+        half = Half(site, op, mask, to, elements, self.shapes.region(spot))
+        if self.group is not None:
+            self.group.append(half)
+            return
+        is_copied = op.backend == PEER_COPIES
+        blocks = op.type == "recv" if is_copied else op.backend == "NCCL"
+        group = TransferGroup(site, op.number, mask, [half], blocks)
+        if is_copied and op.type == "send" and not self.is_uneven:
+            # A send blocks nobody: what is received next may be what was sent.
+            self._begin()
+            self.sent = group
+        elif is_copied and self.sent is not None and self._meet([*self.sent.halves, half]):
+            self.sent = None
+        else:
+            self._start(group)
+
+    def _partners(self, op: P2PCommunication, mask: Array, site: Site) -> Array:
+        """Return the places of the peers, -1 for none."""
+        peer = self._value(op.peer, "peer", mask, site)
+        if not isinstance(peer, np.ndarray):
+            peer = np.full(len(self.ranks), peer)
+        to = self.place[np.minimum(np.maximum(peer, -1), len(self.place) - 1)]
+        outside = mask & (to < 0)
+        if outside.any():
+            text = f"peer {op.peer} = {peer[int(np.argmax(outside))]} is no rank of the program, "
+            self.note(Finding(OUT_OF_RANGE, text + f"on {self._who(outside)}", ((site, ""),)))
+            self.is_lost = True
+        return to
+
+    def holds(self, tv: TensorView) -> Array:
+        """Return which ranks have a shard of a tensor."""
+        mesh = tv.mesh
+        if mesh not in self.held:
+            here = np.ones(len(self.ranks), dtype=bool)
+            if mesh is not None and mesh.size < len(self.ranks):
+                here = np.isin(self.values.ranks, mesh.devices)
+            self.held[mesh] = here
+        return self.held[mesh]
+
+    def _open(self, op: StartCoalescing, site: Site) -> None:
+        self.group = []
+
+    def _close(self, op: EndCoalescing, site: Site) -> None:
+        halves, self.group = self.group or [], None
+        self._start(TransferGroup(site, op.number, self.mask, halves, True))
+
+    def _start(self, group: TransferGroup) -> None:
+        self._begin()
+        if not self._meet(group.halves):
+            self.is_uneven = True
+            self.events.append(group)
+
+    def _begin(self) -> None:
+        """Whatever starts now finds the last send of its own without its partner."""
+        sent, self.sent = self.sent, None
+        if sent is not None:
+            self.is_uneven = True
+            self.events.append(sent)
+
+    def _meet(self, halves: Sequence[Half]) -> bool:
+        """Pair transfers, all of which have their partner among them; else return False."""
+        pairs = None if self.is_uneven or self.is_lost else self._pairs(halves)
+        for pair in pairs or ():
+            self.paired(*pair)
+        return pairs is not None
+
+    def _pairs(self, halves: Sequence[Half]) -> list[tuple[Half, Half, Array, Array]] | None:
+        """Return each send of a group with its receive, and the places of the ranks that send and
+        receive; None where one has no partner in the group. Equal ends meet in order."""
+        if {h.op.type for h in halves[:2]} == {"send", "recv"} and len(halves) == 2:
+            a, b = halves if halves[0].op.type == "send" else halves[::-1]
+            if (a.mask & b.mask).all() and (b.to[a.to] == self.me).all():
+                return [(a, b, self.me, a.to)]
+        sends, receives = (self._ends(halves, kind) for kind in ("send", "recv"))
+        if len(sends[0]) != len(receives[0]) or (sends[0] != receives[0]).any():
+            return None
+        found: list[tuple[Half, Half, Array, Array]] = []
+        met = sends[1] * len(halves) + receives[1]
+        codes: list[int] = np.unique(met).tolist()
+        for code in codes:
+            ends = sends[0][met == code]
+            a, b = halves[code // len(halves)], halves[code % len(halves)]
+            found.append((a, b, ends // len(self.ranks), ends % len(self.ranks)))
+        return found
+
+    def _ends(self, halves: Sequence[Half], kind: str) -> tuple[Array, Array]:
+        """Return from where to where each transfer goes, as one number, and which half it is."""
+        ends, numbers = [np.zeros(0, dtype=np.int64)], [np.zeros(0, dtype=np.int64)]
+        for number, half in enumerate(halves):
+            if half.op.type == kind:
+                me = np.nonzero(half.mask)[0]
+                peer = half.to[me]
+                source, target = (me, peer) if kind == "send" else (peer, me)
+                ends.append(source * len(self.ranks) + target)
+                numbers.append(np.full(len(me), number))
+        both = np.concatenate(ends), np.concatenate(numbers)
+        order = np.argsort(both[0], kind="stable")
+        return both[0][order], both[1][order]
+
+    def finish(self) -> None:
+        self._begin()
+        if self.is_uneven and not self.is_lost:
+            follow(self.events, self.ranks, self)
+
+    # ------------------------------------------------------------ where ranks meet
+    def met(self, met: PostedCollective, here: Array) -> None:
+        """See `Judge`."""
+        sites = tuple((site, "") for site in met.sites)
+        if met.peers is not None:
+            self._permuted(met, here)
+        elif (found := misplaced(met, here, self.ranks)) is not None:
+            text, wrong, note = found
+            if wrong is not None:
+                text += f", on {self._who(wrong)}"
+            self.note(Finding(MISPLACED, text, ((met.sites[0], note), *sites[1:])))
+
+    def _permuted(self, met: PostedCollective, here: Array) -> None:
+        """Who sends must send to one that receives from it, and as much."""
+        teams, sites = met.teams, tuple((site, "") for site in met.sites)
+        to, source = (np.broadcast_to(p, here.shape) for p in met.peers or ())
+        if ((to < 0) & here).any() or ((source < 0) & here).any():
+            return
+        target, sender = (teams.members[teams.team, np.where(here, p, 0)] for p in (to, source))
+        lost = here & (sender[target] != np.arange(len(here)))
+        if lost.any():
+            i = int(np.argmax(lost))
+            k, other = int(target[i]), int(sender[target[i]])
+            theirs = "itself" if other == k else f"rank {self.ranks[other]}"
+            text = f"rank {self.ranks[i]} sends to rank {self.ranks[k]}, which receives from "
+            text += theirs
+            note = f"on {self._who(lost)}"
+            self.note(Finding(PARTNER, text, ((met.sites[0], note), *sites[1:])))
+            return
+        mine, theirs = met.sizes
+        receivers = np.nonzero(here)[0]
+        senders = sender[receivers]
+        sent = pick(mine, senders)
+        wrong = np.broadcast_to(np.asarray(sent != pick(theirs, receivers)), receivers.shape)
+        if wrong.any():
+            k = int(np.argmax(wrong))
+            text = f"rank {self.ranks[senders[k]]} sends {at(sent, k)} elements, rank "
+            text += f"{self.ranks[receivers[k]]} receives {at(theirs, receivers[k])}"
+            self.note(Finding(SIZES, text, sites))
+            return
+        self.check_parts(met.inp, met.out, senders, receivers, met.sites)
+
+    def paired(self, a: Half, b: Half, senders: Array, receivers: Array) -> None:
+        """See `Judge`."""
+        own = senders == receivers
+        if own.any():
+            places: list[int] = senders[own].tolist()
+            who = ranks_text([self.ranks[i] for i in places])
+            text = f"{who}: the peer is the rank itself, and a set copies to oneself"
+            self.note(Finding(PARTNER, text, ((a.site, ""), (b.site, ""))))
+            return
+        for what, mine, theirs in (
+            ("library", _library(a.op), _library(b.op)),
+            ("dtype", a.op.buffer.dtype(), b.op.buffer.dtype()),
+            ("size", pick(a.elements, senders), pick(b.elements, receivers)),
+        ):
+            same = mine == theirs
+            if not everywhere(same):
+                differ = np.broadcast_to(np.logical_not(same), senders.shape)
+                k = int(np.argmax(differ))
+                sites = (
+                    (a.site, f"rank {self.ranks[senders[k]]}: send, {what} {at(mine, k)}"),
+                    (b.site, f"rank {self.ranks[receivers[k]]}: recv, {what} {at(theirs, k)}"),
+                )
+                self.note(Finding(MISMATCH, f"a send and its receive differ in {what}", sites))
+                return
+        self.check_parts(a.part, b.part, senders, receivers, (a.site, b.site))
+
+    def check_parts(
+        self,
+        a: Region | None,
+        b: Region | None,
+        senders: Array,
+        receivers: Array,
+        sites: tuple[Site, ...],
+    ) -> None:
+        """Report what these ranks send and receive as another part than it was."""
+        found = lost_on_the_way(self.shapes, a, b, senders, receivers)
+        if found is not None:
+            what, k = found
+            text = f"rank {self.ranks[senders[k]]} {what} on rank {self.ranks[receivers[k]]}"
+            self.note(Finding(MISPLACED, text, tuple((s, "") for s in dict.fromkeys(sites))))
+
+    # ------------------------------------------------------------ reports
+    def _who(self, mask: Array) -> str:
+        places: list[int] = np.nonzero(mask)[0].tolist()
+        return ranks_text([self.ranks[i] for i in places])
+
+    def note(self, finding: Finding) -> None:
+        """See `Judge`."""
+        self.found.setdefault((finding.kind, *map(id, finding.ops)), finding)
+
+
+def _library(op: Communication | CollectivePermute | P2PCommunication) -> str:
+    return "peer copies" if op.backend == PEER_COPIES else "that of the device"
+
+
+HANDLERS: dict[type[Op], Callable[[RankWalker, Any, Site], None]] = {
+    Allocate: RankWalker._allocate,  # pyright: ignore[reportPrivateUsage]
+    Deallocate: RankWalker._close_view,  # pyright: ignore[reportPrivateUsage]
+    CollectivePermute: RankWalker._permute,  # pyright: ignore[reportPrivateUsage]
+    Communication: RankWalker._collective,  # pyright: ignore[reportPrivateUsage]
+    EndCoalescing: RankWalker._close,  # pyright: ignore[reportPrivateUsage]
+    P2PCommunication: RankWalker._transfer,  # pyright: ignore[reportPrivateUsage]
+    StartCoalescing: RankWalker._open,  # pyright: ignore[reportPrivateUsage]
+    SymmetricContiguousView: RankWalker._open_view,  # pyright: ignore[reportPrivateUsage]
+}

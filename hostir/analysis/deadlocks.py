@@ -1,0 +1,396 @@
+"""What the ranks post, as the unrolled program has it, and which of it meets nobody.
+
+Where all partners post at the same place of the program, they meet there, and no order can block
+them. Only a program where some do not is followed rank by rank (`follow`): a collective and a group
+of transfers keep their rank until all partners have come, as they do on a stream; a transfer of its
+own keeps it there where NCCL carries it out, else at its Wait.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import Protocol
+
+from fuser.ir.tensor import TensorView
+from hostir.analysis.rank_regions import Region, joined, merged
+from hostir.analysis.rank_values import Array, PerRank, at, np
+from hostir.ir.diagnostics import Finding, Site
+from hostir.ir.transfers import P2PCommunication, TransferKind
+from multidevice.sharding.reshard import TeamOf
+
+DEADLOCK = "deadlock"
+PARTNER = "no partner"
+MISMATCH = "ranks disagree"
+MISPLACED = "parts do not fit"
+
+# Of so many ranks that wait for each other, what they lack is looked at.
+_MAX_CAUSES = 8
+_OTHER: dict[str, TransferKind] = {"send": "recv", "recv": "send"}
+_VERB: dict[str, str] = {"send": "send", "recv": "receive"}
+
+
+class Judge(Protocol):
+    """Says what is wrong where ranks meet."""
+
+    def note(self, finding: Finding) -> None: ...
+
+    def met(self, met: PostedCollective, here: Array) -> None:
+        """Members of whole teams (`here`) meet in a collective."""
+
+    def paired(self, a: Half, b: Half, senders: Array, receivers: Array) -> None:
+        """The ranks at these places send, and receive what they send."""
+
+
+class Teams:
+    """The teams of all ranks, by places among `ranks`.
+
+    `members` [teams, size]; `team` and `position` [ranks], -1 for a rank in none.
+    """
+
+    def __init__(self, of: TeamOf, ranks: Sequence[int]) -> None:
+        mesh, known = of.mesh, np.asarray(ranks, dtype=np.int64)
+        order = np.argsort(known, kind="stable")
+        grid = order[np.searchsorted(known, mesh.devices, sorter=order)].reshape(mesh.shape)
+        assert (known[grid].reshape(-1) == mesh.devices).all(), f"{mesh} has ranks beyond {ranks}"
+        free = [dim for p in of.ptypes if (dim := mesh.dim_of(p)) is not None]
+        grid = np.moveaxis(grid, sorted(free), range(-len(free), 0))
+        self.members = grid.reshape(-1, of.size)
+        self.team = np.full(len(ranks), -1)
+        self.position = np.full(len(ranks), -1)
+        self.team[self.members] = np.arange(len(self.members))[:, None]
+        self.position[self.members] = np.arange(of.size)[None, :]
+
+    @cached_property
+    def sets(self) -> list[frozenset[int]]:
+        rows: list[list[int]] = self.members.tolist()
+        return [frozenset(row) for row in rows]
+
+
+@dataclass(eq=False)
+class PostedCollective:
+    """A communication that all members of a team enter; `terms` must be the same for all.
+
+    `sites`: where the ranks enter it. `inp`, `out`: the parts that it moves, None where they are
+    not known, of so many elements (`sizes`). `peers`: to and from which member, by position.
+    """
+
+    sites: tuple[Site, ...]
+    kind: str
+    number: int
+    mask: Array
+    teams: Teams
+    terms: tuple[tuple[str, PerRank], ...]
+    inp: Region | None
+    out: Region | None
+    sizes: tuple[PerRank, PerRank]
+    root: PerRank = 0
+    peers: tuple[PerRank, PerRank] | None = None
+
+
+@dataclass(eq=False)
+class Half:
+    """A send or a receive; `to` has the places of the peers."""
+
+    site: Site
+    op: P2PCommunication
+    mask: Array
+    to: Array
+    elements: PerRank
+    part: Region | None
+
+
+@dataclass(eq=False)
+class TransferGroup:
+    """Sends and receives that start together."""
+
+    site: Site
+    number: int
+    mask: Array
+    halves: list[Half]
+    blocks: bool
+
+
+@dataclass(eq=False)
+class Await:
+    site: Site
+    number: int
+    mask: Array
+
+
+Event = PostedCollective | TransferGroup | Await
+
+
+# ------------------------------------------------------------------ rank by rank
+@dataclass(eq=False)
+class _Meeting:
+    """A collective of one team: what each member that has come entered, and who has to come."""
+
+    members: frozenset[int]
+    come: dict[int, PostedCollective] = field(default_factory=dict[int, PostedCollective])
+    is_alike: bool = True
+
+    def missing(self) -> set[int]:
+        return set(self.members.difference(self.come))
+
+
+@dataclass(eq=False)
+class _Open:
+    """A rank's group, and those of its halves that have met nobody, by peer."""
+
+    rank: int
+    group: TransferGroup
+    lonely: list[tuple[int, Half]]
+
+    def missing(self) -> set[int]:
+        return {peer for peer, _ in self.lonely}
+
+
+class _Follower:
+    """Follows every rank up to where it blocks."""
+
+    def __init__(self, events: Sequence[Event], ranks: Sequence[int], judge: Judge) -> None:
+        self.ranks, self.judge = ranks, judge
+        self.todo: list[list[Event]] = [[] for _ in ranks]
+        for event in events:
+            places: list[int] = np.nonzero(event.mask)[0].tolist()
+            for i in places:
+                self.todo[i].append(event)
+        self.at = [0] * len(ranks)
+        # What a blocked rank waits for.
+        self.blocked: dict[int, _Meeting | _Open] = {}
+        self.entered: dict[tuple[int, frozenset[int]], int] = {}
+        self.meetings: dict[tuple[frozenset[int], int], _Meeting] = {}
+        self.channels: dict[tuple[int, int, str], deque[tuple[Half, _Open]]] = {}
+        self.open: dict[tuple[int, int], _Open] = {}
+        self.runnable = deque(range(len(ranks)))
+        # Who met whom: judged together, by the ops that they met in.
+        self.met: dict[tuple[PostedCollective, ...], list[_Meeting]] = {}
+        self.paired: dict[tuple[Half, Half], list[tuple[int, int]]] = {}
+        # Two ranks -> which tensors they have brought to one collective.
+        self.brought: dict[tuple[int, int], set[tuple[TensorView, TensorView]]] = {}
+
+    def run(self) -> None:
+        while self.runnable:
+            i = self.runnable.popleft()
+            while self.at[i] < len(self.todo[i]):
+                wait = self._step(i, self.todo[i][self.at[i]])
+                self.at[i] += 1
+                if wait is not None and wait.missing():
+                    self.blocked[i] = wait
+                    break
+        self._judge()
+        self._report()
+
+    def _step(self, i: int, event: Event) -> _Meeting | _Open | None:
+        if isinstance(event, PostedCollective):
+            return self._enter(i, event)
+        if isinstance(event, Await):
+            return self.open.pop((i, event.number), None)
+        opened = _Open(i, event, [])
+        for half in event.halves:
+            if half.mask[i]:
+                self._offer(i, half, opened)
+        self.open[i, event.number] = opened
+        return opened if event.blocks else None
+
+    def _enter(self, i: int, event: PostedCollective) -> _Meeting:
+        members = event.teams.sets[int(event.teams.team[i])]
+        count = self.entered[i, members] = self.entered.get((i, members), -1) + 1
+        meeting = self.meetings.setdefault((members, count), _Meeting(members))
+        other = next(iter(meeting.come), i)
+        meeting.come[i] = event
+        if event is not meeting.come[other]:
+            self._compare(meeting, other, i)
+        if not meeting.missing():
+            if meeting.is_alike:
+                key = tuple(dict.fromkeys(e for _, e in sorted(meeting.come.items())))
+                self.met.setdefault(key, []).append(meeting)
+            self._wake(meeting, meeting.come)
+        return meeting
+
+    def _compare(self, meeting: _Meeting, i: int, k: int) -> None:
+        a, b = meeting.come[i], meeting.come[k]
+        for (what, mine), (_, theirs) in zip(a.terms, b.terms, strict=False):
+            if at(mine, i) != at(theirs, k):
+                sites = [
+                    (e.sites[0], f"rank {self.ranks[r]}: {what} {at(value, r)}")
+                    for e, r, value in ((a, i, mine), (b, k, theirs))
+                ]
+                text = f"the ranks of a team meet in communications of different {what}"
+                self.judge.note(Finding(MISMATCH, text, tuple(sites)))
+                meeting.is_alike = False
+                return
+
+    def _offer(self, i: int, half: Half, opened: _Open) -> None:
+        peer = int(half.to[i])
+        ends = (i, peer) if half.op.type == "send" else (peer, i)
+        wanted = _OTHER[half.op.type]
+        partners = self.channels.setdefault((*ends, wanted), deque())
+        if not partners:
+            self.channels.setdefault((*ends, half.op.type), deque()).append((half, opened))
+            opened.lonely.append((peer, half))
+            return
+        other, theirs = partners.popleft()
+        theirs.lonely.remove((i, other))
+        pair = (half, other) if half.op.type == "send" else (other, half)
+        self.paired.setdefault(pair, []).append(ends)
+        if not theirs.lonely:
+            self._wake(theirs, (theirs.rank,))
+
+    def _wake(self, what: _Meeting | _Open, ranks: Iterable[int]) -> None:
+        for i in ranks:
+            if self.blocked.get(i) is what:
+                del self.blocked[i]
+                self.runnable.append(i)
+
+    # ------------------------------------------------------------ who has met
+    def _judge(self) -> None:
+        for events, meetings in self.met.items():
+            here = np.zeros(len(self.ranks), dtype=bool)
+            came = {event: here.copy() for event in events}
+            for meeting in meetings:
+                for i, event in meeting.come.items():
+                    here[i] = came[event][i] = True
+            one = events[0] if len(events) == 1 else _together(came)
+            self.judge.met(one, here)
+            for meeting in meetings if len(events) > 1 else ():
+                self._compare_tensors(meeting)
+        for (a, b), ends in self.paired.items():
+            senders, receivers = np.asarray(ends).T
+            self.judge.paired(a, b, senders, receivers)
+
+    def _compare_tensors(self, meeting: _Meeting) -> None:
+        """Members bring different tensors, and elsewhere the same ones the other way round."""
+        (i, first), *others = sorted(meeting.come.items())
+        for k, event in others:
+            if first.inp is None or event.inp is None:
+                continue
+            a, b = first.inp.owners[0][1], event.inp.owners[0][1]
+            seen = self.brought.setdefault((i, k), set())
+            seen.add((a, b))
+            if a is not b and (b, a) in seen:
+                mine, theirs = self.ranks[i], self.ranks[k]
+                text = f"rank {mine} brings {a.label} where rank {theirs} brings {b.label}, and "
+                text += "elsewhere the other way round: they come in another order"
+                sites = (first.sites[0], f"rank {mine}"), (event.sites[0], f"rank {theirs}")
+                self.judge.note(Finding(MISPLACED, text, sites))
+                return
+
+    # ------------------------------------------------------------ who is left
+    def _report(self) -> None:
+        if self.blocked:
+            cycle = self._cycle(next(iter(self.blocked)))
+            sites = tuple(site for i in cycle for site in self._sites(i))
+            last = min(self._missing(cycle[-1]))
+            apart = [found for i in cycle[:_MAX_CAUSES] for found in self._apart(i)]
+            for is_ever, finding in apart:
+                if not is_ever:
+                    self.judge.note(finding)
+                    return
+            if last in self.blocked:
+                text = "each rank waits for the next one, and the last for the first"
+                text = "; ".join([*(finding.what for _, finding in apart[:1]), text])
+                self.judge.note(Finding(DEADLOCK, text, sites[:6]))
+            else:
+                name = self._name(last)
+                self.judge.note(
+                    Finding(PARTNER, f"{name} never comes to what others wait for", sites[:6])
+                )
+            return
+        for waiting in self.channels.values():
+            for half, opened in waiting:
+                peer = self.ranks[int(half.to[opened.rank])]
+                verb = "sends to" if half.op.type == "send" else "receives from"
+                text = f"rank {self.ranks[opened.rank]} {verb} rank {peer}, which has no partner"
+                self.judge.note(Finding(PARTNER, text + " for it", ((half.site, ""),)))
+
+    def _apart(self, i: int) -> Iterator[tuple[bool, Finding]]:
+        """Yield what a rank sends or receives and its peer does otherwise, and whether the peer
+        ever does its part."""
+        wait = self.blocked[i]
+        for k, half in wait.lonely if isinstance(wait, _Open) else ():
+            is_send = half.op.type == "send"
+            verb, other = ("sends to", "receives from")[:: 1 if is_send else -1]
+            mine, theirs = self._count(i, k, half.op.type), self._count(k, i, _OTHER[half.op.type])
+            me, peer = self._name(i), "itself" if k == i else self._name(k)
+            wait = self.blocked.get(k)
+            lonely = wait.lonely if isinstance(wait, _Open) and k != i else []
+            answer = next(((j, h) for j, h in lonely if h.op.type != half.op.type), None)
+            sites = [(half.site, f"{me} waits for {peer}")]
+            if answer is not None:
+                third = "itself" if answer[0] == k else self._name(answer[0])
+                rest = f"but {peer} {other} {third}"
+                sites.append((answer[1].site, f"{peer} waits for {third}"))
+            elif mine > theirs:
+                rest = f"{'but' if k == i else 'which'} does not {_VERB[_OTHER[half.op.type]]} it"
+            else:
+                continue
+            yield mine <= theirs, Finding(PARTNER, f"{me} {verb} {peer}, {rest}", tuple(sites))
+
+    def _count(self, i: int, k: int, kind: str) -> int:
+        """Return how often the whole program has rank i send to, or receive from, rank k."""
+        groups = (e for e in (self.todo[i] if i >= 0 else ()) if isinstance(e, TransferGroup))
+        halves = (h for g in groups for h in g.halves if h.op.type == kind and h.mask[i])
+        return sum(int(h.to[i]) == k for h in halves)
+
+    def _site(self, i: int) -> Site:
+        """Return where a rank is blocked."""
+        event = self.todo[i][self.at[i] - 1]
+        return event.sites[0] if isinstance(event, PostedCollective) else event.site
+
+    def _cycle(self, i: int) -> list[int]:
+        """Follow who waits for whom, up to a rank that comes again or does not wait."""
+        path: list[int] = []
+        while i in self.blocked and i not in path:
+            path.append(i)
+            i = min(self._missing(i), key=lambda k: k in self.blocked)
+        return path[path.index(i) :] if i in path else path
+
+    def _missing(self, i: int) -> set[int]:
+        found = self.blocked[i].missing()
+        return {k for k in found if k not in self.blocked} or found
+
+    def _name(self, i: int) -> str:
+        return f"rank {self.ranks[i]}" if i >= 0 else "a rank outside of the job"
+
+    def _sites(self, i: int) -> list[tuple[Site, str]]:
+        """Return what a blocked rank has posted that nobody has met."""
+        wait, me = self.blocked[i], f"rank {self.ranks[i]}"
+        if isinstance(wait, _Open):
+            return [
+                (half.site, f"{me}: its {half.op.type} waits for {self._name(peer)}")
+                for peer, half in wait.lonely
+            ]
+        missing = ", ".join(map(self._name, sorted(self._missing(i))[:4]))
+        return [(self._site(i), f"{me} waits for {missing}")]
+
+
+def _together(came: dict[PostedCollective, Array]) -> PostedCollective:
+    """Return what ranks have entered in different ops as one."""
+    parts = [(ranks, event) for event, ranks in came.items()]
+
+    def of(get: Callable[[PostedCollective], PerRank]) -> PerRank:
+        return merged([(ranks, get(e)) for ranks, e in parts])
+
+    first, peers = parts[0][1], None
+    if first.peers is not None:
+        peers = tuple(merged([(r, e.peers[k]) for r, e in parts if e.peers]) for k in (0, 1))
+    return replace(
+        first,
+        sites=tuple(e.sites[0] for _, e in parts),
+        mask=np.logical_or.reduce([ranks for ranks, _ in parts]),
+        terms=tuple((w, of(lambda e, k=k: e.terms[k][1])) for k, (w, _) in enumerate(first.terms)),
+        inp=joined([(ranks, e.inp) for ranks, e in parts]),
+        out=joined([(ranks, e.out) for ranks, e in parts]),
+        sizes=(of(lambda e: e.sizes[0]), of(lambda e: e.sizes[1])),
+        root=of(lambda e: e.root),
+        peers=peers,
+    )
+
+
+def follow(events: Sequence[Event], ranks: Sequence[int], judge: Judge) -> None:
+    """Follow the ranks one by one; report who disagrees, blocks, or has no partner."""
+    _Follower(events, ranks, judge).run()

@@ -1,0 +1,599 @@
+"""Happens-before over streams: what a program leaves unordered, found before it runs.
+
+The program is unrolled for one rank and given sizes, from the effects of its ops alone. Work is
+ordered after earlier work when the clock of its stream says so (`hostir.analysis.clocks`);
+`Synchronize` and `Wait` join clocks, entering a stream orders nothing. A communication is a
+timeline of its own from its start, which comes after all that its stream was given before, to its
+Wait.
+
+Nothing is taken from the order in which the host goes through the program, except for memory: a
+buffer is new at its allocation, and belongs to the stream that allocates it. What is given up, or
+loses its last name, may be used again at once by that stream, and by the one that gives it up.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from fuser.ir.fusion import TensorOp
+from fuser.ir.op import Op
+from fuser.ir.ops.nodes import ReshapeOp
+from fuser.ir.ops.resizing import SliceOp
+from fuser.ir.scalar import constructors as sc
+from fuser.ir.scalar.constructors import Number, Scalar, Symbol
+from fuser.ir.tensor import TensorView
+from fuser.support.errors import InputError, VerifyError
+from hostir.analysis.buffer_regions import Box, Owned, box_text, overlap, reshaped, whole_box
+from hostir.analysis.clocks import Clock, Clocks
+from hostir.analysis.race_reports import (
+    FREED_EARLY,
+    LEFT,
+    MISFIT,
+    NO_FLIGHT,
+    NO_WAIT,
+    NOT_JOINED,
+    OUT_OF_RANGE,
+    OWN,
+    UNWRITTEN,
+    Reports,
+)
+from hostir.analysis.uses import BufferRegion, Cell, Flight, TrackedBuffer, Use
+from hostir.ir.buffer_aliasing import Storage
+from hostir.ir.diagnostics import Finding, Indices, Site
+from hostir.ir.effects import (
+    ENTRY,
+    Captures,
+    ClosesGroup,
+    Effect,
+    Enters,
+    Frees,
+    Joins,
+    Makes,
+    OpensGroup,
+    Part,
+    Reads,
+    Shows,
+    Starts,
+    Waits,
+    Writes,
+    bounds,
+    effects_of,
+)
+from hostir.ir.in_place import manner, pairs, words
+from hostir.ir.ops import Allocate, ForLoop, IfThenElse, SetCurrentStream, stream_cut
+from hostir.ir.program import HostIrContainer, has_streams, only_allocates, walk
+from hostir.ir.shape_rules import check_results
+from hostir.ir.transfers import Communication, StartsCommunication
+from multidevice.sharding.queries import local_sizes
+from multidevice.sharding.reshard import position_map
+
+# A use that is not made yet: where, of what, and whether it writes.
+_Planned = tuple[Site, BufferRegion, bool]
+
+
+def find_races(
+    program: HostIrContainer,
+    values: Mapping[Symbol, Number],
+    *,
+    rank: int = 0,
+    given: Iterable[TensorView] = (),
+) -> list[Finding]:
+    """Return what the streams of a program leave unordered on one rank, each pair of ops once.
+
+    `values` binds every symbol: those of the inputs (global extents), `rank` and
+    `numberOfStreams`. `given` are the results whose buffers the caller gives.
+    """
+    if not has_streams(program):
+        return []
+    walker = Walker(program, dict(values), rank, tuple(given))
+    walker.run(program.ops)
+    walker.finish()
+    return list(walker.found.values())
+
+
+@dataclass(slots=True)
+class _Facts:
+    """What is known of an op without running it; `meshed`: its tensors, if one has a mesh."""
+
+    effects: tuple[Effect, ...]
+    starts: int | None
+    meshed: tuple[TensorView, ...]
+    # The results, each with an operand or an earlier result that lies in the same buffer.
+    shared: tuple[tuple[Reads | Writes, Writes], ...]
+
+
+class Walker(Reports):
+    """Goes through the unrolled program as the host does; `found` has the findings."""
+
+    def __init__(
+        self,
+        program: HostIrContainer,
+        values: dict[Symbol, Number],
+        rank: int,
+        given: tuple[TensorView, ...],
+    ) -> None:
+        self.program, self.values, self.rank = program, values, rank
+        self.storage = Storage.of(program).with_buffers(given)
+        super().__init__(Clocks(self._integer))
+        self.places: dict[TensorView, BufferRegion] = {}
+        self.freed: dict[TensorView, Site] = {}
+        self.flights: dict[int, Flight] = {}
+        self.waited: dict[int, Site] = {}
+        # Numbers that this rank did not start, where others do.
+        self.absent: set[int] = set()
+        self.group: list[_Planned] | None = None
+        self.indices: Indices = ()
+        self.facts: dict[int, _Facts] = {}
+        self.shapes: dict[TensorView, tuple[int, ...]] = {}
+        self.maps: dict[int, dict[int, int]] = {}
+        for tv in (*program.inputs, *given):
+            if isinstance(tv, TensorView) and self._is_mine(tv):
+                buffer = TrackedBuffer(tv, self._shape(tv), ENTRY, None, tv in program.inputs)
+                self.places[tv] = BufferRegion.whole(buffer)
+
+    # ------------------------------------------------------------ control flow
+    def run(self, ops: Sequence[Op]) -> None:
+        for op in ops:
+            if isinstance(op, ForLoop):
+                self.loop(op)
+            elif isinstance(op, IfThenElse):
+                then = bool(self._number(op.predicate))
+                self._skip(op.orelse if then else op.then)
+                self.run(op.then if then else op.orelse)
+            else:
+                self._op(op)
+
+    def loop(self, op: ForLoop) -> None:
+        start, stop, step = map(self._integer, (op.start, op.stop, op.step))
+        outside = self.indices
+        if start >= stop:
+            self._skip(op.body)
+        for i in range(start, stop, max(step, 1)):
+            self.values[op.index] = i
+            self.indices = (*outside, (op.index, i))
+            self.run(op.body)
+        self.indices = outside
+        self.values.pop(op.index, None)
+
+    def _skip(self, ops: Sequence[Op]) -> None:
+        """Note the communications of ops that are passed over: a later Wait is for nobody."""
+        if ops:
+            numbers = {o.number for o in walk(ops) if isinstance(o, StartsCommunication)}
+            self.absent |= numbers - self.flights.keys()
+
+    def _op(self, op: Op) -> None:
+        facts = self.facts.get(id(op))
+        if facts is None:
+            facts = self.facts[id(op)] = self._facts(op)
+            try:
+                check_results(op, self.values)
+            except VerifyError as error:
+                self._note(MISFIT, str(error), (Site(op, self.indices), ""))
+        if facts.meshed and not any(map(self._is_mine, facts.meshed)):
+            return self._skip((op,))
+        site = Site(op, self.indices)
+        self.clocks.advance()
+        if facts.starts is not None:
+            self._transfer(op, facts.starts, site, facts.effects)
+        else:
+            for effect in facts.effects:
+                APPLY[type(effect)](self, effect, site)
+        for one, other in facts.shared:
+            self._check_shared(one, other, site)
+        return None
+
+    def _facts(self, op: Op) -> _Facts:
+        effects = effects_of(op, self.storage.buffered)
+        tensors = tuple(v for v in (*op.outputs, *op.inputs) if isinstance(v, TensorView))
+        has_mesh = any(tv.mesh is not None for tv in tensors)
+        starts = next((e.number for e in effects if isinstance(e, Starts)), None)
+        root = self.storage.root
+        shared = tuple(p for p in pairs(effects) if root(p[0].tensor) is root(p[1].tensor))
+        return _Facts(effects, starts, tensors if has_mesh else (), shared)
+
+    # ------------------------------------------------------------ numbers
+    def _number(self, x: Scalar) -> Number:
+        try:
+            return sc.evaluate(x, self.values)
+        except KeyError as missing:
+            raise InputError(f"{x}: no input binds {missing.args[0]}") from None
+
+    def _integer(self, x: Scalar) -> int:
+        return int(self._number(x))
+
+    def _is_mine(self, tv: TensorView) -> bool:
+        return tv.mesh is None or tv.mesh.has(self.rank)
+
+    def _shape(self, tv: TensorView) -> tuple[int, ...]:
+        """Return the local shape of a tensor as it is declared."""
+        shape = self.shapes.get(tv)
+        if shape is None:
+            shape = local_sizes(tv, [self._integer(x) for x in tv.shape()])
+            self.shapes[tv] = shape
+        return shape
+
+    # ------------------------------------------------------------ names and buffers
+    def _place(self, tv: TensorView, site: Site) -> BufferRegion | None:
+        """Return where a tensor lies; None, with a finding, where it does not exist any more."""
+        place = self.places.get(tv)
+        if place is None:
+            shown = self.storage.shown_by(tv)
+            if tv in self.freed:
+                self._note_freed(tv, self.freed[tv], site)
+            elif shown is not None and tv not in self.storage.named:
+                return self._place(shown, site)
+        elif place.buffer.freed is not None:
+            self._note_freed(tv, place.buffer.freed, site)
+            place = None
+        return place
+
+    def _makes(self, effect: Makes, site: Site) -> None:
+        tv = effect.tensor
+        if tv in self.storage.named:
+            if effect.is_filled:
+                self._touch(Writes(tv), site)
+            return  # a part of another buffer, or the caller's
+        if (old := self.places.get(tv)) is not None:
+            self._drop(old.buffer, site)
+        shape = self._shape(tv)
+        if isinstance(site.op, Allocate) and site.op.stream_index is not None:
+            axis, chunks = stream_cut(tv)
+            index, count = self._integer(site.op.stream_index), self._integer(chunks)
+            shape = (*shape[:axis], bounds(shape[axis], index, count)[1], *shape[axis + 1 :])
+        made = self._new_use(site, whole_box(shape), True)
+        buffer = TrackedBuffer(tv, shape, self.clocks.current, made, effect.is_filled)
+        self.places[tv] = BufferRegion.whole(buffer)
+        self.freed.pop(tv, None)
+
+    def _shows(self, effect: Shows, site: Site) -> None:
+        source = self._place(effect.source, site)
+        if source is None:
+            return
+        if effect.part is not None:
+            source = self._part(source, effect.part, site)
+        elif isinstance(site.op, TensorOp):
+            source = self._view(source, site.op)
+        elif effect.out in self.storage.views:
+            # Which part of it is whose does not matter: nobody writes while there is a view.
+            shape = self._shape(effect.out)
+            whole, unknown = whole_box(source.buffer.shape), (None,) * len(shape)
+            source = BufferRegion(source.buffer, whole, shape, unknown)
+        self.places[effect.out] = source
+        self.freed.pop(effect.out, None)
+
+    def _view(self, source: BufferRegion, op: TensorOp) -> BufferRegion:
+        """Return what a view op names: axes that it leaves alone can still be cut exactly."""
+        if isinstance(op, ReshapeOp):
+            sizes = self._shape(op.out_tensor)
+            axes = tuple(reshaped(source.shape, source.axes, sizes))
+            return BufferRegion(source.buffer, source.box, sizes, axes, source.grid, source.parts)
+        if isinstance(op, SliceOp):
+            # Bounds are global; an axis that devices cut is taken whole.
+            sizes = op.inp.shape()
+            for axis, ends in enumerate(zip(op.starts, op.stops, sizes, strict=True)):
+                start, stop, size = map(self._integer, ends)
+                if stop - start != size:
+                    source = source.chunk(axis, start, stop - start, (start, stop))
+            return source
+        moved = self.maps.get(id(op))
+        if moved is None:
+            moved = self.maps[id(op)] = {c: p for p, c in position_map(op).items()}
+        made: list[tuple[int, Owned | None]] = [(n, None) for n in self._shape(op.out_tensor)]
+        kept = dict(enumerate(zip(source.shape, source.axes, strict=True)))
+        made = [kept.get(moved.get(c, -1), axis) for c, axis in enumerate(made)]
+        shape, owners = tuple(n for n, _ in made), tuple(owner for _, owner in made)
+        return BufferRegion(source.buffer, source.box, shape, owners, source.grid, source.parts)
+
+    def _part(self, source: BufferRegion, part: Part, site: Site) -> BufferRegion:
+        size, index = source.shape[part.axis], self._integer(part.index)
+        if part.chunks is None and size == 1:
+            index = 0
+        limit = size if part.chunks is None else self._integer(part.chunks)
+        if not 0 <= index < limit:
+            what = f"part {part.index} = {index} of axis {part.axis} of "
+            what += f"{source.buffer.owner.label}, which has {limit}"
+            self._note(OUT_OF_RANGE, what, (site, ""))
+            index = min(max(index, 0), max(limit - 1, 0))
+        if part.chunks is None:
+            return source.element(part.axis, index)
+        return source.chunk(part.axis, *bounds(size, index, limit), limit)
+
+    def _frees(self, effect: Frees, site: Site) -> None:
+        tv = effect.tensor
+        place = self.places.pop(tv, None)
+        if place is None:
+            if tv in self.freed:
+                self._note_freed(tv, self.freed[tv], site)
+            return
+        self.freed[tv] = site
+        buffer = place.buffer
+        if tv in self.storage.views:
+            # Other ranks have read, and all may write, when they have met here.
+            self._use((site, place, True))
+        if buffer.owner is tv and not buffer.is_callers:
+            for stream in dict.fromkeys((self.clocks.current, buffer.home)):
+                self._given_back(buffer, site, stream)
+            buffer.freed = site
+
+    def _drop(self, buffer: TrackedBuffer, site: Site | None) -> None:
+        """The last name of a buffer goes: its memory returns to the stream that allocated it."""
+        if not buffer.is_callers and buffer.freed is None:
+            self._given_back(buffer, site, buffer.home)
+
+    def _given_back(self, buffer: TrackedBuffer, site: Site | None, to: Hashable) -> None:
+        name = self.clocks.name(to)
+        for use in buffer.uses():
+            if not use.is_before(self.clocks.of[to]):
+                self._note(
+                    FREED_EARLY,
+                    f"{buffer.owner.label} is given back to {name} while {self._who(use)} still "
+                    "uses it",
+                    (use.site, self._doing(use, buffer)),
+                    *([] if site is None else [(site, f"gives the memory back, to {name}")]),
+                    fix=self._remedy(use, to, "before {1}" if site else "before the program ends")
+                    + self._elsewhere(to),
+                )
+
+    # ------------------------------------------------------------ uses
+    def _new_use(self, site: Site, box: Box, is_write: bool, flight: Flight | None = None) -> Use:
+        current, tick = self.clocks.current, self.clocks.tick
+        if flight is None:
+            return Use(site, is_write, box, current, current, tick, None)
+        use = Use(site, is_write, box, current, None, tick, flight)
+        flight.uses.append(use)
+        return use
+
+    def _touch(self, effect: Reads | Writes, site: Site) -> None:
+        if not self._is_mine(effect.tensor):
+            return self._note_absent(effect.tensor, site)
+        place = self._place(effect.tensor, site)
+        if place is not None and not place.is_empty:
+            self._use((site, place, isinstance(effect, Writes)))
+        return None
+
+    def _use(self, planned: _Planned, flight: Flight | None = None) -> None:
+        """Compare a use with what it overlaps, and remember it."""
+        site, place, is_write = planned
+        buffer, box, grid = place.buffer, place.box, place.grid
+        use, clock = self._new_use(site, box, is_write, flight), self.clocks.now
+        if buffer.made is not None and not buffer.made.is_before(clock):
+            self._race(buffer.made, use, buffer)
+        if buffer.made is None and ENTRY not in clock:
+            self._note_unentered(use, buffer)
+        mine: Cell | None = None
+        for other, cells in buffer.cells.items():
+            if other == grid:
+                mine = cells.get(box)
+                if mine is not None:
+                    self._compare(mine, use, clock, buffer)
+                continue
+            for at, cell in cells.items():
+                if overlap(at, box):
+                    self._compare(cell, use, clock, buffer)
+        if not is_write and not buffer.is_filled and (mine is None or not mine.is_written):
+            self._check_written(place, site)
+        if is_write and not grid and not place.parts:
+            # Earlier uses are ordered before this one, or have been reported.
+            buffer.cells.clear()
+            buffer.is_filled = True
+            mine = None
+        if mine is None:
+            mine = buffer.cells.setdefault(grid, {})[box] = Cell()
+        mine.add(use)
+        if is_write and place.parts:
+            mine.parts[place.parts] = math.prod(place.shape)
+        mine.is_written |= is_write and not place.parts
+
+    def _compare(self, cell: Cell, use: Use, clock: Clock, buffer: TrackedBuffer) -> None:
+        if cell.write is not None and not cell.write.is_before(clock):
+            self._race(cell.write, use, buffer)
+        if use.is_write:
+            for read in cell.reads:
+                if not read.is_before(clock):
+                    self._race(read, use, buffer)
+
+    def _check_shared(self, one: Reads | Writes, other: Writes, site: Site) -> None:
+        """Report an op that writes over what it reads, or twice, in a way that it cannot."""
+        if not (self._takes_part(one) and self._takes_part(other)):
+            return
+        a, b = self._place(one.tensor, site), self._place(other.tensor, site)
+        if a is None or b is None or a.buffer is not b.buffer or not overlap(a.box, b.box):
+            return
+        if isinstance(one, Reads) and self._may_share(a, b, site.op):
+            return
+        what = words(site.op, one.tensor, other.tensor, is_read=isinstance(one, Reads))
+        verb = "reads" if isinstance(one, Reads) else "writes"
+        parts = f"{verb} {a.buffer.text(a.box)} and writes {b.buffer.text(b.box)}"
+        self._note(OWN, what, (site, f"on {self.clocks.name(self.clocks.current)}: {parts}"))
+
+    def _may_share(self, a: BufferRegion, b: BufferRegion, op: Op) -> bool:
+        how = manner(op)
+        if how == "slot" and isinstance(op, Communication):
+            ranks = op.team.ranks(self.rank)
+            return is_slot(a.box, b.box, ranks.index(self.rank), len(ranks))
+        is_same = (a.box, a.shape, a.axes, a.parts) == (b.box, b.shape, b.axes, b.parts)
+        return how == "freely" or (how == "same" and is_same)
+
+    def _check_written(self, place: BufferRegion, site: Site) -> None:
+        buffer = place.buffer
+        left = buffer.unwritten(place.box)
+        if left:
+            reads = f"on {self.clocks.name(self.clocks.current)}: reads {buffer.text(place.box)}"
+            what = f"{buffer.owner.label}{box_text(left[0], buffer.shape)}"
+            self._note(UNWRITTEN, f"{what} is read before it is written", (site, reads))
+        elif not place.grid:
+            buffer.is_filled = True
+
+    # ------------------------------------------------------------ communications
+    def _transfer(self, op: Op, number: int, site: Site, effects: tuple[Effect, ...]) -> None:
+        touched = [e for e in effects if isinstance(e, Reads | Writes)]
+        if any(e.by is not None and not e.by.team.mesh.has(self.rank) for e in touched):
+            return self._skip((op,))
+        uses: list[_Planned] = []
+        for effect in touched:
+            if self._takes_part(effect):
+                place = self._place(effect.tensor, site)
+                if place is not None and not place.is_empty:
+                    uses.append((site, place, isinstance(effect, Writes)))
+        if self.group is None:
+            return self._start(number, site, uses)
+        self.group += uses
+        return None
+
+    def _takes_part(self, effect: Reads | Writes) -> bool:
+        """Whether this rank's shard is touched: some are on the root only."""
+        if not self._is_mine(effect.tensor):
+            return False
+        if effect.by is None:
+            return True
+        ranks = effect.by.team.ranks(self.rank)
+        if effect.by.place is None:
+            return bool(ranks)
+        root = self._integer(effect.by.place)
+        return 0 <= root < len(ranks) and ranks[root] == self.rank
+
+    def _start(self, number: int, site: Site, uses: Iterable[_Planned]) -> None:
+        current, before = self.clocks.current, self.flights.get(number)
+        if before is not None:
+            is_step = before.site.op is site.op
+            where = "behind {0}, in the same step" if is_step else "between {0} and {1}"
+            self._note(
+                NO_WAIT,
+                f"communication {number} is started again before its Wait",
+                (before.site, f"on {self.clocks.name(before.began)}: starts it"),
+                (site, f"on {self.clocks.name(current)}: starts it again"),
+                fix=f"Wait(Communication {number}) is missing {where}",
+            )
+        flight = self.flights[number] = Flight(site, number, current, dict(self.clocks.now))
+        self.absent.discard(number)
+        for planned in uses:
+            self._use(planned, flight)
+
+    def _opens(self, effect: OpensGroup, site: Site) -> None:
+        self.group = []
+
+    def _closes(self, effect: ClosesGroup, site: Site) -> None:
+        group, self.group = self.group, None
+        self._start(effect.number, site, group or ())
+
+    def _waits(self, effect: Waits, site: Site) -> None:
+        flight = self.flights.pop(effect.number, None)
+        if flight is not None:
+            self.waited[effect.number] = site
+            self.clocks.learn(flight.clock)
+            flight.ends(self.clocks.current, self.clocks.tick)
+        elif effect.number not in self.absent:
+            first = self.waited.get(effect.number)
+            self._note(
+                NO_FLIGHT,
+                f"communication {effect.number} is not in flight",
+                *([] if first is None else [(first, "has waited for it already")]),
+                (site, f"on {self.clocks.name(self.clocks.current)}: waits"),
+            )
+
+    # ------------------------------------------------------------ streams
+    def _enters(self, effect: Enters, site: Site) -> None:
+        self.clocks.enter(effect.stream)
+        if isinstance(self.clocks.current, int) and self.clocks.current < 0:
+            number = f"{effect.stream} = {self.clocks.current}"
+            self._note(OUT_OF_RANGE, f"Stream {number}: streams count from 0", (site, ""))
+
+    def _captures(self, effect: Captures, site: Site) -> None:
+        self.clocks.captured[effect.stream.name] = self.clocks.current
+
+    def _joins(self, effect: Joins, site: Site) -> None:
+        self.join(effect, site)
+
+    def join(self, effect: Joins, site: Site) -> None:
+        self.clocks.join(effect.stream)
+
+    # ------------------------------------------------------------ the end
+    def finish(self) -> None:
+        for flight in self.flights.values():
+            self._note(
+                NO_WAIT,
+                f"communication {flight.number} is never waited for",
+                (flight.site, f"on {self.clocks.name(flight.began)}: starts it"),
+                fix=f"Wait(Communication {flight.number}) is missing behind {{0}}",
+            )
+        if self.clocks.current != ENTRY:
+            last = [op for op in walk(self.program.ops) if isinstance(op, SetCurrentStream)][-1]
+            self._note(
+                LEFT,
+                f"the program ends on {self.clocks.name(self.clocks.current)}, which the caller "
+                "did not enter",
+                (Site(last), "enters the stream that stays current"),
+                fix=f"SetCurrentStream({self.clocks.text(ENTRY)}) is missing behind {{0}}",
+            )
+        returned = {tv: p for tv in self.program.outputs if (p := self._output(tv)) is not None}
+        outputs = {id(p.buffer): p.buffer for p in returned.values()}
+        others = {
+            id(p.buffer): p.buffer for p in self.places.values() if id(p.buffer) not in outputs
+        }
+        for buffer in (*outputs.values(), *others.values()):
+            if buffer.is_callers or id(buffer) in outputs:
+                self._return(buffer)
+            else:
+                self._drop(buffer, None)
+        for tv, place in returned.items():
+            if (
+                not place.is_empty
+                and not place.buffer.is_filled
+                and not only_allocates(self.program)
+            ):
+                self._check_output(tv, place)
+
+    def _output(self, tv: TensorView) -> BufferRegion | None:
+        if not self._is_mine(tv):
+            return None
+        return self.places.get(tv) or self.places.get(self.storage.root(tv))
+
+    def _check_output(self, tv: TensorView, place: BufferRegion) -> None:
+        buffer = place.buffer
+        left = buffer.unwritten(place.box)
+        if left:
+            writers = [(u.site, f"writes {buffer.text(u.box)}") for u in buffer.uses()][-1:]
+            if not writers and buffer.made is not None:
+                writers = [(buffer.made.site, "allocates it")]
+            part = f"{buffer.owner.label}{box_text(left[0], buffer.shape)}"
+            self._note(UNWRITTEN, f"{part}, part of an output, is never written", *writers)
+
+    def _return(self, buffer: TrackedBuffer) -> None:
+        """The stream on which the caller goes on gets a buffer back: to read, its own to write."""
+        for use in buffer.uses():
+            if (use.is_write or buffer.is_callers) and not use.is_before(self.clocks.now):
+                self._note(
+                    NOT_JOINED,
+                    f"the caller gets {buffer.owner.label} back while {self._who(use)} still "
+                    f"{'writes' if use.is_write else 'reads'} it",
+                    (use.site, self._doing(use, buffer)),
+                    fix=self._remedy(use, self.clocks.current, "before the program ends"),
+                )
+
+
+APPLY: dict[type, Callable[[Walker, Any, Site], None]] = {
+    Captures: Walker._captures,  # pyright: ignore[reportPrivateUsage]
+    ClosesGroup: Walker._closes,  # pyright: ignore[reportPrivateUsage]
+    Enters: Walker._enters,  # pyright: ignore[reportPrivateUsage]
+    Frees: Walker._frees,  # pyright: ignore[reportPrivateUsage]
+    Joins: Walker._joins,  # pyright: ignore[reportPrivateUsage]
+    Makes: Walker._makes,  # pyright: ignore[reportPrivateUsage]
+    OpensGroup: Walker._opens,  # pyright: ignore[reportPrivateUsage]
+    Reads: Walker._touch,  # pyright: ignore[reportPrivateUsage]
+    Shows: Walker._shows,  # pyright: ignore[reportPrivateUsage]
+    Waits: Walker._waits,  # pyright: ignore[reportPrivateUsage]
+    Writes: Walker._touch,  # pyright: ignore[reportPrivateUsage]
+}
+
+
+def is_slot(one: Box, other: Box, place: int, members: int) -> bool:
+    """Whether the smaller box is slot `place` of as many equal ones as there are members."""
+    small, large = sorted((one, other), key=lambda box: [n for _, n in box])
+    cut = [k for k, (a, b) in enumerate(zip(small, large, strict=True)) if a != b]
+    if len(cut) != 1:
+        return False
+    (at, n), (start, whole) = small[cut[0]], large[cut[0]]
+    return n * members == whole and at == start + place * n

@@ -1,0 +1,211 @@
+"""Scalars on all ranks at once: a number where the ranks agree, an array over ranks elsewhere."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy
+
+from fuser.ir.domain.device_mesh import DeviceMesh
+from fuser.ir.scalar import constructors as sc
+from fuser.ir.scalar.constructors import Apply, Number, Poly, Scalar, Symbol
+from fuser.ir.types import ParallelType
+from fuser.support.errors import DivisionByZeroError, InputError
+from hostir.ir.ops import RANK
+
+# Arrays over ranks hold numbers of every kind, of which numpy's own types say nothing.
+np: Any = numpy
+Array = Any
+# A number for all ranks, or one per rank.
+PerRank = Any
+
+
+def _truncated(a: PerRank, b: PerRank) -> PerRank:
+    return (a - np.fmod(a, b)) // b
+
+
+def _ceil_div(a: PerRank, b: PerRank) -> PerRank:
+    return -(-a // b)
+
+
+_COMPUTE: dict[str, Callable[..., PerRank]] = {
+    "+": np.add,
+    "-": np.subtract,
+    "*": np.multiply,
+    "/": _truncated,
+    "%": np.fmod,
+    "floorDiv": np.floor_divide,
+    "floorMod": np.mod,
+    "ceilDiv": _ceil_div,
+    "min": np.minimum,
+    "max": np.maximum,
+    "<": np.less,
+    "<=": np.less_equal,
+    ">": np.greater,
+    ">=": np.greater_equal,
+    "==": np.equal,
+    "!=": np.not_equal,
+    "&&": np.logical_and,
+    "||": np.logical_or,
+    "!": np.logical_not,
+    "where": np.where,
+    "neg": np.negative,
+    "abs": np.abs,
+}
+_DIVIDES = frozenset({"/", "%", "floorDiv", "floorMod", "ceilDiv"})
+
+
+class RankValues:
+    """The values of symbols on these ranks.
+
+    `undefined` says on which ranks the last value divided by 0; None: on none. Where values are
+    asked for again at the same step of all loops, they are as before.
+    """
+
+    def __init__(self, ranks: Sequence[int], values: dict[Symbol, Number]) -> None:
+        self.ranks = np.asarray(ranks, dtype=np.int64)
+        self.undefined: Array | None = None
+        self._values = values
+        self._depends: dict[Scalar, bool] = {}
+        self._computed: dict[Scalar, tuple[PerRank, Array | None]] = {}
+        self._along: dict[tuple[DeviceMesh, ParallelType], Array] = {}
+
+    def along(self, mesh: DeviceMesh, ptype: ParallelType) -> Array:
+        """Return the position of each rank along a mesh axis; 0 for one that the mesh lacks."""
+        if (mesh, ptype) not in self._along:
+            devices = np.asarray(mesh.devices, dtype=np.int64)
+            order = np.argsort(devices, kind="stable")
+            places = np.searchsorted(devices, self.ranks, sorter=order)
+            places = order[np.minimum(places, mesh.size - 1)]
+            along = np.asarray(mesh.coordinates(ptype), dtype=np.int64)[places]
+            self._along[mesh, ptype] = np.where(devices[places] == self.ranks, along, 0)
+        return self._along[mesh, ptype]
+
+    def bind(self, index: Symbol, value: Number | None) -> None:
+        """Set the index of a loop; None after the loop."""
+        self._computed.clear()
+        if value is None:
+            self._values.pop(index, None)
+        else:
+            self._values[index] = value
+
+    def of(self, x: Scalar) -> PerRank:
+        """Return the value of `x`.
+
+        Raises `InputError` where no input binds a symbol of it, `DivisionByZeroError` where it
+        divides by 0 on every rank alike.
+        """
+        known = self._computed.get(x)
+        if known is None:
+            self.undefined = None
+            try:
+                value = self._array(x) if self.depends(x) else sc.evaluate(x, self._values)
+            except KeyError as missing:
+                raise InputError(f"{x}: no input binds {missing.args[0]}") from None
+            known = self._computed[x] = value, self.undefined
+        value, self.undefined = known
+        return value
+
+    def depends(self, x: Scalar) -> bool:
+        """Whether ranks may differ in the value of `x`."""
+        found = self._depends.get(x)
+        if found is None:
+            found = self._depends[x] = RANK in sc.symbols(x)
+        return found
+
+    def integer(self, x: Scalar) -> int | None:
+        """Return the value of an integer, None where the ranks differ."""
+        value = self.of(x)
+        if isinstance(value, np.ndarray):
+            return int(value[0]) if len(value) and (value == value[0]).all() else None
+        return int(value)
+
+    def _array(self, x: Scalar) -> PerRank:
+        if x is RANK:
+            return self.ranks
+        if not self.depends(x):
+            try:
+                return sc.evaluate(x, self._values)
+            except DivisionByZeroError:
+                self._is_undefined(True)
+                return 0
+        if isinstance(x, Poly):
+            return self._sum(x)
+        assert isinstance(x, Apply)
+        if x.op == "where":
+            return self._chosen(*x.args)
+        if x.op not in _COMPUTE:
+            one_by_one = [sc.evaluate(x, {**self._values, RANK: int(r)}) for r in self.ranks]
+            return np.asarray(one_by_one)
+        args = [self._array(a) for a in x.args]
+        if x.op in _DIVIDES and (args[1] == 0 if isinstance(args[1], int) else not args[1].all()):
+            self._is_undefined(np.asarray(args[1]) == 0)
+            args[1] = np.where(args[1] == 0, 1, args[1])
+        return _COMPUTE[x.op](*args)
+
+    def _sum(self, x: Poly) -> PerRank:
+        number: Number = 0
+        arrays: list[Array] = []
+        for atoms, factor in x.terms:
+            term: PerRank = factor
+            for value in map(self._array, atoms):
+                term = value if isinstance(term, int) and term == 1 else term * value
+            if isinstance(term, np.ndarray):
+                arrays.append(term)
+            else:
+                number += term
+        total: PerRank = number if number or not arrays else arrays.pop()
+        for term in arrays:
+            total = total + term
+        return total
+
+    def _chosen(self, cond: Scalar, a: Scalar, b: Scalar) -> PerRank:
+        """Return one of two values: a division by 0 counts in the one that is taken."""
+        holds = self._array(cond)
+        before = self.undefined
+        found: list[PerRank] = []
+        missing: list[PerRank] = []
+        for arg in (a, b):
+            self.undefined = None
+            found.append(self._array(arg))
+            missing.append(False if self.undefined is None else self.undefined)
+        self.undefined = before
+        self._is_undefined(np.where(holds, *missing))
+        return np.where(holds, *found)
+
+    def _is_undefined(self, where: PerRank) -> None:
+        if np.any(where):
+            before = False if self.undefined is None else self.undefined
+            self.undefined = np.broadcast_to(where, self.ranks.shape) | before
+
+
+def least(a: PerRank, b: PerRank) -> PerRank:
+    return min(a, b) if isinstance(a, int) and isinstance(b, int) else np.minimum(a, b)
+
+
+def most(a: PerRank, b: PerRank) -> PerRank:
+    return max(a, b) if isinstance(a, int) and isinstance(b, int) else np.maximum(a, b)
+
+
+def everywhere(x: PerRank) -> bool:
+    return bool(x.all()) if isinstance(x, np.ndarray) else bool(x)
+
+
+def at(value: PerRank, i: int) -> object:
+    """Return the value on one rank, by its place among the ranks."""
+    return value[i].item() if isinstance(value, np.ndarray) else value
+
+
+def pick(x: PerRank, places: PerRank) -> PerRank:
+    """Return the values of the ranks at these places."""
+    return x[places] if isinstance(x, np.ndarray) else x
+
+
+def outside_of(x: PerRank, limit: int, here: Array) -> Array | None:
+    """Return which of the ranks here have a value below 0 or not below `limit`; None: none."""
+    wrong = (x < 0) | (x >= limit)
+    if not isinstance(wrong, np.ndarray):
+        return here if wrong and here.any() else None
+    wrong &= here
+    return wrong if wrong.any() else None

@@ -1,0 +1,84 @@
+"""Inputs that every call cuts: whole on each rank, and read by nothing but local slices.
+
+T2 = linear(h [m, DIDx(k)], w [n, k]), w left whole  ->  w2 = LocalSlice(w), in each call
+
+The results are right, and each rank holds and reads the whole tensor for a part of it. `why`,
+`cost` and the report on overlap say so, once for each input.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from fuser.ir.shard_annotation import Replicate, Shard
+from fuser.ir.tensor import TensorView
+from fuser.ir.types import DEVICE_TYPES, ParallelType
+from fuser.support.errors import user_code
+from hostir.ir.effects import Shows
+from hostir.ir.ops import HostOp, LocalSlice
+from hostir.ir.program import HostIrContainer, walk
+from multidevice.sharding.placement import placement
+
+# What a slice cuts: along a device type, an axis.
+Slice = tuple[ParallelType, int]
+
+
+def sliced_inputs(program: HostIrContainer) -> tuple[str, ...]:
+    """Return a sentence for each input that nothing reads but slices, all of the same axes."""
+    shown: dict[TensorView, TensorView] = {}
+    slices: dict[TensorView, dict[TensorView, Slice]] = {}
+    others: set[TensorView] = {*program.outputs}
+
+    def base(tv: TensorView) -> TensorView:
+        while tv in shown:
+            tv = shown[tv]
+        return tv
+
+    for op in walk(program.ops):
+        names = [e for e in op.effects() if isinstance(e, Shows)] if isinstance(op, HostOp) else []
+        if names:
+            shown.update((e.out, e.source) for e in names)
+        elif isinstance(op, LocalSlice):
+            slices.setdefault(base(op.inp), {})[op.out] = (op.ptype, op.axis)
+        else:
+            tensors = (v for v in (*op.inputs, *op.outputs) if isinstance(v, TensorView))
+            others.update(map(base, tensors))
+    inputs = [v for v in program.inputs if isinstance(v, TensorView)]
+    return tuple(_sentences(program, inputs, slices, others))
+
+
+def _sentences(
+    program: HostIrContainer,
+    inputs: list[TensorView],
+    slices: dict[TensorView, dict[TensorView, Slice]],
+    others: set[TensorView],
+) -> Iterator[str]:
+    numbers = {v: k for k, v in enumerate(program.inputs) if isinstance(v, TensorView)}
+    for tv in inputs:
+        made = slices.get(tv, {})
+        wanted = set(made.values())
+        if len(wanted) != 1 or tv in others or tv.mesh is None:
+            continue
+        ((ptype, axis),) = wanted
+        rows = [r for r in program.values.origins if r.tensor in {out.number for out in made}]
+        readers = dict.fromkeys(f"{r.op}{_at(r.where)}" for r in rows if r.what == "placement")
+        taken = f", as {' and '.join(readers)} takes it" if readers else ""
+        yield (
+            f"T{tv.number}, input {numbers[tv]}, is whole along axis {axis} on each "
+            f"rank and cut by {ptype.name} in each call{taken}: annotate it, by "
+            f"shard(T{tv.number}, mesh, [{_placements(tv, ptype, axis)}]), and pass shards"
+            f"{user_code(tv.user_line())}"
+        )
+
+
+def _placements(tv: TensorView, ptype: ParallelType, axis: int) -> str:
+    """Return the placements of an input that is cut as it is, and as the slice cuts it."""
+    assert tv.mesh is not None, f"{tv} has no mesh"
+    cuts = {c.ptype: k for k, mine in enumerate(placement(tv, DEVICE_TYPES)) for c in mine}
+    cuts[ptype] = axis
+    types = reversed(DEVICE_TYPES[: tv.mesh.ndim])
+    return ", ".join(str(Shard(cuts[p]) if p in cuts else Replicate()) for p in types)
+
+
+def _at(where: str) -> str:
+    return f" at {where}" if where else ""

@@ -1,0 +1,226 @@
+"""The unrolled program of all ranks at once: each op at each step of its loops.
+
+Of such an item is kept on which ranks it runs, on which of their streams, how large what it touches
+is there, and whom it meets (`hostir.analysis.collective_matching` finds that out).
+`hostir.cost.time_classes` puts ranks together for which all of it is the same; who wants to know
+more looks at the first one of a class.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from fuser.ir.dtypes import nbytes_of
+from fuser.ir.memory_layout import expanded_positions
+from fuser.ir.op import Op
+from fuser.ir.scalar.constructors import Number, Symbol
+from fuser.ir.tensor import TensorView
+from hostir.analysis.clocks import Clocks
+from hostir.analysis.collective_matching import RankWalker
+from hostir.analysis.deadlocks import Half, PostedCollective, Teams
+from hostir.analysis.rank_regions import Region
+from hostir.analysis.rank_values import Array, PerRank, at, most, np
+from hostir.ir.diagnostics import Site
+from hostir.ir.effects import (
+    CALLER,
+    ENTRY,
+    Captures,
+    Effect,
+    Enters,
+    Frees,
+    Joins,
+    Makes,
+    OpensGroup,
+    Waits,
+    effects_of,
+)
+from hostir.ir.ops import Allocate, Deallocate, SymmetricContiguousView, is_computed
+from hostir.ir.program import HostIrContainer
+from hostir.ir.transfers import (
+    CollectivePermute,
+    Communication,
+    EndCoalescing,
+    P2PCommunication,
+)
+
+Shape = tuple[int, ...]
+
+
+@dataclass(eq=False, slots=True)
+class UnrolledOp:
+    """One op at one step: `mask` has the ranks that run it, `stream` where, `joins` the stream that
+    it waits for. `shapes` are the local ones of what it touches.
+
+    `team` [ranks] numbers the ranks' teams; `pairs` are, for a send or receive, the other half,
+    these ranks' places, and those of the partners. `group` has the halves of a group. `far` are
+    operands of which an equal part lies with each rank of these teams, of so many ranks.
+    """
+
+    site: Site
+    mask: Array
+    stream: PerRank
+    joins: PerRank | None = None
+    waits: int | None = None
+    shapes: dict[TensorView, tuple[PerRank, ...]] = field(default_factory=dict)  # pyright: ignore[reportUnknownVariableType]
+    teams: Teams | None = None
+    root: PerRank = 0
+    peers: tuple[PerRank, PerRank] | None = None
+    pairs: list[tuple[UnrolledOp, Array, Array]] = field(default_factory=list)  # pyright: ignore[reportUnknownVariableType]
+    group: list[UnrolledOp] | None = None
+    far: dict[TensorView, tuple[Teams, int]] = field(default_factory=dict)  # pyright: ignore[reportUnknownVariableType]
+    # Members may come in other ops: what they come in.
+    together: tuple[UnrolledOp, ...] = ()
+
+    def sizes(self, place: int) -> dict[TensorView, Shape]:
+        """Return the shapes on one rank, by its place among the ranks."""
+        return {tv: tuple(int(at(n, place)) for n in s) for tv, s in self.shapes.items()}  # pyright: ignore[reportArgumentType]
+
+
+class Unroller(RankWalker):
+    """Goes through the program as `hostir.analysis.collective_matching` does, and keeps each op
+    that is met.
+    """
+
+    def __init__(
+        self, program: HostIrContainer, ranks: Sequence[int], values: Mapping[Symbol, Number]
+    ) -> None:
+        super().__init__(program, ranks, dict(values))
+        self.items: list[UnrolledOp] = []
+        self.clocks = Clocks(self.values.of)
+        self.current: PerRank = CALLER
+        self.names: dict[object, int] = {}
+        self.at: dict[object, list[UnrolledOp]] = {}
+        self.known: dict[int, tuple[Effect, ...]] = {}
+        self.halves: list[UnrolledOp] | None = None
+        # Bytes that are allocated now, and the most that ever were; per rank.
+        self.alive: PerRank = 0
+        self.peak: PerRank = 0
+        self.buffers: dict[TensorView, PerRank] = {}
+        self.inputs: PerRank = 0
+        for tv in program.inputs:
+            if isinstance(tv, TensorView):
+                self.inputs = self.inputs + self._held(tv)
+
+    # ------------------------------------------------------------ ops
+    def step(self, op: Op) -> None:
+        """Note an op, then what ranks meet in it."""
+        effects = self.known.get(id(op))
+        if effects is None:
+            effects = self.known[id(op)] = effects_of(op, self.storage.buffered)
+        if isinstance(op, Allocate):
+            super().step(op)  # says of which step a buffer is
+        self._remember(op, effects)
+        if not isinstance(op, Allocate):
+            super().step(op)
+        for effect in effects:
+            self._effect(effect, op)
+
+    def _effect(self, effect: Effect, op: Op) -> None:
+        if isinstance(effect, Enters):
+            self.current = self._here(self._stream(effect.stream), self.current)
+        elif isinstance(effect, Captures):
+            before = self.clocks.captured.get(effect.stream.name, CALLER)
+            self.clocks.captured[effect.stream.name] = self._here(self.current, before)  # pyright: ignore[reportArgumentType]
+        elif isinstance(effect, Makes) and effect.tensor not in self.storage.named:
+            self._gives_up(effect.tensor)
+            held = self.buffers[effect.tensor] = self._held(effect.tensor)
+            self.alive = self.alive + held
+            self.peak = most(self.peak, self.alive)
+        elif isinstance(effect, Frees):
+            self._gives_up(effect.tensor)
+
+    def _gives_up(self, tv: TensorView) -> None:
+        held = self.buffers.pop(tv, None)
+        if held is not None:
+            gone = self._here(held, 0)
+            self.alive = self.alive - gone
+            if gone is not held:
+                self.buffers[tv] = held - gone
+
+    def _held(self, tv: TensorView) -> PerRank:
+        """Return the bytes that the ranks here have of a tensor."""
+        elements = self.spot_of(tv).elements(expanded_positions(tv)) * nbytes_of(tv.dtype())
+        has = self.holds(tv) & self.mask
+        return elements if has.all() else np.where(has, elements, 0)
+
+    def _here(self, new: PerRank, old: PerRank) -> PerRank:
+        return new if self.mask.all() else np.where(self.mask, new, old)
+
+    def _stream(self, stream: object) -> PerRank:
+        found: PerRank = self.clocks.find(stream)  # pyright: ignore[reportArgumentType]
+        if isinstance(found, str):
+            found = CALLER if found == ENTRY else self.names.setdefault(found, -2 - len(self.names))
+        return found
+
+    def _remember(self, op: Op, effects: tuple[Effect, ...]) -> None:
+        item = UnrolledOp(Site(op, self.indices), self.mask, self.current)
+        for effect in effects:
+            if isinstance(effect, Joins):
+                item.joins = self._stream(effect.stream)
+            elif isinstance(effect, Waits):
+                item.waits = effect.number
+            elif isinstance(effect, OpensGroup):
+                self.halves = []
+        moves = isinstance(op, Communication | CollectivePermute | P2PCommunication)
+        is_work = is_computed(op, effects)
+        if moves or is_work:
+            for tv in (*op.inputs, *op.outputs):
+                if isinstance(tv, TensorView):
+                    item.shapes[tv] = self.spot_of(tv).shape
+                    if tv.mesh is not None and not self.holds(tv).all():
+                        item.mask = item.mask & self.holds(tv)
+        for tv in op.inputs if is_work and self.storage.views else ():
+            view = self.storage.view(tv) if isinstance(tv, TensorView) else None
+            if isinstance(tv, TensorView) and view is not None and view.team is not None:
+                item.far[tv] = self._teams(view.team), view.team.size
+        if isinstance(op, Communication | CollectivePermute):
+            item.teams = self._teams(op.team)
+            item.mask = item.mask & (item.teams.team >= 0)
+        if isinstance(op, P2PCommunication) and self.halves is not None:
+            self.halves.append(item)
+        elif isinstance(op, EndCoalescing):
+            item.group, self.halves = self.halves or [], None
+            self.items.append(item)
+        elif moves or is_work or item.joins is not None or item.waits is not None:
+            self.items.append(item)
+        if moves:
+            self.at.setdefault((id(op), self.indices), []).append(item)
+
+    def _items(self, sites: Iterable[Site]) -> tuple[UnrolledOp, ...]:
+        return tuple(r for s in sites for r in self.at[id(s.op), s.indices])
+
+    # ------------------------------------------------------------ where ranks meet
+    def met(self, met: PostedCollective, here: Array) -> None:
+        """See `Judge`."""
+        super().met(met, here)
+        if isinstance(met.sites[0].op, SymmetricContiguousView | Deallocate):
+            return  # what reads the view moves the bytes; how long they meet is not known
+        items = self._items(met.sites)
+        for item in items:
+            item.peers, item.root = met.peers, met.root
+            item.together = items
+
+    def check_parts(
+        self,
+        a: Region | None,
+        b: Region | None,
+        senders: Array,
+        receivers: Array,
+        sites: tuple[Site, ...],
+    ) -> None:
+        """Whether parts arrive where they belong is no matter here."""
+
+    def paired(self, a: Half, b: Half, senders: Array, receivers: Array) -> None:
+        """See `Judge`."""
+        super().paired(a, b, senders, receivers)
+        (sends,), (receives,) = self._of(a), self._of(b)
+        sends.pairs.append((receives, senders, receivers))
+        receives.pairs.append((sends, receivers, senders))
+
+    def _of(self, half: Half) -> tuple[UnrolledOp]:
+        """Return what is kept of a half; where bounds of loops differ a step comes again."""
+        found = self._items((half.site,))
+        places = np.nonzero(half.mask)[0]
+        first = int(places[0]) if len(places) else 0
+        return (next(r for r in found if r.mask[first]),)

@@ -1,0 +1,582 @@
+"""Measuring what this machine can do, for the cost model: `python -m hostir calibrate`.
+
+One process measures its device: bytes, matmuls, and what the host needs for an op. The ranks of a
+job, one per GPU, or on CPUs, measure their links, too: collectives, sends and peer copies. What is
+not measured stays as it was: what an earlier calibration found, else that of the built-in machine.
+
+On a GPU the calls of a burst are enqueued behind a kernel that waits, so that their times are the
+GPU's alone. A number is the lower quartile of some bursts, on a job those of the slowest rank, so
+that other work on the machine changes little; of the host, that of single calls, without CUDA
+graphs. What cannot be is measured again, then refused (`hostir.cost.calibrate_checks`).
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import replace
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from fuser import ops
+from fuser.ir.dtypes import DataType
+from fuser.ir.types import ParallelType
+from fuser.support import options
+from fuser.support.device import describe_device
+from fuser.support.errors import FuserError, InputError
+from fuser.support.writable import not_replaceable
+from hostir.cost.calibrate_checks import SPREAD, link_faults, matmul_faults, spread_faults
+from hostir.cost.machine_model import (
+    CPU,
+    H200,
+    Machine,
+    machine_from_json,
+    measured_file,
+    read_once,
+)
+from hostir.cost.op_costs import BUS, whole_waves
+from hostir.ir.ops import Allocate
+from hostir.ir.program import HostIrContainer
+from hostir.ir.transfers import Communication, Wait
+from hostir.runtime.evaluator import ProgramEvaluator
+from multidevice import DeviceMesh
+from multidevice.job.communicator import Communicator
+from multidevice.sharding.reshard import TeamOf
+from multidevice.transports.base.allreduce_model import MAX_NBYTES, Way, sent_nbytes, shape_of
+from multidevice.transports.base.protocol import Transfer, Work
+
+Fields = dict[str, Any]
+
+# Bursts of a measurement; where they differ too much, some more. How often all is measured.
+_ROUNDS, _MORE_ROUNDS, _ATTEMPTS = 9, 3, 3
+# A burst on a CPU ends before the system lets another process run.
+_SLICE_S = 2e-3
+# Cycles for which a GPU is kept waiting while the host enqueues a burst: about 10 ms.
+_HEAD_START = 20_000_000
+# Bytes and shapes by kind of device: a GPU needs much of both to be busy.
+_CLONED = {"cuda": 512 << 20, "cpu": 16 << 20}
+_MATMULS = {
+    "cuda": ((4096, 4096, 4096), (4096, 8192, 8192), (8192, 8192, 8192), (8192, 8192, 28672)),
+    "cpu": ((64, 64, 64), (128, 128, 128), (256, 256, 256), (512, 512, 512)),
+}
+# In which of these shapes dtypes are compared: a CPU's libraries need as long as the smallest
+# products besides.
+_COMPARED = {"cuda": slice(0, 2), "cpu": slice(1, 3)}
+# For how long a device is busy with matmuls of one size before they are timed.
+_LOAD_S = {"cuda": 0.05, "cpu": 0.0}
+# Of a collective: what latency and bandwidth are read off.
+_SENT = {"cuda": (8 << 10, 64 << 20, 256 << 20), "cpu": (1 << 10, 1 << 20, 4 << 20)}
+_DTYPES = {
+    "Half": torch.float16,
+    "BFloat16": torch.bfloat16,
+    "Float": torch.float32,
+    "Double": torch.float64,
+}
+# On a CPU the rank itself does everything: its time is the device's, and communication takes it.
+_CPU: Fields = {
+    "device": CPU,
+    "multiprocessors": 1,
+    "nccl_multiprocessors": 1,
+    "kernel_fill_nbytes": 1.0,
+    "tiles": ((1, 1, 1.0),),
+    "nccl_fill_s": 0.0,
+    **dict.fromkeys(("host_run_s", "host_kernel_s", "host_library_s", "host_post_s"), 0.0),
+}
+
+
+def calibrate_here(communicator: Communicator, kind: str | None, output: str | None) -> str:
+    """Measure the device of this rank ("cuda", "cpu"; None: a GPU if there is one) and, on rank 0,
+    write the description; return what to say of it.
+
+    Raises `InputError` before anything is measured where there is no such device, or a description
+    cannot be written; `PeerError` where that is another rank's error.
+    """
+    device, file = _checked(communicator, kind, output)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    crowded = _crowded_text(communicator) if device.type == "cpu" else ""
+    if crowded and output is None:
+        raise InputError(f"{crowded}: -o FILE.json writes what they measure to a file of its own")
+    before, found, doubts = calibrate(communicator, device)
+    doubts += [crowded] if crowded else []
+    lines = [
+        f"{file}, what differs from {before.name}:",
+        *changes(before, found),
+        *(f"not sure: {doubt}" for doubt in doubts),
+    ]
+    if communicator.rank() == 0:
+        write(found, file)
+    if communicator.size() == 1:
+        lines += [
+            f"links were not measured, and stay those of {before.name}: "
+            "mpirun -np 2 python -m hostir calibrate measures them"
+        ]
+    return "\n".join(lines)
+
+
+def _crowded_text(communicator: Communicator) -> str:
+    """Return that ranks take turns on the cores of this host, "" where each has one."""
+    cores, ranks = os.cpu_count() or 1, communicator.local_size()
+    if ranks <= cores:
+        return ""
+    return f"{ranks} ranks take turns on {cores} cores, which is no link's time and no matmul's"
+
+
+def _checked(
+    communicator: Communicator, kind: str | None, output: str | None
+) -> tuple[torch.device, Path]:
+    """Return the device of this rank and the file; an error of one rank is an error of all."""
+    kind = kind or ("cuda" if torch.cuda.is_available() else "cpu")
+    device, why = torch.device(kind), ""
+    if kind == "cuda":
+        number = communicator.local_rank()
+        device = torch.device(kind, number)
+        if number >= torch.cuda.device_count():
+            why = f"--device cuda: there is no GPU{f' of number {number}' if number else ''}"
+    file = Path()
+    if not why:
+        # A link stays: what it leads to is replaced.
+        file = measured_file(device) if output is None else Path(os.path.realpath(output))
+        if output == "":
+            why = "--output '': expected the name of a file"
+        elif output and communicator.rank() == 0 and (problem := not_replaceable(file)):
+            why = f"--output {output}: {problem}"
+    error = InputError(why) if why else None
+    communicator.agree(error)
+    if error is not None:
+        raise error
+    return device, file
+
+
+def calibrate(
+    communicator: Communicator, device: torch.device
+) -> tuple[Machine, Machine, list[str]]:
+    """Return what was known of this machine, what is measured now, and what is doubtful about that;
+    all ranks of the job call.
+
+    Raises `FuserError` where ranks cannot communicate, or a link is faster than it can be.
+    """
+    before, ranks = known_before(device), communicator.size()
+    for _ in range(_ATTEMPTS):
+        bench = _Bench(communicator, device)
+        found = local_fields(bench, before)
+        if ranks > 1:
+            found |= link_fields(bench)
+        faults = [*bench.faults, link_faults(found), spread_faults(bench.spreads)]
+        if not any(faults):
+            break
+    else:
+        raise FuserError(
+            f"{'; '.join(filter(None, faults))}: other work must have run beside each of "  # pyright: ignore[reportPossiblyUnboundVariable]
+            f"{_ATTEMPTS} measurements. Nothing is written: measure again when nothing else runs"
+        )
+    name = "cpu" if device.type == "cpu" else torch.cuda.get_device_name(device)
+    after = replace(before, name=_name(name, ranks, before), **rounded(found))
+    return before, after, bench.doubts
+
+
+def _name(device: str, ranks: int, before: Machine) -> str:
+    """Return the name of what was measured: links by these ranks, else as they were."""
+    _, sep, links = before.name.partition("; links by ")
+    links = f"{ranks} ranks" if ranks > 1 else links
+    return f"{device}, measured" + (f"; links by {links}" if ranks > 1 or sep else "")
+
+
+def rounded(fields: Fields) -> Fields:
+    """Return numbers with as many digits as measurements have."""
+
+    def short(x: Any) -> Any:
+        if isinstance(x, float):
+            return float(f"{x:.3g}")
+        if isinstance(x, tuple):
+            return tuple(short(y) for y in x)  # pyright: ignore[reportUnknownVariableType]
+        return {k: short(y) for k, y in x.items()} if isinstance(x, dict) else x  # pyright: ignore[reportUnknownVariableType]
+
+    return {name: short(value) for name, value in fields.items()}
+
+
+def known_before(device: torch.device) -> Machine:
+    """Return what an earlier calibration found, else "h200"."""
+    file = measured_file(device)
+    try:
+        return machine_from_json(file.read_text(), where=str(file))
+    except (FileNotFoundError, FuserError):
+        return H200
+
+
+def write(machine: Machine, file: Path) -> None:
+    """Write a description at once: who reads meanwhile finds the old one.
+
+    Raises `InputError` where it cannot be written.
+    """
+    part = file.with_name(f"{file.name}.{os.getpid()}.part")
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        part.write_text(machine.to_json() + "\n")
+        part.replace(file)
+    except OSError as error:
+        raise InputError(f"{file} cannot be written: {error}") from error
+    finally:
+        with suppress(OSError):  # where there is none
+            part.unlink()
+    read_once.cache_clear()
+
+
+def changes(before: Machine, after: Machine) -> list[str]:
+    """Return a line per number that differs."""
+    old, new = (json.loads(m.to_json()) for m in (before, after))
+    return [f"{name}: {old[name]} -> {value}" for name, value in new.items() if old[name] != value]
+
+
+class _Bench:
+    """Times calls on a device, on all ranks of a job at once."""
+
+    def __init__(self, communicator: Communicator, device: torch.device) -> None:
+        self.communicator, self.device = communicator, device
+        self.team = tuple(range(communicator.size()))
+        # By which factor the better repetitions of each measurement differ; what else is doubtful,
+        # or cannot be.
+        self.spreads: list[float] = []
+        self.doubts: list[str] = []
+        self.faults: list[str] = []
+
+    def seconds(self, call: Callable[[], object], times: int = 10) -> float:
+        """Return how long the device takes for one call, among many."""
+        return self.interleaved([call], times)[0]
+
+    def interleaved(
+        self, calls: Sequence[Callable[[], object]], times: int = 10, load_s: float = 0.0
+    ) -> list[float]:
+        """Return the same of several calls, which take turns, so that what else runs for a while
+        does not fall on one; for at least `load_s` each."""
+        lengths = [self._length(call, times, load_s) for call in calls]
+        found: list[list[float]] = [[] for _ in calls]
+        for k in range(_ROUNDS * (1 + _MORE_ROUNDS)):
+            if k >= _ROUNDS and k % _ROUNDS == 0 and max(map(_spread, found)) < SPREAD:
+                break
+            for call, length, rounds in zip(calls, lengths, found, strict=True):
+                rounds.append(self._slowest(self._burst(call, length)))
+        self.spreads += map(_spread, found)
+        return [_low(rounds) for rounds in found]
+
+    def _length(self, call: Callable[[], object], times: int, load_s: float) -> int:
+        """Return how many calls a burst has: on a GPU as many as keep it busy for a while, as in a
+        short burst its clock is higher than what it keeps up."""
+        for _ in range(3):
+            call()
+        once = max(self._slowest(self._burst(call, 2)), 1e-9)
+        if self.device.type == "cpu":
+            return max(1, min(times, int(_SLICE_S / once)))
+        return max(times, math.ceil(load_s / once))
+
+    def _burst(self, call: Callable[[], object], times: int) -> float:
+        self._meet()
+        if self.device.type == "cpu":
+            started = time.perf_counter()
+            for _ in range(times):
+                call()
+            return (time.perf_counter() - started) / times
+        start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        _keep_waiting()
+        call()  # the ranks meet in it
+        start.record()
+        for _ in range(times):
+            call()
+        stop.record()
+        torch.cuda.synchronize(self.device)
+        return start.elapsed_time(stop) / 1e3 / times
+
+    def host_seconds(self, call: Callable[[], object], times: int = 20) -> float:
+        """Return for how long the host is busy with one call.
+
+        The GPU is not kept waiting, so that little is under way that the host could wait for; and
+        of single calls the lower quartile, as one that does wait says nothing of the others.
+        """
+        for _ in range(10):
+            call()
+        rounds: list[float] = []
+        for _ in range(_ROUNDS):
+            self._meet()
+            clock = [time.perf_counter()]
+            for _ in range(times):
+                call()
+                clock.append(time.perf_counter())
+            rounds.append(_low([b - a for a, b in pairwise(clock)]))
+            if self.device.type == "cuda":
+                torch.cuda.synchronize(self.device)
+        return _low([self._slowest(r) for r in rounds])
+
+    def _meet(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+        if len(self.team) > 1:
+            self.communicator.barrier()
+
+    def _slowest(self, seconds: float) -> float:
+        if len(self.team) == 1:
+            return seconds
+        return max(map(float, self.communicator.exchange(repr(seconds).encode())))
+
+    def random(self, *shape: int, dtype: torch.dtype) -> torch.Tensor:
+        """Return random numbers: zeros would be multiplied at a higher clock."""
+        return torch.randn(*shape, device=self.device, dtype=torch.float32).to(dtype)
+
+    def empty(self, nbytes: int) -> torch.Tensor:
+        return torch.empty(nbytes // 4, device=self.device, dtype=torch.float32)
+
+
+def _low(times: Sequence[float]) -> float:
+    """Return the lower quartile: other work makes some of them longer."""
+    return sorted(times)[len(times) // 4]
+
+
+def _spread(times: Sequence[float]) -> float:
+    return _low(times) / max(min(times), 1e-9)
+
+
+def _keep_waiting() -> None:
+    """Keep the current stream busy while the host enqueues a burst."""
+    torch.cuda._sleep(_HEAD_START)  # pyright: ignore[reportPrivateUsage, reportUnknownMemberType]
+
+
+# ------------------------------------------------------------------ one device
+def local_fields(bench: _Bench, machine: Machine) -> Fields:
+    """Return what one rank finds out alone."""
+    kind = bench.device.type
+    small = bench.empty(64)
+    launch = bench.seconds(lambda: small.add_(1.0), 50)
+    found: Fields = {"launch_s": launch} | (
+        _cpu_fields(bench) if kind == "cpu" else _gpu_fields(bench)
+    )
+    source, target = (bench.empty(_CLONED[kind]) for _ in range(2))
+    seconds = bench.seconds(lambda: target.copy_(source)) - launch
+    moved = 2 * _CLONED[kind]
+    found["memory_bandwidth"] = moved / max(seconds, 1e-9)
+    return found | _matmul_fields(bench, replace(machine, **found))
+
+
+def _cpu_fields(bench: _Bench) -> Fields:
+    """Return what a call of a library takes where it computes next to nothing: the host's time is
+    the device's."""
+    x = bench.random(8, 8, dtype=torch.float32)
+    out = torch.empty_like(x)
+    return {**_CPU, "matmul_launch_s": bench.seconds(lambda: torch.mm(x, x, out=out), 50)}
+
+
+def _gpu_fields(bench: _Bench) -> Fields:
+    multiprocessors = describe_device(bench.device).sm_count
+    tiny = bench.random(128, 128, dtype=torch.bfloat16)
+    out = torch.empty_like(tiny)
+    one, nine = (_host_of(bench, _linears(n), [tiny, tiny]) for n in (1, 9))
+    library = max((nine - one) / 8, 0.0)
+    return {
+        "multiprocessors": multiprocessors,
+        "matmul_launch_s": bench.seconds(lambda: torch.mm(tiny, tiny, out=out), 50),
+        "host_library_s": library,
+        "host_run_s": max(one - library, 0.0),
+        # A kernel of ours takes the host for as long as a call of a library, less torch's part.
+        "host_kernel_s": library * H200.host_kernel_s / H200.host_library_s,
+    }
+
+
+def _host_of(bench: _Bench, program: HostIrContainer, inputs: Sequence[torch.Tensor]) -> float:
+    # What is asked for is the time of each op; a graph's runs have none.
+    settings = options.settings(disable=["cuda_graphs"])
+    evaluator = ProgramEvaluator(
+        program, bench.communicator, device=bench.device, settings=settings
+    )
+    return bench.host_seconds(lambda: evaluator.run(inputs))
+
+
+def _linears(count: int) -> HostIrContainer:
+    program = HostIrContainer()
+    with program:
+        x, w = (program.input([128, 128], DataType.BFloat16) for _ in range(2))
+        for _ in range(count):
+            y = ops.linear(x, w)
+            program.append(y)
+        program.add_output(y)  # pyright: ignore[reportPossiblyUnboundVariable]
+    return program
+
+
+def _matmul_fields(bench: _Bench, machine: Machine) -> Fields:
+    """Return rates as the model reads them, of whole waves of tiles."""
+    kind = bench.device.type
+    main = "BFloat16" if kind == "cuda" else "Float"
+
+    def product(m: int, k: int, n: int, dtype: str) -> Callable[[], object]:
+        a, b = (bench.random(*s, dtype=_DTYPES[dtype]) for s in ((m, k), (k, n)))
+        out = torch.empty(m, n, device=bench.device, dtype=_DTYPES[dtype])
+        return lambda: torch.mm(a, b, out=out)
+
+    shapes = {d: _MATMULS[kind] if d == main else _MATMULS[kind][_COMPARED[kind]] for d in _DTYPES}
+    asked = [(d, shape) for d, found in shapes.items() for shape in found]
+    calls = [product(*shape, d) for d, shape in asked]
+    times = bench.interleaved(calls, 8, _LOAD_S[kind])
+    rates: dict[str, list[tuple[float, float]]] = {d: [] for d in _DTYPES}
+    for (d, (m, k, n)), seconds in zip(asked, times, strict=True):
+        area, _ = whole_waves(1, m, n, machine)
+        alone = max(seconds - machine.matmul_launch_s, seconds / 2, 1e-9)
+        rate = area * machine.multiprocessors * 2 * k / alone
+        rates[d].append((float(2 * m * k * n), rate))
+    has_tiles = torch.cpu._is_amx_tile_supported()  # pyright: ignore[reportPrivateUsage]
+    bench.faults.append(matmul_faults(rates, main, kind, has_tiles=has_tiles))
+    mains = dict(rates[main])
+    dtypes = {d: points[-1][1] / mains[points[-1][0]] for d, points in rates.items()}
+    return {"matmul": tuple(rates[main]), "matmul_dtypes": dtypes}
+
+
+# ------------------------------------------------------------------ between ranks
+def link_fields(bench: _Bench) -> Fields:
+    """Return what the ranks of a job find out together."""
+    bench.communicator.begin_run(bench.team)
+    backend = bench.communicator.backend_for(bench.device)
+    team, n = bench.team, len(bench.team)
+    small, middle, large = _SENT[bench.device.type]
+
+    def allgather(nbytes: int) -> Callable[[], None]:
+        part, whole = bench.empty(nbytes // n), bench.empty(nbytes // n * n)
+        return lambda: backend.allgather(whole, part, team=team).wait()
+
+    def reduce_scatter(nbytes: int) -> Callable[[], None]:
+        part, whole = bench.empty(nbytes // n), bench.empty(nbytes // n * n)
+        return lambda: backend.reduce_scatter(part, whole, op="SUM", team=team).wait()
+
+    def allreduce(nbytes: int) -> Callable[[], None]:
+        whole = bench.empty(nbytes)
+        return lambda: backend.allreduce(whole, whole, op="SUM", team=team).wait()
+
+    def sends(nbytes: int) -> Callable[[], None]:
+        return _ring(bench, bench.empty(nbytes), bench.empty(nbytes), backend.batch)
+
+    kinds = {"Allgather": allgather, "ReduceScatter": reduce_scatter, "Allreduce": allreduce}
+    bandwidths: dict[str, float] = {}
+    latencies: list[float] = []
+    ramps: list[float] = []
+    for kind, make in kinds.items():
+        latency, ramp, bandwidth = _fit(bench, make, BUS[kind](n), (small, middle, large))
+        bandwidths[kind] = bandwidth
+        if kind != "Allreduce":  # of which small ones go another way than large ones
+            ramps.append(ramp)
+            latencies.append(latency)
+    found: Fields = {
+        "nccl": bandwidths,
+        "nccl_latency_s": statistics.mean(latencies),
+        "nccl_other_bandwidth": _fit(bench, sends, 1.0, (small, middle, large))[2],
+    }
+    if bench.device.type == "cuda":
+        found["nccl_fill_s"] = statistics.mean(ramps)
+        one, five = (_host_of_posts(bench, k) for k in (1, 5))
+        found["host_post_s"] = max((five - one) / 4, 0.0)
+    if bench.device.type == "cuda" and not options.disabled("allreduce_kernel"):
+        found |= _allreduce_fields(bench, allreduce)
+    return found | _peer_fields(bench)
+
+
+def _allreduce_fields(bench: _Bench, make: Callable[[int], Callable[[], None]]) -> Fields:
+    """Return what small allreduces take, of each way that messages of this team go, from the
+    smallest and the largest of them."""
+    n = len(bench.team)
+    sizes: dict[Way, list[int]] = {}
+    for nbytes in (1 << k for k in range(10, MAX_NBYTES.bit_length())):
+        if (shape := shape_of(nbytes, n, torch.float32)) is not None:
+            sizes.setdefault(shape.way, []).append(nbytes)
+    times = {
+        way: [(sent_nbytes(way, k, n), bench.seconds(make(k))) for k in (found[0], found[-1])]
+        for way, found in sizes.items()
+    }
+    if not times:
+        return {}
+    # What sends the most says how fast.
+    (few, short), (many, long) = max(times.values(), key=lambda ends: ends[-1][0])
+    if many == few or long <= short:
+        return {}
+    bandwidth = (many - few) / (long - short)
+    ends = {way: [t - sent / bandwidth for sent, t in found] for way, found in times.items()}
+    latencies = {way.name: max(statistics.mean(found), 1e-9) for way, found in ends.items()}
+    return {
+        "allreduce_kernel_s": {**H200.allreduce_kernel_s, **latencies},
+        "allreduce_kernel_bandwidth": bandwidth,
+    }
+
+
+def _fit(
+    bench: _Bench,
+    make: Callable[[int], Callable[[], None]],
+    moved: float,
+    sizes: tuple[int, int, int],
+) -> tuple[float, float, float]:
+    """Return latency, ramp, and the bytes per second between the two larger sizes; of each byte a
+    rank moves the part `moved`."""
+    few, middle, many = (bench.seconds(make(size)) for size in sizes)
+    if many < SPREAD * few:
+        bench.doubts.append(
+            f"{make.__name__}: {sizes[2]} bytes took {many:.3g} s, {sizes[0]} bytes {few:.3g} s: "
+            "that says little of the time per byte"
+        )
+    bandwidth = moved * sizes[2] / many
+    # Where the middle took about as long as the most, something else did.
+    if many - middle > 0.5 * (sizes[2] - sizes[1]) / sizes[2] * many:
+        bandwidth = moved * (sizes[2] - sizes[1]) / (many - middle)
+    latency = max(few - moved * sizes[0] / bandwidth, 0.0)
+    return latency, max(middle - latency - moved * sizes[1] / bandwidth, 0.0), bandwidth
+
+
+def _ring(
+    bench: _Bench,
+    inp: torch.Tensor,
+    out: torch.Tensor,
+    batch: Callable[..., Work],
+    count: int = 1,
+) -> Callable[[], None]:
+    """Return a call in which every rank sends to the next one, and receives from the one before, so
+    many times."""
+    rank, n = bench.communicator.rank(), len(bench.team)
+    both = [
+        Transfer("send", inp, (rank + 1) % n),
+        Transfer("recv", out, (rank - 1) % n),
+    ]
+    return lambda: batch(both * count, team=bench.team).wait()
+
+
+def _peer_fields(bench: _Bench) -> Fields:
+    """Return the same of peer copies; nothing where the ranks cannot map each other's memory."""
+    here = bench.communicator
+    if not (here.are_on_one_host(bench.team) and here.have_access(bench.device)):
+        return {}
+    peers = here.peers_for(bench.device)
+
+    def copies(nbytes: int, count: int = 1) -> Callable[[], None]:
+        mapped = peers.empty(nbytes).view(torch.float32)
+        return _ring(bench, mapped, bench.empty(nbytes), peers.batch, count)
+
+    sizes = _SENT[bench.device.type]
+    _, _, bandwidth = _fit(bench, copies, 1.0, sizes)
+    # One more among several: until a lone one has been answered, nothing else runs, which is no
+    # copy's time in a program.
+    one, five = (bench.seconds(copies(sizes[0], k)) for k in (1, 5))
+    latency = max((five - one) / 4 - sizes[0] / bandwidth, 0.0)
+    return {"copy_latency_s": latency, "pull_bandwidth": bandwidth}
+
+
+def _host_of_posts(bench: _Bench, count: int) -> float:
+    program, n = HostIrContainer(), len(bench.team)
+    mesh = DeviceMesh(range(n))
+    team = TeamOf(mesh, (ParallelType.mesh_x,))
+    with program:
+        x = program.input([n, 1024], mesh=mesh)
+        x.axis(0).parallelize(ParallelType.mesh_x)
+        for number in range(count):
+            y = program.tensor([n, 1024], mesh=mesh)
+            gather = Communication(x, y, number=number, type="Allgather", team=team)
+            program.append(Allocate(y), gather, Wait(number))
+        program.add_output(y)  # pyright: ignore[reportPossiblyUnboundVariable]
+    return _host_of(bench, program, [torch.ones(1, 1024, device=bench.device)])

@@ -1,0 +1,293 @@
+"""What a machine can do, as numbers: what the cost model (`hostir.cost.op_costs`) computes with.
+
+A description is a JSON file; what it leaves out is that of the built-in "h200". What this machine
+can do is not asked here: `hostir.cost.calibrate` measures it, once, and writes such a file.
+"""
+
+from __future__ import annotations
+
+import difflib
+import functools
+import json
+import math
+import os
+import platform
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import MISSING, dataclass, field, fields, replace
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+import torch
+
+from fuser.ir.dtypes import DataType
+from fuser.support import options
+from fuser.support.errors import InputError, warn
+from hostir.ir.transfers import COLLECTIVES, PEER_COPIES
+from multidevice.transports.base.allreduce_model import Way
+
+# Of float16 and bfloat16; what a matmul of another dtype reaches of it: 8 bits are not measured,
+# float32 is without TF32, float64 on tensor cores.
+_DTYPES = {"Half": 1.0, "BFloat16": 1.0, "Float": 0.07, "Double": 0.08}
+# Bytes that a rank moves in a second, by type. A bus bandwidth: whatever the team's size.
+_NCCL_NAME = "NCCL"
+_NCCL = {"Allgather": 325e9, "ReduceScatter": 325e9, "Allreduce": 345e9}
+
+# Of an allreduce that is one kernel: what it takes besides sending, by the way that it goes.
+_ALLREDUCE_KERNEL = {
+    Way.PACKETS.name: 2.6e-6,
+    Way.ONE_SHOT.name: 5.3e-6,
+    Way.TWO_SHOTS.name: 12.5e-6,
+    Way.ONE_OF_WORDS.name: 3.2e-6,
+    Way.TWO_OF_WORDS.name: 4.4e-6,
+}
+# What the tables of a description have an entry for.
+_KEYS: dict[str, Sequence[str]] = {
+    "matmul_dtypes": [d.name for d in DataType],
+    "nccl": COLLECTIVES,
+    "allreduce_kernel_s": [way.name for way in Way],
+}
+CPU = "CPU"
+_DEVICES = ("GPU", CPU)
+
+
+def _frozen(values: Mapping[str, float]) -> Mapping[str, float]:
+    return MappingProxyType(dict(values))
+
+
+@dataclass(frozen=True)
+class Machine:
+    """Seconds (`_s`), bytes per second (`_bandwidth`), and what else the name says.
+
+    `device`: "GPU", or "CPU": a rank is one thread, which computes and communicates in turns.
+    `matmul`: (floating-point operations in float16, those per second while every multiprocessor
+    has a tile): of all matmuls of a call on a GPU, whose clock depends on how long it is busy, of
+    one matmul on a CPU. Between two points the rate follows the logarithm, outside it is that of
+    the nearest. `matmul_dtypes` scales it. `tiles`: rows and columns of a tile that the
+    library can choose, and how fast such tiles are. `nccl` has the bus bandwidth of each type of
+    collective, `nccl_other_bandwidth` that of every other and of sends. `nccl_fill_s` is what the
+    ramp of a large collective costs beyond `nccl_latency_s`, half of it at `nccl_fill_nbytes`.
+    `allreduce_kernel_s` is for the allreduces that are a kernel of ours, by the name of their way
+    (`multidevice.transports.base.allreduce_model`), besides what they send at
+    `allreduce_kernel_bandwidth`.
+    `host_*`: how long the host is busy with one op, and at the beginning of a run.
+    """
+
+    name: str = "h200"
+    device: str = "GPU"
+    multiprocessors: int = 132
+    memory_bandwidth: float = 4.2e12
+    launch_s: float = 2e-6
+    kernel_fill_nbytes: float = 4e6
+    # The clock sinks while the GPU is busy; so in as many operations of one product or of many.
+    matmul: tuple[tuple[float, float], ...] = (
+        (0.12e12, 800e12),
+        (0.3e12, 790e12),
+        (1e12, 760e12),
+        (2e12, 680e12),
+        (9e12, 670e12),
+    )
+    matmul_launch_s: float = 4e-6
+    tiles: tuple[tuple[int, int, float], ...] = (
+        (128, 256, 1.0),
+        (256, 128, 1.0),
+        (256, 160, 1.0),
+        (192, 160, 0.97),
+        (192, 128, 0.97),
+        (128, 128, 0.95),
+        (128, 160, 0.95),
+    )
+    matmul_dtypes: Mapping[str, float] = field(default_factory=lambda: _frozen(_DTYPES))
+    copy_latency_s: float = 12e-6
+    pull_bandwidth: float = 373e9
+    nccl_latency_s: float = 14e-6
+    nccl_fill_s: float = 24e-6
+    nccl_fill_nbytes: float = 4e6
+    nccl_multiprocessors: int = 24
+    nccl: Mapping[str, float] = field(default_factory=lambda: _frozen(_NCCL))
+    nccl_other_bandwidth: float = 325e9
+    allreduce_kernel_s: Mapping[str, float] = field(
+        default_factory=lambda: _frozen(_ALLREDUCE_KERNEL)
+    )
+    allreduce_kernel_bandwidth: float = 360e9
+    host_run_s: float = 19e-6
+    host_kernel_s: float = 8e-6
+    host_library_s: float = 13e-6
+    host_post_s: float = 20e-6
+
+    def __post_init__(self) -> None:
+        for f in fields(self):
+            _check(self, f.name, getattr(self, f.name))
+
+    def numbers_of(self, library: str) -> str:
+        """Return by which library's numbers another one is predicted, "" for its own: descriptions
+        of GPUs know NCCL and peer copies."""
+        is_known = self.device == CPU or library.upper() in (_NCCL_NAME, PEER_COPIES)
+        return "" if is_known else _NCCL_NAME
+
+    def to_json(self) -> str:
+        """Return the text of a description file, which `machine_from_json` reads."""
+        values: dict[str, Any] = {f.name: getattr(self, f.name) for f in fields(self)}
+        return json.dumps(values, indent=2, default=dict)
+
+
+def _check(machine: Machine, name: str, value: Any) -> None:
+    """Raise `InputError` for what is no positive number where one is meant; latencies may be 0."""
+    default = _DEFAULTS[name]
+    if isinstance(default, str):
+        fits, wanted = isinstance(value, str) and bool(value), "a name"
+        if name == "device":
+            fits, wanted = value in _DEVICES, f"one of {', '.join(_DEVICES)}"
+    elif isinstance(default, Mapping):
+        table: Any = value
+        fits = isinstance(value, Mapping) and all(map(_is_number, table.values()))
+        wanted = 'numbers above 0 by name, such as {"Float": 0.07}'
+    elif isinstance(default, tuple):
+        rows, width = value, _width(name)
+        fits = isinstance(value, tuple) and bool(rows) and all(_is_row(r, width) for r in rows)
+        wanted = f"rows of {width} numbers above 0"
+        if name == "matmul":
+            fits = fits and [r[0] for r in rows] == sorted({r[0] for r in rows})
+            wanted += ", by the first of them"
+    else:
+        is_count = isinstance(default, int)
+        fits = _is_number(value) or (name.endswith("_s") and value == 0)
+        fits = fits and isinstance(value, int if is_count else int | float)
+        wanted = "an integer above 0" if is_count else "a number above 0"
+    if not fits:
+        raise InputError(f"machine {machine.name}: {name} = {value!r}: expected {wanted}")
+
+
+def _width(name: str) -> int:
+    return len(_DEFAULTS[name][0])
+
+
+def _is_row(row: Any, width: int) -> bool:
+    return isinstance(row, tuple) and len(row) == width and all(map(_is_number, row))  # pyright: ignore[reportUnknownArgumentType]
+
+
+def _is_number(value: Any) -> bool:
+    is_real = isinstance(value, int | float) and not isinstance(value, bool)
+    return is_real and math.isfinite(value) and value > 0
+
+
+_DEFAULTS: dict[str, Any] = {
+    f.name: f.default if f.default is not MISSING else f.default_factory()  # pyright: ignore[reportCallIssue]
+    for f in fields(Machine)
+}
+H200 = Machine()
+MACHINES: Mapping[str, Machine] = MappingProxyType({"h200": H200})
+
+
+def machine_from_json(text: str, *, where: str = "a machine") -> Machine:
+    """Return the machine that a description says; what it leaves out is that of "h200".
+
+    Raises `InputError` for a name that machines do not have, or a value that is none.
+    """
+    try:
+        found: Any = json.loads(text)
+    except ValueError as error:
+        raise InputError(f"{where}: no JSON: {error}") from None
+    if not isinstance(found, dict):
+        raise InputError(f"{where}: expected an object with the fields of a machine")
+    values: dict[str, Any] = found  # pyright: ignore[reportUnknownVariableType]
+    for name in values:
+        if name not in _DEFAULTS:
+            near = difflib.get_close_matches(name, _DEFAULTS, n=1)
+            hint = f"; did you mean {near[0]!r}?" if near else ""
+            raise InputError(f"{where}: machines have no {name!r}{hint}")
+    try:
+        return replace(H200, **{k: _read(k, v) for k, v in values.items()})
+    except InputError as error:
+        raise InputError(f"{where}: {error}") from None
+
+
+def _read(name: str, value: Any) -> Any:
+    """Return what JSON has of a field: lists are rows; tables keep what they leave out."""
+    default = _DEFAULTS[name]
+    if isinstance(default, tuple) and isinstance(value, list):
+        rows: Any = value  # pyright: ignore[reportUnknownVariableType]
+        return tuple(tuple(row) if isinstance(row, list) else row for row in rows)  # pyright: ignore[reportUnknownVariableType, reportUnknownArgumentType]
+    if isinstance(default, Mapping) and isinstance(value, dict):
+        table: Any = value  # pyright: ignore[reportUnknownVariableType]
+        for key in table:
+            if key not in _KEYS[name]:
+                expected = ", ".join(_KEYS[name])
+                raise InputError(f"{name} has no {key!r}: expected one of {expected}")
+        return _frozen({**default, **table})  # pyright: ignore[reportUnknownArgumentType]
+    return value
+
+
+# ------------------------------------------------------------------ finding one
+MEASURED = "measured"
+
+
+def measured_file(device: torch.device | None = None) -> Path:
+    """Return where `python -m hostir calibrate` writes what it measures: of this machine's GPUs, or
+    of its CPU; by default of the GPUs where there are any. The file need not exist."""
+    kind = ("cuda" if torch.cuda.is_available() else "cpu") if device is None else device.type
+    if kind == "cuda":
+        name, count = torch.cuda.get_device_name(device), torch.cuda.device_count()
+    else:
+        name, count = f"{platform.machine()} cpu", os.cpu_count() or 1
+    key = re.sub(r"[^A-Za-z0-9.]+", "_", f"{name}_x{count}_torch{torch.__version__}")
+    return options.cache_dir() / "machines" / f"{key}.json"
+
+
+@functools.cache
+def read_once(file: Path) -> Machine | None:
+    """Return the machine of a file, None without one. What a process has read stays, so that its
+    programs of equal sizes stay, too."""
+    try:
+        text = file.read_text()
+    except FileNotFoundError:
+        return None
+    return machine_from_json(text, where=str(file))
+
+
+def machine_of(device: torch.device) -> Machine | None:
+    """Return the description of what programs on a device run on: what was measured here, else a
+    built-in one; None where there is neither."""
+    found = None
+    try:
+        found = read_once(measured_file(device))
+    except (InputError, OSError, UnicodeDecodeError) as error:
+        warn(f"not used: {error}; python -m hostir calibrate")
+    if found is None and device.type == "cuda" and "H200" in torch.cuda.get_device_name(device):
+        return H200
+    return found
+
+
+def usual_machine() -> str:
+    """Return the name of what was measured of this machine's GPUs, else of "h200"."""
+    is_measured = torch.cuda.is_available() and measured_file().exists()
+    return MEASURED if is_measured else H200.name
+
+
+def find_machine(name: str, device: torch.device | None = None) -> Machine:
+    """Return the machine of a name, what was `measured` here, or that of a description file
+    (`*.json`). `device`: see `measured_file`.
+
+    Raises `InputError` for an unknown name, a file that is none, and where nothing was measured.
+    """
+    if name in MACHINES:
+        return MACHINES[name]
+    if name == MEASURED:
+        file = measured_file(device)
+        found = read_once(file)
+        if found is None:
+            raise InputError(f"nothing was measured here (no {file}): python -m hostir calibrate")
+        return found
+    if name.endswith(".json"):
+        try:
+            found = read_once(Path(name).resolve())
+        except (OSError, UnicodeDecodeError) as error:
+            raise InputError(f"machine {name!r} cannot be read: {error}") from error
+        if found is None:
+            raise InputError(f"machine {name!r}: there is no such file")
+        return found
+    raise InputError(
+        f"there is no machine {name!r}: expected {', '.join(MACHINES)}, {MEASURED}, or a file "
+        "NAME.json"
+    )

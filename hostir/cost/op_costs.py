@@ -1,0 +1,396 @@
+"""How long each op takes alone, and what of the machine it keeps busy: a function per type of op.
+
+Sizes are those of one rank. A cost is what the GPU does, without the host's time to issue it, which
+is `host_s`. Kernels are bound by memory; matmuls by the larger of arithmetic and memory.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from typing import Any
+
+from fuser.ir.dtypes import DataType, nbytes_of, to_torch
+from fuser.ir.fusion import TensorOp
+from fuser.ir.memory_layout import expanded_positions, memory_order
+from fuser.ir.op import Op
+from fuser.ir.ops.attention_ops import AttentionOp, SdpaBwdOp, SdpaFwdOp
+from fuser.ir.ops.block_scales import GroupedScalesOp
+from fuser.ir.ops.matrix_products import GroupedMmaOp, ProductOp, ScaledMmaOp
+from fuser.ir.ops.nodes import LibraryOp, LinearOp, MatmulOp
+from fuser.ir.ops.scan_ops import ArgsortOp, TopKOp
+from fuser.ir.tensor import TensorView
+from fuser.support import options
+from fuser.support.errors import UnsupportedError, user_code
+from hostir.cost.machine_model import CPU, Machine
+from hostir.ir.ops import Allocate, LaunchKernel, LocalSlice, PostOnStream
+from hostir.ir.transfers import PEER_COPIES
+from multidevice.transports.base.allreduce_model import is_known, sent_nbytes, shape_of
+from multidevice.transports.base.protocol import RedOp
+
+Shape = tuple[int, ...]
+# The local shapes of an op's operands, and of its results.
+Sizes = Callable[[TensorView], Shape]
+# Of how many bytes of a tensor a kernel reads no more than these.
+Found = Mapping[TensorView, int]
+NOTHING: Found = {}
+
+
+@dataclass(frozen=True)
+class Cost:
+    """Seconds alone; `share` of the multiprocessors; bytes that move, and operations."""
+
+    seconds: float
+    share: float
+    nbytes: int = 0
+    flops: int = 0
+    host_s: float = 0.0
+
+
+def held_nbytes(tv: TensorView, shape: Shape) -> int:
+    """Return what memory has of a tensor of this shape: one element along expanded axes."""
+    kept = [n for k, n in enumerate(shape) if k not in expanded_positions(tv)]
+    return math.prod(kept) * nbytes_of(tv.dtype())
+
+
+# ------------------------------------------------------------------ kernels
+def _kernel(op: Op, sizes: Sizes, machine: Machine, found: Found = NOTHING) -> Cost:
+    """Every operand is read and every result written, once; of tables what is found in them."""
+    both = dict.fromkeys((*op.inputs, *op.outputs))
+    held = {v: held_nbytes(v, sizes(v)) for v in both if isinstance(v, TensorView)}
+    return _moves(sum(min(n, found.get(v, n)) for v, n in held.items()), machine)
+
+
+def _moves(nbytes: int, machine: Machine) -> Cost:
+    share = max(min(1.0, nbytes / machine.kernel_fill_nbytes), 1 / machine.multiprocessors)
+    # Few bytes keep few multiprocessors busy, for no less than a launch takes.
+    seconds = machine.launch_s + nbytes / machine.memory_bandwidth if nbytes else 0.0
+    return Cost(seconds, share, nbytes, 0, machine.host_kernel_s)
+
+
+def _slice(op: LocalSlice, sizes: Sizes, machine: Machine) -> Cost:
+    return _moves(2 * held_nbytes(op.out, sizes(op.out)), machine)
+
+
+def _allocate(op: Allocate, sizes: Sizes, machine: Machine) -> Cost | None:
+    """A buffer costs nothing; to fill it with zeros does."""
+    return _moves(held_nbytes(op.buffer, sizes(op.buffer)), machine) if op.zero_init else None
+
+
+def _unit(op: PostOnStream, sizes: Sizes, machine: Machine) -> Cost:
+    raise UnsupportedError(
+        f"cost: what PostOnStream (HostUnit{op.unit}) takes is not known before the unit is "
+        f"scheduled{user_code(op.where)}"
+    )
+
+
+def _grouped_scales(op: GroupedScalesOp, sizes: Sizes, machine: Machine) -> Cost:
+    """The result is written, groups are put there, one after the other, and tiles made of it."""
+    groups, tiles = sizes(op.input_offsets)[0], held_nbytes(op.out, sizes(op.out))
+    cost = _moves(2 * held_nbytes(op.inp, sizes(op.inp)) + 3 * tiles, machine)
+    more = groups + 1
+    return replace(
+        cost,
+        seconds=cost.seconds + more * machine.launch_s,
+        host_s=cost.host_s + more * machine.host_library_s,
+    )
+
+
+# ------------------------------------------------------------------ sorts
+def _argsort(op: ArgsortOp, sizes: Sizes, machine: Machine) -> Cost:
+    """A radix sort: each byte of the elements moves all of them, and their places."""
+    passes = nbytes_of(op.inp.dtype())
+    return _moves(passes * 2 * sum(_held(tv, sizes) for tv in (op.inp, op.out)), machine)
+
+
+def _topk(op: TopKOp, sizes: Sizes, machine: Machine) -> Cost:
+    """A radix select: each byte of the elements reads all of them."""
+    passes = nbytes_of(op.inp.dtype())
+    written = sum(_held(tv, sizes) for tv in (op.found, op.places))
+    return _moves(passes * _held(op.inp, sizes) + written, machine)
+
+
+def _held(tv: TensorView, sizes: Sizes) -> int:
+    return held_nbytes(tv, sizes(tv))
+
+
+# ------------------------------------------------------------------ matmuls
+def _linear(op: LinearOp, sizes: Sizes, machine: Machine) -> Cost:
+    *rows, k = sizes(op.x)
+    weight = sizes(op.weight)
+    columns = weight[-2] if len(weight) > 1 else 1
+    nbytes = sum(held_nbytes(v, sizes(v)) for v in op.inputs if isinstance(v, TensorView))
+    packed = 0
+    if len(rows) > 1 and (axes := [p for p, _ in memory_order(op.x)]) != sorted(axes):
+        # Rows that do not lie one behind the other are packed before.
+        packed = 2 * held_nbytes(op.x, sizes(op.x))
+    batch = math.prod(weight[:-2])
+    return _matmul_cost(batch, math.prod(rows), columns, k, nbytes, op, machine, packed)
+
+
+def _matmul(op: MatmulOp, sizes: Sizes, machine: Machine) -> Cost:
+    a, b = sizes(op.a), sizes(op.b)
+    *left, k = a
+    rows, columns = (left[-1] if left else 1), (b[-1] if len(b) > 1 else 1)
+    batch = max(math.prod(left[:-1]), math.prod(b[:-2]))
+    nbytes = held_nbytes(op.a, a) + held_nbytes(op.b, b)
+    return _matmul_cost(batch, rows, columns, k, nbytes, op, machine)
+
+
+def _grouped(op: GroupedMmaOp, sizes: Sizes, machine: Machine) -> Cost:
+    """A product per group, one after the other: of equal parts of the ragged axis."""
+    extents = {
+        c: n for f, tv in op.tensors() for c, n in zip(op.letters(f), sizes(tv), strict=True)
+    }
+    groups = extents["g"]
+    if groups:
+        extents[op.ragged] = math.ceil(extents[op.ragged] / groups)
+    m, n, k = (extents[c] for c in "mnk")
+    cost = _product_cost(groups, m, n, k, op, sizes, machine)
+    more = max(groups - 1, 0)
+    return replace(
+        cost,
+        seconds=cost.seconds + more * machine.matmul_launch_s,
+        host_s=cost.host_s + more * machine.host_library_s,
+    )
+
+
+def _scaled(op: ScaledMmaOp, sizes: Sizes, machine: Machine) -> Cost:
+    (m, k), n = sizes(op.mat1), sizes(op.mat2)[1]
+    return _product_cost(1, m, n, k, op, sizes, machine)
+
+
+def _product_cost(
+    batch: int, m: int, n: int, k: int, op: ProductOp, sizes: Sizes, machine: Machine
+) -> Cost:
+    """Return the cost of products of what is read on the device. Floats of one byte are multiplied
+    at the rate of a wider dtype: theirs is not measured."""
+    nbytes = sum(_held(tv, sizes) for f, tv in op.tensors() if f not in ("offsets", "out"))
+    wider = DataType.Float if machine.device == CPU else DataType.BFloat16
+    dtype = wider if op.is_scaled else None
+    return _matmul_cost(batch, m, n, k, nbytes, op, machine, dtype=dtype)
+
+
+def _matmul_cost(
+    batch: int,
+    m: int,
+    n: int,
+    k: int,
+    nbytes: int,
+    op: LibraryOp,
+    machine: Machine,
+    packed: int = 0,
+    dtype: DataType | None = None,
+) -> Cost:
+    """Return the cost of products that are computed in `dtype`, by default that of the result."""
+    flops, result = 2 * batch * m * n * k, op.out_tensor
+    scale = _speed(op, result, machine, dtype or result.dtype())
+    nbytes += batch * m * n * nbytes_of(result.dtype())
+    if not flops:
+        return _moves(nbytes, machine)
+    rate = _rate(flops, machine.matmul) * scale
+    area, tiles = whole_waves(batch, m, n, machine)
+    arithmetic = area * machine.multiprocessors * 2 * k / rate
+    memory = nbytes / machine.memory_bandwidth
+    seconds = machine.matmul_launch_s + max(arithmetic, memory)
+    seconds += packed / machine.memory_bandwidth
+    return Cost(seconds, _occupancy(tiles, machine), nbytes + packed, flops, machine.host_library_s)
+
+
+def _occupancy(tiles: int, machine: Machine) -> float:
+    """Return which part of the multiprocessors so many tiles keep busy, on average over their
+    waves: the last one leaves room for what runs beside, such as a collective of NCCL."""
+    waves = math.ceil(tiles / machine.multiprocessors)
+    return tiles / (waves * machine.multiprocessors)
+
+
+def _speed(op: LibraryOp, tv: TensorView, machine: Machine, dtype: DataType) -> float:
+    """Return how fast products in a dtype are, against the fastest; `tv` is what they make."""
+    scale = machine.matmul_dtypes.get(dtype.name)
+    if scale is None:
+        raise UnsupportedError(
+            f"cost: {op.name} {tv} is of a dtype whose speed is not known "
+            f"(known: {', '.join(machine.matmul_dtypes)}){user_code(op.where)}"
+        )
+    return scale
+
+
+# ------------------------------------------------------------------ attention
+# Rows of scores that a multiprocessor has at a time; products of e and of v, over all scores.
+_ROWS = 128
+_PRODUCTS: dict[type[Op], tuple[int, int]] = {SdpaFwdOp: (1, 1), SdpaBwdOp: (3, 2)}
+
+
+def _attention(op: AttentionOp, sizes: Sizes, machine: Machine) -> Cost:
+    """Scores stay on the chip: operands are read and results written once."""
+    tensors = [tv for _, tv in op.tensors()]
+    nbytes = sum(held_nbytes(tv, sizes(tv)) for tv in tensors)
+    extents = {
+        c: n
+        for field, tv in op.tensors()
+        if field in ("query", "key", "value")
+        for c, n in zip(op.letters(field), sizes(tv), strict=True)
+    }
+    l, s, e, v = map(extents.pop, "lsev")
+    extents.pop("g", None)
+    batch = math.prod(extents.values())
+    of_e, of_v = _PRODUCTS[type(op)]
+    flops = 2 * batch * l * s * (of_e * e + of_v * v)
+    if op.is_always_causal:
+        flops //= 2
+    rate = _rate(flops, machine.matmul) * _speed(op, tensors[0], machine, tensors[0].dtype())
+    seconds = max(flops / rate, nbytes / machine.memory_bandwidth) if flops else 0.0
+    share = min(1.0, max(batch * math.ceil(l / _ROWS), 1) / machine.multiprocessors)
+    seconds += machine.matmul_launch_s
+    return Cost(seconds, share, nbytes, flops, machine.host_library_s)
+
+
+def whole_waves(batch: int, m: int, n: int, machine: Machine) -> tuple[float, int]:
+    """Return which area of the results a multiprocessor computes, and how many tiles there are, in
+    the shape of tile that is done first: in as many waves as the multiprocessors need."""
+    return min(
+        (math.ceil(tiles / machine.multiprocessors) * rows * columns / speed, tiles)
+        for rows, columns, speed in machine.tiles
+        for tiles in [batch * math.ceil(m / rows) * math.ceil(n / columns)]
+    )
+
+
+def under_load(machine: Machine, flops: float) -> Machine:
+    """Return the machine while a call does so many operations in matmuls: a GPU's clock depends on
+    how long it is busy, however many ops that takes; a CPU's rates are those of one product."""
+    if machine.device == CPU or not flops:
+        return machine
+    return replace(machine, matmul=((flops, _rate(flops, machine.matmul)),))
+
+
+def _rate(flops: float, points: Sequence[tuple[float, float]]) -> float:
+    """Return operations per second, by the logarithm of how many there are."""
+    if flops <= points[0][0]:
+        return points[0][1]
+    for (a, slow), (b, fast) in pairwise(points):
+        if flops <= b:
+            part = math.log(flops / a) / math.log(b / a)
+            return slow + part * (fast - slow)
+    return points[-1][1]
+
+
+# ------------------------------------------------------------------ communications
+# How much of the larger side of a collective each rank moves, of `n` members: sent and received.
+BUS: dict[str, Callable[[int], float]] = {
+    "Allgather": lambda n: (n - 1) / n,
+    "ReduceScatter": lambda n: (n - 1) / n,
+    "Allreduce": lambda n: 2 * (n - 1) / n,
+    "AllToAll": lambda n: (n - 1) / n,
+    "Gather": lambda n: (n - 1) / n,
+    "Scatter": lambda n: (n - 1) / n,
+    "Broadcast": lambda n: 1.0,
+    "Reduce": lambda n: 1.0,
+}
+_REDUCES = frozenset({"Allreduce", "Reduce", "ReduceScatter"})
+
+
+def collective_cost(
+    kind: str,
+    members: int,
+    nbytes: int,
+    backend: str,
+    machine: Machine,
+    *,
+    dtype: DataType,
+    reduce: RedOp = "SUM",
+    staged: int = 0,
+) -> Cost:
+    """Return the cost of a collective of `nbytes`: the larger of a rank's input and output.
+
+    `staged`: what peer copies first copy into memory that peers can map.
+    """
+    moved = nbytes * BUS[kind](members)
+    if kind == "Allreduce":
+        found = allreduce_kernel_cost(members, nbytes, backend, machine, dtype, reduce)
+        if found is not None:
+            return found
+    if backend != PEER_COPIES:
+        bandwidth = machine.nccl.get(kind, machine.nccl_other_bandwidth)
+        return _nccl(moved, bandwidth, machine)
+    local = staged * 2 + (nbytes + moved if kind in _REDUCES else 2 * nbytes / members)
+    rounds = members - 1 if kind != "Allreduce" else 2 * (members - 1)
+    seconds = rounds * machine.copy_latency_s + moved / machine.pull_bandwidth
+    seconds += local / machine.memory_bandwidth
+    return Cost(seconds, _copy_share(machine), int(moved), 0, machine.host_post_s)
+
+
+def allreduce_kernel_cost(
+    members: int, nbytes: int, backend: str, machine: Machine, dtype: DataType, reduce: RedOp
+) -> Cost | None:
+    """Return the cost of an allreduce that is one kernel, among GPUs of a host; None for one that
+    the library carries out itself."""
+    if machine.device == CPU:
+        return None
+    shape = shape_of(nbytes, members, to_torch(dtype))
+    if shape is None or not is_known(to_torch(dtype), reduce):
+        return None
+    if options.disabled("allreduce_kernel"):
+        return None
+    sent = sent_nbytes(shape.way, nbytes, members)
+    seconds = machine.allreduce_kernel_s[shape.way.name] + sent / machine.allreduce_kernel_bandwidth
+    share = min(1.0, shape.blocks / machine.multiprocessors)
+    return Cost(seconds, share, sent, 0, machine.host_post_s)
+
+
+def transfer_cost(nbytes: int, backend: str, machine: Machine) -> Cost:
+    """Return the cost of bringing `nbytes` from one rank to another."""
+    if backend != PEER_COPIES:
+        return _nccl(nbytes, machine.nccl_other_bandwidth, machine)
+    seconds = machine.copy_latency_s + nbytes / machine.pull_bandwidth
+    return Cost(seconds, _copy_share(machine), nbytes, 0, machine.host_post_s)
+
+
+def _copy_share(machine: Machine) -> float:
+    """Return what a peer copy takes from computing: GPUs have engines for copies."""
+    return 1.0 if machine.device == CPU else 0.0
+
+
+def _nccl(moved: float, bandwidth: float, machine: Machine) -> Cost:
+    filled = moved / (moved + machine.nccl_fill_nbytes)
+    seconds = machine.nccl_latency_s + filled * machine.nccl_fill_s + moved / bandwidth
+    share = min(1.0, machine.nccl_multiprocessors / machine.multiprocessors)
+    return Cost(seconds, share, int(moved), 0, machine.host_post_s)
+
+
+def staging_cost(nbytes: int, machine: Machine) -> Cost:
+    """Return the cost of a copy within one GPU."""
+    return _moves(2 * nbytes, machine)
+
+
+# ------------------------------------------------------------------ the table
+COSTS: dict[type[Op], Callable[[Any, Sizes, Machine], Cost | None]] = {
+    Allocate: _allocate,
+    ArgsortOp: _argsort,
+    GroupedMmaOp: _grouped,
+    GroupedScalesOp: _grouped_scales,
+    LaunchKernel: _kernel,
+    LinearOp: _linear,
+    LocalSlice: _slice,
+    MatmulOp: _matmul,
+    PostOnStream: _unit,
+    ScaledMmaOp: _scaled,
+    SdpaBwdOp: _attention,
+    SdpaFwdOp: _attention,
+    TopKOp: _topk,
+}
+
+
+def cost_of(op: Op, sizes: Sizes, machine: Machine, found: Found = NOTHING) -> Cost | None:
+    """Return what an op that computes costs; None for one that only names, waits or switches.
+
+    `found` says what a kernel reads of its tables (`hostir.cost.table_costs`). Raises
+    `UnsupportedError` for what the model does not know.
+    """
+    if found:
+        return _kernel(op, sizes, machine, found)
+    row = COSTS.get(type(op))
+    if row is not None:
+        return row(op, sizes, machine)
+    return _kernel(op, sizes, machine) if isinstance(op, TensorOp) else None

@@ -1,0 +1,581 @@
+"""Overlap by itself: which matmuls and communications run side by side, by the cost model.
+
+For each pair that `multidevice.sharding.passes.overlap_candidates` finds, its ops alone are
+lowered, as they are and in every form with steps, and the predicted times (`docs/cost.md`) are
+compared. Nothing else decides: ranks with one fusion, one class and sizes of inputs, and one
+machine description choose the same.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+from fuser.ir.axis_graph import tensor_operands
+from fuser.ir.domain.tensor_domain import IterDomain
+from fuser.ir.fusion import Fusion
+from fuser.ir.memory_layout import memory_order
+from fuser.ir.naming import tensor_words
+from fuser.ir.scalar import constructors as sc
+from fuser.ir.scalar.compiled import Computed
+from fuser.ir.scalar.constructors import Symbol
+from fuser.ir.tensor import TensorView
+from fuser.ir.types import MemoryType
+from fuser.passes.concretize import refined_sizes
+from fuser.support.errors import FuserError, UnsupportedError, user_code
+from fuser.support.lru import Recent
+from hostir.cost.machine_model import Machine
+from hostir.cost.near_sizes import near_sizes
+from hostir.cost.overlap_bound import COLLECTIVES, GainBound, Values
+from hostir.cost.report import seconds_of
+from hostir.cost.simulator import timetable_of
+from hostir.ir.ops import NUMBER_OF_STREAMS
+from hostir.ir.program import HostIrContainer
+from hostir.ir.transfers import library_name
+from hostir.lowering.params import DEFAULT, LowerParams
+from hostir.lowering.pipeline import lower_sharded
+from multidevice.sharding.passes.overlap_candidates import (
+    OverlapForm,
+    Pair,
+    alone,
+    find_pairs,
+    forms_of,
+)
+from multidevice.sharding.passes.pipeline import complete_alone
+from multidevice.sharding.placement import placement
+
+# Steps are taken where their predicted time is less by this part of the time without: the model is
+# not exact, and steps need memory and host time.
+MARGIN = 0.03
+# With this one every pair that can takes the fastest of its steps, however slow.
+FORCED = -math.inf
+_AS_IT_IS = "as it is"
+_MAX_SIZES = 256
+_STREAMS = 4
+
+
+@dataclass(frozen=True)
+class Choice:
+    """The forms of the pairs of a fusion, in order, "" for those that stay as they are; `backend`
+    is the library of what the steps transfer from rank to rank, "" that of the others."""
+
+    forms: tuple[str, ...] = ()
+    backend: str = ""
+
+    def __bool__(self) -> bool:
+        return any(self.forms)
+
+    def __str__(self) -> str:
+        forms = "; ".join(form or _AS_IT_IS for form in self.forms) or "none"
+        return f"{forms}, by {library_name(self.backend)}" if self.backend else forms
+
+
+_NO_STEPS = Choice()
+
+
+@dataclass(frozen=True)
+class OverlapCandidate:
+    """A way to compute a pair, and the predicted seconds per call, or why there are none. `form` is
+    "" for the pair as it is, `backend` the library of what the steps transfer, "" for nothing;
+    `numbers_of` is that which the description has the numbers of, if it is another."""
+
+    form: str
+    backend: str = ""
+    seconds: float | None = None
+    why: str = ""
+    numbers_of: str = ""
+
+    @property
+    def name(self) -> str:
+        library = f", {library_name(self.backend)}" if self.backend else ""
+        numbers = f" by the numbers of {self.numbers_of}" if self.numbers_of else ""
+        return (self.form or _AS_IT_IS) + library + numbers
+
+    def __str__(self) -> str:
+        return self.why if self.seconds is None else f"{self.seconds * 1e3:9.3f} ms"
+
+
+# The pair as it is, where no number decided.
+_NOT_PREDICTED = OverlapCandidate("")
+
+
+@dataclass(frozen=True)
+class Decision:
+    """What was decided about a pair: `what` says of which ops, `candidates` are what was compared,
+    the first one the pair as it is."""
+
+    candidates: tuple[OverlapCandidate, ...]
+    chosen: OverlapCandidate
+    why: str = ""
+    what: str = ""
+
+    def __str__(self) -> str:
+        width = max(len(c.name) for c in self.candidates)
+        rows = [
+            f"  {c.name:{width}}  {c}{'   <- chosen' if c is self.chosen else ''}"
+            for c in self.candidates
+        ]
+        return "\n".join([self.what, *rows, *([f"  {self.why}"] if self.why else [])])
+
+
+def pick(candidates: Sequence[OverlapCandidate], transport: str, margin: float) -> OverlapCandidate:
+    """Return the fastest candidate if it gains enough over the first, the pair as it is; what steps
+    transfer goes by one library."""
+    base = candidates[0]
+    if base.seconds is None:
+        return base
+    most = (1 - margin) * base.seconds
+    paying = [
+        (c.seconds, k)
+        for k, c in enumerate(candidates)
+        if k and c.seconds is not None and c.seconds < most and c.backend in ("", transport)
+    ]
+    return candidates[min(paying)[1]] if paying else base
+
+
+@dataclass(frozen=True)
+class NoOverlap:
+    """Stands for `Overlaps` where nothing is decided, and says why."""
+
+    why: str
+
+    def steps_for(self, sizes: Mapping[Symbol, int]) -> None:
+        """See `Overlaps`."""
+
+    def choose(self, sizes: Mapping[Symbol, int]) -> Choice:
+        """See `Overlaps`."""
+        del sizes
+        return _NO_STEPS
+
+    def accepts(self, program: HostIrContainer, sizes: Mapping[Symbol, int]) -> bool:
+        """See `Overlaps`."""
+        del program, sizes
+        return True
+
+    def gives_up(self, sizes: Mapping[Symbol, int], why: str) -> bool:
+        """See `Overlaps`."""
+        del sizes, why
+        return False
+
+    def report(self, sizes: Mapping[Symbol, int]) -> str:
+        """See `Overlaps`."""
+        del sizes
+        return f"nothing was decided: {self.why}"
+
+
+class Overlaps:
+    """The pairs of a fusion, and what was decided for each size of its inputs.
+
+    `transports` are the libraries by which steps may transfer: the first one, unless another gains
+    enough over it; `backend` is that of all other communications. Runs that only have
+    communications of the libraries `captured` are repeated as CUDA graphs, without the host: of the
+    transports these come first.
+    """
+
+    def __init__(
+        self,
+        machine: Machine,
+        *,
+        backend: str,
+        transports: Sequence[str],
+        params: LowerParams = DEFAULT,
+        margin: float = MARGIN,
+        captured: Collection[str] = (),
+    ) -> None:
+        self.machine = machine
+        self._captured = frozenset(captured)
+        self._backend, self._params, self._margin = backend, params, margin
+        first = [t for t in transports if t in self._captured]
+        self._transports = tuple(dict.fromkeys((*first, *transports)))
+        self._known: list[_PairVerdict] | None = None
+        # What the sizes of all meshes divide, and the sizes that stand for others, by their key.
+        self._multiple = 1
+        self._near: Recent[object, Mapping[Symbol, int]] = Recent(_MAX_SIZES)
+        self._decided: Recent[object, tuple[Choice, tuple[Decision, ...]]] = Recent(_MAX_SIZES)
+        # Why a choice is none: for all sizes, or for those of a key.
+        self._refused: dict[Choice, str] = {}
+        self._refused_for: Recent[tuple[Choice, object], str] = Recent(_MAX_SIZES)
+        self._programs: dict[Choice, HostIrContainer] = {}
+
+    def steps_for(self, sizes: Mapping[Symbol, int]) -> Callable[[Fusion], str]:
+        """Return what gives a decomposed fusion the steps that pay for inputs of these sizes: a
+        `hostir.lowering.pipeline.Overlap`."""
+
+        def give(fusion: Fusion) -> str:
+            pairs = find_pairs(fusion)
+            if self._known is None:
+                self._known = self._look_at(fusion)
+            choice, _ = self._find(sizes)
+            for pair, name in zip(pairs, choice.forms, strict=True):
+                if name:
+                    form = next(f for f in forms_of(pair) if f.name == name)
+                    form.take(fusion, pair)
+            return choice.backend
+
+        return give
+
+    def choose(self, sizes: Mapping[Symbol, int]) -> Choice | None:
+        """Return what pays for inputs of these sizes; None where no fusion was looked at yet."""
+        return None if self._known is None else self._find(sizes)[0]
+
+    def decisions(self, sizes: Mapping[Symbol, int]) -> tuple[Decision, ...]:
+        """Return what was decided about each pair, and by which numbers."""
+        values = refined_sizes(self._stand_in(sizes))
+        found: list[Decision] = []
+        for one, decision in zip(self._known or (), self._find(sizes)[1], strict=True):
+            if decision.chosen == _NOT_PREDICTED and not one.why_not:
+                base = one.unit.as_it_is(values, self.machine)
+                decision = replace(decision, candidates=(base,), chosen=base)
+            found.append(replace(decision, what=_text(one.pair, values)))
+        return tuple(found)
+
+    def gives_up(self, sizes: Mapping[Symbol, int], why: str) -> bool:
+        """Note that the whole program cannot be lowered as chosen; False where no steps were."""
+        choice = self.choose(sizes)
+        if not choice:
+            return False
+        self._refused[choice] = f"the whole program cannot be lowered so: {_first_line(why)}"
+        self._decided = Recent(_MAX_SIZES)
+        return True
+
+    def accepts(self, program: HostIrContainer, sizes: Mapping[Symbol, int]) -> bool:
+        """Return whether the choice for these sizes pays in the whole program, which was lowered
+        so; if not, another one is made.
+
+        A program whose steps keep it from being repeated as a graph needs the host in each run.
+        """
+        choice, decisions = self._find(sizes)
+        self._programs[choice] = program
+        near = self._stand_in(sizes)
+        why = self._why_not(choice, decisions, program, refined_sizes(near))
+        if why:
+            key = _key(near)
+            self._refused_for[choice, key] = why
+            self._decided[key] = self._decide(near)
+        return not why
+
+    def report(self, sizes: Mapping[Symbol, int]) -> str:
+        """Return the text of the decisions."""
+        wanted = (
+            "taken wherever they can be"
+            if self._margin == FORCED
+            else f"must gain {self._margin:.0%}"
+        )
+        head = f"on {self.machine.name}; steps {wanted}"
+        rows = [str(d) for d in self.decisions(sizes)]
+        near = {s.name: (n, sizes[s]) for s, n in self._stand_in(sizes).items() if n != sizes[s]}
+        if near:
+            shown = ", ".join(f"{s} = {n} for {exact}" for s, (n, exact) in sorted(near.items()))
+            head += f"; predicted for sizes nearby: {shown}"
+        return "\n".join([head, *(rows or ["no matmul stands beside a communication"])])
+
+    # ------------------------------------------------------------ deciding
+    def _look_at(self, fusion: Fusion) -> list[_PairVerdict]:
+        """Note the pairs of a fusion as it is now: what follows changes it."""
+        kept, _ = fusion.copy()
+        meshes = (tv.mesh for tv in kept.tensors())
+        self._multiple = math.lcm(*(mesh.size for mesh in meshes if mesh is not None))
+        taken: set[TensorView] = set()
+        known: list[_PairVerdict] = []
+        for pair in find_pairs(kept):
+            results = {op.out_tensor for op in pair.products}
+            unit = _Unit(kept, pair, self._backend, self._params, self._captured)
+            is_taken = bool(results & taken)
+            why = "a pair before has steps of this matmul" if is_taken else pair.why_not
+            known.append(_PairVerdict(pair, unit, why))
+            taken |= set() if pair.why_not else results
+        return known
+
+    def _stand_in(self, sizes: Mapping[Symbol, int]) -> Mapping[Symbol, int]:
+        """Return the sizes that are predicted for these: those nearby, unless the devices of a pair
+        divide only one of them."""
+        key = _key(sizes)
+        found = self._near.recall(key)
+        if found is None:
+            found = near_sizes(sizes, self._multiple)
+            if found != sizes and self._divided(found) != self._divided(sizes):
+                found = sizes
+            self._near[key] = found
+        return found
+
+    def _divided(self, sizes: Mapping[Symbol, int]) -> list[bool | None]:
+        """Return which pairs have equal blocks; None for an extent that no size tells."""
+        values, found = refined_sizes(sizes), list[bool | None]()
+        for one in self._known or ():
+            try:
+                found.append(_divided_extent(one.pair, values) % one.pair.devices == 0)
+            except KeyError:
+                found.append(None)
+        return found
+
+    def _find(self, sizes: Mapping[Symbol, int]) -> tuple[Choice, tuple[Decision, ...]]:
+        sizes = self._stand_in(sizes)
+        key = _key(sizes)
+        found = self._decided.recall(key)
+        if found is None:
+            found = self._decided[key] = self._decide(sizes)
+            program = self._programs.get(found[0])
+            if program is not None and not self.accepts(program, sizes):
+                return self._find(sizes)
+        return found
+
+    def _why_not(
+        self,
+        choice: Choice,
+        decisions: Sequence[Decision],
+        program: HostIrContainer,
+        values: Values,
+    ) -> str:
+        if choice.backend in ("", *self._captured) or self._backend not in self._captured:
+            return ""
+        try:
+            made = timetable_of(program, {**values, NUMBER_OF_STREAMS: _STREAMS}, self.machine)
+        except FuserError:
+            return ""  # of what the model does not know
+        seconds, host = seconds_of(made)
+        gained = sum(_seconds(d.candidates[0]) - _seconds(d.chosen) for d in decisions)
+        if max(seconds, host) < (1 - self._margin) * (seconds + gained):
+            return ""
+        return (
+            f"no CUDA graph repeats {library_name(choice.backend)}: the host would take "
+            f"{host * 1e3:.3f} ms for the whole program, the GPU {seconds * 1e3:.3f}, "
+            f"{gained * 1e3:.3f} more as it is"
+        )
+
+    def _decide(self, sizes: Mapping[Symbol, int]) -> tuple[Choice, tuple[Decision, ...]]:
+        assert self._known is not None, "no fusion was looked at"
+        values = refined_sizes(sizes)
+        # Pairs of equal layers take the same time.
+        alike: dict[object, _Times] = {}
+        times: list[_Times] = []
+        for one in self._known:
+            if one.why_not:
+                times.append(_Times((_NOT_PREDICTED,), one.why_not))
+                continue
+            try:
+                key = one.signature(values)
+            except KeyError as error:
+                times.append(_Times((OverlapCandidate("", why=f"an extent depends on {error}"),)))
+                continue
+            if key not in alike:
+                args = values, self.machine, self._transports, self._margin
+                alike[key] = one.unit.times(*args)
+            times.append(alike[key])
+        plans = [self._plan(times, transport) for transport in self._transports]
+        best, why = None, ""
+        for plan in plans:
+            choice = _choice(plan)
+            refused = self._refused.get(choice)
+            refused = refused or self._refused_for.recall((choice, _key(sizes)))
+            if refused:
+                why = why or f"not chosen: {refused}"
+            elif best is None or _total(plan) < (1 - max(self._margin, 0)) * _total(best):
+                best = plan
+        if best is None:
+            best = [replace(d, chosen=d.candidates[0]) for d in plans[0]]
+        return _choice(best), tuple(replace(d, why=d.why or why) for d in best)
+
+    def _plan(self, times: Sequence[_Times], transport: str) -> list[Decision]:
+        """Return the decisions where what steps transfer goes by one library."""
+        return [
+            Decision(t.candidates, pick(t.candidates, transport, self._margin), t.why)
+            for t in times
+        ]
+
+
+@dataclass(frozen=True)
+class _PairVerdict:
+    """A pair of the fusion, and why it takes no steps whatever the sizes, "" where it may."""
+
+    pair: Pair
+    unit: _Unit
+    why_not: str
+
+    def signature(self, values: Values) -> object:
+        """Return what two pairs have in common that take the same time, such as those of two
+        layers."""
+        structure, extents = self._structure
+        return structure, extents(values)
+
+    @cached_property
+    def _structure(self) -> tuple[object, Computed]:
+        """What of a signature no size changes, and the extents."""
+        places: dict[TensorView, int] = {}
+        ops: list[object] = []
+        for op in self.pair.ops:
+            ins = [
+                (places.setdefault(tv, len(places)), tuple(op.axis_map(k)))
+                for k, tv in tensor_operands(op)
+            ]
+            ops.append((type(op), tuple(ins), places.setdefault(op.out_tensor, len(places))))
+        tensors = tuple(
+            (
+                tv.dtype(),
+                tuple(a.kind for a in tv.domain.logical),
+                placement(tv),
+                tuple(memory_order(tv)),
+                tv.mesh,
+                tv in tv.fusion.inputs,
+            )
+            for tv in places
+        )
+        axes = [(tv, a) for tv in places for a in tv.domain.logical]
+        return (tuple(ops), tensors), Computed([tv.fusion.canonical(a.size) for tv, a in axes])
+
+
+@dataclass(frozen=True)
+class _Times:
+    candidates: tuple[OverlapCandidate, ...]
+    why: str = ""
+
+
+class _Unit:
+    """The ops of a pair as a fusion of their own, and the programs that were made of it."""
+
+    def __init__(
+        self,
+        fusion: Fusion,
+        pair: Pair,
+        backend: str,
+        params: LowerParams,
+        captured: Collection[str],
+    ) -> None:
+        self.pair = pair
+        self._fusion, self._backend, self._params = fusion, backend, params
+        # The libraries whose communications graphs repeat, without the host.
+        self._captured = captured
+        self._bound = GainBound(pair, backend, is_repeated=backend in captured)
+        self._programs: dict[tuple[str, str], HostIrContainer | str] = {}
+
+    @cached_property
+    def _alone(self) -> Fusion:
+        fusion = alone(self._fusion, self.pair)
+        # What the program computes can be computed where peers can map it.
+        given = {tv.number for tv in self._fusion.inputs if isinstance(tv, TensorView)}
+        for tv in fusion.inputs:
+            if isinstance(tv, TensorView) and tv.number not in given:
+                tv.memory = MemoryType.symmetric
+        return fusion
+
+    def times(
+        self, values: Values, machine: Machine, transports: Sequence[str], margin: float
+    ) -> _Times:
+        """Return the predicted times of the pair as it is and in all its forms."""
+        try:
+            why = "" if margin == FORCED else self._bound.why_hopeless(values, machine, margin)
+        except FuserError as error:
+            return _Times((OverlapCandidate("", why=str(error)),))
+        if why:
+            return _Times((_NOT_PREDICTED,), why)
+        base = self.as_it_is(values, machine)
+        if base.seconds is None:
+            return _Times((base,))
+        found = [base]
+        for form in forms_of(self.pair):
+            for transport in transports if form.transfers else ("",):
+                found.append(self._candidate(form.name, transport, values, machine))
+        return _Times(tuple(found))
+
+    def as_it_is(self, values: Values, machine: Machine) -> OverlapCandidate:
+        """Return the predicted time of the pair without steps."""
+        return self._candidate("", "", values, machine)
+
+    def _candidate(
+        self, form: str, backend: str, values: Values, machine: Machine
+    ) -> OverlapCandidate:
+        one = next((f for f in forms_of(self.pair) if f.name == form), None)
+        try:
+            if one is not None and one.transfers:
+                self._check_divisible(values)
+            program = self._program(one, backend)
+            made = timetable_of(program, {**values, NUMBER_OF_STREAMS: _STREAMS}, machine)
+            seconds, host = seconds_of(made)
+            if {self._backend, backend or self._backend} <= set(self._captured):
+                host = machine.host_run_s
+            numbers = machine.numbers_of(backend or self._backend)
+            return OverlapCandidate(form, backend, max(seconds, host), numbers_of=numbers)
+        except FuserError as error:
+            return OverlapCandidate(form, backend, why=f"cannot be: {_first_line(error)}")
+
+    def _check_divisible(self, values: Values) -> None:
+        """Blocks of devices are equal."""
+        pair = self.pair
+        size = _divided_extent(pair, values)
+        if size % pair.devices:
+            raise UnsupportedError(
+                f"the extent {size} of axis {pair.axis} of {tensor_words(pair.between)} is not "
+                f"divisible by the {pair.devices} devices along {pair.ptype.name}"
+            )
+
+    def _program(self, form: OverlapForm | None, backend: str) -> HostIrContainer:
+        key = ("" if form is None else form.name), backend
+        if key not in self._programs:
+            try:
+                self._programs[key] = self._lower(form, backend)
+            except FuserError as error:
+                self._programs[key] = _first_line(error)
+        found = self._programs[key]
+        if isinstance(found, str):
+            raise UnsupportedError(found)
+        return found
+
+    def _lower(self, form: OverlapForm | None, backend: str) -> HostIrContainer:
+        fusion, _ = self._alone.copy()
+        (pair,) = find_pairs(fusion)
+        if form is not None:
+            form.take(fusion, pair)
+        complete_alone(fusion)
+        params = replace(self._params, step_backend=backend)
+        return lower_sharded(fusion, backend_name=self._backend, params=params)[1]
+
+
+# ------------------------------------------------------------------ of what
+def _choice(plan: Sequence[Decision]) -> Choice:
+    backend = next((d.chosen.backend for d in plan if d.chosen.backend), "")
+    return Choice(tuple(d.chosen.form for d in plan), backend)
+
+
+def _seconds(candidate: OverlapCandidate) -> float:
+    return candidate.seconds or 0.0
+
+
+def _total(plan: Sequence[Decision]) -> float:
+    return sum(_seconds(d.chosen) for d in plan)
+
+
+def _key(sizes: Mapping[Symbol, int]) -> object:
+    return tuple(sorted((s.name, n) for s, n in sizes.items()))
+
+
+def _size(tv: TensorView, axis: IterDomain, values: Values) -> int:
+    return int(sc.evaluate(tv.fusion.canonical(axis.size), values))
+
+
+def _divided_extent(pair: Pair, values: Values) -> int:
+    """Return the extent of the axis that the devices divide."""
+    return _size(pair.between, pair.between.domain.no_reductions[pair.axis], values)
+
+
+def _text(pair: Pair, values: Values) -> str:
+    def shown(tv: TensorView) -> str:
+        axes = tv.domain.no_reductions
+        try:
+            return f"{tv.label} [{', '.join(str(_size(tv, a, values)) for a in axes)}]"
+        except KeyError:
+            return str(tv)
+
+    move = f"{COLLECTIVES[pair.kind]} {shown(pair.move.inputs[0])} -> {shown(pair.move.out_tensor)}"
+    products = [
+        f"{op.name} of {', '.join(shown(tv) for _, tv in tensor_operands(op))}"
+        for op in pair.products
+    ]
+    parts = [move, *products] if pair.kind == "gather" else [*products, move]
+    where = next((op.where for op in pair.products if op.where), pair.move.where)
+    over = f"{pair.devices} {pair.ptype.text}, {pair.between.dtype().name}"
+    return f"{'; '.join(parts)} over {over}{user_code(where)}"
+
+
+def _first_line(error: FuserError | str) -> str:
+    return str(error).partition("\n")[0]

@@ -1,0 +1,258 @@
+"""What a program will take, from the cost model: time, communication, memory, what it waits for.
+
+Nothing is run. `predict` makes the numbers, `report` the text of `python -m hostir cost`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from fuser.ir.domain.device_mesh import ranks_text
+from hostir.analysis.rank_values import at, np
+from hostir.analysis.sliced_inputs import sliced_inputs
+from hostir.cost.intervals import Busy, busy_of, union
+from hostir.cost.links import traffic_of
+from hostir.cost.machine_model import CPU
+from hostir.cost.simulator import Timetable
+from hostir.cost.timeline import WorkItem, critical_path
+from hostir.ir.diagnostics import Site, line_numbers
+from hostir.ir.effects import CALLER
+from hostir.ir.program import HostIrContainer
+
+# What a text report shows of classes, links, and the critical path; the JSON has all.
+_SHOWN_CLASSES, _SHOWN_LINKS, _SHOWN_OPS = 8, 24, 12
+
+
+@dataclass(frozen=True)
+class StreamTimes:
+    """Seconds of one stream; `exposed`: communication while the rank computes nothing."""
+
+    stream: str
+    compute: float
+    communication: float
+    exposed: float
+    idle: float
+
+
+@dataclass(frozen=True)
+class RankTimes:
+    """What holds for every rank of a class; `seconds` are the GPU's, `host_seconds` those in which
+    the host issues the work, beside it. Bytes of inputs and of allocations at their peak."""
+
+    ranks: tuple[int, ...]
+    seconds: float
+    host_seconds: float
+    compute: float
+    communication: float
+    exposed: float
+    streams: tuple[StreamTimes, ...]
+    input_nbytes: int
+    peak_nbytes: int
+    sent_nbytes: int
+    received_nbytes: int
+
+    @property
+    def idle(self) -> float:
+        """Seconds in which the GPU neither computes nor communicates."""
+        return self.seconds - self.compute - self.exposed
+
+
+@dataclass(frozen=True)
+class CriticalOp:
+    """An op on the critical path: its seconds there, how often, and the part of the whole."""
+
+    op: str
+    seconds: float
+    times: int
+    part: float
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """`seconds` per call, where calls follow one another: the longer of device and host. `notes`
+    say what an annotation would save."""
+
+    machine: str
+    device: str
+    seconds: float
+    classes: tuple[RankTimes, ...]
+    links: tuple[tuple[int, int, int], ...] | None
+    critical_path: tuple[CriticalOp, ...]
+    notes: tuple[str, ...] = ()
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def seconds_of(made: Timetable) -> tuple[float, float]:
+    """Return for how long GPU and host of the slowest rank are busy."""
+    return max((w.end for w in made.work), default=0.0), max(made.host, default=0.0)
+
+
+def predict(program: HostIrContainer, made: Timetable) -> Prediction:
+    """Return the numbers of a timetable; `links` are (from, to, bytes), None where pairs are too
+    many."""
+    traffic, unrolled = traffic_of(made.unrolled), made.unrolled
+    by_class: dict[int, list[int]] = {n: [] for n in range(len(made.firsts))}
+    numbers: list[int] = made.classes.tolist()
+    for rank, number in zip(made.ranks, numbers, strict=True):
+        by_class[number].append(rank)
+    found: list[RankTimes] = []
+    for number, place in enumerate(made.firsts):
+        mine = made.of_class(number)
+        end = max((w.end for w in mine), default=0.0)
+        pieces = [(w.start, w.end, w.is_transfer) for w in mine]
+        busy = busy_of(pieces, end)
+        found.append(
+            RankTimes(
+                tuple(by_class[number]),
+                end,
+                made.host[number],
+                busy.compute,
+                busy.communication,
+                busy.exposed,
+                _streams(made, number, mine, end),
+                _number(unrolled.inputs, place),
+                _number(unrolled.peak, place),
+                _number(traffic.sent, place),
+                _number(traffic.received, place),
+            )
+        )
+    links = None
+    if traffic.pairs is not None:
+        ends: list[tuple[int, int]] = np.argwhere(traffic.pairs > 0).tolist()
+        links = tuple(
+            (made.ranks[a], made.ranks[b], round(float(traffic.pairs[a, b]))) for a, b in ends
+        )
+    seconds = max((max(c.seconds, c.host_seconds) for c in found), default=0.0)
+    name, device = made.machine.name, made.machine.device
+    path, notes = _path(program, made.work), sliced_inputs(program)
+    return Prediction(name, device, seconds, tuple(found), links, path, notes)
+
+
+def stream_name(made: Timetable, number: int) -> str:
+    """Return a stream as the program spells it."""
+    unrolled = made.unrolled
+    captured = {
+        name: CALLER
+        for name, found in unrolled.clocks.captured.items()
+        if np.all(np.asarray(found) == CALLER)
+    }
+    return spelled(number, captured, unrolled.names)
+
+
+def spelled(number: int, captured: Mapping[str, object], names: Mapping[object, int]) -> str:
+    """Return a stream as a program spells it: `captured` has the numbers of captured streams by
+    name, `names` those of streams that nothing captured."""
+    if number >= 0:
+        return f"Stream {number}"
+    if number == CALLER:
+        name = next((name for name, s in captured.items() if s == CALLER), "Default")
+        return f"Stream {name} (the caller's)"
+    return f"Stream {next(str(n) for n, s in names.items() if s == number)}"
+
+
+def _number(x: Any, place: int) -> int:
+    value: Any = at(x, place)
+    return round(value)
+
+
+def _streams(
+    made: Timetable, number: int, mine: Sequence[WorkItem], end: float
+) -> tuple[StreamTimes, ...]:
+    computing = union((w.start, w.end) for w in mine if not w.is_transfer)
+    rows: list[StreamTimes] = []
+    for stream in sorted({w.streams[number] for w in mine}):
+        here = [(w.start, w.end, w.is_transfer) for w in mine if w.streams[number] == stream]
+        found = busy_of(here, end, computing)
+        rows.append(StreamTimes(stream_name(made, stream), **asdict(found)))
+    return tuple(rows)
+
+
+def _path(program: HostIrContainer, work: Iterable[WorkItem]) -> tuple[CriticalOp, ...]:
+    lines = line_numbers(program)
+    found: dict[int, tuple[Site, float, int]] = {}
+    for one, seconds in critical_path(work):
+        op = one.item.site.op
+        _, before, times = found.get(id(op), (None, 0.0, 0))
+        found[id(op)] = Site(op), before + seconds, times + 1
+    total = sum(s for _, s, _ in found.values()) or 1.0
+    steps = [CriticalOp(site.text(lines), s, n, s / total) for site, s, n in found.values()]
+    return tuple(sorted(steps, key=lambda s: -s.seconds))
+
+
+# ------------------------------------------------------------------ the text
+def report(found: Prediction) -> str:
+    """Return the text of a prediction."""
+    lines = [f"predicted on {found.machine}, not run: {ms(found.seconds)} per call"]
+    for one in found.classes[:_SHOWN_CLASSES]:
+        lines += ["", *_class_lines(one, found.device)]
+    if (more := len(found.classes) - _SHOWN_CLASSES) > 0:
+        lines += ["", f"and {more} more classes of ranks (--json has them)"]
+    lines += ["", *_link_lines(found)]
+    lines += ["critical path, most expensive first:"]
+    for step in found.critical_path[:_SHOWN_OPS]:
+        lines.append(f"  {ms(step.seconds)} {step.part:4.0%} {step.times:4} x  {step.op}")
+    if (more := len(found.critical_path) - _SHOWN_OPS) > 0:
+        lines.append(f"  and {more} more ops")
+    lines += [f"note: {note}" for note in found.notes]
+    return "\n".join(lines)
+
+
+def times_text(one: RankTimes, device: str) -> str:
+    """Return for how long a class of ranks is busy; of a CPU, host and device are one."""
+    text = f"{ranks_text(one.ranks)}: {ms(one.seconds, 0)} on the {device}"
+    return text if device == CPU else f"{text}; the host issues it in {ms(one.host_seconds, 0)}"
+
+
+def _class_lines(one: RankTimes, device: str) -> list[str]:
+    text = times_text(one, device)
+    if one.host_seconds > one.seconds:
+        text += ", which is what takes the time"
+    lines = [
+        text,
+        *busy_lines(one.streams, Busy(one.compute, one.communication, one.exposed, one.idle)),
+    ]
+    lines.append(
+        f"  memory: {_size(one.input_nbytes)} of inputs, {_size(one.peak_nbytes)} allocated"
+    )
+    lines.append(f"  sent {_size(one.sent_nbytes)}, received {_size(one.received_nbytes)}")
+    return lines
+
+
+def busy_lines(streams: Sequence[StreamTimes], whole: Busy) -> list[str]:
+    """Return the table of the times of streams and of their rank."""
+    rows = [(s.stream, s.compute, s.communication, s.exposed, s.idle) for s in streams]
+    rows.append(("all", whole.compute, whole.communication, whole.exposed, whole.idle))
+    width = max(len(name) for name, *_ in rows)
+    lines = [f"  {'':{width}}   compute  communication    exposed       idle"]
+    for name, compute, communication, exposed, idle in rows:
+        times = f"{ms(compute)}  {ms(communication, 13)} {ms(exposed)} {ms(idle)}"
+        lines.append(f"  {name:{width}} {times}")
+    return lines
+
+
+def _link_lines(found: Prediction) -> list[str]:
+    if found.links is None:
+        return ["links: too many ranks to list their pairs", ""]
+    if not found.links:
+        return []
+    shown = [f"  {a} -> {b}: {_size(n)}" for a, b, n in found.links[:_SHOWN_LINKS]]
+    if (more := len(found.links) - _SHOWN_LINKS) > 0:
+        shown.append(f"  and {more} more (--json has them)")
+    return ["links, from rank to rank:", *shown, ""]
+
+
+def ms(seconds: float, width: int = 10) -> str:
+    """Return a time as text: milliseconds, or microseconds where it is less than one."""
+    text = f"{seconds * 1e3:.3f} ms" if seconds >= 1e-3 else f"{seconds * 1e6:.1f} us"
+    return f"{text:>{width}}"
+
+
+def _size(nbytes: int) -> str:
+    for unit, scale in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+        if nbytes >= scale:
+            return f"{nbytes / scale:.3f} {unit}"
+    return f"{nbytes} bytes"

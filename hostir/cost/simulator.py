@@ -1,0 +1,338 @@
+"""From the unrolled program to work that waits for other work, one rank for each of its class."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+from fuser.ir.op import Op
+from fuser.ir.ops.nodes import LibraryOp
+from fuser.ir.scalar.constructors import Number, Symbol
+from fuser.ir.types import MemoryType
+from hostir.analysis.deadlocks import DEADLOCK, MISPLACED
+from hostir.analysis.rank_values import Array, at, np
+from hostir.analysis.unrolled_program import UnrolledOp, Unroller
+from hostir.cost.machine_model import Machine
+from hostir.cost.op_costs import (
+    NOTHING,
+    Cost,
+    Found,
+    collective_cost,
+    cost_of,
+    held_nbytes,
+    staging_cost,
+    transfer_cost,
+    under_load,
+)
+from hostir.cost.table_costs import found_in_tables
+from hostir.cost.time_classes import time_classes
+from hostir.cost.timeline import Resource, Simulator, WorkItem
+from hostir.ir.diagnostics import Finding, refuse
+from hostir.ir.ops import LaunchKernel
+from hostir.ir.program import HostIrContainer
+from hostir.ir.transfers import (
+    PEER_COPIES,
+    CollectivePermute,
+    Communication,
+    P2PCommunication,
+    StartsCommunication,
+)
+
+
+@dataclass
+class Timetable:
+    """The timetable: `firsts` has the place of the first rank of each class, `host` for
+    how many seconds its host issues work."""
+
+    unrolled: Unroller
+    classes: Array
+    firsts: list[int]
+    work: list[WorkItem]
+    host: list[float]
+    machine: Machine
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        return self.unrolled.ranks
+
+    def of_class(self, number: int) -> list[WorkItem]:
+        return [w for w in self.work if number in w.streams]
+
+
+def timetable_of(
+    program: HostIrContainer,
+    values: Mapping[Symbol, Number],
+    machine: Machine,
+    *,
+    ranks: Sequence[int] = (),
+) -> Timetable:
+    """Return when what runs, as the model has it; nothing is run.
+
+    `values` binds the symbols of the inputs and `numberOfStreams`; `ranks` defaults to those of the
+    program's meshes. Raises `VerifyError` for a program whose ranks do not meet,
+    `UnsupportedError` for an op whose cost is not known.
+    """
+    unrolled = Unroller(program, tuple(ranks or program.devices() or (0,)), values)
+    unrolled.run(program.ops)
+    unrolled.finish()
+    wrong = [f for f in unrolled.found.values() if f.kind != MISPLACED]
+    refuse(program, wrong, what="this program has no timetable")
+    classes = time_classes(unrolled.items, len(unrolled.ranks))
+    firsts: list[int] = np.unique(classes, return_index=True)[1].tolist()
+    shared = _Shared(classes, machine, program, values)
+    host: list[float] = []
+    for number, place in enumerate(firsts):
+        builder = _ScheduleBuilder(shared, number, place)
+        builder.run(unrolled.items)
+        host.append(builder.host)
+    Simulator(shared.work).run()
+    _check_all_ran(program, shared.work, machine)
+    return Timetable(unrolled, classes, firsts, shared.work, host, machine)
+
+
+def _check_all_ran(program: HostIrContainer, work: Sequence[WorkItem], machine: Machine) -> None:
+    """Refuse what would run only where communications do not stand in their streams."""
+    stuck = [w for w in work if w.end < 0]
+    if stuck:
+        what = "these ops wait for each other where communications stand in their streams"
+        sites = dict.fromkeys(w.item.site for w in stuck)
+        found = Finding(DEADLOCK, what, tuple((site, "") for site in list(sites)[:4]))
+        refuse(program, [found], what=f"this program has no timetable on {machine.name}")
+
+
+@dataclass
+class _Shared:
+    """What the classes have in common: work by those who meet in it, in the order of making."""
+
+    classes: Array
+    machine: Machine
+    program: HostIrContainer
+    values: Mapping[Symbol, Number]
+    work: list[WorkItem] = field(default_factory=list[WorkItem])
+    by_key: dict[object, WorkItem] = field(default_factory=dict[object, WorkItem])
+    members: dict[tuple[int, int], list[int]] = field(default_factory=dict)  # pyright: ignore[reportUnknownVariableType]
+    # What kernels find in their tables.
+    in_tables: dict[Op, Found] = field(default_factory=dict[Op, Found])
+
+    def found(self, op: Op) -> Found:
+        """Return what a kernel finds in its tables."""
+        if not isinstance(op, LaunchKernel):
+            return NOTHING
+        if op not in self.in_tables:
+            group = self.program.groups.get(op.group)
+            known = found_in_tables(op, group.fusion, self.values) if group else NOTHING
+            self.in_tables[op] = known
+        return self.in_tables[op]
+
+    def add(self, item: UnrolledOp, cost: Cost, *, is_transfer: bool) -> WorkItem:
+        work = WorkItem(item, cost, is_transfer, {}, len(self.work))
+        self.work.append(work)
+        return work
+
+
+class _ScheduleBuilder:
+    """Gives the work of one rank to its streams; `last` is what each stream has been given last."""
+
+    def __init__(self, shared: _Shared, number: int, place: int) -> None:
+        self.shared, self.machine = shared, shared.machine
+        self.number, self.place = number, place
+        # For how long the host is busy with what it issues.
+        self.host = shared.machine.host_run_s
+        self.last: dict[int, tuple[WorkItem, ...]] = {}
+        self.flights: dict[int, tuple[WorkItem, ...]] = {}
+        # Communications of one team follow one another, whatever their streams.
+        self.calls: dict[object, tuple[WorkItem, ...]] = {}
+
+    def run(self, items: Sequence[UnrolledOp]) -> None:
+        mine = [item for item in items if item.mask[self.place]]
+        products = [self._cost(item) for item in mine if isinstance(item.site.op, LibraryOp)]
+        self.machine = under_load(self.machine, sum(c.flops for c in products if c is not None))
+        for item in mine:
+            self._item(item)
+
+    def _cost(self, item: UnrolledOp) -> Cost | None:
+        sizes, op = item.sizes(self.place), item.site.op
+        return cost_of(op, lambda tv: sizes[tv], self.machine, self.shared.found(op))
+
+    def _item(self, item: UnrolledOp) -> None:
+        op, stream = item.site.op, self._stream(item)
+        if item.joins is not None:
+            self._wait(stream, self.last.get(int(at(item.joins, self.place)), ()))  # pyright: ignore[reportArgumentType]
+        elif item.waits is not None:
+            self._wait(stream, self.flights.pop(item.waits, ()))
+        elif isinstance(op, Communication):
+            self._collective(item, op, stream)
+        elif item.group is not None or isinstance(op, P2PCommunication | CollectivePermute):
+            self._transfers(item, stream)
+        elif (cost := self._cost(item)) is not None:
+            self._compute(item, cost, stream)
+
+    def _stream(self, item: UnrolledOp) -> int:
+        return int(at(item.stream, self.place))  # pyright: ignore[reportArgumentType]
+
+    def _wait(self, stream: int, others: tuple[WorkItem, ...]) -> None:
+        self.last[stream] = tuple(dict.fromkeys((*self.last.get(stream, ()), *others)))
+
+    def _need(self, work: WorkItem, resource: Resource, share: float) -> None:
+        work.needs[self.number, resource] = work.needs.get((self.number, resource), 0.0) + share
+
+    def _issue(self, work: WorkItem, stream: int, *, holds: bool = True) -> None:
+        """Put work behind what its stream has."""
+        work.comes_after(self.last.get(stream, ()))
+        if holds:
+            work.streams[self.number] = stream
+
+    def _compute(self, item: UnrolledOp, cost: Cost, stream: int) -> None:
+        self.host += cost.host_s
+        far_s = self._far_seconds(item)
+        cost = replace(cost, seconds=cost.seconds + far_s) if far_s else cost
+        work = self.shared.add(item, cost, is_transfer=False)
+        self._need(work, "multiprocessors", cost.share)
+        for link in ("out", "in") if far_s else ():
+            self._need(work, link, far_s / cost.seconds)
+        self._issue(work, stream)
+        self.last[stream] = (work,)
+
+    def _far_seconds(self, item: UnrolledOp) -> float:
+        """Return how long it takes to read what lies with other ranks."""
+        sizes = item.sizes(self.place) if item.far else {}
+        parts = (held_nbytes(tv, sizes[tv]) * (n - 1) / n for tv, (_, n) in item.far.items())
+        return sum(parts) / self.machine.pull_bandwidth
+
+    # ------------------------------------------------------------ collectives
+    def _collective(self, item: UnrolledOp, op: Communication, stream: int) -> None:
+        teams = item.teams
+        assert teams is not None
+        sizes = item.sizes(self.place)
+        inp, out = (held_nbytes(tv, sizes[tv]) for tv in (op.inp, op.out))
+        staged = inp if op.backend == PEER_COPIES and op.inp.memory is MemoryType.global_ else 0
+        cost = collective_cost(
+            op.type,
+            op.team.size,
+            max(inp, out),
+            op.backend,
+            self.machine,
+            dtype=op.inp.dtype(),
+            reduce=op.red_op,
+            staged=staged,
+        )
+        self.host += cost.host_s
+        items = item.together or (item,)
+        team = int(teams.team[self.place])
+        known = (id(teams), team)
+        if known not in self.shared.members:
+            _, first = np.unique(self.shared.classes[teams.members[team]], return_index=True)
+            self.shared.members[known] = teams.members[team][first].tolist()
+        met = frozenset(
+            (int(self.shared.classes[m]), next(id(r) for r in items if r.mask[m]))
+            for m in self.shared.members[known]
+        )
+        work = self.shared.by_key.get(met)
+        if work is None:
+            work = self.shared.by_key[met] = self.shared.add(item, cost, is_transfer=True)
+        for resource in ("out", "in"):
+            self._need(work, resource, 1.0)
+        self._need(work, "multiprocessors", cost.share)
+        self._issue(work, stream)
+        work.comes_after(self.calls.get(op.team, ()))
+        self.calls[op.team] = self.last[stream] = self.flights[op.number] = (work,)
+
+    # ------------------------------------------------------------ transfers
+    def _transfers(self, item: UnrolledOp, stream: int) -> None:
+        """Start sends and receives together; the stream goes on when all have ended, but for peer
+        copies that others make."""
+        started = item.site.op
+        assert isinstance(started, StartsCommunication)
+        self.host += self.machine.host_post_s
+        holding: list[WorkItem] = []
+        flying: list[WorkItem] = []
+        is_nccl = False
+        for half in item.group if item.group is not None else [item]:
+            if not half.mask[self.place]:
+                continue
+            op = half.site.op
+            assert isinstance(op, P2PCommunication | CollectivePermute)
+            is_copied = op.backend == PEER_COPIES
+            is_nccl |= not is_copied
+            ends = (
+                self._permute(half, op)
+                if isinstance(op, CollectivePermute)
+                else self._pair(half, op)
+            )
+            for work, is_send in ends:
+                is_theirs = is_send and is_copied
+                if is_theirs:
+                    self._stage(half, op, stream)
+                self._issue(work, stream, holds=not is_theirs)
+                flying.append(work)
+                holding += [] if is_theirs else [work]
+        if is_nccl:
+            calls = tuple(w for w in holding if w.is_transfer)
+            for work in calls:
+                work.comes_after(w for w in self.calls.get(None, ()) if w not in calls)
+            self.calls[None] = calls or self.calls.get(None, ())
+        if holding:
+            self.last[stream] = tuple(dict.fromkeys(holding))
+        self.flights[started.number] = tuple(dict.fromkeys(flying))
+
+    def _stage(
+        self, item: UnrolledOp, op: P2PCommunication | CollectivePermute, stream: int
+    ) -> None:
+        """What lies in memory that peers cannot map is copied first."""
+        tv = op.buffer if isinstance(op, P2PCommunication) else op.inp
+        if tv.memory is MemoryType.global_:
+            nbytes = held_nbytes(tv, item.sizes(self.place)[tv])
+            self._compute(item, staging_cost(nbytes, self.machine), stream)
+
+    def _pair(self, half: UnrolledOp, op: P2PCommunication) -> list[tuple[WorkItem, bool]]:
+        is_send = op.type == "send"
+        nbytes = held_nbytes(op.buffer, half.sizes(self.place)[op.buffer])
+        for other, places, partners in half.pairs:
+            for k in np.nonzero(places == self.place)[0].tolist():
+                ends = (half, other) if is_send else (other, half)
+                peer = int(partners[k])
+                return [(self._transfer(ends, peer, nbytes, op.backend, is_send=is_send), is_send)]
+        raise AssertionError(f"{op.name} of {op.buffer} has no partner, and nobody has said so")
+
+    def _transfer(
+        self,
+        ends: tuple[UnrolledOp, UnrolledOp],
+        peer: int,
+        nbytes: int,
+        backend: str,
+        *,
+        is_send: bool,
+    ) -> WorkItem:
+        """Return the work of a pair, with what this rank's end of it needs."""
+        theirs = int(self.shared.classes[peer])
+        pair = (self.number, theirs) if is_send else (theirs, self.number)
+        key = (id(ends[0]), id(ends[1]), *pair)
+        work = self.shared.by_key.get(key)
+        if work is None:
+            cost = transfer_cost(nbytes, backend, self.machine)
+            item = ends[1] if backend == PEER_COPIES else ends[0]
+            work = self.shared.by_key[key] = self.shared.add(item, cost, is_transfer=True)
+        self._need(work, "out" if is_send else "in", 1.0)
+        # A rank's send and receive are one call; peer copies are the receiver's alone.
+        part = float(not is_send) if backend == PEER_COPIES else 0.5
+        self._need(work, "multiprocessors", work.cost.share * part)
+        return work
+
+    def _permute(self, item: UnrolledOp, op: CollectivePermute) -> list[tuple[WorkItem, bool]]:
+        teams = item.teams
+        assert teams is not None and item.peers is not None, "the members have met"
+        members = teams.members[int(teams.team[self.place])]
+        to, source = (int(members[int(at(p, self.place))]) for p in item.peers)  # pyright: ignore[reportArgumentType]
+        sizes = item.sizes(self.place)
+        if to == self.place:
+            cost = staging_cost(held_nbytes(op.inp, sizes[op.inp]), self.machine)
+            work = self.shared.add(item, cost, is_transfer=False)
+            self._need(work, "multiprocessors", cost.share)
+            return [(work, False)]
+        ends = (item, item)
+        found: list[tuple[WorkItem, bool]] = []
+        for peer, tv, is_send in ((to, op.inp, True), (source, op.out, False)):
+            nbytes = held_nbytes(tv, sizes[tv])
+            work = self._transfer(ends, peer, nbytes, op.backend, is_send=is_send)
+            found.append((work, is_send))
+        return found

@@ -1,0 +1,16 @@
+"""The host program: ops, effects, text, verification.
+
+Question: of what does a host program consist, and is it well formed?
+Imports: `fuser` but its frontend, and `multidevice.sharding`.
+Files, in reading order:
+
+- `effects`: what an op reads, writes, allocates, starts and waits for.
+- `ops`: the declarations of all host ops.
+- `program`: `HostIrContainer`: the program, building by hand, queries, text.
+- `parser`: text to program.
+- `shard_layout`: sizes and strides of a device's shard.
+- `buffer_aliasing`: which tensors share a buffer, and what may be computed in place.
+- `shape_rules`: which shapes an op demands.
+- `verifier`: the structure of a program, on all paths.
+- `diagnostics`, `diff`: findings with their lines; the difference of two programs.
+"""

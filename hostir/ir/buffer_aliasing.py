@@ -1,0 +1,190 @@
+"""Which tensors of a program share a buffer: views, parts, and outputs written into an input."""
+
+from __future__ import annotations
+
+from collections.abc import Container, Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from functools import cached_property
+from itertools import accumulate
+
+from fuser.ir.fusion import TensorOp
+from fuser.ir.op import Op
+from fuser.ir.scalar.compiled import Computed
+from fuser.ir.scalar.constructors import Number, Symbol
+from fuser.ir.tensor import TensorView
+from fuser.passes.view_ops import is_copy
+from fuser.support.errors import VerifyError
+from hostir.ir.effects import Makes, Part, Shows, effects_of
+from hostir.ir.ops import Deallocate, HostOp, SetCurrentStream, SymmetricContiguousView
+from hostir.ir.program import HostIrContainer, walk
+from multidevice.sharding.streams import is_allocated_per_step
+
+
+def _unread(
+    program: HostIrContainer, ops: Iterable[Op], shared: Container[TensorView]
+) -> frozenset[TensorView]:
+    """Return those of several results of an op that no op reads, and that are no outputs."""
+    read = {v for op in ops if not isinstance(op, Deallocate) for v in op.inputs}
+    read.update(program.inputs, program.outputs)
+    several = (op.outputs for op in ops if isinstance(op, TensorOp) and len(op.outputs) > 1)
+    return frozenset(o for outs in several for o in outs if o not in read and o not in shared)
+
+
+def _shown(tv: TensorView, shows: Mapping[TensorView, TensorView]) -> Iterator[TensorView]:
+    """Yield what a tensor is a view of, and what that is a view of."""
+    while tv in shows:
+        yield (tv := shows[tv])
+
+
+class WholeShapes:
+    """The shapes of those tensors of a program of which every rank and step has the whole."""
+
+    def __init__(self, tensors: Iterable[TensorView]) -> None:
+        whole = [tv for tv in tensors if not tv.domain.has_devices]
+        whole = [tv for tv in whole if not is_allocated_per_step(tv)]
+        self._extents = Computed([x for tv in whole for x in tv.shape()])
+        ends = list(accumulate((tv.ndim for tv in whole), initial=0))
+        # Of each, its extents among those of all.
+        self._slices = {tv: slice(*ends[i : i + 2]) for i, tv in enumerate(whole)}
+
+    def of(self, values: Mapping[Symbol, Number]) -> dict[TensorView, tuple[int, ...]]:
+        """Return all shapes for values of symbols; {} where one of them has none."""
+        try:
+            extents = self._extents(values)
+        except (ArithmeticError, KeyError, ValueError):
+            return {}
+        if min(extents, default=0) < 0 or {*map(type, extents)} - {int}:
+            return {}
+        return {tv: extents[mine] for tv, mine in self._slices.items()}  # pyright: ignore[reportReturnType]
+
+
+@dataclass(frozen=True)
+class Storage:
+    """The sharing of buffers in a program; it does not change while the program runs."""
+
+    tensors: tuple[TensorView, ...]
+    # View, part or in-place output -> the tensor whose buffer it shows.
+    shows: dict[TensorView, TensorView]
+    # Those that show a part only.
+    parts: dict[TensorView, Part]
+    # What host ops name as another tensor, or as a part of one.
+    named: frozenset[TensorView]
+    # Where tensor ops find a buffer to write into; they make any other result.
+    buffered: frozenset[TensorView]
+    escaping: frozenset[TensorView]
+    # Outputs that show an input's memory through a `set` without a buffer: the caller gets a copy.
+    borrowed: frozenset[TensorView]
+    # Those that show the shards of several ranks.
+    views: dict[TensorView, SymmetricContiguousView]
+    # Whether some tensor has a mesh.
+    is_placed: bool
+    # Whether the current stream changes.
+    switches_streams: bool
+    # Buffers of results beside others that nothing reads: they need not be computed.
+    unread: frozenset[TensorView]
+    # The shapes of the tensors that neither ranks nor steps share.
+    whole: WholeShapes
+
+    @staticmethod
+    def of(program: HostIrContainer) -> Storage:
+        """Find who owns a buffer and who shows one, from the effects of the ops."""
+        owners = {v for v in program.inputs if isinstance(v, TensorView)}
+        inputs = frozenset(owners)
+        shows: dict[TensorView, TensorView] = {}
+        parts: dict[TensorView, Part] = {}
+        ops = list(walk(program.ops))
+
+        def note(effect: object) -> None:
+            if isinstance(effect, Makes):
+                owners.add(effect.tensor)
+            elif isinstance(effect, Shows):
+                shows[effect.out] = effect.source
+                if effect.part is not None:
+                    parts[effect.out] = effect.part
+
+        for op in ops:
+            if isinstance(op, HostOp) and not op.MAKES_RESULTS:
+                for effect in op.effects():
+                    note(effect)
+        named = frozenset(shows)
+        buffered = frozenset(owners) | named
+        for op in ops:
+            if not isinstance(op, HostOp) or op.MAKES_RESULTS:
+                for effect in effects_of(op, buffered):
+                    note(effect)
+        for alias in program.aliases:
+            if alias.out not in owners and alias.out not in shows:
+                shows[alias.out] = alias.into
+        nothing: frozenset[TensorView] = frozenset()
+        for tv in shows:
+            seen = {tv}
+            shown = shows.get(tv)
+            while shown is not None:
+                if shown in seen:
+                    raise VerifyError(f"{tv} is a name of itself")
+                seen.add(shown)
+                shown = shows.get(shown)
+        tensors = program.tensors()
+        is_placed = any(tv.mesh is not None for tv in tensors)
+        switches = any(isinstance(op, SetCurrentStream) for op in ops)
+        whole = WholeShapes(tensors)
+        views = [op for op in ops if isinstance(op, SymmetricContiguousView) and op.team]
+        storage = Storage(
+            tensors,
+            shows,
+            parts,
+            named,
+            buffered,
+            nothing,
+            nothing,
+            {op.out: op for op in views},
+            is_placed,
+            switches,
+            _unread(program, ops, {*shows, *shows.values()}),
+            whole,
+        )
+        roots = {storage.root(tv) for tv in (*inputs, *program.outputs)}
+        stated = inputs | {alias.out for alias in program.aliases}
+        copies = {op.out for op in ops if isinstance(op, TensorOp) and is_copy(op)}
+        borrowed = {
+            o
+            for o in program.outputs
+            if o not in stated and storage.root(o) in inputs and copies & {o, *_shown(o, shows)}
+        }
+        return replace(storage, escaping=frozenset(roots), borrowed=frozenset(borrowed))
+
+    def with_buffers(self, given: Iterable[TensorView]) -> Storage:
+        """Return the sharing where a caller gives the buffers of these tensors."""
+        found = frozenset(given)
+        return replace(
+            self,
+            named=self.named | found,
+            buffered=self.buffered | found,
+            borrowed=self.borrowed.difference(found),
+            unread=self.unread - found,
+        )
+
+    def shown_by(self, tv: TensorView) -> TensorView | None:
+        """Return the tensor that `tv` is a view of, None for the owner of a buffer."""
+        return self.shows.get(tv)
+
+    def view(self, tv: TensorView) -> SymmetricContiguousView | None:
+        """Return what shows the shards of several ranks as `tv`, or as what it is a part of."""
+        while tv not in self.views and tv in self.shows:
+            tv = self.shows[tv]
+        return self.views.get(tv)
+
+    @cached_property
+    def shown(self) -> frozenset[TensorView]:
+        """The tensors whose shards of several ranks are shown as one."""
+        return frozenset(map(self.root, self.views))
+
+    def root(self, tv: TensorView) -> TensorView:
+        """Return the tensor that owns the buffer of `tv`."""
+        while tv in self.shows:
+            tv = self.shows[tv]
+        return tv
+
+    def escapes(self, tv: TensorView) -> bool:
+        """Whether the buffer of `tv` belongs to the caller: an input's, or one of an output."""
+        return self.root(tv) in self.escaping

@@ -1,0 +1,183 @@
+"""`parse(text)`: a host program from its text, short or full."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+
+from fuser.ir.domain.device_mesh import read_mesh, read_ranks
+from fuser.ir.fusion import Fusion
+from fuser.ir.op import Op
+from fuser.ir.scalar.constructors import ZERO, Symbol
+from fuser.ir.text.parser import (
+    Attribute,
+    Parser,
+    parse_fusion_at,
+)
+from fuser.ir.text.printer import with_lines
+from fuser.ir.text.symbol_bounds import concretized_bounds, definition_bounds
+from fuser.ir.text.templates import tensor_op_classes
+from fuser.ir.types import DEVICE_TYPES, ParallelType
+from fuser.support.text_cursor import Cursor
+from hostir.ir.effects import STREAM_NAME, Stream
+from hostir.ir.ops import NUMBER_OF_STREAMS, RANK, loop_index
+from hostir.ir.program import HostIrContainer, KernelGroup, unit_line
+from hostir.ir.transfers import COLLECTIVES, HOST_OPS, TRANSFER_KINDS
+from multidevice.sharding.reshard import TeamOf
+from multidevice.transports.base.protocol import RED_OPS
+
+# The sections that hold fusions.
+_SECTION = re.compile(
+    r"^(?:Kernel group ([0-9]+) \(([^()\n]*)\)|Host unit ([0-9]+)) :[ ]*$", re.MULTILINE
+)
+_UNIT_LINE = re.compile(r"HostUnit([0-9]+): Inputs=[^\n]*")
+_CAPTURED = re.compile(r"([0-9]+)[ ]*(?=\n)")
+_INDEX_NAME = re.compile(r"[A-Za-z_]\w*", re.ASCII)
+# How the full text and the headings of dumps name their form.
+_NAMED_FULL = re.compile(r"^//[^\n]*, full form[,:]", re.MULTILINE)
+_TYPE_NAME = re.compile(r"[a-z]\w*")
+
+
+def parse(text: str) -> HostIrContainer:
+    """Return the program of `str(container)` or `container.full_text()`.
+
+    The short form has no allocation domains, aliases or kernels: it can be looked at and compared,
+    but nothing runs it. A text without sections is the short form, unless a comment before the
+    program says `..., full form:`. Raises `ParseError` with line, column and the marked line.
+    """
+    headers = list(_SECTION.finditer(text))
+    ends = [*(h.start() for h in headers), len(text)]
+    parts = [text[h.end() : end] for h, end in zip(headers, ends[1:], strict=True)]
+    cursor = Cursor(text, end=ends[0])
+    values = Fusion()
+    ops = (*tensor_op_classes(), *HOST_OPS)
+    # A unit has symbols of its own.
+    kernels = (part for header, part in zip(headers, parts, strict=True) if header[1])
+    bounds = concretized_bounds("".join((text[: ends[0]], *kernels)))
+    parser = Parser(cursor, values, ops=ops, attributes=ATTRIBUTES, bounds=bounds)
+    parser.symbols.update({s.name: s for s in (RANK, NUMBER_OF_STREAMS)})
+    parser.is_short = _NAMED_FULL.search(text) is None and "TransformPrinter :" not in text
+    home = cursor.pos
+    parser.declarations()
+    program, lines = _program(parser, values)
+    parser.end()
+    parser.relations()
+    parser.reserve_symbols()
+    groups: dict[int, KernelGroup] = {}
+    units: dict[int, Fusion] = {}
+    for header, part, end in zip(headers, parts, ends[1:], strict=True):
+        section = Cursor(text, header.end(), end)
+        number = cursor.number(header, 1 if header[1] else 3)
+        if number in (groups if header[1] else units):
+            what = "kernel group" if header[1] else "host unit"
+            raise cursor.fail(f"{what} {number} appears twice", header.start())
+        if header[1]:
+            groups[number] = KernelGroup(
+                number, parse_fusion_at(section, bounds, in_full=header.start()), header[2]
+            )
+        else:
+            units[number] = parse_fusion_at(
+                section, definition_bounds(part), in_full=header.start()
+            )
+    for number, (line, at) in lines.items():
+        if number in units and unit_line(number, units[number]) != line:
+            raise cursor.fail(f"expected {unit_line(number, units[number])}", at)
+    read = HostIrContainer(values, program, groups, is_short=parser.is_short, units=units)
+    if not parser.is_short:
+        cursor.pos = home
+        cursor.skip()
+        parser.check_declared(read.tensors(), cursor.pos)
+    return read
+
+
+def _program(parser: Parser, values: Fusion) -> tuple[tuple[Op, ...], dict[int, tuple[str, int]]]:
+    """Return the ops, and by number of a host unit the line that names it and where it is."""
+    c = parser.cursor
+    c.take("%HostIrContainer")
+    c.take("{")
+    c.take("(")
+    values.inputs = list(parser.values(")"))
+    c.take("->")
+    c.take("(")
+    at = c.pos
+    for value in parser.values(")"):
+        if not value.is_tensor():
+            raise c.fail(f"output {value} is not a tensor", at)
+        values.outputs.append(value)  # pyright: ignore[reportArgumentType]
+    c.take(":")
+    ops: list[Op] = []
+    lines: dict[int, tuple[str, int]] = {}
+    while not c.take_if("}"):
+        unit = c.match(_UNIT_LINE)
+        if unit is None:
+            ops.append(parser.op())
+        else:
+            lines[c.number(unit, 1)] = unit[0].rstrip(), unit.start()
+    c.take("// %HostIrContainer")
+    return with_lines(ops, parser.lines), lines
+
+
+def _team(parser: Parser) -> TeamOf:
+    """Read `(0 1)` or `mesh_x of DeviceMesh{{0 1}{2 3}}`."""
+    c = parser.cursor
+    if c.at("("):
+        return TeamOf(read_ranks(c), (ParallelType.mesh_x,))
+    names = {p.name: p for p in DEVICE_TYPES}
+    ptypes: list[ParallelType] = []
+    while not c.take_if("of "):
+        word = c.expect(_TYPE_NAME, "a mesh axis")[0]
+        if word not in names:
+            raise c.fail(f"{word!r} is not a mesh axis: {', '.join(names)}")
+        ptypes.append(names[word])
+    return TeamOf(read_mesh(c), tuple(ptypes))
+
+
+def _one_of(names: tuple[str, ...], what: str) -> Attribute:
+    def read(parser: Parser) -> str:
+        c = parser.cursor
+        c.skip()
+        at = c.pos
+        word = c.expect(re.compile(r"\w+"), what)[0]
+        if word not in names:
+            raise c.fail(f"unknown {what} {word!r}: {', '.join(names)}", at)
+        return word
+
+    return read
+
+
+def _index(parser: Parser) -> Symbol:
+    """Read the index of a loop; its range stands behind it."""
+    c = parser.cursor
+    name = c.name(_INDEX_NAME, "the index of a loop")
+    home = c.pos
+    if c.take_if("in "):
+        start, stop = ZERO, parser.axis().extent
+    else:
+        c.take("from")
+        start = parser.scalar()
+        c.take("to")
+        stop = parser.scalar()
+    c.pos = home
+    return parser.define_index(loop_index(name, start, stop))
+
+
+def _stream(parser: Parser) -> Stream:
+    """Read `S0` or the number of a stream, `( i3 % numberOfStreams )`."""
+    named = parser.cursor.match(STREAM_NAME)
+    if named:
+        return Stream(name=named[0])
+    # In older dumps a captured stream has a number, and nothing closes the line.
+    captured = parser.cursor.match(_CAPTURED)
+    return Stream(name=f"S{captured[1]}") if captured else Stream(parser.scalar())
+
+
+ATTRIBUTES: Mapping[str, Attribute] = {
+    "Index": _index,
+    "IterDomain": Parser.axis,
+    "IterDomain | None": Parser.axis,
+    "Stream": _stream,
+    "TransferKind": _one_of(TRANSFER_KINDS, "transfer"),
+    "CommunicationType": _one_of(COLLECTIVES, "communication type"),
+    "RedOp": _one_of(RED_OPS, "reduction"),
+    "TeamOf": _team,
+}

@@ -1,0 +1,245 @@
+"""What the ops of a host program make, against the results that they are given."""
+
+from __future__ import annotations
+
+from collections.abc import Container, Iterator, Mapping, Sequence
+from itertools import pairwise
+
+from fuser.ir.axis_graph import tensor_operands
+from fuser.ir.domain.tensor_domain import IterDomain
+from fuser.ir.dtypes import DataType, dtype_text
+from fuser.ir.fusion import TensorOp
+from fuser.ir.naming import axis_words, in_ir
+from fuser.ir.op import Op
+from fuser.ir.ops import nodes
+from fuser.ir.ops.attention_ops import AttentionOp
+from fuser.ir.ops.block_scales import GroupedScalesOp
+from fuser.ir.ops.lookup import IndexPutAccumulateOp, ScatterOp
+from fuser.ir.ops.matrix_products import ProductOp
+from fuser.ir.ops.scan_ops import AlongAxisOp
+from fuser.ir.pointwise_table import POINTWISE, TESTS
+from fuser.ir.scalar import constructors as sc
+from fuser.ir.scalar.constructors import Number, Scalar, Symbol
+from fuser.ir.tensor import TensorView
+from fuser.ir.types import ParallelType
+from fuser.support.errors import VerifyError
+from hostir.ir.ops import HirAliasSelect, LocalSlice
+from multidevice.sharding.placement import placement
+
+_POINTWISE = nodes.UnaryOp, nodes.BinaryOp, nodes.TernaryOp
+# Ops whose axis map says which axes of operands and results have one size; the others name sizes.
+_MAPPED = (
+    *_POINTWISE,
+    nodes.Contraction,
+    nodes.CastOp,
+    nodes.LoadStoreOp,
+    nodes.BroadcastOp,
+    nodes.SqueezeOp,
+    nodes.ReductionOp,
+)
+
+# An axis of a tensor: whose, at which position (reductions left out; None: a reduction), itself.
+_Axis = tuple[TensorView, int | None, IterDomain]
+
+
+_UNKNOWN: Mapping[Symbol, Number] = {}
+
+
+def check_buffers(op: Op, has_buffer: Container[TensorView]) -> None:
+    """Raise `VerifyError` for a tensor op of which torch would make some results, and write others
+    into their buffers."""
+    if isinstance(op, TensorOp):
+        without = [out for out in op.outputs if out not in has_buffer]
+        if without and len(without) < len(op.outputs):
+            raise VerifyError(
+                f"{op.name}: {without[0]} has no buffer, other results have: Allocate"
+            )
+
+
+def check_results(op: Op, values: Mapping[Symbol, Number] = _UNKNOWN) -> None:
+    """Raise `VerifyError` where the result of an op cannot be what the op makes of its operands.
+
+    Sizes are compared where they are known, or `values` binds their symbols; dtypes always.
+    """
+    if isinstance(op, HirAliasSelect | LocalSlice):
+        _check_slice(op, values)
+    elif isinstance(op, AttentionOp | ProductOp):
+        _check_letters(op, values)
+    elif isinstance(op, ScatterOp):
+        for pair in zip(_axes(op.inp), _axes(op.out), strict=True):
+            _check_sizes(op, list(pair), values)
+    elif isinstance(op, IndexPutAccumulateOp):
+        for pair in zip(_axes(op.acc), _axes(op.out), strict=True):
+            _check_sizes(op, list(pair), values)
+    elif isinstance(op, GroupedScalesOp):
+        _check_groups(op, values)
+    elif isinstance(op, AlongAxisOp):
+        _check_along(op, values)
+    elif isinstance(op, _MAPPED):
+        _check_dtypes(op)
+        for axes in _alike(op):
+            _check_sizes(op, axes, values)
+
+
+def _check_letters(op: AttentionOp | ProductOp, values: Mapping[Symbol, Number]) -> None:
+    """Require one size of all axes of a letter; dtypes are the op's own matter."""
+    by_letter: dict[str, list[_Axis]] = {}
+    for field, tv in op.tensors():
+        for k, (letter, axis) in enumerate(zip(op.letters(field), _axes(tv), strict=True)):
+            by_letter.setdefault(letter, []).append(axis)
+            if op.is_whole(letter):
+                _check_whole(op, tv, k)
+    for axes in by_letter.values():
+        _check_sizes(op, axes, values)
+    if isinstance(op, AttentionOp) and "g" in by_letter:
+        _check_groups_of_heads(op, by_letter["h"], by_letter["g"])
+
+
+def _check_groups_of_heads(op: Op, heads: list[_Axis], groups: list[_Axis]) -> None:
+    """Require that devices cut the heads of keys as they cut those of queries; one head, of keys or
+    of a bias, is read on all devices."""
+    several = ([a for a in axes if not a[2].is_broadcast] for axes in (heads, groups))
+    for one, other in zip(*several, strict=False):
+        (a, k, _), (b, m, _) = one, other
+        assert k is not None and m is not None, f"{op.name}: axes of {a} and {b}"
+        if _spread(a, k) != _spread(b, m):
+            _refuse(op, one, other, how="cut otherwise, and the op moves no data between ranks")
+
+
+def _check_along(op: AlongAxisOp, values: Mapping[Symbol, Number]) -> None:
+    for out in op.outputs:
+        axes = zip(_axes(op.inp), _axes(out), op.axis_map_to(0, out), strict=True)
+        for source, made, is_mapped in axes:
+            if is_mapped is not None:
+                _check_sizes(op, [source, made], values)
+    for tv in (op.inp, *op.outputs):
+        _check_whole(op, tv, op.dim)
+
+
+def _check_groups(op: GroupedScalesOp, values: Mapping[Symbol, Number]) -> None:
+    for tv in (op.inp, op.input_offsets, op.output_offsets, op.out):
+        for k in range(tv.ndim):
+            _check_whole(op, tv, k)
+    _check_sizes(op, [*_axes(op.input_offsets), *_axes(op.output_offsets)], values)
+
+
+def _check_whole(op: Op, tv: TensorView, k: int) -> None:
+    if any(p.is_device for p in _spread(tv, k)):
+        axis = tv.domain.no_reductions[k]
+        raise VerifyError(
+            f"{op.name}: {axis_words(tv, axis)} is cut, and is needed whole{in_ir(axis, tv)}"
+        )
+
+
+def _check_slice(op: HirAliasSelect | LocalSlice, values: Mapping[Symbol, Number]) -> None:
+    axes = _axes(op.inp)
+    gone = op.position if isinstance(op, HirAliasSelect) else None
+    kept = [axis for axis in axes if axis[1] != gone or gone is None]
+    for source, made in zip(kept, _axes(op.out), strict=True):
+        sliced = op.axis if isinstance(op, LocalSlice) else None
+        _check_sizes(op, [source, made], values, is_cut=sliced is not None and sliced == made[1])
+    if not isinstance(op, LocalSlice) or op.inp.domain.no_reductions[op.axis].is_broadcast:
+        return  # of an expanded axis every part is the same element
+    before, after = (_spread(tv, op.axis) for tv in (op.inp, op.out))
+    if op.ptype in before or op.ptype not in after:
+        which, state = (op.inp, "cut") if op.ptype in before else (op.out, "not cut")
+        raise VerifyError(
+            f"{op.name}: {which.label} is {state} by {op.ptype.text} on axis {op.axis}: "
+            f"{op.inp} -> {op.out}"
+        )
+
+
+def _axes(tv: TensorView) -> list[_Axis]:
+    return [(tv, k, axis) for k, axis in enumerate(tv.domain.no_reductions)]
+
+
+def _alike(op: TensorOp) -> Iterator[list[_Axis]]:
+    """Yield the axes that have one size; operands first, the result's last."""
+    out = op.out_tensor
+    roots = out.domain.maybe_root
+    places = {a.number: k for k, a in enumerate(out.domain.no_reductions)}
+    if isinstance(op, nodes.LinearOp) and op.weight.ndim == 1:
+        return  # one column, which axis maps do not know
+    operands = [(tv, op.axis_map(index)) for index, tv in tensor_operands(op)]
+    left: list[_Axis] = []
+    for tv, mapped in operands:
+        unused = set(range(tv.ndim)) - set(mapped)
+        if isinstance(op, nodes.SqueezeOp):
+            unused = {k for k in unused if not op.flags[k]}
+        elif isinstance(op, nodes.Contraction) and len(unused) == 1:
+            # What is summed over, which a result need not name.
+            left += [axis for axis in _axes(tv) if axis[1] in unused]
+            unused = set[int]()
+        is_strange = any(q is not None and not 0 <= q < tv.ndim for q in mapped)
+        if unused or is_strange or len(mapped) != len(roots):
+            raise VerifyError(f"{op.name}: {tv} and its result {out} differ in rank")
+    if left:
+        yield left
+    for p, root in enumerate(roots):
+        mapped_to = [(tv, q) for tv, m in operands if (q := m[p]) is not None]
+        axes: list[_Axis] = [(tv, q, tv.domain.no_reductions[q]) for tv, q in mapped_to]
+        # A result's reduction may be what is left of one, a part per step.
+        yield axes if root.is_reduction() else [*axes, (out, places.get(root.number), root)]
+
+
+def _check_sizes(
+    op: Op, axes: Sequence[_Axis], values: Mapping[Symbol, Number], *, is_cut: bool = False
+) -> None:
+    """Require one size of these axes, and one way that devices cut them; a single element fits,
+    but for the last axis."""
+    sizes = [tv.fusion.canonical(axis.size) for tv, _, axis in axes]
+    whole = [(a, n) for a, n in zip(axes, sizes, strict=True) if _number(n, values) != 1]
+    is_result = axes[-1][0] in op.outputs
+    # What is summed over has one element in all operands where it has one in the last.
+    if _number(sizes[-1], values) == 1:
+        for axis, n in whole:
+            if is_result or _number(n, values) is not None:
+                _refuse(op, axis, axes[-1])
+    for (one, n), (other, m) in pairwise(whole):
+        if n is not m and _number(sc.sub(n, m), values) not in (0, None):
+            _refuse(op, one, other)
+        if is_cut or one[1] is None or other[1] is None:
+            continue
+        a, b = _spread(one[0], one[1]), _spread(other[0], other[1])
+        # A step's part of a stream axis may be a device's.
+        if a != b and not any(ptype.is_stream for ptype in a | b):
+            _refuse(op, one, other, how="cut otherwise, and the op moves no data between ranks")
+
+
+def _spread(tv: TensorView, position: int) -> set[ParallelType]:
+    return {cut.ptype for cut in placement(tv)[position]}
+
+
+def _number(x: Scalar, values: Mapping[Symbol, Number]) -> Number | None:
+    known = sc.int_value(x)
+    if known is None and values and all(s in values for s in sc.symbols(x)):
+        return sc.evaluate(x, values)
+    return known
+
+
+def _refuse(op: Op, one: _Axis, other: _Axis, *, how: str = "") -> None:
+    (a, _, x), (b, _, y) = one, other
+    first, second = axis_words(a, x), axis_words(b, y)
+    sizes = [sc.int_value(axis.size) for axis in (x, y)]
+    extents = "" if None in sizes else f": extents {sizes[0]} and {sizes[1]}"
+    fits = f"is {how}: {second}" if how else f"does not fit {second}{extents}"
+    raise VerifyError(f"{op.name}: {first} {fits}{in_ir(x, a)}{in_ir(y, b)}")
+
+
+def _check_dtypes(op: TensorOp) -> None:
+    out, operands = op.out_tensor, [tv for _, tv in tensor_operands(op)]
+    if isinstance(op, nodes.CastOp) or not operands:
+        return
+    if isinstance(op, _POINTWISE):
+        rule = POINTWISE[op.kind].rule
+        values = operands[1:] if rule == "select" and op.inputs[0] is operands[0] else operands
+        expected = [tv.dtype() for tv in values] or [out.dtype()]
+        if rule in TESTS:
+            expected = [DataType.Bool]
+        fits = out.dtype() in expected
+    else:
+        expected = [tv.dtype() for tv in operands]
+        fits = set(expected) == {out.dtype()}
+    if not fits:
+        kinds = ", ".join(dict.fromkeys(map(dtype_text, expected)))
+        raise VerifyError(f"{op.name}: makes {kinds}, which does not fit {out}")

@@ -1,0 +1,76 @@
+"""What a rank allocates for a tensor: its local shard, dense in allocation order."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+
+from fuser.ir import memory_layout
+from fuser.ir.scalar.constructors import Scalar
+from fuser.ir.tensor import TensorView
+from fuser.ir.types import DEVICE_TYPES
+from multidevice.sharding.placement import placement
+from multidevice.sharding.queries import local_extents
+from multidevice.sharding.streams import block_extents
+
+
+def parts(tv: TensorView) -> tuple[int, ...]:
+    """Return into how many blocks each logical axis (reductions left out) is cut."""
+    cuts = placement(tv, DEVICE_TYPES)
+    return tuple(math.prod(cut.devices for cut in mine) for mine in cuts)
+
+
+def allocated_elements(tv: TensorView, *, per_step: bool = False) -> Scalar:
+    """Return how many elements a rank allocates: expanded broadcasts count once."""
+    return memory_layout.elements(tv, block_extents(tv) if per_step else local_extents(tv))
+
+
+def allocated_strides(tv: TensorView, sizes: Sequence[int]) -> tuple[int, ...]:
+    """Return the strides, per logical axis, of a dense local shard; 0 for expanded broadcasts."""
+    return memory_layout.dense_strides_of(tv, [max(n, 1) for n in sizes])
+
+
+def viewed_strides(
+    tv: TensorView, sizes: Sequence[int], strides: tuple[int, ...]
+) -> tuple[int, ...]:
+    """Return the strides of a view that a caller gets. What an input has at an axis of one element
+    may be anything: a result without gaps has what its memory order says."""
+    if 1 not in sizes or not memory_layout.is_contiguous(tv):
+        return strides
+    found = zip(sizes, allocated_strides(tv, sizes), strides, strict=True)
+    return tuple(own if n == 1 else step for n, own, step in found)
+
+
+def spanned(shape: Sequence[int], strides: Sequence[int]) -> int:
+    """Return how many elements memory has from the first to past the last one; 0 without any."""
+    if 0 in shape:
+        return 0
+    last = 0
+    for n, step in zip(shape, strides, strict=True):
+        last += (n - 1) * step
+    return 1 + last
+
+
+def is_repeated(out: torch.Tensor) -> bool:
+    """Whether `out` has an expanded axis, whose one element torch refuses to write repeatedly."""
+    if out.is_contiguous() and out.numel():
+        return False
+    return any(n > 1 and not step for n, step in zip(out.shape, out.stride(), strict=True))
+
+
+def write(out: torch.Tensor, value: torch.Tensor) -> None:
+    """Copy `value` into what memory holds of `out`: one element along expanded axes."""
+    for axis, (n, step) in enumerate(zip(out.shape, out.stride(), strict=True)):
+        if n > 1 and not step:
+            out, value = out.narrow(axis, 0, 1), value.narrow(axis, 0, 1)
+    out.copy_(value)
+
+
+def share_storage(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Whether two tensors lie in one memory; of those without contents, whether they would."""
+    one, other = a.untyped_storage(), b.untyped_storage()
+    if a.is_meta:
+        return one._cdata == other._cdata  # pyright: ignore[reportPrivateUsage]
+    return one.data_ptr() == other.data_ptr()

@@ -1,0 +1,641 @@
+"""The rules of a host program, checked after every pass."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Sequence
+from copy import copy
+from dataclasses import dataclass, field, replace
+from difflib import get_close_matches
+from itertools import pairwise
+from typing import Any
+
+from fuser.ir.domain.device_mesh import ranks_text
+from fuser.ir.fusion import Alias, Fusion, TensorOp
+from fuser.ir.naming import in_words
+from fuser.ir.op import Op, op_text
+from fuser.ir.ops.nodes import LoadStoreOp
+from fuser.ir.scalar.constructors import Scalar, Symbol, symbols
+from fuser.ir.tensor import TensorView
+from fuser.ir.text.printer import program_symbols
+from fuser.ir.verify import verify_fusion
+from fuser.passes.view_ops import VIEW_OPS
+from fuser.support.errors import FuserError, VerifyError
+from hostir.ir.buffer_aliasing import Storage
+from hostir.ir.diagnostics import line_numbers, line_text, listing
+from hostir.ir.effects import (
+    Captures,
+    ClosesGroup,
+    Effect,
+    Enters,
+    Frees,
+    Joins,
+    Makes,
+    OpensGroup,
+    Reads,
+    Shows,
+    Starts,
+    Waits,
+    Writes,
+    effects_of,
+)
+from hostir.ir.in_place import manner, pairs, words
+from hostir.ir.operands import check_operands, kernel_kind, unit_kind
+from hostir.ir.ops import (
+    NUMBER_OF_STREAMS,
+    RANK,
+    ForLoop,
+    GetCurrentStream,
+    HostOp,
+    IfThenElse,
+    LaunchKernel,
+    PostOnStream,
+    SetCurrentStream,
+    Synchronize,
+)
+from hostir.ir.program import HostIrContainer, only_allocates, walk
+from hostir.ir.shape_rules import check_buffers, check_results
+from hostir.ir.transfers import (
+    PEER_COPIES,
+    CollectivePermute,
+    Communication,
+    StartsCommunication,
+    Wait,
+)
+
+
+def verify(program: HostIrContainer, *, after: str = "construction") -> None:
+    """Raise `VerifyError`: a sentence that names the op, the rule and the pass `after` which it is
+    broken; below it the types of tensors and the ops around, with a mark on the line.
+
+    Checked, in regions too: one buffer per tensor (an allocation, a name of another's, or a
+    declared alias), of its dtype; a tensor is written before it is read (by any step of the loop,
+    where a branch in it reads), and used neither before its allocation nor after its Deallocate,
+    which a loop does only to what it allocated; every buffer that is not the caller's is
+    deallocated exactly once if any is; every communication has a Wait, later, its buffers are left
+    alone until then, and its team is in the meshes; nobody writes what a view shows to other ranks,
+    which the region that made it gives up; kernel groups exist and agree with their
+    launches; inputs and open loops bind every symbol; domains are well-formed. Streams are
+    `hostir.analysis.races`'s matter.
+    """
+    try:
+        checker = _Checker(program, Storage.of(program))
+    except FuserError as error:
+        raise _refusal(program, str(error), after, listing(program, ())) from None
+    for i, op in enumerate(program.ops):
+        try:
+            checker.check(op)
+        except FuserError as error:
+            culprit = checker.at or op
+            shown = marked(program, i, culprit)
+            raise _refusal(program, str(error), after, shown, culprit) from None
+    checker.at = None
+    try:
+        checker.finish()
+    except FuserError as error:
+        ops = () if checker.at is None else (checker.at,)
+        raise _refusal(program, str(error), after, listing(program, ops)) from None
+
+
+def _refusal(
+    program: HostIrContainer, text: str, after: str, shown: str, culprit: Op | None = None
+) -> VerifyError:
+    """Return the error of a broken rule: a sentence in the user's words, and the IR below it."""
+    rule, _, details = text.partition("\n")
+    if culprit is not None:
+        rule = f"{_subject(culprit)}: {rule.removeprefix(f'{culprit.name}: ')}"
+        rule += f", at {line_text(culprit, line_numbers(program))}"
+    fusions = (*(g.fusion for g in program.groups.values()), *program.units.values())
+    aliased = (tv for alias in program.aliases for tv in (alias.out, alias.into))
+    tensors = (*program.tensors(), *aliased, *(tv for f in fusions for tv in f.tensors()))
+    rule, in_ir = in_words(rule, tensors)
+    below = [row for row in (*details.splitlines(), *in_ir) if row and row not in shown]
+    found = "" if after == "construction" else f"; found after {after}"
+    head = f"{rule[0].upper()}{rule[1:]}{found}"
+    return VerifyError("\n".join((head, *(f"   {row}" for row in below), shown)))
+
+
+def _subject(op: Op) -> str:
+    """Return what a sentence calls an op: `The launch of kernel group 1`, `Op matmul`, `Wait`."""
+    if isinstance(op, LaunchKernel):
+        return f"The launch of kernel group {op.group}"
+    if isinstance(op, PostOnStream):
+        return f"The launch of host unit {op.unit}"
+    if isinstance(op, ForLoop):
+        return f"The loop over {op.index}"
+    if isinstance(op, IfThenElse):
+        return "The branch"
+    return f"Op {op.name}" if isinstance(op, TensorOp) else op.name
+
+
+def marked(program: HostIrContainer, index: int, culprit: Op) -> str:
+    """Return the ops around `index` with the numbers of their lines, and `->` where the culprit,
+    that op or one in it, begins."""
+    ops, numbers = program.ops, line_numbers(program)
+    last = ops[min(index + 2, len(ops) - 1)]
+    end = numbers[id(last)] + op_text(last).count("\n") + 1
+    return listing(program, (culprit,), within=range(numbers[id(ops[max(index - 2, 0)])], end))
+
+
+@dataclass
+class _Flight:
+    """A communication between its start and its Wait."""
+
+    op: Op
+    reads: tuple[TensorView, ...]
+    writes: tuple[TensorView, ...]
+    # Whether it has started on every path to here.
+    is_certain: bool = True
+
+
+@dataclass
+class _Steps:
+    """An open loop."""
+
+    # What it allocates.
+    makes: set[TensorView]
+    # The communications that its earlier steps may have started.
+    numbers: set[int]
+    # The owners of buffers that live longer than a step, which earlier steps may have written.
+    writes: set[TensorView]
+
+
+@dataclass
+class _Checker:
+    program: HostIrContainer
+    storage: Storage
+    known: set[TensorView] = field(default_factory=set[TensorView])
+    # The owners of buffers that have contents.
+    written: set[TensorView] = field(default_factory=set[TensorView])
+    freed: set[TensorView] = field(default_factory=set[TensorView])
+    # By number: communications that no Wait has met yet.
+    in_flight: dict[int, _Flight] = field(default_factory=dict[int, _Flight])
+    group: list[_Flight] | None = None
+    loops: list[_Steps] = field(default_factory=list["_Steps"])
+    # Views of several ranks' shards that are not given up, and those that outer regions made.
+    views: dict[TensorView, Op] = field(default_factory=dict[TensorView, Op])
+    outer_views: frozenset[TensorView] = frozenset()
+    # How many loops are open around the innermost branch: not every step of theirs comes there.
+    depth: int = 0
+    is_branch: bool = False
+    # The open loops' indices.
+    indices: list[Symbol] = field(default_factory=list[Symbol])
+    seen: set[int] = field(default_factory=set[int])
+    # Shared by all branches: who gave up what.
+    freed_at: dict[TensorView, Op] = field(default_factory=dict[TensorView, Op])
+    at: Op | None = None
+
+    def line(self, op: Op) -> str:
+        """Return where an op stands in `str(program)`, and in the user's program."""
+        return line_text(op, line_numbers(self.program))
+
+    def __post_init__(self) -> None:
+        inputs = {v for v in self.program.inputs if isinstance(v, TensorView)}
+        self.known |= inputs
+        self.written |= inputs
+        self.bound = {s for v in self.program.inputs if isinstance(v, Scalar) for s in symbols(v)}
+        self.bound |= {RANK, NUMBER_OF_STREAMS}
+        for tv in inputs:
+            self.bound |= {s for x in tv.shape() for s in symbols(x)}
+        self.bound |= {s for s, _ in self.program.values.equal_extents()}
+        self.names = {s.name for s in self.bound if isinstance(s, Symbol)}
+        self.devices = self.program.devices()
+        self.meshes = {tv.mesh for tv in self.program.tensors()}
+        ops = list(walk(self.program.ops))
+        self.loop_indices = {op.index for op in ops if isinstance(op, ForLoop)}
+        # The names that order the axes of another tensor anew.
+        self.turned = {op.out for op in ops if isinstance(op, LoadStoreOp) and op.out.domain.root}
+        started = Counter(op.number for op in ops if isinstance(op, StartsCommunication))
+        self.twice = {number for number, count in started.items() if count > 1}
+        # Names of streams that a Synchronize may wait for: captured, or entered by name.
+        named = (
+            op.stream.name for op in ops if isinstance(op, GetCurrentStream | SetCurrentStream)
+        )
+        self.streams = {"Default", *named} - {""}
+        self.awaited = {op.number for op in ops if isinstance(op, Wait)}
+
+    def check(self, op: Op) -> None:
+        self.at = op
+        if not isinstance(op, TensorOp | HostOp):
+            raise VerifyError("it cannot stand in a host program")
+        self._symbols(op)
+        if isinstance(op, LaunchKernel):
+            self._launch(op)
+        if isinstance(op, PostOnStream):
+            self._post(op)
+        if isinstance(op, StartsCommunication):
+            self._communication(op)
+        if isinstance(op, Synchronize):
+            self._stream(op.stream.name)
+        if isinstance(op, VIEW_OPS) and op.inp.dtype() is not op.out.dtype():
+            raise VerifyError(f"it writes {op.inp} into {op.out}, which has another dtype")
+        effects = effects_of(op, self.storage.buffered)
+        for effect in effects:
+            APPLY[type(effect)](self, effect)
+            if isinstance(effect, Starts):
+                reads = tuple(e.tensor for e in effects if isinstance(e, Reads))
+                writes = tuple(e.tensor for e in effects if isinstance(e, Writes))
+                self._start(effect.number, _Flight(op, reads, writes))
+        op.verify()
+        if op.outputs and op.outputs[0] in self.storage.views:
+            self.views[op.outputs[0]] = op
+        check_buffers(op, self.storage.buffered)
+        check_results(op)
+        self._memory_of_its_own(op, effects)
+        self._present(op, effects)
+        if isinstance(op, ForLoop):
+            self._loop(op)
+        elif isinstance(op, IfThenElse):
+            self._branch(op)
+
+    def _present(self, op: Op, effects: Sequence[Effect]) -> None:
+        """Require that every rank has all that an op computes with; which ranks come to an op in a
+        branch, `hostir.analysis.races` finds out."""
+        if self.is_branch or isinstance(op, StartsCommunication):
+            return
+        touched = [e.tensor for e in effects if isinstance(e, Reads | Writes)]
+        meshed = ((tv, tv.mesh) for tv in touched if tv.mesh is not None)
+        for (one, mine), (other, theirs) in pairwise(meshed):
+            if mine == theirs:
+                continue
+            if ranks := {*mine.devices} ^ {*theirs.devices}:
+                raise VerifyError(
+                    f"of {one} and {other}, {ranks_text(sorted(ranks))} has one without the other"
+                )
+
+    def _memory_of_its_own(self, op: Op, effects: Sequence[Effect]) -> None:
+        """Require that no result lies over what it must not; parts are `hostir.analysis.races`'s
+        matter.
+        """
+        for one, other in pairs(effects):
+            a, b, is_read = one.tensor, other.tensor, isinstance(one, Reads)
+            how = manner(op) if is_read else "never"
+            if how == "freely" or not self._is_same(a, b):
+                continue
+            if how != "same" or self._views(a) != self._views(b):
+                raise VerifyError(words(op, a, b, is_read=is_read))
+
+    def _views(self, tv: TensorView) -> list[TensorView]:
+        """Return the names between a tensor and its buffer that order the axes anew."""
+        found: list[TensorView] = []
+        while tv in self.storage.shows:
+            if tv in self.turned:
+                found.append(tv)
+            tv = self.storage.shows[tv]
+        return found
+
+    def _symbols(self, op: Op) -> None:
+        """Require that inputs, or loops that are open, bind the symbols that an op names."""
+        for value in (*op.inputs, *op.scalars):
+            if isinstance(value, Scalar):
+                self._bound(symbols(value), self.indices)
+            else:
+                self._bound((s for x in value.shape() for s in symbols(x)), self.loop_indices)
+
+    def _bound(self, found: Iterable[Symbol], indices: Collection[Symbol]) -> None:
+        for symbol in found:
+            if symbol in self.bound or symbol in indices:
+                continue
+            known = sorted({*self.names, *(i.name for i in indices)})
+            near = get_close_matches(symbol.name, known, n=1)
+            is_index = symbol.name in {i.name for i in self.loop_indices}
+            outside = " outside of its loop" if is_index else ""
+            advice = f"; did you mean {near[0]}?" if near else ""
+            raise VerifyError(f"no input binds {symbol}{outside}{advice}")
+
+    # ------------------------------------------------------------ regions
+    def _loop(self, op: ForLoop) -> None:
+        inside = list(walk(op.body))
+        makes = {
+            e.tensor
+            for o in inside
+            for e in effects_of(o, self.storage.buffered)
+            if isinstance(e, Makes)
+        } | {o for x in inside for o in x.outputs if o in self.storage.shows}
+        numbers = {o.number for o in inside if isinstance(o, StartsCommunication)}
+        writes = {
+            self.storage.root(e.tensor)
+            for o in inside
+            for e in effects_of(o, self.storage.buffered)
+            if isinstance(e, Writes)
+        }
+        if op.index.name in (*self.names, *(i.name for i in self.indices)):
+            # Their text would not tell which of them an index inside means.
+            raise VerifyError(f"a loop around it, or an input, has the name {op.index}, too")
+        self.indices.append(op.index)
+        self.loops.append(_Steps(makes, numbers, writes - makes))
+        group, outer, self.outer_views = self.group, self.outer_views, frozenset(self.views)
+        for inner in op.body:
+            self.check(inner)
+        self._no_view_left()
+        self.outer_views = outer
+        if self.group is not group:
+            self.at = op
+            raise VerifyError("a group of transfers begins and ends in the same step")
+        self.indices.pop()
+        self.loops.pop()
+
+    def _branch(self, op: IfThenElse) -> None:
+        ends: list[_Checker] = []
+        for region in op.regions:
+            branch = copy(self)
+            branch.known, branch.written = set(self.known), set(self.written)
+            branch.freed, branch.in_flight = set(self.freed), dict(self.in_flight)
+            branch.depth, branch.is_branch = len(self.loops), True
+            branch.views, branch.outer_views = dict(self.views), frozenset(self.views)
+            for inner in region:
+                self.at = inner
+                branch.check(inner)
+            branch._no_view_left()
+            if branch.group is not self.group:
+                self.at = op
+                raise VerifyError("a group of transfers begins and ends in the same branch")
+            ends.append(branch)
+        one, other = ends
+        self.known = one.known & other.known
+        # Which of them a step or a rank goes through, and what is left, `hostir.analysis.races`
+        # finds out.
+        self.written = one.written | other.written
+        self.freed = one.freed | other.freed
+        both = {**one.in_flight, **other.in_flight}
+        self.in_flight = {
+            n: flight
+            if n in one.in_flight and n in other.in_flight
+            else replace(flight, is_certain=False)
+            for n, flight in both.items()
+        }
+
+    def _no_view_left(self) -> None:
+        """Require that a region has given up the views of several ranks' shards that it made."""
+        for view in self.views.keys() - self.outer_views:
+            self.at = self.views[view]
+            until = f"until {view} is given up, in the region that made it"
+            shown = f"other ranks read {self.storage.shows[view]} {until}"
+            raise VerifyError(f"{shown}: Deallocate {{ {view} }} is missing")
+
+    def finish(self) -> None:
+        if self.group is not None:
+            raise VerifyError("StartCoalescing without EndCoalescing")
+        self._no_view_left()
+        for number, flight in self.in_flight.items():
+            if flight.is_certain or number not in self.awaited:
+                self.at = flight.op
+                started = f"Communication {number}, started at {self.line(flight.op)}"
+                raise VerifyError(f"{started}, has no Wait: append Wait({number})")
+        for out in self.program.outputs:
+            if out not in self.storage.buffered and out not in self.known:
+                raise VerifyError(f"output {out} is never written")
+            if self.storage.root(out) not in self.written and not only_allocates(self.program):
+                raise VerifyError(f"output {out} is never written")
+        for value in self.program.inputs:
+            if isinstance(value, Scalar) and not isinstance(value, Symbol):
+                raise VerifyError(f"the input {value} is no symbol")
+        for alias in self.program.aliases:
+            if alias.into not in self.program.inputs:
+                raise VerifyError(f"{alias.out} is an alias of {alias.into}, which is no input")
+            if alias.out not in self.program.outputs:
+                raise VerifyError(f"{alias.out}, an alias of {alias.into}, is no output")
+            if alias.out.dtype() is not alias.into.dtype():
+                raise VerifyError(f"{alias.out} is an alias of {alias.into}, of another dtype")
+            if not self._is_updated(alias):
+                raise VerifyError(
+                    f"{alias.into} is never written: {alias.out}, its alias, has a buffer of its "
+                    f"own; make it a Set into {alias.into}"
+                )
+        for tv in self.program.tensors():
+            problem = tv.domain.problem
+            if problem:
+                raise VerifyError(f"the axes of {tv} are ill-formed\n{problem}")
+        ops = tuple(walk(self.program.ops))
+        used = list(program_symbols(self.program.values, self.program.tensors(), ops))
+        for number, group in self.program.groups.items():
+            _verify_fusion(group.fusion, f"kernel group {number}", "cutting it")
+            found = program_symbols(group.fusion, group.fusion.tensors(), group.fusion.exprs)
+            # What a launch gives it has a name of its own.
+            used += (s for s in found if s not in group.fusion.inputs)
+        for number, unit in self.program.units.items():
+            _verify_fusion(unit, f"host unit {number}", "adding it")
+        self._bound(dict.fromkeys(used), self.loop_indices)
+        if self.freed:
+            owners = (t for t in self.storage.tensors if t not in self.storage.shows)
+            kept = [t for t in owners if t in self.known - self.freed]
+            leaked = [t for t in kept if not self.storage.escapes(t)]
+            if leaked:
+                raise VerifyError(
+                    "Memory leak detected in Host IR: no Deallocate of "
+                    + ", ".join(map(str, leaked))
+                )
+
+    def _is_updated(self, alias: Alias) -> bool:
+        if self.storage.root(alias.out) is self.storage.root(alias.into):
+            return True
+        effects = (
+            e for op in walk(self.program.ops) for e in effects_of(op, self.storage.buffered)
+        )
+        return any(
+            isinstance(e, Writes) and self.storage.root(e.tensor) is alias.into for e in effects
+        )
+
+    # ------------------------------------------------------------ effects
+    def _read(self, effect: Reads) -> None:
+        tv = effect.tensor
+        self._alive(tv)
+        if tv not in self.known:
+            raise VerifyError(f"{tv} is used before it is allocated")
+        owner = self.storage.root(tv)
+        # In a branch it may be what an earlier step wrote: `hostir.analysis.races` unrolls the
+        # steps.
+        carried = any(owner in loop.writes for loop in self.loops[: self.depth])
+        if owner not in self.written and not carried:
+            raise VerifyError(f"{tv} is read before it is written")
+        self._not_in_flight(tv, is_write=False)
+
+    def _write(self, effect: Writes) -> None:
+        tv = effect.tensor
+        self._alive(tv)
+        if tv not in self.known:
+            if self.storage.shown_by(tv) is None or tv in self.storage.named:
+                raise VerifyError(f"{tv} is written before it is allocated")
+            self.known.add(tv)  # an output that is written into an input in place
+        self._not_in_flight(tv, is_write=True)
+        self._not_in_view(tv, "written")
+        self.written.add(self.storage.root(tv))
+
+    def _makes(self, effect: Makes) -> None:
+        tv = effect.tensor
+        if tv in self.storage.named and tv in self.known:
+            return self._write(Writes(tv)) if effect.is_filled else None
+        if tv in self.known:
+            raise VerifyError(f"{tv} has a buffer already")
+        self.known.add(tv)
+        return self.written.add(tv) if effect.is_filled else None
+
+    def _shows(self, effect: Shows) -> None:
+        out, source = effect.out, effect.source
+        self._alive(source)
+        if source not in self.known:
+            raise VerifyError(f"{source} is used before it is allocated")
+        if self.storage.shown_by(out) is not source:
+            raise VerifyError(f"{out} is a name of two tensors")
+        if out.dtype() is not source.dtype():
+            raise VerifyError(f"{out} is a name of {source}, which has another dtype")
+        self.known.add(out)
+
+    def _frees(self, effect: Frees) -> None:
+        tv = effect.tensor
+        if tv not in self.known:
+            raise VerifyError(f"{tv} was never allocated")
+        if tv in self.freed:
+            raise VerifyError(f"{tv} is deallocated twice, first at {self.line(self.freed_at[tv])}")
+        if any(tv not in loop.makes for loop in self.loops):
+            raise VerifyError(f"{tv} is deallocated in a loop, but was made outside of it")
+        if self.storage.escapes(tv):
+            raise VerifyError(
+                f"{tv} belongs to the caller: it shares memory with an input or output"
+            )
+        self._not_in_flight(tv, is_write=True)
+        if tv in self.outer_views:
+            raise VerifyError(f"{tv}, a view of several ranks' shards, was made outside of this")
+        if self.views.pop(tv, None) is None and tv not in self.storage.shows:
+            self._not_in_view(tv, "given up")
+        self.freed.add(tv)
+        assert self.at is not None
+        self.freed_at[tv] = self.at
+
+    def _not_in_view(self, tv: TensorView, what: str) -> None:
+        """Require that no other rank may read a buffer."""
+        for view, op in self.views.items():
+            if self.storage.root(view) is self.storage.root(tv):
+                shows = f"{view}, made at {self.line(op)}, shows it to other ranks"
+                raise VerifyError(f"{tv} is {what} while {shows}: Deallocate {{ {view} }} before")
+
+    def _alive(self, tv: TensorView) -> None:
+        shown: TensorView | None = tv
+        while shown is not None:
+            if shown in self.freed:
+                via = "" if shown is tv else f", a view of {shown},"
+                at = self.line(self.freed_at[shown])
+                raise VerifyError(f"{tv}{via} is used after its Deallocate at {at}")
+            shown = self.storage.shown_by(shown)
+
+    def _not_in_flight(self, tv: TensorView, *, is_write: bool) -> None:
+        """Require that no communication that has surely started uses the same buffer; whether two
+        parts of one overlap is `hostir.analysis.races`'s matter."""
+        for number, flight in self.in_flight.items():
+            busy = (*flight.writes, *flight.reads) if is_write else flight.writes
+            if flight.is_certain and any(self._is_same(t, tv) for t in busy):
+                started = f"started at {self.line(flight.op)}"
+                if number in self.awaited:
+                    what = f"{tv} is used before Wait(Communication {number}), {started}"
+                else:
+                    what = f"{tv} is used, but Communication {number}, {started}, has no Wait"
+                raise VerifyError(what)
+
+    def _is_same(self, a: TensorView, b: TensorView) -> bool:
+        return self._whole(a) is self._whole(b)
+
+    def _whole(self, tv: TensorView) -> TensorView:
+        """Return the tensor that `tv` shows all of."""
+        while tv in self.storage.shows and tv not in self.storage.parts:
+            tv = self.storage.shows[tv]
+        return tv
+
+    def _start(self, number: int, flight: _Flight) -> None:
+        self.seen.add(number)
+        if self.group is not None:
+            self.group.append(flight)
+        else:
+            self.in_flight[number] = flight
+
+    def _opens(self, effect: OpensGroup) -> None:
+        if self.group is not None:
+            raise VerifyError("StartCoalescing inside another one")
+        self.group = []
+
+    def _closes(self, effect: ClosesGroup) -> None:
+        if self.group is None:
+            raise VerifyError("EndCoalescing without StartCoalescing")
+        assert self.at is not None
+        libraries = {getattr(f.op, "backend", "") == PEER_COPIES for f in self.group}
+        if len(libraries) > 1:
+            raise VerifyError(f"a group of transfers of which some have backend={PEER_COPIES}")
+        reads = tuple(t for f in self.group for t in f.reads)
+        writes = tuple(t for f in self.group for t in f.writes)
+        self.group = None
+        self._start(effect.number, _Flight(self.at, reads, writes))
+
+    def _waits(self, effect: Waits) -> None:
+        number = effect.number
+        if self.in_flight.pop(number, None) is not None:
+            return
+        if any(number in loop.numbers for loop in self.loops):
+            return  # that of the step before
+        if number not in self.seen:
+            raise VerifyError(f"no communication {number} was started before")
+        raise VerifyError(f"a second Wait for communication {number}")
+
+    def _nothing(self, effect: object) -> None:
+        """Streams have no part in these rules."""
+
+    def _communication(self, op: StartsCommunication) -> None:
+        if op.number in self.twice:
+            raise VerifyError(f"there are two communications {op.number}")
+        if isinstance(op, Communication | CollectivePermute):
+            held = self.devices
+            if not held or op.team.mesh in self.meshes:
+                return
+            known = {*held}
+            strange = [r for r in op.team.mesh.devices if r not in known]
+            if strange:
+                raise VerifyError(
+                    f"the team {op.team} names {ranks_text(strange)}, "
+                    f"the meshes of tensors have {ranks_text(held)}"
+                )
+
+    def _stream(self, name: str) -> None:
+        """Require that a stream that is waited for by name is one; an address needs no capture."""
+        if not name or name in self.streams or name.startswith("0x"):
+            return
+        near = get_close_matches(name, sorted(self.streams), n=1, cutoff=0.4)
+        advice = f"; did you mean Stream {near[0]}?" if near else ""
+        raise VerifyError(f"nothing captures or enters Stream {name}{advice}")
+
+    def _launch(self, op: LaunchKernel) -> None:
+        group = self.program.groups.get(op.group)
+        if group is None:
+            self.program.check_full()
+            raise VerifyError(f"there is no kernel group {op.group}")
+        check_operands(op, group.fusion, f"group {op.group}", kernel_kind)
+
+    def _post(self, op: PostOnStream) -> None:
+        unit = self.program.units.get(op.unit)
+        if unit is None:
+            self.program.check_full()
+            raise VerifyError(f"there is no HostUnit{op.unit}")
+        # Its extents have names of their own.
+        check_operands(op, unit, f"HostUnit{op.unit}", unit_kind)
+        for alias in unit.aliases:
+            raise VerifyError(f"HostUnit{op.unit} updates its input {alias.into} in place")
+
+
+def _verify_fusion(fusion: Fusion, which: str, after: str) -> None:
+    try:
+        verify_fusion(fusion, after=after)
+    except VerifyError as error:
+        raise VerifyError(f"{which} breaks a rule of fusions\n{error}") from None
+
+
+APPLY: dict[type, Callable[[_Checker, Any], None]] = {
+    Captures: _Checker._nothing,  # pyright: ignore[reportPrivateUsage]
+    ClosesGroup: _Checker._closes,  # pyright: ignore[reportPrivateUsage]
+    Enters: _Checker._nothing,  # pyright: ignore[reportPrivateUsage]
+    Frees: _Checker._frees,  # pyright: ignore[reportPrivateUsage]
+    Joins: _Checker._nothing,  # pyright: ignore[reportPrivateUsage]
+    Makes: _Checker._makes,  # pyright: ignore[reportPrivateUsage]
+    OpensGroup: _Checker._opens,  # pyright: ignore[reportPrivateUsage]
+    Reads: _Checker._read,  # pyright: ignore[reportPrivateUsage]
+    Shows: _Checker._shows,  # pyright: ignore[reportPrivateUsage]
+    Starts: _Checker._nothing,  # pyright: ignore[reportPrivateUsage]
+    Waits: _Checker._waits,  # pyright: ignore[reportPrivateUsage]
+    Writes: _Checker._write,  # pyright: ignore[reportPrivateUsage]
+}

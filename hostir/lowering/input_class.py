@@ -1,0 +1,169 @@
+"""Input classes: what about the inputs changes the program.
+
+Inputs of one class share everything down to the host program: dtypes, device, actual memory layout
+of the local shards, and the concretized structure. Sizes stay symbolic.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from fuser.ir.dtypes import category, is_inexact, nbytes_of
+from fuser.ir.fusion import Fusion
+from fuser.ir.layout_class import Layout, LayoutClasses, with_layout
+from fuser.ir.scalar import constructors as sc
+from fuser.ir.scalar.compiled import Computed
+from fuser.ir.scalar.constructors import Number, Symbol
+from fuser.ir.tensor import TensorView
+from fuser.ops.reference.meaning import REDUCING
+from fuser.passes.concretize import KeyOfSizes
+from fuser.schedule import (
+    cluster_persistent,
+    horizontal,
+    inner_outer_persistent,
+    inner_persistent,
+    outer_persistent,
+)
+from fuser.schedule.inner_persistent import row_extents
+from fuser.support.errors import InputError
+from hostir.ir.program import HostIrContainer
+from multidevice.sharding.queries import whole_axis_sizes
+
+# Of a size that nobody chose; more where a mesh does not divide it.
+SMALLEST_SIZE = 8
+
+
+@dataclass(frozen=True)
+class InputClass:
+    """The key, the sizes that made it, and the layout of each tensor input.
+
+    The layout is None for a scalar, and for a tensor whose user declared an allocation domain of
+    transformed axes. `repeated` are the positions of axes, of each input, along which memory holds
+    one element though the declaration does not say so. `device` is its kind; `knows_rows`: the key
+    tells of all reductions what schedulers decide by their extents; `is_small`: all inputs
+    together are (`schedule/horizontal.py`).
+    """
+
+    key: Hashable
+    sizes: Mapping[Symbol, int]
+    layouts: tuple[Layout | None, ...]
+    repeated: tuple[tuple[int, ...], ...]
+    device: str = "cpu"
+    knows_rows: bool = False
+    is_small: bool = False
+
+    @staticmethod
+    def as_declared(fusion: Fusion, sizes: Mapping[Symbol, int]) -> InputClass:
+        """Return the class of inputs of these sizes that lie as they are declared."""
+        count = len(fusion.inputs)
+        return InputClass(None, sizes, (None,) * count, ((),) * count)
+
+
+class Classifier:
+    """Finds the classes of the inputs of one fusion."""
+
+    def __init__(self, fusion: Fusion) -> None:
+        self._layouts = [
+            LayoutClasses(v) if isinstance(v, TensorView) else None for v in fusion.inputs
+        ]
+        self._key_of = KeyOfSizes(fusion)
+        # How many rows of which length reductions have: whether one kernel takes them whole.
+        reductions = [op.out_tensor for op in fusion.used_exprs() if isinstance(op, REDUCING)]
+        extents = dict.fromkeys(map(row_extents, reductions))
+        self._rows = Computed([x for pair in extents for x in pair])
+        # Of whole tensors, so that ranks with unequal shards agree.
+        tensors = [v for v in fusion.inputs if isinstance(v, TensorView)]
+        self._nbytes = Computed(
+            [sc.product([*tv.shape(), nbytes_of(tv.dtype())]) for tv in tensors]
+        )
+
+    def classify(
+        self,
+        inputs: Sequence[torch.Tensor | bool | int | float],
+        sizes: Mapping[Symbol, int],
+        device: torch.device,
+    ) -> InputClass:
+        """Return the class of bound inputs (`sizes` maps symbols to global sizes)."""
+        layouts = tuple(
+            known.layout_of(given)
+            if known is not None and known.order is not None and isinstance(given, torch.Tensor)
+            else None
+            for known, given in zip(self._layouts, inputs, strict=True)
+        )
+        repeated = tuple(
+            known.repeated(given) if known is not None and isinstance(given, torch.Tensor) else ()
+            for known, given in zip(self._layouts, inputs, strict=True)
+        )
+        where = device.type, device.index
+        pays = self._pays(sizes)
+        nbytes = self._nbytes.at_once(sizes)
+        is_small = nbytes is not None and sum(nbytes) <= horizontal.MAX_BYTES
+        key = (*where, layouts, repeated, self._key_of(sizes), pays, is_small)
+        knows_rows = pays is not None
+        return InputClass(key, sizes, layouts, repeated, device.type, knows_rows, is_small)
+
+    def _pays(self, sizes: Mapping[Symbol, int]) -> tuple[int, ...] | None:
+        known = self._rows.at_once(sizes)
+        if known is None:
+            return None
+        found = [int(n) for n in known]
+        pairs = [*zip(found[::2], found[1::2], strict=True)]
+        decided = (inner_persistent.pays, cluster_persistent.row_class, inner_outer_persistent.pays)
+        steps = [outer_persistent.step_of(rows, columns) for rows, columns in pairs]
+        return (*(pays(rows, columns) for pays in decided for rows, columns in pairs), *steps)
+
+
+def specialise(fusion: Fusion, input_class: InputClass) -> frozenset[int]:
+    """Give every tensor input of `fusion` (a copy) the layout that its argument has; return the
+    axes, by number, along which memory holds one element of these."""
+    repeated: set[int] = set()
+    known = zip(fusion.inputs, input_class.layouts, input_class.repeated, strict=True)
+    for value, layout, positions in known:
+        if isinstance(value, TensorView) and layout is not None:
+            value.domain = with_layout(value.domain, layout)
+            repeated.update(value.domain.no_reductions[p].number for p in positions)
+    return frozenset(repeated)
+
+
+# ------------------------------------------------------------------ sizes that nobody chose
+def default_size(program: HostIrContainer) -> int:
+    """Return the value of a size that nobody chose: at least 8, and what every mesh divides."""
+    meshes = {tv.mesh for tv in program.tensors() if tv.mesh is not None}
+    unit = math.lcm(*(mesh.size for mesh in meshes))
+    return -(-SMALLEST_SIZE // unit) * unit
+
+
+def size_symbols(program: HostIrContainer) -> tuple[str, ...]:
+    """Return the names of the integers that the inputs' shapes depend on, and of integer inputs."""
+    found: dict[str, None] = {}
+    for value in program.inputs:
+        scalars = value.shape() if isinstance(value, TensorView) else [value]
+        for x in scalars:
+            symbols = sc.symbols(program.values.canonical(x))
+            found.update((s.name, None) for s in symbols if category(s.dtype) == "int")
+    return tuple(found)
+
+
+def symbol_values(program: HostIrContainer, sizes: Mapping[str, int]) -> dict[Symbol, Number]:
+    """Return a value for every symbol that inputs bind: those of `sizes`, and what is usual: for
+    an axis that is devices as a whole, their number.
+
+    Raises `InputError` for a name that no input has.
+    """
+    known = size_symbols(program)
+    for name in sizes:
+        if name not in known:
+            sizes_text = ", ".join(known) or "none, all are fixed"
+            raise InputError(f"no input has a size {name!r} (the sizes: {sizes_text})")
+    default, values = default_size(program), dict[Symbol, Number]()
+    devices, canonical = whole_axis_sizes(program.tensors()), program.values.canonical
+    for value in program.inputs:
+        for x in value.shape() if isinstance(value, TensorView) else [value]:
+            for s in (*sc.symbols(x), *sc.symbols(canonical(x))):
+                usual = devices.get(canonical(s), default)
+                values[s] = 1.5 if is_inexact(s.dtype) else sizes.get(s.name, usual)
+    return values

@@ -1,0 +1,169 @@
+"""From a fusion to a host program: every step of the compiler, in order."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from functools import partial
+from typing import NamedTuple, Protocol
+
+from fuser.ir.binding import complete
+from fuser.ir.fusion import Fusion
+from fuser.ir.scalar.constructors import Number, Symbol
+from fuser.ir.text.printer import fusion_text
+from fuser.passes import fusion_passes
+from fuser.passes.concretize import concretize, refined_sizes
+from fuser.passes.segment import SegmentedFusion, segment_fusion
+from fuser.schedule.inner_outer_persistent import PARTS
+from fuser.schedule.registry import HORIZONTAL, Scheduler, find_scheduler
+from fuser.schedule.transpose import stays_coalesced
+from fuser.support import progress
+from fuser.support.device import target_of
+from fuser.support.options import NO_SETTINGS, Settings
+from hostir.ir.program import HostIrContainer
+from hostir.lowering.input_class import InputClass, specialise
+from hostir.lowering.params import DEFAULT, LowerParams
+from hostir.lowering.segments import lower
+from hostir.lowering.stream_loops import stands_alone
+from hostir.passes.host_passes import PASSES, run_passes
+from multidevice.sharding import queries, streams
+from multidevice.sharding.passes.localize import Known, localize
+from multidevice.sharding.passes.pipeline import ShardingResult, shard_fusion
+from multidevice.sharding.queries import check_types
+
+NO_SIZES: Mapping[Symbol, int] = {}
+
+
+class KeepsDump(Protocol):
+    """Keeps the text of a stage if somebody asked for it by the name of its option."""
+
+    def __call__(self, name: str, text: Callable[[], str], note: str = "", /) -> None: ...
+
+
+class Overlap(Protocol):
+    """Gives tensors of a decomposed fusion steps, and returns the library of what these transfer
+    from rank to rank, "" for that of the others."""
+
+    def __call__(self, fusion: Fusion, /) -> str: ...
+
+
+def _no_dump(name: str, text: Callable[[], str], note: str = "", /) -> None:
+    del name, text, note
+
+
+class Built(NamedTuple):
+    """The segments and the verified host program of a fusion, and its shardings before overlap."""
+
+    segmented: SegmentedFusion
+    program: HostIrContainer
+    shardings: ShardingResult
+
+
+def build_program(
+    definition: Fusion,
+    input_class: InputClass,
+    *,
+    backend_name: str,
+    params: LowerParams = DEFAULT,
+    dump: KeepsDump = _no_dump,
+    overlap: Overlap | None = None,
+    settings: Settings = NO_SETTINGS,
+) -> Built:
+    """Return what becomes of a fusion for a class of inputs.
+
+    `definition` does not change. `backend_name` is written on communications; `overlap` may give
+    tensors steps; `settings` are the options of the call.
+    Raises `FuserError` for what cannot be lowered.
+    """
+    libraries: list[str] = []
+
+    def give_steps(fusion: Fusion) -> None:
+        assert overlap is not None
+        libraries.append(overlap(fusion))
+
+    dump("fusion_ir_original", lambda: fusion_text(definition))
+    check_types(definition)
+    progress.stage("passes")
+    fusion, _ = concretize(definition, input_class.sizes)
+    repeated = specialise(fusion, input_class)
+    dump("fusion_ir_concretized", fusion.print_math)
+    fusion_passes.run_passes(fusion, repeated=repeated)
+    progress.stage("shardings")
+    shardings = shard_fusion(
+        fusion,
+        propagate=params.propagate,
+        overlap=None if overlap is None else give_steps,
+        repeated=repeated,
+    )
+    dump("fusion_ir_preseg", lambda: fusion_text(fusion))
+    if any(libraries):
+        params = replace(params, step_backend=libraries[0])
+    target = target_of(input_class.device, settings.argument("schedules_for"))
+    segmented, program = lower_sharded(
+        fusion,
+        backend_name=backend_name,
+        params=params,
+        dump=dump,
+        sizes=input_class.sizes,
+        row_parts=PARTS if input_class.knows_rows and target.kind == "cuda" else 0,
+        are_joined=input_class.is_small and target.kind == "cuda",
+        has_clusters=target.max_cluster > 1,
+        settings=settings,
+    )
+    return Built(segmented, program, shardings)
+
+
+def lower_sharded(
+    fusion: Fusion,
+    *,
+    backend_name: str,
+    sizes: Mapping[Symbol, int] = NO_SIZES,
+    params: LowerParams = DEFAULT,
+    dump: KeepsDump = _no_dump,
+    row_parts: int = 0,
+    are_joined: bool = False,
+    has_clusters: bool = False,
+    settings: Settings = NO_SETTINGS,
+) -> tuple[SegmentedFusion, HostIrContainer]:
+    """Return the segments and the verified host program of a sharded and finalized fusion. What
+    schedulers decide by `sizes` they decide alike for all of the input class; `row_parts` as for
+    `segment_fusion`; `are_joined`: pointwise kernels beside one another may be one;
+    `has_clusters`: a long row may be a cluster's."""
+    values: dict[Symbol, Number] = dict(refined_sizes(sizes))
+    complete(fusion, values)
+    known: Known = {}
+
+    def scheduler_of(segment: Fusion) -> str | None:
+        def suits(row: Scheduler) -> bool:
+            return (has_clusters or not row.in_clusters) and row.suits(segment, values)
+
+        return find_scheduler(localize(segment, known=known)[0], suits=suits)
+
+    def takes_both(union: Fusion) -> str | None:
+        is_taken = HORIZONTAL.accepts(localize(union, known=known)[0]) is None
+        return HORIZONTAL.name if is_taken else None
+
+    are_joined = are_joined and not settings.disabled("horizontal_fusion")
+    has_clusters = has_clusters and not settings.disabled("clusters")
+
+    def after(name: str, program: HostIrContainer) -> None:
+        text = partial(program.full_text, first_line="")
+        dump("host_ir_lowering", text, f"after {name}, full form")
+
+    loops = streams.StreamLoops(fusion)
+    segmented = segment_fusion(
+        fusion,
+        find_scheduler=scheduler_of,
+        pays=stays_coalesced,
+        local_shape=streams.held_extents,
+        may_share_kernel=loops.may_share_kernel,
+        stands_alone=stands_alone(loops, params),
+        row_parts=0 if queries.has_streams(fusion) else row_parts,
+        takes_both=takes_both if are_joined else None,
+    )
+    dump("segmented_fusion", segmented.describe)
+    lowered = lower(segmented, backend_name=backend_name, params=params, loops=loops)
+    after("lowering", lowered)
+    progress.stage("verification")
+    passes = () if params.standalone else PASSES
+    return segmented, run_passes(lowered, passes, after_each=after)

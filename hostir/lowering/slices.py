@@ -1,0 +1,279 @@
+"""Tensors that name one step's part of another tensor, and the scalars that say which part.
+
+A stream axis that is a logical axis as a whole is dropped by a slice (`HirAliasSelect`); one that
+cuts an axis in blocks is kept (`ShardByStream`), and the slice holds one block.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import lru_cache
+from weakref import WeakKeyDictionary
+
+from fuser.ir.domain.axis_path import transforms_between
+from fuser.ir.domain.device_mesh import DeviceMesh
+from fuser.ir.domain.tensor_domain import TensorDomain
+from fuser.ir.fusion import Fusion
+from fuser.ir.memory_layout import memory_order
+from fuser.ir.op import Op
+from fuser.ir.scalar import constructors as sc
+from fuser.ir.scalar.constructors import Scalar, Symbol
+from fuser.ir.tensor import TensorView
+from fuser.ir.types import DEVICE_TYPES, MemoryType, ParallelType
+from hostir.analysis.rank_values import np
+from hostir.ir.ops import NUMBER_OF_STREAMS, RANK, LaunchKernel, PostOnStream
+from hostir.ir.program import HostIrContainer, dropped_axes_of
+from multidevice.sharding.passes.finalize import parallel_axes_to_front, shard_allocation
+from multidevice.sharding.passes.localize import is_block
+from multidevice.sharding.placement import Cuts, add_cuts, clone_domain, placement, unparallelize
+from multidevice.sharding.streams import StreamAxis, stream_axes
+
+# Of so many mesh axes it is remembered where ranks are along them.
+MAX_MESHES = 256
+
+
+# ------------------------------------------------------------------ scalars
+@lru_cache(MAX_MESHES)
+def coordinate(mesh: DeviceMesh, ptype: ParallelType) -> Scalar:
+    """Return the place of this rank along a mesh axis, as an expression of `rank`."""
+    at = dict(zip(mesh.devices, mesh.coordinates(ptype), strict=True))
+    first = min(mesh.devices)
+    size = mesh.size_of(ptype)
+    stride = next((rank - first for rank in sorted(at) if at[rank] == 1), 1) or 1
+    row = sc.floordiv(sc.sub(RANK, first), stride)
+    if all((rank - first) // stride == c for rank, c in at.items()):
+        return row
+    if all(((rank - first) // stride) % size == c for rank, c in at.items()):
+        return sc.mod(row, size)
+    found: Scalar = sc.ZERO
+    for rank, c in at.items():
+        found = sc.where(sc.eq(RANK, rank), c, found)
+    return found
+
+
+def rank_at(mesh: DeviceMesh, ptype: ParallelType, place: Scalar) -> Scalar:
+    """Return the rank that differs from this one by its place along a mesh axis."""
+    here = coordinate(mesh, ptype)
+    step = _distance(mesh, ptype)
+    if step is None:
+        return _device_at(mesh, {ptype: place})
+    if mesh.ndim == 1:
+        return sc.add(sc.mul(place, step), mesh.devices[0])
+    return sc.add(RANK, sc.mul(sc.sub(place, here), step))
+
+
+def _device_at(mesh: DeviceMesh, places: Mapping[ParallelType, Scalar]) -> Scalar:
+    """Return the device at this rank's place in a mesh, but for these coordinates: from a list."""
+    position: Scalar = sc.ZERO
+    for p in reversed(DEVICE_TYPES[: mesh.ndim]):
+        place = places[p] if p in places else coordinate(mesh, p)
+        position = sc.add(sc.mul(position, mesh.size_of(p)), place)
+    found = sc.as_scalar(mesh.devices[0])
+    for number, device in list(enumerate(mesh.devices))[1:]:
+        found = sc.where(sc.eq(position, number), device, found)
+    return found
+
+
+@lru_cache(MAX_MESHES)
+def _distance(mesh: DeviceMesh, ptype: ParallelType) -> int | None:
+    """Return the distance of neighbours in every team along a mesh axis, 1 for teams of one; None
+    where it is not the same."""
+    dim = mesh.dim_of(ptype)
+    if dim is None:
+        return 1
+    grid = np.asarray(mesh.devices, dtype=np.int64).reshape(mesh.shape)
+    steps: list[int] = np.unique(np.diff(grid, axis=dim)).tolist() or [1]
+    return steps[0] if len(steps) == 1 else None
+
+
+def rotated(
+    index: Scalar, count: Scalar, mesh: DeviceMesh | None, by: ParallelType | None
+) -> Scalar:
+    """Return which block a step has: its own, or that many behind this rank's."""
+    if by is None:
+        return index
+    assert mesh is not None, f"blocks rotated along {by.text} without a mesh"
+    return sc.mod(sc.add(index, coordinate(mesh, by)), count)
+
+
+def reached(index: Scalar, count: Scalar, mesh: DeviceMesh, by: ParallelType) -> Scalar:
+    """Return the coordinate of the device for which this rank's block is the `rotated` one."""
+    return sc.mod(sc.sub(sc.add(count, coordinate(mesh, by)), index), count)
+
+
+# ------------------------------------------------------------------ tensors
+def selected(tv: TensorView, position: int) -> TensorView:
+    """Return a tensor for one element of `tv` along an axis (a position without reductions)."""
+    gone = tv.domain.no_reductions[position].number
+    fusion = tv.fusion
+    part = _without(tv.domain, gone)
+    if part is not None:
+        domain, _ = clone_domain(fusion, part)
+        out = fusion.new_tensor(domain, tv.dtype(), mesh=tv.mesh)
+    else:
+        kept = (a for a in tv.domain.logical if a.number != gone)
+        axes = [fusion.clone_axis(a, rfactor=a.rfactor) for a in kept]
+        out = fusion.new_tensor(axes, tv.dtype(), mesh=tv.mesh)
+    order = [(p - (p > position), f) for p, f in _cut(tv, position) if p != position]
+    _place(out, [c for p, c in enumerate(placement(tv)) if p != position], order)
+    return out
+
+
+def _has_device_parts(domain: TensorDomain) -> bool:
+    return any(a.rfactor and a.is_device for a in domain.no_reductions)
+
+
+def _without(domain: TensorDomain, gone: int) -> TensorDomain | None:
+    """Return the domain of partial sums over devices without the axis `gone`; None for any other.
+
+    root [M, rK], logical [M, istream{s}rf, iDIDx{d}rf, r]   ->   root [M, r], logical [M, iDIDx, r]
+    """
+    if not _has_device_parts(domain):
+        return None
+    # An axis that counts parts leaves what it parted in place of both.
+    split = next((t for t in domain.splits.values() if t.outer == gone), None)
+    parted = {} if split is None else {split.inp: split.inner}
+    logical = [n for n in domain.logical_numbers if n != gone]
+    steps = transforms_between(domain, domain.root, domain.logical)
+    made = domain.having(
+        root=[parted.get(n, n) for n in domain.root_numbers if n != gone],
+        logical=logical,
+        loop=logical,
+        allocation=(),
+        contiguity=(),
+        transforms=[t.renumbered(lambda n: parted.get(n, n)) for t in steps if t is not split],
+    )
+    return made.map_axes(lambda a: a.having(ptype=ParallelType.serial)).in_logical_order()
+
+
+def slots(tv: TensorView, position: int) -> TensorView:
+    """Return a tensor with room for as many elements of `tv` along an axis as there are streams,
+    which counts them first."""
+    fusion = tv.fusion
+    gone = tv.domain.no_reductions[position].number
+    kept = [a for a in tv.domain.logical if a.number != gone]
+    axes = [fusion.new_axis(NUMBER_OF_STREAMS), *(fusion.clone_axis(a) for a in kept)]
+    out = fusion.new_tensor(axes, tv.dtype(), mesh=tv.mesh, memory=MemoryType.global_)
+    cuts = [(), *(c for p, c in enumerate(placement(tv)) if p != position)]
+    inner = [
+        (p + (p < position), flag if flag is None else True)
+        for p, flag in memory_order(tv)
+        if p != position
+    ]
+    _place(out, cuts, [(0, True), *inner])
+    return out
+
+
+def block(tv: TensorView, ptype: ParallelType) -> TensorView:
+    """Return a tensor for one block of `tv` along its stream axis, or along this part of it."""
+    fusion = tv.fusion
+    kept = tv.domain if _has_device_parts(tv.domain) else tv.domain.without_root()
+    domain, _ = clone_domain(fusion, kept)
+    out = fusion.new_tensor(domain.in_logical_order(), tv.dtype(), mesh=tv.mesh)
+    unparallelize(out, lambda a: a.is_stream and a.ptype is not ptype)
+    position = next(s.position for s in stream_axes(tv) if s.ptype is ptype)
+    _order(out, _cut(tv, position))
+    shard_allocation(out, per_step=True)
+    return out
+
+
+Order = list[tuple[int, bool | None]]
+
+
+def _cut(tv: TensorView, position: int) -> Order:
+    """Return the memory order of a part along an axis: what lies around it has gaps."""
+    order = list(memory_order(tv))
+    at = next(k for k, (p, _) in enumerate(order) if p == position)
+    around = next((k for k in reversed(range(at)) if order[k][1] is not None), None)
+    return [(p, False if k == around else flag) for k, (p, flag) in enumerate(order)]
+
+
+def _place(out: TensorView, cuts: Sequence[Cuts], order: Order) -> None:
+    for axis, mine in zip(out.domain.no_reductions, cuts, strict=True):
+        add_cuts(out, axis.number, mine)
+    _order(out, order)
+    shard_allocation(out, per_step=False)
+    parallel_axes_to_front(out)
+
+
+def _order(tv: TensorView, order: Order) -> None:
+    axes = tv.domain.no_reductions
+    reductions = [a for a in tv.domain.logical if a.is_reduction()]
+    numbers = [axes[p].number for p, _ in order] + [a.number for a in reductions]
+    flags = [f for _, f in order] + [None] * len(reductions)
+    tv.domain = tv.domain.with_allocation(numbers, flags)
+
+
+# Places of operands, and of results -> axes, in order.
+Dropped = tuple[dict[int, tuple[int, ...]], dict[int, tuple[int, ...]]]
+_dropped: WeakKeyDictionary[HostIrContainer, dict[Op, Dropped]] = WeakKeyDictionary()
+
+
+def dropped_axes(op: LaunchKernel | PostOnStream, program: HostIrContainer) -> Dropped:
+    """Return which operands and results are elements along axes that the kernel sees as ones of
+    extent 1: their places, and those axes."""
+    if isinstance(op, PostOnStream):
+        return {}, {}
+    # Every step asks.
+    known = _dropped.get(program)
+    if known is None:
+        known = _dropped.setdefault(program, {})
+    found = known.get(op)
+    if found is None:
+        found = known[op] = _find_dropped(op, program)
+    return found
+
+
+def _find_dropped(op: LaunchKernel, program: HostIrContainer) -> Dropped:
+    group = program.groups[op.group].fusion
+    found: Dropped = {}, {}
+    for axes, mine, theirs in zip(
+        found, (op.ins, op.outs), (group.inputs, group.outputs), strict=True
+    ):
+        for k, (a, b) in enumerate(zip(mine, theirs, strict=True)):
+            if isinstance(a, TensorView) and isinstance(b, TensorView):
+                gone = dropped_axes_of(b, a.ndim)
+                if gone:
+                    axes[k] = gone
+    return found
+
+
+# ------------------------------------------------------------------ shorter blocks
+def _has_blocks(tv: TensorView) -> bool:
+    """Whether steps may see shorter blocks of the tensor."""
+    return cut_axis(tv) is not None and is_block(tv)
+
+
+def cut_axis(tv: TensorView) -> StreamAxis | None:
+    """Return the stream axis that is in blocks."""
+    return next((axis for axis in stream_axes(tv) if not axis.is_logical), None)
+
+
+def block_type(tv: TensorView) -> ParallelType:
+    """Return which part of a step's number is the number of a tensor's block."""
+    axis = cut_axis(tv)
+    assert axis is not None, f"{tv} has no blocks"
+    return axis.ptype
+
+
+def split_tensor(fusion: Fusion) -> tuple[int, TensorView] | None:
+    """Return a tensor of which a kernel's steps may see a shorter block, and its place among inputs
+    and outputs; None where all steps are alike.
+
+    Parts of a reduction are alike, but what they are parts of is not: so inputs count as well, and
+    so does what is only inside of the kernel. The place of that is -1 (see `with_block_number`).
+    """
+    inputs = [tv for tv in fusion.inputs if isinstance(tv, TensorView)]
+    for place, tv in reversed(list(enumerate((*inputs, *fusion.outputs)))):
+        if _has_blocks(tv):
+            return place, tv
+    inside = next((tv for tv in fusion.tensors() if _has_blocks(tv)), None)
+    return None if inside is None else (-1, inside)
+
+
+def with_block_number(fusion: Fusion, index: Symbol) -> Fusion:
+    """Return a copy of a kernel's fusion whose last input is the number of the step's block, called
+    as the loop's index: for blocks that are only inside of it, as those of a sum of ones."""
+    made, _ = fusion.copy()
+    made.inputs = [*made.inputs, index.with_range(lo=0)]
+    return made

@@ -1,0 +1,140 @@
+"""Insertion of Deallocate: every buffer is given up after its last use."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from fuser.ir.op import Op
+from fuser.ir.tensor import TensorView
+from fuser.support.errors import VerifyError
+from hostir.ir.buffer_aliasing import Storage
+from hostir.ir.effects import (
+    ClosesGroup,
+    Enters,
+    Joins,
+    Makes,
+    OpensGroup,
+    Reads,
+    Shows,
+    Starts,
+    Waits,
+    Writes,
+    effects_of,
+)
+from hostir.ir.ops import Deallocate
+from hostir.ir.program import HostIrContainer, walk
+
+
+def insert_deallocate(program: HostIrContainer) -> HostIrContainer:
+    """Give up every tensor after the last use of its buffer.
+
+    Holds before: no Deallocate. Holds after: every tensor that does not share a buffer with a
+    program input or output is deallocated exactly once, views before the buffer that they show.
+    The memory plan and `hostir.verify` rely on it.
+
+        T2 = ALLOCATE(..); LaunchKernel(.. T2); T3 = matmul(T2, T1)
+        -> ... T3 = matmul(T2, T1); Deallocate { T2 }
+    """
+    if any(isinstance(op, Deallocate) for op in walk(program.ops)):
+        raise VerifyError("insert_deallocate: the program has a Deallocate already")
+    storage = Storage.of(program)
+    last = _last_uses(program, storage)
+    ending: dict[tuple[int, ...], list[TensorView]] = {}
+    for tv in reversed(storage.tensors):
+        if tv in last and not storage.escapes(tv):
+            ending.setdefault(last[tv], []).append(tv)
+    return program.with_ops(_inserted(program.ops, (), ending))
+
+
+# Where an op stands: its place in the program, then (region, place) per level.
+Path = tuple[int, ...]
+
+
+def _inserted(
+    ops: tuple[Op, ...], above: Path, ending: dict[Path, list[TensorView]]
+) -> tuple[Op, ...]:
+    """Return the ops with a Deallocate of each tensor after the op where it ends."""
+    made: list[Op] = []
+    waiting: list[TensorView] = []
+    for i, op in enumerate(ops):
+        path = (*above, i)
+        names = op.fields_of("region")
+        regions = {
+            name: _inserted(region, (*path, r), ending)
+            for r, (name, region) in enumerate(zip(names, op.regions, strict=True))
+        }
+        made.append(op.replace(**regions) if regions else op)
+        # What a loop over streams uses last is given up behind the waits that end the loop.
+        waiting += ending.get(path, ())
+        goes_on = (op.regions or _only_waits(op)) and any(map(_only_waits, ops[i + 1 : i + 2]))
+        if waiting and not goes_on:
+            made += map(Deallocate, waiting)
+            waiting = []
+    return tuple(made)
+
+
+def _only_waits(op: Op) -> bool:
+    """Whether the op, its regions included, only changes streams and lets them wait."""
+    effects, inside = effects_of(op, ()), [o for region in op.regions for o in region]
+    return (
+        bool(effects or inside)
+        and all(isinstance(e, Enters | Joins) for e in effects)
+        and all(map(_only_waits, inside))
+    )
+
+
+def _last_uses(program: HostIrContainer, storage: Storage) -> dict[TensorView, Path]:
+    """Return where each tensor's buffer is touched last: in the innermost region that has all its
+    uses. A communication ends at its Wait."""
+    uses: dict[TensorView, list[Path]] = {}
+    in_flight: dict[int, list[TensorView]] = {}
+    group: list[TensorView] | None = None
+    for path, op in _places(program.ops, ()):
+        touched: list[TensorView] = []
+        for effect in effects_of(op, storage.buffered):
+            match effect:
+                case Reads(tv) | Writes(tv) | Makes(tv):
+                    touched.append(tv)
+                case Shows(out, source):
+                    touched += [out, source]
+                case OpensGroup():
+                    group = []
+                case Starts(number) if group is not None:
+                    group += touched
+                    in_flight.setdefault(number, []).extend(touched)
+                case Starts(number):
+                    in_flight.setdefault(number, []).extend(touched)
+                case ClosesGroup(number):
+                    in_flight.setdefault(number, []).extend(group or ())
+                    group = None
+                case Waits(number):
+                    touched += in_flight.get(number, ())
+                case _:
+                    pass
+        for tv in touched:
+            # A view keeps the buffer that it shows, but a buffer does not keep its other views.
+            shown: TensorView | None = tv
+            while shown is not None:
+                uses.setdefault(shown, []).append(path)
+                shown = storage.shown_by(shown)
+    return {tv: _end(paths) for tv, paths in uses.items()}
+
+
+def _places(ops: tuple[Op, ...], above: Path) -> Iterator[tuple[Path, Op]]:
+    for i, op in enumerate(ops):
+        yield (*above, i), op
+        for r, region in enumerate(op.regions):
+            yield from _places(region, (*above, i, r))
+
+
+def _end(paths: list[Path]) -> Path:
+    """Return the place after which nothing of `paths`, in program order, comes: in a region that
+    has them all."""
+    first, last = min(paths), max(paths)
+    depth = 0
+    # A region's level is a pair (op, region); only ops of one region have an order in a loop.
+    while depth + 2 < min(map(len, paths)) and all(
+        path[: depth + 2] == first[: depth + 2] for path in paths
+    ):
+        depth += 2
+    return last[: depth + 1]

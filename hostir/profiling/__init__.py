@@ -1,0 +1,13 @@
+"""Measuring runs of host programs.
+
+Question: where did the time of a run go?
+Imports: every room of `hostir` but `tools`.
+Files, in reading order:
+
+- `timers`: clocks around steps: the host's, CUDA events, CUPTI.
+- `op_recorder`: steps recorded with the ops that they carry out.
+- `cupti`: kernels and copies from torch's profiler.
+- `timeline`: a trace: its events, report and file format.
+- `tracer`: a trace taken on all ranks.
+- `profiler`: a profile of one call.
+"""

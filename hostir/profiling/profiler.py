@@ -1,0 +1,298 @@
+"""Profiling a run: what each piece of its work took, in the run that the caller asked for.
+
+It is timed as a trace is (`hostir.profiling.tracer`): the plan is recorded, runs once on copies of
+what it updates, and once more, watched; that one counts. Torch's generator has then moved on as by
+one run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import TYPE_CHECKING
+
+import torch
+
+from fuser.ir.binding import signature_of
+from fuser.ir.op import Op
+from fuser.ir.tensor import TensorView
+from fuser.support.inputs import flatten
+from hostir.cost.intervals import length, union
+from hostir.ir.effects import CALLER
+from hostir.ir.ops import LaunchKernel
+from hostir.ir.transfers import (
+    EndCoalescing,
+    P2PCommunication,
+    StartsCommunication,
+    Wait,
+)
+from hostir.profiling.op_recorder import NotingRecorder, TracedOp
+from hostir.profiling.timers import HostWatch, Round, clock
+from hostir.profiling.together import Together
+from hostir.profiling.tracer import Runs, Source, rounds_of, watched, ways_to_time
+from hostir.runtime.arena import Arenas
+from hostir.runtime.inputs import Argument
+from hostir.runtime.plan import Plan
+from hostir.runtime.steps import Both, LaunchStep, Step
+from hostir.runtime.streams import on_device
+from multidevice.coordination.bounded_wait import Team
+
+if TYPE_CHECKING:
+    from fuser.kernels.executor import KernelLaunch
+    from hostir.runtime.evaluator import ProgramEvaluator
+    from hostir.runtime.frame import Frame
+    from multidevice.job.communicator import Communicator
+
+
+@dataclass(frozen=True)
+class ProfiledOp:
+    """What one op did at one step of its loops, on this rank.
+
+    `group` is that of a kernel; `writes` are the numbers of the tensors whose buffers it fills.
+    Bytes are those of the memory that it names, each element once. `seconds` is how long its
+    stream, or the CPU, worked for it, a communication's Wait included; `activities` are the
+    device's names of what ran, where they are known.
+    """
+
+    op: TracedOp
+    group: int | None
+    writes: tuple[int, ...]
+    launch: KernelLaunch | None
+    input_bytes: int
+    output_bytes: int
+    seconds: float = 0.0
+    activities: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Profiled:
+    """One run of a program on this rank: its work in the order of the program, and its results.
+
+    `wall` is from the moment before its first step until its device had done all of it, `host`
+    until the host had issued it, in seconds of the host's clock; `source` says where the times of
+    work come from.
+    """
+
+    work: tuple[ProfiledOp, ...]
+    wall: float
+    host: float
+    source: str
+    device: torch.device
+    input_bytes: int
+    output_bytes: int
+    outputs: list[torch.Tensor]
+
+
+def take_profile(
+    evaluator: ProgramEvaluator,
+    communicator: Communicator | None,
+    team: Team,
+    inputs: Sequence[Argument],
+    has_cupti: bool,
+) -> Profiled:
+    """Run a program on these inputs, all its ranks together, and return what that took.
+
+    `has_cupti`: CUPTI may be asked. Raises what `FusionDefinition.trace` does.
+    """
+    ranks = Together(communicator, team)
+
+    def prepare() -> list[Argument]:
+        given = flatten(inputs)
+        signature_of(given)  # raises for what has no memory to look at
+        evaluator.prepare(given)
+        evaluator.are_apart(given, None)
+        return given
+
+    given = ranks.together(prepare)
+    runs = Runs(evaluator, ranks, given, SizingRecorder)
+    device, ops = runs.plan.device, runs.recorder.ops
+    source = _source(device, has_cupti=has_cupti)
+    ways = ranks.together(lambda: ways_to_time(device, source, communicator))
+    with torch.no_grad(), on_device(device):
+        watch, _ = watched(ops, ranks, ways, partial(rounds_of, runs, repeat=1))
+        outputs = runs.keep(given)
+        updated = [given[i] for i in runs.updated]
+    work, waits = runs.recorder.work(), runs.recorder.waits()
+    return _profiled(work, waits, watch, device, given, outputs, updated)
+
+
+def profile_call(
+    launch: KernelLaunch | None,
+    name: str,
+    tensors: tuple[Sequence[Argument], Sequence[torch.Tensor]],
+    device: torch.device,
+    run: Callable[[], None],
+    has_cupti: bool,
+) -> Profiled:
+    """Return what one kernel took that is no part of a program: `run` launches it on `tensors`,
+    its inputs and outputs, any number of times."""
+    given, outputs = tensors
+    sizes = sum(map(nbytes_of, given)), sum(map(nbytes_of, outputs))
+    op = TracedOp(name, name, "", (), CALLER, "compute")
+
+    def rounds(watch: HostWatch) -> None:
+        timed = watch.around(0, lambda slots: run())
+        for _ in range(2):  # the first makes what the watch makes once
+            _synchronize(device)
+            watch.begin_round()
+            begin = clock()
+            timed([])
+            issued = clock()
+            _synchronize(device)
+            watch.end_round(begin, issued, clock())
+
+    with torch.no_grad(), on_device(device):
+        ways = ways_to_time(device, _source(device, has_cupti=has_cupti), None)
+        watch, _ = watched([op], Together(None, (0,)), ways, rounds)
+    work = {0: ProfiledOp(op, None, (), launch, *sizes)}
+    return _profiled(work, {}, watch, device, given, list(outputs))
+
+
+def _source(device: torch.device, *, has_cupti: bool) -> Source:
+    return "events" if device.type == "cuda" and not has_cupti else "auto"
+
+
+def _synchronize(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def _profiled(
+    work: Mapping[int, ProfiledOp],
+    waits: Mapping[int, int],
+    watch: HostWatch,
+    device: torch.device,
+    given: Sequence[Argument],
+    outputs: list[torch.Tensor],
+    updated: Sequence[Argument] = (),
+) -> Profiled:
+    last = watch.rounds[-1]
+    return Profiled(
+        tuple(_timed(work, waits, last)),
+        last.end - last.begin,
+        last.issued - last.begin,
+        watch.source,
+        device,
+        sum(map(nbytes_of, given)),
+        sum(map(nbytes_of, {id(t): t for t in (*outputs, *updated)}.values())),
+        outputs,
+    )
+
+
+def _timed(
+    work: Mapping[int, ProfiledOp], waits: Mapping[int, int], one: Round
+) -> list[ProfiledOp]:
+    """Return work with the times of a run; a Wait's are those of what it waits for."""
+    spans: dict[int, list[tuple[float, float]]] = {}
+    names: dict[int, dict[str, None]] = {}
+    for t in one.work:
+        step = waits.get(t.step, t.step)
+        spans.setdefault(step, []).append((t.begin, t.end))
+        if t.activity:
+            names.setdefault(step, {})[t.activity] = None
+    return [
+        replace(
+            found,
+            seconds=length(union(spans.get(step, ()))),
+            activities=tuple(names.get(step, ())),
+        )
+        for step, found in sorted(work.items())
+    ]
+
+
+# ------------------------------------------------------------------ sizes
+def nbytes_of(value: object) -> int:
+    """Return the bytes that a tensor names, those that it repeats once; 0 for a number."""
+    if not isinstance(value, torch.Tensor) or value.numel() == 0:
+        return 0
+    count = 1
+    for size, stride in zip(value.shape, value.stride(), strict=True):
+        count *= size if stride else 1
+    return count * value.element_size()
+
+
+class SizingRecorder(NotingRecorder):
+    """A recorder that also knows what its steps read and write."""
+
+    def __init__(self, frame: Frame, free: frozenset[int]) -> None:
+        super().__init__(frame, free)
+        # By the number of the step, as the steps are recorded.
+        self._moves: dict[int, tuple[Op, tuple[int, ...], int, int]] = {}
+        self._group_halves: list[P2PCommunication] = []
+        # The step that starts a communication, by its number; the step of a Wait -> that one.
+        self._starts: dict[int, int] = {}
+        self._wait_for: dict[int, int] = {}
+        self._made_before = 0
+
+    def record(self, op: Op) -> None:
+        """Note sizes while the tensors are there."""
+        before = len(self._steps)
+        super().record(op)
+        made = len(self._steps) - before
+        if isinstance(op, P2PCommunication) and not made:
+            self._group_halves.append(op)
+        if not made:
+            return
+        step = len(self._steps) - 1
+        if isinstance(op, StartsCommunication):
+            halves = self._group_halves if isinstance(op, EndCoalescing) else []
+            self._starts.update({one.number: step for one in (op, *halves)})
+        elif isinstance(op, Wait) and op.number in self._starts:
+            self._wait_for[step] = self._starts[op.number]
+        self._moves[step] = (op, *self._sized(op))
+
+    def _sized(self, op: Op) -> tuple[tuple[int, ...], int, int]:
+        """Return the numbers of what an op fills, and the bytes that it reads and writes."""
+        halves: list[P2PCommunication] = []
+        if isinstance(op, EndCoalescing):
+            halves, self._group_halves = self._group_halves, []
+        elif isinstance(op, P2PCommunication):
+            halves = [op]
+        if halves:
+            sent = [h.buffer for h in halves if h.type == "send"]
+            into = [h.buffer for h in halves if h.type != "send"]
+        else:
+            sent = [v for v in op.inputs if isinstance(v, TensorView)]
+            into = [v for v in op.outputs if isinstance(v, TensorView)]
+        root = self.frame.storage.root
+        return (
+            tuple(root(tv).number for tv in into),
+            sum(map(self._nbytes, dict.fromkeys(sent))),
+            sum(map(self._nbytes, dict.fromkeys(into))),
+        )
+
+    def _nbytes(self, tv: TensorView) -> int:
+        return nbytes_of(self.frame.tensors.get(tv)) if self.frame.is_mine(tv) else 0
+
+    def finish(self, outputs: list[TensorView], arenas: Arenas) -> Plan:
+        """Return the plan; then `work` tells of its steps."""
+        plan = super().finish(outputs, arenas)
+        self._plan = plan
+        # What makes buffers stands before the steps that were recorded.
+        self._made_before = len(plan.steps) - len(self._steps)
+        return plan
+
+    def work(self) -> dict[int, ProfiledOp]:
+        """Return the work of the plan, by the numbers of its steps, without times."""
+        made: dict[int, ProfiledOp] = {}
+        for number, ((step, _), op) in enumerate(zip(self._plan.steps, self.ops, strict=True)):
+            if op.kind in ("host", "wait"):
+                continue
+            moved = self._moves.get(number - self._made_before)
+            of, writes, read, written = moved or (None, (), 0, 0)
+            group = of.group if isinstance(of, LaunchKernel) else None
+            made[number] = ProfiledOp(op, group, writes, _launch_in(step), read, written)
+        return made
+
+    def waits(self) -> dict[int, int]:
+        """Return the step that each Wait waits for."""
+        before = self._made_before
+        return {at + before: of + before for at, of in self._wait_for.items()}
+
+
+def _launch_in(step: Step) -> KernelLaunch | None:
+    """Return the launch that a step is, or has beside."""
+    if isinstance(step, Both):
+        return _launch_in(step.first) or _launch_in(step.second)
+    return step.kernel if isinstance(step, LaunchStep) else None

@@ -1,0 +1,381 @@
+"""A measured timeline: what ran when on every rank of one traced run, and the sums of it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from fuser.support.arguments import show
+from fuser.support.errors import InputError
+from hostir.cost.intervals import Busy, Intervals, busy_of, union
+from hostir.cost.report import StreamTimes, busy_lines, ms, predict, times_text
+from hostir.cost.simulator import Timetable
+from hostir.ir.program import HostIrContainer
+from hostir.profiling.op_recorder import TracedOp
+from hostir.profiling.timers import Round, Timed
+from hostir.profiling.trace import Event, file_text, predicted_events, stream_track, titles
+
+_WAITS = "the host waits until the device has done all of it"
+# What the device is called where there is no GPU.
+CPU = "the CPU"
+# What a summary shows; the file has all.
+_SHOWN_RANKS = 8
+# The track of the host; streams of the program have the numbers of predicted ones.
+_HOST = 0
+_CATEGORY = {"communication": "communication", "wait": "communication"}
+
+
+@dataclass(frozen=True)
+class Slice:
+    """A piece of work of the last run: which op, where (`on_host`, or on its stream), and when, in
+    seconds since that run began on its rank."""
+
+    op: int
+    begin: float
+    end: float
+    on_host: bool
+    activity: str = ""
+    queue: str = ""
+
+
+@dataclass(frozen=True)
+class RunTimes:
+    """Seconds of one run: until the host had issued it, until the device had done it (`wall`), and
+    what streams did meanwhile. `busy.compute + busy.exposed + busy.idle == wall`."""
+
+    host: float
+    wall: float
+    busy: Busy
+    streams: tuple[StreamTimes, ...] = ()
+
+
+@dataclass(frozen=True)
+class RankTrace:
+    """What one rank has measured. `began` is when its last run did, by the clock of the first rank
+    of the program. Nobody watched the runs of `plain` and `usual`, (wall, host): those of the same
+    plan, and what runs without a trace, by the CUDA graphs that `graphs` tells about. `skew_s`
+    bounds how far the device's clock may be from the host's; `doubts` says what is not known for
+    sure."""
+
+    rank: int
+    device: str
+    source: str
+    ops: tuple[TracedOp, ...]
+    streams: Mapping[int, str]
+    slices: tuple[Slice, ...]
+    runs: tuple[RunTimes, ...]
+    plain: tuple[tuple[float, float], ...]
+    usual: tuple[tuple[float, float], ...]
+    graphs: tuple[str, ...]
+    began: float
+    skew_s: float
+    doubts: tuple[str, ...]
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return what `rank_from_dict` takes, of lists, texts and numbers."""
+        return {**asdict(self), "streams": list(self.streams.items())}
+
+
+def rank_from_dict(d: dict[str, Any]) -> RankTrace:
+    """Return the trace of a rank that sent it as JSON."""
+    made: dict[str, Any] = {
+        "ops": tuple(_op_from_dict(op) for op in d["ops"]),
+        "streams": dict(d["streams"]),
+        "slices": tuple(Slice(**s) for s in d["slices"]),
+        "runs": tuple(_run_from_dict(run) for run in d["runs"]),
+        **{name: tuple((wall, host) for wall, host in d[name]) for name in ("plain", "usual")},
+        **{name: tuple(d[name]) for name in ("graphs", "doubts")},
+    }
+    return RankTrace(**{**d, **made})
+
+
+def _op_from_dict(d: dict[str, Any]) -> TracedOp:
+    tensors: list[str] = d.pop("tensors")
+    return TracedOp(**d, tensors=tuple(tensors))
+
+
+def _run_from_dict(d: dict[str, Any]) -> RunTimes:
+    streams = tuple(StreamTimes(**s) for s in d["streams"])
+    return RunTimes(d["host"], d["wall"], Busy(**d["busy"]), streams)
+
+
+# ------------------------------------------------------------------ the sums of a rank
+def run_times(one: Round, ops: Sequence[TracedOp], streams: Mapping[int, str]) -> RunTimes:
+    """Return the sums of one run; what lies outside of it is cut off."""
+    wall = one.end - one.begin
+    pieces: dict[int, list[tuple[float, float, bool]]] = {}
+    for t in one.work:
+        begin, end = max(0.0, t.begin - one.begin), min(wall, t.end - one.begin)
+        if begin < end:
+            is_transfer = ops[t.step].kind in ("communication", "wait")
+            pieces.setdefault(ops[t.step].stream, []).append((begin, end, is_transfer))
+    every = [piece for found in pieces.values() for piece in found]
+    computing: Intervals = union((a, b) for a, b, is_transfer in every if not is_transfer)
+    rows = tuple(
+        StreamTimes(streams[number], **asdict(busy_of(pieces.get(number, ()), wall, computing)))
+        for number in sorted({*streams, *pieces})
+    )
+    return RunTimes(one.issued - one.begin, wall, busy_of(every, wall), rows)
+
+
+def slices_of(one: Round) -> tuple[Slice, ...]:
+    """Return all that a run did, in the order of its begin."""
+
+    def made(t: Timed, *, on_host: bool) -> Slice:
+        begin, end = t.begin - one.begin, t.end - one.begin
+        return Slice(t.step, begin, end, on_host, t.activity, t.queue)
+
+    found = [made(t, on_host=True) for t in one.host]
+    found += [made(t, on_host=False) for t in one.work]
+    return tuple(sorted(found, key=lambda s: (s.begin, -s.end)))
+
+
+# ------------------------------------------------------------------ the result
+@dataclass(frozen=True, eq=False)
+class Trace:
+    """What `FusionDefinition.trace` and `HostIrEvaluator.trace` return, on every rank of the
+    program: a timeline of the last of several runs, and the sums of one of them.
+
+    Of the runs, `run` is the one of middle length (by the rank that took longest); all sums are
+    of that one, so that they add up. On each rank, and of each run:
+
+    wall            from the moment before its first step until its device has done all of it, as
+                    the host's clock has it; what comes before (checks of inputs, the ranks'
+                    agreement) is not in it
+    host            the part of `wall` until the host had issued the last step
+    compute         when at least one stream computes: kernels, library calls, copies, fills
+    communication   when at least one stream communicates. On CUDA: while a kernel or a copy of a
+                    communication runs, waits within it included; a stream that waits for a flag or
+                    an event is idle. With CUDA events: from before to after the communication on
+                    its stream. On the CPU: while the host is in the communication or in its Wait.
+    exposed         when there is communication and nothing computes
+    idle            when there is neither; the time before the first and after the last is in it
+
+    So `wall = compute + exposed + idle`, exactly. `exposed_communication_ms`, `idle_ms`, `host_ms`
+    and `wall_ms` are those of the rank that took longest.
+
+    What ran is the recorded plan of these inputs, step by step: never a captured CUDA graph, and
+    watched, which costs the host time. `plain_wall_ms` and `plain_host_ms` are medians of as many
+    runs of the same plan that nobody watched, `usual_wall_ms` and `usual_host_ms` of runs as they
+    are without a trace, by CUDA graphs where these repeat them (`graphs`, and
+    `FusionDefinition.cuda_graphs`). `outputs` are those of the last run, on this rank.
+    """
+
+    ranks: tuple[RankTrace, ...]
+    rank_clocks: str
+    warm_up: int
+    outputs: tuple[torch.Tensor, ...]
+    predicted: tuple[HostIrContainer, Timetable] | None = None
+    # Why there is no prediction, where one was asked for.
+    not_predicted: str = ""
+
+    @cached_property
+    def run(self) -> int:
+        """Which of the runs has the sums."""
+        walls = [max(r.runs[i].wall for r in self.ranks) for i in range(self.repeat)]
+        return sorted(range(self.repeat), key=walls.__getitem__)[(self.repeat - 1) // 2]
+
+    @property
+    def repeat(self) -> int:
+        """How many runs were traced."""
+        return len(self.ranks[0].runs)
+
+    @property
+    def source(self) -> str:
+        """Where the times of devices come from."""
+        return " and ".join(dict.fromkeys(r.source for r in self.ranks))
+
+    @property
+    def clocks(self) -> str:
+        """How sure the times of ranks, and of their devices, are beside each other."""
+        skew = max(r.skew_s for r in self.ranks)
+        device = f"; times of devices may be {_ms(skew)} from their hosts'" if skew else ""
+        return f"{self.rank_clocks}{device}"
+
+    @property
+    def doubts(self) -> tuple[str, ...]:
+        """What is not known for sure; () where all is."""
+        return tuple(f"rank {r.rank}: {doubt}" for r in self.ranks for doubt in r.doubts)
+
+    @property
+    def _longest(self) -> RunTimes:
+        return max((r.runs[self.run] for r in self.ranks), key=lambda one: one.wall)
+
+    @property
+    def wall_ms(self) -> float:
+        return self._longest.wall * 1e3
+
+    @property
+    def host_ms(self) -> float:
+        return self._longest.host * 1e3
+
+    @property
+    def exposed_communication_ms(self) -> float:
+        return self._longest.busy.exposed * 1e3
+
+    @property
+    def compute_ms(self) -> float:
+        return self._longest.busy.compute * 1e3
+
+    @property
+    def idle_ms(self) -> float:
+        return self._longest.busy.idle * 1e3
+
+    @property
+    def streams(self) -> tuple[StreamTimes, ...]:
+        """The times of each stream, of the rank that took longest, in seconds."""
+        return self._longest.streams
+
+    @property
+    def plain_wall_ms(self) -> float:
+        return max(_medians(r.plain)[0] for r in self.ranks) * 1e3
+
+    @property
+    def plain_host_ms(self) -> float:
+        return max(_medians(r.plain)[1] for r in self.ranks) * 1e3
+
+    @property
+    def usual_wall_ms(self) -> float:
+        return max(_medians(r.usual)[0] for r in self.ranks) * 1e3
+
+    @property
+    def usual_host_ms(self) -> float:
+        return max(_medians(r.usual)[1] for r in self.ranks) * 1e3
+
+    @property
+    def graphs(self) -> tuple[str, ...]:
+        """Which CUDA graphs repeat runs without a trace, or why none does."""
+        return tuple(f"rank {r.rank}: {line}" for r in self.ranks for line in r.graphs)
+
+    def save(self, path: str | Path, *, predicted: bool = True) -> None:
+        """Write the timeline for Perfetto or chrome://tracing, beside the predicted one if there is
+        one and it is `predicted`.
+
+        Raises `InputError` where `path` cannot be written.
+        """
+        text = self.to_json(predicted=predicted)
+        try:
+            Path(path).write_text(text)
+        except (OSError, TypeError, ValueError) as error:
+            raise InputError(f"trace: {show(path)} cannot be written: {error}") from error
+
+    def to_json(self, *, predicted: bool = True) -> str:
+        """Return the text that `save` writes."""
+        first = min(r.began for r in self.ranks)
+        events = [event for r in self.ranks for event in _events(r, r.began - first)]
+        notes: dict[str, Any] = {
+            "from": "a real run",
+            "source": self.source,
+            "device": ", ".join(dict.fromkeys(r.device for r in self.ranks)),
+            "clocks": self.clocks,
+            "doubts": list(self.doubts),
+            "summary": self.summary().splitlines(),
+        }
+        if self.predicted is not None and predicted:
+            program, made = self.predicted
+            events += predicted_events(program, made, beside=True)
+            notes["predicted on"] = made.machine.name
+        if self.not_predicted:
+            notes["not predicted"] = self.not_predicted
+        return file_text(events, notes)
+
+    def summary(self) -> str:
+        """Return the sums as text."""
+        device = ", ".join(dict.fromkeys(r.device for r in self.ranks))
+        times = f"{self.repeat} run{'s' if self.repeat > 1 else ''}"
+        lines = [
+            f"measured on {device} by {self.source}",
+            f"sums of the middle one of {times}, after {self.warm_up} to warm up; "
+            "the recorded plan step by step, no CUDA graph",
+        ]
+        for r in self.ranks[:_SHOWN_RANKS]:
+            lines += ["", *_rank_lines(r, self.run)]
+        if (more := len(self.ranks) - _SHOWN_RANKS) > 0:
+            lines += ["", f"and {more} more ranks"]
+        if self.predicted is not None:
+            found = predict(*self.predicted)
+            for c in found.classes[:_SHOWN_RANKS]:
+                busy = Busy(c.compute, c.communication, c.exposed, c.idle)
+                lines += [
+                    "",
+                    f"predicted on {found.machine}, {times_text(c, found.device)}",
+                    *busy_lines((), busy),
+                ]
+        if self.not_predicted:
+            lines += ["", f"not predicted: {self.not_predicted}"]
+        lines += ["", f"clocks: {self.clocks}"]
+        lines += [f"not sure: {doubt}" for doubt in self.doubts]
+        return "\n".join(lines)
+
+    def __repr__(self) -> str:
+        return f"<Trace of {len(self.ranks)} ranks, {self.wall_ms:.3f} ms; print(trace.summary())>"
+
+
+def _rank_lines(r: RankTrace, run: int) -> list[str]:
+    one, walls = r.runs[run], [every.wall for every in r.runs]
+    plain, usual = (" and ".join(map(_ms, _medians(times))) for times in (r.plain, r.usual))
+    return [
+        f"rank {r.rank}: {_ms(one.wall)} wall ({_ms(min(walls))} to {_ms(max(walls))}), the host "
+        f"issues it in {_ms(one.host)}",
+        *busy_lines(one.streams, one.busy),
+        f"  wall and host unwatched: {plain}; without a trace: {usual}",
+        *(f"  CUDA graphs: {line}" for line in r.graphs if r.device != CPU),
+    ]
+
+
+def _ms(seconds: float) -> str:
+    return ms(seconds, 0)
+
+
+def _medians(times: Sequence[tuple[float, float]]) -> tuple[float, float]:
+    walls, hosts = (sorted(found)[(len(found) - 1) // 2] for found in zip(*times, strict=True))
+    return walls, hosts
+
+
+# ------------------------------------------------------------------ the file
+def _events(r: RankTrace, shift: float) -> list[Event]:
+    """Return the events of a rank whose last run began `shift` seconds after the first."""
+    tracks = {_HOST: "host", **{stream_track(n): name for n, name in r.streams.items()}}
+    events = titles(r.rank, f"rank {r.rank}", tracks, place=2 * r.rank)
+    for s in r.slices:
+        op = r.ops[s.op]
+        args: dict[str, object] = {
+            "where": op.where,
+            "op": op.name,
+            "tensors": ", ".join(op.tensors),
+            "stream": r.streams.get(op.stream, "host"),
+        }
+        if s.activity:
+            args["activity"] = s.activity
+        if s.queue:
+            args["queue"] = s.queue
+        events.append(
+            {
+                "name": op.text,
+                "cat": "host" if s.on_host else _CATEGORY.get(op.kind, "compute"),
+                "ph": "X",
+                "pid": r.rank,
+                "tid": _HOST if s.on_host else stream_track(op.stream),
+                "ts": (shift + s.begin) * 1e6,
+                "dur": (s.end - s.begin) * 1e6,
+                "args": args,
+            }
+        )
+    last = r.runs[-1]
+    if last.wall > last.host:
+        waits: Event = {
+            "name": _WAITS,
+            "cat": "host",
+            "ph": "X",
+            "pid": r.rank,
+            "tid": _HOST,
+            "args": {},
+        }
+        times = {"ts": (shift + last.host) * 1e6, "dur": (last.wall - last.host) * 1e6}
+        events.append({**waits, **times})
+    return events

@@ -1,0 +1,279 @@
+"""When the steps of a run carry out their ops: a watch wraps the steps of a plan.
+
+There is one watch for each way to tell the time of what runs on a device:
+
+    HostWatch   CPU     the host's clock around each op
+    EventWatch  CUDA    events before and after each op, on its stream
+    CuptiWatch  CUDA    CUPTI, through torch.profiler: when each kernel and copy ran
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import torch
+
+from fuser.support.errors import ExecutionError
+from fuser.support.torch_calls import range_named
+from hostir.profiling.cupti import Activity, read_profile
+from hostir.profiling.op_recorder import TracedOp
+from hostir.runtime.plan import Plan
+from hostir.runtime.steps import Binding, Closure, Slots, Step
+
+# Seconds of a clock that all processes of a host share.
+clock = time.monotonic
+# What the ranges of steps are called in a profile.
+_RANGE = "hostir step "
+
+
+@dataclass(frozen=True)
+class Timed:
+    """When a step ran, in seconds of `clock`: on the host, or what it started on a device.
+
+    `activity` is the kernel or copy, `queue` the device's own name of the stream, where known.
+    """
+
+    step: int
+    begin: float
+    end: float
+    activity: str = ""
+    queue: str = ""
+
+
+@dataclass
+class Round:
+    """One traced run: when it began, when the host had issued all of it, and when all of it was
+    done; `host` has each step there, `work` what ran on streams."""
+
+    begin: float = 0.0
+    issued: float = 0.0
+    end: float = 0.0
+    host: list[Timed] = field(default_factory=list[Timed])
+    work: list[Timed] = field(default_factory=list[Timed])
+
+
+@dataclass(frozen=True, eq=False)
+class _WatchedStep:
+    step: Step
+    number: int
+    watch: HostWatch
+
+    def bind(self, binding: Binding) -> Closure | None:
+        closure = self.step.bind(binding)
+        return None if closure is None else self.watch.around(self.number, closure)
+
+
+class HostWatch:
+    """The host's clock around each op: what runs on a CPU is over when the call returns.
+
+    `rounds` are complete after `stop`. `doubts` says what is not known for sure; `skew_s` how far
+    the times of work may be from those of the host.
+    """
+
+    source = "the host's clock around each op"
+
+    def __init__(self, ops: Sequence[TracedOp]) -> None:
+        self.ops = ops
+        self.rounds: list[Round] = []
+        self.doubts: list[str] = []
+        self.skew_s = 0.0
+        self._notes: list[Timed] = []
+
+    def wrapped(self, plan: Plan) -> Plan:
+        """Return the plan with steps that are watched."""
+        steps = ((_WatchedStep(step, i, self), op) for i, (step, op) in enumerate(plan.steps))
+        return replace(plan, steps=tuple(steps))
+
+    def around(self, number: int, closure: Closure) -> Closure:
+        """Return a step that notes when it runs."""
+        note = self._note
+
+        def timed(slots: Slots) -> None:
+            begin = clock()
+            closure(slots)
+            note(number, begin, clock())
+
+        return timed
+
+    def _note(self, number: int, begin: float, end: float) -> None:
+        self._notes.append(Timed(number, begin, end))
+
+    def start(self) -> None:
+        """Get ready. Raises `ExecutionError` where times cannot be taken in this way."""
+
+    def begin_round(self) -> None:
+        """A run comes; the device has nothing to do."""
+        self._notes = []
+
+    def end_round(self, begin: float, issued: float, end: float) -> None:
+        """Keep a run that is over, on the device too."""
+        self.rounds.append(Round(begin, issued, end, self._notes))
+
+    def abandon(self) -> None:
+        """Leave it: there was an error, here or on another rank."""
+
+    def stop(self) -> None:
+        """Find out what ran when. Raises `ExecutionError` where that was not recorded."""
+        for one in self.rounds:
+            one.work = [t for t in one.host if self.ops[t.step].kind != "host"]
+
+
+class EventWatch(HostWatch):
+    """CUDA events before and after each op that gives its stream work.
+
+    What an op waits for on a device after its first event counts as its own time, as does the
+    host's way to the launch where the stream has nothing else to do.
+    """
+
+    source = "CUDA events around each op"
+
+    def __init__(self, ops: Sequence[TracedOp], device: torch.device) -> None:
+        super().__init__(ops)
+        self._device = device
+        self._events: list[tuple[int, torch.cuda.Event, torch.cuda.Event]] = []
+        self._base = self._event()
+        self._base_at = 0.0
+
+    def _event(self) -> torch.cuda.Event:
+        return torch.cuda.Event(enable_timing=True)
+
+    def around(self, number: int, closure: Closure) -> Closure:
+        if self.ops[number].kind not in ("compute", "communication"):
+            return super().around(number, closure)
+        note, make = self._note, self._event
+
+        def timed(slots: Slots) -> None:
+            first, last = make(), make()
+            begin = clock()
+            first.record()
+            closure(slots)
+            last.record()
+            note(number, begin, clock())
+            self._events.append((number, first, last))
+
+        return timed
+
+    def begin_round(self) -> None:
+        super().begin_round()
+        self._events = []
+        self._base = self._event()
+        before = clock()
+        self._base.record()
+        self._base.synchronize()
+        after = clock()
+        self._base_at = (before + after) / 2
+        self.skew_s = max(self.skew_s, (after - before) / 2)
+
+    def end_round(self, begin: float, issued: float, end: float) -> None:
+        super().end_round(begin, issued, end)
+        at, base = self._base_at, self._base
+        self.rounds[-1].work = [
+            Timed(n, at + base.elapsed_time(a) * 1e-3, at + base.elapsed_time(b) * 1e-3)
+            for n, a, b in self._events
+        ]
+
+    def stop(self) -> None:
+        pass
+
+
+class CuptiWatch(HostWatch):
+    """When each kernel and copy ran, from CUPTI, which torch.profiler asks.
+
+    Every step is a range of the host; an activity belongs to the range in which it was launched.
+    """
+
+    source = "CUPTI, through torch.profiler"
+
+    def __init__(self, ops: Sequence[TracedOp]) -> None:
+        super().__init__(ops)
+        self._profile: Any = None
+
+    def around(self, number: int, closure: Closure) -> Closure:
+        name, note = f"{_RANGE}{number}", self._note
+        make: Callable[[str], AbstractContextManager[object]] = range_named
+
+        def timed(slots: Slots) -> None:
+            begin = clock()
+            with make(name):
+                closure(slots)
+            note(number, begin, clock())
+
+        return timed
+
+    def start(self) -> None:
+        from torch.profiler import ProfilerActivity, profile
+
+        try:
+            made = profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA])
+            made.__enter__()
+        except Exception as error:  # of another profiler that is on, of CUPTI, of its permissions
+            raise ExecutionError(f"torch.profiler: {type(error).__name__}: {error}") from error
+        self._profile = made
+
+    def abandon(self) -> None:
+        if self._profile is not None:
+            self._profile.__exit__(None, None, None)
+            self._profile = None
+
+    def stop(self) -> None:
+        made = self._profile
+        try:
+            self.abandon()
+            with TemporaryDirectory() as folder:
+                path = Path(folder) / "profile.json"
+                made.export_chrome_trace(str(path))
+                text = path.read_text()
+        except Exception as error:
+            raise ExecutionError(f"torch.profiler: {type(error).__name__}: {error}") from error
+        self.take(text)
+
+    def take(self, text: str) -> None:
+        """Read what torch.profiler exports. Raises `ExecutionError` where it lacks a step, or all
+        of what the device did."""
+        found = read_profile(text, _RANGE)
+        notes = [t for one in self.rounds for t in one.host]
+        if [r.name for r in found.ranges] != [f"{_RANGE}{t.step}" for t in notes]:
+            raise ExecutionError(
+                f"torch.profiler has {len(found.ranges)} ranges of {len(notes)} steps that ran"
+            )
+        if any(op.kind == "compute" for op in self.ops) and not found.activities:
+            raise ExecutionError("CUPTI recorded nothing of what the device did")
+        # The profile has a clock of its own: a range begins just behind its note.
+        shifts = sorted(t.begin - r.begin for t, r in zip(notes, found.ranges, strict=True))
+        shift = shifts[len(shifts) // 2] if shifts else 0.0
+        ends = len(shifts) // 20
+        self.skew_s = max((abs(s - shift) for s in shifts[ends : len(shifts) - ends]), default=0.0)
+        owners = [(one, t.step) for one in self.rounds for t in one.host]
+        strangers: list[Activity] = []
+        for activity in found.activities:
+            if activity.range is None:
+                strangers.append(activity)
+                continue
+            one, step = owners[activity.range]
+            begin, end = activity.begin + shift, activity.end + shift
+            one.work.append(Timed(step, begin, end, activity.name, activity.queue))
+        self._doubt(strangers, shift, found.doubtful)
+
+    def _doubt(self, strangers: Sequence[Activity], shift: float, doubtful: int) -> None:
+        """Say what was not attributed, as far as it ran during a run of the program."""
+        lost = [
+            a
+            for a in strangers
+            if any(r.begin < a.end + shift and a.begin + shift < r.end for r in self.rounds)
+        ]
+        if lost:
+            names = ", ".join(dict.fromkeys(a.name[:60] for a in lost[:4]))
+            self.doubts.append(
+                f"{len(lost)} activities of the device belong to no op, and are in no sum: {names}"
+            )
+        if doubtful:
+            self.doubts.append(
+                f"{doubtful} activities were launched within another op than CUPTI's own "
+                "correlation says, which was followed"
+            )

@@ -1,0 +1,258 @@
+"""How the ops that communicate become calls of the communicator's backend."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from fuser.ir.naming import in_ir, tensor_words
+from fuser.ir.tensor import TensorView
+from fuser.support.errors import CommunicationError
+from hostir.ir.shard_layout import write
+from hostir.ir.transfers import (
+    REDUCING,
+    ROOTED,
+    AxisOrder,
+    CollectivePermute,
+    Communication,
+    P2PCommunication,
+    StartsCommunication,
+)
+from multidevice.coordination.bounded_wait import Team
+from multidevice.transports.base import protocol
+from multidevice.transports.base.protocol import Backend, Work
+
+PostedBuffer = torch.Tensor | None
+
+
+class Done:
+    """A communication of a rank with itself, a copy that was made; or an empty group."""
+
+    def wait(self) -> None:
+        """See `Work.wait`."""
+
+    def synchronize(self) -> None:
+        """See `Work.synchronize`."""
+
+
+@dataclass
+class Posted:
+    """A communication that was started, and what has to be done when it has been waited for."""
+
+    work: Work | None = None
+    # Where its stream stood when it was started: a wait on another stream is for that, too.
+    mark: object = None
+    # Whether it is one half of a transfer: the peer may wait for what other streams post here.
+    is_alone: bool = False
+    # Where results are put (and where they wait) on streams that hold work back.
+    landed: list[tuple[torch.Tensor, torch.Tensor]] = field(
+        default_factory=list[tuple[torch.Tensor, torch.Tensor]]
+    )
+
+    def landing(self, out: torch.Tensor) -> torch.Tensor:
+        """Return what to receive into, so that `out` has the result only after `wait`."""
+        staged = torch.empty_strided(out.shape, out.stride(), dtype=out.dtype, device=out.device)
+        self.landed.append((out, staged))
+        return staged
+
+    def is_done(self) -> bool:
+        """Whether it is known to be over, so that `wait` would return at once."""
+        done = getattr(self.work, "is_done", None)
+        return done is not None and done()
+
+    def wait(self) -> None:
+        assert self.work is not None, "a communication that was never posted"
+        self.work.wait()
+        for out, staged in self.landed:
+            write(out, staged)
+
+
+def flat(
+    op: StartsCommunication, tv: TensorView, tensor: torch.Tensor, order: AxisOrder
+) -> torch.Tensor:
+    """Return the shard of `tv` as backends take it: contiguous, as memory holds it.
+
+    Raises `CommunicationError` when the shard does not lie in memory as the program declares it.
+    """
+    for axis in order.expanded:
+        tensor = tensor.narrow(axis, 0, 1) if tensor.size(axis) else tensor
+    if order.axes is not None:
+        tensor = tensor.permute(order.axes)
+    if not tensor.is_contiguous():
+        raise CommunicationError(
+            f"{op.name}: {tensor_words(tv)} has shape {tuple(tensor.shape)} and strides "
+            f"{tensor.stride()} in its declared memory order, which leave gaps{in_ir(tv)}"
+        )
+    return tensor
+
+
+def _allgather(call: CommunicationCall, out: torch.Tensor, inp: torch.Tensor) -> Work:
+    return call.backend.allgather(out, inp, team=call.team)
+
+
+def _allreduce(call: CommunicationCall, out: torch.Tensor, inp: torch.Tensor) -> Work:
+    return call.backend.allreduce(out, inp, op=call.op.red_op, team=call.team)
+
+
+def _reduce_scatter(call: CommunicationCall, out: torch.Tensor, inp: torch.Tensor) -> Work:
+    return call.backend.reduce_scatter(out, inp, op=call.op.red_op, team=call.team)
+
+
+def _alltoall(call: CommunicationCall, out: torch.Tensor, inp: torch.Tensor) -> Work:
+    return call.backend.alltoall(out, inp, team=call.team)
+
+
+def _broadcast(call: CommunicationCall, out: PostedBuffer, inp: PostedBuffer) -> Work:
+    is_root = call.root == call.rank
+    if out is None:
+        assert inp is not None and is_root, "the root of a broadcast has its input"
+        out = inp
+    elif is_root and inp is not None:
+        out.copy_(inp.view_as(out))
+    return call.backend.broadcast(out, root=call.root, team=call.team)
+
+
+def _gather(call: CommunicationCall, out: PostedBuffer, inp: torch.Tensor) -> Work:
+    return call.backend.gather(out, inp, root=call.root, team=call.team)
+
+
+def _scatter(call: CommunicationCall, out: torch.Tensor, inp: PostedBuffer) -> Work:
+    return call.backend.scatter(out, inp, root=call.root, team=call.team)
+
+
+def _reduce(call: CommunicationCall, out: PostedBuffer, inp: torch.Tensor) -> Work:
+    return call.backend.reduce(out, inp, op=call.op.red_op, root=call.root, team=call.team)
+
+
+@dataclass(frozen=True)
+class CommunicationCall:
+    """What a communication is for one rank; `root` is a global rank (-1: none)."""
+
+    op: Communication
+    rank: int
+    team: Team
+    backend: Backend
+    root: int
+
+
+POST: dict[str, Callable[..., Work]] = {
+    "Allgather": _allgather,
+    "Allreduce": _allreduce,
+    "AllToAll": _alltoall,
+    "Broadcast": _broadcast,
+    "Gather": _gather,
+    "Reduce": _reduce,
+    "ReduceScatter": _reduce_scatter,
+    "Scatter": _scatter,
+}
+
+
+def post(call: CommunicationCall, inp: PostedBuffer, out: PostedBuffer) -> Work:
+    """Start the communication of local shards; None stands for a shard that this rank lacks.
+
+    Raises `CommunicationError` for a shard that is not dense in its declared order.
+    """
+    op = call.op
+    mine, theirs = op.orders
+    if inp is not None:
+        inp = flat(op, op.inp, inp, mine)
+    if out is not None:
+        out = flat(op, op.out, out, theirs)
+    call.backend.where = op.where
+    try:
+        return POST[op.type](call, out, inp)
+    finally:
+        call.backend.where = ""
+
+
+# The backends' name of what moves whole buffers; the root of a broadcast copies first.
+_WHOLE = {
+    "Allgather": "allgather",
+    "Allreduce": "allreduce",
+    "AllToAll": "alltoall",
+    "Gather": "gather",
+    "Reduce": "reduce",
+    "ReduceScatter": "reduce_scatter",
+    "Scatter": "scatter",
+}
+
+
+def bind_post(
+    call: CommunicationCall, inp: PostedBuffer, out: PostedBuffer
+) -> protocol.Post | None:
+    """Return how `post` starts this communication, which it has done once, on other shards of these
+    shapes and strides; None where it has to look at each call."""
+    op = call.op
+    if op.type not in _WHOLE:
+        return None
+    mine, theirs = op.orders
+    call.backend.where = op.where
+    try:
+        return call.backend.bind(
+            _WHOLE[op.type],
+            None if out is None else flat(op, op.out, out, theirs),
+            None if inp is None else flat(op, op.inp, inp, mine),
+            team=call.team,
+            reduce=op.red_op if op.type in REDUCING else None,
+            root=call.root if op.type in ROOTED else None,
+        )
+    finally:
+        call.backend.where = ""
+
+
+def bind_exchange(
+    op: StartsCommunication, transfers: Sequence[protocol.Transfer], team: Team, backend: Backend
+) -> protocol.PostBatch | None:
+    """Return how `exchange` starts these, which it has done once, on other tensors like them; None
+    where it has to look at each call."""
+    backend.where = op.where
+    try:
+        return backend.bind_batch(transfers, team=team)
+    finally:
+        backend.where = ""
+
+
+def permute(
+    op: CollectivePermute,
+    peers: tuple[int, int],
+    rank: int,
+    team: Team,
+    backend: Backend,
+    inp: torch.Tensor,
+    out: torch.Tensor,
+) -> Work:
+    """Send `inp` to the rank peers[0] and receive `out` from peers[1]; a copy to oneself."""
+    sent, received = both = halves(op, peers, inp, out)
+    if peers == (rank, rank):
+        received.tensor.copy_(sent.tensor.view_as(received.tensor))
+        return Done()
+    return exchange(op, both, team, backend)
+
+
+def halves(
+    op: CollectivePermute, peers: tuple[int, int], inp: torch.Tensor, out: torch.Tensor
+) -> tuple[protocol.Transfer, protocol.Transfer]:
+    """Return what a permutation sends and what it receives here."""
+    mine, theirs = op.orders
+    sent, received = flat(op, op.inp, inp, mine), flat(op, op.out, out, theirs)
+    return protocol.Transfer("send", sent, peers[0]), protocol.Transfer("recv", received, peers[1])
+
+
+def transfer(
+    op: P2PCommunication, tensor: torch.Tensor, peer: int, order: int | None = None
+) -> protocol.Transfer:
+    """Return one half of a point-to-point copy, for `exchange`."""
+    return protocol.Transfer(op.type, flat(op, op.buffer, tensor, op.orders[0]), peer, order)
+
+
+def exchange(
+    op: StartsCommunication, transfers: Sequence[protocol.Transfer], team: Team, backend: Backend
+) -> Work:
+    """Start sends and receives at once."""
+    backend.where = op.where
+    try:
+        return backend.batch(transfers, team=team)
+    finally:
+        backend.where = ""

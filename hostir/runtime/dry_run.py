@@ -1,0 +1,167 @@
+"""Rehearsal: a program is walked on tensors without contents, before anything is launched.
+
+It tells which kernels a run needs and, for programs whose every size it can tell, all that later
+runs repeat: their plan. Views are all that torch makes of such tensors.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+import torch
+
+from fuser.ir.binding import Argument
+from fuser.ir.fusion import TensorOp
+from fuser.ir.scalar.constructors import Symbol
+from fuser.ir.tensor import TensorView
+from fuser.support.device import VECTOR_BYTES
+from hostir.ir.ops import (
+    Allocate,
+    Deallocate,
+    HirAliasSelect,
+    IfThenElse,
+    LaunchKernel,
+    LocalSlice,
+    SymmetricContiguousView,
+)
+from hostir.ir.program import HostIrContainer, walk
+from hostir.ir.shard_layout import spanned
+from hostir.runtime.arena import Arenas
+from hostir.runtime.execute import run_block
+from hostir.runtime.frame import Frame
+from hostir.runtime.kernels import StepKernels
+from hostir.runtime.plan import Plan
+from hostir.runtime.recorder import Recorder
+from hostir.runtime.replay_tensors import OnlyRunTells
+from hostir.runtime.steps import LaunchStep
+from hostir.runtime.streams import UnservedStreams, Work
+from hostir.runtime.symbolic_plan import Pattern, pattern_of
+
+if TYPE_CHECKING:
+    from fuser.kernels.executor import KernelRequest
+
+# Of these and of tensor ops, a rehearsal tells all. Loops are not walked in full; streams and
+# communications are made by runs, when the ranks have agreed.
+_TOLD = (
+    Allocate,
+    Deallocate,
+    HirAliasSelect,
+    IfThenElse,
+    LaunchKernel,
+    LocalSlice,
+    SymmetricContiguousView,
+)
+
+
+def can_bind(program: HostIrContainer) -> bool:
+    """Whether a rehearsal can tell what runs of a program repeat."""
+    return all(isinstance(op, (*_TOLD, TensorOp)) for op in walk(program.ops))
+
+
+@dataclass
+class Rehearsal:
+    """What a walk has found: a request for every kernel, and the plan of later runs, where it was
+    asked for and can be told."""
+
+    requests: Sequence[KernelRequest]
+    plan: Plan | None = None
+    # Of this plan and those of other sizes, where they have one.
+    pattern: Pattern | None = None
+
+    @property
+    def is_compiled(self) -> bool:
+        """Whether every kernel is known to be compiled."""
+        if self.plan is None:
+            return False
+        launches = [step.kernel for step, _ in self.plan.steps if isinstance(step, LaunchStep)]
+        return len(launches) == len(self.requests) and all(k.variant.compiled for k in launches)
+
+
+def rehearse(frame: Frame) -> Rehearsal:
+    """Walk the program of a frame for its kernels: one request for all steps of a loop that are
+    alike."""
+    requests: dict[object, KernelRequest] = {}
+
+    def note(request: KernelRequest) -> None:
+        runner, ins, outs, _ = request
+        requests.setdefault((runner, *map(_launched_alike, (*ins, *outs))), request)
+
+    walked = _emptied(frame, note)
+    with torch.no_grad():
+        run_block(frame.program.ops, walked)
+    return Rehearsal(list(requests.values()))
+
+
+def rehearse_plan(
+    frame: Frame, free: frozenset[int], outputs: list[TensorView], arenas: Arenas
+) -> Rehearsal:
+    """Walk a program that `can_bind` also for the plan that yields `outputs`.
+
+    There is none where a result's strides are torch's to choose, or where an input begins between
+    two elements of its dtype.
+    """
+    requests: list[KernelRequest] = []
+    if any(t.data_ptr() % t.element_size() for t in frame.tensors.values()):
+        return rehearse(frame)
+    walked = _emptied(frame, requests.append)
+    recorder = walked.recorder = Recorder(walked, free, frame.machine)
+    with torch.no_grad():
+        try:
+            run_block(frame.program.ops, walked)
+        except OnlyRunTells:
+            return rehearse(frame)
+        plan = recorder.finish(outputs, arenas)
+        pattern = pattern_of(recorder, plan)
+    # The plan's steps know this frame; they need none of its tensors.
+    walked.tensors.clear()
+    return Rehearsal(requests, plan, pattern)
+
+
+def _emptied(frame: Frame, note: Callable[[KernelRequest], object]) -> Frame:
+    """Return a frame like this one, of tensors without contents, which launches nothing; `note`
+    is told of the kernels."""
+    from fuser.kernels.executor import FusedKernelExecutor
+
+    def launch(
+        group: int,
+        ins: Sequence[Argument],
+        outs: Sequence[torch.Tensor],
+        sizes: Mapping[Symbol, int],
+    ) -> Work:
+        runner = frame.machine.runner(group)
+        if isinstance(runner, StepKernels):
+            runner = runner.pick(ins, outs, sizes)
+        if isinstance(runner, FusedKernelExecutor):
+            note((runner, ins, outs, sizes))
+        return _nothing
+
+    meta, streams = torch.device("meta"), UnservedStreams()
+    machine = replace(frame.machine, device=meta, streams=streams, launch=launch)
+    contents = {tv: _without_contents(t) for tv, t in frame.tensors.items()}
+    return frame.elsewhere(machine, contents)
+
+
+def _nothing() -> None:
+    pass
+
+
+def _without_contents(t: torch.Tensor) -> torch.Tensor:
+    """Return a tensor that begins in the same place of a vector of memory, as far as its elements
+    can be counted."""
+    shape, strides, skipped = t.shape, t.stride(), t.data_ptr() % VECTOR_BYTES // t.element_size()
+    if not skipped:
+        made = torch.empty_strided(shape, strides, dtype=t.dtype, device="meta")
+    else:
+        room = torch.empty(skipped + spanned(shape, strides), dtype=t.dtype, device="meta")
+        made = room.as_strided(shape, strides, skipped)
+    return made.requires_grad_() if t.requires_grad else made
+
+
+def _launched_alike(value: Argument) -> object:
+    """Return what a kernel may know of an operand: where in a vector of memory it begins, not where
+    in memory."""
+    if not isinstance(value, torch.Tensor):
+        return value
+    return value.shape, value.stride(), value.storage_offset() * value.element_size() % VECTOR_BYTES

@@ -1,0 +1,608 @@
+"""`ProgramEvaluator`: runs a host program on one rank.
+
+`evaluate` is the reading of a program (`hostir.runtime.execute`) that everything faster must equal
+bit for bit. `run` walks a program once per class of inputs, in a rehearsal
+(`hostir.runtime.dry_run`) where that tells all and else for real, and replays it afterwards.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from functools import partial
+from typing import TYPE_CHECKING, TypeVar, cast
+
+import torch
+
+from fuser.ir.binding import Contents, signature_of
+from fuser.ir.dtypes import is_inexact
+from fuser.ir.fusion import Value
+from fuser.ir.scalar.constructors import Symbol
+from fuser.ir.tensor import TensorView
+from fuser.ir.types import MemoryType
+from fuser.runtime import compiled_runner
+from fuser.support import options, progress
+from fuser.support.arguments import require
+from fuser.support.device import VECTOR_BYTES
+from fuser.support.errors import FuserError, UnsupportedError, VerifyError, user_code
+from fuser.support.inputs import flatten, torch_device
+from fuser.support.locks import make_lock
+from fuser.support.lru import Recent
+from fuser.support.options import Settings
+from hostir.ir.buffer_aliasing import Storage
+from hostir.ir.ops import NUMBER_OF_STREAMS, RANK
+from hostir.ir.program import (
+    HostIrContainer,
+    KernelGroup,
+    has_communications,
+    has_streams,
+    unlowered,
+    walk,
+)
+from hostir.ir.transfers import PEER_COPIES
+from hostir.ir.verifier import verify
+from hostir.lowering.params import check_number_of_streams
+from hostir.passes.second_reads import second_reads
+from hostir.runtime.arena import Arenas, Memory, memory_of, shared_pools
+from hostir.runtime.context import Devices
+from hostir.runtime.dry_run import Rehearsal, can_bind, rehearse, rehearse_plan
+from hostir.runtime.exact_numbers import ExactNumbers
+from hostir.runtime.execute import run_block
+from hostir.runtime.frame import Frame, KernelRunner
+from hostir.runtime.inputs import Argument, InputBinder, Values, device_of, is_computed
+from hostir.runtime.job import check_devices, check_grouped, check_tuning, read_late_stream
+from hostir.runtime.kernels import make_kernel_executor
+from hostir.runtime.known import Known
+from hostir.runtime.native_runner import Steady, Surroundings, steady
+from hostir.runtime.output_buffers import bind_buffers, inputs_and_buffers
+from hostir.runtime.overlap import Body, Updates, noted, written_inputs
+from hostir.runtime.plan import Plan
+from hostir.runtime.recorder import Recorder
+from hostir.runtime.run_signature import program_claim
+from hostir.runtime.streams import on_device
+from hostir.runtime.symbolic_plan import Pattern, pattern_of
+from multidevice.job.agreement import Channel, Claim, Prepared
+from multidevice.transports.base.captured import STEP_BY_STEP
+
+if TYPE_CHECKING:
+    from fuser.kernels.executor import KernelRequest
+    from multidevice.job.communicator import Communicator
+
+MakeRunner = Callable[[KernelGroup], KernelRunner]
+R = TypeVar("R", bound=Recorder)
+T = TypeVar("T")
+# What messages call it: users have `hostir.HostIrEvaluator`, which can take traces besides.
+_NAME = "HostIrEvaluator"
+# Classes of inputs that an evaluator remembers.
+MAX_PLANS = 256
+
+
+class ProgramEvaluator:
+    """Runs one program on one rank; ranks do not share evaluators.
+
+    `communicator` defaults to this process's, asked for only by programs with a mesh. `device`
+    defaults to that of the first tensor input, `settings` to those of the environment.
+    `make_runner` makes what runs a kernel group. `number_of_streams` is the value of that name in
+    the program; streams persist from run to run.
+
+    `late_stream` (CPU only) holds back the work of one stream, a number or "entry", or of "all", as
+    far as the program's own waits allow: a program that lacks a wait then gives wrong results.
+    """
+
+    def __init__(
+        self,
+        program: HostIrContainer,
+        communicator: Communicator | None = None,
+        *,
+        device: torch.device | str | None = None,
+        settings: Settings | None = None,
+        make_runner: MakeRunner | None = None,
+        number_of_streams: int = 4,
+        late_stream: str | int | None = None,
+    ) -> None:
+        require(_NAME, "program", program, HostIrContainer)
+        program.check_full()
+        check_number_of_streams(number_of_streams, of=_NAME)
+        verify(program)
+        whole = unlowered(program)
+        if whole is not None:
+            raise VerifyError(
+                f"{whole.name}: {whole.out_tensor} has a stream axis, and no loop steps over it: "
+                f"hostir.lower_streams(program) makes the loops{user_code(whole.where)}"
+            )
+        program.seal()
+        self.program = program
+        self._storage = Storage.of(program)
+        self._number_of_streams = number_of_streams
+        self._late = late_stream = read_late_stream(late_stream)
+        if late_stream is not None and communicator is not None and communicator.is_real():
+            check_grouped(program)
+        self._late_lock = make_lock()
+        # With streams held back, the run itself shows what is missing.
+        self._is_checked = late_stream is None and (
+            has_streams(program) or has_communications(program)
+        )
+        self._binder = InputBinder(program.values)
+        self._exact = ExactNumbers(program.computations(), program.inputs)
+        self.free = program.free_inputs()
+        self._device = None if device is None else torch_device(device)
+        self._runners: dict[int, KernelRunner] = {}
+        self._arenas: dict[torch.device, Arenas] = {}
+        self._patterns: dict[torch.device, Pattern] = {}
+        # A class of inputs does not know the values of floats.
+        self._is_replayed = all(not is_inexact(s.dtype) for s in program.steering())
+        self._is_prepared = False
+        self._known: Recent[object, Known] = Recent(MAX_PLANS, on_drop=lambda known: known.forget())
+        if communicator is not None or program.devices():
+            from multidevice.job.communicator import Communicator
+
+            communicator = Communicator.instance() if communicator is None else communicator
+            require(_NAME, "communicator", communicator, Communicator)
+        self._communicator = communicator
+        self._rank = communicator.rank() if communicator is not None else 0
+        self._settings = options.settings() if settings is None else settings
+        self._make_runner = make_runner or partial(
+            make_kernel_executor,
+            settings=self._settings,
+            rank=self._rank,
+            reads=second_reads(program),
+        )
+        self._team = program.devices() or (self._rank,)
+        # What is timed has contents: no rehearsal tells.
+        is_told = self._is_replayed and not check_tuning(self._settings, self._team)
+        self._can_bind = late_stream is None and is_told and can_bind(program)
+        self._copies_from_peers = any(
+            getattr(op, "backend", "") == PEER_COPIES for op in walk(program.ops)
+        )
+        is_mapped = any(tv.memory is MemoryType.symmetric for tv in self._storage.tensors)
+        # What peers map all ranks make together, and its memory has an end of its own.
+        is_apart = is_mapped or self._copies_from_peers
+        self._pools = None if is_apart else shared_pools(_simulated_rank(communicator))
+        if communicator is not None and (is_mapped or self._copies_from_peers):
+            weakref.finalize(self, communicator.release_peers).atexit = False
+        check_devices(program, communicator.size() if communicator is not None else 1)
+        self._devices = Devices(
+            program,
+            communicator,
+            self._settings,
+            self.kernel,
+            ProgramEvaluator,
+            team=self._team,
+            votes=self._copies_from_peers,
+            late_stream=late_stream,
+        )
+        # Whose local shape may be impossible, which is checked before anything runs.
+        self._sized = [tv for tv in program.tensors() if is_computed(tv)]
+        # An input that is an output is the caller's own tensor, whatever else it is written into.
+        into = {a.out: a.into for a in program.aliases if a.out not in program.inputs}
+        hidden = {a.out for a in program.aliases if a.hidden}
+        self._updates = Updates(program) if program.aliases else None
+        self._written = written_inputs(program, self._storage)
+        self._visible = [into.get(o, o) for o in program.outputs if o not in hidden]
+
+    def kernel(self, group: int) -> KernelRunner:
+        """Return what runs a kernel group, made at its first use."""
+        if group not in self._runners:
+            self._runners[group] = self._make_runner(self.program.groups[group])
+        return self._runners[group]
+
+    # ------------------------------------------------------------ running
+    def run(self, inputs: Sequence[Argument]) -> list[torch.Tensor]:
+        """Return the visible outputs in order; hidden aliased ones are written into their inputs.
+
+        The ranks of the program's meshes call it together: they agree on program and inputs first,
+        and an error of one of them is an error of all; see
+        `multidevice.job.communicator.run_agreed`.
+
+        Raises `InputError` or `ShardingError` when an input does not fit, `PeerError` naming
+        another rank's error, or `ProgramMismatchError`; nothing was launched then.
+        """
+        channel = self._channel()
+        if channel is None:
+            return self.run_as_agreed(inputs)
+        return channel.run(partial(self._prepare_run, inputs))
+
+    def run_as_agreed(
+        self, inputs: Sequence[Argument], *, signature: Hashable | None = None
+    ) -> list[torch.Tensor]:
+        """Like `run`, inside of a call on which the ranks have agreed.
+
+        `signature` stands for the class of the inputs where the caller knows it already.
+        """
+        inputs, key, known = self._recall(inputs, signature)
+        if known is not None:
+            return self.run_known(known, inputs, known.contents.check(inputs))
+        known = self.know(inputs)
+        outputs = self.run_known(known, inputs)
+        self._known[key] = known
+        return outputs
+
+    def _recall(
+        self, inputs: Sequence[Argument], signature: Hashable | None = None
+    ) -> tuple[Sequence[Argument], Hashable, Known | None]:
+        """Return the flat inputs, their signature, and what is known of earlier ones like them."""
+        try:
+            inputs = list(inputs)
+            key = signature_of(inputs, self.free) if signature is None else signature
+            known = self._known.get(key)
+        except TypeError:  # of what is no list, or cannot be a part of a key
+            inputs = flatten(inputs)
+            key = signature_of(inputs, self.free)
+            known = None
+        return inputs, key, self._known.recall(key) if known is None else known
+
+    # ------------------------------------------------------------ among ranks
+    def _channel(self) -> Channel | None:
+        return None if self._communicator is None else self._communicator.channel(self._team)
+
+    def _agreed(
+        self, inputs: Sequence[Argument], body: Callable[[list[Argument]], T], *also: str
+    ) -> T:
+        """Return `body` of the flat inputs, once the ranks agree, also on the lines `also`."""
+        channel = self._channel()
+        if channel is None:
+            return body(flatten(inputs))
+
+        def prepare() -> Prepared[T]:
+            given = flatten(inputs)
+            claim = self._claim(given, *also)
+            self.are_apart(given, None)  # raises what the others should hear, too
+            return claim, self._numbers(given), partial(body, given)
+
+        return channel.run(prepare)
+
+    def _prepare_run(self, inputs: Sequence[Argument]) -> Prepared[list[torch.Tensor]]:
+        """Return what this rank claims to run, and how; nothing is launched."""
+        inputs, key, known = self._recall(inputs)
+        if known is None:
+            known, places = self.prepare(inputs), None
+        else:
+            places = known.contents.check(inputs)
+        claim = known.claim = known.claim or self._claim(inputs)
+        are_apart = self.are_apart(inputs, known)
+
+        def run() -> list[torch.Tensor]:
+            outputs = self.run_known(known, inputs, places, are_apart)
+            if places is None:
+                self._known[key] = known
+            return outputs
+
+        return claim, self._numbers(inputs), run
+
+    def _claim(self, inputs: Sequence[Argument], *also: str) -> Claim:
+        """Return what this rank claims to run on these inputs, once they are checked."""
+        how = f"// options: {self._settings}\n// streams: {self._number_of_streams}"
+        return program_claim(self.program, (how, *also), inputs, self.check(inputs), self.free)
+
+    def _numbers(self, inputs: Sequence[Argument]) -> tuple[Argument, ...]:
+        return tuple(inputs[i] for i in sorted(self.free))
+
+    def know(self, inputs: Sequence[Argument]) -> Known:
+        """Return what `run_known` remembers inputs of one signature by."""
+        also = self._exact.check_of(self.check(inputs)) if self._exact else None
+        return Known(Contents(self.program.inputs, inputs, VECTOR_BYTES, also), self._forget)
+
+    def run_known(
+        self,
+        known: Known,
+        inputs: Sequence[Argument],
+        places: tuple[int, ...] | None = None,
+        are_apart: bool | None = None,
+    ) -> list[torch.Tensor]:
+        """Like `run_as_agreed`, for inputs of a signature that is known.
+
+        `places` is what their `Contents.check` returned, None before the first run; `are_apart` is
+        what the method of this name returned, where the caller has asked it.
+        """
+        if self._copies_from_peers:
+            self._begin()
+        plan = None if places is None else known.plans.get(places)
+        # Entering and leaving no_grad costs a tenth of a small program.
+        if plan is not None and not self._written and not plan.records:
+            return plan.run(inputs)
+        with torch.no_grad(), noted(inputs, self._written):
+            if self.are_apart(inputs, known) if are_apart is None else are_apart:
+                return self._run(inputs, known, plan)
+            assert self._updates is not None, "inputs meet where nothing is updated"
+            return self._updates.run(list(inputs), lambda apart: self._run(apart, known, None))
+
+    def _begin(self) -> None:
+        if self._copies_from_peers and self._communicator is not None:
+            self._communicator.begin_run(self._team)
+
+    def are_apart(self, inputs: Sequence[Argument], signature: Hashable) -> bool:
+        """Whether no input that is updated in place shares memory with another.
+
+        Raises `InputError` where two updated ones do: one update would be lost.
+        """
+        return self._updates is None or self._updates.are_apart(inputs, signature)
+
+    def run_with_input(self, values: Mapping[Value, Argument]) -> list[torch.Tensor]:
+        """Run on values by name: every input has one; any other tensor is where the program puts
+        that result instead of a tensor of its own. Ranks agree, and it returns, as `run` does.
+        """
+        channel = self._channel()
+        if channel is None:
+            return self._with_buffers(*inputs_and_buffers(self.program, values))
+        return channel.run(partial(self._prepare_with_buffers, values))
+
+    def _prepare_with_buffers(
+        self, values: Mapping[Value, Argument]
+    ) -> Prepared[list[torch.Tensor]]:
+        inputs, buffers = inputs_and_buffers(self.program, values)
+        bind_buffers(self._frame(inputs, tuple(buffers)), buffers)
+        self.are_apart(inputs, None)
+        names = sorted(tv.label for tv in buffers)
+        claim = self._claim(inputs, f"// given: {', '.join(names)}")
+        run = partial(self._with_buffers, inputs, buffers)
+        return claim, self._numbers(inputs), run
+
+    def _with_buffers(
+        self, inputs: list[Argument], buffers: Mapping[TensorView, Argument]
+    ) -> list[torch.Tensor]:
+        self._begin()
+
+        def body(apart: list[Argument]) -> list[torch.Tensor]:
+            frame = self._frame(apart, tuple(buffers))
+            bind_buffers(frame, buffers)
+            return self._walk(frame, None)
+
+        written = (*self._written, *range(len(inputs), len(inputs) + len(buffers)))
+        with torch.no_grad(), noted([*inputs, *buffers.values()], written):
+            return self._on_apart(inputs, body)
+
+    def current_stream(self, device: torch.device | str = "cpu") -> object:
+        """Return the stream on which this thread would go on: a name on the CPU."""
+        return self._devices.streams(torch_device(device)).current()
+
+    def _run(
+        self, inputs: Sequence[Argument], known: Known, plan: Plan | None
+    ) -> list[torch.Tensor]:
+        if plan is not None:
+            return plan.run(inputs)
+        places = known.contents.places(inputs)
+        plan = known.plans.recall(places)
+        if plan is not None:
+            return plan.run(inputs)
+        if (plan := known.take(places)) is not None:
+            return self._first_replay(plan, inputs, known, places)
+        frame = self._frame(list(inputs))
+        if frame.machine.streams.delays or not self._is_replayed:
+            return self._walk(frame, None)
+        plan = self._by_pattern(frame) or (self._rehearsed(frame) if self._can_bind else None)
+        if plan is not None:
+            return self._first_replay(plan, inputs, known, places)
+        recorder = Recorder(frame, self.free)
+        outputs = self._walk(frame, recorder)
+        device = frame.machine.device
+        arenas = self._arenas_on(device)
+        plan = known.plans[places] = recorder.finish(self._visible, arenas)
+        pattern = pattern_of(recorder, plan)
+        if pattern is not None:
+            self._patterns[device] = pattern
+        # The plan's steps know the frame's values; they must not keep its tensors.
+        frame.tensors.clear()
+        return outputs
+
+    def _first_replay(
+        self, plan: Plan, inputs: Sequence[Argument], known: Known, places: tuple[int, ...]
+    ) -> list[torch.Tensor]:
+        """Run a new plan. Where there is no memory for all of its intermediates at once, op by op:
+        that needs less, or names the op that finds none."""
+        try:
+            with on_device(plan.device):
+                plan.reserve()
+        except FuserError:
+            raise
+        except RuntimeError:
+            return self._walk(self._frame(list(inputs)), None)
+        outputs = plan.run(inputs)
+        if plan.settled is not None:
+            self._forget(plan)
+            plan = plan.settled()
+        known.plans[places] = plan
+        return outputs
+
+    def _arenas_on(self, device: torch.device) -> Arenas:
+        found = self._arenas.get(device)
+        if found is None:
+            why = "FUSER_DISABLE=cuda_graphs" if self._settings.disabled("cuda_graphs") else ""
+            made = Arenas(device, why, self._pools)
+            found = self._arenas.setdefault(device, made)
+            if found is made and self._pools is not None:
+                weakref.finalize(self, made.pool.leave, made.owner).atexit = False
+        return found
+
+    def _forget(self, plan: Plan) -> None:
+        plan.arenas.forget(plan)
+
+    def plans(self) -> list[Plan]:
+        """Return the plans of the classes of inputs that `run` remembers."""
+        return [plan for known in self._known.values() for plan in known.plans.values()]
+
+    def steady(
+        self, known: Known, inputs: Sequence[Argument], around: Surroundings
+    ) -> Steady | str:
+        """Return what repeats runs on inputs like these, which have run, in one call of the
+        compiled runner, or why there is none now."""
+        if self._settings.disabled("compiled_runner"):
+            return "FUSER_DISABLE=compiled_runner"
+        if self._updates is not None:
+            return "it updates inputs in place"
+        if self._copies_from_peers:
+            return "it copies from peers"
+        plan = known.plans.recall(known.contents.places(inputs))
+        runner = compiled_runner.find()
+        if plan is None or runner is None:
+            return compiled_runner.why_not() or "its steps are not recorded"
+        return steady(runner, plan, inputs, around)
+
+    def arenas(self) -> list[Arenas]:
+        """Return where intermediates lie, by device."""
+        return list(self._arenas.values())
+
+    def memory(self) -> Memory:
+        """Return what is kept between runs."""
+        return memory_of(self.arenas(), self.plans())
+
+    def cuda_graphs(self, known: Known | None = None) -> list[str]:
+        """Return for each class of inputs (or for one) and each stream that ran it how many CUDA
+        graphs repeat its runs, or why none does."""
+        if not self._is_replayed:
+            return ["not captured: what is done depends on the value of a float"]
+        plans = self.plans() if known is None else known.plans.values()
+        return [line for plan in plans for line in plan.graphs()]
+
+    def check(self, inputs: Sequence[Argument]) -> Values:
+        """Return the values of all symbols; raise what `run` would raise about these inputs."""
+        values = self._frame(flatten(inputs)).values
+        return {s: v for s, v in values.items() if s not in (RANK, NUMBER_OF_STREAMS)}
+
+    def prepare(
+        self, inputs: Sequence[Argument], *, checked_on: torch.device | None = None
+    ) -> Known:
+        """Lower and compile, all at once, every kernel that `run` needs for inputs like these;
+        return what `run_known` remembers them by.
+
+        `checked_on` is the device for which the caller has checked kinds, dtypes and layouts.
+        Nothing is launched, computed or communicated. Raises what `run` would raise about these
+        inputs or their kernels.
+        """
+        inputs = flatten(inputs)
+        frame = self._frame(inputs, checked_on=checked_on)
+        known = self.know(inputs)
+        plan = self._by_pattern(frame)
+        if plan is None and not (self._can_bind and self._is_prepared):
+            # The first kernels: each is compiled while the next is lowered.
+            self._compile(rehearse(frame), frame)
+        if plan is None and self._can_bind:
+            plan = self._rehearsed(frame)
+        self._is_prepared = True
+        if plan is not None:
+            known.expect(inputs, plan)
+        return known
+
+    def requests(self, inputs: Sequence[Argument]) -> Sequence[KernelRequest]:
+        """Return what `prepare` compiles, one request for all steps of a loop that are alike."""
+        return rehearse(self._frame(flatten(inputs))).requests
+
+    def _by_pattern(self, frame: Frame) -> Plan | None:
+        """Return the plan of inputs like those of a frame, whose kernels are compiled, by what
+        earlier sizes have shown; None where that does not tell."""
+        pattern = self._patterns.get(frame.machine.device)
+        return None if pattern is None else pattern.plan(frame)
+
+    def _rehearsed(self, frame: Frame) -> Plan | None:
+        """Return the plan of inputs like those of a frame, with all kernels compiled; None where
+        only a run can tell."""
+        device = frame.machine.device
+        found = rehearse_plan(frame, self.free, self._visible, self._arenas_on(device))
+        if found.pattern is not None:
+            self._patterns[device] = found.pattern
+        if not found.is_compiled:
+            self._compile(found, frame)
+        return found.plan
+
+    def _compile(self, rehearsal: Rehearsal, frame: Frame) -> None:
+        from fuser.kernels.executor import compile_many
+
+        with progress.shown(frame.machine.rank):
+            compile_many(rehearsal.requests, device=frame.machine.device)
+
+    def recorded(
+        self, inputs: Sequence[Argument], make: Callable[[Frame, frozenset[int]], R]
+    ) -> tuple[R, Plan]:
+        """Run once through the table with a recorder that `make` makes; return it, and its plan,
+        which nothing else runs."""
+        self._begin()
+        with torch.no_grad():
+            frame = self._frame(list(inputs))
+            recorder = make(frame, self.free)
+            self._walk(frame, recorder)
+        plan = recorder.finish(
+            self._visible, Arenas(frame.machine.device, "its steps are watched one by one")
+        )
+        frame.tensors.clear()
+        return recorder, plan
+
+    def watched_as_agreed(
+        self, take: Callable[..., T], inputs: Sequence[Argument], asked: object
+    ) -> T:
+        """Return what `take_trace` or `take_profile` does, once the ranks have agreed."""
+        if self._late is not None:
+            raise UnsupportedError("trace: late_stream holds work back: run watched without it")
+        return take(self, self._communicator, self._team, inputs, asked)
+
+    def evaluate(self, inputs: Sequence[Argument]) -> list[torch.Tensor]:
+        """Like `run`, op by op through the table, remembering nothing."""
+        return self._agreed(inputs, self._evaluate)
+
+    def _evaluate(self, inputs: list[Argument]) -> list[torch.Tensor]:
+        self._begin()
+        with torch.no_grad(), noted(inputs, self._written):
+            return self._on_apart(inputs, lambda apart: self._walk(self._frame(apart), None))
+
+    def _on_apart(self, inputs: list[Argument], body: Body) -> list[torch.Tensor]:
+        """Return the outputs of `body` on inputs that share no memory with updated ones."""
+        signature_of(inputs)  # raises for what has no memory to look at
+        return body(inputs) if self._updates is None else self._updates.run(inputs, body)
+
+    def _walk(self, frame: Frame, recorder: Recorder | None) -> list[torch.Tensor]:
+        if not frame.machine.streams.delays:
+            return self._walk_streams(frame, recorder)
+        # Work that is held back belongs to one run at a time.
+        with self._late_lock:
+            return self._walk_streams(frame, recorder)
+
+    def _walk_streams(self, frame: Frame, recorder: Recorder | None) -> list[torch.Tensor]:
+        streams = frame.machine.streams
+        entry = streams.current()
+        frame.recorder = recorder
+        if frame.machine.vote is not None:
+            frame.machine.vote.ask(STEP_BY_STEP)
+        try:
+            with on_device(frame.machine.device):
+                run_block(self.program.ops, frame)
+                streams.finish()
+        except BaseException:
+            streams.abandon()
+            streams.enter(entry)
+            raise
+        return [frame.result(tv) for tv in self._visible]
+
+    def _frame(
+        self,
+        inputs: list[Argument],
+        results: Sequence[TensorView] = (),
+        checked_on: torch.device | None = None,
+    ) -> Frame:
+        """Bind and check the inputs, and the program when it is new.
+
+        Raises `VerifyError` where its streams race or its ranks would wait for ever.
+        """
+        device = checked_on or self._device or device_of(self.program.inputs, inputs)
+        binder = self._binder
+        bound = binder.values(inputs) if checked_on else binder.bind(inputs, device)
+        if self._exact:
+            self._exact.check(bound)
+        values = {**bound, RANK: self._rank, NUMBER_OF_STREAMS: self._number_of_streams}
+        frame = Frame(self.program, self._devices.machine(device), self._storage, values, {})
+        if binder.has_only_tensors:
+            frame.sizes = cast("dict[Symbol, int]", bound)
+        for tv in self._sized:
+            frame.local_shape(tv)
+        for declared, given in zip(self.program.inputs, inputs, strict=True):
+            if isinstance(declared, TensorView) and isinstance(given, torch.Tensor):
+                frame.tensors[declared] = given
+        if self._is_checked:
+            from hostir.analysis.preflight import check_before_run
+
+            check_before_run(self.program, values, rank=self._rank, given=results)
+        return frame
+
+
+def _simulated_rank(communicator: Communicator | None) -> Communicator | None:
+    """Return the communicator of a simulated rank: such ranks run beside one another."""
+    if communicator is None or not communicator.is_available() or communicator.is_real():
+        return None
+    return communicator

@@ -1,0 +1,139 @@
+"""Kernels that run step by step: on equal blocks, on a shorter last one, and on none at all."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import TYPE_CHECKING
+
+import torch
+
+from fuser.ir.binding import Argument
+from fuser.ir.scalar import constructors as sc
+from fuser.ir.scalar.constructors import Symbol
+from fuser.ir.tensor import TensorView
+from fuser.support import dumps
+from fuser.support.errors import ExecutionError, user_code
+from hostir.ir.effects import bounds
+from hostir.lowering.random_offsets import check_places
+from hostir.lowering.slices import cut_axis, split_tensor
+from hostir.passes.second_reads import NOTHING_AGAIN, CacheReuse
+from multidevice.sharding.placement import Block
+from multidevice.sharding.queries import local_extents
+from multidevice.sharding.streams import block_extents
+
+if TYPE_CHECKING:
+    from fuser.kernels.alike import Lowered
+    from fuser.kernels.executor import FusedKernelExecutor, KernelLaunch
+    from fuser.support.options import Settings
+    from hostir.ir.program import KernelGroup
+
+Sizes = Mapping[Symbol, int]
+
+
+class StepKernels:
+    """The kernel of a group for equal blocks, and its twins for a shorter last one and for none."""
+
+    def __init__(
+        self, place: int, split: TensorView, make: Callable[[Block], FusedKernelExecutor]
+    ) -> None:
+        axis = cut_axis(split)
+        assert axis is not None
+        self._place, self._position, self._split = place, axis.position, split
+        self._extent = split.fusion.canonical(block_extents(split)[axis.position])
+        self._whole, self._count = local_extents(split)[axis.position], axis.count
+        self._make = make
+        self._made: dict[Block, FusedKernelExecutor] = {}
+
+    def pick(
+        self, inputs: Sequence[Argument], outputs: Sequence[torch.Tensor], sizes: Sizes
+    ) -> FusedKernelExecutor | None:
+        """Return what runs a step with these tensors; None where its results have no elements."""
+        tensors = [*(v for v in inputs if isinstance(v, torch.Tensor)), *outputs]
+        if not any(out.numel() for out in outputs):
+            return None
+        full = int(sc.evaluate(self._extent, sizes))
+        if self._place >= 0:
+            length = tensors[self._place].size(self._position)
+        else:
+            whole, count = (int(sc.evaluate(x, sizes)) for x in (self._whole, self._count))
+            _, length = bounds(whole, self._number(inputs), count)
+        block: Block = "empty" if length == 0 else "first" if length == full else "last"
+        if block not in self._made:
+            self._made[block] = self._make(block)
+        return self._made[block]
+
+    def has(self, executor: FusedKernelExecutor) -> bool:
+        """Whether one of these kernels is this one."""
+        return any(made is executor for made in self._made.values())
+
+    def _number(self, inputs: Sequence[Argument]) -> int:
+        if inputs and isinstance(inputs[-1], int):
+            return inputs[-1]
+        raise ExecutionError(
+            f"a kernel computes steps of {self._split}, which none of its operands shows: its last "
+            f"input is the number of the block{user_code(self._split.user_line())}"
+        )
+
+    def launch_for(
+        self,
+        inputs: Sequence[Argument],
+        outputs: Sequence[torch.Tensor],
+        *,
+        sizes: Sizes,
+        device: torch.device | None = None,
+    ) -> KernelLaunch | None:
+        """See `KernelRunner.launch_for`."""
+        kernel = self.pick(inputs, outputs, sizes)
+        if kernel is None:
+            return None
+        return kernel.launch_for(inputs, outputs, sizes=sizes, device=device)
+
+    def run(
+        self, inputs: Sequence[Argument], outputs: Sequence[torch.Tensor], *, sizes: Sizes
+    ) -> None:
+        """See `KernelRunner.run`."""
+        kernel = self.pick(inputs, outputs, sizes)
+        if kernel is not None:
+            kernel.run(inputs, outputs, sizes=sizes)
+
+
+def make_kernel_executor(
+    group: KernelGroup,
+    settings: Settings,
+    *,
+    of: str = "a host program",
+    rank: int = 0,
+    lowered: Lowered | None = None,
+    reads: Mapping[int, CacheReuse] = NOTHING_AGAIN,
+) -> FusedKernelExecutor | StepKernels:
+    """Return the executor that compiles a group's kernel for local shards, or for steps' blocks.
+
+    Dumps say that it is a kernel of `of`, made by `rank`; for `lowered` see `KernelExecutor`, for
+    `reads`, those of the whole program, `hostir.passes.second_reads`.
+    """
+    from fuser.kernels.executor import FusedKernelExecutor
+    from fuser.kernels.tuned_executor import TunedExecutor
+    from multidevice.sharding.passes.localize import localize
+
+    kind = TunedExecutor if settings.enabled("tune") else FusedKernelExecutor
+
+    def make(block: Block) -> FusedKernelExecutor:
+        fusion, _ = localize(group.fusion, block)
+        if group.number in reads:
+            fusion, _ = fusion.copy()
+            fusion.read_again, fusion.goes_backwards = reads[group.number]
+        last = "" if block == "first" else f"_{block}"
+        return kind(
+            fusion,
+            scheduler=group.scheduler,
+            name=f"kernel{group.number}{last}",
+            settings=settings,
+            of=f"kernel group {group.number}{last} of {of}",
+            dump=partial(dumps.write, rank=rank),
+            lowered=lowered,
+        )
+
+    check_places(group.fusion.exprs)
+    split = split_tensor(group.fusion)
+    return make("first") if split is None else StepKernels(*split, make)

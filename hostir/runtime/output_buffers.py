@@ -1,0 +1,219 @@
+"""Buffers that a caller gives for results: what they must be, and which memory they may share.
+
+A result is written while the program runs. Where its buffer shares elements with an input, nothing
+may read the input later, nor the op that writes unless it can do so in place. Where two buffers
+share elements, one result would be lost.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import combinations
+
+import torch
+
+from fuser.ir.binding import Argument, tensor_problem
+from fuser.ir.dtypes import to_torch
+from fuser.ir.fusion import Value
+from fuser.ir.memory_layout import expanded_positions
+from fuser.ir.op import Op
+from fuser.ir.ops import nodes
+from fuser.ir.scalar.constructors import Symbol
+from fuser.ir.tensor import TensorView
+from fuser.support.arguments import show
+from fuser.support.errors import CommunicationError, InputError, user_code
+from fuser.support.inputs import flatten
+from hostir.ir.buffer_aliasing import Storage
+from hostir.ir.effects import Makes, Part, Reads, Writes, effects_of
+from hostir.ir.in_place import manner
+from hostir.ir.ops import ForLoop, SetCurrentStream
+from hostir.ir.program import HostIrContainer, walk
+from hostir.ir.transfers import AxisOrder, StartsCommunication
+from hostir.runtime.communication import flat
+from hostir.runtime.frame import Frame
+from hostir.runtime.overlap import overlaps_itself, share_elements
+
+_POINTWISE = (nodes.UnaryOp, nodes.BinaryOp, nodes.TernaryOp, nodes.CastOp, nodes.LoadStoreOp)
+
+
+def inputs_and_buffers(
+    program: HostIrContainer, values: Mapping[Value, Argument]
+) -> tuple[list[Argument], dict[TensorView, Argument]]:
+    """Return the inputs of a program in order, and what is given for other tensors.
+
+    Raises `InputError` for an input without a value, and for what is no value of the program.
+    """
+    if not isinstance(values, Mapping):  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise InputError(f"Expected a value for each input by name, but got {show(values)}")
+    missing = [i for i, v in enumerate(program.inputs) if v not in values]
+    if missing:
+        i = missing[0]
+        raise InputError(f"Expected a value for input {i}, {program.inputs[i]}")
+    inputs = flatten([values[v] for v in program.inputs])
+    tensors = program.tensors()
+    given = {v: t for v, t in values.items() if v not in program.inputs}
+    for stranger in (v for v in given if v not in tensors):
+        raise InputError(f"{show(stranger)} is no value of this program")
+    return inputs, {v: t for v, t in given.items() if isinstance(v, TensorView)}
+
+
+def bind_buffers(frame: Frame, given: Mapping[TensorView, object]) -> None:
+    """Let the results be written into what the caller gives for them.
+
+    Raises `InputError` for a buffer that does not fit its result, or shares memory with another one
+    or with an input so that something would be lost.
+    """
+    buffers = {tv: _buffer(frame, tv, t) for tv, t in given.items()}
+    _check_pairs(buffers)
+    shared = [
+        (tv, x)
+        for tv, buffer in buffers.items()
+        for x, other in frame.tensors.items()
+        if share_elements(buffer, other)
+    ]
+    frame.storage = frame.storage.with_buffers(buffers)
+    if shared:
+        uses = _BufferUses(frame, buffers)
+        for tv, x in shared:
+            uses.check(tv, x, is_same=_box(buffers[tv]) == _box(frame.tensors[x]))
+    frame.tensors.update(buffers)
+    _check_transfers(frame, buffers)
+
+
+def _buffer(frame: Frame, tv: TensorView, given: object) -> torch.Tensor:
+    whole = frame.storage.root(tv)
+    if any(a.out is tv and a.into is frame.storage.shows.get(tv) for a in frame.program.aliases):
+        raise InputError(f"{tv} is written into the input {whole}: it takes no other buffer")
+    if tv in frame.storage.named:
+        raise InputError(f"{tv} is a part of {whole}: give that one its buffer")
+    if not isinstance(given, torch.Tensor):
+        raise InputError(f"Expected a tensor to put {tv} into, but got {show(given)}")
+    problem = tensor_problem(given)
+    if problem:
+        raise InputError(f"Expected a plain tensor to put {tv} into, but it is {problem}")
+    expected = frame.local_shape(tv), to_torch(tv.dtype()), frame.machine.device
+    found = tuple(given.shape), given.dtype, given.device
+    if found != expected:
+        wanted, got = (
+            f"{shape}, {dtype} on {device}" for shape, dtype, device in (expected, found)
+        )
+        raise InputError(f"Expected a tensor of shape {wanted} to put {tv} into, but got {got}")
+    stored = given
+    for axis in expanded_positions(tv):
+        stored = stored.narrow(axis, 0, min(1, stored.size(axis)))
+    if overlaps_itself(stored):
+        raise InputError(
+            f"Expected a tensor with a place for every element to put {tv} into, but got shape "
+            f"{found[0]} with strides {given.stride()}"
+        )
+    return given
+
+
+def _check_pairs(buffers: Mapping[TensorView, torch.Tensor]) -> None:
+    for (one, a), (other, b) in combinations(buffers.items(), 2):
+        if share_elements(a, b):
+            raise InputError(
+                f"the buffers given for {one} and {other} share elements: one result would be lost"
+            )
+
+
+def _check_transfers(frame: Frame, buffers: Mapping[TensorView, torch.Tensor]) -> None:
+    """Check what backends would refuse when some ranks wait for this one already."""
+    for op in frame.program.started():
+        for tv in (*op.inputs, *op.outputs):
+            if isinstance(tv, TensorView) and tv in buffers and frame.is_mine(tv):
+                try:
+                    flat(op, tv, buffers[tv], AxisOrder.of(tv))
+                except CommunicationError as error:
+                    raise InputError(f"{error}{user_code(op.where)}") from None
+
+
+def _box(t: torch.Tensor) -> object:
+    return t.data_ptr(), t.shape, t.stride(), t.dtype
+
+
+# ------------------------------------------------------------------ uses in program order
+@dataclass(frozen=True)
+class _Use:
+    """`at` counts ops, all ops of a loop as one; `parts` lead from the whole to what is used."""
+
+    op: Op
+    at: int
+    loops: tuple[Symbol, ...]
+    tensor: TensorView
+    parts: tuple[Part | None, ...]
+    is_write: bool
+
+
+class _BufferUses:
+    """The uses of whole buffers by the ops of a program."""
+
+    def __init__(self, frame: Frame, given: Iterable[TensorView]) -> None:
+        self._frame, self._given = frame, frozenset(given)
+        self._all: list[_Use] = []
+        self._collect(frame.program.ops, None, ())
+        in_turn = SetCurrentStream | StartsCommunication
+        # What runs beside other ops is not ordered by its place in the program.
+        self._is_ordered = not any(isinstance(o, in_turn) for o in walk(frame.program.ops))
+
+    def _collect(self, ops: Sequence[Op], loop: int | None, loops: tuple[Symbol, ...]) -> None:
+        storage = self._frame.storage
+        for op in ops:
+            if self._frame.is_idle(op):
+                continue
+            at = len(self._all) if loop is None else loop
+            for effect in effects_of(op, storage.buffered):
+                if isinstance(effect, Reads | Writes | Makes):
+                    whole, parts = self._named(effect.tensor, storage)
+                    if isinstance(effect, Makes) and not effect.is_filled:
+                        continue
+                    is_write = not isinstance(effect, Reads)
+                    self._all.append(_Use(op, at, loops, whole, parts, is_write))
+            is_loop = isinstance(op, ForLoop)
+            for region in op.regions:
+                inside = (*loops, op.index) if is_loop else loops
+                self._collect(region, at if is_loop else loop, inside)
+
+    def _named(
+        self, tv: TensorView, storage: Storage
+    ) -> tuple[TensorView, tuple[Part | None, ...]]:
+        parts: list[Part | None] = []
+        while tv in storage.shows and tv not in self._given:
+            parts.append(storage.parts.get(tv))
+            tv = storage.shows[tv]
+        return tv, tuple(parts)
+
+    def check(self, tv: TensorView, x: TensorView, *, is_same: bool) -> None:
+        """Require that nothing is lost where the buffer of `tv` shares elements with the input `x`;
+        `is_same`: all of them, in one order."""
+        program = self._frame.program
+        what = (
+            f"the buffer given for {tv} shares elements with input {program.inputs.index(x)}, {x}"
+        )
+        if x in (self._named(out, self._frame.storage)[0] for out in program.outputs):
+            raise InputError(f"{what}, which is an output, too")
+        written = [u for u in self._all if u.tensor is tv and u.is_write]
+        for use in (u for u in self._all if u.tensor is x):
+            if use.is_write:
+                raise InputError(f"{what}, which is updated{user_code(use.op.where)}")
+            for write in written:
+                if self._is_ordered and use.at < write.at:
+                    continue
+                if use.op is write.op and _is_in_place(use, write, is_same=is_same):
+                    continue
+                raise InputError(
+                    f"{what}, which {use.op.name} reads when {write.op.name} may have written it "
+                    f"already: give it memory of its own{user_code(use.op.where)}"
+                )
+
+
+def _is_in_place(use: _Use, write: _Use, *, is_same: bool) -> bool:
+    """Whether the op that does both is right on shared elements, in all steps of its loops."""
+    op = use.op
+    is_permuted = isinstance(op, nodes.LoadStoreOp) and bool(op.out.domain.root_numbers)
+    is_elementwise = isinstance(op, _POINTWISE) and not is_permuted
+    if not use.loops and manner(op) == "freely":
+        return True
+    steps = {p.index for p in write.parts if p is not None}
+    return is_elementwise and is_same and use.parts == write.parts and steps.issuperset(use.loops)

@@ -1,0 +1,128 @@
+"""What ranks compare before they run a program."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+
+import torch
+
+from fuser.ir.fusion import Value
+from fuser.ir.op import Op, op_text
+from fuser.ir.scalar.constructors import Number, Symbol
+from fuser.ir.tensor import TensorView
+from hostir.ir.program import HostIrContainer, walk
+from hostir.runtime.inputs import Argument
+from multidevice.job.agreement import Claim
+
+# In an op's text: the numbers of axes.
+_AXIS_NUMBERS = re.compile(r"\d+(?=\{)")
+
+
+def communications_text(program: HostIrContainer) -> str:
+    """Return what a program sends and receives, in order, and in which memory order.
+
+    Ranks whose programs differ elsewhere (other local layouts, other kernels) still fit together,
+    so axes are numbered in the order in which they appear here.
+    """
+    text = "\n".join(
+        f"{op_text(op)} // {', '.join(map(str, op.orders))}" for op in program.started()
+    )
+    found: dict[str, str] = {}
+    return _AXIS_NUMBERS.sub(lambda match: found.setdefault(match[0], str(len(found))), text)
+
+
+def first_line(program: HostIrContainer) -> str:
+    """Return the user's line of the first communication, "" for none."""
+    return next((op.where for op in program.started() if op.where), "")
+
+
+def input_names(inputs: Sequence[Value], ops: Iterable[Op]) -> tuple[str, ...]:
+    """Return how errors call each input: number, type, and the user's line that first uses it."""
+    lines: dict[object, str] = {}
+    for op in ops:
+        for operand in op.inputs:
+            if op.where:
+                lines.setdefault(operand, f", used at {op.where},")
+    labels = [v.label if isinstance(v, TensorView) else str(v) for v in inputs]
+    return tuple(
+        f"input {i}, {label}{lines.get(value, '')}"
+        for i, (label, value) in enumerate(zip(labels, inputs, strict=True))
+    )
+
+
+def claim_of(
+    parts: Sequence[str],
+    names: Sequence[str],
+    inputs: Sequence[Argument],
+    sizes: Mapping[Symbol, int],
+    *,
+    declared: Sequence[Value] = (),
+    free: Iterable[int] = (),
+    where: str = "",
+    ops: Iterable[Op] = (),
+    fixed: int = 1,
+) -> Claim:
+    """Return what a rank claims to run: texts, what its structure depends on, local extents.
+
+    `declared` are the inputs of the program; `free` has the positions of the scalars on which the
+    structure does not depend; `ops` are those whose texts the parts hold, the first `fixed` of
+    which do not depend on the inputs.
+    """
+    bound = ", ".join(f"{symbol} = {size}" for symbol, size in sizes.items())
+    extents = tuple(
+        (name, tuple(x.shape) if isinstance(x, torch.Tensor) else ())
+        for name, x in zip(names, inputs, strict=True)
+    )
+    loose = frozenset(free)
+    numbers = tuple(names[i] for i in sorted(loose))
+    traits = tuple(
+        (name, _traits(x) if i not in loose else ())
+        for i, (name, x) in enumerate(zip(names, inputs, strict=True))
+    )
+    texts = (*parts, f"// sizes: {bound}")
+    whole = [
+        name
+        for name, value in zip(names, declared, strict=False)
+        if isinstance(value, TensorView) and not value.domain.has_devices
+    ]
+    return Claim(texts, extents, numbers, where, tuple(ops), fixed, traits, whole)
+
+
+def _traits(x: Argument) -> tuple[tuple[str, str], ...]:
+    """Return what of an input, besides its extents, a program may depend on: words and values."""
+    if not isinstance(x, torch.Tensor):
+        return (("the value", str(x)),)
+    # A stride that no index reaches is nobody's.
+    pairs = zip(x.shape, x.stride(), strict=True)
+    strides = ", ".join(str(stride) if n > 1 else "-" for n, stride in pairs)
+    return (
+        ("strides", f"[{strides}]"),
+        ("dtype", str(x.dtype).removeprefix("torch.")),
+        ("device", x.device.type),
+    )
+
+
+def program_claim(
+    program: HostIrContainer,
+    parts: Sequence[str],
+    inputs: Sequence[Argument],
+    values: Mapping[Symbol, Number],
+    free: Iterable[int],
+) -> Claim:
+    """Return what a rank claims that runs a program by itself; `parts` has lines of how it is run,
+    `values` what the symbols are."""
+    ops = tuple(walk(program.ops))
+    loose = {program.inputs[i] for i in free}
+    sizes = {s: v for s, v in values.items() if isinstance(v, int) and s not in loose}
+    return claim_of(
+        (program.meaning_text(), *parts),
+        input_names(program.inputs, ops),
+        inputs,
+        sizes,
+        declared=program.inputs,
+        free=free,
+        where=first_line(program),
+        ops=ops,
+        fixed=1 + len(parts),
+    )

@@ -1,0 +1,444 @@
+"""What a recorded program repeats, as data: each step is bound to an arena and a stream, once.
+
+A step works on *slots*: numbers of tensors and other values of one run. A slot is *fixed* where
+every run that is bound alike has the same tensor in it: a buffer in the arena, or a view of one.
+What only names fixed tensors is done when the step is bound, and costs a run nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+
+import torch
+
+from fuser.ir.scalar.constructors import Number
+from fuser.ir.tensor import TensorView
+from fuser.ir.types import MemoryType
+from fuser.ops.reference.matmul_calls import Product, ViewOf
+from fuser.support.errors import KernelError
+from fuser.support.torch_calls import EmptyStrided, empty_on
+from hostir.analysis.lifetimes import Lifetime
+from hostir.ir.program import HostIrContainer
+from hostir.ir.shard_layout import spanned
+from hostir.runtime.frame import ExecutionContext
+from hostir.runtime.memory import new_buffer, no_memory
+from multidevice.transports.base.protocol import Post, PostBatch
+
+if TYPE_CHECKING:
+    from fuser.kernels.executor import KernelLaunch
+    from fuser.runtime.compiled_kernel import LaunchCall
+
+Slots = list[Any]
+Closure = Callable[[Slots], object]
+
+
+class Block(NamedTuple):
+    """A buffer of a plan: where it lies in the arena, and how it is seen as a tensor."""
+
+    slot: int
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    dtype: torch.dtype
+    offset: int = 0
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes from the first to past the last element; 0 without elements."""
+        return spanned(self.shape, self.strides) * self.dtype.itemsize
+
+    def at(self, offset: int) -> Block:
+        """Return this buffer in another place."""
+        return Block(self.slot, self.shape, self.strides, self.dtype, offset)
+
+    def view(self, arena: torch.Tensor) -> torch.Tensor:
+        """Return the tensor in an arena, seen as elements of its dtype."""
+        return arena.as_strided(self.shape, self.strides, self.offset // self.dtype.itemsize)
+
+
+@dataclass(frozen=True, eq=False)
+class PlannedBuffer:
+    """A buffer that a program allocates, and where in it the buffer is used: None if it lasts, or
+    is never made."""
+
+    tv: TensorView
+    slot: int
+    dtype: torch.dtype
+    lies_in_order: bool
+    lifetime: Lifetime | None
+    # Whether what torch computes takes its place.
+    is_never_made: bool = False
+
+
+@dataclass(frozen=True)
+class Binding:
+    """What a plan is bound to: the stream on which runs begin, and the tensors of fixed slots."""
+
+    device: torch.device
+    stream: int
+    fixed: dict[int, torch.Tensor]
+    # Memory of launches: what they point to must live as long as they do.
+    kept: list[object] = field(default_factory=list[object])
+    # The closures that are launches and nothing else.
+    launches: dict[Closure, BoundKernel] = field(default_factory=dict[Closure, Any])
+
+    def raw(self, stream: int | None) -> int:
+        """Return the handle of a stream of the program; None is the one on which runs begin."""
+        return self.stream if stream is None else stream
+
+    def view(self, source: int, out: int, view: Closure, nbytes: int) -> Closure:
+        """Return the closure of a view that begins so many bytes behind another slot's tensor."""
+        del source, out, nbytes
+        return view
+
+    def launch(self, kernel: BoundKernel) -> Closure:
+        """Return the closure of a launch."""
+        closure = kernel.closure()
+        self.launches[closure] = kernel
+        return closure
+
+    def reader(self, slot: int) -> Callable[[Slots], torch.Tensor]:
+        """Return how to read a slot."""
+        if slot in self.fixed:
+            tensor = self.fixed[slot]
+            return lambda slots: tensor
+        return lambda slots: slots[slot]
+
+    def address(self, slot: int) -> Callable[[Slots], int]:
+        """Return how to find the address of a slot's tensor; 0 without a slot."""
+        if slot < 0 or slot in self.fixed:
+            found = 0 if slot < 0 else self.fixed[slot].data_ptr()
+            return lambda slots: found
+        return lambda slots: slots[slot].data_ptr()
+
+
+class BoundKernel(NamedTuple):
+    """A launch whose arguments are packed, but for the addresses of slots that are not fixed."""
+
+    call: LaunchCall
+    # (parameter, slot)
+    moving: tuple[tuple[int, int], ...]
+    # What reads a run's scalars, where they change, and what writes them into the words.
+    read: Callable[[Slots], Sequence[Number]] | None
+    writers: Sequence[tuple[Callable[..., None], int, Callable[[Sequence[Number]], Number]]]
+    stream: int
+    fail: Callable[[int], None]
+
+    def closure(self) -> Closure:
+        """Return what launches on the tensors of a run."""
+        words, function, arguments = self.call.words, self.call.function, self.call.arguments
+        moving, fail = self.moving, self.fail
+
+        def run(slots: Slots) -> None:
+            for param, slot in moving:
+                words[param] = slots[slot].data_ptr()
+            status = function(*arguments)
+            if status:
+                fail(status)
+
+        if self.read is None:
+            return run
+
+        def run_with_numbers(slots: Slots) -> None:
+            self.write_numbers(slots)
+            run(slots)
+
+        return run_with_numbers
+
+    def numbers(self, slots: Slots) -> Sequence[Number] | None:
+        """Return the scalars of a run; None where they are those of the class."""
+        return None if self.read is None else self.read(slots)
+
+    def write_numbers(self, slots: Slots) -> None:
+        """Put what follows from the scalars of a run into the words."""
+        if self.read is not None:
+            values, words = self.read(slots), self.call.words
+            for write, offset, value_for in self.writers:
+                write(words, offset, value_for(values))
+
+
+class Step(Protocol):
+    """One action of a plan. Its text is its kind and the number of its operands."""
+
+    def bind(self, binding: Binding) -> Closure | None:
+        """Returns what carries the step out; None where nothing is left to do in a run."""
+        ...
+
+
+@dataclass(frozen=True, eq=False)
+class Action:
+    """A step that is the same however it is bound. `operands` counts the tensors that a closure for
+    several ops works on, which no op tells."""
+
+    run: Closure
+    operands: int | None = None
+
+    def __str__(self) -> str:
+        return "Action" if self.operands is None else f"Action of {self.operands}"
+
+    def bind(self, binding: Binding) -> Closure:
+        return self.run
+
+
+class Allocation(NamedTuple):
+    """What makes a buffer in memory of its own."""
+
+    run: Closure
+    block: Block
+    # What makes it of shape, strides and dtype; None for memory of another kind.
+    empty: EmptyStrided | None
+
+
+def allocation(
+    tv: TensorView,
+    block: Block,
+    machine: ExecutionContext,
+    program: HostIrContainer,
+    symmetric: Callable[[int], torch.Tensor] | None = None,
+) -> Allocation:
+    """Return what makes a buffer of a tensor in memory of its own; `symmetric` makes what peers can
+    map, where it is not the machine's usual.
+
+    Raises `OutOfMemoryError` where there is none.
+    """
+    device, i, make = machine.device, block.slot, empty_on(machine.device)
+    shape, strides, dtype = block.shape, block.strides, block.dtype
+
+    def allocate(slots: Slots) -> None:
+        try:
+            slots[i] = make(shape, strides, dtype)
+        except RuntimeError as error:
+            raise no_memory(program, tv, shape, device) from error
+
+    def allocate_symmetric(slots: Slots) -> None:
+        slots[i] = new_buffer(program, tv, shape, device, symmetric or machine.symmetric)
+
+    if tv.memory is MemoryType.symmetric:
+        return Allocation(allocate_symmetric, block, None)
+    return Allocation(allocate, block, make)
+
+
+@dataclass(frozen=True, eq=False)
+class Make:
+    """Makes the buffer of a slot, unless that lies in the arena."""
+
+    slot: int
+    make: Closure
+
+    def __str__(self) -> str:
+        return "Make"
+
+    def bind(self, binding: Binding) -> Closure | None:
+        return None if self.slot in binding.fixed else self.make
+
+
+@dataclass(frozen=True, eq=False)
+class Both:
+    """Two steps, one after the other."""
+
+    first: Step
+    second: Step
+
+    def __str__(self) -> str:
+        return f"{self.first} + {self.second}"
+
+    def bind(self, binding: Binding) -> Closure | None:
+        first, second = self.first.bind(binding), self.second.bind(binding)
+        if first is None or second is None:
+            return first or second
+
+        def both(slots: Slots) -> None:
+            first(slots)
+            second(slots)
+
+        return both
+
+
+@dataclass(frozen=True, eq=False)
+class Release:
+    """Lets go of the tensor of a slot."""
+
+    slot: int
+
+    def __str__(self) -> str:
+        return "Release"
+
+    def bind(self, binding: Binding) -> Closure | None:
+        i = self.slot
+        if i in binding.fixed:
+            return None
+
+        def release(slots: Slots) -> None:
+            slots[i] = None
+
+        return release
+
+
+@dataclass(frozen=True, eq=False)
+class View:
+    """Names a place in the memory of another slot; `shift` counts elements from its first one."""
+
+    source: int
+    out: int
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    shift: int
+    itemsize: int
+
+    def __str__(self) -> str:
+        return "View"
+
+    def bind(self, binding: Binding) -> Closure | None:
+        i, o, shape, strides, shift = self.source, self.out, self.shape, self.strides, self.shift
+
+        def view(slots: Slots) -> None:
+            slots[o] = without_gradient(slots[i]).as_strided(shape, strides)
+
+        def shifted_view(slots: Slots) -> None:
+            x = without_gradient(slots[i])
+            slots[o] = x.as_strided(shape, strides, x.storage_offset() + shift)
+
+        if i not in binding.fixed:
+            made = shifted_view if shift else view
+            return binding.view(i, o, made, shift * self.itemsize)
+        x = binding.fixed[i]
+        binding.fixed[o] = x.as_strided(shape, strides, x.storage_offset() + shift)
+        return None
+
+
+def without_gradient(x: torch.Tensor) -> torch.Tensor:
+    """Return a tensor whose views ask for no gradient, as results do not."""
+    return x.detach() if x.requires_grad else x
+
+
+class Multiply(NamedTuple):
+    """A matrix product into a buffer."""
+
+    product: Product
+    ins: tuple[int, ...]
+    out: int
+
+    def __str__(self) -> str:
+        return f"Multiply of {len(self.ins) + 1}"
+
+    def bind(self, binding: Binding) -> Closure:
+        function, product = self.product.function, self.product
+        if all(i not in binding.fixed for i in (*self.ins, self.out)) and self._is_plain():
+            return self._of_tensors_as_they_are()
+        reads = [_viewed(binding, self.ins[i], view) for i, view in product.operands]
+        write = _viewed(binding, self.out, product.result)
+        if len(reads) == 2:
+            left, right = reads
+            return lambda slots: function(left(slots), right(slots), out=write(slots))
+        return lambda slots: function(*[read(slots) for read in reads], out=write(slots))
+
+    def _is_plain(self) -> bool:
+        """Whether operands and result are read as they are."""
+        views = (*(view for _, view in self.product.operands), self.product.result)
+        return all(view is None for view in views)
+
+    def _of_tensors_as_they_are(self) -> Closure:
+        function, out = self.product.function, self.out
+        ins = [self.ins[i] for i, _ in self.product.operands]
+        if len(ins) == 2:
+            a, b = ins
+            return lambda slots: function(slots[a], slots[b], out=slots[out])
+        return lambda slots: function(*[slots[i] for i in ins], out=slots[out])
+
+
+def _viewed(binding: Binding, slot: int, view: ViewOf | None) -> Callable[[Slots], torch.Tensor]:
+    if view is None:
+        return binding.reader(slot)
+    if slot in binding.fixed:
+        tensor = view(binding.fixed[slot])
+        return lambda slots: tensor
+    return lambda slots: view(slots[slot])
+
+
+@dataclass(frozen=True, eq=False)
+class CollectiveStep:
+    """A communication that its backend has bound; -1 stands for a buffer that this rank lacks.
+
+    Of a shard that lies in memory as the program declares it, only the address is needed.
+    """
+
+    post: Post
+    inp: int
+    out: int
+    work: int
+    stream: int | None
+
+    def __str__(self) -> str:
+        return f"Collective of {(self.inp >= 0) + (self.out >= 0)}"
+
+    def bind(self, binding: Binding) -> Closure:
+        post, work = self.post, self.work
+        stream = binding.raw(self.stream)
+        out, inp = binding.address(self.out), binding.address(self.inp)
+
+        def start(slots: Slots) -> None:
+            slots[work] = post(out(slots), inp(slots), stream)
+
+        return start
+
+
+@dataclass(frozen=True, eq=False)
+class ExchangeStep:
+    """Sends and receives, in this order, that their backend has bound."""
+
+    post: PostBatch
+    buffers: tuple[int, ...]
+    work: int
+    stream: int | None
+
+    def __str__(self) -> str:
+        return f"Exchange of {len(self.buffers)}"
+
+    def bind(self, binding: Binding) -> Closure:
+        post, work = self.post, self.work
+        stream = binding.raw(self.stream)
+        addresses = [binding.address(slot) for slot in self.buffers]
+
+        def start(slots: Slots) -> None:
+            slots[work] = post([address(slots) for address in addresses], stream)
+
+        return start
+
+
+class LaunchStep(NamedTuple):
+    """A kernel on the tensors of these slots, in the order that its launch counts them.
+
+    The class of the plan decides shapes, strides and alignments, so that of all that is packed only
+    addresses change, those of slots that are not fixed. `numbers` are the scalar inputs, and `read`
+    gives those of a run where they change. `stream` is the raw handle of a stream of the program,
+    None for the one on which runs begin.
+    """
+
+    kernel: KernelLaunch
+    operands: tuple[int, ...]
+    numbers: tuple[Number, ...]
+    read: Callable[[Slots], Sequence[Number]] | None
+    stream: int | None
+
+    def __str__(self) -> str:
+        return f"Launch of {len(self.operands)}"
+
+    def bind(self, binding: Binding) -> Closure:
+        kernel, launch = self.kernel.kernel, self.kernel.launch
+        memories = launch.make_memories(binding.device)
+        prepared, moving = launch.prepare(
+            kernel, self.operands, binding.fixed, self.numbers, memories
+        )
+        stream = binding.raw(self.stream)
+        call = prepared.bind(stream)
+        binding.kept.append((prepared, call, memories))
+
+        def fail(status: int) -> None:
+            try:
+                call.fail(status)
+            except KernelError as error:
+                raise self.kernel.explain(error) from None
+
+        writers = () if self.read is None else launch.number_writers(kernel)
+        return binding.launch(BoundKernel(call, moving, self.read, writers, stream, fail))

@@ -1,0 +1,477 @@
+"""`python -m hostir COMMAND FILE`: look at, change, check and run host programs as text."""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import json
+import os
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from fuser.support.errors import FuserError, InputError, OptionError
+from hostir.analysis.preflight import findings, ranks_to_look_at
+from hostir.cost import calibrate
+from hostir.cost.machine_model import MACHINES, MEASURED, find_machine, usual_machine
+from hostir.cost.report import predict, report
+from hostir.cost.simulator import Timetable, timetable_of
+from hostir.ir.diagnostics import refuse
+from hostir.ir.diff import differences
+from hostir.ir.forms import NOTES
+from hostir.ir.ops import NUMBER_OF_STREAMS
+from hostir.ir.program import SHORT_FORM, HostIrContainer, has_communications, has_streams, walk
+from hostir.ir.source import read_program
+from hostir.ir.verifier import verify
+from hostir.lowering.input_class import SMALLEST_SIZE, symbol_values
+from hostir.lowering.lower_streams import lower_streams
+from hostir.passes.host_passes import PASSES, Pass, run_passes
+from hostir.profiling.timeline import Trace
+from hostir.profiling.trace import trace_text
+from hostir.runtime.inputs import Argument
+from hostir.tools.explain import explain
+from hostir.tools.run_text import (
+    DEFAULT_STREAMS,
+    assumed_sizes,
+    chosen_sizes,
+    load_inputs,
+    random_inputs,
+    run_here,
+    run_simulated,
+    save,
+    seed_words,
+    summaries,
+    together,
+    trace_here,
+)
+from multidevice.coordination.launcher import read_launch
+from multidevice.job.communicator import Communicator
+from multidevice.job.simulation import simulate
+
+# So many digits of a size fit into 64 bits, whatever they are.
+_SIZE_DIGITS = 18
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command; returns the exit code (1: an error, or two programs that differ)."""
+    parser = _arguments()
+    args, rest = parser.parse_known_args(argv)
+    if rest:
+        hint = (
+            "; several sizes are -s i0=16,i1=8 or -s i0=16 -s i1=8"
+            if getattr(args, "size", ())
+            else ""
+        )
+        parser.error(f"unrecognized arguments: {' '.join(rest)}{hint}")
+    try:
+        return args.run(args) or 0
+    except BrokenPipeError:
+        # The reader (head, less) has seen enough; nothing may be flushed into the pipe any more.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+    except (FuserError, OSError) as error:
+        launch = read_launch()
+        who = f"rank {launch.rank}: " if launch.size > 1 else ""
+        # In one piece: the ranks of a job write to one place.
+        sys.stderr.write(f"{who}{type(error).__name__}: {error}\n")
+        return 1
+
+
+# ------------------------------------------------------------------ the commands
+def _print(args: argparse.Namespace) -> None:
+    """print a program; with --full, everything that it needs to run; with --names, no types"""
+    program = read_program(args.file, number=args.program)
+    if args.names:
+        print(f"// {NOTES['names']}\n{program.names_text()}", end="")
+    elif args.full:
+        program.check_full()
+        print(program.full_text())
+    else:
+        print(f"// {SHORT_FORM}{program}", end="")
+
+
+def _opt(args: argparse.Namespace) -> None:
+    """run host passes, verifying after each, and print the full form of what they make"""
+    program = read_program(args.file, number=args.program)
+    chosen = PASSES if args.passes is None else tuple(map(_pass_of, args.passes.split(",")))
+    before = [program]
+
+    def show(name: str, after: HostIrContainer) -> None:
+        print(f"// before {name}{before[-1]}// after {name}{after}", end="")
+        before.append(after)
+
+    program = run_passes(program, chosen, after_each=show if args.print_after_all else None)
+    if args.output:
+        _write(args.output, program.full_text())
+    elif not args.print_after_all:
+        print(program.full_text())
+
+
+def _write(path: str, text: str) -> None:
+    try:
+        Path(path).write_text(text)
+    except (OSError, ValueError) as error:
+        raise InputError(f"--output {path} cannot be written: {error}") from None
+
+
+def _pass_of(name: str) -> Pass:
+    known = {one.__name__: one for one in (lower_streams, *PASSES)}
+    if name not in known:
+        near = difflib.get_close_matches(name, known, n=1)
+        raise OptionError(
+            f"there is no host pass {name!r}{f'; did you mean {near[0]!r}?' if near else ''}\n"
+            f"Host passes, in their order: {', '.join(known)}"
+        )
+    return known[name]
+
+
+def _run(args: argparse.Namespace) -> None:
+    """run it on simulated ranks, or under mpirun or torchrun on the ranks of the job"""
+    launch = read_launch()
+    if launch.size > 1:
+        _run_in_job(args, launch.size)
+        return
+    program = _checked(args)
+    _say_sizes(args, program)
+    _say_unchecked(args)
+    ranks = _simulated_ranks(args, program)
+    inputs = _inputs(args, program)
+    by_rank = run_simulated(
+        program, inputs, ranks=ranks, number_of_streams=args.streams, late_stream=args.late
+    )
+    for rank, outputs in enumerate(by_rank):
+        if args.save:
+            save(outputs, args.save, rank)
+        print(summaries(outputs, rank))
+
+
+def _needed_ranks(program: HostIrContainer) -> int:
+    return max((*program.devices(), 0)) + 1
+
+
+def _simulated_ranks(args: argparse.Namespace, program: HostIrContainer) -> int:
+    if args.ranks is None:
+        return _needed_ranks(program)
+    if args.ranks < 1:
+        raise InputError(f"--ranks {args.ranks}: at least 1")
+    return args.ranks
+
+
+def _run_in_job(args: argparse.Namespace, size: int) -> None:
+    """Run as one rank of the job; rank 0 prints for all."""
+    communicator = Communicator.instance()
+    program, inputs = _prepared(args, size, communicator)
+    outputs = run_here(
+        program,
+        inputs,
+        number_of_streams=args.streams,
+        late_stream=args.late,
+    )
+    error: FuserError | None = None
+    try:
+        if args.save:
+            save(outputs, args.save, communicator.rank())
+    except FuserError as found:
+        error = found
+    text = together(communicator, error, summaries(outputs, communicator.rank()))
+    if communicator.rank() == 0:
+        print(text)
+
+
+def _prepared(
+    args: argparse.Namespace, size: int, communicator: Communicator
+) -> tuple[HostIrContainer, list[Argument]]:
+    """Return the program and its global inputs, on a rank of a job; an error of one is one of
+    all."""
+    try:
+        if args.ranks not in (None, size):
+            raise InputError(f"--ranks {args.ranks}, but the launcher started {size} ranks")
+        program = _checked(args)
+        inputs = _inputs(args, program)
+        if communicator.rank() == 0:
+            _say_sizes(args, program)
+            _say_unchecked(args)
+    except (FuserError, OSError) as error:
+        communicator.agree(error)
+        raise
+    communicator.agree(None)
+    return program, inputs
+
+
+def _say_unchecked(args: argparse.Namespace) -> None:
+    """Say which checks `--late` leaves out; the results go to stdout as without it."""
+    if getattr(args, "late", None) is not None:
+        print(
+            "with --late the streams and the meetings of the ranks are not checked before the run: "
+            f"python -m hostir verify {args.file} does that",
+            file=sys.stderr,
+        )
+
+
+def _checked(args: argparse.Namespace) -> HostIrContainer:
+    if args.streams < 1:
+        raise InputError(f"--streams {args.streams}: at least 1")
+    program = read_program(args.file, number=args.program)
+    program.check_full()
+    verify(program, after=f"parsing {args.file}")
+    return program
+
+
+def _inputs(args: argparse.Namespace, program: HostIrContainer) -> list[Argument]:
+    if args.inputs and args.size:
+        raise InputError("--size is for random inputs: --inputs has sizes of its own")
+    if args.inputs:
+        return load_inputs(program, args.inputs)
+    seed = args.seed or 0
+    if not -(2**63) <= seed < 2**64:
+        raise InputError(f"--seed {seed}: expected 64 bits, {-(2**63)} to {2**64 - 1}")
+    return random_inputs(program, sizes=_sizes(args.size), seed=seed)
+
+
+def _say_sizes(args: argparse.Namespace, program: HostIrContainer) -> None:
+    """Say which sizes hold: most are rarely given."""
+    given = _sizes(args.size)
+    found = chosen_sizes(program, given)
+    if found and not getattr(args, "inputs", None):
+        words = seed_words(program)
+        texts = (
+            f"{f'{words[k]} ' if k in words else ''}{k}={n}{'' if k in given else ' (not given)'}"
+            for k, n in found.items()
+        )
+        print(f"sizes: {', '.join(texts)}")
+
+
+def _say_assumed(args: argparse.Namespace, program: HostIrContainer) -> None:
+    """Say for which sizes alone a prediction holds, as nobody gave them."""
+    given = _sizes(args.size)
+    found, sizes = assumed_sizes(program, given), chosen_sizes(program, given)
+    if found:
+        texts = ", ".join(f"{name}={sizes[name]} ({where})" for name, where in found.items())
+        options = " ".join(f"--size {name}=N" for name in found)
+        print(f"assumed: {texts}; the prediction is for these sizes alone: give {options}")
+
+
+def _sizes(options: Sequence[str]) -> dict[str, int]:
+    sizes: dict[str, int] = {}
+    for option in (part for given in options for part in given.split(",")):
+        name, equals, value = option.partition("=")
+        if not equals or not (value.isascii() and value.isdigit()):
+            raise InputError(f"--size {option}: expected NAME=N, such as i0=16")
+        if len(value) > _SIZE_DIGITS:
+            raise InputError(f"--size {option}: at most {_SIZE_DIGITS} digits")
+        if sizes.get(name, int(value)) != int(value):
+            raise InputError(f"--size {option}: {name} was given as {sizes[name]} before")
+        sizes[name] = int(value)
+    return sizes
+
+
+def _verify(args: argparse.Namespace) -> None:
+    """check the rules of host programs, and what streams leave unordered"""
+    program = _checked(args)
+    values = symbol_values(program, _sizes(args.size))
+    _say_sizes(args, program)
+    print(f"{sum(1 for _ in walk(program.ops))} ops: the program keeps the rules")
+    values[NUMBER_OF_STREAMS] = args.streams
+    found = findings(program, values)
+    refuse(program, found, what=f"with {args.streams} streams")
+    if has_streams(program):
+        looked, classes = ranks_to_look_at(program, values, program.devices() or (0,))
+        where = f" on {len(looked)} ranks of {classes} that differ" if len(looked) < classes else ""
+        print(f"with {args.streams} streams, nothing is left unordered{where}")
+    if has_communications(program):
+        print(f"the {len(program.devices())} ranks meet in every communication")
+
+
+def _cost(args: argparse.Namespace) -> None:
+    """predict time, communication, memory and what is waited for, without running anything"""
+    program, made = _timetable(args)
+    found = predict(program, made)
+    if args.json:
+        sizes = chosen_sizes(program, _sizes(args.size))
+        assumed = [*assumed_sizes(program, _sizes(args.size))]
+        print(json.dumps({"sizes": sizes, "assumed": assumed, **found.to_dict()}, indent=2))
+        return
+    _say_sizes(args, program)
+    _say_assumed(args, program)
+    print(report(found))
+
+
+def _trace(args: argparse.Namespace) -> None:
+    """write the predicted timeline for Perfetto; with --run, beside that of a real run"""
+    if not args.run_it:
+        for name in ("inputs", "seed", "device"):
+            if getattr(args, name) is not None:
+                raise InputError(f"--{name} is for a real run: --run")
+        program, made = _timetable(args)
+        _write(args.output, trace_text(program, made))
+        _say_sizes(args, program)
+        _say_assumed(args, program)
+        print(
+            f"{args.output}: {len(made.work)} pieces of work, from the cost model; nothing was run"
+        )
+        return
+    launch, device = read_launch(), args.device or "cpu"
+
+    def here(program: HostIrContainer, inputs: list[Argument]) -> Trace:
+        return trace_here(
+            program,
+            inputs,
+            args.output,
+            device=device,
+            machine=_machine(args),
+            number_of_streams=args.streams,
+        )
+
+    if launch.size > 1:
+        communicator = Communicator.instance()
+        trace = here(*_prepared(args, launch.size, communicator))
+        if communicator.rank() == 0:
+            print(trace.summary())
+        return
+    program = _checked(args)
+    inputs = _inputs(args, program)
+    _say_sizes(args, program)
+    with simulate(_simulated_ranks(args, program)) as world:
+        print(world.run(here, program, inputs)[0].summary())
+
+
+def _calibrate(args: argparse.Namespace) -> None:
+    """measure this machine for the cost model, once; under mpirun also the links of the ranks"""
+    communicator = Communicator.instance()
+    told = calibrate.calibrate_here(communicator, args.device, args.output)
+    if communicator.rank() == 0:
+        print(told)
+
+
+def _machine(args: argparse.Namespace) -> str:
+    return usual_machine() if args.machine is None else args.machine
+
+
+def _timetable(args: argparse.Namespace) -> tuple[HostIrContainer, Timetable]:
+    program, machine = _checked(args), find_machine(_machine(args))
+    values = symbol_values(program, _sizes(args.size))
+    values[NUMBER_OF_STREAMS] = args.streams
+    needed = _needed_ranks(program)
+    if args.ranks not in (None, needed):
+        raise InputError(f"--ranks {args.ranks}: the program's meshes need {needed}")
+    ranks = range(args.ranks) if args.ranks is not None else ()
+    return program, timetable_of(program, values, machine, ranks=ranks)
+
+
+def _diff(args: argparse.Namespace) -> int:
+    """compare two programs; the exit code is 1 where they differ"""
+    a, b = read_program(args.file), read_program(args.other)
+    if a.is_short or b.is_short:
+        print(
+            "// memory layouts, aliases and kernels are not compared: a text is in its short form"
+        )
+    found = differences(a, b)
+    print("\n".join(found) or "the programs are equal")
+    return 1 if found else 0
+
+
+def _why(args: argparse.Namespace) -> None:
+    """say where a tensor's sharding came from, and why each communication is there"""
+    program = read_program(args.file, number=args.program)
+    print("\n".join(explain(program, args.tensor)) or "the program communicates nothing")
+
+
+# ------------------------------------------------------------------ their arguments
+def _arguments() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m hostir", description=__doc__)
+    commands = parser.add_subparsers(dest="command", required=True)
+
+    def command(run: Callable[[argparse.Namespace], int | None]) -> argparse.ArgumentParser:
+        made = commands.add_parser(run.__name__.strip("_"), help=run.__doc__)
+        made.set_defaults(run=run)
+        return made
+
+    def file(made: argparse.ArgumentParser, name: str = "file") -> None:
+        made.add_argument(
+            name,
+            help="a program's text, a dump, or what a job printed that has one; -: stdin",
+        )
+
+    one = command(_print)
+    form = one.add_mutually_exclusive_group()
+    form.add_argument("--full", action="store_true")
+    form.add_argument("--names", action="store_true")
+    file(one)
+    opt = command(_opt)
+    names = ",".join(p.__name__ for p in PASSES) + "; lower_streams: of a program by hand"
+    opt.add_argument("-p", "--passes", help=f"which, in this order; all by default: {names}")
+    opt.add_argument(
+        "--print-after-all",
+        action="store_true",
+        help="the text before and after each, in place of the full form",
+    )
+    opt.add_argument("-o", "--output", metavar="FILE", help="where to write the full form")
+    file(opt)
+    run = command(_run)
+    run.add_argument(
+        "--ranks", type=int, help="simulated ranks; default: as many as the meshes need"
+    )
+    run.add_argument(
+        "--late",
+        metavar="STREAM",
+        help="a stream's number, entry, or all: hold its work back as far as the program's own "
+        "waits allow (CPU), so that a missing wait shows in the results",
+    )
+    run.add_argument("--save", metavar="DIR", help="write each rank's outputs to DIR/rank<N>.pt")
+    file(run)
+    verify = command(_verify)
+    file(verify)
+    cost, trace = command(_cost), command(_trace)
+    cost.add_argument("--json", action="store_true", help="everything, as JSON")
+    trace.add_argument("-o", "--output", metavar="FILE", required=True, help="such as trace.json")
+    trace.add_argument(
+        "--run",
+        action="store_true",
+        dest="run_it",
+        help="run it, on simulated ranks or on those of the job, and write what was measured, too",
+    )
+    trace.add_argument("--device", choices=("cpu", "cuda"), help="of the run; default: cpu")
+    for made in (run, trace):
+        made.add_argument(
+            "--inputs", help="a .pt file with the list of global inputs; default: random"
+        )
+        made.add_argument("--seed", type=int, help="of random inputs; default: 0")
+    for made in (cost, trace):
+        made.add_argument("--ranks", type=int, help="how many; default: those of the meshes")
+        made.add_argument(
+            "--machine",
+            help=f"{', '.join(MACHINES)}, {MEASURED} (see calibrate), or a description: a file "
+            f"NAME.json; default: {MEASURED} where this machine's GPUs were, else h200",
+        )
+        file(made)
+    for made in (run, verify, cost, trace):
+        made.add_argument(
+            "--streams",
+            type=int,
+            default=DEFAULT_STREAMS,
+            help=f"how many; default: {DEFAULT_STREAMS}",
+        )
+        made.add_argument(
+            *("--size", "-s"),
+            action="append",
+            default=[],
+            metavar="NAME=N",
+            help="a size, as i0=16, or several, as i0=16,i1=8; default: what all meshes divide, at "
+            f"least {SMALLEST_SIZE}",
+        )
+    measure = command(_calibrate)
+    measure.add_argument("-o", "--output", metavar="FILE.json", help="default: in the cache folder")
+    measure.add_argument(
+        "--device", choices=("cuda", "cpu"), help="default: cuda where there is one"
+    )
+    diff = command(_diff)
+    file(diff)
+    file(diff, "other")
+    why = command(_why)
+    why.add_argument("tensor", help="T7: this tensor and what touches it; all: every communication")
+    file(why)
+    for name in ("why", "print", "opt", "run", "verify", "cost", "trace"):
+        commands.choices[name].add_argument(
+            "--program", type=int, metavar="N", help="which of several programs, from 0"
+        )
+    return parser

@@ -1,0 +1,306 @@
+"""`python -m hostir why T7 FILE`: where a sharding came from, and why a communication is there.
+
+T7 is cut by mesh_x on axis 1: from T3 (forward through linear at mlp.py:12), annotated by the user
+at mlp.py:9
+Communication 0 (Allgather of T7 -> T8): because linear at mlp.py:14 takes T8 whole along axis 0,
+and T7 is cut by mesh_x on axis 0 (annotated by the user at mlp.py:9)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+
+from fuser.ir.op import Op
+from fuser.ir.provenance import Origin
+from fuser.ir.tensor import TensorView
+from fuser.ir.types import ParallelType
+from fuser.support.errors import InputError, UnsupportedError
+from hostir.analysis.sliced_inputs import sliced_inputs
+from hostir.ir.effects import Shows
+from hostir.ir.ops import HostOp, LocalSlice
+from hostir.ir.program import HostIrContainer, walk
+from hostir.ir.transfers import P2PCommunication, StartsCommunication
+from multidevice.sharding.placement import SPREAD_TYPES
+from multidevice.sharding.queries import sharded_logical_axis
+
+# Parallel type -> the position of the axis that it cuts.
+Cuts = dict[ParallelType, int]
+UNKNOWN = (
+    "nothing says where shardings came from: FUSER_DUMP=host_ir writes a Provenance section for a "
+    "compiled program; one that was built by hand has none"
+)
+_DIRECTIONS = {"forward": "forward", "backward": "backward", "beside": "beside another result"}
+
+
+def explain(program: HostIrContainer, name: str) -> list[str]:
+    """Return why the tensor `T7` lies as it does, and why the communications that touch it are
+    there; for `all`, why every communication is. Inputs that each call cuts are told, too.
+
+    Raises:
+        InputError: the program has no such tensor.
+    """
+    why = _Why(program)
+    if name == "all":
+        return [*why.communications(None), *sliced_inputs(program)]
+    number = name.removeprefix("T").partition("_")[0]
+    known = {tv.number: tv for tv in program.tensors()}
+    if not (number.isascii() and number.isdigit() and int(number) in known):
+        names = ", ".join(f"T{n}" for n in sorted(known))
+        raise InputError(f"the program has no tensor {name!r}: expected 'all' or one of {names}")
+    tv = known[int(number)]
+    sliced = (line for line in sliced_inputs(program) if line.startswith(f"T{tv.number}, "))
+    return [*why.tensor(tv), *why.communications(tv), *sliced]
+
+
+@dataclass
+class _Why:
+    program: HostIrContainer
+    rows: dict[int, list[Origin]] = field(default_factory=dict[int, list[Origin]])
+    tensors: dict[int, TensorView] = field(default_factory=dict[int, TensorView])
+    # A slice or view -> the tensor whose buffer it names.
+    shown: dict[int, TensorView] = field(default_factory=dict[int, TensorView])
+    sends: list[P2PCommunication] = field(default_factory=list["P2PCommunication"])
+    receives: list[P2PCommunication] = field(default_factory=list["P2PCommunication"])
+
+    def __post_init__(self) -> None:
+        for row in self.program.values.origins:
+            self.rows.setdefault(row.tensor, []).append(row)
+        self.tensors = {tv.number: tv for tv in self.program.tensors()}
+        for op in walk(self.program.ops):
+            for effect in op.effects() if isinstance(op, HostOp) else ():
+                if isinstance(effect, Shows) and effect.out.number not in self.rows:
+                    self.shown[effect.out.number] = effect.source
+            if isinstance(op, P2PCommunication):
+                (self.sends if op.type == "send" else self.receives).append(op)
+
+    # ------------------------------------------------------------ tensors
+    def tensor(self, tv: TensorView) -> list[str]:
+        """Return one line per cut of a tensor, or one about its mesh."""
+        base = self.base(tv)
+        if base.mesh is None and not self.cuts(base):
+            return [f"T{tv.number} has no mesh: no annotation reaches it"]
+        part = "" if base is tv else f"T{tv.number} is a part of T{base.number}. "
+        if base.number not in self.rows:
+            return [f"{part}T{base.number} is {self.placement(base)}; {self.unknown(base)}"]
+        cuts = self.cuts(base)
+        lines = [
+            f"{part}T{base.number} is cut by {p.name} on axis {axis}: {self.origin(base.number, p)}"
+            for p, axis in cuts.items()
+        ]
+        if not lines:
+            whole = f"{part}T{base.number} is whole on {base.mesh}"
+            lines.append(f"{whole}: {self.origin(base.number, None)}")
+        for row in self.summed(base.number):
+            if row.ptype is not None:
+                over = f"T{base.number} sums over an axis that {row.ptype.name} cuts"
+                lines.append(f"{part}{over}: {self.chain(row, row.ptype)}")
+        return lines
+
+    def base(self, tv: TensorView) -> TensorView:
+        while tv.number in self.shown:
+            tv = self.shown[tv.number]
+        return tv
+
+    def unknown(self, tv: TensorView) -> str:
+        return f"its Provenance section has no row of T{tv.number}" if self.rows else UNKNOWN
+
+    def cuts(self, tv: TensorView) -> Cuts:
+        try:
+            found = {p: sharded_logical_axis(tv, p) for p in SPREAD_TYPES}
+        except UnsupportedError:
+            return {}  # a part of a tensor, inside of a loop
+        return {p: axis for p, axis in found.items() if axis >= 0}
+
+    def placement(self, tv: TensorView) -> str:
+        cuts = self.cuts(tv)
+        return " and ".join(f"cut by {p.name} on axis {a}" for p, a in cuts.items()) or "whole"
+
+    # ------------------------------------------------------------ chains
+    def origin(self, number: int, ptype: ParallelType | None) -> str:
+        """Return where a tensor's cut along a type came from, or (None) its mesh, step by step."""
+        row = self.row(number, ptype)
+        return "it came with the program" if row is None else self.chain(row, ptype)
+
+    def row(self, number: int, ptype: ParallelType | None) -> Origin | None:
+        """Return the row that tells most: of this cut, or of the mesh, else of the placement."""
+        rows = self.rows.get(number, [])
+        placed = [r for r in rows if r.what == "placement"]
+        if ptype is None:
+            ranked = [*(r for r in rows if r.what == "mesh"), *placed, *rows]
+        else:
+            cuts = [r for r in rows if r.ptype is ptype]
+            ranked = [*(r for r in cuts if r.axis is not None), *cuts, *placed]
+        return next(iter(ranked), None)
+
+    def chain(self, row: Origin, ptype: ParallelType | None) -> str:
+        """Return the steps from a row to what the user wrote; of a cut, those of its type."""
+        steps: list[str] = []
+        seen: set[Origin] = set()
+        at: Origin | None = row
+        while at is not None and at not in seen:
+            seen.add(at)
+            steps.append(self.step(at))
+            if at.how in ("user", "only"):
+                break
+            at = self.next_row(at, ptype)
+        return ", ".join(steps)
+
+    def next_row(self, row: Origin, ptype: ParallelType | None) -> Origin | None:
+        """Return the row that tells where a row's source has it from."""
+        if row.how == "operand" and ptype is not None and row.result is not None:
+            return self.row(row.result, ptype)
+        if row.source is None:
+            return None
+        # A sum has its device axis from the axis that is summed over, and so have its parts.
+        number = {"sum": row.tensor, "parts": row.source}.get(row.how)
+        if number is not None:
+            types = (ptype, None) if row.how == "sum" else (ptype,)
+            summed = (r for r in self.summed(number) if None in types or r.ptype in types)
+            if (found := next(summed, None)) is not None:
+                return found
+        return None if row.how == "sum" else self.row(row.source, ptype)
+
+    def summed(self, number: int) -> list[Origin]:
+        """Return the rows of the cuts of axes that a tensor sums over."""
+        return [r for r in self.rows.get(number, []) if r.what == "cut" and r.axis is None]
+
+    def step(self, row: Origin) -> str:
+        through = f"{row.op or 'an op'}{_at(row.where)}"
+        source = f"T{row.source}"
+        match row.how:
+            case "user":
+                return f"annotated by the user{_at(row.where)}"
+            case "only":
+                return "no annotation reaches it, and there is one mesh"
+            case "forward" | "backward" | "beside":
+                return f"from {source} ({_DIRECTIONS[row.how]} through {through})"
+            case "operand":
+                result = "" if row.result is None else f" for T{row.result}"
+                return f"a copy of {source}, as {through} takes it{result}"
+            case "result":
+                return f"a copy of {source}, which {through} computes"
+            case "set":
+                return f"a copy of {source} that the user wrote{_at(row.where)}"
+            case "sum":
+                return f"the sum of {source}, of which {through} computes a part on each device"
+            case "parts":
+                return f"the parts of the sum {source}, which {through} computes"
+            case "update":
+                return f"written into {source}"
+            case "local":
+                return (
+                    f"from {source} (locally, by {through})" if row.source is not None else through
+                )
+
+    # ------------------------------------------------------------ communications
+    def communications(self, tv: TensorView | None) -> list[str]:
+        """Return a line per communication and local slice that touches `tv` (None: any)."""
+        base = None if tv is None else self.base(tv)
+        lines: list[str] = []
+        for op in walk(self.program.ops):
+            ends = self.ends(op)
+            if ends is not None and (base is None or base in map(self.base, ends)):
+                lines.append(self.communication(op, *map(self.base, ends)))
+        return list(dict.fromkeys(lines))
+
+    def ends(self, op: Op) -> tuple[TensorView, TensorView] | None:
+        """Return what an op moves from and to; None for one that moves nothing between placements.
+
+        The compiler makes a send with each receive, in one order. Where a text has more of the one
+        than of the other, both ends are the op's own buffer.
+        """
+        if isinstance(op, P2PCommunication):
+            if len(self.sends) != len(self.receives):
+                return op.buffer, op.buffer
+            pairs = zip(self.sends, self.receives, strict=True)
+            return next((s.buffer, r.buffer) for s, r in pairs if op in (s, r))
+        if isinstance(op, LocalSlice) or (isinstance(op, StartsCommunication) and op.outputs):
+            tensors = [v for v in op.inputs if isinstance(v, TensorView)]
+            return tensors[0], op.outputs[0]
+        return None
+
+    def communication(self, op: Op, inp: TensorView, out: TensorView) -> str:
+        if isinstance(op, P2PCommunication) and len(self.sends) != len(self.receives):
+            counts = f"{len(self.sends)} sends and {len(self.receives)} receives"
+            return f"{_title(op)} of T{out.number}): it has no partner; the program has {counts}"
+        head = f"{_title(op)} of T{inp.number} -> T{out.number})"
+        row = next((r for r in self.rows.get(out.number, []) if r.what == "placement"), None)
+        reason = self.unknown(out) if row is None else f"because {self.reason(row, inp, out)}"
+        return f"{head}: {reason}"
+
+    def reason(self, row: Origin, inp: TensorView, out: TensorView) -> str:
+        through = f"{row.op or 'an op'}{_at(row.where)}"
+        name, change = f"T{out.number}", self.change(inp, out)
+        match row.how:
+            case "operand":
+                theirs = self.cuts(inp)
+                cuts = {p: a for p, a in self.cuts(out).items() if theirs.get(p) != a}
+                asked = self.chains(row.result, cuts)
+                return f"{through} takes {name} {change}{asked}{self.had(inp, out)}"
+            case "set":
+                return f"the user's copy{_at(row.where)} makes {name} {change}{self.given(out)}"
+            case "update":
+                given = "" if row.source is None else self.given(self.tensors[row.source])
+                return f"{name} is written into T{row.source}, which is {change}{given}"
+            case "sum":
+                parts = next(self.sums(inp, out), "")
+                before, after = self.cuts(inp), self.cuts(out)
+                is_scattered = any(before.get(p) != axis for p, axis in after.items())
+                result = f"; {name} is {change}{self.given(out)}" if is_scattered else ""
+                return f"{through} sums over an axis that is cut{parts}{result}"
+            case _:
+                return (
+                    f"{through} computes T{inp.number} {self.placement(inp)}, and {name} is "
+                    f"{change}{self.given(out)}"
+                )
+
+    def sums(self, inp: TensorView, out: TensorView) -> Iterator[str]:
+        """Yield where the cut of the axis that is summed over came from."""
+        for row in self.summed(out.number):
+            if row.ptype is not None and row.ptype in self.cuts(inp):
+                yield f" by {row.ptype.name} ({self.chain(row, row.ptype)})"
+
+    def change(self, inp: TensorView, out: TensorView) -> str:
+        """Return how `out` is placed where `inp` is placed otherwise."""
+        before, after = self.cuts(inp), self.cuts(out)
+        has_steps = any(p.is_stream for p in after) and not any(p.is_stream for p in before)
+        before, after = ({p: a for p, a in c.items() if p.is_device} for c in (before, after))
+        gone = [a for p, a in before.items() if p not in after]
+        new = [f"cut by {p.name} on axis {a}" for p, a in after.items() if before.get(p) != a]
+        whole = [f"whole along axis {a}" for a in gone if a not in after.values()]
+        changed = " and ".join((*new, *whole)) or self.placement(out)
+        return f"{changed}, in the steps of a stream" if has_steps else changed
+
+    def had(self, inp: TensorView, out: TensorView) -> str:
+        """Return which cuts over devices an operand gives up, and where they came from."""
+        after = self.cuts(out)
+        lost = {p: a for p, a in self.cuts(inp).items() if p.is_device and after.get(p) != a}
+        cuts = " and ".join(f"cut by {p.name} on axis {a}" for p, a in lost.items())
+        return f", and T{inp.number} is {cuts}{self.chains(inp.number, lost)}" if lost else ""
+
+    def chains(self, number: int | None, cuts: Iterable[ParallelType]) -> str:
+        """Return where a tensor's cuts came from, in parentheses; "" where no row tells."""
+        rows = [] if number is None else [(self.row(number, p), p) for p in cuts]
+        found = dict.fromkeys(self.chain(row, p) for row, p in rows if row is not None)
+        return f" ({'; '.join(found)})" if found else ""
+
+    def given(self, out: TensorView) -> str:
+        """Return where the result's own placement came from."""
+        cuts = self.cuts(out)
+        rows = [
+            r
+            for r in self.rows.get(out.number, [])
+            if r.what == "mesh" or (r.axis is not None and r.ptype in cuts)
+        ]
+        return f" ({self.chain(rows[0], rows[0].ptype)})" if rows else ""
+
+
+def _at(where: str) -> str:
+    return f" at {where}" if where else ""
+
+
+def _title(op: Op) -> str:
+    """Return `Communication 0 (Allgather`, `LocalSlice (`."""
+    name = op.name.removesuffix(")")
+    return name if "(" in name else f"{name} (a copy"

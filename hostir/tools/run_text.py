@@ -1,0 +1,245 @@
+"""Running a program on simulated ranks, or as one rank of a real job, each with its shards."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import torch
+
+from fuser.ir.dtypes import is_complex, is_inexact, to_torch
+from fuser.ir.ops.nodes import RandomOp
+from fuser.ir.scalar import constructors as sc
+from fuser.ir.scalar.constructors import Scalar, Symbol
+from fuser.ir.tensor import TensorView
+from fuser.support.errors import FuserError, InputError
+from fuser.support.options import Settings
+from hostir.ir.program import HostIrContainer, walk
+from hostir.lowering.input_class import size_symbols, symbol_values
+from hostir.profiling.timeline import Trace
+from hostir.profiling.tracer import HostIrEvaluator
+from hostir.runtime.evaluator import MakeRunner
+from hostir.runtime.inputs import Argument
+from multidevice.job.communicator import Communicator
+from multidevice.job.shard_tensor import shard_for_rank
+from multidevice.job.simulation import simulate
+
+# Of a run, where nobody says how many.
+DEFAULT_STREAMS = 4
+
+
+# ------------------------------------------------------------------ inputs
+def chosen_sizes(program: HostIrContainer, sizes: Mapping[str, int]) -> dict[str, int]:
+    """Return the value of each size by name, those of `sizes` and the usual ones."""
+    values = {s.name: n for s, n in symbol_values(program, sizes).items()}
+    return {name: int(values[name]) for name in size_symbols(program)}
+
+
+def assumed_sizes(program: HostIrContainer, sizes: Mapping[str, int]) -> dict[str, str]:
+    """Return which extents of inputs have a usual value, as nobody gave them: name -> the first
+    axis of that extent, `axis 1 of T0`. Seeds of random numbers do not count."""
+    seeds, found = seed_words(program), dict[str, str]()
+    for tv in program.inputs:
+        if not isinstance(tv, TensorView):
+            continue
+        for axis, x in enumerate(tv.shape()):
+            for s in sc.symbols(program.values.canonical(x)):
+                if s.name not in sizes and s.name not in seeds:
+                    found.setdefault(s.name, f"axis {axis} of T{tv.number}")
+    return found
+
+
+def seed_words(program: HostIrContainer) -> dict[str, str]:
+    """Return what each scalar input is that random ops, also those of kernels, take as seed or
+    offset, by name."""
+    inputs = {s.name for s in program.inputs if isinstance(s, Symbol)}
+    exprs = [op for group in program.groups.values() for op in group.fusion.exprs]
+    found: dict[str, str] = {}
+    for op in (*walk(program.ops), *exprs):
+        if isinstance(op, RandomOp):
+            for what, x in (("seed", op.seed), ("offset", op.offset)):
+                for s in sc.symbols(x) if x is not None else ():
+                    if s.name in inputs:
+                        found[s.name] = f"{what} of random numbers"
+    return found
+
+
+def random_inputs(
+    program: HostIrContainer, *, sizes: Mapping[str, int], seed: int = 0
+) -> list[Argument]:
+    """Return global inputs: normal floats and complex numbers, integers in [0, 8); `sizes` sets
+    symbols by name.
+
+    Raises `InputError` for a name that no input has, and for a tensor that is too large.
+    """
+    values = symbol_values(program, sizes)
+    generator = torch.Generator().manual_seed(seed)
+
+    def size_of(x: Scalar) -> int:
+        return int(sc.evaluate(x, values))
+
+    inputs: list[Argument] = []
+    for value in program.inputs:
+        if isinstance(value, TensorView):
+            shape = [size_of(program.values.canonical(x)) for x in value.shape()]
+            try:
+                if is_inexact(value.dtype()):
+                    drawn = torch.complex64 if is_complex(value.dtype()) else torch.float32
+                    tensor = torch.randn(shape, generator=generator, dtype=drawn)
+                else:
+                    tensor = torch.randint(0, 8, shape, generator=generator)
+                inputs.append(tensor.to(to_torch(value.dtype())))
+            except RuntimeError as error:  # torch's, of what no memory holds
+                what = f"{value} of shape {tuple(shape)}"
+                raise InputError(f"no memory for the input {what}: {error}") from None
+        else:
+            assert isinstance(value, Symbol), f"input scalar {value} is no symbol"
+            inputs.append(values[value])
+    return inputs
+
+
+def load_inputs(program: HostIrContainer, path: str) -> list[Argument]:
+    """Return the global inputs that a .pt file holds as a list.
+
+    Raises `InputError` for a file that holds something else, or as many as the program has not.
+    """
+    try:
+        # Nothing but tensors and numbers is read, so that no file can run code.
+        inputs: object = torch.load(path, weights_only=True)
+    except Exception as error:
+        # What torch raises depends on what the file is instead, and may be a page.
+        why = str(error).partition("\n")[0].partition(". ")[0]
+        raise InputError(f"{path} is no list of tensors saved by torch: {why}") from None
+    if not isinstance(inputs, list | tuple):
+        raise InputError(f"{path} holds a {type(inputs).__name__}, not the list of all inputs")
+    given: list[Argument] = list(inputs)  # pyright: ignore[reportUnknownArgumentType, reportUnknownVariableType]
+    if len(given) != len(program.inputs):
+        raise InputError(f"{path}: expected {len(program.inputs)} inputs, got {len(given)}")
+    return given
+
+
+def shards_of(program: HostIrContainer, inputs: Sequence[Argument], rank: int) -> list[Argument]:
+    """Return a rank's local shards of global inputs."""
+    return [
+        shard_for_rank(value, declared, rank)
+        if isinstance(declared, TensorView)
+        and declared.mesh is not None
+        and isinstance(value, torch.Tensor)
+        else value
+        for declared, value in zip(program.inputs, inputs, strict=True)
+    ]
+
+
+# ------------------------------------------------------------------ running
+def run_here(
+    program: HostIrContainer,
+    inputs: Sequence[Argument],
+    *,
+    settings: Settings | None = None,
+    make_runner: MakeRunner | None = None,
+    number_of_streams: int = DEFAULT_STREAMS,
+    late_stream: str | int | None = None,
+) -> list[torch.Tensor]:
+    """Run as this rank of the job, simulated or real, with its shards of the global inputs.
+
+    An error of one rank is an error of all. The options are those of `HostIrEvaluator`.
+    """
+    communicator = Communicator.instance()
+    mine = shards_of(program, inputs, communicator.rank())
+    evaluator = HostIrEvaluator(
+        program,
+        communicator,
+        settings=settings,
+        make_runner=make_runner,
+        number_of_streams=number_of_streams,
+        late_stream=late_stream,
+    )
+    return evaluator.run(mine)
+
+
+def run_simulated(
+    program: HostIrContainer,
+    inputs: Sequence[Argument],
+    *,
+    ranks: int,
+    settings: Settings | None = None,
+    make_runner: MakeRunner | None = None,
+    number_of_streams: int = DEFAULT_STREAMS,
+    late_stream: str | int | None = None,
+) -> list[list[torch.Tensor]]:
+    """Run on simulated ranks, each with its shards of the inputs; returns outputs by rank."""
+    with simulate(ranks) as world:
+        return world.run(
+            run_here,
+            program,
+            inputs,
+            settings=settings,
+            make_runner=make_runner,
+            number_of_streams=number_of_streams,
+            late_stream=late_stream,
+        )
+
+
+def trace_here(
+    program: HostIrContainer,
+    inputs: Sequence[Argument],
+    path: str,
+    *,
+    device: str = "cpu",
+    machine: str | None = None,
+    number_of_streams: int = DEFAULT_STREAMS,
+) -> Trace:
+    """Trace as this rank of the job, with its shards of the global inputs: on the CPU, or
+    ("cuda") on the GPU that this rank has. See `HostIrEvaluator.trace`."""
+    communicator = Communicator.instance()
+    if device == "cuda":
+        if not torch.cuda.is_available():
+            raise InputError("--device cuda: there is no GPU")
+        device = f"cuda:{torch.cuda.current_device()}"
+    mine = shards_of(program, inputs, communicator.rank())
+    placed = [x.to(device) if isinstance(x, torch.Tensor) else x for x in mine]
+    evaluator = HostIrEvaluator(program, communicator, number_of_streams=number_of_streams)
+    return evaluator.trace(placed, path, predicted=machine)
+
+
+# ------------------------------------------------------------------ results
+def summaries(outputs: Sequence[torch.Tensor], rank: int) -> str:
+    """Return one line per output of a rank: dtype, shape, mean, least and greatest element, and a
+    checksum that depends on where each element stands."""
+    return "\n".join(
+        f"rank {rank} output {i}: {out.dtype} {tuple(out.shape)}{_spread(out)}"
+        for i, out in enumerate(outputs)
+    )
+
+
+def _spread(out: torch.Tensor) -> str:
+    if out.numel() == 0:
+        return ""
+    wide = out.double().flatten()
+    # Multiples of the golden ratio: no two places within reach weigh the same.
+    weights = torch.arange(1, wide.numel() + 1, dtype=wide.dtype, device=wide.device) * 0.618033988
+    return (
+        f" mean {wide.mean():.6g} min {wide.min():.6g} max {wide.max():.6g}"
+        f" checksum {(wide * weights.frac()).sum():.6g}"
+    )
+
+
+def save(outputs: Sequence[torch.Tensor], folder: str, rank: int) -> None:
+    """Write a rank's outputs (its shards) as the list in `rank<N>.pt` of a folder.
+
+    Raises `InputError` where they cannot be written.
+    """
+    try:
+        Path(folder).mkdir(parents=True, exist_ok=True)
+        torch.save(list(outputs), Path(folder) / f"rank{rank}.pt")
+    except (OSError, RuntimeError) as error:  # torch's, of what it cannot open
+        raise InputError(f"--save {folder}: rank{rank}.pt cannot be written: {error}") from error
+
+
+def together(communicator: Communicator, error: FuserError | OSError | None, text: str) -> str:
+    """Return the texts of all ranks by rank, on every rank.
+
+    Raises this rank's error, or `PeerError` naming another's.
+    """
+    communicator.agree(error)
+    return "\n".join(t.decode() for t in communicator.exchange(text.encode()) if t)

@@ -1,0 +1,477 @@
+"""The control channel: small messages among the ranks, separate from the data.
+
+It carries errors, digests and program texts, and the announcements of ranks that fail or leave.
+Each operation is collective over its team. After an agreed error every member has taken the same
+steps, so the channel and the data communicators stay usable.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import struct
+import sys
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from fuser.support import options
+from fuser.support.errors import (
+    CommunicationError,
+    CommunicationTimeout,
+    DeadlockError,
+    PeerError,
+    ProgramMismatchError,
+)
+from multidevice.coordination import shared_page
+from multidevice.coordination.bounded_wait import (
+    Calls,
+    Event,
+    Ledger,
+    Need,
+    Peers,
+    Team,
+    poll_until,
+    team_text,
+)
+from multidevice.coordination.deadlock_detector import Board, Deadlock, nbytes_of
+
+# kind, status (1: this rank has an error), size of the text that follows, digest
+_RECORD = struct.Struct("<BBxxI16s")
+RECORD_NBYTES = _RECORD.size
+_KINDS = ("agree", "exchange", shared_page.OFFER, shared_page.OPENING)
+# How messages call them: what a user has asked for when ranks meet so.
+_WORDS = {
+    "agree": "a barrier or an agreement",
+    "exchange": "an exchange of what the ranks are about to do",
+    shared_page.OFFER: "what precedes the first run of a team",
+    shared_page.OPENING: "what precedes the first run of a team",
+}
+_NO_DIGEST = bytes(16)
+# How often the processes of ranks that have not announced that they leave are looked at.
+LEAVERS_EVERY_S = 0.2
+# A wait that has lasted this long is posted on the board, and looks there.
+WATCH_AFTER_S = 0.1
+# How long what a call has started goes on for its peers, once it has failed on a rank.
+LEFT_AFTER_S = 0.5
+# In which streams of calls the ledgers count these operations: those that are a part of calls of
+# programs, those that users ask for, and exchanges of claims.
+WITHIN_CALLS, OF_USERS, CLAIMS = "control", "talk", "claims"
+
+
+@dataclass(frozen=True)
+class ControlCall:
+    """One operation of the control channel: what it is, in which team, and its sequence number."""
+
+    kind: str
+    team: Team
+    rank: int
+    key: Calls
+    seq: int
+
+    def describe(self) -> str:
+        """Returns the operation as text, for errors."""
+        inside = f"control {self.kind} over team {team_text(self.team)}"
+        return f"{_WORDS[self.kind]} ({inside}, sequence number {self.seq})"
+
+    def needs(self) -> list[Need]:
+        """Returns what this step needs of its peers."""
+        return [Need(rank, self.key, self.seq + 1) for rank in self.team if rank != self.rank]
+
+
+class Progressing(Protocol):
+    """A communication that goes on while its rank waits, for whatever that waits."""
+
+    def done(self) -> bool:
+        """Goes on as far as possible; returns whether it has ended."""
+        ...
+
+
+class Control(ABC):
+    """Collective operations on bytes; a launcher's transport implements the two gathers."""
+
+    def __init__(self, rank: int, size: int) -> None:
+        self.rank = rank
+        self.size = size
+        self.ledger = Ledger()
+        self.peers = Peers(rank)
+        self.world: Team = tuple(range(size))
+        # Where the ranks stand, when they all share a host.
+        self.board: Board | None = None
+        # The calls, by stream and count, that ended in a deadlock.
+        self._ended: set[tuple[Calls, int]] = set()
+        # What an earlier call ran into here, for the errors of those who wait for this rank.
+        self.trouble = ""
+        # The team of the run that this rank is in, and how many runs it has begun.
+        self.run: tuple[Team, int] = (), 0
+        self.runs: dict[Team, int] = {}
+        # What backends have started and nobody has waited for yet: it goes on in every wait.
+        self.works: set[Progressing] = set()
+        # Called with the key of a stream of calls whose members no longer agree where they are.
+        self.on_lost: list[Callable[[Calls], None]] = []
+        # Called, on all members of a team at once, when a call has failed on any of them.
+        self.on_mended: list[Callable[[Team], None]] = []
+
+    @abstractmethod
+    def _gather(self, record: bytes, step: ControlCall) -> list[bytes]:
+        """Gathers records of one size from all members, in team order."""
+
+    @abstractmethod
+    def _gather_varied(
+        self, payload: bytes, sizes: Sequence[int], step: ControlCall
+    ) -> list[bytes]:
+        """Gathers payloads of the given sizes from all members, in team order."""
+
+    @abstractmethod
+    def page(self, nbytes: int, team: Team) -> memoryview | None:
+        """Returns zeroed memory that the team shares, in 8-byte words; None where it cannot.
+
+        Collective over the team.
+        """
+
+    def wake(self, team: Team) -> None:
+        """Tells the members of a team, if they must be told, that a shared page has changed."""
+        return
+
+    def listen(self) -> None:
+        """Takes in what the peers have announced so far; without peers there is nothing."""
+        return
+
+    def poll_until(
+        self,
+        done: Callable[[], bool],
+        *,
+        what: Callable[[], str],
+        needs: Callable[[], Iterable[Need]],
+    ) -> None:
+        """Waits for `done()` with the deadline, watching the peers that the wait needs; whatever
+        this rank waits for, its communications go on.
+
+        Raises:
+            DeadlockError: ranks wait for each other; all of them raise it.
+            PeerError: a peer failed, left early, or its process is gone.
+            CommunicationTimeout: names what was waited for, and the ranks that have not come.
+        """
+        board = self.board
+        works = [work for work in self.works if work.done != done]
+
+        def done_here() -> bool:
+            if done():
+                return True
+            for work in works:
+                work.done()
+            return False
+
+        def look(waited_s: float) -> None:
+            self.listen()
+            if self.peers.events and not done():
+                self.peers.check(what(), needs())
+            if board is None or waited_s < WATCH_AFTER_S or done():
+                return
+            is_patient = waited_s < LEFT_AFTER_S
+            deadlock = board.watch(
+                what() + self.trouble, needs(), self.ledger.entered, is_patient=is_patient
+            )
+            if deadlock is not None:
+                self._count_as_entered(deadlock)
+                raise _deadlocked(deadlock)
+
+        def why() -> str:
+            return board.suspects(needs()) if board is not None else ""
+
+        try:
+            ended = done_here if works else done
+            poll_until(ended, what=what, look=look, rank=self.rank, why=why)
+        finally:
+            if board is not None:
+                board.clear()
+
+    def check_ended(self, what: Callable[[], str], needs: Iterable[Need]) -> None:
+        """Raises `DeadlockError` where one has ended the wait `what` on another rank."""
+        if self.board is None:
+            return
+        deadlock = self.board.watch(what() + self.trouble, needs, self.ledger.entered)
+        self.board.clear()
+        if deadlock is not None:
+            self._count_as_entered(deadlock)
+            raise _deadlocked(deadlock)
+
+    def _count_as_entered(self, deadlock: Deadlock) -> None:
+        """Ends the waits of a deadlock: later calls of all its ranks meet again."""
+        for need in (need for wait in deadlock.waits for need in wait.needs):
+            entered = self.ledger.entered
+            if need.rank == self.rank:
+                entered[need.key] = max(entered.get(need.key, 0), need.count)
+            if (need.key, need.count) not in self._ended:
+                self._ended.add((need.key, need.count))
+                self.lose(need.key)
+
+    def hear_of_deadlocks(self) -> None:
+        """Counts what others have ended: another error may have kept this rank from finding it."""
+        for deadlock in self.board.news() if self.board is not None else ():
+            self._count_as_entered(deadlock)
+
+    def lose(self, key: Calls) -> None:
+        """Gives up whatever transport carries a stream of calls; its next use makes another."""
+        for forget in self.on_lost:
+            forget(key)
+
+    def mend(self, team: Team) -> None:
+        """Gives up what a call that failed may have left behind in a team, and in parts of it."""
+        for give_up in self.on_mended:
+            give_up(team)
+
+    def begin_run(self, team: Team) -> None:
+        """Counts a run of a program on a team; each of its ranks begins as many."""
+        count = self.runs[team] = self.runs.get(team, 0) + 1
+        self.run = team, count
+
+    # Collective operations
+
+    def exchange(
+        self,
+        payload: bytes,
+        *,
+        team: Team | None = None,
+        stream: str = WITHIN_CALLS,
+        kind: str = "exchange",
+    ) -> list[bytes]:
+        """Returns the payloads of all members, in team order.
+
+        `stream`: the calls among which the ledgers count this one, for errors. `kind`: what it is,
+        which must be equal on all.
+        """
+        team = self._members(team, kind)
+        if len(team) == 1:
+            return [payload]
+        step = self._step(kind, team, stream)
+        records = self._records(step, 0, len(payload), _NO_DIGEST)
+        return self._gather_varied(payload, [size for _, size, _ in records], step)
+
+    def agree(
+        self,
+        error: BaseException | None,
+        *,
+        digest: bytes = b"",
+        team: Team | None = None,
+        stream: str = WITHIN_CALLS,
+    ) -> None:
+        """Returns when no member has an error and all digests are equal.
+
+        Raises:
+            error: this rank's own, if it has one.
+            PeerError: another member has an error; names rank, type and message.
+            ProgramMismatchError: the digests differ; `compare_texts` then tells where.
+        """
+        team = self._members(team, "agree")
+        if len(digest) > 16:
+            raise CommunicationError(f"a digest has at most 16 bytes, found {len(digest)}")
+        if len(team) == 1:
+            if error is not None:
+                raise error
+            return
+        text = f"{type(error).__name__}: {error}".encode() if error is not None else b""
+        step = self._step("agree", team, stream)
+        records = self._records(step, int(error is not None), len(text), digest.ljust(16, b"\0"))
+        if any(status for status, _, _ in records):
+            texts = self._gather_varied(text, [size for _, size, _ in records], step)
+            if error is not None:
+                raise error
+            failed = [i for i, (status, _, _) in enumerate(records) if status]
+            raise PeerError(_failures_text([(team[i], texts[i].decode()) for i in failed]))
+        if len({digest for _, _, digest in records}) > 1:
+            groups = _groups(team, [digest.hex() for _, _, digest in records])
+            raise ProgramMismatchError(
+                "the ranks are about to run different programs: "
+                + ", ".join(f"ranks {team_text(ranks)} have {value}" for value, ranks in groups)
+            )
+
+    def compare_texts(
+        self,
+        text: str,
+        *,
+        team: Team | None = None,
+        where_of: Callable[[str], str] = lambda line: "",
+        head: str = "the programs of the ranks",
+        part: str = "line",
+        stream: str = WITHIN_CALLS,
+    ) -> None:
+        """Returns when all members gave the same text.
+
+        `where_of` returns the user's line behind a line of the text, "" where there is none. The
+        message starts with `head`, and calls a line a `part`.
+
+        Raises:
+            ProgramMismatchError: on every member, with the first differing line, who has which, and
+                the users' lines.
+        """
+        team = self._members(team, "exchange")
+        told = self.exchange(text.encode(), team=team, stream=stream)
+        texts = [part.decode() for part in told]
+        if len(set(texts)) == 1:
+            return
+        columns = [one.splitlines() for one in texts]
+        for number in range(max(map(len, columns)) + 1):
+            lines = [lines[number] if number < len(lines) else "<end>" for lines in columns]
+            if len(set(lines)) > 1:
+                place = where_of(lines[team.index(self.rank)])
+                told = self.exchange(place.encode(), team=team, stream=stream)
+                lines = [
+                    f"{one} (user code at {place.decode()})" if place else one
+                    for one, place in zip(lines, told, strict=True)
+                ]
+                shown = [
+                    f"  ranks {team_text(ranks)}: {line}" for line, ranks in _groups(team, lines)
+                ]
+                # What a comment says stands in no line that anybody has seen.
+                at = (
+                    ""
+                    if all(one.startswith("// ") for one in lines)
+                    else f" at {part} {number + 1}"
+                )
+                raise ProgramMismatchError(f"{head} differ{at}:\n" + "\n".join(shown))
+        raise ProgramMismatchError(f"{head} differ in their line endings")
+
+    def _members(self, team: Team | None, kind: str) -> Team:
+        team = self.world if team is None else team
+        if self.rank not in team:
+            raise CommunicationError(f"{kind}: rank {self.rank} is not in team {team_text(team)}")
+        return team
+
+    def _step(self, kind: str, team: Team, stream: str = WITHIN_CALLS) -> ControlCall:
+        key = Calls(stream, team)
+        self.hear_of_deadlocks()
+        return ControlCall(kind, team, self.rank, key, self.ledger.enter(key))
+
+    def _records(
+        self, step: ControlCall, status: int, nbytes: int, digest: bytes
+    ) -> list[tuple[int, int, bytes]]:
+        """Gathers (status, size, digest) of all members, and checks that all do the same step."""
+        mine = _RECORD.pack(_KINDS.index(step.kind), status, nbytes, digest)
+        rows: list[tuple[int, int, int, bytes]] = [
+            _RECORD.unpack(record) for record in self._gather(mine, step)
+        ]
+        kinds = [_KINDS[row[0]] for row in rows]
+        if len(set(kinds)) > 1:
+            groups = _groups(step.team, kinds)
+            raise CommunicationError(
+                f"the ranks are at different control operations (sequence number {step.seq}): "
+                + ", ".join(f"ranks {team_text(ranks)} in {kind}" for kind, ranks in groups)
+            )
+        return [(status, size, digest) for _, status, size, digest in rows]
+
+
+def _deadlocked(deadlock: Deadlock) -> DeadlockError:
+    error = DeadlockError(deadlock.text())
+    error.is_after_failure = any(w.is_after_failure for w in deadlock.waits)
+    error.keys = {w.rank: [need.key for need in w.needs] for w in deadlock.waits}
+    return error
+
+
+class JobControl(Control):
+    """The control channel of a real job, whose ranks may fail and leave."""
+
+    def connect_board(self) -> None:
+        """Makes the board when all ranks share a host; collective over all ranks."""
+        files: list[int] = []
+        shared = self._shared(
+            nbytes_of(self.size), self.world, on_made=lambda fd: files.append(os.dup(fd))
+        )
+        if shared is not None:
+            self.board = Board(shared, self.rank, self.size, *files)
+        self.agree(None)
+        if self.board is not None:
+            self.board.connect()
+
+    def page(self, nbytes: int, team: Team) -> memoryview | None:
+        """See `Control.page`."""
+        shared = self._shared(nbytes, team)
+        return None if shared is None else memoryview(shared)[shared_page.LINE_NBYTES :].cast("Q")
+
+    def _shared(
+        self, nbytes: int, team: Team, on_made: Callable[[int], None] = lambda fd: None
+    ) -> mmap.mmap | None:
+        return shared_page.open_together(
+            lambda kind, payload: self.exchange(payload, team=team, kind=kind),
+            nbytes,
+            is_first=team[0] == self.rank,
+            on_made=on_made,
+        )
+
+    @abstractmethod
+    def announce(self, event: Event) -> None:
+        """Tells all peers that this rank failed or leaves; never raises and never waits."""
+
+    @abstractmethod
+    def finish(self) -> None:
+        """Waits, with a deadline, until every peer has announced that it leaves too."""
+
+    def wait_for_leavers(self, progress: Callable[[], None]) -> bool:
+        """Waits until every peer has announced that it leaves; returns whether all have.
+
+        A peer that still computes may take its time: after the deadline this rank says so and
+        leaves. One whose process is stopped or gone will not come.
+
+        Raises:
+            CommunicationTimeout: names the peers whose processes are stopped.
+            PeerError: the process of a peer is gone.
+        """
+        limit_s, board = options.timeout_s(), self.board
+        stop = time.monotonic() + limit_s
+        next_look = 0.0
+        while missing := [r for r in self.world if r != self.rank and r not in self.peers.events]:
+            self.listen()
+            progress()
+            now = time.monotonic()
+            if board is not None and now >= next_look:
+                next_look = now + LEAVERS_EVERY_S
+                board.stay("the end of the job", missing, self.ledger.entered)
+            if now < stop:
+                continue
+            states = [f"rank {r}" + (f" ({board.state(r)})" if board else "") for r in missing]
+            text = f"{', '.join(states)} did not leave within {limit_s:g} s (FUSER_TIMEOUT_S)"
+            if board is not None and any(map(board.is_stopped, missing)):
+                raise CommunicationTimeout(f"rank {self.rank} has finished, but {text}")
+            print(f"[fuser] rank {self.rank}: has finished; {text}", file=sys.stderr)
+            return False
+        return True
+
+    @abstractmethod
+    def abort(self, code: int) -> None:
+        """Ends this process, and the job as far as the launcher allows, with an exit code."""
+
+
+class LocalControl(Control):
+    """The control channel of a job with one rank."""
+
+    def __init__(self) -> None:
+        super().__init__(0, 1)
+
+    def page(self, nbytes: int, team: Team) -> memoryview | None:
+        return None
+
+    def _gather(self, record: bytes, step: ControlCall) -> list[bytes]:
+        return [record]
+
+    def _gather_varied(
+        self, payload: bytes, sizes: Sequence[int], step: ControlCall
+    ) -> list[bytes]:
+        return [payload]
+
+
+def _groups(team: Team, values: Sequence[str]) -> list[tuple[str, list[int]]]:
+    """Groups the ranks by value, in order of first appearance."""
+    groups: dict[str, list[int]] = {}
+    for rank, value in zip(team, values, strict=True):
+        groups.setdefault(value, []).append(rank)
+    return list(groups.items())
+
+
+def _failures_text(failures: list[tuple[int, str]]) -> str:
+    rank, text = failures[0]
+    if len(failures) == 1:
+        return f"rank {rank} failed: {text}"
+    others = ", ".join(str(rank) for rank, _ in failures[1:])
+    return f"rank {rank} failed: {text} (and rank {others} failed too)"

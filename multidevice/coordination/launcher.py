@@ -1,0 +1,119 @@
+"""What the launcher says about this process: rank, size, local rank, local size, and which
+launcher.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+
+from fuser.support import options
+from fuser.support.errors import CommunicationError, warn
+
+
+@dataclass(frozen=True)
+class LauncherInfo:
+    """The place of this process in its job; `launcher` is none, mpi, torchrun, slurm or simulated.
+
+    A local rank or size of -1 means that the launcher does not say.
+    """
+
+    launcher: str
+    rank: int
+    size: int
+    local_rank: int
+    local_size: int
+
+
+ALONE = LauncherInfo("none", 0, 1, 0, 1)
+
+# launcher -> the variables of rank, size, local rank, local size. The first launcher whose rank
+# is set wins; RANK is also exported by scripts under mpirun, so torchrun comes first only where
+# its agent says so.
+_LAUNCHERS = (
+    (
+        "mpi",
+        (
+            "OMPI_COMM_WORLD_RANK",
+            "OMPI_COMM_WORLD_SIZE",
+            "OMPI_COMM_WORLD_LOCAL_RANK",
+            "OMPI_COMM_WORLD_LOCAL_SIZE",
+        ),
+    ),
+    ("mpi", ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS")),
+    ("torchrun", ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")),
+    ("slurm", ("SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID", "SLURM_NTASKS_PER_NODE")),
+)
+
+
+def read_launch() -> LauncherInfo:
+    """Reads the launcher's environment; without one, this is rank 0 of 1.
+
+    Raises:
+        CommunicationError: a variable is missing, is no number, or does not fit the others.
+    """
+    if options.disabled("multidevice"):
+        return ALONE
+    innermost = "torchrun" if os.environ.get("TORCHELASTIC_RUN_ID") else ""
+    for launcher, names in sorted(_LAUNCHERS, key=lambda row: row[0] != innermost):
+        if os.environ.get(names[0]):
+            found = _read(launcher, names)
+            if found is not None:
+                return found
+    return ALONE
+
+
+def _read(launcher: str, names: tuple[str, str, str, str]) -> LauncherInfo | None:
+    values: list[int] = []
+    for position, name in enumerate(names):
+        text = os.environ.get(name)
+        if not text and launcher == "slurm":
+            # sbatch sets some of these for the batch script itself, which is no rank of anything.
+            if int(os.environ.get("SLURM_NTASKS", "1") or 1) > 1:
+                warn(f"{name} is not set: running as one rank")
+            return None
+        if not text and position >= 2:
+            values.append(-1)
+            continue
+        if not text or not text.isdigit():
+            found = (
+                f"is {text!r}, not a number" if text else f"is missing although {names[0]} is set"
+            )
+            raise CommunicationError(f"the launcher's variable {name} {found}")
+        values.append(int(text))
+    rank, size, local_rank, local_size = values
+    if rank >= size or local_rank >= local_size > 0:
+        raise CommunicationError(
+            f"the launcher's variables do not fit: {names[0]}={rank}, {names[1]}={size}, "
+            f"{names[2]}={local_rank}, {names[3]}={local_size}"
+        )
+    return LauncherInfo(launcher, rank, size, local_rank, local_size)
+
+
+def store_address(launch: LauncherInfo) -> tuple[str, int]:
+    """Returns host and port of the job's own store; never the port of torch's default group.
+
+    Raises:
+        CommunicationError: the ranks are on several hosts and no address is given.
+    """
+    host = options.master_addr() or os.environ.get("MASTER_ADDR")
+    if not host:
+        if launch.local_size not in (-1, launch.size):
+            raise CommunicationError(
+                f"{launch.size} ranks on several hosts need FUSER_MASTER_ADDR, the host of rank 0"
+            )
+        host = "127.0.0.1"
+    port = options.master_port()
+    if port is None:
+        text = os.environ.get("MASTER_PORT", "29500")
+        if not text.isdigit() or not 0 < int(text) < 65536:
+            raise CommunicationError(f"MASTER_PORT={text!r} is not a port number")
+        port = int(text) + 42
+        port = port if port < 65536 else port - 84
+    return host, port
+
+
+def uses_agent_store() -> bool:
+    """Returns whether MASTER_ADDR:MASTER_PORT is a store that torchrun's agent serves."""
+    given = options.master_addr() or options.master_port()
+    return given is None and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"

@@ -1,0 +1,333 @@
+"""`Communicator`: this process's rank, its peers, and the backend for each kind of device."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import threading
+from collections.abc import Callable
+from contextvars import ContextVar
+from dataclasses import replace
+from typing import TYPE_CHECKING, TypeVar
+
+import torch
+
+from fuser.support import options
+from fuser.support.errors import CommunicationError, UnsupportedError
+from multidevice.coordination.bounded_wait import Team
+from multidevice.coordination.control_channel import OF_USERS, Control, LocalControl
+from multidevice.coordination.launcher import ALONE, LauncherInfo, read_launch
+from multidevice.job import early_abort
+from multidevice.job.agreement import Channel, Prepared, Turns
+from multidevice.job.failure_guard import Guard, start_monitor
+from multidevice.transports.base.protocol import Backend, PeerMemory
+
+if TYPE_CHECKING:
+    from multidevice.transports.gloo import StoreControl
+    from multidevice.transports.mpi import MpiControl
+
+# The communicator of the simulated rank that runs in this context, if any.
+current_communicator: ContextVar[Communicator | None] = ContextVar(
+    "current_communicator", default=None
+)
+_lock = threading.Lock()
+# The processes that this one was forked from. To ask for the own number would take a system call.
+_ancestors: list[int] = []
+os.register_at_fork(after_in_child=lambda: _ancestors.append(os.getppid()))
+B = TypeVar("B")
+T = TypeVar("T")
+_singleton: list[Communicator] = []
+
+
+class Communicator:
+    """The ranks of a job; `instance()` makes it from the launcher's environment at first use.
+
+    Raises:
+        CommunicationError: the environment is inconsistent, or the ranks cannot be connected.
+    """
+
+    def __init__(
+        self,
+        launch: LauncherInfo,
+        control: Control,
+        make_backend: Callable[[torch.device], Backend],
+        make_peers: Callable[[torch.device], PeerMemory],
+    ) -> None:
+        self._ancestors = len(_ancestors)
+        self._launch = launch
+        self._control = control
+        self._make_backend = make_backend
+        self._make_peers = make_peers
+        self._backends: dict[tuple[str, int], Backend] = {}
+        self._peers: dict[tuple[str, int], PeerMemory] = {}
+        # Whose turn it is to call programs with a mesh.
+        self.turns = Turns()
+        self._channels: dict[Team, Channel | None] = {}
+
+    @staticmethod
+    def instance() -> Communicator:
+        """Returns the communicator of the simulated rank that runs here, else the one of this
+        process.
+        """
+        simulated = current_communicator.get()
+        if simulated is not None:
+            return simulated
+        if not _singleton:
+            with _lock:
+                if not _singleton:
+                    _singleton.append(_create())
+        return _singleton[0]
+
+    def size(self) -> int:
+        """Returns the number of ranks of the job."""
+        return self._launch.size
+
+    def rank(self) -> int:
+        """Returns the global rank of this process, which is its device id in meshes."""
+        return self._launch.rank
+
+    def local_size(self) -> int:
+        """Returns the number of ranks on this host."""
+        return self._launch.local_size
+
+    def local_rank(self) -> int:
+        """Returns the rank of this process among those of its host."""
+        return self._launch.local_rank
+
+    def is_available(self) -> bool:
+        """Returns whether a launcher started this process as a rank of a job."""
+        return self._launch.launcher != "none"
+
+    def is_real(self) -> bool:
+        """Returns whether the ranks are processes; simulated ones are threads of one."""
+        return self._launch.launcher not in ("simulated", "none")
+
+    def barrier(self) -> None:
+        """Returns when every rank has entered the barrier.
+
+        Raises:
+            CommunicationError: there is no launcher.
+        """
+        if not self.is_available():
+            raise CommunicationError(
+                "The singleton Communicator isn't available. This is most likely because the "
+                "program was started without a launcher: use mpirun or torchrun."
+            )
+        if self.size() > 1:
+            self._control.agree(None, stream=OF_USERS)
+
+    def backend_for(self, device: torch.device | str) -> Backend:
+        """Returns the backend that moves tensors of a device."""
+        return _found(self._backends, self._make_backend, torch.device(device))
+
+    def peers_for(self, device: torch.device | str) -> PeerMemory:
+        """Returns the backend that copies between the memories of peers, for tensors of a device:
+        `CommunicatorBackend.cuda`."""
+        return _found(self._peers, self._make_peers, torch.device(device))
+
+    def release_peers(self) -> None:
+        """Notes that a program which copied between peers has gone; see `PeerMemory.release`."""
+        for made in list(self._peers.values()):
+            made.release()
+
+    def are_on_one_host(self, devices: Team) -> bool:
+        """Returns whether the ranks that agree with this one are of its host; collective over them
+        at first use."""
+        channel = self.channel(devices)
+        return channel is None or channel.shares_memory
+
+    def have_access(self, device: torch.device) -> bool:
+        """Returns whether the ranks of this host are known to have access to each other's memory
+        on devices of this kind."""
+        if device.type != "cuda" or not self.is_real():
+            return True
+        count = self.local_size()
+        if count > torch.cuda.device_count():
+            return False  # each process sees its own GPU alone
+        pairs = itertools.permutations(range(count), 2)
+        # Memory of expandable segments cannot be mapped.
+        chosen = (os.environ.get(n, "") for n in ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"))
+        is_mappable = not any("expandable_segments:true" in c.lower() for c in chosen)
+        return is_mappable and all(torch.cuda.can_device_access_peer(a, b) for a, b in pairs)
+
+    def begin_run(self, team: Team) -> None:
+        """Counts a run of a program on a team: what a run that failed has sent is not received by a
+        later one. Each rank of the team begins the same runs."""
+        self._control.begin_run(team)
+        for made in tuple(self._peers.values()):
+            made.tidy()
+
+    def exchange(self, payload: bytes, *, team: Team | None = None) -> list[bytes]:
+        """Returns the payloads of all members (of the world by default), in team order."""
+        return self._control.exchange(payload, team=team, stream=OF_USERS)
+
+    def agree(
+        self, error: BaseException | None, digest: bytes = b"", *, team: Team | None = None
+    ) -> None:
+        """Returns when no member has an error and all digests (at most 16 bytes) are equal.
+
+        Raises:
+            error: this rank's own, if it has one.
+            PeerError: another member has an error; names rank, type and message.
+            ProgramMismatchError: the digests differ; `compare_texts` then tells where.
+        """
+        self._control.agree(error, digest=digest, team=team, stream=OF_USERS)
+
+    def compare_texts(self, text: str, *, team: Team | None = None) -> None:
+        """Raises ProgramMismatchError, on every member, with the first line that differs."""
+        self._control.compare_texts(text, team=team, stream=OF_USERS)
+
+    def channel(self, devices: Team) -> Channel | None:
+        """Returns where the ranks of these devices agree, as far as the job has them.
+
+        None for a rank that agrees with no other.
+        """
+        if len(_ancestors) > self._ancestors and self.size() > 1:
+            raise CommunicationError(
+                f"this process was forked from rank {self.rank()} and is no rank of the job: only "
+                "the process that the launcher started may run programs with a mesh"
+            )
+        if devices not in self._channels:
+            team = tuple(sorted({rank for rank in devices if rank < self.size()}))
+            is_alone = len(team) < 2 or self.rank() not in team
+            made = None if is_alone else Channel(self._control, team, self.turns)
+            self._channels.setdefault(devices, made)  # another thread's, if that was faster
+        return self._channels[devices]
+
+    def drain(self) -> None:
+        """Waits, within the deadline, for communications that devices still carry out."""
+        for backend in self._all_backends():
+            backend.drain()
+
+    def close(self) -> None:
+        """Closes the backends, in a fixed order."""
+        for backend in self._all_backends():
+            backend.close()
+
+    def _all_backends(self) -> list[Backend]:
+        kinds = self._backends, self._peers
+        return [made[key] for made in kinds for key in sorted(made)]
+
+
+def _found(
+    made: dict[tuple[str, int], B], make: Callable[[torch.device], B], device: torch.device
+) -> B:
+    """Returns what was made for a device, or makes it."""
+    index: int | None = device.index
+    if device.type == "cuda" and index is None:  # pyright: ignore[reportUnnecessaryComparison]
+        index = torch.cuda.current_device()
+    key = (device.type, index or 0)
+    if key not in made:
+        made[key] = make(torch.device(*key) if key[0] == "cuda" else device)
+    return made[key]
+
+
+def _create() -> Communicator:
+    """Makes the process's communicator from the launcher's environment."""
+    options.check_environment()
+    launch = read_launch()
+    if launch.rank == 0:
+        options.check_dump_ranks(launch.size)
+    if launch is ALONE or launch.size == 1:
+        alone = replace(launch, local_rank=0, local_size=1)
+        control = LocalControl()
+        return Communicator(alone, control, _local_backend, _local_peers)
+    return _connect(launch)
+
+
+def _local_backend(device: torch.device) -> Backend:
+    """Returns a backend for teams of one, which needs no transport."""
+    from multidevice.transports.simulated import Baton, SimulatedBackend, SimulatedControl
+
+    del device
+    return SimulatedBackend(SimulatedControl(0, 1, Baton(1)))
+
+
+def _local_peers(device: torch.device) -> PeerMemory:
+    """Returns the memory of a rank without peers."""
+    from multidevice.transports.simulated import Baton, SimulatedControl, SimulatedPeers
+
+    return SimulatedPeers(SimulatedControl(0, 1, Baton(1)), device)
+
+
+def _connect(launch: LauncherInfo) -> Communicator:
+    choice = options.backend()
+    uses_mpi = launch.launcher == "mpi" if choice == "auto" else choice == "mpi"
+    control: MpiControl | StoreControl
+    if uses_mpi:
+        from multidevice.transports.mpi import MpiBackend, MpiControl, local_layout
+
+        control = mpi = MpiControl(launch.rank, launch.size)
+        if launch.local_rank < 0 or launch.local_size < 0:
+            local_rank, local_size = local_layout(launch.rank, launch.size)
+            launch = replace(launch, local_rank=local_rank, local_size=local_size)
+        on_cpu: Callable[[], Backend] = lambda: MpiBackend(mpi)  # noqa: E731
+    else:
+        from multidevice.transports.gloo import GlooBackend, StoreControl
+
+        if launch.local_rank < 0 or launch.local_size < 0:
+            launch = replace(launch, local_rank=launch.rank, local_size=launch.size)
+        control = store = StoreControl(launch)
+        on_cpu = lambda: GlooBackend(store)  # noqa: E731
+    if torch.cuda.is_available():
+        # More ranks than GPUs share them, in turns.
+        torch.cuda.set_device(launch.local_rank % torch.cuda.device_count())
+    guard = Guard(control)
+    control.connect_board()
+
+    def make_backend(device: torch.device) -> Backend:
+        if device.type == "cpu":
+            return on_cpu()
+        if device.type == "cuda":
+            from multidevice.transports.nccl import NcclBackend
+
+            cpu = torch.device("cpu")
+            backend = NcclBackend(control, device, on_cpu=lambda: communicator.backend_for(cpu))
+            guard.reports.append(backend.kernels.failure)
+            guard.watch()
+            return backend
+        raise UnsupportedError(f"no communication backend for device {device}")
+
+    def make_peers(device: torch.device) -> PeerMemory:
+        if device.type == "cpu":
+            from multidevice.transports.peer_copy_cpu import CpuPeerBackend
+
+            return CpuPeerBackend(control)
+        if device.type == "cuda":
+            from multidevice.transports.peer_copy_cuda import CudaPeerBackend
+
+            backend = CudaPeerBackend(control, device)
+            guard.reports.append(backend.kernels.failure)
+            guard.watch()
+            return backend
+        raise UnsupportedError(f"no peer copies for device {device}")
+
+    communicator = Communicator(launch, control, make_backend, make_peers)
+    guard.on_exit.append(communicator.drain)
+    guard.after_exit.append(communicator.close)
+    guard.install()
+    if uses_mpi and control.board is not None:
+        start_monitor(control.board)
+    early_abort.disarm()
+    return communicator
+
+
+def run_agreed(communicator: Communicator, devices: Team, prepare: Callable[[], Prepared[T]]) -> T:
+    """Prepares on every rank of `devices`, then runs once they agree that they do the same.
+
+    Whatever `prepare` raises on one rank, every rank raises before anything is communicated.
+
+    A rank's calls have an order, which the other ranks' calls must have, too. Two threads of one
+    rank have none: who finds another thread in a call raises, on all ranks, and so does that call.
+
+    Raises:
+        UnsupportedError: another thread of this rank called meanwhile.
+        Exception: what `prepare` or the run raised here.
+        PeerError: another rank raised while it prepared; names rank, type and message.
+        InputError: the local extents, or the numbers, that the ranks were given differ.
+        ProgramMismatchError: they run different programs; names the inputs, with strides and what
+            else differs, that make them so, and shows the first differing line.
+        DeadlockError: ranks wait for each other in calls of different teams.
+    """
+    channel = communicator.channel(devices)
+    return prepare()[2]() if channel is None else channel.run(prepare)

@@ -1,0 +1,153 @@
+"""Cutting a whole tensor into shards, and putting shards together again."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from fuser.ir.domain.axis_path import transforms_between
+from fuser.ir.domain.tensor_domain import SplitTransform, transform_text
+from fuser.ir.layout_class import declared_order, stored_part
+from fuser.ir.naming import axis_words, tensor_words
+from fuser.ir.scalar import constructors as sc
+from fuser.ir.tensor import TensorView
+from fuser.ir.types import DEVICE_TYPES, ParallelType
+from fuser.support.arguments import checked
+from fuser.support.errors import ShardingError, UnsupportedError
+from multidevice.sharding.placement import cut_line, is_allocated_per_step
+
+if TYPE_CHECKING:
+    import torch
+
+
+@checked
+def shard_tensor(tensor: torch.Tensor, tv: TensorView, *, copy: bool = False) -> torch.Tensor:
+    """Return this rank's shard of `tensor`, the whole value of `tv`, without gaps in the memory
+    order that `tv` declares; along expanded axes it is one element, as `tv` is.
+
+    The shard is a view of `tensor` where that holds it so, as of a contiguous tensor that is cut
+    along its first axis or not at all: what is written into one stands in the other, also what a
+    program writes into an input that it updates. `copy=True` gives it memory of its own.
+    A rank outside the mesh gets the shard at coordinate 0.
+
+    Raises:
+        ShardingError: `tv` has no mesh, the rank is wrong, or the mesh does not divide an extent.
+        UnsupportedError: a device axis comes from a merge, or the allocation is cut by a stream.
+    """
+    from multidevice.job.communicator import Communicator
+
+    return shard_for_rank(tensor, tv, Communicator.instance().rank(), copy=copy)
+
+
+def shard_for_rank(
+    tensor: torch.Tensor, tv: TensorView, rank: int, *, copy: bool = False
+) -> torch.Tensor:
+    """Return the shard of `tensor` that `rank` holds of `tv`; see `shard_tensor`."""
+    view, axes, steps = _split_view(tensor, tv)
+    assert tv.mesh is not None
+    for dim, (_, ptype) in enumerate(axes):
+        if ptype is not None:
+            view = view.narrow(dim, tv.mesh.coordinate(rank, ptype), 1)
+    shard = _merge_back(view, steps)
+    stored = in_declared_order(tv, shard)
+    if copy and stored.untyped_storage().data_ptr() == tensor.untyped_storage().data_ptr():
+        stored = stored_part(tv, stored).clone().expand(shard.shape)
+    return stored
+
+
+def in_declared_order(tv: TensorView, shard: torch.Tensor) -> torch.Tensor:
+    """Return a shard without gaps in the memory order that `tv` declares, one element along
+    expanded axes: itself where it lies so, else a copy."""
+    # Axes as they lie in memory; an allocation of other axes than the logical ones has no order.
+    order = declared_order(tv) or tuple(range(tv.ndim))
+    stored = stored_part(tv, shard).permute(order).contiguous()
+    places = sorted(range(tv.ndim), key=order.__getitem__)
+    return stored.permute(places).expand(shard.shape)
+
+
+def unshard(shards: Sequence[torch.Tensor], tv: TensorView) -> torch.Tensor:
+    """Return the whole tensor of which `shards[i]` is what device i of `tv`'s mesh holds.
+
+    `shards` runs parallel to `tv.mesh.devices`.
+    """
+    from multidevice.sharding.queries import unsharded_sizes
+
+    assert tv.mesh is not None, f"{tv} has no mesh"
+    whole = shards[0].new_empty(unsharded_sizes(tv, tuple(shards[0].shape)))
+    view, axes, _ = _split_view(whole, tv)
+    for shard, rank in zip(shards, tv.mesh.devices, strict=True):
+        block = view
+        for dim, (_, ptype) in enumerate(axes):
+            if ptype is not None:
+                block = block.narrow(dim, tv.mesh.coordinate(rank, ptype), 1)
+        block.copy_(shard.reshape(block.shape))
+    return whole
+
+
+def _split_view(
+    tensor: torch.Tensor, tv: TensorView
+) -> tuple[torch.Tensor, list[tuple[int, ParallelType | None]], list[tuple[int, int]]]:
+    """View a whole tensor with its device axes as dimensions of their own.
+
+    Returns the view; per dimension its axis number and device type (None: not cut); and the splits
+    made, as (dimension, number of dimensions it became), in order.
+    """
+    domain = tv.domain
+    if tv.mesh is None:
+        raise ShardingError(f"{tensor_words(tv)} has no DeviceMesh")
+    if is_allocated_per_step(tv):
+        raise UnsupportedError(
+            f"{tensor_words(tv)} is allocated per step of a stream: it has no single shard"
+        )
+    logical = domain.no_reductions
+    if tensor.dim() != len(logical):
+        raise ShardingError(
+            f"{tensor_words(tv)} has {len(logical)} axes, but the tensor has shape "
+            f"{tuple(tensor.shape)}"
+        )
+    device = [a for a in domain.loop if a.is_device and not a.is_reduction() and a.size != sc.ONE]
+    types: dict[int, ParallelType] = {a.number: a.ptype for a in device}
+    axes: list[tuple[int, ParallelType | None]] = [(a.number, types.get(a.number)) for a in logical]
+    steps: list[tuple[int, int]] = []
+    view = tensor
+    for t in transforms_between(domain, logical, device):
+        dim = next((d for d, (n, _) in enumerate(axes) if n == t.inputs[0]), None)
+        split = domain.splits.get(t.inputs[0])
+        if split is None or split is not t or dim is None:
+            raise UnsupportedError(
+                f"{tensor_words(tv)}: only splits lead to device axes of a shard, found "
+                f"{transform_text(t, domain)}"
+            )
+        sizes = _split_sizes(view.size(dim), split, tv)
+        view = view.reshape(*view.shape[:dim], *sizes, *view.shape[dim + 1 :])
+        axes[dim : dim + 1] = [(n, types.get(n)) for n in t.outputs]
+        steps.append((dim, 2))
+    for dim, (number, ptype) in enumerate(axes):
+        if ptype is not None and view.size(dim) != tv.mesh.size_of(ptype):
+            axis = next(a for a in device if a.number == number)
+            raise ShardingError(
+                f"{axis_words(tv, axis)} has extent {view.size(dim)}, but {tv.mesh} has "
+                f"{tv.mesh.size_of(ptype)} devices along {ptype.name}"
+            )
+    assert all(p in DEVICE_TYPES for p in types.values())
+    return view, axes, steps
+
+
+def _split_sizes(size: int, split: SplitTransform, tv: TensorView) -> tuple[int, int]:
+    axis, factor = tv.domain.axes[split.inp], sc.int_value(split.factor)
+    if factor is None:
+        raise UnsupportedError(f"{tensor_words(tv)} is split by the symbolic factor {split.factor}")
+    if factor < 1 or size % factor != 0:
+        line = cut_line(tv, tv.domain.rotated(split.outer).ptype)
+        annotated = f" (annotated at {line})" if line else ""
+        raise ShardingError(
+            f"the extent {size} of {axis_words(tv, axis)} is not divisible by {factor} "
+            f"(device mesh {tv.mesh}){annotated}"
+        )
+    return (size // factor, factor) if split.inner_split else (factor, size // factor)
+
+
+def _merge_back(view: torch.Tensor, steps: list[tuple[int, int]]) -> torch.Tensor:
+    for dim, count in reversed(steps):
+        view = view.flatten(dim, dim + count - 1)
+    return view

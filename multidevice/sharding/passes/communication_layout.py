@@ -1,0 +1,226 @@
+"""Communication layout: the memory orders that collectives need.
+
+A collective sees flat buffers: part i of the gathered (or scattered) buffer belongs to team
+member i. So on both sides of an allgather or reduce-scatter the gathered or scattered axis is
+outermost in memory, and every buffer is contiguous. Where that is not so, a local copy with a
+permuted allocation domain is put between.
+
+    y [M, N] = set(x [M, DIDx(N)])   ->   t [M, DIDx(N)] = set(x)    memory order (N, M)
+                                          y [M, N] = set(t)          memory order (N, M)
+"""
+
+from __future__ import annotations
+
+from fuser.ir.fusion import Fusion, TensorOp
+from fuser.ir.memory_layout import copy_memory_order, is_contiguous, memory_order, set_memory_order
+from fuser.ir.naming import in_ir, tensor_words
+from fuser.ir.ops.nodes import LibraryOp, LoadStoreOp, ReshapeOp, Reshard
+from fuser.ir.scalar import constructors as sc
+from fuser.ir.tensor import TensorView
+from fuser.passes.view_ops import is_copy
+from fuser.support.errors import UnsupportedError, user_code
+from multidevice.sharding.placement import (
+    clone_domain,
+    copy_like,
+    is_plain_broadcast,
+    placement,
+    without_streams,
+)
+from multidevice.sharding.reshard import (
+    communicates,
+    communication_type,
+    is_device_to_stream,
+    is_exchange,
+    is_step_slice,
+    moved_axes,
+)
+from multidevice.sharding.streams import (
+    allocated_per_step,
+    scatters_steps,
+    stream_axes,
+    stream_axis,
+)
+
+_OUTERMOST = ("Allgather", "ReduceScatter")
+
+
+def lay_out_communication(fusion: Fusion) -> None:
+    """Give both sides of every collective a contiguous memory order that it can work on.
+
+    Before: the fusion is decomposed. After: every collective's operand and result are contiguous,
+    in the same order of axes, with the gathered or scattered axis outermost where the type needs
+    it. The host program relies on it. A result without a declared allocation domain takes the
+    collective's order; a declared one is a requirement, met by a copy behind the collective.
+
+    A collective in steps sees one block at a time. A block is dense where each step has memory of
+    its own, or where the stream's axis is outermost; else a copy in the same step comes between.
+    """
+    per_step = _PerStep(fusion)
+    for op in fusion.exprs:
+        if isinstance(op, Reshard) and communicates(op):
+            _fit_consumer(per_step, _fit_producer(per_step, op))
+
+
+def communicated(fusion: Fusion) -> set[TensorView]:
+    """Return the operands and results of collectives, and what steps slice these out of: every rank
+    has them in the same order, whichever its inputs have."""
+    found: set[TensorView] = set()
+    for op in reversed(fusion.exprs):
+        if communicates(op) or (is_step_slice(op) and op.out_tensor in found):
+            found.update((op.inputs[0], op.out_tensor))  # pyright: ignore[reportArgumentType]
+    return found
+
+
+class _PerStep:
+    """Which tensors each step has memory of its own for, found anew when the ops have changed."""
+
+    def __init__(self, fusion: Fusion) -> None:
+        self.fusion = fusion
+        self._exprs: tuple[TensorOp, ...] | None = None
+        self._found: set[TensorView] = set()
+
+    def __contains__(self, tv: TensorView) -> bool:
+        if self._exprs is not self.fusion.exprs:
+            self._exprs, self._found = self.fusion.exprs, allocated_per_step(self.fusion)
+        return tv in self._found
+
+
+def _is_local_one(tv: TensorView, position: int, *, in_steps: bool) -> bool:
+    """Whether what a collective sees has extent 1 along an axis, so that its place in memory does
+    not matter."""
+    axis = tv.domain.no_reductions[position]
+    if is_plain_broadcast(axis) or sc.int_value(axis.size) == 1:
+        return True
+    return any(c.whole and (in_steps or c.ptype.is_device) for c in placement(tv)[position])
+
+
+def _required_order(tv: TensorView, axis: int | None, *, in_steps: bool) -> list[int]:
+    """Return the memory order of `tv` with `axis` moved outermost, if that makes a difference."""
+    order = [p for p, _ in memory_order(tv)]
+    if axis is None:
+        return order
+    before = (_is_local_one(tv, p, in_steps=in_steps) for p in order[: order.index(axis)])
+    if _is_local_one(tv, axis, in_steps=in_steps) or all(before):
+        return order
+    return [axis, *(p for p in order if p != axis)]
+
+
+def _step_outermost(tv: TensorView, order: list[int]) -> list[int]:
+    """Return the order with a stream outermost of which a step is one index, or one of each of the
+    axes that it merges: its blocks lie in memory of the whole."""
+    streams = [s.position for s in stream_axes(tv) if s.is_logical]
+    if not streams or _is_dense(tv, order):
+        return order
+    return [*(p for p in order if p in streams), *(p for p in order if p not in streams)]
+
+
+def _is_dense(tv: TensorView, order: list[int]) -> bool:
+    """Whether one step's block of a tensor with this memory order has no gaps in the whole."""
+    streams = stream_axes(tv)
+    assert streams, f"{tv} is not computed in steps"
+    outside = order[: max(order.index(s.position) for s in streams)]
+    return all(_is_local_one(tv, p, in_steps=True) for p in outside)
+
+
+def _is_dense_block(per_step: _PerStep, tv: TensorView, order: list[int]) -> bool:
+    """Whether one step's block of a tensor with this memory order has no gaps."""
+    return _is_dense(tv, order) or tv in per_step
+
+
+def _outermost_axes(op: Reshard) -> tuple[int | None, int | None]:
+    """Return the axes, of operand and result, that the type of the collective needs outermost."""
+    return moved_axes(op) if communication_type(op) in _OUTERMOST else (None, None)
+
+
+def _is_in_steps(op: Reshard) -> bool:
+    return stream_axis(op.out) is not None
+
+
+def _fit_producer(per_step: _PerStep, op: Reshard) -> Reshard:
+    fusion, operand = per_step.fusion, op.inp
+    scatters = scatters_steps(op)
+    in_steps = scatters or (_is_in_steps(op) and not is_device_to_stream(op))
+    axis = None if scatters else _outermost_axes(op)[0]
+    order = _required_order(operand, axis, in_steps=in_steps)
+    order = _step_outermost(operand, order) if in_steps else order
+    is_dense = not in_steps or _is_dense_block(per_step, operand, order)
+    if order == [p for p, _ in memory_order(operand)] and is_contiguous(operand) and is_dense:
+        return op
+    if is_dense and _may_relayout(fusion, operand):
+        set_memory_order(operand, order)
+        return op
+    cuts = placement(operand)
+    if not in_steps:
+        cuts = tuple(map(without_streams, cuts))
+    made = copy_like(operand, operand.mesh, cuts)
+    set_memory_order(made, order)
+    moved = op.replace(inp=made)
+    fusion.replace_expr(op, [LoadStoreOp(made, operand).replace(where=op.where), moved])
+    return moved
+
+
+def _may_relayout(fusion: Fusion, tv: TensorView) -> bool:
+    """Whether a tensor's own memory order is ours to choose: a kernel writes it, for this op
+    alone.
+    """
+    definition = tv.definition()
+    if definition is None or tv.domain.allocation or tv in fusion.outputs:
+        return False
+    if isinstance(definition, LibraryOp | ReshapeOp):
+        return False  # torch chose the order of its results; a reshape may alias its operand
+    if isinstance(definition, LoadStoreOp) and not is_copy(definition):
+        return False  # so may a permute
+    return len(tv.uses()) == 1 and not isinstance(definition, Reshard)
+
+
+def _fit_consumer(per_step: _PerStep, op: Reshard) -> None:
+    """Write the collective's result in the operand's order of axes."""
+    fusion, operand, out = per_step.fusion, op.inp, op.out
+    order = _mapped_order(op, [p for p, _ in memory_order(operand)])
+    # A device gets what a step computes as it is.
+    axis = None if scatters_steps(op) else _outermost_axes(op)[1]
+    if axis is not None:
+        # The operand's order stays; an axis that is of extent 1 on its shards may still lead here.
+        rest = [p for p in order if p != axis]
+        outside = order[: order.index(axis)]
+        is_first = all(_is_local_one(out, p, in_steps=_is_in_steps(op)) for p in outside)
+        order = order if is_first else [axis, *rest]
+    order = _step_outermost(out, order)
+    is_dense = not _is_in_steps(op) or _is_dense_block(per_step, out, order)
+    current = [p for p, _ in memory_order(out)]
+    if order == current and is_contiguous(out) and is_dense:
+        return
+    if not out.domain.allocation and is_contiguous(out) and is_dense:
+        set_memory_order(out, order)
+        for use in out.uses():
+            if is_step_slice(use):
+                copy_memory_order(out, use.out_tensor)
+        return
+    domain, _ = clone_domain(fusion, out.domain)
+    made = fusion.new_tensor(domain.in_logical_order(), out.dtype(), mesh=out.mesh)
+    out.domain = out.domain.without_root()
+    set_memory_order(made, order)
+    computed = op.map_values(lambda v: made if v is out else v)
+    fusion.replace_expr(op, [computed, LoadStoreOp(out, made).replace(where=op.where)])
+    stream = stream_axis(made)
+    if is_exchange(op) and stream is not None and not _is_dense_block(per_step, made, order):
+        # What a step receives is no block that it computes, so it lies in memory of the whole.
+        raise UnsupportedError(
+            f"{op.name} of {tensor_words(operand)}: blocks along axis {stream.position} are "
+            f"received in steps into memory in which axis {order[0]} is outermost"
+            f"{user_code(op.where)}{in_ir(f'{operand} -> {out}')}"
+        )
+
+
+def _mapped_order(op: TensorOp, order: list[int]) -> list[int]:
+    """Translate positions of the operand to positions of the result; axes that end are left out."""
+    out = op.out_tensor
+    position = 0
+    to_out: dict[int, int] = {}
+    for root, source in zip(out.domain.maybe_root, op.axis_map(0), strict=True):
+        if root.is_reduction():
+            continue
+        if source is not None:
+            to_out[source] = position
+        position += 1
+    return [to_out[p] for p in order if p in to_out]

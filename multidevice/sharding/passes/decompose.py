@@ -1,0 +1,287 @@
+"""Decomposition: every op becomes local, or exactly one collective or local slice.
+
+Before: shardings are propagated, operands and results of an op may be placed differently. After:
+an op whose operand and result differ in sharding is a `set` or a reduction over one device axis,
+with one device type changing.
+
+    out [M, DIDx(N)] = linear(x [DIDx(M), K], w)  ->  c [M, K] = set(x)           (allgather)
+                                                      out = linear(c, w)
+    y [M, N] = relu(x [DIDx(M), N])               ->  t [DIDx(M), N] = relu(x)
+                                                      y = set(t)                  (allgather)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+
+from fuser.ir.axis_graph import mapped_axes, tensor_operands
+from fuser.ir.domain.device_mesh import DeviceMesh
+from fuser.ir.dtypes import nbytes_of
+from fuser.ir.fusion import Fusion, TensorOp
+from fuser.ir.naming import in_ir
+from fuser.ir.ops.nodes import LoadStoreOp
+from fuser.ir.tensor import TensorView
+from fuser.ir.types import DEVICE_TYPES, ParallelType
+from fuser.passes.view_ops import is_copy
+from fuser.support.errors import ShardingError, user_code
+from multidevice.sharding.passes.partial_sums import (
+    add_row_parallel_bias_last,
+    exchange_partial_sums,
+    factor_spread_reductions,
+    reduces_one_device_axis,
+)
+from multidevice.sharding.placement import (
+    SPREAD_TYPES,
+    Cuts,
+    add_cuts,
+    axis_cuts,
+    clone_domain,
+    only_devices,
+    outside_streams,
+    placement,
+    step_parts,
+    unparallelize,
+    unparallelize_inward,
+)
+from multidevice.sharding.propagation import (
+    Transfers,
+    apply_steps,
+    backward_cuts,
+    fitting_placement,
+    forward_cuts,
+    sibling_cuts,
+    uncuttable_axes,
+)
+from multidevice.sharding.queries import (
+    has_mesh,
+    has_streams,
+    have_different_shardings,
+    is_resharding,
+    partial_sum_axes,
+)
+from multidevice.sharding.reshard import as_reshard, check_lowerable
+from multidevice.sharding.stepwise import Copies, split_copies
+from multidevice.sharding.stream_steps import keep_computable_streams, slice_operands
+
+
+def decompose_reshardings(
+    fusion: Fusion, *, overlap: Callable[[Fusion], None] | None = None
+) -> None:
+    """Rewrite the fusion until every op is local or a `Reshard`: one collective or local slice.
+
+    `overlap` may give tensors steps where all ops that communicate are known.
+
+    Raises:
+        ShardingError: an op cannot be computed with the placements asked for.
+        UnsupportedError: a change of placement that no supported collective makes.
+    """
+    if not (has_mesh(fusion) or has_streams(fusion)):
+        return
+    add_row_parallel_bias_last(fusion)
+    factor_spread_reductions(fusion)
+    copies = Copies(fusion)
+    insert_reshardings(fusion, copies)
+    if overlap is not None:
+        overlap(fusion)
+    complete_steps(fusion, copies)
+
+
+def complete_steps(fusion: Fusion, copies: Copies) -> None:
+    """Make single communications of the copies and sums of a fusion, and its steps computable."""
+    exchange_partial_sums(fusion)
+    split_copies(fusion, copies)
+    copies.drop_unused()
+    keep_computable_streams(fusion)
+    slice_operands(fusion)
+    name_reshardings(fusion)
+
+
+def name_reshardings(fusion: Fusion) -> None:
+    """Make every copy and reduction that changes a placement the `Reshard` that it is."""
+    ops: list[TensorOp] = []
+    for op in fusion.exprs:
+        found = as_reshard(op)
+        if found is not None:
+            check_lowerable(found)
+        ops.append(op if found is None else found)
+    fusion.exprs = ops
+
+
+# ------------------------------------------------------------------ copies around ops
+def insert_reshardings(fusion: Fusion, copies: Copies) -> None:
+    """Put resharding copies before or after the ops whose operands and results differ in placement.
+
+    Several consumers of one tensor share a copy with the same placement.
+    """
+    for op in fusion.exprs:
+        op = _align_siblings(fusion, _free_whole_axes(fusion, op))
+        if is_copy(op):
+            continue
+        differing = _differing(op)
+        if not differing:
+            continue
+        if _goes_after(op) and _insert_after(fusion, op):
+            continue
+        for index in differing:
+            op = _insert_before(op, index, copies)
+        for _ in DEVICE_TYPES:
+            if not _differing(op):
+                break
+            # Two index expressions that agree but are not provably equal, behind a reshape: perhaps
+            # only with what else is known of an extent that is cut.
+            op = _compute_whole(fusion, op, _changing_types(op))
+            for index in _differing(op):
+                op = _insert_before(op, index, copies)
+        if _differing(op):
+            operands = ", ".join(str(v) for _, v in tensor_operands(op))
+            raise ShardingError(
+                f"{op.name} cannot be computed as its result is placed: an operand has no matching "
+                f"placement{user_code(op.where)}"
+                f"{in_ir(f'{operands} -> {op.out_tensor}')}"
+            )
+
+
+def _needs(op: TensorOp, index: int) -> Transfers:
+    return backward_cuts(op, index, op.out_tensor)
+
+
+def _differing(op: TensorOp) -> list[int]:
+    """Return the operands that are not placed as the op's result needs them."""
+    if reduces_one_device_axis(op):
+        # The collective itself: its operand is cut on the reduced axis, and nowhere else differs.
+        operand = op.inputs[0]
+        types = [p for p in DEVICE_TYPES if have_different_shardings(op, 0, (p,))]
+        summed = next(a.ptype for a in op.out_tensor.domain.logical if a.is_reduction())
+        reduced = next(p for p, c in mapped_axes(op, 0) if c.is_reduction())
+        have = axis_cuts(operand, DEVICE_TYPES).get(reduced.number, ())
+        is_fit = types == [summed] and any(c.ptype is summed for c in have)
+        return [] if is_fit else [0]
+    return [
+        index
+        for index, _ in tensor_operands(op)
+        if any(have_different_shardings(op, index, out=out) for out in op.outputs)
+    ]
+
+
+def _align_siblings(fusion: Fusion, op: TensorOp) -> TensorOp:
+    """Give all results of an op the placement of the first, and copy those that differ from it."""
+    first = op.out_tensor
+    computed, copies = op, list[TensorOp]()
+    for out in op.outputs[1:]:
+        wanted = _cuts_beside(op, first, out)
+        if _device_cuts(out) == wanted and out.mesh == first.mesh:
+            continue
+        local = _result_like(out, first.mesh)
+        unparallelize(local, lambda a: True)
+        for axis, cuts in zip(local.domain.logical, wanted, strict=True):
+            add_cuts(local, axis.number, cuts)
+        out.domain = out.domain.without_root()
+        computed = computed.map_values(lambda v, o=out, n=local: n if v is o else v)
+        copies.append(LoadStoreOp(out, local).replace(where=op.where))
+    if copies:
+        fusion.replace_expr(op, [computed, *copies])
+    return computed
+
+
+def _cuts_beside(op: TensorOp, first: TensorView, out: TensorView) -> list[Cuts]:
+    """Return the device cuts that `first` gives another result of the op, per logical axis."""
+    cuts = _device_cuts(first)
+    beside = {b: cuts[a] for a, b in op.parallel_cuts(first, out)}
+    return [beside.get(k, ()) for k in range(len(out.domain.logical))]
+
+
+def _device_cuts(tv: TensorView) -> list[Cuts]:
+    """Return the device cuts per logical axis, reductions included."""
+    cuts = axis_cuts(tv, DEVICE_TYPES)
+    return [cuts.get(a.number, ()) for a in tv.domain.logical]
+
+
+def _free_whole_axes(fusion: Fusion, op: TensorOp) -> TensorOp:
+    """Compute an op whole along axes that it cannot split, and cut its result in a copy.
+
+    Such are the axes that a cat joins, an iota counts, a slice or pad resizes, and the inner axes
+    of a reshape.
+    """
+    for position, out in enumerate(op.outputs):
+        whole = uncuttable_axes(op, DEVICE_TYPES, out)
+        have = axis_cuts(out, DEVICE_TYPES)
+        types = {c.ptype for n, cuts in have.items() if n in whole for c in cuts}
+        if types:
+            op = _compute_whole(fusion, op, types, position)
+    return op
+
+
+def _changing_types(op: TensorOp) -> set[ParallelType]:
+    return {
+        p
+        for p in DEVICE_TYPES
+        for index, _ in tensor_operands(op)
+        if have_different_shardings(op, index, (p,))
+    }
+
+
+def _compute_whole(
+    fusion: Fusion, op: TensorOp, types: Collection[ParallelType], position: int = 0
+) -> TensorOp:
+    """Compute one result of an op without these device types, and cut it in a copy."""
+    out: TensorView = op.outputs[position]
+    local = _result_like(out, out.mesh)
+    unparallelize_inward(local, lambda a: a.ptype in types and not a.is_reduction())
+    computed = op.map_values(lambda v: local if v is out else v)
+    out.domain = out.domain.without_root()
+    fusion.replace_expr(op, [computed, LoadStoreOp(out, local).replace(where=op.where)])
+    return computed
+
+
+def _result_like(out: TensorView, mesh: DeviceMesh | None) -> TensorView:
+    """Create a tensor with a fresh copy of `out`'s domain, without a declared memory order."""
+    domain, _ = clone_domain(out.fusion, out.domain)
+    plain = domain.in_logical_order()
+    return out.fusion.new_tensor(plain, out.dtype(), mesh=mesh)
+
+
+# -- after
+def _goes_after(op: TensorOp) -> bool:
+    """Whether the op should run with its operand's placement: one in, one out, and not dearer.
+
+    Slicing the operand of the op costs less than slicing its result, and gathering before a cast to
+    a wider type costs less than gathering after it.
+    """
+    operands = list(tensor_operands(op))
+    if len(operands) != 1 or len(op.outputs) != 1 or reduces_one_device_axis(op):
+        return False
+    operand, out = operands[0][1], op.out_tensor
+    if partial_sum_axes(out):
+        return False
+    if nbytes_of(operand.dtype()) < nbytes_of(out.dtype()):
+        return False
+    return any(any(c.ptype.is_device for c in cuts) for cuts in placement(operand))
+
+
+def _insert_after(fusion: Fusion, op: TensorOp) -> bool:
+    """Run the op with its operand's placement and copy the result; False if that is impossible."""
+    ((index, operand),) = tensor_operands(op)
+    out = op.out_tensor
+    local = _result_like(out, operand.mesh)
+    unparallelize(local, lambda a: True)
+    computed = op.map_values(lambda v: local if v is out else v)
+    cuts = forward_cuts(computed, index, local)
+    is_nested = any(outside_streams(c) != only_devices(c) for _, c in cuts)
+    apply_steps(local, operand, cuts, SPREAD_TYPES if is_nested else DEVICE_TYPES)
+    # Steps of the result are steps of what it is copied from, where the copy allows it.
+    apply_steps(local, out, sibling_cuts(op, out, local))
+    if any(a.is_reduction() and a.is_device for a in local.domain.loop):
+        return False
+    if is_resharding(computed):
+        return False
+    out.domain = out.domain.without_root()
+    fusion.replace_expr(op, [computed, LoadStoreOp(out, local).replace(where=op.where)])
+    return True
+
+
+# -- before
+def _insert_before(op: TensorOp, index: int, copies: Copies) -> TensorOp:
+    """Give one operand the placement that the result needs, through a shared copy."""
+    operand, out = op.inputs[index], op.out_tensor
+    cuts = fitting_placement(operand, _needs(op, index), out.mesh, step_parts(out))
+    return copies.feed(op, index, mesh=out.mesh, cuts=cuts)

@@ -1,0 +1,144 @@
+"""The last word on domains: device axes reach the allocation domain and lead the loop domain.
+
+Before: cuts live in loop domains, allocation domains describe whole tensors. After: every tensor
+that is cut has an allocation domain with its device axes in it, also with its stream axis where
+each step of a loop has its own memory, and every loop domain is
+`[stream?, DIDz?, DIDy?, DIDx?, serial...]`. Segmentation and host lowering rely on both.
+
+    w [DIDx{d}, N/d, K], no allocation domain  ->  allocation (iDIDx{d}, iN/d, iK), contiguous
+"""
+
+from __future__ import annotations
+
+from fuser.ir.domain.device_mesh import DeviceMesh
+from fuser.ir.domain.tensor_domain import IterDomain, numbers
+from fuser.ir.fusion import Fusion
+from fuser.ir.memory_layout import is_contiguous, memory_order
+from fuser.ir.naming import in_ir, tensor_words
+from fuser.ir.ops.nodes import Reshard
+from fuser.ir.tensor import TensorView
+from fuser.ir.types import DEVICE_TYPES, STREAM_TYPES
+from fuser.support.errors import ShardingError, user_code
+from multidevice.sharding.placement import clone_domain, spread_axes
+from multidevice.sharding.queries import has_streams
+from multidevice.sharding.reshard import communicates, is_step_slice
+from multidevice.sharding.streams import StreamLoops, allocated_per_step
+
+# Outermost first. Other types stand behind, in their order.
+_RANK = {p: k for k, p in enumerate((*STREAM_TYPES, *reversed(DEVICE_TYPES)))}
+
+
+def finalize_domains(fusion: Fusion) -> None:
+    """Write cuts into allocation domains and sort loop domains.
+
+    Raises `ShardingError` when a tensor has no mesh among several meshes, or a collective's
+    operand or result is not contiguous.
+    """
+    complete_meshes(fusion)
+    per_step: set[TensorView] = set()
+    if has_streams(fusion):
+        slice_per_loop(fusion)
+        per_step = allocated_per_step(fusion)
+    for tv in fusion.tensors():
+        shard_allocation(tv, per_step=tv in per_step)
+        parallel_axes_to_front(tv)
+    for op in fusion.exprs:
+        if not communicates(op):
+            continue
+        for tv in (op.inputs[0], op.out_tensor):
+            if not is_contiguous(tv):
+                raise ShardingError(
+                    "Resharding expression must have contiguous inputs and outputs: "
+                    f"{tensor_words(tv)} is not, in {op.name}{user_code(op.where)}{in_ir(op)}"
+                )
+
+
+def complete_meshes(fusion: Fusion) -> None:
+    """Give tensors that no annotation reaches the fusion's mesh, replicated.
+
+    Raises `ShardingError` when there are several meshes to choose from.
+    """
+    meshes: dict[DeviceMesh, TensorView] = {}
+    for tv in fusion.tensors():
+        if tv.mesh is not None:
+            meshes.setdefault(tv.mesh, tv)
+    if not meshes:
+        return
+    for tv in fusion.tensors():
+        if tv.mesh is None and not tv.is_cpu_scalar:
+            if len(meshes) > 1:
+                found = ", ".join(f"{mesh} ({of.label})" for mesh, of in meshes.items())
+                raise ShardingError(
+                    "Cannot have some TensorViews with device mesh and some without: "
+                    f"{tensor_words(tv)} has none, and there are {found}"
+                    f"{user_code(tv.user_line())}{in_ir(tv)}"
+                )
+            tv.mesh = next(iter(meshes))
+
+
+def slice_per_loop(fusion: Fusion) -> None:
+    """Give every loop slices of its own: outside of a loop, a slice names nothing."""
+    slices = [op for op in fusion.exprs if isinstance(op, Reshard) and is_step_slice(op)]
+    if not slices:
+        return
+    loops = StreamLoops(fusion)
+    loop_of = {out: loops.loop_of(op) for op in fusion.exprs for out in op.outputs}
+    for op in slices:
+        made = {loop_of[op.out]: op.out}
+        for reader in fusion.uses(op.out):
+            loop = loop_of[reader.out_tensor]
+            if loop not in made:
+                domain, _ = clone_domain(fusion, op.out.domain)
+                made[loop] = fusion.new_tensor(domain, op.out.dtype(), mesh=op.out.mesh)
+                fusion.insert_before(reader, [op.replace(out=made[loop])])
+            if made[loop] is not op.out:
+                fusion.replace_uses(op.out, made[loop], where=lambda e, r=reader: e is r)
+
+
+def shard_allocation(tv: TensorView, *, per_step: bool) -> None:
+    """Split the allocation axes of a tensor as its loop axes are cut; contiguity follows.
+
+    `per_step`: a stream's too. The parts of a cut axis stand where the axis stood: the memory of a
+    shard keeps the axes' order.
+    """
+    if not spread_axes(tv):
+        return
+    domain = tv.domain
+    logical = domain.no_reductions
+    allocation: list[IterDomain] = []
+    contiguity: list[bool | None] = []
+    for position, flag in memory_order(tv):
+        parts = _parts(tv, logical[position], with_stream=per_step)
+        allocation += parts
+        # Blocks of a strided axis are as far apart as their elements say; the blocks are
+        # consecutive.
+        contiguity += [None if flag is None else True] * (len(parts) - 1) + [flag]
+    reductions = [
+        a
+        for root in domain.logical
+        if root.is_reduction()
+        for a in _parts(tv, root, with_stream=False)
+    ]
+    tv.domain = domain.with_allocation(
+        numbers((*allocation, *reductions)), (*contiguity, *(None for _ in reductions))
+    )
+
+
+def _parts(tv: TensorView, axis: IterDomain, *, with_stream: bool) -> list[IterDomain]:
+    """Return the device axes of a logical axis and its remainder, outermost first."""
+    parts: list[IterDomain] = []
+    axes = tv.domain.axes
+    while True:
+        split = tv.domain.splits.get(axis.number)
+        outer = None if split is None else tv.domain.rotated(split.outer)
+        is_kept = outer is not None and (outer.is_device or (outer.is_stream and with_stream))
+        if split is None or outer is None or not is_kept:
+            return [*parts, axis]
+        parts.append(outer)
+        axis = axes[split.inner]
+
+
+def parallel_axes_to_front(tv: TensorView) -> None:
+    """Reorder loop axes: stream, mesh_z, mesh_y, mesh_x, then the others in their order."""
+    loop = sorted(tv.domain.loop, key=lambda a: _RANK.get(a.ptype, len(_RANK)))
+    tv.domain = tv.domain.with_loop(numbers(loop))

@@ -1,0 +1,224 @@
+"""From a fusion of global tensors to the plain fusion of one device's shards.
+
+    c [DIDx{2}, i0/2, i1] = add(a, b)   ->   c [ceilDiv(i0, 2), i1] = add(a, b)
+
+Kernels and library ops are made from local fusions, so nothing behind this point knows of devices.
+Sizes stay written over the global symbols: a shard of `i0` rows has `ceilDiv(i0, 2)`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from fuser.ir.axis_graph import tensor_operands
+from fuser.ir.domain.axis_path import transforms_between, with_exact_splits
+from fuser.ir.domain.tensor_domain import IterDomain, TensorDomain, numbers
+from fuser.ir.fusion import Fusion, TensorOp
+from fuser.ir.memory_layout import memory_order
+from fuser.ir.ops.nodes import BroadcastOp, ExpandOp, FullOp, ReductionOp, Reshard
+from fuser.ir.ops.resizing import SliceOp
+from fuser.ir.scalar import constructors as sc
+from fuser.ir.scalar.constructors import Scalar
+from fuser.ir.tensor import TensorView
+from fuser.ir.types import DEVICE_TYPES, IterType, ParallelType
+from fuser.support.errors import ShardingError
+from multidevice.sharding.placement import (
+    SPREAD_TYPES,
+    Block,
+    axis_cuts,
+    local_extent,
+    path_to_root,
+    stream_axis_of,
+)
+from multidevice.sharding.queries import has_mesh, has_streams, partial_sum_axes
+from multidevice.sharding.stream_steps import is_in_step
+
+# Local domains of tensors that several fusions have, under what they follow from, and the domains
+# of the whole tensors, which this keeps alive.
+Known = dict[tuple[object, ...], tuple[TensorDomain, TensorDomain]]
+
+
+def localize(
+    fusion: Fusion, block: Block = "first", *, known: Known | None = None
+) -> tuple[Fusion, dict[TensorView, TensorView]]:
+    """Return the fusion of local shards, and the map from the given tensors to its tensors.
+
+    The result has no meshes and no device axes; a logical axis that is a device axis as a whole
+    has extent 1. Loop domains are the logical ones, all serial: schedules start from here, and what
+    the user split, merged and parallelized by hand counts for `manual_execute` alone. Inputs lose
+    the reduction axes of the ops that made them. A fusion that is such already is returned itself.
+
+    Of a tensor that is computed in steps, or read in step by such ops, it has one step's block, of
+    the size that `block` says (see `streams.block_extents`): kernels in loops run on slices.
+
+    `known` is of other parts of the fusion that this is a part of: each tensor is localized once.
+
+    Raises:
+        ShardingError: an op of the fusion is a resharding.
+    """
+    has_steps = has_streams(fusion)
+    if not (has_mesh(fusion) or has_steps or any(map(_has_loops, fusion.tensors()))):
+        return fusion, {tv: tv for tv in fusion.tensors()}
+    known = {} if known is None else known
+    local, twins = fusion.copy()
+    for op in fusion.exprs:
+        if isinstance(op, Reshard):
+            raise ShardingError(f"a local fusion cannot hold the resharding\n{op}")
+    held = {*fusion.inputs, *fusion.outputs}
+    for tv, twin in twins.items():
+        part = block if has_steps and is_block(tv) else None
+        is_held = tv in held
+        key = id(tv.domain), tv.mesh, part, is_held, type(tv.definition())
+        if key not in known:
+            known[key] = tv.domain, _domain_of_twin(tv, part, is_held=is_held)
+        twin.domain = known[key][1]
+        twin.mesh, twin.mesh_is_user_set, twin.compute_at = None, False, 0
+    ops: list[TensorOp] = []
+    for op, twin in zip(fusion.exprs, local.exprs, strict=True):
+        if not partial_sum_axes(op.out_tensor):
+            ops.append(_with_local_scalars(twin))
+        else:
+            ops += _partial_sum(local, op, twin, block)
+    local.exprs = ops
+    return local, twins
+
+
+def _domain_of_twin(tv: TensorView, block: Block | None, *, is_held: bool) -> TensorDomain:
+    domain = local_domain(tv, block)
+    if domain.allocation and not is_held:
+        domain = domain.in_logical_order()  # no memory holds it
+    return domain.without_root() if tv.definition() is None else domain
+
+
+def _has_loops(tv: TensorView) -> bool:
+    domain = tv.domain
+    is_logical = domain.loop_numbers == domain.logical_numbers and not tv.compute_at
+    return not is_logical or any(a.ptype is not ParallelType.serial for a in domain.loop)
+
+
+def is_block(tv: TensorView) -> bool:
+    """Whether one step of a loop sees only a block of the tensor."""
+    if tv.definition() is not None:
+        return stream_axis_of(tv) is not None
+    return any(
+        is_in_step(op, index)
+        for op in tv.uses()
+        for index, operand in tensor_operands(op)
+        if operand is tv
+    )
+
+
+# ------------------------------------------------------------------ domains
+def local_domain(tv: TensorView, block: Block | None = None) -> TensorDomain:
+    """Return the domain of a shard of `tv`: local extents, no device axes, its memory order.
+
+    With `block`: of one step's block of the shard.
+    """
+    domain = tv.domain
+    sizes = _local_sizes(tv, block)
+    partial = {domain.no_reductions[p].number for p in partial_sum_axes(tv)}
+
+    def local(axis: IterDomain) -> IterDomain:
+        kind = IterType.broadcast if axis.number in partial else axis.kind
+        plain = axis.having(kind=kind, ptype=ParallelType.serial)
+        size = sizes.get(axis.number)
+        if size is None:
+            return plain
+        return plain.having(expanded=size) if axis.is_broadcast else plain.having(extent=size)
+
+    # A partial sum over d devices: a broadcast stands for the device axis (see `_partial_sum`).
+    is_product = bool(partial) and not isinstance(tv.definition(), ReductionOp)
+    kept = [a for a in domain.logical if not (is_product and a.is_reduction())]
+    whole = domain.having(
+        logical=numbers(kept),
+        loop=numbers(kept),
+        root=() if partial else domain.root_numbers,
+        allocation=(),
+        contiguity=(),
+        transforms=() if partial else transforms_between(domain, domain.root, domain.logical),
+    )
+    made = with_exact_splits(whole.map_axes(local))
+    return made.with_allocation(*_local_allocation(tv, made.logical))
+
+
+def _local_sizes(tv: TensorView, block: Block | None) -> dict[int, Scalar]:
+    """Return the local size of every root and logical axis that is cut, by axis number."""
+    fusion = tv.fusion
+    axes = tv.domain.axes
+    sizes: dict[int, Scalar] = {}
+    partial = {tv.domain.no_reductions[p].number for p in partial_sum_axes(tv)}
+    ptypes = DEVICE_TYPES if block is None else SPREAD_TYPES
+    for number, cuts in axis_cuts(tv, ptypes).items():
+        splits = tuple(replace(c, whole=False) for c in cuts)
+        for step in path_to_root(tv, axes[number]):
+            size = sizes.get(step, fusion.canonical(axes[step].size))
+            sizes[step] = local_extent(size, cuts if step == number else splits, block)
+            split = tv.domain.splits.get(step)
+            if number in partial and split is not None:
+                sizes[split.inner] = sizes[step]  # what is left of the reduction
+    return sizes
+
+
+def _local_allocation(
+    tv: TensorView, logical: tuple[IterDomain, ...]
+) -> tuple[tuple[int, ...], tuple[bool | None, ...]]:
+    """Return allocation (() when it is the logical order) and contiguity of a shard."""
+    axes = [a for a in logical if not a.is_reduction()]
+    order = memory_order(tv)
+    flags = {axes[p].number: None if axes[p].is_broadcast else flag for p, flag in order}
+    if [p for p, _ in order] == list(range(len(axes))):
+        return (), tuple(flags.get(a.number) for a in logical)
+    reductions = (a.number for a in logical if a.is_reduction())
+    allocation = (*(axes[p].number for p, _ in order), *reductions)
+    return allocation, tuple(map(flags.get, allocation))
+
+
+# ------------------------------------------------------------------ ops
+def _shape(tv: TensorView) -> tuple[Scalar, ...]:
+    return tuple(a.size for a in tv.domain.no_reductions)
+
+
+def _local_slice_bounds(op: SliceOp) -> dict[str, tuple[Scalar, ...]]:
+    """Axes that are not resized keep their whole local range."""
+    root, logical = op.out.domain.maybe_root, op.out.domain.logical
+    stops = tuple(
+        r.size if r.number == axis.number else stop
+        for r, axis, stop in zip(root, logical, op.stops, strict=True)
+    )
+    return {"ranges": SliceOp.ranges_of(op.starts, stops)}
+
+
+def _with_local_scalars(op: TensorOp) -> TensorOp:
+    """Rewrite the scalar operands that are sizes of the result."""
+    match op:
+        case FullOp() | ExpandOp():
+            return op.replace(shape=_shape(op.out))
+        case SliceOp():
+            return op.replace(**_local_slice_bounds(op))
+        case _:
+            return op
+
+
+def _partial_sum(local: Fusion, op: TensorOp, twin: TensorOp, block: Block) -> list[TensorOp]:
+    """Rewrite an op with result `[M, N, iDIDx{d}rf, r{K/d}rf]` with a broadcast for the axis of
+    parts: of a reduction's operand, so that the reduction stays last; of a contraction's result.
+    """
+    tv, out = op.out_tensor, twin.out_tensor
+    parts = partial_sum_axes(tv)
+    if isinstance(twin, ReductionOp):
+        numbers = {tv.domain.no_reductions[p].number for p in parts}
+        flags = tuple(a.number in numbers for a in tv.domain.logical)
+        given = iter(twin.inp.domain.no_reductions)
+        axes = [
+            local.new_axis(sc.ONE, IterType.broadcast) if new else local.clone_axis(next(given))
+            for new in flags
+        ]
+        spread = local.new_tensor(axes, twin.inp.dtype())
+        broadcast = BroadcastOp(spread, twin.inp, flags=flags).replace(where=op.where)
+        return [broadcast, twin.replace(inp=spread)]
+    sizes = _local_sizes(tv, block)
+    axes = [local.clone_axis(a, extent=sizes.get(a.number, a.extent)) for a in tv.domain.maybe_root]
+    product = local.new_tensor(axes, out.dtype())
+    flags = tuple(p in parts for p in range(tv.ndim))
+    computed = twin.map_values(lambda v: product if v is out else v)
+    return [computed, BroadcastOp(out, product, flags=flags).replace(where=op.where)]

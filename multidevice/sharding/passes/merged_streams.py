@@ -1,0 +1,202 @@
+"""Merged stream axes: a step is one element, or one block, of each of several axes.
+
+    y [stream(A * B), C]          ->  y [stream(A), stream.y(B), C]         A * B steps
+    y [stream{n}, A * B / n, C]   ->  y [stream(A), stream.y{m}, B/m, C]    n = A * m blocks
+
+Step i has index i / B of A and i % B of B. So every question about a merged axis is one about the
+axes that it merges, each with a type of its own (`STREAM_TYPES`, outermost first), and no layout of
+memory matters: a step's part is a part of a part.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from fuser.ir.domain.tensor_domain import (
+    IterDomain,
+    MergeTransform,
+    SplitTransform,
+    Swizzle1D,
+    TensorDomain,
+    Transform,
+)
+from fuser.ir.fusion import Fusion
+from fuser.ir.naming import in_ir, tensor_words
+from fuser.ir.scalar import constructors as sc
+from fuser.ir.scalar.constructors import Scalar
+from fuser.ir.tensor import TensorView
+from fuser.ir.types import STREAM_TYPES, ParallelType
+from fuser.support.errors import UnsupportedError, user_code
+from multidevice.sharding.placement import axis_cuts, cut_line
+
+
+def unmerge_streams(fusion: Fusion) -> None:
+    """Give the axes that a merged stream axis is made of, the parts of the step's number.
+
+    Broadcasts among them have no part: they have one element. Of an outer split of a merged axis,
+    blocks must be boxes of the merged axes: as where n divides the outermost, or is all of the
+    outer ones times a divisor of the next.
+
+    Raises `UnsupportedError` naming axis, tensor and numbers for blocks that are none, and for
+    parts of which a step cannot be made.
+    """
+    for tv in fusion.tensors():
+        axis = next((a for a in tv.domain.loop if a.is_stream), None)
+        if axis is not None and _Merged(tv, axis).rewrite():
+            _check_parts(tv, axis)
+
+
+class _Merged:
+    """A stream axis, and how its tensor's loop axes lead to it."""
+
+    def __init__(self, tv: TensorView, axis: IterDomain) -> None:
+        self._tv, self._axis = tv, axis
+        # Of a view's own axes, the logical ones are what the user sees.
+        logical = {*tv.domain.logical_numbers}
+        made = ((n, t) for t in tv.domain.transforms for n in t.outputs)
+        self._made_by = {n: t for n, t in made if n not in logical}
+
+    def rewrite(self) -> bool:
+        """Replace the axis by those that it merges; False where it merges none."""
+        split, number = None, self._axis.number
+        rotation = self._made_by.get(number)
+        if isinstance(rotation, Swizzle1D):
+            number = rotation.inp
+        made = self._made_by.get(number)
+        if isinstance(made, SplitTransform) and made.outer == number and not made.inner_split:
+            split, number = made, made.inp
+        if not isinstance(self._made_by.get(number), MergeTransform):
+            return False
+        if isinstance(rotation, Swizzle1D):
+            raise self._refusal("is rotated (swizzle1d), which a merged axis cannot be")
+        leaves, gone = self._leaves(number)
+        parts = [a for a in leaves if not a.is_broadcast]
+        for a in parts:
+            if a.is_device or a.is_reduction():
+                raise self._refusal(f"merges {a}, which is no axis of steps")
+        if len(parts) > len(STREAM_TYPES):
+            raise self._refusal(f"merges {len(parts)} axes; at most {len(STREAM_TYPES)} can be")
+        if split is None:
+            self._replace(leaves, (), gone)
+            self._spread(parts)
+            return True
+        inner = self._tv.domain.axes[split.inner]
+        if inner.number not in self._tv.domain.loop_numbers or inner.is_device:
+            raise self._refusal(f"has blocks of which {inner} is cut further")
+        count, blocks = self._boxes(parts, split.factor)
+        self._replace(leaves, (split.inner,), (*gone, split))
+        if blocks is not None:
+            at = self._tv.domain.loop_numbers.index(parts[count].number)
+            self._tv.split(at, blocks, inner_split=False)
+            cut = self._tv.domain.loop[at]
+            self._spread([*parts[:count], cut])
+        else:
+            self._spread(parts[:count])
+        return True
+
+    def _leaves(self, number: int) -> tuple[list[IterDomain], list[Transform]]:
+        """Return the axes that an axis merges, outermost first, and the merges."""
+        made = self._made_by.get(number)
+        if not isinstance(made, MergeTransform):
+            return [self._tv.domain.axes[number]], []
+        outer, above = self._leaves(made.outer)
+        inner, beside = self._leaves(made.inner)
+        return [*outer, *inner], [*above, *beside, made]
+
+    def _boxes(self, parts: Sequence[IterDomain], n: Scalar) -> tuple[int, Scalar | None]:
+        """Return of how many of the axes each of `n` blocks has one element, and into how many
+        blocks the next one is then cut, if it is.
+
+        Raises `UnsupportedError` where blocks are not known to be boxes.
+        """
+        sizes = [self._tv.fusion.canonical(a.size) for a in parts]
+        if len(parts) < 2 or any(sc.int_value(size) == 0 for size in sizes):
+            return 0, n if parts else None
+        block = sc.ceildiv(sc.product(sizes), n)
+        if _divides(n, sizes[0]) or _divides(sc.product(sizes[1:]), block):
+            return 0, n
+        for count in range(1, len(parts)):
+            # Of a constant number of elements; there may be empty blocks behind.
+            inner = sc.product(sizes[count + 1 :])
+            rows = sc.floordiv(block, inner)
+            if _divides(inner, block) and _divides(rows, sizes[count]):
+                return (
+                    (count + 1, None)
+                    if sc.int_value(rows) == 1
+                    else (count, sc.floordiv(sizes[count], rows))
+                )
+            # Of any number of elements, cut along axes of which the outer ones are constants.
+            outer = sc.product(sizes[:count])
+            blocks = sc.floordiv(n, outer)
+            if _divides(outer, n) and _divides(blocks, sizes[count]):
+                return (count, None) if sc.int_value(blocks) == 1 else (count, blocks)
+        axes = " and ".join(map(str, parts))
+        raise self._refusal(
+            f"has blocks of {block} of {sc.product(sizes)} elements, which are not known to be "
+            f"boxes of {axes}: take, for {n}, a number of blocks that divides the outermost axis, "
+            "or the outer ones times a divisor of the next; or put the merged axis on stream as "
+            "a whole"
+        )
+
+    def _replace(
+        self, leaves: Sequence[IterDomain], others: Sequence[int], gone: Sequence[Transform]
+    ) -> None:
+        """Put the merged axes in the place of the stream axis, without what led from them to it."""
+        domain = self._tv.domain
+        loop: list[int] = []
+        for n in domain.loop_numbers:
+            if n == self._axis.number:
+                loop += [a.number for a in leaves]
+            elif n not in others:
+                loop.append(n)
+        kept = [t for t in domain.transforms if t not in gone]
+        self._tv.domain = _serial(domain.having(loop=loop, transforms=kept), leaves)
+
+    def _spread(self, parts: Sequence[IterDomain]) -> None:
+        tv = self._tv
+        for part, ptype in zip(parts, STREAM_TYPES, strict=False):
+            tv.parallelize_axis(part, ptype)
+        line = tv.cut_lines.get(ParallelType.stream)
+        if line is not None:
+            types = STREAM_TYPES[: len(parts)]
+            tv.cut_lines = {**tv.cut_lines, **dict.fromkeys(types, line)}
+
+    def _refusal(self, why: str) -> UnsupportedError:
+        return _refusal(self._tv, self._axis, why)
+
+
+def _refusal(tv: TensorView, axis: IterDomain, why: str) -> UnsupportedError:
+    definition = tv.definition()
+    of = "" if definition is None else f", made by {definition.name},"
+    where = user_code(cut_line(tv, ParallelType.stream))
+    return UnsupportedError(
+        f"the merged stream axis of {tensor_words(tv)}{of} {why}{where}{in_ir(axis, tv)}"
+    )
+
+
+def _divides(n: Scalar, extent: Scalar) -> bool:
+    """Whether an extent is provably a multiple of `n`."""
+    return sc.int_value(n) != 0 and sc.int_value(sc.mod(extent, n)) == 0
+
+
+def _serial(domain: TensorDomain, axes: Sequence[IterDomain]) -> TensorDomain:
+    numbers = {a.number for a in axes}
+    return domain.map_axes(
+        lambda a: a.having(ptype=ParallelType.serial) if a.number in numbers else a
+    )
+
+
+def _check_parts(tv: TensorView, axis: IterDomain) -> None:
+    """Raise `UnsupportedError` for parts of which a step cannot be named, one after the other."""
+    by_axis = axis_cuts(tv)
+    found = {n: [c for c in cuts if c.ptype.is_stream] for n, cuts in by_axis.items()}
+    if sum(map(len, found.values())) < 2:
+        return
+    for number, cuts in found.items():
+        logical = tv.domain.axes[number]
+        if len(cuts) > 1:
+            raise _refusal(tv, axis, f"merges several parts of {logical}")
+        if cuts and not by_axis[number][-1].ptype.is_stream:
+            raise _refusal(tv, axis, f"has blocks of {logical} that devices share")
+    if sum(not c.whole for cuts in found.values() for c in cuts) > 1:
+        raise _refusal(tv, axis, "merges blocks of several axes; at most one can be in blocks")

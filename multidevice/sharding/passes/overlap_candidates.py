@@ -1,0 +1,320 @@
+"""Pairs of a communication and a matmul that may run side by side, and the steps that let them.
+
+Looked for where every op is local or a change of placement, and no partial sums are exchanged yet:
+
+    gather       c [M, K] = set(x [DIDx(M), K]), y = linear(c, w)
+                 as of weight gradients also z [N, K] = matmul(g [N, M], c), which sums over M
+    scatter      t [DIDx, M, N] = linear(x, w), y [DIDx(M), N] = sum(t)
+    allreduce    t [DIDx, M, N] = linear(x, w), y [M, N] = sum(t)
+
+A `OverlapForm` puts a stream axis on the tensor between, the shard outermost, as a user may
+(README, loops over streams); what follows decomposition does the rest.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+from fuser.ir.axis_graph import tensor_operands
+from fuser.ir.domain.tensor_domain import IterDomain, numbers
+from fuser.ir.fusion import Fusion, TensorOp
+from fuser.ir.naming import axis_words, in_ir
+from fuser.ir.ops.nodes import Contraction, LoadStoreOp, ReductionOp, ReshapeOp
+from fuser.ir.scalar import constructors as sc
+from fuser.ir.tensor import TensorView
+from fuser.ir.types import ParallelType
+from fuser.passes.view_ops import is_copy
+from fuser.support.errors import UnsupportedError
+from multidevice.sharding.passes.partial_sums import (
+    add_row_parallel_bias_last,
+    factor_spread_reductions,
+    reduces_one_device_axis,
+)
+from multidevice.sharding.placement import (
+    Cut,
+    add_cut,
+    clone_domain,
+    outermost_logical,
+    placement,
+    stream_axis_of,
+)
+from multidevice.sharding.propagation import apply_steps, forward_cuts
+from multidevice.sharding.queries import is_resharding
+
+Kind = Literal["gather", "scatter", "allreduce"]
+
+
+@dataclass(frozen=True)
+class Pair:
+    """A communication and the matmuls beside it; the steps are blocks of `axis`, a position of
+    `between`, of which every device along `ptype` has, or gets, one. `ops` are in program order:
+    the communication, the matmuls, and the views of `between` that they read. `contracting` are the
+    matmuls that sum over the axis. `why_not`: why the matmuls read the whole, "" where they need
+    not."""
+
+    kind: Kind
+    move: TensorOp
+    ops: tuple[TensorOp, ...]
+    between: TensorView
+    axis: int
+    ptype: ParallelType
+    devices: int
+    is_whole: bool
+    contracting: tuple[TensorOp, ...] = ()
+    why_not: str = ""
+
+    @property
+    def products(self) -> tuple[TensorOp, ...]:
+        """The matmuls, in program order."""
+        return tuple(op for op in self.ops if isinstance(op, Contraction))
+
+
+def find_pairs(fusion: Fusion) -> list[Pair]:
+    """Return the pairs of a fusion in program order; none where it has stream axes already."""
+    if any(stream_axis_of(tv) is not None for tv in fusion.tensors()):
+        return []
+    found = (_gather(fusion, op) or _reduction(fusion, op) for op in fusion.exprs)
+    return [pair for pair in found if pair is not None]
+
+
+def _gather(fusion: Fusion, op: TensorOp) -> Pair | None:
+    """Return the pair of a copy that drops the one cut of an axis, and the matmuls of its rows."""
+    if not is_copy(op) or op.inputs[0].mesh != op.out_tensor.mesh:
+        return None
+    source, out = op.inputs[0], op.out_tensor
+    have, want = placement(source), placement(out)
+    changed = [p for p, (a, b) in enumerate(zip(have, want, strict=True)) if a != b]
+    if len(changed) != 1 or len(have[changed[0]]) != 1 or want[changed[0]]:
+        return None
+    (axis,), (cut,) = changed, have[changed[0]]
+    if not cut.ptype.is_device or out.domain.no_reductions[axis].is_broadcast:
+        return None
+    readers = _Readers(fusion, out, axis)
+    if not readers.ops:
+        return None
+    ops, cuts = (op, *readers.ops), (cut.ptype, cut.devices, cut.whole)
+    return Pair("gather", op, ops, out, axis, *cuts, readers.contracting, readers.why_not)
+
+
+class _Readers:
+    """The matmuls that read an axis of a tensor, with the views that lead to them, in program
+    order; and those that sum over the axis. Without any, those that need the whole, and why."""
+
+    def __init__(self, fusion: Fusion, tv: TensorView, axis: int) -> None:
+        # Where the axis is in views, None with the reason where it is no axis of its own; and the
+        # ops on the way there.
+        self._seen: dict[TensorView, tuple[int | None, str, tuple[TensorOp, ...]]] = {}
+        self._seen[tv] = axis, "", ()
+        self._found: dict[TensorOp, tuple[TensorView, IterDomain | None]] = {}
+        todo = [tv]
+        while todo:
+            source = todo.pop()
+            for op in fusion.uses(source):
+                made = None if is_resharding(op) else self._follow(op, source)
+                todo += [] if made is None else [made]
+        used = {op: self._why_whole(op) for op in self._found}
+        good = [op for op, why in used.items() if not why]
+        self.why_not = "" if good else next(iter(used.values()), "")
+        needed: set[TensorOp] = set()
+        for op in good or used:
+            needed |= {op, *self._seen[self._found[op][0]][2]}
+        self.ops = tuple(op for op in fusion.exprs if op in needed)
+        roots = {op: self._found[op][1] for op in good}
+        self.contracting = tuple(
+            op for op in self.ops if (root := roots.get(op)) is not None and root.is_reduction()
+        )
+
+    def _follow(self, op: TensorOp, source: TensorView) -> TensorView | None:
+        """Note a matmul, or a view, and return the view."""
+        position, why, way = self._seen[source]
+        index = next(k for k, operand in tensor_operands(op) if operand is source)
+        mapped = zip(op.out_tensor.domain.maybe_root, op.axis_map(index), strict=True)
+        root = next((root for root, p in mapped if p is not None and p == position), None)
+        if isinstance(op, Contraction):
+            self._found[op] = source, root
+        elif isinstance(op, LoadStoreOp | ReshapeOp) and not is_copy(op):
+            here = None if root is None else outermost_logical(op.out, root)
+            if root is not None and here is None:
+                why = f"the axis is an inner one of what {op.name} merges to {op.out.label}"
+            axes = numbers(op.out.domain.no_reductions)
+            place = axes.index(here.number) if here is not None and here.number in axes else None
+            self._seen[op.out] = place, why, (*way, op)
+            return op.out
+        return None
+
+    def _why_whole(self, op: TensorOp) -> str:
+        source, root = self._found[op]
+        if sum(operand in self._seen for _, operand in tensor_operands(op)) > 1:
+            return f"both operands of {op.name} {op.out_tensor.label} are made of what is gathered"
+        if root is not None:
+            return ""
+        return self._seen[source][1] or f"{op.name} {op.out_tensor.label} needs all of the axis"
+
+
+def _reduction(fusion: Fusion, op: TensorOp) -> Pair | None:
+    """Return the pair of a sum over devices and the matmul that computes its parts."""
+    if not isinstance(op, ReductionOp) or not reduces_one_device_axis(op) or op.kind != "add":
+        return None
+    partial, out = op.inp, op.out
+    product = fusion.definition(partial)
+    is_product = isinstance(product, Contraction) and not is_resharding(product)
+    if product is None or not is_product or partial.mesh != out.mesh:
+        return None
+    if fusion.uses(partial) != [op] or partial in fusion.outputs:
+        return None
+    kept = dict(zip(numbers(out.domain.no_reductions), placement(out), strict=True))
+    (summed,) = (a for a in out.domain.logical if a.is_reduction())
+    have = list(zip(out.domain.logical, placement(partial), strict=True))
+    mesh, ptype = out.mesh, summed.ptype
+    assert mesh is not None, f"{out} is summed over devices, and has no mesh"
+    count = mesh.size_of(ptype)
+    rows = [p for p, (a, mine) in enumerate(have) if a is not summed and kept[a.number] != mine]
+    if not rows:
+        whole = (
+            p
+            for p, (a, mine) in enumerate(have)
+            if a is not summed and not (mine or a.is_broadcast)
+        )
+        axis = next(whole, None)
+        if axis is None:
+            return None
+        return Pair("allreduce", op, (product, op), partial, axis, ptype, count, False)
+    wanted = kept[have[rows[0]][0].number]
+    if len(rows) > 1 or have[rows[0]][1] or len(wanted) != 1 or wanted[0].ptype is not ptype:
+        return None
+    return Pair("scatter", op, (product, op), partial, rows[0], ptype, count, wanted[0].whole)
+
+
+# ------------------------------------------------------------------ steps
+@dataclass(frozen=True)
+class OverlapForm:
+    """A way to compute a pair in steps. `transfers`: the steps send blocks from rank to rank, else
+    each has a collective. `take` gives a pair its steps, or raises `UnsupportedError`; `fits` says
+    for which pairs of a kind the form is one."""
+
+    name: str
+    transfers: bool
+    take: Callable[[Fusion, Pair], None]
+    fits: Callable[[Pair], bool] = lambda _: True
+
+
+def _in_turn(pair: Pair) -> Cut:
+    """Return the cut of steps that have the block of a device each, the own one first."""
+    return Cut(ParallelType.stream, pair.devices, pair.is_whole, pair.ptype)
+
+
+def _cut_between(pair: Pair, cut: Cut) -> None:
+    _cut(pair.between, pair.between.domain.no_reductions[pair.axis].number, cut)
+
+
+def _cut(tv: TensorView, number: int, cut: Cut) -> None:
+    if not add_cut(tv, number, cut):
+        axis = tv.domain.axes[number]
+        raise UnsupportedError(f"{axis_words(tv, axis)} takes no steps{in_ir(axis, tv)}")
+
+
+def _gather_in_turn(fusion: Fusion, pair: Pair) -> None:
+    """Matmuls that sum over the axis read the whole, afterwards."""
+    del fusion
+    _cut_between(pair, _in_turn(pair))
+    _read_in_turn(pair, pair.contracting)
+
+
+def _gather_and_sum(fusion: Fusion, pair: Pair) -> None:
+    """Those have a part of their sum in each step, and add the parts afterwards, each device in the
+    order of the blocks."""
+    _cut_between(pair, _in_turn(pair))
+    _read_in_turn(pair, ())
+    add_row_parallel_bias_last(fusion)
+    factor_spread_reductions(fusion)
+
+
+def _read_in_turn(pair: Pair, whole: Collection[TensorOp]) -> None:
+    """Give what reads the gathered tensor its steps, but for the matmuls `whole` and the views that
+    they alone read."""
+    _, *readers = pair.ops
+    made = {pair.between, *(op.out_tensor for op in readers)}
+    wanted: set[TensorView] = set()
+    steps: list[tuple[TensorOp, int]] = []
+    for op in reversed(readers):
+        if op in whole or not (op in pair.products or op.out_tensor in wanted):
+            continue
+        index = next(k for k, tv in tensor_operands(op) if tv in made)
+        wanted.add(op.inputs[index])
+        steps.append((op, index))
+    for op, index in reversed(steps):
+        if not apply_steps(op.out_tensor, op.inputs[index], forward_cuts(op, index, op.out_tensor)):
+            raise UnsupportedError(
+                f"blocks of {op.name} {op.out_tensor.label} are not known to be those of axis "
+                f"{pair.axis} of {pair.between.label}: its extents may not be divisible"
+            )
+
+
+def _scatter_in_turn(fusion: Fusion, pair: Pair) -> None:
+    del fusion
+    _cut_between(pair, _in_turn(pair))
+
+
+def _scatter_then_gather(fusion: Fusion, pair: Pair) -> None:
+    """The sum of a device's own rows, which all gather afterwards."""
+    op, out = pair.move, pair.move.out_tensor
+    assert isinstance(op, ReductionOp)
+    domain, made = clone_domain(fusion, out.domain)
+    mine = fusion.new_tensor(domain.in_logical_order(), out.dtype(), mesh=out.mesh)
+    axis = made[out.domain.logical[pair.axis].number]
+    _cut(mine, axis, Cut(pair.ptype, pair.devices))
+    out.domain = out.domain.without_root()
+    copy = LoadStoreOp(out, mine).replace(where=op.where)
+    fusion.replace_expr(op, [op.replace(out=mine), copy])
+    _cut_between(pair, _in_turn(pair))
+
+
+def _reduce_steps(count: int) -> Callable[[Fusion, Pair], None]:
+    """Each step has its own allreduce."""
+
+    def take(fusion: Fusion, pair: Pair) -> None:
+        del fusion
+        out, cut = pair.move.out_tensor, Cut(ParallelType.stream, count)
+        _cut_between(pair, cut)
+        _cut(out, out.domain.logical[pair.axis].number, cut)
+
+    return take
+
+
+FORMS: Mapping[Kind, tuple[OverlapForm, ...]] = {
+    "gather": (
+        OverlapForm("steps", True, _gather_in_turn, lambda p: len(p.contracting) < len(p.products)),
+        OverlapForm("steps and a sum", True, _gather_and_sum, lambda p: bool(p.contracting)),
+    ),
+    "scatter": (OverlapForm("steps", True, _scatter_in_turn),),
+    "allreduce": (
+        OverlapForm("scatter in steps, gather", True, _scatter_then_gather),
+        *(OverlapForm(f"{n} steps", False, _reduce_steps(n)) for n in (2, 4, 8)),
+    ),
+}
+
+
+def forms_of(pair: Pair) -> tuple[OverlapForm, ...]:
+    """Return the forms that a pair may take."""
+    return tuple(f for f in FORMS[pair.kind] if f.fits(pair) and not pair.why_not)
+
+
+def alone(fusion: Fusion, pair: Pair) -> Fusion:
+    """Return the ops of a pair as a fusion of their own. What its extents depend on are inputs."""
+    copy, twins = fusion.copy()
+    of_op = dict(zip(map(id, fusion.exprs), copy.exprs, strict=True))
+    made = dict.fromkeys(tv for op in pair.ops for tv in op.outputs)
+    read = dict.fromkeys(tv for op in pair.ops for _, tv in tensor_operands(op))
+    axes = [a for tv in (*made, *read) for a in tv.domain.axes.values()]
+    extents = [x for a in axes for x in (a.extent, a.expanded) if x is not None]
+    extents += [x for equal in fusion.equal_extents() for x in equal]
+    symbols = dict.fromkeys(
+        s for x in extents for y in (x, fusion.canonical(x)) for s in sc.symbols(y)
+    )
+    copy.exprs = tuple(of_op[id(op)] for op in pair.ops)
+    copy.inputs = [*(twins[tv] for tv in read if tv not in made), *symbols]
+    copy.outputs = [twins[tv] for tv in made if tv not in read]
+    copy.aliases = []
+    return copy

@@ -1,0 +1,267 @@
+"""Reductions spread over devices or streams: partial sums, then sums over explicit axes.
+
+out [M, N, rDIDx] = linear(x, w, bias)   ->   t [M, N, iDIDx{d}rf, r] = linear(x, w)
+                                              s [M, N, rDIDx{d}] = sum(t)
+                                              out = s + broadcast(bias)
+out [M, rstream{4}, r] = sum(x)          ->   t [M, istream{4}rf, r] = sum(x)     4 steps
+                                              out [M, r{4}] = sum(t)              after them
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from fuser.ir.axis_graph import tensor_operands
+from fuser.ir.domain.tensor_domain import IterDomain, contiguity_for, numbers
+from fuser.ir.dtypes import HALF_LIKE, DataType
+from fuser.ir.fusion import Fusion, TensorOp
+from fuser.ir.ops.nodes import (
+    BinaryOp,
+    BroadcastOp,
+    CastOp,
+    Contraction,
+    LinearOp,
+    LoadStoreOp,
+    ReductionOp,
+)
+from fuser.ir.scalar import constructors as sc
+from fuser.ir.tensor import TensorView
+from fuser.ir.types import DEVICE_TYPES, IterType, ParallelType
+from multidevice.sharding.placement import (
+    SPREAD_TYPES,
+    Cut,
+    Cuts,
+    Placement,
+    add_cut,
+    add_cuts,
+    axis_cuts,
+    clone_domain,
+    copy_like,
+    placement,
+    reduction_cuts,
+    stream_axis_of,
+    unparallelize,
+)
+from multidevice.sharding.propagation import apply_steps, forward_cuts
+from multidevice.sharding.reshard import exchanged_axes
+
+
+# ------------------------------------------------------------------ row-parallel bias
+def add_row_parallel_bias_last(fusion: Fusion) -> None:
+    """Take the bias out of every linear whose sum is spread over devices, and add it once, after.
+
+    The sum is cast back to the dtype of the linear; bias add and cast fuse with what follows.
+    """
+    for op in fusion.exprs:
+        if isinstance(op, LinearOp) and op.bias is not None and reduction_cuts(op.out):
+            _take_bias_out(fusion, op, op.bias)
+
+
+def _take_bias_out(fusion: Fusion, op: LinearOp, bias: TensorView) -> None:
+    out, flags = op.out, op.bias_lacks
+    domain, _ = clone_domain(fusion, out.domain)
+    plain = fusion.new_tensor(domain, out.dtype(), mesh=out.mesh)
+    out.domain = out.domain.without_root()
+    ops: list[TensorOp] = [op.replace(out=plain, bias=None)]
+    addend = bias
+    if any(flags):
+        axes = [
+            fusion.clone_axis(a) if not new else fusion.new_axis(sc.ONE, IterType.broadcast)
+            for new, a in zip(flags, out.domain.no_reductions, strict=True)
+        ]
+        addend = fusion.new_tensor(axes, bias.dtype(), mesh=out.mesh)
+        for new, a, cuts in zip(flags, axes, placement(out, DEVICE_TYPES), strict=True):
+            if not new:
+                add_cuts(addend, a.number, cuts)
+        ops.append(BroadcastOp(addend, bias, flags=flags))
+    if out.dtype() in HALF_LIKE:
+        # As every sum of half-like values: computed as float, rounded once.
+        terms = [_as_float(tv, ops) for tv in (plain, addend)]
+        total = copy_like(out, out.mesh, placement(out), dtype=DataType.Float)
+        ops += [BinaryOp(total, *terms, kind="add"), CastOp(out, total)]
+    else:
+        ops.append(BinaryOp(out, plain, addend, kind="add"))
+    fusion.replace_expr(op, [made.replace(where=op.where) for made in ops])
+
+
+def _as_float(tv: TensorView, ops: list[TensorOp]) -> TensorView:
+    """Append a cast to Float; return its result."""
+    wide = copy_like(tv, tv.mesh, placement(tv), dtype=DataType.Float)
+    ops.append(CastOp(wide, tv))
+    return wide
+
+
+# ------------------------------------------------------------------ partial sums
+def factor_spread_reductions(fusion: Fusion) -> None:
+    """Split every reduction that is spread over devices or a stream into an op that leaves partial
+    sums, and sums over these.
+
+    The first op's result has an explicit axis: `[M, N, iDIDx{d}rf, r{K/d}rf]`; the user's tensor
+    becomes the sum over it, `[M, N, rDIDx{d}]`. With several types the sums follow each other, one
+    type at a time.
+    """
+    for op in fusion.exprs:
+        cuts = reduction_cuts(op.out_tensor)
+        if not cuts:
+            continue
+        if not isinstance(op, ReductionOp | Contraction):
+            # No pairwise combination is declared: the operand is gathered instead.
+            for out in op.outputs:
+                unparallelize(out, lambda a: a.is_reduction())
+        elif not reduces_one_device_axis(op):
+            _factor(fusion, op, cuts)
+
+
+def exchange_partial_sums(fusion: Fusion) -> None:
+    """Let each device sum what the others have computed for it, where their steps are rotated.
+
+    t [DIDx, stream swizzled, N], out [DIDx(M), N] = sum(t)
+        ->  u [stream, DIDx, N] = set(t)     each step sends its block to the device that it is for
+            out = sum(u)                     after the steps
+    In the same step every device has another one's block, so no step could be reduced.
+    """
+    for op in fusion.exprs:
+        if not isinstance(op, ReductionOp) or not reduces_one_device_axis(op):
+            continue
+        partial, out = op.inp, op.out
+        found = stream_axis_of(partial)
+        if found is None or found[1].swizzle is None or partial.mesh != out.mesh:
+            continue
+        summed = next(a for a in out.domain.logical if a.is_reduction())
+        have, want = placement(partial), iter(placement(out))
+        axes = zip(out.domain.logical, have, strict=True)
+        cuts = tuple(
+            (Cut(ParallelType.stream, c[0].count, c[0].whole),) if a is summed and c else next(want)
+            for a, c in axes
+        )
+        copy = copy_like(partial, partial.mesh, cuts)
+        sent = LoadStoreOp(copy, partial).replace(where=op.where)
+        if exchanged_axes(sent) is None:
+            continue
+        unparallelize(out, lambda a: a.is_reduction())
+        fusion.replace_expr(op, [sent, op.replace(inp=copy)])
+
+
+def reduces_one_device_axis(op: TensorOp) -> bool:
+    """Whether the op is a sum over a single axis that is a device axis as a whole."""
+    reduced = [a for a in op.out_tensor.domain.logical if a.is_reduction()]
+    return isinstance(op, ReductionOp) and len(reduced) == 1 and reduced[0].is_device
+
+
+def _factor(fusion: Fusion, op: TensorOp, cuts: dict[int, Cuts]) -> None:
+    out = op.out_tensor
+    types = [c.ptype for mine in cuts.values() for c in mine]
+    local = _partial(op, cuts)
+    ops = [op.map_values(lambda v: local if v is out else v)]
+    kind = op.kind if isinstance(op, ReductionOp) else "add"
+    init = op.init if isinstance(op, ReductionOp) else sc.const(0, out.dtype())
+    targets = placement(out)
+    source, last = local, _sum_order(types, targets)[-1]
+    for ptype in _sum_order(types, targets):
+        pending = set(types) - {ptype}
+        types = [t for t in types if t is not ptype]
+        if ptype is last:
+            _become_sum(out, source, ptype)
+            result = out
+        else:
+            result = _intermediate_sum(source, ptype, out, pending)
+        ops.append(ReductionOp(result, source, init, kind=kind).replace(where=op.where))
+        source = result
+    fusion.replace_expr(op, ops)
+
+
+def _sum_order(types: list[ParallelType], targets: Placement) -> list[ParallelType]:
+    """Return the types in the order of summation: a stream, whose sum is local, then mesh_x first.
+
+    A type that also cuts the result comes after the types that cut the same axis outside it, so
+    that each step scatters whole blocks.
+    """
+    depth = {c.ptype: d for mine in targets for d, c in enumerate(mine)}
+    return sorted(types, key=lambda p: (p.is_device, depth.get(p, 0), SPREAD_TYPES.index(p)))
+
+
+def _partial(op: TensorOp, cuts: dict[int, Cuts]) -> TensorView:
+    """Create the result of the first op: spread axes of reductions become iteration axes.
+
+    Nobody placed it: it is computed in the steps of the result, or else in those of an operand.
+    """
+    out, fusion = op.out_tensor, op.out_tensor.fusion
+    axes = {a.number: fusion.clone_axis(a) for a in out.domain.maybe_root}
+    logical = [axes[a.number] for a in out.domain.logical]
+    local = fusion.new_tensor(logical, out.dtype(), mesh=out.mesh)
+    for number, mine in cuts.items():
+        for cut in mine:
+            # A whole cut still needs an axis of extent 1 to contract locally.
+            add_cut(local, axes[number].number, replace(cut, whole=False))
+    is_rfactor = {n for t in local.domain.transforms for n in t.outputs}
+    spread = {a.number for a in local.domain.loop if a.ptype in SPREAD_TYPES}
+    domain = local.domain.map_axes(
+        lambda a: replace(
+            a,
+            rfactor=a.number in is_rfactor,
+            kind=IterType.iteration if a.number in spread else a.kind,
+        )
+    )
+    whole = domain.having(logical=domain.loop_numbers, root=domain.logical_numbers)
+    local.domain = whole.having(contiguity=contiguity_for(whole.logical))
+    busy = {c.ptype for mine in cuts.values() for c in mine}
+    for number, mine in axis_cuts(out).items():
+        if number not in cuts:
+            add_cuts(local, axes[number].number, tuple(c for c in mine if c.ptype not in busy))
+    for index, _ in tensor_operands(op):
+        found = forward_cuts(op, index, out)
+        steps = tuple((axes[a.number], mine) for a, mine in found if not a.is_reduction())
+        apply_steps(local, op.inputs[index], steps)
+    return local
+
+
+def _become_sum(out: TensorView, source: TensorView, ptype: ParallelType) -> None:
+    """Rebind `out` as the sum of `source` over its partial-sum axis with type `ptype`."""
+    fusion, domain = out.fusion, out.domain.without_root()
+    mine = iter(domain.logical)
+    summed: IterDomain | None = None
+    logical: list[IterDomain] = []
+    for axis in source.domain.no_reductions:
+        if axis.ptype is ptype and axis.rfactor:
+            summed = fusion.clone_axis(axis, kind=IterType.reduction, ptype=_summed_type(ptype))
+            logical.append(summed)
+        else:
+            logical.append(next(mine))
+    assert summed is not None, f"{source} has no partial-sum axis along {ptype.text}"
+    allocation, contiguity = domain.allocation_numbers, contiguity_for(logical)
+    if allocation:
+        allocation, contiguity = (*allocation, summed.number), (*domain.contiguity, None)
+    out.domain = domain.having(
+        logical=numbers(logical),
+        loop=(*domain.loop_numbers, summed.number),
+        allocation=allocation,
+        contiguity=contiguity,
+        axes=(summed,),
+    )
+
+
+def _summed_type(ptype: ParallelType) -> ParallelType:
+    """Return the type of a sum over an axis of this type: the sum over a stream's steps is one."""
+    return ptype if ptype.is_device else ParallelType.serial
+
+
+def _intermediate_sum(
+    source: TensorView, ptype: ParallelType, out: TensorView, pending: set[ParallelType]
+) -> TensorView:
+    """Create the sum over one of several such axes, placed like `out` where types are free."""
+    fusion = out.fusion
+    axes = tuple(
+        fusion.clone_axis(
+            a,
+            ptype=_summed_type(a.ptype) if a.rfactor else ParallelType.serial,
+            kind=IterType.reduction if a.rfactor and a.ptype is ptype else a.kind,
+            rfactor=a.rfactor and a.ptype is not ptype,
+        )
+        for a in source.domain.no_reductions
+    )
+    result = fusion.new_tensor(axes, out.dtype(), mesh=out.mesh)
+    plain = [a for a in axes if not (a.is_device or a.is_reduction())]
+    for axis, mine in zip(plain, placement(out), strict=True):
+        free = tuple(c for c in mine if c.ptype not in pending)
+        add_cuts(result, axis.number, free)
+    return result

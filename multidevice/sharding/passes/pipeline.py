@@ -1,0 +1,222 @@
+"""The multi-device passes, in order, with verification after each."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, field
+from functools import partial
+from types import MappingProxyType
+
+from fuser.ir.fusion import Fusion
+from fuser.ir.memory_layout import memory_order
+from fuser.ir.ops.nodes import Reshard
+from fuser.ir.tensor import TensorView
+from fuser.ir.types import DEVICE_TYPES, ParallelType
+from fuser.ir.verify import verify_fusion
+from fuser.passes.infer_layouts import infer_layouts
+from fuser.passes.separate_updates import write_instead
+from multidevice.sharding.passes.communication_layout import communicated, lay_out_communication
+from multidevice.sharding.passes.decompose import complete_steps, decompose_reshardings
+from multidevice.sharding.passes.finalize import complete_meshes, finalize_domains
+from multidevice.sharding.passes.merged_streams import unmerge_streams
+from multidevice.sharding.passes.provenance import (
+    complete_origins,
+    record_propagation,
+    record_reshardings,
+)
+from multidevice.sharding.placement import (
+    add_cuts,
+    axis_cuts,
+    copy_like,
+    cut_origin,
+    is_plain_broadcast,
+    placement,
+    spread_axes,
+    stream_axis_of,
+    stream_cuts,
+    unparallelize,
+)
+from multidevice.sharding.propagation import Fact, propagate_shardings, spread_reductions
+from multidevice.sharding.queries import (
+    Sharding,
+    check_annotations,
+    check_dropout,
+    check_shared_keys,
+    check_swizzles,
+    has_mesh,
+    has_streams,
+    sharding_of,
+)
+from multidevice.sharding.reshard import communicates, is_step_slice
+from multidevice.sharding.stepwise import Copies
+from multidevice.sharding.stream_steps import drop_steps_of_devices, keep_computable_streams
+
+
+@dataclass(frozen=True)
+class ShardingResult:
+    """What the passes found out.
+
+    `facts`: tensor -> where its mesh and cuts came from (user-annotated tensors have none).
+    `outputs`: the sharding of each fusion output, hidden ones included; empty without meshes.
+    `communications`: the collectives, in program order.
+    """
+
+    facts: Mapping[TensorView, tuple[Fact, ...]] = field(
+        default_factory=lambda: MappingProxyType({})
+    )
+    outputs: tuple[Sharding | None, ...] = ()
+    communications: tuple[Reshard, ...] = ()
+
+
+def drop_unit_axes(fusion: Fusion) -> None:
+    """Make device axes serial where the mesh has one device along them.
+
+    Nothing is cut and nothing communicates there; a collective over a team of one never arises.
+    """
+    for tv in fusion.tensors():
+        mesh = tv.mesh
+        if mesh is None:
+            continue
+        if any(a.is_device and mesh.size_of(a.ptype) == 1 for a in tv.domain.allocation):
+            _allocate_whole(tv)
+        for number, cuts in axis_cuts(tv).items():
+            kept = tuple(c for c in cuts if not (c.ptype.is_device and c.count == 1))
+            if kept and kept != cuts:
+                # What is cut inside of a unit is cut anew, without it.
+                here = [a for a in spread_axes(tv) if cut_origin(tv, a)[0] == number]
+                unparallelize(tv, lambda a, here=here: a in here)
+                add_cuts(tv, number, kept)
+        unparallelize(tv, lambda a, mesh=mesh: a.is_device and mesh.size_of(a.ptype) == 1)
+
+
+def _allocate_whole(tv: TensorView) -> None:
+    """Let the allocation domain name logical axes instead of the parts that devices cut them into,
+    in the same order of memory: `finalize_domains` writes the parts that remain."""
+    order, domain = memory_order(tv), tv.domain
+    axes = [domain.no_reductions[p].number for p, _ in order]
+    reductions = [a.number for a in domain.logical if a.is_reduction()]
+    flags = [flag for _, flag in order] + [None] * len(reductions)
+    tv.domain = domain.with_allocation([*axes, *reductions], flags)
+
+
+def drop_unit_streams(fusion: Fusion) -> None:
+    """Make stream axes serial that a broadcast axis is or is cut into: there is one step.
+
+    Extents of 1 become broadcasts when the fusion is concretized, after they were annotated.
+    """
+    for tv in fusion.tensors():
+        units = [a for a in tv.domain.loop if a.is_stream and is_plain_broadcast(a)]
+        for axis in units:
+            tv.parallelize_axis(axis, ParallelType.serial)
+        if units:
+            unparallelize(tv, lambda _: False)
+
+
+def split_streamed_remainders(fusion: Fusion) -> None:
+    """Make a stream axis that is all that a device has of an axis one of blocks of one index.
+
+    t [DIDx(M), stream(M/d)]   ->   t [DIDx(M), stream(M/d), 1]
+    """
+    for tv in fusion.tensors():
+        inner = {t.inner for t in tv.domain.splits.values()} - {*tv.domain.logical_numbers}
+        if not any(tv.domain.rotated(number).is_stream for number in inner):
+            continue
+        streams = stream_cuts(tv)
+        unparallelize(tv, lambda a: a.is_stream)
+        for number, cut in streams:
+            add_cuts(tv, number, (cut,))
+
+
+def place_updates(fusion: Fusion) -> None:
+    """Give what is written into an input that input's placement, through a copy where it differs.
+
+    T2 [i0, i1] -> T0 [DIDx(i0), i1]      =>  T3 [DIDx(i0), i1] = set(T2); T3 -> T0
+    """
+    for alias in fusion.aliases:
+        there = placement(alias.into, DEVICE_TYPES)
+        if alias.out.mesh != alias.into.mesh or placement(alias.out, DEVICE_TYPES) != there:
+            write_instead(fusion, alias, copy_like(alias.out, alias.into.mesh, there))
+
+
+# What `record_reshardings` and `complete_origins` write down is for people. The order of the others
+# matters: units are dropped once shardings are known (the outputs' shardings name them)
+# and before communication is inserted; layout looks at single collectives; other tensors follow
+# inputs, whose orders are those of this rank, in what that leaves open; domains are finalized
+# last, because allocation domains describe whole tensors before it and shards after it.
+def _passes(repeated: Collection[int]) -> tuple[tuple[str, Callable[[Fusion], None]], ...]:
+    return (
+        ("record_reshardings", record_reshardings),
+        ("lay_out_communication", lay_out_communication),
+        ("infer_layouts", partial(_follow_inputs, repeated=repeated)),
+        ("finalize_domains", finalize_domains),
+        ("complete_origins", complete_origins),
+    )
+
+
+def _follow_inputs(fusion: Fusion, *, repeated: Collection[int]) -> None:
+    fixed = communicated(fusion)
+    infer_layouts(fusion, repeated=repeated, fixed=fixed, is_part=is_step_slice)
+
+
+def complete(fusion: Fusion, *, repeated: Collection[int] = ()) -> None:
+    """Lay out and finalize a fusion whose reshardings are decomposed."""
+    verify_fusion(fusion, after="decompose_reshardings")
+    for name, run in _passes(repeated):
+        run(fusion)
+        verify_fusion(fusion, after=name)
+
+
+def complete_alone(fusion: Fusion) -> None:
+    """Do what follows `overlap` in `decompose_reshardings` for a part of a fusion."""
+    complete_steps(fusion, Copies(fusion))
+    complete(fusion)
+
+
+def shard_fusion(
+    fusion: Fusion,
+    *,
+    propagate: bool = True,
+    overlap: Callable[[Fusion], None] | None = None,
+    repeated: Collection[int] = (),
+) -> ShardingResult:
+    """Propagate (unless every tensor is annotated), decompose, lay out and finalize the shardings
+    of a fusion, in place. `overlap`: see `decompose_reshardings`; `repeated`: `infer_layouts`.
+
+    Without meshes and streams only memory orders are inferred. Afterwards every op is local or a
+    `Reshard`, whose type is `communication.communication_type`.
+
+    Raises:
+        ShardingError: annotations contradict meshes, or a sharding cannot be computed.
+        UnsupportedError: a communication that is not implemented, or a stream axis along which an
+            op cannot be computed in steps.
+    """
+    drop_unit_streams(fusion)
+    if not (has_mesh(fusion) or has_streams(fusion)):
+        infer_layouts(fusion, repeated=repeated)
+        verify_fusion(fusion, after="infer_layouts")
+        return ShardingResult()
+    unmerge_streams(fusion)
+    check_annotations(fusion)
+    split_streamed_remainders(fusion)
+    drop_steps_of_devices(fusion)
+    streamed = {tv for tv in fusion.tensors() if stream_axis_of(tv) is not None}
+    facts: dict[TensorView, tuple[Fact, ...]] = {}
+    if propagate:
+        facts = propagate_shardings(fusion)
+    else:
+        spread_reductions(fusion)
+    keep_computable_streams(fusion, asked=streamed)
+    complete_meshes(fusion)
+    check_swizzles(fusion)
+    check_dropout(fusion.exprs)
+    check_shared_keys(fusion.exprs)
+    record_propagation(fusion, facts)
+    place_updates(fusion)
+    verify_fusion(fusion, after="propagate_shardings")
+    outputs = tuple(sharding_of(out) for out in fusion.outputs) if has_mesh(fusion) else ()
+    drop_unit_axes(fusion)
+    verify_fusion(fusion, after="drop_unit_axes")
+    decompose_reshardings(fusion, overlap=overlap)
+    complete(fusion, repeated=repeated)
+    found = tuple(op for op in fusion.exprs if isinstance(op, Reshard) and communicates(op))
+    return ShardingResult(MappingProxyType(facts), outputs, found)

@@ -1,0 +1,177 @@
+"""Where shardings come from, and which op made each change of placement necessary, as `Origin`s.
+
+Nothing is decided here: the passes have run, and what they did is read off the fusion and written
+down (`Fusion.origins`), for `python -m hostir why`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+
+from fuser.ir.axis_graph import tensor_operands
+from fuser.ir.fusion import Fusion, TensorOp
+from fuser.ir.ops.nodes import Reshard
+from fuser.ir.provenance import How, Origin
+from fuser.ir.tensor import TensorView
+from fuser.passes.view_ops import is_copy
+from multidevice.sharding.placement import axis_cuts
+from multidevice.sharding.propagation import Fact
+
+
+def record_propagation(fusion: Fusion, facts: Mapping[TensorView, tuple[Fact, ...]]) -> None:
+    """Write down where cuts come from, and the meshes of whole tensors, right after propagation."""
+    rows: list[Origin] = []
+    for tv in fusion.tensors():
+        cuts_of = axis_cuts(tv)
+        if not any(_dimension(tv, number) is not None for number in cuts_of):
+            rows += _mesh_rows(tv, facts.get(tv, ()))
+        found = {(f.axis, f.cut.ptype): f for f in facts.get(tv, ()) if f.cut is not None}
+        for number, cuts in cuts_of.items():
+            for cut in cuts:
+                row = Origin(
+                    tv.number,
+                    "cut",
+                    "user",
+                    where=tv.cut_lines.get(cut.ptype, tv.where),
+                    ptype=cut.ptype,
+                    axis=_dimension(tv, number),
+                )
+                fact = found.get((number, cut.ptype))
+                rows.append(row if fact is None else _through(row, tv, fact))
+    fusion.origins = tuple(rows)
+
+
+def _mesh_rows(tv: TensorView, facts: tuple[Fact, ...]) -> Iterator[Origin]:
+    if tv.mesh is None:
+        return
+    row = Origin(tv.number, "mesh", "user", where=tv.where)
+    fact = next((f for f in facts if f.cut is None), None)
+    if fact is not None:
+        yield _through(row, tv, fact)
+    elif tv.mesh_is_user_set:
+        yield row
+    else:
+        yield Origin(tv.number, "mesh", "only")
+
+
+def _through(row: Origin, tv: TensorView, fact: Fact) -> Origin:
+    """Return the row of a fact: which op relates the two tensors follows from the direction."""
+    how: How = fact.direction
+    op = tv.definition() if how == "forward" else fact.source.definition()
+    if op is not None and how == "backward" and tv in op.outputs:
+        how = "beside"
+    name, where = ("", "") if op is None else (op.name, op.where)
+    source = fact.source.number
+    return replace(row, how=how, source=source, op=name, where=where)
+
+
+def _dimension(tv: TensorView, number: int) -> int | None:
+    """Return the place of a logical axis among those that are not summed over."""
+    kept = [a.number for a in tv.domain.no_reductions]
+    return kept.index(number) if number in kept else None
+
+
+# ------------------------------------------------------------------ changes of placement
+def record_reshardings(fusion: Fusion) -> None:
+    """Write down why every `Reshard` is there, right after decomposition.
+
+    The tensors that propagation saw have rows; any other was made on the way.
+    """
+    known = {o.tensor for o in fusion.origins}
+    rows: list[Origin] = []
+    for op in fusion.exprs:
+        if isinstance(op, Reshard):
+            rows.append(_reason(fusion, op, known))
+            if op.reduction is not None and op.out.number not in known:
+                rows += _summed(fusion, op)
+    fusion.origins = (*fusion.origins, *rows)
+
+
+def _summed(fusion: Fusion, op: Reshard) -> Iterator[Origin]:
+    """Yield the cuts of the summed axis of a sum that stands for part of the user's op."""
+    maker = _behind(op)
+    if maker is None:
+        return
+    operands = {tv.number for _, tv in tensor_operands(maker)}
+    for row in fusion.origins:
+        is_sum = row.what == "cut" and row.axis is None and row.ptype in op.ptypes
+        if is_sum and row.source in operands and row.op == maker.name:
+            yield replace(row, tensor=op.out.number)
+
+
+def _reason(fusion: Fusion, op: Reshard, known: set[int]) -> Origin:
+    out, source = op.out, op.inp.number
+    maker = _behind(op)
+    if op.reduction is not None:
+        return _placement(out, "sum", source, maker)
+    if out.number not in known:
+        update = next((a for a in fusion.aliases if a.out is out), None)
+        if update is not None:
+            return Origin(out.number, "placement", "update", update.into.number)
+        reader = _reader(op)
+        if reader is None:  # a step on the way to an output
+            return _placement(out, "result", source, maker)
+        row = _placement(out, "operand", source, reader)
+        return replace(row, result=reader.out_tensor.number)
+    if op.inp.number in known:
+        return Origin(out.number, "placement", "set", source, "set", op.where)
+    return _placement(out, "result", source, maker)
+
+
+def _placement(out: TensorView, how: How, source: int, op: TensorOp | None) -> Origin:
+    if op is None:
+        return Origin(out.number, "placement", how, source)
+    return Origin(out.number, "placement", how, source, op.name, op.where)
+
+
+def _behind(op: TensorOp) -> TensorOp | None:
+    """Return the op that computes what a chain of reshards starts from."""
+    definition = op.inputs[0].definition()
+    while isinstance(definition, Reshard):
+        definition = definition.inp.definition()
+    return definition
+
+
+def _reader(op: TensorOp) -> TensorOp | None:
+    """Return the first op that reads what a chain of reshards ends in."""
+    reader = next(iter(op.out_tensor.uses()), None)
+    while isinstance(reader, Reshard):
+        reader = next(iter(reader.out.uses()), None)
+    return reader
+
+
+def complete_origins(fusion: Fusion) -> None:
+    """Give every other tensor with a mesh a row: what was made around the reshards."""
+    placed = {o.tensor: o for o in fusion.origins if o.what == "placement"}
+    known = {o.tensor for o in fusion.origins}
+    rows: list[Origin] = []
+    for op in fusion.exprs:
+        for out in op.outputs:
+            if out.mesh is None or (out.number in known and not isinstance(op, Reshard)):
+                continue
+            if isinstance(op, Reshard):
+                rows += _moved(out, placed)
+            else:
+                rows.append(_local(op, out))
+    fusion.origins = (*fusion.origins, *rows)
+
+
+def _moved(out: TensorView, placed: Mapping[int, Origin]) -> Iterator[Origin]:
+    """Yield the reason of a reshard whose result layout has put before the tensor it is for."""
+    if out.number in placed:
+        return
+    for use in out.uses():
+        reason = placed.get(use.out_tensor.number)
+        if reason is not None and is_copy(use):
+            yield replace(reason, tensor=out.number)
+            return
+
+
+def _local(op: TensorOp, out: TensorView) -> Origin:
+    uses = [u for v in out.uses() for u in (v.out_tensor.uses() if is_copy(v) else (v,))]
+    sums = [u for u in uses if isinstance(u, Reshard) and u.reduction is not None]
+    if sums:
+        return Origin(out.number, "placement", "parts", sums[0].out.number, op.name, op.where)
+    source = next((tv.number for _, tv in tensor_operands(op)), None)
+    return Origin(out.number, "placement", "local", source, op.name, op.where)

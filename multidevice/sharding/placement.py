@@ -1,0 +1,425 @@
+"""Placements: which logical axes of a tensor are cut into blocks along which parallel types.
+
+A loop domain records a sharding as outer splits whose outer axis has a device (or stream) type.
+Here it is read as, per logical axis, the *cuts* in nesting order: `[(mesh_y, 2), (mesh_x, 4)]` is
+an axis of 2 blocks along mesh_y, each of 4 blocks along mesh_x. Propagation and decomposition
+think in cuts and write them back as splits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from fuser.ir.domain.axis_path import Rules, path, replay
+from fuser.ir.domain.device_mesh import DeviceMesh
+from fuser.ir.domain.tensor_domain import (
+    IterDomain,
+    MergeTransform,
+    Resize,
+    SplitTransform,
+    Swizzle1D,
+    TensorDomain,
+    Transform,
+    transform_text,
+)
+from fuser.ir.dtypes import DataType
+from fuser.ir.fusion import Fusion
+from fuser.ir.naming import axis_words, in_ir
+from fuser.ir.scalar import constructors as sc
+from fuser.ir.scalar.constructors import Scalar
+from fuser.ir.tensor import TensorView
+from fuser.ir.types import DEVICE_TYPES, STREAM_TYPES, ParallelType
+from fuser.support.errors import ShardingError, UnsupportedError, user_code
+
+SPREAD_TYPES = (*DEVICE_TYPES, *STREAM_TYPES)
+
+
+@dataclass(frozen=True)
+class Cut:
+    """An axis cut into `count` blocks along `ptype`.
+
+    `whole`: the axis itself carries the type (its extent is `count`), there is no split. Only
+    streams have symbolic counts. `swizzle`: the blocks are numbered from the coordinate along this
+    device type on, so that every device starts with its own.
+    """
+
+    ptype: ParallelType
+    count: int | Scalar
+    whole: bool = False
+    swizzle: ParallelType | None = None
+
+    @property
+    def devices(self) -> int:
+        """Among how many devices the axis is shared; 1 for a stream, whose steps all run here."""
+        assert isinstance(self.count, int) or self.ptype.is_stream
+        return self.count if isinstance(self.count, int) and self.ptype.is_device else 1
+
+
+Cuts = tuple[Cut, ...]
+# One entry per logical axis without reductions.
+Placement = tuple[Cuts, ...]
+
+
+def is_plain_broadcast(axis: IterDomain) -> bool:
+    """Whether every device sees the same single element: such an axis is never sharded."""
+    return axis.is_broadcast and axis.expanded is None
+
+
+def cut_line(tv: TensorView, ptype: ParallelType) -> str:
+    """Return `file.py:12` of the user's line that cut a tensor along a type, else of the one that
+    the tensor comes from, "" if unknown."""
+    return tv.cut_lines.get(ptype) or tv.user_line()
+
+
+# ------------------------------------------------------------------ reading
+def spread_axes(tv: TensorView) -> tuple[IterDomain, ...]:
+    """Return the loop axes with a device or stream type, reductions included."""
+    return tv.domain.spread
+
+
+def sharded_axis(tv: TensorView, ptype: ParallelType) -> IterDomain | None:
+    """Return the non-reduction loop axis with a device or stream type, None when there is none."""
+    return next((a for a in spread_axes(tv) if a.ptype is ptype and not a.is_reduction()), None)
+
+
+def _count(tv: TensorView, axis: IterDomain) -> int | Scalar:
+    """Return into how many blocks a spread axis cuts: the mesh's size, or a stream's extent."""
+    if axis.ptype.is_device:
+        if tv.mesh is None:
+            raise ShardingError(
+                f"{axis_words(tv, axis)} is device-parallel, but the tensor has no mesh: "
+                f"call set_device_mesh{user_code(cut_line(tv, axis.ptype))}{in_ir(axis, tv)}"
+            )
+        return tv.mesh.size_of(axis.ptype)
+    size = tv.fusion.canonical(axis.size)
+    count = sc.int_value(size)
+    return size if count is None else count
+
+
+def cut_origin(tv: TensorView, axis: IterDomain) -> tuple[int, int]:
+    """Return (number of the logical axis that a spread loop axis cuts, nesting depth).
+
+    Depth 0: the logical axis itself. Raises `UnsupportedError` when the axis is not a block of
+    consecutive elements: the inner output of a split, or part of a merge.
+    """
+    domain = tv.domain
+    steps = path(domain, (axis,), domain.logical)
+    depths = replay(steps, {axis.number: 0}, _BlockDepth(tv, axis))
+    return next((n, depths[n]) for n in domain.logical_numbers if n in depths)
+
+
+class _BlockDepth(Rules[int]):
+    """How many splits lie around a block of consecutive elements."""
+
+    needs_all = False
+
+    def __init__(self, tv: TensorView, axis: IterDomain) -> None:
+        self._tv, self._axis = tv, axis
+
+    def unsplit(self, t: SplitTransform, outer: int | None, inner: int | None) -> int:
+        if outer is not None:
+            return outer + 1
+        if inner is None or not _is_cut(self._tv.domain, t):
+            raise self._refusal(t)
+        return inner + 2  # deeper than what the outer part is
+
+    def unswizzle(self, t: Swizzle1D, out: int) -> int:
+        return out
+
+    def unmerge(self, t: MergeTransform, out: int) -> tuple[int | None, int | None]:
+        raise self._refusal(t)
+
+    def unresize(self, t: Resize, out: int) -> int:
+        raise self._refusal(t)
+
+    def _refusal(self, t: Transform) -> UnsupportedError:
+        axis, tv = self._axis, self._tv
+        kind = "DID on inner splits"
+        advice = "make the axis by outer_split, and give what stands outside of it a device type"
+        if axis.is_stream:
+            kind = "streams on inner splits"
+            advice = "make the stream axis by outer_split(axis, number of steps), or by merge"
+        elif isinstance(t, SplitTransform):
+            advice += " or stream"
+        return UnsupportedError(
+            f"Currently, we don't support {kind}: {axis_words(tv, axis)}; {advice}"
+            f"{user_code(cut_line(tv, axis.ptype))}{in_ir(axis, tv)}, from "
+            f"{transform_text(t, tv.domain)}"
+        )
+
+
+def axis_cuts(tv: TensorView, ptypes: Collection[ParallelType] = SPREAD_TYPES) -> dict[int, Cuts]:
+    """Return the cuts of every cut logical axis (by number), reductions included, outermost
+    first.
+    """
+    spread, known = spread_axes(tv), tv.domain.known
+    if not spread:
+        return {}
+    key = "cuts", tv.mesh, tuple(ptypes)
+    if key in known:
+        return dict(known[key])
+    found: dict[int, list[tuple[int, Cut]]] = {}
+    for axis in spread:
+        if axis.ptype in ptypes:
+            number, depth = cut_origin(tv, axis)
+            swizzle = _swizzle_of(tv.domain, axis)
+            cut = Cut(axis.ptype, _count(tv, axis), whole=depth == 0, swizzle=swizzle)
+            found.setdefault(number, []).append((depth, cut))
+    ordered = ((a.number, found[a.number]) for a in tv.domain.logical if a.number in found)
+    made = {n: tuple(c for _, c in sorted(cuts, key=lambda x: x[0])) for n, cuts in ordered}
+    # A stream's count is written over what extents are equal to, which changes.
+    if not any(a.is_stream for a in spread):
+        known[key] = dict(made)
+    return made
+
+
+def placement(tv: TensorView, ptypes: Collection[ParallelType] = SPREAD_TYPES) -> Placement:
+    """Return the cuts per logical axis without reductions."""
+    cuts = axis_cuts(tv, ptypes)
+    return tuple(cuts.get(a.number, ()) for a in tv.domain.no_reductions)
+
+
+def reduction_cuts(tv: TensorView) -> dict[int, Cuts]:
+    """Return the cuts of reduction axes, by logical axis number."""
+    reductions = {a.number for a in tv.domain.logical if a.is_reduction()}
+    return {n: c for n, c in axis_cuts(tv).items() if n in reductions}
+
+
+# Of the blocks along a stream: one that is not the last, the last that is not empty, an empty one.
+Block = Literal["first", "last", "empty"]
+
+
+def local_extent(extent: Scalar, cuts: Cuts, block: Block | None = None) -> Scalar:
+    """Return what remains of an extent on one device; with `block` in one step of a stream.
+
+    Streams do not cut what a device holds.
+    """
+    for cut in cuts:
+        if cut.ptype.is_device or block is not None:
+            size = sc.ONE if cut.whole else sc.ceildiv(extent, cut.count)
+            if not (cut.whole or cut.ptype.is_device or sc.int_value(size) == 0):
+                full = sc.sub(sc.ceildiv(extent, size), sc.ONE)
+                rest = {"last": sc.sub(extent, sc.mul(size, full)), "empty": sc.ZERO}
+                size = rest.get(block or "first", size)
+            extent = size
+    return extent
+
+
+def stream_cuts(tv: TensorView) -> tuple[tuple[int, Cut], ...]:
+    """Return (number of the logical axis, cut) of a tensor's stream axis, () without one; of a
+    merged one all, the outermost part of a step's number first."""
+    cuts = ((n, c) for n, mine in axis_cuts(tv, STREAM_TYPES).items() for c in mine)
+    return tuple(sorted(cuts, key=lambda x: STREAM_TYPES.index(x[1].ptype)))
+
+
+def stream_axis_of(tv: TensorView) -> tuple[int, Cut] | None:
+    """Return (number of the logical axis, cut) of a tensor's stream axis, None without one; of a
+    merged one the first."""
+    return next(iter(stream_cuts(tv)), None)
+
+
+def step_parts(tv: TensorView) -> tuple[ParallelType, ...]:
+    """Return the types of a tensor's stream axes: several of a merged one, () without steps."""
+    summed = {a.number for a in tv.domain.logical if a.is_reduction()}
+    return tuple(cut.ptype for number, cut in stream_cuts(tv) if number not in summed)
+
+
+def outside_streams(cuts: Cuts) -> Cuts:
+    """Return the cuts that lie outside a stream's: those inside mean other blocks without it."""
+    position = next((k for k, c in enumerate(cuts) if c.ptype.is_stream), len(cuts))
+    return cuts[:position]
+
+
+def without_streams(cuts: Cuts) -> Cuts:
+    """Return the cuts without a stream's that has none inside; one around devices is part of where
+    these lie."""
+    last = bool(cuts) and cuts[-1].ptype.is_stream
+    return cuts[:-1] if last else cuts
+
+
+def only_devices(cuts: Iterable[Cut]) -> Cuts:
+    """Return the cuts over devices."""
+    return tuple(c for c in cuts if c.ptype.is_device)
+
+
+def is_allocated_per_step(tv: TensorView) -> bool:
+    """Whether each step of a stream has memory for its own block of the tensor, rather than all of
+    it before. Decided by `finalize_domains`.
+    """
+    logical = set(tv.domain.logical_numbers)
+    return any(a.is_stream and a.number not in logical for a in tv.domain.allocation)
+
+
+def _is_cut(domain: TensorDomain, split: SplitTransform) -> bool:
+    return domain.rotated(split.outer).ptype in SPREAD_TYPES
+
+
+def _swizzle_of(domain: TensorDomain, axis: IterDomain) -> ParallelType | None:
+    made = (t for t in domain.transforms if isinstance(t, Swizzle1D) and t.out == axis.number)
+    return next((t.ptype for t in made), None)
+
+
+# ------------------------------------------------------------------ writing
+def _remainder(tv: TensorView, number: int) -> IterDomain | None:
+    """Return the loop axis that holds the rest of a logical axis below its cuts."""
+    while True:
+        if number in tv.domain.loop_numbers:
+            axis = tv.domain.axes[number]
+            return axis if axis.ptype is ParallelType.serial else None
+        split = tv.domain.splits.get(number)
+        if split is None or not _is_cut(tv.domain, split):
+            return None
+        number = split.inner
+
+
+def add_cut(tv: TensorView, number: int, cut: Cut) -> bool:
+    """Cut a logical axis further, inside its present cuts; False when its loop axes do not allow
+    it.
+
+    A `whole` cut parallelizes the axis itself; any other makes an outer split.
+    """
+    rest = _remainder(tv, number)
+    if rest is None:
+        return False
+    position = tv.domain.loop_numbers.index(rest.number)
+    if not cut.whole:
+        tv.split(position, cut.count, inner_split=False)
+    if cut.swizzle is not None:
+        tv.swizzle1d(position, cut.swizzle)
+    tv.parallelize_axis(tv.domain.loop[position], cut.ptype)
+    return True
+
+
+def add_cuts(tv: TensorView, number: int, cuts: Cuts) -> None:
+    """Cut a logical axis of a tensor whose loop axes allow it, outermost cut first."""
+    for cut in cuts:
+        placed = add_cut(tv, number, cut)
+        assert placed, f"axis {number} of {tv} does not take {cut}"
+
+
+def unparallelize(tv: TensorView, drop: Callable[[IterDomain], bool]) -> None:
+    """Make the spread loop axes that `drop` accepts serial, and undo splits that this leaves idle.
+
+    An idle split has two serial outputs in the loop domain and none in the allocation domain.
+    """
+    domain = tv.domain.with_axes(
+        *(replace(a, ptype=ParallelType.serial) for a in spread_axes(tv) if drop(a))
+    )
+    kept_by = {*domain.logical_numbers, *domain.allocation_numbers}
+    for t in reversed(domain.transforms):
+        in_loop = [a for a in domain.loop if a.number in t.outputs]
+        is_idle = len(in_loop) == len(t.outputs) and all(
+            a.ptype is ParallelType.serial for a in in_loop
+        )
+        if is_idle and len(t.inputs) == 1 and kept_by.isdisjoint(t.outputs):
+            last = t.outputs[-1]
+            domain = domain.having(
+                loop=[
+                    t.inputs[0] if n == last else n
+                    for n in domain.loop_numbers
+                    if n == last or n not in t.outputs
+                ],
+                transforms=[u for u in domain.transforms if u is not t],
+            )
+    tv.domain = domain
+
+
+def unparallelize_inward(tv: TensorView, drop: Callable[[IterDomain], bool]) -> None:
+    """Make the spread loop axes that `drop` accepts serial, and all that are cut inside of them:
+    without them these would mean other blocks."""
+    places = {a.number: cut_origin(tv, a) for a in spread_axes(tv)}
+    dropped = [places[a.number] for a in spread_axes(tv) if drop(a)]
+
+    def is_inside(axis: IterDomain) -> bool:
+        number, depth = places[axis.number]
+        return any(n == number and d <= depth for n, d in dropped)
+
+    unparallelize(tv, is_inside)
+
+
+def copy_like(
+    source: TensorView, mesh: DeviceMesh | None, cuts: Placement, *, dtype: DataType | None = None
+) -> TensorView:
+    """Create a tensor with the logical axes of `source` (no reductions), placed on `mesh`."""
+    fusion = source.fusion
+    axes = tuple(fusion.clone_axis(a) for a in source.domain.no_reductions)
+    out = fusion.new_tensor(axes, dtype or source.dtype(), mesh=mesh)
+    for axis, mine in zip(axes, cuts, strict=True):
+        add_cuts(out, axis.number, mine)
+    return out
+
+
+def clone_domain(fusion: Fusion, domain: TensorDomain) -> tuple[TensorDomain, dict[int, int]]:
+    """Return the domain under fresh axis numbers, and the map from old to new numbers."""
+    made = {n: fusion.next_axis() for n in sorted(domain.axes)}
+    return domain.map_axes(lambda a: replace(a, number=made[a.number])), made
+
+
+# ------------------------------------------------------------------ through views (root <->
+# logical)
+def _is_unit(axis: IterDomain) -> bool:
+    return sc.int_value(axis.size) == 1
+
+
+class _Outermost(Rules[bool]):
+    """Marks the axis that is the outermost part of a marked one, or of which that is the outermost
+    part, units and device axes aside."""
+
+    needs_all = False
+
+    def __init__(self, tv: TensorView) -> None:
+        self._tv, self._axes = tv, tv.domain.axes
+
+    def split(self, t: SplitTransform, inp: bool) -> tuple[bool | None, bool | None]:
+        return (None, True) if _is_unit(self._axes[t.outer]) else (True, None)
+
+    def merge(self, t: MergeTransform, outer: bool | None, inner: bool | None) -> bool | None:
+        return True if outer or _is_unit(self._axes[t.outer]) else None
+
+    def swizzle(self, t: Swizzle1D, inp: bool) -> bool:
+        return True
+
+    def unswizzle(self, t: Swizzle1D, out: bool) -> bool:
+        return True
+
+    def unsplit(self, t: SplitTransform, outer: bool | None, inner: bool | None) -> bool | None:
+        beside = self._axes[t.outer]
+        return True if outer or _is_unit(beside) or _is_cut(self._tv.domain, t) else None
+
+    def unmerge(self, t: MergeTransform, out: bool) -> tuple[bool | None, bool | None]:
+        return (None, True) if _is_unit(self._axes[t.outer]) else (True, None)
+
+
+class _TowardsRoot(_Outermost):
+    """Marks what an axis comes from: of a merge the outermost part, of any other the input."""
+
+    def unsplit(self, t: SplitTransform, outer: bool | None, inner: bool | None) -> bool:
+        return True
+
+    def unresize(self, t: Resize, out: bool) -> bool:
+        return True
+
+
+def outermost_logical(tv: TensorView, root: IterDomain) -> IterDomain | None:
+    """Return the logical axis whose outermost part a root axis is, or the other way round; None
+    behind a resize, and where a merge puts the axis on its inner side."""
+    domain = tv.domain
+    steps = path(domain, domain.maybe_root, domain.logical)
+    marked = replay(steps, {root.number: True}, _Outermost(tv))
+    return next((a for a in domain.logical if a.number in marked), None)
+
+
+def origin_root(tv: TensorView, logical: IterDomain) -> IterDomain | None:
+    """Return the root axis whose outermost part a logical axis is; None when there is none."""
+    domain = tv.domain
+    steps = path(domain, (logical,), domain.maybe_root)
+    marked = replay(steps, {logical.number: True}, _Outermost(tv))
+    return next((a for a in domain.maybe_root if a.number in marked), None)
+
+
+def path_to_root(tv: TensorView, logical: IterDomain) -> tuple[int, ...]:
+    """Return the numbers of the axes from a logical axis to its root axis, both included."""
+    steps = path(tv.domain, (logical,), tv.domain.maybe_root)
+    return tuple(replay(steps, {logical.number: True}, _TowardsRoot(tv)))

@@ -1,0 +1,530 @@
+"""Sharding propagation: from the few tensors that the user annotated to all others.
+
+Before: some tensors have a mesh that the user set, and cuts on it. After: every tensor reachable
+from them has a mesh, and the cuts with which its op needs no communication, as far as its
+operands agree. The user's own tensors keep their placement; only their reduction axes (how they
+are computed, not where they lie) may still take device types. A mesh that an op copied from an
+operand is dropped first, so annotating before or after the ops are defined gives the same
+program.
+
+    out = linear(x, w); w [DIDx(N), K]  ->  out [M, DIDx(N), rK]
+    out = linear(x, w); x [M, DIDx(K)], w [N, DIDx(K)]  ->  out [M, N, rDIDx(K)]
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from fuser.ir.axis_graph import tensor_operands
+from fuser.ir.domain.device_mesh import DeviceMesh
+from fuser.ir.domain.tensor_domain import IterDomain
+from fuser.ir.fusion import Fusion, TensorOp
+from fuser.ir.ops.nodes import IotaOp, RandomOp
+from fuser.ir.scalar import constructors as sc
+from fuser.ir.tensor import TensorView
+from fuser.ir.types import DEVICE_TYPES, STREAM_TYPES, ParallelType
+from fuser.support.errors import ShardingError, user_code, warn
+from multidevice.sharding.placement import (
+    SPREAD_TYPES,
+    Cut,
+    Cuts,
+    Placement,
+    add_cut,
+    axis_cuts,
+    cut_line,
+    is_plain_broadcast,
+    only_devices,
+    origin_root,
+    outermost_logical,
+    outside_streams,
+    placement,
+    sharded_axis,
+    spread_axes,
+    stream_cuts,
+    without_streams,
+)
+
+Direction = Literal["forward", "backward"]
+
+
+@dataclass(frozen=True)
+class Fact:
+    """Why a tensor has a mesh (`cut` None) or a cut, of its logical axis number `axis`: it came
+    from `source`."""
+
+    source: TensorView
+    direction: Direction
+    cut: Cut | None = None
+    axis: int | None = None
+
+    def __str__(self) -> str:
+        what = "mesh" if self.cut is None else f"{self.cut.ptype.text} x {self.cut.count}"
+        return f"{what} {self.direction} from {self.source.label}"
+
+
+# (logical axis, its cuts) of the tensor that receives them
+Transfers = tuple[tuple[IterDomain, Cuts], ...]
+
+
+# ------------------------------------------------------------------ through one op
+def forward_cuts(op: TensorOp, operand_index: int, out: TensorView) -> Transfers:
+    """Return the operand's cuts as cuts of `out`'s logical axes (reductions included).
+
+    Left out are cuts on axes that the op resizes, or that `out` does not iterate, and those that a
+    reshape does not keep: on the inner side of a merge, or into more blocks than the outermost part
+    of a split has. Of an axis with several cuts, the outer ones may be kept.
+    """
+    source = op.inputs[operand_index]
+    axes, cuts = source.domain.no_reductions, axis_cuts(source)
+    found: list[tuple[IterDomain, Cuts]] = []
+    positions = op.cut_map(operand_index, out)
+    for root, position in zip(out.domain.maybe_root, positions, strict=True):
+        if position is None or axes[position].number not in cuts:
+            continue
+        mine = cuts[axes[position].number]
+        # Consumers iterate a broadcast; there is nothing to cut.
+        if is_plain_broadcast(root):
+            continue
+        target = outermost_logical(out, root)
+        if target is None:
+            continue
+        if target.number != root.number:
+            mine = _dividing(out, root, target, mine)
+        if mine:
+            found.append((target, _resize_cuts(out.fusion, mine, axes[position], target)))
+    return tuple(found)
+
+
+def backward_cuts(op: TensorOp, operand_index: int, out: TensorView) -> Transfers:
+    """Return `out`'s cuts as cuts of the operand's logical axes, those of reduction axes first.
+
+    Cuts on the inner part of a reshaped axis have no counterpart and are left out: a local slice
+    behind the reshape does the same.
+    """
+    source = op.inputs[operand_index]
+    axes, cuts = source.domain.no_reductions, axis_cuts(out)
+    position_of = {
+        root.number: position
+        for root, position in zip(
+            out.domain.maybe_root, op.cut_map(operand_index, out), strict=True
+        )
+    }
+    found: dict[int, Cuts] = {}
+    for logical in sorted(out.domain.logical, key=lambda a: not _comes_from_reduction(out, a)):
+        if logical.number not in cuts:
+            continue
+        root = origin_root(out, logical)
+        if root is None:
+            continue
+        position = position_of[root.number]
+        if position is None or is_plain_broadcast(axes[position]):
+            continue
+        target = axes[position]
+        mine = _resize_cuts(out.fusion, cuts[logical.number], logical, target)
+        if root is not logical and root.is_reduction():
+            # A part of a reduction has an axis that is reduced, be it of one index.
+            mine = tuple(replace(c, whole=False) for c in mine)
+        # A partial sum has several device axes from one root axis; they nest in their order.
+        joined = (*found.get(target.number, ()), *mine)
+        if not _is_one_cut(root, logical, joined) and not _divide(out, root, logical, joined):
+            joined = outside_streams(joined)
+            if not joined or not _divides(source, target, joined):
+                continue
+        found[target.number] = joined
+    by_number = {a.number: a for a in axes}
+    return tuple((by_number[n], mine) for n, mine in found.items())
+
+
+def has_cut_origin(tv: TensorView, logical: IterDomain, cuts: Mapping[int, Cuts]) -> bool:
+    """Whether cuts of a logical axis are cuts of a root axis too: then operands can match them."""
+    root = origin_root(tv, logical)
+    if root is None:
+        return False
+    mine = cuts.get(logical.number, ())
+    return _is_one_cut(root, logical, mine) or _divide(tv, root, logical, mine)
+
+
+def uncuttable_axes(
+    op: TensorOp, ptypes: Collection[ParallelType], out: TensorView | None = None
+) -> set[int]:
+    """Return the logical axes of a result (None: the first) whose cuts no operand can match, by
+    number."""
+    out = op.out_tensor if out is None else out
+    if isinstance(op, RandomOp):
+        return (
+            set()
+        )  # its numbers follow from their places in the whole (`hostir.lowering.random_offsets`)
+    logical, cuts = out.domain.logical, axis_cuts(out, ptypes)
+    whole = {logical[k].number for k in op.whole_axes(out)}
+    return whole | {a.number for a in logical if not has_cut_origin(out, a, cuts)}
+
+
+def _is_one_cut(root: IterDomain, logical: IterDomain, cuts: Cuts) -> bool:
+    """Whether cutting the logical axis cuts the root axis into the very same blocks: they are one
+    axis, or the logical one counts a reduction's (maybe ragged) blocks."""
+    is_stream = any(c.ptype.is_stream for c in cuts)
+    return root is logical or (is_stream and root.is_reduction())
+
+
+def _comes_from_reduction(tv: TensorView, logical: IterDomain) -> bool:
+    root = origin_root(tv, logical)
+    return logical.is_reduction() or (root is not None and root.is_reduction())
+
+
+def _resize_cuts(fusion: Fusion, cuts: Cuts, source: IterDomain, target: IterDomain) -> Cuts:
+    """A whole cut stays whole only on an axis of the same extent; else it becomes a split."""
+    if fusion.canonical(source.size) == fusion.canonical(target.size):
+        return cuts
+    return tuple(replace(c, whole=False) for c in cuts)
+
+
+def _divides(tv: TensorView, axis: IterDomain, cuts: Cuts) -> bool:
+    """Whether the cuts may divide the axis; a symbolic extent that is not known to leave a rest is
+    checked when it is bound, but for streams, whose blocks may be ragged elsewhere."""
+    extent, count = tv.fusion.canonical(axis.size), sc.product(c.count for c in cuts)
+    if any(c.ptype.is_stream for c in cuts):
+        return sc.int_value(sc.mod(extent, count)) == 0
+    size, devices = sc.int_value(extent), sc.int_value(count)
+    size = tv.fusion.even_parts.get(extent) if size is None else size
+    return size is None or devices is None or size % devices == 0
+
+
+def _divide(tv: TensorView, root: IterDomain, logical: IterDomain, cuts: Cuts) -> bool:
+    """Whether the cuts of a logical axis and those of the root axis that it is the outermost part
+    of, or the other way round, make the same blocks: ragged ones end elsewhere."""
+    return _divides(tv, root, cuts) and _divides(tv, logical, cuts)
+
+
+def _dividing(tv: TensorView, root: IterDomain, axis: IterDomain, cuts: Cuts) -> Cuts:
+    """Return the cuts of a root axis, from the outermost on, that make the same blocks of the
+    logical axis."""
+    prefixes = (cuts[:k] for k in range(len(cuts), 0, -1))
+    return next((p for p in prefixes if _divide(tv, root, axis, p)), ())
+
+
+# ------------------------------------------------------------------ one tensor to another
+def apply_transfers(
+    target: TensorView, transfers: Transfers, ptypes: Collection[ParallelType]
+) -> tuple[Cut, ...]:
+    """Add cuts of the selectable types to a tensor; return those that it took.
+
+    A cut is taken when the mesh has its dimension in the same size, and when the axis has exactly
+    the cuts that belong outside it.
+    """
+    taken: list[Cut] = []
+    for axis, cuts in transfers:
+        for depth, cut in enumerate(cuts):
+            have = axis_cuts(target).get(axis.number, ())
+            if any(c.ptype is cut.ptype for c in have):
+                continue
+            if tuple(c.ptype for c in have) != tuple(c.ptype for c in cuts[:depth]):
+                break
+            if not _is_selectable(target, axis, cut, ptypes):
+                continue
+            if add_cut(target, axis.number, cut):
+                taken.append(cut)
+    return tuple(taken)
+
+
+def apply_steps(
+    target: TensorView,
+    source: TensorView,
+    transfers: Transfers,
+    ptypes: Collection[ParallelType] = STREAM_TYPES,
+) -> tuple[Cut, ...]:
+    """Add cuts that came from `source` as `apply_transfers` does, but of its steps all parts or
+    none: steps of some parts alone are those of another loop.
+    """
+    parts, before = {c.ptype for _, c in stream_cuts(source)}, target.domain
+    taken = apply_transfers(target, transfers, ptypes)
+    got = {c.ptype for c in taken if c.ptype.is_stream}
+    is_sum = any(a.is_stream and a.is_reduction() for a in target.domain.loop)
+    if not got or (got == parts and not (is_sum and len(parts) > 1)):
+        return taken
+    target.domain = before
+    return apply_transfers(target, transfers, [p for p in ptypes if not p.is_stream])
+
+
+def _is_selectable(
+    target: TensorView, axis: IterDomain, cut: Cut, ptypes: Collection[ParallelType]
+) -> bool:
+    if cut.ptype not in ptypes:
+        return False
+    if cut.ptype.is_device:
+        mesh = target.mesh
+        if mesh is None or mesh.dim_of(cut.ptype) is None:
+            return False
+        if mesh.size_of(cut.ptype) != cut.count:
+            return False
+    present = [a for a in spread_axes(target) if a.ptype is cut.ptype]
+    if cut.ptype.is_stream:
+        return not present
+    if axis.is_reduction():
+        return not any(a.is_reduction() for a in present)
+    return not any(not a.is_reduction() for a in present)
+
+
+def fitting_placement(
+    source: TensorView,
+    transfers: Transfers,
+    mesh: DeviceMesh | None,
+    parts: Collection[ParallelType],
+) -> Placement:
+    """Return the placement that a copy of `source` on `mesh` takes from `transfers`; `parts` are
+    those of the steps of the reader."""
+    taken: dict[int, list[Cut]] = {}
+    used: set[ParallelType] = set()
+    for axis, cuts in transfers:
+        mine = taken.setdefault(axis.number, [])
+        for depth, cut in enumerate(cuts):
+            if cut.ptype in used:
+                continue
+            fits = not cut.ptype.is_device or (
+                mesh is not None and mesh.dim_of(cut.ptype) is not None
+            )
+            if tuple(mine) != cuts[:depth] or not fits:
+                break
+            mine.append(cut)
+            used.add(cut.ptype)
+    wanted = tuple(tuple(taken.get(a.number, ())) for a in source.domain.no_reductions)
+    fitting = tuple(
+        cuts if _is_copied_in_steps(source, position, cuts, mesh) else outside_streams(cuts)
+        for position, cuts in enumerate(wanted)
+    )
+    # Steps of some parts alone are those of another loop.
+    has_all = {c.ptype for cuts in fitting for c in cuts}.issuperset(parts)
+    return fitting if has_all else tuple(map(outside_streams, fitting))
+
+
+def _is_copied_in_steps(
+    source: TensorView, position: int, cuts: Cuts, mesh: DeviceMesh | None
+) -> bool:
+    """Whether a copy can be made step by step of a stream in `cuts`: the source has the same steps,
+    the devices stay as they are, or each step has the block of one device. A stream around devices
+    is no choice.
+    """
+    have = placement(source)[position]
+    if not cuts or not cuts[-1].ptype.is_stream or have[: len(cuts)] == cuts:
+        return True
+    devices = only_devices(have)
+    return devices == cuts[:-1] or is_from_devices(source, position, cuts, mesh)
+
+
+def is_from_devices(source: TensorView, position: int, cuts: Cuts, mesh: DeviceMesh | None) -> bool:
+    """Whether an axis of `source` that lies in one block per device becomes, in a copy with these
+    cuts on `mesh`, one block per step of a stream: first mine if the steps are rotated.
+    """
+    have = placement(source, DEVICE_TYPES)[position]
+    if len(have) != 1 or len(cuts) != 1 or source.mesh != mesh:
+        return False
+    if without_streams(placement(source)[position]) != have:
+        return False  # a device has blocks of several steps
+    (device,), (stream,) = have, cuts
+    is_stream = stream.ptype.is_stream and stream.swizzle in (None, device.ptype)
+    return is_stream and (device.count, device.whole) == (stream.count, stream.whole)
+
+
+# ------------------------------------------------------------------ the pass
+def propagate_shardings(fusion: Fusion) -> dict[TensorView, tuple[Fact, ...]]:
+    """Give every tensor reachable from an annotated one a mesh and cuts; return where they came
+    from.
+
+    Raises `ShardingError` where the user cut a summed axis of a result, and no operand.
+    """
+    for tv in fusion.tensors():
+        if not tv.mesh_is_user_set and not any(a.is_device for a in spread_axes(tv)):
+            tv.mesh = None
+    pass_ = _Propagation(fusion)
+    summed = _summed_cuts(fusion)
+    pass_.forward(fusion.exprs)
+    _check_summed(summed)
+    pass_.backward(reversed(fusion.exprs))
+    # A backward step may have reached a tensor whose other consumers had nothing to go by before.
+    pass_.forward(tuple(op for op in fusion.exprs if any(_is_bare(o) for o in op.outputs)))
+    pass_.backward(
+        op for op in reversed(fusion.exprs) if any(_is_bare(tv) for _, tv in tensor_operands(op))
+    )
+    return pass_.facts
+
+
+def _is_bare(tv: TensorView) -> bool:
+    return tv.mesh is None and not tv.is_cpu_scalar
+
+
+def _rank_of(tv: TensorView) -> tuple[int, int]:
+    """More cut axes first, then the mesh of more dimensions."""
+    count = sum(not a.is_reduction() for a in spread_axes(tv))
+    return (-count, -(tv.mesh.ndim if tv.mesh else 0))
+
+
+def reference_operands(op: TensorOp) -> list[int]:
+    """Return the tensor operands (by index) in the order in which their shardings count."""
+    indices = [i for i, _ in tensor_operands(op)]
+    if op.REFERENCES:
+        return [i for i in op.REFERENCES if i in indices]
+    return sorted(indices, key=lambda i: _rank_of(op.inputs[i]))
+
+
+def spread_reductions(fusion: Fusion) -> None:
+    """Give every reduction axis the device types of what it reduces, and nothing else any.
+
+    Where results lie is the user's say, how they are summed is not: each device sums what it has.
+    Raises `ShardingError` where the user cut a summed axis of a result, and no operand.
+    """
+    summed = _summed_cuts(fusion)
+    for op in fusion.exprs:
+        for index in reference_operands(op):
+            for out in op.outputs:
+                apply_transfers(out, _reduction_only(op, index, out), DEVICE_TYPES)
+    _check_summed(summed)
+
+
+# The op, its result, a summed axis of that, and its cut over devices.
+_Summed = tuple[TensorOp, TensorView, IterDomain, Cut]
+
+
+def _summed_cuts(fusion: Fusion) -> list[_Summed]:
+    """Return the cuts of summed axes over several devices that are there."""
+    return [
+        (op, out, axis, cut)
+        for op in fusion.exprs
+        for out in op.outputs
+        for axis in out.domain.logical
+        if axis.is_reduction()
+        for cut in axis_cuts(out, DEVICE_TYPES).get(axis.number, ())
+        if cut.count != 1
+    ]
+
+
+def _check_summed(summed: Sequence[_Summed]) -> None:
+    """Raise `ShardingError` for a cut of a summed axis along which no operand is cut: nothing of
+    the result would be, and each device would slice its operands. Where an operand is cut, the
+    cut says how devices share the sum; as users may mean an axis of the result, they are warned,
+    unless they write the sum in parts themselves (`rfactor`)."""
+    for op, out, axis, cut in summed:
+        given = (c for i, _ in tensor_operands(op) for c in forward_cuts(op, i, out))
+        if any(a.number == axis.number and c.ptype is cut.ptype for a, cuts in given for c in cuts):
+            is_meant = any(_is_partial_sum(tv) for _, tv in tensor_operands(op))
+            if sharded_axis(out, cut.ptype) is None and out.ndim and not is_meant:
+                warn(
+                    f"{cut.ptype.name} cuts axis {axis} of {out}, over which {op.name} sums: the "
+                    f"result is whole on each device, as without this cut. {_how_to_cut(out, cut)}"
+                    f"{user_code(cut_line(out, cut.ptype))}"
+                )
+            continue
+        operands = " and ".join(tv.label for _, tv in tensor_operands(op))
+        raise ShardingError(
+            f"{cut.ptype.name} cuts axis {axis} of {out}, over which {op.name} sums, but no axis "
+            f"of {operands}: the result would be whole. {_how_to_cut(out, cut)}; to share the sum, "
+            f"cut an operand{user_code(cut_line(out, cut.ptype))}"
+        )
+
+
+def _is_partial_sum(tv: TensorView) -> bool:
+    """Whether `rfactor` made a tensor: it sums over some of the axes that its transforms made."""
+    return bool(tv.domain.root) and any(a.is_reduction() for a in tv.domain.logical)
+
+
+def _how_to_cut(tv: TensorView, cut: Cut) -> str:
+    """Return the calls that cut an axis of a result, not one that it sums over."""
+    places = [k for k, a in enumerate(tv.domain.logical) if not a.is_reduction()]
+    if not places:
+        return f"{tv.label} itself has no axis"
+    n, name = places[0], f"T{tv.number}"
+    return (
+        "split, axis and parallelize count summed axes, too: axis 0 of the result is number "
+        f"{n}, as in {name}.outer_split({n}, {cut.count}) and "
+        f"{name}.axis({n}).parallelize(ParallelType.{cut.ptype.name})"
+    )
+
+
+class _Propagation:
+    def __init__(self, fusion: Fusion) -> None:
+        self.fusion = fusion
+        self.frozen = {tv for tv in fusion.tensors() if tv.mesh_is_user_set}
+        self.facts: dict[TensorView, tuple[Fact, ...]] = {}
+
+    def forward(self, ops: Iterator[TensorOp] | tuple[TensorOp, ...]) -> None:
+        for op in ops:
+            for index in reference_operands(op):
+                source = op.inputs[index]
+                if source.mesh is None and not spread_axes(source):
+                    continue
+                for out in op.outputs:
+                    self._forward_one(op, index, out)
+
+    def _forward_one(self, op: TensorOp, index: int, out: TensorView) -> None:
+        source = op.inputs[index]
+        if out in self.frozen:
+            # Its placement is the user's; how a reduction is spread is still open.
+            cuts = _reduction_only(op, index, out)
+        else:
+            self._take_mesh(out, source, "forward")
+            cuts = forward_cuts(op, index, out)
+        self._apply(out, source, "forward", cuts, SPREAD_TYPES)
+
+    def backward(self, ops: Iterator[TensorOp]) -> None:
+        inputs = set(self.fusion.inputs)
+        for op in ops:
+            out = min(op.outputs, key=_rank_of)
+            if out.mesh is None and not spread_axes(out):
+                continue
+            for sibling in op.outputs:
+                if sibling is not out and sibling not in self.frozen:
+                    self._take_mesh(sibling, out, "backward")
+                    self._apply(
+                        sibling, out, "backward", sibling_cuts(op, out, sibling), SPREAD_TYPES
+                    )
+            for index, target in tensor_operands(op):
+                is_input = target in inputs
+                if target.is_cpu_scalar or (target in self.frozen and not is_input):
+                    continue
+                self._take_mesh(target, out, "backward")
+                # What a fusion input holds is the caller's affair; a stream does not change it.
+                ptypes = STREAM_TYPES if is_input else SPREAD_TYPES
+                if isinstance(target.definition(), IotaOp):
+                    ptypes = ()  # its values depend on the place in the axis
+                self._apply(target, out, "backward", backward_cuts(op, index, out), ptypes)
+
+    def _take_mesh(self, target: TensorView, source: TensorView, direction: Direction) -> None:
+        if target.mesh is None and source.mesh is not None and not target.is_cpu_scalar:
+            target.mesh = source.mesh
+            self._record(target, Fact(source, direction))
+
+    def _apply(
+        self,
+        target: TensorView,
+        source: TensorView,
+        direction: Direction,
+        cuts: Transfers,
+        ptypes: Collection[ParallelType],
+    ) -> None:
+        for cut in apply_steps(target, source, cuts, ptypes):
+            axis = next(a.number for a, mine in cuts if any(c is cut for c in mine))
+            self._record(target, Fact(source, direction, cut, axis))
+
+    def _record(self, target: TensorView, fact: Fact) -> None:
+        self.facts[target] = (*self.facts.get(target, ()), fact)
+
+
+def sibling_cuts(op: TensorOp, out: TensorView, sibling: TensorView) -> Transfers:
+    """Return the cuts of one result of an op as cuts of another."""
+    cuts = axis_cuts(out)
+    for position in op.whole_axes(out):
+        cuts.pop(out.domain.logical[position].number, None)
+    mine, theirs = out.domain.logical, sibling.domain.logical
+    pairs = ((mine[a], theirs[b]) for a, b in op.parallel_cuts(out, sibling))
+    return tuple((b, cuts[a.number]) for a, b in pairs if a.number in cuts)
+
+
+def _reduction_only(op: TensorOp, index: int, out: TensorView) -> Transfers:
+    """Return the device cuts that a user's tensor takes over on its reduction axes."""
+    if not any(a.is_reduction() for a in out.domain.logical):
+        return ()
+    return tuple(
+        (axis, tuple(c for c in cuts if c.ptype in DEVICE_TYPES))
+        for axis, cuts in forward_cuts(op, index, out)
+        if axis.is_reduction()
+    )

@@ -1,0 +1,448 @@
+"""Queries on shardings: where a tensor is cut, whether an op reshards, global and local sizes."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from math import gcd
+
+from fuser.ir.axis_graph import mapped_axes, tensor_operands
+from fuser.ir.domain.device_mesh import DeviceMesh, ranks_of
+from fuser.ir.domain.tensor_domain import IterDomain
+from fuser.ir.fusion import Fusion, TensorOp
+from fuser.ir.naming import axis_words, in_ir, tensor_words
+from fuser.ir.op import Op
+from fuser.ir.ops.attention_ops import AttentionOp, SdpaBwdOp
+from fuser.ir.ops.nodes import Reshard
+from fuser.ir.scalar import constructors as sc
+from fuser.ir.scalar.constructors import Scalar, Symbol
+from fuser.ir.tensor import TensorView
+from fuser.ir.types import DEVICE_TYPES, ParallelType
+from fuser.passes.concretize import check_device_axis
+from fuser.support.errors import ShardingError, UnsupportedError, user_code
+from multidevice.sharding.equivalence import Comparison
+from multidevice.sharding.placement import (
+    SPREAD_TYPES,
+    Cut,
+    Cuts,
+    Placement,
+    axis_cuts,
+    cut_line,
+    is_allocated_per_step,
+    is_plain_broadcast,
+    local_extent,
+    origin_root,
+    placement,
+    sharded_axis,
+    spread_axes,
+)
+
+
+# ------------------------------------------------------------------ one tensor
+def sharded_logical_axis(tv: TensorView, ptype: ParallelType) -> int:
+    """Return which tensor dimension (reductions not counted) `ptype` cuts, -1 for none.
+
+    Raises `UnsupportedError` when the cut is not on the outer side of a split.
+    """
+    for position, cuts in enumerate(placement(tv)):
+        if any(c.ptype is ptype for c in cuts):
+            return position
+    return -1
+
+
+@dataclass(frozen=True)
+class Sharding:
+    """The placement of a tensor on its mesh; `cuts` are those of each axis, outermost first."""
+
+    mesh: DeviceMesh
+    axes: Mapping[ParallelType, int]
+    cuts: Placement = field(default=(), repr=False, compare=False)
+
+    def axis_sharded_on(self, parallel_type: ParallelType) -> int:
+        """Return the logical axis cut along a device type, -1 when the tensor is replicated
+        there.
+        """
+        return self.axes.get(parallel_type, -1)
+
+
+def sharding_of(tv: TensorView) -> Sharding | None:
+    """Return the sharding of a tensor, None when it has no mesh."""
+    if tv.mesh is None:
+        return None
+    found = {p: sharded_logical_axis(tv, p) for p in SPREAD_TYPES}
+    return Sharding(tv.mesh, {p: axis for p, axis in found.items() if axis >= 0}, placement(tv))
+
+
+def partial_sum_axes(tv: TensorView) -> tuple[int, ...]:
+    """Return the positions of the logical axes that count the parts of a reduction.
+
+    A partial sum `[M, N, iDIDx{d}rf, r{K/d}]` has one at 2: its local shape is [M, N, 1].
+    """
+    return tuple(
+        position
+        for position, axis in enumerate(tv.domain.no_reductions)
+        if axis.rfactor and axis.ptype in SPREAD_TYPES and _is_part_of_reduction(tv, axis)
+    )
+
+
+def _is_part_of_reduction(tv: TensorView, axis: IterDomain) -> bool:
+    root = origin_root(tv, axis)
+    return root is not None and root.is_reduction()
+
+
+# ------------------------------------------------------------------ sizes
+def local_extents(tv: TensorView) -> tuple[Scalar, ...]:
+    """Return the symbolic shape of a shard, e.g. `ceilDiv(i0, 2)`, without reductions."""
+    fusion = tv.fusion
+    return tuple(
+        local_extent(fusion.canonical(axis.size), cuts)
+        for axis, cuts in zip(tv.domain.no_reductions, placement(tv), strict=True)
+    )
+
+
+def whole_axis_sizes(tensors: Iterable[TensorView]) -> dict[Scalar, int]:
+    """Return, for the extents of axes that are devices as a whole, how many devices they are."""
+    return {
+        tv.fusion.canonical(tv.domain.axes[number].size): cut.devices
+        for tv in tensors
+        for number, cuts in axis_cuts(tv, DEVICE_TYPES).items()
+        for cut in cuts
+        if cut.whole
+    }
+
+
+def unsharded_sizes(tv: TensorView, sizes: Sequence[int]) -> tuple[int, ...]:
+    """Return the global shape of a tensor whose shards have the shape `sizes`: of one step, for a
+    tensor that is allocated per step.
+
+    Raises `ShardingError` when the rank is wrong.
+    """
+    _check_rank(tv, sizes)
+    out: list[int] = []
+    is_block = is_allocated_per_step(tv)
+    for size, cuts in zip(sizes, placement(tv), strict=True):
+        for cut in cuts:
+            steps = cut.count if is_block and not cut.ptype.is_device else 1
+            size *= cut.devices * (steps if isinstance(steps, int) else 1)
+        out.append(size)
+    return tuple(out)
+
+
+def local_sizes(tv: TensorView, sizes: Sequence[int]) -> tuple[int, ...]:
+    """Return the shape of a shard of a tensor with global shape `sizes`, of all steps of a stream:
+    their blocks may be ragged.
+
+    Raises `ShardingError` naming tensor, extent and mesh when the mesh does not divide an extent.
+    """
+    _check_rank(tv, sizes)
+    if not tv.domain.has_devices:
+        return tuple(sizes)
+    axes = zip(tv.domain.no_reductions, sizes, placement(tv), strict=True)
+    return tuple(_local_size(tv, axis, size, cuts) for axis, size, cuts in axes)
+
+
+def _local_size(tv: TensorView, axis: IterDomain, extent: int, cuts: Cuts) -> int:
+    """Return what is left of a bound extent on one device; raises when it is not divisible.
+
+    The blocks of a stream may be ragged, unless devices share each of them.
+    """
+    last = max((k for k, c in enumerate(cuts) if c.ptype.is_device), default=-1)
+    rest, streams = extent, 1
+    for cut in cuts[: last + 1]:
+        if not cut.ptype.is_device:
+            assert isinstance(cut.count, int), f"{cut} of {tv} lies around a device cut"
+            streams = cut.count
+            continue
+        if cut.whole:
+            check_device_axis(tv, axis, rest)
+        if rest % (cut.devices * streams) != 0:
+            if found := _heads_of_keys(tv, axis):
+                raise _heads_are_not_shared(*found, tv, extent, cut)
+            beside = "" if streams == 1 else f", each step of {streams} over them,"
+            raise ShardingError(
+                f"the extent {extent} of {axis_words(tv, axis)} is not divisible by the "
+                f"{cut.devices} devices of {tv.mesh} along {cut.ptype.name}{beside}"
+                f"{user_code(cut_line(tv, cut.ptype))}{in_ir(axis, tv)}"
+            )
+        rest //= cut.devices
+    return rest
+
+
+def _heads_of_keys(tv: TensorView, axis: IterDomain) -> tuple[AttentionOp, str] | None:
+    """Return the attention, and the name of its operand, whose heads of keys or values an axis is;
+    op by op while the axis stays."""
+    position = tv.domain.no_reductions.index(axis)
+    seen, left = {tv}, [(tv, position)]
+    while left:
+        reached, at = left.pop()
+        for op in reached.uses():
+            if isinstance(op, AttentionOp):
+                named = (name for name, operand in op.tensors() if operand is reached)
+                name = next((n for n in named if op.letters(n)[at] == "g"), "")
+                if name:
+                    return op, name
+                continue
+            for index, operand in tensor_operands(op):
+                out = op.out_tensor
+                kept = op.axis_map(index)
+                if operand is not reached or out in seen or at not in kept or out.domain.root:
+                    continue
+                seen.add(out)
+                left.append((out, kept.index(at)))
+    return None
+
+
+def _heads_are_not_shared(
+    op: AttentionOp, name: str, tv: TensorView, heads: int, cut: Cut
+) -> ShardingError:
+    """Return the error of heads of keys that the devices which share the queries cannot share."""
+    queries = next(tensor for field, tensor in op.tensors() if field == "query")
+    made_by = tv.definition()
+    given = made_by.inp if isinstance(made_by, Reshard) else tv
+    count = sc.int_value(queries.domain.no_reductions[op.letters("query").index("h")].size)
+    shared = gcd(heads, cut.devices)
+    fewer = (
+        f"cut heads over {shared} devices, and batches over the others"
+        if shared > 1
+        else "cut batches, in place of heads"
+    )
+    times = cut.devices // shared
+    return ShardingError(
+        f"{op.name}: {heads} heads of its {name}, {tensor_words(given)}, cannot be shared by the "
+        f"{cut.devices} devices of {tv.mesh} along {cut.ptype.name} that share the "
+        f"{'' if count is None else f'{count} '}heads of its query, {tensor_words(queries)}: a "
+        f"device reads whole heads of its own. Either {fewer}; or repeat each head of keys and "
+        f"values {times} times before the op, to have {heads * times} (fd.ops.broadcast behind the "
+        f"heads, expand, reshape){user_code(op.where)}"
+        f"{in_ir(tv)}"
+    )
+
+
+def _check_rank(tv: TensorView, sizes: Sequence[int]) -> None:
+    if len(sizes) != tv.ndim:
+        raise ShardingError(
+            f"{tensor_words(tv)} has {tv.ndim} axes, but the shape {tuple(sizes)} has "
+            f"{len(sizes)}{in_ir(tv)}"
+        )
+
+
+# ------------------------------------------------------------------ whole fusions
+def has_mesh(fusion: Fusion) -> bool:
+    return any(tv.mesh is not None for tv in fusion.tensors())
+
+
+def requested_devices(fusion: Fusion) -> tuple[int, ...]:
+    """Return the ranks that some tensor's mesh names, in order; () without meshes."""
+    return ranks_of(tv.mesh for tv in fusion.tensors() if tv.mesh is not None)
+
+
+def requested_number_of_devices(fusion: Fusion) -> int:
+    """Return 1 + the largest rank that any mesh names (1 without meshes)."""
+    return 1 + max(requested_devices(fusion), default=0)
+
+
+def check_world(fusion: Fusion, size: int) -> None:
+    """Raise `ShardingError` when a mesh names a rank that a job of `size` ranks does not have."""
+    for tv in fusion.tensors():
+        if tv.mesh is not None and max(tv.mesh.devices, default=0) >= size:
+            raise ShardingError(
+                f"{tv.mesh} of {tv.label} names rank {max(tv.mesh.devices)}, but the job has "
+                f"{size} rank{'s' if size != 1 else ''}; start it with at least "
+                f"{requested_number_of_devices(fusion)}{user_code(tv.user_line())}"
+            )
+
+
+def has_streams(fusion: Fusion) -> bool:
+    return any(a.is_stream for tv in fusion.tensors() for a in spread_axes(tv))
+
+
+def check_annotations(fusion: Fusion) -> None:
+    """Raise `ShardingError` when a device axis does not fit its tensor's mesh, or two axes have one
+    type; `UnsupportedError` when a stream axis is no outer split.
+    """
+    check_types(fusion)
+    for tv in fusion.tensors():
+        _check_stream(tv)
+        for axis in tv.domain.loop:
+            if not axis.is_device or is_plain_broadcast(axis):
+                continue
+            where = user_code(cut_line(tv, axis.ptype))
+            if tv.mesh is None:
+                raise ShardingError(
+                    f"{axis_words(tv, axis)} is device-parallel, but the tensor has no mesh: "
+                    f"call set_device_mesh{where}{in_ir(axis, tv)}"
+                )
+            if tv.mesh.dim_of(axis.ptype) is None:
+                raise ShardingError(
+                    f"{tv.mesh} of {tensor_words(tv)} has no dimension {axis.ptype.name}{where}"
+                    f"{in_ir(axis, tv)}"
+                )
+            extent, count = sc.int_value(fusion.canonical(axis.size)), tv.mesh.size_of(axis.ptype)
+            if extent is not None and extent != count:
+                raise ShardingError(
+                    f"{axis_words(tv, axis)} has extent {extent}, but {tv.mesh} has {count} "
+                    f"devices along {axis.ptype.name}{where}{in_ir(axis, tv)}"
+                )
+        axis_cuts(tv)
+
+
+def check_dropout(ops: Iterable[Op]) -> None:
+    """Raise `UnsupportedError` for attention that drops numbers on several ranks: torch draws for
+    each shard as if it were the whole, and each rank from a generator of its own."""
+    for op in ops:
+        if not isinstance(op, AttentionOp) or not op.draws:
+            continue
+        shared = [tv for _, tv in op.tensors() if tv.mesh is not None and tv.mesh.size > 1]
+        if shared:
+            raise UnsupportedError(
+                f"{op.name} with dropout_p = {op.dropout_text} of {tensor_words(shared[0])}: what "
+                "is dropped would depend on how ranks share the tensors; on a mesh it is the "
+                f"constant 0{user_code(op.where)}{in_ir(shared[0])}"
+            )
+
+
+def check_shared_keys(ops: Iterable[Op]) -> None:
+    """Raise `UnsupportedError` for a gradient of one head of keys that queries on several ranks
+    read: each rank would have a part of a sum."""
+    for op in ops:
+        if not isinstance(op, SdpaBwdOp) or not op.enable_gqa:
+            continue
+        heads, groups = (
+            tv.domain.logical[op.letters(field).index(letter)]
+            for field, tv, letter in (
+                ("grad_query", op.grad_query, "h"),
+                ("grad_key", op.grad_key, "g"),
+            )
+        )
+        if groups.is_broadcast and heads.number in axis_cuts(op.grad_query, DEVICE_TYPES):
+            raise UnsupportedError(
+                f"{op.name}: {op.grad_key} has one head, which heads of queries on several ranks "
+                "read: each rank would have a part of its gradient. Repeat the head of key and "
+                f"value (expand), or give each rank whole heads{user_code(op.where)}"
+            )
+
+
+def check_types(fusion: Fusion) -> None:
+    """Raise `ShardingError` when two axes of a tensor have one device or stream type."""
+    for tv in fusion.tensors():
+        spread = [a for a in tv.domain.loop if a.is_device or a.is_stream]
+        for axis in spread:
+            same = [a for a in spread if a.ptype is axis.ptype and not a.is_reduction()]
+            if len(same) > 1:
+                raise ShardingError(
+                    f"{tensor_words(tv)} has {len(same)} axes on {axis.ptype.name}, which one axis "
+                    "of a tensor may have (Found multiple loop IterDomains with the same parallel "
+                    f"type){user_code(cut_line(tv, axis.ptype))}"
+                    f"{in_ir(' and '.join(map(str, same)), tv)}"
+                )
+
+
+def check_swizzles(fusion: Fusion) -> None:
+    """Raise `ShardingError` when blocks are rotated by a place on a mesh that there is not; to be
+    asked when every tensor has the mesh that it will have. What the user cut is looked at first."""
+    for tv in sorted(fusion.tensors(), key=lambda tv: not tv.cut_lines):
+        for cut in (c for cuts in axis_cuts(tv).values() for c in cuts):
+            if cut.swizzle is None or (tv.mesh and tv.mesh.dim_of(cut.swizzle) is not None):
+                continue
+            name = cut.swizzle.name
+            lack = "the tensor has no mesh: call set_device_mesh"
+            lack = lack if tv.mesh is None else f"{tv.mesh} has no dimension {name}"
+            raise ShardingError(
+                f"swizzle1d by {name} of {tv.label}: {lack}{user_code(cut_line(tv, cut.ptype))}"
+                f"{in_ir(tv)}"
+            )
+
+
+def _check_stream(tv: TensorView) -> None:
+    streams = [a for a in spread_axes(tv) if a.is_stream]
+    where = user_code(cut_line(tv, ParallelType.stream))
+    for split in tv.domain.splits.values():
+        is_view = tv.domain.axes[split.outer].rfactor  # a reshape's, not the user's
+        if split.inner_split and not is_view and tv.domain.rotated(split.outer) in streams:
+            raise UnsupportedError(
+                f"{axis_words(tv, streams[0])} counts blocks of {split.factor} elements: make the "
+                f"stream axis by outer_split(axis, number of steps){where}{in_ir(streams[0], tv)}"
+            )
+
+
+def check_divisible(fusion: Fusion, sizes: Mapping[Symbol, int]) -> None:
+    """Raise `ShardingError` naming tensor, extent and mesh when a mesh does not divide an extent.
+
+    `sizes` binds the symbols of (global) extents. What the user cut is looked at first.
+    """
+    check_cuts(cut_axes(fusion), sizes)
+
+
+def cut_axes(fusion: Fusion) -> tuple[CutAxis, ...]:
+    """Return every axis that a mesh or a stream cuts, in the order in which sizes are checked."""
+    return tuple(
+        (tv, axis, fusion.canonical(axis.size), cuts)
+        for tv in sorted(fusion.tensors(), key=lambda tv: not tv.cut_lines)
+        for number, cuts in axis_cuts(tv).items()
+        for axis in tv.domain.logical
+        if axis.number == number
+    )
+
+
+def check_cuts(axes: Iterable[CutAxis], sizes: Mapping[Symbol, int]) -> None:
+    """Raise what `check_divisible` raises, for axes that `cut_axes` has found."""
+    for tv, axis, extent, cuts in axes:
+        _local_size(tv, axis, int(sc.evaluate(extent, sizes)), cuts)
+
+
+# Tensor, axis, how its extent is written, its cuts.
+CutAxis = tuple[TensorView, IterDomain, Scalar, Cuts]
+
+
+# ------------------------------------------------------------------ same sharding?
+def have_different_shardings(
+    op: TensorOp,
+    operand_index: int,
+    ptypes: Collection[ParallelType] = DEVICE_TYPES,
+    *,
+    out: TensorView | None = None,
+) -> bool:
+    """Whether an operand and a result of `op` are spread differently along some of `ptypes`.
+
+    Both loop axes of a type are written as indices over the logical axes that the two tensors
+    share; the shardings agree when these simplify to the same expression. An axis that depends on
+    no shared axis does not count, unless the op needs all of it. What cannot be proved equal is
+    different. Extents are taken to be divisible by the meshes that cut them, which is checked when
+    sizes are bound.
+    """
+    producer = op.inputs[operand_index]
+    consumer = out if out is not None else op.out_tensor
+    assert isinstance(producer, TensorView)
+    if producer.is_cpu_scalar or consumer.is_cpu_scalar:
+        return False
+    device = [p for p in ptypes if p.is_device]
+    if producer.mesh != consumer.mesh and device:
+        meshes = [m for m in (producer.mesh, consumer.mesh) if m is not None]
+        if any(m.dim_of(p) is not None for m in meshes for p in device):
+            return True
+    wanted = [p for p in ptypes if sharded_axis(producer, p) or sharded_axis(consumer, p)]
+    if not wanted:
+        return False
+    cuts = placement(producer, wanted)
+    if any(cuts[position] for position in op.whole_operand_axes(operand_index)):
+        return True
+    # Once for all layers that are alike.
+    structures = producer.domain.structure, consumer.domain.structure
+    pairs = mapped_axes(op, operand_index, consumer)
+    mapped = tuple(
+        (structures[0].places[p.number], structures[1].places[c.number]) for p, c in pairs
+    )
+    key = *structures, mapped, producer.mesh, consumer.mesh, *wanted
+    proved = consumer.fusion.extents.proved
+    if key not in proved:
+        proved[key] = Comparison(op, operand_index, consumer).differs(wanted)
+    return proved[key]
+
+
+def is_resharding(op: TensorOp) -> bool:
+    """Whether devices must exchange or drop data: some operand and result differ in sharding."""
+    return any(
+        have_different_shardings(op, index, out=out)
+        for out in op.outputs
+        for index, _ in tensor_operands(op)
+    )

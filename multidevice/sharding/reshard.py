@@ -1,0 +1,340 @@
+"""Which communication a `Reshard` is: its type, its team, and the axes that it joins or parts.
+
+Decomposition makes every change of placement a `Reshard` (`as_reshard` proves once which change it
+is); everything after it reads the node. All answers hold for all ranks; `team_of` is for one.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal, TypeGuard, get_args
+
+from fuser.ir.axis_graph import mapped_axes
+from fuser.ir.domain.device_mesh import DeviceMesh
+from fuser.ir.domain.tensor_domain import IterDomain
+from fuser.ir.dtypes import STORED, is_complex
+from fuser.ir.fusion import TensorOp
+from fuser.ir.naming import in_ir, tensor_words
+from fuser.ir.ops.nodes import ReductionOp, Reshard
+from fuser.ir.scalar import constructors as sc
+from fuser.ir.tensor import TensorView
+from fuser.ir.types import DEVICE_TYPES, ParallelType
+from fuser.passes.view_ops import is_copy
+from fuser.support.arguments import require
+from fuser.support.errors import ShardingError, UnsupportedError, user_code
+from multidevice.sharding.placement import Cuts, placement, step_parts, stream_axis_of
+from multidevice.sharding.propagation import is_from_devices
+from multidevice.sharding.queries import (
+    have_different_shardings,
+    is_resharding,
+    sharded_logical_axis,
+)
+from multidevice.transports.base.protocol import RedOp
+
+# Between devices, by nvFuser's names; LocalSlice: every device keeps a block of what it has,
+# StepSlice: every step of a stream loop sees one.
+CommunicationType = Literal[
+    "Allgather",
+    "Allreduce",
+    "AllToAll",
+    "Broadcast",
+    "CollectivePermute",
+    "Gather",
+    "LocalSlice",
+    "Reduce",
+    "ReduceScatter",
+    "Scatter",
+    "SendRecv",
+    "StepSlice",
+]
+COMMUNICATION_TYPES: tuple[CommunicationType, ...] = get_args(CommunicationType)
+SUPPORTED: tuple[CommunicationType, ...] = ("Allgather", "Allreduce", "ReduceScatter", "LocalSlice")
+_LOCAL: tuple[CommunicationType, ...] = ("LocalSlice", "StepSlice")
+# ReductionOp kind -> the word of host programs and backends.
+RED_OP_OF: dict[str, RedOp] = {"add": "SUM", "mul": "PRODUCT", "min": "MIN", "max": "MAX"}
+
+
+@dataclass(frozen=True)
+class TeamOf:
+    """The team of each rank: the ranks of `mesh` that differ from it only along `ptypes`."""
+
+    mesh: DeviceMesh
+    ptypes: tuple[ParallelType, ...]
+
+    def __post_init__(self) -> None:
+        require("TeamOf", "mesh", self.mesh, DeviceMesh)
+        object.__setattr__(
+            self, "ptypes", tuple(require("TeamOf", "ptypes", self.ptypes, Sequence[ParallelType]))
+        )
+
+    def ranks(self, rank: int) -> tuple[int, ...]:
+        """Return the team of `rank` in mesh order; () when the mesh does not have it."""
+        return self.mesh.team(rank, self.ptypes) if self.mesh.has(rank) else ()
+
+    @property
+    def size(self) -> int:
+        return math.prod(self.mesh.size_of(p) for p in self.ptypes)
+
+    def __str__(self) -> str:
+        if self.mesh.ndim == 1:
+            return f"({self.mesh.ranks_text})"
+        return f"{' '.join(p.name for p in self.ptypes)} of {self.mesh}"
+
+
+# ------------------------------------------------------------------ what a Reshard does
+def communication_type(op: Reshard) -> CommunicationType:
+    """Return the type of a `Reshard`: a function of its axes, its reduction and its meshes.
+
+    What every device exchanges with every other in steps is an AllToAll all the same.
+    From devices to the steps of a stream, it is that of one step as the axes say it: Broadcast
+    from the step's device, or, where every device starts with its own block, CollectivePermute. Any
+    other way to bring each device the step's block does as well.
+    """
+    if any(p.is_stream for p in op.ptypes):
+        if not any(p.is_device for p in op.ptypes):
+            return "StepSlice"
+        if is_exchange(op):
+            return "AllToAll"
+        found = stream_axis_of(op.out)
+        return "CollectivePermute" if found is not None and found[1].swizzle else "Broadcast"
+    one_mesh = op.inp.mesh == op.out.mesh
+    source, target = _stored(op.inp, op.source), _stored(op.out, op.target)
+    is_spread, becomes_spread = source is not None, target is not None
+    if op.reduction is not None:
+        whole: CommunicationType = "Allreduce" if one_mesh else "Reduce"
+        return "ReduceScatter" if becomes_spread else whole
+    if is_spread and becomes_spread:
+        is_one_axis = position_map(op).get(source) == target  # pyright: ignore[reportArgumentType]
+        return "SendRecv" if is_one_axis else "AllToAll"
+    if is_spread:
+        return "Allgather" if one_mesh else "Gather"
+    if becomes_spread:
+        return "LocalSlice" if one_mesh else "Scatter"
+    return "LocalSlice" if one_mesh else "Broadcast"
+
+
+def _stored(tv: TensorView, position: int | None) -> int | None:
+    """Return the position, None for an expanded axis: every device holds its one element."""
+    if position is None or tv.domain.no_reductions[position].is_broadcast:
+        return None
+    return position
+
+
+def communicates(op: TensorOp) -> bool:
+    """Whether devices exchange data: a `Reshard` that is more than a slice."""
+    return isinstance(op, Reshard) and communication_type(op) not in _LOCAL
+
+
+def is_step_slice(op: TensorOp) -> bool:
+    """Whether the op only names the blocks of a tensor that the steps of a loop read."""
+    return isinstance(op, Reshard) and communication_type(op) == "StepSlice"
+
+
+def is_device_to_stream(op: TensorOp) -> bool:
+    """Whether each step of a stream loop brings every device the block of one device."""
+    return _has_steps(op) and op.source == op.target
+
+
+def is_exchange(op: TensorOp) -> bool:
+    """Whether each step of a stream loop sends a block to the device that it is for, and receives
+    one from another device: what one axis had in steps, devices have, and the other way around."""
+    return _has_steps(op) and op.source != op.target
+
+
+def _has_steps(op: TensorOp) -> TypeGuard[Reshard]:
+    return isinstance(op, Reshard) and {p.is_device for p in op.ptypes} == {True, False}
+
+
+def exchanged_axes(op: TensorOp) -> tuple[int, int] | None:
+    """Return the positions of the axes of which a copy makes the first, over devices in its
+    operand, one of steps, and the second one over devices; None for any other op.
+
+        u [stream, DIDx, ...] = set(t [DIDx, stream, ...])   ->   (0, 1)
+    """
+    if isinstance(op, Reshard):
+        if not is_exchange(op) or op.source is None or op.target is None:
+            return None
+        return op.source, op.target
+    if not is_copy(op):
+        return None
+    inp, out = op.inputs[0], op.out_tensor
+    if inp.mesh is None or inp.mesh != out.mesh or len(step_parts(out)) != 1:
+        return None
+    pairs = list(zip(placement(inp), placement(out), strict=True))
+    becomes_step = [
+        p for p, (a, b) in enumerate(pairs) if is_same_cut(a, b) and a[0].ptype.is_device
+    ]
+    becomes_device = [
+        p for p, (a, b) in enumerate(pairs) if is_same_cut(a, b) and b[0].ptype.is_device
+    ]
+    if len(becomes_step) != 1 or len(becomes_device) != 1:
+        return None
+    (source,), (target,) = becomes_step, becomes_device
+    (device,), (received,) = pairs[source]
+    (sent,), (other,) = pairs[target]
+    is_one_type = device.ptype is other.ptype and sent.swizzle in (None, device.ptype)
+    return (source, target) if is_one_type and received.swizzle is None else None
+
+
+def is_same_cut(a: Cuts, b: Cuts) -> bool:
+    """Whether one of the two cuts an axis into one block per step and the other, into the same
+    blocks, one per device."""
+    if len(a) != 1 or len(b) != 1:
+        return False
+    (one,), (other,) = a, b
+    return (
+        {one.ptype.is_device, other.ptype.is_device} == {True, False}
+        and sc.as_scalar(one.count) == sc.as_scalar(other.count)
+        and one.whole == other.whole
+    )
+
+
+def moved_axes(op: Reshard) -> tuple[int | None, int | None]:
+    """Return the logical positions, in `inp` and `out`, of the axis that is gathered or scattered.
+
+    None on a side that has no such axis; both None for an allreduce, and where every step moves a
+    block as it is.
+    """
+    if _has_steps(op):
+        return None, None
+    to_out = position_map(op)
+    source, target = _stored(op.inp, op.source), _stored(op.out, op.target)
+    if target is not None and (source is None or op.reduction is not None):
+        to_inp = {c: p for p, c in to_out.items()}
+        return to_inp.get(target), target
+    if op.reduction is not None or source is None:
+        return None, None
+    return source, to_out.get(source) if target is None else target
+
+
+def sliced_axis(op: Reshard) -> int:
+    """Return the logical position, in `inp` and `out`, of the axis that a local slice changes."""
+    if op.target is not None:
+        return op.target
+    assert op.source is not None, f"{op} changes no axis"
+    return position_map(op)[op.source]
+
+
+def position_map(op: TensorOp) -> dict[int, int]:
+    """Return producer position -> consumer position of the first operand, reductions left out."""
+    positions = _numbered(op.out_tensor.domain.no_reductions)
+    sources = _numbered(op.inputs[0].domain.no_reductions)
+    return {
+        sources[p.number]: positions[c.number]
+        for p, c in mapped_axes(op, 0)
+        if c.number in positions
+    }
+
+
+def _numbered(axes: tuple[IterDomain, ...]) -> dict[int, int]:
+    return {a.number: k for k, a in enumerate(axes)}
+
+
+def team_of(op: Reshard) -> TeamOf:
+    """Return who communicates with whom: the teams along the mesh axes that change.
+
+    Raises `UnsupportedError` for types that are not collectives of one mesh.
+    """
+    found = communication_type(op)
+    if found not in (*SUPPORTED, "AllToAll") and not is_device_to_stream(op):
+        raise UnsupportedError(f"{found}: teams over two meshes are not supported yet")
+    assert op.inp.mesh is not None, f"{op.inp} of a Reshard has no mesh"
+    return TeamOf(op.inp.mesh, tuple(p for p in op.ptypes if p.is_device))
+
+
+# ------------------------------------------------------------------ finding it out, once
+def as_reshard(op: TensorOp) -> Reshard | None:
+    """Return the `Reshard` that the op is; None for an op that is local on every device.
+
+    Raises:
+        ShardingError: the op is neither a copy nor a reduction over devices, or more than one
+            device type changes (decomposition leaves no such op).
+    """
+    if not is_resharding(op):
+        return None
+    producer, consumer = op.inputs[0], op.out_tensor
+    is_reduction = isinstance(op, ReductionOp)
+    if not (is_copy(op) or is_reduction) or producer.mesh is None or consumer.mesh is None:
+        raise ShardingError(
+            f"{op.name} of {tensor_words(producer)} is not one communication{user_code(op.where)}"
+            f"{in_ir(f'{producer} -> {consumer}')}"
+        )
+    ptype = _changing_type(op)
+    source, target = _position(producer, ptype), _position(consumer, ptype)
+    if is_reduction and source is None:
+        raise ShardingError(
+            f"Expected a reduction-based communication: {op.name} of {tensor_words(producer)}"
+            f"{user_code(op.where)}{in_ir(f'{producer} -> {consumer}')}"
+        )
+    ptypes = (ptype,)
+    if exchanged_axes(op) is not None:
+        ptypes = (ptype, ParallelType.stream)
+    one_part = len(step_parts(consumer)) == 1
+    if source is not None and target is None and not is_reduction and one_part:
+        # A block per device may become a block per step.
+        step = _position(consumer, ParallelType.stream)
+        cuts = () if step is None else placement(consumer)[step]
+        if step == position_map(op).get(source) and is_from_devices(
+            producer, source, cuts, consumer.mesh
+        ):
+            ptypes, target = (ptype, ParallelType.stream), step
+    return Reshard(
+        consumer,
+        producer,
+        ptypes=ptypes,
+        source=source,
+        target=target,
+        reduction=op.kind if isinstance(op, ReductionOp) else None,
+    ).replace(where=op.where)
+
+
+def check_lowerable(op: Reshard) -> None:
+    """Raise `UnsupportedError` for a communication that is not implemented."""
+    found = communication_type(op)
+    if op.inp.dtype() in STORED:
+        raise UnsupportedError(
+            f"{found} of {tensor_words(op.inp)}: what is only stored is not sent"
+            f"{user_code(op.where)}{in_ir(f'{op.inp} -> {op.out}')}"
+        )
+    if op.reduction not in (None, "add") and is_complex(op.inp.dtype()):
+        raise UnsupportedError(
+            f"{found} of {tensor_words(op.inp)}: complex numbers are added over devices, and not "
+            f"combined otherwise ({op.reduction}){user_code(op.where)}"
+            f"{in_ir(f'{op.inp} -> {op.out}')}"
+        )
+    if found not in SUPPORTED and not _has_steps(op):
+        raise UnsupportedError(
+            f"{found} of {tensor_words(op.inp)} on {op.inp.mesh} to {op.out.mesh}: only "
+            f"{', '.join(SUPPORTED)} on one mesh are supported yet{user_code(op.where)}"
+            f"{in_ir(f'{op.inp} -> {op.out}')}"
+        )
+
+
+def _changing_type(op: TensorOp) -> ParallelType:
+    """Return the one device type whose sharding changes.
+
+    Between two meshes every type of theirs counts as different; then it is the one that cuts either
+    side, or mesh_x.
+    """
+    producer, consumer = op.inputs[0], op.out_tensor
+    types = [p for p in DEVICE_TYPES if have_different_shardings(op, 0, (p,))]
+    if producer.mesh != consumer.mesh:
+        types = [
+            p
+            for p in types
+            if _position(producer, p) is not None or _position(consumer, p) is not None
+        ] or types[:1]
+    if len(types) != 1:
+        names = ", ".join(p.text for p in types)
+        raise ShardingError(
+            f"Expected at most one sharding change in {op.name} of {tensor_words(producer)}, "
+            f"found {names}{user_code(op.where)}{in_ir(f'{producer} -> {consumer}')}"
+        )
+    return types[0]
+
+
+def _position(tv: TensorView, ptype: ParallelType) -> int | None:
+    axis = sharded_logical_axis(tv, ptype)
+    return None if axis < 0 else axis

@@ -1,0 +1,411 @@
+"""Allreduces of small messages, each one kernel over memory that the ranks of a host have mapped.
+
+A backend asks `AllreduceKernels` first, and carries out itself what that leaves. Whether a message
+is taken depends on the team, the size, the dtype and the reduction alone, so that all ranks decide
+alike; and a team either has mapped the areas of all its members, or none of them has.
+
+The kernels of a team are matched by their order alone, as collectives of a library are: each rank
+runs them one after another, in the order in which its host starts them, whatever streams they are
+on and whatever graphs they are captured in (`LaunchOrder`). So they may share one area per rank,
+and a rank may replay from a graph what another one launches.
+
+A kernel that waits for a rank longer than `FUSER_TIMEOUT_S` writes a report into memory of the
+host and ends; later ones of the team do nothing. Whoever asks for a result then, starts the next
+allreduce, or else the thread that watches the job, says which rank is missing.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from typing import Any, Protocol
+
+import torch
+
+from fuser.runtime.compile import compile_kernels
+from fuser.runtime.compiled_kernel import CompiledKernel
+from fuser.support import options
+from fuser.support.errors import (
+    CommunicationError,
+    CommunicationTimeout,
+    CompileError,
+    KernelError,
+    UnsupportedError,
+)
+from fuser.support.lru import Recent
+from multidevice.coordination.bounded_wait import Calls, Team, team_text
+from multidevice.coordination.control_channel import Control
+from multidevice.coordination.shared_page import host
+from multidevice.transports.base.allreduce_model import (
+    REPORT_WORDS,
+    Layout,
+    Shape,
+    Way,
+    allreduce_source,
+    is_known,
+    shape_of,
+)
+from multidevice.transports.base.checked_backend import DONE, CollectiveCall
+from multidevice.transports.base.protocol import Post, RedOp, Work
+
+_MAX_LAUNCHES = 256
+_MAX_STREAMS = 64
+_MAX_TAGS = 1 << 16
+
+
+class MappedMemory(Protocol):
+    """Memory of a device that the peers of its host can map."""
+
+    def empty(self, nbytes: int) -> torch.Tensor:
+        """Returns memory that peers can map, as uint8."""
+        ...
+
+    def name_of(self, tensor: torch.Tensor) -> tuple[tuple[int, ...], int] | None:
+        """Returns how peers call the memory of a tensor, and the bytes from its beginning."""
+        ...
+
+    def mapped(self, name: tuple[int, ...], peer: int) -> int:
+        """Returns the address at which this process sees the memory of a peer.
+
+        Raises `UnsupportedError` where it cannot.
+        """
+        ...
+
+    def close(self) -> None:
+        """Unmaps the memory of peers."""
+        ...
+
+
+class OrdersLaunches(Protocol):
+    """See `LaunchOrder`."""
+
+    def before(self, stream: int) -> bool: ...
+
+    def after(self, stream: int, is_captured: bool) -> None: ...
+
+    def is_capturing(self, stream: int) -> bool: ...
+
+    def is_done(self, stream: int) -> bool: ...
+
+
+Key = tuple[torch.dtype, RedOp, Way]
+
+
+@dataclass(eq=False)
+class _Area:
+    """What a team has: this rank's area, where it sees those of the others, and what runs there."""
+
+    team: Team
+    me: int
+    memory: torch.Tensor
+    addresses: list[int]
+    report: torch.Tensor
+    order: OrdersLaunches
+    kernels: dict[Key, CompiledKernel] = field(default_factory=dict[Key, CompiledKernel])
+    launches: Recent[object, _Launches] = field(default_factory=lambda: Recent(_MAX_LAUNCHES))
+    # What launches are for, by tag.
+    tags: dict[str, int] = field(default_factory=dict[str, int])
+
+    def __post_init__(self) -> None:
+        self.words = (ctypes.c_uint64 * REPORT_WORDS).from_address(self.report.data_ptr())
+
+    def tag(self, what: str) -> int:
+        if len(self.tags) >= _MAX_TAGS:
+            what = ""
+        return self.tags.setdefault(what, len(self.tags))
+
+    def failure(self) -> str:
+        """Returns what a kernel that gave up has reported; "" where none has."""
+        if not self.words[0]:
+            return ""
+        _, missing, tag, number, _ = self.words
+        what = next((text for text, k in self.tags.items() if k == tag), "")
+        return (
+            f"rank {self.team[self.me]}: {what or 'an allreduce'} did not complete within "
+            f"{options.timeout_s():g} s (FUSER_TIMEOUT_S): rank {self.team[missing]} has not come "
+            f"to the kernel of this allreduce, number {number} of team {team_text(self.team)}"
+        )
+
+    def check(self) -> None:
+        """Raises `CommunicationTimeout` where a kernel gave up."""
+        if self.words[0]:
+            self.mark_read()
+            raise CommunicationTimeout(self.failure())
+
+    def mark_read(self) -> None:
+        """Lets a kernel that gave up end."""
+        self.words[REPORT_WORDS - 1] = 1
+
+
+class _Launches:
+    """The launches of one kernel on messages of one size, one for each stream."""
+
+    def __init__(
+        self, area: _Area, kernel: CompiledKernel, shape: Shape, count: int, tag: int
+    ) -> None:
+        self._area, self._kernel = area, kernel
+        self._grid, self._block = (shape.blocks, 1, 1), (shape.threads, 1, 1)
+        limit_ns = int(options.timeout_s() * 1e9)
+        addresses = (*area.addresses, area.addresses[area.me], area.report.data_ptr())
+        self._arguments = (0, 0, *addresses, area.me, count, limit_ns, tag)
+        self._found: dict[int, tuple[Any, ...]] = {}
+
+    def run(self, out: int, inp: int, stream: int) -> None:
+        """Launches on the tensors at these addresses.
+
+        Raises `CommunicationTimeout` where an earlier kernel of the team gave up.
+        """
+        area = self._area
+        if area.words[0]:
+            area.check()
+        found = self._found.get(stream)
+        if found is None:
+            found = self._prepare(stream)
+        words, function, arguments, fail, _ = found
+        words[0], words[1] = out, inp
+        order = area.order
+        is_captured = order.before(stream)
+        status = function(*arguments)
+        if status:
+            fail(status)
+        order.after(stream, is_captured)
+
+    def _prepare(self, stream: int) -> tuple[Any, ...]:
+        if len(self._found) >= _MAX_STREAMS:
+            self._found.clear()
+        prepared = self._kernel.prepare(self._arguments, grid=self._grid, block=self._block)
+        call = prepared.bind(stream)
+        found = call.words, call.function, call.arguments, call.fail, prepared
+        self._found[stream] = found
+        return found
+
+
+class _KernelWork:
+    """An allreduce on a stream; the stream orders everything that follows it."""
+
+    def __init__(self, control: Control, area: _Area, call: CollectiveCall, stream: int) -> None:
+        self._control, self._area, self._call, self._stream = control, area, call, stream
+
+    def wait(self) -> None:
+        """Returns at once: later work on the stream comes after the kernel."""
+
+    def synchronize(self) -> None:
+        """See `Work.synchronize`; polls the stream under the deadline."""
+        area = self._area
+
+        def is_done() -> bool:
+            area.check()
+            return area.order.is_done(self._stream)
+
+        try:
+            self._control.poll_until(is_done, what=self._call.describe, needs=self._call.needs)
+        except CommunicationTimeout:
+            area.mark_read()
+            raise
+
+
+class AllreduceKernels:
+    """The allreduces of one backend that are one kernel each.
+
+    `largest_nbytes` bounds the messages; `make_memory` and `make_order` are called when the first
+    team needs them.
+    """
+
+    def __init__(
+        self,
+        control: Control,
+        device: torch.device,
+        largest_nbytes: int,
+        make_memory: Callable[[], MappedMemory],
+        make_order: Callable[[], OrdersLaunches],
+    ) -> None:
+        self._control, self._device, self._largest = control, device, largest_nbytes
+        self._make_memory, self._make_order = make_memory, make_order
+        self._memory: MappedMemory | None = None
+        # None: its members cannot map each other's memory, and why.
+        self._areas: dict[Team, _Area | None] = {}
+        self.why_not: dict[Team, str] = {}
+        # Of teams that were given up: graphs may still launch kernels there.
+        self._kept: list[_Area] = []
+        self._told: set[_Area] = set()
+        control.on_lost.append(self._forget)
+
+    @property
+    def is_used(self) -> bool:
+        """Whether there may be kernels under way."""
+        return any(self._areas.values())
+
+    def takes(self, call: CollectiveCall) -> bool:
+        """Whether a call is one kernel; all members of its team answer alike."""
+        if call.op != "allreduce" or call.inp is None or call.reduce is None:
+            return False
+        count, dtype = call.inp.numel(), call.inp.dtype
+        nbytes = count * dtype.itemsize
+        if nbytes > self._largest or shape_of(nbytes, len(call.team), dtype) is None:
+            return False
+        return is_known(dtype, call.reduce) and self._areas.get(call.team, self) is not None
+
+    def start(self, call: CollectiveCall, stream: int) -> Work | None:
+        """Starts a call on a stream; None where it is left to the backend.
+
+        Raises `CommunicationError` for what is captured and was never called before.
+        """
+        if not self.takes(call):
+            return None
+        found = self._launches(call)
+        if found is None:
+            return None
+        area, launches = found
+        assert call.out is not None and call.inp is not None, "every member has both"
+        launches.run(call.out.data_ptr(), call.inp.data_ptr(), stream)
+        return _KernelWork(self._control, area, call, stream)
+
+    def bind(self, call: CollectiveCall) -> Post | None:
+        """Returns how to start calls like this one, which this object takes; None where this rank
+        has not started one before."""
+        if self._areas.get(call.team) is None:
+            return None
+        found = self._launches(call)
+        assert found is not None, "the team has an area"
+        area, launches = found
+        areas, team, key, enter = self._areas, call.team, call.key, self._control.ledger.enter
+        # What a launch depends on is the size alone.
+        call = replace(call, out=_without_contents(call.out), inp=_without_contents(call.inp))
+
+        def start(out: int, inp: int, stream: int) -> Work:
+            nonlocal area, launches
+            if areas.get(team) is not area:  # given up after an error
+                again = self._launches(call)
+                if again is None:  # where it could before
+                    raise UnsupportedError(
+                        f"{call.describe()}: rank {self._control.rank} has given up the memory "
+                        "that it shared with its peers, and cannot share any again"
+                    )
+                area, launches = again
+            enter(key)
+            launches.run(out, inp, stream)
+            return DONE
+
+        return start
+
+    def failure(self) -> str:
+        """Returns what a kernel has reported and nobody has read; "" where there is nothing.
+
+        What is new is left to those who wait for it, until it is asked for again.
+        """
+        for area in (*self._areas.values(), *self._kept):
+            if area is None or not area.words[0] or area.words[REPORT_WORDS - 1]:
+                continue
+            if area in self._told:
+                return area.failure()
+            self._told.add(area)
+        return ""
+
+    def close(self) -> None:
+        """Unmaps the memory of peers."""
+        if self._memory is not None:
+            self._memory.close()
+
+    # ------------------------------------------------------------ teams
+    def _launches(self, call: CollectiveCall) -> tuple[_Area, _Launches] | None:
+        """Returns where a call that fits runs, and as what; None for a team that cannot.
+
+        Collective over the team at first use.
+        """
+        assert call.inp is not None and call.reduce is not None, "it fits"
+        count, dtype, team = call.inp.numel(), call.inp.dtype, call.team
+        shape = shape_of(count * dtype.itemsize, len(team), dtype)
+        assert shape is not None, "it fits"
+        key: Key = dtype, call.reduce, shape.way
+        what = replace(call, seq=-1).describe()
+        if team not in self._areas:
+            self._check_not_captured(what)
+            self._areas[team] = self._connect(team, key)
+        area = self._areas[team]
+        if area is None:
+            return None
+        found = area.launches.recall((key, count, what))
+        if found is None:
+            if key not in area.kernels:
+                self._check_not_captured(what)
+                area.kernels[key] = self._compile(len(team), key)
+            found = _Launches(area, area.kernels[key], shape, count, area.tag(what))
+            area.launches[key, count, what] = found
+        return area, found
+
+    def _check_not_captured(self, what: str) -> None:
+        if self._device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+            raise CommunicationError(
+                f"{what}: its first call makes memory and loads a kernel, which no CUDA graph can "
+                "capture: call it once before"
+            )
+
+    def _compile(self, size: int, key: Key) -> CompiledKernel:
+        (kernel,) = compile_kernels([allreduce_source(size, *key)], self._device)
+        return kernel
+
+    def _connect(self, team: Team, key: Key) -> _Area | None:
+        """Makes the area and maps those of the others; None, on all members, where one cannot."""
+        area, hello = None, {"why": "FUSER_DISABLE=allreduce_kernel"}
+        if not options.disabled("allreduce_kernel"):
+            try:
+                area, hello = self._make_area(team, key)
+            except (UnsupportedError, CompileError, KernelError, torch.OutOfMemoryError) as error:
+                hello = {"why": str(error)}
+        others = self._told_by(team, hello)
+        why = next((f"rank {r}: {o['why']}" for r, o in others.items() if "why" in o), "")
+        if not why and len({o["host"] for o in others.values()}) > 1:
+            why = "its ranks do not share a host"
+        if area is not None and not why:
+            try:
+                self._map(area, others)
+            except UnsupportedError as error:
+                why = f"rank {self._control.rank}: {error}"
+        # Nobody writes into an area that is still to be cleared.
+        answers = self._told_by(team, {"why": why}).values()
+        why = next((one["why"] for one in answers if one["why"]), "")
+        if why:
+            self.why_not[team] = why
+            return None
+        return area
+
+    def _told_by(self, team: Team, mine: dict[str, Any]) -> dict[int, dict[str, Any]]:
+        """Returns what each member of a team says."""
+        answers = self._control.exchange(json.dumps(mine).encode(), team=team)
+        return dict(zip(team, map(json.loads, answers), strict=True))
+
+    def _map(self, area: _Area, others: dict[int, dict[str, Any]]) -> None:
+        assert self._memory is not None, "the area lies there"
+        for k, (rank, other) in enumerate(others.items()):
+            if rank != self._control.rank:
+                begin = self._memory.mapped(tuple(other["name"]), rank)
+                area.addresses[k] = begin + other["at"]
+
+    def _make_area(self, team: Team, key: Key) -> tuple[_Area, dict[str, Any]]:
+        if self._memory is None:
+            self._memory = self._make_memory()
+        kernels = {key: self._compile(len(team), key)}
+        memory = self._memory.empty(Layout.of(len(team)).nbytes).zero_()
+        is_cuda = self._device.type == "cuda"
+        report = torch.zeros(REPORT_WORDS, dtype=torch.int64, pin_memory=is_cuda)
+        if is_cuda:
+            torch.cuda.current_stream(self._device).synchronize()
+        place = self._memory.name_of(memory)
+        assert place is not None, "memory made for peers has a name"
+        me = team.index(self._control.rank)
+        addresses = [memory.data_ptr() if k == me else 0 for k in range(len(team))]
+        area = _Area(team, me, memory, addresses, report, self._make_order(), kernels)
+        name, at = place
+        return area, {"host": host(), "name": name, "at": at}
+
+    def _forget(self, key: Calls) -> None:
+        """Gives up the area of a team whose members no longer agree where they are."""
+        area = self._areas.pop(key.team, None)
+        if area is not None:
+            self._kept.append(area)
+
+
+def _without_contents(tensor: torch.Tensor | None) -> torch.Tensor | None:
+    return None if tensor is None else torch.empty_like(tensor, device="meta")

@@ -1,0 +1,12 @@
+"""Parts that all transports share.
+
+Question: which methods must a transport offer?
+Imports: `fuser.support` and `multidevice.coordination`.
+Files, in reading order:
+
+- `protocol`: the interface of a transport, also inside CUDA graphs.
+- `checked_backend`: checks of arguments, sequence numbers, staging.
+- `p2p_collectives`: collectives made of sends and receives.
+- `launch_order`: one order of launches over streams and graphs.
+- `allreduce_model`: shape and layout of the allreduce kernel.
+"""

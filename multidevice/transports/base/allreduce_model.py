@@ -1,0 +1,210 @@
+"""The kernel of an allreduce over mapped memory: its text, its memory, and when which way pays.
+
+How it works stands at the top of `fuser/codegen/peer_allreduce.h`. Everything that must be the same
+on all ranks of a team is a function of its size and of the message, and is here.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+
+import torch
+
+from fuser.runtime.kernel_text import codegen_text
+from fuser.support.kernel_source import KernelParam, KernelSource
+from multidevice.transports.base.protocol import RedOp
+
+# Ranks of one host, each of whose areas is a parameter of the kernel.
+MAX_RANKS = 8
+# The most that a message may have: an area has room for it four times. Beyond, NCCL's bandwidth
+# makes up for its longer way to the first byte.
+MAX_NBYTES = 8 << 20
+# In packets a message crosses the link twice as large, but it need not be announced.
+_PACKETS_NBYTES = 64 << 10
+# The most that goes in words: an area has room for it six times.
+_WORDS_NBYTES = 4 << 20
+# What one shot may send more than two shots do: the time of their second meeting.
+_EXTRA_NBYTES = 512 << 10
+
+# The most that goes in one shot of words: in two, a thread has less to add.
+_ONE_OF_WORDS_NBYTES = 1 << 20
+
+# So few that all blocks run at once, and multiprocessors are left to whoever else computes.
+MAX_BLOCKS, MAX_THREADS = 64, 512
+
+# Words of the report that a kernel leaves when it gives up: whether it has, the position in the
+# team of the rank that has not come, the tag of the launch, the number of the kernel; and whether
+# the host has read it.
+REPORT_WORDS = 5
+_REPORT_READ = 4
+# How long a kernel that gave up waits for somebody to read its report before it fails.
+_GRACE_S = 10
+_SPINS = 256
+
+# The C++ type of an element, and in which one elements are added, and compared.
+_TYPES: dict[torch.dtype, tuple[str, str, str]] = {
+    torch.float64: ("double", "double", "double"),
+    torch.float32: ("float", "float", "float"),
+    torch.float16: ("__half", "float", "float"),
+    torch.bfloat16: ("__bfloat", "float", "float"),
+    # Unsigned: a sum that is too large wraps around.
+    torch.int32: ("int", "uint32_t", "int"),
+    torch.int64: ("int64_t", "uint64_t", "int64_t"),
+}
+_OPS: dict[RedOp, str] = {
+    "SUM": "SumOp",
+    "AVG": "SumOp",
+    "PRODUCT": "ProdOp",
+    "MIN": "MinOp",
+    "MAX": "MaxOp",
+}
+_ADDS = frozenset({"SUM", "AVG", "PRODUCT"})
+
+
+class Way(Enum):
+    """How ranks exchange what they reduce: the function of `peer_allreduce.h`."""
+
+    PACKETS = "in_packets"
+    ONE_SHOT = "in_one_shot"
+    TWO_SHOTS = "in_two_shots"
+    ONE_OF_WORDS = "in_one_of_words"
+    TWO_OF_WORDS = "in_two_of_words"
+
+
+# In which a rank reduces a slice alone.
+_TWO = (Way.TWO_SHOTS, Way.TWO_OF_WORDS)
+# Whose words, turned over, can say that they have not come: a NaN is free for that.
+_IN_WORDS = (torch.float32, torch.float16, torch.bfloat16)
+
+
+@dataclass(frozen=True)
+class Shape:
+    """How a message is reduced: the way, the grid and the block."""
+
+    way: Way
+    blocks: int
+    threads: int
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Where what lies in the area of a rank, in bytes from its beginning.
+
+    Counters of the blocks first, and behind them whether a kernel gave up.
+    """
+
+    flags_at: int
+    packets_at: int
+    # Of one rank's packets, and of one half of the data.
+    packets_nbytes: int
+    data_at: int
+    data_nbytes: int
+    # Of one of three.
+    words_at: int
+    words_nbytes: int
+
+    @property
+    def nbytes(self) -> int:
+        return self.words_at + 3 * self.words_nbytes
+
+    @staticmethod
+    def of(size: int) -> Layout:
+        """Returns the layout for a team of `size` ranks."""
+        flags_at = _aligned(4 * (3 * MAX_BLOCKS + 1))
+        packets_at = _aligned(flags_at + 2 * MAX_BLOCKS * size * 4)
+        packets_nbytes = 2 * _PACKETS_NBYTES
+        data_at = _aligned(packets_at + 2 * size * packets_nbytes)
+        # One slot for each rank, and the results; slots are whole vectors.
+        data_nbytes = _aligned(2 * (MAX_NBYTES + 16 * size))
+        words_at = data_at + 2 * data_nbytes
+        words_nbytes = _aligned(2 * (_WORDS_NBYTES + 16 * size))
+        return Layout(
+            flags_at, packets_at, packets_nbytes, data_at, data_nbytes, words_at, words_nbytes
+        )
+
+
+def _aligned(nbytes: int) -> int:
+    return -(-nbytes // 256) * 256
+
+
+def is_known(dtype: torch.dtype, reduce: RedOp) -> bool:
+    """Whether there is a kernel for the reduction of a dtype."""
+    return dtype in _TYPES and reduce in _OPS
+
+
+def shape_of(nbytes: int, size: int, dtype: torch.dtype) -> Shape | None:
+    """Returns how a team of `size` ranks reduces a message; None for what it does not take."""
+    if not 0 < nbytes <= MAX_NBYTES or not 2 <= size <= MAX_RANKS:
+        return None
+    extra = sent_nbytes(Way.ONE_SHOT, nbytes, size) - sent_nbytes(Way.TWO_SHOTS, nbytes, size)
+    is_one = extra <= _EXTRA_NBYTES
+    if dtype in _IN_WORDS and nbytes <= _WORDS_NBYTES:
+        is_one = is_one and nbytes <= _ONE_OF_WORDS_NBYTES
+        way = Way.ONE_OF_WORDS if is_one else Way.TWO_OF_WORDS
+    elif nbytes <= _PACKETS_NBYTES // (1 if size <= 4 else 2):
+        way = Way.PACKETS
+    else:
+        way = Way.ONE_SHOT if is_one else Way.TWO_SHOTS
+    vectors = -(-nbytes // 16)
+    each = -(-vectors // size) if way in _TWO else vectors
+    threads = MAX_THREADS // (2 if each <= MAX_BLOCKS * MAX_THREADS // 2 else 1)
+    return Shape(way, min(-(-each // threads), MAX_BLOCKS), threads)
+
+
+def sent_nbytes(way: Way, nbytes: int, size: int) -> int:
+    """Returns how many bytes each rank of a team writes into the memory of the others."""
+    if way in _TWO:  # a part of every rank's message, and the sum of the own one
+        return 2 * (size - 1) * nbytes // size
+    return (size - 1) * nbytes * (2 if way is Way.PACKETS else 1)
+
+
+def allreduce_source(size: int, dtype: torch.dtype, reduce: RedOp, way: Way) -> KernelSource:
+    """Returns the kernel of a team of `size` ranks.
+
+    Its parameters: output, input, the areas of all ranks, this rank's own, the report
+    (`REPORT_WORDS` words of 8 bytes), this rank's position, the number of elements, for how many
+    ns a wait may last, and the launch's tag.
+    """
+    layout = Layout.of(size)
+    element, added, compared = _TYPES[dtype]
+    total = added if reduce in _ADDS else compared
+    areas = [f"area{r}" for r in range(size)]
+    constants = {
+        "int RANKS": size,
+        "unsigned MAX_BLOCKS": MAX_BLOCKS,
+        "int64_t FLAGS_AT": layout.flags_at,
+        "int64_t PACKETS_AT": layout.packets_at,
+        "int64_t PACKETS_NBYTES": layout.packets_nbytes,
+        "int64_t DATA_AT": layout.data_at,
+        "int64_t DATA_NBYTES": layout.data_nbytes,
+        "int64_t WORDS_AT": layout.words_at,
+        "int64_t WORDS_NBYTES": layout.words_nbytes,
+        "int REPORT_READ": _REPORT_READ,
+        "int64_t GRACE_NS": _GRACE_S * 10**9,
+        "unsigned SPINS": _SPINS,
+    }
+    params = (
+        KernelParam("out", element, True),
+        KernelParam("inp", element, True),
+        *(KernelParam(name, "char", True) for name in (*areas, "own")),
+        KernelParam("report", "uint64_t", True),
+        KernelParam("me", "int", False),
+        *(KernelParam(name, "int64_t", False) for name in ("count", "limit_ns", "tag")),
+    )
+    listed = ", ".join(
+        f"FUSER_ALIASED_PTR({p.ctype}) {p.name}" if p.is_pointer else f"const {p.ctype} {p.name}"
+        for p in params
+    )
+    text = f"""\
+#define nvfuser_index_t int64_t
+{"".join(f"static constexpr {name} = {value};{chr(10)}" for name, value in constants.items())}\
+{codegen_text("peer_memory.h")}{codegen_text("peer_allreduce.h")}
+extern "C" __global__ void __launch_bounds__({MAX_THREADS}) peer_allreduce({listed}) {{
+  Peers peers = {{
+      {{{", ".join(areas)}}}, own, report, me, limit_ns, static_cast<uint64_t>(tag), 0}};
+  typedef Reduction<{element}, {total}, {_OPS[reduce]}<{total}>, {str(reduce == "AVG").lower()}> R;
+  allreduce<R>(peers, out, inp, count, {way.value}<R>);
+}}
+"""
+    return KernelSource("peer_allreduce", text, params, uses_barriers=True)

@@ -1,0 +1,593 @@
+"""Argument checks, staging and bookkeeping that all backends share.
+
+A backend derives from `CheckedBackend` and moves data in `_start`, which gets a `CollectiveCall`
+whose arguments are known to fit: members only, contiguous buffers of one dtype and the right sizes,
+no harmful overlap, and a reduction that the transport knows.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from fuser.support.errors import CommunicationError, InputError, ShardingError
+from fuser.support.torch_calls import raw_stream_on
+from multidevice.coordination.bounded_wait import RECV, SEND, Calls, Ledger, Need, Team, team_text
+from multidevice.transports.base.captured import Captured
+from multidevice.transports.base.checks import (
+    COMPLEX,
+    FLOATING,
+    HALF,
+    check_fit,
+    check_reduction,
+    overlap,
+    tensor_text,
+)
+from multidevice.transports.base.ordered import as_ordered, from_ordered
+from multidevice.transports.base.protocol import BUFFERS, Post, PostBatch, RedOp, Transfer, Work
+
+# torch reduces bool as logic: a sum is an "or", a product an "and". On bytes of 0 and 1:
+_BOOL_OPS: dict[str, RedOp] = {"SUM": "MAX", "MAX": "MAX", "PRODUCT": "MIN", "MIN": "MIN"}
+
+
+@dataclass(frozen=True)
+class CollectiveCall:
+    """One collective, with checked arguments; `index` and `root_index` count within the team."""
+
+    op: str
+    team: Team
+    index: int
+    out: torch.Tensor | None
+    inp: torch.Tensor | None
+    reduce: RedOp | None
+    root: int | None
+    stream: object
+    key: Calls
+    seq: int
+    # The caller's input, where `inp` is a staging buffer of another dtype.
+    given: torch.Tensor | None = None
+    where: str = ""
+
+    @property
+    def root_index(self) -> int:
+        """The root's position in the team."""
+        assert self.root is not None, "only rooted collectives ask for the root"
+        return self.team.index(self.root)
+
+    @property
+    def is_root(self) -> bool:
+        """Whether this rank is the root."""
+        return self.team[self.index] == self.root
+
+    def describe(self) -> str:
+        """Returns op, operand, team and sequence number as text, for errors."""
+        tensor = next((t for t in (self.given, self.inp, self.out) if t is not None), None)
+        detail = f"({self.reduce})" if self.reduce else ""
+        detail += f" from root {self.root}" if self.root is not None else ""
+        detail += f" of {tensor_text(tensor)}" if tensor is not None else ""
+        line = f", for {self.where}" if self.where else ""
+        number = f", sequence number {self.seq}" if self.seq >= 0 else ""
+        return f"{self.op}{detail} over team {team_text(self.team)}{number}{line}"
+
+    def needs(self) -> list[Need]:
+        """Returns what this call needs of its peers."""
+        me = self.team[self.index]
+        return [Need(rank, self.key, self.seq + 1) for rank in self.team if rank != me]
+
+
+@dataclass(frozen=True)
+class Exchange:
+    """A batch of point-to-point transfers with their sequence numbers."""
+
+    team: Team
+    index: int
+    transfers: tuple[Transfer, ...]
+    sequence: tuple[int, ...]
+    stream: object
+
+    def describe(self) -> str:
+        """Returns every transfer as text, for errors."""
+        parts = [
+            f"{t.kind} {'to' if t.kind == 'send' else 'from'} rank {t.peer} of "
+            f"{tensor_text(t.tensor)}, sequence number {seq}"
+            for t, seq in zip(self.transfers, self.sequence, strict=True)
+        ]
+        return f"{'; '.join(parts)} in team {team_text(self.team)}"
+
+    def needs(self) -> list[Need]:
+        """Returns the transfers that the peers must enter."""
+        me = self.team[self.index]
+        return [
+            Need(t.peer, transfer_key(t, me, self.team, mirrored=True), seq + 1)
+            for t, seq in zip(self.transfers, self.sequence, strict=True)
+        ]
+
+
+def transfer_key(transfer: Transfer, me: int, team: Team, *, mirrored: bool) -> Calls:
+    """Returns the ledger key of a transfer, or of the peer's half of it."""
+    sends = (transfer.kind == "send") != mirrored
+    source, target = (me, transfer.peer) if transfer.kind == "send" else (transfer.peer, me)
+    return Calls(SEND if sends else RECV, team, (source, target))
+
+
+def is_of(key: Calls, library: str, team: Team) -> bool:
+    """Whether a ledger's stream of calls may be carried out by what a library has for a team: its
+    collectives, and all transfers there."""
+    return key.team == team and key.kind in (library, SEND, RECV)
+
+
+def stream_at(handle: int, device: torch.device | None = None) -> torch.cuda.Stream:
+    """Returns the stream with a raw handle; 0 is the default stream of `device` (None: the current
+    one).
+    """
+    # To torch the handle 0 says that there is none: an ExternalStream(0) is one of its own pool.
+    if not handle:
+        return torch.cuda.default_stream(device)
+    return torch.cuda.ExternalStream(handle, device=device)
+
+
+def stream_handle(stream: object, device: torch.device) -> int:
+    """Returns the raw handle of a stream: a torch.cuda.Stream, a handle, or None for the current
+    one of `device`. Raises `InputError` for anything else."""
+    if stream is None:
+        return raw_stream_on(device)()
+    if isinstance(stream, int):
+        return stream
+    handle: Any = getattr(stream, "cuda_stream", None)
+    if handle is None:
+        raise InputError(f"a stream is a torch.cuda.Stream, its handle or None, not {stream!r}")
+    return int(handle)
+
+
+class DoneWork:
+    """A communication that needs no wait."""
+
+    def wait(self) -> None:
+        """Returns at once."""
+
+    def synchronize(self) -> None:
+        """Returns at once."""
+
+
+DONE = DoneWork()
+
+
+class FinishingWork:
+    """Runs a local step, once, after the communication: the copy out of a staging buffer."""
+
+    def __init__(self, work: Work, finish: Callable[[], object]) -> None:
+        self._work = work
+        self._finish: Callable[[], object] | None = finish
+
+    def wait(self) -> None:
+        self._work.wait()
+        if self._finish is not None:
+            self._finish()
+            self._finish = None
+
+    def synchronize(self) -> None:
+        self.wait()
+        self._work.synchronize()
+
+
+def _as_pairs(call: CollectiveCall) -> CollectiveCall:
+    """Returns a sum of complex numbers as that of twice as many real ones, in the same memory."""
+    inp, out = (None if t is None else torch.view_as_real(t) for t in (call.inp, call.out))
+    return replace(call, inp=inp, out=out, given=call.inp)
+
+
+class CheckedBackend(Captured, ABC):
+    """The `Backend` protocol, reduced to two methods that move data."""
+
+    name = ""
+    # Reductions of 16-bit floats run in float32 and are rounded once (MPI knows no 16-bit floats).
+    stages_half = True
+    # The user's line of what is communicated now, for errors.
+    where = ""
+    has_avg = False
+    # Collectives whose input may be this rank's own part of the output.
+    in_place_parts: frozenset[str] = frozenset()
+
+    def __init__(self, rank: int, size: int, ledger: Ledger) -> None:
+        self.rank = rank
+        self.size = size
+        self._ledger = ledger
+        self._closed = False
+
+    @abstractmethod
+    def _start(self, call: CollectiveCall) -> Work:
+        """Starts a collective of a team of two or more."""
+
+    @abstractmethod
+    def _start_batch(self, batch: Exchange) -> Work:
+        """Starts all transfers of a batch."""
+
+    @abstractmethod
+    def _check_device(self, tensor: torch.Tensor) -> None:
+        """Raises InputError when the backend cannot reach this tensor."""
+
+    def _on(self, stream: object) -> AbstractContextManager[object]:
+        """Returns a context in which torch ops go to the stream."""
+        del stream
+        return nullcontext()
+
+    def _pinned(self, stream: object) -> object:
+        """Returns the stream that `stream` means now, for work that is enqueued later."""
+        return stream
+
+    def drain(self) -> None:
+        """See `Backend.drain`; CPU backends have nothing in flight behind the host's back."""
+        return
+
+    def close(self) -> None:
+        """Releases what the backend holds."""
+        self._closed = True
+
+    # The collectives
+
+    def allgather(
+        self, out: torch.Tensor, inp: torch.Tensor, *, team: Team, stream: object = None
+    ) -> Work:
+        """See `Backend.allgather`."""
+        return self._collective("allgather", out, inp, team, stream)
+
+    def allreduce(
+        self,
+        out: torch.Tensor,
+        inp: torch.Tensor,
+        *,
+        op: RedOp,
+        team: Team,
+        stream: object = None,
+    ) -> Work:
+        """See `Backend.allreduce`."""
+        return self._collective("allreduce", out, inp, team, stream, reduce=op)
+
+    def reduce_scatter(
+        self,
+        out: torch.Tensor,
+        inp: torch.Tensor,
+        *,
+        op: RedOp,
+        team: Team,
+        stream: object = None,
+    ) -> Work:
+        """See `Backend.reduce_scatter`."""
+        return self._collective("reduce_scatter", out, inp, team, stream, reduce=op)
+
+    def alltoall(
+        self, out: torch.Tensor, inp: torch.Tensor, *, team: Team, stream: object = None
+    ) -> Work:
+        """See `Backend.alltoall`."""
+        return self._collective("alltoall", out, inp, team, stream)
+
+    def broadcast(self, buf: torch.Tensor, *, root: int, team: Team, stream: object = None) -> Work:
+        """See `Backend.broadcast`."""
+        self._check_tensor("broadcast", "buf", buf)
+        call = self._call("broadcast", buf, buf, team, stream, root=root)
+        return DONE if len(team) == 1 else self._begun(call, self._start)
+
+    def gather(
+        self,
+        out: torch.Tensor | None,
+        inp: torch.Tensor,
+        *,
+        root: int,
+        team: Team,
+        stream: object = None,
+    ) -> Work:
+        """See `Backend.gather`."""
+        return self._collective("gather", out, inp, team, stream, root=root)
+
+    def scatter(
+        self,
+        out: torch.Tensor,
+        inp: torch.Tensor | None,
+        *,
+        root: int,
+        team: Team,
+        stream: object = None,
+    ) -> Work:
+        """See `Backend.scatter`."""
+        return self._collective("scatter", out, inp, team, stream, root=root)
+
+    def reduce(
+        self,
+        out: torch.Tensor | None,
+        inp: torch.Tensor,
+        *,
+        op: RedOp,
+        root: int,
+        team: Team,
+        stream: object = None,
+    ) -> Work:
+        """See `Backend.reduce`."""
+        return self._collective("reduce", out, inp, team, stream, reduce=op, root=root)
+
+    def barrier(self, *, team: Team, stream: object = None) -> None:
+        """See `Backend.barrier`."""
+        call = self._call("barrier", None, None, team, stream)
+        if len(team) > 1:
+            self._begun(call, self._start).synchronize()
+
+    # Point-to-point
+
+    def send(self, buf: torch.Tensor, *, peer: int, team: Team, stream: object = None) -> Work:
+        """See `Backend.send`."""
+        return self.batch((Transfer("send", buf, peer),), team=team, stream=stream)
+
+    def recv(self, buf: torch.Tensor, *, peer: int, team: Team, stream: object = None) -> Work:
+        """See `Backend.recv`."""
+        return self.batch((Transfer("recv", buf, peer),), team=team, stream=stream)
+
+    def batch(self, transfers: Sequence[Transfer], *, team: Team, stream: object = None) -> Work:
+        """See `Backend.batch`."""
+        index = self._checked_batch(transfers, team)
+        if not transfers:
+            return DONE
+        sequence = tuple(
+            self._ledger.enter(transfer_key(t, self.rank, team, mirrored=False)) for t in transfers
+        )
+        batch = Exchange(team, index, tuple(transfers), sequence, stream)
+        try:
+            return self._start_batch(batch)
+        except BaseException:
+            for t, number in reversed([*zip(transfers, sequence, strict=True)]):
+                self._ledger.leave(transfer_key(t, self.rank, team, mirrored=False), number)
+            raise
+
+    def bind_batch(self, transfers: Sequence[Transfer], *, team: Team) -> PostBatch | None:
+        """See `Backend.bind_batch`."""
+        index = self._checked_batch(transfers, team)
+        batch = Exchange(team, index, tuple(transfers), (-1,) * len(transfers), None)
+        return self._bind_batch(batch) if transfers else None
+
+    def _bind_batch(self, batch: Exchange) -> PostBatch | None:
+        """Returns how to start checked batches like this one."""
+        del batch
+
+    def _checked_batch(self, transfers: Sequence[Transfer], team: Team) -> int:
+        """Returns this rank's position in the team; the transfers can be made."""
+        index = self._index("batch", team)
+        for transfer in transfers:
+            self._check_tensor(transfer.kind, "buf", transfer.tensor)
+            if transfer.peer not in team or transfer.peer == self.rank:
+                raise ShardingError(
+                    f"{transfer.kind}: peer {transfer.peer} is not another member of team "
+                    f"{team_text(team)} (this is rank {self.rank})"
+                )
+        return index
+
+    # Checks and staging
+
+    def _collective(
+        self,
+        op: str,
+        out: torch.Tensor | None,
+        inp: torch.Tensor | None,
+        team: Team,
+        stream: object,
+        *,
+        reduce: RedOp | None = None,
+        root: int | None = None,
+    ) -> Work:
+        out, inp = self._checked(op, out, inp, team, reduce, root)
+        call = self._call(op, out, inp, team, stream, reduce=reduce, root=root)
+        if len(team) == 1:
+            assert out is not None and inp is not None, "the only member is the root"
+            with self._on(stream):
+                out.view(-1).copy_(inp.view(-1))
+            return DONE
+        return self._begun(call, self._start_separate)
+
+    def _begun(self, call: CollectiveCall, start: Callable[[CollectiveCall], Work]) -> Work:
+        """Starts a call; one that could not be started is none that peers can wait for."""
+        try:
+            return start(call)
+        except BaseException:
+            self._ledger.leave(call.key, call.seq)
+            raise
+
+    def _start_separate(self, call: CollectiveCall) -> Work:
+        call = self._separate(call)
+        return self._start(call) if call.reduce is None else self._start_reduction(call)
+
+    def bind(
+        self,
+        op: str,
+        out: torch.Tensor | None,
+        inp: torch.Tensor | None,
+        *,
+        team: Team,
+        reduce: RedOp | None = None,
+        root: int | None = None,
+    ) -> Post | None:
+        """See `Backend.bind`."""
+        out, inp = self._checked(op, out, inp, team, reduce, root)
+        key = Calls(self.name, team)
+        call = CollectiveCall(
+            op, team, team.index(self.rank), out, inp, reduce, root, None, key, -1, where=self.where
+        )
+        if len(team) == 1 or self._is_harmful(call):
+            return None
+        return self._bind(call) if reduce is None else self._bind_reduction(call)
+
+    def _bind(self, call: CollectiveCall) -> Post | None:
+        """Returns how to start checked calls like this one, which moves its buffers as they are."""
+        del call
+
+    def _checked(
+        self,
+        op: str,
+        out: torch.Tensor | None,
+        inp: torch.Tensor | None,
+        team: Team,
+        reduce: RedOp | None,
+        root: int | None,
+    ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+        """Returns the buffers that this rank has in a collective, which fit."""
+        self._index(op, team)
+        self._check_root(op, root, team)
+        sides = BUFFERS[op]
+        is_root = root is None or root == self.rank
+        out = out if sides[0][1] == "all" or is_root else None
+        inp = inp if sides[1][1] == "all" or is_root else None
+        self._check_buffers(op, out, inp, len(team), is_root)
+        if reduce is not None:
+            assert inp is not None, "every member of a reduction has an input"
+            check_reduction(op, reduce, inp.dtype)
+        return out, inp
+
+    def _bind_reduction(self, call: CollectiveCall) -> Post | None:
+        """Returns how to start what `_start_reduction` does; None where that makes it of another
+        one, on other buffers or with work behind it."""
+        if call.inp is not None and call.inp.dtype in COMPLEX:
+            return self._bind_reduction(_as_pairs(call))
+        dtype = None if call.inp is None else call.inp.dtype
+        is_staged = (
+            dtype == torch.bool
+            or (dtype in FLOATING and call.reduce in ("MIN", "MAX"))
+            or (call.reduce == "AVG" and not self.has_avg)
+            or (dtype in HALF and self.stages_half)
+        )
+        return None if is_staged else self._bind(call)
+
+    def _call(
+        self,
+        op: str,
+        out: torch.Tensor | None,
+        inp: torch.Tensor | None,
+        team: Team,
+        stream: object,
+        *,
+        reduce: RedOp | None = None,
+        root: int | None = None,
+    ) -> CollectiveCall:
+        index = self._index(op, team)
+        self._check_root(op, root, team)
+        key = Calls(self.name, team)
+        seq = self._ledger.enter(key)
+        return CollectiveCall(
+            op, team, index, out, inp, reduce, root, stream, key, seq, where=self.where
+        )
+
+    def _start_reduction(self, call: CollectiveCall) -> Work:
+        inp, out = call.inp, call.out
+        assert inp is not None, "every member of a reduction has an input"
+        if inp.dtype in COMPLEX:
+            return self._start_reduction(_as_pairs(call))
+        if inp.dtype == torch.bool:
+            assert call.reduce is not None, "a reduction has an op"
+            byte_out = None if out is None else out.view(torch.uint8)
+            as_bytes = replace(
+                call,
+                reduce=_BOOL_OPS[call.reduce],
+                inp=inp.view(torch.uint8),
+                out=byte_out,
+                given=inp,
+            )
+            return self._start(as_bytes)
+        if inp.dtype in FLOATING and call.reduce in ("MIN", "MAX"):
+            return self._start_ordered(call, inp, is_max=call.reduce == "MAX")
+        count = len(call.team)
+        average = call.reduce == "AVG" and not self.has_avg
+        op: RedOp | None = "SUM" if average else call.reduce
+        # A half's sum may be too large for it where its average is not.
+        if inp.dtype in HALF and (self.stages_half or average):
+            wide_inp = inp.float()
+            wide = wide_inp
+            if call.op == "reduce_scatter" and out is not None:
+                wide = torch.empty_like(out, dtype=torch.float32)
+            work = self._start(
+                replace(call, reduce=op, inp=wide_inp, out=None if out is None else wide, given=inp)
+            )
+
+            def narrow() -> None:
+                if out is not None:
+                    out.view(-1).copy_((wide.div_(count) if average else wide).view(-1))
+
+            return FinishingWork(work, narrow)
+        work = self._start(replace(call, reduce=op))
+        if not average or out is None:
+            return work
+        return FinishingWork(work, lambda: out.div_(count))
+
+    def _start_ordered(self, call: CollectiveCall, inp: torch.Tensor, *, is_max: bool) -> Work:
+        """Reduces floats as integers of the same order: transports lose NaN in their MIN and MAX,
+        torch keeps it."""
+        out, stream = call.out, self._pinned(call.stream)
+        with self._on(stream):
+            keys = as_ordered(inp, is_max=is_max)
+            found = None if out is None else torch.empty_like(out, dtype=keys.dtype)
+        work = self._start(replace(call, inp=keys, out=found, given=inp, stream=stream))
+
+        def finish() -> None:
+            if out is not None and found is not None:
+                with self._on(stream):
+                    out.copy_(from_ordered(found))
+
+        return FinishingWork(work, finish)
+
+    def _separate(self, call: CollectiveCall) -> CollectiveCall:
+        """Copies the input when it shares memory with the output in a way that is not allowed."""
+        if call.inp is None or not self._is_harmful(call):
+            return call
+        with self._on(call.stream):
+            return replace(call, inp=call.inp.clone())
+
+    def _is_harmful(self, call: CollectiveCall) -> bool:
+        """Whether input and output share memory in a way that is not allowed."""
+        out, inp = call.out, call.inp
+        if out is None or inp is None or not overlap(out, inp):
+            return False
+        if out.data_ptr() == inp.data_ptr() and call.op in ("allreduce", "reduce"):
+            return False
+        if call.op not in self.in_place_parts:
+            return True
+        small, large = (inp, out) if inp.numel() < out.numel() else (out, inp)
+        offset = call.index * small.numel() * small.element_size()
+        return small.data_ptr() != large.data_ptr() + offset
+
+    def _index(self, op: str, team: Team) -> int:
+        if self._closed:
+            raise CommunicationError(f"{op}: backend {self.name} is closed")
+        if self.rank not in team:
+            raise ShardingError(f"{op}: rank {self.rank} is not in team {team_text(team)}")
+        if len(set(team)) != len(team) or min(team) < 0 or max(team) >= self.size:
+            raise ShardingError(
+                f"{op}: team {team_text(team)} needs distinct ranks below {self.size}"
+            )
+        return team.index(self.rank)
+
+    def _check_root(self, op: str, root: int | None, team: Team) -> None:
+        if root is not None and root not in team:
+            raise ShardingError(f"{op}: root {root} is not in team {team_text(team)}")
+
+    def _check_tensor(self, op: str, name: str, tensor: torch.Tensor) -> None:
+        if not tensor.is_contiguous():
+            raise InputError(
+                f"{op}: {name} {tensor_text(tensor)} with strides {list(tensor.stride())} "
+                "is not contiguous"
+            )
+        self._check_device(tensor)
+
+    def _check_buffers(
+        self,
+        op: str,
+        out: torch.Tensor | None,
+        inp: torch.Tensor | None,
+        count: int,
+        is_root: bool,
+    ) -> None:
+        sides = zip(("out", "inp"), (out, inp), BUFFERS[op], strict=True)
+        for name, tensor, (_, where) in sides:
+            if tensor is not None:
+                self._check_tensor(op, name, tensor)
+            elif where == "all" or is_root:
+                raise InputError(f"{op}: {name} is missing on rank {self.rank}")
+        check_fit(op, out, inp, count)

@@ -1,0 +1,198 @@
+"""Launches on any streams that run one after another, in the order in which the host starts them.
+
+Between launches on two streams stands an event. A launch that is captured runs whenever its graph
+does, on whatever stream: the graph waits for the event before its first launch and records it
+behind its last, so that graphs, too, come in the order in which the host starts them. Within a
+graph its own edges are enough.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+import torch
+
+from fuser.support.errors import CommunicationError, UnsupportedError
+from multidevice.transports.base.checked_backend import stream_at
+
+_NO_TIMING = 2
+# Of an event in a capture: a node of the graph, not a mark in the capture.
+_EXTERNAL = 1
+_NO_CONTEXT = 201
+
+
+class GraphDriver(Protocol):
+    """What the order needs of the driver; events, streams, graphs and nodes are raw handles."""
+
+    def make_event(self) -> int: ...
+
+    def record(self, event: int, stream: int) -> None: ...
+
+    def wait(self, event: int, stream: int) -> None: ...
+
+    def wait_node(self, event: int, stream: int) -> None:
+        """Adds a node to the graph that the stream is captured in: it waits for the event."""
+        ...
+
+    def is_capturing(self, stream: int) -> bool: ...
+
+    def capture(self, stream: int) -> tuple[int, int, list[int]]:
+        """Returns the number of a capture, its graph, and the nodes on which the next depends."""
+        ...
+
+    def record_node(self, event: int, graph: int, behind: Sequence[int]) -> int:
+        """Adds a node that records the event behind others, and returns it."""
+        ...
+
+    def move_node(self, node: int, graph: int, was: Sequence[int], now: Sequence[int]) -> None:
+        """Puts a node behind the nodes `now` instead of `was`."""
+        ...
+
+    def is_done(self, stream: int) -> bool: ...
+
+
+class LaunchOrder:
+    """The order of one family of launches."""
+
+    def __init__(self, driver: GraphDriver) -> None:
+        self._driver = driver
+        self._event, self._inner = driver.make_event(), driver.make_event()
+        self._last: int | None = None
+        # Of the last capture that had a launch: its number, the stream of that launch, the node
+        # that records the event, and the nodes before it.
+        self._capture = 0
+        self._captured_on = 0
+        self._node = 0
+        self._behind: list[int] = []
+        self.is_capturing = driver.is_capturing
+        self.is_done = driver.is_done
+
+    def before(self, stream: int) -> bool:
+        """Called before a launch on a stream; returns whether it is captured, for `after`."""
+        driver = self._driver
+        if not driver.is_capturing(stream):
+            # A graph may have been started on any stream.
+            if stream != self._last or self._capture:
+                driver.wait(self._event, stream)
+            return False
+        number, _, _ = driver.capture(stream)
+        if number != self._capture:
+            driver.wait_node(self._event, stream)
+            self._capture, self._node = number, 0
+        elif stream != self._captured_on:
+            driver.wait(self._inner, stream)
+        return True
+
+    def after(self, stream: int, is_captured: bool) -> None:
+        """Called after the launch."""
+        driver = self._driver
+        if not is_captured:
+            driver.record(self._event, stream)
+            self._last = stream
+            return
+        _, graph, behind = driver.capture(stream)
+        if self._node:
+            driver.move_node(self._node, graph, self._behind, behind)
+        else:
+            self._node = driver.record_node(self._event, graph, behind)
+        self._behind = behind
+        driver.record(self._inner, stream)
+        self._captured_on = stream
+
+
+class CudaDriver:
+    """The driver of one GPU, through its C interface: every launch asks it.
+
+    Raises `UnsupportedError` where it cannot be called.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        handle, count = ctypes.c_void_p, ctypes.c_size_t
+        try:
+            self._library = library = ctypes.CDLL("libcuda.so.1")
+            for name, types in (
+                ("cuEventCreate", (handle, ctypes.c_uint)),
+                ("cuEventRecord", (handle, handle)),
+                ("cuStreamWaitEvent", (handle, handle, ctypes.c_uint)),
+                ("cuStreamIsCapturing", (handle, handle)),
+                ("cuStreamGetCaptureInfo_v2", (handle,) * 6),
+                ("cuGraphAddEventRecordNode", (handle, handle, handle, count, handle)),
+                ("cuGraphAddDependencies", (handle, handle, handle, count)),
+                ("cuGraphRemoveDependencies", (handle, handle, handle, count)),
+            ):
+                getattr(library, name).argtypes = types
+        except (OSError, AttributeError) as error:
+            raise UnsupportedError(f"the driver cannot be called: {error}") from error
+        self._status = ctypes.c_int()
+        self._status_at = ctypes.addressof(self._status)
+        self._record, self._wait = library.cuEventRecord, library.cuStreamWaitEvent
+        self._ask = library.cuStreamIsCapturing
+
+    def make_event(self) -> int:
+        event = ctypes.c_void_p()
+        with torch.cuda.device(self._device):
+            self._call("cuEventCreate", ctypes.addressof(event), _NO_TIMING)
+        return event.value or 0
+
+    def record(self, event: int, stream: int) -> None:
+        status = self._record(event, stream)
+        if status:
+            self._again("cuEventRecord", status, event, stream)
+
+    def wait(self, event: int, stream: int) -> None:
+        status = self._wait(stream, event, 0)
+        if status:
+            self._again("cuStreamWaitEvent", status, stream, event, 0)
+
+    def wait_node(self, event: int, stream: int) -> None:
+        self._call("cuStreamWaitEvent", stream, event, _EXTERNAL)
+
+    def is_capturing(self, stream: int) -> bool:
+        status = self._ask(stream, self._status_at)
+        if status:
+            self._again("cuStreamIsCapturing", status, stream, self._status_at)
+        return self._status.value != 0
+
+    def capture(self, stream: int) -> tuple[int, int, list[int]]:
+        number, graph = ctypes.c_uint64(), ctypes.c_void_p()
+        nodes, count = ctypes.POINTER(ctypes.c_void_p)(), ctypes.c_size_t()
+        places = (ctypes.addressof(x) for x in (number, graph, nodes, count))
+        self._call("cuStreamGetCaptureInfo_v2", stream, self._status_at, *places)
+        behind = [nodes[k] or 0 for k in range(count.value)]
+        return number.value, graph.value or 0, behind
+
+    def record_node(self, event: int, graph: int, behind: Sequence[int]) -> int:
+        node, nodes = ctypes.c_void_p(), _handles(behind)
+        self._call(
+            "cuGraphAddEventRecordNode", ctypes.addressof(node), graph, nodes, len(behind), event
+        )
+        return node.value or 0
+
+    def move_node(self, node: int, graph: int, was: Sequence[int], now: Sequence[int]) -> None:
+        for name, nodes in (("cuGraphRemoveDependencies", was), ("cuGraphAddDependencies", now)):
+            self._call(name, graph, _handles(nodes), _handles([node] * len(nodes)), len(nodes))
+
+    def is_done(self, stream: int) -> bool:
+        return stream_at(stream, self._device).query()
+
+    def _call(self, name: str, *args: Any) -> None:
+        status = getattr(self._library, name)(*args)
+        if status:
+            self._again(name, status, *args)
+
+    def _again(self, name: str, status: int, *args: Any) -> None:
+        """Calls once more where this thread had no context yet, and raises for what remains."""
+        if status == _NO_CONTEXT:
+            with torch.cuda.device(self._device):
+                torch.cuda.current_stream().query()
+            call: Callable[..., int] = getattr(self._library, name)
+            status = call(*args)
+        if status:
+            raise CommunicationError(f"{name} failed with status {status}")
+
+
+def _handles(values: Sequence[int]) -> Any:
+    return (ctypes.c_void_p * len(values))(*values)

@@ -1,0 +1,247 @@
+"""Collectives made of point-to-point transfers: every member deals with every other one directly.
+
+Each collective is a generator of steps: lists of transfers that must all have completed before the
+generator goes on. It knows neither transport nor waiting. No member handles more than twice the
+data that it must, and a reduction adds in team order, so that all members get the same bits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+
+import torch
+
+from multidevice.transports.base.checked_backend import CollectiveCall
+from multidevice.transports.base.checks import HALF
+from multidevice.transports.base.protocol import Transfer
+
+Steps = Iterator[list[Transfer]]
+
+# From here on, a buffer moves in one part per member: twice the messages, but less data.
+SPLIT_NBYTES = 32768
+
+# Torch's sum over so many rows adds one after the other.
+IN_ORDER = 4
+
+_REDUCE: dict[str, Callable[..., torch.Tensor]] = {
+    "SUM": torch.add,
+    "PRODUCT": torch.mul,
+    "MIN": torch.minimum,
+    "MAX": torch.maximum,
+}
+
+
+def steps_of(call: CollectiveCall) -> Steps:
+    """Returns the steps of a collective, as its member `call.index` walks through them."""
+    inp, out = (None if t is None else t.detach() for t in (call.inp, call.out))
+    return _COLLECTIVES[call.op](replace(call, inp=inp, out=out))
+
+
+def _allgather(call: CollectiveCall) -> Steps:
+    inp, out = _both(call)
+    parts = _parts(out, call)
+    if inp.data_ptr() != parts[call.index].data_ptr():
+        parts[call.index].copy_(inp.view(-1))
+    yield _swap(call, [inp.view(-1)] * len(parts), parts)
+
+
+def _alltoall(call: CollectiveCall) -> Steps:
+    inp, out = _both(call)
+    given, taken = _parts(inp, call), _parts(out, call)
+    taken[call.index].copy_(given[call.index])
+    yield _swap(call, given, taken)
+
+
+def _gather(call: CollectiveCall) -> Steps:
+    assert call.inp is not None, "checked"
+    if call.out is None:
+        yield [_send(call, call.inp, call.root_index)]
+        return
+    taken = _parts(call.out, call)
+    taken[call.index].copy_(call.inp.view(-1))
+    yield [_recv(call, taken[i], i) for i in _others(call)]
+
+
+def _scatter(call: CollectiveCall) -> Steps:
+    assert call.out is not None, "checked"
+    if call.inp is None:
+        yield [_recv(call, call.out, call.root_index)]
+        return
+    given = _parts(call.inp, call)
+    call.out.view(-1).copy_(given[call.index])
+    yield [_send(call, given[i], i) for i in _others(call)]
+
+
+def _broadcast(call: CollectiveCall) -> Steps:
+    _, buf = _both(call)
+    root = call.root_index
+    if not _is_split(buf, call):
+        yield (
+            [_send(call, buf, i) for i in _others(call)]
+            if call.is_root
+            else [_recv(call, buf, root)]
+        )
+        return
+    blocks = _blocks(buf, call)
+    if call.is_root:
+        yield [_send(call, blocks[i], i) for i in _others(call)]
+        yield [_send(call, blocks[root], i) for i in _others(call)]
+        return
+    yield [_recv(call, blocks[call.index], root)]
+    targets = [i for i in _others(call) if i != root]
+    yield [
+        *(_send(call, blocks[call.index], i) for i in targets),
+        *(_recv(call, blocks[i], i) for i in _others(call)),
+    ]
+
+
+def _reduce_scatter(call: CollectiveCall) -> Steps:
+    inp, out = _both(call)
+    yield from _reduce_blocks(call, _parts(inp, call), out.view(-1))
+
+
+def _reduce(call: CollectiveCall) -> Steps:
+    assert call.inp is not None, "checked"
+    if not _is_split(call.inp, call):
+        if call.out is None:
+            yield [_send(call, call.inp, call.root_index)]
+            return
+        parts = [torch.empty_like(call.inp).view(-1) for _ in call.team]
+        parts[call.index] = call.inp.view(-1)
+        yield [_recv(call, parts[i], i) for i in _others(call)]
+        _fold(call, parts, call.out.view(-1))
+        return
+    whole = torch.empty_like(call.inp) if call.out is None else call.out
+    blocks = _blocks(whole, call)
+    yield from _reduce_blocks(call, _blocks(call.inp, call), blocks[call.index])
+    if call.out is None:
+        yield [_send(call, blocks[call.index], call.root_index)]
+    else:
+        yield [_recv(call, blocks[i], i) for i in _others(call)]
+
+
+def _allreduce(call: CollectiveCall) -> Steps:
+    inp, out = _both(call)
+    if not _is_split(inp, call):
+        parts = [torch.empty_like(inp).view(-1) for _ in call.team]
+        parts[call.index] = inp.view(-1)
+        yield _share(call, parts)
+        _fold(call, parts, out.view(-1))
+        return
+    blocks = _blocks(out, call)
+    yield from _reduce_blocks(call, _blocks(inp, call), blocks[call.index])
+    yield _share(call, blocks)
+
+
+def _barrier(call: CollectiveCall) -> Steps:
+    nothing = torch.empty(0)
+    yield _share(call, [nothing] * len(call.team))
+
+
+_COLLECTIVES: dict[str, Callable[[CollectiveCall], Steps]] = {
+    "allgather": _allgather,
+    "allreduce": _allreduce,
+    "reduce": _reduce,
+    "reduce_scatter": _reduce_scatter,
+    "alltoall": _alltoall,
+    "broadcast": _broadcast,
+    "gather": _gather,
+    "scatter": _scatter,
+    "barrier": _barrier,
+}
+
+
+def _reduce_blocks(
+    call: CollectiveCall, blocks: Sequence[torch.Tensor], out: torch.Tensor
+) -> Steps:
+    """Reduces block i of all members on member i, into `out`."""
+    own = blocks[call.index]
+    room = own.new_empty((len(blocks), own.numel()))
+    found = [*room.unbind(0)]
+    is_one_sum = _is_one_sum(call, own)
+    if is_one_sum:
+        found[call.index].copy_(own)
+    else:
+        found[call.index] = own
+    yield _swap(call, blocks, found)
+    if is_one_sum:
+        torch.sum(room, 0, out=out)
+    else:
+        _fold(call, found, out)
+
+
+def _is_one_sum(call: CollectiveCall, own: torch.Tensor) -> bool:
+    """Whether torch's sum of rows is `_fold`: of few, a GPU adds halves in float32, in order."""
+    is_sum = call.reduce == "SUM" and own.dtype in HALF
+    return is_sum and own.is_cuda and len(call.team) <= IN_ORDER
+
+
+def _fold(call: CollectiveCall, parts: Sequence[torch.Tensor], out: torch.Tensor) -> None:
+    """Reduces equal parts in order, halves in float32; `out` may be one of them."""
+    assert call.reduce is not None, "a reduction has an op"
+    apply = _REDUCE[call.reduce]
+    if out.dtype in HALF:
+        wide = parts[0].float()
+        for part in parts[1:]:
+            apply(wide, part, out=wide)
+        out.copy_(wide)
+        return
+    total = parts[0]
+    # Whatever was received may be overwritten; this member's own part is the caller's.
+    spare = parts[1 if call.index == 0 else 0]
+    for part in parts[1:-1]:
+        total = apply(total, part, out=spare)
+    apply(total, parts[-1], out=out)
+
+
+def _share(call: CollectiveCall, parts: Sequence[torch.Tensor]) -> list[Transfer]:
+    """Everybody sends its own part to all others."""
+    return _swap(call, [parts[call.index]] * len(parts), parts)
+
+
+def _swap(
+    call: CollectiveCall, given: Sequence[torch.Tensor], taken: Sequence[torch.Tensor]
+) -> list[Transfer]:
+    """Part i goes to member i, and part i comes from it."""
+    others = _others(call)
+    return [
+        *(_recv(call, taken[i], i) for i in others),
+        *(_send(call, given[i], i) for i in others),
+    ]
+
+
+def _send(call: CollectiveCall, tensor: torch.Tensor, index: int) -> Transfer:
+    return Transfer("send", tensor, call.team[index])
+
+
+def _recv(call: CollectiveCall, tensor: torch.Tensor, index: int) -> Transfer:
+    return Transfer("recv", tensor, call.team[index])
+
+
+def _others(call: CollectiveCall) -> list[int]:
+    """Returns the other members' positions, beginning after this one: nobody is everyone's first
+    target.
+    """
+    count = len(call.team)
+    return [(call.index + i) % count for i in range(1, count)]
+
+
+def _both(call: CollectiveCall) -> tuple[torch.Tensor, torch.Tensor]:
+    assert call.inp is not None and call.out is not None, "checked"
+    return call.inp, call.out
+
+
+def _parts(tensor: torch.Tensor, call: CollectiveCall) -> Sequence[torch.Tensor]:
+    """Returns the equal parts of a buffer that holds one per member."""
+    count = len(call.team)
+    return tensor.view(count, tensor.numel() // count).unbind(0)
+
+
+def _blocks(tensor: torch.Tensor, call: CollectiveCall) -> Sequence[torch.Tensor]:
+    """Cuts a buffer into one block per member; the last ones may be an element shorter."""
+    return tensor.view(-1).tensor_split(len(call.team))
+
+
+def _is_split(tensor: torch.Tensor, call: CollectiveCall) -> bool:
+    return len(call.team) > 2 and tensor.numel() * tensor.element_size() >= SPLIT_NBYTES

@@ -1,0 +1,298 @@
+"""What every communication backend offers.
+
+A team is an ordered tuple of global ranks; roots and peers are global ranks too. All tensors are
+contiguous. Part `i` of a buffer with `len(team)` equal parts belongs to `team[i]`. A call enters a
+collective that every member of the team must enter, in the same order; it returns at once with a
+`Work`, and the buffers belong to the backend until `Work.wait()` has returned.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal, Protocol
+
+from multidevice.coordination.bounded_wait import Calls, Team
+
+if TYPE_CHECKING:
+    import torch
+
+    from multidevice.transports.base.captured import Repeats
+
+RedOp = Literal["SUM", "PRODUCT", "MIN", "MAX", "AVG"]
+RED_OPS: tuple[RedOp, ...] = ("SUM", "PRODUCT", "MIN", "MAX", "AVG")
+
+# The first buffer of a call is what the op writes, the second what it reads. Each entry is the
+# number of parts that the buffer holds: "n" is one part per team member. A buffer marked "root"
+# exists on the root only.
+BUFFERS: dict[str, tuple[tuple[str, str], tuple[str, str]]] = {
+    "allgather": (("n", "all"), ("1", "all")),
+    "allreduce": (("1", "all"), ("1", "all")),
+    "reduce_scatter": (("1", "all"), ("n", "all")),
+    "alltoall": (("n", "all"), ("n", "all")),
+    "gather": (("n", "root"), ("1", "all")),
+    "scatter": (("1", "all"), ("n", "root")),
+    "reduce": (("1", "root"), ("1", "all")),
+}
+
+
+class Work(Protocol):
+    """A communication that was started."""
+
+    def wait(self) -> None:
+        """Returns when later work may use the buffers: on CPU the data is there; on CUDA the
+        order is the stream's.
+
+        Raises:
+            CommunicationTimeout: the deadline passed.
+            PeerError: a peer failed, or left before it entered this communication.
+        """
+        ...
+
+    def synchronize(self) -> None:
+        """Returns when the data is there, seen from the host; same errors as `wait`."""
+        ...
+
+
+# Starts a collective on the buffers at these addresses, of output and input (0: none), on a stream
+# (a raw handle).
+Post = Callable[[int, int, int], Work]
+
+
+# Starts a batch of transfers on the tensors at these addresses, in order, on a stream.
+PostBatch = Callable[[Sequence[int], int], Work]
+
+
+@dataclass(frozen=True)
+class Transfer:
+    """One half of a point-to-point copy: `kind` is "send" to or "recv" from the global rank
+    `peer`. Halves meet in the order in which they are started; where simulated ranks start them
+    later than the program says, `order` counts in the program's.
+    """
+
+    kind: Literal["send", "recv"]
+    tensor: torch.Tensor
+    peer: int
+    order: int | None = None
+
+
+class Backend(Protocol):
+    """Collectives and point-to-point copies among the ranks of a team.
+
+    `where` is the user's line of what is communicated next, for errors.
+    """
+
+    where: str
+    generation: int
+
+    def can_capture(self, what: str) -> bool:
+        """See `multidevice/transports/base/captured.py`, as for the next five."""
+        ...
+
+    def capturing(self, stream: int) -> AbstractContextManager[list[object]]: ...
+
+    def flush(self) -> None: ...
+
+    def noting(self) -> AbstractContextManager[Counter[Calls]]: ...
+
+    def enter_again(self, calls: Counter[Calls], sign: int = 1) -> None: ...
+
+    def repeated_by(self, repeats: Repeats) -> None: ...
+
+    @property
+    def name(self) -> str:
+        """The backend's short name: mpi, gloo, nccl, simulated."""
+        ...
+
+    def allgather(
+        self, out: torch.Tensor, inp: torch.Tensor, *, team: Team, stream: object = None
+    ) -> Work:
+        """Writes the parts `inp` of all members, in team order, to `out` [n parts]."""
+        ...
+
+    def allreduce(
+        self,
+        out: torch.Tensor,
+        inp: torch.Tensor,
+        *,
+        op: RedOp,
+        team: Team,
+        stream: object = None,
+    ) -> Work:
+        """Writes the elementwise reduction of all `inp` to `out` on every member; may be in
+        place.
+        """
+        ...
+
+    def reduce_scatter(
+        self,
+        out: torch.Tensor,
+        inp: torch.Tensor,
+        *,
+        op: RedOp,
+        team: Team,
+        stream: object = None,
+    ) -> Work:
+        """Writes this member's part of the reduction of all `inp` [n parts] to `out`."""
+        ...
+
+    def broadcast(self, buf: torch.Tensor, *, root: int, team: Team, stream: object = None) -> Work:
+        """Overwrites `buf` on every member with the root's."""
+        ...
+
+    def gather(
+        self,
+        out: torch.Tensor | None,
+        inp: torch.Tensor,
+        *,
+        root: int,
+        team: Team,
+        stream: object = None,
+    ) -> Work:
+        """Writes the parts `inp` of all members to `out` [n parts] on the root; `out` is None
+        elsewhere.
+        """
+        ...
+
+    def scatter(
+        self,
+        out: torch.Tensor,
+        inp: torch.Tensor | None,
+        *,
+        root: int,
+        team: Team,
+        stream: object = None,
+    ) -> Work:
+        """Writes part i of the root's `inp` [n parts] to `out` on member i; `inp` is None
+        elsewhere.
+        """
+        ...
+
+    def reduce(
+        self,
+        out: torch.Tensor | None,
+        inp: torch.Tensor,
+        *,
+        op: RedOp,
+        root: int,
+        team: Team,
+        stream: object = None,
+    ) -> Work:
+        """Writes the reduction of all `inp` to `out` on the root; `out` is ignored elsewhere."""
+        ...
+
+    def alltoall(
+        self, out: torch.Tensor, inp: torch.Tensor, *, team: Team, stream: object = None
+    ) -> Work:
+        """Writes part i of member j's `inp` to part j of member i's `out`; all parts have one
+        size.
+        """
+        ...
+
+    def send(self, buf: torch.Tensor, *, peer: int, team: Team, stream: object = None) -> Work:
+        """Sends `buf` to the member `peer`, which must post a matching `recv`."""
+        ...
+
+    def recv(self, buf: torch.Tensor, *, peer: int, team: Team, stream: object = None) -> Work:
+        """Receives `buf` from the member `peer`."""
+        ...
+
+    def batch(self, transfers: Sequence[Transfer], *, team: Team, stream: object = None) -> Work:
+        """Starts all transfers at once, so that a ring of sends and receives cannot block."""
+        ...
+
+    def barrier(self, *, team: Team, stream: object = None) -> None:
+        """Returns when every member has entered the barrier and, on CUDA, the stream has reached
+        it.
+        """
+        ...
+
+    def bind(
+        self,
+        op: str,
+        out: torch.Tensor | None,
+        inp: torch.Tensor | None,
+        *,
+        team: Team,
+        reduce: RedOp | None = None,
+        root: int | None = None,
+    ) -> Post | None:
+        """Checks a collective that this rank has entered before, once for all buffers of these
+        dtypes and sizes, and returns how to start it; None where each call has to be checked.
+        """
+        ...
+
+    def bind_batch(self, transfers: Sequence[Transfer], *, team: Team) -> PostBatch | None:
+        """Checks a batch that this rank has entered before, once for all tensors of these dtypes
+        and sizes, and returns how to start it; None where each one has to be checked.
+        """
+        ...
+
+    def drain(self) -> None:
+        """Returns when the device has done all communications, or when that is hopeless."""
+        ...
+
+    def close(self) -> None:
+        """Releases what the backend holds; later calls are errors."""
+        ...
+
+
+# How memory is named to peers (`mapped.name_of_piece`), in 8-byte words.
+NAME_WORDS = 5
+
+
+class PeerMemory(Backend, Protocol):
+    """A backend whose members copy out of each other's memory."""
+
+    def connect(self, team: Team) -> None:
+        """Lets the members of a team find each other; collective over it at its first use.
+
+        Raises `UnsupportedError` where they cannot map each other's memory.
+        """
+        ...
+
+    def vote(self, team: Team, kind: int) -> tuple[int, ...] | None:
+        """See `multidevice/transports/base/captured.py`, as for the next two."""
+        ...
+
+    def start_over(self, team: Team) -> None: ...
+
+    def take_back(self, team: Team) -> None: ...
+
+    def empty(self, nbytes: int) -> torch.Tensor:
+        """Returns memory that peers can map, as uint8: what lies there is sent without a copy."""
+        ...
+
+    def lasting(self, nbytes: int) -> torch.Tensor:
+        """Returns such memory for many runs of a program: it goes back to the system soon after
+        nobody holds it (`release`)."""
+        ...
+
+    def shard(self, nbytes: int) -> torch.Tensor:
+        """Returns such memory for a shard that is shown with those of others (`side_by_side`)."""
+        ...
+
+    def release(self) -> None:
+        """Notes that a program has gone: memory that only it had is given back at the next run, on
+        this rank alone. Finalizers may call it."""
+        ...
+
+    def tidy(self) -> None:
+        """Gives back what nobody holds. Called at the beginning of a run: all that this rank began
+        before is complete on its part, whatever the device has still to do."""
+        ...
+
+    def side_by_side(self, tensor: torch.Tensor, team: Team, what: str) -> torch.Tensor:
+        """Returns the bytes of this dense tensor and of those of the other members, one behind the
+        other in team order, as memory that may be read; it returns when all members have come.
+
+        `what` names the call. Raises `UnsupportedError` where their memory cannot be mapped so, and
+        `CommunicationError` where members bring something else; on all members.
+        """
+        ...
+
+    def meet(self, team: Team, what: str) -> None:
+        """Returns when all members of a team have come."""
+        ...

@@ -1,0 +1,475 @@
+"""Gloo on torch's TCP store: control and CPU data of jobs that torchrun or Slurm started.
+
+One torch process group per team is built directly, so torch's default group stays the user's. The
+control channel is the store alone.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from importlib import import_module
+from typing import Any
+
+import torch
+
+from fuser.support import options
+from fuser.support.errors import CommunicationError, CommunicationTimeout, InputError, PeerError
+from multidevice.coordination.bounded_wait import Calls, Event, Team, poll_until, team_text
+from multidevice.coordination.control_channel import WITHIN_CALLS, ControlCall, JobControl
+from multidevice.coordination.launcher import LauncherInfo, store_address, uses_agent_store
+from multidevice.transports.base.checked_backend import (
+    DONE,
+    CheckedBackend,
+    CollectiveCall,
+    Exchange,
+    is_of,
+)
+from multidevice.transports.base.protocol import Work
+
+# Gloo's own wait is cut into slices, between which the peers are looked at.
+_WORK_SLICE = timedelta(milliseconds=10)
+_FINISH_SLEEP_S = 0.01
+# After a transport error, how long to listen for the peer's own account of what happened.
+_LISTEN_S = 1.5
+
+
+class StoreControl(JobControl):
+    """The control channel over a TCP store: rank 0's own, or the one of torchrun's agent.
+
+    Raises:
+        CommunicationError: the store cannot be reached or its port is taken; names host and port.
+    """
+
+    def __init__(self, launch: LauncherInfo) -> None:
+        super().__init__(launch.rank, launch.size)
+        self.launch = launch
+        self.store: Any = _open_store(launch)
+        self._heard = 0
+        # The guard's thread may listen at the same time.
+        self._listening = threading.Lock()
+        self._stale: dict[Calls, list[str]] = {}
+
+    def _gather(self, record: bytes, step: ControlCall) -> list[bytes]:
+        return self._through_store(record, step, "record")
+
+    def _gather_varied(
+        self, payload: bytes, sizes: Sequence[int], step: ControlCall
+    ) -> list[bytes]:
+        return self._through_store(payload, step, "payload")
+
+    def _through_store(self, payload: bytes, step: ControlCall, part: str) -> list[bytes]:
+        keys = [f"{step.key}/{step.seq}/{part}/{rank}" for rank in step.team]
+        mine = keys[step.team.index(self.rank)]
+        try:
+            # A leading byte, because the store cannot tell an empty value from none.
+            self.store.set(mine, b"+" + payload)
+            self.poll_until(lambda: self.store.check(keys), what=step.describe, needs=step.needs)
+            values = [value[1:] for value in self.store.multi_get(keys)]
+        except CommunicationTimeout as error:
+            pairs = zip(step.team, keys, strict=True)
+            late = [rank for rank, key in pairs if not self.store.check([key])]
+            raise CommunicationTimeout(f"{error}; ranks {team_text(late)} have not come") from error
+        except torch.distributed.DistError as error:
+            raise PeerError(f"the job's store is gone in {step.describe()}: {error}") from error
+        # Whoever enters operation n has left n - 2 behind, on every rank.
+        stale = self._stale.setdefault(step.key, [])
+        stale.append(mine)
+        if len(stale) > 4:
+            self.store.delete_key(stale.pop(0))
+        return values
+
+    def listen(self) -> None:
+        """Takes in the announcements that have arrived."""
+        with self._listening:
+            count = self.store.add("events", 0)
+            while self._heard < count:
+                key = f"event/{self._heard + 1}"
+                if not self.store.check([key]):
+                    return
+                self._heard += 1
+                event = Event.decode(self.store.get(key))
+                if event.rank != self.rank:
+                    self.peers.record(event)
+
+    def announce(self, event: Event) -> None:
+        """Puts the event into the store."""
+        try:
+            self.store.set(f"event/{self._claim()}", event.encode())
+        except torch.distributed.DistError:
+            return  # Rank 0 served the store and is gone: nobody is left to hear.
+
+    def _claim(self) -> int:
+        # The number is claimed before the event is written: a reader waits for the gap to fill.
+        return self.store.add("events", 1)
+
+    def finish(self) -> None:
+        """Waits until all peers have announced too: rank 0 may serve the store and leaves last."""
+        try:
+            if not self.wait_for_leavers(lambda: time.sleep(_FINISH_SLEEP_S)):
+                return
+            self._leave_store()
+        except torch.distributed.DistError:
+            return  # Rank 0 served the store and has left after all others announced.
+
+    def _leave_store(self) -> None:
+        """Lets the rank that serves the store wait for the last reader."""
+        gone = self.store.add("gone", 1)
+        if self.rank != 0 or uses_agent_store():
+            return
+        stop = time.monotonic() + options.timeout_s()
+        while gone < self.size and time.monotonic() < stop:
+            time.sleep(_FINISH_SLEEP_S / 5)
+            gone = self.store.add("gone", 0)
+
+    def abort(self, code: int) -> None:
+        """Ends this process; its supervisor ends the others, and waiting peers read the
+        announcement.
+        """
+        sys.stderr.flush()
+        os._exit(code)
+
+
+def _open_store(launch: LauncherInfo) -> Any:
+    dist: Any = import_module("torch.distributed")
+
+    timeout = timedelta(seconds=options.timeout_s())
+    shared = uses_agent_store()
+    if shared:
+        host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    else:
+        host, port = store_address(launch)
+    try:
+        store = dist.TCPStore(
+            host,
+            port,
+            None,
+            is_master=launch.rank == 0 and not shared,
+            timeout=timeout,
+            wait_for_workers=False,
+        )
+    except (RuntimeError, ValueError) as error:
+        raise CommunicationError(
+            f"rank {launch.rank} cannot reach the job's store at {host}:{port}: {error} "
+            "(FUSER_MASTER_ADDR and FUSER_MASTER_PORT choose another)"
+        ) from error
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    return dist.PrefixStore(f"fuser/{attempt}", store)
+
+
+class _GlooWork:
+    """Torch works in flight; torch holds their buffers."""
+
+    def __init__(
+        self, backend: GlooBackend, works: list[Any], call: CollectiveCall | Exchange
+    ) -> None:
+        self._backend = backend
+        self._works = works
+        self._call = call
+
+    def wait(self) -> None:
+        """See `Work.wait`."""
+        control = self._backend.control
+        for work in self._works:
+            try:
+                control.poll_until(
+                    lambda work=work: _is_done(work),
+                    what=self._call.describe,
+                    needs=self._call.needs,
+                )
+            except RuntimeError as error:
+                if isinstance(error, CommunicationError):
+                    raise
+                raise self._backend.explain(error, self._call) from error
+        self._works = []
+
+    def synchronize(self) -> None:
+        """See `Work.synchronize`."""
+        self.wait()
+
+
+def _is_done(work: Any) -> bool:
+    """Waits a moment for a torch work, asleep, because gloo's own threads need the core."""
+    try:
+        work.wait(_WORK_SLICE)
+    except RuntimeError:
+        if not work.is_completed():
+            return False
+        # The work may have ended just after the slice: ask again, its own failure raises again.
+        work.wait(_WORK_SLICE)
+    return True
+
+
+class _Transfer:
+    """A gloo send or receive: its only completion test is a blocking wait, which a thread
+    performs.
+    """
+
+    def __init__(self, work: Any, timeout: timedelta) -> None:
+        self._error: BaseException | None = None
+        self._thread = threading.Thread(target=self._run, args=(work, timeout), daemon=True)
+        self._thread.start()
+
+    def _run(self, work: Any, timeout: timedelta) -> None:
+        try:
+            work.wait(timeout)
+        except RuntimeError as error:
+            self._error = error
+
+    def is_completed(self) -> bool:
+        """Returns whether the blocking wait has ended."""
+        return not self._thread.is_alive()
+
+    def wait(self, timeout: timedelta) -> None:
+        """Waits; raises the transfer's error, or an error of its own when it is not done."""
+        self._thread.join(timeout.total_seconds())
+        if self._thread.is_alive():
+            raise RuntimeError("not done yet")
+        if self._error is not None:
+            raise self._error
+
+
+class GlooBackend(CheckedBackend):
+    """Collectives on CPU tensors over gloo."""
+
+    name = "gloo"
+
+    def __init__(self, control: StoreControl) -> None:
+        super().__init__(control.rank, control.size, control.ledger)
+        self.control = control
+        self._groups: dict[Team, Any] = {}
+        # Groups with work in flight, whose end would wait for it.
+        self._lost: list[Any] = []
+        control.on_lost.append(self._forget)
+
+    def _forget(self, key: Calls) -> None:
+        """Drops the group of a stream of calls: what is left in it must not be matched."""
+        for team in list(self._groups):
+            if is_of(key, self.name, team):
+                self._lost.append(self._groups.pop(team))
+
+    def _check_device(self, tensor: torch.Tensor) -> None:
+        if tensor.device.type != "cpu":
+            raise InputError(f"backend gloo takes CPU tensors, found one on {tensor.device}")
+
+    def _timeout(self) -> timedelta:
+        # Longer than our own deadline, so that the error is ours and names the operation.
+        return timedelta(seconds=options.timeout_s() + 10)
+
+    def _group(self, team: Team) -> Any:
+        """Returns the team's process group; collective over the team at first use."""
+        group = self._groups.get(team)
+        if group is None:
+            dist: Any = import_module("torch.distributed")
+
+            # Gloo's own rendezvous blocks: the members meet first, where peers are watched.
+            self.control.exchange(b"gloo", team=team)
+            # Every group has a place of its own in the store, also one that replaces another.
+            meeting = self.control.ledger.entered[Calls(WITHIN_CALLS, team)]
+            store = dist.PrefixStore(f"gloo {team_text(team)} {meeting}", self.control.store)
+            # The option class has no public name, but it is the only way to choose the interface.
+            opts = dist.ProcessGroupGloo._Options()
+            opts._timeout = self._timeout()
+            launch = self.control.launch
+            local = launch.local_size == launch.size and "GLOO_SOCKET_IFNAME" not in os.environ
+            opts._devices = [
+                dist.ProcessGroupGloo.create_device(hostname="127.0.0.1")
+                if local
+                else dist.ProcessGroupGloo.create_default_device()
+            ]
+            try:
+                group = dist.ProcessGroupGloo(store, team.index(self.rank), len(team), opts)
+            except RuntimeError as error:
+                raise CommunicationError(
+                    f"gloo cannot connect team {team_text(team)} on rank {self.rank}: {error}"
+                ) from error
+            self._groups[team] = group
+        return group
+
+    def explain(self, error: RuntimeError, call: CollectiveCall | Exchange) -> CommunicationError:
+        """Returns the peer's announced failure behind a transport error, or the error itself."""
+        stop = time.monotonic() + _LISTEN_S
+        try:
+            poll_until(
+                lambda: bool(self.control.peers.events) or time.monotonic() > stop,
+                what=call.describe,
+                look=lambda _: self.control.listen(),
+                rank=self.rank,
+            )
+            self.control.peers.check(call.describe(), call.needs())
+        except CommunicationError as found:
+            return found
+        except RuntimeError as lost:
+            return PeerError(f"the job's store is gone in {call.describe()}: {lost}")
+        return CommunicationError(f"{call.describe()} failed on rank {self.rank}: {error}")
+
+    def _start(self, call: CollectiveCall) -> Work:
+        # Some of gloo's algorithms never complete without data.
+        if call.op != "barrier" and not _has_data(call.inp) and not _has_data(call.out):
+            return DONE
+        group = self._group(call.team)
+        try:
+            return _GlooWork(self, _COLLECTIVES[call.op](group, call), call)
+        except RuntimeError as error:
+            raise self.explain(error, call) from error
+
+    def _start_batch(self, batch: Exchange) -> _GlooWork:
+        group = self._group(batch.team)
+        works: list[Any] = []
+        for transfer in batch.transfers:
+            post = group.send if transfer.kind == "send" else group.recv
+            try:
+                work = post([_bytes(transfer.tensor)], batch.team.index(transfer.peer), 0)
+            except RuntimeError as error:
+                raise self.explain(error, batch) from error
+            works.append(_Transfer(work, self._timeout()))
+        return _GlooWork(self, works, batch)
+
+    def close(self) -> None:
+        """Drops the process groups."""
+        super().close()
+        self._groups.clear()
+
+
+def _has_data(tensor: torch.Tensor | None) -> bool:
+    return tensor is not None and tensor.numel() > 0
+
+
+def _bytes(tensor: torch.Tensor | None) -> torch.Tensor:
+    assert tensor is not None, "this member has a buffer"
+    return tensor.view(-1).view(torch.uint8)
+
+
+def _parts(tensor: torch.Tensor | None, count: int) -> list[torch.Tensor]:
+    return list(_bytes(tensor).view(count, -1).unbind(0))
+
+
+def _reduction(call: CollectiveCall) -> Any:
+    dist: Any = import_module("torch.distributed")
+
+    return {
+        "SUM": dist.ReduceOp.SUM,
+        "PRODUCT": dist.ReduceOp.PRODUCT,
+        "MIN": dist.ReduceOp.MIN,
+        "MAX": dist.ReduceOp.MAX,
+    }[call.reduce or ""]
+
+
+def _in_place(call: CollectiveCall) -> torch.Tensor:
+    """Returns the output filled with the input: gloo's allreduce works in place."""
+    assert call.inp is not None, "every member of a reduction has an input"
+    if call.out is None:
+        return call.inp.clone()
+    if call.out.data_ptr() != call.inp.data_ptr():
+        call.out.view(-1).copy_(call.inp.view(-1))
+    return call.out
+
+
+def _allgather(group: Any, call: CollectiveCall) -> list[Any]:
+    return [group._allgather_base(_bytes(call.out), _bytes(call.inp))]
+
+
+def _allreduce(group: Any, call: CollectiveCall) -> list[Any]:
+    dist: Any = import_module("torch.distributed")
+
+    opts = dist.AllreduceOptions()
+    opts.reduceOp = _reduction(call)
+    return [group.allreduce([_in_place(call)], opts)]
+
+
+def _reduce(group: Any, call: CollectiveCall) -> list[Any]:
+    dist: Any = import_module("torch.distributed")
+
+    opts = dist.ReduceOptions()
+    opts.reduceOp = _reduction(call)
+    opts.rootRank = call.root_index
+    return [group.reduce([_in_place(call)], opts)]
+
+
+class _ReduceParts:
+    """An all-to-all followed by the local reduction of the parts: half an allreduce's traffic."""
+
+    def __init__(self, work: Any, parts: torch.Tensor, call: CollectiveCall) -> None:
+        self._work = work
+        self._parts = parts
+        self._call = call
+        self.is_completed = work.is_completed
+
+    def wait(self, timeout: timedelta) -> None:
+        """Waits, then reduces the parts in team order."""
+        self._work.wait(timeout)
+        assert self._call.out is not None, "every member of a reduce-scatter has an output"
+        parts = self._parts.view(len(self._call.team), -1)
+        total = parts[0]
+        for part in parts[1:]:
+            total = _FOLDS[self._call.reduce or ""](total, part)
+        self._call.out.view(-1).copy_(total)
+
+
+_FOLDS: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
+    "SUM": torch.add,
+    "PRODUCT": torch.mul,
+    "MIN": torch.minimum,
+    "MAX": torch.maximum,
+}
+
+
+def _reduce_scatter(group: Any, call: CollectiveCall) -> list[Any]:
+    assert call.inp is not None, "checked"
+    parts = torch.empty_like(call.inp)
+    (work,) = _exchange_parts(group, parts, call.inp)
+    return [_ReduceParts(work, parts, call)]
+
+
+def _broadcast(group: Any, call: CollectiveCall) -> list[Any]:
+    return [group.broadcast(_bytes(call.out), call.root_index)]
+
+
+def _gather(group: Any, call: CollectiveCall) -> list[Any]:
+    dist: Any = import_module("torch.distributed")
+
+    opts = dist.GatherOptions()
+    opts.rootRank = call.root_index
+    outs = [_parts(call.out, len(call.team))] if call.is_root else []
+    return [group.gather(outs, [_bytes(call.inp)], opts)]
+
+
+def _scatter(group: Any, call: CollectiveCall) -> list[Any]:
+    dist: Any = import_module("torch.distributed")
+
+    opts = dist.ScatterOptions()
+    opts.rootRank = call.root_index
+    inps = [_parts(call.inp, len(call.team))] if call.is_root else []
+    return [group.scatter([_bytes(call.out)], inps, opts)]
+
+
+def _alltoall(group: Any, call: CollectiveCall) -> list[Any]:
+    return _exchange_parts(group, call.out, call.inp)
+
+
+def _exchange_parts(group: Any, out: torch.Tensor | None, inp: torch.Tensor | None) -> list[Any]:
+    dist: Any = import_module("torch.distributed")
+
+    return [group.alltoall_base(_bytes(out), _bytes(inp), [], [], dist.AllToAllOptions())]
+
+
+def _barrier(group: Any, call: CollectiveCall) -> list[Any]:
+    del call
+    return [group.allreduce([torch.zeros(1)])]
+
+
+_COLLECTIVES: dict[str, Callable[[Any, CollectiveCall], list[Any]]] = {
+    "allgather": _allgather,
+    "allreduce": _allreduce,
+    "reduce": _reduce,
+    "reduce_scatter": _reduce_scatter,
+    "broadcast": _broadcast,
+    "gather": _gather,
+    "scatter": _scatter,
+    "alltoall": _alltoall,
+    "barrier": _barrier,
+}

@@ -1,0 +1,11 @@
+"""Memory that several processes map.
+
+Question: how does a rank see another rank's memory?
+Imports: `fuser.support` and `multidevice.coordination`.
+Files, in reading order:
+
+- `host_shared`: shared memory of a host.
+- `handles`: which pieces of peers are mapped.
+- `cuda_ipc`, `cuda_vmm`: GPU memory mapped by CUDA IPC; several shards as one range.
+- `symmetric_view`: all shards as one tensor.
+"""

@@ -1,0 +1,252 @@
+"""Shards of several GPUs as one range of addresses, by the driver's management of virtual memory.
+
+A shard is memory without an address, under a handle; the driver exports that as a file, which the
+processes of the host take from each other (`files`). Whoever shows a row of shards reserves
+addresses and maps one handle after another there. Memory is freed with the last mapping and file of
+it, so each process unmaps what it has in its own time: when its device is idle.
+https://docs.nvidia.com/cuda/cuda-driver-api/group__CUDA__VA.html
+"""
+
+from __future__ import annotations
+
+import os
+import weakref
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from fuser.support.errors import CommunicationError, UnsupportedError
+from fuser.support.locks import make_lock
+from fuser.support.lru import Recent
+from multidevice.transports.memory.cuda_calls import CudaCalls, driving
+from multidevice.transports.memory.cuda_ipc import Hooks
+from multidevice.transports.memory.files import let_files_be_taken, take_file
+from multidevice.transports.memory.handles import Name, name_of_piece, new_serial, not_mapped
+from multidevice.transports.memory.raw_tensor import Holder, raw_tensor
+from multidevice.transports.memory.symmetric_view import MemoryLocation
+
+# What the driver must be able to do with a GPU's memory, by the name of its attribute.
+_NEEDED = "VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED", "HANDLE_TYPE_POSIX_FILE_DESCRIPTOR_SUPPORTED"
+_MAX_ROWS = 16
+
+
+@dataclass(eq=False)
+class _Range:
+    """Reserved addresses, mapped in parts of equal size; of a shard, its file and its stream."""
+
+    begin: int
+    parts: int
+    part_nbytes: int
+    serial: int = -1
+    fd: int = -1
+    stream: int = 0
+
+
+class GpuShards:
+    """The shards of this process on one device, and the rows of shards that it shows."""
+
+    unit = "units"
+
+    def __init__(self, device: torch.device, cuda: CudaCalls, hooks: Hooks) -> None:
+        self.device, self._cuda, self._hooks = device, cuda, hooks
+        # Why shards cannot be mapped elsewhere.
+        self.why_not = self._find_why_not()
+        self.unit_nbytes = 1 if self.why_not else self._granularity()
+        self._shards: dict[int, _Range] = {}
+        self._spare: list[_Range] = []
+        self._rows: Recent[tuple[object, ...], torch.Tensor] = Recent(
+            _MAX_ROWS, lambda row: self.release()
+        )
+        # What nobody holds any more: noted by finalizers, which run anywhere.
+        self._returned: deque[_Range] = deque()
+        self._is_untidy = False
+        self._lock = make_lock()
+
+    def _find_why_not(self) -> str:
+        attributes = self._cuda.api.CUdevice_attribute
+        number = self._cuda.call("cuDeviceGet", self.device.index)
+        for name in _NEEDED:
+            attribute = getattr(attributes, f"CU_DEVICE_ATTRIBUTE_{name}")
+            if not int(self._cuda.call("cuDeviceGetAttribute", attribute, number)):
+                return f"its GPU cannot share it ({name} is 0): gather the shards by an Allgather"
+        let_files_be_taken()
+        return ""
+
+    def _properties(self) -> object:
+        api = self._cuda.api
+        made = api.CUmemAllocationProp()
+        made.type = api.CUmemAllocationType.CU_MEM_ALLOCATION_TYPE_PINNED
+        made.location = self._location()
+        made.requestedHandleTypes = self._file_type()
+        return made
+
+    def _location(self) -> object:
+        api = self._cuda.api
+        made = api.CUmemLocation()
+        made.type = api.CUmemLocationType.CU_MEM_LOCATION_TYPE_DEVICE
+        made.id = self.device.index
+        return made
+
+    def _file_type(self) -> object:
+        types = self._cuda.api.CUmemAllocationHandleType
+        return types.CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR
+
+    def _granularity(self) -> int:
+        least = self._cuda.api.CUmemAllocationGranularity_flags.CU_MEM_ALLOC_GRANULARITY_MINIMUM
+        return int(self._cuda.call("cuMemGetAllocationGranularity", self._properties(), least))
+
+    # ------------------------------------------------------------ shards
+    def empty(self, nbytes: int, stream: int) -> torch.Tensor:
+        """Returns so many bytes as a shard, as uint8, for a stream.
+
+        Raises `torch.OutOfMemoryError`.
+        """
+        self.tidy()
+        size = max(-(-nbytes // self.unit_nbytes), 1) * self.unit_nbytes
+        with self._lock:
+            self._take_back()
+            wanted = size, stream, True
+            fitting = [s for s in self._spare if (s.part_nbytes, s.stream, s.fd >= 0) == wanted]
+            if fitting:
+                self._spare.remove(fitting[0])
+        shard = fitting[0] if fitting else self._new(size, stream)
+        return self._seen(shard, nbytes)
+
+    def _new(self, size: int, stream: int) -> _Range:
+        with driving(self._cuda, self.device):
+            try:
+                handle = self._create(size)
+            except CommunicationError as error:
+                raise torch.OutOfMemoryError(
+                    f"no {size} bytes for a shard on {self.device} ({error})"
+                ) from None
+            fd = int(self._cuda.call("cuMemExportToShareableHandle", handle, self._file_type(), 0))
+            self._cuda.call("cuMemRelease", handle)
+            try:
+                begin = self._map([fd], size)
+            except BaseException:
+                os.close(fd)
+                raise
+        shard = self._shards[begin] = _Range(begin, 1, size, new_serial(), fd, stream)
+        return shard
+
+    def _create(self, size: int) -> object:
+        try:
+            return self._cuda.call("cuMemCreate", size, self._properties(), 0)
+        except CommunicationError:
+            # What others of this process keep for later goes first.
+            torch.cuda.empty_cache()
+            self.release()
+            self.tidy()
+            return self._cuda.call("cuMemCreate", size, self._properties(), 0)
+
+    def name_of(self, tensor: torch.Tensor) -> tuple[Name, int] | None:
+        """Returns how peers call a shard, and the bytes from its beginning; None for no shard."""
+        begin = tensor.untyped_storage().data_ptr()
+        shard = self._shards.get(begin)
+        if shard is None:
+            return None
+        name = name_of_piece(shard.fd, shard.part_nbytes, shard.serial, 0)
+        return name, tensor.data_ptr() - begin
+
+    # ------------------------------------------------------------ rows
+    def row(self, places: Sequence[MemoryLocation], nbytes: int) -> torch.Tensor:
+        """Returns the shards of these places, of so many bytes each, one behind the other.
+
+        Raises `CommunicationError` when a process is gone, `UnsupportedError` where its shard
+        cannot be mapped here.
+        """
+        key = (*(place.name for place in places), nbytes)
+        found = self._rows.recall(key)
+        if found is None:
+            files: list[int] = []
+            try:
+                for place in places:
+                    files.append(self._file(place))
+                with driving(self._cuda, self.device):
+                    begin = self._map(files, nbytes)
+            except CommunicationError as error:
+                if isinstance(error, UnsupportedError) or len(files) < len(places):
+                    raise
+                ranks = ", ".join(str(place.rank) for place in places)
+                raise UnsupportedError(
+                    f"{self.device} cannot map the shards of ranks {ranks} ({error}): gather them "
+                    "by an Allgather"
+                ) from None
+            finally:
+                for fd in files:
+                    os.close(fd)
+            row = _Range(begin, len(places), nbytes)
+            found = self._rows[key] = self._seen(row, nbytes * len(places))
+        return found
+
+    def _file(self, place: MemoryLocation) -> int:
+        pid, fd = place.name[:2]
+        try:
+            return os.dup(fd) if pid == os.getpid() else take_file(pid, fd)
+        except OSError as error:
+            raise not_mapped(place.rank, error) from None
+
+    def _map(self, files: Sequence[int], nbytes: int) -> int:
+        """Map memory of so many bytes each, one behind the other; returns where."""
+        call, total = self._cuda.call, nbytes * len(files)
+        begin = int(call("cuMemAddressReserve", total, 0, 0, 0))
+        mapped = 0
+        try:
+            for fd in files:
+                handle = call("cuMemImportFromShareableHandle", fd, self._file_type())
+                try:
+                    call("cuMemMap", begin + mapped * nbytes, nbytes, 0, handle, 0)
+                finally:
+                    call("cuMemRelease", handle)
+                mapped += 1
+            api = self._cuda.api
+            access = api.CUmemAccessDesc()
+            access.location = self._location()
+            access.flags = api.CUmemAccess_flags.CU_MEM_ACCESS_FLAGS_PROT_READWRITE
+            call("cuMemSetAccess", begin, total, [access], 1)
+        except BaseException:
+            self._unmap(begin, mapped, nbytes, total)
+            raise
+        return begin
+
+    def _unmap(self, begin: int, parts: int, nbytes: int, total: int) -> None:
+        for k in range(parts):
+            self._cuda.call("cuMemUnmap", begin + k * nbytes, nbytes)
+        self._cuda.call("cuMemAddressFree", begin, total)
+
+    def _seen(self, made: _Range, nbytes: int) -> torch.Tensor:
+        held = Holder()
+        weakref.finalize(held, self._returned.append, made).atexit = False
+        return raw_tensor(made.begin, nbytes, self.device, held)
+
+    # ------------------------------------------------------------ what nobody has any more
+    def _take_back(self) -> None:
+        while self._returned:
+            self._spare.append(self._returned.popleft())
+
+    def release(self) -> None:
+        """See `PeerMemory.release`."""
+        self._is_untidy = True
+
+    def tidy(self) -> None:
+        """Unmaps what nobody holds, if a program has gone since."""
+        if not self._is_untidy:
+            return
+        with self._lock:
+            self._rows.forget()
+            self._is_untidy = False
+            self._take_back()
+            gone, self._spare = self._spare, []
+        if gone and not self._hooks.is_idle():
+            self._spare += gone
+            self._is_untidy = True
+            return
+        with driving(self._cuda, self.device):
+            for one in gone:
+                self._unmap(one.begin, one.parts, one.part_nbytes, one.parts * one.part_nbytes)
+                if one.fd >= 0:
+                    del self._shards[one.begin]
+                    os.close(one.fd)

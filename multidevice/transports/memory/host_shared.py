@@ -1,0 +1,242 @@
+"""Memory that the processes of a host share: taken in files without a name, mapped by whoever asks.
+
+A shard of each rank may also be mapped one behind the other (`side_by_side`): shards that are pages
+of memory, wherever they lie.
+"""
+
+from __future__ import annotations
+
+import bisect
+import ctypes
+import mmap
+import os
+import weakref
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import cache
+
+import numpy
+import torch
+
+from fuser.support.locks import make_lock
+from multidevice.transports.memory.handles import Mapped, name_of_piece, new_serial, not_mapped
+from multidevice.transports.memory.symmetric_view import MemoryLocation
+
+# Memory is taken from the system in pieces of at least this; what nobody touches costs nothing.
+_CHUNK_NBYTES = 64 << 20
+_ALIGNMENT_NBYTES = mmap.PAGESIZE
+# How many pieces of the peers' memory stay mapped, and how many rows of shards.
+_MAX_MAPPED, _MAX_ROWS = 64, 16
+# What the module `mmap` has no names for.
+_PROT_NONE, _MAP_FIXED, _MAP_NORESERVE = 0, 0x10, 0x4000
+
+
+@dataclass(eq=False)
+class _Chunk:
+    """A piece of shared memory: its file, its address, and the free ranges [start, stop)."""
+
+    serial: int
+    fd: int
+    array: numpy.ndarray
+    address: int
+    free: list[tuple[int, int]] = field(default_factory=list[tuple[int, int]])
+
+    def __post_init__(self) -> None:
+        # Once: the number of a file that is closed may be another one's.
+        self.close = weakref.finalize(self, os.close, self.fd)
+        self.close.atexit = False
+
+    @property
+    def is_free(self) -> bool:
+        return self.free == [(0, self.array.nbytes)]
+
+    def take(self, nbytes: int) -> int:
+        """Returns the beginning of a free range of this size; -1 when there is none."""
+        for k, (start, stop) in enumerate(self.free):
+            if stop - start >= nbytes:
+                self.free[k : k + 1] = [(start + nbytes, stop)] if stop - start > nbytes else []
+                return start
+        return -1
+
+    def give_back(self, start: int, nbytes: int) -> None:
+        stop = start + nbytes
+        k = bisect.bisect(self.free, (start, stop))
+        if k < len(self.free) and self.free[k][0] == stop:
+            stop = self.free.pop(k)[1]
+        if k and self.free[k - 1][1] == start:
+            start = self.free.pop(k - 1)[0]
+            k -= 1
+        self.free.insert(k, (start, stop))
+
+
+class SharedMemory:
+    """Memory of this process that the others of its host can map."""
+
+    unit, unit_nbytes, why_not = "pages", mmap.PAGESIZE, ""
+
+    def __init__(self) -> None:
+        self._chunks: list[_Chunk] = []
+        self._addresses: list[int] = []
+        # What is not held any more; noted by finalizers, which run anywhere.
+        self._returned: deque[tuple[_Chunk, int, int]] = deque()
+        # What is mapped of others.
+        self._mapped = Mapped(lambda fd, nbytes: _tensor(_array(fd, nbytes)), limit=_MAX_MAPPED)
+        # How many pieces of its own this process has closed, and whether it is time to look again.
+        self._closed = 0
+        self._is_untidy = False
+        self._rows: dict[tuple[object, ...], torch.Tensor] = {}
+        self._lock = make_lock()
+
+    def empty(self, nbytes: int) -> torch.Tensor:
+        """Returns `nbytes` bytes of it, as uint8, for as long as somebody holds them."""
+        wanted = -(-max(nbytes, 1) // _ALIGNMENT_NBYTES) * _ALIGNMENT_NBYTES
+        self.tidy()
+        with self._lock:
+            self._take_back()
+            chunk, start = self._place(wanted)
+        part = chunk.array[start : start + nbytes]
+        # A tensor holds the array that it was made of for as long as its memory is in use.
+        weakref.finalize(part, self._returned.append, (chunk, start, wanted))
+        return _tensor(part)
+
+    def _take_back(self) -> None:
+        while self._returned:
+            chunk, start, size = self._returned.popleft()
+            chunk.give_back(start, size)
+
+    def release(self) -> None:
+        """Notes that a user has gone: `tidy` gives back what nobody holds. Finalizers may call it,
+        before what the user held has gone."""
+        self._is_untidy = True
+
+    def tidy(self) -> None:
+        """Gives memory that nobody holds back to the system, if a user has gone since.
+
+        What a peer has not copied yet is held, and what it has mapped stays until it, too, finds
+        that the file was closed.
+        """
+        if not self._is_untidy:
+            return
+        self._is_untidy = False
+        with self._lock:
+            self._take_back()
+            self._rows.clear()
+            for chunk in [c for c in self._chunks if c.is_free]:
+                place = self._chunks.index(chunk)
+                del self._chunks[place], self._addresses[place]
+                chunk.close()
+                self._closed += 1
+        self._mapped.forget_closed()
+
+    def _place(self, nbytes: int) -> tuple[_Chunk, int]:
+        for chunk in self._chunks:
+            start = chunk.take(nbytes)
+            if start >= 0:
+                return chunk, start
+        # Powers of two, so that slowly growing sizes find room where smaller ones were.
+        chunk = _make_chunk(max(1 << (nbytes - 1).bit_length(), _CHUNK_NBYTES))
+        place = bisect.bisect(self._addresses, chunk.address)
+        self._chunks.insert(place, chunk)
+        self._addresses.insert(place, chunk.address)
+        return chunk, chunk.take(nbytes)
+
+    def name_of(self, tensor: torch.Tensor) -> tuple[tuple[int, ...], int] | None:
+        """See `PeerBackend.name_of`."""
+        address = tensor.data_ptr()
+        with self._lock:
+            place = bisect.bisect(self._addresses, address) - 1
+            if place < 0:
+                return None
+            chunk = self._chunks[place]
+        at = address - chunk.address
+        if at >= chunk.array.nbytes:
+            return None
+        return name_of_piece(chunk.fd, chunk.array.nbytes, chunk.serial, self._closed), at
+
+    def mapped(self, name: tuple[int, ...], peer: int) -> torch.Tensor:
+        """Returns the memory of a peer, as uint8.
+
+        Raises `CommunicationError` when its process is gone.
+        """
+        return self._mapped.find(name, peer)
+
+    def row(self, places: Sequence[MemoryLocation], nbytes: int) -> torch.Tensor:
+        """Returns so many bytes of each place, one behind the other, as uint8 that may be read.
+
+        Places begin with a page, and `nbytes` are pages. Raises `CommunicationError` when a process
+        is gone.
+        """
+        key = (*((place.name[:4], place.at) for place in places), nbytes)
+        found = self._rows.pop(key, None)
+        if found is None:
+            found = _row(places, nbytes)
+        self._rows[key] = found
+        while len(self._rows) > _MAX_ROWS:
+            del self._rows[next(iter(self._rows))]
+        return found
+
+    def close(self) -> None:
+        """Closes the files; tensors that are still held keep their memory."""
+        self._mapped.clear()
+        self._rows.clear()
+        for chunk in self._chunks:
+            chunk.close()
+        self._chunks.clear()
+        self._addresses.clear()
+
+
+def _make_chunk(nbytes: int) -> _Chunk:
+    fd = os.memfd_create("fuser-peer")
+    os.ftruncate(fd, nbytes)
+    array = _array(fd, nbytes)
+    return _Chunk(new_serial(), fd, array, array.ctypes.data, [(0, nbytes)])
+
+
+def _tensor(array: numpy.ndarray) -> torch.Tensor:
+    return torch.from_numpy(array)  # pyright: ignore[reportUnknownMemberType]
+
+
+def _array(fd: int, nbytes: int) -> numpy.ndarray:
+    return numpy.frombuffer(mmap.mmap(fd, nbytes), dtype=numpy.uint8)
+
+
+def _row(places: Sequence[MemoryLocation], nbytes: int) -> torch.Tensor:
+    """Maps parts of files over one range of addresses, which is theirs until nobody holds it."""
+    total = nbytes * len(places)
+    start = _map(None, total, _PROT_NONE, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, -1, 0)
+    memory = (ctypes.c_uint8 * total).from_address(start)
+    weakref.finalize(memory, _libc().munmap, ctypes.c_void_p(start), ctypes.c_size_t(total))
+    for k, place in enumerate(places):
+        pid, fd = place.name[:2]
+        try:
+            opened = os.open(f"/proc/{pid}/fd/{fd}", os.O_RDONLY)
+            try:
+                fixed = mmap.MAP_SHARED | _MAP_FIXED
+                _map(start + k * nbytes, nbytes, mmap.PROT_READ, fixed, opened, place.at)
+            finally:
+                os.close(opened)
+        except OSError as error:
+            raise not_mapped(place.rank, error) from None
+    return torch.frombuffer(memory, dtype=torch.uint8)
+
+
+def _map(at: int | None, nbytes: int, access: int, flags: int, fd: int, offset: int) -> int:
+    """Calls the system's mmap, which Python's lets choose no address."""
+    if flags & mmap.MAP_ANONYMOUS:
+        flags |= _MAP_NORESERVE
+    found = _libc().mmap(at, nbytes, access, flags, fd, offset)
+    if found in (None, ctypes.c_void_p(-1).value):
+        code = ctypes.get_errno()
+        raise OSError(code, os.strerror(code))
+    return found
+
+
+@cache
+def _libc() -> ctypes.CDLL:
+    libc = ctypes.CDLL(None, use_errno=True)
+    libc.mmap.restype = ctypes.c_void_p
+    size = ctypes.c_size_t
+    libc.mmap.argtypes = (ctypes.c_void_p, size, *[ctypes.c_int] * 3, ctypes.c_int64)
+    libc.munmap.argtypes = (ctypes.c_void_p, size)
+    return libc

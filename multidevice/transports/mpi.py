@@ -1,0 +1,373 @@
+"""MPI through mpi4py: the control channel of MPI jobs, and the data backend of their CPU tensors.
+
+All operations are nonblocking and polled, since a blocking MPI call neither ends at a deadline
+nor shares its core. After start-up no communicator is made: that would block, and ranks that an
+error has parted could never be sure of all being there. MPI's own collectives serve the team of all
+ranks while these are in step; other teams, and ranks that fell out of step, exchange messages whose
+tags tell calls apart. Data and control have communicators of their own, so that they never mix with
+each other or with the user's traffic on MPI.COMM_WORLD.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import os
+import sys
+import time
+import zlib
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from fuser.support import options
+from fuser.support.errors import CommunicationError, InputError
+from multidevice.coordination import shared_page
+from multidevice.coordination.bounded_wait import Calls, Event, poll_until
+from multidevice.coordination.control_channel import RECORD_NBYTES, ControlCall, JobControl
+from multidevice.transports.base.checked_backend import CheckedBackend, CollectiveCall, Exchange
+from multidevice.transports.base.p2p_collectives import steps_of
+from multidevice.transports.base.protocol import Transfer
+
+if TYPE_CHECKING:
+    from mpi4py import MPI
+
+_EVENT_TAG = 1
+_FINISH_SLEEP_S = 0.002
+
+_RED_OPS = {"SUM": "SUM", "PRODUCT": "PROD", "MIN": "MIN", "MAX": "MAX"}
+_DTYPES = {
+    torch.float64: "DOUBLE",
+    torch.float32: "FLOAT",
+    torch.int64: "INT64_T",
+    torch.int32: "INT32_T",
+    torch.int8: "INT8_T",
+    torch.uint8: "UINT8_T",
+}
+
+
+def _no_mpi4py(error: Exception) -> str:
+    """Returns what to do where mpi4py cannot be imported, or finds no MPI."""
+    python = sys.executable or "python"
+    if isinstance(error, ModuleNotFoundError) and error.name == "mpi4py":
+        remedy = f"{python} -m pip install 'mpi4py>=4.1,<5' installs it"
+    else:
+        remedy = (
+            f"{python} -m pip install mpich installs one, or set MPI4PY_LIBMPI to the libmpi.so of "
+            "this mpirun"
+        )
+    return (
+        f"a job of mpirun needs mpi4py and its MPI library, and there is none ({error}): {remedy}; "
+        "torchrun starts ranks without MPI"
+    )
+
+
+class MpiControl(JobControl):
+    """The control channel over MPI; also makes and keeps the communicators of teams.
+
+    Raises:
+        CommunicationError: mpi4py's MPI is not the one whose launcher started this job.
+    """
+
+    def __init__(self, rank: int, size: int) -> None:
+        super().__init__(rank, size)
+        # MPI_Init runs when mpi4py.MPI is imported, holds the interpreter lock, and waits for all
+        # ranks: only a watchdog in C can end it when a rank never arrives.
+        faulthandler.dump_traceback_later(options.timeout_s(), exit=True)
+        try:
+            from mpi4py import MPI
+        except (ImportError, RuntimeError) as error:
+            raise CommunicationError(_no_mpi4py(error)) from None
+        finally:
+            faulthandler.cancel_dump_traceback_later()
+        self.mpi = MPI
+        world = MPI.COMM_WORLD
+        if (world.Get_rank(), world.Get_size()) != (rank, size):
+            raise CommunicationError(
+                f"the launcher says rank {rank} of {size}, mpi4py says rank {world.Get_rank()} of "
+                f"{world.Get_size()}: mpirun belongs to another MPI than mpi4py's "
+                f"({MPI.Get_library_version().split(',')[0].strip()})"
+            )
+        self._posted: list[MPI.Request] = []
+        # Requests of waits that ended with an error still write to their buffers; an error may keep
+        # even their objects from this process, so the buffers themselves are held.
+        self.unfinished: list[object] = []
+        self.tags = 1 + (world.Get_attr(MPI.TAG_UB) or 32767)
+        self._control = self._duplicate("control")
+        self.data = self._duplicate("data")
+        self._events = self._duplicate("event")
+        # All ranks have come out of MPI_Init, so MPICH's segments need no name any more: they
+        # would stay behind if the job were killed.
+        shared_page.unlink_mpich_segments()
+
+    def _duplicate(self, channel: str) -> MPI.Intracomm:
+        comm, request = self.mpi.COMM_WORLD.Idup()
+        what = f"start-up of the {channel} channel over all {self.size} ranks"
+        poll_until(request.Test, what=lambda: what, look=lambda _: None, rank=self.rank)
+        return comm
+
+    def tag(self, key: Calls, seq: int) -> int:
+        """Returns the tag of a call's messages. What an abandoned call has left behind never
+        matches a later one: their numbers differ.
+        """
+        return (zlib.crc32(str(key).encode()) + seq) % self.tags
+
+    def _gather(self, record: bytes, step: ControlCall) -> list[bytes]:
+        return self._gather_varied(record, [RECORD_NBYTES] * len(step.team), step)
+
+    def _gather_varied(
+        self, payload: bytes, sizes: Sequence[int], step: ControlCall
+    ) -> list[bytes]:
+        tag, byte = self.tag(step.key, step.seq), self.mpi.BYTE
+        found = {rank: bytearray(size) for rank, size in zip(step.team, sizes, strict=True)}
+        found[self.rank][:] = payload
+        others = [rank for rank in step.team if rank != self.rank]
+        requests: list[MPI.Request] = []
+        try:
+            requests += [self._control.Irecv([found[rank], byte], rank, tag) for rank in others]
+            requests += [self._control.Isend([payload, byte], rank, tag) for rank in others]
+            self.poll_until(
+                lambda: self.mpi.Request.Testall(requests), what=step.describe, needs=step.needs
+            )
+        except BaseException:
+            self.unfinished += requests, found, payload
+            raise
+        return [bytes(part) for part in found.values()]
+
+    def listen(self) -> None:
+        """Takes in the announcements that have arrived."""
+        status = self.mpi.Status()
+        # A matched probe, because the guard's thread may listen at the same time.
+        while message := self._events.Improbe(self.mpi.ANY_SOURCE, _EVENT_TAG, status):
+            data = bytearray(status.Get_count(self.mpi.BYTE))
+            message.Recv([data, self.mpi.BYTE])
+            self.peers.record(Event.decode(bytes(data)))
+
+    def announce(self, event: Event) -> None:
+        """Sends the event to every peer without waiting."""
+        if self.mpi.Is_finalized():
+            return
+        data = event.encode()
+        for rank in self.world:
+            if rank != self.rank:
+                message = [data, self.mpi.BYTE]
+                self._posted.append(self._events.Isend(message, rank, _EVENT_TAG))
+
+    def finish(self) -> None:
+        """Keeps MPI progressing until all peers have announced too, or the deadline has passed."""
+        if self.mpi.Is_finalized():
+            return
+        sleep_s = 0.0
+
+        def progress() -> None:
+            nonlocal sleep_s
+            self.mpi.Request.Testall(self._posted)
+            time.sleep(sleep_s)
+            sleep_s = min(_FINISH_SLEEP_S, sleep_s + _FINISH_SLEEP_S / 20)
+
+        # MPI_Finalize and the launcher take over from here.
+        self.wait_for_leavers(progress)
+
+    def abort(self, code: int) -> None:
+        """Ends all ranks of the job."""
+        if not self.mpi.Is_finalized():
+            shared_page.unlink_mpich_segments()
+            self.mpi.COMM_WORLD.Abort(code)
+        os._exit(code)
+
+
+class MpiWork:
+    """A communication in steps: the requests of each are posted when the last ones have ended."""
+
+    def __init__(
+        self,
+        control: MpiControl,
+        steps: Iterator[list[MPI.Request]],
+        call: CollectiveCall | Exchange,
+    ) -> None:
+        self._control = control
+        self._steps = steps
+        # Named here because requests do not keep the tensors alive.
+        self._call = call
+        self._requests = next(steps, None)
+
+    def done(self) -> bool:
+        """Progresses MPI, goes on as far as possible, and returns whether all steps have ended."""
+        testall = self._control.mpi.Request.Testall
+        while self._requests is not None and testall(self._requests):
+            try:
+                self._requests = next(self._steps, None)
+            except BaseException:
+                self._control.unfinished.append(self._call)
+                raise
+        return self._requests is None
+
+    def wait(self) -> None:
+        """See `Work.wait`."""
+        if self._requests is not None:
+            self._control.poll_until(self.done, what=self._call.describe, needs=self._call.needs)
+        self._control.works.discard(self)
+
+    def synchronize(self) -> None:
+        """See `Work.synchronize`."""
+        self.wait()
+
+
+class MpiBackend(CheckedBackend):
+    """Collectives on CPU tensors over MPI."""
+
+    name = "mpi"
+    in_place_parts = frozenset({"allgather"})
+
+    def __init__(self, control: MpiControl) -> None:
+        super().__init__(control.rank, control.size, control.ledger)
+        self.control = control
+        self.mpi = control.mpi
+        self._world_key = Calls(self.name, control.world)
+        # In the ledger, so that ranks that disagree about it find out with the other counts.
+        self._direct_key = Calls(f"direct {self.name}", control.world)
+        control.on_lost.append(self._forget)
+
+    def _forget(self, key: Calls) -> None:
+        """Gives up MPI's own collectives: what is left in the communicator must not be matched."""
+        if key == self._world_key:
+            self.control.ledger.entered[self._direct_key] = 1
+
+    def _check_device(self, tensor: torch.Tensor) -> None:
+        if tensor.device.type != "cpu":
+            raise InputError(f"backend mpi takes CPU tensors, found one on {tensor.device}")
+
+    def _start(self, call: CollectiveCall) -> MpiWork:
+        control = self.control
+        if call.team == control.world and self._direct_key not in control.ledger.entered:
+            return self._track(lambda: self._whole(call), call)
+        tag = control.tag(call.key, call.seq)
+        return self._track(lambda: self._posted(steps_of(call), tag), call)
+
+    def _whole(self, call: CollectiveCall) -> Iterator[list[MPI.Request]]:
+        return iter([[_COLLECTIVES[call.op](self, self.control.data, call)]])
+
+    def _start_batch(self, batch: Exchange) -> MpiWork:
+        tag = self.control.tag(Calls("batch", batch.team), 0)
+        return self._track(
+            lambda: iter([self._requests(batch.transfers, tag, batch.sequence)]), batch
+        )
+
+    def _posted(self, steps: Iterable[Sequence[Transfer]], tag: int) -> Iterator[list[MPI.Request]]:
+        for transfers in steps:
+            yield self._requests(transfers, tag, (0,) * len(transfers))
+
+    def _requests(
+        self, transfers: Sequence[Transfer], tag: int, numbers: Sequence[int]
+    ) -> list[MPI.Request]:
+        comm, tags = self.control.data, self.control.tags
+        post = {"send": comm.Isend, "recv": comm.Irecv}
+        return [
+            post[t.kind](self._bytes(t.tensor), t.peer, (tag + number) % tags)
+            for t, number in zip(transfers, numbers, strict=True)
+        ]
+
+    def _track(
+        self, post: Callable[[], Iterator[list[MPI.Request]]], call: CollectiveCall | Exchange
+    ) -> MpiWork:
+        try:
+            work = MpiWork(self.control, post(), call)
+        except BaseException:
+            self.control.unfinished.append(call)
+            raise
+        # Even if nobody waits for it, its requests use its buffers, and the others need it.
+        works = self.control.works
+        if len(works) >= 64:
+            works -= {old for old in works if old.done()}
+        works.add(work)
+        return work
+
+    def _bytes(self, tensor: torch.Tensor | None) -> Any:
+        """Returns the tensor as an MPI message of bytes."""
+        if tensor is None:
+            return None
+        nbytes = tensor.numel() * tensor.element_size()
+        return [self.mpi.buffer.fromaddress(tensor.data_ptr(), nbytes), self.mpi.BYTE]
+
+    def _numbers(self, tensor: torch.Tensor | None) -> Any:
+        """Returns the tensor as an MPI message of typed elements."""
+        if tensor is None:
+            return None
+        nbytes = tensor.numel() * tensor.element_size()
+        datatype = getattr(self.mpi, _DTYPES[tensor.dtype])
+        return [self.mpi.buffer.fromaddress(tensor.data_ptr(), nbytes), datatype]
+
+    def _operands(self, call: CollectiveCall) -> tuple[Any, Any, Any]:
+        """Returns (input, output, op) of a reduction."""
+        same = (
+            call.out is not None
+            and call.inp is not None
+            and call.out.data_ptr() == call.inp.data_ptr()
+        )
+        assert call.reduce is not None, "a reduction has an op"
+        inp = self.mpi.IN_PLACE if same else self._numbers(call.inp)
+        return inp, self._numbers(call.out), getattr(self.mpi, _RED_OPS[call.reduce])
+
+    def post_allgather(self, comm: MPI.Intracomm, call: CollectiveCall) -> MPI.Request:
+        """Posts an allgather; the input may be this rank's part of the output."""
+        assert call.inp is not None and call.out is not None, "checked"
+        nbytes = call.inp.numel() * call.inp.element_size()
+        own = call.inp.data_ptr() == call.out.data_ptr() + call.index * nbytes and nbytes > 0
+        inp = self.mpi.IN_PLACE if own else self._bytes(call.inp)
+        return comm.Iallgather(inp, self._bytes(call.out))
+
+    def post_allreduce(self, comm: MPI.Intracomm, call: CollectiveCall) -> MPI.Request:
+        """Posts an allreduce."""
+        return comm.Iallreduce(*self._operands(call))
+
+    def post_reduce(self, comm: MPI.Intracomm, call: CollectiveCall) -> MPI.Request:
+        """Posts a reduce."""
+        return comm.Ireduce(*self._operands(call), call.root_index)
+
+    def post_reduce_scatter(self, comm: MPI.Intracomm, call: CollectiveCall) -> MPI.Request:
+        """Posts a reduce-scatter of equal blocks."""
+        return comm.Ireduce_scatter_block(*self._operands(call))
+
+    def post_alltoall(self, comm: MPI.Intracomm, call: CollectiveCall) -> MPI.Request:
+        """Posts an all-to-all of equal parts."""
+        return comm.Ialltoall(self._bytes(call.inp), self._bytes(call.out))
+
+    def post_broadcast(self, comm: MPI.Intracomm, call: CollectiveCall) -> MPI.Request:
+        """Posts a broadcast."""
+        return comm.Ibcast(self._bytes(call.out), call.root_index)
+
+    def post_gather(self, comm: MPI.Intracomm, call: CollectiveCall) -> MPI.Request:
+        """Posts a gather."""
+        return comm.Igather(self._bytes(call.inp), self._bytes(call.out), call.root_index)
+
+    def post_scatter(self, comm: MPI.Intracomm, call: CollectiveCall) -> MPI.Request:
+        """Posts a scatter."""
+        return comm.Iscatter(self._bytes(call.inp), self._bytes(call.out), call.root_index)
+
+    def post_barrier(self, comm: MPI.Intracomm, call: CollectiveCall) -> MPI.Request:
+        """Posts a barrier."""
+        del call
+        return comm.Ibarrier()
+
+
+_COLLECTIVES: dict[str, Callable[[MpiBackend, Any, CollectiveCall], Any]] = {
+    "allgather": MpiBackend.post_allgather,
+    "allreduce": MpiBackend.post_allreduce,
+    "reduce": MpiBackend.post_reduce,
+    "reduce_scatter": MpiBackend.post_reduce_scatter,
+    "alltoall": MpiBackend.post_alltoall,
+    "broadcast": MpiBackend.post_broadcast,
+    "gather": MpiBackend.post_gather,
+    "scatter": MpiBackend.post_scatter,
+    "barrier": MpiBackend.post_barrier,
+}
+
+
+def local_layout(rank: int, size: int) -> tuple[int, int]:
+    """Returns (local rank, local size) for launchers that do not say; collective over all ranks."""
+    from mpi4py import MPI
+
+    local = MPI.COMM_WORLD.Split_type(MPI.COMM_TYPE_SHARED, rank)
+    layout = (local.Get_rank(), local.Get_size())
+    local.Free()
+    return layout if layout[1] <= size else (rank, size)

@@ -1,0 +1,511 @@
+"""NCCL on the current CUDA stream, or on the stream that the caller gives.
+
+A collective is enqueued and ordered by its stream alone, so `wait` does nothing: the host
+program's stream switches are the whole truth, and collectives can be captured in a CUDA graph.
+Communicators are made per team at first use; call what is captured once before.
+
+An allreduce of at most MAX_NBYTES among GPUs of one host that can map each other's memory
+is not NCCL's: it is one kernel (`peer_allreduce`). A team in which ranks share a GPU, which NCCL
+refuses, communicates through the memory of the host (`staged`).
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from fuser.support.errors import CommunicationError, InputError, UnsupportedError, warn
+from multidevice.coordination.bounded_wait import Calls, Need, Team, team_text
+from multidevice.coordination.control_channel import Control
+from multidevice.transports.allreduce_kernel import AllreduceKernels
+from multidevice.transports.base.allreduce_model import MAX_NBYTES
+from multidevice.transports.base.checked_backend import (
+    DONE,
+    CheckedBackend,
+    CollectiveCall,
+    Exchange,
+    is_of,
+    stream_at,
+    stream_handle,
+    transfer_key,
+)
+from multidevice.transports.base.launch_order import CudaDriver, LaunchOrder
+from multidevice.transports.base.protocol import Backend, Post, PostBatch, Work
+from multidevice.transports.memory.ipc_memory import IpcMemory
+from multidevice.transports.nccl_binding import (
+    DTYPES,
+    RED_OPS,
+    UINT8,
+    NcclBinding,
+    NcclComm,
+    load_binding,
+)
+from multidevice.transports.staged import Staging
+
+# How long freeing communicators may take: NCCL waits for graphs that hold them.
+_ABORT_LIMIT_S = 10.0
+
+
+class _StreamWork:
+    """Work on a stream; the stream orders everything that follows it."""
+
+    def __init__(
+        self, backend: NcclBackend, comm: NcclComm, stream: int, call: CollectiveCall | Exchange
+    ) -> None:
+        self._backend = backend
+        self._comm = comm
+        self._stream = stream
+        self._call = call
+
+    def wait(self) -> None:
+        """Returns at once: later work on the stream comes after the communication."""
+
+    def synchronize(self) -> None:
+        """See `Work.synchronize`; polls the stream under the deadline."""
+        stream = stream_at(self._stream, self._backend.device)
+
+        def done() -> bool:
+            self._comm.check()
+            return stream.query()
+
+        self._backend.poll(done, self._call.describe, self._call.needs)
+
+
+class NcclBackend(CheckedBackend):
+    """Collectives on the tensors of one CUDA device over NCCL."""
+
+    name = "nccl"
+    stages_half = False
+    has_avg = True
+    in_place_parts = frozenset({"allgather", "reduce_scatter"})
+
+    def __init__(
+        self,
+        control: Control,
+        device: torch.device,
+        binding: NcclBinding | None = None,
+        *,
+        kernels_nbytes: int = MAX_NBYTES,
+        on_cpu: Callable[[], Backend] | None = None,
+    ) -> None:
+        """`kernels_nbytes`: the largest allreduces that are not NCCL's. `on_cpu` returns what
+        carries the communications of ranks that share a GPU; without it they are refused."""
+        super().__init__(control.rank, control.size, control.ledger)
+        self.control = control
+        self.device = device
+        self.binding = load_binding() if binding is None else binding
+        self._comms: dict[Team, NcclComm] = {}
+        # Of teams that have met: how they communicate where ranks share a GPU, None where each has
+        # its own.
+        self._shared: dict[Team, Staging | None] = {}
+        self._on_cpu = on_cpu
+        # The GPUs that a warning has named.
+        self._told: set[str] = set()
+        self.kernels = AllreduceKernels(
+            control,
+            device,
+            kernels_nbytes,
+            lambda: IpcMemory(device),
+            lambda: LaunchOrder(CudaDriver(device)),
+        )
+        control.on_lost.append(self._forget)
+
+    def _forget(self, key: Calls) -> None:
+        """Aborts the communicator of a stream of calls: what is left in it must not be matched."""
+        # The members of a team must meet at the same time, so they also forget at the same time.
+        self._shared.pop(key.team, None)
+        lost = [team for team in self._comms if is_of(key, self.name, team)]
+        if lost or key.kind == self.name:
+            self.make_void()
+        for team in lost:
+            _abort([self._comms.pop(team)])
+
+    def can_capture(self, what: str) -> bool:
+        return what != "barrier" and not any(self._shared.values())
+
+    def poll(
+        self,
+        done: Callable[[], bool],
+        what: Callable[[], str],
+        needs: Callable[[], list[Need]],
+    ) -> None:
+        """Waits under the deadline; NCCL's own errors become `CommunicationError`."""
+        try:
+            self.control.poll_until(done, what=what, needs=needs)
+        except CommunicationError:
+            raise
+        except RuntimeError as error:
+            raise CommunicationError(f"{what()} failed on rank {self.rank}: {error}") from error
+
+    def _check_device(self, tensor: torch.Tensor) -> None:
+        if tensor.device != self.device:
+            raise InputError(
+                f"backend nccl of {self.device} takes tensors there, found one on {tensor.device}"
+            )
+
+    def _on(self, stream: object) -> AbstractContextManager[object]:
+        return torch.cuda.stream(stream_at(self._handle(stream), self.device))
+
+    def _pinned(self, stream: object) -> int:
+        return self._handle(stream)
+
+    def _handle(self, stream: object) -> int:
+        return stream_handle(stream, self.device)
+
+    def _comm(self, team: Team) -> NcclComm:
+        """Returns the team's communicator; collective over the team at first use."""
+        comm = self._comms.get(team)
+        if comm is None:
+            comm = self._connect(team)
+            self._comms[team] = comm
+        return comm
+
+    def _staging(self, team: Team) -> Staging | None:
+        """Returns how a team communicates in which ranks share a GPU; None where each has its own.
+
+        All members get the same answer. Collective over the team at first use.
+        """
+        if team not in self._shared:
+            self._shared[team] = self._meet(team)
+        return self._shared[team]
+
+    def _meet(self, team: Team) -> Staging | None:
+        answers = self.control.exchange(_device_name(self.device).encode(), team=team)
+        users: dict[str, list[int]] = {}
+        for rank, answer in sorted(zip(team, answers, strict=True)):
+            users.setdefault(answer.decode(), []).append(rank)
+        shared = {name: ranks for name, ranks in users.items() if len(ranks) > 1}
+        if not shared:
+            return None
+        text = "; ".join(
+            f"ranks {', '.join(map(str, ranks))} share the GPU {name}"
+            for name, ranks in shared.items()
+        )
+        if self._on_cpu is None:
+            raise CommunicationError(f"{text}: NCCL needs one GPU per rank")
+        staging = Staging(self._on_cpu(), self._on, self._pinned, self.settle)
+        # One rank speaks for its team, once for a GPU.
+        is_speaker = self.rank == min(min(ranks) for ranks in shared.values())
+        if is_speaker and not self._told.issuperset(shared):
+            self._told.update(shared)
+            warn(
+                f"{text}: NCCL needs one GPU per rank, so teams with these ranks communicate "
+                f"through the memory of the host, over {staging.name}. Results are the same, times "
+                "are not. FUSER_ENABLE=peer_copies copies within the GPU instead; for speed start "
+                "one rank per GPU"
+            )
+        return staging
+
+    def settle(self, call: CollectiveCall | Exchange) -> None:
+        """Returns when the device has done what the stream of a call holds so far.
+
+        Raises `UnsupportedError` where a graph is captured there.
+        """
+        with self._on(call.stream):
+            if torch.cuda.is_current_stream_capturing():
+                raise UnsupportedError(
+                    f"{call.describe()}: ranks that share a GPU communicate through the host, "
+                    "which no CUDA graph can repeat"
+                )
+        stream = stream_at(self._handle(call.stream), self.device)
+        self.poll(stream.query, call.describe, list)
+
+    def _connect(self, team: Team) -> NcclComm:
+        unique_id = self.binding.unique_id() if team[0] == self.rank else b""
+        answers = self.control.exchange(unique_id, team=team)
+        index = team.index(self.rank)
+        result: list[NcclComm] = []
+        failure: list[BaseException] = []
+
+        def connect() -> None:
+            try:
+                torch.cuda.set_device(self.device)
+                result.append(self.binding.connect(len(team), answers[0], index))
+            except Exception as error:
+                failure.append(error)
+
+        # ncclCommInitRank blocks until every member calls it: a thread lets this one keep the
+        # deadline.
+        thread = threading.Thread(target=connect, name="nccl-connect", daemon=True)
+        thread.start()
+        self.poll(
+            lambda: not thread.is_alive(),
+            lambda: f"connection of NCCL team {team_text(team)}",
+            list,
+        )
+        if failure:
+            raise CommunicationError(
+                f"NCCL ({self.binding.name}) cannot connect team {team_text(team)} on rank "
+                f"{self.rank}: {failure[0]}"
+            ) from failure[0]
+        return result[0]
+
+    def _start_reduction(self, call: CollectiveCall) -> Work:
+        staging = self._staging(call.team)
+        if staging is not None:
+            return staging.start(call)
+        work = self.kernels.start(call, self._handle(call.stream))
+        return super()._start_reduction(call) if work is None else work
+
+    def _bind_reduction(self, call: CollectiveCall) -> Post | None:
+        if self._shared.get(call.team) is not None:
+            return None
+        takes = self.kernels.takes(call)
+        return self.kernels.bind(call) if takes else super()._bind_reduction(call)
+
+    def _start(self, call: CollectiveCall) -> Work:
+        staging = self._staging(call.team)
+        if staging is not None:
+            return staging.start(call)
+        comm = self._comm(call.team)
+        stream = self._handle(call.stream)
+        try:
+            _COLLECTIVES[call.op](self, comm, call)(_address(call.out), _address(call.inp), stream)
+        except RuntimeError as error:
+            raise self._explain(error, call) from error
+        return _StreamWork(self, comm, stream, call)
+
+    def _bind(self, call: CollectiveCall) -> Post | None:
+        team, key, enter, comms = call.team, call.key, self._ledger.enter, self._comms
+        comm = comms.get(team)
+        if comm is None:
+            return None
+        # What posts, and an error's text, need sizes alone.
+        call = replace(call, out=_without_contents(call.out), inp=_without_contents(call.inp))
+        post = _COLLECTIVES[call.op](self, comm, call)
+
+        def start(out: int, inp: int, stream: int) -> Work:
+            nonlocal comm, post
+            if comms.get(team) is not comm:  # given up after an error, or closed
+                self._index(call.op, team)
+                comm = self._comm(team)
+                post = _COLLECTIVES[call.op](self, comm, call)
+            number = enter(key)
+            try:
+                post(out, inp, stream)
+            except RuntimeError as error:
+                raise self._explain(error, replace(call, seq=number)) from error
+            return DONE  # the stream orders what follows
+
+        return start
+
+    def _start_batch(self, batch: Exchange) -> Work:
+        staging = self._staging(batch.team)
+        if staging is not None:
+            return staging.start_batch(batch)
+        comm = self._comm(batch.team)
+        stream = self._handle(batch.stream)
+        copies = [
+            (t.kind, t.tensor.data_ptr(), _nbytes(t.tensor), batch.team.index(t.peer))
+            for t in batch.transfers
+        ]
+        try:
+            self.post_copies(comm, copies, stream)
+        except RuntimeError as error:
+            raise self._explain(error, batch) from error
+        return _StreamWork(self, comm, stream, batch)
+
+    def _bind_batch(self, batch: Exchange) -> PostBatch | None:
+        team, enter, comms = batch.team, self._ledger.enter, self._comms
+        if team not in comms:
+            return None
+        comm = comms[team]
+        keys = [transfer_key(t, self.rank, team, mirrored=False) for t in batch.transfers]
+        ends = [(t.kind, _nbytes(t.tensor), team.index(t.peer)) for t in batch.transfers]
+        emptied = (replace(t, tensor=_without_contents(t.tensor)) for t in batch.transfers)
+        batch = replace(batch, transfers=tuple(emptied))
+
+        def start(addresses: Sequence[int], stream: int) -> Work:
+            nonlocal comm
+            if comms.get(team) is not comm:  # given up after an error, or closed
+                self._index("batch", team)
+                comm = self._comm(team)
+            numbers = tuple(enter(key) for key in keys)
+            pairs = zip(addresses, ends, strict=True)
+            try:
+                self.post_copies(comm, [(k, at, n, peer) for at, (k, n, peer) in pairs], stream)
+            except RuntimeError as error:
+                raise self._explain(error, replace(batch, sequence=numbers)) from error
+            return DONE
+
+        return start
+
+    def _explain(self, error: RuntimeError, call: CollectiveCall | Exchange) -> CommunicationError:
+        if isinstance(error, CommunicationError):
+            return error
+        return CommunicationError(f"{call.describe()} failed on rank {self.rank}: {error}")
+
+    def drain(self) -> None:
+        """Waits for the device under the deadline; a hopeless wait is reported by the guard's
+        thread.
+        """
+        is_used = self._comms or self.kernels.is_used
+        if self._closed or not is_used or not torch.cuda.is_initialized():
+            return
+        thread = threading.Thread(
+            target=torch.cuda.synchronize, args=(self.device,), name="nccl-drain", daemon=True
+        )
+        thread.start()
+        try:
+            self.poll(lambda: not thread.is_alive(), lambda: "the device's last work", list)
+        except CommunicationError:
+            return
+
+    def close(self) -> None:
+        """Frees the communicators, in a fixed order."""
+        super().close()
+        self.make_void()
+        _abort([self._comms[team] for team in sorted(self._comms)])
+        self._comms.clear()
+        self.kernels.close()
+
+    def post_copies(
+        self, comm: NcclComm, copies: list[tuple[str, int, int, int]], stream: int
+    ) -> None:
+        """Enqueues sends and receives (kind, address, bytes, team index) as one group."""
+        self.binding.group_start()
+        try:
+            for kind, address, nbytes, index in copies:
+                post = comm.send if kind == "send" else comm.recv
+                post(address, nbytes, UINT8, index, stream)
+        finally:
+            self.binding.group_end()
+
+
+def _abort(comms: list[NcclComm]) -> None:
+    """Frees communicators; one that a graph still holds, as that of an error's traceback, is left
+    to wait for it."""
+
+    def abort() -> None:
+        for comm in comms:
+            comm.abort()
+
+    thread = threading.Thread(target=abort, name="nccl-abort", daemon=True)
+    thread.start()
+    thread.join(_ABORT_LIMIT_S)
+
+
+def _device_name(device: torch.device) -> str:
+    cuda: Any = torch.cuda
+    return str(cuda.get_device_properties(device).uuid)
+
+
+def _nbytes(tensor: torch.Tensor | None) -> int:
+    return 0 if tensor is None else tensor.numel() * tensor.element_size()
+
+
+def _address(tensor: torch.Tensor | None) -> int:
+    return 0 if tensor is None else tensor.data_ptr()
+
+
+def _reduction(call: CollectiveCall) -> tuple[int, int]:
+    """Returns NCCL's numbers of dtype and op."""
+    assert call.inp is not None and call.reduce is not None, "checked"
+    return DTYPES[str(call.inp.dtype).removeprefix("torch.")], RED_OPS[call.reduce]
+
+
+def _without_contents(tensor: torch.Tensor | None) -> torch.Tensor | None:
+    return None if tensor is None else torch.empty_like(tensor, device="meta")
+
+
+# Each returns how to enqueue its collective on (output, input, stream): addresses, a raw handle.
+_Enqueue = Callable[[int, int, int], Any]
+
+
+def _allgather(backend: NcclBackend, comm: NcclComm, call: CollectiveCall) -> _Enqueue:
+    allgather, nbytes = comm.allgather, _nbytes(call.inp)
+    return lambda out, inp, stream: allgather(inp, out, nbytes, UINT8, stream)
+
+
+def _allreduce(backend: NcclBackend, comm: NcclComm, call: CollectiveCall) -> _Enqueue:
+    assert call.inp is not None, "checked"
+    allreduce, count, (dtype, op) = comm.allreduce, call.inp.numel(), _reduction(call)
+    return lambda out, inp, stream: allreduce(inp, out, count, dtype, op, stream)
+
+
+def _reduce(backend: NcclBackend, comm: NcclComm, call: CollectiveCall) -> _Enqueue:
+    assert call.inp is not None, "checked"
+    reduce, count, root, (dtype, op) = (
+        comm.reduce,
+        call.inp.numel(),
+        call.root_index,
+        _reduction(call),
+    )
+    return lambda out, inp, stream: reduce(inp, out, count, dtype, op, root, stream)
+
+
+def _reduce_scatter(backend: NcclBackend, comm: NcclComm, call: CollectiveCall) -> _Enqueue:
+    assert call.out is not None, "checked"
+    reduce_scatter, count, (dtype, op) = comm.reduce_scatter, call.out.numel(), _reduction(call)
+    return lambda out, inp, stream: reduce_scatter(inp, out, count, dtype, op, stream)
+
+
+def _broadcast(backend: NcclBackend, comm: NcclComm, call: CollectiveCall) -> _Enqueue:
+    broadcast, nbytes, root = comm.broadcast, _nbytes(call.out), call.root_index
+    return lambda out, inp, stream: broadcast(out, out, nbytes, UINT8, root, stream)
+
+
+def _gather(backend: NcclBackend, comm: NcclComm, call: CollectiveCall) -> _Enqueue:
+    nbytes, root = _nbytes(call.inp), call.root_index
+    parts = range(len(call.team) if call.is_root else 0)
+
+    def enqueue(out: int, inp: int, stream: int) -> None:
+        copies = [("send", inp, nbytes, root)]
+        copies += [("recv", out + i * nbytes, nbytes, i) for i in parts]
+        backend.post_copies(comm, copies, stream)
+
+    return enqueue
+
+
+def _scatter(backend: NcclBackend, comm: NcclComm, call: CollectiveCall) -> _Enqueue:
+    nbytes, root = _nbytes(call.out), call.root_index
+    parts = range(len(call.team) if call.is_root else 0)
+
+    def enqueue(out: int, inp: int, stream: int) -> None:
+        copies = [("recv", out, nbytes, root)]
+        copies += [("send", inp + i * nbytes, nbytes, i) for i in parts]
+        backend.post_copies(comm, copies, stream)
+
+    return enqueue
+
+
+def _alltoall(backend: NcclBackend, comm: NcclComm, call: CollectiveCall) -> _Enqueue:
+    count = len(call.team)
+    nbytes = _nbytes(call.inp) // count
+    if comm.has_alltoall:
+        alltoall = comm.alltoall
+        return lambda out, inp, stream: alltoall(inp, out, nbytes, UINT8, stream)
+
+    def enqueue(out: int, inp: int, stream: int) -> None:
+        sends = [("send", inp + i * nbytes, nbytes, i) for i in range(count)]
+        recvs = [("recv", out + i * nbytes, nbytes, i) for i in range(count)]
+        backend.post_copies(comm, sends + recvs, stream)
+
+    return enqueue
+
+
+def _barrier(backend: NcclBackend, comm: NcclComm, call: CollectiveCall) -> _Enqueue:
+    def enqueue(out: int, inp: int, stream: int) -> None:
+        with backend._on(stream):  # pyright: ignore[reportPrivateUsage]
+            token = torch.zeros(1, dtype=torch.uint8, device=backend.device)
+        comm.allreduce(token.data_ptr(), token.data_ptr(), 1, UINT8, RED_OPS["MAX"], stream)
+
+    return enqueue
+
+
+_COLLECTIVES: dict[str, Callable[[NcclBackend, NcclComm, CollectiveCall], _Enqueue]] = {
+    "allgather": _allgather,
+    "allreduce": _allreduce,
+    "reduce": _reduce,
+    "reduce_scatter": _reduce_scatter,
+    "broadcast": _broadcast,
+    "gather": _gather,
+    "scatter": _scatter,
+    "alltoall": _alltoall,
+    "barrier": _barrier,
+}

@@ -1,0 +1,248 @@
+"""The two Python bindings of NCCL, under one small interface: raw pointers, counts and streams.
+
+All raw NCCL calls of the package are in this file. The numbers of dtypes and reductions are part of
+NCCL's stable binary interface.
+"""
+
+from __future__ import annotations
+
+import os
+from importlib import import_module
+from importlib.util import find_spec
+from typing import Any, Protocol
+
+from fuser.support import options
+from fuser.support.errors import CommunicationError
+
+UNIQUE_ID_NBYTES = 128
+UINT8 = 1
+DTYPES = {
+    "int8": 0,
+    "uint8": 1,
+    "int32": 2,
+    "int64": 4,
+    "float16": 6,
+    "float32": 7,
+    "float64": 8,
+    "bfloat16": 9,
+}
+RED_OPS = {"SUM": 0, "PRODUCT": 1, "MAX": 2, "MIN": 3, "AVG": 4}
+_ALLTOALL_SINCE = 22800
+
+
+class NcclComm(Protocol):
+    """One NCCL communicator; every call is enqueued on `stream`, a raw handle."""
+
+    has_alltoall: bool
+
+    def allreduce(self, inp: int, out: int, count: int, dtype: int, op: int, stream: int) -> None:
+        """ncclAllReduce."""
+        ...
+
+    def reduce(
+        self, inp: int, out: int, count: int, dtype: int, op: int, root: int, stream: int
+    ) -> None:
+        """ncclReduce."""
+        ...
+
+    def reduce_scatter(
+        self, inp: int, out: int, count: int, dtype: int, op: int, stream: int
+    ) -> None:
+        """ncclReduceScatter; `count` elements per member."""
+        ...
+
+    def allgather(self, inp: int, out: int, count: int, dtype: int, stream: int) -> None:
+        """ncclAllGather; `count` elements per member."""
+        ...
+
+    def broadcast(self, inp: int, out: int, count: int, dtype: int, root: int, stream: int) -> None:
+        """ncclBroadcast."""
+        ...
+
+    def alltoall(self, inp: int, out: int, count: int, dtype: int, stream: int) -> None:
+        """ncclAlltoAll; only where `has_alltoall`."""
+        ...
+
+    def send(self, inp: int, count: int, dtype: int, peer: int, stream: int) -> None:
+        """ncclSend."""
+        ...
+
+    def recv(self, out: int, count: int, dtype: int, peer: int, stream: int) -> None:
+        """ncclRecv."""
+        ...
+
+    def check(self) -> None:
+        """Raises the communicator's asynchronous error, if it has one."""
+        ...
+
+    def abort(self) -> None:
+        """Frees the communicator without waiting for the peers."""
+        ...
+
+
+class NcclBinding(Protocol):
+    """The library-level calls of one binding."""
+
+    name: str
+
+    def version(self) -> int:
+        """Returns NCCL's version as it counts it: 22809 is 2.28.9."""
+        ...
+
+    def unique_id(self) -> bytes:
+        """Returns a fresh id of 128 bytes."""
+        ...
+
+    def connect(self, size: int, unique_id: bytes, index: int) -> NcclComm:
+        """Returns member `index` of a new communicator; blocks until all members call it."""
+        ...
+
+    def group_start(self) -> None:
+        """Opens a group: the calls up to `group_end` start together."""
+        ...
+
+    def group_end(self) -> None:
+        """Closes the group and enqueues its calls."""
+        ...
+
+
+class _CupyComm:
+    has_alltoall = False
+
+    def __init__(self, comm: Any) -> None:
+        self._comm = comm
+        # The order of arguments is NCCL's without the communicator, so most calls are bound as
+        # they are.
+        self.allreduce = comm.allReduce
+        self.reduce = comm.reduce
+        self.reduce_scatter = comm.reduceScatter
+        self.allgather = comm.allGather
+        self.broadcast = comm.broadcast
+        self.send = comm.send
+        self.recv = comm.recv
+        self.check = comm.check_async_error
+        self.abort = comm.abort
+
+    def alltoall(self, inp: int, out: int, count: int, dtype: int, stream: int) -> None:
+        raise CommunicationError("cupy's binding of NCCL has no all-to-all")
+
+
+class CupyBinding:
+    """`cupy.cuda.nccl`."""
+
+    name = "cupy"
+
+    def __init__(self) -> None:
+        nccl = import_module("cupy.cuda.nccl")
+        if not nccl.available:
+            raise CommunicationError("cupy is installed, but it cannot load libnccl")
+        self._nccl = nccl
+        self.group_start = nccl.groupStart
+        self.group_end = nccl.groupEnd
+
+    def version(self) -> int:
+        return int(self._nccl.get_version())
+
+    def unique_id(self) -> bytes:
+        return bytes(self._nccl.get_unique_id())
+
+    def connect(self, size: int, unique_id: bytes, index: int) -> NcclComm:
+        """Returns member `index` of a new communicator."""
+        return _CupyComm(self._nccl.NcclCommunicator(size, unique_id, index))
+
+
+class _Nccl4pyComm:
+    def __init__(self, raw: Any, comm: Any) -> None:
+        self._raw = raw
+        self._comm = comm
+        self.has_alltoall = raw.get_version() >= _ALLTOALL_SINCE
+
+    def allreduce(self, inp: int, out: int, count: int, dtype: int, op: int, stream: int) -> None:
+        self._raw.all_reduce(inp, out, count, dtype, op, self._comm, stream)
+
+    def reduce(
+        self, inp: int, out: int, count: int, dtype: int, op: int, root: int, stream: int
+    ) -> None:
+        self._raw.reduce(inp, out, count, dtype, op, root, self._comm, stream)
+
+    def reduce_scatter(
+        self, inp: int, out: int, count: int, dtype: int, op: int, stream: int
+    ) -> None:
+        self._raw.reduce_scatter(inp, out, count, dtype, op, self._comm, stream)
+
+    def allgather(self, inp: int, out: int, count: int, dtype: int, stream: int) -> None:
+        self._raw.all_gather(inp, out, count, dtype, self._comm, stream)
+
+    def broadcast(self, inp: int, out: int, count: int, dtype: int, root: int, stream: int) -> None:
+        self._raw.broadcast(inp, out, count, dtype, root, self._comm, stream)
+
+    def alltoall(self, inp: int, out: int, count: int, dtype: int, stream: int) -> None:
+        self._raw.allto_all(inp, out, count, dtype, self._comm, stream)
+
+    def send(self, inp: int, count: int, dtype: int, peer: int, stream: int) -> None:
+        self._raw.send(inp, count, dtype, peer, self._comm, stream)
+
+    def recv(self, out: int, count: int, dtype: int, peer: int, stream: int) -> None:
+        self._raw.recv(out, count, dtype, peer, self._comm, stream)
+
+    def check(self) -> None:
+        status = int(self._raw.comm_get_async_error(self._comm))
+        if status not in (0, 7):  # 7: in progress
+            raise RuntimeError(f"NCCL: {self._raw.get_error_string(status)}")
+
+    def abort(self) -> None:
+        if self._comm is not None:
+            self._raw.comm_abort(self._comm)
+            self._comm = None
+
+
+class Nccl4pyBinding:
+    """`nccl.bindings` of nccl4py."""
+
+    name = "nccl4py"
+
+    def __init__(self) -> None:
+        self._raw = import_module("nccl.bindings.nccl")
+        self._raw.get_version()  # Loads libnccl, or raises here rather than in a collective.
+        self.group_start = self._raw.group_start
+        self.group_end = self._raw.group_end
+
+    def version(self) -> int:
+        return int(self._raw.get_version())
+
+    def unique_id(self) -> bytes:
+        """Returns a fresh id."""
+        return bytes(self._raw.get_unique_id())
+
+    def connect(self, size: int, unique_id: bytes, index: int) -> NcclComm:
+        """Returns member `index` of a new communicator."""
+        comm = self._raw.comm_init_rank_scalable(size, index, 1, bytearray(unique_id), 0)
+        return _Nccl4pyComm(self._raw, comm)
+
+
+def load_binding() -> NcclBinding:
+    """Returns the binding that `FUSER_NCCL` names, or the first that works: nccl4py, then cupy.
+
+    Raises:
+        CommunicationError: no binding is installed, or none can load libnccl; names what was tried.
+    """
+    # NVLink multicast stays off unless the user asks for it.
+    os.environ.setdefault("NCCL_NVLS_ENABLE", "0")
+    # A captured collective would register its buffers with all members, which need not capture.
+    os.environ.setdefault("NCCL_GRAPH_REGISTER", "0")
+    choice = options.nccl_binding()
+    tried: list[str] = []
+    for module, make in (("nccl", Nccl4pyBinding), ("cupy", CupyBinding)):
+        if choice not in ("auto", make.name):
+            continue
+        if find_spec(module) is None:
+            tried.append(f"{make.name} is not installed")
+            continue
+        try:
+            return make()
+        except (ImportError, RuntimeError, AttributeError, OSError) as error:
+            tried.append(f"{make.name}: {error}")
+    raise CommunicationError(
+        f"no Python binding of NCCL works: {'; '.join(tried)} "
+        "(install the extra cu12 or cu13 for CUDA tensors on several ranks)"
+    )

@@ -1,0 +1,432 @@
+"""Peer copies: a receiver copies out of the sender's memory, which it has mapped.
+
+Every member of a team can read one page on their host. To send, a rank writes there where the data
+lies (a *record*: which memory, where, how many bytes) under the number of the transfer; the
+receiver finds the record, maps that memory (once), copies, and answers. Data never passes a third
+place: only what lies in memory that nobody can map is first copied to memory that peers can
+(`empty`). Collectives are made of such copies (`direct`).
+
+A rank may repeat a run by a graph only while all others repeat theirs, which have the addresses of
+its data: they vote in each run (`PeerBackend.vote`).
+
+This module has the page and what all devices share; `peer_cpu` and `peer_cuda` move data.
+"""
+
+from __future__ import annotations
+
+import zlib
+from abc import abstractmethod
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from fuser.support.errors import CommunicationError, UnsupportedError
+from multidevice.coordination.bounded_wait import Calls, Need, Team, team_text
+from multidevice.coordination.control_channel import WITHIN_CALLS, Control
+from multidevice.coordination.shared_page import LINE_NBYTES
+from multidevice.coordination.words import Words
+from multidevice.transports.base.checked_backend import (
+    CheckedBackend,
+    CollectiveCall,
+    Exchange,
+    transfer_key,
+)
+from multidevice.transports.base.checks import tensor_text
+from multidevice.transports.base.p2p_collectives import steps_of
+from multidevice.transports.base.protocol import NAME_WORDS, Transfer, Work
+from multidevice.transports.memory.symmetric_view import all_come
+
+# Transfers between two ranks, in one direction, that may be under way at once.
+SLOTS = 32
+# elements, dtype, bytes from the beginning of the memory to the data, how often the slot was used
+_RECORD_WORDS = 4 + NAME_WORDS
+# Words of one direction between two ranks: tags, answers, records.
+_LINK_WORDS = SLOTS * (2 + _RECORD_WORDS)
+# The top bit of an answer says that the transfer did not fit.
+_MISFIT = 1 << 63
+# A tag: what kind of call, of which team's run, and the number of the transfer in it.
+_COLLECTIVE = 1 << 62
+_TEAM_SHIFT, _RUN_SHIFT, _CALL_SHIFT = 46, 26, 13
+_TEAMS, _RUNS, _TRANSFERS, _PARTS = 1 << 16, 1 << 20, 1 << 26, 1 << 13
+
+_DTYPES = {
+    zlib.crc32(str(d).encode()): d for d in vars(torch).values() if isinstance(d, torch.dtype)
+}
+
+
+@dataclass(frozen=True)
+class Record:
+    """Where the data of a transfer lies: `name` is the memory's, `offset` and `nbytes` are bytes;
+    `use` counts the transfers of its slot."""
+
+    slot: int
+    elements: int
+    dtype: torch.dtype
+    offset: int
+    use: int
+    name: tuple[int, ...]
+
+    @property
+    def nbytes(self) -> int:
+        return self.elements * self.dtype.itemsize
+
+
+@dataclass(eq=False)
+class Sent:
+    """A transfer that this rank has posted; `held` keeps the data alive. `stream` is the one that
+    it was posted on."""
+
+    peer: int
+    slot: int
+    use: int
+    tag: int
+    held: torch.Tensor
+    stream: int = 0
+
+
+class Page:
+    """The page of one team, as this rank sees it: records from everyone to everyone, and what each
+    one says in a vote."""
+
+    def __init__(self, words: memoryview, team: Team, control: Control) -> None:
+        self._words = words
+        self.team = team
+        self._size = len(team)
+        self._me = team.index(control.rank)
+        # Counted from 0 in each page: zeros stand for votes that are still to come. The members
+        # have just met to make it.
+        meeting = control.ledger.entered.get(Calls(WITHIN_CALLS, team), 0)
+        self.votes = Calls(f"vote {meeting}", team)
+        links = self._size * self._size * _LINK_WORDS
+        self.said = Words(control, team, words[links:], self.votes, self._what)
+        self._uses: dict[int, list[int]] = {r: [0] * SLOTS for r in team}
+        self._next: dict[int, int] = dict.fromkeys(team, 0)
+
+    @staticmethod
+    def nbytes(size: int) -> int:
+        """Returns how large the page of a team of `size` ranks is."""
+        return size * size * _LINK_WORDS * 8 + size * LINE_NBYTES
+
+    def _what(self, number: int, about: object) -> str:
+        del about
+        return f"run {number} of the programs with peer copies of team {team_text(self.team)}"
+
+    def _to(self, rank: int) -> int:
+        return (self._me * self._size + self.team.index(rank)) * _LINK_WORDS
+
+    def _from(self, rank: int) -> int:
+        return (self.team.index(rank) * self._size + self._me) * _LINK_WORDS
+
+    def free_slot(self, peer: int) -> int:
+        """Returns a slot whose last transfer the peer has answered; -1 when there is none."""
+        base, first = self._to(peer), self._next[peer]
+        words = self._words
+        for k in range(SLOTS):
+            slot = (first + k) % SLOTS
+            if words[base + slot] == words[base + SLOTS + slot] & ~_MISFIT:
+                return slot
+        return -1
+
+    def uses(self, peer: int, slot: int) -> int:
+        """Returns how many transfers to the peer the slot has seen."""
+        return self._uses[peer][slot]
+
+    def next_use(self, peer: int, slot: int) -> int:
+        """Counts one more transfer of a slot."""
+        uses = self._uses[peer]
+        uses[slot] += 1
+        return uses[slot]
+
+    def post(
+        self,
+        peer: int,
+        slot: int,
+        tag: int,
+        tensor: torch.Tensor,
+        name: tuple[int, ...],
+        at: int,
+        use: int,
+    ) -> Sent:
+        """Tells the peer where the data of a transfer lies."""
+        self._next[peer] = slot + 1
+        words, base = self._words, self._to(peer)
+        dtype = zlib.crc32(str(tensor.dtype).encode())
+        first = base + 2 * SLOTS + slot * _RECORD_WORDS
+        for k, word in enumerate((tensor.numel(), dtype, at, use, *name)):
+            words[first + k] = word
+        # The tag comes last: whoever finds it finds the whole record.
+        words[base + slot] = tag
+        return Sent(peer, slot, use, tag, tensor)
+
+    def find(self, peer: int, tag: int) -> Record | None:
+        """Returns what the peer has posted under a tag; None before it has."""
+        base = self._from(peer)
+        tags = self._words[base : base + SLOTS].tolist()
+        if tag not in tags:
+            return None
+        slot = tags.index(tag)
+        first = base + 2 * SLOTS + slot * _RECORD_WORDS
+        elements, dtype, at, use, *name = self._words[first : first + _RECORD_WORDS].tolist()
+        return Record(slot, elements, _DTYPES[dtype], at, use, tuple(name))
+
+    def answer(self, peer: int, slot: int, tag: int, *, fits: bool = True) -> None:
+        """Tells the sender that its record is not needed any more."""
+        self._words[self._from(peer) + SLOTS + slot] = tag if fits else tag | _MISFIT
+
+    def unanswered(self) -> list[tuple[int, int]]:
+        """Returns what receivers have still to find, as (place, tag)."""
+        found: list[tuple[int, int]] = []
+        for rank in self.team:
+            base = self._to(rank)
+            tags = self._words[base : base + SLOTS].tolist()
+            found += [(base + slot, tag) for slot, tag in enumerate(tags) if tag]
+        return self.still_unanswered(found)
+
+    def still_unanswered(self, some: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
+        """Returns those that receivers have not found yet."""
+        words = self._words
+        return [
+            (at, tag)
+            for at, tag in some
+            if words[at] == tag and words[at + SLOTS] & ~_MISFIT != tag
+        ]
+
+    def answered(self, sent: Sent) -> bool:
+        """Whether the receiver has answered.
+
+        Raises `CommunicationError` when it found that the transfer does not fit.
+        """
+        base = self._to(sent.peer) + sent.slot
+        if self._words[base] != sent.tag:
+            return True  # Its slot has been used again, which is after the answer.
+        answer: int = self._words[base + SLOTS]
+        if answer == sent.tag | _MISFIT:
+            raise CommunicationError(
+                f"rank {self.team[self._me]} sends {tensor_text(sent.held)} to rank {sent.peer}, "
+                "which receives a tensor of another dtype or size"
+            )
+        return answer == sent.tag
+
+
+@dataclass(frozen=True)
+class Numbered:
+    """A transfer and the tag under which its two halves find each other.
+
+    `count`: how many transfers of its kind with that peer this rank has entered, with this one.
+    """
+
+    transfer: Transfer
+    tag: int
+    count: int = 0
+
+
+class PeerBackend(CheckedBackend):
+    """What the peer copies of all devices share."""
+
+    name = "cuda"
+    # Halves are added in float32 and rounded once (`direct`).
+    stages_half = False
+    in_place_parts = frozenset({"allgather"})
+
+    def __init__(self, control: Control) -> None:
+        super().__init__(control.rank, control.size, control.ledger)
+        self.control = control
+        self._pages: dict[Team, Page] = {}
+        # That of the team which voted last: all ranks of the program that runs.
+        self._voting: Page | None = None
+        # Of the run that this rank is in: its place in tags, and what it has started so far.
+        self._run: tuple[Team, int] = (), 0
+        self._first_tag = 0
+        self._started: dict[object, int] = {}
+        control.on_lost.append(self._forget)
+
+    @abstractmethod
+    def empty(self, nbytes: int) -> torch.Tensor:
+        """Returns memory that peers can map, as uint8; it is given back when nobody holds it."""
+
+    def lasting(self, nbytes: int) -> torch.Tensor:
+        """See `PeerMemory.lasting`."""
+        return self.empty(nbytes)
+
+    def shard(self, nbytes: int) -> torch.Tensor:
+        """See `PeerMemory.shard`."""
+        return self.empty(nbytes)
+
+    @abstractmethod
+    def release(self) -> None:
+        """See `PeerMemory.release`."""
+
+    @abstractmethod
+    def tidy(self) -> None:
+        """See `PeerMemory.tidy`."""
+
+    @abstractmethod
+    def name_of(self, tensor: torch.Tensor) -> tuple[tuple[int, ...], int] | None:
+        """Returns how peers call the memory of a tensor, and the bytes from its beginning to the
+        data; None where they cannot map it."""
+
+    @abstractmethod
+    def side_by_side(self, tensor: torch.Tensor, team: Team, what: str) -> torch.Tensor:
+        """See `PeerMemory.side_by_side`."""
+
+    def meet(self, team: Team, what: str) -> None:
+        """See `PeerMemory.meet`."""
+        all_come(self.control, team, what)
+
+    @abstractmethod
+    def _carry_out(
+        self, page: Page, steps: Iterable[list[Numbered]], call: CollectiveCall | Exchange
+    ) -> Work:
+        """Starts transfers; those of a step end before the next step begins."""
+
+    # ------------------------------------------------------------ teams
+    def connect(self, team: Team) -> None:
+        """Makes the page of a team, unless there is one; collective over the team then."""
+        self.page(team)
+
+    def page(self, team: Team) -> Page:
+        """Returns the team's page; collective over the team at first use.
+
+        Raises `UnsupportedError` where the ranks do not share a host.
+        """
+        found = self._pages.get(team)
+        if found is None:
+            words = self.control.page(Page.nbytes(len(team)), team)
+            if words is None:
+                raise UnsupportedError(
+                    f"backend CUDA: ranks {team_text(team)} do not share a host and its processes, "
+                    "and peer copies need both: use NCCL"
+                )
+            found = Page(words, team, self.control)
+            self._connected(found)
+            self._pages[team] = found
+        return found
+
+    def _connected(self, page: Page) -> None:
+        """Called once for a new page, on all of its members."""
+
+    def _forget(self, key: Calls) -> None:
+        """Gives up the page of a team whose members no longer agree where they are."""
+        self._give_up([t for t in self._pages if t == key.team])
+
+    def _give_up(self, teams: Sequence[Team]) -> None:
+        for team in teams:
+            self.control.ledger.entered.pop(self._pages.pop(team).votes, None)
+        if teams:
+            self.make_void()
+
+    # ------------------------------------------------------------ votes
+    def vote(self, team: Team, kind: int) -> tuple[int, ...]:
+        """See `Captured.vote`; collective over the team. Raises what waiting for it raises."""
+        page = self._voting = self.page(team)
+        return page.said.tell(kind, self.control.ledger.enter(page.votes))
+
+    def start_over(self, team: Team) -> None:
+        """See `Captured.start_over`: what was posted and not found never matches later calls."""
+        self.control.begin_run(team)
+        # Parts of the team have pages, too, with what nobody will answer.
+        self._give_up([t for t in self._pages if {*t} <= {*team}])
+        self.page(team)
+
+    def take_back(self, team: Team) -> None:
+        """See `Captured.take_back`."""
+        # Not the number of votes: words of a number that came before would be taken for new ones.
+        self.control.ledger.enter(Calls("failed repetition", team))
+
+    # ------------------------------------------------------------ transfers
+    def _number(self, key: object) -> int:
+        """Return the number of the next call of a kind in the run that this rank is in.
+
+        What a run that failed has left behind never matches a later one: ranks that ended it at
+        different places agree about the number of the next.
+        """
+        run = self.control.run
+        if run is not self._run:
+            self._run, self._started = run, {}
+            team = zlib.crc32(team_text(run[0]).encode()) % _TEAMS
+            self._first_tag = team << _TEAM_SHIFT | (run[1] % _RUNS) << _RUN_SHIFT
+        number = self._started[key] = self._started.get(key, 0) + 1
+        return number
+
+    def _start(self, call: CollectiveCall) -> Work:
+        page = self.page(call.team)
+        number = self._number(call.team) % (_TRANSFERS // _PARTS)
+        first = _COLLECTIVE | self._first_tag | number << _CALL_SHIFT
+        return self._carry_out(page, self._numbered(call, first), call)
+
+    def _numbered(self, call: CollectiveCall, first: int) -> Iterable[list[Numbered]]:
+        counts: dict[tuple[str, int], int] = {}
+
+        def number(t: Transfer) -> Numbered:
+            k = counts[t.kind, t.peer] = counts.get((t.kind, t.peer), -1) + 1
+            return Numbered(t, first + k % _PARTS)
+
+        for step in steps_of(call):
+            yield [number(t) for t in step]
+
+    def _start_batch(self, batch: Exchange) -> Work:
+        page = self.page(batch.team)
+        numbers = [self._number((t.kind, t.peer, batch.team)) for t in batch.transfers]
+        step = [
+            Numbered(t, self._first_tag | number % _TRANSFERS, seq + 1)
+            for t, number, seq in zip(batch.transfers, numbers, batch.sequence, strict=True)
+        ]
+        return self._carry_out(page, [step], batch)
+
+    def _post(self, page: Page, one: Numbered, call: CollectiveCall | Exchange) -> Sent:
+        """Tells the receiver where the data is, in memory that it can map."""
+        tensor, peer = one.transfer.tensor.detach(), one.transfer.peer
+        place = self.name_of(tensor) if tensor.numel() else ((0,) * NAME_WORDS, 0)
+        if place is None:
+            staged = self.empty(tensor.numel() * tensor.element_size())
+            staged = staged.view(tensor.dtype).view(tensor.shape)
+            tensor = staged.copy_(tensor)
+            place = self.name_of(tensor)
+            assert place is not None, "memory made for peers has a name"
+        slot = page.free_slot(peer)
+        if slot < 0:
+            self._poll(lambda: page.free_slot(peer) >= 0, call, (one,))
+            slot = page.free_slot(peer)
+        sent = page.post(peer, slot, one.tag, tensor, *place, self._use(page, peer, slot))
+        self.control.wake((peer,))
+        return sent
+
+    def _use(self, page: Page, peer: int, slot: int) -> int:
+        """Returns the number of the transfer that takes a slot now."""
+        return page.next_use(peer, slot)
+
+    def _check_fits(self, page: Page, one: Numbered, record: Record) -> None:
+        """Raises `CommunicationError`, on both sides, where sender and receiver disagree."""
+        tensor, peer = one.transfer.tensor, one.transfer.peer
+        if (record.dtype, record.elements) == (tensor.dtype, tensor.numel()):
+            return
+        page.answer(peer, record.slot, one.tag, fits=False)
+        self.control.wake((peer,))
+        kind = str(record.dtype).removeprefix("torch.")
+        raise CommunicationError(
+            f"rank {peer} sends {record.elements} elements of {kind} to rank {self.rank}, which "
+            f"receives {tensor_text(tensor)}"
+        )
+
+    def _poll(
+        self,
+        done: Callable[[], bool],
+        call: CollectiveCall | Exchange,
+        open_ones: Sequence[Numbered],
+    ) -> None:
+        """Waits, under the deadline, for the peers of these transfers."""
+
+        def needs() -> list[Need]:
+            if isinstance(call, CollectiveCall):
+                return call.needs()
+            return [
+                Need(
+                    o.transfer.peer,
+                    transfer_key(o.transfer, self.rank, call.team, mirrored=True),
+                    o.count,
+                )
+                for o in open_ones
+            ]
+
+        self.control.poll_until(done, what=call.describe, needs=needs)

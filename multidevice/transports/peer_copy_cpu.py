@@ -1,0 +1,203 @@
+"""Peer copies among the processes of a host: buffers in shared memory, copied by the receiver.
+
+A rank copies what it receives while it waits, for whatever it waits; so nobody has to wait for a
+rank that is not in a communication itself. A receive of its own returns when the data is there:
+streams of CPU ranks are served at once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
+
+import torch
+
+from fuser.support.errors import CommunicationError, FuserError, InputError
+from multidevice.coordination.bounded_wait import Team, team_text
+from multidevice.coordination.control_channel import Control
+from multidevice.transports.base.checked_backend import CollectiveCall, Exchange
+from multidevice.transports.memory.host_shared import SharedMemory
+from multidevice.transports.memory.symmetric_view import side_by_side
+from multidevice.transports.peer_copy import Numbered, Page, PeerBackend, Sent
+
+# What a transfer itself may fail with. Anything else is raised by handlers of signals, in whatever
+# this rank happens to do: its peers need the transfer all the same.
+_FAILURES = (FuserError, RuntimeError, MemoryError, OSError)
+
+
+class _Copies:
+    """Transfers in steps: those of each are posted when those of the last one have ended."""
+
+    def __init__(
+        self,
+        backend: CpuPeerBackend,
+        page: Page,
+        steps: Iterator[list[Numbered]],
+        call: CollectiveCall | Exchange,
+    ) -> None:
+        self._backend, self._page, self._steps, self._call = backend, page, steps, call
+        self.run = backend.control.run
+        self._sent: list[tuple[Sent, Numbered]] = []
+        self._open: list[Numbered] = []
+        self._ended = False
+        self._error: Exception | None = None
+        self.page = page
+        # A wait for a free slot lets all communications go on, this one among them.
+        self._is_posting = False
+        self._begin_step()
+
+    def _begin_step(self) -> None:
+        step = next(self._steps, None)
+        if step is None:
+            self._ended = True
+            return
+        self._open = [one for one in step if one.transfer.kind == "recv"]
+        self._is_posting = True
+        try:
+            self._sent = [
+                (self._backend.posted(self._page, one, self._call), one)
+                for one in step
+                if one.transfer.kind == "send"
+            ]
+        finally:
+            self._is_posting = False
+
+    def done(self) -> bool:
+        """Copies what has come, goes on as far as possible, and returns whether all has ended."""
+        try:
+            while not self._ended:
+                if self._is_posting:
+                    return False
+                self._open = [o for o in self._open if not self._backend.received(self._page, o)]
+                self._sent = [s for s in self._sent if not self._page.answered(s[0])]
+                if self._open or self._sent:
+                    return False
+                self._begin_step()
+        except _FAILURES as error:
+            if isinstance(error, TimeoutError) and not isinstance(error, FuserError):
+                raise
+            # Whoever waits for this communication hears of it, not who happened to look.
+            self._ended, self._error = True, error
+        return True
+
+    def _missing(self) -> list[Numbered]:
+        """Return what a peer has still to do its half of."""
+        return [*self._open, *(one for _, one in self._sent)]
+
+    def receive(self) -> None:
+        """Returns when all that this step receives is there."""
+
+        def is_there() -> bool:
+            return self.done() or not self._open
+
+        if not is_there():
+            self._backend.finish(is_there, self._call, self._missing())
+
+    def wait(self) -> None:
+        """See `Work.wait`."""
+        if not self._ended:
+            self._backend.finish(self.done, self._call, self._missing())
+        self._backend.control.works.discard(self)
+        if self._error is not None:
+            raise self._error
+
+    def synchronize(self) -> None:
+        """See `Work.synchronize`."""
+        self.wait()
+
+
+class CpuPeerBackend(PeerBackend):
+    """Peer copies of CPU tensors."""
+
+    def __init__(self, control: Control) -> None:
+        super().__init__(control)
+        self._memory = SharedMemory()
+        control.on_mended.append(self._mend)
+
+    def _give_up(self, teams: Sequence[Team]) -> None:
+        super()._give_up(teams)
+        kept = [*self._pages.values()]
+        works = self.control.works
+        works -= {w for w in works if isinstance(w, _Copies) and w.page not in kept}
+
+    def _mend(self, team: Team) -> None:
+        """Gives up the pages of a team and of parts of it: slots may hold what nobody answers."""
+        self._give_up([t for t in self._pages if {*t} <= {*team}])
+
+    def _check_device(self, tensor: torch.Tensor) -> None:
+        if tensor.device.type != "cpu":
+            raise InputError(f"backend CUDA of CPU ranks takes CPU tensors, not on {tensor.device}")
+
+    def empty(self, nbytes: int) -> torch.Tensor:
+        return self._memory.empty(nbytes)
+
+    def tidy(self) -> None:
+        self._memory.tidy()
+
+    def release(self) -> None:
+        self._memory.release()
+
+    def name_of(self, tensor: torch.Tensor) -> tuple[tuple[int, ...], int] | None:
+        return self._memory.name_of(tensor)
+
+    def side_by_side(self, tensor: torch.Tensor, team: Team, what: str) -> torch.Tensor:
+        return side_by_side(self.control, self._memory, tensor, team, what)
+
+    def _carry_out(
+        self, page: Page, steps: Iterable[list[Numbered]], call: CollectiveCall | Exchange
+    ) -> _Copies:
+        work = _Copies(self, page, iter(steps), call)
+        # Even if nobody waits for it, the others need it.
+        works = self.control.works
+        if len(works) >= 64:
+            works -= {old for old in works if old.done()}
+        works.add(work)
+        if isinstance(call, Exchange):
+            # As on a GPU: what a rank posts next comes after what it receives.
+            work.receive()
+        return work
+
+    def posted(self, page: Page, one: Numbered, call: CollectiveCall | Exchange) -> Sent:
+        """Posts a send."""
+        return self._post(page, one, call)
+
+    def received(self, page: Page, one: Numbered) -> bool:
+        """Copies what a peer has posted; returns whether it had."""
+        peer, tensor = one.transfer.peer, one.transfer.tensor.detach()
+        record = page.find(peer, one.tag)
+        if record is None:
+            return False
+        self._check_fits(page, one, record)
+        if record.nbytes:
+            memory = self._memory.mapped(record.name, peer)
+            source = memory[record.offset : record.offset + record.nbytes]
+            # Of one element, any stride counts as contiguous, also 0.
+            flat = tensor.as_strided((tensor.numel(),), (1,))
+            flat.copy_(source.view(flat.dtype))
+        page.answer(peer, record.slot, one.tag)
+        self.control.wake((peer,))
+        return True
+
+    def finish(
+        self, done: Callable[[], bool], call: CollectiveCall | Exchange, open_ones: list[Numbered]
+    ) -> None:
+        """Waits until a work has ended."""
+        self._poll(done, call, open_ones)
+
+    def drain(self) -> None:
+        """Serves the peers that still copy out of this rank's memory: those of the last run, since
+        a run that others follow has ended, or nobody will copy what it sent."""
+        works, run = self.control.works, self.control.run
+        mine = [w for w in works if isinstance(w, _Copies) and w.run is run]
+        if self._closed or not mine:
+            return
+        with suppress(CommunicationError):
+            self.control.poll_until(
+                lambda: all(w.done() for w in mine),
+                what=lambda: f"the last copies of ranks {team_text(self.control.world)}",
+                needs=list,
+            )
+
+    def close(self) -> None:
+        super().close()
+        self._memory.close()

@@ -1,0 +1,526 @@
+"""Peer copies between the GPUs of a host: copy engines read over NVLink, streams wait for flags.
+
+The host only finds out where the data lies; the order is that of the streams. A sender's stream
+writes the flag *ready* into the receiver's memory; the receiver's stream waits for it, copies, and
+writes the flag *done* into the sender's, for which whoever reuses the data waits. Flags count the
+uses of their slot, so nothing is ever reset. No kernel runs: the multiprocessors are free. Only an
+allreduce of at most MAX_NBYTES is one kernel (`peer_allreduce`).
+
+A transfer in a graph has two flags of its own, which whoever waits for them sets back to 0: all
+ranks repeat a graph equally often (`PeerBackend.vote`), and when it ends all its flags are 0. Each
+node of flags takes a GPU microseconds: what comes together is one, nobody waits for *done* being
+written, and a receiver looks for *ready* beside what its stream does before the copy, as soon as it
+has itself said *ready* of what it has sent before. That one node does both lets no ranks wait for
+each other in a circle, in whichever order a GPU takes the nodes of a graph: it is the same on all.
+"""
+
+from __future__ import annotations
+
+import struct
+import threading
+from collections import Counter
+from collections.abc import Callable, Generator, Iterable, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, field
+from functools import partial
+
+import torch
+
+from fuser.support.errors import CommunicationError, InputError, UnsupportedError
+from fuser.support.torch_calls import capturing_on, raw_stream_on
+from multidevice.coordination.bounded_wait import Team, team_text
+from multidevice.coordination.control_channel import Control
+from multidevice.transports.allreduce_kernel import AllreduceKernels
+from multidevice.transports.base.allreduce_model import MAX_NBYTES
+from multidevice.transports.base.captured import NOT_CAPTURED
+from multidevice.transports.base.checked_backend import (
+    CollectiveCall,
+    Exchange,
+    stream_at,
+    stream_handle,
+)
+from multidevice.transports.base.launch_order import CudaDriver, LaunchOrder
+from multidevice.transports.base.protocol import Post, Work
+from multidevice.transports.memory.cuda_calls import CudaCalls
+from multidevice.transports.memory.cuda_ipc import Hooks, Seen
+from multidevice.transports.memory.cuda_vmm import GpuShards
+from multidevice.transports.memory.ipc_memory import WAIT, WRITE, FlagOp, IpcMemory, beside
+from multidevice.transports.memory.symmetric_view import side_by_side
+from multidevice.transports.peer_copy import (
+    NAME_WORDS,
+    SLOTS,
+    Numbered,
+    Page,
+    PeerBackend,
+    Record,
+    Sent,
+)
+
+_FLAG_NBYTES = 4
+# Transfers between two ranks, in one direction, that may be in graphs; their uses begin where no
+# slot of the page will ever come.
+_GRAPH_SLOTS = 1 << 14
+_IN_GRAPHS = 1 << 32
+# Flags of one kind, in one direction between two ranks; and the kinds.
+_FLAGS = SLOTS + _GRAPH_SLOTS
+_READY, _DONE = 0, 1
+
+
+@dataclass
+class _Capture:
+    """What a graph, which `stream` will repeat, needs to be kept; its sends that no stream has
+    waited for yet; and flags that are still to be written, behind these nodes."""
+
+    stream: int
+    held: list[object] = field(default_factory=list[object])
+    open: set[Sent] = field(default_factory=set[Sent])
+    writes: list[FlagOp] = field(default_factory=list[FlagOp])
+    after: dict[int, object] = field(default_factory=dict[int, object])
+    # A stream that is captured.
+    last: int = 0
+    # By stream: its last copy, and what was open then.
+    copied: dict[int, tuple[list[object], set[Sent]]] = field(
+        default_factory=dict[int, tuple[list[object], set[Sent]]]
+    )
+
+
+class _Enqueued:
+    """Copies that streams carry out; `sent` are those of whose data no wait says that it may be
+    overwritten."""
+
+    def __init__(
+        self,
+        backend: CudaPeerBackend,
+        page: Page,
+        sent: list[Sent],
+        call: CollectiveCall | Exchange,
+    ) -> None:
+        self._backend, self._page, self._sent, self._call = backend, page, sent, call
+
+    def wait(self) -> None:
+        """Lets the current stream wait until the peers have copied what this rank sends."""
+        self._wait_on(None)
+
+    def _wait_on(self, stream: object) -> None:
+        if self._sent:
+            self._backend.settle(self._page, self._sent, stream)
+            self._sent = []
+
+    def synchronize(self) -> None:
+        """See `Work.synchronize`; polls the stream under the deadline."""
+        self._wait_on(self._call.stream)
+        self._backend.synchronize(self._call)
+
+
+class CudaPeerBackend(PeerBackend):
+    """Peer copies of the tensors of one GPU, on the current stream or the one that is given."""
+
+    def __init__(self, control: Control, device: torch.device) -> None:
+        super().__init__(control)
+        self.device = device
+        self._hooks = Hooks(self._is_idle, self.make_void, self._told)
+        self._memory = IpcMemory(device, self._hooks)
+        self._shards: GpuShards | None = None
+        self._current = raw_stream_on(device)
+        # Of each page: this rank's flags [ready, done][member][slot], and where it sees others'.
+        self._flags: dict[Page, torch.Tensor] = {}
+        self._theirs: dict[Page, dict[int, int]] = {}
+        # Sends that nobody has waited for: peers may still read them.
+        self._held: dict[Sent, Page] = {}
+        self._is_captured = capturing_on(device)
+        self._capture: _Capture | None = None
+        # How many transfers to each member are in graphs.
+        self._graphed: dict[Page, Counter[int]] = {}
+        self.kernels = AllreduceKernels(
+            control,
+            device,
+            MAX_NBYTES,
+            lambda: self._memory,
+            lambda: LaunchOrder(CudaDriver(device)),
+        )
+
+    def _check_device(self, tensor: torch.Tensor) -> None:
+        if tensor.numel() and tensor.device != self.device:
+            raise InputError(
+                f"backend CUDA of {self.device} takes tensors there, found one on {tensor.device}"
+            )
+
+    def _captures_now(self, stream: int) -> bool:
+        return self._is_captured is not None and self._is_captured(stream)
+
+    def _handle(self, stream: object) -> int:
+        return self._current() if stream is None else stream_handle(stream, self.device)
+
+    def _on(self, stream: object) -> AbstractContextManager[object]:
+        if stream is None:
+            return nullcontext()
+        return torch.cuda.stream(stream_at(stream_handle(stream, self.device), self.device))
+
+    def empty(self, nbytes: int) -> torch.Tensor:
+        capture = self._capture
+        if capture is None:
+            return self._memory.empty(nbytes)
+        # The graph's for as long as there is one, and out of reach of the memory of its maker.
+        made = beside(self.device, capture.stream, lambda: self._memory.lasting(nbytes))
+        capture.held.append(made)
+        return made
+
+    def lasting(self, nbytes: int) -> torch.Tensor:
+        if self._capture is not None or self._captures_now(self._current()):
+            return self.empty(nbytes)
+        return self._memory.lasting(nbytes)
+
+    def tidy(self) -> None:
+        if self._capture is None and not self._captures_now(self._current()):
+            self._memory.tidy()
+            if self._shards is not None:
+                self._shards.tidy()
+
+    def release(self) -> None:
+        self._memory.release()
+        if self._shards is not None:
+            self._shards.release()
+
+    def shard(self, nbytes: int) -> torch.Tensor:
+        shards = self._find_shards()
+        if shards.why_not:
+            return self.empty(nbytes)
+        return shards.empty(nbytes, self._current())
+
+    def _find_shards(self) -> GpuShards:
+        if self._shards is None:
+            self._shards = GpuShards(self.device, CudaCalls(), self._hooks)
+        return self._shards
+
+    def _told(self) -> Callable[[], bool]:
+        """Returns what tells whether peers have found all that this rank has sent until now: they
+        have mapped it then. Streams may wait for them where the host does not."""
+        open_ones = {page: page.unanswered() for page in self._pages.values()}
+
+        def is_found() -> bool:
+            for page, some in list(open_ones.items()):
+                is_given_up = self._pages.get(page.team) is not page
+                open_ones[page] = [] if is_given_up else page.still_unanswered(some)
+            return not any(open_ones.values())
+
+        return is_found
+
+    def _is_idle(self) -> bool:
+        """Waits, under the deadline, until the device has done all that it was given; False where
+        it cannot tell, as somebody captures."""
+        done: list[bool] = []
+
+        def body() -> None:
+            try:
+                torch.cuda.synchronize(self.device)
+            except RuntimeError:
+                return
+            done.append(True)
+
+        # By itself: a stream may wait for a rank that will never come.
+        waiting = threading.Thread(target=body, daemon=True)
+        waiting.start()
+        self.control.poll_until(
+            lambda: not waiting.is_alive(),
+            what=lambda: f"what {self.device} does, before memory of peers is given back",
+            needs=list,
+        )
+        return bool(done)
+
+    def name_of(self, tensor: torch.Tensor) -> tuple[tuple[int, ...], int] | None:
+        return self._memory.name_of(tensor)
+
+    def side_by_side(self, tensor: torch.Tensor, team: Team, what: str) -> torch.Tensor:
+        # What members find there was written before they have come.
+        self._finish(what)
+        return side_by_side(self.control, self._find_shards(), tensor, team, what)
+
+    def meet(self, team: Team, what: str) -> None:
+        self._finish(what)
+        super().meet(team, what)
+
+    def _finish(self, what: str) -> None:
+        """Returns when the current stream has done its work."""
+        stream = torch.cuda.current_stream(self.device)
+        self.control.poll_until(stream.query, what=lambda: f"what comes before {what}", needs=list)
+
+    # ------------------------------------------------------------ flags
+    def _connected(self, page: Page) -> None:
+        """Makes the flags, and maps those of the others."""
+        team = page.team
+        flags = self._memory.empty(2 * len(team) * _FLAGS * _FLAG_NBYTES).zero_()
+        # Also all that came before: what waits for a rank that failed may never end.
+        self.control.poll_until(
+            torch.cuda.current_stream(self.device).query,
+            what=lambda: f"what {self.device} did before team {team_text(team)} met anew",
+            needs=list,
+        )
+        place = self._memory.name_of(flags)
+        assert place is not None, "memory made for peers has a name"
+        name, at = place
+        hello = struct.pack(f"<{NAME_WORDS + 1}Q", *name, at)
+        error: BaseException | None = None
+        theirs: dict[int, int] = {}
+        for rank, answer in zip(team, self.control.exchange(hello, team=team), strict=True):
+            *words, offset = struct.unpack(f"<{NAME_WORDS + 1}Q", answer)
+            if rank != self.rank and error is None:
+                try:
+                    theirs[rank] = self._memory.mapped(tuple(words), rank) + offset
+                except UnsupportedError as found:
+                    error = found
+        # Nobody sets a flag that is still to be cleared, or copies where one cannot.
+        self.control.agree(error, team=team)
+        self._flags[page], self._theirs[page] = flags, theirs
+
+    def _give_up(self, teams: Sequence[Team]) -> None:
+        super()._give_up(teams)
+        kept = set(self._pages.values())
+        for page in [p for p in self._flags if p not in kept]:
+            del self._flags[page], self._theirs[page]
+            self._graphed.pop(page, None)
+
+    def _flag(
+        self, page: Page, kind: int, of: int, about: int, slot: int, use: int
+    ) -> tuple[int, int]:
+        """Returns the address of the flag, of a kind (_READY, _DONE), that lies with rank `of` and
+        is about rank `about`, and the value that it comes to by this use of the slot."""
+        base = self._flags[page].data_ptr() if of == self.rank else self._theirs[page][of]
+        member = kind * len(page.team) + page.team.index(about)
+        place, value = (SLOTS + use - _IN_GRAPHS, 1) if use >= _IN_GRAPHS else (slot, use)
+        return base + (member * _FLAGS + place) * _FLAG_NBYTES, value
+
+    def _set(self, page: Page, kind: int, of: int, slot: int, use: int, stream: int) -> None:
+        """Lets a stream tell rank `of`."""
+        address, value = self._flag(page, kind, of, self.rank, slot, use)
+        capture = self._capture
+        if capture is None:
+            self._memory.set_flag(address, value, stream)
+        elif kind == _READY:
+            capture.last = stream
+            capture.writes.append((WRITE, address, value))
+            capture.after.update((int(node), node) for node in self._memory.captured(stream))
+        else:
+            # Nothing of this run follows from it.
+            write = partial(self._memory.set_flag, address, value, stream)
+            self._memory.aside(write, stream)
+
+    def _await(
+        self, page: Page, kind: int, uses: Sequence[tuple[int, int, int]], stream: int
+    ) -> None:
+        """Lets a stream wait until it is told by ranks: (rank, slot, use)."""
+        flags = [self._flag(page, kind, self.rank, by, slot, use) for by, slot, use in uses]
+        capture = self._capture
+        if capture is None:
+            for address, value in flags:
+                self._memory.wait_flag(address, value, stream)
+            return
+        ops = [op for at, value in flags for op in ((WAIT, at, value), (WRITE, at, 0))]
+        if kind == _READY and capture.writes:
+            self._use_beside(capture, ops, stream)
+        else:
+            self.flush()
+            self._memory.use_flags(ops, stream)
+
+    def _use_beside(self, capture: _Capture, waits: Sequence[FlagOp], stream: int) -> None:
+        """Write the flags that were put off, behind what they stand for, then wait for others."""
+        ops, after = [*capture.writes, *waits], [*capture.after.values()]
+        capture.writes.clear()
+        capture.after.clear()
+        self._memory.beside(lambda: self._memory.use_flags(ops, stream), after, stream)
+
+    def flush(self) -> None:
+        """See `Captured.flush`."""
+        capture = self._capture
+        if capture is not None and capture.writes:
+            stream = capture.last
+            self._memory.aside(lambda: self._use_beside(capture, (), stream), stream)
+
+    # ------------------------------------------------------------ graphs
+    def can_capture(self, what: str) -> bool:
+        """See `Captured.can_capture`."""
+        return what != "barrier"
+
+    @contextmanager
+    def capturing(self, stream: int) -> Generator[list[object]]:
+        """See `Captured.capturing`."""
+        self._capture = capture = _Capture(stream)
+        try:
+            yield capture.held
+            if capture.open:
+                peers = team_text(sorted({sent.peer for sent in capture.open}))
+                raise CommunicationError(f"no stream waits for what is sent to ranks {peers}")
+        finally:
+            self._capture = None
+
+    def _poll(
+        self,
+        done: Callable[[], bool],
+        call: CollectiveCall | Exchange,
+        open_ones: Sequence[Numbered],
+    ) -> None:
+        page = self._voting
+        if self._capture is None or page is None:
+            super()._poll(done, call, open_ones)
+            return
+
+        def gone() -> list[int]:
+            number = self.control.ledger.entered.get(page.votes, 0)
+            return page.said.who_says(NOT_CAPTURED, number)
+
+        super()._poll(lambda: done() or bool(gone()), call, open_ones)
+        if not done():
+            raise CommunicationError(f"ranks {team_text(gone())} could not capture it")
+
+    def _use(self, page: Page, peer: int, slot: int) -> int:
+        if self._capture is None:
+            # Flags of a slot come in order: its last transfer is over before the next is ready.
+            if use := page.uses(peer, slot):
+                self._await(page, _DONE, [(peer, slot, use)], self._current())
+            return page.next_use(peer, slot)
+        count = self._graphed.setdefault(page, Counter[int]())
+        if count[peer] == _GRAPH_SLOTS:
+            raise CommunicationError(f"{_GRAPH_SLOTS} transfers to rank {peer} are in graphs")
+        count[peer] += 1
+        return _IN_GRAPHS + count[peer] - 1
+
+    # ------------------------------------------------------------ small allreduces
+    def _start_reduction(self, call: CollectiveCall) -> Work:
+        work = self.kernels.start(call, self._handle(call.stream))
+        return super()._start_reduction(call) if work is None else work
+
+    def _bind_reduction(self, call: CollectiveCall) -> Post | None:
+        takes = self.kernels.takes(call)
+        return self.kernels.bind(call) if takes else super()._bind_reduction(call)
+
+    # ------------------------------------------------------------ transfers
+    def _carry_out(
+        self, page: Page, steps: Iterable[list[Numbered]], call: CollectiveCall | Exchange
+    ) -> _Enqueued:
+        stream = self._handle(call.stream)
+        if self._capture is None and self._captures_now(stream):
+            raise UnsupportedError(
+                f"{call.describe()}: peer copies cannot be a part of a graph that the caller "
+                "captures: the ranks agree on each run, and repeat it by graphs of their own"
+            )
+        sent: list[Sent] = []
+        with self._on(call.stream):
+            for step in steps:
+                self.settle(page, sent, call.stream)
+                # All sends come first: where two ranks exchange, neither waits for the other.
+                sent = [
+                    self._send(page, one, call, stream)
+                    for one in step
+                    if one.transfer.kind == "send"
+                ]
+                self._pull(page, [o for o in step if o.transfer.kind == "recv"], call, stream)
+        if self._capture is None:
+            self._held.update(dict.fromkeys(sent, page))
+        else:
+            self._capture.held.append(self._flags[page])
+        return _Enqueued(self, page, sent, call)
+
+    def _send(
+        self, page: Page, one: Numbered, call: CollectiveCall | Exchange, stream: int
+    ) -> Sent:
+        sent = self._post(page, one, call)
+        sent.stream = stream
+        self._set(page, _READY, sent.peer, sent.slot, sent.use, stream)
+        if self._capture is not None:
+            self._capture.open.add(sent)
+        return sent
+
+    def _pull(
+        self, page: Page, ones: Sequence[Numbered], call: CollectiveCall | Exchange, stream: int
+    ) -> None:
+        """Let a stream copy what peers have sent: one after another, when all of it is ready."""
+        found = [(one.transfer, *self._find(page, one, call)) for one in ones]
+        if not found:
+            return
+        uses = [(t.peer, record.slot, record.use) for t, record, _ in found]
+        self._await(page, _READY, uses, stream)
+        for t, record, seen in found:
+            if seen is not None:
+                source = seen.address + record.offset
+                self._memory.copy(t.tensor.data_ptr(), source, record.nbytes, stream)
+            self._set(page, _DONE, t.peer, record.slot, record.use, stream)
+        if self._capture is not None:
+            copies = self._memory.captured(stream)
+            self._capture.copied[stream] = copies, set(self._capture.open)
+
+    def _find(
+        self, page: Page, one: Numbered, call: CollectiveCall | Exchange
+    ) -> tuple[Record, Seen | None]:
+        """Return where a peer's data lies, once its host has said so, and where this rank sees it
+        (None: there is none); answer that it is known."""
+        peer = one.transfer.peer
+        record = page.find(peer, one.tag)
+        if record is None:
+            self._poll(lambda: page.find(peer, one.tag) is not None, call, (one,))
+            record = page.find(peer, one.tag)
+        assert record is not None, "it was found"
+        self._check_fits(page, one, record)
+        # The peer may give the memory back once this rank has mapped it.
+        seen = self._seen(record.name, peer) if record.nbytes else None
+        page.answer(peer, record.slot, one.tag)
+        return record, seen
+
+    def _seen(self, name: tuple[int, ...], peer: int) -> Seen:
+        capture = self._capture
+        if capture is None or self._memory.is_mapped(name):
+            seen = self._memory.find(name, peer)
+        else:
+            seen = beside(self.device, capture.stream, lambda: self._memory.find(name, peer))
+        if capture is not None:
+            capture.held.append(seen)
+        return seen
+
+    def settle(self, page: Page, sent: list[Sent], stream: object) -> None:
+        """Lets a stream wait until the receivers have copied."""
+        handle = self._handle(stream)
+        if sent:
+            uses = [(one.peer, one.slot, one.use) for one in sent]
+            copies, were_open = self._copied(handle)
+            if were_open.issuperset(sent):
+                # Peers copy these when this rank copies theirs, whatever it has computed since.
+                wait = partial(self._await, page, _DONE, uses, handle)
+                self._memory.beside(wait, copies, handle)
+            else:
+                self._await(page, _DONE, uses, handle)
+        for one in sent:
+            if self._capture is not None:
+                self._capture.open.discard(one)
+                continue
+            if one.stream != handle and one.held.numel():
+                # Torch keeps what is freed for the stream that it was made for.
+                one.held.record_stream(stream_at(handle, self.device))
+            self._held.pop(one, None)
+
+    def _copied(self, stream: int) -> tuple[list[object], set[Sent]]:
+        nothing: tuple[list[object], set[Sent]] = [], set()
+        return nothing if self._capture is None else self._capture.copied.get(stream, nothing)
+
+    def synchronize(self, call: CollectiveCall | Exchange) -> None:
+        """Returns when the stream of a call has done its work."""
+        stream = stream_at(self._handle(call.stream), self.device)
+        self.control.poll_until(stream.query, what=call.describe, needs=call.needs)
+
+    def drain(self) -> None:
+        """Waits for the device, within the deadline: peers may read this rank's memory."""
+        if self._closed or not (self._pages or self.kernels.is_used):
+            return
+        done = torch.cuda.Event()
+        done.record(torch.cuda.current_stream(self.device))
+        try:
+            self.control.poll_until(
+                done.query,
+                what=lambda: (
+                    f"the device's last copies among ranks {team_text(self.control.world)}"
+                ),
+                needs=list,
+            )
+        except CommunicationError:
+            return
+
+    def close(self) -> None:
+        super().close()
+        self._memory.close()

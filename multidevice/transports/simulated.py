@@ -1,0 +1,546 @@
+"""N ranks as threads of one process that pass one baton: exactly one runs at any time.
+
+A switch happens only when a rank waits in a communicator call, and the next rank is the one that
+has been ready longest, so a run is deterministic. When no rank can run, every rank raises
+`DeadlockError`, which tells where each of them stands. Ranks that meet in a collective with
+different arguments raise an error that shows both sides. Tensors may be on the CPU or, all ranks
+sharing one device, on CUDA.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter, deque
+from collections.abc import Callable, Hashable, Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+
+from fuser.support.errors import CommunicationError, DeadlockError, PeerError, UnsupportedError
+from multidevice.coordination.bounded_wait import Need, Team
+from multidevice.coordination.control_channel import Control, ControlCall
+from multidevice.transports.base.checked_backend import (
+    CheckedBackend,
+    CollectiveCall,
+    Exchange,
+    stream_at,
+)
+from multidevice.transports.base.checks import tensor_text
+from multidevice.transports.base.protocol import Transfer
+from multidevice.transports.generators import Generators
+from multidevice.transports.memory.host_shared import SharedMemory
+from multidevice.transports.memory.symmetric_view import all_come, side_by_side
+
+
+class _DescribesPosition(Protocol):
+    def describe(self) -> str: ...
+
+    def needs(self) -> Iterable[Need]: ...
+
+
+@dataclass(frozen=True)
+class _LazyPosition:
+    """A position that is described only when somebody asks."""
+
+    describe: Callable[[], str]
+    needs: Callable[[], Iterable[Need]]
+
+
+class Baton:
+    """The scheduler of the simulated ranks of one run."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self._gates = [threading.Semaphore(0) for _ in range(size)]
+        self._ready: deque[int] = deque(range(size))
+        self._waiting: dict[int, _DescribesPosition] = {}
+        self._ended: dict[int, str] = {}
+        self._failure: Callable[[], CommunicationError] | None = None
+        self.meetings: dict[tuple[Hashable, int], Meeting] = {}
+        self.mailboxes: dict[str, deque[_Letter]] = {}
+        self.pages: dict[Team, memoryview] = {}
+        self.generators = Generators(size)
+
+    def start(self) -> None:
+        """Lets the first rank run."""
+        self._pass_on()
+
+    def begin(self, rank: int) -> None:
+        """Blocks the thread of a rank until it is its turn."""
+        self._gates[rank].acquire()
+        self.generators.take(rank)
+
+    def end(self, rank: int, error: BaseException | None) -> None:
+        """Records that a rank has finished, and passes the baton on."""
+        self.generators.leave(rank)
+        if error is None:
+            self._ended[rank] = "finished"
+        else:
+            text = f"{type(error).__name__}: {error}"
+            self._ended[rank] = f"failed with {text}"
+            if self._failure is None:
+                self.fail(lambda: PeerError(f"rank {rank} failed: {text}"))
+        self._pass_on()
+
+    def fail(self, failure: Callable[[], CommunicationError]) -> None:
+        """Makes every waiting rank, and every later call, raise."""
+        self._failure = failure
+        for rank in sorted(self._waiting):
+            self._ready.append(rank)
+        self._waiting.clear()
+
+    def check(self) -> None:
+        """Raises when the run has failed."""
+        if self._failure is not None:
+            raise self._failure()
+
+    def wait(self, rank: int, done: Callable[[], bool], position: _DescribesPosition) -> None:
+        """Blocks a rank until `done()`; other ranks run meanwhile.
+
+        Raises:
+            DeadlockError: no rank can run.
+            PeerError: another rank failed.
+        """
+        while not done():
+            self.check()
+            self._waiting[rank] = position
+            self.generators.leave(rank)
+            self._pass_on()
+            self._gates[rank].acquire()
+            self.generators.take(rank)
+
+    def wake(self, ranks: Iterable[int]) -> None:
+        """Makes waiting ranks ready, in the given order."""
+        for rank in ranks:
+            if self._waiting.pop(rank, None) is not None:
+                self._ready.append(rank)
+
+    def _pass_on(self) -> None:
+        if not self._ready and self._waiting:
+            report = self._report()
+            self.fail(lambda: DeadlockError(report))
+        if self._ready:
+            self._gates[self._ready.popleft()].release()
+
+    def _report(self) -> str:
+        lines = ["deadlock: no simulated rank can run"]
+        for rank in range(self.size):
+            position = self._waiting.get(rank)
+            if position is None:
+                lines.append(f"  rank {rank}: {self._ended.get(rank, 'not started')}")
+                continue
+            lines.append(f"  rank {rank}: waits in {position.describe()}")
+        return "\n".join(lines)
+
+
+class Meeting:
+    """The members of a team that have entered one collective so far."""
+
+    def __init__(self) -> None:
+        self.entries: dict[int, Any] = {}
+        self.arrivals: dict[int, Any] = {}
+        self.left = 0
+        self.done = False
+        self.error: str | None = None
+        self.result: Any = None
+        self.finished: Any = None
+
+
+def meet(
+    baton: Baton,
+    position: _DescribesPosition,
+    *,
+    key: Hashable,
+    seq: int,
+    team: Team,
+    index: int,
+    entry: Any,
+    arrival: Any,
+    complete: Callable[[Meeting], None],
+) -> Meeting:
+    """Enters a collective; the last member to arrive runs `complete` for all."""
+    baton.check()
+    meeting = baton.meetings.setdefault((key, seq), Meeting())
+    meeting.entries[index] = entry
+    meeting.arrivals[index] = arrival
+    if len(meeting.entries) == len(team):
+        del baton.meetings[key, seq]
+        complete(meeting)
+        meeting.done = True
+        baton.wake(team)
+    return meeting
+
+
+class SimulatedControl(Control):
+    """The control channel of one simulated rank."""
+
+    def __init__(self, rank: int, size: int, baton: Baton) -> None:
+        super().__init__(rank, size)
+        self.baton = baton
+
+    def page(self, nbytes: int, team: Team) -> memoryview | None:
+        """See `Control.page`; the ranks are threads, so any memory is shared."""
+        return self.baton.pages.setdefault(team, memoryview(bytearray(nbytes)).cast("Q"))
+
+    def wake(self, team: Team) -> None:
+        """Makes members that wait look again."""
+        self.baton.wake(team)
+
+    def poll_until(
+        self,
+        done: Callable[[], bool],
+        *,
+        what: Callable[[], str],
+        needs: Callable[[], Iterable[Need]],
+    ) -> None:
+        """See `Control.poll_until`; the baton sees every deadlock."""
+        self.baton.wait(self.rank, done, _LazyPosition(lambda: what() + self.trouble, needs))
+
+    def _gather(self, record: bytes, step: ControlCall) -> list[bytes]:
+        return self._collect(record, step, "record")
+
+    def _gather_varied(
+        self, payload: bytes, sizes: Sequence[int], step: ControlCall
+    ) -> list[bytes]:
+        return self._collect(payload, step, "payload")
+
+    def _collect(self, payload: bytes, step: ControlCall, part: str) -> list[bytes]:
+        meeting = meet(
+            self.baton,
+            step,
+            key=f"{step.key} {part}",
+            seq=step.seq,
+            team=step.team,
+            index=step.team.index(self.rank),
+            entry=payload,
+            arrival=None,
+            complete=lambda _: None,
+        )
+        place = _LazyPosition(lambda: step.describe() + self.trouble, step.needs)
+        self.baton.wait(self.rank, lambda: meeting.done, place)
+        return [meeting.entries[i] for i in range(len(step.team))]
+
+
+class _Letter:
+    """A transfer that waits for its other half."""
+
+    def __init__(self, transfer: Transfer, rank: int, stream: object, arrival: Any) -> None:
+        self.transfer = transfer
+        self.rank = rank
+        self.stream = stream
+        self.arrival = arrival
+        self.done = False
+        self.error: str | None = None
+        self.finished: Any = None
+
+
+class _SimulatedWork:
+    """Meetings or letters that must be done."""
+
+    def __init__(
+        self,
+        backend: SimulatedBackend,
+        parts: Sequence[Meeting | _Letter],
+        call: CollectiveCall | Exchange,
+    ) -> None:
+        self._backend = backend
+        self._parts = parts
+        self._call = call
+
+    def is_done(self) -> bool:
+        """Whether the data has moved."""
+        return all(part.done for part in self._parts)
+
+    def wait(self) -> None:
+        """See `Work.wait`; blocks the rank until the data has moved, also on CUDA."""
+        backend = self._backend
+        backend.baton.wait(backend.rank, self.is_done, self._call)
+        for part in self._parts:
+            if part.error is not None:
+                raise CommunicationError(part.error)
+            if part.finished is not None:
+                _current_stream(self._call.stream).wait_event(part.finished)
+
+    def synchronize(self) -> None:
+        """See `Work.synchronize`."""
+        self.wait()
+        for part in self._parts:
+            if part.finished is not None:
+                part.finished.synchronize()
+
+
+class SimulatedBackend(CheckedBackend):
+    """Collectives among simulated ranks; half-precision reductions accumulate in float32, in team
+    order.
+    """
+
+    name = "simulated"
+
+    def __init__(self, control: SimulatedControl) -> None:
+        super().__init__(control.rank, control.size, control.ledger)
+        self.control = control
+        self.baton = control.baton
+        # How often ranks of teams have met after an error: letters from before are nobody's.
+        self._mended: Counter[Team] = Counter()
+        control.on_mended.append(self._mend)
+
+    def _mend(self, team: Team) -> None:
+        self._mended[team] += 1
+
+    def _check_device(self, tensor: torch.Tensor) -> None:
+        del tensor
+
+    def _on(self, stream: object) -> AbstractContextManager[object]:
+        if stream is None:
+            return nullcontext()
+        return torch.cuda.stream(_current_stream(stream))
+
+    def _start(self, call: CollectiveCall) -> _SimulatedWork:
+        arrival = _record_event(call.inp if call.inp is not None else call.out, call.stream)
+        meeting = meet(
+            self.baton,
+            call,
+            key=call.key,
+            seq=call.seq,
+            team=call.team,
+            index=call.index,
+            entry=call,
+            arrival=arrival,
+            complete=_complete,
+        )
+        return _SimulatedWork(self, [meeting], call)
+
+    def _start_batch(self, batch: Exchange) -> _SimulatedWork:
+        self.baton.check()
+        letters = [self._post(transfer, batch) for transfer in batch.transfers]
+        return _SimulatedWork(self, letters, batch)
+
+    def _post(self, transfer: Transfer, batch: Exchange) -> _Letter:
+        sends = transfer.kind == "send"
+        source, target = (self.rank, transfer.peer) if sends else (transfer.peer, self.rank)
+        since = sum(n for team, n in self._mended.items() if {*batch.team} <= {*team})
+        box = self.baton.mailboxes.setdefault(
+            f"{source}->{target} {batch.team} {transfer.order} {since}", deque()
+        )
+        arrival = _record_event(transfer.tensor, batch.stream)
+        letter = _Letter(transfer, self.rank, batch.stream, arrival)
+        if not box or box[0].transfer.kind == transfer.kind:
+            box.append(letter)
+            return letter
+        other = box.popleft()
+        send, recv = (letter, other) if sends else (other, letter)
+        self._deliver(send, recv)
+        for one in (send, recv):
+            one.done = True
+        self.baton.wake([other.rank])
+        return letter
+
+    def _deliver(self, send: _Letter, recv: _Letter) -> None:
+        source, target = send.transfer.tensor, recv.transfer.tensor
+        if source.dtype != target.dtype or source.numel() != target.numel():
+            text = (
+                f"rank {send.rank} sends {tensor_text(source)} to rank {recv.rank}, "
+                f"which receives {tensor_text(target)}"
+            )
+            send.error = recv.error = text
+            return
+        with _after([send.arrival, recv.arrival], send.stream):
+            target.view(-1).copy_(source.view(-1))
+            send.finished = recv.finished = _record_event(target, send.stream)
+
+
+class SimulatedPeers(SimulatedBackend):
+    """Stands for peer copies: simulated ranks see each other's memory anyway."""
+
+    name = "cuda"
+
+    def __init__(self, control: SimulatedControl, device: torch.device) -> None:
+        super().__init__(control)
+        self._device = device
+        self._memory = SharedMemory()
+
+    def connect(self, team: Team) -> None:
+        """See `PeerMemory.connect`; there is nothing to be found."""
+
+    def empty(self, nbytes: int) -> torch.Tensor:
+        """See `PeerMemory.empty`."""
+        if self._device.type == "cpu":
+            return self._memory.empty(nbytes)
+        return torch.empty(nbytes, dtype=torch.uint8, device=self._device)
+
+    def lasting(self, nbytes: int) -> torch.Tensor:
+        """See `PeerMemory.lasting`."""
+        return self.empty(nbytes)
+
+    def shard(self, nbytes: int) -> torch.Tensor:
+        """See `PeerMemory.shard`."""
+        return self.empty(nbytes)
+
+    def release(self) -> None:
+        """See `PeerMemory.release`."""
+        self._memory.release()
+
+    def tidy(self) -> None:
+        """See `PeerMemory.tidy`."""
+        self._memory.tidy()
+
+    def side_by_side(self, tensor: torch.Tensor, team: Team, what: str) -> torch.Tensor:
+        """See `PeerMemory.side_by_side`."""
+        if self._device.type != "cpu":
+            raise UnsupportedError(f"{what}: on {self._device}, simulated ranks map no memory")
+        return side_by_side(self.control, self._memory, tensor, team, what)
+
+    def meet(self, team: Team, what: str) -> None:
+        """See `PeerMemory.meet`."""
+        all_come(self.control, team, what)
+
+    def close(self) -> None:
+        """See `Backend.close`."""
+        super().close()
+        self._memory.close()
+
+
+def _current_stream(stream: object) -> torch.cuda.Stream:
+    if isinstance(stream, torch.cuda.Stream):
+        return stream
+    if isinstance(stream, int):
+        return stream_at(stream)
+    return torch.cuda.current_stream()
+
+
+def _record_event(tensor: torch.Tensor | None, stream: object) -> Any:
+    """Returns an event on the rank's stream, or None for CPU tensors."""
+    if tensor is None or tensor.device.type != "cuda":
+        return None
+    event = torch.cuda.Event()
+    event.record(_current_stream(stream))
+    return event
+
+
+def _after(events: Iterable[Any], stream: object) -> AbstractContextManager[object]:
+    """Returns a context whose work runs on `stream` after the events."""
+    real = [event for event in events if event is not None]
+    if not real:
+        return nullcontext()
+    current = _current_stream(stream)
+    for event in real:
+        current.wait_event(event)
+    return torch.cuda.stream(current)
+
+
+def _complete(meeting: Meeting) -> None:
+    """Moves the data of a collective whose members have all arrived."""
+    calls: list[CollectiveCall] = [meeting.entries[i] for i in range(len(meeting.entries))]
+    signatures = [_signature(call) for call in calls]
+    for call, signature in zip(calls, signatures, strict=True):
+        if signature != signatures[0]:
+            meeting.error = (
+                f"ranks of team {calls[0].team} disagree: rank {calls[0].team[0]} calls "
+                f"{calls[0].describe()}; rank {call.team[call.index]} calls {call.describe()}"
+            )
+            return
+    last = next(reversed(meeting.entries))
+    stream = calls[last].stream
+    with _after(meeting.arrivals.values(), stream), torch.no_grad():
+        _MOVES[calls[0].op](calls)
+        meeting.finished = _record_event(_any_tensor(calls[last]), stream)
+
+
+def _any_tensor(call: CollectiveCall) -> torch.Tensor | None:
+    return call.out if call.out is not None else call.inp
+
+
+def _signature(call: CollectiveCall) -> tuple[object, ...]:
+    """Returns what must be equal on all members: op, dtype, elements per part, reduction, root."""
+    tensor = _any_tensor(call)
+    if tensor is None:
+        return (call.op, call.reduce, call.root)
+    many_out = call.op in ("allgather", "alltoall", "gather") and call.out is not None
+    many_inp = call.op == "scatter" and call.out is None
+    count = tensor.numel() // (len(call.team) if many_out or many_inp else 1)
+    return (call.op, call.reduce, call.root, tensor.dtype, count)
+
+
+def _inputs(calls: Sequence[CollectiveCall]) -> list[torch.Tensor]:
+    return [call.inp.view(-1) for call in calls if call.inp is not None]
+
+
+def _write(call: CollectiveCall, value: torch.Tensor) -> None:
+    if call.out is not None:
+        call.out.view(-1).copy_(value.view(-1))
+
+
+_REDUCE: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
+    "SUM": torch.add,
+    "PRODUCT": torch.mul,
+    "MIN": torch.minimum,
+    "MAX": torch.maximum,
+}
+
+
+def _reduced(calls: Sequence[CollectiveCall]) -> torch.Tensor:
+    inputs = _inputs(calls)
+    total = inputs[0].clone()
+    for value in inputs[1:]:
+        total = _REDUCE[calls[0].reduce or ""](total, value)
+    return total
+
+
+def _move_allgather(calls: Sequence[CollectiveCall]) -> None:
+    everything = torch.cat(_inputs(calls))
+    for call in calls:
+        _write(call, everything)
+
+
+def _move_allreduce(calls: Sequence[CollectiveCall]) -> None:
+    total = _reduced(calls)
+    for call in calls:
+        _write(call, total)
+
+
+def _move_reduce_scatter(calls: Sequence[CollectiveCall]) -> None:
+    parts = _reduced(calls).view(len(calls), -1)
+    for call, part in zip(calls, parts, strict=True):
+        _write(call, part)
+
+
+def _move_alltoall(calls: Sequence[CollectiveCall]) -> None:
+    count = len(calls)
+    parts = torch.stack([inp.view(count, -1) for inp in _inputs(calls)])
+    for index, call in enumerate(calls):
+        _write(call, parts[:, index].contiguous())
+
+
+def _move_broadcast(calls: Sequence[CollectiveCall]) -> None:
+    root = calls[calls[0].root_index]
+    assert root.inp is not None, "a broadcast has one buffer on every member"
+    for call in calls:
+        if call is not root:
+            _write(call, root.inp)
+
+
+def _move_scatter(calls: Sequence[CollectiveCall]) -> None:
+    root = calls[calls[0].root_index]
+    assert root.inp is not None, "the root of a scatter has the input"
+    parts = root.inp.clone().view(len(calls), -1)
+    for call, part in zip(calls, parts, strict=True):
+        _write(call, part)
+
+
+def _move_nothing(calls: Sequence[CollectiveCall]) -> None:
+    del calls
+
+
+_MOVES: dict[str, Callable[[Sequence[CollectiveCall]], None]] = {
+    "allgather": _move_allgather,
+    "gather": _move_allgather,
+    "allreduce": _move_allreduce,
+    "reduce": _move_allreduce,
+    "reduce_scatter": _move_reduce_scatter,
+    "alltoall": _move_alltoall,
+    "broadcast": _move_broadcast,
+    "scatter": _move_scatter,
+    "barrier": _move_nothing,
+}
