@@ -57,8 +57,7 @@ from fuser.multidevice import Communicator
 from hostir.cost.machine_model import H200, Machine, machine_of
 from hostir.cost.report import predict
 from hostir.cost.simulator import timetable_of
-from hostir.ir.ops import NUMBER_OF_STREAMS
-from hostir.ir.transfers import CollectivePermute, Communication, P2PCommunication
+from hostir.ir.ops import NUMBER_OF_STREAMS, CollectivePermute, Communication, P2PCommunication
 
 # A burst is about as long, and a shape takes no longer: rounds are cut.
 BURST_S, SHAPE_S, FIRST_S = 0.025, 8.0, 4.0

@@ -36,17 +36,15 @@ if TYPE_CHECKING:
     )
     from fuser.frontend.python_printer import translate_fusion
     from fuser.frontend.validation import get_val_tolerances, validate_with_auto_inferred_outputs
-    from fuser.ir.axis import Axis as IterDomain
-    from fuser.ir.axis import Merge, Split
     from fuser.ir.domain.device_mesh import DeviceMesh
     from fuser.ir.domain.tensor_domain import TensorDomain
     from fuser.ir.dtypes import DataType
-    from fuser.ir.fusion import Fusion
+    from fuser.ir.fusion import Axis as IterDomain
+    from fuser.ir.fusion import Fusion, Merge, Split, TensorView
     from fuser.ir.fusion_guard import FusionGuard
     from fuser.ir.ops.nodes import BroadcastOp, ReshapeOp, SqueezeOp
     from fuser.ir.shard_annotation import Replicate, Shard, shard
     from fuser.ir.statement import Expr, Statement, Val
-    from fuser.ir.tensor import TensorView
     from fuser.ir.types import (
         CacheOp,
         IdMappingMode,
@@ -57,11 +55,9 @@ if TYPE_CHECKING:
     )
     from fuser.multidevice import CommunicatorBackend
     from fuser.ops.define import compute_tensor_descriptor, define_scalar, define_tensor
-    from fuser.schedule.automatic import SchedulerType
-    from fuser.schedule.heuristic_params import HeuristicParams
-    from fuser.schedule.heuristic_params import PointwiseHeuristicParams as PointwiseParams
-    from fuser.schedule.heuristic_params import ReductionHeuristicParams as ReductionParams
-    from fuser.schedule.kernel_params import CompileParams, LaunchParams
+    from fuser.schedule.automatic import CompileParams, HeuristicParams, LaunchParams, SchedulerType
+    from fuser.schedule.automatic import PointwiseHeuristicParams as PointwiseParams
+    from fuser.schedule.automatic import ReductionHeuristicParams as ReductionParams
     from fuser.support.errors import (
         ArgumentError,
         CommunicationError,
@@ -228,19 +224,19 @@ _DEFINED_IN: dict[str, str] = {
     "version": "fuser.support.version",
     "Fusion": "fuser.frontend.manual_kernels",
     "KernelExecutor": "fuser.frontend.manual_kernels",
-    "CompileParams": "fuser.schedule.kernel_params",
-    "LaunchParams": "fuser.schedule.kernel_params",
-    "HeuristicParams": "fuser.schedule.heuristic_params",
-    "PointwiseParams": "fuser.schedule.heuristic_params:PointwiseHeuristicParams",
-    "ReductionParams": "fuser.schedule.heuristic_params:ReductionHeuristicParams",
-    "TensorView": "fuser.ir.tensor",
-    "IterDomain": "fuser.ir.axis:Axis",
+    "CompileParams": "fuser.schedule.automatic",
+    "LaunchParams": "fuser.schedule.automatic",
+    "HeuristicParams": "fuser.schedule.automatic",
+    "PointwiseParams": "fuser.schedule.automatic:PointwiseHeuristicParams",
+    "ReductionParams": "fuser.schedule.automatic:ReductionHeuristicParams",
+    "TensorView": "fuser.ir.fusion",
+    "IterDomain": "fuser.ir.fusion:Axis",
     "TensorDomain": "fuser.ir.domain.tensor_domain",
     "Statement": "fuser.ir.statement",
     "Val": "fuser.ir.statement",
     "Expr": "fuser.ir.statement",
-    "Split": "fuser.ir.axis",
-    "Merge": "fuser.ir.axis",
+    "Split": "fuser.ir.fusion",
+    "Merge": "fuser.ir.fusion",
     "BroadcastOp": "fuser.ir.ops.nodes",
     "SqueezeOp": "fuser.ir.ops.nodes",
     "ReshapeOp": "fuser.ir.ops.nodes",

@@ -110,11 +110,11 @@ def _gpu(index: int, count: int) -> str:
 
 
 def _compilers() -> Lines:
-    from fuser.runtime import cpu_kernel, nvrtc
+    from fuser.runtime import cpu_kernel, cuda_kernel
 
     none = "CPU ranks run library calls alone"
     yield "C++", _try(lambda: cpu_kernel.try_compiler(_COMPILER_TIMEOUT_S), none)
-    yield "NVRTC", _try(nvrtc.version, "no kernels for GPUs")
+    yield "NVRTC", _try(cuda_kernel.version, "no kernels for GPUs")
 
 
 def _cache() -> Lines:

@@ -20,30 +20,30 @@ if TYPE_CHECKING:
     from hostir.ir.ops import NUMBER_OF_STREAMS as NUMBER_OF_STREAMS
     from hostir.ir.ops import RANK as RANK
     from hostir.ir.ops import Allocate as Allocate
+    from hostir.ir.ops import CollectivePermute as CollectivePermute
+    from hostir.ir.ops import Communication as Communication
     from hostir.ir.ops import Deallocate as Deallocate
+    from hostir.ir.ops import EndCoalescing as EndCoalescing
     from hostir.ir.ops import ForLoop as ForLoop
     from hostir.ir.ops import GetCurrentStream as GetCurrentStream
     from hostir.ir.ops import HirAliasSelect as HirAliasSelect
     from hostir.ir.ops import IfThenElse as IfThenElse
     from hostir.ir.ops import LaunchKernel as LaunchKernel
     from hostir.ir.ops import LocalSlice as LocalSlice
+    from hostir.ir.ops import P2PCommunication as P2PCommunication
     from hostir.ir.ops import PostOnStream as PostOnStream
     from hostir.ir.ops import SetCurrentStream as SetCurrentStream
     from hostir.ir.ops import ShardByStream as ShardByStream
+    from hostir.ir.ops import ShareMemHandles as ShareMemHandles
+    from hostir.ir.ops import StartCoalescing as StartCoalescing
     from hostir.ir.ops import SymmetricContiguousView as SymmetricContiguousView
     from hostir.ir.ops import Synchronize as Synchronize
+    from hostir.ir.ops import Wait as Wait
     from hostir.ir.parser import parse as parse
     from hostir.ir.program import HostIrContainer as HostIrContainer
     from hostir.ir.program import equal as equal
-    from hostir.ir.transfers import CollectivePermute as CollectivePermute
-    from hostir.ir.transfers import Communication as Communication
-    from hostir.ir.transfers import EndCoalescing as EndCoalescing
-    from hostir.ir.transfers import P2PCommunication as P2PCommunication
-    from hostir.ir.transfers import ShareMemHandles as ShareMemHandles
-    from hostir.ir.transfers import StartCoalescing as StartCoalescing
-    from hostir.ir.transfers import Wait as Wait
     from hostir.ir.verifier import verify as verify
-    from hostir.lowering.lower_streams import lower_streams as lower_streams
+    from hostir.lowering.pipeline import lower_streams as lower_streams
     from hostir.profiling.tracer import HostIrEvaluator as HostIrEvaluator
     from multidevice.sharding.reshard import TeamOf as TeamOf
 
@@ -60,35 +60,33 @@ _MODULES = {
     ),
     "hostir.ir.program": ("HostIrContainer", "equal"),
     "hostir.ir.effects": ("Stream",),
-    "hostir.lowering.lower_streams": ("lower_streams",),
+    "hostir.lowering.pipeline": ("lower_streams",),
     "hostir.ir.ops": (
         "NUMBER_OF_STREAMS",
         "RANK",
         "Allocate",
+        "CollectivePermute",
+        "Communication",
         "Deallocate",
+        "EndCoalescing",
         "ForLoop",
         "GetCurrentStream",
         "HirAliasSelect",
         "IfThenElse",
         "LaunchKernel",
         "LocalSlice",
+        "P2PCommunication",
         "PostOnStream",
         "SetCurrentStream",
         "ShardByStream",
+        "ShareMemHandles",
+        "StartCoalescing",
         "SymmetricContiguousView",
         "Synchronize",
+        "Wait",
     ),
     "hostir.ir.parser": ("parse",),
     "hostir.profiling.tracer": ("HostIrEvaluator",),
-    "hostir.ir.transfers": (
-        "CollectivePermute",
-        "Communication",
-        "EndCoalescing",
-        "P2PCommunication",
-        "ShareMemHandles",
-        "StartCoalescing",
-        "Wait",
-    ),
     "hostir.ir.verifier": ("verify",),
     "multidevice.sharding.reshard": ("TeamOf",),
 }

@@ -12,7 +12,7 @@ from multidevice.job import early_abort
 
 if TYPE_CHECKING:
     from multidevice.job.communicator import Communicator as Communicator
-    from multidevice.job.mesh import LocalDeviceMesh as DeviceMesh
+    from multidevice.job.shard_tensor import LocalDeviceMesh as DeviceMesh
     from multidevice.job.shard_tensor import shard_tensor as shard_tensor
     from multidevice.job.simulation import World as World
     from multidevice.job.simulation import simulate as simulate
@@ -25,7 +25,7 @@ _EXPORTS = {
     "MultiDeviceExecutor": "fuser.nvfuser.multi_device_executor",
     "MultiDeviceExecutorParams": "fuser.nvfuser.multi_device_executor",
     "Communicator": "multidevice.job.communicator",
-    "DeviceMesh": "multidevice.job.mesh:LocalDeviceMesh",
+    "DeviceMesh": "multidevice.job.shard_tensor:LocalDeviceMesh",
     "Sharding": "multidevice.sharding.queries",
     "shard_tensor": "multidevice.job.shard_tensor",
     "World": "multidevice.job.simulation",

@@ -293,7 +293,7 @@ def _run_kernel(executor: Any, like: Any, sizes: Any, *inputs: Any) -> list[torc
 def _launchable(executor: Any, params: Any, inputs: Any, outs: Any, sizes: Any) -> bool:
     """Make an executor choose these parameters; whether they can be lowered, serve these tensors,
     and give a launch that the device takes."""
-    from fuser.kernels.trial import is_launchable
+    from fuser.kernels.autotune import is_launchable
     from fuser.support.device import describe_device
 
     executor.scheduler = replace(executor.scheduler, chooser=partial(_always, params))

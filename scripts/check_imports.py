@@ -31,7 +31,7 @@ ORDER = (
     "fuser.support.locks",
     "fuser.support.gc_pause",
     "fuser.support.lru",
-    "fuser.support.option_names",
+    "fuser.support.options",
     "fuser.support.options",
     "fuser.support.dumps",
     "fuser.support.progress",

@@ -42,13 +42,13 @@ PHASES: dict[str, tuple[tuple[str, str], ...]] = {
         ("fuser.kernels.executor:KernelExecutor", "_chooser"),
         ("fuser.kernels.executor:KernelExecutor", "_lower"),
     ),
-    "lower": (("fuser.kernels.kernel", "lower_kernel"),),
-    "codegen": (("fuser.kernels.kernel", "print_kernel"),),
+    "lower": (("fuser.kernels.kernel_variant", "lower_kernel"),),
+    "codegen": (("fuser.kernels.kernel_variant", "print_kernel"),),
     "verify": (
         ("fuser.passes.concretize", "verify_fusion"),
         ("fuser.passes.fusion_passes", "verify_fusion"),
         ("multidevice.sharding.passes.pipeline", "verify_fusion"),
-        ("hostir.passes.host_passes", "verify"),
+        ("hostir.passes.deallocation", "verify"),
         ("hostir.analysis.preflight", "check_before_run"),
     ),
 }

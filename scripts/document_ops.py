@@ -22,9 +22,8 @@ from fuser.ir.fusion import Fusion
 from fuser.ir.fusion_guard import FusionGuard
 from fuser.ir.pointwise_table import POINTWISE, PUBLIC
 from fuser.ops.define import define_tensor
-from fuser.ops.dtype_rules import DTYPE_RULES
-from fuser.ops.rows import ROWS, OpRow
-from fuser.ops.spelled import SPELLED
+from fuser.ops.elementwise import DTYPE_RULES
+from fuser.ops.rows import ROWS, SPELLED, OpRow
 from fuser.support.errors import UnsupportedError
 
 _ROOT = Path(__file__).resolve().parents[1]
@@ -62,7 +61,7 @@ _DEFINED_IN = {
     "Scalar": "fuser.ir.scalar.constructors",
     "ScalarLike": "fuser.ir.scalar.constructors",
     "SizeLike": "fuser.ops.building",
-    "TensorView": "fuser.ir.tensor",
+    "TensorView": "fuser.ir.fusion",
 }
 
 

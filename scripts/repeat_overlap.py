@@ -28,13 +28,12 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-import fuser.frontend.overlap
+import fuser.frontend.executor_cache
 from fuser import FusionDefinition, multidevice
 from fuser.frontend.program_cache import PROGRAMS
 from fuser.multidevice import Communicator
 from hostir.cost import overlap_search
-from hostir.cost.overlap_bound import GainBound
-from hostir.cost.overlap_search import OverlapCandidate
+from hostir.cost.overlap_search import GainBound, OverlapCandidate
 from tests.frontend.overlapped import FORMS, SLOW, Form, X, defined, has_loops, several
 from tests.frontend.overlapped_gradients import GRADIENTS
 
@@ -52,7 +51,7 @@ _DECIDES = (
     (overlap_search, "pick"),
     (GainBound, "why_hopeless"),
     (overlap_search.Overlaps, "_why_not"),
-    (fuser.frontend.overlap, "find_machine"),
+    (fuser.frontend.executor_cache, "find_machine"),
 )
 
 

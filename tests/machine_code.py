@@ -14,7 +14,7 @@ import os
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
-from fuser.runtime import nvrtc
+from fuser.runtime import cuda_kernel
 from fuser.runtime.kernel_cache import KernelCache, digest
 from fuser.runtime.kernel_text import in_namespace
 from fuser.support.errors import CompileError
@@ -31,7 +31,9 @@ def compile_for_hopper(kernels: Mapping[str, str]) -> None:
         CompileError: NVRTC refuses a kernel, which is named.
     """
     sources = [KernelSource(name, text, (), False) for text, name in kernels.items()]
-    by_key = {digest("beside others", nvrtc.kernel_key(k, nvrtc.HOPPER)): k for k in sources}
+    by_key = {
+        digest("beside others", cuda_kernel.kernel_key(k, cuda_kernel.HOPPER)): k for k in sources
+    }
     cache = KernelCache()
     if not (missing := _missing(cache, by_key)):
         return
@@ -63,7 +65,7 @@ def _parts(
     for keys, more in ((threaded, ()), (plain, ("--device-debug",))):
         count = -(-len(keys) // TOGETHER)
         for first in range(count):
-            yield {key: by_key[key] for key in keys[first::count]}, (*nvrtc.OPTIONS, *more)
+            yield {key: by_key[key] for key in keys[first::count]}, (*cuda_kernel.OPTIONS, *more)
 
 
 def _compile(
@@ -72,10 +74,10 @@ def _compile(
     units = [in_namespace(k, f"n{number}") for number, k in enumerate(by_key.values())]
     together = KernelSource("together", "".join(units), (), False)
     try:
-        code = nvrtc._compile(together, nvrtc.HOPPER, options)
+        code = cuda_kernel._compile(together, cuda_kernel.HOPPER, options)
     except CompileError:
         for kernel in by_key.values():  # alone, for an error that names the kernel
-            nvrtc._compile(kernel, nvrtc.HOPPER, options)
+            cuda_kernel._compile(kernel, cuda_kernel.HOPPER, options)
         raise
     assert code[:4] == b"\x7fELF", "machine code is no ELF file"
     cache.store({key: k.name for key, k in by_key.items()}, code, "cubin")

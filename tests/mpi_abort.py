@@ -62,11 +62,11 @@ class MpiAbort:
         """End every rank of the job; `text` says why."""
         self.tell(text)
         from multidevice.coordination import shared_page
-        from multidevice.job import last_words
+        from multidevice.job import early_abort
 
         shared_page.unlink_mpich_segments()
         with os.fdopen(self._stderr, "w", closefd=False) as terminal:
-            last_words.wait_for_reader(terminal)  # before mpirun hears of the abort
+            early_abort.wait_for_reader(terminal)  # before mpirun hears of the abort
         # MPI_Abort may itself wait for a thread that is inside MPI.
         threading.Thread(target=_exit_soon, daemon=True).start()
         self._comm.Abort(1)

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from fuser.runtime import nvrtc
+from fuser.runtime import cuda_kernel
 from fuser.support.errors import CompileError
 from tests import mpi_abort
 from tests.limits import HANG_S
@@ -35,15 +35,15 @@ def kernels(count: int, first: int = 0) -> dict[str, str]:
 def programs(monkeypatch: pytest.MonkeyPatch, kernel_cache_dir: Path) -> Programs:
     """The texts that NVRTC gets, with their options."""
     given: Programs = []
-    original = nvrtc._compile
+    original = cuda_kernel._compile
 
     def noted(
-        source: nvrtc.KernelSource, arch: str, options: Sequence[str] = nvrtc.OPTIONS
+        source: cuda_kernel.KernelSource, arch: str, options: Sequence[str] = cuda_kernel.OPTIONS
     ) -> bytes:
         given.append((source.text, tuple(options)))
         return original(source, arch, options)
 
-    monkeypatch.setattr(nvrtc, "_compile", noted)
+    monkeypatch.setattr(cuda_kernel, "_compile", noted)
     return given
 
 
@@ -70,8 +70,8 @@ def test_plain_loops_are_not_optimised(programs: Programs) -> None:
     plain = KERNEL.replace("void", "void __launch_bounds__(1)")
     compile_for_hopper({plain.format(name="plain", value=1): "plain"} | kernels(2))
     assert {text.count("T0[0]"): options for text, options in programs} == {
-        1: (*nvrtc.OPTIONS, "--device-debug"),
-        2: nvrtc.OPTIONS,
+        1: (*cuda_kernel.OPTIONS, "--device-debug"),
+        2: cuda_kernel.OPTIONS,
     }
     with pytest.raises(CompileError, match="NVRTC refused kernel plain"):
         compile_for_hopper({plain.format(name="plain", value="nothing"): "plain"})

@@ -9,7 +9,7 @@ import pytest
 
 from fuser.support import options
 from fuser.support.errors import OptionError
-from fuser.support.option_names import EFFECTS, NO_EFFECT
+from fuser.support.options import EFFECTS, NO_EFFECT
 
 
 @pytest.fixture(autouse=True)

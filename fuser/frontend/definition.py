@@ -20,16 +20,20 @@ import torch
 from fuser.frontend import validation
 from fuser.frontend.executor_cache import FusionExecutorCache
 from fuser.frontend.manual_kernels import KernelExecutor
-from fuser.frontend.python_printer import translate_fusion
-from fuser.frontend.repro import fake_inputs, is_internal, report, repro_script
+from fuser.frontend.python_printer import (
+    fake_inputs,
+    is_internal,
+    report,
+    repro_script,
+    translate_fusion,
+)
 from fuser.ir.dtypes import DataType, DtypeLike, from_torch
-from fuser.ir.fusion import Fusion
+from fuser.ir.fusion import Fusion, TensorView
 from fuser.ir.fusion_guard import FusionGuard
 from fuser.ir.scalar.constructors import Scalar
-from fuser.ir.tensor import TensorView
 from fuser.ops import define
-from fuser.ops.spelled import SPELLED
-from fuser.schedule.heuristic_params import HeuristicParams
+from fuser.ops.rows import SPELLED
+from fuser.schedule.automatic import HeuristicParams
 from fuser.support.arguments import LONGEST, checked, require, show
 from fuser.support.errors import (
     ArgumentError,
@@ -44,7 +48,7 @@ from fuser.support.errors import (
 from fuser.support.inputs import flatten
 from fuser.support.locks import make_reentrant_lock
 from fuser.support.options import NONE, settings
-from hostir.runtime.arena import Memory
+from hostir.runtime.plan import Memory
 from multidevice.job.agreement import Prepared
 from multidevice.job.communicator import Communicator, run_agreed
 from multidevice.sharding.queries import requested_devices
@@ -458,7 +462,7 @@ class FusionDefinition:
         """Return the bytes that this definition keeps between runs, and what it shares with others.
 
         The intermediates of all programs of a stream lie in one buffer, as large as the largest
-        program needs; `hostir.runtime.arena.Memory` has the numbers. Outputs are the caller's
+        program needs; `hostir.runtime.plan.Memory` has the numbers. Outputs are the caller's
         alone.
         """
         return self.fec.memory() if hasattr(self, "fec") else Memory()

@@ -16,10 +16,8 @@ import torch
 from fuser.frontend.executor_cache import FusionExecutorCache
 from fuser.ir.binding import Argument
 from fuser.ir.domain.device_mesh import DeviceMesh
-from fuser.ir.fusion import Fusion
-from fuser.ir.layout_class import declared_order
-from fuser.ir.memory_layout import expanded_positions, memory_order
-from fuser.ir.tensor import TensorView
+from fuser.ir.fusion import Fusion, TensorView
+from fuser.ir.memory_layout import declared_order, expanded_positions, memory_order
 from fuser.support.arguments import show
 from fuser.support.errors import (
     DTensorError,

@@ -8,8 +8,8 @@ below, the kernel executors' own caches. All are bounded.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Hashable, Iterable, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 
 import torch
@@ -17,25 +17,20 @@ from torch.autograd import forward_ad
 from torch.autograd import profiler as torch_profiler
 
 from fuser.frontend import implicit_inputs
-from fuser.frontend.autograd import Autograd
-from fuser.frontend.constants import note_constants
-from fuser.frontend.float_sizes import FloatSizes
-from fuser.frontend.host_scalars import HostScalars
-from fuser.frontend.implicit_inputs import Draws, T
-from fuser.frontend.inspection import Inspection
-from fuser.frontend.known_call import (
+from fuser.frontend.implicit_inputs import Autograd, Draws, FloatSizes, HostScalars, T
+from fuser.frontend.inspection import Inspection, Watching
+from fuser.frontend.profiler import PROFILERS, profiler_here
+from fuser.frontend.program_cache import (
     MAX_DECLINED,
+    PROGRAMS,
     BoundProgram,
     CallCacheEntry,
     CallKey,
+    Program,
     sees_nothing,
     told,
     why_never,
 )
-from fuser.frontend.overlap import overlaps_of
-from fuser.frontend.profiler import PROFILERS, profiler_here
-from fuser.frontend.program_cache import PROGRAMS, Program
-from fuser.frontend.watched import Watching
 from fuser.ir.binding import (
     Argument,
     Contents,
@@ -43,37 +38,38 @@ from fuser.ir.binding import (
     signature_of,
 )
 from fuser.ir.canonical_form import without_names
-from fuser.ir.fusion import Fusion
-from fuser.ir.op import Op
-from fuser.ir.scalar.constructors import Symbol
-from fuser.ir.tensor import TensorView
+from fuser.ir.fusion import Fusion, TensorOp, TensorView
+from fuser.ir.op import Op, op_text
+from fuser.ir.ops.nodes import BinaryOp, Contraction, FullOp, TernaryOp, UnaryOp
+from fuser.ir.scalar.constructors import Const, Number, Symbol
 from fuser.ir.text.printer import fusion_text
 from fuser.support import dumps, options, progress
 from fuser.support.arguments import checked
 from fuser.support.device import VECTOR_BYTES
 from fuser.support.dumps import Dump
-from fuser.support.errors import FuserError, user_code
+from fuser.support.errors import FuserError, user_code, warn
 from fuser.support.gc_pause import uncollected
 from fuser.support.inputs import device_of, flatten
 from fuser.support.lru import Recent
-from fuser.support.option_names import EFFECTS
-from fuser.support.options import Settings
+from fuser.support.options import EFFECTS, Settings
+from fuser.support.record import record
 from hostir.analysis.sliced_inputs import sliced_inputs
-from hostir.cost.overlap_search import NoOverlap, Overlaps
-from hostir.ir.forms import NOTES, dumped
-from hostir.ir.program import HostIrContainer
-from hostir.ir.transfers import PEER_COPIES
+from hostir.cost.machine_model import H200, find_machine, machine_of
+from hostir.cost.overlap_search import FORCED, MARGIN, NoOverlap, Overlaps
+from hostir.ir.ops import PEER_COPIES
+from hostir.ir.program import NOTES, HostIrContainer, dumped
 from hostir.lowering.input_class import Classifier, InputClass
 from hostir.lowering.params import DEFAULT, LowerParams
 from hostir.lowering.pipeline import Built, build_program
-from hostir.runtime.arena import Memory, memory_of
 from hostir.runtime.evaluator import Known, ProgramEvaluator
 from hostir.runtime.inputs import InputBinder
 from hostir.runtime.native_runner import Steady, Surroundings
+from hostir.runtime.plan import Memory, memory_of
 from hostir.runtime.run_signature import claim_of, communications_text, input_names
 from multidevice.job.agreement import Claim, Prepared
 from multidevice.job.communicator import Communicator, current_communicator, run_agreed
 from multidevice.sharding import queries
+from multidevice.sharding.queries import has_streams, requested_devices
 
 # What one definition remembers: signatures, those that take turns, programs bound to a rank.
 MAX_SIGNATURES = 256
@@ -629,3 +625,163 @@ def _with_notes(report: str, program: HostIrContainer) -> str:
 _SURROUNDINGS = Surroundings(current_communicator, options.NONE)
 # What is claimed of a program that no other rank runs.
 _NOTHING = Claim(("",))
+
+
+# ----------------------------------------------------------------------
+# For which programs something decides about overlap, on which machine, by which transports.
+
+
+def overlaps_of(
+    fusion: Fusion,
+    key: Hashable,
+    communicator: Communicator,
+    device: torch.device,
+    backend: str,
+    settings: Settings,
+    params: LowerParams,
+) -> Overlaps | NoOverlap:
+    """Return what decides which steps the programs of a key take.
+
+    On CPU ranks, where streams do not run side by side, only the options `machine` and `steps` ask
+    for it.
+    """
+    devices = requested_devices(fusion)
+    if why := _why_not(fusion, devices, settings, params):
+        return NoOverlap(why)
+    name = settings.argument("machine")
+    machine = find_machine(name, device) if name is not None else None
+    if machine is None and device.type == "cuda":
+        machine = machine_of(device)
+    is_forced = settings.enabled("steps")
+    machine = H200 if machine is None and is_forced else machine
+    if machine is None:
+        return NoOverlap(
+            f"nothing describes these {device.type} ranks: FUSER_ENABLE=machine(h200) takes that "
+            "description, machine(measured) that of `python -m hostir calibrate` (docs/cost.md), "
+            "and FUSER_ENABLE=steps takes steps whether they pay or not"
+        )
+    # What a description says of links is true within a host, on which ranks are thought to be that
+    # this job does not have. Asked for last: it may connect.
+    has_ranks = devices[-1] < communicator.size()
+    if has_ranks and not communicator.are_on_one_host(devices):
+        return NoOverlap("the ranks are on several hosts")
+    can_copy = communicator.have_access(device)
+    transports = (PEER_COPIES, backend) if can_copy else (backend,)
+    captured = () if settings.disabled("cuda_graphs") else _captured(communicator, device, can_copy)
+    return PROGRAMS.overlaps(
+        (key, machine.to_json(), transports),
+        lambda: Overlaps(
+            machine,
+            backend=backend,
+            transports=transports,
+            params=params,
+            captured=captured,
+            margin=FORCED if is_forced else MARGIN,
+        ),
+    )
+
+
+def _captured(communicator: Communicator, device: torch.device, can_copy: bool) -> tuple[str, ...]:
+    """Return the libraries whose communications a CUDA graph repeats."""
+    if device.type != "cuda":
+        return ()
+    library = communicator.backend_for(device)
+    found = (library.name.upper(),) if library.can_capture("batch") else ()
+    if can_copy and communicator.peers_for(device).can_capture("batch"):
+        found += (PEER_COPIES,)
+    return found
+
+
+def _why_not(
+    fusion: Fusion, devices: tuple[int, ...], settings: Settings, params: LowerParams
+) -> str:
+    """Return why the user's definition, or the options, leave nothing to decide; "" if they do."""
+    if settings.disabled("auto_overlap"):
+        return "auto_overlap is disabled"
+    if params.standalone:
+        return "MultiDeviceExecutor takes the definition as it stands"
+    if len(devices) < 2:
+        return "there is one rank"
+    if has_streams(fusion):
+        return "the definition has stream axes of its own"
+    if not any(isinstance(op, Contraction) for op in fusion.exprs):
+        return "there is no matmul"
+    return ""
+
+
+# ----------------------------------------------------------------------
+# Numbers that are compiled into programs: a hint for those that change from call to call.
+
+# So many programs that differ in numbers alone are compiled without a word.
+_QUIET = 3
+
+
+@record
+class _Constant:
+    """A number in an op, and the user's line of that op."""
+
+    value: Number
+    op: str
+    where: str
+
+
+@dataclass
+class _Alike:
+    """Programs that differ in numbers alone: the numbers of each."""
+
+    seen: dict[tuple[Number, ...], tuple[_Constant, ...]] = field(default_factory=dict)
+    is_told: bool = False
+
+
+_ALIKE: Recent[Hashable, _Alike] = Recent(256)
+
+
+def note_constants(fusion: Fusion) -> None:
+    """Remember the numbers of a program that is built; warn once where only they change."""
+    constants: list[_Constant] = []
+    texts = [_without_numbers(op, constants) for op in fusion.exprs]
+    if not constants:
+        return
+    key = (*map(str, fusion.inputs), *texts)
+    alike = _ALIKE.recall(key)
+    if alike is None:
+        alike = _ALIKE[key] = _Alike()
+    if alike.is_told:
+        return
+    alike.seen[tuple(c.value for c in constants)] = tuple(constants)
+    if len(alike.seen) > _QUIET:
+        alike.is_told = True
+        warn(_hint([*alike.seen.values()]))
+        alike.seen.clear()
+
+
+def _without_numbers(op: TensorOp, constants: list[_Constant]) -> str:
+    """Return the text of an op with its numbers left out; append these to `constants`."""
+
+    def mark(v: object) -> object:
+        if not isinstance(v, Const):
+            return v
+        constants.append(_Constant(v.value, op.name, op.where))
+        return Symbol("number", v.dtype)
+
+    if isinstance(op, FullOp):
+        return op_text(op.replace(value=mark(op.value)))
+    if isinstance(op, UnaryOp | BinaryOp | TernaryOp):
+        return op_text(op.map_values(lambda v: v if isinstance(v, TensorView) else mark(v)))  # pyright: ignore[reportReturnType]
+    return op_text(op)
+
+
+def _hint(programs: list[tuple[_Constant, ...]]) -> str:
+    changed = [
+        column for column in zip(*programs, strict=True) if len({c.value for c in column}) > 1
+    ]
+    found = "; ".join(
+        f"{column[-1].op} at {column[-1].where} has {', '.join(f'{c.value:g}' for c in column)}"
+        for column in changed[:3]
+    )
+    more = f" and {len(changed) - 3} others" if len(changed) > 3 else ""
+    return (
+        f"{len(programs)} programs were compiled that differ in numbers alone: {found}{more}. "
+        "A number in a definition is compiled in: write s = fd.define_scalar() in its place, and "
+        "give the value with the inputs of each call, fd.execute([.., value]), which compiles once"
+    )

@@ -12,22 +12,39 @@ offset: each call draws a seed from it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import TypeVar
+from typing import TypeGuard, TypeVar
 
 import torch
+from torch.autograd import forward_ad
 
-from fuser.ir.binding import Argument
-from fuser.ir.dtypes import DataType
-from fuser.ir.fusion import Fusion
-from fuser.ir.ops.nodes import RandomOp
+from fuser.ir.binding import Argument, Values, shape_scalars, structural_scalars
+from fuser.ir.dtypes import DataType, category, misfit
+from fuser.ir.fusion import Fusion, TensorOp, TensorView
+from fuser.ir.ops.nodes import FullOp, RandomOp
 from fuser.ir.scalar import constructors as sc
-from fuser.support.errors import UnsupportedError
+from fuser.ir.scalar.constructors import (
+    Apply,
+    Const,
+    Scalar,
+    Symbol,
+    children,
+    evaluate,
+    is_int,
+    symbols,
+)
+from fuser.ir.scalar.scalar_nodes import postorder
+from fuser.ir.types import MemoryType
+from fuser.passes.concretize import replace_scalars
+from fuser.support.errors import InputError, UnsupportedError, user_code, warn
 from fuser.support.inputs import check_count, device_of, flatten
 from fuser.support.locks import make_lock
+from fuser.support.record import record
 from fuser.support.torch_calls import generator_of
+from hostir.runtime.inputs import InputBinder, check_scalar, check_tensor, spec_of
 
 T = TypeVar("T")
 Device = int | str | torch.device | None
@@ -147,3 +164,305 @@ def claimed(
 
 def _draws(op: object) -> bool:
     return isinstance(op, RandomOp) and op.seed is None
+
+
+# ----------------------------------------------------------------------
+# Sizes that a definition computes from floats: further inputs of the program, one Int for each.
+
+
+class FloatSizes:
+    """The sizes of a definition that come from floats. `fusion` is the definition with an input for
+    each of them, the last."""
+
+    def __init__(self, defined: Fusion, sizes: Iterable[Scalar]) -> None:
+        self._declared = list(defined.inputs)
+        self._scalars = [(i, v) for i, v in enumerate(self._declared) if isinstance(v, Symbol)]
+        given = {v for _, v in self._scalars}
+        # Those of scalar inputs alone come first, and simple ones before what is computed of them:
+        # so an error tells of the number that is no size.
+        self._sizes = sorted(sizes, key=lambda x: (not given.issuperset(symbols(x)), x.depth))
+        self._of_scalars = sum(given.issuperset(symbols(x)) for x in self._sizes)
+        self._users = {x: _user(defined, x) for x in self._sizes}
+        results = [v for op in defined.used_exprs() for v in op.outputs]
+        self._extents = frozenset(a.size for v in results for a in v.domain.logical)
+        self._binder = InputBinder(defined)
+        self.fusion, _ = defined.copy()
+        numbers = {x: self.fusion.new_symbol(DataType.Int) for x in self._sizes}
+        replace_scalars(self.fusion, dict(numbers))
+        self.fusion.inputs += list(numbers.values())
+        # How errors call these inputs.
+        self.names = tuple(f"the size {x}{_line(op)}," for x, op in self._users.items())
+
+    @staticmethod
+    def of(fusion: Fusion) -> FloatSizes | None:
+        """Return the sizes that come from floats; None where there are none."""
+        used = [v for op in fusion.used_exprs() for v in op.outputs]
+        scalars = structural_scalars(fusion, used)
+        found = dict.fromkeys(y for x in scalars for y in _made_of_floats(x))
+        return FloatSizes(fusion, found) if found else None
+
+    def complete(self, inputs: Iterable[object]) -> list[Argument]:
+        """Return the inputs of `fusion`.
+
+        Raises `InputError` for another number of inputs, and for a value that is no size.
+        """
+        given = flatten(inputs, declared=self._declared)
+        check_count(len(given), self._declared)
+        values: Values = {}
+        for i, declared in self._scalars:
+            number = given[i]
+            check_scalar(i, declared, number)
+            values[declared] = Const(number, declared.dtype).value  # pyright: ignore[reportArgumentType]
+        count = self._of_scalars
+        sizes = [self._size(x, values) for x in self._sizes[:count]]
+        if count < len(self._sizes):
+            values = self._binder.bind(given, device_of(given, None))
+            sizes += (self._size(x, values) for x in self._sizes[count:])
+        return [*given, *sizes]
+
+    def _size(self, x: Scalar, values: Values) -> int:
+        """Return the value of a size; raises `InputError` for a float that is none."""
+        of = x.args[0] if _is_cast(x) else x
+        value = evaluate(of, values)
+        is_exact = _is_cast(x) and x.dtype is DataType.Index
+        if isinstance(value, float) and math.isfinite(value) and not is_exact:
+            value = math.trunc(value)
+        problem = misfit(value, DataType.Int)
+        if problem is None and x in self._extents and value < 0:
+            problem = f"{value:g} is below 0"
+        if problem:
+            raise self._refusal(x, of, values, problem)
+        return int(evaluate(x, values))
+
+    def _refusal(self, x: Scalar, of: Scalar, values: Values, problem: str) -> InputError:
+        positions = {v: i for i, v in self._scalars}
+        shown = (
+            f"{s} = {values[s]}" + (f" (input {positions[s]})" if s in positions else "")
+            for s in symbols(of)
+        )
+        found = ", ".join(shown) if isinstance(of, Symbol) else f"{of} with {', '.join(shown)}"
+        hint = "; cast it to DataType.Int to truncate it" if x.dtype is DataType.Index else ""
+        hint = hint if math.isfinite(evaluate(of, values)) and "no integer" in problem else ""
+        op = self._users[x]
+        return InputError(f"{op.name if op else 'size'}: size {found}: {problem}{hint}{_line(op)}")
+
+
+def _line(op: TensorOp | None) -> str:
+    return user_code(op.where) if op is not None and op.where else ""
+
+
+def _is_cast(x: Scalar) -> TypeGuard[Apply]:
+    return isinstance(x, Apply) and x.op.startswith("cast:")
+
+
+def _made_of_floats(x: Scalar) -> Iterator[Scalar]:
+    """Yield the integers of `x` that an op makes of floats: of nested ones the outermost."""
+    if isinstance(x, Symbol | Const) or not _has_floats(x):
+        return  # an extent is an integer: by itself, or made of others
+    if isinstance(x, Apply) and any(not is_int(y) and _has_floats(y) for y in x.args):
+        yield x
+        return
+    for y in children(x):
+        yield from _made_of_floats(y)
+
+
+def _has_floats(x: Scalar) -> bool:
+    return any(category(y.dtype) in ("float", "complex") for y in _parts(x))
+
+
+def _parts(x: Scalar) -> Iterator[Scalar]:
+    seen: set[Scalar] = set()
+    for y in postorder(x, seen.__contains__):
+        seen.add(y)
+        yield y
+
+
+def _user(fusion: Fusion, size: Scalar) -> TensorOp | None:
+    """Return the first op whose results have a size in their shape; None where none has it."""
+    for op in fusion.used_exprs():
+        scalars = (x for v in op.outputs for x in shape_scalars(v))
+        if any(y is size for x in scalars for y in _parts(x)):
+            return op
+    return None
+
+
+# ----------------------------------------------------------------------
+# CPU scalars: tensors of rank 0 that lie on the host, whose values a program gets as numbers.
+
+_EXACT = (DataType.Double, DataType.Float)
+_HOST = torch.device("cpu")
+
+
+@record
+class _Result:
+    """One result of the program: whether callers get it, the CPU scalar (by the number of the
+    input) that it updates, and the one that stands in its place."""
+
+    is_shown: bool
+    into: int | None
+    given: int | None
+
+
+class HostScalars:
+    """The CPU scalars of a definition. `fusion` is the definition with numbers in their place."""
+
+    def __init__(self, defined: Fusion) -> None:
+        self.fusion, _ = defined.copy()
+        self._declared = list(defined.inputs)
+        self._specs = {i: spec_of(i, v) for i, v in enumerate(self._declared) if _is_scalar(v)}
+        inputs = list(self.fusion.inputs)
+        for i in self._specs:
+            tv = inputs[i]
+            assert isinstance(tv, TensorView), f"{tv} is a CPU scalar"
+            # Floats of fewer bits are numbers of Float, which has all of theirs.
+            is_small = category(tv.dtype()) == "float" and tv.dtype() not in _EXACT
+            number = self.fusion.new_symbol(DataType.Float if is_small else tv.dtype())
+            filled = FullOp(tv, (), sc.cast(number, tv.dtype()))
+            self.fusion.insert_after(None, [filled.replace(where=tv.where)])
+            tv.is_cpu_scalar, tv.memory = False, MemoryType.local
+            inputs[i] = number
+        self.fusion.inputs = inputs
+        self._results = self._taken_results()
+
+    @staticmethod
+    def of(fusion: Fusion) -> HostScalars | None:
+        """Return the CPU scalars of a definition; None where it has none."""
+        return HostScalars(fusion) if any(map(_is_scalar, fusion.inputs)) else None
+
+    def _taken_results(self) -> list[_Result]:
+        """Return what becomes of each result of the program, in which no CPU scalar is an input:
+        an update of one is a result like others there."""
+        scalars = {v: i for i, v in enumerate(self._declared) if _is_scalar(v)}
+        number_of = {v.number: i for v, i in scalars.items()}
+        fusion = self.fusion
+        shown = {out for out in fusion.outputs if not fusion.is_hidden(out)}
+        into: dict[TensorView, int] = {
+            a.out: number_of[a.into.number] for a in fusion.aliases if a.into.number in number_of
+        }
+        fusion.aliases = [a for a in fusion.aliases if a.into.number not in number_of]
+        rows: list[_Result] = []
+        for out in fusion.outputs:
+            if out.number in number_of:
+                out.memory = MemoryType.global_
+            if not fusion.is_hidden(out):
+                rows.append(_Result(out in shown, into.get(out), number_of.get(out.number)))
+        return rows
+
+    @property
+    def has_results(self) -> bool:
+        """Whether a CPU scalar is an output or is updated."""
+        return any(not r.is_shown or (r.into, r.given) != (None, None) for r in self._results)
+
+    def finished(
+        self, given: Sequence[object], outputs: Sequence[torch.Tensor]
+    ) -> list[torch.Tensor]:
+        """Return what the caller gets: CPU scalars are the caller's own, after their updates, which
+        wait for the program."""
+        for result, out in zip(self._results, outputs, strict=True):
+            if result.into is not None:
+                _tensor(given[result.into]).copy_(out)
+        return [
+            out if result.given is None else _tensor(given[result.given])
+            for result, out in zip(self._results, outputs, strict=True)
+            if result.is_shown
+        ]
+
+    def flat(self, inputs: Iterable[object]) -> list[object]:
+        """Return the inputs of a call as a flat list, which may be read twice."""
+        return [*flatten(inputs, declared=self._declared)]
+
+    def read(self, inputs: Iterable[object]) -> list[Argument]:
+        """Return the inputs of `fusion`.
+
+        Raises `InputError` for another number of inputs, and for what is no such scalar.
+        """
+        given = flatten(inputs, declared=self._declared)
+        check_count(len(given), self._declared)
+        for i, spec in self._specs.items():
+            value = given[i]
+            if isinstance(value, torch.Tensor):  # lazy views have other bytes
+                value = value.resolve_conj().resolve_neg()
+            check_tensor(spec, value, _HOST)
+            assert isinstance(value, torch.Tensor), f"{value} was checked"
+            given[i] = value.item()
+        return given
+
+
+def _is_scalar(value: object) -> TypeGuard[TensorView]:
+    return isinstance(value, TensorView) and value.is_cpu_scalar
+
+
+def _tensor(value: object) -> torch.Tensor:
+    assert isinstance(value, torch.Tensor), f"{value} was checked"
+    return value
+
+
+# ----------------------------------------------------------------------
+# What torch's autograd and lazy views leave to be done before a fusion runs on inputs.
+
+
+def _is_lazy(x: torch.Tensor) -> bool:
+    return x.is_neg() or x.is_conj()
+
+
+class Autograd:
+    """Makes the inputs of one fusion plain, and warns once where that loses a gradient."""
+
+    def __init__(self, fusion: Fusion) -> None:
+        self._fusion = fusion
+        self._is_warned = False
+
+    def resolved(self, inputs: Sequence[Argument]) -> Sequence[Argument]:
+        """Return the inputs with lazy negative and conjugate views computed; kernels read by
+        address.
+
+        Raises `InputError` for one that the program writes into.
+        """
+        lazy = [i for i, v in enumerate(inputs) if isinstance(v, torch.Tensor) and _is_lazy(v)]
+        if not lazy:
+            return inputs
+        targets = {alias.into for alias in self._fusion.aliases}
+        for i in lazy:
+            if i < len(self._fusion.inputs) and self._fusion.inputs[i] in targets:
+                given = inputs[i]
+                is_conj = isinstance(given, torch.Tensor) and given.is_conj()
+                kind, way = ("conjugate", "conj") if is_conj else ("negative", "neg")
+                raise InputError(
+                    f"input {i}, {self._fusion.inputs[i]}, is updated in place, but is a lazy "
+                    f"{kind} view: pass resolve_{way}()"
+                )
+        return [
+            v.resolve_conj().resolve_neg() if isinstance(v, torch.Tensor) else v for v in inputs
+        ]
+
+    def without_tangents(self, inputs: Sequence[Argument]) -> Sequence[Argument]:
+        """Return the inputs with the values of dual tensors alone: torch would carry tangents
+        through some ops of a program, and kernels through none. Warns once."""
+        duals = {
+            i: forward_ad.unpack_dual(v)
+            for i, v in enumerate(inputs)
+            if isinstance(v, torch.Tensor) and (v.is_floating_point() or v.is_complex())
+        }
+        lost = {i: dual.primal for i, dual in duals.items() if dual.tangent is not None}
+        for i in lost:
+            self._warn(i, "has a forward-mode tangent", "forward_ad.unpack_dual(x).primal")
+        return [lost.get(i, v) for i, v in enumerate(inputs)] if lost else inputs
+
+    def warn_of_gradients(self, inputs: Sequence[Argument]) -> None:
+        """Warn once that outputs carry no gradient although an input asks for one."""
+        if self._is_warned or not torch.is_grad_enabled():
+            return
+        for i, v in enumerate(inputs):
+            if isinstance(v, torch.Tensor) and v.requires_grad:
+                self._warn(i, "requires grad", "detach(), or run under torch.no_grad()")
+                return
+
+    def _warn(self, position: int, what: str, instead: str) -> None:
+        if self._is_warned:
+            return
+        self._is_warned = True
+        declared = self._fusion.inputs[position] if position < len(self._fusion.inputs) else "extra"
+        warn(
+            f"input {position}, {declared}, {what}, but no output will carry a gradient: "
+            f"pass {instead}",
+        )

@@ -7,9 +7,7 @@ from functools import partial
 
 import torch
 
-from fuser.frontend.float_sizes import FloatSizes
-from fuser.frontend.host_scalars import HostScalars
-from fuser.frontend.implicit_inputs import Draws
+from fuser.frontend.implicit_inputs import Draws, FloatSizes, HostScalars
 from fuser.frontend.profiler import profile_of_kernel, profiler_here
 from fuser.ir.binding import Argument
 from fuser.ir.dtypes import DataType, to_torch
@@ -18,20 +16,18 @@ from fuser.ir.ops.nodes import LibraryOp
 from fuser.ir.scalar import constructors as sc
 from fuser.ir.scalar.constructors import Symbol
 from fuser.kernels import executor
-from fuser.kernels.kernel import make_kernel
-from fuser.lower.stream import steps_of
+from fuser.kernels.kernel_variant import make_kernel
+from fuser.lower.loop_tree import steps_of
 from fuser.passes.concretize import refine_extents
 from fuser.passes.resolve_symbolic import is_undecided
-from fuser.schedule.automatic import SchedulerType
-from fuser.schedule.kernel_params import CompileParams, LaunchParams
+from fuser.schedule.automatic import CompileParams, LaunchParams, SchedulerType
 from fuser.support import dumps, options
 from fuser.support.arguments import checked
 from fuser.support.device import DESCRIPTIONS, describe_device
 from fuser.support.errors import DefinitionError, NotCompiledError, UnsupportedError, user_code
 from fuser.support.inputs import device_of, flatten
 from hostir.ir.shard_layout import allocated_strides
-from hostir.runtime.exact_numbers import ExactNumbers
-from hostir.runtime.inputs import InputBinder
+from hostir.runtime.inputs import ExactNumbers, InputBinder
 
 
 class KernelExecutor:

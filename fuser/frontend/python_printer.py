@@ -15,22 +15,50 @@ have more.
 
 from __future__ import annotations
 
+import cmath
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from itertools import takewhile
 
-from fuser.frontend.python_rfactor import Factored, factored_reductions
-from fuser.frontend.python_schedule import ScheduleText, transform_call
-from fuser.frontend.python_statements import STATEMENTS, PythonCall, ScalarArgument, stride_order_of
+import torch
+
+from fuser.ir.domain.axis_path import transforms_between
+from fuser.ir.domain.device_mesh import DeviceMesh
+from fuser.ir.domain.tensor_domain import (
+    MergeTransform,
+    SplitTransform,
+    Swizzle1D,
+    Transform,
+    contiguity_for,
+    transform_text,
+)
 from fuser.ir.dtypes import DataType, dtype_text
-from fuser.ir.fusion import Declared, Fusion, TensorOp
+from fuser.ir.fusion import Declared, Fusion, TensorOp, TensorView
+from fuser.ir.ops import lookup, nodes
+from fuser.ir.ops.attention_ops import SdpaBwdOp, SdpaFwdOp
+from fuser.ir.ops.matrix_products import GroupedMmaOp, GroupedScalesOp, ProductOp, ScaledMmaOp
+from fuser.ir.ops.nodes import CatOp, Contraction, LoadStoreOp, PadOp, ReductionOp, SliceOp
+from fuser.ir.ops.scan_ops import ArgsortOp, ScanOp, TopKOp
 from fuser.ir.pointwise_table import POINTWISE, PUBLIC
 from fuser.ir.scalar import constructors as sc
 from fuser.ir.scalar.constructors import Apply, Const, Poly, Scalar
 from fuser.ir.scalar.scalar_nodes import Monomial, postorder
-from fuser.ir.tensor import TensorView
+from fuser.ir.shard_annotation import Replicate, Shard, placements_of
+from fuser.ir.types import CacheOp, LoadStoreOpType, MemoryType, ParallelType
+from fuser.ops.reduction_table import REDUCTIONS
 from fuser.support.arguments import checked
-from fuser.support.errors import UnsupportedError, user_code
-from fuser.support.record import replace
+from fuser.support.errors import (
+    CompileError,
+    ExecutionError,
+    FuserError,
+    KernelError,
+    NoCompilerError,
+    UnsupportedError,
+    VerifyError,
+    user_code,
+)
+from fuser.support.inputs import flatten
+from fuser.support.record import record, replace
 
 HEADER = "def nvfuser_fusion(fd : FusionDefinition) -> None :"
 # What a Python number becomes; constants of other dtypes are defined.
@@ -326,3 +354,690 @@ def _definition_of(tv: TensorView) -> PythonCall:
 
 
 __all__ = ["HEADER", "translate_fusion"]
+
+
+# ----------------------------------------------------------------------
+# The statement of each kind of op: which call of a definition makes it, of which arguments.
+
+
+@record
+class PythonCall:
+    """`fd.name(*args, **kwargs)`; arguments are tensors, scalars, dtypes, Python values, lists.
+
+    `unused` results follow those of the op.
+    """
+
+    name: str
+    args: tuple[object, ...]
+    kwargs: Mapping[str, object]
+    unused: int = 0
+
+
+@record
+class ScalarArgument:
+    """A scalar as an argument for which no Python number is taken."""
+
+    scalar: Scalar
+
+
+Statement = Callable[..., PythonCall]
+STATEMENTS: dict[type[TensorOp], Statement] = {}
+
+# Nodes that only the compiler makes, in copies of what the user defined.
+COMPILED = (nodes.Reshard,)
+
+
+def _row(*kinds: type[TensorOp]) -> Callable[[Statement], Statement]:
+    """Register the statement of node classes."""
+
+    def register(statement: Statement) -> Statement:
+        STATEMENTS.update(dict.fromkeys(kinds, statement))
+        return statement
+
+    return register
+
+
+def _ops(name: str, *args: object, **kwargs: object) -> PythonCall:
+    return PythonCall(f"ops.{name}", args, kwargs)
+
+
+def _filled(value: Scalar | None) -> object:
+    """Return a number that the op converts to its own dtype, any other scalar as it is."""
+    if isinstance(value, Const) and cmath.isfinite(value.value):
+        return value.value
+    return value
+
+
+def _given(**optional: tuple[object, object]) -> dict[str, object]:
+    """Return the arguments (value, default) that are not their defaults."""
+    return {name: value for name, (value, default) in optional.items() if value != default}
+
+
+def stride_order_of(tv: TensorView) -> list[int] | None:
+    """Return the rank by stride of each logical axis, where an order of their own is declared."""
+    logical, order = tv.domain.logical_numbers, tv.domain.allocation_numbers
+    if order == logical or sorted(order) != sorted(logical):
+        return None
+    return [len(order) - 1 - order.index(n) for n in logical]
+
+
+def is_stride_order(op: nodes.LoadStoreOp) -> bool:
+    """Whether a copy is one into a memory order of its own."""
+    domain = op.out.domain
+    is_whole = op.kind is LoadStoreOpType.set and not domain.root_numbers
+    return is_whole and stride_order_of(op.out) is not None and False not in domain.contiguity
+
+
+# ------------------------------------------------------------------ elementwise
+@_row(nodes.UnaryOp)
+def _unary(op: nodes.UnaryOp) -> PythonCall:
+    return _ops(op.kind, op.inp)
+
+
+@_row(nodes.CastOp)
+def _cast(op: nodes.CastOp) -> PythonCall:
+    return _ops("cast", op.inp, dtype=op.out.dtype())
+
+
+@_row(nodes.BinaryOp)
+def _binary(op: nodes.BinaryOp) -> PythonCall:
+    return _ops(op.kind, op.lhs, op.rhs)
+
+
+@_row(nodes.TernaryOp)
+def _ternary(op: nodes.TernaryOp) -> PythonCall:
+    return _ops(op.kind, op.a, op.b, op.c)
+
+
+# ------------------------------------------------------------------ factories
+@_row(nodes.FullOp)
+def _full(op: nodes.FullOp) -> PythonCall:
+    return _ops("full", shape=op.shape, fill_value=_filled(op.value), dtype=op.out.dtype())
+
+
+@_row(nodes.IotaOp)
+def _iota(op: nodes.IotaOp) -> PythonCall:
+    ends = _given(start=(_filled(op.start), 0), step=(_filled(op.step), 1))
+    return _ops("iota", op.length, **ends, dtype=op.out.dtype())
+
+
+def _is_like(tv: TensorView, op: nodes.RandomOp) -> bool:
+    return tv.dtype() is op.out.dtype() and tuple(tv.shape()) == op.shape
+
+
+@_row(nodes.RandomOp)
+def _random(op: nodes.RandomOp) -> PythonCall:
+    dtype = op.out.dtype()
+    if op.a is None:
+        # Such an op takes the shape of a tensor that was there, and does not read it.
+        before = takewhile(lambda t: t is not op.out, op.out.fusion.tensors())
+        tv = next((t for t in before if _is_like(t, op)), None)
+        if tv is None or op.seed is not None:
+            raise UnsupportedError(f"no statement for {op.out}{user_code(op.where)}")
+        return _ops({"uniform": "rand_like", "normal": "randn_like"}[op.kind], tv)
+    key = {} if op.seed is None else {"rng_seed": op.seed, "rng_offset": op.offset}
+    return _ops(op.kind, _filled(op.a), _filled(op.b), shape=op.shape, **key, dtype=dtype)
+
+
+# ------------------------------------------------------------------ copies and views
+@_row(nodes.LoadStoreOp)
+def _copy(op: nodes.LoadStoreOp) -> PythonCall:
+    domain = op.out.domain
+    if op.kind is LoadStoreOpType.segmenter_set:
+        return _ops("segment_set", op.inp)
+    if op.kind is not LoadStoreOpType.set or op.cache_op is not CacheOp.unspecified:
+        raise UnsupportedError(f"no statement for {op.name} of {op.inp}{user_code(op.where)}")
+    if domain.root_numbers:
+        places = [domain.root_numbers.index(n) for n in domain.logical_numbers]
+        return _ops("permute", op.inp, dims=places)
+    if is_stride_order(op):
+        return _ops("stride_order", op.inp, stride_order=stride_order_of(op.out))
+    return _ops("cast", op.inp, dtype=op.out.dtype())
+
+
+@_row(nodes.BroadcastOp)
+def _broadcast(op: nodes.BroadcastOp) -> PythonCall:
+    return _ops("broadcast", op.inp, is_broadcast_dim=op.flags)
+
+
+@_row(nodes.SqueezeOp)
+def _squeeze(op: nodes.SqueezeOp) -> PythonCall:
+    dims = [i for i, gone in enumerate(op.flags) if gone]
+    axes = op.inp.domain.no_reductions
+    is_expanded = any(axes[d].expanded is not None for d in dims)
+    return _ops("squeeze", op.inp, dims=dims, **_given(squeeze_expanded=(is_expanded, False)))
+
+
+@_row(nodes.ExpandOp)
+def _expand(op: nodes.ExpandOp) -> PythonCall:
+    return _ops("expand", op.inp, shape=op.shape)
+
+
+@_row(nodes.ReshapeOp)
+def _reshape(op: nodes.ReshapeOp) -> PythonCall:
+    return _ops("reshape", op.inp, new_shape=op.out.shape())
+
+
+@_row(SliceOp)
+def _slice(op: SliceOp) -> PythonCall:
+    return _ops(
+        "slice",
+        op.inp,
+        start_indices=op.starts,
+        end_indices=op.stops,
+        strides=[1] * len(op.starts),
+        manual_normalization=True,
+    )
+
+
+@_row(PadOp)
+def _pad(op: PadOp) -> PythonCall:
+    pairs = [*zip(op.left, op.right, strict=True)][::-1]
+    widths = [w for pair in pairs for w in pair]
+    return _ops("pad", op.inp, pad_widths=widths, value=_filled(op.value))
+
+
+@_row(CatOp)
+def _cat(op: CatOp) -> PythonCall:
+    return _ops("cat", op.pieces, dim=op.dim, manual_padding=True)
+
+
+# ------------------------------------------------------------------ lookups
+@_row(lookup.SelectOp)
+def _select(op: lookup.SelectOp) -> PythonCall:
+    return _ops("select", op.table, index=ScalarArgument(op.index), dim=op.dim)
+
+
+@_row(lookup.IndexSelectOp)
+@_row(lookup.TakeAlongAxisOp)
+@_row(lookup.GatherOp)
+def _along(op: lookup.IndexSelectOp | lookup.TakeAlongAxisOp | lookup.GatherOp) -> PythonCall:
+    return _ops(op.name, op.table, op.index, dim=op.dim)
+
+
+@_row(lookup.EmbeddingFwdOp)
+def _embedding(op: lookup.EmbeddingFwdOp) -> PythonCall:
+    return _ops("embedding_fwd", op.index, op.table)
+
+
+@_row(lookup.IndexPutAccumulateOp)
+def _index_put(op: lookup.IndexPutAccumulateOp) -> PythonCall:
+    return _ops("index_put_accumulate", op.acc, op.index, op.value)
+
+
+@_row(lookup.ScatterOp)
+def _scatter(op: lookup.ScatterOp) -> PythonCall:
+    src = ScalarArgument(op.src) if isinstance(op.src, Scalar) else op.src
+    return _ops("scatter", op.inp, op.index, src, dim=op.dim)
+
+
+# ------------------------------------------------------------------ reductions
+def _reduced(out: TensorView) -> list[int]:
+    return [k for k, a in enumerate(out.domain.maybe_root) if a.is_reduction()]
+
+
+@_row(nodes.ReductionOp)
+def _reduction(op: nodes.ReductionOp) -> PythonCall:
+    sums = {"dtype": op.out.dtype()} if op.kind in ("add", "mul") else {}
+    return _ops(op.name, op.inp, dims=_reduced(op.out), **sums)
+
+
+@_row(nodes.WelfordOp)
+def _welford(op: nodes.WelfordOp) -> PythonCall:
+    return _ops("welford", op.inp, dims=_reduced(op.avg))
+
+
+# ------------------------------------------------------------------ library ops
+@_row(nodes.MatmulOp)
+def _matmul(op: nodes.MatmulOp) -> PythonCall:
+    return _ops("matmul", op.a, op.b)
+
+
+@_row(nodes.LinearOp)
+def _linear(op: nodes.LinearOp) -> PythonCall:
+    return _ops("linear", op.x, op.weight, **_given(bias=(op.bias, None)))
+
+
+@_row(GroupedMmaOp, ScaledMmaOp)
+def _product(op: ProductOp) -> PythonCall:
+    given = [tv for field, tv in op.tensors() if field not in ("out", *op.OPTIONAL)]
+    if not op.is_scaled:
+        return _ops(op.name, *given)
+    optional = {field: (getattr(op, field), None) for field in op.OPTIONAL}
+    return replace(_ops(op.name, *given, **_given(**optional), dtype=op.out.dtype()), unused=2)
+
+
+@_row(GroupedScalesOp)
+def _grouped_scales(op: GroupedScalesOp) -> PythonCall:
+    return _ops(op.name, op.inp, op.input_offsets, op.output_offsets)
+
+
+@_row(SdpaFwdOp)
+def _sdpa_fwd(op: SdpaFwdOp) -> PythonCall:
+    options = _given(
+        bias=(op.bias, None),
+        mask=(op.mask, None),
+        dropout_p=(op.dropout_p, Const(0.0, DataType.Double)),
+        is_causal=(op.is_causal, Const(False, DataType.Bool)),
+        scale=(op.scale, None),
+        enable_gqa=(op.enable_gqa, False),
+    )
+    return _ops("sdpfa_fwd", op.query, op.key, op.value, **options)
+
+
+@_row(SdpaBwdOp)
+def _sdpa_bwd(op: SdpaBwdOp) -> PythonCall:
+    read = op.grad_output, op.query, op.key, op.value, op.attended, op.log_sumexp
+    return _ops(
+        "sdpfa_bwd",
+        *read,
+        dropout_p=op.dropout_p,
+        is_causal=op.is_causal,
+        philox_seed=op.philox_seed,
+        philox_offset=op.philox_offset,
+        scale=op.scale,
+        **_given(enable_gqa=(op.enable_gqa, False)),
+    )
+
+
+# ------------------------------------------------------------------ scans and sorts
+@_row(ScanOp)
+def _scan(op: ScanOp) -> PythonCall:
+    usual = Const(REDUCTIONS[op.kind].identity(op.out.dtype()), op.out.dtype())
+    init = {} if op.init == usual else {"init": ScalarArgument(op.init)}
+    return _ops(op.name, op.inp, dim=op.dim, **init)
+
+
+@_row(ArgsortOp)
+def _argsort(op: ArgsortOp) -> PythonCall:
+    flags = _given(descending=(op.descending, False), stable=(op.stable, False))
+    return _ops("argsort", op.inp, dim=op.dim, **flags)
+
+
+@_row(TopKOp)
+def _topk(op: TopKOp) -> PythonCall:
+    flags = _given(dim=(op.dim, -1), largest=(op.largest, True), sorted=(op.sorted, False))
+    return _ops("topk", op.inp, ScalarArgument(op.k), **flags)
+
+
+# ----------------------------------------------------------------------
+# Meshes, loops and layouts of a fusion as the calls that users make on its tensors.
+
+# The text of a value; it may write lines of its own.
+Text = Callable[[object], str]
+
+
+class ScheduleText:
+    """The lines that stand behind the outputs of a fusion."""
+
+    def __init__(self, fusion: Fusion, text: Text, add: Callable[[str], None]) -> None:
+        self._fusion, self._text, self._add = fusion, text, add
+        self._meshes: dict[DeviceMesh, str] = {}
+        self._imported: set[str] = set()
+        self._ends = {*fusion.inputs, *fusion.outputs}
+
+    def write(self) -> list[str]:
+        """Write the lines of all tensors; return the names of the package that stand in them."""
+        tensors = self._fusion.tensors()
+        for tv in tensors:
+            text, placements = _TensorText(tv, self._text, self._line), _placements_of(tv)
+            if placements is None or (mesh := tv.mesh) is None:
+                self._mesh(tv)
+                text.write()
+            else:
+                shown = ", ".join(map(str, placements))
+                self._line(f"shard({self._text(tv)}, {self._mesh_name(mesh)}, [{shown}])")
+                text.write_layout()
+            self._memory(tv)
+        for tv in tensors:
+            if tv.compute_at:
+                name = self._text(tv)
+                self._add(f"fd.sched.inline_at({name}, {tv.compute_at}, selected_tensors=[{name}])")
+        return sorted(self._imported)
+
+    def _line(self, line: str) -> None:
+        names = ("MemoryType.", "ParallelType.", "multidevice.", "Replicate(", "Shard(", "shard(")
+        self._imported.update(n[:-1] for n in names if n in line)
+        self._add(line)
+
+    def _mesh(self, tv: TensorView) -> None:
+        if tv.mesh is None or not tv.has_own_mesh:
+            return
+        mesh, name = self._mesh_name(tv.mesh), self._text(tv)
+        # One that an op copied is open to propagation, one that is set is not.
+        is_set = tv.mesh_is_user_set
+        self._line(f"{name}.set_device_mesh({mesh})" if is_set else f"{name}.mesh = {mesh}")
+
+    def _mesh_name(self, mesh: DeviceMesh) -> str:
+        """Return the variable of a mesh, which its first use defines."""
+        name = self._meshes.get(mesh)
+        if name is None:
+            name = self._meshes[mesh] = f"mesh{len(self._meshes)}"
+            self._line(f"{name} = multidevice.DeviceMesh({_ranks_text(mesh)})")
+        return name
+
+    def _memory(self, tv: TensorView) -> None:
+        if tv.memory is not (MemoryType.global_ if tv in self._ends else MemoryType.local):
+            self._line(f"{self._text(tv)}.set_memory_type(MemoryType.{tv.memory.name})")
+
+
+def _placements_of(tv: TensorView) -> list[Shard | Replicate] | None:
+    """Return the placements of a tensor that one `shard` cuts as it is; None for any other."""
+    placements, domain = placements_of(tv), tv.domain
+    named = {*domain.loop_numbers, *domain.logical_numbers, *domain.root_numbers}
+    is_cut = placements is not None and any(isinstance(p, Shard) for p in placements)
+    return placements if is_cut and named.issuperset(domain.allocation_numbers) else None
+
+
+def _ranks_text(mesh: DeviceMesh) -> str:
+    """Return what the constructor of a mesh takes."""
+    ranks = list(mesh.devices)
+    if mesh.ndim == 1:
+        is_range = len(ranks) > 2 and ranks == list(range(ranks[0], ranks[0] + len(ranks)))
+        return f"range({ranks[0]}, {ranks[-1] + 1})" if is_range else str(ranks)
+    nested: list[object] = [*ranks]
+    for count in mesh.shape[:0:-1]:
+        nested = [nested[k : k + count] for k in range(0, len(nested), count)]
+    return str(nested)
+
+
+def transform_call(t: Transform, loop: list[int], text: Text) -> str | None:
+    """Return the call of a transform of loop axes, None where users have none; the axes are those
+    behind it then."""
+    places = [loop.index(n) for n in t.inputs]
+    for n in t.inputs:
+        loop.remove(n)
+    loop[min(places) : min(places)] = t.outputs
+    match t:
+        case SplitTransform():
+            name = "inner_split" if t.inner_split else "outer_split"
+            return f"{name}({places[0]}, {text(t.factor)})"
+        case MergeTransform():
+            return f"merge({places[0]}, {places[1]})"
+        case Swizzle1D():
+            return f"swizzle1d({places[0]}, ParallelType.{t.ptype.name})"
+        case _:
+            return None
+
+
+class _TensorText:
+    """The lines of one tensor: transforms, the order of its loops, parallel types, layout."""
+
+    def __init__(self, tv: TensorView, text: Text, line: Callable[[str], None]) -> None:
+        self._tv, self._text, self._line = tv, text, line
+        self._domain = tv.domain
+        # The loop axes as they are after the lines so far.
+        self._loop = [*tv.domain.logical_numbers]
+        # Variables of axes that no view of the tensor has any more.
+        self._handles: dict[int, str] = {}
+
+    def write(self) -> None:
+        parallel = [a for a in self._domain.axes.values() if a.ptype is not ParallelType.serial]
+        needed = {a.number for a in parallel} | {*self._domain.allocation_numbers}
+        for t in self._transforms():
+            for number in needed.intersection(t.inputs):
+                self._keep(number)
+            call = transform_call(t, self._loop, self._text)
+            if call is None:
+                what = transform_text(t, self._domain)
+                raise UnsupportedError(f"no statement for {what} of {self._tv}")
+            self._line(f"{self._name}.{call}")
+        if (order := self._reorder()) is not None:
+            self._line(f"{self._name}.reorder({order})")
+        for axis in sorted(parallel, key=lambda a: self._place(a.number)):
+            handle = self._handle(axis.number)
+            self._line(f"{handle}.parallelize(ParallelType.{axis.ptype.name})")
+        self._layout()
+
+    def write_layout(self) -> None:
+        """Write the layout of a tensor whose loops are what they are to be."""
+        self._loop = [*self._domain.loop_numbers]
+        self._layout()
+
+    @property
+    def _name(self) -> str:
+        return self._text(self._tv)
+
+    def _transforms(self) -> list[Transform]:
+        """Return what derives loops from logical axes."""
+        domain = self._domain
+        own = transforms_between(domain, domain.root, domain.logical) if domain.root else ()
+        return [t for t in domain.transforms if t not in own]
+
+    def _reorder(self) -> dict[int, int] | None:
+        """Return where loop axes are to be moved; None where all are in place."""
+        wanted = [*self._domain.loop_numbers]
+        if self._loop == wanted:
+            return None
+        moves = {k: wanted.index(n) for k, n in enumerate(self._loop)}
+        self._loop = wanted
+        return {k: to for k, to in moves.items() if k != to}
+
+    # ------------------------------------------------------------ axes
+    def _views(self) -> Iterator[tuple[str, tuple[int, ...]]]:
+        yield "get_logical_domain()", self._domain.logical_numbers
+        yield "get_root_domain()", self._domain.root_numbers
+
+    def _keep(self, number: int) -> None:
+        """Name an axis that a transform is about to take out of all views."""
+        if number in self._handles or any(number in view for _, view in self._views()):
+            return
+        name = f"{self._name}_axis{len(self._handles)}"
+        self._line(f"{name} = {self._name}.axis({self._loop.index(number)})")
+        self._handles[number] = name
+
+    def _handle(self, number: int) -> str:
+        """Return the text of an axis of the finished tensor."""
+        if number in self._loop:
+            return f"{self._name}.axis({self._loop.index(number)})"
+        if number in self._handles:
+            return self._handles[number]
+        for view, numbers in self._views():
+            if number in numbers:
+                return f"{self._name}.{view}[{numbers.index(number)}]"
+        raise UnsupportedError(f"no statement for axis {self._domain.axes[number]} of {self._tv}")
+
+    def _place(self, number: int) -> tuple[bool, int]:
+        """Return where an axis stands among those that are parallelized: loops come first."""
+        is_loop = number in self._loop
+        return not is_loop, self._loop.index(number) if is_loop else number
+
+    # ------------------------------------------------------------ layout
+    def _layout(self) -> None:
+        domain, tv = self._domain, self._tv
+        if (domain.allocation_numbers, domain.contiguity) == _first_layout(tv):
+            return
+        order = domain.allocation_numbers
+        axes = ", ".join(map(self._handle, order))
+        # Without axes, the flags are those of the logical ones.
+        flags = (
+            f
+            for f in (True, False)
+            if order and contiguity_for(domain.allocation, f) == domain.contiguity
+        )
+        contiguity = next(flags, list(domain.contiguity))
+        self._line(f"{self._name}.set_allocation_domain([{axes}], {contiguity})")
+
+
+def _first_layout(tv: TensorView) -> tuple[tuple[int, ...], tuple[bool | None, ...]]:
+    """Return allocation and contiguity as the statement of a tensor leaves them."""
+    domain = tv.domain
+    definition = tv.definition()
+    order = domain.allocation_numbers
+    if definition is None and (not order or stride_order_of(tv) is not None):
+        return order, domain.contiguity
+    if isinstance(definition, LoadStoreOp) and is_stride_order(definition):
+        return order, domain.contiguity
+    return (), contiguity_for(domain.logical)
+
+
+# ----------------------------------------------------------------------
+# Reductions in parts as the reduction that a user wrote, and the `rfactor` calls behind it.
+
+
+@record
+class RfactorCall:
+    """`made = of.rfactor(axes)`, after these transforms of the loops `loop` of `of`."""
+
+    of: TensorView
+    made: TensorView
+    axes: tuple[int, ...]
+    loop: tuple[int, ...] = ()
+    transforms: tuple[Transform, ...] = ()
+
+
+@record
+class Factored:
+    """A reduction over `dims` of the operand of `ops[0]`, which gives `out`, and its parts."""
+
+    ops: tuple[TensorOp, ...]
+    out: TensorView
+    dims: list[int]
+    steps: tuple[RfactorCall, ...]
+
+
+def factored_reductions(fusion: Fusion) -> dict[TensorOp, Factored]:
+    """Return the reductions in parts of a fusion, by the first op of each."""
+    found: dict[TensorOp, Factored] = {}
+    inside: set[TensorOp] = set()
+    for k, op in enumerate(fusion.exprs):
+        is_part = isinstance(op, ReductionOp | Contraction) and bool(op.out.domain.root_numbers)
+        if is_part and op not in inside:
+            found[op] = _factored(fusion.exprs[k:])
+            inside.update(found[op].ops)
+    return found
+
+
+def _factored(ops: Sequence[TensorOp]) -> Factored:
+    """Return the reduction whose first part is the first of these ops."""
+    first = ops[0].out_tensor
+    roots = {n: k for k, n in enumerate(first.domain.root_numbers)}
+    # Of each axis that the next op reads, the axis of the first op's operand that it still is.
+    origins = _kept(first, [*roots.values()])
+    chain = [ops[0]]
+    for op in ops[1:]:
+        out = op.out_tensor
+        if not isinstance(op, ReductionOp) or op.inp is not chain[-1].out_tensor:
+            break
+        chain.append(op)
+        origins = _kept(out, origins)
+        if not out.domain.root_numbers and None not in origins:
+            dims = sorted({*roots.values()} - {*origins})
+            return Factored(tuple(chain), out, dims, tuple(_steps(chain)))
+    raise UnsupportedError(
+        f"no statement for a part of a reduction{user_code(ops[0].where)}: {first}"
+    )
+
+
+def _kept(out: TensorView, origins: Sequence[int | None]) -> list[int | None]:
+    """Return the origins of what is left of the root axes of a part: None for what splits made."""
+    domain = out.domain
+    of = dict(zip((a.number for a in domain.maybe_root), origins, strict=True))
+    return [of.get(a.number) for a in domain.no_reductions]
+
+
+def _steps(chain: Sequence[TensorOp]) -> list[RfactorCall]:
+    """Return the calls that make the parts: those of one family factor the reduction once, and then
+    what that has made."""
+    whole = chain[-1].out_tensor
+    parts = [op.out_tensor for op in chain[:-1]]
+    heads = [k for k, tv in enumerate(parts) if tv.domain.root_numbers]
+    steps: list[RfactorCall] = []
+    for begin, end in zip(heads, [*heads[1:], len(parts)], strict=True):
+        family = parts[begin:end]
+        domain = family[0].domain
+        reducer = _reducers(family)
+        transforms = transforms_between(domain, domain.root, domain.logical)
+        of, loop = whole, domain.root_numbers
+        for k in reversed(range(len(family))):
+            axes = tuple(p for p, by in enumerate(reducer) if by is not None and by <= k)
+            steps.append(RfactorCall(of, family[k], axes, loop, tuple(transforms)))
+            of, loop, transforms = family[k], (), ()
+    return steps
+
+
+def _reducers(family: Sequence[TensorView]) -> list[int | None]:
+    """Return which of the parts reduces each logical axis of the first, None: none of them."""
+    left = list(range(len(family[0].domain.logical)))
+    found: list[int | None] = [None] * len(left)
+    for k, tv in enumerate(family):
+        for at, axis in zip(left, tv.domain.logical, strict=True):
+            if axis.is_reduction():
+                found[at] = k
+        left = [at for at in left if found[at] is None]
+    return found
+
+
+# ----------------------------------------------------------------------
+# Scripts that show a definition and its inputs again, in a process of their own.
+
+# What is no mistake of the caller, nor of the machine.
+_INTERNAL = (CompileError, ExecutionError, KernelError, VerifyError)
+
+
+def repro_script(program: str, inputs: Iterable[object] | None) -> str:
+    """Return a script of a program's text (`translate_fusion`), and of inputs like these if there
+    are any: random values of their shapes, strides, dtypes and devices; numbers as they are."""
+    lines = ["# CUDA devices:"]
+    for k in range(torch.cuda.device_count()):
+        lines.append(f"#  {k}: {torch.cuda.get_device_name(k)}")
+    lines += [
+        f"# torch version: {torch.__version__}",
+        f"# cuda version: {torch.version.cuda}",
+        "import torch",
+        "from fuser import FusionDefinition, DataType",
+        f"{program}with FusionDefinition() as fd:",
+        "    nvfuser_fusion(fd)",
+        "",
+    ]
+    if inputs is not None:
+        lines += ["inputs = [", *(f"    {_input_text(v)}," for v in flatten(inputs)), "]"]
+        lines += ["fd.execute(inputs)", ""]
+    return "\n".join(lines)
+
+
+def _input_text(value: torch.Tensor | bool | int | float | complex) -> str:
+    if not isinstance(value, torch.Tensor):
+        if isinstance(value, int):
+            return repr(value) if value.bit_length() <= 64 else hex(value)
+        return number_text(value)
+    where = f"dtype={value.dtype}, device='{value.device}'"
+    shape, strides = tuple(value.shape), value.stride()
+    # torch draws no floats of one byte.
+    is_narrow = value.dtype.is_floating_point and value.dtype.itemsize == 1
+    if value.is_contiguous() and is_narrow:
+        return f"torch.randn({shape}, device='{value.device}').to({value.dtype})"
+    if value.is_contiguous():
+        return f"torch.testing.make_tensor({shape}, {where})"
+    # As many elements as the last one needs to be there.
+    count = 1 + sum((n - 1) * s for n, s in zip(shape, strides, strict=True))
+    count = count if value.numel() else 0
+    if is_narrow:
+        drawn = f"torch.randn({count}, device='{value.device}').to({value.dtype})"
+    elif value.dtype.is_floating_point or value.dtype.is_complex:
+        drawn = f"torch.randn({count}, {where})"
+    else:
+        end = 2 if value.dtype is torch.bool else 10
+        drawn = f"torch.randint(0, {end}, ({count},), {where})"
+    return f"{drawn}.as_strided({shape}, {strides})"
+
+
+def fake_inputs(inputs: Sequence[object]) -> list[object]:
+    """Return tensors without contents in the place of tensors: what a script needs of them."""
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    mode = FakeTensorMode()
+    return [mode.from_tensor(v) if isinstance(v, torch.Tensor) else v for v in inputs]
+
+
+def is_internal(error: BaseException) -> bool:
+    """Whether an error may be a fault of this project: a failed check of its own, a program or a
+    kernel that it should not have made."""
+    if isinstance(error, MemoryError | torch.OutOfMemoryError | NoCompilerError):
+        return False
+    return isinstance(error, _INTERNAL) or not isinstance(error, FuserError)
+
+
+def report(error: BaseException, script: str) -> None:
+    """Add a script to what is shown of an error."""
+    error.add_note(f"If this is a fault of fuser, this script shows it again:\n```\n{script}```")

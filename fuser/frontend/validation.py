@@ -15,11 +15,10 @@ import torch
 from fuser.frontend.implicit_inputs import Draws
 from fuser.ir.binding import Argument, bind_inputs
 from fuser.ir.dtypes import HALF_LIKE, DataType, category, is_inexact, to_torch
-from fuser.ir.fusion import Fusion, TensorOp
+from fuser.ir.fusion import Fusion, TensorOp, TensorView
 from fuser.ir.ops.nodes import BinaryOp
 from fuser.ir.ops.scan_ops import ScanOp
 from fuser.ir.scalar import constructors as sc
-from fuser.ir.tensor import TensorView
 from fuser.ops.reference.meaning import evaluate_fusion
 from fuser.support.arguments import checked
 from fuser.support.errors import UnsupportedError, ValidationError

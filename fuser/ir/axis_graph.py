@@ -14,7 +14,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 
-from fuser.ir.axis import Axis
 from fuser.ir.domain.tensor_domain import (
     IterDomain,
     MergeTransform,
@@ -24,9 +23,8 @@ from fuser.ir.domain.tensor_domain import (
     Swizzle1D,
     Transform,
 )
-from fuser.ir.fusion import AxisMap, Fusion, TensorOp
+from fuser.ir.fusion import Axis, AxisMap, Fusion, TensorOp, TensorView
 from fuser.ir.scalar.constructors import Scalar
-from fuser.ir.tensor import TensorView
 
 AxisPair = tuple[IterDomain, IterDomain]
 

@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from fuser.ir.dtypes import misfit
+from fuser.ir.fusion import TensorView
 from fuser.ir.naming import in_ir, tensor_words
 from fuser.ir.scalar.compiled import PythonText
 from fuser.ir.scalar.constructors import Const, Number, Scalar, Symbol, evaluate, symbols
-from fuser.ir.tensor import TensorView
 from fuser.support.errors import FuserError, InputError, ShardingError, user_code
 from fuser.support.record import record
 from fuser.support.torch_calls import class_check

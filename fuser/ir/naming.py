@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from fuser.ir.domain.tensor_domain import IterDomain, TensorDomain
-from fuser.ir.tensor import TensorView
+from fuser.ir.fusion import TensorView
 
 
 def tensor_words(tv: TensorView) -> str:

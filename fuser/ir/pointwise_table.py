@@ -21,7 +21,7 @@ import torch
 
 from fuser.support.record import record
 
-# Names of `fuser.ops.dtype_rules`.
+# Names of `fuser.ops.elementwise`.
 Rule = Literal[
     "default",
     "float",

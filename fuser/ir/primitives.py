@@ -20,10 +20,9 @@ from fuser.ir.domain.tensor_domain import (
     Transform,
 )
 from fuser.ir.dtypes import DataType
-from fuser.ir.fusion import Fusion, TensorOp
+from fuser.ir.fusion import PRIMITIVES, Fusion, TensorOp, TensorView
 from fuser.ir.ops.nodes import Contraction, LinearOp, LoadStoreOp, ReductionOp
 from fuser.ir.scalar import constructors as sc
-from fuser.ir.tensor import PRIMITIVES, TensorView
 from fuser.ir.types import CacheOp, IterType, LoadStoreOpType, MemoryType, ParallelType
 from fuser.support.errors import DefinitionError, UnsupportedError
 

@@ -16,8 +16,8 @@ from typing import Any
 from fuser.ir.domain.axis_path import transforms_between
 from fuser.ir.domain.device_mesh import DeviceMesh
 from fuser.ir.domain.tensor_domain import SplitTransform
+from fuser.ir.fusion import TensorView
 from fuser.ir.scalar import constructors as sc
-from fuser.ir.tensor import TensorView
 from fuser.ir.types import DEVICE_TYPES, ParallelType
 from fuser.support.arguments import Mismatch, checked, show, take_integer
 from fuser.support.errors import ArgumentError, DefinitionError, ShardingError, UnsupportedError

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from fuser.ir.fusion import Fusion
+from fuser.ir.fusion import Fusion, TensorView
 from fuser.ir.op import op_text
 from fuser.ir.scalar.constructors import Scalar, Symbol
-from fuser.ir.tensor import TensorView
 from fuser.support.errors import VerifyError
 
 

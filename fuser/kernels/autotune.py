@@ -11,27 +11,45 @@ of magnitude of each size. Results of all candidates must agree with those of th
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+import statistics
+import time
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from math import prod
 from typing import Any
 
 import torch
 
 from fuser.ir.canonical_form import CanonicalForm, form_of, form_text
-from fuser.ir.dtypes import DataType
+from fuser.ir.domain.strided_layout import Laid
+from fuser.ir.dtypes import DataType, to_torch
 from fuser.ir.fusion import Fusion
-from fuser.ir.layout_class import Layout
+from fuser.ir.memory_layout import Layout
 from fuser.ir.scalar.constructors import Number, Symbol
-from fuser.kernels import trial
 from fuser.kernels.autotune_candidates import from_fields, neighbours, to_fields
-from fuser.kernels.kernel_variant import Variant
-from fuser.kernels.trial import Scratch, Timer, TuningCandidate
+from fuser.kernels.executor import FusedKernelExecutor, KernelLaunch, Record, Value, VariantKey
+from fuser.kernels.kernel_variant import (
+    Sizes,
+    Variant,
+    address,
+    describe,
+    index_dtype,
+    is_plain,
+    span,
+)
 from fuser.runtime.compile import compiler_of
 from fuser.runtime.kernel_cache import KernelCache, digest
 from fuser.runtime.prepared_launch import BoundLaunch
 from fuser.support import dumps, options
-from fuser.support.device import DeviceInfo
-from fuser.support.errors import CompileError, KernelError, warn
+from fuser.support.device import VECTOR_BYTES, DeviceInfo, describe_device
+from fuser.support.errors import (
+    CompileError,
+    DefinitionError,
+    FuserError,
+    KernelError,
+    UnsupportedError,
+    warn,
+)
 from fuser.support.lru import Recent
 from fuser.support.record import record
 from fuser.support.version import __version__
@@ -248,11 +266,11 @@ class Tuning:
     def _timed(self, given: Trial) -> Report | None:
         """Return what is found; None, after a warning, where there is no memory to look."""
         device = given.outputs[0].device
-        wanted, free = trial.scratch_nbytes(given.outputs), trial.free_nbytes(device)
+        wanted, free = scratch_nbytes(given.outputs), free_nbytes(device)
         try:
             if free is not None and wanted > free:
                 raise torch.OutOfMemoryError(f"{free} are left")
-            return _Search(given, self._name, trial.tolerance_of(self._fusion)).run()
+            return _Search(given, self._name, tolerance_of(self._fusion)).run()
         except torch.OutOfMemoryError as error:
             warn(
                 f"tune: {self._name} keeps the heuristic's choice: to time others takes {wanted} "
@@ -268,7 +286,7 @@ class _Search:
     def __init__(self, given: Trial, name: str, tolerance: float) -> None:
         self._given, self._name, self._tolerance = given, name, tolerance
         self._expected, self._scratch = Scratch(given.outputs), Scratch(given.outputs)
-        self._timer: Timer = trial.make_timer(given.outputs[0].device)
+        self._timer: Timer = make_timer(given.outputs[0].device)
         self._choice = self._candidate(given.variant, given.launch)
         self._seen = {given.variant.params}
         self._forms = {_form_of(given.variant, given.launch)}
@@ -288,7 +306,7 @@ class _Search:
         while len(found) < MAX_TIMED:
             new = self._around(best, min(TIMED_AT_ONCE, MAX_TIMED - len(found)))
             found += new
-            trial.race([self._choice, *new], self._timer, ROUNDS, BUDGET_S)
+            race([self._choice, *new], self._timer, ROUNDS, BUDGET_S)
             fastest = min([self._choice, *found], key=lambda c: c.median)
             if fastest is best or not new:
                 break
@@ -301,7 +319,7 @@ class _Search:
         faster = sorted((c for c in found if c.median < choice.median), key=lambda c: c.median)
         finalists = faster[:FINALISTS]
         if finalists:
-            trial.race([choice, *finalists], self._timer, LAST_ROUNDS, BUDGET_S)
+            race([choice, *finalists], self._timer, LAST_ROUNDS, BUDGET_S)
         best = min([choice, *finalists], key=lambda c: c.median)
         pairs = list(zip(best.seconds, choice.seconds, strict=True))
         won = sum(mine < its for mine, its in pairs)
@@ -382,3 +400,356 @@ def warn_of_capture() -> None:
         "the heuristic's choice; run once before capturing",
         RuntimeWarning,
     )
+
+
+# ----------------------------------------------------------------------
+# One kernel with several parameters on the same inputs: their results and their times.
+
+# Elements that are compared at a time.
+_CHUNK = 1 << 22
+_SMALLEST = torch.finfo(torch.float64).tiny
+# What rounding may change, relative to a result and to the root mean square of all, by the coarsest
+# dtype inside of a kernel: a sum in another order is another sum, and may be rounded the other way.
+_TOLERANCE = {
+    torch.float64: 1e-9,
+    torch.float32: 1e-4,
+    torch.float16: 2.0**-8,
+    torch.bfloat16: 2.0**-5,
+}
+_COARSEST = 2.0**-1
+
+
+@dataclass
+class TuningCandidate:
+    """A kernel with some parameters, and its launch on the caller's inputs and memory of a trial.
+
+    `seconds` are the times of its runs.
+    """
+
+    params: Any
+    variant: Variant
+    launch: BoundLaunch
+    tensors: Sequence[torch.Tensor]
+    numbers: Sequence[Number]
+    seconds: list[float] = field(default_factory=list)
+
+    def run(self) -> None:
+        """Launch on the current stream.
+
+        Raises:
+            KernelError: the device refuses the launch, or a finding of checked mode.
+        """
+        assert self.variant.compiled is not None, "a candidate runs before it is compiled"
+        self.launch.run(self.variant.compiled, self.tensors, self.numbers, None)
+
+    @property
+    def median(self) -> float:
+        return statistics.median(self.seconds)
+
+
+def is_launchable(launch: BoundLaunch, device: DeviceInfo) -> bool:
+    """Whether a device takes blocks of this size, so many of them, with so much shared memory."""
+    shapes = ((launch.grid, device.max_grid), (launch.block, device.max_block))
+    if any(n > most for shape, limits in shapes for n, most in zip(shape, limits, strict=True)):
+        return False
+    threads = prod(launch.block)
+    return (
+        threads <= device.max_threads_per_block and launch.smem_bytes <= device.max_smem_per_block
+    )
+
+
+# ------------------------------------------------------------------ memory
+class Scratch:
+    """Memory for the results of a kernel, laid out as the caller's."""
+
+    def __init__(self, outputs: Sequence[torch.Tensor]) -> None:
+        self._flat: list[torch.Tensor] = []
+        self.tensors: list[torch.Tensor] = []
+        for out in outputs:
+            # It begins in the same place of a vector of memory: a kernel may rely on that.
+            skipped = address(out) % VECTOR_BYTES // out.element_size()
+            length = skipped + span(out)
+            flat = torch.zeros(length, dtype=out.dtype, device=out.device)
+            self._flat.append(flat)
+            self.tensors.append(flat.as_strided(out.shape, out.stride(), skipped))
+
+    def take(self, other: Scratch) -> None:
+        """Copy the results of another one of the same layout."""
+        for mine, others in zip(self._flat, other._flat, strict=True):
+            mine.copy_(others)
+
+    def clear(self) -> None:
+        """Make what a kernel does not write the same for all."""
+        for flat in self._flat:
+            flat.zero_()
+
+    def difference(self, other: Scratch, tolerance: float) -> float | None:
+        """Return by how much the largest difference of floats exceeds `tolerance`, as a factor; inf
+        for other values, None where the results agree."""
+        worst = 0.0
+        for mine, others in zip(self._flat, other._flat, strict=True):
+            worst = max(worst, _worst(mine, others, tolerance))
+        return worst if worst > 1 else None
+
+
+def scratch_nbytes(outputs: Sequence[torch.Tensor]) -> int:
+    """Return the bytes that a trial takes: two sets of results, and what it compares of them."""
+    compared = min(max((span(t) for t in outputs), default=0), _CHUNK)
+    return 2 * sum(span(t) * t.element_size() for t in outputs) + 8 * 8 * compared
+
+
+def free_nbytes(device: torch.device) -> int | None:
+    """Return the bytes that torch can still have on a device; None where nobody tells."""
+    if device.type == "cuda":
+        free, _ = torch.cuda.mem_get_info(device)
+        return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    try:
+        with open("/proc/meminfo") as file:
+            lines = dict(line.split(":", 1) for line in file)
+        return int(lines["MemAvailable"].split()[0]) << 10
+    except (OSError, KeyError, ValueError):
+        return None
+
+
+# ------------------------------------------------------------------ agreement
+def tolerance_of(fusion: Fusion) -> float:
+    """Return what rounding may change in the results of a fusion; see `Scratch.difference`."""
+    dtypes = {to_torch(tv.dtype()) for tv in fusion.tensors()}
+    floats = [d for d in dtypes if d.is_floating_point]
+    return max((_TOLERANCE.get(d, _COARSEST) for d in floats), default=_TOLERANCE[torch.float32])
+
+
+def _worst(mine: torch.Tensor, others: torch.Tensor, tolerance: float) -> float:
+    if not (mine.is_floating_point() or mine.is_complex()):
+        return 0.0 if torch.equal(mine, others) else float("inf")
+    squares, count, worst = 0.0, 0, 0.0
+    for a in _chunks(mine):
+        finite = a[torch.isfinite(a)]
+        squares, count = squares + float(finite.square().sum()), count + finite.numel()
+    scale = (squares / max(count, 1)) ** 0.5
+    for a, b in zip(_chunks(mine), _chunks(others), strict=True):
+        both = torch.isfinite(a) & torch.isfinite(b)
+        if not torch.allclose(a[~both], b[~both], rtol=0, atol=0, equal_nan=True):
+            return float("inf")
+        a, b = a[both], b[both]
+        if a.numel():
+            allowed = (tolerance * (a.abs() + scale)).clamp_min(_SMALLEST)
+            worst = max(worst, float(((a - b).abs() / allowed).max()))
+    return worst
+
+
+def _chunks(flat: torch.Tensor) -> Iterator[torch.Tensor]:
+    """Yield parts of a flat tensor in double precision."""
+    flat = torch.view_as_real(flat).flatten() if flat.is_complex() else flat
+    for part in flat.split(_CHUNK):
+        yield (part if part.dtype == torch.float64 else part.float()).double()
+
+
+# ------------------------------------------------------------------ time
+# Runs something on the current stream and returns how many seconds that took.
+Timer = Callable[[Callable[[], object]], float]
+
+
+def make_timer(device: torch.device) -> Timer:
+    """Return what times a kernel on a device; on a GPU with none of its operands in the cache."""
+    return _CudaTimer(device) if device.type == "cuda" else _time_on_host
+
+
+def _time_on_host(run: Callable[[], object]) -> float:
+    began = time.perf_counter()
+    run()
+    return time.perf_counter() - began
+
+
+class _CudaTimer:
+    """Measures with events of the device. What overwrites the cache before also gives the host time
+    to put all into the stream, so that the events measure the kernel alone."""
+
+    def __init__(self, device: torch.device) -> None:
+        nbytes = 2 * describe_device(device).l2_bytes
+        self._flushed = torch.empty(nbytes, dtype=torch.uint8, device=device)
+        self._start, self._stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+
+    def __call__(self, run: Callable[[], object]) -> float:
+        self._flushed.zero_()
+        self._start.record()
+        run()
+        self._stop.record()
+        self._stop.synchronize()
+        return self._start.elapsed_time(self._stop) * 1e-3
+
+
+def race(candidates: Sequence[TuningCandidate], timer: Timer, rounds: int, budget_s: float) -> None:
+    """Time candidates in turns, so many rounds, or as many of them as fit in the budget; at least
+    three. What they had measured before is forgotten."""
+    for candidate in candidates:
+        candidate.seconds.clear()
+    began = time.monotonic()
+    for k in range(rounds):
+        if k >= 3 and time.monotonic() - began > budget_s:
+            break
+        for candidate in candidates:
+            candidate.seconds.append(timer(candidate.run))
+
+
+# ----------------------------------------------------------------------
+# The executor of the option `tune`: parameters by time instead of by the heuristic alone.
+
+_Bind = Callable[[Variant], "Record | None"]
+
+
+class TunedExecutor(FusedKernelExecutor):
+    """Runs a fusion with the parameters that `Tuning` finds, at the first run for a class of inputs
+    that has contents and is not captured; before, and where they do not serve, with the
+    heuristic's.
+    """
+
+    def __init__(self, fusion: Fusion, **given: Any) -> None:
+        super().__init__(fusion, **given)
+        names = self.scheduler.name, self.name, self._of
+        self._tuning = Tuning(self.fusion, *names, self._dump, checked=self.checked)
+
+    def launch_laid(
+        self,
+        tensors: Sequence[Laid],
+        sizes: Sizes,
+        device: torch.device,
+        numbers: Sequence[Number] = (),
+        *,
+        are_sized: bool = False,
+    ) -> KernelLaunch | None:
+        """Return None: what has no contents cannot be timed."""
+        del tensors, sizes, device, numbers, are_sized
+        return None
+
+    def launch_for(
+        self,
+        inputs: Sequence[Value],
+        outputs: Sequence[torch.Tensor],
+        *,
+        sizes: Sizes,
+        device: torch.device | None = None,
+    ) -> KernelLaunch | None:
+        """See `KernelExecutor.launch_for`; None in a capture: a later run may time others."""
+        if device is None and _is_captured(outputs):
+            return None
+        return super().launch_for(inputs, outputs, sizes=sizes, device=device)
+
+    def _record(
+        self,
+        inputs: Sequence[Value],
+        outputs: Sequence[torch.Tensor],
+        tensors: Sequence[torch.Tensor],
+        numbers: Sequence[Number],
+        sizes: Sizes,
+        device: DeviceInfo | None = None,
+    ) -> Record | None:
+        """See `KernelExecutor._record`; what was bound without timing is not remembered."""
+        if device is None and not _is_captured(outputs):
+            return super()._record(inputs, outputs, tensors, numbers, sizes)
+        return self.bind(inputs, outputs, sizes=sizes, device=device)
+
+    def bind(
+        self,
+        inputs: Sequence[Value],
+        outputs: Sequence[torch.Tensor],
+        *,
+        sizes: Sizes,
+        device: DeviceInfo | None = None,
+    ) -> Record | None:
+        """Return what takes the least time: as it is known, or, without `device` and outside of a
+        capture, timed now. Where that serves these tensors no better, or not at all, it is the
+        heuristic's."""
+        tensors = [*[v for v in inputs if isinstance(v, torch.Tensor)], *outputs]
+        numbers = tuple(v for v in inputs if not isinstance(v, torch.Tensor))
+        bound = self._extents.bind(inputs, outputs, tensors, sizes)
+        if bound is None:
+            return None
+        runs_on = device or describe(tensors)
+        info = self._device or runs_on
+        layouts, alignments = self._laid(tensors, are_plain=all(map(is_plain, tensors)))
+        given = layouts, alignments, bound, tensors, info
+        chosen = self._chosen(layouts, alignments, bound, info)
+        index = index_dtype(bound.iterations, tensors)
+        sizes_of = self._tuning.sizes_of(self._extents.symbols, bound.sizes)
+        asked = InputsClass(layouts, chosen, index, sizes_of, info, runs_on.kind)
+
+        def serve(variant: Variant) -> Record | None:
+            launch = self._launch_of(variant, tensors, bound.values, alignments)
+            return (variant, launch) if launch and is_launchable(launch, info) else None
+
+        params = self._tuning.known(asked)
+        if params is None and device is None and not self._is_full:
+            if _is_captured(outputs):
+                warn_of_capture()
+            else:
+                choice = self._by_heuristic(*given)
+                params = self._timed(asked, choice, tensors, numbers, serve)
+        key = (layouts, params, index)
+        has_room = key in self._variants or not self._is_full
+        if params is None or params == chosen or not has_room:
+            return self._by_heuristic(*given)
+        if key not in self._variants and not self._can_lower(key, asked):
+            return self.bind(inputs, outputs, sizes=sizes, device=device)
+        return serve(self._variants[key]) or self._by_heuristic(*given)
+
+    def _can_lower(self, key: VariantKey, asked: InputsClass) -> bool:
+        """Lower what was found; whether that could be done."""
+        try:
+            self._variants[key] = self._lower(key, asked.device)
+        except (UnsupportedError, DefinitionError):
+            self._tuning.refuse(asked)
+            return False
+        # It takes the place of the choice among the few variants.
+        self._variants.pop((asked.layouts, asked.chosen, asked.index), None)
+        return True
+
+    def _timed(
+        self,
+        asked: InputsClass,
+        choice: Record,
+        tensors: Sequence[torch.Tensor],
+        numbers: Sequence[Number],
+        serve: _Bind,
+    ) -> Any:
+        """Return the parameters that are timed to be the best."""
+
+        def lower(params: Any) -> Record | None:
+            """Lower and bind, for a trial alone, what may be refused."""
+            try:
+                key = (asked.layouts, params, asked.index)
+                return serve(self._scheduled(key, asked.device)[0])
+            except FuserError:
+                return None
+
+        variant, launch = choice
+        self._compiled(variant, tensors)
+        ends = len(tensors) - len(self.fusion.outputs)
+        device = tensors[0].device
+        return self._tuning.find(
+            asked,
+            Trial(
+                variant,
+                launch,
+                tensors[:ends],
+                tensors[ends:],
+                numbers,
+                lower,
+                lambda variants: self._compile(variants, device),
+            ),
+        )
+
+    def _nearby(
+        self,
+        key: VariantKey,
+        alignments: Mapping[int, int],
+        values: Mapping[Symbol, Number],
+        tensors: Sequence[torch.Tensor | Laid],
+    ) -> Record | None:
+        """A size of another order of magnitude is timed on its own, while there is room."""
+        return super()._nearby(key, alignments, values, tensors) if self._is_full else None
+
+
+def _is_captured(tensors: Sequence[torch.Tensor]) -> bool:
+    """Whether launches on these go into a CUDA graph of the caller's."""
+    return tensors[0].is_cuda and torch.cuda.is_current_stream_capturing()

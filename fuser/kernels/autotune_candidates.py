@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import fields
 from typing import Any
 
-from fuser.schedule.inner_persistent_params import (
+from fuser.schedule.inner_persistent import (
     RESIDENT,
     RESIDENT_ONE,
     THREADS_PER_BLOCK,
@@ -22,8 +22,8 @@ from fuser.schedule.inner_persistent_params import (
 from fuser.schedule.outer_persistent import OuterPersistentParams
 from fuser.schedule.plain import PlainParams
 from fuser.schedule.pointwise import PointwiseParams
-from fuser.schedule.reduction_params import ReductionParams
-from fuser.schedule.transpose_params import TransposeParams
+from fuser.schedule.reduction import ReductionParams
+from fuser.schedule.transpose import TransposeParams
 from fuser.support.device import MAX_CLUSTER
 from fuser.support.record import replace
 

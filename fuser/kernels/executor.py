@@ -18,19 +18,31 @@ import torch
 from fuser.ir.binding import free_inputs
 from fuser.ir.domain.strided_layout import Laid
 from fuser.ir.dtypes import DataType
-from fuser.ir.fusion import Fusion
-from fuser.ir.layout_class import Layout, LayoutClasses, stored_part, with_layout
+from fuser.ir.fusion import Fusion, TensorView
+from fuser.ir.memory_layout import Layout, LayoutClasses, stored_part, with_layout
 from fuser.ir.scalar import constructors as sc
 from fuser.ir.scalar.constructors import Number, Scalar, Symbol
-from fuser.ir.tensor import TensorView
 from fuser.ir.text.printer import fusion_text
-from fuser.kernels.alike import Lowered
-from fuser.kernels.extents import KernelExtents, KernelSizes, Sizes, free_symbols
-from fuser.kernels.kernel import make_kernel
-from fuser.kernels.kernel_variant import Variant, launch_of, now, take_compiled
-from fuser.kernels.operands import address, alignment, describe, index_dtype, is_plain, total_nbytes
+from fuser.kernels.kernel_variant import (
+    KernelExtents,
+    KernelSizes,
+    Lowered,
+    Sizes,
+    Variant,
+    address,
+    alignment,
+    describe,
+    free_symbols,
+    index_dtype,
+    is_plain,
+    launch_of,
+    make_kernel,
+    now,
+    take_compiled,
+    total_nbytes,
+)
+from fuser.lower.loop_tree import steps_of, with_stream_index
 from fuser.lower.passes.launch_grid import refusal
-from fuser.lower.stream import steps_of, with_stream_index
 from fuser.runtime.compile import compile_kernels
 from fuser.runtime.compiled_kernel import CompiledKernel
 from fuser.runtime.prepared_launch import BoundLaunch
@@ -634,3 +646,34 @@ def _lower_missing(
 
 def _chooses_nothing(facts: Facts) -> None:
     """Stands for a chooser before the first one."""
+
+
+# ----------------------------------------------------------------------
+# What shows a kernel: the variant that serves some tensors, and the fusion that it was made of.
+
+
+def variant_of(request: KernelRequest, device: torch.device) -> Variant | None:
+    """Return the variant that serves a request, lowered when needed; None where nothing runs."""
+    executor, inputs, outputs, sizes = request
+    info = describe_device(device)
+    record = executor.record(inputs, outputs, sizes=sizes, device=info)
+    return None if record is None else record[0]
+
+
+def scheduled_fusion(
+    executor: FusedKernelExecutor, variant: Variant, device: torch.device
+) -> Fusion:
+    """Return the scheduled fusion that a variant was lowered from, made again.
+
+    Raises `UnsupportedError` for a variant that the executor no longer holds.
+    """
+    # An executor keeps kernels, not the fusions that they were made of: those are large.
+    info = executor._device or describe_device(device)  # pyright: ignore[reportPrivateUsage]
+    held = (executor._variants, executor._folded)  # pyright: ignore[reportPrivateUsage]
+    keys = [k for variants in held for k, v in variants.items() if v is variant]
+    if variant is executor._generic:  # pyright: ignore[reportPrivateUsage]
+        keys.append(executor._generic_key(info))  # pyright: ignore[reportPrivateUsage]
+    if not keys:
+        raise UnsupportedError(f"{executor.name}: the schedule of a kernel that was only tried")
+    layouts, _, index = keys[0]
+    return executor._scheduled((layouts, variant.params, index), info)[1]  # pyright: ignore[reportPrivateUsage]

@@ -3,26 +3,44 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
+from itertools import chain, pairwise
+from math import gcd
 from time import perf_counter as now
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
+from fuser.codegen.cuda_text import print_kernel
+from fuser.ir.binding import Argument, Binder
+from fuser.ir.canonical_form import CanonicalForm, form_of
 from fuser.ir.domain.strided_layout import Laid
-from fuser.ir.fusion import Fusion
+from fuser.ir.dtypes import DataType
+from fuser.ir.fusion import Fusion, TensorView
+from fuser.ir.memory_layout import Layout, expanded_positions
 from fuser.ir.op import op_text
+from fuser.ir.ops.nodes import RandomOp
 from fuser.ir.scalar import constructors as sc
 from fuser.ir.scalar.compiled import Computed, PythonText
 from fuser.ir.scalar.constructors import Const, Number, Scalar, Symbol
-from fuser.ir.tensor import TensorView
-from fuser.kernels.kernel import Kernel
-from fuser.lower.kernel_ir import ScalarArg, StrideArg, TensorArg, WorkspaceArg, stride_symbol
+from fuser.lower.kernel_ir import (
+    Arg,
+    ScalarArg,
+    StrideArg,
+    TensorArg,
+    Workspace,
+    WorkspaceArg,
+    stride_symbol,
+)
+from fuser.lower.pipeline import lower_kernel
 from fuser.runtime.compiled_kernel import CompiledKernel
 from fuser.runtime.prepared_launch import BoundLaunch
-from fuser.support.errors import KernelError
+from fuser.support.device import VECTOR_BYTES, DeviceInfo, describe_device
+from fuser.support.errors import InputError, KernelError
+from fuser.support.kernel_source import KernelSource
+from fuser.support.record import record
 
 
 @dataclass
@@ -252,3 +270,329 @@ def _value(
     # A whole number may stand for a complex one, as whose its parts are asked for.
     given = {s: Const(x, s.dtype).value for s, x in zip(scalars, numbers, strict=True)}
     return sc.evaluate(scalar, {**known, **given})
+
+
+# ----------------------------------------------------------------------
+# What the sizes of tensors say about a kernel: the values of its symbols, and how much there is to
+# iterate. Tensors that do not fit the fusion are refused.
+
+Sizes = Mapping[Symbol, int]
+
+
+class KernelSizes(NamedTuple):
+    """The values of symbols, and the iterations of the largest space of some tensor."""
+
+    values: Mapping[Symbol, Number]
+    sizes: Sizes
+    iterations: int
+
+    def with_numbers(self, numbers: Iterable[tuple[Symbol, Number]]) -> KernelSizes:
+        """Return the same with the values of scalar inputs."""
+        values = {**self.values, **{s: Const(x, s.dtype).value for s, x in numbers}}
+        sizes = {s: v for s, v in values.items() if isinstance(v, int)}
+        return KernelSizes(values, sizes, self.iterations)
+
+
+class KernelExtents:
+    """Binds the sizes of one fusion. `tensors` are its inputs of this kind, then its outputs.
+
+    `symbols` are those of all extents.
+    """
+
+    def __init__(self, fusion: Fusion, tensors: Sequence[TensorView], name: str) -> None:
+        self._fusion, self._tensors, self._name = fusion, tensors, name
+        self._binder = Binder(fusion, [*fusion.inputs, *fusion.outputs])
+        self._expanded = [
+            (k, axis)
+            for k, tv in enumerate(tensors)
+            for axis in expanded_positions(tv)
+            if k >= len(tensors) - len(fusion.outputs)
+        ]
+        # Such as the rows of an empty block, which nothing else may have.
+        everything = fusion.tensors()
+        axes = [a for tv in everything for a in tv.domain.logical]
+        self._is_empty = any(sc.int_value(a.extent) == 0 for a in axes)
+        self.symbols = tuple(dict.fromkeys(s for a in axes for s in sc.symbols(a.extent)))
+        spaces = {tuple(fusion.canonical(a.size) for a in tv.domain.logical) for tv in everything}
+        # A random number's place is one in the whole tensor.
+        places = [op.shape for op in fusion.exprs if isinstance(op, RandomOp)]
+        spaces.update(tuple(map(fusion.canonical, shape)) for shape in places)
+        spaces = [sc.product(space) for space in spaces]
+        self._iterations = Computed(spaces)
+        # All at once: the extents of all tensors, symbols, sides of equalities, iterations.
+        shapes = [[fusion.canonical(x) for x in tv.shape()] for tv in tensors]
+        self._extents = shapes
+        ends = [0]
+        for shape in shapes:
+            ends.append(ends[-1] + len(shape))
+        self._shapes = list(pairwise(ends))
+        equal = fusion.equal_extents()
+        sides = [*(x for x, _ in equal), *(y for _, y in equal)]
+        self._parts = ends[-1] + len(self.symbols), len(equal)
+        self._all = Computed([*chain(*shapes), *self.symbols, *sides, *spaces])
+        self._equal, self._spaces = equal, spaces
+        self._count: Callable[[Sizes], int | None] | None = None
+        self._has_scalars = any(isinstance(v, Scalar) for v in fusion.inputs)
+
+    def bind(
+        self,
+        inputs: Sequence[Argument],
+        outputs: Sequence[torch.Tensor],
+        tensors: Sequence[torch.Tensor],
+        sizes: Sizes,
+    ) -> KernelSizes | None:
+        """Return the values for these tensors; None where an extent is 0.
+
+        Raises `InputError` for tensors that the kernel does not take, or whose sizes contradict
+        `sizes` or each other.
+        """
+        if not self._has_scalars and len(tensors) == len(inputs) + len(outputs):
+            found = self.at_once(tensors, sizes)
+            if found is not None:
+                return found
+        self._check(inputs, tensors)
+        values = self.values(inputs, outputs, sizes)
+        if (
+            self._is_empty
+            or any(t.numel() == 0 for t in tensors)
+            or any(values.get(s) == 0 for s in self.symbols)
+        ):
+            return None
+        known = {s: v for s, v in values.items() if isinstance(v, int)}
+        return KernelSizes(
+            values, known, max((int(n) for n in self._iterations(values)), default=0)
+        )
+
+    def values(
+        self, inputs: Sequence[Argument], outputs: Sequence[torch.Tensor], sizes: Sizes
+    ) -> Mapping[Symbol, Number]:
+        """Return the values of all symbols; see `Binder.bind`."""
+        return self._binder.bind([*inputs, *outputs], sizes)
+
+    def fit(self, shapes: Sequence[Sequence[Scalar]]) -> bool:
+        """Whether any tensors of these shapes are taken, whatever the sizes and strides."""
+        canonical = self._fusion.canonical
+        fits = self._extents == [[canonical(x) for x in shape] for shape in shapes]
+        return fits and not self._expanded and not self._is_empty
+
+    def iterations(self, sizes: Sizes) -> int | None:
+        """Return the iterations of what `at_once` finds, for tensors that `fit` and have elements;
+        None where it finds none."""
+        run = self._count
+        if run is None:
+            run = self._count = self._compiled_count()
+        try:
+            return run(sizes)
+        except (ArithmeticError, KeyError, TypeError, ValueError):
+            return None
+
+    def _compiled_count(self) -> Callable[[Sizes], int | None]:
+        text, known = PythonText(), {x for shape in self._extents for x in shape}
+        for symbol in self.symbols:
+            if symbol not in known:
+                text.lines.append(f"if {text.name(symbol)} == 0: return None")
+        for x, y in self._equal:
+            text.lines.append(f"if {text.name(x)} != {text.name(y)}: return None")
+        counts = dict.fromkeys(text.name(x) for x in self._spaces)
+        return text.function("values", f"max(({''.join(f'{n}, ' for n in counts)}), default=0)")
+
+    def at_once(self, tensors: Sequence[torch.Tensor | Laid], sizes: Sizes) -> KernelSizes | None:
+        """Return what `bind` finds where `sizes` has every symbol and all is as it should be, else
+        None. It knows of no scalar inputs."""
+        if len(tensors) != len(self._shapes):
+            return None
+        extents, pairs = self._parts
+        found = self._all.at_once(sizes)
+        if found is None:
+            return None
+        for (begin, end), t in zip(self._shapes, tensors, strict=True):
+            if t.shape != found[begin:end]:
+                return None
+        for k, axis in self._expanded:
+            if tensors[k].size(axis) > 1 and tensors[k].stride(axis):
+                return None
+        middle, end = extents + pairs, extents + 2 * pairs
+        if self._is_empty or 0 in found[:extents] or found[extents:middle] != found[middle:end]:
+            return None
+        return KernelSizes(sizes, sizes, max(map(int, found[end:]), default=0))
+
+    def _check(self, inputs: Sequence[Argument], tensors: Sequence[torch.Tensor]) -> None:
+        fusion, name = self._fusion, self._name
+        if len(inputs) != len(fusion.inputs) or len(tensors) != len(self._tensors):
+            raise InputError(
+                f"kernel {name} takes {len(fusion.inputs)} inputs and {len(fusion.outputs)} "
+                f"outputs, got {len(inputs)} and "
+                f"{len(tensors) - sum(isinstance(v, torch.Tensor) for v in inputs)}"
+            )
+        for tv, t in zip(self._tensors, tensors, strict=True):
+            if t.dim() != tv.ndim:
+                raise InputError(f"kernel {name}: {tv} is {tv.ndim}-D, got {tuple(t.shape)}")
+        for k, axis in self._expanded:
+            tv, t = self._tensors[k], tensors[k]
+            if t.size(axis) > 1 and t.stride(axis):
+                raise InputError(
+                    f"kernel {name}: axis {axis} of {tv} is expanded, one element that is "
+                    f"written once, but its buffer of shape {tuple(t.shape)} has strides "
+                    f"{t.stride()}"
+                )
+
+
+def free_symbols(fusion: Fusion, scalars: Sequence[Symbol]) -> tuple[Symbol, ...]:
+    """Return the symbols that neither an input's axes nor a scalar input binds."""
+    bound = {
+        a.size for v in fusion.inputs if isinstance(v, TensorView) for a in v.domain.no_reductions
+    }
+    used: dict[Symbol, None] = {}
+    for tv in fusion.tensors():
+        for axis in tv.domain.axes.values():
+            used.update(dict.fromkeys(sc.symbols(axis.size)))
+    for op in fusion.exprs:
+        for value in op.inputs:
+            if isinstance(value, Scalar):
+                used.update(dict.fromkeys(sc.symbols(value)))
+    return tuple(s for s in used if s not in bound and s not in scalars)
+
+
+# ----------------------------------------------------------------------
+# What a launch asks of its operands: their addresses, alignments and sizes in bytes.
+
+# Blocks and unrolled steps run past the end of a tensor by less than this many elements.
+_OVERRUN = 1 << 20
+_INT32_LIMIT = (1 << 31) - 1 - _OVERRUN
+
+
+def index_dtype(iterations: int, tensors: Sequence[torch.Tensor | Laid]) -> DataType:
+    """Return Int32 where every offset and every iteration count fits, over-run included."""
+    largest = max(iterations, *[t.span if isinstance(t, Laid) else span(t) for t in tensors])
+    return DataType.Int32 if largest <= _INT32_LIMIT else DataType.Int
+
+
+def total_nbytes(tensors: Sequence[torch.Tensor | Laid]) -> int:
+    """Return the bytes of the elements of all."""
+    return sum(t.numel() * t.element_size() for t in tensors)
+
+
+def span(t: torch.Tensor) -> int:
+    """Return how many elements lie from the first to past the last one."""
+    if t.is_contiguous():
+        return t.numel()
+    return 1 + sum((n - 1) * s for n, s in zip(t.shape, t.stride(), strict=True))
+
+
+def alignment(t: torch.Tensor | Laid, layout: Layout) -> int:
+    """Return the largest power of two, at most 16, that divides the address and every stride, in
+    bytes, of an axis that is not contiguous."""
+    found = gcd(address(t), VECTOR_BYTES)
+    order, flags = layout
+    if all(flags):
+        return found
+    for k, flag in zip(order, flags, strict=True):
+        if not flag and t.stride(k):
+            found = gcd(found, t.stride(k) * t.element_size())
+    return found
+
+
+def is_plain(t: torch.Tensor | Laid) -> bool:
+    """Whether a tensor with elements has no gaps, and begins where a vector of memory does."""
+    return t.is_contiguous() and not address(t) % VECTOR_BYTES
+
+
+def address(t: torch.Tensor | Laid) -> int:
+    """Return the address of a tensor; of one without contents, where it begins in memory that will
+    be as aligned as any."""
+    if isinstance(t, Laid) or t.is_meta:
+        return int(t.storage_offset()) * t.element_size()
+    return t.data_ptr()
+
+
+def describe(tensors: Sequence[torch.Tensor]) -> DeviceInfo:
+    """Return the device of tensors. Raises `InputError` where there are none."""
+    if not tensors:
+        raise InputError("a kernel without tensors has no device")
+    return describe_device(tensors[0].device)
+
+
+# ----------------------------------------------------------------------
+# Kernels of one program that differ in nothing but names: one of them is lowered for all.
+
+
+class Lowered:
+    """The kernels that the executors of one program have lowered."""
+
+    def __init__(self) -> None:
+        # By the kinds of a fusion's ops, and what else decides about a kernel.
+        self._variants: dict[object, list[tuple[Fusion, Variant]]] = {}
+        # By identity: two fusions that are equal have forms of their own names.
+        self._forms: dict[int, tuple[Fusion, CanonicalForm]] = {}
+
+    def find_or_lower(
+        self,
+        fusion: Fusion,
+        what: Hashable,
+        places: Mapping[int, int],
+        lower: Callable[[], Variant],
+    ) -> Variant:
+        """Return what `lower` makes of a fusion, or what it has made of one like it. `what` is
+        everything else that decides about the kernel; for `places` see `Variant`."""
+        kinds = tuple([type(op) for op in fusion.exprs])
+        similar = self._variants.setdefault((kinds, what), [])
+        # A form takes longer than half a small kernel: it is only made where there is another one.
+        for other, its in similar:
+            form, mine = self._form(other), self._form(fusion)
+            if form.key == mine.key:
+                numbers = dict(zip(form.tensors, mine.tensors, strict=True))
+                symbols = dict(zip(form.symbols, mine.symbols, strict=True))
+                return its.renamed(numbers, symbols, places)
+        made = lower()
+        similar.append((fusion, made))
+        return made
+
+    def _form(self, fusion: Fusion) -> CanonicalForm:
+        if id(fusion) not in self._forms:
+            self._forms[id(fusion)] = fusion, form_of(fusion)
+        return self._forms[id(fusion)][1]
+
+
+# ----------------------------------------------------------------------
+# A kernel as data: its text and what a launch needs to know; lowering and printing make it.
+
+
+@record
+class Kernel:
+    """Text, arguments in order, launch shape, and what it relies on: see `LoweredKernel`."""
+
+    source: KernelSource
+    args: tuple[Arg, ...]
+    grid: tuple[Scalar, Scalar, Scalar]
+    block: tuple[Scalar, Scalar, Scalar]
+    smem_bytes: Scalar
+    workspaces: tuple[Workspace, ...]
+    guards: tuple[Scalar, ...]
+    limits: tuple[Scalar, ...]
+    alignments: tuple[tuple[TensorView, int], ...]
+    ir_text: str = field(compare=False)
+
+
+def make_kernel(
+    fusion: Fusion,
+    *,
+    name: str,
+    index_dtype: DataType,
+    device: DeviceInfo,
+    folded: bool = False,
+) -> Kernel:
+    """Lower a scheduled fusion and print it; for the arguments and errors see `lower_kernel`."""
+    lowered = lower_kernel(fusion, name=name, index_dtype=index_dtype, device=device, folded=folded)
+    source, ir_text = print_kernel(lowered)
+    return Kernel(
+        source,
+        lowered.args,
+        lowered.grid,
+        lowered.block,
+        lowered.smem_bytes,
+        lowered.workspaces,
+        lowered.guards,
+        lowered.limits,
+        lowered.alignments,
+        ir_text,
+    )

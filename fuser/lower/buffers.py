@@ -11,13 +11,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from fuser.ir.dtypes import HALF_LIKE, DataType, c_type, nbytes_of
+from fuser.ir.fusion import TensorView
 from fuser.ir.ops.nodes import ReductionOp, WelfordOp
 from fuser.ir.scalar import constructors as sc
 from fuser.ir.scalar.constructors import Apply, Scalar, Symbol
-from fuser.ir.tensor import TensorView
 from fuser.ir.types import GRID_TYPES
-from fuser.lower.context import Context
-from fuser.lower.index import Index
+from fuser.lower.context import Context, Index
 from fuser.lower.kernel_ir import Compute, Element, Expr, ScalarValue, Select, Var, convert
 from fuser.lower.loop_tree import Loop, Stage
 from fuser.support.errors import DefinitionError

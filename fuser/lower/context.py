@@ -3,17 +3,35 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Literal
 
-from fuser.ir.domain.axis_path import partial_splits, transforms_between
-from fuser.ir.domain.tensor_domain import Shift, SplitTransform, Transform, shifts_of, splits_of
+from fuser.ir.domain.axis_path import (
+    indices_backward,
+    indices_forward,
+    partial_splits,
+    transforms_between,
+)
+from fuser.ir.domain.tensor_domain import (
+    IterDomain,
+    Shift,
+    SplitTransform,
+    Transform,
+    numbers,
+    shifts_of,
+    splits_of,
+)
+from fuser.ir.fusion import Fusion, TensorOp, TensorView
+from fuser.ir.memory_layout import memory_strides
+from fuser.ir.ops.nodes import PadOp
 from fuser.ir.scalar import constructors as sc
 from fuser.ir.scalar.constructors import Scalar, Symbol
-from fuser.ir.tensor import TensorView
-from fuser.lower.index import Indexer
-from fuser.lower.kernel_ir import DrawTicket, Workspace
-from fuser.lower.loop_tree import Nesting, Stage
+from fuser.ir.types import BLOCK_TYPES, GRID_TYPES, ParallelType
+from fuser.lower.kernel_ir import DrawTicket, Workspace, stride_symbol
+from fuser.lower.loop_tree import COORDINATES, Loop, Nesting, NoNestError, Stage
+from fuser.support.errors import UnsupportedError
+from fuser.support.record import record
 
 
 class NewAssumptionError(Exception):
@@ -157,3 +175,303 @@ def _without_implied(
         if t.inner_split and (is_implied or t in tested):
             implied.add(t.outer)
     return kept
+
+
+# ----------------------------------------------------------------------
+# Indices: from the loops of a stage to its logical axes, through ops to operands, to addresses.
+
+Index = tuple[Scalar, ...]
+
+
+class Indexer:
+    """Index queries on one nesting; caches what depends only on a tensor."""
+
+    def __init__(self, nesting: Nesting) -> None:
+        self.nesting = nesting
+        self.fusion: Fusion = nesting.fusion
+        self._stage_axes: dict[Stage, dict[int, Scalar]] = {}
+        self._strides: dict[TensorView, tuple[tuple[IterDomain, Scalar], ...]] = {}
+        self._root_transforms: dict[TensorView, tuple[Transform, ...]] = {}
+        self._loop_transforms: dict[TensorView, tuple[Transform, ...]] = {}
+
+    # ------------------------------------------------------------ stages
+    def stage_axes(self, stage: Stage) -> Mapping[int, Scalar]:
+        """Return the index of every axis of the stage's tensor (loop, logical, root)."""
+        found = self._stage_axes.get(stage)
+        if found is None:
+            if stage.reference is not None:
+                found = self._promoted_axes(stage, stage.reference)
+            else:
+                start: dict[int, Scalar] = {a.number: sc.ZERO for a in stage.axes}
+                start.update({n: loop.symbol for n, loop in stage.axis_loops.items()})
+                found = indices_backward(stage.tv.domain, start)
+            self._stage_axes[stage] = found
+        return found
+
+    def stage_index(self, stage: Stage) -> Index:
+        """Return the logical index (without reduction axes) that a stage writes."""
+        known = self.stage_axes(stage)
+        return tuple(known[a.number] for a in stage.tv.domain.no_reductions)
+
+    def _promoted_axes(self, stage: Stage, reader: Stage) -> dict[int, Scalar]:
+        """Index a broadcast through the reader whose loops it runs in."""
+        renamed = {
+            theirs.symbol: mine.symbol
+            for theirs, mine in zip(reader.all_loops, stage.all_loops, strict=True)
+        }
+        axes = self.stage_axes(reader)
+        index = self._find_operand(stage.tv, reader.op, reader.tv, axes)
+        assert index is not None, f"{reader.tv} does not read {stage.tv}"
+        return {
+            a.number: sc.substitute(i, renamed)
+            for a, i in zip(stage.tv.domain.no_reductions, index, strict=True)
+        }
+
+    def _find_operand(
+        self, wanted: TensorView, op: TensorOp, out: TensorView, axes: Mapping[int, Scalar]
+    ) -> Index | None:
+        """Return the index at which `op` reads `wanted`, directly or through inlined tensors."""
+        for position, value in enumerate(op.inputs):
+            if not isinstance(value, TensorView):
+                continue
+            index = self.operand_index(op, position, out, axes)
+            if isinstance(op, PadOp) and position == 0 and self._reaches(value, wanted):
+                # The reader's iterations go beyond this operand: its loops cannot be copied.
+                raise NoNestError(wanted)
+            if value is wanted:
+                return index
+            stage = self.nesting.stage_of.get(value)
+            definition = self.fusion.definition(value)
+            if definition is None or (stage is not None and stage.storage != "global"):
+                continue
+            found = self._find_operand(wanted, definition, value, self.tensor_axes(value, index))
+            if found is not None:
+                return found
+        return None
+
+    def _reaches(self, tv: TensorView, wanted: TensorView) -> bool:
+        """Whether `tv` is `wanted` or is computed from it without storage between them."""
+        if tv is wanted:
+            return True
+        stage = self.nesting.stage_of.get(tv)
+        op = self.fusion.definition(tv)
+        if op is None or (stage is not None and stage.storage != "global"):
+            return False
+        return any(isinstance(v, TensorView) and self._reaches(v, wanted) for v in op.inputs)
+
+    # ------------------------------------------------------------ tensors and ops
+    def tensor_axes(self, tv: TensorView, index: Index) -> Mapping[int, Scalar]:
+        """Return the index of logical and root axes, given the logical index."""
+        domain = tv.domain
+        known = {a.number: i for a, i in zip(domain.no_reductions, index, strict=True)}
+        if not domain.root:
+            return known
+        transforms = self._root_transforms.get(tv)
+        if transforms is None:
+            transforms = transforms_between(domain, domain.root, domain.logical)
+            self._root_transforms[tv] = transforms
+        return indices_backward(domain, known, transforms)
+
+    def operand_index(
+        self, op: TensorOp, position: int, out: TensorView, axes: Mapping[int, Scalar]
+    ) -> Index:
+        """Return the logical index at which `op` reads its operand, given `out`'s root indices."""
+        producer = op.inputs[position]
+        sources = producer.domain.no_reductions
+        index: list[Scalar] = [sc.ZERO] * len(sources)
+        roots = out.domain.maybe_root
+        for target, source in zip(roots, op.axis_map(position), strict=True):
+            if source is not None and not sources[source].is_broadcast:
+                index[source] = axes[target.number]
+        return tuple(index)
+
+    def loop_transforms(self, tv: TensorView) -> tuple[Transform, ...]:
+        """Return the transforms from logical to loop."""
+        found = self._loop_transforms.get(tv)
+        if found is None:
+            found = transforms_between(tv.domain, tv.domain.logical, tv.domain.loop)
+            self._loop_transforms[tv] = found
+        return found
+
+    def forward(self, tv: TensorView, index: Index) -> Mapping[int, Scalar]:
+        """Return the index of every axis derived from the logical ones."""
+        known = {a.number: i for a, i in zip(tv.domain.no_reductions, index, strict=True)}
+        return indices_forward(tv.domain, known)
+
+    # ------------------------------------------------------------ addresses
+    def strides(self, tv: TensorView) -> tuple[tuple[IterDomain, Scalar], ...]:
+        """Return (allocation axis, stride in elements) of a global tensor; see `memory_strides`.
+        The stride of an axis that is not contiguous is a parameter."""
+        found = self._strides.get(tv)
+        if found is None:
+            found = self._strides[tv] = self._find_strides(tv)
+        return found
+
+    def _find_strides(self, tv: TensorView) -> tuple[tuple[IterDomain, Scalar], ...]:
+        logical = numbers(tv.domain.no_reductions)
+
+        def gap(axis: IterDomain) -> Scalar:
+            if axis.number not in logical:
+                raise UnsupportedError(f"{tv}: strided allocation axis {axis} is not logical")
+            return stride_symbol(tv, logical.index(axis.number))
+
+        return memory_strides(tv, lambda a: self.fusion.canonical(a.size), gap)
+
+    def offset(self, tv: TensorView, index: Index) -> Scalar:
+        """Return the element offset of a logical index in a global tensor."""
+        known: Mapping[int, Scalar]
+        if tv.domain.allocation:
+            known = self.forward(tv, index)
+        else:
+            known = {a.number: i for a, i in zip(tv.domain.no_reductions, index, strict=True)}
+        total: Scalar = sc.ZERO
+        for axis, stride in self.strides(tv):
+            if axis.number not in known:
+                raise UnsupportedError(f"{tv}: allocation axis {axis} is not derived from logical")
+            total = sc.add(total, sc.mul(known[axis.number], stride))
+        return total
+
+
+# ----------------------------------------------------------------------
+# Predicates: which iterations of a stage do work.
+
+Lanes = Literal["all", "any", "each"]
+
+
+@record
+class Predicate:
+    """A condition over indices and the flags (of finished grid reductions) that must be set."""
+
+    cond: Scalar
+    flags: tuple[str, ...] = ()
+
+
+def range_conditions(
+    ctx: Context, stage: Stage, *, lanes: Lanes = "all", of_operand: bool = False
+) -> list[Scalar]:
+    """Return the tests that keep a stage's iterations inside its tensor, or inside the operand of a
+    reduction: whether all lanes of a vector are, whether any may be, or of each by itself."""
+    begins: list[Scalar] = []
+    if stage.reference is not None:
+        renamed: dict[Scalar, Scalar] = {
+            theirs.symbol: mine.symbol
+            for theirs, mine in zip(stage.reference.all_loops, stage.all_loops, strict=True)
+            if isinstance(theirs.symbol, Symbol)
+        }
+        conds = [sc.substitute(c, renamed) for c in range_conditions(ctx, stage.reference)]
+    else:
+        known = ctx.indexer.stage_axes(stage)
+        conds = [
+            sc.lt(
+                ctx.simplify(known[split.inp]),
+                ctx.simplify(ctx.size(stage.tv, split.inp)),
+            )
+            for split in ctx.partial_splits(stage.tv, of_operand=of_operand)
+        ]
+        for shift in ctx.shifts(stage.tv):
+            index = ctx.simplify(known[shift.inp])
+            begins.append(sc.le(0, index))
+            conds.append(sc.lt(index, ctx.simplify(ctx.size(stage.tv, shift.inp))))
+    if stage.vector is not None and lanes != "each":
+        width = sc.int_value(stage.vector.extent)
+        assert width is not None
+        first: dict[Scalar, Scalar] = {stage.vector.symbol: sc.ZERO}
+        last: dict[Scalar, Scalar] = {stage.vector.symbol: sc.const(width - 1)}
+        # The last lane of a shifted row's first word is inside.
+        begins = [sc.substitute(c, first) for c in begins] if lanes == "all" else []
+        conds = [sc.substitute(c, last if lanes == "all" else first) for c in conds]
+    return [*begins, *conds, *_partial_launch(ctx.nesting, stage.all_loops)]
+
+
+def _partial_launch(nesting: Nesting, loops: list[Loop]) -> list[Scalar]:
+    """Test the coordinates of parallel loops that are shorter than the launch."""
+    conds: list[Scalar] = []
+    for loop in loops:
+        if loop.is_parallel and isinstance(loop.symbol, Symbol):
+            conds.append(sc.lt(loop.symbol, loop.extent))
+    return conds
+
+
+def stage_predicate(ctx: Context, stage: Stage, *, lanes: Lanes = "all") -> Predicate:
+    """Return the predicate of a stage's innermost statement; see `range_conditions`."""
+    conds = range_conditions(ctx, stage, lanes=lanes, of_operand=stage.is_reduction)
+    if stage.storage not in ("global", "shared"):
+        return Predicate(sc.all_of(conds))
+    return writer_predicate(ctx, stage, stage.all_loops, conds)
+
+
+def writer_predicate(
+    ctx: Context, stage: Stage, loops: list[Loop], conds: list[Scalar]
+) -> Predicate:
+    """Return the predicate of a write to memory that several threads see: one of them writes.
+
+    A thread axis that the writer does not iterate is fixed to 0; of the blocks of a grid reduction,
+    the one that finished it writes.
+    """
+    finished = _grid_reductions(ctx.nesting, stage)
+    by_flag = {p for s in finished for p in grid_axes(s)}
+    types = BLOCK_TYPES if stage.storage == "shared" else (*GRID_TYPES, *BLOCK_TYPES)
+    used = {loop.ptype for loop in loops if isinstance(loop.symbol, Symbol)}
+    extra: list[Scalar] = []
+    for ptype in types:
+        extent = ctx.nesting.extents.get(ptype, sc.ONE)
+        if ptype in used or ptype in by_flag or sc.int_value(extent) == 1:
+            continue
+        extra.append(sc.eq(sc.index(COORDINATES[ptype], extent), 0))
+    flags = tuple(dict.fromkeys(ctx.done_flags[s] for s in finished))
+    if len(flags) > 1:
+        names = " and ".join(str(s.tv) for s in finished)
+        raise UnsupportedError(
+            f"{stage.tv} needs the grid reductions {names}, which different blocks may finish: "
+            "their loops differ"
+        )
+    return Predicate(sc.all_of([*conds, *extra]), flags)
+
+
+def grid_axes(stage: Stage) -> tuple[ParallelType, ...]:
+    """Return the block axes over which a reduction combines so that one block has the result: in
+    a cluster all have it."""
+    if not stage.is_reduction or stage.tv.fusion.cluster > 1:
+        return ()
+    return tuple(
+        loop.ptype
+        for loop in stage.own_loops
+        if loop.is_reduction and loop.ptype in GRID_TYPES and sc.int_value(loop.extent) != 1
+    )
+
+
+def _grid_reductions(nesting: Nesting, stage: Stage) -> list[Stage]:
+    """Return the grid reductions that a stage depends on, itself included."""
+    seen: dict[Stage, None] = {}
+
+    def visit(s: Stage) -> None:
+        if s in seen:
+            return
+        seen[s] = None
+        for r in s.reads:
+            visit(r)
+
+    visit(stage)
+    return [s for s in sorted(seen, key=lambda s: s.number) if grid_axes(s)]
+
+
+def inside_pad(ctx: Context, op: PadOp, index: tuple[Scalar, ...]) -> Scalar:
+    """Return the condition that a pad's root index lies inside its operand.
+
+    Only the sides that are padded are tested: where elements are dropped, every index is inside.
+    """
+    canonical, simplify = ctx.nesting.fusion.canonical, ctx.simplify
+    conds: list[Scalar] = []
+    sides = zip(op.inp.domain.no_reductions, index, op.left, op.right, strict=True)
+    for axis, i, left, right in sides:
+        i = simplify(i)
+        if not _never_positive(left):
+            conds.append(sc.le(0, i))
+        if not _never_positive(right):
+            conds.append(sc.lt(i, simplify(canonical(axis.size))))
+    return sc.all_of(conds)
+
+
+def _never_positive(x: Scalar) -> bool:
+    value = sc.int_value(x)
+    return value is not None and value <= 0

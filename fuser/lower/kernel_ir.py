@@ -13,10 +13,9 @@ from typing import TypeAlias, TypeVar
 import torch
 
 from fuser.ir.dtypes import DataType, to_torch
-from fuser.ir.fusion import Fusion
+from fuser.ir.fusion import Fusion, TensorView
 from fuser.ir.scalar import constructors as sc
 from fuser.ir.scalar.constructors import Const, Scalar, Symbol
-from fuser.ir.tensor import TensorView
 from fuser.support.record import record, replace
 
 INT32_LIMIT = 2**31 - 1

@@ -14,13 +14,12 @@ from typing import Literal, NoReturn
 
 from fuser.ir.axis_graph import AxisGraph
 from fuser.ir.domain.tensor_domain import IterDomain
-from fuser.ir.fusion import Fusion, TensorOp
+from fuser.ir.dtypes import DataType
+from fuser.ir.fusion import Fusion, TensorOp, TensorView
 from fuser.ir.ops.nodes import LoadStoreOp
 from fuser.ir.scalar import constructors as sc
-from fuser.ir.scalar.constructors import Scalar
-from fuser.ir.tensor import TensorView
+from fuser.ir.scalar.constructors import Scalar, Symbol
 from fuser.ir.types import BLOCK_TYPES, GRID_TYPES, MemoryType, ParallelType
-from fuser.lower.stream import stream_index
 from fuser.ops.reference.meaning import REDUCING
 from fuser.support.errors import DefinitionError, UnsupportedError
 
@@ -519,3 +518,40 @@ def _order(stages: Sequence[Stage], depth: int) -> list[Node]:
         else:
             out.append(Node(None, members[0], [], members))
     return out
+
+
+# ----------------------------------------------------------------------
+# Kernels whose results have a stream axis: a launch computes one step of the host's loop.
+
+_NAME = "streamIdx"
+
+
+def steps_of(fusion: Fusion) -> Scalar | None:
+    """Return the number of steps of which a launch computes one, None without a stream axis."""
+    made = (out for op in fusion.exprs for out in op.outputs)
+    streams = (a for tv in made for a in tv.domain.loop if a.is_stream)
+    return next((fusion.canonical(a.size) for a in streams), None)
+
+
+def with_stream_index(fusion: Fusion) -> Fusion:
+    """Return a copy with the number of the step as its last input; without a stream axis, or with
+    that input already, the fusion."""
+    if steps_of(fusion) is None or _stream_input(fusion) is not None:
+        return fusion
+    made, _ = fusion.copy()
+    # No index for the hoister: a launch has one value of it.
+    made.inputs = [*made.inputs, Symbol(_NAME, DataType.Index, lo=0)]
+    return made
+
+
+def stream_index(fusion: Fusion, tv: TensorView) -> Symbol:
+    """Return the symbol of the step. Raises `UnsupportedError` when the kernel is given none."""
+    found = _stream_input(fusion)
+    if found is None:
+        raise UnsupportedError(f"{tv} has a stream axis in a kernel that is given no step")
+    return found
+
+
+def _stream_input(fusion: Fusion) -> Symbol | None:
+    scalars = (v for v in fusion.inputs if isinstance(v, Symbol))
+    return next((v for v in scalars if v.name == _NAME), None)

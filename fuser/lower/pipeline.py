@@ -6,14 +6,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from fuser.ir.dtypes import DataType
-from fuser.ir.fusion import Fusion
+from fuser.ir.fusion import Fusion, TensorView
 from fuser.ir.scalar import constructors as sc
 from fuser.ir.scalar.constructors import Scalar, Symbol
-from fuser.ir.tensor import TensorView
 from fuser.ir.types import BLOCK_TYPES, GRID_TYPES, ParallelType
 from fuser.lower.buffers import Buffer, place_shared
-from fuser.lower.context import Assumptions, Context, NewAssumptionError, quotient_symbol
-from fuser.lower.index import Indexer
+from fuser.lower.context import Assumptions, Context, Indexer, NewAssumptionError, quotient_symbol
 from fuser.lower.kernel_ir import (
     INT32_LIMIT,
     Accumulate,
@@ -35,23 +33,18 @@ from fuser.lower.kernel_ir import (
     values_of,
     walk,
 )
-from fuser.lower.lookups import lift_places
 from fuser.lower.loop_tree import COORDINATES, NoNestError, Stage, nest_stages
 from fuser.lower.passes.batched_welford import batch_welfords
-from fuser.lower.passes.beside import beside
-from fuser.lower.passes.convert_again import convert_again
-from fuser.lower.passes.cpu_loops import sum_in_blocks
-from fuser.lower.passes.directions import alternate_directions
+from fuser.lower.passes.cpu_loops import sum_in_blocks, vectorize_loops
 from fuser.lower.passes.hoist import Hoister
-from fuser.lower.passes.launch_grid import within_limits
-from fuser.lower.passes.load_order import prefetch_next
-from fuser.lower.passes.row_ends import divide_once
-from fuser.lower.passes.simd import vectorize_loops
+from fuser.lower.passes.launch_grid import beside, within_limits
+from fuser.lower.passes.load_order import alternate_directions, convert_again, prefetch_next
 from fuser.lower.passes.synchronize import insert_barriers
 from fuser.lower.passes.unroll import expand_unswitch, mark_unrolled
-from fuser.lower.passes.vector_loads import load_words
+from fuser.lower.passes.vector_loads import divide_once, load_words
 from fuser.lower.reduction_code import element_layout
 from fuser.lower.statements import build_body
+from fuser.lower.values import lift_places
 from fuser.support.device import DeviceInfo
 from fuser.support.errors import UnsupportedError
 

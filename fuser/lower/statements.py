@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 from fuser.ir.dtypes import c_type, nbytes_of
+from fuser.ir.fusion import TensorView
 from fuser.ir.ops.nodes import LoadStoreOp, ReductionOp
 from fuser.ir.scalar import constructors as sc
 from fuser.ir.scalar.constructors import Scalar, Symbol
-from fuser.ir.tensor import TensorView
 from fuser.ir.types import ParallelType
 from fuser.lower.buffers import Buffer, allocate
-from fuser.lower.context import Context
+from fuser.lower.context import (
+    Context,
+    Predicate,
+    range_conditions,
+    stage_predicate,
+    writer_predicate,
+)
 from fuser.lower.kernel_ir import (
     Accumulate,
     Assign,
@@ -28,7 +34,6 @@ from fuser.lower.kernel_ir import (
     convert,
 )
 from fuser.lower.loop_tree import Loop, Node, Stage, loop_tree
-from fuser.lower.predicate import Predicate, range_conditions, stage_predicate, writer_predicate
 from fuser.lower.reduction_code import (
     declare_accumulator,
     finish_reductions,

@@ -5,10 +5,10 @@ from __future__ import annotations
 import math
 
 from fuser.ir.dtypes import nbytes_of
+from fuser.ir.fusion import TensorView
 from fuser.ir.scalar import constructors as sc
 from fuser.ir.scalar.constructors import Apply, Poly, Scalar, Symbol
 from fuser.ir.scalar.scalar_nodes import Monomial
-from fuser.ir.tensor import TensorView
 from fuser.lower.context import Context
 from fuser.lower.loop_tree import Stage
 from fuser.support.device import LOADED_WORDS, VECTOR_BYTES

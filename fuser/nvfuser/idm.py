@@ -15,10 +15,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from fuser.ir.axis import Axis
 from fuser.ir.axis_graph import AxisGraph, ConcretizedGraph
 from fuser.ir.domain.tensor_domain import MergeTransform, SplitTransform, TensorDomain
-from fuser.ir.fusion import Fusion
+from fuser.ir.fusion import Axis, Fusion
 from fuser.ir.scalar import constructors as sc
 from fuser.ir.types import IdMappingMode
 from fuser.schedule.iteration_space import has_self_mapping

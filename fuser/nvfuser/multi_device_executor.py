@@ -16,17 +16,16 @@ import torch
 from fuser.frontend.executor_cache import FusionExecutorCache
 from fuser.ir.binding import Argument
 from fuser.ir.dtypes import to_torch
-from fuser.ir.fusion import Fusion
+from fuser.ir.fusion import Fusion, TensorView
 from fuser.ir.memory_layout import dense_strides_of
 from fuser.ir.scalar.constructors import Scalar, int_value
-from fuser.ir.tensor import TensorView
 from fuser.ir.types import IrEnum
 from fuser.support.arguments import require
 from fuser.support.errors import ArgumentError, UnsupportedError
+from hostir.ir.ops import PEER_COPIES
 from hostir.ir.program import HostIrContainer
-from hostir.ir.transfers import PEER_COPIES
-from hostir.lowering.lower_streams import check_stream
 from hostir.lowering.params import STANDALONE, LowerParams, check_number_of_streams
+from hostir.lowering.pipeline import check_stream
 from multidevice.job.shard_tensor import shard_for_rank
 from multidevice.sharding.queries import whole_axis_sizes
 

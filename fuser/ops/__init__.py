@@ -29,8 +29,7 @@ from typing import Any
 
 from fuser.ops import operators
 from fuser.ops.building import ARGUMENTS
-from fuser.ops.rows import ROWS
-from fuser.ops.spelled import SPELLED
+from fuser.ops.rows import ROWS, SPELLED
 from fuser.support.arguments import checked
 from fuser.support.errors import UnknownOpError
 

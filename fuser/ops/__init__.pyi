@@ -14,7 +14,7 @@ from fuser.ops.building import OperandLike
 from fuser.ir.scalar.constructors import Scalar
 from fuser.ir.scalar.constructors import ScalarLike
 from fuser.ops.building import SizeLike
-from fuser.ir.tensor import TensorView
+from fuser.ir.fusion import TensorView
 
 @overload
 def acos(x: TensorView, /) -> TensorView: """As `torch.acos`."""

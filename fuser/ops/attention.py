@@ -6,11 +6,11 @@ from collections.abc import Mapping, Sequence
 
 from fuser.ir.domain.tensor_domain import IterDomain
 from fuser.ir.dtypes import DataType, category, dtype_text, is_floating
+from fuser.ir.fusion import TensorView
 from fuser.ir.fusion_guard import active_fusion
 from fuser.ir.ops.attention_ops import AttentionOp, SdpaBwdOp, SdpaFwdOp
 from fuser.ir.scalar import constructors as sc
 from fuser.ir.scalar.constructors import Const, Scalar, ScalarLike
-from fuser.ir.tensor import TensorView
 from fuser.ops.building import add_op, as_operand, axes_of, fail, join_axes, mesh_of, unexpanded
 from fuser.support.errors import DefinitionError, DtypeError
 

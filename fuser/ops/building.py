@@ -22,12 +22,11 @@ from fuser.ir.dtypes import (
     number_width,
     promote_operands,
 )
-from fuser.ir.fusion import Fusion, TensorOp
+from fuser.ir.fusion import Fusion, TensorOp, TensorView
 from fuser.ir.fusion_guard import active_fusion
 from fuser.ir.ops.nodes import BroadcastOp, CastOp, LibraryOp, SqueezeOp
 from fuser.ir.scalar import constructors as sc
 from fuser.ir.scalar.constructors import Const, Scalar, ScalarLike
-from fuser.ir.tensor import TensorView
 from fuser.ir.types import IterType
 from fuser.ops.reduction_table import operand_dtype
 from fuser.support.arguments import Kind, Mismatch, wrong
@@ -113,7 +112,7 @@ def as_extent(
     """Return an extent, or what extents are computed from, as an Index scalar.
 
     A scalar of a floating dtype is cast to Index. Its value must be an integer: of a constant here,
-    of others when the program runs (`fuser.frontend.float_sizes`).
+    of others when the program runs (`fuser.frontend.implicit_inputs`).
 
     Raises `DefinitionError` for a constant that is no integer, `DtypeError` for a scalar of any
     other dtype.
@@ -146,7 +145,7 @@ def literal(value: bool | int | float | complex, dtype: DataType, op_name: str) 
 
 def check_exact(value: Operand, dtype: DataType, op_name: str) -> None:
     """Raise `DefinitionError` for a constant integer that is no value of an integer dtype; what is
-    known only in a call is checked then (`hostir.runtime.exact_numbers`)."""
+    known only in a call is checked then (`hostir.runtime.inputs`)."""
     if not (isinstance(value, Const) and category(value.dtype) == category(dtype) == "int"):
         return
     problem = misfit(value.value, dtype)

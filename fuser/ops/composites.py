@@ -21,10 +21,10 @@ from fuser.ir.dtypes import (
     is_inexact,
     promote_operands,
 )
+from fuser.ir.fusion import TensorView
 from fuser.ir.fusion_guard import active_fusion
 from fuser.ir.scalar import constructors as sc
 from fuser.ir.scalar.constructors import Const
-from fuser.ir.tensor import TensorView
 from fuser.ops import reductions
 from fuser.ops.building import (
     OperandLike,
@@ -37,8 +37,7 @@ from fuser.ops.building import (
     wrap_dim,
 )
 from fuser.ops.elementwise import apply_pointwise, copy_tensor
-from fuser.ops.factories import iota
-from fuser.ops.random import uniform
+from fuser.ops.factories import iota, uniform
 from fuser.ops.reduction_table import computed_in
 from fuser.support.arguments import show
 from fuser.support.errors import DtypeError, user_line

@@ -2,28 +2,33 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any, overload
 
 from fuser.ir.domain.tensor_domain import IterDomain
-from fuser.ir.dtypes import FLOAT8, dtype_text
+from fuser.ir.dtypes import FLOAT8, DataType, DtypeLike, check_supported, dtype_text, is_floating
+from fuser.ir.fusion import TensorView
 from fuser.ir.fusion_guard import active_fusion
+from fuser.ir.ops.matrix_products import FACTORS, GroupedMmaOp, ProductOp, ScaledMmaOp
 from fuser.ir.ops.nodes import LinearOp, MatmulOp
 from fuser.ir.scalar import constructors as sc
 from fuser.ir.scalar.constructors import Const
-from fuser.ir.tensor import TensorView
 from fuser.ir.types import IterType
 from fuser.ops.building import (
     add_op,
     axes_of,
+    check_offsets,
     declare_extent,
     fail,
     join_axes,
     new_output,
+    same_extent,
+    unexpanded,
     unsupported,
 )
 from fuser.ops.elementwise import check_rank_at_least
 from fuser.ops.factories import full_tensor
-from fuser.support.errors import DtypeError
+from fuser.support.errors import DtypeError, user_line
 
 Mapped = list[tuple[TensorView, IterDomain]]
 
@@ -124,3 +129,198 @@ def linear(arg1: TensorView, arg2: TensorView, bias: TensorView | None = None) -
     out = new_output([*axes, *k], x.dtype(), [x])
     add_op(LinearOp(out, x, weight, bias))
     return out
+
+
+# ----------------------------------------------------------------------
+# scaled_mm, a product of floats of one byte.
+
+# The tensors of a product, by field, in the order of the op's fields.
+Given = Mapping[str, TensorView]
+
+
+def scaled_mm(
+    mat1: TensorView,
+    mat2: TensorView,
+    scale1: TensorView,
+    scale2: TensorView,
+    alpha: TensorView | None = None,
+    bias: TensorView | None = None,
+    beta: TensorView | None = None,
+    dtype: DtypeLike = DataType.BFloat16,
+    output_block_scale_size: int = 0,
+    output_block_scale_dtype: DtypeLike = DataType.BFloat16,
+    output_gamma: bool = False,
+) -> tuple[TensorView, None, None]:
+    """Append alpha * (scale1 * mat1) @ (scale2 * mat2) + beta * bias, of Float8_e4m3fn or
+    Float8_e5m2; computed in Float and rounded once.
+
+    mat1 [m, k], mat2 [k, n]; scales, alpha and beta are Float tensors of one element, or scale1
+    [m, 1] and scale2 [1, n]; bias is [n] or [m, n]. Scales of blocks along k are refused. The other
+    two results belong to results with scales of blocks, which are refused too.
+    """
+    del output_block_scale_dtype
+    factors = {"mat1": mat1, "mat2": mat2, "scale1": scale1, "scale2": scale2}
+    optional = {"alpha": alpha, "bias": bias, "beta": beta}
+    given = factors | {field: tv for field, tv in optional.items() if tv is not None}
+    check_block_scales("scaled_mm", mat1, output_block_scale_size, is_gamma=output_gamma)
+    dtype = scaled_dtype("scaled_mm", given, dtype)
+    return add_product("scaled_mm", ScaledMmaOp, given, dtype), None, None
+
+
+# ------------------------------------------------------------------ any product with scales
+_DTYPES = {
+    **dict.fromkeys(("mat1", "mat2"), FACTORS),
+    **dict.fromkeys(("scale1", "scale2", "alpha", "beta"), (DataType.Float,)),
+    "bias": (DataType.Half, DataType.BFloat16, DataType.Float, DataType.Double),
+}
+
+
+def check_block_scales(name: str, mat1: TensorView, size: int, *, is_gamma: bool) -> None:
+    """Raise `UnsupportedError` for results with scales of blocks."""
+    if size:
+        raise unsupported(name, f"output_block_scale is not yet supported, of {mat1}")
+    if is_gamma:
+        raise unsupported(name, f"output_gamma is not yet supported, of {mat1}")
+
+
+def scaled_dtype(name: str, given: Given, dtype: DtypeLike) -> DataType:
+    """Return the dtype of a product with scales; raises for what has another than it may have."""
+    if "beta" in given and "bias" not in given:
+        raise fail(name, f"Expected a bias for {given['beta']}, which scales it")
+    dtype = check_supported(dtype, name)
+    if not is_floating(dtype):
+        raise DtypeError(f"{name}: a floating dtype is needed, got {dtype_text(dtype)}")
+    for field, tv in given.items():
+        wanted = _DTYPES.get(field, (tv.dtype(),))
+        if tv.dtype() not in wanted:
+            known = " or ".join(d.name for d in wanted)
+            raise DtypeError(
+                f"{name}: Expected {field} of dtype {known}, but {tv} is {dtype_text(tv.dtype())} "
+                f"(at {user_line()})"
+            )
+    return dtype
+
+
+def add_product(name: str, op: type[ProductOp], given: Given, dtype: DataType) -> TensorView:
+    """Append a product of `given`, by field; raises for axes that no such operand has, and for
+    sizes that differ."""
+    fusion = active_fusion()
+    known = op.matrices(given["mat1"], given["mat2"])
+    mapped: dict[str, Mapped] = {}
+    factors: dict[str, Mapped] = {}
+    for field, tv in given.items():
+        forms = {len(known[field]): known[field]} if field in known else op.SCALES[field]
+        for letter, axis in zip(_letters(name, field, tv, forms), axes_of(tv), strict=True):
+            mapped.setdefault(letter, []).append((tv, axis))
+            if field in known:
+                factors.setdefault(letter, []).append((tv, axis))
+    mapped.pop("1", None)
+    for found in mapped.values():
+        (first, axis), *others = found
+        for tv, other in others:
+            same_extent(fusion, axis.size, other.size, f"{name}: {first} and {tv}")
+    joined = [unexpanded(join_axes(fusion, factors[c], name)) for c in known["out"]]
+    axes = [fusion.new_axis(a.extent, a.kind) for a in joined]
+    k = contracted_axes(name, factors["k"])
+    out = new_output([*axes, *k], dtype, [given["mat1"], given["mat2"]])
+    fields: dict[str, Any] = {field: given.get(field) for field in op.fields_of("operand")}
+    add_op(op(out, **fields))
+    return out
+
+
+def _letters(name: str, field: str, tv: TensorView, forms: Mapping[int, str]) -> str:
+    """Return the letters of an operand's axes, 1 where a scale or bias has one element; raises for
+    what is no such operand."""
+    is_matrix = field not in ProductOp.SCALES
+    letters = forms.get(tv.ndim, "1" * tv.ndim)
+    known = " or ".join(f"[{', '.join(f)}]" for f in forms.values())
+    if tv.ndim not in forms and (is_matrix or field == "bias"):
+        raise fail(name, f"Expected {field} {known}, but found {tv}")
+    if is_matrix:
+        return letters
+    is_one = [a.is_broadcast and sc.int_value(a.size) == 1 for a in axes_of(tv)]
+    if any(c == "1" and not one for c, one in zip(letters, is_one, strict=True)):
+        more = f" or one for each, {known}" if forms else ""
+        raise unsupported(name, f"Expected one element{more} for {field}, but found {tv}")
+    return "".join("1" if one else c for c, one in zip(letters, is_one, strict=True))
+
+
+# ----------------------------------------------------------------------
+# grouped_mm, a matrix product per group.
+
+
+@overload
+def grouped_mm(mat1: TensorView, mat2: TensorView, offsets: TensorView) -> TensorView: ...
+@overload
+def grouped_mm(
+    mat1: TensorView,
+    mat2: TensorView,
+    offsets: TensorView,
+    scale1: TensorView,
+    scale2: TensorView,
+    alpha: TensorView | None = None,
+    bias: TensorView | None = None,
+    beta: TensorView | None = None,
+    dtype: DtypeLike = DataType.BFloat16,
+    output_block_scale_size: int = 0,
+    output_block_scale_dtype: DtypeLike = DataType.BFloat16,
+    output_gamma: bool = False,
+) -> tuple[TensorView, None, None]: ...
+def grouped_mm(
+    mat1: TensorView,
+    mat2: TensorView,
+    offsets: TensorView,
+    scale1: TensorView | None = None,
+    scale2: TensorView | None = None,
+    alpha: TensorView | None = None,
+    bias: TensorView | None = None,
+    beta: TensorView | None = None,
+    dtype: DtypeLike = DataType.BFloat16,
+    output_block_scale_size: int = 0,
+    output_block_scale_dtype: DtypeLike = DataType.BFloat16,
+    output_gamma: bool = False,
+) -> TensorView | tuple[TensorView, None, None]:
+    """Append a matrix product per group, where the Int32 `offsets` [g] say at which positions of k
+    (of [m, k] and [k, n]), n (of [g, m, k] and [k, n]) or m (of [m, k] and [g, k, n]) groups end.
+
+    Rows and columns of no group are 0. Offsets that fall or leave the axis are refused. The host
+    reads them in each run, but where torch has a kernel for all groups of rows (BFloat16, GPUs of
+    compute capability 9.0 and 10.0): there the next call of the program is refused, and until then
+    each of them counts as the nearest that is in order. With scales, three
+    results as of `scaled_mm`, which says what each group then is: scale1 is [m, 1] or [g, m, 1],
+    scale2 [1, n] or [g, 1, n], alpha and beta [g], bias [n], [m, n] or [g, m, n]. Each of these
+    axes may be 1, and scales, alpha and beta one element. Without them, the matrices have one
+    floating dtype, which is the result's.
+    """
+    name = "grouped_mm"
+    if (mat1.ndim, mat2.ndim) not in GroupedMmaOp.FORMS:
+        raise fail(
+            name, f"Expected two matrices, or one and a batch of them, but found {mat1} and {mat2}"
+        )
+    check_block_scales(name, mat1, output_block_scale_size, is_gamma=output_gamma)
+    del output_block_scale_dtype
+    more = {"scale1": scale1, "scale2": scale2, "alpha": alpha, "bias": bias, "beta": beta}
+    scales = {field: tv for field, tv in more.items() if tv is not None}
+    given = {"mat1": mat1, "mat2": mat2, "offsets": offsets, **scales}
+    if scale1 is not None and scale2 is not None:
+        dtype = scaled_dtype(name, given, dtype)
+        check_offsets(name, "offsets", offsets)
+        return add_product(name, GroupedMmaOp, given, dtype), None, None
+    _check_plain(name, given, dtype)
+    check_offsets(name, "offsets", offsets)
+    return add_product(name, GroupedMmaOp, given, mat1.dtype())
+
+
+def _check_plain(name: str, given: Given, dtype: DtypeLike) -> None:
+    """Raise for what belongs to products with scales, and for matrices that need them."""
+    mat1, mat2, _, *scales = given.values()
+    # An argument that says BFloat16 is no other than the default.
+    if scales or check_supported(dtype, name) not in (DataType.BFloat16, mat1.dtype()):
+        found = f"{scales[0]} alone" if scales else f"dtype {dtype} for {mat1}"
+        raise fail(name, f"Expected scale1 and scale2, but found {found}: without them cast {mat1}")
+    check_same_dtypes(name, (mat1, mat2), "give scale1 and scale2")
+    if not is_floating(mat1.dtype()):
+        raise DtypeError(
+            f"{name}: Expected floating operands, but {mat1} is {dtype_text(mat1.dtype())} "
+            f"(at {user_line()})"
+        )

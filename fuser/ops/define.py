@@ -17,14 +17,14 @@ from fuser.ir.dtypes import (
     from_torch,
     is_inexact,
 )
+from fuser.ir.fusion import TensorView
 from fuser.ir.fusion_guard import active_fusion
 from fuser.ir.scalar import constructors as sc
 from fuser.ir.scalar.constructors import Scalar
 from fuser.ir.shard_annotation import Replicate, mesh_of, shard
-from fuser.ir.tensor import TensorView
 from fuser.ir.types import IterType
 from fuser.ops.building import literal, unsupported
-from fuser.ops.views import ordered_axes
+from fuser.ops.reshaping import ordered_axes
 from fuser.support.arguments import checked, show
 from fuser.support.errors import ArgumentError, DefinitionError, user_code, user_line
 

@@ -5,11 +5,19 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from fuser.ir.dtypes import DataType, DtypeLike, category, check_supported, dtype_text
-from fuser.ir.ops.nodes import FullOp, IotaOp
+from fuser.ir.dtypes import (
+    FLOAT8,
+    DataType,
+    DtypeLike,
+    category,
+    check_supported,
+    dtype_text,
+    is_floating,
+)
+from fuser.ir.fusion import TensorView
+from fuser.ir.ops.nodes import FullOp, IotaOp, RandomOp
 from fuser.ir.scalar import constructors as sc
 from fuser.ir.scalar.constructors import Const, Scalar, ScalarLike
-from fuser.ir.tensor import TensorView
 from fuser.ops.building import (
     SizeLike,
     add_op,
@@ -22,7 +30,8 @@ from fuser.ops.building import (
     new_output,
 )
 from fuser.ops.elementwise import apply_pointwise, check_rank_at_least
-from fuser.support.errors import DtypeError
+from fuser.ops.reduction_table import computed_in
+from fuser.support.errors import DtypeError, UnsupportedError, user_code, user_line
 
 
 def full(shape: Sequence[SizeLike], fill_value: ScalarLike, dtype: DtypeLike) -> TensorView:
@@ -83,4 +92,118 @@ def triu(arg: TensorView, diagonal: ScalarLike = 0) -> TensorView:
     kept = apply_pointwise("ge", (distance, as_operand(diagonal, "triu")))
     out = apply_pointwise("where", (kept, tv, Const(0, tv.dtype())))
     assert isinstance(out, TensorView)
+    return out
+
+
+# ----------------------------------------------------------------------
+# Op functions for random tensors: uniform, normal, rand_like, randn_like.
+
+Ends = tuple[Scalar, Scalar]
+
+
+def uniform(
+    minval: ScalarLike,
+    maxval: ScalarLike,
+    shape: Sequence[SizeLike],
+    *,
+    rng_seed: Scalar | int | None = None,
+    rng_offset: Scalar | int | None = None,
+    dtype: DtypeLike = DataType.Float,
+) -> TensorView:
+    """Append a tensor of random numbers, uniform in [minval, maxval).
+
+    `rng_seed` and `rng_offset` are integers of 64 bits or integer scalars, given both or neither:
+    equal ones give equal numbers. Raises `DtypeError` for a dtype that is not floating, or scalars
+    of other kinds.
+    """
+    low, high = _ends("uniform", (minval, maxval), dtype)
+    if isinstance(low, Const) and isinstance(high, Const) and not low.value <= high.value:
+        raise fail("uniform", f"minval {low.value} is above maxval {high.value}")
+    return _random("uniform", (low, high), shape, (rng_seed, rng_offset), dtype)
+
+
+def normal(
+    mean: ScalarLike,
+    std: ScalarLike,
+    shape: Sequence[SizeLike],
+    *,
+    rng_seed: Scalar | int | None = None,
+    rng_offset: Scalar | int | None = None,
+    dtype: DtypeLike = DataType.Float,
+) -> TensorView:
+    """Append a tensor of random numbers of a normal distribution; see `uniform`."""
+    center, deviation = _ends("normal", (mean, std), dtype)
+    if isinstance(deviation, Const) and not deviation.value >= 0:
+        raise fail("normal", f"std {deviation.value} is below 0")
+    return _random("normal", (center, deviation), shape, (rng_seed, rng_offset), dtype)
+
+
+def rand_like(arg: TensorView, /) -> TensorView:
+    """Append random numbers in [0, 1), of the shape and dtype of a floating tensor; as `arg` is
+    not read, the result is cut as its readers are."""
+    return _random_like("rand_like", "uniform", arg)
+
+
+def randn_like(arg: TensorView, /) -> TensorView:
+    """Append random numbers of the standard normal distribution, of the shape and dtype of a
+    floating tensor."""
+    return _random_like("randn_like", "normal", arg)
+
+
+def key_of(op: RandomOp) -> tuple[Scalar, Scalar]:
+    """Return seed and offset. Raises `UnsupportedError` where the op draws them by itself."""
+    if op.seed is None or op.offset is None:
+        raise UnsupportedError(
+            f"{op.kind} of {op.out} draws from torch's generator where a FusionDefinition runs: "
+            f"give rng_seed and rng_offset here{user_code(op.where)}"
+        )
+    return op.seed, op.offset
+
+
+def _random_like(name: str, kind: str, arg: TensorView) -> TensorView:
+    _check_floating(name, arg.dtype())
+    return _random(kind, None, [arg.size(i) for i in range(arg.ndim)], (None, None), arg.dtype())
+
+
+def _check_floating(name: str, dtype: DtypeLike) -> DataType:
+    dtype = check_supported(dtype, name)
+    if not is_floating(dtype):
+        raise DtypeError(f"{name}: a floating dtype is needed, got {dtype_text(dtype)}")
+    if dtype in FLOAT8:
+        raise UnsupportedError(
+            f"{name}: random numbers of {dtype_text(dtype)} are not supported: of so few values, "
+            f"the ends would be off; draw Float and cast{user_code(user_line())}"
+        )
+    return dtype
+
+
+def _ends(name: str, values: tuple[ScalarLike, ScalarLike], dtype: DtypeLike) -> Ends:
+    """Return the numbers that shape a distribution, in the dtype in which it is computed."""
+    computed = computed_in(_check_floating(name, dtype))
+    low, high = (as_operand(v, name) for v in values)
+    for value in (low, high):
+        if category(value.dtype) not in ("int", "float"):
+            raise DtypeError(f"{name}: {value} is {dtype_text(value.dtype)}, not a real number")
+    return sc.cast(low, computed), sc.cast(high, computed)
+
+
+def _random(
+    kind: str,
+    ends: Ends | None,
+    shape: Sequence[SizeLike],
+    key: tuple[Scalar | int | None, Scalar | int | None],
+    dtype: DtypeLike,
+) -> TensorView:
+    dtype = _check_floating(kind, dtype)
+    sizes = tuple(as_extent(s, kind, i, lowest=0) for i, s in enumerate(shape))
+    seed, offset = (as_operand(v, kind) if isinstance(v, int) else v for v in key)
+    if (seed is None) != (offset is None):
+        given, missing = ("rng_seed", "rng_offset")[:: 1 if offset is None else -1]
+        raise fail(kind, f"{given} is given without {missing}: both say which numbers are drawn")
+    for value in (seed, offset):
+        if value is not None and category(value.dtype) != "int":
+            raise DtypeError(f"{kind}: {value} is {dtype_text(value.dtype)}, a seed is an integer")
+    out = new_output([axis_of_extent(s) for s in sizes], dtype, ())
+    a, b = ends or (None, None)
+    add_op(RandomOp(out, sizes, a, b, seed, offset, kind=kind))
     return out

@@ -13,6 +13,7 @@ from typing import cast as typing_cast
 
 from fuser.ir.domain.tensor_domain import IterDomain
 from fuser.ir.dtypes import DataType, category, dtype_text, is_floating
+from fuser.ir.fusion import TensorView
 from fuser.ir.fusion_guard import active_fusion
 from fuser.ir.ops.lookup import (
     INDEX_DTYPES,
@@ -26,7 +27,6 @@ from fuser.ir.ops.lookup import (
 )
 from fuser.ir.scalar import constructors as sc
 from fuser.ir.scalar.constructors import Const, Scalar, ScalarLike
-from fuser.ir.tensor import TensorView
 from fuser.ops import elementwise, reductions
 from fuser.ops.building import (
     OperandLike,

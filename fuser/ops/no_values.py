@@ -13,9 +13,9 @@ from collections.abc import Callable, Mapping, Sequence
 from types import FrameType
 from typing import Any, NoReturn, cast
 
+from fuser.ir.fusion import TensorView
 from fuser.ir.scalar.constructors import Const, Scalar
 from fuser.ir.statement import is_defining
-from fuser.ir.tensor import TensorView
 from fuser.ops.elementwise import apply_pointwise
 from fuser.support.errors import ArgumentError, is_users, user_code
 
@@ -99,8 +99,7 @@ def _format(self: _Values, spec: str) -> str:
 
 # ------------------------------------------------------------------ torch and numpy
 def _instead_of(name: str) -> str:
-    from fuser.ops.rows import ROWS
-    from fuser.ops.spelled import SPELLED
+    from fuser.ops.rows import ROWS, SPELLED
 
     return f"write fd.ops.{name}" if name in ROWS else SPELLED.get(name, "see dir(fd.ops)")
 
@@ -246,8 +245,7 @@ def no_attribute(self: _Values, name: str) -> NoReturn:
 
 def attribute_hint(name: str) -> str:
     """Return what to write for `x.NAME` of torch's tensors; "" where nothing is known."""
-    from fuser.ops.rows import ROWS
-    from fuser.ops.spelled import SPELLED
+    from fuser.ops.rows import ROWS, SPELLED
 
     if name in ROWS:
         return f"ops are functions, fd.ops.{name}"

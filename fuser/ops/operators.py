@@ -13,11 +13,11 @@ from collections.abc import Callable
 from typing import Any
 
 from fuser.ir.dtypes import DataType, category, is_inexact
+from fuser.ir.fusion import TensorView
 from fuser.ir.ops.nodes import BinaryOp
 from fuser.ir.scalar import constructors as sc
 from fuser.ir.scalar.constructors import Scalar
 from fuser.ir.statement import is_defining
-from fuser.ir.tensor import TensorView
 from fuser.ops import no_values
 from fuser.ops.building import (
     as_operand,
@@ -26,8 +26,7 @@ from fuser.ops.building import (
     unsupported,
 )
 from fuser.ops.contractions import matmul
-from fuser.ops.dtype_rules import typed
-from fuser.ops.elementwise import apply_pointwise, cast
+from fuser.ops.elementwise import apply_pointwise, cast, typed
 from fuser.ops.indexing import select
 from fuser.ops.resize import slice as slice_tensor
 from fuser.support.arguments import python_number, show, wrong

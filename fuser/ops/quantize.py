@@ -1,5 +1,5 @@
 """Floats of one byte with a scale per block, and these scales in tiles
-(`fuser.ir.ops.block_scales`).
+(`fuser.ir.ops.matrix_products`).
 
 Floats of four bits are refused: no GPU for which kernels are built here computes with them.
 """
@@ -12,8 +12,9 @@ from typing import cast as typing_cast
 import torch
 
 from fuser.ir.dtypes import NO_FLOAT4, DataType, DtypeLike, dtype_text
+from fuser.ir.fusion import TensorView
 from fuser.ir.fusion_guard import active_fusion
-from fuser.ir.ops.block_scales import (
+from fuser.ir.ops.matrix_products import (
     LANES,
     TILE_COLUMNS,
     TILE_ROWS,
@@ -23,7 +24,6 @@ from fuser.ir.ops.block_scales import (
     whole_tiles,
 )
 from fuser.ir.scalar import constructors as sc
-from fuser.ir.tensor import TensorView
 from fuser.ops import reductions
 from fuser.ops.building import (
     OperandLike,
@@ -38,9 +38,8 @@ from fuser.ops.building import (
     unsupported,
 )
 from fuser.ops.elementwise import apply_pointwise, cast, check_rank_at_least
-from fuser.ops.reshaping import reshape
+from fuser.ops.reshaping import permute, reshape
 from fuser.ops.resize import pad
-from fuser.ops.views import permute
 from fuser.support.errors import DtypeError, UnsupportedError, user_line
 
 # Elements that share a scale, and the largest value of what they become.

@@ -12,10 +12,9 @@ from typing import cast
 import torch
 
 from fuser.ir.dtypes import HALF_LIKE, DataType, is_complex, is_floating, to_torch
-from fuser.ir.fusion import TensorOp
+from fuser.ir.fusion import TensorOp, TensorView
 from fuser.ir.ops.nodes import BinaryOp, CastOp, TernaryOp, UnaryOp
 from fuser.ir.scalar.constructors import Number, Scalar
-from fuser.ir.tensor import TensorView
 from fuser.support.record import record
 
 

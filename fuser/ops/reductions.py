@@ -24,11 +24,11 @@ from fuser.ir.dtypes import (
     is_inexact,
     part_of,
 )
+from fuser.ir.fusion import TensorView
 from fuser.ir.fusion_guard import active_fusion
 from fuser.ir.ops.nodes import ReductionOp, WelfordOp
 from fuser.ir.scalar import constructors as sc
 from fuser.ir.scalar.constructors import Const, Scalar
-from fuser.ir.tensor import TensorView
 from fuser.ir.types import IterType
 from fuser.ops.building import (
     add_op,
@@ -44,7 +44,7 @@ from fuser.ops.building import (
 from fuser.ops.elementwise import apply_pointwise, copy_tensor
 from fuser.ops.factories import full_tensor
 from fuser.ops.reduction_table import REDUCTIONS
-from fuser.ops.views import squeeze_axes
+from fuser.ops.reshaping import squeeze_axes
 from fuser.support.errors import ArgumentError, DtypeError
 
 

@@ -11,15 +11,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from fuser.ir.domain.build_domain import DomainBuilder
-from fuser.ir.domain.tensor_domain import IterDomain, TensorDomain
+from fuser.ir.domain.tensor_domain import DomainBuilder, IterDomain, TensorDomain
 from fuser.ir.dtypes import category, dtype_text
-from fuser.ir.fusion import Fusion
+from fuser.ir.fusion import Fusion, TensorView
 from fuser.ir.fusion_guard import active_fusion
-from fuser.ir.ops.resizing import CatOp, PadOp, SliceOp
+from fuser.ir.ops.nodes import CatOp, PadOp, SliceOp
 from fuser.ir.scalar import constructors as sc
 from fuser.ir.scalar.constructors import Apply, Const, Scalar, ScalarLike
-from fuser.ir.tensor import TensorView
 from fuser.ir.types import IterType
 from fuser.ops.building import (
     SizeLike,

@@ -6,12 +6,11 @@ it.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from fuser.ir.fusion import TensorOp
 from fuser.ir.ops.attention_ops import SdpaBwdOp, SdpaFwdOp
-from fuser.ir.ops.block_scales import GroupedScalesOp
 from fuser.ir.ops.lookup import (
     EmbeddingFwdOp,
     GatherOp,
@@ -21,26 +20,28 @@ from fuser.ir.ops.lookup import (
     SelectOp,
     TakeAlongAxisOp,
 )
-from fuser.ir.ops.matrix_products import GroupedMmaOp, ScaledMmaOp
+from fuser.ir.ops.matrix_products import GroupedMmaOp, GroupedScalesOp, ScaledMmaOp
 from fuser.ir.ops.nodes import (
     BinaryOp,
     BroadcastOp,
     CastOp,
+    CatOp,
     ExpandOp,
     FullOp,
     IotaOp,
     LinearOp,
     LoadStoreOp,
     MatmulOp,
+    PadOp,
     RandomOp,
     ReductionOp,
     ReshapeOp,
+    SliceOp,
     SqueezeOp,
     TernaryOp,
     UnaryOp,
     WelfordOp,
 )
-from fuser.ir.ops.resizing import CatOp, PadOp, SliceOp
 from fuser.ir.ops.scan_ops import ArgsortOp, ScanOp, TopKOp
 from fuser.ir.pointwise_table import POINTWISE, PUBLIC
 from fuser.ops import (
@@ -48,15 +49,14 @@ from fuser.ops import (
     elementwise,
     factories,
     indexing,
-    random,
     reductions,
+    reshaping,
     resize,
     scans,
-    views,
 )
+from fuser.ops import factories as random
 from fuser.ops.attention import sdpfa_bwd, sdpfa_fwd
-from fuser.ops.contractions import linear, matmul
-from fuser.ops.grouped import grouped_mm
+from fuser.ops.contractions import grouped_mm, linear, matmul, scaled_mm
 from fuser.ops.quantize import (
     cutlass_nvfp4_grouped_mm,
     nv_block_quantize,
@@ -64,7 +64,6 @@ from fuser.ops.quantize import (
     preprocess_grouped_matmul_input_sf,
 )
 from fuser.ops.reshaping import reshape
-from fuser.ops.scaled import scaled_mm
 from fuser.support.record import record
 
 
@@ -73,7 +72,7 @@ class OpRow:
     """Facts about one public op.
 
     `nodes` are the classes of what it appends; casts and broadcasts of operands go without saying.
-    `dtype` names a rule of `fuser.ops.dtype_rules`, `shape` says the shape of the result, `sample`
+    `dtype` names a rule of `fuser.ops.elementwise`, `shape` says the shape of the result, `sample`
     names what may be drawn (`fuser.ops.samples`; "": what the elementwise row says). With scalars
     alone, an op that `takes_scalars` gives a scalar; the others refuse them.
     """
@@ -149,25 +148,25 @@ _ROWS = (
     # Axes in another order, form or number.
     OpRow(
         "broadcast",
-        views.broadcast,
+        reshaping.broadcast,
         (BroadcastOp,),
         shape="An axis of size 1 is inserted for each True.",
     ),
     OpRow(
         "broadcast_in_dim",
-        views.broadcast_in_dim,
+        reshaping.broadcast_in_dim,
         (BroadcastOp, ExpandOp, LoadStoreOp),
         shape=_GIVEN,
     ),
     OpRow(
         "expand",
-        views.expand,
+        reshaping.expand,
         (ExpandOp, LoadStoreOp),
         shape="The one that is given, -1 keeping an axis; more sizes than axes prepend axes.",
     ),
     OpRow(
         "permute",
-        views.permute,
+        reshaping.permute,
         (LoadStoreOp,),
         shape="Axis i is the operand's axis dims[i].",
         sample="rows",
@@ -180,14 +179,14 @@ _ROWS = (
     ),
     OpRow(
         "squeeze",
-        views.squeeze,
+        reshaping.squeeze,
         (SqueezeOp, LoadStoreOp),
         shape="The operand's without the given axes, which have size 1.",
         sample="rows",
     ),
-    OpRow("stride_order", views.stride_order, (LoadStoreOp,), shape=_SAME),
-    OpRow("shape", views.shape, (), "index", "No tensor."),
-    OpRow("size", views.size, (), "index", "No tensor.", "rows"),
+    OpRow("stride_order", reshaping.stride_order, (LoadStoreOp,), shape=_SAME),
+    OpRow("shape", reshaping.shape, (), "index", "No tensor."),
+    OpRow("size", reshaping.size, (), "index", "No tensor.", "rows"),
     # Parts of tensors, and tensors of parts.
     OpRow(
         "cat",
@@ -394,3 +393,62 @@ _ROWS = (
 
 # By name; an op with arguments of its own stands in the place of the one that has none.
 ROWS: dict[str, OpRow] = {row.name: row for row in _ROWS}
+
+
+# ----------------------------------------------------------------------
+# Names of torch's for what `fd.ops` has under another name, or is written with several ops.
+
+_CAST = "it is called cast, which takes the dtype"
+_PERMUTE = "it is called permute, which takes all axes"
+_ATTENTION = "it is called sdpfa_fwd, which takes [batch, heads, rows, k]"
+_SLICE = "write a slice for each part"
+_BY_PARTS = "write broadcast, expand and reshape"
+_BY_CUTS = "communications follow from the meshes and cuts of tensors"
+
+SPELLED: Mapping[str, str] = {
+    **{other: f"it is called {row.name}" for row in POINTWISE.values() for other in row.near},
+    # ---- other names
+    "view": "it is called reshape",
+    "flatten": "it is called reshape",
+    "unsqueeze": "it is called broadcast, which takes a flag per axis of the result",
+    **dict.fromkeys(("transpose", "swapaxes", "movedim", "t", "T"), _PERMUTE),
+    **dict.fromkeys(("mm", "bmm", "dot", "mv"), "it is called matmul"),
+    **dict.fromkeys(("to", "type", "astype", "float", "double", "half", "bfloat16"), _CAST),
+    **dict.fromkeys(("concat", "concatenate"), "it is called cat"),
+    **dict.fromkeys(("clone", "contiguous", "copy"), "it is called set, which copies"),
+    "amax": "it is called max",
+    "amin": "it is called min",
+    "arange": "it is called iota, which takes the length",
+    "embedding": "it is called embedding_fwd",
+    **dict.fromkeys(("sdpa", "scaled_dot_product_attention"), _ATTENTION),
+    # ---- elementwise
+    "square": "write mul(x, x)",
+    "rsub": "write sub(y, x)",
+    "floor_divide": "write x // y",
+    "leaky_relu": "write where(gt(x, 0.0), x, mul(x, slope))",
+    "elu": "write where(gt(x, 0.0), x, expm1(x))",
+    "masked_fill": "write where(mask, value, x)",
+    # ---- along an axis
+    "std": "write sqrt(var(x, [dim]))",
+    "norm": "write sqrt(sum(mul(x, x), dim))",
+    "any": "write gt(sum(mask, dim), 0)",
+    "all": "write eq(sum(mask, dim), n)",
+    "argmax": "take the places that topk gives",
+    "logsumexp": "write m = max(x, dim, True), then add(max(x, dim), log(sum(exp(x - m), dim)))",
+    "batch_norm": "write it with var_mean(x, [0, 2, 3], 0, True), sub, rsqrt and mul",
+    "one_hot": "write eq(broadcast(ids, [False, True]), iota(n))",
+    # ---- of shapes and products
+    "addmm": "write add(matmul(a, b), x)",
+    "outer": "write mul(broadcast(a, [False, True]), b)",
+    "einsum": "write permute, broadcast, and matmul or mul and sum",
+    "zeros": "write full(shape, 0.0, dtype)",
+    "ones": "write full(shape, 1.0, dtype)",
+    "full_like": "write full(x.shape(), value, x.dtype())",
+    "zeros_like": "write full(x.shape(), 0.0, x.dtype())",
+    "ones_like": "write full(x.shape(), 1.0, x.dtype())",
+    "stack": "write a cat of what broadcast gives a new axis",
+    **dict.fromkeys(("split", "chunk", "narrow", "unbind"), _SLICE),
+    **dict.fromkeys(("tile", "repeat"), _BY_PARTS),
+    **dict.fromkeys(("all_reduce", "allreduce", "all_gather", "allgather"), _BY_CUTS),
+    **dict.fromkeys(("reduce_scatter", "all_to_all"), _BY_CUTS),
+}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from fuser.ir.pointwise_table import POINTWISE, PUBLIC
-from fuser.ops.dtype_rules import DTYPE_RULES
+from fuser.ops.elementwise import DTYPE_RULES
 from fuser.ops.rows import OpRow
 from fuser.support.record import record
 

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 from fuser.ir.domain.tensor_domain import IterDomain
 from fuser.ir.dtypes import FLOAT8, STORED, DataType, category, dtype_text
+from fuser.ir.fusion import TensorView
 from fuser.ir.fusion_guard import active_fusion
 from fuser.ir.ops.scan_ops import ArgsortOp, ScanOp, TopKOp
 from fuser.ir.scalar import constructors as sc
 from fuser.ir.scalar.constructors import Const, Scalar, ScalarLike
-from fuser.ir.tensor import TensorView
 from fuser.ops import elementwise
 from fuser.ops.building import (
     SizeLike,

@@ -20,21 +20,21 @@ from math import gcd, lcm
 
 from fuser.ir.binding import complete, size_of
 from fuser.ir.domain.tensor_domain import IterDomain, TensorDomain
-from fuser.ir.fusion import Fusion, TensorOp
+from fuser.ir.dtypes import DataType, category
+from fuser.ir.fusion import Fusion, TensorOp, TensorView
 from fuser.ir.naming import axis_words, in_ir
-from fuser.ir.ops.lookup import GatherOp, ScatterOp, SelectOp
-from fuser.ir.ops.nodes import ReshapeOp
-from fuser.ir.ops.resizing import SliceOp
+from fuser.ir.ops import nodes
+from fuser.ir.ops.lookup import GatherOp, LookupOp, ScatterOp, SelectOp
+from fuser.ir.ops.nodes import PadOp, ReshapeOp, SliceOp
 from fuser.ir.ops.scan_ops import TopKOp
 from fuser.ir.scalar import constructors as sc
 from fuser.ir.scalar.compiled import Computed
-from fuser.ir.scalar.constructors import Number, Scalar, Symbol
-from fuser.ir.tensor import TensorView
+from fuser.ir.scalar.constructors import Apply, Const, Number, Scalar, Symbol
+from fuser.ir.scalar.scalar_nodes import postorder
 from fuser.ir.types import IterType
 from fuser.ir.verify import verify_fusion
+from fuser.ops.reduction_table import missing
 from fuser.ops.reshaping import ReshapePlan, plan_reshape
-from fuser.passes.clamps import Clamps
-from fuser.passes.fill_empty import fill_empty
 from fuser.passes.resolve_symbolic import (
     deciding_sizes,
     is_undecided,
@@ -447,3 +447,155 @@ def _map_extents(domain: TensorDomain, extent: ExtentMap) -> TensorDomain:
         return a.having(extent=extent(a.extent), expanded=expanded)
 
     return domain.map_axes(axis)
+
+
+# ----------------------------------------------------------------------
+# Fill what has no elements: empty tensors, and reductions over nothing.
+
+Values = Mapping[Symbol, Number]
+
+
+def fill_empty(fusion: Fusion, values: Values) -> None:
+    """Rewrite `fusion` in place for these sizes; does nothing when no extent is 0."""
+    if not any(_is_empty(a, values) for tv in fusion.tensors() for a in tv.domain.logical):
+        return
+    exprs: list[TensorOp] = []
+    for op in fusion.exprs:
+        exprs.extend(new.replace(where=op.where) for new in _filled(fusion, op, values))
+    fusion.exprs = exprs
+    fusion.exprs = fusion.used_exprs()
+
+
+def _is_empty(axis: IterDomain, values: Values) -> bool:
+    return size_of(axis.size, values) == 0
+
+
+def _filled(fusion: Fusion, op: TensorOp, values: Values) -> list[TensorOp]:
+    """Return the ops to put in place of `op`."""
+    if isinstance(op, nodes.LibraryOp) and op.TAKES_EMPTY:
+        return [op]
+    reduces_nothing = any(
+        _is_empty(a, values) for a in op.out_tensor.domain.logical if a.is_reduction()
+    )
+    if reduces_nothing and isinstance(op, nodes.LinearOp) and op.bias is not None:
+        return _bias_alone(fusion, op, op.bias)
+    pads_nothing = isinstance(op, PadOp) and any(
+        _is_empty(a, values) for a in op.inp.domain.no_reductions
+    )
+    finds_nothing = isinstance(op, LookupOp) and any(
+        _is_empty(a, values) for a in op.table.domain.no_reductions
+    )
+    # An expanded axis without elements is dropped before it is reduced: there is nothing to pick.
+    drops_nothing = isinstance(op, nodes.SqueezeOp) and any(
+        is_gone and _is_empty(a, values)
+        for a, is_gone in zip(op.inp.domain.no_reductions, op.flags, strict=True)
+    )
+    is_empty = any(_is_empty(a, values) for a in op.out_tensor.domain.logical)
+    if not (reduces_nothing or pads_nothing or finds_nothing or drops_nothing or is_empty):
+        return [op]
+    fills: list[TensorOp] = []
+    for out, value in zip(op.outputs, _fill_values(op), strict=True):
+        out.domain = out.domain.without_root()
+        shape = tuple(a.size for a in out.domain.logical)
+        fills.append(nodes.FullOp(out, shape, value))
+    return fills
+
+
+def _fill_values(op: TensorOp) -> list[Scalar]:
+    """Return what each output holds, where it holds anything."""
+    match op:
+        case nodes.ReductionOp():
+            return [op.init]
+        case PadOp():
+            return [op.value]
+        case LookupOp():
+            return [Const(missing(op.out.dtype()), op.out.dtype())]
+        case nodes.WelfordOp():
+            return [
+                Const(missing(op.avg.dtype()), op.avg.dtype()),
+                Const(0, op.var.dtype()),
+                Const(0, DataType.Index),
+            ]
+        case _:
+            return [Const(0, out.dtype()) for out in op.outputs]
+
+
+def _bias_alone(fusion: Fusion, op: nodes.LinearOp, bias: TensorView) -> list[TensorOp]:
+    """Return the ops of a linear without contracted elements: the bias, expanded."""
+    flags = op.bias_lacks
+    op.out.domain = op.out.domain.without_root()
+    logical, sources = op.out.domain.logical, iter(bias.domain.no_reductions)
+    axes = [
+        fusion.new_axis(sc.ONE, IterType.broadcast) if new else fusion.clone_axis(next(sources))
+        for new in flags
+    ]
+    row = fusion.new_tensor(axes, bias.dtype(), mesh=op.out.mesh)
+    # The result's axes iterate; adding to zeros expands the row without expanded broadcasts.
+    zeros = fusion.new_tensor([fusion.clone_axis(a) for a in logical], bias.dtype())
+    shape = tuple(a.size for a in logical)
+    made: list[TensorOp] = [
+        nodes.BroadcastOp(row, bias, flags=flags),
+        nodes.FullOp(zeros, shape, Const(0, bias.dtype())),
+        nodes.BinaryOp(op.out, row, zeros, kind="add"),
+    ]
+    return made
+
+
+# ----------------------------------------------------------------------
+# Which argument a minimum or maximum of sizes is: what slices clamp to an extent.
+
+
+class Clamps:
+    """The minima and maxima of integers in the extents of a fusion. Those in operands alone are
+    values: runs whose sizes are equal may differ in them."""
+
+    def __init__(self, fusion: Fusion) -> None:
+        self._fusion = fusion
+        seen: set[Scalar] = set()
+        # Inner ones first.
+        self._found = [
+            y
+            for x in _extents(fusion)
+            for y in postorder(fusion.canonical(x), seen.__contains__)
+            if seen.add(y) is None and _is_clamp(y)
+        ]
+        self._distances = Computed([sc.sub(*x.args) for x in self._found if isinstance(x, Apply)])
+
+    def decide(self, values: Mapping[Symbol, Number]) -> tuple[int, ...]:
+        """Return which argument each is; () where a size is not known. Of equal arguments it is a
+        constant."""
+        distances = self._distances.at_once(values) if self._found else None
+        if distances is None:
+            return ()
+        return tuple(
+            _choice(x, distance) for x, distance in zip(self._found, distances, strict=True)
+        )
+
+    def replacements(
+        self, fusion: Fusion, choices: tuple[int, ...], known: Mapping[Scalar, Scalar]
+    ) -> dict[Scalar, Scalar]:
+        """Return `known`, which replaces scalars of `fusion` (a copy), with these choices added."""
+        found = dict(known)
+        for x, choice in zip(self._found, choices, strict=bool(choices)):
+            assert isinstance(x, Apply)
+            chosen = sc.substitute(fusion.canonical(x.args[choice]), found)
+            # What equals the whole of it stands for it, but not within a sum.
+            found.update((form, chosen) for form in (x, fusion.canonical(x)) if _is_clamp(form))
+        return found
+
+
+def _extents(fusion: Fusion) -> Iterator[Scalar]:
+    for op in fusion.used_exprs():
+        for out in op.outputs:
+            yield from (x for a in out.domain.axes.values() for x in (a.extent, a.size))
+
+
+def _is_clamp(x: Scalar) -> bool:
+    return isinstance(x, Apply) and x.op in ("min", "max") and category(x.dtype) == "int"
+
+
+def _choice(x: Scalar, distance: Number) -> int:
+    assert isinstance(x, Apply)
+    if distance == 0:
+        return int(isinstance(x.args[1], Const))
+    return int((distance > 0) == (x.op == "min"))

@@ -4,22 +4,313 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection
+from dataclasses import replace
 from functools import partial
 
-from fuser.ir.fusion import Fusion
+from fuser.ir import primitives
+from fuser.ir.dtypes import COMPLEX_OF, DataType, is_floating
+from fuser.ir.fusion import Alias, Fusion, TensorOp, TensorView
 from fuser.ir.fusion_guard import FusionGuard
 from fuser.ir.ops.attention_ops import SdpaFwdOp
-from fuser.ir.tensor import TensorView
+from fuser.ir.ops.lookup import EmbeddingFwdOp, GatherOp, IndexSelectOp, LookupOp, TakeAlongAxisOp
+from fuser.ir.ops.nodes import (
+    BinaryOp,
+    BroadcastOp,
+    CastOp,
+    LoadStoreOp,
+    ReshapeOp,
+    SqueezeOp,
+    UnaryOp,
+)
 from fuser.ir.verify import verify_fusion
+from fuser.ops import indexing
 from fuser.ops.elementwise import cast
+from fuser.ops.reference.meaning import REDUCING
 from fuser.ops.resize import slice as slice_axes
 from fuser.ops.rows import ROWS
-from fuser.passes.consecutive_casts import consecutive_casts
-from fuser.passes.look_up_first import look_up_first
-from fuser.passes.remove_bcast_squeeze import remove_bcast_squeeze
-from fuser.passes.remove_unused import remove_unused
-from fuser.passes.separate_updates import separate_updates
-from fuser.passes.view_first import view_first
+
+# ----------------------------------------------------------------------
+# Look up first, compute then: of a table that is computed element by element, only what is found.
+
+_KINDS = {UnaryOp: ("neg",), BinaryOp: ("add", "sub", "mul")}
+
+
+def look_up_first(fusion: Fusion) -> None:
+    """Rewrite the fusion in place."""
+    is_done = False
+    while not is_done:
+        is_done = True
+        for op in fusion.used_exprs():
+            if not isinstance(op, LookupOp):
+                continue
+            made = fusion.definition(op.table)
+            source = None if made is None else _source(fusion, op, made)
+            if made is not None and source is not None:
+                _looked_up_first(fusion, op, made, source)
+                is_done = False
+
+
+def _source(fusion: Fusion, op: LookupOp, made: TensorOp) -> TensorView | None:
+    """Return the operand of a table's definition that a lookup may read instead, None for none."""
+    table = op.table
+    is_placed = table.mesh_is_user_set or bool(table.cut_lines)
+    if is_placed or table in fusion.outputs or fusion.uses(table) != [op]:
+        return None
+    is_cheap = isinstance(made, CastOp) or getattr(made, "kind", "") in _KINDS.get(type(made), ())
+    tensors = {v for v in made.inputs if isinstance(v, TensorView)}
+    if not is_cheap or not all(is_floating(v.dtype()) for v in (table, *tensors)):
+        return None
+    along = {v for v in tensors if not v.domain.no_reductions[op.axis].is_broadcast}
+    if len(along) != 1 or not _fits(op, tensors - along):
+        return None
+    return along.pop()
+
+
+def _fits(op: LookupOp, others: set[TensorView]) -> bool:
+    """Whether the result of a lookup meets the other operands as the table does."""
+    if any(v.domain.no_reductions[op.axis].expanded is not None for v in others):
+        return False
+    match op:
+        case IndexSelectOp() | TakeAlongAxisOp():
+            return True
+        case GatherOp():
+            return not op.narrowed()
+        case EmbeddingFwdOp():
+            return not others
+        case _:
+            return False
+
+
+def _looked_up_first(fusion: Fusion, op: LookupOp, made: TensorOp, source: TensorView) -> None:
+    before = fusion.exprs
+    with FusionGuard(fusion):
+        found = _looked_up(op, source)
+    lookups = [e.replace(where=op.where) for e in fusion.exprs[len(before) :]]
+    fusion.exprs = before
+    names = {source: found, op.table: op.out}
+    last = made.map_values(lambda v: names.get(v, v) if isinstance(v, TensorView) else v)
+    fusion.replace_expr(op, [*lookups, last])
+    fusion.exprs = fusion.used_exprs()
+
+
+def _looked_up(op: LookupOp, source: TensorView) -> TensorView:
+    match op:
+        case IndexSelectOp():
+            return indexing.index_select(source, op.index, op.dim)
+        case TakeAlongAxisOp():
+            return indexing.take_along_axis(source, op.index, op.dim)
+        case GatherOp():
+            return indexing.gather(source, op.index, op.dim)
+        case EmbeddingFwdOp():
+            return indexing.embedding_fwd(op.index, source)
+        case _:
+            raise AssertionError(f"{op.name} of {source}")
+
+
+# ----------------------------------------------------------------------
+# View first, compute then: a reshape that a reduction reads becomes a view of an input.
+
+_ELEMENTWISE = (CastOp, UnaryOp, BinaryOp, LoadStoreOp)
+
+
+def view_first(fusion: Fusion) -> None:
+    """Rewrite the fusion in place."""
+    if not any(isinstance(op, ReshapeOp) for op in fusion.exprs):
+        return
+    reduced = _read_by_reductions(fusion)
+    for op in fusion.exprs:
+        if not isinstance(op, ReshapeOp) or op.out not in reduced:
+            continue
+        while (made := _computed(fusion, op)) is not None:
+            op = _viewed_first(fusion, op, made)
+    fusion.exprs = fusion.used_exprs()
+
+
+def _read_by_reductions(fusion: Fusion) -> set[TensorView]:
+    """Return the tensors that reductions read, and those that these are computed from."""
+    found: set[TensorView] = set()
+    for op in reversed(fusion.exprs):
+        if isinstance(op, REDUCING) or any(out in found for out in op.outputs):
+            found.update(v for v in op.inputs if isinstance(v, TensorView))
+    return found
+
+
+def _computed(fusion: Fusion, op: ReshapeOp) -> TensorOp | None:
+    """Return the op that computes what a reshape reads, where it can come after."""
+    tv = op.inp
+    if any(t.mesh_is_user_set or t.cut_lines or t.domain.allocation for t in (tv, op.out)):
+        return None
+    made = fusion.definition(tv)
+    if tv in fusion.outputs or fusion.uses(tv) != [op] or not isinstance(made, _ELEMENTWISE):
+        return None
+    return made if _begins_with_input(fusion, tv) else None
+
+
+def _begins_with_input(fusion: Fusion, tv: TensorView) -> bool:
+    """Whether ops of one tensor each compute a tensor from an input that nothing overwrites."""
+    while isinstance(made := fusion.definition(tv), _ELEMENTWISE):
+        tensors = [v for v in made.inputs if isinstance(v, TensorView)]
+        is_permuted = isinstance(made, LoadStoreOp) and bool(tv.domain.root)
+        if len(tensors) != 1 or tensors[0].is_cpu_scalar or is_permuted:
+            return False
+        tv = tensors[0]
+    return tv in fusion.inputs and not any(alias.into is tv for alias in fusion.aliases)
+
+
+def _viewed_first(fusion: Fusion, op: ReshapeOp, made: TensorOp) -> ReshapeOp:
+    """Let a reshape read what `made` reads, and `made` give the reshape's result; return the new
+    reshape."""
+    (source,) = (v for v in made.inputs if isinstance(v, TensorView))
+    named = primitives.cache_before(op.out)
+    moved, copy = fusion.definition(named), fusion.definition(op.out)
+    assert moved is not None and copy is not None
+    view = fusion.new_tensor(named.domain, source.dtype(), mesh=named.mesh)
+    reshape = ReshapeOp(view, source).replace(where=op.where)
+    names = {source: view, op.inp: op.out}
+    last = made.map_values(lambda v: names.get(v, v) if isinstance(v, TensorView) else v)
+    fusion.replace_expr(moved, [reshape])
+    fusion.replace_expr(copy, [last])
+    fusion.replace_expr(made, ())
+    return reshape
+
+
+# ----------------------------------------------------------------------
+# Consecutive casts: drop a cast through which another one loses nothing.
+
+_D = DataType
+# dtype -> the real dtypes that hold all its values.
+_REAL: dict[DataType, frozenset[DataType]] = {
+    _D.Bool: frozenset({_D.Int32, _D.Int, _D.Index, _D.Half, _D.BFloat16, _D.Float, _D.Double}),
+    _D.Int32: frozenset({_D.Int, _D.Index, _D.Double}),
+    _D.Int: frozenset({_D.Index}),
+    _D.Index: frozenset({_D.Int}),
+    _D.Half: frozenset({_D.Float, _D.Double}),
+    _D.BFloat16: frozenset({_D.Float, _D.Double}),
+    _D.Float8_e4m3fn: frozenset({_D.Half, _D.BFloat16, _D.Float, _D.Double}),
+    _D.Float8_e5m2: frozenset({_D.Half, _D.BFloat16, _D.Float, _D.Double}),
+    _D.Float8_e8m0fnu: frozenset({_D.BFloat16, _D.Float, _D.Double}),
+    _D.Float: frozenset({_D.Double}),
+    _D.Double: frozenset(),
+}
+# dtype -> the dtypes that hold all its values: complex ones, where their parts do.
+_HOLDS: dict[DataType, frozenset[DataType]] = {
+    **{
+        d: held | {COMPLEX_OF[x] for x in {d} | held if x in COMPLEX_OF}
+        for d, held in _REAL.items()
+    },
+    _D.ComplexFloat: frozenset({_D.ComplexDouble}),
+    _D.ComplexDouble: frozenset(),
+}
+
+
+def consecutive_casts(fusion: Fusion) -> None:
+    """Rewrite `fusion` in place."""
+    for op in fusion.exprs:
+        if not isinstance(op, CastOp):
+            continue
+        source = op.inp
+        while isinstance(definition := fusion.definition(source), CastOp):
+            if source.dtype() not in _HOLDS[definition.inp.dtype()]:
+                break
+            source = definition.inp
+        if source is op.inp:
+            continue
+        if source.dtype() is op.out.dtype() and is_replaceable(fusion, op.out):
+            fusion.replace_uses(op.out, source)
+            fusion.replace_expr(op, ())
+            continue
+        new: TensorOp = (
+            LoadStoreOp(op.out, source)
+            if source.dtype() is op.out.dtype()
+            else CastOp(op.out, source)
+        )
+        fusion.replace_expr(op, (new.replace(where=op.where),))
+    fusion.exprs = fusion.used_exprs()
+
+
+# ----------------------------------------------------------------------
+# Remove broadcast-squeeze: a squeeze of axes that a broadcast has just inserted.
+
+
+def remove_bcast_squeeze(fusion: Fusion) -> None:
+    """Rewrite `fusion` in place."""
+    for op in fusion.exprs:
+        if not isinstance(op, SqueezeOp):
+            continue
+        definition = fusion.definition(op.inp)
+        if isinstance(definition, BroadcastOp):
+            new = _joined(definition, op)
+            if isinstance(new, ReshapeOp) and is_replaceable(fusion, op.out):
+                fusion.replace_uses(op.out, definition.inp)
+                fusion.replace_expr(op, ())
+            elif new is not None:
+                if isinstance(new, ReshapeOp):
+                    op.out.domain = op.out.domain.having(root=op.out.domain.logical_numbers)
+                fusion.replace_expr(op, (new.replace(where=op.where),))
+    fusion.exprs = fusion.used_exprs()
+
+
+def is_replaceable(fusion: Fusion, tv: TensorView) -> bool:
+    """Whether uses of `tv` may read another tensor: nothing outside the fusion knows it."""
+    return tv not in fusion.outputs and not tv.mesh_is_user_set and not tv.domain.allocation
+
+
+def _joined(first: BroadcastOp, second: SqueezeOp) -> TensorOp | None:
+    """Return one op from `first.inp` to `second.out`, a reshape where nothing is left to do; None
+    when it takes both kinds."""
+    pairs = list(zip(first.flags, second.flags, strict=True))
+    added = [new for new, gone in pairs if not gone]
+    dropped = [gone for new, gone in pairs if not new]
+    if any(added) and any(dropped):
+        return None
+    if any(added):
+        return BroadcastOp(second.out, first.inp, flags=tuple(added))
+    if any(dropped):
+        return SqueezeOp(second.out, first.inp, flags=tuple(dropped))
+    return ReshapeOp(second.out, first.inp)
+
+
+# ----------------------------------------------------------------------
+# Separate updates: what is written into an input is computed by an op.
+
+
+def separate_updates(fusion: Fusion) -> None:
+    """Rewrite `fusion` in place."""
+    for alias in fusion.aliases:
+        if alias.out in fusion.inputs and alias.out is not alias.into:
+            axes = [fusion.clone_axis(a) for a in alias.out.domain.no_reductions]
+            value = fusion.new_tensor(axes, alias.out.dtype(), mesh=alias.out.mesh)
+            write_instead(fusion, alias, value)
+
+
+def write_instead(fusion: Fusion, alias: Alias, value: TensorView) -> None:
+    """Make `value`, a copy of the in-place output, the one that is written into the input."""
+    op = LoadStoreOp(value, alias.out)
+    definition = fusion.definition(alias.out)
+    fusion.insert_after(definition, [op.replace(where=definition.where if definition else "")])
+    value.memory = alias.into.memory
+    shared = [a for a in fusion.aliases if a.out is alias.out]
+    at = fusion.aliases.index(alias)
+    if len(shared) > 1 or (alias.out in fusion.inputs and not alias.hidden):
+        # The output stays, for its other buffers or as the input that a caller gets back.
+        fusion.aliases[at] = Alias(value, alias.into, where=alias.where)
+        fusion.outputs.append(value)
+        return
+    fusion.aliases[at] = replace(alias, out=value)
+    fusion.outputs = [value if out is alias.out else out for out in fusion.outputs]
+
+
+# ----------------------------------------------------------------------
+# Remove unused: drop ops that reach no output.
+
+
+def remove_unused(fusion: Fusion) -> None:
+    """Rewrite `fusion` in place."""
+    fusion.exprs = fusion.used_exprs()
+
+
+# ----------------------------------------------------------------------
+# The ordered passes that run on a concretized fusion before it is sharded and segmented.
 
 PASSES: tuple[tuple[str, Callable[[Fusion], None]], ...] = (
     # Before uses are counted: it adds some.

@@ -21,17 +21,16 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from fuser.ir.axis_graph import tensor_operands
 from fuser.ir.domain.axis_path import transforms_between
 from fuser.ir.domain.tensor_domain import Transform, contiguity_for
-from fuser.ir.fusion import Fusion, TensorOp
-from fuser.ir.layout_class import declared_order
+from fuser.ir.fusion import Fusion, TensorOp, TensorView
 from fuser.ir.memory_layout import (
     copy_memory_order,
+    declared_order,
     is_stored,
     known_strides,
     memory_order,
     set_memory_order,
 )
 from fuser.ir.ops.nodes import LibraryOp
-from fuser.ir.tensor import TensorView
 from fuser.passes.view_ops import (
     VIEW_OPS,
     Strides,

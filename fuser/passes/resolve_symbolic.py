@@ -14,7 +14,6 @@ from math import prod
 from fuser.ir.axis_graph import mapped_axes, tensor_operands
 from fuser.ir.binding import size_of
 from fuser.ir.domain.axis_path import Rules, SizeRules, forward, replay
-from fuser.ir.domain.build_domain import merged_extent
 from fuser.ir.domain.tensor_domain import (
     IterDomain,
     MergeTransform,
@@ -22,14 +21,14 @@ from fuser.ir.domain.tensor_domain import (
     SplitTransform,
     Swizzle1D,
     TensorDomain,
+    merged_extent,
 )
-from fuser.ir.fusion import Fusion, TensorOp
+from fuser.ir.fusion import Fusion, TensorOp, TensorView
 from fuser.ir.ops import nodes
 from fuser.ir.ops.lookup import GatherOp
-from fuser.ir.ops.resizing import PadOp, SliceOp
+from fuser.ir.ops.nodes import PadOp, SliceOp
 from fuser.ir.scalar import constructors as sc
 from fuser.ir.scalar.constructors import Number, Scalar, Symbol
-from fuser.ir.tensor import TensorView
 from fuser.ir.types import IterType
 from fuser.ops.building import join_axes, unexpanded
 from fuser.ops.reshaping import ReshapePlan, plan_reshape, transformed_domain, undecided_domain

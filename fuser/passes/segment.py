@@ -18,17 +18,23 @@ from dataclasses import field
 from typing import Literal, NoReturn
 
 from fuser.ir import memory_layout
-from fuser.ir.domain.tensor_domain import TensorDomain
-from fuser.ir.fusion import Fusion, TensorOp
+from fuser.ir.domain.axis_path import transforms_between
+from fuser.ir.domain.tensor_domain import SplitTransform, TensorDomain
+from fuser.ir.fusion import Fusion, TensorOp, TensorView
 from fuser.ir.ops import nodes
 from fuser.ir.ops.lookup import LookupOp
+from fuser.ir.ops.nodes import ReductionOp
 from fuser.ir.scalar import constructors as sc
 from fuser.ir.scalar.constructors import Scalar
-from fuser.ir.tensor import TensorView
-from fuser.ir.types import LoadStoreOpType, MemoryType
-from fuser.passes.merge_groups import REDUCTION_OPS, Merger, Pays, SegmentGroup
-from fuser.passes.row_parts import may_come_in_parts, split_rows
-from fuser.passes.store_or_recompute import elements, worth_storing
+from fuser.ir.types import LoadStoreOpType, MemoryType, ParallelType
+from fuser.passes.merge_groups import (
+    REDUCTION_OPS,
+    Merger,
+    Pays,
+    SegmentGroup,
+    elements,
+    worth_storing,
+)
 from fuser.passes.view_ops import (
     VIEW_OPS,
     Strides,
@@ -587,3 +593,55 @@ def _once(domain: TensorDomain, change: Callable[[TensorDomain], TensorDomain]) 
     if change not in domain.known:
         domain.known[change] = change(domain)
     return domain.known[change]
+
+
+# ----------------------------------------------------------------------
+# Sums over rows in two steps: the sums of some rows each (*parts*), then the sum of the parts.
+
+
+@record
+class RowParts:
+    """A reduction that makes parts: how many, which of its axes counts them, and which is left to
+    reduce."""
+
+    count: int
+    part: int
+    rest: int
+
+
+def row_parts(op: TensorOp) -> RowParts | None:
+    """Return how an op makes parts of sums over rows, None for any other op."""
+    if not isinstance(op, ReductionOp) or not op.out.domain.root:
+        return None
+    domain = op.out.domain
+    reduced = [a.number for a in domain.logical if a.is_reduction()]
+    *_, last = transforms_between(domain, domain.root, domain.logical) or [None]
+    if not isinstance(last, SplitTransform) or not last.inner_split or [last.outer] != reduced:
+        return None
+    count = sc.int_value(last.factor)
+    return None if count is None else RowParts(count, last.inner, last.outer)
+
+
+def may_come_in_parts(total: TensorView) -> bool:
+    """Whether a reduction can be split: it has one result, whose order in memory is not declared,
+    and whose axes no devices share."""
+    op, domain = total.definition(), total.domain
+    is_plain = domain.loop_numbers == domain.logical_numbers and not domain.allocation
+    is_serial = all(a.ptype is ParallelType.serial for a in domain.loop)
+    return isinstance(op, ReductionOp) and is_plain and is_serial
+
+
+def split_rows(total: TensorView, count: int) -> TensorView:
+    """Make a reduction the sum of `count` parts, and return these.
+
+    The reduced axes count as one, in their order; part k has rows k, k + count, and so on.
+    """
+    axes = [k for k, a in enumerate(total.domain.loop) if a.is_reduction()]
+    first = axes[0]
+    total.reorder({at: first + k for k, at in enumerate(axes)})
+    for _ in axes[1:]:
+        total.merge(first)
+    total.split(first, count)
+    parts = total.rfactor([first])
+    parts.memory = MemoryType.global_
+    return parts

@@ -11,12 +11,11 @@ from typing import TypeGuard
 
 from fuser.ir import memory_layout
 from fuser.ir.domain.axis_path import SizeRules, StrideRules, path, replay
-from fuser.ir.fusion import Fusion, TensorOp
+from fuser.ir.fusion import Fusion, TensorOp, TensorView
 from fuser.ir.ops import nodes
-from fuser.ir.ops.resizing import SliceOp
+from fuser.ir.ops.nodes import SliceOp
 from fuser.ir.scalar import constructors as sc
 from fuser.ir.scalar.constructors import Scalar
-from fuser.ir.tensor import TensorView
 
 VIEW_OPS = (
     nodes.LoadStoreOp,

@@ -7,7 +7,8 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
-from fuser.runtime import cpu_kernel, cuda_kernel, nvrtc
+from fuser.runtime import cpu_kernel, cuda_kernel
+from fuser.runtime import cuda_kernel as nvrtc
 from fuser.runtime.compiled_kernel import CompiledKernel, count_requests
 from fuser.runtime.kernel_cache import digest
 from fuser.support.device import device_parts

@@ -7,9 +7,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from fuser.runtime.compiled_kernel import CompiledKernel, Dim3, PreparedLaunch
+from fuser.runtime.compiled_kernel import CompiledKernel, Dim3, PreparedLaunch, slot_code
 from fuser.runtime.graph_memory import graph_memory
-from fuser.runtime.slots import slot_code
 from fuser.support.errors import KernelError
 
 if TYPE_CHECKING:

@@ -24,9 +24,9 @@ from collections.abc import Mapping, Sequence
 from inspect import isfunction
 from typing import NoReturn
 
+from fuser.ir.fusion import TensorView
 from fuser.ir.primitives import cache_after, cache_before, cache_fork, rfactor
 from fuser.ir.scalar.constructors import Scalar
-from fuser.ir.tensor import TensorView
 from fuser.ir.types import MemoryType, ParallelType
 from fuser.schedule.automatic import (
     SchedulerType,

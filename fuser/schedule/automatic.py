@@ -5,21 +5,26 @@ They take the user's own fusion and real inputs; `schedule` changes the fusion i
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, fields
 from math import gcd
-from typing import TYPE_CHECKING, overload
+from typing import TYPE_CHECKING, Any, ClassVar, NoReturn, Protocol, overload
+
+import torch
 
 from fuser.ir.binding import bind_inputs
-from fuser.ir.fusion import Fusion
+from fuser.ir.dtypes import DataType
+from fuser.ir.fusion import Fusion, TensorView
 from fuser.ir.scalar.constructors import Number
-from fuser.ir.tensor import TensorView
 from fuser.ir.types import IrEnum
-from fuser.schedule.heuristic_params import HeuristicParams
+from fuser.schedule import pointwise, reduction
+from fuser.schedule.inner_persistent import InnerPersistentParams
 from fuser.schedule.input_facts import Facts
+from fuser.schedule.outer_persistent import OuterPersistentParams
 from fuser.schedule.registry import SCHEDULERS
 from fuser.support.arguments import require
 from fuser.support.device import DeviceInfo, describe_device
-from fuser.support.errors import DefinitionError, UnsupportedError
+from fuser.support.errors import DefinitionError, UnsupportedError, UnsupportedNameError
 
 if TYPE_CHECKING:
     import torch
@@ -133,3 +138,204 @@ def _facts(fusion: Fusion, inputs: Inputs) -> tuple[Facts, DeviceInfo]:
             device = device or given.device
             alignments[declared.number] = gcd(given.data_ptr(), 16)
     return Facts(sizes, alignments), describe_device(device or "cpu")
+
+
+# ----------------------------------------------------------------------
+# What a scheduler chose, as nvFuser's users read it.
+
+
+class HeuristicParams:
+    """The parameters that a scheduler chose. `scheduler_type` is the scheduler, `lparams` and
+    `cparams` are what `manual_execute` and `KernelExecutor` check the kernel against; all else is
+    read.
+
+    Made by `fuser.schedule.compute_heuristics`: raises `UnsupportedError` when called.
+    """
+
+    # The public name, which messages say.
+    PUBLIC: ClassVar[str] = "HeuristicParams"
+    # Name -> what it is of the chosen parameters.
+    NAMES: ClassVar[Mapping[str, Callable[[Any], object]]] = {}
+
+    def __init__(self, *args: object, **named: object) -> NoReturn:
+        raise UnsupportedError(
+            f"{self.PUBLIC}: parameters are not made by hand: "
+            "fuser.schedule.compute_heuristics returns them"
+        )
+
+    @staticmethod
+    def of(scheduler_type: SchedulerType, chosen: object) -> HeuristicParams:
+        """Return what users see of the parameters of a scheduler."""
+        cls = next((c for known, c in _CLASSES.items() if isinstance(chosen, known)), None)
+        made = object.__new__(cls or HeuristicParams)
+        given = {"scheduler_type": scheduler_type, "chosen": chosen}
+        vars(made).update(given, lparams=LaunchParams(), cparams=CompileParams())
+        return made
+
+    if TYPE_CHECKING:
+        scheduler_type: SchedulerType
+        chosen: Any
+        lparams: LaunchParams
+        cparams: CompileParams
+
+    def __getattr__(self, name: str) -> Any:
+        if name in self.NAMES:
+            return self.NAMES[name](self.chosen)
+        if name.startswith("_"):
+            raise AttributeError(name)
+        raise UnsupportedNameError(
+            f"{self.PUBLIC} has no {name}: there are scheduler_type, lparams, cparams"
+            f"{''.join(f', {n}' for n in self.NAMES)}; str() tells what was chosen"
+        )
+
+    def __setattr__(self, name: str, value: object) -> None:
+        kinds = {"lparams": LaunchParams, "cparams": CompileParams}
+        if name not in kinds:
+            raise UnsupportedError(
+                f"{self.PUBLIC}.{name}: what a scheduler chose is read: schedule by hand, "
+                "or tune (docs/options.md)"
+            )
+        vars(self)[name] = require(self.PUBLIC, name, value, kinds[name])
+
+    def __dir__(self) -> list[str]:
+        return [*super().__dir__(), *self.NAMES]
+
+    def hash(self) -> int:
+        """Return a number that is equal for equal parameters, within a process."""
+        return hash((self.scheduler_type, self.chosen))
+
+    __hash__ = hash
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, HeuristicParams):
+            return NotImplemented
+        mine, theirs = ((p.scheduler_type, p.chosen) for p in (self, other))
+        return mine == theirs
+
+    def __str__(self) -> str:
+        return str(self.chosen)
+
+    def __repr__(self) -> str:
+        return f"<{self.PUBLIC} {self}>"
+
+
+class PointwiseHeuristicParams(HeuristicParams):
+    """Those of kernels without reductions. `vectorization_factor` counts the elements of a vector,
+    `unroll_factor_inner` the vectors of a thread; `split_block`: threads have two dimensions."""
+
+    PUBLIC = "PointwiseParams"
+
+    NAMES: ClassVar[Mapping[str, Callable[[Any], object]]] = {
+        "vectorization_factor": lambda p: p.vector,
+        "unroll_factor_inner": lambda p: p.unroll,
+        "split_block": lambda p: p.threads_y > 1,
+    }
+
+
+class ReductionHeuristicParams(HeuristicParams):
+    """Those of kernels with reductions. `fastest_dim`: the reduced axis is the innermost one."""
+
+    PUBLIC = "ReductionParams"
+
+    NAMES: ClassVar[Mapping[str, Callable[[Any], object]]] = {
+        "fastest_dim": lambda p: _is_inner(p),
+        "persistent_kernel": lambda p: not isinstance(p, reduction.ReductionParams),
+        "vectorize_inner_reduction": lambda p: _is_inner(p) and p.vector > 1,
+        "vectorize_iter_dom": lambda p: not _is_inner(p) and p.vector > 1,
+        "cross_grid_inner_reduction": lambda p: _is_inner(p) and _blocks(p) > 1,
+        "cross_grid_outer_reduction": lambda p: not _is_inner(p) and _blocks(p) > 1,
+    }
+
+
+def _is_inner(params: Any) -> bool:
+    return getattr(params, "inner", isinstance(params, InnerPersistentParams))
+
+
+def _blocks(params: Any) -> int:
+    """Return how many blocks share a reduction."""
+    return getattr(params, "grid", 1)
+
+
+_CLASSES: dict[type, type[HeuristicParams]] = {
+    pointwise.PointwiseParams: PointwiseHeuristicParams,
+    reduction.ReductionParams: ReductionHeuristicParams,
+    InnerPersistentParams: ReductionHeuristicParams,
+    OuterPersistentParams: ReductionHeuristicParams,
+}
+
+
+# ----------------------------------------------------------------------
+# LaunchParams and CompileParams: what a user may ask of one kernel's launch and compilation.
+
+
+class Launched(Protocol):
+    """A launch: its blocks, and the threads of each."""
+
+    grid: tuple[int, int, int]
+    block: tuple[int, int, int]
+
+
+@dataclass
+class LaunchParams:
+    """Threads and blocks of a launch along x, y and z; -1 leaves one to the schedule."""
+
+    gdimx: int = -1
+    gdimy: int = -1
+    gdimz: int = -1
+    bdimx: int = -1
+    bdimy: int = -1
+    bdimz: int = -1
+
+    def check(self, launch: Launched) -> None:
+        """Raise `DefinitionError` where the schedule says otherwise: it alone decides."""
+        made = dict(zip((f.name for f in fields(self)), (*launch.grid, *launch.block), strict=True))
+        for name, found in made.items():
+            if getattr(self, name) not in (-1, found):
+                raise DefinitionError(
+                    f"launch constraint {name}={getattr(self, name)}: the schedule makes it {found}"
+                )
+
+    def __repr__(self) -> str:
+        block = ", ".join(f"BlockDim.{d} = {getattr(self, f'bdim{d}')}" for d in "xyz")
+        grid = ", ".join(f"GridDim.{d} = {getattr(self, f'gdim{d}')}" for d in "xyz")
+        return f"Launch Parameters: {block}, {grid}"
+
+
+@dataclass(kw_only=True)
+class CompileParams:
+    """How a kernel is compiled: nvFuser's names and defaults.
+
+    `index_type` and `device` must be what inputs make them; the others are fixed here.
+    """
+
+    index_type: DataType | None = None
+    maxrregcount: int = 255
+    enable_magic_zero: bool = True
+    enable_ptxas_verbose: bool = False
+    device: torch.device | str | None = None
+    include_paths: Sequence[str] = field(default_factory=list[str])
+
+    def check(self) -> None:
+        """Raise `UnsupportedError` for what this compiler does not do."""
+        usual = CompileParams()
+        for name in ("maxrregcount", "enable_magic_zero", "enable_ptxas_verbose", "include_paths"):
+            if getattr(self, name) != getattr(usual, name):
+                raise UnsupportedError(
+                    f"CompileParams: {name}={getattr(self, name)}: kernels are compiled with "
+                    f"{getattr(usual, name)}"
+                )
+
+    def check_kernel(self, index_type: DataType, device: torch.device) -> None:
+        """Raise `DefinitionError` for a kernel of another index type, or on another device."""
+        if self.index_type not in (None, index_type):
+            raise DefinitionError(
+                f"CompileParams: index_type={self.index_type.name}: inputs of these sizes are "
+                f"indexed by {index_type.name}"
+            )
+        if self.device is not None and torch.device(self.device).type != device.type:
+            raise DefinitionError(f"CompileParams: device={self.device}: inputs are on {device}")
+
+    def __repr__(self) -> str:
+        index = "NotSet" if self.index_type is None else self.index_type.name
+        rest = (f"{f.name} = {getattr(self, f.name)}" for f in fields(self)[1:])
+        return f"Compile Parameters: index_type = {index}, {', '.join(rest)}"

@@ -14,16 +14,15 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 
 from fuser.ir.dtypes import nbytes_of
-from fuser.ir.fusion import Fusion
+from fuser.ir.fusion import Fusion, TensorView
 from fuser.ir.ops.nodes import RandomOp, WelfordOp
 from fuser.ir.scalar.constructors import Number, Symbol
-from fuser.ir.tensor import TensorView
 from fuser.ops.reference.meaning import REDUCING
-from fuser.schedule import inner_persistent, inner_persistent_params
-from fuser.schedule.inner_persistent_params import InnerPersistentParams
+from fuser.schedule import inner_persistent
+from fuser.schedule import inner_persistent as inner_persistent_params
+from fuser.schedule.inner_persistent import InnerPersistentParams
 from fuser.schedule.input_facts import Facts
-from fuser.schedule.row_levels import levels_of, steps_that_read
-from fuser.schedule.row_view import RowView
+from fuser.schedule.row_levels import RowView, levels_of, steps_that_read
 from fuser.support.device import DeviceInfo
 
 # Rows of more elements are a cluster's, where there are so many of them that all multiprocessors

@@ -12,15 +12,15 @@ A part that reads what another computes on the way computes it again.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import fields, replace
 from itertools import zip_longest
+from typing import Any
 
 from fuser.ir.axis_graph import AxisGraph
-from fuser.ir.fusion import Alias, Fusion, TensorOp
-from fuser.ir.tensor import TensorView
+from fuser.ir.fusion import Alias, Fusion, TensorOp, TensorView
 from fuser.passes.segment import extract
 from fuser.schedule import pointwise
 from fuser.schedule.input_facts import Facts
-from fuser.schedule.ladder import rungs
 from fuser.schedule.pointwise import PointwiseParams
 from fuser.support.device import DeviceInfo
 from fuser.support.record import record
@@ -130,3 +130,25 @@ def apply(fusion: Fusion, params: HorizontalParams) -> None:
     fusion.parts = tuple(parts)
     fusion.outputs = [made[out.number] for out in fusion.outputs]
     fusion.exprs = [op for part in parts for op in part.exprs]
+
+
+# ----------------------------------------------------------------------
+# What is tried, in turn, where a kernel with the chosen parameters cannot be lowered.
+
+# What a rung changes, and to what; a scheduler without such a parameter leaves it out.
+SCALAR = {"vector": 1, "staged_vector": 1}
+INLINED = {**SCALAR, "unroll": 1, "unroll_outer": False, "columns": 1}
+
+
+def rungs(chosen: Any, generic: Any) -> tuple[Any, ...]:
+    """Return parameters from `chosen` down to `generic`, each once.
+
+    vector 4, unroll 2  ->  4 x 2, 2 x 2, 1 x 2, 1 x 1, generic
+    """
+    narrower = [{"vector": chosen.vector >> k} for k in range(1, chosen.vector.bit_length() - 1)]
+    known = {f.name for f in fields(chosen)}
+    tried = [
+        replace(chosen, **{name: value for name, value in step.items() if name in known})
+        for step in ({}, *narrower, SCALAR, INLINED)
+    ]
+    return tuple(dict.fromkeys([*tried, generic]))

@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Collection
 
 from fuser.ir.axis_graph import AxisGraph, mapped_axes, tensor_operands
-from fuser.ir.fusion import Fusion, TensorOp
+from fuser.ir.fusion import Fusion, TensorOp, TensorView
 from fuser.ir.ops.nodes import ReductionOp, WelfordOp
-from fuser.ir.tensor import TensorView
 from fuser.ir.types import ParallelType
 from fuser.schedule.loop_propagation import AxisMatcher, check_selected, follow
 from fuser.support.errors import DefinitionError

@@ -18,14 +18,14 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 
 from fuser.ir.dtypes import nbytes_of
-from fuser.ir.fusion import Fusion, TensorOp
+from fuser.ir.fusion import Fusion, TensorOp, TensorView
 from fuser.ir.scalar.constructors import Number, Symbol
-from fuser.ir.tensor import TensorView
-from fuser.passes.row_parts import RowParts, row_parts
-from fuser.schedule import inner_persistent, inner_persistent_params
-from fuser.schedule.inner_persistent_params import InnerPersistentParams
+from fuser.passes.segment import RowParts, row_parts
+from fuser.schedule import inner_persistent
+from fuser.schedule import inner_persistent as inner_persistent_params
+from fuser.schedule.inner_persistent import InnerPersistentParams
 from fuser.schedule.input_facts import Facts
-from fuser.schedule.row_view import RowView
+from fuser.schedule.row_levels import RowView
 from fuser.support.device import DeviceInfo
 
 # Parts of each sum: two for each multiprocessor of an H200. None of these numbers is measured yet.

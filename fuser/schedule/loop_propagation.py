@@ -13,8 +13,8 @@ from functools import partial
 
 from fuser.ir.axis_graph import AxisGraph
 from fuser.ir.domain.axis_path import Rules, forward, replay, transforms_between
-from fuser.ir.domain.build_domain import DomainBuilder
 from fuser.ir.domain.tensor_domain import (
+    DomainBuilder,
     IterDomain,
     MergeTransform,
     Shift,
@@ -25,9 +25,8 @@ from fuser.ir.domain.tensor_domain import (
     numbers,
     same_form,
 )
-from fuser.ir.fusion import Fusion
+from fuser.ir.fusion import Fusion, TensorView
 from fuser.ir.ops.nodes import ReshapeOp
-from fuser.ir.tensor import TensorView
 from fuser.ir.types import ParallelType
 from fuser.support.errors import DefinitionError
 from fuser.support.record import replace

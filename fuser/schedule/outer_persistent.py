@@ -18,18 +18,27 @@ from dataclasses import replace
 from math import prod
 
 from fuser.ir import primitives
-from fuser.ir.fusion import Alias, Fusion
+from fuser.ir.fusion import Alias, Fusion, TensorView
 from fuser.ir.ops.nodes import LibraryOp
 from fuser.ir.scalar import constructors as sc
 from fuser.ir.scalar.constructors import Number, Symbol
-from fuser.ir.tensor import TensorView
 from fuser.ir.types import ParallelType
 from fuser.ops.reference.meaning import REDUCING
 from fuser.schedule import inner_persistent
 from fuser.schedule.input_facts import Facts, RunExtents
-from fuser.schedule.iteration_space import Access
-from fuser.schedule.row_levels import kept_values, levels_of, most_bytes, separate_levels
-from fuser.schedule.row_view import RowView, rewrite
+from fuser.schedule.iteration_space import (
+    Access,
+    VectorWidths,
+    power_of_two_at_least,
+)
+from fuser.schedule.row_levels import (
+    RowView,
+    kept_values,
+    levels_of,
+    most_bytes,
+    rewrite,
+    separate_levels,
+)
 from fuser.schedule.tiling import (
     Loops,
     arrange,
@@ -38,10 +47,6 @@ from fuser.schedule.tiling import (
     parallelize,
     split_tile,
     vectorize_last,
-)
-from fuser.schedule.vectorize import (
-    VectorWidths,
-    power_of_two_at_least,
 )
 from fuser.support.device import VECTOR_BYTES, DeviceInfo
 from fuser.support.record import record

@@ -12,9 +12,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from fuser.ir.fusion import Fusion
+from fuser.ir.fusion import Fusion, TensorView
 from fuser.ir.ops.nodes import LibraryOp
-from fuser.ir.tensor import TensorView
 from fuser.ir.types import ParallelType
 from fuser.ops.reference.meaning import REDUCING
 from fuser.schedule.input_facts import Facts

@@ -23,20 +23,21 @@ from math import prod
 
 from fuser.ir.axis_graph import AxisGraph
 from fuser.ir.domain.tensor_domain import IterDomain
-from fuser.ir.fusion import Fusion
+from fuser.ir.fusion import Fusion, TensorView
 from fuser.ir.ops.lookup import LookupOp
-from fuser.ir.ops.nodes import LibraryOp, ReductionOp, WelfordOp
-from fuser.ir.ops.resizing import CatOp
+from fuser.ir.ops.nodes import CatOp, LibraryOp, ReductionOp, WelfordOp
 from fuser.ir.scalar import constructors as sc
-from fuser.ir.tensor import TensorView
 from fuser.ir.types import ParallelType
 from fuser.ops.reference.meaning import REDUCING
 from fuser.schedule.input_facts import Facts, RunExtents
 from fuser.schedule.iteration_space import (
     Access,
     Space,
+    VectorWidths,
     has_self_mapping,
     iteration_space,
+    power_of_two_at_least,
+    power_of_two_at_most,
     tensors_above_resize,
 )
 from fuser.schedule.tiling import (
@@ -49,11 +50,6 @@ from fuser.schedule.tiling import (
     parallelize,
     split_tile,
     vectorize_last,
-)
-from fuser.schedule.vectorize import (
-    VectorWidths,
-    power_of_two_at_least,
-    power_of_two_at_most,
 )
 from fuser.support.device import VECTOR_BYTES, DeviceInfo
 from fuser.support.record import record

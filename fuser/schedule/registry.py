@@ -12,16 +12,16 @@ from fuser.schedule import (
     horizontal,
     inner_outer_persistent,
     inner_persistent,
-    inner_persistent_params,
     outer_persistent,
     plain,
     pointwise,
     reduction,
     transpose,
-    transpose_params,
 )
+from fuser.schedule import inner_persistent as inner_persistent_params
+from fuser.schedule import transpose as transpose_params
+from fuser.schedule.horizontal import rungs
 from fuser.schedule.input_facts import Facts
-from fuser.schedule.ladder import rungs
 from fuser.support.device import DeviceInfo
 from fuser.support.errors import UnsupportedError
 from fuser.support.record import record

@@ -12,11 +12,9 @@ from math import prod
 
 from fuser.ir import primitives
 from fuser.ir.axis_graph import AxisGraph
-from fuser.ir.domain.build_domain import DomainBuilder
-from fuser.ir.domain.tensor_domain import IterDomain
-from fuser.ir.fusion import Fusion
+from fuser.ir.domain.tensor_domain import DomainBuilder, IterDomain
+from fuser.ir.fusion import Fusion, TensorView
 from fuser.ir.scalar import constructors as sc
-from fuser.ir.tensor import TensorView
 from fuser.ir.types import ParallelType
 from fuser.schedule.iteration_space import Access, direct_uses
 from fuser.schedule.loop_propagation import AxisMatcher, LoopReplay, set_parallel_types

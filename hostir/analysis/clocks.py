@@ -4,9 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
+from fuser.ir.op import Op
 from fuser.ir.scalar.constructors import Scalar
-from hostir.ir.effects import ENTRY, Stream
+from hostir.ir.effects import (
+    ENTRY,
+    Captures,
+    ClosesGroup,
+    Effect,
+    Enters,
+    Joins,
+    OpensGroup,
+    Starts,
+    Stream,
+    Waits,
+)
+from hostir.ir.ops import StartCoalescing, StartsCommunication, StreamOp, Wait
 
 Clock = dict[Hashable, int]
 
@@ -74,3 +88,75 @@ class Clocks:
 
     def name(self, stream: Hashable) -> str:
         return self.text(stream) + (" (the caller's)" if stream == ENTRY else "")
+
+
+# ----------------------------------------------------------------------
+# When the buffers of a recorded run are in use: what a program's own waits say of that.
+
+# A place in a stream: how many ops it has been given.
+Moment = tuple[Hashable, int]
+
+
+class Lifetime(NamedTuple):
+    """The use of a buffer: all that its allocation comes after, and where its own stream is when it
+    is given up."""
+
+    begin: Clock
+    end: Moment
+
+
+class StreamOrder:
+    """Where a run has come to on its streams, op by op."""
+
+    def __init__(self, number: Callable[[Scalar], object]) -> None:
+        """`number` evaluates a scalar."""
+        # The caller may be on another stream than the device's default one.
+        self.clocks = Clocks(number, default="Default")
+        self._flights: dict[int, Clock] = {}
+        self._is_group = False
+        self._effects: dict[int, tuple[Effect, ...]] = {}
+
+    def follow(self, op: Op) -> None:
+        """Note that the current stream is given an op."""
+        self.clocks.advance()
+        if isinstance(op, StreamOp | StartsCommunication | StartCoalescing | Wait):
+            effects = self._effects.get(id(op))
+            if effects is None:
+                effects = self._effects[id(op)] = op.effects()
+            for effect in effects:
+                self._apply(effect)
+
+    def _apply(self, effect: Effect) -> None:
+        clocks = self.clocks
+        match effect:
+            case Enters(stream):
+                clocks.enter(stream)
+            case Captures(stream):
+                clocks.captured[stream.name] = clocks.current
+            case Joins(stream):
+                clocks.join(stream)
+            case OpensGroup():
+                self._is_group = True
+            case Starts(number) if not self._is_group:
+                self._flights[number] = dict(clocks.now)
+            case ClosesGroup(number):
+                self._is_group = False
+                self._flights[number] = dict(clocks.now)
+            case Waits(number) if number in self._flights:
+                clocks.learn(self._flights.pop(number))
+            case _:
+                pass
+
+    def now(self) -> Clock:
+        """Return all that the current stream has come after."""
+        return dict(self.clocks.now)
+
+    def moment(self, stream: Hashable) -> Moment:
+        """Return where a stream is."""
+        return stream, self.clocks.of[stream][stream]
+
+    def is_within(self, lifetime: Lifetime) -> bool:
+        """Whether a buffer is used only after what the caller's stream did before the run, and
+        before what it does next, now that the run is at its end."""
+        stream, tick = lifetime.end
+        return ENTRY in lifetime.begin and self.clocks.of[ENTRY].get(stream, 0) >= tick

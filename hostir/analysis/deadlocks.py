@@ -14,11 +14,11 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Protocol
 
-from fuser.ir.tensor import TensorView
+from fuser.ir.fusion import TensorView
 from hostir.analysis.rank_regions import Region, joined, merged
 from hostir.analysis.rank_values import Array, PerRank, at, np
 from hostir.ir.diagnostics import Finding, Site
-from hostir.ir.transfers import P2PCommunication, TransferKind
+from hostir.ir.ops import P2PCommunication, TransferKind
 from multidevice.sharding.reshard import TeamOf
 
 DEADLOCK = "deadlock"

@@ -3,12 +3,31 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from fuser.ir.tensor import TensorView
-from hostir.analysis.rank_values import Array, PerRank, at, everywhere, np, pick
+from fuser.ir.fusion import TensorOp, TensorView
+from fuser.ir.memory_layout import expanded_positions, memory_order
+from fuser.ir.op import Op
+from fuser.ir.scalar.constructors import Scalar
+from fuser.ir.types import DEVICE_TYPES, ParallelType
+from hostir.analysis.rank_values import (
+    Array,
+    PerRank,
+    RankValues,
+    at,
+    everywhere,
+    least,
+    most,
+    np,
+    pick,
+)
+from hostir.ir.effects import Part, Shows
+from hostir.ir.ops import stream_cut
+from multidevice.sharding.placement import Cuts, is_allocated_per_step, placement
+from multidevice.sharding.queries import local_sizes
+from multidevice.sharding.reshard import position_map
 
 _MAX_PIECES = 4
 
@@ -169,3 +188,171 @@ def merged(parts: Sequence[tuple[Array, PerRank]]) -> PerRank:
     for ranks, x in parts:
         found = np.where(ranks, x, found)
     return found
+
+
+# ----------------------------------------------------------------------
+# Which part of which tensor a name means, on all ranks at once, in local and in global terms.
+
+
+@dataclass(frozen=True)
+class Spot:
+    """A part of the local shard of `owner`: per axis of the owner which elements of the whole it
+    has (None: not known); `axes` has the owner's axis of each axis of the name, None for one that
+    a view made. `by_rank`: whether ranks were told to take other parts of their shards."""
+
+    owner: TensorView
+    extents: tuple[Extent | None, ...]
+    axes: tuple[int | None, ...]
+    shape: tuple[PerRank, ...]
+    by_rank: bool = False
+
+    def elements(self, expanded: Sequence[int] = ()) -> PerRank:
+        """Return how many elements memory holds: one along expanded axes."""
+        return math.prod(least(n, 1) if a in expanded else n for a, n in enumerate(self.shape))
+
+    def cut(self, axis: int, start: PerRank, length: PerRank, *, drop: bool) -> Spot:
+        owner = self.axes[axis]
+        extents: list[Extent | None] = list(self.extents)
+        if owner is None:
+            extents = [None] * len(extents)  # a part of what a reshape made is not known
+        elif (extent := extents[owner]) is not None:
+            extents[owner] = extent.cut(start, length)
+        keep = slice(axis + 1 if drop else axis, None)
+        shape = (*self.shape[:axis], *(() if drop else (length,)), *self.shape[axis + 1 :])
+        axes = (*self.axes[:axis], *self.axes[keep])
+        by_rank = self.by_rank or isinstance(start, np.ndarray)
+        return Spot(self.owner, tuple(extents), axes, shape, by_rank)
+
+
+class Shapes:
+    """Local and global shapes of tensors, and where a rank's shard lies in the whole."""
+
+    def __init__(self, values: RankValues) -> None:
+        self._values = values
+        self._local: dict[TensorView, tuple[int, ...]] = {}
+        self._whole: dict[TensorView, tuple[int, ...]] = {}
+        self._spots: dict[TensorView, Spot] = {}
+        self._cuts: dict[TensorView, tuple[frozenset[ParallelType], ...]] = {}
+        self._frames: dict[object, tuple[tuple[int, ...], ...]] = {}
+
+    def whole(self, tv: TensorView) -> tuple[int, ...]:
+        if tv not in self._whole:
+            self._whole[tv] = tuple(int(self._values.of(x)) for x in tv.shape())
+        return self._whole[tv]
+
+    def local(self, tv: TensorView) -> tuple[int, ...]:
+        if tv not in self._local:
+            self._local[tv] = local_sizes(tv, self.whole(tv))
+        return self._local[tv]
+
+    def device_cuts(self, tv: TensorView) -> tuple[frozenset[ParallelType], ...]:
+        """Return the device types that cut each axis of a tensor."""
+        if tv not in self._cuts:
+            cuts = placement(tv, DEVICE_TYPES)
+            self._cuts[tv] = tuple(frozenset(c.ptype for c in mine) for mine in cuts)
+        return self._cuts[tv]
+
+    def spot(self, tv: TensorView) -> Spot:
+        if tv not in self._spots:
+            shape = self.local(tv)
+            every = zip(placement(tv), self.whole(tv), strict=True)
+            extents = tuple(self._extent(tv, cuts, size) for cuts, size in every)
+            self._spots[tv] = Spot(tv, extents, tuple(range(len(shape))), shape)
+        return self._spots[tv]
+
+    def step(self, tv: TensorView, index: Scalar) -> Spot:
+        """Return the part of a tensor that a buffer for the block of one step holds."""
+        axis, chunks = stream_cut(tv)
+        return self._part(self.spot(tv), Part(axis, index, chunks), _ignored)
+
+    def _extent(self, tv: TensorView, cuts: Cuts, size: int) -> Extent:
+        """Return what each rank has of an axis of `size` elements. Of a stream's blocks with
+        devices inside it has a piece of each."""
+        start: PerRank = 0
+        levels: list[tuple[PerRank, int]] = []
+        last = max((k for k, c in enumerate(cuts) if c.ptype.is_device), default=-1)
+        for cut in cuts[: last + 1]:
+            count = cut.count
+            assert isinstance(count, int), f"{cut} of {tv} lies around a device cut"
+            size //= count
+            if cut.ptype.is_device:
+                start = start + self._coordinates(tv, cut.ptype) * size
+            elif count > 1:
+                levels.append((count, size))
+        if levels and levels[-1][1] == size:  # one device: nothing between them
+            count, _ = levels.pop()
+            size *= count
+        return Extent(start, (*levels, (size, 1)))
+
+    def _coordinates(self, tv: TensorView, ptype: ParallelType) -> PerRank:
+        mesh = tv.mesh
+        assert mesh is not None, f"{tv} is cut without a mesh"
+        return self._values.along(mesh, ptype)
+
+    def region(self, spot: Spot, *, without: int | None = None) -> Region | None:
+        """Return what memory has of a name, without an axis of partial sums; None where that is
+        not known."""
+        whole, keep, order = self._frame(spot.owner, without)
+        extents = tuple(e for a in keep if (e := spot.extents[a]) is not None)
+        owners = ((None, spot.owner),)
+        known = len(extents) == len(keep)
+        return Region(owners, whole, extents, order, spot.by_rank) if known else None
+
+    def _frame(self, tv: TensorView, without: int | None) -> tuple[tuple[int, ...], ...]:
+        """Return global sizes, the axes that memory has (of an expanded one it has none), and
+        their places in memory, outermost first."""
+        if (tv, without) not in self._frames:
+            gone = {without, *expanded_positions(tv)}
+            keep = tuple(a for a in range(tv.ndim) if a not in gone)
+            order = tuple(keep.index(a) for a, _ in memory_order(tv) if a not in gone)
+            self._frames[tv, without] = tuple(self.whole(tv)[a] for a in keep), keep, order
+        return self._frames[tv, without]
+
+    def partial_axis(self, spot: Spot, ptypes: Sequence[ParallelType]) -> int | None:
+        """Return the axis of the owner that numbers the partial sums of a team."""
+        sizes, cuts = self.local(spot.owner), self.device_cuts(spot.owner)
+        return next((k for k, c in enumerate(cuts) if c & set(ptypes) and sizes[k] == 1), None)
+
+    # ------------------------------------------------------------ names
+    def named(
+        self, spot: Spot, effect: Shows, op: Op, out_of_range: Callable[[Part, PerRank, int], None]
+    ) -> Spot:
+        """Return what `effect.out` names."""
+        if effect.part is not None:
+            return self._part(spot, effect.part, out_of_range)
+        return self._view(spot, op) if isinstance(op, TensorOp) else spot
+
+    def _part(
+        self, spot: Spot, part: Part, out_of_range: Callable[[Part, PerRank, int], None]
+    ) -> Spot:
+        size = spot.shape[part.axis]
+        chunks = None if part.chunks is None else int(self._values.of(part.chunks))
+        index = self._values.of(part.index)
+        if chunks is None:
+            index = np.where(size == 1, 0, index) if isinstance(size, np.ndarray) else index
+            index = 0 if isinstance(size, int) and size == 1 else index
+            out_of_range(part, index, size)
+            return spot.cut(part.axis, index, 1, drop=True)
+        out_of_range(part, index, chunks)
+        step = -(-size // chunks)
+        start = least(index * step, size)
+        return spot.cut(part.axis, start, least(step, size - start), drop=False)
+
+    def _view(self, spot: Spot, op: TensorOp) -> Spot:
+        kept = {c: p for p, c in position_map(op).items()}
+        axes: list[int | None] = []
+        shape: list[PerRank] = []
+        for c, size in enumerate(self.local(op.out_tensor)):
+            p = kept.get(c)
+            axes.append(None if p is None else spot.axes[p])
+            shape.append(size if p is None else spot.shape[p])
+        if is_allocated_per_step(op.out_tensor):
+            made, _ = stream_cut(op.out_tensor)
+            if made not in kept:  # by a reshape, of as many elements
+                rest = math.prod(n for c, n in enumerate(shape) if c != made)
+                shape[made] = math.prod(spot.shape) // most(rest, 1)
+        return Spot(spot.owner, spot.extents, tuple(axes), tuple(shape), spot.by_rank)
+
+
+def _ignored(part: Part, index: PerRank, limit: int) -> None:
+    """An allocation is no slice that could be out of range."""

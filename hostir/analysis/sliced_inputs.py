@@ -10,8 +10,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from fuser.ir.fusion import TensorView
 from fuser.ir.shard_annotation import Replicate, Shard
-from fuser.ir.tensor import TensorView
 from fuser.ir.types import DEVICE_TYPES, ParallelType
 from fuser.support.errors import user_code
 from hostir.ir.effects import Shows

@@ -2,7 +2,7 @@
 
 Of such an item is kept on which ranks it runs, on which of their streams, how large what it touches
 is there, and whom it meets (`hostir.analysis.collective_matching` finds that out).
-`hostir.cost.time_classes` puts ranks together for which all of it is the same; who wants to know
+`hostir.cost.simulator` puts ranks together for which all of it is the same; who wants to know
 more looks at the first one of a class.
 """
 
@@ -12,10 +12,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from fuser.ir.dtypes import nbytes_of
+from fuser.ir.fusion import TensorView
 from fuser.ir.memory_layout import expanded_positions
 from fuser.ir.op import Op
 from fuser.ir.scalar.constructors import Number, Symbol
-from fuser.ir.tensor import TensorView
 from hostir.analysis.clocks import Clocks
 from hostir.analysis.collective_matching import RankWalker
 from hostir.analysis.deadlocks import Half, PostedCollective, Teams
@@ -35,14 +35,17 @@ from hostir.ir.effects import (
     Waits,
     effects_of,
 )
-from hostir.ir.ops import Allocate, Deallocate, SymmetricContiguousView, is_computed
-from hostir.ir.program import HostIrContainer
-from hostir.ir.transfers import (
+from hostir.ir.ops import (
+    Allocate,
     CollectivePermute,
     Communication,
+    Deallocate,
     EndCoalescing,
     P2PCommunication,
+    SymmetricContiguousView,
+    is_computed,
 )
+from hostir.ir.program import HostIrContainer
 
 Shape = tuple[int, ...]
 

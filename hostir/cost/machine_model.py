@@ -24,7 +24,7 @@ import torch
 from fuser.ir.dtypes import DataType
 from fuser.support import options
 from fuser.support.errors import InputError, warn
-from hostir.ir.transfers import COLLECTIVES, PEER_COPIES
+from hostir.ir.ops import COLLECTIVES, PEER_COPIES
 from multidevice.transports.base.allreduce_model import Way
 
 # Of float16 and bfloat16; what a matmul of another dtype reaches of it: 8 bits are not measured,

@@ -13,20 +13,21 @@ from itertools import pairwise
 from typing import Any
 
 from fuser.ir.dtypes import DataType, nbytes_of, to_torch
-from fuser.ir.fusion import TensorOp
+from fuser.ir.fusion import Fusion, TensorOp, TensorView
 from fuser.ir.memory_layout import expanded_positions, memory_order
 from fuser.ir.op import Op
 from fuser.ir.ops.attention_ops import AttentionOp, SdpaBwdOp, SdpaFwdOp
-from fuser.ir.ops.block_scales import GroupedScalesOp
-from fuser.ir.ops.matrix_products import GroupedMmaOp, ProductOp, ScaledMmaOp
+from fuser.ir.ops.lookup import LookupOp
+from fuser.ir.ops.matrix_products import GroupedMmaOp, GroupedScalesOp, ProductOp, ScaledMmaOp
 from fuser.ir.ops.nodes import LibraryOp, LinearOp, MatmulOp
 from fuser.ir.ops.scan_ops import ArgsortOp, TopKOp
-from fuser.ir.tensor import TensorView
+from fuser.ir.scalar import constructors as sc
+from fuser.ir.scalar.constructors import Number, Symbol
 from fuser.support import options
 from fuser.support.errors import UnsupportedError, user_code
 from hostir.cost.machine_model import CPU, Machine
-from hostir.ir.ops import Allocate, LaunchKernel, LocalSlice, PostOnStream
-from hostir.ir.transfers import PEER_COPIES
+from hostir.ir.ops import PEER_COPIES, Allocate, LaunchKernel, LocalSlice, PostOnStream
+from multidevice.sharding.queries import local_extents
 from multidevice.transports.base.allreduce_model import is_known, sent_nbytes, shape_of
 from multidevice.transports.base.protocol import RedOp
 
@@ -385,7 +386,7 @@ COSTS: dict[type[Op], Callable[[Any, Sizes, Machine], Cost | None]] = {
 def cost_of(op: Op, sizes: Sizes, machine: Machine, found: Found = NOTHING) -> Cost | None:
     """Return what an op that computes costs; None for one that only names, waits or switches.
 
-    `found` says what a kernel reads of its tables (`hostir.cost.table_costs`). Raises
+    `found` says what a kernel reads of its tables (`hostir.cost.op_costs`). Raises
     `UnsupportedError` for what the model does not know.
     """
     if found:
@@ -394,3 +395,28 @@ def cost_of(op: Op, sizes: Sizes, machine: Machine, found: Found = NOTHING) -> C
     if row is not None:
         return row(op, sizes, machine)
     return _kernel(op, sizes, machine) if isinstance(op, TensorOp) else None
+
+
+# ----------------------------------------------------------------------
+# What a kernel reads of its tables: what lookups find in them, which may be far less than all.
+
+
+def found_in_tables(op: LaunchKernel, kernel: Fusion, values: Mapping[Symbol, Number]) -> Found:
+    """Return how many bytes a rank's launch of a kernel finds in operands that are nothing but
+    tables; `values` binds the symbols of extents."""
+    if not any(isinstance(e, LookupOp) for e in kernel.exprs):
+        return NOTHING
+    found: dict[TensorView, int] = {}
+    for given, declared in zip(op.ins, kernel.inputs, strict=False):
+        if not (isinstance(given, TensorView) and isinstance(declared, TensorView)):
+            continue
+        lookups = [e for e in kernel.exprs if isinstance(e, LookupOp) and e.table is declared]
+        is_table = lookups and all(e in lookups for e in kernel.uses(declared))
+        if is_table and not any(e.index is declared for e in lookups):
+            found[given] = sum(_nbytes(e.out, values) for e in lookups)
+    return found
+
+
+def _nbytes(tv: TensorView, values: Mapping[Symbol, Number]) -> int:
+    shape = tuple(int(sc.evaluate(n, values)) for n in local_extents(tv))
+    return held_nbytes(tv, shape)

@@ -15,25 +15,22 @@ from functools import cached_property
 
 from fuser.ir.axis_graph import tensor_operands
 from fuser.ir.domain.tensor_domain import IterDomain
-from fuser.ir.fusion import Fusion
+from fuser.ir.fusion import Fusion, TensorView
 from fuser.ir.memory_layout import memory_order
 from fuser.ir.naming import tensor_words
 from fuser.ir.scalar import constructors as sc
 from fuser.ir.scalar.compiled import Computed
-from fuser.ir.scalar.constructors import Symbol
-from fuser.ir.tensor import TensorView
+from fuser.ir.scalar.constructors import Number, Scalar, Symbol
 from fuser.ir.types import MemoryType
 from fuser.passes.concretize import refined_sizes
 from fuser.support.errors import FuserError, UnsupportedError, user_code
 from fuser.support.lru import Recent
-from hostir.cost.machine_model import Machine
-from hostir.cost.near_sizes import near_sizes
-from hostir.cost.overlap_bound import COLLECTIVES, GainBound, Values
+from hostir.cost.machine_model import CPU, Machine
+from hostir.cost.op_costs import Cost, Shape, Sizes, collective_cost, cost_of, held_nbytes
 from hostir.cost.report import seconds_of
 from hostir.cost.simulator import timetable_of
-from hostir.ir.ops import NUMBER_OF_STREAMS
+from hostir.ir.ops import NUMBER_OF_STREAMS, library_name
 from hostir.ir.program import HostIrContainer
-from hostir.ir.transfers import library_name
 from hostir.lowering.params import DEFAULT, LowerParams
 from hostir.lowering.pipeline import lower_sharded
 from multidevice.sharding.passes.overlap_candidates import (
@@ -45,6 +42,7 @@ from multidevice.sharding.passes.overlap_candidates import (
 )
 from multidevice.sharding.passes.pipeline import complete_alone
 from multidevice.sharding.placement import placement
+from multidevice.sharding.queries import local_extents
 
 # Steps are taken where their predicted time is less by this part of the time without: the model is
 # not exact, and steps need memory and host time.
@@ -579,3 +577,94 @@ def _text(pair: Pair, values: Values) -> str:
 
 def _first_line(error: FuserError | str) -> str:
     return str(error).partition("\n")[0]
+
+
+# ----------------------------------------------------------------------
+# What steps could gain at most, from numbers alone: for most sizes that decides, unlowered.
+
+COLLECTIVES = {"gather": "Allgather", "scatter": "ReduceScatter", "allreduce": "Allreduce"}
+Values = Mapping[Symbol, Number]
+
+
+class GainBound:
+    """A pair whose communications go by `backend`. `is_repeated`: runs take the host for no longer
+    than one call, by a graph."""
+
+    def __init__(self, pair: Pair, backend: str, *, is_repeated: bool) -> None:
+        self._pair, self._backend, self._is_repeated = pair, backend, is_repeated
+
+    @cached_property
+    def _tensors(self) -> tuple[dict[TensorView, slice], Computed]:
+        """The tensors of the two ops, each with the place of its local extents among all."""
+        places: dict[TensorView, slice] = {}
+        scalars: list[Scalar] = []
+        for op in (self._pair.move, *self._pair.products):
+            for tv in (*op.inputs, *op.outputs):
+                if isinstance(tv, TensorView) and tv not in places:
+                    extents = local_extents(tv)
+                    places[tv] = slice(len(scalars), len(scalars) + len(extents))
+                    scalars += extents
+        return places, Computed(scalars)
+
+    def why_hopeless(self, values: Values, machine: Machine, margin: float) -> str:
+        """Return why no steps can gain this part of the time; "" if some may."""
+        if machine.device == CPU:
+            return "a CPU rank computes and communicates in turns: steps gain nothing there"
+        pair, (places, extents) = self._pair, self._tensors
+        numbers = extents(values)
+
+        def sizes(tv: TensorView) -> Shape:
+            return tuple(int(n) for n in numbers[places[tv]])
+
+        costs = [cost_of(op, sizes, machine) for op in pair.products]
+        computes = sum(c.seconds for c in costs if c is not None)
+        moves = self._communication(sizes, machine).seconds
+        if min(computes, moves) < margin * (computes + moves):
+            return (
+                f"the matmul takes {computes * 1e6:.1f} us and the communication "
+                f"{moves * 1e6:.1f} us: there is less than {margin:.0%} to gain"
+            )
+        steps = 2 if pair.kind == "allreduce" else pair.devices
+        calls = machine.host_run_s + steps * len(pair.products) * machine.host_library_s
+        host = calls + (steps - 1) * machine.host_post_s
+        if not self._is_repeated and host > (1 - margin) * (computes + moves + machine.host_run_s):
+            return (
+                f"the host would take {host * 1e6:.1f} us to issue the steps; the matmul and the "
+                f"communication, one after the other, take {computes * 1e6:.1f} and "
+                f"{moves * 1e6:.1f} us"
+            )
+        return ""
+
+    def _communication(self, sizes: Sizes, machine: Machine) -> Cost:
+        pair = self._pair
+        ends = pair.move.inputs[0], pair.move.out_tensor
+        nbytes = max(held_nbytes(tv, sizes(tv)) for tv in ends)
+        kind, dtype = COLLECTIVES[pair.kind], pair.between.dtype()
+        return collective_cost(kind, pair.devices, nbytes, self._backend, machine, dtype=dtype)
+
+
+# ----------------------------------------------------------------------
+# Sizes that share a prediction: what stands for sizes that are nearly equal.
+
+# A size keeps so many of its leading bits: what stands for it is about 1/32 away at most. Round
+# sizes, such as 7 * 4096, stand for themselves.
+_BITS = 5
+
+
+def near(size: int, multiple: int) -> int:
+    """Return what stands for a size: a number of few bits times what the size has in common with
+    `multiple`, so that no part of `multiple` divides only one of them."""
+    part = math.gcd(size, multiple)
+    count = abs(size) // part
+    dropped = max(count.bit_length() - _BITS, 0)
+    if not dropped:
+        return size
+    rounded = (count + (1 << dropped >> 1)) >> dropped << dropped
+    while math.gcd(part * rounded, multiple) != part:
+        rounded += 1
+    return int(math.copysign(part * rounded, size))
+
+
+def near_sizes(sizes: Mapping[Symbol, int], multiple: int) -> dict[Symbol, int]:
+    """Return what stands for sizes; equal ones stay equal."""
+    return {symbol: near(n, multiple) for symbol, n in sizes.items()}

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import heapq
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Literal
 
 from fuser.ir.op import Op
 from fuser.ir.ops.nodes import LibraryOp
 from fuser.ir.scalar.constructors import Number, Symbol
 from fuser.ir.types import MemoryType
 from hostir.analysis.deadlocks import DEADLOCK, MISPLACED
-from hostir.analysis.rank_values import Array, at, np
+from hostir.analysis.rank_values import Array, PerRank, at, np
 from hostir.analysis.unrolled_program import UnrolledOp, Unroller
 from hostir.cost.machine_model import Machine
 from hostir.cost.op_costs import (
@@ -19,24 +21,173 @@ from hostir.cost.op_costs import (
     Found,
     collective_cost,
     cost_of,
+    found_in_tables,
     held_nbytes,
     staging_cost,
     transfer_cost,
     under_load,
 )
-from hostir.cost.table_costs import found_in_tables
-from hostir.cost.time_classes import time_classes
-from hostir.cost.timeline import Resource, Simulator, WorkItem
 from hostir.ir.diagnostics import Finding, refuse
-from hostir.ir.ops import LaunchKernel
-from hostir.ir.program import HostIrContainer
-from hostir.ir.transfers import (
+from hostir.ir.ops import (
     PEER_COPIES,
     CollectivePermute,
     Communication,
+    LaunchKernel,
     P2PCommunication,
     StartsCommunication,
 )
+from hostir.ir.program import HostIrContainer
+
+# ----------------------------------------------------------------------
+# The timetable: when each piece of work of a class of ranks begins and ends.
+
+Resource = Literal["multiprocessors", "out", "in"]
+_NEARLY_NOTHING = 1e-15
+
+
+@dataclass(eq=False, slots=True)
+class WorkItem:
+    """A piece of work of one rank, or of several that meet; times are in seconds.
+
+    `needs`: (class of ranks, resource) -> which part of it. `streams`: class -> the stream that
+    it holds up. `cause`: what it waited for last; None where it is the first.
+    """
+
+    item: UnrolledOp
+    cost: Cost
+    is_transfer: bool
+    needs: dict[tuple[int, Resource], float]
+    order: int
+    streams: dict[int, int] = field(default_factory=dict[int, int])
+    before: dict[WorkItem, None] = field(default_factory=dict)  # pyright: ignore[reportUnknownVariableType]
+    after: list[WorkItem] = field(default_factory=list)  # pyright: ignore[reportUnknownVariableType]
+    cause: WorkItem | None = None
+    ready: float = -1.0
+    start: float = -1.0
+    end: float = -1.0
+    left: float = 0.0
+    rate: float = 0.0
+    since: float = 0.0
+    version: int = 0
+
+    def comes_after(self, others: Iterable[WorkItem]) -> None:
+        for other in others:
+            # Itself, where the ranks of a class wait for each other in a circle.
+            if other not in self.before:
+                self.before[other] = None
+                other.after.append(self)
+
+    @property
+    def classes(self) -> set[int]:
+        return {c for c, _ in self.needs} | set(self.streams)
+
+
+class Simulator:
+    """Runs work; then each has its `start`, `end` and `cause`, but for what waits for itself."""
+
+    def __init__(self, work: Iterable[WorkItem]) -> None:
+        self.work = list(work)
+        self.waiting = {w: len(w.before) for w in self.work}
+        # (time, count, work, version): a version of -1 says that it is ready.
+        self.events: list[tuple[float, int, WorkItem, int]] = []
+        self.count = 0
+        self.active: dict[int, dict[WorkItem, None]] = {}
+        self.last: WorkItem | None = None
+
+    def run(self) -> None:
+        for work in self.work:
+            work.left = work.cost.seconds
+            if not work.before:
+                self._push(0.0, work, -1)
+        while self.events:
+            now, changed = self.events[0][0], set[int]()
+            while self.events and self.events[0][0] <= now:
+                _, _, work, version = heapq.heappop(self.events)
+                if version == -1:
+                    self._begin(work, now, changed)
+                elif version == work.version and work.end < 0:
+                    self._end(work, now, changed)
+            self._share(now, changed)
+
+    def _push(self, time: float, work: WorkItem, version: int) -> None:
+        self.count += 1
+        heapq.heappush(self.events, (time, self.count, work, version))
+
+    def _begin(self, work: WorkItem, now: float, changed: set[int]) -> None:
+        work.ready = work.since = now
+        classes = work.classes
+        changed |= classes
+        for c in classes:
+            self.active.setdefault(c, {})[work] = None
+
+    def _end(self, work: WorkItem, now: float, changed: set[int]) -> None:
+        work.end, self.last = now, work
+        classes = work.classes
+        changed |= classes
+        for c in classes:
+            del self.active[c][work]
+        for other in work.after:
+            self.waiting[other] -= 1
+            if not self.waiting[other]:
+                other.cause = work
+                self._push(now, other, -1)
+
+    def _share(self, now: float, changed: set[int]) -> None:
+        """Give out the resources of these classes, and of those that work ties to them."""
+        found: dict[WorkItem, None] = {}
+        todo, seen = list(changed), set(changed)
+        while todo:
+            for work in self.active.get(todo.pop(), ()):
+                if work not in found:
+                    found[work] = None
+                    new = work.classes - seen
+                    seen |= new
+                    todo += new
+        taken: dict[tuple[int, Resource], float] = {}
+        for work in sorted(found, key=_precedence):
+            rate = 1.0
+            for key, need in work.needs.items():
+                if need > 0:
+                    rate = min(rate, max(0.0, 1.0 - taken.get(key, 0.0)) / need)
+            rate = rate if rate > 1e-9 else 0.0
+            for key, need in work.needs.items():
+                taken[key] = taken.get(key, 0.0) + need * rate
+            self._set_rate(work, rate, now)
+
+    def _set_rate(self, work: WorkItem, rate: float, now: float) -> None:
+        if rate > 0 and work.start < 0:
+            work.start = now
+            if now > work.ready:
+                work.cause = self.last
+        elif abs(rate - work.rate) < 1e-12:
+            return
+        work.left = max(0.0, work.left - work.rate * (now - work.since))
+        work.rate, work.since = rate, now
+        work.version += 1
+        if work.left <= _NEARLY_NOTHING:
+            self._push(now, work, work.version)
+        elif rate > 0:
+            self._push(now + work.left / rate, work, work.version)
+
+
+def _precedence(work: WorkItem) -> tuple[float, bool, int]:
+    """Return the order in which active work takes resources."""
+    return work.ready, work.is_transfer and work.ready > 0, work.order
+
+
+def critical_path(work: Iterable[WorkItem]) -> list[tuple[WorkItem, float]]:
+    """Return what the end of the last work waited for, last first, each with its seconds on the
+    way."""
+    path: list[tuple[WorkItem, float]] = []
+    at = max(work, key=lambda w: (w.end, w.order), default=None)
+    while at is not None:
+        path.append((at, at.end - (at.cause.end if at.cause is not None else 0.0)))
+        at = at.cause
+    return path
+
+
+# ----------------------------------------------------------------------
+# From the unrolled program to work that waits for other work, one rank for each of its class.
 
 
 @dataclass
@@ -335,4 +486,102 @@ class _ScheduleBuilder:
             nbytes = held_nbytes(tv, sizes[tv])
             work = self._transfer(ends, peer, nbytes, op.backend, is_send=is_send)
             found.append((work, is_send))
+        return found
+
+
+# ----------------------------------------------------------------------
+# Which ranks take the same time for a program: those with equal ops, that meet their like.
+
+_MIX, _ADD = 0x9E3779B97F4A7C15, 0xD1B54A32D192ED03
+
+
+def time_classes(items: Sequence[UnrolledOp], count: int) -> Array:
+    """Return the class of each of `count` ranks; classes are numbered by their first rank."""
+    marks: Array = np.zeros(count, dtype=np.uint64)
+    every = _each(items)
+    names = _StreamNames(count)
+    differs = any(isinstance(s, np.ndarray) for r in every for s in (r.stream, r.joins))
+    numbers = {id(r): i for i, r in enumerate(every)}
+    for item in every:
+        columns: list[PerRank] = [] if item.mask.all() else [item.mask]
+        for stream in (item.stream, item.joins):
+            if differs and stream is not None:
+                columns.append(names.of(stream, item.mask))
+        columns += [n for shape in item.shapes.values() for n in shape]
+        if len(item.pairs) > 1:
+            partner = np.zeros(count, dtype=np.int64)
+            for other, places, _ in item.pairs:
+                partner[places] = numbers[id(other)]
+            columns.append(partner)
+        for column in columns:
+            if isinstance(column, np.ndarray):
+                marks = _mix(marks, np.where(item.mask, column, -1))
+    classes, found = _numbered(marks)
+    while found > 1:
+        marks = classes.astype(np.uint64)
+        done: set[int] = set()
+        for item in every:
+            marks = _partners(item, classes, marks, done)
+        before = found
+        classes, found = _numbered(marks)
+        if found == before:
+            break
+    return classes
+
+
+def _partners(item: UnrolledOp, classes: Array, marks: Array, done: set[int]) -> Array:
+    """Mix the classes of those that the ranks meet into their marks; of equal teams once."""
+    teams = item.teams
+    if teams is not None and id(teams) not in done:
+        done.add(id(teams))
+        every = _mix(np.zeros(teams.members.shape, dtype=np.uint64), classes[teams.members])
+        together = every.sum(axis=1)
+        marks = _mix(marks, np.where(teams.team < 0, 0, together[teams.team]))
+    if teams is not None and item.peers is not None:
+        for peer in item.peers:
+            met = classes[teams.members[teams.team, np.where(item.mask, peer, 0)]]
+            marks = _mix(marks, np.where(item.mask, met, -1))
+    for _, places, partners in item.pairs:
+        met = np.full(len(classes), -1)
+        met[places] = classes[partners]
+        marks = _mix(marks, met)
+    return marks
+
+
+def _each(items: Sequence[UnrolledOp]) -> list[UnrolledOp]:
+    """Return the items with the halves of groups in their place."""
+    return [r for item in items for r in (item, *(item.group or ()))]
+
+
+def _mix(marks: Array, column: Array) -> Array:
+    value = column.astype(np.uint64) + np.uint64(_ADD)
+    value = (value ^ (value >> np.uint64(29))) * np.uint64(_MIX)
+    mixed = (marks ^ value) * np.uint64(_MIX)
+    return mixed ^ (mixed >> np.uint64(31))
+
+
+def _numbered(marks: Array) -> tuple[Array, int]:
+    """Return equal marks as one number, counted in order of their first place."""
+    _, first, inverse = np.unique(marks, return_index=True, return_inverse=True)
+    order = np.argsort(np.argsort(first))
+    return order[inverse.reshape(-1)], len(first)
+
+
+class _StreamNames:
+    """Streams by the order in which each rank comes to them: which number one has is no matter."""
+
+    def __init__(self, count: int) -> None:
+        self._seen: dict[int, Array] = {}
+        self._next: Array = np.zeros(count, dtype=np.int64)
+
+    def of(self, stream: PerRank, mask: Array) -> Array:
+        numbers = np.broadcast_to(np.asarray(stream), self._next.shape)
+        found = np.zeros(len(numbers), dtype=np.int64)
+        for number in np.unique(numbers[mask]).tolist():
+            names = self._seen.setdefault(number, np.full(len(numbers), -1))
+            here = mask & (numbers == number)
+            new = here & (names < 0)
+            names[new] = self._next[new]
+            self._next[new] += 1
+            found[here] = names[here]
         return found

@@ -6,10 +6,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from difflib import SequenceMatcher
 from typing import Any, TypeVar, cast
 
-from fuser.ir.equality import Key, op_key
-from fuser.ir.fusion import Fusion
+from fuser.ir.canonical_form import Key, op_key
+from fuser.ir.fusion import Fusion, TensorView
 from fuser.ir.op import Op, op_text, value_text
-from fuser.ir.tensor import TensorView
 from fuser.ir.text.printer import domain_text
 from hostir.ir.program import HostIrContainer, KernelGroup
 

@@ -10,11 +10,10 @@ import re
 from collections.abc import Container
 from typing import Any
 
-from fuser.ir.fusion import TensorOp
+from fuser.ir.fusion import TensorOp, TensorView
 from fuser.ir.op import Op
 from fuser.ir.scalar import constructors as sc
 from fuser.ir.scalar.constructors import Scalar
-from fuser.ir.tensor import TensorView
 from fuser.passes.view_ops import VIEW_OPS
 from fuser.support.errors import ArgumentError, DefinitionError
 from fuser.support.record import record

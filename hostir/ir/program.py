@@ -19,24 +19,23 @@ from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 
-from fuser.ir.axis import Axis
 from fuser.ir.binding import free_inputs
+from fuser.ir.canonical_form import fusion_key, op_key, values_key
 from fuser.ir.domain.device_mesh import ranks_of
 from fuser.ir.domain.tensor_domain import IterDomain
 from fuser.ir.dtypes import DataType, DtypeLike, check_stored, check_supported
-from fuser.ir.equality import fusion_key, op_key, values_key
-from fuser.ir.fusion import Alias, Fusion, TensorOp, Value
+from fuser.ir.fusion import Alias, Axis, Fusion, TensorOp, TensorView, Value
 from fuser.ir.fusion_guard import FusionGuard
 from fuser.ir.naming import in_ir, in_words
 from fuser.ir.op import INDENT, Op, op_text, region_text, value_text
 from fuser.ir.scalar.constructors import ONE, Scalar, Symbol, as_scalar, const, is_int, symbols
-from fuser.ir.tensor import TensorView
 from fuser.ir.text.printer import fusion_text, lines_text, sections_text
 from fuser.ir.types import IterType, MemoryType
 from fuser.ops.building import same_extent
 from fuser.support.arguments import checked
 from fuser.support.errors import ArgumentError, DefinitionError, VerifyError, user_code, user_line
 from hostir.ir.ops import (
+    Communication,
     ForLoop,
     HirAliasSelect,
     HostOp,
@@ -45,10 +44,10 @@ from hostir.ir.ops import (
     PostOnStream,
     SetCurrentStream,
     ShardByStream,
+    StartsCommunication,
     SymmetricContiguousView,
     loop_index,
 )
-from hostir.ir.transfers import Communication, StartsCommunication
 from multidevice.sharding.streams import stream_axes
 
 # The first line of the full text, by which a text without any section is known to be complete.
@@ -581,3 +580,17 @@ def dropped_axes_of(tv: TensorView, rank: int) -> tuple[int, ...]:
     """Return the axes of a kernel's operand `tv` that a slice of this rank lacks, in order."""
     whole = sorted(s.position for s in stream_axes(tv) if s.is_logical)
     return tuple(whole) if tv.ndim - rank == len(whole) else ()
+
+
+# ----------------------------------------------------------------------
+# The forms in which a host program is dumped and printed.
+
+# What a dump's heading says of its form.
+NOTES = {"short": "short form", "names": "names only"}
+
+
+def dumped(program: HostIrContainer, form: str) -> str:
+    """Return the text of a dump: `form` is "short", "names", or anything else for the full one."""
+    if form == "names":
+        return program.names_text()
+    return str(program) if form == "short" else program.full_text(first_line="")

@@ -8,19 +8,17 @@ from itertools import pairwise
 from fuser.ir.axis_graph import tensor_operands
 from fuser.ir.domain.tensor_domain import IterDomain
 from fuser.ir.dtypes import DataType, dtype_text
-from fuser.ir.fusion import TensorOp
+from fuser.ir.fusion import TensorOp, TensorView
 from fuser.ir.naming import axis_words, in_ir
 from fuser.ir.op import Op
 from fuser.ir.ops import nodes
 from fuser.ir.ops.attention_ops import AttentionOp
-from fuser.ir.ops.block_scales import GroupedScalesOp
 from fuser.ir.ops.lookup import IndexPutAccumulateOp, ScatterOp
-from fuser.ir.ops.matrix_products import ProductOp
+from fuser.ir.ops.matrix_products import GroupedScalesOp, ProductOp
 from fuser.ir.ops.scan_ops import AlongAxisOp
 from fuser.ir.pointwise_table import POINTWISE, TESTS
 from fuser.ir.scalar import constructors as sc
 from fuser.ir.scalar.constructors import Number, Scalar, Symbol
-from fuser.ir.tensor import TensorView
 from fuser.ir.types import ParallelType
 from fuser.support.errors import VerifyError
 from hostir.ir.ops import HirAliasSelect, LocalSlice

@@ -8,8 +8,8 @@ from collections.abc import Sequence
 import torch
 
 from fuser.ir import memory_layout
+from fuser.ir.fusion import TensorView
 from fuser.ir.scalar.constructors import Scalar
-from fuser.ir.tensor import TensorView
 from fuser.ir.types import DEVICE_TYPES
 from multidevice.sharding.placement import placement
 from multidevice.sharding.queries import local_extents

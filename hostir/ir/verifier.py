@@ -11,17 +11,16 @@ from itertools import pairwise
 from typing import Any
 
 from fuser.ir.domain.device_mesh import ranks_text
-from fuser.ir.fusion import Alias, Fusion, TensorOp
+from fuser.ir.fusion import Alias, Fusion, TensorOp, TensorView
 from fuser.ir.naming import in_words
 from fuser.ir.op import Op, op_text
 from fuser.ir.ops.nodes import LoadStoreOp
 from fuser.ir.scalar.constructors import Scalar, Symbol, symbols
-from fuser.ir.tensor import TensorView
 from fuser.ir.text.printer import program_symbols
 from fuser.ir.verify import verify_fusion
 from fuser.passes.view_ops import VIEW_OPS
 from fuser.support.errors import FuserError, VerifyError
-from hostir.ir.buffer_aliasing import Storage
+from hostir.ir.buffer_aliasing import Storage, manner, pairs, words
 from hostir.ir.diagnostics import line_numbers, line_text, listing
 from hostir.ir.effects import (
     Captures,
@@ -39,11 +38,12 @@ from hostir.ir.effects import (
     Writes,
     effects_of,
 )
-from hostir.ir.in_place import manner, pairs, words
-from hostir.ir.operands import check_operands, kernel_kind, unit_kind
 from hostir.ir.ops import (
     NUMBER_OF_STREAMS,
+    PEER_COPIES,
     RANK,
+    CollectivePermute,
+    Communication,
     ForLoop,
     GetCurrentStream,
     HostOp,
@@ -51,17 +51,12 @@ from hostir.ir.ops import (
     LaunchKernel,
     PostOnStream,
     SetCurrentStream,
-    Synchronize,
-)
-from hostir.ir.program import HostIrContainer, only_allocates, walk
-from hostir.ir.shape_rules import check_buffers, check_results
-from hostir.ir.transfers import (
-    PEER_COPIES,
-    CollectivePermute,
-    Communication,
     StartsCommunication,
+    Synchronize,
     Wait,
 )
+from hostir.ir.program import HostIrContainer, dropped_axes_of, only_allocates, walk
+from hostir.ir.shape_rules import check_buffers, check_results
 
 
 def verify(program: HostIrContainer, *, after: str = "construction") -> None:
@@ -639,3 +634,55 @@ APPLY: dict[type, Callable[[_Checker, Any], None]] = {
     Waits: _Checker._waits,  # pyright: ignore[reportPrivateUsage]
     Writes: _Checker._write,  # pyright: ignore[reportPrivateUsage]
 }
+
+
+# ----------------------------------------------------------------------
+# What a launch or a post must have in common with the fusion that it runs.
+
+
+def kernel_kind(value: TensorView | Scalar, like: TensorView | Scalar | None = None) -> object:
+    """Return what a launch and its kernel must agree on; `like` may be a slice of the value."""
+    if isinstance(value, TensorView):
+        shape = list(map(str, value.shape()))
+        gone = dropped_axes_of(value, like.ndim) if isinstance(like, TensorView) else ()
+        shape = [n for axis, n in enumerate(shape) if axis not in gone]
+        return (value.dtype(), shape, value.mesh)
+    return value.dtype
+
+
+def unit_kind(value: TensorView | Scalar, like: object = None) -> object:
+    """Return what a post and its unit must agree on."""
+    if isinstance(value, TensorView):
+        return (value.dtype(), value.ndim, value.mesh)
+    return value.dtype
+
+
+def check_operands(
+    op: LaunchKernel | PostOnStream,
+    fusion: Fusion,
+    where: str,
+    kind: Callable[..., object],
+) -> None:
+    """Raise `VerifyError` where operands of a launch or post are not those of its fusion, which
+    stands at `where`; `kind` says what must be equal."""
+    for what, mine, theirs in (
+        ("inputs", op.ins, fusion.inputs),
+        ("outputs", op.outs, fusion.outputs),
+    ):
+        if len(mine) != len(theirs):
+            raise VerifyError(f"{len(mine)} {what}, but {where} has {len(theirs)}")
+        for k, (a, b) in enumerate(zip(mine, theirs, strict=True)):
+            if kind(a) != kind(b, like=a):
+                differ = _difference(a, b)
+                raise VerifyError(f"its {what[:-1]} {k} is {a}, but {where} has {b}{differ}")
+
+
+def _difference(a: TensorView | Scalar, b: TensorView | Scalar) -> str:
+    """Return in what a launch's operand differs from the fusion's, where that is one thing."""
+    if not (isinstance(a, TensorView) and isinstance(b, TensorView)):
+        return ""
+    if a.dtype() is not b.dtype():
+        return ", of another dtype"
+    if a.ndim != b.ndim:
+        return f": {a.ndim} axes, expected {b.ndim}"
+    return ", on another mesh" if a.mesh != b.mesh else ", of other extents"

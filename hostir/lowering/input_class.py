@@ -13,12 +13,11 @@ from dataclasses import dataclass
 import torch
 
 from fuser.ir.dtypes import category, is_inexact, nbytes_of
-from fuser.ir.fusion import Fusion
-from fuser.ir.layout_class import Layout, LayoutClasses, with_layout
+from fuser.ir.fusion import Fusion, TensorView
+from fuser.ir.memory_layout import Layout, LayoutClasses, with_layout
 from fuser.ir.scalar import constructors as sc
 from fuser.ir.scalar.compiled import Computed
 from fuser.ir.scalar.constructors import Number, Symbol
-from fuser.ir.tensor import TensorView
 from fuser.ops.reference.meaning import REDUCING
 from fuser.passes.concretize import KeyOfSizes
 from fuser.schedule import (

@@ -8,7 +8,8 @@ from functools import partial
 from typing import NamedTuple, Protocol
 
 from fuser.ir.binding import complete
-from fuser.ir.fusion import Fusion
+from fuser.ir.fusion import Fusion, TensorOp, TensorView
+from fuser.ir.naming import axis_words, in_ir
 from fuser.ir.scalar.constructors import Number, Symbol
 from fuser.ir.text.printer import fusion_text
 from fuser.passes import fusion_passes
@@ -19,16 +20,18 @@ from fuser.schedule.registry import HORIZONTAL, Scheduler, find_scheduler
 from fuser.schedule.transpose import stays_coalesced
 from fuser.support import progress
 from fuser.support.device import target_of
+from fuser.support.errors import UnsupportedError, user_code
 from fuser.support.options import NO_SETTINGS, Settings
 from hostir.ir.program import HostIrContainer
-from hostir.lowering.input_class import InputClass, specialise
-from hostir.lowering.params import DEFAULT, LowerParams
+from hostir.lowering.input_class import InputClass, specialise, symbol_values
+from hostir.lowering.params import DEFAULT, STANDALONE, LowerParams
 from hostir.lowering.segments import lower
 from hostir.lowering.stream_loops import stands_alone
-from hostir.passes.host_passes import PASSES, run_passes
+from hostir.passes.deallocation import PASSES, run_passes
 from multidevice.sharding import queries, streams
 from multidevice.sharding.passes.localize import Known, localize
 from multidevice.sharding.passes.pipeline import ShardingResult, shard_fusion
+from multidevice.sharding.placement import cut_line
 from multidevice.sharding.queries import check_types
 
 NO_SIZES: Mapping[Symbol, int] = {}
@@ -167,3 +170,53 @@ def lower_sharded(
     progress.stage("verification")
     passes = () if params.standalone else PASSES
     return segmented, run_passes(lowered, passes, after_each=after)
+
+
+# ----------------------------------------------------------------------
+# Loops over streams for the ops of a program by hand.
+
+
+def lower_streams(
+    program: HostIrContainer, *, params: LowerParams = STANDALONE, backend_name: str = "NCCL"
+) -> HostIrContainer:
+    """Return the program that computes in steps what stands on stream axes, and communicates.
+
+    Holds before: tensor ops alone, with the meshes and parallel types that they are to have.
+    Holds after: what `MultiDeviceExecutor` makes of the same ops; `HostIrEvaluator` runs it.
+
+        T1[istreamIdx2{i0}, iS3{i1}] = Set( T0[iS0{i0}, iS1{i1}] )
+        -> T1 = ALLOCATE(..); S0 = GetCurrentStream(); FOR i ..: waits; FOR i ..: T3 = Set( T2 )
+
+    Raises `UnsupportedError` for another op (write its loops, or let this pass make all), for a
+    stream axis that a split or a merge made, and for what cannot be computed in steps.
+    """
+    ops: list[TensorOp] = []
+    for op in program.ops:
+        if not isinstance(op, TensorOp):
+            raise UnsupportedError(
+                f"lower_streams: {op.name} stands in the program{user_code(op.where)}: this pass "
+                "makes the allocations, streams and loops of tensor ops alone"
+            )
+        ops.append(op)
+    for tv in program.tensors():
+        check_stream(tv)
+    values, exprs = program.values, program.values.exprs
+    values.exprs = ops
+    try:
+        fusion, _ = values.copy()
+    finally:
+        values.exprs = exprs
+    sizes = {s: v for s, v in symbol_values(program, {}).items() if isinstance(v, int)}
+    found = InputClass.as_declared(fusion, sizes)
+    return build_program(fusion, found, backend_name=backend_name, params=params).program
+
+
+def check_stream(tv: TensorView) -> None:
+    """Raise `UnsupportedError` for a stream axis that is no logical axis of its tensor."""
+    for axis in tv.domain.loop:
+        if axis.is_stream and axis.number not in tv.domain.logical_numbers:
+            raise UnsupportedError(
+                f"Cannot stream parallelize on a split/merge axis: {axis_words(tv, axis)}; "
+                "FusionDefinition.execute takes the outer part of an outer_split, and a merge"
+                f"{user_code(cut_line(tv, axis.ptype))}{in_ir(axis, tv)}"
+            )

@@ -12,13 +12,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 
 from fuser.ir.dtypes import DataType
-from fuser.ir.fusion import Fusion, TensorOp
+from fuser.ir.fusion import Fusion, TensorOp, TensorView
 from fuser.ir.naming import in_ir, tensor_words
 from fuser.ir.op import Op
 from fuser.ir.ops.nodes import RandomOp
 from fuser.ir.scalar import constructors as sc
 from fuser.ir.scalar.constructors import Scalar, Symbol
-from fuser.ir.tensor import TensorView
 from fuser.ir.types import ParallelType
 from fuser.support.errors import UnsupportedError, user_code
 from hostir.lowering.slices import coordinate

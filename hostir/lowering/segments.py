@@ -17,19 +17,16 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from fuser.ir import memory_layout
-from fuser.ir.fusion import Alias, TensorOp
+from fuser.ir.fusion import Alias, TensorOp, TensorView
 from fuser.ir.ops import nodes
-from fuser.ir.tensor import TensorView
 from fuser.passes.segment import Segment, SegmentedFusion
 from fuser.passes.view_ops import is_copy
 from fuser.support import progress
-from hostir.ir.ops import Allocate, LaunchKernel, LocalSlice
+from hostir.ir.ops import PEER_COPIES, Allocate, Communication, LaunchKernel, LocalSlice, Wait
 from hostir.ir.program import HostIrContainer
-from hostir.ir.transfers import PEER_COPIES, Communication, Wait
 from hostir.lowering.params import DEFAULT, LowerParams
 from hostir.lowering.random_offsets import with_places
-from hostir.lowering.step_parts import LoweringState
-from hostir.lowering.stream_loops import StreamLoopBuilder
+from hostir.lowering.stream_loops import LoweringState, StreamLoopBuilder
 from hostir.passes.memory_hints import let_peers_map
 from multidevice.sharding.queries import local_extents
 from multidevice.sharding.reshard import (
@@ -51,7 +48,7 @@ def lower(
     params: LowerParams = DEFAULT,
     loops: StreamLoops | None = None,
 ) -> HostIrContainer:
-    """Return the host program of a segmented fusion; `hostir.passes.host_passes.run_passes`
+    """Return the host program of a segmented fusion; `hostir.passes.deallocation.run_passes`
     completes it.
 
     The fusion is complete, sharded and finalized; `loops` are its loops, None if nobody has looked

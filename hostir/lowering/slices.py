@@ -13,12 +13,11 @@ from weakref import WeakKeyDictionary
 from fuser.ir.domain.axis_path import transforms_between
 from fuser.ir.domain.device_mesh import DeviceMesh
 from fuser.ir.domain.tensor_domain import TensorDomain
-from fuser.ir.fusion import Fusion
+from fuser.ir.fusion import Fusion, TensorView
 from fuser.ir.memory_layout import memory_order
 from fuser.ir.op import Op
 from fuser.ir.scalar import constructors as sc
 from fuser.ir.scalar.constructors import Scalar, Symbol
-from fuser.ir.tensor import TensorView
 from fuser.ir.types import DEVICE_TYPES, MemoryType, ParallelType
 from hostir.analysis.rank_values import np
 from hostir.ir.ops import NUMBER_OF_STREAMS, RANK, LaunchKernel, PostOnStream

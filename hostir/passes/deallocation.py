@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
+from fuser.ir.fusion import TensorView
 from fuser.ir.op import Op
-from fuser.ir.tensor import TensorView
 from fuser.support.errors import VerifyError
 from hostir.ir.buffer_aliasing import Storage
 from hostir.ir.effects import (
@@ -23,6 +23,7 @@ from hostir.ir.effects import (
 )
 from hostir.ir.ops import Deallocate
 from hostir.ir.program import HostIrContainer, walk
+from hostir.ir.verifier import verify
 
 
 def insert_deallocate(program: HostIrContainer) -> HostIrContainer:
@@ -138,3 +139,30 @@ def _end(paths: list[Path]) -> Path:
     ):
         depth += 2
     return last[: depth + 1]
+
+
+# ----------------------------------------------------------------------
+# The passes of a host program, in order, with verification after each.
+
+Pass = Callable[[HostIrContainer], HostIrContainer]
+
+PASSES: tuple[Pass, ...] = (
+    # Last: a pass that moves or adds uses would have to move the deallocations, too.
+    insert_deallocate,
+)
+
+
+def run_passes(
+    program: HostIrContainer,
+    passes: tuple[Pass, ...] = PASSES,
+    *,
+    after_each: Callable[[str, HostIrContainer], None] | None = None,
+) -> HostIrContainer:
+    """Run passes in order and verify before the first and after each; the error names the pass."""
+    verify(program, after="lowering")
+    for one in passes:
+        program = one(program)
+        verify(program, after=one.__name__)
+        if after_each is not None:
+            after_each(one.__name__, program)
+    return program

@@ -5,23 +5,25 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Literal
 
+from fuser.ir.fusion import TensorView
 from fuser.ir.op import Op, op_text
 from fuser.ir.scalar.constructors import Number, Symbol
-from fuser.ir.tensor import TensorView
 from hostir.cost.report import spelled
 from hostir.ir.diagnostics import Site, line_numbers
 from hostir.ir.effects import CALLER, Stream, effects_of
-from hostir.ir.ops import RANK, GetCurrentStream, SetCurrentStream, is_computed
-from hostir.ir.transfers import (
+from hostir.ir.ops import (
+    RANK,
     CollectivePermute,
     EndCoalescing,
+    GetCurrentStream,
     P2PCommunication,
+    SetCurrentStream,
     StartsCommunication,
     Wait,
+    is_computed,
 )
-from hostir.runtime.arena import Arenas
 from hostir.runtime.frame import Frame
-from hostir.runtime.plan import Plan
+from hostir.runtime.plan import Arenas, Plan
 from hostir.runtime.recorder import Recorder
 from hostir.runtime.steps import Action, Step, View
 

@@ -15,25 +15,23 @@ from typing import TYPE_CHECKING
 import torch
 
 from fuser.ir.binding import signature_of
+from fuser.ir.fusion import TensorView
 from fuser.ir.op import Op
-from fuser.ir.tensor import TensorView
 from fuser.support.inputs import flatten
 from hostir.cost.intervals import length, union
 from hostir.ir.effects import CALLER
-from hostir.ir.ops import LaunchKernel
-from hostir.ir.transfers import (
+from hostir.ir.ops import (
     EndCoalescing,
+    LaunchKernel,
     P2PCommunication,
     StartsCommunication,
     Wait,
 )
 from hostir.profiling.op_recorder import NotingRecorder, TracedOp
 from hostir.profiling.timers import HostWatch, Round, clock
-from hostir.profiling.together import Together
-from hostir.profiling.tracer import Runs, Source, rounds_of, watched, ways_to_time
-from hostir.runtime.arena import Arenas
+from hostir.profiling.tracer import Runs, Source, Together, rounds_of, watched, ways_to_time
 from hostir.runtime.inputs import Argument
-from hostir.runtime.plan import Plan
+from hostir.runtime.plan import Arenas, Plan
 from hostir.runtime.steps import Both, LaunchStep, Step
 from hostir.runtime.streams import on_device
 from multidevice.coordination.bounded_wait import Team

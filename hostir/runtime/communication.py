@@ -7,11 +7,10 @@ from dataclasses import dataclass, field
 
 import torch
 
+from fuser.ir.fusion import TensorView
 from fuser.ir.naming import in_ir, tensor_words
-from fuser.ir.tensor import TensorView
 from fuser.support.errors import CommunicationError
-from hostir.ir.shard_layout import write
-from hostir.ir.transfers import (
+from hostir.ir.ops import (
     REDUCING,
     ROOTED,
     AxisOrder,
@@ -20,6 +19,7 @@ from hostir.ir.transfers import (
     P2PCommunication,
     StartsCommunication,
 )
+from hostir.ir.shard_layout import write
 from multidevice.coordination.bounded_wait import Team
 from multidevice.transports.base import protocol
 from multidevice.transports.base.protocol import Backend, Work

@@ -26,19 +26,16 @@ from fuser.runtime.captured_graphs import USERS, Graph, GraphMaker
 from fuser.support.errors import KernelError
 from fuser.support.lru import Recent
 from fuser.support.torch_calls import arithmetic_choices, lasting
-from hostir.ir.ops import SetCurrentStream
-from hostir.ir.transfers import P2PCommunication
-from hostir.runtime.ranges import range_of_graph
-from hostir.runtime.steps import Binding, BoundKernel, Closure, Slots, Step
+from hostir.ir.ops import P2PCommunication, SetCurrentStream
+from hostir.runtime.steps import Binding, BoundKernel, Closure, Slots, Step, range_of_graph
 from multidevice.coordination.bounded_wait import Calls
-from multidevice.transports.base.captured import FIRST_GRAPH, NOT_CAPTURED, STEP_BY_STEP
+from multidevice.transports.base.protocol import FIRST_GRAPH, NOT_CAPTURED, STEP_BY_STEP
 
 if TYPE_CHECKING:
     from fuser.ir.op import Op
     from fuser.runtime.compiled_kernel import LaunchCall
     from hostir.runtime.streams import Streams
-    from multidevice.transports.base.captured import Vote
-    from multidevice.transports.base.protocol import Backend
+    from multidevice.transports.base.protocol import Backend, Vote
 
 # Runs with one set of addresses before they are captured; more where a graph saves little of each.
 RUNS_BEFORE, RUNS_BEFORE_FEW = 2, 16

@@ -13,9 +13,8 @@ from typing import TYPE_CHECKING
 import torch
 
 from fuser.ir.binding import Argument
-from fuser.ir.fusion import TensorOp
+from fuser.ir.fusion import TensorOp, TensorView
 from fuser.ir.scalar.constructors import Symbol
-from fuser.ir.tensor import TensorView
 from fuser.support.device import VECTOR_BYTES
 from hostir.ir.ops import (
     Allocate,
@@ -28,13 +27,11 @@ from hostir.ir.ops import (
 )
 from hostir.ir.program import HostIrContainer, walk
 from hostir.ir.shard_layout import spanned
-from hostir.runtime.arena import Arenas
 from hostir.runtime.execute import run_block
 from hostir.runtime.frame import Frame
 from hostir.runtime.kernels import StepKernels
-from hostir.runtime.plan import Plan
-from hostir.runtime.recorder import Recorder
-from hostir.runtime.replay_tensors import OnlyRunTells
+from hostir.runtime.plan import Arenas, Plan
+from hostir.runtime.recorder import OnlyRunTells, Recorder
 from hostir.runtime.steps import LaunchStep
 from hostir.runtime.streams import UnservedStreams, Work
 from hostir.runtime.symbolic_plan import Pattern, pattern_of

@@ -16,21 +16,34 @@ import torch
 
 from fuser.ir.binding import Contents, signature_of
 from fuser.ir.dtypes import is_inexact
-from fuser.ir.fusion import Value
+from fuser.ir.fusion import TensorView, Value
 from fuser.ir.scalar.constructors import Symbol
-from fuser.ir.tensor import TensorView
 from fuser.ir.types import MemoryType
 from fuser.runtime import compiled_runner
 from fuser.support import options, progress
 from fuser.support.arguments import require
 from fuser.support.device import VECTOR_BYTES
-from fuser.support.errors import FuserError, UnsupportedError, VerifyError, user_code
+from fuser.support.errors import (
+    ExecutionError,
+    FuserError,
+    ShardingError,
+    UnsupportedError,
+    VerifyError,
+    user_code,
+)
 from fuser.support.inputs import flatten, torch_device
 from fuser.support.locks import make_lock
 from fuser.support.lru import Recent
 from fuser.support.options import Settings
 from hostir.ir.buffer_aliasing import Storage
-from hostir.ir.ops import NUMBER_OF_STREAMS, RANK
+from hostir.ir.ops import (
+    NUMBER_OF_STREAMS,
+    PEER_COPIES,
+    RANK,
+    EndCoalescing,
+    P2PCommunication,
+    StartCoalescing,
+)
 from hostir.ir.program import (
     HostIrContainer,
     KernelGroup,
@@ -39,30 +52,35 @@ from hostir.ir.program import (
     unlowered,
     walk,
 )
-from hostir.ir.transfers import PEER_COPIES
 from hostir.ir.verifier import verify
 from hostir.lowering.params import check_number_of_streams
-from hostir.passes.second_reads import second_reads
-from hostir.runtime.arena import Arenas, Memory, memory_of, shared_pools
+from hostir.passes.memory_hints import second_reads
 from hostir.runtime.context import Devices
 from hostir.runtime.dry_run import Rehearsal, can_bind, rehearse, rehearse_plan
-from hostir.runtime.exact_numbers import ExactNumbers
 from hostir.runtime.execute import run_block
 from hostir.runtime.frame import Frame, KernelRunner
-from hostir.runtime.inputs import Argument, InputBinder, Values, device_of, is_computed
-from hostir.runtime.job import check_devices, check_grouped, check_tuning, read_late_stream
+from hostir.runtime.inputs import (
+    Argument,
+    Body,
+    ExactNumbers,
+    InputBinder,
+    Updates,
+    Values,
+    device_of,
+    is_computed,
+    noted,
+    written_inputs,
+)
 from hostir.runtime.kernels import make_kernel_executor
-from hostir.runtime.known import Known
 from hostir.runtime.native_runner import Steady, Surroundings, steady
 from hostir.runtime.output_buffers import bind_buffers, inputs_and_buffers
-from hostir.runtime.overlap import Body, Updates, noted, written_inputs
-from hostir.runtime.plan import Plan
+from hostir.runtime.plan import Arenas, Memory, Plan, memory_of, shared_pools
 from hostir.runtime.recorder import Recorder
 from hostir.runtime.run_signature import program_claim
 from hostir.runtime.streams import on_device
 from hostir.runtime.symbolic_plan import Pattern, pattern_of
 from multidevice.job.agreement import Channel, Claim, Prepared
-from multidevice.transports.base.captured import STEP_BY_STEP
+from multidevice.transports.base.protocol import STEP_BY_STEP
 
 if TYPE_CHECKING:
     from fuser.kernels.executor import KernelRequest
@@ -606,3 +624,93 @@ def _simulated_rank(communicator: Communicator | None) -> Communicator | None:
     if communicator is None or not communicator.is_available() or communicator.is_real():
         return None
     return communicator
+
+
+# ----------------------------------------------------------------------
+# What a program needs of the job that runs it.
+
+
+def read_late_stream(late: str | int | None) -> str | int | None:
+    """Return which stream's work is held back: a number, "entry", "all", or None.
+
+    Raises `ExecutionError` for anything else.
+    """
+    if isinstance(late, str) and late.isascii() and late.isdigit():
+        return int(late)
+    is_number = type(late) is int and late >= 0
+    if not is_number and late not in (None, "all", "entry"):
+        raise ExecutionError(f"late_stream={late!r}: the number of a stream, 'entry' or 'all'")
+    return late
+
+
+def check_grouped(program: HostIrContainer) -> None:
+    """Raise `UnsupportedError` for a send or a receive of its own: where streams start them later
+    than the program says, only simulated ranks know which ones belong together."""
+    is_grouped = False
+    for op in walk(program.ops):
+        if isinstance(op, StartCoalescing | EndCoalescing):
+            is_grouped = isinstance(op, StartCoalescing)
+        elif isinstance(op, P2PCommunication) and not is_grouped:
+            raise UnsupportedError(
+                f"late_stream: {op.name} is in no group, which only simulated ranks can hold back: "
+                f"use multidevice.simulate{user_code(op.where)}"
+            )
+
+
+def check_devices(program: HostIrContainer, size: int) -> None:
+    """Raise `ShardingError` when a mesh names a rank that a job of `size` ranks lacks."""
+    for tv in program.tensors():
+        if tv.mesh is not None and max(tv.mesh.devices, default=0) >= size:
+            raise ShardingError(
+                f"{tv.mesh} of {tv.label} names rank {max(tv.mesh.devices)}, but the job has "
+                f"{size} rank{'s' if size != 1 else ''}"
+            )
+
+
+def check_tuning(settings: Settings, team: Sequence[int]) -> bool:
+    """Return whether the option `tune` is on. Raise `UnsupportedError` for a program of several
+    ranks: what each finds fastest is its own, and replicated tensors equal in every bit."""
+    is_on = settings.enabled("tune")
+    if is_on and len(team) > 1:
+        raise UnsupportedError(
+            f"tune: this program runs on {len(team)} ranks, whose kernels have to be the same on "
+            "all: the option is for programs of one rank"
+        )
+    return is_on
+
+
+# ----------------------------------------------------------------------
+# What an evaluator remembers of the inputs that it has run on.
+
+# Places in a vector of memory of the tensors of one signature.
+MAX_PLACES = 64
+
+
+class Known:
+    """What is remembered of inputs of one signature: what each call must check, and their plans.
+
+    A plan relies on where in a vector of memory each tensor begins, which no signature tells: there
+    is one for the places (`Contents`) that came.
+    """
+
+    def __init__(self, contents: Contents, forget: Callable[[Plan], None]) -> None:
+        self.contents = contents
+        # What this rank claims to run on them, where others have to agree.
+        self.claim: Claim | None = None
+        self.plans: Recent[tuple[int, ...], Plan] = Recent(MAX_PLACES, on_drop=forget)
+        # What is bound and has not run yet.
+        self._new: dict[tuple[int, ...], Plan] = {}
+        self._forget = forget
+
+    def expect(self, inputs: Sequence[Argument], plan: Plan) -> None:
+        """Remember the plan of these inputs for their first run."""
+        self._new[self.contents.places(inputs)] = plan
+
+    def take(self, places: tuple[int, ...]) -> Plan | None:
+        """Return the plan that was made for the first run in these places, if there is one."""
+        return self._new.pop(places, None)
+
+    def forget(self) -> None:
+        """Let go of what the plans are bound to."""
+        for plan in self.plans.values():
+            self._forget(plan)

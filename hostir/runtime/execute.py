@@ -12,41 +12,37 @@ from typing import Any
 import torch
 from torch.autograd import profiler as torch_profiler
 
-from fuser.ir.fusion import TensorOp
+from fuser.ir.fusion import TensorOp, TensorView
 from fuser.ir.op import Op
-from fuser.ir.tensor import TensorView
 from fuser.support.device import VECTOR_BYTES
 from fuser.support.errors import ExecutionError, FuserError, user_code
 from hostir.ir.effects import Shows
 from hostir.ir.ops import (
+    AT_ROOT,
     Allocate,
+    CollectivePermute,
+    Communication,
     Deallocate,
+    EndCoalescing,
     ForLoop,
     GetCurrentStream,
     HirAliasSelect,
     IfThenElse,
     LaunchKernel,
     LocalSlice,
+    P2PCommunication,
     PostOnStream,
     SetCurrentStream,
     ShardByStream,
+    ShareMemHandles,
+    StartCoalescing,
     SymmetricContiguousView,
     Synchronize,
+    Wait,
 )
 from hostir.ir.program import walk
 from hostir.ir.shard_layout import share_storage, viewed_strides, write
-from hostir.ir.transfers import (
-    AT_ROOT,
-    CollectivePermute,
-    Communication,
-    EndCoalescing,
-    P2PCommunication,
-    ShareMemHandles,
-    StartCoalescing,
-    Wait,
-)
 from hostir.lowering.slices import dropped_axes
-from hostir.runtime.announce import announcer
 from hostir.runtime.communication import (
     CommunicationCall,
     Done,
@@ -56,12 +52,9 @@ from hostir.runtime.communication import (
     post,
     transfer,
 )
-from hostir.runtime.frame import Frame
+from hostir.runtime.frame import Frame, new_buffer, op_failed
 from hostir.runtime.inputs import Argument
-from hostir.runtime.memory import new_buffer, op_failed
-from hostir.runtime.ranges import range_of
-from hostir.runtime.shown_shards import meet_at, show_shards
-from hostir.runtime.steps import without_gradient
+from hostir.runtime.steps import announcer, meet_at, range_of, show_shards, without_gradient
 from hostir.runtime.torch_ops import compute, compute_into
 from multidevice.coordination.bounded_wait import Team, team_text
 from multidevice.transports.base.protocol import Transfer

@@ -9,22 +9,22 @@ from typing import TYPE_CHECKING
 import torch
 
 from fuser.ir.binding import Argument
+from fuser.ir.fusion import TensorView
 from fuser.ir.scalar import constructors as sc
 from fuser.ir.scalar.constructors import Symbol
-from fuser.ir.tensor import TensorView
 from fuser.support import dumps
 from fuser.support.errors import ExecutionError, user_code
 from hostir.ir.effects import bounds
 from hostir.lowering.random_offsets import check_places
 from hostir.lowering.slices import cut_axis, split_tensor
-from hostir.passes.second_reads import NOTHING_AGAIN, CacheReuse
+from hostir.passes.memory_hints import NOTHING_AGAIN, CacheReuse
 from multidevice.sharding.placement import Block
 from multidevice.sharding.queries import local_extents
 from multidevice.sharding.streams import block_extents
 
 if TYPE_CHECKING:
-    from fuser.kernels.alike import Lowered
     from fuser.kernels.executor import FusedKernelExecutor, KernelLaunch
+    from fuser.kernels.kernel_variant import Lowered
     from fuser.support.options import Settings
     from hostir.ir.program import KernelGroup
 
@@ -110,10 +110,10 @@ def make_kernel_executor(
     """Return the executor that compiles a group's kernel for local shards, or for steps' blocks.
 
     Dumps say that it is a kernel of `of`, made by `rank`; for `lowered` see `KernelExecutor`, for
-    `reads`, those of the whole program, `hostir.passes.second_reads`.
+    `reads`, those of the whole program, `hostir.passes.memory_hints`.
     """
+    from fuser.kernels.autotune import TunedExecutor
     from fuser.kernels.executor import FusedKernelExecutor
-    from fuser.kernels.tuned_executor import TunedExecutor
     from multidevice.sharding.passes.localize import localize
 
     kind = TunedExecutor if settings.enabled("tune") else FusedKernelExecutor

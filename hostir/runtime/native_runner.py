@@ -20,10 +20,9 @@ from torch.autograd import forward_ad
 from fuser.runtime.captured_graphs import USERS
 from fuser.support.device import VECTOR_BYTES
 from fuser.support.torch_calls import capturing_on
-from hostir.runtime.arena import MAX_SPARE, Arena
 from hostir.runtime.cuda_graphs import Replayed
 from hostir.runtime.inputs import Argument
-from hostir.runtime.plan import BoundPlan, Plan
+from hostir.runtime.plan import MAX_SPARE, Arena, BoundPlan, Plan
 from hostir.runtime.steps import Closure, Slots
 
 # (address of the function, of its arguments, of the words, (parameter, slot), what a status means)

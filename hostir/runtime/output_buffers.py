@@ -15,24 +15,21 @@ import torch
 
 from fuser.ir.binding import Argument, tensor_problem
 from fuser.ir.dtypes import to_torch
-from fuser.ir.fusion import Value
+from fuser.ir.fusion import TensorView, Value
 from fuser.ir.memory_layout import expanded_positions
 from fuser.ir.op import Op
 from fuser.ir.ops import nodes
 from fuser.ir.scalar.constructors import Symbol
-from fuser.ir.tensor import TensorView
 from fuser.support.arguments import show
 from fuser.support.errors import CommunicationError, InputError, user_code
 from fuser.support.inputs import flatten
-from hostir.ir.buffer_aliasing import Storage
+from hostir.ir.buffer_aliasing import Storage, manner
 from hostir.ir.effects import Makes, Part, Reads, Writes, effects_of
-from hostir.ir.in_place import manner
-from hostir.ir.ops import ForLoop, SetCurrentStream
+from hostir.ir.ops import AxisOrder, ForLoop, SetCurrentStream, StartsCommunication
 from hostir.ir.program import HostIrContainer, walk
-from hostir.ir.transfers import AxisOrder, StartsCommunication
 from hostir.runtime.communication import flat
 from hostir.runtime.frame import Frame
-from hostir.runtime.overlap import overlaps_itself, share_elements
+from hostir.runtime.inputs import overlaps_itself, share_elements
 
 _POINTWISE = (nodes.UnaryOp, nodes.BinaryOp, nodes.TernaryOp, nodes.CastOp, nodes.LoadStoreOp)
 

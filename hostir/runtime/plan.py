@@ -2,28 +2,38 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import NoReturn, Protocol
+from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 from torch.autograd import profiler as torch_profiler
 
 from fuser.ir.op import Op
-from fuser.runtime.captured_graphs import USERS
+from fuser.runtime.captured_graphs import MAKERS, USERS, GraphMaker
+from fuser.runtime.graph_memory import graph_memory_nbytes
 from fuser.support.errors import FuserError
+from fuser.support.torch_calls import capturing_on, lasting
+from hostir.analysis.clocks import Clock, Lifetime, Moment
 from hostir.ir.program import HostIrContainer
-from hostir.runtime.arena import Arena, Arenas, views_of
 from hostir.runtime.cuda_graphs import Replays, gains_nothing
+from hostir.runtime.frame import OutOfMemoryError, op_failed
 from hostir.runtime.inputs import Argument
-from hostir.runtime.memory import OutOfMemoryError, op_failed
-from hostir.runtime.ranges import range_of
-from hostir.runtime.steps import Allocation, Binding, Block, BoundKernel, Closure, Slots, Step
+from hostir.runtime.steps import (
+    Allocation,
+    Binding,
+    Block,
+    BoundKernel,
+    Closure,
+    Slots,
+    Step,
+    range_of,
+)
 from hostir.runtime.streams import Streams, on_device
-from multidevice.transports.base.captured import STEP_BY_STEP, Vote
-from multidevice.transports.base.protocol import Backend
+from multidevice.transports.base.protocol import STEP_BY_STEP, Backend, Vote
 
 
 class Dropped(Protocol):
@@ -233,3 +243,337 @@ def _explained(error: BaseException, op: Op | None) -> BaseException:
     if isinstance(error, torch.OutOfMemoryError):
         return OutOfMemoryError(f"a later run of a program: {error}")
     return error
+
+
+# ----------------------------------------------------------------------
+# The memory of replayed runs: one buffer, which the intermediates of all programs share.
+
+# Offsets are multiples of this, so that every block is as well aligned as a fresh tensor.
+ALIGNMENT_NBYTES = 256
+_MIB = 1 << 20
+# By which a buffer is larger than what asked for it: torch's allocator rounds as much.
+MAX_ROOM_NBYTES = 2 << 20
+# Plans that stay bound to one arena, of all programs.
+MAX_BOUND = 1024
+# Arenas of one stream that are kept for the next runs: as many runs beside one another.
+MAX_SPARE = 16
+# What a buffer is to be larger than what is needed by before it is made anew.
+MIN_SHRINK_NBYTES = 64 << 20
+
+
+def views_of(blocks: Sequence[Block], arena: torch.Tensor) -> dict[int, torch.Tensor]:
+    """Return the tensors of blocks in a uint8 arena, by slot."""
+    typed = {dtype: arena.view(dtype) for dtype in {b.dtype for b in blocks}}
+    return {b.slot: b.view(typed[b.dtype]) for b in blocks}
+
+
+def with_room(nbytes: int) -> int:
+    """Return how large a buffer is made for so many bytes: up to a fourth larger, and by less than
+    MAX_ROOM_NBYTES, so that somewhat larger sizes of a program fit, too, and nothing is bound anew.
+    """
+    step = min(1 << max(nbytes.bit_length() - 3, 0), MAX_ROOM_NBYTES)
+    return -(-nbytes // step) * step
+
+
+def first_fit(blocks: Sequence[tuple[Lifetime, int]]) -> tuple[list[int], int]:
+    """Return (offsets, total bytes) of blocks (lifetime, bytes), in the order of their allocations.
+
+    Each block takes the lowest gap of memory that nobody uses any more for all that its allocation
+    knows of other streams.
+    """
+    ends = [lifetime.end for lifetime, _ in blocks]
+    # Of thousands of blocks only those are compared that lie where another one might.
+    after = (_Over(lifetime.begin, ends) for lifetime, _ in blocks)
+    return fit(after, [nbytes for _, nbytes in blocks])
+
+
+class IsOver(Protocol):
+    """Which blocks are over, by their place in the order of their allocations."""
+
+    def __getitem__(self, owner: int, /) -> bool: ...
+
+
+@dataclass(frozen=True, slots=True)
+class _Over:
+    """Which are over when a block begins: found out when somebody asks."""
+
+    begin: Clock
+    ends: Sequence[Moment]
+
+    def __getitem__(self, owner: int, /) -> bool:
+        stream, tick = self.ends[owner]
+        return self.begin.get(stream, 0) >= tick
+
+
+def successions(lifetimes: Sequence[Lifetime]) -> list[list[bool]]:
+    """Return, for each lifetime, which of those before it are over when it begins."""
+    ends = [lifetime.end for lifetime in lifetimes]
+    return [
+        [one.begin.get(stream, 0) >= tick for stream, tick in ends[:k]]
+        for k, one in enumerate(lifetimes)
+    ]
+
+
+def fit(after: Iterable[IsOver], sizes: Sequence[int]) -> tuple[list[int], int]:
+    """Return `first_fit` of blocks of these sizes, of which each comes `after` earlier ones."""
+    offsets: list[int] = []
+    # Who had each part of memory last: beginning, end, and which block. Whoever comes after it
+    # comes after all that had the part before. The parts follow one another.
+    parts: list[tuple[int, int, int]] = []
+    for block, (is_over, nbytes) in enumerate(zip(after, sizes, strict=True)):
+        size = -(-nbytes // ALIGNMENT_NBYTES) * ALIGNMENT_NBYTES
+        start, first, last = 0, 0, -1
+        for last, (_, stop, owner) in enumerate(parts):
+            if not is_over[owner]:
+                start, first = stop, last + 1
+            elif stop - start >= size:
+                break
+        offsets.append(start)
+        if not size:
+            continue
+        mine = [(start, start + size, block)]
+        if parts and parts[last][1] > start + size:
+            mine.append((start + size, *parts[last][1:]))
+        parts[first : last + 1] = mine
+    return offsets, parts[-1][1] if parts else 0
+
+
+class Arena:
+    """A buffer for the runs on one stream of one device, one run at a time, of any program."""
+
+    def __init__(self, device: torch.device, stream: int, *, is_captured: bool = False) -> None:
+        """`is_captured`: for one run, which is a part of a graph that the caller makes."""
+        self.stream, self.is_captured = stream, is_captured
+        self._device = device
+        self._buffer: torch.Tensor | None = None
+        # Whether peers can map it.
+        self._is_mapped = False
+        # Plans whose intermediates lie here.
+        self.bound: dict[Plan, BoundPlan] = {}
+        self._graphs: GraphMaker | None = None
+
+    def graphs(self) -> GraphMaker:
+        """Return what captures the runs of this arena. Raises `KernelError` where nothing can."""
+        if self._graphs is None:
+            self._graphs = MAKERS[self._device.type](self._device)
+        return self._graphs
+
+    @property
+    def nbytes(self) -> int:
+        """The bytes of the buffer."""
+        return 0 if self._buffer is None else self._buffer.numel()
+
+    def bind(self, plan: Plan) -> BoundPlan:
+        """Let the intermediates of a plan lie here."""
+        with lasting():
+            is_mapped = plan.symmetric is not None
+            has_room = self._buffer is not None and self.nbytes >= plan.nbytes
+            if not has_room or (is_mapped and not self._is_mapped):
+                # Views of the smaller buffer, and graphs that know its address, would keep it.
+                self.clear()
+                self._buffer = plan.memory(with_room(plan.nbytes))
+                self._is_mapped = is_mapped
+            assert self._buffer is not None
+            if len(self.bound) >= MAX_BOUND:
+                self.release(next(iter(self.bound)))
+            found = self.bound[plan] = plan.bind(self._buffer, self)
+        return found
+
+    def release(self, plan: Plan) -> None:
+        """Drop what is bound of a plan, with its graphs."""
+        if (bound := self.bound.pop(plan, None)) is not None:
+            bound.release()
+
+    def abandon(self) -> None:
+        """Let all programs go of a buffer of which nobody knows who still writes there."""
+        for plan in list(self.bound):
+            self.release(plan)
+
+    def clear(self) -> None:
+        """Give the buffer back; no run uses it."""
+        self.abandon()
+        self._buffer = None
+
+    def is_too_large(self) -> bool:
+        """Whether the plans that are bound here need far less than there is."""
+        needed = with_room(max((plan.nbytes for plan in list(self.bound)), default=0))
+        return not self.bound or self.nbytes - needed >= max(needed, MIN_SHRINK_NBYTES)
+
+
+class Pool:
+    """The arenas of one device, by stream (a raw handle): those that no run uses now are spare.
+
+    A run takes one and gives it back: one inside or beside another run finds another arena, and one
+    on another stream never waits for this one. So there are as many as ever ran beside one another,
+    each as large as the most that a run needed, however many programs there are.
+    """
+
+    def __init__(self) -> None:
+        self.arenas: WeakSet[Arena] = WeakSet()
+        self.spare: dict[int, list[Arena]] = {}
+
+    def make(self, device: torch.device, stream: int) -> Arena:
+        """Return a new arena."""
+        self.spare.setdefault(stream, [])
+        arena = Arena(device, stream)
+        self.arenas.add(arena)
+        return arena
+
+    def exchange(self, arena: Arena, plan: Plan) -> Arena:
+        """Return a spare arena of the same stream where the plan is bound, in place of the one that
+        was taken; that one where there is none."""
+        spare = self.spare[arena.stream]
+        for other in list(spare):
+            if plan in other.bound:
+                with suppress(ValueError):  # another thread has taken it
+                    spare.remove(other)
+                    spare.append(arena)
+                    return other
+        return arena
+
+    def all_spare(self) -> list[Arena]:
+        """Return the arenas that no run uses now."""
+        return [arena for arenas in list(self.spare.values()) for arena in list(arenas)]
+
+    def drop(self, arena: Arena) -> None:
+        """Give back the buffer of an arena, unless a run uses it."""
+        with suppress(ValueError):
+            self.spare.get(arena.stream, []).remove(arena)
+            arena.clear()
+
+    def of(self, owner: object) -> list[Arena]:
+        """Return the arenas in which plans of an owner are bound."""
+        return [a for a in list(self.arenas) if any(p.arenas.owner is owner for p in list(a.bound))]
+
+    def leave(self, owner: object) -> None:
+        """Let go of what is bound of an owner that is gone. Buffers that no other program needs, or
+        not nearly as large, go back to torch's allocator."""
+        for arena in self.of(owner):
+            for plan in list(arena.bound):
+                if plan.arenas.owner is owner:
+                    arena.release(plan)
+            if arena.is_too_large():
+                self.drop(arena)
+
+    @property
+    def nbytes(self) -> int:
+        """The bytes of all buffers."""
+        return sum(arena.nbytes for arena in list(self.arenas))
+
+
+# The pools that all programs of a process share, and those of each simulated rank: they run beside
+# one another, and what one binds is of no use to another.
+_POOLS: dict[torch.device, Pool] = {}
+_POOLS_OF_RANKS: WeakKeyDictionary[object, dict[torch.device, Pool]] = WeakKeyDictionary()
+
+
+def shared_pools(rank: object | None) -> dict[torch.device, Pool]:
+    """Return the pools of the programs of a simulated rank (None: of this process), by device."""
+    return _POOLS if rank is None else _POOLS_OF_RANKS.setdefault(rank, {})
+
+
+class Arenas:
+    """The arenas of one evaluator and device: those of a pool.
+
+    That of a run that failed is not given back: what is still in flight may write into it. Nor is
+    that of a run which the caller captures: his graph will write there whenever it is launched. It
+    lies in the memory of his graph.
+    """
+
+    def __init__(
+        self,
+        device: torch.device,
+        why_not: str = "",
+        pools: dict[torch.device, Pool] | None = None,
+    ) -> None:
+        """`why_not` says why no graph may repeat these runs; "" where one may. `pools` are those
+        that other evaluators share, by device; None for one of its own."""
+        self.device = device
+        self.why_not = why_not
+        self._is_capturing = capturing_on(device)
+        self.pools = pools
+        self.pool = Pool() if pools is None else pools.setdefault(device, Pool())
+        self._spare = self.pool.spare
+        # What tells the plans of this evaluator from others.
+        self.owner = object()
+
+    def take(self, stream: int, plan: Plan | None = None) -> Arena:
+        """Return an arena for a run that begins on this stream, the current one; where `plan` is
+        bound, if there is one."""
+        if self._is_capturing is not None and self._is_capturing(stream):
+            return Arena(self.device, stream, is_captured=True)
+        try:
+            arena = self._spare[stream].pop()  # at once, whatever other threads do
+        except (KeyError, IndexError):
+            return self.pool.make(self.device, stream)
+        return arena if plan is None else self.exchange(arena, plan)
+
+    def exchange(self, arena: Arena, plan: Plan) -> Arena:
+        """Return one where the plan is bound in place of one that was taken, if there is one."""
+        if arena.is_captured or plan in arena.bound:
+            return arena
+        return self.pool.exchange(arena, plan)
+
+    def give(self, arena: Arena) -> None:
+        """Take back an arena after a run."""
+        if not arena.is_captured:
+            spare = self._spare[arena.stream]
+            if len(spare) < MAX_SPARE:
+                spare.append(arena)
+
+    def spare(self, stream: int) -> list[Arena]:
+        """Return the arenas of a stream that no run uses now; `take` takes the last one."""
+        return self.pool.spare.setdefault(stream, [])
+
+    def bound(self, plan: Plan) -> list[BoundPlan]:
+        """Return how a plan is bound to those that no run uses now."""
+        return [arena.bound[plan] for arena in self.pool.all_spare() if plan in arena.bound]
+
+    def forget(self, plan: Plan) -> None:
+        """Drop what is bound of a plan that will hardly run again."""
+        for arena in self.pool.all_spare():
+            arena.release(plan)
+
+    def arenas(self) -> list[Arena]:
+        """Return those in which plans of this evaluator are bound."""
+        return self.pool.of(self.owner)
+
+
+@dataclass(frozen=True)
+class Memory:
+    """The memory that a definition keeps between its runs, in bytes.
+
+    `needed` is what the intermediates of one run need at once, of the inputs so far that need most.
+    They lie in buffers of `shared` bytes, one per stream and device, or one per run beside others:
+    those of other programs lie there, too, in turns. Programs whose peers map memory have buffers
+    of their `own`. `graphs` is kept for the kernels of CUDA graphs that callers make. What all
+    programs of the process, or of the simulated rank, share are `total` bytes.
+    """
+
+    needed: int = 0
+    shared: int = 0
+    own: int = 0
+    graphs: int = 0
+    total: int = 0
+
+    def __str__(self) -> str:
+        return ", ".join(f"{name} {_bytes_text(value)}" for name, value in vars(self).items())
+
+
+def _bytes_text(nbytes: int) -> str:
+    """Return `12.5 MiB`; few bytes as they are."""
+    return f"{nbytes / _MIB:.1f} MiB" if nbytes >= _MIB else f"{nbytes} bytes"
+
+
+def memory_of(arenas: Iterable[Arenas], plans: Iterable[Plan]) -> Memory:
+    """Return what evaluators keep that have these arenas and plans."""
+    given = list(arenas)
+    shared = {arena for one in given if one.pools is not None for arena in one.arenas()}
+    pools = {pool for one in given for pool in (one.pools or {}).values()}
+    return Memory(
+        needed=max((plan.nbytes for plan in plans), default=0),
+        shared=sum(arena.nbytes for arena in shared),
+        own=sum(one.pool.nbytes for one in given if one.pools is None),
+        graphs=sum(map(graph_memory_nbytes, {one.device for one in given})),
+        total=sum(pool.nbytes for pool in pools),
+    )

@@ -7,10 +7,9 @@ from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 
-from fuser.ir.fusion import Value
+from fuser.ir.fusion import TensorView, Value
 from fuser.ir.op import Op, op_text
 from fuser.ir.scalar.constructors import Number, Symbol
-from fuser.ir.tensor import TensorView
 from hostir.ir.program import HostIrContainer, walk
 from hostir.runtime.inputs import Argument
 from multidevice.job.agreement import Claim

@@ -8,23 +8,29 @@ What only names fixed tensors is done when the step is bound, and costs a run no
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, cast
+from weakref import WeakKeyDictionary
 
 import torch
 
+from fuser.ir.fusion import TensorView
+from fuser.ir.op import Op, op_text
+from fuser.ir.ops.nodes import BroadcastOp, CastOp
 from fuser.ir.scalar.constructors import Number
-from fuser.ir.tensor import TensorView
 from fuser.ir.types import MemoryType
 from fuser.ops.reference.matmul_calls import Product, ViewOf
-from fuser.support.errors import KernelError
-from fuser.support.torch_calls import EmptyStrided, empty_on
-from hostir.analysis.lifetimes import Lifetime
+from fuser.support import dumps
+from fuser.support.errors import KernelError, UnsupportedError, user_code
+from fuser.support.torch_calls import EmptyStrided, empty_on, range_named
+from hostir.analysis.clocks import Lifetime
+from hostir.ir.ops import PEER_COPIES, LaunchKernel, StartsCommunication, SymmetricContiguousView
 from hostir.ir.program import HostIrContainer
 from hostir.ir.shard_layout import spanned
-from hostir.runtime.frame import ExecutionContext
-from hostir.runtime.memory import new_buffer, no_memory
-from multidevice.transports.base.protocol import Post, PostBatch
+from hostir.runtime.frame import ExecutionContext, new_buffer, no_memory
+from multidevice.coordination.bounded_wait import Team
+from multidevice.transports.base.protocol import PeerMemory, Post, PostBatch
 
 if TYPE_CHECKING:
     from fuser.kernels.executor import KernelLaunch
@@ -442,3 +448,140 @@ class LaunchStep(NamedTuple):
 
         writers = () if self.read is None else launch.number_writers(kernel)
         return binding.launch(BoundKernel(call, moving, self.read, writers, stream, fail))
+
+
+# ----------------------------------------------------------------------
+# Ranges of torch.profiler: one for each op of a host program, with its name and the user's line.
+
+_MAX_NAMES = 12
+_TITLES: WeakKeyDictionary[HostIrContainer, dict[Op, str]] = WeakKeyDictionary()
+
+
+def range_of(op: Op, program: HostIrContainer) -> AbstractContextManager[object]:
+    """Return the range in which an op of a program is carried out."""
+    titles = _TITLES.setdefault(program, {})
+    found = titles.get(op)
+    if found is None:
+        found = titles[op] = title(op, program)
+    return range_named(found)
+
+
+def range_of_graph(ops: Sequence[Op | None]) -> AbstractContextManager[object]:
+    """Return the range in which a CUDA graph is launched that carries out these ops."""
+    lines = [op.where for op in ops if op is not None]
+    return range_named(f"CUDA graph of {len(ops)} step{'s' * (len(ops) != 1)}{_at(lines)}")
+
+
+def title(op: Op, program: HostIrContainer) -> str:
+    """Return what an op is called in a profile: `relu at model.py:12`; a kernel has the names of
+    the ops that it computes, and their lines."""
+    if not isinstance(op, LaunchKernel):
+        return f"{op.name}{_at([op.where])}"
+    exprs = program.groups[op.group].fusion.exprs
+    told = [e for e in exprs if not isinstance(e, BroadcastOp | CastOp)] or exprs
+    names = list(dict.fromkeys(e.name for e in told))
+    more = f" and {len(names) - _MAX_NAMES} more" * (len(names) > _MAX_NAMES)
+    return f"kernel {', '.join(names[:_MAX_NAMES])}{more}{_at([e.where for e in told])}"
+
+
+def _at(lines: Sequence[str]) -> str:
+    """Return ` at model.py:7, :8, other.py:3` for lines of users."""
+    shown: list[str] = []
+    last = ""
+    for line in dict.fromkeys(filter(None, lines)):
+        file, _, number = line.rpartition(":")
+        shown.append(f":{number}" if file == last else line)
+        last = file
+    return f" at {', '.join(shown)}" if shown else ""
+
+
+# ----------------------------------------------------------------------
+# Views of the shards of several ranks: mapped back to back, where the ranks meet.
+
+
+def show_shards(
+    op: SymmetricContiguousView,
+    machine: ExecutionContext,
+    shard: torch.Tensor,
+    shape: Sequence[int],
+) -> torch.Tensor:
+    """Return the shards of all ranks as one tensor; returns when all have come.
+
+    Raises `UnsupportedError` or `CommunicationError` on all ranks where they have none that can be
+    mapped so, naming op, tensor and user line.
+    """
+    peers, team, what = _where(op, machine)
+    if not shard.is_contiguous():
+        raise UnsupportedError(
+            f"{what}: shards of shape {tuple(shard.shape)} with strides {shard.stride()} are not "
+            "dense: allocate them so, in the order of their axes"
+        )
+    return peers.side_by_side(shard, team, what).view(shard.dtype).view(tuple(shape))
+
+
+def meet_at(op: SymmetricContiguousView, machine: ExecutionContext) -> None:
+    """Return when all ranks have come to where the view is given up."""
+    peers, team, what = _where(op, machine)
+    peers.meet(team, what)
+
+
+def shows_shards(
+    op: SymmetricContiguousView,
+    machine: ExecutionContext,
+    inp: int,
+    out: int,
+    shape: tuple[int, ...],
+) -> Action:
+    """Return the step that shows the shards of which this rank's is in slot `inp`."""
+
+    def show(slots: Slots) -> None:
+        slots[out] = show_shards(op, machine, slots[inp], shape)
+
+    return Action(show)
+
+
+def meets_at(op: SymmetricContiguousView, machine: ExecutionContext) -> Action:
+    """Return the step where ranks meet to give up a view."""
+    return Action(lambda slots: meet_at(op, machine))
+
+
+def _where(op: SymmetricContiguousView, machine: ExecutionContext) -> tuple[PeerMemory, Team, str]:
+    assert op.team is not None, "one rank sees its shard as it is"
+    peers = cast("PeerMemory", machine.backend(PEER_COPIES))
+    return peers, op.team.ranks(machine.rank), f"{op.name} of {op.inp.label}{user_code(op.where)}"
+
+
+# ----------------------------------------------------------------------
+# `FUSER_DUMP=communication`: each communication when it is posted.
+
+Find = Callable[[TensorView], torch.Tensor | None]
+
+
+def announcer(op: Op, machine: ExecutionContext) -> Callable[[Find], None] | None:
+    """Return what writes down that `op` is posted, given what finds its shards.
+
+    Where another library than the one that the op names carries it out, the line says which. None
+    for an op that posts nothing, and where nobody asked; a recorded program asks once, when it is
+    recorded.
+    """
+    if not (isinstance(op, StartsCommunication) and (op.inputs or op.outputs)):
+        return None
+    write = dumps.lines("communication", "this process", rank=machine.rank)
+    if write is None:
+        return None
+    names = {"operand": "input_tensor", "result": "output_tensor"}
+    fields = [(names[kind], n) for kind in names for n in op.fields_of(kind)]  # pyright: ignore[reportArgumentType]
+    tensors = [(what, tv) for what, n in fields if isinstance(tv := getattr(op, n), TensorView)]
+
+    def announce(find: Find) -> None:
+        found = [(what, find(tv)) for what, tv in tensors]
+        sizes = (f"{what} {'none' if t is None else list(t.shape)}" for what, t in found)
+        write(f"Posting {op_text(op)}{_carrier(op, machine)} with {' and '.join(sizes)}")
+
+    return announce
+
+
+def _carrier(op: StartsCommunication, machine: ExecutionContext) -> str:
+    named = getattr(op, "backend", PEER_COPIES)
+    library = named if named == PEER_COPIES else machine.backend(named).name.upper()
+    return f", carried out by {library}," if library != named else ""

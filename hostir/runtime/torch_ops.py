@@ -6,15 +6,20 @@ Sizes are those of the local shards, so ops that name a shape take it from there
 from __future__ import annotations
 
 from collections.abc import Callable, Container, Sequence
+from functools import cache
+from math import prod
 
 import torch
 
-from fuser.ir.fusion import TensorOp
+from fuser.ir.fusion import TensorOp, TensorView
 from fuser.ir.ops import nodes
-from fuser.ir.tensor import TensorView
+from fuser.ir.ops.matrix_products import GroupedMmaOp
 from fuser.ops.reference.library_calls import CallOperands, Kernels, LibraryCall, Returning
 from fuser.ops.reference.meaning import bind_call, evaluate_into, evaluate_op
-from fuser.support.errors import UnsupportedError
+from fuser.runtime.compile import compile_kernels
+from fuser.runtime.compiled_kernel import CompiledKernel
+from fuser.support.errors import InputError, UnsupportedError, user_code
+from fuser.support.kernel_source import KernelParam, KernelSource
 from hostir.ir.shard_layout import is_repeated, write
 from hostir.lowering.random_offsets import check_places
 from hostir.runtime.frame import Frame
@@ -102,3 +107,212 @@ def as_contracted(op: TensorOp, out: torch.Tensor) -> torch.Tensor:
                 )
             out = out.squeeze(position)
     return out
+
+
+# ----------------------------------------------------------------------
+# Kernels that stand beside torch's calls on a GPU, where torch alone would need the host, or a
+# copy: the ends of groups are checked, rows of no group are cleared, and elements scattered.
+
+# Of a block; and elements that a thread scatters.
+THREADS, _EACH = 256, 4
+# Elements are moved as words of their size.
+_WORDS = {1: "unsigned char", 2: "unsigned short", 4: "unsigned", 8: "uint64_t"}
+_INDICES = {torch.int32: "int", torch.int64: "int64_t"}
+_MAX_INT = 2**31 - 1
+
+# Ends that fall or leave the axis are brought back, so that nothing is read outside of it; what was
+# wrong first is reported to the host.
+_ENDS = """\
+#define nvfuser_index_t int
+extern "C" __global__ void __launch_bounds__(1024) group_ends(
+    FUSER_PTR(const int) offsets, FUSER_PTR(int) ends, FUSER_PTR(int64_t) report,
+    const int groups, const int extent) {
+  const int group = threadIdx.x;
+  if (group >= groups) return;
+  // The largest end so far is where this group begins.
+  int last = 0, first_wrong = groups;
+  for (int block = 0; block <= group; block += 8) {
+    // Loads that do not wait for one another.
+    int some[8];
+    FUSER_UNROLL
+    for (int k = 0; k < 8; k++) some[k] = block + k < groups ? offsets[block + k] : 0;
+    FUSER_UNROLL
+    for (int k = 0; k < 8; k++) {
+      if (block + k > group) continue;
+      const int kept = some[k] < last ? last : some[k] > extent ? extent : some[k];
+      if (kept != some[k] && first_wrong == groups) first_wrong = block + k;
+      last = kept;
+    }
+  }
+  ends[group] = last;
+  if (first_wrong == group) {
+    report[1] = offsets[group];
+    report[0] = group + 1;
+  }
+}
+"""
+_CLEAR = """\
+#define nvfuser_index_t int64_t
+extern "C" __global__ void __launch_bounds__(256) clear_rows(
+    FUSER_PTR(unsigned short) out, FUSER_PTR(const int) ends, const int groups,
+    const int64_t rows, const int64_t columns) {
+  for (int64_t row = ends[groups - 1] + int64_t(blockIdx.x); row < rows; row += gridDim.x)
+    for (int64_t k = threadIdx.x; k < columns; k += blockDim.x) out[row * columns + k] = 0;
+}
+"""
+
+
+def _scatter_text(word: str, index: str, position: str, *, is_number: bool, is_last: bool) -> str:
+    """Return the text for elements of one size; `is_last`: along the last axis. Each thread moves
+    several, whose loads do not wait for one another."""
+    given = "const int64_t number" if is_number else f"FUSER_PTR(const {word}) src"
+    load = "" if is_number else "values[k] = src[at(k)];"
+    value = f"static_cast<{word}>(number)" if is_number else "values[k]"
+    values = "" if is_number else f"{word} values[{_EACH}];"
+    behind = "" if is_last else " * inner + i % inner"
+    return f"""\
+#define nvfuser_index_t {position}
+extern "C" __global__ void __launch_bounds__({THREADS}) scatter(
+    FUSER_PTR({word}) out, FUSER_PTR(const {index}) index, {given},
+    const {position} count, const {position} row, const {position} inner,
+    const {position} extent) {{
+  const {position} first = {position}(blockIdx.x) * {THREADS * _EACH} + threadIdx.x;
+  {index} places[{_EACH}];
+  {values}
+  FUSER_UNROLL
+  for (int k = 0; k < {_EACH}; k++) {{
+    const {position} i = first + k * {THREADS};
+    places[k] = i < count ? index[i] : -1;
+  }}
+  FUSER_UNROLL
+  for (int k = 0; k < {_EACH}; k++) {{
+    const {position} i = first + k * {THREADS};
+    {load.replace("at(k)", "i < count ? i : 0")}
+  }}
+  FUSER_UNROLL
+  for (int k = 0; k < {_EACH}; k++) {{
+    const {position} i = first + k * {THREADS};
+    if (places[k] < 0 || places[k] >= extent) continue;
+    out[(i / row * extent + {position}(places[k])){behind}] = {value};
+  }}
+}}
+"""
+
+
+class LibraryKernels:
+    """The kernels of one device, compiled when they are first asked for."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._compiled: dict[object, CompiledKernel] = {}
+
+    def _find(self, key: object, make: Callable[[], KernelSource]) -> CompiledKernel:
+        found = self._compiled.get(key)
+        if found is None:
+            (found,) = compile_kernels([make()], self._device)
+            self._compiled[key] = found
+        return found
+
+    # -------------------------------------------------------------- groups
+    def ends_of(self, op: GroupedMmaOp, extent: int) -> Callable[[torch.Tensor], torch.Tensor]:
+        """Return what gives the ends of groups, rising from 0 to `extent`.
+
+        It raises `InputError` for ends of an earlier call that did not: the host does not wait for
+        those of this one.
+        """
+        kernel = self._find("ends", _ends_source)
+        is_cuda = self._device.type == "cuda"
+        report = torch.zeros(2, dtype=torch.int64, pin_memory=is_cuda)
+        seen = report.numpy()
+
+        def ends(offsets: torch.Tensor) -> torch.Tensor:
+            if seen[0]:
+                place, end = int(seen[0]) - 1, int(seen[1])
+                seen[0] = 0
+                raise InputError(
+                    f"grouped_mm: Expected offsets that rise from 0 to {extent}, the size of axis "
+                    f"{op.ragged} of {op.mat1} and {op.mat2}, but in an earlier run {op.offsets} "
+                    f"had {end} for group {place}{user_code(op.where)}"
+                )
+            kept = torch.empty_like(offsets)
+            given = offsets, kept, report, offsets.numel(), extent
+            threads = -(-offsets.numel() // 32) * 32
+            kernel.launch(given, grid=(1, 1, 1), block=(threads, 1, 1))
+            return kept
+
+        return ends
+
+    def clear_rows(self, out: torch.Tensor, ends: torch.Tensor) -> None:
+        """Set the rows behind the last end to 0; `out` [m, n] is contiguous, of two bytes each."""
+        rows, columns = out.shape
+        kernel = self._find("clear", _clear_source)
+        given = out, ends, ends.numel(), rows, columns
+        kernel.launch(given, grid=(min(rows, 128), 1, 1), block=(THREADS, 1, 1))
+
+    # -------------------------------------------------------------- scatter
+    def takes_scatter(
+        self, out: torch.Tensor, dim: int, index: torch.Tensor, src: torch.Tensor | None
+    ) -> bool:
+        """Return whether `scatter` takes tensors like these: contiguous, and the index as long as
+        `out` along the other axes."""
+        pairs = enumerate(zip(out.shape, index.shape, strict=True))
+        is_plain = out.is_contiguous() and index.is_contiguous() and index.numel() > 0
+        fits = src is None or (src.is_contiguous() and src.shape == index.shape)
+        is_long = all(a == b for k, (a, b) in pairs if k != dim)
+        return is_plain and fits and is_long and out.element_size() in _WORDS
+
+    def scatter(
+        self, out: torch.Tensor, dim: int, index: torch.Tensor, src: torch.Tensor | int
+    ) -> None:
+        """Write `src` at the positions of `index` that are in range."""
+        position = "int" if max(out.numel(), index.numel()) <= _MAX_INT // 2 else "int64_t"
+        word, kind = _WORDS[out.element_size()], _INDICES[index.dtype]
+        is_number = not isinstance(src, torch.Tensor)
+        inner, count = prod(out.shape[dim + 1 :]), index.numel()
+        key = word, kind, position, is_number, inner == 1
+        kernel = self._find(key, lambda: _scatter_source(*key))
+        given = out, index, src, count, index.shape[dim] * inner, inner, out.shape[dim]
+        blocks = -(-count // (THREADS * _EACH))
+        kernel.launch(given, grid=(blocks, 1, 1), block=(THREADS, 1, 1))
+
+
+def _ends_source() -> KernelSource:
+    params = (
+        KernelParam("offsets", "const int", True),
+        KernelParam("ends", "int", True),
+        KernelParam("report", "int64_t", True),
+        KernelParam("groups", "int", False),
+        KernelParam("extent", "int", False),
+    )
+    return KernelSource("group_ends", _ENDS, params, uses_barriers=False)
+
+
+def _clear_source() -> KernelSource:
+    params = (
+        KernelParam("out", "unsigned short", True),
+        KernelParam("ends", "const int", True),
+        KernelParam("groups", "int", False),
+        KernelParam("rows", "int64_t", False),
+        KernelParam("columns", "int64_t", False),
+    )
+    return KernelSource("clear_rows", _CLEAR, params, uses_barriers=False)
+
+
+def _scatter_source(
+    word: str, index: str, position: str, is_number: bool, is_last: bool
+) -> KernelSource:
+    given = ("number", "int64_t", False) if is_number else ("src", f"const {word}", True)
+    params = (
+        KernelParam("out", word, True),
+        KernelParam("index", f"const {index}", True),
+        KernelParam(*given),
+        *(KernelParam(name, position, False) for name in ("count", "row", "inner", "extent")),
+    )
+    text = _scatter_text(word, index, position, is_number=is_number, is_last=is_last)
+    return KernelSource("scatter", text, params, uses_barriers=False)
+
+
+@cache
+def kernels_of(device: torch.device) -> LibraryKernels:
+    """Return the kernels of a device."""
+    return LibraryKernels(device)

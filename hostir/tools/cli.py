@@ -18,16 +18,21 @@ from hostir.cost.report import predict, report
 from hostir.cost.simulator import Timetable, timetable_of
 from hostir.ir.diagnostics import refuse
 from hostir.ir.diff import differences
-from hostir.ir.forms import NOTES
 from hostir.ir.ops import NUMBER_OF_STREAMS
-from hostir.ir.program import SHORT_FORM, HostIrContainer, has_communications, has_streams, walk
-from hostir.ir.source import read_program
+from hostir.ir.parser import read_program
+from hostir.ir.program import (
+    NOTES,
+    SHORT_FORM,
+    HostIrContainer,
+    has_communications,
+    has_streams,
+    walk,
+)
 from hostir.ir.verifier import verify
 from hostir.lowering.input_class import SMALLEST_SIZE, symbol_values
-from hostir.lowering.lower_streams import lower_streams
-from hostir.passes.host_passes import PASSES, Pass, run_passes
-from hostir.profiling.timeline import Trace
-from hostir.profiling.trace import trace_text
+from hostir.lowering.pipeline import lower_streams
+from hostir.passes.deallocation import PASSES, Pass, run_passes
+from hostir.profiling.timeline import Trace, trace_text
 from hostir.runtime.inputs import Argument
 from hostir.tools.explain import explain
 from hostir.tools.run_text import (

@@ -11,16 +11,15 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
+from fuser.ir.fusion import TensorView
 from fuser.ir.op import Op
 from fuser.ir.provenance import Origin
-from fuser.ir.tensor import TensorView
 from fuser.ir.types import ParallelType
 from fuser.support.errors import InputError, UnsupportedError
 from hostir.analysis.sliced_inputs import sliced_inputs
 from hostir.ir.effects import Shows
-from hostir.ir.ops import HostOp, LocalSlice
+from hostir.ir.ops import HostOp, LocalSlice, P2PCommunication, StartsCommunication
 from hostir.ir.program import HostIrContainer, walk
-from hostir.ir.transfers import P2PCommunication, StartsCommunication
 from multidevice.sharding.placement import SPREAD_TYPES
 from multidevice.sharding.queries import sharded_logical_axis
 

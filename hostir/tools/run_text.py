@@ -8,10 +8,10 @@ from pathlib import Path
 import torch
 
 from fuser.ir.dtypes import is_complex, is_inexact, to_torch
+from fuser.ir.fusion import TensorView
 from fuser.ir.ops.nodes import RandomOp
 from fuser.ir.scalar import constructors as sc
 from fuser.ir.scalar.constructors import Scalar, Symbol
-from fuser.ir.tensor import TensorView
 from fuser.support.errors import FuserError, InputError
 from fuser.support.options import Settings
 from hostir.ir.program import HostIrContainer, walk

@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, TextIO
 from fuser.support.errors import CommunicationError, FuserError, last_user_line
 from multidevice.coordination import rank_monitor
 from multidevice.job import early_abort
-from multidevice.job.last_words import user_frames, wait_for_reader
+from multidevice.job.early_abort import user_frames, wait_for_reader
 
 if TYPE_CHECKING:
     from multidevice.coordination.control_channel import JobControl

@@ -25,11 +25,10 @@ from fuser.ir.domain.tensor_domain import (
     transform_text,
 )
 from fuser.ir.dtypes import DataType
-from fuser.ir.fusion import Fusion
+from fuser.ir.fusion import Fusion, TensorView
 from fuser.ir.naming import axis_words, in_ir
 from fuser.ir.scalar import constructors as sc
 from fuser.ir.scalar.constructors import Scalar
-from fuser.ir.tensor import TensorView
 from fuser.ir.types import DEVICE_TYPES, STREAM_TYPES, ParallelType
 from fuser.support.errors import ShardingError, UnsupportedError, user_code
 

@@ -20,10 +20,9 @@ from typing import Literal
 from fuser.ir.axis_graph import tensor_operands
 from fuser.ir.domain.device_mesh import DeviceMesh
 from fuser.ir.domain.tensor_domain import IterDomain
-from fuser.ir.fusion import Fusion, TensorOp
+from fuser.ir.fusion import Fusion, TensorOp, TensorView
 from fuser.ir.ops.nodes import IotaOp, RandomOp
 from fuser.ir.scalar import constructors as sc
-from fuser.ir.tensor import TensorView
 from fuser.ir.types import DEVICE_TYPES, STREAM_TYPES, ParallelType
 from fuser.support.errors import ShardingError, user_code, warn
 from multidevice.sharding.placement import (

@@ -23,16 +23,15 @@ import torch
 
 from fuser.support.errors import CommunicationError, UnsupportedError
 from multidevice.coordination.bounded_wait import Calls, Need, Team, team_text
-from multidevice.coordination.control_channel import WITHIN_CALLS, Control
+from multidevice.coordination.control_channel import WITHIN_CALLS, Control, Words
 from multidevice.coordination.shared_page import LINE_NBYTES
-from multidevice.coordination.words import Words
 from multidevice.transports.base.checked_backend import (
     CheckedBackend,
     CollectiveCall,
     Exchange,
+    tensor_text,
     transfer_key,
 )
-from multidevice.transports.base.checks import tensor_text
 from multidevice.transports.base.p2p_collectives import steps_of
 from multidevice.transports.base.protocol import NAME_WORDS, Transfer, Work
 from multidevice.transports.memory.symmetric_view import all_come

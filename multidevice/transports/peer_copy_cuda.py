@@ -32,7 +32,6 @@ from multidevice.coordination.bounded_wait import Team, team_text
 from multidevice.coordination.control_channel import Control
 from multidevice.transports.allreduce_kernel import AllreduceKernels
 from multidevice.transports.base.allreduce_model import MAX_NBYTES
-from multidevice.transports.base.captured import NOT_CAPTURED
 from multidevice.transports.base.checked_backend import (
     CollectiveCall,
     Exchange,
@@ -40,11 +39,18 @@ from multidevice.transports.base.checked_backend import (
     stream_handle,
 )
 from multidevice.transports.base.launch_order import CudaDriver, LaunchOrder
-from multidevice.transports.base.protocol import Post, Work
-from multidevice.transports.memory.cuda_calls import CudaCalls
-from multidevice.transports.memory.cuda_ipc import Hooks, Seen
+from multidevice.transports.base.protocol import NOT_CAPTURED, Post, Work
+from multidevice.transports.memory.cuda_ipc import (
+    WAIT,
+    WRITE,
+    CudaCalls,
+    FlagOp,
+    Hooks,
+    IpcMemory,
+    Seen,
+    beside,
+)
 from multidevice.transports.memory.cuda_vmm import GpuShards
-from multidevice.transports.memory.ipc_memory import WAIT, WRITE, FlagOp, IpcMemory, beside
 from multidevice.transports.memory.symmetric_view import side_by_side
 from multidevice.transports.peer_copy import (
     NAME_WORDS,

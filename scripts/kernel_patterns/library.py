@@ -18,9 +18,8 @@ from fuser import DataType, FusionDefinition
 from fuser.ir.fusion import TensorOp
 from fuser.ir.ops import nodes
 from fuser.ir.ops.attention_ops import SdpaBwdOp, SdpaFwdOp
-from fuser.ir.ops.block_scales import GroupedScalesOp
 from fuser.ir.ops.lookup import IndexPutAccumulateOp, ScatterOp
-from fuser.ir.ops.matrix_products import GroupedMmaOp, ScaledMmaOp
+from fuser.ir.ops.matrix_products import GroupedMmaOp, GroupedScalesOp, ScaledMmaOp
 from fuser.ir.ops.scan_ops import ArgsortOp, ScanOp, TopKOp
 
 BFLOAT16, FLOAT16, FLOAT32 = torch.bfloat16, torch.float16, torch.float32

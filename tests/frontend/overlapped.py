@@ -11,9 +11,8 @@ import torch
 
 from fuser import DataType, FusionDefinition, ParallelType, TensorView, multidevice
 from fuser.multidevice import Communicator, DeviceMesh
-from hostir.ir.ops import ForLoop
+from hostir.ir.ops import ForLoop, StartsCommunication
 from hostir.ir.program import HostIrContainer, walk
-from hostir.ir.transfers import StartsCommunication
 from tests.fuzz.host_program import fault_of
 from tests.hostir.test_cost import PLAIN
 

@@ -16,7 +16,7 @@ import torch
 from fuser import DataType, FusionDefinition, TensorView
 from fuser.ir.dtypes import to_torch
 from fuser.ops.reference import meaning
-from fuser.ops.reference.attention_calls import forward, plain_forward
+from fuser.ops.reference.attention_kernels import forward, plain_forward
 from fuser.support.errors import (
     DefinitionError,
     DtypeError,

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-import fuser.frontend.overlap
+import fuser.frontend.executor_cache
 from fuser import DataType, FusionDefinition, TensorView, multidevice
 from fuser.frontend import executor_cache
 from fuser.frontend.program_cache import PROGRAMS
@@ -21,8 +21,7 @@ from fuser.support.errors import ProgramMismatchError, UnsupportedError
 from hostir.analysis.collective_matching import find_mismatches
 from hostir.cost import overlap_search
 from hostir.cost.machine_model import Machine
-from hostir.cost.overlap_bound import GainBound
-from hostir.cost.overlap_search import OverlapCandidate
+from hostir.cost.overlap_search import GainBound, OverlapCandidate
 from hostir.ir.diagnostics import report
 from hostir.ir.ops import ForLoop
 from hostir.ir.program import HostIrContainer, walk
@@ -65,7 +64,7 @@ def slow(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         del name, device
         return SLOW
 
-    monkeypatch.setattr(fuser.frontend.overlap, "find_machine", find)
+    monkeypatch.setattr(fuser.frontend.executor_cache, "find_machine", find)
     yield
     PROGRAMS.clear()
 
@@ -204,7 +203,7 @@ def test_steps_equal_torch_however_late_streams_are(name: str, late: str) -> Non
 @pytest.mark.parametrize("name", ["gather", "scatter", "allreduce"])
 def test_without_access_to_peers_steps_are_sent(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     fast = replace(SLOW, nccl_multiprocessors=1, multiprocessors=1000, kernel_fill_nbytes=1.0)
-    monkeypatch.setattr(fuser.frontend.overlap, "find_machine", lambda *_: fast)
+    monkeypatch.setattr(fuser.frontend.executor_cache, "find_machine", lambda *_: fast)
     monkeypatch.setattr(Communicator, "have_access", lambda *_: False)
     monkeypatch.setattr(overlap_search, "pick", lambda candidates, *_: candidates[1])
     with simulate(2) as world:
@@ -268,7 +267,7 @@ def test_cpu_ranks_take_steps_only_for_a_described_machine() -> None:
 def test_cpu_ranks_gain_nothing_by_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     """What a rank does at once on a GPU, it does in turns on a CPU."""
     measured = replace(SLOW, name="here", device="CPU")
-    monkeypatch.setattr(fuser.frontend.overlap, "find_machine", lambda *_: measured)
+    monkeypatch.setattr(fuser.frontend.executor_cache, "find_machine", lambda *_: measured)
 
     def body() -> str:
         fd, tensors, _ = defined(FORMS["gather"], 2)
@@ -341,7 +340,7 @@ def test_a_definition_with_streams_is_left_alone() -> None:
 def test_sizes_decide(monkeypatch: pytest.MonkeyPatch) -> None:
     """One definition, one class: two programs, for what pays and for what does not."""
     costly = replace(SLOW, copy_latency_s=2e-4)
-    monkeypatch.setattr(fuser.frontend.overlap, "find_machine", lambda *_: costly)
+    monkeypatch.setattr(fuser.frontend.executor_cache, "find_machine", lambda *_: costly)
 
     def body() -> list[bool]:
         fd, tensors, _ = defined(FORMS["gather"], 2)
@@ -418,7 +417,7 @@ def test_ranks_of_different_machines_hear_of_it(monkeypatch: pytest.MonkeyPatch)
         links = 1e7 if Communicator.instance().rank() == 0 else 1e12
         return replace(SLOW, pull_bandwidth=links, nccl=dict.fromkeys(SLOW.nccl, links))
 
-    monkeypatch.setattr(fuser.frontend.overlap, "find_machine", find)
+    monkeypatch.setattr(fuser.frontend.executor_cache, "find_machine", find)
     with pytest.raises(ProgramMismatchError, match="steps by the cost model"), simulate(2) as world:
         world.run(lambda: run(FORMS["gather"], 2, []))
 

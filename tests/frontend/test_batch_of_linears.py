@@ -14,8 +14,8 @@ from fuser.ir.ops.nodes import LinearOp
 from fuser.multidevice import Communicator, DeviceMesh
 from fuser.ops.reference.meaning import evaluate_into
 from hostir import equal, parse
+from hostir.ir.ops import Communication
 from hostir.ir.program import walk
-from hostir.ir.transfers import Communication
 from tests.frontend.again import again
 from tests.frontend.overlapped import cut
 from tests.ops.op_calls import linear

@@ -18,7 +18,7 @@ import torch
 from fuser import DataType, FusionDefinition, ops
 from fuser.ir.fusion import Fusion
 from fuser.ir.fusion_guard import FusionGuard
-from fuser.ir.ops.block_scales import GroupedScalesOp
+from fuser.ir.ops.matrix_products import GroupedScalesOp
 from fuser.multidevice import Communicator, DeviceMesh, shard_tensor
 from fuser.ops.define import define_tensor
 from fuser.support.errors import (

@@ -14,7 +14,7 @@ from torch.autograd import forward_ad
 from torch.overrides import TorchFunctionMode
 
 from fuser import DataType, FusionDefinition
-from fuser.frontend.known_call import MAX_DECLINED
+from fuser.frontend.program_cache import MAX_DECLINED
 from fuser.runtime import compiled_runner
 from fuser.support.errors import FuserError, InputError
 from multidevice import Communicator, DeviceMesh, simulate

@@ -15,13 +15,13 @@ import pytest
 import torch
 
 from fuser import DataType, FusionDefinition
-from fuser.frontend.known_call import MAX_DECLINED, MAX_PATIENCE, RUNS_BEFORE
+from fuser.frontend.program_cache import MAX_DECLINED, MAX_PATIENCE, RUNS_BEFORE
 from fuser.multidevice import simulate
 from fuser.ops.reference import matmul_calls
 from fuser.runtime import compiled_runner
 from fuser.support.errors import FuserError, KernelError
 from hostir.runtime import steps
-from hostir.runtime.memory import OutOfMemoryError
+from hostir.runtime.frame import OutOfMemoryError
 from tests.frontend.steady_programs import (
     ENOUGH,
     add,

@@ -13,7 +13,7 @@ import torch
 
 from fuser import DataType, FusionDefinition
 from fuser.ir.binding import signature_of
-from fuser.ir.equality import equal_fusions
+from fuser.ir.canonical_form import equal_fusions
 from fuser.ir.text.parser import parse_fusion, parse_scalar
 from fuser.ir.text.printer import fusion_text
 from fuser.multidevice import Communicator, DeviceMesh, shard_tensor

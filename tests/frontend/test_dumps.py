@@ -13,7 +13,7 @@ import torch
 from fuser import FusionDefinition, ParallelType, TensorView, multidevice
 from fuser.support import dumps
 from fuser.support.errors import OptionError, VerifyError
-from fuser.support.option_names import EFFECTS
+from fuser.support.options import EFFECTS
 from hostir import HostIrEvaluator
 from hostir.ir.parser import parse
 from hostir.ir.program import HostIrContainer, equal

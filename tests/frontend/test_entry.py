@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from fuser import FusionDefinition
-from fuser.frontend.known_call import RUNS_BEFORE
+from fuser.frontend.program_cache import RUNS_BEFORE
 from fuser.ir.binding import Contents
-from fuser.ir.tensor import TensorView
+from fuser.ir.fusion import TensorView
 from fuser.runtime import compiled_runner
 from fuser.support.device import VECTOR_BYTES
 from fuser.support.errors import FuserError, InputError

@@ -16,8 +16,8 @@ import pytest
 import torch
 
 from fuser import DataType, FusionDefinition, ParallelType, multidevice
-from fuser.support import option_names
 from fuser.support import options as fuser_options
+from fuser.support import options as option_names
 from fuser.support.errors import (
     FuserError,
     InputError,

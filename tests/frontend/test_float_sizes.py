@@ -13,8 +13,8 @@ import torch
 
 from fuser import DataType, FusionDefinition, ParallelType
 from fuser.frontend.manual_kernels import KernelExecutor
-from fuser.ir.equality import equal_fusions
-from fuser.ir.tensor import TensorView
+from fuser.ir.canonical_form import equal_fusions
+from fuser.ir.fusion import TensorView
 from fuser.ir.text.parser import parse_fusion
 from fuser.ir.text.printer import fusion_text
 from fuser.multidevice import Communicator, DeviceMesh, MultiDeviceExecutor, shard_tensor

@@ -18,7 +18,7 @@ from multidevice import Communicator, simulate
 from multidevice.coordination.bounded_wait import RECV, SEND, Calls, Need, counts_from, rows_of
 from multidevice.coordination.control_channel import Control
 from multidevice.coordination.deadlock_detector import BlockedRank, Deadlock
-from multidevice.job.realign import counts_of, realign
+from multidevice.job.agreement import counts_of, realign
 from multidevice.transports.base.protocol import Transfer
 from multidevice.transports.mpi import MpiBackend
 from multidevice.transports.peer_copy import SLOTS, PeerBackend
@@ -174,7 +174,7 @@ def test_a_wait_for_the_others_that_is_interrupted(
     times: int, comm: Communicator, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each interrupted call is one that the others have, too."""
-    monkeypatch.setattr("multidevice.coordination.words._SPINS", 0)
+    monkeypatch.setattr("multidevice.coordination.control_channel._SPINS", 0)
     call, interrupted = values(comm), Interrupted(monkeypatch, comm)
     is_mine = comm.rank() == comm.size() - 1
     if is_mine:
@@ -191,7 +191,7 @@ def test_an_interrupted_wait_after_a_failed_run(
     times: int, comm: Communicator, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The others are still in the run that failed when this rank gives up its next calls."""
-    monkeypatch.setattr("multidevice.coordination.words._SPINS", 0)
+    monkeypatch.setattr("multidevice.coordination.control_channel._SPINS", 0)
     call, interrupted = values(comm), Interrupted(monkeypatch, comm)
     is_mine, run, fails = comm.rank() == comm.size() - 1, Plan.run, [comm.rank()]
 

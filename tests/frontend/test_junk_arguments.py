@@ -31,7 +31,7 @@ from fuser.support.errors import (
     OtherEntranceError,
 )
 from multidevice import shard_tensor
-from multidevice.job import mesh as public_mesh
+from multidevice.job import shard_tensor as public_mesh
 
 D = DataType
 HUGE = 10**5000

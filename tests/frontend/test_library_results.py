@@ -19,14 +19,14 @@ from torch.profiler import ProfilerActivity, profile
 from fuser import DataType, FusionDefinition
 from fuser.ir.ops.matrix_products import GroupedMmaOp
 from fuser.ir.ops.scan_ops import ArgsortOp
-from fuser.ops.reference import grouped_product
+from fuser.ops.reference import matmul_calls
 from fuser.ops.reference.library_calls import CallOperands, Returning, bind_product
 from fuser.ops.reference.meaning import NODES, nodes_computed
 from fuser.runtime.compile import compile_cubin
 from fuser.support.errors import InputError
 from fuser.support.record import replace
 from hostir import HostIrEvaluator
-from hostir.runtime.library_kernels import (
+from hostir.runtime.torch_ops import (
     _WORDS,
     LibraryKernels,
     _clear_source,
@@ -334,8 +334,8 @@ def test_groups_are_one_call_of_torch_where_it_has_a_kernel_for_them(
             made[-1][first:last] = a[first:last] @ b[group]
         return made[-1]
 
-    monkeypatch.setattr(grouped_product, "_takes_native", lambda given: True)
-    monkeypatch.setattr(grouped_product, "_native_groups", at_once)
+    monkeypatch.setattr(matmul_calls, "_takes_native", lambda given: True)
+    monkeypatch.setattr(matmul_calls, "_native_groups", at_once)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     a, b = torch.randn(6, 4).bfloat16(), torch.randn(3, 4, 5).bfloat16()
     ends = torch.tensor(given, dtype=torch.int32)

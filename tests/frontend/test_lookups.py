@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 
 from fuser import DataType, FusionDefinition
-from fuser.ir.tensor import TensorView
+from fuser.ir.fusion import TensorView
 from fuser.support.errors import DefinitionError, DtypeError, FuserError, InputError
 from tests.ops.op_cases import lay_out
 

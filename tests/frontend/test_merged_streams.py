@@ -16,9 +16,8 @@ from fuser.ir.memory_layout import is_contiguous
 from fuser.support.errors import DefinitionError, FuserError, UnsupportedError
 from hostir import NUMBER_OF_STREAMS, RANK, HostIrContainer, equal, parse
 from hostir.analysis.races import find_races
-from hostir.ir.ops import ForLoop, HirAliasSelect
+from hostir.ir.ops import Communication, ForLoop, HirAliasSelect
 from hostir.ir.program import walk
-from hostir.ir.transfers import Communication
 from tests.ops.op_calls import linear
 
 GOLDEN = Path(__file__).parent / "golden"

@@ -21,7 +21,7 @@ from fuser import (
     ops,
     shard,
 )
-from fuser.ir.tensor import TensorView
+from fuser.ir.fusion import TensorView
 from fuser.multidevice import DeviceMesh, simulate
 from fuser.support.errors import (
     ArgumentError,

@@ -23,17 +23,21 @@ from fuser.multidevice import (
 )
 from fuser.support.errors import FuserError
 from hostir.analysis.preflight import findings
-from hostir.ir.ops import NUMBER_OF_STREAMS, RANK, Allocate, IfThenElse, Synchronize
-from hostir.ir.parser import parse
-from hostir.ir.program import HostIrContainer, equal, walk
-from hostir.ir.transfers import (
+from hostir.ir.ops import (
+    NUMBER_OF_STREAMS,
+    RANK,
+    Allocate,
     CollectivePermute,
     Communication,
+    IfThenElse,
     P2PCommunication,
     ShareMemHandles,
     StartCoalescing,
+    Synchronize,
     Wait,
 )
+from hostir.ir.parser import parse
+from hostir.ir.program import HostIrContainer, equal, walk
 from hostir.lowering.input_class import symbol_values
 from multidevice.transports.peer_copy import PeerBackend
 from tests.frontend.test_multi_device_executor import CASES, Case, executor_of, local

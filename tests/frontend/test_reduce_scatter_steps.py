@@ -19,10 +19,15 @@ from fuser.support.errors import UnsupportedError
 from hostir.analysis.collective_matching import find_mismatches
 from hostir.analysis.races import UNWRITTEN, find_races
 from hostir.ir.diagnostics import Finding, report
-from hostir.ir.ops import NUMBER_OF_STREAMS, RANK
+from hostir.ir.ops import (
+    NUMBER_OF_STREAMS,
+    RANK,
+    Communication,
+    P2PCommunication,
+    StartsCommunication,
+)
 from hostir.ir.parser import parse
 from hostir.ir.program import HostIrContainer, equal, walk
-from hostir.ir.transfers import Communication, P2PCommunication, StartsCommunication
 from hostir.lowering.input_class import symbol_values
 from hostir.lowering.params import DEFAULT, LowerParams
 from tests.frontend.test_multi_device_executor import matmul_reduce_scatter

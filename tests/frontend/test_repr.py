@@ -20,7 +20,8 @@ from fuser import (
     multidevice,
     translate_fusion,
 )
-from fuser.frontend import python_printer, python_statements
+from fuser.frontend import python_printer
+from fuser.frontend import python_printer as python_statements
 from fuser.ir.fusion import TensorOp
 from fuser.ir.op import Op
 from fuser.ir.pointwise_table import POINTWISE, PUBLIC

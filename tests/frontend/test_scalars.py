@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from fuser import DataType, FusionDefinition
-from fuser.ir.equality import equal_fusions
+from fuser.ir.canonical_form import equal_fusions
 from fuser.ir.fusion import Fusion
 from fuser.ir.scalar.constructors import Symbol
 from fuser.ir.text.parser import parse_fusion

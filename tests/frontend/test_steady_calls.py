@@ -17,9 +17,8 @@ from fuser.multidevice import Communicator, DeviceMesh, simulate
 from fuser.runtime.captured_graphs import MAKERS
 from hostir.runtime import cuda_graphs
 from multidevice.coordination.bounded_wait import poll_until
-from multidevice.coordination.words import Words, word_of
-from multidevice.transports.generators import Generators
-from multidevice.transports.simulated import SimulatedControl
+from multidevice.coordination.control_channel import Words, word_of
+from multidevice.transports.simulated import Generators, SimulatedControl
 from tests.counted import name_of
 
 

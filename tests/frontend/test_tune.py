@@ -20,10 +20,12 @@ import torch
 
 from fuser import FusionDefinition, ParallelType, multidevice
 from fuser.frontend.program_cache import PROGRAMS
-from fuser.kernels import autotune, trial, tuned_executor
+from fuser.kernels import autotune
+from fuser.kernels import autotune as trial
+from fuser.kernels import autotune as tuned_executor
+from fuser.kernels.autotune import TuningCandidate
 from fuser.kernels.autotune_candidates import to_fields
 from fuser.kernels.executor import FusedKernelExecutor
-from fuser.kernels.trial import TuningCandidate
 from fuser.runtime.kernel_cache import KernelCache
 from fuser.schedule.pointwise import PointwiseParams
 from fuser.support.errors import FuserError, KernelError, UnsupportedError

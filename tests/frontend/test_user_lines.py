@@ -10,8 +10,7 @@ import pytest
 import torch
 
 from fuser import FusionDefinition, ParallelType, multidevice
-from fuser.ir.axis import Axis
-from fuser.ir.tensor import TensorView
+from fuser.ir.fusion import Axis, TensorView
 from fuser.multidevice import DeviceMesh
 from fuser.support.errors import FuserError, ShardingError, UnsupportedError
 from multidevice import simulate

@@ -46,22 +46,22 @@ class Mode:
             yield
             return
         from fuser.runtime.captured_graphs import MAKERS
-        from hostir.runtime import arena, cuda_graphs
+        from hostir.runtime import cuda_graphs, plan
         from tests.hostir.stand_in_graphs import CpuGraphs
 
         before = cuda_graphs.RUNS_BEFORE, cuda_graphs.MIN_STEPS, dict(MAKERS)
         cuda_graphs.RUNS_BEFORE = cuda_graphs.MIN_STEPS = 1
-        pools = arena._POOLS  # pyright: ignore[reportPrivateUsage]
+        pools = plan._POOLS  # pyright: ignore[reportPrivateUsage]
         if self.device == "cpu":
             MAKERS["cpu"] = CpuGraphs
-            arena._POOLS = {}
+            plan._POOLS = {}
         try:
             yield
         finally:
             cuda_graphs.RUNS_BEFORE, cuda_graphs.MIN_STEPS = before[:2]
             MAKERS.clear()
             MAKERS.update(before[2])
-            arena._POOLS = pools
+            plan._POOLS = pools
 
     @property
     def options(self) -> list[str]:

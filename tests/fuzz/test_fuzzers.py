@@ -125,10 +125,10 @@ pointwise.POINTWISE["maximum"] = dataclasses.replace(row, cuda={wrong.cuda!r})
 
 
 def test_a_wrong_index_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    from fuser.ops import views
+    from fuser.ops import reshaping
 
     def flipped(arg: object, dims: list[int]) -> object:
-        return views.permute(arg, dims[::-1])  # pyright: ignore[reportArgumentType]
+        return reshaping.permute(arg, dims[::-1])  # pyright: ignore[reportArgumentType]
 
     monkeypatch.setattr("fuser.ops.permute", flipped)
     square = TensorInput("x", "Float", (3, 3, 3), True, (), plain_layout(3))

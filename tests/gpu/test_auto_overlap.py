@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-import fuser.frontend.overlap
+import fuser.frontend.executor_cache
 from fuser.frontend.program_cache import PROGRAMS
 from hostir.cost import overlap_search
 from hostir.cost.machine_model import Machine
@@ -32,7 +32,7 @@ def device(
         del name, device
         return SLOW
 
-    monkeypatch.setattr(fuser.frontend.overlap, "find_machine", find)
+    monkeypatch.setattr(fuser.frontend.executor_cache, "find_machine", find)
     # Whatever can run in steps does, by the first transport that there is.
     monkeypatch.setattr(overlap_search, "pick", lambda found, *_: found[min(1, len(found) - 1)])
     if not request.param:

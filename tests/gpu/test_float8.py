@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from fuser import DataType, FusionDefinition
-from fuser.ops.reference import scaled_product
+from fuser.ops.reference import matmul_calls
 from tests.devices import moved, passed
 from tests.frontend.test_block_quantize import (
     brute_force,
@@ -125,13 +125,13 @@ def test_torchs_kernel_is_called_for_groups(monkeypatch: pytest.MonkeyPatch) -> 
     """For groups of rows, as many as there are: once for each that has any."""
     if torch.cuda.get_device_capability() < (8, 9):
         pytest.skip("needs products of floats of one byte")
-    plain, called = scaled_product._native, list[int]()
+    plain, called = matmul_calls._native, list[int]()
 
     def noted(a: torch.Tensor, *args: object) -> torch.Tensor:
         called.append(len(a))
         return plain(a, *args)  # pyright: ignore[reportArgumentType]
 
-    monkeypatch.setattr(scaled_product, "_native", noted)
+    monkeypatch.setattr(matmul_calls, "_native", noted)
     sizes = {"g": 4, "m": 64, "n": 96, "k": 128, "1": 1}
     given = draw_given("m", sizes, [3, 20, 20, 33], {"scale1": "m1", "scale2": "g1n"})
     with FusionDefinition() as fd:
@@ -146,14 +146,14 @@ def test_torchs_kernel_is_called(monkeypatch: pytest.MonkeyPatch) -> None:
     if torch.cuda.get_device_capability() < (8, 9):
         pytest.skip("needs products of floats of one byte")
     called: list[torch.dtype] = []
-    plain = scaled_product._native
+    plain = matmul_calls._native
 
     def noted(*args: object) -> torch.Tensor:
         out = plain(*args)  # pyright: ignore[reportArgumentType]
         called.append(out.dtype)
         return out
 
-    monkeypatch.setattr(scaled_product, "_native", noted)
+    monkeypatch.setattr(matmul_calls, "_native", noted)
     one = torch.tensor(0.5)
     plainly = [*factors(64, 128, 96), one, one]
     for given in (plainly, [moved(x) for x in plainly]):

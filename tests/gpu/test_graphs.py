@@ -193,7 +193,7 @@ def test_what_cannot_be_captured_leaves_no_trace(monkeypatch: pytest.MonkeyPatch
     def refuse(self: object, call: object, stream: int) -> None:
         torch.ones(3, device=device).sum().item()  # asks for what was not computed
 
-    monkeypatch.setattr("fuser.runtime.cuda_graph.CudaGraphs.kernel", refuse)
+    monkeypatch.setattr("fuser.runtime.captured_graphs.CudaGraphs.kernel", refuse)
     for _ in range(ENOUGH):
         check(case, inputs, fd.execute(inputs))
     (line,) = fd.cuda_graphs()

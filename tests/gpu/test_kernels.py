@@ -8,7 +8,7 @@ import torch
 
 from fuser import ops
 from fuser.ir.dtypes import DataType, to_torch
-from fuser.ir.tensor import TensorView
+from fuser.ir.fusion import TensorView
 from fuser.kernels.executor import FusedKernelExecutor
 from fuser.schedule import find_scheduler
 from tests.schedule.programs import Build, define, random, sizes_of

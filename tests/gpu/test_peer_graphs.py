@@ -10,7 +10,7 @@ from typing import cast
 import pytest
 import torch
 
-from fuser.runtime.cuda_graph import CudaGraphs
+from fuser.runtime.captured_graphs import CudaGraphs
 from fuser.support.errors import UnsupportedError
 from hostir.runtime import cuda_graphs
 from multidevice import Communicator

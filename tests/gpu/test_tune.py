@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from fuser import DataType, FusionDefinition
-from fuser.kernels import autotune, trial
+from fuser.kernels import autotune
+from fuser.kernels import autotune as trial
 from tests.frontend.test_tune import params_of
 
 

@@ -11,12 +11,11 @@ import torch
 import hostir
 from fuser import ops
 from fuser.ir.dtypes import DataType
-from fuser.ir.fusion import Fusion
+from fuser.ir.fusion import Fusion, TensorView
 from fuser.ir.fusion_guard import FusionGuard
 from fuser.ir.op import Op
 from fuser.ir.ops import nodes
 from fuser.ir.scalar.constructors import Scalar
-from fuser.ir.tensor import TensorView
 from fuser.ir.types import MemoryType, ParallelType
 from fuser.ops.define import define_tensor
 from fuser.ops.reference.meaning import evaluate_fusion

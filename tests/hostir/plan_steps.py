@@ -17,12 +17,11 @@ from itertools import groupby
 from types import FunctionType
 from typing import Any
 
-from fuser.ir.fusion import TensorOp
+from fuser.ir.fusion import TensorOp, TensorView
 from fuser.ir.op import Op
 from fuser.ir.ops import nodes
 from fuser.ir.scalar import constructors as sc
 from fuser.ir.scalar.constructors import Scalar
-from fuser.ir.tensor import TensorView
 from fuser.ir.types import MemoryType
 from fuser.support import options
 from hostir.ir.buffer_aliasing import Storage
@@ -30,27 +29,25 @@ from hostir.ir.ops import (
     NUMBER_OF_STREAMS,
     RANK,
     Allocate,
+    CollectivePermute,
+    Communication,
     Deallocate,
+    EndCoalescing,
     ForLoop,
     GetCurrentStream,
     HirAliasSelect,
     IfThenElse,
     LaunchKernel,
     LocalSlice,
+    P2PCommunication,
     PostOnStream,
     SetCurrentStream,
     ShardByStream,
-    SymmetricContiguousView,
-    Synchronize,
-)
-from hostir.ir.transfers import (
-    CollectivePermute,
-    Communication,
-    EndCoalescing,
-    P2PCommunication,
     ShareMemHandles,
     StartCoalescing,
     StartsCommunication,
+    SymmetricContiguousView,
+    Synchronize,
     Wait,
 )
 from hostir.runtime.evaluator import ProgramEvaluator

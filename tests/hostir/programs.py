@@ -10,9 +10,8 @@ import torch
 
 from fuser import ops
 from fuser.ir.binding import Binder, bind_inputs
-from fuser.ir.fusion import Fusion
+from fuser.ir.fusion import Fusion, TensorView
 from fuser.ir.fusion_guard import FusionGuard
-from fuser.ir.tensor import TensorView
 from fuser.ir.types import ParallelType
 from fuser.ops.define import define_tensor
 from fuser.ops.reference.meaning import evaluate_fusion
@@ -25,7 +24,7 @@ from hostir.ir.diagnostics import report
 from hostir.ir.ops import NUMBER_OF_STREAMS
 from hostir.ir.program import HostIrContainer
 from hostir.lowering.segments import lower
-from hostir.passes.host_passes import run_passes
+from hostir.passes.deallocation import run_passes
 from hostir.tools.run_text import run_simulated
 from multidevice.job.shard_tensor import unshard
 from multidevice.sharding import queries

@@ -16,7 +16,7 @@ import torch
 from fuser.runtime.captured_graphs import MAKERS, Slots
 from fuser.runtime.compiled_kernel import LaunchCall
 from hostir.ir.shard_layout import spanned
-from hostir.runtime import arena, steps
+from hostir.runtime import plan, steps
 
 
 def without_owner(tensor: torch.Tensor) -> torch.Tensor:
@@ -164,7 +164,7 @@ def stand_in(monkeypatch: pytest.MonkeyPatch) -> list[CpuGraphs]:
 
     monkeypatch.setitem(MAKERS, "cpu", make)
     # Memory of earlier programs knows what captured them.
-    monkeypatch.setattr(arena, "_POOLS", {})
+    monkeypatch.setattr(plan, "_POOLS", {})
     # So that addresses come back for certain.
     monkeypatch.setattr(steps, "empty_on", Recycled().empty_on)
     return found

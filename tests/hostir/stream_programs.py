@@ -8,11 +8,11 @@ from typing import Any
 
 import torch
 
+from fuser.ir.fusion import TensorView
 from fuser.ir.op import Op
 from fuser.ir.ops import nodes
 from fuser.ir.scalar import constructors as sc
 from fuser.ir.scalar.constructors import Scalar
-from fuser.ir.tensor import TensorView
 from fuser.ir.types import ParallelType
 from hostir import (
     NUMBER_OF_STREAMS,
@@ -40,8 +40,7 @@ from hostir.ir.program import walk
 from hostir.passes.deallocation import insert_deallocate
 from hostir.tools.run_text import shards_of
 from multidevice.job.communicator import Communicator
-from multidevice.job.mesh import LocalDeviceMesh
-from multidevice.job.shard_tensor import unshard
+from multidevice.job.shard_tensor import LocalDeviceMesh, unshard
 from multidevice.job.simulation import simulate
 
 MAIN = Stream(name="S0")

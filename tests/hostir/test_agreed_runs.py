@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from fuser import ParallelType, ops
-from fuser.ir.tensor import TensorView
+from fuser.ir.fusion import TensorView
 from fuser.support.errors import FuserError, InputError, PeerError, ProgramMismatchError
 from hostir import (
     Allocate,

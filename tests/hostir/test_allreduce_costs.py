@@ -12,7 +12,7 @@ from hostir import Allocate, Communication, HostIrContainer, TeamOf, Wait
 from hostir.cost.machine_model import H200, machine_from_json
 from hostir.cost.op_costs import BUS, collective_cost
 from hostir.cost.simulator import timetable_of
-from hostir.ir.transfers import PEER_COPIES
+from hostir.ir.ops import PEER_COPIES
 from multidevice import DeviceMesh
 
 BF16 = DataType.BFloat16

@@ -7,9 +7,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hostir import HostIrEvaluator
-from hostir.analysis.lifetimes import Lifetime
+from hostir.analysis.clocks import Lifetime
 from hostir.ir.effects import ENTRY
-from hostir.runtime.arena import (
+from hostir.runtime.plan import (
     ALIGNMENT_NBYTES,
     MAX_ROOM_NBYTES,
     MAX_SPARE,

@@ -13,10 +13,9 @@ from fuser.ir.fusion import Fusion
 from fuser.ir.scalar.constructors import Symbol
 from hostir.cost import overlap_search
 from hostir.cost.machine_model import H200, Machine
-from hostir.cost.near_sizes import near
-from hostir.cost.overlap_search import MARGIN, OverlapCandidate, Overlaps, pick
+from hostir.cost.overlap_search import MARGIN, OverlapCandidate, Overlaps, near, pick
+from hostir.ir.ops import PEER_COPIES
 from hostir.ir.program import HostIrContainer
-from hostir.ir.transfers import PEER_COPIES
 from hostir.lowering.input_class import InputClass
 from hostir.lowering.pipeline import build_program
 from multidevice import DeviceMesh

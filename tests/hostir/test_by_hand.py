@@ -12,9 +12,9 @@ import torch
 import hostir
 from fuser import ops
 from fuser.ir.dtypes import DataType
+from fuser.ir.fusion import TensorView
 from fuser.ir.ops import nodes
 from fuser.ir.scalar.constructors import Scalar
-from fuser.ir.tensor import TensorView
 from fuser.ir.types import ParallelType
 from fuser.support.errors import (
     ArgumentError,
@@ -44,7 +44,7 @@ from hostir import (
     parse,
     verify,
 )
-from hostir.runtime.unit import UnitRunner
+from hostir.runtime.context import UnitRunner
 from multidevice import Communicator, simulate
 from tests.hostir.handmade import (
     ENTRY,

@@ -18,7 +18,7 @@ from fuser import DataType
 from fuser.support.errors import FuserError, InputError, PeerError
 from hostir import HostIrEvaluator
 from hostir.cost import calibrate
-from hostir.cost.calibrate_checks import link_faults, matmul_faults, spread_faults
+from hostir.cost.calibrate import link_faults, matmul_faults, spread_faults
 from hostir.cost.machine_model import (
     H200,
     Machine,
@@ -29,7 +29,7 @@ from hostir.cost.machine_model import (
     usual_machine,
 )
 from hostir.cost.op_costs import BUS, collective_cost, transfer_cost
-from hostir.ir.transfers import PEER_COPIES
+from hostir.ir.ops import PEER_COPIES
 from hostir.tools.cli import main
 from multidevice import Communicator, simulate
 from tests.hostir.programs import CASES, build

@@ -12,13 +12,11 @@ from fuser import FusionDefinition, ParallelType
 from fuser.multidevice import DeviceMesh
 from fuser.support.errors import InputError, ParseError, ShardingError
 from hostir import HostIrContainer
-from hostir.ir.ops import Allocate
-from hostir.ir.parser import parse
+from hostir.ir.ops import Allocate, Communication, TeamOf, Wait
+from hostir.ir.parser import parse, read_program
 from hostir.ir.program import SHORT_FORM, equal
-from hostir.ir.source import read_program
-from hostir.ir.transfers import Communication, TeamOf, Wait
 from hostir.lowering.input_class import size_symbols
-from hostir.passes.host_passes import PASSES
+from hostir.passes.deallocation import PASSES
 from hostir.tools.cli import main
 from hostir.tools.run_text import summaries
 from multidevice.sharding.queries import local_sizes

@@ -9,7 +9,7 @@ import torch
 
 from fuser.runtime import compiled_runner
 from fuser.support.errors import KernelError
-from hostir.runtime import arena, cuda_graphs, steps
+from hostir.runtime import cuda_graphs, plan, steps
 from tests.frontend.steady_programs import (
     runs,
     steady,
@@ -88,7 +88,7 @@ def test_as_soon_as_without_the_runner(
     """It keeps nothing, and allocates nothing twice: tensors lie where they lay without it."""
     with_it = _captures_per_batch(made)
     made.clear()
-    monkeypatch.setattr(arena, "_POOLS", {})
+    monkeypatch.setattr(plan, "_POOLS", {})
     monkeypatch.setattr(steps, "empty_on", Recycled().empty_on)
     monkeypatch.setenv("FUSER_DISABLE", "compiled_runner")
     assert with_it == _captures_per_batch(made)

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from fuser import DataType, ParallelType, ops
-from fuser.ir.tensor import TensorView
+from fuser.ir.fusion import TensorView
 from fuser.ir.types import MemoryType
 from fuser.support.errors import UnsupportedError, VerifyError
 from hostir import (
@@ -37,9 +37,8 @@ from hostir import (
     ne,
     where,
 )
-from hostir.cost.links import traffic_of
 from hostir.cost.machine_model import H200, Machine
-from hostir.cost.report import Prediction, predict, report
+from hostir.cost.report import Prediction, predict, report, traffic_of
 from hostir.cost.simulator import timetable_of
 from multidevice import DeviceMesh
 

@@ -16,7 +16,7 @@ from hostir.cost.machine_model import H200, find_machine, machine_from_json
 from hostir.cost.report import predict
 from hostir.cost.simulator import timetable_of
 from hostir.lowering.input_class import symbol_values
-from hostir.profiling.trace import trace_text
+from hostir.profiling.timeline import trace_text
 from hostir.tools.cli import main
 from tests.hostir.handmade import EXAMPLES
 from tests.hostir.programs import CASES, build

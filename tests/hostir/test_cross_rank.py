@@ -38,7 +38,7 @@ from hostir.analysis import collective_matching, deadlocks
 from hostir.analysis.collective_matching import find_mismatches
 from hostir.ir.diagnostics import Finding, line_numbers, report
 from hostir.ir.program import walk
-from multidevice.job.mesh import LocalDeviceMesh
+from multidevice.job.shard_tensor import LocalDeviceMesh
 from tests.hostir.stream_programs import (
     N_STREAMS,
     PROGRAMS,

@@ -11,10 +11,10 @@ import pytest
 import torch
 
 from fuser import ops
+from fuser.ir.fusion import TensorView
 from fuser.ir.op import Op
 from fuser.ir.ops import nodes
 from fuser.ir.scalar.constructors import Scalar, as_scalar
-from fuser.ir.tensor import TensorView
 from fuser.support.errors import ArgumentError, VerifyError
 from hostir import (
     NUMBER_OF_STREAMS,
@@ -36,9 +36,14 @@ from hostir import (
     verify,
 )
 from hostir.analysis import stream_chains
-from hostir.analysis.buffer_regions import reshaped, whole_axes, whole_box
+from hostir.analysis.buffer_regions import (
+    BufferRegion,
+    TrackedBuffer,
+    reshaped,
+    whole_axes,
+    whole_box,
+)
 from hostir.analysis.preflight import check_before_run
-from hostir.analysis.uses import BufferRegion, TrackedBuffer
 from hostir.tools.run_text import run_simulated
 from multidevice import DeviceMesh
 from tests.hostir.handmade import enter_streams, leave_streams

@@ -7,10 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from fuser.ir.tensor import TensorView
+from fuser.ir.fusion import TensorView
 from fuser.support import options
-from hostir.ir.forms import dumped
-from hostir.ir.program import HostIrContainer, walk
+from hostir.ir.program import HostIrContainer, dumped, walk
 from hostir.tools.cli import main
 from tests.hostir.handmade import EXAMPLES
 from tests.hostir.programs import CASES, build

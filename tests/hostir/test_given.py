@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from fuser import ParallelType, ops
-from fuser.ir.tensor import TensorView
+from fuser.ir.fusion import TensorView
 from fuser.multidevice import DeviceMesh
 from fuser.support.errors import ExecutionError, InputError
 from hostir import (
@@ -23,7 +23,7 @@ from hostir import (
     Stream,
     Synchronize,
 )
-from hostir.ir.transfers import Communication, TeamOf, Wait
+from hostir.ir.ops import Communication, TeamOf, Wait
 from multidevice.job.communicator import Communicator
 from multidevice.job.simulation import simulate
 from tests.hostir.programs import Case, build_for, out, tensor

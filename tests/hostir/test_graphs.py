@@ -17,10 +17,11 @@ from fuser.runtime.captured_graphs import MAKERS
 from fuser.support.gc_pause import uncollected
 from fuser.support.torch_calls import arithmetic_choices
 from hostir import Allocate, HostIrContainer, HostIrEvaluator
-from hostir.runtime import arena, cuda_graphs
+from hostir.runtime import cuda_graphs
+from hostir.runtime import plan as arena
 from hostir.runtime.plan import BoundPlan, Plan
 from multidevice.coordination.bounded_wait import Calls
-from multidevice.transports.base.captured import Captured
+from multidevice.transports.base.protocol import Captured
 from tests.hostir.graph_cases import CASES, ENOUGH, IN_PLACE, check, defined, repeat
 from tests.hostir.stand_in_graphs import CpuGraph, CpuGraphs, stand_in
 

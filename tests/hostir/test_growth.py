@@ -13,7 +13,7 @@ import pytest
 
 from fuser.ir.domain.device_mesh import DeviceMesh
 from fuser.ir.domain.tensor_domain import IterDomain, TensorDomain
-from fuser.ir.tensor import TensorView
+from fuser.ir.fusion import TensorView
 from fuser.passes import segment
 from fuser.passes.merge_groups import Merger
 from hostir.ir.parser import parse

@@ -11,11 +11,10 @@ import pytest
 import torch
 
 from fuser import ops
-from fuser.ir.fusion import Fusion
+from fuser.ir.fusion import Fusion, TensorView
 from fuser.ir.fusion_guard import FusionGuard
 from fuser.ir.ops import nodes
 from fuser.ir.scalar.constructors import as_scalar
-from fuser.ir.tensor import TensorView
 from fuser.ir.types import ParallelType
 from fuser.ops.define import define_tensor
 from fuser.support.errors import VerifyError

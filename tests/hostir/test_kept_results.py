@@ -14,7 +14,7 @@ from fuser import FusionDefinition, ops
 from fuser.ops.reference import attention_kernels
 from hostir.runtime import cuda_graphs
 from hostir.runtime.plan import BoundPlan, Plan
-from hostir.runtime.replay_tensors import tensor_op
+from hostir.runtime.recorder import tensor_op
 from tests.frontend.test_attention import attend, define, draw
 from tests.hostir.stand_in_graphs import CpuGraphs, stand_in
 

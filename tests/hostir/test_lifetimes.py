@@ -19,9 +19,8 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from fuser.ir.fusion import TensorOp
+from fuser.ir.fusion import TensorOp, TensorView
 from fuser.ir.op import Op
-from fuser.ir.tensor import TensorView
 from hostir import (
     NUMBER_OF_STREAMS,
     Allocate,
@@ -32,17 +31,15 @@ from hostir import (
     Stream,
     Synchronize,
 )
-from hostir.analysis.lifetimes import Lifetime
+from hostir.analysis.clocks import Lifetime
 from hostir.ir.effects import ENTRY
-from hostir.ir.ops import Deallocate
-from hostir.ir.transfers import EndCoalescing, P2PCommunication, StartsCommunication, Wait
+from hostir.ir.ops import Deallocate, EndCoalescing, P2PCommunication, StartsCommunication, Wait
 from hostir.passes.deallocation import insert_deallocate
 from hostir.runtime import evaluator as evaluating
 from hostir.runtime import recorder as replaying
 from hostir.runtime import steps as made_of
-from hostir.runtime.arena import Arenas, first_fit
 from hostir.runtime.frame import Frame
-from hostir.runtime.plan import Plan
+from hostir.runtime.plan import Arenas, Plan, first_fit
 from hostir.runtime.recorder import Recorder
 from hostir.runtime.steps import Block, Slots, View
 from hostir.runtime.streams import DelayedStreams, _Until

@@ -11,10 +11,10 @@ from dataclasses import dataclass
 
 import pytest
 
+from fuser.ir.fusion import TensorView
 from fuser.ir.op import Op
 from fuser.ir.scalar import constructors as sc
 from fuser.ir.scalar.constructors import Scalar
-from fuser.ir.tensor import TensorView
 from fuser.ir.types import ParallelType
 from hostir import (
     NUMBER_OF_STREAMS,
@@ -33,7 +33,7 @@ from hostir import (
 from hostir.analysis import collective_matching, deadlocks
 from hostir.analysis.collective_matching import find_mismatches
 from hostir.ir.diagnostics import report
-from multidevice.job.mesh import LocalDeviceMesh
+from multidevice.job.shard_tensor import LocalDeviceMesh
 from tests.hostir.stream_programs import allocated, select, spread_over
 
 X = ParallelType.mesh_x

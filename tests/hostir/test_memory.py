@@ -12,7 +12,7 @@ from fuser import DataType, FusionDefinition
 from fuser.support.errors import ExecutionError
 from fuser.support.torch_calls import EmptyStrided
 from hostir.runtime import steps
-from hostir.runtime.memory import OutOfMemoryError
+from hostir.runtime.frame import OutOfMemoryError
 
 D = DataType
 Define = Callable[[Any, Any], Any]

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from fuser.ir.fusion import TensorView
 from fuser.ir.op import Op
 from fuser.ir.scalar import constructors as sc
-from fuser.ir.tensor import TensorView
 from fuser.support.errors import VerifyError
 from hostir import (
     NUMBER_OF_STREAMS,
@@ -26,9 +26,8 @@ from hostir import (
 )
 from hostir.analysis.collective_matching import find_mismatches
 from hostir.analysis.races import find_races
-from hostir.ir.ops import HostOp, loop_index
+from hostir.ir.ops import HOST_OPS, HostOp, loop_index
 from hostir.ir.program import walk
-from hostir.ir.transfers import HOST_OPS
 from hostir.runtime.execute import HANDLERS
 from hostir.runtime.recorder import RECORD
 from multidevice import Communicator, simulate
@@ -43,7 +42,7 @@ def missing_parts(cls: type[HostOp], examples: dict[type[Op], str]) -> list[str]
         "text (TEXT, or template() and variants())": bool(cls.TEXT)
         or (hasattr(cls, "template") and hasattr(cls, "variants")),
         "effects()": cls.effects is not HostOp.effects,
-        "a place in hostir.ir.transfers.HOST_OPS": cls in HOST_OPS,
+        "a place in hostir.ir.ops.HOST_OPS": cls in HOST_OPS,
         "a handler in hostir.runtime.execute.HANDLERS": cls in HANDLERS,
         "an entry in hostir.runtime.recorder.RECORD": cls in RECORD,
         "an example in tests.hostir.handmade.EXAMPLES": cls in examples,

@@ -5,12 +5,10 @@ from __future__ import annotations
 import pytest
 
 from fuser.support.errors import VerifyError
-from hostir.ir.ops import Deallocate
+from hostir.ir.ops import Communication, Deallocate, Wait
 from hostir.ir.parser import parse
 from hostir.ir.program import HostIrContainer
-from hostir.ir.transfers import Communication, Wait
-from hostir.passes.deallocation import insert_deallocate
-from hostir.passes.host_passes import run_passes
+from hostir.passes.deallocation import insert_deallocate, run_passes
 from tests.hostir.programs import CASES, build
 
 BEFORE = """

@@ -12,11 +12,11 @@ import torch
 
 from fuser import DataType, DeviceMesh, FusionDefinition, ParallelType
 from fuser.ir.domain.strided_layout import viewed_strides
+from fuser.ir.fusion import TensorView
 from fuser.ir.scalar import constructors as sc
-from fuser.ir.tensor import TensorView
 from hostir.ir.ops import RANK, IfThenElse
 from hostir.ir.program import HostIrContainer
-from hostir.runtime import posting
+from hostir.runtime import recorder as posting
 from hostir.runtime.communication import CommunicationCall, PostedBuffer, post
 from hostir.runtime.dry_run import rehearse_plan
 from hostir.runtime.evaluator import ProgramEvaluator

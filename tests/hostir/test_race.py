@@ -30,7 +30,7 @@ from hostir import (
     Synchronize,
     Wait,
 )
-from hostir.analysis import race_reports as race
+from hostir.analysis import races as race
 from hostir.analysis.races import find_races
 from hostir.analysis.stream_chains import find_chains
 from hostir.ir.diagnostics import Finding, line_numbers, report

@@ -14,10 +14,9 @@ from collections.abc import Iterator
 
 import pytest
 
-from fuser.ir.fusion import TensorOp
+from fuser.ir.fusion import TensorOp, TensorView
 from fuser.ir.op import Op
 from fuser.ir.ops import nodes
-from fuser.ir.tensor import TensorView
 from hostir import (
     NUMBER_OF_STREAMS,
     RANK,

@@ -8,7 +8,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from fuser import FusionDefinition
 from hostir.runtime import cuda_graphs
-from hostir.runtime.ranges import _at  # pyright: ignore[reportPrivateUsage]
+from hostir.runtime.steps import _at  # pyright: ignore[reportPrivateUsage]
 from tests.frontend.steady_programs import runs, steady
 from tests.hostir.stand_in_graphs import stand_in
 
@@ -93,7 +93,7 @@ def test_without_a_profiler_no_range_is_made(monkeypatch: pytest.MonkeyPatch) ->
     def refuse(name: str) -> None:
         raise AssertionError(name)
 
-    monkeypatch.setattr("hostir.runtime.ranges.range_named", refuse)
+    monkeypatch.setattr("hostir.runtime.steps.range_named", refuse)
     fd, _ = layered()
     for _ in range(20):
         fd.execute([torch.randn(8, 8)])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from fuser.ir.tensor import TensorView
+from fuser.ir.fusion import TensorView
 from fuser.support.errors import FuserError, InputError, PeerError
 from hostir import HostIrEvaluator
 from hostir.ir.parser import parse

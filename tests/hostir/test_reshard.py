@@ -27,7 +27,7 @@ def test_a_change_of_placement_is_proved_before_it_is_named_and_never_again(
     def refuse(*args: object, **kwargs: object) -> None:
         raise AssertionError("two placements are compared again")
 
-    monkeypatch.setattr("multidevice.sharding.equivalence.Comparison.differs", refuse)
+    monkeypatch.setattr("multidevice.sharding.queries.Comparison.differs", refuse)
     monkeypatch.setattr("multidevice.sharding.queries.Comparison.differs", refuse)
     segmented = segment_fusion(
         model.fusion,

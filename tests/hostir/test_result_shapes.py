@@ -11,10 +11,10 @@ import pytest
 import torch
 
 from fuser.ir.dtypes import DataType
+from fuser.ir.fusion import TensorView
 from fuser.ir.op import Op
 from fuser.ir.ops import nodes
 from fuser.ir.scalar.constructors import Number, Symbol, as_scalar, symbols
-from fuser.ir.tensor import TensorView
 from fuser.ir.types import ParallelType
 from fuser.support.errors import VerifyError
 from hostir import NUMBER_OF_STREAMS, RANK, Allocate, HirAliasSelect, HostIrContainer, LocalSlice

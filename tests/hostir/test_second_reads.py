@@ -9,11 +9,11 @@ import pytest
 import torch
 
 from fuser import FusionDefinition
-from fuser.ir.tensor import TensorView
+from fuser.ir.fusion import TensorView
 from fuser.support import options
 from hostir import HostIrEvaluator
 from hostir.ir.parser import parse
-from hostir.passes.second_reads import CacheReuse, second_reads
+from hostir.passes.memory_hints import CacheReuse, second_reads
 
 H200 = ["schedules_for(h200)"]
 # More than a block keeps.

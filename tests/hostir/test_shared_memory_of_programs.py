@@ -11,8 +11,8 @@ import torch
 
 from fuser import FusionDefinition
 from fuser.multidevice import Communicator, DeviceMesh
-from hostir.runtime import arena as arenas_of
-from hostir.runtime.arena import Arena, Memory, Pool
+from hostir.runtime import plan as arenas_of
+from hostir.runtime.plan import Arena, Memory, Pool
 from multidevice import simulate
 
 pytestmark = pytest.mark.finding("G30")

@@ -14,8 +14,8 @@ import torch
 
 import multidevice
 from fuser import ParallelType
+from fuser.ir.fusion import TensorView
 from fuser.ir.ops import nodes
-from fuser.ir.tensor import TensorView
 from fuser.ir.types import MemoryType
 from fuser.support.errors import CommunicationError, UnsupportedError, VerifyError
 from hostir import (
@@ -35,8 +35,7 @@ from hostir import (
 )
 from hostir.analysis.collective_matching import find_mismatches
 from hostir.analysis.races import find_races
-from hostir.ir.ops import RANK
-from hostir.ir.transfers import Communication, Wait
+from hostir.ir.ops import RANK, Communication, Wait
 from multidevice.job.communicator import Communicator
 from multidevice.transports.memory.host_shared import SharedMemory
 from multidevice.transports.memory.symmetric_view import MemoryLocation

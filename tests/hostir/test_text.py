@@ -15,10 +15,9 @@ from fuser import FusionDefinition, ops
 from fuser.ir.types import ParallelType
 from fuser.support.errors import ParseError, VerifyError
 from hostir import HostIrEvaluator
-from hostir.ir.ops import Allocate, LocalSlice
+from hostir.ir.ops import Allocate, Communication, LocalSlice, Wait
 from hostir.ir.parser import parse
 from hostir.ir.program import FULL_FORM, HostIrContainer, equal, walk
-from hostir.ir.transfers import Communication, Wait
 from hostir.ir.verifier import verify
 from tests.hostir.programs import CASES, Case, build, check, out, shard, tensor
 

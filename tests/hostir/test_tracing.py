@@ -24,13 +24,15 @@ from fuser.support.errors import (
 from hostir import HostIrEvaluator
 from hostir.cost.intervals import Busy
 from hostir.ir.diagnostics import line_numbers
-from hostir.ir.transfers import CollectivePermute, EndCoalescing, P2PCommunication
+from hostir.ir.ops import CollectivePermute, EndCoalescing, P2PCommunication
 from hostir.profiling.cupti import read_profile
 from hostir.profiling.op_recorder import TracedOp
 from hostir.profiling.timeline import RankTrace, Trace, run_times
 from hostir.profiling.timers import CuptiWatch, EventWatch, HostWatch, Round, Timed, clock
-from hostir.profiling.together import aligned
-from hostir.profiling.tracer import ways_to_time  # pyright: ignore[reportPrivateUsage]
+from hostir.profiling.tracer import (
+    aligned,
+    ways_to_time,  # pyright: ignore[reportPrivateUsage]
+)
 from hostir.tools.run_text import shards_of
 from multidevice import Communicator, simulate
 from multidevice.job.shard_tensor import shard_for_rank

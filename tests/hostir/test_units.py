@@ -28,7 +28,7 @@ from hostir import (
     verify,
 )
 from hostir.lowering.pipeline import build_program
-from hostir.runtime.unit import MAX_PROGRAMS, UnitRunner
+from hostir.runtime.context import MAX_PROGRAMS, UnitRunner
 from multidevice import Communicator, DeviceMesh, simulate
 from tests.hostir.handmade import EXAMPLES, enter_streams, leave_streams, unit
 
@@ -71,7 +71,7 @@ def test_a_unit_is_compiled_once_per_class(monkeypatch: pytest.MonkeyPatch) -> N
         built.append(())
         return original(*args, **options)
 
-    monkeypatch.setattr("hostir.runtime.unit.build_program", counting)
+    monkeypatch.setattr("hostir.runtime.context.build_program", counting)
     evaluator = HostIrEvaluator(_program())
     for rows in range(2, 12):
         evaluator.run([torch.randn(rows, 5)])

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from fuser import ops
+from fuser.ir.fusion import TensorView
 from fuser.ir.scalar.constructors import ZERO
-from fuser.ir.tensor import TensorView
 from fuser.support.errors import VerifyError
 from hostir import (
     Allocate,

@@ -14,9 +14,8 @@ import pytest
 import torch
 
 from fuser import FusionDefinition, ops
-from fuser.ir.fusion import Fusion
+from fuser.ir.fusion import Fusion, TensorView
 from fuser.ir.fusion_guard import FusionGuard
-from fuser.ir.tensor import TensorView
 from fuser.kernels import executor
 from fuser.kernels.executor import compile_many
 from fuser.runtime.compile import compile_kernels

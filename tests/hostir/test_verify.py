@@ -14,15 +14,23 @@ from fuser.ir.scalar import constructors as sc
 from fuser.ir.types import ParallelType
 from fuser.support.errors import ParseError, VerifyError
 from hostir import RANK, eq
-from hostir.ir.ops import Allocate, Deallocate, LaunchKernel, LocalSlice, ShardByStream
+from hostir.ir.ops import (
+    Allocate,
+    CollectivePermute,
+    Communication,
+    Deallocate,
+    LaunchKernel,
+    LocalSlice,
+    ShardByStream,
+    Wait,
+)
 from hostir.ir.parser import parse
 from hostir.ir.program import HostIrContainer
-from hostir.ir.transfers import CollectivePermute, Communication, Wait
 from hostir.ir.verifier import verify
-from hostir.passes.host_passes import run_passes
+from hostir.passes.deallocation import run_passes
 from hostir.tools.cli import main
 from hostir.tools.run_text import run_simulated
-from multidevice.job.mesh import LocalDeviceMesh
+from multidevice.job.shard_tensor import LocalDeviceMesh
 from multidevice.sharding.reshard import TeamOf
 from tests.hostir.programs import CASES, build
 
@@ -310,6 +318,6 @@ def test_errors_mark_the_line_and_name_the_pass(program: HostIrContainer) -> Non
 
 
 def _passes():
-    from hostir.passes.host_passes import PASSES
+    from hostir.passes.deallocation import PASSES
 
     return PASSES

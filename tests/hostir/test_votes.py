@@ -11,7 +11,7 @@ import torch
 
 from hostir.runtime import cuda_graphs
 from multidevice import Communicator
-from multidevice.transports.base.captured import Captured, Vote
+from multidevice.transports.base.protocol import Captured, Vote
 from tests.hostir.peer_graph_cases import CASES, ROWS, Case, K, N, numbers
 from tests.hostir.stand_in_graphs import CpuGraph, CpuGraphs, stand_in
 

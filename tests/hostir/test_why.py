@@ -11,14 +11,14 @@ from typing import Any
 import pytest
 
 from fuser import ops
+from fuser.ir.fusion import TensorView
 from fuser.ir.provenance import read_origin
-from fuser.ir.tensor import TensorView
 from fuser.ir.types import ParallelType
 from fuser.support.errors import ParseError
 from fuser.support.text_cursor import Cursor
+from hostir.ir.ops import Communication
 from hostir.ir.parser import parse
 from hostir.ir.program import HostIrContainer, equal
-from hostir.ir.transfers import Communication
 from hostir.tools.cli import main
 from hostir.tools.explain import UNKNOWN, explain
 from multidevice import DeviceMesh

@@ -13,7 +13,7 @@ from fuser import DataType, ParallelType, TensorView, multidevice, ops
 from fuser.multidevice import DeviceMesh
 from fuser.support.errors import ArgumentError, DefinitionError, FuserError, ParseError
 from hostir import Allocate, HostIrContainer, HostIrEvaluator, Stream, verify
-from hostir.ir.transfers import (
+from hostir.ir.ops import (
     COLLECTIVES,
     LIBRARIES,
     CollectivePermute,

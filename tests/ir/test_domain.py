@@ -12,10 +12,9 @@ from fuser.ir.domain.axis_path import indices_backward, indices_forward
 from fuser.ir.domain.device_mesh import DeviceMesh
 from fuser.ir.domain.tensor_domain import domain_problem
 from fuser.ir.dtypes import DataType
-from fuser.ir.fusion import Fusion
+from fuser.ir.fusion import Fusion, TensorView
 from fuser.ir.ops import nodes
 from fuser.ir.scalar import constructors as sc
-from fuser.ir.tensor import TensorView
 from fuser.ir.text.printer import domain_text, fusion_text
 from fuser.ir.types import IterType, ParallelType
 from fuser.ir.verify import verify_fusion

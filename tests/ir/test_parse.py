@@ -9,16 +9,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from fuser.ir.canonical_form import equal_fusions, equal_ops, tensor_key
 from fuser.ir.dtypes import INFO, DataType
-from fuser.ir.equality import equal_fusions, equal_ops, tensor_key
 from fuser.ir.fusion import Fusion
 from fuser.ir.op import Op
 from fuser.ir.ops import nodes
 from fuser.ir.scalar import constructors as sc
 from fuser.ir.scalar.constructors import Scalar
-from fuser.ir.text.parser import Parser, parse_fusion, parse_scalar
+from fuser.ir.text.parser import Parser, parse_fusion, parse_scalar, tensor_op_classes
 from fuser.ir.text.printer import domain_text, fusion_text
-from fuser.ir.text.templates import tensor_op_classes
 from fuser.ir.types import MemoryType, ParallelType
 from fuser.support.errors import ParseError
 from fuser.support.text_cursor import Cursor

@@ -17,8 +17,7 @@ from fuser.ir.domain.axis_path import (
     path,
     replay,
 )
-from fuser.ir.domain.build_domain import DomainBuilder
-from fuser.ir.domain.tensor_domain import TensorDomain
+from fuser.ir.domain.tensor_domain import DomainBuilder, TensorDomain
 from fuser.ir.dtypes import DataType
 from fuser.ir.fusion import Fusion
 from fuser.ir.scalar import constructors as sc

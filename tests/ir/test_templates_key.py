@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from fuser.ir.text.templates import key_of
+from fuser.ir.text.parser import key_of
 
 
 def test_extents_that_compare_are_no_definition() -> None:

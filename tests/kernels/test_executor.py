@@ -9,10 +9,9 @@ import torch
 
 from fuser import ops
 from fuser.ir.dtypes import DataType
-from fuser.ir.fusion import Fusion
+from fuser.ir.fusion import Fusion, TensorView
 from fuser.ir.fusion_guard import FusionGuard
-from fuser.ir.layout_class import layout_of
-from fuser.ir.tensor import TensorView
+from fuser.ir.memory_layout import layout_of
 from fuser.kernels.executor import MAX_VARIANTS, FusedKernelExecutor, compile_many
 from fuser.runtime import compilations
 from fuser.runtime.cpu_kernel import CheckedCpuKernel

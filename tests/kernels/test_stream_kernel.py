@@ -9,9 +9,8 @@ import torch
 
 from fuser import ops
 from fuser.ir.binding import bind_inputs
-from fuser.ir.fusion import Fusion
+from fuser.ir.fusion import Fusion, TensorView
 from fuser.ir.fusion_guard import FusionGuard
-from fuser.ir.tensor import TensorView
 from fuser.ir.types import ParallelType
 from fuser.kernels.executor import FusedKernelExecutor
 from fuser.ops.define import define_tensor

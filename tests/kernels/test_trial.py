@@ -10,9 +10,9 @@ import torch
 
 from fuser import ops
 from fuser.ir.dtypes import DataType
-from fuser.kernels import trial
-from fuser.kernels.operands import address
-from fuser.kernels.trial import Scratch, TuningCandidate, is_launchable
+from fuser.kernels import autotune
+from fuser.kernels.autotune import Scratch, TuningCandidate, is_launchable
+from fuser.kernels.kernel_variant import address
 from fuser.runtime.prepared_launch import BoundLaunch
 from fuser.support.device import H200
 from tests.schedule.programs import define
@@ -30,7 +30,7 @@ def pair(values: torch.Tensor) -> tuple[Scratch, Scratch]:
 def test_rounding_agrees_and_more_does_not(dtype: torch.dtype) -> None:
     """A unit in the last place of each result is rounding; a tenth of one result is not."""
     values = torch.randn(1000, dtype=torch.float64).to(dtype)
-    tolerance = trial._TOLERANCE[dtype]
+    tolerance = autotune._TOLERANCE[dtype]
     first, second = pair(values)
     assert first.difference(second, tolerance) is None
     second.tensors[0].mul_(1 + torch.finfo(dtype).eps)
@@ -78,7 +78,7 @@ def test_integers_are_exact_and_complex_numbers_have_two_parts(values: torch.Ten
 
 
 def test_parts_are_compared_to_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(trial, "_CHUNK", 64)
+    monkeypatch.setattr(autotune, "_CHUNK", 64)
     for place in (0, 63, 64, 999):
         first, second = pair(torch.ones(1000))
         second.tensors[0][place] += 1
@@ -97,10 +97,10 @@ def test_scratch_lies_as_the_results_do() -> None:
 
 def test_the_coarsest_dtype_inside_decides() -> None:
     narrow = define(lambda x: ops.cast(ops.cast(x, DataType.BFloat16), DataType.Float), (None,))
-    assert trial.tolerance_of(narrow) == trial._TOLERANCE[torch.bfloat16]
-    assert trial.tolerance_of(define(ops.neg, (None,))) == trial._TOLERANCE[torch.float32]
+    assert autotune.tolerance_of(narrow) == autotune._TOLERANCE[torch.bfloat16]
+    assert autotune.tolerance_of(define(ops.neg, (None,))) == autotune._TOLERANCE[torch.float32]
     whole = define(ops.neg, (None,), dtype=DataType.Int)
-    assert trial.tolerance_of(whole) == trial._TOLERANCE[torch.float32]
+    assert autotune.tolerance_of(whole) == autotune._TOLERANCE[torch.float32]
 
 
 @pytest.mark.parametrize(
@@ -125,5 +125,5 @@ def test_a_race_has_three_rounds_at_least() -> None:
     launch: Any = None
     for budget, rounds in ((0.0, 3), (100.0, 8)):
         candidate = TuningCandidate(None, launch, launch, [], [], [9.0])
-        trial.race([candidate], lambda run: 1.0, 8, budget)
+        autotune.race([candidate], lambda run: 1.0, 8, budget)
         assert candidate.seconds == [1.0] * rounds

@@ -9,13 +9,12 @@ import torch
 from fuser.ir.binding import bind_inputs
 from fuser.ir.domain.tensor_domain import TensorDomain, contiguity_for
 from fuser.ir.dtypes import DataType, to_torch
-from fuser.ir.fusion import Fusion
+from fuser.ir.fusion import Fusion, TensorView
 from fuser.ir.fusion_guard import FusionGuard
 from fuser.ir.scalar import constructors as sc
 from fuser.ir.scalar.constructors import Number
-from fuser.ir.tensor import TensorView
 from fuser.ir.types import IterType, ParallelType
-from fuser.kernels.kernel import Kernel, make_kernel
+from fuser.kernels.kernel_variant import Kernel, make_kernel
 from fuser.lower.kernel_ir import (
     ScalarArg,
     StrideArg,

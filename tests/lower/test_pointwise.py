@@ -7,9 +7,8 @@ import torch
 
 from fuser import ops
 from fuser.ir.dtypes import DataType
-from fuser.ir.fusion import Fusion
+from fuser.ir.fusion import Fusion, TensorView
 from fuser.ir.fusion_guard import FusionGuard
-from fuser.ir.tensor import TensorView
 from fuser.schedule.inlining import inline_most
 from fuser.schedule.loop_propagation import parallelize_like, transform_like
 from fuser.support.errors import UnsupportedError

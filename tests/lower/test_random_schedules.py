@@ -13,12 +13,11 @@ import pytest
 import torch
 
 from fuser import ops
-from fuser.ir.fusion import Fusion
+from fuser.ir.fusion import Fusion, TensorView
 from fuser.ir.fusion_guard import FusionGuard
 from fuser.ir.scalar import constructors as sc
-from fuser.ir.tensor import TensorView
 from fuser.ir.types import ParallelType
-from fuser.kernels.kernel import Kernel
+from fuser.kernels.kernel_variant import Kernel
 from fuser.runtime.compile import compile_kernels
 from fuser.schedule.inlining import inline_most
 from fuser.schedule.loop_propagation import parallelize_like, transform_like

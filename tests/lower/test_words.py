@@ -11,11 +11,11 @@ import torch
 
 from fuser import FusionDefinition, ops
 from fuser.ir.dtypes import DataType, from_torch
+from fuser.ir.fusion import TensorView
 from fuser.ir.scalar import constructors as sc
 from fuser.ir.scalar.constructors import Symbol
-from fuser.ir.tensor import TensorView
 from fuser.lower.passes.vector_loads import _is_uniform, _step
-from fuser.runtime.cpu_kernel_part import CheckedCpuKernel, Counters
+from fuser.runtime.cpu_kernel import CheckedCpuKernel, Counters
 from tests.schedule.programs import define, make_executor, random, run
 
 CHECKED = ["schedules_for(h200)", "checked"]

@@ -15,12 +15,11 @@ import torch
 
 from fuser.ir.binding import bind_inputs
 from fuser.ir.domain.device_mesh import DeviceMesh
-from fuser.ir.fusion import Fusion, TensorOp
+from fuser.ir.fusion import Fusion, TensorOp, TensorView
 from fuser.ir.fusion_guard import FusionGuard
 from fuser.ir.memory_layout import is_contiguous, memory_order
 from fuser.ir.ops.nodes import Reshard
 from fuser.ir.scalar.constructors import Symbol
-from fuser.ir.tensor import TensorView
 from fuser.ir.types import ParallelType
 from fuser.ops.reference.meaning import evaluate_fusion
 from multidevice.job.shard_tensor import shard_for_rank, unshard

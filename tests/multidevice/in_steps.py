@@ -15,12 +15,11 @@ from dataclasses import dataclass
 import torch
 
 from fuser.ir.axis_graph import tensor_operands
-from fuser.ir.fusion import Fusion, TensorOp
+from fuser.ir.fusion import Fusion, TensorOp, TensorView
 from fuser.ir.memory_layout import memory_order
 from fuser.ir.ops.nodes import Reshard
 from fuser.ir.scalar import constructors as sc
 from fuser.ir.scalar.constructors import Symbol
-from fuser.ir.tensor import TensorView
 from fuser.ir.types import STREAM_TYPES, ParallelType
 from fuser.passes.segment import segment_fusion
 from fuser.schedule.registry import find_scheduler
@@ -35,13 +34,14 @@ from multidevice.sharding.reshard import (
     is_step_slice,
     team_of,
 )
-from multidevice.sharding.stream_steps import is_in_step, needed_blocks
 from multidevice.sharding.streams import (
     StreamAxis,
     StreamLoops,
     block_extents,
     held_extents,
     is_allocated_per_step,
+    is_in_step,
+    needed_blocks,
     scatters_steps,
     stream_axes,
     stream_axis,

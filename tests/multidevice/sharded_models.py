@@ -14,9 +14,8 @@ import torch
 from fuser import ops
 from fuser.ir.domain.device_mesh import DeviceMesh
 from fuser.ir.dtypes import DataType
-from fuser.ir.fusion import Fusion
+from fuser.ir.fusion import Fusion, TensorView
 from fuser.ir.fusion_guard import FusionGuard
-from fuser.ir.tensor import TensorView
 from fuser.ops.define import define_tensor
 from tests.multidevice.all_ranks import X, shard_axis
 

@@ -22,9 +22,8 @@ from fuser.support.errors import (
 )
 from multidevice import Communicator, DeviceMesh, simulate
 from multidevice.coordination.bounded_wait import Calls
-from multidevice.coordination.control_channel import Control
+from multidevice.coordination.control_channel import Control, Words
 from multidevice.coordination.shared_page import LINE_NBYTES
-from multidevice.coordination.words import Words
 from multidevice.job.agreement import Claim
 from multidevice.job.communicator import run_agreed
 from multidevice.transports.simulated import SimulatedControl

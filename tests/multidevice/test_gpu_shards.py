@@ -15,9 +15,8 @@ import pytest
 import torch
 
 from fuser.support.errors import CommunicationError, UnsupportedError
-from multidevice.transports.memory.cuda_calls import CudaCalls
-from multidevice.transports.memory.cuda_vmm import GpuShards
-from multidevice.transports.memory.files import let_files_be_taken
+from multidevice.transports.memory.cuda_ipc import CudaCalls
+from multidevice.transports.memory.cuda_vmm import GpuShards, let_files_be_taken
 from multidevice.transports.memory.symmetric_view import MemoryLocation, side_by_side
 from tests.limits import HANG_S
 from tests.multidevice.watched_driver import CPU, GPU, UNIT, Driver, driver
@@ -144,7 +143,7 @@ def test_a_mapping_that_fails_leaves_nothing(driver: Driver) -> None:
 
 _TAKES = """
 import os, sys
-from multidevice.transports.memory.files import take_file
+from multidevice.transports.memory.cuda_vmm import take_file
 fd = take_file(int(sys.argv[1]), int(sys.argv[2]))
 os.pwrite(fd, b"seen", 0)
 """

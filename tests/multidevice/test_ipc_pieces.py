@@ -14,8 +14,7 @@ import torch
 
 from fuser.support.errors import CommunicationError, UnsupportedError
 from multidevice.transports.memory import cuda_ipc
-from multidevice.transports.memory.cuda_calls import CudaCalls
-from multidevice.transports.memory.cuda_ipc import UNIT_NBYTES, Hooks, IpcPieces
+from multidevice.transports.memory.cuda_ipc import UNIT_NBYTES, CudaCalls, Hooks, IpcPieces
 from tests import mpi_abort
 from tests.multidevice.test_communicator_jobs import needs_mpi, run_job
 from tests.multidevice.watched_driver import GPU, Driver, driver

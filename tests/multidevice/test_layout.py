@@ -6,11 +6,10 @@ import pytest
 import torch
 
 from fuser import ops
-from fuser.ir.fusion import Fusion
+from fuser.ir.fusion import Fusion, TensorView
 from fuser.ir.fusion_guard import FusionGuard
 from fuser.ir.memory_layout import is_contiguous, memory_order
 from fuser.ir.ops.nodes import LoadStoreOp
-from fuser.ir.tensor import TensorView
 from fuser.ops.define import define_tensor
 from multidevice.sharding.reshard import communication_type
 from tests.multidevice import sharded_models as models

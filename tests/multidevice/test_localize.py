@@ -9,10 +9,9 @@ import torch
 
 from fuser import ops
 from fuser.ir.binding import bind_inputs
-from fuser.ir.fusion import Fusion
+from fuser.ir.fusion import Fusion, TensorView
 from fuser.ir.fusion_guard import FusionGuard
 from fuser.ir.scalar import constructors as sc
-from fuser.ir.tensor import TensorView
 from fuser.ir.verify import verify_fusion
 from fuser.ops.reference.meaning import evaluate_fusion
 from fuser.support.errors import ShardingError

@@ -11,10 +11,9 @@ import pytest
 
 from fuser import ops
 from fuser.ir.dtypes import DataType
-from fuser.ir.fusion import Fusion
+from fuser.ir.fusion import Fusion, TensorView
 from fuser.ir.fusion_guard import FusionGuard
 from fuser.ir.scalar import constructors as sc
-from fuser.ir.tensor import TensorView
 from fuser.ir.types import ParallelType
 from fuser.support.errors import UnsupportedError
 from multidevice.sharding.passes.merged_streams import unmerge_streams

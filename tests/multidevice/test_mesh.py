@@ -10,7 +10,7 @@ import torch
 from fuser.ir.types import ParallelType
 from fuser.support.errors import ShardingError
 from multidevice import Communicator, DeviceMesh, simulate
-from multidevice.job.mesh import shard_along
+from multidevice.job.shard_tensor import shard_along
 
 X, Y, Z = ParallelType.mesh_x, ParallelType.mesh_y, ParallelType.mesh_z
 

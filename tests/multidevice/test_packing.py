@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from fuser import DataType, FusionDefinition, ParallelType, multidevice
-from fuser.ir.tensor import TensorView
+from fuser.ir.fusion import TensorView
 from multidevice import simulate
 
 X = ParallelType.mesh_x

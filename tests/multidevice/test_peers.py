@@ -14,8 +14,7 @@ from fuser.support.errors import CommunicationError
 from multidevice import Communicator
 from multidevice.coordination.bounded_wait import Ledger
 from multidevice.transports import peer_copy_cuda
-from multidevice.transports.base.captured import FIRST_GRAPH, NOT_CAPTURED
-from multidevice.transports.base.protocol import NAME_WORDS, Transfer
+from multidevice.transports.base.protocol import FIRST_GRAPH, NAME_WORDS, NOT_CAPTURED, Transfer
 from multidevice.transports.memory.host_shared import SharedMemory
 from multidevice.transports.peer_copy import SLOTS, Page
 from tests import mpi_abort

@@ -10,9 +10,8 @@ import pytest
 import torch
 
 from fuser import ops
-from fuser.ir.fusion import Fusion
+from fuser.ir.fusion import Fusion, TensorView
 from fuser.ir.fusion_guard import FusionGuard
-from fuser.ir.tensor import TensorView
 from fuser.ops.define import define_tensor
 from fuser.support.errors import ShardingError
 from multidevice.sharding.passes.pipeline import shard_fusion

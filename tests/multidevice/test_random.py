@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from fuser import DataType, FusionDefinition, ParallelType, ops
+from fuser.ir.fusion import TensorView
 from fuser.ir.scalar.constructors import Const
-from fuser.ir.tensor import TensorView
 from fuser.multidevice import DeviceMesh
 from fuser.support.errors import InputError, PeerError, UnsupportedError
 from hostir import Allocate, HostIrContainer, HostIrEvaluator, equal, parse

@@ -10,10 +10,9 @@ import torch
 
 from fuser import ops
 from fuser.ir.dtypes import DataType
-from fuser.ir.fusion import Fusion
+from fuser.ir.fusion import Fusion, TensorView
 from fuser.ir.fusion_guard import FusionGuard
 from fuser.ir.scalar import constructors as sc
-from fuser.ir.tensor import TensorView
 from fuser.ir.types import DEVICE_TYPES
 from fuser.ops.reference.meaning import evaluate_fusion
 from multidevice.sharding.placement import is_plain_broadcast

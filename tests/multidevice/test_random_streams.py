@@ -10,9 +10,8 @@ import pytest
 import torch
 
 from fuser.frontend.executor_cache import FusionExecutorCache
-from fuser.ir.fusion import Fusion
-from fuser.ir.ops.resizing import CatOp
-from fuser.ir.tensor import TensorView
+from fuser.ir.fusion import Fusion, TensorView
+from fuser.ir.ops.nodes import CatOp
 from fuser.ir.types import ParallelType
 from fuser.ops.reference.meaning import evaluate_fusion
 from fuser.support.errors import FuserError

@@ -9,9 +9,8 @@ import pytest
 import torch
 
 from fuser import FusionDefinition, Replicate, Shard, shard
-from fuser.ir.fusion import Fusion
+from fuser.ir.fusion import Fusion, TensorView
 from fuser.ir.fusion_guard import FusionGuard
-from fuser.ir.tensor import TensorView
 from fuser.ops.define import define_tensor
 from fuser.support.errors import ShardingError, UnsupportedError
 from multidevice import DeviceMesh, shard_tensor, simulate

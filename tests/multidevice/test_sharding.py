@@ -9,17 +9,16 @@ import torch
 
 from fuser import FusionDefinition, ops
 from fuser.ir.domain.device_mesh import DeviceMesh
-from fuser.ir.fusion import Fusion, TensorOp
+from fuser.ir.fusion import Fusion, TensorOp, TensorView
 from fuser.ir.fusion_guard import FusionGuard
 from fuser.ir.scalar import constructors as sc
 from fuser.ir.scalar.constructors import Symbol
-from fuser.ir.tensor import TensorView
 from fuser.ir.types import ParallelType
 from fuser.ops.define import define_tensor
 from fuser.support.errors import ShardingError, UnsupportedError
 from multidevice import shard_tensor, simulate
 from multidevice.sharding import queries
-from multidevice.sharding.equivalence import Comparison
+from multidevice.sharding.queries import Comparison
 from multidevice.sharding.reshard import as_reshard, communication_type, moved_axes, team_of
 from tests.multidevice.all_ranks import X, Y, mesh, shard_axis
 

@@ -10,11 +10,10 @@ import torch
 
 from fuser import ops
 from fuser.ir.binding import bind_inputs
-from fuser.ir.fusion import Fusion
+from fuser.ir.fusion import Fusion, TensorView
 from fuser.ir.fusion_guard import FusionGuard
 from fuser.ir.ops.nodes import LinearOp, Reshard
 from fuser.ir.scalar import constructors as sc
-from fuser.ir.tensor import TensorView
 from fuser.ir.text.parser import parse_fusion
 from fuser.ir.text.printer import fusion_text
 from fuser.ir.types import ParallelType

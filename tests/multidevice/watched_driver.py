@@ -20,7 +20,9 @@ from typing import Any
 import pytest
 import torch
 
-from multidevice.transports.memory import cuda_calls, cuda_ipc, cuda_vmm, raw_tensor
+from multidevice.transports.memory import cuda_ipc, cuda_vmm
+from multidevice.transports.memory import cuda_ipc as cuda_calls
+from multidevice.transports.memory import cuda_ipc as raw_tensor
 from multidevice.transports.memory.cuda_ipc import Hooks
 from tests.limits import HANG_S
 

@@ -17,12 +17,19 @@ from torch.nn import functional
 
 from fuser import FusionDefinition, ops
 from fuser.ir.dtypes import DataType
-from fuser.ir.fusion import Fusion
+from fuser.ir.fusion import Fusion, TensorView
 from fuser.ir.ops.attention_ops import SdpaFwdOp, TensorOp
-from fuser.ir.ops.nodes import BinaryOp, BroadcastOp, CastOp, FullOp, IotaOp, LoadStoreOp, ReshapeOp
-from fuser.ir.ops.resizing import SliceOp
+from fuser.ir.ops.nodes import (
+    BinaryOp,
+    BroadcastOp,
+    CastOp,
+    FullOp,
+    IotaOp,
+    LoadStoreOp,
+    ReshapeOp,
+    SliceOp,
+)
 from fuser.ir.scalar.constructors import Scalar
-from fuser.ir.tensor import TensorView
 from fuser.ops.define import define_scalar
 from fuser.ops.rows import ROWS
 from fuser.ops.samples import sample_of

@@ -16,10 +16,9 @@ import torch
 
 from fuser import ops
 from fuser.ir.dtypes import DataType, category, to_torch
-from fuser.ir.fusion import Fusion
+from fuser.ir.fusion import Fusion, TensorView
 from fuser.ir.fusion_guard import FusionGuard
 from fuser.ir.pointwise_table import POINTWISE, PUBLIC
-from fuser.ir.tensor import TensorView
 from fuser.ops.define import define_tensor
 from fuser.ops.samples import DOMAINS
 from tests.fuzz.elementwise import BOOL_FN, typed

@@ -9,8 +9,13 @@ import pytest
 import torch
 
 from fuser.ops.reference import attention_kernels
-from fuser.ops.reference.attention_calls import backward, forward, plain_backward, plain_forward
-from fuser.ops.reference.attention_kernels import Attention
+from fuser.ops.reference.attention_kernels import (
+    Attention,
+    backward,
+    forward,
+    plain_backward,
+    plain_forward,
+)
 from fuser.support.errors import InputError
 from tests.frontend.test_attention import attend, draw, gradients
 

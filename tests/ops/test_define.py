@@ -8,9 +8,8 @@ import pytest
 import torch
 
 from fuser.ir.dtypes import DataType
-from fuser.ir.fusion import Fusion
+from fuser.ir.fusion import Fusion, TensorView
 from fuser.ir.fusion_guard import FusionGuard
-from fuser.ir.tensor import TensorView
 from fuser.ir.verify import verify_fusion
 from fuser.ops.define import compute_tensor_descriptor, define_scalar, define_tensor
 from fuser.support.errors import DefinitionError, UnsupportedError

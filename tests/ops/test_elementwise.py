@@ -14,10 +14,9 @@ import torch
 
 from fuser import ops
 from fuser.ir.dtypes import DataType, to_torch
-from fuser.ir.fusion import Fusion
+from fuser.ir.fusion import Fusion, TensorView
 from fuser.ir.fusion_guard import FusionGuard
 from fuser.ir.pointwise_table import POINTWISE, PUBLIC
-from fuser.ir.tensor import TensorView
 from fuser.ir.verify import verify_fusion
 from fuser.ops.define import define_scalar, define_tensor
 from fuser.ops.reference.meaning import evaluate_fusion

@@ -12,10 +12,9 @@ import torch
 
 from fuser import FusionDefinition, ops
 from fuser.ir.dtypes import DataType
-from fuser.ir.fusion import Fusion
+from fuser.ir.fusion import Fusion, TensorView
 from fuser.ir.fusion_guard import FusionGuard, active_fusion
 from fuser.ir.op import op_text
-from fuser.ir.tensor import TensorView
 from fuser.ops.define import define_scalar, define_tensor
 from tests.frontend.again import again, assert_same
 

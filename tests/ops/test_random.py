@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from fuser import ops
+from fuser.ir.canonical_form import equal_fusions
 from fuser.ir.dtypes import DataType, to_torch
-from fuser.ir.equality import equal_fusions
 from fuser.ir.fusion import Fusion
 from fuser.ir.fusion_guard import FusionGuard
 from fuser.ir.text.parser import parse_fusion

@@ -14,12 +14,11 @@ from fuser.ir.axis_graph import mapped_axes
 from fuser.ir.binding import bind_inputs
 from fuser.ir.domain.axis_path import indices_backward
 from fuser.ir.domain.tensor_domain import MergeTransform, SplitTransform
-from fuser.ir.fusion import Fusion
+from fuser.ir.fusion import Fusion, TensorView
 from fuser.ir.fusion_guard import FusionGuard
 from fuser.ir.ops.nodes import ReshapeOp
 from fuser.ir.scalar import constructors as sc
 from fuser.ir.scalar.constructors import Number, Scalar, Symbol
-from fuser.ir.tensor import TensorView
 from fuser.ir.text.parser import parse_fusion
 from fuser.ir.text.printer import fusion_text
 from fuser.ir.types import IterType

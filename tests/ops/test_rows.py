@@ -13,20 +13,18 @@ import pytest
 import torch
 
 from fuser.ir.dtypes import DataType, to_torch
-from fuser.ir.fusion import Fusion
+from fuser.ir.fusion import Fusion, TensorView
 from fuser.ir.fusion_guard import FusionGuard
 from fuser.ir.ops.attention_ops import TensorOp
 from fuser.ir.ops.nodes import BroadcastOp, CastOp, LibraryOp
 from fuser.ir.pointwise_table import POINTWISE, PUBLIC
-from fuser.ir.tensor import TensorView
 from fuser.ir.verify import verify_fusion
 from fuser.lower import values
 from fuser.ops.define import define_tensor
-from fuser.ops.dtype_rules import DTYPE_RULES, typed
+from fuser.ops.elementwise import DTYPE_RULES, typed
 from fuser.ops.reference.meaning import NODES, NodeRow, evaluate_fusion, nodes_computed
-from fuser.ops.rows import ROWS, OpRow
+from fuser.ops.rows import ROWS, SPELLED, OpRow
 from fuser.ops.samples import DOMAINS, SAMPLES
-from fuser.ops.spelled import SPELLED
 from hostir.cost.op_costs import COSTS
 from scripts import document_ops
 from tests.fuzz import oracle

@@ -11,8 +11,7 @@ import torch
 import torch.nn.functional as F
 
 from fuser import DataType, FusionDefinition
-from fuser.ops.rows import ROWS
-from fuser.ops.spelled import SPELLED
+from fuser.ops.rows import ROWS, SPELLED
 from fuser.support.errors import UnknownOpError
 
 DIM, SLOPE, VALUE, SHAPE = 1, 0.1, 3.0, [2, 3]

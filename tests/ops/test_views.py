@@ -11,10 +11,9 @@ import torch.nn.functional as F
 from fuser import ops
 from fuser.ir.binding import bind_inputs
 from fuser.ir.dtypes import DataType
-from fuser.ir.fusion import Fusion
+from fuser.ir.fusion import Fusion, TensorView
 from fuser.ir.fusion_guard import FusionGuard
 from fuser.ir.ops.nodes import FullOp, LinearOp, LoadStoreOp, MatmulOp
-from fuser.ir.tensor import TensorView
 from fuser.ir.verify import verify_fusion
 from fuser.ops.define import define_scalar, define_tensor
 from fuser.ops.reference.meaning import evaluate_fusion, evaluate_into

@@ -8,10 +8,9 @@ import pytest
 import torch
 
 from fuser import FusionDefinition, ops
-from fuser.ir.fusion import Fusion
+from fuser.ir.fusion import Fusion, TensorView
 from fuser.ir.fusion_guard import FusionGuard
 from fuser.ir.scalar.constructors import Const
-from fuser.ir.tensor import TensorView
 from fuser.ops.define import define_tensor
 from fuser.passes.concretize import concretization_key, concretize
 

@@ -11,11 +11,10 @@ import torch
 from fuser import ops
 from fuser.ir.binding import bind_inputs
 from fuser.ir.dtypes import DataType
-from fuser.ir.fusion import Fusion
+from fuser.ir.fusion import Fusion, TensorView
 from fuser.ir.fusion_guard import FusionGuard
 from fuser.ir.ops.nodes import BroadcastOp, FullOp, ReshapeOp
 from fuser.ir.scalar.constructors import Number, Symbol
-from fuser.ir.tensor import TensorView
 from fuser.ir.types import IterType, ParallelType
 from fuser.ir.verify import verify_fusion
 from fuser.ops.define import define_scalar, define_tensor

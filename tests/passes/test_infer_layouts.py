@@ -10,10 +10,9 @@ import torch
 
 from fuser import FusionDefinition, ops
 from fuser.ir.dtypes import DataType
-from fuser.ir.fusion import Fusion
+from fuser.ir.fusion import Fusion, TensorView
 from fuser.ir.fusion_guard import FusionGuard
 from fuser.ir.memory_layout import is_contiguous, memory_order
-from fuser.ir.tensor import TensorView
 from fuser.ir.text.printer import domain_text
 from fuser.ops.define import define_tensor
 from fuser.ops.reference.meaning import evaluate_fusion

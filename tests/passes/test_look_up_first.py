@@ -9,12 +9,11 @@ import pytest
 from fuser import ops
 from fuser.ir.domain.device_mesh import DeviceMesh
 from fuser.ir.dtypes import DataType
-from fuser.ir.fusion import Fusion
+from fuser.ir.fusion import Fusion, TensorView
 from fuser.ir.fusion_guard import FusionGuard
-from fuser.ir.tensor import TensorView
 from fuser.ir.verify import verify_fusion
 from fuser.ops.define import define_tensor
-from fuser.passes.look_up_first import look_up_first
+from fuser.passes.fusion_passes import look_up_first
 
 pytestmark = pytest.mark.from_text
 

@@ -11,14 +11,13 @@ import torch
 
 from fuser import DataType, FusionDefinition, ops
 from fuser.ir.domain.device_mesh import DeviceMesh
-from fuser.ir.fusion import Fusion
+from fuser.ir.fusion import Fusion, TensorView
 from fuser.ir.fusion_guard import FusionGuard
-from fuser.ir.tensor import TensorView
 from fuser.ir.verify import verify_fusion
 from fuser.kernels.executor import FusedKernelExecutor
 from fuser.ops.define import define_tensor
-from fuser.passes.view_first import view_first
-from fuser.schedule.reduction_params import ReductionParams
+from fuser.passes.fusion_passes import view_first
+from fuser.schedule.reduction import ReductionParams
 from tests.passes.test_look_up_first import math_of
 
 pytestmark = pytest.mark.from_text

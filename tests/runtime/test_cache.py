@@ -20,8 +20,8 @@ from fuser.runtime import (
     compilations,
     compile_cubin,
     compile_kernels,
+    cuda_kernel,
     kernel_requests,
-    nvrtc,
 )
 from fuser.runtime.kernel_cache import KernelCache
 from fuser.support.errors import CompileError, DefinitionError, KernelError, OptionError
@@ -123,7 +123,7 @@ def test_kernel_compiles_while_the_next_is_made(
 ) -> None:
     pytest.importorskip("cuda.bindings.nvrtc", reason="the extra nvrtc")
     started = threading.Event()
-    compile_one = nvrtc._compile
+    compile_one = cuda_kernel._compile
 
     def compile_noted(source: KernelSource, arch: str) -> bytes:
         started.set()
@@ -134,8 +134,10 @@ def test_kernel_compiles_while_the_next_is_made(
         assert started.wait(HANG_S), "the first kernel waits for the second"
         yield constant(2)
 
-    monkeypatch.setattr(nvrtc, "_compile", compile_noted)
-    assert nvrtc.cubins(make(), nvrtc.HOPPER) == compile_cubin([constant(1), constant(2)])
+    monkeypatch.setattr(cuda_kernel, "_compile", compile_noted)
+    assert cuda_kernel.cubins(make(), cuda_kernel.HOPPER) == compile_cubin(
+        [constant(1), constant(2)]
+    )
 
 
 def test_error_while_the_next_kernel_is_made(empty_cache: Path) -> None:
@@ -146,7 +148,7 @@ def test_error_while_the_next_kernel_is_made(empty_cache: Path) -> None:
         raise DefinitionError("no second kernel")
 
     with pytest.raises(DefinitionError, match="no second kernel"):
-        nvrtc.cubins(make(), nvrtc.HOPPER)
+        cuda_kernel.cubins(make(), cuda_kernel.HOPPER)
     assert len(compile_cubin([constant(1), constant(2)])) == 2
 
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from fuser.runtime import KernelSource, compile_kernels
-from fuser.runtime.cpu_kernel_part import CheckedCpuKernel
+from fuser.runtime.cpu_kernel import CheckedCpuKernel
 from fuser.support.errors import KernelError
 from tests.runtime.kernels import kernel
 

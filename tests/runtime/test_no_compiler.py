@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from fuser import FusionDefinition
-from fuser.frontend.repro import is_internal
+from fuser.frontend.python_printer import is_internal
 from fuser.runtime import cpu_kernel
 from fuser.support.errors import CompileError, DefinitionError, NoCompilerError
 

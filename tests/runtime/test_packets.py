@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from fuser.runtime import compile_kernels
-from fuser.runtime.cpu_kernel_part import CheckedCpuKernel
+from fuser.runtime.cpu_kernel import CheckedCpuKernel
 from fuser.runtime.prepared_launch import BoundLaunch
 from fuser.support.errors import KernelError
 from fuser.support.kernel_source import KernelSource

@@ -8,10 +8,9 @@ import torch
 
 from fuser.ir.domain.tensor_domain import TensorDomain, contiguity_for
 from fuser.ir.dtypes import DataType, from_torch, to_torch
-from fuser.ir.fusion import Fusion
+from fuser.ir.fusion import Fusion, TensorView
 from fuser.ir.fusion_guard import FusionGuard
 from fuser.ir.scalar.constructors import Symbol
-from fuser.ir.tensor import TensorView
 from fuser.kernels.executor import FusedKernelExecutor
 from fuser.schedule import find_scheduler, rejections
 from fuser.schedule.input_facts import Facts

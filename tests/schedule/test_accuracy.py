@@ -16,7 +16,7 @@ import torch
 
 from fuser import ops
 from fuser.ir.dtypes import DataType, from_torch
-from fuser.ir.tensor import TensorView
+from fuser.ir.fusion import TensorView
 from tests.schedule.programs import define, make_executor, run
 
 # Twice the bound above.

@@ -8,11 +8,10 @@ import torch
 import fuser
 from fuser import CompileParams, LaunchParams, ops, schedule
 from fuser.schedule import SchedulerType, pointwise, reduction
-from fuser.schedule.automatic import compute_heuristics
-from fuser.schedule.heuristic_params import HeuristicParams
-from fuser.schedule.inner_persistent_params import InnerPersistentParams
+from fuser.schedule.automatic import HeuristicParams, compute_heuristics
+from fuser.schedule.inner_persistent import InnerPersistentParams
 from fuser.schedule.outer_persistent import OuterPersistentParams
-from fuser.schedule.transpose_params import TransposeParams
+from fuser.schedule.transpose import TransposeParams
 from fuser.support.errors import (
     ArgumentError,
     DefinitionError,

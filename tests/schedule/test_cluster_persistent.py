@@ -9,10 +9,10 @@ import torch
 
 from fuser import FusionDefinition, PythonProfiler, ops
 from fuser.ir.dtypes import DataType, from_torch
-from fuser.ir.tensor import TensorView
+from fuser.ir.fusion import TensorView
 from fuser.kernels.executor import FusedKernelExecutor
-from fuser.runtime.cpu_kernel_part import CheckedCpuKernel
-from fuser.schedule import cluster_persistent, inner_persistent_params, scheduler
+from fuser.runtime.cpu_kernel import CheckedCpuKernel
+from fuser.schedule import cluster_persistent, inner_persistent, scheduler
 from fuser.schedule.input_facts import Facts
 from fuser.support.device import H200, DeviceInfo
 from fuser.support.record import replace
@@ -27,8 +27,8 @@ SMALL = replace(H200, max_cluster=4)
 
 @pytest.fixture(autouse=True)
 def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(inner_persistent_params, "CLUSTER_THREADS", 32)
-    monkeypatch.setattr(inner_persistent_params, "LOOPED_THREADS", 64)
+    monkeypatch.setattr(inner_persistent, "CLUSTER_THREADS", 32)
+    monkeypatch.setattr(inner_persistent, "LOOPED_THREADS", 64)
 
 
 def executor_for(

@@ -9,8 +9,8 @@ import torch
 
 from fuser import FusionDefinition, ops
 from fuser.ir.dtypes import DataType
-from fuser.ir.tensor import TensorView
-from fuser.runtime.cpu_kernel_part import CheckedCpuKernel
+from fuser.ir.fusion import TensorView
+from fuser.runtime.cpu_kernel import CheckedCpuKernel
 from fuser.schedule import pointwise
 from fuser.schedule.pointwise import PointwiseParams
 from tests.schedule.programs import define, make_executor, random, run

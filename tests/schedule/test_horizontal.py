@@ -9,8 +9,7 @@ import pytest
 import torch
 
 from fuser import DataType, FusionDefinition, ParallelType, PythonProfiler, multidevice, ops
-from fuser.ir.fusion import Fusion
-from fuser.ir.tensor import TensorView
+from fuser.ir.fusion import Fusion, TensorView
 from fuser.kernels.executor import FusedKernelExecutor
 from fuser.schedule import horizontal, pointwise, scheduler
 from fuser.schedule.horizontal import HorizontalParams

@@ -11,9 +11,9 @@ import torch
 
 from fuser import FusionDefinition, ParallelType, ops
 from fuser.ir.dtypes import DataType, from_torch
-from fuser.ir.tensor import TensorView
+from fuser.ir.fusion import TensorView
 from fuser.ops.reference.meaning import evaluate_fusion
-from fuser.passes.row_parts import row_parts, split_rows
+from fuser.passes.segment import row_parts, split_rows
 from fuser.schedule import inner_outer_persistent as scheduler
 from fuser.schedule import inner_persistent
 from fuser.schedule.reduction import accepts as reduction_accepts

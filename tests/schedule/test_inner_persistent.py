@@ -12,8 +12,8 @@ import torch
 
 from fuser import FusionDefinition, ops
 from fuser.ir.dtypes import DataType, from_torch
-from fuser.ir.tensor import TensorView
-from fuser.runtime.cpu_kernel_part import CheckedCpuKernel, Counters
+from fuser.ir.fusion import TensorView
+from fuser.runtime.cpu_kernel import CheckedCpuKernel, Counters
 from fuser.schedule import find_scheduler, rejections, scheduler
 from fuser.schedule.inner_persistent import pays
 from fuser.support.device import H200

@@ -7,13 +7,13 @@ import torch
 
 from fuser import FusionDefinition, ParallelType, multidevice, ops
 from fuser.ir.dtypes import DataType as D
-from fuser.ir.tensor import TensorView
+from fuser.ir.fusion import TensorView
 from fuser.schedule import SCHEDULERS, find_scheduler, rejections, scheduler
+from fuser.schedule.horizontal import rungs
 from fuser.schedule.input_facts import Facts
-from fuser.schedule.ladder import rungs
 from fuser.schedule.plain import PlainParams
 from fuser.schedule.pointwise import PointwiseParams
-from fuser.schedule.reduction_params import ReductionParams
+from fuser.schedule.reduction import ReductionParams
 from fuser.support.device import CPU, H200
 from fuser.support.errors import UnsupportedError
 from multidevice.job.communicator import Communicator

@@ -13,7 +13,7 @@ import torch
 
 from fuser import DataType, FusionDefinition, ParallelType, ops
 from fuser.ir.dtypes import from_torch
-from fuser.ir.tensor import TensorView
+from fuser.ir.fusion import TensorView
 from fuser.kernels.executor import FusedKernelExecutor
 from fuser.schedule import find_scheduler
 from fuser.support.device import H200, MAX_GRID, DeviceInfo

@@ -10,7 +10,7 @@ import torch
 
 from fuser import ops
 from fuser.ir.dtypes import DataType
-from fuser.ir.tensor import TensorView
+from fuser.ir.fusion import TensorView
 from fuser.kernels.executor import FusedKernelExecutor
 from fuser.support.device import H200
 from tests.schedule.programs import Build, define, scheduled, sizes_of

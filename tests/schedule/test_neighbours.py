@@ -15,13 +15,13 @@ from fuser.ir.fusion import Fusion
 from fuser.kernels.autotune_candidates import from_fields, neighbours, to_fields
 from fuser.kernels.executor import compile_many
 from fuser.schedule import plain, pointwise, reduction
-from fuser.schedule.inner_persistent_params import InnerPersistentParams
+from fuser.schedule.inner_persistent import InnerPersistentParams
 from fuser.schedule.outer_persistent import OuterPersistentParams
 from fuser.schedule.plain import PlainParams
 from fuser.schedule.pointwise import PointwiseParams
-from fuser.schedule.reduction_params import ReductionParams
+from fuser.schedule.reduction import ReductionParams
 from fuser.schedule.registry import UserParams
-from fuser.schedule.transpose_params import TransposeParams
+from fuser.schedule.transpose import TransposeParams
 from fuser.support.device import CPU
 from fuser.support.record import replace
 from tests.schedule.programs import define, make_executor, random, run, sizes_of

@@ -13,7 +13,7 @@ import torch
 
 from fuser import ops
 from fuser.ir.dtypes import DataType, from_torch, to_torch
-from fuser.ir.tensor import TensorView
+from fuser.ir.fusion import TensorView
 from tests.schedule.programs import Build, define, make_executor, random, run
 
 D = DataType

@@ -12,9 +12,8 @@ import torch
 
 from fuser import FusionDefinition, ops
 from fuser.ir.dtypes import DataType, from_torch
-from fuser.ir.fusion import Alias
-from fuser.ir.tensor import TensorView
-from fuser.runtime.cpu_kernel_part import CheckedCpuKernel, Counters
+from fuser.ir.fusion import Alias, TensorView
+from fuser.runtime.cpu_kernel import CheckedCpuKernel, Counters
 from fuser.schedule import outer_persistent, scheduler
 from fuser.schedule.input_facts import Facts
 from fuser.schedule.outer_persistent import OuterPersistentParams, most_rows

@@ -5,9 +5,8 @@ from __future__ import annotations
 import pytest
 
 from fuser import ops
-from fuser.ir.fusion import Fusion
+from fuser.ir.fusion import Fusion, TensorView
 from fuser.ir.ops.nodes import LoadStoreOp
-from fuser.ir.tensor import TensorView
 from fuser.ir.types import MemoryType, ParallelType
 from fuser.ir.verify import verify_fusion
 from fuser.support.errors import DefinitionError, UnsupportedError

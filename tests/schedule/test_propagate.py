@@ -7,9 +7,8 @@ import torch
 
 from fuser import DataType, FusionDefinition, ops
 from fuser.ir.axis_graph import AxisGraph
-from fuser.ir.fusion import Fusion
+from fuser.ir.fusion import Fusion, TensorView
 from fuser.ir.fusion_guard import FusionGuard
-from fuser.ir.tensor import TensorView
 from fuser.ir.types import ParallelType
 from fuser.ir.verify import verify_fusion
 from fuser.schedule import (

@@ -10,9 +10,9 @@ import torch
 
 from fuser import ops
 from fuser.ir.dtypes import DataType, from_torch, to_torch
+from fuser.ir.fusion import TensorView
 from fuser.ir.scalar.constructors import Const
-from fuser.ir.tensor import TensorView
-from fuser.runtime.cpu_kernel_part import CheckedCpuKernel
+from fuser.runtime.cpu_kernel import CheckedCpuKernel
 from tests.ops import random_reference as reference
 from tests.ops.test_random import close
 from tests.schedule.programs import define, make_executor, random, run, sizes_of

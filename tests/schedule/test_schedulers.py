@@ -9,14 +9,13 @@ import torch
 
 from fuser import FusionDefinition, ops
 from fuser.ir.dtypes import DataType, from_torch
-from fuser.ir.fusion import Fusion
-from fuser.ir.tensor import TensorView
+from fuser.ir.fusion import Fusion, TensorView
 from fuser.ir.types import IterType, ParallelType
 from fuser.ir.verify import verify_fusion
-from fuser.schedule import SCHEDULERS, find_scheduler, reduction_params, rejections, scheduler
+from fuser.schedule import SCHEDULERS, find_scheduler, reduction, rejections, scheduler
 from fuser.schedule.input_facts import Facts
 from fuser.schedule.pointwise import PointwiseParams
-from fuser.schedule.reduction_params import ReductionParams
+from fuser.schedule.reduction import ReductionParams
 from fuser.support.device import CPU, H200
 from tests.counted import calls_of
 from tests.schedule.programs import define, make_executor, random, run, scheduled, sizes_of
@@ -216,7 +215,7 @@ def test_columns_of_few_bytes(
     shape: tuple[int, int], dtype: torch.dtype, bytes_alone: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One block sums a strip of columns, or several do and exchange what they have."""
-    monkeypatch.setattr(reduction_params, "BYTES_ALONE", bytes_alone)
+    monkeypatch.setattr(reduction, "BYTES_ALONE", bytes_alone)
 
     def build(x: TensorView) -> tuple[TensorView, TensorView]:
         wide = ops.cast(x, DataType.Float) if dtype is torch.bfloat16 else x

@@ -11,10 +11,10 @@ import torch
 
 from fuser import ops
 from fuser.ir.dtypes import DataType, from_torch
-from fuser.ir.tensor import TensorView
+from fuser.ir.fusion import TensorView
 from fuser.kernels.executor import FusedKernelExecutor
 from fuser.schedule.input_facts import Facts
-from fuser.schedule.reduction_params import ReductionParams
+from fuser.schedule.reduction import ReductionParams
 from fuser.support.device import H200
 from tests.lower.build import P
 from tests.schedule.programs import (

@@ -9,8 +9,8 @@ import torch
 
 from fuser import ops
 from fuser.ir.dtypes import DataType
-from fuser.ir.tensor import TensorView
-from fuser.runtime.cpu_kernel_part import CheckedCpuKernel
+from fuser.ir.fusion import TensorView
+from fuser.runtime.cpu_kernel import CheckedCpuKernel
 from tests.schedule.programs import define, make_executor, random, run
 from tests.schedule.test_numeric import BOTH, check
 from tests.segment.test_segment import cut, kinds

@@ -17,9 +17,8 @@ import torch
 
 from fuser import ops
 from fuser.ir.dtypes import DataType, from_torch
-from fuser.ir.fusion import Fusion
+from fuser.ir.fusion import Fusion, TensorView
 from fuser.ir.fusion_guard import FusionGuard
-from fuser.ir.tensor import TensorView
 from fuser.ir.text.parser import parse_fusion
 from fuser.ir.text.printer import fusion_text
 from fuser.ir.verify import verify_fusion
@@ -27,7 +26,7 @@ from fuser.kernels.executor import FusedKernelExecutor
 from fuser.schedule import find_scheduler, rejections, scheduler
 from fuser.schedule.input_facts import Facts
 from fuser.schedule.pointwise import PointwiseParams
-from fuser.schedule.transpose_params import TransposeParams
+from fuser.schedule.transpose import TransposeParams
 from fuser.support.device import CPU, H200
 from fuser.support.errors import UnsupportedError
 from fuser.support.record import replace

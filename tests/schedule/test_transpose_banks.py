@@ -11,9 +11,9 @@ import torch
 
 from fuser import ops
 from fuser.ir.dtypes import DataType, from_torch, nbytes_of
+from fuser.ir.fusion import TensorView
 from fuser.ir.scalar import constructors as sc
 from fuser.ir.scalar.constructors import Number, Scalar, Symbol
-from fuser.ir.tensor import TensorView
 from fuser.lower.kernel_ir import (
     Body,
     Element,
@@ -34,7 +34,7 @@ from fuser.lower.kernel_ir import (
 from fuser.lower.pipeline import lower_kernel
 from fuser.schedule import scheduler
 from fuser.schedule.input_facts import Facts
-from fuser.schedule.transpose_params import TransposeParams
+from fuser.schedule.transpose import TransposeParams
 from fuser.support.device import H200
 from tests.schedule.programs import Build, define, sizes_of
 

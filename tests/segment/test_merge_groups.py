@@ -8,9 +8,8 @@ from typing import Any
 import pytest
 
 from fuser import ops
-from fuser.ir.fusion import Fusion
+from fuser.ir.fusion import Fusion, TensorView
 from fuser.ir.ops.nodes import BinaryOp
-from fuser.ir.tensor import TensorView
 from fuser.passes import merge_groups
 from fuser.passes.merge_groups import Merger
 from fuser.schedule.registry import find_scheduler

@@ -9,10 +9,9 @@ import pytest
 import torch
 
 from fuser import ops
-from fuser.ir.fusion import Fusion
+from fuser.ir.fusion import Fusion, TensorView
 from fuser.ir.fusion_guard import FusionGuard
 from fuser.ir.scalar.constructors import Symbol
-from fuser.ir.tensor import TensorView
 from fuser.ops.define import define_tensor
 from fuser.ops.reference.meaning import evaluate_fusion
 from fuser.passes.segment import SegmentedFusion, segment_fusion

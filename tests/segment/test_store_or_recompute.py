@@ -9,11 +9,10 @@ from collections import Counter
 import pytest
 
 from fuser import ops
-from fuser.ir.fusion import Fusion, TensorOp
+from fuser.ir.fusion import Fusion, TensorOp, TensorView
 from fuser.ir.ops.nodes import LoadStoreOp
-from fuser.ir.tensor import TensorView
+from fuser.passes.merge_groups import worth_storing
 from fuser.passes.segment import SegmentedFusion
-from fuser.passes.store_or_recompute import worth_storing
 from tests.segment.test_segment import check_values, cut, fusion_of, kinds, without_persistent
 
 

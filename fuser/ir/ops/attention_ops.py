@@ -24,7 +24,7 @@ from fuser.ir.scalar.constructors import Const, Scalar
 from fuser.support.errors import VerifyError
 
 if TYPE_CHECKING:
-    from fuser.ir.tensor import TensorView
+    from fuser.ir.fusion import TensorView
 
 __all__ = ["AttentionOp", "SdpaBwdOp", "SdpaFwdOp", "TensorOp"]
 

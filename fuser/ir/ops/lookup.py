@@ -20,7 +20,7 @@ from fuser.ir.scalar.constructors import Scalar
 from fuser.support.errors import VerifyError
 
 if TYPE_CHECKING:
-    from fuser.ir.tensor import TensorView
+    from fuser.ir.fusion import TensorView
 
 INDEX_DTYPES = (DataType.Int, DataType.Int32, DataType.Index)
 

@@ -7,16 +7,15 @@ depend on that axis. Everything that relates two tensors (indices, sharding, inl
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, ClassVar
 
-from fuser.ir.dtypes import INFO, DataType, category
-from fuser.ir.fusion import AxisMap, TensorOp, Variant
+from fuser.ir.dtypes import HALF_LIKE, INFO, DataType, category, is_complex
+from fuser.ir.fusion import AxisMap, TensorOp, TensorView, Variant
 from fuser.ir.op import attr, operand, operands, result
-from fuser.ir.ops.spelling import binary_template, cast_spelling, ternary_template, unary_template
 from fuser.ir.pointwise_table import POINTWISE, kinds_of
+from fuser.ir.scalar import constructors as sc
 from fuser.ir.scalar.constructors import Scalar
-from fuser.ir.tensor import TensorView
 from fuser.ir.types import CacheOp, IterType, LoadStoreOpType, ParallelType
 from fuser.support.errors import VerifyError
 
@@ -510,3 +509,167 @@ class LinearOp(Contraction):
     def bias_lacks(self) -> tuple[bool, ...]:
         """Which axes of the result, reductions left out, the bias does not have: the rows."""
         return tuple(p is None for p in self.axis_map(2)[: self.out.ndim])
+
+
+# ----------------------------------------------------------------------
+# Ops that change extents: slices, pads, and concatenations of what is padded.
+
+
+class SliceOp(TensorOp):
+    """out = inp[start:stop] per axis, step 1; out.logical = Resize(out.root)."""
+
+    out: TensorView = result()
+    inp: TensorView = operand()
+    # start, stop and step of every axis
+    ranges: tuple[Scalar, ...] = operands(in_rows=3)
+    TEXT = "{out}\n   = slice( {inp}, {ranges} )"
+
+    @property
+    def name(self) -> str:
+        return "slice"
+
+    @property
+    def starts(self) -> tuple[Scalar, ...]:
+        return self.ranges[::3]
+
+    @property
+    def stops(self) -> tuple[Scalar, ...]:
+        return self.ranges[1::3]
+
+    @staticmethod
+    def ranges_of(starts: Iterable[Scalar], stops: Iterable[Scalar]) -> tuple[Scalar, ...]:
+        """Return the ranges from start to stop of each axis."""
+        return tuple(x for a, b in zip(starts, stops, strict=True) for x in (a, b, sc.ONE))
+
+    def verify(self) -> None:
+        axes, steps = self.inp.ndim, self.ranges[2::3]
+        if len(self.ranges) != 3 * axes or any(sc.int_value(step) != 1 for step in steps):
+            raise VerifyError(f"slice takes a range of step 1 of each of the {axes} axes: {self}")
+
+
+class PadOp(TensorOp):
+    """out = inp with `left[i]` and `right[i]` elements of `value` around axis i (< 0: crop).
+
+    `widths` are these of every axis, outermost first; without a `filler` the value is 0.
+    """
+
+    out: TensorView = result()
+    inp: TensorView = operand()
+    widths: tuple[Scalar, ...] = operands()
+    filler: Scalar | None = operand(default=None)
+
+    @property
+    def name(self) -> str:
+        return "pad"
+
+    def exact_numbers(self) -> tuple[Scalar, ...]:
+        return (self.value,) if category(self.value.dtype) == "int" else ()
+
+    @property
+    def left(self) -> tuple[Scalar, ...]:
+        return self.widths[::2]
+
+    @property
+    def right(self) -> tuple[Scalar, ...]:
+        return self.widths[1::2]
+
+    @property
+    def value(self) -> Scalar:
+        return sc.Const(0, self.out.dtype()) if self.filler is None else self.filler
+
+    def verify(self) -> None:
+        if len(self.widths) != 2 * self.inp.ndim:
+            raise VerifyError(f"pad takes two widths for each of {self.inp.ndim} axes: {self}")
+
+    def template(self) -> str:
+        filler = "" if self.filler is None else ", {filler}"
+        return "{out}\n   = pad( {inp}, {widths}" + filler + " )"
+
+    @classmethod
+    def variants(cls) -> Iterator[Variant]:
+        yield {"filler": None}, "{out}\n   = pad( {inp}, {widths} )"
+        yield {}, "{out}\n   = pad( {inp}, {widths}, {filler} )"
+
+
+class CatOp(TensorOp):
+    """out = the pieces along `dim`; each input is already padded to out's extent.
+
+    `ends[k]` is where piece k ends along `dim`.
+    """
+
+    out: TensorView = result()
+    pieces: tuple[TensorView, ...] = operands()
+    ends: tuple[Scalar, ...] = operands()
+    dim: int = attr()
+    TEXT = "{out}\n   = cat( {pieces}, {ends}, {dim} )"
+
+    @property
+    def name(self) -> str:
+        return "cat"
+
+    def whole_axes(self, out: TensorView) -> tuple[int, ...]:
+        return (self.dim,)
+
+
+# ----------------------------------------------------------------------
+# How elementwise ops and casts are spelled in IR text.
+
+
+def unary_template(kind: str, *, is_float: bool) -> str:
+    """Return the text of an op of one operand; `is_float`: the result is Float."""
+    row = POINTWISE[kind]
+    if row.is_operator:
+        return "{out}\n   = " + row.text + "{inp};"
+    return "{out}\n   = " + (row.float_text if is_float else row.text) + "({inp});"
+
+
+def binary_template(kind: str, *, is_float: bool) -> str:
+    """Return the text of an op of two operands; `is_float`: the result is floating."""
+    row = POINTWISE[kind]
+    if row.is_operator:
+        return "{out}\n   = {lhs}\n   " + row.text + " {rhs};"
+    return "{out}\n   = " + (row.float_text if is_float else row.text) + "({lhs}\n  , {rhs});"
+
+
+def ternary_template(kind: str) -> str:
+    """Return the text of an op of three operands."""
+    return "{out}\n   = " + POINTWISE[kind].text + "({a}\n  , {b}\n  , {c});"
+
+
+_CAST_NAMES = {"float": "float", "double": "double"} | {
+    text: text.removeprefix("__") for text in (INFO[d].text for d in HALF_LIKE)
+}
+_CAST_TO = {
+    "float": "__to_float",
+    "double": "__to_double",
+    "int": "__to_int32",
+    "int64_t": "__to_int64",
+    "nvfuser_index_t": "__to_index",
+    "bool": "__to_bool",
+    "std::complex<float>": "__to_complex_float",
+    "std::complex<double>": "__to_complex_double",
+}
+
+
+def cast_spelling(src: DataType, dst: DataType) -> str:
+    """Return nvFuser's name of a cast (`__to_float`, `__half2float`, `__int2half`, ...)."""
+    s, d = INFO[src].text, INFO[dst].text
+    if is_complex(src) and category(dst) in ("int", "float"):
+        return _CAST_TO.get(d, f"__to_{_CAST_NAMES.get(d)}").replace("__", "__real_then_", 1)
+    if dst in HALF_LIKE or (src in HALF_LIKE and d in ("float", "double")):
+        return f"__{_CAST_NAMES.get(s, 'bool' if s == 'bool' else 'int')}2{_CAST_NAMES[d]}"
+    return _CAST_TO[d]
+
+
+# ----------------------------------------------------------------------
+# What ops cost a thread, in instructions: rough, to decide between computing and keeping.
+
+# What costs a thread more than keeping the result in a register: special functions, divisions,
+# random numbers.
+EXPENSIVE = frozenset((*(k for k, row in POINTWISE.items() if row.is_slow), *RandomOp.KINDS))
+_EXPENSIVE_INSTRUCTIONS = 20
+
+
+def instructions(op: TensorOp) -> int:
+    """Return about how many instructions an op takes per element."""
+    return _EXPENSIVE_INSTRUCTIONS if op.name in EXPENSIVE else 1

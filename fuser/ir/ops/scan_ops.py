@@ -17,7 +17,7 @@ from fuser.ir.scalar.constructors import Scalar
 from fuser.support.errors import VerifyError
 
 if TYPE_CHECKING:
-    from fuser.ir.tensor import TensorView
+    from fuser.ir.fusion import TensorView
 
 
 class AlongAxisOp(LibraryOp):

@@ -43,17 +43,18 @@ from fuser.ir.scalar.scalar_nodes import (
     const,
     int_value,
     is_int,
+    literal_text,
     postorder,
+    scalar_text,
     symbols,
 )
-from fuser.ir.scalar.scalar_range import interval
-from fuser.ir.scalar.scalar_text import literal_text, scalar_text
 from fuser.ir.scalar.simplify import (
     absolute,
     add_terms,
     ceil_divide,
     divide,
     has_index,
+    interval,
     is_less,
     is_nonnegative,
     larger,

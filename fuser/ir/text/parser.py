@@ -5,31 +5,335 @@ The grammar of an op is its own text template (`variants()`), so a new op needs 
 
 from __future__ import annotations
 
+import dataclasses
 import re
 from collections.abc import Callable, Iterable, Mapping
 from difflib import get_close_matches
+from functools import lru_cache
 
-from fuser.ir.dtypes import FROM_TEXT
-from fuser.ir.fusion import Alias, Fusion, TensorOp
-from fuser.ir.op import Op, value_text
-from fuser.ir.ops import nodes
-from fuser.ir.provenance import read_origin
-from fuser.ir.scalar.constructors import Scalar, Symbol
-from fuser.ir.tensor import TensorView
-from fuser.ir.text import tokens
-from fuser.ir.text.parse_values import MAX_DEPTH, ValueParser
-from fuser.ir.text.printer import with_lines
-from fuser.ir.text.symbol_bounds import definition_bounds
-from fuser.ir.text.templates import (
-    Template,
-    key_of,
-    template_of,
-    templates_of,
-    tensor_op_classes,
+from fuser.ir.domain.device_mesh import read_mesh
+from fuser.ir.domain.tensor_domain import (
+    IterDomain,
+    MergeTransform,
+    Resize,
+    SplitTransform,
+    Swizzle1D,
+    TensorDomain,
+    Transform,
+    derivation_problem,
 )
-from fuser.ir.types import ParallelType
+from fuser.ir.dtypes import FROM_TEXT, DataType, category, is_inexact
+from fuser.ir.fusion import Alias, Fusion, TensorOp, TensorView, tensor_text
+from fuser.ir.op import Op, value_text
+from fuser.ir.ops import attention_ops, lookup, nodes
+from fuser.ir.ops import nodes as resizing
+from fuser.ir.provenance import read_origin
+from fuser.ir.scalar import constructors as sc
+from fuser.ir.scalar.constructors import Scalar, Symbol
+from fuser.ir.scalar.evaluate import ARITY
+from fuser.ir.text.printer import default_dtype, with_lines
+from fuser.ir.types import PTYPE_FROM_TEXT, IterType, MemoryType, ParallelType
 from fuser.support.errors import FuserError, ParseError
+from fuser.support.record import record
 from fuser.support.text_cursor import MAX_DIGITS, SPACE, Cursor
+
+# ----------------------------------------------------------------------
+# Parsing of values: scalars, axes, tensors and their domain sections, as `fuser.ir.text.printer`
+# prints.
+
+# Deeper than any program; far from the depth at which Python gives up.
+MAX_DEPTH = 64
+
+
+class ValueParser:
+    """Reads scalars and tensors into one fusion."""
+
+    def __init__(
+        self, cursor: Cursor, fusion: Fusion, bounds: Mapping[str, int | None] | None = None
+    ) -> None:
+        """`bounds` are the lower bounds of integer symbols by name; others have none."""
+        self.cursor = cursor
+        self.fusion = fusion
+        self.tensors: dict[int, TensorView] = {}
+        self.symbols: dict[str, Symbol] = {}
+        self._text_of: dict[int, str] = {}
+        self._bounds = bounds or {}
+        self._depth = 0
+
+    # ------------------------------------------------------------ scalars
+    def scalar(self) -> Scalar:
+        """Read a scalar through the simplifying constructors."""
+        c = self.cursor
+        c.skip()
+        start = c.pos
+        self._depth += 1
+        try:
+            if self._depth > MAX_DEPTH:
+                raise c.fail(f"more than {MAX_DEPTH} nested parentheses")
+            return self._scalar()
+        except ParseError:
+            raise
+        except FuserError as error:
+            raise c.fail(str(error), start) from error
+        finally:
+            self._depth -= 1
+
+    def _scalar(self) -> Scalar:
+        c = self.cursor
+        if c.take_if("("):
+            call = c.match(CALL)
+            if call:
+                at = c.pos
+                value = self._call(call[1], c.items(")", self.scalar), at)
+            else:
+                value = self.scalar()
+                op = c.match(INFIX)
+                if op:
+                    value = _apply(op[0], (value, self.scalar()))
+            c.take(")")
+            return value
+        literal = c.match(LITERAL)
+        if literal:
+            try:
+                return sc.const(_number(literal[2]), FROM_TEXT[literal[1]])
+            except ValueError:
+                raise c.fail(f"{literal[2]!r} is not a number", literal.start(2)) from None
+        number = c.match(INT)
+        if number:
+            return sc.const(c.number(number))
+        if c.at("T") and (TENSOR.match(c.text, c.pos) or BARE_TENSOR.match(c.text, c.pos)):
+            raise c.fail("expected a scalar")
+        name = c.name(NAME, "a scalar")
+        if name in ("true", "false"):
+            return sc.const(name == "true")
+        if name not in self.symbols:
+            self._new_symbol(name, default_dtype(name))
+        return self.symbols[name]
+
+    def _call(self, op: str, args: list[Scalar], at: int) -> Scalar:
+        arity = 1 if op.startswith("cast_") else ARITY[op]
+        if len(args) != arity:
+            raise self.cursor.fail(f"{op} takes {arity} operands, got {len(args)}", at)
+        if not op.startswith("cast_"):
+            return _apply(op, tuple(args))
+        dtype = FROM_TEXT.get(op.removeprefix("cast_"))
+        if dtype is None:
+            raise self.cursor.fail(f"unknown dtype in {op}")
+        return sc.cast(args[0], dtype)
+
+    def _new_symbol(self, name: str, dtype: DataType) -> None:
+        low = self._bounds.get(name) if category(dtype) == "int" else None
+        self.symbols[name] = Symbol(name, dtype, lo=low)
+
+    # ------------------------------------------------------------ axes and tensors
+    def axis(self) -> IterDomain:
+        """Read `ideviceIdx.x4{( ceilDiv(i0, 2) ) ex i1}rf`."""
+        c = self.cursor
+        head = c.expect(AXIS, "an axis such as iS0{i0}")
+        extent = self.scalar()
+        expanded = self.scalar() if c.take_if("ex ") else None
+        c.take("}")
+        rfactor = c.text.startswith("rf", c.pos)
+        c.pos += 2 * rfactor
+        return IterDomain(
+            c.number(head, 3),
+            IterType(head[1]),
+            extent,
+            ptype=PTYPE_FROM_TEXT[head[2]],
+            expanded=expanded,
+            rfactor=rfactor,
+        )
+
+    def tensor(self) -> TensorView:
+        """Read a tensor, spelled out (the first time declares it) or as a known bare name."""
+        c = self.cursor
+        c.skip()
+        start = c.pos
+        bare = c.match(BARE_TENSOR)
+        if bare:
+            known = self.tensors.get(c.number(bare, 1))
+            if known is None:
+                raise c.fail(f"T{bare[1]} is not declared", start)
+            return known
+        head = c.expect(TENSOR, "a tensor")
+        number = c.number(head, 1)
+        known = self._text_of.get(number)
+        if known is not None and c.text.startswith(known, start) and start + len(known) <= c.end:
+            c.pos = start + len(known)
+            return self.tensors[number]
+        tv = self._new_tensor(head, self._spelled())
+        if known is None:
+            return self._declare(tv, start)
+        if tensor_text(tv) != known:
+            raise c.fail(f"T{number} was declared as {known}", start)
+        return self.tensors[number]
+
+    def _spelled(self) -> TensorDomain:
+        axes: dict[int, IterDomain] = {}
+        return TensorDomain.of(tuple(self.cursor.items("]", lambda: self._state(axes))))
+
+    def _new_tensor(self, head: re.Match[str], domain: TensorDomain) -> TensorView:
+        """Read the suffixes and return a tensor that the fusion does not know yet."""
+        c = self.cursor
+        compute_at, mesh = 0, None
+        if c.take_if("ca_pos("):
+            compute_at = c.integer()
+            c.take(")")
+        if c.take_if("(DeviceMesh"):
+            c.pos -= len("DeviceMesh")
+            mesh = read_mesh(c)
+            c.take(")")
+        tv = self.fusion.new_tensor(
+            domain,
+            FROM_TEXT[head[3]],
+            memory=MemoryType(head[2]),
+            mesh=mesh,
+            number=c.number(head, 1),
+        )
+        tv.compute_at = compute_at
+        return tv
+
+    def _declare(self, tv: TensorView, start: int) -> TensorView:
+        problem = derivation_problem(tv.domain)
+        if problem:
+            raise self.cursor.fail(f"T{tv.number}: {problem}", start)
+        self.tensors[tv.number] = tv
+        self._text_of[tv.number] = tensor_text(tv)
+        for number in tv.domain.axes:
+            self.fusion.reserve(axis=number)
+        return tv
+
+    def domain_section(self) -> TensorView:
+        """Read one tensor's domain section: header, root, logical, allocation, transforms, loop."""
+        c = self.cursor
+        c.skip()
+        start = c.pos
+        head = c.expect(TENSOR, "a tensor")
+        spelled = self._spelled()
+        tv = self._new_tensor(head, spelled)
+        if tv.number in self.tensors:
+            raise c.fail(f"T{tv.number} has two domain sections", start)
+        axes: dict[int, IterDomain] = {}
+        groups: dict[str, tuple[IterDomain, ...]] = {}
+        for title in ("root", "logical", "allocation"):
+            if c.take_if(f"{title} domain: ("):
+                groups[title] = tuple(self.cursor.items(")", lambda: self._state(axes)))
+        c.take("contiguity:")
+        flags: list[bool | None] = []
+        while found := c.match(re.compile(r"[tfn]\b")):
+            flags.append({"t": True, "f": False, "n": None}[found[0]])
+        transforms: list[Transform] = []
+        while not c.take_if("loop domain: ("):
+            transforms.append(self._transform(axes))
+        at = c.pos
+        loop = tuple(self.cursor.items(")", self.axis))
+        if loop != spelled.loop:
+            raise c.fail(f"the loop domain of {head[0][:-1]} differs from its header", start)
+        for axis in loop:
+            self._hold(axes, axis, at)
+        tv.is_cpu_scalar = c.take_if("cpu scalar")
+        tv.mesh_is_user_set = c.take_if("mesh set by user")
+        if "logical" not in groups:
+            raise c.fail(f"T{tv.number} has no logical domain", start)
+        tv.domain = TensorDomain.of(
+            groups["logical"],
+            loop,
+            root=groups.get("root", ()),
+            allocation=groups.get("allocation", ()),
+            contiguity=flags,
+            transforms=transforms,
+            between=axes.values(),
+        )
+        return self._declare(tv, start)
+
+    def _state(self, axes: dict[int, IterDomain]) -> IterDomain:
+        """Read an axis of one tensor, which has one state wherever it is written."""
+        c = self.cursor
+        c.skip()
+        start = c.pos
+        return self._hold(axes, self.axis(), start)
+
+    def _hold(self, axes: dict[int, IterDomain], axis: IterDomain, at: int) -> IterDomain:
+        held = axes.setdefault(axis.number, axis)
+        if held != axis:
+            raise self.cursor.fail(f"axis {axis.number} was {held} before", at)
+        return held
+
+    def _transform(self, axes: dict[int, IterDomain]) -> Transform:
+        c = self.cursor
+
+        def number() -> int:
+            return self._state(axes).number
+
+        for title, is_inner in (("Split:", True), ("Outer split:", False)):
+            if c.take_if(title):
+                inp = number()
+                c.take("by factor")
+                factor = self.scalar()
+                c.take("->")
+                outer = number()
+                c.take(",")
+                return SplitTransform(inp, outer, number(), factor, is_inner)
+        if c.take_if("Merge:"):
+            outer = number()
+            c.take("and")
+            inner = number()
+            c.take("->")
+            return MergeTransform(outer, inner, number())
+        if c.take_if("Resize:"):
+            inp = number()
+            c.take("by")
+            left = self.scalar()
+            c.take("and")
+            right = self.scalar()
+            c.take("->")
+            return Resize(inp, number(), left, right)
+        out = number()
+        c.take("=")
+        c.take("Swizzle1D(")
+        inp = number()
+        c.take(", parallelType=")
+        ptype = self.ptype()
+        c.take(")")
+        return Swizzle1D(inp, out, ptype)
+
+    def ptype(self) -> ParallelType:
+        """Read the print form of a parallel type: `deviceIdx.x`."""
+        c = self.cursor
+        c.skip()
+        start = c.pos
+        word = c.expect(WORD, "a parallel type")[0]
+        if word not in PTYPE_FROM_TEXT:
+            raise c.fail(f"unknown parallel type {word!r}", start)
+        return PTYPE_FROM_TEXT[word]
+
+    def value(self) -> TensorView | Scalar:
+        """Read a tensor or a scalar."""
+        c = self.cursor
+        c.skip()
+        is_tensor = TENSOR.match(c.text, c.pos) or BARE_TENSOR.match(c.text, c.pos)
+        return self.tensor() if is_tensor else self.scalar()
+
+    def values(self, close: str) -> tuple[TensorView | Scalar, ...]:
+        """Read comma separated tensors and scalars up to and including `close`."""
+        return tuple(self.cursor.items(close, self.value))
+
+
+def _number(text: str) -> float | complex:
+    """Read `0.5`, or the two parts `1,-2.5`; raises `ValueError` for anything else."""
+    real, comma, imag = text.partition(",")
+    return complex(float(real), float(imag)) if comma else float(real)
+
+
+def _apply(op: str, args: tuple[Scalar, ...]) -> Scalar:
+    # As it stands: `sc.le` of integers would write it as `<`.
+    return (
+        sc.apply(op, *args) if op == "<=" else sc.rebuild(sc.Apply(op, args, args[0].dtype), args)
+    )
+
+
+# ----------------------------------------------------------------------
+# Parsing of what `fuser.ir.text.printer` prints: ops, sections and fusions.
 
 _TITLES = (
     "Aliases",
@@ -80,7 +384,7 @@ class Parser(ValueParser):
         start, key = c.pos, key_of(c.text, c.pos)
         furthest: tuple[int, ParseError | None] = (start - 1, None)
         # A first operand that is a literal (`double(3)`) looks like a call, too.
-        bucket = "" if tokens.LITERAL.match(f"{key}(0)") else key
+        bucket = "" if LITERAL.match(f"{key}(0)") else key
         for template in self.templates.get(bucket, ()):
             c.pos = start
             try:
@@ -148,7 +452,7 @@ class Parser(ValueParser):
             at = c.pos
             kind = template.kinds.get(word)
             if kind is None:
-                self.scalar() if c.at("(") else c.expect(tokens.WORD, "a word")
+                self.scalar() if c.at("(") else c.expect(WORD, "a word")
                 derived.append((word, c.text[at : c.pos], at))
                 continue
             if kind == "region":
@@ -255,9 +559,9 @@ class Parser(ValueParser):
                 )
 
     def _symbol(self) -> None:
-        name = self.cursor.name(tokens.NAME, "a symbol")
+        name = self.cursor.name(NAME, "a symbol")
         self.cursor.take(":")
-        text = self.cursor.expect(tokens.WORD, "a dtype")[0]
+        text = self.cursor.expect(WORD, "a dtype")[0]
         if text not in FROM_TEXT:
             raise self.cursor.fail(f"unknown dtype {text}")
         self._new_symbol(name, FROM_TEXT[text])
@@ -367,9 +671,169 @@ def _ptypes(parser: Parser) -> tuple[ParallelType, ...]:
 ATTRIBUTES: dict[str, Attribute] = {
     "int": lambda parser: parser.cursor.integer(),
     "bool": _bool,
-    "str": lambda parser: parser.cursor.expect(tokens.WORD, "a word")[0],
+    "str": lambda parser: parser.cursor.expect(WORD, "a word")[0],
     "tuple[bool, ...]": _bools,
     "int | None": lambda parser: parser.cursor.integer(),
     "ParallelType": lambda parser: parser.ptype(),
     "tuple[ParallelType, ...]": _ptypes,
 }
+
+
+# ----------------------------------------------------------------------
+# The text templates of ops as grammar: words to match, fields to read.
+
+# Where tensor ops are declared: a text may name any of them.
+DECLARING = (attention_ops, lookup, resizing)
+
+
+@record
+class Template:
+    """One spelling of an op: words to match and fields to read, in order."""
+
+    op: type[Op]
+    text: str
+    attributes: Mapping[str, object]
+    words: tuple[tuple[bool, str], ...]
+    kinds: Mapping[str, str]
+    types: Mapping[str, str]
+    is_older: bool
+
+
+_PLACEHOLDER = re.compile(r"\{([\w.]+)\}")
+_FUNCTION = re.compile(r"\s*([A-Za-z_](?:[\w.]|::)*)\s*\(")
+# Extents of a result may compare, too.
+_EQUALS = re.compile(r"(?<![=!<>])=(?!=)")
+_STATEMENT = re.compile(r"\s*(?!T\d)([A-Za-z_]\w*)")
+
+
+def key_of(text: str, start: int) -> str:
+    """Return what an op's text starts with: its statement word, or the function after `=`."""
+    word = _STATEMENT.match(text, start)
+    if word:
+        return word[1]
+    equals = _EQUALS.search(text, start)
+    function = _FUNCTION.match(text, equals.end()) if equals else None
+    return function[1] if function else ""
+
+
+@lru_cache(maxsize=16)
+def templates_of(ops: tuple[type[Op], ...]) -> Mapping[str, list[Template]]:
+    """Return the spellings of the op classes by key; operators and literals come under ''."""
+    buckets: dict[str, list[Template]] = {"": []}
+    for op in ops:
+        seen: set[tuple[str, str]] = set()
+        for attributes, text, is_older in _spellings(op):
+            mark = (text, repr(sorted(attributes.items(), key=lambda kv: kv[0])))
+            if mark in seen:
+                continue
+            seen.add(mark)
+            template = _compiled(op, attributes, text, is_older)
+            buckets.setdefault(key_of(text, 0), []).append(template)
+    return buckets
+
+
+def _spellings(op: type[Op]) -> Iterable[tuple[dict[str, object], str, bool]]:
+    variants = getattr(op, "variants", None)
+    if variants is None:
+        if op.TEXT:
+            yield {}, op.TEXT, False
+    else:
+        for attributes, text in variants():
+            yield attributes, text, False
+    for text in getattr(op, "OLDER", ()):
+        yield {}, text, True
+
+
+def _compiled(
+    op: type[Op], attributes: Mapping[str, object], text: str, is_older: bool
+) -> Template:
+    words: list[tuple[bool, str]] = []
+    at = 0
+    for field in _PLACEHOLDER.finditer(text):
+        words += [(False, w) for w in text[at : field.start()].split()]
+        words.append((True, field[1]))
+        at = field.end()
+    words += [(False, w) for w in text[at:].split()]
+    fields = dataclasses.fields(op)  # pyright: ignore[reportArgumentType]
+    return Template(
+        op,
+        text,
+        attributes,
+        tuple(words),
+        {f.name: str(f.metadata["kind"]) for f in fields if "kind" in f.metadata},
+        {f.name: str(f.type) for f in fields},
+        is_older,
+    )
+
+
+def template_of(op: Op) -> str:
+    template = getattr(op, "template", None)
+    return template() if template is not None else op.TEXT
+
+
+def tensor_op_classes() -> tuple[type[Op], ...]:
+    """Return the declared tensor ops, in declaration order; bases of others are none."""
+    return tuple(
+        c
+        for c in Op.REGISTRY.values()
+        if issubclass(c, attention_ops.TensorOp) and not c.__subclasses__()
+    )
+
+
+# ----------------------------------------------------------------------
+# The words of the text of programs.
+
+INT = re.compile(r"-?[0-9]+")
+WORD = re.compile(r"[^\s,(){}]+")
+INFIX = re.compile(r"<<|>>|<=|>=|==|!=|&&|\|\||[-+*/%<>&|^]")
+CALL = re.compile(
+    "("
+    + "|".join(sorted((re.escape(o) for o in sc.COMPUTE if not INFIX.fullmatch(o)), reverse=True))
+    + r"|cast_[\w:<>]+)\("
+)
+LITERAL = re.compile(
+    "(" + "|".join(re.escape(t) for t, d in FROM_TEXT.items() if is_inexact(d)) + r")\(([^()\s]*)\)"
+)
+DTYPES = "|".join(sorted(map(re.escape, FROM_TEXT), key=len, reverse=True))
+TENSOR = re.compile(rf"T([0-9]+)_(sym|[gslt])_({DTYPES})\[")
+BARE_TENSOR = re.compile(r"T([0-9]+)(?!\w)")
+NAME = re.compile(r"[A-Za-z_]\w*", re.ASCII)
+AXIS = re.compile(
+    r"([irb?n])("
+    + "|".join(sorted((re.escape(p) for p in PTYPE_FROM_TEXT), key=len, reverse=True))
+    + r")([0-9]+)\{"
+)
+
+
+# ----------------------------------------------------------------------
+# The lower bounds of the symbols of a program's text, which no line of it spells.
+
+_EXTENT = re.compile(AXIS.pattern + r"(?:[^{}]* ex )?([A-Za-z_]\w*)\}")
+_EQUAL = re.compile(r"^ +([A-Za-z_]\w*) = ", re.MULTILINE)
+_INPUTS = re.compile(r"Inputs:(.*?)Outputs:|%HostIrContainer\s*\{\s*\((.*?)\)\s*->", re.DOTALL)
+
+
+def definition_bounds(text: str) -> dict[str, int | None]:
+    """Return the lower bounds of the symbols in a definition's text: its extents may be 0."""
+    return _bounds(text, _scalar_inputs(text), extent=0)
+
+
+def concretized_bounds(text: str) -> dict[str, int | None]:
+    """Return the lower bounds of the symbols in a concretized program's text.
+
+    No extent is 0 there, also where it is a scalar input; other scalar inputs are unbounded.
+    """
+    extents = {m[4] for m in _EXTENT.finditer(text)} | {m[1] for m in _EQUAL.finditer(text)}
+    unbounded = [name for name in _scalar_inputs(text) if name not in extents]
+    return _bounds(text, unbounded, extent=1)
+
+
+def _bounds(text: str, unbounded: Iterable[str], *, extent: int) -> dict[str, int | None]:
+    return {**dict.fromkeys(NAME.findall(text), extent), **dict.fromkeys(unbounded)}
+
+
+def _scalar_inputs(text: str) -> list[str]:
+    """Return the names among the inputs of a fusion or a host program that are no tensors."""
+    found = _INPUTS.search(text)
+    inputs = re.sub(r"\[[^\]]*\]", "", found[1] or found[2] or "") if found else ""
+    return NAME.findall(inputs)

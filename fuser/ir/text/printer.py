@@ -12,11 +12,10 @@ from fuser.ir.domain.tensor_domain import (
     transform_text,
 )
 from fuser.ir.dtypes import DataType, dtype_text
-from fuser.ir.fusion import Fusion, fusion_math, tensor_text
+from fuser.ir.fusion import Fusion, TensorView, fusion_math, tensor_text
 from fuser.ir.op import Op, op_text, value_text
 from fuser.ir.scalar import constructors as sc
 from fuser.ir.scalar.constructors import Scalar
-from fuser.ir.tensor import TensorView
 
 
 def domain_text(tv: TensorView, indent: str = "") -> str:

@@ -14,21 +14,26 @@ row gained nothing.
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterator
+from collections.abc import Container, Iterator, Mapping
 
+from fuser.ir.dtypes import DataType, is_floating, nbytes_of
 from fuser.ir.scalar import constructors as sc
 from fuser.ir.scalar.constructors import Scalar
 from fuser.lower.kernel_ir import (
     Body,
+    Convert,
     Declare,
     Define,
+    Element,
     For,
+    Forget,
     GlobalLoad,
     If,
     Let,
     LetValue,
     Prefetch,
     Statement,
+    Sync,
     ThreadReduce,
     VectorLoad,
     bodies,
@@ -116,3 +121,87 @@ def _accesses(statement: Statement) -> Iterator[tuple[str, Scalar, Scalar]]:
     for v in values_of(statement):
         if isinstance(v, GlobalLoad):
             yield v.name, v.index, v.guard
+
+
+# ----------------------------------------------------------------------
+# Narrow elements that a thread keeps are converted again after threads have met.
+
+# Of so many elements, and fewer, a thread has registers for what they are converted to.
+MOST_CONVERTED = 32
+NOTHING: Mapping[str, int] = {}
+
+
+def convert_again(body: Body, sizes: Mapping[str, int] = NOTHING) -> None:
+    """Mark, in place, where what was converted from an array is forgotten; `sizes` are those of the
+    arrays around the body."""
+    own = [s for s in body.statements if isinstance(s, Declare) and s.size is not None]
+    sizes = {**sizes, **{s.name: s.size for s in own if s.size is not None}}
+    for statement in body.statements:
+        for inner in bodies(statement):
+            convert_again(inner, sizes)
+    if not any(isinstance(s, ThreadReduce) for s in body.statements):
+        return
+    converted = [_converted(s) for s in body.statements]
+    made: list[Statement] = []
+    for k, statement in enumerate(body.statements):
+        made.append(statement)
+        if isinstance(statement, ThreadReduce):
+            again = {name for names in converted[k:] for name in names}
+            before = {name: None for names in converted[:k] for name in names if name in again}
+            made += [Forget(n) for n in before if sizes.get(n, 0) > MOST_CONVERTED]
+    body.statements = made
+
+
+def _converted(statement: Statement) -> list[str]:
+    """Return the register arrays of which a statement converts elements to a wider type."""
+    return [
+        value.arg.name
+        for s in walk(Body([statement]))
+        for value in values_of(s)
+        if isinstance(value, Convert) and isinstance(value.arg, Element) and _widens(value)
+    ]
+
+
+def _widens(value: Convert) -> bool:
+    arg = value.arg
+    is_kept = isinstance(arg, Element) and not arg.shared and is_floating(arg.dtype)
+    return is_kept and value.dtype is DataType.Float and nbytes_of(arg.dtype) < 4
+
+
+# ----------------------------------------------------------------------
+# Loops over what an earlier loop has read go backwards, so that they begin with what it read last:
+# that is still in the cache.
+
+# What threads of a block come to at once: its order stays.
+_MEETINGS = (Sync, ThreadReduce)
+
+
+def alternate_directions(body: Body) -> None:
+    """Turn around, in place, every second one of the loops side by side that go over a tensor."""
+    # How often it goes around, and in which direction it did last.
+    latest: dict[str, tuple[Scalar, bool]] = {}
+    for statement in body.statements:
+        if isinstance(statement, For) and not statement.unroll and _is_free(statement):
+            read = dict.fromkeys(_tensors_read(statement))
+            statement.backward = any(latest.get(name) == (statement.extent, False) for name in read)
+            latest.update(dict.fromkeys(read, (statement.extent, statement.backward)))
+        else:
+            for inner in bodies(statement):
+                alternate_directions(inner)
+
+
+def _is_free(loop: For) -> bool:
+    """Whether the iterations of a loop may come in any order."""
+    return not any(isinstance(s, _MEETINGS) for s in walk(loop.body))
+
+
+def _tensors_read(loop: For) -> Iterator[str]:
+    """Yield the names of tensors in global memory."""
+    for s in walk(loop.body):
+        if isinstance(s, VectorLoad) and not s.shared:
+            yield s.name
+        yield from _loaded(s)
+
+
+def _loaded(statement: Statement) -> Iterator[str]:
+    return (v.name for v in values_of(statement) if isinstance(v, GlobalLoad))

@@ -14,16 +14,20 @@ from typing import NamedTuple, Protocol
 import torch
 
 from fuser.ir.dtypes import FLOAT8, HALF_LIKE, to_torch
-from fuser.ir.ops.block_scales import GroupedScalesOp, padding
 from fuser.ir.ops.lookup import IndexPutAccumulateOp, ScatterOp
-from fuser.ir.ops.matrix_products import GroupedMmaOp, ProductOp
+from fuser.ir.ops.matrix_products import GroupedMmaOp, GroupedScalesOp, ProductOp, padding
 from fuser.ir.ops.scan_ops import ArgsortOp, ScanOp, TopKOp
 from fuser.ir.scalar import constructors as sc
 from fuser.ir.scalar.constructors import Number, Scalar, Symbol
 from fuser.ops.reduction_table import REDUCTIONS
-from fuser.ops.reference.grouped_product import GroupKernels, bind_native, grouped_into
-from fuser.ops.reference.grouped_scales import grouped_scales_into
-from fuser.ops.reference.scaled_product import bind_scaled, scaled_into
+from fuser.ops.reference.matmul_calls import (
+    GroupKernels,
+    bind_native,
+    bind_scaled,
+    grouped_into,
+    grouped_scales_into,
+    scaled_into,
+)
 from fuser.support.record import record
 from fuser.support.torch_calls import empty_on
 

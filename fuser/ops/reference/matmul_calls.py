@@ -5,14 +5,26 @@ Which views torch can make follows from shapes and strides; it is found out once
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
+from itertools import pairwise
 from math import prod
+from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
 
 from fuser.ir.ops import nodes
+from fuser.ir.ops.matrix_products import (
+    LANES,
+    TILE_COLUMNS,
+    TILE_ROWS,
+    GroupedMmaOp,
+    GroupedScalesOp,
+)
+from fuser.ir.scalar.constructors import Number
+from fuser.support.errors import InputError, user_code
 
 Tensor = torch.Tensor
 ViewOf = Callable[[Tensor], Tensor]
@@ -166,3 +178,349 @@ def _is_own(x: Tensor, shape: tuple[int, ...]) -> bool:
     """Whether a view of this shape, of one axis that takes what is left and the last ones of `x`,
     is `x` itself."""
     return x.dim() == len(shape) and x.shape[1:] == shape[1:]
+
+
+# ----------------------------------------------------------------------
+# What scaled_mm means in torch, and grouped_mm for each group: its own kernel on CUDA, where it
+# has one for the call, else a product in float32.
+
+Given = Mapping[str, Tensor]
+
+# What the tensor cores' kernels want: extents of k and n in elements, and the results they make.
+_MULTIPLE = 16
+_NATIVE = (torch.bfloat16, torch.float16, torch.float32)
+_BIASED = (torch.bfloat16, torch.float16)
+# Of addresses, in bytes: what kernels load at a time.
+_ALIGNMENT = 16
+# (major, minor) of the first GPU with products of floats of one byte.
+_FIRST_CAPABILITY = 8, 9
+
+
+def scaled_product(given: Given, dtype: torch.dtype, wide: torch.dtype) -> Tensor:
+    """Return alpha * (scale1 * mat1) @ (scale2 * mat2) + beta * bias, summed in `wide`; in `dtype`
+    where torch's kernel makes all of it, else in `wide`."""
+    a, b = given["mat1"], given["mat2"]
+    is_native = wide is torch.float32 and _is_native(a, b)
+    if is_native and (found := _in_one_call(given, dtype)) is not None:
+        return found
+    if is_native:
+        one = torch.ones((), device=a.device)
+        product = _native(a, b, one, one, torch.float32)
+    else:
+        product = torch.matmul(a.to(wide), b.to(wide))
+    for field in ("scale1", "scale2", "alpha"):
+        if field in given:
+            product = product * _fitting(given[field].to(wide))
+    if "bias" not in given:
+        return product
+    bias = given["bias"].to(wide)
+    return product + (bias * _fitting(given["beta"].to(wide)) if "beta" in given else bias)
+
+
+def scaled_into(given: Given, out: Tensor, wide: torch.dtype) -> None:
+    """Write what `scaled_product` returns into `out`, rounded once."""
+    a, b = given["mat1"], given["mat2"]
+    is_native = wide is torch.float32 and _can_write(out) and _is_native(a, b)
+    if is_native and _in_one_call(given, out.dtype, out) is not None:
+        return
+    # Scales of a group may come with an axis of one element for the groups.
+    out.copy_(scaled_product(given, out.dtype, wide).reshape(out.shape))
+
+
+def bind_scaled(
+    fields: Sequence[str], ins: Sequence[Tensor], out: Tensor
+) -> Callable[[Sequence[Tensor], Sequence[Tensor]], object] | None:
+    """Return torch's kernel for operands and a result that lie like these, with nothing left to
+    look at in a call; None where any has to be looked at, or copied."""
+    given = dict(zip(fields, ins, strict=True))
+    a, b = given["mat1"], given["mat2"]
+    if not (_can_write(out) and _is_native(a, b)):
+        return None
+    bias, scales = given.get("bias"), (given["scale1"], given["scale2"])
+    is_one = all(scale.numel() == 1 for scale in scales)
+    is_each = scales[0].numel() == a.shape[0] and scales[1].numel() == b.shape[1]
+    lying = (a, b.t(), *scales, *([] if bias is None else [bias]))
+    if not (is_one or is_each) or not all(map(_lies_as_wanted, lying)):
+        return None
+    if _in_one_call(given, out.dtype, out) is None:
+        return None
+    call: Any = partial(torch._scaled_mm, out_dtype=out.dtype)  # pyright: ignore[reportPrivateImportUsage]
+    if is_one:
+        return lambda ins, outs: call(
+            *ins[:2], *(scale.reshape(()) for scale in ins[2:4]), *ins[4:], out=outs[0]
+        )
+    # After the matrices and scales, what is given is the bias alone, as torch has them in order.
+    return lambda ins, outs: call(*ins, out=outs[0])
+
+
+def _lies_as_wanted(x: Tensor) -> bool:
+    return x.is_contiguous() and x.is_cuda and not x.data_ptr() % _ALIGNMENT
+
+
+def _can_write(out: Tensor) -> bool:
+    """Whether torch's kernel may write into a tensor as it is."""
+    return out.is_cuda and out.is_contiguous() and not out.data_ptr() % _ALIGNMENT
+
+
+def _fitting(x: Tensor) -> Tensor:
+    """Return one element without axes, which fits any tensor."""
+    return x.reshape(()) if x.numel() == 1 else x
+
+
+def _is_native(a: Tensor, b: Tensor) -> bool:
+    if not a.is_cuda or torch.cuda.get_device_capability(a.device) < _FIRST_CAPABILITY:
+        return False
+    sizes = *a.shape, *b.shape
+    is_whole = not (b.shape[0] % _MULTIPLE or b.shape[1] % _MULTIPLE)
+    # There is no kernel for two factors with the shorter mantissa.
+    return 0 not in sizes and is_whole and torch.float8_e4m3fn in (a.dtype, b.dtype)
+
+
+def _in_one_call(given: Given, dtype: torch.dtype, out: Tensor | None = None) -> Tensor | None:
+    """Return the result, in `out` where that is given, where torch's kernel scales, adds the bias
+    and rounds by itself."""
+    bias = given.get("bias")
+    if "alpha" in given or "beta" in given or dtype not in _NATIVE:
+        return None
+    if bias is not None and (bias.ndim != 1 or bias.dtype is not dtype or dtype not in _BIASED):
+        return None
+    a, b, scale1, scale2 = (given[f] for f in ("mat1", "mat2", "scale1", "scale2"))
+    if bias is not None and bias.shape[0] != b.shape[1]:
+        return None
+    if scale1.numel() == scale2.numel() == 1:
+        return _native(a, b, _fitting(scale1), _fitting(scale2), dtype, bias, out)
+    if dtype is not torch.bfloat16:
+        return None
+    rows, columns = scale1.expand(a.shape[0], 1), scale2.expand(1, b.shape[1])
+    return _native(a, b, rows, columns, dtype, bias, out)
+
+
+def _native(
+    a: Tensor,
+    b: Tensor,
+    scale1: Tensor,
+    scale2: Tensor,
+    dtype: torch.dtype,
+    bias: Tensor | None = None,
+    out: Tensor | None = None,
+) -> Tensor:
+    """Call torch's kernel, which reads rows of a and columns of b."""
+    rows, columns = _aligned(a), _aligned(b.t()).t()
+    scales = _aligned(scale1), _aligned(scale2)
+    bias = None if bias is None else _aligned(bias)
+    # With the name of each argument: torch's types know no `out`.
+    into: Any = {"bias": bias, "out_dtype": dtype} | ({} if out is None else {"out": out})
+    return torch._scaled_mm(rows, columns, *scales, **into)  # pyright: ignore[reportPrivateImportUsage]
+
+
+def _aligned(x: Tensor) -> Tensor:
+    """Return a contiguous tensor that begins where a vector may: parts of others, as groups have
+    them, begin anywhere."""
+    x = x.contiguous()
+    return x.clone() if x.data_ptr() % _ALIGNMENT else x
+
+
+# ----------------------------------------------------------------------
+# What grouped_mm means in torch: a matmul per group, or a product with scales.
+
+# What torch's kernel for groups takes: floats of this dtype, whose rows or columns begin at
+# multiples of so many elements, of fewer groups than this; and the GPUs that have it (major).
+_GROUPED_NATIVE, _GROUPED_MULTIPLE, _MAX_GROUPS = torch.bfloat16, 8, 1024
+_GROUPED_ALIGNMENT = 16
+_CAPABILITIES = (9, 10)
+
+
+class GroupKernels(Protocol):
+    """Kernels beside torch's for groups, so that the host need not read where these end."""
+
+    def ends_of(self, op: GroupedMmaOp, extent: int) -> Callable[[Tensor], Tensor]:
+        """Returns what makes of offsets ends that rise from 0 to `extent`."""
+        ...
+
+    def clear_rows(self, out: Tensor, ends: Tensor) -> None:
+        """Sets the rows behind the last end to 0."""
+        ...
+
+
+def grouped_product(
+    op: GroupedMmaOp, given: Mapping[str, Tensor], dtype: torch.dtype, wide: torch.dtype
+) -> Tensor:
+    """Return one product per group, in `dtype`; what is in none is 0. With scales, sums are in
+    `wide`. Raises `InputError` for offsets that fall, or leave the axis."""
+    sizes = _sizes(op, given)
+    out = given["mat1"].new_empty([sizes[c] for c in op.letters("out")], dtype=dtype)
+    grouped_into(op, given, out, wide)
+    return out
+
+
+def grouped_into(
+    op: GroupedMmaOp, given: Mapping[str, Tensor], out: Tensor, wide: torch.dtype
+) -> None:
+    """Write what `grouped_product` returns into `out`."""
+    offsets = given["offsets"]
+    if offsets.is_meta:
+        # A tensor without contents is asked for its shape alone.
+        return
+    letters = {field: op.letters(field) for field, _ in op.tensors()}
+    extent = _sizes(op, given)[op.ragged]
+    ends = _ends(op, extent, offsets)
+    for g, (start, end) in enumerate(pairwise([0, *ends])):
+        at: dict[str, int | slice] = {"g": g, op.ragged: slice(start, end)}
+        places = {f: tuple(at.get(c, slice(None)) for c in mine) for f, mine in letters.items()}
+        mine = {field: x[places[field]] for field, x in given.items() if field != "offsets"}
+        part = out[places["out"]]
+        if op.is_scaled:
+            scaled_into(mine, part, wide)
+        else:
+            torch.mm(mine["mat1"], mine["mat2"], out=part)
+    if op.ragged in letters["out"]:
+        start = ends[-1] if ends else 0
+        out.narrow(letters["out"].index(op.ragged), start, extent - start).zero_()
+
+
+def _sizes(op: GroupedMmaOp, given: Mapping[str, Tensor]) -> dict[str, int]:
+    """Return the sizes of what is there: a shard may have less than the extents say."""
+    sizes: dict[str, int] = {}
+    for field in ("mat1", "mat2", "offsets"):
+        sizes.update(zip(op.letters(field), given[field].shape, strict=True))
+    return sizes
+
+
+def _ends(op: GroupedMmaOp, extent: int, offsets: Tensor) -> list[int]:
+    ends = offsets.tolist()
+    check_ends(op, extent, ends)
+    return ends
+
+
+def check_ends(op: GroupedMmaOp, extent: int, ends: Sequence[int]) -> None:
+    """Raise `InputError` for ends of groups that fall, or leave the axis."""
+    if any(x > y for x, y in pairwise([0, *ends, extent])):
+        raise InputError(
+            f"grouped_mm: Expected offsets that rise from 0 to {extent}, the size of axis "
+            f"{op.ragged} of {op.mat1} and {op.mat2}, but {op.offsets} is {[*ends]}"
+            f"{user_code(op.where)}"
+        )
+
+
+# ------------------------------------------------------------------ torch's kernel for groups
+def bind_native(
+    op: GroupedMmaOp, given: Given, kernels: GroupKernels | None
+) -> Callable[[Given], Tensor] | None:
+    """Return what computes all groups of rows by one kernel of torch's; None where it has none for
+    operands like these. Without `kernels`, the host reads where groups end."""
+    if op.ragged != "m" or op.is_scaled or not _takes_native(given):
+        return None
+    extent = given["mat1"].shape[0]
+    ends_of = None if kernels is None else kernels.ends_of(op, extent)
+    if not torch.cuda.is_current_stream_capturing():
+        # Of the call that binds, what is wrong is told at once.
+        _ends(op, extent, given["offsets"])
+
+    def product(given: Given) -> Tensor:
+        a, b, offsets = (given[f] for f in ("mat1", "mat2", "offsets"))
+        if kernels is None or ends_of is None:
+            last = _ends(op, extent, offsets)[-1]
+            out = _native_groups(a, b, offsets)
+            out[last:].zero_()
+            return out
+        ends = ends_of(offsets)
+        out = _native_groups(a, b, ends)
+        kernels.clear_rows(out, ends)
+        return out
+
+    return product
+
+
+def _native_groups(a: Tensor, b: Tensor, ends: Tensor) -> Tensor:
+    """Call torch's kernel; what it has in rows of no group is not said."""
+    return torch._grouped_mm(a, b, ends)  # pyright: ignore[reportPrivateImportUsage, reportPrivateUsage]
+
+
+def _takes_native(given: Given) -> bool:
+    a, b, offsets = (given[f] for f in ("mat1", "mat2", "offsets"))
+    if not (a.is_cuda and b.is_cuda and offsets.is_cuda) or not hasattr(torch, "_grouped_mm"):
+        return False
+    if torch.cuda.get_device_capability(a.device)[0] not in _CAPABILITIES:
+        return False
+    is_whole = not (
+        b.shape[1] % _GROUPED_MULTIPLE
+        or b.shape[2] % _GROUPED_MULTIPLE
+        or b.stride(0) % _GROUPED_MULTIPLE
+    )
+    has_groups = 0 < len(offsets) < _MAX_GROUPS and offsets.is_contiguous()
+    is_dtype = a.dtype is b.dtype is _GROUPED_NATIVE
+    return is_dtype and is_whole and has_groups and a.numel() > 0 and all(map(_is_matrix, (a, b)))
+
+
+def _is_matrix(x: Tensor) -> bool:
+    """Whether rows or columns lie one behind the other, each where a vector may begin."""
+    m, n = x.shape[-2:]
+    row, column = x.stride()[-2:]
+    lies = (column == 1 and row >= n and not row % _GROUPED_MULTIPLE) or (
+        row == 1 and column >= m and not column % _GROUPED_MULTIPLE
+    )
+    return lies and not x.data_ptr() % _GROUPED_ALIGNMENT
+
+
+# ----------------------------------------------------------------------
+# What preprocess_grouped_matmul_input_sf means in torch: rows put in their places, then tiles.
+
+
+def grouped_scales(
+    op: GroupedScalesOp, x: Tensor, input_offsets: Tensor, output_offsets: Tensor, nothing: Number
+) -> Tensor:
+    """Return the tiles of all groups, `nothing` where there is no row.
+
+    See `grouped_scales_into`.
+    """
+    m, k = x.shape
+    tiles = (m + (TILE_ROWS - 1) * len(input_offsets)) // TILE_ROWS
+    columns = -(-k // TILE_COLUMNS)
+    out = x.new_empty((tiles * TILE_ROWS, columns * TILE_COLUMNS))
+    grouped_scales_into(op, (x, input_offsets, output_offsets), out, nothing)
+    return out
+
+
+def grouped_scales_into(
+    op: GroupedScalesOp, given: Sequence[Tensor], out: Tensor, nothing: Number
+) -> None:
+    """Write the tiles of all groups into `out`.
+
+    Raises `InputError` for offsets that fall, leave their axis or let groups overlap.
+    """
+    x, input_offsets, output_offsets = given
+    if x.is_meta:
+        # A tensor without contents is asked for its shape alone.
+        return
+    m, k = x.shape
+    tiles, columns = out.shape[0] // TILE_ROWS, out.shape[1] // TILE_COLUMNS
+    starts, begins = input_offsets.tolist(), output_offsets.tolist()
+    _check(op, starts, begins, m, len(out))
+    placed = x.new_full(out.shape, nothing)
+    if m:
+        # Each row lies as far behind the beginning of its group as before.
+        rows = torch.arange(m, device=x.device, dtype=input_offsets.dtype)
+        group = torch.bucketize(rows, input_offsets, right=True) - 1
+        places = rows + (output_offsets - input_offsets)[group]
+        placed.narrow(1, 0, k).index_copy_(0, places.long(), x)
+    parts = placed.view(tiles, TILE_ROWS // LANES, LANES, columns, TILE_COLUMNS)
+    tiled = out.view(tiles, columns, LANES, TILE_ROWS // LANES, TILE_COLUMNS)
+    tiled.copy_(parts.permute(0, 3, 2, 1, 4))
+
+
+def _check(op: GroupedScalesOp, starts: list[int], begins: list[int], m: int, rows: int) -> None:
+    edges = [*starts, m]
+    if edges[0] or any(x > y for x, y in pairwise(edges)):
+        raise InputError(
+            f"{op.name}: Expected input_offsets that rise from 0 to at most {m}, the rows of "
+            f"{op.inp}, but {op.input_offsets} is {starts}{user_code(op.where)}"
+        )
+    sizes = [y - x for x, y in pairwise(edges)]
+    spans = zip(begins, sizes, [*begins, rows][1:], strict=True)
+    overlaps = any(begin + size > limit for begin, size, limit in spans)
+    if overlaps or any(x % TILE_ROWS or x < 0 for x in begins):
+        raise InputError(
+            f"{op.name}: Expected output_offsets that are multiples of {TILE_ROWS} and rise by "
+            f"the sizes of the groups, {sizes}, up to {rows}, but {op.output_offsets} is {begins}"
+            f"{user_code(op.where)}"
+        )

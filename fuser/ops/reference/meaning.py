@@ -17,10 +17,9 @@ import torch
 
 from fuser.ir.binding import bind_inputs
 from fuser.ir.dtypes import FLOAT8, HALF_LIKE, DataType, is_complex, is_inexact, to_torch
-from fuser.ir.fusion import Fusion, TensorOp
+from fuser.ir.fusion import Fusion, TensorOp, TensorView
 from fuser.ir.ops import nodes
 from fuser.ir.ops.attention_ops import SdpaBwdOp, SdpaFwdOp
-from fuser.ir.ops.block_scales import GroupedScalesOp, padding
 from fuser.ir.ops.lookup import (
     EmbeddingFwdOp,
     GatherOp,
@@ -31,26 +30,29 @@ from fuser.ir.ops.lookup import (
     SelectOp,
     TakeAlongAxisOp,
 )
-from fuser.ir.ops.matrix_products import GroupedMmaOp, ProductOp, ScaledMmaOp
-from fuser.ir.ops.resizing import CatOp, PadOp, SliceOp
+from fuser.ir.ops.matrix_products import (
+    GroupedMmaOp,
+    GroupedScalesOp,
+    ProductOp,
+    ScaledMmaOp,
+    padding,
+)
+from fuser.ir.ops.nodes import CatOp, PadOp, SliceOp
 from fuser.ir.ops.scan_ops import ArgsortOp, ScanOp, TopKOp
 from fuser.ir.pointwise_table import POINTWISE
 from fuser.ir.scalar import constructors as sc
 from fuser.ir.scalar.constructors import Number, Scalar, Symbol
-from fuser.ir.tensor import TensorView
 from fuser.ir.types import IterType
-from fuser.ops.random import key_of
+from fuser.ops.factories import key_of
 from fuser.ops.reduction_table import REDUCTIONS, compute_dtype, missing
-from fuser.ops.reference.attention_calls import (
+from fuser.ops.reference.attention_kernels import (
+    Attention,
     backward,
     forward,
     plain_backward,
     plain_forward,
     plain_kernel,
 )
-from fuser.ops.reference.attention_kernels import Attention
-from fuser.ops.reference.grouped_product import grouped_product
-from fuser.ops.reference.grouped_scales import grouped_scales
 from fuser.ops.reference.library_calls import (
     CallOperands,
     LibraryCall,
@@ -67,9 +69,15 @@ from fuser.ops.reference.library_calls import (
     rows_added,
     scattered,
 )
-from fuser.ops.reference.matmul_calls import bind_contraction, linear, met_operands
+from fuser.ops.reference.matmul_calls import (
+    bind_contraction,
+    grouped_product,
+    grouped_scales,
+    linear,
+    met_operands,
+    scaled_product,
+)
 from fuser.ops.reference.philox import random_numbers
-from fuser.ops.reference.scaled_product import scaled_product
 from fuser.support.errors import InputError, UnsupportedError
 from fuser.support.record import record
 

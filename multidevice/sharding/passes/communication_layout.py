@@ -11,12 +11,11 @@ permuted allocation domain is put between.
 
 from __future__ import annotations
 
-from fuser.ir.fusion import Fusion, TensorOp
+from fuser.ir.fusion import Fusion, TensorOp, TensorView
 from fuser.ir.memory_layout import copy_memory_order, is_contiguous, memory_order, set_memory_order
 from fuser.ir.naming import in_ir, tensor_words
 from fuser.ir.ops.nodes import LibraryOp, LoadStoreOp, ReshapeOp, Reshard
 from fuser.ir.scalar import constructors as sc
-from fuser.ir.tensor import TensorView
 from fuser.passes.view_ops import is_copy
 from fuser.support.errors import UnsupportedError, user_code
 from multidevice.sharding.placement import (

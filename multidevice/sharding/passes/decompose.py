@@ -17,10 +17,9 @@ from collections.abc import Callable, Collection
 from fuser.ir.axis_graph import mapped_axes, tensor_operands
 from fuser.ir.domain.device_mesh import DeviceMesh
 from fuser.ir.dtypes import nbytes_of
-from fuser.ir.fusion import Fusion, TensorOp
+from fuser.ir.fusion import Fusion, TensorOp, TensorView
 from fuser.ir.naming import in_ir
 from fuser.ir.ops.nodes import LoadStoreOp
-from fuser.ir.tensor import TensorView
 from fuser.ir.types import DEVICE_TYPES, ParallelType
 from fuser.passes.view_ops import is_copy
 from fuser.support.errors import ShardingError, user_code
@@ -59,9 +58,8 @@ from multidevice.sharding.queries import (
     is_resharding,
     partial_sum_axes,
 )
-from multidevice.sharding.reshard import as_reshard, check_lowerable
-from multidevice.sharding.stepwise import Copies, split_copies
-from multidevice.sharding.stream_steps import keep_computable_streams, slice_operands
+from multidevice.sharding.reshard import Copies, as_reshard, check_lowerable, split_copies
+from multidevice.sharding.streams import keep_computable_streams, slice_operands
 
 
 def decompose_reshardings(

@@ -12,11 +12,10 @@ from __future__ import annotations
 
 from fuser.ir.domain.device_mesh import DeviceMesh
 from fuser.ir.domain.tensor_domain import IterDomain, numbers
-from fuser.ir.fusion import Fusion
+from fuser.ir.fusion import Fusion, TensorView
 from fuser.ir.memory_layout import is_contiguous, memory_order
 from fuser.ir.naming import in_ir, tensor_words
 from fuser.ir.ops.nodes import Reshard
-from fuser.ir.tensor import TensorView
 from fuser.ir.types import DEVICE_TYPES, STREAM_TYPES
 from fuser.support.errors import ShardingError, user_code
 from multidevice.sharding.placement import clone_domain, spread_axes

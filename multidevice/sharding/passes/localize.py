@@ -13,13 +13,11 @@ from dataclasses import replace
 from fuser.ir.axis_graph import tensor_operands
 from fuser.ir.domain.axis_path import transforms_between, with_exact_splits
 from fuser.ir.domain.tensor_domain import IterDomain, TensorDomain, numbers
-from fuser.ir.fusion import Fusion, TensorOp
+from fuser.ir.fusion import Fusion, TensorOp, TensorView
 from fuser.ir.memory_layout import memory_order
-from fuser.ir.ops.nodes import BroadcastOp, ExpandOp, FullOp, ReductionOp, Reshard
-from fuser.ir.ops.resizing import SliceOp
+from fuser.ir.ops.nodes import BroadcastOp, ExpandOp, FullOp, ReductionOp, Reshard, SliceOp
 from fuser.ir.scalar import constructors as sc
 from fuser.ir.scalar.constructors import Scalar
-from fuser.ir.tensor import TensorView
 from fuser.ir.types import DEVICE_TYPES, IterType, ParallelType
 from fuser.support.errors import ShardingError
 from multidevice.sharding.placement import (
@@ -31,7 +29,7 @@ from multidevice.sharding.placement import (
     stream_axis_of,
 )
 from multidevice.sharding.queries import has_mesh, has_streams, partial_sum_axes
-from multidevice.sharding.stream_steps import is_in_step
+from multidevice.sharding.streams import is_in_step
 
 # Local domains of tensors that several fusions have, under what they follow from, and the domains
 # of the whole tensors, which this keeps alive.

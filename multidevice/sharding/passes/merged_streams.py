@@ -20,11 +20,10 @@ from fuser.ir.domain.tensor_domain import (
     TensorDomain,
     Transform,
 )
-from fuser.ir.fusion import Fusion
+from fuser.ir.fusion import Fusion, TensorView
 from fuser.ir.naming import in_ir, tensor_words
 from fuser.ir.scalar import constructors as sc
 from fuser.ir.scalar.constructors import Scalar
-from fuser.ir.tensor import TensorView
 from fuser.ir.types import STREAM_TYPES, ParallelType
 from fuser.support.errors import UnsupportedError, user_code
 from multidevice.sharding.placement import axis_cuts, cut_line

@@ -19,11 +19,10 @@ from typing import Literal
 
 from fuser.ir.axis_graph import tensor_operands
 from fuser.ir.domain.tensor_domain import IterDomain, numbers
-from fuser.ir.fusion import Fusion, TensorOp
+from fuser.ir.fusion import Fusion, TensorOp, TensorView
 from fuser.ir.naming import axis_words, in_ir
 from fuser.ir.ops.nodes import Contraction, LoadStoreOp, ReductionOp, ReshapeOp
 from fuser.ir.scalar import constructors as sc
-from fuser.ir.tensor import TensorView
 from fuser.ir.types import ParallelType
 from fuser.passes.view_ops import is_copy
 from fuser.support.errors import UnsupportedError

@@ -14,7 +14,7 @@ from dataclasses import replace
 from fuser.ir.axis_graph import tensor_operands
 from fuser.ir.domain.tensor_domain import IterDomain, contiguity_for, numbers
 from fuser.ir.dtypes import HALF_LIKE, DataType
-from fuser.ir.fusion import Fusion, TensorOp
+from fuser.ir.fusion import Fusion, TensorOp, TensorView
 from fuser.ir.ops.nodes import (
     BinaryOp,
     BroadcastOp,
@@ -25,7 +25,6 @@ from fuser.ir.ops.nodes import (
     ReductionOp,
 )
 from fuser.ir.scalar import constructors as sc
-from fuser.ir.tensor import TensorView
 from fuser.ir.types import DEVICE_TYPES, IterType, ParallelType
 from multidevice.sharding.placement import (
     SPREAD_TYPES,

@@ -7,14 +7,13 @@ from dataclasses import dataclass, field
 from functools import partial
 from types import MappingProxyType
 
-from fuser.ir.fusion import Fusion
+from fuser.ir.fusion import Fusion, TensorView
 from fuser.ir.memory_layout import memory_order
 from fuser.ir.ops.nodes import Reshard
-from fuser.ir.tensor import TensorView
 from fuser.ir.types import DEVICE_TYPES, ParallelType
 from fuser.ir.verify import verify_fusion
+from fuser.passes.fusion_passes import write_instead
 from fuser.passes.infer_layouts import infer_layouts
-from fuser.passes.separate_updates import write_instead
 from multidevice.sharding.passes.communication_layout import communicated, lay_out_communication
 from multidevice.sharding.passes.decompose import complete_steps, decompose_reshardings
 from multidevice.sharding.passes.finalize import complete_meshes, finalize_domains
@@ -47,9 +46,8 @@ from multidevice.sharding.queries import (
     has_streams,
     sharding_of,
 )
-from multidevice.sharding.reshard import communicates, is_step_slice
-from multidevice.sharding.stepwise import Copies
-from multidevice.sharding.stream_steps import drop_steps_of_devices, keep_computable_streams
+from multidevice.sharding.reshard import Copies, communicates, is_step_slice
+from multidevice.sharding.streams import drop_steps_of_devices, keep_computable_streams
 
 
 @dataclass(frozen=True)

@@ -10,10 +10,9 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
 from fuser.ir.axis_graph import tensor_operands
-from fuser.ir.fusion import Fusion, TensorOp
+from fuser.ir.fusion import Fusion, TensorOp, TensorView
 from fuser.ir.ops.nodes import Reshard
 from fuser.ir.provenance import How, Origin
-from fuser.ir.tensor import TensorView
 from fuser.passes.view_ops import is_copy
 from multidevice.sharding.placement import axis_cuts
 from multidevice.sharding.propagation import Fact

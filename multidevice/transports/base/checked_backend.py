@@ -15,21 +15,25 @@ from typing import Any
 
 import torch
 
-from fuser.support.errors import CommunicationError, InputError, ShardingError
+from fuser.support.errors import (
+    CommunicationError,
+    DtypeError,
+    InputError,
+    ShardingError,
+    UnsupportedError,
+)
 from fuser.support.torch_calls import raw_stream_on
 from multidevice.coordination.bounded_wait import RECV, SEND, Calls, Ledger, Need, Team, team_text
-from multidevice.transports.base.captured import Captured
-from multidevice.transports.base.checks import (
-    COMPLEX,
-    FLOATING,
-    HALF,
-    check_fit,
-    check_reduction,
-    overlap,
-    tensor_text,
+from multidevice.transports.base.protocol import (
+    BUFFERS,
+    RED_OPS,
+    Captured,
+    Post,
+    PostBatch,
+    RedOp,
+    Transfer,
+    Work,
 )
-from multidevice.transports.base.ordered import as_ordered, from_ordered
-from multidevice.transports.base.protocol import BUFFERS, Post, PostBatch, RedOp, Transfer, Work
 
 # torch reduces bool as logic: a sum is an "or", a product an "and". On bytes of 0 and 1:
 _BOOL_OPS: dict[str, RedOp] = {"SUM": "MAX", "MAX": "MAX", "PRODUCT": "MIN", "MIN": "MIN"}
@@ -591,3 +595,85 @@ class CheckedBackend(Captured, ABC):
             elif where == "all" or is_root:
                 raise InputError(f"{op}: {name} is missing on rank {self.rank}")
         check_fit(op, out, inp, count)
+
+
+# ----------------------------------------------------------------------
+# What all backends ask of the buffers of a call, whatever moves them.
+
+HALF = frozenset({torch.float16, torch.bfloat16})
+FLOATING = HALF | {torch.float32, torch.float64}
+COMPLEX = frozenset({torch.complex64, torch.complex128})
+REDUCIBLE = FLOATING | COMPLEX | {torch.int8, torch.uint8, torch.int32, torch.int64, torch.bool}
+
+
+def tensor_text(tensor: torch.Tensor) -> str:
+    """Returns dtype and shape as text: `float32[2, 3]`."""
+    return f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}"
+
+
+def check_fit(op: str, out: torch.Tensor | None, inp: torch.Tensor | None, count: int) -> None:
+    """Checks that buffers have the parts of a team of `count` ranks, and one dtype."""
+    out_parts, inp_parts = (count if parts == "n" else 1 for parts, _ in BUFFERS[op])
+    for name, tensor, parts in (("out", out, out_parts), ("inp", inp, inp_parts)):
+        if tensor is not None and tensor.numel() % parts:
+            raise InputError(
+                f"{op}: {name} {tensor_text(tensor)} does not split into {parts} equal parts"
+            )
+    if out is None or inp is None:
+        return
+    if out.dtype != inp.dtype:
+        raise InputError(f"{op}: out is {out.dtype}, inp is {inp.dtype}")
+    if out.numel() * inp_parts != inp.numel() * out_parts:
+        raise InputError(
+            f"{op}: out {tensor_text(out)} and inp {tensor_text(inp)} do not fit a team of "
+            f"{count}: expected {out_parts} and {inp_parts} parts of one size"
+        )
+
+
+def check_reduction(op: str, reduce: RedOp, dtype: torch.dtype) -> None:
+    """Checks that there is such a reduction of a dtype."""
+    if reduce not in RED_OPS:
+        raise UnsupportedError(f"{op}: unknown reduction {reduce!r}, known: {RED_OPS}")
+    if dtype not in REDUCIBLE:
+        raise UnsupportedError(f"{op}({reduce}): reductions of {dtype} are not supported")
+    if dtype in COMPLEX:
+        # Both parts by themselves: transports know no complex numbers.
+        if reduce not in ("SUM", "AVG"):
+            raise UnsupportedError(
+                f"{op}({reduce}): {dtype} is reduced by sums and averages alone, part by part"
+            )
+        return
+    if reduce == "AVG" and dtype not in FLOATING:
+        raise DtypeError(f"{op}(avg): {dtype} has no average; use a floating-point dtype")
+
+
+def overlap(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Whether two contiguous tensors share memory."""
+    a_start, b_start = a.data_ptr(), b.data_ptr()
+    a_stop = a_start + a.numel() * a.element_size()
+    b_stop = b_start + b.numel() * b.element_size()
+    return a_start < b_stop and b_start < a_stop
+
+
+# ----------------------------------------------------------------------
+# Floats as integers in the same order: transports lose NaN in MIN and MAX, torch keeps it.
+
+# The integers that hold the bits of a float, and their largest value.
+_BITS = {torch.float32: (torch.int32, 2**31 - 1), torch.float64: (torch.int64, 2**63 - 1)}
+
+
+def as_ordered(x: torch.Tensor, *, is_max: bool) -> torch.Tensor:
+    """Returns integers in the order of the floats; NaN lies beyond the end that is looked for."""
+    wide = x.float() if x.dtype.itemsize == 2 else x
+    kind, largest = _BITS[wide.dtype]
+    bits = wide.view(kind)
+    # Of negative floats a larger pattern is a smaller number: flip all bits but the sign.
+    keys = torch.where(bits < 0, bits ^ largest, bits)
+    return torch.where(wide.isnan(), largest if is_max else -largest - 1, keys)
+
+
+def from_ordered(keys: torch.Tensor) -> torch.Tensor:
+    """Returns the floats of `as_ordered`; both ends of the integers are NaN."""
+    wide = {kind: (dtype, largest) for dtype, (kind, largest) in _BITS.items()}
+    dtype, largest = wide[keys.dtype]
+    return torch.where(keys < 0, keys ^ largest, keys).view(dtype)

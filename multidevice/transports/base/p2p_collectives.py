@@ -12,8 +12,7 @@ from dataclasses import replace
 
 import torch
 
-from multidevice.transports.base.checked_backend import CollectiveCall
-from multidevice.transports.base.checks import HALF
+from multidevice.transports.base.checked_backend import HALF, CollectiveCall
 from multidevice.transports.base.protocol import Transfer
 
 Steps = Iterator[list[Transfer]]

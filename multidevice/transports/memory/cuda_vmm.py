@@ -9,22 +9,22 @@ https://docs.nvidia.com/cuda/cuda-driver-api/group__CUDA__VA.html
 
 from __future__ import annotations
 
+import ctypes
+import errno
 import os
 import weakref
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 
 import torch
 
 from fuser.support.errors import CommunicationError, UnsupportedError
 from fuser.support.locks import make_lock
 from fuser.support.lru import Recent
-from multidevice.transports.memory.cuda_calls import CudaCalls, driving
-from multidevice.transports.memory.cuda_ipc import Hooks
-from multidevice.transports.memory.files import let_files_be_taken, take_file
+from multidevice.transports.memory.cuda_ipc import CudaCalls, Holder, Hooks, driving, raw_tensor
 from multidevice.transports.memory.handles import Name, name_of_piece, new_serial, not_mapped
-from multidevice.transports.memory.raw_tensor import Holder, raw_tensor
 from multidevice.transports.memory.symmetric_view import MemoryLocation
 
 # What the driver must be able to do with a GPU's memory, by the name of its attribute.
@@ -250,3 +250,41 @@ class GpuShards:
                 if one.fd >= 0:
                     del self._shards[one.begin]
                     os.close(one.fd)
+
+
+# ----------------------------------------------------------------------
+# Open files of another process of this host, taken by their numbers.
+
+# Of the system call, on every machine that numbers such calls alike.
+_PIDFD_GETFD = 438
+_SET_PTRACER, _ANYBODY = 0x59616D61, ctypes.c_ulong(-1)
+
+
+def let_files_be_taken() -> None:
+    """Lets other processes of this user take files of this one, also where the system lets only a
+    process's ancestors."""
+    # Fails where the system has no such rule.
+    _libc().prctl(_SET_PTRACER, _ANYBODY, 0, 0, 0)
+
+
+def take_file(pid: int, fd: int) -> int:
+    """Returns a number, for this process, of a file that another one has open.
+
+    Raises `OSError` where the process is gone, or the system does not allow it.
+    """
+    if not hasattr(os, "pidfd_open"):
+        raise OSError(errno.ENOSYS, "this system has no pidfd_open")
+    process = os.pidfd_open(pid)
+    try:
+        taken = _libc().syscall(_PIDFD_GETFD, process, fd, 0)
+    finally:
+        os.close(process)
+    if taken < 0:
+        code = ctypes.get_errno()
+        raise OSError(code, f"pidfd_getfd: {os.strerror(code)}")
+    return taken
+
+
+@cache
+def _libc() -> ctypes.CDLL:
+    return ctypes.CDLL(None, use_errno=True)

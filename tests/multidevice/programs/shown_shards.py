@@ -16,8 +16,8 @@ import torch
 
 import multidevice
 from fuser import ParallelType
+from fuser.ir.fusion import TensorView
 from fuser.ir.ops import nodes
-from fuser.ir.tensor import TensorView
 from fuser.ir.types import MemoryType
 from hostir import (
     Allocate,

@@ -16,8 +16,8 @@ import torch
 from multidevice.job.communicator import Communicator
 from multidevice.transports import peer_copy_cuda
 from multidevice.transports.base.protocol import Transfer
+from multidevice.transports.memory.cuda_ipc import IpcMemory
 from multidevice.transports.memory.cuda_vmm import GpuShards
-from multidevice.transports.memory.ipc_memory import IpcMemory
 from multidevice.transports.peer_copy_cuda import CudaPeerBackend
 from tests.multidevice.programs.dropped_programs import Exchange
 from tests.multidevice.programs.shown_shards import program_of, run_here
