@@ -20,7 +20,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from tests.fuzz.campaign import Campaign, Failure, Tally, summary
+from tools.fuzz.campaign import Campaign, Failure, Tally, summary
 
 KINDS = ("single", "sharded", "streams")
 
@@ -68,8 +68,8 @@ def _campaign(args: argparse.Namespace) -> int:
     if args.device == "cuda" and args.schedules == "cpu,h200":
         args.schedules = "own"
     if args.command == "sharded" and _launched_ranks() > 1:
-        from tests.fuzz.launched import run_launched
-        from tests.fuzz.sharded import RANKS
+        from tools.fuzz.launched import run_launched
+        from tools.fuzz.sharded import RANKS
 
         if (size := _launched_ranks()) not in RANKS:
             print(f"no program has {size} ranks: start {' or '.join(map(str, sorted({*RANKS})))}")
@@ -123,7 +123,7 @@ def _minimise(campaign: Campaign, failures: list[Failure], args: argparse.Namesp
 
 
 def _worker(args: argparse.Namespace) -> int:
-    from tests.fuzz.worker import serve
+    from tools.fuzz.worker import serve
 
     without = args.without.split(",")
     serve(args.kind, args.schedules.split(","), args.device, without, args.report_to)
@@ -131,15 +131,15 @@ def _worker(args: argparse.Namespace) -> int:
 
 
 def _shrink(args: argparse.Namespace) -> int:
-    from tests.fuzz.worker import shrink
+    from tools.fuzz.worker import shrink
 
     print(shrink(args.kind, args.seed, args.mode, args.seconds, args.out))
     return 0
 
 
 def _show(args: argparse.Namespace) -> int:
-    from tests.fuzz.program import define_text
-    from tests.fuzz.worker import program_of
+    from tools.fuzz.program import define_text
+    from tools.fuzz.worker import program_of
 
     program = program_of(args.kind, args.seed)
     print(define_text(program))

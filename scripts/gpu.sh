@@ -127,7 +127,7 @@ run_tests() {
   for n in 2 4; do
     [ "$n" -le "$GPUS" ] || continue
     OMP_NUM_THREADS=4 step "tests on $n GPUs" tests.log "${TESTS_LIMIT_S:-300}" none \
-      "$MPIRUN" -np "$n" "$PY" -m pytest -p tests.mpi_abort ${flags[@]+"${flags[@]}"} -m mpi -q tests/gpu
+      "$MPIRUN" -np "$n" "$PY" -m pytest -p tests.support.mpi_abort ${flags[@]+"${flags[@]}"} -m mpi -q tests/gpu
   done
 }
 

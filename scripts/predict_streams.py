@@ -4,10 +4,10 @@ allreduce, on 2 and 4 H200.
 python scripts/predict_streams.py [--machine FILE.json]
 
 Programs are lowered at full size on simulated ranks and not run. Measured are the lines of the
-files of benchmarks/results that `FILES` names (the same programs; `tests/hostir/test_recorded.py`
-holds their order) and, on 4 GPUs, other programs of the same shapes: torch's matmul, NCCL's
-collective, one after the other, and a pipeline of copy engines by hand, whose inputs lie in
-symmetric memory from the beginning.
+files of benchmarks/results that `FILES` names (the same programs;
+`tests/hostir/cost/test_simulator_recorded.py` holds their order) and, on 4 GPUs, other programs of
+the same shapes: torch's matmul, NCCL's collective, one after the other, and a pipeline of copy
+engines by hand, whose inputs lie in symmetric memory from the beginning.
 """
 
 from __future__ import annotations

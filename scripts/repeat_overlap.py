@@ -3,7 +3,7 @@
     mpirun -np 4 python scripts/repeat_overlap.py --repeats 1000 --device cuda --seconds 60
     mpirun -np 2 python scripts/repeat_overlap.py --repeats 50
 
-Each program of `tests/frontend/overlapped*.py` runs in each form and by each transport that it can
+Each program of `tests/support/overlap*.py` runs in each form and by each transport that it can
 be given, every time on new data, with every rank held up at random, and must equal the program as
 it is, within rounding. The first results are compared with torch in float64 as well. Inputs are new
 tensors or the ones before, written anew; results are looked at when up to two later runs have
@@ -34,8 +34,8 @@ from fuser.frontend.program_cache import PROGRAMS
 from fuser.multidevice import Communicator
 from hostir.cost import overlap_search
 from hostir.cost.overlap_search import GainBound, OverlapCandidate
-from tests.frontend.overlapped import FORMS, SLOW, Form, X, defined, has_loops, several
-from tests.frontend.overlapped_gradients import GRADIENTS
+from tests.support.overlap_gradient_programs import GRADIENTS
+from tests.support.overlap_programs import FORMS, SLOW, Form, X, defined, has_loops, several
 
 # Of the largest number of a result: what sums in another order, or rounded twice, may differ by. A
 # block that is missing, or another one's, differs by about 1.

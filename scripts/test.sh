@@ -42,7 +42,7 @@ step() {
 
 ranks() {
   step "tests on $1 ranks" 900 "$MPIRUN" -np "$1" "$PY" -m pytest \
-    -p tests.mpi_abort --with-mpi --only-mpi --color=no -q "${@:2}" -n0
+    -p tests.support.mpi_abort --with-mpi --only-mpi --color=no -q "${@:2}" -n0
 }
 
 # plain NAME SECONDS ARGUMENTS...: a step of pytest in a process per core.

@@ -1,1 +1,1 @@
-"""Tests, one folder per layer; `tests/gpu` needs a CUDA device."""
+"""Tests: <package>/<room>/test_<module>.py; `support` is shared; `gpu` needs a CUDA device."""

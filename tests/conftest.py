@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from tests import every_program, mpi_abort
+from tests.support import mpi_abort, program_copies
 
 if TYPE_CHECKING:
     import torch
@@ -41,7 +41,7 @@ _SLOW = slow_names(_ROOT / "tests")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    every_program.add_option(parser)
+    program_copies.add_option(parser)
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -51,7 +51,7 @@ def pytest_configure(config: pytest.Config) -> None:
             "and no mpi test would run: leave -n out"
         )
     mpi_abort.register(config.pluginmanager)
-    every_program.register(config)
+    program_copies.register(config)
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
@@ -211,7 +211,7 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
     Where NVRTC is not installed (the extra `nvrtc`), and in the daily run, nothing is checked.
     Here, not in a fixture: thousands of kernels take longer than one test may.
     """
-    lowered = sys.modules.get("tests.lower.build")
+    lowered = sys.modules.get("tests.support.hand_schedules")
     for kernel in lowered.LOWERED if lowered is not None else ():
         _MADE[kernel.source.text] = kernel.source.name
     worker_output = getattr(session.config, "workeroutput", None)
@@ -220,7 +220,7 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
         return
     if _is_daily(session.config) or not _MADE or importlib.util.find_spec("cuda") is None:
         return
-    from tests.machine_code import compile_for_hopper
+    from tests.support.machine_code import compile_for_hopper
 
     try:
         compile_for_hopper(_MADE)

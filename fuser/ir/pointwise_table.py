@@ -56,11 +56,11 @@ class PointwiseRow:
     integers. `text` is an operator or a function in IR text, `float_text` what it is for a floating
     result (of one operand: a Float one). `scalar` is the op of scalars, which
     `fuser.ir.scalar.constructors` knows by itself or computes as torch does. `domains` says per
-    operand what may be drawn (`fuser.ops.samples`). An all-Bool call is of the kind `of_bools`.
-    Complex operands are refused by an op that does not `take_complex` ones, as torch refuses them.
-    A thread needs many instructions where it `is_slow`. `near` are names of others for it. `exact`
-    are the positions of operands of which a number must be a value of the result's dtype: a wrapped
-    one has another meaning, where sums and products are right modulo 2**32.
+    operand what may be drawn (`tests.support.op_samples`). An all-Bool call is of the kind
+    `of_bools`. Complex operands are refused by an op that does not `take_complex` ones, as torch
+    refuses them. A thread needs many instructions where it `is_slow`. `near` are names of others
+    for it. `exact` are the positions of operands of which a number must be a value of the result's
+    dtype: a wrapped one has another meaning, where sums and products are right modulo 2**32.
     """
 
     name: str

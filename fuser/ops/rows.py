@@ -73,8 +73,8 @@ class OpRow:
 
     `nodes` are the classes of what it appends; casts and broadcasts of operands go without saying.
     `dtype` names a rule of `fuser.ops.elementwise`, `shape` says the shape of the result, `sample`
-    names what may be drawn (`fuser.ops.samples`; "": what the elementwise row says). With scalars
-    alone, an op that `takes_scalars` gives a scalar; the others refuse them.
+    names what may be drawn (`tests.support.op_samples`; "": what the elementwise row says). With
+    scalars alone, an op that `takes_scalars` gives a scalar; the others refuse them.
     """
 
     name: str

@@ -1,7 +1,7 @@
 """Ops that torch carries out, beside torch's best call for each, at three shapes.
 
 A row belongs to a class of nodes that is computed so (`nodes_computed("library")`); a class without
-a row fails `tests/kernels/test_library_rows.py`.
+a row fails `tests/scripts/test_library_cells.py`.
 """
 
 from __future__ import annotations

@@ -1,0 +1,168 @@
+"""Every host op has all its parts, and every example of one does what torch says."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from fuser.ir.fusion import TensorView
+from fuser.ir.op import Op
+from fuser.ir.scalar import constructors as sc
+from fuser.support.errors import VerifyError
+from hostir import (
+    NUMBER_OF_STREAMS,
+    RANK,
+    ForLoop,
+    HostIrContainer,
+    HostIrEvaluator,
+    IfThenElse,
+    equal,
+    parse,
+    verify,
+)
+from hostir.analysis.collective_matching import find_mismatches
+from hostir.analysis.races import find_races
+from hostir.ir.ops import HOST_OPS, HostOp, loop_index
+from hostir.ir.program import walk
+from hostir.runtime.execute import HANDLERS
+from hostir.runtime.recorder import RECORD
+from multidevice import Communicator, simulate
+from tests.support.handmade_programs import EXAMPLES, LATE, run_simulated
+
+CLASSES = [c for c in Op.REGISTRY.values() if issubclass(c, HostOp) and not c.__subclasses__()]
+
+
+def missing_parts(cls: type[HostOp], examples: dict[type[Op], str]) -> list[str]:
+    """Return what a host op lacks."""
+    parts = {
+        "text (TEXT, or template() and variants())": bool(cls.TEXT)
+        or (hasattr(cls, "template") and hasattr(cls, "variants")),
+        "effects()": cls.effects is not HostOp.effects,
+        "a place in hostir.ir.ops.HOST_OPS": cls in HOST_OPS,
+        "a handler in hostir.runtime.execute.HANDLERS": cls in HANDLERS,
+        "an entry in hostir.runtime.recorder.RECORD": cls in RECORD,
+        "an example in tests.support.handmade_programs.EXAMPLES": cls in examples,
+        "a public name in hostir": cls.__name__ in __import__("hostir").__all__,
+    }
+    return [part for part, has in parts.items() if not has]
+
+
+@pytest.fixture(scope="module")
+def examples() -> dict[type[Op], str]:
+    return {
+        type(op): name for name, example in EXAMPLES.items() for op in walk(example.build().ops)
+    }
+
+
+@pytest.mark.parametrize("cls", CLASSES, ids=lambda c: c.__name__)
+def test_a_host_op_has_all_parts(cls: type[HostOp], examples: dict[type[Op], str]) -> None:
+    assert missing_parts(cls, examples) == []
+
+
+def test_what_an_op_lacks_is_named() -> None:
+    class Unfinished(HostOp):
+        pass
+
+    del Op.REGISTRY["Unfinished"]
+    assert len(missing_parts(Unfinished, {})) == 7
+
+
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_examples_print_and_read_back(name: str) -> None:
+    program = EXAMPLES[name].build()
+    verify(program)
+    again = parse(program.full_text())
+    assert equal(again, program) and again.full_text() == program.full_text()
+    verify(again)
+    # Two levels down the same words mean the same.
+    nested = _nested(program)
+    assert equal(parse(nested.full_text()), nested)
+    assert parse(str(program)).is_short
+
+
+def _nested(program: HostIrContainer) -> HostIrContainer:
+    index = loop_index("i900", 0, 1)
+    branch = IfThenElse(sc.eq(index, 0), then=program.ops, orelse=program.ops)
+    return program.with_ops((ForLoop(index=index, stop=sc.const(1), body=(branch,)),))
+
+
+@pytest.mark.parametrize("late", LATE, ids=str)
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_examples_equal_torch(name: str, late: str | int | None) -> None:
+    example = EXAMPLES[name]
+    program = example.build()
+    run_simulated(example, program, late=late)
+    if late is None:
+        run_simulated(example, program, reference=True)
+        run_simulated(example, parse(program.full_text()))
+
+
+OLDER = (Path(__file__).parent / "golden" / "older.txt").read_text()
+
+
+def test_the_spelling_of_older_dumps_is_read() -> None:
+    program = parse(OLDER)
+    assert program.is_short
+    assert equal(parse(str(program)), program)
+    text = str(program)
+    for line in (
+        "  Stream S0 = GetCurrentStream()",
+        "  FOR StreamIdx in istreamIdx5{i0}:",
+        "    SetCurrentStream(Stream ( StreamIdx % numberOfStreams ))",
+        "    Synchronize(Stream S0)",
+        "    Wait(Communication 35)",
+        "    SetCurrentStream(Stream S0)",
+    ):
+        assert f"\n{line}\n" in text, line
+    assert text.count("= HirAliasSelect(") == 3
+    # With what the short form leaves out, here only plain layouts, it runs.
+    whole = replace(program, is_short=False)
+    verify(whole)
+    x, w = torch.randn(5, 2, 6), torch.randn(3, 6)
+
+    def body() -> torch.Tensor:
+        communicator = Communicator.instance()
+        evaluator = HostIrEvaluator(whole, communicator, late_stream="all")
+        (out,) = evaluator.run([x[:, communicator.rank()].unsqueeze(1).contiguous(), w])
+        return out
+
+    with simulate(2) as world:
+        for out in world.run(body):
+            torch.testing.assert_close(out, x @ w.t())
+
+
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_examples_are_free_of_races(name: str) -> None:
+    """As far as the check knows: what it reports, a late stream must show, and these are right."""
+    example = EXAMPLES[name]
+    program = example.build()
+    symbols = [s for x in program.inputs if isinstance(x, TensorView) for s in x.shape()]
+    sizes: dict[sc.Symbol, int] = {s: 6 for s in symbols if isinstance(s, sc.Symbol)}
+    sizes |= {x: 1 for x in program.inputs if isinstance(x, sc.Symbol)}
+    if example.ranks > 1:
+        assert find_mismatches(program, {**sizes, NUMBER_OF_STREAMS: example.streams}) == []
+    for rank in range(example.ranks):
+        values = {**sizes, RANK: rank, NUMBER_OF_STREAMS: example.streams}
+        found = find_races(program, values, rank=rank)
+        assert [str(f) for f in found] == []
+
+
+PAGE = Path(__file__).parents[3] / "docs" / "host_ir.md"
+
+
+def test_the_page_on_host_programs_holds() -> None:
+    text = PAGE.read_text()
+    blocks = re.findall(r"```python\n(.*?)```", text, flags=re.DOTALL)
+    assert len(blocks) == 3
+    for block in blocks:
+        exec(compile(block, str(PAGE), "exec"), {"__name__": "page"})
+    # What it says of a buffer that is not given back.
+    assert blocks[2].count(", Deallocate(shard)") == 1
+    with pytest.raises(VerifyError, match="no Deallocate of T1_sym_float"):
+        exec(blocks[2].replace(", Deallocate(shard)", ""), {"__name__": "page"})
+    for cls in CLASSES:
+        assert f"`{cls.__name__}" in text, f"docs/host_ir.md does not speak of {cls.__name__}"

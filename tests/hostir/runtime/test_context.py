@@ -1,0 +1,228 @@
+"""Host units: fusions inside of a host program, each through the whole compiler."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import pytest
+import torch
+
+from fuser import ops
+from fuser.ir.dtypes import DataType
+from fuser.ir.fusion import Fusion
+from fuser.ir.fusion_guard import FusionGuard
+from fuser.ir.types import ParallelType
+from fuser.ops.define import define_scalar, define_tensor
+from fuser.support import options
+from fuser.support.errors import DefinitionError, InputError, ParseError, VerifyError
+from hostir import (
+    Allocate,
+    HostIrContainer,
+    HostIrEvaluator,
+    PostOnStream,
+    SetCurrentStream,
+    Stream,
+    equal,
+    parse,
+    verify,
+)
+from hostir.lowering.pipeline import build_program
+from hostir.runtime.context import MAX_PROGRAMS, UnitRunner
+from multidevice import Communicator, DeviceMesh, simulate
+from tests.support.handmade_programs import EXAMPLES, enter_streams, leave_streams, unit
+
+
+def _assert_close(got: torch.Tensor, want: torch.Tensor) -> None:
+    torch.testing.assert_close(got.double(), want.double(), atol=1e-5, rtol=1e-5)
+
+
+def _softmax(x: Any) -> Any:
+    y = ops.exp(ops.sub(x, ops.max(x, [1], True)))
+    return ops.div(y, ops.sum(y, [1], True))
+
+
+def _program() -> HostIrContainer:
+    hic = HostIrContainer()
+    with hic:
+        x = hic.input([-1, -1])
+        y = hic.tensor(x.shape())
+        hic.append(PostOnStream((x,), (y,), unit=hic.unit(unit(_softmax, 2))))
+        hic.add_output(y)
+    verify(hic)
+    return hic
+
+
+@pytest.mark.parametrize("late", [None, "all"])
+def test_a_unit_follows_shapes(late: str | None) -> None:
+    evaluator = HostIrEvaluator(_program(), late_stream=late)
+    for shape in ((5, 6), (3, 1), (1, 7), (5, 6), (0, 4), (300, 33), (5, 6)):
+        x = torch.randn(shape)
+        for _ in range(2):
+            _assert_close(evaluator.run([x])[0], torch.softmax(x.double(), 1))
+        _assert_close(evaluator.evaluate([x])[0], torch.softmax(x.double(), 1))
+
+
+def test_a_unit_is_compiled_once_per_class(monkeypatch: pytest.MonkeyPatch) -> None:
+    built: list[tuple[int, ...]] = []
+    original = build_program
+
+    def counting(*args: Any, **options: Any) -> object:
+        built.append(())
+        return original(*args, **options)
+
+    monkeypatch.setattr("hostir.runtime.context.build_program", counting)
+    evaluator = HostIrEvaluator(_program())
+    for rows in range(2, 12):
+        evaluator.run([torch.randn(rows, 5)])
+    assert len(built) == 1
+    evaluator.run([torch.randn(0, 5)])
+    assert len(built) == 2
+    evaluator.run([torch.randn(7, 5)])
+    assert len(built) == 2
+
+
+def test_what_a_unit_remembers_is_bounded() -> None:
+    fusion = unit(lambda x: ops.mul(x, 2.0), 3)
+    runner = UnitRunner(0, fusion, None, torch.device("cpu"), options.settings(), HostIrEvaluator)
+    for n in range(60):
+        x = torch.randn(1 + n % 3, 1 + n % 5, 2 + n)
+        out = torch.empty_like(x)
+        runner([x], [out])
+        assert torch.equal(out, 2 * x)
+    assert runner.size() <= 2 * MAX_PROGRAMS
+
+
+def test_scalars_strides_and_several_results() -> None:
+    fusion = Fusion()
+    with FusionGuard(fusion):
+        x = define_tensor([-1, -1], contiguity=False)
+        scale = define_scalar(None, DataType.Double)
+        for value in (x, scale):
+            fusion.add_input(value)
+        y = ops.mul(x, scale)
+        fusion.add_output(y)
+        fusion.add_output(ops.sum(y, [0]))
+    hic = HostIrContainer()
+    with hic:
+        a, s = hic.input([4, 6]), hic.scalar(DataType.Double)
+        rows, total = hic.tensor([4, 6]), hic.tensor([6])
+        hic.append(Allocate(rows))
+        hic.append(PostOnStream((a, s), (rows, total), unit=hic.unit(fusion)))
+        hic.add_output(rows)
+        hic.add_output(total)
+    verify(hic)
+    assert equal(parse(hic.full_text()), hic)
+    evaluator = HostIrEvaluator(hic)
+    for factor in (2.0, -0.5, 3.0):
+        given = torch.randn(4, 6)
+        got = evaluator.run([given, factor])
+        _assert_close(got[0], given.double() * factor)
+        _assert_close(got[1], (given.double() * factor).sum(0))
+
+
+def test_units_on_the_rows_of_a_loop() -> None:
+    hic = HostIrContainer()
+    with hic:
+        x, y = hic.input([7, 6]), hic.tensor([7, 6])
+        number = hic.unit(unit(lambda x: ops.exp(ops.neg(x)), 1))
+        hic.append(Allocate(y))
+        enter_streams(hic, 3)
+        with hic.loop(7) as i:
+            hic.append(SetCurrentStream(Stream(i % 3)))
+            row, out = hic.select(x, 0, i), hic.select(y, 0, i)
+            hic.append(PostOnStream((row,), (out,), unit=number))
+        leave_streams(hic, 3)
+        hic.add_output(y)
+    verify(hic)
+    assert equal(parse(hic.full_text()), hic)
+    for late in (None, "all", "entry", 0, 1, 2):
+        evaluator = HostIrEvaluator(hic, late_stream=late)
+        for _ in range(3):
+            given = torch.randn(7, 6)
+            _assert_close(evaluator.run([given])[0], torch.exp(-given.double()))
+
+
+def test_a_unit_on_a_mesh_may_communicate() -> None:
+    mesh = DeviceMesh([0, 1])
+    fusion = Fusion()
+    with FusionGuard(fusion):
+        x = define_tensor([2, -1], contiguity=True)
+        fusion.add_input(x)
+        x.set_device_mesh(mesh)
+        x.axis(0).parallelize(ParallelType.mesh_x)
+        fusion.add_output(ops.sum(x, [0]))
+    hic = HostIrContainer()
+    with hic:
+        a, total = hic.input([2, 6], mesh=mesh), hic.tensor([6], mesh=mesh)
+        a.axis(0).parallelize(ParallelType.mesh_x)
+        hic.append(PostOnStream((a,), (total,), unit=hic.unit(fusion)))
+        hic.add_output(total)
+    verify(hic)
+    given = torch.randn(2, 6)
+
+    def body() -> list[torch.Tensor]:
+        communicator = Communicator.instance()
+        evaluator = HostIrEvaluator(hic, communicator)
+        mine = given[communicator.rank()].unsqueeze(0)
+        return [evaluator.run([mine])[0] for _ in range(3)]
+
+    with simulate(2) as world:
+        for outs in world.run(body):
+            for out in outs:
+                _assert_close(out, given.double().sum(0))
+
+
+# ------------------------------------------------------------------ what does not fit
+def test_posts_that_do_not_fit_their_unit() -> None:
+    hic = HostIrContainer()
+    x, y, half = hic.input([4, 6]), hic.tensor([4, 6]), hic.tensor([4, 6], DataType.Half)
+    wide = hic.tensor([4, 6, 2])
+    number = hic.unit(unit(lambda x: ops.mul(x, 2.0), 2))
+    for ins, outs, unit_number, words in (
+        ((x,), (y,), 5, "no HostUnit5"),
+        ((x, x), (y,), number, "2 inputs, but HostUnit0 has 1"),
+        ((x,), (y, y), number, "2 outputs, but HostUnit0 has 1"),
+        ((x,), (half,), number, "its output 0 is T2.*, of another dtype"),
+        ((x,), (wide,), number, "its output 0 is T3.*: 3 axes, expected 2"),
+    ):
+        with pytest.raises(VerifyError, match=words):
+            verify(hic.with_ops((PostOnStream(ins, outs, unit=unit_number),)))
+
+
+def test_a_unit_does_not_update_its_inputs() -> None:
+    fusion = Fusion()
+    with FusionGuard(fusion):
+        x = define_tensor([-1], contiguity=True)
+        fusion.add_input(x)
+        fusion.add_output(ops.add(x, 1.0), x)
+    hic = HostIrContainer()
+    with pytest.raises(DefinitionError, match=r"T0.* in place"):
+        hic.unit(fusion)
+
+
+def test_inputs_that_do_not_fit_a_unit_are_named() -> None:
+    hic = HostIrContainer()
+    with hic:
+        x, y, z = hic.input([4]), hic.input([5]), hic.tensor([4])
+        hic.append(PostOnStream((x, y), (z,), unit=hic.unit(unit(ops.add, 1, 1))))
+        hic.add_output(z)
+    with pytest.raises(InputError, match=r"HostUnit0.*T1"):
+        HostIrEvaluator(hic).run([torch.zeros(4), torch.zeros(5)])
+
+
+def test_the_text_of_units_is_checked() -> None:
+    text = EXAMPLES["HI-2 units"].build().full_text()
+    program = parse(text)
+    assert sorted(program.units) == [0, 1, 2]
+    section = re.compile(r"^Host unit 1 :", re.MULTILINE)
+    for wrong, words in (
+        (text.replace("HostUnit1: Inputs={T0", "HostUnit1: Inputs={T7"), "expected HostUnit1: In"),
+        (section.sub("Host unit 0 :", text), "host unit 0 appears twice"),
+    ):
+        assert wrong != text
+        with pytest.raises(ParseError, match=words):
+            parse(wrong)
+    without = parse(section.sub("Host unit 8 :", text))
+    with pytest.raises(VerifyError, match="no HostUnit1"):
+        verify(without)

@@ -1,0 +1,133 @@
+"""The code blocks of the pages for users, and how tests run them.
+
+A block's language says what it is: `python` and `bash` are run, section by section, `text` is what
+something prints, `cpp` and `text` in steps of CONTRIBUTING.md are edits. A second word says why a
+block is not run here (`NOT_RUN`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import glob
+import io
+import os
+import re
+import shlex
+import subprocess
+import sys
+import textwrap
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from hostir.tools.cli import main
+from tests.support.jobs import MPIRUN, ROOT
+from tests.support.limits import HANG_S
+
+PAGES = ("README.md", "CONTRIBUTING.md", *(f"docs/{p.name}" for p in (ROOT / "docs").glob("*.md")))
+LANGUAGES = ("python", "bash", "text", "cpp")
+NOT_RUN = {
+    "gpu": "needs a GPU",
+    "installs": "makes an environment, or runs all tests",
+    "long": "takes a minute, and weights that quickstart.sh installs",
+}
+_BLOCK = re.compile(r"^( *)```([^\n]*)\n(.*?)^\1```$", re.DOTALL | re.MULTILINE)
+_HEADING = re.compile(r"^#+ (.*)$", re.MULTILINE)
+
+
+@dataclass(frozen=True)
+class Block:
+    """A code block: where it begins, its language, why it is not run, its text."""
+
+    page: str
+    section: str
+    line: int
+    language: str
+    why_not: str
+    text: str
+
+    @property
+    def is_run(self) -> bool:
+        return self.language in ("python", "bash") and not self.why_not
+
+
+def blocks(page: str) -> Iterator[Block]:
+    """Yield the blocks of a page, in order."""
+    text = (ROOT / page).read_text()
+    for found in _BLOCK.finditer(text):
+        before = text[: found.start()]
+        outside = _BLOCK.sub("", before)
+        titles = _HEADING.findall(outside)
+        language, _, why_not = found[2].partition(" ")
+        yield Block(
+            page,
+            titles[-1] if titles else "",
+            before.count("\n") + 1,
+            language,
+            why_not,
+            textwrap.dedent(found[3]),
+        )
+
+
+def first_program() -> str:
+    """Return the program that README's commands call first.py."""
+    return next(b.text for b in blocks("README.md") if b.section == "A first program")
+
+
+def make_folder(folder: Path) -> None:
+    """Make a folder what a reader has: the tree, and the first program."""
+    for name in ("examples", "scripts"):
+        (folder / name).symlink_to(ROOT / name)
+    (folder / "first.py").write_text(first_program())
+
+
+def run_python(block: Block, names: dict[str, Any]) -> str:
+    """Run a program in a namespace; returns what it prints."""
+    printed = io.StringIO()
+    # As far down as in the page, for the lines of errors.
+    code = compile("\n" * block.line + block.text, block.page, "exec")
+    with contextlib.redirect_stdout(printed):
+        exec(code, names)
+    return printed.getvalue()
+
+
+def run_commands(block: Block, folder: Path) -> Iterator[tuple[str, str]]:
+    """Run commands one after the other in a folder; yields each with what it prints."""
+    for line in block.text.replace("\\\n", "").splitlines():
+        code, printed = _run_line(line, folder)
+        expected = re.search(r"# exit code (\d)", line)
+        where = f"{block.page}, line {block.line}: {line}\n{printed}"
+        assert code == (int(expected[1]) if expected else 0), where
+        yield line, printed
+
+
+def _run_line(line: str, folder: Path) -> tuple[int, str]:
+    """Run one command; `python -m hostir` runs here, which saves the start of an interpreter."""
+    command = re.sub(r"(?<!\S)(\.venv/bin/)?python(?= )", sys.executable, line)
+    command = re.sub(r"(?<!\S)(\.venv/bin/)?mpirun(?= )", str(MPIRUN), command)
+    start = f"{sys.executable} -m hostir "
+    if not command.startswith(start):
+        job = subprocess.run(
+            ["bash", "-c", command],
+            cwd=folder,
+            env={
+                **os.environ,
+                "PYTHONPATH": str(ROOT),
+                "OMP_NUM_THREADS": "1",
+                "TMPDIR": str(folder),
+            },
+            stdout=subprocess.PIPE,
+            text=True,
+            timeout=HANG_S,
+            check=False,
+        )
+        return job.returncode, job.stdout
+    called, _, target = command.partition("#")[0].removeprefix(start).partition(" > ")
+    words = [sorted(glob.glob(w, root_dir=folder)) or [w] for w in shlex.split(called)]
+    printed = io.StringIO()
+    with contextlib.redirect_stdout(printed), contextlib.chdir(folder):
+        code = main([w for found in words for w in found])
+    if target:
+        (folder / target.strip()).write_text(printed.getvalue())
+    return code, printed.getvalue()

@@ -1,0 +1,152 @@
+"""The worked examples of CONTRIBUTING.md, performed step by step on a copy of the tree."""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+import textwrap
+from collections.abc import Mapping
+from pathlib import Path
+
+import pytest
+
+from tests.support.limits import HANG_S
+
+ROOT = Path(__file__).parents[2]
+_EDIT = re.compile(r"In\s+`([\w./]+)`,\s+after\s+`([^`]+)`:\n\n *```\w+\n(.*?)\n *```", re.DOTALL)
+_FILE = re.compile(r"In a new file\s+`([\w./]+)`:\n\n *```\w+\n(.*?)\n *```", re.DOTALL)
+_COMMANDS = re.compile(r"```bash\n(.*?)```", re.DOTALL)
+TRY = """
+import torch
+from fuser import FusionDefinition
+with FusionDefinition() as fd:
+    x, y = (fd.define_tensor([-1], contiguity=True) for _ in range(2))
+    two = fd.ops.hypot(fd.define_scalar(), 1.0)
+    assert str(two).startswith("( hypot(d")
+    fd.add_output(fd.ops.hypot(x, fd.ops.hypot(y, two)))
+out = fd.execute([torch.tensor([3.0, 0.5]), torch.tensor([1.5, 4.0]), 3.0**0.5])[0]
+torch.testing.assert_close(out, torch.tensor([15.25, 20.25]).sqrt())
+"""
+TRY_FILL = """
+import torch
+from hostir import Allocate, Fill, HostIrContainer, HostIrEvaluator, equal, parse
+program = HostIrContainer()
+with program:
+    x = program.input([-1])
+    y = program.tensor([x.size(0)])
+    program.append(Allocate(y), Fill(y, x.size(0) * 2.0))
+    program.add_output(y)
+assert "= Fill(( ( cast_double(i0) ) * double(2) ))" in str(program), str(program)
+again = parse(program.full_text())
+assert equal(again, program)
+evaluator = HostIrEvaluator(again)
+for size in (3, 3, 5, 3):
+    (out,) = evaluator.run([torch.ones(size)])
+    assert torch.equal(out, torch.full((size,), 2.0 * size)), out
+"""
+# Those of nvFuser's names are found as before.
+TRY_SCHEDULERS = """
+import torch
+from fuser import FusionDefinition, SchedulerType, schedule
+with FusionDefinition() as fd:
+    x = fd.define_tensor([])
+    fd.add_output(fd.ops.exp(x))
+found = schedule.find_compatible_schedulers(fd.fusion, [torch.tensor(1.0)])
+assert SchedulerType.pointwise in found, found
+"""
+
+
+def section(title: str) -> str:
+    text = (ROOT / "CONTRIBUTING.md").read_text()
+    return re.split(r"^## ", text.split(f"## {title}\n")[1], flags=re.MULTILINE)[0]
+
+
+def insert(file: Path, anchor: str, text: str) -> None:
+    """Put text behind the only line that has the anchor, as far to the right."""
+    lines = file.read_text().split("\n")
+    (at,) = [i for i, line in enumerate(lines) if anchor in line]
+    indent = re.match(r" *", lines[at])
+    assert indent is not None
+    lines.insert(at + 1, textwrap.indent(textwrap.dedent(text), indent[0]))
+    file.write_text("\n".join(lines))
+
+
+@pytest.fixture
+def tree(tmp_path: Path) -> Path:
+    """A copy of what git has of the packages, tests, scripts and docs."""
+    ignored = shutil.ignore_patterns("__pycache__")
+    for name in ("fuser", "multidevice", "hostir", "tests", "tools", "scripts", "docs"):
+        shutil.copytree(ROOT / name, tmp_path / name, ignore=ignored)
+    for name in ("pyproject.toml", "README.md"):
+        shutil.copy(ROOT / name, tmp_path / name)
+    return tmp_path
+
+
+def run(tree: Path, *command: str, settings: Mapping[str, str] | None = None) -> str:
+    done = subprocess.run(
+        command,
+        cwd=tree,
+        env={**os.environ, "PYTHONPATH": str(tree), "OMP_NUM_THREADS": "1", **(settings or {})},
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=HANG_S,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def perform(tree: Path, title: str) -> str:
+    """Do the steps of a section; returns what its last command prints."""
+    text = section(title)
+    edits, files, (commands,) = _EDIT.findall(text), _FILE.findall(text), _COMMANDS.findall(text)
+    assert len(edits) + len(files) + 1 == text.count("```") / 2, "each block is a step"
+    for file, anchor, lines in edits:
+        insert(tree / file, anchor, lines)
+    for file, lines in files:
+        assert not (tree / file).exists()
+        (tree / file).write_text(textwrap.dedent(lines) + "\n")
+    printed = ""
+    for line in commands.strip().split("\n"):
+        before, python, after = line.partition("python ")
+        assert python, f"a command of Python: {line}"
+        settings = dict(word.split("=") for word in before.split())
+        printed = run(tree, sys.executable, *shlex.split(after), settings=settings)
+    return printed
+
+
+def passed(printed: str) -> int:
+    return int(re.findall(r"(\d+) passed", printed)[0])
+
+
+def test_an_op_is_added_in_the_steps_that_are_told(tree: Path) -> None:
+    # Cases of each dtype, calls of scalars, the parts of the row.
+    assert passed(perform(tree, "Add an op")) >= 7
+    assert "`hypot(lhs, rhs, /)`" in (tree / "docs" / "ops.md").read_text()
+    assert "def hypot(lhs: TensorView, " in (tree / "fuser" / "ops" / "__init__.pyi").read_text()
+    run(tree, sys.executable, "-c", TRY)
+
+
+def test_a_host_op_is_added_in_the_steps_that_are_told(tree: Path) -> None:
+    # Its parts, its page, its example: text, runs with late streams, races.
+    assert passed(perform(tree, "Add a host op")) >= 6
+    run(tree, sys.executable, "-c", TRY_FILL)
+
+
+def test_a_scheduler_is_added_in_the_steps_that_are_told(tree: Path) -> None:
+    assert passed(perform(tree, "Add a scheduler")) == 4
+    run(tree, sys.executable, "-c", TRY_SCHEDULERS)
+
+
+def test_a_row_without_a_reference_is_told(tree: Path) -> None:
+    (file, anchor, lines), *_ = _EDIT.findall(section("Add an op"))
+    insert(tree / file, anchor, lines)
+    command = (sys.executable, "-m", "pytest", "-q", "tests/fuser/ops/test_rows.py", "-k", "hypot")
+    with pytest.raises(
+        AssertionError, match=r"hypot lacks: docs/ops.md, case in tests/support, fuzzer"
+    ):
+        run(tree, *command)

@@ -1,0 +1,1 @@
+"""Tests of `scripts/` and `benchmarks/`, named after the script."""

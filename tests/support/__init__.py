@@ -1,0 +1,1 @@
+"""Shared helpers: programs with their torch meaning, stand-ins for hardware, runs on ranks."""

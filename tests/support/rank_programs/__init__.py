@@ -1,0 +1,1 @@
+"""Programs that mpirun and torchrun start, a process for each rank; tests import some, too."""

@@ -1,0 +1,1 @@
+"""Tests of `tools/fuzz`: the oracle holds for torch, and planted faults are found."""
