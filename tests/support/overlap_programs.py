@@ -13,7 +13,7 @@ from fuser import DataType, FusionDefinition, ParallelType, TensorView, multidev
 from fuser.multidevice import Communicator, DeviceMesh
 from hostir.ir.ops import ForLoop, StartsCommunication
 from hostir.ir.program import HostIrContainer, walk
-from tests.hostir.cost.test_simulator import PLAIN
+from tests.support.predicted_times import PLAIN
 from tools.fuzz.host_program import fault_of
 
 X, Y, STREAM = ParallelType.mesh_x, ParallelType.mesh_y, ParallelType.stream

@@ -21,7 +21,7 @@ from fuser.support.errors import DefinitionError, DtypeError, InputError, Unsupp
 from hostir.ir.parser import parse
 from hostir.ir.program import equal
 from multidevice import simulate
-from tests.hostir.lowering.test_pipeline_attention import cut
+from tests.support.cuts import cut
 
 pytestmark = pytest.mark.from_text
 

@@ -19,8 +19,8 @@ from fuser.ir.scalar.constructors import Const
 from fuser.support.errors import InputError, UnsupportedError
 from hostir import HostIrEvaluator
 from multidevice import DeviceMesh, simulate
-from tests.hostir.lowering.test_pipeline_attention import cut
 from tests.support import random_reference as reference
+from tests.support.cuts import cut
 from tests.support.stand_in_graphs import stand_in
 
 pytestmark = pytest.mark.from_text

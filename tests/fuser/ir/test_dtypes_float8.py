@@ -5,7 +5,6 @@ What is expected is torch's own conversion, and torch's ops on float32 or on the
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -20,67 +19,15 @@ from fuser.ops.define import define_scalar, define_tensor
 from fuser.support.device import H200
 from fuser.support.errors import DefinitionError, DtypeError, InputError, UnsupportedError
 from multidevice import simulate
-from tests.hostir.lowering.test_pipeline_attention import cut
+from tests.support.cuts import cut
+from tests.support.float8_codes import FLOAT8, OTHERS, D, Tensor, check, check_bytes, codes, run
 from tests.support.small_fusions import define as define_one
 from tests.support.small_fusions import sizes_of
 
 pytestmark = pytest.mark.from_text
 
-D = DataType
-Tensor = torch.Tensor
-FLOAT8 = {
-    D.Float8_e4m3fn: torch.float8_e4m3fn,
-    D.Float8_e5m2: torch.float8_e5m2,
-    D.Float8_e8m0fnu: torch.float8_e8m0fnu,
-}
-OTHERS = {
-    D.Double: torch.float64,
-    D.Float: torch.float32,
-    D.Half: torch.float16,
-    D.BFloat16: torch.bfloat16,
-    D.Int: torch.int64,
-    D.Int32: torch.int32,
-    D.Bool: torch.bool,
-}
 EACH = pytest.mark.parametrize("dtype", FLOAT8)
 SCHEDULES = pytest.mark.parametrize("options", [[], ["schedules_for(h200)"]], ids=["cpu", "h200"])
-
-
-def run(
-    build: Callable[..., Any], *inputs: Tensor, options: Sequence[str] = ("checked",)
-) -> list[Tensor]:
-    """Define, run as written and from its own text, and return the results of the latter."""
-    with FusionDefinition() as fd:
-        made = build(*map(fd.from_pytorch, inputs))
-        for tv in made if isinstance(made, list | tuple) else [made]:
-            fd.add_output(tv)
-    again: dict[str, Any] = {"FusionDefinition": FusionDefinition, "DataType": DataType}
-    exec(repr(fd), again)
-    with FusionDefinition() as copy:
-        again["nvfuser_fusion"](copy)
-    assert copy.fusion == fd.fusion
-    return copy.execute(inputs, _enable_options=options)
-
-
-def codes(dtype: DataType) -> Tensor:
-    return torch.arange(256, dtype=torch.uint8).view(FLOAT8[dtype])
-
-
-def check(out: Tensor, expected: Tensor) -> None:
-    """Compare every element as a number; NaN is NaN."""
-    assert out.dtype is expected.dtype and out.shape == expected.shape
-    if out.dtype.is_floating_point:
-        out, expected = out.double(), expected.double()
-        same = (out == expected) & (out.signbit() == expected.signbit())
-        same = same | (out.isnan() & expected.isnan())
-    else:
-        same = out == expected
-    assert bool(same.all()), (out[~same][:5], expected[~same][:5])
-
-
-def check_bytes(out: Tensor, expected: Tensor) -> None:
-    assert out.dtype is expected.dtype
-    assert torch.equal(out.view(torch.uint8), expected.view(torch.uint8))
 
 
 # ------------------------------------------------------------------ conversions

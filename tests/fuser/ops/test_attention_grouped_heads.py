@@ -17,8 +17,8 @@ from hostir import HostIrEvaluator
 from hostir.ir.parser import parse
 from hostir.ir.program import equal
 from multidevice import simulate
-from tests.fuser.ops.test_attention import Tensors, attend, check, draw, gradients
-from tests.hostir.lowering.test_pipeline_attention import cut, shards
+from tests.support.attention_reference import Tensors, attend, check, draw, gradients
+from tests.support.cuts import cut, shards
 
 pytestmark = pytest.mark.from_text
 

@@ -16,7 +16,7 @@ from fuser.support.errors import DefinitionError, DtypeError, FuserError
 from hostir.ir.ops import LaunchKernel
 from hostir.ir.program import HostIrContainer, walk
 from multidevice import simulate
-from tests.hostir.lowering.test_pipeline_attention import cut, shards
+from tests.support.cuts import cut, shards
 
 pytestmark = [pytest.mark.finding("G29"), pytest.mark.from_text]
 Tensor = torch.Tensor

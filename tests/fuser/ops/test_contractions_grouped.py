@@ -24,9 +24,9 @@ from hostir.ir.parser import parse
 from hostir.ir.program import equal
 from hostir.ir.shape_rules import check_results
 from multidevice import simulate
-from tests.fuser.ops.test_indexing import define, draw, run
-from tests.fuser.ops.test_indexing_on_ranks import bytes_of_kernels
-from tests.hostir.lowering.test_pipeline_attention import cut, shards
+from tests.support.cuts import cut, shards
+from tests.support.kernel_bytes import bytes_of_kernels
+from tests.support.lookup_programs import define, draw, run
 from tests.support.op_cases import lay_out
 
 pytestmark = pytest.mark.from_text

@@ -26,11 +26,11 @@ from fuser.support.errors import (
 from hostir.ir.parser import parse
 from hostir.ir.program import equal
 from multidevice import simulate
-from tests.fuser.ir.test_dtypes_float8 import run
 from tests.fuser.ops.test_contractions_grouped import FORMS, draw_ends, shapes
-from tests.fuser.ops.test_indexing import draw
-from tests.fuser.ops.test_indexing_on_ranks import bytes_of_kernels
-from tests.hostir.lowering.test_pipeline_attention import cut, shards
+from tests.support.cuts import cut, shards
+from tests.support.float8_codes import run
+from tests.support.kernel_bytes import bytes_of_kernels
+from tests.support.lookup_programs import draw
 from tests.support.op_cases import lay_out
 
 D = DataType

@@ -19,27 +19,11 @@ from fuser.support.errors import DefinitionError, DtypeError, UnsupportedError
 from hostir.ir.parser import parse
 from hostir.ir.program import equal
 from multidevice import simulate
-from tests.fuser.ir.test_dtypes_float8 import run
-from tests.hostir.lowering.test_pipeline_attention import cut
+from tests.support.cuts import cut
+from tests.support.float8_codes import run
+from tests.support.scaled_operands import E4, E5, D, Tensor, draw, factors, wanted
 
 pytestmark = pytest.mark.from_text
-
-D = DataType
-Tensor = torch.Tensor
-E4, E5, E8 = D.Float8_e4m3fn, D.Float8_e5m2, D.Float8_e8m0fnu
-
-
-def draw(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Tensor:
-    generator = torch.Generator().manual_seed(seed + sum(shape))
-    return torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype)
-
-
-def factors(m: int, k: int, n: int, second: torch.dtype = torch.float8_e5m2) -> list[Tensor]:
-    return [draw(m, k, dtype=torch.float8_e4m3fn), draw(k, n, dtype=second, seed=1)]
-
-
-def wanted(a: Tensor, b: Tensor, s1: Tensor, s2: Tensor) -> Tensor:
-    return (a.double() @ b.double()) * s1.double() * s2.double()
 
 
 # ------------------------------------------------------------------ scaled_mm

@@ -17,9 +17,9 @@ from fuser.support.errors import DefinitionError, DtypeError, InputError
 from hostir.ir.parser import parse
 from hostir.ir.program import equal
 from multidevice import simulate
-from tests.fuser.ir.test_dtypes_float8 import check, run
-from tests.fuser.ops.test_contractions_scaled import draw
-from tests.hostir.lowering.test_pipeline_attention import cut
+from tests.support.cuts import cut
+from tests.support.float8_codes import check, run
+from tests.support.scaled_operands import draw
 
 pytestmark = pytest.mark.from_text
 

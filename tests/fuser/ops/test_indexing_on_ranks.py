@@ -4,23 +4,21 @@ from __future__ import annotations
 
 import itertools
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 
 from fuser import FusionDefinition, ParallelType, TensorView
-from fuser.ir.scalar.constructors import Symbol
 from fuser.multidevice import Communicator, DeviceMesh, shard_tensor
 from fuser.support.errors import UnsupportedError
-from hostir.cost.machine_model import H200
-from hostir.cost.simulator import timetable_of
 from hostir.ir.parser import parse
 from hostir.ir.program import equal
 from multidevice import simulate
-from tests.fuser.ops.test_indexing import Build, draw, draw_index, gather, index_select, take_along
-from tests.hostir.lowering.test_pipeline_attention import cut, shards
+from tests.support.cuts import cut, shards
+from tests.support.kernel_bytes import bytes_of_kernels
+from tests.support.lookup_programs import Build, draw, draw_index, gather, index_select, take_along
 
 pytestmark = pytest.mark.from_text
 
@@ -163,18 +161,6 @@ def test_steps_of_a_gather_need_equal_extents() -> None:
 
 
 # ------------------------------------------------------------------ costs
-def bytes_of_kernels(fd: Any, given: Sequence[torch.Tensor]) -> list[int]:
-    fd.execute(given)
-    program = fd.fec.program_for(given)
-    values = {
-        symbol: size
-        for tv, x in zip(program.inputs, given, strict=True)
-        if isinstance(tv, TensorView)
-        for symbol, size in zip(tv.shape(), x.shape, strict=True)
-        if isinstance(symbol, Symbol)
-    }
-    table = timetable_of(program, values, H200)
-    return [w.cost.nbytes for w in table.work]
 
 
 def test_costs_know_what_is_read() -> None:

@@ -32,12 +32,12 @@ from hostir.ir.parser import parse
 from hostir.ir.program import equal
 from hostir.ir.shape_rules import check_results
 from multidevice import simulate
-from tests.fuser.ir.test_dtypes_float8 import check, run
-from tests.fuser.ops.test_contractions_scaled import E4, draw
-from tests.fuser.ops.test_indexing import define
-from tests.fuser.ops.test_indexing_on_ranks import bytes_of_kernels
-from tests.hostir.lowering.test_pipeline_attention import cut, shards
+from tests.support.cuts import cut, shards
+from tests.support.float8_codes import check, run
+from tests.support.kernel_bytes import bytes_of_kernels
+from tests.support.lookup_programs import define
 from tests.support.op_cases import lay_out
+from tests.support.scaled_operands import E4, draw
 
 pytestmark = pytest.mark.from_text
 

@@ -12,7 +12,7 @@ import torch
 from fuser import DataType, FusionDefinition
 from fuser.ir.ops.scan_ops import ScanOp
 from fuser.support.errors import ArgumentError, DefinitionError, DtypeError, InputError
-from tests.fuser.ops.test_indexing import Build, define, draw, run
+from tests.support.lookup_programs import Build, define, draw, run
 from tests.support.op_cases import lay_out
 
 pytestmark = pytest.mark.from_text

@@ -17,7 +17,7 @@ from fuser.ir.verify import verify_fusion
 from fuser.ops.define import define_tensor
 from fuser.ops.reference.meaning import evaluate_fusion
 from fuser.passes.fusion_passes import masks_to_biases
-from tests.fuser.ops.test_attention import attend, draw
+from tests.support.attention_reference import attend, draw
 
 D = DataType
 WHOLE = (2, 3, 4, 5)

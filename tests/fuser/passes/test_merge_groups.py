@@ -14,7 +14,7 @@ from fuser.passes import merge_groups
 from fuser.passes.merge_groups import Merger
 from fuser.schedule.registry import find_scheduler
 from scripts.lowering_time import Case, define_transformer, lower_case
-from tests.fuser.passes.test_segment import check_values, cut, fusion_of
+from tests.support.segmented_fusions import check_values, cut, fusion_of
 from tools.fuzz.runner import define
 from tools.fuzz.single import generate
 

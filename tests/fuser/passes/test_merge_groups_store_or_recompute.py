@@ -13,7 +13,7 @@ from fuser.ir.fusion import Fusion, TensorOp, TensorView
 from fuser.ir.ops.nodes import LoadStoreOp
 from fuser.passes.merge_groups import worth_storing
 from fuser.passes.segment import SegmentedFusion
-from tests.fuser.passes.test_segment import check_values, cut, fusion_of, kinds, without_persistent
+from tests.support.segmented_fusions import check_values, cut, fusion_of, kinds, without_persistent
 
 
 def computed(segmented: SegmentedFusion) -> Counter[str]:

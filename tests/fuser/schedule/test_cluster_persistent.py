@@ -16,7 +16,7 @@ from fuser.schedule import cluster_persistent, inner_persistent, scheduler
 from fuser.schedule.input_facts import Facts
 from fuser.support.device import H200, DeviceInfo
 from fuser.support.record import replace
-from tests.fuser.schedule.test_inner_persistent import back_to, layer_norm, softmax, wide
+from tests.support.row_programs import back_to, layer_norm, softmax, wide
 from tests.support.small_fusions import Build, define, random, run, sizes_of
 
 BF16 = torch.bfloat16

@@ -17,7 +17,8 @@ from fuser.runtime.cpu_kernel import CheckedCpuKernel, Counters
 from fuser.schedule import find_scheduler, rejections, scheduler
 from fuser.schedule.inner_persistent import pays
 from fuser.support.device import H200
-from tests.fuser.schedule.test_reduction_numeric import BOTH, back, check
+from tests.support.kernel_checks import BOTH, back, check
+from tests.support.row_programs import F, back_to, layer_norm, normalized, softmax, wide
 from tests.support.small_fusions import (
     Build,
     define,
@@ -28,40 +29,13 @@ from tests.support.small_fusions import (
     sizes_of,
 )
 
-F = DataType.Float
 BF16 = DataType.BFloat16
-
-
-def wide(x: TensorView) -> TensorView:
-    return x if x.dtype() is DataType.Double else ops.cast(x, F)
-
-
-def softmax(x: TensorView, dim: int = -1) -> TensorView:
-    x = wide(x)
-    e = ops.exp(ops.sub(x, ops.max(x, dim, keepdim=True)))
-    return ops.div(e, ops.sum(e, dim, keepdim=True))
 
 
 def log_softmax(x: TensorView) -> TensorView:
     x = wide(x)
     shifted = ops.sub(x, ops.max(x, -1, keepdim=True))
     return ops.sub(shifted, ops.log(ops.sum(ops.exp(shifted), -1, keepdim=True)))
-
-
-def normalized(x: TensorView) -> tuple[TensorView, TensorView, TensorView]:
-    x = wide(x)
-    var, mean = ops.var_mean(x, [-1], correction=0, keepdim=True)
-    rstd = ops.rsqrt(ops.add(var, 1e-5))
-    return ops.mul(ops.sub(x, mean), rstd), mean, rstd
-
-
-def layer_norm(x: TensorView, w: TensorView, b: TensorView) -> TensorView:
-    y, _, _ = normalized(x)
-    return back_to(x, ops.add(ops.mul(y, wide(w)), wide(b)))
-
-
-def back_to(x: TensorView, y: TensorView) -> TensorView:
-    return ops.cast(y, x.dtype())
 
 
 SHAPES = [(1, 31), (7, 1), (3, 384), (130, 48), (2, 1000), (3, 4096), (2, 8191), (1, 50257)]

@@ -13,8 +13,8 @@ from fuser.ir.dtypes import DataType
 from fuser.ir.fusion import TensorView
 from fuser.kernels.executor import FusedKernelExecutor
 from fuser.support.device import H200
-from tests.fuser.schedule.test_inner_persistent import back_to, softmax, wide
-from tests.fuser.schedule.test_reduction_numeric import check
+from tests.support.kernel_checks import check
+from tests.support.row_programs import back_to, softmax, wide
 from tests.support.small_fusions import Build, define, scheduled, sizes_of
 
 BF16 = DataType.BFloat16

@@ -18,9 +18,9 @@ from fuser.schedule import outer_persistent, scheduler
 from fuser.schedule.input_facts import Facts
 from fuser.schedule.outer_persistent import OuterPersistentParams, most_rows
 from fuser.support.device import H200
-from tests.fuser.schedule.test_inner_persistent import back_to, wide
-from tests.fuser.schedule.test_reduction_numeric import BOTH, back, check
 from tests.fuser.schedule.test_registry import loops
+from tests.support.kernel_checks import BOTH, back, check
+from tests.support.row_programs import back_to, wide
 from tests.support.small_fusions import (
     Build,
     define,

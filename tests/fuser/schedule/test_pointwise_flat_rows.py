@@ -13,7 +13,7 @@ from fuser.ir.fusion import TensorView
 from fuser.runtime.cpu_kernel import CheckedCpuKernel
 from fuser.schedule import pointwise
 from fuser.schedule.pointwise import PointwiseParams
-from tests.fuser.schedule.test_reduction_numeric import back, check
+from tests.support.kernel_checks import back, check
 from tests.support.small_fusions import define, make_executor, random, run
 
 BF16 = DataType.BFloat16

@@ -11,7 +11,7 @@ from fuser import ops
 from fuser.ir.dtypes import DataType
 from fuser.ir.fusion import TensorView
 from fuser.runtime.cpu_kernel import CheckedCpuKernel
-from tests.fuser.schedule.test_reduction_numeric import check
+from tests.support.kernel_checks import check
 from tests.support.small_fusions import define, make_executor, random, run
 
 

@@ -11,8 +11,8 @@ from fuser import ops
 from fuser.ir.dtypes import DataType
 from fuser.ir.fusion import TensorView
 from fuser.runtime.cpu_kernel import CheckedCpuKernel
-from tests.fuser.passes.test_segment import cut, kinds
-from tests.fuser.schedule.test_reduction_numeric import BOTH, check
+from tests.support.kernel_checks import BOTH, check
+from tests.support.segmented_fusions import cut, kinds
 from tests.support.small_fusions import define, make_executor, random, run
 
 SHAPES = [(64, 256), (3, 7), (1, 5), (129, 64), (5, 1), (300, 65), (40, 1001), (2, 4100), (1000, 8)]

@@ -12,7 +12,7 @@ import torch
 
 from fuser import DataType, FusionDefinition
 from hostir.runtime.cuda_graphs import RUNS_BEFORE
-from tests.fuser.ops.test_attention import attend, check, define, draw, gradients
+from tests.support.attention_reference import attend, check, define, draw, gradients
 
 pytestmark = pytest.mark.gpu
 D = DataType

@@ -11,10 +11,8 @@ import torch
 
 from fuser import DataType, FusionDefinition
 from fuser.ops.reference import matmul_calls
-from tests.fuser.ir.test_dtypes_float8 import FLOAT8, OTHERS, check, check_bytes, codes
 from tests.fuser.ops.test_contractions_grouped import FORMS
 from tests.fuser.ops.test_contractions_grouped_scales import ALL, draw_given, reference
-from tests.fuser.ops.test_contractions_scaled import draw, factors, wanted
 from tests.fuser.ops.test_quantize import (
     brute_force,
     in_tiles,
@@ -24,7 +22,9 @@ from tests.fuser.ops.test_quantize import (
     same,
     swizzled,
 )
+from tests.support.float8_codes import FLOAT8, OTHERS, check, check_bytes, codes
 from tests.support.moved_inputs import moved, passed
+from tests.support.scaled_operands import draw, factors, wanted
 
 D = DataType
 # So many floats at a time, of all 2^32.

@@ -32,8 +32,8 @@ from hostir.cost.op_costs import BUS, collective_cost, transfer_cost
 from hostir.ir.ops import PEER_COPIES
 from hostir.tools.cli import main
 from multidevice import Communicator, simulate
-from tests.hostir.cost.test_simulator import linear_program, seconds
 from tests.support.host_programs import CASES, build
+from tests.support.predicted_times import linear_program, seconds
 
 CPU = torch.device("cpu")
 LINKS = ("nccl", "nccl_other_bandwidth", "nccl_latency_s", "copy_latency_s", "pull_bandwidth")

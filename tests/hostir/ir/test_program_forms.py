@@ -11,9 +11,9 @@ from fuser.ir.fusion import TensorView
 from fuser.support import options
 from hostir.ir.program import HostIrContainer, dumped, walk
 from hostir.tools.cli import main
-from tests.hostir.cost.test_simulator import gather
 from tests.support.handmade_programs import EXAMPLES
 from tests.support.host_programs import CASES, build
+from tests.support.predicted_times import gather
 
 PROGRAMS = {
     **{n: e.build for n, e in EXAMPLES.items()},

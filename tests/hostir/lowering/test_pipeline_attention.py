@@ -29,24 +29,17 @@ from hostir.ir.program import equal
 from hostir.ir.verifier import verify
 from hostir.runtime import cuda_graphs
 from multidevice import simulate
-from tests.fuser.ops.test_attention import attend, check, define, draw, gradients
+from tests.support.attention_reference import attend, check, define, draw, gradients
+from tests.support.cuts import cut, shards
 from tests.support.stand_in_graphs import CpuGraphs, stand_in
 
 pytestmark = pytest.mark.from_text
 
 D = DataType
-X = ParallelType.mesh_x
 SHAPES = ((4, 2, 4, 6), (4, 2, 8, 6), (4, 2, 8, 6), (4, 2, 4, 6))
 OPERANDS = ("query", "key", "value", "grad")
 RESULTS = ("out", "log_sumexp", "grad_query", "grad_key", "grad_value")
 TENSORS = (*OPERANDS, *RESULTS)
-
-
-def cut(tv: TensorView, axis: int, mesh: DeviceMesh, ptype: ParallelType = X) -> None:
-    seen = [k for k, a in enumerate(tv.get_loop_domain()) if not a.is_reduction()]
-    tv.set_device_mesh(mesh)
-    tv.outer_split(seen[axis], mesh.size_of(ptype))
-    tv.axis(seen[axis]).parallelize(ptype)
 
 
 def expected_of(given: Sequence[torch.Tensor], *, is_causal: bool) -> list[torch.Tensor]:
@@ -75,15 +68,6 @@ def run_cut(cuts: dict[str, int], *, is_causal: bool) -> tuple[list[Any], dict[s
     given = [shard_tensor(t, tensors[n]) for t, n in zip(draw(SHAPES), OPERANDS, strict=True)]
     outs = [fd.execute(given) for _ in range(3)][-1]
     return outs, fd.fec.statistics(), fd.fec.host_program().full_text()
-
-
-def shards(whole: torch.Tensor, like: torch.Tensor, rank: int, count: int) -> torch.Tensor:
-    """Return the block that a rank has of a whole, of which it holds such a part."""
-    for axis, (n, mine) in enumerate(zip(whole.shape, like.shape, strict=True)):
-        if n != mine:
-            whole = whole.narrow(axis, rank * mine, mine)
-            assert mine * count == n
-    return whole
 
 
 @pytest.mark.parametrize("is_causal", [False, True])

@@ -15,7 +15,7 @@ from fuser.ops.reference import attention_kernels
 from hostir.runtime import cuda_graphs
 from hostir.runtime.plan import BoundPlan, Plan
 from hostir.runtime.recorder import tensor_op
-from tests.fuser.ops.test_attention import attend, define, draw
+from tests.support.attention_reference import attend, define, draw
 from tests.support.stand_in_graphs import CpuGraphs, stand_in
 
 Tensor = torch.Tensor

@@ -39,9 +39,9 @@ from hostir.ir.ops import RANK, Communication, Wait
 from multidevice.job.communicator import Communicator
 from multidevice.transports.memory.host_shared import SharedMemory
 from multidevice.transports.memory.symmetric_view import MemoryLocation
-from tests.hostir.cost.test_simulator import predicted
 from tests.support import mpi_abort
 from tests.support.jobs import needs_mpi, run_job
+from tests.support.predicted_times import predicted
 from tests.support.rank_programs.symmetric_views import double, program_of, run_here
 from tests.support.stream_programs import MAIN
 

@@ -18,10 +18,10 @@ from hostir.cost.simulator import timetable_of
 from hostir.lowering.input_class import symbol_values
 from hostir.profiling.timeline import trace_text
 from hostir.tools.cli import main
-from tests.hostir.cost.test_simulator import PLAIN, gather, predicted
 from tests.hostir.ir.test_parser import GOLDEN
 from tests.support.handmade_programs import EXAMPLES
 from tests.support.host_programs import CASES, build
+from tests.support.predicted_times import PLAIN, gather, predicted
 
 
 # ------------------------------------------------------------------ machines

@@ -17,7 +17,7 @@ from fuser.ops.reference.attention_kernels import (
     plain_forward,
 )
 from fuser.support.errors import InputError
-from tests.fuser.ops.test_attention import attend, draw, gradients
+from tests.support.attention_reference import attend, draw, gradients
 
 Tensor = torch.Tensor
 

@@ -11,7 +11,7 @@ import torch
 from fuser import FusionDefinition
 from hostir import HostIrEvaluator
 from hostir.ir.parser import parse
-from tests.fuser.ops.test_attention import attend, define, draw, gradients
+from tests.support.attention_reference import attend, define, draw, gradients
 
 pytestmark = pytest.mark.from_text
 
