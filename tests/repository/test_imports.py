@@ -1,7 +1,9 @@
-"""The import direction, read from the source, and imports without CUDA and without MPI."""
+"""The import direction, and imports without CUDA and without MPI."""
 
 from __future__ import annotations
 
+import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -9,91 +11,72 @@ from pathlib import Path
 import pytest
 
 from fuser.nvfuser.module_aliases import ALIASES, real_name
-from scripts import check_imports
 from tests.support.limits import HANG_S
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 
 
-def test_source_follows_the_import_direction() -> None:
-    assert check_imports.check(REPOSITORY) == []
+def lint_imports(folder: Path) -> subprocess.CompletedProcess[str]:
+    """Check the contracts of .importlinter on the packages of a folder."""
+    return subprocess.run(
+        [sys.executable, "-c", "from importlinter.cli import lint_imports_command as run; run()"]
+        + ["--no-cache", "--config", str(REPOSITORY / ".importlinter")],
+        cwd=folder,
+        env={**os.environ, "PYTHONPATH": str(folder)},
+        capture_output=True,
+        text=True,
+        timeout=HANG_S,
+    )
+
+
+def test_rooms_import_in_their_order() -> None:
+    done = lint_imports(REPOSITORY)
+    assert done.returncode == 0, done.stdout + done.stderr
 
 
 @pytest.mark.parametrize(
-    ("module", "source"),
+    ("file", "line", "contract"),
     [
-        ("fuser.ir.fusion", "import multidevice"),
-        ("fuser.ir.fusion", "from hostir.ir.ops import Wait"),
-        ("fuser.passes.segment", "from fuser import frontend"),
-        ("fuser.passes.segment", "from ..frontend import definition"),
-        ("fuser.ops.reduction_table", "from ..frontend.definition import FusionDefinition"),
-        ("fuser.passes.x", "def f():\n    import hostir.ir.ops"),
-        ("fuser.passes.x", "if TYPE_CHECKING:\n    from multidevice import Communicator"),
-        ("fuser.passes.x", "from importlib import import_module\nimport_module('multidevice')"),
-        ("multidevice.sharding.queries", "import hostir"),
-        ("multidevice.transports.gloo", "from fuser.ir import mesh"),
-        ("hostir.executor", "from fuser.frontend.definition import FusionDefinition"),
-        ("fuser.ir.fusion", "def f():\n    from fuser.schedule import propagate"),
-        ("fuser.ir.fusion", "import fuser.ops"),
-        ("fuser.ops.reduction_table", "from fuser.passes import segment"),
-        ("fuser.passes.segment", "from fuser.schedule.registry import find_scheduler"),
-        ("fuser.schedule.registry", "import fuser.runtime"),
-        (
-            "fuser.lower.statements",
-            "def f():\n    from fuser.codegen.cuda_text import print_kernel",
-        ),
-        ("fuser.codegen.cuda_text", "from fuser.runtime.compile import compile_kernels"),
-        (
-            "fuser.runtime.compiled_kernel",
-            "if TYPE_CHECKING:\n    from fuser.ir.fusion import Fusion",
-        ),
-        ("fuser.runtime.compiled_kernel", "from fuser.kernels import executor"),
-        ("fuser.support.device", "from fuser.runtime.compiled_kernel import CompiledKernel"),
-        ("fuser.kernels.executor", "import multidevice"),
-        ("multidevice.sharding.passes.decompose", "from fuser.lower.kernel_ir import For"),
-        ("multidevice.transports.nccl", "import cupy"),
-        ("multidevice.transports.mpi", "try:\n    from mpi4py import MPI\nexcept ImportError: ..."),
-        ("multidevice.transports.gloo", "from torch import distributed"),
-        ("fuser.runtime.cuda_kernel", "class A:\n    from cuda.bindings import nvrtc"),
-        (
-            "fuser.runtime.cuda_kernel",
-            "if TYPE_CHECKING:\n    x = 1\nelse:\n    import cuda.bindings",
-        ),
+        ("fuser/passes/segment.py", "from hostir.ir.ops import Wait", "layers of the packages"),
+        ("fuser/ir/fusion.py", "def f():\n    import multidevice", "layers of the packages"),
+        ("fuser/runtime/kernel_cache.py", "if 0:\n    import fuser.ir", "runtime takes text only"),
+        ("multidevice/transports/gloo.py", "import fuser.ir.fusion", "transports know no ir"),
+        ("hostir/ir/ops.py", "import hostir.runtime.plan", "layers of hostir"),
     ],
 )
-def test_wrong_imports_are_found(module: str, source: str) -> None:
-    assert len(check_imports.violations_of(source, module=module)) == 1
+def test_an_import_against_the_order_is_found(
+    tmp_path: Path, file: str, line: str, contract: str
+) -> None:
+    for package in ("fuser", "multidevice", "hostir"):
+        shutil.copytree(
+            REPOSITORY / package, tmp_path / package, ignore=shutil.ignore_patterns("__pycache__")
+        )
+    with (tmp_path / file).open("a") as source:
+        source.write(f"\n{line}\n")
+    done = lint_imports(tmp_path)
+    assert done.returncode == 1 and f"{contract} BROKEN" in done.stdout, done.stdout
 
 
-@pytest.mark.parametrize(
-    ("module", "source"),
-    [
-        ("multidevice.sharding.queries", "from fuser.ir.fusion import TensorView"),
-        (
-            "hostir.lowering.segments",
-            "import multidevice.sharding.reshard\nimport fuser.passes.segment",
-        ),
-        ("fuser.frontend.definition", "import hostir, multidevice, fuser.ir"),
-        (
-            "fuser.kernels.executor",
-            "import fuser.runtime.compiled_kernel, fuser.codegen.cuda_text, fuser.ir",
-        ),
-        ("fuser.codegen.cuda_text", "from fuser.lower.kernel_ir import For"),
-        ("fuser.runtime.compiled_kernel", "from fuser.support.device import DeviceInfo"),
-        ("multidevice.transports.gloo", "from fuser.support.errors import CommunicationError"),
-        ("multidevice.transports.mpi", "def f():\n    from mpi4py import MPI"),
-        ("multidevice.transports.mpi", "if TYPE_CHECKING:\n    from mpi4py import MPI"),
-        ("hostir.executor", "import fuserish, hostirx, cudax"),
-    ],
-)
-def test_right_imports_pass(module: str, source: str) -> None:
-    assert check_imports.violations_of(source, module=module) == []
-
-
-def test_relative_imports_of_a_package_start_at_itself() -> None:
-    source = "from ..frontend import x"
-    wrong = check_imports.violations_of(source, module="fuser.lower", is_package=True)
-    assert len(wrong) == 1
+@pytest.mark.parametrize("line", ["import cupy", "from mpi4py import MPI", "import cuda.bindings"])
+def test_a_lazy_module_imported_at_the_top_is_found(line: str) -> None:
+    done = subprocess.run(
+        [
+            sys.executable,
+            "-m",
+            "ruff",
+            "check",
+            "--select",
+            "TID253",
+            "--stdin-filename",
+            "fuser/ir/fusion.py",
+            "-",
+        ],
+        input=f"{line}\n",
+        cwd=REPOSITORY,
+        capture_output=True,
+        text=True,
+    )
+    assert "TID253" in done.stdout, done.stdout + done.stderr
 
 
 IMPORT_ALL = """
@@ -191,5 +174,5 @@ assert found.__name__ == found.__spec__.name == {ALIASES[alias]!r}
 
 
 def test_names_that_only_begin_like_an_alias_are_none() -> None:
-    assert real_name("fuser.multidevice.communicator") == "multidevice.job.communicator"
+    assert real_name("fuser.multidevice.job.communicator") == "multidevice.job.communicator"
     assert real_name("fuser.multidevices") is None and real_name("fuser") is None

@@ -618,10 +618,8 @@ def test_every_rule_has_a_broken_program() -> None:
             reached.add((Path(trace.tb_frame.f_code.co_filename).name, trace.tb_lineno))
             trace = trace.tb_next
     modules = (
-        hostir.verify,
         hostir.ir.verifier,
         hostir.ir.shape_rules,
-        hostir.ir.ops,
         hostir.ir.ops,
     )
     rules = {place: code for module in modules for place, code in _raises(module).items()}

@@ -1,0 +1,56 @@
+"""Writes the tree of docs/architecture.md from the docstrings of the rooms. `--check`: only
+compares.
+
+A room is a package; its docstring names its question and its files in reading order.
+"""
+
+from __future__ import annotations
+
+import ast
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+PAGE = ROOT / "docs" / "architecture.md"
+BEGIN, END = "<!-- rooms: scripts/document_rooms.py -->", "<!-- end of rooms -->"
+# In reading order.
+ROOMS = (
+    *("fuser/ir", "fuser/ir/scalar", "fuser/ir/domain", "fuser/ir/ops", "fuser/ir/text"),
+    *("fuser/ops", "fuser/ops/reference", "fuser/passes", "fuser/schedule"),
+    *("fuser/lower", "fuser/lower/passes", "fuser/codegen", "fuser/runtime", "fuser/kernels"),
+    *("multidevice/sharding", "multidevice/sharding/passes", "multidevice/job"),
+    *("multidevice/coordination", "multidevice/transports"),
+    *("multidevice/transports/base", "multidevice/transports/memory"),
+    *("hostir/ir", "hostir/lowering", "hostir/passes", "hostir/analysis", "hostir/runtime"),
+    *("hostir/cost", "hostir/profiling", "hostir/tools"),
+    *("fuser/frontend", "fuser/nvfuser", "fuser/support"),
+)
+
+
+def room_text(room: str) -> str:
+    """Return the lines of a room: its first sentence, its question, its files."""
+    text = ast.get_docstring(ast.parse((ROOT / room / "__init__.py").read_text())) or ""
+    first, *lines = [line for line in text.split("\n") if line]
+    question = next(line.removeprefix("Question: ") for line in lines if "Question: " in line)
+    at = next(i for i, line in enumerate(lines) if line.startswith("- "))
+    return "\n".join([f"### {room}", "", f"{first} *{question.capitalize()}*", "", *lines[at:]])
+
+
+def page() -> str:
+    """Return the page with the tree made anew."""
+    head, _, rest = PAGE.read_text().partition(BEGIN)
+    _, _, tail = rest.partition(END)
+    rooms = "\n\n".join(room_text(room) for room in ROOMS)
+    return f"{head}{BEGIN}\n\n{rooms}\n\n{END}{tail}"
+
+
+def main() -> int:
+    text = page()
+    if "--check" in sys.argv:
+        return int(text != PAGE.read_text())
+    PAGE.write_text(text)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

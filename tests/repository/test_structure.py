@@ -1,0 +1,154 @@
+"""The structure of the source: rooms of a readable size, no import circle, one module per class
+name.
+
+The order of the rooms is checked by import-linter (`importlinter.ini`), lazy imports by ruff.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Mapping, Set
+from functools import cache
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+PACKAGES = ("fuser", "multidevice", "hostir")
+MAX_MODULES, MAX_IN_FOLDER, SMALL = 290, 25, 60
+
+
+@cache
+def modules() -> dict[str, Path]:
+    """Return the modules of the three packages by dotted name."""
+    found: dict[str, Path] = {}
+    for package in PACKAGES:
+        for path in sorted((ROOT / package).rglob("*.py")):
+            parts = path.relative_to(ROOT).with_suffix("").parts
+            found[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = path
+    return found
+
+
+@cache
+def tree(module: str) -> ast.Module:
+    return ast.parse(modules()[module].read_text())
+
+
+def imports(source: ast.AST, known: Set[str]) -> Iterator[str]:
+    """Yield the modules that a source imports: at its top, in functions and for types alone."""
+    for node in ast.walk(source):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            for alias in node.names:
+                name = f"{node.module}.{alias.name}"
+                yield name if name in known else node.module
+
+
+def importers() -> dict[str, set[str]]:
+    """Return, for each module, the modules that import it."""
+    known = modules().keys()
+    found: dict[str, set[str]] = defaultdict(set)
+    for module in known:
+        for target in imports(tree(module), known):
+            if target in known and target != module:
+                found[target].add(module)
+    return found
+
+
+def circles(edges: Mapping[str, Set[str]]) -> list[list[str]]:
+    """Return the sets of modules that import one another, each sorted (Tarjan's algorithm)."""
+    number: dict[str, int] = {}
+    low: dict[str, int] = {}
+    stack: list[str] = []
+    found: list[list[str]] = []
+
+    def visit(module: str) -> None:
+        number[module] = low[module] = len(number)
+        stack.append(module)
+        for target in edges.get(module, set()):
+            if target not in number:
+                visit(target)
+                low[module] = min(low[module], low[target])
+            elif target in stack:
+                low[module] = min(low[module], number[target])
+        if low[module] == number[module]:
+            at = stack.index(module)
+            if len(circle := stack[at:]) > 1:
+                found.append(sorted(circle))
+            del stack[at:]
+
+    for module in edges:
+        if module not in number:
+            visit(module)
+    return found
+
+
+def test_circles_of_a_graph_with_two_are_both_found() -> None:
+    graph = {"a": {"b"}, "b": {"c"}, "c": {"a", "d"}, "d": {"e"}, "e": {"d"}, "f": {"a"}}
+    assert sorted(circles(graph)) == [["a", "b", "c"], ["d", "e"]]
+
+
+def test_imports_of_functions_and_of_types_count() -> None:
+    source = ast.parse(
+        "from a import b\n"
+        "if TYPE_CHECKING:\n    from a.c import D\n"
+        "def f():\n    import a.e\n    from a import f\n"
+    )
+    assert set(imports(source, {"a", "a.b", "a.c", "a.e"})) == {"a.b", "a.c", "a.e", "a"}
+
+
+def test_modules_have_no_import_circle() -> None:
+    edges: dict[str, set[str]] = defaultdict(set)
+    for target, users in importers().items():
+        # A package gives the public names of its modules on first use: these look at no package.
+        for user in users:
+            edges[user].add(target)
+    assert circles(edges) == []
+
+
+def test_a_folder_has_few_modules() -> None:
+    counts = Counter(path.parent.relative_to(ROOT).as_posix() for path in modules().values())
+    assert {folder: n for folder, n in counts.items() if n > MAX_IN_FOLDER} == {}
+    assert len(modules()) <= MAX_MODULES
+
+
+def test_a_module_and_a_folder_have_no_name_in_common() -> None:
+    both = [path for path in modules().values() if path.with_suffix("").is_dir()]
+    assert both == []
+    names: dict[tuple[str, str], list[str]] = defaultdict(list)
+    for module, path in modules().items():
+        if path.stem not in ("__init__", "__main__"):
+            names[module.split(".")[0], path.stem].append(module)
+    assert [alike for alike in names.values() if len(alike) > 1] == []
+
+
+def test_a_small_module_has_two_importers() -> None:
+    users = importers()
+    small = {
+        module: sorted(users[module])
+        for module, path in modules().items()
+        if path.stem not in ("__init__", "__main__")
+        and len(path.read_text().splitlines()) < SMALL
+        and len(users[module]) < 2
+    }
+    assert small == {}
+
+
+def test_a_class_name_stands_in_one_module() -> None:
+    found: dict[str, list[str]] = defaultdict(list)
+    for module in modules():
+        for node in tree(module).body:
+            if isinstance(node, ast.ClassDef):
+                found[node.name].append(module)
+    assert {name: where for name, where in found.items() if len(where) > 1} == {}
+
+
+def test_a_package_says_its_question() -> None:
+    """Each room's docstring: its question, what may be imported, the files in reading order."""
+    short: list[str] = []
+    for module, path in modules().items():
+        if path.name == "__init__.py" and "." in module:
+            text = ast.get_docstring(tree(module)) or ""
+            files = [p.stem for p in path.parent.glob("*.py") if p.stem != "__init__"]
+            short += [f"{module}: {name}" for name in files if f"`{name}`" not in text]
+    assert short == []
