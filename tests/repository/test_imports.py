@@ -19,8 +19,11 @@ REPOSITORY = Path(__file__).resolve().parents[2]
 def lint_imports(folder: Path) -> subprocess.CompletedProcess[str]:
     """Check the contracts of .importlinter on the packages of a folder."""
     return subprocess.run(
-        [sys.executable, "-c", "from importlinter.cli import lint_imports_command as run; run()"]
-        + ["--no-cache", "--config", str(REPOSITORY / ".importlinter")],
+        [
+            *(sys.executable, "-c"),
+            "from importlinter.cli import lint_imports_command as run; run()",
+            *("--no-cache", "--config", str(REPOSITORY / ".importlinter")),
+        ],
         cwd=folder,
         env={**os.environ, "PYTHONPATH": str(folder)},
         capture_output=True,

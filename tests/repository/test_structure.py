@@ -1,7 +1,7 @@
 """The structure of the source: rooms of a readable size, no import circle, one module per class
 name.
 
-The order of the rooms is checked by import-linter (`importlinter.ini`), lazy imports by ruff.
+The order of the rooms is checked by import-linter (`.importlinter`), lazy imports by ruff.
 """
 
 from __future__ import annotations
@@ -11,6 +11,8 @@ from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Set
 from functools import cache
 from pathlib import Path
+
+from scripts import document_rooms
 
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGES = ("fuser", "multidevice", "hostir")
@@ -152,3 +154,9 @@ def test_a_package_says_its_question() -> None:
             files = [p.stem for p in path.parent.glob("*.py") if p.stem != "__init__"]
             short += [f"{module}: {name}" for name in files if f"`{name}`" not in text]
     assert short == []
+
+
+def test_the_page_of_the_architecture_has_the_tree() -> None:
+    assert document_rooms.page() == document_rooms.PAGE.read_text(), document_rooms.__doc__
+    rooms = {p.parent.relative_to(ROOT).as_posix() for p in modules().values()}
+    assert set(document_rooms.ROOMS) == rooms - set(PACKAGES)
