@@ -33,7 +33,9 @@ def room_text(room: str) -> str:
     first, *lines = [line for line in text.split("\n") if line]
     question = next(line.removeprefix("Question: ") for line in lines if "Question: " in line)
     at = next(i for i, line in enumerate(lines) if line.startswith("- "))
-    return "\n".join([f"### {room}", "", f"{first} *{question[0].upper()}{question[1:]}*", "", *lines[at:]])
+    return "\n".join(
+        [f"### {room}", "", f"{first} *{question[0].upper()}{question[1:]}*", "", *lines[at:]]
+    )
 
 
 def page() -> str:

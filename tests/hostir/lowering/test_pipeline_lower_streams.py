@@ -15,10 +15,17 @@ from fuser import ops
 from fuser.ir.fusion import TensorView
 from fuser.ir.types import ParallelType
 from fuser.support.errors import UnsupportedError, VerifyError
-from hostir import Allocate, HirAliasSelect, HostIrContainer, HostIrEvaluator, equal, parse
+from hostir import (
+    Allocate,
+    HirAliasSelect,
+    HostIrContainer,
+    HostIrEvaluator,
+    equal,
+    lower_streams,
+    parse,
+)
 from hostir.ir.ops import ForLoop, GetCurrentStream
 from hostir.ir.program import walk
-from hostir.lowering import pipeline
 from multidevice import Communicator, DeviceMesh, simulate
 
 Program = Callable[[HostIrContainer], TensorView]
@@ -93,7 +100,7 @@ def test_ops_on_stream_axes_get_two_loops(name: str) -> None:
     hic = built(case.define)
     with pytest.raises(VerifyError, match=r"has a stream axis, .*lower_streams\(program\)"):
         HostIrEvaluator(hic)
-    program = pipeline(hic)
+    program = lower_streams(hic)
     kinds = [Allocate] * case.allocations + [GetCurrentStream, ForLoop, ForLoop]
     assert [type(op) for op in program.ops] == kinds
     slices = [op for op in walk(program.ops) if isinstance(op, HirAliasSelect)]
@@ -117,7 +124,7 @@ def test_stream_axes_of_splits_and_merges_are_refused(is_split: bool) -> None:
         return on_stream(y, 0)
 
     with pytest.raises(UnsupportedError, match="on a split/merge axis"):
-        pipeline(built(define))
+        lower_streams(built(define))
 
 
 def test_other_ops_are_named() -> None:
@@ -127,7 +134,7 @@ def test_other_ops_are_named() -> None:
         return y
 
     with pytest.raises(UnsupportedError, match="lower_streams: Allocate stands in the program"):
-        pipeline(built(define))
+        lower_streams(built(define))
 
 
 def test_an_allgather_in_steps() -> None:
@@ -142,7 +149,7 @@ def test_an_allgather_in_steps() -> None:
         y.set_device_mesh(mesh)
         return y
 
-    program = pipeline(built(define))
+    program = lower_streams(built(define))
     assert [type(op) for op in program.ops] == [Allocate, GetCurrentStream, ForLoop, ForLoop]
 
     def body() -> None:
