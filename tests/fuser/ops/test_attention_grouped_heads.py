@@ -20,8 +20,6 @@ from multidevice import simulate
 from tests.support.attention_reference import Tensors, attend, check, draw, gradients
 from tests.support.cuts import cut, shards
 
-pytestmark = pytest.mark.from_text
-
 D = DataType
 OPERANDS = ("query", "key", "value", "grad")
 

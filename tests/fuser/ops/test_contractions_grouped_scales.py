@@ -33,6 +33,8 @@ from tests.support.kernel_bytes import bytes_of_kernels
 from tests.support.lookup_programs import draw
 from tests.support.op_cases import lay_out
 
+pytestmark = pytest.mark.from_text
+
 D = DataType
 Tensor = torch.Tensor
 Given = dict[str, Tensor]
