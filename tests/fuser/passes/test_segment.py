@@ -199,7 +199,7 @@ def test_a_tensor_that_is_dear_to_recompute_is_stored() -> None:
 
 def test_an_op_that_no_scheduler_accepts_is_named() -> None:
     fusion = fusion_of(ops.exp, 2)
-    with pytest.raises(UnsupportedError, match=r"T1_g_float.*test_segment\.py"):
+    with pytest.raises(UnsupportedError, match=r"T1_g_float.*segmented_fusions\.py"):
         cut(fusion, lambda f: None)
 
 

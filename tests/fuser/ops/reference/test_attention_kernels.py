@@ -201,7 +201,7 @@ def use(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Kernels]:
 
     def make(kind: tuple[tuple[int, int], int]) -> Kernels:
         made = Kernels()
-        monkeypatch.setattr(attention_kernels, "Calls", made)
+        monkeypatch.setattr(attention_kernels, "TorchAttention", made)
         monkeypatch.setattr(attention_kernels, "CUDA_DEVICES", ("cpu",))
         machine = attention_kernels.DeviceKind("cpu", *kind)
         monkeypatch.setattr(attention_kernels, "machine_of", lambda device: machine)
