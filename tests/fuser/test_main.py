@@ -37,7 +37,7 @@ def test_the_page_starts_nothing_but_the_compiler_and_calls_few_functions(tmp_pa
     program = """
 import json, sys, torch
 from fuser import __main__ as page
-from fuser.runtime import simt
+from fuser.runtime import cpu_kernel as simt
 from tests.support.counted_calls import calls_of
 from tests.support.limits import HANG_S
 

@@ -37,7 +37,7 @@ def run(folder: Path, script: str, *args: str, **env: str) -> tuple[int, list[st
     shutil.copy(ROOT / "pyproject.toml", folder)
     tools = folder / ".venv" / "bin"
     tools.mkdir(parents=True, exist_ok=True)
-    for name in ("python", "mpirun", "ruff", "pyright"):
+    for name in ("python", "mpirun", "ruff", "pyright", "lint-imports"):
         (tools / name).write_text(MPIRUN if name == "mpirun" else PYTHON)
         (tools / name).chmod(0o755)
     calls = folder / "calls"

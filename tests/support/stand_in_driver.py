@@ -22,7 +22,6 @@ import torch
 
 from multidevice.transports.memory import cuda_ipc, cuda_vmm
 from multidevice.transports.memory import cuda_ipc as cuda_calls
-from multidevice.transports.memory import cuda_ipc as raw_tensor
 from multidevice.transports.memory.cuda_ipc import Hooks
 from tests.support.limits import HANG_S
 
@@ -254,10 +253,11 @@ def _map(fd: int, nbytes: int, at: int | None = None) -> int:
 def watch(patch: Callable[[object, str, object], None]) -> Driver:
     """Return the driver that takes the place of the real one, as `patch` sets attributes."""
     made = Driver()
+    raw_tensor = cuda_ipc.raw_tensor
 
     def here(address: int, nbytes: int, device: torch.device, owner: object) -> torch.Tensor:
         assert device == GPU
-        return raw_tensor.raw_tensor(address, nbytes, CPU, owner)
+        return raw_tensor(address, nbytes, CPU, owner)
 
     patch(cuda_calls, "driver", lambda: made)
     patch(cuda_calls, "on_device", lambda device: nullcontext())

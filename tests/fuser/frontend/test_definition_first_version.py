@@ -432,7 +432,7 @@ def test_errors_of_shardings_name_the_users_line() -> None:
         y = multidevice.shard_tensor(torch.ones(5, 4), x)
         fd.execute([y])
 
-    with pytest.raises(ShardingError, match=r"test_first_version\.py:\d+"):
+    with pytest.raises(ShardingError, match=r"test_definition_first_version\.py:\d+"):
         on_ranks(body)
 
 

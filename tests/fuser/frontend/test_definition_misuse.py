@@ -288,7 +288,9 @@ def test_what_an_executor_has_taken_is_not_changed(by_hand: bool) -> None:
         lambda: y.set_allocation_domain([y.axis(1), y.axis(0)], True),
     ]
     for change in changes:
-        with pytest.raises(DefinitionError, match=r"has an executor already.*test_misuse\.py"):
+        with pytest.raises(
+            DefinitionError, match=r"has an executor already.*test_definition_misuse\.py"
+        ):
             change()
     assert "DeviceMesh" not in str(y) and "streamIdx" not in str(y)
     for rows in (2, 3):
@@ -306,7 +308,7 @@ def test_a_definition_is_written_once() -> None:
     with fd:  # before it runs: anew
         fd.add_output(fd.ops.exp(fd.define_tensor([-1])))
     assert fd.execute([torch.zeros(2)])[0].tolist() == [1.0, 1.0]
-    with pytest.raises(DefinitionError, match=r"has run already .*test_misuse\.py"):
+    with pytest.raises(DefinitionError, match=r"has run already .*test_definition_misuse\.py"):
         fd.__enter__()
     with pytest.raises(DefinitionError, match="no active fusion"):
         fd.ops.full([2], 1.0, DataType.Float)

@@ -36,7 +36,7 @@ def test_numbers_that_change_from_call_to_call_are_told_once_with_op_line_and_re
     assert told(0.1, 0.2, decay=0.75) == []  # known programs
     (text,) = told(0.4, 0.5, 0.6, decay=0.75)
     assert "4 programs were compiled that differ in numbers alone" in text
-    assert "mul at " in text and "test_constants.py:" in text
+    assert "mul at " in text and "test_executor_cache_constants.py:" in text
     assert "has 0.1, 0.2, 0.3, 0.4." in text and "0.75" not in text
     assert "fd.define_scalar()" in text
     assert told(0.7, decay=0.75) == []

@@ -157,7 +157,7 @@ def test_definitions_of_other_float_extents_are_unequal() -> None:
 )
 def test_a_value_that_is_no_size_is_refused_by_name(name: str, value: float, words: str) -> None:
     fd = defined(OPS[name][0])
-    op, line = name.split()[0], r"test_float_sizes\.py:\d+"
+    op, line = name.split()[0], r"test_implicit_inputs_float_sizes\.py:\d+"
     fd.execute([X, 3.0])
     for _ in range(2):
         with pytest.raises(InputError, match=rf"^{op}: size d.* \(input 1\): {words} \(.*{line}"):

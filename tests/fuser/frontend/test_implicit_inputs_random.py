@@ -231,7 +231,9 @@ def test_on_cuda_the_nth_call_has_the_nth_offset(monkeypatch: pytest.MonkeyPatch
         raise RuntimeError("Cannot call get_offset during CUDA graph capture\nmore")
 
     monkeypatch.setattr(generator, "get_offset", refuse)
-    with pytest.raises(UnsupportedError, match=r"uniform at .*test_random.py:\d+ draws.*rng_seed"):
+    with pytest.raises(
+        UnsupportedError, match=r"uniform at .*test_implicit_inputs_random.py:\d+ draws.*rng_seed"
+    ):
         one.take([X], None)
 
 

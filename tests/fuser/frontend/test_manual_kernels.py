@@ -199,4 +199,4 @@ def test_reshape_of_unknown_sizes_by_hand_is_refused_in_words() -> None:
     for run in (fd.fusion.print_kernel, lambda: fd.manual_execute([torch.randn(8, 12)])):
         with pytest.raises(UnsupportedError, match="known for the sizes of a call alone") as found:
             run()
-        assert "test_manual.py" in str(found.value) and "constant sizes" in str(found.value)
+        assert "test_manual_kernels.py" in str(found.value) and "constant sizes" in str(found.value)

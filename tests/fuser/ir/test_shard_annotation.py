@@ -248,7 +248,7 @@ def test_wrong_calls_name_numbers_and_line(name: str) -> None:
         x = fd.define_tensor([-1, 8])
         with pytest.raises(kind, match=words) as raised:
             fuser.shard(x, mesh, placements)  # pyright: ignore[reportArgumentType]
-        assert x.mesh is None and "test_shard_calls.py" in str(raised.value)
+        assert x.mesh is None and "test_shard_annotation.py" in str(raised.value)
 
 
 @pytest.mark.finding("G29")

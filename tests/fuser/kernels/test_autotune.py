@@ -308,7 +308,7 @@ def test_a_later_program_takes_it_without_timing(clock: Clock) -> None:
 
 _LATER = """
 import torch
-from fuser.kernels import trial
+from fuser.kernels import autotune as trial
 def refuse(device): raise AssertionError("timed again")
 trial.make_timer = refuse
 from tests.fuser.kernels.test_autotune import TUNE, doubled, is_64, params_of

@@ -177,7 +177,7 @@ def test_lock_waits_only_until_its_deadline(tmp_path: Path) -> None:
 RANK = """
 import ctypes, sys
 from fuser.runtime import compile_kernels, compilations
-from tests.runtime import kernels
+from tests.support import handwritten_kernels as kernels
 sources = [kernels.kernel("shared", "int* T0", f"  T0[0] = {i};") for i in range(6)]
 print("ready", flush=True)
 sys.stdin.readline()

@@ -101,7 +101,7 @@ def test_parameters_are_read() -> None:
     with pytest.raises(UnsupportedNameError, match=r"break_point: there are .*unroll_factor_inner"):
         _ = params.break_point
     for cls in (fuser.HeuristicParams, fuser.PointwiseParams, fuser.ReductionParams):
-        with pytest.raises(UnsupportedError, match=f"{cls.__name__}: .*not made by hand"):
+        with pytest.raises(UnsupportedError, match=f"{cls.PUBLIC}: .*not made by hand"):
             cls()
     with pytest.raises(DefinitionError, match=r"those of SchedulerType.pointwise, not"):
         schedule.schedule(fusion, SchedulerType.transpose, params)

@@ -158,7 +158,7 @@ def test_every_value_of_a_fusion_answers_whether_it_is_a_tensor() -> None:
 def test_linear_refuses_a_bias_longer_than_its_weight() -> None:
     with FusionDefinition() as fd:
         x, w = fd.define_tensor([-1, 4], contiguity=True), fd.define_tensor([1, 4])
-        with pytest.raises(DefinitionError, match=r"linear: .*5 elements.*test_entrance.py:\d+"):
+        with pytest.raises(DefinitionError, match=r"linear: .*5 elements.*test_arguments.py:\d+"):
             fd.ops.linear(x, w, fd.define_tensor([5]))
         batch = fd.define_tensor([1, 3, 4])
         with pytest.raises(DefinitionError, match=r"linear: .*2 elements"):
@@ -218,7 +218,7 @@ def test_calls_as_in_torch_say_what_to_write(name: str) -> None:
     call, words = WORDS[name]
     with FusionDefinition() as fd:
         x = fd.define_tensor([-1, 3])
-        with pytest.raises(ArgumentError, match=rf"{words}.*test_entrance\.py:\d+"):
+        with pytest.raises(ArgumentError, match=rf"{words}.*test_arguments\.py:\d+"):
             call(fd, x)
         fd.add_output(x)
 
@@ -286,7 +286,7 @@ def test_a_symbolic_shape_is_equal_where_it_is_known_and_else_an_error() -> None
         ]
         for ask in unknown:
             words = r"extents of inputs are known when it runs; .*static_sizes=True"
-            with pytest.raises(ArgumentError, match=rf"test_entrance\.py:\d+.*{words}"):
+            with pytest.raises(ArgumentError, match=rf"test_arguments\.py:\d+.*{words}"):
                 ask()
         fd.add_output(x + y)
 

@@ -67,7 +67,7 @@ def test_a_finding_names_tensor_op_and_line(monkeypatch: pytest.MonkeyPatch) -> 
     message = str(found.value)
     assert "T1[4], which has 4 elements" in message
     assert "T1 is of" in message and "= expf(T0" in message
-    assert "test_call_options.py:" in message
+    assert "test_options_of_a_call.py:" in message
 
 
 def test_schedules_of_another_device_run_on_the_cpu() -> None:

@@ -406,7 +406,7 @@ def test_the_decision_is_printed(
     lines = [" ".join(line.split()) for line in out.splitlines()]
     assert "as it is by the numbers of NCCL 0.778 ms" in lines
     assert "steps, peer copies 0.655 ms <- chosen" in lines
-    assert "overlapped.py" in out
+    assert "overlap_programs.py" in out
 
 
 @pytest.mark.usefixtures("slow")

@@ -299,7 +299,7 @@ def test_a_loop_cannot_both_rotate_its_steps_and_reduce_them() -> None:
     with simulate(2) as world:
         world.run(lambda: body(DEFAULT))
         with pytest.raises(
-            UnsupportedError, match=r"Allreduce of T.*_by_rank.*leave.*test_reduce_"
+            UnsupportedError, match=r"Allreduce of T.*_by_rank.*leave.*test_stream_loops_reduce_"
         ):
             world.run(lambda: body(LowerParams(offset_by_rank=True)))
 

@@ -251,7 +251,7 @@ def test_ops_of_another_program_are_refused() -> None:
 
 def test_a_forgotten_op_is_named() -> None:
     hic = HostIrContainer()
-    words = r"Op add was defined.*test_by_hand.py:\d+.*append T1"
+    words = r"Op add was defined.*test_evaluator_by_hand.py:\d+.*append T1"
     with pytest.raises(DefinitionError, match=words), hic:
         ops.add(hic.input([4]), 1.0)
 

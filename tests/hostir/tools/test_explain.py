@@ -425,7 +425,7 @@ def test_the_command(
 
 def test_the_program_does_not_depend_on_where_it_was_written() -> None:
     """Lines are in the full text only, so that equal definitions share their programs."""
-    assert "test_why.py" not in str(build(Case(gathered, ((4, 6), (8, 6), (6, 8)), 2)))
+    assert "test_explain.py" not in str(build(Case(gathered, ((4, 6), (8, 6), (6, 8)), 2)))
     fusion = Case(gathered, ((4, 6), (8, 6), (6, 8)), 2).fusion()
     assert fusion.origins == ()
 

@@ -85,7 +85,7 @@ def test_monitor_when_a_signal_kills_a_rank_names_it_once(kind: str) -> None:
 def test_monitor_names_a_rank_whose_output_pytest_captures(tmp_path: Path) -> None:
     file = tmp_path / "test_killed.py"
     file.write_text(
-        "from tests.multidevice.programs import killed\n"
+        "from tests.support.rank_programs import killed\n"
         "def test_kill():\n"
         "    killed.main('collective')\n"
     )

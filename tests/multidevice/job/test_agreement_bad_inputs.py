@@ -190,7 +190,7 @@ def check_extents() -> None:
     for _ in range(2):
         error = caught(lambda: fd.execute([torch.ones(3 + rank, 4), torch.ones(5, 4)]))
         assert isinstance(error, InputError), error
-        assert "input 0, T0" in str(error) and "test_bad_input_on_ranks.py:" in str(error), error
+        assert "input 0, T0" in str(error) and "test_agreement_bad_inputs.py:" in str(error), error
         assert "extent 3 on ranks (0) and 4 on ranks (1) on axis 0" in str(error), error
         (out,) = fd.execute(good_inputs())
         assert torch.equal(out, torch.full((3, 5), 8.0))

@@ -112,10 +112,10 @@ def test_a_wrong_op_is_found_minimised_and_written_down(
     assert healthy.returncode == 0
     plant = f"""
 import dataclasses
-from fuser import pointwise
+from fuser.ir import pointwise_table
 from fuser.frontend.program_cache import PROGRAMS
-row = pointwise.POINTWISE["maximum"]
-pointwise.POINTWISE["maximum"] = dataclasses.replace(row, cuda={wrong.cuda!r})
+row = pointwise_table.POINTWISE["maximum"]
+pointwise_table.POINTWISE["maximum"] = dataclasses.replace(row, cuda={wrong.cuda!r})
 """
     text = script.read_text()
     at = text.index("\nnan, inf")

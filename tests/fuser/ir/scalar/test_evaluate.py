@@ -182,7 +182,7 @@ def test_a_scalar_that_is_an_extent() -> None:
         full, largest = fd.execute([size])
         assert full.tolist() == [[3.0, 3.0]] * size
         assert largest.tolist() == [max(size, 1)] * 2
-    with pytest.raises(InputError, match=r"extent i0 is -2 for these inputs.*test_scalars"):
+    with pytest.raises(InputError, match=r"extent i0 is -2 for these inputs.*test_evaluate"):
         fd.execute([-2])
 
 

@@ -592,4 +592,6 @@ def test_a_refusal_names_the_part_that_devices_share() -> None:
         return str(e.value)
 
     with multidevice.simulate(2) as world:
-        assert all(re.search(r"test_merged_streams\.py:\d+", text) for text in world.run(body))
+        assert all(
+            re.search(r"test_merged_streams_in_programs\.py:\d+", text) for text in world.run(body)
+        )

@@ -72,7 +72,7 @@ def test_a_cut_of_a_summed_axis_of_whole_operands_is_refused(name: str) -> None:
         cut(out, axis)
         with pytest.raises(ShardingError, match=f"over which {op}.* sums.*(?:{advice})") as raised:
             fd.execute([torch.ones(shape) for shape in shapes])
-        assert "test_summed_axes.py" in str(raised.value)
+        assert "test_partial_sums.py" in str(raised.value)
 
     with simulate(D) as world:
         world.run(run)
