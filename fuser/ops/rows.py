@@ -54,7 +54,6 @@ from fuser.ops import (
     resize,
     scans,
 )
-from fuser.ops import factories as random
 from fuser.ops.attention import sdpfa_bwd, sdpfa_fwd
 from fuser.ops.contractions import grouped_mm, linear, matmul, scaled_mm
 from fuser.ops.quantize import (
@@ -214,10 +213,10 @@ _ROWS = (
     # Tensors from numbers.
     OpRow("full", factories.full, (FullOp,), "given", _GIVEN, "sizes"),
     OpRow("iota", factories.iota, (IotaOp,), "given", "One axis of `length`.", "sizes"),
-    OpRow("normal", random.normal, (RandomOp,), "given", _GIVEN, "sizes"),
-    OpRow("rand_like", random.rand_like, (RandomOp,), "keep_float", _SAME, "floats"),
-    OpRow("randn_like", random.randn_like, (RandomOp,), "keep_float", _SAME, "floats"),
-    OpRow("uniform", random.uniform, (RandomOp,), "given", _GIVEN, "sizes"),
+    OpRow("normal", factories.normal, (RandomOp,), "given", _GIVEN, "sizes"),
+    OpRow("rand_like", factories.rand_like, (RandomOp,), "keep_float", _SAME, "floats"),
+    OpRow("randn_like", factories.randn_like, (RandomOp,), "keep_float", _SAME, "floats"),
+    OpRow("uniform", factories.uniform, (RandomOp,), "given", _GIVEN, "sizes"),
     # Tensors read, and written, where an index says.
     OpRow(
         "embedding_fwd",

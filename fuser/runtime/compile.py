@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from fuser.runtime import cpu_kernel, cuda_kernel
-from fuser.runtime import cuda_kernel as nvrtc
 from fuser.runtime.compiled_kernel import CompiledKernel, count_requests
 from fuser.runtime.kernel_cache import digest
 from fuser.support.device import device_parts
@@ -62,7 +61,7 @@ def compile_kernels(
         compile_missing = compile_cuda
 
         def key_of(source: KernelSource) -> str:
-            return nvrtc.kernel_key(source, arch)
+            return cuda_kernel.kernel_key(source, arch)
     else:
         raise KernelError(f"kernels run on cpu and cuda devices, not on {device}")
     keys: list[tuple[str, str]] = []
@@ -95,7 +94,7 @@ def compiler_of(device: torch.device | str, *, checked: bool = False) -> str:
     kind, index = device_parts(device)
     if kind == "cpu":
         return cpu_kernel.compiler_key(checked)
-    return digest(nvrtc.compiler_key(), cuda_kernel.architecture(index))
+    return digest(cuda_kernel.compiler_key(), cuda_kernel.architecture(index))
 
 
 def compile_cubin(sources: Sequence[KernelSource]) -> list[bytes]:
@@ -105,4 +104,4 @@ def compile_cubin(sources: Sequence[KernelSource]) -> list[bytes]:
         CompileError: NVRTC is not installed, or refuses a kernel.
     """
     count_requests(len(sources))
-    return nvrtc.cubins(sources, nvrtc.HOPPER)
+    return cuda_kernel.cubins(sources, cuda_kernel.HOPPER)

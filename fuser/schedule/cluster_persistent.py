@@ -19,7 +19,6 @@ from fuser.ir.ops.nodes import RandomOp, WelfordOp
 from fuser.ir.scalar.constructors import Number, Symbol
 from fuser.ops.reference.meaning import REDUCING
 from fuser.schedule import inner_persistent
-from fuser.schedule import inner_persistent as inner_persistent_params
 from fuser.schedule.inner_persistent import InnerPersistentParams
 from fuser.schedule.input_facts import Facts
 from fuser.schedule.row_levels import RowView, levels_of, steps_that_read
@@ -86,9 +85,9 @@ def _waits(view: RowView) -> int:
 
 def chooser(fusion: Fusion, device: DeviceInfo) -> Callable[[Facts], InnerPersistentParams]:
     """Return what chooses the form and the shape of a cluster for an input class."""
-    return inner_persistent_params.chooser(fusion, device, in_clusters=True)
+    return inner_persistent.chooser(fusion, device, in_clusters=True)
 
 
 accepts = inner_persistent.accepts
 apply = inner_persistent.apply
-generic = inner_persistent_params.generic
+generic = inner_persistent.generic

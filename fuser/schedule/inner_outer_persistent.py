@@ -22,7 +22,6 @@ from fuser.ir.fusion import Fusion, TensorOp, TensorView
 from fuser.ir.scalar.constructors import Number, Symbol
 from fuser.passes.segment import RowParts, row_parts
 from fuser.schedule import inner_persistent
-from fuser.schedule import inner_persistent as inner_persistent_params
 from fuser.schedule.inner_persistent import InnerPersistentParams
 from fuser.schedule.input_facts import Facts
 from fuser.schedule.row_levels import RowView
@@ -116,7 +115,7 @@ def chooser(fusion: Fusion, device: DeviceInfo) -> Callable[[Facts], InnerPersis
     """Return what chooses vector width and thread shape for an input class."""
     parts = [op.out_tensor for op in fusion.exprs if row_parts(op) is not None]
     accumulators = sum(nbytes_of(tv.dtype()) for tv in parts)
-    choose_rows = inner_persistent_params.chooser(fusion, device, beside=accumulators)
+    choose_rows = inner_persistent.chooser(fusion, device, beside=accumulators)
 
     def choose(facts: Facts) -> InnerPersistentParams:
         rows = choose_rows(facts)

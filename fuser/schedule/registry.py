@@ -18,8 +18,6 @@ from fuser.schedule import (
     reduction,
     transpose,
 )
-from fuser.schedule import inner_persistent as inner_persistent_params
-from fuser.schedule import transpose as transpose_params
 from fuser.schedule.horizontal import rungs
 from fuser.schedule.input_facts import Facts
 from fuser.support.device import DeviceInfo
@@ -66,7 +64,7 @@ _ROWS = (
     Scheduler(
         "transpose",
         transpose.accepts,
-        transpose_params.chooser,
+        transpose.chooser,
         transpose.apply,
         pointwise.generic,
     ),
@@ -74,7 +72,7 @@ _ROWS = (
     Scheduler(
         "pointwise",
         pointwise.accepts,
-        transpose_params.chooser,
+        transpose.chooser,
         transpose.apply,
         pointwise.generic,
     ),
@@ -84,9 +82,9 @@ _ROWS = (
     Scheduler(
         "inner_persistent",
         inner_persistent.accepts,
-        inner_persistent_params.chooser,
+        inner_persistent.chooser,
         inner_persistent.apply,
-        inner_persistent_params.generic,
+        inner_persistent.generic,
         inner_persistent.suits,
     ),
     Scheduler(

@@ -21,7 +21,6 @@ import pytest
 import torch
 
 from multidevice.transports.memory import cuda_ipc, cuda_vmm
-from multidevice.transports.memory import cuda_ipc as cuda_calls
 from multidevice.transports.memory.cuda_ipc import Hooks
 from tests.support.limits import HANG_S
 
@@ -259,8 +258,8 @@ def watch(patch: Callable[[object, str, object], None]) -> Driver:
         assert device == GPU
         return raw_tensor(address, nbytes, CPU, owner)
 
-    patch(cuda_calls, "driver", lambda: made)
-    patch(cuda_calls, "on_device", lambda device: nullcontext())
+    patch(cuda_ipc, "driver", lambda: made)
+    patch(cuda_ipc, "on_device", lambda device: nullcontext())
     patch(cuda_ipc, "raw_tensor", here)
     patch(cuda_vmm, "raw_tensor", here)
     return made

@@ -26,7 +26,6 @@ from fuser.ir.dtypes import FROM_TEXT, DataType, category, is_inexact
 from fuser.ir.fusion import Alias, Fusion, TensorOp, TensorView, tensor_text
 from fuser.ir.op import Op, value_text
 from fuser.ir.ops import attention_ops, lookup, nodes
-from fuser.ir.ops import nodes as resizing
 from fuser.ir.provenance import read_origin
 from fuser.ir.scalar import constructors as sc
 from fuser.ir.scalar.constructors import Scalar, Symbol
@@ -683,7 +682,7 @@ ATTRIBUTES: dict[str, Attribute] = {
 # The text templates of ops as grammar: words to match, fields to read.
 
 # Where tensor ops are declared: a text may name any of them.
-DECLARING = (attention_ops, lookup, resizing)
+DECLARING = (attention_ops, lookup, nodes)
 
 
 @record

@@ -21,7 +21,6 @@ from fuser import (
     translate_fusion,
 )
 from fuser.frontend import python_printer
-from fuser.frontend import python_printer as python_statements
 from fuser.ir.fusion import TensorOp
 from fuser.ir.op import Op
 from fuser.ir.pointwise_table import POINTWISE, PUBLIC
@@ -102,7 +101,7 @@ def test_every_node_has_a_statement() -> None:
     kinds = [k for k in Op.REGISTRY.values() if issubclass(k, TensorOp)]
     of_ours = [k for k in kinds if k.__module__.startswith("fuser.")]
     leaves = {k for k in of_ours if k.fields_of("result") and not k.__subclasses__()}
-    assert {*python_statements.STATEMENTS} | {*python_statements.COMPILED} == leaves
+    assert {*python_printer.STATEMENTS} | {*python_printer.COMPILED} == leaves
 
 
 def test_every_scalar_op_has_a_statement() -> None:

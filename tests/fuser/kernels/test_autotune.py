@@ -21,8 +21,6 @@ import torch
 from fuser import FusionDefinition, ParallelType, multidevice
 from fuser.frontend.program_cache import PROGRAMS
 from fuser.kernels import autotune
-from fuser.kernels import autotune as trial
-from fuser.kernels import autotune as tuned_executor
 from fuser.kernels.autotune import TuningCandidate
 from fuser.kernels.autotune_candidates import to_fields
 from fuser.kernels.executor import FusedKernelExecutor
@@ -65,7 +63,7 @@ def clock(kernel_cache_dir: Path, monkeypatch: pytest.MonkeyPatch) -> Clock:
     """An empty cache, few neighbours, and times from the test."""
     del kernel_cache_dir
     found = Clock()
-    monkeypatch.setattr(trial, "make_timer", lambda device: found.time)
+    monkeypatch.setattr(autotune, "make_timer", lambda device: found.time)
     monkeypatch.setattr(autotune, "MAX_TIMED", 5)
     monkeypatch.setattr(autotune, "TIMED_AT_ONCE", 5)
     PROGRAMS.clear()
@@ -197,9 +195,9 @@ def test_what_does_not_serve_leaves_the_choice(
     clock.prefer(is_64)
     fd, x = doubled(), torch.randn(64, 96)
     fd.execute([x], _enable_options=TUNE)
-    usual = tuned_executor.is_launchable
+    usual = autotune.is_launchable
     monkeypatch.setattr(
-        tuned_executor,
+        autotune,
         "is_launchable",
         lambda launch, d: launch.block[0] != 64 and usual(launch, d),
     )
@@ -393,14 +391,14 @@ def test_parameters_of_no_use_are_timed_anew(
     KernelCache().store_tuned(file.name, kept)
     clock.runs.clear()
     PROGRAMS.clear()
-    lower = tuned_executor.TunedExecutor._lower
+    lower = autotune.TunedExecutor._lower
 
     def refuse_three(self: Any, key: Any, device: Any, **named: Any) -> Any:
         if key[1].vector == 3:
             raise UnsupportedError("vectors of 3")
         return lower(self, key, device, **named)
 
-    monkeypatch.setattr(tuned_executor.TunedExecutor, "_lower", refuse_three)
+    monkeypatch.setattr(autotune.TunedExecutor, "_lower", refuse_three)
     fd = doubled()
     with pytest.warns(RuntimeWarning, match="kept on disk for kernel0 is of no use"):
         (out,) = fd.execute([x], _enable_options=TUNE)
@@ -461,13 +459,13 @@ def test_an_assertion_about_a_candidate_is_told(
     clock: Clock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     clock.prefer(is_64)
-    usual = tuned_executor.TunedExecutor._scheduled
+    usual = autotune.TunedExecutor._scheduled
 
-    def scheduled(self: tuned_executor.TunedExecutor, key: Any, device: Any, **named: Any) -> Any:
+    def scheduled(self: autotune.TunedExecutor, key: Any, device: Any, **named: Any) -> Any:
         assert not is_64(key[1]), "no loops like these"
         return usual(self, key, device, **named)
 
-    monkeypatch.setattr(tuned_executor.TunedExecutor, "_scheduled", scheduled)
+    monkeypatch.setattr(autotune.TunedExecutor, "_scheduled", scheduled)
     fd, x = doubled(), torch.randn(64, 96)
     with pytest.warns(RuntimeWarning, match=r"internal error.*threads 64x1.*no loops like these"):
         (out,) = fd.execute([x], _enable_options=TUNE)
@@ -509,7 +507,7 @@ def test_a_refused_launch_is_left_out(clock: Clock, monkeypatch: pytest.MonkeyPa
 def test_no_memory_leaves_the_choice(
     clock: Clock, kernel_cache_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(trial, "free_nbytes", lambda device: 1000)
+    monkeypatch.setattr(autotune, "free_nbytes", lambda device: 1000)
     fd, x = doubled(), torch.randn(64, 96)
     with pytest.warns(RuntimeWarning, match="kernel0 keeps the heuristic's choice.*1000"):
         (out,) = fd.execute([x], _enable_options=TUNE)
@@ -522,7 +520,7 @@ def test_no_memory_leaves_the_choice(
 
 def test_nothing_is_timed_in_a_capture(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
     clock.prefer(is_64)
-    monkeypatch.setattr(tuned_executor, "_is_captured", lambda tensors: True)
+    monkeypatch.setattr(autotune, "_is_captured", lambda tensors: True)
     fd, x = doubled(), torch.randn(64, 96)
     with pytest.warns(RuntimeWarning, match="captured.*nothing is timed"):
         fd.execute([x], _enable_options=TUNE)
@@ -530,7 +528,7 @@ def test_nothing_is_timed_in_a_capture(clock: Clock, monkeypatch: pytest.MonkeyP
         warnings.simplefilter("error")
         fd.execute([x], _enable_options=TUNE)
     assert not clock.runs and not is_64(params_of(fd))
-    monkeypatch.setattr(tuned_executor, "_is_captured", lambda tensors: False)
+    monkeypatch.setattr(autotune, "_is_captured", lambda tensors: False)
     (out,) = fd.execute([x], _enable_options=TUNE)
     torch.testing.assert_close(out, expected(x))
     assert clock.runs and is_64(params_of(fd))

@@ -10,7 +10,6 @@ import torch
 
 from fuser import DataType, FusionDefinition
 from fuser.kernels import autotune
-from fuser.kernels import autotune as trial
 from tests.fuser.kernels.test_autotune import params_of
 
 
@@ -41,7 +40,7 @@ def test_a_column_sum_is_tuned(
     shown = capsys.readouterr().out
     assert "kernel0: timed now" in shown and "timed: 24 neighbours" in shown
     again = column_sum()
-    monkeypatch.setattr(trial, "make_timer", lambda device: pytest.fail("timed again"))
+    monkeypatch.setattr(autotune, "make_timer", lambda device: pytest.fail("timed again"))
     (out,) = again.execute([x], _enable_options=["tune"])
     assert params_of(again) == params_of(fd)
     assert "kernel0: kept on disk" in capsys.readouterr().out
@@ -63,14 +62,14 @@ def test_nothing_is_timed_in_a_capture(monkeypatch: pytest.MonkeyPatch) -> None:
     want = x.double().sum(0)
     fd = column_sum()
     fd.execute([x])  # the heuristic's kernel is loaded: nothing can be, in a capture
-    usual = trial.make_timer
-    monkeypatch.setattr(trial, "make_timer", lambda device: pytest.fail("timed in a capture"))
+    usual = autotune.make_timer
+    monkeypatch.setattr(autotune, "make_timer", lambda device: pytest.fail("timed in a capture"))
     graph = torch.cuda.CUDAGraph()
     with pytest.warns(RuntimeWarning, match="nothing is timed"), torch.cuda.graph(graph):
         (out,) = fd.execute([x], _enable_options=["tune"])
     graph.replay()
     torch.testing.assert_close(out.double(), want, rtol=1e-4, atol=1e-2)
-    monkeypatch.setattr(trial, "make_timer", usual)
+    monkeypatch.setattr(autotune, "make_timer", usual)
     for _ in range(3):
         (out,) = fd.execute([x], _enable_options=["tune"])
         torch.testing.assert_close(out.double(), want, rtol=1e-4, atol=1e-2)
