@@ -20,8 +20,6 @@ from multidevice import simulate
 from tests.frontend.test_attention import Tensors, attend, check, draw, gradients
 from tests.frontend.test_attention_programs import cut, shards
 
-pytestmark = pytest.mark.from_text
-
 D = DataType
 OPERANDS = ("query", "key", "value", "grad")
 

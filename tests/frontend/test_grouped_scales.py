@@ -27,6 +27,8 @@ from tests.frontend.test_lookups import draw
 from tests.frontend.test_lookups_on_ranks import bytes_of_kernels
 from tests.ops.op_cases import lay_out
 
+pytestmark = pytest.mark.from_text
+
 D = DataType
 Tensor = torch.Tensor
 Given = dict[str, Tensor]

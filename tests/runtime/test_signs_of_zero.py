@@ -13,6 +13,8 @@ import torch.nn.functional as F
 from fuser import FusionDefinition
 from fuser.ops.torch_meaning import evaluate_fusion
 
+pytestmark = pytest.mark.from_text
+
 SPECIAL = (-0.0, 0.0, math.nan, -1.0, 2.0, 7.0, -math.inf, math.inf)
 BOUNDS = ((0.0, 1.0), (-0.0, 1.0), (-1.0, 0.0), (-1.0, -0.0), (0.0, 6.0), (2.0, 1.0))
 Ours = Callable[..., Any]
