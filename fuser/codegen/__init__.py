@@ -5,4 +5,6 @@ Imports: `fuser.support`, `fuser.ir.scalar` and `fuser.lower.kernel_ir`.
 Files, in reading order:
 
 - `cuda_text`: statements and expressions to text.
+- `rt.h` and the other headers: functions that kernels call; `simt.h` and `simt_engine.cpp` run a
+  kernel's text on a CPU.
 """

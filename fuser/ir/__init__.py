@@ -14,7 +14,7 @@ Files, in reading order:
 - `naming`, `provenance`: names of tensors and axes for messages; the user's line of each op.
 - `axis_graph`: which axes of a fusion are mapped to one another.
 - `memory_layout`: sizes, strides and contiguity of a tensor in memory.
-- `binding`: symbols of extents get their values from arguments.
+- `binding`: symbols of extents get their values from arguments; two values for one are refused.
 - `shard_annotation`: `shard(tv, mesh, placements)`, `Shard` and `Replicate`.
 - `canonical_form`: one form for fusions that differ in numbering alone; structural equality.
 - `verify`: the invariants of a fusion.

@@ -11,7 +11,7 @@ Files, in reading order:
 - `compiled_kernel`, `prepared_launch`: a kernel that can be launched; a launch with its arguments
   bound.
 - `captured_graphs`, `graph_memory`: CUDA graphs, and the memory that they own.
-- `compiled_runner`: a recorded plan run by C code.
+- `compiled_runner`: a recorded plan run by C code, `runner.c` and its headers.
 """
 
 from fuser.runtime.compile import clear_memory_cache, compile_cubin, compile_kernels

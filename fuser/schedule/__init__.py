@@ -10,11 +10,16 @@ Files, in reading order:
 - `iteration_space`: the axes that a kernel iterates over; how wide its vectors may be.
 - `loop_propagation`, `inlining`, `tiling`: a schedule taken to all tensors; tensors computed inside
   loops; tiles.
-- `pointwise`, `transpose`, `plain`: one space; two memory orders; anything, slowly.
-- `row_levels`: reductions of several levels along rows.
-- `reduction`, `inner_persistent`, `outer_persistent`, `inner_outer_persistent`,
-  `cluster_persistent`: reductions that are read again, or kept: along rows, along columns, both,
-  over clusters of blocks.
+- `pointwise`: kernels of one iteration space.
+- `transpose`: kernels whose tensors lie in two memory orders.
+- `reduction`: reductions whose inputs nothing reads again.
+- `inner_persistent`: reductions along rows whose inputs are read again, as softmax does: whether a
+  row is kept in registers or read twice, and by how many threads.
+- `outer_persistent`: the same along columns.
+- `inner_outer_persistent`: reductions along rows, and sums of the results over the rows.
+- `cluster_persistent`: rows longer than a block takes, over clusters of blocks.
+- `row_levels`: loops that all schedulers of rows share.
+- `plain`: any kernel, without a choice, slowly.
 - `horizontal`: several small kernels in one launch.
 """
 

@@ -12,7 +12,7 @@ Files, in reading order:
 - `stream_chains`: waits that make the steps of a loop run one after another.
 - `collective_matching`: whether ranks post the same collectives and transfers.
 - `deadlocks`: the same where ranks go different ways: who waits for whom.
-- `preflight`: the checks before a first run, for one rank of each kind.
+- `preflight`: runs these checks before a first run, for one rank of each kind.
 - `unrolled_program`: all work of a program, loop step by loop step.
 - `sliced_inputs`: inputs that are cut again in each call.
 """

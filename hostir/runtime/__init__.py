@@ -4,9 +4,11 @@ Question: how does a host program run?
 Imports: every other room of `hostir` but `cost`, `profiling` and `tools`.
 Files, in reading order:
 
-- `evaluator`: `HostIrEvaluator`: a program on one rank, its plans and caches.
+- `evaluator`: `ProgramEvaluator`: a program on one rank, its plans and caches. Users have its
+  subclass with `trace()`, `HostIrEvaluator`, of `hostir.profiling.tracer`.
 - `context`, `frame`: what a device and a rank offer to a run; the state of one run.
-- `inputs`, `output_buffers`: checks and symbols of inputs; buffers that callers lend.
+- `inputs`: kind, dtype, device and layout of inputs; `fuser.ir.binding` does their sizes.
+- `output_buffers`: buffers that callers lend.
 - `run_signature`: the text by which ranks agree on a program.
 - `execute`, `torch_ops`: each op carried out; tensor ops through torch.
 - `kernels`: executors of kernels, also of the blocks of a loop.
@@ -15,5 +17,6 @@ Files, in reading order:
 - `recorder`, `steps`, `plan`: the steps that a run records; their kinds; the plan that repeats
   them.
 - `dry_run`, `symbolic_plan`: a plan without a run; a plan for other sizes.
-- `cuda_graphs`, `native_runner`: plans as CUDA graphs; plans run by C code.
+- `cuda_graphs`: after how many runs a plan becomes a CUDA graph, and what new addresses change.
+- `native_runner`: plans described for the C code that runs them.
 """

@@ -5,7 +5,7 @@ Imports: `multidevice.coordination`, `multidevice.transports` and `fuser` but it
 Files, in reading order:
 
 - `early_abort`, `failure_guard`: an error on one rank ends all, also before MPI has started.
-- `communicator`: `Communicator`: rank, size, transports.
+- `communicator`: `Communicator`: rank and size; the transport that this launcher and device get.
 - `agreement`: ranks agree on each call, and again after an error.
 - `shard_tensor`: `DeviceMesh` and `shard_tensor`.
 - `simulation`: ranks as threads of one process.
