@@ -711,6 +711,9 @@ def _why_not(
 
 # ----------------------------------------------------------------------
 # Numbers that are compiled into programs: a hint for those that change from call to call.
+#
+# A definition that is written anew for each learning rate is a new program each time. After a few
+# that differ in numbers alone, a warning names these, and `define_scalar`, whose value is an input.
 
 # So many programs that differ in numbers alone are compiled without a word.
 _QUIET = 3

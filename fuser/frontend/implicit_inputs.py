@@ -168,6 +168,13 @@ def _draws(op: object) -> bool:
 
 # ----------------------------------------------------------------------
 # Sizes that a definition computes from floats: further inputs of the program, one Int for each.
+#
+#     T1[iS2{cast_nvfuser_index_t(f2)}, iS3{2}] = reshape(T0)     inputs T0, f2
+#     T1[iS2{i4}, iS3{2}] = reshape(T0)                           inputs T0, f2, i4
+#
+# The host computes each of them once per call, so that kernels, recorded plans and ranks all see
+# the same integer. What an op takes as an extent is cast to Index, and is refused if it is no
+# integer. A cast to Int, which only users write, truncates.
 
 
 class FloatSizes:
@@ -288,6 +295,12 @@ def _user(fusion: Fusion, size: Scalar) -> TensorOp | None:
 
 # ----------------------------------------------------------------------
 # CPU scalars: tensors of rank 0 that lie on the host, whose values a program gets as numbers.
+#
+#     inputs T0, T1 (cpu scalar)   ->   inputs T0, f3; T1 = full({}, f3)
+#
+# The value is read when a call begins, which never waits for a GPU: kernels take it as an argument,
+# and what repeats a call takes the number of that call. A number says nothing of a program's class.
+# A CPU scalar that is an output is returned as it is; one that is updated is written after the run.
 
 _EXACT = (DataType.Double, DataType.Float)
 _HOST = torch.device("cpu")

@@ -358,6 +358,10 @@ __all__ = ["HEADER", "translate_fusion"]
 
 # ----------------------------------------------------------------------
 # The statement of each kind of op: which call of a definition makes it, of which arguments.
+#
+# One row per node class; `python_text` spells them. A call that is written makes the same single
+# node again, because its operands are already what promotion, rank alignment and padding made of
+# them.
 
 
 @record
@@ -662,6 +666,17 @@ def _topk(op: TopKOp) -> PythonCall:
 
 # ----------------------------------------------------------------------
 # Meshes, loops and layouts of a fusion as the calls that users make on its tensors.
+#
+#     from fuser import ParallelType, multidevice
+#     mesh0 = multidevice.DeviceMesh([0, 1])
+#     tv0.set_device_mesh(mesh0)
+#     tv0.outer_split(0, 2)
+#     tv0.axis(0).parallelize(ParallelType.mesh_x)
+#
+# A tensor begins as its op makes it; every line is a step from there to what it is. What one
+# `shard` cuts is written so:
+#
+#     shard(tv0, mesh0, [Shard(dim=0)])
 
 # The text of a value; it may write lines of its own.
 Text = Callable[[object], str]
@@ -873,6 +888,15 @@ def _first_layout(tv: TensorView) -> tuple[tuple[int, ...], tuple[bool | None, .
 
 # ----------------------------------------------------------------------
 # Reductions in parts as the reduction that a user wrote, and the `rfactor` calls behind it.
+#
+#     T2 = sum(T0), T1 = sum(T2)    ->    tv1 = fd.ops.sum(tv0, dims=[1], ...)
+#                                         tv1.outer_split(1, 2)
+#                                         tv2 = tv1.rfactor([2])
+#
+# A part that an `rfactor` made has root axes, from which splits lead to its logical ones; a part
+# that was factored again, and the reduction itself, have none. So a chain of ops, each of which
+# reduces the result of the one before, is told apart from reductions of reductions: these keep axes
+# as they are, and parts leave axes that splits have made.
 
 
 @record

@@ -143,6 +143,9 @@ def _renumbered(
 
 # ----------------------------------------------------------------------
 # Structural equality of ops, tensors and fusions.
+#
+# Tensors are compared by number and by everything that a domain section says; scalars by their text
+# and category, since integer literals of different widths are one value. Names and numbers count.
 
 Key = tuple[object, ...]
 

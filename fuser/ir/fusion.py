@@ -43,6 +43,10 @@ from fuser.support.text_cursor import MAX_DIGITS
 
 # ----------------------------------------------------------------------
 # TensorView: the user's mutable handle on one tensor of a fusion.
+#
+# The handle keeps its identity while scheduling rebinds its frozen `TensorDomain`. `axis`, `split`,
+# `merge`, `reorder` and `rfactor` index the *loop* domain, which includes reduction axes; `ndim`,
+# `size` and `shape` describe the *logical* domain without them.
 
 _CONSTANT_EXTENT = (ParallelType.vectorize, ParallelType.unroll, ParallelType.group)
 
@@ -1000,6 +1004,9 @@ def _by_use(fusion: Fusion) -> list[Op]:
 
 # ----------------------------------------------------------------------
 # Axis: the user's handle on one axis of one tensor, and on the transforms between axes.
+#
+# It names (tensor, number) and reads the present state, so `a = tv.axis(0); a.parallelize(p)` is
+# seen by `a` afterwards. Exported as `fuser.IterDomain`, nvFuser's name for what `tv.axis` returns.
 
 
 class Axis(Val):

@@ -163,6 +163,10 @@ def _no_gaps(axis: IterDomain) -> Scalar:
 
 # ----------------------------------------------------------------------
 # Layout classes: what the strides of actual tensors say, in the terms of a tensor domain.
+#
+# A kernel is made for a class: the memory order of the axes and which of them are contiguous.
+# Strides of actual tensors decide, not the user's declaration, so one definition serves every
+# layout.
 
 Layout = tuple[tuple[int, ...], tuple[bool, ...]]
 """Axes that are no reductions: (order, outermost in memory first; contiguity in that order)."""

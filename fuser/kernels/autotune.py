@@ -404,6 +404,9 @@ def warn_of_capture() -> None:
 
 # ----------------------------------------------------------------------
 # One kernel with several parameters on the same inputs: their results and their times.
+#
+# Results go into memory of the trial, never to the caller's tensors: what a kernel updates in place
+# is read from the caller's tensor and written here.
 
 # Elements that are compared at a time.
 _CHUNK = 1 << 22

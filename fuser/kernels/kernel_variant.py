@@ -514,6 +514,11 @@ def describe(tensors: Sequence[torch.Tensor]) -> DeviceInfo:
 
 # ----------------------------------------------------------------------
 # Kernels of one program that differ in nothing but names: one of them is lowered for all.
+#
+#     kernel 0: T4[i0, i2] = tanh(T3)        kernel 1: T9[i5, i7] = tanh(T8)
+#
+# Both run the text of the first; the launch of the second puts its own symbols where the first has
+# others.
 
 
 class Lowered:

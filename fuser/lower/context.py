@@ -179,6 +179,9 @@ def _without_implied(
 
 # ----------------------------------------------------------------------
 # Indices: from the loops of a stage to its logical axes, through ops to operands, to addresses.
+#
+# Everything is pulled from the reader: a stage's loop symbols give its logical indices, an op's
+# axis map gives those of its operands, and so on up to a tensor with storage.
 
 Index = tuple[Scalar, ...]
 
@@ -334,6 +337,10 @@ class Indexer:
 
 # ----------------------------------------------------------------------
 # Predicates: which iterations of a stage do work.
+#
+# A loop runs past its axis only at a split that does not divide: then the index of the split axis
+# is compared with its extent. Merges need no test, so no predicate divides. Threads and blocks that
+# a stage does not use, or uses only in part, are tested by their coordinates.
 
 Lanes = Literal["all", "any", "each"]
 

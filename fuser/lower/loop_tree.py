@@ -522,6 +522,10 @@ def _order(stages: Sequence[Stage], depth: int) -> list[Node]:
 
 # ----------------------------------------------------------------------
 # Kernels whose results have a stream axis: a launch computes one step of the host's loop.
+#
+#     out [stream{3}, 2, 4] = add(x, y)   ->   kernel(x, y, out, streamIdx): rows 2 * streamIdx on
+#
+# The loop over the axis is not emitted; its index is the kernel's last argument.
 
 _NAME = "streamIdx"
 

@@ -84,6 +84,11 @@ from fuser.support.record import record
 
 # ----------------------------------------------------------------------
 # Lookups in kernels: where to read a table is a value that the kernel itself loads.
+#
+#     t1 = T1[tx];  in1 = fm_is_row(t1, n);  j1 = in1 ? t1 : 0;  t2 = in1 ? T0[j1 * w + k] : NaN
+#
+# `in1` and `j1` are names like those of loops, so that addresses and conditions are made of them as
+# of any index. No memory is read for an index outside of the table.
 
 TRUE = sc.const(True)
 # The ops that `looked_up` is the value of.
@@ -149,8 +154,8 @@ def _name_place(
 def lift_places(body: Body) -> None:
     """Find out places before the loops that they are the same in, in place.
 
-    What is read at them may then be loaded in words (`words.py`), and no iteration waits for its
-    index first.
+    What is read at them may then be loaded in words (`fuser/lower/passes/vector_loads.py`), and no
+    iteration waits for its index first.
     """
     made: list[Statement] = []
     for statement in body.statements:

@@ -236,6 +236,9 @@ def check_rank_at_least(op_name: str, tv: TensorView, rank: int) -> None:
 
 # ----------------------------------------------------------------------
 # How ops type their operands and results: a row per rule.
+#
+# A rule that turns operands into the dtype in which an elementwise op computes does so in `apply`.
+# The others are what an op's function does by itself.
 
 Typed = tuple[list[Operand], DataType]
 Apply = Callable[[str, list[Operand]], Typed]

@@ -97,6 +97,11 @@ def triu(arg: TensorView, diagonal: ScalarLike = 0) -> TensorView:
 
 # ----------------------------------------------------------------------
 # Op functions for random tensors: uniform, normal, rand_like, randn_like.
+#
+# A number follows from the seed, the offset and its place in the tensor alone (`philox`): no
+# schedule, sharding or recomputation changes it. Without a seed and an offset each call of the
+# program takes torch's, and advances them: the first such op of the definition has the lowest
+# offset.
 
 Ends = tuple[Scalar, Scalar]
 

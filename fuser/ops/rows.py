@@ -396,6 +396,9 @@ ROWS: dict[str, OpRow] = {row.name: row for row in _ROWS}
 
 # ----------------------------------------------------------------------
 # Names of torch's for what `fd.ops` has under another name, or is written with several ops.
+#
+# `fd.ops.NAME` raises, and says this; `docs/ops.md` lists it. What stands behind "write" is Python,
+# statements joined by ", then ", in the names of `fd.ops`.
 
 _CAST = "it is called cast, which takes the dtype"
 _PERMUTE = "it is called permute, which takes all axes"

@@ -451,6 +451,12 @@ def _map_extents(domain: TensorDomain, extent: ExtentMap) -> TensorDomain:
 
 # ----------------------------------------------------------------------
 # Fill what has no elements: empty tensors, and reductions over nothing.
+#
+# Before: for these sizes some extents are 0. After: an op whose result is empty, or that reduces no
+# elements, is a `full` with the value that it means; ops that nothing reads any more are gone.
+#
+#     T1[iS2{i0}, rS3{i1}] = reduction( T0[iS0{i0}, iS1{i1}], op = add )     sizes i1 = 0
+#     T1[iS2{i0}] = full({i0}, float(0))
 
 Values = Mapping[Symbol, Number]
 
@@ -543,6 +549,11 @@ def _bias_alone(fusion: Fusion, op: nodes.LinearOp, bias: TensorView) -> list[Te
 
 # ----------------------------------------------------------------------
 # Which argument a minimum or maximum of sizes is: what slices clamp to an extent.
+#
+#     T1[iS2{min(64, i0)}] = slice( T0[iS0{i0}] )        sizes i0=128:  iS2{64}
+#
+# For one class of inputs the answer is the same, so extents become the sums and products that
+# schedules can divide by a vector's width, constants among them.
 
 
 class Clamps:

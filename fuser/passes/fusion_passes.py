@@ -31,6 +31,16 @@ from fuser.ops.rows import ROWS
 
 # ----------------------------------------------------------------------
 # Look up first, compute then: of a table that is computed element by element, only what is found.
+#
+# A table has to lie in memory (`segment.py`), so what computes it would be a kernel of its own, and
+# write all of it:
+#
+#     T2 = sub(T0 [n, v], T1 [n, 1])             T4 = takeAlongAxis(T0, T5, dim = 1)
+#     T3 = takeAlongAxis(T2, T5, dim = 1)   ->   T3 = sub(T4, T1)
+#
+# Before: any fusion. After: no table that nothing else reads is a cast, sum, difference, product or
+# negative of one floating tensor and what is the same all along the looked-up axis. These cost less
+# than the memory that they spare, however often an element is found; NaN stays NaN.
 
 _KINDS = {UnaryOp: ("neg",), BinaryOp: ("add", "sub", "mul")}
 
@@ -109,6 +119,18 @@ def _looked_up(op: LookupOp, source: TensorView) -> TensorView:
 
 # ----------------------------------------------------------------------
 # View first, compute then: a reshape that a reduction reads becomes a view of an input.
+#
+# Memory holds an input as it is, so reshaping it costs nothing (`views.py`). Behind a cast, the
+# axes of the reduction would not be those of the input: a scheduler would know neither their order
+# in memory nor where words begin. Of group norm:
+#
+#     T1 = __bfloat2float(T0 [n, c, h, w])          T3 = reshape(T0) [n, g, c / g * h * w]
+#     T2 = reshape(T1) [n, g, c / g * h * w]   ->   T2 = __bfloat2float(T3)
+#     .. = Welford(T2)                              .. = Welford(T2)
+#
+# Before: any fusion. After: no reshape below which a reduction is reads what only it reads and one
+# op computes of an input, element by element. That no update writes into the input is required: its
+# views have its new values.
 
 _ELEMENTWISE = (CastOp, UnaryOp, BinaryOp, LoadStoreOp)
 
@@ -176,6 +198,12 @@ def _viewed_first(fusion: Fusion, op: ReshapeOp, made: TensorOp) -> ReshapeOp:
 
 # ----------------------------------------------------------------------
 # Consecutive casts: drop a cast through which another one loses nothing.
+#
+# Before: cast(cast(x, A), B) where every value of x's dtype is a value of A. After: cast(x, B), or
+# x itself when B is its dtype. A cast that rounds stays.
+#
+#     T1 = __half2float(T0)
+#     T2 = __float2half(T1)      ->   uses of T2 read T0
 
 _D = DataType
 # dtype -> the real dtypes that hold all its values.
@@ -230,6 +258,12 @@ def consecutive_casts(fusion: Fusion) -> None:
 
 # ----------------------------------------------------------------------
 # Remove broadcast-squeeze: a squeeze of axes that a broadcast has just inserted.
+#
+# Before: squeeze(broadcast(x)). After: x itself, or one broadcast or one squeeze of x with the
+# flags that are left. Kernels then see no axes that nothing iterates.
+#
+#     T1 = broadcast( T0, flags = {false, true} )
+#     T2 = squeeze( T1, flags = {false, true} )      ->   uses of T2 read T0
 
 
 def remove_bcast_squeeze(fusion: Fusion) -> None:
@@ -272,6 +306,11 @@ def _joined(first: BroadcastOp, second: SqueezeOp) -> TensorOp | None:
 
 # ----------------------------------------------------------------------
 # Separate updates: what is written into an input is computed by an op.
+#
+# Before: an in-place output may be a fusion input itself. After: it is a `set` of that input, so
+# that its old value is read like any other. The lowering to a host program relies on it.
+#
+#     inputs T0, T1; T0 -> T1, T1 -> T0      T2 = set(T0); T3 = set(T1); T2 -> T1, T3 -> T0
 
 
 def separate_updates(fusion: Fusion) -> None:
@@ -302,6 +341,9 @@ def write_instead(fusion: Fusion, alias: Alias, value: TensorView) -> None:
 
 # ----------------------------------------------------------------------
 # Remove unused: drop ops that reach no output.
+#
+# Before: any fusion. After: every op reaches an output, so that later passes and the segmenter need
+# not ask.
 
 
 def remove_unused(fusion: Fusion) -> None:

@@ -422,6 +422,13 @@ def _totals(merged: Sequence[_Contraction]) -> tuple[TensorView, ...]:
 
 # ----------------------------------------------------------------------
 # Which results several kernels compute although one had better store them.
+#
+# Kernels compute what stands between the tensors that memory holds, each for itself. That costs
+# arithmetic, and reads of whatever it is computed from; to store the result costs a kernel that
+# makes it, and a read in each of the others. Both are counted per element, in bytes:
+#
+#     recompute   instructions / 8 and bytes read, of each reader, but for what it needs anyway
+#     store       the same and a write, once, and a read of each reader
 
 # How many instructions an H200 executes in the time that a byte takes: 33e12 and 4.2e12 a second.
 INSTRUCTIONS_PER_BYTE = 8

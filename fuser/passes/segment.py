@@ -597,6 +597,11 @@ def _once(domain: TensorDomain, change: Callable[[TensorDomain], TensorDomain]) 
 
 # ----------------------------------------------------------------------
 # Sums over rows in two steps: the sums of some rows each (*parts*), then the sum of the parts.
+#
+#     total [r rows, n]   ->   parts [r rows/264, i 264, n];  total [r 264, n] = sum(parts)
+#
+# A kernel that goes over whole rows can make parts on its way, which is what the backward of a norm
+# needs: gradients of its input, row by row, and of its weights, over all rows.
 
 
 @record

@@ -123,6 +123,10 @@ MAKERS: dict[str, Callable[[torch.device], GraphMaker]] = {"cuda": _cuda_graphs}
 
 # ----------------------------------------------------------------------
 # CUDA graphs of the runs of a program.
+#
+# The driver captures, not `torch.cuda.CUDAGraph`: where a capture of torch's fails, its random
+# number generator stays in that state. An op that draws torch's random numbers cannot be captured:
+# torch refuses.
 
 _INVALID_CONTEXT = 201
 _NON_BLOCKING = 1

@@ -437,6 +437,10 @@ def _engine_address() -> int:
 
 # ----------------------------------------------------------------------
 # Launching kernels on the CPU, with or without checks.
+#
+# The launch record is `simt::Launch` of `fuser/codegen/simt_abi.h`: 3+3 uint32 grid and block,
+# uint32 shared bytes, uint32 order seed, the addresses of the engine and of the report, 8 bytes for
+# each parameter and, for a checked kernel, the extent in bytes of each (8 bytes).
 
 # `int (*)(const simt::Launch*)`: takes the record's bytes or address; not 0: the report tells why.
 LaunchFunction: TypeAlias = "Callable[[Any], int]"

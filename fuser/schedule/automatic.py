@@ -142,6 +142,9 @@ def _facts(fusion: Fusion, inputs: Inputs) -> tuple[Facts, DeviceInfo]:
 
 # ----------------------------------------------------------------------
 # What a scheduler chose, as nvFuser's users read it.
+#
+# `compute_heuristics` and `schedule` return it: `str` tells all that was chosen, and the names of
+# nvFuser's that mean the same here can be read.
 
 
 class HeuristicParams:

@@ -134,6 +134,11 @@ def apply(fusion: Fusion, params: HorizontalParams) -> None:
 
 # ----------------------------------------------------------------------
 # What is tried, in turn, where a kernel with the chosen parameters cannot be lowered.
+#
+# Parameters are chosen from sizes and strides; whether an address is linear in the vector axis is
+# known only once its index has been written. Each rung relies on less than the one before: narrower
+# vectors, scalar accesses, nothing loaded ahead of its use (everything inlined), and at last what
+# serves every input.
 
 # What a rung changes, and to what; a scheduler without such a parameter leaves it out.
 SCALAR = {"vector": 1, "staged_vector": 1}

@@ -524,6 +524,15 @@ class _Tiles:
 
 # ----------------------------------------------------------------------
 # Tiles in shared memory without bank conflicts: where padding goes, found by counting.
+#
+# A tile is written along its columns and read along its rows. After each `group` rows `pad`
+# elements are left out, so that element (r, c) lies at
+#
+#     (r // group) * (group * columns + pad) + (r % group) * columns + c
+#
+# Source: the CUDA C++ Programming Guide: 32 banks of 4 bytes; the lanes of a warp that ask for
+# different words of one bank wait for each other; accesses of 8 bytes are served to half a warp at
+# a time, those of 16 bytes to a quarter.
 
 WARP = 32
 WORD_BYTES = 4

@@ -22,6 +22,8 @@ from fuser.support.errors import OptionError, warn
 
 # ----------------------------------------------------------------------
 # The names that the list-valued options know: what each does here, or why it changes nothing.
+#
+# `docs/options.md` is this table for readers, and a test holds the two together.
 
 # What a name does. The key is the variable without `FUSER_`.
 EFFECTS: Mapping[str, Mapping[str, str]] = {

@@ -92,6 +92,10 @@ class Clocks:
 
 # ----------------------------------------------------------------------
 # When the buffers of a recorded run are in use: what a program's own waits say of that.
+#
+# A buffer is used from its Allocate to its Deallocate; other streams come to it, and leave it, in
+# an order that the race check demands (`hostir.analysis.races`): all uses come after the
+# allocation, and before the place where the buffer's own stream is when it is given up.
 
 # A place in a stream: how many ops it has been given.
 Moment = tuple[Hashable, int]

@@ -619,6 +619,9 @@ HANDLERS: dict[type[Op], Callable[[RankWalker, Any, Site], None]] = {
 
 # ----------------------------------------------------------------------
 # What arrives must be the part of a whole that left: where both ends are the same whole.
+#
+# A communication moves memory as it lies, so that of what a team gathers or parts each member has
+# an equal piece of the memory, which is a part only where outer axes leave it whole.
 
 # Of an AllToAll in a larger team, so many partners of each member are looked at.
 _MAX_PARTNERS = 64

@@ -142,6 +142,10 @@ def ranks_to_look_at(
 
 # ----------------------------------------------------------------------
 # Which ranks do the same: the race check looks at one rank of each class.
+#
+# The program is unrolled once for all ranks, as in `hostir.analysis.collective_matching`, and every
+# scalar that names the rank tells ranks apart by its value; so do the meshes that have them, and
+# roots.
 
 
 def first_of_each_class(

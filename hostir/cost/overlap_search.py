@@ -645,6 +645,9 @@ class GainBound:
 
 # ----------------------------------------------------------------------
 # Sizes that share a prediction: what stands for sizes that are nearly equal.
+#
+# Where every call has other sizes, few of them are predicted. What stands for a size depends on it
+# alone, so that all ranks take the same, whatever sizes they have seen before.
 
 # A size keeps so many of its leading bits: what stands for it is about 1/32 away at most. Round
 # sizes, such as 7 * 4096, stand for themselves.

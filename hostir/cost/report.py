@@ -263,6 +263,9 @@ def _size(nbytes: int) -> str:
 
 # ----------------------------------------------------------------------
 # How many bytes each rank sends and receives, and to whom; counted for all ranks at once.
+#
+# A collective counts as if every member gave the others what they need of it directly; a library
+# may pass the same bytes on along a ring.
 
 # Of so many ranks every pair is counted.
 MAX_PAIRED = 16

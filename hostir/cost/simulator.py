@@ -40,6 +40,16 @@ from hostir.ir.program import HostIrContainer
 
 # ----------------------------------------------------------------------
 # The timetable: when each piece of work of a class of ranks begins and ends.
+#
+# Work waits for what its stream was given before, for what that stream waits for, and for those
+# that it meets; the host is taken to be ahead. Then it takes what is left of the resources that it
+# needs, in the order in which work became ready: multiprocessors, which kernels share, and a link
+# out of each rank and one into it. Of what becomes ready together, what computes comes first, but
+# for what is ready from the beginning: that follows the program. With a part of what it needs work
+# is as much slower. So matmuls that fill the machine take the sum of their times, copies run beside
+# kernels, and a collective of NCCL shares the device with a matmul: one that was ready before takes
+# its multiprocessors from the matmul, which goes on with the others; one that becomes ready later
+# goes on in what the matmul's last wave of tiles leaves idle.
 
 Resource = Literal["multiprocessors", "out", "in"]
 _NEARLY_NOTHING = 1e-15
@@ -491,6 +501,9 @@ class _ScheduleBuilder:
 
 # ----------------------------------------------------------------------
 # Which ranks take the same time for a program: those with equal ops, that meet their like.
+#
+# First by what each rank does, how large it is and on which stream; then, until nothing changes, by
+# the classes of those that it meets. Peers and roots tell nobody apart: a ring is one class.
 
 _MIX, _ADD = 0x9E3779B97F4A7C15, 0xD1B54A32D192ED03
 

@@ -446,6 +446,9 @@ def is_computed(op: Op, effects: Iterable[Effect]) -> bool:
 
 # ----------------------------------------------------------------------
 # The host ops that move data between ranks, and the waits for them.
+#
+# A communication starts where it stands, on the current stream, and uses its buffers until its
+# Wait. One numbering holds for all that can be waited for.
 
 # What a program can start as a `Communication`; the others are ops of their own.
 COLLECTIVES: tuple[CommunicationType, ...] = (

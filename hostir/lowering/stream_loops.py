@@ -440,6 +440,11 @@ def stepping_axis(tv: TensorView) -> StreamAxis:
 
 # ----------------------------------------------------------------------
 # What the steps of a loop send and receive.
+#
+# collective every step's block is shared by all devices of a team broadcast, ring, permutation from
+# devices to steps: a step brings one device's block reduction from steps to devices: a step sums
+# one device's block, there exchange the same in a ring: a step sends one device its block, and
+# receives one
 
 
 class StepTransfers(StepParts):

@@ -62,6 +62,8 @@ def let_peers_map(program: HostIrContainer) -> HostIrContainer:
 # ----------------------------------------------------------------------
 # Kernels that read again what the kernel before them has read: statistics, then what is normalised
 # with them, of tensors that no multiprocessor holds.
+#
+# The first leaves what it reads in the cache, the second begins with what was read last.
 
 # Kernels whose blocks may run in any order.
 _IN_ANY_ORDER = ("pointwise", "transpose")

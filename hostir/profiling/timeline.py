@@ -386,6 +386,11 @@ def _events(r: RankTrace, shift: float) -> list[Event]:
 
 # ----------------------------------------------------------------------
 # Timelines in the form that Perfetto and chrome://tracing read, and the predicted one.
+#
+# A process per rank, a track per stream; of predicted ones two for copy engines and links, and of
+# many ranks a process per class. An event is a piece of work: its name is the op's text, its args
+# say where in the program it stands. Measured timelines (`hostir.profiling.timeline`) name their
+# tracks alike.
 
 Event = dict[str, Any]
 # Of more ranks than this only the first of each class is drawn.

@@ -137,6 +137,8 @@ class Devices:
 
 # ----------------------------------------------------------------------
 # Host units: fusions that `PostOnStream` runs, each through the whole compiler.
+#
+# A unit is scheduled automatically, once per class of inputs; what was made for a class is kept.
 
 # What one unit remembers: signatures of inputs, and programs.
 MAX_SIGNATURES = 64

@@ -212,6 +212,10 @@ def device_of(declared: Sequence[Value], inputs: Sequence[Argument]) -> torch.de
 
 # ----------------------------------------------------------------------
 # Inputs that share memory with one that is updated in place.
+#
+# A program reads old values and writes its updates at the end, as far as anybody can see. Where an
+# input that is written shares elements with one that is only read, that one is therefore copied for
+# the run. Two updates that share elements are refused: one would be lost.
 
 Body = Callable[[list[Argument]], list[torch.Tensor]]
 _Layout = tuple[tuple[int, ...], tuple[int, ...], int]
@@ -369,6 +373,11 @@ def overlaps_itself(x: torch.Tensor) -> bool:
 
 # ----------------------------------------------------------------------
 # Numbers of a call that must be values of the dtype of a result, and are refused where not.
+#
+#     y = fd.ops.clamp(x, None, s)     x of Int32, s an Int of the call: 2**40 would be 0 in 32 bits
+#
+# Constants are refused where they are written. Sums, products and bits of integers wrap instead, as
+# torch's do: they are right modulo 2**32.
 
 
 @record

@@ -247,6 +247,14 @@ def _explained(error: BaseException, op: Op | None) -> BaseException:
 
 # ----------------------------------------------------------------------
 # The memory of replayed runs: one buffer, which the intermediates of all programs share.
+#
+# Only tensors that a program deallocates lie here, so nothing that a caller can hold is ever
+# reused. Each plan has fixed offsets; two tensors share bytes when one is given up before the other
+# begins, by the program's own waits (`hostir.analysis.clocks`). The runs that use one buffer begin
+# on one stream, one after another, whichever program they are of: memory grows with the largest
+# program, not with their number. A plan is bound to an arena once: its steps, and the CUDA graphs
+# of them, then know where their intermediates lie. A larger plan moves the buffer, and all others
+# are bound anew. Where some tensors must lie in memory that peers can map, the whole buffer does.
 
 # Offsets are multiples of this, so that every block is as well aligned as a fresh tensor.
 ALIGNMENT_NBYTES = 256

@@ -452,6 +452,9 @@ class LaunchStep(NamedTuple):
 
 # ----------------------------------------------------------------------
 # Ranges of torch.profiler: one for each op of a host program, with its name and the user's line.
+#
+# They are made only while a profiler runs, which torch tells by a flag of a module. The compiled
+# runner makes none: calls under a profiler take the readable path. A CUDA graph is one range.
 
 _MAX_NAMES = 12
 _TITLES: WeakKeyDictionary[HostIrContainer, dict[Op, str]] = WeakKeyDictionary()

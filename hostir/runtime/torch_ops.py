@@ -112,6 +112,8 @@ def as_contracted(op: TensorOp, out: torch.Tensor) -> torch.Tensor:
 # ----------------------------------------------------------------------
 # Kernels that stand beside torch's calls on a GPU, where torch alone would need the host, or a
 # copy: the ends of groups are checked, rows of no group are cleared, and elements scattered.
+#
+# Their text is also a CPU's, where tests run it.
 
 # Of a block; and elements that a thread scatters.
 THREADS, _EACH = 256, 4

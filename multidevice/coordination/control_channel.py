@@ -480,6 +480,14 @@ def _failures_text(failures: list[tuple[int, str]]) -> str:
 
 # ----------------------------------------------------------------------
 # One word per rank and call, in a page that the ranks of a team share: what each is about to do.
+#
+# A word is made of the number of the call and of a *class*. A rank publishes its word and waits for
+# the words of the others under the same number.
+#
+# Two words per rank, used in turn, are enough. A rank writes the word of call n + 2 over that of
+# call n only after every member has published n + 1; a member does that only when it has left call
+# n, and so has read all words of n. Number and class are one word of 8 bytes, written by one store,
+# so that no reader can see one without the other, on any processor.
 
 # The class above, the number (from 1) in the lowest bits.
 _NUMBER_BITS = 16

@@ -566,6 +566,11 @@ def _grouped(team: Team, values: Sequence[object]) -> list[tuple[object, str]]:
 
 # ----------------------------------------------------------------------
 # Ranks that an error has parted, brought back into step.
+#
+# A call that fails on one rank leaves the others with communications that it never entered, or with
+# some of its own that nobody answers. When the ranks next meet, each tells how many calls of every
+# stream it has entered. All then count as many as the one that went furthest, and whatever carries
+# a stream that was out of step is given up: its next use makes another, in which nothing is left.
 
 # Streams of calls that are in step by themselves, or else nothing could be agreed; what users ask
 # for, who know best what they have left out; and what each rank counts for itself.

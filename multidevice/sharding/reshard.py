@@ -351,6 +351,8 @@ def _position(tv: TensorView, ptype: ParallelType) -> int | None:
 
 # ----------------------------------------------------------------------
 # Resharding copies, one device type at a time, shared between their consumers.
+#
+# x [DIDy(a), DIDx(b)] -> t = set(x) [DIDy(a), b] -> r = set(t) [a, b] two allgathers
 
 
 class Copies:

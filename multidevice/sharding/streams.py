@@ -284,6 +284,9 @@ def _may_be_view(op: TensorOp) -> bool:
 
 # ----------------------------------------------------------------------
 # Streams: what can be computed in steps, and with which block of each operand.
+#
+# A tensor with a stream axis is computed block by block, one step of a loop for each. An op can be
+# computed so when one block of the result needs, of every operand, one block or the whole.
 
 
 # ------------------------------------------------------------------ one op

@@ -513,6 +513,10 @@ _COLLECTIVES: dict[str, Callable[[NcclBackend, NcclComm, CollectiveCall], _Enque
 
 # ----------------------------------------------------------------------
 # Communications of ranks that share a GPU, staged through the memory of the host.
+#
+# NCCL refuses a team in which two ranks use one GPU. What such a team sends is copied to the host,
+# communicated there by the backend of CPU tensors, and copied back. The host waits for the device
+# in each call: programs for several GPUs run so on one, to be tried out, and not to be timed.
 
 
 class Staging:

@@ -254,6 +254,9 @@ class ScaledMmaOp(ProductOp):
 
 # ----------------------------------------------------------------------
 # Scales of blocks in the order in which matrix units of GPUs read them.
+#
+# Tiles of 128 rows and 4 columns lie one behind the other, the columns' before the rows'. In a
+# tile, element (r, c) is number (r % 32) * 16 + (r // 32) * 4 + c.
 
 TILE_ROWS, TILE_COLUMNS = 128, 4
 # Threads of a warp: each reads 16 bytes of a tile, from four rows that are so far apart.

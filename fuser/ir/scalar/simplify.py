@@ -403,6 +403,8 @@ def absolute(x: Scalar) -> Scalar:
 
 # ----------------------------------------------------------------------
 # Constant bounds of integer scalars, from the ranges of their symbols alone.
+#
+# A division by 0 has no value, so a divisor that cannot be negative counts as at least 1.
 
 End = int | float
 _ANY: Interval = (-math.inf, math.inf)

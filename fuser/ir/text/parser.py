@@ -39,6 +39,9 @@ from fuser.support.text_cursor import MAX_DIGITS, SPACE, Cursor
 # ----------------------------------------------------------------------
 # Parsing of values: scalars, axes, tensors and their domain sections, as `fuser.ir.text.printer`
 # prints.
+#
+# Whitespace between words is free. A tensor that a domain section declared, or that was spelled out
+# before, may be written as its bare name `T3`.
 
 # Deeper than any program; far from the depth at which Python gives up.
 MAX_DEPTH = 64

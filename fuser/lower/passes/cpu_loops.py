@@ -318,6 +318,9 @@ def _moved(statement: Statement, index: Mapping[Scalar, Scalar]) -> Statement:
 
 # ----------------------------------------------------------------------
 # Loops for the CPU: the compiler vectorises the innermost ones.
+#
+#     FUSER_UNROLL for k < 256 { if (h + k < n) { a[k] += x[h + k]; } }
+# ->  FUSER_SIMD for k < min(256, n - h) { a[k] += x[h + k]; }
 
 # Loops over registers with fewer iterations stay unrolled.
 MIN_ITERATIONS = 8

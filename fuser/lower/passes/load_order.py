@@ -125,6 +125,16 @@ def _accesses(statement: Statement) -> Iterator[tuple[str, Scalar, Scalar]]:
 
 # ----------------------------------------------------------------------
 # Narrow elements that a thread keeps are converted again after threads have met.
+#
+#     Array<__bfloat, 128> T9                   Array<__bfloat, 128> T9
+#     m = max of float(T9[i])                   m = max of float(T9[i])
+#     m = max of m over threads           ->    m = max of m over threads
+#                                               forget(T9)
+#     s = sum of exp(float(T9[i]) - m)          s = sum of exp(float(T9[i]) - m)
+#
+# Else the compiler keeps what it converted first, which takes twice the registers, and then parts
+# of it in memory. Measured on an H200, rows of 1048576 in bfloat16 in clusters: softmax 351 us, 299
+# so; layer norm 421 and 319.
 
 # Of so many elements, and fewer, a thread has registers for what they are converted to.
 MOST_CONVERTED = 32
@@ -171,6 +181,9 @@ def _widens(value: Convert) -> bool:
 # ----------------------------------------------------------------------
 # Loops over what an earlier loop has read go backwards, so that they begin with what it read last:
 # that is still in the cache.
+#
+#     for k in n: m = max(m, T0[k])       for k in n: m = max(m, T0[k])
+#     for k in n: s += exp(T0[k] - m)  -> for k in n - 1 ... 0: s += exp(T0[k] - m)
 
 # What threads of a block come to at once: its order stays.
 _MEETINGS = (Sync, ThreadReduce)

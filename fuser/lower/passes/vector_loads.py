@@ -171,6 +171,15 @@ def _load(name: str, load: GlobalLoad, guard: Scalar, loop: For) -> list[Stateme
 
 # ----------------------------------------------------------------------
 # Divisions in vectors that go across the ends of rows: one of the first element, not one of each.
+#
+# An operand that rows share is read at the remainder of an index by the row's length. The elements
+# of a vector lie side by side, and at most one row ends among them where rows are no shorter than
+# it:
+#
+#     for k in 8: t[k] = T1[(b + k) % n]
+# ->  r = b % n;  for k in 8: t[k] = T1[r + k < n ? r + k : r + k - n]
+#
+#     (b + k) / n   ->   b / n + (r + k < n ? 0 : 1)
 
 
 def divide_once(body: Body, least: Mapping[Scalar, int]) -> None:

@@ -721,6 +721,8 @@ ORDERS: Sequence[tuple[str, Callable[[AttentionCase], bool], tuple[str, ...]]] =
 
 # ----------------------------------------------------------------------
 # How torch computes attention: its kernels where they take the operands, else step by step.
+#
+# Operands are [.., N, H, L, E]. All ways give the same results, but for which numbers are dropped.
 
 # Of output, log_sumexp, philox_seed and philox_offset, which are read.
 ALL = (True, True, True, True)

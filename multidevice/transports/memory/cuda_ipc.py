@@ -448,6 +448,9 @@ def beside(device: torch.device, stream: int, act: Callable[[], T]) -> T:
 
 # ----------------------------------------------------------------------
 # Tensors over memory that torch has not made, on the device that they are said to be on.
+#
+# Torch looks up where a pointer lies; of memory of several GPUs side by side that is the first
+# one's. DLPack says it. https://dmlc.github.io/dlpack/latest/c_api.html
 
 _DEVICES = {"cpu": 1, "cuda": 2}
 _UNSIGNED = 1
