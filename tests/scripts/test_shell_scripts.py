@@ -44,7 +44,7 @@ def run(folder: Path, script: str, *args: str, **env: str) -> tuple[int, list[st
     calls.write_text("")
     done = subprocess.run(
         ["bash", str(folder / "scripts" / script), *args],
-        env={**os.environ, "CALLS": str(calls), "NO_TESTS": "", **env},
+        env={**os.environ, "CALLS": str(calls), "NO_TESTS": "", "JUNIT_DIR": "", **env},
         capture_output=True,
         text=True,
         check=False,
