@@ -95,7 +95,10 @@ def _split_view(
     """
     domain = tv.domain
     if tv.mesh is None:
-        raise ShardingError(f"{tensor_words(tv)} has no DeviceMesh")
+        raise ShardingError(
+            f"{tensor_words(tv)} has no DeviceMesh: pass the tensor as it is, or annotate the "
+            "input with set_device_mesh"
+        )
     if is_allocated_per_step(tv):
         raise UnsupportedError(
             f"{tensor_words(tv)} is allocated per step of a stream: it has no single shard"
