@@ -39,8 +39,8 @@ PHASES: dict[str, tuple[tuple[str, str], ...]] = {
     "segment": (("hostir.lowering.pipeline", "segment_fusion"),),
     "host": (("hostir.lowering.pipeline", "lower"), ("hostir.lowering.pipeline", "run_passes")),
     "schedule": (
-        ("fuser.kernels.executor:KernelExecutor", "_chooser"),
-        ("fuser.kernels.executor:KernelExecutor", "_lower"),
+        ("fuser.kernels.executor:FusedKernelExecutor", "_chooser"),
+        ("fuser.kernels.executor:FusedKernelExecutor", "_lower"),
     ),
     "lower": (("fuser.kernels.kernel_variant", "lower_kernel"),),
     "codegen": (("fuser.kernels.kernel_variant", "print_kernel"),),

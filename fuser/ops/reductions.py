@@ -300,7 +300,10 @@ def var(
     axes, scale = _variance_scale("var", tv, dims, correction)
     order = sorted(axes)
     count = sc.product(tv.size(i) for i in order)
-    mean = apply_pointwise("div", (sum(tv, dims=order, keepdim=True), count))
+    # In the dtype that computes: a sum of halves ends at 65,504.
+    is_half = tv.dtype() in (*HALF_LIKE, *FLOAT8)
+    wide = typing_cast(TensorView, convert(tv, DataType.Float if is_half else tv.dtype()))
+    mean = apply_pointwise("div", (sum(wide, dims=order, keepdim=True), count))
     delta = apply_pointwise("sub", (tv, mean))
     if not is_complex(tv.dtype()):
         total = _squared_deviations(typing_cast(TensorView, delta), order, keepdim, count)

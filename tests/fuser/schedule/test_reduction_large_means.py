@@ -105,7 +105,7 @@ def test_variance_with_a_large_mean_is_as_right_as_torchs(
 
 @pytest.mark.finding("G9")
 @pytest.mark.parametrize("schedules", [(), ("schedules_for(h200)",)], ids=["loops", "threads"])
-@pytest.mark.parametrize("form", ["var_mean", "welford", "norm"])
+@pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize(
     ("dtype", "mean"), [(torch.float16, 3e4), (torch.bfloat16, 1e4), (torch.float64, 1e12)]
 )
@@ -116,7 +116,16 @@ def test_variance_with_a_large_mean_in_other_dtypes_is_right(
     x = mean + 64 * torch.randn(70, 300, generator=torch.Generator().manual_seed(1)).to(dtype)
     var, *_ = _run(form, x, dims, schedules, fixed=False)
     exact = (x.double() - mean).var(dims, correction=0)
-    assert _worst(var, exact) < ALLOWED
+    # `var` adds 70 squares in Float, one after the other.
+    assert _worst(var, exact) < (2 * ALLOWED if form == "var" else ALLOWED)
+
+
+@pytest.mark.finding("G9")
+@pytest.mark.parametrize("form", FORMS)
+def test_variance_of_halves_whose_sum_is_no_half_is_right(form: str) -> None:
+    x = ((torch.arange(140).view(2, 70) % 3) + 1000).to(torch.float16)
+    var, *_ = _run(form, x, [1], (), fixed=False)
+    assert _worst(var, x.double().var(1, correction=0)) < 2e-7
 
 
 @pytest.mark.finding("G9")

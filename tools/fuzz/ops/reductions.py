@@ -184,7 +184,8 @@ def _inverse(free: int, dtype: str) -> Val:
 def var(v: Val, dims: object, correction: int = 1, keepdim: bool = False) -> Val:
     where = dims_of(dims, v.ref.ndim)
     n = _count(v, where)
-    mean = pointwise("div", [reduce("sum", v, where, True), Num(n, "Int")])
+    wide = Val(v.ref, v.bound, "Float") if v.dtype in HALF else v
+    mean = pointwise("div", [reduce("sum", wide, where, True), Num(n, "Int")])
     delta = pointwise("sub", [v, mean])
     if v.ref.is_complex():
         parts = [pointwise(p, [delta]) for p in ("real", "imag")]
