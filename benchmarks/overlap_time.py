@@ -129,7 +129,7 @@ PEERS = ("mm", "nccl", "seq", *ASYNC)
 
 
 class Bench:
-    """What holds for all shapes: the ranks, the device, and the rows."""
+    """Settings of all shapes: the ranks, the device, and the rows."""
 
     def __init__(self, args: argparse.Namespace) -> None:
         self.communicator = Communicator.instance()

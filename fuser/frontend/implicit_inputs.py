@@ -1,4 +1,5 @@
-"""What random ops without a seed draw: two more inputs of the program, from torch's generator.
+"""Seeds and offsets of random ops without a seed: two more inputs of the program, from torch's
+generator.
 
     u = rng_uniform({i0}, float)   ->   u = rng_uniform({i0}, float, i1, i2)     inputs .., i1, i2
     v = rng_uniform({i0}, float)   ->   v = rng_uniform({i0}, float, i1, i2 + 1)

@@ -1,4 +1,4 @@
-"""What a definition that has run can show: its kernels' texts, the scheduled IR of its segments.
+"""Texts of a definition that has run: its kernels' texts, the scheduled IR of its segments.
 
 The kernels are those of one input class: a walk without contents (`ProgramEvaluator.requests`)
 tells for which tensors each is launched, and so which of its variants.
@@ -111,7 +111,7 @@ def launches_of(program: Program) -> dict[str, int]:
 
 
 class Inspection:
-    """What an executor cache tells of the programs that it has made."""
+    """Answers of an executor cache about the programs that it has made."""
 
     _by_signature: Recent[CallKey, CallCacheEntry]
     _recent: Recent[Communicator, BoundProgram]

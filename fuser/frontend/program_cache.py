@@ -221,13 +221,13 @@ def why_never(*, draws: bool, is_lazy: bool, have_ranks: bool) -> str:
 
 
 def sees_nothing(inputs: Iterable[Any]) -> None:
-    """What sees no inputs at a glance."""
+    """Placeholder of a check of inputs: it accepts none."""
     del inputs
 
 
 @dataclass(eq=False)
 class CallCacheEntry:
-    """What is known of calls with inputs of one signature."""
+    """Cache entry of the calls with inputs of one signature."""
 
     communicator: Communicator
     bound: BoundProgram

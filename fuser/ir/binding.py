@@ -435,7 +435,7 @@ _LISTS = frozenset((list, tuple))
 
 
 class Contents:
-    """What each call must check although its signature is known: memory and numbers.
+    """Checks of each call whose signature is known: memory and numbers.
 
     It tells the *places* of the tensors: where each of those with elements begins between two
     multiples of `nbytes`, a power of two; () where all begin at one. `also` raises for numbers that

@@ -1122,7 +1122,9 @@ class Axis(Val):
 
 
 class AxisTransform(Expr):
-    """What derives axes of a tensor from others; made by `Axis.definition` and `Axis.uses`."""
+    """Base of the transforms that derive axes of a tensor from others; made by `Axis.definition`
+    and `Axis.uses`.
+    """
 
     __slots__ = ("_tensor", "_transform")
 

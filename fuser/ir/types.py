@@ -25,7 +25,9 @@ class IrEnum(enum.Enum):
 
 
 class IdMappingMode(IrEnum):
-    """Which axes count as one (`fuser.idm`); each but the last maps all that those before do."""
+    """Modes in which axes count as one (`fuser.idm`); each but the last maps all that those before
+    do.
+    """
 
     exact = 0
     almost_exact = 1
@@ -35,7 +37,9 @@ class IdMappingMode(IrEnum):
 
 
 class ParallelType(IrEnum):
-    """Who executes an axis. Values follow nvFuser's order, so `int(ptype.value)` is comparable."""
+    """Executors of an axis: devices, streams, blocks, threads, loops. Values follow nvFuser's
+    order, so `int(ptype.value)` is comparable.
+    """
 
     mesh_x = 0
     mesh_y = 1
@@ -119,7 +123,7 @@ BLOCK_TYPES = (ParallelType.block_x, ParallelType.block_y, ParallelType.block_z)
 
 
 class IterType(IrEnum):
-    """What an axis does in its tensor; the value is the print letter."""
+    """Role of an axis in its tensor; the value is the print letter."""
 
     iteration = "i"
     reduction = "r"
@@ -129,7 +133,7 @@ class IterType(IrEnum):
 
 
 class MemoryType(IrEnum):
-    """Where a tensor lives; the value is the letter in a tensor's name."""
+    """Memory in which a tensor lives; the value is the letter in a tensor's name."""
 
     local = "l"
     shared = "s"
@@ -150,7 +154,7 @@ setattr(MemoryType, "global", MemoryType.global_)
 
 
 class LoadStoreOpType(IrEnum):
-    """How a copy is carried out."""
+    """Ways to carry out a copy."""
 
     set = "Set"
     segmenter_set = "SegmenterSet"

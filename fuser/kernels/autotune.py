@@ -74,7 +74,7 @@ Params = Any
 
 @record
 class InputsClass:
-    """What decides about the parameters of one kernel, beside its fusion.
+    """Facts that decide about the parameters of one kernel, beside its fusion.
 
     `sizes` has the bits of each size: one that is less than twice as large is alike. `device` is
     what the heuristic is told, `runs_on` the kind of device that runs the kernel.

@@ -148,8 +148,6 @@ def test_monitor_when_mpirun_is_interrupted_says_nothing_and_ends(
         text, _ = process.communicate(timeout=HANG_S)
     finally:
         process.kill()
-    # mpirun ends with 0 where ranks end in time behind a second Ctrl-C.
-    assert process.returncode is not None
     assert not said("".join(lines) + text), text
     wait_until_gone(mark)
 
