@@ -21,8 +21,8 @@ ROOMS = (
     *("multidevice/sharding", "multidevice/sharding/passes", "multidevice/job"),
     *("multidevice/coordination", "multidevice/transports"),
     *("multidevice/transports/base", "multidevice/transports/memory"),
-    *("hostir/ir", "hostir/lowering", "hostir/passes", "hostir/analysis", "hostir/runtime"),
-    *("hostir/cost", "hostir/profiling", "hostir/tools"),
+    *("hostir/ir", "hostir/ir/ops", "hostir/lowering", "hostir/passes", "hostir/analysis"),
+    *("hostir/runtime", "hostir/cost", "hostir/profiling", "hostir/tools"),
     *("fuser/frontend", "fuser/nvfuser", "fuser/support"),
 )
 

@@ -7,7 +7,7 @@ Files, in reading order:
 - `machine_model`: the description of a machine.
 - `op_costs`: the time of each op.
 - `simulator`: the timetable of a program on its resources.
-- `intervals`, `report`: busy time of resources; the report.
+- `report`: when a rank is busy; the report.
 - `overlap_search`: which communications are cut into chunks.
 - `calibrate`: the description, measured.
 """

@@ -16,7 +16,6 @@ from hostir.analysis.deadlocks import Teams
 from hostir.analysis.rank_values import Array, PerRank, at, np
 from hostir.analysis.sliced_inputs import sliced_inputs
 from hostir.analysis.unrolled_program import UnrolledOp, Unroller
-from hostir.cost.intervals import Busy, busy_of, union
 from hostir.cost.machine_model import CPU
 from hostir.cost.simulator import Timetable, WorkItem, critical_path
 from hostir.ir.diagnostics import Site, line_numbers
@@ -26,6 +25,55 @@ from hostir.ir.program import HostIrContainer
 
 # What a text report shows of classes, links, and the critical path; the JSON has all.
 _SHOWN_CLASSES, _SHOWN_LINKS, _SHOWN_OPS = 8, 24, 12
+# Sorted intervals (begin, end) that do not touch.
+Intervals = list[tuple[float, float]]
+
+
+@dataclass(frozen=True)
+class Busy:
+    """Seconds in which something computes, in which something communicates, in which it does while
+    the rank computes nothing (`exposed`), and in which there is neither.
+
+    Of a whole rank, `compute + exposed + idle` is the time that it was looked at.
+    """
+
+    compute: float
+    communication: float
+    exposed: float
+    idle: float
+
+
+def busy_of(
+    pieces: Iterable[tuple[float, float, bool]], seconds: float, computing: Intervals | None = None
+) -> Busy:
+    """Return the times of pieces of work (begin, end, whether it communicates) within `seconds`.
+
+    `computing` is when the rank computes, where the pieces are those of one stream; theirs by
+    default.
+    """
+    given = list(pieces)
+    mine = union((a, b) for a, b, is_transfer in given if not is_transfer)
+    moving = union((a, b) for a, b, is_transfer in given if is_transfer)
+    beside = mine if computing is None else computing
+    exposed = length(union([*beside, *moving])) - length(beside)
+    used = length(union([*mine, *moving]))
+    return Busy(length(mine), length(moving), exposed, seconds - used)
+
+
+def union(intervals: Iterable[tuple[float, float]]) -> Intervals:
+    """Return what the intervals cover."""
+    found: Intervals = []
+    for a, b in sorted(intervals):
+        if found and a <= found[-1][1]:
+            found[-1] = found[-1][0], max(found[-1][1], b)
+        else:
+            found.append((a, b))
+    return found
+
+
+def length(intervals: Intervals) -> float:
+    """Return the sum of lengths."""
+    return sum(b - a for a, b in intervals)
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,7 @@ Imports: `fuser` but its frontend, and `multidevice.sharding`.
 Files, in reading order:
 
 - `effects`: what an op reads, writes, allocates, starts and waits for.
-- `ops`: the declarations of all host ops.
+- `ops`: a folder: the declarations of all host ops.
 - `program`: `HostIrContainer`: the program, building by hand, queries, text.
 - `parser`: text to program.
 - `shard_layout`: sizes and strides of a device's shard.

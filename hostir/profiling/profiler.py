@@ -18,7 +18,7 @@ from fuser.ir.binding import signature_of
 from fuser.ir.fusion import TensorView
 from fuser.ir.op import Op
 from fuser.support.inputs import flatten
-from hostir.cost.intervals import length, union
+from hostir.cost.report import length, union
 from hostir.ir.effects import CALLER
 from hostir.ir.ops import (
     EndCoalescing,

@@ -15,8 +15,18 @@ from fuser.ir.domain.device_mesh import ranks_text
 from fuser.ir.op import op_text
 from fuser.support.arguments import show
 from fuser.support.errors import InputError
-from hostir.cost.intervals import Busy, Intervals, busy_of, union
-from hostir.cost.report import StreamTimes, busy_lines, ms, predict, stream_name, times_text
+from hostir.cost.report import (
+    Busy,
+    Intervals,
+    StreamTimes,
+    busy_lines,
+    busy_of,
+    ms,
+    predict,
+    stream_name,
+    times_text,
+    union,
+)
 from hostir.cost.simulator import Timetable, WorkItem
 from hostir.ir.diagnostics import line_numbers
 from hostir.ir.program import HostIrContainer

@@ -44,7 +44,7 @@ def test_rooms_import_in_their_order() -> None:
         ("fuser/ir/fusion.py", "def f():\n    import multidevice", "layers of the packages"),
         ("fuser/runtime/kernel_cache.py", "if 0:\n    import fuser.ir", "runtime takes text only"),
         ("multidevice/transports/gloo.py", "import fuser.ir.fusion", "transports know no ir"),
-        ("hostir/ir/ops.py", "import hostir.runtime.plan", "layers of hostir"),
+        ("hostir/ir/ops/base.py", "import hostir.runtime.plan", "layers of hostir"),
     ],
 )
 def test_an_import_against_the_order_is_found(

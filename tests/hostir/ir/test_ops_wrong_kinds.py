@@ -13,15 +13,9 @@ from fuser import DataType, ParallelType, TensorView, multidevice, ops
 from fuser.multidevice import DeviceMesh
 from fuser.support.errors import ArgumentError, DefinitionError, FuserError, ParseError
 from hostir import Allocate, HostIrContainer, HostIrEvaluator, Stream, verify
-from hostir.ir.ops import (
-    COLLECTIVES,
-    LIBRARIES,
-    CollectivePermute,
-    Communication,
-    P2PCommunication,
-    TeamOf,
-)
+from hostir.ir.ops import COLLECTIVES, LIBRARIES, CollectivePermute, Communication, P2PCommunication
 from hostir.runtime.communication import POST
+from multidevice.sharding.reshard import TeamOf
 
 Call = Callable[[Any, Any], object]
 MESH = DeviceMesh([0, 1])

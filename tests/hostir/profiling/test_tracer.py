@@ -22,7 +22,7 @@ from fuser.support.errors import (
     UnsupportedError,
 )
 from hostir import HostIrEvaluator
-from hostir.cost.intervals import Busy
+from hostir.cost.report import Busy
 from hostir.ir.diagnostics import line_numbers
 from hostir.ir.ops import CollectivePermute, EndCoalescing, P2PCommunication
 from hostir.profiling.cupti import read_profile

@@ -11,10 +11,11 @@ from fuser.ir.fusion import Fusion
 from fuser.ir.scalar.constructors import const
 from fuser.ir.types import ParallelType
 from fuser.support.errors import CommunicationError
-from hostir.ir.ops import REDUCING, ROOTED, AxisOrder, Communication, RedOp, TeamOf
+from hostir.ir.ops import REDUCING, ROOTED, AxisOrder, Communication
 from hostir.runtime.communication import POST, CommunicationCall, flat, post
 from multidevice import Communicator, simulate
-from multidevice.transports.base.protocol import Backend
+from multidevice.sharding.reshard import TeamOf
+from multidevice.transports.base.protocol import Backend, RedOp
 
 N, PART = 3, 4
 

@@ -23,9 +23,10 @@ from hostir import (
     Stream,
     Synchronize,
 )
-from hostir.ir.ops import Communication, TeamOf, Wait
+from hostir.ir.ops import Communication, Wait
 from multidevice.job.communicator import Communicator
 from multidevice.job.simulation import simulate
+from multidevice.sharding.reshard import TeamOf
 from tests.support.host_programs import Case, build_for, out, tensor
 
 Build = Callable[..., tuple[TensorView, ...]]

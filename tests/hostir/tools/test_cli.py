@@ -12,7 +12,7 @@ from fuser import FusionDefinition, ParallelType
 from fuser.multidevice import DeviceMesh
 from fuser.support.errors import InputError, ParseError, ShardingError
 from hostir import HostIrContainer
-from hostir.ir.ops import Allocate, Communication, TeamOf, Wait
+from hostir.ir.ops import Allocate, Communication, Wait
 from hostir.ir.parser import parse, read_program
 from hostir.ir.program import SHORT_FORM, equal
 from hostir.lowering.input_class import size_symbols
@@ -20,6 +20,7 @@ from hostir.passes.deallocation import PASSES
 from hostir.tools.cli import main
 from hostir.tools.run_text import summaries
 from multidevice.sharding.queries import local_sizes
+from multidevice.sharding.reshard import TeamOf
 from tests.support.host_programs import CASES, build, expected
 from tests.support.stream_programs import PROGRAMS
 

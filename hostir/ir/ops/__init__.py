@@ -1,0 +1,105 @@
+"""The ops that exist only in host programs; the fusion IR's tensor ops stand beside them.
+
+Question: what does an op of a host program hold, and what does it do?
+Imports: `hostir.ir.effects`, `hostir.ir.shard_layout`, `fuser.ir`, `multidevice.sharding`.
+Each op is declared once: fields, text, and effects, from which verification, liveness and the race
+check derive. Files, in reading order:
+
+- `base`: the base of all host ops, and the check of their fields.
+- `local`: buffers and their names, work on the device, streams, control flow.
+- `transfers`: what moves data between ranks, and the waits for it.
+"""
+
+from __future__ import annotations
+
+from fuser.ir.op import Op
+from hostir.ir.ops.base import NUMBER_OF_STREAMS, RANK, HostOp, complete_fields
+from hostir.ir.ops.local import (
+    Allocate,
+    Deallocate,
+    ForLoop,
+    GetCurrentStream,
+    HirAliasSelect,
+    IfThenElse,
+    LaunchKernel,
+    LocalSlice,
+    PostOnStream,
+    SetCurrentStream,
+    ShardByStream,
+    StreamOp,
+    SymmetricContiguousView,
+    Synchronize,
+    is_computed,
+    loop_index,
+    stream_cut,
+)
+from hostir.ir.ops.transfers import (
+    AT_ROOT,
+    COLLECTIVES,
+    LIBRARIES,
+    PEER_COPIES,
+    REDUCING,
+    ROOTED,
+    TRANSFER_KINDS,
+    AxisOrder,
+    CollectivePermute,
+    Communication,
+    EndCoalescing,
+    P2PCommunication,
+    ShareMemHandles,
+    StartCoalescing,
+    StartsCommunication,
+    TransferKind,
+    Wait,
+    library_name,
+)
+
+# Every op that only host programs have, in order of declaration; what has subclasses is no op.
+HOST_OPS: tuple[type[HostOp], ...] = tuple(
+    cls
+    for cls in Op.REGISTRY.values()
+    if issubclass(cls, HostOp) and cls is not HostOp and not cls.__subclasses__()
+)
+
+__all__ = [
+    "AT_ROOT",
+    "COLLECTIVES",
+    "HOST_OPS",
+    "LIBRARIES",
+    "NUMBER_OF_STREAMS",
+    "PEER_COPIES",
+    "RANK",
+    "REDUCING",
+    "ROOTED",
+    "TRANSFER_KINDS",
+    "Allocate",
+    "AxisOrder",
+    "CollectivePermute",
+    "Communication",
+    "Deallocate",
+    "EndCoalescing",
+    "ForLoop",
+    "GetCurrentStream",
+    "HirAliasSelect",
+    "HostOp",
+    "IfThenElse",
+    "LaunchKernel",
+    "LocalSlice",
+    "P2PCommunication",
+    "PostOnStream",
+    "SetCurrentStream",
+    "ShardByStream",
+    "ShareMemHandles",
+    "StartCoalescing",
+    "StartsCommunication",
+    "StreamOp",
+    "SymmetricContiguousView",
+    "Synchronize",
+    "TransferKind",
+    "Wait",
+    "complete_fields",
+    "is_computed",
+    "library_name",
+    "loop_index",
+    "stream_cut",
+]

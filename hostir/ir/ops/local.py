@@ -1,0 +1,407 @@
+"""The host ops of one rank: buffers and their names, work on the device, streams, control flow.
+
+A host program is not in SSA form: an op writes a tensor that `Allocate` made, or that is a name of
+another's buffer. So `out` of a library op is a destination, and `out` of a view op is a new name
+for its input. Indices are scalar expressions over loop indices, `rank` and `numberOfStreams`: one
+text holds for all ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from functools import cached_property
+
+from fuser.ir.domain.tensor_domain import IterDomain
+from fuser.ir.dtypes import DataType
+from fuser.ir.fusion import TensorOp, TensorView, Variant
+from fuser.ir.naming import axis_words
+from fuser.ir.op import Op, attr, operand, operands, region, result, results
+from fuser.ir.scalar import constructors as sc
+from fuser.ir.scalar.constructors import Scalar, ScalarLike, Symbol
+from fuser.ir.types import DEVICE_TYPES, MemoryType, ParallelType
+from fuser.support.errors import VerifyError
+from hostir.ir.effects import (
+    Captures,
+    Effect,
+    Enters,
+    Frees,
+    Joins,
+    Makes,
+    Part,
+    Reads,
+    Shows,
+    Stream,
+    Writes,
+)
+from hostir.ir.ops.base import HostOp
+from hostir.ir.shard_layout import allocated_elements
+from multidevice.sharding.placement import placement
+from multidevice.sharding.reshard import TeamOf
+from multidevice.sharding.streams import stream_axis
+
+
+# ------------------------------------------------------------------ buffers
+class Allocate(HostOp):
+    """Makes a buffer for the local shard of `buffer`; for that of one step of a stream loop, if
+    its allocation has a stream axis, of which `stream_index` is the step."""
+
+    buffer: TensorView = result()
+    zero_init: bool = attr(default=False)
+    stream_index: Scalar | None = operand(default=None, kw_only=True)
+    OLDER = ("{buffer} = ALLOCATE(mem_type={mem_type}, zero_init={zero_init})",)
+
+    def template(self) -> str:
+        return _allocate_template(self.stream_index is not None)
+
+    @classmethod
+    def variants(cls) -> Iterator[Variant]:
+        yield {"stream_index": None}, _allocate_template(False)
+        yield {}, _allocate_template(True)
+
+    @property
+    def mem_type(self) -> str:
+        return self.buffer.memory.text
+
+    @property
+    def size(self) -> Scalar:
+        """The number of elements of the local shard, or of a step's block that is not the last."""
+        return allocated_elements(self.buffer, per_step=self.stream_index is not None)
+
+    def effects(self) -> tuple[Effect, ...]:
+        return (Makes(self.buffer, is_filled=self.zero_init),)
+
+    def verify(self) -> None:
+        if self.buffer.memory not in (MemoryType.global_, MemoryType.symmetric):
+            raise VerifyError(
+                f"{self.buffer} is not in global memory, but {self.buffer.memory.text}"
+            )
+
+
+def _allocate_template(has_index: bool) -> str:
+    index = ", stream_index={stream_index}" if has_index else ""
+    return (
+        "{buffer} = ALLOCATE(buffer={buffer}, mem_type={mem_type}, size={size}, "
+        "zero_init={zero_init}, resets_to_zero=false" + index + ")"
+    )
+
+
+class Deallocate(HostOp):
+    """Gives up the buffer; no later op may use it or a view of it."""
+
+    buffer: TensorView = operand()
+    TEXT = "Deallocate {\n  {buffer}\n}"
+
+    def effects(self) -> tuple[Effect, ...]:
+        return (Frees(self.buffer),)
+
+
+# ------------------------------------------------------------------ launches
+class LaunchKernel(HostOp):
+    """Runs the kernel of group `group` on the current stream; `outs` are allocated or aliases."""
+
+    ins: tuple[TensorView | Scalar, ...] = operands()
+    outs: tuple[TensorView, ...] = results()
+    group: int = attr()
+    TEXT = "LaunchKernel(\n  Group ID: {group},\n  Inputs: {ins},\n  Outputs: {outs},\n)"
+
+    def effects(self) -> tuple[Effect, ...]:
+        return _computes(self.ins, self.outs)
+
+
+class PostOnStream(HostOp):
+    """Runs the host unit of number `unit`, a fusion of its own, on the current stream.
+
+    `outs` are written where they have a buffer, and made where they have none.
+    """
+
+    ins: tuple[TensorView | Scalar, ...] = operands()
+    outs: tuple[TensorView, ...] = results()
+    unit: int = attr()
+    MAKES_RESULTS = True
+    TEXT = "PostOnStream (HostUnit{unit}, Inputs:{ins}, Outputs:{outs})"
+
+    def effects(self) -> tuple[Effect, ...]:
+        return _computes(self.ins, self.outs)
+
+
+def _computes(
+    ins: tuple[TensorView | Scalar, ...], outs: tuple[TensorView, ...]
+) -> tuple[Effect, ...]:
+    reads = [Reads(v) for v in ins if isinstance(v, TensorView)]
+    return (*reads, *map(Writes, outs))
+
+
+# ------------------------------------------------------------------ slices
+class LocalSlice(HostOp):
+    """Copies this rank's part of the replicated `inp`: no communication.
+
+    `axis` counts the logical axes without reductions; the part is the rank's coordinate along
+    `ptype` in the mesh of `out`.
+    """
+
+    out: TensorView = result()
+    inp: TensorView = operand()
+    axis: int = attr()
+    ptype: ParallelType = attr()
+    TEXT = "{out}\n   = LocalSlice( {inp}, axis = {axis}, parallelType = {ptype} )"
+
+    def effects(self) -> tuple[Effect, ...]:
+        return (Reads(self.inp), Writes(self.out))
+
+    def verify(self) -> None:
+        mesh = self.out.mesh
+        if mesh is None or mesh.size_of(self.ptype) < 2:
+            raise VerifyError(f"LocalSlice: {self.out} has no {self.ptype.text} to slice along")
+        if not 0 <= self.axis < self.inp.ndim:
+            raise VerifyError(
+                f"LocalSlice: there is no axis {self.axis} of {self.inp}, which has {self.inp.ndim}"
+            )
+        if self.inp.dtype() is not self.out.dtype():
+            raise VerifyError(
+                f"LocalSlice: it writes {self.inp} into {self.out}, which has another dtype"
+            )
+
+
+class HirAliasSelect(HostOp):
+    """Names element `index` of `inp` along its logical axis `axis`, which `out` lacks.
+
+    A reduction axis is kept: `out` is then `inp` itself. An axis of local size 1 (a device axis, a
+    broadcast) has one element, whatever the index.
+    """
+
+    out: TensorView = result()
+    inp: TensorView = operand()
+    axis: IterDomain = attr()
+    index: Scalar = operand()
+    TEXT = "{out}\n   = HirAliasSelect( {inp}, axis = {axis}, index = {index} )"
+    OLDER = ("{out}\n   = select( {inp}, axis = {axis}, index = {index} )",)
+
+    @property
+    def position(self) -> int | None:
+        """The axis's place among the logical axes without reductions; None for a reduction."""
+        kept = [a.number for a in self.inp.domain.no_reductions]
+        return kept.index(self.axis.number) if self.axis.number in kept else None
+
+    def effects(self) -> tuple[Effect, ...]:
+        at = self.position
+        return (Shows(self.out, self.inp, None if at is None else Part(at, self.index)),)
+
+    def verify(self) -> None:
+        if self.axis not in self.inp.domain.logical:
+            raise VerifyError(
+                f"HirAliasSelect: {self.inp} has not the axis that is selected along"
+                f"\nin the IR: {self.axis}"
+            )
+        lost = 0 if self.position is None else 1
+        if self.out.ndim != self.inp.ndim - lost:
+            which = axis_words(self.inp, self.axis)
+            raise VerifyError(
+                f"HirAliasSelect: {self.out} has {self.out.ndim} axes, expected "
+                f"{self.inp.ndim - lost}, those of {self.inp} without {which}"
+            )
+        # An axis of local size 1 has one element, whatever the index.
+        if lost and not (self.axis.is_broadcast or self.axis.is_device):
+            which = axis_words(self.inp, self.axis)
+            check_index("HirAliasSelect", self.index, self.axis.extent, which)
+
+
+class ShardByStream(HostOp):
+    """Names chunk `stream_index` of `inp` along the axis that the stream axis of `out` cuts.
+
+    Chunks are equal, rounded up: the last ones may be short or empty.
+    """
+
+    out: TensorView = result()
+    inp: TensorView = operand()
+    stream_index: Scalar = operand()
+    TEXT = "{out} = ShardByStream({inp}, stream_index={stream_index})"
+    OLDER = ("{out} = ShardByStream({inp}, stream_index = {stream_index})",)
+
+    @property
+    def part(self) -> Part:
+        position, count = stream_cut(self.out)
+        return Part(position, self.stream_index, count)
+
+    def effects(self) -> tuple[Effect, ...]:
+        return (Shows(self.out, self.inp, self.part),)
+
+    def verify(self) -> None:
+        if self.out.ndim != self.inp.ndim:
+            raise VerifyError(f"ShardByStream: {self.out} and {self.inp} differ in rank")
+        position, chunks = stream_cut(self.out)
+        check_index("ShardByStream", self.stream_index, chunks, f"axis {position} of {self.out}")
+
+
+def check_index(op: str, index: Scalar, extent: Scalar, where: str) -> None:
+    """Raise `VerifyError` for an index that is constant and outside; others are for the run."""
+    at, size = sc.int_value(index), sc.int_value(extent)
+    if at is not None and (at < 0 or (size is not None and size > 1 and at >= size)):
+        raise VerifyError(f"{op}: index {at} is outside of {where}, which has {extent}")
+
+
+def stream_cut(tv: TensorView) -> tuple[int, Scalar]:
+    """Return the logical position (reductions left out) that the stream axis of `tv` cuts, and into
+    how many chunks. Raises `VerifyError` when there is none."""
+    axis = stream_axis(tv)
+    if axis is None:
+        raise VerifyError(f"{tv} has no stream axis")
+    return axis.position, axis.count
+
+
+class SymmetricContiguousView(HostOp):
+    """Names all shards of `inp`, which lies in symmetric memory, as one tensor, back to back.
+
+    Where several ranks have shards they meet here, and where the view is given up: what each has
+    written before the one is seen, and what it writes after the other is not. Between, nobody
+    writes.
+    """
+
+    out: TensorView = result()
+    inp: TensorView = operand()
+    TEXT = "{out} = SymmetricContiguousView({inp})"
+
+    @cached_property
+    def team(self) -> TeamOf | None:
+        """The ranks whose shards it shows, where they are several: those that share `inp`."""
+        mesh, cuts = self.inp.mesh, placement(self.inp, DEVICE_TYPES)
+        along = {cut.ptype for mine in cuts for cut in mine}
+        if mesh is None or not along:
+            return None
+        team = TeamOf(mesh, tuple(p for p in DEVICE_TYPES if p in along))
+        return team if team.size > 1 else None
+
+    def effects(self) -> tuple[Effect, ...]:
+        reads = () if self.team is None else (Reads(self.inp),)
+        return (*reads, Shows(self.out, self.inp))
+
+    def verify(self) -> None:
+        if self.inp.memory is not MemoryType.symmetric:
+            raise VerifyError(f"SymmetricContiguousView: {self.inp} is not in symmetric memory")
+        if self.team is None:
+            return
+        if self.out.mesh != self.inp.mesh or self.out.domain.has_devices:
+            raise VerifyError(
+                f"SymmetricContiguousView: {self.out} is on every rank of the mesh of {self.inp}, "
+                f"and spread over none: expected {self.inp.mesh}, found {self.out.mesh}"
+                + (", spread over devices" if self.out.domain.has_devices else "")
+            )
+
+
+# ------------------------------------------------------------------ streams
+class StreamOp(HostOp):
+    """Base of the ops that name a stream."""
+
+    stream: Stream = attr(kw_only=False)
+
+    @property
+    def scalars(self) -> tuple[Scalar, ...]:
+        return () if self.stream.index is None else (self.stream.index,)
+
+
+class SetCurrentStream(StreamOp):
+    """What follows runs on `stream`."""
+
+    stream: Stream = attr(kw_only=False)
+    TEXT = "SetCurrentStream(Stream {stream})"
+    OLDER = ("SetCurrentStream to Stream {stream}",)
+
+    def effects(self) -> tuple[Effect, ...]:
+        return (Enters(self.stream),)
+
+
+class GetCurrentStream(StreamOp):
+    """The stream's name means the current stream from now on."""
+
+    stream: Stream = attr(kw_only=False)
+    TEXT = "Stream {stream} = GetCurrentStream()"
+    OLDER = ("GetCurrentStream into Stream {stream}",)
+
+    def effects(self) -> tuple[Effect, ...]:
+        return (Captures(self.stream),)
+
+    def verify(self) -> None:
+        if self.stream.index is not None:
+            raise VerifyError(f"GetCurrentStream: Stream {self.stream} is a numbered stream")
+
+
+class Synchronize(StreamOp):
+    """The current stream waits for all that `stream` has been given so far; the host goes on."""
+
+    stream: Stream = attr(kw_only=False)
+    TEXT = "Synchronize(Stream {stream})"
+    OLDER = ("Synchronize Stream {stream}",)
+
+    def effects(self) -> tuple[Effect, ...]:
+        return (Joins(self.stream),)
+
+
+# ------------------------------------------------------------------ control flow
+# What the parser reads as the definition of an index.
+Index = Symbol
+
+
+def loop_index(name: str, start: ScalarLike, stop: ScalarLike) -> Symbol:
+    """Return the index of a loop: its range is that of the loop."""
+    return Symbol(name, DataType.Index, lo=sc.int_value(start) or 0, hi=sc.sub(stop, 1))
+
+
+class ForLoop(HostOp):
+    """Runs `body` for index = start, start + step, ... below stop.
+
+    With `axis`, the loop runs over all of that axis of some tensor, and says so.
+    """
+
+    index: Index = attr()
+    axis: IterDomain | None = attr(default=None)
+    start: Scalar = operand(default=sc.ZERO, kw_only=True)
+    stop: Scalar = operand(default=None, kw_only=True)
+    step: Scalar = operand(default=sc.ONE, kw_only=True)
+    body: tuple[Op, ...] = region()
+
+    def __post_init__(self) -> None:
+        if isinstance(self.axis, IterDomain):
+            object.__setattr__(self, "stop", self.axis.extent)
+        super().__post_init__()
+
+    def template(self) -> str:
+        return _loop_template(self.axis is not None, self.step is not sc.ONE)
+
+    @classmethod
+    def variants(cls) -> Iterator[Variant]:
+        yield {"start": sc.ZERO, "step": sc.ONE}, _loop_template(True, False)
+        yield {"axis": None}, _loop_template(False, True)
+        yield {"axis": None, "step": sc.ONE}, _loop_template(False, False)
+
+    def effects(self) -> tuple[Effect, ...]:
+        return ()
+
+    def verify(self) -> None:
+        if sc.int_value(self.step) is not None and sc.int_value(self.step) < 1:  # pyright: ignore[reportOptionalOperand]
+            raise VerifyError(f"its step is {self.step}, expected at least 1")
+
+
+def _loop_template(has_axis: bool, has_step: bool) -> str:
+    if has_axis:
+        return "FOR {index} in {axis}:{body}"
+    return "FOR {index} from {start} to {stop}" + (" step {step}" if has_step else "") + ":{body}"
+
+
+class IfThenElse(HostOp):
+    """Runs `then` where `predicate` holds on this rank, else `orelse`."""
+
+    predicate: Scalar = operand()
+    then: tuple[Op, ...] = region()
+    orelse: tuple[Op, ...] = region(head="ELSE:", default=())
+    TEXT = "IF Manual {predicate}:{then}{orelse}"
+
+    def effects(self) -> tuple[Effect, ...]:
+        return ()
+
+
+def is_computed(op: Op, effects: Iterable[Effect]) -> bool:
+    """Whether an op with these effects is work for the device, rather than a name, room in memory,
+    a communication or an order of streams."""
+    if isinstance(op, Allocate):
+        return op.zero_init
+    is_work = isinstance(op, TensorOp | LaunchKernel | LocalSlice | PostOnStream)
+    return is_work and not any(isinstance(e, Shows) for e in effects)
