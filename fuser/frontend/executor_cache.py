@@ -48,8 +48,8 @@ from fuser.support.arguments import checked
 from fuser.support.device import VECTOR_BYTES
 from fuser.support.dumps import Dump
 from fuser.support.errors import FuserError, user_code, warn
-from fuser.support.gc_pause import uncollected
 from fuser.support.inputs import device_of, flatten
+from fuser.support.locks import uncollected
 from fuser.support.lru import Recent
 from fuser.support.options import EFFECTS, Settings
 from fuser.support.record import record
@@ -57,7 +57,8 @@ from hostir.analysis.sliced_inputs import sliced_inputs
 from hostir.cost.machine_model import H200, find_machine, machine_of
 from hostir.cost.overlap_search import FORCED, MARGIN, NoOverlap, Overlaps
 from hostir.ir.ops import PEER_COPIES
-from hostir.ir.program import NOTES, HostIrContainer, dumped
+from hostir.ir.printer import NOTES, dumped
+from hostir.ir.program import HostIrContainer
 from hostir.lowering.input_class import Classifier, InputClass
 from hostir.lowering.params import DEFAULT, LowerParams
 from hostir.lowering.pipeline import Built, build_program

@@ -29,7 +29,8 @@ from fuser.support.locks import make_reentrant_lock
 from fuser.support.lru import Recent
 from fuser.support.options import Settings
 from hostir.cost.overlap_search import NoOverlap, Overlaps
-from hostir.ir.program import HostIrContainer, KernelGroup
+from hostir.ir.ops import KernelGroup
+from hostir.ir.program import HostIrContainer
 from hostir.passes.memory_hints import CacheReuse, second_reads
 from hostir.runtime.evaluator import Known, ProgramEvaluator
 from hostir.runtime.kernels import StepKernels, make_kernel_executor

@@ -17,7 +17,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import field
 from enum import Enum
 from textwrap import indent
@@ -223,6 +223,14 @@ class Op:
 
     def __str__(self) -> str:
         return op_text(self)
+
+
+def walk(ops: Sequence[Op]) -> Iterator[Op]:
+    """Yield ops in program order, those of regions after the op that owns them."""
+    for op in ops:
+        yield op
+        for region in op.regions:
+            yield from walk(region)
 
 
 # ---------------------------------------------------------------- text

@@ -14,7 +14,7 @@ import torch
 
 from fuser.frontend.profiler import get_fusion_profile, reset_profiler
 from fuser.support.errors import ExecutionError, UnsupportedError
-from hostir.profiling.cupti import Activity, read_profile
+from hostir.profiling.timers import Activity, read_profile
 
 __all__ = ["CuptiProfiler", "CuptiTimer", "FusionProfileTimer", "Timer"]
 

@@ -20,8 +20,7 @@ from fuser.runtime.compiled_kernel import LaunchCall
 from fuser.runtime.cuda_kernel import address_of, bind_primary_context, load_driver
 from fuser.runtime.graph_memory import relaxed
 from fuser.support.errors import KernelError
-from fuser.support.gc_pause import uncollected
-from fuser.support.locks import make_lock
+from fuser.support.locks import make_lock, uncollected
 from fuser.support.torch_calls import is_backward
 
 if TYPE_CHECKING:

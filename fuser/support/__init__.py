@@ -12,7 +12,7 @@ Files, in reading order:
 - `device`: what a device is: limits, sizes of caches, vector width.
 - `kernel_source`: the text of a kernel with its parameters, as the runtime takes it.
 - `torch_calls`: calls of torch that differ between its versions or devices.
-- `locks`, `gc_pause`, `lru`: one lock per key; a pause of Python's garbage collection; a bounded
+- `locks`, `lru`: locks that survive a fork, and a pause of Python's garbage collection; a bounded
   cache.
 - `options`, `dumps`: the environment variables, in one typed table; what FUSER_DUMP prints, and
   where to.

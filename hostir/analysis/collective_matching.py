@@ -63,7 +63,8 @@ from hostir.ir.ops import (
     StartCoalescing,
     SymmetricContiguousView,
 )
-from hostir.ir.program import HostIrContainer, has_communications
+from hostir.ir.program import HostIrContainer
+from hostir.ir.queries import has_communications
 from multidevice.sharding.reshard import TeamOf
 
 SIZES = "sizes do not fit"

@@ -23,6 +23,7 @@ from hostir.analysis.deadlocks import Teams
 from hostir.analysis.races import LEFT, NOT_JOINED, OUT_OF_RANGE, RACE, find_races
 from hostir.analysis.rank_values import Array, PerRank, RankValues, np
 from hostir.analysis.stream_chains import find_chains
+from hostir.ir import queries
 from hostir.ir.diagnostics import Finding, refuse, report
 from hostir.ir.ops import NUMBER_OF_STREAMS, RANK, Communication, ForLoop, IfThenElse, Synchronize
 from hostir.ir.program import HostIrContainer, walk
@@ -72,7 +73,7 @@ def check_before_run(
     """
     checks = _checked.get(program)
     if checks is None:
-        steering = {NUMBER_OF_STREAMS, *program.steering()} - {RANK}
+        steering = {NUMBER_OF_STREAMS, *queries.steering(program)} - {RANK}
         known = tuple(s for s in values if s in steering)
         checks = _checked[program] = _Checks(known, Recent(MAX_CHECKED))
     done = checks.done

@@ -68,7 +68,8 @@ from hostir.ir.ops import (
     StartsCommunication,
     stream_cut,
 )
-from hostir.ir.program import HostIrContainer, has_streams, only_allocates, walk
+from hostir.ir.program import HostIrContainer, walk
+from hostir.ir.queries import has_streams, only_allocates
 from hostir.ir.shape_rules import check_results
 from multidevice.sharding.queries import local_sizes
 from multidevice.sharding.reshard import position_map

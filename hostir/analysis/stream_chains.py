@@ -19,7 +19,8 @@ from hostir.analysis.races import Walker
 from hostir.ir.diagnostics import Finding, Site
 from hostir.ir.effects import Joins
 from hostir.ir.ops import ForLoop, IfThenElse
-from hostir.ir.program import HostIrContainer, has_streams, walk
+from hostir.ir.program import HostIrContainer, walk
+from hostir.ir.queries import has_streams
 
 CHAINED = "steps are chained"
 

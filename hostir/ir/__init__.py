@@ -6,11 +6,13 @@ Files, in reading order:
 
 - `effects`: what an op reads, writes, allocates, starts and waits for.
 - `ops`: a folder: the declarations of all host ops.
-- `program`: `HostIrContainer`: the program, building by hand, queries, text.
+- `builder`, `printer`: a program built by hand, op by op; its text.
+- `program`: `HostIrContainer`: the program, which has both.
+- `queries`: questions about a whole program.
 - `parser`: text to program.
 - `shard_layout`: sizes and strides of a device's shard.
 - `buffer_aliasing`: which tensors share a buffer, and what may be computed in place.
 - `shape_rules`: which shapes an op demands.
 - `verifier`: the structure of a program, on all paths.
-- `diagnostics`, `diff`: findings with their lines; the difference of two programs.
+- `diagnostics`: findings with their lines.
 """

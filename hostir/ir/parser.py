@@ -25,8 +25,17 @@ from fuser.ir.types import DEVICE_TYPES, ParallelType
 from fuser.support.errors import InputError, ParseError
 from fuser.support.text_cursor import Cursor
 from hostir.ir.effects import STREAM_NAME, Stream
-from hostir.ir.ops import COLLECTIVES, HOST_OPS, NUMBER_OF_STREAMS, RANK, TRANSFER_KINDS, loop_index
-from hostir.ir.program import NOTES, HostIrContainer, KernelGroup, unit_line
+from hostir.ir.ops import (
+    COLLECTIVES,
+    HOST_OPS,
+    NUMBER_OF_STREAMS,
+    RANK,
+    TRANSFER_KINDS,
+    KernelGroup,
+    loop_index,
+)
+from hostir.ir.printer import NOTES, unit_line
+from hostir.ir.program import HostIrContainer
 from multidevice.sharding.reshard import TeamOf
 from multidevice.transports.base.protocol import RED_OPS
 

@@ -55,8 +55,10 @@ from hostir.ir.ops import (
     Synchronize,
     Wait,
 )
-from hostir.ir.program import HostIrContainer, dropped_axes_of, only_allocates, walk
+from hostir.ir.program import HostIrContainer, walk
+from hostir.ir.queries import only_allocates
 from hostir.ir.shape_rules import check_buffers, check_results
+from multidevice.sharding.streams import dropped_axes_of
 
 
 def verify(program: HostIrContainer, *, after: str = "construction") -> None:

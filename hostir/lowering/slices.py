@@ -21,11 +21,11 @@ from fuser.ir.scalar.constructors import Scalar, Symbol
 from fuser.ir.types import DEVICE_TYPES, MemoryType, ParallelType
 from hostir.analysis.rank_values import np
 from hostir.ir.ops import NUMBER_OF_STREAMS, RANK, LaunchKernel, PostOnStream
-from hostir.ir.program import HostIrContainer, dropped_axes_of
+from hostir.ir.program import HostIrContainer
 from multidevice.sharding.passes.finalize import parallel_axes_to_front, shard_allocation
 from multidevice.sharding.passes.localize import is_block
 from multidevice.sharding.placement import Cuts, add_cuts, clone_domain, placement, unparallelize
-from multidevice.sharding.streams import StreamAxis, stream_axes
+from multidevice.sharding.streams import StreamAxis, dropped_axes_of, stream_axes
 
 # Of so many mesh axes it is remembered where ranks are along them.
 MAX_MESHES = 256

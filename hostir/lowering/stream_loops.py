@@ -47,6 +47,7 @@ from hostir.ir.ops import (
     GetCurrentStream,
     HirAliasSelect,
     IfThenElse,
+    KernelGroup,
     LaunchKernel,
     LocalSlice,
     P2PCommunication,
@@ -58,7 +59,6 @@ from hostir.ir.ops import (
     Wait,
     loop_index,
 )
-from hostir.ir.program import KernelGroup, dropped_axes_of
 from hostir.lowering.params import LowerParams
 from hostir.lowering.random_offsets import with_places
 from hostir.lowering.slices import (
@@ -89,6 +89,7 @@ from multidevice.sharding.reshard import (
 from multidevice.sharding.streams import (
     StreamAxis,
     StreamLoops,
+    dropped_axes_of,
     is_allocated_per_step,
     is_in_step,
     scatters_steps,

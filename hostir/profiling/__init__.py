@@ -4,9 +4,9 @@ Question: where did the time of a run go?
 Imports: every room of `hostir` but `tools`.
 Files, in reading order:
 
-- `timers`: the ways to time a step: the host's clock, CUDA events, CUPTI.
+- `timers`: the ways to time a step: the host's clock, CUDA events, CUPTI through torch's
+  profiler.
 - `op_recorder`: steps recorded with the ops that they carry out.
-- `cupti`: kernels and copies from torch's profiler.
 - `timeline`: a trace: its events, report and file format.
 - `tracer`: a trace taken on all ranks; `HostIrEvaluator`.
 - `profiler`: a profile of one call.

@@ -16,7 +16,7 @@ import torch
 
 from fuser.ir.binding import Contents, signature_of
 from fuser.ir.dtypes import is_inexact
-from fuser.ir.fusion import TensorView, Value
+from fuser.ir.fusion import TensorOp, TensorView, Value
 from fuser.ir.scalar.constructors import Symbol
 from fuser.ir.types import MemoryType
 from fuser.runtime import compiled_runner
@@ -35,23 +35,19 @@ from fuser.support.inputs import flatten, torch_device
 from fuser.support.locks import make_lock
 from fuser.support.lru import Recent
 from fuser.support.options import Settings
+from hostir.ir import queries
 from hostir.ir.buffer_aliasing import Storage
 from hostir.ir.ops import (
     NUMBER_OF_STREAMS,
     PEER_COPIES,
     RANK,
     EndCoalescing,
+    ForLoop,
+    KernelGroup,
     P2PCommunication,
     StartCoalescing,
 )
-from hostir.ir.program import (
-    HostIrContainer,
-    KernelGroup,
-    has_communications,
-    has_streams,
-    unlowered,
-    walk,
-)
+from hostir.ir.program import HostIrContainer, walk
 from hostir.ir.verifier import verify
 from hostir.lowering.params import check_number_of_streams
 from hostir.passes.memory_hints import second_reads
@@ -122,12 +118,7 @@ class ProgramEvaluator:
         program.check_full()
         check_number_of_streams(number_of_streams, of=_NAME)
         verify(program)
-        whole = unlowered(program)
-        if whole is not None:
-            raise VerifyError(
-                f"{whole.name}: {whole.out_tensor} has a stream axis, and no loop steps over it: "
-                f"hostir.lower_streams(program) makes the loops{user_code(whole.where)}"
-            )
+        check_lowered(program)
         program.seal()
         self.program = program
         self._storage = Storage.of(program)
@@ -138,17 +129,17 @@ class ProgramEvaluator:
         self._late_lock = make_lock()
         # With streams held back, the run itself shows what is missing.
         self._is_checked = late_stream is None and (
-            has_streams(program) or has_communications(program)
+            queries.has_streams(program) or queries.has_communications(program)
         )
         self._binder = InputBinder(program.values)
-        self._exact = ExactNumbers(program.computations(), program.inputs)
-        self.free = program.free_inputs()
+        self._exact = ExactNumbers(queries.computations(program), program.inputs)
+        self.free = queries.free_inputs(program)
         self._device = None if device is None else torch_device(device)
         self._runners: dict[int, KernelRunner] = {}
         self._arenas: dict[torch.device, Arenas] = {}
         self._patterns: dict[torch.device, Pattern] = {}
         # A class of inputs does not know the values of floats.
-        self._is_replayed = all(not is_inexact(s.dtype) for s in program.steering())
+        self._is_replayed = all(not is_inexact(s.dtype) for s in queries.steering(program))
         self._is_prepared = False
         self._known: Recent[object, Known] = Recent(MAX_PLANS, on_drop=lambda known: known.forget())
         if communicator is not None or program.devices():
@@ -641,6 +632,23 @@ def read_late_stream(late: str | int | None) -> str | int | None:
     if not is_number and late not in (None, "all", "entry"):
         raise ExecutionError(f"late_stream={late!r}: the number of a stream, 'entry' or 'all'")
     return late
+
+
+def check_lowered(program: HostIrContainer) -> None:
+    """Raise `VerifyError` for an op whose result has a stream axis in a program without loops."""
+    ops = list(walk(program.ops))
+    if any(isinstance(op, ForLoop) for op in ops):
+        return
+    for op in ops:
+        if isinstance(op, TensorOp) and _has_stream(op.out_tensor):
+            raise VerifyError(
+                f"{op.name}: {op.out_tensor} has a stream axis, and no loop steps over it: "
+                f"hostir.lower_streams(program) makes the loops{user_code(op.where)}"
+            )
+
+
+def _has_stream(tv: TensorView) -> bool:
+    return any(a.is_stream and not a.is_reduction() for a in tv.domain.loop)
 
 
 def check_grouped(program: HostIrContainer) -> None:

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from fuser.kernels.executor import FusedKernelExecutor, KernelLaunch
     from fuser.kernels.kernel_variant import Lowered
     from fuser.support.options import Settings
-    from hostir.ir.program import KernelGroup
+    from hostir.ir.ops import KernelGroup
 
 Sizes = Mapping[Symbol, int]
 

@@ -10,6 +10,7 @@ import torch
 from fuser.ir.fusion import TensorView, Value
 from fuser.ir.op import Op, op_text
 from fuser.ir.scalar.constructors import Number, Symbol
+from hostir.ir.printer import meaning_text
 from hostir.ir.program import HostIrContainer, walk
 from hostir.runtime.inputs import Argument
 from multidevice.job.agreement import Claim
@@ -115,7 +116,7 @@ def program_claim(
     loose = {program.inputs[i] for i in free}
     sizes = {s: v for s, v in values.items() if isinstance(v, int) and s not in loose}
     return claim_of(
-        (program.meaning_text(), *parts),
+        (meaning_text(program), *parts),
         input_names(program.inputs, ops),
         inputs,
         sizes,

@@ -93,6 +93,12 @@ def stream_axis(tv: TensorView) -> StreamAxis | None:
     return next(iter(stream_axes(tv)), None)
 
 
+def dropped_axes_of(tv: TensorView, rank: int) -> tuple[int, ...]:
+    """Return the axes of a kernel's operand `tv` that a slice of this rank lacks, in order."""
+    whole = sorted(s.position for s in stream_axes(tv) if s.is_logical)
+    return tuple(whole) if tv.ndim - rank == len(whole) else ()
+
+
 def block_extents(tv: TensorView, block: Block = "first") -> tuple[Scalar, ...]:
     """Return the symbolic shape of one step's block of a device's shard, without reductions.
 

@@ -9,11 +9,12 @@ text holds for all ranks.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 from functools import cached_property
 
 from fuser.ir.domain.tensor_domain import IterDomain
 from fuser.ir.dtypes import DataType
-from fuser.ir.fusion import TensorOp, TensorView, Variant
+from fuser.ir.fusion import Fusion, TensorOp, TensorView, Variant
 from fuser.ir.naming import axis_words
 from fuser.ir.op import Op, attr, operand, operands, region, result, results
 from fuser.ir.scalar import constructors as sc
@@ -96,6 +97,15 @@ class Deallocate(HostOp):
 
 
 # ------------------------------------------------------------------ launches
+@dataclass(frozen=True)
+class KernelGroup:
+    """A kernel as a fusion of global tensors, and the scheduler that accepts it."""
+
+    number: int
+    fusion: Fusion
+    scheduler: str
+
+
 class LaunchKernel(HostOp):
     """Runs the kernel of group `group` on the current stream; `outs` are allocated or aliases."""
 

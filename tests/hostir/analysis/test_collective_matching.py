@@ -350,7 +350,7 @@ def _exchange(
 
         def swap(peer: int, order: list[str]) -> None:
             for kind in order:
-                number = len(list(walk(hic.ops))) + len(hic._open) + peer * 50 + (kind == "send")
+                number = len(list(walk(hic.ops))) + 1 + peer * 50 + (kind == "send")
                 buffer = x if kind == "send" else y
                 hic.append(
                     P2PCommunication(buffer, peer, number=number, type=kind, backend="MPI"),

@@ -34,7 +34,8 @@ from hostir.analysis import races as race
 from hostir.analysis.races import find_races
 from hostir.analysis.stream_chains import find_chains
 from hostir.ir.diagnostics import Finding, line_numbers, report
-from hostir.ir.program import has_streams, walk
+from hostir.ir.program import walk
+from hostir.ir.queries import has_streams
 from hostir.ir.verifier import verify
 from tests.support.stream_programs import (
     N_STREAMS,

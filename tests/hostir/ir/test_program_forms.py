@@ -9,7 +9,8 @@ import pytest
 
 from fuser.ir.fusion import TensorView
 from fuser.support import options
-from hostir.ir.program import HostIrContainer, dumped, walk
+from hostir.ir.printer import dumped
+from hostir.ir.program import HostIrContainer, walk
 from hostir.tools.cli import main
 from tests.support.handmade_programs import EXAMPLES
 from tests.support.host_programs import CASES, build

@@ -25,10 +25,17 @@ from hostir import HostIrEvaluator
 from hostir.cost.report import Busy
 from hostir.ir.diagnostics import line_numbers
 from hostir.ir.ops import CollectivePermute, EndCoalescing, P2PCommunication
-from hostir.profiling.cupti import read_profile
 from hostir.profiling.op_recorder import TracedOp
 from hostir.profiling.timeline import RankTrace, Trace, run_times
-from hostir.profiling.timers import CuptiWatch, EventWatch, HostWatch, Round, Timed, clock
+from hostir.profiling.timers import (
+    CuptiWatch,
+    EventWatch,
+    HostWatch,
+    Round,
+    Timed,
+    clock,
+    read_profile,
+)
 from hostir.profiling.tracer import (
     aligned,
     ways_to_time,  # pyright: ignore[reportPrivateUsage]

@@ -16,7 +16,7 @@ import torch
 
 from fuser import DataType, FusionDefinition, ParallelType, multidevice, ops
 from fuser.runtime.captured_graphs import MAKERS
-from fuser.support.gc_pause import uncollected
+from fuser.support.locks import uncollected
 from fuser.support.torch_calls import arithmetic_choices
 from hostir import Allocate, HostIrContainer, HostIrEvaluator
 from hostir.runtime import cuda_graphs

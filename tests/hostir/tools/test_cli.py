@@ -14,7 +14,8 @@ from fuser.support.errors import InputError, ParseError, ShardingError
 from hostir import HostIrContainer
 from hostir.ir.ops import Allocate, Communication, Wait
 from hostir.ir.parser import parse, read_program
-from hostir.ir.program import SHORT_FORM, equal
+from hostir.ir.printer import SHORT_FORM
+from hostir.ir.program import equal
 from hostir.lowering.input_class import size_symbols
 from hostir.passes.deallocation import PASSES
 from hostir.tools.cli import main

@@ -1,0 +1,338 @@
+"""`ProgramBuilder`: what the methods of a program do that build it by hand, op by op.
+
+An op goes to the end of the innermost open region; `HostIrContainer` has its example.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Protocol
+
+from fuser.ir.domain.tensor_domain import IterDomain
+from fuser.ir.dtypes import DataType, DtypeLike, check_stored, check_supported
+from fuser.ir.fusion import Axis, Fusion, TensorOp, TensorView
+from fuser.ir.fusion_guard import FusionGuard
+from fuser.ir.naming import in_ir, in_words
+from fuser.ir.op import Op, walk
+from fuser.ir.scalar.constructors import ONE, Scalar, Symbol, as_scalar, const, is_int
+from fuser.ir.types import IterType, MemoryType
+from fuser.ops.building import same_extent
+from fuser.support.arguments import checked
+from fuser.support.errors import ArgumentError, DefinitionError, user_code, user_line
+from hostir.ir.ops import ForLoop, HirAliasSelect, HostOp, IfThenElse, loop_index
+
+
+class Buildable(Protocol):
+    """The parts of a program that grow while it is built."""
+
+    values: Fusion
+    ops: tuple[Op, ...]
+    units: Mapping[int, Fusion]
+
+
+class ProgramBuilder:
+    """Adds to one program what its user writes; has the ops of its open regions until they end."""
+
+    def __init__(self, program: Buildable) -> None:
+        self._program = program
+        # Innermost last.
+        self._open: list[list[Op]] = []
+        self._is_sealed = False
+
+    @property
+    def _values(self) -> Fusion:
+        return self._program.values
+
+    def seal(self) -> None:
+        """Let nothing more be added: an evaluator has this program."""
+        self._is_sealed = True
+
+    def _check_not_sealed(self, what: str) -> None:
+        if self._is_sealed:
+            raise DefinitionError(
+                f"{what}: an evaluator has this program already; build it whole before"
+            )
+
+    def enter(self) -> None:
+        """Let the ops that are defined from now on belong to the program."""
+        self._guard = FusionGuard(self._values)
+
+    def leave(self, error: object) -> None:
+        """End what `enter` began, by this error if there is one.
+
+        Raises `DefinitionError` for an op that was defined and stands nowhere in the program.
+        """
+        self._guard.close()
+        if error is not None:
+            return
+        standing = set(map(id, walk(self._program.ops)))
+        forgotten = next((op for op in self._values.exprs if id(op) not in standing), None)
+        if forgotten is not None:
+            made = forgotten.out_tensor
+            raise DefinitionError(
+                f"Op {forgotten.name} was defined{user_code(forgotten.where)}, but stands nowhere "
+                f"in the program: append {made.label}{in_ir(made)}"
+            )
+        self._values.exprs = ()
+
+    @checked
+    def tensor(
+        self,
+        shape: Sequence[Scalar | int],
+        dtype: DtypeLike = DataType.Float,
+        *,
+        mesh: object = None,
+        memory: MemoryType = MemoryType.global_,
+    ) -> TensorView:
+        """Return a new contiguous tensor; -1 is an extent of its own, 1 a broadcast.
+
+        `shape` is global: shard it with `outer_split` and `parallelize`, given a mesh.
+        Raises `DefinitionError` for an extent that is no size.
+        """
+        tv = self._values.new_tensor(
+            [self._axis(i, n) for i, n in enumerate(shape)],
+            check_stored(dtype, "tensor"),
+            memory=memory,
+        )
+        if mesh is not None:
+            tv.set_device_mesh(mesh)
+        return tv
+
+    def _axis(self, position: int, extent: Scalar | int) -> IterDomain:
+        if isinstance(extent, Scalar):
+            if not is_int(extent):
+                raise DefinitionError(f"tensor: axis {position} has the extent {extent}, no size")
+            return self._values.new_axis(extent)
+        if extent < -1:
+            raise DefinitionError(f"tensor: axis {position} has the extent {extent}, no size")
+        if extent == 1:
+            return self._values.new_axis(ONE, IterType.broadcast)
+        return self._values.new_axis(self._values.new_extent() if extent == -1 else const(extent))
+
+    @checked
+    def input(
+        self,
+        shape: Sequence[Scalar | int],
+        dtype: DtypeLike = DataType.Float,
+        *,
+        mesh: object = None,
+        memory: MemoryType = MemoryType.global_,
+    ) -> TensorView:
+        """Return a new tensor like `tensor`, as the next input."""
+        tv = self.tensor(shape, dtype, mesh=mesh, memory=memory)
+        self.add_input(tv)
+        return tv
+
+    @checked
+    def scalar(self, dtype: DtypeLike = DataType.Int) -> Symbol:
+        """Return a new number, as the next input."""
+        symbol = self._values.new_symbol(check_supported(dtype, "scalar"))
+        self.add_input(symbol)
+        return symbol
+
+    @checked
+    def add_input(self, value: TensorView | Symbol) -> None:
+        self._check_not_sealed("add_input")
+        if value in self._values.inputs:
+            raise DefinitionError(f"{value} is an input already")
+        if isinstance(value, TensorView) and value.memory is MemoryType.local:
+            value.give_memory()
+        self._values.inputs.append(value)
+
+    @checked
+    def add_output(self, tv: TensorView, alias_input: TensorView | None = None) -> None:
+        """Let the program return `tv`, or write it into an input; see `Fusion.add_output`."""
+        self._check_not_sealed("add_output")
+        if tv.memory is MemoryType.local:
+            tv.give_memory()
+        self._values.add_output(tv, alias_input)
+
+    @checked
+    def append(self, *ops: Op | TensorView, into: TensorView | None = None) -> None:
+        """Add ops at the end of the innermost open region.
+
+        A tensor stands for the ops that compute it, as far as they are not in the program yet; its
+        buffer, or whose name it is, may be stated before. The last op writes its result `into` a
+        tensor, an input among others, if there is one.
+
+        Raises `DefinitionError` for a result that does not have the shape and dtype of `into`.
+        """
+        last = ops[-1] if ops else None
+        for given in ops:
+            made = self._computing(given) if isinstance(given, TensorView) else [given]
+            if into is not None and given is last:
+                made[-1] = self._written_into(made[-1], into)
+            for op in made:
+                self._append(op)
+
+    def _written_into(self, op: Op, into: TensorView) -> Op:
+        """Return an op with another result, which stands for it among those defined here."""
+        results = op.fields_of("result")
+        out = getattr(op, results[0]) if len(results) == 1 else None
+        if not isinstance(op, TensorOp) or not isinstance(out, TensorView):
+            raise _refusal(f"append: {op.name} has no result to write into {into}", into)
+        if len(out.domain.logical) != out.ndim or out.domain.root_numbers:
+            like = "" if into.mesh is None else f" the mesh and the parallel types of {into}, and"
+            raise _refusal(
+                f"append: {op.name} cannot write into {into} itself: its result sums over axes, or "
+                f"makes them anew. Give {out}{like} a buffer (Allocate), append it, and then a set "
+                "of it",
+                into,
+                out,
+            )
+        differing = [
+            word
+            for word, mine, theirs in (
+                ("dtype", out.dtype(), into.dtype()),
+                ("number of axes", out.ndim, into.ndim),
+                ("mesh", out.mesh, into.mesh),
+            )
+            if mine != theirs
+        ]
+        if differing:
+            differ = " and ".join(differing)
+            raise _refusal(
+                f"append: {out} cannot be written into {into}: another {differ}", out, into
+            )
+        for a, b in zip(into.shape(), out.shape(), strict=True):
+            same_extent(self._values, a, b, f"append: {out.label}, to be written into {into.label}")
+        written = op.replace(**{results[0]: into})
+        self._values.exprs = tuple(written if e is op else e for e in self._values.exprs)
+        return written
+
+    def _append(self, op: Op) -> None:
+        self._check_not_sealed("append")
+        if not isinstance(op, Op):  # pyright: ignore[reportUnnecessaryIsInstance]
+            raise ArgumentError(f"HostIrContainer.append: {op!r} is no op and no tensor")
+        for tv in {v for o in walk((op,)) for v in (*o.outputs, *o.inputs)}:
+            if isinstance(tv, TensorView) and tv.fusion is not self._values:
+                raise _refusal(f"append: {tv} of {op.name} belongs to another program", tv)
+        for tv in op.outputs:
+            if tv.memory is MemoryType.local:
+                tv.give_memory()
+        op = _lined(op, user_line())
+        if self._open:
+            self._open[-1].append(op)
+        else:
+            self._program.ops = (*self._program.ops, op)
+
+    def _computing(self, tv: TensorView) -> list[Op]:
+        standing = {id(o) for block in (self._program.ops, *self._open) for o in walk(block)}
+        found: list[Op] = []
+        needed = {tv}
+        for op in reversed(self._values.exprs):
+            if id(op) not in standing and needed.intersection(op.outputs):
+                found.insert(0, op)
+                needed.update(v for v in op.inputs if isinstance(v, TensorView))
+        if not found:
+            text = f"HostIrContainer.append: no op that is still to come makes {tv}"
+            raise _refusal(text, tv)
+        return found
+
+    @checked
+    def select(
+        self, inp: TensorView, axis: int, index: Scalar | int, out: TensorView | None = None
+    ) -> TensorView:
+        """Append a `HirAliasSelect` and return its result: `out`, or a new tensor.
+
+        `axis` counts the logical axes without reductions.
+        """
+        axes = inp.domain.no_reductions
+        if not -len(axes) <= axis < len(axes):
+            raise _refusal(f"select: axis {axis} of {inp}, which has {len(axes)} axes", inp)
+        if isinstance(index, Scalar) and not is_int(index):
+            raise _refusal(f"select: the index {index} of {inp} is no integer", inp)
+        cut = axes[axis]
+        if out is None:
+            kept = [self._values.clone_axis(a, ptype=a.ptype) for a in axes if a is not cut]
+            out = self._values.new_tensor(kept, inp.dtype(), memory=inp.memory, mesh=inp.mesh)
+        self.append(HirAliasSelect(out, inp, as_scalar(index), axis=cut))
+        return out
+
+    @contextmanager
+    @checked
+    def loop(
+        self,
+        stop: Scalar | int | IterDomain | Axis,
+        start: Scalar | int = 0,
+        step: Scalar | int = 1,
+        *,
+        name: str = "",
+    ) -> Generator[Symbol]:
+        """Open a loop to append to; yields its index. `stop` may be an axis to run over."""
+        if isinstance(stop, Axis):
+            stop = stop.state
+        axis, end = (stop, stop.extent) if isinstance(stop, IterDomain) else (None, stop)
+        index = loop_index(name or f"i{self._values.next_scalar()}", start, end)
+        with self._region() as body:
+            yield index
+        first, by = as_scalar(start), as_scalar(step)
+        loop = ForLoop(
+            index=index, axis=axis, start=first, stop=as_scalar(end), step=by, body=tuple(body)
+        )
+        self.append(loop)
+
+    @contextmanager
+    def branch(self, predicate: Scalar) -> Generator[None]:
+        """Open the region that runs where `predicate` holds; `otherwise` may follow."""
+        IfThenElse(predicate, then=())  # refuses what is no condition before the region is written
+        with self._region() as body:
+            yield
+        self.append(IfThenElse(predicate, then=tuple(body)))
+
+    @contextmanager
+    def otherwise(self) -> Generator[None]:
+        """Open the other region of the branch that was closed last."""
+        block: Sequence[Op] = self._open[-1] if self._open else self._program.ops
+        last = block[-1] if block else None
+        if not isinstance(last, IfThenElse) or last.orelse:
+            raise DefinitionError("otherwise() follows a branch")
+        with self._region() as body:
+            yield
+        if self._open:
+            self._open[-1].pop()
+        else:
+            self._program.ops = self._program.ops[:-1]
+        self.append(last.replace(orelse=tuple(body)))
+
+    @checked
+    def unit(self, fusion: Fusion) -> int:
+        """Keep a fusion for `PostOnStream`, and return its number.
+
+        Raises `DefinitionError` for one that updates an input.
+        """
+        for alias in fusion.aliases:
+            raise _refusal(f"unit: it updates its {alias.into} in place", alias.into)
+        number = len(self._program.units)
+        self._program.units = {**self._program.units, number: fusion}
+        return number
+
+    @contextmanager
+    def _region(self) -> Generator[list[Op]]:
+        """Open a region; after an error in it, what was appended there is dropped."""
+        body: list[Op] = []
+        self._open.append(body)
+        try:
+            yield body
+        finally:
+            assert self._open.pop() is body, "regions end in the order of their begin"
+
+
+def _refusal(text: str, *tensors: TensorView) -> DefinitionError:
+    """Return the error of a call that builds a program: tensors by name, their types below."""
+    words, rows = in_words(text, tensors)
+    return DefinitionError(f"{words}{user_code(user_line())}{''.join(map(in_ir, rows))}")
+
+
+def _lined(op: Op, where: str) -> Op:
+    """Return the op with this line where it, or a host op in its regions, has none yet."""
+    if not isinstance(op, HostOp):
+        return op  # it has the line at which it was defined
+    changes: dict[str, object] = {} if op.where else {"where": where}
+    for name in op.fields_of("region"):
+        region: tuple[Op, ...] = getattr(op, name)
+        lined = tuple(_lined(inner, where) for inner in region)
+        if any(a is not b for a, b in zip(lined, region, strict=True)):
+            changes[name] = lined
+    return op.replace(**changes) if changes else op

@@ -1,0 +1,108 @@
+"""The text of a host program: short for reading, full for running, names alone.
+
+`hostir.ir.parser` reads the short and the full form.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Protocol
+
+from fuser.ir.fusion import Fusion, TensorView
+from fuser.ir.op import INDENT, Op, op_text, region_text, value_text, walk
+from fuser.ir.text.printer import fusion_text, lines_text, sections_text
+from hostir.ir.ops import KernelGroup
+
+# The first line of the full text, by which a text without any section is known to be complete.
+FULL_FORM = "// host program, full form: this text runs"
+SHORT_FORM = (
+    "this is the short form of a host program, which is for reading: memory layouts, aliases and "
+    "kernels are not in it. The full form is needed: FUSER_DUMP=host_ir writes it, "
+    "HostIrContainer.full_text() returns it"
+)
+# What a dump's heading says of its form.
+NOTES = {"short": "short form", "names": "names only"}
+
+# `T4_l_float[iS0{i0}, ideviceIdx.x7{2}] (DeviceMesh{0 1})`: the number, and what follows it.
+_TYPE = re.compile(r"\b(T\d+)_\w+\[[^\[\]]*\](?: \(DeviceMesh\{[^()]*\}\))?")
+
+
+class Printable(Protocol):
+    """The parts of a program that its text consists of; `HostIrContainer` has them."""
+
+    values: Fusion
+    ops: tuple[Op, ...]
+    groups: Mapping[int, KernelGroup]
+    units: Mapping[int, Fusion]
+
+    def tensors(self) -> tuple[TensorView, ...]: ...
+
+
+def dumped(program: Printable, form: str) -> str:
+    """Return the text of a dump: `form` is "short", "names", or anything else for the full one."""
+    if form == "names":
+        return names_text(program)
+    return short_text(program) if form == "short" else full_text(program, first_line="")
+
+
+def short_text(program: Printable) -> str:
+    """Return inputs, outputs and ops, for reading."""
+    values = program.values
+    ins, outs = (", ".join(map(value_text, vs)) for vs in (values.inputs, values.outputs))
+    units = "".join(f"\n\n  {unit_line(n, f)}" for n, f in program.units.items())
+    head = f"\n%HostIrContainer {{ ({ins}) -> ({outs}) :"
+    return f"{head}{region_text(program.ops)}{units}\n}} // %HostIrContainer\n\n"
+
+
+def full_text(program: Printable, *, first_line: str) -> str:
+    """Return everything that the program needs to run, after this line."""
+    return first_line + _sections(program, lines_text(program.ops))
+
+
+def meaning_text(program: Printable) -> str:
+    """Return the full form without the user's lines: what ranks compare."""
+    return FULL_FORM + _sections(program, "")
+
+
+def _sections(program: Printable, lines: str) -> str:
+    parts = [
+        short_text(program),
+        sections_text(program.values, program.tensors(), tuple(walk(program.ops))),
+        lines,
+    ]
+    parts += [
+        f"\nKernel group {g.number} ({g.scheduler}) : \n{fusion_text(g.fusion)}"
+        for g in program.groups.values()
+    ]
+    parts += [f"\nHost unit {n} : \n{fusion_text(f)}" for n, f in program.units.items()]
+    return "".join(parts)
+
+
+def unit_line(number: int, unit: Fusion) -> str:
+    """Return the line by which a program's text names a host unit."""
+    ins, outs = value_text(tuple(unit.inputs)), value_text(tuple(unit.outputs))
+    return f"HostUnit{number}: Inputs={ins} -> Outputs={outs}"
+
+
+def names_text(program: Printable) -> str:
+    """Return tensors by number alone, an op per line."""
+    text = short_text(program)
+    first, *_ = text.lstrip("\n").splitlines()
+    *_, last = text.rstrip("\n").splitlines()
+    lines = [first, *_op_lines(program.ops, INDENT), last]
+    return "".join(_TYPE.sub(r"\1", line) + "\n" for line in lines)
+
+
+def _op_lines(ops: Sequence[Op], indent: str) -> Iterator[str]:
+    for op in ops:
+        heads = op.region_heads()
+        if not heads:
+            yield indent + " ".join(op_text(op).split()).replace("{ ", "{").replace(" }", "}")
+            continue
+        yield indent + op_text(op).partition("\n")[0]
+        for name, head in heads.items():
+            region: Sequence[Op] = getattr(op, name)
+            if head and region:
+                yield indent + head
+            yield from _op_lines(region, indent + INDENT)
