@@ -63,6 +63,7 @@ from hostir.ir.ops import (
     Allocate,
     Communication,
     ForLoop,
+    HostOp,
     IfThenElse,
     SetCurrentStream,
     StartsCommunication,
@@ -287,7 +288,10 @@ class Walker(Reports):
         if facts is None:
             facts = self.facts[id(op)] = self._facts(op)
             try:
-                check_results(op, self.values)
+                if isinstance(op, HostOp):
+                    op.check_shapes(self.values)
+                else:
+                    check_results(op, self.values)
             except VerifyError as error:
                 self._note(MISFIT, str(error), (Site(op, self.indices), ""))
         if facts.meshed and not any(map(self._is_mine, facts.meshed)):

@@ -34,6 +34,7 @@ from hostir.ir.effects import (
     OpensGroup,
     Waits,
     effects_of,
+    is_computed,
 )
 from hostir.ir.ops import (
     Allocate,
@@ -43,7 +44,6 @@ from hostir.ir.ops import (
     EndCoalescing,
     P2PCommunication,
     SymmetricContiguousView,
-    is_computed,
 )
 from hostir.ir.program import HostIrContainer
 
@@ -166,7 +166,7 @@ class Unroller(RankWalker):
             elif isinstance(effect, OpensGroup):
                 self.halves = []
         moves = isinstance(op, Communication | CollectivePermute | P2PCommunication)
-        is_work = is_computed(op, effects)
+        is_work = is_computed(effects)
         if moves or is_work:
             for tv in (*op.inputs, *op.outputs):
                 if isinstance(tv, TensorView):

@@ -6,7 +6,6 @@ from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate
-from typing import Literal
 
 from fuser.ir.fusion import TensorOp, TensorView
 from fuser.ir.op import Op
@@ -15,16 +14,11 @@ from fuser.ir.scalar.compiled import Computed
 from fuser.ir.scalar.constructors import Number, Symbol
 from fuser.passes.view_ops import VIEW_OPS, is_copy
 from fuser.support.errors import VerifyError
-from hostir.ir.effects import Effect, Makes, Part, Reads, Shows, Writes, effects_of
+from hostir.ir.effects import Effect, Enters, Makes, Part, Reads, Shows, Writes, effects_of
 from hostir.ir.ops import (
-    CollectivePermute,
-    Communication,
     Deallocate,
     HostOp,
-    LaunchKernel,
-    LocalSlice,
-    PostOnStream,
-    SetCurrentStream,
+    Manner,
     SymmetricContiguousView,
 )
 from hostir.ir.program import HostIrContainer, walk
@@ -104,14 +98,18 @@ class Storage:
         shows: dict[TensorView, TensorView] = {}
         parts: dict[TensorView, Part] = {}
         ops = list(walk(program.ops))
+        switches = False
 
         def note(effect: object) -> None:
+            nonlocal switches
             if isinstance(effect, Makes):
                 owners.add(effect.tensor)
             elif isinstance(effect, Shows):
                 shows[effect.out] = effect.source
                 if effect.part is not None:
                     parts[effect.out] = effect.part
+            elif isinstance(effect, Enters):
+                switches = True
 
         for op in ops:
             if isinstance(op, HostOp) and not op.MAKES_RESULTS:
@@ -137,7 +135,6 @@ class Storage:
                 shown = shows.get(shown)
         tensors = program.tensors()
         is_placed = any(tv.mesh is not None for tv in tensors)
-        switches = any(isinstance(op, SetCurrentStream) for op in ops)
         whole = WholeShapes(tensors)
         views = [op for op in ops if isinstance(op, SymmetricContiguousView) and op.team]
         storage = Storage(
@@ -204,30 +201,6 @@ class Storage:
 # ----------------------------------------------------------------------
 # Which ops may write over what they read.
 
-# How an operand and a result may lie in one buffer:
-#   freely   the whole result is computed before any of it is written
-#   same     element on element
-#   slot     the smaller is the member's own slot, the larger has one slot per member
-Manner = Literal["freely", "same", "slot", "never"]
-
-_OPS: dict[type[Op], Manner] = {
-    CastOp: "same",
-    CollectivePermute: "never",
-    LaunchKernel: "same",
-    LocalSlice: "same",
-    PostOnStream: "freely",
-    **dict.fromkeys(VIEW_OPS, "same"),
-}
-_COLLECTIVES: dict[str, Manner] = {
-    "Allgather": "slot",
-    "Allreduce": "same",
-    "AllToAll": "never",
-    "Broadcast": "same",
-    "Gather": "slot",
-    "Reduce": "same",
-    "ReduceScatter": "slot",
-    "Scatter": "slot",
-}
 NEEDS = {
     "same": "must be its operand element on element, or have memory of its own",
     "slot": "may share this rank's own slot with its operand, no other memory",
@@ -237,11 +210,11 @@ NEEDS = {
 
 def manner(op: Op) -> Manner:
     """Return how an operand and a result of an op may lie in one buffer."""
-    if isinstance(op, Communication):
-        return _COLLECTIVES[op.type]
+    if isinstance(op, HostOp):
+        return op.manner
     if isinstance(op, LibraryOp):
         return "never"
-    return _OPS.get(type(op), "freely" if isinstance(op, TensorOp) else "same")
+    return "same" if isinstance(op, (CastOp, *VIEW_OPS)) else "freely"
 
 
 def pairs(effects: Sequence[Effect]) -> list[tuple[Reads | Writes, Writes]]:

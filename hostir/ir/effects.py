@@ -7,7 +7,7 @@ An op states its effects in order (`HostOp.effects`); tensor ops of the fusion I
 from __future__ import annotations
 
 import re
-from collections.abc import Container
+from collections.abc import Container, Iterable
 from typing import Any
 
 from fuser.ir.fusion import TensorOp, TensorView
@@ -188,6 +188,13 @@ Effect = (
     | Captures
     | Joins
 )
+
+
+def is_computed(effects: Iterable[Effect]) -> bool:
+    """Whether an op with these effects is work for the device, rather than a name, room in memory,
+    a communication or an order of streams."""
+    found = [type(e) for e in effects if not isinstance(e, Makes) or e.is_filled]
+    return not {Makes, Reads, Writes}.isdisjoint(found) and {Shows, Starts}.isdisjoint(found)
 
 
 def effects_of(op: Op, has_buffer: Container[TensorView]) -> tuple[Effect, ...]:

@@ -5,43 +5,37 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from fuser.ir import binding
-from fuser.ir.fusion import TensorOp
 from fuser.ir.op import Op, walk
 from fuser.ir.scalar.constructors import Scalar, Symbol, symbols
-from hostir.ir.ops import (
-    ForLoop,
-    HirAliasSelect,
-    HostOp,
-    IfThenElse,
-    LaunchKernel,
-    PostOnStream,
-    SetCurrentStream,
-    ShardByStream,
-    StartsCommunication,
-    SymmetricContiguousView,
-)
+from hostir.ir.effects import ClosesGroup, Effect, Enters, Reads, Shows, Starts, Writes
+from hostir.ir.ops import HostOp
 from hostir.ir.program import HostIrContainer
 
 
 def has_streams(program: HostIrContainer) -> bool:
     """Whether there is anything that the structural rules of `hostir.verify` do not decide."""
-    undecided = SetCurrentStream, ForLoop, IfThenElse, HirAliasSelect, ShardByStream
-    return any(isinstance(op, (*undecided, StartsCommunication)) for op in program.ops)
+    host_ops = [op for op in program.ops if isinstance(op, HostOp)]
+    return any(op.regions or any(map(_is_undecided, op.effects())) for op in host_ops)
+
+
+def _is_undecided(effect: Effect) -> bool:
+    is_part = isinstance(effect, Shows) and effect.part is not None
+    return is_part or isinstance(effect, Enters | Starts | ClosesGroup)
 
 
 def has_communications(program: HostIrContainer) -> bool:
     """Whether ranks meet in some op."""
-    return any(
-        isinstance(op, StartsCommunication)
-        or (isinstance(op, SymmetricContiguousView) and op.team is not None)
-        for op in walk(program.ops)
-    )
+    return any(isinstance(op, HostOp) and op.ranks_meet for op in walk(program.ops))
 
 
 def only_allocates(program: HostIrContainer) -> bool:
     """Whether a program takes nothing and computes nothing: its outputs are like `torch.empty`."""
-    kinds = TensorOp | LaunchKernel | PostOnStream | StartsCommunication
-    return not program.inputs and not any(isinstance(op, kinds) for op in walk(program.ops))
+    return not program.inputs and not any(map(_touches, walk(program.ops)))
+
+
+def _touches(op: Op) -> bool:
+    """Whether an op reads or writes what buffers hold."""
+    return not isinstance(op, HostOp) or any(isinstance(e, Reads | Writes) for e in op.effects())
 
 
 def computations(program: HostIrContainer) -> Iterator[Op]:
@@ -64,7 +58,7 @@ def steering(program: HostIrContainer) -> frozenset[Symbol]:
     scalars = (
         x
         for op in walk(program.ops)
-        if isinstance(op, HostOp) and not isinstance(op, LaunchKernel | PostOnStream)
+        if isinstance(op, HostOp) and op.STEERS
         for x in (*op.inputs, *op.scalars)
         if isinstance(x, Scalar)
     )

@@ -1,4 +1,4 @@
-"""What the ops of a host program make, against the results that they are given."""
+"""Which sizes and dtypes the results of tensor ops have, and how axes of tensors are compared."""
 
 from __future__ import annotations
 
@@ -21,7 +21,6 @@ from fuser.ir.scalar import constructors as sc
 from fuser.ir.scalar.constructors import Number, Scalar, Symbol
 from fuser.ir.types import ParallelType
 from fuser.support.errors import VerifyError
-from hostir.ir.ops import HirAliasSelect, LocalSlice
 from multidevice.sharding.placement import placement
 
 _POINTWISE = nodes.UnaryOp, nodes.BinaryOp, nodes.TernaryOp
@@ -55,13 +54,11 @@ def check_buffers(op: Op, has_buffer: Container[TensorView]) -> None:
 
 
 def check_results(op: Op, values: Mapping[Symbol, Number] = _UNKNOWN) -> None:
-    """Raise `VerifyError` where the result of an op cannot be what the op makes of its operands.
+    """Raise `VerifyError` where the result of a tensor op cannot be what it makes of its operands.
 
     Sizes are compared where they are known, or `values` binds their symbols; dtypes always.
     """
-    if isinstance(op, HirAliasSelect | LocalSlice):
-        _check_slice(op, values)
-    elif isinstance(op, AttentionOp | ProductOp):
+    if isinstance(op, AttentionOp | ProductOp):
         _check_letters(op, values)
     elif isinstance(op, ScatterOp):
         for pair in zip(_axes(op.inp), _axes(op.out), strict=True):
@@ -100,7 +97,7 @@ def _check_groups_of_heads(op: Op, heads: list[_Axis], groups: list[_Axis]) -> N
     for one, other in zip(*several, strict=False):
         (a, k, _), (b, m, _) = one, other
         assert k is not None and m is not None, f"{op.name}: axes of {a} and {b}"
-        if _spread(a, k) != _spread(b, m):
+        if device_cuts(a, k) != device_cuts(b, m):
             _refuse(op, one, other, how="cut otherwise, and the op moves no data between ranks")
 
 
@@ -122,29 +119,27 @@ def _check_groups(op: GroupedScalesOp, values: Mapping[Symbol, Number]) -> None:
 
 
 def _check_whole(op: Op, tv: TensorView, k: int) -> None:
-    if any(p.is_device for p in _spread(tv, k)):
+    if any(p.is_device for p in device_cuts(tv, k)):
         axis = tv.domain.no_reductions[k]
         raise VerifyError(
             f"{op.name}: {axis_words(tv, axis)} is cut, and is needed whole{in_ir(axis, tv)}"
         )
 
 
-def _check_slice(op: HirAliasSelect | LocalSlice, values: Mapping[Symbol, Number]) -> None:
-    axes = _axes(op.inp)
-    gone = op.position if isinstance(op, HirAliasSelect) else None
-    kept = [axis for axis in axes if axis[1] != gone or gone is None]
-    for source, made in zip(kept, _axes(op.out), strict=True):
-        sliced = op.axis if isinstance(op, LocalSlice) else None
-        _check_sizes(op, [source, made], values, is_cut=sliced is not None and sliced == made[1])
-    if not isinstance(op, LocalSlice) or op.inp.domain.no_reductions[op.axis].is_broadcast:
-        return  # of an expanded axis every part is the same element
-    before, after = (_spread(tv, op.axis) for tv in (op.inp, op.out))
-    if op.ptype in before or op.ptype not in after:
-        which, state = (op.inp, "cut") if op.ptype in before else (op.out, "not cut")
-        raise VerifyError(
-            f"{op.name}: {which.label} is {state} by {op.ptype.text} on axis {op.axis}: "
-            f"{op.inp} -> {op.out}"
-        )
+def check_kept_axes(
+    op: Op,
+    source: TensorView,
+    out: TensorView,
+    gone: int | None,
+    values: Mapping[Symbol, Number],
+    *,
+    cut: int | None = None,
+) -> None:
+    """Require that `out` has the axes of `source` but for that at `gone`; devices may cut the axis
+    at `cut` of the one otherwise than that of the other."""
+    kept = [axis for axis in _axes(source) if gone is None or axis[1] != gone]
+    for one, other in zip(kept, _axes(out), strict=True):
+        _check_sizes(op, [one, other], values, is_cut=cut is not None and cut == other[1])
 
 
 def _axes(tv: TensorView) -> list[_Axis]:
@@ -198,13 +193,14 @@ def _check_sizes(
             _refuse(op, one, other)
         if is_cut or one[1] is None or other[1] is None:
             continue
-        a, b = _spread(one[0], one[1]), _spread(other[0], other[1])
+        a, b = device_cuts(one[0], one[1]), device_cuts(other[0], other[1])
         # A step's part of a stream axis may be a device's.
         if a != b and not any(ptype.is_stream for ptype in a | b):
             _refuse(op, one, other, how="cut otherwise, and the op moves no data between ranks")
 
 
-def _spread(tv: TensorView, position: int) -> set[ParallelType]:
+def device_cuts(tv: TensorView, position: int) -> set[ParallelType]:
+    """Return the parallel types that cut an axis of a tensor, reductions left out."""
     return {cut.ptype for cut in placement(tv)[position]}
 
 

@@ -42,23 +42,17 @@ from hostir.ir.ops import (
     NUMBER_OF_STREAMS,
     PEER_COPIES,
     RANK,
-    CollectivePermute,
-    Communication,
     ForLoop,
     GetCurrentStream,
     HostOp,
     IfThenElse,
-    LaunchKernel,
-    PostOnStream,
     SetCurrentStream,
     StartsCommunication,
-    Synchronize,
     Wait,
 )
 from hostir.ir.program import HostIrContainer, walk
 from hostir.ir.queries import only_allocates
 from hostir.ir.shape_rules import check_buffers, check_results
-from multidevice.sharding.streams import dropped_axes_of
 
 
 def verify(program: HostIrContainer, *, after: str = "construction") -> None:
@@ -114,14 +108,8 @@ def _refusal(
 
 def _subject(op: Op) -> str:
     """Return what a sentence calls an op: `The launch of kernel group 1`, `Op matmul`, `Wait`."""
-    if isinstance(op, LaunchKernel):
-        return f"The launch of kernel group {op.group}"
-    if isinstance(op, PostOnStream):
-        return f"The launch of host unit {op.unit}"
-    if isinstance(op, ForLoop):
-        return f"The loop over {op.index}"
-    if isinstance(op, IfThenElse):
-        return "The branch"
+    if isinstance(op, HostOp):
+        return op.subject
     return f"Op {op.name}" if isinstance(op, TensorOp) else op.name
 
 
@@ -216,14 +204,8 @@ class _Checker:
         if not isinstance(op, TensorOp | HostOp):
             raise VerifyError("it cannot stand in a host program")
         self._symbols(op)
-        if isinstance(op, LaunchKernel):
-            self._launch(op)
-        if isinstance(op, PostOnStream):
-            self._post(op)
-        if isinstance(op, StartsCommunication):
-            self._communication(op)
-        if isinstance(op, Synchronize):
-            self._stream(op.stream.name)
+        if isinstance(op, HostOp):
+            op.verify_in(self)
         if isinstance(op, VIEW_OPS) and op.inp.dtype() is not op.out.dtype():
             raise VerifyError(f"it writes {op.inp} into {op.out}, which has another dtype")
         effects = effects_of(op, self.storage.buffered)
@@ -237,7 +219,10 @@ class _Checker:
         if op.outputs and op.outputs[0] in self.storage.views:
             self.views[op.outputs[0]] = op
         check_buffers(op, self.storage.buffered)
-        check_results(op)
+        if isinstance(op, HostOp):
+            op.check_shapes({})
+        else:
+            check_results(op)
         self._memory_of_its_own(op, effects)
         self._present(op, effects)
         if isinstance(op, ForLoop):
@@ -574,45 +559,22 @@ class _Checker:
     def _nothing(self, effect: object) -> None:
         """Streams have no part in these rules."""
 
-    def _communication(self, op: StartsCommunication) -> None:
-        if op.number in self.twice:
-            raise VerifyError(f"there are two communications {op.number}")
-        if isinstance(op, Communication | CollectivePermute):
-            held = self.devices
-            if not held or op.team.mesh in self.meshes:
-                return
-            known = {*held}
-            strange = [r for r in op.team.mesh.devices if r not in known]
-            if strange:
-                raise VerifyError(
-                    f"the team {op.team} names {ranks_text(strange)}, "
-                    f"the meshes of tensors have {ranks_text(held)}"
-                )
-
-    def _stream(self, name: str) -> None:
-        """Require that a stream that is waited for by name is one; an address needs no capture."""
-        if not name or name in self.streams or name.startswith("0x"):
-            return
-        near = get_close_matches(name, sorted(self.streams), n=1, cutoff=0.4)
-        advice = f"; did you mean Stream {near[0]}?" if near else ""
-        raise VerifyError(f"nothing captures or enters Stream {name}{advice}")
-
-    def _launch(self, op: LaunchKernel) -> None:
-        group = self.program.groups.get(op.group)
-        if group is None:
+    # ------------------------------------------------------------ what ops are checked against
+    def kernel(self, group: int) -> Fusion:
+        """Return the fusion of a kernel group."""
+        found = self.program.groups.get(group)
+        if found is None:
             self.program.check_full()
-            raise VerifyError(f"there is no kernel group {op.group}")
-        check_operands(op, group.fusion, f"group {op.group}", kernel_kind)
+            raise VerifyError(f"there is no kernel group {group}")
+        return found.fusion
 
-    def _post(self, op: PostOnStream) -> None:
-        unit = self.program.units.get(op.unit)
-        if unit is None:
+    def unit(self, number: int) -> Fusion:
+        """Return the fusion of a host unit."""
+        found = self.program.units.get(number)
+        if found is None:
             self.program.check_full()
-            raise VerifyError(f"there is no HostUnit{op.unit}")
-        # Its extents have names of their own.
-        check_operands(op, unit, f"HostUnit{op.unit}", unit_kind)
-        for alias in unit.aliases:
-            raise VerifyError(f"HostUnit{op.unit} updates its input {alias.into} in place")
+            raise VerifyError(f"there is no HostUnit{number}")
+        return found
 
 
 def _verify_fusion(fusion: Fusion, which: str, after: str) -> None:
@@ -636,55 +598,3 @@ APPLY: dict[type, Callable[[_Checker, Any], None]] = {
     Waits: _Checker._waits,  # pyright: ignore[reportPrivateUsage]
     Writes: _Checker._write,  # pyright: ignore[reportPrivateUsage]
 }
-
-
-# ----------------------------------------------------------------------
-# What a launch or a post must have in common with the fusion that it runs.
-
-
-def kernel_kind(value: TensorView | Scalar, like: TensorView | Scalar | None = None) -> object:
-    """Return what a launch and its kernel must agree on; `like` may be a slice of the value."""
-    if isinstance(value, TensorView):
-        shape = list(map(str, value.shape()))
-        gone = dropped_axes_of(value, like.ndim) if isinstance(like, TensorView) else ()
-        shape = [n for axis, n in enumerate(shape) if axis not in gone]
-        return (value.dtype(), shape, value.mesh)
-    return value.dtype
-
-
-def unit_kind(value: TensorView | Scalar, like: object = None) -> object:
-    """Return what a post and its unit must agree on."""
-    if isinstance(value, TensorView):
-        return (value.dtype(), value.ndim, value.mesh)
-    return value.dtype
-
-
-def check_operands(
-    op: LaunchKernel | PostOnStream,
-    fusion: Fusion,
-    where: str,
-    kind: Callable[..., object],
-) -> None:
-    """Raise `VerifyError` where operands of a launch or post are not those of its fusion, which
-    stands at `where`; `kind` says what must be equal."""
-    for what, mine, theirs in (
-        ("inputs", op.ins, fusion.inputs),
-        ("outputs", op.outs, fusion.outputs),
-    ):
-        if len(mine) != len(theirs):
-            raise VerifyError(f"{len(mine)} {what}, but {where} has {len(theirs)}")
-        for k, (a, b) in enumerate(zip(mine, theirs, strict=True)):
-            if kind(a) != kind(b, like=a):
-                differ = _difference(a, b)
-                raise VerifyError(f"its {what[:-1]} {k} is {a}, but {where} has {b}{differ}")
-
-
-def _difference(a: TensorView | Scalar, b: TensorView | Scalar) -> str:
-    """Return in what a launch's operand differs from the fusion's, where that is one thing."""
-    if not (isinstance(a, TensorView) and isinstance(b, TensorView)):
-        return ""
-    if a.dtype() is not b.dtype():
-        return ", of another dtype"
-    if a.ndim != b.ndim:
-        return f": {a.ndim} axes, expected {b.ndim}"
-    return ", on another mesh" if a.mesh != b.mesh else ", of other extents"

@@ -10,7 +10,7 @@ from fuser.ir.op import Op, op_text
 from fuser.ir.scalar.constructors import Number, Symbol
 from hostir.cost.report import spelled
 from hostir.ir.diagnostics import Site, line_numbers
-from hostir.ir.effects import CALLER, Stream, effects_of
+from hostir.ir.effects import CALLER, Stream, effects_of, is_computed
 from hostir.ir.ops import (
     RANK,
     CollectivePermute,
@@ -20,7 +20,6 @@ from hostir.ir.ops import (
     SetCurrentStream,
     StartsCommunication,
     Wait,
-    is_computed,
 )
 from hostir.runtime.frame import Frame
 from hostir.runtime.plan import Arenas, Plan
@@ -132,7 +131,7 @@ class NotingRecorder(Recorder):
             return "communication"
         if isinstance(op, Wait):
             return "wait"
-        is_work = is_computed(op, effects_of(op, self.frame.storage.buffered))
+        is_work = is_computed(effects_of(op, self.frame.storage.buffered))
         return "compute" if is_work and not isinstance(step, View) else "host"
 
     def _tensors(self, op: Op) -> tuple[str, ...]:

@@ -18,7 +18,7 @@ from fuser.ir.types import ParallelType
 from fuser.support.errors import InputError, UnsupportedError
 from hostir.analysis.sliced_inputs import sliced_inputs
 from hostir.ir.effects import Shows
-from hostir.ir.ops import HostOp, LocalSlice, P2PCommunication, StartsCommunication
+from hostir.ir.ops import HostOp, P2PCommunication
 from hostir.ir.program import HostIrContainer, walk
 from multidevice.sharding.placement import SPREAD_TYPES
 from multidevice.sharding.queries import sharded_logical_axis
@@ -214,10 +214,7 @@ class _Why:
                 return op.buffer, op.buffer
             pairs = zip(self.sends, self.receives, strict=True)
             return next((s.buffer, r.buffer) for s, r in pairs if op in (s, r))
-        if isinstance(op, LocalSlice) or (isinstance(op, StartsCommunication) and op.outputs):
-            tensors = [v for v in op.inputs if isinstance(v, TensorView)]
-            return tensors[0], op.outputs[0]
-        return None
+        return op.moved if isinstance(op, HostOp) else None
 
     def communication(self, op: Op, inp: TensorView, out: TensorView) -> str:
         if isinstance(op, P2PCommunication) and len(self.sends) != len(self.receives):

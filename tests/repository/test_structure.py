@@ -12,6 +12,7 @@ from collections.abc import Iterator, Mapping, Set
 from functools import cache
 from pathlib import Path
 
+from hostir.ir.ops import HOST_OPS
 from scripts import document_rooms
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -143,6 +144,38 @@ def test_a_class_name_stands_in_one_module() -> None:
             if isinstance(node, ast.ClassDef):
                 found[node.name].append(module)
     assert {name: where for name, where in found.items() if len(where) > 1} == {}
+
+
+# Tables that are to become slots of the op classes.
+TABLES_LEFT = {"hostir.analysis.collective_matching", "hostir.cost.op_costs"} | {
+    "hostir.runtime.execute",
+    "hostir.runtime.recorder",
+}
+
+
+def tables_of_host_ops(source: ast.AST) -> list[int]:
+    """Return the lines of dict literals with two or more classes of host ops as keys."""
+    classes = {cls.__name__ for cls in HOST_OPS}
+    return [
+        node.lineno
+        for node in ast.walk(source)
+        if isinstance(node, ast.Dict)
+        and sum(isinstance(key, ast.Name) and key.id in classes for key in node.keys) > 1
+    ]
+
+
+def test_a_table_of_host_ops_is_found() -> None:
+    source = "A = {Wait: 1, 2: Allocate}\n\nB = {**A, Wait: wait, f(x): y, Allocate: allocate}"
+    assert tables_of_host_ops(ast.parse(source)) == [3]
+
+
+def test_facts_of_host_ops_are_slots_of_their_classes() -> None:
+    tables = {
+        module
+        for module in modules()
+        if not module.startswith("hostir.ir.ops") and tables_of_host_ops(tree(module))
+    }
+    assert tables <= TABLES_LEFT, "a slot of HostOp (hostir/ir/ops/base.py) holds such facts"
 
 
 def test_a_package_says_its_question() -> None:

@@ -13,7 +13,14 @@ check derive. Files, in reading order:
 from __future__ import annotations
 
 from fuser.ir.op import Op
-from hostir.ir.ops.base import NUMBER_OF_STREAMS, RANK, HostOp, complete_fields
+from hostir.ir.ops.base import (
+    NUMBER_OF_STREAMS,
+    RANK,
+    HostOp,
+    Manner,
+    ProgramAround,
+    complete_fields,
+)
 from hostir.ir.ops.local import (
     Allocate,
     Deallocate,
@@ -30,7 +37,6 @@ from hostir.ir.ops.local import (
     StreamOp,
     SymmetricContiguousView,
     Synchronize,
-    is_computed,
     loop_index,
     stream_cut,
 )
@@ -87,8 +93,10 @@ __all__ = [
     "KernelGroup",
     "LaunchKernel",
     "LocalSlice",
+    "Manner",
     "P2PCommunication",
     "PostOnStream",
+    "ProgramAround",
     "SetCurrentStream",
     "ShardByStream",
     "ShareMemHandles",
@@ -100,7 +108,6 @@ __all__ = [
     "TransferKind",
     "Wait",
     "complete_fields",
-    "is_computed",
     "library_name",
     "loop_index",
     "stream_cut",

@@ -1,38 +1,85 @@
-"""The base of host ops, and the check of their fields: a value of another kind is refused when an
-op is made.
+"""The base of host ops with the slots that each fills, and the check of their fields: a value of
+another kind is refused when an op is made.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import sys
+from collections.abc import Collection, Mapping
 from functools import cache
 from types import UnionType
-from typing import Any, ClassVar, Literal, Union, cast, get_args, get_origin
+from typing import Any, ClassVar, Literal, Protocol, Union, cast, get_args, get_origin
 
+from fuser.ir.domain.device_mesh import DeviceMesh
 from fuser.ir.dtypes import DataType
-from fuser.ir.fusion import TensorView
+from fuser.ir.fusion import Fusion, TensorView
 from fuser.ir.naming import in_ir, tensor_words
 from fuser.ir.op import Op
-from fuser.ir.scalar.constructors import Scalar, Symbol, as_scalar
+from fuser.ir.scalar.constructors import Number, Scalar, Symbol, as_scalar
 from fuser.support.arguments import show
 from fuser.support.errors import ArgumentError
-from hostir.ir.effects import (
-    Effect,
-)
+from hostir.ir.effects import ClosesGroup, Effect, Part, Reads, Shows, Starts, Writes
+from hostir.ir.shape_rules import check_kept_axes
 
 # What every run binds: this rank, and how many streams the evaluator has.
 RANK = Symbol("rank", DataType.Index, lo=0)
 NUMBER_OF_STREAMS = Symbol("numberOfStreams", DataType.Index, lo=1)
 
 
+# How an operand and a result may lie in one buffer:
+#   freely   the whole result is computed before any of it is written
+#   same     element on element
+#   slot     the smaller is the member's own slot, the larger has one slot per member
+Manner = Literal["freely", "same", "slot", "never"]
+
+
+class ProgramAround(Protocol):
+    """What an op is checked against: the program in which it stands."""
+
+    @property
+    def devices(self) -> tuple[int, ...]:
+        """The ranks that the meshes of tensors name."""
+        ...
+
+    @property
+    def meshes(self) -> Collection[DeviceMesh | None]:
+        """The meshes of tensors."""
+        ...
+
+    @property
+    def streams(self) -> Collection[str]:
+        """The names of streams that some op captures or enters."""
+        ...
+
+    @property
+    def twice(self) -> Collection[int]:
+        """The numbers of communications that several ops start."""
+        ...
+
+    def kernel(self, group: int) -> Fusion:
+        """Return the fusion of a kernel group; raises `VerifyError` where there is none."""
+        ...
+
+    def unit(self, number: int) -> Fusion:
+        """Return the fusion of a host unit; raises `VerifyError` where there is none."""
+        ...
+
+
 class HostOp(Op):
-    """Base of the ops of host programs."""
+    """Base of the ops of host programs.
+
+    An op class states its fields, its text (`TEXT`, or `template` and `variants`) and `effects`.
+    Each other slot has a default, which an op with something else to say overrides.
+    """
 
     # Spellings of earlier versions, which the parser still reads.
     OLDER: ClassVar[tuple[str, ...]] = ()
     # Whether the op makes those of its results that have no buffer.
     MAKES_RESULTS: ClassVar[bool] = False
+    # Whether its scalars decide which ops run, how often and on what. Those of an op that says no
+    # are read in each run, so another number needs no other plan.
+    STEERS: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         complete_fields(self)
@@ -40,6 +87,51 @@ class HostOp(Op):
     def effects(self) -> tuple[Effect, ...]:
         """Return what the op does, in order; regions speak for themselves."""
         raise NotImplementedError(f"{type(self).__name__} declares no effects")
+
+    @property
+    def subject(self) -> str:
+        """What a sentence about the op calls it."""
+        return self.name
+
+    @property
+    def manner(self) -> Manner:
+        """How an operand and a result of the op may lie in one buffer."""
+        return "same"
+
+    @property
+    def moved(self) -> tuple[TensorView, TensorView] | None:
+        """The tensor that the op brings to another placement, and the result that has it; None for
+        an op that starts no communication, or only one half of it."""
+        effects = self.effects()
+        if not any(isinstance(e, Starts) for e in effects):
+            return None
+        read = next((e.tensor for e in effects if isinstance(e, Reads)), None)
+        written = next((e.tensor for e in effects if isinstance(e, Writes)), None)
+        return None if read is None or written is None else (read, written)
+
+    @property
+    def ranks_meet(self) -> bool:
+        """Whether ranks meet in the op: it starts a communication, or says so itself."""
+        return any(isinstance(e, Starts | ClosesGroup) for e in self.effects())
+
+    def verify_in(self, program: ProgramAround) -> None:
+        """Raise `VerifyError` where the op does not fit the program in which it stands."""
+
+    def check_shapes(self, values: Mapping[Symbol, Number]) -> None:
+        """Raise `VerifyError` where a result cannot be what the op makes of its operands.
+
+        By default, what names a tensor, or an element of one, has the other axes of that tensor.
+        `values` binds symbols of sizes.
+        """
+        for effect in self.effects():
+            if isinstance(effect, Shows):
+                match effect.part:
+                    case None:
+                        check_kept_axes(self, effect.source, effect.out, None, values)
+                    case Part(axis, _, None):
+                        check_kept_axes(self, effect.source, effect.out, axis, values)
+                    case _:
+                        pass  # a chunk is declared with the axes of the whole
 
 
 # ------------------------------------------------------------------ fields

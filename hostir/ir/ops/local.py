@@ -8,17 +8,18 @@ text holds for all ranks.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from difflib import get_close_matches
 from functools import cached_property
 
 from fuser.ir.domain.tensor_domain import IterDomain
 from fuser.ir.dtypes import DataType
-from fuser.ir.fusion import Fusion, TensorOp, TensorView, Variant
+from fuser.ir.fusion import Fusion, TensorView, Variant
 from fuser.ir.naming import axis_words
 from fuser.ir.op import Op, attr, operand, operands, region, result, results
 from fuser.ir.scalar import constructors as sc
-from fuser.ir.scalar.constructors import Scalar, ScalarLike, Symbol
+from fuser.ir.scalar.constructors import Number, Scalar, ScalarLike, Symbol
 from fuser.ir.types import DEVICE_TYPES, MemoryType, ParallelType
 from fuser.support.errors import VerifyError
 from hostir.ir.effects import (
@@ -34,11 +35,12 @@ from hostir.ir.effects import (
     Stream,
     Writes,
 )
-from hostir.ir.ops.base import HostOp
+from hostir.ir.ops.base import HostOp, Manner, ProgramAround
+from hostir.ir.shape_rules import check_kept_axes, device_cuts
 from hostir.ir.shard_layout import allocated_elements
 from multidevice.sharding.placement import placement
 from multidevice.sharding.reshard import TeamOf
-from multidevice.sharding.streams import stream_axis
+from multidevice.sharding.streams import dropped_axes_of, stream_axis
 
 
 # ------------------------------------------------------------------ buffers
@@ -112,10 +114,19 @@ class LaunchKernel(HostOp):
     ins: tuple[TensorView | Scalar, ...] = operands()
     outs: tuple[TensorView, ...] = results()
     group: int = attr()
+    STEERS = False
     TEXT = "LaunchKernel(\n  Group ID: {group},\n  Inputs: {ins},\n  Outputs: {outs},\n)"
+
+    @property
+    def subject(self) -> str:
+        return f"The launch of kernel group {self.group}"
 
     def effects(self) -> tuple[Effect, ...]:
         return _computes(self.ins, self.outs)
+
+    def verify_in(self, program: ProgramAround) -> None:
+        fusion = program.kernel(self.group)
+        _check_operands(self, fusion, f"group {self.group}", _kernel_kind)
 
 
 class PostOnStream(HostOp):
@@ -128,10 +139,26 @@ class PostOnStream(HostOp):
     outs: tuple[TensorView, ...] = results()
     unit: int = attr()
     MAKES_RESULTS = True
+    STEERS = False
     TEXT = "PostOnStream (HostUnit{unit}, Inputs:{ins}, Outputs:{outs})"
+
+    @property
+    def subject(self) -> str:
+        return f"The launch of host unit {self.unit}"
+
+    @property
+    def manner(self) -> Manner:
+        return "freely"
 
     def effects(self) -> tuple[Effect, ...]:
         return _computes(self.ins, self.outs)
+
+    def verify_in(self, program: ProgramAround) -> None:
+        fusion = program.unit(self.unit)
+        # Its extents have names of their own.
+        _check_operands(self, fusion, f"HostUnit{self.unit}", _unit_kind)
+        for alias in fusion.aliases:
+            raise VerifyError(f"HostUnit{self.unit} updates its input {alias.into} in place")
 
 
 def _computes(
@@ -139,6 +166,55 @@ def _computes(
 ) -> tuple[Effect, ...]:
     reads = [Reads(v) for v in ins if isinstance(v, TensorView)]
     return (*reads, *map(Writes, outs))
+
+
+# What a launch must have in common with the fusion that it runs.
+def _kernel_kind(value: TensorView | Scalar, like: TensorView | Scalar | None = None) -> object:
+    """Return what a launch and its kernel must agree on; `like` may be a slice of the value."""
+    if isinstance(value, TensorView):
+        shape = list(map(str, value.shape()))
+        gone = dropped_axes_of(value, like.ndim) if isinstance(like, TensorView) else ()
+        shape = [n for axis, n in enumerate(shape) if axis not in gone]
+        return (value.dtype(), shape, value.mesh)
+    return value.dtype
+
+
+def _unit_kind(value: TensorView | Scalar, like: object = None) -> object:
+    """Return what a post and its unit must agree on."""
+    if isinstance(value, TensorView):
+        return (value.dtype(), value.ndim, value.mesh)
+    return value.dtype
+
+
+def _check_operands(
+    op: LaunchKernel | PostOnStream,
+    fusion: Fusion,
+    where: str,
+    kind: Callable[..., object],
+) -> None:
+    """Raise `VerifyError` where operands of a launch or post are not those of its fusion, which
+    stands at `where`; `kind` says what must be equal."""
+    for what, mine, theirs in (
+        ("inputs", op.ins, fusion.inputs),
+        ("outputs", op.outs, fusion.outputs),
+    ):
+        if len(mine) != len(theirs):
+            raise VerifyError(f"{len(mine)} {what}, but {where} has {len(theirs)}")
+        for k, (a, b) in enumerate(zip(mine, theirs, strict=True)):
+            if kind(a) != kind(b, like=a):
+                differ = _difference(a, b)
+                raise VerifyError(f"its {what[:-1]} {k} is {a}, but {where} has {b}{differ}")
+
+
+def _difference(a: TensorView | Scalar, b: TensorView | Scalar) -> str:
+    """Return in what a launch's operand differs from the fusion's, where that is one thing."""
+    if not (isinstance(a, TensorView) and isinstance(b, TensorView)):
+        return ""
+    if a.dtype() is not b.dtype():
+        return ", of another dtype"
+    if a.ndim != b.ndim:
+        return f": {a.ndim} axes, expected {b.ndim}"
+    return ", on another mesh" if a.mesh != b.mesh else ", of other extents"
 
 
 # ------------------------------------------------------------------ slices
@@ -155,6 +231,10 @@ class LocalSlice(HostOp):
     ptype: ParallelType = attr()
     TEXT = "{out}\n   = LocalSlice( {inp}, axis = {axis}, parallelType = {ptype} )"
 
+    @property
+    def moved(self) -> tuple[TensorView, TensorView]:
+        return self.inp, self.out
+
     def effects(self) -> tuple[Effect, ...]:
         return (Reads(self.inp), Writes(self.out))
 
@@ -169,6 +249,18 @@ class LocalSlice(HostOp):
         if self.inp.dtype() is not self.out.dtype():
             raise VerifyError(
                 f"LocalSlice: it writes {self.inp} into {self.out}, which has another dtype"
+            )
+
+    def check_shapes(self, values: Mapping[Symbol, Number]) -> None:
+        check_kept_axes(self, self.inp, self.out, None, values, cut=self.axis)
+        if self.inp.domain.no_reductions[self.axis].is_broadcast:
+            return  # of an expanded axis every part is the same element
+        before, after = (device_cuts(tv, self.axis) for tv in (self.inp, self.out))
+        if self.ptype in before or self.ptype not in after:
+            which, state = (self.inp, "cut") if self.ptype in before else (self.out, "not cut")
+            raise VerifyError(
+                f"{self.name}: {which.label} is {state} by {self.ptype.text} on axis {self.axis}: "
+                f"{self.inp} -> {self.out}"
             )
 
 
@@ -296,6 +388,13 @@ class SymmetricContiguousView(HostOp):
                 + (", spread over devices" if self.out.domain.has_devices else "")
             )
 
+    @property
+    def ranks_meet(self) -> bool:
+        return self.team is not None
+
+    def check_shapes(self, values: Mapping[Symbol, Number]) -> None:
+        """Devices cut the axes of `inp`, and none of `out`: `verify` compares the meshes."""
+
 
 # ------------------------------------------------------------------ streams
 class StreamOp(HostOp):
@@ -344,6 +443,15 @@ class Synchronize(StreamOp):
     def effects(self) -> tuple[Effect, ...]:
         return (Joins(self.stream),)
 
+    def verify_in(self, program: ProgramAround) -> None:
+        """Require that a stream that is waited for by name is one; an address needs no capture."""
+        name = self.stream.name
+        if not name or name in program.streams or name.startswith("0x"):
+            return
+        near = get_close_matches(name, sorted(program.streams), n=1, cutoff=0.4)
+        advice = f"; did you mean Stream {near[0]}?" if near else ""
+        raise VerifyError(f"nothing captures or enters Stream {name}{advice}")
+
 
 # ------------------------------------------------------------------ control flow
 # What the parser reads as the definition of an index.
@@ -372,6 +480,10 @@ class ForLoop(HostOp):
         if isinstance(self.axis, IterDomain):
             object.__setattr__(self, "stop", self.axis.extent)
         super().__post_init__()
+
+    @property
+    def subject(self) -> str:
+        return f"The loop over {self.index}"
 
     def template(self) -> str:
         return _loop_template(self.axis is not None, self.step is not sc.ONE)
@@ -404,14 +516,9 @@ class IfThenElse(HostOp):
     orelse: tuple[Op, ...] = region(head="ELSE:", default=())
     TEXT = "IF Manual {predicate}:{then}{orelse}"
 
+    @property
+    def subject(self) -> str:
+        return "The branch"
+
     def effects(self) -> tuple[Effect, ...]:
         return ()
-
-
-def is_computed(op: Op, effects: Iterable[Effect]) -> bool:
-    """Whether an op with these effects is work for the device, rather than a name, room in memory,
-    a communication or an order of streams."""
-    if isinstance(op, Allocate):
-        return op.zero_init
-    is_work = isinstance(op, TensorOp | LaunchKernel | LocalSlice | PostOnStream)
-    return is_work and not any(isinstance(e, Shows) for e in effects)

@@ -13,6 +13,7 @@ from functools import cached_property
 from typing import Literal, get_args
 
 from fuser.ir import memory_layout
+from fuser.ir.domain.device_mesh import ranks_text
 from fuser.ir.fusion import TensorView, Variant
 from fuser.ir.memory_layout import memory_order
 from fuser.ir.op import attr, operand, operands, result
@@ -29,7 +30,7 @@ from hostir.ir.effects import (
     Waits,
     Writes,
 )
-from hostir.ir.ops.base import HostOp
+from hostir.ir.ops.base import HostOp, Manner, ProgramAround
 from multidevice.sharding.reshard import CommunicationType, TeamOf
 from multidevice.transports.base.protocol import RED_OPS, RedOp
 
@@ -50,6 +51,18 @@ REDUCING = frozenset({"Allreduce", "Reduce", "ReduceScatter"})
 AT_ROOT: dict[str, frozenset[str]] = {
     "operand": frozenset({"Broadcast", "Scatter"}),
     "result": frozenset({"Gather", "Reduce"}),
+}
+
+# How the operand and the result of each may lie in one buffer.
+_MANNERS: dict[str, Manner] = {
+    "Allgather": "slot",
+    "Allreduce": "same",
+    "AllToAll": "never",
+    "Broadcast": "same",
+    "Gather": "slot",
+    "Reduce": "same",
+    "ReduceScatter": "slot",
+    "Scatter": "slot",
 }
 
 # The library of peer copies; every other name stands for that of the run's device.
@@ -103,6 +116,27 @@ class StartsCommunication(HostOp):
         """The memory orders of what it moves; a communication moves memory as it lies."""
         return ()
 
+    @property
+    def manner(self) -> Manner:
+        return "never"
+
+    def verify_in(self, program: ProgramAround) -> None:
+        if self.number in program.twice:
+            raise VerifyError(f"there are two communications {self.number}")
+
+
+def _check_team(team: TeamOf, program: ProgramAround) -> None:
+    """Require that the members of a team are in the meshes of the tensors."""
+    if not program.devices or team.mesh in program.meshes:
+        return
+    known = {*program.devices}
+    strange = [r for r in team.mesh.devices if r not in known]
+    if strange:
+        raise VerifyError(
+            f"the team {team} names {ranks_text(strange)}, "
+            f"the meshes of tensors have {ranks_text(program.devices)}"
+        )
+
 
 class Communication(StartsCommunication):
     """Starts a communication of the local shards `inp` -> `out` within each team.
@@ -150,6 +184,14 @@ class Communication(StartsCommunication):
     def effects(self) -> tuple[Effect, ...]:
         reads, writes = self._members("operand"), self._members("result")
         return (Reads(self.inp, reads), Writes(self.out, writes), Starts(self.number))
+
+    @property
+    def manner(self) -> Manner:
+        return _MANNERS[self.type]
+
+    def verify_in(self, program: ProgramAround) -> None:
+        super().verify_in(program)
+        _check_team(self.team, program)
 
     def _members(self, of: str) -> Members:
         """Return whose operand is read, or result is written."""
@@ -246,6 +288,10 @@ class CollectivePermute(StartsCommunication):
     def effects(self) -> tuple[Effect, ...]:
         team = Members(self.team)
         return (Reads(self.inp, team), Writes(self.out, team), Starts(self.number))
+
+    def verify_in(self, program: ProgramAround) -> None:
+        super().verify_in(program)
+        _check_team(self.team, program)
 
     def verify(self) -> None:
         for tv in (self.inp, self.out):
