@@ -62,11 +62,11 @@ from hostir.ir.program import HostIrContainer
 from hostir.lowering.input_class import Classifier, InputClass
 from hostir.lowering.params import DEFAULT, LowerParams
 from hostir.lowering.pipeline import Built, build_program
+from hostir.runtime.agreement import claim_of, communications_text, input_names
 from hostir.runtime.evaluator import Known, ProgramEvaluator
 from hostir.runtime.inputs import InputBinder
 from hostir.runtime.native_runner import Steady, Surroundings
 from hostir.runtime.plan import Memory, memory_of
-from hostir.runtime.run_signature import claim_of, communications_text, input_names
 from multidevice.job.agreement import Claim, Prepared
 from multidevice.job.communicator import Communicator, current_communicator, run_agreed
 from multidevice.sharding import queries

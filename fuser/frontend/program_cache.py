@@ -32,10 +32,10 @@ from hostir.cost.overlap_search import NoOverlap, Overlaps
 from hostir.ir.ops import KernelGroup
 from hostir.ir.program import HostIrContainer
 from hostir.passes.memory_hints import CacheReuse, second_reads
+from hostir.runtime.agreement import first_line
 from hostir.runtime.evaluator import Known, ProgramEvaluator
 from hostir.runtime.kernels import StepKernels, make_kernel_executor
 from hostir.runtime.native_runner import Steady
-from hostir.runtime.run_signature import first_line
 from multidevice.job.agreement import Claim, Prepared
 from multidevice.job.communicator import Communicator
 from multidevice.sharding.queries import CutAxis, Sharding, check_cuts, cut_axes

@@ -73,7 +73,7 @@ class HostIrEvaluator(ProgramEvaluator):
         when; see `FusionDefinition.trace`."""
         asked = Asked(path, warm_up, repeat, source, predicted)
         watch = partial(self.watched_as_agreed, take_trace, asked=asked)
-        return self._agreed(inputs, watch, asked.line)
+        return self.ranks.agreed(inputs, self._checked, watch, asked.line)
 
 
 def take_trace(

@@ -9,7 +9,7 @@ Files, in reading order:
 - `context`, `frame`: what a device and a rank offer to a run; the state of one run.
 - `inputs`: kind, dtype, device and layout of inputs; `fuser.ir.binding` does their sizes.
 - `output_buffers`: buffers that callers lend.
-- `run_signature`: the text by which ranks agree on a program.
+- `agreement`: the ranks agree before a run: where they meet, what each claims to run.
 - `execute`, `torch_ops`: each op carried out; tensor ops through torch.
 - `kernels`: executors of kernels, also of the blocks of a loop.
 - `communication`: communication ops as calls of a transport.

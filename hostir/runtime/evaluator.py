@@ -51,6 +51,7 @@ from hostir.ir.program import HostIrContainer, walk
 from hostir.ir.verifier import verify
 from hostir.lowering.params import check_number_of_streams
 from hostir.passes.memory_hints import second_reads
+from hostir.runtime.agreement import RankAgreement
 from hostir.runtime.context import Devices
 from hostir.runtime.dry_run import Rehearsal, can_bind, rehearse, rehearse_plan
 from hostir.runtime.execute import run_block
@@ -72,10 +73,9 @@ from hostir.runtime.native_runner import Steady, Surroundings, steady
 from hostir.runtime.output_buffers import bind_buffers, inputs_and_buffers
 from hostir.runtime.plan import Arenas, Memory, Plan, memory_of, shared_pools
 from hostir.runtime.recorder import Recorder
-from hostir.runtime.run_signature import program_claim
 from hostir.runtime.streams import on_device
 from hostir.runtime.symbolic_plan import Pattern, pattern_of
-from multidevice.job.agreement import Channel, Claim, Prepared
+from multidevice.job.agreement import Claim, Prepared
 from multidevice.transports.base.protocol import STEP_BY_STEP
 
 if TYPE_CHECKING:
@@ -147,18 +147,17 @@ class ProgramEvaluator:
 
             communicator = Communicator.instance() if communicator is None else communicator
             require(_NAME, "communicator", communicator, Communicator)
-        self._communicator = communicator
-        self._rank = communicator.rank() if communicator is not None else 0
         self._settings = options.settings() if settings is None else settings
+        how = f"// options: {self._settings}\n// streams: {number_of_streams}"
+        self.ranks = RankAgreement(program, communicator, free=self.free, how=how)
         self._make_runner = make_runner or partial(
             make_kernel_executor,
             settings=self._settings,
-            rank=self._rank,
+            rank=self.ranks.rank,
             reads=second_reads(program),
         )
-        self._team = program.devices() or (self._rank,)
         # What is timed has contents: no rehearsal tells.
-        is_told = self._is_replayed and not check_tuning(self._settings, self._team)
+        is_told = self._is_replayed and not check_tuning(self._settings, self.ranks.team)
         self._can_bind = late_stream is None and is_told and can_bind(program)
         self._copies_from_peers = any(
             getattr(op, "backend", "") == PEER_COPIES for op in walk(program.ops)
@@ -176,7 +175,7 @@ class ProgramEvaluator:
             self._settings,
             self.kernel,
             ProgramEvaluator,
-            team=self._team,
+            team=self.ranks.team,
             votes=self._copies_from_peers,
             late_stream=late_stream,
         )
@@ -206,7 +205,7 @@ class ProgramEvaluator:
         Raises `InputError` or `ShardingError` when an input does not fit, `PeerError` naming
         another rank's error, or `ProgramMismatchError`; nothing was launched then.
         """
-        channel = self._channel()
+        channel = self.ranks.channel()
         if channel is None:
             return self.run_as_agreed(inputs)
         return channel.run(partial(self._prepare_run, inputs))
@@ -241,25 +240,6 @@ class ProgramEvaluator:
         return inputs, key, self._known.recall(key) if known is None else known
 
     # ------------------------------------------------------------ among ranks
-    def _channel(self) -> Channel | None:
-        return None if self._communicator is None else self._communicator.channel(self._team)
-
-    def _agreed(
-        self, inputs: Sequence[Argument], body: Callable[[list[Argument]], T], *also: str
-    ) -> T:
-        """Return `body` of the flat inputs, once the ranks agree, also on the lines `also`."""
-        channel = self._channel()
-        if channel is None:
-            return body(flatten(inputs))
-
-        def prepare() -> Prepared[T]:
-            given = flatten(inputs)
-            claim = self._claim(given, *also)
-            self.are_apart(given, None)  # raises what the others should hear, too
-            return claim, self._numbers(given), partial(body, given)
-
-        return channel.run(prepare)
-
     def _prepare_run(self, inputs: Sequence[Argument]) -> Prepared[list[torch.Tensor]]:
         """Return what this rank claims to run, and how; nothing is launched."""
         inputs, key, known = self._recall(inputs)
@@ -267,7 +247,7 @@ class ProgramEvaluator:
             known, places = self.prepare(inputs), None
         else:
             places = known.contents.check(inputs)
-        claim = known.claim = known.claim or self._claim(inputs)
+        claim = known.claim = known.claim or self.ranks.claim(inputs, self.check(inputs))
         are_apart = self.are_apart(inputs, known)
 
         def run() -> list[torch.Tensor]:
@@ -276,15 +256,7 @@ class ProgramEvaluator:
                 self._known[key] = known
             return outputs
 
-        return claim, self._numbers(inputs), run
-
-    def _claim(self, inputs: Sequence[Argument], *also: str) -> Claim:
-        """Return what this rank claims to run on these inputs, once they are checked."""
-        how = f"// options: {self._settings}\n// streams: {self._number_of_streams}"
-        return program_claim(self.program, (how, *also), inputs, self.check(inputs), self.free)
-
-    def _numbers(self, inputs: Sequence[Argument]) -> tuple[Argument, ...]:
-        return tuple(inputs[i] for i in sorted(self.free))
+        return claim, self.ranks.numbers(inputs), run
 
     def know(self, inputs: Sequence[Argument]) -> Known:
         """Return what `run_known` remembers inputs of one signature by."""
@@ -316,8 +288,8 @@ class ProgramEvaluator:
             return self._updates.run(list(inputs), lambda apart: self._run(apart, known, None))
 
     def _begin(self) -> None:
-        if self._copies_from_peers and self._communicator is not None:
-            self._communicator.begin_run(self._team)
+        if self._copies_from_peers:
+            self.ranks.begin_run()
 
     def are_apart(self, inputs: Sequence[Argument], signature: Hashable) -> bool:
         """Whether no input that is updated in place shares memory with another.
@@ -330,7 +302,7 @@ class ProgramEvaluator:
         """Run on values by name: every input has one; any other tensor is where the program puts
         that result instead of a tensor of its own. Ranks agree, and it returns, as `run` does.
         """
-        channel = self._channel()
+        channel = self.ranks.channel()
         if channel is None:
             return self._with_buffers(*inputs_and_buffers(self.program, values))
         return channel.run(partial(self._prepare_with_buffers, values))
@@ -342,9 +314,9 @@ class ProgramEvaluator:
         bind_buffers(self._frame(inputs, tuple(buffers)), buffers)
         self.are_apart(inputs, None)
         names = sorted(tv.label for tv in buffers)
-        claim = self._claim(inputs, f"// given: {', '.join(names)}")
+        claim = self.ranks.claim(inputs, self.check(inputs), f"// given: {', '.join(names)}")
         run = partial(self._with_buffers, inputs, buffers)
-        return claim, self._numbers(inputs), run
+        return claim, self.ranks.numbers(inputs), run
 
     def _with_buffers(
         self, inputs: list[Argument], buffers: Mapping[TensorView, Argument]
@@ -467,6 +439,12 @@ class ProgramEvaluator:
         values = self._frame(flatten(inputs)).values
         return {s: v for s, v in values.items() if s not in (RANK, NUMBER_OF_STREAMS)}
 
+    def _checked(self, inputs: Sequence[Argument]) -> Values:
+        """Like `check`; raises also where two updated inputs share memory."""
+        values = self.check(inputs)
+        self.are_apart(inputs, None)
+        return values
+
     def prepare(
         self, inputs: Sequence[Argument], *, checked_on: torch.device | None = None
     ) -> Known:
@@ -540,11 +518,11 @@ class ProgramEvaluator:
         """Return what `take_trace` or `take_profile` does, once the ranks have agreed."""
         if self._late is not None:
             raise UnsupportedError("trace: late_stream holds work back: run watched without it")
-        return take(self, self._communicator, self._team, inputs, asked)
+        return take(self, self.ranks.communicator, self.ranks.team, inputs, asked)
 
     def evaluate(self, inputs: Sequence[Argument]) -> list[torch.Tensor]:
         """Like `run`, op by op through the table, remembering nothing."""
-        return self._agreed(inputs, self._evaluate)
+        return self.ranks.agreed(inputs, self._checked, self._evaluate)
 
     def _evaluate(self, inputs: list[Argument]) -> list[torch.Tensor]:
         self._begin()
@@ -594,7 +572,7 @@ class ProgramEvaluator:
         bound = binder.values(inputs) if checked_on else binder.bind(inputs, device)
         if self._exact:
             self._exact.check(bound)
-        values = {**bound, RANK: self._rank, NUMBER_OF_STREAMS: self._number_of_streams}
+        values = {**bound, RANK: self.ranks.rank, NUMBER_OF_STREAMS: self._number_of_streams}
         frame = Frame(self.program, self._devices.machine(device), self._storage, values, {})
         if binder.has_only_tensors:
             frame.sizes = cast("dict[Symbol, int]", bound)
@@ -606,7 +584,7 @@ class ProgramEvaluator:
         if self._is_checked:
             from hostir.analysis.preflight import check_before_run
 
-            check_before_run(self.program, values, rank=self._rank, given=results)
+            check_before_run(self.program, values, rank=self.ranks.rank, given=results)
         return frame
 
 

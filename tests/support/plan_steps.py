@@ -282,8 +282,8 @@ NEEDS: dict[type[Op], Callable[[Unrolled, Any], Kinds]] = {
 def values_of(evaluator: ProgramEvaluator, inputs: Sequence[Any]) -> tuple[Values, int]:
     """Return the values of a run's symbols, and the rank."""
     bound = evaluator._binder.values(inputs)
-    own = {RANK: evaluator._rank, NUMBER_OF_STREAMS: evaluator._number_of_streams}
-    return {**bound, **own}, evaluator._rank
+    own = {RANK: evaluator.ranks.rank, NUMBER_OF_STREAMS: evaluator._number_of_streams}
+    return {**bound, **own}, evaluator.ranks.rank
 
 
 def faults(plan: Plan, values: Values, rank: int) -> list[str]:

@@ -20,6 +20,7 @@ from hostir import (
     TeamOf,
     Wait,
 )
+from hostir.runtime.agreement import RankAgreement
 from multidevice import Communicator, DeviceMesh
 from multidevice.job.simulation import simulate
 from multidevice.transports.base.protocol import RedOp
@@ -201,3 +202,84 @@ def test_processes_with_different_programs_all_raise(comm: Communicator) -> None
         evaluator = HostIrEvaluator(reduced(("SUM", "MAX")[comm.rank()]))
         with pytest.raises(ProgramMismatchError, match="red_op=MAX"):
             evaluator.run([torch.ones(1, 4)])
+
+
+# ------------------------------------------------------------------ without an evaluator
+def _first_element(given: list[Any]) -> float:
+    return float(given[0][0, 0])
+
+
+def _nothing_bound(given: list[Any]) -> dict[Any, Any]:
+    return {}
+
+
+def _agreement(how: str = "// how") -> RankAgreement:
+    communicator = Communicator.instance()
+    return RankAgreement(gathered(), communicator, free=frozenset(), how=how)
+
+
+def test_a_rank_without_a_communicator_agrees_with_nobody() -> None:
+    def refused(given: list[Any]) -> dict[Any, Any]:
+        raise AssertionError("nobody has to hear of it")
+
+    alone = RankAgreement(gathered(), None, free=frozenset(), how="")
+    assert (alone.rank, alone.team, alone.channel()) == (0, (0, 1), None)
+    assert alone.agreed([torch.full((1, 4), 3.0)], refused, _first_element) == 3.0
+    alone.begin_run()
+
+
+def test_ranks_that_claim_the_same_run_each_its_own_body() -> None:
+    def here() -> list[float]:
+        agreement = _agreement()
+        assert agreement.channel() is agreement.channel() is not None
+        values = [10.0 * i + agreement.rank for i in range(3)]
+        return [
+            agreement.agreed([torch.full((1, 4), v)], _nothing_bound, _first_element)
+            for v in values
+        ]
+
+    with simulate(2) as world:
+        assert world.run(here) == [[0.0, 10.0, 20.0], [1.0, 11.0, 21.0]]
+
+
+@pytest.mark.parametrize("where", ["how", "also"])
+def test_ranks_that_run_it_in_other_ways_all_raise_and_run_nothing(where: str) -> None:
+    def here() -> str:
+        rank, ran = Communicator.instance().rank(), list[float]()
+
+        def body(given: list[Any]) -> None:
+            ran.append(_first_element(given))
+
+        agreement = _agreement(f"// streams: {4 + rank if where == 'how' else 4}")
+        also = [f"// given: T{rank}"] if where == "also" else []
+        with pytest.raises(ProgramMismatchError) as error:
+            agreement.agreed([torch.zeros(1, 4)], _nothing_bound, body, *also)
+        assert not ran
+        return str(error.value)
+
+    with simulate(2) as world:
+        texts = world.run(here)
+    different = ("// streams: 4", "// streams: 5") if where == "how" else ("T0", "T1")
+    assert all(text in one for one in texts for text in different)
+
+
+def test_what_the_check_of_one_rank_refuses_all_hear() -> None:
+    def here() -> list[str]:
+        agreement, told = _agreement(), list[str]()
+
+        def check(given: list[Any]) -> dict[Any, Any]:
+            if agreement.rank and _first_element(given) == 1.0:
+                raise InputError("1 is too little")
+            return {}
+
+        for value in (0.0, 1.0, 2.0):
+            try:
+                told.append(
+                    str(agreement.agreed([torch.full((1, 4), value)], check, _first_element))
+                )
+            except FuserError as error:
+                told.append(type(error).__name__)
+        return told
+
+    with simulate(2) as world:
+        assert world.run(here) == [["0.0", "PeerError", "2.0"], ["0.0", "InputError", "2.0"]]

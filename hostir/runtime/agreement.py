@@ -1,22 +1,92 @@
-"""What ranks compare before they run a program."""
+"""The ranks of a program agree before each run: where they meet, and what each claims to run."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
+from typing import TYPE_CHECKING, TypeVar
 
 import torch
 
+from fuser.ir.binding import Values
 from fuser.ir.fusion import TensorView, Value
 from fuser.ir.op import Op, op_text
 from fuser.ir.scalar.constructors import Number, Symbol
+from fuser.support.inputs import flatten
 from hostir.ir.printer import meaning_text
 from hostir.ir.program import HostIrContainer, walk
 from hostir.runtime.inputs import Argument
-from multidevice.job.agreement import Claim
+from multidevice.job.agreement import Channel, Claim, Prepared
+
+if TYPE_CHECKING:
+    from multidevice.job.communicator import Communicator
+
+T = TypeVar("T")
 
 # In an op's text: the numbers of axes.
 _AXIS_NUMBERS = re.compile(r"\d+(?=\{)")
+
+
+class RankAgreement:
+    """Where the ranks of one program agree on its runs; without a communicator a rank is alone.
+
+    `free` are the positions of the inputs whose values may change from run to run, `how` has the
+    lines of how it is run: options, number of streams.
+    """
+
+    def __init__(
+        self,
+        program: HostIrContainer,
+        communicator: Communicator | None,
+        *,
+        free: frozenset[int],
+        how: str,
+    ) -> None:
+        self._program, self._free, self._how = program, free, how
+        self.communicator = communicator
+        self.rank = 0 if communicator is None else communicator.rank()
+        self.team = program.devices() or (self.rank,)
+
+    def channel(self) -> Channel | None:
+        """Return where the ranks agree; None where this one agrees with no other."""
+        return None if self.communicator is None else self.communicator.channel(self.team)
+
+    def begin_run(self) -> None:
+        """Count a run, as every rank does."""
+        if self.communicator is not None:
+            self.communicator.begin_run(self.team)
+
+    def claim(self, inputs: Sequence[Argument], values: Values, *also: str) -> Claim:
+        """Return what this rank claims to run on inputs that give the symbols these values, and the
+        lines `also`."""
+        return program_claim(self._program, (self._how, *also), inputs, values, self._free)
+
+    def numbers(self, inputs: Sequence[Argument]) -> tuple[Argument, ...]:
+        """Return the inputs that ranks compare in each run."""
+        return tuple(inputs[i] for i in sorted(self._free))
+
+    def agreed(
+        self,
+        inputs: Sequence[Argument],
+        check: Callable[[list[Argument]], Values],
+        body: Callable[[list[Argument]], T],
+        *also: str,
+    ) -> T:
+        """Return `body` of the flat inputs, once the ranks agree, also on the lines `also`.
+
+        `check` returns the values of all symbols, and raises what the other ranks should hear, too.
+        """
+        channel = self.channel()
+        if channel is None:
+            return body(flatten(inputs))
+
+        def prepare() -> Prepared[T]:
+            given = flatten(inputs)
+            claim = self.claim(given, check(given), *also)
+            return claim, self.numbers(given), partial(body, given)
+
+        return channel.run(prepare)
 
 
 def communications_text(program: HostIrContainer) -> str:
