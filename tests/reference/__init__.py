@@ -1,0 +1,1 @@
+"""A second opinion on host programs: their meaning, without the runtime."""
