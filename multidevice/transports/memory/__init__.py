@@ -5,7 +5,6 @@ Imports: `fuser.support` and `multidevice.coordination`.
 Files, in reading order:
 
 - `host_shared`: shared memory of a host.
-- `handles`: which pieces of peers are mapped.
+- `handles`: which pieces of peers are mapped; all shards of a team as one range.
 - `cuda_ipc`, `cuda_vmm`: GPU memory mapped by CUDA IPC; several shards as one range.
-- `symmetric_view`: all shards as one tensor.
 """

@@ -24,8 +24,13 @@ from fuser.support.errors import CommunicationError, UnsupportedError
 from fuser.support.locks import make_lock
 from fuser.support.lru import Recent
 from multidevice.transports.memory.cuda_ipc import CudaCalls, Holder, Hooks, driving, raw_tensor
-from multidevice.transports.memory.handles import Name, name_of_piece, new_serial, not_mapped
-from multidevice.transports.memory.symmetric_view import MemoryLocation
+from multidevice.transports.memory.handles import (
+    MemoryLocation,
+    Name,
+    name_of_piece,
+    new_serial,
+    not_mapped,
+)
 
 # What the driver must be able to do with a GPU's memory, by the name of its attribute.
 _NEEDED = "VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED", "HANDLE_TYPE_POSIX_FILE_DESCRIPTOR_SUPPORTED"

@@ -20,8 +20,13 @@ import numpy
 import torch
 
 from fuser.support.locks import make_lock
-from multidevice.transports.memory.handles import Mapped, name_of_piece, new_serial, not_mapped
-from multidevice.transports.memory.symmetric_view import MemoryLocation
+from multidevice.transports.memory.handles import (
+    Mapped,
+    MemoryLocation,
+    name_of_piece,
+    new_serial,
+    not_mapped,
+)
 
 # Memory is taken from the system in pieces of at least this; what nobody touches costs nothing.
 _CHUNK_NBYTES = 64 << 20

@@ -37,8 +37,8 @@ from hostir.analysis.collective_matching import find_mismatches
 from hostir.analysis.races import find_races
 from hostir.ir.ops import RANK, Communication, Wait
 from multidevice.job.communicator import Communicator
+from multidevice.transports.memory.handles import MemoryLocation
 from multidevice.transports.memory.host_shared import SharedMemory
-from multidevice.transports.memory.symmetric_view import MemoryLocation
 from tests.support import mpi_abort
 from tests.support.jobs import needs_mpi, run_job
 from tests.support.predicted_times import predicted

@@ -17,7 +17,7 @@ import torch
 from fuser.support.errors import CommunicationError, UnsupportedError
 from multidevice.transports.memory.cuda_ipc import CudaCalls
 from multidevice.transports.memory.cuda_vmm import GpuShards, let_files_be_taken
-from multidevice.transports.memory.symmetric_view import MemoryLocation, side_by_side
+from multidevice.transports.memory.handles import MemoryLocation, side_by_side
 from tests.support.limits import HANG_S
 from tests.support.stand_in_driver import CPU, GPU, UNIT, Driver, driver
 
