@@ -21,6 +21,7 @@ import torch
 from multidevice import Communicator
 from multidevice.transports.base.allreduce_model import shape_of
 from multidevice.transports.base.checked_backend import CheckedBackend
+from multidevice.transports.base.collectives import ALLREDUCE
 from multidevice.transports.nccl import NcclBackend
 
 CHAIN, REPLAYS, POSTS = 20, 20, 100
@@ -135,7 +136,7 @@ def _start(backend: CheckedBackend, x: torch.Tensor, team: tuple[int, ...]) -> C
     out = torch.empty_like(x)
     for _ in range(3):
         backend.allreduce(out, x, op="SUM", team=team).wait()
-    post = backend.bind("allreduce", out, x, team=team, reduce="SUM")
+    post = backend.bind(ALLREDUCE, out, x, team=team, reduce="SUM")
     assert post is not None, "it is bound"
     stream = torch.cuda.current_stream().cuda_stream
     # The tensors live as long as the function.

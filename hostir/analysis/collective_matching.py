@@ -50,8 +50,6 @@ from hostir.ir.diagnostics import Finding, Indices, Site
 from hostir.ir.effects import Part, Shows, Waits, effects_of
 from hostir.ir.ops import (
     PEER_COPIES,
-    REDUCING,
-    ROOTED,
     Allocate,
     CollectivePermute,
     Communication,
@@ -66,14 +64,12 @@ from hostir.ir.ops import (
 from hostir.ir.program import HostIrContainer
 from hostir.ir.queries import has_communications
 from multidevice.sharding.reshard import TeamOf
+from multidevice.transports.base.collectives import COLLECTIVES
 
 SIZES = "sizes do not fit"
 TEAM = "wrong team"
 OUT_OF_RANGE = "peer or part out of range"
 UNDEFINED = "no value"
-
-# Type -> how many times as large as its input its output is (-1: the other way round).
-_GROWS: dict[str, int] = {"Allgather": 1, "Gather": 1, "ReduceScatter": -1, "Scatter": -1}
 
 
 def find_mismatches(
@@ -273,7 +269,7 @@ class RankWalker:
         is_right = self._in_team(root, op.team.size, here, site, "root")
         is_right &= self._check_sizes(op, mine, theirs, here, site)
         partial = None
-        if op.type in REDUCING:
+        if op.collective.reduces and not op.collective.is_prefix:
             partial = self.shapes.partial_axis(inp, op.team.ptypes)
         parts = self.shapes.region(inp, without=partial), self.shapes.region(out)
         if not is_right:
@@ -341,17 +337,16 @@ class RankWalker:
     def _check_sizes(
         self, op: Communication, mine: PerRank, theirs: PerRank, here: Array, site: Site
     ) -> bool:
-        count, grows = op.team.size, _GROWS.get(op.type, 0)
-        fits = mine * count == theirs if grows > 0 else mine == theirs * (count if grows else 1)
-        if op.type == "AllToAll":
-            fits = (mine == theirs) & (mine % count == 0)
+        count, row = op.team.size, op.collective
+        inputs, outputs = row.inp.parts(count), row.out.parts(count)
+        fits = (mine * outputs == theirs * inputs) & (mine % inputs == 0)
         if everywhere(fits):
             return True
         wrong = np.broadcast_to(np.logical_not(fits), here.shape) & here
         if wrong.any():
             i = int(np.argmax(wrong))
-            wanted = "as large as" if not grows else f"{count} times"
-            large, small = (op.out, op.inp) if grows >= 0 else (op.inp, op.out)
+            wanted = f"{count} times" if row.growth else "as large as"
+            large, small = (op.out, op.inp) if row.growth >= 0 else (op.inp, op.out)
             text = f"{op.type} of {count} ranks: {op.inp.label} has {at(mine, i)} elements and "
             text += f"{op.out.label} {at(theirs, i)}, on {self._who(wrong)}"
             note = f"{large.label} must be {wanted} {small.label}"
@@ -360,11 +355,11 @@ class RankWalker:
 
     def _check_cuts(self, op: Communication, site: Site) -> None:
         """The team must lie along what spreads the tensor that is gathered or scattered."""
-        grows = _GROWS.get(op.type, 0)
-        if not grows:
+        growth = op.collective.growth
+        if not growth:
             return
         inp, out = self.spot_of(op.inp), self.spot_of(op.out)
-        spread, whole = (inp, out) if grows > 0 else (out, inp)
+        spread, whole = (inp, out) if growth > 0 else (out, inp)
         cuts = self.shapes.device_cuts
         along = frozenset[ParallelType]().union(*cuts(spread.owner))
         if along and not along & set(op.team.ptypes):
@@ -373,7 +368,7 @@ class RankWalker:
             text = f"{op.type} along {names}, but {spread.owner.label} is spread along {found}"
             self.note(Finding(TEAM, text, ((site, ""),)))
         still = frozenset[ParallelType]().union(*cuts(whole.owner)) & set(op.team.ptypes)
-        if grows > 0 and along and still:
+        if growth > 0 and along and still:
             text = f"{op.type} of {spread.owner.label}, but {whole.owner.label} stays spread along "
             self.note(Finding(TEAM, text + " and ".join(p.text for p in still), ((site, ""),)))
 
@@ -638,36 +633,33 @@ def misplaced(met: PostedCollective, here: Array, ranks: Sequence[int]) -> Wrong
     inp, out = met.inp, met.out
     if inp is None or out is None or inp.whole != out.whole or not here.any():
         return None
-    kind, teams, count = met.kind, met.teams, met.teams.members.shape[1]
+    row, teams, count = COLLECTIVES[met.kind], met.teams, met.teams.members.shape[1]
+    if row.inp.per_member and row.out.per_member:
+        return _exchanged(met, inp, out, here)
     checked = here
+    if row.reduces and row.out.at_root:
+        checked = here & (teams.position == met.root)
+    elif row.is_rooted:
+        roots = teams.members[teams.team, np.where(here, met.root, 0)]
+        inp, out = (inp, out.on(roots)) if row.out.at_root else (inp.on(roots), out)
     left: Region | None = inp
     right: Region | None = out
-    if kind in ("Broadcast", "Scatter", "Gather"):
-        roots = teams.members[teams.team, np.where(here, met.root, 0)]
-        if kind == "Gather":
-            right = out = out.on(roots)
-        else:
-            left = inp = inp.on(roots)
-    if kind == "Reduce":
-        checked = here & (teams.position == met.root)
-    if kind in ("Allgather", "Gather"):
+    if row.growth > 0:
         right = out.piece(count, teams.position)
-    elif kind in ("ReduceScatter", "Scatter"):
+    elif row.growth < 0:
         left = inp.piece(count, teams.position)
-    if kind == "AllToAll":
-        return _exchanged(met, inp, out, here)
     if left is None or right is None:
         return None
     same = left.is_same(right)
     wrong = np.logical_not(same) & checked
     if not everywhere(same) and wrong.any():
         i = int(np.argmax(wrong))
-        source = f" from root {at(met.root, i)}" if kind in ROOTED else ""
-        text = f"{kind}{source} brings {inp.text(i)} into {out.text(i)}"
+        source = f" from root {at(met.root, i)}" if row.is_rooted else ""
+        text = f"{row}{source} brings {inp.text(i)} into {out.text(i)}"
         return text, wrong, _lies(met, inp, out, left, right, i)
-    if kind in REDUCING or kind == "Allgather":
-        return _apart(met, out if kind == "Allgather" else inp, here, ranks)
-    return None
+    if row.reduces and not row.is_prefix:
+        return _apart(met, inp, here, ranks)
+    return _apart(met, out, here, ranks) if row.growth > 0 and not row.is_rooted else None
 
 
 def _lies(
@@ -706,7 +698,7 @@ def _exchanged(met: PostedCollective, inp: Region, out: Region, here: Array) -> 
         wrong = np.logical_not(left.is_same(right)) & here
         if wrong.any():
             i = int(np.argmax(wrong))
-            text = f"AllToAll brings {left.text(i)} into {right.text(i)}"
+            text = f"{met.kind} brings {left.text(i)} into {right.text(i)}"
             return text, wrong, ""
     return None
 

@@ -41,7 +41,7 @@ from hostir.cost.machine_model import (
     measured_file,
     read_once,
 )
-from hostir.cost.op_costs import BUS, whole_waves
+from hostir.cost.op_costs import whole_waves
 from hostir.ir.ops import Allocate, Communication, Wait
 from hostir.ir.program import HostIrContainer
 from hostir.runtime.evaluator import ProgramEvaluator
@@ -49,6 +49,7 @@ from multidevice import DeviceMesh
 from multidevice.job.communicator import Communicator
 from multidevice.sharding.reshard import TeamOf
 from multidevice.transports.base.allreduce_model import MAX_NBYTES, Way, sent_nbytes, shape_of
+from multidevice.transports.base.collectives import ALLREDUCE, COLLECTIVES, Collective
 from multidevice.transports.base.protocol import Transfer, Work
 
 Fields = dict[str, Any]
@@ -440,29 +441,31 @@ def link_fields(bench: _Bench) -> Fields:
     team, n = bench.team, len(bench.team)
     small, middle, large = _SENT[bench.device.type]
 
-    def allgather(nbytes: int) -> Callable[[], None]:
-        part, whole = bench.empty(nbytes // n), bench.empty(nbytes // n * n)
-        return lambda: backend.allgather(whole, part, team=team).wait()
+    def calls_of(row: Collective) -> Callable[[int], Callable[[], None]]:
+        """Return what makes calls of which the larger side has so many bytes, in place if it may
+        be."""
 
-    def reduce_scatter(nbytes: int) -> Callable[[], None]:
-        part, whole = bench.empty(nbytes // n), bench.empty(nbytes // n * n)
-        return lambda: backend.reduce_scatter(part, whole, op="SUM", team=team).wait()
+        def make(nbytes: int) -> Callable[[], None]:
+            part = nbytes // n if row.growth else nbytes
+            inp = bench.empty(row.inp.parts(n) * part)
+            out = inp if row.sharing == "same" else bench.empty(row.out.parts(n) * part)
+            reduce = "SUM" if row.reduces else None
+            return lambda: backend.collective(row, out, inp, team=team, reduce=reduce).wait()
 
-    def allreduce(nbytes: int) -> Callable[[], None]:
-        whole = bench.empty(nbytes)
-        return lambda: backend.allreduce(whole, whole, op="SUM", team=team).wait()
+        make.__name__ = row.method
+        return make
 
     def sends(nbytes: int) -> Callable[[], None]:
         return _ring(bench, bench.empty(nbytes), bench.empty(nbytes), backend.batch)
 
-    kinds = {"Allgather": allgather, "ReduceScatter": reduce_scatter, "Allreduce": allreduce}
     bandwidths: dict[str, float] = {}
     latencies: list[float] = []
     ramps: list[float] = []
-    for kind, make in kinds.items():
-        latency, ramp, bandwidth = _fit(bench, make, BUS[kind](n), (small, middle, large))
-        bandwidths[kind] = bandwidth
-        if kind != "Allreduce":  # of which small ones go another way than large ones
+    for row in (c for c in COLLECTIVES.values() if c.h200_bandwidth is not None):
+        sizes = small, middle, large
+        latency, ramp, bandwidth = _fit(bench, calls_of(row), row.bus(n), sizes)
+        bandwidths[row.name] = bandwidth
+        if row is not ALLREDUCE:  # of which small ones go another way than large ones
             ramps.append(ramp)
             latencies.append(latency)
     found: Fields = {
@@ -475,7 +478,7 @@ def link_fields(bench: _Bench) -> Fields:
         one, five = (_host_of_posts(bench, k) for k in (1, 5))
         found["host_post_s"] = max((five - one) / 4, 0.0)
     if bench.device.type == "cuda" and not options.disabled("allreduce_kernel"):
-        found |= _allreduce_fields(bench, allreduce)
+        found |= _allreduce_fields(bench, calls_of(ALLREDUCE))
     return found | _peer_fields(bench)
 
 

@@ -24,15 +24,16 @@ import torch
 from fuser.ir.dtypes import DataType
 from fuser.support import options
 from fuser.support.errors import InputError, warn
-from hostir.ir.ops import COLLECTIVES, PEER_COPIES
+from hostir.ir.ops import PEER_COPIES
 from multidevice.transports.base.allreduce_model import Way
+from multidevice.transports.base.collectives import COLLECTIVES
 
 # Of float16 and bfloat16; what a matmul of another dtype reaches of it: 8 bits are not measured,
 # float32 is without TF32, float64 on tensor cores.
 _DTYPES = {"Half": 1.0, "BFloat16": 1.0, "Float": 0.07, "Double": 0.08}
 # Bytes that a rank moves in a second, by type. A bus bandwidth: whatever the team's size.
 _NCCL_NAME = "NCCL"
-_NCCL = {"Allgather": 325e9, "ReduceScatter": 325e9, "Allreduce": 345e9}
+_NCCL = {c.name: c.h200_bandwidth for c in COLLECTIVES.values() if c.h200_bandwidth is not None}
 
 # Of an allreduce that is one kernel: what it takes besides sending, by the way that it goes.
 _ALLREDUCE_KERNEL = {
@@ -45,7 +46,7 @@ _ALLREDUCE_KERNEL = {
 # What the tables of a description have an entry for.
 _KEYS: dict[str, Sequence[str]] = {
     "matmul_dtypes": [d.name for d in DataType],
-    "nccl": COLLECTIVES,
+    "nccl": tuple(COLLECTIVES),
     "allreduce_kernel_s": [way.name for way in Way],
 }
 CPU = "CPU"

@@ -26,12 +26,11 @@ from fuser.passes.concretize import refined_sizes
 from fuser.support.errors import FuserError, UnsupportedError, user_code
 from fuser.support.lru import Recent
 from hostir.cost.machine_model import CPU, Machine
-from hostir.cost.op_costs import Cost, collective_cost, cost_of
+from hostir.cost.op_costs import Cost, Shape, Sizes, collective_cost, cost_of, held_nbytes
 from hostir.cost.report import seconds_of
 from hostir.cost.simulator import timetable_of
-from hostir.ir.ops import NUMBER_OF_STREAMS, Sizes, library_name
+from hostir.ir.ops import NUMBER_OF_STREAMS, library_name
 from hostir.ir.program import HostIrContainer
-from hostir.ir.shard_layout import held_nbytes
 from hostir.lowering.params import DEFAULT, LowerParams
 from hostir.lowering.pipeline import lower_sharded
 from multidevice.sharding.passes.overlap_candidates import (
@@ -44,6 +43,7 @@ from multidevice.sharding.passes.overlap_candidates import (
 from multidevice.sharding.passes.pipeline import complete_alone
 from multidevice.sharding.placement import placement
 from multidevice.sharding.queries import local_extents
+from multidevice.transports.base.collectives import ALLREDUCE
 
 # Steps are taken where their predicted time is less by this part of the time without: the model is
 # not exact, and steps need memory and host time.
@@ -565,12 +565,12 @@ def _text(pair: Pair, values: Values) -> str:
         except KeyError:
             return str(tv)
 
-    move = f"{COLLECTIVES[pair.kind]} {shown(pair.move.inputs[0])} -> {shown(pair.move.out_tensor)}"
+    move = f"{pair.collective} {shown(pair.move.inputs[0])} -> {shown(pair.move.out_tensor)}"
     products = [
         f"{op.name} of {', '.join(shown(tv) for _, tv in tensor_operands(op))}"
         for op in pair.products
     ]
-    parts = [move, *products] if pair.kind == "gather" else [*products, move]
+    parts = [move, *products] if pair.ops[0] is pair.move else [*products, move]
     where = next((op.where for op in pair.products if op.where), pair.move.where)
     over = f"{pair.devices} {pair.ptype.text}, {pair.between.dtype().name}"
     return f"{'; '.join(parts)} over {over}{user_code(where)}"
@@ -583,7 +583,6 @@ def _first_line(error: FuserError | str) -> str:
 # ----------------------------------------------------------------------
 # What steps could gain at most, from numbers alone: for most sizes that decides, unlowered.
 
-COLLECTIVES = {"gather": "Allgather", "scatter": "ReduceScatter", "allreduce": "Allreduce"}
 Values = Mapping[Symbol, Number]
 
 
@@ -614,7 +613,7 @@ class GainBound:
         pair, (places, extents) = self._pair, self._tensors
         numbers = extents(values)
 
-        def sizes(tv: TensorView) -> tuple[int, ...]:
+        def sizes(tv: TensorView) -> Shape:
             return tuple(int(n) for n in numbers[places[tv]])
 
         costs = [cost_of(op, sizes, machine) for op in pair.products]
@@ -625,7 +624,7 @@ class GainBound:
                 f"the matmul takes {computes * 1e6:.1f} us and the communication "
                 f"{moves * 1e6:.1f} us: there is less than {margin:.0%} to gain"
             )
-        steps = 2 if pair.kind == "allreduce" else pair.devices
+        steps = 2 if pair.collective is ALLREDUCE else pair.devices
         calls = machine.host_run_s + steps * len(pair.products) * machine.host_library_s
         host = calls + (steps - 1) * machine.host_post_s
         if not self._is_repeated and host > (1 - margin) * (computes + moves + machine.host_run_s):
@@ -640,8 +639,8 @@ class GainBound:
         pair = self._pair
         ends = pair.move.inputs[0], pair.move.out_tensor
         nbytes = max(held_nbytes(tv, sizes(tv)) for tv in ends)
-        kind, dtype = COLLECTIVES[pair.kind], pair.between.dtype()
-        return collective_cost(kind, pair.devices, nbytes, self._backend, machine, dtype=dtype)
+        row, dtype = pair.collective, pair.between.dtype()
+        return collective_cost(row, pair.devices, nbytes, self._backend, machine, dtype=dtype)
 
 
 # ----------------------------------------------------------------------

@@ -5,7 +5,7 @@ Nothing is run. `predict` makes the numbers, `report` the text of `python -m hos
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -22,6 +22,7 @@ from hostir.ir.diagnostics import Site, line_numbers
 from hostir.ir.effects import CALLER
 from hostir.ir.ops import CollectivePermute, Communication, P2PCommunication
 from hostir.ir.program import HostIrContainer
+from multidevice.transports.base.collectives import Collective
 
 # What a text report shows of classes, links, and the critical path; the JSON has all.
 _SHOWN_CLASSES, _SHOWN_LINKS, _SHOWN_OPS = 8, 24, 12
@@ -318,20 +319,6 @@ def _size(nbytes: int) -> str:
 # Of so many ranks every pair is counted.
 MAX_PAIRED = 16
 
-# Bytes from each member to each other one, of its input, its output, and the team's size.
-_BLOCK: dict[str, Callable[[PerRank, PerRank, int], PerRank]] = {
-    "Allgather": lambda inp, out, n: inp,
-    "Allreduce": lambda inp, out, n: 2 * inp / n,
-    "AllToAll": lambda inp, out, n: inp / n,
-    "Broadcast": lambda inp, out, n: out,
-    "Gather": lambda inp, out, n: inp,
-    "Reduce": lambda inp, out, n: inp,
-    "ReduceScatter": lambda inp, out, n: out,
-    "Scatter": lambda inp, out, n: out,
-}
-_FROM_ROOT = frozenset({"Broadcast", "Scatter"})
-_TO_ROOT = frozenset({"Gather", "Reduce"})
-
 
 @dataclass
 class Traffic:
@@ -386,25 +373,33 @@ def _nbytes(item: UnrolledOp, tv: TensorView) -> Array:
 
 
 def _collective(item: UnrolledOp, op: Communication, found: Traffic) -> None:
-    teams, mask, n = item.teams, item.mask, op.team.size
+    row, teams, mask, n = op.collective, item.teams, item.mask, op.team.size
     assert teams is not None
     inp, out = _nbytes(item, op.inp), _nbytes(item, op.out)
-    block = np.where(mask, _BLOCK[op.type](inp, out, n), 0.0)
+    block = np.where(mask, row.block(inp, out, n), 0.0)
     is_root = mask & (teams.position == item.root)
     gives = takes = mask
-    if op.type in _FROM_ROOT:
+    if row.inp.at_root:
         gives, takes = is_root, mask & ~is_root
-    elif op.type in _TO_ROOT:
+    elif row.out.at_root:
         gives, takes = mask & ~is_root, is_root
-    _among(found, teams, block, n, gives, takes, op.type)
+    _among(found, teams, block, n, gives, takes, row)
 
 
 def _among(
-    found: Traffic, teams: Teams, block: Array, n: int, gives: Array, takes: Array, kind: str = ""
+    found: Traffic,
+    teams: Teams,
+    block: Array,
+    n: int,
+    gives: Array,
+    takes: Array,
+    row: Collective | None = None,
 ) -> None:
     """Count what those who give send each of those of their team who take."""
-    found.sent += np.where(gives, block * (1 if kind in _TO_ROOT else n - 1), 0.0)
-    found.received += np.where(takes, block * (1 if kind in _FROM_ROOT else n - 1), 0.0)
+    receivers = 1 if row is not None and row.out.at_root else n - 1
+    senders = 1 if row is not None and row.inp.at_root else n - 1
+    found.sent += np.where(gives, block * receivers, 0.0)
+    found.received += np.where(takes, block * senders, 0.0)
     if found.pairs is not None:
         same = (teams.team[:, None] == teams.team[None, :]) & ~np.eye(len(gives), dtype=bool)
         found.pairs += np.where(same & gives[:, None] & takes[None, :], block[:, None], 0.0)

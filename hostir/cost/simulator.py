@@ -22,6 +22,7 @@ from hostir.cost.op_costs import (
     collective_cost,
     cost_of,
     found_in_tables,
+    held_nbytes,
     staging_cost,
     transfer_cost,
     under_load,
@@ -36,7 +37,6 @@ from hostir.ir.ops import (
     StartsCommunication,
 )
 from hostir.ir.program import HostIrContainer
-from hostir.ir.shard_layout import held_nbytes
 
 # ----------------------------------------------------------------------
 # The timetable: when each piece of work of a class of ranks begins and ends.
@@ -368,7 +368,7 @@ class _ScheduleBuilder:
         inp, out = (held_nbytes(tv, sizes[tv]) for tv in (op.inp, op.out))
         staged = inp if op.backend == PEER_COPIES and op.inp.memory is MemoryType.global_ else 0
         cost = collective_cost(
-            op.type,
+            op.collective,
             op.team.size,
             max(inp, out),
             op.backend,

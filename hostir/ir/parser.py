@@ -26,7 +26,6 @@ from fuser.support.errors import InputError, ParseError
 from fuser.support.text_cursor import Cursor
 from hostir.ir.effects import STREAM_NAME, Stream
 from hostir.ir.ops import (
-    COLLECTIVES,
     HOST_OPS,
     NUMBER_OF_STREAMS,
     RANK,
@@ -37,6 +36,7 @@ from hostir.ir.ops import (
 from hostir.ir.printer import NOTES, unit_line
 from hostir.ir.program import HostIrContainer
 from multidevice.sharding.reshard import TeamOf
+from multidevice.transports.base.collectives import COLLECTIVES
 from multidevice.transports.base.protocol import RED_OPS
 
 # The sections that hold fusions.
@@ -190,7 +190,7 @@ ATTRIBUTES: Mapping[str, Attribute] = {
     "IterDomain | None": Parser.axis,
     "Stream": _stream,
     "TransferKind": _one_of(TRANSFER_KINDS, "transfer"),
-    "CommunicationType": _one_of(COLLECTIVES, "communication type"),
+    "CommunicationType": _one_of(tuple(COLLECTIVES), "communication type"),
     "RedOp": _one_of(RED_OPS, "reduction"),
     "TeamOf": _team,
 }

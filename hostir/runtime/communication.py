@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -11,8 +11,6 @@ from fuser.ir.fusion import TensorView
 from fuser.ir.naming import in_ir, tensor_words
 from fuser.support.errors import CommunicationError
 from hostir.ir.ops import (
-    REDUCING,
-    ROOTED,
     AxisOrder,
     CollectivePermute,
     Communication,
@@ -88,44 +86,6 @@ def flat(
     return tensor
 
 
-def _allgather(call: CommunicationCall, out: torch.Tensor, inp: torch.Tensor) -> Work:
-    return call.backend.allgather(out, inp, team=call.team)
-
-
-def _allreduce(call: CommunicationCall, out: torch.Tensor, inp: torch.Tensor) -> Work:
-    return call.backend.allreduce(out, inp, op=call.op.red_op, team=call.team)
-
-
-def _reduce_scatter(call: CommunicationCall, out: torch.Tensor, inp: torch.Tensor) -> Work:
-    return call.backend.reduce_scatter(out, inp, op=call.op.red_op, team=call.team)
-
-
-def _alltoall(call: CommunicationCall, out: torch.Tensor, inp: torch.Tensor) -> Work:
-    return call.backend.alltoall(out, inp, team=call.team)
-
-
-def _broadcast(call: CommunicationCall, out: PostedBuffer, inp: PostedBuffer) -> Work:
-    is_root = call.root == call.rank
-    if out is None:
-        assert inp is not None and is_root, "the root of a broadcast has its input"
-        out = inp
-    elif is_root and inp is not None:
-        out.copy_(inp.view_as(out))
-    return call.backend.broadcast(out, root=call.root, team=call.team)
-
-
-def _gather(call: CommunicationCall, out: PostedBuffer, inp: torch.Tensor) -> Work:
-    return call.backend.gather(out, inp, root=call.root, team=call.team)
-
-
-def _scatter(call: CommunicationCall, out: torch.Tensor, inp: PostedBuffer) -> Work:
-    return call.backend.scatter(out, inp, root=call.root, team=call.team)
-
-
-def _reduce(call: CommunicationCall, out: PostedBuffer, inp: torch.Tensor) -> Work:
-    return call.backend.reduce(out, inp, op=call.op.red_op, root=call.root, team=call.team)
-
-
 @dataclass(frozen=True)
 class CommunicationCall:
     """What a communication is for one rank; `root` is a global rank (-1: none)."""
@@ -135,18 +95,6 @@ class CommunicationCall:
     team: Team
     backend: Backend
     root: int
-
-
-POST: dict[str, Callable[..., Work]] = {
-    "Allgather": _allgather,
-    "Allreduce": _allreduce,
-    "AllToAll": _alltoall,
-    "Broadcast": _broadcast,
-    "Gather": _gather,
-    "Reduce": _reduce,
-    "ReduceScatter": _reduce_scatter,
-    "Scatter": _scatter,
-}
 
 
 def post(call: CommunicationCall, inp: PostedBuffer, out: PostedBuffer) -> Work:
@@ -160,23 +108,19 @@ def post(call: CommunicationCall, inp: PostedBuffer, out: PostedBuffer) -> Work:
         inp = flat(op, op.inp, inp, mine)
     if out is not None:
         out = flat(op, op.out, out, theirs)
-    call.backend.where = op.where
+    row, backend = op.collective, call.backend
+    backend.where = op.where
     try:
-        return POST[op.type](call, out, inp)
+        return backend.collective(
+            row,
+            out,
+            inp,
+            team=call.team,
+            reduce=op.red_op if row.reduces else None,
+            root=call.root if row.is_rooted else None,
+        )
     finally:
-        call.backend.where = ""
-
-
-# The backends' name of what moves whole buffers; the root of a broadcast copies first.
-_WHOLE = {
-    "Allgather": "allgather",
-    "Allreduce": "allreduce",
-    "AllToAll": "alltoall",
-    "Gather": "gather",
-    "Reduce": "reduce",
-    "ReduceScatter": "reduce_scatter",
-    "Scatter": "scatter",
-}
+        backend.where = ""
 
 
 def bind_post(
@@ -184,19 +128,17 @@ def bind_post(
 ) -> protocol.Post | None:
     """Return how `post` starts this communication, which it has done once, on other shards of these
     shapes and strides; None where it has to look at each call."""
-    op = call.op
-    if op.type not in _WHOLE:
-        return None
+    op, row = call.op, call.op.collective
     mine, theirs = op.orders
     call.backend.where = op.where
     try:
         return call.backend.bind(
-            _WHOLE[op.type],
+            row,
             None if out is None else flat(op, op.out, out, theirs),
             None if inp is None else flat(op, op.inp, inp, mine),
             team=call.team,
-            reduce=op.red_op if op.type in REDUCING else None,
-            root=call.root if op.type in ROOTED else None,
+            reduce=op.red_op if row.reduces else None,
+            root=call.root if row.is_rooted else None,
         )
     finally:
         call.backend.where = ""

@@ -18,7 +18,6 @@ from fuser.support.device import VECTOR_BYTES
 from fuser.support.errors import ExecutionError, FuserError, user_code
 from hostir.ir.effects import Shows
 from hostir.ir.ops import (
-    AT_ROOT,
     Allocate,
     CollectivePermute,
     Communication,
@@ -215,7 +214,7 @@ def _communicate(op: Communication, frame: Frame) -> None:
     inp = frame.tensors[op.inp] if frame.is_mine(op.inp) else None
     out = frame.tensors[op.out] if frame.is_mine(op.out) else None
     root = -1 if op.root is None else member(team, frame.integer(op.root), op)
-    if out is not None and (rank == root or op.type not in AT_ROOT["result"]):
+    if out is not None and (rank == root or not op.collective.out.at_root):
         out = _received(frame, op.out, posted)
 
     def start() -> None:

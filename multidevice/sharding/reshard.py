@@ -11,7 +11,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import takewhile, zip_longest
-from typing import Literal, TypeGuard, get_args
+from typing import TypeGuard
 
 from fuser.ir.axis_graph import mapped_axes
 from fuser.ir.domain.device_mesh import DeviceMesh
@@ -40,27 +40,14 @@ from multidevice.sharding.queries import (
     is_resharding,
     sharded_logical_axis,
 )
+from multidevice.transports.base.collectives import COLLECTIVES
 from multidevice.transports.base.protocol import RedOp
 
-# Between devices, by nvFuser's names; LocalSlice: every device keeps a block of what it has,
-# StepSlice: every step of a stream loop sees one.
-CommunicationType = Literal[
-    "Allgather",
-    "Allreduce",
-    "AllToAll",
-    "Broadcast",
-    "CollectivePermute",
-    "Gather",
-    "LocalSlice",
-    "Reduce",
-    "ReduceScatter",
-    "Scatter",
-    "SendRecv",
-    "StepSlice",
-]
-COMMUNICATION_TYPES: tuple[CommunicationType, ...] = get_args(CommunicationType)
-SUPPORTED: tuple[CommunicationType, ...] = ("Allgather", "Allreduce", "ReduceScatter", "LocalSlice")
-_LOCAL: tuple[CommunicationType, ...] = ("LocalSlice", "StepSlice")
+# The name of a collective (`COLLECTIVES`), or one of CollectivePermute, SendRecv; LocalSlice: every
+# device keeps a block of what it has; StepSlice: every step of a stream loop sees one.
+CommunicationType = str
+# What a change of shardings on one mesh may become, without steps.
+SUPPORTED = (*(row.name for row in COLLECTIVES.values() if row.reshards), "LocalSlice")
 # ReductionOp kind -> the word of host programs and backends.
 RED_OP_OF: dict[str, RedOp] = {"add": "SUM", "mul": "PRODUCT", "min": "MIN", "max": "MAX"}
 
@@ -133,7 +120,7 @@ def _stored(tv: TensorView, position: int | None) -> int | None:
 
 def communicates(op: TensorOp) -> bool:
     """Whether devices exchange data: a `Reshard` that is more than a slice."""
-    return isinstance(op, Reshard) and communication_type(op) not in _LOCAL
+    return isinstance(op, Reshard) and not communication_type(op).endswith("Slice")
 
 
 def is_step_slice(op: TensorOp) -> bool:
@@ -247,7 +234,9 @@ def team_of(op: Reshard) -> TeamOf:
     Raises `UnsupportedError` for types that are not collectives of one mesh.
     """
     found = communication_type(op)
-    if found not in (*SUPPORTED, "AllToAll") and not is_device_to_stream(op):
+    row = COLLECTIVES.get(found)
+    has_one_mesh = found == "LocalSlice" if row is None else not row.is_rooted
+    if not has_one_mesh and not is_device_to_stream(op):
         raise UnsupportedError(f"{found}: teams over two meshes are not supported yet")
     assert op.inp.mesh is not None, f"{op.inp} of a Reshard has no mesh"
     return TeamOf(op.inp.mesh, tuple(p for p in op.ptypes if p.is_device))

@@ -48,6 +48,7 @@ from multidevice.transports.base.allreduce_model import (
     shape_of,
 )
 from multidevice.transports.base.checked_backend import DONE, CollectiveCall
+from multidevice.transports.base.collectives import ALLREDUCE
 from multidevice.transports.base.protocol import Post, RedOp, Work
 
 _MAX_LAUNCHES = 256
@@ -239,7 +240,7 @@ class AllreduceKernels:
 
     def takes(self, call: CollectiveCall) -> bool:
         """Whether a call is one kernel; all members of its team answer alike."""
-        if call.op != "allreduce" or call.inp is None or call.reduce is None:
+        if call.row is not ALLREDUCE or call.inp is None or call.reduce is None:
             return False
         count, dtype = call.inp.numel(), call.inp.dtype
         nbytes = count * dtype.itemsize

@@ -29,6 +29,18 @@ from multidevice.transports.base.checked_backend import (
     Exchange,
     is_of,
 )
+from multidevice.transports.base.collectives import (
+    ALL_TO_ALL,
+    ALLGATHER,
+    ALLREDUCE,
+    BARRIER,
+    BROADCAST,
+    GATHER,
+    REDUCE,
+    REDUCE_SCATTER,
+    SCATTER,
+    TransportTable,
+)
 from multidevice.transports.base.protocol import Work
 
 # Gloo's own wait is cut into slices, between which the peers are looked at.
@@ -309,11 +321,11 @@ class GlooBackend(CheckedBackend):
 
     def _start(self, call: CollectiveCall) -> Work:
         # Some of gloo's algorithms never complete without data.
-        if call.op != "barrier" and not _has_data(call.inp) and not _has_data(call.out):
+        if call.row is not BARRIER and not _has_data(call.inp) and not _has_data(call.out):
             return DONE
         group = self._group(call.team)
         try:
-            return _GlooWork(self, _COLLECTIVES[call.op](group, call), call)
+            return _GlooWork(self, _COLLECTIVES[call.row](group, call), call)
         except RuntimeError as error:
             raise self.explain(error, call) from error
 
@@ -462,14 +474,17 @@ def _barrier(group: Any, call: CollectiveCall) -> list[Any]:
     return [group.allreduce([torch.zeros(1)])]
 
 
-_COLLECTIVES: dict[str, Callable[[Any, CollectiveCall], list[Any]]] = {
-    "allgather": _allgather,
-    "allreduce": _allreduce,
-    "reduce": _reduce,
-    "reduce_scatter": _reduce_scatter,
-    "broadcast": _broadcast,
-    "gather": _gather,
-    "scatter": _scatter,
-    "alltoall": _alltoall,
-    "barrier": _barrier,
-}
+_COLLECTIVES = TransportTable[Callable[[Any, CollectiveCall], list[Any]]](
+    "backend gloo",
+    {
+        ALLGATHER: _allgather,
+        ALLREDUCE: _allreduce,
+        REDUCE: _reduce,
+        REDUCE_SCATTER: _reduce_scatter,
+        BROADCAST: _broadcast,
+        GATHER: _gather,
+        SCATTER: _scatter,
+        ALL_TO_ALL: _alltoall,
+        BARRIER: _barrier,
+    },
+)

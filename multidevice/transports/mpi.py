@@ -26,6 +26,18 @@ from multidevice.coordination import shared_page
 from multidevice.coordination.bounded_wait import Calls, Event, poll_until
 from multidevice.coordination.control_channel import RECORD_NBYTES, ControlCall, JobControl
 from multidevice.transports.base.checked_backend import CheckedBackend, CollectiveCall, Exchange
+from multidevice.transports.base.collectives import (
+    ALL_TO_ALL,
+    ALLGATHER,
+    ALLREDUCE,
+    BARRIER,
+    BROADCAST,
+    GATHER,
+    REDUCE,
+    REDUCE_SCATTER,
+    SCATTER,
+    Collective,
+)
 from multidevice.transports.base.p2p_collectives import steps_of
 from multidevice.transports.base.protocol import Transfer
 
@@ -217,7 +229,7 @@ class MpiBackend(CheckedBackend):
     """Collectives on CPU tensors over MPI."""
 
     name = "mpi"
-    in_place_parts = frozenset({"allgather"})
+    in_place_parts = frozenset({ALLGATHER})
 
     def __init__(self, control: MpiControl) -> None:
         super().__init__(control.rank, control.size, control.ledger)
@@ -239,13 +251,14 @@ class MpiBackend(CheckedBackend):
 
     def _start(self, call: CollectiveCall) -> MpiWork:
         control = self.control
-        if call.team == control.world and self._direct_key not in control.ledger.entered:
+        is_direct = call.team == control.world and call.row in _COLLECTIVES
+        if is_direct and self._direct_key not in control.ledger.entered:
             return self._track(lambda: self._whole(call), call)
         tag = control.tag(call.key, call.seq)
         return self._track(lambda: self._posted(steps_of(call), tag), call)
 
     def _whole(self, call: CollectiveCall) -> Iterator[list[MPI.Request]]:
-        return iter([[_COLLECTIVES[call.op](self, self.control.data, call)]])
+        return iter([[_COLLECTIVES[call.row](self, self.control.data, call)]])
 
     def _start_batch(self, batch: Exchange) -> MpiWork:
         tag = self.control.tag(Calls("batch", batch.team), 0)
@@ -350,16 +363,17 @@ class MpiBackend(CheckedBackend):
         return comm.Ibarrier()
 
 
-_COLLECTIVES: dict[str, Callable[[MpiBackend, Any, CollectiveCall], Any]] = {
-    "allgather": MpiBackend.post_allgather,
-    "allreduce": MpiBackend.post_allreduce,
-    "reduce": MpiBackend.post_reduce,
-    "reduce_scatter": MpiBackend.post_reduce_scatter,
-    "alltoall": MpiBackend.post_alltoall,
-    "broadcast": MpiBackend.post_broadcast,
-    "gather": MpiBackend.post_gather,
-    "scatter": MpiBackend.post_scatter,
-    "barrier": MpiBackend.post_barrier,
+# MPI's own calls, for teams of all ranks; sends and receives carry out the rest.
+_COLLECTIVES: dict[Collective, Callable[[MpiBackend, Any, CollectiveCall], Any]] = {
+    ALLGATHER: MpiBackend.post_allgather,
+    ALLREDUCE: MpiBackend.post_allreduce,
+    REDUCE: MpiBackend.post_reduce,
+    REDUCE_SCATTER: MpiBackend.post_reduce_scatter,
+    ALL_TO_ALL: MpiBackend.post_alltoall,
+    BROADCAST: MpiBackend.post_broadcast,
+    GATHER: MpiBackend.post_gather,
+    SCATTER: MpiBackend.post_scatter,
+    BARRIER: MpiBackend.post_barrier,
 }
 
 

@@ -35,6 +35,18 @@ from multidevice.transports.base.checked_backend import (
     stream_handle,
     transfer_key,
 )
+from multidevice.transports.base.collectives import (
+    ALL_TO_ALL,
+    ALLGATHER,
+    ALLREDUCE,
+    BARRIER,
+    BROADCAST,
+    GATHER,
+    REDUCE,
+    REDUCE_SCATTER,
+    SCATTER,
+    TransportTable,
+)
 from multidevice.transports.base.launch_order import CudaDriver, LaunchOrder
 from multidevice.transports.base.protocol import Backend, Post, PostBatch, Work
 from multidevice.transports.memory.cuda_ipc import IpcMemory
@@ -82,7 +94,7 @@ class NcclBackend(CheckedBackend):
     name = "nccl"
     stages_half = False
     has_avg = True
-    in_place_parts = frozenset({"allgather", "reduce_scatter"})
+    in_place_parts = frozenset({ALLGATHER, REDUCE_SCATTER})
 
     def __init__(
         self,
@@ -265,7 +277,7 @@ class NcclBackend(CheckedBackend):
         comm = self._comm(call.team)
         stream = self._handle(call.stream)
         try:
-            _COLLECTIVES[call.op](self, comm, call)(_address(call.out), _address(call.inp), stream)
+            _COLLECTIVES[call.row](self, comm, call)(_address(call.out), _address(call.inp), stream)
         except RuntimeError as error:
             raise self._explain(error, call) from error
         return _StreamWork(self, comm, stream, call)
@@ -277,14 +289,14 @@ class NcclBackend(CheckedBackend):
             return None
         # What posts, and an error's text, need sizes alone.
         call = replace(call, out=_without_contents(call.out), inp=_without_contents(call.inp))
-        post = _COLLECTIVES[call.op](self, comm, call)
+        post = _COLLECTIVES[call.row](self, comm, call)
 
         def start(out: int, inp: int, stream: int) -> Work:
             nonlocal comm, post
             if comms.get(team) is not comm:  # given up after an error, or closed
-                self._index(call.op, team)
+                self._index(call.row.method, team)
                 comm = self._comm(team)
-                post = _COLLECTIVES[call.op](self, comm, call)
+                post = _COLLECTIVES[call.row](self, comm, call)
             number = enter(key)
             try:
                 post(out, inp, stream)
@@ -498,17 +510,20 @@ def _barrier(backend: NcclBackend, comm: NcclComm, call: CollectiveCall) -> _Enq
     return enqueue
 
 
-_COLLECTIVES: dict[str, Callable[[NcclBackend, NcclComm, CollectiveCall], _Enqueue]] = {
-    "allgather": _allgather,
-    "allreduce": _allreduce,
-    "reduce": _reduce,
-    "reduce_scatter": _reduce_scatter,
-    "broadcast": _broadcast,
-    "gather": _gather,
-    "scatter": _scatter,
-    "alltoall": _alltoall,
-    "barrier": _barrier,
-}
+_COLLECTIVES = TransportTable[Callable[[NcclBackend, NcclComm, CollectiveCall], _Enqueue]](
+    "backend nccl",
+    {
+        ALLGATHER: _allgather,
+        ALLREDUCE: _allreduce,
+        REDUCE: _reduce,
+        REDUCE_SCATTER: _reduce_scatter,
+        BROADCAST: _broadcast,
+        GATHER: _gather,
+        SCATTER: _scatter,
+        ALL_TO_ALL: _alltoall,
+        BARRIER: _barrier,
+    },
+)
 
 
 # ----------------------------------------------------------------------
@@ -551,22 +566,22 @@ class Staging:
             self._host.where = ""
 
     def _collective(self, call: CollectiveCall) -> Work:
-        if call.op == "broadcast":
-            return self._broadcast(call)
-        if call.op == "barrier":
+        if call.row.has_one_buffer:
+            return self._one_buffer(call)
+        if call.row is BARRIER:
             self._host.barrier(team=call.team)
             return DONE
         inp = None if call.inp is None else self._copied(call.inp, call.stream)
         out = None if call.out is None else _room_for(call.out)
-        options = {"op": call.reduce, "root": call.root}
-        given = {name: value for name, value in options.items() if value is not None}
-        work = getattr(self._host, call.op)(out, inp, team=call.team, **given)
+        work = self._host.collective(
+            call.row, out, inp, team=call.team, reduce=call.reduce, root=call.root
+        )
         return self._finishing(work, [(call.out, out)], call.stream)
 
-    def _broadcast(self, call: CollectiveCall) -> Work:
+    def _one_buffer(self, call: CollectiveCall) -> Work:
         assert call.out is not None and call.root is not None, "checked"
         buffer = self._copied(call.out, call.stream) if call.is_root else _room_for(call.out)
-        work = self._host.broadcast(buffer, root=call.root, team=call.team)
+        work = self._host.collective(call.row, buffer, buffer, team=call.team, root=call.root)
         received = [] if call.is_root else [(call.out, buffer)]
         return self._finishing(work, received, call.stream)
 

@@ -32,9 +32,10 @@ from multidevice.transports.base.checked_backend import (
     tensor_text,
     transfer_key,
 )
+from multidevice.transports.base.collectives import ALLGATHER
 from multidevice.transports.base.p2p_collectives import steps_of
 from multidevice.transports.base.protocol import NAME_WORDS, Transfer, Work
-from multidevice.transports.memory.symmetric_view import all_come
+from multidevice.transports.memory.handles import all_come
 
 # Transfers between two ranks, in one direction, that may be under way at once.
 SLOTS = 32
@@ -226,7 +227,7 @@ class PeerBackend(CheckedBackend):
     name = "cuda"
     # Halves are added in float32 and rounded once (`direct`).
     stages_half = False
-    in_place_parts = frozenset({"allgather"})
+    in_place_parts = frozenset({ALLGATHER})
 
     def __init__(self, control: Control) -> None:
         super().__init__(control.rank, control.size, control.ledger)

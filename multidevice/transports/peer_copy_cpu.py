@@ -16,8 +16,8 @@ from fuser.support.errors import CommunicationError, FuserError, InputError
 from multidevice.coordination.bounded_wait import Team, team_text
 from multidevice.coordination.control_channel import Control
 from multidevice.transports.base.checked_backend import CollectiveCall, Exchange
+from multidevice.transports.memory.handles import side_by_side
 from multidevice.transports.memory.host_shared import SharedMemory
-from multidevice.transports.memory.symmetric_view import side_by_side
 from multidevice.transports.peer_copy import Numbered, Page, PeerBackend, Sent
 
 # What a transfer itself may fail with. Anything else is raised by handlers of signals, in whatever

@@ -51,7 +51,7 @@ from multidevice.transports.memory.cuda_ipc import (
     beside,
 )
 from multidevice.transports.memory.cuda_vmm import GpuShards
-from multidevice.transports.memory.symmetric_view import side_by_side
+from multidevice.transports.memory.handles import side_by_side
 from multidevice.transports.peer_copy import (
     NAME_WORDS,
     SLOTS,

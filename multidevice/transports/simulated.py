@@ -28,9 +28,21 @@ from multidevice.transports.base.checked_backend import (
     stream_at,
     tensor_text,
 )
+from multidevice.transports.base.collectives import (
+    ALL_TO_ALL,
+    ALLGATHER,
+    ALLREDUCE,
+    BARRIER,
+    BROADCAST,
+    GATHER,
+    REDUCE,
+    REDUCE_SCATTER,
+    SCATTER,
+    TransportTable,
+)
 from multidevice.transports.base.protocol import Transfer
+from multidevice.transports.memory.handles import all_come, side_by_side
 from multidevice.transports.memory.host_shared import SharedMemory
-from multidevice.transports.memory.symmetric_view import all_come, side_by_side
 
 
 class _DescribesPosition(Protocol):
@@ -443,7 +455,7 @@ def _complete(meeting: Meeting) -> None:
     last = next(reversed(meeting.entries))
     stream = calls[last].stream
     with _after(meeting.arrivals.values(), stream), torch.no_grad():
-        _MOVES[calls[0].op](calls)
+        _MOVES[calls[0].row](calls)
         meeting.finished = _record_event(_any_tensor(calls[last]), stream)
 
 
@@ -455,11 +467,10 @@ def _signature(call: CollectiveCall) -> tuple[object, ...]:
     """Returns what must be equal on all members: op, dtype, elements per part, reduction, root."""
     tensor = _any_tensor(call)
     if tensor is None:
-        return (call.op, call.reduce, call.root)
-    many_out = call.op in ("allgather", "alltoall", "gather") and call.out is not None
-    many_inp = call.op == "scatter" and call.out is None
-    count = tensor.numel() // (len(call.team) if many_out or many_inp else 1)
-    return (call.op, call.reduce, call.root, tensor.dtype, count)
+        return (call.row, call.reduce, call.root)
+    side = call.row.inp if call.out is None else call.row.out
+    count = tensor.numel() // side.parts(len(call.team))
+    return (call.row, call.reduce, call.root, tensor.dtype, count)
 
 
 def _inputs(calls: Sequence[CollectiveCall]) -> list[torch.Tensor]:
@@ -532,17 +543,20 @@ def _move_nothing(calls: Sequence[CollectiveCall]) -> None:
     del calls
 
 
-_MOVES: dict[str, Callable[[Sequence[CollectiveCall]], None]] = {
-    "allgather": _move_allgather,
-    "gather": _move_allgather,
-    "allreduce": _move_allreduce,
-    "reduce": _move_allreduce,
-    "reduce_scatter": _move_reduce_scatter,
-    "alltoall": _move_alltoall,
-    "broadcast": _move_broadcast,
-    "scatter": _move_scatter,
-    "barrier": _move_nothing,
-}
+_MOVES = TransportTable[Callable[[Sequence[CollectiveCall]], None]](
+    "backend simulated",
+    {
+        ALLGATHER: _move_allgather,
+        GATHER: _move_allgather,
+        ALLREDUCE: _move_allreduce,
+        REDUCE: _move_allreduce,
+        REDUCE_SCATTER: _move_reduce_scatter,
+        ALL_TO_ALL: _move_alltoall,
+        BROADCAST: _move_broadcast,
+        SCATTER: _move_scatter,
+        BARRIER: _move_nothing,
+    },
+)
 
 
 # ----------------------------------------------------------------------

@@ -19,8 +19,6 @@ from hostir.ir.ops.base import (
     HostOp,
     Manner,
     ProgramAround,
-    Sizes,
-    Work,
     complete_fields,
 )
 from hostir.ir.ops.local import (
@@ -43,12 +41,8 @@ from hostir.ir.ops.local import (
     stream_cut,
 )
 from hostir.ir.ops.transfers import (
-    AT_ROOT,
-    COLLECTIVES,
     LIBRARIES,
     PEER_COPIES,
-    REDUCING,
-    ROOTED,
     TRANSFER_KINDS,
     AxisOrder,
     CollectivePermute,
@@ -71,15 +65,11 @@ HOST_OPS: tuple[type[HostOp], ...] = tuple(
 )
 
 __all__ = [
-    "AT_ROOT",
-    "COLLECTIVES",
     "HOST_OPS",
     "LIBRARIES",
     "NUMBER_OF_STREAMS",
     "PEER_COPIES",
     "RANK",
-    "REDUCING",
-    "ROOTED",
     "TRANSFER_KINDS",
     "Allocate",
     "AxisOrder",
@@ -102,7 +92,6 @@ __all__ = [
     "SetCurrentStream",
     "ShardByStream",
     "ShareMemHandles",
-    "Sizes",
     "StartCoalescing",
     "StartsCommunication",
     "StreamOp",
@@ -110,7 +99,6 @@ __all__ = [
     "Synchronize",
     "TransferKind",
     "Wait",
-    "Work",
     "complete_fields",
     "library_name",
     "loop_index",

@@ -32,38 +32,8 @@ from hostir.ir.effects import (
 )
 from hostir.ir.ops.base import HostOp, Manner, ProgramAround
 from multidevice.sharding.reshard import CommunicationType, TeamOf
+from multidevice.transports.base.collectives import COLLECTIVES, Collective, Side
 from multidevice.transports.base.protocol import RED_OPS, RedOp
-
-# What a program can start as a `Communication`; the others are ops of their own.
-COLLECTIVES: tuple[CommunicationType, ...] = (
-    "Allgather",
-    "Allreduce",
-    "AllToAll",
-    "Broadcast",
-    "Gather",
-    "Reduce",
-    "ReduceScatter",
-    "Scatter",
-)
-ROOTED = frozenset({"Broadcast", "Gather", "Reduce", "Scatter"})
-REDUCING = frozenset({"Allreduce", "Reduce", "ReduceScatter"})
-# Which types read their input, and write their output, on the root only.
-AT_ROOT: dict[str, frozenset[str]] = {
-    "operand": frozenset({"Broadcast", "Scatter"}),
-    "result": frozenset({"Gather", "Reduce"}),
-}
-
-# How the operand and the result of each may lie in one buffer.
-_MANNERS: dict[str, Manner] = {
-    "Allgather": "slot",
-    "Allreduce": "same",
-    "AllToAll": "never",
-    "Broadcast": "same",
-    "Gather": "slot",
-    "Reduce": "same",
-    "ReduceScatter": "slot",
-    "Scatter": "slot",
-}
 
 # The library of peer copies; every other name stands for that of the run's device.
 PEER_COPIES = "CUDA"
@@ -167,6 +137,11 @@ class Communication(StartsCommunication):
         return f"Communication {self.number} ({self.type})"
 
     @cached_property
+    def collective(self) -> Collective:
+        """All facts about its type."""
+        return COLLECTIVES[self.type]
+
+    @cached_property
     def orders(self) -> tuple[AxisOrder, AxisOrder]:
         """The memory orders of `inp` and `out`; a communication moves memory as it lies."""
         return AxisOrder.of(self.inp), AxisOrder.of(self.out)
@@ -182,26 +157,28 @@ class Communication(StartsCommunication):
                 yield {**root, "red_op": red_op}, _communication_template(has_root, red_op)
 
     def effects(self) -> tuple[Effect, ...]:
-        reads, writes = self._members("operand"), self._members("result")
+        row = self.collective
+        reads, writes = self._members(row.inp), self._members(row.out)
         return (Reads(self.inp, reads), Writes(self.out, writes), Starts(self.number))
 
     @property
     def manner(self) -> Manner:
-        return _MANNERS[self.type]
+        return self.collective.sharing
 
     def verify_in(self, program: ProgramAround) -> None:
         super().verify_in(program)
         _check_team(self.team, program)
 
-    def _members(self, of: str) -> Members:
+    def _members(self, side: Side) -> Members:
         """Return whose operand is read, or result is written."""
-        return Members(self.team, self.root if self.type in AT_ROOT[of] else None)
+        return Members(self.team, self.root if side.at_root else None)
 
     def verify(self) -> None:
-        if (self.root is not None) != (self.type in ROOTED):
-            rule = "takes no root" if self.type not in ROOTED else "needs a root"
+        row = self.collective
+        if (self.root is not None) != row.is_rooted:
+            rule = "needs a root" if row.is_rooted else "takes no root"
             raise VerifyError(f"{self.name}: {self.type} {rule}, got root={self.root}")
-        if self.red_op != "SUM" and self.type not in REDUCING:
+        if self.red_op != "SUM" and not row.reduces:
             raise VerifyError(f"{self.name}: {self.type} reduces nothing, got red_op={self.red_op}")
         root = None if self.root is None else sc.int_value(self.root)
         if root is not None and not 0 <= root < self.team.size:

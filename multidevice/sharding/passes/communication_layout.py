@@ -39,8 +39,7 @@ from multidevice.sharding.streams import (
     stream_axes,
     stream_axis,
 )
-
-_OUTERMOST = ("Allgather", "ReduceScatter")
+from multidevice.transports.base.collectives import COLLECTIVES
 
 
 def lay_out_communication(fusion: Fusion) -> None:
@@ -128,7 +127,8 @@ def _is_dense_block(per_step: _PerStep, tv: TensorView, order: list[int]) -> boo
 
 def _outermost_axes(op: Reshard) -> tuple[int | None, int | None]:
     """Return the axes, of operand and result, that the type of the collective needs outermost."""
-    return moved_axes(op) if communication_type(op) in _OUTERMOST else (None, None)
+    row = COLLECTIVES.get(communication_type(op))
+    return moved_axes(op) if row is not None and row.growth else (None, None)
 
 
 def _is_in_steps(op: Reshard) -> bool:

@@ -13,9 +13,8 @@ A `OverlapForm` puts a stream axis on the tensor between, the shard outermost, a
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
-from typing import Literal
 
 from fuser.ir.axis_graph import tensor_operands
 from fuser.ir.domain.tensor_domain import IterDomain, numbers
@@ -41,8 +40,7 @@ from multidevice.sharding.placement import (
 )
 from multidevice.sharding.propagation import apply_steps, forward_cuts
 from multidevice.sharding.queries import is_resharding
-
-Kind = Literal["gather", "scatter", "allreduce"]
+from multidevice.transports.base.collectives import ALLGATHER, ALLREDUCE, REDUCE_SCATTER, Collective
 
 
 @dataclass(frozen=True)
@@ -53,7 +51,7 @@ class Pair:
     matmuls that sum over the axis. `why_not`: why the matmuls read the whole, "" where they need
     not."""
 
-    kind: Kind
+    collective: Collective
     move: TensorOp
     ops: tuple[TensorOp, ...]
     between: TensorView
@@ -94,7 +92,7 @@ def _gather(fusion: Fusion, op: TensorOp) -> Pair | None:
     if not readers.ops:
         return None
     ops, cuts = (op, *readers.ops), (cut.ptype, cut.devices, cut.whole)
-    return Pair("gather", op, ops, out, axis, *cuts, readers.contracting, readers.why_not)
+    return Pair(ALLGATHER, op, ops, out, axis, *cuts, readers.contracting, readers.why_not)
 
 
 class _Readers:
@@ -179,11 +177,11 @@ def _reduction(fusion: Fusion, op: TensorOp) -> Pair | None:
         axis = next(whole, None)
         if axis is None:
             return None
-        return Pair("allreduce", op, (product, op), partial, axis, ptype, count, False)
+        return Pair(ALLREDUCE, op, (product, op), partial, axis, ptype, count, False)
     wanted = kept[have[rows[0]][0].number]
     if len(rows) > 1 or have[rows[0]][1] or len(wanted) != 1 or wanted[0].ptype is not ptype:
         return None
-    return Pair("scatter", op, (product, op), partial, rows[0], ptype, count, wanted[0].whole)
+    return Pair(REDUCE_SCATTER, op, (product, op), partial, rows[0], ptype, count, wanted[0].whole)
 
 
 # ------------------------------------------------------------------ steps
@@ -191,9 +189,10 @@ def _reduction(fusion: Fusion, op: TensorOp) -> Pair | None:
 class OverlapForm:
     """A way to compute a pair in steps. `transfers`: the steps send blocks from rank to rank, else
     each has a collective. `take` gives a pair its steps, or raises `UnsupportedError`; `fits` says
-    for which pairs of a kind the form is one."""
+    for which pairs with the collective `of` the form is one."""
 
     name: str
+    of: Collective
     transfers: bool
     take: Callable[[Fusion, Pair], None]
     fits: Callable[[Pair], bool] = lambda _: True
@@ -282,22 +281,20 @@ def _reduce_steps(count: int) -> Callable[[Fusion, Pair], None]:
     return take
 
 
-FORMS: Mapping[Kind, tuple[OverlapForm, ...]] = {
-    "gather": (
-        OverlapForm("steps", True, _gather_in_turn, lambda p: len(p.contracting) < len(p.products)),
-        OverlapForm("steps and a sum", True, _gather_and_sum, lambda p: bool(p.contracting)),
+_FORMS = (
+    OverlapForm(
+        "steps", ALLGATHER, True, _gather_in_turn, lambda p: len(p.contracting) < len(p.products)
     ),
-    "scatter": (OverlapForm("steps", True, _scatter_in_turn),),
-    "allreduce": (
-        OverlapForm("scatter in steps, gather", True, _scatter_then_gather),
-        *(OverlapForm(f"{n} steps", False, _reduce_steps(n)) for n in (2, 4, 8)),
-    ),
-}
+    OverlapForm("steps and a sum", ALLGATHER, True, _gather_and_sum, lambda p: bool(p.contracting)),
+    OverlapForm("steps", REDUCE_SCATTER, True, _scatter_in_turn),
+    OverlapForm("scatter in steps, gather", ALLREDUCE, True, _scatter_then_gather),
+    *(OverlapForm(f"{n} steps", ALLREDUCE, False, _reduce_steps(n)) for n in (2, 4, 8)),
+)
 
 
 def forms_of(pair: Pair) -> tuple[OverlapForm, ...]:
     """Return the forms that a pair may take."""
-    return tuple(f for f in FORMS[pair.kind] if f.fits(pair) and not pair.why_not)
+    return tuple(f for f in _FORMS if f.of is pair.collective and f.fits(pair) and not pair.why_not)
 
 
 def alone(fusion: Fusion, pair: Pair) -> Fusion:

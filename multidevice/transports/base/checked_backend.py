@@ -24,10 +24,11 @@ from fuser.support.errors import (
 )
 from fuser.support.torch_calls import raw_stream_on
 from multidevice.coordination.bounded_wait import RECV, SEND, Calls, Ledger, Need, Team, team_text
+from multidevice.transports.base.collectives import BARRIER, Collective
 from multidevice.transports.base.protocol import (
-    BUFFERS,
     RED_OPS,
     Captured,
+    NamedCollectives,
     Post,
     PostBatch,
     RedOp,
@@ -43,7 +44,7 @@ _BOOL_OPS: dict[str, RedOp] = {"SUM": "MAX", "MAX": "MAX", "PRODUCT": "MIN", "MI
 class CollectiveCall:
     """One collective, with checked arguments; `index` and `root_index` count within the team."""
 
-    op: str
+    row: Collective
     team: Team
     index: int
     out: torch.Tensor | None
@@ -76,7 +77,7 @@ class CollectiveCall:
         detail += f" of {tensor_text(tensor)}" if tensor is not None else ""
         line = f", for {self.where}" if self.where else ""
         number = f", sequence number {self.seq}" if self.seq >= 0 else ""
-        return f"{self.op}{detail} over team {team_text(self.team)}{number}{line}"
+        return f"{self.row.method}{detail} over team {team_text(self.team)}{number}{line}"
 
     def needs(self) -> list[Need]:
         """Returns what this call needs of its peers."""
@@ -185,7 +186,7 @@ def _as_pairs(call: CollectiveCall) -> CollectiveCall:
     return replace(call, inp=inp, out=out, given=call.inp)
 
 
-class CheckedBackend(Captured, ABC):
+class CheckedBackend(NamedCollectives, Captured, ABC):
     """The `Backend` protocol, reduced to two methods that move data."""
 
     name = ""
@@ -195,7 +196,7 @@ class CheckedBackend(Captured, ABC):
     where = ""
     has_avg = False
     # Collectives whose input may be this rank's own part of the output.
-    in_place_parts: frozenset[str] = frozenset()
+    in_place_parts: frozenset[Collective] = frozenset()
 
     def __init__(self, rank: int, size: int, ledger: Ledger) -> None:
         self.rank = rank
@@ -232,90 +233,57 @@ class CheckedBackend(Captured, ABC):
         """Releases what the backend holds."""
         self._closed = True
 
-    # The collectives
-
-    def allgather(
-        self, out: torch.Tensor, inp: torch.Tensor, *, team: Team, stream: object = None
-    ) -> Work:
-        """See `Backend.allgather`."""
-        return self._collective("allgather", out, inp, team, stream)
-
-    def allreduce(
+    def collective(
         self,
-        out: torch.Tensor,
-        inp: torch.Tensor,
-        *,
-        op: RedOp,
-        team: Team,
-        stream: object = None,
-    ) -> Work:
-        """See `Backend.allreduce`."""
-        return self._collective("allreduce", out, inp, team, stream, reduce=op)
-
-    def reduce_scatter(
-        self,
-        out: torch.Tensor,
-        inp: torch.Tensor,
-        *,
-        op: RedOp,
-        team: Team,
-        stream: object = None,
-    ) -> Work:
-        """See `Backend.reduce_scatter`."""
-        return self._collective("reduce_scatter", out, inp, team, stream, reduce=op)
-
-    def alltoall(
-        self, out: torch.Tensor, inp: torch.Tensor, *, team: Team, stream: object = None
-    ) -> Work:
-        """See `Backend.alltoall`."""
-        return self._collective("alltoall", out, inp, team, stream)
-
-    def broadcast(self, buf: torch.Tensor, *, root: int, team: Team, stream: object = None) -> Work:
-        """See `Backend.broadcast`."""
-        self._check_tensor("broadcast", "buf", buf)
-        call = self._call("broadcast", buf, buf, team, stream, root=root)
-        return DONE if len(team) == 1 else self._begun(call, self._start)
-
-    def gather(
-        self,
+        row: Collective,
         out: torch.Tensor | None,
-        inp: torch.Tensor,
-        *,
-        root: int,
-        team: Team,
-        stream: object = None,
-    ) -> Work:
-        """See `Backend.gather`."""
-        return self._collective("gather", out, inp, team, stream, root=root)
-
-    def scatter(
-        self,
-        out: torch.Tensor,
         inp: torch.Tensor | None,
         *,
-        root: int,
         team: Team,
+        reduce: RedOp | None = None,
+        root: int | None = None,
         stream: object = None,
     ) -> Work:
-        """See `Backend.scatter`."""
-        return self._collective("scatter", out, inp, team, stream, root=root)
+        """See `Backend.collective`."""
+        if row.has_one_buffer:
+            return self._one_buffer(row, out, inp, team, root, stream)
+        index, out, inp = self._checked(row, out, inp, team, reduce, root)
+        call = self._call(row, index, out, inp, team, stream, reduce, root)
+        if len(team) == 1:
+            assert out is not None and inp is not None, "the only member is the root"
+            with self._on(stream):
+                out.view(-1).copy_(inp.view(-1))
+            return DONE
+        return self._begun(call, self._start_separate)
 
-    def reduce(
+    def _one_buffer(
         self,
+        row: Collective,
         out: torch.Tensor | None,
-        inp: torch.Tensor,
-        *,
-        op: RedOp,
-        root: int,
+        inp: torch.Tensor | None,
         team: Team,
-        stream: object = None,
+        root: int | None,
+        stream: object,
     ) -> Work:
-        """See `Backend.reduce`."""
-        return self._collective("reduce", out, inp, team, stream, reduce=op, root=root)
+        """Starts a collective in its result, to which the root first copies its operand. A root
+        that has no result lends its operand, which stays as it is."""
+        index = self._index(row.method, team)
+        self._check_root(row, root, team)
+        is_root = root == self.rank
+        buf = inp if out is None and is_root else out
+        if buf is None:
+            raise InputError(f"{row.method}: buf is missing on rank {self.rank}")
+        self._check_tensor(row.method, "buf", buf)
+        if is_root and inp is not None and inp is not buf:
+            with self._on(stream):
+                buf.copy_(inp.view_as(buf))
+        call = self._call(row, index, buf, buf, team, stream, None, root)
+        return DONE if len(team) == 1 else self._begun(call, self._start)
 
     def barrier(self, *, team: Team, stream: object = None) -> None:
         """See `Backend.barrier`."""
-        call = self._call("barrier", None, None, team, stream)
+        index = self._index(BARRIER.method, team)
+        call = self._call(BARRIER, index, None, None, team, stream, None, None)
         if len(team) > 1:
             self._begun(call, self._start).synchronize()
 
@@ -369,26 +337,6 @@ class CheckedBackend(Captured, ABC):
 
     # Checks and staging
 
-    def _collective(
-        self,
-        op: str,
-        out: torch.Tensor | None,
-        inp: torch.Tensor | None,
-        team: Team,
-        stream: object,
-        *,
-        reduce: RedOp | None = None,
-        root: int | None = None,
-    ) -> Work:
-        out, inp = self._checked(op, out, inp, team, reduce, root)
-        call = self._call(op, out, inp, team, stream, reduce=reduce, root=root)
-        if len(team) == 1:
-            assert out is not None and inp is not None, "the only member is the root"
-            with self._on(stream):
-                out.view(-1).copy_(inp.view(-1))
-            return DONE
-        return self._begun(call, self._start_separate)
-
     def _begun(self, call: CollectiveCall, start: Callable[[CollectiveCall], Work]) -> Work:
         """Starts a call; one that could not be started is none that peers can wait for."""
         try:
@@ -403,7 +351,7 @@ class CheckedBackend(Captured, ABC):
 
     def bind(
         self,
-        op: str,
+        row: Collective,
         out: torch.Tensor | None,
         inp: torch.Tensor | None,
         *,
@@ -412,10 +360,12 @@ class CheckedBackend(Captured, ABC):
         root: int | None = None,
     ) -> Post | None:
         """See `Backend.bind`."""
-        out, inp = self._checked(op, out, inp, team, reduce, root)
+        if row.has_one_buffer:
+            return None  # the root copies its operand before each call
+        index, out, inp = self._checked(row, out, inp, team, reduce, root)
         key = Calls(self.name, team)
         call = CollectiveCall(
-            op, team, team.index(self.rank), out, inp, reduce, root, None, key, -1, where=self.where
+            row, team, index, out, inp, reduce, root, None, key, -1, where=self.where
         )
         if len(team) == 1 or self._is_harmful(call):
             return None
@@ -427,25 +377,27 @@ class CheckedBackend(Captured, ABC):
 
     def _checked(
         self,
-        op: str,
+        row: Collective,
         out: torch.Tensor | None,
         inp: torch.Tensor | None,
         team: Team,
         reduce: RedOp | None,
         root: int | None,
-    ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-        """Returns the buffers that this rank has in a collective, which fit."""
-        self._index(op, team)
-        self._check_root(op, root, team)
-        sides = BUFFERS[op]
-        is_root = root is None or root == self.rank
-        out = out if sides[0][1] == "all" or is_root else None
-        inp = inp if sides[1][1] == "all" or is_root else None
-        self._check_buffers(op, out, inp, len(team), is_root)
+    ) -> tuple[int, torch.Tensor | None, torch.Tensor | None]:
+        """Returns this rank's position in the team, and the buffers that it has in a collective,
+        which fit."""
+        index = self._index(row.method, team)
+        self._check_root(row, root, team)
+        if root is not None and root != self.rank:
+            out, inp = (None if row.out.at_root else out), (None if row.inp.at_root else inp)
+        self._check_buffers(row, out, inp, len(team), is_root=root is None or root == self.rank)
+        if row.reduces != (reduce is not None):
+            wanted = "a reduction is needed" if row.reduces else "nothing is reduced"
+            raise InputError(f"{row.method}: {wanted}, got {reduce}")
         if reduce is not None:
             assert inp is not None, "every member of a reduction has an input"
-            check_reduction(op, reduce, inp.dtype)
-        return out, inp
+            check_reduction(row.method, reduce, inp.dtype)
+        return index, out, inp
 
     def _bind_reduction(self, call: CollectiveCall) -> Post | None:
         """Returns how to start what `_start_reduction` does; None where that makes it of another
@@ -463,21 +415,20 @@ class CheckedBackend(Captured, ABC):
 
     def _call(
         self,
-        op: str,
+        row: Collective,
+        index: int,
         out: torch.Tensor | None,
         inp: torch.Tensor | None,
         team: Team,
         stream: object,
-        *,
-        reduce: RedOp | None = None,
-        root: int | None = None,
+        reduce: RedOp | None,
+        root: int | None,
     ) -> CollectiveCall:
-        index = self._index(op, team)
-        self._check_root(op, root, team)
+        """Returns a call with its sequence number: from now on, peers wait for it."""
         key = Calls(self.name, team)
         seq = self._ledger.enter(key)
         return CollectiveCall(
-            op, team, index, out, inp, reduce, root, stream, key, seq, where=self.where
+            row, team, index, out, inp, reduce, root, stream, key, seq, where=self.where
         )
 
     def _start_reduction(self, call: CollectiveCall) -> Work:
@@ -505,7 +456,7 @@ class CheckedBackend(Captured, ABC):
         if inp.dtype in HALF and (self.stages_half or average):
             wide_inp = inp.float()
             wide = wide_inp
-            if call.op == "reduce_scatter" and out is not None:
+            if call.row.growth and out is not None:
                 wide = torch.empty_like(out, dtype=torch.float32)
             work = self._start(
                 replace(call, reduce=op, inp=wide_inp, out=None if out is None else wide, given=inp)
@@ -549,9 +500,9 @@ class CheckedBackend(Captured, ABC):
         out, inp = call.out, call.inp
         if out is None or inp is None or not overlap(out, inp):
             return False
-        if out.data_ptr() == inp.data_ptr() and call.op in ("allreduce", "reduce"):
+        if out.data_ptr() == inp.data_ptr() and call.row.sharing == "same":
             return False
-        if call.op not in self.in_place_parts:
+        if call.row not in self.in_place_parts:
             return True
         small, large = (inp, out) if inp.numel() < out.numel() else (out, inp)
         offset = call.index * small.numel() * small.element_size()
@@ -568,9 +519,12 @@ class CheckedBackend(Captured, ABC):
             )
         return team.index(self.rank)
 
-    def _check_root(self, op: str, root: int | None, team: Team) -> None:
+    def _check_root(self, row: Collective, root: int | None, team: Team) -> None:
+        if row.is_rooted != (root is not None):
+            wanted = "a root is needed" if row.is_rooted else "there is no root"
+            raise InputError(f"{row.method}: {wanted}, got {root}")
         if root is not None and root not in team:
-            raise ShardingError(f"{op}: root {root} is not in team {team_text(team)}")
+            raise ShardingError(f"{row.method}: root {root} is not in team {team_text(team)}")
 
     def _check_tensor(self, op: str, name: str, tensor: torch.Tensor) -> None:
         if not tensor.is_contiguous():
@@ -582,19 +536,18 @@ class CheckedBackend(Captured, ABC):
 
     def _check_buffers(
         self,
-        op: str,
+        row: Collective,
         out: torch.Tensor | None,
         inp: torch.Tensor | None,
         count: int,
         is_root: bool,
     ) -> None:
-        sides = zip(("out", "inp"), (out, inp), BUFFERS[op], strict=True)
-        for name, tensor, (_, where) in sides:
+        for name, tensor, side in (("out", out, row.out), ("inp", inp, row.inp)):
             if tensor is not None:
-                self._check_tensor(op, name, tensor)
-            elif where == "all" or is_root:
-                raise InputError(f"{op}: {name} is missing on rank {self.rank}")
-        check_fit(op, out, inp, count)
+                self._check_tensor(row.method, name, tensor)
+            elif is_root or not side.at_root:
+                raise InputError(f"{row.method}: {name} is missing on rank {self.rank}")
+        check_fit(row, out, inp, count)
 
 
 # ----------------------------------------------------------------------
@@ -611,9 +564,11 @@ def tensor_text(tensor: torch.Tensor) -> str:
     return f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}"
 
 
-def check_fit(op: str, out: torch.Tensor | None, inp: torch.Tensor | None, count: int) -> None:
+def check_fit(
+    row: Collective, out: torch.Tensor | None, inp: torch.Tensor | None, count: int
+) -> None:
     """Checks that buffers have the parts of a team of `count` ranks, and one dtype."""
-    out_parts, inp_parts = (count if parts == "n" else 1 for parts, _ in BUFFERS[op])
+    op, out_parts, inp_parts = row.method, row.out.parts(count), row.inp.parts(count)
     for name, tensor, parts in (("out", out, out_parts), ("inp", inp, inp_parts)):
         if tensor is not None and tensor.numel() % parts:
             raise InputError(

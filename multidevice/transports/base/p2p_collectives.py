@@ -13,6 +13,18 @@ from dataclasses import replace
 import torch
 
 from multidevice.transports.base.checked_backend import HALF, CollectiveCall
+from multidevice.transports.base.collectives import (
+    ALL_TO_ALL,
+    ALLGATHER,
+    ALLREDUCE,
+    BARRIER,
+    BROADCAST,
+    GATHER,
+    REDUCE,
+    REDUCE_SCATTER,
+    SCATTER,
+    TransportTable,
+)
 from multidevice.transports.base.protocol import Transfer
 
 Steps = Iterator[list[Transfer]]
@@ -34,7 +46,7 @@ _REDUCE: dict[str, Callable[..., torch.Tensor]] = {
 def steps_of(call: CollectiveCall) -> Steps:
     """Returns the steps of a collective, as its member `call.index` walks through them."""
     inp, out = (None if t is None else t.detach() for t in (call.inp, call.out))
-    return _COLLECTIVES[call.op](replace(call, inp=inp, out=out))
+    return _STEPS[call.row](replace(call, inp=inp, out=out))
 
 
 def _allgather(call: CollectiveCall) -> Steps:
@@ -138,17 +150,20 @@ def _barrier(call: CollectiveCall) -> Steps:
     yield _share(call, [nothing] * len(call.team))
 
 
-_COLLECTIVES: dict[str, Callable[[CollectiveCall], Steps]] = {
-    "allgather": _allgather,
-    "allreduce": _allreduce,
-    "reduce": _reduce,
-    "reduce_scatter": _reduce_scatter,
-    "alltoall": _alltoall,
-    "broadcast": _broadcast,
-    "gather": _gather,
-    "scatter": _scatter,
-    "barrier": _barrier,
-}
+_STEPS = TransportTable[Callable[[CollectiveCall], Steps]](
+    "sends and receives",
+    {
+        ALLGATHER: _allgather,
+        ALLREDUCE: _allreduce,
+        REDUCE: _reduce,
+        REDUCE_SCATTER: _reduce_scatter,
+        ALL_TO_ALL: _alltoall,
+        BROADCAST: _broadcast,
+        GATHER: _gather,
+        SCATTER: _scatter,
+        BARRIER: _barrier,
+    },
+)
 
 
 def _reduce_blocks(

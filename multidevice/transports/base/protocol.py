@@ -8,6 +8,7 @@ collective that every member of the team must enter, in the same order; it retur
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections import Counter
 from collections.abc import Callable, Generator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -17,25 +18,23 @@ from typing import TYPE_CHECKING, Literal, Protocol
 from weakref import WeakSet
 
 from multidevice.coordination.bounded_wait import Calls, Ledger, Team
+from multidevice.transports.base.collectives import (
+    ALL_TO_ALL,
+    ALLGATHER,
+    ALLREDUCE,
+    BROADCAST,
+    GATHER,
+    REDUCE,
+    REDUCE_SCATTER,
+    SCATTER,
+    Collective,
+)
 
 if TYPE_CHECKING:
     import torch
 
 RedOp = Literal["SUM", "PRODUCT", "MIN", "MAX", "AVG"]
 RED_OPS: tuple[RedOp, ...] = ("SUM", "PRODUCT", "MIN", "MAX", "AVG")
-
-# The first buffer of a call is what the op writes, the second what it reads. Each entry is the
-# number of parts that the buffer holds: "n" is one part per team member. A buffer marked "root"
-# exists on the root only.
-BUFFERS: dict[str, tuple[tuple[str, str], tuple[str, str]]] = {
-    "allgather": (("n", "all"), ("1", "all")),
-    "allreduce": (("1", "all"), ("1", "all")),
-    "reduce_scatter": (("1", "all"), ("n", "all")),
-    "alltoall": (("n", "all"), ("n", "all")),
-    "gather": (("n", "root"), ("1", "all")),
-    "scatter": (("1", "all"), ("n", "root")),
-    "reduce": (("1", "root"), ("1", "all")),
-}
 
 
 class Work(Protocol):
@@ -78,7 +77,114 @@ class Transfer:
     order: int | None = None
 
 
-class Backend(Protocol):
+class NamedCollectives(Protocol):
+    """The collectives by name, for callers who write them by hand."""
+
+    @abstractmethod
+    def collective(
+        self,
+        row: Collective,
+        out: torch.Tensor | None,
+        inp: torch.Tensor | None,
+        *,
+        team: Team,
+        reduce: RedOp | None = None,
+        root: int | None = None,
+        stream: object = None,
+    ) -> Work:
+        """Starts a collective. A buffer that the row has on the root alone is ignored elsewhere.
+
+        `reduce` is given for rows that reduce, `root` for those that have a root.
+        """
+        ...
+
+    def allgather(
+        self, out: torch.Tensor, inp: torch.Tensor, *, team: Team, stream: object = None
+    ) -> Work:
+        """Writes the parts `inp` of all members, in team order, to `out` [n parts]."""
+        return self.collective(ALLGATHER, out, inp, team=team, stream=stream)
+
+    def allreduce(
+        self,
+        out: torch.Tensor,
+        inp: torch.Tensor,
+        *,
+        op: RedOp,
+        team: Team,
+        stream: object = None,
+    ) -> Work:
+        """Writes the elementwise reduction of all `inp` to `out` on every member; may be in
+        place.
+        """
+        return self.collective(ALLREDUCE, out, inp, team=team, reduce=op, stream=stream)
+
+    def reduce_scatter(
+        self,
+        out: torch.Tensor,
+        inp: torch.Tensor,
+        *,
+        op: RedOp,
+        team: Team,
+        stream: object = None,
+    ) -> Work:
+        """Writes this member's part of the reduction of all `inp` [n parts] to `out`."""
+        return self.collective(REDUCE_SCATTER, out, inp, team=team, reduce=op, stream=stream)
+
+    def broadcast(self, buf: torch.Tensor, *, root: int, team: Team, stream: object = None) -> Work:
+        """Overwrites `buf` on every member with the root's."""
+        return self.collective(BROADCAST, buf, buf, team=team, root=root, stream=stream)
+
+    def gather(
+        self,
+        out: torch.Tensor | None,
+        inp: torch.Tensor,
+        *,
+        root: int,
+        team: Team,
+        stream: object = None,
+    ) -> Work:
+        """Writes the parts `inp` of all members to `out` [n parts] on the root; `out` is None
+        elsewhere.
+        """
+        return self.collective(GATHER, out, inp, team=team, root=root, stream=stream)
+
+    def scatter(
+        self,
+        out: torch.Tensor,
+        inp: torch.Tensor | None,
+        *,
+        root: int,
+        team: Team,
+        stream: object = None,
+    ) -> Work:
+        """Writes part i of the root's `inp` [n parts] to `out` on member i; `inp` is None
+        elsewhere.
+        """
+        return self.collective(SCATTER, out, inp, team=team, root=root, stream=stream)
+
+    def reduce(
+        self,
+        out: torch.Tensor | None,
+        inp: torch.Tensor,
+        *,
+        op: RedOp,
+        root: int,
+        team: Team,
+        stream: object = None,
+    ) -> Work:
+        """Writes the reduction of all `inp` to `out` on the root; `out` is ignored elsewhere."""
+        return self.collective(REDUCE, out, inp, team=team, reduce=op, root=root, stream=stream)
+
+    def alltoall(
+        self, out: torch.Tensor, inp: torch.Tensor, *, team: Team, stream: object = None
+    ) -> Work:
+        """Writes part i of member j's `inp` to part j of member i's `out`; all parts have one
+        size.
+        """
+        return self.collective(ALL_TO_ALL, out, inp, team=team, stream=stream)
+
+
+class Backend(NamedCollectives, Protocol):
     """Collectives and point-to-point copies among the ranks of a team.
 
     `where` is the user's line of what is communicated next, for errors.
@@ -106,91 +212,6 @@ class Backend(Protocol):
         """The backend's short name: mpi, gloo, nccl, simulated."""
         ...
 
-    def allgather(
-        self, out: torch.Tensor, inp: torch.Tensor, *, team: Team, stream: object = None
-    ) -> Work:
-        """Writes the parts `inp` of all members, in team order, to `out` [n parts]."""
-        ...
-
-    def allreduce(
-        self,
-        out: torch.Tensor,
-        inp: torch.Tensor,
-        *,
-        op: RedOp,
-        team: Team,
-        stream: object = None,
-    ) -> Work:
-        """Writes the elementwise reduction of all `inp` to `out` on every member; may be in
-        place.
-        """
-        ...
-
-    def reduce_scatter(
-        self,
-        out: torch.Tensor,
-        inp: torch.Tensor,
-        *,
-        op: RedOp,
-        team: Team,
-        stream: object = None,
-    ) -> Work:
-        """Writes this member's part of the reduction of all `inp` [n parts] to `out`."""
-        ...
-
-    def broadcast(self, buf: torch.Tensor, *, root: int, team: Team, stream: object = None) -> Work:
-        """Overwrites `buf` on every member with the root's."""
-        ...
-
-    def gather(
-        self,
-        out: torch.Tensor | None,
-        inp: torch.Tensor,
-        *,
-        root: int,
-        team: Team,
-        stream: object = None,
-    ) -> Work:
-        """Writes the parts `inp` of all members to `out` [n parts] on the root; `out` is None
-        elsewhere.
-        """
-        ...
-
-    def scatter(
-        self,
-        out: torch.Tensor,
-        inp: torch.Tensor | None,
-        *,
-        root: int,
-        team: Team,
-        stream: object = None,
-    ) -> Work:
-        """Writes part i of the root's `inp` [n parts] to `out` on member i; `inp` is None
-        elsewhere.
-        """
-        ...
-
-    def reduce(
-        self,
-        out: torch.Tensor | None,
-        inp: torch.Tensor,
-        *,
-        op: RedOp,
-        root: int,
-        team: Team,
-        stream: object = None,
-    ) -> Work:
-        """Writes the reduction of all `inp` to `out` on the root; `out` is ignored elsewhere."""
-        ...
-
-    def alltoall(
-        self, out: torch.Tensor, inp: torch.Tensor, *, team: Team, stream: object = None
-    ) -> Work:
-        """Writes part i of member j's `inp` to part j of member i's `out`; all parts have one
-        size.
-        """
-        ...
-
     def send(self, buf: torch.Tensor, *, peer: int, team: Team, stream: object = None) -> Work:
         """Sends `buf` to the member `peer`, which must post a matching `recv`."""
         ...
@@ -211,7 +232,7 @@ class Backend(Protocol):
 
     def bind(
         self,
-        op: str,
+        row: Collective,
         out: torch.Tensor | None,
         inp: torch.Tensor | None,
         *,

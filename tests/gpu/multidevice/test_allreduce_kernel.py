@@ -17,6 +17,7 @@ from fuser.support.errors import CommunicationError, CommunicationTimeout
 from multidevice import Communicator
 from multidevice.coordination.bounded_wait import Calls
 from multidevice.transports.base.allreduce_model import MAX_NBYTES, Way, shape_of
+from multidevice.transports.base.collectives import ALLREDUCE
 from multidevice.transports.base.protocol import RedOp
 from multidevice.transports.nccl import NcclBackend
 from multidevice.transports.peer_copy_cuda import CudaPeerBackend
@@ -154,7 +155,7 @@ def test_bound_calls_have_the_bits_of_unbound_ones(
         for op in REDUCTIONS[torch.float32]:
             inp, out = torch.randn(3000, device=device), torch.zeros(3000, device=device)
             backend.allreduce(out, inp, op=op, team=world).wait()
-            post = backend.bind("allreduce", out, inp, team=world, reduce=op)
+            post = backend.bind(ALLREDUCE, out, inp, team=world, reduce=op)
             assert post is not None
             for _ in range(20):
                 again = torch.zeros_like(out)

@@ -28,10 +28,11 @@ from hostir.cost.machine_model import (
     measured_file,
     usual_machine,
 )
-from hostir.cost.op_costs import BUS, collective_cost, transfer_cost
+from hostir.cost.op_costs import collective_cost, transfer_cost
 from hostir.ir.ops import PEER_COPIES
 from hostir.tools.cli import main
 from multidevice import Communicator, simulate
+from multidevice.transports.base.collectives import ALLGATHER, Collective
 from tests.support.host_programs import CASES, build
 from tests.support.predicted_times import linear_program, seconds
 
@@ -152,13 +153,13 @@ class Fake:
         del times
         nbytes = cast(int, call())
         ramp = self.ramp if nbytes > 1e6 else 0.0
-        return self.latency + ramp + BUS["Allgather"](4) * nbytes / self.bandwidth
+        return self.latency + ramp + ALLGATHER.bus(4) * nbytes / self.bandwidth
 
 
 def test_latency_ramp_and_bandwidth_are_told_apart() -> None:
     fake: Any = Fake(14e-6, 24e-6, 325e9)
     make: Any = lambda nbytes: lambda: nbytes  # noqa: E731
-    found = calibrate._fit(fake, make, BUS["Allgather"](4), (8 << 10, 64 << 20, 256 << 20))  # pyright: ignore[reportPrivateUsage]
+    found = calibrate._fit(fake, make, ALLGATHER.bus(4), (8 << 10, 64 << 20, 256 << 20))  # pyright: ignore[reportPrivateUsage]
     assert found == pytest.approx((14e-6, 24e-6, 325e9), rel=1e-6)
 
 
@@ -171,7 +172,7 @@ def test_what_says_nothing_of_bytes_is_doubtful() -> None:
         return lambda: nbytes
 
     sizes = (1 << 10, 1 << 20, 4 << 20)
-    calibrate._fit(fake, cast(Any, allgather), BUS["Allgather"](4), sizes)  # pyright: ignore[reportPrivateUsage]
+    calibrate._fit(fake, cast(Any, allgather), ALLGATHER.bus(4), sizes)  # pyright: ignore[reportPrivateUsage]
     assert fake.doubts == [
         "allgather: 4194304 bytes took 1.4e-05 s, 1024 bytes 1.4e-05 s: that says little of the "
         "time per byte"
@@ -336,9 +337,9 @@ class Model:
 
     def seconds(self, call: Callable[[], object], times: int = 10) -> float:
         del times
-        what, backend, sizes = cast("tuple[str, str, list[int]]", call())
+        what, backend, sizes = cast("tuple[Collective | None, str, list[int]]", call())
         machine, n = self.machine, len(self.team)
-        if what == "copies":
+        if what is None:
             answered = 17e-6 if backend == PEER_COPIES else 0.0
             return answered + sum(transfer_cost(k, backend, machine).seconds for k in sizes)
         dtype = DataType.Float
@@ -375,21 +376,15 @@ class Library:
     def empty(self, nbytes: int) -> torch.Tensor:
         return torch.empty(nbytes, dtype=torch.uint8, device="meta")
 
-    def _noted(self, what: str, *tensors: torch.Tensor) -> Any:
+    def _noted(self, what: Collective | None, *tensors: torch.Tensor) -> Any:
         sizes = [t.numel() * t.element_size() for t in tensors]
         return SimpleNamespace(wait=lambda: (what, self.name, sizes))
 
     def batch(self, transfers: Any, **_: object) -> Any:
-        return self._noted("copies", *(t.tensor for t in transfers if t.kind == "recv"))
+        return self._noted(None, *(t.tensor for t in transfers if t.kind == "recv"))
 
-    def allgather(self, out: torch.Tensor, inp: torch.Tensor, **_: object) -> Any:
-        return self._noted("Allgather", out, inp)
-
-    def reduce_scatter(self, out: torch.Tensor, inp: torch.Tensor, **_: object) -> Any:
-        return self._noted("ReduceScatter", out, inp)
-
-    def allreduce(self, out: torch.Tensor, inp: torch.Tensor, **_: object) -> Any:
-        return self._noted("Allreduce", out, inp)
+    def collective(self, row: Collective, out: torch.Tensor, inp: torch.Tensor, **_: object) -> Any:
+        return self._noted(row, out, inp)
 
 
 OTHER = replace(

@@ -10,10 +10,11 @@ import pytest
 from fuser import DataType, ParallelType
 from hostir import Allocate, Communication, HostIrContainer, TeamOf, Wait
 from hostir.cost.machine_model import H200, machine_from_json
-from hostir.cost.op_costs import BUS, collective_cost
+from hostir.cost.op_costs import collective_cost
 from hostir.cost.simulator import timetable_of
 from hostir.ir.ops import PEER_COPIES
 from multidevice import DeviceMesh
+from multidevice.transports.base.collectives import ALLREDUCE, COLLECTIVES, Collective
 
 BF16 = DataType.BFloat16
 KB, MB = 1 << 10, 1 << 20
@@ -45,15 +46,15 @@ MEASURED: Mapping[int, Mapping[int, float]] = {
     [(d, nbytes, us) for d, rows in MEASURED.items() for nbytes, us in rows.items()],
 )
 def test_small_allreduces_take_what_was_measured(ranks: int, nbytes: int, us: float) -> None:
-    found = collective_cost("Allreduce", ranks, nbytes, "NCCL", H200, dtype=BF16)
+    found = collective_cost(ALLREDUCE, ranks, nbytes, "NCCL", H200, dtype=BF16)
     assert found.seconds * 1e6 == pytest.approx(us, rel=0.15)
     # At most 64 blocks: half of the multiprocessors are left to others.
     assert 1 / 132 <= found.share <= 64 / 132
 
 
 def test_without_nccl_larger_ones_are_kernels_too() -> None:
-    assert collective_cost("Allreduce", 4, 8 * MB, PEER_COPIES, H200, dtype=BF16).share > 0
-    found = collective_cost("Allreduce", 4, 4 * MB, PEER_COPIES, H200, dtype=DataType.Int32)
+    assert collective_cost(ALLREDUCE, 4, 8 * MB, PEER_COPIES, H200, dtype=BF16).share > 0
+    found = collective_cost(ALLREDUCE, 4, 4 * MB, PEER_COPIES, H200, dtype=DataType.Int32)
     assert found.seconds * 1e6 == pytest.approx(31.7, rel=0.15)
 
 
@@ -62,12 +63,12 @@ def is_kernel(
     nbytes: int,
     backend: str = "NCCL",
     *,
-    kind: str = "Allreduce",
+    row: Collective = ALLREDUCE,
     dtype: DataType = BF16,
 ) -> bool:
     """Whether the time of a kernel matters."""
     slow = replace(H200, allreduce_kernel_s=dict.fromkeys(H200.allreduce_kernel_s, 1.0))
-    return collective_cost(kind, ranks, nbytes, backend, slow, dtype=dtype).seconds >= 1
+    return collective_cost(row, ranks, nbytes, backend, slow, dtype=dtype).seconds >= 1
 
 
 def test_what_is_a_kernel() -> None:
@@ -76,7 +77,9 @@ def test_what_is_a_kernel() -> None:
     assert is_kernel(2, 8 * MB, PEER_COPIES) and not is_kernel(2, 8 * MB + 2, PEER_COPIES)
     assert not is_kernel(9, KB)
     assert is_kernel(2, KB, dtype=DataType.Double) and not is_kernel(2, KB, dtype=DataType.Bool)
-    assert not any(is_kernel(2, KB, kind=kind) for kind in BUS if kind != "Allreduce")
+    assert not any(
+        is_kernel(2, KB, row=row) for row in COLLECTIVES.values() if row is not ALLREDUCE
+    )
 
 
 def test_none_is_where_they_are_turned_off(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,10 +11,11 @@ from fuser.ir.fusion import Fusion
 from fuser.ir.scalar.constructors import const
 from fuser.ir.types import ParallelType
 from fuser.support.errors import CommunicationError
-from hostir.ir.ops import REDUCING, ROOTED, AxisOrder, Communication
-from hostir.runtime.communication import POST, CommunicationCall, flat, post
+from hostir.ir.ops import AxisOrder, Communication
+from hostir.runtime.communication import CommunicationCall, flat, post
 from multidevice import Communicator, simulate
 from multidevice.sharding.reshard import TeamOf
+from multidevice.transports.base.collectives import COLLECTIVES
 from multidevice.transports.base.protocol import Backend, RedOp
 
 N, PART = 3, 4
@@ -28,10 +29,10 @@ def _communication(kind: str, red_op: RedOp = "SUM") -> Communication:
         inp,
         out,
         number=0,
-        type=kind,  # pyright: ignore[reportArgumentType]
+        type=kind,
         team=TeamOf(mesh, (ParallelType.mesh_x,)),
-        root=const(1) if kind in ROOTED else None,
-        red_op=red_op if kind in REDUCING else "SUM",
+        root=const(1) if COLLECTIVES[kind].is_rooted else None,
+        red_op=red_op if COLLECTIVES[kind].reduces else "SUM",
         backend="SIMULATED",
     )
     op.verify()
@@ -66,7 +67,7 @@ def _expected(kind: str, rank: int) -> torch.Tensor | None:
     }[kind]
 
 
-@pytest.mark.parametrize("kind", POST)
+@pytest.mark.parametrize("kind", COLLECTIVES)
 def test_every_type_moves_what_its_name_says(kind: str) -> None:
     op = _communication(kind)
 

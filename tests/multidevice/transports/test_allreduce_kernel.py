@@ -19,6 +19,7 @@ from multidevice import Communicator
 from multidevice.coordination.bounded_wait import Calls, Team
 from multidevice.transports.allreduce_kernel import AllreduceKernels
 from multidevice.transports.base.checked_backend import CollectiveCall
+from multidevice.transports.base.collectives import ALLGATHER, ALLREDUCE
 from multidevice.transports.base.launch_order import LaunchOrder
 from multidevice.transports.base.protocol import RED_OPS, RedOp
 from multidevice.transports.memory.host_shared import SharedMemory
@@ -68,7 +69,7 @@ def call_of(comm: Communicator, inp: torch.Tensor, op: RedOp, team: Team) -> Col
     key = Calls("kernels", team)
     seq = comm._control.ledger.enter(key)
     return CollectiveCall(
-        "allreduce", team, index, out, inp, op, None, None, key, seq, where="model.py:3"
+        ALLREDUCE, team, index, out, inp, op, None, None, key, seq, where="model.py:3"
     )
 
 
@@ -121,7 +122,7 @@ def test_what_is_left_to_the_backend(comm: Communicator, kernels: AllreduceKerne
         call = call_of(comm, inp, op, world)
         assert not kernels.takes(call)
         assert kernels.start(call, 0) is None
-    gather = replace(call_of(comm, torch.ones(4), "SUM", world), op="allgather", reduce=None)
+    gather = replace(call_of(comm, torch.ones(4), "SUM", world), row=ALLGATHER, reduce=None)
     assert kernels.start(gather, 0) is None
 
 

@@ -26,6 +26,7 @@ from multidevice.coordination.bounded_wait import Calls
 from multidevice.job.shard_tensor import shard_for_rank, unshard
 from multidevice.transports import nccl
 from multidevice.transports.base.checked_backend import stream_at
+from multidevice.transports.base.collectives import ALL_TO_ALL, ALLREDUCE
 from multidevice.transports.base.protocol import Transfer
 from multidevice.transports.simulated import SimulatedBackend
 from tests.support.host_programs import CASES, build
@@ -425,15 +426,15 @@ def test_a_failed_post_of_a_replay_is_explained(no_cuda: None) -> None:
         x, out = torch.ones(4, 2), torch.empty(4, 2)
         backend.allreduce(out, x, op="SUM", team=(0, 1)).wait()
         backend.where = "model.py:7"
-        post = backend.bind("allreduce", out, x, team=(0, 1), reduce="SUM")
+        post = backend.bind(ALLREDUCE, out, x, team=(0, 1), reduce="SUM")
         assert post is not None
         # What is staged, or shares memory, has to be looked at.
-        assert backend.bind("allreduce", out, x, team=(0, 1), reduce="MAX") is None
-        assert backend.bind("alltoall", x, x, team=(0, 1)) is None
+        assert backend.bind(ALLREDUCE, out, x, team=(0, 1), reduce="MAX") is None
+        assert backend.bind(ALL_TO_ALL, x, x, team=(0, 1)) is None
         post(out.data_ptr(), x.data_ptr(), 0).wait()
         assert out.tolist() == [[2.0] * 2] * 4
         with pytest.raises(InputError, match="float32"):
-            backend.bind("allreduce", out, x.double(), team=(0, 1), reduce="SUM")
+            backend.bind(ALLREDUCE, out, x.double(), team=(0, 1), reduce="SUM")
 
         def refuse(*args: object) -> None:
             raise RuntimeError("NCCL: unhandled")
