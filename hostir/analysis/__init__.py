@@ -5,6 +5,7 @@ Imports: `hostir.ir` and what it may import.
 Files, in reading order:
 
 - `rank_values`: scalars of a program, for all ranks at once.
+- `walker`: one walk through a program for all analyses: control flow, streams, communications.
 - `clocks`: vector clocks over streams, and how long a buffer lives.
 - `buffer_regions`, `rank_regions`: parts of a buffer on one rank; parts of whole tensors on all
   ranks.

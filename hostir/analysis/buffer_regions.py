@@ -5,9 +5,11 @@ from __future__ import annotations
 import math
 from collections.abc import Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from fuser.ir.fusion import TensorView
 from hostir.analysis.clocks import Clock
+from hostir.analysis.walker import Flight
 from hostir.ir.diagnostics import Site
 
 # (start, length) along each axis of the owner of a buffer.
@@ -160,25 +162,10 @@ class Use:
     began: Hashable
     stream: Hashable | None
     tick: int
-    flight: Flight | None
+    flight: Flight[Any] | None
 
     def is_before(self, clock: Clock) -> bool:
         return self.stream is not None and clock.get(self.stream, 0) >= self.tick
-
-
-@dataclass(eq=False, slots=True)
-class Flight:
-    """A communication between its start, whose clock it has, and its Wait."""
-
-    site: Site
-    number: int
-    began: Hashable
-    clock: Clock
-    uses: list[Use] = field(default_factory=list[Use])
-
-    def ends(self, stream: Hashable, tick: int) -> None:
-        for use in self.uses:
-            use.stream, use.tick = stream, tick
 
 
 @dataclass(eq=False, slots=True)

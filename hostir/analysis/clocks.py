@@ -3,42 +3,28 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable
-from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from fuser.ir.op import Op
 from fuser.ir.scalar.constructors import Scalar
-from hostir.ir.effects import (
-    ENTRY,
-    Captures,
-    ClosesGroup,
-    Effect,
-    Enters,
-    Joins,
-    OpensGroup,
-    Starts,
-    Stream,
-    Waits,
-)
+from hostir.analysis.walker import EffectState, StreamState
+from hostir.ir.effects import ENTRY, Effect, Stream
 from hostir.ir.ops import StartCoalescing, StartsCommunication, StreamOp, Wait
 
 Clock = dict[Hashable, int]
 
 
-@dataclass(slots=True)
-class Clocks:
-    """The streams of one run: which is current, which names mean what, and all clocks.
+class Clocks(StreamState[Hashable]):
+    """The streams of one rank, and their clocks, `of` each.
 
-    `number` evaluates a scalar. A stream's own entry counts the ops that it was given; the stream
-    of the caller has one before the program begins, which is what the caller did. `default` is the
-    device's default stream.
+    A stream's own entry counts the ops that it was given; the stream of the caller has one before
+    the program begins, which is what the caller did.
     """
 
-    number: Callable[[Scalar], object]
-    current: Hashable = ENTRY
-    default: Hashable = ENTRY
-    captured: dict[str, Hashable] = field(default_factory=dict[str, Hashable])
-    of: dict[Hashable, Clock] = field(default_factory=lambda: {ENTRY: {ENTRY: 1}})
+    def __init__(self, number: Callable[[Scalar], Hashable], *, default: Hashable = ENTRY) -> None:
+        """`number` evaluates a scalar; `default` is the device's default stream."""
+        super().__init__(number, ENTRY, default)
+        self.of: dict[Hashable, Clock] = {ENTRY: {ENTRY: 1}}
 
     @property
     def now(self) -> Clock:
@@ -51,18 +37,15 @@ class Clocks:
 
     def advance(self) -> None:
         """Count an op on the current stream."""
-        self.of[self.current][self.current] += 1
+        current = self.current
+        self.of[current][current] += 1
 
-    def find(self, stream: Stream) -> Hashable:
-        """Return what a stream of the program is in this run."""
-        if stream.index is not None:
-            return self.number(stream.index)
-        found = self.captured.get(stream.name)
-        if found is not None:
-            return found
-        return self.default if stream.name == "Default" else stream.name
+    def unnamed(self, name: str) -> Hashable:
+        """Return the stream of a name that nothing captured: one of its own."""
+        return name
 
     def enter(self, stream: Stream) -> None:
+        """Make a stream the current one."""
         self.current = self.find(stream)
         self.of.setdefault(self.current, {self.current: 0})
 
@@ -112,12 +95,11 @@ class Lifetime(NamedTuple):
 class StreamOrder:
     """Where a run has come to on its streams, op by op."""
 
-    def __init__(self, number: Callable[[Scalar], object]) -> None:
+    def __init__(self, number: Callable[[Scalar], Hashable]) -> None:
         """`number` evaluates a scalar."""
         # The caller may be on another stream than the device's default one.
         self.clocks = Clocks(number, default="Default")
-        self._flights: dict[int, Clock] = {}
-        self._is_group = False
+        self._state = EffectState[None](self.clocks)
         self._effects: dict[int, tuple[Effect, ...]] = {}
 
     def follow(self, op: Op) -> None:
@@ -128,28 +110,7 @@ class StreamOrder:
             if effects is None:
                 effects = self._effects[id(op)] = op.effects()
             for effect in effects:
-                self._apply(effect)
-
-    def _apply(self, effect: Effect) -> None:
-        clocks = self.clocks
-        match effect:
-            case Enters(stream):
-                clocks.enter(stream)
-            case Captures(stream):
-                clocks.captured[stream.name] = clocks.current
-            case Joins(stream):
-                clocks.join(stream)
-            case OpensGroup():
-                self._is_group = True
-            case Starts(number) if not self._is_group:
-                self._flights[number] = dict(clocks.now)
-            case ClosesGroup(number):
-                self._is_group = False
-                self._flights[number] = dict(clocks.now)
-            case Waits(number) if number in self._flights:
-                clocks.learn(self._flights.pop(number))
-            case _:
-                pass
+                self._state.apply(effect)
 
     def now(self) -> Clock:
         """Return all that the current stream has come after."""

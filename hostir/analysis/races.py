@@ -21,14 +21,12 @@ from typing import Any
 from fuser.ir.fusion import TensorOp, TensorView
 from fuser.ir.op import Op
 from fuser.ir.ops.nodes import ReshapeOp, SliceOp
-from fuser.ir.scalar import constructors as sc
 from fuser.ir.scalar.constructors import Number, Scalar, Symbol
-from fuser.support.errors import InputError, VerifyError
+from fuser.support.errors import VerifyError
 from hostir.analysis.buffer_regions import (
     Box,
     BufferRegion,
     Cell,
-    Flight,
     Owned,
     TrackedBuffer,
     Use,
@@ -38,8 +36,9 @@ from hostir.analysis.buffer_regions import (
     whole_box,
 )
 from hostir.analysis.clocks import Clock, Clocks
+from hostir.analysis.walker import EffectState, Flight, OneRank, Walk
 from hostir.ir.buffer_aliasing import Storage, manner, pairs, words
-from hostir.ir.diagnostics import Finding, Indices, Site
+from hostir.ir.diagnostics import Finding, Site
 from hostir.ir.effects import (
     ENTRY,
     Captures,
@@ -62,9 +61,7 @@ from hostir.ir.effects import (
 from hostir.ir.ops import (
     Allocate,
     Communication,
-    ForLoop,
     HostOp,
-    IfThenElse,
     SetCurrentStream,
     StartsCommunication,
     stream_cut,
@@ -207,24 +204,26 @@ def find_races(
     """
     if not has_streams(program):
         return []
-    walker = Walker(program, dict(values), rank, tuple(given))
-    walker.run(program.ops)
-    walker.finish()
-    return list(walker.found.values())
+    races = RaceWalk(program, dict(values), rank, tuple(given))
+    races.run(program.ops)
+    races.finish()
+    return list(races.found.values())
 
 
 @dataclass(slots=True)
 class _Facts:
-    """What is known of an op without running it; `meshed`: its tensors, if one has a mesh."""
+    """What is known of an op without running it; `is_absent`: it is for other ranks alone."""
 
     effects: tuple[Effect, ...]
-    starts: int | None
-    meshed: tuple[TensorView, ...]
+    # Each effect with the method that follows it.
+    follow: tuple[tuple[Callable[[RaceWalk, Any, Site], None], Effect], ...]
+    starts: Starts | None
+    is_absent: bool
     # The results, each with an operand or an earlier result that lies in the same buffer.
     shared: tuple[tuple[Reads | Writes, Writes], ...]
 
 
-class Walker(Reports):
+class RaceWalk(Walk[Number], Reports):
     """Goes through the unrolled program as the host does; `found` has the findings."""
 
     def __init__(
@@ -236,15 +235,15 @@ class Walker(Reports):
     ) -> None:
         self.program, self.values, self.rank = program, values, rank
         self.storage = Storage.of(program).with_buffers(given)
-        super().__init__(Clocks(self._integer))
+        self.domain = OneRank(values)
+        super().__init__(self.domain)
+        Reports.__init__(self, Clocks(self._integer))
         self.places: dict[TensorView, BufferRegion] = {}
         self.freed: dict[TensorView, Site] = {}
-        self.flights: dict[int, Flight] = {}
+        self.state = EffectState[_Planned](self.clocks)
         self.waited: dict[int, Site] = {}
         # Numbers that this rank did not start, where others do.
         self.absent: set[int] = set()
-        self.group: list[_Planned] | None = None
-        self.indices: Indices = ()
         self.facts: dict[int, _Facts] = {}
         self.shapes: dict[TensorView, tuple[int, ...]] = {}
         self.maps: dict[int, dict[int, int]] = {}
@@ -253,37 +252,15 @@ class Walker(Reports):
                 buffer = TrackedBuffer(tv, self._shape(tv), ENTRY, None, tv in program.inputs)
                 self.places[tv] = BufferRegion.whole(buffer)
 
-    # ------------------------------------------------------------ control flow
-    def run(self, ops: Sequence[Op]) -> None:
-        for op in ops:
-            if isinstance(op, ForLoop):
-                self.loop(op)
-            elif isinstance(op, IfThenElse):
-                then = bool(self._number(op.predicate))
-                self._skip(op.orelse if then else op.then)
-                self.run(op.then if then else op.orelse)
-            else:
-                self._op(op)
-
-    def loop(self, op: ForLoop) -> None:
-        start, stop, step = map(self._integer, (op.start, op.stop, op.step))
-        outside = self.indices
-        if start >= stop:
-            self._skip(op.body)
-        for i in range(start, stop, max(step, 1)):
-            self.values[op.index] = i
-            self.indices = (*outside, (op.index, i))
-            self.run(op.body)
-        self.indices = outside
-        self.values.pop(op.index, None)
-
-    def _skip(self, ops: Sequence[Op]) -> None:
+    # ------------------------------------------------------------ ops
+    def on_skipped(self, ops: Sequence[Op]) -> None:
         """Note the communications of ops that are passed over: a later Wait is for nobody."""
         if ops:
             numbers = {o.number for o in walk(ops) if isinstance(o, StartsCommunication)}
-            self.absent |= numbers - self.flights.keys()
+            self.absent |= numbers - self.state.flights.keys()
 
-    def _op(self, op: Op) -> None:
+    def on_op(self, op: Op) -> None:
+        """Follow the effects of an op."""
         facts = self.facts.get(id(op))
         if facts is None:
             facts = self.facts[id(op)] = self._facts(op)
@@ -293,16 +270,16 @@ class Walker(Reports):
                 else:
                     check_results(op, self.values)
             except VerifyError as error:
-                self._note(MISFIT, str(error), (Site(op, self.indices), ""))
-        if facts.meshed and not any(map(self._is_mine, facts.meshed)):
-            return self._skip((op,))
+                self._note(MISFIT, str(error), (self.site(op), ""))
+        if facts.is_absent:
+            return self.on_skipped((op,))
         site = Site(op, self.indices)
         self.clocks.advance()
         if facts.starts is not None:
             self._transfer(op, facts.starts, site, facts.effects)
         else:
-            for effect in facts.effects:
-                APPLY[type(effect)](self, effect, site)
+            for apply, effect in facts.follow:
+                apply(self, effect, site)
         for one, other in facts.shared:
             self._check_shared(one, other, site)
         return None
@@ -310,21 +287,16 @@ class Walker(Reports):
     def _facts(self, op: Op) -> _Facts:
         effects = effects_of(op, self.storage.buffered)
         tensors = tuple(v for v in (*op.outputs, *op.inputs) if isinstance(v, TensorView))
-        has_mesh = any(tv.mesh is not None for tv in tensors)
-        starts = next((e.number for e in effects if isinstance(e, Starts)), None)
+        is_absent = bool(tensors) and not any(map(self._is_mine, tensors))
+        starts = next((e for e in effects if isinstance(e, Starts)), None)
         root = self.storage.root
         shared = tuple(p for p in pairs(effects) if root(p[0].tensor) is root(p[1].tensor))
-        return _Facts(effects, starts, tensors if has_mesh else (), shared)
+        follow = () if starts is not None else tuple((APPLY[type(e)], e) for e in effects)
+        return _Facts(effects, follow, starts, is_absent, shared)
 
     # ------------------------------------------------------------ numbers
-    def _number(self, x: Scalar) -> Number:
-        try:
-            return sc.evaluate(x, self.values)
-        except KeyError as missing:
-            raise InputError(f"{x}: no input binds {missing.args[0]}") from None
-
     def _integer(self, x: Scalar) -> int:
-        return int(self._number(x))
+        return int(self.domain.value(x))
 
     def _is_mine(self, tv: TensorView) -> bool:
         return tv.mesh is None or tv.mesh.has(self.rank)
@@ -460,12 +432,14 @@ class Walker(Reports):
                 )
 
     # ------------------------------------------------------------ uses
-    def _new_use(self, site: Site, box: Box, is_write: bool, flight: Flight | None = None) -> Use:
+    def _new_use(
+        self, site: Site, box: Box, is_write: bool, flight: Flight[_Planned] | None = None
+    ) -> Use:
         current, tick = self.clocks.current, self.clocks.tick
         if flight is None:
             return Use(site, is_write, box, current, current, tick, None)
         use = Use(site, is_write, box, current, None, tick, flight)
-        flight.uses.append(use)
+        flight.note.append(use)
         return use
 
     def _touch(self, effect: Reads | Writes, site: Site) -> None:
@@ -476,7 +450,7 @@ class Walker(Reports):
             self._use((site, place, isinstance(effect, Writes)))
         return None
 
-    def _use(self, planned: _Planned, flight: Flight | None = None) -> None:
+    def _use(self, planned: _Planned, flight: Flight[_Planned] | None = None) -> None:
         """Compare a use with what it overlaps, and remember it."""
         site, place, is_write = planned
         buffer, box, grid = place.buffer, place.box, place.grid
@@ -550,20 +524,17 @@ class Walker(Reports):
             buffer.is_filled = True
 
     # ------------------------------------------------------------ communications
-    def _transfer(self, op: Op, number: int, site: Site, effects: tuple[Effect, ...]) -> None:
+    def _transfer(self, op: Op, starts: Starts, site: Site, effects: tuple[Effect, ...]) -> None:
         touched = [e for e in effects if isinstance(e, Reads | Writes)]
         if any(e.by is not None and not e.by.team.mesh.has(self.rank) for e in touched):
-            return self._skip((op,))
+            return self.on_skipped((op,))
         uses: list[_Planned] = []
         for effect in touched:
             if self._takes_part(effect):
                 place = self._place(effect.tensor, site)
                 if place is not None and not place.is_empty:
                     uses.append((site, place, isinstance(effect, Writes)))
-        if self.group is None:
-            return self._start(number, site, uses)
-        self.group += uses
-        return None
+        return self._start(starts, site, uses)
 
     def _takes_part(self, effect: Reads | Writes) -> bool:
         """Whether this rank's shard is touched: some are on the root only."""
@@ -577,36 +548,35 @@ class Walker(Reports):
         root = self._integer(effect.by.place)
         return 0 <= root < len(ranks) and ranks[root] == self.rank
 
-    def _start(self, number: int, site: Site, uses: Iterable[_Planned]) -> None:
-        current, before = self.clocks.current, self.flights.get(number)
-        if before is not None:
+    def _start(
+        self, effect: Starts | ClosesGroup, site: Site, uses: Sequence[_Planned] = ()
+    ) -> None:
+        before = self.state.flights.get(effect.number)
+        flight = self.state.apply(effect, uses)
+        if flight is None:
+            return  # it joins the open group
+        flight.site, flight.note = site, []
+        if before is not None and before.site is not None:
             is_step = before.site.op is site.op
             where = "behind {0}, in the same step" if is_step else "between {0} and {1}"
             self._note(
                 NO_WAIT,
-                f"communication {number} is started again before its Wait",
+                f"communication {flight.number} is started again before its Wait",
                 (before.site, f"on {self.clocks.name(before.began)}: starts it"),
-                (site, f"on {self.clocks.name(current)}: starts it again"),
-                fix=f"Wait(Communication {number}) is missing {where}",
+                (site, f"on {self.clocks.name(flight.began)}: starts it again"),
+                fix=f"Wait(Communication {flight.number}) is missing {where}",
             )
-        flight = self.flights[number] = Flight(site, number, current, dict(self.clocks.now))
-        self.absent.discard(number)
-        for planned in uses:
+        self.absent.discard(flight.number)
+        for planned in flight.touched:
             self._use(planned, flight)
 
-    def _opens(self, effect: OpensGroup, site: Site) -> None:
-        self.group = []
-
-    def _closes(self, effect: ClosesGroup, site: Site) -> None:
-        group, self.group = self.group, None
-        self._start(effect.number, site, group or ())
-
     def _waits(self, effect: Waits, site: Site) -> None:
-        flight = self.flights.pop(effect.number, None)
+        flight = self.state.apply(effect)
         if flight is not None:
             self.waited[effect.number] = site
-            self.clocks.learn(flight.clock)
-            flight.ends(self.clocks.current, self.clocks.tick)
+            uses: list[Use] = flight.note
+            for use in uses:
+                use.stream, use.tick = self.clocks.current, self.clocks.tick
         elif effect.number not in self.absent:
             first = self.waited.get(effect.number)
             self._note(
@@ -617,24 +587,26 @@ class Walker(Reports):
             )
 
     # ------------------------------------------------------------ streams
+    def _follow(self, effect: Effect, site: Site) -> None:
+        self.state.apply(effect)
+
     def _enters(self, effect: Enters, site: Site) -> None:
-        self.clocks.enter(effect.stream)
+        self.state.apply(effect)
         if isinstance(self.clocks.current, int) and self.clocks.current < 0:
             number = f"{effect.stream} = {self.clocks.current}"
             self._note(OUT_OF_RANGE, f"Stream {number}: streams count from 0", (site, ""))
 
-    def _captures(self, effect: Captures, site: Site) -> None:
-        self.clocks.captured[effect.stream.name] = self.clocks.current
-
     def _joins(self, effect: Joins, site: Site) -> None:
-        self.join(effect, site)
+        self.on_join(effect, site)
 
-    def join(self, effect: Joins, site: Site) -> None:
-        self.clocks.join(effect.stream)
+    def on_join(self, effect: Joins, site: Site) -> None:
+        """Let the current stream wait for another one."""
+        self.state.apply(effect)
 
     # ------------------------------------------------------------ the end
     def finish(self) -> None:
-        for flight in self.flights.values():
+        for flight in self.state.flights.values():
+            assert flight.site is not None
             self._note(
                 NO_WAIT,
                 f"communication {flight.number} is never waited for",
@@ -696,18 +668,18 @@ class Walker(Reports):
                 )
 
 
-APPLY: dict[type, Callable[[Walker, Any, Site], None]] = {
-    Captures: Walker._captures,  # pyright: ignore[reportPrivateUsage]
-    ClosesGroup: Walker._closes,  # pyright: ignore[reportPrivateUsage]
-    Enters: Walker._enters,  # pyright: ignore[reportPrivateUsage]
-    Frees: Walker._frees,  # pyright: ignore[reportPrivateUsage]
-    Joins: Walker._joins,  # pyright: ignore[reportPrivateUsage]
-    Makes: Walker._makes,  # pyright: ignore[reportPrivateUsage]
-    OpensGroup: Walker._opens,  # pyright: ignore[reportPrivateUsage]
-    Reads: Walker._touch,  # pyright: ignore[reportPrivateUsage]
-    Shows: Walker._shows,  # pyright: ignore[reportPrivateUsage]
-    Waits: Walker._waits,  # pyright: ignore[reportPrivateUsage]
-    Writes: Walker._touch,  # pyright: ignore[reportPrivateUsage]
+APPLY: dict[type, Callable[[RaceWalk, Any, Site], None]] = {
+    Captures: RaceWalk._follow,  # pyright: ignore[reportPrivateUsage]
+    ClosesGroup: RaceWalk._start,  # pyright: ignore[reportPrivateUsage]
+    Enters: RaceWalk._enters,  # pyright: ignore[reportPrivateUsage]
+    Frees: RaceWalk._frees,  # pyright: ignore[reportPrivateUsage]
+    Joins: RaceWalk._joins,  # pyright: ignore[reportPrivateUsage]
+    Makes: RaceWalk._makes,  # pyright: ignore[reportPrivateUsage]
+    OpensGroup: RaceWalk._follow,  # pyright: ignore[reportPrivateUsage]
+    Reads: RaceWalk._touch,  # pyright: ignore[reportPrivateUsage]
+    Shows: RaceWalk._shows,  # pyright: ignore[reportPrivateUsage]
+    Waits: RaceWalk._waits,  # pyright: ignore[reportPrivateUsage]
+    Writes: RaceWalk._touch,  # pyright: ignore[reportPrivateUsage]
 }
 
 

@@ -15,7 +15,7 @@ from collections.abc import Hashable, Mapping
 from fuser.ir.op import Op
 from fuser.ir.scalar.constructors import Number, Symbol
 from hostir.analysis.clocks import Clock
-from hostir.analysis.races import Walker
+from hostir.analysis.races import RaceWalk
 from hostir.ir.diagnostics import Finding, Site
 from hostir.ir.effects import Joins
 from hostir.ir.ops import ForLoop, IfThenElse
@@ -34,7 +34,7 @@ def find_chains(
     """Return the waits that chain steps of loops without need; for arguments see `find_races`."""
     if not has_streams(program):
         return []
-    first = _ChainWalker(program, dict(values), rank, ())
+    first = _ChainWalk(program, dict(values), rank, ())
     first.run(program.ops)
     found: list[Finding] = []
     # All waits at once, then halves: what is free of races with more of them moved is so with less.
@@ -43,7 +43,7 @@ def find_chains(
         if not left:
             break
         waits = left.pop()
-        other = _ChainWalker(program, dict(values), rank, (), hoisted=frozenset(waits))
+        other = _ChainWalk(program, dict(values), rank, (), hoisted=frozenset(waits))
         other.run(program.ops)
         other.finish()
         half = len(waits) // 2
@@ -54,7 +54,7 @@ def find_chains(
     return found
 
 
-class _ChainWalker(Walker):
+class _ChainWalk(RaceWalk):
     """Notes which waits chain steps; lets those `hoisted` stand in a loop of their own before."""
 
     def __init__(self, *args: object, hoisted: frozenset[Op] = frozenset()) -> None:
@@ -69,15 +69,20 @@ class _ChainWalker(Walker):
         # which walk.
         self.joined: dict[tuple[Hashable, Hashable], tuple[int, Site, object]] = {}
 
-    def loop(self, op: ForLoop) -> None:
-        self.at_entry.append({s: dict(c) for s, c in self.clocks.of.items()})
-        super().loop(op)
+    def on_region(self, op: ForLoop | IfThenElse) -> None:
+        """Keep the clocks at the begin of a loop."""
+        if isinstance(op, ForLoop):
+            self.at_entry.append({s: dict(c) for s, c in self.clocks.of.items()})
+
+    def on_left(self, op: ForLoop) -> None:
+        """Forget the clocks at the begin of a loop."""
         self.at_entry.pop()
 
-    def join(self, effect: Joins, site: Site) -> None:
+    def on_join(self, effect: Joins, site: Site) -> None:
+        """Note a wait that chains steps; one of `hoisted` waits for what was before the loop."""
         me, other = self.clocks.current, self.clocks.find(effect.stream)
         if site.op in self.conditional:
-            return super().join(effect, site)
+            return super().on_join(effect, site)
         if site.op in self.hoisted and self.at_entry:
             self.clocks.learn(self.at_entry[-1].get(other, {}))
             return None
@@ -96,6 +101,6 @@ class _ChainWalker(Walker):
                     ),
                     "{1} belongs in a loop of its own before this one",
                 )
-        super().join(effect, site)
+        super().on_join(effect, site)
         self.joined[me, other] = self.clocks.of.get(other, {}).get(other, 0), site, here
         return None

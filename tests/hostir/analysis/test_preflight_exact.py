@@ -326,13 +326,13 @@ def test_the_remedy_for_memory_of_another_stream_works() -> None:
 def test_chained_steps_of_many_loops_are_found_in_few_walks(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    walks, start = [0], stream_chains.Walker.run
+    walks, start = [0], stream_chains.RaceWalk.run
 
-    def counted(self: stream_chains.Walker, given: Sequence[Op]) -> None:
+    def counted(self: stream_chains.RaceWalk, given: Sequence[Op]) -> None:
         walks[0] += given is hic.ops
         start(self, given)
 
-    monkeypatch.setattr(stream_chains.Walker, "run", counted)
+    monkeypatch.setattr(stream_chains.RaceWalk, "run", counted)
     hic, caller = HostIrContainer(), Stream(name="S0")
     with hic:
         x = hic.input([4, 8])
