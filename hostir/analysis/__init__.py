@@ -9,8 +9,8 @@ Files, in reading order:
 - `clocks`: vector clocks over streams, and how long a buffer lives.
 - `buffer_regions`, `rank_regions`: parts of a buffer on one rank; parts of whole tensors on all
   ranks.
-- `races`: accesses of one buffer that no stream orders.
-- `stream_chains`: waits that make the steps of a loop run one after another.
+- `races`: accesses of one buffer that no stream orders; waits that make the steps of a loop run one
+  after another.
 - `collective_matching`: whether ranks post the same collectives and transfers.
 - `deadlocks`: the same where ranks go different ways: who waits for whom.
 - `preflight`: runs these checks before a first run, for one rank of each kind.

@@ -20,9 +20,8 @@ from fuser.support.lru import Recent
 from hostir.analysis.collective_matching import MISPLACED, find_mismatches
 from hostir.analysis.collective_matching import OUT_OF_RANGE as OUT_OF_RANGE_ON_RANKS
 from hostir.analysis.deadlocks import Teams
-from hostir.analysis.races import LEFT, NOT_JOINED, OUT_OF_RANGE, RACE, find_races
+from hostir.analysis.races import LEFT, NOT_JOINED, OUT_OF_RANGE, RACE, find_chains, find_races
 from hostir.analysis.rank_values import Array, PerRank, np
-from hostir.analysis.stream_chains import find_chains
 from hostir.analysis.walker import AllRanks, Walk
 from hostir.ir import queries
 from hostir.ir.diagnostics import Finding, refuse, report

@@ -35,7 +35,7 @@ from hostir import (
     ne,
     verify,
 )
-from hostir.analysis import stream_chains
+from hostir.analysis import races
 from hostir.analysis.buffer_regions import (
     BufferRegion,
     TrackedBuffer,
@@ -326,13 +326,13 @@ def test_the_remedy_for_memory_of_another_stream_works() -> None:
 def test_chained_steps_of_many_loops_are_found_in_few_walks(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    walks, start = [0], stream_chains.RaceWalk.run
+    walks, start = [0], races.RaceWalk.run
 
-    def counted(self: stream_chains.RaceWalk, given: Sequence[Op]) -> None:
+    def counted(self: races.RaceWalk, given: Sequence[Op]) -> None:
         walks[0] += given is hic.ops
         start(self, given)
 
-    monkeypatch.setattr(stream_chains.RaceWalk, "run", counted)
+    monkeypatch.setattr(races.RaceWalk, "run", counted)
     hic, caller = HostIrContainer(), Stream(name="S0")
     with hic:
         x = hic.input([4, 8])
@@ -347,7 +347,7 @@ def test_chained_steps_of_many_loops_are_found_in_few_walks(
                 hic.append(SetCurrentStream(caller), Synchronize(worker))
             x = y
         hic.add_output(x)
-    assert len(stream_chains.find_chains(hic, {RANK: 0, NUMBER_OF_STREAMS: 4})) == 20
+    assert len(races.find_chains(hic, {RANK: 0, NUMBER_OF_STREAMS: 4})) == 20
     assert walks[0] == 2
 
 

@@ -31,8 +31,7 @@ from hostir import (
     Wait,
 )
 from hostir.analysis import races as race
-from hostir.analysis.races import find_races
-from hostir.analysis.stream_chains import find_chains
+from hostir.analysis.races import find_chains, find_races
 from hostir.ir.diagnostics import Finding, line_numbers, report
 from hostir.ir.program import walk
 from hostir.ir.queries import has_streams
