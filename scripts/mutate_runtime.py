@@ -1,0 +1,514 @@
+"""Faults of the runtime and of the analyses, one at a time, and the tests that must find each.
+
+    python scripts/mutate.py runtime                 # all of them, and a table of who found what
+    python scripts/mutate.py runtime --only lost_wait,chunk_zero
+
+A fault is a small edit of the product's text, made in a copy of the tree. Its tests must fail there,
+and pass without it (`--only none` runs them all on the copy as it is). An edit whose text is not
+found is an error: the code has moved, and the fault moves with it.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+COPIED = ("fuser", "hostir", "multidevice", "tests", "tools", "scripts", "pyproject.toml")
+LIMIT_S = 400
+
+MEANING = "tests/hostir/runtime/test_evaluator_meaning.py"
+STEPS = "tests/hostir/runtime/test_plan_steps.py"
+ORDER = "tests/hostir/runtime/test_evaluator_order.py"
+ARENA = "tests/hostir/runtime/test_plan_arena.py"
+SIZES = "tests/hostir/runtime/test_symbolic_plan_new_sizes.py"
+
+
+@dataclass(frozen=True)
+class Edit:
+    """`old` stands once in the file at `path`, and `new` in its place."""
+
+    path: str
+    old: str
+    new: str
+
+
+@dataclass(frozen=True)
+class Fault:
+    """A fault in words, how it is made, and the tests (files, with pytest's options) that find it."""
+
+    what: str
+    edits: tuple[Edit, ...]
+    tests: tuple[str, ...]
+
+
+def _fault(what: str, *edits: tuple[str, str, str], tests: str) -> Fault:
+    return Fault(what, tuple(Edit(*edit) for edit in edits), tuple(tests.split()))
+
+
+_EXECUTE = "hostir/runtime/execute.py"
+_RECORDER = "hostir/runtime/recorder.py"
+_FRAME = "hostir/runtime/frame.py"
+_PLAN = "hostir/runtime/plan.py"
+_STEPS = "hostir/runtime/steps.py"
+_SIZES = "hostir/runtime/symbolic_plan.py"
+_CLOCKS = "hostir/analysis/clocks.py"
+_RACES = "hostir/analysis/races.py"
+_RANKS = "hostir/analysis/collective_matching.py"
+
+FAULTS: dict[str, Fault] = {
+    # ------------------------------------------------------------ steps
+    "doubled_views": _fault(
+        "A plan names every view twice: right results, twice the work.",
+        (
+            _RECORDER,
+            "        self._steps.append((Action(step) if callable(step) else step, op))",
+            "        self._steps.append((Action(step) if callable(step) else step, op))\n"
+            "        if isinstance(step, View):\n"
+            "            self._steps.append((step, op))",
+        ),
+        tests=STEPS,
+    ),
+    "doubled_launches": _fault(
+        "A plan launches every kernel twice: right results, twice the work.",
+        (
+            _RECORDER,
+            "        self._steps.append((Action(step) if callable(step) else step, op))",
+            "        self._steps.append((Action(step) if callable(step) else step, op))\n"
+            "        if isinstance(step, LaunchStep):\n"
+            "            self._steps.append((step, op))",
+        ),
+        tests=STEPS,
+    ),
+    "dropped_releases": _fault(
+        "A plan never lets go of a buffer: memory stays until the run ends.",
+        (
+            _RECORDER,
+            "return None if is_made_before and i not in self._by_steps else Release(i)",
+            "return None",
+        ),
+        tests=STEPS,
+    ),
+    # ------------------------------------------------------------ parts
+    "chunk_zero": _fault(
+        "ShardByStream names the first chunk in every step.",
+        (
+            _EXECUTE,
+            "source.narrow(part.axis, *frame.part(op, source, part))",
+            "source.narrow(part.axis, 0, frame.part(op, source, part)[1])",
+        ),
+        tests=MEANING,
+    ),
+    "wrong_element": _fault(
+        "HirAliasSelect names the element before, from the second one on.",
+        (
+            _EXECUTE,
+            "source = source.select(shown.part.axis, start)",
+            "source = source.select(shown.part.axis, max(start - 1, 0))",
+        ),
+        tests=MEANING,
+    ),
+    "slice_from_zero": _fault(
+        "LocalSlice copies the first part on every rank.",
+        (
+            _FRAME,
+            "return mesh.coordinate(self.machine.rank, op.ptype) * length, length",
+            "return 0, length",
+        ),
+        tests=MEANING,
+    ),
+    "short_block": _fault(
+        "The buffer of a step has the size of a full block, also in the last step.",
+        (
+            _FRAME,
+            "        return (*shape[:cut], length, *shape[cut + 1 :])",
+            "        length = -(-shape[cut] // self.integer(chunks))\n"
+            "        return (*shape[:cut], length, *shape[cut + 1 :])",
+        ),
+        tests=MEANING,
+    ),
+    # ------------------------------------------------------------ waits and streams
+    "lost_wait": _fault(
+        "Later runs do not wait for communications.",
+        (
+            _RECORDER,
+            "            if slots[work] is not None:\n                slots[work].wait()\n",
+            "            if slots[work] is not None:\n",
+        ),
+        tests=ORDER,
+    ),
+    "lost_wait_at_once": _fault(
+        "A run op by op does not wait for communications.",
+        (
+            _EXECUTE,
+            "        frame.submit(posted.wait, posted.is_done if posted.is_alone else None)",
+            "        pass",
+        ),
+        tests=f"{MEANING} {ORDER}",
+    ),
+    "wait_of_another": _fault(
+        "A Wait of later runs is for the communication of the smallest number.",
+        (
+            _RECORDER,
+            "        work = self._work(op.number)\n\n        def wait(slots: Slots)",
+            '        numbers = [k[1] for k in self._slot if isinstance(k, tuple) and k[0] == "work"]\n'
+            "        work = self._work(min(numbers))\n\n        def wait(slots: Slots)",
+        ),
+        tests=ORDER,
+    ),
+    "lost_synchronize": _fault(
+        "Later runs do not wait for streams.",
+        (
+            _RECORDER,
+            "        return lambda slots: join(find(slots))",
+            "        return lambda slots: None",
+        ),
+        tests=ORDER,
+    ),
+    "lost_synchronize_at_once": _fault(
+        "A run op by op does not wait for streams.",
+        (
+            _EXECUTE,
+            "    frame.machine.streams.join(frame.stream(op.stream))",
+            "    frame.stream(op.stream)",
+        ),
+        tests=f"{MEANING} {ORDER}",
+    ),
+    "ignored_stream": _fault(
+        "Later runs stay on the stream on which they began.",
+        (
+            _RECORDER,
+            "        return lambda slots: enter(find(slots))",
+            "        return lambda slots: None",
+        ),
+        tests=ORDER,
+    ),
+    "lost_mark": _fault(
+        "The Wait of later runs does not wait for where the communication stands in its stream.",
+        (
+            _RECORDER,
+            "            if slots[work] is not None:\n                join(slots[mark])\n",
+            "",
+        ),
+        tests=ORDER,
+    ),
+    # ------------------------------------------------------------ control flow
+    "short_loop": _fault(
+        "A loop runs once too few, where it runs more than once.",
+        (
+            _EXECUTE,
+            "    steps: Sequence[int] = range(start, stop, step)\n",
+            "    steps: Sequence[int] = range(start, stop, step)\n"
+            "    steps = steps[:-1] if len(steps) > 1 else steps\n",
+        ),
+        tests=MEANING,
+    ),
+    "branch_of_another_rank": _fault(
+        "Every rank takes the branch of rank 0.",
+        (
+            _EXECUTE,
+            "    run_block(op.then if frame.number(op.predicate) else op.orelse, frame)",
+            "    from hostir.ir.ops import RANK\n"
+            "    from fuser.ir.scalar import constructors as sc\n\n"
+            "    holds = sc.evaluate(op.predicate, {**frame.values, RANK: 0})\n"
+            "    run_block(op.then if holds else op.orelse, frame)",
+        ),
+        tests=MEANING,
+    ),
+    "stale_number": _fault(
+        "Later runs read a scalar as the first run of the class had it.",
+        (
+            _RECORDER,
+            "    return any(s in free for s in sc.symbols(value))",
+            "    return False",
+        ),
+        tests=MEANING,
+    ),
+    "stale_size": _fault(
+        "A later run with another size slices as the first size did.",
+        (
+            _SIZES,
+            "        start, length = size.frame.slice_bounds(op)\n",
+            "        start, length = recorder.frame.slice_bounds(op)\n",
+        ),
+        (
+            _SIZES,
+            "    inp, out, axis = known.recorder.slot(op.inp)",
+            "    recorder = known.recorder\n    inp, out, axis = known.recorder.slot(op.inp)",
+        ),
+        tests=f"{MEANING} {SIZES}",
+    ),
+    # ------------------------------------------------------------ communications
+    "swapped_operands": _fault(
+        "A bound collective reads what it should write.",
+        (
+            _STEPS,
+            "out, inp = binding.address(self.out), binding.address(self.inp)",
+            "inp, out = binding.address(self.out), binding.address(self.inp)",
+        ),
+        tests=f"{MEANING} {ORDER}",
+    ),
+    "root_off_by_one": _fault(
+        "The root of later runs is the next member of the team.",
+        (
+            _RECORDER,
+            "team[frame.integer(op.root)]",
+            "team[(frame.integer(op.root) + 1) % len(team)]",
+        ),
+        tests=MEANING,
+    ),
+    "short_group": _fault(
+        "A group of later runs drops its last member on every rank that has several.",
+        (
+            _RECORDER,
+            "        halves, self._halves = self._halves, []\n",
+            "        halves, self._halves = self._halves[:-1] or self._halves, []\n"
+            "        group = group[:-1] or group\n",
+        ),
+        tests=MEANING,
+    ),
+    "swapped_peers": _fault(
+        "A permutation of later runs sends to whom it receives from.",
+        (
+            _RECORDER,
+            "to, source = (team[frame.integer(p)] for p in (op.send_peer, op.recv_peer))",
+            "source, to = (team[frame.integer(p)] for p in (op.send_peer, op.recv_peer))",
+        ),
+        tests=MEANING,
+    ),
+    "skipped_number": _fault(
+        "A transfer of peer copies takes every eighth number twice.",
+        (
+            "multidevice/transports/peer_copy.py",
+            "number = self._started[key] = self._started.get(key, 0) + 1\n        return number",
+            "number = self._started[key] = self._started.get(key, 0) + 1\n"
+            "        return number - (number % 8 == 0 and self.rank % 2)",
+        ),
+        tests="tests/multidevice/transports/test_peer_copy.py",
+    ),
+    "silent_later_runs": _fault(
+        "Later runs announce no communication (FUSER_DUMP=communication).",
+        (
+            _RECORDER,
+            "        if announced := self._announced(op):",
+            "        if announced := None:",
+        ),
+        tests="tests/fuser/support/test_dumps.py",
+    ),
+    # ------------------------------------------------------------ memory
+    "overlapping_arena": _fault(
+        "Blocks of the arena are rounded down: a block overlaps the end of another.",
+        (
+            _PLAN,
+            "size = -(-nbytes // ALIGNMENT_NBYTES) * ALIGNMENT_NBYTES",
+            "size = max(nbytes // ALIGNMENT_NBYTES, 1) * ALIGNMENT_NBYTES",
+        ),
+        tests=ARENA,
+    ),
+    "early_end": _fault(
+        "The lifetime of a buffer ends before its last use.",
+        (
+            _RECORDER,
+            "self._lifetimes[i] = Lifetime(begin, self._order.moment(stream))",
+            "of, tick = self._order.moment(stream)\n"
+            "            self._lifetimes[i] = Lifetime(begin, (of, tick - 2))",
+        ),
+        tests=f"{ARENA} {MEANING}",
+    ),
+    "zeros_once": _fault(
+        "Only the first run clears a buffer that the program wants zeroed.",
+        (
+            _RECORDER,
+            "        clear = _clearing(i) if op.zero_init else None",
+            "        clear = None",
+        ),
+        tests=MEANING,
+    ),
+    "update_elsewhere": _fault(
+        "An op in place writes into memory of its own.",
+        (
+            _EXECUTE,
+            "frame.tensors[out] = frame.tensors[frame.alias_target(out)]",
+            "frame.tensors[out] = torch.empty_like(frame.tensors[frame.alias_target(out)])",
+        ),
+        tests=f"{MEANING} tests/hostir/runtime/test_evaluator_updates.py",
+    ),
+    "shared_result": _fault(
+        "Results of later runs have the memory of the results before.",
+        (
+            _PLAN,
+            "            for make in bound.makes:\n                make(slots)\n",
+            "            for slot, made in bound.made.items():\n"
+            "                made.run(slots)\n"
+            "                slots[slot] = _KEPT.setdefault((id(bound), slot), slots[slot])\n",
+        ),
+        (_PLAN, "class Dropped(Protocol):", "_KEPT: dict = {}\n\n\nclass Dropped(Protocol):"),
+        tests=MEANING,
+    ),
+    "result_of_an_input": _fault(
+        "A result that must be the caller's own is the memory of an input.",
+        (
+            _RECORDER,
+            "            elif tv in self.frame.storage.borrowed:\n",
+            "            elif False:\n",
+        ),
+        tests=f"{MEANING} {STEPS}",
+    ),
+    "view_of_what_is_gone": _fault(
+        "In a loop, a view of a later step is that of the first: it outlives its buffer.",
+        (
+            _RECORDER,
+            "        i, o = self.slot(source), self.new_slot(out)\n        return View(",
+            "        i, o = self.slot(source), self.slot(out)\n        return View(",
+        ),
+        tests=f"{STEPS} {MEANING}",
+    ),
+    "graph_of_other_memory": _fault(
+        "The key of a graph leaves out where its first tensor lies.",
+        (
+            "hostir/runtime/cuda_graphs.py",
+            "key: list[object] = [slots[i].data_ptr() for i in tensors]",
+            "key: list[object] = [slots[i].data_ptr() for i in tensors[1:]]",
+        ),
+        tests="tests/hostir/runtime/test_cuda_graphs.py",
+    ),
+    # ------------------------------------------------------------ analyses
+    "race_forgets_a_join": _fault(
+        "The race check forgets what a Synchronize joins.",
+        (
+            _CLOCKS,
+            "        if theirs is not None and self.now.get(other, 0) < theirs[other]:\n"
+            "            self.learn(theirs)",
+            "        if theirs is not None and self.now.get(other, 0) < theirs[other]:\n"
+            "            self.now[other] = theirs[other] - 1",
+        ),
+        tests="tests/hostir/analysis/test_races.py",
+    ),
+    "race_joins_too_much": _fault(
+        "The race check takes entering a stream for waiting for the current one.",
+        (
+            _CLOCKS,
+            "        self.current = self.find(stream)\n"
+            "        self.of.setdefault(self.current, {self.current: 0})",
+            "        before = self.now\n"
+            "        self.current = self.find(stream)\n"
+            "        self.of.setdefault(self.current, {self.current: 0})\n"
+            "        self.learn(before)",
+        ),
+        tests="tests/hostir/analysis/test_races.py",
+    ),
+    "wait_joins_nothing": _fault(
+        "The race check forgets that a use of a communication ends with its Wait.",
+        (
+            _RACES,
+            "            if not use.is_before(self.clocks.of[to]):",
+            "            if use.flight is None and not use.is_before(self.clocks.of[to]):",
+        ),
+        tests="tests/hostir/analysis/test_races.py",
+    ),
+    "matching_ignores_ranks": _fault(
+        "The check of ranks takes every member of a team to come, also from a branch it is not in.",
+        (_RANKS, "        here = self.mask & inside\n", "        here = inside\n"),
+        tests="tests/hostir/analysis/test_collective_matching.py",
+    ),
+}
+
+
+# ------------------------------------------------------------------ running
+@dataclass(frozen=True)
+class Found:
+    """Which test found a fault ("" for none), and how long that took."""
+
+    name: str
+    test: str
+    seconds: float
+
+
+def run(only: Sequence[str] = ()) -> int:
+    """Make each fault and run its tests; print who found it. Returns the number of those that nobody
+    found, or that could not be made."""
+    names = [*FAULTS] if not only else [n for n in only if n in FAULTS]
+    missed = 0
+    with tempfile.TemporaryDirectory(prefix="faults") as folder:
+        tree = _copied(Path(folder))
+        if only == ["none"]:
+            tests = sorted({t for f in FAULTS.values() for t in f.tests})
+            failed = first_failure(tree, tests)
+            print(f"without a fault: {failed or 'all pass'}", flush=True)
+            return int(bool(failed))
+        for name in names:
+            start = time.monotonic()
+            try:
+                undo = _applied(tree, FAULTS[name].edits)
+            except LookupError as error:
+                print(f"{name}: cannot be made: {error}", flush=True)
+                missed += 1
+                continue
+            try:
+                test = first_failure(tree, FAULTS[name].tests)
+            finally:
+                for path, text in undo.items():
+                    path.write_text(text)
+            missed += not test
+            seconds = time.monotonic() - start
+            print(f"{name}: {test or 'NOT FOUND'} ({seconds:.0f} s)", flush=True)
+    print(f"{len(names) - missed} of {len(names)} faults found")
+    return missed
+
+
+def _copied(folder: Path) -> Path:
+    tree = folder / "tree"
+    tree.mkdir()
+    for name in COPIED:
+        source = ROOT / name
+        if source.is_dir():
+            ignored = shutil.ignore_patterns("__pycache__", ".*")
+            shutil.copytree(source, tree / name, ignore=ignored)
+        else:
+            shutil.copy(source, tree / name)
+    return tree
+
+
+def _applied(tree: Path, edits: Sequence[Edit]) -> dict[Path, str]:
+    """Make the edits; return what the files were before."""
+    undo: dict[Path, str] = {}
+    try:
+        for edit in edits:
+            path = tree / edit.path
+            text = path.read_text() if path.exists() else ""
+            if text.count(edit.old) != 1:
+                where = f"{edit.path} has {text.count(edit.old)} times"
+                raise LookupError(f"{where} {edit.old!r}: the code has moved")
+            undo.setdefault(path, text)
+            path.write_text(text.replace(edit.old, edit.new))
+    except LookupError:
+        for path, text in undo.items():
+            path.write_text(text)
+        raise
+    return undo
+
+
+def first_failure(tree: Path, tests: Sequence[str]) -> str:
+    """Return the first test that fails in a tree, "" when all pass."""
+    environment = {**os.environ, "PYTHONPATH": str(tree), "PYTHONDONTWRITEBYTECODE": "1"}
+    # A test that waits for ever finds the fault, too.
+    environment.setdefault("FUSER_TIMEOUT_S", "20")
+    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", *tests]
+    try:
+        done = subprocess.run(
+            command, cwd=tree, env=environment, capture_output=True, text=True, timeout=LIMIT_S
+        )
+    except subprocess.TimeoutExpired:
+        return f"no end after {LIMIT_S} s"
+    if done.returncode == 0:
+        return ""
+    found = re.search(r"^(?:FAILED|ERROR) (.*?)(?: - .*)?$", done.stdout, re.MULTILINE)
+    return found[1] if found else f"pytest: exit code {done.returncode}: {done.stdout[-300:]}"
