@@ -1,6 +1,9 @@
 """Damages printed programs and cached kernels, and demands typed errors: nothing else may happen.
 
     python scripts/mutate.py programs|fusions|cache --seed 0 --cases 1000
+    python scripts/mutate.py runtime --only lost_wait,chunk_zero
+
+The second form damages the product itself, and demands that its tests tell: `mutate_runtime.py`.
 
 Every case takes a text (a host program, a fusion), changes a few places, and parses, verifies and
 runs what is left: on simulated ranks, kernels in checked mode or as torch reads them; or it takes a
@@ -402,12 +405,17 @@ def campaign(kind: str, seed: int, cases: int) -> tuple[dict[str, int], list[str
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("kind", choices=KINDS)
+    parser.add_argument("kind", choices=(*KINDS, "runtime"))
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--cases", type=int, default=1000)
     parser.add_argument("--show", action="store_true", help="print the damage of the case --seed")
+    parser.add_argument("--only", default="", help="faults of the runtime, by name")
     parser.add_argument("--work", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_args()
+    if args.kind == "runtime":
+        import mutate_runtime
+
+        return int(mutate_runtime.run(list(filter(None, args.only.split(",")))) > 0)
     if args.work:
         work(args.kind, args.seed, args.cases)
         return 0

@@ -3,9 +3,9 @@
     python scripts/mutate.py runtime                 # all of them, and a table of who found what
     python scripts/mutate.py runtime --only lost_wait,chunk_zero
 
-A fault is a small edit of the product's text, made in a copy of the tree. Its tests must fail there,
-and pass without it (`--only none` runs them all on the copy as it is). An edit whose text is not
-found is an error: the code has moved, and the fault moves with it.
+A fault is a small edit of the product's text, made in a copy of the tree. Its tests must fail
+there, and pass without it (`--only none` runs them all on the copy as it is). An edit whose text is
+not found is an error: the code has moved, and the fault moves with it.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class Edit:
 
 @dataclass(frozen=True)
 class Fault:
-    """A fault in words, how it is made, and the tests (files, with pytest's options) that find it."""
+    """A fault in words, how it is made, and the test files of which one must fail."""
 
     what: str
     edits: tuple[Edit, ...]
@@ -159,8 +159,9 @@ FAULTS: dict[str, Fault] = {
         (
             _RECORDER,
             "        work = self._work(op.number)\n\n        def wait(slots: Slots)",
-            '        numbers = [k[1] for k in self._slot if isinstance(k, tuple) and k[0] == "work"]\n'
-            "        work = self._work(min(numbers))\n\n        def wait(slots: Slots)",
+            "        keys = [k for k in self._slot if isinstance(k, tuple)]\n"
+            '        work = self._work(min(k[1] for k in keys if k[0] == "work"))\n'
+            "\n\n        def wait(slots: Slots)",
         ),
         tests=ORDER,
     ),
@@ -423,18 +424,11 @@ FAULTS: dict[str, Fault] = {
 
 
 # ------------------------------------------------------------------ running
-@dataclass(frozen=True)
-class Found:
-    """Which test found a fault ("" for none), and how long that took."""
-
-    name: str
-    test: str
-    seconds: float
-
-
 def run(only: Sequence[str] = ()) -> int:
-    """Make each fault and run its tests; print who found it. Returns the number of those that nobody
-    found, or that could not be made."""
+    """Make each fault and run its tests; print who found it.
+
+    Returns the number of faults that nobody found, or that could not be made.
+    """
     names = [*FAULTS] if not only else [n for n in only if n in FAULTS]
     missed = 0
     with tempfile.TemporaryDirectory(prefix="faults") as folder:

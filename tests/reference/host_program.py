@@ -39,6 +39,7 @@ from fuser.ir.scalar.constructors import Number, Scalar, Symbol
 from fuser.ops.reference.meaning import evaluate_fusion, evaluate_op
 from fuser.passes.view_ops import VIEW_OPS
 from hostir.ir import ops
+from hostir.ir.effects import ENTRY
 from hostir.ir.program import HostIrContainer
 from hostir.ir.shard_layout import parts
 from multidevice.sharding.passes.localize import localize
@@ -69,10 +70,15 @@ class MeaninglessError(AssertionError):
 
 @dataclass
 class Run:
-    """A rank's outputs, None for those that other ranks have, and its inputs after the run."""
+    """A rank's outputs, None for those that other ranks have, and its inputs after the run.
+
+    `order` is what its streams are told: ("enter", stream), ("join", stream), ("wait", n) for the
+    n-th communication that moves something, ("join mark", n) for where the n-th of all started.
+    """
 
     outputs: list[Tensor | None]
     inputs: list[Argument]
+    order: list[tuple[str, object]]
 
 
 def interpret(
@@ -303,13 +309,22 @@ class _Rank:
         self.dead: dict[int, Tensor] = {}
         self.flight: dict[int, list[_Pending]] = {}
         self.group: list[_Pending] | None = None
+        self.group_moves = False
         self.views: dict[TensorView, tuple[int, ...]] = {}
+        self.order: list[tuple[str, object]] = []
+        self.stream: object = ENTRY
+        self.captured: dict[str, object] = {"Default": ENTRY}
+        # By number: which start it is among all, and (None: a copy of its own) among the others.
+        self.starts: dict[int, tuple[int, int | None]] = {}
+        self.started, self.moved = 0, 0
 
     def result(self) -> Run:
         if self.flight:
             raise MeaninglessError(f"rank {self.rank} never waits for {sorted(self.flight)}")
         visible = [tv for tv in self.program.outputs if not self.program.values.is_hidden(tv)]
-        return Run([self.read(tv) if self.has(tv) else None for tv in visible], self.inputs)
+        return Run(
+            [self.read(tv) if self.has(tv) else None for tv in visible], self.inputs, self.order
+        )
 
     # -------------------------------------------------------------- names
     def has(self, tv: TensorView) -> bool:
@@ -372,18 +387,21 @@ class _Rank:
             case ops.Deallocate():
                 yield from self.give_back(op.buffer)
             case ops.StartCoalescing():
-                self.group = []
+                self.group, self.group_moves = [], False
             case ops.EndCoalescing():
                 assert self.group is not None
                 pending, self.group = self.group, None
-                self.start(op.number, pending)
+                self.start(op.number, pending, moves=self.group_moves)
             case ops.Communication() | ops.P2PCommunication() | ops.CollectivePermute():
-                pending = self.posted(op)
+                pending, moves = self.posted(op), self.moves(op)
                 if self.group is None:
-                    self.start(op.number, pending)
+                    self.start(op.number, pending, moves=moves)
                 else:
                     self.group += pending
-            case ops.StreamOp() | ops.ShareMemHandles():
+                    self.group_moves |= moves
+            case ops.StreamOp():
+                self.tell_streams(op)
+            case ops.ShareMemHandles():
                 pass
             case _:
                 if all(self.has(v) for v in (*op.inputs, *op.outputs) if isinstance(v, TensorView)):
@@ -495,6 +513,18 @@ class _Rank:
         pending.finish()
         return found
 
+    def tell_streams(self, op: ops.StreamOp) -> None:
+        index, name = op.stream.index, op.stream.name
+        stream = self.captured.get(name, name) if index is None else self.number(index)
+        match op:
+            case ops.GetCurrentStream():
+                self.captured[name] = self.stream
+            case ops.SetCurrentStream():
+                self.stream = stream
+                self.order.append(("enter", stream))
+            case _:
+                self.order.append(("join", stream))
+
     # -------------------------------------------------------------- communications
     def meet(
         self,
@@ -507,14 +537,27 @@ class _Rank:
         self.network.post((team, self.rank), kind, part)
         return self.network.take([(team, member) for member in team], self.rank, then)
 
-    def start(self, number: int, pending: list[_Pending]) -> None:
+    def start(self, number: int, pending: list[_Pending], *, moves: bool) -> None:
         if number in self.flight:
             raise MeaninglessError(f"rank {self.rank}: {number} starts again before its Wait")
         self.flight[number] = pending
+        self.starts[number] = self.started, self.moved if moves else None
+        self.started, self.moved = self.started + 1, self.moved + moves
+
+    def moves(self, op: Op) -> bool:
+        """Whether more happens than a copy on this rank."""
+        if not isinstance(op, ops.CollectivePermute):
+            return True
+        place = op.team.ranks(self.rank).index(self.rank)
+        return {self.number(op.send_peer), self.number(op.recv_peer)} != {place}
 
     def wait(self, number: int) -> Steps:
         if number not in self.flight:
             raise MeaninglessError(f"rank {self.rank}: Wait for {number}, which has not started")
+        place, moved = self.starts.pop(number)
+        self.order.append(("join mark", place))
+        if moved is not None:
+            self.order.append(("wait", moved))
         for pending in self.flight[number]:
             while not pending.is_ready():
                 yield
