@@ -31,10 +31,10 @@ class Watch:
         self.told: dict[int, Told] = {}
         self._works: dict[int, dict[int, int]] = {}
         self._marks: dict[int, int] = {}
-        told_by = {"enter": CpuStreams.enter, "join": CpuStreams.join}
-        told_by["join mark"] = CpuStreams.join_mark
-        for name, tell in told_by.items():
-            monkeypatch.setattr(CpuStreams, name.replace(" ", "_"), self._told_by(name, tell))
+        for name in ("enter", "join", "join_mark"):
+            tell = getattr(CpuStreams, name)
+            noted = self._told_by(name.replace("_", " "), tell)
+            monkeypatch.setattr(CpuStreams, name, noted)
         monkeypatch.setattr(CpuStreams, "mark", lambda streams: self._mark(streams))
         init, wait = _SimulatedWork.__init__, _SimulatedWork.wait
 
