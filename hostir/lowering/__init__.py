@@ -8,7 +8,7 @@ Files, in reading order:
 - `params`: the options of lowering.
 - `pipeline`: all stages from fusion to program, in order; `lower_streams`.
 - `segments`: the ops of each segment.
-- `slices`: views of parts of tensors, and kernels over parts.
-- `stream_loops`: loops over streams: their operands, kernels and communications.
-- `random_offsets`: the offset of a shard in the random numbers of the whole.
+- `stream_loops`: loops over streams: segments and communications in steps.
+- `loop_steps`: the index of a loop, and the part of each tensor that a step has.
+- `slices`: views of parts of tensors, kernels over parts, and where a shard's random numbers begin.
 """

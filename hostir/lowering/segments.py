@@ -13,20 +13,30 @@ value any more, else computed beside it and copied at the end.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import replace
+from collections import Counter
+from collections.abc import Mapping, Sequence
 
 from fuser.ir import memory_layout
-from fuser.ir.fusion import Alias, TensorOp, TensorView
+from fuser.ir.fusion import Alias, Fusion, TensorOp, TensorView
+from fuser.ir.op import Op
 from fuser.ir.ops import nodes
 from fuser.passes.segment import Segment, SegmentedFusion
 from fuser.passes.view_ops import is_copy
 from fuser.support import progress
-from hostir.ir.ops import PEER_COPIES, Allocate, Communication, LaunchKernel, LocalSlice, Wait
+from hostir.ir.ops import (
+    PEER_COPIES,
+    Allocate,
+    Communication,
+    KernelGroup,
+    LaunchKernel,
+    LocalSlice,
+    Wait,
+)
 from hostir.ir.program import HostIrContainer
+from hostir.lowering.loop_steps import LoweringState
 from hostir.lowering.params import DEFAULT, LowerParams
-from hostir.lowering.random_offsets import with_places
-from hostir.lowering.stream_loops import LoweringState, StreamLoopBuilder
+from hostir.lowering.slices import with_places
+from hostir.lowering.stream_loops import StreamLoopBuilder
 from hostir.passes.memory_hints import let_peers_map
 from multidevice.sharding.queries import local_extents
 from multidevice.sharding.reshard import (
@@ -55,93 +65,118 @@ def lower(
     for them. `backend_name` is written on communications.
     """
     found = StreamLoops(segmented.fusion) if loops is None else loops
-    return Lowering(segmented, backend_name, params, found).run()
+    program = LoweringState.of(segmented.fusion, found, params, backend_name)
+    lowering = SegmentLowering(program, _in_place_outputs(program, segmented.segments))
+    ordered = _in_order(segmented.segments, found)
+    for number, group in enumerate(ordered, 1):
+        progress.stage("segment", number, len(ordered))
+        if found.loop_of(group[0].exprs[0]) is not None:
+            lowering.ops += StreamLoopBuilder(program, group).build()
+        else:
+            (segment,) = group
+            lowering.add(segment)
+    lines = {program.twins[o]: s.line for s in segmented.segments for o in s.outputs}
+    lowering.update_inputs(lines)
+    made = HostIrContainer(program.values, tuple(lowering.ops), program.groups)
+    is_mapped = PEER_COPIES in (backend_name, program.step_backend)
+    return let_peers_map(made) if is_mapped else made
 
 
-class Lowering(LoweringState):
-    """Lowers the segments of a fusion in run order: single ones here, those of one loop by
-    `StreamLoopBuilder`."""
+def _in_order(segments: Sequence[Segment], loops: StreamLoops) -> list[list[Segment]]:
+    """Return the segments in run order, those of one loop together where the first can be."""
+    groups: dict[object, list[Segment]] = {}
+    for segment in segments:
+        key: object = loops.loop_of(segment.exprs[0]) or segment
+        groups.setdefault(key, []).append(segment)
+    if len(groups) == len(segments):
+        return list(groups.values())
+    maker: dict[object, object] = {
+        o: key for key, group in groups.items() for s in group for o in s.outputs
+    }
+    needs = {
+        key: {maker[v] for s in group for v in s.inputs if v in maker} - {key}
+        for key, group in groups.items()
+    }
+    ordered: list[list[Segment]] = []
+    while groups:
+        ready = next((k for k in groups if not needs[k] & groups.keys()), None)
+        assert ready is not None, "loops over streams need one another"
+        ordered.append(groups.pop(ready))
+    return ordered
 
-    def run(self) -> HostIrContainer:
-        # The program gets its own tensors: what it does to them never shows in the fusion.
-        copy, self.twins = self.segmented.fusion.copy()
-        copy.exprs = ()
-        self.values = copy
-        self.in_place = self._in_place_outputs()
-        ordered = self._in_order()
-        for number, group in enumerate(ordered, 1):
-            progress.stage("segment", number, len(ordered))
-            if self.loops.loop_of(group[0].exprs[0]) is not None:
-                self.ops += StreamLoopBuilder(self, group).build()
-            else:
-                (segment,) = group
-                before = len(self.ops)
-                LOWER[segment.kind](self, segment)
-                self.ops[before:] = (op.located(segment.line) for op in self.ops[before:])
-        lines = {self._twin(o): s.line for s in self.segmented.segments for o in s.outputs}
-        # Last, when everything has been computed from old values.
-        for alias in copy.aliases:
-            if alias.out not in self.in_place and alias.out is not alias.into:
+
+# ------------------------------------------------------------------ one segment
+class SegmentLowering:
+    """Lowers segments that are computed at once; `ops` are the program's so far.
+
+        y [i0] = sum( x [i0, i1] )   ->   y = ALLOCATE(..); LaunchKernel ( 0, Inputs:{x}, ..:{y} )
+
+    `in_place` has the outputs that a kernel computes in the buffer of an input: these are not
+    allocated.
+    """
+
+    def __init__(self, program: LoweringState, in_place: Mapping[TensorView, TensorView]) -> None:
+        self.ops: list[Op] = []
+        self._program, self._in_place = program, in_place
+
+    def add(self, segment: Segment) -> None:
+        """Add the ops of a segment."""
+        lower = {
+            "kernel": self._kernel,
+            "library": self._library,
+            "alias": self._view,
+            "communication": self._communication,
+        }
+        before = len(self.ops)
+        lower[segment.kind](segment)
+        self.ops[before:] = (op.located(segment.line) for op in self.ops[before:])
+
+    def update_inputs(self, lines: Mapping[TensorView, str]) -> None:
+        """Add the copies into inputs that outputs replace, where these were computed beside them.
+
+        They come last, when everything has been computed from old values. `lines` are the user's.
+        """
+        for alias in self._program.values.aliases:
+            if alias.out not in self._in_place and alias.out is not alias.into:
                 copied = nodes.LoadStoreOp(alias.into, alias.out)
                 self.ops.append(copied.located(lines.get(alias.out, "")))
-        program = HostIrContainer(copy, tuple(self.ops), self.groups)
-        is_mapped = PEER_COPIES in (self.backend_name, self.step_backend)
-        return let_peers_map(program) if is_mapped else program
 
-    def _in_order(self) -> list[list[Segment]]:
-        """Return the segments in run order, those of one loop together where the first can be."""
-        groups: dict[object, list[Segment]] = {}
-        for segment in self.segmented.segments:
-            op = segment.exprs[0]
-            key: object = self.loops.loop_of(op) or segment
-            groups.setdefault(key, []).append(segment)
-        if len(groups) == len(self.segmented.segments):
-            return list(groups.values())
-        maker: dict[object, object] = {
-            o: key for key, group in groups.items() for s in group for o in s.outputs
-        }
-        needs = {
-            key: {maker[v] for s in group for v in s.inputs if v in maker} - {key}
-            for key, group in groups.items()
-        }
-        ordered: list[list[Segment]] = []
-        while groups:
-            ready = next((k for k in groups if not needs[k] & groups.keys()), None)
-            assert ready is not None, "loops over streams need one another"
-            ordered.append(groups.pop(ready))
-        return ordered
-
-    # ------------------------------------------------------------ segments
-    def kernel(self, segment: Segment) -> None:
-        outs = tuple(self._twin(t) for t in segment.outputs)
+    def _kernel(self, segment: Segment) -> None:
+        outs = tuple(self._program.twins[t] for t in segment.outputs)
         for out in outs:
-            if out not in self.in_place:
+            if out not in self._in_place:
                 self._allocate(out)
         assert segment.fusion is not None, f"kernel segment {segment.number} has no fusion"
         fusion, places = with_places(segment.fusion)
-        self.add_group(replace(segment, fusion=fusion))
-        ins = (self._twin(v) if isinstance(v, TensorView) else v for v in segment.inputs)
+        fusion = self._with_aliases(segment, fusion)
+        self._program.groups[segment.number] = KernelGroup(
+            segment.number, fusion, segment.scheduler
+        )
+        twins = self._program.twins
+        ins = (twins[v] if isinstance(v, TensorView) else v for v in segment.inputs)
         self.ops.append(LaunchKernel((*ins, *places), outs, group=segment.number))
 
-    def library(self, segment: Segment) -> None:
+    def _library(self, segment: Segment) -> None:
         for expr in segment.exprs:
             op = self._twin_op(expr)
             pairs = zip(op.outputs, expr.outputs, strict=True)
             # Torch makes what only this program sees, in an order of its own.
-            is_seen = any(out in self.values.outputs or _is_packed(made) for out, made in pairs)
+            is_seen = any(
+                out in self._program.values.outputs or _is_packed(made) for out, made in pairs
+            )
             for out in op.outputs:
-                if not self.params.standalone or is_seen:
+                if not self._program.params.standalone or is_seen:
                     self._allocate(out)
                 out.give_memory()
             self.ops.append(op)
 
-    def view(self, segment: Segment) -> None:
+    def _view(self, segment: Segment) -> None:
         for expr in segment.exprs:
             op = self._twin_op(expr)
             op.out_tensor.give_memory()
             self.ops.append(op)
 
-    def communication(self, segment: Segment) -> None:
+    def _communication(self, segment: Segment) -> None:
         for expr in segment.exprs:
             op = self._twin_op(expr)
             assert isinstance(op, nodes.Reshard), f"{op.name} is no communication"
@@ -155,7 +190,7 @@ class Lowering(LoweringState):
                     )
                 )
                 continue
-            number = self.next_number()
+            number = self._program.next_communication()
             communication = Communication(
                 op.inp,
                 op.out,
@@ -163,42 +198,67 @@ class Lowering(LoweringState):
                 type=kind,
                 team=team_of(op),
                 red_op=RED_OP_OF[op.reduction] if op.reduction else "SUM",
-                backend=self.backend_name,
+                backend=self._program.backend_name,
             )
             self.ops += [communication.replace(where=op.where), Wait(number=number)]
 
-    # ------------------------------------------------------------ tensors
+    # -------------------------------------------------------------- tensors
     def _twin_op(self, op: TensorOp) -> TensorOp:
-        return op.map_values(lambda v: self.twins[v] if isinstance(v, TensorView) else v)
+        twins = self._program.twins
+        return op.map_values(lambda v: twins[v] if isinstance(v, TensorView) else v)
 
     def _allocate(self, tv: TensorView) -> None:
         tv.give_memory()
         self.ops.append(Allocate(tv))
 
-    # ------------------------------------------------------------ aliases
-    def _in_place_outputs(self) -> dict[TensorView, TensorView]:
-        """Return the aliased outputs that a kernel may write into the input's buffer directly."""
-        return {a.out: a.into for a in self.values.aliases if self._is_in_place(a)}
+    def _with_aliases(self, segment: Segment, fusion: Fusion) -> Fusion:
+        """Return the kernel's fusion, which knows of buffers that it both reads and writes."""
+        targets = {o.number: self._in_place.get(self._program.twins[o]) for o in segment.outputs}
+        read = {v.number for v in fusion.inputs if isinstance(v, TensorView)}
+        pairs = [
+            (number, into.number)
+            for number, into in targets.items()
+            if into is not None and into.number in read
+        ]
+        if not pairs:
+            return fusion
+        made, _ = fusion.copy()
+        known = {tv.number: tv for tv in made.tensors()}
+        made.aliases = [Alias(known[out], known[into]) for out, into in pairs]
+        return made
 
-    def _is_in_place(self, alias: Alias) -> bool:
-        """Whether nothing that the program computes or returns can see the write too early.
 
-        One kernel writes the whole buffer, no other step reads the old value then or later, through
-        a view or as itself, and within the kernel only the result's own element reads it.
-        """
-        original = {twin: tv for tv, twin in self.twins.items()}
-        out, into = original[alias.out], original[alias.into]
-        if into in self.segmented.fusion.outputs or out.dtype() is not into.dtype():
-            return False
-        if sum(a.out is alias.out for a in self.values.aliases) > 1:
-            return False
-        segments = self.segmented.segments
-        at = next((i for i, s in enumerate(segments) if out in s.outputs), None)
-        if at is None or segments[at].kind != "kernel" or stream_axis(out) is not None:
-            return False
-        if any(into in s.inputs and (s.kind == "alias" or i > at) for i, s in enumerate(segments)):
-            return False
-        return _has_layout_of(out, into) and _reads_own_element(segments[at], out, into)
+# ------------------------------------------------------------------ outputs in place
+def _in_place_outputs(
+    program: LoweringState, segments: Sequence[Segment]
+) -> dict[TensorView, TensorView]:
+    """Return the aliased outputs that a kernel may write into the input's buffer directly."""
+    aliases = program.values.aliases
+    original = {twin: tv for tv, twin in program.twins.items()} if aliases else {}
+    counts = Counter(a.out for a in aliases)
+    return {
+        a.out: a.into
+        for a in aliases
+        if counts[a.out] == 1
+        and original[a.into] not in program.fusion.outputs
+        and _is_in_place(original[a.out], original[a.into], segments)
+    }
+
+
+def _is_in_place(out: TensorView, into: TensorView, segments: Sequence[Segment]) -> bool:
+    """Whether nothing that the program computes or returns can see the write too early.
+
+    One kernel writes the whole buffer, no other step reads the old value then or later, through a
+    view or as itself, and within the kernel only the result's own element reads it.
+    """
+    at = next((i for i, s in enumerate(segments) if out in s.outputs), None)
+    if out.dtype() is not into.dtype() or at is None:
+        return False
+    if segments[at].kind != "kernel" or stream_axis(out) is not None:
+        return False
+    if any(into in s.inputs and (s.kind == "alias" or i > at) for i, s in enumerate(segments)):
+        return False
+    return _has_layout_of(out, into) and _reads_own_element(segments[at], out, into)
 
 
 def _is_packed(tv: TensorView) -> bool:
@@ -233,11 +293,3 @@ def _reads_own_element(segment: Segment, out: TensorView, into: TensorView) -> b
             return False
         reading.update(e.outputs)
     return all(o is out or o not in reading for o in segment.outputs)
-
-
-LOWER: dict[str, Callable[[Lowering, Segment], None]] = {
-    "kernel": Lowering.kernel,
-    "library": Lowering.library,
-    "alias": Lowering.view,
-    "communication": Lowering.communication,
-}

@@ -15,8 +15,7 @@ from fuser.ir.scalar.constructors import Symbol
 from fuser.support import dumps
 from fuser.support.errors import ExecutionError, user_code
 from hostir.ir.effects import bounds
-from hostir.lowering.random_offsets import check_places
-from hostir.lowering.slices import cut_axis, split_tensor
+from hostir.lowering.slices import check_places, cut_axis, split_tensor
 from hostir.passes.memory_hints import NOTHING_AGAIN, CacheReuse
 from multidevice.sharding.placement import Block
 from multidevice.sharding.queries import local_extents

@@ -21,7 +21,7 @@ from fuser.runtime.compiled_kernel import CompiledKernel
 from fuser.support.errors import InputError, UnsupportedError, user_code
 from fuser.support.kernel_source import KernelParam, KernelSource
 from hostir.ir.shard_layout import is_repeated, write
-from hostir.lowering.random_offsets import check_places
+from hostir.lowering.slices import check_places
 from hostir.runtime.frame import Frame
 from hostir.runtime.inputs import Values
 

@@ -152,9 +152,7 @@ def uncuttable_axes(
     number."""
     out = op.out_tensor if out is None else out
     if isinstance(op, RandomOp):
-        return (
-            set()
-        )  # its numbers follow from their places in the whole (`hostir.lowering.random_offsets`)
+        return set()  # its numbers follow from their places in the whole (`hostir.lowering.slices`)
     logical, cuts = out.domain.logical, axis_cuts(out, ptypes)
     whole = {logical[k].number for k in op.whole_axes(out)}
     return whole | {a.number for a in logical if not has_cut_origin(out, a, cuts)}

@@ -291,7 +291,7 @@ def test_ranks_with_different_seeds_are_told() -> None:
     print(texts[0])
     for text in texts:
         assert "the seed of torch's generator (torch.manual_seed), from which uniform at" in text
-        assert "test_random_offsets.py:" in text and "on ranks (0 1 3) and " in text
+        assert "test_slices_random_offsets.py:" in text and "on ranks (0 1 3) and " in text
         assert "on ranks (2), but the ranks run one program on one set of numbers" in text
         assert "(of torch.initial_seed() 3) on ranks (0 1 3)" in text
         assert "(of torch.initial_seed() 4) on ranks (2)" in text

@@ -1,0 +1,496 @@
+"""The steps of one loop over streams: their numbers, and the part of each tensor that a step has.
+
+LoweringState   the program that is being made: its tensors, kernels and counters
+LoopContext     what is the same for all ops of a loop: index, blocks, streams
+LoopBody        the ops of the loop so far: before it, in each step, at the end of each step
+OperandSlicer   names a step's part of an operand, and makes memory for its result
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from fuser.ir.domain.tensor_domain import IterDomain
+from fuser.ir.fusion import Fusion, TensorOp, TensorView
+from fuser.ir.op import Op
+from fuser.ir.ops import nodes
+from fuser.ir.scalar import constructors as sc
+from fuser.ir.scalar.constructors import Scalar, Symbol
+from fuser.ir.types import LoadStoreOpType, ParallelType
+from fuser.passes.view_ops import VIEW_OPS, is_copy
+from fuser.support.errors import UnsupportedError, user_code
+from hostir.ir.effects import Stream
+from hostir.ir.ops import (
+    NUMBER_OF_STREAMS,
+    PEER_COPIES,
+    Allocate,
+    ForLoop,
+    HirAliasSelect,
+    IfThenElse,
+    KernelGroup,
+    SetCurrentStream,
+    ShardByStream,
+    Synchronize,
+    loop_index,
+)
+from hostir.lowering.params import LowerParams
+from hostir.lowering.slices import block, rotated, selected, slots
+from multidevice.sharding.reshard import (
+    communicates,
+    communication_type,
+    is_device_to_stream,
+    is_exchange,
+    is_step_slice,
+)
+from multidevice.sharding.streams import (
+    StreamAxis,
+    StreamLoops,
+    is_allocated_per_step,
+    is_in_step,
+    scatters_steps,
+    stream_axes,
+    stream_axis,
+)
+
+
+# ------------------------------------------------------------------ the program
+@dataclass
+class LoweringState:
+    """The program that is being made of a fusion: its tensors, its kernels, and counters.
+
+    `fusion` is complete, sharded and finalized, and does not change. `values` holds the program's
+    own tensors; `twins` names them by the fusion's.
+    """
+
+    fusion: Fusion
+    values: Fusion
+    twins: Mapping[TensorView, TensorView]
+    loops: StreamLoops
+    params: LowerParams
+    backend_name: str
+    groups: dict[int, KernelGroup] = field(default_factory=dict[int, KernelGroup])
+    _communications: int = 0
+    _streams: int = 0
+
+    @classmethod
+    def of(
+        cls, fusion: Fusion, loops: StreamLoops, params: LowerParams, backend_name: str
+    ) -> LoweringState:
+        """Return the state before the first segment: tensors, and no op."""
+        # What the program does to its tensors never shows in the fusion.
+        values, twins = fusion.copy()
+        values.exprs = ()
+        return cls(fusion, values, twins, loops, params, backend_name)
+
+    @property
+    def step_backend(self) -> str:
+        """The library of what the steps of a loop send from rank to rank."""
+        return self.params.step_backend or self.backend_name
+
+    @property
+    def copies_in_turn(self) -> bool:
+        """Whether the next step's transfer, or what it transfers, waits for this step's."""
+        return self.step_backend == PEER_COPIES and not self.params.standalone
+
+    def next_communication(self) -> int:
+        """Return the number of the next communication."""
+        self._communications += 1
+        return self._communications - 1
+
+    def next_stream(self) -> Stream:
+        """Return the name of the next stream that is captured."""
+        self._streams += 1
+        return Stream(name=f"S{self._streams - 1}")
+
+
+# ------------------------------------------------------------------ one loop
+def stepping_axis(tv: TensorView) -> StreamAxis:
+    """Return the stream axis of a tensor that is computed in steps."""
+    axis = stream_axis(tv)
+    assert axis is not None, f"{tv} is in a loop without a stream axis"
+    return axis
+
+
+@dataclass(frozen=True)
+class LoopContext:
+    """What all ops of a loop have in common: its index, its streams, and which block a step has.
+
+        y [istream{3}(i0), i1]          FOR i9 from 0 to 3, on Stream i9; step i9 has block i9
+        x [iDIDx{2}], y [istream{2}]    the same with offset_by_rank: block (i9 + rank) % 2
+        y [istream, istream1{4}, i1]    FOR streamIdx from 0 to i0 * 4; the digits of a step are
+                                        streamIdx // 4 and streamIdx % 4
+
+    `axis`: the loop runs over this axis, None where it counts to `count`.
+    `step`, `block`: the step's number in the order in which blocks are exchanged, and the number of
+    the block that it has. They differ from `index` where each device begins with a block of its
+    own (`begins_at_rank`), and where the own block comes last.
+    `digits`: each stream axis -> (how many steps it counts, how many steps an element has).
+    `entry`: the stream on which the loop begins; `shares_streams`: steps share the streams that
+    there are, else each has one of its own.
+    """
+
+    index: Symbol
+    count: Scalar
+    axis: IterDomain | None
+    step: Scalar
+    block: Scalar
+    begins_at_rank: bool
+    digits: Mapping[ParallelType, tuple[Scalar, Scalar]]
+    shares_streams: bool
+    entry: Stream
+
+    @classmethod
+    def of(cls, program: LoweringState, ops: Sequence[TensorOp]) -> LoopContext:
+        """Return the context of the loop of these ops.
+
+        Raises `UnsupportedError` where some need the same block on all devices, others another.
+        """
+        entry, values, params = program.next_stream(), program.values, program.params
+        # The loop is named after what it computes, not after what it reads.
+        op = next((op for op in ops if not is_step_slice(op)), ops[0])
+        first = op.inputs[0] if scatters_steps(op) else op.out_tensor
+        axes, is_logical = stream_axes(first), stepping_axis(first).is_logical
+        counts = [values.canonical(axis.count) for axis in axes]
+        count = sc.product(counts)
+        loop_axis = next(a for a in program.twins[first].domain.loop if a.is_stream)
+        # Steps of blocks, of one axis, have a stream each; any others share what there are.
+        shares_streams = len(axes) > 1 or is_logical
+        # A loop over a whole axis is written as one where the inputs bind the axis's own extent.
+        is_over_axis = len(axes) == 1 and is_logical and count is loop_axis.extent
+        name = "streamIdx" if shares_streams else f"i{values.next_scalar()}"
+        index = loop_index(name, 0, count)
+        # The steps are taken in order, but where all send what they compute the own one comes last:
+        # it needs no transfer, and those of the others are under way meanwhile.
+        is_own_last = not params.offset_by_rank and _all_are_exchanges(ops)
+        step: Scalar = sc.add(index, 1) if is_own_last else index
+        # Which block a step has: on every device the same, or another on each.
+        number = sc.mod(step, count) if is_own_last else index
+        along = None if first.mesh is None else _rotation(ops, params)
+        begins_at_rank = params.offset_by_rank and along is not None
+        if begins_at_rank:
+            number = rotated(index, count, first.mesh, along)
+        return cls(
+            index=index,
+            count=count,
+            axis=loop_axis if is_over_axis else None,
+            step=step,
+            block=number,
+            begins_at_rank=begins_at_rank,
+            digits={
+                axis.ptype: (n, sc.product(counts[k + 1 :]))
+                for k, (axis, n) in enumerate(zip(axes, counts, strict=True))
+            },
+            shares_streams=shares_streams,
+            entry=entry,
+        )
+
+    @property
+    def stream(self) -> Stream:
+        """The stream of a step."""
+        return Stream(sc.mod(self.index, NUMBER_OF_STREAMS) if self.shares_streams else self.index)
+
+    def repeat(self, *body: Op) -> ForLoop:
+        """Return the loop that carries out `body` in every step."""
+        if self.axis is not None:
+            return ForLoop(index=self.index, axis=self.axis, body=body)
+        return ForLoop(index=self.index, stop=self.count, body=body)
+
+    def block_of(self, tv: TensorView) -> Scalar:
+        """Return which part of a tensor this step has."""
+        swizzle = stepping_axis(tv).swizzle
+        number = self.block if swizzle is None else self.step
+        return rotated(number, self.count, tv.mesh, swizzle)
+
+    def digit(self, number: Scalar, ptype: ParallelType) -> Scalar:
+        """Return the part of a step's number that counts one of the axes of a merged one."""
+        count, inner = self.digits[ptype]
+        if sc.int_value(self.count) == 0:
+            return sc.ZERO  # there is no step
+        if ptype is ParallelType.stream:
+            return sc.floordiv(number, inner)
+        return sc.mod(sc.floordiv(number, inner), count)
+
+    def next_stream_waits(self) -> Op:
+        """Return what keeps the next step's work from overtaking what is on this stream so far.
+
+        -> IF i9 + 1 < 3: SetCurrentStream(Stream i9 + 1); Synchronize(Stream i9);
+           SetCurrentStream(Stream i9)
+        """
+        following = sc.add(self.index, 1)
+        streams = NUMBER_OF_STREAMS if self.shares_streams else self.count
+        ordered = (
+            SetCurrentStream(stream=Stream(following)),
+            Synchronize(stream=self.stream),
+            SetCurrentStream(stream=self.stream),
+        )
+        return IfThenElse(sc.lt(following, streams), then=ordered)
+
+
+def _rotation(ops: Sequence[TensorOp], params: LowerParams) -> ParallelType | None:
+    """Return along which device type devices may be at different blocks; None where they gather
+    or reduce one block together.
+
+    Raises `UnsupportedError` when the loop has both.
+    """
+    moves = [op for op in ops if isinstance(op, nodes.Reshard) and communicates(op)]
+    rings = [op for op in moves if is_device_to_stream(op) or is_exchange(op)]
+    along = next((p for op in rings for p in op.ptypes if p.is_device), ParallelType.mesh_x)
+    together = [op for op in moves if op not in rings and along in op.ptypes]
+    if together and rings and params.offset_by_rank:
+        kind = communication_type(together[0])
+        raise UnsupportedError(
+            f"{kind} of {together[0].inp} in steps of which every device begins with its own "
+            f"block (offset_stream_indexing_by_rank), as {rings[0].out} is made in the same "
+            f"loop: leave the parameter off{user_code(together[0].where)}"
+        )
+    return None if together else along
+
+
+def _all_are_exchanges(ops: Sequence[TensorOp]) -> bool:
+    """Whether the transfers of a loop are exchanges, each of another block on every device."""
+    moves = [op for op in ops if isinstance(op, nodes.Reshard) and communicates(op)]
+    return bool(moves) and all(is_exchange(op) and stepping_axis(op.inp).swizzle for op in moves)
+
+
+@dataclass(frozen=True)
+class LoopBody:
+    """The ops of one loop so far: those before it, those of a step, and those that end a step."""
+
+    before: list[Op] = field(default_factory=list[Op])
+    steps: list[Op] = field(default_factory=list[Op])
+    last: list[Op] = field(default_factory=list[Op])
+
+
+# ------------------------------------------------------------------ the operands of a step
+class OperandSlicer:
+    """Names the part of an operand that a step reads, and gives its result memory.
+
+        T1 [istream{3}(i0), i1] = relu( T0 [istream{3}(i0), i1] )
+
+        operand  step:    T2 = ShardByStream( T0, stream_index=i3 )
+        result   before:  T1 = ALLOCATE(..)
+                 step:    T3 = ShardByStream( T1, stream_index=i3 )
+            or   step:    T1 = ALLOCATE(.., stream_index=i3)     where this loop alone reads it
+
+    A stream axis that is a whole logical axis is dropped (`HirAliasSelect`). A step names the part
+    of a tensor once.
+    """
+
+    def __init__(self, program: LoweringState, loop: LoopContext, body: LoopBody) -> None:
+        self._program, self._loop, self._body = program, loop, body
+        self._parts: dict[TensorView, TensorView] = {}
+        # What was whole before the loop, by what its slices are called.
+        self._wholes: dict[TensorView, TensorView] = {}
+
+    # -------------------------------------------------------------- operands
+    def operands(self, op: TensorOp) -> list[object]:
+        """Return what a step reads: its part of an operand, or the whole."""
+        return [
+            self.operand(op, k) if isinstance(v, TensorView) else v for k, v in enumerate(op.inputs)
+        ]
+
+    def operand(self, op: TensorOp, index: int) -> TensorView:
+        """Return what a step reads of one operand."""
+        v = op.inputs[index]
+        found = self.part(v) if is_in_step(op, index) else self._program.twins[v]
+        return self._without_repeated(op, index, found)
+
+    def part(self, tv: TensorView) -> TensorView:
+        """Return the name of a step's part of a tensor that is in step with the loop."""
+        if tv not in self._parts:
+            if is_allocated_per_step(tv):
+                return self._program.twins[tv]
+            self._parts[tv] = self._slice(tv, self._program.twins[tv])
+        return self._parts[tv]
+
+    def slice_whole(self, op: nodes.Reshard) -> None:
+        """Name a step's part of a tensor that was whole before the loop: the op is that slice."""
+        self._parts[op.out] = self._slice(op.out, self._program.twins[op.inp])
+        self._wholes[op.out] = op.inp
+
+    def whole(self, v: object, op: TensorOp) -> object:
+        """Return an operand as it is before the loop, all steps' parts of it.
+
+        Raises `UnsupportedError` for one that is only made in the loop.
+        """
+        if not isinstance(v, TensorView):
+            return v
+        twin = self._program.twins[self._wholes.get(v, v)]
+        if v in self._parts and v not in self._wholes and twin not in self._known_before():
+            raise UnsupportedError(
+                f"{op.name} of {v} in steps along a whole axis: the operand has no memory of its "
+                f"own{user_code(op.where)}"
+            )
+        return twin
+
+    def _known_before(self) -> set[TensorView]:
+        before, inputs = self._body.before, self._program.values.inputs
+        made = {o.buffer for o in before if isinstance(o, Allocate)}
+        views = {o for op in before for o in op.outputs}
+        return made | views | {v for v in inputs if isinstance(v, TensorView)}
+
+    def _without_repeated(
+        self, op: TensorOp, index: int, found: TensorView, *, keep: Collection[ParallelType] = ()
+    ) -> TensorView:
+        """Name the element of an operand, or of its part, that is repeated along stream axes that
+        slices lack: every step has the same one. Of an axis that is both repeated and cut in steps,
+        an expanded one, the part is that element already."""
+        operand = op.inputs[index]
+        is_part = found.ndim < operand.ndim
+        gone = {
+            s.position
+            for s in stream_axes(operand)
+            if is_part and s.is_logical and s.ptype not in keep
+        }
+        for position in sorted(_repeated_axes(op, index, keep) - gone, reverse=True):
+            at = position - sum(p < position for p in gone)
+            found = only_element(found, at, self._body.steps)
+        return found
+
+    # -------------------------------------------------------------- parts
+    def part_at(
+        self,
+        tv: TensorView,
+        source: TensorView,
+        number: Scalar,
+        *,
+        keep: Collection[ParallelType] = (),
+    ) -> TensorView:
+        """Name one part of `source`, as the stream axis of `tv` cuts it: of a merged one, a part of
+        a part. Along the axes to `keep` it is a block, of one element."""
+        like = self._program.twins[tv]
+        elements = [s.ptype for s in stream_axes(tv) if s.is_logical and s.ptype not in keep]
+        for ptype in elements:
+            position = next(s.position for s in stream_axes(like) if s.ptype is ptype)
+            out, axis = selected(like, position), source.domain.no_reductions[position]
+            index = self._loop.digit(number, ptype)
+            self._body.steps.append(HirAliasSelect(out, source, index, axis=axis))
+            like = source = out
+        for axis in stream_axes(like):
+            out, index = block(like, axis.ptype), self._loop.digit(number, axis.ptype)
+            self._body.steps.append(ShardByStream(out, source, index))
+            source = out
+        return source
+
+    def _slice(self, tv: TensorView, source: TensorView) -> TensorView:
+        """Name the step's part of `source` as the stream axis of `tv` says."""
+        return self.part_at(tv, source, self._loop.block_of(tv))
+
+    # -------------------------------------------------------------- results
+    def result(self, tv: TensorView) -> TensorView:
+        """Return what a step writes: its part of a buffer that was made before, or its own."""
+        twin = self._program.twins[tv]
+        twin.give_memory()
+        if is_allocated_per_step(tv):
+            number = self._loop.block_of(tv)
+            self._body.steps.append(Allocate(twin, stream_index=number))
+            return twin
+        if _takes_slots(tv, self._program):
+            return self._slot(tv, twin)
+        self._body.before.append(Allocate(twin))
+        return self.part(tv)
+
+    def _slot(self, tv: TensorView, twin: TensorView) -> TensorView:
+        """Make room for one element per stream; steps of one stream follow one another."""
+        position = stepping_axis(tv).position
+        room, out = slots(twin, position), selected(twin, position)
+        self._body.before.append(Allocate(room))
+        which = sc.mod(self._loop.index, NUMBER_OF_STREAMS)
+        axis = room.domain.no_reductions[0]
+        self._body.steps.append(HirAliasSelect(out, room, which, axis=axis))
+        self._parts[tv] = out
+        return out
+
+    # -------------------------------------------------------------- matrices of a batch
+    def with_kept_axes(self, op: TensorOp, keep: Sequence[ParallelType]) -> Op:
+        """Return the step of an op on blocks of one element along these stream axes.
+
+        T2 [i0, istream, i3] = matmul( T0 [i0, istream, i2], T1 [i0, i2, i3] ), a row of each matrix
+        -> T3 [i0, 1, i2] = ShardByStream( T0, .. ); T4 [i0, 1, i3] = ShardByStream( T2, .. )
+           T4 = matmul( T3, T1 )
+        """
+
+        def kept(tv: TensorView) -> TensorView:
+            source = self._program.twins[self._wholes.get(tv, tv)]
+            return self.part_at(tv, source, self._loop.block_of(tv), keep=keep)
+
+        ins = [
+            self._without_repeated(
+                op, k, kept(v) if is_in_step(op, k) else self._program.twins[v], keep=keep
+            )
+            for k, v in enumerate(op.inputs)
+            if isinstance(v, TensorView)
+        ]
+        self.result(op.out_tensor)
+        return op.with_values(ins, [kept(op.out_tensor)])
+
+
+def only_element(tv: TensorView, position: int, into: list[Op]) -> TensorView:
+    """Name the one element that a tensor has along an axis; the op goes to the end of `into`.
+
+    x [b1, i1] at 0   ->   y [i1] = HirAliasSelect( x, axis = b1, index = 0 )
+    """
+    out = selected(tv, position)
+    axis = tv.domain.no_reductions[position]
+    into.append(HirAliasSelect(out, tv, sc.ZERO, axis=axis))
+    return out
+
+
+def rows_or_columns(op: TensorOp) -> list[ParallelType]:
+    """Return along which stream axes a step computes one row or column of matrices of a batch:
+    without that axis an operand would be another batch of matrices, or a matrix."""
+    if isinstance(op, nodes.MatmulOp) and max(op.a.ndim, op.b.ndim) > 2:
+        alone = [op.a.ndim - 2, None], [None, op.b.ndim - 1]
+    elif isinstance(op, nodes.LinearOp) and op.weight.ndim > 2:
+        alone = ([None, op.weight.ndim - 2],)
+    else:
+        return []
+    return [
+        axis.ptype
+        for axis in stream_axes(op.out)
+        if axis.is_logical and [_operand_position(op, k, axis) for k in range(2)] in alone
+    ]
+
+
+def _repeated_axes(op: TensorOp, index: int, keep: Collection[ParallelType]) -> set[int]:
+    """Return which axes of an operand are repeated along stream axes that slices drop."""
+    axes = op.inputs[index].domain.no_reductions
+    places = (
+        _operand_position(op, index, axis)
+        for axis in stream_axes(op.out_tensor)
+        if axis.is_logical and axis.ptype not in keep
+    )
+    return {p for p in places if p is not None and axes[p].is_broadcast}
+
+
+def _operand_position(op: TensorOp, index: int, axis: StreamAxis) -> int | None:
+    """Return which axis of an operand a stream axis of the result comes from."""
+    domain = op.out_tensor.domain
+    number = domain.no_reductions[axis.position].number
+    if number not in domain.root_numbers and domain.root:
+        return None
+    places = [a.number for a in domain.maybe_root]
+    return op.axis_map(index)[places.index(number)]
+
+
+def _takes_slots(tv: TensorView, program: LoweringState) -> bool:
+    """Whether a stream needs one element of the tensor at a time, and nothing else sees it."""
+    fusion = program.fusion
+    made_by = [op for op in (fusion.definition(tv),) if op is not None]
+    return (
+        program.params.stream_slots
+        and len(stream_axes(tv)) == 1
+        and stepping_axis(tv).is_logical
+        and tv not in fusion.outputs
+        and program.loops.fits_in_loop(tv)
+        and not any(_takes_whole(op) for op in fusion.uses(tv))
+        and not any(map(rows_or_columns, made_by))
+    )
+
+
+def _takes_whole(op: TensorOp) -> bool:
+    """Whether steps of an op find their part of its operands in all of these."""
+    is_border = isinstance(op, nodes.LoadStoreOp) and op.kind is LoadStoreOpType.segmenter_set
+    is_view = isinstance(op, VIEW_OPS) and not is_copy(op)
+    return is_border or is_view or bool(rows_or_columns(op))
