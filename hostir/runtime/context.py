@@ -1,33 +1,112 @@
-"""What one program runs on at one rank: a `Machine` per device, its streams, its host units."""
+"""The surroundings of a run of one program at one rank.
+
+`RunBinder` checks the inputs of a run and binds them; `Devices` has what a device offers, its
+streams and host units.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, cast
 
 import torch
 
-from fuser.ir.binding import free_inputs, signature_of
-from fuser.ir.fusion import Fusion
+from fuser.ir.binding import Values, free_inputs, signature_of
+from fuser.ir.fusion import Fusion, TensorView
 from fuser.ir.scalar.constructors import Symbol
 from fuser.support.errors import FuserError
+from fuser.support.inputs import flatten
 from fuser.support.lru import Recent
 from fuser.support.options import Settings
-from hostir.ir.ops import PEER_COPIES
+from hostir.ir import queries
+from hostir.ir.buffer_aliasing import Storage
+from hostir.ir.ops import NUMBER_OF_STREAMS, PEER_COPIES, RANK
 from hostir.ir.program import HostIrContainer
 from hostir.ir.shard_layout import write
 from hostir.lowering.input_class import Classifier
 from hostir.lowering.pipeline import build_program
-from hostir.runtime.frame import ExecutionContext, KernelRunner
-from hostir.runtime.inputs import Argument, InputBinder
+from hostir.runtime.frame import ExecutionContext, Frame, KernelRunner
+from hostir.runtime.inputs import Argument, ExactNumbers, InputBinder, device_of, is_computed
 from hostir.runtime.streams import CpuStreams, CudaStreams, DelayedStreams, Streams, Work
 from multidevice.coordination.bounded_wait import Team
-from multidevice.sharding import queries
+from multidevice.sharding.queries import check_divisible
 from multidevice.transports.base.protocol import Backend, PeerMemory, Vote
 
 if TYPE_CHECKING:
     from multidevice.job.communicator import Communicator
+
+
+class RunBinder:
+    """Checks and binds the inputs of each run of one program: its symbols have values then, and the
+    run has a `Frame` on the machine of its device."""
+
+    def __init__(
+        self,
+        program: HostIrContainer,
+        storage: Storage,
+        devices: Devices,
+        *,
+        device: torch.device | None,
+        rank: int,
+        number_of_streams: int,
+        is_checked: bool,
+    ) -> None:
+        """`device`: None for that of the first tensor input. `is_checked`: whether a program that
+        is new is looked at for races and deadlocks."""
+        self._program, self.storage = program, storage
+        self.devices, self._device = devices, device
+        # The values that each run has besides those of its inputs.
+        self.own: Values = {RANK: rank, NUMBER_OF_STREAMS: number_of_streams}
+        self._inputs = InputBinder(program.values)
+        self._exact = ExactNumbers(queries.computations(program), program.inputs)
+        self._is_checked = is_checked
+        # The local shape of these may be impossible, which is checked before anything runs.
+        self._sized = [tv for tv in program.tensors() if is_computed(tv)]
+
+    def frame(
+        self,
+        inputs: list[Argument],
+        results: Sequence[TensorView] = (),
+        checked_on: torch.device | None = None,
+    ) -> Frame:
+        """Return the state in which a run on these inputs begins, with buffers for `results`.
+
+        `checked_on` is the device for which the caller has checked kinds, dtypes and layouts.
+        Raises `InputError` or `ShardingError` for inputs that do not fit; `VerifyError` for a new
+        program whose streams race or whose ranks would wait for ever.
+        """
+        program = self._program
+        device = checked_on or self._device or device_of(program.inputs, inputs)
+        binder = self._inputs
+        bound = binder.values(inputs) if checked_on else binder.bind(inputs, device)
+        if self._exact:
+            self._exact.check(bound)
+        values = {**bound, **self.own}
+        frame = Frame(program, self.devices.machine(device), self.storage, values, {})
+        if binder.has_only_tensors:
+            frame.sizes = cast("dict[Symbol, int]", bound)
+        for tv in self._sized:
+            frame.local_shape(tv)
+        for declared, given in zip(program.inputs, inputs, strict=True):
+            if isinstance(declared, TensorView) and isinstance(given, torch.Tensor):
+                frame.tensors[declared] = given
+        if self._is_checked:
+            from hostir.analysis.preflight import check_before_run
+
+            check_before_run(program, values, rank=frame.machine.rank, given=results)
+        return frame
+
+    def check(self, inputs: Sequence[Argument]) -> Values:
+        """Return the values of all symbols; raise what `frame` would raise about these inputs."""
+        values = self.frame(flatten(inputs)).values
+        return {s: v for s, v in values.items() if s not in self.own}
+
+    def check_of_numbers(
+        self, inputs: Sequence[Argument]
+    ) -> Callable[[Sequence[Any]], None] | None:
+        """Return the check of the numbers of later inputs of this signature; None for none."""
+        return self._exact.check_of(self.check(inputs)) if self._exact else None
 
 
 class Devices:
@@ -215,7 +294,7 @@ class UnitRunner:
                 backend_name=backend,
                 settings=self._settings,
             )
-            queries.check_divisible(segmented.fusion, sizes)
+            check_divisible(segmented.fusion, sizes)
             evaluator = self._by_class[found.key] = self._make_evaluator(
                 program, self._communicator, device=self._device, settings=self._settings
             )

@@ -10,14 +10,13 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, TypeVar, cast
+from typing import TYPE_CHECKING, TypeVar
 
 import torch
 
 from fuser.ir.binding import Contents, signature_of
 from fuser.ir.dtypes import is_inexact
 from fuser.ir.fusion import TensorOp, TensorView, Value
-from fuser.ir.scalar.constructors import Symbol
 from fuser.ir.types import MemoryType
 from fuser.runtime import compiled_runner
 from fuser.support import options, progress
@@ -38,9 +37,7 @@ from fuser.support.options import Settings
 from hostir.ir import queries
 from hostir.ir.buffer_aliasing import Storage
 from hostir.ir.ops import (
-    NUMBER_OF_STREAMS,
     PEER_COPIES,
-    RANK,
     EndCoalescing,
     ForLoop,
     KernelGroup,
@@ -52,19 +49,15 @@ from hostir.ir.verifier import verify
 from hostir.lowering.params import check_number_of_streams
 from hostir.passes.memory_hints import second_reads
 from hostir.runtime.agreement import RankAgreement
-from hostir.runtime.context import Devices
+from hostir.runtime.context import Devices, RunBinder
 from hostir.runtime.dry_run import Rehearsal, can_bind, rehearse, rehearse_plan
 from hostir.runtime.execute import run_block
 from hostir.runtime.frame import Frame, KernelRunner
 from hostir.runtime.inputs import (
     Argument,
     Body,
-    ExactNumbers,
-    InputBinder,
     Updates,
     Values,
-    device_of,
-    is_computed,
     noted,
     written_inputs,
 )
@@ -121,20 +114,11 @@ class ProgramEvaluator:
         check_lowered(program)
         program.seal()
         self.program = program
-        self._storage = Storage.of(program)
-        self._number_of_streams = number_of_streams
         self._late = late_stream = read_late_stream(late_stream)
         if late_stream is not None and communicator is not None and communicator.is_real():
             check_grouped(program)
         self._late_lock = make_lock()
-        # With streams held back, the run itself shows what is missing.
-        self._is_checked = late_stream is None and (
-            queries.has_streams(program) or queries.has_communications(program)
-        )
-        self._binder = InputBinder(program.values)
-        self._exact = ExactNumbers(queries.computations(program), program.inputs)
         self.free = queries.free_inputs(program)
-        self._device = None if device is None else torch_device(device)
         self._runners: dict[int, KernelRunner] = {}
         self._arenas: dict[torch.device, Arenas] = {}
         self._patterns: dict[torch.device, Pattern] = {}
@@ -162,14 +146,15 @@ class ProgramEvaluator:
         self._copies_from_peers = any(
             getattr(op, "backend", "") == PEER_COPIES for op in walk(program.ops)
         )
-        is_mapped = any(tv.memory is MemoryType.symmetric for tv in self._storage.tensors)
+        storage = Storage.of(program)
+        is_mapped = any(tv.memory is MemoryType.symmetric for tv in storage.tensors)
         # What peers map all ranks make together, and its memory has an end of its own.
         is_apart = is_mapped or self._copies_from_peers
         self._pools = None if is_apart else shared_pools(_simulated_rank(communicator))
         if communicator is not None and (is_mapped or self._copies_from_peers):
             weakref.finalize(self, communicator.release_peers).atexit = False
         check_devices(program, communicator.size() if communicator is not None else 1)
-        self._devices = Devices(
+        devices = Devices(
             program,
             communicator,
             self._settings,
@@ -179,13 +164,22 @@ class ProgramEvaluator:
             votes=self._copies_from_peers,
             late_stream=late_stream,
         )
-        # Whose local shape may be impossible, which is checked before anything runs.
-        self._sized = [tv for tv in program.tensors() if is_computed(tv)]
+        self.binder = RunBinder(
+            program,
+            storage,
+            devices,
+            device=None if device is None else torch_device(device),
+            rank=self.ranks.rank,
+            number_of_streams=number_of_streams,
+            # With streams held back, the run itself shows what is missing.
+            is_checked=late_stream is None
+            and (queries.has_streams(program) or queries.has_communications(program)),
+        )
         # An input that is an output is the caller's own tensor, whatever else it is written into.
         into = {a.out: a.into for a in program.aliases if a.out not in program.inputs}
         hidden = {a.out for a in program.aliases if a.hidden}
         self._updates = Updates(program) if program.aliases else None
-        self._written = written_inputs(program, self._storage)
+        self._written = written_inputs(program, storage)
         self._visible = [into.get(o, o) for o in program.outputs if o not in hidden]
 
     def kernel(self, group: int) -> KernelRunner:
@@ -260,7 +254,7 @@ class ProgramEvaluator:
 
     def know(self, inputs: Sequence[Argument]) -> Known:
         """Return what `run_known` remembers inputs of one signature by."""
-        also = self._exact.check_of(self.check(inputs)) if self._exact else None
+        also = self.binder.check_of_numbers(inputs)
         return Known(Contents(self.program.inputs, inputs, VECTOR_BYTES, also), self._forget)
 
     def run_known(
@@ -311,7 +305,7 @@ class ProgramEvaluator:
         self, values: Mapping[Value, Argument]
     ) -> Prepared[list[torch.Tensor]]:
         inputs, buffers = inputs_and_buffers(self.program, values)
-        bind_buffers(self._frame(inputs, tuple(buffers)), buffers)
+        bind_buffers(self.binder.frame(inputs, tuple(buffers)), buffers)
         self.are_apart(inputs, None)
         names = sorted(tv.label for tv in buffers)
         claim = self.ranks.claim(inputs, self.check(inputs), f"// given: {', '.join(names)}")
@@ -324,7 +318,7 @@ class ProgramEvaluator:
         self._begin()
 
         def body(apart: list[Argument]) -> list[torch.Tensor]:
-            frame = self._frame(apart, tuple(buffers))
+            frame = self.binder.frame(apart, tuple(buffers))
             bind_buffers(frame, buffers)
             return self._walk(frame, None)
 
@@ -334,7 +328,7 @@ class ProgramEvaluator:
 
     def current_stream(self, device: torch.device | str = "cpu") -> object:
         """Return the stream on which this thread would go on: a name on the CPU."""
-        return self._devices.streams(torch_device(device)).current()
+        return self.binder.devices.streams(torch_device(device)).current()
 
     def _run(
         self, inputs: Sequence[Argument], known: Known, plan: Plan | None
@@ -347,7 +341,7 @@ class ProgramEvaluator:
             return plan.run(inputs)
         if (plan := known.take(places)) is not None:
             return self._first_replay(plan, inputs, known, places)
-        frame = self._frame(list(inputs))
+        frame = self.binder.frame(list(inputs))
         if frame.machine.streams.delays or not self._is_replayed:
             return self._walk(frame, None)
         plan = self._by_pattern(frame) or (self._rehearsed(frame) if self._can_bind else None)
@@ -376,7 +370,7 @@ class ProgramEvaluator:
         except FuserError:
             raise
         except RuntimeError:
-            return self._walk(self._frame(list(inputs)), None)
+            return self._walk(self.binder.frame(list(inputs)), None)
         outputs = plan.run(inputs)
         if plan.settled is not None:
             self._forget(plan)
@@ -436,8 +430,7 @@ class ProgramEvaluator:
 
     def check(self, inputs: Sequence[Argument]) -> Values:
         """Return the values of all symbols; raise what `run` would raise about these inputs."""
-        values = self._frame(flatten(inputs)).values
-        return {s: v for s, v in values.items() if s not in (RANK, NUMBER_OF_STREAMS)}
+        return self.binder.check(inputs)
 
     def _checked(self, inputs: Sequence[Argument]) -> Values:
         """Like `check`; raises also where two updated inputs share memory."""
@@ -456,7 +449,7 @@ class ProgramEvaluator:
         inputs or their kernels.
         """
         inputs = flatten(inputs)
-        frame = self._frame(inputs, checked_on=checked_on)
+        frame = self.binder.frame(inputs, checked_on=checked_on)
         known = self.know(inputs)
         plan = self._by_pattern(frame)
         if plan is None and not (self._can_bind and self._is_prepared):
@@ -471,7 +464,7 @@ class ProgramEvaluator:
 
     def requests(self, inputs: Sequence[Argument]) -> Sequence[KernelRequest]:
         """Return what `prepare` compiles, one request for all steps of a loop that are alike."""
-        return rehearse(self._frame(flatten(inputs))).requests
+        return rehearse(self.binder.frame(flatten(inputs))).requests
 
     def _by_pattern(self, frame: Frame) -> Plan | None:
         """Return the plan of inputs like those of a frame, whose kernels are compiled, by what
@@ -503,7 +496,7 @@ class ProgramEvaluator:
         which nothing else runs."""
         self._begin()
         with torch.no_grad():
-            frame = self._frame(list(inputs))
+            frame = self.binder.frame(list(inputs))
             recorder = make(frame, self.free)
             self._walk(frame, recorder)
         plan = recorder.finish(
@@ -527,7 +520,7 @@ class ProgramEvaluator:
     def _evaluate(self, inputs: list[Argument]) -> list[torch.Tensor]:
         self._begin()
         with torch.no_grad(), noted(inputs, self._written):
-            return self._on_apart(inputs, lambda apart: self._walk(self._frame(apart), None))
+            return self._on_apart(inputs, lambda apart: self._walk(self.binder.frame(apart), None))
 
     def _on_apart(self, inputs: list[Argument], body: Body) -> list[torch.Tensor]:
         """Return the outputs of `body` on inputs that share no memory with updated ones."""
@@ -556,36 +549,6 @@ class ProgramEvaluator:
             streams.enter(entry)
             raise
         return [frame.result(tv) for tv in self._visible]
-
-    def _frame(
-        self,
-        inputs: list[Argument],
-        results: Sequence[TensorView] = (),
-        checked_on: torch.device | None = None,
-    ) -> Frame:
-        """Bind and check the inputs, and the program when it is new.
-
-        Raises `VerifyError` where its streams race or its ranks would wait for ever.
-        """
-        device = checked_on or self._device or device_of(self.program.inputs, inputs)
-        binder = self._binder
-        bound = binder.values(inputs) if checked_on else binder.bind(inputs, device)
-        if self._exact:
-            self._exact.check(bound)
-        values = {**bound, RANK: self.ranks.rank, NUMBER_OF_STREAMS: self._number_of_streams}
-        frame = Frame(self.program, self._devices.machine(device), self._storage, values, {})
-        if binder.has_only_tensors:
-            frame.sizes = cast("dict[Symbol, int]", bound)
-        for tv in self._sized:
-            frame.local_shape(tv)
-        for declared, given in zip(self.program.inputs, inputs, strict=True):
-            if isinstance(declared, TensorView) and isinstance(given, torch.Tensor):
-                frame.tensors[declared] = given
-        if self._is_checked:
-            from hostir.analysis.preflight import check_before_run
-
-            check_before_run(self.program, values, rank=self.ranks.rank, given=results)
-        return frame
 
 
 def _simulated_rank(communicator: Communicator | None) -> Communicator | None:

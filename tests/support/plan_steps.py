@@ -26,8 +26,6 @@ from fuser.ir.types import MemoryType
 from fuser.support import options
 from hostir.ir.buffer_aliasing import Storage
 from hostir.ir.ops import (
-    NUMBER_OF_STREAMS,
-    RANK,
     Allocate,
     CollectivePermute,
     Communication,
@@ -281,9 +279,8 @@ NEEDS: dict[type[Op], Callable[[Unrolled, Any], Kinds]] = {
 # ------------------------------------------------------------------ comparison
 def values_of(evaluator: ProgramEvaluator, inputs: Sequence[Any]) -> tuple[Values, int]:
     """Return the values of a run's symbols, and the rank."""
-    bound = evaluator._binder.values(inputs)
-    own = {RANK: evaluator.ranks.rank, NUMBER_OF_STREAMS: evaluator._number_of_streams}
-    return {**bound, **own}, evaluator.ranks.rank
+    bound = evaluator.binder._inputs.values(inputs)
+    return {**bound, **evaluator.binder.own}, evaluator.ranks.rank
 
 
 def faults(plan: Plan, values: Values, rank: int) -> list[str]:

@@ -267,7 +267,7 @@ class Shuffled(DelayedStreams):
 def replayed(case: Program, seed: int) -> list[torch.Tensor]:
     """Return what a recorded plan yields in some order of its streams' work."""
     evaluator = HostIrEvaluator(case.build(), number_of_streams=N_STREAMS, late_stream="all")
-    streams = evaluator._devices._streams[torch.device("cpu")] = Shuffled(seed)
+    streams = evaluator.binder.devices._streams[torch.device("cpu")] = Shuffled(seed)
     inputs = case.inputs()
     _, plan = evaluator.recorded(inputs, Recorder)
     bound = plan.arenas.take(0).bind(plan)
@@ -278,7 +278,7 @@ def replayed(case: Program, seed: int) -> list[torch.Tensor]:
         slots[block.slot].fill_(float("nan"))
     for closure, op in zip(bound.closures, bound.ops, strict=True):
         assert not isinstance(op, Deallocate), "what lies in the arena stays there"
-        if isinstance(op, TensorOp) and op.outputs[0] in evaluator._storage.buffered:
+        if isinstance(op, TensorOp) and op.outputs[0] in evaluator.binder.storage.buffered:
             streams.submit(partial(closure, slots))
         else:
             closure(slots)

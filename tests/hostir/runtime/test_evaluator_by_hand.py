@@ -204,7 +204,7 @@ def test_a_captured_stream_is_that_of_each_run() -> None:
     leaving = switching()
     evaluator = HostIrEvaluator(program)
     for method in (evaluator.run, evaluator.evaluate, evaluator.run):
-        streams = evaluator._devices.streams(torch.device("cpu"))  # pyright: ignore[reportPrivateUsage]
+        streams = evaluator.binder.devices.streams(torch.device("cpu"))
         for current in ("entry", 7, 8):
             streams.enter(current)
             method([torch.ones(4)])

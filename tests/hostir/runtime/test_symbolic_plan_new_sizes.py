@@ -327,9 +327,9 @@ def test_a_pattern_makes_the_plans_that_rehearsals_make(schedules: Sequence[str]
                 fd.execute(make(n), _enable_options=schedules)
             evaluator, inputs = fd.fec._last().evaluator, make(n)
             pattern = evaluator._patterns[torch.device("cpu")]
-            made = pattern.plan(evaluator._frame(list(inputs)))
+            made = pattern.plan(evaluator.binder.frame(list(inputs)))
             arenas = evaluator._arenas_on(torch.device("cpu"))
-            frame = evaluator._frame(list(inputs))
+            frame = evaluator.binder.frame(list(inputs))
             told = rehearse_plan(frame, evaluator.free, evaluator._visible, arenas).plan
             assert told is not None
             if made is not None:
