@@ -1,4 +1,6 @@
-"""How long each op takes alone, and what of the machine it keeps busy: a function per type of op.
+"""How long each op takes alone, and what of the machine it keeps busy.
+
+A host op says how much it reads and writes; a tensor op that is more than a kernel has a function.
 
 Sizes are those of one rank. A cost is what the GPU does, without the host's time to issue it, which
 is `host_s`. Kernels are bound by memory; matmuls by the larger of arithmetic and memory.
@@ -14,7 +16,7 @@ from typing import Any
 
 from fuser.ir.dtypes import DataType, nbytes_of, to_torch
 from fuser.ir.fusion import Fusion, TensorOp, TensorView
-from fuser.ir.memory_layout import expanded_positions, memory_order
+from fuser.ir.memory_layout import memory_order
 from fuser.ir.op import Op
 from fuser.ir.ops.attention_ops import AttentionOp, SdpaBwdOp, SdpaFwdOp
 from fuser.ir.ops.lookup import LookupOp
@@ -26,15 +28,13 @@ from fuser.ir.scalar.constructors import Number, Symbol
 from fuser.support import options
 from fuser.support.errors import UnsupportedError, user_code
 from hostir.cost.machine_model import CPU, Machine
-from hostir.ir.ops import PEER_COPIES, Allocate, LaunchKernel, LocalSlice, PostOnStream
+from hostir.ir.ops import PEER_COPIES, HostOp, LaunchKernel, Sizes
+from hostir.ir.shard_layout import held_nbytes
 from multidevice.sharding.queries import local_extents
 from multidevice.transports.base.allreduce_model import is_known, sent_nbytes, shape_of
 from multidevice.transports.base.collectives import ALLREDUCE, Collective
 from multidevice.transports.base.protocol import RedOp
 
-Shape = tuple[int, ...]
-# The local shapes of an op's operands, and of its results.
-Sizes = Callable[[TensorView], Shape]
 # Of how many bytes of a tensor a kernel reads no more than these.
 Found = Mapping[TensorView, int]
 NOTHING: Found = {}
@@ -51,18 +51,11 @@ class Cost:
     host_s: float = 0.0
 
 
-def held_nbytes(tv: TensorView, shape: Shape) -> int:
-    """Return what memory has of a tensor of this shape: one element along expanded axes."""
-    kept = [n for k, n in enumerate(shape) if k not in expanded_positions(tv)]
-    return math.prod(kept) * nbytes_of(tv.dtype())
-
-
 # ------------------------------------------------------------------ kernels
-def _kernel(op: Op, sizes: Sizes, machine: Machine, found: Found = NOTHING) -> Cost:
-    """Every operand is read and every result written, once; of tables what is found in them."""
+def _kernel(op: TensorOp, sizes: Sizes, machine: Machine) -> Cost:
+    """Every operand is read and every result written, once."""
     both = dict.fromkeys((*op.inputs, *op.outputs))
-    held = {v: held_nbytes(v, sizes(v)) for v in both if isinstance(v, TensorView)}
-    return _moves(sum(min(n, found.get(v, n)) for v, n in held.items()), machine)
+    return _moves(sum(_held(v, sizes) for v in both if isinstance(v, TensorView)), machine)
 
 
 def _moves(nbytes: int, machine: Machine) -> Cost:
@@ -70,22 +63,6 @@ def _moves(nbytes: int, machine: Machine) -> Cost:
     # Few bytes keep few multiprocessors busy, for no less than a launch takes.
     seconds = machine.launch_s + nbytes / machine.memory_bandwidth if nbytes else 0.0
     return Cost(seconds, share, nbytes, 0, machine.host_kernel_s)
-
-
-def _slice(op: LocalSlice, sizes: Sizes, machine: Machine) -> Cost:
-    return _moves(2 * held_nbytes(op.out, sizes(op.out)), machine)
-
-
-def _allocate(op: Allocate, sizes: Sizes, machine: Machine) -> Cost | None:
-    """A buffer costs nothing; to fill it with zeros does."""
-    return _moves(held_nbytes(op.buffer, sizes(op.buffer)), machine) if op.zero_init else None
-
-
-def _unit(op: PostOnStream, sizes: Sizes, machine: Machine) -> Cost:
-    raise UnsupportedError(
-        f"cost: what PostOnStream (HostUnit{op.unit}) takes is not known before the unit is "
-        f"scheduled{user_code(op.where)}"
-    )
 
 
 def _grouped_scales(op: GroupedScalesOp, sizes: Sizes, machine: Machine) -> Cost:
@@ -352,16 +329,12 @@ def staging_cost(nbytes: int, machine: Machine) -> Cost:
 
 
 # ------------------------------------------------------------------ the table
-COSTS: dict[type[Op], Callable[[Any, Sizes, Machine], Cost | None]] = {
-    Allocate: _allocate,
+COSTS: dict[type[TensorOp], Callable[[Any, Sizes, Machine], Cost]] = {
     ArgsortOp: _argsort,
     GroupedMmaOp: _grouped,
     GroupedScalesOp: _grouped_scales,
-    LaunchKernel: _kernel,
     LinearOp: _linear,
-    LocalSlice: _slice,
     MatmulOp: _matmul,
-    PostOnStream: _unit,
     ScaledMmaOp: _scaled,
     SdpaBwdOp: _attention,
     SdpaFwdOp: _attention,
@@ -372,15 +345,17 @@ COSTS: dict[type[Op], Callable[[Any, Sizes, Machine], Cost | None]] = {
 def cost_of(op: Op, sizes: Sizes, machine: Machine, found: Found = NOTHING) -> Cost | None:
     """Return what an op that computes costs; None for one that only names, waits or switches.
 
-    `found` says what a kernel reads of its tables (`hostir.cost.op_costs`). Raises
-    `UnsupportedError` for what the model does not know.
+    A host op says what it reads and writes (`HostOp.work`), a tensor op has a row or is a kernel.
+    `found` says what a kernel reads of its tables. Raises `UnsupportedError` for what the model
+    does not know.
     """
-    if found:
-        return _kernel(op, sizes, machine, found)
-    row = COSTS.get(type(op))
-    if row is not None:
-        return row(op, sizes, machine)
-    return _kernel(op, sizes, machine) if isinstance(op, TensorOp) else None
+    if isinstance(op, TensorOp):
+        return COSTS.get(type(op), _kernel)(op, sizes, machine)
+    assert isinstance(op, HostOp), f"{op.name} stands in no host program"
+    work = op.work(sizes)
+    if work is None:
+        return None
+    return _moves(sum(min(n, found.get(tv, n)) for tv, n in work.items()), machine)
 
 
 # ----------------------------------------------------------------------

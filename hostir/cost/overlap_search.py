@@ -26,11 +26,12 @@ from fuser.passes.concretize import refined_sizes
 from fuser.support.errors import FuserError, UnsupportedError, user_code
 from fuser.support.lru import Recent
 from hostir.cost.machine_model import CPU, Machine
-from hostir.cost.op_costs import Cost, Shape, Sizes, collective_cost, cost_of, held_nbytes
+from hostir.cost.op_costs import Cost, collective_cost, cost_of
 from hostir.cost.report import seconds_of
 from hostir.cost.simulator import timetable_of
-from hostir.ir.ops import NUMBER_OF_STREAMS, library_name
+from hostir.ir.ops import NUMBER_OF_STREAMS, Sizes, library_name
 from hostir.ir.program import HostIrContainer
+from hostir.ir.shard_layout import held_nbytes
 from hostir.lowering.params import DEFAULT, LowerParams
 from hostir.lowering.pipeline import lower_sharded
 from multidevice.sharding.passes.overlap_candidates import (
@@ -613,7 +614,7 @@ class GainBound:
         pair, (places, extents) = self._pair, self._tensors
         numbers = extents(values)
 
-        def sizes(tv: TensorView) -> Shape:
+        def sizes(tv: TensorView) -> tuple[int, ...]:
             return tuple(int(n) for n in numbers[places[tv]])
 
         costs = [cost_of(op, sizes, machine) for op in pair.products]

@@ -22,7 +22,6 @@ from hostir.cost.op_costs import (
     collective_cost,
     cost_of,
     found_in_tables,
-    held_nbytes,
     staging_cost,
     transfer_cost,
     under_load,
@@ -37,6 +36,7 @@ from hostir.ir.ops import (
     StartsCommunication,
 )
 from hostir.ir.program import HostIrContainer
+from hostir.ir.shard_layout import held_nbytes
 
 # ----------------------------------------------------------------------
 # The timetable: when each piece of work of a class of ranks begins and ends.

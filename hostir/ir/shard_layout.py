@@ -8,6 +8,7 @@ from collections.abc import Sequence
 import torch
 
 from fuser.ir import memory_layout
+from fuser.ir.dtypes import nbytes_of
 from fuser.ir.fusion import TensorView
 from fuser.ir.scalar.constructors import Scalar
 from fuser.ir.types import DEVICE_TYPES
@@ -25,6 +26,13 @@ def parts(tv: TensorView) -> tuple[int, ...]:
 def allocated_elements(tv: TensorView, *, per_step: bool = False) -> Scalar:
     """Return how many elements a rank allocates: expanded broadcasts count once."""
     return memory_layout.elements(tv, block_extents(tv) if per_step else local_extents(tv))
+
+
+def held_nbytes(tv: TensorView, shape: Sequence[int]) -> int:
+    """Return what memory has of a tensor of this shape: one element along expanded axes."""
+    expanded = memory_layout.expanded_positions(tv)
+    kept = [n for k, n in enumerate(shape) if k not in expanded]
+    return math.prod(kept) * nbytes_of(tv.dtype())
 
 
 def allocated_strides(tv: TensorView, sizes: Sequence[int]) -> tuple[int, ...]:

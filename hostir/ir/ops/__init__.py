@@ -19,6 +19,8 @@ from hostir.ir.ops.base import (
     HostOp,
     Manner,
     ProgramAround,
+    Sizes,
+    Work,
     complete_fields,
 )
 from hostir.ir.ops.local import (
@@ -92,6 +94,7 @@ __all__ = [
     "SetCurrentStream",
     "ShardByStream",
     "ShareMemHandles",
+    "Sizes",
     "StartCoalescing",
     "StartsCommunication",
     "StreamOp",
@@ -99,6 +102,7 @@ __all__ = [
     "Synchronize",
     "TransferKind",
     "Wait",
+    "Work",
     "complete_fields",
     "library_name",
     "loop_index",

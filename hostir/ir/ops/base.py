@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import dataclasses
 import sys
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from functools import cache
 from types import UnionType
 from typing import Any, ClassVar, Literal, Protocol, Union, cast, get_args, get_origin
@@ -19,8 +19,19 @@ from fuser.ir.op import Op
 from fuser.ir.scalar.constructors import Number, Scalar, Symbol, as_scalar
 from fuser.support.arguments import show
 from fuser.support.errors import ArgumentError
-from hostir.ir.effects import ClosesGroup, Effect, Part, Reads, Shows, Starts, Writes
+from hostir.ir.effects import (
+    ClosesGroup,
+    Effect,
+    Makes,
+    Part,
+    Reads,
+    Shows,
+    Starts,
+    Writes,
+    is_computed,
+)
 from hostir.ir.shape_rules import check_kept_axes
+from hostir.ir.shard_layout import held_nbytes
 from multidevice.transports.base.collectives import Sharing
 
 # What every run binds: this rank, and how many streams the evaluator has.
@@ -31,6 +42,11 @@ NUMBER_OF_STREAMS = Symbol("numberOfStreams", DataType.Index, lo=1)
 # How an operand and a result may lie in one buffer: as those of a collective, and
 #   freely   the whole result is computed before any of it is written
 Manner = Sharing | Literal["freely"]
+
+# The local shapes of an op's operands, and of its results.
+Sizes = Callable[[TensorView], tuple[int, ...]]
+# The bytes of each tensor that a device reads or writes for an op, on one rank.
+Work = Mapping[TensorView, int]
 
 
 class ProgramAround(Protocol):
@@ -112,6 +128,19 @@ class HostOp(Op):
     def ranks_meet(self) -> bool:
         """Whether ranks meet in the op: it starts a communication, or says so itself."""
         return any(isinstance(e, Starts | ClosesGroup) for e in self.effects())
+
+    def work(self, sizes: Sizes) -> Work | None:
+        """Return what the device of one rank does for the op; None for an op that gives it nothing
+        to do. What it takes is the cost model's matter (`hostir.cost`).
+
+        By default, each tensor that the effects name is read or written once. Raises
+        `UnsupportedError` where that is not known.
+        """
+        effects = self.effects()
+        if not is_computed(effects):
+            return None
+        touched = (e.tensor for e in effects if isinstance(e, Makes | Reads | Writes))
+        return {tv: held_nbytes(tv, sizes(tv)) for tv in dict.fromkeys(touched)}
 
     def verify_in(self, program: ProgramAround) -> None:
         """Raise `VerifyError` where the op does not fit the program in which it stands."""

@@ -21,7 +21,7 @@ from fuser.ir.op import Op, attr, operand, operands, region, result, results
 from fuser.ir.scalar import constructors as sc
 from fuser.ir.scalar.constructors import Number, Scalar, ScalarLike, Symbol
 from fuser.ir.types import DEVICE_TYPES, MemoryType, ParallelType
-from fuser.support.errors import VerifyError
+from fuser.support.errors import UnsupportedError, VerifyError, user_code
 from hostir.ir.effects import (
     Captures,
     Effect,
@@ -35,9 +35,9 @@ from hostir.ir.effects import (
     Stream,
     Writes,
 )
-from hostir.ir.ops.base import HostOp, Manner, ProgramAround
+from hostir.ir.ops.base import HostOp, Manner, ProgramAround, Sizes, Work
 from hostir.ir.shape_rules import check_kept_axes, device_cuts
-from hostir.ir.shard_layout import allocated_elements
+from hostir.ir.shard_layout import allocated_elements, held_nbytes
 from multidevice.sharding.placement import placement
 from multidevice.sharding.reshard import TeamOf
 from multidevice.sharding.streams import dropped_axes_of, stream_axis
@@ -153,6 +153,12 @@ class PostOnStream(HostOp):
     def effects(self) -> tuple[Effect, ...]:
         return _computes(self.ins, self.outs)
 
+    def work(self, sizes: Sizes) -> Work:
+        raise UnsupportedError(
+            f"cost: what PostOnStream (HostUnit{self.unit}) takes is not known before the unit is "
+            f"scheduled{user_code(self.where)}"
+        )
+
     def verify_in(self, program: ProgramAround) -> None:
         fusion = program.unit(self.unit)
         # Its extents have names of their own.
@@ -234,6 +240,10 @@ class LocalSlice(HostOp):
     @property
     def moved(self) -> tuple[TensorView, TensorView]:
         return self.inp, self.out
+
+    def work(self, sizes: Sizes) -> Work:
+        part = held_nbytes(self.out, sizes(self.out))
+        return {self.inp: part, self.out: part}
 
     def effects(self) -> tuple[Effect, ...]:
         return (Reads(self.inp), Writes(self.out))
