@@ -5,6 +5,7 @@ Nothing is imported until a name is used. `docs/host_ir.md` shows how programs a
 
 from __future__ import annotations
 
+from functools import cache
 from importlib import import_module
 from typing import TYPE_CHECKING
 
@@ -47,7 +48,7 @@ if TYPE_CHECKING:
     from hostir.profiling.tracer import HostIrEvaluator as HostIrEvaluator
     from multidevice.sharding.reshard import TeamOf as TeamOf
 
-# Module -> the public names that it defines.
+# Module -> the public names that it defines. Every host op (`HOST_OPS`) has one, too.
 _MODULES = {
     "fuser.ir.scalar.constructors": (
         "as_scalar",
@@ -61,30 +62,7 @@ _MODULES = {
     "hostir.ir.program": ("HostIrContainer", "equal"),
     "hostir.ir.effects": ("Stream",),
     "hostir.lowering.pipeline": ("lower_streams",),
-    "hostir.ir.ops": (
-        "NUMBER_OF_STREAMS",
-        "RANK",
-        "Allocate",
-        "CollectivePermute",
-        "Communication",
-        "Deallocate",
-        "EndCoalescing",
-        "ForLoop",
-        "GetCurrentStream",
-        "HirAliasSelect",
-        "IfThenElse",
-        "LaunchKernel",
-        "LocalSlice",
-        "P2PCommunication",
-        "PostOnStream",
-        "SetCurrentStream",
-        "ShardByStream",
-        "ShareMemHandles",
-        "StartCoalescing",
-        "SymmetricContiguousView",
-        "Synchronize",
-        "Wait",
-    ),
+    "hostir.ir.ops": ("NUMBER_OF_STREAMS", "RANK"),
     "hostir.ir.parser": ("parse",),
     "hostir.profiling.tracer": ("HostIrEvaluator",),
     "hostir.ir.verifier": ("verify",),
@@ -92,15 +70,22 @@ _MODULES = {
 }
 _EXPORTS = {name: module for module, names in _MODULES.items() for name in names}
 
-__all__ = sorted(_EXPORTS)  # pyright: ignore[reportUnsupportedDunderAll]
+
+@cache
+def _host_ops() -> dict[str, type]:
+    """Return all host ops by name."""
+    return {cls.__name__: cls for cls in import_module("hostir.ir.ops").HOST_OPS}
 
 
 def __getattr__(name: str) -> object:
-    module = _EXPORTS.get(name)
-    if module is None:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(module), name)
+    if name == "__all__":
+        return __dir__()
+    if name in _EXPORTS:
+        return getattr(import_module(_EXPORTS[name]), name)
+    if not name.startswith("_") and name in _host_ops():
+        return _host_ops()[name]
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 def __dir__() -> list[str]:
-    return sorted(_EXPORTS)
+    return sorted({*_EXPORTS, *_host_ops()})

@@ -21,7 +21,9 @@ from hostir.ir.ops.base import (
     ProgramAround,
     Sizes,
     Work,
+    checked_slots,
     complete_fields,
+    missing_slots,
 )
 from hostir.ir.ops.local import (
     Allocate,
@@ -61,7 +63,7 @@ from hostir.ir.ops.transfers import (
 
 # Every op that only host programs have, in order of declaration; what has subclasses is no op.
 HOST_OPS: tuple[type[HostOp], ...] = tuple(
-    cls
+    checked_slots(cls)
     for cls in Op.REGISTRY.values()
     if issubclass(cls, HostOp) and cls is not HostOp and not cls.__subclasses__()
 )
@@ -105,6 +107,7 @@ __all__ = [
     "Work",
     "complete_fields",
     "library_name",
+    "missing_slots",
     "loop_index",
     "stream_cut",
 ]

@@ -162,6 +162,23 @@ class HostOp(Op):
                         pass  # a chunk is declared with the axes of the whole
 
 
+def missing_slots(cls: type[HostOp]) -> list[str]:
+    """Return the slots without a default that an op class does not fill."""
+    filled = {
+        "text (TEXT, or template() and variants())": bool(cls.TEXT)
+        or (hasattr(cls, "template") and hasattr(cls, "variants")),
+        "effects()": cls.effects is not HostOp.effects,
+    }
+    return [slot for slot, is_filled in filled.items() if not is_filled]
+
+
+def checked_slots(cls: type[HostOp]) -> type[HostOp]:
+    """Return an op class that fills every slot. Raises `TypeError` naming op and slots."""
+    if missing := missing_slots(cls):
+        raise TypeError(f"{cls.__name__}: a host op declares {' and '.join(missing)}")
+    return cls
+
+
 # ------------------------------------------------------------------ fields
 # How messages call a type; others go by their name.
 _WORDS: dict[object, str] = {
