@@ -38,16 +38,16 @@ from hostir.analysis.rank_regions import Region, Shapes, Spot
 from hostir.analysis.rank_values import (
     Array,
     PerRank,
-    RankValues,
     at,
     everywhere,
     np,
     outside_of,
     pick,
 )
+from hostir.analysis.walker import AllRanks, EffectState, StreamNumbers, Walk
 from hostir.ir.buffer_aliasing import Storage
-from hostir.ir.diagnostics import Finding, Indices, Site
-from hostir.ir.effects import Part, Shows, Waits, effects_of
+from hostir.ir.diagnostics import Finding, Site
+from hostir.ir.effects import ClosesGroup, OpensGroup, Part, Shows, Starts, Waits, effects_of
 from hostir.ir.ops import (
     PEER_COPIES,
     Allocate,
@@ -55,8 +55,6 @@ from hostir.ir.ops import (
     Communication,
     Deallocate,
     EndCoalescing,
-    ForLoop,
-    IfThenElse,
     P2PCommunication,
     StartCoalescing,
     SymmetricContiguousView,
@@ -82,28 +80,30 @@ def find_mismatches(
     """
     if not has_communications(program):
         return []
-    walker = RankWalker(program, ranks or program.devices(), dict(values))
-    walker.run(program.ops)
-    walker.finish()
-    return list(walker.found.values())
+    matching = MatchingWalk(program, ranks or program.devices(), dict(values))
+    matching.run(program.ops)
+    matching.finish()
+    return list(matching.found.values())
 
 
-class RankWalker:
-    """Goes through the unrolled program for all ranks; `mask` tells which ones are here.
+class MatchingWalk(Walk[PerRank]):
+    """Matches what the ranks do to each other; the domain's mask tells which ones are here.
 
-    `hostir.analysis.unrolled_program` adds what the ops cost, and has `step`, `met` and `paired` to
-    hear of them.
+    `hostir.analysis.unrolled_program` adds what the ops cost, and has `on_op`, `on_half`, `met` and
+    `paired` to hear of them.
     """
 
     def __init__(
         self, program: HostIrContainer, ranks: Sequence[int], values: dict[Symbol, Number]
     ) -> None:
+        self.domain = AllRanks(ranks, values)
+        super().__init__(self.domain)
         self.ranks = tuple(ranks)
-        self.values = RankValues(ranks, values)
+        self.values = self.domain.values
         self.shapes = Shapes(self.values)
         self.storage = Storage.of(program)
-        self.mask = np.ones(len(ranks), dtype=bool)
-        self.indices: Indices = ()
+        self.streams = StreamNumbers(self.values.of, self.domain.merge)
+        self.state = EffectState[Half](self.streams)
         self.found: dict[object, Finding] = {}
         self.spots: dict[TensorView, Spot] = {}
         self.facts: dict[int, list[Shows | Waits]] = {}
@@ -121,51 +121,28 @@ class RankWalker:
         # place of the program. All that was posted before has met.
         self.events: list[Event] = []
         self.is_uneven = False
-        self.group: list[Half] | None = None
         # A send of its own, which has met nobody yet.
         self.sent: TransferGroup | None = None
         # Whether peers are missing: then nobody can be followed.
         self.is_lost = False
 
-    # ------------------------------------------------------------ control flow
-    def run(self, ops: Sequence[Op]) -> None:
-        for op in ops:
-            if isinstance(op, ForLoop):
-                self._loop(op)
-            elif isinstance(op, IfThenElse):
-                self._branch(op)
-            else:
-                self.step(op)
+    # ------------------------------------------------------------ ops
+    @property
+    def mask(self) -> Array:
+        """Which ranks are here."""
+        return self.domain.mask
 
-    def step(self, op: Op) -> None:
-        """Do what an op without regions does."""
-        if type(op) in HANDLERS:
-            HANDLERS[type(op)](self, op, Site(op, self.indices))
-        else:
+    def on_op(self, op: Op) -> None:
+        """Match what an op starts, and follow what it names."""
+        handler = HANDLERS.get(type(op))
+        if handler is None:
             self._names(op)
+        else:
+            handler(self, op, Site(op, self.indices))
 
-    def _loop(self, op: ForLoop) -> None:
-        site = Site(op, self.indices)
-        bounds = [self._value(x, "bound", self.mask, site) for x in (op.start, op.stop, op.step)]
-        columns = np.stack([np.broadcast_to(b, self.mask.shape) for b in bounds])
-        outside, outer = self.indices, self.mask
-        for start, stop, step in np.unique(columns[:, outer], axis=1).T.tolist():
-            self.mask = outer & ((start, stop, step) == columns.T).all(1)
-            for i in range(start, stop, max(step, 1)):
-                self.values.bind(op.index, i)
-                self.indices = (*outside, (op.index, i))
-                self.run(op.body)
-        self.indices, self.mask = outside, outer
-        self.values.bind(op.index, None)
-
-    def _branch(self, op: IfThenElse) -> None:
-        holds = self._value(op.predicate, "condition", self.mask, Site(op, self.indices))
-        outer = self.mask
-        for region, chosen in ((op.then, holds), (op.orelse, np.logical_not(holds))):
-            self.mask = outer & chosen
-            if region and self.mask.any():
-                self.run(region)
-        self.mask = outer
+    def needed(self, x: Scalar, what: str, op: Op) -> PerRank:
+        """Return the value of a bound or condition; report ranks on which it has none."""
+        return self._value(x, what, self.mask, self.site(op))
 
     # ------------------------------------------------------------ names
     def _names(self, op: Op) -> None:
@@ -401,9 +378,9 @@ class RankWalker:
         to = self._partners(op, mask, site)
         elements = spot.elements(op.orders[0].expanded)
         half = Half(site, op, mask, to, elements, self.shapes.region(spot))
-        if self.group is not None:
-            self.group.append(half)
-            return
+        self.on_half(half)
+        if self.state.apply(Starts(op.number), (half,)) is None:
+            return  # it joins the open group
         is_copied = op.backend == PEER_COPIES
         blocks = op.type == "recv" if is_copied else op.backend == "NCCL"
         group = TransferGroup(site, op.number, mask, [half], blocks)
@@ -439,12 +416,16 @@ class RankWalker:
             self.held[mesh] = here
         return self.held[mesh]
 
+    def on_half(self, half: Half) -> None:
+        """Hear of a send or receive before it meets its partner."""
+
     def _open(self, op: StartCoalescing, site: Site) -> None:
-        self.group = []
+        self.state.apply(OpensGroup())
 
     def _close(self, op: EndCoalescing, site: Site) -> None:
-        halves, self.group = self.group or [], None
-        self._start(TransferGroup(site, op.number, self.mask, halves, True))
+        group = self.state.apply(ClosesGroup(op.number))
+        assert group is not None
+        self._start(TransferGroup(site, op.number, self.mask, list(group.touched), True))
 
     def _start(self, group: TransferGroup) -> None:
         self._begin()
@@ -601,15 +582,15 @@ def _library(op: Communication | CollectivePermute | P2PCommunication) -> str:
     return "peer copies" if op.backend == PEER_COPIES else "that of the device"
 
 
-HANDLERS: dict[type[Op], Callable[[RankWalker, Any, Site], None]] = {
-    Allocate: RankWalker._allocate,  # pyright: ignore[reportPrivateUsage]
-    Deallocate: RankWalker._close_view,  # pyright: ignore[reportPrivateUsage]
-    CollectivePermute: RankWalker._permute,  # pyright: ignore[reportPrivateUsage]
-    Communication: RankWalker._collective,  # pyright: ignore[reportPrivateUsage]
-    EndCoalescing: RankWalker._close,  # pyright: ignore[reportPrivateUsage]
-    P2PCommunication: RankWalker._transfer,  # pyright: ignore[reportPrivateUsage]
-    StartCoalescing: RankWalker._open,  # pyright: ignore[reportPrivateUsage]
-    SymmetricContiguousView: RankWalker._open_view,  # pyright: ignore[reportPrivateUsage]
+HANDLERS: dict[type[Op], Callable[[MatchingWalk, Any, Site], None]] = {
+    Allocate: MatchingWalk._allocate,  # pyright: ignore[reportPrivateUsage]
+    Deallocate: MatchingWalk._close_view,  # pyright: ignore[reportPrivateUsage]
+    CollectivePermute: MatchingWalk._permute,  # pyright: ignore[reportPrivateUsage]
+    Communication: MatchingWalk._collective,  # pyright: ignore[reportPrivateUsage]
+    EndCoalescing: MatchingWalk._close,  # pyright: ignore[reportPrivateUsage]
+    P2PCommunication: MatchingWalk._transfer,  # pyright: ignore[reportPrivateUsage]
+    StartCoalescing: MatchingWalk._open,  # pyright: ignore[reportPrivateUsage]
+    SymmetricContiguousView: MatchingWalk._open_view,  # pyright: ignore[reportPrivateUsage]
 }
 
 

@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Protocol
+from typing import Any, Protocol
 
 from fuser.ir.fusion import TensorView
 from hostir.analysis.rank_regions import Region, joined, merged
@@ -92,7 +92,7 @@ class PostedCollective:
 
 @dataclass(eq=False)
 class Half:
-    """A send or a receive; `to` has the places of the peers."""
+    """A send or a receive; `to` has the places of the peers, `note` is for the analysis."""
 
     site: Site
     op: P2PCommunication
@@ -100,6 +100,7 @@ class Half:
     to: Array
     elements: PerRank
     part: Region | None
+    note: Any = None
 
 
 @dataclass(eq=False)

@@ -16,22 +16,18 @@ from fuser.ir.fusion import TensorView
 from fuser.ir.memory_layout import expanded_positions
 from fuser.ir.op import Op
 from fuser.ir.scalar.constructors import Number, Symbol
-from hostir.analysis.clocks import Clocks
-from hostir.analysis.collective_matching import RankWalker
+from hostir.analysis.collective_matching import MatchingWalk
 from hostir.analysis.deadlocks import Half, PostedCollective, Teams
 from hostir.analysis.rank_regions import Region
 from hostir.analysis.rank_values import Array, PerRank, at, most, np
 from hostir.ir.diagnostics import Site
 from hostir.ir.effects import (
-    CALLER,
-    ENTRY,
     Captures,
     Effect,
     Enters,
     Frees,
     Joins,
     Makes,
-    OpensGroup,
     Waits,
     effects_of,
     is_computed,
@@ -80,7 +76,7 @@ class UnrolledOp:
         return {tv: tuple(int(at(n, place)) for n in s) for tv, s in self.shapes.items()}  # pyright: ignore[reportArgumentType]
 
 
-class Unroller(RankWalker):
+class Unroller(MatchingWalk):
     """Goes through the program as `hostir.analysis.collective_matching` does, and keeps each op
     that is met.
     """
@@ -90,12 +86,8 @@ class Unroller(RankWalker):
     ) -> None:
         super().__init__(program, ranks, dict(values))
         self.items: list[UnrolledOp] = []
-        self.clocks = Clocks(self.values.of)
-        self.current: PerRank = CALLER
-        self.names: dict[object, int] = {}
         self.at: dict[object, list[UnrolledOp]] = {}
         self.known: dict[int, tuple[Effect, ...]] = {}
-        self.halves: list[UnrolledOp] | None = None
         # Bytes that are allocated now, and the most that ever were; per rank.
         self.alive: PerRank = 0
         self.peak: PerRank = 0
@@ -106,25 +98,28 @@ class Unroller(RankWalker):
                 self.inputs = self.inputs + self._held(tv)
 
     # ------------------------------------------------------------ ops
-    def step(self, op: Op) -> None:
+    def on_op(self, op: Op) -> None:
         """Note an op, then what ranks meet in it."""
         effects = self.known.get(id(op))
         if effects is None:
             effects = self.known[id(op)] = effects_of(op, self.storage.buffered)
         if isinstance(op, Allocate):
-            super().step(op)  # says of which step a buffer is
-        self._remember(op, effects)
+            super().on_op(op)  # says of which step a buffer is
+        item = self._remember(op, effects)
         if not isinstance(op, Allocate):
-            super().step(op)
+            super().on_op(op)
+        if isinstance(op, EndCoalescing):
+            item.group = [half.note for half in self.state.flights[op.number].touched]
         for effect in effects:
-            self._effect(effect, op)
+            self._effect(effect)
 
-    def _effect(self, effect: Effect, op: Op) -> None:
-        if isinstance(effect, Enters):
-            self.current = self._here(self._stream(effect.stream), self.current)
-        elif isinstance(effect, Captures):
-            before = self.clocks.captured.get(effect.stream.name, CALLER)
-            self.clocks.captured[effect.stream.name] = self._here(self.current, before)  # pyright: ignore[reportArgumentType]
+    def on_half(self, half: Half) -> None:
+        """Keep the item of a send or receive with it."""
+        half.note = self.at[id(half.op), self.indices][-1]
+
+    def _effect(self, effect: Effect) -> None:
+        if isinstance(effect, Enters | Captures):
+            self.state.apply(effect)
         elif isinstance(effect, Makes) and effect.tensor not in self.storage.named:
             self._gives_up(effect.tensor)
             held = self.buffers[effect.tensor] = self._held(effect.tensor)
@@ -136,7 +131,7 @@ class Unroller(RankWalker):
     def _gives_up(self, tv: TensorView) -> None:
         held = self.buffers.pop(tv, None)
         if held is not None:
-            gone = self._here(held, 0)
+            gone = self.domain.merge(held, 0)
             self.alive = self.alive - gone
             if gone is not held:
                 self.buffers[tv] = held - gone
@@ -147,24 +142,13 @@ class Unroller(RankWalker):
         has = self.holds(tv) & self.mask
         return elements if has.all() else np.where(has, elements, 0)
 
-    def _here(self, new: PerRank, old: PerRank) -> PerRank:
-        return new if self.mask.all() else np.where(self.mask, new, old)
-
-    def _stream(self, stream: object) -> PerRank:
-        found: PerRank = self.clocks.find(stream)  # pyright: ignore[reportArgumentType]
-        if isinstance(found, str):
-            found = CALLER if found == ENTRY else self.names.setdefault(found, -2 - len(self.names))
-        return found
-
-    def _remember(self, op: Op, effects: tuple[Effect, ...]) -> None:
-        item = UnrolledOp(Site(op, self.indices), self.mask, self.current)
+    def _remember(self, op: Op, effects: tuple[Effect, ...]) -> UnrolledOp:
+        item = UnrolledOp(Site(op, self.indices), self.mask, self.streams.current)
         for effect in effects:
             if isinstance(effect, Joins):
-                item.joins = self._stream(effect.stream)
+                item.joins = self.streams.find(effect.stream)
             elif isinstance(effect, Waits):
                 item.waits = effect.number
-            elif isinstance(effect, OpensGroup):
-                self.halves = []
         moves = isinstance(op, Communication | CollectivePermute | P2PCommunication)
         is_work = is_computed(effects)
         if moves or is_work:
@@ -180,15 +164,13 @@ class Unroller(RankWalker):
         if isinstance(op, Communication | CollectivePermute):
             item.teams = self._teams(op.team)
             item.mask = item.mask & (item.teams.team >= 0)
-        if isinstance(op, P2PCommunication) and self.halves is not None:
-            self.halves.append(item)
-        elif isinstance(op, EndCoalescing):
-            item.group, self.halves = self.halves or [], None
-            self.items.append(item)
-        elif moves or is_work or item.joins is not None or item.waits is not None:
+        is_member = isinstance(op, P2PCommunication) and self.state.group is not None
+        is_ordered = item.joins is not None or item.waits is not None
+        if (moves and not is_member) or is_work or is_ordered or isinstance(op, EndCoalescing):
             self.items.append(item)
         if moves:
             self.at.setdefault((id(op), self.indices), []).append(item)
+        return item
 
     def _items(self, sites: Iterable[Site]) -> tuple[UnrolledOp, ...]:
         return tuple(r for s in sites for r in self.at[id(s.op), s.indices])
@@ -217,13 +199,7 @@ class Unroller(RankWalker):
     def paired(self, a: Half, b: Half, senders: Array, receivers: Array) -> None:
         """See `Judge`."""
         super().paired(a, b, senders, receivers)
-        (sends,), (receives,) = self._of(a), self._of(b)
+        sends: UnrolledOp = a.note
+        receives: UnrolledOp = b.note
         sends.pairs.append((receives, senders, receivers))
         receives.pairs.append((sends, receivers, senders))
-
-    def _of(self, half: Half) -> tuple[UnrolledOp]:
-        """Return what is kept of a half; where bounds of loops differ a step comes again."""
-        found = self._items((half.site,))
-        places = np.nonzero(half.mask)[0]
-        first = int(places[0]) if len(places) else 0
-        return (next(r for r in found if r.mask[first]),)

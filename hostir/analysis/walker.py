@@ -264,11 +264,12 @@ class StreamNumbers(StreamState[PerRank]):
         """`merge` is that of `AllRanks`, for all ranks at once."""
         super().__init__(number, CALLER, CALLER)
         self._merge = merge
-        self._unnamed: dict[str, int] = {}
+        # The streams of the names that nothing captured.
+        self.uncaptured: dict[str, int] = {}
 
     def unnamed(self, name: str) -> PerRank:
         """Return the stream of a name that nothing captured."""
-        return self._unnamed.setdefault(name, CALLER - 1 - len(self._unnamed))
+        return self.uncaptured.setdefault(name, CALLER - 1 - len(self.uncaptured))
 
     def merge(self, new: PerRank, old: PerRank) -> PerRank:
         """Return what holds now where the ranks that are here have a new value."""

@@ -189,13 +189,13 @@ def stream_name(made: Timetable, number: int) -> str:
     unrolled = made.unrolled
     captured = {
         name: CALLER
-        for name, found in unrolled.clocks.captured.items()
+        for name, found in unrolled.streams.captured.items()
         if np.all(np.asarray(found) == CALLER)
     }
-    return spelled(number, captured, unrolled.names)
+    return spelled(number, captured, unrolled.streams.uncaptured)
 
 
-def spelled(number: int, captured: Mapping[str, object], names: Mapping[object, int]) -> str:
+def spelled(number: int, captured: Mapping[str, object], names: Mapping[Any, int]) -> str:
     """Return a stream as a program spells it: `captured` has the numbers of captured streams by
     name, `names` those of streams that nothing captured."""
     if number >= 0:
