@@ -1,8 +1,22 @@
-"""From a fusion to a host program: every step of the compiler, in order."""
+"""From a fusion to a host program: every stage of the compiler, in order.
+
+    stage        needs                        gives                               dump
+    check        the definition               an error, or nothing                fusion_ir_original
+    concretize   definition, class of inputs  a fusion of its own, of this class  ..ir_concretized
+    simplify     the fusion                   the fusion, of fewer ops
+    shard        the fusion                   local ops and reshardings           fusion_ir_preseg
+    segment      the fusion, its loops        kernels, and what is between them   segmented_fusion
+    lower        segments, loops              a host program                      host_ir_lowering
+    complete     the program                  the program, with deallocations     host_ir_lowering
+
+`build_program` runs all, `lower_sharded` those from the segmentation on; the cost model's search
+for overlap lowers parts of a sharded fusion so. The fusion and the program are verified after every
+pass over them.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
 from functools import partial
 from typing import NamedTuple, Protocol
@@ -62,6 +76,36 @@ class Built(NamedTuple):
     shardings: ShardingResult
 
 
+class KernelFacts(NamedTuple):
+    """The facts about inputs and device by which kernels are cut.
+
+    `sizes`: by these schedulers decide alike for all of the class. `row_parts`: as for
+    `segment_fusion`. `are_joined`: pointwise kernels beside one another may be one. `has_clusters`:
+    a long row may be a cluster's.
+    """
+
+    sizes: Mapping[Symbol, int] = NO_SIZES
+    row_parts: int = 0
+    are_joined: bool = False
+    has_clusters: bool = False
+
+    @classmethod
+    def of(cls, input_class: InputClass, settings: Settings) -> KernelFacts:
+        """Return the facts for a class of inputs and the options of a call."""
+        target = target_of(input_class.device, settings.argument("schedules_for"))
+        is_cuda = target.kind == "cuda"
+        is_joined = is_cuda and input_class.is_small and not settings.disabled("horizontal_fusion")
+        return cls(
+            sizes=input_class.sizes,
+            row_parts=PARTS if is_cuda and input_class.knows_rows else 0,
+            are_joined=is_joined,
+            has_clusters=target.max_cluster > 1 and not settings.disabled("clusters"),
+        )
+
+
+NO_FACTS = KernelFacts()
+
+
 def build_program(
     definition: Fusion,
     input_class: InputClass,
@@ -78,12 +122,6 @@ def build_program(
     tensors steps; `settings` are the options of the call.
     Raises `FuserError` for what cannot be lowered.
     """
-    libraries: list[str] = []
-
-    def give_steps(fusion: Fusion) -> None:
-        assert overlap is not None
-        libraries.append(overlap(fusion))
-
     dump("fusion_ir_original", lambda: fusion_text(definition))
     check_types(definition)
     progress.stage("passes")
@@ -92,26 +130,11 @@ def build_program(
     dump("fusion_ir_concretized", fusion.print_math)
     fusion_passes.run_passes(fusion, repeated=repeated)
     progress.stage("shardings")
-    shardings = shard_fusion(
-        fusion,
-        propagate=params.propagate,
-        overlap=None if overlap is None else give_steps,
-        repeated=repeated,
-    )
+    shardings, params = _shard(fusion, params, overlap, repeated)
     dump("fusion_ir_preseg", lambda: fusion_text(fusion))
-    if any(libraries):
-        params = replace(params, step_backend=libraries[0])
-    target = target_of(input_class.device, settings.argument("schedules_for"))
+    facts = KernelFacts.of(input_class, settings)
     segmented, program = lower_sharded(
-        fusion,
-        backend_name=backend_name,
-        params=params,
-        dump=dump,
-        sizes=input_class.sizes,
-        row_parts=PARTS if input_class.knows_rows and target.kind == "cuda" else 0,
-        are_joined=input_class.is_small and target.kind == "cuda",
-        has_clusters=target.max_cluster > 1,
-        settings=settings,
+        fusion, backend_name=backend_name, params=params, dump=dump, facts=facts
     )
     return Built(segmented, program, shardings)
 
@@ -120,25 +143,57 @@ def lower_sharded(
     fusion: Fusion,
     *,
     backend_name: str,
-    sizes: Mapping[Symbol, int] = NO_SIZES,
     params: LowerParams = DEFAULT,
     dump: KeepsDump = _no_dump,
-    row_parts: int = 0,
-    are_joined: bool = False,
-    has_clusters: bool = False,
-    settings: Settings = NO_SETTINGS,
+    facts: KernelFacts = NO_FACTS,
 ) -> tuple[SegmentedFusion, HostIrContainer]:
-    """Return the segments and the verified host program of a sharded and finalized fusion. What
-    schedulers decide by `sizes` they decide alike for all of the input class; `row_parts` as for
-    `segment_fusion`; `are_joined`: pointwise kernels beside one another may be one;
-    `has_clusters`: a long row may be a cluster's."""
-    values: dict[Symbol, Number] = dict(refined_sizes(sizes))
+    """Return the segments and the verified host program of a sharded and finalized fusion."""
+
+    def after(name: str, program: HostIrContainer) -> None:
+        text = partial(program.full_text, first_line="")
+        dump("host_ir_lowering", text, f"after {name}, full form")
+
+    loops = streams.StreamLoops(fusion)
+    segmented = _segment(fusion, loops, params, facts)
+    dump("segmented_fusion", segmented.describe)
+    lowered = lower(segmented, backend_name=backend_name, params=params, loops=loops)
+    after("lowering", lowered)
+    progress.stage("verification")
+    passes = () if params.standalone else PASSES
+    return segmented, run_passes(lowered, passes, after_each=after)
+
+
+def _shard(
+    fusion: Fusion, params: LowerParams, overlap: Overlap | None, repeated: Collection[int]
+) -> tuple[ShardingResult, LowerParams]:
+    """Shard the fusion, in place; return the shardings, and the options with the library that the
+    steps of `overlap` transfer with."""
+    libraries: list[str] = []
+
+    def give_steps(fusion: Fusion) -> None:
+        assert overlap is not None
+        libraries.append(overlap(fusion))
+
+    shardings = shard_fusion(
+        fusion,
+        propagate=params.propagate,
+        overlap=None if overlap is None else give_steps,
+        repeated=repeated,
+    )
+    return shardings, replace(params, step_backend=libraries[0]) if any(libraries) else params
+
+
+def _segment(
+    fusion: Fusion, loops: streams.StreamLoops, params: LowerParams, facts: KernelFacts
+) -> SegmentedFusion:
+    """Return the kernels of a sharded fusion, as schedulers take them, and what is between them."""
+    values: dict[Symbol, Number] = dict(refined_sizes(facts.sizes))
     complete(fusion, values)
     known: Known = {}
 
     def scheduler_of(segment: Fusion) -> str | None:
         def suits(row: Scheduler) -> bool:
-            return (has_clusters or not row.in_clusters) and row.suits(segment, values)
+            return (facts.has_clusters or not row.in_clusters) and row.suits(segment, values)
 
         return find_scheduler(localize(segment, known=known)[0], suits=suits)
 
@@ -146,30 +201,16 @@ def lower_sharded(
         is_taken = HORIZONTAL.accepts(localize(union, known=known)[0]) is None
         return HORIZONTAL.name if is_taken else None
 
-    are_joined = are_joined and not settings.disabled("horizontal_fusion")
-    has_clusters = has_clusters and not settings.disabled("clusters")
-
-    def after(name: str, program: HostIrContainer) -> None:
-        text = partial(program.full_text, first_line="")
-        dump("host_ir_lowering", text, f"after {name}, full form")
-
-    loops = streams.StreamLoops(fusion)
-    segmented = segment_fusion(
+    return segment_fusion(
         fusion,
         find_scheduler=scheduler_of,
         pays=stays_coalesced,
         local_shape=streams.held_extents,
         may_share_kernel=loops.may_share_kernel,
         stands_alone=stands_alone(loops, params),
-        row_parts=0 if queries.has_streams(fusion) else row_parts,
-        takes_both=takes_both if are_joined else None,
+        row_parts=0 if queries.has_streams(fusion) else facts.row_parts,
+        takes_both=takes_both if facts.are_joined else None,
     )
-    dump("segmented_fusion", segmented.describe)
-    lowered = lower(segmented, backend_name=backend_name, params=params, loops=loops)
-    after("lowering", lowered)
-    progress.stage("verification")
-    passes = () if params.standalone else PASSES
-    return segmented, run_passes(lowered, passes, after_each=after)
 
 
 # ----------------------------------------------------------------------
