@@ -10,8 +10,9 @@ import pytest
 import torch
 
 import hostir
+from fuser.ir.dtypes import DataType
 from fuser.ir.fusion import TensorView
-from fuser.ir.op import Op
+from fuser.ir.op import Op, operand, result
 from fuser.ir.scalar import constructors as sc
 from fuser.support.errors import VerifyError
 from hostir import (
@@ -27,6 +28,7 @@ from hostir import (
 )
 from hostir.analysis.collective_matching import find_mismatches
 from hostir.analysis.races import find_races
+from hostir.ir.effects import Effect, Part, Reads, Shows, Starts, Writes
 from hostir.ir.ops import HOST_OPS, HostOp, checked_slots, loop_index, missing_slots
 from hostir.ir.program import walk
 from hostir.runtime.execute import HANDLERS
@@ -71,6 +73,66 @@ def test_what_an_op_lacks_is_named() -> None:
     assert len(missing_parts(Unfinished, {})) == 7
     with pytest.raises(TypeError, match=r"Unfinished: a host op declares text .* and effects\(\)"):
         checked_slots(Unfinished)
+
+
+class Twice(HostOp):
+    """An op of a new kind, which says the least that it can: it reads and writes."""
+
+    out: TensorView = result()
+    inp: TensorView = operand()
+    TEXT = "{out} = Twice({inp})"
+
+    def effects(self) -> tuple[Effect, ...]:
+        return (Reads(self.inp), Writes(self.out))
+
+
+class FirstRow(HostOp):
+    """An op of a new kind that names an element."""
+
+    out: TensorView = result()
+    inp: TensorView = operand()
+    TEXT = "{out} = FirstRow({inp})"
+
+    def effects(self) -> tuple[Effect, ...]:
+        return (Shows(self.out, self.inp, Part(0, sc.ZERO)),)
+
+
+class Announced(HostOp):
+    """An op of a new kind that starts a communication."""
+
+    out: TensorView = result()
+    inp: TensorView = operand()
+    TEXT = "{out} = Announced({inp})"
+
+    def effects(self) -> tuple[Effect, ...]:
+        return (Reads(self.inp), Writes(self.out), Starts(1))
+
+
+for kind in (Twice, FirstRow, Announced):
+    del Op.REGISTRY[kind.__name__]
+
+
+def test_what_an_op_leaves_out_follows_from_its_effects() -> None:
+    hic = HostIrContainer()
+    with hic:
+        x, y = hic.input([4, 6]), hic.tensor([4, 6], DataType.Half)
+        row, longer = hic.tensor([6]), hic.tensor([7])
+    shapes = {x: (4, 6), y: (4, 6), row: (6,)}
+
+    twice = Twice(y, x)
+    assert twice.work(shapes.__getitem__) == {x: 4 * 6 * 4, y: 4 * 6 * 2}
+    assert (twice.subject, twice.manner, twice.STEERS) == ("Twice", "same", True)
+    assert not twice.ranks_meet and twice.moved is None
+
+    first = FirstRow(row, x)
+    assert first.work(shapes.__getitem__) is None
+    first.check_shapes({})
+    with pytest.raises(VerifyError, match=r"does not fit .*extents 6 and 7"):
+        FirstRow(longer, x).check_shapes({})
+
+    announced = Announced(y, x)
+    assert announced.work(shapes.__getitem__) is None
+    assert announced.ranks_meet and announced.moved == (x, y)
 
 
 def test_host_ops_are_public_names() -> None:
