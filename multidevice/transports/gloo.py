@@ -323,9 +323,9 @@ class GlooBackend(CheckedBackend):
         # Some of gloo's algorithms never complete without data.
         if call.row is not BARRIER and not _has_data(call.inp) and not _has_data(call.out):
             return DONE
-        group = self._group(call.team)
+        post, group = _COLLECTIVES[call.row], self._group(call.team)
         try:
-            return _GlooWork(self, _COLLECTIVES[call.row](group, call), call)
+            return _GlooWork(self, post(group, call), call)
         except RuntimeError as error:
             raise self.explain(error, call) from error
 

@@ -321,6 +321,7 @@ class MpiBackend(CheckedBackend):
         inp = self.mpi.IN_PLACE if same else self._numbers(call.inp)
         return inp, self._numbers(call.out), getattr(self.mpi, _RED_OPS[call.reduce])
 
+    # ------------------------------------------------------------ MPI's own calls
     def post_allgather(self, comm: MPI.Intracomm, call: CollectiveCall) -> MPI.Request:
         """Posts an allgather; the input may be this rank's part of the output."""
         assert call.inp is not None and call.out is not None, "checked"

@@ -274,10 +274,11 @@ class NcclBackend(CheckedBackend):
         staging = self._staging(call.team)
         if staging is not None:
             return staging.start(call)
+        post = _COLLECTIVES[call.row]
         comm = self._comm(call.team)
         stream = self._handle(call.stream)
         try:
-            _COLLECTIVES[call.row](self, comm, call)(_address(call.out), _address(call.inp), stream)
+            post(self, comm, call)(_address(call.out), _address(call.inp), stream)
         except RuntimeError as error:
             raise self._explain(error, call) from error
         return _StreamWork(self, comm, stream, call)

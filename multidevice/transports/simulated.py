@@ -498,6 +498,7 @@ def _reduced(calls: Sequence[CollectiveCall]) -> torch.Tensor:
     return total
 
 
+# ---------------------------------------------------------------- what each collective moves
 def _move_allgather(calls: Sequence[CollectiveCall]) -> None:
     everything = torch.cat(_inputs(calls))
     for call in calls:

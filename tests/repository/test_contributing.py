@@ -48,6 +48,39 @@ for size in (3, 3, 5, 3):
     (out,) = evaluator.run([torch.ones(size)])
     assert torch.equal(out, torch.full((size,), 2.0 * size)), out
 """
+# Shards, in the order of the mesh; reductions of all kinds; the row's rules in verification.
+TRY_SCAN = """
+import pytest
+import torch
+from fuser.support.errors import VerifyError
+from hostir import Allocate, Communication, HostIrContainer, HostIrEvaluator, TeamOf, Wait, verify
+from fuser import ParallelType
+from multidevice import Communicator, DeviceMesh, simulate
+def program(**more):
+    hic, mesh = HostIrContainer(), DeviceMesh([2, 0, 1])
+    with hic:
+        x = hic.input([3, 4], mesh=mesh)
+        y = hic.tensor([3, 4], mesh=mesh)
+        for tv in (x, y):
+            tv.axis(0).parallelize(ParallelType.mesh_x)
+        team = TeamOf(mesh, (ParallelType.mesh_x,))
+        move = Communication(x, y, number=0, type="Scan", team=team, **more)
+        hic.append(Allocate(y), move, Wait(0))
+        hic.add_output(y)
+    return hic
+rows = torch.tensor([[1.0, -2, 3, 0], [4, 5, -6, 7], [-1, 9, 8, 2]])
+wanted = {"SUM": rows.cumsum(0), "MAX": rows.cummax(0).values, "PRODUCT": rows.cumprod(0)}
+for op, result in wanted.items():
+    def body():
+        comm = Communicator.instance()
+        place = (2, 0, 1).index(comm.rank())
+        (out,) = HostIrEvaluator(program(red_op=op), comm).run([rows[place : place + 1]])
+        assert torch.equal(out, result[place : place + 1]), (op, place, out)
+    with simulate(3) as world:
+        world.run(body)
+with pytest.raises(VerifyError, match="Scan takes no root"):
+    verify(program(root=0))
+"""
 # Those of nvFuser's names are found as before.
 TRY_SCHEDULERS = """
 import torch
@@ -135,6 +168,12 @@ def test_a_host_op_is_added_in_the_steps_that_are_told(tree: Path) -> None:
     # Its parts, its page, its example: text, runs with late streams, races.
     assert passed(perform(tree, "Add a host op")) >= 6
     run(tree, sys.executable, "-c", TRY_FILL)
+
+
+def test_a_collective_is_added_in_the_steps_that_are_told(tree: Path) -> None:
+    # Simulated ranks, jobs of mpirun and torchrun; text, sizes, runs, predictions of a program.
+    assert passed(perform(tree, "Add a collective")) >= 11
+    run(tree, sys.executable, "-c", TRY_SCAN)
 
 
 def test_a_scheduler_is_added_in_the_steps_that_are_told(tree: Path) -> None:

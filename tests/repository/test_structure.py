@@ -13,6 +13,8 @@ from functools import cache
 from pathlib import Path
 
 from hostir.ir.ops import HOST_OPS
+from multidevice.transports.base import collectives
+from multidevice.transports.base.collectives import COLLECTIVES, Collective
 from scripts import document_rooms
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -194,3 +196,66 @@ def test_the_page_of_the_architecture_has_the_tree() -> None:
     assert document_rooms.page() == document_rooms.PAGE.read_text(), document_rooms.__doc__
     rooms = {p.parent.relative_to(ROOT).as_posix() for p in modules().values()}
     assert set(document_rooms.ROOMS) == rooms - set(PACKAGES)
+
+
+# ------------------------------------------------------------------ one row per collective
+_ROWS = {name: row for name, row in vars(collectives).items() if isinstance(row, Collective)}
+_NAMES = {word: row for row in COLLECTIVES.values() for word in (row.name, row.method)}
+# Which transport carries out which collective, and how; and words of torch and NCCL that users try
+# as ops, with what to do instead.
+_CARRIED_OUT = {"base.p2p_collectives", "gloo", "mpi", "nccl", "simulated"}
+_ALLOWED = {"fuser.ops.rows", *(f"multidevice.transports.{name}" for name in _CARRIED_OUT)}
+
+
+def named_collective(node: ast.AST | None) -> Collective | None:
+    """Return the row whose name, or the name of its method or constant, a literal is."""
+    if isinstance(node, ast.Constant) and isinstance(node.value, str):
+        return _NAMES.get(node.value)
+    if isinstance(node, ast.Name):
+        return _ROWS.get(node.id)
+    return _ROWS.get(node.attr) if isinstance(node, ast.Attribute) else None
+
+
+def collective_tables(source: ast.AST) -> list[tuple[int, list[str]]]:
+    """Return line and collectives of each dict, tuple, list or set that has two or more, and of
+    each function that compares something with two or more."""
+    found: dict[int, set[Collective | None]] = defaultdict(set)
+    for node in ast.walk(source):
+        if isinstance(node, ast.Dict):
+            found[node.lineno] |= {named_collective(x) for x in (*node.keys, *node.values)}
+        elif isinstance(node, ast.Tuple | ast.List | ast.Set):
+            found[node.lineno] |= {named_collective(x) for x in node.elts}
+        elif isinstance(node, ast.FunctionDef):
+            sides = (x for c in ast.walk(node) if isinstance(c, ast.Compare) for x in c.comparators)
+            found[node.lineno] |= {named_collective(x) for x in sides}
+    names = {line: sorted(row.name for row in rows if row) for line, rows in found.items()}
+    return sorted((line, rows) for line, rows in names.items() if len(rows) > 1)
+
+
+def test_tables_of_collectives_are_found() -> None:
+    tables = (
+        'X = {"Allgather": 1, "Reduce": 2}',
+        "X = frozenset({ALLGATHER, rows.GATHER})",
+        'if kind in ("Broadcast", "Scatter"):\n    pass',
+        'X = {"gather": "Allgather", "scatter": "ReduceScatter"}',
+        'Kind = Literal["Allgather", "Allreduce"]',
+        'def f(kind):\n    if kind == "Reduce":\n        return 1\n    return row is ALLGATHER',
+    )
+    assert all(collective_tables(ast.parse(text)) for text in tables)
+    others = (
+        'f("Allgather", x)',
+        "def f(row):\n    return row is ALLREDUCE",
+        'X = ("send", "recv")',
+    )
+    assert not any(collective_tables(ast.parse(text)) for text in others)
+
+
+def test_facts_about_collectives_stand_in_their_rows() -> None:
+    """A new collective is a row, and a line of each transport that carries it out."""
+    found = {
+        module: tables
+        for module in modules()
+        if module not in _ALLOWED
+        if (tables := collective_tables(tree(module)))
+    }
+    assert found == {}

@@ -49,6 +49,7 @@ def steps_of(call: CollectiveCall) -> Steps:
     return _STEPS[call.row](replace(call, inp=inp, out=out))
 
 
+# ---------------------------------------------------------------- the steps of each collective
 def _allgather(call: CollectiveCall) -> Steps:
     inp, out = _both(call)
     parts = _parts(out, call)

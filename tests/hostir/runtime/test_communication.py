@@ -17,6 +17,7 @@ from multidevice import Communicator, simulate
 from multidevice.sharding.reshard import TeamOf
 from multidevice.transports.base.collectives import COLLECTIVES
 from multidevice.transports.base.protocol import Backend, RedOp
+from tests.support.collective_meanings import MEANINGS
 
 N, PART = 3, 4
 
@@ -51,20 +52,8 @@ def _inputs() -> list[torch.Tensor]:
 
 def _expected(kind: str, rank: int) -> torch.Tensor | None:
     """What rank `rank` receives when every rank passes its input (or its first part of it)."""
-    whole = _inputs()
-    parts = [x[:PART] for x in whole]
-    total = torch.stack(whole).sum(0)
-    mine = slice(rank * PART, (rank + 1) * PART)
-    return {
-        "Allgather": torch.cat(parts),
-        "Allreduce": total,
-        "AllToAll": torch.cat([x[mine] for x in whole]),
-        "Broadcast": whole[1],
-        "Gather": torch.cat(parts) if rank == 1 else None,
-        "Reduce": total if rank == 1 else None,
-        "ReduceScatter": total[mine],
-        "Scatter": whole[1][mine],
-    }[kind]
+    operands = [x[:PART] if COLLECTIVES[kind].growth > 0 else x for x in _inputs()]
+    return MEANINGS[kind].results(operands, 1)[rank]
 
 
 @pytest.mark.parametrize("kind", COLLECTIVES)
@@ -75,9 +64,9 @@ def test_every_type_moves_what_its_name_says(kind: str) -> None:
         rank = Communicator.instance().rank()
         want = _expected(kind, rank)
         inp: torch.Tensor | None = _inputs()[rank]
-        if kind in ("Allgather", "Gather"):
+        if COLLECTIVES[kind].growth > 0:
             inp = inp[:PART]
-        if kind in ("Scatter", "Broadcast") and rank != 1:
+        if COLLECTIVES[kind].inp.at_root and rank != 1:
             inp = None
         out = None if want is None else torch.full_like(want, -1)
         backend = Communicator.instance().backend_for("cpu")

@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 import sys
 import time
+from functools import partial
 from functools import reduce as fold
 
 import torch
@@ -25,7 +26,9 @@ from fuser.support.errors import (
 )
 from multidevice.coordination.bounded_wait import Team
 from multidevice.job.communicator import Communicator
+from multidevice.transports.base.collectives import ALLGATHER, COLLECTIVES, REDUCE
 from multidevice.transports.base.protocol import Backend, Transfer
+from tests.support.collective_meanings import MEANINGS
 
 DTYPES = (
     torch.float64,
@@ -203,6 +206,31 @@ def check_dtype(
             same(out, parts[team[0]], f"recv {what}", ulps=0)
 
 
+def check_rows(backend: Backend, me: int, team: Team, device: torch.device) -> None:
+    """Checks each collective of the table; a transport that lacks one refuses it in words."""
+    n, index = len(team), team.index(me)
+    for row in COLLECTIVES.values():
+        meaning = MEANINGS[row.name]
+        for root in {0, n - 1} if row.is_rooted else {None}:
+            what = f"{row} from {root} on {backend.name} rank {me} team {team}"
+            count = 3 * row.inp.parts(n)
+            operands = [values(rank, count, torch.int64, salt=2) for rank in team]
+            wanted = meaning.results(operands, root or 0)[index]
+            inp = None if row.inp.at_root and index != root else operands[index].to(device)
+            out = None if wanted is None else torch.zeros_like(wanted, device=device)
+            at = None if root is None else team[root]
+            reduce = "SUM" if row.reduces else None
+            try:
+                backend.collective(row, out, inp, team=team, reduce=reduce, root=at).wait()
+            except UnsupportedError as error:
+                assert not meaning.is_everywhere, error
+                assert f"{row.method}: backend " in str(error), error
+                assert "cannot carry out this collective" in str(error), error
+                continue
+            if out is not None and wanted is not None:
+                same(out, wanted, what, ulps=0)
+
+
 def expect(kind: type[BaseException], text: str, fn: object, *args: object, **kw: object) -> None:
     """Checks that a call raises `kind` with `text` in its message."""
     try:
@@ -221,6 +249,11 @@ def check_errors(comm: Communicator, backend: Backend, team: Team, device: torch
     x = torch.zeros(n, n, device=device)
     expect(InputError, "not contiguous", backend.allreduce, x, x.t(), op="SUM", team=team)
     expect(InputError, "do not fit", backend.allgather, x, x, team=team)
+    reduce, gather = (partial(backend.collective, row) for row in (REDUCE, ALLGATHER))
+    expect(InputError, "a root is needed, got None", reduce, x, x, team=team, reduce="SUM")
+    expect(InputError, "a reduction is needed, got None", reduce, x, x, team=team, root=team[0])
+    expect(InputError, "there is no root, got 0", gather, x, x, team=team, root=0)
+    expect(InputError, "nothing is reduced, got SUM", gather, x, x[0], team=team, reduce="SUM")
     expect(ShardingError, "root 77", backend.broadcast, x, root=77, team=team)
     i = torch.zeros(4, dtype=torch.int32, device=device)
     expect(DtypeError, "no average", backend.allreduce, i, i, op="AVG", team=team)
@@ -271,6 +304,8 @@ def check_all(device: torch.device, *, peers: bool = False) -> None:
             check_dtype(backend, me, (3, 0, 1), torch.int64, device, 2)
     check_dtype(backend, me, world, torch.float32, device, 40_000)
     check_dtype(backend, me, world[::-1], torch.float32, device, 40_001)
+    for team in (world, world[::-1]):
+        check_rows(backend, me, team, device)
     if n > 1:
         check_errors(comm, backend, world, device)
     backend.barrier(team=world)
@@ -281,6 +316,12 @@ def main() -> None:
     """Runs the checks on this rank and prints a line that the test looks for."""
     device = torch.device(sys.argv[1] if len(sys.argv) > 1 else "cpu")
     peers = "peers" in sys.argv[2:]
+    if "rows" in sys.argv[2:]:
+        comm = Communicator.instance()
+        for backend in (comm.backend_for(device), comm.peers_for(device)):
+            check_rows(backend, comm.rank(), tuple(range(comm.size())), device)
+        print(f"ok rank {comm.rank()}\n", end="", flush=True)
+        return
     if device.type == "cuda":
         Communicator.instance()
         device = torch.device("cuda", torch.cuda.current_device())

@@ -1,0 +1,170 @@
+"""The table of collectives: each row in programs, on simulated ranks and in jobs of processes."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import multidevice
+from fuser.ir.domain.device_mesh import DeviceMesh
+from fuser.ir.types import ParallelType
+from fuser.support.errors import UnsupportedError
+from hostir import (
+    Allocate,
+    Communication,
+    HostIrContainer,
+    HostIrEvaluator,
+    TeamOf,
+    Wait,
+    equal,
+    parse,
+    verify,
+)
+from hostir.analysis.collective_matching import find_mismatches
+from hostir.cost.machine_model import Machine
+from hostir.cost.report import predict, traffic_of
+from hostir.cost.simulator import timetable_of
+from hostir.ir.buffer_aliasing import manner
+from multidevice import Communicator
+from multidevice.transports.base.collectives import (
+    ALLREDUCE,
+    BROADCAST,
+    COLLECTIVES,
+    Collective,
+    TransportTable,
+)
+from tests.support import mpi_abort
+from tests.support.collective_meanings import MEANINGS
+from tests.support.jobs import needs_mpi, run_job
+from tests.support.rank_programs import collectives
+
+CPU = torch.device("cpu")
+PART, ROOT = 6, 1
+alone = pytest.mark.skipif(mpi_abort.world_size() > 1, reason="starts jobs of its own")
+
+
+def program_of(row: Collective, members: int, *, surplus: int = 0) -> HostIrContainer:
+    """Return a program of one collective, on tensors that every member has as they are; the result
+    has `surplus` elements too many."""
+    mesh, program = DeviceMesh(range(members)), HostIrContainer()
+    team = TeamOf(mesh, (ParallelType.mesh_x,))
+    with program:
+        x = program.input([row.inp.parts(members) * PART], mesh=mesh)
+        y = program.tensor([1, row.out.parts(members) * PART + surplus], mesh=mesh)
+        move = Communication(
+            x,
+            y,
+            number=0,
+            type=row.name,
+            team=team,
+            root=ROOT if row.is_rooted else None,  # pyright: ignore[reportArgumentType]
+        )
+        program.append(Allocate(y, zero_init=True), move, Wait(0))
+        program.add_output(y)
+    return program
+
+
+def operands(row: Collective, members: int) -> list[torch.Tensor]:
+    count = row.inp.parts(members) * PART
+    return [torch.arange(count, dtype=torch.float32) * (r + 1) - 3 * r for r in range(members)]
+
+
+def test_every_collective_has_a_meaning() -> None:
+    assert MEANINGS.keys() == COLLECTIVES.keys()
+    assert len({row.method for row in COLLECTIVES.values()}) == len(COLLECTIVES)
+    assert [row.name for row in COLLECTIVES.values()] == [*COLLECTIVES]
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 4])
+def test_every_collective_does_what_it_means_on_simulated_ranks(size: int) -> None:
+    def body() -> None:
+        comm = Communicator.instance()
+        world = tuple(range(size))
+        for backend in (comm.backend_for(CPU), comm.peers_for(CPU)):
+            for team in (world, world[::-1]):
+                collectives.check_rows(backend, comm.rank(), team, CPU)
+
+    with multidevice.simulate(size) as world:
+        world.run(body)
+
+
+@alone
+@needs_mpi
+def test_every_collective_does_what_it_means_under_mpirun() -> None:
+    job = run_job("mpirun", 3, "collectives.py", "cpu", "rows")
+    assert job.code == 0, job.text
+    assert job.text.count("ok rank") == 3, job.text
+
+
+@alone
+def test_every_collective_does_what_it_means_under_torchrun_or_is_refused() -> None:
+    job = run_job("torchrun", 2, "collectives.py", "cpu", "rows")
+    assert job.code == 0, job.text
+    assert job.text.count("ok rank") == 2, job.text
+
+
+@pytest.mark.parametrize("name", COLLECTIVES)
+def test_a_program_is_read_back_verified_and_matched(name: str) -> None:
+    row, values = COLLECTIVES[name], {}
+    program = program_of(row, 3)
+    verify(program)
+    again = parse(program.full_text())
+    assert equal(again, program) and f"(type={name}, team=(0 1 2)" in str(again)
+    assert find_mismatches(program, values) == []
+    (wrong,) = find_mismatches(program_of(row, 3, surplus=1), values)
+    assert wrong.kind == "sizes do not fit"
+    assert manner(next(op for op in program.ops if isinstance(op, Communication))) == row.sharing
+
+
+@pytest.mark.parametrize("name", COLLECTIVES)
+def test_a_program_runs_as_its_collective_means(name: str) -> None:
+    row = COLLECTIVES[name]
+    given = operands(row, 3)
+    wanted = MEANINGS[name].results(given, ROOT)
+
+    def body() -> list[torch.Tensor]:
+        comm = Communicator.instance()
+        evaluator = HostIrEvaluator(program_of(row, 3), comm)
+        mine = [given[comm.rank()]]
+        return [evaluator.evaluate(mine)[0], *(evaluator.run(mine)[0].clone() for _ in range(3))]
+
+    with multidevice.simulate(3) as world:
+        for result, found in zip(wanted, world.run(body), strict=True):
+            for out in found:
+                # A member without a result keeps the zeros of its buffer.
+                kept = torch.zeros_like(out).view(-1)
+                assert torch.equal(out.view(-1), kept if result is None else result)
+
+
+def elements_from(row: Collective, sender: int, members: int) -> int:
+    """Return how many elements of the other members' results depend on one member's operand."""
+    given = [torch.zeros(row.inp.parts(members) * PART) for _ in range(members)]
+    given[sender].fill_(1.0)
+    results = MEANINGS[row.name].results(given, ROOT)
+    others = (x for member, x in enumerate(results) if member != sender and x is not None)
+    return sum(int(x.count_nonzero()) for x in others)
+
+
+@pytest.mark.parametrize("members", [2, 5])
+@pytest.mark.parametrize("name", COLLECTIVES)
+def test_a_program_has_a_predicted_time_and_traffic(name: str, members: int) -> None:
+    row = COLLECTIVES[name]
+    program = program_of(row, members)
+    made = timetable_of(program, {}, Machine())
+    assert predict(program, made).seconds > 0
+    traffic = traffic_of(made.unrolled)
+    elements = sum(elements_from(row, sender, members) for sender in range(members))
+    # Members of an allreduce add up one part each, which the others then get.
+    needed = elements * (2 / members if row is ALLREDUCE else 1) * 4
+    assert traffic.sent.sum() == pytest.approx(needed)
+    assert traffic.received.sum() == pytest.approx(needed)
+    assert traffic.pairs is not None and traffic.pairs.sum() == pytest.approx(needed)
+
+
+def test_a_transport_without_a_collective_names_those_that_it_has() -> None:
+    rows = {row: row.method for row in COLLECTIVES.values() if row is not BROADCAST}
+    table = TransportTable("backend x", rows)
+    assert all(table[row] == row.method for row in rows)
+    words = r"broadcast: backend x cannot .*: compose it of .* \(allgather, allreduce, "
+    with pytest.raises(UnsupportedError, match=words):
+        table[BROADCAST]
