@@ -63,10 +63,11 @@ from hostir.lowering.input_class import Classifier, InputClass
 from hostir.lowering.params import DEFAULT, LowerParams
 from hostir.lowering.pipeline import Built, build_program
 from hostir.runtime.agreement import claim_of, communications_text, input_names
-from hostir.runtime.evaluator import Known, ProgramEvaluator
+from hostir.runtime.evaluator import ProgramEvaluator
 from hostir.runtime.inputs import InputBinder
 from hostir.runtime.native_runner import Steady, Surroundings
 from hostir.runtime.plan import Memory, memory_of
+from hostir.runtime.plan_cache import SignatureEntry
 from multidevice.job.agreement import Claim, Prepared
 from multidevice.job.communicator import Communicator, current_communicator, run_agreed
 from multidevice.sharding import queries
@@ -444,7 +445,7 @@ class FusionExecutorCache(Watching, Inspection):
         device: int | str | torch.device | None,
         communicator: Communicator,
         settings: Settings,
-    ) -> tuple[BoundProgram, Claim, Known]:
+    ) -> tuple[BoundProgram, Claim, SignatureEntry]:
         size = communicator.size()
         if size not in self._worlds:
             queries.check_world(self._fusion, size)

@@ -31,11 +31,11 @@ from fuser.support.options import Settings
 from hostir.cost.overlap_search import NoOverlap, Overlaps
 from hostir.ir.ops import KernelGroup
 from hostir.ir.program import HostIrContainer
-from hostir.passes.memory_hints import CacheReuse, second_reads
 from hostir.runtime.agreement import first_line
-from hostir.runtime.evaluator import Known, ProgramEvaluator
-from hostir.runtime.kernels import StepKernels, make_kernel_executor
+from hostir.runtime.evaluator import ProgramEvaluator
+from hostir.runtime.kernels import CacheReuse, StepKernels, make_kernel_executor, second_reads
 from hostir.runtime.native_runner import Steady
+from hostir.runtime.plan_cache import SignatureEntry
 from multidevice.job.agreement import Claim, Prepared
 from multidevice.job.communicator import Communicator
 from multidevice.sharding.queries import CutAxis, Sharding, check_cuts, cut_axes
@@ -236,7 +236,7 @@ class CallCacheEntry:
     contents: Contents
     # Whether an input is a lazy view, to be computed before the run; `known` is of what it becomes.
     is_lazy: bool
-    known: Known
+    known: SignatureEntry
     # Why the compiled runner can repeat no such call, where that is known before it runs; else "".
     never: str = ""
     # `Contents.glance`; it sees nothing before the second call: many sizes come once.

@@ -4,9 +4,10 @@ Question: how does a host program run?
 Imports: every other room of `hostir` but `cost`, `profiling` and `tools`.
 Files, in reading order:
 
-- `evaluator`: `ProgramEvaluator`: a program on one rank, its plans and caches. Users have its
+- `evaluator`: `ProgramEvaluator`: a program on one rank, made of the parts below. Users have its
   subclass with `trace()`, `HostIrEvaluator`, of `hostir.profiling.tracer`.
-- `context`, `frame`: what a device and a rank offer to a run; the state of one run.
+- `plan_cache`: what is remembered of inputs: signatures, plans, patterns, arenas.
+- `context`, `frame`: inputs bound to a run, what a device and a rank offer to it; its state.
 - `inputs`: kind, dtype, device and layout of inputs; `fuser.ir.binding` does their sizes.
 - `output_buffers`: buffers that callers lend.
 - `agreement`: the ranks agree before a run: where they meet, what each claims to run.

@@ -14,14 +14,13 @@ from typing import TYPE_CHECKING, TypeVar
 
 import torch
 
-from fuser.ir.binding import Contents, signature_of
+from fuser.ir.binding import signature_of
 from fuser.ir.dtypes import is_inexact
 from fuser.ir.fusion import TensorOp, TensorView, Value
 from fuser.ir.types import MemoryType
 from fuser.runtime import compiled_runner
 from fuser.support import options, progress
 from fuser.support.arguments import require
-from fuser.support.device import VECTOR_BYTES
 from fuser.support.errors import (
     ExecutionError,
     FuserError,
@@ -32,7 +31,6 @@ from fuser.support.errors import (
 )
 from fuser.support.inputs import flatten, torch_device
 from fuser.support.locks import make_lock
-from fuser.support.lru import Recent
 from fuser.support.options import Settings
 from hostir.ir import queries
 from hostir.ir.buffer_aliasing import Storage
@@ -47,7 +45,6 @@ from hostir.ir.ops import (
 from hostir.ir.program import HostIrContainer, walk
 from hostir.ir.verifier import verify
 from hostir.lowering.params import check_number_of_streams
-from hostir.passes.memory_hints import second_reads
 from hostir.runtime.agreement import RankAgreement
 from hostir.runtime.context import Devices, RunBinder
 from hostir.runtime.dry_run import Rehearsal, can_bind, rehearse, rehearse_plan
@@ -61,14 +58,15 @@ from hostir.runtime.inputs import (
     noted,
     written_inputs,
 )
-from hostir.runtime.kernels import make_kernel_executor
+from hostir.runtime.kernels import make_kernel_executor, second_reads
 from hostir.runtime.native_runner import Steady, Surroundings, steady
 from hostir.runtime.output_buffers import bind_buffers, inputs_and_buffers
-from hostir.runtime.plan import Arenas, Memory, Plan, memory_of, shared_pools
+from hostir.runtime.plan import Arenas, Memory, Plan, shared_pools
+from hostir.runtime.plan_cache import PlanCache, SignatureEntry, forget
 from hostir.runtime.recorder import Recorder
 from hostir.runtime.streams import on_device
-from hostir.runtime.symbolic_plan import Pattern, pattern_of
-from multidevice.job.agreement import Claim, Prepared
+from hostir.runtime.symbolic_plan import pattern_of
+from multidevice.job.agreement import Prepared
 from multidevice.transports.base.protocol import STEP_BY_STEP
 
 if TYPE_CHECKING:
@@ -80,8 +78,6 @@ R = TypeVar("R", bound=Recorder)
 T = TypeVar("T")
 # What messages call it: users have `hostir.HostIrEvaluator`, which can take traces besides.
 _NAME = "HostIrEvaluator"
-# Classes of inputs that an evaluator remembers.
-MAX_PLANS = 256
 
 
 class ProgramEvaluator:
@@ -120,12 +116,9 @@ class ProgramEvaluator:
         self._late_lock = make_lock()
         self.free = queries.free_inputs(program)
         self._runners: dict[int, KernelRunner] = {}
-        self._arenas: dict[torch.device, Arenas] = {}
-        self._patterns: dict[torch.device, Pattern] = {}
         # A class of inputs does not know the values of floats.
         self._is_replayed = all(not is_inexact(s.dtype) for s in queries.steering(program))
         self._is_prepared = False
-        self._known: Recent[object, Known] = Recent(MAX_PLANS, on_drop=lambda known: known.forget())
         if communicator is not None or program.devices():
             from multidevice.job.communicator import Communicator
 
@@ -150,7 +143,13 @@ class ProgramEvaluator:
         is_mapped = any(tv.memory is MemoryType.symmetric for tv in storage.tensors)
         # What peers map all ranks make together, and its memory has an end of its own.
         is_apart = is_mapped or self._copies_from_peers
-        self._pools = None if is_apart else shared_pools(_simulated_rank(communicator))
+        has_no_graphs = self._settings.disabled("cuda_graphs")
+        self.cache = PlanCache(
+            program.inputs,
+            self.free,
+            pools=None if is_apart else shared_pools(_simulated_rank(communicator)),
+            why_no_graphs="FUSER_DISABLE=cuda_graphs" if has_no_graphs else "",
+        )
         if communicator is not None and (is_mapped or self._copies_from_peers):
             weakref.finalize(self, communicator.release_peers).atexit = False
         check_devices(program, communicator.size() if communicator is not None else 1)
@@ -175,12 +174,9 @@ class ProgramEvaluator:
             is_checked=late_stream is None
             and (queries.has_streams(program) or queries.has_communications(program)),
         )
-        # An input that is an output is the caller's own tensor, whatever else it is written into.
-        into = {a.out: a.into for a in program.aliases if a.out not in program.inputs}
-        hidden = {a.out for a in program.aliases if a.hidden}
         self._updates = Updates(program) if program.aliases else None
         self._written = written_inputs(program, storage)
-        self._visible = [into.get(o, o) for o in program.outputs if o not in hidden]
+        self._visible = returned(program)
 
     def kernel(self, group: int) -> KernelRunner:
         """Return what runs a kernel group, made at its first use."""
@@ -211,32 +207,18 @@ class ProgramEvaluator:
 
         `signature` stands for the class of the inputs where the caller knows it already.
         """
-        inputs, key, known = self._recall(inputs, signature)
+        inputs, key, known = self.cache.recall(inputs, signature)
         if known is not None:
             return self.run_known(known, inputs, known.contents.check(inputs))
         known = self.know(inputs)
         outputs = self.run_known(known, inputs)
-        self._known[key] = known
+        self.cache.keep(key, known)
         return outputs
-
-    def _recall(
-        self, inputs: Sequence[Argument], signature: Hashable | None = None
-    ) -> tuple[Sequence[Argument], Hashable, Known | None]:
-        """Return the flat inputs, their signature, and what is known of earlier ones like them."""
-        try:
-            inputs = list(inputs)
-            key = signature_of(inputs, self.free) if signature is None else signature
-            known = self._known.get(key)
-        except TypeError:  # of what is no list, or cannot be a part of a key
-            inputs = flatten(inputs)
-            key = signature_of(inputs, self.free)
-            known = None
-        return inputs, key, self._known.recall(key) if known is None else known
 
     # ------------------------------------------------------------ among ranks
     def _prepare_run(self, inputs: Sequence[Argument]) -> Prepared[list[torch.Tensor]]:
         """Return what this rank claims to run, and how; nothing is launched."""
-        inputs, key, known = self._recall(inputs)
+        inputs, key, known = self.cache.recall(inputs)
         if known is None:
             known, places = self.prepare(inputs), None
         else:
@@ -247,19 +229,18 @@ class ProgramEvaluator:
         def run() -> list[torch.Tensor]:
             outputs = self.run_known(known, inputs, places, are_apart)
             if places is None:
-                self._known[key] = known
+                self.cache.keep(key, known)
             return outputs
 
         return claim, self.ranks.numbers(inputs), run
 
-    def know(self, inputs: Sequence[Argument]) -> Known:
+    def know(self, inputs: Sequence[Argument]) -> SignatureEntry:
         """Return what `run_known` remembers inputs of one signature by."""
-        also = self.binder.check_of_numbers(inputs)
-        return Known(Contents(self.program.inputs, inputs, VECTOR_BYTES, also), self._forget)
+        return self.cache.new(inputs, self.binder.check_of_numbers(inputs))
 
     def run_known(
         self,
-        known: Known,
+        known: SignatureEntry,
         inputs: Sequence[Argument],
         places: tuple[int, ...] | None = None,
         are_apart: bool | None = None,
@@ -331,7 +312,7 @@ class ProgramEvaluator:
         return self.binder.devices.streams(torch_device(device)).current()
 
     def _run(
-        self, inputs: Sequence[Argument], known: Known, plan: Plan | None
+        self, inputs: Sequence[Argument], known: SignatureEntry, plan: Plan | None
     ) -> list[torch.Tensor]:
         if plan is not None:
             return plan.run(inputs)
@@ -344,23 +325,21 @@ class ProgramEvaluator:
         frame = self.binder.frame(list(inputs))
         if frame.machine.streams.delays or not self._is_replayed:
             return self._walk(frame, None)
-        plan = self._by_pattern(frame) or (self._rehearsed(frame) if self._can_bind else None)
+        plan = self.cache.by_pattern(frame) or (self._rehearsed(frame) if self._can_bind else None)
         if plan is not None:
             return self._first_replay(plan, inputs, known, places)
         recorder = Recorder(frame, self.free)
         outputs = self._walk(frame, recorder)
         device = frame.machine.device
-        arenas = self._arenas_on(device)
+        arenas = self.cache.arenas_on(device)
         plan = known.plans[places] = recorder.finish(self._visible, arenas)
-        pattern = pattern_of(recorder, plan)
-        if pattern is not None:
-            self._patterns[device] = pattern
+        self.cache.learn(device, pattern_of(recorder, plan))
         # The plan's steps know the frame's values; they must not keep its tensors.
         frame.tensors.clear()
         return outputs
 
     def _first_replay(
-        self, plan: Plan, inputs: Sequence[Argument], known: Known, places: tuple[int, ...]
+        self, plan: Plan, inputs: Sequence[Argument], known: SignatureEntry, places: tuple[int, ...]
     ) -> list[torch.Tensor]:
         """Run a new plan. Where there is no memory for all of its intermediates at once, op by op:
         that needs less, or names the op that finds none."""
@@ -373,30 +352,17 @@ class ProgramEvaluator:
             return self._walk(self.binder.frame(list(inputs)), None)
         outputs = plan.run(inputs)
         if plan.settled is not None:
-            self._forget(plan)
+            forget(plan)
             plan = plan.settled()
         known.plans[places] = plan
         return outputs
 
-    def _arenas_on(self, device: torch.device) -> Arenas:
-        found = self._arenas.get(device)
-        if found is None:
-            why = "FUSER_DISABLE=cuda_graphs" if self._settings.disabled("cuda_graphs") else ""
-            made = Arenas(device, why, self._pools)
-            found = self._arenas.setdefault(device, made)
-            if found is made and self._pools is not None:
-                weakref.finalize(self, made.pool.leave, made.owner).atexit = False
-        return found
-
-    def _forget(self, plan: Plan) -> None:
-        plan.arenas.forget(plan)
-
     def plans(self) -> list[Plan]:
         """Return the plans of the classes of inputs that `run` remembers."""
-        return [plan for known in self._known.values() for plan in known.plans.values()]
+        return self.cache.plans()
 
     def steady(
-        self, known: Known, inputs: Sequence[Argument], around: Surroundings
+        self, known: SignatureEntry, inputs: Sequence[Argument], around: Surroundings
     ) -> Steady | str:
         """Return what repeats runs on inputs like these, which have run, in one call of the
         compiled runner, or why there is none now."""
@@ -414,13 +380,13 @@ class ProgramEvaluator:
 
     def arenas(self) -> list[Arenas]:
         """Return where intermediates lie, by device."""
-        return list(self._arenas.values())
+        return self.cache.arenas()
 
     def memory(self) -> Memory:
         """Return what is kept between runs."""
-        return memory_of(self.arenas(), self.plans())
+        return self.cache.memory()
 
-    def cuda_graphs(self, known: Known | None = None) -> list[str]:
+    def cuda_graphs(self, known: SignatureEntry | None = None) -> list[str]:
         """Return for each class of inputs (or for one) and each stream that ran it how many CUDA
         graphs repeat its runs, or why none does."""
         if not self._is_replayed:
@@ -440,7 +406,7 @@ class ProgramEvaluator:
 
     def prepare(
         self, inputs: Sequence[Argument], *, checked_on: torch.device | None = None
-    ) -> Known:
+    ) -> SignatureEntry:
         """Lower and compile, all at once, every kernel that `run` needs for inputs like these;
         return what `run_known` remembers them by.
 
@@ -451,7 +417,7 @@ class ProgramEvaluator:
         inputs = flatten(inputs)
         frame = self.binder.frame(inputs, checked_on=checked_on)
         known = self.know(inputs)
-        plan = self._by_pattern(frame)
+        plan = self.cache.by_pattern(frame)
         if plan is None and not (self._can_bind and self._is_prepared):
             # The first kernels: each is compiled while the next is lowered.
             self._compile(rehearse(frame), frame)
@@ -466,19 +432,12 @@ class ProgramEvaluator:
         """Return what `prepare` compiles, one request for all steps of a loop that are alike."""
         return rehearse(self.binder.frame(flatten(inputs))).requests
 
-    def _by_pattern(self, frame: Frame) -> Plan | None:
-        """Return the plan of inputs like those of a frame, whose kernels are compiled, by what
-        earlier sizes have shown; None where that does not tell."""
-        pattern = self._patterns.get(frame.machine.device)
-        return None if pattern is None else pattern.plan(frame)
-
     def _rehearsed(self, frame: Frame) -> Plan | None:
         """Return the plan of inputs like those of a frame, with all kernels compiled; None where
         only a run can tell."""
         device = frame.machine.device
-        found = rehearse_plan(frame, self.free, self._visible, self._arenas_on(device))
-        if found.pattern is not None:
-            self._patterns[device] = found.pattern
+        found = rehearse_plan(frame, self.free, self._visible, self.cache.arenas_on(device))
+        self.cache.learn(device, found.pattern)
         if not found.is_compiled:
             self._compile(found, frame)
         return found.plan
@@ -549,6 +508,14 @@ class ProgramEvaluator:
             streams.enter(entry)
             raise
         return [frame.result(tv) for tv in self._visible]
+
+
+def returned(program: HostIrContainer) -> list[TensorView]:
+    """Return the tensors that a run of a program returns: for an alias, what it is written into."""
+    # An input that is an output is the caller's own tensor, whatever else it is written into.
+    into = {a.out: a.into for a in program.aliases if a.out not in program.inputs}
+    hidden = {a.out for a in program.aliases if a.hidden}
+    return [into.get(o, o) for o in program.outputs if o not in hidden]
 
 
 def _simulated_rank(communicator: Communicator | None) -> Communicator | None:
@@ -626,40 +593,3 @@ def check_tuning(settings: Settings, team: Sequence[int]) -> bool:
             "all: the option is for programs of one rank"
         )
     return is_on
-
-
-# ----------------------------------------------------------------------
-# What an evaluator remembers of the inputs that it has run on.
-
-# Places in a vector of memory of the tensors of one signature.
-MAX_PLACES = 64
-
-
-class Known:
-    """What is remembered of inputs of one signature: what each call must check, and their plans.
-
-    A plan relies on where in a vector of memory each tensor begins, which no signature tells: there
-    is one for the places (`Contents`) that came.
-    """
-
-    def __init__(self, contents: Contents, forget: Callable[[Plan], None]) -> None:
-        self.contents = contents
-        # What this rank claims to run on them, where others have to agree.
-        self.claim: Claim | None = None
-        self.plans: Recent[tuple[int, ...], Plan] = Recent(MAX_PLACES, on_drop=forget)
-        # What is bound and has not run yet.
-        self._new: dict[tuple[int, ...], Plan] = {}
-        self._forget = forget
-
-    def expect(self, inputs: Sequence[Argument], plan: Plan) -> None:
-        """Remember the plan of these inputs for their first run."""
-        self._new[self.contents.places(inputs)] = plan
-
-    def take(self, places: tuple[int, ...]) -> Plan | None:
-        """Return the plan that was made for the first run in these places, if there is one."""
-        return self._new.pop(places, None)
-
-    def forget(self) -> None:
-        """Let go of what the plans are bound to."""
-        for plan in self.plans.values():
-            self._forget(plan)

@@ -1,22 +1,30 @@
-"""Kernels that run step by step: on equal blocks, on a shorter last one, and on none at all."""
+"""Executors of kernel groups.
+
+A kernel may run step by step: on equal blocks, on a shorter last one, and on none at all. One may
+read again what the kernel before it has left in the L2 cache.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import TYPE_CHECKING
+from itertools import pairwise
+from types import MappingProxyType
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
 from fuser.ir.binding import Argument
 from fuser.ir.fusion import TensorView
+from fuser.ir.op import walk
 from fuser.ir.scalar import constructors as sc
 from fuser.ir.scalar.constructors import Symbol
 from fuser.support import dumps
 from fuser.support.errors import ExecutionError, user_code
 from hostir.ir.effects import bounds
+from hostir.ir.ops import LaunchKernel
+from hostir.ir.program import HostIrContainer
 from hostir.lowering.slices import check_places, cut_axis, split_tensor
-from hostir.passes.memory_hints import NOTHING_AGAIN, CacheReuse
 from multidevice.sharding.placement import Block
 from multidevice.sharding.queries import local_extents
 from multidevice.sharding.streams import block_extents
@@ -97,6 +105,51 @@ class StepKernels:
             kernel.run(inputs, outputs, sizes=sizes)
 
 
+# ----------------------------------------------------------------------
+# Kernels that read again what the kernel before them has read: statistics, then what is normalised
+# with them, of tensors that no multiprocessor holds.
+#
+# The first leaves what it reads in the cache, the second begins with what was read last.
+
+# Kernels whose blocks may run in any order.
+_IN_ANY_ORDER = ("pointwise", "transpose")
+
+
+class CacheReuse(NamedTuple):
+    """The inputs of a kernel, by number, that the next one reads again; whether it is the next."""
+
+    again: frozenset[int] = frozenset()
+    is_second: bool = False
+
+
+# Of kernels none of which is known to follow another.
+NOTHING_AGAIN: Mapping[int, CacheReuse] = MappingProxyType({})
+
+
+def second_reads(program: HostIrContainer) -> Mapping[int, CacheReuse]:
+    """Return the groups of which there is something to say.
+
+    The second kernel waits for results of the first, and their order is that of the program.
+    """
+    found: dict[int, CacheReuse] = {}
+    launches = [op for op in walk(program.ops) if isinstance(op, LaunchKernel)]
+    for first, second in pairwise(launches):
+        again = {*first.ins} & {*second.ins}
+        schedulers = [program.groups[op.group].scheduler for op in (first, second)]
+        waits = not {*first.outs}.isdisjoint(second.ins)
+        if schedulers[0] != "reduction" or schedulers[1] not in _IN_ANY_ORDER or not waits:
+            continue
+        numbers = frozenset(tv.number for tv in again if isinstance(tv, TensorView))
+        if numbers:
+            found[first.group] = CacheReuse(again=numbers)
+            found[second.group] = CacheReuse(is_second=True)
+    return found
+
+
+# ----------------------------------------------------------------------
+# The executor of a kernel group.
+
+
 def make_kernel_executor(
     group: KernelGroup,
     settings: Settings,
@@ -109,7 +162,7 @@ def make_kernel_executor(
     """Return the executor that compiles a group's kernel for local shards, or for steps' blocks.
 
     Dumps say that it is a kernel of `of`, made by `rank`; for `lowered` see `KernelExecutor`, for
-    `reads`, those of the whole program, `hostir.passes.memory_hints`.
+    `reads`, those of the whole program, `second_reads`.
     """
     from fuser.kernels.autotune import TunedExecutor
     from fuser.kernels.executor import FusedKernelExecutor

@@ -110,8 +110,8 @@ def test_many_shapes_leave_bounded_caches() -> None:
             torch.testing.assert_close(fd.execute([x])[0], x * 2 + 1)
     assert fd.fec._by_signature.size() <= executor_cache.MAX_SIGNATURES
     (bound,) = {id(c.bound): c.bound for c in fd.fec._by_signature.values()}.values()
-    assert not bound.evaluator._known, "what is known is kept by signature alone"
-    (arenas,) = bound.evaluator._arenas.values()
+    assert not bound.evaluator.plans(), "what is known is kept by signature alone"
+    (arenas,) = bound.evaluator.arenas()
     mine = [plan for arena in arenas.arenas() for plan in arena.bound if plan.arenas is arenas]
     assert 1 < len(mine) <= executor_cache.MAX_SIGNATURES
     (group,) = bound.program.container.groups.values()

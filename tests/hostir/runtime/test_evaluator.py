@@ -396,7 +396,7 @@ def test_an_error_of_a_later_run_names_op_and_line() -> None:
         hic.add_output(y)
     evaluator, good = HostIrEvaluator(hic), torch.ones(4, 4)
     evaluator.run([good, good])
-    (known,) = evaluator._known.values()  # pyright: ignore[reportPrivateUsage]
+    (known,) = evaluator.cache._known.values()  # pyright: ignore[reportPrivateUsage]
     checked, known.contents = known.contents, Contents([], [], 16)
     gone = torch.ones(4, 4)
     gone.untyped_storage().resize_(0)

@@ -25,6 +25,7 @@ from hostir import Allocate, HostIrContainer
 from hostir.runtime.evaluator import ProgramEvaluator
 from hostir.runtime.frame import Frame
 from hostir.runtime.plan import Plan
+from hostir.runtime.plan_cache import PlanCache
 from hostir.runtime.steps import Action, Both, Step
 from hostir.tools.run_text import shards_of
 from multidevice import Communicator, DeviceMesh, simulate
@@ -326,15 +327,15 @@ SIZED: dict[str, Run] = {
 def test_other_sizes_have_the_steps_of_the_golden_texts(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    by_pattern, made = ProgramEvaluator._by_pattern, list[Plan]()
+    by_pattern, made = PlanCache.by_pattern, list[Plan]()
 
-    def noted(evaluator: ProgramEvaluator, frame: Frame) -> Plan | None:
-        plan = by_pattern(evaluator, frame)
+    def noted(cache: PlanCache, frame: Frame) -> Plan | None:
+        plan = by_pattern(cache, frame)
         if plan is not None:
             made.append(plan)
         return plan
 
-    monkeypatch.setattr(ProgramEvaluator, "_by_pattern", noted)
+    monkeypatch.setattr(PlanCache, "by_pattern", noted)
     seen = seen_in(SIZED[name])
     plans: dict[int, list[Seen]] = {}
     for one in seen:

@@ -19,9 +19,10 @@ from hostir.ir.program import HostIrContainer
 from hostir.runtime import recorder as posting
 from hostir.runtime.communication import CommunicationCall, PostedBuffer, post
 from hostir.runtime.dry_run import rehearse_plan
-from hostir.runtime.evaluator import ProgramEvaluator
+from hostir.runtime.evaluator import ProgramEvaluator, returned
 from hostir.runtime.frame import Frame
 from hostir.runtime.plan import Plan
+from hostir.runtime.plan_cache import PlanCache
 from hostir.runtime.steps import CollectiveStep
 from multidevice import Communicator, simulate
 from multidevice.transports.base.protocol import Post, Work
@@ -34,20 +35,20 @@ from tools.fuzz.runner import Case, run
 
 def _compared(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
     """Have each plan that a pattern makes compared with the rehearsal's."""
-    counts, by_pattern = Counter[str](), ProgramEvaluator._by_pattern
+    counts, by_pattern = Counter[str](), PlanCache.by_pattern
 
-    def compared(evaluator: ProgramEvaluator, frame: Frame) -> Plan | None:
-        plan = by_pattern(evaluator, frame)
+    def compared(cache: PlanCache, frame: Frame) -> Plan | None:
+        plan = by_pattern(cache, frame)
         if plan is not None:
-            arenas = evaluator._arenas_on(frame.machine.device)
+            arenas = cache.arenas_on(frame.machine.device)
             with torch.no_grad():
-                told = rehearse_plan(frame, evaluator.free, evaluator._visible, arenas).plan
+                told = rehearse_plan(frame, cache.free, returned(frame.program), arenas).plan
             assert told is not None
             _assert_alike(plan, told)
             counts["plans"] += 1
         return plan
 
-    monkeypatch.setattr(ProgramEvaluator, "_by_pattern", compared)
+    monkeypatch.setattr(PlanCache, "by_pattern", compared)
     return counts
 
 
@@ -231,4 +232,4 @@ def test_a_branch_that_a_size_decides_has_no_pattern(is_steered: bool) -> None:
     for _ in range(2):
         for got, expected in zip(evaluator.run(inputs), want, strict=True):
             assert torch.equal(got, expected)
-    assert bool(evaluator._patterns) is not is_steered
+    assert bool(evaluator.cache._patterns) is not is_steered

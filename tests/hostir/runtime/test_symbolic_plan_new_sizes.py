@@ -326,9 +326,9 @@ def test_a_pattern_makes_the_plans_that_rehearsals_make(schedules: Sequence[str]
             for _ in range(2):
                 fd.execute(make(n), _enable_options=schedules)
             evaluator, inputs = fd.fec._last().evaluator, make(n)
-            pattern = evaluator._patterns[torch.device("cpu")]
+            pattern = evaluator.cache._patterns[torch.device("cpu")]
             made = pattern.plan(evaluator.binder.frame(list(inputs)))
-            arenas = evaluator._arenas_on(torch.device("cpu"))
+            arenas = evaluator.cache.arenas_on(torch.device("cpu"))
             frame = evaluator.binder.frame(list(inputs))
             told = rehearse_plan(frame, evaluator.free, evaluator._visible, arenas).plan
             assert told is not None

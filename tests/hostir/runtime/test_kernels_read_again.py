@@ -13,7 +13,7 @@ from fuser.ir.fusion import TensorView
 from fuser.support import options
 from hostir import HostIrEvaluator
 from hostir.ir.parser import parse
-from hostir.passes.memory_hints import CacheReuse, second_reads
+from hostir.runtime.kernels import CacheReuse, second_reads
 
 H200 = ["schedules_for(h200)"]
 # More than a block keeps.
