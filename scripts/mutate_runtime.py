@@ -255,7 +255,7 @@ FAULTS: dict[str, Fault] = {
             "out, inp = binding.address(self.out), binding.address(self.inp)",
             "inp, out = binding.address(self.out), binding.address(self.inp)",
         ),
-        tests=f"{MEANING} {ORDER}",
+        tests="tests/hostir/runtime/test_symbolic_plan.py",
     ),
     "root_off_by_one": _fault(
         "The root of later runs is the next member of the team.",

@@ -13,10 +13,12 @@ import torch
 import hostir
 from fuser import ops
 from fuser.ir.dtypes import DataType
-from fuser.ir.fusion import TensorView
+from fuser.ir.fusion import Fusion, TensorView
+from fuser.ir.fusion_guard import FusionGuard
 from fuser.ir.ops import nodes
-from fuser.ir.scalar.constructors import Scalar
+from fuser.ir.scalar.constructors import Scalar, Symbol
 from fuser.ir.types import MemoryType, ParallelType
+from fuser.ops.define import define_tensor
 from hostir import (
     NUMBER_OF_STREAMS,
     RANK,
@@ -88,6 +90,42 @@ def test_compiled_programs(name: str, way: str, late: str | int | None) -> None:
     program = host_programs.build(case)
     calls = calls_of(program, case.ranks, lambda seed: random(case.shapes, seed))
     check_run(program, calls, way=way, late=late)
+
+
+@pytest.mark.parametrize(("way", "late"), WAYS[:3])
+def test_numbers_of_kernels(way: str, late: str | int | None) -> None:
+    """A kernel takes a number that changes from call to call, and one that is computed from it."""
+    fusion = Fusion()
+    with FusionGuard(fusion):
+        t, by = define_tensor([-1, -1], contiguity=True), fusion.new_symbol(DataType.Float)
+        fusion.inputs = [t, by]
+        fusion.add_output(ops.add(ops.mul(t, by), by * by))  # pyright: ignore[reportArgumentType]
+    program = host_programs.build_for(fusion, random(((4, 3), 1.0), 0))
+    given = (((4, 3), 2.0), ((4, 3), -0.5), ((4, 3), 2.0), ((7, 3), 3.0), ((7, 3), 4.0))
+    check_run(program, calls_of(program, 1, lambda k: random(given[k], k), 5), way=way, late=late)
+
+
+@pytest.mark.parametrize("name", host_programs.CASES)
+def test_compiled_programs_of_other_sizes(name: str) -> None:
+    """Sizes that come, come again, and come back, of the axes that are free."""
+    case = host_programs.CASES[name]
+    program = host_programs.build(case)
+    free = [
+        {k for k, n in enumerate(tv.shape()) if isinstance(n, Symbol)}
+        for tv in program.inputs
+        if isinstance(tv, TensorView)
+    ]
+    rows = [
+        tuple(
+            tuple(n * by if k in axes else n for k, n in enumerate(shape))
+            for axes, shape in zip(free, case.shapes, strict=True)
+        )
+        for by in (1, 1, 2, 2, 3, 1)
+    ]
+    if name.startswith("encoder"):
+        rows = rows[:2]  # its heads are sizes of one another
+    calls = calls_of(program, case.ranks, lambda k: random(rows[k], k), len(rows))
+    check_run(program, calls)
 
 
 # ------------------------------------------------------------------ programs of this file
@@ -208,6 +246,22 @@ def units_in_a_loop(hic: HostIrContainer) -> None:
         hic.add_output(tv)
 
 
+def a_number_of_a_unit(hic: HostIrContainer) -> None:
+    """A unit takes a number, as it is and computed."""
+    x, scale = hic.input([-1, 3]), hic.scalar(DataType.Float)
+    fusion = Fusion()
+    with FusionGuard(fusion):
+        t, by = define_tensor([-1, -1], contiguity=True), fusion.new_symbol(DataType.Float)
+        fusion.inputs = [t, by]
+        fusion.add_output(ops.mul(t, by))  # pyright: ignore[reportArgumentType]
+    number = hic.unit(fusion)
+    y, z = (allocated(hic, hic.tensor([x.size(0), 3])) for _ in range(2))
+    hic.append(PostOnStream((x, scale), (y,), unit=number))
+    hic.append(PostOnStream((y, scale * scale), (z,), unit=number))
+    hic.add_output(y)
+    hic.add_output(z)
+
+
 def _mesh(ranks: int) -> tuple[DeviceMesh, TeamOf]:
     mesh = DeviceMesh(list(range(ranks)))
     return mesh, TeamOf(mesh, (ParallelType.mesh_x,))
@@ -298,9 +352,9 @@ def two_in_flight(hic: HostIrContainer) -> None:
 def parts_of_ranks(hic: HostIrContainer) -> None:
     """Each rank's part of a replicated tensor along each axis of a mesh of two axes."""
     mesh = DeviceMesh([[0, 1], [2, 3]])
-    x = hic.input([4, 6], mesh=mesh)
+    x = hic.input([-1, 6], mesh=mesh)
     for axis, ptype in ((0, ParallelType.mesh_y), (1, ParallelType.mesh_x)):
-        part = hic.tensor([4, 6], mesh=mesh)
+        part = hic.tensor([x.size(0), 6], mesh=mesh)
         part.outer_split(axis, 2)
         part.axis(axis).parallelize(ptype)
         allocated(hic, part)
@@ -360,7 +414,12 @@ CASES = {
     "every root": Case(every_root, (((3, 4),),) * 3, 3, exact=True),
     "exchanges": Case(exchanges, (((3, 3, 4),),) * 3, 3, exact=True),
     "two in flight": Case(two_in_flight, (((3, 5),), ((3, 5),), ((3, 8),), ((3, 1),)), 3),
-    "parts of ranks": Case(parts_of_ranks, (((4, 6),),) * 3, 4, exact=True),
+    "parts of ranks": Case(
+        parts_of_ranks, (((4, 6),), ((4, 6),), ((8, 6),), ((2, 6),)), 4, exact=True
+    ),
+    "a number of a unit": Case(
+        a_number_of_a_unit, (((4, 3), 2.0), ((4, 3), 2.0), ((4, 3), -0.5), ((6, 3), 3.0))
+    ),
     "ranks take branches": Case(ranks_take_branches, (((4, 3),),) * 3, 4),
     "shards seen whole": Case(shards_seen_whole, (((2, 1024),),) * 3, 2),
 }
