@@ -11,7 +11,9 @@ import torch
 
 from fuser import FusionDefinition, multidevice
 from fuser.ir.types import ParallelType
+from multidevice.job.shard_tensor import shard_for_rank
 from tools.fuzz.host_program import fault_of
+from tools.fuzz.meaning import misread
 from tools.fuzz.product import Mode, collecting
 from tools.fuzz.program import Program
 from tools.fuzz.runner import Case, Outcome, compare, define, failure, quietly
@@ -68,7 +70,7 @@ def _as_told(tv: Any, rank: int) -> Part | None:
     """Return what gives the part that the product says this rank holds."""
     if tv.mesh is None:
         return lambda t: t
-    return partial(multidevice.shard_tensor, tv=tv) if tv.mesh.has(rank) else None
+    return partial(shard_for_rank, tv=tv, rank=rank) if tv.mesh.has(rank) else None
 
 
 def output_cuts(
@@ -90,7 +92,7 @@ def output_cuts(
 
 def kind_of(wrong: str) -> str:
     """Return what a difference is about, so that alike ones group."""
-    known = ("elements", "text", "race")
+    known = ("meaning", "elements", "text", "race")
     return next((k for k in known if k in wrong), "shape").replace("elements", "value")
 
 
@@ -106,6 +108,10 @@ def run_rank(case: Case, mode: Mode, fd: FusionDefinition, counts: list[int]) ->
             fault = fault_of(fd, inputs, rank)
             if fault is not None:
                 return f"call {m}, rank {rank}: {fault}"
+        if rank == 0 and number < len(program.calls) and mode.device == "cpu":
+            fault = _misread(case, m, fd)
+            if fault is not None:
+                return f"call {m}: {fault}"
         parts = output_parts(fd, program, rank)
         for o, out, part in zip(program.outputs, outs, parts, strict=True):
             if part is None:
@@ -120,6 +126,19 @@ def run_rank(case: Case, mode: Mode, fd: FusionDefinition, counts: list[int]) ->
             if difference is not None:
                 return f"call {m} {options}, rank {rank}, {o.name}: {difference}"
     return None
+
+
+def _misread(case: Case, call: int, fd: FusionDefinition) -> str | None:
+    program = case.program
+    ranks = range(program.ranks)
+    parts = [output_parts(fd, program, rank) for rank in ranks]
+    results = [
+        (o.name, None, value, [parts[rank][k] for rank in ranks])
+        for k, o in enumerate(program.outputs)
+        if isinstance(value := case.expected[call][o.name], Val)
+    ]
+    given = [local_inputs(case, call, rank, "cpu") for rank in ranks]
+    return misread(fd, given, results, [i.name for i in program.inputs], compare)
 
 
 def run_ranks(case: Case, mode: Mode, fd: FusionDefinition | None = None) -> Outcome:

@@ -23,6 +23,7 @@ from fuser.support.errors import (
 )
 from tests.support.moved_inputs import moved
 from tools.fuzz.host_program import fault_of
+from tools.fuzz.meaning import misread
 from tools.fuzz.oracle import Env, evaluate
 from tools.fuzz.placed import misplaced
 from tools.fuzz.product import Mode, collecting
@@ -163,8 +164,10 @@ def _run(case: Case, mode: Mode, fd: FusionDefinition | None) -> Outcome:
             difference = check_call(case, m, outs, inputs, before)
             if difference is not None:
                 return Outcome("wrong", difference[0], f"call {m} {options}: {difference[1]}")
-            is_new = case.program.streams and number < len(case.program.calls)
-            fault = fault_of(fd, inputs, 0) if is_new else None
+            is_new = number < len(case.program.calls)
+            fault = fault_of(fd, inputs, 0) if is_new and case.program.streams else None
+            if fault is None and is_new and mode.device == "cpu":
+                fault = _misread(case, m, fd, before)
             if fault is not None:
                 return Outcome("wrong", fault.split()[0], fault)
             for out in case.program.outputs:
@@ -176,6 +179,16 @@ def _run(case: Case, mode: Mode, fd: FusionDefinition | None) -> Outcome:
     except Exception as error:
         return failure(error)
     return Outcome("ok", outputs=outputs, elements=elements, masked=masked)
+
+
+def _misread(case: Case, call: int, fd: FusionDefinition, passed: list[Any]) -> str | None:
+    program = case.program
+    results = [
+        (o.name, o.alias, value, [lambda t: t])
+        for o in program.outputs
+        if isinstance(value := case.expected[call][o.name], Val)
+    ]
+    return misread(fd, [passed], results, [i.name for i in program.inputs], compare)
 
 
 def check_call(
