@@ -745,7 +745,7 @@ class _ChainWalk(RaceWalk):
         self.hoisted = hoisted
         self.chains: dict[Op, Finding] = {}
         branches = (op for op in walk(self.program.ops) if isinstance(op, IfThenElse))
-        self.conditional = {inner for op in branches for r in op.regions for inner in walk(r)}
+        self.conditional = {inner for op in branches for inner in walk((op,))}
         # The clocks at the begin of each loop that is being walked; they stand for that walk.
         self.at_entry: list[dict[Hashable, Clock]] = []
         # (stream, the one that it waited for) -> how far that had come, where it waited, and in

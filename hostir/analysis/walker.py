@@ -1,10 +1,10 @@
 """One walk through host programs for all analyses.
 
-`Walk` unrolls a program as the host does, for one rank or for all ranks at once: its *domain* says
-which numbers scalars have, and which ranks are at the current place. `EffectState` keeps what the
-effects of ops do to streams, to the open group and to communications in flight; an unrolled walk
-drives it, or a run op by op (`hostir.runtime.recorder`). An analysis derives from `Walk` and
-replaces the methods for what it wants to hear of.
+`Walk` unrolls a program as the host does, for one rank or for all ranks at once, or visits each op
+once. Its *domain* says which numbers scalars have, and which ranks are at the current place.
+`EffectState` keeps what the effects of ops do to streams, to the open group and to communications
+in flight; an unrolled walk drives it, or a run op by op (`hostir.runtime.recorder`). An analysis
+derives from `Walk` and replaces the methods for what it wants to hear of.
 """
 
 from __future__ import annotations
@@ -83,6 +83,23 @@ class OneRank:
 
     def branches(self, holds: Number) -> Iterator[bool]:
         yield bool(holds)
+
+
+class EachOpOnce:
+    """No numbers: one step of each loop, and both regions of each branch."""
+
+    def value(self, x: Scalar) -> None:
+        return None
+
+    def bind(self, index: Symbol, value: int | None) -> None:
+        pass
+
+    def ranges(self, bounds: Sequence[None]) -> Iterator[range]:
+        yield range(1)
+
+    def branches(self, holds: None) -> Iterator[bool]:
+        yield True
+        yield False
 
 
 class AllRanks:

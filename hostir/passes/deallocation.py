@@ -76,12 +76,13 @@ def _inserted(
 
 def _only_waits(op: Op) -> bool:
     """Whether the op, its regions included, only changes streams and lets them wait."""
-    effects, inside = effects_of(op, ()), [o for region in op.regions for o in region]
-    return (
-        bool(effects or inside)
-        and all(isinstance(e, Enters | Joins) for e in effects)
-        and all(map(_only_waits, inside))
-    )
+    for inner in walk((op,)):
+        effects = effects_of(inner, ())
+        if not (effects or any(inner.regions)):
+            return False
+        if not all(isinstance(e, Enters | Joins) for e in effects):
+            return False
+    return True
 
 
 def _last_uses(program: HostIrContainer, storage: Storage) -> dict[TensorView, Path]:

@@ -7,7 +7,7 @@ share elements, one result would be lost.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from itertools import combinations
 
@@ -23,9 +23,10 @@ from fuser.ir.scalar.constructors import Symbol
 from fuser.support.arguments import show
 from fuser.support.errors import CommunicationError, InputError, user_code
 from fuser.support.inputs import flatten
+from hostir.analysis.walker import EachOpOnce, Walk
 from hostir.ir.buffer_aliasing import Storage, manner
 from hostir.ir.effects import Makes, Part, Reads, Writes, effects_of
-from hostir.ir.ops import AxisOrder, ForLoop, SetCurrentStream, StartsCommunication
+from hostir.ir.ops import AxisOrder, ForLoop, IfThenElse, SetCurrentStream, StartsCommunication
 from hostir.ir.program import HostIrContainer, walk
 from hostir.runtime.communication import flat
 from hostir.runtime.frame import Frame
@@ -143,34 +144,39 @@ class _Use:
     is_write: bool
 
 
-class _BufferUses:
+class _BufferUses(Walk[None]):
     """The uses of whole buffers by the ops of a program."""
 
     def __init__(self, frame: Frame, given: Iterable[TensorView]) -> None:
+        super().__init__(EachOpOnce())
         self._frame, self._given = frame, frozenset(given)
         self._all: list[_Use] = []
-        self._collect(frame.program.ops, None, ())
+        # Where the outermost open loop began.
+        self._loop_begin = 0
+        self.run(frame.program.ops)
         in_turn = SetCurrentStream | StartsCommunication
         # What runs beside other ops is not ordered by its place in the program.
         self._is_ordered = not any(isinstance(o, in_turn) for o in walk(frame.program.ops))
 
-    def _collect(self, ops: Sequence[Op], loop: int | None, loops: tuple[Symbol, ...]) -> None:
+    def on_region(self, op: ForLoop | IfThenElse) -> None:
+        """Note where a loop begins."""
+        if isinstance(op, ForLoop) and not self.indices:
+            self._loop_begin = len(self._all)
+
+    def on_op(self, op: Op) -> None:
+        """Keep what an op reads and writes."""
         storage = self._frame.storage
-        for op in ops:
-            if self._frame.is_idle(op):
-                continue
-            at = len(self._all) if loop is None else loop
-            for effect in effects_of(op, storage.buffered):
-                if isinstance(effect, Reads | Writes | Makes):
-                    whole, parts = self._named(effect.tensor, storage)
-                    if isinstance(effect, Makes) and not effect.is_filled:
-                        continue
-                    is_write = not isinstance(effect, Reads)
-                    self._all.append(_Use(op, at, loops, whole, parts, is_write))
-            is_loop = isinstance(op, ForLoop)
-            for region in op.regions:
-                inside = (*loops, op.index) if is_loop else loops
-                self._collect(region, at if is_loop else loop, inside)
+        if self._frame.is_idle(op):
+            return
+        loops = tuple(index for index, _ in self.indices)
+        at = self._loop_begin if loops else len(self._all)
+        for effect in effects_of(op, storage.buffered):
+            if isinstance(effect, Reads | Writes | Makes):
+                whole, parts = self._named(effect.tensor, storage)
+                if isinstance(effect, Makes) and not effect.is_filled:
+                    continue
+                is_write = not isinstance(effect, Reads)
+                self._all.append(_Use(op, at, loops, whole, parts, is_write))
 
     def _named(
         self, tv: TensorView, storage: Storage

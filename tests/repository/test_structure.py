@@ -259,3 +259,35 @@ def test_facts_about_collectives_stand_in_their_rows() -> None:
         if (tables := collective_tables(tree(module)))
     }
     assert found == {}
+
+
+# ------------------------------------------------------------------ one walk
+# Functions of hostir that look into the regions of loops and branches; all others take the walk.
+REGIONS = {"body", "then", "orelse", "regions"}
+READ_REGIONS = {
+    # The walk, and the symbolic one of the structural verifier.
+    "hostir.analysis.walker": {"_loop", "_branch"},
+    "hostir.ir.verifier": {"_loop", "_branch"},
+    # A run carries out the ops of a region.
+    "hostir.runtime.execute": {"_for_loop", "_if_then_else"},
+    # Regions are written, numbered, or made again with other ops in them.
+    "hostir.ir.builder": {"otherwise"},
+    "hostir.passes.deallocation": {"_inserted", "_places", "_only_waits"},
+    # Whether there are any.
+    "hostir.ir.queries": {"has_streams"},
+}
+
+
+def readers_of_regions(source: ast.AST, inside: str = "") -> Iterator[str]:
+    """Yield the innermost function around each use of a region."""
+    for node in ast.iter_child_nodes(source):
+        name = node.name if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) else inside
+        if isinstance(node, ast.Attribute) and node.attr in REGIONS:
+            yield name
+        yield from readers_of_regions(node, name)
+
+
+def test_one_walk_goes_through_loops_and_branches() -> None:
+    found = {m: set(readers_of_regions(tree(m))) for m in modules() if m.startswith("hostir.")}
+    beside = {m: names - READ_REGIONS.get(m, set()) for m, names in found.items()}
+    assert {m: names for m, names in beside.items() if names} == {}

@@ -18,7 +18,15 @@ from fuser.support.errors import InputError
 from hostir import RANK, HostIrContainer, Stream, Wait, as_scalar
 from hostir.analysis.clocks import Clocks
 from hostir.analysis.rank_values import np
-from hostir.analysis.walker import AllRanks, EffectState, Flight, OneRank, StreamNumbers, Walk
+from hostir.analysis.walker import (
+    AllRanks,
+    EachOpOnce,
+    EffectState,
+    Flight,
+    OneRank,
+    StreamNumbers,
+    Walk,
+)
 from hostir.ir.effects import (
     CALLER,
     ENTRY,
@@ -173,6 +181,25 @@ def test_one_rank_hears_of_what_it_passes_over_and_of_regions() -> None:
     over.is_over = True
     over.run(hic.ops)
     assert over.visits == {0: []}
+
+
+def test_each_op_is_visited_once_without_numbers() -> None:
+    hic = HostIrContainer()
+    with hic:
+        for tree in random_trees(random.Random(1), 4, [0]):
+            tree.write(hic, ())
+    found: list[int] = []
+    loops: list[int] = []
+
+    class Once(Walk[None]):
+        def on_op(self, op: Op) -> None:
+            found.append(op.number)  # pyright: ignore[reportAttributeAccessIssue]
+            loops.append(len(self.indices))
+
+    Once(EachOpOnce()).run(hic.ops)
+    assert found == [op.number for op in walk(hic.ops) if isinstance(op, Wait)]
+    assert len(found) > 10
+    assert max(loops) >= 2
 
 
 def test_a_bound_that_nothing_binds_is_named() -> None:
