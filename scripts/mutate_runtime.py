@@ -56,6 +56,8 @@ def _fault(what: str, *edits: tuple[str, str, str], tests: str) -> Fault:
 
 _EXECUTE = "hostir/runtime/execute.py"
 _RECORDER = "hostir/runtime/recorder.py"
+_OPS = "hostir/ir/ops/local.py"
+_TRANSFERS = "hostir/ir/ops/transfers.py"
 _FRAME = "hostir/runtime/frame.py"
 _PLAN = "hostir/runtime/plan.py"
 _STEPS = "hostir/runtime/steps.py"
@@ -70,10 +72,10 @@ FAULTS: dict[str, Fault] = {
         "A plan names every view twice: right results, twice the work.",
         (
             _RECORDER,
-            "        self._steps.append((Action(step) if callable(step) else step, op))",
-            "        self._steps.append((Action(step) if callable(step) else step, op))\n"
+            "        self._steps.append((as_step(step), self.frame.op))",
+            "        self._steps.append((as_step(step), self.frame.op))\n"
             "        if isinstance(step, View):\n"
-            "            self._steps.append((step, op))",
+            "            self._steps.append((step, self.frame.op))",
         ),
         tests=STEPS,
     ),
@@ -81,10 +83,10 @@ FAULTS: dict[str, Fault] = {
         "A plan launches every kernel twice: right results, twice the work.",
         (
             _RECORDER,
-            "        self._steps.append((Action(step) if callable(step) else step, op))",
-            "        self._steps.append((Action(step) if callable(step) else step, op))\n"
+            "        self._steps.append((as_step(step), self.frame.op))",
+            "        self._steps.append((as_step(step), self.frame.op))\n"
             "        if isinstance(step, LaunchStep):\n"
-            "            self._steps.append((step, op))",
+            "            self._steps.append((step, self.frame.op))",
         ),
         tests=STEPS,
     ),
@@ -92,8 +94,8 @@ FAULTS: dict[str, Fault] = {
         "A plan never lets go of a buffer: memory stays until the run ends.",
         (
             _RECORDER,
-            "return None if is_made_before and i not in self._by_steps else Release(i)",
-            "return None",
+            "        if not is_made_before or i in self._by_steps:\n",
+            "        if False:\n",
         ),
         tests=STEPS,
     ),
@@ -102,8 +104,8 @@ FAULTS: dict[str, Fault] = {
         "ShardByStream names the first chunk in every step.",
         (
             _EXECUTE,
-            "source.narrow(part.axis, *frame.part(op, source, part))",
-            "source.narrow(part.axis, 0, frame.part(op, source, part)[1])",
+            "            shift = start * strides[axis]\n",
+            "            shift = start * strides[axis] if part.chunks is None else 0\n",
         ),
         tests=MEANING,
     ),
@@ -111,16 +113,16 @@ FAULTS: dict[str, Fault] = {
         "HirAliasSelect names the element before, from the second one on.",
         (
             _EXECUTE,
-            "source = source.select(shown.part.axis, start)",
-            "source = source.select(shown.part.axis, max(start - 1, 0))",
+            "            shift = start * strides[axis]\n",
+            "            shift = max(start - (part.chunks is None), 0) * strides[axis]\n",
         ),
         tests=MEANING,
     ),
     "slice_from_zero": _fault(
         "LocalSlice copies the first part on every rank.",
         (
-            _FRAME,
-            "return mesh.coordinate(self.machine.rank, op.ptype) * length, length",
+            _OPS,
+            "return mesh.coordinate(shapes.rank, self.ptype) * length, length",
             "return 0, length",
         ),
         tests=MEANING,
@@ -137,65 +139,49 @@ FAULTS: dict[str, Fault] = {
     ),
     # ------------------------------------------------------------ waits and streams
     "lost_wait": _fault(
-        "Later runs do not wait for communications.",
+        "Runs do not wait for communications.",
         (
-            _RECORDER,
+            _EXECUTE,
             "            if slots[work] is not None:\n                slots[work].wait()\n",
             "            if slots[work] is not None:\n",
         ),
         tests=ORDER,
     ),
-    "lost_wait_at_once": _fault(
-        "A run op by op does not wait for communications.",
+    "wait_of_another": _fault(
+        "A Wait is for the communication of the smallest number.",
         (
             _EXECUTE,
-            "        frame.submit(posted.wait, posted.is_done if posted.is_alone else None)",
-            "        pass",
-        ),
-        tests=f"{MEANING} {ORDER}",
-    ),
-    "wait_of_another": _fault(
-        "A Wait of later runs is for the communication of the smallest number.",
-        (
-            _RECORDER,
-            "        work = self._work(op.number)\n\n        def wait(slots: Slots)",
+            '        work = self._slot.get(("work", number))\n',
             "        keys = [k for k in self._slot if isinstance(k, tuple)]\n"
-            '        work = self._work(min(k[1] for k in keys if k[0] == "work"))\n'
-            "\n\n        def wait(slots: Slots)",
+            '        started = [k[1] for k in keys if k[0] == "work"]\n'
+            '        work = self._slot.get(("work", min(started, default=number)))\n',
         ),
         tests=ORDER,
     ),
     "lost_synchronize": _fault(
-        "Later runs do not wait for streams.",
+        "Runs do not wait for streams.",
         (
-            _RECORDER,
-            "        return lambda slots: join(find(slots))",
-            "        return lambda slots: None",
+            _EXECUTE,
+            "        join, captured = self.machine.streams.join, self._captured_slot(stream)\n",
+            "        captured = self._captured_slot(stream)\n"
+            "        join: Any = lambda stream: None\n",
         ),
         tests=ORDER,
     ),
-    "lost_synchronize_at_once": _fault(
-        "A run op by op does not wait for streams.",
+    "ignored_stream": _fault(
+        "Runs stay on the stream on which they began.",
         (
             _EXECUTE,
-            "    frame.machine.streams.join(frame.stream(op.stream))",
-            "    frame.stream(op.stream)",
-        ),
-        tests=f"{MEANING} {ORDER}",
-    ),
-    "ignored_stream": _fault(
-        "Later runs stay on the stream on which they began.",
-        (
-            _RECORDER,
-            "        return lambda slots: enter(find(slots))",
-            "        return lambda slots: None",
+            "        enter, captured = self.machine.streams.enter, self._captured_slot(stream)\n",
+            "        captured = self._captured_slot(stream)\n"
+            "        enter: Any = lambda stream: None\n",
         ),
         tests=ORDER,
     ),
     "lost_mark": _fault(
-        "The Wait of later runs does not wait for where the communication stands in its stream.",
+        "A Wait does not wait for where the communication stands in its stream.",
         (
-            _RECORDER,
+            _EXECUTE,
             "            if slots[work] is not None:\n                join(slots[mark])\n",
             "",
         ),
@@ -206,28 +192,26 @@ FAULTS: dict[str, Fault] = {
         "A loop runs once too few, where it runs more than once.",
         (
             _EXECUTE,
-            "    steps: Sequence[int] = range(start, stop, step)\n",
-            "    steps: Sequence[int] = range(start, stop, step)\n"
-            "    steps = steps[:-1] if len(steps) > 1 else steps\n",
+            "            for i in steps:\n",
+            "            for i in steps[:-1] if len(steps) > 1 else steps:\n",
         ),
         tests=MEANING,
     ),
     "branch_of_another_rank": _fault(
         "Every rank takes the branch of rank 0.",
         (
-            _EXECUTE,
-            "    run_block(op.then if frame.number(op.predicate) else op.orelse, frame)",
-            "    from hostir.ir.ops import RANK\n"
-            "    from fuser.ir.scalar import constructors as sc\n\n"
-            "    holds = sc.evaluate(op.predicate, {**frame.values, RANK: 0})\n"
-            "    run_block(op.then if holds else op.orelse, frame)",
+            _OPS,
+            "        rt.run(self.then if rt.number(self.predicate) else self.orelse)",
+            "        from hostir.ir.ops.base import RANK\n\n"
+            "        holds = sc.evaluate(self.predicate, {**rt.frame.values, RANK: 0})\n"
+            "        rt.run(self.then if holds else self.orelse)",
         ),
         tests=MEANING,
     ),
     "stale_number": _fault(
         "Later runs read a scalar as the first run of the class had it.",
         (
-            _RECORDER,
+            _EXECUTE,
             "    return any(s in free for s in sc.symbols(value))",
             "    return False",
         ),
@@ -237,13 +221,8 @@ FAULTS: dict[str, Fault] = {
         "A later run with another size slices as the first size did.",
         (
             _SIZES,
-            "        start, length = size.frame.slice_bounds(op)\n",
-            "        start, length = recorder.frame.slice_bounds(op)\n",
-        ),
-        (
-            _SIZES,
-            "    inp, out, axis = known.recorder.slot(op.inp)",
-            "    recorder = known.recorder\n    inp, out, axis = known.recorder.slot(op.inp)",
+            "axis, op.bounds(size.frame)",
+            "axis, op.bounds(known.recorder.frame)",
         ),
         tests=f"{MEANING} {SIZES}",
     ),
@@ -258,30 +237,29 @@ FAULTS: dict[str, Fault] = {
         tests="tests/hostir/runtime/test_symbolic_plan.py",
     ),
     "root_off_by_one": _fault(
-        "The root of later runs is the next member of the team.",
+        "The root is the next member of the team.",
         (
-            _RECORDER,
-            "team[frame.integer(op.root)]",
-            "team[(frame.integer(op.root) + 1) % len(team)]",
+            _TRANSFERS,
+            "member(team, rt.integer(self.root), self)",
+            "member(team, (rt.integer(self.root) + 1) % len(team), self)",
         ),
         tests=MEANING,
     ),
     "short_group": _fault(
-        "A group of later runs drops its last member on every rank that has several.",
+        "A group drops its last member on every rank that has several.",
         (
-            _RECORDER,
-            "        halves, self._halves = self._halves, []\n",
-            "        halves, self._halves = self._halves[:-1] or self._halves, []\n"
-            "        group = group[:-1] or group\n",
+            _EXECUTE,
+            "        group, self._group = self._group, None\n",
+            "        group, self._group = self._group[:-1] or self._group, None\n",
         ),
         tests=MEANING,
     ),
     "swapped_peers": _fault(
-        "A permutation of later runs sends to whom it receives from.",
+        "A permutation sends to whom it receives from.",
         (
-            _RECORDER,
-            "to, source = (team[frame.integer(p)] for p in (op.send_peer, op.recv_peer))",
-            "source, to = (team[frame.integer(p)] for p in (op.send_peer, op.recv_peer))",
+            _TRANSFERS,
+            "            rt.permute(self, team, to, source)",
+            "            rt.permute(self, team, source, to)",
         ),
         tests=MEANING,
     ),
@@ -299,8 +277,15 @@ FAULTS: dict[str, Fault] = {
         "Later runs announce no communication (FUSER_DUMP=communication).",
         (
             _RECORDER,
-            "        if announced := self._announced(op):",
-            "        if announced := None:",
+            "        self._now.at_once(run)\n        self._keep(run)\n",
+            "        self._now.at_once(run)\n"
+            "        if not isinstance(self.frame.op, StartsCommunication):\n"
+            "            self._keep(run)\n",
+        ),
+        (
+            _RECORDER,
+            "from hostir.ir.ops import Allocate,",
+            "from hostir.ir.ops import StartsCommunication, Allocate,",
         ),
         tests="tests/fuser/support/test_dumps.py",
     ),
@@ -328,8 +313,8 @@ FAULTS: dict[str, Fault] = {
         "Only the first run clears a buffer that the program wants zeroed.",
         (
             _RECORDER,
-            "        clear = _clearing(i) if op.zero_init else None",
-            "        clear = None",
+            "        made, clear = self.frame.tensors[tv], _clearing(slot) if is_cleared else None",
+            "        made, clear = self.frame.tensors[tv], None",
         ),
         tests=MEANING,
     ),
@@ -337,8 +322,8 @@ FAULTS: dict[str, Fault] = {
         "An op in place writes into memory of its own.",
         (
             _EXECUTE,
-            "frame.tensors[out] = frame.tensors[frame.alias_target(out)]",
-            "frame.tensors[out] = torch.empty_like(frame.tensors[frame.alias_target(out)])",
+            "                frame.tensors[out] = frame.tensors[into]\n",
+            "                frame.tensors[out] = torch.empty_like(frame.tensors[into])\n",
         ),
         tests=f"{MEANING} tests/hostir/runtime/test_evaluator_updates.py",
     ),
@@ -364,11 +349,11 @@ FAULTS: dict[str, Fault] = {
         tests=f"{MEANING} {STEPS}",
     ),
     "view_of_what_is_gone": _fault(
-        "In a loop, a view of a later step is that of the first: it outlives its buffer.",
+        "In a loop, a view of a later step has the slot of the first: it outlives its buffer.",
         (
-            _RECORDER,
-            "        i, o = self.slot(source), self.new_slot(out)\n        return View(",
-            "        i, o = self.slot(source), self.slot(out)\n        return View(",
+            _EXECUTE,
+            "view = View(i, self.new_slot(out), shape, strides, shift, source.element_size())",
+            "view = View(i, self.slot(out), shape, strides, shift, source.element_size())",
         ),
         tests=f"{STEPS} {MEANING}",
     ),

@@ -6,7 +6,7 @@ Files, in reading order:
 
 - `timers`: the ways to time a step: the host's clock, CUDA events, CUPTI through torch's
   profiler.
-- `op_recorder`: steps recorded with the ops that they carry out.
+- `op_recorder`: which op each recorded step carries out.
 - `timeline`: a trace: its events, report and file format.
 - `tracer`: a trace taken on all ranks; `HostIrEvaluator`.
 - `profiler`: a profile of one call.

@@ -1,7 +1,8 @@
-"""Which op each step of a plan carries out: a recorder that also notes that."""
+"""Which op each step of a plan carries out: what listens to a recorder to know that."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -18,11 +19,11 @@ from hostir.ir.ops import (
     GetCurrentStream,
     P2PCommunication,
     SetCurrentStream,
+    StartCoalescing,
     StartsCommunication,
     Wait,
 )
-from hostir.runtime.frame import Frame
-from hostir.runtime.plan import Arenas, Plan
+from hostir.runtime.plan import Plan
 from hostir.runtime.recorder import Recorder
 from hostir.runtime.steps import Action, Step, View
 
@@ -43,49 +44,55 @@ class TracedOp:
     kind: Kind
 
 
-class NotingRecorder(Recorder):
-    """A recorder that also knows what its steps carry out: `ops[i]` belongs to `plan.steps[i]`."""
+class OpNotes:
+    """Listens to a recorder, to know what its steps carry out: `ops[i]` belongs to the i-th step of
+    the plan that `completed` returns."""
 
-    def __init__(self, frame: Frame, free: frozenset[int]) -> None:
-        super().__init__(frame, free)
+    def __init__(self, recorder: Recorder) -> None:
+        recorder.listeners.append(self)
+        self._recorder, self.frame = recorder, recorder.frame
         self.ops: list[TracedOp] = []
-        self._lines = line_numbers(frame.program)
+        self._lines = line_numbers(self.frame.program)
         self._current = CALLER
         # The transfers of the open group, and what communications move, by their numbers.
-        self._halves_of: list[P2PCommunication] = []
+        self._halves_of: list[P2PCommunication] | None = None
         self._moved: dict[int, tuple[str, ...]] = {}
         self._named: dict[str, int] = {}
         self._unnamed: dict[object, int] = {}
 
-    def record(self, op: Op) -> None:
-        """Note what the op does, and for which op that is."""
-        before = len(self._steps)
-        super().record(op)
-        made = len(self._steps) - before
-        if isinstance(op, P2PCommunication) and not made:
+    def on_kept(self, op: Op, steps: Sequence[Step]) -> None:
+        """See `Listener.on_kept`."""
+        if isinstance(op, StartCoalescing):
+            self._halves_of = []
+        is_half = False
+        if isinstance(op, P2PCommunication) and self._halves_of is not None:
+            is_half = True
             self._halves_of.append(op)
-        if made:
-            traced = self._traced(op, self._steps[-1][0])
-            # What stands before the step itself only writes down that it comes.
-            self.ops += [replace(traced, kind="host")] * (made - 1) + [traced]
+        if steps:
+            traced = self._traced(op, steps[-1])
+            # What stands before the step itself only writes down that it comes; of a member of a
+            # group there is nothing else.
+            before = replace(traced, kind="host")
+            self.ops += [before] * (len(steps) - 1) + [before if is_half else traced]
         if isinstance(op, SetCurrentStream):
             self._current = self._number(op.stream)
         elif isinstance(op, GetCurrentStream):
             self._named[op.stream.name] = self._current
 
-    def finish(self, outputs: list[TensorView], arenas: Arenas) -> Plan:
-        """Return the plan; then `ops` has all of its steps."""
-        plan = super().finish(outputs, arenas)
-        # Also the making of buffers is a step here.
+    def completed(self, plan: Plan) -> Plan:
+        """Return the plan with the making of buffers as steps; then `ops` has all of its steps."""
         makes = tuple((Action(make.run), None) for make in plan.made.values())
+        behind = len(plan.steps) - len(self.ops)
         plan = replace(plan, made={}, steps=(*makes, *plan.steps))
-        recorded, behind = len(self.ops), len(self._steps) - len(self.ops)
         storage = self.frame.storage
-        ends = [tv for tv in outputs if not self.frame.is_mine(tv) or tv in storage.borrowed]
+        ends = [
+            tv
+            for tv in self._recorder.outputs
+            if not self.frame.is_mine(tv) or tv in storage.borrowed
+        ]
         assert len(ends) == behind, f"{behind} steps behind the last op, for outputs {ends}"
-        begins = len(plan.steps) - recorded - behind
         made = TracedOp("memory of the outputs", "", "", (), CALLER, "host")
-        self.ops = [made] * begins + self.ops
+        self.ops = [made] * len(makes) + self.ops
         for tv in ends:
             kind: Kind = "compute" if self.frame.is_mine(tv) else "host"
             text = f"a copy of {tv.label}, as the output"
@@ -124,7 +131,7 @@ class NotingRecorder(Recorder):
 
     def _kind(self, op: Op, step: Step) -> Kind:
         if isinstance(op, CollectivePermute):
-            rank = self.machine.rank
+            rank = self.frame.rank
             to = op.team.ranks(rank)[self.frame.integer(op.send_peer)]
             return "compute" if to == rank else "communication"
         if isinstance(op, StartsCommunication):
@@ -139,8 +146,8 @@ class NotingRecorder(Recorder):
         touched = (v for v in (*op.outputs, *op.inputs) if isinstance(v, TensorView))
         found = tuple(dict.fromkeys(tv.label for tv in touched))
         if isinstance(op, EndCoalescing):
-            found = tuple(half.buffer.label for half in self._halves_of)
-            self._halves_of = []
+            found = tuple(half.buffer.label for half in self._halves_of or ())
+            self._halves_of = None
         if isinstance(op, StartsCommunication):
             self._moved[op.number] = found
         return self._moved.get(op.number, ()) if isinstance(op, Wait) else found

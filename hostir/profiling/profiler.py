@@ -24,14 +24,16 @@ from hostir.ir.ops import (
     EndCoalescing,
     LaunchKernel,
     P2PCommunication,
+    StartCoalescing,
     StartsCommunication,
     Wait,
 )
-from hostir.profiling.op_recorder import NotingRecorder, TracedOp
+from hostir.profiling.op_recorder import OpNotes, TracedOp
 from hostir.profiling.timers import HostWatch, Round, clock
 from hostir.profiling.tracer import Runs, Source, Together, rounds_of, watched, ways_to_time
 from hostir.runtime.inputs import Argument
-from hostir.runtime.plan import Arenas, Plan
+from hostir.runtime.plan import Plan
+from hostir.runtime.recorder import Recorder
 from hostir.runtime.steps import Both, LaunchStep, Step
 from hostir.runtime.streams import on_device
 from multidevice.coordination.bounded_wait import Team
@@ -39,7 +41,6 @@ from multidevice.coordination.bounded_wait import Team
 if TYPE_CHECKING:
     from fuser.kernels.executor import KernelLaunch
     from hostir.runtime.evaluator import ProgramEvaluator
-    from hostir.runtime.frame import Frame
     from multidevice.job.communicator import Communicator
 
 
@@ -103,15 +104,15 @@ def take_profile(
         return given
 
     given = ranks.together(prepare)
-    runs = Runs(evaluator, ranks, given, SizingRecorder)
-    device, ops = runs.plan.device, runs.recorder.ops
+    runs = Runs(evaluator, ranks, given, SizeNotes)
+    device, ops = runs.plan.device, runs.notes.ops
     source = _source(device, has_cupti=has_cupti)
     ways = ranks.together(lambda: ways_to_time(device, source, communicator))
     with torch.no_grad(), on_device(device):
         watch, _ = watched(ops, ranks, ways, partial(rounds_of, runs, repeat=1))
         outputs = runs.keep(given)
         updated = [given[i] for i in runs.updated]
-    work, waits = runs.recorder.work(), runs.recorder.waits()
+    work, waits = runs.notes.work(), runs.notes.waits()
     return _profiled(work, waits, watch, device, given, outputs, updated)
 
 
@@ -210,31 +211,40 @@ def nbytes_of(value: object) -> int:
     return count * value.element_size()
 
 
-class SizingRecorder(NotingRecorder):
-    """A recorder that also knows what its steps read and write."""
+class SizeNotes:
+    """Listens to a recorder, to know what its steps read and write; `ops` has what they carry
+    out."""
 
-    def __init__(self, frame: Frame, free: frozenset[int]) -> None:
-        super().__init__(frame, free)
+    def __init__(self, recorder: Recorder) -> None:
+        self._ops = OpNotes(recorder)
+        recorder.listeners.append(self)
+        self._frame = recorder.frame
         # By the number of the step, as the steps are recorded.
         self._moves: dict[int, tuple[Op, tuple[int, ...], int, int]] = {}
-        self._group_halves: list[P2PCommunication] = []
+        self._group_halves: list[P2PCommunication] | None = None
         # The step that starts a communication, by its number; the step of a Wait -> that one.
         self._starts: dict[int, int] = {}
         self._wait_for: dict[int, int] = {}
-        self._made_before = 0
+        # How many steps were recorded, and how many stand before them.
+        self._recorded, self._made_before = 0, 0
 
-    def record(self, op: Op) -> None:
+    @property
+    def ops(self) -> list[TracedOp]:
+        return self._ops.ops
+
+    def on_kept(self, op: Op, steps: Sequence[Step]) -> None:
         """Note sizes while the tensors are there."""
-        before = len(self._steps)
-        super().record(op)
-        made = len(self._steps) - before
-        if isinstance(op, P2PCommunication) and not made:
+        self._recorded += len(steps)
+        if isinstance(op, StartCoalescing):
+            self._group_halves = []
+        elif isinstance(op, P2PCommunication) and self._group_halves is not None:
             self._group_halves.append(op)
-        if not made:
             return
-        step = len(self._steps) - 1
+        if not steps:
+            return
+        step = self._recorded - 1
         if isinstance(op, StartsCommunication):
-            halves = self._group_halves if isinstance(op, EndCoalescing) else []
+            halves = (self._group_halves or ()) if isinstance(op, EndCoalescing) else ()
             self._starts.update({one.number: step for one in (op, *halves)})
         elif isinstance(op, Wait) and op.number in self._starts:
             self._wait_for[step] = self._starts[op.number]
@@ -244,7 +254,7 @@ class SizingRecorder(NotingRecorder):
         """Return the numbers of what an op fills, and the bytes that it reads and writes."""
         halves: list[P2PCommunication] = []
         if isinstance(op, EndCoalescing):
-            halves, self._group_halves = self._group_halves, []
+            halves, self._group_halves = self._group_halves or [], None
         elif isinstance(op, P2PCommunication):
             halves = [op]
         if halves:
@@ -253,7 +263,7 @@ class SizingRecorder(NotingRecorder):
         else:
             sent = [v for v in op.inputs if isinstance(v, TensorView)]
             into = [v for v in op.outputs if isinstance(v, TensorView)]
-        root = self.frame.storage.root
+        root = self._frame.storage.root
         return (
             tuple(root(tv).number for tv in into),
             sum(map(self._nbytes, dict.fromkeys(sent))),
@@ -261,15 +271,13 @@ class SizingRecorder(NotingRecorder):
         )
 
     def _nbytes(self, tv: TensorView) -> int:
-        return nbytes_of(self.frame.tensors.get(tv)) if self.frame.is_mine(tv) else 0
+        return nbytes_of(self._frame.tensors.get(tv)) if self._frame.is_mine(tv) else 0
 
-    def finish(self, outputs: list[TensorView], arenas: Arenas) -> Plan:
-        """Return the plan; then `work` tells of its steps."""
-        plan = super().finish(outputs, arenas)
-        self._plan = plan
-        # What makes buffers stands before the steps that were recorded.
-        self._made_before = len(plan.steps) - len(self._steps)
-        return plan
+    def completed(self, plan: Plan) -> Plan:
+        """See `OpNotes.completed`; then `work` tells of the steps."""
+        self._plan = made = self._ops.completed(plan)
+        self._made_before = len(made.steps) - len(plan.steps)
+        return made
 
     def work(self) -> dict[int, ProfiledOp]:
         """Return the work of the plan, by the numbers of its steps, without times."""

@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Generic, Literal, TypeVar, cast
+from typing import TYPE_CHECKING, Any, Generic, Literal, Protocol, TypeVar, cast
 
 import torch
 
@@ -31,7 +31,7 @@ from hostir.cost.machine_model import Machine, find_machine
 from hostir.cost.simulator import Timetable, timetable_of
 from hostir.ir.buffer_aliasing import Storage
 from hostir.ir.program import walk
-from hostir.profiling.op_recorder import NotingRecorder, TracedOp
+from hostir.profiling.op_recorder import OpNotes, TracedOp
 from hostir.profiling.timeline import CPU, RankTrace, Trace, rank_from_dict, run_times, slices_of
 from hostir.profiling.timers import CuptiWatch, EventWatch, HostWatch, clock
 from hostir.runtime.cuda_graphs import RUNS_BEFORE
@@ -44,7 +44,7 @@ from hostir.runtime.streams import on_device
 from multidevice.coordination.bounded_wait import Team
 
 if TYPE_CHECKING:
-    from hostir.runtime.frame import Frame
+    from hostir.runtime.recorder import Recorder
     from multidevice.job.communicator import Communicator
 
 # As far as a GPU's clock drifts from the host's between two looks of CUPTI at both.
@@ -52,7 +52,7 @@ _SLACK_S = 50e-6
 # (wall, host) in seconds, of each run
 Times = tuple[tuple[float, float], ...]
 Source = Literal["auto", "cupti", "events", "host"]
-R = TypeVar("R", bound=NotingRecorder)
+N = TypeVar("N", bound="Notes")
 _SOURCES = {"cpu": ("auto", "host"), "cuda": ("auto", "cupti", "events")}
 
 
@@ -95,7 +95,7 @@ def take_trace(
         return given, where, machine
 
     given, where, machine = ranks.together(prepare)
-    runs = Runs(evaluator, ranks, given, NotingRecorder)
+    runs = Runs(evaluator, ranks, given, OpNotes)
     plan = runs.plan
     ways = ranks.together(lambda: ways_to_time(plan.device, asked.source, communicator))
 
@@ -103,7 +103,7 @@ def take_trace(
         if machine is None:
             return None, ""
         try:
-            return timetable_of(evaluator.program, runs.recorder.values(), machine), ""
+            return timetable_of(evaluator.program, runs.notes.values(), machine), ""
         except UnsupportedError as error:
             return None, str(error)  # what was asked for first is what a run takes
 
@@ -112,7 +112,7 @@ def take_trace(
         plain = runs.plain(asked.warm_up, asked.repeat)
         usual, graphs = runs.usual(asked.warm_up, asked.repeat)
         rounds = partial(rounds_of, runs, repeat=asked.repeat)
-        watch, whys = watched(runs.recorder.ops, ranks, ways, rounds)
+        watch, whys = watched(runs.notes.ops, ranks, ways, rounds)
         shift, clocks = aligned(ranks)
     mine = _measured(runs, watch, shift, whys, plain=plain, usual=usual, graphs=graphs)
     found = [rank_from_dict(d) for d in ranks.tell(mine.to_dict())]
@@ -199,16 +199,25 @@ def ways_to_time(
 
 
 # ------------------------------------------------------------------ the runs
-class Runs(Generic[R]):
+class Notes(Protocol):
+    """What is known of the steps of a recorder."""
+
+    def completed(self, plan: Plan) -> Plan:
+        """Returns the plan, of whose steps it knows."""
+        ...
+
+
+class Runs(Generic[N]):
     """The plan of these inputs, and how to run it: on copies of what it updates, which have their
-    first values before each run, as torch's generator has its state. `make` makes the recorder."""
+    first values before each run, as torch's generator has its state. `listen` returns what knows of
+    its steps."""
 
     def __init__(
         self,
         evaluator: ProgramEvaluator,
         ranks: Together,
         given: list[Argument],
-        make: Callable[[Frame, frozenset[int]], R],
+        listen: Callable[[Recorder], N],
     ) -> None:
         self.ranks, self._evaluator = ranks, evaluator
         program = evaluator.program
@@ -229,7 +238,8 @@ class Runs(Generic[R]):
             self._inputs[i] = copy
             self._restored.append((copy, value.detach()))
         self._restore()
-        self.recorder, self.plan = evaluator.recorded(self._inputs, make)
+        self.notes, plan = evaluator.recorded(self._inputs, listen)
+        self.plan = self.notes.completed(plan)
         self.outputs: list[torch.Tensor] = []
 
     def _restore(self) -> None:
@@ -365,7 +375,7 @@ def _refusal(ranks: Together, step: Callable[[], None]) -> str:
     return next((f"rank {rank}: {text}" for rank, text in told if text), "")
 
 
-def rounds_of(runs: Runs[R], watch: HostWatch, repeat: int) -> None:
+def rounds_of(runs: Runs[N], watch: HostWatch, repeat: int) -> None:
     """Run a plan as often as asked, and once before: that makes what the watch makes once."""
     run = runs.bound(watch.wrapped(runs.plan))
     for _ in range(1 + repeat):
@@ -373,15 +383,15 @@ def rounds_of(runs: Runs[R], watch: HostWatch, repeat: int) -> None:
 
 
 def _measured(
-    runs: Runs[NotingRecorder],
+    runs: Runs[OpNotes],
     watch: HostWatch,
     shift: float,
     whys: Sequence[str],
     **unwatched: Any,
 ) -> RankTrace:
     """Return what this rank has measured, and what there is to doubt about it."""
-    device, ops, rounds = runs.plan.device, runs.recorder.ops, watch.rounds[1:]
-    streams, last = runs.recorder.stream_names(), rounds[-1]
+    device, ops, rounds = runs.plan.device, runs.notes.ops, watch.rounds[1:]
+    streams, last = runs.notes.stream_names(), rounds[-1]
     doubts = [*whys, *watch.doubts]
     slack = watch.skew_s + _SLACK_S
     outside = sum(

@@ -11,12 +11,12 @@ Files, in reading order:
 - `inputs`: kind, dtype, device and layout of inputs; `fuser.ir.binding` does their sizes.
 - `output_buffers`: buffers that callers lend.
 - `agreement`: the ranks agree before a run: where they meet, what each claims to run.
-- `execute`, `torch_ops`: each op carried out; tensor ops through torch.
+- `execute`, `torch_ops`: a walk over a program: the steps of each op, carried out at once; tensor
+  ops through torch.
 - `kernels`: executors of kernels, also of the blocks of a loop.
 - `communication`: communication ops as calls of a transport.
 - `streams`: execution streams of CUDA and of the CPU.
-- `recorder`, `steps`, `plan`: the steps that a run records; their kinds; the plan that repeats
-  them.
+- `recorder`, `steps`, `plan`: the steps of a walk, kept; their kinds; the plan that repeats them.
 - `dry_run`, `symbolic_plan`: a plan without a run; a plan for other sizes.
 - `cuda_graphs`: after how many runs a plan becomes a CUDA graph, and what new addresses change.
 - `native_runner`: plans described for the C code that runs them.

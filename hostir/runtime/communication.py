@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 
@@ -17,7 +17,6 @@ from hostir.ir.ops import (
     P2PCommunication,
     StartsCommunication,
 )
-from hostir.ir.shard_layout import write
 from multidevice.coordination.bounded_wait import Team
 from multidevice.transports.base import protocol
 from multidevice.transports.base.protocol import Backend, Work
@@ -33,38 +32,6 @@ class Done:
 
     def synchronize(self) -> None:
         """See `Work.synchronize`."""
-
-
-@dataclass
-class Posted:
-    """A communication that was started, and what has to be done when it has been waited for."""
-
-    work: Work | None = None
-    # Where its stream stood when it was started: a wait on another stream is for that, too.
-    mark: object = None
-    # Whether it is one half of a transfer: the peer may wait for what other streams post here.
-    is_alone: bool = False
-    # Where results are put (and where they wait) on streams that hold work back.
-    landed: list[tuple[torch.Tensor, torch.Tensor]] = field(
-        default_factory=list[tuple[torch.Tensor, torch.Tensor]]
-    )
-
-    def landing(self, out: torch.Tensor) -> torch.Tensor:
-        """Return what to receive into, so that `out` has the result only after `wait`."""
-        staged = torch.empty_strided(out.shape, out.stride(), dtype=out.dtype, device=out.device)
-        self.landed.append((out, staged))
-        return staged
-
-    def is_done(self) -> bool:
-        """Whether it is known to be over, so that `wait` would return at once."""
-        done = getattr(self.work, "is_done", None)
-        return done is not None and done()
-
-    def wait(self) -> None:
-        assert self.work is not None, "a communication that was never posted"
-        self.work.wait()
-        for out, staged in self.landed:
-            write(out, staged)
 
 
 def flat(

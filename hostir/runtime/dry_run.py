@@ -27,11 +27,11 @@ from hostir.ir.ops import (
 )
 from hostir.ir.program import HostIrContainer, walk
 from hostir.ir.shard_layout import spanned
-from hostir.runtime.execute import run_block
+from hostir.runtime.execute import Execution, OnlyRunTells
 from hostir.runtime.frame import Frame
 from hostir.runtime.kernels import StepKernels
 from hostir.runtime.plan import Arenas, Plan
-from hostir.runtime.recorder import OnlyRunTells, Recorder
+from hostir.runtime.recorder import Recorder
 from hostir.runtime.steps import LaunchStep
 from hostir.runtime.streams import UnservedStreams, Work
 from hostir.runtime.symbolic_plan import Pattern, pattern_of
@@ -87,7 +87,7 @@ def rehearse(frame: Frame) -> Rehearsal:
 
     walked = _emptied(frame, note)
     with torch.no_grad():
-        run_block(frame.program.ops, walked)
+        Execution(walked).run(frame.program.ops)
     return Rehearsal(list(requests.values()))
 
 
@@ -103,16 +103,15 @@ def rehearse_plan(
     if any(t.data_ptr() % t.element_size() for t in frame.tensors.values()):
         return rehearse(frame)
     walked = _emptied(frame, requests.append)
-    recorder = walked.recorder = Recorder(walked, free, frame.machine)
+    recorder = Recorder(walked, free, frame.machine)
     with torch.no_grad():
         try:
-            run_block(frame.program.ops, walked)
+            recorder.execution.run(frame.program.ops)
         except OnlyRunTells:
             return rehearse(frame)
         plan = recorder.finish(outputs, arenas)
         pattern = pattern_of(recorder, plan)
-    # The plan's steps know this frame; they need none of its tensors.
-    walked.tensors.clear()
+    recorder.forget_tensors()
     return Rehearsal(requests, plan, pattern)
 
 

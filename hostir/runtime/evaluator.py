@@ -1,7 +1,7 @@
 """`ProgramEvaluator`: runs a host program on one rank.
 
-`evaluate` is the reading of a program (`hostir.runtime.execute`) that everything faster must equal
-bit for bit. `run` walks a program once per class of inputs, in a rehearsal
+`evaluate` carries a program out op by op (`hostir.runtime.execute`), and everything faster must
+equal it bit for bit. `run` walks a program once per class of inputs, in a rehearsal
 (`hostir.runtime.dry_run`) where that tells all and else for real, and replays it afterwards.
 """
 
@@ -48,7 +48,7 @@ from hostir.lowering.params import check_number_of_streams
 from hostir.runtime.agreement import RankAgreement
 from hostir.runtime.context import Devices, RunBinder
 from hostir.runtime.dry_run import Rehearsal, can_bind, rehearse, rehearse_plan
-from hostir.runtime.execute import run_block
+from hostir.runtime.execute import Execution
 from hostir.runtime.frame import Frame, KernelRunner
 from hostir.runtime.inputs import (
     Argument,
@@ -74,7 +74,6 @@ if TYPE_CHECKING:
     from multidevice.job.communicator import Communicator
 
 MakeRunner = Callable[[KernelGroup], KernelRunner]
-R = TypeVar("R", bound=Recorder)
 T = TypeVar("T")
 # What messages call it: users have `hostir.HostIrEvaluator`, which can take traces besides.
 _NAME = "HostIrEvaluator"
@@ -334,8 +333,7 @@ class ProgramEvaluator:
         arenas = self.cache.arenas_on(device)
         plan = known.plans[places] = recorder.finish(self._visible, arenas)
         self.cache.learn(device, pattern_of(recorder, plan))
-        # The plan's steps know the frame's values; they must not keep its tensors.
-        frame.tensors.clear()
+        recorder.forget_tensors()
         return outputs
 
     def _first_replay(
@@ -449,20 +447,21 @@ class ProgramEvaluator:
             compile_many(rehearsal.requests, device=frame.machine.device)
 
     def recorded(
-        self, inputs: Sequence[Argument], make: Callable[[Frame, frozenset[int]], R]
-    ) -> tuple[R, Plan]:
-        """Run once through the table with a recorder that `make` makes; return it, and its plan,
-        which nothing else runs."""
+        self, inputs: Sequence[Argument], listen: Callable[[Recorder], T]
+    ) -> tuple[T, Plan]:
+        """Run once, op by op, with a recorder to which what `listen` returns listens; return that,
+        and the plan, which nothing else runs."""
         self._begin()
         with torch.no_grad():
             frame = self.binder.frame(list(inputs))
-            recorder = make(frame, self.free)
+            recorder = Recorder(frame, self.free)
+            listener = listen(recorder)
             self._walk(frame, recorder)
         plan = recorder.finish(
             self._visible, Arenas(frame.machine.device, "its steps are watched one by one")
         )
-        frame.tensors.clear()
-        return recorder, plan
+        recorder.forget_tensors()
+        return listener, plan
 
     def watched_as_agreed(
         self, take: Callable[..., T], inputs: Sequence[Argument], asked: object
@@ -496,12 +495,12 @@ class ProgramEvaluator:
     def _walk_streams(self, frame: Frame, recorder: Recorder | None) -> list[torch.Tensor]:
         streams = frame.machine.streams
         entry = streams.current()
-        frame.recorder = recorder
+        execution = Execution(frame) if recorder is None else recorder.execution
         if frame.machine.vote is not None:
             frame.machine.vote.ask(STEP_BY_STEP)
         try:
             with on_device(frame.machine.device):
-                run_block(self.program.ops, frame)
+                execution.run(self.program.ops)
                 streams.finish()
         except BaseException:
             streams.abandon()

@@ -1,89 +1,808 @@
-"""The reading of host ops: a table from op type to the function that carries the op out.
+"""How a host program is carried out: its ops emit steps, which a receiver acts on or keeps.
 
-A handler binds names and shapes at once, as the host does, and submits the work to the stream.
+An op's `emit` speaks to an `Execution`, the runtime of one walk over a program
+(`hostir.ir.ops.base.Runtime`). It binds names, sizes and peers at once, as the host does, and makes
+steps over *slots*: numbers of tensors and other values. A receiver decides what becomes of a step.
+`Immediate` carries it out; `hostir.runtime.recorder.Recorder` also keeps it for later runs. So
+later runs repeat what the first one did. On tensors without contents (a dry run) work is left
+undone.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple, Protocol, cast
 
 import torch
 from torch.autograd import profiler as torch_profiler
 
 from fuser.ir.fusion import TensorOp, TensorView
 from fuser.ir.op import Op
+from fuser.ir.ops import nodes
+from fuser.ir.scalar import constructors as sc
+from fuser.ir.scalar.constructors import Number, Scalar, Symbol
+from fuser.ops.reference.meaning import NODES
 from fuser.support.device import VECTOR_BYTES
-from fuser.support.errors import ExecutionError, FuserError, user_code
-from hostir.ir.effects import Shows
+from fuser.support.errors import ExecutionError, FuserError
+from fuser.support.torch_calls import raw_stream_on
+from hostir.ir.effects import Part, Stream
 from hostir.ir.ops import (
-    Allocate,
     CollectivePermute,
     Communication,
-    Deallocate,
     EndCoalescing,
-    ForLoop,
-    GetCurrentStream,
-    HirAliasSelect,
-    IfThenElse,
+    HostOp,
     LaunchKernel,
-    LocalSlice,
     P2PCommunication,
     PostOnStream,
-    SetCurrentStream,
     ShardByStream,
-    ShareMemHandles,
-    StartCoalescing,
+    StartsCommunication,
     SymmetricContiguousView,
-    Synchronize,
-    Wait,
 )
+from hostir.ir.ops.base import LocalShapes
 from hostir.ir.program import walk
 from hostir.ir.shard_layout import share_storage, viewed_strides, write
-from hostir.lowering.slices import dropped_axes
+from hostir.lowering.slices import Dropped, dropped_axes
 from hostir.runtime.communication import (
     CommunicationCall,
     Done,
-    Posted,
+    PostedBuffer,
+    bind_exchange,
+    bind_post,
     exchange,
+    halves,
     permute,
     post,
     transfer,
 )
-from hostir.runtime.frame import Frame, new_buffer, op_failed
+from hostir.runtime.frame import ExecutionContext, Frame, new_buffer, op_failed
 from hostir.runtime.inputs import Argument
-from hostir.runtime.steps import announcer, meet_at, range_of, show_shards, without_gradient
-from hostir.runtime.torch_ops import compute, compute_into
-from multidevice.coordination.bounded_wait import Team, team_text
-from multidevice.transports.base.protocol import Transfer
+from hostir.runtime.steps import (
+    Action,
+    Binding,
+    Block,
+    Closure,
+    CollectiveStep,
+    ExchangeStep,
+    LaunchStep,
+    Slots,
+    Started,
+    Step,
+    View,
+    allocation,
+    announcer,
+    meet_at,
+    range_of,
+    shows_shards,
+    without_gradient,
+)
+from hostir.runtime.streams import Handle, Ready, raw_handle
+from hostir.runtime.torch_ops import (
+    compute,
+    computing,
+    contraction,
+    writer,
+    writing,
+    writing_at_once,
+)
+from multidevice.coordination.bounded_wait import Team
+from multidevice.transports.base.protocol import Backend, Transfer
+
+_META = torch.device("meta")
+MakeStep = Callable[[], Step | Closure]
+# A send or a receive: op, slot, peer, and what the backend takes in this run.
+Half = tuple[P2PCommunication, int, int, Transfer]
 
 
-# ------------------------------------------------------------------ buffers and computing
-def _allocate(op: Allocate, frame: Frame) -> None:
-    tv = op.buffer
-    if tv in frame.storage.named:
-        # A part of another buffer, as in the loops of nvFuser's programs, or the caller's.
-        if op.zero_init:
-            frame.submit(frame.tensors[tv].zero_)
-        return
-    shape = frame.local_shape(tv, op.stream_index)
-    machine = frame.machine
-    buffer = new_buffer(frame.program, tv, shape, machine.device, frame.symmetric(tv))
-    frame.tensors[tv] = buffer.zero_() if op.zero_init else buffer
-    frame.owned.add(tv)
-    if frame.machine.streams.delays and not op.zero_init:
-        poison(buffer)
+class OnlyRunTells(Exception):
+    """Torch chooses how a result lies in memory: that is known when it has been computed."""
 
 
-def _deallocate(op: Deallocate, frame: Frame) -> None:
-    buffer = frame.tensors.pop(op.buffer)
-    view = frame.storage.views.get(op.buffer)
-    if view is not None and not is_rehearsed(frame):
-        frame.submit(partial(meet_at, view, frame.machine))
-    if op.buffer in frame.owned and frame.machine.streams.delays:
-        # The next to use this memory is on this stream, and may begin at once.
-        frame.submit(partial(poison, buffer))
+def as_step(made: Step | Closure) -> Step:
+    """Return a step that a closure is where it is bound to nothing."""
+    return Action(made) if callable(made) else made
+
+
+class Receiver(Protocol):
+    """What becomes of the steps of an execution."""
+
+    def carry_out(self, op: Op) -> None:
+        """Takes the steps of one op, by `Execution.emit`."""
+        ...
+
+    def do(
+        self, make: MakeStep, *, after: Closure | None = None, ready: Ready | None = None
+    ) -> None:
+        """Takes work for the current stream, which a dry run need not make; `after` it, the host
+        does something at once. Until `ready()`, the work would wait for a peer."""
+        ...
+
+    def at_once(self, run: Closure) -> None:
+        """Takes what the host does before the op is over."""
+        ...
+
+    def name(self, out: TensorView, view: View) -> None:
+        """Takes a view of what another name stands for."""
+        ...
+
+    def make(self, tv: TensorView, slot: int, shape: tuple[int, ...], *, is_cleared: bool) -> None:
+        """Takes a buffer of this local shape that is made."""
+        ...
+
+    def let_go(self, tv: TensorView) -> None:
+        """Takes that a buffer, or a view of the shards of several ranks, is given up."""
+        ...
+
+    def results(self, op: TensorOp, found: list[torch.Tensor]) -> None:
+        """Takes what torch has computed in memory of its own."""
+        ...
+
+    def may_make_results(self, op: TensorOp) -> None:
+        """Hears that later runs may make the results of an op anew, in place of its buffers."""
+        ...
+
+    def posted(self, op: Communication, posting: Posting) -> None:
+        """Hears how the communication of whole buffers is started."""
+        ...
+
+    def backend(self, name: str, op: Op, what: str) -> Backend:
+        """Returns what carries out a communication; `what` is the backend's name of it."""
+        ...
+
+    def keep_out_of_graphs(self, why: str) -> None:
+        """Hears why no CUDA graph can repeat what is done."""
+        ...
+
+
+class Execution:
+    """One walk over a program: which names stand for what, the open group, the current stream.
+
+    See `hostir.ir.ops.base.Runtime`, which this is. A slot is given once in a walk: where a
+    loop makes a tensor anew, that is another slot.
+    """
+
+    def __init__(
+        self,
+        frame: Frame,
+        free: frozenset[int] = frozenset(),
+        machine: ExecutionContext | None = None,
+        receiver: Receiver | None = None,
+    ) -> None:
+        """`free` has the positions of scalar inputs on which no size depends. `machine` is where
+        the steps will run, if that is another one than the frame's: in a dry run."""
+        self.frame = frame
+        self.machine = frame.machine if machine is None else machine
+        self.rank, self.team = self.machine.rank, self.machine.team
+        self.number, self.integer = frame.number, frame.integer
+        inputs = frame.program.inputs
+        self._slot: dict[object, int] = {v: i for i, v in enumerate(inputs)}
+        self.slots: Slots = [
+            frame.tensors.get(v)
+            if isinstance(v, TensorView)
+            else frame.values.get(cast("Symbol", v))
+            for v in inputs
+        ]
+        # Slots that two names have: neither may empty them.
+        self._shared: set[int] = set()
+        # The slots of the input scalars; and those that may change within the class.
+        self.places = {v: i for i, v in enumerate(inputs) if isinstance(v, Symbol)}
+        self.given_free, self.free = free, free_scalars(frame, free)
+        self.free_slots = tuple((s, self.places[s]) for s in self.free)
+        self.is_dry = frame.machine.device == _META
+        self.delays = frame.machine.streams.delays
+        self.switches = frame.storage.switches_streams
+        # The current stream, and those that the program captured; None is the one on which the run
+        # began.
+        self.stream: Handle | None = None
+        self._captured: dict[str, Handle | None] = {}
+        # The sends and receives since StartCoalescing; None outside.
+        self._group: list[Half] | None = None
+        # On streams that hold work back, by the slot of a communication: results, and where they
+        # were received; and which are one half of a transfer, whose peer may wait for what other
+        # streams post here.
+        self._landed: dict[int, list[tuple[torch.Tensor, torch.Tensor]]] = {}
+        self._alone: set[int] = set()
+        self._receiver: Receiver = Immediate(self) if receiver is None else receiver
+
+    # ------------------------------------------------------------ names
+    def slot(self, value: object) -> int:
+        """Return the slot of a tensor, an input scalar or a communication."""
+        i = self._slot.get(value)
+        if i is None:
+            i = self.new_slot(value)
+            if isinstance(value, TensorView):
+                self.slots[i] = self.frame.tensors.get(value)
+        return i
+
+    def new_slot(self, value: object) -> int:
+        """Return a slot for what is made now, whatever was called so before."""
+        slots, before = self.slots, self._slot.get(value)
+        if before is not None and not self.delays and before not in self._shared:
+            slots[before] = None
+        i = self._slot[value] = len(slots)
+        slots.append(None)
+        return i
+
+    def empty(self, slot: int) -> None:
+        """Let go of what a slot holds. Work that is held back still reads it."""
+        if not self.delays and slot not in self._shared:
+            self.slots[slot] = None
+
+    def has_slot(self, value: object) -> bool:
+        """Whether something has been called so."""
+        return value in self._slot
+
+    def argument(self, value: TensorView | Scalar) -> Callable[[Slots], Argument]:
+        """Return how to read an operand: a slot, or a scalar over the run's input scalars."""
+        if isinstance(value, TensorView):
+            i = self.slot(value)
+            return lambda slots: slots[i]
+        return reader(value, self.places, self.free, self.frame)
+
+    def is_named(self, tv: TensorView) -> bool:
+        return tv in self.frame.storage.named
+
+    # ------------------------------------------------------------ control flow
+    def run(self, ops: Sequence[Op]) -> None:
+        """Carry out the ops of a region that concern this rank, in order.
+
+        Raises `ExecutionError` naming op and user line where torch refuses one.
+        """
+        frame, carry_out = self.frame, self.carry_out
+        # Without meshes, no op is another rank's.
+        is_idle = frame.is_idle if frame.storage.is_placed else None
+        for op in ops:
+            if is_idle is None or not is_idle(op):
+                carry_out(op)
+
+    def carry_out(self, op: Op) -> None:
+        """Carry out one op that concerns this rank; see `run`."""
+        self.frame.op = op
+        try:
+            if torch_profiler._is_profiler_enabled and not self.is_dry:  # pyright: ignore[reportPrivateUsage]
+                with range_of(op, self.frame.program):
+                    self._receiver.carry_out(op)
+            else:
+                self._receiver.carry_out(op)
+        except (FuserError, OnlyRunTells):
+            raise
+        except Exception as error:  # torch raises errors of every kind
+            raise op_failed(op, error) from error
+
+    def emit(self, op: Op) -> None:
+        """Give the receiver the steps of an op; tensor ops of the fusion IR are torch's."""
+        if isinstance(op, HostOp):
+            op.emit(self)
+        else:
+            assert isinstance(op, TensorOp), f"{op.name} does not say how it runs"
+            self._compute(op)
+
+    def loop(self, index: Symbol, steps: range, body: Sequence[Op]) -> None:
+        if self.is_dry and not any(isinstance(op, ShardByStream) for op in walk(body)):
+            # Others only repeat the kernels: elements along an axis begin in the same places of a
+            # vector of memory again after as many steps as that has bytes.
+            steps = steps[:VECTOR_BYTES]
+        with self.frame.with_index(index) as bind:
+            for i in steps:
+                bind(i)
+                self.run(body)
+
+    # ------------------------------------------------------------ buffers and names
+    def make(self, tv: TensorView, stream_index: Scalar | None, *, is_cleared: bool) -> None:
+        shape = self.frame.local_shape(tv, stream_index)
+        self._receiver.make(tv, self.new_slot(tv), shape, is_cleared=is_cleared)
+
+    def let_go(self, tv: TensorView) -> None:
+        self._receiver.let_go(tv)
+
+    def name_part(self, out: TensorView, inp: TensorView, part: Part | None) -> None:
+        i = self.slot(inp)
+        source: torch.Tensor = self.slots[i]
+        shape, strides, shift = tuple(source.shape), source.stride(), 0
+        if part is not None:
+            op, axis = self.frame.op, part.axis
+            assert op is not None, f"{out} is named by no op"
+            start, length = self.frame.part(op, source, part)
+            shift = start * strides[axis]
+            if part.chunks is None:
+                shape = (*shape[:axis], *shape[axis + 1 :])
+                strides = (*strides[:axis], *strides[axis + 1 :])
+            else:
+                shape = (*shape[:axis], length, *shape[axis + 1 :])
+        view = View(i, self.new_slot(out), shape, strides, shift, source.element_size())
+        self._receiver.name(out, view)
+
+    def name_as_shaped(self, out: TensorView, inp: TensorView) -> None:
+        self._name_as(out, inp, self.frame.tensors[inp].view(self.frame.local_shape(out)))
+
+    def _name_as(self, out: TensorView, inp: TensorView, seen: torch.Tensor) -> None:
+        """Name the place of `inp` in memory that `seen` is."""
+        i = self.slot(inp)
+        shift = int(seen.storage_offset()) - int(self.slots[i].storage_offset())
+        shape, strides, itemsize = tuple(seen.shape), seen.stride(), seen.element_size()
+        self._receiver.name(out, View(i, self.new_slot(out), shape, strides, shift, itemsize))
+
+    def show_shards(self, op: SymmetricContiguousView) -> None:
+        frame, machine, shape = self.frame, self.machine, self.frame.local_shape(op.out)
+        i, o = self.slot(op.inp), self.new_slot(op.out)
+        if self.is_dry:
+            self.slots[o] = frame.tensors[op.inp].new_empty(shape)
+        self._receiver.keep_out_of_graphs(f"the ranks meet in each {op.name}")
+        self._receiver.at_once(shows_shards(op, machine, i, o, shape).run)
+        frame.tensors[op.out] = self.slots[o]
+        if self.delays:
+            # The others see what this stream has written when it comes to here.
+            self._receiver.do(lambda: lambda slots: meet_at(op, machine))
+
+    # ------------------------------------------------------------ work on the current stream
+    def call(self, work: Callable[..., object], *operands: TensorView | Scalar) -> None:
+        reads = [self.argument(v) for v in operands]
+
+        def call(slots: Slots) -> None:
+            work(*[read(slots) for read in reads])
+
+        self._receiver.do(lambda: call)
+
+    def copy_part(
+        self,
+        out: TensorView,
+        inp: TensorView,
+        axis: int,
+        bounds: Callable[[LocalShapes], tuple[int, int]],
+    ) -> None:
+        i, o = self.slot(inp), self.slot(out)
+        self._receiver.do(lambda: copying(self.slots[o], (i, o), axis, bounds(self.frame)))
+
+    def launch(self, op: LaunchKernel) -> None:
+        frame = self.frame
+        for out in op.outs:
+            if out not in frame.tensors:
+                # An in-place output is the input that it overwrites.
+                into = frame.alias_target(out)
+                i = self._slot[out] = self.slot(into)
+                self._shared.add(i)
+                frame.tensors[out] = frame.tensors[into]
+        ins: list[Any] = [frame.operand(v) for v in op.ins]
+        outs = [frame.tensors[o] for o in op.outs]
+        _drop_axes((ins, outs), dropped_axes(op, frame.program))
+        # A dry run is only told of it.
+        work = frame.machine.launch(op.group, ins, outs, frame.sizes)
+        self._receiver.do(
+            lambda: Started(lambda slots: work(), lambda slots: self._launch_step(op, ins, outs))
+        )
+
+    def _launch_step(
+        self, op: LaunchKernel, given: list[Argument], results: list[torch.Tensor]
+    ) -> Step:
+        """Return the launch for operands and results like these."""
+        frame, sizes, runner = self.frame, self.frame.sizes, self.machine.runner(op.group)
+        device = self.machine.device if self.is_dry else None
+        kernel = runner.launch_for(given, results, sizes=sizes, device=device)
+        if kernel is not None:
+            operands = tuple(self.slot(v) for v in (*op.ins, *op.outs) if isinstance(v, TensorView))
+            numbers = tuple(x for x in given if not isinstance(x, torch.Tensor))
+            scalars = [v for v in op.ins if isinstance(v, Scalar)]
+            read = numbers_reader(scalars, self.places, self.free, frame)
+            return LaunchStep(kernel, operands, numbers, read, raw_handle(self.stream))
+        self._receiver.keep_out_of_graphs(
+            f"the launch of kernel group {op.group} is looked up in each run"
+        )
+        run, dropped = runner.run, dropped_axes(op, frame.program)
+        ins, outs = [self.argument(v) for v in op.ins], [self.slot(o) for o in op.outs]
+
+        def launch(slots: Slots) -> None:
+            operands: list[Any] = [get(slots) for get in ins]
+            made = [slots[o] for o in outs]
+            _drop_axes((operands, made), dropped)
+            run(operands, made, sizes=sizes)
+
+        return Action(launch)
+
+    def run_unit(self, op: PostOnStream) -> None:
+        frame, machine = self.frame, self.machine
+        makes: list[Closure] = []
+        for out in op.outs:
+            if out not in frame.tensors:
+                shape, symmetric = frame.local_shape(out), frame.symmetric(out)
+                device, i = frame.machine.device, self.new_slot(out)
+                made = new_buffer(frame.program, out, shape, device, symmetric)
+                self.slots[i] = frame.tensors[out] = made
+            if out not in frame.storage.buffered:
+                like = frame.tensors[out]
+                block = Block(self.slot(out), tuple(like.shape), like.stride(), like.dtype)
+                makes.append(allocation(out, block, machine, frame.program).run)
+        ins, outs = [self.argument(v) for v in op.ins], [self.slot(o) for o in op.outs]
+        self._receiver.keep_out_of_graphs(f"{op.name} runs a program of its own")
+
+        def make() -> Started:
+            unit = machine.unit(op.unit)
+
+            def run(slots: Slots) -> None:
+                unit([get(slots) for get in ins], [slots[i] for i in outs])
+
+            def make_and_run(slots: Slots) -> None:
+                for make in makes:
+                    make(slots)
+                run(slots)
+
+            return Started(run, lambda slots: Action(make_and_run))
+
+        self._receiver.do(make)
+
+    def _compute(self, op: TensorOp) -> None:
+        """Compute into allocated outputs; an output without a buffer becomes a view."""
+        frame, receiver = self.frame, self._receiver
+        if isinstance(op, nodes.LibraryOp):
+            if op.draws:
+                receiver.keep_out_of_graphs(
+                    f"{op.name} may draw from torch's generator in each run"
+                )
+            if op.READS_ON_HOST:
+                receiver.keep_out_of_graphs(f"{op.name} reads an operand on the host in each run")
+        if all(out in frame.storage.buffered for out in op.outputs):
+            make = self._contraction if isinstance(op, nodes.Contraction) else self._writing
+            receiver.do(partial(make, op))
+            return
+        found = compute(op, frame)
+        if op.out_tensor in frame.program.outputs and op.out_tensor in frame.storage.shows:
+            found = [_as_result(op.out_tensor, found[0])]
+        source = op.inputs[0] if op.inputs else None
+        if isinstance(source, TensorView) and len(found) == 1 and _shows(found[0], source, frame):
+            self._name_as(op.out_tensor, source, found[0])
+        else:
+            receiver.results(op, found)
+
+    def _contraction(self, op: nodes.Contraction) -> Step | Closure:
+        ins, out = tuple(self.slot(v) for v in op.inputs), self.slot(op.out)
+        return contraction(op, (ins, out), [self.slots[i] for i in ins], self.slots[out])
+
+    def _writing(self, op: TensorOp) -> Started:
+        row = NODES[type(op)]
+        if row.into is None or row.may_return:
+            self._receiver.may_make_results(op)
+        frame, machine, free = self.frame, self.machine, self.free_slots
+        ins, outs = self.operands(op), [self.slot(o) for o in op.outputs]
+        again = computing(op, frame, ins, free, machine)
+
+        def settle(slots: Slots) -> Step:
+            return Action(writing(op, frame, ins, free, [(i, slots[i]) for i in outs], machine))
+
+        return Started(writing_at_once(op, frame, ins, outs, again), settle)
+
+    def computing(self, op: TensorOp) -> Callable[[Slots], list[torch.Tensor]]:
+        """Return how torch computes an op on the tensors and scalars of slots."""
+        return computing(op, self.frame, self.operands(op), self.free_slots, self.machine)
+
+    def operands(self, op: TensorOp) -> list[int | None]:
+        """Return the slots of an op's operands; None for a scalar."""
+        return [self.slot(v) if isinstance(v, TensorView) else None for v in op.inputs]
+
+    # ------------------------------------------------------------ communications
+    def post(self, op: Communication, team: Team, root: int) -> None:
+        self._announce(op)
+        rank, work = self.rank, self._new_work(op.number)
+        inp, out = self._held(op.inp), self._held(op.out)
+        if out >= 0 and (rank == root or not op.collective.out.at_root):
+            out = self._landing(op.out, work)
+
+        def make() -> Started:
+            backend = self._receiver.backend(op.backend, op, op.type)
+            call = CommunicationCall(op, rank, team, backend, root)
+            posting = Posting(call, inp, out, work, raw_handle(self.stream))
+            self._receiver.posted(op, posting)
+            return posting.started()
+
+        self._start(work, make)
+
+    def permute(self, op: CollectivePermute, team: Team, to: int, source: int) -> None:
+        self._announce(op)
+        rank, work = self.rank, self._new_work(op.number)
+        inp, out = self.slot(op.inp), self._landing(op.out, work)
+
+        def make() -> Started:
+            backend, stream = self._receiver.backend(op.backend, op, op.name), self.stream
+
+            def first(slots: Slots) -> None:
+                slots[work] = permute(op, (to, source), rank, team, backend, slots[inp], slots[out])
+
+            def settle(slots: Slots) -> Step:
+                both = halves(op, (to, source), slots[inp], slots[out])
+                bound = None if to == source == rank else bind_exchange(op, both, team, backend)
+                if bound is None:
+                    return Action(first, 2)
+                return ExchangeStep(bound, (inp, out), work, raw_handle(stream))
+
+            return Started(first, settle)
+
+        self._start(work, make)
+
+    def transfer(self, op: P2PCommunication, peer: int) -> None:
+        self._announce(op)
+        i, group = self.slot(op.buffer), self._group
+        work = _GROUPED if group is not None else self._new_work(op.number)
+        if op.type == "recv":
+            i = self._landing(op.buffer, work)
+        half = transfer(op, self.slots[i], peer, self.frame.order(op.type, peer))
+        if group is None:
+            if self.delays:
+                self._alone.add(work)
+            self._exchange(op, [(op, i, peer, half)], work)
+        else:
+            group.append((op, i, peer, half))
+
+    def open_group(self, op: Op) -> None:
+        if self._group is not None:
+            raise ExecutionError(f"{op.name} inside another one")
+        self._group = []
+
+    def close_group(self, op: EndCoalescing) -> None:
+        if self._group is None:
+            raise ExecutionError(f"{op.name} without StartCoalescing")
+        group, self._group = self._group, None
+        work = self._new_work(op.number)
+        if _GROUPED in self._landed:
+            self._landed[work] = self._landed.pop(_GROUPED)
+        for one, *_ in group:
+            self._slot["work", one.number] = work
+        self._exchange(op, group, work)
+
+    def _exchange(self, op: P2PCommunication | EndCoalescing, group: list[Half], work: int) -> None:
+        """Start the sends and receives of a group, which may be one, or none."""
+        team, stream, receiver = self.machine.team, self.stream, self._receiver
+
+        def make() -> Started:
+            if not group:
+                return Started(done, lambda slots: Action(done, 0))
+            backend = receiver.backend(group[0][0].backend, op, op.name)
+            transfers = [half for *_, half in group]
+            # Without the tensors of this run.
+            kept = [(one, i, peer) for one, i, peer, _ in group]
+
+            def first(slots: Slots) -> None:
+                slots[work] = exchange(op, transfers, team, backend)
+
+            def again(slots: Slots) -> None:
+                given = [transfer(one, slots[i], peer) for one, i, peer in kept]
+                slots[work] = exchange(op, given, team, backend)
+
+            def settle(slots: Slots) -> Step:
+                bound = bind_exchange(op, transfers, team, backend)
+                if bound is None:
+                    return Action(again, len(kept))
+                buffers = tuple(i for _, i, _ in kept)
+                return ExchangeStep(bound, buffers, work, raw_handle(stream))
+
+            return Started(first, settle)
+
+        def done(slots: Slots) -> None:
+            slots[work] = Done()
+
+        self._start(work, make)
+
+    def wait(self, number: int) -> None:
+        # Absent on a rank outside of the communication's mesh.
+        work = self._slot.get(("work", number))
+        if work is None:
+            return
+        landed = self._landed.pop(work, ())
+
+        def wait(slots: Slots) -> None:
+            if slots[work] is not None:
+                slots[work].wait()
+                slots[work] = None
+                for out, staged in landed:
+                    write(out, staged)
+
+        if not self.switches:
+            self._receiver.do(lambda: wait, ready=self._ready(work))
+            return
+        join, mark = self.machine.streams.join_mark, self.slot(("mark", work))
+        if self.delays:
+            # The queue gets the mark, too: when it is put in says what it is behind.
+            self._receiver.at_once(lambda slots: None if slots[mark] is None else join(slots[mark]))
+            self._receiver.do(lambda: wait, ready=self._ready(work))
+            return
+
+        def join_and_wait(slots: Slots) -> None:
+            if slots[work] is not None:
+                join(slots[mark])
+            wait(slots)
+
+        self._receiver.do(lambda: join_and_wait)
+
+    def _ready(self, work: int) -> Ready | None:
+        """Return what tells that a wait for a lone half of a transfer would return at once."""
+        if work not in self._alone:
+            return None
+        slots = self.slots
+
+        def is_done() -> bool:
+            done = getattr(slots[work], "is_done", None)
+            return done is not None and done()
+
+        return is_done
+
+    def _new_work(self, number: int) -> int:
+        """Return the slot of a communication that starts now. Where streams hold work back, an
+        earlier one of this number may not have been waited for yet."""
+        name = "work", number
+        return self.new_slot(name) if self.delays else self.slot(name)
+
+    def _start(self, work: int, make: MakeStep) -> None:
+        """Start a communication, and note where it stands in its stream: its Wait may stand in
+        another one."""
+        if not self.switches:
+            self._receiver.do(make)
+            return
+        take, mark = self.machine.streams.mark, self.slot(("mark", work))
+
+        def note(slots: Slots) -> None:
+            slots[mark] = take()
+
+        self._receiver.do(make, after=note)
+
+    def _held(self, tv: TensorView) -> int:
+        """Return the slot of this rank's part of a tensor, -1 where it holds none."""
+        return self.slot(tv) if self.frame.is_mine(tv) else -1
+
+    def _landing(self, tv: TensorView, work: int) -> int:
+        """Return the slot to receive `tv` into. Where streams hold work back, results are in their
+        place after the Wait only."""
+        i = self.slot(tv)
+        if not self.delays:
+            return i
+        out = self.slots[i]
+        staged = torch.empty_strided(out.shape, out.stride(), dtype=out.dtype, device=out.device)
+        self._landed.setdefault(work, []).append((out, staged))
+        self.slots.append(staged)
+        return len(self.slots) - 1
+
+    def _announce(self, op: StartsCommunication) -> None:
+        """Write down that a communication is posted, in this run and in later ones."""
+        announce = None if self.is_dry else announcer(op, self.machine)
+        if announce is None:
+            return
+        held = [v for v in (*op.inputs, *op.outputs) if isinstance(v, TensorView)]
+        places = {tv: self.slot(tv) for tv in held if self.frame.is_mine(tv)}
+        self._receiver.keep_out_of_graphs("FUSER_DUMP=communication writes a line in each run")
+        self._receiver.at_once(
+            lambda slots: announce(lambda tv: slots[places[tv]] if tv in places else None)
+        )
+
+    # ------------------------------------------------------------ streams
+    def enter(self, stream: Stream) -> None:
+        enter, captured = self.machine.streams.enter, self._captured_slot(stream)
+        if captured is None:
+            handle = self.stream = self.frame.stream(stream)
+            self._receiver.at_once(lambda slots: enter(handle))
+        else:
+            self.stream = self._captured[stream.name]
+            self._receiver.at_once(lambda slots: enter(slots[captured]))
+
+    def capture(self, stream: Stream) -> None:
+        current, i = self.machine.streams.current, self.slot(("stream", stream.name))
+        self._captured[stream.name] = self.stream
+
+        def capture(slots: Slots) -> None:
+            slots[i] = current()
+
+        self._receiver.at_once(capture)
+
+    def join(self, stream: Stream) -> None:
+        join, captured = self.machine.streams.join, self._captured_slot(stream)
+        if captured is None:
+            handle = self.frame.stream(stream)
+            self._receiver.at_once(lambda slots: join(handle))
+        else:
+            self._receiver.at_once(lambda slots: join(slots[captured]))
+
+    def _captured_slot(self, stream: Stream) -> int | None:
+        """Return the slot of a stream that this program captures: it differs from run to run."""
+        if stream.index is not None or stream.name not in self._captured:
+            return None
+        return self._slot["stream", stream.name]
+
+
+# What stands for the slot of an open group's communication, which it has not got yet.
+_GROUPED = -1
+
+
+class Immediate:
+    """Carries each step out when it comes; in a dry run it only names and makes.
+
+    Where streams hold work back, `do` hands work to the stream, and all else is done at once.
+    """
+
+    def __init__(self, execution: Execution) -> None:
+        self._execution, self._frame = execution, execution.frame
+        self._machine, self._slots = execution.machine, execution.slots
+        self._is_dry, self._delays = execution.is_dry, execution.delays
+        # Steps are bound to nothing but the stream on which the run begins.
+        stream = 0 if self._is_dry else raw_stream_on(self._machine.device)()
+        self._binding = Binding(self._machine.device, stream, {})
+        # See `Receiver`.
+        self.carry_out = execution.emit
+
+    def do(
+        self, make: MakeStep, *, after: Closure | None = None, ready: Ready | None = None
+    ) -> None:
+        """See `Receiver.do`."""
+        if not self._is_dry:
+            self.take(make(), after, ready)
+
+    def take(self, made: Step | Closure, after: Closure | None, ready: Ready | None) -> None:
+        """Give the current stream a step that was made."""
+        if isinstance(made, Started):
+            run = made.first
+        else:
+            run = made if callable(made) else made.bind(self._binding)
+            assert run is not None, f"{made} has nothing to do"
+        if self._delays:
+            self._frame.submit(partial(run, self._slots), ready)
+        else:
+            run(self._slots)
+        if after is not None:
+            after(self._slots)
+
+    def at_once(self, run: Closure) -> None:
+        """See `Receiver.at_once`."""
+        if not self._is_dry:
+            run(self._slots)
+
+    def name(self, out: TensorView, view: View) -> None:
+        """See `Receiver.name`."""
+        slots = self._slots
+        slots[view.out] = self._frame.tensors[out] = view.of(slots[view.source])
+
+    def make(self, tv: TensorView, slot: int, shape: tuple[int, ...], *, is_cleared: bool) -> None:
+        """See `Receiver.make`."""
+        frame = self._frame
+        made = new_buffer(frame.program, tv, shape, frame.machine.device, frame.symmetric(tv))
+        self._slots[slot] = frame.tensors[tv] = made.zero_() if is_cleared else made
+        frame.owned.add(tv)
+        if self._delays and not is_cleared:
+            poison(made)
+
+    def let_go(self, tv: TensorView) -> None:
+        """See `Receiver.let_go`."""
+        frame, execution = self._frame, self._execution
+        buffer, view = frame.tensors.pop(tv), frame.storage.views.get(tv)
+        if view is not None:
+            machine = self._machine
+            self.do(lambda: lambda slots: meet_at(view, machine))
+        execution.empty(execution.slot(tv))
+        if self._delays and tv in frame.owned:
+            # The next to use this memory is on this stream, and may begin at once.
+            frame.submit(partial(poison, buffer))
+
+    def results(self, op: TensorOp, found: list[torch.Tensor]) -> None:
+        """See `Receiver.results`."""
+        execution, frame = self._execution, self._frame
+        if self._delays and not all(_shares(r, op, frame) for r in found):
+            # What was computed now says the shapes; the values come when the stream gets there.
+            outs = found = [torch.empty_like(r) for r in found]
+            again = execution.computing(op)
+
+            def fill(slots: Slots) -> None:
+                for out, value in zip(outs, again(slots), strict=True):
+                    write(out, value)
+
+            self.do(lambda: fill)
+        for out, value in zip(op.outputs, found, strict=True):
+            self._slots[execution.new_slot(out)] = frame.tensors[out] = value
+
+    def may_make_results(self, op: TensorOp) -> None:
+        """See `Receiver.may_make_results`."""
+
+    def posted(self, op: Communication, posting: Posting) -> None:
+        """See `Receiver.posted`."""
+
+    def backend(self, name: str, op: Op, what: str) -> Backend:
+        """See `Receiver.backend`."""
+        return self._machine.backend(name)
+
+    def keep_out_of_graphs(self, why: str) -> None:
+        """See `Receiver.keep_out_of_graphs`."""
 
 
 def poison(buffer: torch.Tensor) -> None:
@@ -91,89 +810,35 @@ def poison(buffer: torch.Tensor) -> None:
     buffer.fill_(float("nan") if buffer.is_floating_point() or buffer.is_complex() else 85)
 
 
-def launch_operands(
-    op: LaunchKernel | PostOnStream, frame: Frame
-) -> tuple[list[Argument], list[torch.Tensor]]:
-    """Return what a kernel reads and writes; an in-place output is the input that it overwrites."""
-    for out in op.outs:
-        if out not in frame.tensors:
-            frame.tensors[out] = frame.tensors[frame.alias_target(out)]
-    ins: list[Any] = [frame.operand(v) for v in op.ins]
-    outs = [frame.tensors[o] for o in op.outs]
-    for values, axes in zip((ins, outs), dropped_axes(op, frame.program), strict=True):
+def copying(like: torch.Tensor, slots: tuple[int, int], axis: int, at: tuple[int, int]) -> Closure:
+    """Return what copies (start, length) of a slot's tensor, along an axis, into one that lies like
+    `like`."""
+    (inp, out), (start, length), put = slots, at, writer(like)
+
+    def copy(slots: Slots) -> None:
+        put(slots[out], slots[inp].narrow(axis, start, length))
+
+    return copy
+
+
+def _drop_axes(operands: tuple[list[Any], list[Any]], dropped: Dropped) -> None:
+    """See elements as a kernel does: with the axes of extent 1 along which they were taken."""
+    for values, axes in zip(operands, dropped, strict=True):
         for k, gone in axes.items():
             for axis in gone:
                 values[k] = values[k].unsqueeze(axis)
-    return ins, outs
 
 
-def _launch(op: LaunchKernel, frame: Frame) -> None:
-    ins, outs = frame.launched = launch_operands(op, frame)
-    frame.submit(frame.machine.launch(op.group, ins, outs, frame.sizes))
+def _shows(after: torch.Tensor, source: TensorView, frame: Frame) -> bool:
+    """Whether a result of torch is a view of an operand, by which it can be found again."""
+    has_memory = after.numel() > 0 and (after.is_meta or after.data_ptr() != 0)
+    return has_memory and share_storage(frame.tensors[source], after)
 
 
-def _post_on_stream(op: PostOnStream, frame: Frame) -> None:
-    for out in op.outs:
-        if out not in frame.tensors:
-            shape, machine = frame.local_shape(out), frame.machine
-            frame.tensors[out] = new_buffer(
-                frame.program, out, shape, machine.device, frame.symmetric(out)
-            )
-    ins, outs = launch_operands(op, frame)
-    frame.submit(partial(frame.machine.unit(op.unit), ins, outs))
-
-
-def _local_slice(op: LocalSlice, frame: Frame) -> None:
-    start, length = frame.slice_bounds(op)
-    part = frame.tensors[op.inp].narrow(op.axis, start, length)
-    frame.submit(partial(write, frame.tensors[op.out], part))
-
-
-def _alias_select(op: HirAliasSelect, frame: Frame) -> None:
-    (shown,) = op.effects()
-    source = frame.tensors[op.inp]
-    if isinstance(shown, Shows) and shown.part is not None:
-        start, _ = frame.part(op, source, shown.part)
-        source = source.select(shown.part.axis, start)
-    frame.tensors[op.out] = source
-
-
-def _shard_by_stream(op: ShardByStream, frame: Frame) -> None:
-    source, part = frame.tensors[op.inp], op.part
-    frame.tensors[op.out] = source.narrow(part.axis, *frame.part(op, source, part))
-
-
-def _symmetric_view(op: SymmetricContiguousView, frame: Frame) -> None:
-    source, shape = frame.tensors[op.inp], frame.local_shape(op.out)
-    if op.team is None:
-        frame.tensors[op.out] = source.view(shape)
-    elif is_rehearsed(frame):
-        frame.tensors[op.out] = source.new_empty(shape)
-    else:
-        frame.tensors[op.out] = show_shards(op, frame.machine, source, shape)
-        if frame.machine.streams.delays:
-            # The others see what this stream has written when it comes to here.
-            frame.submit(partial(meet_at, op, frame.machine))
-
-
-def _share_handles(op: ShareMemHandles, frame: Frame) -> None:
-    """Nothing to do: memory is mapped where it is first copied from."""
-
-
-def _tensor_op(op: TensorOp, frame: Frame) -> None:
-    """Compute into allocated outputs; an output without a buffer becomes a view."""
-    if all(out in frame.storage.buffered for out in op.outputs):
-        now = frame.at(op) if frame.machine.streams.delays else frame
-        frame.submit(partial(compute_into, op, now, [frame.tensors[o] for o in op.outputs]))
-        return
-    results = compute(op, frame)
-    if op.out_tensor in frame.program.outputs and op.out_tensor in frame.storage.shows:
-        results = [_as_result(op.out_tensor, results[0])]
-    if frame.machine.streams.delays and not all(_is_view(r, op, frame) for r in results):
-        # What was computed now says the shapes; the values come when the stream gets there.
-        results = [torch.empty_like(r) for r in results]
-        frame.submit(partial(_fill, op, frame.at(op), results))
-    frame.tensors.update(zip(op.outputs, results, strict=True))
+def _shares(result: torch.Tensor, op: TensorOp, frame: Frame) -> bool:
+    """Whether a result lies in the memory of the first operand."""
+    source = op.inputs[0] if op.inputs else None
+    return isinstance(source, TensorView) and share_storage(result, frame.tensors[source])
 
 
 def _as_result(tv: TensorView, view: torch.Tensor) -> torch.Tensor:
@@ -183,228 +848,82 @@ def _as_result(tv: TensorView, view: torch.Tensor) -> torch.Tensor:
     return view if strides == view.stride() else view.as_strided(view.shape, strides)
 
 
-def _is_view(result: torch.Tensor, op: TensorOp, frame: Frame) -> bool:
-    source = op.inputs[0] if op.inputs else None
-    return isinstance(source, TensorView) and share_storage(result, frame.tensors[source])
+# ----------------------------------------------------------------------
+# How later runs of a class read the scalars of a program.
 
 
-def _fill(op: TensorOp, frame: Frame, outs: list[torch.Tensor]) -> None:
-    for out, value in zip(outs, compute(op, frame), strict=True):
-        write(out, value)
+def free_scalars(frame: Frame, free: frozenset[int]) -> tuple[Symbol, ...]:
+    """Return the input scalars whose value may change within a class of inputs; `free` has the
+    positions of those on which no size depends."""
+    inputs = frame.program.inputs
+    scalars = ((i, v) for i, v in enumerate(inputs) if isinstance(v, Symbol))
+    return tuple(v for i, v in scalars if i in free or not isinstance(frame.values[v], int))
 
 
-# ------------------------------------------------------------------ communications
-def _posted(number: int, frame: Frame) -> Posted:
-    frame.works[number] = Posted()
-    return frame.works[number]
+def changes(value: Scalar, free: Sequence[Symbol]) -> bool:
+    """Whether a scalar differs between the runs of a class."""
+    return any(s in free for s in sc.symbols(value))
 
 
-def _received(frame: Frame, tv: TensorView, posted: Posted) -> torch.Tensor:
-    """Return what to receive `tv` into."""
-    out = frame.tensors[tv]
-    return posted.landing(out) if frame.machine.streams.delays else out
+def reader(
+    value: Scalar, places: Mapping[Symbol, int], free: Sequence[Symbol], frame: Frame
+) -> Callable[[Slots], Argument]:
+    """Return how to read a scalar; `places` has the slots of the input scalars."""
+    if isinstance(value, Symbol) and value in places:
+        i = places[value]
+        return lambda slots: slots[i]
+    if not changes(value, free):
+        number = frame.number(value)
+        return lambda slots: number
+    values, moving = frame.values, {s: places[s] for s in free}
+
+    def evaluate(slots: Slots) -> Argument:
+        return sc.evaluate(value, {**values, **{s: slots[i] for s, i in moving.items()}})
+
+    return evaluate
 
 
-def _communicate(op: Communication, frame: Frame) -> None:
-    rank = frame.machine.rank
-    team = op.team.ranks(rank)
-    if not team:
-        return
-    posted, backend = _posted(op.number, frame), partial(frame.machine.backend, op.backend)
-    inp = frame.tensors[op.inp] if frame.is_mine(op.inp) else None
-    out = frame.tensors[op.out] if frame.is_mine(op.out) else None
-    root = -1 if op.root is None else member(team, frame.integer(op.root), op)
-    if out is not None and (rank == root or not op.collective.out.at_root):
-        out = _received(frame, op.out, posted)
-
-    def start() -> None:
-        posted.work = post(CommunicationCall(op, rank, team, backend(), root), inp, out)
-
-    _start(posted, start, frame)
+def numbers_reader(
+    scalars: Sequence[Scalar], places: Mapping[Symbol, int], free: Sequence[Symbol], frame: Frame
+) -> Callable[[Slots], list[Number]] | None:
+    """Return how a run reads some scalars; None where they are those of the class."""
+    if not any(changes(v, free) for v in scalars):
+        return None
+    readers = [reader(v, places, free, frame) for v in scalars]
+    return lambda slots: [read(slots) for read in readers]  # pyright: ignore[reportReturnType]
 
 
-def _start(posted: Posted, start: Callable[[], object], frame: Frame) -> None:
-    frame.submit(start)
-    posted.mark = frame.machine.streams.mark()
+# ----------------------------------------------------------------------
+# How the communications of whole buffers are started and repeated.
 
 
-def member(team: Team, position: int, op: Op) -> int:
-    """Return the global rank at a position of a team; raises `ExecutionError` outside."""
-    if not 0 <= position < len(team):
-        raise ExecutionError(
-            f"{op.name}: position {position} in a team of {len(team)}{user_code(op.where)}"
-        )
-    return team[position]
+class Posting(NamedTuple):
+    """A communication, and the slots of its buffers (-1 for one that this rank lacks) and of what
+    is waited for."""
 
+    call: CommunicationCall
+    inp: int
+    out: int
+    work: int
+    stream: int | None
 
-def _permute(op: CollectivePermute, frame: Frame) -> None:
-    rank = frame.machine.rank
-    team = op.team.ranks(rank)
-    if not team:
-        return
-    posted, backend = _posted(op.number, frame), partial(frame.machine.backend, op.backend)
-    inp, out = frame.tensors[op.inp], _received(frame, op.out, posted)
-    to, source = (member(team, frame.integer(p), op) for p in (op.send_peer, op.recv_peer))
+    def post(self, slots: Slots) -> None:
+        """Start it as if for the first time."""
+        inp, out = self.held(slots)
+        slots[self.work] = post(self.call, inp, out)
 
-    def start() -> None:
-        posted.work = permute(op, (to, source), rank, team, backend(), inp, out)
+    def started(self) -> Started:
+        """Return the step that starts it for the first time."""
+        return Started(self.post, lambda slots: self.step(*self.held(slots)))
 
-    _start(posted, start, frame)
+    def step(self, inp: PostedBuffer, out: PostedBuffer) -> Step:
+        """Return the step that starts it on buffers like these, on which it has been started."""
+        bound = bind_post(self.call, inp, out)
+        if bound is None:
+            return Action(self.post)
+        return CollectiveStep(bound, self.inp, self.out, self.work, self.stream)
 
-
-def _transfer(op: P2PCommunication, frame: Frame) -> None:
-    tensor, peer = frame.tensors[op.buffer], frame.integer(op.peer)
-    if peer not in frame.machine.team:
-        raise ExecutionError(
-            f"{op.name}: peer {op.peer} = {peer} of {op.buffer}, but the program is on ranks "
-            f"{team_text(frame.machine.team)}{user_code(op.where)}"
-        )
-    if frame.group is not None:
-        transfers, posted, _ = frame.group
-        frame.works[op.number] = posted
-    else:
-        transfers, posted = [], _posted(op.number, frame)
-    if op.type == "recv":
-        tensor = _received(frame, op.buffer, posted)
-    posted.is_alone = frame.group is None
-    transfers.append(transfer(op, tensor, peer, frame.order(op.type, peer)))
-    if frame.group is None:
-        _exchange(op, transfers, posted, op.backend, frame)
-    else:
-        frame.group = transfers, posted, op.backend
-
-
-def _exchange(
-    op: P2PCommunication | EndCoalescing,
-    transfers: list[Transfer],
-    posted: Posted,
-    library: str,
-    frame: Frame,
-) -> None:
-    backend, team = frame.machine.backend, frame.machine.team
-
-    def start() -> None:
-        posted.work = exchange(op, transfers, team, backend(library)) if transfers else Done()
-
-    _start(posted, start, frame)
-
-
-def _start_coalescing(op: StartCoalescing, frame: Frame) -> None:
-    if frame.group is not None:
-        raise ExecutionError(f"{op.name} inside another one")
-    frame.group = [], Posted(), ""
-
-
-def _end_coalescing(op: EndCoalescing, frame: Frame) -> None:
-    if frame.group is None:
-        raise ExecutionError(f"{op.name} without StartCoalescing")
-    transfers, posted, library = frame.group
-    frame.group = None
-    frame.works[op.number] = posted
-    _exchange(op, transfers, posted, library, frame)
-
-
-def _wait(op: Wait, frame: Frame) -> None:
-    posted = frame.works.pop(op.number, None)
-    # Absent on a rank outside the communication's mesh.
-    if posted is not None:
-        frame.machine.streams.join_mark(posted.mark)
-        frame.submit(posted.wait, posted.is_done if posted.is_alone else None)
-
-
-# ------------------------------------------------------------------ streams and control flow
-def _set_stream(op: SetCurrentStream, frame: Frame) -> None:
-    frame.machine.streams.enter(frame.stream(op.stream))
-
-
-def _get_stream(op: GetCurrentStream, frame: Frame) -> None:
-    frame.captured[op.stream.name] = frame.machine.streams.current()
-
-
-def _synchronize(op: Synchronize, frame: Frame) -> None:
-    frame.machine.streams.join(frame.stream(op.stream))
-
-
-def _for_loop(op: ForLoop, frame: Frame) -> None:
-    start, stop, step = map(frame.integer, (op.start, op.stop, op.step))
-    if step < 1:
-        raise ExecutionError(f"FOR {op.index}: a step of {op.step} = {step}{user_code(op.where)}")
-    steps: Sequence[int] = range(start, stop, step)
-    if is_rehearsed(frame) and not any(isinstance(o, ShardByStream) for o in walk(op.body)):
-        steps = _unlike(steps)
-    with frame.with_index(op.index) as bind:
-        for i in steps:
-            bind(i)
-            run_block(op.body, frame)
-
-
-def _unlike(steps: Sequence[int]) -> Sequence[int]:
-    """Return the steps of which others only repeat the kernels: elements along an axis begin in the
-    same places of a vector of memory again after as many steps as that has bytes."""
-    return steps[:VECTOR_BYTES]
-
-
-def _if_then_else(op: IfThenElse, frame: Frame) -> None:
-    run_block(op.then if frame.number(op.predicate) else op.orelse, frame)
-
-
-_META = torch.device("meta")
-
-HANDLERS: dict[type[Op], Callable[..., None]] = {
-    Allocate: _allocate,
-    CollectivePermute: _permute,
-    Communication: _communicate,
-    Deallocate: _deallocate,
-    EndCoalescing: _end_coalescing,
-    ForLoop: _for_loop,
-    GetCurrentStream: _get_stream,
-    HirAliasSelect: _alias_select,
-    IfThenElse: _if_then_else,
-    LaunchKernel: _launch,
-    LocalSlice: _local_slice,
-    P2PCommunication: _transfer,
-    PostOnStream: _post_on_stream,
-    SetCurrentStream: _set_stream,
-    ShardByStream: _shard_by_stream,
-    ShareMemHandles: _share_handles,
-    StartCoalescing: _start_coalescing,
-    SymmetricContiguousView: _symmetric_view,
-    Synchronize: _synchronize,
-    Wait: _wait,
-}
-
-
-def is_rehearsed(frame: Frame) -> bool:
-    """Whether tensors have no contents: then nothing is posted."""
-    return frame.machine.device == _META
-
-
-def run_block(ops: Sequence[Op], frame: Frame) -> None:
-    """Run the ops of a region that concern this rank, in order."""
-    for op in ops:
-        if frame.is_idle(op):
-            continue
-        carry_out(op, frame)
-        if frame.recorder is not None:
-            frame.recorder.record(op)
-
-
-def carry_out(op: Op, frame: Frame) -> None:
-    """Run one op that concerns this rank.
-
-    Raises `ExecutionError` naming op and user line where torch refuses it.
-    """
-    handler = HANDLERS.get(type(op), _tensor_op)
-    if not is_rehearsed(frame) and (announce := announcer(op, frame.machine)):
-        announce(frame.tensors.get)
-    frame.op = op
-    try:
-        if torch_profiler._is_profiler_enabled and not is_rehearsed(frame):  # pyright: ignore[reportPrivateUsage]
-            with range_of(op, frame.program):
-                handler(op, frame)
-        else:
-            handler(op, frame)
-    except FuserError:
-        raise
-    except Exception as error:  # torch raises errors of every kind
-        raise op_failed(op, error) from error
+    def held(self, slots: Slots) -> tuple[PostedBuffer, PostedBuffer]:
+        """Return the buffers of a run."""
+        inp = slots[self.inp] if self.inp >= 0 else None
+        return inp, slots[self.out] if self.out >= 0 else None

@@ -20,17 +20,16 @@ from fuser.ir.types import MemoryType
 from fuser.support.errors import ExecutionError, FuserError, InputError, user_code
 from hostir.ir.buffer_aliasing import Storage
 from hostir.ir.effects import Part, Stream, bounds
-from hostir.ir.ops import NUMBER_OF_STREAMS, RANK, Allocate, LaunchKernel, LocalSlice, stream_cut
+from hostir.ir.ops import NUMBER_OF_STREAMS, RANK, Allocate, LaunchKernel, stream_cut
 from hostir.ir.program import HostIrContainer, walk
 from hostir.ir.shard_layout import allocated_strides, spanned
 from hostir.lowering.slices import rotated
-from hostir.runtime.communication import Posted
 from hostir.runtime.inputs import Argument, Values
 from hostir.runtime.streams import Handle, Ready, Streams, Work
 from multidevice.coordination.bounded_wait import Team
 from multidevice.sharding.queries import local_sizes
 from multidevice.sharding.streams import is_allocated_per_step, stream_axis
-from multidevice.transports.base.protocol import Backend, Transfer, Vote
+from multidevice.transports.base.protocol import Backend, Vote
 
 if TYPE_CHECKING:
     from fuser.kernels.executor import KernelLaunch
@@ -93,14 +92,6 @@ class ExecutionContext:
     vote: Vote | None
 
 
-class Recording(Protocol):
-    """Notes what a later run has to repeat."""
-
-    def record(self, op: Op) -> None:
-        """Notes an op that has just been carried out."""
-        ...
-
-
 @dataclass
 class Frame:
     """The state of one run."""
@@ -110,29 +101,27 @@ class Frame:
     storage: Storage
     values: Values
     tensors: dict[TensorView, torch.Tensor]
-    works: dict[int, Posted] = field(default_factory=dict[int, Posted])
     # Which tensors have a buffer that this run allocated.
     owned: set[TensorView] = field(default_factory=set[TensorView])
-    # What names captured in this run mean.
-    captured: dict[str, Handle] = field(default_factory=dict[str, Handle])
-    # The sends and receives since StartCoalescing, theirs, and their library; None outside.
-    group: tuple[list[Transfer], Posted, str] | None = None
     # How many transfers with a peer, by kind, this run has come to.
     transfers: dict[tuple[str, int], int] = field(default_factory=dict[tuple[str, int], int])
     # The indices of the open loops: what is allocated there belongs to one step.
     indices: tuple[Symbol, ...] = ()
-    recorder: Recording | None = None
-    # The operands and results of the latest kernel, as it sees them, for the recorder to take.
-    launched: tuple[list[Argument], list[torch.Tensor]] | None = None
+    # Whether later runs repeat this one: then it comes once.
+    is_recorded: bool = False
     # The op that is carried out now.
     op: Op | None = None
+
+    @property
+    def rank(self) -> int:
+        return self.machine.rank
 
     def symmetric(self, tv: TensorView) -> Callable[[int], torch.Tensor]:
         """Return what makes memory for `tv` that peers can map."""
         if tv in self.storage.shown:
             return self.machine.shard
         # A run that is recorded comes once: its memory is of no use to later ones.
-        return self.machine.symmetric if self.recorder is None else self.machine.lasting
+        return self.machine.lasting if self.is_recorded else self.machine.symmetric
 
     def number(self, x: Scalar) -> Number:
         """Return the value of `x`. Raises `InputError` where these inputs give it none."""
@@ -177,14 +166,13 @@ class Frame:
         return number
 
     def stream(self, stream: Stream) -> Handle:
-        """Return what a stream of the program is in this run."""
-        if stream.index is not None:
-            number = self.integer(stream.index)
-            if number < 0:
-                raise ExecutionError(f"Stream {stream.index} = {number}: streams count from 0")
-            return self.machine.streams.handle(number)
-        found = self.captured.get(stream.name)
-        return self.machine.streams.handle(stream.name) if found is None else found
+        """Return a stream of the evaluator: what a number means, or a name that no op captured."""
+        if stream.index is None:
+            return self.machine.streams.handle(stream.name)
+        number = self.integer(stream.index)
+        if number < 0:
+            raise ExecutionError(f"Stream {stream.index} = {number}: streams count from 0")
+        return self.machine.streams.handle(number)
 
     def part(self, op: Op, source: torch.Tensor, part: Part) -> tuple[int, int]:
         """Return (start, length) of a part of `source` along its axis, for an op that names it.
@@ -204,13 +192,6 @@ class Frame:
                 f"which has {limit} {what}{user_code(op.where)}"
             )
         return bounds(size, index, None if part.chunks is None else limit)
-
-    def at(self, op: Op) -> Frame:
-        """Return the state that an op sees now, for when it is carried out later."""
-        tensors = {v: self.tensors[v] for v in (*op.inputs, *op.outputs) if v in self.tensors}
-        frame = Frame(self.program, self.machine, self.storage, self.values, tensors)
-        frame.indices = self.indices
-        return frame
 
     @cached_property
     def sizes(self) -> Mapping[Symbol, int]:
@@ -279,16 +260,6 @@ class Frame:
         into = self.program.values.alias_of(out)
         assert into is not None, f"{out} has neither a buffer nor a declared alias"
         return into
-
-    def slice_bounds(self, op: LocalSlice) -> tuple[int, int]:
-        """Return (start, length) of this rank's part along the op's axis."""
-        mesh = op.out.mesh
-        assert mesh is not None, f"{op.out} has no mesh"
-        length = self.local_shape(op.out)[op.axis]
-        if op.inp.domain.no_reductions[op.axis].is_broadcast:
-            # Expanded: every part is the same element, and there may be fewer than wanted.
-            return 0, min(length, self.local_shape(op.inp)[op.axis])
-        return mesh.coordinate(self.machine.rank, op.ptype) * length, length
 
 
 # ----------------------------------------------------------------------

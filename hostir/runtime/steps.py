@@ -187,6 +187,32 @@ class Action:
         return self.run
 
 
+class Started:
+    """Work that is not done in later runs as in its first one: a communication, which its backend
+    binds when it has been started once, or a launch that is looked up. `first` does it as if
+    nothing was known of it; then it is `later`."""
+
+    def __init__(self, first: Closure, settle: Callable[[Slots], Step]) -> None:
+        """`settle` returns the step of later runs when `first` has run on these slots."""
+        self.first, self._settle = first, settle
+        self.later: Step | None = None
+
+    def __str__(self) -> str:
+        return "Started"
+
+    def settled(self, slots: Slots) -> Step:
+        """Return what later runs do."""
+        self.later = self._settle(slots)
+        return self.later
+
+    def bind(self, binding: Binding) -> Closure:
+        def run(slots: Slots) -> None:
+            self.first(slots)
+            self.settled(slots)
+
+        return run
+
+
 class Allocation(NamedTuple):
     """What makes a buffer in memory of its own."""
 
@@ -281,8 +307,7 @@ class Release:
         return release
 
 
-@dataclass(frozen=True, eq=False)
-class View:
+class View(NamedTuple):
     """Names a place in the memory of another slot; `shift` counts elements from its first one."""
 
     source: int
@@ -294,6 +319,13 @@ class View:
 
     def __str__(self) -> str:
         return "View"
+
+    def of(self, source: torch.Tensor) -> torch.Tensor:
+        """Return the place in the memory of a tensor."""
+        x = source.detach() if source.requires_grad else source
+        if self.shift:
+            return x.as_strided(self.shape, self.strides, x.storage_offset() + self.shift)
+        return x.as_strided(self.shape, self.strides)
 
     def bind(self, binding: Binding) -> Closure | None:
         i, o, shape, strides, shift = self.source, self.out, self.shape, self.strides, self.shift
@@ -308,8 +340,7 @@ class View:
         if i not in binding.fixed:
             made = shifted_view if shift else view
             return binding.view(i, o, made, shift * self.itemsize)
-        x = binding.fixed[i]
-        binding.fixed[o] = x.as_strided(shape, strides, x.storage_offset() + shift)
+        binding.fixed[o] = self.of(binding.fixed[i])
         return None
 
 

@@ -42,16 +42,9 @@ from hostir.ir.ops import (
 from hostir.ir.program import walk
 from hostir.ir.shard_layout import viewed_strides
 from hostir.lowering.slices import dropped_axes
+from hostir.runtime.execute import copying, free_scalars, numbers_reader
 from hostir.runtime.frame import Frame, KernelRunner
 from hostir.runtime.plan import Plan, fit, successions
-from hostir.runtime.recorder import (
-    FirstPost,
-    contraction,
-    free_scalars,
-    numbers_reader,
-    writer,
-    writing,
-)
 from hostir.runtime.steps import (
     Action,
     Block,
@@ -59,12 +52,13 @@ from hostir.runtime.steps import (
     Multiply,
     PlannedBuffer,
     Release,
-    Slots,
+    Started,
     Step,
     View,
     allocation,
     announcer,
 )
+from hostir.runtime.torch_ops import contraction, writing
 from multidevice.sharding.queries import local_extents
 
 if TYPE_CHECKING:
@@ -82,7 +76,7 @@ class Size:
     frame: Frame
     laid: dict[int, Laid]
     shapes: dict[int, tuple[int, ...]]
-    posts: dict[int, FirstPost]
+    posts: dict[int, Started]
 
 
 # What makes a step of a size; None where a rehearsal has to.
@@ -149,12 +143,12 @@ class Pattern:
         return replace(plan, settled=partial(_settled, plan, size.posts)) if size.posts else plan
 
 
-def _settled(plan: Plan, posts: Mapping[int, FirstPost]) -> Plan:
+def _settled(plan: Plan, posts: Mapping[int, Started]) -> Plan:
     """Return a plan that has run once, with its communications started as later runs do."""
     steps = list(plan.steps)
     for k, first in posts.items():
-        assert first.step is not None, "a communication that the first run did not start"
-        steps[k] = first.step, steps[k][1]
+        assert first.later is not None, "a communication that the first run did not start"
+        steps[k] = first.later, steps[k][1]
     return replace(plan, steps=tuple(steps))
 
 
@@ -256,7 +250,7 @@ def pattern_of(recorder: Recorder, plan: Plan) -> Pattern | None:
     )
     shared = {f.name: getattr(plan, f.name) for f in fields(plan) if f.name not in _OF_A_SIZE}
     layouts = Layouts(buffers, known.views)
-    free = recorder.given_free, recorder.free
+    free = recorder.execution.given_free, recorder.execution.free
     lasting = tuple(b for b in buffers if b.lifetime is None and not b.is_never_made)
     in_arena = {block.slot for block in plan.blocks}
     lifetimes = {b: b.lifetime for b in buffers if b.lifetime is not None}
@@ -326,7 +320,7 @@ def _kernel(step: Step, op: Op | None, known: _PlanFacts) -> _Make | None:
     if any(dropped_axes(op, recorder.frame.program)):
         return None
     scalars = [v for v in op.ins if isinstance(v, Scalar)]
-    places, free = recorder.places, recorder.free
+    places, free = recorder.execution.places, recorder.execution.free
     shapes = [local_shape_of(v) for v in (*op.ins, *op.outs) if isinstance(v, TensorView)]
     are_sized = runner.sizes_fit(shapes)
 
@@ -370,30 +364,25 @@ def _local_slice(step: Step, op: Op | None, known: _PlanFacts) -> _Make | None:
         return None
 
     def make(size: Size) -> Action:
-        start, length = size.frame.slice_bounds(op)
-        put = writer(cast("Any", size.laid[out]))
-
-        def local_slice(slots: Slots) -> None:
-            put(slots[out], slots[inp].narrow(axis, start, length))
-
-        return Action(local_slice)
+        like = cast("Any", size.laid[out])
+        return Action(copying(like, (inp, out), axis, op.bounds(size.frame)))
 
     return make
 
 
 def _communication(step: Step, op: Op | None, known: _PlanFacts) -> _Make | None:
     recorder, place = known.recorder, known.place
-    if not isinstance(op, Communication) or op not in recorder.posted:
+    if not isinstance(op, Communication) or op not in recorder.posts:
         return None
-    posting = recorder.posted[op]
+    posting = recorder.posts[op]
     buffers = {posting.inp, posting.out} - {-1}
     is_fixed = op.root is None or sc.int_value(op.root) is not None
     if announcer(op, recorder.machine) or not is_fixed or not buffers <= known.slots:
         return None
 
-    def start(size: Size) -> Action:
-        first = size.posts[place] = FirstPost(posting)
-        return Action(first.run)
+    def start(size: Size) -> Started:
+        started = size.posts[place] = posting.started()
+        return started
 
     return start
 
@@ -407,18 +396,15 @@ def _copy(step: Step, op: Op | None, known: _PlanFacts) -> _Make | None:
     ):
         return None
     recorder = known.recorder
-    tensors = [(v, recorder.slot(v)) for v in op.inputs if isinstance(v, TensorView)]
-    scalars = [(s, recorder.places[s]) for s in recorder.free]
+    ins, free = recorder.execution.operands(op), recorder.execution.free_slots
     outs = [recorder.slot(v) for v in op.outputs]
-    if not known.slots.issuperset([*outs, *(i for _, i in tensors)]):
+    if not known.slots.issuperset([*outs, *(i for i in ins if i is not None)]):
         return None
     copied = op
 
     def make(size: Size) -> Action:
-        places = {
-            v: (i, cast("Any", size.laid[i])) for v, i in zip(copied.outputs, outs, strict=True)
-        }
-        return Action(writing(copied, size.frame, tensors, scalars, places))
+        places = [(i, cast("Any", size.laid[i])) for i in outs]
+        return Action(writing(copied, size.frame, ins, free, places))
 
     return make
 

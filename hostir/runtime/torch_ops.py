@@ -8,22 +8,34 @@ from __future__ import annotations
 from collections.abc import Callable, Container, Sequence
 from functools import cache
 from math import prod
+from typing import NamedTuple
 
 import torch
 
+from fuser.ir.dtypes import to_torch
 from fuser.ir.fusion import TensorOp, TensorView
 from fuser.ir.ops import nodes
 from fuser.ir.ops.matrix_products import GroupedMmaOp
-from fuser.ops.reference.library_calls import CallOperands, Kernels, LibraryCall, Returning
-from fuser.ops.reference.meaning import bind_call, evaluate_into, evaluate_op
+from fuser.ir.scalar import constructors as sc
+from fuser.ir.scalar.constructors import Scalar, Symbol
+from fuser.ops.reference.library_calls import (
+    CallOperands,
+    Kernels,
+    LibraryCall,
+    Returning,
+    WritingOne,
+)
+from fuser.ops.reference.matmul_calls import Product, bind_contraction
+from fuser.ops.reference.meaning import NODES, bind_call, evaluate_into, evaluate_op
 from fuser.runtime.compile import compile_kernels
 from fuser.runtime.compiled_kernel import CompiledKernel
 from fuser.support.errors import InputError, UnsupportedError, user_code
 from fuser.support.kernel_source import KernelParam, KernelSource
-from hostir.ir.shard_layout import is_repeated, write
+from hostir.ir.shard_layout import is_repeated, share_storage, write
 from hostir.lowering.slices import check_places
-from hostir.runtime.frame import Frame
+from hostir.runtime.frame import ExecutionContext, Frame
 from hostir.runtime.inputs import Values
+from hostir.runtime.steps import Closure, Multiply, Slots, Step
 
 _Shape = tuple[int, ...]
 # Views that name their shape: the torch function of (input, local shape of the output).
@@ -35,31 +47,64 @@ SHAPED: dict[type[TensorOp], Callable[[torch.Tensor, _Shape], torch.Tensor]] = {
 
 def compute(op: TensorOp, frame: Frame) -> list[torch.Tensor]:
     """Return the op's results: views where torch can make them; of any size what nobody reads."""
+    inputs = [frame.tensors[v] if isinstance(v, TensorView) else None for v in op.inputs]
+    return _evaluating(op, frame, frame.machine.device)(inputs, frame.values)
+
+
+def _evaluating(
+    op: TensorOp, frame: Frame, device: torch.device
+) -> Callable[[Sequence[torch.Tensor | None], Values], list[torch.Tensor]]:
+    """Return what computes an op of operands and the values of symbols, in the sizes of a frame."""
     shaped = SHAPED.get(type(op))
     if shaped is not None:
-        return [shaped(frame.tensors[op.inputs[0]], frame.local_shape(op.out_tensor))]
+        shape = frame.local_shape(op.out_tensor)
+        return lambda inputs, values: [shaped(inputs[0], shape)]  # pyright: ignore[reportArgumentType]
     check_places([op])
-    inputs = [frame.tensors[v] if isinstance(v, TensorView) else None for v in op.inputs]
     unread = frame.storage.unread
-    return evaluate_op(op, inputs, frame.values, device=frame.machine.device, unread=unread)
+    return lambda inputs, values: evaluate_op(op, inputs, values, device=device, unread=unread)
 
 
-def compute_into(op: TensorOp, frame: Frame, outs: Sequence[torch.Tensor]) -> None:
-    """Write the op's results into `outs`."""
-    if isinstance(op, nodes.Contraction):
-        inputs, out = [frame.tensors[v] for v in op.inputs], as_contracted(op, outs[0])
-        (contract_repeated if is_repeated(out) else evaluate_into)(op, inputs, out)
-        return
-    ins = [frame.tensors[v] for v in op.inputs if isinstance(v, TensorView)]
-    # By the host alone: what no later run would tell at once is told here.
-    call = library_call(op, ins, outs, (frame.values, frame.storage.unread))
-    if call is not None and not isinstance(call, Returning):
-        call(ins, outs)
-        return
-    values = compute(op, frame) if call is None else call.make(ins)
-    for result, out, value in zip(op.outputs, outs, values, strict=True):
-        if result not in frame.storage.unread:
-            write(out, value)
+def computing(
+    op: TensorOp,
+    frame: Frame,
+    ins: Sequence[int | None],
+    scalars: Sequence[tuple[Symbol, int]],
+    machine: ExecutionContext | None = None,
+) -> Callable[[Slots], list[torch.Tensor]]:
+    """Return how torch computes an op on the tensors and scalars of slots; on the machine of the
+    frame, or on another. `ins` has the slots of the operands, None for a scalar."""
+    values, evaluate = frame.values, _evaluating(op, frame, (machine or frame.machine).device)
+
+    def run(slots: Slots) -> list[torch.Tensor]:
+        now = {**values, **{s: slots[i] for s, i in scalars}} if scalars else values
+        return evaluate([None if i is None else slots[i] for i in ins], now)
+
+    return run
+
+
+def writing_at_once(
+    op: TensorOp,
+    frame: Frame,
+    ins: Sequence[int | None],
+    outs: Sequence[int],
+    compute_step: Callable[[Slots], list[torch.Tensor]],
+) -> Closure:
+    """Return what writes the results of an op into the tensors of slots in one run: by the host
+    alone, so that an error that later runs would tell late is told at once."""
+    known, unread = (frame.values, frame.storage.unread), frame.storage.unread
+
+    def write_at_once(slots: Slots) -> None:
+        given, made = [slots[i] for i in ins if i is not None], [slots[i] for i in outs]
+        call = library_call(op, given, made, known)
+        if call is not None and not isinstance(call, Returning):
+            call(given, made)
+            return
+        values = compute_step(slots) if call is None else call.make(given)
+        for result, out, value in zip(op.outputs, made, values, strict=True):
+            if result not in unread:
+                write(out, value)
+
+    return write_at_once
 
 
 def library_call(
@@ -107,6 +152,219 @@ def as_contracted(op: TensorOp, out: torch.Tensor) -> torch.Tensor:
                 )
             out = out.squeeze(position)
     return out
+
+
+# ----------------------------------------------------------------------
+# The steps of tensor ops that have buffers: products, and what else torch writes.
+
+
+def contraction(
+    op: nodes.Contraction,
+    slots: tuple[tuple[int, ...], int],
+    operands: Sequence[torch.Tensor],
+    sample: torch.Tensor,
+) -> Step | Closure:
+    """Return the step that computes a product for operands and a result that lie like these; they
+    are in these slots."""
+    ins, out = slots
+    result = as_contracted(op, sample)
+    if is_repeated(result):
+        return lambda slots: contract_repeated(
+            op, [slots[i] for i in ins], as_contracted(op, slots[out])
+        )
+    way = bind_contraction(op, operands, result)
+    if isinstance(way, Product) and result is sample:
+        return Multiply(way, ins, out)
+
+    def contract(slots: Slots) -> None:
+        way([slots[i] for i in ins], slots[out])
+
+    def contract_partial(slots: Slots) -> None:
+        way([slots[i] for i in ins], as_contracted(op, slots[out]))
+
+    return contract if result is sample else contract_partial
+
+
+def writing(
+    op: TensorOp,
+    frame: Frame,
+    operands: Sequence[int | None],
+    scalars: Sequence[tuple[Symbol, int]],
+    outs: Sequence[tuple[int, torch.Tensor]],
+    machine: ExecutionContext | None = None,
+) -> Closure:
+    """Return what writes the results of an op into the tensors of slots.
+
+    `operands` has their slots, None for a scalar; `outs` the slot of each result and a tensor that
+    lies like it.
+
+    Torch writes by itself where it can: the first run binds its call, for all runs of the class.
+    """
+    ins = [i for i in operands if i is not None]
+    # None of these may hold a tensor of the run.
+    results = [
+        _Written(slot, Lying.of(o, like), writer(like), o not in frame.storage.unread)
+        for o, (slot, like) in zip(op.outputs, outs, strict=True)
+    ]
+    put = _putting(results, ins)
+    compute_step = computing(op, frame, operands, scalars, machine)
+    changes = {s for s, _ in scalars}
+    numbers = [v for v in op.inputs if isinstance(v, Scalar)]
+    if NODES[type(op)].into is None or any(changes & {*sc.symbols(v)} for v in numbers):
+        return lambda slots: put(slots, compute_step(slots))
+    may_return = NODES[type(op)].may_return
+    into = [result.slot for result in results]
+    known = frame.values, frame.storage.unread
+    where = (machine or frame.machine).device
+    kernels = kernels_of(where) if where.type == "cuda" else None
+
+    def made(slots: Slots) -> list[torch.Tensor]:
+        return [
+            one.buffer.make(where) if slots[one.slot] is None else slots[one.slot]
+            for one in results
+        ]
+
+    def bind(slots: Slots) -> Closure:
+        given = [slots[i] for i in ins]
+        call = library_call(op, given, made(slots), known, kernels)
+        if call is None:
+            return lambda slots: put(slots, compute_step(slots))
+        if isinstance(call, Returning):
+            keeps = isinstance(op, nodes.LibraryOp) and op.MAKES_RESULTS
+            store = _keeping(results) if keeps else put
+            if keeps and call.direct is not None:
+                return _first_kept(call, ins, (into[0], results[0].buffer), store)
+            return lambda slots: store(slots, call.make([slots[i] for i in ins]))
+        if may_return:
+            return lambda slots: _write_all(slots, call, ins, into, made(slots))
+        if isinstance(call, WritingOne):
+            function, numbers, a, b = call.function, call.numbers, ins[0], into[call.out]
+            return lambda slots: function(slots[a], *numbers, out=slots[b])
+        if len(ins) == len(into) == 1:
+            (a,), (b,) = ins, into
+            return lambda slots: call((slots[a],), (slots[b],))
+        return lambda slots: call([slots[i] for i in ins], [slots[i] for i in into])
+
+    bound: list[Closure] = []
+
+    def write_results(slots: Slots) -> None:
+        if not bound:
+            bound.append(bind(slots))
+        bound[0](slots)
+
+    return write_results
+
+
+def _write_all(
+    slots: Slots, call: LibraryCall, ins: list[int], into: list[int], made: list[torch.Tensor]
+) -> None:
+    """Write results, of which some were not made before."""
+    call([slots[i] for i in ins], made)
+    for i, result in zip(into, made, strict=True):
+        slots[i] = result
+
+
+class Lying(NamedTuple):
+    """The memory layout of the buffer of a result."""
+
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    dtype: torch.dtype
+
+    @staticmethod
+    def of(tv: TensorView, like: torch.Tensor) -> Lying:
+        return Lying(tuple(like.shape), like.stride(), to_torch(tv.dtype()))
+
+    def make(self, device: torch.device) -> torch.Tensor:
+        """Return memory for the result."""
+        return torch.empty_strided(self.shape, self.strides, dtype=self.dtype, device=device)
+
+    def is_of(self, value: torch.Tensor, ins: Sequence[torch.Tensor]) -> bool:
+        """Whether a value lies so, in memory that no operand has."""
+        return (
+            (tuple(value.shape), value.stride(), value.dtype) == self
+            and not (value.is_conj() or value.is_neg() or value.storage_offset())
+            and not any(share_storage(value, x) for x in ins)
+        )
+
+
+class _Written(NamedTuple):
+    """A result of an op: its slot, how its buffer lies and is written, and whether it is read."""
+
+    slot: int
+    buffer: Lying
+    put: Callable[[torch.Tensor, torch.Tensor], object]
+    is_read: bool
+
+
+def _putting(
+    results: Sequence[_Written], ins: Sequence[int]
+) -> Callable[[Slots, Sequence[torch.Tensor]], None]:
+    """Return what copies values that are read into the tensors of slots; into a slot without a
+    tensor it puts the value itself, where that lies as the buffer would."""
+
+    def put(slots: Slots, values: Sequence[torch.Tensor]) -> None:
+        for value, (slot, buffer, write_into, is_read) in zip(values, results, strict=True):
+            if slots[slot] is None:
+                if not is_read or buffer.is_of(value, [slots[k] for k in ins]):
+                    slots[slot] = value
+                    continue
+                slots[slot] = buffer.make(value.device)
+            if is_read:
+                write_into(slots[slot], value)
+
+    return put
+
+
+def _keeping(results: Sequence[_Written]) -> Callable[[Slots, Sequence[torch.Tensor]], None]:
+    """Return what `_putting` does, for values in memory of their own."""
+    read = [(k, one.slot, one.buffer, one.put) for k, one in enumerate(results) if one.is_read]
+
+    def keep(slots: Slots, values: Sequence[torch.Tensor]) -> None:
+        for k, slot, buffer, write_into in read:
+            value = values[k]
+            if slots[slot] is None:
+                if value.stride() == buffer.strides and value.dtype is buffer.dtype:
+                    slots[slot] = value
+                    continue
+                slots[slot] = buffer.make(value.device)
+            write_into(slots[slot], value)
+
+    return keep
+
+
+def _first_kept(
+    call: Returning,
+    ins: Sequence[int],
+    into: tuple[int, Lying],
+    store: Callable[[Slots, Sequence[torch.Tensor]], None],
+) -> Closure:
+    """Return what calls `direct` on the tensors of slots and keeps its first result, as `_keeping`
+    does, for two operands or more: few steps of the host beside torch's own call."""
+    direct, (out, (shape, strides, dtype)) = call.direct, into
+    is_dense = strides == torch.empty(shape, device="meta").stride()
+    assert direct is not None
+    a, b, *more = (ins[place] for place in call.places)
+
+    def keep(slots: Slots, values: Sequence[torch.Tensor]) -> None:
+        first = values[0]
+        if is_dense and slots[out] is None and first.stride() != strides:
+            # Memory and a copy by one call; itself where only strides of single elements differ.
+            first = first.contiguous()
+        if slots[out] is None and first.stride() == strides and first.dtype is dtype:
+            slots[out] = first
+        else:
+            store(slots, values)
+
+    if len(more) == 1:
+        (c,) = more
+        return lambda slots: keep(slots, direct(slots[a], slots[b], slots[c]))
+    return lambda slots: keep(slots, direct(slots[a], slots[b], *[slots[i] for i in more]))
+
+
+def writer(like: torch.Tensor) -> Callable[[torch.Tensor, torch.Tensor], object]:
+    """Return how values are copied into a tensor of this layout."""
+    return write if is_repeated(like) else torch.Tensor.copy_
 
 
 # ----------------------------------------------------------------------

@@ -149,11 +149,7 @@ def test_a_class_name_stands_in_one_module() -> None:
 
 
 # Tables that are to become slots of the op classes.
-TABLES_LEFT = {
-    "hostir.analysis.collective_matching",
-    "hostir.runtime.execute",
-    "hostir.runtime.recorder",
-}
+TABLES_LEFT = {"hostir.analysis.collective_matching"}
 
 
 def tables_of_host_ops(source: ast.AST) -> list[int]:
@@ -268,8 +264,8 @@ READ_REGIONS = {
     # The walk, and the symbolic one of the structural verifier.
     "hostir.analysis.walker": {"_loop", "_branch"},
     "hostir.ir.verifier": {"_loop", "_branch"},
-    # A run carries out the ops of a region.
-    "hostir.runtime.execute": {"_for_loop", "_if_then_else"},
+    # A loop and a branch give the runtime the ops of a region, which it carries out.
+    "hostir.ir.ops.local": {"emit"},
     # Regions are written, numbered, or made again with other ops in them.
     "hostir.ir.builder": {"otherwise"},
     "hostir.passes.deallocation": {"_inserted", "_places", "_only_waits"},

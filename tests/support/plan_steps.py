@@ -150,11 +150,12 @@ class Unrolled:
 
     def _add(self, op: Op, has_tensors: bool) -> None:
         kinds = NEEDS.get(type(op), Unrolled._computes)(self, op)
-        if not kinds:
-            return
-        if self._is_announced and isinstance(op, StartsCommunication) and has_tensors:
+        is_member = isinstance(op, P2PCommunication)
+        is_posted = isinstance(op, StartsCommunication) and has_tensors and (kinds or is_member)
+        if self._is_announced and is_posted:
             self.wanted.append(Wanted(op, ACTION))
-        self.wanted.append(Wanted(op, kinds))
+        if kinds:
+            self.wanted.append(Wanted(op, kinds))
 
     # -------------------------------------------------------------- kinds of ops
     def _nothing(self, op: Op) -> Kinds:

@@ -5,7 +5,8 @@ Imports: `hostir.ir.effects`, `hostir.ir.shard_layout`, `fuser.ir`, `multidevice
 Each op is declared once: fields, text, and effects, from which verification, liveness and the race
 check derive. Files, in reading order:
 
-- `base`: the base of all host ops, and the check of their fields.
+- `base`: the base of all host ops, the verbs by which they say how they run, and the check of
+  their fields.
 - `local`: buffers and their names, work on the device, streams, control flow.
 - `transfers`: what moves data between ranks, and the waits for it.
 """

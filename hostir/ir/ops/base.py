@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import dataclasses
 import sys
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import cache
 from types import UnionType
 from typing import Any, ClassVar, Literal, Protocol, Union, cast, get_args, get_origin
@@ -27,11 +27,13 @@ from hostir.ir.effects import (
     Reads,
     Shows,
     Starts,
+    Stream,
     Writes,
     is_computed,
 )
 from hostir.ir.shape_rules import check_kept_axes
 from hostir.ir.shard_layout import held_nbytes
+from multidevice.coordination.bounded_wait import Team
 from multidevice.transports.base.collectives import Sharing
 
 # What every run binds: this rank, and how many streams the evaluator has.
@@ -81,10 +83,143 @@ class ProgramAround(Protocol):
         ...
 
 
+# ------------------------------------------------------------------ how ops run
+# An op of the class that a verb names: this module stands below the op classes.
+_Named = Any
+
+
+class LocalShapes(Protocol):
+    """The sizes of local shards in one run, or for one class of inputs."""
+
+    @property
+    def rank(self) -> int: ...
+
+    def local_shape(
+        self, tv: TensorView, stream_index: Scalar | None = None
+    ) -> tuple[int, ...]: ...
+
+
+class Runtime(Protocol):
+    """Carries out one host program on one rank: what an op's `emit` speaks to.
+
+    An op says once what has to be done. Whether that is done at once, kept for later runs, or only
+    looked at on tensors without contents is decided by the runtime (`hostir.runtime.execute`).
+    Verbs bind names, sizes and peers when they are called, as the host does; work is given to the
+    current stream.
+    """
+
+    @property
+    def rank(self) -> int: ...
+
+    @property
+    def team(self) -> Team:
+        """The ranks of the program's meshes."""
+        ...
+
+    # -------------------------------------------------------------- questions
+    def number(self, x: Scalar) -> Number:
+        """Returns the value of a scalar now."""
+        ...
+
+    def integer(self, x: Scalar) -> int: ...
+
+    def is_named(self, tv: TensorView) -> bool:
+        """Whether `tv` is a name for memory of another tensor, or of the caller."""
+        ...
+
+    # -------------------------------------------------------------- buffers and names
+    def make(self, tv: TensorView, stream_index: Scalar | None, *, is_cleared: bool) -> None:
+        """Makes the buffer of a local shard, or of the part of it at a step of a stream loop."""
+        ...
+
+    def let_go(self, tv: TensorView) -> None:
+        """Gives up a buffer, or a view of the shards of several ranks."""
+        ...
+
+    def name_part(self, out: TensorView, inp: TensorView, part: Part | None) -> None:
+        """Names a part of `inp`: an element along an axis, which `out` lacks, or a chunk; all of it
+        without a part."""
+        ...
+
+    def name_as_shaped(self, out: TensorView, inp: TensorView) -> None:
+        """Names all elements of `inp`, which is dense, in the local shape of `out`."""
+        ...
+
+    def show_shards(self, op: _Named) -> None:
+        """Names the shards of all ranks of a `SymmetricContiguousView`, where they meet."""
+        ...
+
+    # -------------------------------------------------------------- work on the current stream
+    def call(self, work: Callable[..., object], *operands: TensorView | Scalar) -> None:
+        """Calls `work` with the tensors and numbers that the operands are in the run."""
+        ...
+
+    def copy_part(
+        self,
+        out: TensorView,
+        inp: TensorView,
+        axis: int,
+        bounds: Callable[[LocalShapes], tuple[int, int]],
+    ) -> None:
+        """Copies (start, length) of `inp` along an axis; `bounds` tells them for given sizes."""
+        ...
+
+    def launch(self, op: _Named) -> None:
+        """Launches the kernel of a `LaunchKernel`."""
+        ...
+
+    def run_unit(self, op: _Named) -> None:
+        """Runs the host unit of a `PostOnStream`; makes those of its results without a buffer."""
+        ...
+
+    # -------------------------------------------------------------- communications
+    def post(self, op: _Named, team: Team, root: int) -> None:
+        """Starts a `Communication` in a team; `root` is a global rank, -1 without one."""
+        ...
+
+    def permute(self, op: _Named, team: Team, to: int, source: int) -> None:
+        """Starts a `CollectivePermute`: sends to one global rank and receives from another."""
+        ...
+
+    def transfer(self, op: _Named, peer: int) -> None:
+        """Starts a `P2PCommunication` with a global rank, or adds it to the open group."""
+        ...
+
+    def open_group(self, op: Op) -> None: ...
+
+    def close_group(self, op: _Named) -> None:
+        """Starts the transfers since the group was opened as the communication `op.number`."""
+        ...
+
+    def wait(self, number: int) -> None:
+        """Makes the current stream wait for a communication; nothing where this rank has no part in
+        it."""
+        ...
+
+    # -------------------------------------------------------------- streams and control flow
+    def enter(self, stream: Stream) -> None: ...
+
+    def capture(self, stream: Stream) -> None:
+        """Gives the current stream a name."""
+        ...
+
+    def join(self, stream: Stream) -> None:
+        """Makes the current stream wait for all that another one has been given."""
+        ...
+
+    def loop(self, index: Symbol, steps: range, body: Sequence[Op]) -> None: ...
+
+    def run(self, ops: Sequence[Op]) -> None:
+        """Carries out the ops of a region that concern this rank, in order."""
+        ...
+
+
+# ------------------------------------------------------------------ the base
 class HostOp(Op):
     """Base of the ops of host programs.
 
-    An op class states its fields, its text (`TEXT`, or `template` and `variants`) and `effects`.
+    An op class states its fields, its text (`TEXT`, or `template` and `variants`), `effects`, and
+    how it runs (`emit`).
     Each other slot has a default, which an op with something else to say overrides.
     """
 
@@ -102,6 +237,10 @@ class HostOp(Op):
     def effects(self) -> tuple[Effect, ...]:
         """Return what the op does, in order; regions speak for themselves."""
         raise NotImplementedError(f"{type(self).__name__} declares no effects")
+
+    def emit(self, rt: Runtime) -> None:
+        """Carry the op out: tell a runtime, once, what has to be done. It also runs regions."""
+        raise NotImplementedError(f"{type(self).__name__} does not say how it runs")
 
     @property
     def subject(self) -> str:
@@ -168,6 +307,7 @@ def missing_slots(cls: type[HostOp]) -> list[str]:
         "text (TEXT, or template() and variants())": bool(cls.TEXT)
         or (hasattr(cls, "template") and hasattr(cls, "variants")),
         "effects()": cls.effects is not HostOp.effects,
+        "emit()": cls.emit is not HostOp.emit,
     }
     return [slot for slot, is_filled in filled.items() if not is_filled]
 

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from difflib import get_close_matches
 from functools import cached_property
+from typing import Any
 
 from fuser.ir.domain.tensor_domain import IterDomain
 from fuser.ir.dtypes import DataType
@@ -21,7 +22,7 @@ from fuser.ir.op import Op, attr, operand, operands, region, result, results
 from fuser.ir.scalar import constructors as sc
 from fuser.ir.scalar.constructors import Number, Scalar, ScalarLike, Symbol
 from fuser.ir.types import DEVICE_TYPES, MemoryType, ParallelType
-from fuser.support.errors import UnsupportedError, VerifyError, user_code
+from fuser.support.errors import ExecutionError, UnsupportedError, VerifyError, user_code
 from hostir.ir.effects import (
     Captures,
     Effect,
@@ -35,7 +36,7 @@ from hostir.ir.effects import (
     Stream,
     Writes,
 )
-from hostir.ir.ops.base import HostOp, Manner, ProgramAround, Sizes, Work
+from hostir.ir.ops.base import HostOp, LocalShapes, Manner, ProgramAround, Runtime, Sizes, Work
 from hostir.ir.shape_rules import check_kept_axes, device_cuts
 from hostir.ir.shard_layout import allocated_elements, held_nbytes
 from multidevice.sharding.placement import placement
@@ -73,11 +74,22 @@ class Allocate(HostOp):
     def effects(self) -> tuple[Effect, ...]:
         return (Makes(self.buffer, is_filled=self.zero_init),)
 
+    def emit(self, rt: Runtime) -> None:
+        if not rt.is_named(self.buffer):
+            rt.make(self.buffer, self.stream_index, is_cleared=self.zero_init)
+        elif self.zero_init:
+            # A part of another buffer, as in the loops of nvFuser's programs, or the caller's.
+            rt.call(_clear, self.buffer)
+
     def verify(self) -> None:
         if self.buffer.memory not in (MemoryType.global_, MemoryType.symmetric):
             raise VerifyError(
                 f"{self.buffer} is not in global memory, but {self.buffer.memory.text}"
             )
+
+
+def _clear(buffer: Any) -> None:
+    buffer.zero_()
 
 
 def _allocate_template(has_index: bool) -> str:
@@ -96,6 +108,9 @@ class Deallocate(HostOp):
 
     def effects(self) -> tuple[Effect, ...]:
         return (Frees(self.buffer),)
+
+    def emit(self, rt: Runtime) -> None:
+        rt.let_go(self.buffer)
 
 
 # ------------------------------------------------------------------ launches
@@ -123,6 +138,9 @@ class LaunchKernel(HostOp):
 
     def effects(self) -> tuple[Effect, ...]:
         return _computes(self.ins, self.outs)
+
+    def emit(self, rt: Runtime) -> None:
+        rt.launch(self)
 
     def verify_in(self, program: ProgramAround) -> None:
         fusion = program.kernel(self.group)
@@ -152,6 +170,9 @@ class PostOnStream(HostOp):
 
     def effects(self) -> tuple[Effect, ...]:
         return _computes(self.ins, self.outs)
+
+    def emit(self, rt: Runtime) -> None:
+        rt.run_unit(self)
 
     def work(self, sizes: Sizes) -> Work:
         raise UnsupportedError(
@@ -248,6 +269,19 @@ class LocalSlice(HostOp):
     def effects(self) -> tuple[Effect, ...]:
         return (Reads(self.inp), Writes(self.out))
 
+    def emit(self, rt: Runtime) -> None:
+        rt.copy_part(self.out, self.inp, self.axis, self.bounds)
+
+    def bounds(self, shapes: LocalShapes) -> tuple[int, int]:
+        """Return (start, length) of this rank's part along the op's axis."""
+        mesh = self.out.mesh
+        assert mesh is not None, f"{self.out} has no mesh"
+        length = shapes.local_shape(self.out)[self.axis]
+        if self.inp.domain.no_reductions[self.axis].is_broadcast:
+            # Expanded: every part is the same element, and there may be fewer than wanted.
+            return 0, min(length, shapes.local_shape(self.inp)[self.axis])
+        return mesh.coordinate(shapes.rank, self.ptype) * length, length
+
     def verify(self) -> None:
         mesh = self.out.mesh
         if mesh is None or mesh.size_of(self.ptype) < 2:
@@ -288,15 +322,22 @@ class HirAliasSelect(HostOp):
     TEXT = "{out}\n   = HirAliasSelect( {inp}, axis = {axis}, index = {index} )"
     OLDER = ("{out}\n   = select( {inp}, axis = {axis}, index = {index} )",)
 
-    @property
+    @cached_property
     def position(self) -> int | None:
         """The axis's place among the logical axes without reductions; None for a reduction."""
         kept = [a.number for a in self.inp.domain.no_reductions]
         return kept.index(self.axis.number) if self.axis.number in kept else None
 
+    @cached_property
+    def part(self) -> Part | None:
+        """The element that it names; None where it names all of `inp`."""
+        return None if self.position is None else Part(self.position, self.index)
+
     def effects(self) -> tuple[Effect, ...]:
-        at = self.position
-        return (Shows(self.out, self.inp, None if at is None else Part(at, self.index)),)
+        return (Shows(self.out, self.inp, self.part),)
+
+    def emit(self, rt: Runtime) -> None:
+        rt.name_part(self.out, self.inp, self.part)
 
     def verify(self) -> None:
         if self.axis not in self.inp.domain.logical:
@@ -329,13 +370,16 @@ class ShardByStream(HostOp):
     TEXT = "{out} = ShardByStream({inp}, stream_index={stream_index})"
     OLDER = ("{out} = ShardByStream({inp}, stream_index = {stream_index})",)
 
-    @property
+    @cached_property
     def part(self) -> Part:
         position, count = stream_cut(self.out)
         return Part(position, self.stream_index, count)
 
     def effects(self) -> tuple[Effect, ...]:
         return (Shows(self.out, self.inp, self.part),)
+
+    def emit(self, rt: Runtime) -> None:
+        rt.name_part(self.out, self.inp, self.part)
 
     def verify(self) -> None:
         if self.out.ndim != self.inp.ndim:
@@ -386,6 +430,12 @@ class SymmetricContiguousView(HostOp):
         reads = () if self.team is None else (Reads(self.inp),)
         return (*reads, Shows(self.out, self.inp))
 
+    def emit(self, rt: Runtime) -> None:
+        if self.team is None:
+            rt.name_as_shaped(self.out, self.inp)
+        else:
+            rt.show_shards(self)
+
     def verify(self) -> None:
         if self.inp.memory is not MemoryType.symmetric:
             raise VerifyError(f"SymmetricContiguousView: {self.inp} is not in symmetric memory")
@@ -427,6 +477,9 @@ class SetCurrentStream(StreamOp):
     def effects(self) -> tuple[Effect, ...]:
         return (Enters(self.stream),)
 
+    def emit(self, rt: Runtime) -> None:
+        rt.enter(self.stream)
+
 
 class GetCurrentStream(StreamOp):
     """The stream's name means the current stream from now on."""
@@ -437,6 +490,9 @@ class GetCurrentStream(StreamOp):
 
     def effects(self) -> tuple[Effect, ...]:
         return (Captures(self.stream),)
+
+    def emit(self, rt: Runtime) -> None:
+        rt.capture(self.stream)
 
     def verify(self) -> None:
         if self.stream.index is not None:
@@ -452,6 +508,9 @@ class Synchronize(StreamOp):
 
     def effects(self) -> tuple[Effect, ...]:
         return (Joins(self.stream),)
+
+    def emit(self, rt: Runtime) -> None:
+        rt.join(self.stream)
 
     def verify_in(self, program: ProgramAround) -> None:
         """Require that a stream that is waited for by name is one; an address needs no capture."""
@@ -507,6 +566,14 @@ class ForLoop(HostOp):
     def effects(self) -> tuple[Effect, ...]:
         return ()
 
+    def emit(self, rt: Runtime) -> None:
+        start, stop, step = map(rt.integer, (self.start, self.stop, self.step))
+        if step < 1:
+            raise ExecutionError(
+                f"FOR {self.index}: a step of {self.step} = {step}{user_code(self.where)}"
+            )
+        rt.loop(self.index, range(start, stop, step), self.body)
+
     def verify(self) -> None:
         if sc.int_value(self.step) is not None and sc.int_value(self.step) < 1:  # pyright: ignore[reportOptionalOperand]
             raise VerifyError(f"its step is {self.step}, expected at least 1")
@@ -532,3 +599,6 @@ class IfThenElse(HostOp):
 
     def effects(self) -> tuple[Effect, ...]:
         return ()
+
+    def emit(self, rt: Runtime) -> None:
+        rt.run(self.then if rt.number(self.predicate) else self.orelse)

@@ -16,10 +16,10 @@ from fuser.ir import memory_layout
 from fuser.ir.domain.device_mesh import ranks_text
 from fuser.ir.fusion import TensorView, Variant
 from fuser.ir.memory_layout import memory_order
-from fuser.ir.op import attr, operand, operands, result
+from fuser.ir.op import Op, attr, operand, operands, result
 from fuser.ir.scalar import constructors as sc
 from fuser.ir.scalar.constructors import Scalar
-from fuser.support.errors import ArgumentError, VerifyError
+from fuser.support.errors import ArgumentError, ExecutionError, VerifyError, user_code
 from hostir.ir.effects import (
     ClosesGroup,
     Effect,
@@ -30,7 +30,8 @@ from hostir.ir.effects import (
     Waits,
     Writes,
 )
-from hostir.ir.ops.base import HostOp, Manner, ProgramAround
+from hostir.ir.ops.base import HostOp, Manner, ProgramAround, Runtime
+from multidevice.coordination.bounded_wait import Team, team_text
 from multidevice.sharding.reshard import CommunicationType, TeamOf
 from multidevice.transports.base.collectives import COLLECTIVES, Collective, Side
 from multidevice.transports.base.protocol import RED_OPS, RedOp
@@ -161,6 +162,12 @@ class Communication(StartsCommunication):
         reads, writes = self._members(row.inp), self._members(row.out)
         return (Reads(self.inp, reads), Writes(self.out, writes), Starts(self.number))
 
+    def emit(self, rt: Runtime) -> None:
+        team = self.team.ranks(rt.rank)
+        if team:
+            root = -1 if self.root is None else member(team, rt.integer(self.root), self)
+            rt.post(self, team, root)
+
     @property
     def manner(self) -> Manner:
         return self.collective.sharing
@@ -203,6 +210,15 @@ def _communication_template(has_root: bool, red_op: RedOp) -> str:
     )
 
 
+def member(team: Team, position: int, op: Op) -> int:
+    """Return the global rank at a position of a team; raises `ExecutionError` outside."""
+    if not 0 <= position < len(team):
+        raise ExecutionError(
+            f"{op.name}: position {position} in a team of {len(team)}{user_code(op.where)}"
+        )
+    return team[position]
+
+
 class P2PCommunication(StartsCommunication):
     """Starts to send `buffer` to the global rank `peer`, or to receive it from there."""
 
@@ -227,6 +243,15 @@ class P2PCommunication(StartsCommunication):
     def effects(self) -> tuple[Effect, ...]:
         touch = Reads if self.type == "send" else Writes
         return (touch(self.buffer), Starts(self.number))
+
+    def emit(self, rt: Runtime) -> None:
+        peer = rt.integer(self.peer)
+        if peer not in rt.team:
+            raise ExecutionError(
+                f"{self.name}: peer {self.peer} = {peer} of {self.buffer}, but the program is on "
+                f"ranks {team_text(rt.team)}{user_code(self.where)}"
+            )
+        rt.transfer(self, peer)
 
     def verify(self) -> None:
         if self.buffer.mesh is None:
@@ -266,6 +291,14 @@ class CollectivePermute(StartsCommunication):
         team = Members(self.team)
         return (Reads(self.inp, team), Writes(self.out, team), Starts(self.number))
 
+    def emit(self, rt: Runtime) -> None:
+        team = self.team.ranks(rt.rank)
+        if team:
+            to, source = (
+                member(team, rt.integer(peer), self) for peer in (self.send_peer, self.recv_peer)
+            )
+            rt.permute(self, team, to, source)
+
     def verify_in(self, program: ProgramAround) -> None:
         super().verify_in(program)
         _check_team(self.team, program)
@@ -291,6 +324,9 @@ class StartCoalescing(HostOp):
     def effects(self) -> tuple[Effect, ...]:
         return (OpensGroup(),)
 
+    def emit(self, rt: Runtime) -> None:
+        rt.open_group(self)
+
 
 class EndCoalescing(StartsCommunication):
     """Starts the sends and receives since `StartCoalescing`; one Wait is for all of them."""
@@ -304,6 +340,9 @@ class EndCoalescing(StartsCommunication):
 
     def effects(self) -> tuple[Effect, ...]:
         return (ClosesGroup(self.number),)
+
+    def emit(self, rt: Runtime) -> None:
+        rt.close_group(self)
 
 
 class Wait(HostOp):
@@ -325,6 +364,9 @@ class Wait(HostOp):
     def effects(self) -> tuple[Effect, ...]:
         return (Waits(self.number),)
 
+    def emit(self, rt: Runtime) -> None:
+        rt.wait(self.number)
+
 
 class ShareMemHandles(HostOp):
     """Announces which buffers peers copy from and to; a run maps memory where it is first needed,
@@ -336,3 +378,6 @@ class ShareMemHandles(HostOp):
 
     def effects(self) -> tuple[Effect, ...]:
         return ()
+
+    def emit(self, rt: Runtime) -> None:
+        """There is nothing to do: memory is mapped where it is first copied from."""

@@ -22,7 +22,7 @@ from fuser.support.errors import DtypeError, InputError
 from hostir import HostIrEvaluator
 from hostir.ir.parser import parse
 from hostir.ir.program import equal
-from hostir.runtime import dry_run
+from hostir.runtime.execute import Execution
 from multidevice import simulate
 from tests.support.definition_copies import again
 
@@ -261,7 +261,7 @@ def test_a_new_float_extent_is_a_new_size_of_the_same_plan(monkeypatch: Any) -> 
     def refuse(*given: object) -> None:
         raise AssertionError("a program was walked again")
 
-    monkeypatch.setattr(dry_run, "run_block", refuse)
+    monkeypatch.setattr(Execution, "run", refuse)
     for n in range(43, 53):
         x_value = torch.randn(64 * n)
         rows = x_value.double().reshape(n, 64)

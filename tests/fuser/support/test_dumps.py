@@ -15,11 +15,13 @@ from fuser.support import dumps
 from fuser.support.errors import OptionError, VerifyError
 from fuser.support.options import EFFECTS
 from hostir import HostIrEvaluator
+from hostir.ir.ops import CollectivePermute, Communication, P2PCommunication
 from hostir.ir.parser import parse
-from hostir.ir.program import HostIrContainer, equal
+from hostir.ir.program import HostIrContainer, equal, walk
 from hostir.tools.cli import main
-from hostir.tools.run_text import run_simulated
+from hostir.tools.run_text import run_simulated, shards_of
 from multidevice import DeviceMesh, simulate
+from tests.support.stream_programs import N_STREAMS, PROGRAMS
 
 
 def row_parallel(ranks: int) -> FusionDefinition:
@@ -191,6 +193,38 @@ def test_a_posted_line_names_the_library_that_carries_it_out(
             world.run(body)
         out = capsys.readouterr().out
         assert out.count(f"backend={named}){carrier} with input_tensor") == 2, out
+
+
+@pytest.mark.parametrize("name", [name for name, case in PROGRAMS.items() if case.ranks > 1])
+def test_the_first_run_and_later_ones_announce_the_same(
+    name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The sends and receives of a group, too: later runs once wrote none of these."""
+    case = PROGRAMS[name]
+    program = case.build()
+    started: set[int] = set()
+    for op in walk(program.ops):
+        if isinstance(op, Communication | P2PCommunication | CollectivePermute):
+            started.add(op.number)
+    monkeypatch.setenv("FUSER_DUMP", "communication")
+
+    def body() -> None:
+        rank = multidevice.Communicator.instance().rank()
+        shards = shards_of(program, case.inputs(), rank)
+        evaluator = HostIrEvaluator(program, number_of_streams=N_STREAMS)
+        for run in (evaluator.run, evaluator.run, evaluator.evaluate):
+            run(shards)
+            if rank == 0:
+                print("-- the next run")
+
+    with simulate(case.ranks) as world:
+        world.run(body)
+    texts = capsys.readouterr().out.split("-- the next run\n")
+    first, later, by_op = (
+        [line for line in text.splitlines() if line.startswith("Posting")] for text in texts[:3]
+    )
+    assert {int(line.split()[2]) for line in first} == started
+    assert first == later == by_op
 
 
 def test_all_ranks_dump_when_asked(

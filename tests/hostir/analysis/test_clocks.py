@@ -33,15 +33,21 @@ from hostir import (
 )
 from hostir.analysis.clocks import Lifetime
 from hostir.ir.effects import ENTRY
-from hostir.ir.ops import Deallocate, EndCoalescing, P2PCommunication, StartsCommunication, Wait
+from hostir.ir.ops import (
+    Deallocate,
+    EndCoalescing,
+    P2PCommunication,
+    StartCoalescing,
+    StartsCommunication,
+    Wait,
+)
 from hostir.passes.deallocation import insert_deallocate
 from hostir.runtime import evaluator as evaluating
 from hostir.runtime import recorder as replaying
 from hostir.runtime import steps as made_of
-from hostir.runtime.frame import Frame
 from hostir.runtime.plan import Arenas, Plan, first_fit
 from hostir.runtime.recorder import Recorder
-from hostir.runtime.steps import Block, Slots, View
+from hostir.runtime.steps import Block, Slots, Step, View
 from hostir.runtime.streams import DelayedStreams, _Until
 from tests.support.counted_calls import calls_of
 from tests.support.stream_programs import (
@@ -60,13 +66,15 @@ from tools.fuzz.product import Mode
 from tools.fuzz.runner import Case, run
 
 
-class Watching(Recorder):
-    """A recorder that also writes down what comes directly after what, and who uses which slot."""
+class Watching:
+    """Listens to a recorder, to write down what comes directly after what, and who uses which
+    slot."""
 
     found: ClassVar[list[tuple[Watching, Plan]]] = []
 
-    def __init__(self, frame: Frame, free: frozenset[int], *rest: Any) -> None:
-        super().__init__(frame, free, *rest)
+    def __init__(self, recorder: Recorder) -> None:
+        recorder.listeners.append(self)
+        self.execution, self.frame = recorder.execution, recorder.frame
         # Of each node: its stream (None: a communication's own), and other nodes that it comes
         # after, or ("last", stream).
         self.nodes: list[tuple[object, list[object]]] = [(ENTRY, [])]
@@ -75,10 +83,25 @@ class Watching(Recorder):
         self.names: dict[str, object] = {}
         self.shown: dict[int, int] = {}
         self.in_flight: dict[int, int] = {}
-        self.halves: list[int] = []
+        self.halves: list[int] | None = None
+
+    @classmethod
+    def recorder(cls, *given: Any) -> Recorder:
+        """Make a recorder that is watched until it has finished."""
+        made = Recorder(*given)
+        watching, finish = cls(made), made.finish
+
+        def finish_and_tell(outputs: list[TensorView], arenas: Arenas) -> Plan:
+            plan = finish(outputs, arenas)
+            cls.found.append((watching, plan))
+            return plan
+
+        made.finish = finish_and_tell
+        return made
 
     def slots(self, values: Sequence[object]) -> list[int]:
-        found = [self._slot[v] for v in values if isinstance(v, TensorView) and v in self._slot]
+        has_slot, slot_of = self.execution.has_slot, self.execution.slot
+        found = [slot_of(v) for v in values if isinstance(v, TensorView) and has_slot(v)]
         for k, slot in enumerate(found):
             while slot in self.shown:
                 slot = self.shown[slot]
@@ -94,37 +117,32 @@ class Watching(Recorder):
             return self.frame.integer(stream.index)
         return self.names.get(stream.name, stream.name)
 
-    def record(self, op: Op) -> None:
-        read, before = self.slots(op.inputs), len(self._steps)
-        super().record(op)
-        views = [s for s, _ in self._steps[before:] if isinstance(s, View)]
+    def on_kept(self, op: Op, steps: Sequence[Step]) -> None:
+        views = [s for s in steps if isinstance(s, View)]
         self.shown.update((v.out, v.source) for v in views)
-        slots = {*read, *self.slots(op.outputs)}
+        slots = {*self.slots(op.inputs), *self.slots(op.outputs)}
         if isinstance(op, GetCurrentStream):
             self.names[op.stream.name] = self.current
         elif isinstance(op, SetCurrentStream):
             self.current = self.stream(op.stream)
         elif isinstance(op, Synchronize):
             self.node(self.current, ("last", self.stream(op.stream)))
-        elif isinstance(op, P2PCommunication) and self._group is not None:
+        elif isinstance(op, StartCoalescing):
+            self.halves = []
+        elif isinstance(op, P2PCommunication) and self.halves is not None:
             self.halves += slots
         elif isinstance(op, StartsCommunication | EndCoalescing):
             start = self.node(self.current)
             flight = self.in_flight[op.number] = self.node(None, start)
-            for slot in (*slots, *self.halves):
+            for slot in (*slots, *(self.halves or ())):
                 self.used.setdefault(slot, []).append(flight)
-            self.halves = []
+            self.halves = None
         elif isinstance(op, Wait):
             self.node(self.current, *[self.in_flight[op.number]] * (op.number in self.in_flight))
         elif not isinstance(op, Deallocate) and not views:
             here = self.node(self.current)
             for slot in slots:
                 self.used.setdefault(slot, []).append(here)
-
-    def finish(self, outputs: list[TensorView], arenas: Arenas) -> Plan:
-        plan = super().finish(outputs, arenas)
-        self.found.append((self, plan))
-        return plan
 
     def before(self, runs: int) -> list[int]:
         """Return, for each node of so many runs one after the other, which ones come before it."""
@@ -170,7 +188,7 @@ def shared_unordered(of: Watching, plan: Plan) -> Iterator[tuple[Block, Block]]:
 @pytest.fixture
 def watched(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Watching, Plan]]:
     monkeypatch.setattr(Watching, "found", [])
-    monkeypatch.setattr(evaluating, "Recorder", Watching)
+    monkeypatch.setattr(evaluating, "Recorder", Watching.recorder)
     return Watching.found
 
 
@@ -269,7 +287,7 @@ def replayed(case: Program, seed: int) -> list[torch.Tensor]:
     evaluator = HostIrEvaluator(case.build(), number_of_streams=N_STREAMS, late_stream="all")
     streams = evaluator.binder.devices._streams[torch.device("cpu")] = Shuffled(seed)
     inputs = case.inputs()
-    _, plan = evaluator.recorded(inputs, Recorder)
+    _, plan = evaluator.recorded(inputs, lambda recorder: None)
     bound = plan.arenas.take(0).bind(plan)
     slots: Slots = [*inputs, *bound.rest]
     for make in bound.makes:

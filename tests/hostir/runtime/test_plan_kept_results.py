@@ -14,7 +14,7 @@ from fuser import FusionDefinition, ops
 from fuser.ops.reference import attention_kernels
 from hostir.runtime import cuda_graphs
 from hostir.runtime.plan import BoundPlan, Plan
-from hostir.runtime.recorder import tensor_op
+from hostir.runtime.torch_ops import writing
 from tests.support.attention_reference import attend, define, draw
 from tests.support.stand_in_graphs import CpuGraphs, stand_in
 
@@ -69,7 +69,7 @@ def test_a_steady_call_of_attention_adds_few_python_functions_to_torch(*, is_den
 
     def note(frame: FrameType, event: str, _: object) -> None:
         name = frame.f_globals.get("__name__", "")
-        if event == "call" and name.startswith((tensor_op.__module__, f"{ops.__name__}.")):
+        if event == "call" and name.startswith((writing.__module__, f"{ops.__name__}.")):
             seen.append(frame.f_code.co_name)
 
     sys.setprofile(note)

@@ -16,7 +16,7 @@ from fuser.ir.fusion import TensorView
 from fuser.ir.scalar import constructors as sc
 from hostir.ir.ops import RANK, IfThenElse
 from hostir.ir.program import HostIrContainer
-from hostir.runtime import recorder as posting
+from hostir.runtime import execute as posting
 from hostir.runtime.communication import CommunicationCall, PostedBuffer, post
 from hostir.runtime.dry_run import rehearse_plan
 from hostir.runtime.evaluator import ProgramEvaluator, returned
