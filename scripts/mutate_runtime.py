@@ -368,15 +368,15 @@ FAULTS: dict[str, Fault] = {
     ),
     # ------------------------------------------------------------ analyses
     "race_forgets_a_join": _fault(
-        "The race check forgets what a Synchronize joins.",
+        "The race check forgets what a stream that is joined had waited for itself.",
         (
             _CLOCKS,
             "        if theirs is not None and self.now.get(other, 0) < theirs[other]:\n"
             "            self.learn(theirs)",
             "        if theirs is not None and self.now.get(other, 0) < theirs[other]:\n"
-            "            self.now[other] = theirs[other] - 1",
+            "            self.now[other] = theirs[other]",
         ),
-        tests="tests/hostir/analysis/test_races.py",
+        tests="tests/hostir/analysis/test_races.py tests/hostir/analysis/test_races_random.py",
     ),
     "race_joins_too_much": _fault(
         "The race check takes entering a stream for waiting for the current one.",
@@ -398,7 +398,7 @@ FAULTS: dict[str, Fault] = {
             "            if not use.is_before(self.clocks.of[to]):",
             "            if use.flight is None and not use.is_before(self.clocks.of[to]):",
         ),
-        tests="tests/hostir/analysis/test_races.py",
+        tests="tests/hostir/analysis/test_races.py tests/hostir/analysis/test_races_random.py",
     ),
     "matching_ignores_ranks": _fault(
         "The check of ranks takes every member of a team to come, also from a branch it is not in.",

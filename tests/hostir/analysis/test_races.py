@@ -36,9 +36,12 @@ from hostir.ir.diagnostics import Finding, line_numbers, report
 from hostir.ir.program import walk
 from hostir.ir.queries import has_streams
 from hostir.ir.verifier import verify
+from tests.support import stream_programs
 from tests.support.stream_programs import (
+    MAIN,
     N_STREAMS,
     PROGRAMS,
+    D,
     Edit,
     change,
     drop,
@@ -47,6 +50,8 @@ from tests.support.stream_programs import (
     is_right,
     move,
     nth,
+    ring,
+    spread_over,
     twice,
 )
 
@@ -366,6 +371,28 @@ def test_programs_without_streams_are_not_unrolled() -> None:
         hic.add_output(y)
     assert not has_streams(hic)
     assert find_races(hic, {}) == []
+
+
+def given_back_beside_a_communication(*, is_awaited: bool) -> HostIrContainer:
+    """A buffer whose communication is waited for on a stream of its own, joined before or after."""
+    hic = HostIrContainer()
+    with hic:
+        x, team = spread_over(hic.input([D, 4]), ring(), 0), stream_programs.team()
+        t = spread_over(hic.tensor([D, 4]), ring())
+        hic.append(GetCurrentStream(MAIN), Allocate(t), SetCurrentStream(Stream(0)))
+        hic.append(Synchronize(MAIN), Communication(x, t, number=0, type="Allgather", team=team))
+        hic.append(SetCurrentStream(Stream(1)), Wait(0), SetCurrentStream(MAIN))
+        last = (Synchronize(Stream(1)), Deallocate(t))
+        hic.append(*(last if is_awaited else reversed(last)))
+    return hic
+
+
+@pytest.mark.parametrize("is_awaited", [False, True])
+def test_memory_that_a_communication_uses_is_not_given_back(is_awaited: bool) -> None:
+    hic = given_back_beside_a_communication(is_awaited=is_awaited)
+    verify(hic)
+    found = find_races(hic, {RANK: 0, NUMBER_OF_STREAMS: N_STREAMS}, rank=0)
+    assert {f.kind for f in found} == (set() if is_awaited else {race.FREED_EARLY})
 
 
 # ------------------------------------------------------------------ chained steps

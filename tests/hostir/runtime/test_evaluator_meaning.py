@@ -105,6 +105,23 @@ def test_numbers_of_kernels(way: str, late: str | int | None) -> None:
     check_run(program, calls_of(program, 1, lambda k: random(given[k], k), 5), way=way, late=late)
 
 
+@pytest.mark.parametrize("is_read", [False, True])
+@pytest.mark.parametrize(("way", "late"), WAYS[:3])
+def test_inputs_that_kernels_update(way: str, late: str | int | None, is_read: bool) -> None:
+    """A kernel writes straight into an input; or into memory that is read again, and copied."""
+    fusion = Fusion()
+    with FusionGuard(fusion):
+        x, y = (define_tensor([-1, -1], contiguity=True) for _ in range(2))
+        fusion.inputs = [x, y]
+        total = ops.add(x, y)
+        fusion.add_output(total, x)  # pyright: ignore[reportArgumentType]
+        fusion.add_output(ops.mul(total if is_read else y, 2.0))  # pyright: ignore[reportArgumentType]
+    shapes = ((4, 3), (4, 3))
+    program = host_programs.build_for(fusion, random(shapes, 0))
+    given = (shapes, shapes, ((6, 3), (6, 3)), shapes)
+    check_run(program, calls_of(program, 1, lambda k: random(given[k], k), 4), way=way, late=late)
+
+
 @pytest.mark.parametrize("name", host_programs.CASES)
 def test_compiled_programs_of_other_sizes(name: str) -> None:
     """Sizes that come, come again, and come back, of the axes that are free."""
