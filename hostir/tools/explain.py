@@ -14,6 +14,8 @@ from dataclasses import dataclass, field
 from fuser.ir.fusion import TensorView
 from fuser.ir.op import Op
 from fuser.ir.provenance import Origin
+from fuser.ir.scalar import constructors as sc
+from fuser.ir.scalar.constructors import Scalar
 from fuser.ir.types import ParallelType
 from fuser.support.errors import InputError, UnsupportedError
 from hostir.analysis.sliced_inputs import sliced_inputs
@@ -233,7 +235,8 @@ class _Why:
                 theirs = self.cuts(inp)
                 cuts = {p: a for p, a in self.cuts(out).items() if theirs.get(p) != a}
                 asked = self.chains(row.result, cuts)
-                return f"{through} takes {name} {change}{asked}{self.had(inp, out)}"
+                undivided = self.undivided(row, inp, out)
+                return f"{through} takes {name} {change}{asked}{self.had(inp, out)}{undivided}"
             case "set":
                 return f"the user's copy{_at(row.where)} makes {name} {change}{self.given(out)}"
             case "update":
@@ -275,6 +278,39 @@ class _Why:
         cuts = " and ".join(f"cut by {p.name} on axis {a}" for p, a in lost.items())
         return f", and T{inp.number} is {cuts}{self.chains(inp.number, lost)}" if lost else ""
 
+    def undivided(self, row: Origin, inp: TensorView, out: TensorView) -> str:
+        """Return which extents keep a reshape from keeping a cut; "" where its place does.
+
+        A reshape keeps a cut of the outermost axis that it splits or merges if the devices divide
+        that axis before the reshape and behind it.
+        """
+        result = self.result_of(row)
+        after = self.cuts(out)
+        if row.op != "reshape" or result is None or inp.mesh is None:
+            return ""
+        for ptype, axis in self.cuts(inp).items():
+            extents = _outermost_extents(inp, axis, result)
+            if not ptype.is_device or ptype in after or extents is None:
+                continue
+            count, values = inp.mesh.size_of(ptype), [sc.int_value(x) for x in extents]
+            if all(n is not None and n % count == 0 for n in values):
+                continue
+            verb = "are not known to divide" if None in values else "do not divide"
+            cure = "; numbers in fd.define_tensor([...], ...) are known" if None in values else ""
+            return (
+                f"; a reshape keeps this cut where the devices divide axis {axis} before it and "
+                f"behind it: {count} devices {verb} both {extents[0]} and {extents[1]}. Choose "
+                f"sizes that they divide{cure}"
+            )
+        return ""
+
+    def result_of(self, row: Origin) -> TensorView | None:
+        """Return the result of the op that a row is about, which may be inside of a kernel."""
+        if row.result in self.tensors:
+            return self.tensors[row.result]
+        kernels = (group.fusion.tensors() for group in self.program.groups.values())
+        return next((tv for tvs in kernels for tv in tvs if tv.number == row.result), None)
+
     def chains(self, number: int | None, cuts: Iterable[ParallelType]) -> str:
         """Return where a tensor's cuts came from, in parentheses; "" where no row tells."""
         rows = [] if number is None else [(self.row(number, p), p) for p in cuts]
@@ -290,6 +326,19 @@ class _Why:
             if r.what == "mesh" or (r.axis is not None and r.ptype in cuts)
         ]
         return f" ({self.chain(rows[0], rows[0].ptype)})" if rows else ""
+
+
+def _outermost_extents(
+    inp: TensorView, axis: int, result: TensorView
+) -> tuple[Scalar, Scalar] | None:
+    """Return the extents of an axis and of the result's axis that begins with it, where a reshape
+    begins to split or to merge at it; None where it does not."""
+    before, behind = (
+        [tv.fusion.canonical(a.size) for a in tv.domain.no_reductions] for tv in (inp, result)
+    )
+    outside = sc.product(before[:axis])
+    starts = [k for k in range(len(behind)) if sc.product(behind[:k]) == outside]
+    return (before[axis], behind[starts[-1]]) if starts else None
 
 
 def _at(where: str) -> str:

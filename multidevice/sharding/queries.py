@@ -437,6 +437,13 @@ def have_different_shardings(
     proved = consumer.fusion.extents.proved
     if key not in proved:
         proved[key] = Comparison(op, operand_index, consumer).differs(wanted)
+        if proved[key] and any(
+            _first_quotient(a.size) is not None
+            for t in (producer, consumer)
+            for a in t.domain.no_reductions
+        ):
+            named = Comparison(op, operand_index, consumer, names_quotients=True)
+            proved[key] = named.differs(wanted)
     return proved[key]
 
 
@@ -454,9 +461,22 @@ def is_resharding(op: TensorOp) -> bool:
 
 
 class Comparison:
-    """The loop axes of a producer and a consumer as indices over their shared logical axes."""
+    """The loop axes of a producer and a consumer as indices over their shared logical axes.
 
-    def __init__(self, op: TensorOp, operand_index: int, consumer: TensorView) -> None:
+    `names_quotients`: an extent that is a quotient, as those of heads are, is a name of its own.
+    Then it is known to be divisible where devices cut it; what it is a quotient of is forgotten.
+
+        x [DIDx{2}(i1 / 4), 4] -> y [DIDx{2}(i1)]     q = i1 / 4 = 2 q':  x0 / q' on both sides
+    """
+
+    def __init__(
+        self,
+        op: TensorOp,
+        operand_index: int,
+        consumer: TensorView,
+        *,
+        names_quotients: bool = False,
+    ) -> None:
         producer = op.inputs[operand_index]
         self._fusion = consumer.fusion
         pairs = [
@@ -466,8 +486,14 @@ class Comparison:
         ]
         self._sums: dict[Scalar, Scalar] = {}
         self._divisible: dict[Scalar, Scalar] = {}
+        self._quotients: dict[Scalar, Scalar] | None = None
         self._collect_divisible(consumer)
         self._collect_divisible(producer)
+        if names_quotients:
+            # Quotients of what is known by now.
+            self._quotients = {}
+            self._collect_divisible(consumer)
+            self._collect_divisible(producer)
         shared = {c.number: self.index(f"x{k}", c.size) for k, (_, c) in enumerate(pairs)}
         sizes = {a.number: self.rewrite(a.size) for a in consumer.domain.maybe_root}
         domain = self._domain(consumer, sizes)
@@ -501,9 +527,20 @@ class Comparison:
             found: dict[Scalar, Scalar] = {
                 s: self._divisible[s] for s in sc.symbols(x) if s in self._divisible
             }
+            found = found or self._named_quotients(x)
             if not found:
                 return x
             x = sc.substitute(x, found)
+
+    def _named_quotients(self, x: Scalar) -> dict[Scalar, Scalar]:
+        """Return a name for the first quotient in an extent, {} where there is none."""
+        if self._quotients is None:
+            return {}
+        quotient = _first_quotient(x)
+        if quotient is None:
+            return {}
+        name = f"q{len(self._quotients)}"
+        return {quotient: self._quotients.setdefault(quotient, sc.name_for(name, quotient))}
 
     def index(self, name: str, extent: Scalar) -> Scalar:
         extent = self.rewrite(extent)
@@ -525,16 +562,22 @@ class Comparison:
         return tv.domain.map_axes(rewritten)
 
     def _collect_divisible(self, tv: TensorView) -> None:
-        """Learn `s = part * s'` from the splits of views and of devices, which leave no rest.
+        """Learn `s = part * s'` from the splits of views and of devices, which leave no rest; of a
+        view whose parts have sizes of their own, `s = outer * inner`.
 
         Those of streams may leave one.
         """
         for t in tv.domain.splits.values():
             outer = tv.domain.rotated(t.outer)
-            if outer.is_device or (outer.rfactor and not outer.is_stream):
-                for part in t.outputs:
-                    sizes = (tv.domain.axes[n].size for n in (t.inp, part))
-                    self._learn(*map(self.rewrite, sizes))
+            if not (outer.is_device or (outer.rfactor and not outer.is_stream)):
+                continue
+            extent, *parts = (self.rewrite(tv.domain.axes[n].size) for n in (t.inp, *t.outputs))
+            if isinstance(extent, Symbol) and extent not in sc.symbols(sc.product(parts)):
+                self._divisible[extent] = sc.product(parts)
+                continue
+            for part in t.outputs:
+                sizes = (tv.domain.axes[n].size for n in (t.inp, part))
+                self._learn(*map(self.rewrite, sizes))
 
     def _learn(self, extent: Scalar, factor: Scalar) -> None:
         atoms = sc.symbols(extent)
@@ -555,6 +598,16 @@ class Comparison:
             rest, c = rest // common, c // common
         if rest > 1:
             self._divisible[symbol] = sc.mul(rest, part)
+
+
+def _first_quotient(x: Scalar) -> Scalar | None:
+    """Return the innermost quotient, rounded down, that is computed first in an extent."""
+    seen: set[Scalar] = set()
+    for y in postorder(x, seen.__contains__):
+        seen.add(y)
+        if isinstance(y, sc.Apply) and y.op in ("/", "floorDiv"):
+            return y
+    return None
 
 
 def _as_digits(x: Scalar) -> Scalar:

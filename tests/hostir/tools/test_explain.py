@@ -350,6 +350,42 @@ Provenance :
 """  # noqa: E501
 
 
+def heads(features: int, *, is_inner: bool = False) -> None:
+    """Features cut over two devices become heads of 4; or the inner side of a merge."""
+    x = tensor(3, 5, features)
+    size: Any = x.shape[-1]
+    shape = [3, size * 5] if is_inner else [3, 5, size // 4, 4]
+    out(ops.neg(ops.reshape(ops.neg(x), shape)))
+    x.set_device_mesh(MESH)
+    cut(x, 2)
+    x.axis(2).parallelize(X)
+
+
+@pytest.mark.parametrize(
+    ("features", "end"),
+    [
+        (
+            -1,
+            "2 devices are not known to divide both i0 and ( i0 / 4 ). Choose sizes that they "
+            "divide; numbers in fd.define_tensor([...], ...) are known",
+        ),
+        (12, "2 devices do not divide both 12 and 3. Choose sizes that they divide"),
+    ],
+)
+def test_a_reshape_of_heads_says_which_sizes_would_keep_the_cut(features: int, end: str) -> None:
+    program = read_back(lambda: heads(features), (3, 5, 12))
+    (line,) = explain(program, "all")
+    reason, _, cure = line.partition("; a reshape keeps this cut where ")
+    assert "takes T" in reason and "whole along axis 2" in reason
+    assert cure == f"the devices divide axis 2 before it and behind it: {end}"
+
+
+def test_a_reshape_that_merges_the_inner_side_promises_nothing() -> None:
+    program = read_back(lambda: heads(8, is_inner=True), (3, 5, 8))
+    (line,) = explain(program, "all")
+    assert "whole along axis 2" in line and "keeps this cut" not in line
+
+
 def test_a_send_is_explained_by_what_it_is_received_into() -> None:
     reason = (
         "of T0 -> T1): because the user's copy at ring.py:9 makes T1 whole along axis 0, in the "

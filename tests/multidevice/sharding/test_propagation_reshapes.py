@@ -18,8 +18,7 @@ X, Y = ParallelType.mesh_x, ParallelType.mesh_y
 @dataclass(frozen=True)
 class Case:
     """A reshape, its mesh, the cuts of operand and result as {axis: types}, the outermost first,
-    and the collectives of the program. Of symbolic extents it is not always proved that a reshape
-    keeps a cut: then it sends `more`."""
+    and the collectives of the program, which are the same where the extents are symbolic."""
 
     shape: tuple[int, ...]
     new: tuple[int, ...]
@@ -28,7 +27,6 @@ class Case:
     result: dict[int, Sequence[ParallelType]] | None = None
     sent: tuple[str, ...] = ("Allgather",)
     kept: dict[ParallelType, int] | None = None
-    more: tuple[str, ...] = ()
 
 
 CASES = {
@@ -37,17 +35,13 @@ CASES = {
     "the outer axis is merged": Case((4, 3, 5), (12, 5), (2,), {0: [X]}, sent=(), kept={X: 0}),
     "a unit is outside": Case((1, 4, 5), (4, 5), (2,), {1: [X]}, sent=(), kept={X: 0}),
     "a split has too few outside": Case((6, 5), (3, 2, 5), (2,), {0: [X]}),
-    "a split has enough outside": Case(
-        (8, 5), (4, 2, 5), (2,), {0: [X]}, sent=(), kept={X: 0}, more=("Allgather",)
-    ),
+    "a split has enough outside": Case((8, 5), (4, 2, 5), (2,), {0: [X]}, sent=(), kept={X: 0}),
     "merged and split again": Case((3, 4), (6, 2), (2,), {1: [X]}),
     "of two dimensions one is kept": Case((2, 4, 5), (8, 5), (2, 2), {0: [Y], 1: [X]}, kept={Y: 0}),
     "both on the inner axis": Case(
         (3, 4, 5), (12, 5), (2, 2), {1: [Y, X]}, sent=("Allgather",) * 2
     ),
-    "the outer of two cuts is kept": Case(
-        (8, 5), (2, 4, 5), (2, 2), {0: [Y, X]}, kept={Y: 0}, more=("Allgather",)
-    ),
+    "the outer of two cuts is kept": Case((8, 5), (2, 4, 5), (2, 2), {0: [Y, X]}, kept={Y: 0}),
     "the user cuts both sides": Case((2, 4, 5), (8, 5), (2,), {1: [X]}, {0: [X]}),
     "the result alone is cut": Case((2, 4, 5), (8, 5), (2,), {}, {0: [X]}, sent=()),
     "the result is cut otherwise": Case((3, 4, 5), (12, 5), (2,), {}, {0: [X]}, sent=()),
@@ -95,8 +89,7 @@ def run(case: Case, *, is_symbolic: bool) -> None:
         kept = {ptype: axis for axis, types in case.result.items() for ptype in types}
     assert sharding.axes == kept
     program = fd.fec.host_program()
-    sent = (*case.sent, *(case.more if is_symbolic else ()))
-    assert tuple(c.type for c in program.communications()) == sent
+    assert tuple(c.type for c in program.communications()) == case.sent
 
 
 @pytest.mark.finding("G15")
@@ -119,3 +112,56 @@ def test_a_reshape_gathers_under_mpirun(name: str, comm: Communicator) -> None:
 @pytest.mark.parametrize("name", [n for n, case in CASES.items() if len(case.mesh) == 2])
 def test_a_reshape_gathers_on_a_square_under_mpirun(name: str, comm: Communicator) -> None:
     run(CASES[name], is_symbolic=False)
+
+
+# ------------------------------------------------------------------ sizes that are quotients
+def split_into_heads(heads: str, devices: int) -> None:
+    """Features cut over devices become heads of 4 and features again, for several sizes."""
+    mesh = DeviceMesh(range(devices))
+    with FusionDefinition() as fd:
+        x = fd.define_tensor([-1, -1], contiguity=True)
+        scale = fd.define_tensor([-1], contiguity=True)
+        size = scale.size(0) if heads == "of a symbolic size" else 4
+        shape = [x.size(0), -1 if heads == "inferred" else x.shape[-1] // size, size]
+        y = fd.ops.mul(fd.ops.reshape(fd.ops.neg(x), shape), scale)
+        out = fd.ops.reshape(y, [x.size(0), x.size(1)])
+        fd.add_output(out)
+        for tv in (x, scale):
+            tv.set_device_mesh(mesh)
+        cut(x, mesh, {1: [X]})
+    factors = torch.tensor([1.0, 2.0, 3.0, 4.0])
+    for count in (devices, 2 * devices, 6, 5 * devices):
+        whole = torch.arange(3.0 * 4 * count).reshape(3, 4 * count)
+        (got,) = fd.execute([shard_tensor(whole, x), factors])
+        expected = (whole.double().neg().reshape(3, count, 4) * factors.double()).flatten(1)
+        torch.testing.assert_close(got.double(), shard_tensor(expected, x))
+        assert not fd.fec.host_program().communications()
+
+
+@pytest.mark.parametrize("devices", [2, 3])
+@pytest.mark.parametrize("heads", ["of a number", "inferred", "of a symbolic size"])
+def test_heads_are_local_where_the_devices_divide_their_number(heads: str, devices: int) -> None:
+    with simulate(devices) as world:
+        world.run(split_into_heads, heads, devices)
+
+
+def gather_heads() -> None:
+    mesh = DeviceMesh(range(2))
+    with FusionDefinition() as fd:
+        x = fd.define_tensor([-1, -1], contiguity=True)
+        y = fd.ops.neg(fd.ops.reshape(fd.ops.neg(x), [x.size(0), x.shape[-1] // 4, 4]))
+        fd.add_output(y)
+        cut(x, mesh, {1: [X]})
+    for count, sent in ((4, ()), (3, ("Allgather",)), (2, ())):
+        whole = torch.arange(3.0 * 4 * count).reshape(3, 4 * count)
+        (got,) = fd.execute([shard_tensor(whole, x)])
+        at = Communicator.instance().rank()
+        expected = whole.double().reshape(3, count, 4)
+        expected = expected if sent else expected.chunk(2, 1)[at]
+        torch.testing.assert_close(got.double(), expected)
+        assert tuple(c.type for c in fd.fec.host_program().communications()) == sent
+
+
+def test_heads_that_the_devices_do_not_divide_are_gathered() -> None:
+    with simulate(2) as world:
+        world.run(gather_heads)
