@@ -46,6 +46,7 @@ from multidevice.transports.base.protocol import RedOp
 # The name of a collective (`COLLECTIVES`), or one of CollectivePermute, SendRecv; LocalSlice: every
 # device keeps a block of what it has; StepSlice: every step of a stream loop sees one.
 CommunicationType = str
+_LOCAL = ("LocalSlice", "StepSlice")
 # What a change of shardings on one mesh may become, without steps.
 SUPPORTED = (*(row.name for row in COLLECTIVES.values() if row.reshards), "LocalSlice")
 # ReductionOp kind -> the word of host programs and backends.
@@ -120,7 +121,7 @@ def _stored(tv: TensorView, position: int | None) -> int | None:
 
 def communicates(op: TensorOp) -> bool:
     """Whether devices exchange data: a `Reshard` that is more than a slice."""
-    return isinstance(op, Reshard) and not communication_type(op).endswith("Slice")
+    return isinstance(op, Reshard) and communication_type(op) not in _LOCAL
 
 
 def is_step_slice(op: TensorOp) -> bool:

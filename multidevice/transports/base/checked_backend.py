@@ -246,7 +246,7 @@ class CheckedBackend(NamedCollectives, Captured, ABC):
     ) -> Work:
         """See `Backend.collective`."""
         if row.has_one_buffer:
-            return self._one_buffer(row, out, inp, team, root, stream)
+            return self._one_buffer(row, out, inp, team, reduce, root, stream)
         index, out, inp = self._checked(row, out, inp, team, reduce, root)
         call = self._call(row, index, out, inp, team, stream, reduce, root)
         if len(team) == 1:
@@ -262,22 +262,23 @@ class CheckedBackend(NamedCollectives, Captured, ABC):
         out: torch.Tensor | None,
         inp: torch.Tensor | None,
         team: Team,
+        reduce: RedOp | None,
         root: int | None,
         stream: object,
     ) -> Work:
         """Starts a collective in its result, to which the root first copies its operand. A root
         that has no result lends its operand, which stays as it is."""
         index = self._index(row.method, team)
-        self._check_root(row, root, team)
+        self._check_terms(row, team, reduce, root)
         is_root = root == self.rank
         buf = inp if out is None and is_root else out
         if buf is None:
             raise InputError(f"{row.method}: buf is missing on rank {self.rank}")
         self._check_tensor(row.method, "buf", buf)
         if is_root and inp is not None and inp is not buf:
-            with self._on(stream):
+            with nullcontext() if stream is None else self._on(stream):
                 buf.copy_(inp.view_as(buf))
-        call = self._call(row, index, buf, buf, team, stream, None, root)
+        call = self._call(row, index, buf, buf, team, stream, reduce, root)
         return DONE if len(team) == 1 else self._begun(call, self._start)
 
     def barrier(self, *, team: Team, stream: object = None) -> None:
@@ -387,13 +388,10 @@ class CheckedBackend(NamedCollectives, Captured, ABC):
         """Returns this rank's position in the team, and the buffers that it has in a collective,
         which fit."""
         index = self._index(row.method, team)
-        self._check_root(row, root, team)
+        self._check_terms(row, team, reduce, root)
         if root is not None and root != self.rank:
             out, inp = (None if row.out.at_root else out), (None if row.inp.at_root else inp)
         self._check_buffers(row, out, inp, len(team), is_root=root is None or root == self.rank)
-        if row.reduces != (reduce is not None):
-            wanted = "a reduction is needed" if row.reduces else "nothing is reduced"
-            raise InputError(f"{row.method}: {wanted}, got {reduce}")
         if reduce is not None:
             assert inp is not None, "every member of a reduction has an input"
             check_reduction(row.method, reduce, inp.dtype)
@@ -519,7 +517,12 @@ class CheckedBackend(NamedCollectives, Captured, ABC):
             )
         return team.index(self.rank)
 
-    def _check_root(self, row: Collective, root: int | None, team: Team) -> None:
+    def _check_terms(
+        self, row: Collective, team: Team, reduce: RedOp | None, root: int | None
+    ) -> None:
+        if row.reduces != (reduce is not None):
+            wanted = "a reduction is needed" if row.reduces else "nothing is reduced"
+            raise InputError(f"{row.method}: {wanted}, got {reduce}")
         if row.is_rooted != (root is not None):
             wanted = "a root is needed" if row.is_rooted else "there is no root"
             raise InputError(f"{row.method}: {wanted}, got {root}")

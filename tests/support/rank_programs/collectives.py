@@ -26,7 +26,7 @@ from fuser.support.errors import (
 )
 from multidevice.coordination.bounded_wait import Team
 from multidevice.job.communicator import Communicator
-from multidevice.transports.base.collectives import ALLGATHER, COLLECTIVES, REDUCE
+from multidevice.transports.base.collectives import ALLGATHER, BROADCAST, COLLECTIVES, REDUCE
 from multidevice.transports.base.protocol import Backend, Transfer
 from tests.support.collective_meanings import MEANINGS
 
@@ -249,11 +249,17 @@ def check_errors(comm: Communicator, backend: Backend, team: Team, device: torch
     x = torch.zeros(n, n, device=device)
     expect(InputError, "not contiguous", backend.allreduce, x, x.t(), op="SUM", team=team)
     expect(InputError, "do not fit", backend.allgather, x, x, team=team)
-    reduce, gather = (partial(backend.collective, row) for row in (REDUCE, ALLGATHER))
+    reduce, gather, send = (
+        partial(backend.collective, row) for row in (REDUCE, ALLGATHER, BROADCAST)
+    )
     expect(InputError, "a root is needed, got None", reduce, x, x, team=team, reduce="SUM")
     expect(InputError, "a reduction is needed, got None", reduce, x, x, team=team, root=team[0])
     expect(InputError, "there is no root, got 0", gather, x, x, team=team, root=0)
     expect(InputError, "nothing is reduced, got SUM", gather, x, x[0], team=team, reduce="SUM")
+    expect(InputError, "nothing is reduced", send, x, x, team=team, reduce="SUM", root=team[0])
+    expect(InputError, "a root is needed, got None", send, x, x, team=team)
+    if me != team[0]:
+        expect(InputError, "buf is missing", send, None, x, team=team, root=team[0])
     expect(ShardingError, "root 77", backend.broadcast, x, root=77, team=team)
     i = torch.zeros(4, dtype=torch.int32, device=device)
     expect(DtypeError, "no average", backend.allreduce, i, i, op="AVG", team=team)
