@@ -269,7 +269,8 @@ class CheckedBackend(NamedCollectives, Captured, ABC):
         """Starts a collective in its result, to which the root first copies its operand. A root
         that has no result lends its operand, which stays as it is."""
         index = self._index(row.method, team)
-        self._check_terms(row, team, reduce, root)
+        if reduce is not None or root not in team:  # no such broadcast
+            self._check_terms(row, team, reduce, root)
         is_root = root == self.rank
         buf = inp if out is None and is_root else out
         if buf is None:
