@@ -90,6 +90,7 @@ if TYPE_CHECKING:
     )
     from fuser.support.version import __version__ as __version__
     from fuser.support.version import version
+    from hostir.runtime.frame import OutOfMemoryError
 
 __all__ = [
     "FusionDefinition",
@@ -153,6 +154,7 @@ __all__ = [
     "UnsupportedNameError",
     "UnknownOpError",
     "ExecutionError",
+    "OutOfMemoryError",
     "DivisionByZeroError",
     "DeadlockError",
     "ArgumentError",
@@ -222,6 +224,7 @@ _DEFINED_IN: dict[str, str] = {
     "get_val_tolerances": "fuser.frontend.validation",
     "validate_with_auto_inferred_outputs": "fuser.frontend.validation",
     "version": "fuser.support.version",
+    "OutOfMemoryError": "hostir.runtime.frame",
     "Fusion": "fuser.frontend.manual_kernels",
     "KernelExecutor": "fuser.frontend.manual_kernels",
     "CompileParams": "fuser.schedule.automatic",
@@ -245,7 +248,7 @@ _DEFINED_IN: dict[str, str] = {
     "__version__": "fuser.support.version",
 }
 """Public name -> the module that defines it (and its name there); every other name of `__all__` is
-an error type."""
+an error type of `fuser.support.errors`."""
 
 _install_aliases()
 

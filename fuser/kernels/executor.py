@@ -394,7 +394,11 @@ class FusedKernelExecutor:
         alignments: Mapping[int, int],
     ) -> BoundLaunch | None:
         scalars, checked = self._scalars, self.checked
-        return launch_of(variant, tensors, values, alignments, scalars, checked=checked)
+
+        def refuse(scalar: Scalar, problem: str) -> KernelError:
+            return KernelError(variant.blame_number(self.fusion, scalar, problem))
+
+        return launch_of(variant, tensors, values, alignments, scalars, refuse, checked=checked)
 
     # ------------------------------------------------------------ variants
     @property

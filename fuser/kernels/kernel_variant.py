@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property, partial
+from functools import cached_property
 from itertools import chain, pairwise
 from math import gcd
 from time import perf_counter as now
@@ -17,7 +17,7 @@ from fuser.codegen.cuda_text import print_kernel
 from fuser.ir.binding import Argument, Binder
 from fuser.ir.canonical_form import CanonicalForm, form_of
 from fuser.ir.domain.strided_layout import Laid
-from fuser.ir.dtypes import DataType
+from fuser.ir.dtypes import DataType, category, misfit
 from fuser.ir.fusion import Fusion, TensorView
 from fuser.ir.memory_layout import Layout, expanded_positions
 from fuser.ir.op import op_text
@@ -38,9 +38,12 @@ from fuser.lower.pipeline import lower_kernel
 from fuser.runtime.compiled_kernel import CompiledKernel
 from fuser.runtime.prepared_launch import BoundLaunch
 from fuser.support.device import VECTOR_BYTES, DeviceInfo, describe_device
-from fuser.support.errors import InputError, KernelError
+from fuser.support.errors import InputError, KernelError, user_code
 from fuser.support.kernel_source import KernelSource
 from fuser.support.record import record
+
+# Integers below it are values of every dtype of scalar inputs.
+_INT32_END = 1 << 31
 
 
 @dataclass
@@ -101,6 +104,23 @@ class Variant:
             what = f"T{tv.number} is of"
             ops = fusion.uses(tv) if definition is None else (definition,)
         return "\n".join(f"{what} {op_text(e)} (user code at {e.where or 'unknown'})" for e in ops)
+
+    def blame_number(self, fusion: Fusion, scalar: Scalar, problem: str) -> str:
+        """Return the op of the fusion that reads a scalar of the kernel, the problem, and the
+        user's line."""
+        if self.symbols is not None:
+            scalar = sc.substitute(scalar, {mine: its for mine, its in self.symbols.items()})  # noqa: C416
+        names = {*sc.symbols(scalar)}
+        reads = [
+            (e, [x for x in (*e.inputs, *e.scalars) if isinstance(x, Scalar)]) for e in fusion.exprs
+        ]
+        exact = (e for e, xs in reads if any(x is scalar for x in xs))
+        alike = (e for e, xs in reads if any(names <= {*sc.symbols(x)} for x in xs))
+        op = next(chain(exact, alike), None)
+        text = f"the number {scalar}: {problem}: compute it in Double, or give smaller numbers"
+        if op is None:
+            return text
+        return f"{op.name}: {text}{user_code(op.where) if op.where else ''}\n{op_text(op)}"
 
     def renamed(
         self,
@@ -210,13 +230,15 @@ def launch_of(
     values: Mapping[Symbol, Number],
     alignments: Mapping[int, int],
     scalars: Sequence[Symbol],
+    refuse: Callable[[Scalar, str], KernelError],
     *,
     checked: bool = False,
 ) -> BoundLaunch | None:
     """Evaluate a kernel's arguments and shape; None where it relies on something that fails.
 
     `tensors` are the inputs, then the outputs; `alignments` are by their numbers in the fusion;
-    `scalars` are the scalar inputs, whose values each call gives anew.
+    `scalars` are the scalar inputs, whose values each call gives anew. `refuse` makes the error of
+    a number that is no value of its dtype, from it and the reason.
     """
     needs = variant.needs
     for number, nbytes in needs.alignments:
@@ -248,7 +270,9 @@ def launch_of(
         known, dynamic = dict(known), frozenset(scalars)
         for param, scalar in needs.evaluated.items():
             if not dynamic.isdisjoint(sc.symbols(scalar)):
-                numbers.append((param, partial(_value, scalar, known, tuple(scalars))))
+                value_of = _ScalarArgument(scalar, known, tuple(scalars), refuse)
+                value_of.check(args[param])
+                numbers.append((param, value_of))
     return BoundLaunch(
         args,
         grid,
@@ -261,15 +285,28 @@ def launch_of(
     )
 
 
-def _value(
-    scalar: Scalar,
-    known: Mapping[Symbol, Number],
-    scalars: Sequence[Symbol],
-    numbers: Sequence[Number],
-) -> Number:
-    # A whole number may stand for a complex one, as whose its parts are asked for.
-    given = {s: Const(x, s.dtype).value for s, x in zip(scalars, numbers, strict=True)}
-    return sc.evaluate(scalar, {**known, **given})
+class _ScalarArgument(NamedTuple):
+    """An argument that the scalar inputs decide: its value, from theirs."""
+
+    scalar: Scalar
+    known: Mapping[Symbol, Number]
+    scalars: Sequence[Symbol]
+    refuse: Callable[[Scalar, str], KernelError]
+
+    def __call__(self, numbers: Sequence[Number]) -> Number:
+        # A whole number may stand for a complex one, as whose its parts are asked for.
+        given = {s: Const(x, s.dtype).value for s, x in zip(self.scalars, numbers, strict=True)}
+        value = sc.evaluate(self.scalar, {**self.known, **given})
+        if type(value) is int and not -_INT32_END <= value < _INT32_END:
+            self.check(value)
+        return value
+
+    def check(self, value: Number) -> None:
+        """Raise `KernelError` for an integer that is no value of the scalar's dtype."""
+        if isinstance(value, int) and category(self.scalar.dtype) == "int":
+            problem = misfit(value, self.scalar.dtype)
+            if problem:
+                raise self.refuse(self.scalar, problem)
 
 
 # ----------------------------------------------------------------------

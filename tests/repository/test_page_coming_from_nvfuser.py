@@ -241,12 +241,21 @@ def rounds_complex_numbers_once() -> bool:
     return all(torch.allclose(ours, best, rtol=1.2e-7, atol=0) for ours, best in found)
 
 
+def fills_no_memory() -> object:
+    with fuser.FusionDefinition() as fd:
+        fd.add_output(fd.ops.full([fd.define_scalar(None, DataType.Int)], 1.0, DataType.Float))
+    return fd.execute([2**60])
+
+
 # The page's name of a difference -> a check that it is one.
 DIFFERENCES: dict[str, Callable[[], object]] = {
     "devices": lambda: ran().fec.get_cuda_kernel([torch.ones(2, 8)]),
     "ranks without a launcher": lambda: cuts(sharded(first=False)) == [0],
     "`version()`": lambda: fuser.version() == fuser.__version__,
     "errors": lambda: refuses((fuser.FuserError, RuntimeError), lambda: written().execute([])),
+    "no memory on the device": lambda: refuses(
+        (fuser.OutOfMemoryError, fuser.ExecutionError, torch.OutOfMemoryError), fills_no_memory
+    ),
     "wrong arguments": lambda: (
         takes_numbers_of_numpy()
         and refuses((fuser.FuserError, TypeError), lambda: is_scalar_of("text"))

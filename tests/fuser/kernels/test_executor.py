@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import itertools
+from pathlib import Path
 
 import pytest
 import torch
 
-from fuser import ops
+from fuser import FusionDefinition, KernelError, ops
 from fuser.ir.dtypes import DataType
 from fuser.ir.fusion import Fusion, TensorView
 from fuser.ir.fusion_guard import FusionGuard
@@ -218,6 +219,43 @@ def test_scalar_inputs_may_change_at_every_call() -> None:
         executor.run([a, given, b], [out], sizes={})
         torch.testing.assert_close(out, given * a + b)
     assert len(executor.variants) == 1
+
+
+LEAST, MOST = -(2**63), 2**63 - 1
+
+
+@pytest.mark.parametrize("first", [1, 2**62])
+def test_an_integer_of_scalar_inputs_past_64_bits_names_op_and_line(first: int) -> None:
+    with FusionDefinition() as fd:
+        x, s = fd.define_tensor([-1], dtype=DataType.Int), fd.define_scalar(dtype=DataType.Int)
+        four_times = fd.ops.mul(s, 4)
+        fd.add_output(fd.ops.bitwise_xor(fd.ops.neg(x), four_times))  # the line
+    line = next(
+        n
+        for n, text in enumerate(Path(__file__).read_text().splitlines(), 1)
+        if "# the line" in text
+    )
+    given = torch.arange(5)
+    for s in (first, 3, 2**61 - 1, 2**61, -(2**61), -(2**61) - 1, MOST, 3):
+        if LEAST <= 4 * s <= MOST:
+            (found,) = fd.execute([given, s])
+            assert found.tolist() == [-n ^ (4 * s) for n in range(5)]
+            continue
+        with pytest.raises(KernelError) as error:
+            fd.execute([given, s])
+        text = str(error.value)
+        assert text.startswith("bitwise_xor: the number ( i2 * 4 ): "), text
+        assert " is out of the range of int64_t: " in text
+        assert f"(user code at {__file__}:{line})" in text
+
+
+def test_a_sum_of_scalar_inputs_that_floats_hold_is_computed_in_double() -> None:
+    with FusionDefinition() as fd:
+        x, s = fd.define_tensor([-1]), fd.define_scalar(dtype=DataType.Int)
+        fd.add_output(fd.ops.add(x, fd.ops.mul(fd.ops.cast(s, DataType.Double), 4.0)))
+    for s in (1, MOST):
+        (found,) = fd.execute([torch.zeros(3), s])
+        torch.testing.assert_close(found, torch.full((3,), 4.0 * s))
 
 
 def test_an_output_may_be_an_input_in_place() -> None:

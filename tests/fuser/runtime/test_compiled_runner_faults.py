@@ -14,14 +14,13 @@ from typing import Any
 import pytest
 import torch
 
-from fuser import DataType, FusionDefinition
+from fuser import DataType, FusionDefinition, OutOfMemoryError
 from fuser.frontend.program_cache import MAX_DECLINED, MAX_PATIENCE, RUNS_BEFORE
 from fuser.multidevice import simulate
 from fuser.ops.reference import matmul_calls
 from fuser.runtime import compiled_runner
 from fuser.support.errors import FuserError, KernelError
 from hostir.runtime import steps
-from hostir.runtime.frame import OutOfMemoryError
 from tests.support.limits import HANG_S
 from tests.support.repeated_calls import (
     ENOUGH,

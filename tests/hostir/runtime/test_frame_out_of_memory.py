@@ -8,11 +8,10 @@ from typing import Any
 import pytest
 import torch
 
-from fuser import DataType, FusionDefinition
+from fuser import DataType, FusionDefinition, OutOfMemoryError
 from fuser.support.errors import ExecutionError
 from fuser.support.torch_calls import EmptyStrided
 from hostir.runtime import steps
-from hostir.runtime.frame import OutOfMemoryError
 
 D = DataType
 Define = Callable[[Any, Any], Any]
