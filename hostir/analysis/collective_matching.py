@@ -13,8 +13,7 @@ rank by rank (`hostir.analysis.deadlocks`).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
 
 from fuser.ir.domain.device_mesh import DeviceMesh, ranks_text
 from fuser.ir.dtypes import dtype_text
@@ -47,16 +46,23 @@ from hostir.analysis.rank_values import (
 from hostir.analysis.walker import AllRanks, EffectState, StreamNumbers, Walk
 from hostir.ir.buffer_aliasing import Storage
 from hostir.ir.diagnostics import Finding, Site
-from hostir.ir.effects import ClosesGroup, OpensGroup, Part, Shows, Starts, Waits, effects_of
+from hostir.ir.effects import (
+    ClosesGroup,
+    Effect,
+    Frees,
+    Makes,
+    OpensGroup,
+    Part,
+    Shows,
+    Starts,
+    Waits,
+    effects_of,
+)
 from hostir.ir.ops import (
     PEER_COPIES,
-    Allocate,
     CollectivePermute,
     Communication,
-    Deallocate,
-    EndCoalescing,
     P2PCommunication,
-    StartCoalescing,
     SymmetricContiguousView,
 )
 from hostir.ir.program import HostIrContainer
@@ -106,7 +112,7 @@ class MatchingWalk(Walk[PerRank]):
         self.state = EffectState[Half](self.streams)
         self.found: dict[object, Finding] = {}
         self.spots: dict[TensorView, Spot] = {}
-        self.facts: dict[int, list[Shows | Waits]] = {}
+        self.facts: dict[int, list[Effect]] = {}
         self.teams: dict[TeamOf, Teams] = {}
         # Of an op that members enter: the teams, and which ranks are in one.
         self.entered: dict[int, tuple[Teams, Array]] = {}
@@ -134,35 +140,71 @@ class MatchingWalk(Walk[PerRank]):
 
     def on_op(self, op: Op) -> None:
         """Match what an op starts, and follow what it names."""
-        handler = HANDLERS.get(type(op))
-        if handler is None:
-            self._names(op)
-        else:
-            handler(self, op, Site(op, self.indices))
+        effects = self.facts.get(id(op))
+        if effects is None:
+            every = effects_of(op, self.storage.buffered)
+            effects = self.facts[id(op)] = [e for e in every if self._matters(e)]
+        for effect in effects:
+            self._apply(effect, op, Site(op, self.indices))
+
+    def _matters(self, effect: Effect) -> bool:
+        """Whether an effect says what a name means, or where ranks meet."""
+        if isinstance(effect, Makes):
+            # Its shape is that of one step.
+            return effect.step is not None and effect.tensor not in self.storage.named
+        if isinstance(effect, Frees):
+            return effect.tensor in self.storage.views
+        return isinstance(effect, Shows | Starts | Waits | OpensGroup | ClosesGroup)
+
+    def _apply(self, effect: Effect, op: Op, site: Site) -> None:
+        match effect:
+            case Makes(tensor, _, step) if step is not None:
+                self.spots[tensor] = self.shapes.step(tensor, step)
+            case Shows(out) if out in self.storage.views:
+                self._open_view(self.storage.views[out], site)
+            case Shows():
+                self._name(effect, op)
+            case Frees(tensor):
+                self._close_view(tensor, site)
+            case Starts():
+                self._starts(op, site)
+            case OpensGroup():
+                self.state.apply(effect)
+            case ClosesGroup():
+                self._close(effect, site)
+            case Waits(number):
+                self._wait(number, site)
+            case _:
+                raise AssertionError(f"{effect} is no matter of ranks that meet")
+
+    def _starts(self, op: Op, site: Site) -> None:
+        match op:
+            case Communication():
+                self._collective(op, site)
+            case CollectivePermute():
+                self._permute(op, site)
+            case P2PCommunication():
+                self._transfer(op, site)
+            case _:
+                raise AssertionError(f"how ranks meet in {op.name} is not known")
 
     def needed(self, x: Scalar, what: str, op: Op) -> PerRank:
         """Return the value of a bound or condition; report ranks on which it has none."""
         return self._value(x, what, self.mask, self.site(op))
 
     # ------------------------------------------------------------ names
-    def _names(self, op: Op) -> None:
-        effects = self.facts.get(id(op))
-        if effects is None:
-            every = effects_of(op, self.storage.buffered)
-            effects = self.facts[id(op)] = [e for e in every if isinstance(e, Shows | Waits)]
-        for effect in effects:
-            if isinstance(effect, Shows):
+    def _name(self, effect: Shows, op: Op) -> None:
+        def check(part: Part, index: PerRank, limit: int) -> None:
+            self._in_range(op, effect, part, index, limit)
 
-                def check(part: Part, index: PerRank, limit: int, shows: Shows = effect) -> None:
-                    self._in_range(op, shows, part, index, limit)
+        source = self.spot_of(effect.source)
+        self.spots[effect.out] = self.shapes.named(source, effect, op, check)
 
-                source = self.spot_of(effect.source)
-                self.spots[effect.out] = self.shapes.named(source, effect, op, check)
-                continue
-            if self.sent is not None and self.sent.number == effect.number:
-                self._begin()
-            if self.is_uneven:
-                self.events.append(Await(Site(op, self.indices), effect.number, self.mask))
+    def _wait(self, number: int, site: Site) -> None:
+        if self.sent is not None and self.sent.number == number:
+            self._begin()
+        if self.is_uneven:
+            self.events.append(Await(site, number, self.mask))
 
     def _in_range(self, op: Op, shows: Shows, part: Part, index: PerRank, limit: int) -> None:
         self._check_defined("part", part.index, self.mask, Site(op, self.indices))
@@ -182,11 +224,6 @@ class MatchingWalk(Walk[PerRank]):
                 return self.spot_of(shown)
             spot = self.spots[tv] = self.shapes.spot(tv)
         return spot
-
-    def _allocate(self, op: Allocate, site: Site) -> None:
-        if op.stream_index is not None and op.buffer not in self.storage.named:
-            # Its shape is that of one step.
-            self.spots[op.buffer] = self.shapes.step(op.buffer, op.stream_index)
 
     # ------------------------------------------------------------ collectives
     def _teams(self, of: TeamOf) -> Teams:
@@ -259,21 +296,20 @@ class MatchingWalk(Walk[PerRank]):
 
     def _open_view(self, op: SymmetricContiguousView, site: Site) -> None:
         """Where ranks show each other their shards they meet as in an allgather of these."""
-        if op.team is None:
-            return self._names(op)
         gather = self.gathers.get(op)
         if gather is None:
+            assert op.team is not None, f"{op.out} shows one rank's shard"
             made = Communication(op.inp, op.out, number=-1, type="Allgather", team=op.team)
             gather = self.gathers[op] = made.replace(where=op.where)
         self.spots[op.out] = self.shapes.spot(op.out)
-        return self._collective(gather, site, library="none: a view of shards")
+        self._collective(gather, site, library="none: a view of shards")
 
-    def _close_view(self, op: Deallocate, site: Site) -> None:
-        view = self.storage.views.get(op.buffer)
-        if view is None or view not in self.gathers:
+    def _close_view(self, shown: TensorView, site: Site) -> None:
+        view = self.storage.views[shown]
+        if view not in self.gathers:
             return
         teams, here = self._comes(self.gathers[view], site)
-        terms = (("type", f"Deallocate of {op.buffer.label}"),)
+        terms = (("type", f"Deallocate of {shown.label}"),)
         self._enters(
             PostedCollective((site,), "", -1, here, teams, terms, None, None, (0, 0)), here
         )
@@ -419,13 +455,10 @@ class MatchingWalk(Walk[PerRank]):
     def on_half(self, half: Half) -> None:
         """Hear of a send or receive before it meets its partner."""
 
-    def _open(self, op: StartCoalescing, site: Site) -> None:
-        self.state.apply(OpensGroup())
-
-    def _close(self, op: EndCoalescing, site: Site) -> None:
-        group = self.state.apply(ClosesGroup(op.number))
+    def _close(self, effect: ClosesGroup, site: Site) -> None:
+        group = self.state.apply(effect)
         assert group is not None
-        self._start(TransferGroup(site, op.number, self.mask, list(group.touched), True))
+        self._start(TransferGroup(site, effect.number, self.mask, list(group.touched), True))
 
     def _start(self, group: TransferGroup) -> None:
         self._begin()
@@ -580,18 +613,6 @@ class MatchingWalk(Walk[PerRank]):
 
 def _library(op: Communication | CollectivePermute | P2PCommunication) -> str:
     return "peer copies" if op.backend == PEER_COPIES else "that of the device"
-
-
-HANDLERS: dict[type[Op], Callable[[MatchingWalk, Any, Site], None]] = {
-    Allocate: MatchingWalk._allocate,  # pyright: ignore[reportPrivateUsage]
-    Deallocate: MatchingWalk._close_view,  # pyright: ignore[reportPrivateUsage]
-    CollectivePermute: MatchingWalk._permute,  # pyright: ignore[reportPrivateUsage]
-    Communication: MatchingWalk._collective,  # pyright: ignore[reportPrivateUsage]
-    EndCoalescing: MatchingWalk._close,  # pyright: ignore[reportPrivateUsage]
-    P2PCommunication: MatchingWalk._transfer,  # pyright: ignore[reportPrivateUsage]
-    StartCoalescing: MatchingWalk._open,  # pyright: ignore[reportPrivateUsage]
-    SymmetricContiguousView: MatchingWalk._open_view,  # pyright: ignore[reportPrivateUsage]
-}
 
 
 # ----------------------------------------------------------------------

@@ -59,7 +59,6 @@ from hostir.ir.effects import (
     effects_of,
 )
 from hostir.ir.ops import (
-    Allocate,
     Communication,
     ForLoop,
     HostOp,
@@ -335,9 +334,9 @@ class RaceWalk(Walk[Number], Reports):
         if (old := self.places.get(tv)) is not None:
             self._drop(old.buffer, site)
         shape = self._shape(tv)
-        if isinstance(site.op, Allocate) and site.op.stream_index is not None:
+        if effect.step is not None:
             axis, chunks = stream_cut(tv)
-            index, count = self._integer(site.op.stream_index), self._integer(chunks)
+            index, count = self._integer(effect.step), self._integer(chunks)
             shape = (*shape[:axis], bounds(shape[axis], index, count)[1], *shape[axis + 1 :])
         made = self._new_use(site, whole_box(shape), True)
         buffer = TrackedBuffer(tv, shape, self.clocks.current, made, effect.is_filled)

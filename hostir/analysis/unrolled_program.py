@@ -23,6 +23,7 @@ from hostir.analysis.rank_values import Array, PerRank, at, most, np
 from hostir.ir.diagnostics import Site
 from hostir.ir.effects import (
     Captures,
+    ClosesGroup,
     Effect,
     Enters,
     Frees,
@@ -33,11 +34,9 @@ from hostir.ir.effects import (
     is_computed,
 )
 from hostir.ir.ops import (
-    Allocate,
     CollectivePermute,
     Communication,
     Deallocate,
-    EndCoalescing,
     P2PCommunication,
     SymmetricContiguousView,
 )
@@ -103,14 +102,15 @@ class Unroller(MatchingWalk):
         effects = self.known.get(id(op))
         if effects is None:
             effects = self.known[id(op)] = effects_of(op, self.storage.buffered)
-        if isinstance(op, Allocate):
+        is_block = any(isinstance(e, Makes) and e.step is not None for e in effects)
+        if is_block:
             super().on_op(op)  # says of which step a buffer is
         item = self._remember(op, effects)
-        if not isinstance(op, Allocate):
+        if not is_block:
             super().on_op(op)
-        if isinstance(op, EndCoalescing):
-            item.group = [half.note for half in self.state.flights[op.number].touched]
         for effect in effects:
+            if isinstance(effect, ClosesGroup):
+                item.group = [half.note for half in self.state.flights[effect.number].touched]
             self._effect(effect)
 
     def on_half(self, half: Half) -> None:
@@ -166,7 +166,8 @@ class Unroller(MatchingWalk):
             item.mask = item.mask & (item.teams.team >= 0)
         is_member = isinstance(op, P2PCommunication) and self.state.group is not None
         is_ordered = item.joins is not None or item.waits is not None
-        if (moves and not is_member) or is_work or is_ordered or isinstance(op, EndCoalescing):
+        is_group = any(isinstance(e, ClosesGroup) for e in effects)
+        if (moves and not is_member) or is_work or is_ordered or is_group:
             self.items.append(item)
         if moves:
             self.at.setdefault((id(op), self.indices), []).append(item)

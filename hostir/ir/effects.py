@@ -77,10 +77,12 @@ def bounds(size: int, index: int, chunks: int | None) -> tuple[int, int]:
 # ------------------------------------------------------------------ buffers and names
 @record
 class Makes:
-    """The tensor gets a buffer of its own, with contents if `is_filled`."""
+    """The tensor gets a buffer of its own, with contents if `is_filled`; for its block of step
+    `step` of a stream loop, if there is one."""
 
     tensor: TensorView
     is_filled: bool = False
+    step: Scalar | None = None
 
 
 @record

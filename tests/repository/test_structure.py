@@ -148,10 +148,6 @@ def test_a_class_name_stands_in_one_module() -> None:
     assert {name: where for name, where in found.items() if len(where) > 1} == {}
 
 
-# Tables that are to become slots of the op classes.
-TABLES_LEFT = {"hostir.analysis.collective_matching"}
-
-
 def tables_of_host_ops(source: ast.AST) -> list[int]:
     """Return the lines of dict literals with two or more classes of host ops as keys."""
     classes = {cls.__name__ for cls in HOST_OPS}
@@ -174,7 +170,7 @@ def test_facts_of_host_ops_are_slots_of_their_classes() -> None:
         for module in modules()
         if not module.startswith("hostir.ir.ops") and tables_of_host_ops(tree(module))
     }
-    assert tables <= TABLES_LEFT, "a slot of HostOp (hostir/ir/ops/base.py) holds such facts"
+    assert tables == set(), "a slot of HostOp (hostir/ir/ops/base.py) holds such facts"
 
 
 def test_a_package_says_its_question() -> None:

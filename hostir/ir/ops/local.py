@@ -72,7 +72,7 @@ class Allocate(HostOp):
         return allocated_elements(self.buffer, per_step=self.stream_index is not None)
 
     def effects(self) -> tuple[Effect, ...]:
-        return (Makes(self.buffer, is_filled=self.zero_init),)
+        return (Makes(self.buffer, is_filled=self.zero_init, step=self.stream_index),)
 
     def emit(self, rt: Runtime) -> None:
         if not rt.is_named(self.buffer):

@@ -19,6 +19,7 @@ from fuser.ir.types import ParallelType
 from hostir import (
     NUMBER_OF_STREAMS,
     RANK,
+    Allocate,
     CollectivePermute,
     Communication,
     EndCoalescing,
@@ -107,7 +108,7 @@ def scatter_blocks(hic: HostIrContainer, right: bool) -> None:
     """Every step scatters one block of rows; wrong: all of it at once, into rows that lie in
     pieces."""
     x, y = filled(hic, 16, 3), blocks(hic.tensor([16, 3]), devices=True)
-    hic.append(collective_matching.Allocate(y))
+    hic.append(Allocate(y))
     if not right:
         hic.append(*call("Scatter", x, y, root=sc.as_scalar(0)))
     else:
@@ -151,7 +152,7 @@ def gather_transposed(hic: HostIrContainer, right: bool) -> None:
         loop = tv.domain.loop
         axes = (*loop[1:], loop[0]) if tv is x else (loop[1], loop[0])
         tv.set_allocation_domain(list(axes), True)
-    hic.append(collective_matching.Allocate(y), *call("Allgather", x, y))
+    hic.append(Allocate(y), *call("Allgather", x, y))
     hic.add_output(y)
 
 
