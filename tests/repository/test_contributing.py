@@ -43,6 +43,8 @@ with program:
 assert "= Fill(( ( cast_double(i0) ) * double(2) ))" in str(program), str(program)
 again = parse(program.full_text())
 assert equal(again, program)
+fill = program.ops[1]
+assert fill.work(lambda tv: (5,)) == {y: 20} and fill.manner == "same", fill.work
 evaluator = HostIrEvaluator(again)
 for size in (3, 3, 5, 3):
     (out,) = evaluator.run([torch.ones(size)])
@@ -167,6 +169,9 @@ def test_an_op_is_added_in_the_steps_that_are_told(tree: Path) -> None:
 def test_a_host_op_is_added_in_the_steps_that_are_told(tree: Path) -> None:
     # Its parts, its page, its example: text, runs with late streams, races.
     assert passed(perform(tree, "Add a host op")) >= 6
+    edited = {file for file, *_ in _EDIT.findall(section("Add a host op"))}
+    product = {file for file in edited if file.startswith(("fuser/", "multidevice/", "hostir/"))}
+    assert len(product) <= 2 and len(edited - product - {"docs/host_ir.md"}) <= 1, edited
     run(tree, sys.executable, "-c", TRY_FILL)
 
 
