@@ -7,8 +7,8 @@ Files, in reading order:
 - `rank_values`: scalars of a program, for all ranks at once.
 - `walker`: one walk through a program for all analyses: control flow, streams, communications.
 - `clocks`: vector clocks over streams, and how long a buffer lives.
-- `buffer_regions`, `rank_regions`: parts of a buffer on one rank; parts of whole tensors on all
-  ranks.
+- `buffer_regions`, `rank_regions`: what a name means: parts of a buffer on one rank; parts of whole
+  tensors on all ranks.
 - `races`: accesses of one buffer that no stream orders; waits that make the steps of a loop run one
   after another.
 - `collective_matching`: whether ranks post the same collectives and transfers.

@@ -1,17 +1,23 @@
-"""Boxes: parts of a buffer, in the axes of its owner."""
+"""What a name means: a part of a buffer, as a box in the axes of the buffer's owner."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Generic, Self, TypeVar, cast
 
 from fuser.ir.fusion import TensorView
+from fuser.ir.scalar.constructors import Scalar
 from hostir.analysis.clocks import Clock
+from hostir.analysis.rank_values import least, np
 from hostir.analysis.walker import Flight
 from hostir.ir.diagnostics import Site
+from hostir.ir.effects import Part
 
+# A number on one rank, or one per rank; what an axis of a name counts.
+N = TypeVar("N")
+A = TypeVar("A")
 # (start, length) along each axis of the owner of a buffer.
 Box = tuple[tuple[int, int], ...]
 # What one axis of a tensor counts, outermost first: (axis of the owner, how many of its elements a
@@ -221,8 +227,68 @@ class TrackedBuffer:
         return self.owner.label + box_text(box, self.shape)
 
 
+# ----------------------------------------------------------------------
+# The part of a buffer that a name means.
+
+
+class NamedRegion(Generic[N, A]):
+    """The part of a buffer that a name means: on one rank (`BufferRegion`), or on each of all ranks
+    (`hostir.analysis.rank_regions.Spot`).
+
+    `shape` is that of the name, in numbers of one rank or arrays over ranks. `axes` has what each
+    axis of the name counts in the buffer, None where that is unknown.
+    """
+
+    __slots__ = ()
+
+    shape: tuple[N, ...]
+    axes: tuple[A | None, ...]
+
+    def having(self, shape: tuple[N, ...], axes: tuple[A | None, ...]) -> Self:
+        """Return the same elements under other axes."""
+        raise NotImplementedError
+
+    def chunk(self, axis: int, start: N, length: N, among: Hashable) -> Self:
+        """Return a range along an axis; `among` tells in which way the axis was divided."""
+        raise NotImplementedError
+
+    def element(self, axis: int, index: N) -> Self:
+        """Return element `index` along an axis, which the result lacks."""
+        found, one = self.chunk(axis, index, cast("N", 1), 0), slice(axis, axis + 1)
+        shape, axes = [*found.shape], [*found.axes]
+        del shape[one], axes[one]
+        return found.having(tuple(shape), tuple(axes))
+
+    def part(
+        self, part: Part, value: Callable[[Scalar], N], check: Callable[[Part, N, N], N]
+    ) -> Self:
+        """Return a part as an op names it. `check` is told the index and what it must be below, and
+        returns the index to go on with."""
+        size: Any = self.shape[part.axis]
+        chunks: Any = None if part.chunks is None else value(part.chunks)
+        index: Any = value(part.index)
+        if chunks is None:
+            # An axis of one element has the same one at each step.
+            if isinstance(size, np.ndarray):
+                index = np.where(size == 1, 0, index)
+            elif size == 1:
+                index = 0
+            return self.element(part.axis, check(part, index, self.shape[part.axis]))
+        index = check(part, index, chunks)
+        step = -(-size // chunks)
+        start = least(index * step, size)
+        return self.chunk(part.axis, start, least(step, size - start), chunks)
+
+    def viewed(self, kept: Mapping[int, int], sizes: Sequence[N]) -> Self:
+        """Return what a view op names whose result has these sizes; `kept` has the axis of the
+        operand for each axis of the result that is left alone."""
+        shape = tuple(self.shape[kept[c]] if c in kept else n for c, n in enumerate(sizes))
+        axes = tuple(self.axes[kept[c]] if c in kept else None for c in range(len(shape)))
+        return self.having(shape, axes)
+
+
 @dataclass(frozen=True, slots=True)
-class BufferRegion:
+class BufferRegion(NamedRegion[int, Owned]):
     """The part of a buffer that a tensor names.
 
     `axes` has what each axis of the tensor counts, None where that is unknown. `shape` is the
@@ -246,12 +312,9 @@ class BufferRegion:
         # An axis of one element that no axis of the buffer counts may be cut to none.
         return 0 in self.shape or any(n == 0 for _, n in self.box)
 
-    def element(self, axis: int, index: int) -> BufferRegion:
-        """Return element `index` along an axis, which the result lacks."""
-        found = self.chunk(axis, index, 1, 0)
-        shape = found.shape[:axis] + found.shape[axis + 1 :]
-        axes = found.axes[:axis] + found.axes[axis + 1 :]
-        return BufferRegion(found.buffer, found.box, shape, axes, found.grid, found.parts)
+    def having(self, shape: tuple[int, ...], axes: tuple[Owned | None, ...]) -> BufferRegion:
+        """Return the same elements under other axes."""
+        return BufferRegion(self.buffer, self.box, shape, axes, self.grid, self.parts)
 
     def chunk(self, axis: int, start: int, length: int, among: Hashable) -> BufferRegion:
         """Return a range along an axis; `among` tells in which way the axis was divided."""

@@ -194,8 +194,9 @@ class MatchingWalk(Walk[PerRank]):
 
     # ------------------------------------------------------------ names
     def _name(self, effect: Shows, op: Op) -> None:
-        def check(part: Part, index: PerRank, limit: int) -> None:
+        def check(part: Part, index: PerRank, limit: PerRank) -> PerRank:
             self._in_range(op, effect, part, index, limit)
+            return index
 
         source = self.spot_of(effect.source)
         self.spots[effect.out] = self.shapes.named(source, effect, op, check)
@@ -206,7 +207,7 @@ class MatchingWalk(Walk[PerRank]):
         if self.is_uneven:
             self.events.append(Await(site, number, self.mask))
 
-    def _in_range(self, op: Op, shows: Shows, part: Part, index: PerRank, limit: int) -> None:
+    def _in_range(self, op: Op, shows: Shows, part: Part, index: PerRank, limit: PerRank) -> None:
         self._check_defined("part", part.index, self.mask, Site(op, self.indices))
         outside = outside_of(index, limit, self.mask)
         if outside is not None:

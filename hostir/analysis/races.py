@@ -27,7 +27,6 @@ from hostir.analysis.buffer_regions import (
     Box,
     BufferRegion,
     Cell,
-    Owned,
     TrackedBuffer,
     Use,
     box_text,
@@ -363,8 +362,7 @@ class RaceWalk(Walk[Number], Reports):
         """Return what a view op names: axes that it leaves alone can still be cut exactly."""
         if isinstance(op, ReshapeOp):
             sizes = self._shape(op.out_tensor)
-            axes = tuple(reshaped(source.shape, source.axes, sizes))
-            return BufferRegion(source.buffer, source.box, sizes, axes, source.grid, source.parts)
+            return source.having(sizes, tuple(reshaped(source.shape, source.axes, sizes)))
         if isinstance(op, SliceOp):
             # Bounds are global; an axis that devices cut is taken whole.
             sizes = op.inp.shape()
@@ -376,25 +374,18 @@ class RaceWalk(Walk[Number], Reports):
         moved = self.maps.get(id(op))
         if moved is None:
             moved = self.maps[id(op)] = {c: p for p, c in position_map(op).items()}
-        made: list[tuple[int, Owned | None]] = [(n, None) for n in self._shape(op.out_tensor)]
-        kept = dict(enumerate(zip(source.shape, source.axes, strict=True)))
-        made = [kept.get(moved.get(c, -1), axis) for c, axis in enumerate(made)]
-        shape, owners = tuple(n for n, _ in made), tuple(owner for _, owner in made)
-        return BufferRegion(source.buffer, source.box, shape, owners, source.grid, source.parts)
+        return source.viewed(moved, self._shape(op.out_tensor))
 
     def _part(self, source: BufferRegion, part: Part, site: Site) -> BufferRegion:
-        size, index = source.shape[part.axis], self._integer(part.index)
-        if part.chunks is None and size == 1:
-            index = 0
-        limit = size if part.chunks is None else self._integer(part.chunks)
-        if not 0 <= index < limit:
+        def check(part: Part, index: int, limit: int) -> int:
+            if 0 <= index < limit:
+                return index
             what = f"part {part.index} = {index} of axis {part.axis} of "
             what += f"{source.buffer.owner.label}, which has {limit}"
             self._note(OUT_OF_RANGE, what, (site, ""))
-            index = min(max(index, 0), max(limit - 1, 0))
-        if part.chunks is None:
-            return source.element(part.axis, index)
-        return source.chunk(part.axis, *bounds(size, index, limit), limit)
+            return min(max(index, 0), max(limit - 1, 0))
+
+        return source.part(part, self._integer, check)
 
     def _frees(self, effect: Frees, site: Site) -> None:
         tv = effect.tensor

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -12,6 +12,7 @@ from fuser.ir.memory_layout import expanded_positions, memory_order
 from fuser.ir.op import Op
 from fuser.ir.scalar.constructors import Scalar
 from fuser.ir.types import DEVICE_TYPES, ParallelType
+from hostir.analysis.buffer_regions import NamedRegion
 from hostir.analysis.rank_values import (
     Array,
     PerRank,
@@ -194,8 +195,8 @@ def merged(parts: Sequence[tuple[Array, PerRank]]) -> PerRank:
 # Which part of which tensor a name means, on all ranks at once, in local and in global terms.
 
 
-@dataclass(frozen=True)
-class Spot:
+@dataclass(frozen=True, slots=True)
+class Spot(NamedRegion[PerRank, int]):
     """A part of the local shard of `owner`: per axis of the owner which elements of the whole it
     has (None: not known); `axes` has the owner's axis of each axis of the name, None for one that
     a view made. `by_rank`: whether ranks were told to take other parts of their shards."""
@@ -210,18 +211,21 @@ class Spot:
         """Return how many elements memory holds: one along expanded axes."""
         return math.prod(least(n, 1) if a in expanded else n for a, n in enumerate(self.shape))
 
-    def cut(self, axis: int, start: PerRank, length: PerRank, *, drop: bool) -> Spot:
+    def having(self, shape: tuple[PerRank, ...], axes: tuple[int | None, ...]) -> Spot:
+        """Return the same elements under other axes."""
+        return Spot(self.owner, self.extents, axes, shape, self.by_rank)
+
+    def chunk(self, axis: int, start: PerRank, length: PerRank, among: Hashable) -> Spot:
+        """Return a range along an axis; in which way it was divided does not matter."""
         owner = self.axes[axis]
         extents: list[Extent | None] = list(self.extents)
         if owner is None:
             extents = [None] * len(extents)  # a part of what a reshape made is not known
         elif (extent := extents[owner]) is not None:
             extents[owner] = extent.cut(start, length)
-        keep = slice(axis + 1 if drop else axis, None)
-        shape = (*self.shape[:axis], *(() if drop else (length,)), *self.shape[axis + 1 :])
-        axes = (*self.axes[:axis], *self.axes[keep])
+        shape = (*self.shape[:axis], length, *self.shape[axis + 1 :])
         by_rank = self.by_rank or isinstance(start, np.ndarray)
-        return Spot(self.owner, tuple(extents), axes, shape, by_rank)
+        return Spot(self.owner, tuple(extents), self.axes, shape, by_rank)
 
 
 class Shapes:
@@ -263,7 +267,7 @@ class Shapes:
     def step(self, tv: TensorView, index: Scalar) -> Spot:
         """Return the part of a tensor that a buffer for the block of one step holds."""
         axis, chunks = stream_cut(tv)
-        return self._part(self.spot(tv), Part(axis, index, chunks), _ignored)
+        return self.spot(tv).part(Part(axis, index, chunks), self._values.of, _unchecked)
 
     def _extent(self, tv: TensorView, cuts: Cuts, size: int) -> Extent:
         """Return what each rank has of an axis of `size` elements. Of a stream's blocks with
@@ -315,44 +319,31 @@ class Shapes:
 
     # ------------------------------------------------------------ names
     def named(
-        self, spot: Spot, effect: Shows, op: Op, out_of_range: Callable[[Part, PerRank, int], None]
+        self,
+        spot: Spot,
+        effect: Shows,
+        op: Op,
+        check: Callable[[Part, PerRank, PerRank], PerRank],
     ) -> Spot:
-        """Return what `effect.out` names."""
+        """Return what `effect.out` names; for `check` see `NamedRegion.part`."""
         if effect.part is not None:
-            return self._part(spot, effect.part, out_of_range)
+            return spot.part(effect.part, self._values.of, check)
         return self._view(spot, op) if isinstance(op, TensorOp) else spot
-
-    def _part(
-        self, spot: Spot, part: Part, out_of_range: Callable[[Part, PerRank, int], None]
-    ) -> Spot:
-        size = spot.shape[part.axis]
-        chunks = None if part.chunks is None else int(self._values.of(part.chunks))
-        index = self._values.of(part.index)
-        if chunks is None:
-            index = np.where(size == 1, 0, index) if isinstance(size, np.ndarray) else index
-            index = 0 if isinstance(size, int) and size == 1 else index
-            out_of_range(part, index, size)
-            return spot.cut(part.axis, index, 1, drop=True)
-        out_of_range(part, index, chunks)
-        step = -(-size // chunks)
-        start = least(index * step, size)
-        return spot.cut(part.axis, start, least(step, size - start), drop=False)
 
     def _view(self, spot: Spot, op: TensorOp) -> Spot:
         kept = {c: p for p, c in position_map(op).items()}
-        axes: list[int | None] = []
-        shape: list[PerRank] = []
-        for c, size in enumerate(self.local(op.out_tensor)):
-            p = kept.get(c)
-            axes.append(None if p is None else spot.axes[p])
-            shape.append(size if p is None else spot.shape[p])
-        if is_allocated_per_step(op.out_tensor):
-            made, _ = stream_cut(op.out_tensor)
-            if made not in kept:  # by a reshape, of as many elements
-                rest = math.prod(n for c, n in enumerate(shape) if c != made)
-                shape[made] = math.prod(spot.shape) // most(rest, 1)
-        return Spot(spot.owner, spot.extents, tuple(axes), tuple(shape), spot.by_rank)
+        found = spot.viewed(kept, self.local(op.out_tensor))
+        if not is_allocated_per_step(op.out_tensor):
+            return found
+        axis, _ = stream_cut(op.out_tensor)
+        if axis in kept:
+            return found
+        # The axis was made by a reshape, of as many elements.
+        rest = math.prod(n for c, n in enumerate(found.shape) if c != axis)
+        size = math.prod(spot.shape) // most(rest, 1)
+        return found.having((*found.shape[:axis], size, *found.shape[axis + 1 :]), found.axes)
 
 
-def _ignored(part: Part, index: PerRank, limit: int) -> None:
+def _unchecked(part: Part, index: PerRank, limit: PerRank) -> PerRank:
     """An allocation is no slice that could be out of range."""
+    return index

@@ -1,14 +1,33 @@
-"""Boxes of views: what a part of a reshaped tensor covers, against all of its elements."""
+"""Regions that names mean: parts of views on one rank and on all, against all of their elements."""
 
 from __future__ import annotations
 
 import itertools
 import math
+import random
+from typing import Any
 
 import numpy as np
 import pytest
 
-from hostir.analysis.buffer_regions import Box, Owned, cut, reshaped, whole_axes, whole_box
+from fuser import FusionDefinition
+from fuser.ir.fusion import TensorView
+from fuser.ir.scalar.constructors import const
+from hostir import RANK
+from hostir.analysis.buffer_regions import (
+    Box,
+    BufferRegion,
+    Owned,
+    TrackedBuffer,
+    cut,
+    reshaped,
+    whole_axes,
+    whole_box,
+)
+from hostir.analysis.rank_regions import Extent, Spot
+from hostir.analysis.rank_values import PerRank
+from hostir.analysis.walker import AllRanks, OneRank
+from hostir.ir.effects import ENTRY, Part
 
 SHAPES = (
     ((2, 3, 4), (2, 3, 2, 2)),
@@ -67,3 +86,74 @@ def test_elements_of_merged_and_split_axes_are_boxes() -> None:
     assert half is not None
     assert cut(half[0], inner, 1, 1) == (((3, 1), (0, 6)), ())
     assert cut(whole_box((4, 6)), inner, 1, 1) is None, "rows of both halves"
+
+
+# ------------------------------------------------------------------ names on one rank and on all
+SIZES, RANKS = (4, 6, 5), (0, 1, 2)
+
+
+def owner_of(*sizes: int) -> TensorView:
+    with FusionDefinition() as fd:
+        return fd.define_tensor(list(sizes))
+
+
+def in_range(part: Part, index: PerRank, limit: PerRank) -> PerRank:
+    assert np.all((np.asarray(index) >= 0) & (np.asarray(index) < limit))
+    return index
+
+
+def elements_on(spot: Spot, whole: np.ndarray, i: int) -> set[int]:
+    """Return the elements of a spot on the rank at place i."""
+    axes: list[list[int]] = []
+    for extent in spot.extents:
+        assert extent is not None
+        (count, stride) = extent.levels[-1]
+        assert len(extent.levels) == 1
+        start, n = (int(np.broadcast_to(x, len(RANKS))[i]) for x in (extent.start, count))
+        axes.append([start + k * stride for k in range(n)])
+    return set(whole[np.ix_(*axes)].flat)
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_parts_of_parts_are_the_same_on_one_rank_and_on_all(seed: int) -> None:
+    """Elements, chunks and permutations in turn, with indices that depend on the rank."""
+    rng, tv = random.Random(seed), owner_of(*SIZES)
+    whole = np.arange(math.prod(SIZES)).reshape(SIZES)
+    arrays: list[Any] = [whole for _ in RANKS]
+    buffer = TrackedBuffer(tv, SIZES, ENTRY, None, True)
+    regions = [BufferRegion.whole(buffer) for _ in RANKS]
+    spot = Spot(tv, tuple(Extent(0, ((n, 1),)) for n in SIZES), (0, 1, 2), SIZES)
+    for _ in range(4):
+        if not arrays[0].ndim:
+            break
+        axis, offset = rng.randrange(arrays[0].ndim), rng.randrange(3)
+        slope = rng.randrange(2)
+        index = (RANK * slope + offset) % 2
+        values = [(r * slope + offset) % 2 for r in RANKS]
+        kind = rng.choice(["element", "chunk", "permuted"])
+        if kind == "permuted":
+            order = rng.sample(range(arrays[0].ndim), arrays[0].ndim)
+            kept = dict(enumerate(order))
+            arrays = [a.transpose(order) for a in arrays]
+            regions = [r.viewed(kept, [0] * len(order)) for r in regions]
+            spot = spot.viewed(kept, [0] * len(order))
+            continue
+        size = min(a.shape[axis] for a in arrays)
+        if kind == "element" and size < 2 and any(a.shape[axis] != 1 for a in arrays):
+            continue
+        part = Part(axis, index, None if kind == "element" else const(2))
+        for k, r in enumerate(RANKS):
+            alone = OneRank({RANK: r})
+            regions[k] = regions[k].part(part, lambda x, d=alone: int(d.value(x)), in_range)
+            n = arrays[k].shape[axis]
+            if kind == "element":
+                arrays[k] = arrays[k].take(values[k] if n > 1 else 0, axis=axis)
+            else:
+                step = -(-n // 2)
+                arrays[k] = np.split(arrays[k], [step * values[k], step * (values[k] + 1)], axis)[1]
+        spot = spot.part(part, AllRanks(RANKS, {}).value, in_range)
+    for k, array in enumerate(arrays):
+        assert regions[k].shape == array.shape
+        assert [int(np.broadcast_to(n, len(RANKS))[k]) for n in spot.shape] == list(array.shape)
+        assert _elements(whole, regions[k].box) == set(array.flat)
+        assert elements_on(spot, whole, k) == set(array.flat)
