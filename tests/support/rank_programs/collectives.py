@@ -219,9 +219,11 @@ def check_rows(backend: Backend, me: int, team: Team, device: torch.device) -> N
             inp = None if row.inp.at_root and index != root else operands[index].to(device)
             out = None if wanted is None else torch.zeros_like(wanted, device=device)
             at = None if root is None else team[root]
-            reduce = "SUM" if row.reduces else None
+            start = partial(
+                backend.collective, row, team=team, reduce="SUM" if row.reduces else None, root=at
+            )
             try:
-                backend.collective(row, out, inp, team=team, reduce=reduce, root=at).wait()
+                start(out, inp).wait()
             except UnsupportedError as error:
                 assert not meaning.is_everywhere, error
                 assert f"{row.method}: backend " in str(error), error
@@ -229,6 +231,12 @@ def check_rows(backend: Backend, me: int, team: Team, device: torch.device) -> N
                 continue
             if out is not None and wanted is not None:
                 same(out, wanted, what, ulps=0)
+            if row.sharing == "same":
+                if inp is not None and out is not None:
+                    out = inp = inp.clone()
+                start(out, inp).wait()
+                if out is not None and wanted is not None:
+                    same(out, wanted, f"{what}, in place", ulps=0)
 
 
 def expect(kind: type[BaseException], text: str, fn: object, *args: object, **kw: object) -> None:
