@@ -99,6 +99,56 @@ FAULTS: dict[str, Fault] = {
         ),
         tests=STEPS,
     ),
+    # ------------------------------------------------------------ first run and later ones
+    "acts_twice": _fault(
+        "A run that is recorded carries out each piece of work twice.",
+        (
+            _RECORDER,
+            "            self._now.take(made, after, ready)\n",
+            "            self._now.take(made, after, ready)\n"
+            '            if not hasattr(self.frame.op, "number"):\n'
+            "                self._now.take(made, None, None)\n",
+        ),
+        tests=MEANING,
+    ),
+    "only_kept": _fault(
+        "A run that is recorded keeps what the host does at once, and does not do it.",
+        (
+            _RECORDER,
+            "        self._now.at_once(run)\n        self._keep(run)\n",
+            "        self._keep(run)\n",
+        ),
+        tests=ORDER,
+    ),
+    "only_done": _fault(
+        "Later runs leave out what the first one did at once.",
+        (
+            _RECORDER,
+            "        self._now.at_once(run)\n        self._keep(run)\n",
+            "        self._now.at_once(run)\n",
+        ),
+        tests=ORDER,
+    ),
+    "unkept_wait": _fault(
+        "Later runs leave out each Wait; the first one waits.",
+        (
+            _RECORDER,
+            "        kept = made.settled(execution.slots) if isinstance(made, Started)",
+            '        if type(self.frame.op).__name__ == "Wait":\n'
+            "            return\n"
+            "        kept = made.settled(execution.slots) if isinstance(made, Started)",
+        ),
+        tests=ORDER,
+    ),
+    "unkept_mark": _fault(
+        "Later runs do not note where a communication stands in its stream.",
+        (
+            _RECORDER,
+            "        self._keep(kept if after is None else Both(kept, Action(after)))",
+            "        self._keep(kept)",
+        ),
+        tests=ORDER,
+    ),
     # ------------------------------------------------------------ parts
     "chunk_zero": _fault(
         "ShardByStream names the first chunk in every step.",

@@ -233,20 +233,22 @@ def columns(hic: HostIrContainer) -> None:
 
 
 def results_of_their_own(hic: HostIrContainer) -> None:
-    """Results without a buffer, in a loop, and views of them."""
+    """Results without a buffer, in a loop, and views of them; they are added up, too."""
     x = hic.input([-1, 6])
-    y = allocated(hic, hic.tensor([x.size(0), 3]))
+    y, total = (allocated(hic, hic.tensor([n, 3]), zero=True) for n in (x.size(0), 2))
     with hic.loop(x.size(0)) as i:
         doubled = ops.mul(hic.select(x, 0, i), 2.0)
         hic.append(doubled)
         pairs = ops.reshape(doubled, [3, 2])
         hic.append(pairs)
         copy(hic, hic.select(y, 0, i), hic.select(pairs, 1, 1))
+        accumulate(hic, hic.select(total, 0, i % 2), hic.select(pairs, 1, 0))
     hic.add_output(y)
     turned = ops.permute(y, [1, 0])
     hic.append(turned)
     hic.add_output(turned)
     hic.add_output(y)
+    hic.add_output(total)
 
 
 def units_in_a_loop(hic: HostIrContainer) -> None:
