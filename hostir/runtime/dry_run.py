@@ -13,18 +13,10 @@ from typing import TYPE_CHECKING
 import torch
 
 from fuser.ir.binding import Argument
-from fuser.ir.fusion import TensorOp, TensorView
+from fuser.ir.fusion import TensorView
 from fuser.ir.scalar.constructors import Symbol
 from fuser.support.device import VECTOR_BYTES
-from hostir.ir.ops import (
-    Allocate,
-    Deallocate,
-    HirAliasSelect,
-    IfThenElse,
-    LaunchKernel,
-    LocalSlice,
-    SymmetricContiguousView,
-)
+from hostir.ir.ops import HostOp
 from hostir.ir.program import HostIrContainer, walk
 from hostir.ir.shard_layout import spanned
 from hostir.runtime.execute import Execution, OnlyRunTells
@@ -39,22 +31,10 @@ from hostir.runtime.symbolic_plan import Pattern, pattern_of
 if TYPE_CHECKING:
     from fuser.kernels.executor import KernelRequest
 
-# Of these and of tensor ops, a rehearsal tells all. Loops are not walked in full; streams and
-# communications are made by runs, when the ranks have agreed.
-_TOLD = (
-    Allocate,
-    Deallocate,
-    HirAliasSelect,
-    IfThenElse,
-    LaunchKernel,
-    LocalSlice,
-    SymmetricContiguousView,
-)
-
 
 def can_bind(program: HostIrContainer) -> bool:
     """Whether a rehearsal can tell what runs of a program repeat."""
-    return all(isinstance(op, (*_TOLD, TensorOp)) for op in walk(program.ops))
+    return all(not isinstance(op, HostOp) or op.is_rehearsed for op in walk(program.ops))
 
 
 @dataclass

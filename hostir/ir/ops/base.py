@@ -22,6 +22,7 @@ from fuser.support.errors import ArgumentError
 from hostir.ir.effects import (
     ClosesGroup,
     Effect,
+    Frees,
     Makes,
     Part,
     Reads,
@@ -267,6 +268,17 @@ class HostOp(Op):
     def ranks_meet(self) -> bool:
         """Whether ranks meet in the op: it starts a communication, or says so itself."""
         return any(isinstance(e, Starts | ClosesGroup) for e in self.effects())
+
+    @property
+    def is_rehearsed(self) -> bool:
+        """Whether a walk on tensors without contents tells all that runs of the op repeat.
+
+        By default, that of an op which only touches buffers and names. Streams and communications
+        are made by runs, when the ranks have agreed; loops are not walked in full.
+        """
+        only = Makes | Frees | Shows | Reads | Writes
+        is_local = all(isinstance(e, only) for e in self.effects())
+        return is_local and not self.region_heads() and not self.MAKES_RESULTS
 
     def work(self, sizes: Sizes) -> Work | None:
         """Return what the device of one rank does for the op; None for an op that gives it nothing

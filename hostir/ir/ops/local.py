@@ -597,6 +597,10 @@ class IfThenElse(HostOp):
     def subject(self) -> str:
         return "The branch"
 
+    @property
+    def is_rehearsed(self) -> bool:
+        return True
+
     def effects(self) -> tuple[Effect, ...]:
         return ()
 
