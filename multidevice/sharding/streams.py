@@ -6,7 +6,7 @@ to it that an op in steps finds, of every operand, its blocks or the whole.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from fuser.ir.axis_graph import AxisGraph, mapped_axes, tensor_operands
@@ -31,6 +31,7 @@ from multidevice.sharding.placement import (
     copy_like,
     cut_origin,
     is_allocated_per_step,
+    is_plain_broadcast,
     local_extent,
     outside_streams,
     placement,
@@ -288,6 +289,56 @@ def _may_be_view(op: TensorOp) -> bool:
     return isinstance(op, VIEW_OPS) and not is_set
 
 
+def is_single(tv: TensorView, position: int, *, in_steps: bool) -> bool:
+    """Whether a device's shard of a tensor, or a step's block of it, has one element along an axis:
+    then the axis may be anywhere in memory."""
+    axis = tv.domain.no_reductions[position]
+    if is_plain_broadcast(axis) or sc.int_value(axis.size) == 1:
+        return True
+    return any(c.whole and (in_steps or c.ptype.is_device) for c in placement(tv)[position])
+
+
+class StepMemory:
+    """Where a step's block of a tensor is in memory, and whether it has gaps.
+
+        y [istream{3}(i0), i1]     memory order (0, 1): dense     (1, 0): a block has gaps in y,
+                                   but not where each step has memory of its own
+
+    The tensors with such memory are found anew when the ops of the fusion have changed.
+    """
+
+    def __init__(self, fusion: Fusion) -> None:
+        self.fusion = fusion
+        self._exprs: tuple[TensorOp, ...] | None = None
+        self._own: set[TensorView] = set()
+
+    def is_dense(self, tv: TensorView, order: Sequence[int]) -> bool:
+        """Whether one step's block of a tensor with this memory order has no gaps."""
+        return _is_dense_in_whole(tv, order) or tv in self._with_own_memory()
+
+    def _with_own_memory(self) -> set[TensorView]:
+        if self._exprs is not self.fusion.exprs:
+            self._exprs, self._own = self.fusion.exprs, allocated_per_step(self.fusion)
+        return self._own
+
+
+def steps_outermost(tv: TensorView, order: list[int]) -> list[int]:
+    """Return the memory order with a stream outermost of which a step is one index, or one of each
+    of the axes that it merges: its blocks lie in memory of the whole."""
+    streams = [s.position for s in stream_axes(tv) if s.is_logical]
+    if not streams or _is_dense_in_whole(tv, order):
+        return order
+    return [*(p for p in order if p in streams), *(p for p in order if p not in streams)]
+
+
+def _is_dense_in_whole(tv: TensorView, order: Sequence[int]) -> bool:
+    """Whether one step's block of a tensor with this memory order has no gaps in the whole."""
+    streams = stream_axes(tv)
+    assert streams, f"{tv} is not computed in steps"
+    outside = order[: max(order.index(s.position) for s in streams)]
+    return all(is_single(tv, p, in_steps=True) for p in outside)
+
+
 # ----------------------------------------------------------------------
 # Streams: what can be computed in steps, and with which block of each operand.
 #
@@ -408,6 +459,25 @@ def slice_operands(fusion: Fusion) -> None:
     made: _Slices = {}
     for op in fusion.exprs:
         _feed_steps(fusion, op, made)
+
+
+def slice_per_loop(fusion: Fusion) -> None:
+    """Give every loop slices of its own: outside of a loop, a slice names nothing."""
+    slices = [op for op in fusion.exprs if isinstance(op, Reshard) and is_step_slice(op)]
+    if not slices:
+        return
+    loops = StreamLoops(fusion)
+    loop_of = {out: loops.loop_of(op) for op in fusion.exprs for out in op.outputs}
+    for op in slices:
+        made = {loop_of[op.out]: op.out}
+        for reader in fusion.uses(op.out):
+            loop = loop_of[reader.out_tensor]
+            if loop not in made:
+                domain, _ = clone_domain(fusion, op.out.domain)
+                made[loop] = fusion.new_tensor(domain, op.out.dtype(), mesh=op.out.mesh)
+                fusion.insert_before(reader, [op.replace(out=made[loop])])
+            if made[loop] is not op.out:
+                fusion.replace_uses(op.out, made[loop], where=lambda e, r=reader: e is r)
 
 
 # A whole, how its slices are cut, and the op that they are for if they are for that one alone.

@@ -15,13 +15,11 @@ from fuser.ir.fusion import Fusion, TensorOp, TensorView
 from fuser.ir.memory_layout import copy_memory_order, is_contiguous, memory_order, set_memory_order
 from fuser.ir.naming import in_ir, tensor_words
 from fuser.ir.ops.nodes import LibraryOp, LoadStoreOp, ReshapeOp, Reshard
-from fuser.ir.scalar import constructors as sc
 from fuser.passes.view_ops import is_copy
 from fuser.support.errors import UnsupportedError, user_code
 from multidevice.sharding.placement import (
     clone_domain,
     copy_like,
-    is_plain_broadcast,
     placement,
     without_streams,
 )
@@ -34,9 +32,10 @@ from multidevice.sharding.reshard import (
     moved_axes,
 )
 from multidevice.sharding.streams import (
-    allocated_per_step,
+    StepMemory,
+    is_single,
     scatters_steps,
-    stream_axes,
+    steps_outermost,
     stream_axis,
 )
 from multidevice.transports.base.collectives import COLLECTIVES
@@ -53,10 +52,10 @@ def lay_out_communication(fusion: Fusion) -> None:
     A collective in steps sees one block at a time. A block is dense where each step has memory of
     its own, or where the stream's axis is outermost; else a copy in the same step comes between.
     """
-    per_step = _PerStep(fusion)
+    memory = StepMemory(fusion)
     for op in fusion.exprs:
         if isinstance(op, Reshard) and communicates(op):
-            _fit_consumer(per_step, _fit_producer(per_step, op))
+            _fit_consumer(memory, _fit_producer(memory, op))
 
 
 def communicated(fusion: Fusion) -> set[TensorView]:
@@ -69,60 +68,15 @@ def communicated(fusion: Fusion) -> set[TensorView]:
     return found
 
 
-class _PerStep:
-    """Which tensors each step has memory of its own for, found anew when the ops have changed."""
-
-    def __init__(self, fusion: Fusion) -> None:
-        self.fusion = fusion
-        self._exprs: tuple[TensorOp, ...] | None = None
-        self._found: set[TensorView] = set()
-
-    def __contains__(self, tv: TensorView) -> bool:
-        if self._exprs is not self.fusion.exprs:
-            self._exprs, self._found = self.fusion.exprs, allocated_per_step(self.fusion)
-        return tv in self._found
-
-
-def _is_local_one(tv: TensorView, position: int, *, in_steps: bool) -> bool:
-    """Whether what a collective sees has extent 1 along an axis, so that its place in memory does
-    not matter."""
-    axis = tv.domain.no_reductions[position]
-    if is_plain_broadcast(axis) or sc.int_value(axis.size) == 1:
-        return True
-    return any(c.whole and (in_steps or c.ptype.is_device) for c in placement(tv)[position])
-
-
 def _required_order(tv: TensorView, axis: int | None, *, in_steps: bool) -> list[int]:
     """Return the memory order of `tv` with `axis` moved outermost, if that makes a difference."""
     order = [p for p, _ in memory_order(tv)]
     if axis is None:
         return order
-    before = (_is_local_one(tv, p, in_steps=in_steps) for p in order[: order.index(axis)])
-    if _is_local_one(tv, axis, in_steps=in_steps) or all(before):
+    before = (is_single(tv, p, in_steps=in_steps) for p in order[: order.index(axis)])
+    if is_single(tv, axis, in_steps=in_steps) or all(before):
         return order
     return [axis, *(p for p in order if p != axis)]
-
-
-def _step_outermost(tv: TensorView, order: list[int]) -> list[int]:
-    """Return the order with a stream outermost of which a step is one index, or one of each of the
-    axes that it merges: its blocks lie in memory of the whole."""
-    streams = [s.position for s in stream_axes(tv) if s.is_logical]
-    if not streams or _is_dense(tv, order):
-        return order
-    return [*(p for p in order if p in streams), *(p for p in order if p not in streams)]
-
-
-def _is_dense(tv: TensorView, order: list[int]) -> bool:
-    """Whether one step's block of a tensor with this memory order has no gaps in the whole."""
-    streams = stream_axes(tv)
-    assert streams, f"{tv} is not computed in steps"
-    outside = order[: max(order.index(s.position) for s in streams)]
-    return all(_is_local_one(tv, p, in_steps=True) for p in outside)
-
-
-def _is_dense_block(per_step: _PerStep, tv: TensorView, order: list[int]) -> bool:
-    """Whether one step's block of a tensor with this memory order has no gaps."""
-    return _is_dense(tv, order) or tv in per_step
 
 
 def _outermost_axes(op: Reshard) -> tuple[int | None, int | None]:
@@ -131,18 +85,14 @@ def _outermost_axes(op: Reshard) -> tuple[int | None, int | None]:
     return moved_axes(op) if row is not None and row.growth else (None, None)
 
 
-def _is_in_steps(op: Reshard) -> bool:
-    return stream_axis(op.out) is not None
-
-
-def _fit_producer(per_step: _PerStep, op: Reshard) -> Reshard:
-    fusion, operand = per_step.fusion, op.inp
+def _fit_producer(memory: StepMemory, op: Reshard) -> Reshard:
+    fusion, operand = memory.fusion, op.inp
     scatters = scatters_steps(op)
-    in_steps = scatters or (_is_in_steps(op) and not is_device_to_stream(op))
+    in_steps = scatters or (stream_axis(op.out) is not None and not is_device_to_stream(op))
     axis = None if scatters else _outermost_axes(op)[0]
     order = _required_order(operand, axis, in_steps=in_steps)
-    order = _step_outermost(operand, order) if in_steps else order
-    is_dense = not in_steps or _is_dense_block(per_step, operand, order)
+    order = steps_outermost(operand, order) if in_steps else order
+    is_dense = not in_steps or memory.is_dense(operand, order)
     if order == [p for p, _ in memory_order(operand)] and is_contiguous(operand) and is_dense:
         return op
     if is_dense and _may_relayout(fusion, operand):
@@ -172,20 +122,21 @@ def _may_relayout(fusion: Fusion, tv: TensorView) -> bool:
     return len(tv.uses()) == 1 and not isinstance(definition, Reshard)
 
 
-def _fit_consumer(per_step: _PerStep, op: Reshard) -> None:
+def _fit_consumer(memory: StepMemory, op: Reshard) -> None:
     """Write the collective's result in the operand's order of axes."""
-    fusion, operand, out = per_step.fusion, op.inp, op.out
+    fusion, operand, out = memory.fusion, op.inp, op.out
     order = _mapped_order(op, [p for p, _ in memory_order(operand)])
     # A device gets what a step computes as it is.
+    in_steps = stream_axis(out) is not None
     axis = None if scatters_steps(op) else _outermost_axes(op)[1]
     if axis is not None:
         # The operand's order stays; an axis that is of extent 1 on its shards may still lead here.
         rest = [p for p in order if p != axis]
         outside = order[: order.index(axis)]
-        is_first = all(_is_local_one(out, p, in_steps=_is_in_steps(op)) for p in outside)
+        is_first = all(is_single(out, p, in_steps=in_steps) for p in outside)
         order = order if is_first else [axis, *rest]
-    order = _step_outermost(out, order)
-    is_dense = not _is_in_steps(op) or _is_dense_block(per_step, out, order)
+    order = steps_outermost(out, order)
+    is_dense = not in_steps or memory.is_dense(out, order)
     current = [p for p, _ in memory_order(out)]
     if order == current and is_contiguous(out) and is_dense:
         return
@@ -202,7 +153,7 @@ def _fit_consumer(per_step: _PerStep, op: Reshard) -> None:
     computed = op.map_values(lambda v: made if v is out else v)
     fusion.replace_expr(op, [computed, LoadStoreOp(out, made).replace(where=op.where)])
     stream = stream_axis(made)
-    if is_exchange(op) and stream is not None and not _is_dense_block(per_step, made, order):
+    if is_exchange(op) and stream is not None and not memory.is_dense(made, order):
         # What a step receives is no block that it computes, so it lies in memory of the whole.
         raise UnsupportedError(
             f"{op.name} of {tensor_words(operand)}: blocks along axis {stream.position} are "

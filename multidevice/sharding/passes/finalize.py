@@ -15,13 +15,12 @@ from fuser.ir.domain.tensor_domain import IterDomain, numbers
 from fuser.ir.fusion import Fusion, TensorView
 from fuser.ir.memory_layout import is_contiguous, memory_order
 from fuser.ir.naming import in_ir, tensor_words
-from fuser.ir.ops.nodes import Reshard
 from fuser.ir.types import DEVICE_TYPES, STREAM_TYPES
 from fuser.support.errors import ShardingError, user_code
-from multidevice.sharding.placement import clone_domain, spread_axes
+from multidevice.sharding.placement import spread_axes
 from multidevice.sharding.queries import has_streams
-from multidevice.sharding.reshard import communicates, is_step_slice
-from multidevice.sharding.streams import StreamLoops, allocated_per_step
+from multidevice.sharding.reshard import communicates
+from multidevice.sharding.streams import allocated_per_step, slice_per_loop
 
 # Outermost first. Other types stand behind, in their order.
 _RANK = {p: k for k, p in enumerate((*STREAM_TYPES, *reversed(DEVICE_TYPES)))}
@@ -73,25 +72,6 @@ def complete_meshes(fusion: Fusion) -> None:
                     f"{user_code(tv.user_line())}{in_ir(tv)}"
                 )
             tv.mesh = next(iter(meshes))
-
-
-def slice_per_loop(fusion: Fusion) -> None:
-    """Give every loop slices of its own: outside of a loop, a slice names nothing."""
-    slices = [op for op in fusion.exprs if isinstance(op, Reshard) and is_step_slice(op)]
-    if not slices:
-        return
-    loops = StreamLoops(fusion)
-    loop_of = {out: loops.loop_of(op) for op in fusion.exprs for out in op.outputs}
-    for op in slices:
-        made = {loop_of[op.out]: op.out}
-        for reader in fusion.uses(op.out):
-            loop = loop_of[reader.out_tensor]
-            if loop not in made:
-                domain, _ = clone_domain(fusion, op.out.domain)
-                made[loop] = fusion.new_tensor(domain, op.out.dtype(), mesh=op.out.mesh)
-                fusion.insert_before(reader, [op.replace(out=made[loop])])
-            if made[loop] is not op.out:
-                fusion.replace_uses(op.out, made[loop], where=lambda e, r=reader: e is r)
 
 
 def shard_allocation(tv: TensorView, *, per_step: bool) -> None:
