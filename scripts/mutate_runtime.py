@@ -61,7 +61,6 @@ _TRANSFERS = "hostir/ir/ops/transfers.py"
 _FRAME = "hostir/runtime/frame.py"
 _PLAN = "hostir/runtime/plan.py"
 _STEPS = "hostir/runtime/steps.py"
-_SIZES = "hostir/runtime/symbolic_plan.py"
 _CLOCKS = "hostir/analysis/clocks.py"
 _RACES = "hostir/analysis/races.py"
 _RANKS = "hostir/analysis/collective_matching.py"
@@ -270,9 +269,9 @@ FAULTS: dict[str, Fault] = {
     "stale_size": _fault(
         "A later run with another size slices as the first size did.",
         (
-            _SIZES,
-            "axis, op.bounds(size.frame)",
-            "axis, op.bounds(known.recorder.frame)",
+            _EXECUTE,
+            "axis, bounds(at.frame)",
+            "axis, bounds(self.frame)",
         ),
         tests=f"{MEANING} {SIZES}",
     ),

@@ -17,11 +17,13 @@ from typing import Any, NamedTuple, Protocol, cast
 import torch
 from torch.autograd import profiler as torch_profiler
 
+from fuser.ir.domain.strided_layout import Laid
 from fuser.ir.fusion import TensorOp, TensorView
 from fuser.ir.op import Op
 from fuser.ir.ops import nodes
 from fuser.ir.scalar import constructors as sc
 from fuser.ir.scalar.constructors import Number, Scalar, Symbol
+from fuser.kernels.executor import FusedKernelExecutor
 from fuser.ops.reference.meaning import NODES
 from fuser.support.device import VECTOR_BYTES
 from fuser.support.errors import ExecutionError, FuserError
@@ -78,14 +80,17 @@ from hostir.runtime.steps import (
 )
 from hostir.runtime.streams import Handle, Ready, raw_handle
 from hostir.runtime.torch_ops import (
+    VIEWS,
     compute,
     computing,
     contraction,
+    view_of,
     writer,
     writing,
     writing_at_once,
 )
 from multidevice.coordination.bounded_wait import Team
+from multidevice.sharding.queries import local_extents
 from multidevice.transports.base.protocol import Backend, Transfer
 
 _META = torch.device("meta")
@@ -103,6 +108,32 @@ def as_step(made: Step | Closure) -> Step:
     return Action(made) if callable(made) else made
 
 
+class Sizing(Protocol):
+    """One class of inputs, for which steps are made: that of a walk, or another of the program."""
+
+    @property
+    def frame(self) -> Frame: ...
+
+    def like(self, slot: int) -> torch.Tensor:
+        """Returns a tensor that lies as that of a slot does; it may have no contents."""
+        ...
+
+    def shape(self, tv: TensorView, slot: int) -> tuple[int, ...]:
+        """Returns the local shape of what a slot will have."""
+        ...
+
+
+# The slots of whose layout a step depends, and what makes it, also for other sizes; None where
+# these may need another step.
+Resized = tuple[tuple[int, ...], Callable[[Sizing], Step | Closure | None]]
+Again = Callable[[], Resized | None]
+
+
+def same(step: Step | Closure) -> Again:
+    """Return what makes a step that all sizes have."""
+    return lambda: ((), lambda size: step)
+
+
 class Receiver(Protocol):
     """What becomes of the steps of an execution."""
 
@@ -111,17 +142,23 @@ class Receiver(Protocol):
         ...
 
     def do(
-        self, make: MakeStep, *, after: Closure | None = None, ready: Ready | None = None
+        self,
+        make: MakeStep,
+        *,
+        again: Again | None = None,
+        after: Closure | None = None,
+        ready: Ready | None = None,
     ) -> None:
-        """Takes work for the current stream, which a dry run need not make; `after` it, the host
-        does something at once. Until `ready()`, the work would wait for a peer."""
+        """Takes work for the current stream, which a dry run need not make, and how to make it for
+        other sizes; `after` it, the host does something at once. Until `ready()`, the work would
+        wait for a peer."""
         ...
 
     def at_once(self, run: Closure) -> None:
         """Takes what the host does before the op is over."""
         ...
 
-    def name(self, out: TensorView, view: View) -> None:
+    def name(self, out: TensorView, view: View, again: Again | None = None) -> None:
         """Takes a view of what another name stands for."""
         ...
 
@@ -139,10 +176,6 @@ class Receiver(Protocol):
 
     def may_make_results(self, op: TensorOp) -> None:
         """Hears that later runs may make the results of an op anew, in place of its buffers."""
-        ...
-
-    def posted(self, op: Communication, posting: Posting) -> None:
-        """Hears how the communication of whole buffers is started."""
         ...
 
     def backend(self, name: str, op: Op, what: str) -> Backend:
@@ -238,6 +271,14 @@ class Execution:
             i = self.slot(value)
             return lambda slots: slots[i]
         return reader(value, self.places, self.free, self.frame)
+
+    def like(self, slot: int) -> torch.Tensor:
+        """See `Sizing.like`."""
+        return self.slots[slot]
+
+    def shape(self, tv: TensorView, slot: int) -> tuple[int, ...]:
+        """See `Sizing.shape`."""
+        return self.frame.local_shape(tv)
 
     def is_named(self, tv: TensorView) -> bool:
         return tv in self.frame.storage.named
@@ -341,7 +382,9 @@ class Execution:
         def call(slots: Slots) -> None:
             work(*[read(slots) for read in reads])
 
-        self._receiver.do(lambda: call)
+        # The number of a scalar may be that of this class.
+        has_numbers = any(isinstance(v, Scalar) for v in operands)
+        self._receiver.do(lambda: call, again=None if has_numbers else same(call))
 
     def copy_part(
         self,
@@ -351,7 +394,11 @@ class Execution:
         bounds: Callable[[LocalShapes], tuple[int, int]],
     ) -> None:
         i, o = self.slot(inp), self.slot(out)
-        self._receiver.do(lambda: copying(self.slots[o], (i, o), axis, bounds(self.frame)))
+
+        def make(at: Sizing) -> Closure:
+            return copying(at.like(o), (i, o), axis, bounds(at.frame))
+
+        self._receiver.do(lambda: make(self), again=lambda: ((i, o), make))
 
     def launch(self, op: LaunchKernel) -> None:
         frame = self.frame
@@ -368,7 +415,8 @@ class Execution:
         # A dry run is only told of it.
         work = frame.machine.launch(op.group, ins, outs, frame.sizes)
         self._receiver.do(
-            lambda: Started(lambda slots: work(), lambda slots: self._launch_step(op, ins, outs))
+            lambda: Started(lambda slots: work(), lambda slots: self._launch_step(op, ins, outs)),
+            again=lambda: self._launched_again(op),
         )
 
     def _launch_step(
@@ -397,6 +445,27 @@ class Execution:
             run(operands, made, sizes=sizes)
 
         return Action(launch)
+
+    def _launched_again(self, op: LaunchKernel) -> Resized | None:
+        runner, device = self.machine.runner(op.group), self.machine.device
+        if not isinstance(runner, FusedKernelExecutor) or any(dropped_axes(op, self.frame.program)):
+            return None
+        tensors = [v for v in (*op.ins, *op.outs) if isinstance(v, TensorView)]
+        operands = tuple(self.slot(v) for v in tensors)
+        scalars = [v for v in op.ins if isinstance(v, Scalar)]
+        are_sized = runner.sizes_fit([local_shape_of(tv) for tv in tensors])
+        places, free, stream = self.places, self.free, raw_handle(self.stream)
+
+        def make(at: Sizing) -> LaunchStep | None:
+            laid, frame = cast("list[Laid]", [at.like(slot) for slot in operands]), at.frame
+            numbers = tuple([frame.number(v) for v in scalars]) if scalars else ()
+            kernel = runner.launch_laid(laid, frame.sizes, device, numbers, are_sized=are_sized)
+            if kernel is None:
+                return None
+            read = numbers_reader(scalars, places, free, frame) if scalars else None
+            return LaunchStep(kernel, operands, numbers, read, stream)
+
+        return operands, make
 
     def run_unit(self, op: PostOnStream) -> None:
         frame, machine = self.frame, self.machine
@@ -440,8 +509,13 @@ class Execution:
             if op.READS_ON_HOST:
                 receiver.keep_out_of_graphs(f"{op.name} reads an operand on the host in each run")
         if all(out in frame.storage.buffered for out in op.outputs):
-            make = self._contraction if isinstance(op, nodes.Contraction) else self._writing
-            receiver.do(partial(make, op))
+            if isinstance(op, nodes.Contraction):
+                self._multiply(op)
+            else:
+                self._write(op)
+            return
+        if type(op) in VIEWS and (view := self._view(op)):
+            receiver.name(op.out_tensor, *view)
             return
         found = compute(op, frame)
         if op.out_tensor in frame.program.outputs and op.out_tensor in frame.storage.shows:
@@ -452,11 +526,41 @@ class Execution:
         else:
             receiver.results(op, found)
 
-    def _contraction(self, op: nodes.Contraction) -> Step | Closure:
-        ins, out = tuple(self.slot(v) for v in op.inputs), self.slot(op.out)
-        return contraction(op, (ins, out), [self.slots[i] for i in ins], self.slots[out])
+    def _view(self, op: TensorOp) -> tuple[View, Again] | None:
+        """Return the view that an op names, and how to find that of other sizes; None where only
+        torch tells what it is."""
+        (source, *_), tv = op.inputs, op.out_tensor
+        assert isinstance(source, TensorView), f"{op.name} is a view of a tensor"
+        is_result, i = tv in self.frame.program.outputs, self.slot(source)
 
-    def _writing(self, op: TensorOp) -> Started:
+        def make(at: Sizing, o: int) -> View | None:
+            like, shape = at.like(i), at.shape(tv, o)
+            found = view_of(op, like, shape, at.frame.values)
+            if found is None:
+                return None
+            strides, shift = found
+            if is_result:
+                strides = viewed_strides(tv, shape, strides)
+            return View(i, o, shape, strides, shift, like.element_size())
+
+        view = make(self, -1)
+        if view is None:
+            return None
+        o = self.new_slot(tv)
+        return view._replace(out=o), lambda: ((i,), lambda at: make(at, o))
+
+    def _multiply(self, op: nodes.Contraction) -> None:
+        ins, out = tuple(self.slot(v) for v in op.inputs), self.slot(op.out)
+
+        def make(at: Sizing) -> Step | Closure:
+            return contraction(op, (ins, out), [at.like(i) for i in ins], at.like(out))
+
+        is_plain = min(v.ndim for v in op.inputs[:2]) >= 2
+        self._receiver.do(
+            lambda: make(self), again=(lambda: ((*ins, out), make)) if is_plain else None
+        )
+
+    def _write(self, op: TensorOp) -> None:
         row = NODES[type(op)]
         if row.into is None or row.may_return:
             self._receiver.may_make_results(op)
@@ -464,10 +568,16 @@ class Execution:
         ins, outs = self.operands(op), [self.slot(o) for o in op.outputs]
         again = computing(op, frame, ins, free, machine)
 
-        def settle(slots: Slots) -> Step:
-            return Action(writing(op, frame, ins, free, [(i, slots[i]) for i in outs], machine))
+        def later(at: Sizing) -> Step:
+            like = [(i, at.like(i)) for i in outs]
+            return Action(writing(op, at.frame, ins, free, like, machine))
 
-        return Started(writing_at_once(op, frame, ins, outs, again), settle)
+        self._receiver.do(
+            lambda: Started(
+                writing_at_once(op, frame, ins, outs, again), lambda slots: later(self)
+            ),
+            again=lambda: (tuple(i for i in (*ins, *outs) if i is not None), later),
+        )
 
     def computing(self, op: TensorOp) -> Callable[[Slots], list[torch.Tensor]]:
         """Return how torch computes an op on the tensors and scalars of slots."""
@@ -485,14 +595,18 @@ class Execution:
         if out >= 0 and (rank == root or not op.collective.out.at_root):
             out = self._landing(op.out, work)
 
-        def make() -> Started:
-            backend = self._receiver.backend(op.backend, op, op.type)
-            call = CommunicationCall(op, rank, team, backend, root)
-            posting = Posting(call, inp, out, work, raw_handle(self.stream))
-            self._receiver.posted(op, posting)
-            return posting.started()
+        known: list[Posting] = []
 
-        self._start(work, make)
+        def make() -> Started:
+            if not known:
+                backend = self._receiver.backend(op.backend, op, op.type)
+                call = CommunicationCall(op, rank, team, backend, root)
+                known.append(Posting(call, inp, out, work, raw_handle(self.stream)))
+            return known[0].started()
+
+        is_fixed = op.root is None or sc.int_value(op.root) is not None
+        asks = tuple(i for i in (inp, out) if i >= 0)
+        self._start(work, make, (lambda: (asks, lambda at: make())) if is_fixed else None)
 
     def permute(self, op: CollectivePermute, team: Team, to: int, source: int) -> None:
         self._announce(op)
@@ -594,7 +708,7 @@ class Execution:
                     write(out, staged)
 
         if not self.switches:
-            self._receiver.do(lambda: wait, ready=self._ready(work))
+            self._receiver.do(lambda: wait, again=same(wait), ready=self._ready(work))
             return
         join, mark = self.machine.streams.join_mark, self.slot(("mark", work))
         if self.delays:
@@ -628,11 +742,11 @@ class Execution:
         name = "work", number
         return self.new_slot(name) if self.delays else self.slot(name)
 
-    def _start(self, work: int, make: MakeStep) -> None:
+    def _start(self, work: int, make: MakeStep, again: Again | None = None) -> None:
         """Start a communication, and note where it stands in its stream: its Wait may stand in
         another one."""
         if not self.switches:
-            self._receiver.do(make)
+            self._receiver.do(make, again=again)
             return
         take, mark = self.machine.streams.mark, self.slot(("mark", work))
 
@@ -724,7 +838,12 @@ class Immediate:
         self.carry_out = execution.emit
 
     def do(
-        self, make: MakeStep, *, after: Closure | None = None, ready: Ready | None = None
+        self,
+        make: MakeStep,
+        *,
+        again: Again | None = None,
+        after: Closure | None = None,
+        ready: Ready | None = None,
     ) -> None:
         """See `Receiver.do`."""
         if not self._is_dry:
@@ -749,7 +868,7 @@ class Immediate:
         if not self._is_dry:
             run(self._slots)
 
-    def name(self, out: TensorView, view: View) -> None:
+    def name(self, out: TensorView, view: View, again: Again | None = None) -> None:
         """See `Receiver.name`."""
         slots = self._slots
         slots[view.out] = self._frame.tensors[out] = view.of(slots[view.source])
@@ -794,9 +913,6 @@ class Immediate:
     def may_make_results(self, op: TensorOp) -> None:
         """See `Receiver.may_make_results`."""
 
-    def posted(self, op: Communication, posting: Posting) -> None:
-        """See `Receiver.posted`."""
-
     def backend(self, name: str, op: Op, what: str) -> Backend:
         """See `Receiver.backend`."""
         return self._machine.backend(name)
@@ -819,6 +935,11 @@ def copying(like: torch.Tensor, slots: tuple[int, int], axis: int, at: tuple[int
         put(slots[out], slots[inp].narrow(axis, start, length))
 
     return copy
+
+
+def local_shape_of(tv: TensorView) -> Sequence[Scalar]:
+    """Return the sizes of a rank's shard, which exist for sizes that `Frame.local_shape` has."""
+    return local_extents(tv) if tv.domain.has_devices else tv.shape()
 
 
 def _drop_axes(operands: tuple[list[Any], list[Any]], dropped: Dropped) -> None:

@@ -22,14 +22,15 @@ from fuser.ir.types import MemoryType
 from fuser.runtime.captured_graphs import MAKERS
 from fuser.support.torch_calls import current_device_beside, raw_stream_on
 from hostir.analysis.clocks import Clock, Lifetime, StreamOrder
-from hostir.ir.ops import Allocate, Communication, Deallocate, library_name
+from hostir.ir.ops import Allocate, Deallocate, library_name
 from hostir.runtime.execute import (
+    Again,
     Execution,
     Immediate,
     MakeStep,
     OnlyRunTells,
-    Posting,
     as_step,
+    same,
 )
 from hostir.runtime.frame import ExecutionContext, Frame
 from hostir.runtime.plan import Arenas, Plan, first_fit
@@ -79,6 +80,8 @@ class Recorder:
         self.listeners: list[Listener] = []
         self._requires_grad = any(t.requires_grad for t in frame.tensors.values())
         self._steps: list[tuple[Step, Op | None]] = []
+        # How to make each of them for other sizes.
+        self.again: list[Again | None] = []
         # How many of them listeners have been told of.
         self._told = 0
         # Buffers that may lie in an arena, by slot, in the order of their allocations: whose, what
@@ -104,8 +107,6 @@ class Recorder:
         # Which libraries communicate, and the first reason why no graph can repeat these steps.
         self._backends: list[Backend] = []
         self._why_not = ""
-        # How the communications of whole buffers are started.
-        self.posts: dict[Op, Posting] = {}
         # Of which the plan is.
         self.outputs: list[TensorView] = []
 
@@ -133,28 +134,34 @@ class Recorder:
         for listener in self.listeners:
             listener.on_kept(op, kept)
 
-    def _keep(self, step: Step | Closure) -> None:
+    def _keep(self, step: Step | Closure, again: Again | None = None) -> None:
         self._steps.append((as_step(step), self.frame.op))
+        self.again.append(again)
 
     def do(
-        self, make: MakeStep, *, after: Closure | None = None, ready: Ready | None = None
+        self,
+        make: MakeStep,
+        *,
+        again: Again | None = None,
+        after: Closure | None = None,
+        ready: Ready | None = None,
     ) -> None:
         """See `Receiver.do`."""
         made, execution = make(), self.execution
         if not execution.is_dry:
             self._now.take(made, after, ready)
         kept = made.settled(execution.slots) if isinstance(made, Started) else as_step(made)
-        self._keep(kept if after is None else Both(kept, Action(after)))
+        self._keep(kept if after is None else Both(kept, Action(after)), again)
 
     def at_once(self, run: Closure) -> None:
         """See `Receiver.at_once`."""
         self._now.at_once(run)
         self._keep(run)
 
-    def name(self, out: TensorView, view: View) -> None:
+    def name(self, out: TensorView, view: View, again: Again | None = None) -> None:
         """See `Receiver.name`."""
         self._now.name(out, view)
-        self._keep(view)
+        self._keep(view, again)
 
     def make(self, tv: TensorView, slot: int, shape: tuple[int, ...], *, is_cleared: bool) -> None:
         """See `Receiver.make`."""
@@ -176,7 +183,7 @@ class Recorder:
             step = Make(slot, self._make(tv, block).run)
             self._keep(step if clear is None else Both(step, Action(clear)))
         elif clear is not None:
-            self._keep(clear)
+            self._keep(clear, same(clear))
 
     def let_go(self, tv: TensorView) -> None:
         """See `Receiver.let_go`."""
@@ -190,7 +197,7 @@ class Recorder:
             self._lifetimes[i] = Lifetime(begin, self._order.moment(stream))
         is_made_before = i in self._blocks and i not in self._in_steps
         if not is_made_before or i in self._by_steps:
-            self._keep(Release(i))
+            self._keep(Release(i), same(Release(i)))
 
     def results(self, op: TensorOp, found: list[torch.Tensor]) -> None:
         """See `Receiver.results`."""
@@ -206,10 +213,6 @@ class Recorder:
                 slots[out] = value
 
         self._keep(assign)
-
-    def posted(self, op: Communication, posting: Posting) -> None:
-        """See `Receiver.posted`."""
-        self.posts[op] = posting
 
     def keep_out_of_graphs(self, why: str) -> None:
         """See `Receiver.keep_out_of_graphs`."""
@@ -242,6 +245,10 @@ class Recorder:
                 self._never_made[i] = self._blocks.pop(i)
 
     # ------------------------------------------------------------ the plan
+    def _keep_for_outputs(self, run: Closure) -> None:
+        self._steps.append((Action(run), None))
+        self.again.append(None)
+
     def finish(self, outputs: list[TensorView], arenas: Arenas) -> Plan:
         """Return the plan that yields these tensors."""
         self.outputs = outputs
@@ -250,9 +257,9 @@ class Recorder:
             self.keep_out_of_graphs(f"the device {device} has no graphs")
         for tv in outputs:
             if not self.frame.is_mine(tv):
-                self._steps.append((Action(self._absent(tv)), None))
+                self._keep_for_outputs(self._absent(tv))
             elif tv in self.frame.storage.borrowed:
-                self._steps.append((Action(self._copy(tv)), None))
+                self._keep_for_outputs(self._copy(tv))
         # A graph repeats its steps on the same memory.
         blocks, nbytes = self._place(self._by_steps if arenas.why_not or self._why_not else ())
         lasting = self._blocks.keys() - self._lifetimes.keys() - self._in_steps

@@ -8,14 +8,16 @@ from __future__ import annotations
 from collections.abc import Callable, Container, Sequence
 from functools import cache
 from math import prod
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
+from fuser.ir.domain import strided_layout
 from fuser.ir.dtypes import to_torch
 from fuser.ir.fusion import TensorOp, TensorView
 from fuser.ir.ops import nodes
 from fuser.ir.ops.matrix_products import GroupedMmaOp
+from fuser.ir.ops.nodes import SliceOp
 from fuser.ir.scalar import constructors as sc
 from fuser.ir.scalar.constructors import Scalar, Symbol
 from fuser.ops.reference.library_calls import (
@@ -365,6 +367,88 @@ def _first_kept(
 def writer(like: torch.Tensor) -> Callable[[torch.Tensor, torch.Tensor], object]:
     """Return how values are copied into a tensor of this layout."""
     return write if is_repeated(like) else torch.Tensor.copy_
+
+
+# ----------------------------------------------------------------------
+# How views lie in memory, told from how their operands lie: the same for tensors and for sizes
+# alone (`Laid`), of which torch would make a tensor first.
+
+# Strides, and elements from the operand's first one to the view's; None where torch has to tell, or
+# refuses it.
+_Seen = tuple[_Shape, int] | None
+
+
+def _load_store(op: nodes.LoadStoreOp, x: torch.Tensor, shape: _Shape, values: Values) -> _Seen:
+    root = op.out.domain.root_numbers
+    order = [root.index(n) for n in op.out.domain.logical_numbers] if root else range(x.ndim)
+    if tuple([x.shape[axis] for axis in order]) != shape:
+        return None
+    strides = x.stride()
+    return tuple([strides[axis] for axis in order]), 0
+
+
+def _broadcast(op: nodes.BroadcastOp, x: torch.Tensor, shape: _Shape, values: Values) -> _Seen:
+    sizes, strides = list(x.shape), list(x.stride())
+    for p, is_new in enumerate(op.flags):
+        if is_new:
+            strides.insert(p, sizes[p] * strides[p] if p < len(sizes) else 1)
+            sizes.insert(p, 1)
+    return (tuple(strides), 0) if tuple(sizes) == shape else None
+
+
+def _squeeze(op: nodes.SqueezeOp, x: torch.Tensor, shape: _Shape, values: Values) -> _Seen:
+    axes = [*zip(x.shape, x.stride(), op.flags, strict=True)]
+    if any(n != 1 for n, _, gone in axes if gone):
+        return None
+    kept = [(n, step) for n, step, gone in axes if not gone]
+    return (tuple([step for _, step in kept]), 0) if tuple([n for n, _ in kept]) == shape else None
+
+
+def _expand(op: nodes.ExpandOp, x: torch.Tensor, shape: _Shape, values: Values) -> _Seen:
+    if len(shape) != x.ndim:
+        return None
+    sized = [*zip(x.shape, x.stride(), shape, strict=True)]
+    if any(n not in (1, wanted) for n, _, wanted in sized):
+        return None
+    return tuple([step if n == wanted else 0 for n, step, wanted in sized]), 0
+
+
+def _reshape(op: nodes.ReshapeOp, x: torch.Tensor, shape: _Shape, values: Values) -> _Seen:
+    if prod(shape) != x.numel():
+        return None
+    if x.stride() == strided_layout.dense_strides(x.shape):
+        return strided_layout.dense_strides(shape), 0
+    if 1 in x.shape or 1 in shape:
+        return None  # torch gives axes of one element strides of its own
+    strides = strided_layout.viewed_strides(x.shape, x.stride(), shape)
+    return None if strides is None else (strides, 0)
+
+
+def _slice(op: SliceOp, x: torch.Tensor, shape: _Shape, values: Values) -> _Seen:
+    shift = 0
+    axes = zip(op.starts, op.stops, x.shape, x.stride(), shape, strict=True)
+    for start, stop, n, step, wanted in axes:
+        begin, end, _ = slice(*(int(sc.evaluate(s, values)) for s in (start, stop))).indices(n)
+        if end - begin != wanted:
+            return None
+        shift += begin * step
+    return x.stride(), shift
+
+
+VIEWS: dict[type[TensorOp], Callable[[Any, torch.Tensor, _Shape, Values], _Seen]] = {
+    nodes.BroadcastOp: _broadcast,
+    nodes.ExpandOp: _expand,
+    nodes.LoadStoreOp: _load_store,
+    nodes.ReshapeOp: _reshape,
+    SliceOp: _slice,
+    nodes.SqueezeOp: _squeeze,
+}
+
+
+def view_of(op: TensorOp, x: torch.Tensor, shape: _Shape, values: Values) -> _Seen:
+    """Return how the result of an op, a view of `x` with this shape, lies in memory; None where
+    torch has to tell, as for what has no elements. Of `x`, only sizes and strides count."""
+    return None if 0 in shape else VIEWS[type(op)](op, x, shape, values)
 
 
 # ----------------------------------------------------------------------
