@@ -195,7 +195,7 @@ def stream_name(made: Timetable, number: int) -> str:
     return spelled(number, captured, unrolled.streams.uncaptured)
 
 
-def spelled(number: int, captured: Mapping[str, object], names: Mapping[Any, int]) -> str:
+def spelled(number: int, captured: Mapping[str, object], names: Mapping[str, int]) -> str:
     """Return a stream as a program spells it: `captured` has the numbers of captured streams by
     name, `names` those of streams that nothing captured."""
     if number >= 0:

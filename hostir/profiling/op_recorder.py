@@ -9,9 +9,10 @@ from typing import Literal
 from fuser.ir.fusion import TensorView
 from fuser.ir.op import Op, op_text
 from fuser.ir.scalar.constructors import Number, Symbol
+from hostir.analysis.walker import StreamNumbers
 from hostir.cost.report import spelled
 from hostir.ir.diagnostics import Site, line_numbers
-from hostir.ir.effects import CALLER, Stream, effects_of, is_computed
+from hostir.ir.effects import CALLER, effects_of, is_computed
 from hostir.ir.ops import (
     RANK,
     CollectivePermute,
@@ -53,12 +54,10 @@ class OpNotes:
         self._recorder, self.frame = recorder, recorder.frame
         self.ops: list[TracedOp] = []
         self._lines = line_numbers(self.frame.program)
-        self._current = CALLER
+        self._streams = StreamNumbers(self.frame.integer)
         # The transfers of the open group, and what communications move, by their numbers.
         self._halves_of: list[P2PCommunication] | None = None
         self._moved: dict[int, tuple[str, ...]] = {}
-        self._named: dict[str, int] = {}
-        self._unnamed: dict[object, int] = {}
 
     def on_kept(self, op: Op, steps: Sequence[Step]) -> None:
         """See `Listener.on_kept`."""
@@ -75,9 +74,9 @@ class OpNotes:
             before = replace(traced, kind="host")
             self.ops += [before] * (len(steps) - 1) + [before if is_half else traced]
         if isinstance(op, SetCurrentStream):
-            self._current = self._number(op.stream)
+            self._streams.enter(op.stream)
         elif isinstance(op, GetCurrentStream):
-            self._named[op.stream.name] = self._current
+            self._streams.capture(op.stream)
 
     def completed(self, plan: Plan) -> Plan:
         """Return the plan with the making of buffers as steps; then `ops` has all of its steps."""
@@ -106,16 +105,8 @@ class OpNotes:
     def stream_names(self) -> dict[int, str]:
         """Return the streams of the ops by number, as the program spells them."""
         numbers = dict.fromkeys(op.stream for op in self.ops if op.kind != "host")
-        return {n: spelled(n, self._named, self._unnamed) for n in sorted(numbers)}
-
-    def _number(self, stream: Stream) -> int:
-        if stream.index is not None:
-            return self.frame.integer(stream.index)
-        if stream.name in self._named:
-            return self._named[stream.name]
-        if stream.name == "Default":
-            return CALLER
-        return self._unnamed.setdefault(stream.name, -2 - len(self._unnamed))
+        captured, others = self._streams.captured, self._streams.uncaptured
+        return {n: spelled(n, captured, others) for n in sorted(numbers)}
 
     def _traced(self, op: Op, step: Step) -> TracedOp:
         values = self.frame.values
@@ -125,7 +116,7 @@ class OpNotes:
             op.name,
             site.place(self._lines),
             self._tensors(op),
-            self._current,
+            self._streams.current,
             self._kind(op, step),
         )
 
