@@ -12,7 +12,7 @@ Files, in reading order:
 - `parser`: text to program.
 - `shard_layout`: sizes and strides of a device's shard.
 - `buffer_aliasing`: which tensors share a buffer, and what may be computed in place.
-- `shape_rules`: which shapes an op demands.
+- `shape_rules`: which shapes a tensor op demands, and how axes are compared.
 - `verifier`: the structure of a program, on all paths.
 - `diagnostics`: findings with their lines.
 """

@@ -2,8 +2,8 @@
 
 Question: what does an op of a host program hold, and what does it do?
 Imports: `hostir.ir.effects`, `hostir.ir.shard_layout`, `fuser.ir`, `multidevice.sharding`.
-Each op is declared once: fields, text, and effects, from which verification, liveness and the race
-check derive. Files, in reading order:
+An op class holds all that is known of an op, in slots, most of which have a default: see `HostOp`.
+Files, in reading order:
 
 - `base`: the base of all host ops, the verbs by which they say how they run, and the check of
   their fields.
