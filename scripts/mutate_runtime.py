@@ -143,8 +143,8 @@ FAULTS: dict[str, Fault] = {
         "Later runs do not note where a communication stands in its stream.",
         (
             _RECORDER,
-            "        self._keep(kept if after is None else Both(kept, Action(after)))",
-            "        self._keep(kept)",
+            "        self._keep(kept if after is None else Both(kept, Action(after)), again)",
+            "        self._keep(kept, again)",
         ),
         tests=ORDER,
     ),
