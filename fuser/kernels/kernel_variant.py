@@ -17,7 +17,7 @@ from fuser.codegen.cuda_text import print_kernel
 from fuser.ir.binding import Argument, Binder
 from fuser.ir.canonical_form import CanonicalForm, form_of
 from fuser.ir.domain.strided_layout import Laid
-from fuser.ir.dtypes import DataType, category, misfit
+from fuser.ir.dtypes import DataType, category, misfit, nbytes_of
 from fuser.ir.fusion import Fusion, TensorView
 from fuser.ir.memory_layout import Layout, expanded_positions
 from fuser.ir.op import op_text
@@ -42,8 +42,7 @@ from fuser.support.errors import InputError, KernelError, user_code
 from fuser.support.kernel_source import KernelSource
 from fuser.support.record import record
 
-# Integers below it are values of every dtype of scalar inputs.
-_INT32_END = 1 << 31
+_INT64_END = 1 << 63
 
 
 @dataclass
@@ -297,14 +296,15 @@ class _ScalarArgument(NamedTuple):
         # A whole number may stand for a complex one, as whose its parts are asked for.
         given = {s: Const(x, s.dtype).value for s, x in zip(self.scalars, numbers, strict=True)}
         value = sc.evaluate(self.scalar, {**self.known, **given})
-        if type(value) is int and not -_INT32_END <= value < _INT32_END:
+        if type(value) is int and not -_INT64_END <= value < _INT64_END:
             self.check(value)
         return value
 
     def check(self, value: Number) -> None:
-        """Raise `KernelError` for an integer that is no value of the scalar's dtype."""
-        if isinstance(value, int) and category(self.scalar.dtype) == "int":
-            problem = misfit(value, self.scalar.dtype)
+        """Raise `KernelError` for an integer past 64 bits; narrower ones wrap in the kernel."""
+        dtype = self.scalar.dtype
+        if isinstance(value, int) and category(dtype) == "int" and nbytes_of(dtype) == 8:
+            problem = misfit(value, dtype)
             if problem:
                 raise self.refuse(self.scalar, problem)
 
