@@ -286,8 +286,10 @@ class Watching:
         numbers = implicit_inputs.claimed(given, self._numbers, device, self._draws)
 
         def run() -> T:
+            from hostir.profiling.tracer import watched_as_agreed
+
             self._has_run(call)
             resolved = self._autograd.resolved(given)
-            return call.bound.evaluator.watched_as_agreed(take, resolved, asked)
+            return watched_as_agreed(call.bound.evaluator, take, resolved, asked)
 
         return call, (claim, numbers, begin(run))

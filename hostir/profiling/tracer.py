@@ -38,7 +38,8 @@ from hostir.runtime.cuda_graphs import RUNS_BEFORE
 from hostir.runtime.evaluator import ProgramEvaluator
 from hostir.runtime.frame import op_failed
 from hostir.runtime.inputs import Argument, device_of, written_inputs
-from hostir.runtime.plan import Arena, Plan
+from hostir.runtime.plan import Arena, Arenas, Plan
+from hostir.runtime.recorder import Recorder
 from hostir.runtime.steps import Slots
 from hostir.runtime.streams import on_device
 from multidevice.coordination.bounded_wait import Team
@@ -72,7 +73,7 @@ class HostIrEvaluator(ProgramEvaluator):
         """Run several times on these inputs, all ranks of the program together, and return what ran
         when; see `FusionDefinition.trace`."""
         asked = Asked(path, warm_up, repeat, source, predicted)
-        watch = partial(self.watched_as_agreed, take_trace, asked=asked)
+        watch = partial(watched_as_agreed, self, take_trace, asked=asked)
         return self.ranks.agreed(inputs, self._checked, watch, asked.line)
 
 
@@ -199,6 +200,39 @@ def ways_to_time(
 
 
 # ------------------------------------------------------------------ the runs
+def watched_as_agreed(
+    evaluator: ProgramEvaluator,
+    take: Callable[..., T],
+    inputs: Sequence[Argument],
+    asked: object,
+) -> T:
+    """Return what `take_trace` or `take_profile` does, once the ranks have agreed.
+
+    Raises `UnsupportedError` where `late_stream` holds work back.
+    """
+    if evaluator.late_stream is not None:
+        raise UnsupportedError("trace: late_stream holds work back: run watched without it")
+    ranks = evaluator.ranks
+    return take(evaluator, ranks.communicator, ranks.team, inputs, asked)
+
+
+def recorded(
+    evaluator: ProgramEvaluator, inputs: Sequence[Argument], listen: Callable[[Recorder], T]
+) -> tuple[T, Plan]:
+    """Run once, op by op, with a recorder to which what `listen` returns listens; return that, and
+    the plan, which nothing else runs."""
+    evaluator.begin_run()
+    with torch.no_grad():
+        frame = evaluator.binder.frame(list(inputs))
+        recorder = Recorder(frame, evaluator.free)
+        listener = listen(recorder)
+        evaluator.walk(frame, recorder)
+    arenas = Arenas(frame.machine.device, "its steps are watched one by one")
+    plan = recorder.finish(evaluator.outputs, arenas)
+    recorder.forget_tensors()
+    return listener, plan
+
+
 class Notes(Protocol):
     """What is known of the steps of a recorder."""
 
@@ -238,7 +272,7 @@ class Runs(Generic[N]):
             self._inputs[i] = copy
             self._restored.append((copy, value.detach()))
         self._restore()
-        self.notes, plan = evaluator.recorded(self._inputs, listen)
+        self.notes, plan = recorded(evaluator, self._inputs, listen)
         self.plan = self.notes.completed(plan)
         self.outputs: list[torch.Tensor] = []
 

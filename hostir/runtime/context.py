@@ -1,7 +1,7 @@
 """The surroundings of a run of one program at one rank.
 
 `RunBinder` checks the inputs of a run and binds them; `Devices` has what a device offers, its
-streams and host units.
+streams and host units. The checks at the end say what a program needs of the job that runs it.
 """
 
 from __future__ import annotations
@@ -13,15 +13,31 @@ from typing import TYPE_CHECKING, Any, Protocol, cast
 import torch
 
 from fuser.ir.binding import Values, free_inputs, signature_of
-from fuser.ir.fusion import Fusion, TensorView
+from fuser.ir.fusion import Fusion, TensorOp, TensorView
+from fuser.ir.op import walk
 from fuser.ir.scalar.constructors import Symbol
-from fuser.support.errors import FuserError
+from fuser.support.errors import (
+    ExecutionError,
+    FuserError,
+    ShardingError,
+    UnsupportedError,
+    VerifyError,
+    user_code,
+)
 from fuser.support.inputs import flatten
 from fuser.support.lru import Recent
 from fuser.support.options import Settings
 from hostir.ir import queries
 from hostir.ir.buffer_aliasing import Storage
-from hostir.ir.ops import NUMBER_OF_STREAMS, PEER_COPIES, RANK
+from hostir.ir.ops import (
+    NUMBER_OF_STREAMS,
+    PEER_COPIES,
+    RANK,
+    EndCoalescing,
+    ForLoop,
+    P2PCommunication,
+    StartCoalescing,
+)
 from hostir.ir.program import HostIrContainer
 from hostir.ir.shard_layout import write
 from hostir.lowering.input_class import Classifier
@@ -299,3 +315,73 @@ class UnitRunner:
                 program, self._communicator, device=self._device, settings=self._settings
             )
         return evaluator
+
+
+# ----------------------------------------------------------------------
+# What a program needs of the job that runs it.
+
+
+def read_late_stream(late: str | int | None) -> str | int | None:
+    """Return which stream's work is held back: a number, "entry", "all", or None.
+
+    Raises `ExecutionError` for anything else.
+    """
+    if isinstance(late, str) and late.isascii() and late.isdigit():
+        return int(late)
+    is_number = type(late) is int and late >= 0
+    if not is_number and late not in (None, "all", "entry"):
+        raise ExecutionError(f"late_stream={late!r}: the number of a stream, 'entry' or 'all'")
+    return late
+
+
+def check_lowered(program: HostIrContainer) -> None:
+    """Raise `VerifyError` for an op whose result has a stream axis in a program without loops."""
+    ops = list(walk(program.ops))
+    if any(isinstance(op, ForLoop) for op in ops):
+        return
+    for op in ops:
+        if isinstance(op, TensorOp) and _has_stream(op.out_tensor):
+            raise VerifyError(
+                f"{op.name}: {op.out_tensor} has a stream axis, and no loop steps over it: "
+                f"hostir.lower_streams(program) makes the loops{user_code(op.where)}"
+            )
+
+
+def _has_stream(tv: TensorView) -> bool:
+    return any(a.is_stream and not a.is_reduction() for a in tv.domain.loop)
+
+
+def check_grouped(program: HostIrContainer) -> None:
+    """Raise `UnsupportedError` for a send or a receive of its own: where streams start them later
+    than the program says, only simulated ranks know which ones belong together."""
+    is_grouped = False
+    for op in walk(program.ops):
+        if isinstance(op, StartCoalescing | EndCoalescing):
+            is_grouped = isinstance(op, StartCoalescing)
+        elif isinstance(op, P2PCommunication) and not is_grouped:
+            raise UnsupportedError(
+                f"late_stream: {op.name} is in no group, which only simulated ranks can hold back: "
+                f"use multidevice.simulate{user_code(op.where)}"
+            )
+
+
+def check_devices(program: HostIrContainer, size: int) -> None:
+    """Raise `ShardingError` when a mesh names a rank that a job of `size` ranks lacks."""
+    for tv in program.tensors():
+        if tv.mesh is not None and max(tv.mesh.devices, default=0) >= size:
+            raise ShardingError(
+                f"{tv.mesh} of {tv.label} names rank {max(tv.mesh.devices)}, but the job has "
+                f"{size} rank{'s' if size != 1 else ''}"
+            )
+
+
+def check_tuning(settings: Settings, team: Sequence[int]) -> bool:
+    """Return whether the option `tune` is on. Raise `UnsupportedError` for a program of several
+    ranks: what each finds fastest is its own, and replicated tensors equal in every bit."""
+    is_on = settings.enabled("tune")
+    if is_on and len(team) > 1:
+        raise UnsupportedError(
+            f"tune: this program runs on {len(team)} ranks, whose kernels have to be the same on "
+            "all: the option is for programs of one rank"
+        )
+    return is_on

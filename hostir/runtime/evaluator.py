@@ -16,18 +16,13 @@ import torch
 
 from fuser.ir.binding import signature_of
 from fuser.ir.dtypes import is_inexact
-from fuser.ir.fusion import TensorOp, TensorView, Value
+from fuser.ir.fusion import TensorView, Value
 from fuser.ir.types import MemoryType
 from fuser.runtime import compiled_runner
 from fuser.support import options, progress
 from fuser.support.arguments import require
 from fuser.support.errors import (
-    ExecutionError,
     FuserError,
-    ShardingError,
-    UnsupportedError,
-    VerifyError,
-    user_code,
 )
 from fuser.support.inputs import flatten, torch_device
 from fuser.support.locks import make_lock
@@ -36,17 +31,21 @@ from hostir.ir import queries
 from hostir.ir.buffer_aliasing import Storage
 from hostir.ir.ops import (
     PEER_COPIES,
-    EndCoalescing,
-    ForLoop,
     KernelGroup,
-    P2PCommunication,
-    StartCoalescing,
 )
 from hostir.ir.program import HostIrContainer, walk
 from hostir.ir.verifier import verify
 from hostir.lowering.params import check_number_of_streams
 from hostir.runtime.agreement import RankAgreement
-from hostir.runtime.context import Devices, RunBinder
+from hostir.runtime.context import (
+    Devices,
+    RunBinder,
+    check_devices,
+    check_grouped,
+    check_lowered,
+    check_tuning,
+    read_late_stream,
+)
 from hostir.runtime.dry_run import Rehearsal, can_bind, rehearse, rehearse_plan
 from hostir.runtime.execute import Execution
 from hostir.runtime.frame import Frame, KernelRunner
@@ -109,7 +108,7 @@ class ProgramEvaluator:
         check_lowered(program)
         program.seal()
         self.program = program
-        self._late = late_stream = read_late_stream(late_stream)
+        self.late_stream = late_stream = read_late_stream(late_stream)
         if late_stream is not None and communicator is not None and communicator.is_real():
             check_grouped(program)
         self._late_lock = make_lock()
@@ -175,7 +174,7 @@ class ProgramEvaluator:
         )
         self._updates = Updates(program) if program.aliases else None
         self._written = written_inputs(program, storage)
-        self._visible = returned(program)
+        self.outputs = returned(program)
 
     def kernel(self, group: int) -> KernelRunner:
         """Return what runs a kernel group, made at its first use."""
@@ -250,7 +249,7 @@ class ProgramEvaluator:
         what the method of this name returned, where the caller has asked it.
         """
         if self._copies_from_peers:
-            self._begin()
+            self.begin_run()
         plan = None if places is None else known.plans.get(places)
         # Entering and leaving no_grad costs a tenth of a small program.
         if plan is not None and not self._written and not plan.records:
@@ -261,7 +260,8 @@ class ProgramEvaluator:
             assert self._updates is not None, "inputs meet where nothing is updated"
             return self._updates.run(list(inputs), lambda apart: self._run(apart, known, None))
 
-    def _begin(self) -> None:
+    def begin_run(self) -> None:
+        """Count a run of a program that copies from peers, as every rank does."""
         if self._copies_from_peers:
             self.ranks.begin_run()
 
@@ -295,12 +295,12 @@ class ProgramEvaluator:
     def _with_buffers(
         self, inputs: list[Argument], buffers: Mapping[TensorView, Argument]
     ) -> list[torch.Tensor]:
-        self._begin()
+        self.begin_run()
 
         def body(apart: list[Argument]) -> list[torch.Tensor]:
             frame = self.binder.frame(apart, tuple(buffers))
             bind_buffers(frame, buffers)
-            return self._walk(frame, None)
+            return self.walk(frame, None)
 
         written = (*self._written, *range(len(inputs), len(inputs) + len(buffers)))
         with torch.no_grad(), noted([*inputs, *buffers.values()], written):
@@ -323,15 +323,15 @@ class ProgramEvaluator:
             return self._first_replay(plan, inputs, known, places)
         frame = self.binder.frame(list(inputs))
         if frame.machine.streams.delays or not self._is_replayed:
-            return self._walk(frame, None)
+            return self.walk(frame, None)
         plan = self.cache.by_pattern(frame) or (self._rehearsed(frame) if self._can_bind else None)
         if plan is not None:
             return self._first_replay(plan, inputs, known, places)
         recorder = Recorder(frame, self.free)
-        outputs = self._walk(frame, recorder)
+        outputs = self.walk(frame, recorder)
         device = frame.machine.device
         arenas = self.cache.arenas_on(device)
-        plan = known.plans[places] = recorder.finish(self._visible, arenas)
+        plan = known.plans[places] = recorder.finish(self.outputs, arenas)
         self.cache.learn(device, pattern_of(recorder, plan))
         recorder.forget_tensors()
         return outputs
@@ -347,7 +347,7 @@ class ProgramEvaluator:
         except FuserError:
             raise
         except RuntimeError:
-            return self._walk(self.binder.frame(list(inputs)), None)
+            return self.walk(self.binder.frame(list(inputs)), None)
         outputs = plan.run(inputs)
         if plan.settled is not None:
             forget(plan)
@@ -434,7 +434,7 @@ class ProgramEvaluator:
         """Return the plan of inputs like those of a frame, with all kernels compiled; None where
         only a run can tell."""
         device = frame.machine.device
-        found = rehearse_plan(frame, self.free, self._visible, self.cache.arenas_on(device))
+        found = rehearse_plan(frame, self.free, self.outputs, self.cache.arenas_on(device))
         self.cache.learn(device, found.pattern)
         if not found.is_compiled:
             self._compile(found, frame)
@@ -446,46 +446,22 @@ class ProgramEvaluator:
         with progress.shown(frame.machine.rank):
             compile_many(rehearsal.requests, device=frame.machine.device)
 
-    def recorded(
-        self, inputs: Sequence[Argument], listen: Callable[[Recorder], T]
-    ) -> tuple[T, Plan]:
-        """Run once, op by op, with a recorder to which what `listen` returns listens; return that,
-        and the plan, which nothing else runs."""
-        self._begin()
-        with torch.no_grad():
-            frame = self.binder.frame(list(inputs))
-            recorder = Recorder(frame, self.free)
-            listener = listen(recorder)
-            self._walk(frame, recorder)
-        plan = recorder.finish(
-            self._visible, Arenas(frame.machine.device, "its steps are watched one by one")
-        )
-        recorder.forget_tensors()
-        return listener, plan
-
-    def watched_as_agreed(
-        self, take: Callable[..., T], inputs: Sequence[Argument], asked: object
-    ) -> T:
-        """Return what `take_trace` or `take_profile` does, once the ranks have agreed."""
-        if self._late is not None:
-            raise UnsupportedError("trace: late_stream holds work back: run watched without it")
-        return take(self, self.ranks.communicator, self.ranks.team, inputs, asked)
-
     def evaluate(self, inputs: Sequence[Argument]) -> list[torch.Tensor]:
         """Like `run`, op by op through the table, remembering nothing."""
         return self.ranks.agreed(inputs, self._checked, self._evaluate)
 
     def _evaluate(self, inputs: list[Argument]) -> list[torch.Tensor]:
-        self._begin()
+        self.begin_run()
         with torch.no_grad(), noted(inputs, self._written):
-            return self._on_apart(inputs, lambda apart: self._walk(self.binder.frame(apart), None))
+            return self._on_apart(inputs, lambda apart: self.walk(self.binder.frame(apart), None))
 
     def _on_apart(self, inputs: list[Argument], body: Body) -> list[torch.Tensor]:
         """Return the outputs of `body` on inputs that share no memory with updated ones."""
         signature_of(inputs)  # raises for what has no memory to look at
         return body(inputs) if self._updates is None else self._updates.run(inputs, body)
 
-    def _walk(self, frame: Frame, recorder: Recorder | None) -> list[torch.Tensor]:
+    def walk(self, frame: Frame, recorder: Recorder | None) -> list[torch.Tensor]:
+        """Carry out the program op by op, in the state of a frame; `recorder` keeps the steps."""
         if not frame.machine.streams.delays:
             return self._walk_streams(frame, recorder)
         # Work that is held back belongs to one run at a time.
@@ -506,7 +482,7 @@ class ProgramEvaluator:
             streams.abandon()
             streams.enter(entry)
             raise
-        return [frame.result(tv) for tv in self._visible]
+        return [frame.result(tv) for tv in self.outputs]
 
 
 def returned(program: HostIrContainer) -> list[TensorView]:
@@ -522,73 +498,3 @@ def _simulated_rank(communicator: Communicator | None) -> Communicator | None:
     if communicator is None or not communicator.is_available() or communicator.is_real():
         return None
     return communicator
-
-
-# ----------------------------------------------------------------------
-# What a program needs of the job that runs it.
-
-
-def read_late_stream(late: str | int | None) -> str | int | None:
-    """Return which stream's work is held back: a number, "entry", "all", or None.
-
-    Raises `ExecutionError` for anything else.
-    """
-    if isinstance(late, str) and late.isascii() and late.isdigit():
-        return int(late)
-    is_number = type(late) is int and late >= 0
-    if not is_number and late not in (None, "all", "entry"):
-        raise ExecutionError(f"late_stream={late!r}: the number of a stream, 'entry' or 'all'")
-    return late
-
-
-def check_lowered(program: HostIrContainer) -> None:
-    """Raise `VerifyError` for an op whose result has a stream axis in a program without loops."""
-    ops = list(walk(program.ops))
-    if any(isinstance(op, ForLoop) for op in ops):
-        return
-    for op in ops:
-        if isinstance(op, TensorOp) and _has_stream(op.out_tensor):
-            raise VerifyError(
-                f"{op.name}: {op.out_tensor} has a stream axis, and no loop steps over it: "
-                f"hostir.lower_streams(program) makes the loops{user_code(op.where)}"
-            )
-
-
-def _has_stream(tv: TensorView) -> bool:
-    return any(a.is_stream and not a.is_reduction() for a in tv.domain.loop)
-
-
-def check_grouped(program: HostIrContainer) -> None:
-    """Raise `UnsupportedError` for a send or a receive of its own: where streams start them later
-    than the program says, only simulated ranks know which ones belong together."""
-    is_grouped = False
-    for op in walk(program.ops):
-        if isinstance(op, StartCoalescing | EndCoalescing):
-            is_grouped = isinstance(op, StartCoalescing)
-        elif isinstance(op, P2PCommunication) and not is_grouped:
-            raise UnsupportedError(
-                f"late_stream: {op.name} is in no group, which only simulated ranks can hold back: "
-                f"use multidevice.simulate{user_code(op.where)}"
-            )
-
-
-def check_devices(program: HostIrContainer, size: int) -> None:
-    """Raise `ShardingError` when a mesh names a rank that a job of `size` ranks lacks."""
-    for tv in program.tensors():
-        if tv.mesh is not None and max(tv.mesh.devices, default=0) >= size:
-            raise ShardingError(
-                f"{tv.mesh} of {tv.label} names rank {max(tv.mesh.devices)}, but the job has "
-                f"{size} rank{'s' if size != 1 else ''}"
-            )
-
-
-def check_tuning(settings: Settings, team: Sequence[int]) -> bool:
-    """Return whether the option `tune` is on. Raise `UnsupportedError` for a program of several
-    ranks: what each finds fastest is its own, and replicated tensors equal in every bit."""
-    is_on = settings.enabled("tune")
-    if is_on and len(team) > 1:
-        raise UnsupportedError(
-            f"tune: this program runs on {len(team)} ranks, whose kernels have to be the same on "
-            "all: the option is for programs of one rank"
-        )
-    return is_on

@@ -42,6 +42,7 @@ from hostir.ir.ops import (
     Wait,
 )
 from hostir.passes.deallocation import insert_deallocate
+from hostir.profiling.tracer import recorded
 from hostir.runtime import evaluator as evaluating
 from hostir.runtime import recorder as replaying
 from hostir.runtime import steps as made_of
@@ -287,7 +288,7 @@ def replayed(case: Program, seed: int) -> list[torch.Tensor]:
     evaluator = HostIrEvaluator(case.build(), number_of_streams=N_STREAMS, late_stream="all")
     streams = evaluator.binder.devices._streams[torch.device("cpu")] = Shuffled(seed)
     inputs = case.inputs()
-    _, plan = evaluator.recorded(inputs, lambda recorder: None)
+    _, plan = recorded(evaluator, inputs, lambda recorder: None)
     bound = plan.arenas.take(0).bind(plan)
     slots: Slots = [*inputs, *bound.rest]
     for make in bound.makes:

@@ -171,13 +171,13 @@ def _check_layers(fd: FusionDefinition, n: int) -> None:
 
 
 def test_later_sizes_of_what_communicates_are_not_walked(monkeypatch: pytest.MonkeyPatch) -> None:
-    walk, walked = ProgramEvaluator._walk, list[int]()
+    walk, walked = ProgramEvaluator.walk, list[int]()
 
     def noted(evaluator: ProgramEvaluator, frame: Frame, recorder: None) -> list[torch.Tensor]:
         walked.append(frame.machine.rank)
         return walk(evaluator, frame, recorder)
 
-    monkeypatch.setattr(ProgramEvaluator, "_walk", noted)
+    monkeypatch.setattr(ProgramEvaluator, "walk", noted)
     _on_two_ranks(_check_layers, [5, 6, 3, 1, 9, 16])
     assert sorted(walked) == [0, 1]
 

@@ -182,7 +182,7 @@ def test_a_first_run_replays(monkeypatch: pytest.MonkeyPatch) -> None:
     def walked(*args: object) -> None:
         raise AssertionError("the first run of a new size went op by op")
 
-    monkeypatch.setattr(ProgramEvaluator, "_walk", walked)
+    monkeypatch.setattr(ProgramEvaluator, "walk", walked)
     for n in (5, 6, 1):
         (got,) = fd.execute(_square(n))
         torch.testing.assert_close(got.double(), _layers_meaning(*_square(n))[0])
@@ -329,7 +329,7 @@ def test_a_pattern_makes_the_plans_that_rehearsals_make(schedules: Sequence[str]
             made = pattern.plan(evaluator.binder.frame(list(inputs)))
             arenas = evaluator.cache.arenas_on(torch.device("cpu"))
             frame = evaluator.binder.frame(list(inputs))
-            told = rehearse_plan(frame, evaluator.free, evaluator._visible, arenas).plan
+            told = rehearse_plan(frame, evaluator.free, evaluator.outputs, arenas).plan
             assert told is not None
             if made is not None:
                 _assert_alike(made, told)
