@@ -67,12 +67,14 @@ from hostir.runtime.steps import (
     CollectiveStep,
     ExchangeStep,
     LaunchStep,
+    Multiply,
     Slots,
     Started,
     Step,
     View,
     allocation,
     announcer,
+    collective_text,
     meet_at,
     range_of,
     shows_shards,
@@ -508,7 +510,7 @@ class Execution:
                 )
             if op.READS_ON_HOST:
                 receiver.keep_out_of_graphs(f"{op.name} reads an operand on the host in each run")
-        if all(out in frame.storage.buffered for out in op.outputs):
+        if frame.storage.buffered.issuperset(op.outputs):
             if isinstance(op, nodes.Contraction):
                 self._multiply(op)
             else:
@@ -555,10 +557,11 @@ class Execution:
         def make(at: Sizing) -> Step | Closure:
             return contraction(op, (ins, out), [at.like(i) for i in ins], at.like(out))
 
-        is_plain = min(v.ndim for v in op.inputs[:2]) >= 2
-        self._receiver.do(
-            lambda: make(self), again=(lambda: ((*ins, out), make)) if is_plain else None
-        )
+        def again() -> Resized | None:
+            is_plain = min(v.ndim for v in op.inputs[:2]) >= 2
+            return ((*ins, out), make) if is_plain else None
+
+        self._receiver.do(lambda: make(self), again=again)
 
     def _write(self, op: TensorOp) -> None:
         row = NODES[type(op)]
@@ -832,8 +835,8 @@ class Immediate:
         self._machine, self._slots = execution.machine, execution.slots
         self._is_dry, self._delays = execution.is_dry, execution.delays
         # Steps are bound to nothing but the stream on which the run begins.
-        stream = 0 if self._is_dry else raw_stream_on(self._machine.device)()
-        self._binding = Binding(self._machine.device, stream, {})
+        self._stream = 0 if self._is_dry else raw_stream_on(self._machine.device)()
+        self._binding: Binding | None = None
         # See `Receiver`.
         self.carry_out = execution.emit
 
@@ -853,8 +856,13 @@ class Immediate:
         """Give the current stream a step that was made."""
         if isinstance(made, Started):
             run = made.first
+        elif isinstance(made, Multiply):
+            run = made.run
+        elif callable(made):
+            run = made
         else:
-            run = made if callable(made) else made.bind(self._binding)
+            self._binding = self._binding or Binding(self._machine.device, self._stream, {})
+            run = made.bind(self._binding)
             assert run is not None, f"{made} has nothing to do"
         if self._delays:
             self._frame.submit(partial(run, self._slots), ready)
@@ -1035,7 +1043,8 @@ class Posting(NamedTuple):
 
     def started(self) -> Started:
         """Return the step that starts it for the first time."""
-        return Started(self.post, lambda slots: self.step(*self.held(slots)))
+        text = collective_text(self.inp, self.out)
+        return Started(self.post, lambda slots: self.step(*self.held(slots)), text)
 
     def step(self, inp: PostedBuffer, out: PostedBuffer) -> Step:
         """Return the step that starts it on buffers like these, on which it has been started."""

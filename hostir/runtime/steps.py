@@ -192,13 +192,16 @@ class Started:
     binds when it has been started once, or a launch that is looked up. `first` does it as if
     nothing was known of it; then it is `later`."""
 
-    def __init__(self, first: Closure, settle: Callable[[Slots], Step]) -> None:
-        """`settle` returns the step of later runs when `first` has run on these slots."""
-        self.first, self._settle = first, settle
+    def __init__(
+        self, first: Closure, settle: Callable[[Slots], Step], text: str = "Started"
+    ) -> None:
+        """`settle` returns the step of later runs when `first` has run on these slots; `text` is
+        what it is called until then."""
+        self.first, self._settle, self._text = first, settle, text
         self.later: Step | None = None
 
     def __str__(self) -> str:
-        return "Started"
+        return self._text
 
     def settled(self, slots: Slots) -> Step:
         """Return what later runs do."""
@@ -359,6 +362,10 @@ class Multiply(NamedTuple):
     def __str__(self) -> str:
         return f"Multiply of {len(self.ins) + 1}"
 
+    def run(self, slots: Slots) -> None:
+        """Compute the product once, of the tensors in these slots."""
+        self.product([slots[i] for i in self.ins], slots[self.out])
+
     def bind(self, binding: Binding) -> Closure:
         function, product = self.product.function, self.product
         if all(i not in binding.fixed for i in (*self.ins, self.out)) and self._is_plain():
@@ -393,6 +400,11 @@ def _viewed(binding: Binding, slot: int, view: ViewOf | None) -> Callable[[Slots
     return lambda slots: view(slots[slot])
 
 
+def collective_text(inp: int, out: int) -> str:
+    """Return the text of the step that starts a collective on the buffers of these slots."""
+    return f"Collective of {(inp >= 0) + (out >= 0)}"
+
+
 @dataclass(frozen=True, eq=False)
 class CollectiveStep:
     """A communication that its backend has bound; -1 stands for a buffer that this rank lacks.
@@ -407,7 +419,7 @@ class CollectiveStep:
     stream: int | None
 
     def __str__(self) -> str:
-        return f"Collective of {(self.inp >= 0) + (self.out >= 0)}"
+        return collective_text(self.inp, self.out)
 
     def bind(self, binding: Binding) -> Closure:
         post, work = self.post, self.work
