@@ -138,6 +138,8 @@ def check_kept_axes(
     """Require that `out` has the axes of `source` but for that at `gone`; devices may cut the axis
     at `cut` of the one otherwise than that of the other."""
     kept = [axis for axis in _axes(source) if gone is None or axis[1] != gone]
+    if len(kept) != out.ndim:
+        raise VerifyError(f"{op.name}: {out} has {out.ndim} axes, expected {len(kept)}{in_ir(out)}")
     for one, other in zip(kept, _axes(out), strict=True):
         _check_sizes(op, [one, other], values, is_cut=cut is not None and cut == other[1])
 

@@ -26,7 +26,7 @@ from fuser.ir.scalar.constructors import Number, Scalar, Symbol
 from fuser.kernels.executor import FusedKernelExecutor
 from fuser.ops.reference.meaning import NODES
 from fuser.support.device import VECTOR_BYTES
-from fuser.support.errors import ExecutionError, FuserError
+from fuser.support.errors import DefinitionError, ExecutionError, FuserError, user_code
 from fuser.support.torch_calls import raw_stream_on
 from hostir.ir.effects import Part, Stream
 from hostir.ir.ops import (
@@ -208,7 +208,6 @@ class Execution:
         self.frame = frame
         self.machine = frame.machine if machine is None else machine
         self.rank, self.team = self.machine.rank, self.machine.team
-        self.number, self.integer = frame.number, frame.integer
         inputs = frame.program.inputs
         self._slot: dict[object, int] = {v: i for i, v in enumerate(inputs)}
         self.slots: Slots = [
@@ -284,6 +283,22 @@ class Execution:
 
     def is_named(self, tv: TensorView) -> bool:
         return tv in self.frame.storage.named
+
+    def number(self, x: Scalar) -> Number:
+        """See `Runtime.number`. Raises `DefinitionError` for an op that says that its scalars steer
+        nothing: later runs, with other numbers, would repeat what this one did with its own."""
+        op = self.frame.op
+        if isinstance(op, HostOp) and not op.STEERS:
+            raise DefinitionError(
+                f"{op.name}: its emit reads {x} once, and STEERS = False says that no scalar "
+                "decides what it does. Give the scalar to rt.call, which reads it in each run, or "
+                f"leave STEERS as it is{user_code(op.where)}"
+            )
+        return self.frame.number(x)
+
+    def integer(self, x: Scalar) -> int:
+        """See `number`."""
+        return int(self.number(x))
 
     # ------------------------------------------------------------ control flow
     def run(self, ops: Sequence[Op]) -> None:

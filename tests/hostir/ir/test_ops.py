@@ -14,14 +14,18 @@ from fuser.ir.dtypes import DataType
 from fuser.ir.fusion import TensorView
 from fuser.ir.op import Op, operand, result
 from fuser.ir.scalar import constructors as sc
-from fuser.support.errors import VerifyError
+from fuser.ir.scalar.constructors import Scalar
+from fuser.ir.types import ParallelType
+from fuser.support.errors import DefinitionError, VerifyError
 from hostir import (
     NUMBER_OF_STREAMS,
     RANK,
+    Allocate,
     ForLoop,
     HostIrContainer,
     HostIrEvaluator,
     IfThenElse,
+    LocalSlice,
     equal,
     parse,
     verify,
@@ -30,8 +34,9 @@ from hostir.analysis.collective_matching import find_mismatches
 from hostir.analysis.races import find_races
 from hostir.ir.effects import Effect, Part, Reads, Shows, Starts, Writes
 from hostir.ir.ops import HOST_OPS, HostOp, checked_slots, loop_index, missing_slots
+from hostir.ir.ops.base import Runtime
 from hostir.ir.program import walk
-from multidevice import Communicator, simulate
+from multidevice import Communicator, DeviceMesh, simulate
 from tests.support.handmade_programs import EXAMPLES, LATE, run_simulated
 
 # What `import ... as ...` lines tell type checkers.
@@ -104,7 +109,23 @@ class Announced(HostOp):
         return (Reads(self.inp), Writes(self.out), Starts(1))
 
 
-for kind in (Twice, FirstRow, Announced):
+class Careless(HostOp):
+    """An op that reads a number once, and says that no number decides what it does."""
+
+    out: TensorView = result()
+    value: Scalar = operand()
+    STEERS = False
+    TEXT = "{out} = Careless({value})"
+
+    def effects(self) -> tuple[Effect, ...]:
+        return (Writes(self.out),)
+
+    def emit(self, rt: Runtime) -> None:
+        number = rt.number(self.value)
+        rt.call(lambda out: out.fill_(number), self.out)
+
+
+for kind in (Twice, FirstRow, Announced, Careless):
     del Op.REGISTRY[kind.__name__]
 
 
@@ -129,6 +150,31 @@ def test_what_an_op_leaves_out_follows_from_its_effects() -> None:
     announced = Announced(y, x)
     assert announced.work(shapes.__getitem__) is None
     assert announced.ranks_meet and announced.moved == (x, y)
+
+
+def test_a_number_of_each_run_that_an_op_reads_once_is_refused() -> None:
+    hic = HostIrContainer()
+    with hic:
+        value, out = hic.scalar(DataType.Double), hic.tensor([4])
+        hic.append(Allocate(out), Careless(out, value))
+        hic.add_output(out)
+    evaluator = HostIrEvaluator(hic)
+    for run in (evaluator.run, evaluator.evaluate):
+        with pytest.raises(DefinitionError, match=r"Careless: its emit reads d\d+ once.*rt\.call"):
+            run([2.0])
+
+
+def test_a_slice_with_another_number_of_axes_is_refused() -> None:
+    mesh = DeviceMesh([0, 1])
+    hic = HostIrContainer()
+    with hic:
+        x, y = hic.input([4, 6], mesh=mesh), hic.tensor([4], mesh=mesh)
+        y.outer_split(0, 2)
+        y.axis(0).parallelize(ParallelType.mesh_x)
+        hic.append(Allocate(y), LocalSlice(y, x, axis=0, ptype=ParallelType.mesh_x))
+        hic.add_output(y)
+    with pytest.raises(VerifyError, match=r"LocalSlice: .*T\d+.* has 1 axes, expected 2"):
+        verify(hic)
 
 
 def test_host_ops_are_public_names() -> None:
