@@ -233,15 +233,11 @@ class _Kernels:
         self, op: Op, given: Sequence[Tensor], outs: Sequence[Tensor | None], values: Values
     ) -> list[Tensor]:
         """Return the results, given the operands and the places that results have."""
+        if not isinstance(op, VIEW_OPS):
+            given = [_wide(t) for t in given]
         if isinstance(op, TensorOp) and not isinstance(op, _SIZED):
-            known = dict(
-                zip(
-                    (v for v in dict.fromkeys(op.inputs) if isinstance(v, TensorView)),
-                    given,
-                    strict=True,
-                )
-            )
-            return _evaluated(op, known, values)
+            tensors = (v for v in dict.fromkeys(op.inputs) if isinstance(v, TensorView))
+            return _evaluated(op, dict(zip(tensors, given, strict=True)), values)
         for block in _BLOCKS if isinstance(op, ops.LaunchKernel) else (None, *_BLOCKS):
             fusion = self._fusion(op, block)
             declared = [v for v in fusion.inputs if isinstance(v, TensorView)]
@@ -263,7 +259,14 @@ def _evaluated(op: TensorOp, known: dict[TensorView, Tensor], values: Values) ->
     if isinstance(op, LinearOp) and operands[1] is not None and operands[1].ndim == 1:
         # A step's row of the weight gives one column of the result.
         operands = [operands[0], *(t if t is None else t.unsqueeze(0) for t in operands[1:])]
-    return evaluate_op(op, operands, values)
+    return evaluate_op(op, operands, values, dtype=torch.float64)
+
+
+def _wide(tensor: Tensor) -> Tensor:
+    """Return what is computed with: floats of 64 bits, rounded where memory holds a result."""
+    if tensor.is_complex():
+        return tensor.to(torch.complex128)
+    return tensor.double() if tensor.is_floating_point() else tensor
 
 
 def _fitted(tv: TensorView, tensor: Tensor, values: Values) -> Tensor | None:
@@ -361,7 +364,7 @@ class _Rank:
             return
         if value.ndim != tv.ndim:
             value = value.reshape([self.number(n) for n in local_extents(tv)])
-        self.names[tv] = value if is_view else value.clone()
+        self.names[tv] = value if is_view else value.clone().to(to_torch(tv.dtype()))
         if not is_view:
             self.owners.add(tv)
 
@@ -393,6 +396,9 @@ class _Rank:
                 pending, self.group = self.group, None
                 self.start(op.number, pending, moves=self.group_moves)
             case ops.Communication() | ops.P2PCommunication() | ops.CollectivePermute():
+                if not isinstance(op, ops.P2PCommunication) and not op.team.ranks(self.rank):
+                    self.flight[op.number] = []  # other ranks meet
+                    return
                 pending, moves = self.posted(op), self.moves(op)
                 if self.group is None:
                     self.start(op.number, pending, moves=moves)
@@ -447,7 +453,7 @@ class _Rank:
                     self.read(v) if isinstance(v, TensorView) else sc.evaluate(v, self.values)
                     for v in op.ins
                 ]
-                results = evaluate_fusion(self.program.units[op.unit], given)
+                results = evaluate_fusion(self.program.units[op.unit], given, dtype=torch.float64)
                 for out, value in zip(op.outs, results, strict=True):
                     self.put(out, value)
             case TensorOp():
@@ -544,7 +550,7 @@ class _Rank:
         self.starts[number] = self.started, self.moved if moves else None
         self.started, self.moved = self.started + 1, self.moved + moves
 
-    def moves(self, op: Op) -> bool:
+    def moves(self, op: ops.P2PCommunication | ops.CollectivePermute | ops.Communication) -> bool:
         """Whether more happens than a copy on this rank."""
         if not isinstance(op, ops.CollectivePermute):
             return True
@@ -554,8 +560,9 @@ class _Rank:
     def wait(self, number: int) -> Steps:
         if number not in self.flight:
             raise MeaninglessError(f"rank {self.rank}: Wait for {number}, which has not started")
-        place, moved = self.starts.pop(number)
-        self.order.append(("join mark", place))
+        place, moved = self.starts.pop(number, (None, None))
+        if place is not None:
+            self.order.append(("join mark", place))
         if moved is not None:
             self.order.append(("wait", moved))
         for pending in self.flight[number]:
@@ -577,8 +584,6 @@ class _Rank:
                 )
             case ops.CollectivePermute():
                 team = op.team.ranks(self.rank)
-                if not team:
-                    return []
                 to, source = team[self.number(op.send_peer)], team[self.number(op.recv_peer)]
                 return [
                     *self.sent((team, self.rank, to), op.inp, None),
@@ -606,8 +611,6 @@ class _Rank:
 
     def collective(self, op: ops.Communication) -> list[_Pending]:
         team = op.team.ranks(self.rank)
-        if not team:
-            return []
         place = team.index(self.rank)
         root = None if op.root is None else self.number(op.root)
         reads = root in (None, place) or op.type in ("Gather", "Reduce")

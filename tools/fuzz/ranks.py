@@ -98,33 +98,54 @@ def kind_of(wrong: str) -> str:
 
 # ------------------------------------------------------------------ one rank
 def run_rank(case: Case, mode: Mode, fd: FusionDefinition, counts: list[int]) -> str | None:
-    """Run all calls on this rank; return how a result differs."""
+    """Run all calls on this rank; return how a result differs.
+
+    After a difference the other ranks are still met in the calls that follow.
+    """
     rank = multidevice.Communicator.instance().rank()
-    program = case.program
+    wrong = None
     for number, (options, m) in enumerate(mode.runs(case.order)):
         inputs = local_inputs(case, m, rank, mode.device)
         outs = fd.execute(inputs, _enable_options=options)
-        if program.streams and number < len(program.calls):
-            fault = fault_of(fd, inputs, rank)
-            if fault is not None:
-                return f"call {m}, rank {rank}: {fault}"
-        if rank == 0 and number < len(program.calls) and mode.device == "cpu":
-            fault = _misread(case, m, fd)
-            if fault is not None:
-                return f"call {m}: {fault}"
-        parts = output_parts(fd, program, rank)
-        for o, out, part in zip(program.outputs, outs, parts, strict=True):
-            if part is None:
-                continue
-            value = case.expected[m][o.name]
-            assert isinstance(value, Val)
-            value = Val(part(value.ref), part(value.bound), value.dtype)
-            counts[0] += 1
-            counts[1] += value.bound.numel()
-            counts[2] += int(value.bound.isinf().sum())
-            difference = compare(out, value)
-            if difference is not None:
-                return f"call {m} {options}, rank {rank}, {o.name}: {difference}"
+        if wrong is not None:
+            continue
+        if number < len(case.program.calls):
+            wrong = _fault(case, mode, m, fd, inputs)
+        difference = wrong or _difference(case, m, fd, outs, counts)
+        if difference is not None:
+            wrong = f"call {m} {options}, rank {rank}: {difference}"
+    return wrong
+
+
+def _fault(
+    case: Case, mode: Mode, call: int, fd: FusionDefinition, inputs: list[Any]
+) -> str | None:
+    """Say what is wrong with the program of the last call."""
+    rank = multidevice.Communicator.instance().rank()
+    fault = fault_of(fd, inputs, rank) if case.program.streams else None
+    if fault is None and rank == 0 and mode.device == "cpu":
+        return _misread(case, call, fd)
+    return fault
+
+
+def _difference(
+    case: Case, call: int, fd: FusionDefinition, outs: list[torch.Tensor], counts: list[int]
+) -> str | None:
+    """Say how this rank's results of a call differ."""
+    program = case.program
+    parts = output_parts(fd, program, multidevice.Communicator.instance().rank())
+    for o, out, part in zip(program.outputs, outs, parts, strict=True):
+        if part is None:
+            continue
+        value = case.expected[call][o.name]
+        assert isinstance(value, Val)
+        value = Val(part(value.ref), part(value.bound), value.dtype)
+        counts[0] += 1
+        counts[1] += value.bound.numel()
+        counts[2] += int(value.bound.isinf().sum())
+        difference = compare(out, value)
+        if difference is not None:
+            return f"{o.name}: {difference}"
     return None
 
 
