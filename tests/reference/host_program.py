@@ -438,9 +438,15 @@ class _Rank:
             case ops.LocalSlice():
                 whole, mesh = self.read(op.inp), op.out.mesh
                 assert mesh is not None
-                length = whole.shape[op.axis] // mesh.size_of(op.ptype)
-                place = mesh.coordinate(self.rank, op.ptype)
-                self.put(op.out, whole.narrow(op.axis, place * length, length))
+                if op.inp.domain.no_reductions[op.axis].is_broadcast:
+                    # Each part of an expanded axis is the same element, as often as declared.
+                    sizes = [self.number(n) for n in local_extents(op.out)]
+                    one = whole.narrow(op.axis, 0, min(1, whole.shape[op.axis]))
+                    self.put(op.out, one.expand(sizes))
+                else:
+                    length = whole.shape[op.axis] // mesh.size_of(op.ptype)
+                    place = mesh.coordinate(self.rank, op.ptype)
+                    self.put(op.out, whole.narrow(op.axis, place * length, length))
             case ops.LaunchKernel():
                 values = dict(self.values)
                 fusion = self.program.groups[op.group].fusion
