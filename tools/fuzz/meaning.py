@@ -24,8 +24,9 @@ def misread(
 ) -> str | None:
     """Say how the program of the last call, read op by op for all ranks, differs from the oracle.
 
-    Programs that draw random numbers are left out. `by_rank` are the shards that were passed. `results` has, for each output, its name, the input
-    that it updates, the oracle's value, and what gives each rank's part (None: it holds none).
+    Programs that draw random numbers are left out. `by_rank` are the shards that were passed.
+    `results` has, for each output, its name, the input that it updates, the oracle's value, and
+    what gives each rank's part (None: it holds none).
     """
     program = fd.fec.host_program()
     if len(program.inputs) > len(by_rank[0]):
