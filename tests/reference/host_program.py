@@ -134,6 +134,8 @@ def _stored(tensor: Tensor, like: Tensor) -> Tensor:
 
 
 def _write(out: Tensor, value: Tensor) -> None:
+    if _storage(out) == _storage(value):
+        value = value.clone()  # all is read before anything is written
     _stored(out, out).copy_(_stored(value.reshape(out.shape), out))
 
 
@@ -259,7 +261,14 @@ def _evaluated(op: TensorOp, known: dict[TensorView, Tensor], values: Values) ->
     if isinstance(op, LinearOp) and operands[1] is not None and operands[1].ndim == 1:
         # A step's row of the weight gives one column of the result.
         operands = [operands[0], *(t if t is None else t.unsqueeze(0) for t in operands[1:])]
-    return evaluate_op(op, operands, values, dtype=torch.float64)
+    results = evaluate_op(op, operands, values, dtype=torch.float64)
+    return [_rounded(t, to_torch(out.dtype())) for t, out in zip(results, op.outputs, strict=True)]
+
+
+def _rounded(value: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return a result as its type holds it: of one and two bytes it is rounded at once."""
+    is_narrow = dtype.is_floating_point and dtype.itemsize < 4
+    return value.to(dtype).to(value.dtype) if is_narrow else value
 
 
 def _wide(tensor: Tensor) -> Tensor:
