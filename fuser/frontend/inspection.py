@@ -213,7 +213,7 @@ _PROFILED = "// profiled"
 
 
 class Watching:
-    """What an executor cache runs under a watch."""
+    """The run of an executor cache under a watch."""
 
     _draws: Draws | None
     _numbers: list[int]

@@ -171,7 +171,7 @@ class Op:
 
     @property
     def name(self) -> str:
-        """What errors call the op; classes with a `kind` attribute use it."""
+        """The name of the op in errors; classes with a `kind` attribute use it."""
         return str(getattr(self, "kind", type(self).__name__))
 
     def replace(self, **changes: Any) -> Self:

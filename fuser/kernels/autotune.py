@@ -94,7 +94,7 @@ class InputsClass:
 
 @dataclass
 class Trial:
-    """What can be timed: the launch of the heuristic's choice, compiled, on the caller's tensors
+    """A case that can be timed: the heuristic's choice, compiled, on the caller's tensors
     (`outputs` are the last of them) and scalar inputs.
 
     `lower` returns kernel and launch of other parameters, None where these are refused.
@@ -111,7 +111,7 @@ class Trial:
 
 @record
 class Report:
-    """What tuning has found for one class of inputs: parameters and seconds of the heuristic's
+    """The outcome of tuning for one class of inputs: parameters and seconds of the heuristic's
     choice, of the best and of all that were timed."""
 
     choice: tuple[Params, float]

@@ -66,7 +66,7 @@ class Variant:
 
     @cached_property
     def needs(self) -> Needs:
-        """What a launch has to evaluate."""
+        """The scalars that a launch has to evaluate."""
         return Needs.of(self)
 
     def fits_grid(self, values: Mapping[Symbol, Number]) -> bool:
@@ -146,7 +146,7 @@ def take_compiled(
 
 @dataclass(frozen=True)
 class Needs:
-    """What a launch of a variant evaluates: all of its scalars in one go.
+    """The scalars that a launch of a variant evaluates, all in one go.
 
     Tensors are named by their places among the inputs, then the outputs.
     """

@@ -29,7 +29,7 @@ class Timer:
 
 
 class CuptiProfiler:
-    """What the GPU does between `start` and `stop`, by CUPTI, which torch.profiler asks.
+    """The work of the GPU between `start` and `stop`, by CUPTI, which torch.profiler asks.
 
     Raises `UnsupportedError` without a GPU, and `ExecutionError` where another profiler is on or
     CUPTI refuses.

@@ -30,7 +30,7 @@ Slots = list[Any]
 
 
 class Graph(Protocol):
-    """What was captured. One launch at a time: launches that overlap would share its memory."""
+    """A captured graph. One launch at a time: launches that overlap would share its memory."""
 
     def launch(self, stream: int) -> None:
         """Enqueues all of it on a stream. Raises `KernelError` where the driver refuses."""
@@ -70,7 +70,7 @@ class GraphMaker(Protocol):
 
 
 class _ThreadUser(threading.local):
-    """What this thread knows of itself."""
+    """Whether this thread is known as a user of graphs."""
 
     is_known = False
 

@@ -41,8 +41,9 @@ os.register_at_fork(after_in_child=_free_all)
 
 
 class _Uncollected:
-    """What the collector would free may not go during a capture; and of what a compilation makes it
-    would find nothing to free, but look at it again and again, and at the 200,000 objects of torch.
+    """A context in which Python collects no garbage: a capture may lose nothing that it would free.
+    A compilation makes nothing that it could free, and it would look again and again at that and at
+    the 200,000 objects of torch.
 
     The last thread that leaves it lets collections come again.
     """

@@ -1,4 +1,4 @@
-"""What a name means: a part of a buffer, as a box in the axes of the buffer's owner."""
+"""The part of a buffer that a name stands for, as a box in the axes of the buffer's owner."""
 
 from __future__ import annotations
 

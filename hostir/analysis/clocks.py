@@ -32,7 +32,7 @@ class Clocks(StreamState[Hashable]):
 
     @property
     def tick(self) -> int:
-        """How many ops the current stream has been given."""
+        """The number of ops that the current stream has been given."""
         return self.of[self.current][self.current]
 
     def advance(self) -> None:
@@ -93,7 +93,7 @@ class Lifetime(NamedTuple):
 
 
 class StreamOrder:
-    """Where a run has come to on its streams, op by op."""
+    """The progress of a run on its streams, op by op."""
 
     def __init__(self, number: Callable[[Scalar], Hashable]) -> None:
         """`number` evaluates a scalar."""

@@ -1,4 +1,4 @@
-"""What the ranks do to each other: matched before anything runs, for all ranks at once.
+"""Collectives and transfers of all ranks, matched at once, before anything runs.
 
 The program is unrolled once. Where ranks differ (peers, roots, slices, branches) a value is an
 array over ranks, so that thousands of ranks cost little more than two. Found are: collectives in
@@ -677,7 +677,7 @@ def _lies(
 
 
 def _apart(met: PostedCollective, part: Region, here: Array, ranks: Sequence[int]) -> Wrong | None:
-    """What a team gathers, or reduces, is one part of a whole, the same for all members."""
+    """Check that a team gathers or reduces one part of a whole, the same for all members."""
     teams = met.teams
     for x in part.starts:
         two = first_difference(x, teams, here)

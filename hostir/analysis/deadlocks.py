@@ -1,4 +1,4 @@
-"""What the ranks post, as the unrolled program has it, and which of it meets nobody.
+"""The communications that ranks post in the unrolled program, and those that meet nobody.
 
 Where all partners post at the same place of the program, they meet there, and no order can block
 them. Only a program where some do not is followed rank by rank (`follow`): a collective and a group

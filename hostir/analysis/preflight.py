@@ -1,4 +1,4 @@
-"""What is checked once before a program runs: its streams on this rank, and all ranks together.
+"""The checks made once before a program runs: its streams on this rank, and all ranks together.
 
 `hostir.verify` checks the structure after every pass. Races and what ranks do to each other depend
 on sizes: they are found for the sizes and numbers that come to a program for the first time.
@@ -48,7 +48,7 @@ _Key = tuple[int | None, frozenset[TensorView], tuple[Number, ...]]
 
 @dataclass
 class _Checks:
-    """What has been checked of a program, and the symbols that decide what its ops do."""
+    """The checks made of a program so far, and the symbols that decide what its ops do."""
 
     steering: tuple[Symbol, ...]
     done: Recent[_Key, bool]

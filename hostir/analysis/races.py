@@ -212,7 +212,7 @@ def find_races(
 
 @dataclass(slots=True)
 class _Facts:
-    """What is known of an op without running it; `is_absent`: it is for other ranks alone."""
+    """Facts about an op that need no run; `is_absent`: it is for other ranks alone."""
 
     effects: tuple[Effect, ...]
     # Each effect with the method that follows it.

@@ -1,4 +1,4 @@
-"""Which elements of whole tensors ranks have, on all ranks at once."""
+"""The elements of whole tensors that each rank has, for all ranks at once."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ _MAX_PIECES = 4
 
 
 class Extent(NamedTuple):
-    """Which elements of a whole axis a part has: `start` + i0 * stride0 + i1 * stride1 + ..., each
+    """The elements of an axis that a part has: `start` + i0 * stride0 + i1 * stride1 + ..., each
     i below its count. `levels` has (count, stride), the fastest last: a device cut inside of a
     stream's leaves a piece of every block.
     """
@@ -89,7 +89,7 @@ class Extent(NamedTuple):
 
 @dataclass(frozen=True)
 class Region:
-    """Which elements of a whole tensor a name is on each rank; `order`: its axes in memory."""
+    """The elements of a whole tensor that a name has on each rank; `order`: its axes in memory."""
 
     # By rank, where ranks name different tensors.
     owners: tuple[tuple[Array | None, TensorView], ...]

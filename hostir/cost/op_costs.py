@@ -1,4 +1,4 @@
-"""How long each op takes alone, and what of the machine it keeps busy.
+"""The time that each op takes alone, and the part of the machine that it keeps busy.
 
 A host op says how much it reads and writes; a tensor op that is more than a kernel has a function.
 

@@ -1,4 +1,4 @@
-"""What a program will take, from the cost model: time, communication, memory, what it waits for.
+"""The predicted costs of a program: time, communication, memory, what it waits for.
 
 Nothing is run. `predict` makes the numbers, `report` the text of `python -m hostir cost`.
 """

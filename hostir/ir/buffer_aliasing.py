@@ -1,4 +1,4 @@
-"""Which tensors of a program share a buffer: views, parts, and outputs written into an input."""
+"""Tensors of a program that share a buffer: views, parts, and outputs written into an input."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What an op does: to buffers, to names, to communications in flight, to streams.
+"""The effects of an op: on buffers, on names, on communications in flight, on streams.
 
 An op states its effects in order (`HostOp.effects`); tensor ops of the fusion IR have those of
 `tensor_op_effects`. Verification, liveness and the race check read effects and know no op.
@@ -103,7 +103,7 @@ class Shows:
 
 @record
 class Members:
-    """Whose shards a collective touches: those of every member of a team, or of the one at
+    """The members whose shards a collective touches: all of a team, or the one at
     `place`."""
 
     team: TeamOf

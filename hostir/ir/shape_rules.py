@@ -1,4 +1,4 @@
-"""Which sizes and dtypes the results of tensor ops have, and how axes of tensors are compared."""
+"""Rules for sizes and dtypes of the results of tensor ops, and the comparison of axes."""
 
 from __future__ import annotations
 

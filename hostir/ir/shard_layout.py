@@ -1,4 +1,4 @@
-"""What a rank allocates for a tensor: its local shard, dense in allocation order."""
+"""The memory that a rank allocates for a tensor: its local shard, dense in allocation order."""
 
 from __future__ import annotations
 

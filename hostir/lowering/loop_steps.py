@@ -114,7 +114,7 @@ def stepping_axis(tv: TensorView) -> StreamAxis:
 
 @dataclass(frozen=True)
 class LoopContext:
-    """What all ops of a loop have in common: its index, its streams, and which block a step has.
+    """Facts that all ops of a loop share: its index, its streams, and which block a step has.
 
         y [istream{3}(i0), i1]          FOR i9 from 0 to 3, on Stream i9; step i9 has block i9
         x [iDIDx{2}], y [istream{2}]    the same with offset_by_rank: block (i9 + rank) % 2

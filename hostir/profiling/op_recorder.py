@@ -1,4 +1,4 @@
-"""Which op each step of a plan carries out: what listens to a recorder to know that."""
+"""The op of each step of a plan, learned by listening to a recorder."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ Kind = Literal["compute", "communication", "wait", "host"]
 
 @dataclass(frozen=True)
 class TracedOp:
-    """What one step of a plan carries out: an op at one step of its loops, on a stream of the
+    """The op that one step of a plan carries out, at one step of its loops, on a stream of the
     program (`hostir.analysis.unrolled_program` numbers streams alike)."""
 
     text: str

@@ -46,7 +46,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class ProfiledOp:
-    """What one op did at one step of its loops, on this rank.
+    """The measured work of one op at one step of its loops, on this rank.
 
     `group` is that of a kernel; `writes` are the numbers of the tensors whose buffers it fills.
     Bytes are those of the memory that it names, each element once. `seconds` is how long its

@@ -1,4 +1,4 @@
-"""How the ops that communicate become calls of the communicator's backend."""
+"""Calls of the communicator's backend for the ops that communicate."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def flat(
 
 @dataclass(frozen=True)
 class CommunicationCall:
-    """What a communication is for one rank; `root` is a global rank (-1: none)."""
+    """A communication as one rank sees it; `root` is a global rank (-1: none)."""
 
     op: Communication
     rank: int

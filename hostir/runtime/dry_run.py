@@ -39,8 +39,8 @@ def can_bind(program: HostIrContainer) -> bool:
 
 @dataclass
 class Rehearsal:
-    """What a walk has found: a request for every kernel, and the plan of later runs, where it was
-    asked for and can be told."""
+    """The findings of a dry run: a request for every kernel, and the plan of later runs, where one
+    was asked for and can be told."""
 
     requests: Sequence[KernelRequest]
     plan: Plan | None = None

@@ -1,4 +1,4 @@
-"""How a host program is carried out: its ops emit steps, which a receiver acts on or keeps.
+"""Carrying out a host program: its ops emit steps, which a receiver acts on or keeps.
 
 An op's `emit` speaks to an `Execution`, the runtime of one walk over a program
 (`hostir.ir.ops.base.Runtime`). It binds names, sizes and peers at once, as the host does, and makes
@@ -137,7 +137,7 @@ def same(step: Step | Closure) -> Again:
 
 
 class Receiver(Protocol):
-    """What becomes of the steps of an execution."""
+    """The receiver of the steps of an execution: it acts on each, or keeps it, or both."""
 
     def carry_out(self, op: Op) -> None:
         """Takes the steps of one op, by `Execution.emit`."""

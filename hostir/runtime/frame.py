@@ -66,7 +66,7 @@ class KernelRunner(Protocol):
 
 @dataclass(frozen=True)
 class ExecutionContext:
-    """Where a program runs: this rank, its device, its backends and its kernels.
+    """The place where a program runs: this rank, its device, its backends and its kernels.
 
     `team` are the ranks of the program's meshes, between which it sends and receives.
     """

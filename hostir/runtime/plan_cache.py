@@ -36,7 +36,7 @@ def forget(plan: Plan) -> None:
 
 
 class SignatureEntry:
-    """What is remembered of inputs of one signature: what each call must check, and their plans.
+    """Everything cached for inputs of one signature: the checks of each call, and their plans.
 
     A plan relies on where in a vector of memory each tensor begins, which no signature tells: there
     is one for the places (`Contents`) that came.

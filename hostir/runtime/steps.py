@@ -1,4 +1,4 @@
-"""What a recorded program repeats, as data: each step is bound to an arena and a stream, once.
+"""The steps that a recorded program repeats, as data: each is bound to an arena and a stream, once.
 
 A step works on *slots*: numbers of tensors and other values of one run. A slot is *fixed* where
 every run that is bound alike has the same tensor in it: a buffer in the arena, or a view of one.
@@ -79,7 +79,7 @@ class PlannedBuffer:
 
 @dataclass(frozen=True)
 class Binding:
-    """What a plan is bound to: the stream on which runs begin, and the tensors of fixed slots."""
+    """The stream on which runs of a plan begin, and the tensors of its fixed slots."""
 
     device: torch.device
     stream: int
@@ -217,7 +217,7 @@ class Started:
 
 
 class Allocation(NamedTuple):
-    """What makes a buffer in memory of its own."""
+    """The making of a buffer in memory of its own."""
 
     run: Closure
     block: Block

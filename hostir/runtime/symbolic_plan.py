@@ -143,7 +143,7 @@ def _settled(plan: Plan) -> Plan:
 
 
 class Layouts:
-    """How the buffers of a program lie, and the shapes of views, for many sizes."""
+    """The memory layouts of the buffers of a program, and the shapes of views, for many sizes."""
 
     def __init__(self, buffers: Sequence[PlannedBuffer], views: Mapping[int, TensorView]) -> None:
         # All at once: the extents of all buffers and views, then the strides and the span of each

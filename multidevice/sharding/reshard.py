@@ -1,4 +1,4 @@
-"""Which communication a `Reshard` is: its type, its team, and the axes that it joins or parts.
+"""The communication that a `Reshard` is: its type, its team, and the axes that it joins or parts.
 
 Decomposition makes every change of placement a `Reshard` (`as_reshard` proves once which change it
 is); everything after it reads the node. All answers hold for all ranks; `team_of` is for one.

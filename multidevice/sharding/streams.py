@@ -1,4 +1,4 @@
-"""What host programs ask about streams: which axis, in which memory, in which loop.
+"""Questions about streams in host programs: which axis, in which memory, in which loop.
 
 A tensor with a stream axis is computed in steps, one per block of the axis; `shard_fusion` has seen
 to it that an op in steps finds, of every operand, its blocks or the whole.
@@ -144,7 +144,7 @@ class StreamLoop:
 
 
 class StreamLoops:
-    """Which ops of a sharded fusion run in steps, and which of them may share a loop.
+    """The ops of a sharded fusion that run in steps, and those of them that may share a loop.
 
     Two ops share one when their axes map and every path between them stays in step: nothing on it
     needs a tensor of the loop as a whole. So making one node of each loop leaves the program
@@ -299,7 +299,7 @@ def is_single(tv: TensorView, position: int, *, in_steps: bool) -> bool:
 
 
 class StepMemory:
-    """Where a step's block of a tensor is in memory, and whether it has gaps.
+    """The place of a step's block of a tensor in memory, and whether it has gaps.
 
         y [istream{3}(i0), i1]     memory order (0, 1): dense     (1, 0): a block has gaps in y,
                                    but not where each step has memory of its own

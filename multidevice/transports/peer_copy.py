@@ -57,7 +57,7 @@ _DTYPES = {
 
 @dataclass(frozen=True)
 class Record:
-    """Where the data of a transfer lies: `name` is the memory's, `offset` and `nbytes` are bytes;
+    """The place of a transfer's data: `name` is the memory's, `offset` and `nbytes` are bytes;
     `use` counts the transfers of its slot."""
 
     slot: int
@@ -222,7 +222,7 @@ class Numbered:
 
 
 class PeerBackend(CheckedBackend):
-    """What the peer copies of all devices share."""
+    """The common part of the peer copies of all devices."""
 
     name = "cuda"
     # Halves are added in float32 and rounded once (`direct`).

@@ -1,4 +1,4 @@
-"""What the host program of a call means, by a plain interpreter, beside what was defined."""
+"""The meaning of a call's host program, by a plain interpreter, beside that of the definition."""
 
 from __future__ import annotations
 

@@ -53,7 +53,7 @@ Work = Mapping[TensorView, int]
 
 
 class ProgramAround(Protocol):
-    """What an op is checked against: the program in which it stands."""
+    """The program in which an op stands, as the op is checked against it."""
 
     @property
     def devices(self) -> tuple[int, ...]:
@@ -245,12 +245,12 @@ class HostOp(Op):
 
     @property
     def subject(self) -> str:
-        """What a sentence about the op calls it."""
+        """The op's name in a sentence about it."""
         return self.name
 
     @property
     def manner(self) -> Manner:
-        """How an operand and a result of the op may lie in one buffer."""
+        """The way in which operand and result of the op may lie in one buffer: see `Manner`."""
         return "same"
 
     @property

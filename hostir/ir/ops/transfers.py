@@ -53,8 +53,8 @@ TRANSFER_KINDS: tuple[TransferKind, ...] = get_args(TransferKind)
 
 @dataclass(frozen=True)
 class AxisOrder:
-    """How a shard lies in memory: its axes, outermost first (None: as they are), and those that are
-    expanded, of which memory holds one element."""
+    """The order of a shard in memory: its axes, outermost first (None: as they are), and those
+    that are expanded, of which memory holds one element."""
 
     axes: tuple[int, ...] | None
     expanded: tuple[int, ...]

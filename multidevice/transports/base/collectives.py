@@ -215,7 +215,7 @@ _How = TypeVar("_How")
 
 
 class TransportTable(dict[Collective, _How]):
-    """How a transport carries out each collective that it has."""
+    """The function by which a transport carries out each collective that it has."""
 
     def __init__(self, transport: str, how: Mapping[Collective, _How]) -> None:
         super().__init__(how)

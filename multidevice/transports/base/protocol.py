@@ -1,4 +1,4 @@
-"""What every communication backend offers.
+"""The protocol of communication backends.
 
 A team is an ordered tuple of global ranks; roots and peers are global ranks too. All tensors are
 contiguous. Part `i` of a buffer with `len(team)` equal parts belongs to `team[i]`. A call enters a
@@ -330,7 +330,7 @@ STEP_BY_STEP, NOT_CAPTURED, FIRST_GRAPH = 0, 2, 3
 
 @dataclass(frozen=True)
 class Vote:
-    """How the ranks of a team agree on how each run of a program is carried out."""
+    """The agreement of a team's ranks on how each run of a program is carried out."""
 
     voters: Callable[[], PeerMemory]
     team: Team
@@ -351,7 +351,7 @@ class Vote:
 
 
 class Repeats(Protocol):
-    """What keeps graphs."""
+    """An owner of graphs."""
 
     def forget(self) -> None:
         """Drops them."""

@@ -1,4 +1,4 @@
-"""What a process has mapped of its peers' memory, and how it finds that they have given it back;
+"""The memory of peers that a process has mapped, and how it learns that they gave it back;
 the shards of a team mapped as one range.
 
 Memory is shared in pieces. Each has a file without a name, which its process has open for as long
@@ -45,7 +45,7 @@ def not_mapped(rank: int, error: OSError) -> CommunicationError:
 
 
 class Mapped(Generic[T]):
-    """What this process has mapped of its peers; each piece until it is given back.
+    """The pieces of peers' memory that this process has mapped, each until it is given back.
 
     `map_file` maps the piece of an open file (its number, the bytes); it may raise `OSError`.
     """
@@ -130,7 +130,7 @@ def _is_open(name: Name, number: int) -> bool:
 
 @dataclass(frozen=True)
 class MemoryLocation:
-    """Where the memory of a rank is: how its process calls it, and where in it."""
+    """A place in memory of a rank: the memory's name in its process, and where in it."""
 
     rank: int
     name: tuple[int, ...]

@@ -1,4 +1,4 @@
-"""What an evaluator remembers of inputs, without an evaluator: plans are names here."""
+"""The plan cache without an evaluator: plans are names here."""
 
 from __future__ import annotations
 

