@@ -277,9 +277,16 @@ def _permuted(dtype: DataType = DataType.Float, peer: int = 1, mesh: Any = MESH)
     return write
 
 
-def _sliced(axis: int, *, given: str = "", made: str = "y", dtype: Any = DataType.Float) -> Write:
+def _sliced(
+    axis: int,
+    *,
+    given: str = "",
+    made: str = "y",
+    dtype: Any = DataType.Float,
+    shape: tuple[int, ...] = (2, 8),
+) -> Write:
     def write(p: Program, x: TensorView, y: TensorView) -> None:
-        a, b = p.input([2, 8], mesh=MESH), p.tensor([2, 8], dtype, mesh=MESH)
+        a, b = p.input([2, 8], mesh=MESH), p.tensor(shape, dtype, mesh=MESH)
         for tv, cut in ((a, given), (b, made)):
             if cut:
                 tv.axis(0).parallelize(X)
@@ -505,6 +512,7 @@ REFUSED: dict[str, tuple[Write, str]] = {
         "has no deviceIdx.x to slice along",
     ),
     "a slice of no axis": (_sliced(7), "there is no axis 7 of input 1 .*, which has 2"),
+    "a slice of fewer axes": (_sliced(0, shape=(2,)), "has 1 axes, expected 2"),
     "a slice of another dtype": (_sliced(0, dtype=HALF), "which has another dtype"),
     "an axis of another": (_select(axis=lambda y: y.domain.logical[0]), "has not the axis"),
     "axes of a name": (_select((4, 8)), "has 2 axes, expected 1, those of input 0"),
