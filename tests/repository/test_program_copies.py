@@ -32,7 +32,7 @@ def watch() -> Iterator[Watch]:
 
 
 def wrong_of(watch: Watch) -> str:
-    """Return what differs, of copies and runs."""
+    """Returns what differs, of copies and runs."""
     WATCHER.watch = None
     watch.settle(Counter())
     return "\n".join([*check_copies(watch, Counter()), *check_runs(watch)])
@@ -126,8 +126,9 @@ def test_steps_that_a_plan_lacks_or_has_twice_are_told(
     finish = Recorder.finish
 
     def so_often(recorder: Recorder, *args: Any) -> Plan:
-        """Return the plan with each of its steps so many times."""
+        """Returns the plan with each of its steps so many times."""
         plan = finish(recorder, *args)
+        recorder.again[:] = [again for again in recorder.again for _ in range(times)]
         return replace(plan, steps=tuple(step for step in plan.steps for _ in range(times)))
 
     monkeypatch.setattr(Recorder, "finish", so_often)
