@@ -93,7 +93,7 @@ def define_mlp(form: str, d: int, m: int, k: int, n: int, dtype: DataType) -> De
 
 
 def chunks(d: int, m: int, k: int) -> list[int]:
-    """Return the extents of x in chunks that all ranks share."""
+    """Returns the extents of x in chunks that all ranks share."""
     return [CHUNKS, d, m // (CHUNKS * d), k]
 
 
@@ -107,13 +107,13 @@ def _place(d: int, *tensors: Any) -> None:
 
 
 def _cut(tv: Any, axis: int, d: int) -> None:
-    """Cut an axis over the devices; -1 is the last one."""
+    """Cuts an axis over the devices; -1 is the last one."""
     tv.outer_split(axis, d)
     tv.axis(axis if axis >= 0 else axis - 1).parallelize(X)
 
 
 def _in_steps(tv: Any, d: int, *, is_own_first: bool) -> None:
-    """Make the blocks of the devices along axis 0 the steps of a loop over streams."""
+    """Makes the blocks of the devices along axis 0 the steps of a loop over streams."""
     tv.outer_split(0, d)
     if is_own_first:
         tv.swizzle1d(0, X)

@@ -147,7 +147,7 @@ class Bench:
         torch_peers.connect(self.device)
 
     def emit(self, **row: Any) -> None:
-        """Print a row, and append it to the file, where this is the first rank."""
+        """Prints a row, and appends it to the file, where this is the first rank."""
         row = {"bench": "overlap_time", "gpus": self.size, **row}
         if self.is_cpu:
             row["device"] = "cpu"
@@ -159,12 +159,12 @@ class Bench:
                     file.write(json.dumps(row) + "\n")
 
     def why_not(self, error: str) -> str:
-        """Return the first error among the ranks, "" where none has one."""
+        """Returns the first error among the ranks, "" where none has one."""
         found = [text.decode() for text in self.communicator.exchange(error.encode())]
         return next((f"rank {rank}: {text}" for rank, text in enumerate(found) if text), "")
 
     def elapsed_s(self) -> float:
-        """Return the seconds since the last rank began."""
+        """Returns the seconds since the last rank began."""
         mine = repr(time.monotonic() - BEGAN).encode()
         return max(map(float, self.communicator.exchange(mine)))
 
@@ -180,7 +180,7 @@ class Bench:
         self.check_rows(op, inputs, want)
 
         def add(method: str, run: Run) -> bool:
-            """Keep what gives the right result on all ranks."""
+            """Keeps what gives the right result on all ranks."""
             error = ""
             try:
                 error = difference(run(), want, TOLERANCES[self.torch_dtype])
@@ -216,7 +216,7 @@ class Bench:
         self.report(name, shape, found, said, burst)
 
     def inputs(self, shape: Shape) -> list[torch.Tensor]:
-        """Return this rank's shards."""
+        """Returns this rank's shards."""
         m, k, n, d = shape.m, shape.k, shape.n, self.size
         sizes = {
             "ag": [(m // d, k), (n // d, k)],
@@ -231,7 +231,7 @@ class Bench:
         return [first, *(w.mul_(k**-0.5) for w in weights)]
 
     def check_rows(self, op: Op, inputs: Sequence[torch.Tensor], got: torch.Tensor) -> None:
-        """Compare some rows of the result with float64; raises AssertionError."""
+        """Compares some rows of the result with float64; raises AssertionError."""
         x, *weights = inputs
         m = len(x) * (self.size if op.gathers else 1)
         rows = torch.arange(0, m, max(1, m // SAMPLES), device=self.device)
@@ -257,8 +257,8 @@ class Bench:
     def said_of(
         self, method: str, fd: FusionDefinition, inputs: Sequence[torch.Tensor]
     ) -> dict[str, Any]:
-        """Return the predicted time of the program that runs, what the overlap report says, what is
-        communicated, and which CUDA graphs repeat it."""
+        """Returns the predicted time of the program that runs, what the overlap report says, what
+        is communicated, and which CUDA graphs repeat it."""
         program = fd.fec.host_program()
         made = timetable_of(program, {NUMBER_OF_STREAMS: STREAMS}, self.machine)
         seconds = max(one.seconds for one in predict(program, made).classes)
@@ -304,7 +304,8 @@ class Bench:
             )
 
     def summarize(self) -> None:
-        """Emit a row for each of our methods, over the gathers and scatters and over the others."""
+        """Emits a row for each of our methods, over the gathers and scatters and over the
+        others."""
         for ops in (("ag", "rs"), ("ag",), ("rs",), ("ar",), ("mlp",)):
             for method in OURS:
                 rows = [r for r in self.rows if r.get("op") in ops and r.get("method") == method]
@@ -314,12 +315,12 @@ class Bench:
 
 
 def _own(rows: torch.Tensor, count: int, rank: int) -> torch.Tensor:
-    """Return which rows are among the `count` of a rank."""
+    """Returns which rows are among the `count` of a rank."""
     return rows // count == rank
 
 
 def difference(got: torch.Tensor, want: torch.Tensor, limit: float) -> str:
-    """Return what is wrong with a result; "" for nothing."""
+    """Returns what is wrong with a result; "" for nothing."""
     if got.shape != want.shape:
         return f"the result is {list(got.shape)}, expected {list(want.shape)}"
     kind = torch.promote_types(want.dtype, torch.float32)
@@ -329,7 +330,7 @@ def difference(got: torch.Tensor, want: torch.Tensor, limit: float) -> str:
 
 
 def reported(report: str) -> dict[str, Any]:
-    """Return the candidates for each pair in an overlap report, by their predicted milliseconds,
+    """Returns the candidates for each pair in an overlap report, by their predicted milliseconds,
     those that are chosen, and the sum of their times."""
     candidates: list[dict[str, float]] = []
     chosen: list[str] = []
@@ -354,7 +355,7 @@ _CANDIDATE = re.compile(r"^  (\S.*?) +(\d+\.\d+) ms(   <- chosen)?$", re.MULTILI
 
 
 def summary_of(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Return geometric means and the worst of the ratios of some shapes."""
+    """Returns geometric means and the worst of the ratios of some shapes."""
     out: dict[str, Any] = {"shapes": len(rows)}
     for key, worst in (("async_tp_to_it", min), ("to_roof", max)):
         found = {row["shape"]: row[key] for row in rows if key in row}
@@ -374,7 +375,7 @@ def summary_of(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 @contextmanager
 def environment(values: Mapping[str, str]) -> Iterator[None]:
-    """Set variables that a definition reads when it first runs; calls that follow need no options
+    """Sets variables that a definition reads when it first runs; calls that follow need no options
     of their own."""
     before = {name: os.environ.get(name) for name in values}
     os.environ.update(values)
@@ -389,13 +390,13 @@ def environment(values: Mapping[str, str]) -> Iterator[None]:
 
 
 def small(shape: Shape, d: int) -> Shape:
-    """Return a shape of the same kind for CPU ranks."""
+    """Returns a shape of the same kind for CPU ranks."""
     m, k, n = (8 * d * max(1, size // 4096) for size in (shape.m, shape.k, shape.n))
     return Shape(shape.op, m, k, n)
 
 
 def names(known: Sequence[str]) -> Callable[[str], list[str]]:
-    """Return what reads a list of known names."""
+    """Returns what reads a list of known names."""
 
     def read(text: str) -> list[str]:
         found = text.split(",")

@@ -22,7 +22,7 @@ CALLS = {"evaluate": 20, "first run": 5, "replay": 100}
 
 
 def ways_to_run(case: Program) -> dict[str, Callable[[], None]]:
-    """Return what makes the calls of each way to run a program."""
+    """Returns what makes the calls of each way to run a program."""
     program, inputs = case.build(), case.inputs()
     kept = HostIrEvaluator(program, number_of_streams=N_STREAMS)
     kept.run(inputs)
@@ -44,7 +44,7 @@ def ways_to_run(case: Program) -> dict[str, Callable[[], None]]:
 
 
 def main() -> None:
-    """Print a line for each program."""
+    """Prints a line for each program."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )

@@ -22,7 +22,7 @@ TIMEOUT_S = 60
 
 
 def connect(device: torch.device) -> None:
-    """Make torch's default process group of the ranks of our communicator, on a free port."""
+    """Makes torch's default process group of the ranks of our communicator, on a free port."""
     communicator = Communicator.instance()
     timeout, is_first = datetime.timedelta(seconds=TIMEOUT_S), communicator.rank() == 0
 
@@ -106,7 +106,7 @@ def allreduce(x: torch.Tensor, w: torch.Tensor) -> dict[str, Run]:
 
     @functools.cache
     def mapped() -> torch.Tensor:
-        """Return memory that all ranks map."""
+        """Returns memory that all ranks map."""
         found = symmetric.empty(len(x), len(w), dtype=x.dtype, device=x.device)
         symmetric.rendezvous(found, _group())
         return found

@@ -53,7 +53,7 @@ MASKS: dict[str, Callable[[Size], tuple[int, ...]] | None] = {
 
 
 def shapes_of(z: Size) -> dict[str, tuple[int, ...]]:
-    """Return the shapes of the layer's parameters, in the order in which they are given."""
+    """Returns the shapes of the layer's parameters, in the order in which they are given."""
     norm = (z.hidden,)
     return {
         "scale_1": norm,
@@ -73,7 +73,7 @@ def shapes_of(z: Size) -> dict[str, tuple[int, ...]]:
 
 # ------------------------------------------------------------------ ours
 def define(z: Size, dtype: DataType, mask: tuple[int, ...] | None) -> FusionDefinition:
-    """Define the layer: x [batch, tokens, hidden], the mask if there is one, and parameters."""
+    """Defines the layer: x [batch, tokens, hidden], the mask if there is one, and parameters."""
     with FusionDefinition() as fd:
         ops = fd.ops
 
@@ -113,7 +113,7 @@ def define(z: Size, dtype: DataType, mask: tuple[int, ...] | None) -> FusionDefi
 
 # ------------------------------------------------------------------ torch
 def layer(z: Size, x: Tensor, mask: Tensor | None, p: dict[str, Tensor]) -> Tensor:
-    """Return what the layer means, as torch's users write it."""
+    """Returns what the layer means, as torch's users write it."""
     normal = F.layer_norm(x, (z.hidden,), p["scale_1"], p["shift_1"], EPSILON)
     qkv = F.linear(normal, p["w_qkv"], p["b_qkv"]).view(z.batch, z.tokens, 3, z.heads, z.head)
     q, k, v = (part.transpose(1, 2) for part in qkv.unbind(2))
@@ -129,7 +129,7 @@ def layer(z: Size, x: Tensor, mask: Tensor | None, p: dict[str, Tensor]) -> Tens
 def take_turns(
     runs: dict[str, Callable[[], object]], rounds: int, burst: int
 ) -> dict[str, list[float]]:
-    """Return the milliseconds per call of each round, by candidate."""
+    """Returns the milliseconds per call of each round, by candidate."""
     found: dict[str, list[float]] = {name: [] for name in runs}
     for number in range(-2, rounds):
         for name, run in runs.items():
@@ -151,7 +151,7 @@ def error(got: Tensor, expected: Tensor) -> float:
 
 @torch.no_grad()
 def measure(name: str, z: Size, args: argparse.Namespace) -> dict[str, Any]:
-    """Return the line of one mask."""
+    """Returns the line of one mask."""
     device = "cpu" if args.small else "cuda"
     dtype = torch.bfloat16
     torch.manual_seed(0)

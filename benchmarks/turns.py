@@ -24,7 +24,7 @@ class Times:
     host_us: list[float] = field(default_factory=list)
 
     def row(self) -> dict[str, float]:
-        """Return median, smallest and largest round."""
+        """Returns median, smallest and largest round."""
         found = {"ms": statistics.median(self.ms), "min": min(self.ms), "max": max(self.ms)}
         return {k: round(v, 4) for k, v in found.items()}
 
@@ -37,7 +37,7 @@ def take_turns(
     burst: int,
     limit_s: float = float("inf"),
 ) -> dict[str, Times]:
-    """Return the times of each candidate in `rounds` after WARM_UPS: in each round every candidate
+    """Returns the times of each candidate in `rounds` after WARM_UPS: in each round every candidate
     in turn is called once, to absorb what is left of the ranks' skew after a barrier, and then
     `burst` times between two events (on the CPU: by the clock). After `limit_s` no round begins,
     but LEAST_ROUNDS there are."""

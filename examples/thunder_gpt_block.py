@@ -28,7 +28,7 @@ SPOKEN = "0.2.36"
 
 
 def stand_in() -> None:
-    """Make `nvfuser_direct` and `nvfuser` names of this project, as `import` finds them."""
+    """Makes `nvfuser_direct` and `nvfuser` names of this project, as `import` finds them."""
     for name in ("nvfuser_direct", "nvfuser"):
         module: Any = types.ModuleType(name)
         module.__getattr__ = lambda attribute: getattr(fuser, attribute)
@@ -45,7 +45,7 @@ def _gone(self: torch.Tensor, *names: str) -> torch.Tensor:
 
 
 def executor(device: str) -> Any:
-    """Return Thunder's executor for nvFuser, which takes tensors of the device."""
+    """Returns Thunder's executor for nvFuser, which takes tensors of the device."""
     stand_in()
     found: Any = import_module("thunder.executors.nvfuserex")
     if device == "cuda":
@@ -84,7 +84,7 @@ class Block(torch.nn.Module):
 
 
 def gradients(block: torch.nn.Module, function: Any, x: torch.Tensor) -> list[torch.Tensor]:
-    """Return the result and the gradients of x and of all parameters."""
+    """Returns the result and the gradients of x and of all parameters."""
     x = x.clone().requires_grad_()
     y = function(x)
     return [y.detach(), *torch.autograd.grad((y * y).sum(), [x, *block.parameters()])]

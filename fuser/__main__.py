@@ -27,12 +27,12 @@ Lines = Iterator[tuple[str, str]]
 
 
 def _words(error: BaseException) -> str:
-    """Return what an error says, in one line."""
+    """Returns what an error says, in one line."""
     return " ".join(str(error).split()) or type(error).__name__
 
 
 def _try(find: Callable[[], str], without: str) -> str:
-    """Return what is found, or why it is not, and what does not work `without` it."""
+    """Returns what is found, or why it is not, and what does not work `without` it."""
     try:
         return find()
     # Whatever an installation does wrong is what this page is there to tell.
@@ -178,7 +178,7 @@ _SECTIONS: dict[str, Callable[[], Lines]] = {
 
 
 def report() -> dict[str, dict[str, str]]:
-    """Return the page: section -> what -> what was found."""
+    """Returns the page: section -> what -> what was found."""
     found: dict[str, dict[str, str]] = {}
     for title, section in _SECTIONS.items():
         found[title] = {}
@@ -190,7 +190,7 @@ def report() -> dict[str, dict[str, str]]:
 
 
 def text(found: dict[str, dict[str, str]]) -> str:
-    """Return the page for people."""
+    """Returns the page for people."""
     width = max(len(what) for rows in found.values() for what in rows)
     lines: list[str] = []
     for title, rows in found.items():
@@ -209,7 +209,7 @@ def _is_first_of_host() -> bool:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Print the page; returns the exit code."""
+    """Prints the page; returns the exit code."""
     parser = argparse.ArgumentParser(prog="python -m fuser", description=__doc__)
     parser.add_argument("--json", action="store_true", help="the same as JSON")
     asked = parser.parse_args(arguments)

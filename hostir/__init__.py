@@ -73,7 +73,7 @@ _EXPORTS = {name: module for module, names in _MODULES.items() for name in names
 
 @cache
 def _host_ops() -> dict[str, type]:
-    """Return all host ops by name."""
+    """Returns all host ops by name."""
     return {cls.__name__: cls for cls in import_module("hostir.ir.ops").HOST_OPS}
 
 

@@ -67,7 +67,7 @@ class Given(NamedTuple):
 
 
 def draw(z: Shape, mode: str, device: str, *, beside: bool) -> Given:
-    """Return operands; heads lie `beside` one another, as projections give them, or rows do."""
+    """Returns operands; heads lie `beside` one another, as projections give them, or rows do."""
 
     def one(heads: int, rows: int) -> Tensor:
         if beside:
@@ -141,7 +141,7 @@ def sdpa(z: Shape, mode: str, given: Given) -> Tensor:
 
 # ------------------------------------------------------------------ errors
 def expected_of(z: Shape, mode: str, given: Given) -> list[Tensor]:
-    """Return output, and the gradients of query, key and value, of the first head of keys of the
+    """Returns output, and the gradients of query, key and value, of the first head of keys of the
     first batch, in float64."""
     times = z.h // z.groups
     q, k, v = (
@@ -172,7 +172,7 @@ def errors(results: Sequence[Tensor], expected: Sequence[Tensor]) -> list[float]
 
 # ------------------------------------------------------------------ times
 def by_calls(runs: dict[str, Callable[[], object]]) -> dict[str, float]:
-    """Return median microseconds per call of each side, in turns."""
+    """Returns median microseconds per call of each side, in turns."""
     found: dict[str, list[float]] = {name: [] for name in runs}
     for number in range(-2, ROUNDS):
         for name, run in runs.items():
@@ -189,7 +189,7 @@ def by_calls(runs: dict[str, Callable[[], object]]) -> dict[str, float]:
 
 
 def by_graphs(runs: dict[str, Callable[[], object]], calls: int) -> dict[str, float]:
-    """Return median microseconds per call of each side, of replayed graphs, in turns."""
+    """Returns median microseconds per call of each side, of replayed graphs, in turns."""
     replays = [Replay(run, [()] * calls) for run in runs.values()]
     spreads = time_interleaved(replays)
     return {name: round(s[0] * 1e6, 2) for name, s in zip(runs, spreads, strict=True)}
@@ -200,7 +200,7 @@ def ratio(us: dict[str, float]) -> float:
 
 
 def measure(z: Shape, mode: str, direction: str, device: str, *, beside: bool) -> dict[str, Any]:
-    """Return the line of a cell."""
+    """Returns the line of a cell."""
     given = draw(z, mode, device, beside=beside)
     row: dict[str, Any] = {
         "bench": "attention",
@@ -249,7 +249,7 @@ def measure(z: Shape, mode: str, direction: str, device: str, *, beside: bool) -
 
 
 def fails(row: dict[str, Any]) -> list[str]:
-    """Return what of a line is not as it should be."""
+    """Returns what of a line is not as it should be."""
     found: list[str] = []
     times = [row[key] for key in ("ratio", "ratio_calls") if key in row]
     if times and max(times) < row["least"]:
@@ -274,7 +274,7 @@ def cells(shapes: Sequence[Shape]) -> Iterator[tuple[Shape, str, str]]:
 def bench_attention(
     emit: Callable[[dict[str, Any]], None], *, device: str, beside: bool = False
 ) -> int:
-    """Emit the lines of all cells; return how many fail."""
+    """Emits the lines of all cells; returns how many fail."""
     count = 0
     machine = torch.cuda.get_device_name() if device == "cuda" else "cpu"
     emit({"bench": "attention", "machine": machine, "torch": torch.__version__})

@@ -105,7 +105,7 @@ def chosen_shapes(args: argparse.Namespace) -> tuple[tuple[int, int], ...]:
 
 
 def chosen(given: str, names: Iterable[str], what: str) -> tuple[str, ...]:
-    """Return the names that an option gives. Raises `SystemExit` for one that is none."""
+    """Returns the names that an option gives. Raises `SystemExit` for one that is none."""
     names = tuple(names)
     found = tuple(given.split(",")) if given else names
     for name in found:
@@ -119,7 +119,7 @@ def chosen_patterns(args: argparse.Namespace) -> tuple[str, ...]:
 
 
 def chosen_peers(args: argparse.Namespace) -> tuple[str, ...]:
-    """Return the peers: torch's own ops wherever any is timed.
+    """Returns the peers: torch's own ops wherever any is timed.
 
     Raises:
         SystemExit: one is none, or is not installed.
@@ -133,7 +133,7 @@ def chosen_peers(args: argparse.Namespace) -> tuple[str, ...]:
 
 
 def chosen_cells(args: argparse.Namespace) -> list[Cell]:
-    """Return the cells in turns of the shapes, so that a run that ends early has some of each."""
+    """Returns the cells in turns of the shapes, so that a run that ends early has some of each."""
     dtypes = chosen(args.dtypes, DTYPES, "dtype")
     return [
         Cell(name, dtype, m, n)
@@ -145,7 +145,8 @@ def chosen_cells(args: argparse.Namespace) -> list[Cell]:
 
 
 def kernel_copy(m: int, n: int, dtype: str, device: str) -> dict[str, Any]:
-    """Return the line of a kernel that reads and writes one tensor, the faster of ours and torch's.
+    """Returns the line of a kernel that reads and writes one tensor, the faster of ours and
+    torch's.
 
     It negates: a clone that a graph holds can be a memcpy, which is slower.
     """
@@ -184,7 +185,7 @@ class Lines:
 def time_copies(
     cells: Sequence[Cell], lines: Lines, device: str
 ) -> dict[tuple[str, int, int], float]:
-    """Emit the kernel copy of each dtype and shape, and the largest; return their GB/s."""
+    """Emits the kernel copy of each dtype and shape, and the largest; returns their GB/s."""
     large = () if device == "cpu" else (LARGE_COPY,)
     wanted = [(c.dtype, c.m, c.n) for c in cells]
     wanted += [(dtype, m, n) for dtype, _, _ in wanted for m, n in large]
@@ -199,7 +200,7 @@ def time_copies(
 
 
 def bench_kernels(args: argparse.Namespace) -> list[dict[str, Any]]:
-    """Time all chosen cells; their lines are written as they come, so that none is returned."""
+    """Times all chosen cells; their lines are written as they come, so that none is returned."""
     began = time.monotonic()
     deadline = began + args.seconds if args.seconds else float("inf")
     device = "cpu" if args.cpu else "cuda"
@@ -234,7 +235,7 @@ def bench_kernels(args: argparse.Namespace) -> list[dict[str, Any]]:
 
 
 def bench_attention(args: argparse.Namespace) -> list[dict[str, Any]]:
-    """Time the cells of attention; their lines are written as they come, so that none is returned.
+    """Times the cells of attention; their lines are written as they come, so that none is returned.
 
     Raises:
         SystemExit: some are slower or less right than they should be.
@@ -247,7 +248,7 @@ def bench_attention(args: argparse.Namespace) -> list[dict[str, Any]]:
 
 
 def bench_summary(args: argparse.Namespace) -> list[dict[str, Any]]:
-    """Print what the lines of earlier runs of `kernels` amount to."""
+    """Prints what the lines of earlier runs of `kernels` amount to."""
     found = summarise(read_rows(args.files))
     for row in found:
         print(json.dumps(row), flush=True)
@@ -255,8 +256,8 @@ def bench_summary(args: argparse.Namespace) -> list[dict[str, Any]]:
 
 
 def launches(cell: Cell) -> dict[str, Any]:
-    """Return what schedules the kernels of a cell on an H200, and how many library calls join them;
-    nothing is compiled."""
+    """Returns what schedules the kernels of a cell on an H200, and how many library calls join
+    them; nothing is compiled."""
     pattern, key = PATTERNS[cell.pattern], (cell.m, cell.n, DTYPES[cell.dtype])
     inputs = [torch.empty(o.shape, dtype=o.dtype) for o in pattern.operands(*key)]
     program = pattern.define(*key)._executor_cache().program_for(inputs)
@@ -271,7 +272,7 @@ def launches(cell: Cell) -> dict[str, Any]:
 
 
 def bench_launches(args: argparse.Namespace) -> list[dict[str, Any]]:
-    """Print the launches of each cell with the H200's schedules, which need no GPU."""
+    """Prints the launches of each cell with the H200's schedules, which need no GPU."""
     os.environ["FUSER_ENABLE"] = SCHEDULES
     rows = [launches(cell) for cell in chosen_cells(args)]
     for row in rows:
@@ -291,8 +292,8 @@ def _run_kernel(executor: Any, like: Any, sizes: Any, *inputs: Any) -> list[torc
 
 
 def _launchable(executor: Any, params: Any, inputs: Any, outs: Any, sizes: Any) -> bool:
-    """Make an executor choose these parameters; whether they can be lowered, serve these tensors,
-    and give a launch that the device takes."""
+    """Makes an executor choose these parameters; whether they can be lowered, serve these tensors,
+    and gives a launch that the device takes."""
     from fuser.kernels.autotune import is_launchable
     from fuser.support.device import describe_device
 
@@ -307,7 +308,7 @@ def _launchable(executor: Any, params: Any, inputs: Any, outs: Any, sizes: Any) 
 
 
 def bench_explore(args: argparse.Namespace) -> list[dict[str, Any]]:
-    """Time neighbours of the chosen parameters of each pattern; emit the choice and the best 5."""
+    """Times neighbours of the chosen parameters of each pattern; emit the choice and the best 5."""
     from fuser.kernels.autotune_candidates import neighbours
     from fuser.kernels.executor import FusedKernelExecutor, compile_many
     from fuser.passes.concretize import concretize
@@ -359,7 +360,7 @@ def bench_explore(args: argparse.Namespace) -> list[dict[str, Any]]:
 
 
 def _shown_params(fd: FusionDefinition) -> list[str]:
-    """Return the parameters of the kernels that the latest run of a definition has launched."""
+    """Returns the parameters of the kernels that the latest run of a definition has launched."""
     from fuser.kernels.executor import FusedKernelExecutor
 
     program = fd._executor_cache()._last().program
@@ -374,7 +375,7 @@ def _execute(fd: FusionDefinition, options: Sequence[str], *inputs: Any) -> list
 
 
 def bench_tune(args: argparse.Namespace) -> list[dict[str, Any]]:
-    """Time each pattern with the option `tune` beside the heuristic's choice, in turns."""
+    """Times each pattern with the option `tune` beside the heuristic's choice, in turns."""
     rows: list[dict[str, Any]] = []
     device = "cuda" if torch.cuda.is_available() else "cpu"
     for name, dtype, m, n in chosen_cells(args):

@@ -99,7 +99,7 @@ def program_of(
 
 
 def with_head_wait_inside(program: HostIrContainer) -> HostIrContainer:
-    """Put the entering waits into the main loop."""
+    """Puts the entering waits into the main loop."""
     ops = list(program.ops)
     at = next(i for i, op in enumerate(ops) if isinstance(op, ForLoop))
     head, main = ops[at], ops[at + 1]
@@ -117,7 +117,7 @@ def forms(
     w: torch.Tensor,
     wanted: Callable[[str], bool],
 ):
-    """Yield (name, run, what this rank has of the result [M, N]) of the forms that are wanted."""
+    """Yields (name, run, what this rank has of the result [M, N]) of the forms that are wanted."""
     communicator = Communicator.instance()
 
     def runner(program: HostIrContainer, inputs: list[torch.Tensor], streams: int) -> Run:
@@ -132,7 +132,7 @@ def forms(
         inputs = [multidevice.shard_tensor(t, tv) for t, tv in ((x.view(shape), tx), (w, tw))]
 
         def local(whole: torch.Tensor) -> torch.Tensor:
-            """Return this rank's part of y [M, N]."""
+            """Returns this rank's part of y [M, N]."""
             if op is OPS["ag"]:
                 return whole.chunk(d, 1)[communicator.rank()]
             return multidevice.shard_tensor(whole.view(*shape[:-1], -1), y)

@@ -24,7 +24,7 @@ OWN_PHASES = ("import", "define", "first_result")
 
 
 def measure(device: str) -> dict[str, Any]:
-    """Return the seconds of each phase in this process."""
+    """Returns the seconds of each phase in this process."""
     marks = [("", time.perf_counter())]
 
     def mark(phase: str) -> None:
@@ -71,7 +71,7 @@ def measure(device: str) -> dict[str, Any]:
 
 
 def bench_cold(device: str, repeats: int = 5) -> list[dict[str, Any]]:
-    """Return medians over fresh processes, with an empty kernel cache and with a filled one."""
+    """Returns medians over fresh processes, with an empty kernel cache and with a filled one."""
     rows: list[dict[str, Any]] = []
     # As pip installs a package, and torch is: with its bytecode.
     for package in ("fuser", "multidevice", "hostir", "scripts"):

@@ -49,7 +49,7 @@ def column_max(fd: Any, x: Any) -> Any:
 
 
 def programs() -> dict[str, Callable[..., Any]]:
-    """Return the definitions by name; the main ones of `bench.py` and three more."""
+    """Returns the definitions by name; the main ones of `bench.py` and three more."""
     import bench
 
     found: dict[str, Callable[..., Any]] = {n: bench.PATTERNS[n].build for n in bench.MAIN}
@@ -101,7 +101,7 @@ class Worker:
         )
 
     def ask(self, request: object) -> Any:
-        """Return the answer to one request."""
+        """Returns the answer to one request."""
         assert self._process.stdin is not None and self._process.stdout is not None
         self._process.stdin.write(json.dumps(request) + "\n")
         self._process.stdin.flush()

@@ -56,7 +56,7 @@ PHASES: dict[str, tuple[tuple[str, str], ...]] = {
 
 # ------------------------------------------------------------------ programs
 def chain(fd: Any, count: int) -> list[Any]:
-    """Return all results of `count` pointwise ops, each of the one before."""
+    """Returns all results of `count` pointwise ops, each of the one before."""
     from fuser import DataType
 
     x, y = (fd.define_tensor([-1, -1], contiguity=True, dtype=DataType.Float) for _ in range(2))
@@ -161,7 +161,7 @@ class Clock:
 
     @contextmanager
     def phase(self, name: str) -> Generator[None]:
-        """Count what follows for a phase, in the thread that began."""
+        """Counts what follows for a phase, in the thread that began."""
         if threading.get_ident() != self._thread:
             yield
             return
@@ -191,7 +191,7 @@ class Clock:
         self._since = now
 
     def watch(self, phase: str, owner: str, name: str) -> None:
-        """Let a function of a module or class count for a phase."""
+        """Lets a function of a module or class count for a phase."""
         found = pkgutil.resolve_name(owner)
         run = getattr(found, name)
 
@@ -209,7 +209,7 @@ class _TextsAreMade(Exception):
 
 @contextmanager
 def without_compiler(texts: list[str], clock: Clock) -> Generator[None]:
-    """Let first runs end where they would compile; `texts` receives what they made."""
+    """Lets first runs end where they would compile; `texts` receives what they made."""
     import fuser.kernels.executor as executor
 
     def stop(sources: Iterable[Any], *_: Any, **__: Any) -> list[Any]:
@@ -229,7 +229,7 @@ def without_compiler(texts: list[str], clock: Clock) -> Generator[None]:
 
 # ------------------------------------------------------------------ one measurement
 def make_inputs(fd: Any, ranks: int) -> list[Any]:
-    """Return this rank's inputs; an extent that the definition leaves open is ROWS or COLUMNS."""
+    """Returns this rank's inputs; an extent that the definition leaves open is ROWS or COLUMNS."""
     import torch
 
     from fuser.ir.scalar.constructors import int_value
@@ -244,7 +244,7 @@ def make_inputs(fd: Any, ranks: int) -> list[Any]:
 
 
 def run_case(case: Case, count: int, clock: Clock) -> tuple[Any, list[Any], list[str]]:
-    """Define the program of a case with so many ops, and make its kernels' texts; return the
+    """Defines the program of a case with so many ops, and makes its kernels' texts; returns the
     definition, inputs and texts of the first rank."""
     from fuser import FusionDefinition
     from fuser.multidevice import DeviceMesh
@@ -275,7 +275,7 @@ def run_case(case: Case, count: int, clock: Clock) -> tuple[Any, list[Any], list
 
 
 def measure(name: str) -> dict[str, Any]:
-    """Return the seconds of each phase in this process, which has compiled a small one before."""
+    """Returns the seconds of each phase in this process, which has compiled a small one before."""
     case = CASES[name]
     run_case(case, 16, Clock())
     clock = Clock()
@@ -299,7 +299,7 @@ def measure(name: str) -> dict[str, Any]:
 
 # ------------------------------------------------------------------ the table
 def bench_compile(only: str = "") -> list[dict[str, Any]]:
-    """Return the medians of fresh processes, a row per case, and one of what grows how."""
+    """Returns the medians of fresh processes, a row per case, and one of what grows how."""
     rows: list[dict[str, Any]] = []
     totals: dict[str, float] = {}
 

@@ -66,7 +66,7 @@ _DEFINED_IN = {
 
 
 def arguments_of(function: Callable[..., Any]) -> str:
-    """Return the parameters without annotations: `arg, dim=None, /`."""
+    """Returns the parameters without annotations: `arg, dim=None, /`."""
     signature = inspect.signature(function)
     bare = [
         p.replace(
@@ -89,7 +89,7 @@ class _Shown:
 
 
 def meaning_of(row: OpRow) -> str:
-    """Return a sentence: the table's, or the first of the function's docstring."""
+    """Returns a sentence: the table's, or the first of the function's docstring."""
     if row.name in POINTWISE and not row.sample:
         return POINTWISE[row.name].meaning
     if row.name in PUBLIC and not row.sample:
@@ -99,7 +99,7 @@ def meaning_of(row: OpRow) -> str:
 
 
 def _refused() -> Iterator[tuple[OpRow, str]]:
-    """Yield the ops that are refused, and why."""
+    """Yields the ops that are refused, and why."""
     for row in ROWS.values():
         if not row.is_implemented:
             yield row, meaning_of(row).removeprefix("Raise `UnsupportedError`: ")
@@ -126,7 +126,7 @@ def _ops(rows: Iterable[OpRow], mark: str = "") -> str:
 
 
 def page() -> str:
-    """Return the text of the page."""
+    """Returns the text of the page."""
     rows = [row for row in ROWS.values() if row.is_implemented]
     is_plain = {row.name: row.name in PUBLIC and not row.sample for row in rows}
     refused = [
@@ -169,7 +169,7 @@ _OF_SCALARS = {
 
 
 def _annotation(text: str) -> _Bare:
-    """Return an annotation in which no name is that of an op: `complex` and others are both."""
+    """Returns an annotation in which no name is that of an op: `complex` and others are both."""
 
     def named(found: re.Match[str]) -> str:
         is_both = found[0] in ROWS and hasattr(builtins, found[0])
@@ -179,8 +179,8 @@ def _annotation(text: str) -> _Bare:
 
 
 def _signatures(row: OpRow) -> Iterator[inspect.Signature]:
-    """Yield a signature per overload: with a tensor in each place of an operand, then without; else
-    the function's own."""
+    """Yields a signature per overload: with a tensor in each place of an operand, then without;
+    else the function's own."""
     found = inspect.signature(row.function)
     kinds = {p.name: p.annotation for p in found.parameters.values()}
     places = {name: _OF_SCALARS[kind] for name, kind in kinds.items() if kind in _OF_SCALARS}
@@ -213,7 +213,7 @@ def _definitions() -> Iterator[str]:
 
 
 def stub() -> str:
-    """Return the text of the signatures."""
+    """Returns the text of the signatures."""
     lines = "\n".join(_definitions())
     words = set(re.findall(r"[A-Za-z_]\w*", re.sub(r'""".*', "", lines)))
     names = [name for name in _DEFINED_IN if name in words]
@@ -236,7 +236,7 @@ def _has_tensors(dtype: DataType) -> bool:
 
 
 def differences() -> str:
-    """Return the page of differences with the table of the names that raise."""
+    """Returns the page of differences with the table of the names that raise."""
     names: dict[str, list[str]] = {}
     for name, advice in fuser._REFUSED.items():
         names.setdefault(advice, []).append(f"fuser.{name}")

@@ -28,7 +28,7 @@ ROOMS = (
 
 
 def room_text(room: str) -> str:
-    """Return the lines of a room: its first sentence, its question, its files."""
+    """Returns the lines of a room: its first sentence, its question, its files."""
     text = ast.get_docstring(ast.parse((ROOT / room / "__init__.py").read_text())) or ""
     first, *lines = [line for line in text.split("\n") if line]
     question = next(line.removeprefix("Question: ") for line in lines if "Question: " in line)
@@ -39,7 +39,7 @@ def room_text(room: str) -> str:
 
 
 def page() -> str:
-    """Return the page with the tree made anew."""
+    """Returns the page with the tree made anew."""
     head, _, rest = PAGE.read_text().partition(BEGIN)
     _, _, tail = rest.partition(END)
     rooms = "\n\n".join(room_text(room) for room in ROOMS)

@@ -19,7 +19,7 @@ Event = dict[str, Any]
 
 
 def short(name: str) -> str:
-    """Return the op of an event's text: `linear` of `T5 = linear(T0, T1)`, `Allgather`."""
+    """Returns the op of an event's text: `linear` of `T5 = linear(T0, T1)`, `Allgather`."""
     if "(type=" in name:
         return name.partition("(type=")[2].partition(",")[0]
     return name.partition(" = ")[2].partition("(")[0].strip() or name.partition("(")[0]
@@ -30,7 +30,7 @@ def text(x: float, y: float, words: str, *, fill: str = "#222", extra: str = "")
 
 
 def draw(trace: dict[str, Any], processes: int) -> str:
-    """Return the picture of the first processes of a trace."""
+    """Returns the picture of the first processes of a trace."""
     events: list[Event] = trace["traceEvents"]
 
     def named(kind: str) -> dict[tuple[int, int], str]:

@@ -75,13 +75,13 @@ def read_texts(path: Path) -> list[str]:
 
 
 def progress(text: str) -> None:
-    """Show a line of progress on a terminal; silent elsewhere."""
+    """Shows a line of progress on a terminal; silent elsewhere."""
     if sys.stderr.isatty():
         print(f"\r\x1b[K{text}", end="", file=sys.stderr, flush=True)
 
 
 def job_marker() -> Path:
-    """Return a path that the ranks of this job on this host share: named after their launcher."""
+    """Returns a path that the ranks of this job on this host share: named after their launcher."""
     parent = os.getppid()
     stat = Path(f"/proc/{parent}/stat")
     # A process id may come again; with its start time it is unique until the next boot.
@@ -97,7 +97,7 @@ def wait_for_reference(limit_s: float = 240.0) -> None:
 
 
 def run_reference(job: dict[str, Any]) -> dict[str, Any] | None:
-    """Return the reference's embeddings and time, None where `transformers` is not installed.
+    """Returns the reference's embeddings and time, None where `transformers` is not installed.
 
     Runs in a process of its own, while the other ranks sleep.
     """
@@ -124,7 +124,7 @@ def run_reference(job: dict[str, Any]) -> dict[str, Any] | None:
 
 
 def similar_pairs(embeddings: Any, count: int = 5) -> list[tuple[float, int, int]]:
-    """Return (cosine, i, j) of the most similar sentence pairs, most similar first."""
+    """Returns (cosine, i, j) of the most similar sentence pairs, most similar first."""
     import torch
 
     scores = embeddings @ embeddings.T
@@ -147,7 +147,7 @@ class Times:
 
 
 def time_batches(encoder: Any, batch: tuple[Any, ...], machine: str | None) -> Times:
-    """Time a batch as the reference is timed, once what a process does only at first is done.
+    """Times a batch as the reference is timed, once what a process does only at first is done.
 
     `machine`: of which the time is predicted, too.
     """
@@ -180,7 +180,7 @@ def time_batches(encoder: Any, batch: tuple[Any, ...], machine: str | None) -> T
 
 
 def predicted_ms(encoder: Any, batch: tuple[Any, ...], machine: str) -> float:
-    """Return the milliseconds per batch of the slowest rank's device, as the cost model has it."""
+    """Returns the milliseconds per batch of the slowest rank's device, as the cost model has it."""
     from hostir.cost.machine_model import find_machine
     from hostir.cost.report import predict
     from hostir.cost.simulator import timetable_of
@@ -293,7 +293,7 @@ def report(
     ranks: int,
     layers: int,
 ) -> int:
-    """Print the results, write the JSON file, return the exit code."""
+    """Prints the results, write the JSON file, return the exit code."""
     if args.dump == "host_ir":
         print(encoder.fd.fec.host_program())
     counts = encoder.fd.fec.statistics()

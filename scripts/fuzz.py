@@ -103,13 +103,13 @@ def _exit_code(tally: Tally, *, percent: float) -> int:
 
 
 def _launched_ranks() -> int:
-    """Return how many ranks of this script mpirun or torchrun started."""
+    """Returns how many ranks of this script mpirun or torchrun started."""
     sizes = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "WORLD_SIZE")
     return max(int(os.environ.get(name, "1")) for name in sizes)
 
 
 def _minimise(campaign: Campaign, failures: list[Failure], args: argparse.Namespace) -> None:
-    """Write programs for the first failures; errors that read alike count once."""
+    """Writes programs for the first failures; errors that read alike count once."""
     seen: set[str] = set()
     for failure in failures:
         if len([f for f in failures if f.path]) == args.minimise:

@@ -42,7 +42,7 @@ class Cell(NamedTuple):
 
     @staticmethod
     def of(row: Row) -> Cell:
-        """Return the cell of a line."""
+        """Returns the cell of a line."""
         return Cell(row["pattern"], row["dtype"], *row["shape"])
 
     def labels(self) -> Row:
@@ -84,7 +84,7 @@ class _Peers:
         self._plan = plan
 
     def attempt(self, what: Callable[[str, Callable[..., Any]], T]) -> dict[str, T]:
-        """Do something with each; one that raises is left out from now on.
+        """Does something with each; one that raises is left out from now on.
 
         Raises:
             torch.AcceleratorError: nothing works on the device any more.
@@ -102,7 +102,7 @@ class _Peers:
 
 
 def measure(cell: Cell, plan: Plan, turn: Turn) -> Row:
-    """Return the line of one cell."""
+    """Returns the line of one cell."""
     pattern, key = PATTERNS[cell.pattern], (cell.m, cell.n, DTYPES[cell.dtype])
     nbytes, fd = pattern.nbytes(*key), pattern.define(*key)
     torch.manual_seed(0)
@@ -142,7 +142,7 @@ def measure(cell: Cell, plan: Plan, turn: Turn) -> Row:
 
 
 def _check(fd: FusionDefinition, pattern: Pattern, inputs: Inputs, plan: Plan, turn: Turn) -> Row:
-    """Run once, which compiles; return how long that took and how right the results are."""
+    """Runs once, which compiles; returns how long that took and how right the results are."""
     began = time.perf_counter()
     outs = fd.execute(inputs)
     if plan.device == "cuda":
@@ -162,7 +162,7 @@ def _check(fd: FusionDefinition, pattern: Pattern, inputs: Inputs, plan: Plan, t
 
 
 def _free_memory(plan: Plan) -> None:
-    """Return what torch keeps: other processes need it."""
+    """Returns what torch keeps: other processes need it."""
     if plan.device == "cuda":
         torch.cuda.empty_cache()
 
@@ -170,7 +170,7 @@ def _free_memory(plan: Plan) -> None:
 def _times(
     ours: Callable[..., Any], peers: _Peers, sets: Sequence[Inputs], device: str
 ) -> dict[str, dict[str, float]]:
-    """Return medians, minima and maxima in microseconds, by candidate."""
+    """Returns medians, minima and maxima in microseconds, by candidate."""
     kind = timer(device)
     timers = {"ours": kind(ours, sets)} | peers.attempt(lambda _, peer: kind(peer, sets))
     spreads = time_interleaved([*timers.values()])
@@ -182,7 +182,7 @@ def _times(
 
 
 def measured(cell: Cell, plan: Plan, turn: Turn) -> tuple[Row, bool]:
-    """Return the line of one cell, also where it could not be timed; and whether the process can
+    """Returns the line of one cell, also where it could not be timed; and whether the process can
     still use the device: after some errors CUDA refuses all that follows."""
     try:
         with torch.no_grad():
@@ -200,7 +200,7 @@ def measured(cell: Cell, plan: Plan, turn: Turn) -> tuple[Row, bool]:
 
 # ------------------------------------------------------------------ processes
 def _work(connection: Connection, plan: Plan) -> None:
-    """Time the cells that come, one line each; None ends it."""
+    """Times the cells that come, one line each; None ends it."""
     torch.set_num_threads(1)
     turn = Turn(plan.turns)
     if plan.compiles:
@@ -241,7 +241,7 @@ class _Crew:
         connection.send(cell)
 
     def receive(self, connection: Connection) -> Row:
-        """Return what a process says; one that ended is left out from now on."""
+        """Returns what a process says; one that ended is left out from now on."""
         process, cell = self.busy.pop(connection)
         try:
             row, is_usable = connection.recv()
@@ -296,7 +296,7 @@ def _one_by_one(cells: Sequence[Cell], plan: Plan, deadline: float) -> Iterator[
 def measure_all(
     cells: Sequence[Cell], plan: Plan, *, processes: int, deadline: float
 ) -> Iterator[tuple[Cell, Row]]:
-    """Yield cells with their lines, in the order in which they are done, until a time of
+    """Yields cells with their lines, in the order in which they are done, until a time of
     `time.monotonic`; with several processes, what they have in hand then is given up."""
     if processes > 1:
         return _side_by_side(cells, plan, processes, deadline)

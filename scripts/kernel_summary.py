@@ -24,7 +24,7 @@ SIGMAS = 5.0
 
 
 def ratio(row: Row) -> float | None:
-    """Return best of torch / ours; None where either was not timed."""
+    """Returns best of torch / ours; None where either was not timed."""
     others = {"ours", quack_peer.NAME}
     theirs = [us for candidate, us in row.get("us", {}).items() if candidate not in others]
     return min(theirs) / row["us"]["ours"] if theirs else None
@@ -51,7 +51,7 @@ def _below(cells: Sequence[tuple[Row, float]], bar: float) -> dict[str, float]:
 
 
 def summarise(rows: Iterable[Row]) -> list[Row]:
-    """Return a line for each dtype and, below it, for each of its patterns."""
+    """Returns a line for each dtype and, below it, for each of its patterns."""
     by_dtype: dict[str, list[Row]] = defaultdict(list)
     for row in rows:
         if row.get("bench") == "kernels" and "pattern" in row:
@@ -103,7 +103,7 @@ def _pattern_line(dtype: str, name: str, rows: Sequence[Row]) -> Row:
 
 
 def read_rows(paths: Iterable[Path]) -> list[Row]:
-    """Return the cells of files; of one that was timed again, the last."""
+    """Returns the cells of files; of one that was timed again, the last."""
     rows: dict[object, Row] = {}
     for path in paths:
         for line in path.read_text().splitlines():

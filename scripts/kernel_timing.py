@@ -24,7 +24,7 @@ Spread = tuple[float, float, float]
 
 
 def set_count(nbytes: int) -> int:
-    """Return how many sets of inputs exceed four times the L2 cache and 256 MB; at most 16."""
+    """Returns how many sets of inputs exceed four times the L2 cache and 256 MB; at most 16."""
     if not torch.cuda.is_available():
         return 2
     l2 = torch.cuda.get_device_properties(0).L2_cache_size
@@ -52,7 +52,7 @@ class Turn:
 
 
 def take_turns_at_autotuning(turn: Turn) -> None:
-    """Let torch.compile time its candidates while nobody else uses the GPU: else it would choose
+    """Lets torch.compile time its candidates while nobody else uses the GPU: else it would choose
     by the work of others, and be a worse peer than it is."""
     from torch._inductor.runtime.triton_heuristics import CachingAutotuner
 
@@ -104,7 +104,7 @@ class Loop:
         self.seconds: list[float] = []
 
     def run(self) -> None:
-        """Call once with each set, adding the seconds per call."""
+        """Calls once with each set, adding the seconds per call."""
         began = time.perf_counter()
         for s in self.sets:
             self.fn(*s)
@@ -116,7 +116,7 @@ def timer(device: str) -> type[Replay] | type[Loop]:
 
 
 def time_interleaved(replays: Sequence[Replay | Loop]) -> list[Spread]:
-    """Return (median, minimum, maximum) seconds per call of each, measured in turns."""
+    """Returns (median, minimum, maximum) seconds per call of each, measured in turns."""
     for i in range(WARM_UPS + REPLAYS):
         for replay in replays:
             if i == WARM_UPS:

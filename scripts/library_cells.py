@@ -29,7 +29,7 @@ def is_even(ours_us: float, torch_us: float) -> bool:
 
 
 def _timed(runs: dict[str, Run], calls: int) -> dict[str, list[float]]:
-    """Return the microseconds per call of each repeat; each run makes so many calls."""
+    """Returns the microseconds per call of each repeat; each run makes so many calls."""
     found: dict[str, list[float]] = {who: [] for who in runs}
     for _ in range(REPEATS):
         for who, run in runs.items():
@@ -57,7 +57,7 @@ def _many(call: Run) -> Run:
 
 
 def _captured(call: Run) -> Run:
-    """Return the replay of a graph of so many calls. Raises torch's error where none is made."""
+    """Returns the replay of a graph of so many calls. Raises torch's error where none is made."""
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
@@ -78,7 +78,7 @@ def _summary(times: dict[str, list[float]]) -> Row:
 
 
 def measure(name: str, shape: Sequence[int], dtype: torch.dtype, device: str) -> Row:
-    """Return the times of one cell in us: median, least, most."""
+    """Returns the times of one cell in us: median, least, most."""
     library_row: LibraryRow = LIBRARY[name]
     torch.manual_seed(0)
     inputs = list(library_row.operands(tuple(shape), dtype, device))
@@ -110,7 +110,7 @@ def measure(name: str, shape: Sequence[int], dtype: torch.dtype, device: str) ->
 
 
 def cells(only: Sequence[str], device: str) -> Iterator[tuple[str, Sequence[int], torch.dtype]]:
-    """Yield all cells; on a CPU, which tries the benchmark itself, small ones."""
+    """Yields all cells; on a CPU, which tries the benchmark itself, small ones."""
     for name, row in LIBRARY.items():
         if only and name not in only:
             continue
@@ -128,7 +128,7 @@ def is_behind(row: Row) -> bool:
 
 
 def line_of(row: Row) -> str:
-    """Return one line of the table."""
+    """Returns one line of the table."""
     parts = [f"{row['op']:36} {'x'.join(map(str, row['shape'])):20} {row['dtype']:9}"]
     for kind in ("eager_us", "device_us"):
         found = row.get(kind, {})

@@ -35,7 +35,7 @@ class Builder:
         self.batch, self.features = ParallelType.mesh_y, ParallelType.mesh_x
 
     def tensor(self, shape: Sequence[int], cuts: Sequence[tuple[int, Any]] = ()) -> Any:
-        """Return an input whose axes are cut as `cuts` says: (axis, parallel type)."""
+        """Returns an input whose axes are cut as `cuts` says: (axis, parallel type)."""
         tv = self.fd.define_tensor(list(shape), contiguity=True)
         if self.mesh is not None:
             tv.set_device_mesh(self.mesh)
@@ -45,12 +45,12 @@ class Builder:
         return tv
 
     def by_columns(self, value: Any, rows: int, columns: int) -> Any:
-        """Return a linear whose weight's rows (results) the devices of a group share out."""
+        """Returns a linear whose weight's rows (results) the devices of a group share out."""
         weight = self.tensor([rows, columns], [(0, self.features)])
         return self.ops.linear(value, weight, self.tensor([rows], [(0, self.features)]))
 
     def by_rows(self, value: Any, rows: int, columns: int) -> Any:
-        """Return a linear over features that the devices of a group share out."""
+        """Returns a linear over features that the devices of a group share out."""
         return self.ops.linear(value, self.tensor([rows, columns], [(1, self.features)]))
 
     def layer_norm(self, value: Any) -> Any:
@@ -86,7 +86,7 @@ class Builder:
         return ops.mul(ops.mul(value, 0.5), ops.add(ops.tanh(inner), 1.0))
 
     def layer(self, value: Any) -> Any:
-        """Return a pre-norm layer's result: attention, then two linears."""
+        """Returns a pre-norm layer's result: attention, then two linears."""
         value = self.ops.add(value, self.attention(self.layer_norm(value)))
         wide = self.gelu(self.by_columns(self.layer_norm(value), WIDE, HIDDEN))
         return self.ops.add(value, self.by_rows(wide, HIDDEN, WIDE))
@@ -180,7 +180,7 @@ RATIOS = {
 
 
 def make_mesh(shape: Sequence[int]) -> Any:
-    """Return the mesh of this shape of ranks from 0 on, None for ()."""
+    """Returns the mesh of this shape of ranks from 0 on, None for ()."""
     import torch
 
     from fuser.multidevice import DeviceMesh
@@ -194,14 +194,14 @@ def make_mesh(shape: Sequence[int]) -> Any:
 
 
 def open_sizes(program: Any) -> dict[Any, int]:
-    """Return a size for each extent that the inputs of a program leave open."""
+    """Returns a size for each extent that the inputs of a program leave open."""
     from fuser.ir.scalar.constructors import Symbol
 
     return {x: SIZE for tv in program.inputs for x in tv.shape() if isinstance(x, Symbol)}
 
 
 def make_inputs(fd: Any) -> tuple[list[Any], dict[Any, int]]:
-    """Return one rank's inputs, without memory, and the sizes that the definition leaves open."""
+    """Returns one rank's inputs, without memory, and the sizes that the definition leaves open."""
     import torch
 
     from multidevice.sharding.queries import local_sizes
@@ -215,7 +215,7 @@ def make_inputs(fd: Any) -> tuple[list[Any], dict[Any, int]]:
 
 
 def lower_case(case: Case, count: int) -> tuple[dict[str, float], str]:
-    """Return the seconds of each phase of a program of so many layers, and the program's text."""
+    """Returns the seconds of each phase of a program of so many layers, and the program's text."""
     import torch
 
     from fuser import FusionDefinition
@@ -249,7 +249,7 @@ def lower_case(case: Case, count: int) -> tuple[dict[str, float], str]:
 
 
 def measure(name: str) -> dict[str, Any]:
-    """Return the seconds of each phase in this process, which has lowered a small program."""
+    """Returns the seconds of each phase in this process, which has lowered a small program."""
     case = CASES[name]
     lower_case(case, 1)
     seconds, text = lower_case(case, case.layers)
@@ -274,7 +274,7 @@ def run_fresh(script: str, *arguments: str, **environment: str) -> dict[str, Any
 
 
 def bench_lowering(only: str = "") -> list[dict[str, Any]]:
-    """Return the medians of fresh processes, a row per case, and the ratios of two cases; each row
+    """Returns the medians of fresh processes, a row per case, and the ratios of two cases; each row
     says whether it keeps its bar."""
     rows: list[dict[str, Any]] = []
     totals: dict[str, float] = {}

@@ -26,7 +26,7 @@ DTYPES = {"float32": DataType.Float, "bfloat16": DataType.BFloat16}
 
 # ------------------------------------------------------------------ files
 def package_file(name: str) -> Path:
-    """Return a file of the installed weights package; exits with the remedy when it is absent."""
+    """Returns a file of the installed weights package; exits with the remedy when it is absent."""
     spec = importlib.util.find_spec(PACKAGE)
     if spec is None or spec.origin is None:
         raise SystemExit(
@@ -37,7 +37,7 @@ def package_file(name: str) -> Path:
 
 
 def load_weights(path: Path) -> dict[str, torch.Tensor]:
-    """Return the checkpoint in float32, on the CPU."""
+    """Returns the checkpoint in float32, on the CPU."""
     from safetensors.torch import load_file  # pyright: ignore[reportMissingImports]
 
     weights = load_file(str(path))
@@ -45,7 +45,7 @@ def load_weights(path: Path) -> dict[str, torch.Tensor]:
 
 
 def make_batches(path: Path, texts: Sequence[str], size: int) -> list[tuple[torch.Tensor, ...]]:
-    """Return (token ids, mask) per batch, in file order; [b, s] int64, s a multiple of 8.
+    """Returns (token ids, mask) per batch, in file order; [b, s] int64, s a multiple of 8.
 
     The tokenizer's own padding and truncation (both fixed at 128) are replaced: pad to the batch's
     longest, rounded up to 8, and truncate at 256.
@@ -88,7 +88,7 @@ def gelu(fd: FusionDefinition, x: TensorView) -> Any:
 
 
 def column_parallel(weight: TensorView, bias: TensorView, mesh: DeviceMesh) -> None:
-    """Shard weight [n, k] and bias [n] on the output axis."""
+    """Shards weight [n, k] and bias [n] on the output axis."""
     for tv in (weight, bias):
         tv.set_device_mesh(mesh)
         tv.outer_split(0, mesh.size)
@@ -96,7 +96,7 @@ def column_parallel(weight: TensorView, bias: TensorView, mesh: DeviceMesh) -> N
 
 
 def row_parallel(weight: TensorView, bias: TensorView, mesh: DeviceMesh) -> None:
-    """Shard weight [n, k] on the input axis; the bias [n] stays replicated."""
+    """Shards weight [n, k] on the input axis; the bias [n] stays replicated."""
     weight.set_device_mesh(mesh)
     weight.outer_split(1, mesh.size)
     weight.axis(1).parallelize(ParallelType.mesh_x)
@@ -125,7 +125,7 @@ class Program:
     weights: dict[str, TensorView]
 
     def bind(self, values: dict[str, torch.Tensor], device: str) -> list[torch.Tensor]:
-        """Return the local weight inputs on `device`, cast to the definition's dtypes."""
+        """Returns the local weight inputs on `device`, cast to the definition's dtypes."""
         from fuser.ir.dtypes import to_torch
 
         return [
@@ -136,7 +136,7 @@ class Program:
 
 # ------------------------------------------------------------------ one layer
 def define_layer_weights(fd: FusionDefinition, dtype: DataType) -> dict[str, TensorView]:
-    """Define the weights of a layer as inputs, by name."""
+    """Defines the weights of a layer as inputs, by name."""
     weights: dict[str, TensorView] = {}
     for name, (_, n, k, _) in LINEARS.items():
         weights[f"{name}.weight"] = fd.define_tensor([n, k], contiguity=True, dtype=dtype)
@@ -165,7 +165,7 @@ def layer(
     *,
     attention: bool,
 ) -> Any:
-    """Apply a post-LayerNorm encoder layer: (x [b, s, h], mask [b, 1, 1, s]) -> [b, s, h].
+    """Applies a post-LayerNorm encoder layer: (x [b, s, h], mask [b, 1, 1, s]) -> [b, s, h].
 
     `attention`: by the op of that name; else by the ops that it consists of.
     """
@@ -198,13 +198,13 @@ def layer(
 
 
 def mask_dtype(dtype: DataType, *, attention: bool) -> DataType:
-    """Return the dtype of what is added to scores: torch's kernels for attention add what is of
+    """Returns the dtype of what is added to scores: torch's kernels for attention add what is of
     the operands' dtype."""
     return dtype if attention else DataType.Float
 
 
 def encoder_layer(mesh: DeviceMesh, dtype: DataType, *, attention: bool = False) -> Program:
-    """Define `layer` alone."""
+    """Defines `layer` alone."""
     with FusionDefinition() as fd:
         x = fd.define_tensor([-1, -1, HIDDEN], contiguity=True, dtype=dtype)
         added = mask_dtype(dtype, attention=attention)
@@ -218,7 +218,7 @@ def encoder_layer(mesh: DeviceMesh, dtype: DataType, *, attention: bool = False)
 
 
 def layer_weights(checkpoint: dict[str, torch.Tensor], layer: int) -> dict[str, torch.Tensor]:
-    """Return one layer's weights under the names of `define_layer_weights`."""
+    """Returns one layer's weights under the names of `define_layer_weights`."""
     names = {k: v[0] for k, v in LINEARS.items()} | NORMS
     return {
         f"{name}.{part}": checkpoint[f"encoder.layer.{layer}.{stem}.{part}"]
@@ -242,7 +242,7 @@ def pooled(fd: FusionDefinition, x: TensorView, mask: TensorView) -> Any:
 def sentence_encoder(
     mesh: DeviceMesh, dtype: DataType, layers: int, *, attention: bool = False
 ) -> Program:
-    """Define what follows the look-up of words.
+    """Defines what follows the look-up of words.
 
     (words [b, s, h] Float, positions [s, h] Float, mask [b, s] Int) -> embeddings [b, h] Float.
     Weights are named `embedding.*`, and those of a layer `N.*`.
@@ -302,18 +302,18 @@ class Encoder:
         self.weights = program.bind(given, device)
 
     def placed(self, ids: torch.Tensor, mask: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return token ids and mask [b, s] on this rank's device, by one copy."""
+        """Returns token ids and mask [b, s] on this rank's device, by one copy."""
         if self.device == "cpu":
             return ids, mask
         both = torch.stack((ids, mask)).pin_memory().to(self.device, non_blocking=True)
         return both[0], both[1]
 
     def inputs(self, ids: torch.Tensor, mask: torch.Tensor) -> list[torch.Tensor]:
-        """Return the definition's inputs for a batch that is on this rank's device."""
+        """Returns the definition's inputs for a batch that is on this rank's device."""
         return [self.words[ids], self.positions[: ids.shape[1]], mask, *self.weights]
 
     def __call__(self, ids: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-        """Return embeddings [b, h] (float32) of token ids and mask [b, s], which are on this rank's
-        device."""
+        """Returns embeddings [b, h] (float32) of token ids and mask [b, s], which are on this
+        rank's device."""
         (out,) = self.fd.execute(self.inputs(ids, mask))
         return out

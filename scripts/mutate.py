@@ -47,7 +47,7 @@ _NUMBERS = (
 
 # ------------------------------------------------------------------ damage
 def damaged(text: str, rng: random.Random) -> str:
-    """Return `text` with one to three places changed."""
+    """Returns `text` with one to three places changed."""
     for _ in range(rng.choice((1, 1, 1, 2, 3))):
         text = rng.choice(_DAMAGES)(text, rng)
     return text
@@ -90,7 +90,7 @@ def _number(tokens: list[str], rng: random.Random) -> None:
 
 
 def _rename(tokens: list[str], rng: random.Random) -> None:
-    """Give one mention of a tensor, an axis or a symbol another one's number."""
+    """Gives one mention of a tensor, an axis or a symbol another one's number."""
     names = [i for i, t in enumerate(tokens) if re.fullmatch(r"(T|i|d|f|[irb]\w*?)\d+\w*", t)]
     if names:
         i, j = rng.choice(names), rng.choice(names)
@@ -127,7 +127,7 @@ _DAMAGES: tuple[Callable[[str, random.Random], str], ...] = (
 
 # ------------------------------------------------------------------ what is damaged
 def corpus() -> dict[str, list[str]]:
-    """Return the full texts of host programs, and of the fusions that they came from."""
+    """Returns the full texts of host programs, and of the fusions that they came from."""
     import torch
 
     from fuser import DataType, FusionDefinition, ParallelType, multidevice
@@ -220,7 +220,7 @@ class Watch:
 
 
 def run_program(text: str, rng: random.Random, watch: Watch) -> str:
-    """Parse, verify and run a host program; return how far it came."""
+    """Parses, verify and runs a host program; returns how far it came."""
     from fuser.support.errors import InputError
     from fuser.support.options import settings
     from hostir.ir.parser import parse
@@ -269,7 +269,7 @@ def _torch_runner(group: Any, settings: Any, **_: Any) -> TorchRunner:
 
 
 def run_fusion(text: str, rng: random.Random, watch: Watch) -> str:
-    """Parse and verify a fusion, and take it through the compiler to a host program."""
+    """Parses and verify a fusion, and takes it through the compiler to a host program."""
     import hostir.runtime.evaluator
     from fuser.frontend.executor_cache import FusionExecutorCache
     from fuser.ir.text.parser import parse_fusion
@@ -319,7 +319,7 @@ def text_of(kind: str, texts: list[str], seed: int) -> tuple[str, random.Random]
 
 @contextlib.contextmanager
 def runner(kind: str, watch: Watch) -> Iterator[Callable[[int], str]]:
-    """Yield what runs the case of a seed."""
+    """Yields what runs the case of a seed."""
     if kind == "cache":
         import mutate_cache
 
@@ -369,7 +369,7 @@ def _work(seeds: range, run: Callable[[int], str], watch: Watch) -> None:
 
 # ------------------------------------------------------------------ the watching process
 def campaign(kind: str, seed: int, cases: int) -> tuple[dict[str, int], list[str]]:
-    """Run cases in watched processes; return the counts by result, and what went wrong."""
+    """Runs cases in watched processes; returns the counts by result, and what went wrong."""
     counts: collections.Counter[str] = collections.Counter()
     wrong: list[str] = []
     at, end = seed, seed + cases

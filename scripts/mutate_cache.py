@@ -95,7 +95,8 @@ class Cache:
         return self._load(binary)
 
     def ask(self, requests: list[int]) -> int:
-        """Run kernels as a fresh process; return how many were compiled. Raises for wrong ones."""
+        """Runs kernels as a fresh process; returns how many were compiled. Raises for wrong
+        ones."""
         import torch
 
         clear_memory_cache()
@@ -146,7 +147,7 @@ def _swapped(path: Path, rng: random.Random) -> None:
 
 
 def _json(path: Path, rng: random.Random) -> None:
-    """Replace what an entry says; in an object, what any file may hold."""
+    """Replaces what an entry says; in an object, what any file may hold."""
     texts = ("null", "[]", "{}", "1" * 4000, "[" * 4000, '{"a":' * 700, "\ufeff{}", '"', "NaN")
     text = rng.choice(texts).encode(rng.choice(("utf-8", "utf-16", "utf-32")))
     entry = None
@@ -197,7 +198,7 @@ def _link(path: Path, rng: random.Random) -> None:
 
 
 def _moved(path: Path, rng: random.Random) -> None:
-    """Put the content elsewhere, and a link to it in its place."""
+    """Puts the content elsewhere, and a link to it in its place."""
     elsewhere = path.parent.parent / f"elsewhere{rng.randrange(1 << 30)}"
     path.rename(elsewhere)
     path.symlink_to(elsewhere)
@@ -269,7 +270,7 @@ def _struck(function: Any, name: str, strike: Callable[[str], None]) -> Any:
 
 @contextlib.contextmanager
 def faults(folder: Path, rng: random.Random) -> Iterator[str]:
-    """Let calls of the cache's module fail: always by name, or once, or the folder vanish then."""
+    """Lets calls of the cache's module fail: always by name, or once, or the folder vanish then."""
     kind = rng.choices(("none", "full", "readonly", "once", "vanish"), (8, 1, 1, 3, 2))[0]
     calls = [name for names in _CALLS.values() for name in names] + list(_PATH_CALLS)
     code, left, victim = rng.choice(_ERRORS), rng.randrange(40), rng.choice(calls)
@@ -314,7 +315,7 @@ def faults(folder: Path, rng: random.Random) -> Iterator[str]:
 
 # ------------------------------------------------------------------ one case
 def run(cache: Cache, seed: int, *, tell: Callable[[str], None] = lambda _: None) -> str:
-    """Run one case; return how it went. Raises for whatever must not happen."""
+    """Runs one case; returns how it went. Raises for whatever must not happen."""
     rng = random.Random(f"cache {seed}")
     folder = cache.root / f"case{seed}"
     shutil.copytree(cache.pristine, folder)

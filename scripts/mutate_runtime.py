@@ -459,7 +459,7 @@ FAULTS: dict[str, Fault] = {
 
 # ------------------------------------------------------------------ running
 def run(only: Sequence[str] = ()) -> int:
-    """Make each fault and run its tests; print who found it.
+    """Makes each fault and runs its tests; print who found it.
 
     Returns the number of faults that nobody found, or that could not be made.
     """
@@ -506,7 +506,7 @@ def _copied(folder: Path) -> Path:
 
 
 def _applied(tree: Path, edits: Sequence[Edit]) -> dict[Path, str]:
-    """Make the edits; return what the files were before."""
+    """Makes the edits; returns what the files were before."""
     undo: dict[Path, str] = {}
     try:
         for edit in edits:
@@ -525,7 +525,7 @@ def _applied(tree: Path, edits: Sequence[Edit]) -> dict[Path, str]:
 
 
 def first_failure(tree: Path, tests: Sequence[str]) -> str:
-    """Return the first test that fails in a tree, "" when all pass."""
+    """Returns the first test that fails in a tree, "" when all pass."""
     environment = {**os.environ, "PYTHONPATH": str(tree), "PYTHONDONTWRITEBYTECODE": "1"}
     # A test that waits for ever finds the fault, too.
     environment.setdefault("FUSER_TIMEOUT_S", "20")

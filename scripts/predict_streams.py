@@ -62,7 +62,7 @@ FOUR: dict[tuple[str, int, int, int], tuple[float, float, float, float | None]] 
 def lowered(
     op: str, form: str, params: LowerParams, d: int, m: int, k: int, n: int
 ) -> HostIrContainer:
-    """Return the program that bench_streams would run; its inputs are never written."""
+    """Returns the program that bench_streams would run; its inputs are never written."""
 
     def build() -> HostIrContainer:
         fd, x, w, _ = bench.OPS[op].define(form, d, m, k, n, BF16)
@@ -80,7 +80,7 @@ def lowered(
 
 
 def in_sequence(op: str, d: int, m: int, k: int, n: int) -> HostIrContainer:
-    """Return one collective and one linear, all of it dense."""
+    """Returns one collective and one linear, all of it dense."""
     from fuser import ops
     from hostir import Allocate, Communication, TeamOf, Wait
 
@@ -138,7 +138,7 @@ class Recorded:
 
 
 def recorded() -> list[Recorded]:
-    """Return the lines of all files whose programs can be lowered here."""
+    """Returns the lines of all files whose programs can be lowered here."""
     found: list[Recorded] = []
     for name in FILES:
         runs = 0
@@ -170,7 +170,7 @@ def _program(op: str, gpus: int, shape: tuple[int, int, int], form: str) -> Host
 
 
 def predicted_ms(row: Recorded, machine: Machine) -> float:
-    """Return the predicted time of what a line measured."""
+    """Returns the predicted time of what a line measured."""
     is_chunked = row.form.startswith("chunked on")
     streams = int(row.form.split()[2]) if is_chunked else 4
     program = _program(row.op, row.gpus, row.shape, "chunked" if is_chunked else row.form)

@@ -22,7 +22,7 @@ WARM_UPS, RUNS, THREADS = 2, 7, 2
 
 
 def embed(model: torch.nn.Module, ids: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-    """Return mean-pooled, L2-normalised embeddings [b, h] in float32."""
+    """Returns mean-pooled, L2-normalised embeddings [b, h] in float32."""
     hidden = model(input_ids=ids, attention_mask=mask).last_hidden_state
     weight = mask[:, :, None].to(hidden.dtype)
     mean = (hidden * weight).sum(1) / weight.sum(1).clamp(min=1e-9)

@@ -105,7 +105,7 @@ class Ranks:
             print(text, flush=True)
 
     def hold_up(self, rng: random.Random) -> None:
-        """Keep the device, or else the host, of this rank busy for a while."""
+        """Keeps the device, or else the host, of this rank busy for a while."""
         if rng.random() < 0.5:
             return
         if self.device.type == "cuda" and rng.random() < 0.9:
@@ -138,7 +138,7 @@ class Program:
         return fd
 
     def inputs(self, repetition: int) -> list[torch.Tensor]:
-        """Return this rank's shards of the data of a repetition."""
+        """Returns this rank's shards of the data of a repetition."""
         generator = torch.Generator(self.ranks.device)
         generator.manual_seed(self.ranks.args.seed * 1_000_003 + repetition)
         self.whole = [
@@ -153,7 +153,7 @@ class Program:
         return self.plain.execute(inputs, _enable_options=_ENABLED, _disable_options=disabled)
 
     def check_meaning(self) -> None:
-        """Compare the program as it is with float64."""
+        """Compares the program as it is with float64."""
         size, rank = self.ranks.communicator.size(), self.ranks.communicator.rank()
         wants = several(self.form.meaning(*(x.double() for x in self.whole)))
         found = self.run_plain(self.kept)
@@ -172,7 +172,7 @@ class Program:
             )
 
     def ratio(self, got: Sequence[torch.Tensor], want: Sequence[torch.Tensor]) -> torch.Tensor:
-        """Return how far results are apart, as a part of what rounding may be; NaN: infinite."""
+        """Returns how far results are apart, as a part of what rounding may be; NaN: infinite."""
         worst = torch.zeros((), device=self.ranks.device, dtype=torch.float64)
         for a, b in zip(got, want, strict=True):
             bound = b.double().abs().max() * ROUNDING[self.form.dtype]
@@ -181,7 +181,7 @@ class Program:
         return worst
 
     def repeat(self, until: float) -> int:
-        """Return how often all forms have run: as often as asked for, or until then."""
+        """Returns how often all forms have run: as often as asked for, or until then."""
         done, worst = 0, dict.fromkeys(self.forms, 0.0)
         repeats: int = self.ranks.args.repeats
         while done < repeats:
@@ -201,7 +201,7 @@ class Program:
         return done
 
     def _chunk(self, repetitions: range) -> dict[str, list[torch.Tensor]]:
-        """Return of each form how far it is from the program as it is, for each repetition."""
+        """Returns of each form how far it is from the program as it is, for each repetition."""
         found: dict[str, list[torch.Tensor]] = {what: [] for what in self.forms}
         later: deque[tuple[str, list[torch.Tensor], list[torch.Tensor]]] = deque()
         for repetition in repetitions:
@@ -233,7 +233,7 @@ def programs(args: argparse.Namespace) -> Iterator[tuple[str, Form]]:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Run on this rank; return how many repetitions differ anywhere, or were not made."""
+    """Runs on this rank; returns how many repetitions differ anywhere, or were not made."""
     communicator = Communicator.instance()
     device = torch.device(args.device)
     if args.device == "cuda":

@@ -26,7 +26,7 @@ Times = Mapping[str, Mapping[str, float]]
 
 
 def read_times(files: Iterable[Path], root: Path) -> Times:
-    """Return the seconds of each test function in files of `--junitxml`.
+    """Returns the seconds of each test function in files of `--junitxml`.
 
     Raises:
         ValueError: The tests are of another tree: a file of theirs is not below `root`.
@@ -41,7 +41,7 @@ def read_times(files: Iterable[Path], root: Path) -> Times:
 
 
 def _split(dotted: str, root: Path) -> tuple[str, list[str]]:
-    """Return the file of a dotted name of a module or class, and the classes in it."""
+    """Returns the file of a dotted name of a module or class, and the classes in it."""
     parts = dotted.split(".")
     for end in range(len(parts), 0, -1):
         path = Path(*parts[:end]).with_suffix(".py")
@@ -51,7 +51,7 @@ def _split(dotted: str, root: Path) -> tuple[str, list[str]]:
 
 
 def choose(times: Times, budget_s: float) -> list[tuple[str, str]]:
-    """Return the (file, function) pairs that leave, so that the others take `budget_s`."""
+    """Returns the (file, function) pairs that leave, so that the others take `budget_s`."""
     cheapest = {file: min(tests, key=lambda t: tests[t]) for file, tests in times.items()}
     kept = {(file, test) for file, test in cheapest.items() if times[file][test] < KEEP_S}
     left = sum(sum(tests.values()) for tests in times.values())
@@ -67,7 +67,7 @@ def choose(times: Times, budget_s: float) -> list[tuple[str, str]]:
 
 
 def rows_of(slow: Sequence[tuple[str, str]], times: Times) -> list[tuple[float, str]]:
-    """Return seconds and name of each row; a file of which all functions leave is one row."""
+    """Returns seconds and name of each row; a file of which all functions leave is one row."""
     tests: dict[str, list[str]] = defaultdict(list)
     for file, test in slow:
         tests[file].append(test)
@@ -81,7 +81,7 @@ def rows_of(slow: Sequence[tuple[str, str]], times: Times) -> list[tuple[float, 
 
 
 def main(arguments: Sequence[str] | None = None, root: Path = ROOT) -> int:
-    """Write the file, and tell how much stays."""
+    """Writes the file, and tells how much stays."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("xml", nargs="+", type=Path, help="files that --junitxml has written")
     parser.add_argument("--seconds", type=float, default=90.0, help="what the others may take")

@@ -32,7 +32,7 @@ _GPU_FOLDER = _ROOT / "tests" / "gpu"
 
 
 def slow_names(folder: Path) -> set[str]:
-    """Return the files and test functions that `slow.txt` names (scripts/slow_tests.py)."""
+    """Returns the files and test functions that `slow.txt` names (scripts/slow_tests.py)."""
     lines = (folder / "slow.txt").read_text().splitlines()
     return {line.split()[1] for line in lines if not line.startswith("#")}
 
@@ -55,7 +55,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
-    """Leave out files of which the session selects no test: to import all takes a minute.
+    """Leaves out files of which the session selects no test: to import all takes a minute.
 
     Paths that the command line names are collected all the same.
     """
@@ -75,7 +75,7 @@ def _is_daily(config: pytest.Config) -> bool:
 
 
 def _required_marks(config: pytest.Config) -> Iterator[str]:
-    """Return the marks, as files spell them, without which a test is not selected."""
+    """Returns the marks, as files spell them, without which a test is not selected."""
     if _is_only_mpi(config):
         yield "mark.mpi"
     if config.getoption("from_text") == "marked":
@@ -101,7 +101,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def _select_for_ranks(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Deselect what does not belong here, so that the counts speak of tests that ran."""
+    """Deselects what does not belong here, so that the counts speak of tests that ran."""
     size = mpi_abort.world_size()
     only_mpi = _is_only_mpi(config)
     kept: list[pytest.Item] = []
@@ -178,7 +178,7 @@ _MADE: dict[str, str] = {}
 
 @pytest.fixture(scope="session", autouse=True)
 def record_every_kernel() -> Generator[None, None, None]:
-    """Note every kernel that the tests make."""
+    """Notes every kernel that the tests make."""
     from fuser.kernels import executor
 
     original = executor.compile_kernels
@@ -200,13 +200,13 @@ def record_every_kernel() -> Generator[None, None, None]:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_testnodedown(node: Any) -> None:
-    """Take the kernels of a process that pytest-xdist started; one that crashed tells none."""
+    """Takes the kernels of a process that pytest-xdist started; one that crashed tells none."""
     _MADE.update(getattr(node, "workeroutput", {}).get("kernels", {}))
 
 
 @pytest.hookimpl(trylast=True)
 def pytest_sessionfinish(session: pytest.Session) -> None:
-    """Compile every kernel that the tests made with NVRTC for sm_90a; it needs no GPU.
+    """Compiles every kernel that the tests made with NVRTC for sm_90a; it needs no GPU.
 
     Where NVRTC is not installed (the extra `nvrtc`), and in the daily run, nothing is checked.
     Here, not in a fixture: thousands of kernels take longer than one test may.

@@ -64,7 +64,7 @@ BACKWARDS = {c: f"gridDim.{c[1]} - 1 - {t}" for c, t in COORDINATE_TEXT.items() 
 
 # ------------------------------------------------------------------ literals and scalars
 def literal(value: Number, dtype: DataType) -> str:
-    """Return an atom of C text of exactly this type and value.
+    """Returns an atom of C text of exactly this type and value.
 
     An integer wraps; a number that no integer of the type is near is converted as a tensor's is.
     """
@@ -110,14 +110,14 @@ def _floating(value: float, dtype: DataType) -> str:
 
 
 def _nearest_float(value: float) -> float:
-    """Round a double to float as a cast would."""
+    """Rounds a double to float as a cast would."""
     import ctypes
 
     return ctypes.c_float(value).value
 
 
 def scalar_text(x: Scalar) -> str:
-    """Return an index expression or condition as C text; an atom unless it is a sum or product."""
+    """Returns an index expression or condition as C text; an atom unless it is a sum or product."""
     if isinstance(x, Const):
         if category(x.dtype) == "bool":
             return "true" if x.value else "false"
@@ -199,7 +199,7 @@ def _sum_text(x: Poly) -> str:
 
 # ------------------------------------------------------------------ values
 def expr_text(e: Expr) -> str:
-    """Return the C text of a value, as an atom."""
+    """Returns the C text of a value, as an atom."""
     return _EXPR[type(e)](e)
 
 
@@ -248,7 +248,7 @@ def _select(e: Select) -> str:
 
 
 def _strip(text: str) -> str:
-    """Drop parentheses around a whole text."""
+    """Drops parentheses around a whole text."""
     if not (text.startswith("(") and text.endswith(")")):
         return text
     depth = 0
@@ -366,7 +366,7 @@ def _accumulate_batch(w: Writer, s: AccumulateBatch) -> None:
 
 
 def _thread_reduce(w: Writer, s: ThreadReduce) -> None:
-    """Print the block step, then the grid step. Several accumulators travel as one `Pair`."""
+    """Prints the block step, then the grid step. Several accumulators travel as one `Pair`."""
     if len(s.parts) == 1:
         part = s.parts[0]
         _reduce_calls(w, s, part.name, part.functor, _strip(expr_text(part.identity)))
@@ -480,7 +480,7 @@ _STATEMENT: dict[type, Callable[[Writer, Any], None]] = {
 
 # ------------------------------------------------------------------ the kernel
 def print_kernel(kernel: LoweredKernel) -> tuple[KernelSource, str]:
-    """Return the source of a lowered kernel, and the text of its body."""
+    """Returns the source of a lowered kernel, and the text of its body."""
     index_ctype = c_type(kernel.index_dtype)
     lines, body = _parts(kernel, index_ctype) if kernel.parts else _whole(kernel)
     params, declared = _parameters(kernel, index_ctype)
@@ -501,7 +501,7 @@ def print_kernel(kernel: LoweredKernel) -> tuple[KernelSource, str]:
 
 
 def _whole(kernel: LoweredKernel) -> tuple[list[str], list[str]]:
-    """Return the lines of a kernel, and those of its body alone."""
+    """Returns the lines of a kernel, and those of its body alone."""
     writer = Writer(depth=0)
     writer.body(kernel.body)
     used = _coordinates(kernel.body)
@@ -521,7 +521,7 @@ def _whole(kernel: LoweredKernel) -> tuple[list[str], list[str]]:
 
 
 def _folded_coordinates(fold: Fold, cluster: int) -> dict[str, str]:
-    """Return the texts of a block's coordinates from its number among all."""
+    """Returns the texts of a block's coordinates from its number among all."""
     across, down, _ = map(scalar_text, fold.counts)
     if all(sc.int_value(n) == 1 for n in fold.counts[1:]):
         alone = {} if cluster > 1 else {"by": "0", "bz": "0"}
@@ -534,7 +534,7 @@ def _folded_coordinates(fold: Fold, cluster: int) -> dict[str, str]:
 
 
 def _in_turns(fold: Fold, lines: Sequence[str], *, waits: bool) -> list[str]:
-    """Return the lines of one block in a loop over the blocks that a block of the launch is."""
+    """Returns the lines of one block in a loop over the blocks that a block of the launch is."""
     first, *rest = map(scalar_text, fold.counts)
     count = " * ".join([f"static_cast<int64_t>({first})", *rest])
     # Shared memory is written again.
@@ -548,7 +548,7 @@ def _in_turns(fold: Fold, lines: Sequence[str], *, waits: bool) -> list[str]:
 
 
 def _parts(kernel: LoweredKernel, index_ctype: str) -> tuple[list[str], list[str]]:
-    """Return the same of kernels beside one another: each block finds its part, and has there the
+    """Returns the same of kernels beside one another: each block finds its part, and has there the
     coordinates that it would have in a launch of the part alone."""
     writer = Writer()
     block = "blockIdx.x" if kernel.fold is None else "fold"
@@ -578,7 +578,7 @@ def _parts(kernel: LoweredKernel, index_ctype: str) -> tuple[list[str], list[str
 
 
 def _coordinates_in(part: KernelPart, block: str) -> dict[str, str]:
-    """Return the texts of a part's coordinates, along x and y, of the block of this number."""
+    """Returns the texts of a part's coordinates, along x and y, of the block of this number."""
     block = f"{block} - {part.first}" if part.first else block
     texts = {"bx": block}
     if part.across:
@@ -618,7 +618,7 @@ def _parameters(kernel: LoweredKernel, index_ctype: str) -> tuple[list[KernelPar
 
 
 def _coordinates(body: Body) -> set[str]:
-    """Return the names of the thread and block coordinates that a body uses."""
+    """Returns the names of the thread and block coordinates that a body uses."""
     used: set[str] = set()
 
     def note(x: Scalar | None) -> None:

@@ -89,7 +89,7 @@ def _flag(save_repro_inputs: bool | None) -> bool:
 
 
 def _defined_by(text: str | None) -> FusionDefinition:
-    """Return the definition that a text of `repr` makes; an empty one without a text."""
+    """Returns the definition that a text of `repr` makes; an empty one without a text."""
     fd = FusionDefinition()
     if text is not None:
         names: dict[str, Any] = {"FusionDefinition": FusionDefinition, "DataType": DataType}
@@ -100,7 +100,7 @@ def _defined_by(text: str | None) -> FusionDefinition:
 
 
 def _no_list(given: int, named: Mapping[str, object]) -> ArgumentError:
-    """Return the error of inputs that stand beside one another, or have names."""
+    """Returns the error of inputs that stand beside one another, or have names."""
     options = ("device", "save_repro_inputs", "_enable_options", "_disable_options")
     name = next(iter(named), "")
     text = f"{given} inputs, expected one list of them: write fd.execute([x, y]), or fd(x, y)"
@@ -131,7 +131,7 @@ class FusionDefinition:
 
     @checked
     def __init__(self, *, double_numbers: bool | None = None) -> None:
-        """Make a definition that is written in a `with` block.
+        """Makes a definition that is written in a `with` block.
 
         Args:
             double_numbers: Whether a number beside integers or booleans alone gives Double, as in
@@ -188,15 +188,15 @@ class FusionDefinition:
         return self._fusion
 
     def __repr__(self) -> str:
-        """Return the definition as a Python program (`fuser.frontend.python_printer`)."""
+        """Returns the definition as a Python program (`fuser.frontend.python_printer`)."""
         is_written = hasattr(self, "fec") or self._fusion is not None
         return (
             translate_fusion(self.fusion) if is_written else "<FusionDefinition, not written yet>"
         )
 
     def __reduce__(self) -> tuple[Callable[[str | None], FusionDefinition], tuple[str | None]]:
-        """Copy a definition through its text: `pickle` and `copy.deepcopy` give one that is equal,
-        and that has not run."""
+        """Copies a definition through its text: `pickle` and `copy.deepcopy` give one that is
+        equal, and that has not run."""
         if self.__dict__.get("_fusion_guard") is not None:
             raise DefinitionError(
                 "a definition is copied once it is written: its `with` block has not ended"
@@ -207,14 +207,14 @@ class FusionDefinition:
 
     # ------------------------------------------------------------ definition
     def define_tensor(self, *args: Any, **kwargs: Any) -> TensorView:
-        """Define a tensor input; see `fuser.ops.define.define_tensor` for the three forms."""
+        """Defines a tensor input; see `fuser.ops.define.define_tensor` for the three forms."""
         tv = define.define_tensor(*args, **kwargs)
         self.fusion.add_input(tv)
         return tv
 
     @checked
     def define_scalar(self, value: Any = None, dtype: DtypeLike | None = None) -> Scalar:
-        """Define a scalar: symbolic (then an input) without a value, else a constant."""
+        """Defines a scalar: symbolic (then an input) without a value, else a constant."""
         scalar = define.define_scalar(value, dtype)
         if scalar.is_symbolic():
             # It was just made: no need to look for it among all inputs, as add_input does.
@@ -223,14 +223,14 @@ class FusionDefinition:
 
     @checked
     def define_vector(self, size: int) -> list[Scalar]:
-        """Define `size` symbolic Int scalars, each an input of its own."""
+        """Defines `size` symbolic Int scalars, each an input of its own."""
         if not 0 <= size <= LONGEST:
             raise DefinitionError(f"define_vector: {size} scalars, expected 0 to {LONGEST}")
         return [self.define_scalar(None, DataType.Int) for _ in range(size)]
 
     @checked
     def from_pytorch(self, tensor: torch.Tensor, static_sizes: bool = False) -> TensorView:
-        """Define a tensor input like `tensor`; its sizes are symbolic unless `static_sizes`.
+        """Defines a tensor input like `tensor`; its sizes are symbolic unless `static_sizes`.
 
         A CPU tensor of rank 0 is a CPU scalar (`is_cpu`) where there is a GPU.
         """
@@ -250,7 +250,7 @@ class FusionDefinition:
     def add_output(
         self, output: TensorView | Scalar, alias_input: TensorView | None = None
     ) -> None:
-        """Register an output, or an in-place update of `alias_input` (see `Fusion.add_output`).
+        """Registers an output, or an in-place update of `alias_input` (see `Fusion.add_output`).
 
         Everything that the program computes sees the value that an updated input had at the start
         of the call. An input that is an output itself is returned as the caller's own tensor, which
@@ -260,7 +260,7 @@ class FusionDefinition:
 
     @checked
     def validate_definition(self) -> tuple[bool, str | None]:
-        """Return (whether the definition can run, why not)."""
+        """Returns (whether the definition can run, why not)."""
         if not hasattr(self, "fec") and self._fusion is None:
             return False, _NEVER_WRITTEN
         if not self.fusion.outputs:
@@ -269,7 +269,7 @@ class FusionDefinition:
 
     # ------------------------------------------------------------ execution
     def __call__(self, *inputs: object, **options: Any) -> list[torch.Tensor]:
-        """Run the program on `inputs`: `fd(x, y)` is `fd.execute([x, y])`, with its options."""
+        """Runs the program on `inputs`: `fd(x, y)` is `fd.execute([x, y])`, with its options."""
         return self.execute(inputs, **options)
 
     def execute(
@@ -282,7 +282,7 @@ class FusionDefinition:
         _disable_options: Sequence[str] = NONE,
         **named: object,
     ) -> list[torch.Tensor]:
-        """Run the program on `inputs` and return its visible outputs in `add_output` order.
+        """Runs the program on `inputs` and returns its visible outputs in `add_output` order.
 
         Tensors are local shards where the program shards them; numbers fill scalar inputs; nested
         sequences are flattened in place. The options (`docs/options.md`) hold for this call only.
@@ -318,7 +318,7 @@ class FusionDefinition:
         *given: Any,
         save_repro_inputs: bool | None,
     ) -> list[torch.Tensor]:
-        """Run what has not run yet, or is to be remembered: what is wrong here is an error on all
+        """Runs what has not run yet, or is to be remembered: what is wrong here is an error on all
         ranks."""
 
         def prepare() -> Prepared[list[torch.Tensor]]:
@@ -333,12 +333,12 @@ class FusionDefinition:
 
     # ------------------------------------------------------------ scripts
     def repro_script_for(self, inputs: Iterable[object] | None = None) -> str:
-        """Return a script that defines this program and runs it on inputs like these: of their
+        """Returns a script that defines this program and runs it on inputs like these: of their
         shapes, strides, dtypes and devices; without inputs, one that only defines it."""
         return repro_script(repr(self), inputs)
 
     def last_repro_script(self) -> str:
-        """Return `repro_script_for` the inputs of the last `execute(save_repro_inputs=True)`.
+        """Returns `repro_script_for` the inputs of the last `execute(save_repro_inputs=True)`.
 
         Raises AssertionError when there was none.
         """
@@ -350,7 +350,7 @@ class FusionDefinition:
         return self.repro_script_for(self.fake_inputs)
 
     def _report(self, error: Exception, inputs: object) -> None:
-        """Add the script to an error that may be this project's fault."""
+        """Adds the script to an error that may be this project's fault."""
         try:
             given = inputs if isinstance(inputs, list | tuple) else None
             report(error, self.repro_script_for(given))
@@ -370,7 +370,7 @@ class FusionDefinition:
         _enable_options: Sequence[str] = NONE,
         _disable_options: Sequence[str] = NONE,
     ) -> Trace:
-        """Run the program several times on `inputs`, and return what ran when: a timeline with a
+        """Runs the program several times on `inputs`, and returns what ran when: a timeline with a
         track per stream and one of the host, for each rank, and how long the program computes,
         communicates and does neither (`hostir.profiling.timeline.Trace`).
 
@@ -402,7 +402,7 @@ class FusionDefinition:
         return run_agreed(Communicator.instance(), self._devices(), prepare)
 
     def execute_with_dtensors(self, in_dtensors: Iterable[object]) -> list[DTensor]:
-        """Run the program on DTensors and return its visible outputs as DTensors.
+        """Runs the program on DTensors and returns its visible outputs as DTensors.
 
         A tensor input is a DTensor that lies as the fusion has it: on the same mesh (of any rank,
         of GPUs or CPUs), each dimension of which cuts the same axis or none. Scalar inputs are
@@ -429,13 +429,13 @@ class FusionDefinition:
         return run_agreed(Communicator.instance(), self._devices(), prepare)
 
     def _devices(self) -> tuple[int, ...]:
-        """Return the ranks that run the program; they agree before anything is checked."""
+        """Returns the ranks that run the program; they agree before anything is checked."""
         if hasattr(self, "fec"):
             return self.fec.devices
         return requested_devices(self._fusion) if self._fusion is not None else ()
 
     def _executor_cache(self) -> FusionExecutorCache:
-        """Return the cache, which takes the definition over at the first call."""
+        """Returns the cache, which takes the definition over at the first call."""
         if hasattr(self, "ke"):
             raise OtherEntranceError(
                 "KernelExecutor already exists! Use manual_execute() to execute the fusion."
@@ -451,7 +451,7 @@ class FusionDefinition:
         return self.fec
 
     def cuda_graphs(self) -> list[str]:
-        """Return, for each class of inputs that `execute` knows and each stream that ran it, how
+        """Returns, for each class of inputs that `execute` knows and each stream that ran it, how
         many CUDA graphs repeat its runs, or why none does.
 
         `FUSER_DISABLE=cuda_graphs`, or that option of a call, keeps runs from being captured.
@@ -459,7 +459,8 @@ class FusionDefinition:
         return self.fec.cuda_graphs() if hasattr(self, "fec") else []
 
     def memory(self) -> Memory:
-        """Return the bytes that this definition keeps between runs, and what it shares with others.
+        """Returns the bytes that this definition keeps between runs, and what it shares with
+        others.
 
         The intermediates of all programs of a stream lie in one buffer, as large as the largest
         program needs; `hostir.runtime.plan.Memory` has the numbers. Outputs are the caller's
@@ -468,16 +469,16 @@ class FusionDefinition:
         return self.fec.memory() if hasattr(self, "fec") else Memory()
 
     def compiled_runner(self) -> list[str]:
-        """Return, for each class of inputs that `execute` knows, how many calls the compiled runner
-        has repeated since it last took such calls over, or why it repeats none, and after how many
-        more calls it is asked again.
+        """Returns, for each class of inputs that `execute` knows, how many calls the compiled
+        runner has repeated since it last took such calls over, or why it repeats none, and after
+        how many more calls it is asked again.
 
         `FUSER_DISABLE=compiled_runner`, or that option of a call, leaves all to Python.
         """
         return self.fec.compiled_runner() if hasattr(self, "fec") else []
 
     def overlap_report(self, inputs: Iterable[object]) -> str:
-        """Return which matmuls and communications of the program that ran last run side by side
+        """Returns which matmuls and communications of the program that ran last run side by side
         for inputs like these, and the predicted times that decided it (docs/cost.md).
 
         `FUSER_DISABLE=auto_overlap`, or that option of a call, leaves all as they are. Raises
@@ -488,7 +489,7 @@ class FusionDefinition:
     def manual_execute(
         self, inputs: Iterable[object], heuristic_params: object = None
     ) -> list[torch.Tensor]:
-        """Run the fusion as one kernel with the schedule that the user gave its tensors.
+        """Runs the fusion as one kernel with the schedule that the user gave its tensors.
 
         The schedule is read at the first call. No segmentation, no meshes. `heuristic_params`, what
         `sched.schedule` has returned, say nothing that the schedule does not: where their `lparams`
@@ -520,7 +521,7 @@ class FusionDefinition:
         device: int | str | torch.device | None = None,
         **execute_kwargs: Any,
     ) -> list[torch.Tensor]:
-        """Execute and compare with references, by default what torch computes in the same dtypes.
+        """Executes and compare with references, by default what torch computes in the same dtypes.
 
         Tolerances follow from dtype and reduction size (`fuser.frontend.validation`). Raises
         `ValidationError`, an AssertionError, naming the first output that differs.
@@ -538,7 +539,7 @@ class FusionDefinition:
 
 
 def execute_with_dtensors(fd: FusionDefinition, in_dtensors: Iterable[object]) -> list[DTensor]:
-    """Run a definition on DTensors, and return DTensors: `FusionDefinition.execute_with_dtensors`,
+    """Runs a definition on DTensors, and return DTensors: `FusionDefinition.execute_with_dtensors`,
     which says more, as a function."""
     given: FusionDefinition = require("execute_with_dtensors", "fd", fd, FusionDefinition)
     return given.execute_with_dtensors(in_dtensors)

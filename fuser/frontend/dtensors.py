@@ -50,7 +50,7 @@ _TOLD: WeakSet[FusionExecutorCache] = WeakSet()
 def prepare_dtensors(
     cache: FusionExecutorCache, in_dtensors: Iterable[object]
 ) -> Prepared[list[DTensor]]:
-    """Return what this rank claims to run on the shards of DTensors, and how; nothing is launched.
+    """Returns what this rank claims to run on the shards of DTensors, and how; nothing is launched.
 
     Raises what `FusionDefinition.execute_with_dtensors` does.
     """
@@ -83,7 +83,7 @@ def _is_dtensor(value: object) -> TypeGuard[DTensor]:
 
 
 def _check_inputs(fusion: Fusion, given: Sequence[Argument]) -> tuple[str, ...] | None:
-    """Check that inputs lie as the fusion has them; return the names that they have for the
+    """Checks that inputs lie as the fusion has them; returns the names that they have for the
     dimensions of their meshes."""
     _check_ranks()
     first: tuple[int, tuple[str, ...] | None] | None = None
@@ -107,7 +107,7 @@ def _check_inputs(fusion: Fusion, given: Sequence[Argument]) -> tuple[str, ...] 
 
 
 def _check_ranks() -> None:
-    """Raise `DTensorError` where torch.distributed counts ranks otherwise."""
+    """Raises `DTensorError` where torch.distributed counts ranks otherwise."""
     import torch.distributed as dist
 
     if not dist.is_initialized():
@@ -125,7 +125,7 @@ def _check_ranks() -> None:
 
 
 def _check_placed(position: int, tv: TensorView, value: Any) -> None:
-    """Raise unless a DTensor lies as the fusion has its input."""
+    """Raises unless a DTensor lies as the fusion has its input."""
     what, where = f"execute_with_dtensors: input {position}, {tv},", user_code(tv.user_line())
     axes = _axes_of_dtensor(value, what, where)
     mesh: torch.Tensor = value.device_mesh.mesh
@@ -176,7 +176,7 @@ def _axes_of_dtensor(value: Any, what: str, where: str) -> Axes:
 def _shards(
     cache: FusionExecutorCache, fusion: Fusion, given: Sequence[Argument]
 ) -> list[Argument]:
-    """Return what this rank has of the inputs, in the memory orders that the fusion declares.
+    """Returns what this rank has of the inputs, in the memory orders that the fusion declares.
 
     Torch chooses the order of a shard, mostly row by row whatever strides the DTensor itself has.
     So another order than the declared one is no mistake of the user: the shard is copied, and one
@@ -222,7 +222,7 @@ def _is_moved(tv: TensorView, shard: torch.Tensor) -> bool:
 
 
 def _shard(value: Argument) -> Argument:
-    """Return what this rank has of an input, once it is there."""
+    """Returns what this rank has of an input, once it is there."""
     if not _is_dtensor(value):
         return value
     local: Any = value.to_local()
@@ -240,7 +240,7 @@ def _mesh_of(tv: TensorView) -> DeviceMesh:
 
 
 def _axes_of(tv: TensorView, what: str, cuts_of_axes: Placement) -> Axes:
-    """Return the axis that each dimension of a tensor's mesh cuts, when its axes have these cuts.
+    """Returns the axis that each dimension of a tensor's mesh cuts, when its axes have these cuts.
 
     Raises `UnsupportedError` where shards are no blocks as DTensors have them.
     """
@@ -266,7 +266,7 @@ def _axes_of(tv: TensorView, what: str, cuts_of_axes: Placement) -> Axes:
 def _maker(
     mesh: DeviceMesh, meshes: Sequence[Any], names: tuple[str, ...] | None, devices: Sequence[int]
 ) -> Any:
-    """Return what gives torch's mesh for results, by the type of their device."""
+    """Returns what gives torch's mesh for results, by the type of their device."""
     for one in meshes:
         if (tuple(one.mesh.shape), tuple(one.mesh.flatten().tolist())) == (
             mesh.shape,

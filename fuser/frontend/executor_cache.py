@@ -138,7 +138,7 @@ class FusionExecutorCache(Watching, Inspection):
         self._numbers = sorted(self._free) if self.devices else []
 
     def fusion(self) -> Fusion:
-        """Return the fusion as defined."""
+        """Returns the fusion as defined."""
         return self._defined
 
     @cached_property
@@ -188,7 +188,7 @@ class FusionExecutorCache(Watching, Inspection):
         _enable_options: Sequence[str] = options.NONE,
         _disable_options: Sequence[str] = options.NONE,
     ) -> list[torch.Tensor]:
-        """Run on `inputs`; see `FusionDefinition.execute`."""
+        """Runs on `inputs`; see `FusionDefinition.execute`."""
         if (PROFILERS or self._is_profiled) and profiler_here(is_on=self._is_profiled):
             given = inputs, device, _enable_options, _disable_options
             instance = Communicator.instance()
@@ -242,7 +242,7 @@ class FusionExecutorCache(Watching, Inspection):
         return outputs
 
     def _consider(self, call: CallCacheEntry, given: Sequence[Argument]) -> None:
-        """Give calls like this one, which has run, to the compiled runner if it takes them."""
+        """Gives calls like this one, which has run, to the compiled runner if it takes them."""
         call.hasten(given)
         if call.never or call.steady is not None:
             return
@@ -266,7 +266,7 @@ class FusionExecutorCache(Watching, Inspection):
     def _others_turn(
         self, declined: Steady, inputs: Iterable[object], *others: object
     ) -> list[torch.Tensor] | None:
-        """Return what the compiled runner makes of inputs that have the shape of other calls, None
+        """Returns what the compiled runner makes of inputs that have the shape of other calls, None
         for inputs that are not its own. Lets go of what repeats calls that no longer come."""
         call = self._latest
         is_over = declined.declined > MAX_DECLINED or declined.is_dropped
@@ -292,7 +292,7 @@ class FusionExecutorCache(Watching, Inspection):
     def _glance_at_others(
         self, inputs: Iterable[object], communicator: Communicator
     ) -> tuple[CallCacheEntry | None, tuple[int, ...] | None]:
-        """Return what a glance tells of calls other than the latest, and the places; else None."""
+        """Returns what a glance tells of calls other than the latest, and the places; else None."""
         try:
             call = self._in_turns.get(inputs[0].shape)  # pyright: ignore[reportIndexIssue]
         except Exception:  # of what is no list of tensors, which may raise anything
@@ -317,7 +317,7 @@ class FusionExecutorCache(Watching, Inspection):
         _enable_options: Sequence[str] = options.NONE,
         _disable_options: Sequence[str] = options.NONE,
     ) -> Prepared[list[torch.Tensor]]:
-        """Return what this rank claims to run on `inputs`, and how; nothing is launched."""
+        """Returns what this rank claims to run on `inputs`, and how; nothing is launched."""
         if PROFILERS or self._is_profiled:
             profiler = profiler_here(is_on=self._is_profiled)
             if profiler is not None:
@@ -341,7 +341,7 @@ class FusionExecutorCache(Watching, Inspection):
     def _look(
         self, inputs: Iterable[object], device: int | str | torch.device | None
     ) -> tuple[Iterable[object], Callable[[Callable[[], T]], Callable[[], T]]]:
-        """Return the inputs of a run that is to be agreed on, with what it draws, and what makes a
+        """Returns the inputs of a run that is to be agreed on, with what it draws, and what makes a
         run of it that does so."""
         inputs = self._read(inputs)
         if self._draws is None:
@@ -351,13 +351,13 @@ class FusionExecutorCache(Watching, Inspection):
         return self._draws.look(inputs, device)
 
     def _read(self, inputs: Iterable[object]) -> Iterable[object]:
-        """Return the inputs, CPU scalars as the numbers that they hold now, and the sizes that are
+        """Returns the inputs, CPU scalars as the numbers that they hold now, and the sizes that are
         computed from floats."""
         inputs = inputs if self._scalars is None else self._scalars.read(inputs)
         return inputs if self._float_sizes is None else self._float_sizes.complete(inputs)
 
     def _completed(self, inputs: Iterable[object]) -> list[Argument]:
-        """Return the inputs of a run that does not take place."""
+        """Returns the inputs of a run that does not take place."""
         inputs = self._read(inputs)
         return (
             flatten(inputs, declared=self._fusion.inputs)
@@ -373,7 +373,7 @@ class FusionExecutorCache(Watching, Inspection):
         enable: Sequence[str],
         disable: Sequence[str],
     ) -> tuple[CallCacheEntry, Sequence[Argument], tuple[int, ...] | None]:
-        """Return what is known of calls like this one, its flat inputs, and their places (None for
+        """Returns what is known of calls like this one, its flat inputs, and their places (None for
         the first call)."""
         given: Sequence[Argument] = flatten(inputs, declared=self._fusion.inputs)
         if forward_ad._current_level >= 0:  # pyright: ignore[reportPrivateUsage]
@@ -407,7 +407,7 @@ class FusionExecutorCache(Watching, Inspection):
         communicator: Communicator,
         settings: Settings,
     ) -> CallCacheEntry:
-        """Find or build the program for inputs of a new signature."""
+        """Finds or builds the program for inputs of a new signature."""
         resolved = self._autograd.resolved(inputs)
         with uncollected, progress.shown(communicator.rank()):
             bound, claim, known = self._find_or_build(resolved, device, communicator, settings)
@@ -501,7 +501,7 @@ class FusionExecutorCache(Watching, Inspection):
         device: torch.device,
         settings: Settings,
     ) -> BoundProgram:
-        """Find or build the program, and bind it to this rank."""
+        """Finds or builds the program, and binds it to this rank."""
         program, overlaps = self._program(input_class, communicator, device, settings)
         evaluator = ProgramEvaluator(
             program.container,
@@ -521,7 +521,7 @@ class FusionExecutorCache(Watching, Inspection):
         device: torch.device,
         settings: Settings,
     ) -> tuple[Program, Overlaps | NoOverlap]:
-        """Find or build the program, whether or not this job has the ranks that it names."""
+        """Finds or builds the program, whether or not this job has the ranks that it names."""
         # Asked for outside of the cache's lock: it may connect.
         backend = self._params.backend or (
             PEER_COPIES
@@ -558,7 +558,7 @@ class FusionExecutorCache(Watching, Inspection):
         texts: list[Dump],
         overlaps: Overlaps | NoOverlap,
     ) -> Program:
-        """Lower this definition for a class; `texts` receives the dumps that were asked for."""
+        """Lowers this definition for a class; `texts` receives the dumps that were asked for."""
         label = self._label + (f", program {self._built}" if self._built else "")
         self._built += 1
         where = next((op.where for op in self._fusion.exprs if op.where), "")
@@ -598,7 +598,7 @@ class FusionExecutorCache(Watching, Inspection):
 
     # ------------------------------------------------------------ looking inside
     def program_for(self, inputs: Sequence[Argument]) -> HostIrContainer:
-        """Return the program of the most recent run, else lower one for inputs like these: a job
+        """Returns the program of the most recent run, else lower one for inputs like these: a job
         of any size has the program of any mesh.
         """
         if self._recent.get(Communicator.instance()) is not None:
@@ -620,7 +620,7 @@ class FusionExecutorCache(Watching, Inspection):
 
 
 def _with_notes(report: str, program: HostIrContainer) -> str:
-    """Return a report on overlap, and what an annotation would save beside."""
+    """Returns a report on overlap, and what an annotation would save beside."""
     return "\n".join((report, *(f"note: {note}" for note in sliced_inputs(program))))
 
 
@@ -642,7 +642,7 @@ def overlaps_of(
     settings: Settings,
     params: LowerParams,
 ) -> Overlaps | NoOverlap:
-    """Return what decides which steps the programs of a key take.
+    """Returns what decides which steps the programs of a key take.
 
     On CPU ranks, where streams do not run side by side, only the options `machine` and `steps` ask
     for it.
@@ -684,7 +684,7 @@ def overlaps_of(
 
 
 def _captured(communicator: Communicator, device: torch.device, can_copy: bool) -> tuple[str, ...]:
-    """Return the libraries whose communications a CUDA graph repeats."""
+    """Returns the libraries whose communications a CUDA graph repeats."""
     if device.type != "cuda":
         return ()
     library = communicator.backend_for(device)
@@ -697,7 +697,7 @@ def _captured(communicator: Communicator, device: torch.device, can_copy: bool) 
 def _why_not(
     fusion: Fusion, devices: tuple[int, ...], settings: Settings, params: LowerParams
 ) -> str:
-    """Return why the user's definition, or the options, leave nothing to decide; "" if they do."""
+    """Returns why the user's definition, or the options, leave nothing to decide; "" if they do."""
     if settings.disabled("auto_overlap"):
         return "auto_overlap is disabled"
     if params.standalone:
@@ -742,7 +742,7 @@ _ALIKE: Recent[Hashable, _Alike] = Recent(256)
 
 
 def note_constants(fusion: Fusion) -> None:
-    """Remember the numbers of a program that is built; warn once where only they change."""
+    """Remembers the numbers of a program that is built; warn once where only they change."""
     constants: list[_Constant] = []
     texts = [_without_numbers(op, constants) for op in fusion.exprs]
     if not constants:
@@ -761,7 +761,7 @@ def note_constants(fusion: Fusion) -> None:
 
 
 def _without_numbers(op: TensorOp, constants: list[_Constant]) -> str:
-    """Return the text of an op with its numbers left out; append these to `constants`."""
+    """Returns the text of an op with its numbers left out; appends these to `constants`."""
 
     def mark(v: object) -> object:
         if not isinstance(v, Const):

@@ -45,7 +45,7 @@ class LRUCache:
 
     @checked
     def cache_compile(self, fusion: Fusion) -> FusionExecutorCache:
-        """Return the executor cache of the first fusion that was equal, else make one, which takes
+        """Returns the executor cache of the first fusion that was equal, else make one, which takes
         the fusion over."""
         key = form_of(fusion).key
         with self._lock:
@@ -62,11 +62,11 @@ class LRUCache:
             return entry.executor
 
     def num_fusions(self) -> int:
-        """Return how many fusions are held."""
+        """Returns how many fusions are held."""
         return len(self._entries)
 
     def stats(self) -> str:
-        """Return counts of fusions, look-ups and hits; per fusion, the one used last first."""
+        """Returns counts of fusions, look-ups and hits; per fusion, the one used last first."""
         with self._lock:
             lines = [f"Max Fusions Allowed: {self._limit}"]
             if not self._entries:

@@ -76,17 +76,17 @@ class Draws:
 
     @staticmethod
     def of(fusion: Fusion) -> Draws | None:
-        """Return what a definition draws; None where it draws nothing."""
+        """Returns what a definition draws; None where it draws nothing."""
         return Draws(fusion) if any(map(_draws, fusion.exprs)) else None
 
     def complete(self, inputs: Iterable[object], key: Sequence[int] = (0, 0)) -> list[Argument]:
-        """Return the inputs of `fusion`. Raises `InputError` for another number of them."""
+        """Returns the inputs of `fusion`. Raises `InputError` for another number of them."""
         given = flatten(inputs, declared=self._declared)
         check_count(len(given), self._declared)
         return [*given, *key]
 
     def take(self, inputs: Iterable[object], device: Device) -> list[Argument]:
-        """Return the inputs of a run that begins; the generator moves on."""
+        """Returns the inputs of a run that begins; the generator moves on."""
         given = self.complete(inputs)
         given[-2:] = self._take(device_of(given, device))
         return given
@@ -94,7 +94,7 @@ class Draws:
     def look(
         self, inputs: Iterable[object], device: Device
     ) -> tuple[list[Argument], Callable[[Callable[[], T]], Callable[[], T]]]:
-        """Return the inputs of a run that ranks have to agree on, and what makes a run of it: the
+        """Returns the inputs of a run that ranks have to agree on, and what makes a run of it: the
         generator moves on only then. So it stays in step with the others where there is none.
 
         Other threads may draw meanwhile: torch's generator is copied, never set back.
@@ -114,7 +114,7 @@ class Draws:
         return self._key(generator_of(device))
 
     def _key(self, generator: torch.Generator) -> tuple[int, int]:
-        """Return seed and offset; the generator moves on."""
+        """Returns seed and offset; the generator moves on."""
         if generator.device.type != "cuda":
             drawn = torch.empty((), dtype=torch.int64, device="cpu")
             return int(drawn.random_(generator=generator)), 0
@@ -154,7 +154,7 @@ class _Seed:
 def claimed(
     given: Sequence[object], positions: Sequence[int], device: Device, draws: Draws | None
 ) -> tuple[object, ...]:
-    """Return the inputs at these positions, as ranks compare them in each call: `repr` tells them
+    """Returns the inputs at these positions, as ranks compare them in each call: `repr` tells them
     apart, messages show `str`."""
     numbers = tuple(given[i] for i in positions)
     if draws is None or not positions:
@@ -203,14 +203,14 @@ class FloatSizes:
 
     @staticmethod
     def of(fusion: Fusion) -> FloatSizes | None:
-        """Return the sizes that come from floats; None where there are none."""
+        """Returns the sizes that come from floats; None where there are none."""
         used = [v for op in fusion.used_exprs() for v in op.outputs]
         scalars = structural_scalars(fusion, used)
         found = dict.fromkeys(y for x in scalars for y in _made_of_floats(x))
         return FloatSizes(fusion, found) if found else None
 
     def complete(self, inputs: Iterable[object]) -> list[Argument]:
-        """Return the inputs of `fusion`.
+        """Returns the inputs of `fusion`.
 
         Raises `InputError` for another number of inputs, and for a value that is no size.
         """
@@ -229,7 +229,7 @@ class FloatSizes:
         return [*given, *sizes]
 
     def _size(self, x: Scalar, values: Values) -> int:
-        """Return the value of a size; raises `InputError` for a float that is none."""
+        """Returns the value of a size; raises `InputError` for a float that is none."""
         of = x.args[0] if _is_cast(x) else x
         value = evaluate(of, values)
         is_exact = _is_cast(x) and x.dtype is DataType.Index
@@ -264,7 +264,7 @@ def _is_cast(x: Scalar) -> TypeGuard[Apply]:
 
 
 def _made_of_floats(x: Scalar) -> Iterator[Scalar]:
-    """Yield the integers of `x` that an op makes of floats: of nested ones the outermost."""
+    """Yields the integers of `x` that an op makes of floats: of nested ones the outermost."""
     if isinstance(x, Symbol | Const) or not _has_floats(x):
         return  # an extent is an integer: by itself, or made of others
     if isinstance(x, Apply) and any(not is_int(y) and _has_floats(y) for y in x.args):
@@ -286,7 +286,7 @@ def _parts(x: Scalar) -> Iterator[Scalar]:
 
 
 def _user(fusion: Fusion, size: Scalar) -> TensorOp | None:
-    """Return the first op whose results have a size in their shape; None where none has it."""
+    """Returns the first op whose results have a size in their shape; None where none has it."""
     for op in fusion.used_exprs():
         scalars = (x for v in op.outputs for x in shape_scalars(v))
         if any(y is size for x in scalars for y in _parts(x)):
@@ -340,11 +340,11 @@ class HostScalars:
 
     @staticmethod
     def of(fusion: Fusion) -> HostScalars | None:
-        """Return the CPU scalars of a definition; None where it has none."""
+        """Returns the CPU scalars of a definition; None where it has none."""
         return HostScalars(fusion) if any(map(_is_scalar, fusion.inputs)) else None
 
     def _taken_results(self) -> list[_Result]:
-        """Return what becomes of each result of the program, in which no CPU scalar is an input:
+        """Returns what becomes of each result of the program, in which no CPU scalar is an input:
         an update of one is a result like others there."""
         scalars = {v: i for i, v in enumerate(self._declared) if _is_scalar(v)}
         number_of = {v.number: i for v, i in scalars.items()}
@@ -370,8 +370,8 @@ class HostScalars:
     def finished(
         self, given: Sequence[object], outputs: Sequence[torch.Tensor]
     ) -> list[torch.Tensor]:
-        """Return what the caller gets: CPU scalars are the caller's own, after their updates, which
-        wait for the program."""
+        """Returns what the caller gets: CPU scalars are the caller's own, after their updates,
+        which wait for the program."""
         for result, out in zip(self._results, outputs, strict=True):
             if result.into is not None:
                 _tensor(given[result.into]).copy_(out)
@@ -382,11 +382,11 @@ class HostScalars:
         ]
 
     def flat(self, inputs: Iterable[object]) -> list[object]:
-        """Return the inputs of a call as a flat list, which may be read twice."""
+        """Returns the inputs of a call as a flat list, which may be read twice."""
         return [*flatten(inputs, declared=self._declared)]
 
     def read(self, inputs: Iterable[object]) -> list[Argument]:
-        """Return the inputs of `fusion`.
+        """Returns the inputs of `fusion`.
 
         Raises `InputError` for another number of inputs, and for what is no such scalar.
         """
@@ -427,7 +427,7 @@ class Autograd:
         self._is_warned = False
 
     def resolved(self, inputs: Sequence[Argument]) -> Sequence[Argument]:
-        """Return the inputs with lazy negative and conjugate views computed; kernels read by
+        """Returns the inputs with lazy negative and conjugate views computed; kernels read by
         address.
 
         Raises `InputError` for one that the program writes into.
@@ -450,7 +450,7 @@ class Autograd:
         ]
 
     def without_tangents(self, inputs: Sequence[Argument]) -> Sequence[Argument]:
-        """Return the inputs with the values of dual tensors alone: torch would carry tangents
+        """Returns the inputs with the values of dual tensors alone: torch would carry tangents
         through some ops of a program, and kernels through none. Warns once."""
         duals = {
             i: forward_ad.unpack_dual(v)
@@ -463,7 +463,7 @@ class Autograd:
         return [lost.get(i, v) for i, v in enumerate(inputs)] if lost else inputs
 
     def warn_of_gradients(self, inputs: Sequence[Argument]) -> None:
-        """Warn once that outputs carry no gradient although an input asks for one."""
+        """Warns once that outputs carry no gradient although an input asks for one."""
         if self._is_warned or not torch.is_grad_enabled():
             return
         for i, v in enumerate(inputs):

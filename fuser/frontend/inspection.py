@@ -41,7 +41,7 @@ Used = tuple[int, FusedKernelExecutor, Variant]
 
 
 def kernels_of(bound: BoundProgram, inputs: Sequence[Argument]) -> list[Used]:
-    """Return the kernels that a program launches for inputs like these, each once, in order."""
+    """Returns the kernels that a program launches for inputs like these, each once, in order."""
     device = device_of(inputs, None)
     found: dict[tuple[int, int], Used] = {}
     for request in bound.evaluator.requests(inputs):
@@ -53,7 +53,7 @@ def kernels_of(bound: BoundProgram, inputs: Sequence[Argument]) -> list[Used]:
 
 
 def cuda_text(bound: BoundProgram, inputs: Sequence[Argument], *, with_runtime: bool) -> str:
-    """Return the text of all kernels for inputs like these, on request behind what they are
+    """Returns the text of all kernels for inputs like these, on request behind what they are
     compiled with."""
     texts = [variant.kernel.source.text for _, _, variant in kernels_of(bound, inputs)]
     return "\n".join([preamble(RT_FILES), *texts] if with_runtime else texts)
@@ -62,7 +62,7 @@ def cuda_text(bound: BoundProgram, inputs: Sequence[Argument], *, with_runtime: 
 def scheduled_ir(
     bound: BoundProgram, inputs: Sequence[Argument], *, tensor_transforms: bool
 ) -> str:
-    """Return the scheduled fusion of each segment in run order: of a kernel, that of the local
+    """Returns the scheduled fusion of each segment in run order: of a kernel, that of the local
     shards; of what a library or a communication carries out, its ops."""
     used, device = kernels_of(bound, inputs), device_of(inputs, None)
     texts: list[str] = []
@@ -81,7 +81,7 @@ def scheduled_ir(
 
 
 def stand_ins(signature: Signature, places: Sequence[int]) -> list[Argument]:
-    """Return inputs of a signature that begin in these places of a vector of memory; nothing is
+    """Returns inputs of a signature that begin in these places of a vector of memory; nothing is
     known of their contents."""
     made: list[Argument] = []
     offsets = iter(places or [0] * len(signature))
@@ -99,7 +99,7 @@ def stand_ins(signature: Signature, places: Sequence[int]) -> list[Argument]:
 
 
 def launches_of(program: Program) -> dict[str, int]:
-    """Return launches per run by kind: segments, kernels, library_calls, aliases, collectives."""
+    """Returns launches per run by kind: segments, kernels, library_calls, aliases, collectives."""
     kinds = [s.kind for s in program.segmented.segments]
     return {
         "segments": len(kinds),
@@ -125,14 +125,14 @@ class Inspection:
         def _completed(self, inputs: Iterable[object]) -> list[Argument]: ...
 
     def is_compiled(self, inputs: Sequence[Argument], device: int = 0) -> bool:
-        """Return whether a program for inputs like these exists."""
+        """Returns whether a program for inputs like these exists."""
         del device
         return self._call_like(inputs) is not None
 
     def get_cuda_kernel(
         self, inputs: Sequence[Argument], intrinsic_code: bool = False, device: int = 0
     ) -> str:
-        """Return the CUDA text of all kernels for inputs like these; `intrinsic_code` puts the
+        """Returns the CUDA text of all kernels for inputs like these; `intrinsic_code` puts the
         device functions in front that they are compiled with. Raises `NotCompiledError`."""
         bound, given = self._program_of(inputs)
         return cuda_text(bound, given, with_runtime=intrinsic_code)
@@ -140,13 +140,13 @@ class Inspection:
     def get_scheduled_ir(
         self, inputs: Sequence[Argument], tensor_transforms: bool = False, device: int = 0
     ) -> str:
-        """Return the scheduled IR of each segment for inputs like these, with the tensors' domains
+        """Returns the scheduled IR of each segment for inputs like these, with the tensors' domains
         if asked for. Raises `NotCompiledError`."""
         bound, given = self._program_of(inputs)
         return scheduled_ir(bound, given, tensor_transforms=tensor_transforms)
 
     def get_most_recent_scheduled_ir(self, tensor_transforms: bool = False) -> str:
-        """Return `get_scheduled_ir` of the call that ran last; it takes memory as those inputs do.
+        """Returns `get_scheduled_ir` of the call that ran last; it takes memory as those inputs do.
 
         Raises `NotCompiledError` where none has run.
         """
@@ -159,7 +159,7 @@ class Inspection:
         return scheduled_ir(call.bound, given, tensor_transforms=tensor_transforms)
 
     def _call_like(self, inputs: Sequence[Argument]) -> CallCacheEntry | None:
-        """Return a call with inputs like these, without options if there is one."""
+        """Returns a call with inputs like these, without options if there is one."""
         signature, here = signature_of(self._completed(inputs), self._free), Communicator.instance()
         call = self._by_signature.recall((here, self._settings, None, signature))
         like = (c for k, c in self._by_signature.items() if (k[0], k[-1]) == (here, signature))
@@ -174,20 +174,20 @@ class Inspection:
         return call.bound, self._autograd.resolved(self._completed(inputs))
 
     def program_like(self, inputs: Sequence[Argument]) -> Program:
-        """Return the program for inputs like these. Raises `NotCompiledError`."""
+        """Returns the program for inputs like these. Raises `NotCompiledError`."""
         return self._program_of(inputs)[0].program
 
     def host_program(self) -> HostIrContainer:
-        """Return the program of the most recent run."""
+        """Returns the program of the most recent run."""
         return self._last().program.container
 
     def statistics(self) -> dict[str, int]:
-        """Return launches per execution of the most recent program, by kind: segments, kernels,
+        """Returns launches per execution of the most recent program, by kind: segments, kernels,
         library_calls, aliases, collectives."""
         return launches_of(self._last().program)
 
     def get_output_shardings(self, inputs: Sequence[Argument] | None = None) -> list[Sharding]:
-        """Return the sharding of every visible output of the most recent program, or of that for
+        """Returns the sharding of every visible output of the most recent program, or of that for
         inputs like these; over an empty mesh for one without a mesh, [] when nothing has a mesh.
 
         It is what users and propagation have said: streams that overlap chose are no part of it.
@@ -233,7 +233,7 @@ class Watching:
         _enable_options: Sequence[str] = options.NONE,
         _disable_options: Sequence[str] = options.NONE,
     ) -> Prepared[Trace]:
-        """Return what this rank claims to trace, and how; nothing is launched."""
+        """Returns what this rank claims to trace, and how; nothing is launched."""
         from hostir.profiling.tracer import take_trace
 
         given = inputs, device, _enable_options, _disable_options
@@ -247,7 +247,7 @@ class Watching:
         enable: Sequence[str],
         disable: Sequence[str],
     ) -> Prepared[list[torch.Tensor]]:
-        """Return what this rank claims to run, and how, after which `profiler` has what it took.
+        """Returns what this rank claims to run, and how, after which `profiler` has what it took.
 
         Raises `OtherEntranceError` where that is for runs by hand.
         """
@@ -275,7 +275,7 @@ class Watching:
         device: int | str | torch.device | None,
         *options: Sequence[str],
     ) -> tuple[CallCacheEntry, Prepared[T]]:
-        """Return the call, what this rank claims, and how `take` watches it as `asked`.
+        """Returns the call, what this rank claims, and how `take` watches it as `asked`.
 
         A rank that claims `line` meets neither one that executes nor one with another line.
         """

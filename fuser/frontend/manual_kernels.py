@@ -53,8 +53,9 @@ class KernelExecutor:
         compile_params: CompileParams | None = None,
         scheduler_type: SchedulerType = SchedulerType.none,
     ) -> None:
-        """Take the fusion as it is scheduled now, and compile its kernel for arguments like these,
-        if any are given: else the first `run` does. `scheduler_type` says who has scheduled it.
+        """Takes the fusion as it is scheduled now, and compiles its kernel for arguments like
+        these, if any are given: else the first `run` does. `scheduler_type` says who has scheduled
+        it.
 
         Raises:
             UnsupportedError: the fusion has an op that no kernel computes, a mesh, a stream axis,
@@ -83,11 +84,11 @@ class KernelExecutor:
         return inputs if self._float_sizes is None else self._float_sizes.complete(inputs)
 
     def is_compiled(self) -> bool:
-        """Return whether `compile` has been called."""
+        """Returns whether `compile` has been called."""
         return self._executor is not None
 
     def is_programmatic_dependent_launch_enabled(self) -> bool:
-        """Return False: a kernel begins when the one before it has ended."""
+        """Returns False: a kernel begins when the one before it has ended."""
         return False
 
     @checked
@@ -97,7 +98,7 @@ class KernelExecutor:
         launch_constraints: LaunchParams | None = None,
         compile_params: CompileParams | None = None,
     ) -> list[torch.Tensor]:
-        """Return the outputs, freshly allocated, in order. Raises `NotCompiledError` before
+        """Returns the outputs, freshly allocated, in order. Raises `NotCompiledError` before
         `compile`, and what that raises about parameters."""
         if self._executor is None:
             raise NotCompiledError("KernelExecutor: compile a fusion first")
@@ -124,7 +125,7 @@ class KernelExecutor:
         launch_constraints: LaunchParams | None,
         compile_params: CompileParams | None,
     ) -> None:
-        """Compile the kernel for inputs like these, and check the parameters against it."""
+        """Compiles the kernel for inputs like these, and checks the parameters against it."""
         assert self._executor is not None
         (compile_params or CompileParams()).check()
         outputs, sizes = self._outputs(inputs)
@@ -138,7 +139,7 @@ class KernelExecutor:
         (compile_params or CompileParams()).check_kernel(index_type, device_of(inputs, None))
 
     def _outputs(self, inputs: Sequence[Argument]) -> tuple[list[torch.Tensor], dict[Symbol, int]]:
-        """Return memory for the outputs, and the sizes that the inputs bind."""
+        """Returns memory for the outputs, and the sizes that the inputs bind."""
         device = device_of(inputs, None)
         values = self._binder.bind(inputs, device)
         if self._exact:
@@ -152,13 +153,13 @@ class KernelExecutor:
         return outputs, {s: v for s, v in values.items() if isinstance(v, int)}
 
     def kernel_text(self) -> str:
-        """Return the CUDA text of the kernels made so far."""
+        """Returns the CUDA text of the kernels made so far."""
         variants = () if self._executor is None else self._executor.variants
         return "\n".join(v.kernel.source.text for v in variants)
 
 
 def _check_takes(fusion: Fusion) -> None:
-    """Raise `UnsupportedError` or `DefinitionError` for what one kernel cannot be."""
+    """Raises `UnsupportedError` or `DefinitionError` for what one kernel cannot be."""
     what = "KernelExecutor does not support the Fusion provided."
     library = next((op for op in fusion.used_exprs() if isinstance(op, LibraryOp)), None)
     if library is not None:
@@ -184,7 +185,7 @@ def _check_takes(fusion: Fusion) -> None:
 
 @partial(checked, name="print_kernel")
 def _print_kernel(self: Fusion, compile_params: CompileParams | None = None) -> str:
-    """Return the CUDA text of the fusion as one kernel, with the schedule that its tensors have.
+    """Returns the CUDA text of the fusion as one kernel, with the schedule that its tensors have.
 
     It is that of the current GPU; without one, of an H200. Raises what `KernelExecutor.compile`
     does.

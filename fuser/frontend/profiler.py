@@ -92,7 +92,7 @@ class FusionProfile:
     source: str = ""
 
     def __str__(self) -> str:
-        """Return the table that `FUSER_PROF=print` prints; more columns where it is verbose."""
+        """Returns the table that `FUSER_PROF=print` prints; more columns where it is verbose."""
         head = (
             f"fusion {self.fusion_id}: {self.segments} segments, {self.cuda_evt_time_ms:.3f} ms, "
             f"host {self.host_time_ms:.3f} ms, compiled in {self.compile_time_ms:.3f} ms, kernels "
@@ -144,7 +144,7 @@ _COLUMNS: tuple[tuple[str, Callable[[KernelProfile], str], bool], ...] = (
 
 # ------------------------------------------------------------------ what was measured
 def profile_of_program(taken: Profiled, program: Program, fusion_id: int) -> FusionProfile:
-    """Return the profile of a run of a program."""
+    """Returns the profile of a run of a program."""
     segments = program.segmented.segments
     # The segment that fills a tensor.
     fills = {
@@ -167,7 +167,7 @@ def profile_of_program(taken: Profiled, program: Program, fusion_id: int) -> Fus
 
 
 def profile_of_kernel(taken: Profiled, fusion_id: int) -> FusionProfile:
-    """Return the profile of a kernel that the user scheduled: one segment."""
+    """Returns the profile of a kernel that the user scheduled: one segment."""
     return _profile(taken, [_row(work, taken, 0, "user") for work in taken.work], fusion_id, 1)
 
 
@@ -224,14 +224,14 @@ def _row(work: ProfiledOp, taken: Profiled, segment: int, scheduler: str) -> Ker
 
 
 def _name(work: ProfiledOp) -> str:
-    """Return the name of a kernel's function, else the op and what the device calls its work."""
+    """Returns the name of a kernel's function, else the op and what the device calls its work."""
     if work.launch is not None:
         return work.launch.variant.kernel.source.name
     return " ".join([work.op.name, *(f"[{name}]" for name in work.activities)])
 
 
 def _shape(launch: KernelLaunch | None, device: torch.device) -> tuple[str, str, str, int | None]:
-    """Return grid, block, shared memory and registers of a launch, "" and None for none."""
+    """Returns grid, block, shared memory and registers of a launch, "" and None for none."""
     if launch is None:
         return "", "", "", None
     found = launch.launch
@@ -242,7 +242,7 @@ def _shape(launch: KernelLaunch | None, device: torch.device) -> tuple[str, str,
 
 
 def _cluster(launch: KernelLaunch | None) -> str:
-    """Return the blocks of a cluster, "" where each runs by itself."""
+    """Returns the blocks of a cluster, "" where each runs by itself."""
     blocks = 1 if launch is None else launch.kernel.source.cluster
     return _dims((1, blocks, 1)) if blocks > 1 else ""
 
@@ -252,7 +252,7 @@ def _dims(dims: Sequence[int]) -> str:
 
 
 def _bandwidth(taken: Profiled, nbytes: int, seconds: float) -> tuple[float, float | None]:
-    """Return GB/s, and what part of the device's peak that is, in percent; None without a peak."""
+    """Returns GB/s, and what part of the device's peak that is, in percent; None without a peak."""
     gbs = nbytes / seconds * 1e-9 if seconds > 0 else 0.0
     peak = peak_bandwidth_gbs(taken.device)
     return gbs, None if peak is None else 100 * gbs / peak
@@ -267,14 +267,14 @@ class Profiler:
         self._is_by_hand = is_by_hand
 
     def begin(self, *, by_hand: bool) -> bool:
-        """Return whether CUPTI may be asked for times. Raises `OtherEntranceError` for a run of
+        """Returns whether CUPTI may be asked for times. Raises `OtherEntranceError` for a run of
         another kind than is profiled."""
         if self._is_by_hand not in (None, by_hand):
             raise OtherEntranceError(f"PythonProfiler: {_BY_ITSELF if by_hand else _BY_HAND}")
         return not any(mode.endswith("nocupti") for mode in options.profiler_modes())
 
     def take(self, profile: FusionProfile) -> None:
-        """Keep the profile of a run that is over."""
+        """Keeps the profile of a run that is over."""
         _LAST.set(profile)
         if self._is_by_hand is None and _prints():
             print(profile)
@@ -288,7 +288,8 @@ _OF_THE_PROCESS = Profiler()
 
 
 def profiler_here(*, is_on: bool) -> Profiler | None:
-    """Return who profiles the runs of this thread; `is_on`: somebody does, as `FUSER_PROF` says."""
+    """Returns who profiles the runs of this thread; `is_on`: somebody does, as `FUSER_PROF`
+    says."""
     return _HERE.get() or (_OF_THE_PROCESS if is_on else None)
 
 
@@ -345,8 +346,8 @@ class PythonProfiler:
 
 
 def get_fusion_profile() -> FusionProfile:
-    """Return the profile of the last run of this thread that was profiled, by a `PythonProfiler` or
-    as `FUSER_PROF` asks. Raises `NotCompiledError` where none was."""
+    """Returns the profile of the last run of this thread that was profiled, by a `PythonProfiler`
+    or as `FUSER_PROF` asks. Raises `NotCompiledError` where none was."""
     found = _LAST.get()
     if found is None:
         raise NotCompiledError(
@@ -357,5 +358,5 @@ def get_fusion_profile() -> FusionProfile:
 
 
 def reset_profiler() -> None:
-    """Forget the profile of the last run."""
+    """Forgets the profile of the last run."""
     _LAST.set(None)

@@ -93,12 +93,12 @@ class Program:
         return cut_axes(self.segmented.fusion)
 
     def check_divisible(self, sizes: Mapping[Symbol, int]) -> None:
-        """Raise `ShardingError` where a mesh does not divide one of these (global) sizes."""
+        """Raises `ShardingError` where a mesh does not divide one of these (global) sizes."""
         if self._cut_axes:
             check_cuts(self._cut_axes, refined_sizes(sizes))
 
     def kernel(self, group: KernelGroup) -> FusedKernelExecutor | StepKernels:
-        """Return what runs a kernel group, made at its first use."""
+        """Returns what runs a kernel group, made at its first use."""
         found = self._kernels.get(group.number)
         if found is None:
             made = make_kernel_executor(
@@ -113,7 +113,7 @@ class Program:
         return found
 
     def group_of(self, executor: FusedKernelExecutor) -> int:
-        """Return the number of the kernel group that an executor runs."""
+        """Returns the number of the kernel group that an executor runs."""
         return next(
             number
             for number, runner in self._kernels.items()
@@ -136,7 +136,7 @@ class ProgramCache:
         build: Callable[[], Program],
         steps: Callable[[], Hashable] = lambda: None,
     ) -> Program:
-        """Return the program of a key, and of the steps that were chosen, which may be known only
+        """Returns the program of a key, and of the steps that were chosen, which may be known only
         when one was built. `build` must not communicate: it runs under the lock."""
         found = self._programs.recall((key, steps()))
         if found is not None:
@@ -150,7 +150,7 @@ class ProgramCache:
             return found
 
     def overlaps(self, key: Hashable, make: Callable[[], Overlaps]) -> Overlaps:
-        """Return what decides about the steps of the programs of a key."""
+        """Returns what decides about the steps of the programs of a key."""
         with self._lock:
             found = self._overlaps.recall(key)
             if found is None:
@@ -161,7 +161,7 @@ class ProgramCache:
         return self._programs.size()
 
     def clear(self) -> None:
-        """Forget all programs; those in use live on with their users."""
+        """Forgets all programs; those in use live on with their users."""
         self._programs, self._overlaps = Recent(MAX_PROGRAMS), Recent(MAX_PROGRAMS)
 
 
@@ -185,7 +185,7 @@ def told(
     usual: Settings,
     passed: int,
 ) -> list[str]:
-    """Return the lines of each class of calls, and at their ends what tells it from others: of the
+    """Returns the lines of each class of calls, and at their ends what tells it from others: of the
     inputs, those that the caller has `passed`."""
     return [
         f"{line} {_class_text(key, usual, passed)}"
@@ -212,7 +212,7 @@ class BoundProgram:
 
 
 def why_never(*, draws: bool, is_lazy: bool, have_ranks: bool) -> str:
-    """Return why the compiled runner will repeat no call of this kind; "" where it may."""
+    """Returns why the compiled runner will repeat no call of this kind; "" where it may."""
     reasons = {
         "it draws random numbers, which change from call to call": draws,
         "lazy views are computed": is_lazy,
@@ -252,24 +252,24 @@ class CallCacheEntry:
     patience: int = RUNS_BEFORE
 
     def graphs(self) -> list[str]:
-        """Return how many CUDA graphs repeat such calls on each stream, or why none."""
+        """Returns how many CUDA graphs repeat such calls on each stream, or why none."""
         return self.bound.evaluator.cuda_graphs(self.known)
 
     def repeated(self) -> list[str]:
-        """Return how many such calls the compiled runner has repeated, or why none."""
+        """Returns how many such calls the compiled runner has repeated, or why none."""
         if self.steady is None:
             return [f"not repeated: {self.never or self._what_is_awaited()}"]
         return [f"repeated: {self.steady.runs} call(s)"]
 
     def _what_is_awaited(self) -> str:
-        """Return why the compiled runner repeats no such call yet, and when it is asked again."""
+        """Returns why the compiled runner repeats no such call yet, and when it is asked again."""
         why = self.why_not
         if why == compiled_runner.COMPILING:
             why = compiled_runner.waits_for()
         return f"{why}; asked again in {self.runs_left} call(s)"
 
     def let_go(self, declined: Steady) -> None:
-        """Drop what repeats such calls and no longer does. One that was of use is soon made anew:
+        """Drops what repeats such calls and no longer does. One that was of use is soon made anew:
         an error, which takes its arena, or a larger program, which moves it, may have ended that.
         """
         why = "the calls were of other kinds, one has failed, or a larger program moved its memory"
@@ -279,7 +279,7 @@ class CallCacheEntry:
         self.runs_left = self.patience
 
     def hasten(self, inputs: Iterable[Any]) -> None:
-        """Let calls like this one, which has come often, be seen by a glance in C, once there is
+        """Lets calls like this one, which has come often, be seen by a glance in C, once there is
         one; ask again later where there is none yet."""
         if self.why_not != compiled_runner.COMPILING:  # which ends soon
             self.patience = min(2 * self.patience, MAX_PATIENCE)
@@ -297,7 +297,7 @@ class CallCacheEntry:
             self.glance = runner.Glance(tensors, VECTOR_BYTES - 1, places, self.glance)
 
     def prepare(self, inputs: Any, places: tuple[int, ...]) -> Prepared[list[torch.Tensor]]:
-        """Return what `FusionExecutorCache.prepare` does, for inputs that the glance has seen."""
+        """Returns what `FusionExecutorCache.prepare` does, for inputs that the glance has seen."""
         self.runs_left -= 1
         if not self.runs_left:
             self.hasten(inputs)

@@ -73,7 +73,7 @@ OPERATORS = {"floorDiv": "//", "floorMod": "%"}
 
 
 def number_text(value: float | complex) -> str:
-    """Return a number as Python that gives it back: `2.50000`, `float("inf")`, `1.00000+2.00000j`.
+    """Returns a number as Python that gives it back: `2.50000`, `float("inf")`, `1.00000+2.00000j`.
 
     Six digits are nvFuser's; a number that has more is written with as many as give it back.
     """
@@ -92,7 +92,7 @@ def number_text(value: float | complex) -> str:
 
 @checked
 def translate_fusion(fusion: Fusion) -> str:
-    """Return a fusion as a Python program: the text of `repr(fd)`, which ends with a newline.
+    """Returns a fusion as a Python program: the text of `repr(fd)`, which ends with a newline.
 
     Raises:
         UnsupportedError: a value has no statement; the message names it.
@@ -121,7 +121,7 @@ class _Writer:
 
     # ------------------------------------------------------------ the program
     def program(self) -> list[str]:
-        """Return the lines of the body."""
+        """Returns the lines of the body."""
         if self._fusion.double_numbers:
             self._add("fd.fusion.double_numbers = True")
         for value in self._fusion.inputs:
@@ -158,7 +158,7 @@ class _Writer:
         self._made(_statement_of(op), op.outputs)
 
     def _made(self, call: PythonCall, results: Sequence[TensorView]) -> None:
-        """Write a statement, and the equalities that were said behind it."""
+        """Writes a statement, and the equalities that were said behind it."""
         text = self._call(call)
         for out in results:
             self._name(out)
@@ -168,7 +168,7 @@ class _Writer:
             self._declare(out)
 
     def _factored(self, found: Factored) -> None:
-        """Write a reduction as a whole, and the calls that make its parts."""
+        """Writes a reduction as a whole, and the calls that make its parts."""
         call = _statement_of(found.ops[0])
         dims = {"dims": found.dims} if "dims" in call.kwargs else {}
         self._made(replace(call, kwargs={**call.kwargs, **dims}), [found.out])
@@ -183,13 +183,13 @@ class _Writer:
             self._declare(step.made)
 
     def _declare(self, after: TensorView | None) -> None:
-        """Write the equalities that no op says."""
+        """Writes the equalities that no op says."""
         for said in self._declared.pop(after, ()):
             a, b = self.text(said.a), self.text(said.b)
             self._add(f"fd.fusion.declare_extents({a}, {b})")
 
     def _outputs(self) -> None:
-        """Write the outputs in their order; an update stands in front of the plain form."""
+        """Writes the outputs in their order; an update stands in front of the plain form."""
         updated: set[TensorView] = set()
         for out in self._fusion.outputs:
             name = self.text(out)
@@ -214,7 +214,7 @@ class _Writer:
         return f"fd.{call.name}({', '.join(arguments)})"
 
     def text(self, value: object) -> str:
-        """Return a value as Python; scalars that need statements get them first."""
+        """Returns a value as Python; scalars that need statements get them first."""
         match value:
             case TensorView():
                 name = self._tensors.get(value)
@@ -240,7 +240,7 @@ class _Writer:
 
     # ------------------------------------------------------------ scalars
     def _scalar(self, x: Scalar) -> str:
-        """Return the name or the literal of a scalar, whose statements are written first."""
+        """Returns the name or the literal of a scalar, whose statements are written first."""
         for y in postorder(x, lambda s: s in self._scalars or _is_literal(s)):
             self._write_scalar(y)
         return self._scalars[x] if x in self._scalars else self.text(_number(x))
@@ -283,7 +283,7 @@ class _Writer:
         return f"fd.ops.{name}({', '.join(args)})"
 
     def _sum(self, x: Poly) -> None:
-        """Write a polynomial as products and their sum."""
+        """Writes a polynomial as products and their sum."""
         total: Scalar | None = None
         for atoms, coefficient in x.terms:
             is_taken = total is not None and coefficient < 0
@@ -310,7 +310,7 @@ class _Writer:
     def _step(
         self, name: str, make: Callable[[Scalar, Scalar], Scalar], a: Scalar, b: Scalar
     ) -> Scalar:
-        """Write one op of two scalars, unless its result has a name; return the result."""
+        """Writes one op of two scalars, unless its result has a name; returns the result."""
         made = make(a, b)
         if made not in self._scalars:
             self._scalar_line(made, f"fd.ops.{name}({self.text(a)}, {self.text(b)})")
@@ -335,7 +335,7 @@ def _number(x: Scalar) -> object:
 
 # ------------------------------------------------------------------ inputs
 def _definition_of(tv: TensorView) -> PythonCall:
-    """Return the call that defines an input; what it does not say, `ScheduleText` does."""
+    """Returns the call that defines an input; what it does not say, `ScheduleText` does."""
     axes, domain = tv.domain.logical, tv.domain
     order = stride_order_of(tv)
     flags: Sequence[bool | None] = domain.contiguity
@@ -392,7 +392,7 @@ COMPILED = (nodes.Reshard,)
 
 
 def _row(*kinds: type[TensorOp]) -> Callable[[Statement], Statement]:
-    """Register the statement of node classes."""
+    """Registers the statement of node classes."""
 
     def register(statement: Statement) -> Statement:
         STATEMENTS.update(dict.fromkeys(kinds, statement))
@@ -406,19 +406,19 @@ def _ops(name: str, *args: object, **kwargs: object) -> PythonCall:
 
 
 def _filled(value: Scalar | None) -> object:
-    """Return a number that the op converts to its own dtype, any other scalar as it is."""
+    """Returns a number that the op converts to its own dtype, any other scalar as it is."""
     if isinstance(value, Const) and cmath.isfinite(value.value):
         return value.value
     return value
 
 
 def _given(**optional: tuple[object, object]) -> dict[str, object]:
-    """Return the arguments (value, default) that are not their defaults."""
+    """Returns the arguments (value, default) that are not their defaults."""
     return {name: value for name, (value, default) in optional.items() if value != default}
 
 
 def stride_order_of(tv: TensorView) -> list[int] | None:
-    """Return the rank by stride of each logical axis, where an order of their own is declared."""
+    """Returns the rank by stride of each logical axis, where an order of their own is declared."""
     logical, order = tv.domain.logical_numbers, tv.domain.allocation_numbers
     if order == logical or sorted(order) != sorted(logical):
         return None
@@ -692,7 +692,7 @@ class ScheduleText:
         self._ends = {*fusion.inputs, *fusion.outputs}
 
     def write(self) -> list[str]:
-        """Write the lines of all tensors; return the names of the package that stand in them."""
+        """Writes the lines of all tensors; returns the names of the package that stand in them."""
         tensors = self._fusion.tensors()
         for tv in tensors:
             text, placements = _TensorText(tv, self._text, self._line), _placements_of(tv)
@@ -724,7 +724,7 @@ class ScheduleText:
         self._line(f"{name}.set_device_mesh({mesh})" if is_set else f"{name}.mesh = {mesh}")
 
     def _mesh_name(self, mesh: DeviceMesh) -> str:
-        """Return the variable of a mesh, which its first use defines."""
+        """Returns the variable of a mesh, which its first use defines."""
         name = self._meshes.get(mesh)
         if name is None:
             name = self._meshes[mesh] = f"mesh{len(self._meshes)}"
@@ -737,7 +737,7 @@ class ScheduleText:
 
 
 def _placements_of(tv: TensorView) -> list[Shard | Replicate] | None:
-    """Return the placements of a tensor that one `shard` cuts as it is; None for any other."""
+    """Returns the placements of a tensor that one `shard` cuts as it is; None for any other."""
     placements, domain = placements_of(tv), tv.domain
     named = {*domain.loop_numbers, *domain.logical_numbers, *domain.root_numbers}
     is_cut = placements is not None and any(isinstance(p, Shard) for p in placements)
@@ -745,7 +745,7 @@ def _placements_of(tv: TensorView) -> list[Shard | Replicate] | None:
 
 
 def _ranks_text(mesh: DeviceMesh) -> str:
-    """Return what the constructor of a mesh takes."""
+    """Returns what the constructor of a mesh takes."""
     ranks = list(mesh.devices)
     if mesh.ndim == 1:
         is_range = len(ranks) > 2 and ranks == list(range(ranks[0], ranks[0] + len(ranks)))
@@ -757,7 +757,7 @@ def _ranks_text(mesh: DeviceMesh) -> str:
 
 
 def transform_call(t: Transform, loop: list[int], text: Text) -> str | None:
-    """Return the call of a transform of loop axes, None where users have none; the axes are those
+    """Returns the call of a transform of loop axes, None where users have none; the axes are those
     behind it then."""
     places = [loop.index(n) for n in t.inputs]
     for n in t.inputs:
@@ -805,7 +805,7 @@ class _TensorText:
         self._layout()
 
     def write_layout(self) -> None:
-        """Write the layout of a tensor whose loops are what they are to be."""
+        """Writes the layout of a tensor whose loops are what they are to be."""
         self._loop = [*self._domain.loop_numbers]
         self._layout()
 
@@ -814,13 +814,13 @@ class _TensorText:
         return self._text(self._tv)
 
     def _transforms(self) -> list[Transform]:
-        """Return what derives loops from logical axes."""
+        """Returns what derives loops from logical axes."""
         domain = self._domain
         own = transforms_between(domain, domain.root, domain.logical) if domain.root else ()
         return [t for t in domain.transforms if t not in own]
 
     def _reorder(self) -> dict[int, int] | None:
-        """Return where loop axes are to be moved; None where all are in place."""
+        """Returns where loop axes are to be moved; None where all are in place."""
         wanted = [*self._domain.loop_numbers]
         if self._loop == wanted:
             return None
@@ -834,7 +834,7 @@ class _TensorText:
         yield "get_root_domain()", self._domain.root_numbers
 
     def _keep(self, number: int) -> None:
-        """Name an axis that a transform is about to take out of all views."""
+        """Names an axis that a transform is about to take out of all views."""
         if number in self._handles or any(number in view for _, view in self._views()):
             return
         name = f"{self._name}_axis{len(self._handles)}"
@@ -842,7 +842,7 @@ class _TensorText:
         self._handles[number] = name
 
     def _handle(self, number: int) -> str:
-        """Return the text of an axis of the finished tensor."""
+        """Returns the text of an axis of the finished tensor."""
         if number in self._loop:
             return f"{self._name}.axis({self._loop.index(number)})"
         if number in self._handles:
@@ -853,7 +853,7 @@ class _TensorText:
         raise UnsupportedError(f"no statement for axis {self._domain.axes[number]} of {self._tv}")
 
     def _place(self, number: int) -> tuple[bool, int]:
-        """Return where an axis stands among those that are parallelized: loops come first."""
+        """Returns where an axis stands among those that are parallelized: loops come first."""
         is_loop = number in self._loop
         return not is_loop, self._loop.index(number) if is_loop else number
 
@@ -875,7 +875,7 @@ class _TensorText:
 
 
 def _first_layout(tv: TensorView) -> tuple[tuple[int, ...], tuple[bool | None, ...]]:
-    """Return allocation and contiguity as the statement of a tensor leaves them."""
+    """Returns allocation and contiguity as the statement of a tensor leaves them."""
     domain = tv.domain
     definition = tv.definition()
     order = domain.allocation_numbers
@@ -921,7 +921,7 @@ class Factored:
 
 
 def factored_reductions(fusion: Fusion) -> dict[TensorOp, Factored]:
-    """Return the reductions in parts of a fusion, by the first op of each."""
+    """Returns the reductions in parts of a fusion, by the first op of each."""
     found: dict[TensorOp, Factored] = {}
     inside: set[TensorOp] = set()
     for k, op in enumerate(fusion.exprs):
@@ -933,7 +933,7 @@ def factored_reductions(fusion: Fusion) -> dict[TensorOp, Factored]:
 
 
 def _factored(ops: Sequence[TensorOp]) -> Factored:
-    """Return the reduction whose first part is the first of these ops."""
+    """Returns the reduction whose first part is the first of these ops."""
     first = ops[0].out_tensor
     roots = {n: k for k, n in enumerate(first.domain.root_numbers)}
     # Of each axis that the next op reads, the axis of the first op's operand that it still is.
@@ -954,15 +954,15 @@ def _factored(ops: Sequence[TensorOp]) -> Factored:
 
 
 def _kept(out: TensorView, origins: Sequence[int | None]) -> list[int | None]:
-    """Return the origins of what is left of the root axes of a part: None for what splits made."""
+    """Returns the origins of what is left of the root axes of a part: None for what splits made."""
     domain = out.domain
     of = dict(zip((a.number for a in domain.maybe_root), origins, strict=True))
     return [of.get(a.number) for a in domain.no_reductions]
 
 
 def _steps(chain: Sequence[TensorOp]) -> list[RfactorCall]:
-    """Return the calls that make the parts: those of one family factor the reduction once, and then
-    what that has made."""
+    """Returns the calls that make the parts: those of one family factor the reduction once, and
+    then what that has made."""
     whole = chain[-1].out_tensor
     parts = [op.out_tensor for op in chain[:-1]]
     heads = [k for k, tv in enumerate(parts) if tv.domain.root_numbers]
@@ -981,7 +981,7 @@ def _steps(chain: Sequence[TensorOp]) -> list[RfactorCall]:
 
 
 def _reducers(family: Sequence[TensorView]) -> list[int | None]:
-    """Return which of the parts reduces each logical axis of the first, None: none of them."""
+    """Returns which of the parts reduces each logical axis of the first, None: none of them."""
     left = list(range(len(family[0].domain.logical)))
     found: list[int | None] = [None] * len(left)
     for k, tv in enumerate(family):
@@ -1000,7 +1000,7 @@ _INTERNAL = (CompileError, ExecutionError, KernelError, VerifyError)
 
 
 def repro_script(program: str, inputs: Iterable[object] | None) -> str:
-    """Return a script of a program's text (`translate_fusion`), and of inputs like these if there
+    """Returns a script of a program's text (`translate_fusion`), and of inputs like these if there
     are any: random values of their shapes, strides, dtypes and devices; numbers as they are."""
     lines = ["# CUDA devices:"]
     for k in range(torch.cuda.device_count()):
@@ -1047,7 +1047,7 @@ def _input_text(value: torch.Tensor | bool | int | float | complex) -> str:
 
 
 def fake_inputs(inputs: Sequence[object]) -> list[object]:
-    """Return tensors without contents in the place of tensors: what a script needs of them."""
+    """Returns tensors without contents in the place of tensors: what a script needs of them."""
     from torch._subclasses.fake_tensor import FakeTensorMode
 
     mode = FakeTensorMode()
@@ -1063,5 +1063,5 @@ def is_internal(error: BaseException) -> bool:
 
 
 def report(error: BaseException, script: str) -> None:
-    """Add a script to what is shown of an error."""
+    """Adds a script to what is shown of an error."""
     error.add_note(f"If this is a fault of fuser, this script shows it again:\n```\n{script}```")

@@ -49,7 +49,7 @@ _RELATIVE = 0.01
 
 
 def tolerance(dtype: DataType, size: int) -> Tolerance:
-    """Return (atol, rtol) of a result that sums `size` numbers."""
+    """Returns (atol, rtol) of a result that sums `size` numbers."""
     if category(dtype) in ("int", "bool"):
         return 0.0, 0.0
     is_full = dtype in (
@@ -70,7 +70,7 @@ def tolerance(dtype: DataType, size: int) -> Tolerance:
 
 
 def _tolerances(fusion: Fusion, args: Sequence[Argument]) -> dict[TensorView, Tolerance]:
-    """Return the tolerance of every output."""
+    """Returns the tolerance of every output."""
     values = bind_inputs(fusion, args)
     sizes: dict[TensorView, int] = {}
     for op in fusion.used_exprs():
@@ -88,13 +88,13 @@ def _tolerances(fusion: Fusion, args: Sequence[Argument]) -> dict[TensorView, To
 
 @checked
 def get_val_tolerances(fusion: Fusion, args: Sequence[object]) -> list[Tolerance]:
-    """Return (atol, rtol) of each output that is not written into an input."""
+    """Returns (atol, rtol) of each output that is not written into an input."""
     found = _tolerances(fusion, flatten(args))
     return [found[out] for out in fusion.outputs if fusion.alias_of(out) is None]
 
 
 def references(fusion: Fusion, args: Sequence[Argument]) -> list[torch.Tensor]:
-    """Return what torch computes of the visible outputs, in the fusion's own dtypes.
+    """Returns what torch computes of the visible outputs, in the fusion's own dtypes.
 
     Raises `UnsupportedError` for sharded programs, and for random ops without a seed.
     """
@@ -120,7 +120,7 @@ def compare(
     wanted: Sequence[torch.Tensor],
     args: Sequence[Argument],
 ) -> None:
-    """Raise `ValidationError` naming the first visible output that is not as wanted."""
+    """Raises `ValidationError` naming the first visible output that is not as wanted."""
     shown = [out for out in fusion.outputs if not fusion.is_hidden(out)]
     if not len(outputs) == len(wanted) == len(shown):
         raise ValidationError(
@@ -147,8 +147,8 @@ def compare(
 
 
 def _legal_changes(fusion: Fusion, args: Sequence[Argument]) -> list[torch.Tensor]:
-    """Return how far each element of each output may move by roundings that kernels leave out: of a
-    product that is added (a fused multiply-add), and of a half-precision value in between.
+    """Returns how far each element of each output may move by roundings that kernels leave out: of
+    a product that is added (a fused multiply-add), and of a half-precision value in between.
 
     The program is computed in float64 with such values moved by one rounding, up or down, several
     times. Returns [] where torch cannot compute it (see `references`).
@@ -205,7 +205,7 @@ def _difference(
     rtol: float,
     legal: torch.Tensor | None = None,
 ) -> str:
-    """Return how a result differs from what was wanted, "" where it does not."""
+    """Returns how a result differs from what was wanted, "" where it does not."""
     if not (out.is_floating_point() or out.is_complex()):
         if torch.equal(out, wanted.to(out.dtype)):
             return ""
@@ -229,7 +229,7 @@ def _difference(
 def validate_with_auto_inferred_outputs(
     fusion: Fusion, fusion_outputs: Sequence[torch.Tensor], args: Sequence[object]
 ) -> None:
-    """Compare outputs with what torch computes from the same inputs, which no update has changed.
+    """Compares outputs with what torch computes from the same inputs, which no update has changed.
 
     Raises `ValidationError` naming the first output that differs, and `UnsupportedError` where
     torch cannot tell (see `references`).
@@ -239,7 +239,7 @@ def validate_with_auto_inferred_outputs(
 
 
 def as_before(fusion: Fusion, args: Sequence[Argument]) -> list[Argument]:
-    """Return the arguments of a call with copies of those that it updates."""
+    """Returns the arguments of a call with copies of those that it updates."""
     updated = {i for i, v in enumerate(fusion.inputs) if any(a.into is v for a in fusion.aliases)}
     return [
         v.clone() if i in updated and isinstance(v, torch.Tensor) else v for i, v in enumerate(args)
@@ -252,7 +252,7 @@ def validate_run(
     inputs: Sequence[object],
     given: Sequence[torch.Tensor] | None,
 ) -> list[torch.Tensor]:
-    """Return the outputs of a run that equal the references which were given, else torch's."""
+    """Returns the outputs of a run that equal the references which were given, else torch's."""
     args = flatten(inputs)
     before = as_before(fusion, args)
     outputs = run(args)

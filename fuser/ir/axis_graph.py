@@ -32,7 +32,7 @@ AxisPair = tuple[IterDomain, IterDomain]
 def mapped_axes(
     op: TensorOp, operand_index: int, out: TensorView | None = None
 ) -> tuple[AxisPair, ...]:
-    """Return the (producer logical axis, consumer root axis) pairs of one tensor operand.
+    """Returns the (producer logical axis, consumer root axis) pairs of one tensor operand.
 
     Pairs of a broadcast and a concrete axis are included; `is_exact_pair` tells them apart.
     """
@@ -41,7 +41,7 @@ def mapped_axes(
 
 
 def alike_axes(op: TensorOp, operand_index: int, out: TensorView) -> tuple[AxisPair, ...]:
-    """Return `mapped_axes` with the pairs of axes that are cut alike, too."""
+    """Returns `mapped_axes` with the pairs of axes that are cut alike, too."""
     return _pairs(op, operand_index, out, op.alike_map(operand_index, out))
 
 
@@ -59,7 +59,7 @@ def _pairs(
 
 
 def parallel_axes(op: TensorOp, out: TensorView, sibling: TensorView) -> Iterator[AxisPair]:
-    """Yield the logical axes of two results of an op that are the same axis."""
+    """Yields the logical axes of two results of an op that are the same axis."""
     mine, theirs = out.domain.logical, sibling.domain.logical
     return ((mine[a], theirs[b]) for a, b in op.parallel_axes(out, sibling))
 
@@ -70,7 +70,7 @@ def is_exact_pair(pair: AxisPair) -> bool:
 
 
 def tensor_operands(op: TensorOp) -> Iterator[tuple[int, TensorView]]:
-    """Yield (operand index, tensor) for the tensor operands of an op."""
+    """Yields (operand index, tensor) for the tensor operands of an op."""
     for index, value in enumerate(op.inputs):
         if isinstance(value, TensorView):
             yield index, value
@@ -103,7 +103,7 @@ class AxisGraph:
         self._close()
 
     def find(self, axis: Axis | IterDomain) -> int:
-        """Return the representative number of the axis's exact class."""
+        """Returns the representative number of the axis's exact class."""
         return self._find(axis.number)
 
     def mapped(self, a: Axis | IterDomain, b: Axis | IterDomain) -> bool:
@@ -111,7 +111,7 @@ class AxisGraph:
         return self._find(a.number) == self._find(b.number)
 
     def concretized(self, axis: Axis | IterDomain) -> frozenset[int]:
-        """Return the classes of concrete axes that a broadcast axis becomes downstream."""
+        """Returns the classes of concrete axes that a broadcast axis becomes downstream."""
         seen: set[int] = set()
         todo = [self._find(axis.number)]
         edges: dict[int, set[int]] = {}
@@ -129,12 +129,12 @@ class AxisGraph:
         return axis.number in self._axes
 
     def join(self, a: Axis | IterDomain, b: Axis | IterDomain) -> None:
-        """Count two axes as one, and those that follow."""
+        """Counts two axes as one, and those that follow."""
         self._union(a.number, b.number)
         self._close()
 
     def classes(self) -> list[tuple[int, ...]]:
-        """Return the numbers of the axes of each class, in order."""
+        """Returns the numbers of the axes of each class, in order."""
         found: dict[int, list[int]] = {}
         for number in sorted(self._axes):
             found.setdefault(self._find(number), []).append(number)
@@ -165,7 +165,7 @@ class AxisGraph:
         return self._fusion.canonical(self._axes[number].size)
 
     def _keys(self, t: Transform) -> tuple[tuple[object, ...], ...]:
-        """Return what makes a transform another's equal, whatever its axes: one of these."""
+        """Returns what makes a transform another's equal, whatever its axes: one of these."""
         return (self._key(t),)
 
     def _key(self, t: Transform) -> tuple[object, ...]:
@@ -183,7 +183,7 @@ class AxisGraph:
                 return ("shift", t.width)
 
     def _close(self) -> None:
-        """Forward and backward congruence, to a fixed point."""
+        """Forwards and backward congruence, to a fixed point."""
         keyed = [(key, t) for t in self._transforms for key in self._keys(t)]
         changed = True
         while changed:

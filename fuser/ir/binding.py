@@ -41,7 +41,7 @@ class _Axis:
         return f"axis {self.position} of {self.tv}"
 
     def found(self, size: int) -> str:
-        """Return how the size came about."""
+        """Returns how the size came about."""
         if self.blocks == 1:
             return str(size)
         return f"{size} (local size {size // self.blocks} times {self.blocks} ranks)"
@@ -79,7 +79,7 @@ class Binder:
     def bind(
         self, arguments: Sequence[Argument], known: Mapping[Symbol, Number] | None = None
     ) -> Values:
-        """Return the value of every symbol; `known` ones are checks from the start.
+        """Returns the value of every symbol; `known` ones are checks from the start.
 
         Raises `InputError` naming both tensors and axes when sizes contradict each other,
         `ShardingError` when a size does not fit the mesh.
@@ -125,7 +125,7 @@ class Binder:
         return values
 
     def _make_at_once(self) -> Callable[[Sequence[Argument]], Values | None]:
-        """Return what gives the values where every equality holds as soon as it is come to; None
+        """Returns what gives the values where every equality holds as soon as it is come to; None
         where not all symbols are found in that order, or where `bind` has an error to tell."""
         text, order = PythonText(), list[Symbol]()
         names, lines, constant = text.names, text.lines, text.constant
@@ -229,7 +229,7 @@ class Binder:
                 )
 
     def _shard_hint(self, axis: _Axis, values: Values) -> str:
-        """Return which shard a rank passes of a tensor that a mesh cuts along this axis."""
+        """Returns which shard a rank passes of a tensor that a mesh cuts along this axis."""
         if axis.blocks == 1:
             return ""
         position = self._declared.index(axis.tv)
@@ -253,7 +253,7 @@ _SPREAD = "; to spread it over the other's elements, declare {} as 1 in define_t
 
 
 def _spread_hint(axis: _Axis, size: int) -> str:
-    """Return what to write where an axis of one element meets a longer one."""
+    """Returns what to write where an axis of one element meets a longer one."""
     return _SPREAD.format(f"axis {axis.position} of {axis.tv.label}") if size == 1 else ""
 
 
@@ -263,7 +263,7 @@ def _from(extents: Iterable[Scalar], source: Mapping[Symbol, object]) -> str:
 
 
 def complete(fusion: Fusion, values: Values) -> None:
-    """Add the values that follow from equal extents, in place."""
+    """Adds the values that follow from equal extents, in place."""
     relations = fusion.equal_extents()
     is_done = False
     while not is_done:
@@ -280,7 +280,7 @@ def complete(fusion: Fusion, values: Values) -> None:
 
 
 def _evaluated(x: Scalar, values: Mapping[Symbol, Number]) -> int | None:
-    """Return the value of an extent, None where a symbol has none yet."""
+    """Returns the value of an extent, None where a symbol has none yet."""
     if isinstance(x, Symbol):
         found = values.get(x)
         return None if found is None else int(found)
@@ -290,12 +290,12 @@ def _evaluated(x: Scalar, values: Mapping[Symbol, Number]) -> int | None:
 
 
 def _counted(text: PythonText, x: Scalar) -> str:
-    """Return the expression of an extent whose symbols have names."""
+    """Returns the expression of an extent whose symbols have names."""
     return text.name(x) if isinstance(x, Symbol | Const) else f"int({text.name(x)})"
 
 
 def size_of(x: Scalar, values: Mapping[Symbol, Number]) -> int:
-    """Return the value of an extent; a division by an empty extent gives 0.
+    """Returns the value of an extent; a division by an empty extent gives 0.
 
     Raises `InputError` for a symbol that no input binds.
     """
@@ -308,13 +308,13 @@ def size_of(x: Scalar, values: Mapping[Symbol, Number]) -> int:
 
 
 def bind_inputs(fusion: Fusion, arguments: Sequence[Argument]) -> Values:
-    """Return the value of every extent symbol and scalar input of a fusion; see `Binder.bind`."""
+    """Returns the value of every extent symbol and scalar input of a fusion; see `Binder.bind`."""
     return Binder(fusion).bind(arguments)
 
 
 # ------------------------------------------------------------------ signatures
 def free_inputs(fusion: Fusion, tensors: Iterable[TensorView] | None = None) -> frozenset[int]:
-    """Return the positions of scalar inputs on which no size, split or resize depends.
+    """Returns the positions of scalar inputs on which no size, split or resize depends.
 
     `tensors` defaults to those of the fusion.
     """
@@ -326,13 +326,13 @@ def free_inputs(fusion: Fusion, tensors: Iterable[TensorView] | None = None) -> 
 
 
 def structural_scalars(fusion: Fusion, tensors: Iterable[TensorView]) -> list[Scalar]:
-    """Return the sizes, splits and resizes of these tensors, and all sizes that are said equal."""
+    """Returns the sizes, splits and resizes of these tensors, and all sizes that are said equal."""
     related = (x for pair in fusion.equal_extents() for x in pair)
     return [*(x for tv in tensors for x in shape_scalars(tv)), *related]
 
 
 def shape_scalars(tv: TensorView) -> list[Scalar]:
-    """Return the sizes, splits and resizes of a tensor."""
+    """Returns the sizes, splits and resizes of a tensor."""
     found: list[object] = []
     for t in tv.domain.transforms:
         found += (getattr(t, name, None) for name in ("factor", "left", "right"))
@@ -345,7 +345,7 @@ Signature = tuple[tuple[Any, ...], ...]
 
 
 def inputs_text(signature: Signature) -> str:
-    """Return the shapes of the inputs of a signature, and the numbers that are known."""
+    """Returns the shapes of the inputs of a signature, and the numbers that are known."""
     return ", ".join(
         str(list(kind))
         if isinstance(kind, torch.Size)
@@ -357,7 +357,7 @@ def inputs_text(signature: Signature) -> str:
 
 
 def signature_of(arguments: Sequence[object], free: frozenset[int] = frozenset()) -> Signature:
-    """Return what decides everything but the contents.
+    """Returns what decides everything but the contents.
 
     Per tensor: shape, strides, dtype, device, class, and what a call may change behind them:
     whether it is a lazy negative or conjugate view, or records gradients. Per number: its type, and
@@ -398,7 +398,7 @@ _DISPATCH = "__torch_dispatch__"
 
 
 def tensor_problem(tensor: torch.Tensor) -> str | None:
-    """Return why kernels cannot read a tensor by its address and strides, None when they can."""
+    """Returns why kernels cannot read a tensor by its address and strides, None when they can."""
     if getattr(type(tensor), _DISPATCH) is not getattr(torch.Tensor, _DISPATCH):
         return f"a {type(tensor).__name__}, which is no plain tensor: pass its local tensor"
     if tensor.is_nested:
@@ -423,7 +423,7 @@ def tensor_problem(tensor: torch.Tensor) -> str | None:
 
 
 def _span_nbytes(tensor: torch.Tensor) -> int:
-    """Return the bytes from the first to past the last element; 0 without elements."""
+    """Returns the bytes from the first to past the last element; 0 without elements."""
     count = tensor.numel()
     if tensor.is_contiguous() or not count:
         return count * tensor.element_size()
@@ -459,7 +459,7 @@ class Contents:
         self._also = also
 
     def check(self, arguments: Sequence[Any]) -> tuple[int, ...]:
-        """Return the places of the tensors.
+        """Returns the places of the tensors.
 
         Raises `InputError` for a storage that is too small now, or a number out of range.
         """
@@ -483,12 +483,12 @@ class Contents:
         return self.places(arguments) if bits & self._between else ()
 
     def places(self, arguments: Sequence[Any]) -> tuple[int, ...]:
-        """Return the places of the tensors, without a check."""
+        """Returns the places of the tensors, without a check."""
         found = tuple([arguments[i].data_ptr() & self._between for i, _, _ in self._tensors])
         return found if any(found) else ()
 
     def glance(self, arguments: Sequence[object]) -> Callable[[Any], tuple[int, ...] | None] | None:
-        """Return what gives the places of arguments like these, and None for others, or where
+        """Returns what gives the places of arguments like these, and None for others, or where
         `check` would raise; None where there is no such glance: it sees tensors alone."""
         tensors = [v for v in arguments if isinstance(v, torch.Tensor)]
         are_alike = class_check(tensors)

@@ -37,7 +37,7 @@ class CanonicalForm:
 
 
 def form_of(fusion: Fusion) -> CanonicalForm:
-    """Return the form of a fusion: everything that lowering reads, and nothing else."""
+    """Returns the form of a fusion: everything that lowering reads, and nothing else."""
     tensors = fusion.tensors()
     copy, names, renamed = _without_names(fusion)
     symbols = program_symbols(fusion, tensors, fusion.exprs)
@@ -63,13 +63,13 @@ def _(fusion: Fusion) -> Hashable:
 
 
 def without_names(fusion: Fusion) -> Fusion:
-    """Return a copy that is numbered in the order of what is said, without the meshes that only
+    """Returns a copy that is numbered in the order of what is said, without the meshes that only
     ops copied: copies of equal fusions have equal texts, whenever each was annotated."""
     return _without_names(fusion)[0]
 
 
 def _without_names(fusion: Fusion) -> tuple[Fusion, Mapping[Scalar, Scalar], Rename]:
-    """Return the copy, the new symbols, and what puts them in place of the old ones."""
+    """Returns the copy, the new symbols, and what puts them in place of the old ones."""
     tensors = fusion.tensors()
     symbols = program_symbols(fusion, tensors, fusion.exprs)
     names: dict[Scalar, Scalar] = {
@@ -101,7 +101,7 @@ def _without_names(fusion: Fusion) -> tuple[Fusion, Mapping[Scalar, Scalar], Ren
 
 
 def _in_order(extents: ExtentClasses, names: Mapping[Scalar, Scalar]) -> ExtentClasses:
-    """Return the equalities over other names, whatever was said first."""
+    """Returns the equalities over other names, whatever was said first."""
     extents.rewrite(names)
     made = ExtentClasses()
     for x, y in sorted(extents.relations(), key=str):
@@ -110,7 +110,7 @@ def _in_order(extents: ExtentClasses, names: Mapping[Scalar, Scalar]) -> ExtentC
 
 
 def form_text(form: CanonicalForm) -> str:
-    """Return a form as text, the same in every process."""
+    """Returns a form as text, the same in every process."""
     ranges = [f"{s.dtype.name} {s.lo} {s.hi}" for s in form.symbols]
     return _text([ranges, form.key])
 
@@ -168,7 +168,7 @@ def fusion_key(fusion: Fusion) -> Key:
 
 
 def values_key(fusion: Fusion, tensors: Iterable[TensorView]) -> Key:
-    """Return what a program says about its values, leaving its ops out."""
+    """Returns what a program says about its values, leaving its ops out."""
     return (
         _value(tuple(fusion.inputs)),
         _value(tuple(fusion.outputs)),
@@ -198,7 +198,7 @@ def _domain_key(domain: TensorDomain) -> Key:
 
 
 def op_key(op: Op) -> Key:
-    """Return class, operands, results and attributes; where the user wrote it does not count."""
+    """Returns class, operands, results and attributes; where the user wrote it does not count."""
     fields: list[tuple[str, object]] = []
     for f in dataclasses.fields(op):  # pyright: ignore[reportArgumentType]
         if f.metadata.get("kind") != "where":

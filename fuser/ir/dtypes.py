@@ -103,7 +103,7 @@ _SMALLEST_MAX = 448
 
 
 def check_supported(dtype: DtypeLike, what: str) -> DataType:
-    """Return `dtype`, or the counterpart of a torch dtype.
+    """Returns `dtype`, or the counterpart of a torch dtype.
 
     Raises `UnsupportedError` naming `what` when ops cannot compute in it.
     """
@@ -111,7 +111,7 @@ def check_supported(dtype: DtypeLike, what: str) -> DataType:
 
 
 def check_stored(dtype: DtypeLike, what: str) -> DataType:
-    """Return `dtype` as `check_supported` does, also one that can only be stored."""
+    """Returns `dtype` as `check_supported` does, also one that can only be stored."""
     return _checked(dtype, what, _HELD)
 
 
@@ -127,17 +127,17 @@ def _checked(dtype: DtypeLike, what: str, known: Mapping[DataType, DtypeInfo]) -
 
 
 def dtype_text(dtype: DataType) -> str:
-    """Return the C++ style name used in IR text (`float`, `__bfloat`, `int64_t`)."""
+    """Returns the C++ style name used in IR text (`float`, `__bfloat`, `int64_t`)."""
     return _HELD[dtype].text if dtype in _HELD else _UNSUPPORTED_TEXT[dtype]
 
 
 def nbytes_of(dtype: DataType) -> int:
-    """Return the size of one element in bytes."""
+    """Returns the size of one element in bytes."""
     return _HELD[dtype].nbytes
 
 
 def c_type(dtype: DataType) -> str:
-    """Return the C type of a value in registers or memory: Index values are int64_t, complex ones
+    """Returns the C type of a value in registers or memory: Index values are int64_t, complex ones
     the type of `codegen/rt_complex.h`."""
     if dtype in PART_OF:
         return f"Complex<{c_type(PART_OF[dtype])}>"
@@ -153,21 +153,21 @@ def e4m3_has_nan_beyond() -> bool:
 
 
 def cast_text(dtype: DataType, value: str) -> str:
-    """Return the C++ of a conversion, which rounds as torch does."""
+    """Returns the C++ of a conversion, which rounds as torch does."""
     if dtype is D.Float8_e4m3fn and e4m3_has_nan_beyond():
         return f"fm_e4m3_or_nan(fm_cast<float>({value}))"
     return f"fm_cast<{c_type(dtype)}>({value})"
 
 
 def to_torch(dtype: DataType) -> torch.dtype:
-    """Return the torch dtype of tensors with this IR dtype."""
+    """Returns the torch dtype of tensors with this IR dtype."""
     found = _HELD[check_stored(dtype, "conversion to torch")].torch
     assert found is not None, f"{dtype} has no torch dtype"
     return found
 
 
 def from_torch(dtype: torch.dtype) -> DataType:
-    """Return the IR dtype of a torch dtype; raises `UnknownDtypeError` for one that has none."""
+    """Returns the IR dtype of a torch dtype; raises `UnknownDtypeError` for one that has none."""
     found = FROM_TORCH.get(dtype)
     if str(dtype) == _PACKED_IN_TORCH:
         return D.Float4_e2m1fn_x2
@@ -177,14 +177,14 @@ def from_torch(dtype: torch.dtype) -> DataType:
 
 
 def torch_dtype_text(dtype: torch.dtype) -> str:
-    """Return how messages call a torch dtype: as in IR text, or as torch does where that has no
+    """Returns how messages call a torch dtype: as in IR text, or as torch does where that has no
     such dtype."""
     found = FROM_TORCH.get(dtype)
     return str(dtype) if found is None else dtype_text(found)
 
 
 def misfit(value: bool | int | float | complex, dtype: DataType) -> str | None:
-    """Return why a number is no value of a dtype, None when it is one: `2**40 is out of the range
+    """Returns why a number is no value of a dtype, None when it is one: `2**40 is out of the range
     of int`."""
     kind = category(dtype)
     if kind == "complex":
@@ -216,7 +216,7 @@ def _is_in_range(value: int | float, dtype: DataType, kind: Category) -> bool:
 
 
 def _short(value: int | float) -> str:
-    """Return a number without its thousands of digits."""
+    """Returns a number without its thousands of digits."""
     if isinstance(value, float) or value.bit_length() <= 128:
         return str(value)
     return f"{'-' if value < 0 else ''}2**{value.bit_length() - 1}.."
@@ -224,7 +224,7 @@ def _short(value: int | float) -> str:
 
 @cache
 def category(dtype: DataType) -> Category:
-    """Return bool, int, float or complex."""
+    """Returns bool, int, float or complex."""
     return _HELD[check_stored(dtype, "category")].category
 
 
@@ -242,17 +242,17 @@ def is_inexact(dtype: DataType) -> bool:
 
 
 def part_of(dtype: DataType) -> DataType:
-    """Return the dtype of the real part of a value; of a real value, its own."""
+    """Returns the dtype of the real part of a value; of a real value, its own."""
     return PART_OF.get(dtype, dtype)
 
 
 def complex_of(dtype: DataType) -> DataType:
-    """Return the complex dtype that holds values of a floating one."""
+    """Returns the complex dtype that holds values of a floating one."""
     return COMPLEX_OF.get(dtype, D.ComplexFloat)
 
 
 def dtype_of_python(value: bool | int | float | complex) -> DataType:
-    """Return the dtype that nvFuser infers for a Python number: Int, Double, ComplexDouble (bools:
+    """Returns the dtype that nvFuser infers for a Python number: Int, Double, ComplexDouble (bools:
     Bool)."""
     if isinstance(value, bool):
         return D.Bool
@@ -267,7 +267,7 @@ Config = Literal["default", "float", "float_only", "comparison"]
 
 
 def _promote(a: DataType | None, b: DataType | None) -> DataType | None:
-    """Combine two dtypes of the same rank class as torch does; None is absent."""
+    """Combines two dtypes of the same rank class as torch does; None is absent."""
     if a is None or b is None:
         return a if b is None else b
     if a is b:
@@ -288,7 +288,7 @@ def _promote(a: DataType | None, b: DataType | None) -> DataType | None:
 
 
 def _combine(hi: DataType | None, lo: DataType | None) -> DataType | None:
-    """Combine a higher rank class with a lower one: the lower wins only by category."""
+    """Combines a higher rank class with a lower one: the lower wins only by category."""
     if hi is None or lo is None:
         return hi if lo is None else lo
     if is_complex(hi) or (is_floating(hi) and not is_complex(lo)):
@@ -299,7 +299,7 @@ def _combine(hi: DataType | None, lo: DataType | None) -> DataType | None:
 
 
 def common_dtype(operands: Sequence[tuple[DataType, Rank]], config: Config) -> DataType:
-    """Return the compute dtype of an op.
+    """Returns the compute dtype of an op.
 
     `operands` are (dtype, rank class) pairs. Dimensioned tensors outrank zero-dim tensors, which
     outrank scalars; a lower class wins only with a higher category. Half-like results become Float
@@ -322,7 +322,7 @@ _OF_NUMBERS = {D.Double: D.Float, D.ComplexDouble: D.ComplexFloat}
 
 
 def number_width(operands: Sequence[tuple[DataType, Rank]]) -> list[tuple[DataType, Rank]]:
-    """Return the operands of an op on tensors as torch's promotion sees them: a scalar has a
+    """Returns the operands of an op on tensors as torch's promotion sees them: a scalar has a
     category and no width, which is torch's default where no tensor has one.
 
     Source: torch's documentation of `torch.result_type` ("wrapped numbers"), with the default
@@ -332,7 +332,7 @@ def number_width(operands: Sequence[tuple[DataType, Rank]]) -> list[tuple[DataTy
 
 
 def promote_operands(operands: Sequence[tuple[DataType, Rank]]) -> DataType:
-    """Return the promoted dtype before the half-to-Float rule."""
+    """Returns the promoted dtype before the half-to-Float rule."""
     assert operands, "promotion needs an operand"
     first = operands[0][0]
     if all(dtype is first for dtype, _ in operands):

@@ -163,7 +163,7 @@ class TensorView:
 
     @checked
     def size(self, dim: int) -> Scalar:
-        """Return the (expanded) extent of logical axis `dim`."""
+        """Returns the (expanded) extent of logical axis `dim`."""
         axes = self.domain.no_reductions
         return axes[self._wrap(dim, len(axes))].size
 
@@ -186,7 +186,7 @@ class TensorView:
 
     @checked
     def axis(self, index: int) -> Axis:
-        """Return loop axis `index` (negative counts from the end)."""
+        """Returns loop axis `index` (negative counts from the end)."""
         loop = self.domain.loop_numbers
         if not loop:
             raise DefinitionError(f"Tried to access an axis in a 0-dim TensorView: {self}")
@@ -201,14 +201,14 @@ class TensorView:
         return wrapped
 
     def user_line(self) -> str:
-        """Return `file.py:12` of the user's line that this tensor comes from, "" if unknown."""
+        """Returns `file.py:12` of the user's line that this tensor comes from, "" if unknown."""
         op = self.definition()
         return self.where or (op.where if op is not None else "")
 
     # ------------------------------------------------------------ loop transforms
     @checked
     def split(self, axis: int, factor: Scalar | int, inner_split: bool = True) -> TensorView:
-        """Replace a loop axis by (outer, inner).
+        """Replaces a loop axis by (outer, inner).
 
         Inner split: inner extent = factor, outer = ceilDiv(extent, factor); outer split the other
         way round. The axis must be serial. Raises `DefinitionError`.
@@ -234,17 +234,17 @@ class TensorView:
 
     @checked
     def inner_split(self, axis: int, factor: Scalar | int) -> TensorView:
-        """Split with inner extent = factor."""
+        """Splits with inner extent = factor."""
         return self.split(axis, factor)
 
     @checked
     def outer_split(self, axis: int, factor: Scalar | int) -> TensorView:
-        """Split with outer extent = factor."""
+        """Splits with outer extent = factor."""
         return self.split(axis, factor, inner_split=False)
 
     @checked
     def merge(self, axis_o: int, axis_i: int | None = None) -> TensorView:
-        """Merge two loop axes (axis_i defaults to axis_o + 1); the result sits at the smaller
+        """Merges two loop axes (axis_i defaults to axis_o + 1); the result sits at the smaller
         position, and axis_o is the outer factor."""
         loop = self.domain.loop
         o = self._wrap(axis_o, len(loop))
@@ -268,7 +268,7 @@ class TensorView:
 
     @checked
     def reorder(self, old2new: Mapping[int, int] | None = None) -> TensorView:
-        """Move loop axes: {old position: new position}; the others keep their order."""
+        """Moves loop axes: {old position: new position}; the others keep their order."""
         loop = self.domain.loop
         n = len(loop)
         moves = {self._wrap(o, n): self._wrap(w, n) for o, w in (old2new or {}).items()}
@@ -281,7 +281,7 @@ class TensorView:
 
     @checked
     def swizzle(self, x: int, y: int) -> NoReturn:
-        """Raise `UnsupportedError`: shared memory is laid out by the compiler."""
+        """Raises `UnsupportedError`: shared memory is laid out by the compiler."""
         raise UnsupportedError(
             f"swizzle({x}, {y}) of {self}: how shared memory is laid out is the compiler's choice"
             f"{user_code(user_line())}"
@@ -289,7 +289,7 @@ class TensorView:
 
     @checked
     def swizzle1d(self, axis: int, parallel_type: ParallelType) -> TensorView:
-        """Rotate loop axis `axis` by my coordinate along a device type (for ring schedules)."""
+        """Rotates loop axis `axis` by my coordinate along a device type (for ring schedules)."""
         if not parallel_type.is_device:
             raise DefinitionError(f"swizzle1d takes a device type, got {parallel_type.text}")
         position = self._wrap(axis, len(self.domain.loop))
@@ -306,7 +306,7 @@ class TensorView:
 
     @checked
     def parallelize_axis(self, axis: Axis | IterDomain, ptype: ParallelType) -> None:
-        """Give the axis with this number a parallel type (see `Axis.parallelize`)."""
+        """Gives the axis with this number a parallel type (see `Axis.parallelize`)."""
         current = self.domain.axes.get(axis.number)
         if current is None:
             raise DefinitionError(f"{axis} is not an axis of {self}")
@@ -319,7 +319,8 @@ class TensorView:
     # ------------------------------------------------------------ facts that the user sets
     @checked
     def set_device_mesh(self, mesh: object) -> None:
-        """Attach a mesh (a DeviceMesh or whatever its constructor takes). Parallelizes nothing."""
+        """Attaches a mesh (a DeviceMesh or whatever its constructor takes). Parallelizes
+        nothing."""
         self.fusion.require_open(f"set_device_mesh of {self}")
         self.mesh = mesh if isinstance(mesh, DeviceMesh) else DeviceMesh(mesh)
         self.mesh_is_user_set = True
@@ -327,14 +328,14 @@ class TensorView:
 
     @checked
     def set_memory_type(self, memory_type: MemoryType) -> None:
-        """Move the tensor; fusion inputs and outputs accept global and symmetric only."""
+        """Moves the tensor; fusion inputs and outputs accept global and symmetric only."""
         is_io = self in self.fusion.inputs or self in self.fusion.outputs
         if is_io and memory_type not in (MemoryType.global_, MemoryType.symmetric):
             raise DefinitionError(f"{self} is a fusion input or output: global or symmetric only")
         self.memory = memory_type
 
     def give_memory(self) -> None:
-        """Let memory hold the tensor: global, unless it was moved to symmetric memory."""
+        """Lets memory hold the tensor: global, unless it was moved to symmetric memory."""
         if self.memory is not MemoryType.symmetric:
             self.memory = MemoryType.global_
 
@@ -344,7 +345,7 @@ class TensorView:
         new_allocation_domain: Sequence[Axis | IterDomain],
         new_contiguity: bool | Sequence[bool | None],
     ) -> None:
-        """Declare memory order with axes reachable from logical or loop; contiguity as one flag or
+        """Declares memory order with axes reachable from logical or loop; contiguity as one flag or
         one per axis. Broadcast and reduction axes get None."""
         self.fusion.require_open(f"set_allocation_domain of {self}")
         for a in new_allocation_domain:
@@ -370,7 +371,7 @@ class TensorView:
     # Caching and rfactor rewrite the fusion; they stand in `fuser.ir.primitives`.
     @checked
     def rfactor(self, axes: Sequence[int]) -> TensorView:
-        """Split a reduction in two: a new producer reduces the listed loop axes."""
+        """Splits a reduction in two: a new producer reduces the listed loop axes."""
         return PRIMITIVES["rfactor"](self, axes)
 
     @checked
@@ -381,14 +382,15 @@ class TensorView:
         propagate_allocation_domain: bool = True,
         cached_uses: Sequence[TensorOp] = (),
     ) -> TensorView:
-        """Insert a copy between this tensor and its uses; return the copy."""
+        """Inserts a copy between this tensor and its uses; returns the copy."""
         return PRIMITIVES["cache_after"](
             self, op_type, cache_op, propagate_allocation_domain, cached_uses
         )
 
     @checked
     def cache_before(self, op_type: LoadStoreOpType = LoadStoreOpType.set) -> TensorView:
-        """Give the definition to a new tensor, of which this one becomes a copy; return the new."""
+        """Gives the definition to a new tensor, of which this one becomes a copy; returns the
+        new."""
         return PRIMITIVES["cache_before"](self, op_type)
 
     @checked
@@ -418,12 +420,12 @@ class TensorOp(Op):
     REFERENCES: ClassVar[tuple[int, ...]] = ()
 
     def template(self) -> str:
-        """Return the text template of this instance."""
+        """Returns the text template of this instance."""
         return self.TEXT
 
     @classmethod
     def variants(cls) -> Iterator[Variant]:
-        """Yield (attribute values, template) for every spelling; the parser reads these."""
+        """Yields (attribute values, template) for every spelling; the parser reads these."""
         yield {}, cls.TEXT
 
     @property
@@ -431,11 +433,11 @@ class TensorOp(Op):
         return self.outputs[0]
 
     def exact_numbers(self) -> tuple[Scalar, ...]:
-        """Return the scalar operands that must be values of the dtype of the result."""
+        """Returns the scalar operands that must be values of the dtype of the result."""
         return ()
 
     def axis_map(self, operand_index: int) -> AxisMap:
-        """Return, per root axis of the output, the axis of `inputs[operand_index]` or None.
+        """Returns, per root axis of the output, the axis of `inputs[operand_index]` or None.
 
         The default is position by position: output and operand have equal rank.
         """
@@ -443,22 +445,22 @@ class TensorOp(Op):
         return tuple(range(len(self.out_tensor.domain.maybe_root)))
 
     def axis_map_to(self, operand_index: int, out: TensorView) -> AxisMap:
-        """Return `axis_map` for the root axes of one of several results."""
+        """Returns `axis_map` for the root axes of one of several results."""
         del out
         return self.axis_map(operand_index)
 
     def alike_map(self, operand_index: int, out: TensorView) -> AxisMap:
-        """Return `axis_map_to` with the axes that are cut alike, too: they may count other things,
+        """Returns `axis_map_to` with the axes that are cut alike, too: they may count other things,
         one of which meets as many of the other in each block."""
         return self.axis_map_to(operand_index, out)
 
     def cut_map(self, operand_index: int, out: TensorView) -> AxisMap:
-        """Return `alike_map` without the axes along which blocks of the result are not made from
+        """Returns `alike_map` without the axes along which blocks of the result are not made from
         blocks of the operand."""
         return self.alike_map(operand_index, out)
 
     def parallel_axes(self, out: TensorView, sibling: TensorView) -> Iterator[tuple[int, int]]:
-        """Yield the positions of the logical axes of two results that are the same axis.
+        """Yields the positions of the logical axes of two results that are the same axis.
 
         The default is position by position: results have equal rank.
         """
@@ -466,17 +468,17 @@ class TensorOp(Op):
         return ((k, k) for k in range(len(out.domain.logical)))
 
     def parallel_cuts(self, out: TensorView, sibling: TensorView) -> Iterator[tuple[int, int]]:
-        """Yield the positions of the logical axes of two results that are cut alike, as in
+        """Yields the positions of the logical axes of two results that are cut alike, as in
         `alike_map`."""
         return self.parallel_axes(out, sibling)
 
     def whole_axes(self, out: TensorView) -> tuple[int, ...]:
-        """Return the logical axes of a result whose cuts no operand can match, by position."""
+        """Returns the logical axes of a result whose cuts no operand can match, by position."""
         del out
         return ()
 
     def whole_operand_axes(self, operand_index: int) -> tuple[int, ...]:
-        """Return the axes of an operand of which every block of a result needs all, by position,
+        """Returns the axes of an operand of which every block of a result needs all, by position,
         reductions left out."""
         del operand_index
         return ()
@@ -578,7 +580,7 @@ class Fusion:
 
     # ------------------------------------------------------------ making values
     def next_axis(self) -> int:
-        """Hand out an axis number; the cached zero scalar takes a scalar number with the first."""
+        """Hands out an axis number; the cached zero scalar takes a scalar number with the first."""
         if not self._zero_is_numbered:
             self._zero_is_numbered = True
             self._next_scalar += 1
@@ -586,23 +588,24 @@ class Fusion:
         return self._next_axis - 1
 
     def next_scalar(self) -> int:
-        """Hand out a scalar number; constants made by the user consume one too."""
+        """Hands out a scalar number; constants made by the user consume one too."""
         self._next_scalar += 1
         return self._next_scalar - 1
 
     def reserve(self, *, axis: int = -1, scalar: int = -1, tensor: int = -1) -> None:
-        """Keep these numbers from being handed out again (a parsed text uses them)."""
+        """Keeps these numbers from being handed out again (a parsed text uses them)."""
         self._zero_is_numbered = True
         self._next_tensor = max(self._next_tensor, tensor + 1)
         self._next_axis = max(self._next_axis, axis + 1)
         self._next_scalar = max(self._next_scalar, scalar + 1)
 
     def new_extent(self, *, lo: int = 0) -> Symbol:
-        """Create the symbol of an axis's extent, `i3`: at least 0, or 1 in a concretized fusion."""
+        """Creates the symbol of an axis's extent, `i3`: at least 0, or 1 in a concretized
+        fusion."""
         return self.new_symbol(lo=lo)
 
     def new_symbol(self, dtype: DataType = DataType.Index, *, lo: int | None = None) -> Symbol:
-        """Create a symbol: `i3` for integers, `d2` for Double, `f4` for other floats, `b5`. It is
+        """Creates a symbol: `i3` for integers, `d2` for Double, `f4` for other floats, `b5`. It is
         unbounded, or at least `lo`."""
         prefix = {"bool": "b", "int": "i", "float": "f", "complex": "c"}[category(dtype)]
         prefix = "d" if dtype is DataType.Double else prefix
@@ -627,7 +630,7 @@ class Fusion:
         return IterDomain(self.next_axis(), kind, extent, expanded=expanded, rfactor=rfactor)
 
     def clone_axis(self, axis: IterDomain, **changes: object) -> IterDomain:
-        """Return a serial copy of an axis under a new number."""
+        """Returns a serial copy of an axis under a new number."""
         fresh = IterDomain(self.next_axis(), axis.kind, axis.extent, expanded=axis.expanded)
         return replace(fresh, **changes)  # pyright: ignore[reportArgumentType]
 
@@ -640,7 +643,7 @@ class Fusion:
         mesh: DeviceMesh | None = None,
         number: int | None = None,
     ) -> TensorView:
-        """Create a tensor; a sequence of axes becomes a contiguous domain with logical = loop."""
+        """Creates a tensor; a sequence of axes becomes a contiguous domain with logical = loop."""
         if not isinstance(domain, TensorDomain):
             domain = TensorDomain.of(tuple(domain))
         if number is None:
@@ -664,23 +667,23 @@ class Fusion:
         self._forget()
 
     def _forget(self) -> None:
-        """Drop what follows from the ops."""
+        """Drops what follows from the ops."""
         self._definitions = self._uses = self._tensors = self._used = None
 
     def add(self, op: TensorOp) -> TensorOp:
-        """Append an op."""
+        """Appends an op."""
         self._added.append(op)
         self._forget()
         return op
 
     def definition(self, tv: TensorView) -> TensorOp | None:
-        """Return the op that defines `tv`, None for an input."""
+        """Returns the op that defines `tv`, None for an input."""
         if self._definitions is None:
             self._definitions = {o: e for e in self.exprs for o in e.outputs}
         return self._definitions.get(tv)
 
     def uses(self, tv: TensorView) -> list[TensorOp]:
-        """Return the ops that read `tv`, in order."""
+        """Returns the ops that read `tv`, in order."""
         if self._uses is None:
             uses: dict[TensorView, list[TensorOp]] = {}
             for e in self.exprs:
@@ -691,13 +694,13 @@ class Fusion:
         return list(self._uses.get(tv, ()))
 
     def used_exprs(self) -> tuple[TensorOp, ...]:
-        """Return the ops that some output depends on, in order."""
+        """Returns the ops that some output depends on, in order."""
         if self._used is None or self._used[0] != self.outputs:
             self._used = [*self.outputs], self.exprs_behind(self.outputs)
         return self._used[1]
 
     def exprs_behind(self, outputs: Iterable[TensorView]) -> tuple[TensorOp, ...]:
-        """Return the ops that some of these tensors depend on, in order."""
+        """Returns the ops that some of these tensors depend on, in order."""
         needed = set(outputs)
         kept: list[TensorOp] = []
         for e in reversed(self.exprs):
@@ -707,14 +710,14 @@ class Fusion:
         return tuple(reversed(kept))
 
     def tensors(self) -> tuple[TensorView, ...]:
-        """Return every tensor: inputs, then op results and operands in program order."""
+        """Returns every tensor: inputs, then op results and operands in program order."""
         if self._tensors is None:
             self._tensors = _tensors_of(self.exprs)
         given = (v for v in self.inputs if isinstance(v, TensorView))
         return tuple(dict.fromkeys((*given, *self._tensors, *self.outputs)))
 
     def vals(self) -> list[Val]:
-        """Return all values: inputs, tensors and the scalar operands of ops, then each tensor's
+        """Returns all values: inputs, tensors and the scalar operands of ops, then each tensor's
         domain, axes and extents."""
         seen: dict[Any, None] = dict.fromkeys(self.inputs)
         for e in self.exprs:
@@ -729,14 +732,14 @@ class Fusion:
     def replace_uses(
         self, old: TensorView, new: TensorView, *, where: Callable[[TensorOp], bool] | None = None
     ) -> None:
-        """Make the ops (that `where` accepts) read `new` instead of `old`. Outputs stay."""
+        """Makes the ops (that `where` accepts) read `new` instead of `old`. Outputs stay."""
         self.exprs = tuple(
             _with_operand(e, old, new) if old in e.inputs and (where is None or where(e)) else e
             for e in self.exprs
         )
 
     def insert_after(self, anchor: TensorOp | None, ops: Sequence[TensorOp]) -> None:
-        """Insert ops after `anchor` (None: at the front)."""
+        """Inserts ops after `anchor` (None: at the front)."""
         at = 0 if anchor is None else self.exprs.index(anchor) + 1
         self.exprs = (*self.exprs[:at], *ops, *self.exprs[at:])
 
@@ -745,13 +748,13 @@ class Fusion:
         self.exprs = (*self.exprs[:at], *ops, *self.exprs[at:])
 
     def replace_expr(self, old: TensorOp, new: Sequence[TensorOp]) -> None:
-        """Put `new` where `old` stood."""
+        """Puts `new` where `old` stood."""
         at = self.exprs.index(old)
         self.exprs = (*self.exprs[:at], *new, *self.exprs[at + 1 :])
 
     # ------------------------------------------------------------ inputs and outputs
     def require_open(self, what: str) -> None:
-        """Raise `DefinitionError` where an executor runs the fusion."""
+        """Raises `DefinitionError` where an executor runs the fusion."""
         if self.is_taken:
             raise DefinitionError(
                 f"{what}: its definition has an executor already, which takes no changes: do it "
@@ -774,8 +777,8 @@ class Fusion:
     def add_output(
         self, output: Value, alias_input: TensorView | None = None, *, where: str = ""
     ) -> None:
-        """Register an output; with `alias_input` the result is written into that input's buffer and
-        hidden unless it is also added plainly.
+        """Registers an output; with `alias_input` the result is written into that input's buffer
+        and hidden unless it is also added plainly.
 
         All outputs are computed from the old values of inputs; updates are written at the end. An
         input that is itself an output is returned as it is, so it shows its update.
@@ -812,7 +815,7 @@ class Fusion:
             self.outputs.append(output)
 
     def _check_update(self, out: TensorView, into: TensorView, where: str) -> None:
-        """Require one update per input, of the input's own dtype and shape."""
+        """Requires one update per input, of the input's own dtype and shape."""
         what = f"add_output: {out}, to be written into {into}"
         line = f" (at {where})" if where else ""
         for other in (a.out for a in self.aliases if a.into is into and a.out is not out):
@@ -830,7 +833,7 @@ class Fusion:
             self._declare(b, a, f"{what}{line}", by_output=True)
 
     def alias_of(self, out: TensorView) -> TensorView | None:
-        """Return the input whose buffer `out` is written into, None for a fresh output."""
+        """Returns the input whose buffer `out` is written into, None for a fresh output."""
         return next((a.into for a in self.aliases if a.out is out), None)
 
     def is_hidden(self, out: TensorView) -> bool:
@@ -838,11 +841,11 @@ class Fusion:
 
     # ------------------------------------------------------------ extents
     def unify_extents(self, a: Scalar, b: Scalar, reason: str = "") -> None:
-        """State that two extents are equal; `reason` is shown where inputs contradict it."""
+        """States that two extents are equal; `reason` is shown where inputs contradict it."""
         self.extents.unify(a, b, reason)
 
     def declare_extents(self, a: ScalarLike, b: ScalarLike, reason: str = "") -> None:
-        """State that two extents are equal, which no op that is there says."""
+        """States that two extents are equal, which no op that is there says."""
         self._declare(as_scalar(a), as_scalar(b), reason, by_output=False)
 
     def _declare(self, a: Scalar, b: Scalar, reason: str, *, by_output: bool) -> None:
@@ -853,23 +856,23 @@ class Fusion:
             self.unify_extents(a, b, reason)
 
     def assume(self, extent: Scalar, value: Scalar) -> None:
-        """Take an extent to have a value, in this kernel alone: launches check it."""
+        """Takes an extent to have a value, in this kernel alone: launches check it."""
         self.assumed = (*self.assumed, eq(self.canonical(extent), value))
         self.unify_extents(extent, value, "the schedule")
 
     def canonical(self, x: Scalar) -> Scalar:
-        """Rewrite a scalar over class representatives."""
+        """Rewrites a scalar over class representatives."""
         return self.extents.canonical(x)
 
     def equal_extents(self) -> tuple[tuple[Scalar, Scalar], ...]:
-        """Return every stated equality (x, representative): symbols first."""
+        """Returns every stated equality (x, representative): symbols first."""
         return self.extents.relations()
 
     # ------------------------------------------------------------ copying, comparing, printing
     def copy(
         self, ops: Sequence[TensorOp] | None = None
     ) -> tuple[Fusion, dict[TensorView, TensorView]]:
-        """Return a copy that keeps all numbers, and the map from old to new tensors.
+        """Returns a copy that keeps all numbers, and the map from old to new tensors.
 
         With `ops`, of these alone: inputs and outputs are the caller's to say.
         """
@@ -921,7 +924,7 @@ class Fusion:
         def print_kernel(self, compile_params: Any = None) -> str: ...
 
     def print_math(self, from_outputs_only: bool = True) -> str:
-        """Return nvFuser's math text; False also prints ops that reach no output."""
+        """Returns nvFuser's math text; False also prints ops that reach no output."""
         return fusion_math(self, used_only=from_outputs_only)
 
     def __eq__(self, other: object) -> bool:
@@ -940,14 +943,14 @@ class Fusion:
 
 @functools.singledispatch
 def canonical_key(fusion: object) -> Hashable:
-    """Return a key that is equal for fusions which say the same; `fuser.ir.canonical_form`
+    """Returns a key that is equal for fusions which say the same; `fuser.ir.canonical_form`
     registers it.
     """
     raise AssertionError(f"no canonical key of a {type(fusion).__name__}")
 
 
 def _tensors_of(ops: Iterable[TensorOp]) -> tuple[TensorView, ...]:
-    """Return the operands and results of ops, each once, in their order."""
+    """Returns the operands and results of ops, each once, in their order."""
     seen: dict[TensorView, None] = {}
     for e in ops:
         for v in (*e.inputs, *e.outputs):
@@ -957,21 +960,21 @@ def _tensors_of(ops: Iterable[TensorOp]) -> tuple[TensorView, ...]:
 
 
 def _with_operand(op: TensorOp, old: TensorView, new: TensorView) -> TensorOp:
-    """Return the op with operand `old` replaced; results stay."""
+    """Returns the op with operand `old` replaced; results stay."""
     results = set(op.outputs)
     return op.map_values(lambda v: new if v is old and v not in results else v)
 
 
 # ---------------------------------------------------------------- text
 def tensor_text(tv: TensorView) -> str:
-    """Return `T0_g_float[iS0{i0}, iS1{i1}] (DeviceMesh{0 1})`."""
+    """Returns `T0_g_float[iS0{i0}, iS1{i1}] (DeviceMesh{0 1})`."""
     suffix = f" ca_pos( {tv.compute_at} )" if tv.compute_at else ""
     mesh = f" ({tv.mesh})" if tv.mesh is not None else ""
     return f"{tv.label}{tv.domain}{suffix}{mesh}"
 
 
 def fusion_math(fusion: Fusion, *, used_only: bool = True) -> str:
-    """Return nvFuser's `print_math` text.
+    """Returns nvFuser's `print_math` text.
 
     `used_only` leaves out ops that reach no output, and writes each op before its first user, from
     the first output on; else all ops stand in the order in which they were written.
@@ -986,7 +989,7 @@ def fusion_math(fusion: Fusion, *, used_only: bool = True) -> str:
 
 
 def _by_use(fusion: Fusion) -> list[Op]:
-    """Return the ops that reach an output, depth first from the outputs, operands before users."""
+    """Returns the ops that reach an output, depth first from the outputs, operands before users."""
     found: dict[Op, None] = {}
     stack: list[tuple[object, bool]] = [(out, False) for out in reversed(fusion.outputs)]
     while stack:
@@ -1034,7 +1037,7 @@ class Axis(Val):
         return self.state.kind
 
     def extent(self) -> Scalar:
-        """Return the number of positions, as nvFuser spells it; 1 for a broadcast."""
+        """Returns the number of positions, as nvFuser spells it; 1 for a broadcast."""
         return self.state.extent
 
     @property
@@ -1077,18 +1080,18 @@ class Axis(Val):
         return True
 
     def definition(self) -> AxisTransform | None:
-        """Return the transform that made the axis, None for one that none has made."""
+        """Returns the transform that made the axis, None for one that none has made."""
         found = (t for t in self.tensor.domain.transforms if self.number in t.outputs)
         return next((axis_transform(self.tensor, t) for t in found), None)
 
     def uses(self) -> list[AxisTransform]:
-        """Return the transforms that derive other axes from this one."""
+        """Returns the transforms that derive other axes from this one."""
         found = (t for t in self.tensor.domain.transforms if self.number in t.inputs)
         return [axis_transform(self.tensor, t) for t in found]
 
     @checked
     def parallelize(self, parallel_type: ParallelType) -> None:
-        """Give the axis a parallel type (device and stream types fit any axis).
+        """Gives the axis a parallel type (device and stream types fit any axis).
 
         Raises `DefinitionError` when unroll, vectorize or group meet a symbolic extent, and for the
         parts of a merged stream axis, which the compiler names.
@@ -1132,11 +1135,11 @@ class AxisTransform(Expr):
         self._tensor, self._transform = tensor, transform
 
     def input(self, index: int) -> Axis:
-        """Return axis `index` of those that it reads; raises `NoOperandError`."""
+        """Returns axis `index` of those that it reads; raises `NoOperandError`."""
         return Axis(self._tensor, numbered("input", self, self._transform.inputs, index))
 
     def output(self, index: int) -> Axis:
-        """Return axis `index` of those that it makes; raises `NoOperandError`."""
+        """Returns axis `index` of those that it makes; raises `NoOperandError`."""
         return Axis(self._tensor, numbered("output", self, self._transform.outputs, index))
 
     def __eq__(self, other: object) -> bool:
@@ -1186,7 +1189,7 @@ _HANDLES: dict[type, type[AxisTransform]] = {
 
 
 def axis_transform(tensor: TensorView, transform: tensor_domain.Transform) -> AxisTransform:
-    """Return the user's handle on a transform of a tensor's axes."""
+    """Returns the user's handle on a transform of a tensor's axes."""
     return _HANDLES.get(type(transform), AxisTransform)(tensor, transform)
 
 
@@ -1258,7 +1261,7 @@ class Sizes(Values[Scalar]):
 
 
 def _is_same(size: Scalar, other: object) -> bool | None:
-    """Return whether an extent is equal to a value, None where only a run knows it."""
+    """Returns whether an extent is equal to a value, None where only a run knows it."""
     if size is other:
         return True
     value = other if isinstance(other, Scalar) else python_number(other)

@@ -12,7 +12,7 @@ from fuser.support.errors import DefinitionError
 
 
 def active_fusion() -> Fusion:
-    """Return the fusion of the enclosing definition; raises `DefinitionError` outside one."""
+    """Returns the fusion of the enclosing definition; raises `DefinitionError` outside one."""
     fusion: Fusion | None = ACTIVE_FUSION.get()
     if fusion is None:
         raise DefinitionError(

@@ -31,13 +31,13 @@ def is_stored(axis: IterDomain) -> bool:
 
 
 def expanded_positions(tv: TensorView) -> tuple[int, ...]:
-    """Return the logical positions (without reductions) of expanded axes."""
+    """Returns the logical positions (without reductions) of expanded axes."""
     axes = enumerate(tv.domain.no_reductions)
     return tuple(p for p, a in axes if a.is_broadcast and a.expanded is not None)
 
 
 def memory_order(tv: TensorView) -> MemoryOrder:
-    """Return the order that the allocation domain declares, and which axes are contiguous.
+    """Returns the order that the allocation domain declares, and which axes are contiguous.
 
     Device and stream axes in the allocation domain are folded into the axis that they cut.
     Raises `UnsupportedError` for an allocation domain that is no permutation of the logical axes.
@@ -49,14 +49,14 @@ def memory_order(tv: TensorView) -> MemoryOrder:
 
 
 def set_memory_order(tv: TensorView, order: Sequence[int]) -> None:
-    """Declare a contiguous memory order of the logical axes (positions, outermost first)."""
+    """Declares a contiguous memory order of the logical axes (positions, outermost first)."""
     axes = [tv.domain.no_reductions[p] for p in order]
     reductions = [a for a in tv.domain.logical if a.is_reduction()]
     tv.set_allocation_domain([*axes, *reductions], True)
 
 
 def copy_memory_order(source: TensorView, tv: TensorView) -> None:
-    """Let a tensor with the axes of `source` lie in memory as that one does, gaps included."""
+    """Lets a tensor with the axes of `source` lie in memory as that one does, gaps included."""
     if source.domain.allocation or not is_contiguous(source):
         order = memory_order(source)
         axes = numbers(tv.domain.no_reductions[p] for p, _ in order)
@@ -68,7 +68,7 @@ def is_contiguous(tv: TensorView) -> bool:
 
 
 def elements(tv: TensorView, extents: Iterable[Scalar] | None = None) -> Scalar:
-    """Return how many elements memory holds.
+    """Returns how many elements memory holds.
 
     `extents` runs parallel to the logical axes without reductions; default: the whole tensor's.
     """
@@ -78,7 +78,7 @@ def elements(tv: TensorView, extents: Iterable[Scalar] | None = None) -> Scalar:
 
 
 def dense_strides(tv: TensorView, extents: Sequence[Scalar]) -> tuple[Scalar, ...]:
-    """Return the strides, per logical axis without reductions, of a tensor without gaps in its
+    """Returns the strides, per logical axis without reductions, of a tensor without gaps in its
     memory order: 0 for expanded axes. `extents` runs parallel to these axes."""
     axes = tv.domain.no_reductions
     sizes = {a.number: n for a, n in zip(axes, extents, strict=True)}
@@ -88,8 +88,8 @@ def dense_strides(tv: TensorView, extents: Sequence[Scalar]) -> tuple[Scalar, ..
 
 
 def known_strides(tv: TensorView, extents: Sequence[Scalar]) -> tuple[Scalar, ...]:
-    """Return the strides, per logical axis without reductions, that the domain says, gaps included:
-    a symbol for each axis that is not contiguous."""
+    """Returns the strides, per logical axis without reductions, that the domain says, gaps
+    included: a symbol for each axis that is not contiguous."""
     axes = tv.domain.no_reductions
     sizes = {a.number: n for a, n in zip(axes, extents, strict=True)}
     order = [(axes[p], flag) for p, flag in memory_order(tv)]
@@ -102,7 +102,7 @@ def known_strides(tv: TensorView, extents: Sequence[Scalar]) -> tuple[Scalar, ..
 
 
 def dense_strides_of(tv: TensorView, sizes: Sequence[int]) -> tuple[int, ...]:
-    """Return `dense_strides` for sizes that are known."""
+    """Returns `dense_strides` for sizes that are known."""
     strides, step = [0] * len(sizes), 1
     try:
         rule = tv.domain.dense_rule
@@ -128,7 +128,7 @@ def lies_in_order(tv: TensorView) -> bool:
 def memory_strides(
     tv: TensorView, size: Callable[[IterDomain], Scalar], gap: Callable[[IterDomain], Scalar]
 ) -> tuple[tuple[IterDomain, Scalar], ...]:
-    """Return (allocation axis, stride in elements) of what memory holds, outermost first.
+    """Returns (allocation axis, stride in elements) of what memory holds, outermost first.
 
     A contiguous axis has the stride of the next inner one times its size; `gap` gives the stride of
     any other one.
@@ -144,7 +144,7 @@ def _strides(
     size: Callable[[IterDomain], Scalar],
     gap: Callable[[IterDomain], Scalar],
 ) -> dict[int, Scalar]:
-    """Return the stride of every axis, by number; an axis that is not stored has that of the next
+    """Returns the stride of every axis, by number; an axis that is not stored has that of the next
     inner one, as torch gives axes of extent 1."""
     strides: dict[int, Scalar] = {}
     step: Scalar = sc.ONE
@@ -175,7 +175,7 @@ Layout = tuple[tuple[int, ...], tuple[bool, ...]]
 def layout_of(
     declared: Sequence[int], skipped: Sequence[bool], shape: Sequence[int], strides: Sequence[int]
 ) -> Layout:
-    """Return the layout class of a tensor.
+    """Returns the layout class of a tensor.
 
     `declared` is the memory order of the definition; it is kept where the strides allow it, so that
     axes of extent 1 do not make new classes. `skipped` marks broadcast axes, whose flag is True.
@@ -200,7 +200,7 @@ def layout_of(
 
 
 def declared_order(tv: TensorView) -> tuple[int, ...] | None:
-    """Return the axes of a tensor, reductions left out, in declared memory order; None where the
+    """Returns the axes of a tensor, reductions left out, in declared memory order; None where the
     allocation domain holds other axes than logical ones."""
     try:
         return tuple(p for p, _ in memory_order(tv))
@@ -220,7 +220,7 @@ class LayoutClasses:
         self.dense: Layout | None = (self.order or (), (True,) * tv.ndim) if is_plain else None
 
     def layout_of(self, t: torch.Tensor | Laid) -> Layout:
-        """Return the layout class of a tensor."""
+        """Returns the layout class of a tensor."""
         if self.dense is not None and t.is_contiguous() and t.numel():
             return self.dense
         return (
@@ -230,7 +230,7 @@ class LayoutClasses:
         )
 
     def repeated(self, t: torch.Tensor) -> tuple[int, ...]:
-        """Return the axes along which a tensor is one element, though the definition does not say
+        """Returns the axes along which a tensor is one element, though the definition does not say
         so."""
         if t.is_contiguous():
             return ()
@@ -239,14 +239,14 @@ class LayoutClasses:
 
 
 def stored_part(tv: TensorView, tensor: torch.Tensor) -> torch.Tensor:
-    """Return the view of a tensor that memory holds: one element along expanded axes."""
+    """Returns the view of a tensor that memory holds: one element along expanded axes."""
     for axis in expanded_positions(tv):
         tensor = tensor.narrow(axis, 0, min(tensor.size(axis), 1))
     return tensor
 
 
 def with_layout(domain: TensorDomain, layout: Layout) -> TensorDomain:
-    """Return the domain with the allocation order and contiguity of a layout class."""
+    """Returns the domain with the allocation order and contiguity of a layout class."""
     axes = domain.no_reductions
     order, flags = layout
     by_number = {

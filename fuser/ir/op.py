@@ -34,23 +34,23 @@ Kind = Literal["operand", "operands", "result", "results", "attr", "region", "wh
 
 
 def operand(**options: Any) -> Any:
-    """Declare a value that the op reads (None is allowed for an optional one)."""
+    """Declares a value that the op reads (None is allowed for an optional one)."""
     return field(metadata={"kind": "operand"}, **options)
 
 
 def operands(*, in_rows: int = 0, **options: Any) -> Any:
-    """Declare a tuple of values that the op reads, which may be printed in rows of so many:
+    """Declares a tuple of values that the op reads, which may be printed in rows of so many:
     `{ {a, b} {c, d} }`."""
     return field(metadata={"kind": "operands", "in_rows": in_rows}, **options)
 
 
 def result() -> Any:
-    """Declare a value that the op defines or writes."""
+    """Declares a value that the op defines or writes."""
     return field(metadata={"kind": "result"})
 
 
 def results() -> Any:
-    """Declare a tuple of values that the op defines or writes."""
+    """Declares a tuple of values that the op defines or writes."""
     return field(metadata={"kind": "results"})
 
 
@@ -59,12 +59,12 @@ def attr(*, kw_only: Literal[True] = True, **default: Any) -> Any: ...
 @overload
 def attr(*, kw_only: Literal[False], **default: Any) -> Any: ...
 def attr(*, kw_only: bool = True, **default: Any) -> Any:
-    """Declare a constant property."""
+    """Declares a constant property."""
     return field(metadata={"kind": "attr"}, kw_only=kw_only, **default)
 
 
 def region(*, head: str = "", kw_only: Literal[True] = True, **options: Any) -> Any:
-    """Declare a nested tuple of ops.
+    """Declares a nested tuple of ops.
 
     They are printed one level deeper, after a line `head` if there is one; a region with a head is
     left out when it is empty.
@@ -98,7 +98,7 @@ class Op:
 
     @classmethod
     def fields_of(cls, *kinds: Kind) -> tuple[str, ...]:
-        """Return the names of the fields of these kinds, in declaration order."""
+        """Returns the names of the fields of these kinds, in declaration order."""
         return tuple(
             f.name
             for f in dataclasses.fields(cls)  # pyright: ignore[reportArgumentType]
@@ -108,14 +108,14 @@ class Op:
     @classmethod
     @functools.cache
     def rows(cls) -> Mapping[str, int]:
-        """Return the fields that are printed in rows, and of how many values each is."""
+        """Returns the fields that are printed in rows, and of how many values each is."""
         fields = dataclasses.fields(cls)  # pyright: ignore[reportArgumentType]
         return {f.name: f.metadata["in_rows"] for f in fields if f.metadata.get("in_rows")}
 
     @classmethod
     @functools.cache
     def _kinds(cls) -> tuple[tuple[str, Kind], ...]:
-        """Return (name, kind) of every field; operands and results are asked for very often."""
+        """Returns (name, kind) of every field; operands and results are asked for very often."""
         return tuple(
             (f.name, f.metadata["kind"])
             for f in dataclasses.fields(cls)  # pyright: ignore[reportArgumentType]
@@ -125,7 +125,7 @@ class Op:
     @classmethod
     @functools.cache
     def _value_names(cls, *kinds: Kind) -> tuple[tuple[str, bool], ...]:
-        """Return the fields of these kinds (none: of all that hold values), and whether each is a
+        """Returns the fields of these kinds (none: of all that hold values), and whether each is a
         tuple of values."""
         wanted = kinds or ("operand", "operands", "result", "results")
         return tuple((name, kind.endswith("s")) for name, kind in cls._kinds() if kind in wanted)
@@ -157,7 +157,7 @@ class Op:
     @classmethod
     @functools.cache
     def region_heads(cls) -> dict[str, str]:
-        """Return the line before each region, by field."""
+        """Returns the line before each region, by field."""
         return {
             f.name: f.metadata["head"]
             for f in dataclasses.fields(cls)  # pyright: ignore[reportArgumentType]
@@ -178,8 +178,8 @@ class Op:
         return replace(self, **changes)
 
     def located(self, where: str) -> Self:
-        """Return the op with this line where it, or what is in its regions, has results and no line
-        yet: ops that the compiler adds serve one that the user wrote."""
+        """Returns the op with this line where it, or what is in its regions, has results and no
+        line yet: ops that the compiler adds serve one that the user wrote."""
         regions = {
             name: tuple(op.located(where) for op in getattr(self, name))
             for name in self.fields_of("region")
@@ -188,7 +188,7 @@ class Op:
         return self.replace(where=line, **regions) if regions or line != self.where else self
 
     def map_values(self, fn: Callable[[Any], Any]) -> Self:
-        """Return the op with `fn` applied to every operand and result (not inside regions)."""
+        """Returns the op with `fn` applied to every operand and result (not inside regions)."""
         changes: dict[str, Any] = {}
         for name, has_many in self._value_names():
             value = getattr(self, name)
@@ -199,7 +199,7 @@ class Op:
         return replace(self, **changes)
 
     def with_values(self, inputs: Iterable[Any], outputs: Iterable[Any]) -> Self:
-        """Return the op on other operands and results, in the order of `inputs` and `outputs`."""
+        """Returns the op on other operands and results, in the order of `inputs` and `outputs`."""
         sources = {"operand": iter(inputs), "result": iter(outputs)}
         changes: dict[str, Any] = {}
         for name, kind in self._kinds():
@@ -211,22 +211,22 @@ class Op:
 
     # nvFuser's `Expr` accessors.
     def input(self, index: int) -> Any:
-        """Return operand `index`; raises `NoOperandError`."""
+        """Returns operand `index`; raises `NoOperandError`."""
         return numbered("input", self, self.inputs, index)
 
     def output(self, index: int) -> Any:
-        """Return result `index`; raises `NoOperandError`."""
+        """Returns result `index`; raises `NoOperandError`."""
         return numbered("output", self, self.outputs, index)
 
     def verify(self) -> None:
-        """Raise `VerifyError` when an invariant beyond field types fails."""
+        """Raises `VerifyError` when an invariant beyond field types fails."""
 
     def __str__(self) -> str:
         return op_text(self)
 
 
 def walk(ops: Sequence[Op]) -> Iterator[Op]:
-    """Yield ops in program order, those of regions after the op that owns them."""
+    """Yields ops in program order, those of regions after the op that owns them."""
     for op in ops:
         yield op
         for region in op.regions:
@@ -240,7 +240,8 @@ _PLACEHOLDER = re.compile(r"\{([\w.]+)\}")
 
 
 def value_text(value: object) -> str:
-    """Return the print form of a field value: tensors, scalars, tuples `{a, b}`, numbers, names."""
+    """Returns the print form of a field value: tensors, scalars, tuples `{a, b}`, numbers,
+    names."""
     if isinstance(value, tuple):
         return "{" + ", ".join(value_text(v) for v in value) + "}"  # pyright: ignore[reportUnknownVariableType, reportUnknownArgumentType]
     if isinstance(value, bool):
@@ -257,7 +258,7 @@ def value_text(value: object) -> str:
 
 
 def fill_template(op: Op, template: str) -> str:
-    """Replace `{field}` and `{field.method}` placeholders by the op's values; regions are indented
+    """Replaces `{field}` and `{field.method}` placeholders by the op's values; regions are indented
     on lines of their own."""
     heads, rows = op.region_heads(), op.rows()
 
@@ -279,12 +280,12 @@ def _rows_text(values: Sequence[object], length: int) -> str:
 
 
 def op_text(op: Op) -> str:
-    """Return the text of one op, without indentation or a final newline."""
+    """Returns the text of one op, without indentation or a final newline."""
     template = getattr(op, "template", None)
     return fill_template(op, template() if template is not None else op.TEXT)
 
 
 def region_text(ops: Sequence[Op], head: str = "") -> str:
-    """Return the ops of a region, each on a new line and indented, after the line `head`."""
+    """Returns the ops of a region, each on a new line and indented, after the line `head`."""
     lines = [indent(op_text(op), INDENT) for op in ops]
     return "".join("\n" + line for line in ([head, *lines] if head and ops else lines))

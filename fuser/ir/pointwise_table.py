@@ -132,7 +132,7 @@ def _row(
     near: str = "",
     exact: tuple[int, ...] = (),
 ) -> PointwiseRow:
-    """Return a row: without `fn` the op is torch's of the same name. Without `cuda` it is the
+    """Returns a row: without `fn` the op is torch's of the same name. Without `cuda` it is the
     operator of its text, else the device's function of its name; a mere name is a device function.
     One domain is that of all operands.
     """
@@ -167,20 +167,20 @@ def _is_function(text: str) -> bool:
 
 
 def _cuda_text(text: str, arity: int) -> str:
-    """Return a template; of the name of a function of `codegen/rt_math.h`, its call."""
+    """Returns a template; of the name of a function of `codegen/rt_math.h`, its call."""
     if not text.isidentifier():
         return text
     return f"fm_{text}(" + ", ".join(f"{{{i}}}" for i in range(arity)) + ")"
 
 
 def _function(name: str, domain: str = "any") -> PointwiseRow:
-    """Return the row of a function of the C library, which computes in floats."""
+    """Returns the row of a function of the C library, which computes in floats."""
     text = f"{name}f"
     return _row(name, 1, "float", float_text=text, domains=domain, takes_complex=True, is_slow=True)
 
 
 def _real_function(name: str, domain: str = "any", fn: TorchFn | None = None) -> PointwiseRow:
-    """Return the row of a function of real numbers alone."""
+    """Returns the row of a function of real numbers alone."""
     text = f"{name}f"
     return _row(name, 1, "float", fn, float_text=text, domains=domain, is_slow=True)
 
@@ -228,7 +228,7 @@ def _part(x: torch.Tensor, which: int) -> torch.Tensor:
 def _where_divisible(
     fn: TorchFn, a: torch.Tensor, b: torch.Tensor, on_zero: Callable[[torch.Tensor], torch.Tensor]
 ) -> torch.Tensor:
-    """Give an integer division a value where the divisor is 0; others use `fn` as it is."""
+    """Gives an integer division a value where the divisor is 0; others use `fn` as it is."""
     if a.dtype.is_floating_point or a.dtype.is_complex:
         return fn(a, b)
     if a.dtype is torch.bool:
@@ -436,5 +436,5 @@ PUBLIC: dict[str, tuple[str, Rule]] = {
 
 
 def kinds_of(arity: int) -> tuple[str, ...]:
-    """Return the kinds with so many operands."""
+    """Returns the kinds with so many operands."""
     return tuple(kind for kind, row in POINTWISE.items() if row.arity == arity)

@@ -35,7 +35,7 @@ def cache_after(
     propagate_allocation_domain: bool = True,
     cached_uses: Sequence[TensorOp] = (),
 ) -> TensorView:
-    """Insert a copy between `tv` and its uses (or only `cached_uses`); return the copy.
+    """Inserts a copy between `tv` and its uses (or only `cached_uses`); return the copy.
 
     The copy has tv's loop transforms, its mesh and no reduction axes.
 
@@ -63,7 +63,8 @@ def cache_after(
 
 
 def cache_before(tv: TensorView, op_type: LoadStoreOpType = LoadStoreOpType.set) -> TensorView:
-    """Give tv's definition and domain to a new tensor, of which tv becomes a copy; return the new.
+    """Gives tv's definition and domain to a new tensor, of which tv becomes a copy; returns the
+    new.
 
     Raises:
         DefinitionError: tv is a fusion input or has no definition.
@@ -85,7 +86,7 @@ def cache_before(tv: TensorView, op_type: LoadStoreOpType = LoadStoreOpType.set)
 
 
 def cache_fork(tv: TensorView) -> TensorView:
-    """Make a copy of the output `tv` the output in its place; return the copy.
+    """Makes a copy of the output `tv` the output in its place; returns the copy.
 
     The uses of tv keep reading tv, which is an intermediate from then on.
 
@@ -110,7 +111,7 @@ def cache_fork(tv: TensorView) -> TensorView:
 
 
 def _copied_domain(fusion: Fusion, source: TensorDomain, *, keep_allocation: bool) -> TensorDomain:
-    """Clone a domain from its logical axes on, without reduction axes and root.
+    """Clones a domain from its logical axes on, without reduction axes and root.
 
     Loop transforms are repeated with the parallel types of device and stream axes only: those say
     which part of the tensor a device holds, the others how one kernel runs.
@@ -132,7 +133,7 @@ def _copied_domain(fusion: Fusion, source: TensorDomain, *, keep_allocation: boo
 
 # ------------------------------------------------------------------ rfactor
 def rfactor(tv: TensorView, axes: Sequence[int]) -> TensorView:
-    """Split a reduction in two: a new producer reduces the listed loop axes, tv the others.
+    """Splits a reduction in two: a new producer reduces the listed loop axes, tv the others.
 
     `tv [i, r{d}, r{K/d}]`, axes (2,)  ->  new `[i, i{d}, r{K/d}]`, tv `[i, r{d}]`; new's root is
     tv's old logical domain. The new tensor keeps tv's mesh and gets no parallel types.
@@ -180,7 +181,7 @@ def _zero(dtype: DataType) -> sc.Scalar:
 
 
 def _rfactor_producer(tv: TensorView, listed: set[int]) -> TensorView:
-    """Create the tensor that keeps `listed` as reductions, with the other reductions iterated."""
+    """Creates the tensor that keeps `listed` as reductions, with the other reductions iterated."""
     fusion, domain = tv.fusion, tv.domain
     history = transforms_between(domain, domain.logical, domain.loop)
     # Those of an rfactor before: the operand has the axes that they begin with.
@@ -221,7 +222,8 @@ def _rfactor_producer(tv: TensorView, listed: set[int]) -> TensorView:
 def _connected(
     domain: TensorDomain, history: Sequence[Transform], listed: set[int]
 ) -> frozenset[int]:
-    """Return the axes that share a logical ancestor with a listed loop axis, through transforms."""
+    """Returns the axes that share a logical ancestor with a listed loop axis, through
+    transforms."""
     found = set(listed)
     changed = True
     while changed:
@@ -235,7 +237,7 @@ def _connected(
 
 
 def _rfactor_consumer(tv: TensorView, producer: TensorView) -> None:
-    """Give tv the domain that reduces what the producer iterates in place of a reduction."""
+    """Gives tv the domain that reduces what the producer iterates in place of a reduction."""
     fusion, old, new = tv.fusion, tv.domain, producer.domain
     # Producer loop axes stand in the order of tv's old loop axes, so their kinds pair up.
     was_reduction = {n.number: o.is_reduction() for o, n in zip(old.loop, new.loop, strict=True)}
@@ -258,7 +260,7 @@ def _rfactor_consumer(tv: TensorView, producer: TensorView) -> None:
 
 
 def _kept_contiguity(old: TensorDomain, logical: tuple[IterDomain, ...]) -> tuple[bool | None, ...]:
-    """Keep the flags of the iterated axes, which an rfactor leaves in their order."""
+    """Keeps the flags of the iterated axes, which an rfactor leaves in their order."""
     flags: Mapping[int, bool | None] = dict(
         enumerate(
             flag

@@ -78,7 +78,7 @@ class Origin:
 
 
 def read_origin(cursor: Cursor) -> Origin:
-    """Read one line. Raises `ParseError`."""
+    """Reads one line. Raises `ParseError`."""
     row = cursor.expect(_ROW, "where a tensor's sharding came from")
     if row["how"] not in _HOWS:
         raise cursor.fail(f"unknown origin {row['how']!r}: {', '.join(_HOWS)}", row.start("how"))

@@ -50,7 +50,7 @@ Dims = tuple[int | None, ...]
 
 @checked
 def shard(tv: TensorView, mesh: object, placements: Sequence[object]) -> TensorView:
-    """Place a tensor on a mesh, and return it; what propagation finds does not change that.
+    """Places a tensor on a mesh, and returns it; what propagation finds does not change that.
 
     `mesh`: a DeviceMesh, what its constructor takes, or torch's. `placements` has, per dimension of
     the mesh, `Shard` or `Replicate` of this package or of `torch.distributed.tensor`. Axes are
@@ -89,8 +89,8 @@ def shard(tv: TensorView, mesh: object, placements: Sequence[object]) -> TensorV
 
 
 def placements_of(tv: TensorView) -> list[Shard | Replicate] | None:
-    """Return the placements with which `shard` makes the loop domain of a tensor; None for one that
-    it does not make."""
+    """Returns the placements with which `shard` makes the loop domain of a tensor; None for one
+    that it does not make."""
     mesh, domain = tv.mesh, tv.domain
     if mesh is None or not tv.mesh_is_user_set:
         return None
@@ -124,7 +124,7 @@ def _type_of(mesh: DeviceMesh, position: int) -> ParallelType:
 
 
 def mesh_of(mesh: Any) -> DeviceMesh:
-    """Return a mesh of this package for one of torch, or for what `DeviceMesh` takes."""
+    """Returns a mesh of this package for one of torch, or for what `DeviceMesh` takes."""
     if isinstance(mesh, DeviceMesh):
         return mesh
     is_torchs = type(mesh).__module__ == "torch.distributed.device_mesh"
@@ -132,7 +132,7 @@ def mesh_of(mesh: Any) -> DeviceMesh:
 
 
 def _dims_of(tv: TensorView, mesh: DeviceMesh, placements: Sequence[object]) -> Dims:
-    """Return the axis that each dimension of the mesh cuts."""
+    """Returns the axis that each dimension of the mesh cuts."""
     if not mesh.devices:
         raise ShardingError(
             f"shard: {mesh} is empty, so it has no device for {tv}: give the ranks that hold it, "
@@ -158,7 +158,7 @@ def _dims_of(tv: TensorView, mesh: DeviceMesh, placements: Sequence[object]) -> 
 
 
 def _dim_of(tv: TensorView, position: int, placed: Any) -> int | None:
-    """Return the axis of one placement, None for a replicated dimension."""
+    """Returns the axis of one placement, None for a replicated dimension."""
     module, name = str(type(placed).__module__), type(placed).__name__
     is_torchs = module.startswith("torch.distributed.")
     if isinstance(placed, Replicate) or (is_torchs and name == "Replicate"):

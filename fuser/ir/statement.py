@@ -66,7 +66,7 @@ class Values(list[T]):
 
 
 def numbered(what: str, expr: object, values: Sequence[T], index: int) -> T:
-    """Return value `index` of an op, counted from 0; raises `NoOperandError`, an `IndexError`."""
+    """Returns value `index` of an op, counted from 0; raises `NoOperandError`, an `IndexError`."""
     if not 0 <= index < len(values):
         text = " ".join(str(expr).split())
         raise NoOperandError(f"{what}({index}) of {text}, which has {len(values)}")

@@ -18,7 +18,7 @@ class IrEnum(enum.Enum):
         return f"<{type(self).__name__}.{self.name}: {self.value}>"
 
     def __int__(self) -> int:
-        """Return the number of the member, where it has one."""
+        """Returns the number of the member, where it has one."""
         if isinstance(self.value, int):
             return self.value
         raise ArgumentError(f"{self} has no number, only the text {self.value!r}")
@@ -64,7 +64,7 @@ class ParallelType(IrEnum):
 
     @property
     def text(self) -> str:
-        """Return the print form: `deviceIdx.x`, `blockIdx.y`, `S`, ..."""
+        """Returns the print form: `deviceIdx.x`, `blockIdx.y`, `S`, ..."""
         return _PTYPE_TEXT[self]
 
     @property
@@ -143,7 +143,7 @@ class MemoryType(IrEnum):
 
     @property
     def text(self) -> str:
-        """Return the word used by ALLOCATE (`register`, `shared`, `global`, ...)."""
+        """Returns the word used by ALLOCATE (`register`, `shared`, `global`, ...)."""
         return {"l": "register", "s": "shared", "g": "global", "t": "tensor"}.get(
             self.value, "symmetric"
         )

@@ -9,7 +9,7 @@ from fuser.support.errors import VerifyError
 
 
 def verify_fusion(fusion: Fusion, *, after: str = "definition") -> None:
-    """Raise `VerifyError` naming the pass, the op and the broken invariant.
+    """Raises `VerifyError` naming the pass, the op and the broken invariant.
 
     Checked: single definition; definition before use; inputs undefined, outputs defined or inputs;
     contiguity parallel to allocation with None exactly at broadcasts and reductions; loop and

@@ -120,7 +120,7 @@ class Report:
     refused: int
 
     def lines(self) -> list[str]:
-        """Return the report for people."""
+        """Returns the report for people."""
         took = {p: f"{s * 1e6:.2f} us" for p, s in (*self.timed, self.choice, self.best)}
         gain = 1 - self.best[1] / self.choice[1] if self.choice[1] else 0.0
         found = [f"heuristic: {self.choice[0]}, {took[self.choice[0]]}"]
@@ -165,14 +165,14 @@ class Tuning:
     def sizes_of(
         self, symbols: Iterable[Symbol], values: Mapping[Symbol, Number]
     ) -> tuple[tuple[str, int], ...]:
-        """Return the bits of the sizes that these symbols have, by their names in a kernel's form:
+        """Returns the bits of the sizes that these symbols have, by their names in a kernel's form:
         those of fusions that differ in names are the same."""
         sized = {s for s in symbols if s in values}
         named = ((f"{s.name[0]}{k}", s) for k, s in enumerate(self._form.symbols) if s in sized)
         return tuple((name, int(values[s]).bit_length()) for name, s in named)
 
     def known(self, asked: InputsClass) -> Params | None:
-        """Return the parameters for a class, if they have been found here or are on disk."""
+        """Returns the parameters for a class, if they have been found here or are on disk."""
         found = self._decided.recall(asked)
         if found is None and not neighbours(asked.chosen):
             found = self._decided[asked] = asked.chosen
@@ -182,8 +182,8 @@ class Tuning:
         return found
 
     def find(self, asked: InputsClass, given: Trial) -> Params:
-        """Return the parameters for a class: timed on the tensors of a call, unless another process
-        has done so meanwhile."""
+        """Returns the parameters for a class: timed on the tensors of a call, unless another
+        process has done so meanwhile."""
         key, cache = self._key(asked), KernelCache()
         with cache.lock(key):
             found = self._kept(asked, cache, key)
@@ -200,7 +200,7 @@ class Tuning:
         return found
 
     def refuse(self, asked: InputsClass) -> None:
-        """Take back what was found: it cannot be lowered."""
+        """Takes back what was found: it cannot be lowered."""
         self._decided[asked] = None
         self._leave_out(self._key(asked))
 
@@ -264,7 +264,7 @@ class Tuning:
 
     # ------------------------------------------------------------ timing
     def _timed(self, given: Trial) -> Report | None:
-        """Return what is found; None, after a warning, where there is no memory to look."""
+        """Returns what is found; None, after a warning, where there is no memory to look."""
         device = given.outputs[0].device
         wanted, free = scratch_nbytes(given.outputs), free_nbytes(device)
         try:
@@ -297,7 +297,7 @@ class _Search:
         return TuningCandidate(variant.params, variant, launch, tensors, self._given.numbers)
 
     def run(self) -> Report:
-        """Time the neighbours of the choice, then those of the best, then the best of all against
+        """Times the neighbours of the choice, then those of the best, then the best of all against
         the choice."""
         self._choice.run()
         self._expected.take(self._scratch)
@@ -314,7 +314,7 @@ class _Search:
         return self._report(found)
 
     def _report(self, found: list[TuningCandidate]) -> Report:
-        """Time the fastest once more."""
+        """Times the fastest once more."""
         choice = self._choice
         faster = sorted((c for c in found if c.median < choice.median), key=lambda c: c.median)
         finalists = faster[:FINALISTS]
@@ -330,7 +330,7 @@ class _Search:
         return Report(*ends, tuple(timed), self._refused)
 
     def _around(self, center: TuningCandidate, most: int) -> list[TuningCandidate]:
-        """Return the nearest neighbours that are new, compiled, and compute the same."""
+        """Returns the nearest neighbours that are new, compiled, and computes the same."""
         found: list[TuningCandidate] = []
         for params in neighbours(center.params):
             if len(found) >= most or len(self._seen) > MAX_LOWERED:
@@ -351,7 +351,7 @@ class _Search:
         return [c for c in self._compiled(found) if self._is_right(c)]
 
     def _compiled(self, found: list[TuningCandidate]) -> list[TuningCandidate]:
-        """Compile all at once; where the compiler refuses one, one by one."""
+        """Compiles all at once; where the compiler refuses one, one by one."""
         try:
             self._given.compile([c.variant for c in found])
         except CompileError:
@@ -387,14 +387,14 @@ class _Search:
 
 
 def _form_of(variant: Variant, launch: BoundLaunch) -> Hashable:
-    """Return what tells launches apart: parameters may differ in nothing that these inputs see."""
+    """Returns what tells launches apart: parameters may differ in nothing that these inputs see."""
     shape = launch.grid, launch.block, launch.smem_bytes
     return variant.kernel.source.text, shape, tuple(launch.args)
 
 
 @functools.cache
 def warn_of_capture() -> None:
-    """Warn once that nothing is timed now."""
+    """Warns once that nothing is timed now."""
     warn(
         "tune: a kernel runs first while a CUDA graph is captured: nothing is timed, the graph has "
         "the heuristic's choice; run once before capturing",
@@ -437,7 +437,7 @@ class TuningCandidate:
     seconds: list[float] = field(default_factory=list)
 
     def run(self) -> None:
-        """Launch on the current stream.
+        """Launches on the current stream.
 
         Raises:
             KernelError: the device refuses the launch, or a finding of checked mode.
@@ -477,18 +477,18 @@ class Scratch:
             self.tensors.append(flat.as_strided(out.shape, out.stride(), skipped))
 
     def take(self, other: Scratch) -> None:
-        """Copy the results of another one of the same layout."""
+        """Copies the results of another one of the same layout."""
         for mine, others in zip(self._flat, other._flat, strict=True):
             mine.copy_(others)
 
     def clear(self) -> None:
-        """Make what a kernel does not write the same for all."""
+        """Makes what a kernel does not write the same for all."""
         for flat in self._flat:
             flat.zero_()
 
     def difference(self, other: Scratch, tolerance: float) -> float | None:
-        """Return by how much the largest difference of floats exceeds `tolerance`, as a factor; inf
-        for other values, None where the results agree."""
+        """Returns by how much the largest difference of floats exceeds `tolerance`, as a factor;
+        inf for other values, None where the results agree."""
         worst = 0.0
         for mine, others in zip(self._flat, other._flat, strict=True):
             worst = max(worst, _worst(mine, others, tolerance))
@@ -496,13 +496,13 @@ class Scratch:
 
 
 def scratch_nbytes(outputs: Sequence[torch.Tensor]) -> int:
-    """Return the bytes that a trial takes: two sets of results, and what it compares of them."""
+    """Returns the bytes that a trial takes: two sets of results, and what it compares of them."""
     compared = min(max((span(t) for t in outputs), default=0), _CHUNK)
     return 2 * sum(span(t) * t.element_size() for t in outputs) + 8 * 8 * compared
 
 
 def free_nbytes(device: torch.device) -> int | None:
-    """Return the bytes that torch can still have on a device; None where nobody tells."""
+    """Returns the bytes that torch can still have on a device; None where nobody tells."""
     if device.type == "cuda":
         free, _ = torch.cuda.mem_get_info(device)
         return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
@@ -516,7 +516,7 @@ def free_nbytes(device: torch.device) -> int | None:
 
 # ------------------------------------------------------------------ agreement
 def tolerance_of(fusion: Fusion) -> float:
-    """Return what rounding may change in the results of a fusion; see `Scratch.difference`."""
+    """Returns what rounding may change in the results of a fusion; see `Scratch.difference`."""
     dtypes = {to_torch(tv.dtype()) for tv in fusion.tensors()}
     floats = [d for d in dtypes if d.is_floating_point]
     return max((_TOLERANCE.get(d, _COARSEST) for d in floats), default=_TOLERANCE[torch.float32])
@@ -542,7 +542,7 @@ def _worst(mine: torch.Tensor, others: torch.Tensor, tolerance: float) -> float:
 
 
 def _chunks(flat: torch.Tensor) -> Iterator[torch.Tensor]:
-    """Yield parts of a flat tensor in double precision."""
+    """Yields parts of a flat tensor in double precision."""
     flat = torch.view_as_real(flat).flatten() if flat.is_complex() else flat
     for part in flat.split(_CHUNK):
         yield (part if part.dtype == torch.float64 else part.float()).double()
@@ -554,7 +554,7 @@ Timer = Callable[[Callable[[], object]], float]
 
 
 def make_timer(device: torch.device) -> Timer:
-    """Return what times a kernel on a device; on a GPU with none of its operands in the cache."""
+    """Returns what times a kernel on a device; on a GPU with none of its operands in the cache."""
     return _CudaTimer(device) if device.type == "cuda" else _time_on_host
 
 
@@ -583,7 +583,7 @@ class _CudaTimer:
 
 
 def race(candidates: Sequence[TuningCandidate], timer: Timer, rounds: int, budget_s: float) -> None:
-    """Time candidates in turns, so many rounds, or as many of them as fit in the budget; at least
+    """Times candidates in turns, so many rounds, or as many of them as fit in the budget; at least
     three. What they had measured before is forgotten."""
     for candidate in candidates:
         candidate.seconds.clear()
@@ -621,7 +621,7 @@ class TunedExecutor(FusedKernelExecutor):
         *,
         are_sized: bool = False,
     ) -> KernelLaunch | None:
-        """Return None: what has no contents cannot be timed."""
+        """Returns None: what has no contents cannot be timed."""
         del tensors, sizes, device, numbers, are_sized
         return None
 
@@ -660,7 +660,7 @@ class TunedExecutor(FusedKernelExecutor):
         sizes: Sizes,
         device: DeviceInfo | None = None,
     ) -> Record | None:
-        """Return what takes the least time: as it is known, or, without `device` and outside of a
+        """Returns what takes the least time: as it is known, or, without `device` and outside of a
         capture, timed now. Where that serves these tensors no better, or not at all, it is the
         heuristic's."""
         tensors = [*[v for v in inputs if isinstance(v, torch.Tensor)], *outputs]
@@ -697,7 +697,7 @@ class TunedExecutor(FusedKernelExecutor):
         return serve(self._variants[key]) or self._by_heuristic(*given)
 
     def _can_lower(self, key: VariantKey, asked: InputsClass) -> bool:
-        """Lower what was found; whether that could be done."""
+        """Lowers what was found; whether that could be done."""
         try:
             self._variants[key] = self._lower(key, asked.device)
         except (UnsupportedError, DefinitionError):
@@ -715,10 +715,10 @@ class TunedExecutor(FusedKernelExecutor):
         numbers: Sequence[Number],
         serve: _Bind,
     ) -> Any:
-        """Return the parameters that are timed to be the best."""
+        """Returns the parameters that are timed to be the best."""
 
         def lower(params: Any) -> Record | None:
-            """Lower and bind, for a trial alone, what may be refused."""
+            """Lowers and bind, for a trial alone, what may be refused."""
             try:
                 key = (asked.layouts, params, asked.index)
                 return serve(self._scheduled(key, asked.device)[0])

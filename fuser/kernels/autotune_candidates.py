@@ -37,8 +37,8 @@ _Found = Iterable[tuple[float, Any]]
 
 
 def neighbours(params: Any) -> list[Any]:
-    """Return parameters near the chosen ones, nearest first and without these; none for plain loops
-    and for a schedule of the user's."""
+    """Returns parameters near the chosen ones, nearest first and without these; none for plain
+    loops and for a schedule of the user's."""
     make = _BY_CLASS.get(type(params))
     found = () if make is None else make(params)
     nearest = sorted(found, key=lambda pair: pair[0])
@@ -46,13 +46,13 @@ def neighbours(params: Any) -> list[Any]:
 
 
 def to_fields(params: Any) -> dict[str, Any]:
-    """Return parameters as JSON has them."""
+    """Returns parameters as JSON has them."""
     return {"kind": type(params).__name__} | {f.name: getattr(params, f.name) for f in _of(params)}
 
 
 def from_fields(found: object, like: Any) -> Any:
-    """Return the parameters that `to_fields` wrote, for a kernel whose heuristic chose `like`; None
-    for anything else."""
+    """Returns the parameters that `to_fields` wrote, for a kernel whose heuristic chose `like`;
+    None for anything else."""
     if not isinstance(found, dict):
         return None
     kinds = {type(like), PointwiseParams} if isinstance(like, TransposeParams) else {type(like)}

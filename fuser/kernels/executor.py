@@ -94,7 +94,7 @@ class KernelLaunch(NamedTuple):
         return self.variant.compiled
 
     def explain(self, error: KernelError) -> KernelError:
-        """Return an error of the launch with op and line."""
+        """Returns an error of the launch with op and line."""
         return self.executor.explained(self.variant, error)
 
 
@@ -173,7 +173,7 @@ class FusedKernelExecutor:
         sizes: Sizes,
         stream: int | None = None,
     ) -> None:
-        """Compute `outputs` (allocated by the caller, all of the fusion's, in order).
+        """Computes `outputs` (allocated by the caller, all of the fusion's, in order).
 
         Raises:
             InputError: a wrong number of tensors, or a rank that does not fit.
@@ -204,7 +204,7 @@ class FusedKernelExecutor:
         sizes: Sizes,
         device: torch.device | None = None,
     ) -> KernelLaunch | None:
-        """Return what `run` launches for tensors of this shape, these strides and this alignment;
+        """Returns what `run` launches for tensors of this shape, these strides and this alignment;
         None where it launches nothing, and in checked mode.
 
         Meta tensors will do where the `device` of the launch is given: its kernel may then still
@@ -236,7 +236,7 @@ class FusedKernelExecutor:
         *,
         are_sized: bool = False,
     ) -> KernelLaunch | None:
-        """Return what `launch_for` does, for inputs and outputs that lie so, and these scalar
+        """Returns what `launch_for` does, for inputs and outputs that lie so, and these scalar
         inputs; None where it has more to look at, or where the kernel has to be compiled.
         `are_sized`: `sizes_fit` says so."""
         if self.checked or self._steps is not None:
@@ -267,7 +267,7 @@ class FusedKernelExecutor:
         sizes: Sizes,
         device: DeviceInfo | None = None,
     ) -> Record | None:
-        """Return what is remembered of this class of tensors; None for an empty one."""
+        """Returns what is remembered of this class of tensors; None for an empty one."""
         places = [(t.shape, t.stride(), address(t) & 15) for t in tensors]
         key: object = (
             *places,
@@ -297,7 +297,7 @@ class FusedKernelExecutor:
             return self._record(inputs, outputs, tensors, numbers, sizes, device)
 
     def explained(self, variant: Variant, error: KernelError) -> KernelError:
-        """Return an error of a launch of a variant with op and line."""
+        """Returns an error of a launch of a variant with op and line."""
         return KernelError(f"{error}\n{variant.blame(self.fusion, self._tensors, error)}")
 
     def _check_step(self, count: Scalar, inputs: Sequence[Value], sizes: Sizes) -> None:
@@ -310,7 +310,7 @@ class FusedKernelExecutor:
     def _run_empty(
         self, inputs: Sequence[Value], outputs: Sequence[torch.Tensor], sizes: Sizes
     ) -> None:
-        """Serve a class with an extent of 0: kernels need extents of at least 1."""
+        """Serves a class with an extent of 0: kernels need extents of at least 1."""
         if all(out.numel() == 0 for out in outputs):
             return
         from fuser.ops.reference.meaning import evaluate_fusion
@@ -329,7 +329,7 @@ class FusedKernelExecutor:
         sizes: Sizes,
         device: DeviceInfo | None = None,
     ) -> Record | None:
-        """Return the variant and the launch of an input class, lowering (not compiling) a new
+        """Returns the variant and the launch of an input class, lowering (not compiling) a new
         variant when needed; None where an extent is 0. Meta tensors will do where `device` is
         given."""
         tensors = [*[v for v in inputs if isinstance(v, torch.Tensor)], *outputs]
@@ -347,14 +347,14 @@ class FusedKernelExecutor:
         *,
         are_plain: bool,
     ) -> Record:
-        """Return the variant and the launch for tensors of which the sizes are bound."""
+        """Returns the variant and the launch for tensors of which the sizes are bound."""
         layouts, alignments = self._laid(tensors, are_plain=are_plain)
         return self._by_heuristic(layouts, alignments, bound, tensors, device)
 
     def _laid(
         self, tensors: Sequence[torch.Tensor | Laid], *, are_plain: bool
     ) -> tuple[tuple[Layout, ...], Mapping[int, int]]:
-        """Return the layouts of tensors, and their alignments by number."""
+        """Returns the layouts of tensors, and their alignments by number."""
         if self._dense is not None and are_plain:
             return self._dense, self._aligned
         layouts = tuple([c.layout_of(t) for c, t in zip(self._classes, tensors, strict=True)])
@@ -372,7 +372,7 @@ class FusedKernelExecutor:
         tensors: Sequence[torch.Tensor | Laid],
         device: DeviceInfo,
     ) -> Record:
-        """Return the variant that the heuristic chooses, or one that relies on less."""
+        """Returns the variant that the heuristic chooses, or one that relies on less."""
         # A kernel may rely on more than its parameters say: then without vectors, then generic.
         for known in (alignments, self._unaligned, None):
             variant, launch = self._variant(layouts, known, alignments, bound, tensors, device)
@@ -414,7 +414,7 @@ class FusedKernelExecutor:
         tensors: Sequence[torch.Tensor | Laid],
         device: DeviceInfo,
     ) -> tuple[Variant, BoundLaunch | None]:
-        """Return the variant for these layouts and the alignments that it may rely on (`known`;
+        """Returns the variant for these layouts and the alignments that it may rely on (`known`;
         None: the generic one), and its launch where that was needed to choose it."""
         if known is None:
             return self._generic_for(bound, device), None
@@ -438,7 +438,7 @@ class FusedKernelExecutor:
     def _within_limits(
         self, variant: Variant, key: VariantKey, bound: KernelSizes, device: DeviceInfo
     ) -> Variant:
-        """Return a variant, or where it has too many blocks for the device, its folded form.
+        """Returns a variant, or where it has too many blocks for the device, its folded form.
 
         Raises `DefinitionError` for a schedule by hand."""
         if variant.fits_grid(bound.values):
@@ -452,7 +452,7 @@ class FusedKernelExecutor:
         return self._folded[key]
 
     def _generic_for(self, bound: KernelSizes, device: DeviceInfo) -> Variant:
-        """Return the generic variant, folded where it has too many blocks."""
+        """Returns the generic variant, folded where it has too many blocks."""
         variant = self._generic_variant(device)
         return self._within_limits(variant, self._generic_key(device), bound, device)
 
@@ -463,7 +463,7 @@ class FusedKernelExecutor:
         bound: KernelSizes,
         device: DeviceInfo,
     ) -> Any:
-        """Return the heuristic's choice."""
+        """Returns the heuristic's choice."""
         latest, its_device, choose = self._latest_chooser
         if latest is not layouts or its_device is not device:
             choose = self._chooser(layouts, device)
@@ -484,7 +484,7 @@ class FusedKernelExecutor:
         values: Mapping[Symbol, Number],
         tensors: Sequence[torch.Tensor | Laid],
     ) -> Record | None:
-        """Return a variant made for a size not much smaller, for inputs too small for their own,
+        """Returns a variant made for a size not much smaller, for inputs too small for their own,
         and its launch. When all variants are made, one that is alike serves any."""
         layouts, params, index = key
         nbytes = total_nbytes(tensors)
@@ -518,7 +518,7 @@ class FusedKernelExecutor:
         return layouts, self.scheduler.generic(device), DataType.Int
 
     def _specialized(self, layouts: tuple[Layout, ...]) -> tuple[Fusion, dict[int, TensorView]]:
-        """Return a copy of the fusion whose inputs and outputs have these layouts."""
+        """Returns a copy of the fusion whose inputs and outputs have these layouts."""
         fusion, twins = self.fusion.copy()
         for tv, c, layout in zip(self._tensors, self._classes, layouts, strict=True):
             if c.order is not None:
@@ -526,7 +526,7 @@ class FusedKernelExecutor:
         return fusion, {tv.number: twins[tv] for tv in self._tensors}
 
     def _lower_first(self, key: VariantKey, device: DeviceInfo, *, folded: bool = False) -> Variant:
-        """Lower with the first parameters of the ladder that can be; raises what refused the
+        """Lowers with the first parameters of the ladder that can be; raises what refused the
         last."""
         layouts, chosen, index = key
         refused: FuserError | None = None
@@ -539,7 +539,7 @@ class FusedKernelExecutor:
         raise refused
 
     def _lower(self, key: VariantKey, device: DeviceInfo, *, folded: bool = False) -> Variant:
-        """Lower, unless an executor has lowered the same under other names. What is dumped is
+        """Lowers, unless an executor has lowered the same under other names. What is dumped is
         lowered for each."""
         if self._lowered is None or any(map(options.dump_enabled, _DUMPS)):
             return self._lower_alone(key, device, folded=folded)
@@ -567,7 +567,7 @@ class FusedKernelExecutor:
     def _scheduled(
         self, key: VariantKey, device: DeviceInfo, *, folded: bool = False
     ) -> tuple[Variant, Fusion]:
-        """Return a kernel and the scheduled fusion that it was made of."""
+        """Returns a kernel and the scheduled fusion that it was made of."""
         layouts, params, index = key
         fusion, twins = self._specialized(layouts)
         outputs = len(fusion.outputs)
@@ -610,7 +610,7 @@ def compile_many(
     *,
     device: torch.device | str,
 ) -> int:
-    """Lower and compile the kernels of many executors; return how many were missing.
+    """Lowers and compiles the kernels of many executors; returns how many were missing.
 
     Meta tensors with the right strides will do.
     One compiler process (CPU) compiles all of them at the end; on CUDA, threads compile each while
@@ -636,7 +636,8 @@ def compile_many(
 def _lower_missing(
     requests: Sequence[KernelRequest], device: DeviceInfo, variants: list[Variant]
 ) -> Iterator[KernelSource]:
-    """Yield the text of each variant that is not compiled yet; append the variant to `variants`."""
+    """Yields the text of each variant that is not compiled yet; appends the variant to
+    `variants`."""
     seen: set[int] = set()
     for number, (executor, inputs, outputs, sizes) in enumerate(requests, 1):
         progress.stage("kernel", number, len(requests))
@@ -657,7 +658,7 @@ def _chooses_nothing(facts: Facts) -> None:
 
 
 def variant_of(request: KernelRequest, device: torch.device) -> Variant | None:
-    """Return the variant that serves a request, lowered when needed; None where nothing runs."""
+    """Returns the variant that serves a request, lowered when needed; None where nothing runs."""
     executor, inputs, outputs, sizes = request
     info = describe_device(device)
     record = executor.record(inputs, outputs, sizes=sizes, device=info)
@@ -667,7 +668,7 @@ def variant_of(request: KernelRequest, device: torch.device) -> Variant | None:
 def scheduled_fusion(
     executor: FusedKernelExecutor, variant: Variant, device: torch.device
 ) -> Fusion:
-    """Return the scheduled fusion that a variant was lowered from, made again.
+    """Returns the scheduled fusion that a variant was lowered from, made again.
 
     Raises `UnsupportedError` for a variant that the executor no longer holds.
     """

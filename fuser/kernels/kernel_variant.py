@@ -75,7 +75,7 @@ class Variant:
         return not self.kernel.limits or self._limits.hold(self.own(values))
 
     def shape(self, values: Mapping[Symbol, Number]) -> tuple[list[int], list[int]]:
-        """Return the blocks of a launch and the threads of a block along x, y and z."""
+        """Returns the blocks of a launch and the threads of a block along x, y and z."""
         known, kernel = self.own(values), self.kernel
         grid, block = ([int(sc.evaluate(n, known)) for n in s] for s in (kernel.grid, kernel.block))
         return grid, block
@@ -85,13 +85,13 @@ class Variant:
         return Computed(self.kernel.limits)
 
     def own(self, values: Mapping[Symbol, Number]) -> Mapping[Symbol, Number]:
-        """Return values by the names that the symbols have in the kernel."""
+        """Returns values by the names that the symbols have in the kernel."""
         if self.symbols is None:
             return values
         return {mine: values[its] for mine, its in self.symbols.items() if its in values}
 
     def blame(self, fusion: Fusion, tensors: Sequence[TensorView], error: KernelError) -> str:
-        """Return the op and the user's line of the tensor that an error names (else all ops);
+        """Returns the op and the user's line of the tensor that an error names (else all ops);
         `tensors` are the inputs and outputs of the fusion."""
         named = re.search(r"\bT(\d+)\b", str(error))
         number = int(named[1]) if named else None
@@ -105,7 +105,7 @@ class Variant:
         return "\n".join(f"{what} {op_text(e)} (user code at {e.where or 'unknown'})" for e in ops)
 
     def blame_number(self, fusion: Fusion, scalar: Scalar, problem: str) -> str:
-        """Return the op of the fusion that reads a scalar of the kernel, the problem, and the
+        """Returns the op of the fusion that reads a scalar of the kernel, the problem, and the
         user's line."""
         if self.symbols is not None:
             scalar = sc.substitute(scalar, {mine: its for mine, its in self.symbols.items()})  # noqa: C416
@@ -127,7 +127,7 @@ class Variant:
         symbols: Mapping[Symbol, Symbol],
         places: Mapping[int, int],
     ) -> Variant:
-        """Return the kernel as one of a fusion with other names for tensors and symbols."""
+        """Returns the kernel as one of a fusion with other names for tensors and symbols."""
         twins = {numbers[number]: twin for number, twin in self.twins.items()}
         made = Variant(self.kernel, self.params, twins, places, symbols=symbols)
         aligned = tuple([(numbers[number], nbytes) for number, nbytes in self.needs.alignments])
@@ -138,7 +138,7 @@ class Variant:
 def take_compiled(
     variants: Sequence[Variant], compiled: Sequence[CompiledKernel], began: float
 ) -> None:
-    """Give variants their kernels, which were made together since `began` (`now`)."""
+    """Gives variants their kernels, which were made together since `began` (`now`)."""
     for variant, kernel in zip(variants, compiled, strict=True):
         variant.compiled = kernel
         variant.made_s = (now() - began) / len(variants)
@@ -173,7 +173,7 @@ class Needs:
 
     @staticmethod
     def of(variant: Variant) -> Needs:
-        """Sort the arguments of a kernel by what they are."""
+        """Sorts the arguments of a kernel by what they are."""
         kernel = variant.kernel
         twins = variant.twins.items()
         number_of = {twin.number: number for number, twin in twins}
@@ -233,7 +233,7 @@ def launch_of(
     *,
     checked: bool = False,
 ) -> BoundLaunch | None:
-    """Evaluate a kernel's arguments and shape; None where it relies on something that fails.
+    """Evaluates a kernel's arguments and shape; None where it relies on something that fails.
 
     `tensors` are the inputs, then the outputs; `alignments` are by their numbers in the fusion;
     `scalars` are the scalar inputs, whose values each call gives anew. `refuse` makes the error of
@@ -301,7 +301,7 @@ class _ScalarArgument(NamedTuple):
         return value
 
     def check(self, value: Number) -> None:
-        """Raise `KernelError` for an integer past 64 bits; narrower ones wrap in the kernel."""
+        """Raises `KernelError` for an integer past 64 bits; narrower ones wrap in the kernel."""
         dtype = self.scalar.dtype
         if isinstance(value, int) and category(dtype) == "int" and nbytes_of(dtype) == 8:
             problem = misfit(value, dtype)
@@ -324,7 +324,7 @@ class KernelSizes(NamedTuple):
     iterations: int
 
     def with_numbers(self, numbers: Iterable[tuple[Symbol, Number]]) -> KernelSizes:
-        """Return the same with the values of scalar inputs."""
+        """Returns the same with the values of scalar inputs."""
         values = {**self.values, **{s: Const(x, s.dtype).value for s, x in numbers}}
         sizes = {s: v for s, v in values.items() if isinstance(v, int)}
         return KernelSizes(values, sizes, self.iterations)
@@ -378,7 +378,7 @@ class KernelExtents:
         tensors: Sequence[torch.Tensor],
         sizes: Sizes,
     ) -> KernelSizes | None:
-        """Return the values for these tensors; None where an extent is 0.
+        """Returns the values for these tensors; None where an extent is 0.
 
         Raises `InputError` for tensors that the kernel does not take, or whose sizes contradict
         `sizes` or each other.
@@ -403,7 +403,7 @@ class KernelExtents:
     def values(
         self, inputs: Sequence[Argument], outputs: Sequence[torch.Tensor], sizes: Sizes
     ) -> Mapping[Symbol, Number]:
-        """Return the values of all symbols; see `Binder.bind`."""
+        """Returns the values of all symbols; see `Binder.bind`."""
         return self._binder.bind([*inputs, *outputs], sizes)
 
     def fit(self, shapes: Sequence[Sequence[Scalar]]) -> bool:
@@ -413,7 +413,7 @@ class KernelExtents:
         return fits and not self._expanded and not self._is_empty
 
     def iterations(self, sizes: Sizes) -> int | None:
-        """Return the iterations of what `at_once` finds, for tensors that `fit` and have elements;
+        """Returns the iterations of what `at_once` finds, for tensors that `fit` and have elements;
         None where it finds none."""
         run = self._count
         if run is None:
@@ -434,7 +434,7 @@ class KernelExtents:
         return text.function("values", f"max(({''.join(f'{n}, ' for n in counts)}), default=0)")
 
     def at_once(self, tensors: Sequence[torch.Tensor | Laid], sizes: Sizes) -> KernelSizes | None:
-        """Return what `bind` finds where `sizes` has every symbol and all is as it should be, else
+        """Returns what `bind` finds where `sizes` has every symbol and all is as it should be, else
         None. It knows of no scalar inputs."""
         if len(tensors) != len(self._shapes):
             return None
@@ -475,7 +475,7 @@ class KernelExtents:
 
 
 def free_symbols(fusion: Fusion, scalars: Sequence[Symbol]) -> tuple[Symbol, ...]:
-    """Return the symbols that neither an input's axes nor a scalar input binds."""
+    """Returns the symbols that neither an input's axes nor a scalar input binds."""
     bound = {
         a.size for v in fusion.inputs if isinstance(v, TensorView) for a in v.domain.no_reductions
     }
@@ -499,25 +499,25 @@ _INT32_LIMIT = (1 << 31) - 1 - _OVERRUN
 
 
 def index_dtype(iterations: int, tensors: Sequence[torch.Tensor | Laid]) -> DataType:
-    """Return Int32 where every offset and every iteration count fits, over-run included."""
+    """Returns Int32 where every offset and every iteration count fits, over-run included."""
     largest = max(iterations, *[t.span if isinstance(t, Laid) else span(t) for t in tensors])
     return DataType.Int32 if largest <= _INT32_LIMIT else DataType.Int
 
 
 def total_nbytes(tensors: Sequence[torch.Tensor | Laid]) -> int:
-    """Return the bytes of the elements of all."""
+    """Returns the bytes of the elements of all."""
     return sum(t.numel() * t.element_size() for t in tensors)
 
 
 def span(t: torch.Tensor) -> int:
-    """Return how many elements lie from the first to past the last one."""
+    """Returns how many elements lie from the first to past the last one."""
     if t.is_contiguous():
         return t.numel()
     return 1 + sum((n - 1) * s for n, s in zip(t.shape, t.stride(), strict=True))
 
 
 def alignment(t: torch.Tensor | Laid, layout: Layout) -> int:
-    """Return the largest power of two, at most 16, that divides the address and every stride, in
+    """Returns the largest power of two, at most 16, that divides the address and every stride, in
     bytes, of an axis that is not contiguous."""
     found = gcd(address(t), VECTOR_BYTES)
     order, flags = layout
@@ -535,7 +535,7 @@ def is_plain(t: torch.Tensor | Laid) -> bool:
 
 
 def address(t: torch.Tensor | Laid) -> int:
-    """Return the address of a tensor; of one without contents, where it begins in memory that will
+    """Returns the address of a tensor; of one without contents, where it begins in memory that will
     be as aligned as any."""
     if isinstance(t, Laid) or t.is_meta:
         return int(t.storage_offset()) * t.element_size()
@@ -543,7 +543,7 @@ def address(t: torch.Tensor | Laid) -> int:
 
 
 def describe(tensors: Sequence[torch.Tensor]) -> DeviceInfo:
-    """Return the device of tensors. Raises `InputError` where there are none."""
+    """Returns the device of tensors. Raises `InputError` where there are none."""
     if not tensors:
         raise InputError("a kernel without tensors has no device")
     return describe_device(tensors[0].device)
@@ -574,7 +574,7 @@ class Lowered:
         places: Mapping[int, int],
         lower: Callable[[], Variant],
     ) -> Variant:
-        """Return what `lower` makes of a fusion, or what it has made of one like it. `what` is
+        """Returns what `lower` makes of a fusion, or what it has made of one like it. `what` is
         everything else that decides about the kernel; for `places` see `Variant`."""
         kinds = tuple([type(op) for op in fusion.exprs])
         similar = self._variants.setdefault((kinds, what), [])
@@ -623,7 +623,7 @@ def make_kernel(
     device: DeviceInfo,
     folded: bool = False,
 ) -> Kernel:
-    """Lower a scheduled fusion and print it; for the arguments and errors see `lower_kernel`."""
+    """Lowers a scheduled fusion and prints it; for the arguments and errors see `lower_kernel`."""
     lowered = lower_kernel(fusion, name=name, index_dtype=index_dtype, device=device, folded=folded)
     source, ir_text = print_kernel(lowered)
     return Kernel(

@@ -28,20 +28,20 @@ INDEX_CTYPE = "nvfuser_index_t"
 
 
 def accumulator_dtype(stage: Stage) -> DataType:
-    """Return the dtype in which a reduction accumulates: half-like ones in Float."""
+    """Returns the dtype in which a reduction accumulates: half-like ones in Float."""
     assert isinstance(stage.op, ReductionOp | WelfordOp)
     dtype = stage.op.inp.dtype() if isinstance(stage.op, WelfordOp) else stage.tv.dtype()
     return DataType.Float if dtype in HALF_LIKE else dtype
 
 
 def welford_ctype(dtype: DataType, name: str = "Welford") -> str:
-    """Return the C type of a Welford accumulator. It counts in the index type of the kernel, which
+    """Returns the C type of a Welford accumulator. It counts in the index type of the kernel, which
     has room for all iterations."""
     return f"{name}<{c_type(dtype)}, {INDEX_CTYPE}>"
 
 
 def no_values(dtype: DataType) -> Expr:
-    """Return a Welford accumulator that holds nothing."""
+    """Returns a Welford accumulator that holds nothing."""
     return Compute(welford_ctype(dtype) + "{{0, 0, 0, 0}}", (), dtype)
 
 
@@ -72,13 +72,13 @@ class Buffer:
 
     # ------------------------------------------------------------ addressing
     def own_index(self) -> Scalar:
-        """Return the element that the stage itself writes in one iteration."""
+        """Returns the element that the stage itself writes in one iteration."""
         if self.axes is not None:
             raise AssertionError("a shared buffer is addressed by its logical index")
         return self.index_at({})
 
     def index_at(self, symbols: dict[Scalar, Scalar]) -> Scalar:
-        """Return the element at the given values of the buffer's loop symbols."""
+        """Returns the element at the given values of the buffer's loop symbols."""
         total: Scalar = sc.ZERO
         for loop in self.loops:
             at = symbols.get(loop.symbol, loop.symbol)
@@ -86,14 +86,14 @@ class Buffer:
         return total
 
     def element(self, index: Scalar, tv: TensorView) -> Var | Element:
-        """Return the element as a value; a Welford result is a field of it."""
+        """Returns the element as a value; a Welford result is a field of it."""
         member = _member(self.stage, tv)
         if self.size is None and not self.is_shared:
             return Var(self.name + (f".{member}" if member else ""), self.value_dtype(tv))
         return Element(self.name, index, self.value_dtype(tv), member, self.is_shared)
 
     def value_dtype(self, tv: TensorView) -> DataType:
-        """Return the dtype of what is stored for `tv`: a Welford count is an Int."""
+        """Returns the dtype of what is stored for `tv`: a Welford count is an Int."""
         if isinstance(self.stage.op, WelfordOp) and tv is self.stage.op.n:
             return DataType.Int
         return self.dtype
@@ -101,7 +101,7 @@ class Buffer:
     def read(
         self, ctx: Context, tv: TensorView, index: Index, *, reader: Stage, guard: Scalar
     ) -> Expr:
-        """Return the element of `tv` at a logical index, as `reader` sees it.
+        """Returns the element of `tv` at a logical index, as `reader` sees it.
 
         Where `guard` is false the index may be outside of the buffer: nothing is read there.
         """
@@ -128,7 +128,7 @@ class Buffer:
         return ctx.simplify(total)
 
     def _own_element(self, ctx: Context, index: Index, reader: Stage) -> Scalar | None:
-        """Return the register that this iteration of the reader corresponds to, if it holds
+        """Returns the register that this iteration of the reader corresponds to, if it holds
         `index`: the reader's loops are the buffer's, one for one."""
         for candidate in self._paired(reader):
             written = tuple(
@@ -140,7 +140,7 @@ class Buffer:
         return None
 
     def _traced_index(self, ctx: Context, index: Index, reader: Stage) -> Scalar:
-        """Return the register that holds a logical index, by following it to the stage's loops.
+        """Returns the register that holds a logical index, by following it to the stage's loops.
 
         An index that divides would address registers at run time: such a value is computed again by
         the reader, as is one that another thread or iteration holds.
@@ -157,7 +157,7 @@ class Buffer:
         )
 
     def _paired(self, reader: Stage) -> list[dict[Scalar, Scalar]]:
-        """Pair the buffer's loops with the reader's own serial loops, position by position."""
+        """Pairs the buffer's loops with the reader's own serial loops, position by position."""
         theirs = [
             loop
             for loop in reader.all_loops[self.stage.depth :]
@@ -171,7 +171,7 @@ class Buffer:
         ] or ([{}] if not self.loops else [])
 
     def _traced(self, ctx: Context, index: Index) -> dict[Scalar, Scalar] | None:
-        """Follow a logical index to the stage's loops; None unless the shared loops agree."""
+        """Follows a logical index to the stage's loops; None unless the shared loops agree."""
         if self.stage.reference is not None:
             return None
         known = ctx.indexer.forward(self.stage.tv, index)
@@ -201,7 +201,7 @@ def _member(stage: Stage, tv: TensorView) -> str:
 
 
 def allocate(ctx: Context) -> dict[Stage, Buffer]:
-    """Give every stage that needs storage its buffer; shared ones follow each other."""
+    """Gives every stage that needs storage its buffer; shared ones follow each other."""
     return {s: _allocate(ctx, s) for s in ctx.nesting.stages if s.storage != "global"}
 
 
@@ -234,7 +234,7 @@ def _allocate(ctx: Context, stage: Stage) -> Buffer:
 
 
 def _allocate_shared(ctx: Context, stage: Stage, name: str) -> Buffer:
-    """Lay a shared tensor out by its allocation domain, or by its loops.
+    """Lays a shared tensor out by its allocation domain, or by its loops.
 
     Left out are the axes that do not distinguish elements of one block at one time: block axes, and
     serial loops outside of the buffer.
@@ -265,7 +265,7 @@ def _position(stage: Stage, loop: Loop) -> int:
 
 
 def place_shared(buffers: dict[Stage, Buffer], start: Scalar) -> Scalar:
-    """Give shared buffers their offsets after `start` bytes; return the bytes used."""
+    """Gives shared buffers their offsets after `start` bytes; returns the bytes used."""
     end = start
     for buffer in buffers.values():
         if buffer.is_shared:

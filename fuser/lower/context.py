@@ -50,7 +50,7 @@ class Assumptions:
     recomputed: dict[TensorView, None] = field(default_factory=dict[TensorView, None])
 
     def assume_divisible(self, symbol: Symbol, by: int) -> None:
-        """Assume that a size or stride is a multiple of `by`; raises `NewAssumptionError`."""
+        """Assumes that a size or stride is a multiple of `by`; raises `NewAssumptionError`."""
         # A quotient stands for its size: i2_div4 being even means that i2 is a multiple of 8.
         for size, divisor in self.divisible.items():
             if quotient_symbol(size, divisor) == symbol:
@@ -60,12 +60,12 @@ class Assumptions:
         raise NewAssumptionError
 
     def recompute(self, tv: TensorView) -> None:
-        """Take the storage of a local tensor away; raises `NewAssumptionError`."""
+        """Takes the storage of a local tensor away; raises `NewAssumptionError`."""
         self.recomputed[tv] = None
         raise NewAssumptionError
 
     def quotients(self) -> dict[Scalar, Scalar]:
-        """Return the replacement of each divisible symbol: the divisor times a quotient symbol."""
+        """Returns the replacement of each divisible symbol: the divisor times a quotient symbol."""
         return {s: sc.mul(by, quotient_symbol(s, by)) for s, by in self.divisible.items()}
 
     def guards(self) -> list[Scalar]:
@@ -125,11 +125,11 @@ class Context:
                 self.guards[sc.eq(sc.mod(size, split.factor), 0)] = None
 
     def simplify(self, x: Scalar) -> Scalar:
-        """Rewrite over the quotients of divisible sizes."""
+        """Rewrites over the quotients of divisible sizes."""
         return sc.substitute(x, self._replacements) if self._replacements else x
 
     def size(self, tv: TensorView, number: int) -> Scalar:
-        """Return the size of an axis of `tv`, over class representatives."""
+        """Returns the size of an axis of `tv`, over class representatives."""
         return self.nesting.fusion.canonical(tv.domain.axes[number].size)
 
     def shifts(self, tv: TensorView) -> list[Shift]:
@@ -144,8 +144,8 @@ class Context:
         return by is not None and parts is not None and by % parts == 0
 
     def partial_splits(self, tv: TensorView, *, of_operand: bool = False) -> list[SplitTransform]:
-        """Return the splits whose last part may be incomplete: of tv's own axes, or of those of the
-        operand, which a reduction in parts has split before."""
+        """Returns the splits whose last part may be incomplete: of tv's own axes, or of those of
+        the operand, which a reduction in parts has split before."""
         found = self._partial.get((tv, of_operand))
         if found is None:
             domain, transforms = tv.domain, self.indexer.loop_transforms(tv)
@@ -163,7 +163,7 @@ class Context:
 def _without_implied(
     transforms: Sequence[Transform], tested: list[SplitTransform]
 ) -> list[SplitTransform]:
-    """Leave out the tests of split blocks whose elements are tested: x = block * factor + inner
+    """Leaves out the tests of split blocks whose elements are tested: x = block * factor + inner
     below the extent implies that the block is below the number of blocks. Of a shifted axis the
     elements are tested in any case."""
     implied = {t.out for t in shifts_of(transforms)}
@@ -199,7 +199,7 @@ class Indexer:
 
     # ------------------------------------------------------------ stages
     def stage_axes(self, stage: Stage) -> Mapping[int, Scalar]:
-        """Return the index of every axis of the stage's tensor (loop, logical, root)."""
+        """Returns the index of every axis of the stage's tensor (loop, logical, root)."""
         found = self._stage_axes.get(stage)
         if found is None:
             if stage.reference is not None:
@@ -212,12 +212,12 @@ class Indexer:
         return found
 
     def stage_index(self, stage: Stage) -> Index:
-        """Return the logical index (without reduction axes) that a stage writes."""
+        """Returns the logical index (without reduction axes) that a stage writes."""
         known = self.stage_axes(stage)
         return tuple(known[a.number] for a in stage.tv.domain.no_reductions)
 
     def _promoted_axes(self, stage: Stage, reader: Stage) -> dict[int, Scalar]:
-        """Index a broadcast through the reader whose loops it runs in."""
+        """Indexes a broadcast through the reader whose loops it runs in."""
         renamed = {
             theirs.symbol: mine.symbol
             for theirs, mine in zip(reader.all_loops, stage.all_loops, strict=True)
@@ -233,7 +233,7 @@ class Indexer:
     def _find_operand(
         self, wanted: TensorView, op: TensorOp, out: TensorView, axes: Mapping[int, Scalar]
     ) -> Index | None:
-        """Return the index at which `op` reads `wanted`, directly or through inlined tensors."""
+        """Returns the index at which `op` reads `wanted`, directly or through inlined tensors."""
         for position, value in enumerate(op.inputs):
             if not isinstance(value, TensorView):
                 continue
@@ -264,7 +264,7 @@ class Indexer:
 
     # ------------------------------------------------------------ tensors and ops
     def tensor_axes(self, tv: TensorView, index: Index) -> Mapping[int, Scalar]:
-        """Return the index of logical and root axes, given the logical index."""
+        """Returns the index of logical and root axes, given the logical index."""
         domain = tv.domain
         known = {a.number: i for a, i in zip(domain.no_reductions, index, strict=True)}
         if not domain.root:
@@ -278,7 +278,7 @@ class Indexer:
     def operand_index(
         self, op: TensorOp, position: int, out: TensorView, axes: Mapping[int, Scalar]
     ) -> Index:
-        """Return the logical index at which `op` reads its operand, given `out`'s root indices."""
+        """Returns the logical index at which `op` reads its operand, given `out`'s root indices."""
         producer = op.inputs[position]
         sources = producer.domain.no_reductions
         index: list[Scalar] = [sc.ZERO] * len(sources)
@@ -289,7 +289,7 @@ class Indexer:
         return tuple(index)
 
     def loop_transforms(self, tv: TensorView) -> tuple[Transform, ...]:
-        """Return the transforms from logical to loop."""
+        """Returns the transforms from logical to loop."""
         found = self._loop_transforms.get(tv)
         if found is None:
             found = transforms_between(tv.domain, tv.domain.logical, tv.domain.loop)
@@ -297,13 +297,13 @@ class Indexer:
         return found
 
     def forward(self, tv: TensorView, index: Index) -> Mapping[int, Scalar]:
-        """Return the index of every axis derived from the logical ones."""
+        """Returns the index of every axis derived from the logical ones."""
         known = {a.number: i for a, i in zip(tv.domain.no_reductions, index, strict=True)}
         return indices_forward(tv.domain, known)
 
     # ------------------------------------------------------------ addresses
     def strides(self, tv: TensorView) -> tuple[tuple[IterDomain, Scalar], ...]:
-        """Return (allocation axis, stride in elements) of a global tensor; see `memory_strides`.
+        """Returns (allocation axis, stride in elements) of a global tensor; see `memory_strides`.
         The stride of an axis that is not contiguous is a parameter."""
         found = self._strides.get(tv)
         if found is None:
@@ -321,7 +321,7 @@ class Indexer:
         return memory_strides(tv, lambda a: self.fusion.canonical(a.size), gap)
 
     def offset(self, tv: TensorView, index: Index) -> Scalar:
-        """Return the element offset of a logical index in a global tensor."""
+        """Returns the element offset of a logical index in a global tensor."""
         known: Mapping[int, Scalar]
         if tv.domain.allocation:
             known = self.forward(tv, index)
@@ -356,8 +356,8 @@ class Predicate:
 def range_conditions(
     ctx: Context, stage: Stage, *, lanes: Lanes = "all", of_operand: bool = False
 ) -> list[Scalar]:
-    """Return the tests that keep a stage's iterations inside its tensor, or inside the operand of a
-    reduction: whether all lanes of a vector are, whether any may be, or of each by itself."""
+    """Returns the tests that keep a stage's iterations inside its tensor, or inside the operand of
+    a reduction: whether all lanes of a vector are, whether any may be, or of each by itself."""
     begins: list[Scalar] = []
     if stage.reference is not None:
         renamed: dict[Scalar, Scalar] = {
@@ -391,7 +391,7 @@ def range_conditions(
 
 
 def _partial_launch(nesting: Nesting, loops: list[Loop]) -> list[Scalar]:
-    """Test the coordinates of parallel loops that are shorter than the launch."""
+    """Tests the coordinates of parallel loops that are shorter than the launch."""
     conds: list[Scalar] = []
     for loop in loops:
         if loop.is_parallel and isinstance(loop.symbol, Symbol):
@@ -400,7 +400,7 @@ def _partial_launch(nesting: Nesting, loops: list[Loop]) -> list[Scalar]:
 
 
 def stage_predicate(ctx: Context, stage: Stage, *, lanes: Lanes = "all") -> Predicate:
-    """Return the predicate of a stage's innermost statement; see `range_conditions`."""
+    """Returns the predicate of a stage's innermost statement; see `range_conditions`."""
     conds = range_conditions(ctx, stage, lanes=lanes, of_operand=stage.is_reduction)
     if stage.storage not in ("global", "shared"):
         return Predicate(sc.all_of(conds))
@@ -410,7 +410,7 @@ def stage_predicate(ctx: Context, stage: Stage, *, lanes: Lanes = "all") -> Pred
 def writer_predicate(
     ctx: Context, stage: Stage, loops: list[Loop], conds: list[Scalar]
 ) -> Predicate:
-    """Return the predicate of a write to memory that several threads see: one of them writes.
+    """Returns the predicate of a write to memory that several threads see: one of them writes.
 
     A thread axis that the writer does not iterate is fixed to 0; of the blocks of a grid reduction,
     the one that finished it writes.
@@ -436,7 +436,7 @@ def writer_predicate(
 
 
 def grid_axes(stage: Stage) -> tuple[ParallelType, ...]:
-    """Return the block axes over which a reduction combines so that one block has the result: in
+    """Returns the block axes over which a reduction combines so that one block has the result: in
     a cluster all have it."""
     if not stage.is_reduction or stage.tv.fusion.cluster > 1:
         return ()
@@ -448,7 +448,7 @@ def grid_axes(stage: Stage) -> tuple[ParallelType, ...]:
 
 
 def _grid_reductions(nesting: Nesting, stage: Stage) -> list[Stage]:
-    """Return the grid reductions that a stage depends on, itself included."""
+    """Returns the grid reductions that a stage depends on, itself included."""
     seen: dict[Stage, None] = {}
 
     def visit(s: Stage) -> None:
@@ -463,7 +463,7 @@ def _grid_reductions(nesting: Nesting, stage: Stage) -> list[Stage]:
 
 
 def inside_pad(ctx: Context, op: PadOp, index: tuple[Scalar, ...]) -> Scalar:
-    """Return the condition that a pad's root index lies inside its operand.
+    """Returns the condition that a pad's root index lies inside its operand.
 
     Only the sides that are padded are tested: where elements are dropped, every index is inside.
     """

@@ -133,7 +133,7 @@ class KernelPart:
 
 
 def stride_symbol(tv: TensorView, axis: int) -> Symbol:
-    """Return the symbol of the stride of a non-contiguous axis: `T0_s1`."""
+    """Returns the symbol of the stride of a non-contiguous axis: `T0_s1`."""
     return Symbol(f"T{tv.number}_s{axis}", DataType.Index, lo=0)
 
 
@@ -206,7 +206,7 @@ Expr: TypeAlias = Var | Element | GlobalLoad | ScalarValue | Convert | Compute |
 
 
 def convert(value: Expr, dtype: DataType) -> Expr:
-    """Return the value in another dtype; Index and Int are one type in registers."""
+    """Returns the value in another dtype; Index and Int are one type in registers."""
     same = {DataType.Index: DataType.Int}
     if same.get(value.dtype, value.dtype) is same.get(dtype, dtype):
         return value
@@ -478,7 +478,7 @@ Rewrite: TypeAlias = Callable[[Scalar], Scalar]
 
 
 def map_expr(expr: Expr, fn: Rewrite, value: Callable[[ScalarValue], Expr]) -> Expr:
-    """Return the value with `fn` applied to its indices and conditions, `value` to its scalars."""
+    """Returns the value with `fn` applied to its indices and conditions, `value` to its scalars."""
     match expr:
         case Var():
             return expr
@@ -522,7 +522,7 @@ _VALUE_FIELDS: dict[type, tuple[str, ...]] = {
 def map_statement(
     statement: Statement, fn: Rewrite, value: Callable[[ScalarValue], Expr]
 ) -> Statement:
-    """Return a statement without a body, rewritten as by `map_expr`."""
+    """Returns a statement without a body, rewritten as by `map_expr`."""
     changes: dict[str, object] = {}
     for name in _SCALAR_FIELDS.get(type(statement), ()):
         scalar = getattr(statement, name)
@@ -533,14 +533,14 @@ def map_statement(
 
 
 def with_changes(statement: StatementT, changes: dict[str, object]) -> StatementT:
-    """Do what `dataclasses.replace` does, for statements: that looks at each field."""
+    """Does what `dataclasses.replace` does, for statements: that looks at each field."""
     made = object.__new__(type(statement))
     made.__dict__.update(statement.__dict__, **changes)
     return made
 
 
 def bodies(statement: Statement) -> tuple[Body, ...]:
-    """Return the nested bodies of a statement."""
+    """Returns the nested bodies of a statement."""
     match statement:
         case For() | Unswitch():
             return (statement.body,)
@@ -558,7 +558,7 @@ def bodies(statement: Statement) -> tuple[Body, ...]:
 
 
 def walk(body: Body) -> Iterator[Statement]:
-    """Yield every statement, outer before inner."""
+    """Yields every statement, outer before inner."""
     for statement in body.statements:
         yield statement
         for inner in bodies(statement):
@@ -566,7 +566,7 @@ def walk(body: Body) -> Iterator[Statement]:
 
 
 def expr_parts(expr: Expr) -> Iterator[Expr]:
-    """Yield the value and everything it is made of."""
+    """Yields the value and everything it is made of."""
     yield expr
     match expr:
         case Convert():
@@ -582,6 +582,6 @@ def expr_parts(expr: Expr) -> Iterator[Expr]:
 
 
 def values_of(statement: Statement) -> Iterator[Expr]:
-    """Yield every value that a statement reads or writes, parts included."""
+    """Yields every value that a statement reads or writes, parts included."""
     for name in _VALUE_FIELDS.get(type(statement), ()):
         yield from expr_parts(getattr(statement, name))

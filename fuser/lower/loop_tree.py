@@ -45,7 +45,7 @@ class NoNestError(Exception):
 
 
 def _refuse(stage: Stage, message: str) -> NoReturn:
-    """Give up a stage's nest: a local value can always be computed by its readers instead."""
+    """Gives up a stage's nest: a local value can always be computed by its readers instead."""
     if stage.storage == "local":
         raise NoNestError(stage.tv)
     raise UnsupportedError(f"{stage.tv}: {message}")
@@ -166,7 +166,7 @@ class Node:
 
 # ------------------------------------------------------------------ stages
 def nest_stages(fusion: Fusion, *, recomputed: Collection[TensorView] = ()) -> Nesting:
-    """Pick the stages of a scheduled fusion and build their nests.
+    """Picks the stages of a scheduled fusion and builds their nests.
 
     `recomputed` local tensors get no storage although their schedule would allow it.
     """
@@ -197,7 +197,7 @@ def nest_stages(fusion: Fusion, *, recomputed: Collection[TensorView] = ()) -> N
 
 
 def _computed_by(nesting: Nesting, exprs: Sequence[TensorOp]) -> dict[TensorView, set[Stage]]:
-    """Return, for each tensor, the stages that compute or read it without storage between, in
+    """Returns, for each tensor, the stages that compute or reads it without storage between, in
     program order."""
     found: dict[TensorView, set[Stage]] = {}
     for op in reversed(exprs):
@@ -263,7 +263,7 @@ class _Nests:
         return self._graph
 
     def size(self, axis: IterDomain) -> Scalar:
-        """Return how often an axis is iterated: an expanded broadcast is one element."""
+        """Returns how often an axis is iterated: an expanded broadcast is one element."""
         return self.nesting.fusion.canonical(axis.extent)
 
     def new_loop(self, axis: IterDomain) -> Loop:
@@ -311,7 +311,7 @@ class _Nests:
         self._take_vector(stage)
 
     def _promote(self, stage: Stage, reader: Stage, own: Sequence[IterDomain]) -> list[Loop]:
-        """Give a broadcast the loops of its reader: the concrete extents win."""
+        """Gives a broadcast the loops of its reader: the concrete extents win."""
         models = reader.all_loops[stage.depth :]
         if stage.storage != "local" or len(models) != len(own):
             _refuse(stage, f"its loops differ from those of {reader.tv}, which it is inlined into")
@@ -321,7 +321,7 @@ class _Nests:
         ]
 
     def places(self, stage: Stage, reader: Stage) -> list[int]:
-        """Return the position in the reader's nest of each shared loop axis of the stage."""
+        """Returns the position in the reader's nest of each shared loop axis of the stage."""
         shared = stage.axes[: stage.compute_at]
         targets = reader.axes
         if len(shared) > len(targets):
@@ -364,7 +364,7 @@ class _Nests:
             a.join(b)
 
     def _take_vector(self, stage: Stage) -> None:
-        """Take the innermost vectorize axis out of the nest when it is one memory access."""
+        """Takes the innermost vectorize axis out of the nest when it is one memory access."""
         if not stage.loops or stage.loops[-1].ptype is not ParallelType.vectorize:
             return
         is_inner = len(stage.loops) > stage.depth
@@ -383,7 +383,7 @@ class _Nests:
 
 
 def _leading(axes: Sequence[IterDomain]) -> int:
-    """Return the number of axes outside of the first reduction axis."""
+    """Returns the number of axes outside of the first reduction axis."""
     return next((k for k, a in enumerate(axes) if a.is_reduction()), len(axes))
 
 
@@ -415,7 +415,7 @@ class _Waits:
         self._limits[stage] = found
 
     def limits(self, source: Stage) -> dict[Stage, float]:
-        """Return every stage that waits for `source`, with the number of loops they may share."""
+        """Returns every stage that waits for `source`, with the number of loops they may share."""
         return self._limits[source]
 
     def limit(self, source: Stage, target: Stage) -> float:
@@ -435,7 +435,7 @@ class _Sharing:
                 self._members.setdefault(loop.find(), set()).add(stage)
 
     def fuse_readers(self, stages: tuple[Stage, ...]) -> None:
-        """Share equal outer loops among stages that compute the same inlined tensor."""
+        """Shares equal outer loops among stages that compute the same inlined tensor."""
         first = stages[0]
         for other in stages[1:]:
             for level, (a, b) in enumerate(zip(first.loops, other.loops, strict=False)):
@@ -447,7 +447,7 @@ class _Sharing:
                     break
 
     def _join(self, a: Loop, b: Loop, level: int) -> bool:
-        """Make two loops one unless a stage of one waits for a stage of the other to finish it."""
+        """Makes two loops one unless a stage of one waits for a stage of the other to finish it."""
         if a is b:
             return True
         few, many = sorted((self._members[a], self._members[b]), key=len)
@@ -461,7 +461,7 @@ class _Sharing:
 
 
 def _assign_symbols(nesting: Nesting) -> None:
-    """Settle launch extents and give every loop its index symbol."""
+    """Settles launch extents and gives every loop its index symbol."""
     for stage in nesting.stages:
         for loop in stage.all_loops:
             if loop.is_parallel:
@@ -488,7 +488,7 @@ def _assign_symbols(nesting: Nesting) -> None:
 
 # ------------------------------------------------------------------ the tree
 def loop_tree(nesting: Nesting) -> list[Node]:
-    """Order the stages into a tree of shared loops: producers before consumers at every level."""
+    """Orders the stages into a tree of shared loops: producers before consumers at every level."""
     return _order(nesting.stages, 0)
 
 
@@ -531,14 +531,14 @@ _NAME = "streamIdx"
 
 
 def steps_of(fusion: Fusion) -> Scalar | None:
-    """Return the number of steps of which a launch computes one, None without a stream axis."""
+    """Returns the number of steps of which a launch computes one, None without a stream axis."""
     made = (out for op in fusion.exprs for out in op.outputs)
     streams = (a for tv in made for a in tv.domain.loop if a.is_stream)
     return next((fusion.canonical(a.size) for a in streams), None)
 
 
 def with_stream_index(fusion: Fusion) -> Fusion:
-    """Return a copy with the number of the step as its last input; without a stream axis, or with
+    """Returns a copy with the number of the step as its last input; without a stream axis, or with
     that input already, the fusion."""
     if steps_of(fusion) is None or _stream_input(fusion) is not None:
         return fusion
@@ -549,7 +549,7 @@ def with_stream_index(fusion: Fusion) -> Fusion:
 
 
 def stream_index(fusion: Fusion, tv: TensorView) -> Symbol:
-    """Return the symbol of the step. Raises `UnsupportedError` when the kernel is given none."""
+    """Returns the symbol of the step. Raises `UnsupportedError` when the kernel is given none."""
     found = _stream_input(fusion)
     if found is None:
         raise UnsupportedError(f"{tv} has a stream axis in a kernel that is given no step")

@@ -167,7 +167,7 @@ def lower_kernel(
     device: DeviceInfo,
     folded: bool = False,
 ) -> LoweredKernel:
-    """Lower a scheduled fusion to a kernel named `name`.
+    """Lowers a scheduled fusion to a kernel named `name`.
 
     `index_dtype` is Int or Int32: the type of index arithmetic. `folded`: it launches any number of
     blocks (`fold_grid`). The result depends on nothing else than the arguments. Raises
@@ -199,7 +199,7 @@ def _lower(fusion: Fusion, name: str, index_dtype: DataType, device: DeviceInfo)
 
 
 def _unify_extents(fusion: Fusion) -> None:
-    """Write equal extents as one symbol, so that index expressions simplify."""
+    """Writes equal extents as one symbol, so that index expressions simplify."""
     if not fusion.equal_extents():
         return
     for tv in fusion.tensors():
@@ -274,7 +274,7 @@ def _finish(state: State, name: str, index_dtype: DataType, device: DeviceInfo) 
 
 
 def _touched_tensors(state: State) -> tuple[TensorView, ...]:
-    """Return the global tensors that the body names: inputs, then outputs, in the fusion's
+    """Returns the global tensors that the body names: inputs, then outputs, in the fusion's
     order.
     """
     names: set[str] = set()
@@ -295,7 +295,7 @@ def _launch(
 
 
 def _min_blocks(state: State, threads: int) -> int:
-    """Return how many blocks a multiprocessor must hold, 0 where the compiler decides.
+    """Returns how many blocks a multiprocessor must hold, 0 where the compiler decides.
 
     Where a thread sums in steps of several loads, the compiler would save registers: use the first
     loads of a step before it starts the last, and so wait several times. Measured on an H200, a sum
@@ -321,7 +321,7 @@ def _sums_in_steps(body: Body) -> bool:
 
 
 def _held_bytes(state: State) -> int:
-    """Return how many bytes a thread's arrays have, together."""
+    """Returns how many bytes a thread's arrays have, together."""
     arrays = [b for b in state.buffers.values() if b.size is not None and not b.is_shared]
     return sum(b.size * element_layout(b)[0] for b in arrays if b.size is not None)
 
@@ -335,7 +335,8 @@ def _loads(loop: For) -> bool:
 
 
 def _int32_guards(state: State, tensors: tuple[TensorView, ...]) -> list[Scalar]:
-    """Return the conditions under which no index, the run over the end included, leaves 32 bits."""
+    """Returns the conditions under which no index, the run over the end included, leaves 32
+    bits."""
     ctx = state.ctx
     bounds: dict[Scalar, None] = {}
     for tv in tensors:

@@ -39,7 +39,7 @@ def _type(axis: str, kind: str) -> ParallelType:
 
 
 def identity_of(buffer: Buffer) -> Expr:
-    """Return the value that changes nothing."""
+    """Returns the value that changes nothing."""
     op = buffer.stage.op
     if isinstance(op, WelfordOp):
         return no_values(buffer.dtype)
@@ -48,7 +48,7 @@ def identity_of(buffer: Buffer) -> Expr:
 
 
 def functor_of(buffer: Buffer) -> str:
-    """Return the C type of the combining functor: `SumOp<float>`."""
+    """Returns the C type of the combining functor: `SumOp<float>`."""
     op = buffer.stage.op
     if isinstance(op, WelfordOp):
         return welford_ctype(buffer.dtype, "WelfordOp")
@@ -60,12 +60,12 @@ def functor_of(buffer: Buffer) -> str:
 
 
 def declare_accumulator(buffer: Buffer) -> Declare:
-    """Return the declaration of an accumulator, set to the identity."""
+    """Returns the declaration of an accumulator, set to the identity."""
     return Declare(buffer.name, buffer.ctype, buffer.size, identity_of(buffer))
 
 
 def element_layout(buffer: Buffer) -> tuple[int, int]:
-    """Return the size and alignment of one accumulator in bytes, at most: a Welford is
+    """Returns the size and alignment of one accumulator in bytes, at most: a Welford is
     {T, T, T, count}, where the count has the index type."""
     nbytes = nbytes_of(buffer.dtype)
     if isinstance(buffer.stage.op, WelfordOp):
@@ -74,7 +74,7 @@ def element_layout(buffer: Buffer) -> tuple[int, int]:
 
 
 def reduced_types(stage: Stage) -> set[ParallelType]:
-    """Return the parallel types over which a reduction combines."""
+    """Returns the parallel types over which a reduction combines."""
     return {
         loop.ptype
         for loop in stage.own_loops
@@ -83,7 +83,7 @@ def reduced_types(stage: Stage) -> set[ParallelType]:
 
 
 def finish_reductions(ctx: Context, buffers: list[Buffer]) -> list[ThreadReduce]:
-    """Return the combinations over threads and blocks of reductions that end at one place.
+    """Returns the combinations over threads and blocks of reductions that end at one place.
 
     Reductions over the same axes are combined together: one exchange instead of several, and the
     same block finishes them.
@@ -126,7 +126,7 @@ def _product(ctx: Context, types: Collection[ParallelType]) -> Scalar:
 
 
 def _iterated(stage: Stage) -> frozenset[ParallelType]:
-    """Return the parallel types that distinguish the results of a reduction."""
+    """Returns the parallel types that distinguish the results of a reduction."""
     return frozenset(
         loop.ptype
         for loop in stage.all_loops
@@ -135,7 +135,7 @@ def _iterated(stage: Stage) -> frozenset[ParallelType]:
 
 
 def _layout(group: list[Buffer]) -> tuple[int, int]:
-    """Return the size and alignment, in bytes, of the C struct of one element of each buffer.
+    """Returns the size and alignment, in bytes, of the C struct of one element of each buffer.
 
     A group nests: `Pair<A, Pair<B, C>>`.
     """
@@ -152,7 +152,7 @@ def _up(n: int, multiple: int) -> int:
 
 
 def _over_blocks(ctx: Context, group: list[Buffer], statement: ThreadReduce) -> None:
-    """Add the grid step, with packets of its own for every serial iteration around it."""
+    """Adds the grid step, with packets of its own for every serial iteration around it."""
     stage = group[0].stage
     per_block = sc.mul(_groups(ctx, statement, stage), group[0].size or 1)
     rounds = [
@@ -175,7 +175,7 @@ def _over_blocks(ctx: Context, group: list[Buffer], statement: ThreadReduce) -> 
 
 
 def _groups(ctx: Context, statement: ThreadReduce, stage: Stage) -> Scalar:
-    """Say along which thread axes all threads have the same after the block step; return how many
+    """Says along which thread axes all threads have the same after the block step; returns how many
     groups of threads differ."""
     iterated = _iterated(stage)
     x, y, z = (_type(a, "block") not in iterated for a in _AXES)
@@ -184,7 +184,7 @@ def _groups(ctx: Context, statement: ThreadReduce, stage: Stage) -> Scalar:
 
 
 def _over_cluster(ctx: Context, group: list[Buffer], statement: ThreadReduce) -> None:
-    """Add the step over the blocks of a cluster: each leaves its values where the others read
+    """Adds the step over the blocks of a cluster: each leaves its values where the others read
     them, and keeps beside them what it has read."""
     statement.cluster = ctx.nesting.fusion.cluster
     assert reduced_types(group[0].stage) & set(GRID_TYPES) == {ParallelType.grid_y}
@@ -195,7 +195,7 @@ def _over_cluster(ctx: Context, group: list[Buffer], statement: ThreadReduce) ->
 
 
 def _ticket(ctx: Context, buffer: Buffer, grid_axes: tuple[bool, bool, bool]) -> str:
-    """Return the name of the block's ticket for reductions over these axes of the grid."""
+    """Returns the name of the block's ticket for reductions over these axes of the grid."""
     found = ctx.tickets.get(grid_axes)
     if found is None:
         reduced = reduced_types(buffer.stage)
@@ -212,7 +212,7 @@ def _workspace(ctx: Context, ctype: str, nbytes: Scalar) -> str:
 
 
 def pair_text(names: Iterable[str], name: str = "Pair") -> str:
-    """Return `A` for one name, `Pair<A, Pair<B, C>>` for more."""
+    """Returns `A` for one name, `Pair<A, Pair<B, C>>` for more."""
     *others, text = names
     for other in reversed(others):
         text = f"{name}<{other}, {text}>"

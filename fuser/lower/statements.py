@@ -50,7 +50,7 @@ from fuser.lower.vector_access import (
 
 
 def build_body(ctx: Context) -> tuple[Body, dict[Stage, Buffer]]:
-    """Return the kernel IR of nested stages, before barriers, unswitching and hoisting."""
+    """Returns the kernel IR of nested stages, before barriers, unswitching and hoisting."""
     buffers = allocate(ctx)
     builder = _StatementBuilder(ctx, buffers)
     body = Body()
@@ -116,7 +116,7 @@ class _StatementBuilder:
             scope.body.statements.append(Declare(buffer.name, buffer.ctype, buffer.size))
 
     def guarded(self, predicate: Predicate, scope: Scope) -> Scope:
-        """Return the scope of statements under a predicate; equal neighbours share one."""
+        """Returns the scope of statements under a predicate; equal neighbours share one."""
         if predicate == Predicate(sc.const(True)):
             return scope
         last = scope.body.statements[-1] if scope.body.statements else None
@@ -154,7 +154,7 @@ class _StatementBuilder:
         return self.values.compute(stage.op, stage.tv, self.at(stage, scope))
 
     def write(self, stage: Stage, value: Expr, scope: Scope) -> None:
-        """Write the stage's element of this iteration."""
+        """Writes the stage's element of this iteration."""
         tv = stage.tv
         value = convert(value, tv.dtype())
         index = self.ctx.indexer.stage_index(stage)
@@ -178,7 +178,7 @@ class _StatementBuilder:
         self.store_vector(stage, array, base, scope)
 
     def load_part(self, stage: Stage, vector: Loop, scope: Scope) -> None:
-        """Load the word that holds elements of a row. Those of its neighbours come along; at the
+        """Loads the word that holds elements of a row. Those of its neighbours come along; at the
         tensor's own end, element by element."""
         inside = self.guarded(stage_predicate(self.ctx, stage, lanes="any"), scope)
         word, part = Scope(Body(), inside), Scope(Body(), inside)
@@ -194,7 +194,7 @@ class _StatementBuilder:
         inside.body.statements.append(If(is_whole, word.body, part.body))
 
     def store_part(self, stage: Stage, vector: Loop, scope: Scope) -> None:
-        """Store a word where all of it belongs to the row, else the elements that do."""
+        """Stores a word where all of it belongs to the row, else the elements that do."""
         word, part = Scope(Body(), scope), Scope(Body(), scope)
         self.vector(stage, word)
         self.elements(stage, vector, part)
@@ -205,13 +205,13 @@ class _StatementBuilder:
         scope.body.statements.append(If(whole.cond, word.body, part.body, flags=whole.flags))
 
     def elements(self, stage: Stage, vector: Loop, scope: Scope) -> None:
-        """Move those elements of a word that are in the row, one by one."""
+        """Moves those elements of a word that are in the row, one by one."""
         each = self.open_loop(vector, scope, unroll=True)
         inside = self.guarded(stage_predicate(self.ctx, stage, lanes="each"), each)
         self.write(stage, self.result(stage, inside), inside)
 
     def load_vector(self, stage: Stage, array: str, at: Scalar, scope: Scope) -> None:
-        """Load a vector of the operand of a copy into registers, a word of memory at a time."""
+        """Loads a vector of the operand of a copy into registers, a word of memory at a time."""
         assert stage.vector is not None and isinstance(stage.op, LoadStoreOp)
         source, width = stage.op.inp, vector_width(stage, most=MAX_LOADED_BYTES)
         word = min(width, MAX_VECTOR_BYTES // nbytes_of(stage.tv.dtype()))
@@ -240,7 +240,7 @@ class _StatementBuilder:
         ]
 
     def source_array(self, stage: Stage, scope: Scope) -> tuple[str, Scalar]:
-        """Return the register array, and the place in it, of the word that a stage stores."""
+        """Returns the register array, and the place in it, of the word that a stage stores."""
         assert stage.vector is not None
         v = stage.vector.symbol
         width = vector_width(stage)
@@ -323,7 +323,7 @@ class _StatementBuilder:
         scope.body.statements.append(Accumulate(target, value, kind, functor_of(buffer)))
 
     def finish(self, stages: list[Stage], scope: Scope) -> None:
-        """Combine over threads and blocks, and write results that are fusion outputs."""
+        """Combines over threads and blocks, and write results that are fusion outputs."""
         scope.body.statements += finish_reductions(self.ctx, [self.buffers[s] for s in stages])
         for stage in stages:
             for out in stage.op.outputs:

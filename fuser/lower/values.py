@@ -96,7 +96,7 @@ LOOKUPS = (SelectOp, IndexSelectOp, EmbeddingFwdOp, TakeAlongAxisOp, GatherOp)
 
 
 def looked_up(build: ValueBuilder, op: TensorOp, at: At) -> Expr:
-    """Return the element of a table that an index says, as seen from a reader of the result."""
+    """Returns the element of a table that an index says, as seen from a reader of the result."""
     assert isinstance(op, LookupOp)
     axes = op.table.domain.no_reductions
     size = build.ctx.nesting.fusion.canonical
@@ -134,7 +134,7 @@ def looked_up(build: ValueBuilder, op: TensorOp, at: At) -> Expr:
 def _name_place(
     build: ValueBuilder, op: LookupOp, place: Expr, extent: Scalar, at: At
 ) -> tuple[Symbol, Symbol]:
-    """Name whether a place is in the table, and the place; 0 where it is not."""
+    """Names whether a place is in the table, and the place; 0 where it is not."""
     mark = build.mark(op.out)
     is_inside = Symbol(f"in{mark}", DataType.Bool, lo=0, hi=1)
     row = sc.index(f"j{mark}", extent)
@@ -152,7 +152,7 @@ def _name_place(
 
 # ------------------------------------------------------------------ out of loops
 def lift_places(body: Body) -> None:
-    """Find out places before the loops that they are the same in, in place.
+    """Finds out places before the loops that they are the same in, in place.
 
     What is read at them may then be loaded in words (`fuser/lower/passes/vector_loads.py`), and no
     iteration waits for its index first.
@@ -168,7 +168,7 @@ def lift_places(body: Body) -> None:
 
 
 def _lifted(loop: For) -> list[Statement]:
-    """Take the places, and what they are made of, that no iteration changes out of a loop."""
+    """Takes the places, and what they are made of, that no iteration changes out of a loop."""
     statements = loop.body.statements
     if not any(isinstance(s, LetValue) for s in statements):
         return []
@@ -186,7 +186,7 @@ def _lifted(loop: For) -> list[Statement]:
 
 
 def _changed(loop: For) -> set[str]:
-    """Return the names of what an iteration defines or writes."""
+    """Returns the names of what an iteration defines or writes."""
     return {loop.symbol.name, *(name for s in walk(loop.body) for name in _written(s))}
 
 
@@ -207,12 +207,12 @@ def _written(s: Statement) -> Iterator[str]:
 
 
 def _variable(name: str) -> str:
-    """Return the name of a variable, given that of one of its fields."""
+    """Returns the name of a variable, given that of one of its fields."""
     return name.partition(".")[0]
 
 
 def _wanted(statements: list[Statement]) -> set[str]:
-    """Return the names of places, and of the values that lead to them."""
+    """Returns the names of places, and of the values that lead to them."""
     wanted: set[str] = set()
     for s in reversed(statements):
         name = _name(s)
@@ -232,7 +232,7 @@ def _name(s: Statement) -> str:
 
 
 def _names_in(s: Statement) -> set[str]:
-    """Return the names that the value of a definition is made of."""
+    """Returns the names that the value of a definition is made of."""
     found: set[str] = set()
     for part in values_of(s):
         match part:
@@ -286,7 +286,7 @@ class Scope:
         return None
 
     def root(self) -> Body:
-        """Return the body of the whole kernel."""
+        """Returns the body of the whole kernel."""
         scope = self
         while scope.parent is not None:
             scope = scope.parent
@@ -337,7 +337,7 @@ class ValueBuilder:
     def value(
         self, tv: TensorView, index: Index, *, stage: Stage, scope: Scope, guard: Scalar = TRUE
     ) -> Expr:
-        """Return the element of `tv` at a logical index, as seen from `stage`.
+        """Returns the element of `tv` at a logical index, as seen from `stage`.
 
         Nothing is loaded from global memory where `guard` is false; the value is arbitrary there.
         """
@@ -359,7 +359,7 @@ class ValueBuilder:
                 return known
 
     def _known(self, request: Request) -> Expr:
-        """Return a value that is not known yet, and remember it."""
+        """Returns a value that is not known yet, and remembers it."""
         if self._depth == MAX_DEPTH:
             raise _TooDeepError(request)
         tv, index, stage, scope, guard = request
@@ -378,7 +378,7 @@ class ValueBuilder:
         dtype: DataType | None,
         at: At,
     ) -> Expr:
-        """Return operand `position` of `op`, converted to `dtype` (None: as it is)."""
+        """Returns operand `position` of `op`, converted to `dtype` (None: as it is)."""
         operand = op.inputs[position]
         if isinstance(operand, Scalar):
             scalar = self.ctx.nesting.fusion.canonical(operand)
@@ -388,19 +388,19 @@ class ValueBuilder:
         return value if dtype is None else convert(value, dtype)
 
     def define(self, tv: TensorView, value: Expr, scope: Scope) -> Var:
-        """Name a value `t5` (`t5_1` for further elements of the same tensor)."""
+        """Names a value `t5` (`t5_1` for further elements of the same tensor)."""
         name = f"t{self.mark(tv)}"
         scope.body.statements.append(Define(name, value.dtype, value))
         return Var(name, value.dtype)
 
     def mark(self, tv: TensorView) -> str:
-        """Return what tells apart the names of a tensor's elements: `5`, `5_1`, ..."""
+        """Returns what tells apart the names of a tensor's elements: `5`, `5_1`, ..."""
         count = self._names.get(tv.number, 0)
         self._names[tv.number] = count + 1
         return f"{tv.number}_{count}" if count else str(tv.number)
 
     def words_of(self, tv: TensorView, scope: Scope) -> str:
-        """Return the name of what keeps a random tensor's words from one element to the next."""
+        """Returns the name of what keeps a random tensor's words from one element to the next."""
         name = f"r{tv.number}"
         if tv not in self._random:
             self._random.add(tv)
@@ -427,7 +427,7 @@ class ValueBuilder:
         return self.compute(op, tv, At(stage, scope, guard, tv, axes, index))
 
     def compute(self, op: TensorOp, out: TensorView, at: At) -> Expr:
-        """Return the value of one op at the given index."""
+        """Returns the value of one op at the given index."""
         if isinstance(op, _VIEWS):
             return self.operand(op, 0, None, at)
         rule = _BY_OP.get(type(op))
@@ -470,7 +470,7 @@ def _is_place(x: Expr) -> TypeGuard[ScalarValue]:
 
 
 def _compare_place(template: str, x: Expr, place: Scalar, out: DataType) -> Expr:
-    """Compare with the place of an element: what short loops of a thread add to it is small."""
+    """Compares with the place of an element: what short loops of a thread add to it is small."""
     step = sc.ZERO
     for factors, count in terms_of(place):
         term = sc.mul(count, sc.product(factors))
@@ -529,7 +529,7 @@ def _random(build: ValueBuilder, op: TensorOp, at: At) -> Expr:
 
 
 def _whole_blocks(place: Scalar) -> tuple[Scalar, Scalar]:
-    """Split a place in a random tensor into whole blocks of its words, and what is left."""
+    """Splits a place in a random tensor into whole blocks of its words, and what is left."""
     left = sc.ZERO
     for factors, count in terms_of(place):
         if not factors or count % RANDOM_BLOCK:
@@ -546,7 +546,7 @@ def _pad(build: ValueBuilder, op: TensorOp, at: At) -> Expr:
 
 
 def _padded_operand(build: ValueBuilder, op: PadOp, at: At) -> tuple[Scalar, Expr]:
-    """Return whether the element lies in the unpadded part, and its value there."""
+    """Returns whether the element lies in the unpadded part, and its value there."""
     index = build.ctx.indexer.operand_index(op, 0, at.out, at.axes)
     # The root index: the operand's own is 0 along a broadcast axis, also where that is padded.
     root = tuple(at.axes[a.number] for a in at.out.domain.maybe_root)
@@ -566,7 +566,7 @@ def _cat(build: ValueBuilder, op: TensorOp, at: At) -> Expr:
 
 
 def _piece(build: ValueBuilder, op: CatOp, k: int, at: At) -> tuple[Scalar, Expr]:
-    """Return where piece `k` is chosen, and its value there.
+    """Returns where piece `k` is chosen, and its value there.
 
     A piece is usually a pad of the real one: then the pad's own condition is the choice, and its
     filler is never needed.

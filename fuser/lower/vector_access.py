@@ -19,7 +19,7 @@ MAX_LOADED_BYTES = LOADED_WORDS * VECTOR_BYTES
 
 
 def vector_width(stage: Stage, *, most: int = MAX_VECTOR_BYTES) -> int:
-    """Return the elements of a stage's vector access; raises `UnsupportedError` over `most`
+    """Returns the elements of a stage's vector access; raises `UnsupportedError` over `most`
     bytes."""
     assert stage.vector is not None
     width = sc.int_value(stage.vector.extent)
@@ -34,7 +34,7 @@ def vector_width(stage: Stage, *, most: int = MAX_VECTOR_BYTES) -> int:
 
 
 def vector_base(ctx: Context, tv: TensorView, offset: Scalar, v: Scalar, *, width: int) -> Scalar:
-    """Return the offset of a vector's first element.
+    """Returns the offset of a vector's first element.
 
     `offset` must be base + v, with a base that is a multiple of `width`. Where that needs sizes or
     strides to be multiples of the width, they are assumed to be (`Assumptions.assume_divisible`).
@@ -68,7 +68,7 @@ def vector_base(ctx: Context, tv: TensorView, offset: Scalar, v: Scalar, *, widt
 
 
 def terms_of(x: Scalar) -> list[tuple[Monomial, int]]:
-    """Return the products that a sum adds up, and how often."""
+    """Returns the products that a sum adds up, and how often."""
     value = sc.int_value(x)
     if value is not None:
         return [((), value)]
@@ -76,13 +76,13 @@ def terms_of(x: Scalar) -> list[tuple[Monomial, int]]:
 
 
 def _size_in(mono: Monomial) -> Symbol | None:
-    """Return the innermost size or stride of a product that no loop changes."""
+    """Returns the innermost size or stride of a product that no loop changes."""
     found = [a for a in mono if isinstance(a, Symbol) and not a.is_index]
     return found[-1] if found else None
 
 
 def _divisors(x: Scalar, v: Scalar) -> list[Symbol]:
-    """Return the sizes that `x` divides something holding `v` by, innermost (last) first."""
+    """Returns the sizes that `x` divides something holding `v` by, innermost (last) first."""
     found: dict[Symbol, None] = {}
 
     def visit(y: Scalar) -> None:

@@ -44,7 +44,7 @@ class CuptiProfiler:
         self._profile: Any = None
 
     def start(self) -> None:
-        """Watch what is launched from now on."""
+        """Watches what is launched from now on."""
         from torch.profiler import ProfilerActivity, profile
 
         if self._profile is not None:
@@ -58,7 +58,7 @@ class CuptiProfiler:
         self._profile = made
 
     def stop(self) -> list[Activity]:
-        """Return the kernels, copies and fills since `start`, in the order of their begin."""
+        """Returns the kernels, copies and fills since `start`, in the order of their begin."""
         made, self._profile = self._profile, None
         if made is None:
             raise ExecutionError("CuptiProfiler.stop: it was not started")

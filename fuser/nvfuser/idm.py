@@ -60,7 +60,7 @@ class IdModel:
 
     @checked
     def maybe_build_graph(self, mode: IdMappingMode) -> ValGraph:
-        """Return the graph of a mode, built at the first call. Raises `UnsupportedError` for
+        """Returns the graph of a mode, built at the first call. Raises `UnsupportedError` for
         `loop`."""
         if mode not in _MADE_OF:
             raise UnsupportedError(
@@ -92,12 +92,12 @@ class ValGraph:
         }
 
     def disjoint_val_sets(self) -> DisjointValSets:
-        """Return the sets of axes that are one; `map_vals` changes them."""
+        """Returns the sets of axes that are one; `map_vals` changes them."""
         return DisjointValSets(self)
 
     @checked
     def map_vals(self, val0: Axis, val1: Axis) -> None:
-        """Count two axes as one, and what equal splits and merges make of them.
+        """Counts two axes as one, and what equal splits and merges make of them.
 
         Raises `DefinitionError` for an axis that is not in the graph.
         """
@@ -110,11 +110,11 @@ class ValGraph:
         return self._graph.mapped(a, b)
 
     def sets(self) -> list[tuple[str, ...]]:
-        """Return the axes of each set in words, in the order of their numbers."""
+        """Returns the axes of each set in words, in the order of their numbers."""
         return [tuple(self._names[n] for n in numbers) for numbers in self._graph.classes()]
 
     def require(self, call: str, axis: Axis) -> None:
-        """Raise `DefinitionError` for an axis of another fusion, or one that is newer."""
+        """Raises `DefinitionError` for an axis of another fusion, or one that is newer."""
         if axis.tensor.fusion is not self._fusion:
             raise DefinitionError(f"{call}: {axis!r} is of another fusion")
         if not self._graph.has(axis):
@@ -134,7 +134,7 @@ class DisjointValSets:
 
     @checked
     def strict_are_mapped(self, a: Axis, b: Axis) -> bool:
-        """Return whether two axes are in one set. Raises `DefinitionError` for one that is in
+        """Returns whether two axes are in one set. Raises `DefinitionError` for one that is in
         none."""
         self._graph.require("strict_are_mapped", a)
         self._graph.require("strict_are_mapped", b)
@@ -150,7 +150,7 @@ Pairs = Iterator[tuple[int, int]]
 
 
 def _trivial(domain: TensorDomain) -> Pairs:
-    """Yield axes and what a transform makes of them that changes nothing."""
+    """Yields axes and what a transform makes of them that changes nothing."""
     for t in domain.transforms:
         match t:
             case SplitTransform():
@@ -168,7 +168,7 @@ def _is_one(domain: TensorDomain, number: int) -> bool:
 
 
 def _forwarded(domain: TensorDomain) -> Pairs:
-    """Yield merges of a broadcast axis and a concrete one, and the latter."""
+    """Yields merges of a broadcast axis and a concrete one, and the latter."""
     for t in domain.transforms:
         if isinstance(t, MergeTransform):
             outer, inner = domain.axes[t.outer], domain.axes[t.inner]

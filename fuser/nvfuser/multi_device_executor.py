@@ -120,16 +120,16 @@ class MultiDeviceExecutor:
         )
 
     def run(self, args: Iterable[object]) -> list[torch.Tensor]:
-        """Return the outputs for this rank's shards of the inputs, which are given as to
+        """Returns the outputs for this rank's shards of the inputs, which are given as to
         `FusionDefinition.execute`."""
         return self._cache.execute(args)
 
     def host_program(self) -> HostIrContainer:
-        """Return the program of the most recent run, or the one for inputs of middling sizes."""
+        """Returns the program of the most recent run, or the one for inputs of middling sizes."""
         return self._cache.program_for(self._samples())
 
     def _samples(self) -> list[Argument]:
-        """Return inputs of sizes that every mesh divides, for a program before the first run."""
+        """Returns inputs of sizes that every mesh divides, for a program before the first run."""
         fusion = self._cache.fusion()
         parts = {n for tv in fusion.tensors() if tv.mesh is not None for n in tv.mesh.shape}
         size = 8

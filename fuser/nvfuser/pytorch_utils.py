@@ -44,7 +44,7 @@ _DTYPES.pop(None, None)
 
 
 def torch_dtype_to_nvfuser_dtype(dtype: torch.dtype | type) -> DataType:
-    """Return the counterpart of a torch dtype, or of a Python type of numbers.
+    """Returns the counterpart of a torch dtype, or of a Python type of numbers.
 
     Raises `UnknownDtypeError`, a KeyError, for any other, as uint8 and int16.
     """
@@ -59,7 +59,7 @@ def torch_dtype_to_nvfuser_dtype(dtype: torch.dtype | type) -> DataType:
 
 
 def python_scalar_to_nvfuser_dtype(a: object) -> DataType:
-    """Return the dtype that a Python number has in a fusion. Raises as
+    """Returns the dtype that a Python number has in a fusion. Raises as
     `torch_dtype_to_nvfuser_dtype`."""
     return torch_dtype_to_nvfuser_dtype(type(a))
 
@@ -81,7 +81,7 @@ _ATTRIBUTES = {
 
 
 def get_device_properties() -> dict[str, Any]:
-    """Return what the driver tells of the current GPU, by nvFuser's names; bandwidth in 1e9 bytes
+    """Returns what the driver tells of the current GPU, by nvFuser's names; bandwidth in 1e9 bytes
     per second. Raises `InputError` without a GPU."""
     if not torch.cuda.is_available():
         raise InputError("get_device_properties: torch sees no CUDA device")
@@ -120,7 +120,7 @@ DEVICE_PROPERTIES: dict[str, Any] | None = (
 
 
 def retry_on_oom_or_skip_test(func: Callable[P, R]) -> Callable[P, R]:
-    """Make a test run again, once, after memory was given back where a GPU had none left, and skip
+    """Makes a test run again, once, after memory was given back where a GPU had none left, and skip
     it where it still has none."""
 
     @functools.wraps(func)

@@ -29,7 +29,7 @@ def sdpfa_fwd(
     scale: ScalarLike | None = None,
     enable_gqa: bool = False,
 ) -> tuple[TensorView, TensorView, TensorView, TensorView]:
-    """Append attention: query [.., N, H, L, E], key [.., N, H, S, E], value [.., N, H, S, Ev] ->
+    """Appends attention: query [.., N, H, L, E], key [.., N, H, S, E], value [.., N, H, S, Ev] ->
     (output [.., N, H, L, Ev], log_sumexp [.., N, H, L] Float, philox_seed [2] and philox_offset []
     UInt64).
 
@@ -63,7 +63,7 @@ def sdpfa_bwd(
     scale: ScalarLike | None,
     enable_gqa: bool = False,
 ) -> tuple[TensorView, TensorView, TensorView]:
-    """Append the gradients of query, key and value of an `sdpfa_fwd` without bias and mask, from
+    """Appends the gradients of query, key and value of an `sdpfa_fwd` without bias and mask, from
     that of its output, what it read and what it gave; enable_gqa is that op's."""
     given = {
         "query": query,
@@ -158,7 +158,7 @@ class _Axes:
         return joined if self._op.KEEPS_EXPANDED else unexpanded(joined)
 
     def _flag_for(self, letter: str, mapped: Sequence[tuple[TensorView, IterDomain]]) -> str:
-        """Return the flag that lets keys and values have fewer heads, where these do."""
+        """Returns the flag that lets keys and values have fewer heads, where these do."""
         sizes = {id(tv): sc.int_value(axis.size) for tv, axis in mapped}
         heads, groups = (sizes.get(id(self._given[field])) for field in ("query", "key"))
         is_meant = letter == "h" and heads and groups and heads > groups and heads % groups == 0
@@ -175,7 +175,7 @@ class _Axes:
                 raise DtypeError(f"{self._name}: {field} is of dtype {expected}, got {tv}")
 
     def _check_groups(self) -> None:
-        """Require that heads of keys divide those of queries, where both numbers are known."""
+        """Requires that heads of keys divide those of queries, where both numbers are known."""
         heads, groups = (self._joined.get(c) for c in "hg")
         if heads is None or groups is None:
             return
@@ -197,7 +197,7 @@ class _Axes:
     def _check_broadcasts(
         self, letter: str, mapped: Sequence[tuple[TensorView, IterDomain]]
     ) -> None:
-        """Refuse one element where others have several: nothing repeats it."""
+        """Refuses one element where others have several: nothing repeats it."""
         meant = [self._given.get(field) for field in self._op.REPEATED]
         is_batch = not self._op.is_whole(letter) and self._op is SdpaFwdOp
         sizes = [
@@ -216,7 +216,7 @@ class _Axes:
 
     # ------------------------------------------------------------ results
     def result(self, field: str) -> TensorView:
-        """Create the result of a field."""
+        """Creates the result of a field."""
         fusion = active_fusion()
         letters = self._letters(field)
         axes: dict[str, IterDomain] = {}

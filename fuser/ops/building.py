@@ -44,17 +44,17 @@ OpT = TypeVar("OpT", bound=TensorOp)
 
 
 def fail(op_name: str, message: str) -> DefinitionError:
-    """Return the error of an ill-formed call, with the op's name and the user's line."""
+    """Returns the error of an ill-formed call, with the op's name and the user's line."""
     return DefinitionError(f"{op_name}: {message} (at {user_line()})")
 
 
 def unsupported(op_name: str, message: str) -> UnsupportedError:
-    """Return the error of a call that this version does not implement."""
+    """Returns the error of a call that this version does not implement."""
     return UnsupportedError(f"{op_name}: {message} (at {user_line()})")
 
 
 def refuse_complex(op_name: str, *values: Operand) -> None:
-    """Raise `DtypeError` for operands that are complex: the op has no meaning for them."""
+    """Raises `DtypeError` for operands that are complex: the op has no meaning for them."""
     for value in values:
         if is_complex(operand_dtype(value)):
             raise DtypeError(
@@ -99,7 +99,7 @@ def as_operand(value: ScalarLike, op_name: str) -> Scalar: ...
 @overload
 def as_operand(value: OperandLike, op_name: str) -> Operand: ...
 def as_operand(value: OperandLike, op_name: str) -> Operand:
-    """Return a tensor or scalar; a Python number becomes a constant and takes a scalar number."""
+    """Returns a tensor or scalar; a Python number becomes a constant and takes a scalar number."""
     if isinstance(value, TensorView | Scalar):
         return value
     active_fusion().next_scalar()
@@ -109,7 +109,7 @@ def as_operand(value: OperandLike, op_name: str) -> Operand:
 def as_extent(
     value: SizeLike, op_name: str, index: int = 0, *, lowest: int | None = None
 ) -> Scalar:
-    """Return an extent, or what extents are computed from, as an Index scalar.
+    """Returns an extent, or what extents are computed from, as an Index scalar.
 
     A scalar of a floating dtype is cast to Index. Its value must be an integer: of a constant here,
     of others when the program runs (`fuser.frontend.implicit_inputs`).
@@ -127,7 +127,7 @@ def as_extent(
 
 
 def check_offsets(name: str, field: str, tv: TensorView) -> None:
-    """Raise `DtypeError` for what are no offsets of groups: Int32, of one axis."""
+    """Raises `DtypeError` for what are no offsets of groups: Int32, of one axis."""
     if tv.dtype() is not DataType.Int32 or tv.ndim != 1:
         raise DtypeError(
             f"{name}: Expected {field} of one axis and of dtype Int32, but found {tv} "
@@ -136,7 +136,7 @@ def check_offsets(name: str, field: str, tv: TensorView) -> None:
 
 
 def literal(value: bool | int | float | complex, dtype: DataType, op_name: str) -> Const:
-    """Return a number as a constant; raises `DefinitionError` where it does not fit."""
+    """Returns a number as a constant; raises `DefinitionError` where it does not fit."""
     problem = misfit(value, dtype)
     if problem:
         raise fail(op_name, problem)
@@ -144,7 +144,7 @@ def literal(value: bool | int | float | complex, dtype: DataType, op_name: str) 
 
 
 def check_exact(value: Operand, dtype: DataType, op_name: str) -> None:
-    """Raise `DefinitionError` for a constant integer that is no value of an integer dtype; what is
+    """Raises `DefinitionError` for a constant integer that is no value of an integer dtype; what is
     known only in a call is checked then (`hostir.runtime.inputs`)."""
     if not (isinstance(value, Const) and category(value.dtype) == category(dtype) == "int"):
         return
@@ -155,7 +155,7 @@ def check_exact(value: Operand, dtype: DataType, op_name: str) -> None:
 
 
 def number_in(value: bool | int | float | complex, dtype: DataType, op_name: str) -> Const:
-    """Return a number that an op takes in the dtype of a tensor; raises `DefinitionError` where it
+    """Returns a number that an op takes in the dtype of a tensor; raises `DefinitionError` where it
     does not fit."""
     active_fusion().next_scalar()
     return literal(value, dtype, op_name)
@@ -164,7 +164,7 @@ def number_in(value: bool | int | float | complex, dtype: DataType, op_name: str
 def as_integer(
     value: SizeLike, op_name: str, index: int = 0, *, lowest: int | None = None
 ) -> Scalar:
-    """Return an integer as an Index scalar; ints must be at least `lowest`."""
+    """Returns an integer as an Index scalar; ints must be at least `lowest`."""
     if isinstance(value, int):
         if lowest is not None and value < lowest:
             raise fail(op_name, f"size {value} at index {index} is below {lowest}")
@@ -177,7 +177,7 @@ def as_integer(
 
 
 def wrap_dim(dim: int, rank: int, op_name: str, tv: TensorView) -> int:
-    """Return a non-negative axis position; raises `DefinitionError` when out of range."""
+    """Returns a non-negative axis position; raises `DefinitionError` when out of range."""
     if not -max(rank, 1) <= dim < max(rank, 1):
         raise fail(
             op_name,
@@ -188,26 +188,26 @@ def wrap_dim(dim: int, rank: int, op_name: str, tv: TensorView) -> int:
 
 
 def axes_of(tv: TensorView) -> tuple[IterDomain, ...]:
-    """Return the logical axes that a consumer sees."""
+    """Returns the logical axes that a consumer sees."""
     return tv.domain.no_reductions
 
 
 # ------------------------------------------------------------------ making ops
 def mesh_of(values: Iterable[object]) -> DeviceMesh | None:
-    """Return the mesh of the first tensor that has one."""
+    """Returns the mesh of the first tensor that has one."""
     return next((v.mesh for v in values if isinstance(v, TensorView) and v.mesh is not None), None)
 
 
 def new_output(
     domain: TensorDomain | Sequence[IterDomain], dtype: DataType, values: Iterable[object]
 ) -> TensorView:
-    """Create an op's result; the mesh is copied from the first operand that has one."""
+    """Creates an op's result; the mesh is copied from the first operand that has one."""
     check_supported(dtype, "op result")
     return active_fusion().new_tensor(domain, dtype, mesh=mesh_of(values))
 
 
 def add_op(op: OpT) -> OpT:
-    """Append the op to the active fusion, with the user's line."""
+    """Appends the op to the active fusion, with the user's line."""
     op = op.replace(where=user_line())
     fusion = active_fusion()
     for tv in op.inputs:
@@ -220,7 +220,7 @@ def add_op(op: OpT) -> OpT:
 
 
 def clone_axes(tv: TensorView) -> list[IterDomain]:
-    """Return fresh serial copies of a tensor's logical axes, without reductions."""
+    """Returns fresh serial copies of a tensor's logical axes, without reductions."""
     fusion = active_fusion()
     return [fusion.clone_axis(a) for a in axes_of(tv)]
 
@@ -233,14 +233,14 @@ def rank_class(value: Operand) -> Rank:
 
 
 def cast_tensor(tv: TensorView, dtype: DataType) -> TensorView:
-    """Append a cast of `tv`, also when the dtype does not change."""
+    """Appends a cast of `tv`, also when the dtype does not change."""
     out = new_output(clone_axes(tv), dtype, [tv])
     add_op(CastOp(out, tv))
     return out
 
 
 def convert(value: Operand, dtype: DataType) -> Operand:
-    """Return an operand in `dtype`: a cast tensor; a scalar only if its category differs."""
+    """Returns an operand in `dtype`: a cast tensor; a scalar only if its category differs."""
     if isinstance(value, TensorView):
         return value if value.dtype() is dtype else cast_tensor(value, dtype)
     is_same_class = category(value.dtype) == category(dtype) and value.dtype is not DataType.Bool
@@ -248,7 +248,7 @@ def convert(value: Operand, dtype: DataType) -> Operand:
 
 
 def promote(values: Sequence[Operand], config: Config) -> tuple[list[Operand], DataType]:
-    """Return the operands converted to their common dtype, and that dtype."""
+    """Returns the operands converted to their common dtype, and that dtype."""
     is_on_tensors = any(isinstance(v, TensorView) for v in values)
     dtype = common_dtype(_promoted_as(values, is_on_tensors=is_on_tensors), config)
     return [convert(v, dtype) for v in values], dtype
@@ -264,7 +264,7 @@ def promote_keeping_half(
 
 
 def _promoted_as(values: Sequence[Operand], *, is_on_tensors: bool) -> list[tuple[DataType, Rank]]:
-    """Return the dtypes and rank classes that promotion counts; scalars alone stay as they are."""
+    """Returns the dtypes and rank classes that promotion counts; scalars alone stay as they are."""
     operands: list[tuple[DataType, Rank]] = [(operand_dtype(v), rank_class(v)) for v in values]
     is_wide = not is_on_tensors or active_fusion().double_numbers
     return operands if is_wide else number_width(operands)
@@ -272,7 +272,7 @@ def _promoted_as(values: Sequence[Operand], *, is_on_tensors: bool) -> list[tupl
 
 # ------------------------------------------------------------------ pointwise domains
 def align_ranks(values: Sequence[Operand]) -> list[Operand]:
-    """Give shorter tensors leading broadcast axes, through explicit broadcasts."""
+    """Gives shorter tensors leading broadcast axes, through explicit broadcasts."""
     rank = max((v.ndim for v in values if isinstance(v, TensorView)), default=0)
     return [
         prepend_axes(v, rank - v.ndim) if isinstance(v, TensorView) and v.ndim < rank else v
@@ -281,12 +281,12 @@ def align_ranks(values: Sequence[Operand]) -> list[Operand]:
 
 
 def prepend_axes(tv: TensorView, count: int) -> TensorView:
-    """Append a broadcast that adds `count` leading axes."""
+    """Appends a broadcast that adds `count` leading axes."""
     return broadcast_tensor(tv, (True,) * count + (False,) * tv.ndim)
 
 
 def broadcast_tensor(tv: TensorView, flags: tuple[bool, ...]) -> TensorView:
-    """Append a BroadcastOp: one flag per output axis, True for a new one."""
+    """Appends a BroadcastOp: one flag per output axis, True for a new one."""
     fusion = active_fusion()
     source = iter(axes_of(tv))
     axes = [
@@ -299,7 +299,7 @@ def broadcast_tensor(tv: TensorView, flags: tuple[bool, ...]) -> TensorView:
 
 
 def squeeze_axes(tv: TensorView, gone: set[int]) -> TensorView:
-    """Append a SqueezeOp that drops the axes at these positions."""
+    """Appends a SqueezeOp that drops the axes at these positions."""
     fusion = active_fusion()
     kept = [fusion.clone_axis(a) for i, a in enumerate(axes_of(tv)) if i not in gone]
     out = new_output(kept, tv.dtype(), [tv])
@@ -311,7 +311,7 @@ def squeeze_axes(tv: TensorView, gone: set[int]) -> TensorView:
 def join_axes(
     fusion: Fusion, pairs: Sequence[tuple[TensorView, IterDomain]], what: str
 ) -> IterDomain:
-    """Return the axis (of no tensor, number of the first) that mapped axes iterate together.
+    """Returns the axis (of no tensor, number of the first) that mapped axes iterate together.
 
     A concrete axis wins over broadcasts, a constant extent over a symbolic one, and the first
     symbolic extent is kept; equal extents become one class. A `?` axis may turn out to be a
@@ -336,7 +336,7 @@ def join_axes(
 
 
 def _size_of_undecided(fusion: Fusion, sizes: Sequence[Scalar]) -> Scalar:
-    """Return the size that `?` axes have together: that of the first which is not 1."""
+    """Returns the size that `?` axes have together: that of the first which is not 1."""
     *firsts, last = dict.fromkeys(fusion.canonical(x) for x in sizes)
     for x in reversed(firsts):
         last = sc.where(sc.eq(x, 1), last, x)
@@ -344,7 +344,7 @@ def _size_of_undecided(fusion: Fusion, sizes: Sequence[Scalar]) -> Scalar:
 
 
 def unexpanded(axis: IterDomain) -> IterDomain:
-    """Return an expanded axis as one whose elements may differ; any other as it is."""
+    """Returns an expanded axis as one whose elements may differ; any other as it is."""
     if axis.expanded is None:
         return axis
     return _bare(axis, IterType.iteration, axis.expanded, None)
@@ -357,7 +357,7 @@ def _bare(like: IterDomain, kind: IterType, extent: Scalar, expanded: Scalar | N
 def _join_sizes(
     fusion: Fusion, sized: Sequence[tuple[TensorView, Scalar]], what: str
 ) -> Scalar | None:
-    """Make sizes one class; return the constant among them, else the first."""
+    """Makes sizes one class; returns the constant among them, else the first."""
     if not sized:
         return None
     chosen_tv, chosen = sized[0]
@@ -370,7 +370,7 @@ def _join_sizes(
 
 
 def same_extent(fusion: Fusion, a: Scalar, b: Scalar, what: str) -> None:
-    """State that two extents are equal; raises `DefinitionError` for different constants."""
+    """States that two extents are equal; raises `DefinitionError` for different constants."""
     if _may_match(fusion, a, b, what):
         fusion.unify_extents(a, b, f"{what} at {user_line()}")
 
@@ -392,7 +392,7 @@ def _may_match(fusion: Fusion, a: Scalar, b: Scalar, what: str) -> bool:
 
 
 def pointwise_output(values: Sequence[Operand], dtype: DataType, what: str) -> TensorView:
-    """Create the result of an elementwise op over rank-aligned operands."""
+    """Creates the result of an elementwise op over rank-aligned operands."""
     fusion = active_fusion()
     tensors = [v for v in values if isinstance(v, TensorView)]
     columns = zip(*(axes_of(tv) for tv in tensors), strict=True)
@@ -402,6 +402,6 @@ def pointwise_output(values: Sequence[Operand], dtype: DataType, what: str) -> T
 
 
 def axis_of_extent(extent: Scalar) -> IterDomain:
-    """Create an axis of the given size: a broadcast for the constant 1, else an iteration."""
+    """Creates an axis of the given size: a broadcast for the constant 1, else an iteration."""
     kind = IterType.broadcast if sc.int_value(extent) == 1 else IterType.iteration
     return active_fusion().new_axis(extent, kind)

@@ -62,7 +62,7 @@ def _result_dtype(name: str, input: TensorView, dtype: DtypeLike | None) -> Data
 
 
 def _wide(name: str, input: TensorView, dtype: DtypeLike | None = None) -> TensorView:
-    """Return the operand, cast to a given `dtype`, in the dtype in which it is computed; raises
+    """Returns the operand, cast to a given `dtype`, in the dtype in which it is computed; raises
     `DtypeError` for one that is not floating."""
     result = _result_dtype(name, input, dtype)
     if not is_floating(result):
@@ -75,7 +75,7 @@ def _wide(name: str, input: TensorView, dtype: DtypeLike | None = None) -> Tenso
 
 
 def _parameter(name: str, field: str, tv: TensorView, like: TensorView) -> TensorView:
-    """Return a weight in the dtype of `like`, in which the op computes; it is not wider."""
+    """Returns a weight in the dtype of `like`, in which the op computes; it is not wider."""
     is_wider = tv.dtype() is DataType.Double and like.dtype() is not DataType.Double
     if not is_floating(tv.dtype()) or is_wider:
         raise DtypeError(
@@ -86,7 +86,7 @@ def _parameter(name: str, field: str, tv: TensorView, like: TensorView) -> Tenso
 
 
 def _shifted(x: TensorView, axis: int) -> TensorView:
-    """Return x less the largest along an axis: its exponentials are at most 1."""
+    """Returns x less the largest along an axis: its exponentials are at most 1."""
     return _call("sub", x, reductions.max(x, axis, keepdim=True))
 
 
@@ -96,7 +96,7 @@ def _log_total(shifted: TensorView, axis: int, *, keepdim: bool) -> TensorView:
 
 # ------------------------------------------------------------------ along an axis
 def softmax(input: TensorView, dim: int, dtype: DtypeLike | None = None) -> TensorView:
-    """Append exp(input) / sum(exp(input), dim); the operand is cast to `dtype` first, where that
+    """Appends exp(input) / sum(exp(input), dim); the operand is cast to `dtype` first, where that
     is given.
 
     A row of -inf alone gives NaN, as torch's does.
@@ -109,7 +109,7 @@ def softmax(input: TensorView, dim: int, dtype: DtypeLike | None = None) -> Tens
 
 
 def log_softmax(input: TensorView, dim: int, dtype: DtypeLike | None = None) -> TensorView:
-    """Append input - log(sum(exp(input), dim)); `dtype` as for softmax."""
+    """Appends input - log(sum(exp(input), dim)); `dtype` as for softmax."""
     axis = wrap_dim(dim, input.ndim, "log_softmax", input)
     shifted = _shifted(_wide("log_softmax", input, dtype), axis)
     out = _call("sub", shifted, _log_total(shifted, axis, keepdim=True))
@@ -124,7 +124,7 @@ def mean(
     *,
     dims: Sequence[int] | None = None,
 ) -> TensorView:
-    """Append the mean over one axis or several (`dim`, also called `dims`), or all; the operand is
+    """Appends the mean over one axis or several (`dim`, also called `dims`), or all; the operand is
     cast to `dtype` first, where that is given. No axes (`[]`) are all, as in torch. Over no
     elements it is NaN."""
     result = _result_dtype("mean", input, dtype)
@@ -152,7 +152,7 @@ def layer_norm(
     bias: TensorView | None = None,
     eps: float = 1e-5,
 ) -> TensorView:
-    """Append (input - mean) / sqrt(variance + eps) * weight + bias over the last axes, whose sizes
+    """Appends (input - mean) / sqrt(variance + eps) * weight + bias over the last axes, whose sizes
     are `normalized_shape`: those of weight and bias, too."""
     x = _wide("layer_norm", input)
     axes = _last_axes("layer_norm", input, normalized_shape)
@@ -171,7 +171,7 @@ def rms_norm(
     weight: TensorView | None = None,
     eps: float | None = None,
 ) -> TensorView:
-    """Append input / sqrt(mean(input ** 2) + eps) * weight over the last axes, whose sizes are
+    """Appends input / sqrt(mean(input ** 2) + eps) * weight over the last axes, whose sizes are
     `normalized_shape`. Without an eps, it is that of the dtype in which the op computes."""
     x = _wide("rms_norm", input)
     axes = _last_axes("rms_norm", input, normalized_shape)
@@ -187,7 +187,8 @@ def rms_norm(
 
 
 def _last_axes(name: str, input: TensorView, shape: Sequence[SizeLike]) -> list[int]:
-    """Return the axes that a norm is over; raises `DefinitionError` where `shape` is not theirs."""
+    """Returns the axes that a norm is over; raises `DefinitionError` where `shape` is not
+    theirs."""
     if not 0 < len(shape) <= input.ndim:
         raise fail(name, f"normalized_shape has {len(shape)} sizes, for the last axes of {input}")
     axes = list(range(input.ndim - len(shape), input.ndim))
@@ -201,7 +202,7 @@ def _last_axes(name: str, input: TensorView, shape: Sequence[SizeLike]) -> list[
 def _normalized(
     name: str, field: str, tv: TensorView, input: TensorView, axes: list[int], x: TensorView
 ) -> TensorView:
-    """Return a weight of these axes of `input`, in the dtype of x."""
+    """Returns a weight of these axes of `input`, in the dtype of x."""
     if tv.ndim != len(axes):
         raise fail(name, f"{field} {tv} has not the {len(axes)} axes of normalized_shape")
     for i, axis in enumerate(axes):
@@ -212,7 +213,7 @@ def _normalized(
 
 # ------------------------------------------------------------------ element by element
 def gelu(input: TensorView, approximate: str = "none") -> TensorView:
-    """Append input * P(X <= input) of a standard normal X: by erf, or by tanh where `approximate`
+    """Appends input * P(X <= input) of a standard normal X: by erf, or by tanh where `approximate`
     is "tanh"."""
     x = _wide("gelu", input)
     if approximate == "none":
@@ -228,7 +229,7 @@ def gelu(input: TensorView, approximate: str = "none") -> TensorView:
 
 
 def dropout(input: TensorView, p: float = 0.5, training: bool = True) -> TensorView:
-    """Append input / (1 - p) where a random number in [0, 1) is below 1 - p, and input * 0
+    """Appends input / (1 - p) where a random number in [0, 1) is below 1 - p, and input * 0
     elsewhere; a copy where not `training` or p is 0.
 
     Each call of the program draws anew, from torch's generator, as rand_like does.
@@ -257,7 +258,7 @@ def cross_entropy(
     reduction: str = "mean",
     label_smoothing: float = 0.0,
 ) -> TensorView:
-    """Append -log_softmax(input) at the target, of logits [C], [N, C] or [N, C, ..]; the target is
+    """Appends -log_softmax(input) at the target, of logits [C], [N, C] or [N, C, ..]; the target is
     of class indices (integers, without the axis C) or of probabilities (floating, as the input).
 
     `weight` [C] scales the classes. `reduction` is "none", "mean" or "sum"; a mean is over the
@@ -306,7 +307,7 @@ def _of_indices(
     ignore_index: int,
     smoothing: float,
 ) -> tuple[TensorView, TensorView | Const]:
-    """Return the loss of each target, and the weight of its class."""
+    """Returns the loss of each target, and the weight of its class."""
     name, dtype, classes = "cross_entropy", x.dtype(), x.size(axis)
     if target.ndim != x.ndim - 1:
         raise fail(name, f"class indices {target} have not the axes of {x} without axis {axis}")
@@ -334,7 +335,7 @@ def _of_indices(
 def _smooth(
     shifted: TensorView, log_total: TensorView, weight: TensorView | None, axis: int
 ) -> TensorView:
-    """Return -sum(weight * log_softmax) of each row."""
+    """Returns -sum(weight * log_softmax) of each row."""
     if weight is None:
         whole = _call("mul", log_total, shifted.size(axis))
         return _call("sub", whole, reductions.sum(shifted, axis))
@@ -350,7 +351,7 @@ def _of_probabilities(
     ignore_index: int,
     smoothing: float,
 ) -> TensorView:
-    """Return the loss of each row of class probabilities."""
+    """Returns the loss of each row of class probabilities."""
     name = "cross_entropy"
     if ignore_index >= 0:
         raise fail(name, f"ignore_index {ignore_index} has no meaning for probabilities {target}")
@@ -368,17 +369,17 @@ def _of_probabilities(
 
 
 def _along(tv: TensorView, axis: int, rank: int) -> TensorView:
-    """Return a vector along one of `rank` axes."""
+    """Returns a vector along one of `rank` axes."""
     return tv if rank == 1 else broadcast_tensor(tv, tuple(i != axis for i in range(rank)))
 
 
 def _beside(tv: TensorView, axis: int) -> TensorView:
-    """Return a tensor with a new axis."""
+    """Returns a tensor with a new axis."""
     return broadcast_tensor(tv, tuple(i == axis for i in range(tv.ndim + 1)))
 
 
 def _declare(x: TensorView, target: TensorView, axes: list[int]) -> None:
-    """State that the axes of a target are these of x: none of them is repeated."""
+    """States that the axes of a target are these of x: none of them is repeated."""
     for i, axis in enumerate(axes):
         what = f"cross_entropy: target {target} and {x}"
         declare_extent(active_fusion(), x.size(axis), target.size(i), what)

@@ -36,7 +36,7 @@ Mapped = list[tuple[TensorView, IterDomain]]
 def check_same_dtypes(
     name: str, tensors: Sequence[TensorView], advice: str = "write scaled_mm"
 ) -> None:
-    """Raise `DtypeError` for tensors of several dtypes, `UnsupportedError` with what to do for
+    """Raises `DtypeError` for tensors of several dtypes, `UnsupportedError` with what to do for
     floats of one byte."""
     if len({t.dtype() for t in tensors}) > 1:
         found = ", ".join(f"{t.label} is {dtype_text(t.dtype())}" for t in tensors)
@@ -48,14 +48,14 @@ def check_same_dtypes(
 
 
 def _axis(name: str, mapped: Mapped) -> IterDomain:
-    """Create the output axis over mapped operand axes."""
+    """Creates the output axis over mapped operand axes."""
     fusion = active_fusion()
     joined = join_axes(fusion, mapped, name)
     return fusion.new_axis(joined.extent, joined.kind, expanded=joined.expanded)
 
 
 def contracted_axes(name: str, mapped: Mapped) -> list[IterDomain]:
-    """Create the reduction axis; none when the contracted axis has size 1 in all operands."""
+    """Creates the reduction axis; none when the contracted axis has size 1 in all operands."""
     fusion = active_fusion()
     joined = join_axes(fusion, mapped, name)
     if joined.is_broadcast and joined.expanded is None:
@@ -64,7 +64,7 @@ def contracted_axes(name: str, mapped: Mapped) -> list[IterDomain]:
 
 
 def matmul(arg1: TensorView, arg2: TensorView) -> TensorView:
-    """Append torch.matmul: 1-D operands and batch broadcasting as there; dtypes must be equal."""
+    """Appends torch.matmul: 1-D operands and batch broadcasting as there; dtypes must be equal."""
     name = "matmul"
     a, b = arg1, arg2
     for tv in (a, b):
@@ -90,7 +90,7 @@ def matmul(arg1: TensorView, arg2: TensorView) -> TensorView:
 
 
 def _check_bias(name: str, weight: TensorView, bias: TensorView) -> None:
-    """Require that a bias has one element where a weight has one: the weight is never spread."""
+    """Requires that a bias has one element where a weight has one: the weight is never spread."""
     fusion = active_fusion()
     for w, b in zip(axes_of(weight), axes_of(bias), strict=False):
         if not w.is_broadcast or w.expanded is not None or b.is_broadcast:
@@ -102,7 +102,8 @@ def _check_bias(name: str, weight: TensorView, bias: TensorView) -> None:
 
 
 def linear(arg1: TensorView, arg2: TensorView, bias: TensorView | None = None) -> TensorView:
-    """Append x @ weight.T + bias: x [*i, K], weight [*w, N, K], bias [*w, N] -> [*w, *i, N, rK]."""
+    """Appends x @ weight.T + bias: x [*i, K], weight [*w, N, K], bias [*w, N] -> [*w, *i, N,
+    rK]."""
     name = "linear"
     x, weight = arg1, arg2
     check_rank_at_least(name, x, 1)
@@ -151,7 +152,7 @@ def scaled_mm(
     output_block_scale_dtype: DtypeLike = DataType.BFloat16,
     output_gamma: bool = False,
 ) -> tuple[TensorView, None, None]:
-    """Append alpha * (scale1 * mat1) @ (scale2 * mat2) + beta * bias, of Float8_e4m3fn or
+    """Appends alpha * (scale1 * mat1) @ (scale2 * mat2) + beta * bias, of Float8_e4m3fn or
     Float8_e5m2; computed in Float and rounded once.
 
     mat1 [m, k], mat2 [k, n]; scales, alpha and beta are Float tensors of one element, or scale1
@@ -176,7 +177,7 @@ _DTYPES = {
 
 
 def check_block_scales(name: str, mat1: TensorView, size: int, *, is_gamma: bool) -> None:
-    """Raise `UnsupportedError` for results with scales of blocks."""
+    """Raises `UnsupportedError` for results with scales of blocks."""
     if size:
         raise unsupported(name, f"output_block_scale is not yet supported, of {mat1}")
     if is_gamma:
@@ -184,7 +185,7 @@ def check_block_scales(name: str, mat1: TensorView, size: int, *, is_gamma: bool
 
 
 def scaled_dtype(name: str, given: Given, dtype: DtypeLike) -> DataType:
-    """Return the dtype of a product with scales; raises for what has another than it may have."""
+    """Returns the dtype of a product with scales; raises for what has another than it may have."""
     if "beta" in given and "bias" not in given:
         raise fail(name, f"Expected a bias for {given['beta']}, which scales it")
     dtype = check_supported(dtype, name)
@@ -202,7 +203,7 @@ def scaled_dtype(name: str, given: Given, dtype: DtypeLike) -> DataType:
 
 
 def add_product(name: str, op: type[ProductOp], given: Given, dtype: DataType) -> TensorView:
-    """Append a product of `given`, by field; raises for axes that no such operand has, and for
+    """Appends a product of `given`, by field; raises for axes that no such operand has, and for
     sizes that differ."""
     fusion = active_fusion()
     known = op.matrices(given["mat1"], given["mat2"])
@@ -229,7 +230,7 @@ def add_product(name: str, op: type[ProductOp], given: Given, dtype: DataType) -
 
 
 def _letters(name: str, field: str, tv: TensorView, forms: Mapping[int, str]) -> str:
-    """Return the letters of an operand's axes, 1 where a scale or bias has one element; raises for
+    """Returns the letters of an operand's axes, 1 where a scale or bias has one element; raises for
     what is no such operand."""
     is_matrix = field not in ProductOp.SCALES
     letters = forms.get(tv.ndim, "1" * tv.ndim)
@@ -280,7 +281,7 @@ def grouped_mm(
     output_block_scale_dtype: DtypeLike = DataType.BFloat16,
     output_gamma: bool = False,
 ) -> TensorView | tuple[TensorView, None, None]:
-    """Append a matrix product per group, where the Int32 `offsets` [g] say at which positions of k
+    """Appends a matrix product per group, where the Int32 `offsets` [g] say at which positions of k
     (of [m, k] and [k, n]), n (of [g, m, k] and [k, n]) or m (of [m, k] and [g, k, n]) groups end.
 
     Rows and columns of no group are 0. Offsets that fall or leave the axis are refused. The host
@@ -312,7 +313,7 @@ def grouped_mm(
 
 
 def _check_plain(name: str, given: Given, dtype: DtypeLike) -> None:
-    """Raise for what belongs to products with scales, and for matrices that need them."""
+    """Raises for what belongs to products with scales, and for matrices that need them."""
     mat1, mat2, _, *scales = given.values()
     # An argument that says BFloat16 is no other than the default.
     if scales or check_supported(dtype, name) not in (DataType.BFloat16, mat1.dtype()):

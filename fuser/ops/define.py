@@ -34,7 +34,7 @@ _entrance = partial(checked, name=_NAME)
 
 
 def define_tensor(*args: object, **kwargs: object) -> TensorView:
-    """Create a tensor without definition. Three forms:
+    """Creates a tensor without definition. Three forms:
 
     1. (shape, contiguity: list[bool | None], dtype=Float, is_cpu=False, stride_order=[])
     2. (shape, contiguity: bool = False, dtype=Float, is_cpu=False, stride_order=[])
@@ -68,7 +68,7 @@ def _defined(*args: object, **kwargs: object) -> TensorView:
 
 
 def _refuse_values(shape: object) -> None:
-    """Raise `ArgumentError` for a tensor with data in the place of its shape."""
+    """Raises `ArgumentError` for a tensor with data in the place of its shape."""
     data = shape if isinstance(shape, torch.Tensor) else None
     if hasattr(shape, "__array__") and data is None:
         try:
@@ -152,7 +152,7 @@ def _check_flags(shape: Sequence[int], flags: Contiguity) -> None:
 
 
 def _allocation_positions(rank: int, stride_order: Sequence[int]) -> list[int]:
-    """Return the allocation position of each logical axis."""
+    """Returns the allocation position of each logical axis."""
     if not stride_order:
         return list(range(rank))
     placeholders = [IterDomain(i, IterType.iteration, sc.ONE) for i in range(rank)]
@@ -161,7 +161,7 @@ def _allocation_positions(rank: int, stride_order: Sequence[int]) -> list[int]:
 
 
 def _make_axes(shape: Sequence[int], flags: Contiguity) -> list[IterDomain]:
-    """Create the extents of all axes, then the axes (so that scalars are numbered first)."""
+    """Creates the extents of all axes, then the axes (so that scalars are numbered first)."""
     fusion = active_fusion()
     sizes: list[Scalar] = [fusion.new_extent() if s == -1 else sc.const(s) for s in shape]
     axes: list[IterDomain] = []
@@ -190,7 +190,7 @@ def _set_layout(
 def compute_tensor_descriptor(
     sizes: Sequence[int], strides: Sequence[int]
 ) -> tuple[list[bool | None], list[int]]:
-    """Return (contiguity in allocation order, stride_order) of a tensor with these strides.
+    """Returns (contiguity in allocation order, stride_order) of a tensor with these strides.
 
     Axes are sorted by decreasing stride; those with stride 0 stay at their own position.
     """
@@ -222,7 +222,7 @@ def compute_tensor_descriptor(
 def define_scalar(
     value: bool | int | float | complex | DataType | None = None, dtype: DtypeLike | None = None
 ) -> Scalar:
-    """Create a scalar: symbolic without a value (default dtype Double), else a constant."""
+    """Creates a scalar: symbolic without a value (default dtype Double), else a constant."""
     if isinstance(value, DataType):
         if dtype is not None:
             raise ArgumentError("define_scalar(): incompatible function arguments: two dtypes")

@@ -56,7 +56,7 @@ _NODES = {1: UnaryOp, 2: BinaryOp, 3: TernaryOp}
 
 # ------------------------------------------------------------------ the call
 def apply_pointwise(name: str, arguments: tuple[OperandLike, ...]) -> Operand:
-    """Append the nodes of one elementwise op call; return its result."""
+    """Appends the nodes of one elementwise op call; returns its result."""
     kind, rule = PUBLIC[name]
     values = [as_operand(a, name) for a in arguments]
     of_bools = POINTWISE[kind].of_bools
@@ -74,7 +74,7 @@ def apply_pointwise(name: str, arguments: tuple[OperandLike, ...]) -> Operand:
 
 
 def _apply_scalar(kind: str, values: list[Scalar], dtype: DataType) -> Scalar:
-    """Return the scalar that the op makes of scalars."""
+    """Returns the scalar that the op makes of scalars."""
     row = POINTWISE[kind]
     if kind == "neg" and category(dtype) == "int":
         return sc.mul(values[0], Const(-1, values[0].dtype))
@@ -109,20 +109,20 @@ ELEMENTWISE: dict[str, Callable[..., Operand]] = {name: _make(name) for name in 
 
 # ------------------------------------------------------------------ copies and casts
 def copy_tensor(tv: TensorView, kind: LoadStoreOpType = LoadStoreOpType.set) -> TensorView:
-    """Append a plain copy."""
+    """Appends a plain copy."""
     out = new_output(clone_axes(tv), tv.dtype(), [tv])
     add_op(LoadStoreOp(out, tv, kind=kind))
     return out
 
 
 def set_(x: OperandLike, /) -> Operand:
-    """Append a copy of a tensor; a scalar is returned as it is."""
+    """Appends a copy of a tensor; a scalar is returned as it is."""
     value = as_operand(x, "set")
     return copy_tensor(value) if isinstance(value, TensorView) else value
 
 
 def segment_set(x: TensorView, /) -> TensorView:
-    """Append a copy that forces a segment boundary."""
+    """Appends a copy that forces a segment boundary."""
     return copy_tensor(x, LoadStoreOpType.segmenter_set)
 
 
@@ -131,7 +131,7 @@ def cast(arg: TensorView, dtype: DtypeLike) -> TensorView: ...
 @overload
 def cast(arg: Scalar | bool | int | float | complex, dtype: DtypeLike) -> Scalar: ...
 def cast(arg: OperandLike, dtype: DtypeLike) -> Operand:
-    """Append a conversion: floats become integers by truncation, complex numbers their real parts,
+    """Appends a conversion: floats become integers by truncation, complex numbers their real parts,
     in Bool whether they are not 0. The same dtype is a `set`."""
     value = as_operand(arg, "cast")
     check_supported(operand_dtype(value), "cast")
@@ -142,13 +142,13 @@ def cast(arg: OperandLike, dtype: DtypeLike) -> Operand:
 
 
 def real(x: OperandLike, /) -> Operand:
-    """Append the real parts; of a real operand, a copy."""
+    """Appends the real parts; of a real operand, a copy."""
     value = as_operand(x, "real")
     return apply_pointwise("real", (value,)) if is_complex(operand_dtype(value)) else set_(value)
 
 
 def imag(x: OperandLike, /) -> Operand:
-    """Append the imaginary parts of a complex operand."""
+    """Appends the imaginary parts of a complex operand."""
     value = as_operand(x, "imag")
     dtype = operand_dtype(value)
     if not is_complex(dtype):
@@ -159,7 +159,7 @@ def imag(x: OperandLike, /) -> Operand:
 
 
 def complex_(lhs: OperandLike, rhs: OperandLike, /) -> Operand:
-    """Append lhs + i rhs: two tensors, or two scalars."""
+    """Appends lhs + i rhs: two tensors, or two scalars."""
     if isinstance(lhs, TensorView) is not isinstance(rhs, TensorView):
         raise ArgumentError(
             "complex(): incompatible function arguments: expected two tensors or two scalars, got "
@@ -170,7 +170,7 @@ def complex_(lhs: OperandLike, rhs: OperandLike, /) -> Operand:
 
 # ------------------------------------------------------------------ optional or fixed slots
 def clamp(x: OperandLike, min: ScalarLike | None, max: ScalarLike | None, /) -> Operand:
-    """Append min(max(x, min), max); None is the end of the dtype's range. Limits are scalars."""
+    """Appends min(max(x, min), max); None is the end of the dtype's range. Limits are scalars."""
     value = as_operand(x, "clamp")
     refuse_complex("clamp", value)
     dtype = operand_dtype(value)
@@ -181,12 +181,12 @@ def clamp(x: OperandLike, min: ScalarLike | None, max: ScalarLike | None, /) -> 
 
 
 def threshold(x: OperandLike, threshold: ScalarLike, value: ScalarLike, /) -> Operand:
-    """Append x <= threshold ? value : x. Threshold and value are scalars."""
+    """Appends x <= threshold ? value : x. Threshold and value are scalars."""
     return apply_pointwise("threshold", (x, threshold, value))
 
 
 def lerp(start: OperandLike, end: OperandLike, weight: OperandLike, /) -> Operand:
-    """Append start + weight * (end - start)."""
+    """Appends start + weight * (end - start)."""
     values: tuple[OperandLike, ...] = (start, end, weight)
     operands = [as_operand(v, "lerp") for v in values]
     if any(is_inexact(operand_dtype(v)) for v in operands):
@@ -201,12 +201,12 @@ def _call(name: str, *arguments: OperandLike) -> Operand:
 
 
 def addcmul(in1: OperandLike, in2: OperandLike, in3: OperandLike, value: ScalarLike, /) -> Operand:
-    """Append in1 + in2 * in3 * value; `value` is a scalar."""
+    """Appends in1 + in2 * in3 * value; `value` is a scalar."""
     return _call("add", in1, _call("mul", _call("mul", in2, in3), value))
 
 
 def sign(x: OperandLike, /) -> Operand:
-    """Append -1, 0 or 1 in x's dtype; NaN gives 0."""
+    """Appends -1, 0 or 1 in x's dtype; NaN gives 0."""
     value = as_operand(x, "sign")
     refuse_complex("sign", value)
     dtype = operand_dtype(value)
@@ -219,7 +219,7 @@ def sign(x: OperandLike, /) -> Operand:
 
 
 def logical_right_shift(lhs: OperandLike, rhs: OperandLike, /) -> Operand:
-    """Append lhs >> rhs with zeros shifted in; counts outside [0, width) give 0."""
+    """Appends lhs >> rhs with zeros shifted in; counts outside [0, width) give 0."""
     values = [as_operand(lhs, "logical_right_shift"), as_operand(rhs, "logical_right_shift")]
     values, dtype = integers("logical_right_shift", values)
     value, count = values
@@ -255,7 +255,8 @@ class DtypeRule:
 
 
 def typed(name: str, rule: str, values: list[Operand]) -> Typed:
-    """Convert the operands of a call of `name` as the rule says; return them and the result dtype.
+    """Converts the operands of a call of `name` as the rule says; returns them and the result
+    dtype.
 
     Raises `DtypeError` for what the rule does not take, `UnsupportedError` for dtypes that cannot
     be computed with.
@@ -270,7 +271,7 @@ def typed(name: str, rule: str, values: list[Operand]) -> Typed:
 
 # ------------------------------------------------------------------ one function per rule
 def _check_complex(name: str, values: list[Operand]) -> None:
-    """Raise `DtypeError` for complex operands of an op that has no meaning for them."""
+    """Raises `DtypeError` for complex operands of an op that has no meaning for them."""
     kind, _ = PUBLIC.get(name, ("", ""))
     if kind and not POINTWISE[kind].takes_complex:
         refuse_complex(name, *values)
@@ -324,7 +325,7 @@ def _fitting(name: str, values: list[Operand]) -> Typed:
 
 
 def _check_fit(name: str, values: list[Operand], dtype: DataType) -> None:
-    """Raise `DefinitionError` for a number that is no value of the dtype."""
+    """Raises `DefinitionError` for a number that is no value of the dtype."""
     for v in values[1:]:
         if not isinstance(v, Const):
             continue
@@ -366,7 +367,7 @@ def _as_bool(name: str, values: list[Operand]) -> Typed:
 
 
 def integers(name: str, values: list[Operand]) -> Typed:
-    """Return integers promoted; raises `DtypeError` for any other, and for Bool where the op has
+    """Returns integers promoted; raises `DtypeError` for any other, and for Bool where the op has
     no meaning for Bool."""
     takes_bools = name in POINTWISE and bool(POINTWISE[name].of_bools)
     for v in values:

@@ -35,7 +35,7 @@ from fuser.support.errors import DtypeError, UnsupportedError, user_code, user_l
 
 
 def full(shape: Sequence[SizeLike], fill_value: ScalarLike, dtype: DtypeLike) -> TensorView:
-    """Append a tensor filled with `fill_value`, cast to `dtype`; an integer out of the range of an
+    """Appends a tensor filled with `fill_value`, cast to `dtype`; an integer out of the range of an
     integer dtype is refused."""
     sizes = [as_extent(s, "full", i, lowest=0) for i, s in enumerate(shape)]
     value, dtype = as_operand(fill_value, "full"), check_supported(dtype, "full")
@@ -44,7 +44,7 @@ def full(shape: Sequence[SizeLike], fill_value: ScalarLike, dtype: DtypeLike) ->
 
 
 def full_tensor(sizes: Sequence[Scalar], value: Scalar, dtype: DataType) -> TensorView:
-    """Append a FullOp over sizes that are scalars already."""
+    """Appends a FullOp over sizes that are scalars already."""
     out = new_output([axis_of_extent(s) for s in sizes], dtype, ())
     add_op(FullOp(out, tuple(sizes), sc.cast(value, dtype)))
     return out
@@ -56,7 +56,7 @@ def iota(
     step: ScalarLike | None = None,
     dtype: DtypeLike = DataType.Int,
 ) -> TensorView:
-    """Append start + i * step for i < length. Raises for a step that is 0 or not finite."""
+    """Appends start + i * step for i < length. Raises for a step that is 0 or not finite."""
     dtype = check_supported(dtype, "iota")
     if category(dtype) not in ("int", "float"):
         raise DtypeError(f"iota: an integer or floating dtype is needed, got {dtype_text(dtype)}")
@@ -83,7 +83,7 @@ def _iota_scalar(value: ScalarLike | None, default: int, dtype: DataType) -> Sca
 
 
 def triu(arg: TensorView, diagonal: ScalarLike = 0) -> TensorView:
-    """Append a copy with zeros where column - row < diagonal, over the last two axes."""
+    """Appends a copy with zeros where column - row < diagonal, over the last two axes."""
     tv = arg
     check_rank_at_least("triu", tv, 2)
     row = broadcast_tensor(iota(tv.size(-2)), (False, True))
@@ -115,7 +115,7 @@ def uniform(
     rng_offset: Scalar | int | None = None,
     dtype: DtypeLike = DataType.Float,
 ) -> TensorView:
-    """Append a tensor of random numbers, uniform in [minval, maxval).
+    """Appends a tensor of random numbers, uniform in [minval, maxval).
 
     `rng_seed` and `rng_offset` are integers of 64 bits or integer scalars, given both or neither:
     equal ones give equal numbers. Raises `DtypeError` for a dtype that is not floating, or scalars
@@ -136,7 +136,7 @@ def normal(
     rng_offset: Scalar | int | None = None,
     dtype: DtypeLike = DataType.Float,
 ) -> TensorView:
-    """Append a tensor of random numbers of a normal distribution; see `uniform`."""
+    """Appends a tensor of random numbers of a normal distribution; see `uniform`."""
     center, deviation = _ends("normal", (mean, std), dtype)
     if isinstance(deviation, Const) and not deviation.value >= 0:
         raise fail("normal", f"std {deviation.value} is below 0")
@@ -144,19 +144,19 @@ def normal(
 
 
 def rand_like(arg: TensorView, /) -> TensorView:
-    """Append random numbers in [0, 1), of the shape and dtype of a floating tensor; as `arg` is
+    """Appends random numbers in [0, 1), of the shape and dtype of a floating tensor; as `arg` is
     not read, the result is cut as its readers are."""
     return _random_like("rand_like", "uniform", arg)
 
 
 def randn_like(arg: TensorView, /) -> TensorView:
-    """Append random numbers of the standard normal distribution, of the shape and dtype of a
+    """Appends random numbers of the standard normal distribution, of the shape and dtype of a
     floating tensor."""
     return _random_like("randn_like", "normal", arg)
 
 
 def key_of(op: RandomOp) -> tuple[Scalar, Scalar]:
-    """Return seed and offset. Raises `UnsupportedError` where the op draws them by itself."""
+    """Returns seed and offset. Raises `UnsupportedError` where the op draws them by itself."""
     if op.seed is None or op.offset is None:
         raise UnsupportedError(
             f"{op.kind} of {op.out} draws from torch's generator where a FusionDefinition runs: "
@@ -183,7 +183,7 @@ def _check_floating(name: str, dtype: DtypeLike) -> DataType:
 
 
 def _ends(name: str, values: tuple[ScalarLike, ScalarLike], dtype: DtypeLike) -> Ends:
-    """Return the numbers that shape a distribution, in the dtype in which it is computed."""
+    """Returns the numbers that shape a distribution, in the dtype in which it is computed."""
     computed = computed_in(_check_floating(name, dtype))
     low, high = (as_operand(v, name) for v in values)
     for value in (low, high):

@@ -67,7 +67,7 @@ def _clone(axes: Sequence[IterDomain]) -> list[IterDomain]:
 
 
 def index_select(arg: TensorView, index: TensorView, dim: int) -> TensorView:
-    """Take the positions `index` [n] along axis `dim`: [.., m, ..] -> [.., n, ..].
+    """Takes the positions `index` [n] along axis `dim`: [.., m, ..] -> [.., n, ..].
 
     An index without axes is one of a single element.
     """
@@ -86,7 +86,7 @@ def index_select(arg: TensorView, index: TensorView, dim: int) -> TensorView:
 
 
 def select(arg: TensorView, index: SizeLike, dim: int) -> TensorView:
-    """Take position `index` of axis `dim`, which ends; a negative one counts from the end."""
+    """Takes position `index` of axis `dim`, which ends; a negative one counts from the end."""
     name = "select"
     index = as_operand(index, name)
     axis = _looked_up_axis(name, arg, dim)
@@ -110,7 +110,7 @@ def embedding_fwd(
     scale_grad_by_freq: ScalarLike | None = None,
     sparse: ScalarLike | None = None,
 ) -> TensorView:
-    """Take the row of `weight` [v, h] that each element of `input` [*i] says: [*i, h].
+    """Takes the row of `weight` [v, h] that each element of `input` [*i] says: [*i, h].
 
     With `max_norm`, rows whose norm of the order `norm_type` (2) is larger are scaled down to it;
     the norm of order 0 counts the elements that are not 0.
@@ -141,7 +141,7 @@ _ABOVE_NO_NORM = 1e-7
 
 
 def _bounded(rows: TensorView, max_norm: Scalar, norm_type: Scalar) -> TensorView:
-    """Scale the rows down whose norm is above `max_norm`."""
+    """Scales the rows down whose norm is above `max_norm`."""
     dtype = DataType.Double if rows.dtype() is DataType.Double else DataType.Float
     wide = typing_cast(TensorView, convert(rows, dtype))
     norm = _norm(wide, norm_type)
@@ -151,7 +151,7 @@ def _bounded(rows: TensorView, max_norm: Scalar, norm_type: Scalar) -> TensorVie
 
 
 def _norm(rows: TensorView, order: Scalar) -> TensorView:
-    """Append the norms of rows [*i, h], of shape [*i, 1]."""
+    """Appends the norms of rows [*i, h], of shape [*i, 1]."""
     along = rows.ndim - 1
     known = float(order.value.real) if isinstance(order, Const) else None
     if known == 2.0:
@@ -172,12 +172,12 @@ def _norm(rows: TensorView, order: Scalar) -> TensorView:
 
 
 def _others_than_zero(rows: TensorView) -> TensorView:
-    """Append 1 where an element is not 0, else 0."""
+    """Appends 1 where an element is not 0, else 0."""
     return typing_cast(TensorView, convert(_call("ne", rows, 0.0), rows.dtype()))
 
 
 def _norm_of_each_call(rows: TensorView, sizes: TensorView, order: Scalar) -> TensorView:
-    """Append the norms of an order that a call gives, which may be 0 or infinite."""
+    """Appends the norms of an order that a call gives, which may be 0 or infinite."""
     along = rows.ndim - 1
     is_count = elementwise.apply_pointwise("eq", (order, 0))
     powers = _call("where", is_count, _others_than_zero(rows), _call("pow", sizes, order))
@@ -199,7 +199,7 @@ def _check_ranks(name: str, table: TensorView, index: TensorView) -> None:
 
 
 def take_along_axis(arg: TensorView, index: TensorView, dim: int) -> TensorView:
-    """Take along axis `dim` of each row the positions that `index` has for that row.
+    """Takes along axis `dim` of each row the positions that `index` has for that row.
 
     The other axes of both have one extent, or one of them is a broadcast. Positions of a floating
     dtype are truncated, as in nvFuser: `where(valid, labels, 0.0)` makes such ones of labels.
@@ -222,7 +222,7 @@ def take_along_axis(arg: TensorView, index: TensorView, dim: int) -> TensorView:
 
 
 def gather(arg: TensorView, index: TensorView, dim: int) -> TensorView:
-    """Append torch.gather: a result of the shape of `index`, whose axes other than `dim` may be
+    """Appends torch.gather: a result of the shape of `index`, whose axes other than `dim` may be
     shorter than those of `arg`.
 
     On a mesh take_along_axis is better: where extents are not known to be equal, only `dim` of the
@@ -259,7 +259,7 @@ def _check_narrower(name: str, arg: TensorView, index: TensorView, k: int, axis:
 
 
 def scatter(arg: TensorView, index: TensorView, src: OperandLike, dim: int) -> TensorView:
-    """Return a copy of `arg` with `src` written at the positions `index` along axis `dim`, as
+    """Returns a copy of `arg` with `src` written at the positions `index` along axis `dim`, as
     torch.scatter does: of one rank; index no longer than src, nor than arg along the other axes.
 
     A library op: torch carries it out. Which of several elements for one place is taken, is not
@@ -288,7 +288,7 @@ def scatter(arg: TensorView, index: TensorView, src: OperandLike, dim: int) -> T
 
 
 def index_put_accumulate(acc: TensorView, index: TensorView, value: TensorView) -> TensorView:
-    """Return a copy of `acc` [m, ..] to whose rows `index` [n] those of `value` [n, ..] are added,
+    """Returns a copy of `acc` [m, ..] to whose rows `index` [n] those of `value` [n, ..] are added,
     as torch.index_put does with `accumulate`; a size of 1 in `value` fits any.
 
     A library op: torch carries it out, one row after the other, so that sums repeat exactly;

@@ -24,7 +24,7 @@ _Values = TensorView | Scalar
 
 # ------------------------------------------------------------------ the user's line
 def _is_caller(frame: FrameType) -> bool:
-    """Return whether a frame is a user's: neither ours nor of the library that asks."""
+    """Returns whether a frame is a user's: neither ours nor of the library that asks."""
     module = frame.f_globals.get("__name__", "").partition(".")[0]
     return is_users(frame) and module not in ("torch", "numpy")
 
@@ -67,7 +67,7 @@ _CONVERSIONS: Mapping[str, Callable[[Any], object]] = {
 
 
 def _convert(name: str) -> Callable[..., object]:
-    """Return the method behind `int(x)` or `round(x)`: a number of a constant, else a refusal."""
+    """Returns the method behind `int(x)` or `round(x)`: a number of a constant, else a refusal."""
     op = _ROUNDINGS.get(name)
     converted = "write fd.ops.cast for a conversion of elements, fd.ops.exp for math.exp"
     instead = f"write fd.ops.{op}" if op else f"{converted}; {_AT_RUN}"
@@ -116,7 +116,7 @@ def _refuse_function(library: str, name: str, given: tuple[object, ...]) -> Argu
 def _torch_function(
     cls: type, function: Callable[..., object], types: object, args: Any = (), kwargs: Any = None
 ) -> NoReturn:
-    """Say how a function of torch is written.
+    """Says how a function of torch is written.
 
     torch calls it for its operators, too, and takes the error for "ask the other operand".
     """
@@ -163,7 +163,7 @@ _TURNED = {"lt": "gt", "le": "ge", "gt": "lt", "ge": "le"}
 
 
 def _array_ufunc(self: _Values, ufunc: Any, method: str, *inputs: Any, **options: Any) -> object:
-    """Compute an operator of a number and a tensor; refuse every other function of numpy."""
+    """Computes an operator of a number and a tensor; refuse every other function of numpy."""
     called: str = ufunc.__name__
     name = _UFUNCS.get(called)
     if name is None or method != "__call__" or options:
@@ -237,14 +237,14 @@ ATTRIBUTES: Mapping[str, str] = {
 
 
 def no_attribute(self: _Values, name: str) -> NoReturn:
-    """Raise `AttributeError`, which says how a method of torch's tensors is written."""
+    """Raises `AttributeError`, which says how a method of torch's tensors is written."""
     hint = attribute_hint(name)
     text = f"{type(self).__name__!r} object has no attribute {name!r}"
     raise AttributeError(f"{text}: {hint}" if hint else text, name=name, obj=self)
 
 
 def attribute_hint(name: str) -> str:
-    """Return what to write for `x.NAME` of torch's tensors; "" where nothing is known."""
+    """Returns what to write for `x.NAME` of torch's tensors; "" where nothing is known."""
     from fuser.ops.rows import ROWS, SPELLED
 
     if name in ROWS:

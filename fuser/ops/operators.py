@@ -70,7 +70,7 @@ def _binary(op: str, *, reflected: bool = False) -> Callable[[TensorView, Any], 
 
 
 def _operand(op: str, tv: TensorView, other: Any) -> Any:
-    """Return the other operand of an operator; a number of any library as Python's."""
+    """Returns the other operand of an operator; a number of any library as Python's."""
     if isinstance(other, (TensorView, Scalar, *NUMBERS)):
         return other
     number = python_number(other)
@@ -90,7 +90,7 @@ def _matmul(self: TensorView, other: Any) -> Any:
 
 
 def _floor_divide(op: str, self: TensorView, other: Any, *, reflected: bool) -> TensorView:
-    """Return the quotient rounded down, of torch's value.
+    """Returns the quotient rounded down, of torch's value.
 
     The floor of a quotient of floats would be another number: 1.0 / 0.1 rounds up to 10, but 0.1 is
     in 1.0 nine times. What `fmod` leaves is exact. Integers have -1 for x // 0, as `div` has.
@@ -123,7 +123,7 @@ def _floor_divide(op: str, self: TensorView, other: Any, *, reflected: bool) -> 
 
 
 def _division(name: str, *, reflected: bool = False) -> Callable[[TensorView, Any], Any]:
-    """Return `//` or `divmod`, the pair of `x // y` and `x % y`."""
+    """Returns `//` or `divmod`, the pair of `x // y` and `x % y`."""
 
     def operator(self: TensorView, other: Any) -> Any:
         quotient = _floor_divide("//", self, other, reflected=reflected)
@@ -156,7 +156,7 @@ def _has_no_truth(self: TensorView) -> bool:
 
 
 def _equality(op: str) -> Callable[[TensorView, object], Any]:
-    """Return `==` or `!=`: an op where a user writes a definition, else identity."""
+    """Returns `==` or `!=`: an op where a user writes a definition, else identity."""
     append = _binary(op)
 
     def operator(self: TensorView, other: object) -> Any:
@@ -169,7 +169,7 @@ def _equality(op: str) -> Callable[[TensorView, object], Any]:
 
 # ------------------------------------------------------------------ slices
 def _item(self: TensorView, key: object) -> TensorView:
-    """Take a part: a slice of step 1 or a number for each axis, `...` for those left out, None for
+    """Takes a part: a slice of step 1 or a number for each axis, `...` for those left out, None for
     a new axis of size 1."""
     wanted = _per_axis(self, key if isinstance(key, tuple) else (key,))
     along = [item for item in wanted if item is not None]
@@ -186,7 +186,7 @@ def _item(self: TensorView, key: object) -> TensorView:
 
 
 def _per_axis(tv: TensorView, key: tuple[object, ...]) -> list[Any]:
-    """Return one item for each axis, and None for new ones."""
+    """Returns one item for each axis, and None for new ones."""
     for item in key:
         if item is None or item is Ellipsis or isinstance(item, slice):
             continue
@@ -208,7 +208,7 @@ def _per_axis(tv: TensorView, key: tuple[object, ...]) -> list[Any]:
 
 
 def _chosen_by(item: object) -> str:
-    """Return how elements are chosen by a tensor or a list."""
+    """Returns how elements are chosen by a tensor or a list."""
     if not isinstance(item, TensorView):
         is_list = isinstance(item, list) or hasattr(item, "shape")
         with_data = ": write fd.ops.index_select(x, index, dim), index from define_tensor"
@@ -224,7 +224,7 @@ def _chosen_by(item: object) -> str:
 def _bounds(
     tv: TensorView, key: object, item: Any, size: Scalar
 ) -> tuple[Scalar | int, Scalar | int]:
-    """Return the ends of what a slice takes, all of the axis for anything else."""
+    """Returns the ends of what a slice takes, all of the axis for anything else."""
     if not isinstance(item, slice):
         return 0, size
     if item.step not in (None, 1):
@@ -237,7 +237,7 @@ def _bounds(
 def _end(
     tv: TensorView, key: object, given: Any, default: Scalar | int, size: Scalar
 ) -> Scalar | int:
-    """Return an end of a slice as torch takes it: a negative number counts from the end."""
+    """Returns an end of a slice as torch takes it: a negative number counts from the end."""
     if given is None:
         return default
     if isinstance(given, bool) or not isinstance(given, int | Scalar):
@@ -282,7 +282,7 @@ METHODS: dict[str, Any] = {
 
 
 def _negate(self: Scalar) -> Any:
-    """Return 0 - n of an integer, which stays a polynomial; of floats 0 - 0.0 is not -0.0."""
+    """Returns 0 - n of an integer, which stays a polynomial; of floats 0 - 0.0 is not -0.0."""
     if category(self.dtype) in ("int", "bool"):
         return sc.sub(0, self)
     return apply_pointwise("neg", (self,))
@@ -303,7 +303,7 @@ SCALAR_METHODS: dict[str, Any] = {
 
 
 def install() -> None:
-    """Give tensors and scalars their operators: `fuser.ir` knows no ops."""
+    """Gives tensors and scalars their operators: `fuser.ir` knows no ops."""
     for of, methods in ((TensorView, METHODS), (Scalar, SCALAR_METHODS)):
         for name, method in methods.items():
             setattr(of, name, method)

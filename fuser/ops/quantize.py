@@ -55,7 +55,7 @@ def nv_block_quantize(
     block_size: int = 16,
     dtype: DtypeLike = DataType.Float4_e2m1fn,
 ) -> tuple[TensorView, TensorView]:
-    """Append (values, scales): Float8_e4m3fn [.., k] and Float8_e8m0fnu [.., k / 32] for which
+    """Appends (values, scales): Float8_e4m3fn [.., k] and Float8_e8m0fnu [.., k / 32] for which
     values * scales, each for 32 neighbours, is near `input`.
 
     A scale is the least power of two with which the largest of its elements is at most 448: none is
@@ -85,7 +85,7 @@ def nv_grouped_block_quantize(
     block_size: int = 16,
     dtype: DtypeLike = DataType.Float4_e2m1fn,
 ) -> tuple[TensorView, TensorView]:
-    """Append (values, scales) of [m, k]: what `nv_block_quantize` makes of it, the scales as
+    """Appends (values, scales) of [m, k]: what `nv_block_quantize` makes of it, the scales as
     `preprocess_grouped_matmul_input_sf` lays them out.
 
     Float8_e4m3fn with a block_size of 32 alone, without a global scale.
@@ -99,7 +99,7 @@ def nv_grouped_block_quantize(
 def preprocess_grouped_matmul_input_sf(
     input: TensorView, input_offsets: TensorView, output_offsets: TensorView
 ) -> TensorView:
-    """Append the scales [m, k] of groups of rows in tiles, as a grouped product reads them:
+    """Appends the scales [m, k] of groups of rows in tiles, as a grouped product reads them:
     [(m + 127 g) // 128 * 128, ceil(k / 4) * 4].
 
     Group i has the rows from input_offsets[i] up to input_offsets[i + 1], the last one up to m; its
@@ -126,7 +126,7 @@ def cutlass_nvfp4_grouped_mm(
     sf_offsets: TensorView,
     dtype: DtypeLike = DataType.BFloat16,
 ) -> NoReturn:
-    """Raise `UnsupportedError`: floats of four bits need a GPU of compute capability 10.0 or more,
+    """Raises `UnsupportedError`: floats of four bits need a GPU of compute capability 10.0 or more,
     for which no kernels are built; write grouped_mm with scales, of Float8_e4m3fn."""
     del scale1, scale2, alpha, problem_sizes, expert_offsets, sf_offsets, dtype
     raise unsupported(
@@ -147,7 +147,7 @@ def _quantized(
     block_size: int,
     dtype: DtypeLike,
 ) -> tuple[TensorView, TensorView]:
-    """Append values and scales, in the order of their elements."""
+    """Appends values and scales, in the order of their elements."""
     if dtype is not DataType.Float8_e4m3fn and dtype is not torch.float8_e4m3fn:
         raise _no_format(name, input, dtype)
     if block_size != _BLOCK:
@@ -183,7 +183,7 @@ def _no_format(name: str, input: TensorView, dtype: DtypeLike) -> UnsupportedErr
 
 
 def _scales(largest: TensorView) -> TensorView:
-    """Return, as Float, the least powers of two that are no less than largest / 448."""
+    """Returns, as Float, the least powers of two that are no less than largest / 448."""
     ratio = _call("minimum", _call("div", largest, _LARGEST), 2.0**127)
     near = cast(cast(ratio, DataType.Float8_e8m0fnu), DataType.Float)
     return _call("where", _call("lt", near, ratio), _call("mul", near, 2.0), near)
@@ -191,7 +191,7 @@ def _scales(largest: TensorView) -> TensorView:
 
 # ------------------------------------------------------------------ tiles
 def _tiled(scales: TensorView) -> TensorView:
-    """Append scales [m, k] in tiles: those of one group, without offsets to read."""
+    """Appends scales [m, k] in tiles: those of one group, without offsets to read."""
     m, k = scales.shape()
     rows, columns = whole_tiles(m, TILE_ROWS), whole_tiles(k, TILE_COLUMNS)
     whole = sc.mul(rows, TILE_ROWS), sc.mul(columns, TILE_COLUMNS)

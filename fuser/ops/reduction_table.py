@@ -23,7 +23,7 @@ def operand_dtype(value: TensorView | Scalar) -> DataType:
 
 
 def compute_dtype(op: TensorOp) -> DataType:
-    """Return the dtype in which an elementwise op computes: its operands are converted to it.
+    """Returns the dtype in which an elementwise op computes: its operands are converted to it.
 
     Half-like dtypes compute as Float. The condition of `where` is Bool and not counted.
     """
@@ -38,7 +38,7 @@ def compute_dtype(op: TensorOp) -> DataType:
 
 
 def computed_in(dtype: DataType) -> DataType:
-    """Return the dtype in which values of a dtype are computed."""
+    """Returns the dtype in which values of a dtype are computed."""
     return DataType.Float if dtype in HALF_LIKE else dtype
 
 
@@ -66,20 +66,20 @@ def _extreme(dtype: DataType, *, largest: bool) -> Number:
 
 
 def missing(dtype: DataType) -> Number:
-    """Return what is read where there is nothing, and what an average of nothing is: NaN, or 0 of a
-    dtype that has none."""
+    """Returns what is read where there is nothing, and what an average of nothing is: NaN, or 0 of
+    a dtype that has none."""
     if is_complex(dtype):
         return cast(Number, complex(math.nan, math.nan))
     return math.nan if is_floating(dtype) else 0
 
 
 def lowest(dtype: DataType) -> Number:
-    """Return the value that no other is below: -inf, the integer minimum, or False."""
+    """Returns the value that no other is below: -inf, the integer minimum, or False."""
     return _extreme(dtype, largest=False)
 
 
 def highest(dtype: DataType) -> Number:
-    """Return the value that no other is above: inf, the integer maximum, or True."""
+    """Returns the value that no other is above: inf, the integer maximum, or True."""
     return _extreme(dtype, largest=True)
 
 

@@ -56,7 +56,8 @@ def sum(
     *,
     dims: Sequence[int] | None = None,
 ) -> TensorView:
-    """Append a sum over one axis (`dim`), several (`dims`) or all. Integers and Bool sum to Int."""
+    """Appends a sum over one axis (`dim`), several (`dims`) or all. Integers and Bool sum to
+    Int."""
     return _reduce("add", arg, dim, dims, keepdim, dtype)
 
 
@@ -68,7 +69,7 @@ def prod(
     *,
     dims: Sequence[int] | None = None,
 ) -> TensorView:
-    """Append a product over one axis (`dim`), several (`dims`) or all."""
+    """Appends a product over one axis (`dim`), several (`dims`) or all."""
     return _reduce("mul", arg, dim, dims, keepdim, dtype)
 
 
@@ -80,7 +81,7 @@ def max(
     *,
     dims: Sequence[int] | None = None,
 ) -> TensorView:
-    """Append a maximum over one axis (`dim`), several (`dims`) or all. NaN wins.
+    """Appends a maximum over one axis (`dim`), several (`dims`) or all. NaN wins.
 
     Over no elements it is what no value is below, as in nvFuser: -inf, the least integer, False
     (torch.amax raises there).
@@ -96,7 +97,7 @@ def min(
     *,
     dims: Sequence[int] | None = None,
 ) -> TensorView:
-    """Append a minimum over one axis (`dim`), several (`dims`) or all. NaN wins.
+    """Appends a minimum over one axis (`dim`), several (`dims`) or all. NaN wins.
 
     Over no elements it is what no value is above, as in nvFuser: inf, the greatest integer, True
     (torch.amin raises there).
@@ -143,7 +144,7 @@ def _reduce(
 def given_dims(
     name: str, dim: int | Sequence[int] | None, dims: int | Sequence[int] | None
 ) -> int | Sequence[int] | None:
-    """Return the axes by either name; raises `ArgumentError` for both."""
+    """Returns the axes by either name; raises `ArgumentError` for both."""
     if dim is not None and dims is not None:
         raise ArgumentError(
             f"{name}(): incompatible function arguments: dim and dims are both given"
@@ -161,7 +162,7 @@ def axes_to_reduce(name: str, tv: TensorView, dims: int | Sequence[int] | None) 
 
 
 def _reduced_axes(name: str, tv: TensorView, dims: int | Sequence[int] | None) -> set[int]:
-    """Return the axis positions; raises `DefinitionError` for none, duplicates or out of range."""
+    """Returns the axis positions; raises `DefinitionError` for none, duplicates or out of range."""
     if dims is None:
         return set(range(tv.ndim))
     given = [dims] if isinstance(dims, int) else list(dims)
@@ -195,7 +196,7 @@ def _reduce_axes(kind: str, tv: TensorView, axes: set[int], init: Scalar) -> Ten
 
 
 def _unless_empty(repeated: Scalar, out: TensorView, init: Scalar) -> TensorView:
-    """Return `init` where the broadcasts that were squeezed have no elements, else `out`."""
+    """Returns `init` where the broadcasts that were squeezed have no elements, else `out`."""
     if sc.is_less(0, repeated):
         return out
     chosen = apply_pointwise("where", (sc.eq(repeated, 0), init, out))
@@ -203,7 +204,7 @@ def _unless_empty(repeated: Scalar, out: TensorView, init: Scalar) -> TensorView
 
 
 def _squeeze_broadcasts(tv: TensorView, axes: set[int]) -> tuple[TensorView, set[int], Scalar]:
-    """Squeeze the broadcasts among `axes`.
+    """Squeezes the broadcasts among `axes`.
 
     Returns the tensor, the positions still to be reduced, and how often each element counts.
     """
@@ -234,7 +235,7 @@ def _reduction_node(kind: str, tv: TensorView, axes: set[int], init: Scalar) -> 
 def welford(
     arg: TensorView, dims: int | Sequence[int]
 ) -> tuple[TensorView, TensorView, TensorView]:
-    """Append a Welford reduction: average, sum of squared deviations, and count (Index)."""
+    """Appends a Welford reduction: average, sum of squared deviations, and count (Index)."""
     tv = arg
     if not is_floating(tv.dtype()):
         raise DtypeError(f"welford: a floating operand is needed, got {tv}")
@@ -265,7 +266,7 @@ def welford(
 def var_mean(
     arg: TensorView, dims: int | Sequence[int], correction: int = 1, keepdim: bool = False
 ) -> tuple[TensorView, TensorView]:
-    """Append (variance, mean): squared deviations over max(count - correction, 0)."""
+    """Appends (variance, mean): squared deviations over max(count - correction, 0)."""
     tv = arg
     if is_complex(tv.dtype()):
         return _complex_var_mean(tv, dims, correction, keepdim)
@@ -285,7 +286,7 @@ def var_mean(
 def _complex_var_mean(
     tv: TensorView, dims: int | Sequence[int], correction: int, keepdim: bool
 ) -> tuple[TensorView, TensorView]:
-    """Append both of the parts: the variance is their sum, as of distances in the plane."""
+    """Appends both of the parts: the variance is their sum, as of distances in the plane."""
     parts = [typing_cast(TensorView, apply_pointwise(p, (tv,))) for p in ("real", "imag")]
     (real, x), (imag, y) = (var_mean(part, dims, correction, keepdim) for part in parts)
     variance, mean = apply_pointwise("add", (real, imag)), apply_pointwise("complex", (x, y))
@@ -295,7 +296,7 @@ def _complex_var_mean(
 def var(
     arg: TensorView, dims: int | Sequence[int], correction: int = 1, keepdim: bool = False
 ) -> TensorView:
-    """Append the variance in two steps: mean, then the squared deviations from it."""
+    """Appends the variance in two steps: mean, then the squared deviations from it."""
     tv = arg
     axes, scale = _variance_scale("var", tv, dims, correction)
     order = sorted(axes)
@@ -320,14 +321,14 @@ def var(
 def _squared_deviations(
     delta: TensorView, order: Sequence[int], keepdim: bool, count: Scalar
 ) -> TensorView:
-    """Append the sum of the squared distances from a mean, given those from the rounded mean."""
+    """Appends the sum of the squared distances from a mean, given those from the rounded mean."""
     square = typing_cast(TensorView, apply_pointwise("mul", (delta, delta)))
     total, rest = (sum(x, dims=order, keepdim=keepdim) for x in (square, delta))
     return without_shift(total, rest, count)
 
 
 def without_shift(squares: TensorView, rest: TensorView, count: Scalar) -> TensorView:
-    """Append what is left of a sum of squared distances from a point near the mean when these are
+    """Appends what is left of a sum of squared distances from a point near the mean when these are
     taken from the mean itself: `rest` is the sum of the distances, 0 for the exact mean.
 
     A large mean is rounded by more than the deviations can spare: by 0.03 at 1e6 in Float.
@@ -341,7 +342,7 @@ def without_shift(squares: TensorView, rest: TensorView, count: Scalar) -> Tenso
 def _variance_scale(
     name: str, tv: TensorView, dims: int | Sequence[int], correction: int
 ) -> tuple[set[int], Scalar]:
-    """Return the reduced axes and 1 / max(count - correction, 0)."""
+    """Returns the reduced axes and 1 / max(count - correction, 0)."""
     if correction < 0:
         raise fail(name, f"correction must be at least 0, got {correction}")
     axes = _reduced_axes(name, tv, dims)

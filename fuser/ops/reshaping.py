@@ -75,7 +75,7 @@ def _divides(a: Scalar, b: Scalar) -> bool:
 
 
 def _walk(ins: Sequence[Scalar], outs: Sequence[Scalar]) -> list[tuple[int, int]]:
-    """Return the lengths (inputs, outputs) of the groups found from the left, up to doubt."""
+    """Returns the lengths (inputs, outputs) of the groups found from the left, up to doubt."""
     found: list[tuple[int, int]] = []
     i = j = 0
     while i < len(ins) and j < len(outs):
@@ -105,7 +105,7 @@ def _takes_input(have: Scalar, want: Scalar) -> bool | None:
 
 
 def group_sizes(ins: Sequence[Scalar], outs: Sequence[Scalar]) -> list[tuple[int, int]] | None:
-    """Return the lengths (inputs, outputs) of all groups over sizes without ones.
+    """Returns the lengths (inputs, outputs) of all groups over sizes without ones.
 
     None when the middle that both walks leave is not provably one group.
     """
@@ -129,7 +129,7 @@ def group_sizes(ins: Sequence[Scalar], outs: Sequence[Scalar]) -> list[tuple[int
 def plan_reshape(
     ins: Sequence[Scalar], outs: Sequence[Scalar], is_broadcast: Sequence[bool]
 ) -> ReshapePlan | None:
-    """Return the plan for these sizes, None when it cannot be decided.
+    """Returns the plan for these sizes, None when it cannot be decided.
 
     `is_broadcast` says which input axes can be squeezed; a size-1 axis that cannot is merged into a
     neighbouring group.
@@ -149,7 +149,7 @@ def plan_reshape(
 def _place_ones(
     groups: list[AxisGroup], ranks: tuple[int, int], is_broadcast: Sequence[bool]
 ) -> ReshapePlan | None:
-    """Add the axes of size 1: kept where both sides have one at a boundary, else squeezed,
+    """Adds the axes of size 1: kept where both sides have one at a boundary, else squeezed,
     broadcast, or merged into a group."""
     placed: list[AxisGroup] = []
     squeezed: list[int] = []
@@ -179,7 +179,7 @@ def _place_ones(
 
 
 def _merge_loose(placed: list[AxisGroup], loose: list[int], added: list[int]) -> bool:
-    """Put size-1 iteration axes into neighbouring groups; False when there is no group."""
+    """Puts size-1 iteration axes into neighbouring groups; False when there is no group."""
     if not placed and added:
         placed.append(AxisGroup((), (added.pop(0),)))
     if not placed:
@@ -199,7 +199,7 @@ def transformed_domain(
     *,
     named: Sequence[IterDomain] = (),
 ) -> TensorDomain:
-    """Return the domain that merges and splits root axes as the groups say.
+    """Returns the domain that merges and splits root axes as the groups say.
 
     A group is (root positions, output sizes). `named` gives the logical axes' numbers, where they
     exist already.
@@ -224,7 +224,7 @@ def transformed_domain(
 def _split_all(
     built: DomainBuilder, axis: IterDomain, sizes: Sequence[Scalar], numbers: Sequence[int]
 ) -> list[IterDomain]:
-    """Split `axis` from the right into axes of these sizes, under these numbers if given."""
+    """Splits `axis` from the right into axes of these sizes, under these numbers if given."""
 
     def settle(made: IterDomain, k: int) -> IterDomain:
         state = _with_size(made, sizes[k])
@@ -246,7 +246,7 @@ def _with_size(axis: IterDomain, size: Scalar) -> IterDomain:
 
 # ------------------------------------------------------------------ the op
 def reshape(arg: TensorView, new_shape: Sequence[SizeLike]) -> TensorView:
-    """View `arg` with other sizes in the same row-major order; one size may be -1.
+    """Views `arg` with other sizes in the same row-major order; one size may be -1.
 
     Raises `DefinitionError` when constants show that the element counts differ.
     """
@@ -264,7 +264,7 @@ def reshape(arg: TensorView, new_shape: Sequence[SizeLike]) -> TensorView:
 def _output_sizes(
     tv: TensorView, ins: Sequence[Scalar], new_shape: Sequence[SizeLike]
 ) -> list[Scalar]:
-    """Return the canonical output sizes, with -1 inferred."""
+    """Returns the canonical output sizes, with -1 inferred."""
     name = "reshape"
     fusion = active_fusion()
     given = [as_extent(s, name, i, lowest=-1) for i, s in enumerate(new_shape)]
@@ -288,7 +288,7 @@ def _output_sizes(
 
 
 def _without_common(ins: Sequence[Scalar], outs: Sequence[Scalar]) -> tuple[int | None, int | None]:
-    """Return both element counts after cancelling symbols; None for one that keeps symbols."""
+    """Returns both element counts after cancelling symbols; None for one that keeps symbols."""
     have, want = list(ins), list(outs)
     for size in ins:
         if size in want and sc.int_value(size) != 0:
@@ -298,7 +298,7 @@ def _without_common(ins: Sequence[Scalar], outs: Sequence[Scalar]) -> tuple[int 
 
 
 def apply_plan(tv: TensorView, plan: ReshapePlan, outs: Sequence[Scalar]) -> TensorView:
-    """Append squeeze, reshape and broadcast as the plan says; where all axes are kept, a reshape
+    """Appends squeeze, reshape and broadcast as the plan says; where all axes are kept, a reshape
     that changes nothing."""
     fusion = active_fusion()
     source = tv
@@ -321,7 +321,7 @@ def apply_plan(tv: TensorView, plan: ReshapePlan, outs: Sequence[Scalar]) -> Ten
 
 
 def _undecided(tv: TensorView, outs: Sequence[Scalar]) -> TensorView:
-    """Append a reshape whose symbolic output axes are `?` and belong to no input axis yet."""
+    """Appends a reshape whose symbolic output axes are `?` and belong to no input axis yet."""
     fusion = active_fusion()
     if not outs:
         raise fail("reshape", f"to rank 0, but the element count of {tv} is not known to be 1")
@@ -331,7 +331,7 @@ def _undecided(tv: TensorView, outs: Sequence[Scalar]) -> TensorView:
 
 
 def undecided_domain(fusion: Fusion, tv: TensorView, sizes: Sequence[Scalar]) -> TensorDomain:
-    """Return the domain of a reshape of `tv` to `sizes` that sizes of inputs decide."""
+    """Returns the domain of a reshape of `tv` to `sizes` that sizes of inputs decide."""
     root = tuple(fusion.clone_axis(a) for a in axes_of(tv))
     logical = tuple(fusion.new_axis(s, _undecided_kind(s), rfactor=True) for s in sizes)
     return TensorDomain.of(logical, root=root)
@@ -349,7 +349,8 @@ def _undecided_kind(size: Scalar) -> IterType:
 
 
 def broadcast(arg: TensorView, is_broadcast_dim: Sequence[bool]) -> TensorView:
-    """Insert broadcast axes: one flag per output axis. Without a True, `arg` itself is returned."""
+    """Inserts broadcast axes: one flag per output axis. Without a True, `arg` itself is
+    returned."""
     tv = arg
     flags = tuple(bool(f) for f in is_broadcast_dim)
     if flags.count(False) != tv.ndim:
@@ -363,7 +364,7 @@ def broadcast(arg: TensorView, is_broadcast_dim: Sequence[bool]) -> TensorView:
 def broadcast_in_dim(
     arg: TensorView, shape: Sequence[SizeLike], broadcast_dims: Sequence[int]
 ) -> TensorView:
-    """Place input axis i at output position broadcast_dims[i], then expand to `shape`."""
+    """Places input axis i at output position broadcast_dims[i], then expand to `shape`."""
     name = "broadcast_in_dim"
     tv = arg
     if not len(shape) >= len(broadcast_dims) == tv.ndim:
@@ -383,7 +384,7 @@ def broadcast_in_dim(
 
 
 def expand(arg: TensorView, shape: Sequence[SizeLike]) -> TensorView:
-    """Expand broadcast axes to `shape`; -1 keeps an axis, a longer shape prepends new ones.
+    """Expands broadcast axes to `shape`; -1 keeps an axis, a longer shape prepends new ones.
 
     A broadcast becomes an expanded one; a concrete axis keeps its size, which must equal the given
     one (checked when inputs are bound if either is symbolic). Without expansion it is a `set`.
@@ -406,7 +407,8 @@ def expand(arg: TensorView, shape: Sequence[SizeLike]) -> TensorView:
 
 
 def _expanded(tv: TensorView, axis: IterDomain, size: Scalar) -> IterDomain:
-    """Return the state of an axis after expansion to `size`; `axis` itself when nothing changes."""
+    """Returns the state of an axis after expansion to `size`; `axis` itself when nothing
+    changes."""
     fusion = active_fusion()
     value = sc.int_value(size)
     if value == -1 or size == axis.size:
@@ -433,7 +435,7 @@ def _is_quotient(size: Scalar) -> bool:
 
 
 def squeeze(arg: TensorView, dims: Sequence[int], squeeze_expanded: bool = False) -> TensorView:
-    """Drop broadcast axes; expanded ones only with `squeeze_expanded`."""
+    """Drops broadcast axes; expanded ones only with `squeeze_expanded`."""
     tv = arg
     axes = axes_of(tv)
     if not axes and list(dims):
@@ -468,7 +470,7 @@ def permute(arg: TensorView, dims: Sequence[int]) -> TensorView:
 
 
 def stride_order(arg: TensorView, stride_order: Sequence[int]) -> TensorView:
-    """Copy into the memory order that `stride_order` gives: entry i is the rank by stride of axis
+    """Copies into the memory order that `stride_order` gives: entry i is the rank by stride of axis
     i, 0 for the fastest. Contiguous."""
     tv = arg
     out = copy_tensor(tv)
@@ -481,7 +483,7 @@ def stride_order(arg: TensorView, stride_order: Sequence[int]) -> TensorView:
 def ordered_axes(
     axes: Sequence[IterDomain], stride_order: Sequence[int], op_name: str
 ) -> list[IterDomain]:
-    """Return logical axes in allocation order, outermost first.
+    """Returns logical axes in allocation order, outermost first.
 
     Raises `DefinitionError` for a wrong length, entries out of range and duplicates.
     """
@@ -504,10 +506,10 @@ def ordered_axes(
 
 
 def size(arg: TensorView, dim: int) -> Scalar:
-    """Return the (expanded) extent of an axis."""
+    """Returns the (expanded) extent of an axis."""
     return arg.size(dim)
 
 
 def shape(arg: TensorView, /) -> list[Scalar]:
-    """Return the (expanded) extents of all axes."""
+    """Returns the (expanded) extents of all axes."""
     return arg.shape()

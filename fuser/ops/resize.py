@@ -42,7 +42,7 @@ from fuser.support.errors import ArgumentError, DtypeError, user_line
 def resized_domain(
     fusion: Fusion, root: Sequence[IterDomain], widths: Sequence[tuple[Scalar, Scalar]]
 ) -> TensorDomain:
-    """Return the domain whose logical axes are root axes, resized where the widths are not 0."""
+    """Returns the domain whose logical axes are root axes, resized where the widths are not 0."""
     built = DomainBuilder(fusion, root)
     logical: list[IterDomain] = []
     for axis, (left, right) in zip(root, widths, strict=True):
@@ -73,7 +73,7 @@ def _may_be_one(fusion: Fusion, size: Scalar, left: Scalar, right: Scalar) -> bo
 
 
 def _unclamped(x: Scalar, limit: Scalar) -> Scalar:
-    """Return what `x` is the minimum of, beside `limit`; `x` where it is no such minimum."""
+    """Returns what `x` is the minimum of, beside `limit`; `x` where it is no such minimum."""
     if not (isinstance(x, Apply) and x.op == "min"):
         return x
     others = [a for a in x.args if sc.int_value(sc.sub(a, limit)) != 0]
@@ -81,7 +81,7 @@ def _unclamped(x: Scalar, limit: Scalar) -> Scalar:
 
 
 def _bounds(values: Sequence[SizeLike], op_name: str) -> list[Scalar]:
-    """Return what the extents of the result are computed from."""
+    """Returns what the extents of the result are computed from."""
     return [as_extent(v, op_name, i) for i, v in enumerate(values)]
 
 
@@ -93,7 +93,7 @@ def slice(
     strides: Sequence[SizeLike] | None = None,
     manual_normalization: bool = False,
 ) -> TensorView:
-    """Take [start, end) of every axis; ends beyond an extent are clamped, as in torch.
+    """Takes [start, end) of every axis; ends beyond an extent are clamped, as in torch.
 
     Bounds below 0 raise, symbolic ones once they are known. `manual_normalization` promises bounds
     in range, so that symbolic ones are used as they are. The full range is a `set`, an empty one a
@@ -185,7 +185,7 @@ def _check_slice(
 def pad(
     arg: TensorView, pad_widths: Sequence[SizeLike], value: ScalarLike | None = None
 ) -> TensorView:
-    """Pad with `value` (default 0) as torch.nn.functional.pad: innermost axis first, pairs of left
+    """Pads with `value` (default 0) as torch.nn.functional.pad: innermost axis first, pairs of left
     and right width; negative widths crop."""
     name = "pad"
     tv = arg
@@ -213,7 +213,7 @@ def _pad_value(tv: TensorView, value: ScalarLike | None) -> Scalar:
 def pad_tensor(
     tv: TensorView, widths: Sequence[tuple[Scalar, Scalar]], value: Scalar
 ) -> TensorView:
-    """Append a PadOp with (left, right) per axis, outermost first; a copy when all are 0."""
+    """Appends a PadOp with (left, right) per axis, outermost first; a copy when all are 0."""
     if all(sc.int_value(w) == 0 for pair in widths for w in pair):
         return copy_tensor(tv)
     for axis, pair in zip(axes_of(tv), widths, strict=True):
@@ -236,7 +236,7 @@ def _is_zero(value: Scalar) -> bool:
 
 # ------------------------------------------------------------------ cat
 def cat(tensors: Sequence[TensorView], dim: int = 0, manual_padding: bool = False) -> TensorView:
-    """Concatenate along `dim`: each piece is padded to the result's extent, then they are joined.
+    """Concatenates along `dim`: each piece is padded to the result's extent, then they are joined.
 
     `manual_padding`: the pieces are padded already. One tensor is a `set`; pieces of constant size
     0 are dropped.
@@ -272,7 +272,7 @@ def cat(tensors: Sequence[TensorView], dim: int = 0, manual_padding: bool = Fals
 
 
 def _end_of_padded(piece: TensorView, axis: int) -> Scalar:
-    """Return where the data of a padded piece ends along `axis`."""
+    """Returns where the data of a padded piece ends along `axis`."""
     definition = piece.definition()
     if not isinstance(definition, PadOp):
         raise unsupported("cat", f"manual_padding of {piece}, which is not the result of a pad")

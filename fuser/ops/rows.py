@@ -108,7 +108,7 @@ def _composite(
     shape: str = _SAME,
     sample: str = "values",
 ) -> OpRow:
-    """Return the row of an op that takes tensors and scalars alike."""
+    """Returns the row of an op that takes tensors and scalars alike."""
     return OpRow(name, function, nodes, dtype, shape, sample, takes_scalars=True)
 
 

@@ -57,19 +57,19 @@ def _check_dtype(
 
 
 def _widened(tv: TensorView) -> TensorView:
-    """Return floats of one byte as Float, as torch computes with none; others as they are."""
+    """Returns floats of one byte as Float, as torch computes with none; others as they are."""
     return cast_tensor(tv, DataType.Float) if tv.dtype() in FLOAT8 else tv
 
 
 def _axes(tv: TensorView) -> list[IterDomain]:
-    """Create the axes of a result whose elements may all differ."""
+    """Creates the axes of a result whose elements may all differ."""
     fusion = active_fusion()
     return [fusion.new_axis(a.extent, a.kind) for a in map(unexpanded, axes_of(tv))]
 
 
 # ------------------------------------------------------------------ scans
 def cumsum(arg: TensorView, dim: int, init: ScalarLike | None = None) -> TensorView:
-    """Append the sums of all elements up to each along axis `dim`, which begin with `init`.
+    """Appends the sums of all elements up to each along axis `dim`, which begin with `init`.
 
     Half, BFloat16 and Float8 are added up in Float; integers keep their dtype, and wrap.
     """
@@ -77,17 +77,17 @@ def cumsum(arg: TensorView, dim: int, init: ScalarLike | None = None) -> TensorV
 
 
 def cumprod(arg: TensorView, dim: int, init: ScalarLike | None = None) -> TensorView:
-    """Append the products of all elements up to each along axis `dim`, which begin with `init`."""
+    """Appends the products of all elements up to each along axis `dim`, which begin with `init`."""
     return _scan("mul", arg, dim, init)
 
 
 def cummax(arg: TensorView, dim: int, init: ScalarLike | None = None) -> TensorView:
-    """Append the largest of all elements up to each along axis `dim`, and of `init`. NaN wins."""
+    """Appends the largest of all elements up to each along axis `dim`, and of `init`. NaN wins."""
     return _scan("max", arg, dim, init)
 
 
 def cummin(arg: TensorView, dim: int, init: ScalarLike | None = None) -> TensorView:
-    """Append the least of all elements up to each along axis `dim`, and of `init`. NaN wins."""
+    """Appends the least of all elements up to each along axis `dim`, and of `init`. NaN wins."""
     return _scan("min", arg, dim, init)
 
 
@@ -116,7 +116,7 @@ def _scan(kind: str, arg: TensorView, dim: int, init: ScalarLike | None) -> Tens
 
 
 def _first(name: str, arg: TensorView, init: ScalarLike) -> Scalar:
-    """Return what a scan begins with in the dtype of the tensor."""
+    """Returns what a scan begins with in the dtype of the tensor."""
     if not isinstance(init, Scalar):
         return number_in(init, arg.dtype(), name)
     if category(init.dtype) != category(arg.dtype()):
@@ -131,7 +131,7 @@ def _first(name: str, arg: TensorView, init: ScalarLike) -> Scalar:
 def argsort(
     arg: TensorView, dim: int, descending: bool = False, stable: bool = False
 ) -> TensorView:
-    """Append the places (Int) of the elements along axis `dim` in their order; where `stable`,
+    """Appends the places (Int) of the elements along axis `dim` in their order; where `stable`,
     equal ones keep theirs.
 
     NaN is above all numbers.
@@ -150,7 +150,7 @@ def argsort(
 def topk(
     arg: TensorView, k: SizeLike, dim: int = -1, largest: bool = True, sorted: bool = False
 ) -> tuple[TensorView, TensorView]:
-    """Append the `k` largest elements along axis `dim`, or the least, and their places (Int); in
+    """Appends the `k` largest elements along axis `dim`, or the least, and their places (Int); in
     their order, whether `sorted` asks for it or not.
 
     NaN is above all numbers. Which of equal elements are taken is not said.

@@ -62,7 +62,7 @@ class ConcretizationKey:
 
 
 def concretize(fusion: Fusion, sizes: Mapping[Symbol, int]) -> tuple[Fusion, Hashable]:
-    """Return a concretized copy for these sizes, and its key.
+    """Returns a concretized copy for these sizes, and its key.
 
     `sizes` binds the extent symbols (or the representatives of their classes) and integer scalar
     inputs. Raises `InputError` for a reshape whose element counts differ for these sizes, for a
@@ -92,7 +92,7 @@ def concretize(fusion: Fusion, sizes: Mapping[Symbol, int]) -> tuple[Fusion, Has
 
 
 def concretization_key(fusion: Fusion, sizes: Mapping[Symbol, int]) -> Hashable:
-    """Return what `concretize` would decide: () when nothing depends on the sizes.
+    """Returns what `concretize` would decide: () when nothing depends on the sizes.
 
     Raises `InputError` as `concretize` does.
     """
@@ -159,14 +159,14 @@ class KeyOfSizes:
         return ConcretizationKey(tuple(plans), ones, empty, clamps, parts)
 
     def _ones(self, values: Mapping[Symbol, Number]) -> Iterator[bool]:
-        """Return of every deciding size whether it is 1."""
+        """Returns of every deciding size whether it is 1."""
         sizes = self._deciding.scalars
         found = self._deciding.at_once(values) if sizes else ()
         known = (size_of(x, values) for x in sizes) if found is None else found
         return (n == 1 for n in known)
 
     def _empty(self, values: Mapping[Symbol, Number]) -> Iterator[Scalar]:
-        """Yield the symbolic extents that are 0, each once, in program order.
+        """Yields the symbolic extents that are 0, each once, in program order.
 
         Raises `InputError` for an extent below 0.
         """
@@ -188,14 +188,14 @@ class KeyOfSizes:
 
 # ------------------------------------------------------------------ values
 def _all_values(fusion: Fusion, sizes: Mapping[Symbol, int]) -> dict[Symbol, Number]:
-    """Return the values of all bound symbols and of those whose extents equal bound ones."""
+    """Returns the values of all bound symbols and of those whose extents equal bound ones."""
     values: dict[Symbol, Number] = dict(sizes)
     complete(fusion, values)
     return values
 
 
 def _used_extents(fusion: Fusion) -> dict[Scalar, TensorView]:
-    """Return the extents that are no constants, and where each is met first, in program order."""
+    """Returns the extents that are no constants, and where each is met first, in program order."""
     found: dict[Scalar, TensorView] = {}
     for tv in _used_tensors(fusion):
         for axis in tv.domain.logical:
@@ -212,7 +212,7 @@ def _used_tensors(fusion: Fusion) -> Iterator[TensorView]:
 
 # ------------------------------------------------------------------ reshapes
 def _counts(fusion: Fusion, op: ReshapeOp) -> tuple[Scalar, Scalar] | None:
-    """Return the element counts of both sides of a reshape; None where they are the same."""
+    """Returns the element counts of both sides of a reshape; None where they are the same."""
     have, want = (
         sc.product(fusion.canonical(a.size) for a in tv.domain.no_reductions)
         for tv in (op.inp, op.out)
@@ -236,7 +236,7 @@ def _check_counts(
 
 
 def _check_limits(op: GatherOp | ScatterOp, values: Mapping[Symbol, Number]) -> None:
-    """Raise `InputError` where an index is longer than what is read or written at it."""
+    """Raises `InputError` where an index is longer than what is read or written at it."""
     for k, tv in op.limits():
         want, have = (
             [size_of(a.size, values) for a in t.domain.no_reductions] for t in (op.index, tv)
@@ -250,14 +250,14 @@ def _check_limits(op: GatherOp | ScatterOp, values: Mapping[Symbol, Number]) -> 
 
 
 def _room(op: SliceOp) -> Iterator[Scalar]:
-    """Yield what is negative where a slice reads before or behind an axis, unless it never is."""
+    """Yields what is negative where a slice reads before or behind an axis, unless it never is."""
     for axis, start, stop in zip(op.inp.domain.no_reductions, op.starts, op.stops, strict=True):
         found = (start, sc.sub(axis.size, stop))
         yield from (x for x in found if not sc.is_nonnegative(x))
 
 
 def _check_bounds(ops: Sequence[SliceOp], values: Mapping[Symbol, Number]) -> None:
-    """Raise `InputError` for a slice that reads before or behind an axis."""
+    """Raises `InputError` for a slice that reads before or behind an axis."""
     for op in ops:
         for axis, *bounds in zip(op.inp.domain.no_reductions, op.starts, op.stops, strict=True):
             size = size_of(axis.size, values)
@@ -275,7 +275,7 @@ def _at(op: TensorOp) -> str:
 
 
 def _plan(fusion: Fusion, op: ReshapeOp, values: Mapping[Symbol, Number]) -> ReshapePlan:
-    """Return the plan for these sizes."""
+    """Returns the plan for these sizes."""
     sources = op.inp.domain.no_reductions
     ins = [size_of(a.size, values) for a in sources]
     outs = [size_of(a.size, values) for a in op.out.domain.logical]
@@ -294,7 +294,7 @@ def _plan(fusion: Fusion, op: ReshapeOp, values: Mapping[Symbol, Number]) -> Res
 
 # ------------------------------------------------------------------ devices
 def _device_axes(fusion: Fusion) -> list[tuple[TensorView, IterDomain]]:
-    """Return the logical axes that count the devices of a mesh and have a symbolic extent, the
+    """Returns the logical axes that count the devices of a mesh and have a symbolic extent, the
     user's own first."""
     found: list[tuple[TensorView, IterDomain]] = []
     placed = [tv for tv in fusion.tensors() if tv.mesh is not None]
@@ -313,12 +313,12 @@ def _device_axes(fusion: Fusion) -> list[tuple[TensorView, IterDomain]]:
 
 
 def _number_of_devices(fusion: Fusion) -> int:
-    """Return a number that devices along any dimensions of a mesh divide; 1 without meshes."""
+    """Returns a number that devices along any dimensions of a mesh divide; 1 without meshes."""
     return lcm(*{tv.mesh.size for tv in fusion.tensors() if tv.mesh is not None})
 
 
 def _reshaped_extents(fusion: Fusion) -> tuple[Scalar, ...]:
-    """Return the symbolic extents that one side of a reshape has alone."""
+    """Returns the symbolic extents that one side of a reshape has alone."""
     found: dict[Scalar, None] = {}
     for op in fusion.used_exprs():
         if isinstance(op, ReshapeOp):
@@ -333,7 +333,7 @@ def _reshaped_extents(fusion: Fusion) -> tuple[Scalar, ...]:
 
 
 def check_device_axis(tv: TensorView, axis: IterDomain, extent: int) -> None:
-    """Raise `ShardingError` unless an axis that counts devices has as many elements as these."""
+    """Raises `ShardingError` unless an axis that counts devices has as many elements as these."""
     assert tv.mesh is not None, f"{tv} has no mesh"
     count = tv.mesh.size_of(axis.ptype)
     if extent != count:
@@ -345,7 +345,7 @@ def check_device_axis(tv: TensorView, axis: IterDomain, extent: int) -> None:
 
 
 def _numbers_of_devices(fusion: Fusion) -> dict[Scalar, Scalar]:
-    """Return the numbers of devices that replace symbolic extents of axes that count them."""
+    """Returns the numbers of devices that replace symbolic extents of axes that count them."""
     counts: dict[Scalar, Scalar] = {}
     for tv, axis in _device_axes(fusion):
         assert tv.mesh is not None, f"{tv} has no mesh"
@@ -359,8 +359,8 @@ def _numbers_of_devices(fusion: Fusion) -> dict[Scalar, Scalar]:
 def _use_representatives(
     fusion: Fusion, values: Mapping[Symbol, Number], known: Mapping[Scalar, Scalar]
 ) -> None:
-    """Rewrite every extent and scalar operand over class representatives, and over what is known of
-    them; empty ones become 0."""
+    """Rewrites every extent and scalar operand over class representatives, and over what is known
+    of them; empty ones become 0."""
     memo: dict[Scalar, Scalar] = {}
 
     def extent(x: Scalar) -> Scalar:
@@ -380,12 +380,12 @@ def _refined(symbol: Symbol) -> Symbol:
 
 
 def refined_sizes(sizes: Mapping[Symbol, int]) -> dict[Symbol, int]:
-    """Return `sizes` with those of the symbols that `concretize` puts in the place of extents."""
+    """Returns `sizes` with those of the symbols that `concretize` puts in the place of extents."""
     return {**sizes, **{_refined(s): n for s, n in sizes.items() if n > 0}}
 
 
 def refine_extents(fusion: Fusion) -> None:
-    """State that no extent of `fusion` is 0, for a fusion that is not concretized.
+    """States that no extent of `fusion` is 0, for a fusion that is not concretized.
 
     Its kernels run where that holds. Resized axes iterate.
     """
@@ -399,7 +399,7 @@ def refine_extents(fusion: Fusion) -> None:
 
 
 def replace_scalars(fusion: Fusion, known: Mapping[Scalar, Scalar]) -> None:
-    """Put scalars in the place of others wherever these stand in `fusion`, in place."""
+    """Puts scalars in the place of others wherever these stand in `fusion`, in place."""
 
     def replaced(x: Scalar) -> Scalar:
         return sc.substitute(x, known)
@@ -408,7 +408,7 @@ def replace_scalars(fusion: Fusion, known: Mapping[Scalar, Scalar]) -> None:
 
 
 def _decided(fusion: Fusion, value: Callable[[Symbol], Number | None]) -> dict[Scalar, Scalar]:
-    """Return what replaces the symbols that are extents: 0, or a symbol that is at least 1."""
+    """Returns what replaces the symbols that are extents: 0, or a symbol that is at least 1."""
     extents = {a.size: None for tv in fusion.tensors() for a in tv.domain.axes.values()}
     extents.update({x: None for pair in fusion.equal_extents() for x in pair})
     known: dict[Scalar, Scalar] = {}
@@ -421,7 +421,7 @@ def _decided(fusion: Fusion, value: Callable[[Symbol], Number | None]) -> dict[S
 def _rewrite(
     fusion: Fusion, extent: ExtentMap, operand: ExtentMap, known: Mapping[Scalar, Scalar]
 ) -> None:
-    """Rewrite every scalar of a fusion: extents, operands, inputs and classes."""
+    """Rewrites every scalar of a fusion: extents, operands, inputs and classes."""
     tensors = fusion.tensors()
     for tv in tensors:
         tv.domain = _map_extents(tv.domain, extent)
@@ -462,7 +462,7 @@ Values = Mapping[Symbol, Number]
 
 
 def fill_empty(fusion: Fusion, values: Values) -> None:
-    """Rewrite `fusion` in place for these sizes; does nothing when no extent is 0."""
+    """Rewrites `fusion` in place for these sizes; does nothing when no extent is 0."""
     if not any(_is_empty(a, values) for tv in fusion.tensors() for a in tv.domain.logical):
         return
     exprs: list[TensorOp] = []
@@ -477,7 +477,7 @@ def _is_empty(axis: IterDomain, values: Values) -> bool:
 
 
 def _filled(fusion: Fusion, op: TensorOp, values: Values) -> list[TensorOp]:
-    """Return the ops to put in place of `op`."""
+    """Returns the ops to put in place of `op`."""
     if isinstance(op, nodes.LibraryOp) and op.TAKES_EMPTY:
         return [op]
     reduces_nothing = any(
@@ -508,7 +508,7 @@ def _filled(fusion: Fusion, op: TensorOp, values: Values) -> list[TensorOp]:
 
 
 def _fill_values(op: TensorOp) -> list[Scalar]:
-    """Return what each output holds, where it holds anything."""
+    """Returns what each output holds, where it holds anything."""
     match op:
         case nodes.ReductionOp():
             return [op.init]
@@ -527,7 +527,7 @@ def _fill_values(op: TensorOp) -> list[Scalar]:
 
 
 def _bias_alone(fusion: Fusion, op: nodes.LinearOp, bias: TensorView) -> list[TensorOp]:
-    """Return the ops of a linear without contracted elements: the bias, expanded."""
+    """Returns the ops of a linear without contracted elements: the bias, expanded."""
     flags = op.bias_lacks
     op.out.domain = op.out.domain.without_root()
     logical, sources = op.out.domain.logical, iter(bias.domain.no_reductions)
@@ -573,7 +573,7 @@ class Clamps:
         self._distances = Computed([sc.sub(*x.args) for x in self._found if isinstance(x, Apply)])
 
     def decide(self, values: Mapping[Symbol, Number]) -> tuple[int, ...]:
-        """Return which argument each is; () where a size is not known. Of equal arguments it is a
+        """Returns which argument each is; () where a size is not known. Of equal arguments it is a
         constant."""
         distances = self._distances.at_once(values) if self._found else None
         if distances is None:
@@ -585,7 +585,8 @@ class Clamps:
     def replacements(
         self, fusion: Fusion, choices: tuple[int, ...], known: Mapping[Scalar, Scalar]
     ) -> dict[Scalar, Scalar]:
-        """Return `known`, which replaces scalars of `fusion` (a copy), with these choices added."""
+        """Returns `known`, which replaces scalars of `fusion` (a copy), with these choices
+        added."""
         found = dict(known)
         for x, choice in zip(self._found, choices, strict=bool(choices)):
             assert isinstance(x, Apply)

@@ -46,7 +46,7 @@ _KINDS = {UnaryOp: ("neg",), BinaryOp: ("add", "sub", "mul")}
 
 
 def look_up_first(fusion: Fusion) -> None:
-    """Rewrite the fusion in place."""
+    """Rewrites the fusion in place."""
     is_done = False
     while not is_done:
         is_done = True
@@ -61,7 +61,7 @@ def look_up_first(fusion: Fusion) -> None:
 
 
 def _source(fusion: Fusion, op: LookupOp, made: TensorOp) -> TensorView | None:
-    """Return the operand of a table's definition that a lookup may read instead, None for none."""
+    """Returns the operand of a table's definition that a lookup may read instead, None for none."""
     table = op.table
     is_placed = table.mesh_is_user_set or bool(table.cut_lines)
     if is_placed or table in fusion.outputs or fusion.uses(table) != [op]:
@@ -136,7 +136,7 @@ _ELEMENTWISE = (CastOp, UnaryOp, BinaryOp, LoadStoreOp)
 
 
 def view_first(fusion: Fusion) -> None:
-    """Rewrite the fusion in place."""
+    """Rewrites the fusion in place."""
     if not any(isinstance(op, ReshapeOp) for op in fusion.exprs):
         return
     reduced = _read_by_reductions(fusion)
@@ -149,7 +149,7 @@ def view_first(fusion: Fusion) -> None:
 
 
 def _read_by_reductions(fusion: Fusion) -> set[TensorView]:
-    """Return the tensors that reductions read, and those that these are computed from."""
+    """Returns the tensors that reductions read, and those that these are computed from."""
     found: set[TensorView] = set()
     for op in reversed(fusion.exprs):
         if isinstance(op, REDUCING) or any(out in found for out in op.outputs):
@@ -158,7 +158,7 @@ def _read_by_reductions(fusion: Fusion) -> set[TensorView]:
 
 
 def _computed(fusion: Fusion, op: ReshapeOp) -> TensorOp | None:
-    """Return the op that computes what a reshape reads, where it can come after."""
+    """Returns the op that computes what a reshape reads, where it can come after."""
     tv = op.inp
     if any(t.mesh_is_user_set or t.cut_lines or t.domain.allocation for t in (tv, op.out)):
         return None
@@ -180,7 +180,7 @@ def _begins_with_input(fusion: Fusion, tv: TensorView) -> bool:
 
 
 def _viewed_first(fusion: Fusion, op: ReshapeOp, made: TensorOp) -> ReshapeOp:
-    """Let a reshape read what `made` reads, and `made` give the reshape's result; return the new
+    """Lets a reshape read what `made` reads, and `made` give the reshape's result; returns the new
     reshape."""
     (source,) = (v for v in made.inputs if isinstance(v, TensorView))
     named = primitives.cache_before(op.out)
@@ -232,7 +232,7 @@ _HOLDS: dict[DataType, frozenset[DataType]] = {
 
 
 def consecutive_casts(fusion: Fusion) -> None:
-    """Rewrite `fusion` in place."""
+    """Rewrites `fusion` in place."""
     for op in fusion.exprs:
         if not isinstance(op, CastOp):
             continue
@@ -267,7 +267,7 @@ def consecutive_casts(fusion: Fusion) -> None:
 
 
 def remove_bcast_squeeze(fusion: Fusion) -> None:
-    """Rewrite `fusion` in place."""
+    """Rewrites `fusion` in place."""
     for op in fusion.exprs:
         if not isinstance(op, SqueezeOp):
             continue
@@ -290,7 +290,7 @@ def is_replaceable(fusion: Fusion, tv: TensorView) -> bool:
 
 
 def _joined(first: BroadcastOp, second: SqueezeOp) -> TensorOp | None:
-    """Return one op from `first.inp` to `second.out`, a reshape where nothing is left to do; None
+    """Returns one op from `first.inp` to `second.out`, a reshape where nothing is left to do; None
     when it takes both kinds."""
     pairs = list(zip(first.flags, second.flags, strict=True))
     added = [new for new, gone in pairs if not gone]
@@ -314,7 +314,7 @@ def _joined(first: BroadcastOp, second: SqueezeOp) -> TensorOp | None:
 
 
 def separate_updates(fusion: Fusion) -> None:
-    """Rewrite `fusion` in place."""
+    """Rewrites `fusion` in place."""
     for alias in fusion.aliases:
         if alias.out in fusion.inputs and alias.out is not alias.into:
             axes = [fusion.clone_axis(a) for a in alias.out.domain.no_reductions]
@@ -323,7 +323,7 @@ def separate_updates(fusion: Fusion) -> None:
 
 
 def write_instead(fusion: Fusion, alias: Alias, value: TensorView) -> None:
-    """Make `value`, a copy of the in-place output, the one that is written into the input."""
+    """Makes `value`, a copy of the in-place output, the one that is written into the input."""
     op = LoadStoreOp(value, alias.out)
     definition = fusion.definition(alias.out)
     fusion.insert_after(definition, [op.replace(where=definition.where if definition else "")])
@@ -347,7 +347,7 @@ def write_instead(fusion: Fusion, alias: Alias, value: TensorView) -> None:
 
 
 def remove_unused(fusion: Fusion) -> None:
-    """Rewrite `fusion` in place."""
+    """Rewrites `fusion` in place."""
     fusion.exprs = fusion.used_exprs()
 
 
@@ -370,7 +370,7 @@ PASSES: tuple[tuple[str, Callable[[Fusion], None]], ...] = (
 
 
 def run_passes(fusion: Fusion, *, repeated: Collection[int] = ()) -> None:
-    """Run all passes in place, verifying the fusion after each; `repeated` are the axes of inputs,
+    """Runs all passes in place, verifying the fusion after each; `repeated` are the axes of inputs,
     by number, of which memory holds one element for this input class."""
     # First, so that the others see its kernels.
     masked = ("masks_to_biases", partial(masks_to_biases, repeated=repeated))

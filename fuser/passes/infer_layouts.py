@@ -50,7 +50,7 @@ def infer_layouts(
     fixed: Collection[TensorView] = (),
     is_part: Callable[[TensorOp], bool] = lambda op: False,
 ) -> None:
-    """Give the tensors of `fusion` their memory orders, in place.
+    """Gives the tensors of `fusion` their memory orders, in place.
 
     `repeated` are the axes of inputs, by number, of which memory holds one element for this input
     class. `fixed` are tensors that keep their order, which says nothing about what follows them.
@@ -85,8 +85,8 @@ def infer_layouts(
 
 
 def _read_by_library_ops(fusion: Fusion, is_part: Callable[[TensorOp], bool]) -> set[TensorView]:
-    """Return the tensors that library ops read as batches of matrices, perhaps through views: torch
-    would copy those whose batches lie inside of a matrix. Outputs are none of them."""
+    """Returns the tensors that library ops read as batches of matrices, perhaps through views:
+    torch would copy those whose batches lie inside of a matrix. Outputs are none of them."""
     found: set[TensorView] = set()
     for op in reversed(fusion.exprs):
         is_view = (isinstance(op, VIEW_OPS) or is_part(op)) and not found.isdisjoint(op.outputs)
@@ -96,12 +96,12 @@ def _read_by_library_ops(fusion: Fusion, is_part: Callable[[TensorOp], bool]) ->
 
 
 def _followed_operand(op: TensorOp, out: TensorView) -> TensorView | None:
-    """Return the operand in whose memory order torch writes a result, if there is one."""
+    """Returns the operand in whose memory order torch writes a result, if there is one."""
     return op.followed_by(out) if isinstance(op, LibraryOp) else None
 
 
 def _read_by_rows(fusion: Fusion) -> set[TensorView]:
-    """Return the tensors that library ops read whose batches may lie anywhere: torch copies those
+    """Returns the tensors that library ops read whose batches may lie anywhere: torch copies those
     whose last axis is not the innermost one."""
     ops = (op for op in fusion.exprs if isinstance(op, LibraryOp) and op.TAKES_ANY_BATCHES)
     return {v for op in ops for _, v in tensor_operands(op)}
@@ -113,14 +113,14 @@ def _ends_elsewhere(tv: TensorView, order: Order) -> bool:
 
 
 def _given(tv: TensorView, repeated: Collection[int] = ()) -> Order:
-    """Return the order of a tensor that has one, () where its axes have none of their own."""
+    """Returns the order of a tensor that has one, () where its axes have none of their own."""
     axes = tv.domain.no_reductions
     order = declared_order(tv) or ()
     return tuple(p for p in order if is_stored(axes[p]) and axes[p].number not in repeated)
 
 
 def _followed(op: TensorOp, out: TensorView, orders: Mapping[TensorView, Order]) -> Order:
-    """Return the order of a result whose order is ours to choose; () where no operand has one."""
+    """Returns the order of a result whose order is ours to choose; () where no operand has one."""
     stored = [p for p, a in enumerate(out.domain.no_reductions) if is_stored(a)]
     if isinstance(op, LibraryOp):
         followed = _followed_operand(op, out)
@@ -135,7 +135,7 @@ def _followed(op: TensorOp, out: TensorView, orders: Mapping[TensorView, Order])
 
 
 def _carried(op: TensorOp, index: int, order: Order, out: TensorView) -> Order | None:
-    """Return an operand's order in positions of the result, without the axes that end; None where
+    """Returns an operand's order in positions of the result, without the axes that end; None where
     the result's axes have none that follows from it."""
     domain = out.domain
     pairs = zip(domain.maybe_root, op.axis_map(index), strict=True)
@@ -151,7 +151,7 @@ def _carried(op: TensorOp, index: int, order: Order, out: TensorView) -> Order |
 
 
 def _through(t: Transform, order: list[int]) -> list[int] | None:
-    """Return an order of axes behind a transform; None where it merges axes that are apart."""
+    """Returns an order of axes behind a transform; None where it merges axes that are apart."""
     found = [n for n in t.inputs if n in order]
     if not found:
         return order
@@ -162,7 +162,7 @@ def _through(t: Transform, order: list[int]) -> list[int] | None:
 
 
 def _joined(orders: Sequence[Order], positions: Sequence[int]) -> Order:
-    """Return `positions` in the order that the first of `orders` to have two of them says; where
+    """Returns `positions` in the order that the first of `orders` to have two of them says; where
     none has, as they are. Sorted as torch sorts the axes of a result: by insertion, from inside."""
     found = list(reversed(positions))
     for end in range(1, len(found)):
@@ -180,13 +180,13 @@ def _joined(orders: Sequence[Order], positions: Sequence[int]) -> Order:
 
 
 def _viewed(op: TensorOp, strides: Mapping[TensorView, Strides]) -> Strides | None:
-    """Return the strides of a view, None where it has none or those of its operand are unknown."""
+    """Returns the strides of a view, None where it has none or those of its operand are unknown."""
     known = strides.get(op.inputs[0])  # pyright: ignore[reportArgumentType, reportCallIssue]
     return None if known is None else view_strides(op, known, TensorView.shape)
 
 
 def _lay(tv: TensorView, order: Order, view: Strides | None) -> None:
-    """Declare an order of the axes in memory where it is not that of the tensor, and the gaps of
+    """Declares an order of the axes in memory where it is not that of the tensor, and the gaps of
     what is a view with these strides."""
     if list(order) != sorted(order):
         set_memory_order(tv, _joined([order], range(tv.ndim)))

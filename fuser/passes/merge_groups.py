@@ -122,7 +122,7 @@ class Merger:
         self._sizes: dict[TensorView, str] = {}
 
     def run(self, kinds: Sequence[str | None] = KINDS) -> list[SegmentGroup]:
-        """Return the groups that are left, in program order.
+        """Returns the groups that are left, in program order.
 
         Reductions that share inputs come first: what waits for one of them mostly waits for all.
         What is computed from results alone joins their kernel before it joins another's, and then
@@ -136,7 +136,7 @@ class Merger:
         return [self._groups[place] for place in sorted(self._groups)]
 
     def _merge_all(self, kind: str | None) -> bool:
-        """Merge each group with later ones, both of a kind (None: of which one waits for a
+        """Merges each group with later ones, both of a kind (None: of which one waits for a
         reduction of the other, or reads along its rows what it reads; tail: of which one reads
         results of the other's reductions and nothing else; rows: of which one sums the rows that
         the other goes along; whole: of which one writes tensors as large as what the other reduces;
@@ -151,8 +151,8 @@ class Merger:
         return len(self._groups) < before
 
     def _extend(self, place: int, kind: str | None) -> bool:
-        """Merge a group with as many others as a scheduler takes at once, and of those half as many
-        where it refuses; return whether it took any."""
+        """Merges a group with as many others as a scheduler takes at once, and of those half as
+        many where it refuses; returns whether it took any."""
         most = len(self._groups) if kind in ("reduction", "pointwise") else 1
         while True:
             merged: list[_Contraction] = []
@@ -195,7 +195,7 @@ class Merger:
 
     # ------------------------------------------------------------ who may merge
     def _partner(self, place: int, kind: str | None) -> int | None:
-        """Return the first later group that shares a tensor and may be merged, None for none."""
+        """Returns the first later group that shares a tensor and may be merged, None for none."""
         group = self._groups[place]
         if len(group.inputs) + len(group.outputs) >= MAX_OPERANDS:
             return None
@@ -265,7 +265,7 @@ class Merger:
         return bool(group.inputs) and {*group.inputs} <= {*of_rows.inputs}
 
     def _space(self, place: int) -> tuple[object, ...]:
-        """Return what two groups must share to be merged: pointwise or reduction, and its size."""
+        """Returns what two groups must share to be merged: pointwise or reduction, and its size."""
         group = self._groups[place]
         known = self._spaces.get(place)
         if known is None or known[0] is not group:
@@ -306,18 +306,18 @@ class Merger:
         return False
 
     def _sources(self, step: _Step) -> list[_Step]:
-        """Return the steps that compute what a step reads."""
+        """Returns the steps that compute what a step reads."""
         read = self._groups[step].inputs if isinstance(step, int) else step.inputs
         return [self._producer[v] for v in read if v in self._producer]
 
     def _targets(self, step: _Step) -> list[_Step]:
-        """Return the steps that read what a step computes."""
+        """Returns the steps that read what a step computes."""
         made = self._groups[step].outputs if isinstance(step, int) else step.outputs
         return [s for v in made for s in (*self._readers.get(v, ()), *self._reading.get(v, ()))]
 
     # ------------------------------------------------------------ order
     def _numbered(self, steps: Iterable[_Step]) -> dict[_Step, int]:
-        """Return a number for each step, larger than those of all that it needs; the steps keep
+        """Returns a number for each step, larger than those of all that it needs; the steps keep
         their order where they can."""
         number: dict[_Step, int] = {}
         for first in steps:
@@ -333,7 +333,7 @@ class Merger:
     def _between(
         self, start: int, is_between: Callable[[int], bool], next_of: Callable[[_Step], list[_Step]]
     ) -> list[_Step]:
-        """Return what is reached from a step through steps with such numbers, in their order."""
+        """Returns what is reached from a step through steps with such numbers, in their order."""
         found: set[_Step] = set()
         todo: list[_Step] = [start]
         while todo:
@@ -344,8 +344,8 @@ class Merger:
         return sorted(found, key=self._number.__getitem__)
 
     def _move_together(self, place: int, other: int) -> dict[_Step, int]:
-        """Number the steps between two groups anew, so that what these need comes before both and
-        what needs them behind; return the numbers that steps had."""
+        """Numbers the steps between two groups anew, so that what these need comes before both and
+        what needs them behind; returns the numbers that steps had."""
         first, last = sorted((place, other), key=self._number.__getitem__)
         ends = self._number[first], self._number[last]
 
@@ -374,7 +374,7 @@ class Merger:
             self._readers[t].discard(place)
 
     def _contract(self, place: int, other: int) -> _Contraction:
-        """Make two groups one, which writes what others read."""
+        """Makes two groups one, which writes what others read."""
         moved = self._move_together(place, other)
         a, b = self._groups[place], self._groups.pop(other)
         self._leave(place, a)
@@ -388,7 +388,7 @@ class Merger:
         return _Contraction(place, a, other, b, moved)
 
     def _undo(self, done: _Contraction) -> None:
-        """Make one group the two again that it was."""
+        """Makes one group the two again that it was."""
         self._leave(done.place, self._groups[done.place])
         for place, group in ((done.place, done.group), (done.other, done.its_group)):
             self._groups[place] = group
@@ -412,7 +412,7 @@ def _are_rows_and_sums(a: SegmentGroup, b: SegmentGroup) -> bool:
 
 
 def _totals(merged: Sequence[_Contraction]) -> tuple[TensorView, ...]:
-    """Return what the second of two groups, of rows and of sums, sums up."""
+    """Returns what the second of two groups, of rows and of sums, sums up."""
     (one,) = merged
     a, b = one.group, one.its_group
     sums = b if a.scheduler == "inner_persistent" else a
@@ -439,7 +439,7 @@ MANY_OPS = 1024
 
 
 def elements(tv: TensorView) -> Scalar:
-    """Return the number of elements that memory holds (broadcast axes count once)."""
+    """Returns the number of elements that memory holds (broadcast axes count once)."""
     return tv.fusion.canonical(memory_layout.elements(tv))
 
 
@@ -449,7 +449,7 @@ def worth_storing(
     kernels: Iterable[frozenset[TensorOp]],
     stored: Iterable[TensorView],
 ) -> list[TensorView]:
-    """Return the tensors that are to be stored, too, in program order.
+    """Returns the tensors that are to be stored, too, in program order.
 
     `exprs` are the ops in order, `kernels` what each kernel computes from the tensors `stored`.
     """
@@ -467,8 +467,8 @@ class _Decision:
     computed_in: dict[TensorOp, int] = field(default_factory=dict[TensorOp, int])
 
     def run(self) -> list[TensorView]:
-        """Decide from the last result to the first, as if all before were computed again; then take
-        back, from the first on, what is cheap to compute from those that are stored."""
+        """Decides from the last result to the first, as if all before were computed again; then
+        take back, from the first on, what is cheap to compute from those that are stored."""
         for bit, ops in enumerate(self.kernels):
             for op in ops:
                 self.computed_in[op] = self.computed_in.get(op, 0) | 1 << bit
@@ -487,18 +487,18 @@ class _Decision:
         return [op.out_tensor for op in repeated if op.out_tensor in chosen]
 
     def _readers(self, op: TensorOp) -> int:
-        """Return the kernels that use an op's result."""
+        """Returns the kernels that use an op's result."""
         return self._users(op.outputs, {})
 
     def _spread(self, op: TensorOp) -> bool:
-        """Count anew which kernels compute an op, whose users have been counted; return whether
+        """Counts anew which kernels compute an op, whose users have been counted; returns whether
         these differ for its users: before such a place nothing is worth storing."""
         self.computed_in[op] = mine = self._readers(op)
         users = {self.computed_in.get(u, 0) for out in op.outputs for u in self.fusion.uses(out)}
         return mine.bit_count() > 1 and users != {mine} and len(op.outputs) == 1
 
     def _compute_again(self, op: TensorOp) -> None:
-        """Let the readers of an op's result compute it, and what it is computed from."""
+        """Lets the readers of an op's result compute it, and what it is computed from."""
         self.stored.remove(op.out_tensor)
         ops, _ = self._cone(op)
         for step in sorted(ops, key=self.position.__getitem__, reverse=True):
@@ -535,7 +535,7 @@ class _Decision:
         return spared > LEAST_GAIN * cost_of_storing
 
     def _users(self, tensors: Iterable[TensorView], others: Mapping[TensorOp, int]) -> int:
-        """Return the kernels that use tensors, for some ops only those that `others` says."""
+        """Returns the kernels that use tensors, for some ops only those that `others` says."""
         found = 0
         for tv in tensors:
             for use in self.fusion.uses(tv):
@@ -543,7 +543,7 @@ class _Decision:
         return found
 
     def _cone(self, op: TensorOp) -> tuple[set[TensorOp], dict[TensorView, None]]:
-        """Return the ops that compute a result from other stored tensors, and those tensors; no
+        """Returns the ops that compute a result from other stored tensors, and those tensors; no
         more of them than are too many to compute again."""
         ops, inputs, todo = set[TensorOp](), dict[TensorView, None](), [op]
         while todo and len(ops) <= MANY_OPS:

@@ -47,7 +47,7 @@ def is_undecided(op: TensorOp) -> bool:
 
 
 def resized_axes(op: TensorOp) -> tuple[IterDomain, ...]:
-    """Return the axes that are broadcasts where their op leaves one element of them."""
+    """Returns the axes that are broadcasts where their op leaves one element of them."""
     if not isinstance(op, SliceOp | PadOp):
         return ()
     domain = op.out.domain
@@ -56,7 +56,7 @@ def resized_axes(op: TensorOp) -> tuple[IterDomain, ...]:
 
 
 def deciding_sizes(op: TensorOp) -> tuple[Scalar, ...]:
-    """Return the sizes of an op of which it counts whether they are 1, apart from a reshape's."""
+    """Returns the sizes of an op of which it counts whether they are 1, apart from a reshape's."""
     if isinstance(op, nodes.ExpandOp):
         pairs = zip(op.inp.domain.no_reductions, op.shape, strict=True)
         named = (
@@ -67,7 +67,7 @@ def deciding_sizes(op: TensorOp) -> tuple[Scalar, ...]:
 
 
 def _open_axes(op: TensorOp) -> list[tuple[IterDomain, Scalar]]:
-    """Return the axes of an expand's operand that iterate and may have one element, which is then
+    """Returns the axes of an expand's operand that iterate and may have one element, which is then
     spread, each with the size that is asked for."""
     if not isinstance(op, nodes.ExpandOp):
         return []
@@ -80,7 +80,7 @@ def _open_axes(op: TensorOp) -> list[tuple[IterDomain, Scalar]]:
 
 
 def iterate_resized(fusion: Fusion) -> None:
-    """Rewrite `fusion` in place: every `?` axis of slices and pads iterates, whatever its size.
+    """Rewrites `fusion` in place: every `?` axis of slices and pads iterates, whatever its size.
 
     For kernels of no input class. What such an axis is joined with has its size.
     """
@@ -89,7 +89,7 @@ def iterate_resized(fusion: Fusion) -> None:
 
 
 def resolve_symbolic(fusion: Fusion, plans: Iterator[ReshapePlan], values: Values) -> None:
-    """Rewrite `fusion` in place; `plans` has one entry per undecided reshape that is used."""
+    """Rewrites `fusion` in place; `plans` has one entry per undecided reshape that is used."""
     exprs: list[TensorOp] = []
     changed: set[TensorView] = set()
     for op in fusion.used_exprs():
@@ -117,7 +117,7 @@ def resolve_symbolic(fusion: Fusion, plans: Iterator[ReshapePlan], values: Value
 def _decide(
     fusion: Fusion, op: nodes.ReshapeOp, plan: ReshapePlan, values: Values
 ) -> list[TensorOp]:
-    """Return squeeze, reshape and broadcast in place of an undecided reshape.
+    """Returns squeeze, reshape and broadcast in place of an undecided reshape.
 
     Of a tensor without elements the axes of size 1 become broadcasts, the others iterations.
     """
@@ -187,7 +187,7 @@ def _squeezed_flags(tv: TensorView, plan: ReshapePlan) -> tuple[bool, ...]:
 
 
 def _unify(fusion: Fusion, pairs: Iterable[tuple[IterDomain, Scalar]], values: Values) -> None:
-    """State that an axis that is kept has the size that the reshape names."""
+    """States that an axis that is kept has the size that the reshape names."""
     for axis, size in pairs:
         if _size(axis.size, values) == _size(size, values):
             fusion.unify_extents(axis.size, size)
@@ -200,7 +200,7 @@ def _grouped_domain(
     named: Sequence[IterDomain],
     values: Values,
 ) -> TensorDomain:
-    """Return root, logical and transforms; kept axes take the numbers of `named`."""
+    """Returns root, logical and transforms; kept axes take the numbers of `named`."""
     root = [fusion.clone_axis(a) for a in source.domain.no_reductions]
     at = 0
     for ins, sizes in groups:
@@ -214,7 +214,7 @@ def _grouped_domain(
 
 
 def _define(out: TensorView, domain: TensorDomain, values: Values) -> None:
-    """Give `out` new root, logical axes and transforms, and replay its loop transforms."""
+    """Gives `out` new root, logical axes and transforms, and replay its loop transforms."""
     old = out.domain
     whole = old.having(
         root=domain.root_numbers,
@@ -231,7 +231,7 @@ def _define(out: TensorView, domain: TensorDomain, values: Values) -> None:
 def _with_broadcasts(
     fusion: Fusion, op: nodes.ExpandOp, values: Values
 ) -> tuple[list[TensorOp], TensorView]:
-    """Return the operand of an expand with a broadcast for each axis that has one element and gets
+    """Returns the operand of an expand with a broadcast for each axis that has one element and gets
     more, and the ops that make it: a reshape that merges all axes, and one that splits them."""
     inp, sizes = op.inp, [a.size for a in op.inp.domain.no_reductions]
     spread = (_size(a.size, values) == 1 != _size(size, values) for a, size in _open_axes(op))
@@ -255,7 +255,7 @@ def _with_broadcasts(
 
 # ------------------------------------------------------------------ downstream
 def _root_states(fusion: Fusion, op: TensorOp, out: TensorView, values: Values) -> list[IterDomain]:
-    """Return the new states of the output's root axes, from the operands' axes."""
+    """Returns the new states of the output's root axes, from the operands' axes."""
     columns: dict[int, list[tuple[TensorView, IterDomain]]] = {}
     for index, tv in tensor_operands(op):
         for source, target in mapped_axes(op, index, out):
@@ -284,7 +284,7 @@ def _root_states(fusion: Fusion, op: TensorOp, out: TensorView, values: Values) 
 
 
 def _like(axis: IterDomain, source: IterDomain) -> IterDomain:
-    """Return `axis` with the kind and sizes of `source`; a reduction axis stays one."""
+    """Returns `axis` with the kind and sizes of `source`; a reduction axis stays one."""
     if axis.is_reduction():
         return replace(axis, extent=source.size)
     return replace(axis, kind=source.kind, extent=source.extent, expanded=source.expanded)
@@ -298,7 +298,7 @@ def _expanded(
     size: Scalar,
     values: Values,
 ) -> IterDomain:
-    """Return `axis`, of the operand, expanded to `size`; `out` is what the definition made of it,
+    """Returns `axis`, of the operand, expanded to `size`; `out` is what the definition made of it,
     and what this decides of those that are `?` there is in `deciding_sizes`."""
     if out.is_broadcast:
         return replace(axis, expanded=out.expanded)
@@ -333,7 +333,7 @@ def _check_sizes(
     pairs: Sequence[tuple[TensorView, IterDomain]],
     values: Values,
 ) -> list[tuple[TensorView, IterDomain]]:
-    """Return the axes whose sizes agree, concrete and expanded ones, now that they are known to be
+    """Returns the axes whose sizes agree, concrete and expanded ones, now that they are known to be
     such, after a check. Of those that are contracted none is spread."""
     sized = [
         (tv, a)
@@ -353,7 +353,7 @@ def _check_sizes(
 
 # ------------------------------------------------------------------ replay
 def _updated(domain: TensorDomain, states: Sequence[IterDomain], values: Values) -> TensorDomain:
-    """Return the domain in which these axes have new states and derived axes follow."""
+    """Returns the domain in which these axes have new states and derived axes follow."""
     rules = _Restate(domain, values)
     known = replay(forward(domain.transforms), {a.number: a for a in states}, rules)
     made = domain.with_axes(
@@ -405,7 +405,7 @@ class _Restate(Rules[IterDomain]):
 
 
 def _sized(out: IterDomain, inp: IterDomain, size: Scalar) -> IterDomain:
-    """Return a derived axis with the kind of its input."""
+    """Returns a derived axis with the kind of its input."""
     if inp.is_broadcast:
         expanded = None if inp.expanded is None else size
         return replace(out, kind=IterType.broadcast, extent=sc.ONE, expanded=expanded)

@@ -80,7 +80,7 @@ class SegmentedFusion:
     segments: tuple[Segment, ...]
 
     def describe(self) -> str:
-        """Return one line per segment: number, kind, ops, results."""
+        """Returns one line per segment: number, kind, ops, results."""
         return "\n".join(
             f"{s.number}: {s.scheduler or s.kind} {{{', '.join(e.name for e in s.exprs)}}} -> "
             f"{', '.join(o.label for o in s.outputs)}"
@@ -99,7 +99,7 @@ def segment_fusion(
     row_parts: int = 0,
     takes_both: Callable[[Fusion], str | None] | None = None,
 ) -> SegmentedFusion:
-    """Cut `fusion` into segments in run order.
+    """Cuts `fusion` into segments in run order.
 
     `find_scheduler` names a scheduler that accepts a kernel's fusion, `pays` tells whether one
     pointwise kernel is as fast as those of its parts, `local_shape` gives the extents of what
@@ -163,7 +163,7 @@ class _Segmenter:
 
     # ------------------------------------------------------------ views
     def _mark_aliases(self) -> None:
-        """Turn view ops into aliases where their input is stored anyway and torch can view it.
+        """Turns view ops into aliases where their input is stored anyway and torch can view it.
 
         A view is worth an alias when its input is held by memory already, or when a library op or
         communication needs its output; a chain of views between two kernel ops stays in the kernel.
@@ -209,7 +209,7 @@ class _Segmenter:
         return not sent or all(a.is_broadcast or mine == want for a, mine, want in dense)
 
     def _views_wanted_in_memory(self) -> set[TensorOp]:
-        """Return the view ops from which only views lead to a library op or communication, to
+        """Returns the view ops from which only views lead to a library op or communication, to
         a lookup as its table, or to a kernel that they cannot be in."""
         wanted: set[TensorOp] = set()
         for e in reversed(self.exprs):
@@ -228,11 +228,11 @@ class _Segmenter:
         return definition is None or self.kind[definition] != "kernel"
 
     def _dense(self, tv: TensorView) -> tuple[Scalar, ...]:
-        """Return the strides of a freshly allocated local tensor, per logical axis."""
+        """Returns the strides of a freshly allocated local tensor, per logical axis."""
         return memory_layout.dense_strides(tv, self.local_shape(tv))
 
     def _view_strides(self, e: TensorOp) -> Strides | None:
-        """Return the strides of a view op's output, None when torch would have to copy."""
+        """Returns the strides of a view op's output, None when torch would have to copy."""
         source: TensorView = e.inputs[0]
         known = self.strides.get(source)
         if known is None:
@@ -265,7 +265,7 @@ class _Segmenter:
         return stored
 
     def _without_broadcasts(self, tv: TensorView, reduced: dict[TensorView, None]) -> TensorView:
-        """Return what a tensor has the elements of: the readers broadcast for free."""
+        """Returns what a tensor has the elements of: the readers broadcast for free."""
         while isinstance(e := self.fusion.definition(tv), nodes.BroadcastOp | nodes.SqueezeOp):
             if e.inp not in reduced or self.kind[e] != "kernel":
                 break
@@ -273,7 +273,7 @@ class _Segmenter:
         return tv
 
     def _reduced_space(self) -> dict[TensorView, None]:
-        """Return reduction results and what is computed from them alone, in their own space."""
+        """Returns reduction results and what is computed from them alone, in their own space."""
         reduced: dict[TensorView, None] = {}
         for e in self.exprs:
             if self.kind[e] != "kernel":
@@ -296,7 +296,7 @@ class _Segmenter:
     def _cone(
         self, targets: Iterable[TensorView], stored: dict[TensorView, None]
     ) -> tuple[set[TensorOp], dict[TensorView, None]]:
-        """Return the kernel ops that compute `targets` from stored tensors, and those tensors."""
+        """Returns the kernel ops that compute `targets` from stored tensors, and those tensors."""
         ops: set[TensorOp] = set()
         inputs: dict[TensorView, None] = {}
         todo = [self.fusion.definition(t) for t in targets]
@@ -316,7 +316,8 @@ class _Segmenter:
         return ops, {v: None for v in inputs if self.fusion.definition(v) not in ops}
 
     def _levels(self) -> dict[TensorOp, int]:
-        """Return how many ops that no kernel computes stand one behind the other before each op."""
+        """Returns how many ops that no kernel computes stand one behind the other before each
+        op."""
         levels: dict[TensorOp, int] = {}
         for e in self.exprs:
             found = [self.fusion.definition(v) for v in e.inputs if isinstance(v, TensorView)]
@@ -325,7 +326,7 @@ class _Segmenter:
         return levels
 
     def _store_early(self, stored: dict[TensorView, None]) -> None:
-        """Store what kernels of very many levels would compute again, each for itself.
+        """Stores what kernels of very many levels would compute again, each for itself.
 
         These cannot be merged, as each waits for results of the one before. Without that the
         kernels of a deep program would grow with what stands before them: of residuals
@@ -373,7 +374,7 @@ class _Segmenter:
         return groups
 
     def _accepted_cones(self, stored: dict[TensorView, None]) -> list[SegmentGroup]:
-        """Return the cones; what no scheduler accepts is cut where its reductions end."""
+        """Returns the cones; what no scheduler accepts is cut where its reductions end."""
         while True:
             made: list[SegmentGroup] = []
             refused: SegmentGroup | None = None
@@ -415,7 +416,7 @@ class _Segmenter:
     def _accepted(
         self, group: SegmentGroup, totals: tuple[TensorView, ...] = ()
     ) -> SegmentGroup | None:
-        """Return the group with its fusion and scheduler, None when no scheduler accepts it; with
+        """Returns the group with its fusion and scheduler, None when no scheduler accepts it; with
         `totals`, if it makes only parts of these."""
         key = group.ops, group.outputs, group.inputs, totals
         if key not in self.answers:
@@ -423,7 +424,7 @@ class _Segmenter:
         return self.answers[key]
 
     def _ask(self, group: SegmentGroup, totals: tuple[TensorView, ...]) -> SegmentGroup | None:
-        """Return what `_accepted` does, of a candidate that comes for the first time."""
+        """Returns what `_accepted` does, of a candidate that comes for the first time."""
         if totals and not (self.row_parts and all(map(may_come_in_parts, totals))):
             return None
         fusion = extract(self.fusion, self._in_order(group), group.inputs, group.outputs)
@@ -440,7 +441,7 @@ class _Segmenter:
         return replace(group, scheduler=scheduler, fusion=fusion, totals=totals)
 
     def _split_rows(self, groups: list[SegmentGroup]) -> list[SegmentGroup]:
-        """Return the groups, those of rows and sums as two: one makes parts, one adds them up."""
+        """Returns the groups, those of rows and sums as two: one makes parts, one adds them up."""
         made: list[SegmentGroup] = []
         for group in groups:
             if not group.totals:
@@ -466,14 +467,14 @@ class _Segmenter:
         return {op for op in found if op is not None}
 
     def _number_ops(self) -> None:
-        """Note the ops of the fusion, of which some are new."""
+        """Notes the ops of the fusion, of which some are new."""
         self.exprs = self.fusion.used_exprs()
         self.position = {e: i for i, e in enumerate(self.exprs)}
         for e in self.exprs:
             self.kind.setdefault(e, "kernel")
 
     def _completed(self, ops: set[TensorOp], outputs: Sequence[TensorView]) -> SegmentGroup:
-        """Return the accepted group of some ops."""
+        """Returns the accepted group of some ops."""
         made = {out for op in ops for out in op.outputs}
         read = [v for op in ops for v in op.inputs if isinstance(v, TensorView) and v not in made]
         at = [self.position[op] for op in ops]
@@ -498,7 +499,7 @@ class _Segmenter:
 
     # ------------------------------------------------------------ order
     def _order(self, groups: list[SegmentGroup]) -> list[Segment]:
-        """Return segments in run order: as early as their inputs allow, in program order."""
+        """Returns segments in run order: as early as their inputs allow, in program order."""
         steps: list[tuple[int, Segment]] = []
         for g in groups:
             ops = self._in_order(g)
@@ -533,7 +534,7 @@ class _Segmenter:
 
 
 def _below(exprs: Iterable[TensorOp], tensors: Iterable[TensorView]) -> set[TensorView]:
-    """Return tensors, and what ops, in order, compute from them."""
+    """Returns tensors, and what ops, in order, compute from them."""
     found = {*tensors}
     for op in exprs:
         if any(v in found for v in op.inputs):
@@ -552,7 +553,7 @@ def extract(
     inputs: Sequence[TensorView],
     outputs: Sequence[TensorView],
 ) -> Fusion:
-    """Return a fusion of its own for some ops; numbers, extents and sharding are kept.
+    """Returns a fusion of its own for some ops; numbers, extents and sharding are kept.
 
     Inputs forget how they were made: their logical axes become the roots, reductions are dropped.
     Scalar inputs of the whole fusion that the ops use become inputs too.
@@ -579,7 +580,7 @@ def extract(
 
 
 def as_input_domain(domain: TensorDomain) -> TensorDomain:
-    """Return the domain of a tensor that a segment reads: no root, no reductions, no rf marks."""
+    """Returns the domain of a tensor that a segment reads: no root, no reductions, no rf marks."""
     return _once(domain, _read)
 
 
@@ -589,7 +590,7 @@ def _read(domain: TensorDomain) -> TensorDomain:
 
 
 def _once(domain: TensorDomain, change: Callable[[TensorDomain], TensorDomain]) -> TensorDomain:
-    """Return a changed domain, the same object whenever it is asked for."""
+    """Returns a changed domain, the same object whenever it is asked for."""
     if change not in domain.known:
         domain.known[change] = change(domain)
     return domain.known[change]
@@ -615,7 +616,7 @@ class RowParts:
 
 
 def row_parts(op: TensorOp) -> RowParts | None:
-    """Return how an op makes parts of sums over rows, None for any other op."""
+    """Returns how an op makes parts of sums over rows, None for any other op."""
     if not isinstance(op, ReductionOp) or not op.out.domain.root:
         return None
     domain = op.out.domain
@@ -637,7 +638,7 @@ def may_come_in_parts(total: TensorView) -> bool:
 
 
 def split_rows(total: TensorView, count: int) -> TensorView:
-    """Make a reduction the sum of `count` parts, and return these.
+    """Makes a reduction the sum of `count` parts, and returns these.
 
     The reduced axes count as one, in their order; part k has rows k, k + count, and so on.
     """

@@ -37,7 +37,7 @@ def is_copy(op: TensorOp) -> TypeGuard[nodes.LoadStoreOp]:
 
 
 def views_of_inputs(fusion: Fusion) -> set[TensorView]:
-    """Return the outputs that name elements of an input, and the tensors between.
+    """Returns the outputs that name elements of an input, and the tensors between.
 
     An input that is updated has no views among the outputs, which hold old values. What is written
     into an input has its place, and each step of a stream loop makes its own part of a result.
@@ -65,7 +65,7 @@ def views_of_inputs(fusion: Fusion) -> set[TensorView]:
 def view_strides(
     op: TensorOp, known: Strides, local_shape: Callable[[TensorView], Sequence[Scalar]]
 ) -> Strides | None:
-    """Return the strides of a view op's result, None where torch would have to copy.
+    """Returns the strides of a view op's result, None where torch would have to copy.
 
     `known` are those of its operand, `local_shape` says what memory holds of a tensor.
     """
@@ -96,7 +96,7 @@ def _reshape_strides(
 def contiguity_of(
     tv: TensorView, strides: Strides, order: Sequence[int], extents: Sequence[Scalar]
 ) -> tuple[bool | None, ...]:
-    """Return the contiguity, in an order of all axes (outermost first), of a tensor with these
+    """Returns the contiguity, in an order of all axes (outermost first), of a tensor with these
     strides; None where memory holds one element."""
     axes, step = tv.domain.no_reductions, sc.ONE
     flags: list[bool | None] = []

@@ -162,7 +162,7 @@ def _checked(what: str, result: tuple[Any, ...]) -> Any:
 
 
 def _destroy(library: Any, destroy: Callable[[ctypes.c_void_p], int], handle: Any) -> None:
-    """Destroy a graph: a garbage collection does, maybe while a caller captures one of his own."""
+    """Destroys a graph: a garbage collection does, maybe while a caller captures one of his own."""
     with relaxed(library):
         destroy(handle)
 
@@ -237,13 +237,13 @@ _places: dict[int, list[_CaptureDevice]] = {}
 
 
 def _new_stream() -> int:
-    """Return a stream that nobody else has: torch hands out each of its own to several."""
+    """Returns a stream that nobody else has: torch hands out each of its own to several."""
     made = load_driver().cuStreamCreate(_NON_BLOCKING)
     return int(_checked("cuStreamCreate", made))
 
 
 def _take_place() -> _CaptureDevice:
-    """Return a place on the current device for captures that nobody else makes."""
+    """Returns a place on the current device for captures that nobody else makes."""
     import torch
 
     spare = _places.setdefault(torch.cuda.current_device(), [])

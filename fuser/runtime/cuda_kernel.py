@@ -156,7 +156,7 @@ class CudaKernel(CompiledKernel):
         return found
 
     def _allow_cluster(self) -> None:
-        """Allow clusters of more blocks than every GPU that has clusters can run."""
+        """Allows clusters of more blocks than every GPU that has clusters can run."""
         import torch
 
         driver = load_driver()

@@ -64,7 +64,7 @@ class GraphMemory:
         self._lock = make_lock()
 
     def make_ready(self, nbytes: int) -> None:
-        """Clear memories of this size for captures to come; no capture is under way."""
+        """Clears memories of this size for captures to come; no capture is under way."""
         import torch
 
         size = _size_of(nbytes)
@@ -83,7 +83,7 @@ class GraphMemory:
             stock += [_Memory(part, self._new_semaphore()) for part in data.split(size)]
 
     def lend(self, nbytes: int) -> torch.Tensor | None:
-        """Return zeroed memory for the graph that the current stream is captured into; None where
+        """Returns zeroed memory for the graph that the current stream is captured into; None where
         none is ready."""
         with self._lock:
             self._take_back()
@@ -113,14 +113,14 @@ class GraphMemory:
             return None
 
     def nbytes(self) -> int:
-        """Return the bytes that are ready, and those that are lent."""
+        """Returns the bytes that are ready, and those that are lent."""
         with self._lock:
             self._take_back()
             kept = [*self._lent, *(memory for stock in self._stock.values() for memory in stock)]
         return sum(memory.data.numel() for memory in kept)
 
     def _graph(self) -> ctypes.c_void_p | None:
-        """Return the graph that the current stream is captured into."""
+        """Returns the graph that the current stream is captured into."""
         status, number, graph = ctypes.c_int(), ctypes.c_uint64(), ctypes.c_void_p()
         nodes, count = ctypes.c_void_p(), ctypes.c_size_t()
         places = (ctypes.byref(x) for x in (status, number, graph, nodes, count))
@@ -128,7 +128,7 @@ class GraphMemory:
         return None if failed or not graph.value else graph
 
     def _take_back(self) -> None:
-        """Put what graphs have given back into the stock."""
+        """Puts what graphs have given back into the stock."""
         lent: list[_Memory] = []
         for memory in self._lent:
             is_back = self._libc.sem_trywait(ctypes.c_void_p(memory.returned)) == 0
@@ -136,7 +136,7 @@ class GraphMemory:
         self._lent = lent
 
     def _new_semaphore(self) -> int:
-        """Return a semaphore that is never freed: the interpreter may end before a graph does."""
+        """Returns a semaphore that is never freed: the interpreter may end before a graph does."""
         self._libc.calloc.restype = ctypes.c_void_p
         address = self._libc.calloc(ctypes.c_size_t(1), ctypes.c_size_t(_SEMAPHORE_BYTES))
         self._libc.sem_init(ctypes.c_void_p(address), ctypes.c_int(0), ctypes.c_uint(0))
@@ -144,13 +144,13 @@ class GraphMemory:
 
 
 def _size_of(nbytes: int) -> int:
-    """Return the size of memories for so many bytes: a power of two."""
+    """Returns the size of memories for so many bytes: a power of two."""
     return max(SMALLEST, 1 << (nbytes - 1).bit_length())
 
 
 @functools.cache
 def _of(index: int) -> GraphMemory | None:
-    """Return the memory of a CUDA device; None where the libraries lack what it takes."""
+    """Returns the memory of a CUDA device; None where the libraries lack what it takes."""
     import torch
 
     try:
@@ -168,14 +168,14 @@ def _of(index: int) -> GraphMemory | None:
 
 
 def graph_memory_nbytes(device: torch.device) -> int:
-    """Return the bytes that are ready for graphs on a device, and lent to them."""
+    """Returns the bytes that are ready for graphs on a device, and lent to them."""
     if device.type != "cuda" or (found := graph_memory(device)) is None:
         return 0
     return found.nbytes()
 
 
 def graph_memory(device: torch.device) -> GraphMemory | None:
-    """Return the memory for graphs on a device; None where there is none, as on the CPU."""
+    """Returns the memory for graphs on a device; None where there is none, as on the CPU."""
     import torch
 
     if device.type != "cuda":

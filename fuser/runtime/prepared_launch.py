@@ -50,7 +50,7 @@ class BoundLaunch:
         numbers: Sequence[Number],
         stream: int | None,
     ) -> None:
-        """Launch on these tensors and scalar inputs; `stream` None is torch's current one.
+        """Launches on these tensors and scalar inputs; `stream` None is torch's current one.
 
         Raises:
             KernelError: the launch failed, or a finding of checked mode.
@@ -90,7 +90,7 @@ class BoundLaunch:
         numbers: Sequence[Number],
         memories: Sequence[torch.Tensor],
     ) -> tuple[PreparedLaunch, tuple[tuple[int, int], ...]]:
-        """Return a launch of its own arguments, and (parameter, name) of each tensor that is not
+        """Returns a launch of its own arguments, and (parameter, name) of each tensor that is not
         among the `fixed` ones, by name, and which every call replaces.
 
         `memories` are the workspaces (`make_memories`), which the caller keeps.
@@ -112,7 +112,7 @@ class BoundLaunch:
     def number_writers(
         self, kernel: CompiledKernel
     ) -> list[tuple[Callable[..., None], int, Callable[[Sequence[Number]], Number]]]:
-        """Return for each parameter that follows the scalar inputs of a call: what writes a value
+        """Returns for each parameter that follows the scalar inputs of a call: what writes a value
         into the words of a `LaunchCall`, where in bytes, and the value for the scalar inputs."""
         params = kernel.source.params
         return [
@@ -121,7 +121,7 @@ class BoundLaunch:
         ]
 
     def make_memories(self, device: torch.device) -> list[torch.Tensor]:
-        """Return new workspaces, parts of one memory: launches that may overlap share none."""
+        """Returns new workspaces, parts of one memory: launches that may overlap share none."""
         if not self.workspaces:
             return []
         import torch
@@ -168,7 +168,7 @@ class BoundLaunch:
                 args[param] = memory
 
     def _memories(self, device: torch.device, stream: int | None) -> list[torch.Tensor]:
-        """Return the workspaces of a stream: launches on two streams may overlap, and so may those
+        """Returns the workspaces of a stream: launches on two streams may overlap, and so may those
         of a graph that is captured with all others."""
         import torch
 

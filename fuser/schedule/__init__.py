@@ -81,27 +81,27 @@ __all__ = [
 
 
 def split(tv: TensorView, dim: int, factor: Scalar | int, inner_split: bool = True) -> TensorView:
-    """Split loop axis `dim`; see `TensorView.split`."""
+    """Splits loop axis `dim`; see `TensorView.split`."""
     return tv.split(dim, factor, inner_split)
 
 
 def merge(tv: TensorView, axis_o: int, axis_i: int | None = None) -> TensorView:
-    """Merge two loop axes; see `TensorView.merge`."""
+    """Merges two loop axes; see `TensorView.merge`."""
     return tv.merge(axis_o, axis_i)
 
 
 def reorder(tv: TensorView, old2new: Mapping[int, int] | Sequence[tuple[int, int]]) -> TensorView:
-    """Move loop axes; see `TensorView.reorder`."""
+    """Moves loop axes; see `TensorView.reorder`."""
     return tv.reorder(dict(old2new))
 
 
 def parallelize(tv: TensorView, axis: int, parallel_type: ParallelType) -> None:
-    """Give loop axis `axis` a parallel type."""
+    """Gives loop axis `axis` a parallel type."""
     tv.axis(axis).parallelize(parallel_type)
 
 
 def set_memory_type(tv: TensorView, memory_type: MemoryType) -> None:
-    """Move a tensor to another memory; see `TensorView.set_memory_type`."""
+    """Moves a tensor to another memory; see `TensorView.set_memory_type`."""
     tv.set_memory_type(memory_type)
 
 
@@ -112,7 +112,7 @@ def warp_specialize(
     parallel_type: ParallelType,
     num_registers: tuple[int, int] | None = None,
 ) -> NoReturn:
-    """Raise `UnsupportedError`: warps of a kernel all do the same."""
+    """Raises `UnsupportedError`: warps of a kernel all do the same."""
     raise UnsupportedError(
         f"warp_specialize of {tv}: warps of one kernel all do the same; fuser.schedule.schedule "
         "prefetches where that pays"

@@ -53,7 +53,7 @@ setattr(SchedulerType, "__entries", {m.name: (m, None) for m in SchedulerType})
 
 
 def can_schedule(fusion: Fusion, scheduler_type: SchedulerType, inputs: Inputs) -> tuple[bool, str]:
-    """Return whether a scheduler accepts the fusion, and the reason against it."""
+    """Returns whether a scheduler accepts the fusion, and the reason against it."""
     del inputs  # acceptance depends on the definition alone
     row = SCHEDULERS.get(scheduler_type.name)
     reason = (
@@ -65,7 +65,7 @@ def can_schedule(fusion: Fusion, scheduler_type: SchedulerType, inputs: Inputs) 
 
 
 def find_compatible_schedulers(fusion: Fusion, inputs: Inputs) -> list[SchedulerType]:
-    """Return the schedulers that accept the fusion, in the order in which they are tried."""
+    """Returns the schedulers that accept the fusion, in the order in which they are tried."""
     types = [SchedulerType[name] for name in SCHEDULERS if name in SchedulerType.__members__]
     return [t for t in types if can_schedule(fusion, t, inputs)[0]]
 
@@ -73,7 +73,7 @@ def find_compatible_schedulers(fusion: Fusion, inputs: Inputs) -> list[Scheduler
 def compute_heuristics(
     fusion: Fusion, scheduler_type: SchedulerType, inputs: Inputs
 ) -> HeuristicParams:
-    """Return the parameters that a scheduler chooses for these inputs.
+    """Returns the parameters that a scheduler chooses for these inputs.
 
     Raises:
         UnsupportedError: the scheduler does not accept the fusion.
@@ -99,7 +99,7 @@ def schedule(
 def schedule(
     fusion: Fusion, scheduler_type: SchedulerType, heuristic_params: object
 ) -> HeuristicParams | None:
-    """Schedule the fusion in place, with given parameters, or for given inputs (then returns the
+    """Schedules the fusion in place, with given parameters, or for given inputs (then returns the
     parameters that were chosen).
 
     Raises:
@@ -126,7 +126,7 @@ def schedule(
 
 
 def _facts(fusion: Fusion, inputs: Inputs) -> tuple[Facts, DeviceInfo]:
-    """Bind sizes and alignments from inputs; the device is that of the first tensor."""
+    """Binds sizes and alignments from inputs; the device is that of the first tensor."""
     import torch
 
     values = bind_inputs(fusion, inputs)
@@ -168,7 +168,7 @@ class HeuristicParams:
 
     @staticmethod
     def of(scheduler_type: SchedulerType, chosen: object) -> HeuristicParams:
-        """Return what users see of the parameters of a scheduler."""
+        """Returns what users see of the parameters of a scheduler."""
         cls = next((c for known, c in _CLASSES.items() if isinstance(chosen, known)), None)
         made = object.__new__(cls or HeuristicParams)
         given = {"scheduler_type": scheduler_type, "chosen": chosen}
@@ -204,7 +204,7 @@ class HeuristicParams:
         return [*super().__dir__(), *self.NAMES]
 
     def hash(self) -> int:
-        """Return a number that is equal for equal parameters, within a process."""
+        """Returns a number that is equal for equal parameters, within a process."""
         return hash((self.scheduler_type, self.chosen))
 
     __hash__ = hash
@@ -255,7 +255,7 @@ def _is_inner(params: Any) -> bool:
 
 
 def _blocks(params: Any) -> int:
-    """Return how many blocks share a reduction."""
+    """Returns how many blocks share a reduction."""
     return getattr(params, "grid", 1)
 
 
@@ -290,7 +290,7 @@ class LaunchParams:
     bdimz: int = -1
 
     def check(self, launch: Launched) -> None:
-        """Raise `DefinitionError` where the schedule says otherwise: it alone decides."""
+        """Raises `DefinitionError` where the schedule says otherwise: it alone decides."""
         made = dict(zip((f.name for f in fields(self)), (*launch.grid, *launch.block), strict=True))
         for name, found in made.items():
             if getattr(self, name) not in (-1, found):
@@ -319,7 +319,7 @@ class CompileParams:
     include_paths: Sequence[str] = field(default_factory=list[str])
 
     def check(self) -> None:
-        """Raise `UnsupportedError` for what this compiler does not do."""
+        """Raises `UnsupportedError` for what this compiler does not do."""
         usual = CompileParams()
         for name in ("maxrregcount", "enable_magic_zero", "enable_ptxas_verbose", "include_paths"):
             if getattr(self, name) != getattr(usual, name):
@@ -329,7 +329,7 @@ class CompileParams:
                 )
 
     def check_kernel(self, index_type: DataType, device: torch.device) -> None:
-        """Raise `DefinitionError` for a kernel of another index type, or on another device."""
+        """Raises `DefinitionError` for a kernel of another index type, or on another device."""
         if self.index_type not in (None, index_type):
             raise DefinitionError(
                 f"CompileParams: index_type={self.index_type.name}: inputs of these sizes are "

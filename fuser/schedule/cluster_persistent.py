@@ -39,7 +39,7 @@ MOST_WAITS, MOST_WAITS_WIDE = 2, 4
 
 
 def row_class(rows: int, columns: int) -> int:
-    """Tell rows for which clusters never pay (0), long ones, and those above `LONG_ROW`."""
+    """Tells rows for which clusters never pay (0), long ones, and those above `LONG_ROW`."""
     if columns <= LONGEST_ROW_OF_A_BLOCK or rows < FEWEST_ROWS:
         return 0
     return 1 if columns <= LONG_ROW else 2
@@ -72,7 +72,7 @@ def suits(fusion: Fusion, sizes: Mapping[Symbol, Number]) -> bool:
 
 
 def _waits(view: RowView) -> int:
-    """Count the levels of reductions, two for mean and variance, and the steps that read each
+    """Counts the levels of reductions, two for mean and variance, and the steps that read each
     tensor that has the row alone."""
     fusion, levels, steps = view.fusion, levels_of(view.fusion), steps_that_read(view.fusion)
     reductions = [op for op in fusion.exprs if isinstance(op, REDUCING)]
@@ -84,7 +84,7 @@ def _waits(view: RowView) -> int:
 
 
 def chooser(fusion: Fusion, device: DeviceInfo) -> Callable[[Facts], InnerPersistentParams]:
-    """Return what chooses the form and the shape of a cluster for an input class."""
+    """Returns what chooses the form and the shape of a cluster for an input class."""
     return inner_persistent.chooser(fusion, device, in_clusters=True)
 
 

@@ -53,12 +53,12 @@ class HorizontalParams:
 
 
 def generic(device: DeviceInfo) -> HorizontalParams:
-    """Return the parameters that rely on nothing."""
+    """Returns the parameters that rely on nothing."""
     return HorizontalParams((pointwise.generic(device),))
 
 
 def ladder(chosen: HorizontalParams, least: HorizontalParams) -> tuple[HorizontalParams, ...]:
-    """Return parameters from `chosen` down to `least`: all parts step down together."""
+    """Returns parameters from `chosen` down to `least`: all parts step down together."""
     columns = [rungs(part, least.parts[-1]) for part in chosen.parts]
     rows = zip_longest(*columns, fillvalue=least.parts[-1])
     return tuple(dict.fromkeys([*map(HorizontalParams, rows), least]))
@@ -66,7 +66,7 @@ def ladder(chosen: HorizontalParams, least: HorizontalParams) -> tuple[Horizonta
 
 # ------------------------------------------------------------------ what is accepted
 def accepts(fusion: Fusion) -> str | None:
-    """Return why the fusion is not several pointwise ones, None when it is."""
+    """Returns why the fusion is not several pointwise ones, None when it is."""
     if any(a.is_stream for op in fusion.exprs for tv in op.outputs for a in tv.domain.loop):
         return "it is computed in steps along a stream axis"
     found = _outputs_of_parts(fusion)
@@ -83,7 +83,7 @@ def accepts(fusion: Fusion) -> str | None:
 
 
 def _outputs_of_parts(fusion: Fusion) -> list[tuple[list[TensorView], tuple[TensorOp, ...]]]:
-    """Return the outputs of each part, and the ops that compute them, both in order."""
+    """Returns the outputs of each part, and the ops that compute them, both in order."""
     graph = AxisGraph(fusion)
     by_axes: dict[tuple[int, ...], list[TensorView]] = {}
     for out in dict.fromkeys(fusion.outputs):
@@ -93,8 +93,8 @@ def _outputs_of_parts(fusion: Fusion) -> list[tuple[list[TensorView], tuple[Tens
 
 
 def parts_of(fusion: Fusion) -> Iterator[Fusion]:
-    """Yield each part, with the numbers and layouts of the whole; what a caller makes in one before
-    it asks for the next has numbers that no other part has."""
+    """Yields each part, with the numbers and layouts of the whole; what a caller makes in one
+    before it asks for the next has numbers that no other part has."""
     given = [v for v in fusion.inputs if isinstance(v, TensorView)]
     last = 0
     for outputs, ops in _outputs_of_parts(fusion):
@@ -113,13 +113,13 @@ def parts_of(fusion: Fusion) -> Iterator[Fusion]:
 
 # ------------------------------------------------------------------ heuristics, application
 def chooser(fusion: Fusion, device: DeviceInfo) -> Callable[[Facts], HorizontalParams]:
-    """Return what chooses the parameters of each part for an input class."""
+    """Returns what chooses the parameters of each part for an input class."""
     choosers = [pointwise.chooser(part, device) for part in parts_of(fusion)]
     return lambda facts: HorizontalParams(tuple(choose(facts) for choose in choosers))
 
 
 def apply(fusion: Fusion, params: HorizontalParams) -> None:
-    """Schedule the parts, which then are what the fusion is lowered from."""
+    """Schedules the parts, which then are what the fusion is lowered from."""
     made: dict[int, TensorView] = {}
     parts: list[Fusion] = []
     for k, part in enumerate(parts_of(fusion)):
@@ -146,7 +146,7 @@ INLINED = {**SCALAR, "unroll": 1, "unroll_outer": False, "columns": 1}
 
 
 def rungs(chosen: Any, generic: Any) -> tuple[Any, ...]:
-    """Return parameters from `chosen` down to `generic`, each once.
+    """Returns parameters from `chosen` down to `generic`, each once.
 
     vector 4, unroll 2  ->  4 x 2, 2 x 2, 1 x 2, 1 x 1, generic
     """

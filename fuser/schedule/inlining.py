@@ -23,7 +23,7 @@ class InlineLimits:
         self._barriers = _reduction_barriers(fusion)
 
     def limit(self, tv: TensorView, *, best_effort: bool = False) -> int:
-        """Return the largest legal position: the loop axes before it are not reductions, not
+        """Returns the largest legal position: the loop axes before it are not reductions, not
         vectorised (best effort: nor unrolled), do not wait for a reduction, and are shared, in
         order, by every consumer."""
         own = self._own_limit(tv, best_effort=best_effort)
@@ -49,7 +49,7 @@ class InlineLimits:
 def inline_most(
     selected_tensors: Collection[TensorView] = (), *, fusion: Fusion | None = None
 ) -> None:
-    """Inline the tensors (default: all of the fusion) as deep as is legal."""
+    """Inlines the tensors (default: all of the fusion) as deep as is legal."""
     from fuser.ir.fusion_guard import active_fusion
 
     chosen = list(selected_tensors)
@@ -66,7 +66,7 @@ def inline_at(
     best_effort: bool = False,
     selected_tensors: Collection[TensorView] = (),
 ) -> None:
-    """Inline tensors (default: all) at the position that matches the reference's loop axis `pos`.
+    """Inlines tensors (default: all) at the position that matches the reference's loop axis `pos`.
 
     Raises:
         DefinitionError: the position is not legal for a tensor, without `best_effort`.
@@ -101,7 +101,7 @@ def _inlinable(fusion: Fusion) -> list[TensorView]:
 
 
 def _shared_prefix(tv: TensorView, op: TensorOp, consumer: TensorView, upto: int) -> int:
-    """Return how many of tv's first `upto` loop axes the consumer iterates, in the same order."""
+    """Returns how many of tv's first `upto` loop axes the consumer iterates, in the same order."""
     matches = {
         target.number: source
         for index, operand in tensor_operands(op)
@@ -120,12 +120,12 @@ def _shared_prefix(tv: TensorView, op: TensorOp, consumer: TensorView, upto: int
 
 
 def _logical_sources(tv: TensorView, number: int) -> set[int]:
-    """Return the logical axes that a loop axis is derived from."""
+    """Returns the logical axes that a loop axis is derived from."""
     return tv.domain.above({number})
 
 
 def _reduction_barriers(fusion: Fusion) -> dict[TensorView, frozenset[int]]:
-    """Return, per tensor, the logical axes whose loops it cannot share with its consumers.
+    """Returns, per tensor, the logical axes whose loops it cannot share with its consumers.
 
     When one consumer of a tensor leads to a reduction and another leads to something that needs the
     reduction's result, the loop over the reduced axes must finish in between: the tensor is kept
@@ -158,7 +158,7 @@ def _leads_to(op: TensorOp, after: dict[TensorOp, bool]) -> bool:
 
 
 def _cone(fusion: Fusion, reduction: TensorOp) -> tuple[set[TensorView], dict[TensorOp, bool]]:
-    """Return the tensors above a reduction, and the ops that lead, around the reduction, to an op
+    """Returns the tensors above a reduction, and the ops that lead, around the reduction, to an op
     that reads something computed from its result."""
     above: set[TensorView] = {v for v in reduction.inputs if isinstance(v, TensorView)}
     for op in reversed(fusion.exprs):
@@ -183,7 +183,7 @@ def _cone(fusion: Fusion, reduction: TensorOp) -> tuple[set[TensorView], dict[Te
 def _axes_upstream(
     fusion: Fusion, reduction: TensorOp, reduced: set[int]
 ) -> dict[TensorView, frozenset[int]]:
-    """Walk up from a reduction: for each tensor above, its logical axes that are reduced later."""
+    """Walks up from a reduction: for each tensor above, its logical axes that are reduced later."""
     marked: dict[TensorView, set[int]] = {}
     source = next(v for v in reduction.inputs if isinstance(v, TensorView))
     marked[source] = set(reduced)

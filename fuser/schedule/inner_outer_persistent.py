@@ -42,7 +42,7 @@ RESIDENT = 1024
 
 # ------------------------------------------------------------------ what is accepted
 def accepts(fusion: Fusion) -> str | None:
-    """Return why the fusion is not of this kind, None when it is."""
+    """Returns why the fusion is not of this kind, None when it is."""
     found = {op.out_tensor: parts for op in fusion.exprs if (parts := row_parts(op)) is not None}
     if not found:
         return "no sum over rows comes in parts"
@@ -56,7 +56,7 @@ def accepts(fusion: Fusion) -> str | None:
 
 
 def without_parts(fusion: Fusion) -> Fusion:
-    """Return a copy that computes the other outputs alone."""
+    """Returns a copy that computes the other outputs alone."""
     rest, mapping = fusion.copy()
     made = {mapping[op.out_tensor] for op in fusion.exprs if row_parts(op) is not None}
     rest.outputs = [out for out in rest.outputs if out not in made]
@@ -105,14 +105,14 @@ def suits(fusion: Fusion, sizes: Mapping[Symbol, Number]) -> bool:
 
 # ------------------------------------------------------------------ heuristics
 def generic(device: DeviceInfo) -> InnerPersistentParams:
-    """Return what serves rows of any alignment, and of eight times the length that `suits` allows:
+    """Returns what serves rows of any alignment, and of eight times the length that `suits` allows:
     a program is chosen by global sizes."""
     threads = device.max_threads_per_block
     return InnerPersistentParams(threads, kept=8 * LONGEST_ROW // threads, resident=RESIDENT)
 
 
 def chooser(fusion: Fusion, device: DeviceInfo) -> Callable[[Facts], InnerPersistentParams]:
-    """Return what chooses vector width and thread shape for an input class."""
+    """Returns what chooses vector width and thread shape for an input class."""
     parts = [op.out_tensor for op in fusion.exprs if row_parts(op) is not None]
     accumulators = sum(nbytes_of(tv.dtype()) for tv in parts)
     choose_rows = inner_persistent.chooser(fusion, device, beside=accumulators)

@@ -78,7 +78,7 @@ ROWS_THAT_PAY = ((8192, 0), (16384, 32), (65536, 256))
 
 # ------------------------------------------------------------------ what is accepted
 def accepts(fusion: Fusion) -> str | None:
-    """Return why the fusion is not of this kind, None when it is."""
+    """Returns why the fusion is not of this kind, None when it is."""
     if fusion.aliases:
         return "an output is written into an input"
     reason = waiting_rejection(fusion)
@@ -86,7 +86,7 @@ def accepts(fusion: Fusion) -> str | None:
 
 
 def waiting_rejection(fusion: Fusion) -> str | None:
-    """Return why not all reductions are over the same axes, along which something waits for
+    """Returns why not all reductions are over the same axes, along which something waits for
     them."""
     reductions = [op for op in fusion.exprs if isinstance(op, REDUCING)]
     if not reductions:
@@ -145,7 +145,7 @@ def _order_rejection(fusion: Fusion) -> str | None:
 
 
 def row_extents(reduction: TensorView) -> tuple[Scalar, Scalar]:
-    """Return how many rows a reduction has, and of how many elements."""
+    """Returns how many rows a reduction has, and of how many elements."""
     sizes: dict[bool, list[Scalar]] = {False: [], True: []}
     for axis in reduction.domain.logical:
         sizes[axis.is_reduction()].append(reduction.fusion.canonical(axis.extent))
@@ -164,7 +164,7 @@ def suits(fusion: Fusion, sizes: Mapping[Symbol, Number]) -> bool:
 
 
 def rows_of(fusion: Fusion, sizes: Mapping[Symbol, Number]) -> tuple[int, int] | None:
-    """Return how many rows there are of how many elements, None where that is not known."""
+    """Returns how many rows there are of how many elements, None where that is not known."""
     try:
         rows, columns = (int(sc.evaluate(x, sizes)) for x in row_extents(reference_of(fusion)))
     except KeyError:
@@ -174,7 +174,7 @@ def rows_of(fusion: Fusion, sizes: Mapping[Symbol, Number]) -> tuple[int, int] |
 
 # ------------------------------------------------------------------ application
 def apply(fusion: Fusion, params: InnerPersistentParams) -> None:
-    """Schedule the fusion in place."""
+    """Schedules the fusion in place."""
     fusion.resident_threads = params.resident
     fusion.cluster = params.cluster
     rewrite(fusion, is_kept=params.kept > 0, has_threads=params.threads_x > 0)
@@ -193,7 +193,7 @@ def apply(fusion: Fusion, params: InnerPersistentParams) -> None:
 
 
 def _groups(view: RowView) -> list[list[int]]:
-    """Return the rows, as one group with the broadcast axes of the reference, and the row."""
+    """Returns the rows, as one group with the broadcast axes of the reference, and the row."""
     rank = len(view.reference.domain.logical)
     broadcast = [p for p in range(rank) if p not in view.space.concrete]
     rows = [*broadcast, *(p for run in view.iterated for p in run)]
@@ -214,7 +214,7 @@ def _apply_threads(
     kept: list[TensorView],
     needed: Mapping[TensorView, int],
 ) -> None:
-    """Schedule a fusion whose levels are separate; `needed` gives that of each tensor."""
+    """Schedules a fusion whose levels are separate; `needed` gives that of each tensor."""
     fusion, full, levels = view.fusion, view.full, levels_of(view.fusion)
     accesses = {a.tv: a for a in view.space.accesses}
     ahead: dict[TensorView, Access] = {}
@@ -256,7 +256,7 @@ def _is_wide(view: RowView, params: InnerPersistentParams, access: Access) -> bo
 
 
 def _once_per_row(view: RowView, levels: dict[TensorView, int]) -> list[TensorView]:
-    """Return what has a value for each row and is read along it: a register of each thread."""
+    """Returns what has a value for each row and is read along it: a register of each thread."""
     fusion, found = view.fusion, list[TensorView]()
     for access in view.space.accesses:
         tv = access.tv
@@ -298,7 +298,7 @@ def _by_level(uses: Sequence[TensorOp], needed: Mapping[TensorView, int]) -> lis
 
 
 def _shape(view: RowView, params: InnerPersistentParams) -> tuple[int, int]:
-    """Build the loops of the reference; return how many of them are rows, and the tile's."""
+    """Builds the loops of the reference; returns how many of them are rows, and the tile's."""
     tv, groups = view.reference, _groups(view)
     if params.exact:
         _assume_exact(view, groups, params)
@@ -335,7 +335,7 @@ def _shape(view: RowView, params: InnerPersistentParams) -> tuple[int, int]:
 
 
 def _follow_rows(tv: TensorView, view: RowView, loops: Loops) -> None:
-    """Give parts the loops of the rows that they sum."""
+    """Gives parts the loops of the rows that they sum."""
     loops.repeat_along(tv, view.row_axes)
     parts, model = view.parts[tv], view.reference.domain.loop
     places = {a.number: k for k, a in enumerate(tv.domain.loop)}
@@ -351,7 +351,7 @@ def _is_row(view: RowView, tv: TensorView) -> bool:
 
 
 def _assume_exact(view: RowView, groups: list[list[int]], params: InnerPersistentParams) -> None:
-    """Make the length of the row a constant, and the rows whole blocks."""
+    """Makes the length of the row a constant, and the rows whole blocks."""
     logical = view.reference.domain.logical
     *rows, row = groups
     if len(row) == 1:
@@ -371,7 +371,7 @@ def _finish(
     ahead: Mapping[TensorView, Access] = NOTHING,
     inside: int = 0,
 ) -> None:
-    """Give all tensors their loops and positions: `shared` loop axes of the reference are rows,
+    """Gives all tensors their loops and positions: `shared` loop axes of the reference are rows,
     what is loaded `ahead` has `inside` loops of its own."""
     fusion, reference = view.fusion, view.reference
     loops, view = Loops(fusion, reference), RowView(fusion)
@@ -490,7 +490,7 @@ class InnerPersistentParams:
 
 # ------------------------------------------------------------------ heuristics
 def generic(device: DeviceInfo) -> InnerPersistentParams:
-    """Return the parameters that rely on nothing."""
+    """Returns the parameters that rely on nothing."""
     if device.kind == "cpu":
         return InnerPersistentParams()
     return InnerPersistentParams(threads_x=THREADS_PER_BLOCK)
@@ -499,7 +499,7 @@ def generic(device: DeviceInfo) -> InnerPersistentParams:
 def chooser(
     fusion: Fusion, device: DeviceInfo, *, beside: int = 0, in_clusters: bool = False
 ) -> Callable[[Facts], InnerPersistentParams]:
-    """Return what chooses form, vector width and thread shape for an input class, where a thread
+    """Returns what chooses form, vector width and thread shape for an input class, where a thread
     keeps `beside` bytes more for each element of its row; `in_clusters`: also how many blocks take
     a row."""
     if device.kind == "cpu":
@@ -572,7 +572,7 @@ class _RowsAccess(NamedTuple):
 
 
 def _most_chunks(shape: _RowsAccess, nbytes: int) -> int:
-    """Return the vectors that a thread keeps where a block has threads enough: the compiler keeps
+    """Returns the vectors that a thread keeps where a block has threads enough: the compiler keeps
     what it converts in its wider form."""
     return max(4 * KEPT_REGISTERS // (max(nbytes, 4) * shape.vector), 1)
 
@@ -637,7 +637,7 @@ def _looped_params(shape: _RowsAccess, *, has_columns: bool, writes: bool) -> In
 
 
 def _cluster_params(shape: _RowsAccess, nbytes: int, device: DeviceInfo) -> InnerPersistentParams:
-    """Return the least cluster whose threads keep a row; where none does, one that reads a row so
+    """Returns the least cluster whose threads keep a row; where none does, one that reads a row so
     that all rows under way stay in the cache of second level."""
     most = min(device.max_cluster, device.max_grid[1])
     sizes = [1 << k for k in range(1, most.bit_length())]

@@ -23,7 +23,7 @@ class Facts(NamedTuple):
     alignments: Mapping[int, int] = MappingProxyType({})
 
     def value(self, fusion: Fusion, x: Scalar) -> int:
-        """Return the value of an extent.
+        """Returns the value of an extent.
 
         Raises:
             InputError: a symbol of it has no size.
@@ -40,7 +40,7 @@ class Facts(NamedTuple):
         raise InputError(f"no size is known for {', '.join(missing)} in {x}")
 
     def numel(self, fusion: Fusion, axes: Iterable[IterDomain]) -> int:
-        """Return the number of iterations of several axes; a broadcast axis counts once."""
+        """Returns the number of iterations of several axes; a broadcast axis counts once."""
         return prod(self.value(fusion, a.extent) for a in axes)
 
     def alignment(self, tensor_number: int) -> int:
@@ -55,7 +55,7 @@ class RunExtents:
         self._counts = Computed([sc.product(a.extent for a in run) for run in runs])
 
     def of(self, facts: Facts) -> list[int]:
-        """Return the iterations of each group. Raises `InputError` as `Facts.value` does."""
+        """Returns the iterations of each group. Raises `InputError` as `Facts.value` does."""
         found = self._counts.at_once(facts.sizes)
         if found is None:  # a symbol that has its size by another name, or none
             return [facts.numel(self._fusion, run) for run in self._runs]

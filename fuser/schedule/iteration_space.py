@@ -82,7 +82,7 @@ class Space:
         return access.order is not None and len(access.order) == len(self.concrete)
 
     def memory_order(self) -> tuple[int, ...]:
-        """Return the concrete axes in the memory order that most bytes of full tensors have.
+        """Returns the concrete axes in the memory order that most bytes of full tensors have.
 
         Outputs win ties: uncoalesced stores cost more than uncoalesced loads.
         """
@@ -103,7 +103,7 @@ class Space:
         return (*(p for p in self.concrete if p not in best), *best)
 
     def runs(self, order: Sequence[int]) -> tuple[tuple[int, ...], ...]:
-        """Split an axis order into maximal runs that are contiguous in every tensor; a run never
+        """Splits an axis order into maximal runs that are contiguous in every tensor; a run never
         holds reduced and iterated axes."""
         runs: list[list[int]] = []
         for position in order:
@@ -128,7 +128,7 @@ class Space:
 
 
 def iteration_space(fusion: Fusion, reference: TensorView, graph: AxisGraph | None = None) -> Space:
-    """Describe the inputs and outputs of a fusion along the logical axes of `reference`."""
+    """Describes the inputs and outputs of a fusion along the logical axes of `reference`."""
     graph = graph or AxisGraph(fusion)
     logical = reference.domain.logical
     matcher = AxisMatcher(graph, reference)
@@ -168,7 +168,7 @@ def iteration_space(fusion: Fusion, reference: TensorView, graph: AxisGraph | No
 
 
 def _table_access(op: LookupOp, matcher: AxisMatcher, place: Mapping[int, int]) -> Access:
-    """Say how a table lies in memory beside its looked-up axis."""
+    """Says how a table lies in memory beside its looked-up axis."""
     domain, roots = op.table.domain, op.out.domain.maybe_root
     targets = dict(zip((a.number for a in domain.no_reductions), op.table_map(), strict=True))
     order: list[int] = []
@@ -187,13 +187,13 @@ def _table_access(op: LookupOp, matcher: AxisMatcher, place: Mapping[int, int]) 
 
 
 def direct_uses(tv: TensorView) -> list[TensorOp]:
-    """Return the ops that read a tensor at no looked-up places."""
+    """Returns the ops that read a tensor at no looked-up places."""
     uses = tv.fusion.uses(tv)
     return [op for op in uses if not (isinstance(op, LookupOp) and op.table is tv)]
 
 
 def tensors_above_resize(fusion: Fusion) -> frozenset[TensorView]:
-    """Return the tensors that some consumer reads at a shifted index (slice, pad, cat)."""
+    """Returns the tensors that some consumer reads at a shifted index (slice, pad, cat)."""
     found: set[TensorView] = set()
     for op in reversed(fusion.exprs):
         if isinstance(op, RESIZING) or any(o in found for o in op.outputs):
@@ -202,7 +202,7 @@ def tensors_above_resize(fusion: Fusion) -> frozenset[TensorView]:
 
 
 def has_self_mapping(graph: AxisGraph, tensors: Iterable[TensorView]) -> TensorView | None:
-    """Return a tensor that has one axis twice (x + x.t()), None when there is none."""
+    """Returns a tensor that has one axis twice (x + x.t()), None when there is none."""
     for tv in tensors:
         classes = [graph.find(a) for a in tv.domain.logical if not a.is_broadcast]
         if len(set(classes)) < len(classes):
@@ -236,17 +236,17 @@ class VectorWidths:
         self._aligned = self._within(Facts({}))
 
     def of(self, facts: Facts, inner_extent: int) -> int:
-        """Return the width where the inner run has this extent."""
+        """Returns the width where the inner run has this extent."""
         return gcd(self.within(facts), inner_extent) if inner_extent else 1
 
     def wider(self, facts: Facts, columns: int, width: int) -> int:
-        """Return the width for rows that are shifted to words of memory (`ir.domain.Shift`), where
+        """Returns the width for rows that are shifted to words of memory (`ir.domain.Shift`), where
         it is larger than `width`; else 0."""
         shifted = self.within(facts) if columns >= SHIFTED_COLUMNS else 0
         return shifted if shifted > width else 0
 
     def within(self, facts: Facts) -> int:
-        """Return the width where the inner run may have any extent."""
+        """Returns the width where the inner run may have any extent."""
         return self._within(facts) if facts.alignments else self._aligned
 
     def _within(self, facts: Facts) -> int:

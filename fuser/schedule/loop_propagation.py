@@ -52,7 +52,7 @@ class AxisMatcher:
         }
 
     def matches(self, target: TensorDomain) -> dict[int, IterDomain]:
-        """Map reference logical axes to the logical (or root-level) axes of a target."""
+        """Maps reference logical axes to the logical (or root-level) axes of a target."""
         found: dict[int, IterDomain] = {}
         for axis in target.logical:
             reference = self.reference_of(axis)
@@ -65,7 +65,7 @@ class AxisMatcher:
         return found
 
     def reference_of(self, axis: IterDomain) -> IterDomain | None:
-        """Return the reference axis that `axis` stands for, None for none."""
+        """Returns the reference axis that `axis` stands for, None for none."""
         klass = self._graph.find(axis)
         exact = self._by_class.get(klass) or self._downstream.get(klass)
         if exact is not None or not axis.is_broadcast:
@@ -124,7 +124,7 @@ class LoopReplay:
         self._known: dict[object, TensorDomain] = {}
 
     def apply(self, target: TensorView, matches: Matches) -> None:
-        """Rebind the target's domain; `matches` are of reference logical axes."""
+        """Rebinds the target's domain; `matches` are of reference logical axes."""
         domain = target.domain
         if domain.transforms:
             target.domain = self._replayed(target.fusion, domain, matches)
@@ -174,7 +174,7 @@ class LoopReplay:
 
 
 def _renumbered(made: TensorDomain, like: TensorDomain, fusion: Fusion) -> TensorDomain:
-    """Return a domain that was made of one like `like`, for that one: new axes come after those
+    """Returns a domain that was made of one like `like`, for that one: new axes come after those
     that were there, in the order of their numbers."""
     names = dict(zip(made.axes, sorted(like.axes), strict=False))
     names.update({n: fusion.next_axis() for n in made.axes if n not in names})
@@ -182,7 +182,7 @@ def _renumbered(made: TensorDomain, like: TensorDomain, fusion: Fusion) -> Tenso
 
 
 def _unparallelized(axis: IterDomain) -> IterDomain:
-    """Drop a parallel type that belongs to an earlier schedule of one kernel."""
+    """Drops a parallel type that belongs to an earlier schedule of one kernel."""
     if axis.ptype is ParallelType.serial or axis.is_device or axis.is_stream:
         return axis
     return replace(axis, ptype=ParallelType.serial)
@@ -191,7 +191,7 @@ def _unparallelized(axis: IterDomain) -> IterDomain:
 def follow(
     transforms: Sequence[Transform], target: TensorDomain, matches: Matches
 ) -> dict[int, IterDomain]:
-    """Match further axes along equal transforms that both tensors already have.
+    """Matches further axes along equal transforms that both tensors already have.
 
     `transforms` are the reference's. A merge with an axis that the target lacks matches the other.
     """
@@ -211,7 +211,8 @@ def follow(
 
 # ------------------------------------------------------------------ the user's functions
 def transform_like(reference_tv: TensorView, selected_tensors: Collection[TensorView] = ()) -> None:
-    """Repeat the reference's loop transforms on all tensors of the fusion, or on the selected ones.
+    """Repeats the reference's loop transforms on all tensors of the fusion, or on the selected
+    ones.
 
     Splits, merges and order only, no parallel types. Axes that the reference does not have go last.
     Tensors above a reshape repeat what the reshape does before. Fusion inputs keep their domain.
@@ -230,7 +231,7 @@ def transform_like(reference_tv: TensorView, selected_tensors: Collection[Tensor
 def _above_reshapes(
     reference: TensorView, chosen: Sequence[TensorView]
 ) -> Iterator[tuple[Callable[[], TensorDomain], AxisMatcher, list[TensorView]]]:
-    """Yield for each reshape among the tensors, the last first: its result's domain as its operand
+    """Yields for each reshape among the tensors, the last first: its result's domain as its operand
     sees it, from the axes before the reshape on; what matches those; and the tensors above it whose
     own axes the reference does not have."""
     fusion = reference.fusion
@@ -249,7 +250,7 @@ def _above_reshapes(
 
 
 def _from_root(tv: TensorView) -> TensorDomain:
-    """Return the domain of a reshape's result with the axes before the reshape as the logical
+    """Returns the domain of a reshape's result with the axes before the reshape as the logical
     ones."""
     domain = tv.domain
     return domain.having(logical=domain.root_numbers, root=(), allocation=(), contiguity=())
@@ -261,7 +262,7 @@ def bounded_transform_backward(
     to: Collection[TensorView],
     propagate_parallel_type: bool = False,
 ) -> None:
-    """Repeat the transforms of the loop axes [0, pos) of `from_` on the tensors `to` above it and
+    """Repeats the transforms of the loop axes [0, pos) of `from_` on the tensors `to` above it and
     on everything between; -1 means all axes.
 
     Raises:
@@ -297,7 +298,7 @@ def parallelize_like(
     selected_parallel_types: Collection[ParallelType] = (),
     propagate_padding: bool = True,
 ) -> None:
-    """Copy the parallel types of the reference's first `pos` loop axes to the matching axes of
+    """Copies the parallel types of the reference's first `pos` loop axes to the matching axes of
     other tensors; without a selection, of all tensors and all types.
 
     Vectorize is copied only to explicitly selected tensors: it says how one tensor is accessed.
@@ -325,7 +326,7 @@ def _parallelize(
     targets: Sequence[TensorView],
     wanted: Mapping[int, ParallelType],
 ) -> None:
-    """Give the axes of targets that match loop axes of a domain the types wanted for those."""
+    """Gives the axes of targets that match loop axes of a domain the types wanted for those."""
     history = transforms_between(domain, domain.logical, domain.loop)
     for tv in targets:
         found = follow(history, tv.domain, matcher.matches(tv.domain))
@@ -335,7 +336,7 @@ def _parallelize(
 
 
 def set_parallel_types(tv: TensorView, types: Mapping[int, ParallelType]) -> None:
-    """Give several axes of one tensor their parallel types at once (axis number -> type)."""
+    """Gives several axes of one tensor their parallel types at once (axis number -> type)."""
     if types:
         axes = tv.domain.axes
         tv.domain = tv.domain.with_axes(*(replace(axes[n], ptype=p) for n, p in types.items()))
@@ -354,7 +355,7 @@ def _chosen(reference: TensorView, selected: Collection[TensorView]) -> list[Ten
 
 
 def check_selected(fusion: Fusion, selected: Collection[TensorView]) -> None:
-    """Raise `DefinitionError` for a tensor of another definition."""
+    """Raises `DefinitionError` for a tensor of another definition."""
     for tv in selected:
         if tv.fusion is not fusion:
             raise DefinitionError(f"{tv} belongs to another definition than the others")

@@ -121,7 +121,7 @@ class OuterPersistentParams:
 
 # ------------------------------------------------------------------ what is accepted
 def accepts(fusion: Fusion) -> str | None:
-    """Return why the fusion is not of this kind, None when it is."""
+    """Returns why the fusion is not of this kind, None when it is."""
     reason = inner_persistent.waiting_rejection(fusion)
     if reason is None:
         reason = next(filter(None, (_update_rejection(fusion, a) for a in fusion.aliases)), None)
@@ -148,14 +148,14 @@ def _update_rejection(fusion: Fusion, alias: Alias) -> str | None:
 
 
 def step_of(columns: int, rows: int) -> int:
-    """Return a number that is the same for all extents that are decided alike: the place in `STEPS`
-    of the rows that a block must hold."""
+    """Returns a number that is the same for all extents that are decided alike: the place in
+    `STEPS` of the rows that a block must hold."""
     rows *= ROWS_OF_SINGLE_COLUMNS if columns % MOST_COLUMNS else 1
     return next((k for k, most in enumerate(STEPS) if rows <= most), len(STEPS))
 
 
 def most_rows(fusion: Fusion) -> int:
-    """Return how many rows of a narrow strip a block holds, one of `STEPS`; 0 for fewer."""
+    """Returns how many rows of a narrow strip a block holds, one of `STEPS`; 0 for fewer."""
     view, nbytes = _view_and_bytes(fusion)
     columns = max(SECTOR // _widest(view), 1)
     fits = [step for step in STEPS if step * columns * nbytes <= MOST_BYTES]
@@ -163,7 +163,7 @@ def most_rows(fusion: Fusion) -> int:
 
 
 def _view_and_bytes(fusion: Fusion) -> tuple[RowView, int]:
-    """Return a fusion as threads keep its rows, and the bytes that they keep of each element."""
+    """Returns a fusion as threads keep its rows, and the bytes that they keep of each element."""
     given, _ = fusion.copy()
     rewrite(given, is_kept=True, has_threads=True)
     view = RowView(given)
@@ -172,7 +172,7 @@ def _view_and_bytes(fusion: Fusion) -> tuple[RowView, int]:
 
 
 def _widest(view: RowView) -> int:
-    """Return the bytes of an element of the widest input that has all axes."""
+    """Returns the bytes of an element of the widest input that has all axes."""
     read = (a for a in view.space.accesses if not a.is_output and a.tv in view.full)
     return max((a.nbytes for a in read), default=4)
 
@@ -185,14 +185,14 @@ def suits(fusion: Fusion, sizes: Mapping[Symbol, Number]) -> bool:
 
 # ------------------------------------------------------------------ heuristics
 def generic(device: DeviceInfo) -> OuterPersistentParams:
-    """Return the parameters that rely on nothing."""
+    """Returns the parameters that rely on nothing."""
     if device.kind == "cpu":
         return OuterPersistentParams()
     return OuterPersistentParams(*THREADS_GENERIC)
 
 
 def chooser(fusion: Fusion, device: DeviceInfo) -> Callable[[Facts], OuterPersistentParams]:
-    """Return what chooses vector width and thread shape for an input class."""
+    """Returns what chooses vector width and thread shape for an input class."""
     if device.kind == "cpu":
         loops = OuterPersistentParams()
         return lambda facts: loops
@@ -222,7 +222,7 @@ def chooser(fusion: Fusion, device: DeviceInfo) -> Callable[[Facts], OuterPersis
 def _kept_params(
     columns: list[int], rows: int, step: tuple[int, int, int], device: DeviceInfo
 ) -> OuterPersistentParams:
-    """Choose for vectors of so many elements, bytes in memory and bytes of registers."""
+    """Chooses for vectors of so many elements, bytes in memory and bytes of registers."""
     vector, nbytes, kept_bytes = step
     chunks, outside = -(-columns[-1] // vector), prod(columns[:-1])
     least, x = (max(n // nbytes, 1) for n in (SECTOR, LINE))
@@ -244,7 +244,7 @@ def _kept_params(
 
 # ------------------------------------------------------------------ application
 def apply(fusion: Fusion, params: OuterPersistentParams) -> None:
-    """Schedule the fusion in place."""
+    """Schedules the fusion in place."""
     rewrite(fusion, is_kept=params.kept > 0, has_threads=params.threads_x > 0)
     if params.threads_x == 0:
         view = RowView(fusion)
@@ -292,7 +292,7 @@ def _is_wide(access: Access, innermost: int, params: OuterPersistentParams) -> b
 
 
 def _once_per_column(view: RowView) -> list[TensorView]:
-    """Return what has a value for each column and is read along it: registers of each thread."""
+    """Returns what has a value for each column and is read along it: registers of each thread."""
     fusion, levels = view.fusion, levels_of(view.fusion)
     found: list[TensorView] = []
     for op in fusion.exprs:
@@ -306,7 +306,7 @@ def _once_per_column(view: RowView) -> list[TensorView]:
 
 
 def _groups(view: RowView) -> tuple[list[int], list[int], list[int]]:
-    """Return the columns outside, the innermost columns, and the rows. Broadcast axes of the
+    """Returns the columns outside, the innermost columns, and the rows. Broadcast axes of the
     reference join the outermost columns: alone they are none, and readers may lack them."""
     rank = len(view.reference.domain.logical)
     broadcast = [p for p in range(rank) if p not in view.space.concrete]
@@ -317,7 +317,7 @@ def _groups(view: RowView) -> tuple[list[int], list[int], list[int]]:
 
 
 def _shape(view: RowView, params: OuterPersistentParams) -> None:
-    """Build the loops of the reference for threads."""
+    """Builds the loops of the reference for threads."""
     tv, fusion = view.reference, view.fusion
     groups = _groups(view)
     outside = groups[0]
@@ -345,8 +345,8 @@ def _shape(view: RowView, params: OuterPersistentParams) -> None:
 
 
 def _assume_exact(view: RowView, params: OuterPersistentParams) -> bool:
-    """Make the number of rows a constant, and the columns whole strips; return whether it is known
-    that they are."""
+    """Makes the number of rows a constant, and the columns whole strips; returns whether it is
+    known that they are."""
     fusion, logical = view.fusion, view.reference.domain.logical
     _, columns, rows = _groups(view)
     count = sc.product(logical[p].extent for p in rows)
@@ -361,7 +361,7 @@ def _assume_exact(view: RowView, params: OuterPersistentParams) -> bool:
 
 
 def _shape_loops(view: RowView) -> int:
-    """Build the loops of the reference for the CPU; return how many of them are columns."""
+    """Builds the loops of the reference for the CPU; returns how many of them are columns."""
     tv = view.reference
     outside, columns, _ = _groups(view)
     rows = [outside, columns] if outside else [columns]
@@ -376,7 +376,7 @@ def _shape_loops(view: RowView) -> int:
 
 
 def _finish(view: RowView, shared: int, kept: list[TensorView]) -> None:
-    """Give all tensors their loops and positions: `shared` loop axes of the reference are
+    """Gives all tensors their loops and positions: `shared` loop axes of the reference are
     columns."""
     fusion, reference = view.fusion, view.reference
     loops, view = Loops(fusion, reference), RowView(fusion)

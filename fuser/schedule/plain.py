@@ -43,7 +43,7 @@ class PlainParams:
 
 
 def accepts(fusion: Fusion) -> str | None:
-    """Return why the fusion is not one op over recomputed pointwise ops, None when it is."""
+    """Returns why the fusion is not one op over recomputed pointwise ops, None when it is."""
     if not fusion.exprs or not fusion.outputs:
         return "the fusion computes nothing"
     last = fusion.definition(fusion.outputs[0])
@@ -61,19 +61,19 @@ def accepts(fusion: Fusion) -> str | None:
 
 
 def generic(device: DeviceInfo) -> PlainParams:
-    """Return the only parameters."""
+    """Returns the only parameters."""
     return PlainParams() if device.kind == "cpu" else PlainParams(THREADS)
 
 
 def chooser(fusion: Fusion, device: DeviceInfo) -> Callable[[Facts], PlainParams]:
-    """Return the choice of parameters: there are no others."""
+    """Returns the choice of parameters: there are no others."""
     del fusion
     params = generic(device)
     return lambda facts: params
 
 
 def apply(fusion: Fusion, params: PlainParams) -> None:
-    """Schedule the fusion in place."""
+    """Schedules the fusion in place."""
     for out in fusion.outputs:
         _shape(out, params.threads)
     for tv in intermediates(fusion, ()):
@@ -83,7 +83,7 @@ def apply(fusion: Fusion, params: PlainParams) -> None:
 
 
 def _shape(tv: TensorView, threads: int) -> None:
-    """Give one result its loops: iterated axes as they lie in memory, then reduced ones."""
+    """Gives one result its loops: iterated axes as they lie in memory, then reduced ones."""
     place = {a.number: k for k, a in enumerate(tv.domain.logical)}
     order = [place[a.number] for a in tv.domain.maybe_allocation if a.number in place]
     order += [k for k in place.values() if k not in order]

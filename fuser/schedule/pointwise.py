@@ -125,13 +125,13 @@ class PointwiseParams:
 
 
 def generic(device: DeviceInfo) -> PointwiseParams:
-    """Return the parameters that rely on nothing."""
+    """Returns the parameters that rely on nothing."""
     return PointwiseParams() if device.kind == "cpu" else PointwiseParams(threads_x=THREADS)
 
 
 # ------------------------------------------------------------------ what is accepted
 def accepts(fusion: Fusion) -> str | None:
-    """Return why the fusion is not pointwise, None when it is."""
+    """Returns why the fusion is not pointwise, None when it is."""
     for op in fusion.exprs:
         if isinstance(op, NOT_POINTWISE):
             return f"{op.name} of {op.outputs[0]} is not pointwise"
@@ -140,7 +140,7 @@ def accepts(fusion: Fusion) -> str | None:
 
 
 def common_rejection(fusion: Fusion, graph: AxisGraph) -> str | None:
-    """Return why no scheduler of ours takes the fusion, None when one may."""
+    """Returns why no scheduler of ours takes the fusion, None when one may."""
     if not fusion.exprs or not fusion.outputs:
         return "the fusion computes nothing"
     if any(out in fusion.inputs for out in fusion.outputs):
@@ -199,7 +199,7 @@ def _output_rejection(fusion: Fusion, graph: AxisGraph) -> str | None:
 
 
 def reference_output(fusion: Fusion) -> TensorView:
-    """Return the first output with the most concrete axes."""
+    """Returns the first output with the most concrete axes."""
     return max(fusion.outputs, key=lambda tv: sum(not a.is_broadcast for a in tv.domain.logical))
 
 
@@ -209,7 +209,7 @@ def space_of(fusion: Fusion) -> Space:
 
 # ------------------------------------------------------------------ heuristics
 def chooser(fusion: Fusion, device: DeviceInfo) -> Callable[[Facts], PointwiseParams]:
-    """Return what chooses vector width, unrolling and thread shape for an input class."""
+    """Returns what chooses vector width, unrolling and thread shape for an input class."""
     if device.kind == "cpu":
         loops = PointwiseParams()
         return lambda facts: loops
@@ -263,7 +263,7 @@ def _looks_along(space: Space, inner: int) -> bool:
 
 
 def _along_params(chunks: int, rows: int, vector: int, device: DeviceInfo) -> PointwiseParams:
-    """Take long pieces of rows of so many vectors, where all multiprocessors get blocks."""
+    """Takes long pieces of rows of so many vectors, where all multiprocessors get blocks."""
     threads, unroll = min(power_of_two_at_least(chunks), THREADS_ALONG), MAX_UNROLL
     while unroll > 1 and (
         threads * unroll >= 2 * chunks
@@ -282,15 +282,15 @@ def _is_inner_on_x(blocks_outer: int, blocks_inner: int, device: DeviceInfo) -> 
 
 
 def _full_if_flat(space: Space) -> tuple[Access, ...]:
-    """Return the accesses to all axes, where these lie one row behind the other in one order and no
-    other tensor is read at shifted places."""
+    """Returns the accesses to all axes, where these lie one row behind the other in one order and
+    no other tensor is read at shifted places."""
     full = tuple(a for a in space.accesses if space.is_full(a))
     is_flat = space.are_dense(full) and all(a.order is not None for a in space.accesses)
     return full if is_flat else ()
 
 
 def _flat_most(space: Space, inner: int) -> int:
-    """Return how wide flat vectors may be for what rows along an axis share."""
+    """Returns how wide flat vectors may be for what rows along an axis share."""
     full = sum(a.nbytes for a in space.accesses if space.is_full(a))
     along = (a for a in space.accesses if not space.is_full(a) and inner in (a.order or ()))
     shared = sum(a.nbytes for a in along)
@@ -298,7 +298,7 @@ def _flat_most(space: Space, inner: int) -> int:
 
 
 def _threads(chunks: int, *, one_run: bool) -> tuple[int, int]:
-    """Cover the inner run with THREADS threads, a shorter one with fewer, so that most lanes have
+    """Covers the inner run with THREADS threads, a shorter one with fewer, so that most lanes have
     work: few shapes of kernels exist."""
     if one_run or chunks > THREADS:
         return THREADS, 1
@@ -309,22 +309,22 @@ def _threads(chunks: int, *, one_run: bool) -> tuple[int, int]:
 
 
 def _narrower(vector: int, elements: int, device: DeviceInfo) -> int:
-    """Return the width for so many elements. Measured on an H200: where vectors of 8 leave threads
+    """Returns the width for so many elements. Measured on an H200: where vectors of 8 leave threads
     of the device without work, half of them take a tenth less time."""
     threads = device.sm_count * device.max_threads_per_sm
     return vector // 2 if vector >= MANY_ELEMENTS and elements < threads * vector else vector
 
 
 def loaded_bytes(space: Space, *, outputs: bool = False) -> int:
-    """Return the bytes that one element of all full inputs takes, or of all full `outputs`."""
+    """Returns the bytes that one element of all full inputs takes, or of all full `outputs`."""
     rank = len(space.concrete)
     chosen = (a for a in space.accesses if a.is_output == outputs)
     return sum(a.nbytes for a in chosen if a.order is None or len(a.order) == rank)
 
 
 def equal_pieces(fusion: Fusion, axis: IterDomain) -> tuple[int, int]:
-    """Return how many pieces of which constant length all concatenations along an axis have; (1, 0)
-    where they differ, or there are none."""
+    """Returns how many pieces of which constant length all concatenations along an axis have; (1,
+    0) where they differ, or there are none."""
     joined = [op for op in fusion.exprs if isinstance(op, CatOp)]
     if not joined:
         return 1, 0
@@ -341,12 +341,12 @@ def equal_pieces(fusion: Fusion, axis: IterDomain) -> tuple[int, int]:
 
 
 def loads_for(wanted: int, nbytes: int, most: int = MAX_UNROLL) -> int:
-    """Return how many loads of `nbytes` make the wanted bytes, a power of two."""
+    """Returns how many loads of `nbytes` make the wanted bytes, a power of two."""
     return min(power_of_two_at_least(-(-wanted // max(nbytes, 1))), most)
 
 
 def unroll_of(loaded: int, elements: int, vector: int, wanted: int, device: DeviceInfo) -> int:
-    """Unroll once every thread of the device has that many vectors to work on."""
+    """Unrolls once every thread of the device has that many vectors to work on."""
     unroll = loads_for(wanted, loaded * vector)
     threads = device.sm_count * device.max_threads_per_sm
     return unroll if elements >= threads * vector * unroll // 2 else 1
@@ -354,7 +354,7 @@ def unroll_of(loaded: int, elements: int, vector: int, wanted: int, device: Devi
 
 # ------------------------------------------------------------------ application
 def apply(fusion: Fusion, params: PointwiseParams) -> None:
-    """Schedule the fusion in place."""
+    """Schedules the fusion in place."""
     space = space_of(fusion)
     runs = space.runs(space.memory_order())
     if params.threads_x == 0:
@@ -364,7 +364,7 @@ def apply(fusion: Fusion, params: PointwiseParams) -> None:
 
 
 def _groups(space: Space, runs: tuple[tuple[int, ...], ...], limit: int) -> list[list[int]]:
-    """Return axis groups, outside in, at most `limit`; broadcast axes join the outermost."""
+    """Returns axis groups, outside in, at most `limit`; broadcast axes join the outermost."""
     groups = [list(r) for r in runs]
     while len(groups) > limit:
         groups[0:2] = [groups[0] + groups[1]]
@@ -451,7 +451,7 @@ def _covers(access: Access, inner_run: frozenset[int], rank: int) -> bool:
 
 
 def _shared(tv: TensorView, reference: TensorView, outside: set[int]) -> int:
-    """Count tv's loop axes that stand for reference loop axes up to the unswitch axis."""
+    """Counts tv's loop axes that stand for reference loop axes up to the unswitch axis."""
     wanted = [a.ptype for a in reference.domain.loop if a.number in outside]
     count = 0
     for axis in tv.domain.loop:
@@ -462,7 +462,7 @@ def _shared(tv: TensorView, reference: TensorView, outside: set[int]) -> int:
 
 
 def _shape(tv: TensorView, groups: list[list[int]], params: PointwiseParams) -> int:
-    """Build the reference's loops; return the position of the unswitch axis."""
+    """Builds the reference's loops; returns the position of the unswitch axis."""
     arrange(tv, groups)
     if not groups:
         return -1
@@ -491,8 +491,8 @@ def _shape(tv: TensorView, groups: list[list[int]], params: PointwiseParams) -> 
 
 
 def _shape_pieces(tv: TensorView, params: PointwiseParams) -> int:
-    """Build the loops of a concatenation, [outer, pieces * length] or [pieces * length]; return the
-    position of the unswitch axis."""
+    """Builds the loops of a concatenation, [outer, pieces * length] or [pieces * length]; return
+    the position of the unswitch axis."""
     last = len(tv.domain.loop) - 1
     extent = sc.int_value(tv.domain.loop[last].extent)
     assert extent is not None

@@ -65,7 +65,7 @@ CPU_COLUMNS = 256
 
 # ------------------------------------------------------------------ what is accepted
 def accepts(fusion: Fusion) -> str | None:
-    """Return why the fusion is not a reduction of this kind, None when it is."""
+    """Returns why the fusion is not a reduction of this kind, None when it is."""
     reductions = _reductions(fusion)
     if not reductions:
         return "there is no reduction"
@@ -120,8 +120,8 @@ def _tail_rejection(
 
 
 def joined_spaces(fusion: Fusion, graph: AxisGraph | None = None) -> list[tuple[int, int]]:
-    """Return the pairs of axes by which reductions that nothing relates go over one space: those of
-    the same extents, in the same places."""
+    """Returns the pairs of axes by which reductions that nothing relates go over one space: those
+    of the same extents, in the same places."""
     reference, *others = (op.out_tensor.domain.logical for op in _reductions(fusion))
     if not others:
         return []
@@ -173,13 +173,13 @@ def _runs(space: Space) -> _Runs:
 
 # ------------------------------------------------------------------ heuristics
 def generic(device: DeviceInfo) -> ReductionParams:
-    """Return parameters that rely on nothing; the form follows the fusion when applied."""
+    """Returns parameters that rely on nothing; the form follows the fusion when applied."""
     threads = 0 if device.kind == "cpu" else THREADS_INNER
     return ReductionParams(inner=True, threads_x=threads)
 
 
 def chooser(fusion: Fusion, device: DeviceInfo) -> Callable[[Facts], ReductionParams]:
-    """Return what chooses form, vector width, thread shape and grid split for an input class."""
+    """Returns what chooses form, vector width, thread shape and grid split for an input class."""
     given = fusion
     if joined := joined_spaces(fusion):
         given, _ = fusion.copy()
@@ -225,7 +225,7 @@ def _is_loaded(space: Space, access: Access) -> bool:
 
 
 def _shiftable(space: Space, runs: _Runs) -> tuple[Access, ...]:
-    """Return what is loaded ahead, and stored beside that, where it is rows one behind the other;
+    """Returns what is loaded ahead, and stored beside that, where it is rows one behind the other;
     else nothing."""
     stored = {a.tv for a in space.vector_candidates(runs.innermost) if a.is_output}
     found = tuple(a for a in space.accesses if a.tv in stored or _is_loaded(space, a))
@@ -235,7 +235,7 @@ def _shiftable(space: Space, runs: _Runs) -> tuple[Access, ...]:
 
 # ------------------------------------------------------------------ application
 def apply(fusion: Fusion, params: ReductionParams) -> None:
-    """Schedule the fusion in place."""
+    """Schedules the fusion in place."""
     fusion.joined = tuple(joined_spaces(fusion))
     # A result that others read stays in registers; its copy is the output.
     below = _below(fusion)
@@ -255,7 +255,7 @@ def _broadcasts(space: Space) -> list[int]:
 
 
 def _iterated_groups(space: Space, runs: _Runs) -> list[list[int]]:
-    """Return the iterated runs; broadcast axes of the reference join the outermost."""
+    """Returns the iterated runs; broadcast axes of the reference join the outermost."""
     groups = [list(r) for r in runs.iterated]
     broadcast = _broadcasts(space)
     if broadcast:
@@ -314,7 +314,7 @@ def _apply_threads(fusion: Fusion, space: Space, runs: _Runs, params: ReductionP
 
 
 def _below(fusion: Fusion) -> set[TensorView]:
-    """Return the results of reductions and everything computed from them."""
+    """Returns the results of reductions and everything computed from them."""
     below: set[TensorView] = set()
     for op in fusion.exprs:
         if isinstance(op, REDUCING) or any(v in below for v in op.inputs):
@@ -330,7 +330,7 @@ def _finish(
     stored: dict[TensorView, TensorView],
     loads_at: int,
 ) -> None:
-    """Give all tensors their loops and positions: `shared` loop axes of the reference are rows."""
+    """Gives all tensors their loops and positions: `shared` loop axes of the reference are rows."""
     loops = Loops(fusion, reference)
     below = _below(fusion)
     kept = frozenset(
@@ -370,7 +370,7 @@ def _split_reduction(
     grid: int = 1,
     is_outer: bool = False,
 ) -> list[ParallelType]:
-    """Split a reduced axis into [(BIDy,) S, US, tile.., (vector)]; return the types outside in."""
+    """Splits a reduced axis into [(BIDy,) S, US, tile.., (vector)]; return the types outside in."""
     if vector > 1:
         tv.split(axis, vector)
     types = [PT.unswitch, *split_tile(tv, axis, tile)]
@@ -390,7 +390,7 @@ def _split_reduction(
 def _shape_inner(
     tv: TensorView, rows: list[list[int]], reduced: list[list[int]], params: ReductionParams
 ) -> tuple[int, int]:
-    """Build the loops of an inner reduction; return (row axes, position of US)."""
+    """Builds the loops of an inner reduction; return (row axes, position of US)."""
     outer = [p for run in reduced[:-1] for p in run]
     groups = [[p for run in rows for p in run]] if rows else []
     groups += [outer] if outer else []
@@ -430,7 +430,7 @@ def _shape_inner(
 def _shape_outer(
     tv: TensorView, rows: list[list[int]], reduced: list[list[int]], params: ReductionParams
 ) -> tuple[int, int]:
-    """Build the loops of an outer reduction; return (column axes, position of US)."""
+    """Builds the loops of an outer reduction; return (column axes, position of US)."""
     outside = [p for run in rows[:-1] for p in run]
     groups = [outside] if outside else []
     arrange(tv, [*groups, rows[-1], [p for run in reduced for p in run]])
@@ -589,8 +589,8 @@ def inner_params(
 
 
 def _fuller(chunks: int, tile: int, *, is_heavy: bool) -> int:
-    """Return how many threads take a run of so many vectors with fewer idle lanes than a tile of so
-    many vectors; 0 where none do by much."""
+    """Returns how many threads take a run of so many vectors with fewer idle lanes than a tile of
+    so many vectors; 0 where none do by much."""
 
     def covered(x: int) -> int:
         return -(-chunks // x) * x
@@ -630,7 +630,7 @@ def outer_params(
 
 
 def _alone(chosen: ReductionParams, x: int, rows: int, nbytes: int) -> ReductionParams:
-    """Return parameters for strips of `x` lanes and few bytes, each of which one block sums."""
+    """Returns parameters for strips of `x` lanes and few bytes, each of which one block sums."""
     wanted = max(power_of_two_at_least(-(-nbytes // BYTES_OUTER)), THREADS_OUTER)
     y = min(min(wanted, THREADS_ALONE) // x, power_of_two_at_least(rows))
     unroll = min(chosen.unroll, power_of_two_at_least(-(-rows // y)))
@@ -648,9 +648,9 @@ def short_params(
 
 
 def _grid(threads: int, steps: int, wanted: int, device: DeviceInfo) -> int:
-    """Split a reduction of `steps` serial steps so that about `wanted` threads exist, none idle; of
-    all numbers of blocks only powers of two, and halfway between them. No more than run at a time,
-    however few threads a block has."""
+    """Splits a reduction of `steps` serial steps so that about `wanted` threads exist, none idle;
+    of all numbers of blocks only powers of two, and halfway between them. No more than run at a
+    time, however few threads a block has."""
     if threads * 2 > wanted:
         return 1
     at_once = min(device.sm_count * BLOCKS_PER_SM, device.max_grid[1])

@@ -51,7 +51,7 @@ class Scheduler:
     rungs: Callable[[Params, Params], tuple[Params, ...]] = rungs
 
     def heuristics(self, fusion: Fusion, facts: Facts, device: DeviceInfo) -> Params:
-        """Return the parameters for one class of inputs."""
+        """Returns the parameters for one class of inputs."""
         return self.chooser(fusion, device)(facts)
 
     def ladder(self, chosen: Params, device: DeviceInfo) -> tuple[Params, ...]:
@@ -168,19 +168,20 @@ _BY_NAME: Mapping[str, Scheduler] = {
 def find_scheduler(
     fusion: Fusion, *, suits: Callable[[Scheduler], bool] = lambda row: True
 ) -> str | None:
-    """Return the name of the first scheduler that accepts the fusion and `suits`, None for none."""
+    """Returns the name of the first scheduler that accepts the fusion and `suits`, None for
+    none."""
     rows = (s for s in (*_ROWS, _CLUSTERS, _PLAIN) if s.accepts(fusion) is None)
     return next((s.name for s in rows if suits(s)), None)
 
 
 def rejections(fusion: Fusion) -> dict[str, str]:
-    """Return why each scheduler that does not accept the fusion refuses it."""
+    """Returns why each scheduler that does not accept the fusion refuses it."""
     found = {s.name: s.accepts(fusion) for s in _ROWS}
     return {name: reason for name, reason in found.items() if reason is not None}
 
 
 def scheduler(name: str) -> Scheduler:
-    """Return a scheduler by name; `user` runs what the user scheduled.
+    """Returns a scheduler by name; `user` runs what the user scheduled.
 
     Raises:
         UnsupportedError: there is none of this name.

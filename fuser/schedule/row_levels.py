@@ -28,7 +28,7 @@ from fuser.support.record import record
 
 
 def levels_of(fusion: Fusion) -> dict[TensorView, int]:
-    """Return the level of every tensor."""
+    """Returns the level of every tensor."""
     found: dict[TensorView, int] = {}
     for op in fusion.exprs:
         level = max((found.get(v, 0) for v in op.inputs if isinstance(v, TensorView)), default=0)
@@ -37,12 +37,12 @@ def levels_of(fusion: Fusion) -> dict[TensorView, int]:
 
 
 def level_of_step(op: TensorOp, levels: dict[TensorView, int]) -> int:
-    """Return the level at which an op goes over the row."""
+    """Returns the level at which an op goes over the row."""
     return levels[op.out_tensor] - isinstance(op, REDUCING)
 
 
 def steps_that_read(fusion: Fusion) -> dict[TensorView, set[int]]:
-    """Return the levels whose reductions and outputs are computed from a tensor, for each tensor;
+    """Returns the levels whose reductions and outputs are computed from a tensor, for each tensor;
     what comes out of a reduction is not computed from what goes in."""
     levels, found = levels_of(fusion), dict[TensorView, set[int]]()
     for op in reversed(fusion.used_exprs()):
@@ -71,7 +71,7 @@ class KeptValue:
 def kept_values(
     fusion: Fusion, rows: frozenset[TensorView], *, is_costly: Callable[[TensorOp], bool]
 ) -> list[KeptValue]:
-    """Return the inputs that have the row (`rows` are all tensors that do), and what costly ops
+    """Returns the inputs that have the row (`rows` are all tensors that do), and what costly ops
     lead to that several levels need."""
     levels = levels_of(fusion)
     starts = [op for op in fusion.used_exprs() if op.out_tensor in rows and is_costly(op)]
@@ -98,7 +98,7 @@ def kept_values(
 def _last_of_chain(
     op: TensorOp, levels: dict[TensorView, int], rows: frozenset[TensorView]
 ) -> TensorView:
-    """Return what is kept in place of a result: what its only reader makes of it, and so on, as
+    """Returns what is kept in place of a result: what its only reader makes of it, and so on, as
     long as that takes no more bytes.
 
         u = rand(); h = where(u < p, x, 0) + r   ->   h, and neither u nor x nor r
@@ -118,12 +118,12 @@ def _last_of_chain(
 
 
 def _nbytes_computed(tv: TensorView) -> int:
-    """Return the bytes that an element takes in registers, where a bool takes one of them."""
+    """Returns the bytes that an element takes in registers, where a bool takes one of them."""
     return 4 if tv.dtype() is DataType.Bool else nbytes_of(tv.dtype())
 
 
 def most_bytes(kept: Iterable[KeptValue], vector: int) -> int:
-    """Return the bytes of registers that one element of a row takes at most. What no vector of
+    """Returns the bytes of registers that one element of a row takes at most. What no vector of
     memory fills takes a register of its own."""
     values = list(kept)
     sizes = [nbytes_of(k.tv.dtype()) for k in values]
@@ -134,8 +134,8 @@ def most_bytes(kept: Iterable[KeptValue], vector: int) -> int:
 
 # ------------------------------------------------------------------ rewrites
 def separate_levels(fusion: Fusion, shared: frozenset[TensorView]) -> dict[TensorView, int]:
-    """Give every level its own ops for what several levels compute, `shared` tensors excepted, so
-    that each can load its operands ahead; return the level that each tensor is computed for.
+    """Gives every level its own ops for what several levels compute, `shared` tensors excepted, so
+    that each can load its operands ahead; returns the level that each tensor is computed for.
 
         c = f(x); m = max(c); d = sub(c, m)   ->   c = f(x); m = max(c); e = f(x); d = sub(e, m)
     """
@@ -169,7 +169,7 @@ def _is_step(fusion: Fusion, op: TensorOp) -> bool:
 
 
 def _clone(fusion: Fusion, op: TensorOp) -> TensorOp:
-    """Insert a copy of a pointwise op, with a result of its own, behind it."""
+    """Inserts a copy of a pointwise op, with a result of its own, behind it."""
     twins: dict[TensorView, TensorView] = {}
     for out in op.outputs:
         axes = {n: fusion.clone_axis(a, rfactor=a.rfactor) for n, a in out.domain.axes.items()}
@@ -181,7 +181,7 @@ def _clone(fusion: Fusion, op: TensorOp) -> TensorOp:
 
 
 def divide_once(fusion: Fusion, per_row: Callable[[TensorView], bool]) -> None:
-    """Divide by a value of a row by multiplying with its reciprocal, which one division makes.
+    """Divides by a value of a row by multiplying with its reciprocal, which one division makes.
 
         y = x / s   ->   k = 2^-64 where |s| is huge, 2^64 where it is tiny, else 1
                          r = 1 / (s * k);  y = (x * k) * r
@@ -221,7 +221,7 @@ def _is_half(fusion: Fusion, tv: TensorView) -> bool:
 
 
 def two_pass_welford(fusion: Fusion) -> None:
-    """Compute variances from the row that is kept: a sum for the mean, then one of the squared
+    """Computes variances from the row that is kept: a sum for the mean, then one of the squared
     deviations from it. No element costs a division.
 
     avg, var, n = welford(x)  ->  mean = sum(x) / count; d = x - mean
@@ -264,7 +264,7 @@ def two_pass_welford(fusion: Fusion) -> None:
 
 
 def reference_of(fusion: Fusion) -> TensorView:
-    """Return the result of the first reduction along rows."""
+    """Returns the result of the first reduction along rows."""
     reductions = (op for op in fusion.exprs if isinstance(op, REDUCING))
     return next(op.out_tensor for op in reductions if row_parts(op) is None)
 
@@ -287,7 +287,7 @@ class RowView:
 
     @cached_property
     def parts(self) -> dict[TensorView, RowParts]:
-        """Return the results that are parts of sums over the rows."""
+        """Returns the results that are parts of sums over the rows."""
         found = {op.out_tensor: row_parts(op) for op in self.fusion.exprs}
         return {tv: parts for tv, parts in found.items() if parts is not None}
 
@@ -296,7 +296,7 @@ class RowView:
         return self.reduced[-1][-1]
 
     def axes(self, tv: TensorView) -> frozenset[int] | None:
-        """Return the axes of the reference that a tensor iterates; None where it has others."""
+        """Returns the axes of the reference that a tensor iterates; None where it has others."""
         concrete = [a for a in tv.domain.no_reductions if not a.is_broadcast]
         matches = [self.matcher.reference_of(a) for a in concrete]
         found = frozenset(m.number for m in matches if m is not None)
@@ -309,7 +309,7 @@ class RowView:
 
     @cached_property
     def full(self) -> frozenset[TensorView]:
-        """Return the tensors that have all axes, those read at shifted indices excepted."""
+        """Returns the tensors that have all axes, those read at shifted indices excepted."""
         wanted = self.row_axes | self.iterated_axes
         unknown = {a.tv for a in self.space.accesses if a.order is None and not a.is_output}
         return frozenset(
@@ -318,7 +318,7 @@ class RowView:
 
     @cached_property
     def dense(self) -> tuple[Access, ...]:
-        """Return the accesses to all elements, row behind row; none where one has gaps or another
+        """Returns the accesses to all elements, row behind row; none where one has gaps or another
         order."""
         found = [a for a in self.space.accesses if a.tv in self.full]
         return tuple(found) if self.space.are_dense(found) else ()
@@ -334,7 +334,7 @@ class RowView:
 
 
 def rewrite(fusion: Fusion, *, is_kept: bool, has_threads: bool) -> None:
-    """Give the fusion the ops that suit the form."""
+    """Gives the fusion the ops that suit the form."""
     _fork_outputs(fusion)
     if is_kept:
         two_pass_welford(fusion)

@@ -23,21 +23,21 @@ PT = ParallelType
 
 
 def cache_input(tv: TensorView) -> TensorView:
-    """Load an input into registers; the copy gets no allocation domain. What lookups find in it
+    """Loads an input into registers; the copy gets no allocation domain. What lookups find in it
     they read in memory."""
     uses = direct_uses(tv)
     return primitives.cache_after(tv, propagate_allocation_domain=False, cached_uses=uses)
 
 
 def cache_output(tv: TensorView) -> tuple[TensorView, TensorView]:
-    """Compute an output in registers first; return (the registers, the output)."""
+    """Computes an output in registers first; return (the registers, the output)."""
     if tv.fusion.uses(tv):
         return tv, primitives.cache_fork(tv)
     return primitives.cache_before(tv), tv
 
 
 def arrange(tv: TensorView, groups: Sequence[Sequence[int]]) -> None:
-    """Order the loop axes by groups of logical positions, then merge each group into one axis.
+    """Orders the loop axes by groups of logical positions, then merges each group into one axis.
 
     `tv [a, b, c]`, groups ((2,), (0, 1))  ->  `[c, a*b]`
     """
@@ -50,8 +50,8 @@ def arrange(tv: TensorView, groups: Sequence[Sequence[int]]) -> None:
 
 
 def shift_rows(tv: TensorView, rows: int, axis: int, width: int) -> None:
-    """Shift a loop axis so that in each row of dense memory its words of `width` elements are words
-    of memory; see `Shift`."""
+    """Shifts a loop axis so that in each row of dense memory its words of `width` elements are
+    words of memory; see `Shift`."""
     built, loop = DomainBuilder(tv.fusion), list(tv.domain.loop)
     loop[rows], loop[axis] = built.shift(loop[rows], loop[axis], sc.const(width))
     tv.domain = tv.domain.with_loop(
@@ -62,8 +62,8 @@ def shift_rows(tv: TensorView, rows: int, axis: int, width: int) -> None:
 def split_tile(
     tv: TensorView, axis: int, factors: Sequence[tuple[int, ParallelType]]
 ) -> list[ParallelType]:
-    """Split `axis` into blocks of one constant tile, and the tile by (factor, type) pairs, outside
-    in; return the types of the tile's axes. Factors of 1 are left out.
+    """Splits `axis` into blocks of one constant tile, and the tile by (factor, type) pairs, outside
+    in; returns the types of the tile's axes. Factors of 1 are left out.
 
     Only the first split may be incomplete, so an iteration needs one test.
     `[n]`, ((2, UR), (128, TIDx))  ->  `[ceilDiv(n, 256), UR 2, TIDx 128]`
@@ -78,7 +78,7 @@ def split_tile(
 
 
 def parallelize(tv: TensorView, types: Sequence[ParallelType]) -> None:
-    """Give the loop axes their parallel types, in order."""
+    """Gives the loop axes their parallel types, in order."""
     set_parallel_types(
         tv,
         {a.number: t for a, t in zip(tv.domain.loop, types, strict=True) if t is not PT.serial},
@@ -100,7 +100,7 @@ class Loops:
         self._concrete = {a.number for a in reference.domain.logical if not a.is_broadcast}
 
     def repeat(self, tv: TensorView, *, only: frozenset[int] | None = None) -> bool:
-        """Give tv the reference's loops; the vector axis becomes serial.
+        """Gives tv the reference's loops; the vector axis becomes serial.
 
         Without `only`, tv must have all concrete axes of the reference and no others; with `only`
         (reference logical axes, by number) those must match. Returns False, with tv unchanged,
@@ -120,7 +120,7 @@ class Loops:
         return True
 
     def repeat_along(self, tv: TensorView, axes: frozenset[int]) -> None:
-        """Give tv the reference's loops of some logical axes, outside of its own others."""
+        """Gives tv the reference's loops of some logical axes, outside of its own others."""
         self._replay.apply(tv, _only(self._matcher.matches(tv.domain), axes))
 
     def inline_whole(self, tv: TensorView) -> None:
@@ -132,7 +132,7 @@ def _only(matches: Mapping[int, IterDomain], only: frozenset[int]) -> dict[int, 
 
 
 def vectorize_last(tv: TensorView) -> None:
-    """Make the innermost loop axis one vector access."""
+    """Makes the innermost loop axis one vector access."""
     tv.parallelize_axis(tv.domain.loop[-1], PT.vectorize)
 
 
@@ -142,6 +142,6 @@ def is_direct_input(access: Access) -> bool:
 
 
 def intermediates(fusion: Fusion, fixed: Iterable[TensorView]) -> list[TensorView]:
-    """Return the tensors that are neither inputs, outputs nor in `fixed`."""
+    """Returns the tensors that are neither inputs, outputs nor in `fixed`."""
     skip = {*fusion.inputs, *fusion.outputs, *fixed}
     return [tv for tv in fusion.tensors() if tv not in skip]

@@ -50,7 +50,7 @@ PT = ParallelType
 
 
 def accepts(fusion: Fusion) -> str | None:
-    """Return why no tile would help the fusion, None when one may."""
+    """Returns why no tile would help the fusion, None when one may."""
     if not may_have_two_orders(fusion):
         return "all inputs and outputs lie in one order"
     rejected = pointwise.accepts(fusion)
@@ -73,7 +73,7 @@ def _innermost_axes(fusion: Fusion) -> int:
 
 
 def apply(fusion: Fusion, params: TransposeParams | PointwiseParams) -> None:
-    """Schedule the fusion in place. Raises `UnsupportedError` where a tile is asked for and there
+    """Schedules the fusion in place. Raises `UnsupportedError` where a tile is asked for and there
     is none."""
     if isinstance(params, PointwiseParams):
         pointwise.apply(fusion, params)
@@ -172,7 +172,7 @@ class _Tiled:
 
     # ------------------------------------------------------------ loops
     def _give_loops(self, tensors: Sequence[TensorView], *, is_staged: bool) -> Loops:
-        """Shape the first tensor, repeat its loops on the others, and lay out the tiles."""
+        """Shapes the first tensor, repeat its loops on the others, and lay out the tiles."""
         first, params = tensors[0], self.params
         inner, other = self._shape(first, is_staged=is_staged)
         loops, matcher = Loops(self.fusion, first), AxisMatcher(AxisGraph(self.fusion), first)
@@ -193,7 +193,7 @@ class _Tiled:
         return loops
 
     def _shape(self, tv: TensorView, *, is_staged: bool) -> tuple[list[int], list[int]]:
-        """Give a tensor the loops [BIDx, UR, TIDx, V]; return the numbers of the axes of the tile
+        """Gives a tensor the loops [BIDx, UR, TIDx, V]; return the numbers of the axes of the tile
         along the direct tensors' innermost axis, and along the staged ones': (vectors, V)."""
         params = self.params
         outer, other, inner = self._groups(tv)
@@ -215,7 +215,7 @@ class _Tiled:
         return along[1:], across[1:]
 
     def _groups(self, tv: TensorView) -> tuple[list[int], list[int], list[int]]:
-        """Return where a tensor has the outer axes, its broadcast ones among them, and the runs
+        """Returns where a tensor has the outer axes, its broadcast ones among them, and the runs
         that the tile is cut from."""
         matcher = AxisMatcher(AxisGraph(self.fusion), self.space.reference)
         mine = matcher.matches(tv.domain)
@@ -236,7 +236,8 @@ def _definitions(tv: TensorView) -> tuple[TensorOp, ...]:
 
 
 def _cut(tv: TensorView, at: int, edge: int, width: int) -> list[int]:
-    """Split an axis into tiles, and these into vectors; return the parts: (blocks, vectors, V)."""
+    """Splits an axis into tiles, and these into vectors; returns the parts: (blocks, vectors,
+    V)."""
     if width > 1:
         tv.split(at, width)
     tv.split(at, edge // width)
@@ -246,7 +247,7 @@ def _cut(tv: TensorView, at: int, edge: int, width: int) -> list[int]:
 def _lay_out(
     tv: TensorView, rows: Sequence[IterDomain], columns: Sequence[IterDomain], padding: Padding
 ) -> None:
-    """Give a tile its place in shared memory, and make its writes as wide as that allows. `rows`
+    """Gives a tile its place in shared memory, and makes its writes as wide as that allows. `rows`
     and `columns` are (vectors, V)."""
     built = DomainBuilder(tv.fusion)
     lead, tail = list(rows), list(columns)
@@ -344,7 +345,7 @@ class TileAxes:
 
 
 def tile_of(params: TransposeParams, nbytes: int, *, is_output: bool) -> Tile:
-    """Return how threads go over the tile of a staged tensor: it is written as its source lies."""
+    """Returns how threads go over the tile of a staged tensor: it is written as its source lies."""
     direct, staged = (params.edge, params.vector), (params.staged_edge, params.staged_vector)
     source, target = (direct, staged) if is_output else (staged, direct)
     return Tile(target[0], source[0], nbytes, source[1], target[1])
@@ -360,7 +361,7 @@ def may_have_two_orders(fusion: Fusion) -> bool:
 
 
 def find_tile(fusion: Fusion, space: Space) -> TileAxes | str:
-    """Return the axes of the tile, or why there is none. The kernel computes along the axis of
+    """Returns the axes of the tile, or why there is none. The kernel computes along the axis of
     most bytes, outputs before inputs: the fewer bytes pass through shared memory."""
     if fusion.aliases:
         return "an output is written into an input"
@@ -384,7 +385,7 @@ def find_tile(fusion: Fusion, space: Space) -> TileAxes | str:
 
 
 def accesses_along(space: Space) -> dict[int, list[Access]]:
-    """Return the tensors that have all axes, by the innermost one in memory."""
+    """Returns the tensors that have all axes, by the innermost one in memory."""
     along: dict[int, list[Access]] = {}
     for access in space.accesses:
         if space.is_full(access) and access.order and access.contiguous[-1]:
@@ -404,7 +405,8 @@ def _in_order(accesses: list[Access], order: tuple[int, ...]) -> list[Access]:
 def chooser(
     fusion: Fusion, device: DeviceInfo
 ) -> Callable[[Facts], TransposeParams | PointwiseParams]:
-    """Return what chooses a tile for an input class, or else what the pointwise scheduler would."""
+    """Returns what chooses a tile for an input class, or else what the pointwise scheduler
+    would."""
     without = pointwise.chooser(fusion, device)
     if device.kind == "cpu" or not may_have_two_orders(fusion):
         return without
@@ -438,7 +440,7 @@ class _Tiles:
     def choose(
         self, facts: Facts, inner: int, other: int, between: int, outer: int
     ) -> TransposeParams | None:
-        """Return the tile for these extents, None where it would cost more than it saves."""
+        """Returns the tile for these extents, None where it would cost more than it saves."""
         extents = (inner, other)
         vectors = [w.of(facts, n) for w, n in zip(self._widths, extents, strict=True)]
         in_words = self._is_copy and min(vectors) > 1
@@ -467,7 +469,7 @@ class _Tiles:
     def _without_conflicts(
         self, vectors: list[int], extents: tuple[int, int], rows: tuple[int, int]
     ) -> TransposeParams | None:
-        """Return the tile of these vectors, or of narrower ones where vectors of two widths would
+        """Returns the tile of these vectors, or of narrower ones where vectors of two widths would
         meet in the banks of shared memory."""
         while True:
             edges = self._edges(vectors, extents, rows)
@@ -485,8 +487,8 @@ class _Tiles:
     def _edges(
         self, vectors: list[int], extents: tuple[int, int], rows: tuple[int, int]
     ) -> list[int] | None:
-        """Return the extents of the tile, for rows of so many bytes. What an axis is too short for,
-        the other one gets; None where shared memory holds no tile worth its barrier."""
+        """Returns the extents of the tile, for rows of so many bytes. What an axis is too short
+        for, the other one gets; None where shared memory holds no tile worth its barrier."""
         full = [
             max(min(row // n, WARP * v), v)
             for n, v, row in zip(self._largest, vectors, rows, strict=True)
@@ -511,7 +513,7 @@ class _Tiles:
         return min(threads, elements // vector)
 
     def _wasted(self, other: int, between: int) -> int:
-        """Return the bytes, per element, that sectors of staged tensors cost beyond their contents
+        """Returns the bytes, per element, that sectors of staged tensors cost beyond their contents
         in loops along the direct tensors: each is moved again for every element of it, unless it is
         still in the cache."""
         wasted = 0
@@ -561,14 +563,14 @@ class Padding:
     vector: int
 
     def place(self, tile: Tile, row: int, column: int) -> int:
-        """Return where an element lies."""
+        """Returns where an element lies."""
         block, rest = divmod(row, self.group)
         return block * (self.group * tile.columns + self.pad) + rest * tile.columns + column
 
 
 @lru_cache(maxsize=1024)
 def padding_for(tile: Tile) -> Padding:
-    """Return the padding with the fewest conflicts: of several the one with the widest writes,
+    """Returns the padding with the fewest conflicts: of several the one with the widest writes,
     then the least of them."""
     return min(_candidates(tile), key=lambda p: (sum(_turns(tile, p)), -p.vector, p.pad / p.group))
 
@@ -588,7 +590,7 @@ def _candidates(tile: Tile) -> Iterable[Padding]:
 
 
 def _turns(tile: Tile, padding: Padding) -> tuple[int, int]:
-    """Return how often a bank is asked at most for one write, and for one read."""
+    """Returns how often a bank is asked at most for one write, and for one read."""
     across, down = tile.columns // tile.write, tile.rows // tile.read
     writes = reads = 1
     for first in range(0, _WARPS * WARP, WARP):
@@ -603,7 +605,7 @@ def _turns(tile: Tile, padding: Padding) -> tuple[int, int]:
 
 
 def turns(elements: Iterable[int], access: int, nbytes: int) -> int:
-    """Return how many words the lanes ask one bank for at most, at the same time: 1 means no
+    """Returns how many words the lanes ask one bank for at most, at the same time: 1 means no
     conflict. `access` are the bytes that a lane moves from its element (of `nbytes`) on."""
     begins = [e * nbytes for e in elements]
     share = WARP if access <= WORD_BYTES else WARP * WORD_BYTES // access

@@ -64,7 +64,7 @@ class Kind:
 
 # ------------------------------------------------------------------ showing values
 def show(value: object, depth: int = 0) -> str:
-    """Return a value for a message: short, without addresses, and never an error of its own."""
+    """Returns a value for a message: short, without addresses, and never an error of its own."""
     if isinstance(value, int) and not isinstance(value, bool) and value.bit_length() > 128:
         return f"{'-' if value < 0 else ''}2**{value.bit_length() - 1}.."
     if depth > 3:
@@ -96,7 +96,7 @@ def show(value: object, depth: int = 0) -> str:
 
 
 def wrong(words: str, value: object) -> Mismatch:
-    """Return the mismatch of a value that is not what `words` say."""
+    """Returns the mismatch of a value that is not what `words` say."""
     # To users of torch "a tensor" is one with data.
     is_data = words.startswith("a tensor") and hasattr(value, "__array__")
     hint = ": it has data, which execute takes; define_tensor makes the tensors of a definition"
@@ -106,7 +106,7 @@ def wrong(words: str, value: object) -> Mismatch:
 
 # ------------------------------------------------------------------ numbers
 def python_number(value: object) -> bool | int | float | complex | None:
-    """Return a number of any library as Python's; None for what is no single number."""
+    """Returns a number of any library as Python's; None for what is no single number."""
     if type(value) in (bool, int, float, complex):
         return cast("bool | int | float | complex", value)
     try:
@@ -125,12 +125,12 @@ def python_number(value: object) -> bool | int | float | complex | None:
 
 
 def _is_scalar(value: object) -> bool:
-    """Return whether a value is a scalar of a program: a constant keeps its dtype."""
+    """Returns whether a value is a scalar of a program: a constant keeps its dtype."""
     return hasattr(value, "is_symbolic")
 
 
 def take_integer(value: object) -> int:
-    """Return an integer of any library as Python's; raises `Mismatch` for anything else."""
+    """Returns an integer of any library as Python's; raises `Mismatch` for anything else."""
     number = value if type(value) is int else python_number(value)
     if number is None or isinstance(number, bool | float | complex):
         raise wrong("an integer", value)
@@ -205,7 +205,7 @@ Kinds = Mapping[Any, Kind]
 
 
 def kind_of(annotation: object, kinds: Kinds | None = None) -> Kind:
-    """Return the kind that an annotation names; `kinds` replaces those of some annotations."""
+    """Returns the kind that an annotation names; `kinds` replaces those of some annotations."""
     if kinds is not None and annotation in kinds:
         return kinds[annotation]
     if annotation in _KINDS:
@@ -262,7 +262,7 @@ def _either(parts: Sequence[object], kinds: Kinds | None) -> Kind:
 
 
 def list_items(value: object, words: str, *, longest: int = LONGEST) -> list[object]:
-    """Return what a list, an array or an iterator holds; raises `Mismatch` for anything else."""
+    """Returns what a list, an array or an iterator holds; raises `Mismatch` for anything else."""
     is_list = isinstance(value, Iterable) and not isinstance(value, str | bytes | Mapping)
     try:
         items = list(islice(cast(Iterable[object], value), longest + 1)) if is_list else None
@@ -332,7 +332,7 @@ def _at(kind: Kind, value: object, position: object) -> object:
 
 
 def _plural(words: str) -> str:
-    """Return `tensors` for `a tensor`."""
+    """Returns `tensors` for `a tensor`."""
     singles = (w.removeprefix("an ").removeprefix("a ") for w in words.split(" or "))
     return " or ".join(w if w in ("None", "True", "False") else f"{w}s" for w in singles)
 
@@ -362,7 +362,8 @@ class Entrance:
     def take(
         self, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[list[Any], dict[str, Any]]:
-        """Return the arguments in their kinds; raises the `FuserError` of the first that is not."""
+        """Returns the arguments in their kinds; raises the `FuserError` of the first that is
+        not."""
         places = self._places
         if kwargs or not self._needed <= len(args) <= len(places):
             self._check_names(args, kwargs)
@@ -393,7 +394,7 @@ class Entrance:
 
 
 def _plain(signature: inspect.Signature) -> str:
-    """Return what a call may look like: `(arg, dim=None, keepdim=False, *, dims=None)`."""
+    """Returns what a call may look like: `(arg, dim=None, keepdim=False, *, dims=None)`."""
     given = [p.replace(annotation=p.empty) for p in signature.parameters.values()]
     spelled = [p.replace(default=_Text(str(p.default))) if _is_named(p) else p for p in given]
     return str(inspect.Signature([p for p in spelled if p.name != "self"]))
@@ -410,7 +411,8 @@ def _is_named(parameter: inspect.Parameter) -> bool:
 
 
 def _owner(value: object) -> str:
-    """Return ` of T0[..]` for a method of what a message can name; a definition is a whole page."""
+    """Returns ` of T0[..]` for a method of what a message can name; a definition is a whole
+    page."""
     has_name = hasattr(value, "is_symbolic") or type(value).__name__.endswith("DeviceMesh")
     return f" of {show(value)}" if has_name else ""
 
@@ -421,7 +423,7 @@ def _refusal(call: str, text: str, kind: type[FuserError]) -> FuserError:
 
 
 def require(call: str, name: str, value: Any, annotation: object) -> Any:
-    """Return one argument of a call in the kind that the annotation names, or refuse the call."""
+    """Returns one argument of a call in the kind that the annotation names, or refuse the call."""
     try:
         return kind_of(annotation).take(value)
     except Mismatch as error:
@@ -445,7 +447,7 @@ class _Scope:
 def checked(
     function: Callable[P, R], *, name: str = "", kinds: Kinds | None = None
 ) -> Callable[P, R]:
-    """Return the function behind an entrance that takes only what its annotations say.
+    """Returns the function behind an entrance that takes only what its annotations say.
 
     An error from inside that names neither the call nor the user's line gets them here.
     """
@@ -470,7 +472,7 @@ def checked(
 
 
 def name_call(error: FuserError, call: str) -> None:
-    """Give a message the name of the call and the line of the user, where it has not."""
+    """Gives a message the name of the call and the line of the user, where it has not."""
     if len(error.args) != 1:
         return
     text, line = str(error.args[0]), user_line()

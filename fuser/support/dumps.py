@@ -47,12 +47,12 @@ Write = Callable[[Dump], None]
 
 
 def next_fusion() -> str:
-    """Return what dumps call the next fusion of this process: `fusion 0`, `fusion 1`, ..."""
+    """Returns what dumps call the next fusion of this process: `fusion 0`, `fusion 1`, ..."""
     return f"fusion {next(_fusions)}"
 
 
 def heading(dump: Dump, *, rank: int, is_only_rank: bool) -> str:
-    """Return a dump's first line."""
+    """Returns a dump's first line."""
     note = f", {dump.note}" if dump.note else ""
     who = "" if is_only_rank else f", rank {rank}"
     meaning = EFFECTS["DUMP"][dump.name].partition(";")[0]
@@ -60,7 +60,7 @@ def heading(dump: Dump, *, rank: int, is_only_rank: bool) -> str:
 
 
 def write(dump: Dump, *, rank: int = 0) -> None:
-    """Print a dump, or write it as the next file of `FUSER_DUMP_DIR`; only where `rank` may."""
+    """Prints a dump, or writes it as the next file of `FUSER_DUMP_DIR`; only where `rank` may."""
     ranks = options.dump_ranks()
     if ranks is not None and rank not in ranks:
         return
@@ -89,7 +89,7 @@ def _new_file(folder: Path, dump: Dump, rank: int) -> Path:
 
 
 def lines(name: str, of: str, *, rank: int) -> Callable[[str], None] | None:
-    """Return what writes a dump line by line as it comes, None where nothing is to be written.
+    """Returns what writes a dump line by line as it comes, None where nothing is to be written.
 
     Its heading is written once, with `FUSER_DUMP_DIR` to the one file of all lines.
     """
@@ -123,7 +123,7 @@ def _append(file: Path | None, line: str) -> None:
 
 
 def not_writable(where: Path) -> str:
-    """Return why no file can be written there, "" where it can."""
+    """Returns why no file can be written there, "" where it can."""
     folder = where.absolute().parent
     try:
         if where.is_dir():
@@ -136,7 +136,7 @@ def not_writable(where: Path) -> str:
 
 
 def not_replaceable(where: Path) -> str:
-    """Return why no file can take the place of what is there, "" where it can: only plain files
+    """Returns why no file can take the place of what is there, "" where it can: only plain files
     are replaced."""
     if why := not_writable(where):
         return why

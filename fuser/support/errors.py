@@ -154,19 +154,19 @@ class ProgramMismatchError(CommunicationError):
 
 
 def is_users(frame: FrameType) -> bool:
-    """Return whether a frame is outside our packages."""
+    """Returns whether a frame is outside our packages."""
     return frame.f_globals.get("__name__", "").partition(".")[0] not in _OWN_PACKAGES
 
 
 def is_users_comparison() -> bool:
-    """Return whether the caller, the method of `==` or of truth, was called by a user's code: the
+    """Returns whether the caller, the method of `==` or of truth, was called by a user's code: the
     compiler and the containers of the standard library ask for objects, not for values."""
     module = sys._getframe(2).f_globals.get("__name__", "").partition(".")[0]
     return module not in _OWN_PACKAGES and module not in sys.stdlib_module_names
 
 
 def user_line() -> str:
-    """Return `file.py:12` of the innermost frame outside our packages."""
+    """Returns `file.py:12` of the innermost frame outside our packages."""
     frame = sys._getframe(1)
     while frame is not None:
         if is_users(frame):
@@ -176,7 +176,7 @@ def user_line() -> str:
 
 
 def warn(text: str, kind: type[Warning] = UserWarning) -> None:
-    """Warn at the user's line: Python shows that line, and its filters go by its module."""
+    """Warns at the user's line: Python shows that line, and its filters go by its module."""
     level, frame = 2, sys._getframe(1)
     while frame is not None and not is_users(frame):
         level, frame = level + 1, frame.f_back
@@ -184,7 +184,7 @@ def warn(text: str, kind: type[Warning] = UserWarning) -> None:
 
 
 def last_user_line(trace: TracebackType | None) -> str:
-    """Return `file.py:12` of the innermost frame of a traceback outside our packages, else of the
+    """Returns `file.py:12` of the innermost frame of a traceback outside our packages, else of the
     innermost one."""
     found = ""
     is_found = False
@@ -198,5 +198,5 @@ def last_user_line(trace: TracebackType | None) -> str:
 
 
 def user_code(where: str) -> str:
-    """Return what a message ends in that knows the user's line; "" for an unknown one."""
+    """Returns what a message ends in that knows the user's line; "" for an unknown one."""
     return f" (user code at {where})" if where else ""

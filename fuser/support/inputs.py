@@ -23,7 +23,7 @@ def flatten(
     first: int = 0,
     declared: Sequence[Any] = (),
 ) -> list[torch.Tensor | bool | int | float]:
-    """Return tensors and numbers with nested lists and tuples flattened in place.
+    """Returns tensors and numbers with nested lists and tuples flattened in place.
 
     The first one is input number `first` of those that are `declared`.
     """
@@ -56,7 +56,7 @@ def flatten(
 
 
 def _number_input(value: object, position: int, declared: Sequence[Any]) -> bool | int | float:
-    """Return a number of any library as Python's; raises `InputError` for anything else."""
+    """Returns a number of any library as Python's; raises `InputError` for anything else."""
     number = python_number(value)
     if number is None:
         hint = ": pass torch.from_numpy(it)" if type(value).__module__ == "numpy" else ""
@@ -69,7 +69,7 @@ def _number_input(value: object, position: int, declared: Sequence[Any]) -> bool
 
 
 def torch_device(device: object) -> torch.device:
-    """Return a device that is given as torch takes it, or as the index of a CUDA device; "cuda" is
+    """Returns a device that is given as torch takes it, or as the index of a CUDA device; "cuda" is
     the current one.
 
     Raises `InputError` for a device that torch does not know.
@@ -89,7 +89,7 @@ def torch_device(device: object) -> torch.device:
 
 
 def check_count(given: int, declared: Sequence[Any]) -> None:
-    """Raise `InputError` for another number of inputs than are declared, naming the first one that
+    """Raises `InputError` for another number of inputs than are declared, naming the first one that
     is missing."""
     expected = len(declared)
     if given < expected:
@@ -106,13 +106,13 @@ def check_count(given: int, declared: Sequence[Any]) -> None:
 
 
 def _line(values: Sequence[Any]) -> str:
-    """Return the user's line of the first of these values, if that is a tensor."""
+    """Returns the user's line of the first of these values, if that is a tensor."""
     return user_code(values[0].user_line()) if hasattr((*values, None)[0], "user_line") else ""
 
 
 def device_of(inputs: Iterable[object], device: int | str | torch.device | None) -> torch.device:
-    """Return where the program runs: `device`, else that of the first tensor input (not a 0-dim CPU
-    tensor among CUDA ones), else the CPU.
+    """Returns where the program runs: `device`, else that of the first tensor input (not a 0-dim
+    CPU tensor among CUDA ones), else the CPU.
 
     Raises `InputError` for a device that torch does not know.
     """

@@ -15,14 +15,14 @@ _locks: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
 def make_lock() -> threading.Lock:
-    """Return a lock; in a forked child it starts free, as the thread that held it is not there."""
+    """Returns a lock; in a forked child it starts free, as the thread that held it is not there."""
     lock = threading.Lock()
     _locks.add(lock)
     return lock
 
 
 def make_reentrant_lock() -> threading.RLock:
-    """Return a lock that its owner may take again; free in a forked child."""
+    """Returns a lock that its owner may take again; free in a forked child."""
     lock = threading.RLock()
     _locks.add(lock)
     return lock

@@ -28,7 +28,7 @@ class Recent(dict[K, V], Generic[K, V]):
         self._lock = make_lock()
 
     def recall(self, key: K) -> V | None:
-        """Return an entry of either generation, and count it as used; None for none."""
+        """Returns an entry of either generation, and count it as used; None for none."""
         found = self.get(key)
         if found is None and key in self._old:
             with self._lock:
@@ -51,7 +51,7 @@ class Recent(dict[K, V], Generic[K, V]):
                 self._on_drop(gone)
 
     def forget(self) -> None:
-        """Drop all entries."""
+        """Drops all entries."""
         with self._lock:
             dropped = [*self.values(), *self._old.values()]
             self.clear()
@@ -61,5 +61,5 @@ class Recent(dict[K, V], Generic[K, V]):
                 self._on_drop(gone)
 
     def size(self) -> int:
-        """Return the number of entries of both generations."""
+        """Returns the number of entries of both generations."""
         return len(self) + len(self._old)

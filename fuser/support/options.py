@@ -565,7 +565,7 @@ def _parse(kind: str, text: str) -> Mapping[str, tuple[str, ...]]:
 
 
 def _check_arguments(kind: str, name: str, args: tuple[str, ...]) -> None:
-    """Require the argument that the table says; a dump that is not there may have any."""
+    """Requires the argument that the table says; a dump that is not there may have any."""
     if kind == "DUMP" and (name in NO_EFFECT[kind] or not args):
         return
     choices = ARGUMENTS.get(name)

@@ -39,11 +39,11 @@ class ProgressLine:
         self._thread.start()
 
     def stage(self, name: str, number: int, count: int) -> None:
-        """Say what is being done: the step `number` of `count`, which are 0 where nobody knows."""
+        """Says what is being done: the step `number` of `count`, which are 0 where nobody knows."""
         self._stage = f"{name} {number} of {count}" if count else name
 
     def end(self) -> None:
-        """Erase the line."""
+        """Erases the line."""
         self._is_over.set()
         self._thread.join()
         if self._is_drawn:
@@ -87,7 +87,7 @@ _NOTHING = nullcontext()
 
 
 def shown(rank: int) -> AbstractContextManager[None]:
-    """Show how far what follows is, if it takes long, on the terminal of rank 0.
+    """Shows how far what follows is, if it takes long, on the terminal of rank 0.
 
     Inside of another one it does nothing: the line is that of the outermost.
     """
@@ -99,7 +99,7 @@ def shown(rank: int) -> AbstractContextManager[None]:
 
 @contextmanager
 def _line_on(stream: TextIO) -> Generator[None]:
-    """Make the line of this thread's compilation, and erase it at the end."""
+    """Makes the line of this thread's compilation, and erase it at the end."""
     now, (began, ended) = monotonic(), _here.before
     line = _here.line = ProgressLine(stream, began if now - ended < TOGETHER_S else now)
     try:
@@ -110,7 +110,7 @@ def _line_on(stream: TextIO) -> Generator[None]:
 
 
 def stage(name: str, number: int = 0, count: int = 0) -> None:
-    """Say what the compilation of this thread is doing: `segment`, 120, 300."""
+    """Says what the compilation of this thread is doing: `segment`, 120, 300."""
     if _here.line is not None:
         _here.line.stage(name, number, count)
 

@@ -18,7 +18,7 @@ _Fields = Sequence[dataclasses.Field[Any]]
 
 @dataclass_transform(frozen_default=True, field_specifiers=(dataclasses.field,))
 def record(cls: type[_T]) -> type[_T]:
-    """Declare what `dataclass(frozen=True)` does. Methods of the class itself stay."""
+    """Declares what `dataclass(frozen=True)` does. Methods of the class itself stay."""
     fields = declare_fields(cls)
     compared = _values_of([f.name for f in fields if f.compare])
     hashed = _values_of([f.name for f in fields if (f.compare if f.hash is None else f.hash)])
@@ -36,7 +36,7 @@ def record(cls: type[_T]) -> type[_T]:
 
 
 def replace(one: _T, **changes: Any) -> _T:
-    """Do what `dataclasses.replace` does, for records: that looks at each field's declaration."""
+    """Does what `dataclasses.replace` does, for records: that looks at each field's declaration."""
     cls = type(one)
     values = {name: getattr(one, name) for name in _FIELDS[cls]}
     if not changes.keys() <= values.keys():
@@ -73,7 +73,7 @@ _FIELDS: dict[type, tuple[str, ...]] = {}
 
 
 def declare_fields(cls: type) -> _Fields:
-    """Do what `record` does, and leave equality and hash as they are; return the fields."""
+    """Does what `record` does, and leave equality and hash as they are; returns the fields."""
     dataclasses.dataclass(init=False, repr=False, eq=False)(cls)
     fields = dataclasses.fields(cls)
     _FIELDS[cls] = tuple(f.name for f in fields)
@@ -89,7 +89,7 @@ def _add(cls: type, **methods: Callable[..., Any]) -> None:
 
 
 def _init_of(cls: type, fields: _Fields) -> Callable[..., None]:
-    """Return an `__init__` that sets the fields, by position or by name, and ends the making."""
+    """Returns an `__init__` that sets the fields, by position or by name, and ends the making."""
     known: dict[str, Any] = {"_set": object.__setattr__}
     params, named = ["self"], ["*"]
     lines: list[str] = []
@@ -111,7 +111,7 @@ def _init_of(cls: type, fields: _Fields) -> Callable[..., None]:
 
 
 def _values_of(names: Sequence[str]) -> Callable[[Any], Any]:
-    """Return what gives the values of some fields as a tuple."""
+    """Returns what gives the values of some fields as a tuple."""
     if len(names) > 1:
         return attrgetter(*names)
     return lambda x: tuple(getattr(x, name) for name in names)

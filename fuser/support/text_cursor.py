@@ -30,7 +30,8 @@ class Cursor:
         self._counted = (0, 0)
 
     def fail(self, message: str, pos: int | None = None) -> ParseError:
-        """Return the error for a position (here by default), with the line and a caret under it."""
+        """Returns the error for a position (here by default), with the line and a caret under
+        it."""
         at = self.pos if pos is None else pos
         start = self.text.rfind("\n", 0, at) + 1
         stop = self.text.find("\n", at)
@@ -72,7 +73,7 @@ class Cursor:
             raise self.fail(f"expected {word!r}")
 
     def match(self, pattern: re.Pattern[str]) -> re.Match[str] | None:
-        """Consume what `pattern` matches next, after spaces; None leaves the position there."""
+        """Consumes what `pattern` matches next, after spaces; None leaves the position there."""
         self.skip()
         found = pattern.match(self.text, self.pos, self.end)
         if found:
@@ -86,7 +87,7 @@ class Cursor:
         return found
 
     def column(self, pos: int) -> int:
-        """Return how many characters stand before a position in its line."""
+        """Returns how many characters stand before a position in its line."""
         return pos - (self.text.rfind("\n", 0, pos) + 1)
 
     def done(self) -> bool:
@@ -97,21 +98,21 @@ class Cursor:
         return self.number(self.expect(_INT, "an integer"))
 
     def name(self, pattern: re.Pattern[str], what: str) -> str:
-        """Consume a name of bounded length."""
+        """Consumes a name of bounded length."""
         found = self.expect(pattern, what)
         if len(found[0]) > MAX_NAME:
             raise self.fail(f"a name of {len(found[0])} characters", found.start())
         return found[0]
 
     def number(self, found: re.Match[str], group: int | str = 0) -> int:
-        """Return the integer that a group of a match spells."""
+        """Returns the integer that a group of a match spells."""
         digits = found[group].removeprefix("-")
         if len(digits) > MAX_DIGITS:
             raise self.fail(f"an integer of {len(digits)} digits", found.start(group))
         return int(found[group])
 
     def items(self, close: str, item: Callable[[], T]) -> list[T]:
-        """Read comma separated items up to and including `close`."""
+        """Reads comma separated items up to and including `close`."""
         items: list[T] = []
         if self.take_if(close):
             return items

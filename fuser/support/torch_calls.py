@@ -19,7 +19,7 @@ EmptyStrided = Callable[[Sequence[int], Sequence[int], "torch.dtype"], "torch.Te
 
 @cache
 def _private(path: str) -> Any:
-    """Return what torch keeps under this path of its C++ module; None where it does not."""
+    """Returns what torch keeps under this path of its C++ module; None where it does not."""
     import torch
 
     found: Any = torch._C
@@ -29,7 +29,7 @@ def _private(path: str) -> Any:
 
 
 def empty_on(device: torch.device) -> EmptyStrided:
-    """Return what makes an uninitialised tensor of (shape, strides, dtype) on a device.
+    """Returns what makes an uninitialised tensor of (shape, strides, dtype) on a device.
 
     A CUDA device must be the current one when it is called.
     """
@@ -56,7 +56,7 @@ def lasting() -> Generator[None]:
 
 
 def class_check(tensors: Sequence[torch.Tensor]) -> Callable[..., bool] | None:
-    """Return what tells whether its arguments are tensors like these, in order: of the same Python
+    """Returns what tells whether its arguments are tensors like these, in order: of the same Python
     class, dtype, device, sizes, strides, laziness, and as much in need of a gradient.
 
     It may say no to some that are, and never yes to others; of what is no tensor it may raise
@@ -94,7 +94,7 @@ def class_check(tensors: Sequence[torch.Tensor]) -> Callable[..., bool] | None:
 
 
 def current_device_beside(device: torch.device) -> Callable[[], int] | None:
-    """Return what asks for the number of the current CUDA device, which may be another than this
+    """Returns what asks for the number of the current CUDA device, which may be another than this
     one; None where it cannot be."""
     import torch
 
@@ -104,8 +104,8 @@ def current_device_beside(device: torch.device) -> Callable[[], int] | None:
 
 
 def raw_stream_on(device: torch.device) -> Callable[[], int]:
-    """Return what asks for the driver's handle of torch's current stream on a device; 0 on the CPU.
-    Without an index, a CUDA device is the current one of each call."""
+    """Returns what asks for the driver's handle of torch's current stream on a device; 0 on the
+    CPU. Without an index, a CUDA device is the current one of each call."""
     import torch
 
     if device.type != "cuda":
@@ -118,7 +118,7 @@ def raw_stream_on(device: torch.device) -> Callable[[], int]:
 
 
 def range_named(name: str) -> AbstractContextManager[object]:
-    """Return a range of the host, in which torch.profiler sees what is launched.
+    """Returns a range of the host, in which torch.profiler sees what is launched.
 
     Torch's public one does not tell CUPTI what calls of the driver, rather than of torch, it holds.
     """
@@ -129,7 +129,7 @@ def range_named(name: str) -> AbstractContextManager[object]:
 
 
 def arithmetic_choices() -> Callable[[], tuple[object, ...]]:
-    """Return what asks for the switches of torch that change what its library calls compute."""
+    """Returns what asks for the switches of torch that change what its library calls compute."""
     import torch
 
     is_cast, dtype = torch.is_autocast_enabled, torch.get_autocast_dtype
@@ -159,13 +159,13 @@ def arithmetic_choices() -> Callable[[], tuple[object, ...]]:
 
 
 def is_backward() -> bool:
-    """Return whether this thread computes gradients for another one, or for itself."""
+    """Returns whether this thread computes gradients for another one, or for itself."""
     current = _private("_current_graph_task_id")
     return current is not None and current() != -1
 
 
 def capturing_on(device: torch.device) -> Callable[[int], bool] | None:
-    """Return what tells whether torch's current stream, which has this raw handle, is being
+    """Returns what tells whether torch's current stream, which has this raw handle, is being
     captured into a CUDA graph; None where that cannot be."""
     import torch
 
@@ -177,7 +177,7 @@ def capturing_on(device: torch.device) -> Callable[[int], bool] | None:
 
 
 def generator_of(device: torch.device) -> torch.Generator:
-    """Return torch's own generator of a device."""
+    """Returns torch's own generator of a device."""
     import torch
 
     if device.type != "cuda":

@@ -40,7 +40,7 @@ class Version(str):
 
 
 def _numbers(text: str) -> tuple[int, ...]:
-    """Return the numbers in front, without zeros at the end; raises ValueError where none is."""
+    """Returns the numbers in front, without zeros at the end; raises ValueError where none is."""
     found = re.match(r"\d+(\.\d+)*", text)
     if found is None:
         raise ValueError(f"{str.__repr__(text)} is no version")
@@ -51,5 +51,5 @@ def _numbers(text: str) -> tuple[int, ...]:
 
 
 def version() -> Version:
-    """Return the version of this project, which is not nvFuser's."""
+    """Returns the version of this project, which is not nvFuser's."""
     return Version(__version__)

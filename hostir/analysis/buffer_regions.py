@@ -36,7 +36,7 @@ def whole_axes(shape: Iterable[int]) -> tuple[Owned, ...]:
 
 
 def cut(box: Box, owned: Owned, start: int, length: int) -> tuple[Box, Owned] | None:
-    """Return the part of a box that is a range along an axis, and what that counts then.
+    """Returns the part of a box that is a range along an axis, and what that counts then.
 
     None where it is no box: steps of an inner axis in more than one step of an outer one.
     """
@@ -63,7 +63,7 @@ def cut(box: Box, owned: Owned, start: int, length: int) -> tuple[Box, Owned] | 
 def reshaped(
     shape: Sequence[int], owned: Sequence[Owned | None], out: Sequence[int]
 ) -> list[Owned | None]:
-    """Return what the axes of a reshape count, in terms of those that it was made of."""
+    """Returns what the axes of a reshape count, in terms of those that it was made of."""
     found: list[Owned | None] = [None] * len(out)
     i = j = 0
     while i < len(shape) and j < len(out):
@@ -92,7 +92,7 @@ def reshaped(
 
 
 def _dealt(steps: Sequence[tuple[int, int, int]], sizes: Sequence[int]) -> list[Owned | None]:
-    """Return what axes of these sizes count, together what all the steps count."""
+    """Returns what axes of these sizes count, together what all the steps count."""
     rest = list(reversed(steps))
     found: list[Owned | None] = []
     for size in sizes:
@@ -118,7 +118,7 @@ def overlap(a: Box, b: Box) -> bool:
 
 
 def box_text(box: Box, whole: Iterable[int]) -> str:
-    """Return `[2:4, :]`; "" for all of a buffer of the sizes `whole`."""
+    """Returns `[2:4, :]`; "" for all of a buffer of the sizes `whole`."""
     sizes = tuple(whole)
     if all(b == (0, n) for b, n in zip(box, sizes, strict=True)):
         return ""
@@ -130,7 +130,7 @@ def box_text(box: Box, whole: Iterable[int]) -> str:
 
 
 def uncovered(box: Box, covers: Iterable[Box]) -> list[Box]:
-    """Return what the covers leave of a box, as boxes that do not overlap."""
+    """Returns what the covers leave of a box, as boxes that do not overlap."""
     left = [box]
     for cover in covers:
         left = [piece for one in left for piece in _subtract(one, cover)]
@@ -217,7 +217,7 @@ class TrackedBuffer:
                 yield from cell.reads
 
     def unwritten(self, box: Box) -> list[Box]:
-        """Return what may not have contents; parts that are no boxes may lie anywhere."""
+        """Returns what may not have contents; parts that are no boxes may lie anywhere."""
         cells = [(at, cell) for cells in self.cells.values() for at, cell in cells.items()]
         left = uncovered(box, (at for at, cell in cells if cell.is_written))
         somewhere = sum(n for _, cell in cells for n in cell.parts.values())
@@ -245,15 +245,15 @@ class NamedRegion(Generic[N, A]):
     axes: tuple[A | None, ...]
 
     def having(self, shape: tuple[N, ...], axes: tuple[A | None, ...]) -> Self:
-        """Return the same elements under other axes."""
+        """Returns the same elements under other axes."""
         raise NotImplementedError
 
     def chunk(self, axis: int, start: N, length: N, among: Hashable) -> Self:
-        """Return a range along an axis; `among` tells in which way the axis was divided."""
+        """Returns a range along an axis; `among` tells in which way the axis was divided."""
         raise NotImplementedError
 
     def element(self, axis: int, index: N) -> Self:
-        """Return element `index` along an axis, which the result lacks."""
+        """Returns element `index` along an axis, which the result lacks."""
         found, one = self.chunk(axis, index, cast("N", 1), 0), slice(axis, axis + 1)
         shape, axes = [*found.shape], [*found.axes]
         del shape[one], axes[one]
@@ -262,8 +262,8 @@ class NamedRegion(Generic[N, A]):
     def part(
         self, part: Part, value: Callable[[Scalar], N], check: Callable[[Part, N, N], N]
     ) -> Self:
-        """Return a part as an op names it. `check` is told the index and what it must be below, and
-        returns the index to go on with."""
+        """Returns a part as an op names it. `check` is told the index and what it must be below,
+        and returns the index to go on with."""
         size: Any = self.shape[part.axis]
         chunks: Any = None if part.chunks is None else value(part.chunks)
         index: Any = value(part.index)
@@ -280,7 +280,7 @@ class NamedRegion(Generic[N, A]):
         return self.chunk(part.axis, start, least(step, size - start), chunks)
 
     def viewed(self, kept: Mapping[int, int], sizes: Sequence[N]) -> Self:
-        """Return what a view op names whose result has these sizes; `kept` has the axis of the
+        """Returns what a view op names whose result has these sizes; `kept` has the axis of the
         operand for each axis of the result that is left alone."""
         shape = tuple(self.shape[kept[c]] if c in kept else n for c, n in enumerate(sizes))
         axes = tuple(self.axes[kept[c]] if c in kept else None for c in range(len(shape)))
@@ -313,11 +313,11 @@ class BufferRegion(NamedRegion[int, Owned]):
         return 0 in self.shape or any(n == 0 for _, n in self.box)
 
     def having(self, shape: tuple[int, ...], axes: tuple[Owned | None, ...]) -> BufferRegion:
-        """Return the same elements under other axes."""
+        """Returns the same elements under other axes."""
         return BufferRegion(self.buffer, self.box, shape, axes, self.grid, self.parts)
 
     def chunk(self, axis: int, start: int, length: int, among: Hashable) -> BufferRegion:
-        """Return a range along an axis; `among` tells in which way the axis was divided."""
+        """Returns a range along an axis; `among` tells in which way the axis was divided."""
         shape = (*self.shape[:axis], length, *self.shape[axis + 1 :])
         owned = self.axes[axis]
         found = None if owned is None else cut(self.box, owned, start, length)

@@ -36,35 +36,35 @@ class Clocks(StreamState[Hashable]):
         return self.of[self.current][self.current]
 
     def advance(self) -> None:
-        """Count an op on the current stream."""
+        """Counts an op on the current stream."""
         current = self.current
         self.of[current][current] += 1
 
     def unnamed(self, name: str) -> Hashable:
-        """Return the stream of a name that nothing captured: one of its own."""
+        """Returns the stream of a name that nothing captured: one of its own."""
         return name
 
     def enter(self, stream: Stream) -> None:
-        """Make a stream the current one."""
+        """Makes a stream the current one."""
         self.current = self.find(stream)
         self.of.setdefault(self.current, {self.current: 0})
 
     def join(self, stream: Stream) -> None:
-        """Make the current stream wait for all that another one has been given so far."""
+        """Makes the current stream wait for all that another one has been given so far."""
         other = self.find(stream)
         theirs = self.of.get(other)
         if theirs is not None and self.now.get(other, 0) < theirs[other]:
             self.learn(theirs)
 
     def learn(self, theirs: Clock) -> None:
-        """Make the current stream wait for what a clock says."""
+        """Makes the current stream wait for what a clock says."""
         mine = self.now
         for stream, tick in theirs.items():
             if mine.get(stream, 0) < tick:
                 mine[stream] = tick
 
     def text(self, stream: Hashable) -> str:
-        """Return a stream as the program spells it."""
+        """Returns a stream as the program spells it."""
         if stream != ENTRY:
             return f"Stream {stream}"
         return f"Stream {next((n for n, s in self.captured.items() if s == ENTRY), 'Default')}"
@@ -103,7 +103,7 @@ class StreamOrder:
         self._effects: dict[int, tuple[Effect, ...]] = {}
 
     def follow(self, op: Op) -> None:
-        """Note that the current stream is given an op."""
+        """Notes that the current stream is given an op."""
         self.clocks.advance()
         if isinstance(op, StreamOp | StartsCommunication | StartCoalescing | Wait):
             effects = self._effects.get(id(op))
@@ -113,11 +113,11 @@ class StreamOrder:
                 self._state.apply(effect)
 
     def now(self) -> Clock:
-        """Return all that the current stream has come after."""
+        """Returns all that the current stream has come after."""
         return dict(self.clocks.now)
 
     def moment(self, stream: Hashable) -> Moment:
-        """Return where a stream is."""
+        """Returns where a stream is."""
         return stream, self.clocks.of[stream][stream]
 
     def is_within(self, lifetime: Lifetime) -> bool:

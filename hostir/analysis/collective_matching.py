@@ -79,7 +79,7 @@ UNDEFINED = "no value"
 def find_mismatches(
     program: HostIrContainer, values: Mapping[Symbol, Number], *, ranks: Sequence[int] = ()
 ) -> list[Finding]:
-    """Return what does not fit between the ranks of a program, each group of ops once.
+    """Returns what does not fit between the ranks of a program, each group of ops once.
 
     `values` binds the symbols of the inputs (global extents) and `numberOfStreams`; `ranks`
     defaults to those of the program's meshes.
@@ -139,7 +139,7 @@ class MatchingWalk(Walk[PerRank]):
         return self.domain.mask
 
     def on_op(self, op: Op) -> None:
-        """Match what an op starts, and follow what it names."""
+        """Matches what an op starts, and follows what it names."""
         effects = self.facts.get(id(op))
         if effects is None:
             every = effects_of(op, self.storage.buffered)
@@ -189,7 +189,7 @@ class MatchingWalk(Walk[PerRank]):
                 raise AssertionError(f"how ranks meet in {op.name} is not known")
 
     def needed(self, x: Scalar, what: str, op: Op) -> PerRank:
-        """Return the value of a bound or condition; report ranks on which it has none."""
+        """Returns the value of a bound or condition; report ranks on which it has none."""
         return self._value(x, what, self.mask, self.site(op))
 
     # ------------------------------------------------------------ names
@@ -217,7 +217,7 @@ class MatchingWalk(Walk[PerRank]):
             self.note(Finding(OUT_OF_RANGE, what, ((Site(op, self.indices), ""),)))
 
     def spot_of(self, tv: TensorView) -> Spot:
-        """Return what a name means at this step."""
+        """Returns what a name means at this step."""
         spot = self.spots.get(tv)
         if spot is None:
             shown = self.storage.shown_by(tv)
@@ -233,7 +233,7 @@ class MatchingWalk(Walk[PerRank]):
         return self.teams[of]
 
     def _comes(self, op: Communication | CollectivePermute, site: Site) -> tuple[Teams, Array]:
-        """Return the teams, and which ranks that are here are in one."""
+        """Returns the teams, and which ranks that are here are in one."""
         if id(op) not in self.entered:
             if any(tv.mesh is not None and tv.mesh != op.team.mesh for tv in (op.inp, op.out)):
                 self._check_meshes(op, site)
@@ -327,13 +327,13 @@ class MatchingWalk(Walk[PerRank]):
         return True
 
     def _value(self, x: Scalar, what: str, here: Array, site: Site) -> PerRank:
-        """Return the value of a scalar that the ranks here need."""
+        """Returns the value of a scalar that the ranks here need."""
         value = self.values.of(x)
         self._check_defined(what, x, here, site)
         return value
 
     def _check_defined(self, what: str, x: Scalar, here: Array, site: Site) -> None:
-        """Report a division by 0 in the value asked for last."""
+        """Reports a division by 0 in the value asked for last."""
         undefined = self.values.undefined
         if undefined is not None and (wrong := undefined & here).any():
             text = f"{what} {x} divides by 0 on {self._who(wrong)}"
@@ -431,7 +431,7 @@ class MatchingWalk(Walk[PerRank]):
             self._start(group)
 
     def _partners(self, op: P2PCommunication, mask: Array, site: Site) -> Array:
-        """Return the places of the peers, -1 for none."""
+        """Returns the places of the peers, -1 for none."""
         peer = self._value(op.peer, "peer", mask, site)
         if not isinstance(peer, np.ndarray):
             peer = np.full(len(self.ranks), peer)
@@ -444,7 +444,7 @@ class MatchingWalk(Walk[PerRank]):
         return to
 
     def holds(self, tv: TensorView) -> Array:
-        """Return which ranks have a shard of a tensor."""
+        """Returns which ranks have a shard of a tensor."""
         mesh = tv.mesh
         if mesh not in self.held:
             here = np.ones(len(self.ranks), dtype=bool)
@@ -454,7 +454,7 @@ class MatchingWalk(Walk[PerRank]):
         return self.held[mesh]
 
     def on_half(self, half: Half) -> None:
-        """Hear of a send or receive before it meets its partner."""
+        """Hears of a send or receive before it meets its partner."""
 
     def _close(self, effect: ClosesGroup, site: Site) -> None:
         group = self.state.apply(effect)
@@ -475,14 +475,14 @@ class MatchingWalk(Walk[PerRank]):
             self.events.append(sent)
 
     def _meet(self, halves: Sequence[Half]) -> bool:
-        """Pair transfers, all of which have their partner among them; else return False."""
+        """Pairs transfers, all of which have their partner among them; else return False."""
         pairs = None if self.is_uneven or self.is_lost else self._pairs(halves)
         for pair in pairs or ():
             self.paired(*pair)
         return pairs is not None
 
     def _pairs(self, halves: Sequence[Half]) -> list[tuple[Half, Half, Array, Array]] | None:
-        """Return each send of a group with its receive, and the places of the ranks that send and
+        """Returns each send of a group with its receive, and the places of the ranks that send and
         receive; None where one has no partner in the group. Equal ends meet in order."""
         if {h.op.type for h in halves[:2]} == {"send", "recv"} and len(halves) == 2:
             a, b = halves if halves[0].op.type == "send" else halves[::-1]
@@ -501,7 +501,7 @@ class MatchingWalk(Walk[PerRank]):
         return found
 
     def _ends(self, halves: Sequence[Half], kind: str) -> tuple[Array, Array]:
-        """Return from where to where each transfer goes, as one number, and which half it is."""
+        """Returns from where to where each transfer goes, as one number, and which half it is."""
         ends, numbers = [np.zeros(0, dtype=np.int64)], [np.zeros(0, dtype=np.int64)]
         for number, half in enumerate(halves):
             if half.op.type == kind:
@@ -595,7 +595,7 @@ class MatchingWalk(Walk[PerRank]):
         receivers: Array,
         sites: tuple[Site, ...],
     ) -> None:
-        """Report what these ranks send and receive as another part than it was."""
+        """Reports what these ranks send and receive as another part than it was."""
         found = lost_on_the_way(self.shapes, a, b, senders, receivers)
         if found is not None:
             what, k = found
@@ -631,7 +631,7 @@ Wrong = tuple[str, Array | None, str]
 
 
 def misplaced(met: PostedCollective, here: Array, ranks: Sequence[int]) -> Wrong | None:
-    """Return what is wrong with where the parts of a collective go, on which ranks (None: the text
+    """Returns what is wrong with where the parts of a collective go, on which ranks (None: the text
     says it), and a note; None where nothing is."""
     inp, out = met.inp, met.out
     if inp is None or out is None or inp.whole != out.whole or not here.any():
@@ -668,7 +668,7 @@ def misplaced(met: PostedCollective, here: Array, ranks: Sequence[int]) -> Wrong
 def _lies(
     met: PostedCollective, inp: Region, out: Region, left: Region, right: Region, i: int
 ) -> str:
-    """Return a note where the memory is what does not fit."""
+    """Returns a note where the memory is what does not fit."""
     if left is not inp:
         return f"in memory, {left.text(i)} is the piece for position {met.teams.position[i]}"
     if right is not out:
@@ -677,7 +677,7 @@ def _lies(
 
 
 def _apart(met: PostedCollective, part: Region, here: Array, ranks: Sequence[int]) -> Wrong | None:
-    """Check that a team gathers or reduces one part of a whole, the same for all members."""
+    """Checks that a team gathers or reduces one part of a whole, the same for all members."""
     teams = met.teams
     for x in part.starts:
         two = first_difference(x, teams, here)
@@ -707,7 +707,7 @@ def _exchanged(met: PostedCollective, inp: Region, out: Region, here: Array) -> 
 
 
 def first_difference(x: PerRank, teams: Teams, here: Array) -> tuple[int, int] | None:
-    """Return two members of one team, by place, whose values differ; None where none do."""
+    """Returns two members of one team, by place, whose values differ; None where none do."""
     if not isinstance(x, np.ndarray):
         return None
     by_team = x[teams.members]
@@ -722,7 +722,7 @@ def first_difference(x: PerRank, teams: Teams, here: Array) -> tuple[int, int] |
 def lost_on_the_way(
     shapes: Shapes, a: Region | None, b: Region | None, senders: Array, receivers: Array
 ) -> tuple[str, int] | None:
-    """Return what a transfer of `a` into `b` brings elsewhere, and the index of a pair of places;
+    """Returns what a transfer of `a` into `b` brings elsewhere, and the index of a pair of places;
     None where it brings each part to the same part.
 
     A buffer that no device axis cuts may have slots of the user's own, and ranks may exchange

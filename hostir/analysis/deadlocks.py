@@ -309,7 +309,7 @@ class _Follower:
                 self.judge.note(Finding(PARTNER, text + " for it", ((half.site, ""),)))
 
     def _apart(self, i: int) -> Iterator[tuple[bool, Finding]]:
-        """Yield what a rank sends or receives and its peer does otherwise, and whether the peer
+        """Yields what a rank sends or receives and its peer does otherwise, and whether the peer
         ever does its part."""
         wait = self.blocked[i]
         for k, half in wait.lonely if isinstance(wait, _Open) else ():
@@ -332,18 +332,18 @@ class _Follower:
             yield mine <= theirs, Finding(PARTNER, f"{me} {verb} {peer}, {rest}", tuple(sites))
 
     def _count(self, i: int, k: int, kind: str) -> int:
-        """Return how often the whole program has rank i send to, or receive from, rank k."""
+        """Returns how often the whole program has rank i send to, or receive from, rank k."""
         groups = (e for e in (self.todo[i] if i >= 0 else ()) if isinstance(e, TransferGroup))
         halves = (h for g in groups for h in g.halves if h.op.type == kind and h.mask[i])
         return sum(int(h.to[i]) == k for h in halves)
 
     def _site(self, i: int) -> Site:
-        """Return where a rank is blocked."""
+        """Returns where a rank is blocked."""
         event = self.todo[i][self.at[i] - 1]
         return event.sites[0] if isinstance(event, PostedCollective) else event.site
 
     def _cycle(self, i: int) -> list[int]:
-        """Follow who waits for whom, up to a rank that comes again or does not wait."""
+        """Follows who waits for whom, up to a rank that comes again or does not wait."""
         path: list[int] = []
         while i in self.blocked and i not in path:
             path.append(i)
@@ -358,7 +358,7 @@ class _Follower:
         return f"rank {self.ranks[i]}" if i >= 0 else "a rank outside of the job"
 
     def _sites(self, i: int) -> list[tuple[Site, str]]:
-        """Return what a blocked rank has posted that nobody has met."""
+        """Returns what a blocked rank has posted that nobody has met."""
         wait, me = self.blocked[i], f"rank {self.ranks[i]}"
         if isinstance(wait, _Open):
             return [
@@ -370,7 +370,7 @@ class _Follower:
 
 
 def _together(came: dict[PostedCollective, Array]) -> PostedCollective:
-    """Return what ranks have entered in different ops as one."""
+    """Returns what ranks have entered in different ops as one."""
     parts = [(ranks, event) for event, ranks in came.items()]
 
     def of(get: Callable[[PostedCollective], PerRank]) -> PerRank:
@@ -393,5 +393,5 @@ def _together(came: dict[PostedCollective, Array]) -> PostedCollective:
 
 
 def follow(events: Sequence[Event], ranks: Sequence[int], judge: Judge) -> None:
-    """Follow the ranks one by one; report who disagrees, blocks, or has no partner."""
+    """Follows the ranks one by one; report who disagrees, blocks, or has no partner."""
     _Follower(events, ranks, judge).run()

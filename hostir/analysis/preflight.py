@@ -64,7 +64,7 @@ def check_before_run(
     rank: int,
     given: Iterable[TensorView] = (),
 ) -> None:
-    """Raise `VerifyError` for a program that would race on this rank, or hang with others.
+    """Raises `VerifyError` for a program that would race on this rank, or hang with others.
 
     A `RuntimeWarning` tells what a program that waits for no stream leaves to its caller.
     Checked once per program, rank, results that the caller gives buffers for, and values on which
@@ -107,7 +107,7 @@ def check_before_run(
 def findings(
     program: HostIrContainer, values: Mapping[Symbol, Number], *, ranks: Sequence[int] = ()
 ) -> list[Finding]:
-    """Return what is wrong on any rank or between ranks, and where steps are chained.
+    """Returns what is wrong on any rank or between ranks, and where steps are chained.
 
     `values` binds the symbols of the inputs and `numberOfStreams`; `ranks` defaults to those of the
     program's meshes.
@@ -123,7 +123,7 @@ def findings(
 
 
 def _once(found: Iterable[Finding]) -> list[Finding]:
-    """Leave out what one rank finds out of range where all ranks together have found it."""
+    """Leaves out what one rank finds out of range where all ranks together have found it."""
     found = list(found)
     known = {f.sites[0][0] for f in found if f.kind == OUT_OF_RANGE_ON_RANKS}
     return [f for f in found if f.kind != OUT_OF_RANGE or f.sites[0][0] not in known]
@@ -132,7 +132,7 @@ def _once(found: Iterable[Finding]) -> list[Finding]:
 def ranks_to_look_at(
     program: HostIrContainer, values: Mapping[Symbol, Number], ranks: Sequence[int]
 ) -> tuple[Sequence[int], int]:
-    """Return the ranks whose streams `findings` looks at, and how many classes of ranks there are:
+    """Returns the ranks whose streams `findings` looks at, and how many classes of ranks there are:
     of more than `MAX_RANKS` classes it looks at some.
     """
     classes = first_of_each_class(program, ranks, values)
@@ -151,7 +151,7 @@ def ranks_to_look_at(
 def first_of_each_class(
     program: HostIrContainer, ranks: Sequence[int], values: Mapping[Symbol, Number]
 ) -> list[int]:
-    """Return the first rank of each class; `values` binds the symbols of the inputs."""
+    """Returns the first rank of each class; `values` binds the symbols of the inputs."""
     walk_of_all = _RankClasses(program, ranks, dict(values))
     walk_of_all.run(program.ops)
     firsts: list[int] = np.unique(walk_of_all.classes, return_index=True)[1].tolist()
@@ -182,19 +182,19 @@ class _RankClasses(Walk[PerRank]):
         }
 
     def split(self, column: PerRank) -> None:
-        """Part the ranks of a class whose values differ, as far as they are here."""
+        """Parts the ranks of a class whose values differ, as far as they are here."""
         here = np.where(self.domain.mask, np.asarray(column), 0)
         both = np.unique(np.stack([self.classes, here]), axis=1, return_inverse=True)
         self.classes = both[1].reshape(-1)
         self.is_over = both[0].shape[1] == len(self.classes)
 
     def on_region(self, op: Op) -> None:
-        """Split by the bounds or the condition."""
+        """Splits by the bounds or the condition."""
         for x in self.differing[id(op)]:
             self.split(self.domain.value(x))
 
     def on_op(self, op: Op) -> None:
-        """Split by the scalars of an op, and by who is its root."""
+        """Splits by the scalars of an op, and by who is its root."""
         self.on_region(op)
         if isinstance(op, Communication) and op.root is not None:
             self.split(self.teams[op.team].position == self.domain.value(op.root))

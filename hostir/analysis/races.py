@@ -97,7 +97,7 @@ class Reports:
         self.found: dict[object, Finding] = {}
 
     def _note(self, kind: str, what: str, *sites: tuple[Site, str], fix: str = "") -> None:
-        """Keep a finding, the first one of a kind about the same ops."""
+        """Keeps a finding, the first one of a kind about the same ops."""
         key = (kind, *(id(site.op) for site, _ in sites))
         if key not in self.found:
             self.found[key] = Finding(kind, what, sites, fix)
@@ -163,7 +163,7 @@ class Reports:
         return f"{who}: {verb} {buffer.text(use.box)}"
 
     def _elsewhere(self, to: Hashable) -> str:
-        """Return how a stream that is not current waits, or need not."""
+        """Returns how a stream that is not current waits, or need not."""
         current = self.clocks.current
         if to == current:
             return ""
@@ -174,7 +174,7 @@ class Reports:
         )
 
     def _remedy(self, use: Use, waiter: Hashable, before: str) -> str:
-        """Return which stream should wait for which, and where."""
+        """Returns which stream should wait for which, and where."""
         who = self.clocks.name(waiter)
         if use.stream is None and use.flight is not None:
             wait = f"Wait(Communication {use.flight.number})"
@@ -197,7 +197,7 @@ def find_races(
     rank: int = 0,
     given: Iterable[TensorView] = (),
 ) -> list[Finding]:
-    """Return what the streams of a program leave unordered on one rank, each pair of ops once.
+    """Returns what the streams of a program leave unordered on one rank, each pair of ops once.
 
     `values` binds every symbol: those of the inputs (global extents), `rank` and
     `numberOfStreams`. `given` are the results whose buffers the caller gives.
@@ -254,13 +254,13 @@ class RaceWalk(Walk[Number], Reports):
 
     # ------------------------------------------------------------ ops
     def on_skipped(self, ops: Sequence[Op]) -> None:
-        """Note the communications of ops that are passed over: a later Wait is for nobody."""
+        """Notes the communications of ops that are passed over: a later Wait is for nobody."""
         if ops:
             numbers = {o.number for o in walk(ops) if isinstance(o, StartsCommunication)}
             self.absent |= numbers - self.state.flights.keys()
 
     def on_op(self, op: Op) -> None:
-        """Follow the effects of an op."""
+        """Follows the effects of an op."""
         facts = self.facts.get(id(op))
         if facts is None:
             facts = self.facts[id(op)] = self._facts(op)
@@ -302,7 +302,7 @@ class RaceWalk(Walk[Number], Reports):
         return tv.mesh is None or tv.mesh.has(self.rank)
 
     def _shape(self, tv: TensorView) -> tuple[int, ...]:
-        """Return the local shape of a tensor as it is declared."""
+        """Returns the local shape of a tensor as it is declared."""
         shape = self.shapes.get(tv)
         if shape is None:
             shape = local_sizes(tv, [self._integer(x) for x in tv.shape()])
@@ -311,7 +311,7 @@ class RaceWalk(Walk[Number], Reports):
 
     # ------------------------------------------------------------ names and buffers
     def _place(self, tv: TensorView, site: Site) -> BufferRegion | None:
-        """Return where a tensor lies; None, with a finding, where it does not exist any more."""
+        """Returns where a tensor lies; None, with a finding, where it does not exist any more."""
         place = self.places.get(tv)
         if place is None:
             shown = self.storage.shown_by(tv)
@@ -359,7 +359,7 @@ class RaceWalk(Walk[Number], Reports):
         self.freed.pop(effect.out, None)
 
     def _view(self, source: BufferRegion, op: TensorOp) -> BufferRegion:
-        """Return what a view op names: axes that it leaves alone can still be cut exactly."""
+        """Returns what a view op names: axes that it leaves alone can still be cut exactly."""
         if isinstance(op, ReshapeOp):
             sizes = self._shape(op.out_tensor)
             return source.having(sizes, tuple(reshaped(source.shape, source.axes, sizes)))
@@ -443,7 +443,7 @@ class RaceWalk(Walk[Number], Reports):
         return None
 
     def _use(self, planned: _Planned, flight: Flight[_Planned] | None = None) -> None:
-        """Compare a use with what it overlaps, and remember it."""
+        """Compares a use with what it overlaps, and remembers it."""
         site, place, is_write = planned
         buffer, box, grid = place.buffer, place.box, place.grid
         use, clock = self._new_use(site, box, is_write, flight), self.clocks.now
@@ -484,7 +484,7 @@ class RaceWalk(Walk[Number], Reports):
                     self._race(read, use, buffer)
 
     def _check_shared(self, one: Reads | Writes, other: Writes, site: Site) -> None:
-        """Report an op that writes over what it reads, or twice, in a way that it cannot."""
+        """Reports an op that writes over what it reads, or twice, in a way that it cannot."""
         if not (self._takes_part(one) and self._takes_part(other)):
             return
         a, b = self._place(one.tensor, site), self._place(other.tensor, site)
@@ -592,7 +592,7 @@ class RaceWalk(Walk[Number], Reports):
         self.on_join(effect, site)
 
     def on_join(self, effect: Joins, site: Site) -> None:
-        """Let the current stream wait for another one."""
+        """Lets the current stream wait for another one."""
         self.state.apply(effect)
 
     # ------------------------------------------------------------ the end
@@ -704,7 +704,7 @@ MAX_WALKS = 16
 def find_chains(
     program: HostIrContainer, values: Mapping[Symbol, Number], *, rank: int = 0
 ) -> list[Finding]:
-    """Return the waits that chain steps of loops without need; for arguments see `find_races`."""
+    """Returns the waits that chain steps of loops without need; for arguments see `find_races`."""
     if not has_streams(program):
         return []
     first = _ChainWalk(program, dict(values), rank, ())
@@ -743,16 +743,16 @@ class _ChainWalk(RaceWalk):
         self.joined: dict[tuple[Hashable, Hashable], tuple[int, Site, object]] = {}
 
     def on_region(self, op: ForLoop | IfThenElse) -> None:
-        """Keep the clocks at the begin of a loop."""
+        """Keeps the clocks at the begin of a loop."""
         if isinstance(op, ForLoop):
             self.at_entry.append({s: dict(c) for s, c in self.clocks.of.items()})
 
     def on_left(self, op: ForLoop) -> None:
-        """Forget the clocks at the begin of a loop."""
+        """Forgets the clocks at the begin of a loop."""
         self.at_entry.pop()
 
     def on_join(self, effect: Joins, site: Site) -> None:
-        """Note a wait that chains steps; one of `hoisted` waits for what was before the loop."""
+        """Notes a wait that chains steps; one of `hoisted` waits for what was before the loop."""
         me, other = self.clocks.current, self.clocks.find(effect.stream)
         if site.op in self.conditional:
             return super().on_join(effect, site)

@@ -47,7 +47,7 @@ class Extent(NamedTuple):
         return math.prod(n for n, _ in self.levels)
 
     def cut(self, start: PerRank, length: PerRank) -> Extent | None:
-        """Return elements `start` to `start + length` of these; None where that is no extent."""
+        """Returns elements `start` to `start + length` of these; None where that is no extent."""
         (_, stride), *rest = self.levels
         if not rest:
             return Extent(self.start + start * stride, ((length, stride),))
@@ -60,7 +60,7 @@ class Extent(NamedTuple):
         return None
 
     def is_same(self, other: Extent) -> PerRank:
-        """Return on which ranks both are the same elements."""
+        """Returns on which ranks both are the same elements."""
         if len(self.levels) != len(other.levels):
             return False
         same = self.start == other.start
@@ -70,12 +70,12 @@ class Extent(NamedTuple):
         return same
 
     def on(self, places: PerRank) -> Extent:
-        """Return the extents that the ranks at these places have."""
+        """Returns the extents that the ranks at these places have."""
         levels = tuple((pick(n, places), step) for n, step in self.levels)
         return Extent(pick(self.start, places), levels)
 
     def text(self, i: int) -> str:
-        """Return `8:10`, or `{2:4, 6:8}`, on the rank at this place."""
+        """Returns `8:10`, or `{2:4, 6:8}`, on the rank at this place."""
         starts, (count, stride) = [int(str(at(self.start, i)))], self.levels[-1]
         for outer, step in self.levels[:-1]:
             starts = [s + k * step for s in starts for k in range(int(str(at(outer, i))))]
@@ -103,7 +103,7 @@ class Region:
         return next(tv.label for ranks, tv in self.owners if ranks is None or ranks[i])
 
     def text(self, i: int) -> str:
-        """Return `T1[0, 4:8]`, on the rank at this place."""
+        """Returns `T1[0, 4:8]`, on the rank at this place."""
         return f"{self.label(i)}[{', '.join(e.text(i) for e in self.extents)}]"
 
     @property
@@ -119,13 +119,13 @@ class Region:
         return replace(self, extents=tuple(extents))
 
     def on(self, places: PerRank) -> Region:
-        """Return the regions that the ranks at these places have, under the names there."""
+        """Returns the regions that the ranks at these places have, under the names there."""
         owners = tuple((ranks if ranks is None else ranks[places], tv) for ranks, tv in self.owners)
         extents = tuple(e.on(places) for e in self.extents)
         return replace(self, owners=owners, extents=extents)
 
     def piece(self, count: int, place: PerRank) -> Region | None:
-        """Return piece `place` of `count` equal ones of its memory; None where that is no part."""
+        """Returns piece `place` of `count` equal ones of its memory; None where that is no part."""
         extents = list(self.extents)
         for axis in self.order:
             n = extents[axis].size
@@ -141,7 +141,7 @@ class Region:
         return self.having(extents) if count == 1 else None
 
     def is_same(self, other: Region) -> PerRank:
-        """Return on which ranks both are the same elements in the same order."""
+        """Returns on which ranks both are the same elements in the same order."""
         if self._filled() != other._filled():
             return False
         same: PerRank = True
@@ -150,13 +150,13 @@ class Region:
         return same
 
     def _filled(self) -> list[int]:
-        """Return the axes of more than one element, as memory has them."""
+        """Returns the axes of more than one element, as memory has them."""
         sizes = [e.size for e in self.extents]
         return [a for a in self.order if not isinstance(sizes[a], int) or sizes[a] > 1]
 
 
 def joined(parts: Sequence[tuple[Array, Region | None]]) -> Region | None:
-    """Return what ranks name that come in different ops; None where it is not comparable."""
+    """Returns what ranks name that come in different ops; None where it is not comparable."""
     first = parts[0][1]
     every = [(ranks, r) for ranks, r in parts if r is not None]
     if first is None or len(every) < len(parts):
@@ -181,7 +181,7 @@ def joined(parts: Sequence[tuple[Array, Region | None]]) -> Region | None:
 
 
 def merged(parts: Sequence[tuple[Array, PerRank]]) -> PerRank:
-    """Return the value that each rank has in its own op."""
+    """Returns the value that each rank has in its own op."""
     first = parts[0][1]
     if not any(isinstance(x, np.ndarray) or (x is not first and x != first) for _, x in parts):
         return first
@@ -208,15 +208,15 @@ class Spot(NamedRegion[PerRank, int]):
     by_rank: bool = False
 
     def elements(self, expanded: Sequence[int] = ()) -> PerRank:
-        """Return how many elements memory holds: one along expanded axes."""
+        """Returns how many elements memory holds: one along expanded axes."""
         return math.prod(least(n, 1) if a in expanded else n for a, n in enumerate(self.shape))
 
     def having(self, shape: tuple[PerRank, ...], axes: tuple[int | None, ...]) -> Spot:
-        """Return the same elements under other axes."""
+        """Returns the same elements under other axes."""
         return Spot(self.owner, self.extents, axes, shape, self.by_rank)
 
     def chunk(self, axis: int, start: PerRank, length: PerRank, among: Hashable) -> Spot:
-        """Return a range along an axis; in which way it was divided does not matter."""
+        """Returns a range along an axis; in which way it was divided does not matter."""
         owner = self.axes[axis]
         extents: list[Extent | None] = list(self.extents)
         if owner is None:
@@ -250,7 +250,7 @@ class Shapes:
         return self._local[tv]
 
     def device_cuts(self, tv: TensorView) -> tuple[frozenset[ParallelType], ...]:
-        """Return the device types that cut each axis of a tensor."""
+        """Returns the device types that cut each axis of a tensor."""
         if tv not in self._cuts:
             cuts = placement(tv, DEVICE_TYPES)
             self._cuts[tv] = tuple(frozenset(c.ptype for c in mine) for mine in cuts)
@@ -265,12 +265,12 @@ class Shapes:
         return self._spots[tv]
 
     def step(self, tv: TensorView, index: Scalar) -> Spot:
-        """Return the part of a tensor that a buffer for the block of one step holds."""
+        """Returns the part of a tensor that a buffer for the block of one step holds."""
         axis, chunks = stream_cut(tv)
         return self.spot(tv).part(Part(axis, index, chunks), self._values.of, _unchecked)
 
     def _extent(self, tv: TensorView, cuts: Cuts, size: int) -> Extent:
-        """Return what each rank has of an axis of `size` elements. Of a stream's blocks with
+        """Returns what each rank has of an axis of `size` elements. Of a stream's blocks with
         devices inside it has a piece of each."""
         start: PerRank = 0
         levels: list[tuple[PerRank, int]] = []
@@ -294,7 +294,7 @@ class Shapes:
         return self._values.along(mesh, ptype)
 
     def region(self, spot: Spot, *, without: int | None = None) -> Region | None:
-        """Return what memory has of a name, without an axis of partial sums; None where that is
+        """Returns what memory has of a name, without an axis of partial sums; None where that is
         not known."""
         whole, keep, order = self._frame(spot.owner, without)
         extents = tuple(e for a in keep if (e := spot.extents[a]) is not None)
@@ -303,7 +303,7 @@ class Shapes:
         return Region(owners, whole, extents, order, spot.by_rank) if known else None
 
     def _frame(self, tv: TensorView, without: int | None) -> tuple[tuple[int, ...], ...]:
-        """Return global sizes, the axes that memory has (of an expanded one it has none), and
+        """Returns global sizes, the axes that memory has (of an expanded one it has none), and
         their places in memory, outermost first."""
         if (tv, without) not in self._frames:
             gone = {without, *expanded_positions(tv)}
@@ -313,7 +313,7 @@ class Shapes:
         return self._frames[tv, without]
 
     def partial_axis(self, spot: Spot, ptypes: Sequence[ParallelType]) -> int | None:
-        """Return the axis of the owner that numbers the partial sums of a team."""
+        """Returns the axis of the owner that numbers the partial sums of a team."""
         sizes, cuts = self.local(spot.owner), self.device_cuts(spot.owner)
         return next((k for k, c in enumerate(cuts) if c & set(ptypes) and sizes[k] == 1), None)
 
@@ -325,7 +325,7 @@ class Shapes:
         op: Op,
         check: Callable[[Part, PerRank, PerRank], PerRank],
     ) -> Spot:
-        """Return what `effect.out` names; for `check` see `NamedRegion.part`."""
+        """Returns what `effect.out` names; for `check` see `NamedRegion.part`."""
         if effect.part is not None:
             return spot.part(effect.part, self._values.of, check)
         return self._view(spot, op) if isinstance(op, TensorOp) else spot

@@ -72,7 +72,7 @@ class RankValues:
         self._along: dict[tuple[DeviceMesh, ParallelType], Array] = {}
 
     def along(self, mesh: DeviceMesh, ptype: ParallelType) -> Array:
-        """Return the position of each rank along a mesh axis; 0 for one that the mesh lacks."""
+        """Returns the position of each rank along a mesh axis; 0 for one that the mesh lacks."""
         if (mesh, ptype) not in self._along:
             devices = np.asarray(mesh.devices, dtype=np.int64)
             order = np.argsort(devices, kind="stable")
@@ -83,7 +83,7 @@ class RankValues:
         return self._along[mesh, ptype]
 
     def bind(self, index: Symbol, value: Number | None) -> None:
-        """Set the index of a loop; None after the loop."""
+        """Sets the index of a loop; None after the loop."""
         self._computed.clear()
         if value is None:
             self._values.pop(index, None)
@@ -91,7 +91,7 @@ class RankValues:
             self._values[index] = value
 
     def of(self, x: Scalar) -> PerRank:
-        """Return the value of `x`.
+        """Returns the value of `x`.
 
         Raises `InputError` where no input binds a symbol of it, `DivisionByZeroError` where it
         divides by 0 on every rank alike.
@@ -115,7 +115,7 @@ class RankValues:
         return found
 
     def integer(self, x: Scalar) -> int | None:
-        """Return the value of an integer, None where the ranks differ."""
+        """Returns the value of an integer, None where the ranks differ."""
         value = self.of(x)
         if isinstance(value, np.ndarray):
             return int(value[0]) if len(value) and (value == value[0]).all() else None
@@ -161,7 +161,7 @@ class RankValues:
         return total
 
     def _chosen(self, cond: Scalar, a: Scalar, b: Scalar) -> PerRank:
-        """Return one of two values: a division by 0 counts in the one that is taken."""
+        """Returns one of two values: a division by 0 counts in the one that is taken."""
         holds = self._array(cond)
         before = self.undefined
         found: list[PerRank] = []
@@ -193,17 +193,17 @@ def everywhere(x: PerRank) -> bool:
 
 
 def at(value: PerRank, i: int) -> object:
-    """Return the value on one rank, by its place among the ranks."""
+    """Returns the value on one rank, by its place among the ranks."""
     return value[i].item() if isinstance(value, np.ndarray) else value
 
 
 def pick(x: PerRank, places: PerRank) -> PerRank:
-    """Return the values of the ranks at these places."""
+    """Returns the values of the ranks at these places."""
     return x[places] if isinstance(x, np.ndarray) else x
 
 
 def outside_of(x: PerRank, limit: int, here: Array) -> Array | None:
-    """Return which of the ranks here have a value below 0 or not below `limit`; None: none."""
+    """Returns which of the ranks here have a value below 0 or not below `limit`; None: none."""
     wrong = (x < 0) | (x >= limit)
     if not isinstance(wrong, np.ndarray):
         return here if wrong and here.any() else None

@@ -24,7 +24,7 @@ Slice = tuple[ParallelType, int]
 
 
 def sliced_inputs(program: HostIrContainer) -> tuple[str, ...]:
-    """Return a sentence for each input that nothing reads but slices, all of the same axes."""
+    """Returns a sentence for each input that nothing reads but slices, all of the same axes."""
     shown: dict[TensorView, TensorView] = {}
     slices: dict[TensorView, dict[TensorView, Slice]] = {}
     others: set[TensorView] = {*program.outputs}
@@ -72,7 +72,7 @@ def _sentences(
 
 
 def _placements(tv: TensorView, ptype: ParallelType, axis: int) -> str:
-    """Return the placements of an input that is cut as it is, and as the slice cuts it."""
+    """Returns the placements of an input that is cut as it is, and as the slice cuts it."""
     assert tv.mesh is not None, f"{tv} has no mesh"
     cuts = {c.ptype: k for k, mine in enumerate(placement(tv, DEVICE_TYPES)) for c in mine}
     cuts[ptype] = axis

@@ -71,7 +71,7 @@ class UnrolledOp:
     together: tuple[UnrolledOp, ...] = ()
 
     def sizes(self, place: int) -> dict[TensorView, Shape]:
-        """Return the shapes on one rank, by its place among the ranks."""
+        """Returns the shapes on one rank, by its place among the ranks."""
         return {tv: tuple(int(at(n, place)) for n in s) for tv, s in self.shapes.items()}  # pyright: ignore[reportArgumentType]
 
 
@@ -98,7 +98,7 @@ class Unroller(MatchingWalk):
 
     # ------------------------------------------------------------ ops
     def on_op(self, op: Op) -> None:
-        """Note an op, then what ranks meet in it."""
+        """Notes an op, then what ranks meet in it."""
         effects = self.known.get(id(op))
         if effects is None:
             effects = self.known[id(op)] = effects_of(op, self.storage.buffered)
@@ -114,7 +114,7 @@ class Unroller(MatchingWalk):
             self._effect(effect)
 
     def on_half(self, half: Half) -> None:
-        """Keep the item of a send or receive with it."""
+        """Keeps the item of a send or receive with it."""
         half.note = self.at[id(half.op), self.indices][-1]
 
     def _effect(self, effect: Effect) -> None:
@@ -137,7 +137,7 @@ class Unroller(MatchingWalk):
                 self.buffers[tv] = held - gone
 
     def _held(self, tv: TensorView) -> PerRank:
-        """Return the bytes that the ranks here have of a tensor."""
+        """Returns the bytes that the ranks here have of a tensor."""
         elements = self.spot_of(tv).elements(expanded_positions(tv)) * nbytes_of(tv.dtype())
         has = self.holds(tv) & self.mask
         return elements if has.all() else np.where(has, elements, 0)

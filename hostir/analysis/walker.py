@@ -46,15 +46,15 @@ class Domain(Protocol[N]):
     def value(self, x: Scalar) -> N: ...
 
     def bind(self, index: Symbol, value: int | None) -> None:
-        """Set the index of a loop; None after the loop."""
+        """Sets the index of a loop; None after the loop."""
         ...
 
     def ranges(self, bounds: Sequence[N]) -> Iterator[range]:
-        """Yield each range of steps that ranks take; meanwhile only these ranks are here."""
+        """Yields each range of steps that ranks take; meanwhile only these ranks are here."""
         ...
 
     def branches(self, holds: N) -> Iterator[bool]:
-        """Yield each branch that ranks take; meanwhile only these ranks are here."""
+        """Yields each branch that ranks take; meanwhile only these ranks are here."""
         ...
 
 
@@ -65,7 +65,7 @@ class OneRank:
         self.values = values
 
     def value(self, x: Scalar) -> Number:
-        """Return the value of a scalar. Raises `InputError` where no input binds a symbol."""
+        """Returns the value of a scalar. Raises `InputError` where no input binds a symbol."""
         try:
             return sc.evaluate(x, self.values)
         except KeyError as missing:
@@ -116,7 +116,7 @@ class AllRanks:
         self.values.bind(index, value)
 
     def merge(self, new: PerRank, old: PerRank) -> PerRank:
-        """Return the new value on the ranks that are here, the old one on others."""
+        """Returns the new value on the ranks that are here, the old one on others."""
         return new if self.mask.all() else np.where(self.mask, new, old)
 
     # The body of a loop or branch runs while the generator is suspended. A walk must exhaust it:
@@ -160,28 +160,28 @@ class Walk(Generic[N]):
         self.is_over = False
 
     def on_op(self, op: Op) -> None:
-        """Hear of an op without regions."""
+        """Hears of an op without regions."""
         raise NotImplementedError
 
     def on_region(self, op: ForLoop | IfThenElse) -> None:
-        """Hear of a loop or branch before its bounds or its condition are asked for."""
+        """Hears of a loop or branch before its bounds or its condition are asked for."""
 
     def on_left(self, op: ForLoop) -> None:
-        """Hear that a loop has ended."""
+        """Hears that a loop has ended."""
 
     def on_skipped(self, ops: Sequence[Op]) -> None:
-        """Hear of ops that are passed over: a branch that is not taken, a loop without steps."""
+        """Hears of ops that are passed over: a branch that is not taken, a loop without steps."""
 
     def needed(self, x: Scalar, what: str, op: Op) -> N:
-        """Return the value of a bound or condition; `what` names it in messages."""
+        """Returns the value of a bound or condition; `what` names it in messages."""
         return self._domain.value(x)
 
     def site(self, op: Op) -> Site:
-        """Return the place of an op in the walk."""
+        """Returns the place of an op in the walk."""
         return Site(op, self.indices)
 
     def run(self, ops: Sequence[Op]) -> None:
-        """Visit these ops, those of their regions at each step."""
+        """Visits these ops, those of their regions at each step."""
         for op in ops:
             if self.is_over:
                 return
@@ -232,7 +232,7 @@ class StreamState(Generic[N]):
         self.captured: dict[str, N] = {}
 
     def find(self, stream: Stream) -> N:
-        """Return the stream that the program means."""
+        """Returns the stream that the program means."""
         if stream.index is not None:
             return self._number(stream.index)
         if stream.name in self.captured:
@@ -240,28 +240,28 @@ class StreamState(Generic[N]):
         return self._default if stream.name == "Default" else self.unnamed(stream.name)
 
     def unnamed(self, name: str) -> N:
-        """Return the stream of a name that nothing captured."""
+        """Returns the stream of a name that nothing captured."""
         raise NotImplementedError
 
     def merge(self, new: N, old: N) -> N:
-        """Return what holds now where the ranks that are here have a new value."""
+        """Returns what holds now where the ranks that are here have a new value."""
         return new
 
     def enter(self, stream: Stream) -> None:
-        """Make a stream the current one."""
+        """Makes a stream the current one."""
         self.current = self.merge(self.find(stream), self.current)
 
     def capture(self, stream: Stream) -> None:
-        """Let a name mean the current stream from now on."""
+        """Lets a name mean the current stream from now on."""
         before = self.captured.get(stream.name, self._entry)
         self.captured[stream.name] = self.merge(self.current, before)
 
     # What orders streams: nothing here, vector clocks in `hostir.analysis.clocks.Clocks`.
     def join(self, stream: Stream) -> None:
-        """Let the current stream wait for another one."""
+        """Lets the current stream wait for another one."""
 
     def learn(self, theirs: dict[Hashable, int]) -> None:
-        """Let the current stream wait for all that a clock has come after."""
+        """Lets the current stream wait for all that a clock has come after."""
 
     @property
     def now(self) -> dict[Hashable, int]:
@@ -285,11 +285,11 @@ class StreamNumbers(StreamState[PerRank]):
         self.uncaptured: dict[str, int] = {}
 
     def unnamed(self, name: str) -> PerRank:
-        """Return the stream of a name that nothing captured."""
+        """Returns the stream of a name that nothing captured."""
         return self.uncaptured.setdefault(name, CALLER - 1 - len(self.uncaptured))
 
     def merge(self, new: PerRank, old: PerRank) -> PerRank:
-        """Return what holds now where the ranks that are here have a new value."""
+        """Returns what holds now where the ranks that are here have a new value."""
         return new if self._merge is None else self._merge(new, old)
 
 
@@ -319,7 +319,7 @@ class EffectState(Generic[G]):
         self.flights: dict[int, Flight[G]] = {}
 
     def apply(self, effect: Effect, touched: Sequence[G] = ()) -> Flight[G] | None:
-        """Follow an effect on streams and communications; other effects change nothing.
+        """Follows an effect on streams and communications; other effects change nothing.
 
         `touched` is what a start touches. Returns the communication that the effect starts or waits
         for; None where it does neither, a transfer only joins the open group, or nothing of this

@@ -92,8 +92,8 @@ _CPU: Fields = {
 
 
 def calibrate_here(communicator: Communicator, kind: str | None, output: str | None) -> str:
-    """Measure the device of this rank ("cuda", "cpu"; None: a GPU if there is one) and, on rank 0,
-    write the description; return what to say of it.
+    """Measures the device of this rank ("cuda", "cpu"; None: a GPU if there is one) and, on rank 0,
+    write the description; returns what to say of it.
 
     Raises `InputError` before anything is measured where there is no such device, or a description
     cannot be written; `PeerError` where that is another rank's error.
@@ -122,7 +122,7 @@ def calibrate_here(communicator: Communicator, kind: str | None, output: str | N
 
 
 def _crowded_text(communicator: Communicator) -> str:
-    """Return that ranks take turns on the cores of this host, "" where each has one."""
+    """Returns that ranks take turns on the cores of this host, "" where each has one."""
     cores, ranks = os.cpu_count() or 1, communicator.local_size()
     if ranks <= cores:
         return ""
@@ -132,7 +132,7 @@ def _crowded_text(communicator: Communicator) -> str:
 def _checked(
     communicator: Communicator, kind: str | None, output: str | None
 ) -> tuple[torch.device, Path]:
-    """Return the device of this rank and the file; an error of one rank is an error of all."""
+    """Returns the device of this rank and the file; an error of one rank is an error of all."""
     kind = kind or ("cuda" if torch.cuda.is_available() else "cpu")
     device, why = torch.device(kind), ""
     if kind == "cuda":
@@ -158,8 +158,8 @@ def _checked(
 def calibrate(
     communicator: Communicator, device: torch.device
 ) -> tuple[Machine, Machine, list[str]]:
-    """Return what was known of this machine, what is measured now, and what is doubtful about that;
-    all ranks of the job call.
+    """Returns what was known of this machine, what is measured now, and what is doubtful about
+    that; all ranks of the job call.
 
     Raises `FuserError` where ranks cannot communicate, or a link is faster than it can be.
     """
@@ -183,14 +183,14 @@ def calibrate(
 
 
 def _name(device: str, ranks: int, before: Machine) -> str:
-    """Return the name of what was measured: links by these ranks, else as they were."""
+    """Returns the name of what was measured: links by these ranks, else as they were."""
     _, sep, links = before.name.partition("; links by ")
     links = f"{ranks} ranks" if ranks > 1 else links
     return f"{device}, measured" + (f"; links by {links}" if ranks > 1 or sep else "")
 
 
 def rounded(fields: Fields) -> Fields:
-    """Return numbers with as many digits as measurements have."""
+    """Returns numbers with as many digits as measurements have."""
 
     def short(x: Any) -> Any:
         if isinstance(x, float):
@@ -203,7 +203,7 @@ def rounded(fields: Fields) -> Fields:
 
 
 def known_before(device: torch.device) -> Machine:
-    """Return what an earlier calibration found, else "h200"."""
+    """Returns what an earlier calibration found, else "h200"."""
     file = measured_file(device)
     try:
         return machine_from_json(file.read_text(), where=str(file))
@@ -212,7 +212,7 @@ def known_before(device: torch.device) -> Machine:
 
 
 def write(machine: Machine, file: Path) -> None:
-    """Write a description at once: who reads meanwhile finds the old one.
+    """Writes a description at once: who reads meanwhile finds the old one.
 
     Raises `InputError` where it cannot be written.
     """
@@ -230,7 +230,7 @@ def write(machine: Machine, file: Path) -> None:
 
 
 def changes(before: Machine, after: Machine) -> list[str]:
-    """Return a line per number that differs."""
+    """Returns a line per number that differs."""
     old, new = (json.loads(m.to_json()) for m in (before, after))
     return [f"{name}: {old[name]} -> {value}" for name, value in new.items() if old[name] != value]
 
@@ -248,13 +248,13 @@ class _Bench:
         self.faults: list[str] = []
 
     def seconds(self, call: Callable[[], object], times: int = 10) -> float:
-        """Return how long the device takes for one call, among many."""
+        """Returns how long the device takes for one call, among many."""
         return self.interleaved([call], times)[0]
 
     def interleaved(
         self, calls: Sequence[Callable[[], object]], times: int = 10, load_s: float = 0.0
     ) -> list[float]:
-        """Return the same of several calls, which take turns, so that what else runs for a while
+        """Returns the same of several calls, which take turns, so that what else runs for a while
         does not fall on one; for at least `load_s` each."""
         lengths = [self._length(call, times, load_s) for call in calls]
         found: list[list[float]] = [[] for _ in calls]
@@ -267,7 +267,7 @@ class _Bench:
         return [_low(rounds) for rounds in found]
 
     def _length(self, call: Callable[[], object], times: int, load_s: float) -> int:
-        """Return how many calls a burst has: on a GPU as many as keep it busy for a while, as in a
+        """Returns how many calls a burst has: on a GPU as many as keep it busy for a while, as in a
         short burst its clock is higher than what it keeps up."""
         for _ in range(3):
             call()
@@ -294,7 +294,7 @@ class _Bench:
         return start.elapsed_time(stop) / 1e3 / times
 
     def host_seconds(self, call: Callable[[], object], times: int = 20) -> float:
-        """Return for how long the host is busy with one call.
+        """Returns for how long the host is busy with one call.
 
         The GPU is not kept waiting, so that little is under way that the host could wait for; and
         of single calls the lower quartile, as one that does wait says nothing of the others.
@@ -325,7 +325,7 @@ class _Bench:
         return max(map(float, self.communicator.exchange(repr(seconds).encode())))
 
     def random(self, *shape: int, dtype: torch.dtype) -> torch.Tensor:
-        """Return random numbers: zeros would be multiplied at a higher clock."""
+        """Returns random numbers: zeros would be multiplied at a higher clock."""
         return torch.randn(*shape, device=self.device, dtype=torch.float32).to(dtype)
 
     def empty(self, nbytes: int) -> torch.Tensor:
@@ -333,7 +333,7 @@ class _Bench:
 
 
 def _low(times: Sequence[float]) -> float:
-    """Return the lower quartile: other work makes some of them longer."""
+    """Returns the lower quartile: other work makes some of them longer."""
     return sorted(times)[len(times) // 4]
 
 
@@ -342,13 +342,13 @@ def _spread(times: Sequence[float]) -> float:
 
 
 def _keep_waiting() -> None:
-    """Keep the current stream busy while the host enqueues a burst."""
+    """Keeps the current stream busy while the host enqueues a burst."""
     torch.cuda._sleep(_HEAD_START)  # pyright: ignore[reportPrivateUsage, reportUnknownMemberType]
 
 
 # ------------------------------------------------------------------ one device
 def local_fields(bench: _Bench, machine: Machine) -> Fields:
-    """Return what one rank finds out alone."""
+    """Returns what one rank finds out alone."""
     kind = bench.device.type
     small = bench.empty(64)
     launch = bench.seconds(lambda: small.add_(1.0), 50)
@@ -363,7 +363,7 @@ def local_fields(bench: _Bench, machine: Machine) -> Fields:
 
 
 def _cpu_fields(bench: _Bench) -> Fields:
-    """Return what a call of a library takes where it computes next to nothing: the host's time is
+    """Returns what a call of a library takes where it computes next to nothing: the host's time is
     the device's."""
     x = bench.random(8, 8, dtype=torch.float32)
     out = torch.empty_like(x)
@@ -407,7 +407,7 @@ def _linears(count: int) -> HostIrContainer:
 
 
 def _matmul_fields(bench: _Bench, machine: Machine) -> Fields:
-    """Return rates as the model reads them, of whole waves of tiles."""
+    """Returns rates as the model reads them, of whole waves of tiles."""
     kind = bench.device.type
     main = "BFloat16" if kind == "cuda" else "Float"
 
@@ -435,14 +435,14 @@ def _matmul_fields(bench: _Bench, machine: Machine) -> Fields:
 
 # ------------------------------------------------------------------ between ranks
 def link_fields(bench: _Bench) -> Fields:
-    """Return what the ranks of a job find out together."""
+    """Returns what the ranks of a job find out together."""
     bench.communicator.begin_run(bench.team)
     backend = bench.communicator.backend_for(bench.device)
     team, n = bench.team, len(bench.team)
     small, middle, large = _SENT[bench.device.type]
 
     def calls_of(row: Collective) -> Callable[[int], Callable[[], None]]:
-        """Return what makes calls of which the larger side has so many bytes, in place if it may
+        """Returns what makes calls of which the larger side has so many bytes, in place if it may
         be."""
 
         def make(nbytes: int) -> Callable[[], None]:
@@ -483,7 +483,7 @@ def link_fields(bench: _Bench) -> Fields:
 
 
 def _allreduce_fields(bench: _Bench, make: Callable[[int], Callable[[], None]]) -> Fields:
-    """Return what small allreduces take, of each way that messages of this team go, from the
+    """Returns what small allreduces take, of each way that messages of this team go, from the
     smallest and the largest of them."""
     n = len(bench.team)
     sizes: dict[Way, list[int]] = {}
@@ -515,7 +515,7 @@ def _fit(
     moved: float,
     sizes: tuple[int, int, int],
 ) -> tuple[float, float, float]:
-    """Return latency, ramp, and the bytes per second between the two larger sizes; of each byte a
+    """Returns latency, ramp, and the bytes per second between the two larger sizes; of each byte a
     rank moves the part `moved`."""
     few, middle, many = (bench.seconds(make(size)) for size in sizes)
     if many < SPREAD * few:
@@ -538,8 +538,8 @@ def _ring(
     batch: Callable[..., Work],
     count: int = 1,
 ) -> Callable[[], None]:
-    """Return a call in which every rank sends to the next one, and receives from the one before, so
-    many times."""
+    """Returns a call in which every rank sends to the next one, and receives from the one before,
+    so many times."""
     rank, n = bench.communicator.rank(), len(bench.team)
     both = [
         Transfer("send", inp, (rank + 1) % n),
@@ -549,7 +549,7 @@ def _ring(
 
 
 def _peer_fields(bench: _Bench) -> Fields:
-    """Return the same of peer copies; nothing where the ranks cannot map each other's memory."""
+    """Returns the same of peer copies; nothing where the ranks cannot map each other's memory."""
     here = bench.communicator
     if not (here.are_on_one_host(bench.team) and here.have_access(bench.device)):
         return {}
@@ -603,7 +603,7 @@ Points = Sequence[tuple[float, float]]
 
 
 def matmul_faults(rates: Mapping[str, Points], main: str, kind: str, *, has_tiles: bool) -> str:
-    """Return what cannot be about rates by dtype, "" for nothing."""
+    """Returns what cannot be about rates by dtype, "" for nothing."""
     for dtype, points in rates.items():
         for (few, slow), (many, fast) in pairwise(points):
             short, long = few / slow, many / fast
@@ -628,7 +628,7 @@ def matmul_faults(rates: Mapping[str, Points], main: str, kind: str, *, has_tile
 
 
 def link_faults(found: Mapping[str, Any]) -> str:
-    """Return which link is faster than the memory at its ends can be, "" for none."""
+    """Returns which link is faster than the memory at its ends can be, "" for none."""
     memory, links = found["memory_bandwidth"], dict(found.get("nccl", {}))
     links |= {k: found[k] for k in ("nccl_other_bandwidth", "pull_bandwidth") if k in found}
     for name, bandwidth in links.items():
@@ -641,7 +641,7 @@ def link_faults(found: Mapping[str, Any]) -> str:
 
 
 def spread_faults(spreads: Sequence[float]) -> str:
-    """Return what to say of measurements whose repetitions differ, each by a factor; "" if few."""
+    """Returns what to say of measurements whose repetitions differ, each by a factor; "" if few."""
     count = sum(spread > SPREAD for spread in spreads)
     if not count:
         return ""

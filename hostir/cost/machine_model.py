@@ -122,19 +122,19 @@ class Machine:
             _check(self, f.name, getattr(self, f.name))
 
     def numbers_of(self, library: str) -> str:
-        """Return by which library's numbers another one is predicted, "" for its own: descriptions
+        """Returns by which library's numbers another one is predicted, "" for its own: descriptions
         of GPUs know NCCL and peer copies."""
         is_known = self.device == CPU or library.upper() in (_NCCL_NAME, PEER_COPIES)
         return "" if is_known else _NCCL_NAME
 
     def to_json(self) -> str:
-        """Return the text of a description file, which `machine_from_json` reads."""
+        """Returns the text of a description file, which `machine_from_json` reads."""
         values: dict[str, Any] = {f.name: getattr(self, f.name) for f in fields(self)}
         return json.dumps(values, indent=2, default=dict)
 
 
 def _check(machine: Machine, name: str, value: Any) -> None:
-    """Raise `InputError` for what is no positive number where one is meant; latencies may be 0."""
+    """Raises `InputError` for what is no positive number where one is meant; latencies may be 0."""
     default = _DEFAULTS[name]
     if isinstance(default, str):
         fits, wanted = isinstance(value, str) and bool(value), "a name"
@@ -182,7 +182,7 @@ MACHINES: Mapping[str, Machine] = MappingProxyType({"h200": H200})
 
 
 def machine_from_json(text: str, *, where: str = "a machine") -> Machine:
-    """Return the machine that a description says; what it leaves out is that of "h200".
+    """Returns the machine that a description says; what it leaves out is that of "h200".
 
     Raises `InputError` for a name that machines do not have, or a value that is none.
     """
@@ -205,7 +205,7 @@ def machine_from_json(text: str, *, where: str = "a machine") -> Machine:
 
 
 def _read(name: str, value: Any) -> Any:
-    """Return what JSON has of a field: lists are rows; tables keep what they leave out."""
+    """Returns what JSON has of a field: lists are rows; tables keep what they leave out."""
     default = _DEFAULTS[name]
     if isinstance(default, tuple) and isinstance(value, list):
         rows: Any = value  # pyright: ignore[reportUnknownVariableType]
@@ -225,8 +225,8 @@ MEASURED = "measured"
 
 
 def measured_file(device: torch.device | None = None) -> Path:
-    """Return where `python -m hostir calibrate` writes what it measures: of this machine's GPUs, or
-    of its CPU; by default of the GPUs where there are any. The file need not exist."""
+    """Returns where `python -m hostir calibrate` writes what it measures: of this machine's GPUs,
+    or of its CPU; by default of the GPUs where there are any. The file need not exist."""
     kind = ("cuda" if torch.cuda.is_available() else "cpu") if device is None else device.type
     if kind == "cuda":
         name, count = torch.cuda.get_device_name(device), torch.cuda.device_count()
@@ -238,7 +238,7 @@ def measured_file(device: torch.device | None = None) -> Path:
 
 @functools.cache
 def read_once(file: Path) -> Machine | None:
-    """Return the machine of a file, None without one. What a process has read stays, so that its
+    """Returns the machine of a file, None without one. What a process has read stays, so that its
     programs of equal sizes stay, too."""
     try:
         text = file.read_text()
@@ -248,7 +248,7 @@ def read_once(file: Path) -> Machine | None:
 
 
 def machine_of(device: torch.device) -> Machine | None:
-    """Return the description of what programs on a device run on: what was measured here, else a
+    """Returns the description of what programs on a device run on: what was measured here, else a
     built-in one; None where there is neither."""
     found = None
     try:
@@ -261,13 +261,13 @@ def machine_of(device: torch.device) -> Machine | None:
 
 
 def usual_machine() -> str:
-    """Return the name of what was measured of this machine's GPUs, else of "h200"."""
+    """Returns the name of what was measured of this machine's GPUs, else of "h200"."""
     is_measured = torch.cuda.is_available() and measured_file().exists()
     return MEASURED if is_measured else H200.name
 
 
 def find_machine(name: str, device: torch.device | None = None) -> Machine:
-    """Return the machine of a name, what was `measured` here, or that of a description file
+    """Returns the machine of a name, what was `measured` here, or that of a description file
     (`*.json`). `device`: see `measured_file`.
 
     Raises `InputError` for an unknown name, a file that is none, and where nothing was measured.

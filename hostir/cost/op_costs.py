@@ -144,7 +144,7 @@ def _scaled(op: ScaledMmaOp, sizes: Sizes, machine: Machine) -> Cost:
 def _product_cost(
     batch: int, m: int, n: int, k: int, op: ProductOp, sizes: Sizes, machine: Machine
 ) -> Cost:
-    """Return the cost of products of what is read on the device. Floats of one byte are multiplied
+    """Returns the cost of products of what is read on the device. Floats of one byte are multiplied
     at the rate of a wider dtype: theirs is not measured."""
     nbytes = sum(_held(tv, sizes) for f, tv in op.tensors() if f not in ("offsets", "out"))
     wider = DataType.Float if machine.device == CPU else DataType.BFloat16
@@ -163,7 +163,7 @@ def _matmul_cost(
     packed: int = 0,
     dtype: DataType | None = None,
 ) -> Cost:
-    """Return the cost of products that are computed in `dtype`, by default that of the result."""
+    """Returns the cost of products that are computed in `dtype`, by default that of the result."""
     flops, result = 2 * batch * m * n * k, op.out_tensor
     scale = _speed(op, result, machine, dtype or result.dtype())
     nbytes += batch * m * n * nbytes_of(result.dtype())
@@ -179,14 +179,14 @@ def _matmul_cost(
 
 
 def _occupancy(tiles: int, machine: Machine) -> float:
-    """Return which part of the multiprocessors so many tiles keep busy, on average over their
+    """Returns which part of the multiprocessors so many tiles keep busy, on average over their
     waves: the last one leaves room for what runs beside, such as a collective of NCCL."""
     waves = math.ceil(tiles / machine.multiprocessors)
     return tiles / (waves * machine.multiprocessors)
 
 
 def _speed(op: LibraryOp, tv: TensorView, machine: Machine, dtype: DataType) -> float:
-    """Return how fast products in a dtype are, against the fastest; `tv` is what they make."""
+    """Returns how fast products in a dtype are, against the fastest; `tv` is what they make."""
     scale = machine.matmul_dtypes.get(dtype.name)
     if scale is None:
         raise UnsupportedError(
@@ -227,7 +227,7 @@ def _attention(op: AttentionOp, sizes: Sizes, machine: Machine) -> Cost:
 
 
 def whole_waves(batch: int, m: int, n: int, machine: Machine) -> tuple[float, int]:
-    """Return which area of the results a multiprocessor computes, and how many tiles there are, in
+    """Returns which area of the results a multiprocessor computes, and how many tiles there are, in
     the shape of tile that is done first: in as many waves as the multiprocessors need."""
     return min(
         (math.ceil(tiles / machine.multiprocessors) * rows * columns / speed, tiles)
@@ -237,7 +237,7 @@ def whole_waves(batch: int, m: int, n: int, machine: Machine) -> tuple[float, in
 
 
 def under_load(machine: Machine, flops: float) -> Machine:
-    """Return the machine while a call does so many operations in matmuls: a GPU's clock depends on
+    """Returns the machine while a call does so many operations in matmuls: a GPU's clock depends on
     how long it is busy, however many ops that takes; a CPU's rates are those of one product."""
     if machine.device == CPU or not flops:
         return machine
@@ -245,7 +245,7 @@ def under_load(machine: Machine, flops: float) -> Machine:
 
 
 def _rate(flops: float, points: Sequence[tuple[float, float]]) -> float:
-    """Return operations per second, by the logarithm of how many there are."""
+    """Returns operations per second, by the logarithm of how many there are."""
     if flops <= points[0][0]:
         return points[0][1]
     for (a, slow), (b, fast) in pairwise(points):
@@ -267,7 +267,7 @@ def collective_cost(
     reduce: RedOp = "SUM",
     staged: int = 0,
 ) -> Cost:
-    """Return the cost of a collective of `nbytes`: the larger of a rank's input and output.
+    """Returns the cost of a collective of `nbytes`: the larger of a rank's input and output.
 
     `staged`: what peer copies first copy into memory that peers can map.
     """
@@ -288,7 +288,7 @@ def collective_cost(
 def allreduce_kernel_cost(
     members: int, nbytes: int, backend: str, machine: Machine, dtype: DataType, reduce: RedOp
 ) -> Cost | None:
-    """Return the cost of an allreduce that is one kernel, among GPUs of a host; None for one that
+    """Returns the cost of an allreduce that is one kernel, among GPUs of a host; None for one that
     the library carries out itself."""
     if machine.device == CPU:
         return None
@@ -304,7 +304,7 @@ def allreduce_kernel_cost(
 
 
 def transfer_cost(nbytes: int, backend: str, machine: Machine) -> Cost:
-    """Return the cost of bringing `nbytes` from one rank to another."""
+    """Returns the cost of bringing `nbytes` from one rank to another."""
     if backend != PEER_COPIES:
         return _nccl(nbytes, machine.nccl_other_bandwidth, machine)
     seconds = machine.copy_latency_s + nbytes / machine.pull_bandwidth
@@ -312,7 +312,7 @@ def transfer_cost(nbytes: int, backend: str, machine: Machine) -> Cost:
 
 
 def _copy_share(machine: Machine) -> float:
-    """Return what a peer copy takes from computing: GPUs have engines for copies."""
+    """Returns what a peer copy takes from computing: GPUs have engines for copies."""
     return 1.0 if machine.device == CPU else 0.0
 
 
@@ -324,7 +324,7 @@ def _nccl(moved: float, bandwidth: float, machine: Machine) -> Cost:
 
 
 def staging_cost(nbytes: int, machine: Machine) -> Cost:
-    """Return the cost of a copy within one GPU."""
+    """Returns the cost of a copy within one GPU."""
     return _moves(2 * nbytes, machine)
 
 
@@ -343,7 +343,7 @@ COSTS: dict[type[TensorOp], Callable[[Any, Sizes, Machine], Cost]] = {
 
 
 def cost_of(op: Op, sizes: Sizes, machine: Machine, found: Found = NOTHING) -> Cost | None:
-    """Return what an op that computes costs; None for one that only names, waits or switches.
+    """Returns what an op that computes costs; None for one that only names, waits or switches.
 
     A host op says what it reads and writes (`HostOp.work`), a tensor op has a row or is a kernel.
     `found` says what a kernel reads of its tables. Raises `UnsupportedError` for what the model
@@ -363,7 +363,7 @@ def cost_of(op: Op, sizes: Sizes, machine: Machine, found: Found = NOTHING) -> C
 
 
 def found_in_tables(op: LaunchKernel, kernel: Fusion, values: Mapping[Symbol, Number]) -> Found:
-    """Return how many bytes a rank's launch of a kernel finds in operands that are nothing but
+    """Returns how many bytes a rank's launch of a kernel finds in operands that are nothing but
     tables; `values` binds the symbols of extents."""
     if not any(isinstance(e, LookupOp) for e in kernel.exprs):
         return NOTHING

@@ -121,8 +121,8 @@ class Decision:
 
 
 def pick(candidates: Sequence[OverlapCandidate], transport: str, margin: float) -> OverlapCandidate:
-    """Return the fastest candidate if it gains enough over the first, the pair as it is; what steps
-    transfer goes by one library."""
+    """Returns the fastest candidate if it gains enough over the first, the pair as it is; what
+    steps transfer goes by one library."""
     base = candidates[0]
     if base.seconds is None:
         return base
@@ -200,7 +200,7 @@ class Overlaps:
         self._programs: dict[Choice, HostIrContainer] = {}
 
     def steps_for(self, sizes: Mapping[Symbol, int]) -> Callable[[Fusion], str]:
-        """Return what gives a decomposed fusion the steps that pay for inputs of these sizes: a
+        """Returns what gives a decomposed fusion the steps that pay for inputs of these sizes: a
         `hostir.lowering.pipeline.Overlap`."""
 
         def give(fusion: Fusion) -> str:
@@ -217,11 +217,11 @@ class Overlaps:
         return give
 
     def choose(self, sizes: Mapping[Symbol, int]) -> Choice | None:
-        """Return what pays for inputs of these sizes; None where no fusion was looked at yet."""
+        """Returns what pays for inputs of these sizes; None where no fusion was looked at yet."""
         return None if self._known is None else self._find(sizes)[0]
 
     def decisions(self, sizes: Mapping[Symbol, int]) -> tuple[Decision, ...]:
-        """Return what was decided about each pair, and by which numbers."""
+        """Returns what was decided about each pair, and by which numbers."""
         values = refined_sizes(self._stand_in(sizes))
         found: list[Decision] = []
         for one, decision in zip(self._known or (), self._find(sizes)[1], strict=True):
@@ -232,7 +232,7 @@ class Overlaps:
         return tuple(found)
 
     def gives_up(self, sizes: Mapping[Symbol, int], why: str) -> bool:
-        """Note that the whole program cannot be lowered as chosen; False where no steps were."""
+        """Notes that the whole program cannot be lowered as chosen; False where no steps were."""
         choice = self.choose(sizes)
         if not choice:
             return False
@@ -241,7 +241,7 @@ class Overlaps:
         return True
 
     def accepts(self, program: HostIrContainer, sizes: Mapping[Symbol, int]) -> bool:
-        """Return whether the choice for these sizes pays in the whole program, which was lowered
+        """Returns whether the choice for these sizes pays in the whole program, which was lowered
         so; if not, another one is made.
 
         A program whose steps keep it from being repeated as a graph needs the host in each run.
@@ -257,7 +257,7 @@ class Overlaps:
         return not why
 
     def report(self, sizes: Mapping[Symbol, int]) -> str:
-        """Return the text of the decisions."""
+        """Returns the text of the decisions."""
         wanted = (
             "taken wherever they can be"
             if self._margin == FORCED
@@ -273,7 +273,7 @@ class Overlaps:
 
     # ------------------------------------------------------------ deciding
     def _look_at(self, fusion: Fusion) -> list[_PairVerdict]:
-        """Note the pairs of a fusion as it is now: what follows changes it."""
+        """Notes the pairs of a fusion as it is now: what follows changes it."""
         kept, _ = fusion.copy()
         meshes = (tv.mesh for tv in kept.tensors())
         self._multiple = math.lcm(*(mesh.size for mesh in meshes if mesh is not None))
@@ -289,8 +289,8 @@ class Overlaps:
         return known
 
     def _stand_in(self, sizes: Mapping[Symbol, int]) -> Mapping[Symbol, int]:
-        """Return the sizes that are predicted for these: those nearby, unless the devices of a pair
-        divide only one of them."""
+        """Returns the sizes that are predicted for these: those nearby, unless the devices of a
+        pair divide only one of them."""
         key = _key(sizes)
         found = self._near.recall(key)
         if found is None:
@@ -301,7 +301,7 @@ class Overlaps:
         return found
 
     def _divided(self, sizes: Mapping[Symbol, int]) -> list[bool | None]:
-        """Return which pairs have equal blocks; None for an extent that no size tells."""
+        """Returns which pairs have equal blocks; None for an extent that no size tells."""
         values, found = refined_sizes(sizes), list[bool | None]()
         for one in self._known or ():
             try:
@@ -378,7 +378,7 @@ class Overlaps:
         return _choice(best), tuple(replace(d, why=d.why or why) for d in best)
 
     def _plan(self, times: Sequence[_Times], transport: str) -> list[Decision]:
-        """Return the decisions where what steps transfer goes by one library."""
+        """Returns the decisions where what steps transfer goes by one library."""
         return [
             Decision(t.candidates, pick(t.candidates, transport, self._margin), t.why)
             for t in times
@@ -394,7 +394,7 @@ class _PairVerdict:
     why_not: str
 
     def signature(self, values: Values) -> object:
-        """Return what two pairs have in common that take the same time, such as those of two
+        """Returns what two pairs have in common that take the same time, such as those of two
         layers."""
         structure, extents = self._structure
         return structure, extents(values)
@@ -462,7 +462,7 @@ class _Unit:
     def times(
         self, values: Values, machine: Machine, transports: Sequence[str], margin: float
     ) -> _Times:
-        """Return the predicted times of the pair as it is and in all its forms."""
+        """Returns the predicted times of the pair as it is and in all its forms."""
         try:
             why = "" if margin == FORCED else self._bound.why_hopeless(values, machine, margin)
         except FuserError as error:
@@ -479,7 +479,7 @@ class _Unit:
         return _Times(tuple(found))
 
     def as_it_is(self, values: Values, machine: Machine) -> OverlapCandidate:
-        """Return the predicted time of the pair without steps."""
+        """Returns the predicted time of the pair without steps."""
         return self._candidate("", "", values, machine)
 
     def _candidate(
@@ -554,7 +554,7 @@ def _size(tv: TensorView, axis: IterDomain, values: Values) -> int:
 
 
 def _divided_extent(pair: Pair, values: Values) -> int:
-    """Return the extent of the axis that the devices divide."""
+    """Returns the extent of the axis that the devices divide."""
     return _size(pair.between, pair.between.domain.no_reductions[pair.axis], values)
 
 
@@ -608,7 +608,7 @@ class GainBound:
         return places, Computed(scalars)
 
     def why_hopeless(self, values: Values, machine: Machine, margin: float) -> str:
-        """Return why no steps can gain this part of the time; "" if some may."""
+        """Returns why no steps can gain this part of the time; "" if some may."""
         if machine.device == CPU:
             return "a CPU rank computes and communicates in turns: steps gain nothing there"
         pair, (places, extents) = self._pair, self._tensors
@@ -656,7 +656,7 @@ _BITS = 5
 
 
 def near(size: int, multiple: int) -> int:
-    """Return what stands for a size: a number of few bits times what the size has in common with
+    """Returns what stands for a size: a number of few bits times what the size has in common with
     `multiple`, so that no part of `multiple` divides only one of them."""
     part = math.gcd(size, multiple)
     count = abs(size) // part
@@ -670,5 +670,5 @@ def near(size: int, multiple: int) -> int:
 
 
 def near_sizes(sizes: Mapping[Symbol, int], multiple: int) -> dict[Symbol, int]:
-    """Return what stands for sizes; equal ones stay equal."""
+    """Returns what stands for sizes; equal ones stay equal."""
     return {symbol: near(n, multiple) for symbol, n in sizes.items()}

@@ -47,7 +47,7 @@ class Busy:
 def busy_of(
     pieces: Iterable[tuple[float, float, bool]], seconds: float, computing: Intervals | None = None
 ) -> Busy:
-    """Return the times of pieces of work (begin, end, whether it communicates) within `seconds`.
+    """Returns the times of pieces of work (begin, end, whether it communicates) within `seconds`.
 
     `computing` is when the rank computes, where the pieces are those of one stream; theirs by
     default.
@@ -62,7 +62,7 @@ def busy_of(
 
 
 def union(intervals: Iterable[tuple[float, float]]) -> Intervals:
-    """Return what the intervals cover."""
+    """Returns what the intervals cover."""
     found: Intervals = []
     for a, b in sorted(intervals):
         if found and a <= found[-1][1]:
@@ -73,7 +73,7 @@ def union(intervals: Iterable[tuple[float, float]]) -> Intervals:
 
 
 def length(intervals: Intervals) -> float:
-    """Return the sum of lengths."""
+    """Returns the sum of lengths."""
     return sum(b - a for a, b in intervals)
 
 
@@ -139,12 +139,12 @@ class Prediction:
 
 
 def seconds_of(made: Timetable) -> tuple[float, float]:
-    """Return for how long GPU and host of the slowest rank are busy."""
+    """Returns for how long GPU and host of the slowest rank are busy."""
     return max((w.end for w in made.work), default=0.0), max(made.host, default=0.0)
 
 
 def predict(program: HostIrContainer, made: Timetable) -> Prediction:
-    """Return the numbers of a timetable; `links` are (from, to, bytes), None where pairs are too
+    """Returns the numbers of a timetable; `links` are (from, to, bytes), None where pairs are too
     many."""
     traffic, unrolled = traffic_of(made.unrolled), made.unrolled
     by_class: dict[int, list[int]] = {n: [] for n in range(len(made.firsts))}
@@ -185,7 +185,7 @@ def predict(program: HostIrContainer, made: Timetable) -> Prediction:
 
 
 def stream_name(made: Timetable, number: int) -> str:
-    """Return a stream as the program spells it."""
+    """Returns a stream as the program spells it."""
     unrolled = made.unrolled
     captured = {
         name: CALLER
@@ -196,7 +196,7 @@ def stream_name(made: Timetable, number: int) -> str:
 
 
 def spelled(number: int, captured: Mapping[str, object], names: Mapping[str, int]) -> str:
-    """Return a stream as a program spells it: `captured` has the numbers of captured streams by
+    """Returns a stream as a program spells it: `captured` has the numbers of captured streams by
     name, `names` those of streams that nothing captured."""
     if number >= 0:
         return f"Stream {number}"
@@ -237,7 +237,7 @@ def _path(program: HostIrContainer, work: Iterable[WorkItem]) -> tuple[CriticalO
 
 # ------------------------------------------------------------------ the text
 def report(found: Prediction) -> str:
-    """Return the text of a prediction."""
+    """Returns the text of a prediction."""
     lines = [f"predicted on {found.machine}, not run: {ms(found.seconds)} per call"]
     for one in found.classes[:_SHOWN_CLASSES]:
         lines += ["", *_class_lines(one, found.device)]
@@ -254,7 +254,7 @@ def report(found: Prediction) -> str:
 
 
 def times_text(one: RankTimes, device: str) -> str:
-    """Return for how long a class of ranks is busy; of a CPU, host and device are one."""
+    """Returns for how long a class of ranks is busy; of a CPU, host and device are one."""
     text = f"{ranks_text(one.ranks)}: {ms(one.seconds, 0)} on the {device}"
     return text if device == CPU else f"{text}; the host issues it in {ms(one.host_seconds, 0)}"
 
@@ -275,7 +275,7 @@ def _class_lines(one: RankTimes, device: str) -> list[str]:
 
 
 def busy_lines(streams: Sequence[StreamTimes], whole: Busy) -> list[str]:
-    """Return the table of the times of streams and of their rank."""
+    """Returns the table of the times of streams and of their rank."""
     rows = [(s.stream, s.compute, s.communication, s.exposed, s.idle) for s in streams]
     rows.append(("all", whole.compute, whole.communication, whole.exposed, whole.idle))
     width = max(len(name) for name, *_ in rows)
@@ -298,7 +298,7 @@ def _link_lines(found: Prediction) -> list[str]:
 
 
 def ms(seconds: float, width: int = 10) -> str:
-    """Return a time as text: milliseconds, or microseconds where it is less than one."""
+    """Returns a time as text: milliseconds, or microseconds where it is less than one."""
     text = f"{seconds * 1e3:.3f} ms" if seconds >= 1e-3 else f"{seconds * 1e6:.1f} us"
     return f"{text:>{width}}"
 
@@ -395,7 +395,7 @@ def _among(
     takes: Array,
     row: Collective | None = None,
 ) -> None:
-    """Count what those who give send each of those of their team who take."""
+    """Counts what those who give send each of those of their team who take."""
     receivers = 1 if row is not None and row.out.at_root else n - 1
     senders = 1 if row is not None and row.inp.at_root else n - 1
     found.sent += np.where(gives, block * receivers, 0.0)

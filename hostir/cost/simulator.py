@@ -143,7 +143,7 @@ class Simulator:
                 self._push(now, other, -1)
 
     def _share(self, now: float, changed: set[int]) -> None:
-        """Give out the resources of these classes, and of those that work ties to them."""
+        """Gives out the resources of these classes, and of those that work ties to them."""
         found: dict[WorkItem, None] = {}
         todo, seen = list(changed), set(changed)
         while todo:
@@ -181,12 +181,12 @@ class Simulator:
 
 
 def _precedence(work: WorkItem) -> tuple[float, bool, int]:
-    """Return the order in which active work takes resources."""
+    """Returns the order in which active work takes resources."""
     return work.ready, work.is_transfer and work.ready > 0, work.order
 
 
 def critical_path(work: Iterable[WorkItem]) -> list[tuple[WorkItem, float]]:
-    """Return what the end of the last work waited for, last first, each with its seconds on the
+    """Returns what the end of the last work waited for, last first, each with its seconds on the
     way."""
     path: list[tuple[WorkItem, float]] = []
     at = max(work, key=lambda w: (w.end, w.order), default=None)
@@ -227,7 +227,7 @@ def timetable_of(
     *,
     ranks: Sequence[int] = (),
 ) -> Timetable:
-    """Return when what runs, as the model has it; nothing is run.
+    """Returns when what runs, as the model has it; nothing is run.
 
     `values` binds the symbols of the inputs and `numberOfStreams`; `ranks` defaults to those of the
     program's meshes. Raises `VerifyError` for a program whose ranks do not meet,
@@ -252,7 +252,7 @@ def timetable_of(
 
 
 def _check_all_ran(program: HostIrContainer, work: Sequence[WorkItem], machine: Machine) -> None:
-    """Refuse what would run only where communications do not stand in their streams."""
+    """Refuses what would run only where communications do not stand in their streams."""
     stuck = [w for w in work if w.end < 0]
     if stuck:
         what = "these ops wait for each other where communications stand in their streams"
@@ -276,7 +276,7 @@ class _Shared:
     in_tables: dict[Op, Found] = field(default_factory=dict[Op, Found])
 
     def found(self, op: Op) -> Found:
-        """Return what a kernel finds in its tables."""
+        """Returns what a kernel finds in its tables."""
         if not isinstance(op, LaunchKernel):
             return NOTHING
         if op not in self.in_tables:
@@ -338,7 +338,7 @@ class _ScheduleBuilder:
         work.needs[self.number, resource] = work.needs.get((self.number, resource), 0.0) + share
 
     def _issue(self, work: WorkItem, stream: int, *, holds: bool = True) -> None:
-        """Put work behind what its stream has."""
+        """Puts work behind what its stream has."""
         work.comes_after(self.last.get(stream, ()))
         if holds:
             work.streams[self.number] = stream
@@ -355,7 +355,7 @@ class _ScheduleBuilder:
         self.last[stream] = (work,)
 
     def _far_seconds(self, item: UnrolledOp) -> float:
-        """Return how long it takes to read what lies with other ranks."""
+        """Returns how long it takes to read what lies with other ranks."""
         sizes = item.sizes(self.place) if item.far else {}
         parts = (held_nbytes(tv, sizes[tv]) * (n - 1) / n for tv, (_, n) in item.far.items())
         return sum(parts) / self.machine.pull_bandwidth
@@ -400,7 +400,7 @@ class _ScheduleBuilder:
 
     # ------------------------------------------------------------ transfers
     def _transfers(self, item: UnrolledOp, stream: int) -> None:
-        """Start sends and receives together; the stream goes on when all have ended, but for peer
+        """Starts sends and receives together; the stream goes on when all have ended, but for peer
         copies that others make."""
         started = item.site.op
         assert isinstance(started, StartsCommunication)
@@ -464,7 +464,7 @@ class _ScheduleBuilder:
         *,
         is_send: bool,
     ) -> WorkItem:
-        """Return the work of a pair, with what this rank's end of it needs."""
+        """Returns the work of a pair, with what this rank's end of it needs."""
         theirs = int(self.shared.classes[peer])
         pair = (self.number, theirs) if is_send else (theirs, self.number)
         key = (id(ends[0]), id(ends[1]), *pair)
@@ -509,7 +509,7 @@ _MIX, _ADD = 0x9E3779B97F4A7C15, 0xD1B54A32D192ED03
 
 
 def time_classes(items: Sequence[UnrolledOp], count: int) -> Array:
-    """Return the class of each of `count` ranks; classes are numbered by their first rank."""
+    """Returns the class of each of `count` ranks; classes are numbered by their first rank."""
     marks: Array = np.zeros(count, dtype=np.uint64)
     every = _each(items)
     names = _StreamNames(count)
@@ -543,7 +543,7 @@ def time_classes(items: Sequence[UnrolledOp], count: int) -> Array:
 
 
 def _partners(item: UnrolledOp, classes: Array, marks: Array, done: set[int]) -> Array:
-    """Mix the classes of those that the ranks meet into their marks; of equal teams once."""
+    """Mixes the classes of those that the ranks meet into their marks; of equal teams once."""
     teams = item.teams
     if teams is not None and id(teams) not in done:
         done.add(id(teams))
@@ -562,7 +562,7 @@ def _partners(item: UnrolledOp, classes: Array, marks: Array, done: set[int]) ->
 
 
 def _each(items: Sequence[UnrolledOp]) -> list[UnrolledOp]:
-    """Return the items with the halves of groups in their place."""
+    """Returns the items with the halves of groups in their place."""
     return [r for item in items for r in (item, *(item.group or ()))]
 
 
@@ -574,7 +574,7 @@ def _mix(marks: Array, column: Array) -> Array:
 
 
 def _numbered(marks: Array) -> tuple[Array, int]:
-    """Return equal marks as one number, counted in order of their first place."""
+    """Returns equal marks as one number, counted in order of their first place."""
     _, first, inverse = np.unique(marks, return_index=True, return_inverse=True)
     order = np.argsort(np.argsort(first))
     return order[inverse.reshape(-1)], len(first)

@@ -28,7 +28,7 @@ from multidevice.sharding.streams import is_allocated_per_step
 def _unread(
     program: HostIrContainer, ops: Iterable[Op], shared: Container[TensorView]
 ) -> frozenset[TensorView]:
-    """Return those of several results of an op that no op reads, and that are no outputs."""
+    """Returns those of several results of an op that no op reads, and that are no outputs."""
     read = {v for op in ops if not isinstance(op, Deallocate) for v in op.inputs}
     read.update(program.inputs, program.outputs)
     several = (op.outputs for op in ops if isinstance(op, TensorOp) and len(op.outputs) > 1)
@@ -36,7 +36,7 @@ def _unread(
 
 
 def _shown(tv: TensorView, shows: Mapping[TensorView, TensorView]) -> Iterator[TensorView]:
-    """Yield what a tensor is a view of, and what that is a view of."""
+    """Yields what a tensor is a view of, and what that is a view of."""
     while tv in shows:
         yield (tv := shows[tv])
 
@@ -53,7 +53,7 @@ class WholeShapes:
         self._slices = {tv: slice(*ends[i : i + 2]) for i, tv in enumerate(whole)}
 
     def of(self, values: Mapping[Symbol, Number]) -> dict[TensorView, tuple[int, ...]]:
-        """Return all shapes for values of symbols; {} where one of them has none."""
+        """Returns all shapes for values of symbols; {} where one of them has none."""
         try:
             extents = self._extents(values)
         except (ArithmeticError, KeyError, ValueError):
@@ -92,7 +92,7 @@ class Storage:
 
     @staticmethod
     def of(program: HostIrContainer) -> Storage:
-        """Find who owns a buffer and who shows one, from the effects of the ops."""
+        """Finds who owns a buffer and who shows one, from the effects of the ops."""
         owners = {v for v in program.inputs if isinstance(v, TensorView)}
         inputs = frozenset(owners)
         shows: dict[TensorView, TensorView] = {}
@@ -162,7 +162,7 @@ class Storage:
         return replace(storage, escaping=frozenset(roots), borrowed=frozenset(borrowed))
 
     def with_buffers(self, given: Iterable[TensorView]) -> Storage:
-        """Return the sharing where a caller gives the buffers of these tensors."""
+        """Returns the sharing where a caller gives the buffers of these tensors."""
         found = frozenset(given)
         return replace(
             self,
@@ -173,11 +173,11 @@ class Storage:
         )
 
     def shown_by(self, tv: TensorView) -> TensorView | None:
-        """Return the tensor that `tv` is a view of, None for the owner of a buffer."""
+        """Returns the tensor that `tv` is a view of, None for the owner of a buffer."""
         return self.shows.get(tv)
 
     def view(self, tv: TensorView) -> SymmetricContiguousView | None:
-        """Return what shows the shards of several ranks as `tv`, or as what it is a part of."""
+        """Returns what shows the shards of several ranks as `tv`, or as what it is a part of."""
         while tv not in self.views and tv in self.shows:
             tv = self.shows[tv]
         return self.views.get(tv)
@@ -188,7 +188,7 @@ class Storage:
         return frozenset(map(self.root, self.views))
 
     def root(self, tv: TensorView) -> TensorView:
-        """Return the tensor that owns the buffer of `tv`."""
+        """Returns the tensor that owns the buffer of `tv`."""
         while tv in self.shows:
             tv = self.shows[tv]
         return tv
@@ -209,7 +209,7 @@ NEEDS = {
 
 
 def manner(op: Op) -> Manner:
-    """Return how an operand and a result of an op may lie in one buffer."""
+    """Returns how an operand and a result of an op may lie in one buffer."""
     if isinstance(op, HostOp):
         return op.manner
     if isinstance(op, LibraryOp):
@@ -218,7 +218,7 @@ def manner(op: Op) -> Manner:
 
 
 def pairs(effects: Sequence[Effect]) -> list[tuple[Reads | Writes, Writes]]:
-    """Return the operands with each result, and each result with the later ones."""
+    """Returns the operands with each result, and each result with the later ones."""
     touched = [e for e in effects if isinstance(e, Reads | Writes)]
     return [
         (a, b)
@@ -230,7 +230,7 @@ def pairs(effects: Sequence[Effect]) -> list[tuple[Reads | Writes, Writes]]:
 
 
 def words(op: Op, a: TensorView, b: TensorView, *, is_read: bool) -> str:
-    """Return what is wrong where `a`, an operand or another result, shares memory with `b`."""
+    """Returns what is wrong where `a`, an operand or another result, shares memory with `b`."""
     if not is_read:
         which = f"{a.label} is two of its results" if a is b else f"results {a.label}, {b.label}"
         return f"{which}{'' if a is b else ' share memory'}: each needs memory of its own"

@@ -45,7 +45,7 @@ class ProgramBuilder:
         return self._program.values
 
     def seal(self) -> None:
-        """Let nothing more be added: an evaluator has this program."""
+        """Lets nothing more be added: an evaluator has this program."""
         self._is_sealed = True
 
     def _check_not_sealed(self, what: str) -> None:
@@ -55,11 +55,11 @@ class ProgramBuilder:
             )
 
     def enter(self) -> None:
-        """Let the ops that are defined from now on belong to the program."""
+        """Lets the ops that are defined from now on belong to the program."""
         self._guard = FusionGuard(self._values)
 
     def leave(self, error: object) -> None:
-        """End what `enter` began, by this error if there is one.
+        """Ends what `enter` began, by this error if there is one.
 
         Raises `DefinitionError` for an op that was defined and stands nowhere in the program.
         """
@@ -85,7 +85,7 @@ class ProgramBuilder:
         mesh: object = None,
         memory: MemoryType = MemoryType.global_,
     ) -> TensorView:
-        """Return a new contiguous tensor; -1 is an extent of its own, 1 a broadcast.
+        """Returns a new contiguous tensor; -1 is an extent of its own, 1 a broadcast.
 
         `shape` is global: shard it with `outer_split` and `parallelize`, given a mesh.
         Raises `DefinitionError` for an extent that is no size.
@@ -119,14 +119,14 @@ class ProgramBuilder:
         mesh: object = None,
         memory: MemoryType = MemoryType.global_,
     ) -> TensorView:
-        """Return a new tensor like `tensor`, as the next input."""
+        """Returns a new tensor like `tensor`, as the next input."""
         tv = self.tensor(shape, dtype, mesh=mesh, memory=memory)
         self.add_input(tv)
         return tv
 
     @checked
     def scalar(self, dtype: DtypeLike = DataType.Int) -> Symbol:
-        """Return a new number, as the next input."""
+        """Returns a new number, as the next input."""
         symbol = self._values.new_symbol(check_supported(dtype, "scalar"))
         self.add_input(symbol)
         return symbol
@@ -142,7 +142,7 @@ class ProgramBuilder:
 
     @checked
     def add_output(self, tv: TensorView, alias_input: TensorView | None = None) -> None:
-        """Let the program return `tv`, or write it into an input; see `Fusion.add_output`."""
+        """Lets the program return `tv`, or writes it into an input; see `Fusion.add_output`."""
         self._check_not_sealed("add_output")
         if tv.memory is MemoryType.local:
             tv.give_memory()
@@ -150,7 +150,7 @@ class ProgramBuilder:
 
     @checked
     def append(self, *ops: Op | TensorView, into: TensorView | None = None) -> None:
-        """Add ops at the end of the innermost open region.
+        """Adds ops at the end of the innermost open region.
 
         A tensor stands for the ops that compute it, as far as they are not in the program yet; its
         buffer, or whose name it is, may be stated before. The last op writes its result `into` a
@@ -167,7 +167,7 @@ class ProgramBuilder:
                 self._append(op)
 
     def _written_into(self, op: Op, into: TensorView) -> Op:
-        """Return an op with another result, which stands for it among those defined here."""
+        """Returns an op with another result, which stands for it among those defined here."""
         results = op.fields_of("result")
         out = getattr(op, results[0]) if len(results) == 1 else None
         if not isinstance(op, TensorOp) or not isinstance(out, TensorView):
@@ -234,7 +234,7 @@ class ProgramBuilder:
     def select(
         self, inp: TensorView, axis: int, index: Scalar | int, out: TensorView | None = None
     ) -> TensorView:
-        """Append a `HirAliasSelect` and return its result: `out`, or a new tensor.
+        """Appends a `HirAliasSelect` and returns its result: `out`, or a new tensor.
 
         `axis` counts the logical axes without reductions.
         """
@@ -260,7 +260,7 @@ class ProgramBuilder:
         *,
         name: str = "",
     ) -> Generator[Symbol]:
-        """Open a loop to append to; yields its index. `stop` may be an axis to run over."""
+        """Opens a loop to append to; yields its index. `stop` may be an axis to run over."""
         if isinstance(stop, Axis):
             stop = stop.state
         axis, end = (stop, stop.extent) if isinstance(stop, IterDomain) else (None, stop)
@@ -275,7 +275,7 @@ class ProgramBuilder:
 
     @contextmanager
     def branch(self, predicate: Scalar) -> Generator[None]:
-        """Open the region that runs where `predicate` holds; `otherwise` may follow."""
+        """Opens the region that runs where `predicate` holds; `otherwise` may follow."""
         IfThenElse(predicate, then=())  # refuses what is no condition before the region is written
         with self._region() as body:
             yield
@@ -283,7 +283,7 @@ class ProgramBuilder:
 
     @contextmanager
     def otherwise(self) -> Generator[None]:
-        """Open the other region of the branch that was closed last."""
+        """Opens the other region of the branch that was closed last."""
         block: Sequence[Op] = self._open[-1] if self._open else self._program.ops
         last = block[-1] if block else None
         if not isinstance(last, IfThenElse) or last.orelse:
@@ -298,7 +298,7 @@ class ProgramBuilder:
 
     @checked
     def unit(self, fusion: Fusion) -> int:
-        """Keep a fusion for `PostOnStream`, and return its number.
+        """Keeps a fusion for `PostOnStream`, and returns its number.
 
         Raises `DefinitionError` for one that updates an input.
         """
@@ -310,7 +310,7 @@ class ProgramBuilder:
 
     @contextmanager
     def _region(self) -> Generator[list[Op]]:
-        """Open a region; after an error in it, what was appended there is dropped."""
+        """Opens a region; after an error in it, what was appended there is dropped."""
         body: list[Op] = []
         self._open.append(body)
         try:
@@ -320,13 +320,13 @@ class ProgramBuilder:
 
 
 def _refusal(text: str, *tensors: TensorView) -> DefinitionError:
-    """Return the error of a call that builds a program: tensors by name, their types below."""
+    """Returns the error of a call that builds a program: tensors by name, their types below."""
     words, rows = in_words(text, tensors)
     return DefinitionError(f"{words}{user_code(user_line())}{''.join(map(in_ir, rows))}")
 
 
 def _lined(op: Op, where: str) -> Op:
-    """Return the op with this line where it, or a host op in its regions, has none yet."""
+    """Returns the op with this line where it, or a host op in its regions, has none yet."""
     if not isinstance(op, HostOp):
         return op  # it has the line at which it was defined
     changes: dict[str, object] = {} if op.where else {"where": where}

@@ -28,13 +28,13 @@ class Site:
     indices: Indices = ()
 
     def text(self, lines: Mapping[int, int]) -> str:
-        """Return `line 9 (user.py:3) at i = 2: T3 = Set( T2 )`."""
+        """Returns `line 9 (user.py:3) at i = 2: T3 = Set( T2 )`."""
         text = " ".join(op_text(self.op).split())
         text = text if len(text) <= _MAX_TEXT else text[: _MAX_TEXT - 3] + "..."
         return f"{self.place(lines)}: {text}"
 
     def place(self, lines: Mapping[int, int]) -> str:
-        """Return `line 9 (user.py:3) at i = 2`."""
+        """Returns `line 9 (user.py:3) at i = 2`."""
         steps = ", ".join(f"{s} = {v}" for s, v in self.indices)
         return f"{line_text(self.op, lines)}{' at ' + steps if steps else ''}"
 
@@ -62,12 +62,12 @@ class Finding:
         return (who, rest.partition(": ")[2]) if before and "must wait for" in who else ()
 
     def short(self, lines: Mapping[int, int]) -> str:
-        """Return the report in one line."""
+        """Returns the report in one line."""
         numbers = dict.fromkeys(str(lines.get(id(site.op), 0)) for site, _ in self.sites)
         return f"{self.kind}: {self.what} (line {', '.join(numbers)})"
 
     def text(self, lines: Mapping[int, int]) -> str:
-        """Return the report; `lines` has the line of each op, by identity."""
+        """Returns the report; `lines` has the line of each op, by identity."""
         numbers = [f"line {lines.get(id(site.op), 0)}" for site, _ in self.sites]
         parts = [f"{self.kind}: {self.what}"]
         parts += [
@@ -79,12 +79,12 @@ class Finding:
 
 
 def line_text(op: Op, lines: Mapping[int, int]) -> str:
-    """Return `line 9 (user.py:3)`; `lines` has the line of each op, by identity."""
+    """Returns `line 9 (user.py:3)`; `lines` has the line of each op, by identity."""
     return f"line {lines.get(id(op), 0)}{f' ({op.where})' if op.where else ''}"
 
 
 def line_numbers(program: HostIrContainer) -> dict[int, int]:
-    """Return the line of each op in `str(program)`, by identity; the first line is number 1."""
+    """Returns the line of each op in `str(program)`, by identity; the first line is number 1."""
     found: dict[int, int] = {}
     _number(program.ops, 3, found)
     return found
@@ -105,7 +105,7 @@ def _number(ops: Sequence[Op], line: int, found: dict[int, int]) -> int:
 
 
 def report(program: HostIrContainer, findings: Iterable[Finding]) -> str:
-    """Return the text of the findings, the first ones of many; of those that one wait would mend
+    """Returns the text of the findings, the first ones of many; of those that one wait would mend
     only the first one in full."""
     alike: dict[object, list[Finding]] = {}
     for finding in findings:
@@ -123,7 +123,7 @@ def report(program: HostIrContainer, findings: Iterable[Finding]) -> str:
 
 
 def listing(program: HostIrContainer, ops: Iterable[Op], *, within: range | None = None) -> str:
-    """Return the program, or its lines `within`, with their numbers, and `->` where one of `ops`
+    """Returns the program, or its lines `within`, with their numbers, and `->` where one of `ops`
     begins."""
     found = line_numbers(program)
     marked = {found.get(id(op)) for op in ops}
@@ -145,7 +145,7 @@ def listing(program: HostIrContainer, ops: Iterable[Op], *, within: range | None
 
 
 def refuse(program: HostIrContainer, findings: Iterable[Finding], *, what: str) -> None:
-    """Raise `VerifyError` with the findings, if there are any; `what` was checked."""
+    """Raises `VerifyError` with the findings, if there are any; `what` was checked."""
     found = list(findings)
     if found:
         ops = [op for finding in found for op in finding.ops]

@@ -66,7 +66,7 @@ class Part:
 
 
 def bounds(size: int, index: int, chunks: int | None) -> tuple[int, int]:
-    """Return (start, length) of a part along an axis of `size` elements."""
+    """Returns (start, length) of a part along an axis of `size` elements."""
     if chunks is None:
         return index, 1
     step = -(-size // chunks)
@@ -200,7 +200,7 @@ def is_computed(effects: Iterable[Effect]) -> bool:
 
 
 def effects_of(op: Op, has_buffer: Container[TensorView]) -> tuple[Effect, ...]:
-    """Return what an op does, those of its regions left out.
+    """Returns what an op does, those of its regions left out.
 
     `has_buffer` tells which tensors exist already: a tensor op writes into such an output, and
     makes any other, as a view of its input where it can.
@@ -215,7 +215,7 @@ def effects_of(op: Op, has_buffer: Container[TensorView]) -> tuple[Effect, ...]:
 
 
 def tensor_op_effects(op: TensorOp, has_buffer: Container[TensorView]) -> tuple[Effect, ...]:
-    """Return what a tensor op of the fusion IR does in a host program."""
+    """Returns what a tensor op of the fusion IR does in a host program."""
     found: list[Effect] = [Reads(v) for v in op.inputs if isinstance(v, TensorView)]
     for out in op.outputs:
         if out in has_buffer:

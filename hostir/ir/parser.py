@@ -52,7 +52,7 @@ _TYPE_NAME = re.compile(r"[a-z]\w*")
 
 
 def parse(text: str) -> HostIrContainer:
-    """Return the program of `str(container)` or `container.full_text()`.
+    """Returns the program of `str(container)` or `container.full_text()`.
 
     The short form has no allocation domains, aliases or kernels: it can be looked at and compared,
     but nothing runs it. A text without sections is the short form, unless a comment before the
@@ -104,7 +104,7 @@ def parse(text: str) -> HostIrContainer:
 
 
 def _program(parser: Parser, values: Fusion) -> tuple[tuple[Op, ...], dict[int, tuple[str, int]]]:
-    """Return the ops, and by number of a host unit the line that names it and where it is."""
+    """Returns the ops, and by number of a host unit the line that names it and where it is."""
     c = parser.cursor
     c.take("%HostIrContainer")
     c.take("{")
@@ -131,7 +131,7 @@ def _program(parser: Parser, values: Fusion) -> tuple[tuple[Op, ...], dict[int, 
 
 
 def _team(parser: Parser) -> TeamOf:
-    """Read `(0 1)` or `mesh_x of DeviceMesh{{0 1}{2 3}}`."""
+    """Reads `(0 1)` or `mesh_x of DeviceMesh{{0 1}{2 3}}`."""
     c = parser.cursor
     if c.at("("):
         return TeamOf(read_ranks(c), (ParallelType.mesh_x,))
@@ -159,7 +159,7 @@ def _one_of(names: tuple[str, ...], what: str) -> Attribute:
 
 
 def _index(parser: Parser) -> Symbol:
-    """Read the index of a loop; its range stands behind it."""
+    """Reads the index of a loop; its range stands behind it."""
     c = parser.cursor
     name = c.name(_INDEX_NAME, "the index of a loop")
     home = c.pos
@@ -175,7 +175,7 @@ def _index(parser: Parser) -> Symbol:
 
 
 def _stream(parser: Parser) -> Stream:
-    """Read `S0` or the number of a stream, `( i3 % numberOfStreams )`."""
+    """Reads `S0` or the number of a stream, `( i3 % numberOfStreams )`."""
     named = parser.cursor.match(STREAM_NAME)
     if named:
         return Stream(name=named[0])
@@ -207,7 +207,7 @@ _START = re.compile(r"^[ \t]*%HostIrContainer\b", re.MULTILINE)
 
 
 def programs_in(text: str) -> list[tuple[int, str]]:
-    """Return the host programs in a text, each with where it starts: the dumps, with heading and
+    """Returns the host programs in a text, each with where it starts: the dumps, with heading and
     last line; or without any what follows each first line of a program, and the comment before it.
     """
     dumps = [(d.start(), d[0]) for d in _DUMP.finditer(text) if _START.search(d[0])]
@@ -218,7 +218,7 @@ def programs_in(text: str) -> list[tuple[int, str]]:
 
 
 def _with_comment(text: str, start: int) -> int:
-    """Return where the comment before a program starts, which names the form of its text."""
+    """Returns where the comment before a program starts, which names the form of its text."""
     while start > 0:
         line = text.rfind("\n", 0, start - 1) + 1
         if text[line:start].strip() and not text.startswith("//", line):
@@ -228,7 +228,7 @@ def _with_comment(text: str, start: int) -> int:
 
 
 def read_program(path: str, *, number: int | None = None) -> HostIrContainer:
-    """Return the program that a file holds; `-` is stdin.
+    """Returns the program that a file holds; `-` is stdin.
 
     Around a dump, and before any program, other lines may stand (what the job printed). `number`
     chooses among several programs, counted from 0. Errors count the lines of the file.

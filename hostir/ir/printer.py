@@ -40,14 +40,14 @@ class Printable(Protocol):
 
 
 def dumped(program: Printable, form: str) -> str:
-    """Return the text of a dump: `form` is "short", "names", or anything else for the full one."""
+    """Returns the text of a dump: `form` is "short", "names", or anything else for the full one."""
     if form == "names":
         return names_text(program)
     return short_text(program) if form == "short" else full_text(program, first_line="")
 
 
 def short_text(program: Printable) -> str:
-    """Return inputs, outputs and ops, for reading."""
+    """Returns inputs, outputs and ops, for reading."""
     values = program.values
     ins, outs = (", ".join(map(value_text, vs)) for vs in (values.inputs, values.outputs))
     units = "".join(f"\n\n  {unit_line(n, f)}" for n, f in program.units.items())
@@ -56,12 +56,12 @@ def short_text(program: Printable) -> str:
 
 
 def full_text(program: Printable, *, first_line: str) -> str:
-    """Return everything that the program needs to run, after this line."""
+    """Returns everything that the program needs to run, after this line."""
     return first_line + _sections(program, lines_text(program.ops))
 
 
 def meaning_text(program: Printable) -> str:
-    """Return the full form without the user's lines: what ranks compare."""
+    """Returns the full form without the user's lines: what ranks compare."""
     return FULL_FORM + _sections(program, "")
 
 
@@ -80,13 +80,13 @@ def _sections(program: Printable, lines: str) -> str:
 
 
 def unit_line(number: int, unit: Fusion) -> str:
-    """Return the line by which a program's text names a host unit."""
+    """Returns the line by which a program's text names a host unit."""
     ins, outs = value_text(tuple(unit.inputs)), value_text(tuple(unit.outputs))
     return f"HostUnit{number}: Inputs={ins} -> Outputs={outs}"
 
 
 def names_text(program: Printable) -> str:
-    """Return tensors by number alone, an op per line."""
+    """Returns tensors by number alone, an op per line."""
     text = short_text(program)
     first, *_ = text.lstrip("\n").splitlines()
     *_, last = text.rstrip("\n").splitlines()

@@ -36,7 +36,7 @@ R = TypeVar("R")
 def _by_hand(
     method: Callable[Concatenate[ProgramBuilder, P], R],
 ) -> Callable[Concatenate[HostIrContainer, P], R]:
-    """Return the method of a program that its builder carries out."""
+    """Returns the method of a program that its builder carries out."""
 
     @wraps(method)
     def call(program: HostIrContainer, *args: P.args, **kwargs: P.kwargs) -> R:
@@ -82,7 +82,7 @@ class HostIrContainer:
         return replace(self, ops=ops)
 
     def tensors(self) -> tuple[TensorView, ...]:
-        """Return every tensor: inputs, those of the ops in program order, outputs."""
+        """Returns every tensor: inputs, those of the ops in program order, outputs."""
         seen: dict[TensorView, None] = {}
         for value in (*self.inputs, *_values(self.ops), *self.outputs):
             if isinstance(value, TensorView):
@@ -93,15 +93,15 @@ class HostIrContainer:
         return tuple(op for op in walk(self.ops) if isinstance(op, Communication))
 
     def started(self) -> tuple[StartsCommunication, ...]:
-        """Return all ops that start a communication, in program order."""
+        """Returns all ops that start a communication, in program order."""
         return tuple(op for op in walk(self.ops) if isinstance(op, StartsCommunication))
 
     def devices(self) -> tuple[int, ...]:
-        """Return the ranks that some tensor's mesh names, in order; () for a program without."""
+        """Returns the ranks that some tensor's mesh names, in order; () for a program without."""
         return ranks_of(tv.mesh for tv in self.tensors() if tv.mesh is not None)
 
     def check_full(self) -> None:
-        """Raise `VerifyError` for a program that was read from its short form."""
+        """Raises `VerifyError` for a program that was read from its short form."""
         if self.is_short:
             raise VerifyError(printer.SHORT_FORM)
 
@@ -134,14 +134,14 @@ class HostIrContainer:
         return printer.short_text(self)
 
     def full_text(self, *, first_line: str = printer.FULL_FORM) -> str:
-        """Return the program with everything that it needs to run: `parse` reads it back.
+        """Returns the program with everything that it needs to run: `parse` reads it back.
 
         The first line names the form; a heading that does so may stand in its place.
         """
         return printer.full_text(self, first_line=first_line)
 
     def names_text(self) -> str:
-        """Return the program with tensors by number alone, an op per line; nothing reads it again.
+        """Returns the program with tensors by number alone, an op per line; nothing reads it again.
 
         `T5_l_float[iS18{2}]\\n   = HirAliasSelect( T3_g_float[iS12{4}], .. )` -> `T5 =
         HirAliasSelect( T3, .. )`

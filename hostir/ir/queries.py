@@ -39,14 +39,14 @@ def _touches(op: Op) -> bool:
 
 
 def computations(program: HostIrContainer) -> Iterator[Op]:
-    """Yield the ops, then those of kernels and units."""
+    """Yields the ops, then those of kernels and units."""
     yield from walk(program.ops)
     for fusion in (*(g.fusion for g in program.groups.values()), *program.units.values()):
         yield from fusion.exprs
 
 
 def free_inputs(program: HostIrContainer) -> frozenset[int]:
-    """Return the positions of scalar inputs that decide nothing about structure."""
+    """Returns the positions of scalar inputs that decide nothing about structure."""
     kernels = (tv for group in program.groups.values() for tv in group.fusion.tensors())
     free = binding.free_inputs(program.values, (*program.tensors(), *kernels))
     deciding = steering(program)
@@ -54,7 +54,7 @@ def free_inputs(program: HostIrContainer) -> frozenset[int]:
 
 
 def steering(program: HostIrContainer) -> frozenset[Symbol]:
-    """Return the symbols that decide which ops run, how often and on what."""
+    """Returns the symbols that decide which ops run, how often and on what."""
     scalars = (
         x
         for op in walk(program.ops)

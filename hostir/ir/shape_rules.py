@@ -43,7 +43,7 @@ _UNKNOWN: Mapping[Symbol, Number] = {}
 
 
 def check_buffers(op: Op, has_buffer: Container[TensorView]) -> None:
-    """Raise `VerifyError` for a tensor op of which torch would make some results, and write others
+    """Raises `VerifyError` for a tensor op of which torch would make some results, and write others
     into their buffers."""
     if isinstance(op, TensorOp):
         without = [out for out in op.outputs if out not in has_buffer]
@@ -54,7 +54,7 @@ def check_buffers(op: Op, has_buffer: Container[TensorView]) -> None:
 
 
 def check_results(op: Op, values: Mapping[Symbol, Number] = _UNKNOWN) -> None:
-    """Raise `VerifyError` where the result of a tensor op cannot be what it makes of its operands.
+    """Raises `VerifyError` where the result of a tensor op cannot be what it makes of its operands.
 
     Sizes are compared where they are known, or `values` binds their symbols; dtypes always.
     """
@@ -77,7 +77,7 @@ def check_results(op: Op, values: Mapping[Symbol, Number] = _UNKNOWN) -> None:
 
 
 def _check_letters(op: AttentionOp | ProductOp, values: Mapping[Symbol, Number]) -> None:
-    """Require one size of all axes of a letter; dtypes are the op's own matter."""
+    """Requires one size of all axes of a letter; dtypes are the op's own matter."""
     by_letter: dict[str, list[_Axis]] = {}
     for field, tv in op.tensors():
         for k, (letter, axis) in enumerate(zip(op.letters(field), _axes(tv), strict=True)):
@@ -91,8 +91,8 @@ def _check_letters(op: AttentionOp | ProductOp, values: Mapping[Symbol, Number])
 
 
 def _check_groups_of_heads(op: Op, heads: list[_Axis], groups: list[_Axis]) -> None:
-    """Require that devices cut the heads of keys as they cut those of queries; one head, of keys or
-    of a bias, is read on all devices."""
+    """Requires that devices cut the heads of keys as they cut those of queries; one head, of keys
+    or of a bias, is read on all devices."""
     several = ([a for a in axes if not a[2].is_broadcast] for axes in (heads, groups))
     for one, other in zip(*several, strict=False):
         (a, k, _), (b, m, _) = one, other
@@ -135,7 +135,7 @@ def check_kept_axes(
     *,
     cut: int | None = None,
 ) -> None:
-    """Require that `out` has the axes of `source` but for that at `gone`; devices may cut the axis
+    """Requires that `out` has the axes of `source` but for that at `gone`; devices may cut the axis
     at `cut` of the one otherwise than that of the other."""
     kept = [axis for axis in _axes(source) if gone is None or axis[1] != gone]
     if len(kept) != out.ndim:
@@ -149,7 +149,7 @@ def _axes(tv: TensorView) -> list[_Axis]:
 
 
 def _alike(op: TensorOp) -> Iterator[list[_Axis]]:
-    """Yield the axes that have one size; operands first, the result's last."""
+    """Yields the axes that have one size; operands first, the result's last."""
     out = op.out_tensor
     roots = out.domain.maybe_root
     places = {a.number: k for k, a in enumerate(out.domain.no_reductions)}
@@ -180,7 +180,7 @@ def _alike(op: TensorOp) -> Iterator[list[_Axis]]:
 def _check_sizes(
     op: Op, axes: Sequence[_Axis], values: Mapping[Symbol, Number], *, is_cut: bool = False
 ) -> None:
-    """Require one size of these axes, and one way that devices cut them; a single element fits,
+    """Requires one size of these axes, and one way that devices cut them; a single element fits,
     but for the last axis."""
     sizes = [tv.fusion.canonical(axis.size) for tv, _, axis in axes]
     whole = [(a, n) for a, n in zip(axes, sizes, strict=True) if _number(n, values) != 1]
@@ -202,7 +202,7 @@ def _check_sizes(
 
 
 def device_cuts(tv: TensorView, position: int) -> set[ParallelType]:
-    """Return the parallel types that cut an axis of a tensor, reductions left out."""
+    """Returns the parallel types that cut an axis of a tensor, reductions left out."""
     return {cut.ptype for cut in placement(tv)[position]}
 
 

@@ -18,32 +18,32 @@ from multidevice.sharding.streams import block_extents
 
 
 def parts(tv: TensorView) -> tuple[int, ...]:
-    """Return into how many blocks each logical axis (reductions left out) is cut."""
+    """Returns into how many blocks each logical axis (reductions left out) is cut."""
     cuts = placement(tv, DEVICE_TYPES)
     return tuple(math.prod(cut.devices for cut in mine) for mine in cuts)
 
 
 def allocated_elements(tv: TensorView, *, per_step: bool = False) -> Scalar:
-    """Return how many elements a rank allocates: expanded broadcasts count once."""
+    """Returns how many elements a rank allocates: expanded broadcasts count once."""
     return memory_layout.elements(tv, block_extents(tv) if per_step else local_extents(tv))
 
 
 def held_nbytes(tv: TensorView, shape: Sequence[int]) -> int:
-    """Return what memory has of a tensor of this shape: one element along expanded axes."""
+    """Returns what memory has of a tensor of this shape: one element along expanded axes."""
     expanded = memory_layout.expanded_positions(tv)
     kept = [n for k, n in enumerate(shape) if k not in expanded]
     return math.prod(kept) * nbytes_of(tv.dtype())
 
 
 def allocated_strides(tv: TensorView, sizes: Sequence[int]) -> tuple[int, ...]:
-    """Return the strides, per logical axis, of a dense local shard; 0 for expanded broadcasts."""
+    """Returns the strides, per logical axis, of a dense local shard; 0 for expanded broadcasts."""
     return memory_layout.dense_strides_of(tv, [max(n, 1) for n in sizes])
 
 
 def viewed_strides(
     tv: TensorView, sizes: Sequence[int], strides: tuple[int, ...]
 ) -> tuple[int, ...]:
-    """Return the strides of a view that a caller gets. What an input has at an axis of one element
+    """Returns the strides of a view that a caller gets. What an input has at an axis of one element
     may be anything: a result without gaps has what its memory order says."""
     if 1 not in sizes or not memory_layout.is_contiguous(tv):
         return strides
@@ -52,7 +52,7 @@ def viewed_strides(
 
 
 def spanned(shape: Sequence[int], strides: Sequence[int]) -> int:
-    """Return how many elements memory has from the first to past the last one; 0 without any."""
+    """Returns how many elements memory has from the first to past the last one; 0 without any."""
     if 0 in shape:
         return 0
     last = 0
@@ -69,7 +69,7 @@ def is_repeated(out: torch.Tensor) -> bool:
 
 
 def write(out: torch.Tensor, value: torch.Tensor) -> None:
-    """Copy `value` into what memory holds of `out`: one element along expanded axes."""
+    """Copies `value` into what memory holds of `out`: one element along expanded axes."""
     for axis, (n, step) in enumerate(zip(out.shape, out.stride(), strict=True)):
         if n > 1 and not step:
             out, value = out.narrow(axis, 0, 1), value.narrow(axis, 0, 1)

@@ -56,7 +56,7 @@ from hostir.ir.shape_rules import check_buffers, check_results
 
 
 def verify(program: HostIrContainer, *, after: str = "construction") -> None:
-    """Raise `VerifyError`: a sentence that names the op, the rule and the pass `after` which it is
+    """Raises `VerifyError`: a sentence that names the op, the rule and the pass `after` which it is
     broken; below it the types of tensors and the ops around, with a mark on the line.
 
     Checked, in regions too: one buffer per tensor (an allocation, a name of another's, or a
@@ -91,7 +91,7 @@ def verify(program: HostIrContainer, *, after: str = "construction") -> None:
 def _refusal(
     program: HostIrContainer, text: str, after: str, shown: str, culprit: Op | None = None
 ) -> VerifyError:
-    """Return the error of a broken rule: a sentence in the user's words, and the IR below it."""
+    """Returns the error of a broken rule: a sentence in the user's words, and the IR below it."""
     rule, _, details = text.partition("\n")
     if culprit is not None:
         rule = f"{_subject(culprit)}: {rule.removeprefix(f'{culprit.name}: ')}"
@@ -107,14 +107,14 @@ def _refusal(
 
 
 def _subject(op: Op) -> str:
-    """Return what a sentence calls an op: `The launch of kernel group 1`, `Op matmul`, `Wait`."""
+    """Returns what a sentence calls an op: `The launch of kernel group 1`, `Op matmul`, `Wait`."""
     if isinstance(op, HostOp):
         return op.subject
     return f"Op {op.name}" if isinstance(op, TensorOp) else op.name
 
 
 def marked(program: HostIrContainer, index: int, culprit: Op) -> str:
-    """Return the ops around `index` with the numbers of their lines, and `->` where the culprit,
+    """Returns the ops around `index` with the numbers of their lines, and `->` where the culprit,
     that op or one in it, begins."""
     ops, numbers = program.ops, line_numbers(program)
     last = ops[min(index + 2, len(ops) - 1)]
@@ -171,7 +171,7 @@ class _Checker:
     at: Op | None = None
 
     def line(self, op: Op) -> str:
-        """Return where an op stands in `str(program)`, and in the user's program."""
+        """Returns where an op stands in `str(program)`, and in the user's program."""
         return line_text(op, line_numbers(self.program))
 
     def __post_init__(self) -> None:
@@ -231,7 +231,7 @@ class _Checker:
             self._branch(op)
 
     def _present(self, op: Op, effects: Sequence[Effect]) -> None:
-        """Require that every rank has all that an op computes with; which ranks come to an op in a
+        """Requires that every rank has all that an op computes with; which ranks come to an op in a
         branch, `hostir.analysis.races` finds out."""
         if self.is_branch or isinstance(op, StartsCommunication):
             return
@@ -246,7 +246,7 @@ class _Checker:
                 )
 
     def _memory_of_its_own(self, op: Op, effects: Sequence[Effect]) -> None:
-        """Require that no result lies over what it must not; parts are `hostir.analysis.races`'s
+        """Requires that no result lies over what it must not; parts are `hostir.analysis.races`'s
         matter.
         """
         for one, other in pairs(effects):
@@ -258,7 +258,7 @@ class _Checker:
                 raise VerifyError(words(op, a, b, is_read=is_read))
 
     def _views(self, tv: TensorView) -> list[TensorView]:
-        """Return the names between a tensor and its buffer that order the axes anew."""
+        """Returns the names between a tensor and its buffer that order the axes anew."""
         found: list[TensorView] = []
         while tv in self.storage.shows:
             if tv in self.turned:
@@ -267,7 +267,7 @@ class _Checker:
         return found
 
     def _symbols(self, op: Op) -> None:
-        """Require that inputs, or loops that are open, bind the symbols that an op names."""
+        """Requires that inputs, or loops that are open, bind the symbols that an op names."""
         for value in (*op.inputs, *op.scalars):
             if isinstance(value, Scalar):
                 self._bound(symbols(value), self.indices)
@@ -348,7 +348,7 @@ class _Checker:
         }
 
     def _no_view_left(self) -> None:
-        """Require that a region has given up the views of several ranks' shards that it made."""
+        """Requires that a region has given up the views of several ranks' shards that it made."""
         for view in self.views.keys() - self.outer_views:
             self.at = self.views[view]
             until = f"until {view} is given up, in the region that made it"
@@ -485,7 +485,7 @@ class _Checker:
         self.freed_at[tv] = self.at
 
     def _not_in_view(self, tv: TensorView, what: str) -> None:
-        """Require that no other rank may read a buffer."""
+        """Requires that no other rank may read a buffer."""
         for view, op in self.views.items():
             if self.storage.root(view) is self.storage.root(tv):
                 shows = f"{view}, made at {self.line(op)}, shows it to other ranks"
@@ -501,7 +501,7 @@ class _Checker:
             shown = self.storage.shown_by(shown)
 
     def _not_in_flight(self, tv: TensorView, *, is_write: bool) -> None:
-        """Require that no communication that has surely started uses the same buffer; whether two
+        """Requires that no communication that has surely started uses the same buffer; whether two
         parts of one overlap is `hostir.analysis.races`'s matter."""
         for number, flight in self.in_flight.items():
             busy = (*flight.writes, *flight.reads) if is_write else flight.writes
@@ -517,7 +517,7 @@ class _Checker:
         return self._whole(a) is self._whole(b)
 
     def _whole(self, tv: TensorView) -> TensorView:
-        """Return the tensor that `tv` shows all of."""
+        """Returns the tensor that `tv` shows all of."""
         while tv in self.storage.shows and tv not in self.storage.parts:
             tv = self.storage.shows[tv]
         return tv
@@ -561,7 +561,7 @@ class _Checker:
 
     # ------------------------------------------------------------ what ops are checked against
     def kernel(self, group: int) -> Fusion:
-        """Return the fusion of a kernel group."""
+        """Returns the fusion of a kernel group."""
         found = self.program.groups.get(group)
         if found is None:
             self.program.check_full()
@@ -569,7 +569,7 @@ class _Checker:
         return found.fusion
 
     def unit(self, number: int) -> Fusion:
-        """Return the fusion of a host unit."""
+        """Returns the fusion of a host unit."""
         found = self.program.units.get(number)
         if found is None:
             self.program.check_full()

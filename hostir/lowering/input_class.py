@@ -57,7 +57,7 @@ class InputClass:
 
     @staticmethod
     def as_declared(fusion: Fusion, sizes: Mapping[Symbol, int]) -> InputClass:
-        """Return the class of inputs of these sizes that lie as they are declared."""
+        """Returns the class of inputs of these sizes that lie as they are declared."""
         count = len(fusion.inputs)
         return InputClass(None, sizes, (None,) * count, ((),) * count)
 
@@ -86,7 +86,7 @@ class Classifier:
         sizes: Mapping[Symbol, int],
         device: torch.device,
     ) -> InputClass:
-        """Return the class of bound inputs (`sizes` maps symbols to global sizes)."""
+        """Returns the class of bound inputs (`sizes` maps symbols to global sizes)."""
         layouts = tuple(
             known.layout_of(given)
             if known is not None and known.order is not None and isinstance(given, torch.Tensor)
@@ -117,7 +117,7 @@ class Classifier:
 
 
 def specialise(fusion: Fusion, input_class: InputClass) -> frozenset[int]:
-    """Give every tensor input of `fusion` (a copy) the layout that its argument has; return the
+    """Gives every tensor input of `fusion` (a copy) the layout that its argument has; returns the
     axes, by number, along which memory holds one element of these."""
     repeated: set[int] = set()
     known = zip(fusion.inputs, input_class.layouts, input_class.repeated, strict=True)
@@ -130,14 +130,15 @@ def specialise(fusion: Fusion, input_class: InputClass) -> frozenset[int]:
 
 # ------------------------------------------------------------------ sizes that nobody chose
 def default_size(program: HostIrContainer) -> int:
-    """Return the value of a size that nobody chose: at least 8, and what every mesh divides."""
+    """Returns the value of a size that nobody chose: at least 8, and what every mesh divides."""
     meshes = {tv.mesh for tv in program.tensors() if tv.mesh is not None}
     unit = math.lcm(*(mesh.size for mesh in meshes))
     return -(-SMALLEST_SIZE // unit) * unit
 
 
 def size_symbols(program: HostIrContainer) -> tuple[str, ...]:
-    """Return the names of the integers that the inputs' shapes depend on, and of integer inputs."""
+    """Returns the names of the integers that the inputs' shapes depend on, and of integer
+    inputs."""
     found: dict[str, None] = {}
     for value in program.inputs:
         scalars = value.shape() if isinstance(value, TensorView) else [value]
@@ -148,7 +149,7 @@ def size_symbols(program: HostIrContainer) -> tuple[str, ...]:
 
 
 def symbol_values(program: HostIrContainer, sizes: Mapping[str, int]) -> dict[Symbol, Number]:
-    """Return a value for every symbol that inputs bind: those of `sizes`, and what is usual: for
+    """Returns a value for every symbol that inputs bind: those of `sizes`, and what is usual: for
     an axis that is devices as a whole, their number.
 
     Raises `InputError` for a name that no input has.

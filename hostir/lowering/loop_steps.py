@@ -77,7 +77,7 @@ class LoweringState:
     def of(
         cls, fusion: Fusion, loops: StreamLoops, params: LowerParams, backend_name: str
     ) -> LoweringState:
-        """Return the state before the first segment: tensors, and no op."""
+        """Returns the state before the first segment: tensors, and no op."""
         # What the program does to its tensors never shows in the fusion.
         values, twins = fusion.copy()
         values.exprs = ()
@@ -94,19 +94,19 @@ class LoweringState:
         return self.step_backend == PEER_COPIES and not self.params.standalone
 
     def next_communication(self) -> int:
-        """Return the number of the next communication."""
+        """Returns the number of the next communication."""
         self._communications += 1
         return self._communications - 1
 
     def next_stream(self) -> Stream:
-        """Return the name of the next stream that is captured."""
+        """Returns the name of the next stream that is captured."""
         self._streams += 1
         return Stream(name=f"S{self._streams - 1}")
 
 
 # ------------------------------------------------------------------ one loop
 def stepping_axis(tv: TensorView) -> StreamAxis:
-    """Return the stream axis of a tensor that is computed in steps."""
+    """Returns the stream axis of a tensor that is computed in steps."""
     axis = stream_axis(tv)
     assert axis is not None, f"{tv} is in a loop without a stream axis"
     return axis
@@ -142,7 +142,7 @@ class LoopContext:
 
     @classmethod
     def of(cls, program: LoweringState, ops: Sequence[TensorOp]) -> LoopContext:
-        """Return the context of the loop of these ops.
+        """Returns the context of the loop of these ops.
 
         Raises `UnsupportedError` where some need the same block on all devices, others another.
         """
@@ -191,19 +191,19 @@ class LoopContext:
         return Stream(sc.mod(self.index, NUMBER_OF_STREAMS) if self.shares_streams else self.index)
 
     def repeat(self, *body: Op) -> ForLoop:
-        """Return the loop that carries out `body` in every step."""
+        """Returns the loop that carries out `body` in every step."""
         if self.axis is not None:
             return ForLoop(index=self.index, axis=self.axis, body=body)
         return ForLoop(index=self.index, stop=self.count, body=body)
 
     def block_of(self, tv: TensorView) -> Scalar:
-        """Return which part of a tensor this step has."""
+        """Returns which part of a tensor this step has."""
         swizzle = stepping_axis(tv).swizzle
         number = self.block if swizzle is None else self.step
         return rotated(number, self.count, tv.mesh, swizzle)
 
     def digit(self, number: Scalar, ptype: ParallelType) -> Scalar:
-        """Return the part of a step's number that counts one of the axes of a merged one."""
+        """Returns the part of a step's number that counts one of the axes of a merged one."""
         count, inner = self.digits[ptype]
         if sc.int_value(self.count) == 0:
             return sc.ZERO  # there is no step
@@ -212,7 +212,7 @@ class LoopContext:
         return sc.mod(sc.floordiv(number, inner), count)
 
     def next_stream_waits(self) -> Op:
-        """Return what keeps the next step's work from overtaking what is on this stream so far.
+        """Returns what keeps the next step's work from overtaking what is on this stream so far.
 
         -> IF i9 + 1 < 3: SetCurrentStream(Stream i9 + 1); Synchronize(Stream i9);
            SetCurrentStream(Stream i9)
@@ -228,7 +228,7 @@ class LoopContext:
 
 
 def _rotation(ops: Sequence[TensorOp], params: LowerParams) -> ParallelType | None:
-    """Return along which device type devices may be at different blocks; None where they gather
+    """Returns along which device type devices may be at different blocks; None where they gather
     or reduce one block together.
 
     Raises `UnsupportedError` when the loop has both.
@@ -285,19 +285,19 @@ class OperandSlicer:
 
     # -------------------------------------------------------------- operands
     def operands(self, op: TensorOp) -> list[object]:
-        """Return what a step reads: its part of an operand, or the whole."""
+        """Returns what a step reads: its part of an operand, or the whole."""
         return [
             self.operand(op, k) if isinstance(v, TensorView) else v for k, v in enumerate(op.inputs)
         ]
 
     def operand(self, op: TensorOp, index: int) -> TensorView:
-        """Return what a step reads of one operand."""
+        """Returns what a step reads of one operand."""
         v = op.inputs[index]
         found = self.part(v) if is_in_step(op, index) else self._program.twins[v]
         return self._without_repeated(op, index, found)
 
     def part(self, tv: TensorView) -> TensorView:
-        """Return the name of a step's part of a tensor that is in step with the loop."""
+        """Returns the name of a step's part of a tensor that is in step with the loop."""
         if tv not in self._parts:
             if is_allocated_per_step(tv):
                 return self._program.twins[tv]
@@ -305,12 +305,12 @@ class OperandSlicer:
         return self._parts[tv]
 
     def slice_whole(self, op: nodes.Reshard) -> None:
-        """Name a step's part of a tensor that was whole before the loop: the op is that slice."""
+        """Names a step's part of a tensor that was whole before the loop: the op is that slice."""
         self._parts[op.out] = self._slice(op.out, self._program.twins[op.inp])
         self._wholes[op.out] = op.inp
 
     def whole(self, v: object, op: TensorOp) -> object:
-        """Return an operand as it is before the loop, all steps' parts of it.
+        """Returns an operand as it is before the loop, all steps' parts of it.
 
         Raises `UnsupportedError` for one that is only made in the loop.
         """
@@ -333,7 +333,7 @@ class OperandSlicer:
     def _without_repeated(
         self, op: TensorOp, index: int, found: TensorView, *, keep: Collection[ParallelType] = ()
     ) -> TensorView:
-        """Name the element of an operand, or of its part, that is repeated along stream axes that
+        """Names the element of an operand, or of its part, that is repeated along stream axes that
         slices lack: every step has the same one. Of an axis that is both repeated and cut in steps,
         an expanded one, the part is that element already."""
         operand = op.inputs[index]
@@ -357,8 +357,8 @@ class OperandSlicer:
         *,
         keep: Collection[ParallelType] = (),
     ) -> TensorView:
-        """Name one part of `source`, as the stream axis of `tv` cuts it: of a merged one, a part of
-        a part. Along the axes to `keep` it is a block, of one element."""
+        """Names one part of `source`, as the stream axis of `tv` cuts it: of a merged one, a part
+        of a part. Along the axes to `keep` it is a block, of one element."""
         like = self._program.twins[tv]
         elements = [s.ptype for s in stream_axes(tv) if s.is_logical and s.ptype not in keep]
         for ptype in elements:
@@ -374,12 +374,12 @@ class OperandSlicer:
         return source
 
     def _slice(self, tv: TensorView, source: TensorView) -> TensorView:
-        """Name the step's part of `source` as the stream axis of `tv` says."""
+        """Names the step's part of `source` as the stream axis of `tv` says."""
         return self.part_at(tv, source, self._loop.block_of(tv))
 
     # -------------------------------------------------------------- results
     def result(self, tv: TensorView) -> TensorView:
-        """Return what a step writes: its part of a buffer that was made before, or its own."""
+        """Returns what a step writes: its part of a buffer that was made before, or its own."""
         twin = self._program.twins[tv]
         twin.give_memory()
         if is_allocated_per_step(tv):
@@ -392,7 +392,7 @@ class OperandSlicer:
         return self.part(tv)
 
     def _slot(self, tv: TensorView, twin: TensorView) -> TensorView:
-        """Make room for one element per stream; steps of one stream follow one another."""
+        """Makes room for one element per stream; steps of one stream follow one another."""
         position = stepping_axis(tv).position
         room, out = slots(twin, position), selected(twin, position)
         self._body.before.append(Allocate(room))
@@ -404,7 +404,7 @@ class OperandSlicer:
 
     # -------------------------------------------------------------- matrices of a batch
     def with_kept_axes(self, op: TensorOp, keep: Sequence[ParallelType]) -> Op:
-        """Return the step of an op on blocks of one element along these stream axes.
+        """Returns the step of an op on blocks of one element along these stream axes.
 
         T2 [i0, istream, i3] = matmul( T0 [i0, istream, i2], T1 [i0, i2, i3] ), a row of each matrix
         -> T3 [i0, 1, i2] = ShardByStream( T0, .. ); T4 [i0, 1, i3] = ShardByStream( T2, .. )
@@ -427,7 +427,7 @@ class OperandSlicer:
 
 
 def only_element(tv: TensorView, position: int, into: list[Op]) -> TensorView:
-    """Name the one element that a tensor has along an axis; the op goes to the end of `into`.
+    """Names the one element that a tensor has along an axis; the op goes to the end of `into`.
 
     x [b1, i1] at 0   ->   y [i1] = HirAliasSelect( x, axis = b1, index = 0 )
     """
@@ -438,7 +438,7 @@ def only_element(tv: TensorView, position: int, into: list[Op]) -> TensorView:
 
 
 def rows_or_columns(op: TensorOp) -> list[ParallelType]:
-    """Return along which stream axes a step computes one row or column of matrices of a batch:
+    """Returns along which stream axes a step computes one row or column of matrices of a batch:
     without that axis an operand would be another batch of matrices, or a matrix."""
     if isinstance(op, nodes.MatmulOp) and max(op.a.ndim, op.b.ndim) > 2:
         alone = [op.a.ndim - 2, None], [None, op.b.ndim - 1]
@@ -454,7 +454,7 @@ def rows_or_columns(op: TensorOp) -> list[ParallelType]:
 
 
 def _repeated_axes(op: TensorOp, index: int, keep: Collection[ParallelType]) -> set[int]:
-    """Return which axes of an operand are repeated along stream axes that slices drop."""
+    """Returns which axes of an operand are repeated along stream axes that slices drop."""
     axes = op.inputs[index].domain.no_reductions
     places = (
         _operand_position(op, index, axis)
@@ -465,7 +465,7 @@ def _repeated_axes(op: TensorOp, index: int, keep: Collection[ParallelType]) -> 
 
 
 def _operand_position(op: TensorOp, index: int, axis: StreamAxis) -> int | None:
-    """Return which axis of an operand a stream axis of the result comes from."""
+    """Returns which axis of an operand a stream axis of the result comes from."""
     domain = op.out_tensor.domain
     number = domain.no_reductions[axis.position].number
     if number not in domain.root_numbers and domain.root:

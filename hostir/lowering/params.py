@@ -37,7 +37,7 @@ class LowerParams:
 
 
 def check_number_of_streams(number: object, *, of: str) -> None:
-    """Raise `ArgumentError` for what is no integer, `DefinitionError` for fewer than one; `of`
+    """Raises `ArgumentError` for what is no integer, `DefinitionError` for fewer than one; `of`
     names the call."""
     if not isinstance(number, int) or isinstance(number, bool):
         raise ArgumentError(f"{of}: number_of_streams={number!r}: expected an integer")

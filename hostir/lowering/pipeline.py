@@ -91,7 +91,7 @@ class KernelFacts(NamedTuple):
 
     @classmethod
     def of(cls, input_class: InputClass, settings: Settings) -> KernelFacts:
-        """Return the facts for a class of inputs and the options of a call."""
+        """Returns the facts for a class of inputs and the options of a call."""
         target = target_of(input_class.device, settings.argument("schedules_for"))
         is_cuda = target.kind == "cuda"
         is_joined = is_cuda and input_class.is_small and not settings.disabled("horizontal_fusion")
@@ -116,7 +116,7 @@ def build_program(
     overlap: Overlap | None = None,
     settings: Settings = NO_SETTINGS,
 ) -> Built:
-    """Return what becomes of a fusion for a class of inputs.
+    """Returns what becomes of a fusion for a class of inputs.
 
     `definition` does not change. `backend_name` is written on communications; `overlap` may give
     tensors steps; `settings` are the options of the call.
@@ -147,7 +147,7 @@ def lower_sharded(
     dump: KeepsDump = _no_dump,
     facts: KernelFacts = NO_FACTS,
 ) -> tuple[SegmentedFusion, HostIrContainer]:
-    """Return the segments and the verified host program of a sharded and finalized fusion."""
+    """Returns the segments and the verified host program of a sharded and finalized fusion."""
 
     def after(name: str, program: HostIrContainer) -> None:
         text = partial(program.full_text, first_line="")
@@ -166,7 +166,7 @@ def lower_sharded(
 def _shard(
     fusion: Fusion, params: LowerParams, overlap: Overlap | None, repeated: Collection[int]
 ) -> tuple[ShardingResult, LowerParams]:
-    """Shard the fusion, in place; return the shardings, and the options with the library that the
+    """Shards the fusion, in place; returns the shardings, and the options with the library that the
     steps of `overlap` transfer with."""
     libraries: list[str] = []
 
@@ -186,7 +186,8 @@ def _shard(
 def _segment(
     fusion: Fusion, loops: streams.StreamLoops, params: LowerParams, facts: KernelFacts
 ) -> SegmentedFusion:
-    """Return the kernels of a sharded fusion, as schedulers take them, and what is between them."""
+    """Returns the kernels of a sharded fusion, as schedulers take them, and what is between
+    them."""
     values: dict[Symbol, Number] = dict(refined_sizes(facts.sizes))
     complete(fusion, values)
     known: Known = {}
@@ -220,7 +221,7 @@ def _segment(
 def lower_streams(
     program: HostIrContainer, *, params: LowerParams = STANDALONE, backend_name: str = "NCCL"
 ) -> HostIrContainer:
-    """Return the program that computes in steps what stands on stream axes, and communicates.
+    """Returns the program that computes in steps what stands on stream axes, and communicates.
 
     Holds before: tensor ops alone, with the meshes and parallel types that they are to have.
     Holds after: what `MultiDeviceExecutor` makes of the same ops; `HostIrEvaluator` runs it.
@@ -253,7 +254,7 @@ def lower_streams(
 
 
 def check_stream(tv: TensorView) -> None:
-    """Raise `UnsupportedError` for a stream axis that is no logical axis of its tensor."""
+    """Raises `UnsupportedError` for a stream axis that is no logical axis of its tensor."""
     for axis in tv.domain.loop:
         if axis.is_stream and axis.number not in tv.domain.logical_numbers:
             raise UnsupportedError(

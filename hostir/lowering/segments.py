@@ -63,7 +63,7 @@ def lower(
     params: LowerParams = DEFAULT,
     loops: StreamLoops | None = None,
 ) -> HostIrContainer:
-    """Return the host program of a segmented fusion; `hostir.passes.deallocation.run_passes`
+    """Returns the host program of a segmented fusion; `hostir.passes.deallocation.run_passes`
     completes it.
 
     The fusion is complete, sharded and finalized; `loops` are its loops, None if nobody has looked
@@ -88,7 +88,7 @@ def lower(
 
 
 def _in_order(segments: Sequence[Segment], loops: StreamLoops) -> list[list[Segment]]:
-    """Return the segments in run order, those of one loop together where the first can be."""
+    """Returns the segments in run order, those of one loop together where the first can be."""
     groups: dict[object, list[Segment]] = {}
     for segment in segments:
         key: object = loops.loop_of(segment.exprs[0]) or segment
@@ -125,7 +125,7 @@ class SegmentLowering:
         self._program, self._in_place = program, in_place
 
     def add(self, segment: Segment) -> None:
-        """Add the ops of a segment."""
+        """Adds the ops of a segment."""
         lower = {
             "kernel": self._kernel,
             "library": self._library,
@@ -137,7 +137,7 @@ class SegmentLowering:
         self.ops[before:] = (op.located(segment.line) for op in self.ops[before:])
 
     def update_inputs(self, lines: Mapping[TensorView, str]) -> None:
-        """Add the copies into inputs that outputs replace, where these were computed beside them.
+        """Adds the copies into inputs that outputs replace, where these were computed beside them.
 
         They come last, when everything has been computed from old values. `lines` are the user's.
         """
@@ -217,7 +217,7 @@ class SegmentLowering:
         self.ops.append(Allocate(tv))
 
     def _with_aliases(self, segment: Segment, fusion: Fusion) -> Fusion:
-        """Return the kernel's fusion, which knows of buffers that it both reads and writes."""
+        """Returns the kernel's fusion, which knows of buffers that it both reads and writes."""
         targets = {o.number: self._in_place.get(self._program.twins[o]) for o in segment.outputs}
         read = {v.number for v in fusion.inputs if isinstance(v, TensorView)}
         pairs = [
@@ -237,7 +237,7 @@ class SegmentLowering:
 def _in_place_outputs(
     program: LoweringState, segments: Sequence[Segment]
 ) -> dict[TensorView, TensorView]:
-    """Return the aliased outputs that a kernel may write into the input's buffer directly."""
+    """Returns the aliased outputs that a kernel may write into the input's buffer directly."""
     aliases = program.values.aliases
     original = {twin: tv for tv, twin in program.twins.items()} if aliases else {}
     counts = Counter(a.out for a in aliases)
@@ -305,7 +305,7 @@ def _reads_own_element(segment: Segment, out: TensorView, into: TensorView) -> b
 
 
 def let_peers_map(program: HostIrContainer) -> HostIrContainer:
-    """Return the program in which peers copy out of symmetric memory.
+    """Returns the program in which peers copy out of symmetric memory.
 
     What it allocates itself is allocated there. An input, which lies where the caller put it, is
     copied there once, and sent from there:

@@ -53,7 +53,7 @@ MAX_MESHES = 256
 # ------------------------------------------------------------------ scalars
 @lru_cache(MAX_MESHES)
 def coordinate(mesh: DeviceMesh, ptype: ParallelType) -> Scalar:
-    """Return the place of this rank along a mesh axis, as an expression of `rank`."""
+    """Returns the place of this rank along a mesh axis, as an expression of `rank`."""
     at = dict(zip(mesh.devices, mesh.coordinates(ptype), strict=True))
     first = min(mesh.devices)
     size = mesh.size_of(ptype)
@@ -70,7 +70,7 @@ def coordinate(mesh: DeviceMesh, ptype: ParallelType) -> Scalar:
 
 
 def rank_at(mesh: DeviceMesh, ptype: ParallelType, place: Scalar) -> Scalar:
-    """Return the rank that differs from this one by its place along a mesh axis."""
+    """Returns the rank that differs from this one by its place along a mesh axis."""
     here = coordinate(mesh, ptype)
     step = _distance(mesh, ptype)
     if step is None:
@@ -81,7 +81,7 @@ def rank_at(mesh: DeviceMesh, ptype: ParallelType, place: Scalar) -> Scalar:
 
 
 def _device_at(mesh: DeviceMesh, places: Mapping[ParallelType, Scalar]) -> Scalar:
-    """Return the device at this rank's place in a mesh, but for these coordinates: from a list."""
+    """Returns the device at this rank's place in a mesh, but for these coordinates: from a list."""
     position: Scalar = sc.ZERO
     for p in reversed(DEVICE_TYPES[: mesh.ndim]):
         place = places[p] if p in places else coordinate(mesh, p)
@@ -94,7 +94,7 @@ def _device_at(mesh: DeviceMesh, places: Mapping[ParallelType, Scalar]) -> Scala
 
 @lru_cache(MAX_MESHES)
 def _distance(mesh: DeviceMesh, ptype: ParallelType) -> int | None:
-    """Return the distance of neighbours in every team along a mesh axis, 1 for teams of one; None
+    """Returns the distance of neighbours in every team along a mesh axis, 1 for teams of one; None
     where it is not the same."""
     dim = mesh.dim_of(ptype)
     if dim is None:
@@ -107,7 +107,7 @@ def _distance(mesh: DeviceMesh, ptype: ParallelType) -> int | None:
 def rotated(
     index: Scalar, count: Scalar, mesh: DeviceMesh | None, by: ParallelType | None
 ) -> Scalar:
-    """Return which block a step has: its own, or that many behind this rank's."""
+    """Returns which block a step has: its own, or that many behind this rank's."""
     if by is None:
         return index
     assert mesh is not None, f"blocks rotated along {by.text} without a mesh"
@@ -115,13 +115,13 @@ def rotated(
 
 
 def reached(index: Scalar, count: Scalar, mesh: DeviceMesh, by: ParallelType) -> Scalar:
-    """Return the coordinate of the device for which this rank's block is the `rotated` one."""
+    """Returns the coordinate of the device for which this rank's block is the `rotated` one."""
     return sc.mod(sc.sub(sc.add(count, coordinate(mesh, by)), index), count)
 
 
 # ------------------------------------------------------------------ tensors
 def selected(tv: TensorView, position: int) -> TensorView:
-    """Return a tensor for one element of `tv` along an axis (a position without reductions)."""
+    """Returns a tensor for one element of `tv` along an axis (a position without reductions)."""
     gone = tv.domain.no_reductions[position].number
     fusion = tv.fusion
     part = _without(tv.domain, gone)
@@ -142,7 +142,7 @@ def _has_device_parts(domain: TensorDomain) -> bool:
 
 
 def _without(domain: TensorDomain, gone: int) -> TensorDomain | None:
-    """Return the domain of partial sums over devices without the axis `gone`; None for any other.
+    """Returns the domain of partial sums over devices without the axis `gone`; None for any other.
 
     root [M, rK], logical [M, istream{s}rf, iDIDx{d}rf, r]   ->   root [M, r], logical [M, iDIDx, r]
     """
@@ -165,7 +165,7 @@ def _without(domain: TensorDomain, gone: int) -> TensorDomain | None:
 
 
 def slots(tv: TensorView, position: int) -> TensorView:
-    """Return a tensor with room for as many elements of `tv` along an axis as there are streams,
+    """Returns a tensor with room for as many elements of `tv` along an axis as there are streams,
     which counts them first."""
     fusion = tv.fusion
     gone = tv.domain.no_reductions[position].number
@@ -183,7 +183,7 @@ def slots(tv: TensorView, position: int) -> TensorView:
 
 
 def block(tv: TensorView, ptype: ParallelType) -> TensorView:
-    """Return a tensor for one block of `tv` along its stream axis, or along this part of it."""
+    """Returns a tensor for one block of `tv` along its stream axis, or along this part of it."""
     fusion = tv.fusion
     kept = tv.domain if _has_device_parts(tv.domain) else tv.domain.without_root()
     domain, _ = clone_domain(fusion, kept)
@@ -199,7 +199,7 @@ Order = list[tuple[int, bool | None]]
 
 
 def _cut(tv: TensorView, position: int) -> Order:
-    """Return the memory order of a part along an axis: what lies around it has gaps."""
+    """Returns the memory order of a part along an axis: what lies around it has gaps."""
     order = list(memory_order(tv))
     at = next(k for k, (p, _) in enumerate(order) if p == position)
     around = next((k for k in reversed(range(at)) if order[k][1] is not None), None)
@@ -228,7 +228,7 @@ _dropped: WeakKeyDictionary[HostIrContainer, dict[Op, Dropped]] = WeakKeyDiction
 
 
 def dropped_axes(op: LaunchKernel | PostOnStream, program: HostIrContainer) -> Dropped:
-    """Return which operands and results are elements along axes that the kernel sees as ones of
+    """Returns which operands and results are elements along axes that the kernel sees as ones of
     extent 1: their places, and those axes."""
     if isinstance(op, PostOnStream):
         return {}, {}
@@ -263,20 +263,20 @@ def _has_blocks(tv: TensorView) -> bool:
 
 
 def cut_axis(tv: TensorView) -> StreamAxis | None:
-    """Return the stream axis that is in blocks."""
+    """Returns the stream axis that is in blocks."""
     return next((axis for axis in stream_axes(tv) if not axis.is_logical), None)
 
 
 def block_type(tv: TensorView) -> ParallelType:
-    """Return which part of a step's number is the number of a tensor's block."""
+    """Returns which part of a step's number is the number of a tensor's block."""
     axis = cut_axis(tv)
     assert axis is not None, f"{tv} has no blocks"
     return axis.ptype
 
 
 def split_tensor(fusion: Fusion) -> tuple[int, TensorView] | None:
-    """Return a tensor of which a kernel's steps may see a shorter block, and its place among inputs
-    and outputs; None where all steps are alike.
+    """Returns a tensor of which a kernel's steps may see a shorter block, and its place among
+    inputs and outputs; None where all steps are alike.
 
     Parts of a reduction are alike, but what they are parts of is not: so inputs count as well, and
     so does what is only inside of the kernel. The place of that is -1 (see `with_block_number`).
@@ -290,8 +290,8 @@ def split_tensor(fusion: Fusion) -> tuple[int, TensorView] | None:
 
 
 def with_block_number(fusion: Fusion, index: Symbol) -> Fusion:
-    """Return a copy of a kernel's fusion whose last input is the number of the step's block, called
-    as the loop's index: for blocks that are only inside of it, as those of a sum of ones."""
+    """Returns a copy of a kernel's fusion whose last input is the number of the step's block,
+    called as the loop's index: for blocks that are only inside of it, as those of a sum of ones."""
     made, _ = fusion.copy()
     made.inputs = [*made.inputs, index.with_range(lo=0)]
     return made
@@ -307,7 +307,7 @@ def _no_steps(tv: TensorView, ptype: ParallelType) -> Scalar:
 
 
 def with_places(fusion: Fusion, block_of: BlockOf = _no_steps) -> tuple[Fusion, tuple[Scalar, ...]]:
-    """Return a kernel's fusion whose random tensors know their places, and what a launch gives for
+    """Returns a kernel's fusion whose random tensors know their places, and what a launch gives for
     the inputs that it has more: expressions of the rank and of the step."""
     ops: list[TensorOp] = []
     given: dict[Symbol, Scalar] = {}
@@ -335,7 +335,7 @@ def with_places(fusion: Fusion, block_of: BlockOf = _no_steps) -> tuple[Fusion, 
 
 
 def check_places(ops: Iterable[Op]) -> None:
-    """Raise `UnsupportedError` for a random op whose shards would all begin at its first element,
+    """Raises `UnsupportedError` for a random op whose shards would all begin at its first element,
     as in a program by hand, and for dropout on several ranks."""
     ops = list(ops)
     check_dropout(ops)
@@ -349,7 +349,7 @@ def check_places(ops: Iterable[Op]) -> None:
 
 
 def _first(tv: TensorView, extent: Scalar, cuts: Cuts, block_of: BlockOf) -> Scalar:
-    """Return the index of the first element that this rank, in this step, has along an axis."""
+    """Returns the index of the first element that this rank, in this step, has along an axis."""
     extent, first = tv.fusion.canonical(extent), sc.ZERO
     for cut in cuts:
         extent = local_extent(extent, (cut,), "first")

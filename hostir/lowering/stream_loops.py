@@ -104,7 +104,7 @@ STANDALONE_OPS = (nodes.LibraryOp, nodes.BinaryOp, nodes.ReductionOp, SliceOp)
 
 
 def stands_alone(loops: StreamLoops, params: LowerParams) -> Callable[[TensorOp], bool]:
-    """Return which ops are no part of kernels: those of the library, and plain copies in steps."""
+    """Returns which ops are no part of kernels: those of the library, and plain copies in steps."""
     if params.standalone:
         return lambda op: isinstance(op, STANDALONE_OPS) or is_copy(op)
     return lambda op: (
@@ -140,7 +140,7 @@ class RingEmitter:
     def receive_from_owner(
         self, op: nodes.Reshard, inp: TensorView, out: TensorView, team: TeamOf
     ) -> None:
-        """Send the own block to where this step wants it, and receive this step's from its owner.
+        """Sends the own block to where this step wants it, and receive this step's from its owner.
 
         The first step's block is the own one.
         """
@@ -163,7 +163,7 @@ class RingEmitter:
         )
 
     def exchange(self, op: nodes.Reshard) -> None:
-        """Send what this step has computed to the device that it is for, and receive from another
+        """Sends what this step has computed to the device that it is for, and receive from another
         what it has computed for this one.
 
         The last step's block is the own one; with offset_stream_indexing_by_rank, the first one's.
@@ -209,7 +209,7 @@ class RingEmitter:
         after: Sequence[Op] = (),
         sent_on: Stream | None = None,
     ) -> None:
-        """Send `inp` to one member of the team and receive `out` from another; `own` is what is
+        """Sends `inp` to one member of the team and receive `out` from another; `own` is what is
         done where that is this rank, `after` what follows a peer copy. Members are coordinates.
         `sent_on` is the stream on which `inp` was made, where that is another one."""
         team = team_of(op)
@@ -239,7 +239,7 @@ class RingEmitter:
 
     # -------------------------------------------------------------- matmuls beside a ring
     def product(self, op: TensorOp, step: TensorOp) -> None:
-        """Add the step of an op of the library."""
+        """Adds the step of an op of the library."""
         if self._is_exchanged(op):
             self._exchanged[op.out_tensor] = step
             return
@@ -278,7 +278,7 @@ class RingEmitter:
 
 
 def _copied_block(op: nodes.Reshard, mine: TensorView, theirs: TensorView) -> list[Op]:
-    """Return the copy of an exchange's block; without the axes of one block, both sides have the
+    """Returns the copy of an exchange's block; without the axes of one block, both sides have the
     same ones."""
     source, target = op.source, op.target
     assert source is not None and target is not None, f"{op} exchanges no axes"
@@ -293,7 +293,7 @@ def _copied_block(op: nodes.Reshard, mine: TensorView, theirs: TensorView) -> li
 
 
 def _is_own(member: Scalar, team: TeamOf) -> Scalar:
-    """Return whether a member of a team is this rank."""
+    """Returns whether a member of a team is this rank."""
     (ptype,) = team.ptypes
     return sc.eq(member, coordinate(team.mesh, ptype))
 
@@ -318,7 +318,7 @@ class CollectiveEmitter:
         self._slicer, self._rings = slicer, rings
 
     def emit(self, op: nodes.Reshard) -> None:
-        """Add what a step does of a communication."""
+        """Adds what a step does of a communication."""
         kind = communication_type(op)
         if kind == "StepSlice":
             self._slicer.slice_whole(op)
@@ -357,7 +357,7 @@ class CollectiveEmitter:
         )
 
     def _scatter(self, op: nodes.Reshard) -> None:
-        """Reduce what this step has computed to the device that it is for."""
+        """Reduces what this step has computed to the device that it is for."""
         if self._program.params.offset_by_rank:
             raise UnsupportedError(
                 f"reduction ({op.reduction}) of {op.inp} to {op.out} with "
@@ -385,7 +385,7 @@ class CollectiveEmitter:
         )
 
     def _bring(self, op: nodes.Reshard) -> None:
-        """Bring every device the block of the step's device."""
+        """Brings every device the block of the step's device."""
         inp, out = self._program.twins[op.inp], self._slicer.result(op.out)
         team, backend, loop = team_of(op), self._program.step_backend, self._loop
         swizzle = stepping_axis(op.out).swizzle
@@ -443,7 +443,7 @@ class StreamLoopBuilder:
         self._rings = RingEmitter(program, self._loop, self._body, self._slicer)
 
     def build(self) -> list[Op]:
-        """Return the ops of the loop; its kernels are the program's.
+        """Returns the ops of the loop; its kernels are the program's.
 
         Raises `UnsupportedError` for what cannot be computed in these steps.
         """
@@ -529,7 +529,7 @@ class StreamLoopBuilder:
 
 # ------------------------------------------------------------------ loops
 def joined_in_the_loop(loop: LoopContext, steps: Sequence[Op]) -> list[Op]:
-    """Return the loops around steps that share streams: each step is joined as it ends."""
+    """Returns the loops around steps that share streams: each step is joined as it ends."""
     entry, mine = loop.entry, loop.stream
     return [
         GetCurrentStream(stream=entry),
@@ -544,7 +544,7 @@ def joined_in_the_loop(loop: LoopContext, steps: Sequence[Op]) -> list[Op]:
 
 
 def joined_behind(loop: LoopContext, steps: Sequence[Op]) -> list[Op]:
-    """Return the loops around steps that have a stream each: all are joined behind the last."""
+    """Returns the loops around steps that have a stream each: all are joined behind the last."""
     entry, mine = loop.entry, loop.stream
     return [
         GetCurrentStream(stream=entry),

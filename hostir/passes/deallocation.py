@@ -27,7 +27,7 @@ from hostir.ir.verifier import verify
 
 
 def insert_deallocate(program: HostIrContainer) -> HostIrContainer:
-    """Give up every tensor after the last use of its buffer.
+    """Gives up every tensor after the last use of its buffer.
 
     Holds before: no Deallocate. Holds after: every tensor that does not share a buffer with a
     program input or output is deallocated exactly once, views before the buffer that they show.
@@ -54,7 +54,7 @@ Path = tuple[int, ...]
 def _inserted(
     ops: tuple[Op, ...], above: Path, ending: dict[Path, list[TensorView]]
 ) -> tuple[Op, ...]:
-    """Return the ops with a Deallocate of each tensor after the op where it ends."""
+    """Returns the ops with a Deallocate of each tensor after the op where it ends."""
     made: list[Op] = []
     waiting: list[TensorView] = []
     for i, op in enumerate(ops):
@@ -86,7 +86,7 @@ def _only_waits(op: Op) -> bool:
 
 
 def _last_uses(program: HostIrContainer, storage: Storage) -> dict[TensorView, Path]:
-    """Return where each tensor's buffer is touched last: in the innermost region that has all its
+    """Returns where each tensor's buffer is touched last: in the innermost region that has all its
     uses. A communication ends at its Wait."""
     uses: dict[TensorView, list[Path]] = {}
     in_flight: dict[int, list[TensorView]] = {}
@@ -130,7 +130,7 @@ def _places(ops: tuple[Op, ...], above: Path) -> Iterator[tuple[Path, Op]]:
 
 
 def _end(paths: list[Path]) -> Path:
-    """Return the place after which nothing of `paths`, in program order, comes: in a region that
+    """Returns the place after which nothing of `paths`, in program order, comes: in a region that
     has them all."""
     first, last = min(paths), max(paths)
     depth = 0
@@ -159,7 +159,7 @@ def run_passes(
     *,
     after_each: Callable[[str, HostIrContainer], None] | None = None,
 ) -> HostIrContainer:
-    """Run passes in order and verify before the first and after each; the error names the pass."""
+    """Runs passes in order and verify before the first and after each; the error names the pass."""
     verify(program, after="lowering")
     for one in passes:
         program = one(program)

@@ -79,7 +79,7 @@ class OpNotes:
             self._streams.capture(op.stream)
 
     def completed(self, plan: Plan) -> Plan:
-        """Return the plan with the making of buffers as steps; then `ops` has all of its steps."""
+        """Returns the plan with the making of buffers as steps; then `ops` has all of its steps."""
         makes = tuple((Action(make.run), None) for make in plan.made.values())
         behind = len(plan.steps) - len(self.ops)
         plan = replace(plan, made={}, steps=(*makes, *plan.steps))
@@ -99,11 +99,11 @@ class OpNotes:
         return plan
 
     def values(self) -> dict[Symbol, Number]:
-        """Return what this run's inputs and streams bind; not the rank."""
+        """Returns what this run's inputs and streams bind; not the rank."""
         return {s: v for s, v in self.frame.values.items() if s is not RANK}
 
     def stream_names(self) -> dict[int, str]:
-        """Return the streams of the ops by number, as the program spells them."""
+        """Returns the streams of the ops by number, as the program spells them."""
         numbers = dict.fromkeys(op.stream for op in self.ops if op.kind != "host")
         captured, others = self._streams.captured, self._streams.uncaptured
         return {n: spelled(n, captured, others) for n in sorted(numbers)}
@@ -133,7 +133,7 @@ class OpNotes:
         return "compute" if is_work and not isinstance(step, View) else "host"
 
     def _tensors(self, op: Op) -> tuple[str, ...]:
-        """Return what an op touches; for the end of a group, and a wait, what was moved."""
+        """Returns what an op touches; for the end of a group, and a wait, what was moved."""
         touched = (v for v in (*op.outputs, *op.inputs) if isinstance(v, TensorView))
         found = tuple(dict.fromkeys(tv.label for tv in touched))
         if isinstance(op, EndCoalescing):

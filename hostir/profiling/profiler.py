@@ -90,7 +90,7 @@ def take_profile(
     inputs: Sequence[Argument],
     has_cupti: bool,
 ) -> Profiled:
-    """Run a program on these inputs, all its ranks together, and return what that took.
+    """Runs a program on these inputs, all its ranks together, and returns what that took.
 
     `has_cupti`: CUPTI may be asked. Raises what `FusionDefinition.trace` does.
     """
@@ -124,7 +124,7 @@ def profile_call(
     run: Callable[[], None],
     has_cupti: bool,
 ) -> Profiled:
-    """Return what one kernel took that is no part of a program: `run` launches it on `tensors`,
+    """Returns what one kernel took that is no part of a program: `run` launches it on `tensors`,
     its inputs and outputs, any number of times."""
     given, outputs = tensors
     sizes = sum(map(nbytes_of, given)), sum(map(nbytes_of, outputs))
@@ -182,7 +182,7 @@ def _profiled(
 def _timed(
     work: Mapping[int, ProfiledOp], waits: Mapping[int, int], one: Round
 ) -> list[ProfiledOp]:
-    """Return work with the times of a run; a Wait's are those of what it waits for."""
+    """Returns work with the times of a run; a Wait's are those of what it waits for."""
     spans: dict[int, list[tuple[float, float]]] = {}
     names: dict[int, dict[str, None]] = {}
     for t in one.work:
@@ -202,7 +202,7 @@ def _timed(
 
 # ------------------------------------------------------------------ sizes
 def nbytes_of(value: object) -> int:
-    """Return the bytes that a tensor names, those that it repeats once; 0 for a number."""
+    """Returns the bytes that a tensor names, those that it repeats once; 0 for a number."""
     if not isinstance(value, torch.Tensor) or value.numel() == 0:
         return 0
     count = 1
@@ -233,7 +233,7 @@ class SizeNotes:
         return self._ops.ops
 
     def on_kept(self, op: Op, steps: Sequence[Step]) -> None:
-        """Note sizes while the tensors are there."""
+        """Notes sizes while the tensors are there."""
         self._recorded += len(steps)
         if isinstance(op, StartCoalescing):
             self._group_halves = []
@@ -251,7 +251,7 @@ class SizeNotes:
         self._moves[step] = (op, *self._sized(op))
 
     def _sized(self, op: Op) -> tuple[tuple[int, ...], int, int]:
-        """Return the numbers of what an op fills, and the bytes that it reads and writes."""
+        """Returns the numbers of what an op fills, and the bytes that it reads and writes."""
         halves: list[P2PCommunication] = []
         if isinstance(op, EndCoalescing):
             halves, self._group_halves = self._group_halves or [], None
@@ -280,7 +280,7 @@ class SizeNotes:
         return made
 
     def work(self) -> dict[int, ProfiledOp]:
-        """Return the work of the plan, by the numbers of its steps, without times."""
+        """Returns the work of the plan, by the numbers of its steps, without times."""
         made: dict[int, ProfiledOp] = {}
         for number, ((step, _), op) in enumerate(zip(self._plan.steps, self.ops, strict=True)):
             if op.kind in ("host", "wait"):
@@ -292,13 +292,13 @@ class SizeNotes:
         return made
 
     def waits(self) -> dict[int, int]:
-        """Return the step that each Wait waits for."""
+        """Returns the step that each Wait waits for."""
         before = self._made_before
         return {at + before: of + before for at, of in self._wait_for.items()}
 
 
 def _launch_in(step: Step) -> KernelLaunch | None:
-    """Return the launch that a step is, or has beside."""
+    """Returns the launch that a step is, or has beside."""
     if isinstance(step, Both):
         return _launch_in(step.first) or _launch_in(step.second)
     return step.kernel if isinstance(step, LaunchStep) else None

@@ -90,12 +90,12 @@ class RankTrace:
     doubts: tuple[str, ...]
 
     def to_dict(self) -> dict[str, Any]:
-        """Return what `rank_from_dict` takes, of lists, texts and numbers."""
+        """Returns what `rank_from_dict` takes, of lists, texts and numbers."""
         return {**asdict(self), "streams": list(self.streams.items())}
 
 
 def rank_from_dict(d: dict[str, Any]) -> RankTrace:
-    """Return the trace of a rank that sent it as JSON."""
+    """Returns the trace of a rank that sent it as JSON."""
     made: dict[str, Any] = {
         "ops": tuple(_op_from_dict(op) for op in d["ops"]),
         "streams": dict(d["streams"]),
@@ -119,7 +119,7 @@ def _run_from_dict(d: dict[str, Any]) -> RunTimes:
 
 # ------------------------------------------------------------------ the sums of a rank
 def run_times(one: Round, ops: Sequence[TracedOp], streams: Mapping[int, str]) -> RunTimes:
-    """Return the sums of one run; what lies outside of it is cut off."""
+    """Returns the sums of one run; what lies outside of it is cut off."""
     wall = one.end - one.begin
     pieces: dict[int, list[tuple[float, float, bool]]] = {}
     for t in one.work:
@@ -137,7 +137,7 @@ def run_times(one: Round, ops: Sequence[TracedOp], streams: Mapping[int, str]) -
 
 
 def slices_of(one: Round) -> tuple[Slice, ...]:
-    """Return all that a run did, in the order of its begin."""
+    """Returns all that a run did, in the order of its begin."""
 
     def made(t: Timed, *, on_host: bool) -> Slice:
         begin, end = t.begin - one.begin, t.end - one.begin
@@ -266,8 +266,8 @@ class Trace:
         return tuple(f"rank {r.rank}: {line}" for r in self.ranks for line in r.graphs)
 
     def save(self, path: str | Path, *, predicted: bool = True) -> None:
-        """Write the timeline for Perfetto or chrome://tracing, beside the predicted one if there is
-        one and it is `predicted`.
+        """Writes the timeline for Perfetto or chrome://tracing, beside the predicted one if there
+        is one and it is `predicted`.
 
         Raises `InputError` where `path` cannot be written.
         """
@@ -278,7 +278,7 @@ class Trace:
             raise InputError(f"trace: {show(path)} cannot be written: {error}") from error
 
     def to_json(self, *, predicted: bool = True) -> str:
-        """Return the text that `save` writes."""
+        """Returns the text that `save` writes."""
         first = min(r.began for r in self.ranks)
         events = [event for r in self.ranks for event in _events(r, r.began - first)]
         notes: dict[str, Any] = {
@@ -298,7 +298,7 @@ class Trace:
         return file_text(events, notes)
 
     def summary(self) -> str:
-        """Return the sums as text."""
+        """Returns the sums as text."""
         device = ", ".join(dict.fromkeys(r.device for r in self.ranks))
         times = f"{self.repeat} run{'s' if self.repeat > 1 else ''}"
         lines = [
@@ -352,7 +352,7 @@ def _medians(times: Sequence[tuple[float, float]]) -> tuple[float, float]:
 
 # ------------------------------------------------------------------ the file
 def _events(r: RankTrace, shift: float) -> list[Event]:
-    """Return the events of a rank whose last run began `shift` seconds after the first."""
+    """Returns the events of a rank whose last run began `shift` seconds after the first."""
     tracks = {_HOST: "host", **{stream_track(n): name for n, name in r.streams.items()}}
     events = titles(r.rank, f"rank {r.rank}", tracks, place=2 * r.rank)
     for s in r.slices:
@@ -413,25 +413,25 @@ _FIRST_PREDICTED = 1_000_000
 
 
 def trace_text(program: HostIrContainer, made: Timetable) -> str:
-    """Return the JSON of the predicted timeline alone."""
+    """Returns the JSON of the predicted timeline alone."""
     notes = {"machine": made.machine.name, "from": "the cost model; nothing was run"}
     return file_text(predicted_events(program, made), notes)
 
 
 def file_text(events: Sequence[Event], notes: Mapping[str, object]) -> str:
-    """Return the JSON of a timeline; times of events are in microseconds, as the format has
+    """Returns the JSON of a timeline; times of events are in microseconds, as the format has
     them."""
     found = {"traceEvents": events, "displayTimeUnit": "ms", "otherData": notes}
     return json.dumps(found)
 
 
 def stream_track(stream: int) -> int:
-    """Return the track of a stream, by its number in `hostir.analysis.unrolled_program`."""
+    """Returns the track of a stream, by its number in `hostir.analysis.unrolled_program`."""
     return stream + _FIRST_STREAM
 
 
 def titles(process: int, title: str, tracks: Mapping[int, str], *, place: int) -> list[Event]:
-    """Return the names of a process and its tracks; processes are drawn in the order of `place`,
+    """Returns the names of a process and its tracks; processes are drawn in the order of `place`,
     tracks in that of their numbers."""
 
     def note(kind: str, track: int, args: dict[str, object]) -> Event:
@@ -451,7 +451,7 @@ def titles(process: int, title: str, tracks: Mapping[int, str], *, place: int) -
 def predicted_events(
     program: HostIrContainer, made: Timetable, *, beside: bool = False
 ) -> list[Event]:
-    """Return the events of a timetable, `beside` those of a measured run where that is so."""
+    """Returns the events of a timetable, `beside` those of a measured run where that is so."""
     lines = line_numbers(program)
     events: list[Event] = []
     every = len(made.ranks) <= MAX_DRAWN
@@ -471,7 +471,7 @@ def predicted_events(
 
 
 def _event(work: WorkItem, number: int, lines: dict[int, int]) -> list[Event]:
-    """Return the events of some work on its stream and on the link, as far as a class has them."""
+    """Returns the events of some work on its stream and on the link, as far as a class has them."""
     site = work.item.site
     args = {
         "where": site.place(lines),

@@ -87,12 +87,12 @@ class HostWatch:
         self._notes: list[Timed] = []
 
     def wrapped(self, plan: Plan) -> Plan:
-        """Return the plan with steps that are watched."""
+        """Returns the plan with steps that are watched."""
         steps = ((_WatchedStep(step, i, self), op) for i, (step, op) in enumerate(plan.steps))
         return replace(plan, steps=tuple(steps))
 
     def around(self, number: int, closure: Closure) -> Closure:
-        """Return a step that notes when it runs."""
+        """Returns a step that notes when it runs."""
         note = self._note
 
         def timed(slots: Slots) -> None:
@@ -106,21 +106,21 @@ class HostWatch:
         self._notes.append(Timed(number, begin, end))
 
     def start(self) -> None:
-        """Get ready. Raises `ExecutionError` where times cannot be taken in this way."""
+        """Gets ready. Raises `ExecutionError` where times cannot be taken in this way."""
 
     def begin_round(self) -> None:
         """A run comes; the device has nothing to do."""
         self._notes = []
 
     def end_round(self, begin: float, issued: float, end: float) -> None:
-        """Keep a run that is over, on the device too."""
+        """Keeps a run that is over, on the device too."""
         self.rounds.append(Round(begin, issued, end, self._notes))
 
     def abandon(self) -> None:
-        """Leave it: there was an error, here or on another rank."""
+        """Leaves it: there was an error, here or on another rank."""
 
     def stop(self) -> None:
-        """Find out what ran when. Raises `ExecutionError` where that was not recorded."""
+        """Finds out what ran when. Raises `ExecutionError` where that was not recorded."""
         for one in self.rounds:
             one.work = [t for t in one.host if self.ops[t.step].kind != "host"]
 
@@ -235,7 +235,7 @@ class CuptiWatch(HostWatch):
         self.take(text)
 
     def take(self, text: str) -> None:
-        """Read what torch.profiler exports. Raises `ExecutionError` where it lacks a step, or all
+        """Reads what torch.profiler exports. Raises `ExecutionError` where it lacks a step, or all
         of what the device did."""
         found = read_profile(text, _RANGE)
         notes = [t for one in self.rounds for t in one.host]
@@ -262,7 +262,7 @@ class CuptiWatch(HostWatch):
         self._doubt(strangers, shift, found.doubtful)
 
     def _doubt(self, strangers: Sequence[Activity], shift: float, doubtful: int) -> None:
-        """Say what was not attributed, as far as it ran during a run of the program."""
+        """Says what was not attributed, as far as it ran during a run of the program."""
         lost = [
             a
             for a in strangers
@@ -323,7 +323,7 @@ class Profile:
 
 
 def read_profile(text: str, prefix: str) -> Profile:
-    """Return the ranges whose names begin with `prefix`, and what was launched in them.
+    """Returns the ranges whose names begin with `prefix`, and what was launched in them.
 
     Ranges lie behind one another. Raises `ExecutionError` for what is no export of torch.profiler.
     """
@@ -378,6 +378,6 @@ def _read(events: Sequence[dict[str, Any]], prefix: str) -> Profile:
 
 
 def _interval(event: dict[str, Any]) -> tuple[float, float]:
-    """Return when an event began and ended; the file counts microseconds."""
+    """Returns when an event began and ended; the file counts microseconds."""
     begin = float(event["ts"])
     return begin * 1e-6, (begin + float(event.get("dur", 0.0))) * 1e-6

@@ -70,8 +70,8 @@ class HostIrEvaluator(ProgramEvaluator):
         source: Source = "auto",
         predicted: str | None = None,
     ) -> Trace:
-        """Run several times on these inputs, all ranks of the program together, and return what ran
-        when; see `FusionDefinition.trace`."""
+        """Runs several times on these inputs, all ranks of the program together, and returns what
+        ran when; see `FusionDefinition.trace`."""
         asked = Asked(path, warm_up, repeat, source, predicted)
         watch = partial(watched_as_agreed, self, take_trace, asked=asked)
         return self.ranks.agreed(inputs, self._checked, watch, asked.line)
@@ -84,7 +84,7 @@ def take_trace(
     inputs: Sequence[Argument],
     asked: Asked,
 ) -> Trace:
-    """Return the trace of a program on these inputs; see `HostIrEvaluator.trace`."""
+    """Returns the trace of a program on these inputs; see `HostIrEvaluator.trace`."""
     ranks = Together(communicator, team)
 
     def prepare() -> tuple[list[Argument], Path | None, Machine | None]:
@@ -143,7 +143,7 @@ class Asked:
         return f"// traced: {runs}"
 
     def checked(self, *, is_written: bool) -> tuple[Path | None, Machine | None]:
-        """Return where this rank writes, if it does, and the machine.
+        """Returns where this rank writes, if it does, and the machine.
 
         Raises `InputError` or `ArgumentError` for what cannot be.
         """
@@ -157,7 +157,7 @@ class Asked:
 
 
 def _path(path: object, *, is_written: bool) -> Path | None:
-    """Return where this rank writes the file; None where it does not.
+    """Returns where this rank writes the file; None where it does not.
 
     Raises `InputError`, before anything runs, for what can be no file.
     """
@@ -179,7 +179,7 @@ def _path(path: object, *, is_written: bool) -> Path | None:
 def ways_to_time(
     device: torch.device, source: object, communicator: Communicator | None
 ) -> list[Callable[[Sequence[Any]], HostWatch]]:
-    """Return the ways to tell times on a device, the best first."""
+    """Returns the ways to tell times on a device, the best first."""
     known = _SOURCES.get(device.type, ("auto", "host"))
     if not isinstance(source, str) or source not in known:
         raise InputError(
@@ -206,7 +206,7 @@ def watched_as_agreed(
     inputs: Sequence[Argument],
     asked: object,
 ) -> T:
-    """Return what `take_trace` or `take_profile` does, once the ranks have agreed.
+    """Returns what `take_trace` or `take_profile` does, once the ranks have agreed.
 
     Raises `UnsupportedError` where `late_stream` holds work back.
     """
@@ -219,8 +219,8 @@ def watched_as_agreed(
 def recorded(
     evaluator: ProgramEvaluator, inputs: Sequence[Argument], listen: Callable[[Recorder], T]
 ) -> tuple[T, Plan]:
-    """Run once, op by op, with a recorder to which what `listen` returns listens; return that, and
-    the plan, which nothing else runs."""
+    """Runs once, op by op, with a recorder to which what `listen` returns listens; returns that,
+    and the plan, which nothing else runs."""
     evaluator.begin_run()
     with torch.no_grad():
         frame = evaluator.binder.frame(list(inputs))
@@ -284,8 +284,8 @@ class Runs(Generic[N]):
                 copy.copy_(value)
 
     def keep(self, given: Sequence[Argument]) -> list[torch.Tensor]:
-        """Make the last run the one that the caller asked for: write what it updated into the
-        inputs, and return the outputs."""
+        """Makes the last run the one that the caller asked for: write what it updated into the
+        inputs, and returns the outputs."""
         own: dict[int, torch.Tensor] = {}
         for copy, value in self._restored:
             value.copy_(copy)
@@ -299,7 +299,7 @@ class Runs(Generic[N]):
             torch.cuda.synchronize(self.plan.device)
 
     def bound(self, plan: Plan) -> Callable[[], None]:
-        """Return a run of a plan, in memory of its own, on the stream that is current now."""
+        """Returns a run of a plan, in memory of its own, on the stream that is current now."""
         found = plan.bind(plan.memory(plan.nbytes), Arena(plan.device, plan.current_stream()))
         streams = plan.streams
 
@@ -324,7 +324,7 @@ class Runs(Generic[N]):
     def timed(
         self, run: Callable[[], None], begin_round: Callable[[], None] | None = None
     ) -> tuple[float, float, float]:
-        """Run once, all ranks together; return when it began, was issued, and was done."""
+        """Runs once, all ranks together; return when it began, was issued, and was done."""
         self.outputs = []
         self._restore()
         self.ranks.begin_run()
@@ -339,14 +339,14 @@ class Runs(Generic[N]):
         return begin, issued, clock()
 
     def plain(self, warm_up: int, repeat: int) -> Times:
-        """Return (wall, host) of runs that nobody watches, behind those to warm up."""
+        """Returns (wall, host) of runs that nobody watches, behind those to warm up."""
         run = self.bound(self.plan)
         for _ in range(warm_up):
             self.timed(run)
         return tuple(_wall_and_host(*self.timed(run)) for _ in range(repeat))
 
     def usual(self, warm_up: int, repeat: int) -> tuple[Times, tuple[str, ...]]:
-        """Return the same of runs as they are without a trace, and which CUDA graphs these use."""
+        """Returns the same of runs as they are without a trace, and which CUDA graphs these use."""
         evaluator, inputs = self._evaluator, self._inputs
         known = evaluator.know(inputs)
         places: list[tuple[int, ...] | None] = [None]
@@ -374,7 +374,7 @@ def watched(
     ways: Sequence[Callable[[Sequence[Any]], HostWatch]],
     rounds: Callable[[HostWatch], None],
 ) -> tuple[HostWatch, list[str]]:
-    """Return a watch with the rounds that `rounds` runs, and why it is not one that came before in
+    """Returns a watch with the rounds that `rounds` runs, and why it is not one that came before in
     `ways`.
 
     Raises `ExecutionError` where none of them works on all ranks.
@@ -399,7 +399,7 @@ def watched(
 
 
 def _refusal(ranks: Together, step: Callable[[], None]) -> str:
-    """Return why a step of a watch failed on some rank; "" where it did on none."""
+    """Returns why a step of a watch failed on some rank; "" where it did on none."""
     why = ""
     try:
         step()
@@ -410,7 +410,7 @@ def _refusal(ranks: Together, step: Callable[[], None]) -> str:
 
 
 def rounds_of(runs: Runs[N], watch: HostWatch, repeat: int) -> None:
-    """Run a plan as often as asked, and once before: that makes what the watch makes once."""
+    """Runs a plan as often as asked, and once before: that makes what the watch makes once."""
     run = runs.bound(watch.wrapped(runs.plan))
     for _ in range(1 + repeat):
         watch.end_round(*runs.timed(run, watch.begin_round))
@@ -423,7 +423,7 @@ def _measured(
     whys: Sequence[str],
     **unwatched: Any,
 ) -> RankTrace:
-    """Return what this rank has measured, and what there is to doubt about it."""
+    """Returns what this rank has measured, and what there is to doubt about it."""
     device, ops, rounds = runs.plan.device, runs.notes.ops, watch.rounds[1:]
     streams, last = runs.notes.stream_names(), rounds[-1]
     doubts = [*whys, *watch.doubts]
@@ -478,7 +478,7 @@ class Together:
         self.is_first = self.rank == self._team[0]
 
     def together(self, work: Callable[[], T]) -> T:
-        """Return what this rank's work does, once that of all has been done without an error.
+        """Returns what this rank's work does, once that of all has been done without an error.
 
         Raises this rank's error, or `PeerError` naming another's; `work` does not communicate.
         """
@@ -495,20 +495,20 @@ class Together:
             self._communicator.agree(error, team=self._team)
 
     def tell(self, what: T) -> list[T]:
-        """Return what each rank tells, in the order of the ranks: lists, texts and numbers."""
+        """Returns what each rank tells, in the order of the ranks: lists, texts and numbers."""
         if self._communicator is None or self._is_alone:
             return [json.loads(json.dumps(what))]
         told = self._communicator.exchange(json.dumps(what).encode(), team=self._team)
         return [json.loads(one) for one in told]
 
     def begin_run(self) -> None:
-        """Count a run, as every rank does."""
+        """Counts a run, as every rank does."""
         if self._communicator is not None:
             self._communicator.begin_run(self._team)
 
 
 def aligned(ranks: Together) -> tuple[float, str]:
-    """Return what to add to this rank's clock to have that of the first, and how sure that is.
+    """Returns what to add to this rank's clock to have that of the first, and how sure that is.
 
     A barrier ends, on each rank, after it has begun on all: that bounds the distance.
     """

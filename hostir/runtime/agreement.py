@@ -49,21 +49,21 @@ class RankAgreement:
         self.team = program.devices() or (self.rank,)
 
     def channel(self) -> Channel | None:
-        """Return where the ranks agree; None where this one agrees with no other."""
+        """Returns where the ranks agree; None where this one agrees with no other."""
         return None if self.communicator is None else self.communicator.channel(self.team)
 
     def begin_run(self) -> None:
-        """Count a run, as every rank does."""
+        """Counts a run, as every rank does."""
         if self.communicator is not None:
             self.communicator.begin_run(self.team)
 
     def claim(self, inputs: Sequence[Argument], values: Values, *also: str) -> Claim:
-        """Return what this rank claims to run on inputs that give the symbols these values, and the
-        lines `also`."""
+        """Returns what this rank claims to run on inputs that give the symbols these values, and
+        the lines `also`."""
         return program_claim(self._program, (self._how, *also), inputs, values, self._free)
 
     def numbers(self, inputs: Sequence[Argument]) -> tuple[Argument, ...]:
-        """Return the inputs that ranks compare in each run."""
+        """Returns the inputs that ranks compare in each run."""
         return tuple(inputs[i] for i in sorted(self._free))
 
     def agreed(
@@ -73,7 +73,7 @@ class RankAgreement:
         body: Callable[[list[Argument]], T],
         *also: str,
     ) -> T:
-        """Return `body` of the flat inputs, once the ranks agree, also on the lines `also`.
+        """Returns `body` of the flat inputs, once the ranks agree, also on the lines `also`.
 
         `check` returns the values of all symbols, and raises what the other ranks should hear, too.
         """
@@ -90,7 +90,7 @@ class RankAgreement:
 
 
 def communications_text(program: HostIrContainer) -> str:
-    """Return what a program sends and receives, in order, and in which memory order.
+    """Returns what a program sends and receives, in order, and in which memory order.
 
     Ranks whose programs differ elsewhere (other local layouts, other kernels) still fit together,
     so axes are numbered in the order in which they appear here.
@@ -103,12 +103,12 @@ def communications_text(program: HostIrContainer) -> str:
 
 
 def first_line(program: HostIrContainer) -> str:
-    """Return the user's line of the first communication, "" for none."""
+    """Returns the user's line of the first communication, "" for none."""
     return next((op.where for op in program.started() if op.where), "")
 
 
 def input_names(inputs: Sequence[Value], ops: Iterable[Op]) -> tuple[str, ...]:
-    """Return how errors call each input: number, type, and the user's line that first uses it."""
+    """Returns how errors call each input: number, type, and the user's line that first uses it."""
     lines: dict[object, str] = {}
     for op in ops:
         for operand in op.inputs:
@@ -133,7 +133,7 @@ def claim_of(
     ops: Iterable[Op] = (),
     fixed: int = 1,
 ) -> Claim:
-    """Return what a rank claims to run: texts, what its structure depends on, local extents.
+    """Returns what a rank claims to run: texts, what its structure depends on, local extents.
 
     `declared` are the inputs of the program; `free` has the positions of the scalars on which the
     structure does not depend; `ops` are those whose texts the parts hold, the first `fixed` of
@@ -160,7 +160,7 @@ def claim_of(
 
 
 def _traits(x: Argument) -> tuple[tuple[str, str], ...]:
-    """Return what of an input, besides its extents, a program may depend on: words and values."""
+    """Returns what of an input, besides its extents, a program may depend on: words and values."""
     if not isinstance(x, torch.Tensor):
         return (("the value", str(x)),)
     # A stride that no index reaches is nobody's.
@@ -180,7 +180,7 @@ def program_claim(
     values: Mapping[Symbol, Number],
     free: Iterable[int],
 ) -> Claim:
-    """Return what a rank claims that runs a program by itself; `parts` has lines of how it is run,
+    """Returns what a rank claims that runs a program by itself; `parts` has lines of how it is run,
     `values` what the symbols are."""
     ops = tuple(walk(program.ops))
     loose = {program.inputs[i] for i in free}

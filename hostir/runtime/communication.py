@@ -37,7 +37,7 @@ class Done:
 def flat(
     op: StartsCommunication, tv: TensorView, tensor: torch.Tensor, order: AxisOrder
 ) -> torch.Tensor:
-    """Return the shard of `tv` as backends take it: contiguous, as memory holds it.
+    """Returns the shard of `tv` as backends take it: contiguous, as memory holds it.
 
     Raises `CommunicationError` when the shard does not lie in memory as the program declares it.
     """
@@ -65,7 +65,7 @@ class CommunicationCall:
 
 
 def post(call: CommunicationCall, inp: PostedBuffer, out: PostedBuffer) -> Work:
-    """Start the communication of local shards; None stands for a shard that this rank lacks.
+    """Starts the communication of local shards; None stands for a shard that this rank lacks.
 
     Raises `CommunicationError` for a shard that is not dense in its declared order.
     """
@@ -93,8 +93,8 @@ def post(call: CommunicationCall, inp: PostedBuffer, out: PostedBuffer) -> Work:
 def bind_post(
     call: CommunicationCall, inp: PostedBuffer, out: PostedBuffer
 ) -> protocol.Post | None:
-    """Return how `post` starts this communication, which it has done once, on other shards of these
-    shapes and strides; None where it has to look at each call."""
+    """Returns how `post` starts this communication, which it has done once, on other shards of
+    these shapes and strides; None where it has to look at each call."""
     op, row = call.op, call.op.collective
     mine, theirs = op.orders
     call.backend.where = op.where
@@ -114,7 +114,7 @@ def bind_post(
 def bind_exchange(
     op: StartsCommunication, transfers: Sequence[protocol.Transfer], team: Team, backend: Backend
 ) -> protocol.PostBatch | None:
-    """Return how `exchange` starts these, which it has done once, on other tensors like them; None
+    """Returns how `exchange` starts these, which it has done once, on other tensors like them; None
     where it has to look at each call."""
     backend.where = op.where
     try:
@@ -132,7 +132,7 @@ def permute(
     inp: torch.Tensor,
     out: torch.Tensor,
 ) -> Work:
-    """Send `inp` to the rank peers[0] and receive `out` from peers[1]; a copy to oneself."""
+    """Sends `inp` to the rank peers[0] and receive `out` from peers[1]; a copy to oneself."""
     sent, received = both = halves(op, peers, inp, out)
     if peers == (rank, rank):
         received.tensor.copy_(sent.tensor.view_as(received.tensor))
@@ -143,7 +143,7 @@ def permute(
 def halves(
     op: CollectivePermute, peers: tuple[int, int], inp: torch.Tensor, out: torch.Tensor
 ) -> tuple[protocol.Transfer, protocol.Transfer]:
-    """Return what a permutation sends and what it receives here."""
+    """Returns what a permutation sends and what it receives here."""
     mine, theirs = op.orders
     sent, received = flat(op, op.inp, inp, mine), flat(op, op.out, out, theirs)
     return protocol.Transfer("send", sent, peers[0]), protocol.Transfer("recv", received, peers[1])
@@ -152,14 +152,14 @@ def halves(
 def transfer(
     op: P2PCommunication, tensor: torch.Tensor, peer: int, order: int | None = None
 ) -> protocol.Transfer:
-    """Return one half of a point-to-point copy, for `exchange`."""
+    """Returns one half of a point-to-point copy, for `exchange`."""
     return protocol.Transfer(op.type, flat(op, op.buffer, tensor, op.orders[0]), peer, order)
 
 
 def exchange(
     op: StartsCommunication, transfers: Sequence[protocol.Transfer], team: Team, backend: Backend
 ) -> Work:
-    """Start sends and receives at once."""
+    """Starts sends and receives at once."""
     backend.where = op.where
     try:
         return backend.batch(transfers, team=team)

@@ -86,7 +86,7 @@ class RunBinder:
         results: Sequence[TensorView] = (),
         checked_on: torch.device | None = None,
     ) -> Frame:
-        """Return the state in which a run on these inputs begins, with buffers for `results`.
+        """Returns the state in which a run on these inputs begins, with buffers for `results`.
 
         `checked_on` is the device for which the caller has checked kinds, dtypes and layouts.
         Raises `InputError` or `ShardingError` for inputs that do not fit; `VerifyError` for a new
@@ -114,14 +114,14 @@ class RunBinder:
         return frame
 
     def check(self, inputs: Sequence[Argument]) -> Values:
-        """Return the values of all symbols; raise what `frame` would raise about these inputs."""
+        """Returns the values of all symbols; raises what `frame` would raise about these inputs."""
         values = self.frame(flatten(inputs)).values
         return {s: v for s, v in values.items() if s not in self.own}
 
     def check_of_numbers(
         self, inputs: Sequence[Argument]
     ) -> Callable[[Sequence[Any]], None] | None:
-        """Return the check of the numbers of later inputs of this signature; None for none."""
+        """Returns the check of the numbers of later inputs of this signature; None for none."""
         return self._exact.check_of(self.check(inputs)) if self._exact else None
 
 
@@ -151,14 +151,14 @@ class Devices:
         self._units: dict[tuple[int, torch.device], UnitRunner] = {}
 
     def machine(self, device: torch.device) -> ExecutionContext:
-        """Return what the program runs on there."""
+        """Returns what the program runs on there."""
         found = self._machines.get(device)
         if found is None:
             found = self._machines.setdefault(device, self._machine_on(device))
         return found
 
     def streams(self, device: torch.device) -> Streams:
-        """Return the streams there."""
+        """Returns the streams there."""
         if device not in self._streams:
             made: Streams
             if device.type == "cuda":
@@ -219,7 +219,7 @@ class Devices:
         )
 
     def _unit(self, number: int, device: torch.device) -> UnitRunner:
-        """Return what runs a host unit on local shards, made at its first use."""
+        """Returns what runs a host unit on local shards, made at its first use."""
         key = number, device
         if key not in self._units:
             unit = self._program.units[number]
@@ -275,7 +275,7 @@ class UnitRunner:
         self._by_class: Recent[object, UnitEvaluator] = Recent(MAX_PROGRAMS)
 
     def __call__(self, inputs: Sequence[Argument], outputs: Sequence[torch.Tensor]) -> None:
-        """Compute `outputs`, which are allocated.
+        """Computes `outputs`, which are allocated.
 
         Raises `InputError` or `ShardingError` for inputs that do not fit the unit.
         """
@@ -287,7 +287,7 @@ class UnitRunner:
             write(out, value)
 
     def size(self) -> int:
-        """Return how many programs are kept."""
+        """Returns how many programs are kept."""
         return self._by_class.size()
 
     def _evaluator(self, inputs: Sequence[Argument]) -> UnitEvaluator:
@@ -322,7 +322,7 @@ class UnitRunner:
 
 
 def read_late_stream(late: str | int | None) -> str | int | None:
-    """Return which stream's work is held back: a number, "entry", "all", or None.
+    """Returns which stream's work is held back: a number, "entry", "all", or None.
 
     Raises `ExecutionError` for anything else.
     """
@@ -335,7 +335,7 @@ def read_late_stream(late: str | int | None) -> str | int | None:
 
 
 def check_lowered(program: HostIrContainer) -> None:
-    """Raise `VerifyError` for an op whose result has a stream axis in a program without loops."""
+    """Raises `VerifyError` for an op whose result has a stream axis in a program without loops."""
     ops = list(walk(program.ops))
     if any(isinstance(op, ForLoop) for op in ops):
         return
@@ -352,7 +352,7 @@ def _has_stream(tv: TensorView) -> bool:
 
 
 def check_grouped(program: HostIrContainer) -> None:
-    """Raise `UnsupportedError` for a send or a receive of its own: where streams start them later
+    """Raises `UnsupportedError` for a send or a receive of its own: where streams start them later
     than the program says, only simulated ranks know which ones belong together."""
     is_grouped = False
     for op in walk(program.ops):
@@ -366,7 +366,7 @@ def check_grouped(program: HostIrContainer) -> None:
 
 
 def check_devices(program: HostIrContainer, size: int) -> None:
-    """Raise `ShardingError` when a mesh names a rank that a job of `size` ranks lacks."""
+    """Raises `ShardingError` when a mesh names a rank that a job of `size` ranks lacks."""
     for tv in program.tensors():
         if tv.mesh is not None and max(tv.mesh.devices, default=0) >= size:
             raise ShardingError(
@@ -376,7 +376,7 @@ def check_devices(program: HostIrContainer, size: int) -> None:
 
 
 def check_tuning(settings: Settings, team: Sequence[int]) -> bool:
-    """Return whether the option `tune` is on. Raise `UnsupportedError` for a program of several
+    """Returns whether the option `tune` is on. Raise `UnsupportedError` for a program of several
     ranks: what each finds fastest is its own, and replicated tensors equal in every bit."""
     is_on = settings.enabled("tune")
     if is_on and len(team) > 1:

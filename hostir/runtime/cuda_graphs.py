@@ -52,7 +52,7 @@ _NUMBERS = count(FIRST_GRAPH)
 
 
 def gains_nothing(steps: int, kernels: int) -> str:
-    """Return why a run of so many steps, among them kernels, is not captured; "" where a graph
+    """Returns why a run of so many steps, among them kernels, is not captured; "" where a graph
     would be faster."""
     is_slower = steps < (1 if steps == kernels else MIN_STEPS)
     return f"{steps} step(s) gain nothing by it" if is_slower else ""
@@ -126,7 +126,7 @@ class CaptureBinding(Binding):
         return launch
 
     def root(self, slot: int) -> tuple[int, int]:
-        """Return (the slot that a slot is a view of, in the end, bytes from there)."""
+        """Returns (the slot that a slot is a view of, in the end, bytes from there)."""
         nbytes = 0
         while slot in self.origins:
             slot, more = self.origins[slot]
@@ -135,18 +135,19 @@ class CaptureBinding(Binding):
 
 
 def _seen_as_words(memory: Any) -> memoryview:
-    """Return memory as a kernel's words, 8 bytes each, which can be copied at once."""
+    """Returns memory as a kernel's words, 8 bytes each, which can be copied at once."""
     return memoryview(memory).cast("B").cast("Q")
 
 
 def _exact(x: Any) -> object:
-    """Return what is equal for numbers that are alike in every bit: 0.0 == -0.0, and NaN is not
+    """Returns what is equal for numbers that are alike in every bit: 0.0 == -0.0, and NaN is not
     itself."""
     return x if x and x == x and not isinstance(x, complex) else repr(x)
 
 
 def _numbers(kernel: BoundKernel, slots: Slots) -> list[object] | None:
-    """Return the scalars of a run that a kernel reads, to be compared; None where it reads none."""
+    """Returns the scalars of a run that a kernel reads, to be compared; None where it reads
+    none."""
     numbers = kernel.numbers(slots)
     return None if numbers is None else list(map(_exact, numbers))
 
@@ -260,7 +261,7 @@ class Replays:
         self.why_not = self.why_not_now = ""
 
     def describe(self) -> str:
-        """Return what is captured, or why nothing is."""
+        """Returns what is captured, or why nothing is."""
         if self._key_slots is None or not self._graphs.size():
             why = self.why_not or self.why_not_now or "it has not run often enough"
             return f"not captured: {why}"
@@ -272,7 +273,7 @@ class Replays:
         )
 
     def run(self, slots: Slots, stream: int) -> bool:
-        """Repeat a run by a graph, where there is one for these tensors; False where not.
+        """Repeats a run by a graph, where there is one for these tensors; False where not.
 
         The slots hold the inputs and the buffers that outlive the run.
         """
@@ -321,7 +322,7 @@ class Replays:
         return bool(self.why_not) and self._key_slots is None
 
     def replayed(self) -> Replayed | str:
-        """Return what the compiled runner needs to repeat runs by the graphs, or why it cannot."""
+        """Returns what the compiled runner needs to repeat runs by the graphs, or why it cannot."""
         if self._key_slots is None or self._binding is None:
             return "it has not been captured"
         tensors, numbers = self._key_slots
@@ -340,7 +341,7 @@ class Replays:
         )
 
     def forget(self) -> None:
-        """Drop what was captured: its communicators go."""
+        """Drops what was captured: its communicators go."""
         for graphs in (self._graphs, self._seen):
             graphs.forget()
         # New numbers: others may have kept what they captured together with this rank.
@@ -361,7 +362,7 @@ class Replays:
         return tuple(key)
 
     def _saying(self, key: Hashable) -> int:
-        """Return what to tell the other ranks of a run: once they capture, this one must, too."""
+        """Returns what to tell the other ranks of a run: once they capture, this one must, too."""
         number = self._number(key)
         if number in self._agreed or not (others := USERS.others()):
             return number
@@ -369,7 +370,7 @@ class Replays:
         return STEP_BY_STEP
 
     def _number(self, key: Hashable) -> int:
-        """Return the number that stands for a key of this rank in votes."""
+        """Returns the number that stands for a key of this rank in votes."""
         number = self._told.get(key)
         if self._is_full or (number is None and len(self._told) >= MAX_KEYS // 2):
             self.forget()
@@ -379,7 +380,7 @@ class Replays:
         return number
 
     def _consider(self, key: Hashable, slots: Slots) -> _Captured | None:
-        """Capture these tensors' run if it has come often enough."""
+        """Captures these tensors' run if it has come often enough."""
         if self.why_not:
             return None
         seen = self._seen[key] = (self._seen.recall(key) or 0) + 1
@@ -470,7 +471,7 @@ class Replays:
         return binding
 
     def _after_flags(self, action: Closure, op: Op | None) -> Closure:
-        """Let nothing but further transfers come between a transfer and its flags."""
+        """Lets nothing but further transfers come between a transfer and its flags."""
         flushes = [backend.flush for backend in self._plan.backends]
         if not flushes or isinstance(op, P2PCommunication | SetCurrentStream):
             return action
@@ -483,7 +484,7 @@ class Replays:
         return after_flags
 
     def _understand(self, binding: CaptureBinding, watched: _WatchedSlots) -> None:
-        """Tell which tensors of a run a graph can find in other places."""
+        """Tells which tensors of a run a graph can find in other places."""
         plan = self._plan
         movable = {*range(plan.inputs), *plan.made}
         plain = list(watched)
@@ -517,7 +518,7 @@ class Replays:
         self._words = [_seen_as_words(kernel.call.words) for kernel in binding.kernels]
 
     def _updated(self, captured: _Captured, slots: Slots) -> _Captured:
-        """Return a graph, or a twin of it, whose kernels know where tensors lie, and the numbers
+        """Returns a graph, or a twin of it, whose kernels know where tensors lie, and the numbers
         of this run."""
         places = [slots[i].data_ptr() for i in self._moving]
         if places != captured.places:
@@ -527,7 +528,7 @@ class Replays:
         return captured
 
     def _twin(self, captured: _Captured, places: list[int]) -> _Captured:
-        """Return the one of a graph and its twins that is to find its tensors in these places."""
+        """Returns the one of a graph and its twins that is to find its tensors in these places."""
         for twin in captured.twins:
             if twin.places == places:
                 return twin
@@ -547,7 +548,7 @@ class Replays:
         return twin
 
     def _update(self, captured: _Captured, places: list[int], slots: Slots) -> None:
-        """Tell the kernels of a graph where tensors lie, and the numbers of this run."""
+        """Tells the kernels of a graph where tensors lie, and the numbers of this run."""
         assert self._binding is not None
         nodes, kernels = captured.nodes, self._binding.kernels
         changed: set[int] = set()

@@ -57,7 +57,7 @@ class Rehearsal:
 
 
 def rehearse(frame: Frame) -> Rehearsal:
-    """Walk the program of a frame for its kernels: one request for all steps of a loop that are
+    """Walks the program of a frame for its kernels: one request for all steps of a loop that are
     alike."""
     requests: dict[object, KernelRequest] = {}
 
@@ -74,7 +74,7 @@ def rehearse(frame: Frame) -> Rehearsal:
 def rehearse_plan(
     frame: Frame, free: frozenset[int], outputs: list[TensorView], arenas: Arenas
 ) -> Rehearsal:
-    """Walk a program that `can_bind` also for the plan that yields `outputs`.
+    """Walks a program that `can_bind` also for the plan that yields `outputs`.
 
     There is none where a result's strides are torch's to choose, or where an input begins between
     two elements of its dtype.
@@ -96,7 +96,7 @@ def rehearse_plan(
 
 
 def _emptied(frame: Frame, note: Callable[[KernelRequest], object]) -> Frame:
-    """Return a frame like this one, of tensors without contents, which launches nothing; `note`
+    """Returns a frame like this one, of tensors without contents, which launches nothing; `note`
     is told of the kernels."""
     from fuser.kernels.executor import FusedKernelExecutor
 
@@ -124,7 +124,7 @@ def _nothing() -> None:
 
 
 def _without_contents(t: torch.Tensor) -> torch.Tensor:
-    """Return a tensor that begins in the same place of a vector of memory, as far as its elements
+    """Returns a tensor that begins in the same place of a vector of memory, as far as its elements
     can be counted."""
     shape, strides, skipped = t.shape, t.stride(), t.data_ptr() % VECTOR_BYTES // t.element_size()
     if not skipped:
@@ -136,8 +136,8 @@ def _without_contents(t: torch.Tensor) -> torch.Tensor:
 
 
 def _launched_alike(value: Argument) -> object:
-    """Return what a kernel may know of an operand: where in a vector of memory it begins, not where
-    in memory."""
+    """Returns what a kernel may know of an operand: where in a vector of memory it begins, not
+    where in memory."""
     if not isinstance(value, torch.Tensor):
         return value
     return value.shape, value.stride(), value.storage_offset() * value.element_size() % VECTOR_BYTES

@@ -177,14 +177,14 @@ class ProgramEvaluator:
         self.outputs = returned(program)
 
     def kernel(self, group: int) -> KernelRunner:
-        """Return what runs a kernel group, made at its first use."""
+        """Returns what runs a kernel group, made at its first use."""
         if group not in self._runners:
             self._runners[group] = self._make_runner(self.program.groups[group])
         return self._runners[group]
 
     # ------------------------------------------------------------ running
     def run(self, inputs: Sequence[Argument]) -> list[torch.Tensor]:
-        """Return the visible outputs in order; hidden aliased ones are written into their inputs.
+        """Returns the visible outputs in order; hidden aliased ones are written into their inputs.
 
         The ranks of the program's meshes call it together: they agree on program and inputs first,
         and an error of one of them is an error of all; see
@@ -215,7 +215,7 @@ class ProgramEvaluator:
 
     # ------------------------------------------------------------ among ranks
     def _prepare_run(self, inputs: Sequence[Argument]) -> Prepared[list[torch.Tensor]]:
-        """Return what this rank claims to run, and how; nothing is launched."""
+        """Returns what this rank claims to run, and how; nothing is launched."""
         inputs, key, known = self.cache.recall(inputs)
         if known is None:
             known, places = self.prepare(inputs), None
@@ -233,7 +233,7 @@ class ProgramEvaluator:
         return claim, self.ranks.numbers(inputs), run
 
     def know(self, inputs: Sequence[Argument]) -> SignatureEntry:
-        """Return what `run_known` remembers inputs of one signature by."""
+        """Returns what `run_known` remembers inputs of one signature by."""
         return self.cache.new(inputs, self.binder.check_of_numbers(inputs))
 
     def run_known(
@@ -261,7 +261,7 @@ class ProgramEvaluator:
             return self._updates.run(list(inputs), lambda apart: self._run(apart, known, None))
 
     def begin_run(self) -> None:
-        """Count a run of a program that copies from peers, as every rank does."""
+        """Counts a run of a program that copies from peers, as every rank does."""
         if self._copies_from_peers:
             self.ranks.begin_run()
 
@@ -273,7 +273,7 @@ class ProgramEvaluator:
         return self._updates is None or self._updates.are_apart(inputs, signature)
 
     def run_with_input(self, values: Mapping[Value, Argument]) -> list[torch.Tensor]:
-        """Run on values by name: every input has one; any other tensor is where the program puts
+        """Runs on values by name: every input has one; any other tensor is where the program puts
         that result instead of a tensor of its own. Ranks agree, and it returns, as `run` does.
         """
         channel = self.ranks.channel()
@@ -307,7 +307,7 @@ class ProgramEvaluator:
             return self._on_apart(inputs, body)
 
     def current_stream(self, device: torch.device | str = "cpu") -> object:
-        """Return the stream on which this thread would go on: a name on the CPU."""
+        """Returns the stream on which this thread would go on: a name on the CPU."""
         return self.binder.devices.streams(torch_device(device)).current()
 
     def _run(
@@ -339,7 +339,7 @@ class ProgramEvaluator:
     def _first_replay(
         self, plan: Plan, inputs: Sequence[Argument], known: SignatureEntry, places: tuple[int, ...]
     ) -> list[torch.Tensor]:
-        """Run a new plan. Where there is no memory for all of its intermediates at once, op by op:
+        """Runs a new plan. Where there is no memory for all of its intermediates at once, op by op:
         that needs less, or names the op that finds none."""
         try:
             with on_device(plan.device):
@@ -356,13 +356,13 @@ class ProgramEvaluator:
         return outputs
 
     def plans(self) -> list[Plan]:
-        """Return the plans of the classes of inputs that `run` remembers."""
+        """Returns the plans of the classes of inputs that `run` remembers."""
         return self.cache.plans()
 
     def steady(
         self, known: SignatureEntry, inputs: Sequence[Argument], around: Surroundings
     ) -> Steady | str:
-        """Return what repeats runs on inputs like these, which have run, in one call of the
+        """Returns what repeats runs on inputs like these, which have run, in one call of the
         compiled runner, or why there is none now."""
         if self._settings.disabled("compiled_runner"):
             return "FUSER_DISABLE=compiled_runner"
@@ -377,15 +377,15 @@ class ProgramEvaluator:
         return steady(runner, plan, inputs, around)
 
     def arenas(self) -> list[Arenas]:
-        """Return where intermediates lie, by device."""
+        """Returns where intermediates lie, by device."""
         return self.cache.arenas()
 
     def memory(self) -> Memory:
-        """Return what is kept between runs."""
+        """Returns what is kept between runs."""
         return self.cache.memory()
 
     def cuda_graphs(self, known: SignatureEntry | None = None) -> list[str]:
-        """Return for each class of inputs (or for one) and each stream that ran it how many CUDA
+        """Returns for each class of inputs (or for one) and each stream that ran it how many CUDA
         graphs repeat its runs, or why none does."""
         if not self._is_replayed:
             return ["not captured: what is done depends on the value of a float"]
@@ -393,7 +393,7 @@ class ProgramEvaluator:
         return [line for plan in plans for line in plan.graphs()]
 
     def check(self, inputs: Sequence[Argument]) -> Values:
-        """Return the values of all symbols; raise what `run` would raise about these inputs."""
+        """Returns the values of all symbols; raises what `run` would raise about these inputs."""
         return self.binder.check(inputs)
 
     def _checked(self, inputs: Sequence[Argument]) -> Values:
@@ -405,7 +405,7 @@ class ProgramEvaluator:
     def prepare(
         self, inputs: Sequence[Argument], *, checked_on: torch.device | None = None
     ) -> SignatureEntry:
-        """Lower and compile, all at once, every kernel that `run` needs for inputs like these;
+        """Lowers and compile, all at once, every kernel that `run` needs for inputs like these;
         return what `run_known` remembers them by.
 
         `checked_on` is the device for which the caller has checked kinds, dtypes and layouts.
@@ -427,11 +427,11 @@ class ProgramEvaluator:
         return known
 
     def requests(self, inputs: Sequence[Argument]) -> Sequence[KernelRequest]:
-        """Return what `prepare` compiles, one request for all steps of a loop that are alike."""
+        """Returns what `prepare` compiles, one request for all steps of a loop that are alike."""
         return rehearse(self.binder.frame(flatten(inputs))).requests
 
     def _rehearsed(self, frame: Frame) -> Plan | None:
-        """Return the plan of inputs like those of a frame, with all kernels compiled; None where
+        """Returns the plan of inputs like those of a frame, with all kernels compiled; None where
         only a run can tell."""
         device = frame.machine.device
         found = rehearse_plan(frame, self.free, self.outputs, self.cache.arenas_on(device))
@@ -456,12 +456,12 @@ class ProgramEvaluator:
             return self._on_apart(inputs, lambda apart: self.walk(self.binder.frame(apart), None))
 
     def _on_apart(self, inputs: list[Argument], body: Body) -> list[torch.Tensor]:
-        """Return the outputs of `body` on inputs that share no memory with updated ones."""
+        """Returns the outputs of `body` on inputs that share no memory with updated ones."""
         signature_of(inputs)  # raises for what has no memory to look at
         return body(inputs) if self._updates is None else self._updates.run(inputs, body)
 
     def walk(self, frame: Frame, recorder: Recorder | None) -> list[torch.Tensor]:
-        """Carry out the program op by op, in the state of a frame; `recorder` keeps the steps."""
+        """Carries out the program op by op, in the state of a frame; `recorder` keeps the steps."""
         if not frame.machine.streams.delays:
             return self._walk_streams(frame, recorder)
         # Work that is held back belongs to one run at a time.
@@ -486,7 +486,8 @@ class ProgramEvaluator:
 
 
 def returned(program: HostIrContainer) -> list[TensorView]:
-    """Return the tensors that a run of a program returns: for an alias, what it is written into."""
+    """Returns the tensors that a run of a program returns: for an alias, what it is written
+    into."""
     # An input that is an output is the caller's own tensor, whatever else it is written into.
     into = {a.out: a.into for a in program.aliases if a.out not in program.inputs}
     hidden = {a.out for a in program.aliases if a.hidden}
@@ -494,7 +495,7 @@ def returned(program: HostIrContainer) -> list[TensorView]:
 
 
 def _simulated_rank(communicator: Communicator | None) -> Communicator | None:
-    """Return the communicator of a simulated rank: such ranks run beside one another."""
+    """Returns the communicator of a simulated rank: such ranks run beside one another."""
     if communicator is None or not communicator.is_available() or communicator.is_real():
         return None
     return communicator

@@ -106,7 +106,7 @@ class OnlyRunTells(Exception):
 
 
 def as_step(made: Step | Closure) -> Step:
-    """Return a step that a closure is where it is bound to nothing."""
+    """Returns a step that a closure is where it is bound to nothing."""
     return Action(made) if callable(made) else made
 
 
@@ -132,7 +132,7 @@ Again = Callable[[], Resized | None]
 
 
 def same(step: Step | Closure) -> Again:
-    """Return what makes a step that all sizes have."""
+    """Returns what makes a step that all sizes have."""
     return lambda: ((), lambda size: step)
 
 
@@ -240,7 +240,7 @@ class Execution:
 
     # ------------------------------------------------------------ names
     def slot(self, value: object) -> int:
-        """Return the slot of a tensor, an input scalar or a communication."""
+        """Returns the slot of a tensor, an input scalar or a communication."""
         i = self._slot.get(value)
         if i is None:
             i = self.new_slot(value)
@@ -249,7 +249,7 @@ class Execution:
         return i
 
     def new_slot(self, value: object) -> int:
-        """Return a slot for what is made now, whatever was called so before."""
+        """Returns a slot for what is made now, whatever was called so before."""
         slots, before = self.slots, self._slot.get(value)
         if before is not None and not self.delays and before not in self._shared:
             slots[before] = None
@@ -258,7 +258,7 @@ class Execution:
         return i
 
     def empty(self, slot: int) -> None:
-        """Let go of what a slot holds. Work that is held back still reads it."""
+        """Lets go of what a slot holds. Work that is held back still reads it."""
         if not self.delays and slot not in self._shared:
             self.slots[slot] = None
 
@@ -267,7 +267,7 @@ class Execution:
         return value in self._slot
 
     def argument(self, value: TensorView | Scalar) -> Callable[[Slots], Argument]:
-        """Return how to read an operand: a slot, or a scalar over the run's input scalars."""
+        """Returns how to read an operand: a slot, or a scalar over the run's input scalars."""
         if isinstance(value, TensorView):
             i = self.slot(value)
             return lambda slots: slots[i]
@@ -302,7 +302,7 @@ class Execution:
 
     # ------------------------------------------------------------ control flow
     def run(self, ops: Sequence[Op]) -> None:
-        """Carry out the ops of a region that concern this rank, in order.
+        """Carries out the ops of a region that concern this rank, in order.
 
         Raises `ExecutionError` naming op and user line where torch refuses one.
         """
@@ -314,7 +314,7 @@ class Execution:
                 carry_out(op)
 
     def carry_out(self, op: Op) -> None:
-        """Carry out one op that concerns this rank; see `run`."""
+        """Carries out one op that concerns this rank; see `run`."""
         self.frame.op = op
         try:
             if torch_profiler._is_profiler_enabled and not self.is_dry:  # pyright: ignore[reportPrivateUsage]
@@ -328,7 +328,7 @@ class Execution:
             raise op_failed(op, error) from error
 
     def emit(self, op: Op) -> None:
-        """Give the receiver the steps of an op; tensor ops of the fusion IR are torch's."""
+        """Gives the receiver the steps of an op; tensor ops of the fusion IR are torch's."""
         if isinstance(op, HostOp):
             op.emit(self)
         else:
@@ -374,7 +374,7 @@ class Execution:
         self._name_as(out, inp, self.frame.tensors[inp].view(self.frame.local_shape(out)))
 
     def _name_as(self, out: TensorView, inp: TensorView, seen: torch.Tensor) -> None:
-        """Name the place of `inp` in memory that `seen` is."""
+        """Names the place of `inp` in memory that `seen` is."""
         i = self.slot(inp)
         shift = int(seen.storage_offset()) - int(self.slots[i].storage_offset())
         shape, strides, itemsize = tuple(seen.shape), seen.stride(), seen.element_size()
@@ -439,7 +439,7 @@ class Execution:
     def _launch_step(
         self, op: LaunchKernel, given: list[Argument], results: list[torch.Tensor]
     ) -> Step:
-        """Return the launch for operands and results like these."""
+        """Returns the launch for operands and results like these."""
         frame, sizes, runner = self.frame, self.frame.sizes, self.machine.runner(op.group)
         device = self.machine.device if self.is_dry else None
         kernel = runner.launch_for(given, results, sizes=sizes, device=device)
@@ -516,7 +516,7 @@ class Execution:
         self._receiver.do(make)
 
     def _compute(self, op: TensorOp) -> None:
-        """Compute into allocated outputs; an output without a buffer becomes a view."""
+        """Computes into allocated outputs; an output without a buffer becomes a view."""
         frame, receiver = self.frame, self._receiver
         if isinstance(op, nodes.LibraryOp):
             if op.draws:
@@ -544,7 +544,7 @@ class Execution:
             receiver.results(op, found)
 
     def _view(self, op: TensorOp) -> tuple[View, Again] | None:
-        """Return the view that an op names, and how to find that of other sizes; None where only
+        """Returns the view that an op names, and how to find that of other sizes; None where only
         torch tells what it is."""
         (source, *_), tv = op.inputs, op.out_tensor
         assert isinstance(source, TensorView), f"{op.name} is a view of a tensor"
@@ -598,11 +598,11 @@ class Execution:
         )
 
     def computing(self, op: TensorOp) -> Callable[[Slots], list[torch.Tensor]]:
-        """Return how torch computes an op on the tensors and scalars of slots."""
+        """Returns how torch computes an op on the tensors and scalars of slots."""
         return computing(op, self.frame, self.operands(op), self.free_slots, self.machine)
 
     def operands(self, op: TensorOp) -> list[int | None]:
-        """Return the slots of an op's operands; None for a scalar."""
+        """Returns the slots of an op's operands; None for a scalar."""
         return [self.slot(v) if isinstance(v, TensorView) else None for v in op.inputs]
 
     # ------------------------------------------------------------ communications
@@ -679,7 +679,7 @@ class Execution:
         self._exchange(op, group, work)
 
     def _exchange(self, op: P2PCommunication | EndCoalescing, group: list[Half], work: int) -> None:
-        """Start the sends and receives of a group, which may be one, or none."""
+        """Starts the sends and receives of a group, which may be one, or none."""
         team, stream, receiver = self.machine.team, self.stream, self._receiver
 
         def make() -> Started:
@@ -743,7 +743,7 @@ class Execution:
         self._receiver.do(lambda: join_and_wait)
 
     def _ready(self, work: int) -> Ready | None:
-        """Return what tells that a wait for a lone half of a transfer would return at once."""
+        """Returns what tells that a wait for a lone half of a transfer would return at once."""
         if work not in self._alone:
             return None
         slots = self.slots
@@ -755,13 +755,13 @@ class Execution:
         return is_done
 
     def _new_work(self, number: int) -> int:
-        """Return the slot of a communication that starts now. Where streams hold work back, an
+        """Returns the slot of a communication that starts now. Where streams hold work back, an
         earlier one of this number may not have been waited for yet."""
         name = "work", number
         return self.new_slot(name) if self.delays else self.slot(name)
 
     def _start(self, work: int, make: MakeStep, again: Again | None = None) -> None:
-        """Start a communication, and note where it stands in its stream: its Wait may stand in
+        """Starts a communication, and note where it stands in its stream: its Wait may stand in
         another one."""
         if not self.switches:
             self._receiver.do(make, again=again)
@@ -774,11 +774,11 @@ class Execution:
         self._receiver.do(make, after=note)
 
     def _held(self, tv: TensorView) -> int:
-        """Return the slot of this rank's part of a tensor, -1 where it holds none."""
+        """Returns the slot of this rank's part of a tensor, -1 where it holds none."""
         return self.slot(tv) if self.frame.is_mine(tv) else -1
 
     def _landing(self, tv: TensorView, work: int) -> int:
-        """Return the slot to receive `tv` into. Where streams hold work back, results are in their
+        """Returns the slot to receive `tv` into. Where streams hold work back, results are in their
         place after the Wait only."""
         i = self.slot(tv)
         if not self.delays:
@@ -790,7 +790,7 @@ class Execution:
         return len(self.slots) - 1
 
     def _announce(self, op: StartsCommunication) -> None:
-        """Write down that a communication is posted, in this run and in later ones."""
+        """Writes down that a communication is posted, in this run and in later ones."""
         announce = None if self.is_dry else announcer(op, self.machine)
         if announce is None:
             return
@@ -829,7 +829,7 @@ class Execution:
             self._receiver.at_once(lambda slots: join(slots[captured]))
 
     def _captured_slot(self, stream: Stream) -> int | None:
-        """Return the slot of a stream that this program captures: it differs from run to run."""
+        """Returns the slot of a stream that this program captures: it differs from run to run."""
         if stream.index is not None or stream.name not in self._captured:
             return None
         return self._slot["stream", stream.name]
@@ -868,7 +868,7 @@ class Immediate:
             self.take(make(), after, ready)
 
     def take(self, made: Step | Closure, after: Closure | None, ready: Ready | None) -> None:
-        """Give the current stream a step that was made."""
+        """Gives the current stream a step that was made."""
         if isinstance(made, Started):
             run = made.first
         elif isinstance(made, Multiply):
@@ -945,13 +945,13 @@ class Immediate:
 
 
 def poison(buffer: torch.Tensor) -> None:
-    """Fill a buffer with what no program computes by accident."""
+    """Fills a buffer with what no program computes by accident."""
     buffer.fill_(float("nan") if buffer.is_floating_point() or buffer.is_complex() else 85)
 
 
 def copying(like: torch.Tensor, slots: tuple[int, int], axis: int, at: tuple[int, int]) -> Closure:
-    """Return what copies (start, length) of a slot's tensor, along an axis, into one that lies like
-    `like`."""
+    """Returns what copies (start, length) of a slot's tensor, along an axis, into one that lies
+    like `like`."""
     (inp, out), (start, length), put = slots, at, writer(like)
 
     def copy(slots: Slots) -> None:
@@ -961,7 +961,7 @@ def copying(like: torch.Tensor, slots: tuple[int, int], axis: int, at: tuple[int
 
 
 def local_shape_of(tv: TensorView) -> Sequence[Scalar]:
-    """Return the sizes of a rank's shard, which exist for sizes that `Frame.local_shape` has."""
+    """Returns the sizes of a rank's shard, which exist for sizes that `Frame.local_shape` has."""
     return local_extents(tv) if tv.domain.has_devices else tv.shape()
 
 
@@ -986,7 +986,7 @@ def _shares(result: torch.Tensor, op: TensorOp, frame: Frame) -> bool:
 
 
 def _as_result(tv: TensorView, view: torch.Tensor) -> torch.Tensor:
-    """Return a view with the strides that the caller asked for; results carry no gradient."""
+    """Returns a view with the strides that the caller asked for; results carry no gradient."""
     view = without_gradient(view)
     strides = viewed_strides(tv, view.shape, view.stride())
     return view if strides == view.stride() else view.as_strided(view.shape, strides)
@@ -997,7 +997,7 @@ def _as_result(tv: TensorView, view: torch.Tensor) -> torch.Tensor:
 
 
 def free_scalars(frame: Frame, free: frozenset[int]) -> tuple[Symbol, ...]:
-    """Return the input scalars whose value may change within a class of inputs; `free` has the
+    """Returns the input scalars whose value may change within a class of inputs; `free` has the
     positions of those on which no size depends."""
     inputs = frame.program.inputs
     scalars = ((i, v) for i, v in enumerate(inputs) if isinstance(v, Symbol))
@@ -1012,7 +1012,7 @@ def changes(value: Scalar, free: Sequence[Symbol]) -> bool:
 def reader(
     value: Scalar, places: Mapping[Symbol, int], free: Sequence[Symbol], frame: Frame
 ) -> Callable[[Slots], Argument]:
-    """Return how to read a scalar; `places` has the slots of the input scalars."""
+    """Returns how to read a scalar; `places` has the slots of the input scalars."""
     if isinstance(value, Symbol) and value in places:
         i = places[value]
         return lambda slots: slots[i]
@@ -1030,7 +1030,7 @@ def reader(
 def numbers_reader(
     scalars: Sequence[Scalar], places: Mapping[Symbol, int], free: Sequence[Symbol], frame: Frame
 ) -> Callable[[Slots], list[Number]] | None:
-    """Return how a run reads some scalars; None where they are those of the class."""
+    """Returns how a run reads some scalars; None where they are those of the class."""
     if not any(changes(v, free) for v in scalars):
         return None
     readers = [reader(v, places, free, frame) for v in scalars]
@@ -1052,23 +1052,23 @@ class Posting(NamedTuple):
     stream: int | None
 
     def post(self, slots: Slots) -> None:
-        """Start it as if for the first time."""
+        """Starts it as if for the first time."""
         inp, out = self.held(slots)
         slots[self.work] = post(self.call, inp, out)
 
     def started(self) -> Started:
-        """Return the step that starts it for the first time."""
+        """Returns the step that starts it for the first time."""
         text = collective_text(self.inp, self.out)
         return Started(self.post, lambda slots: self.step(*self.held(slots)), text)
 
     def step(self, inp: PostedBuffer, out: PostedBuffer) -> Step:
-        """Return the step that starts it on buffers like these, on which it has been started."""
+        """Returns the step that starts it on buffers like these, on which it has been started."""
         bound = bind_post(self.call, inp, out)
         if bound is None:
             return Action(self.post)
         return CollectiveStep(bound, self.inp, self.out, self.work, self.stream)
 
     def held(self, slots: Slots) -> tuple[PostedBuffer, PostedBuffer]:
-        """Return the buffers of a run."""
+        """Returns the buffers of a run."""
         inp = slots[self.inp] if self.inp >= 0 else None
         return inp, slots[self.out] if self.out >= 0 else None

@@ -117,14 +117,14 @@ class Frame:
         return self.machine.rank
 
     def symmetric(self, tv: TensorView) -> Callable[[int], torch.Tensor]:
-        """Return what makes memory for `tv` that peers can map."""
+        """Returns what makes memory for `tv` that peers can map."""
         if tv in self.storage.shown:
             return self.machine.shard
         # A run that is recorded comes once: its memory is of no use to later ones.
         return self.machine.lasting if self.is_recorded else self.machine.symmetric
 
     def number(self, x: Scalar) -> Number:
-        """Return the value of `x`. Raises `InputError` where these inputs give it none."""
+        """Returns the value of `x`. Raises `InputError` where these inputs give it none."""
         try:
             return sc.evaluate(x, self.values)
         except KeyError as missing:
@@ -141,7 +141,7 @@ class Frame:
 
     @contextmanager
     def with_index(self, index: Symbol) -> Generator[Callable[[int], None]]:
-        """Yield what gives a loop's index its value."""
+        """Yields what gives a loop's index its value."""
 
         def bind(value: int) -> None:
             self.values = {**self.values, index: value}
@@ -151,14 +151,14 @@ class Frame:
         self.indices, self.values = outside, values
 
     def submit(self, work: Callable[[], object], ready: Ready | None = None) -> None:
-        """Give work to the current stream; see `Streams.submit`."""
+        """Gives work to the current stream; see `Streams.submit`."""
         streams = self.machine.streams
         if streams.delays and self.op is not None:
             work = partial(guarded, self.op, work)
         streams.submit(work, ready)
 
     def order(self, kind: str, peer: int) -> int | None:
-        """Return which transfer of a kind with a peer this is, where streams may start them in
+        """Returns which transfer of a kind with a peer this is, where streams may start them in
         another order than the program has them in; None elsewhere."""
         if not self.machine.streams.delays:
             return None
@@ -166,7 +166,7 @@ class Frame:
         return number
 
     def stream(self, stream: Stream) -> Handle:
-        """Return a stream of the evaluator: what a number means, or a name that no op captured."""
+        """Returns a stream of the evaluator: what a number means, or a name that no op captured."""
         if stream.index is None:
             return self.machine.streams.handle(stream.name)
         number = self.integer(stream.index)
@@ -175,7 +175,7 @@ class Frame:
         return self.machine.streams.handle(number)
 
     def part(self, op: Op, source: torch.Tensor, part: Part) -> tuple[int, int]:
-        """Return (start, length) of a part of `source` along its axis, for an op that names it.
+        """Returns (start, length) of a part of `source` along its axis, for an op that names it.
 
         Raises `ExecutionError` outside.
         """
@@ -206,13 +206,13 @@ class Frame:
     def elsewhere(
         self, machine: ExecutionContext, tensors: dict[TensorView, torch.Tensor]
     ) -> Frame:
-        """Return a frame of the same values and shapes on another machine."""
+        """Returns a frame of the same values and shapes on another machine."""
         made = Frame(self.program, machine, self.storage, self.values, tensors)
         made._whole, made.sizes = self._whole, self.sizes
         return made
 
     def local_shape(self, tv: TensorView, stream_index: Scalar | None = None) -> tuple[int, ...]:
-        """Return the sizes of the local shard, or of the part of it at a step of a stream loop.
+        """Returns the sizes of the local shard, or of the part of it at a step of a stream loop.
 
         Raises `ShardingError` for an indivisible extent, `InputError` for a negative one.
         """
@@ -248,7 +248,7 @@ class Frame:
         return bool(tensors) and not any(map(self.is_mine, tensors))
 
     def result(self, tv: TensorView) -> torch.Tensor:
-        """Return an output; a tensor of no elements for one that this rank holds no part of."""
+        """Returns an output; a tensor of no elements for one that this rank holds no part of."""
         if not self.is_mine(tv):
             return torch.empty(0, dtype=to_torch(tv.dtype()), device=self.machine.device)
         if tv not in self.tensors:
@@ -256,7 +256,7 @@ class Frame:
         return self.tensors[tv].clone() if tv in self.storage.borrowed else self.tensors[tv]
 
     def alias_target(self, out: TensorView) -> TensorView:
-        """Return the input whose buffer an in-place output is written into."""
+        """Returns the input whose buffer an in-place output is written into."""
         into = self.program.values.alias_of(out)
         assert into is not None, f"{out} has neither a buffer nor a declared alias"
         return into
@@ -271,7 +271,7 @@ class OutOfMemoryError(ExecutionError, torch.OutOfMemoryError):
 
 
 def op_failed(op: Op, error: Exception) -> ExecutionError:
-    """Return the error of an op that torch refused; torch knows neither the op nor its line."""
+    """Returns the error of an op that torch refused; torch knows neither the op nor its line."""
     kind = OutOfMemoryError if isinstance(error, torch.OutOfMemoryError) else ExecutionError
     return kind(
         f"{op.name} failed ({type(error).__name__}: {error}){user_code(op.where)}:\n{op_text(op)}"
@@ -279,7 +279,8 @@ def op_failed(op: Op, error: Exception) -> ExecutionError:
 
 
 def guarded(op: Op, work: Callable[[], object]) -> None:
-    """Do the work of an op; raises `ExecutionError` naming op and user line where torch refuses."""
+    """Does the work of an op; raises `ExecutionError` naming op and user line where torch
+    refuses."""
     try:
         work()
     except FuserError:
@@ -295,7 +296,7 @@ def new_buffer(
     device: torch.device,
     symmetric: Callable[[int], torch.Tensor],
 ) -> torch.Tensor:
-    """Return memory for a tensor of this local shape; `symmetric` makes what peers can map.
+    """Returns memory for a tensor of this local shape; `symmetric` makes what peers can map.
 
     Raises `OutOfMemoryError` where there is none, whatever torch says then.
     """
@@ -312,7 +313,7 @@ def new_buffer(
 def no_memory(
     program: HostIrContainer, tv: TensorView, shape: Sequence[int], device: torch.device
 ) -> OutOfMemoryError:
-    """Return the error of a tensor of this local shape that cannot be allocated."""
+    """Returns the error of a tensor of this local shape that cannot be allocated."""
     name, where = _maker(program, tv)
     nbytes = spanned(shape, allocated_strides(tv, shape)) * nbytes_of(tv.dtype())
     place = "" if device.type == "meta" else f" on {device}"  # found before anything was run
@@ -323,7 +324,7 @@ def no_memory(
 
 
 def _maker(program: HostIrContainer, tv: TensorView) -> tuple[str, str]:
-    """Return the name of the op that computes `tv`, and the user's line."""
+    """Returns the name of the op that computes `tv`, and the user's line."""
     for op in walk(program.ops):
         if isinstance(op, Allocate) or tv not in op.outputs:
             continue

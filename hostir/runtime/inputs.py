@@ -59,13 +59,13 @@ class _TensorSpec:
     is_in_order: bool
 
     def refuses(self, text: str, *, head: str = "") -> InputError:
-        """Return the error about what this input was expected to be."""
+        """Returns the error about what this input was expected to be."""
         line = user_code(self.tv.user_line())
         return InputError(f"{head}Expected input {self.index}, {self.tv}, {text}{line}")
 
 
 def spec_of(index: int, tv: TensorView) -> _TensorSpec:
-    """Return what input number `index` must look like."""
+    """Returns what input number `index` must look like."""
     order = memory_order(tv)
     expanded = expanded_positions(tv)
     is_in_order = not expanded and all(p == i for i, (p, _) in enumerate(order))
@@ -86,7 +86,7 @@ class InputBinder:
         self._binder = Binder(values, blocks=parts)
 
     def bind(self, inputs: Sequence[Argument], device: torch.device) -> Values:
-        """Return the value of every symbol.
+        """Returns the value of every symbol.
 
         Raises `InputError` naming the input (and the tensor that bound a symbol first), or
         `ShardingError` when an extent does not fit the mesh.
@@ -110,12 +110,13 @@ class InputBinder:
         return values
 
     def values(self, inputs: Sequence[Argument]) -> Values:
-        """Return what `bind` does, for inputs that another binder of the definition has checked."""
+        """Returns what `bind` does, for inputs that another binder of the definition has
+        checked."""
         return self._binder.bind(inputs)
 
 
 def check_tensor(spec: _TensorSpec, value: Argument, device: torch.device) -> None:
-    """Raise `InputError` for what is no tensor of this rank and dtype on the device where the
+    """Raises `InputError` for what is no tensor of this rank and dtype on the device where the
     program runs, or on the host for a CPU scalar."""
     if not isinstance(value, torch.Tensor):
         raise spec.refuses(f"to be an at::Tensor but got scalar {show(value)}")
@@ -140,7 +141,7 @@ def check_tensor(spec: _TensorSpec, value: Argument, device: torch.device) -> No
 
 
 def _check_layout(spec: _TensorSpec, value: torch.Tensor) -> None:
-    """Check every contiguity flag of the allocation domain against the strides."""
+    """Checks every contiguity flag of the allocation domain against the strides."""
     if spec.is_in_order and value.is_contiguous():
         return
     if value.numel() == 0:
@@ -178,7 +179,7 @@ def misplaced_axis(order: MemoryOrder, value: torch.Tensor) -> tuple[int, int] |
 
 
 def check_scalar(index: int, spec: Scalar, value: Argument) -> None:
-    """Raise `InputError` for what is no number, or none of the dtype of this scalar input."""
+    """Raises `InputError` for what is no number, or none of the dtype of this scalar input."""
     if isinstance(value, torch.Tensor):
         raise InputError(
             f"Expected input {index}, {spec}, to be a scalar but got "
@@ -202,7 +203,7 @@ def is_computed(tv: TensorView) -> bool:
 
 
 def device_of(declared: Sequence[Value], inputs: Sequence[Argument]) -> torch.device:
-    """Return the device of the first tensor (CPU scalars aside), else torch's default."""
+    """Returns the device of the first tensor (CPU scalars aside), else torch's default."""
     for value, given in zip(declared, inputs, strict=False):
         is_scalar = isinstance(value, TensorView) and value.is_cpu_scalar
         if isinstance(given, torch.Tensor) and not is_scalar:
@@ -222,8 +223,8 @@ _Layout = tuple[tuple[int, ...], tuple[int, ...], int]
 
 
 def written_inputs(program: HostIrContainer, storage: Storage) -> tuple[int, ...]:
-    """Return the positions of the inputs that a program writes into: declared updates, and those of
-    its ops."""
+    """Returns the positions of the inputs that a program writes into: declared updates, and those
+    of its ops."""
     effects = (e for op in walk(program.ops) for e in effects_of(op, storage.buffered))
     written = {storage.root(e.tensor) for e in effects if isinstance(e, Writes)}
     written.update(alias.into for alias in program.aliases)
@@ -232,8 +233,8 @@ def written_inputs(program: HostIrContainer, storage: Storage) -> tuple[int, ...
 
 @contextmanager
 def noted(tensors: Sequence[Argument], written: Sequence[int]) -> Generator[None]:
-    """Tell autograd which of these a run writes, however it ends: a backward pass that needs an old
-    value raises."""
+    """Tells autograd which of these a run writes, however it ends: a backward pass that needs an
+    old value raises."""
     try:
         yield
     finally:
@@ -267,14 +268,14 @@ class Updates:
         return is_apart
 
     def run(self, inputs: list[Argument], body: Body) -> list[torch.Tensor]:
-        """Return the outputs of `body` on inputs that share no memory with updated ones."""
+        """Returns the outputs of `body` on inputs that share no memory with updated ones."""
         copies = {i: _copy(_tensor(inputs[i])) for i in sorted(self._shared(inputs))}
         outputs = body([copies.get(i, x) for i, x in enumerate(inputs)])
         given = {id(copy): _tensor(inputs[i]) for i, copy in copies.items()}
         return [given.get(id(out), out) for out in outputs]
 
     def _shared(self, inputs: Sequence[Argument]) -> set[int]:
-        """Return the positions of the inputs that are read while another one is written there."""
+        """Returns the positions of the inputs that are read while another one is written there."""
         tensors = {i: x for i, x in enumerate(inputs) if isinstance(x, torch.Tensor) and x.numel()}
         # By address: only neighbours whose ranges of bytes meet are compared.
         order = sorted(tensors, key=lambda i: tensors[i].data_ptr())
@@ -319,7 +320,7 @@ def _end(x: torch.Tensor) -> int:
 
 
 def _copy(x: torch.Tensor) -> torch.Tensor:
-    """Return a copy with the same strides, gaps and overlaps included."""
+    """Returns a copy with the same strides, gaps and overlaps included."""
     flat = x.as_strided((_span(x.shape, x.stride()),), (1,))
     return flat.clone().as_strided(x.shape, x.stride(), 0)
 
@@ -412,14 +413,14 @@ class ExactNumbers:
         return bool(self._found)
 
     def check(self, values: Mapping[Symbol, Number]) -> None:
-        """Raise `InputError` naming the first number that is out of range, and its op."""
+        """Raises `InputError` naming the first number that is out of range, and its op."""
         for one, value in zip(self._found, self._values(values), strict=True):
             problem = misfit(value, one.dtype)
             if problem:
                 raise self._refusal(one, problem, values)
 
     def check_of(self, values: Mapping[Symbol, Number]) -> Callable[[Sequence[Any]], None]:
-        """Return the check of arguments of one signature, of which `values` knows the sizes."""
+        """Returns the check of arguments of one signature, of which `values` knows the sizes."""
         known = dict(values)
         positions = {v: i for i, v in self._inputs}
         # A look at each number, where all are inputs as they are: calls take microseconds.
@@ -460,7 +461,7 @@ class ExactNumbers:
 
 
 def _range_of(dtype: DataType) -> tuple[Number, Number]:
-    """Return the least and the largest finite value of a dtype."""
+    """Returns the least and the largest finite value of a dtype."""
     own = to_torch(dtype)
     info = torch.finfo(own) if is_floating(dtype) else torch.iinfo(own)
     return info.min, info.max

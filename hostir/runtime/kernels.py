@@ -55,7 +55,7 @@ class StepKernels:
     def pick(
         self, inputs: Sequence[Argument], outputs: Sequence[torch.Tensor], sizes: Sizes
     ) -> FusedKernelExecutor | None:
-        """Return what runs a step with these tensors; None where its results have no elements."""
+        """Returns what runs a step with these tensors; None where its results have no elements."""
         tensors = [*(v for v in inputs if isinstance(v, torch.Tensor)), *outputs]
         if not any(out.numel() for out in outputs):
             return None
@@ -127,7 +127,7 @@ NOTHING_AGAIN: Mapping[int, CacheReuse] = MappingProxyType({})
 
 
 def second_reads(program: HostIrContainer) -> Mapping[int, CacheReuse]:
-    """Return the groups of which there is something to say.
+    """Returns the groups of which there is something to say.
 
     The second kernel waits for results of the first, and their order is that of the program.
     """
@@ -159,7 +159,7 @@ def make_kernel_executor(
     lowered: Lowered | None = None,
     reads: Mapping[int, CacheReuse] = NOTHING_AGAIN,
 ) -> FusedKernelExecutor | StepKernels:
-    """Return the executor that compiles a group's kernel for local shards, or for steps' blocks.
+    """Returns the executor that compiles a group's kernel for local shards, or for steps' blocks.
 
     Dumps say that it is a kernel of `of`, made by `rank`; for `lowered` see `KernelExecutor`, for
     `reads`, those of the whole program, `second_reads`.

@@ -97,7 +97,7 @@ def _enter() -> None:
 
 
 def _why_not(plan: Plan) -> str:
-    """Return why the runner cannot repeat a plan, however it is bound; "" where it can."""
+    """Returns why the runner cannot repeat a plan, however it is bound; "" where it can."""
     if plan.records:
         return "torch records gradients of its inputs"
     if plan.vote is not None:
@@ -110,7 +110,7 @@ def _why_not(plan: Plan) -> str:
 def steady(
     runner: ModuleType, plan: Plan, inputs: Sequence[Argument], around: Surroundings
 ) -> Steady | str:
-    """Return what repeats runs of a plan on inputs like these, which have run on this stream, or
+    """Returns what repeats runs of a plan on inputs like these, which have run on this stream, or
     why there is none now."""
     if why := _why_not(plan):
         return why
@@ -181,7 +181,7 @@ def steady(
 def _explain(
     bound: BoundPlan, arena: Arena, error: BaseException, closure: Closure | None
 ) -> NoReturn:
-    """Raise an error of a run as the caller is to see it; what is in flight keeps the arena."""
+    """Raises an error of a run as the caller is to see it; what is in flight keeps the arena."""
     arena.abandon()
     bound.explain(error, closure)
 
@@ -192,7 +192,7 @@ def _others(
     stream: int,
     explain: Callable[[BaseException, Closure | None], NoReturn],
 ) -> Callable[[Slots], None]:
-    """Return what carries out a run, whose buffers are made, where the runner finds no graph. Made
+    """Returns what carries out a run, whose buffers are made, where the runner finds no graph. Made
     anew, they would lie elsewhere, and no graph could be found for the next run either."""
 
     def run(slots: Slots) -> None:
@@ -211,7 +211,7 @@ def _others(
 
 
 def _step(bound: BoundPlan, closure: Closure) -> Closure | _Launch:
-    """Return a launch by its addresses, any other step as it is."""
+    """Returns a launch by its addresses, any other step as it is."""
     kernel = bound.launches.get(closure)
     if kernel is None or kernel.read is not None or not kernel.call.raw:
         return closure

@@ -38,7 +38,7 @@ _POINTWISE = (nodes.UnaryOp, nodes.BinaryOp, nodes.TernaryOp, nodes.CastOp, node
 def inputs_and_buffers(
     program: HostIrContainer, values: Mapping[Value, Argument]
 ) -> tuple[list[Argument], dict[TensorView, Argument]]:
-    """Return the inputs of a program in order, and what is given for other tensors.
+    """Returns the inputs of a program in order, and what is given for other tensors.
 
     Raises `InputError` for an input without a value, and for what is no value of the program.
     """
@@ -57,7 +57,7 @@ def inputs_and_buffers(
 
 
 def bind_buffers(frame: Frame, given: Mapping[TensorView, object]) -> None:
-    """Let the results be written into what the caller gives for them.
+    """Lets the results be written into what the caller gives for them.
 
     Raises `InputError` for a buffer that does not fit its result, or shares memory with another one
     or with an input so that something would be lost.
@@ -117,7 +117,7 @@ def _check_pairs(buffers: Mapping[TensorView, torch.Tensor]) -> None:
 
 
 def _check_transfers(frame: Frame, buffers: Mapping[TensorView, torch.Tensor]) -> None:
-    """Check what backends would refuse when some ranks wait for this one already."""
+    """Checks what backends would refuse when some ranks wait for this one already."""
     for op in frame.program.started():
         for tv in (*op.inputs, *op.outputs):
             if isinstance(tv, TensorView) and tv in buffers and frame.is_mine(tv):
@@ -159,12 +159,12 @@ class _BufferUses(Walk[None]):
         self._is_ordered = not any(isinstance(o, in_turn) for o in walk(frame.program.ops))
 
     def on_region(self, op: ForLoop | IfThenElse) -> None:
-        """Note where a loop begins."""
+        """Notes where a loop begins."""
         if isinstance(op, ForLoop) and not self.indices:
             self._loop_begin = len(self._all)
 
     def on_op(self, op: Op) -> None:
-        """Keep what an op reads and writes."""
+        """Keeps what an op reads and writes."""
         storage = self._frame.storage
         if self._frame.is_idle(op):
             return
@@ -188,8 +188,8 @@ class _BufferUses(Walk[None]):
         return tv, tuple(parts)
 
     def check(self, tv: TensorView, x: TensorView, *, is_same: bool) -> None:
-        """Require that nothing is lost where the buffer of `tv` shares elements with the input `x`;
-        `is_same`: all of them, in one order."""
+        """Requires that nothing is lost where the buffer of `tv` shares elements with the input
+        `x`; `is_same`: all of them, in one order."""
         program = self._frame.program
         what = (
             f"the buffer given for {tv} shares elements with input {program.inputs.index(x)}, {x}"

@@ -64,7 +64,7 @@ class BoundPlan:
     runners: list[Dropped] = field(default_factory=list["Dropped"])
 
     def release(self) -> None:
-        """Let runners go of the memory: it is not this plan's any more."""
+        """Lets runners go of the memory: it is not this plan's any more."""
         for runner in self.runners:
             runner.drop()
         self.runners.clear()
@@ -75,11 +75,11 @@ class BoundPlan:
         return tuple(made.run for made in self.made.values())
 
     def op(self, closure: Closure) -> Op | None:
-        """Return which op a closure carries out."""
+        """Returns which op a closure carries out."""
         return self.ops[self.closures.index(closure)]
 
     def explain(self, error: BaseException, closure: Closure | None) -> NoReturn:
-        """Raise an error of a closure, or of a graph, as the caller of the run is to see it."""
+        """Raises an error of a closure, or of a graph, as the caller of the run is to see it."""
         explained = _explained(error, None if closure is None else self.op(closure))
         if explained is error:
             raise error
@@ -125,19 +125,19 @@ class Plan:
     settled: Callable[[], Plan] | None = None
 
     def describe(self) -> list[str]:
-        """Return a line for each step, in order: the op that it carries out, its kind and how many
+        """Returns a line for each step, in order: the op that it carries out, its kind and how many
         operands it has, as in `LaunchKernel: Launch of 3`. A step of no op has its kind alone."""
         return [str(step) if op is None else f"{op.name}: {step}" for step, op in self.steps]
 
     def memory(self, nbytes: int) -> torch.Tensor:
-        """Return memory for intermediates, for the current stream. Raises torch's error where there
-        is none."""
+        """Returns memory for intermediates, for the current stream. Raises torch's error where
+        there is none."""
         if self.symmetric is not None:
             return self.symmetric(nbytes)
         return torch.empty(nbytes, dtype=torch.uint8, device=self.device)
 
     def bind(self, buffer: torch.Tensor, arena: Arena) -> BoundPlan:
-        """Return the plan for runs that begin on the stream of an arena, with this memory."""
+        """Returns the plan for runs that begin on the stream of an arena, with this memory."""
         stream = arena.stream
         fixed = views_of(self.blocks, buffer)
         memory = dict(fixed)
@@ -163,7 +163,7 @@ class Plan:
         return BoundPlan(made, tuple(closures), rest, tuple(ops), launches, binding.kept, replays)
 
     def graphs(self) -> list[str]:
-        """Return, for each stream on which it has run, what is captured, or why nothing is."""
+        """Returns, for each stream on which it has run, what is captured, or why nothing is."""
         if self.why_not:
             return [f"not captured: {self.why_not}"]
         return [
@@ -174,7 +174,7 @@ class Plan:
         ]
 
     def reserve(self) -> None:
-        """Make sure of the memory of the intermediates before the first run.
+        """Makes sure of the memory of the intermediates before the first run.
 
         Raises torch's error where there is none.
         """
@@ -186,7 +186,7 @@ class Plan:
             self.arenas.give(arena)
 
     def run(self, inputs: Sequence[Argument]) -> list[torch.Tensor]:
-        """Carry out the steps on these inputs and return the visible outputs.
+        """Carries out the steps on these inputs and returns the visible outputs.
 
         Raises `ExecutionError` naming op and user line where torch refuses one.
         """
@@ -235,7 +235,8 @@ class Plan:
 
 
 def _explained(error: BaseException, op: Op | None) -> BaseException:
-    """Return an error of a run as the caller is to see it; `op` is the one that was carried out."""
+    """Returns an error of a run as the caller is to see it; `op` is the one that was carried
+    out."""
     if isinstance(error, FuserError) or not isinstance(error, Exception):
         return error
     if op is not None:
@@ -270,13 +271,13 @@ MIN_SHRINK_NBYTES = 64 << 20
 
 
 def views_of(blocks: Sequence[Block], arena: torch.Tensor) -> dict[int, torch.Tensor]:
-    """Return the tensors of blocks in a uint8 arena, by slot."""
+    """Returns the tensors of blocks in a uint8 arena, by slot."""
     typed = {dtype: arena.view(dtype) for dtype in {b.dtype for b in blocks}}
     return {b.slot: b.view(typed[b.dtype]) for b in blocks}
 
 
 def with_room(nbytes: int) -> int:
-    """Return how large a buffer is made for so many bytes: up to a fourth larger, and by less than
+    """Returns how large a buffer is made for so many bytes: up to a fourth larger, and by less than
     MAX_ROOM_NBYTES, so that somewhat larger sizes of a program fit, too, and nothing is bound anew.
     """
     step = min(1 << max(nbytes.bit_length() - 3, 0), MAX_ROOM_NBYTES)
@@ -284,7 +285,8 @@ def with_room(nbytes: int) -> int:
 
 
 def first_fit(blocks: Sequence[tuple[Lifetime, int]]) -> tuple[list[int], int]:
-    """Return (offsets, total bytes) of blocks (lifetime, bytes), in the order of their allocations.
+    """Returns (offsets, total bytes) of blocks (lifetime, bytes), in the order of their
+    allocations.
 
     Each block takes the lowest gap of memory that nobody uses any more for all that its allocation
     knows of other streams.
@@ -314,7 +316,7 @@ class _Over:
 
 
 def successions(lifetimes: Sequence[Lifetime]) -> list[list[bool]]:
-    """Return, for each lifetime, which of those before it are over when it begins."""
+    """Returns, for each lifetime, which of those before it are over when it begins."""
     ends = [lifetime.end for lifetime in lifetimes]
     return [
         [one.begin.get(stream, 0) >= tick for stream, tick in ends[:k]]
@@ -323,7 +325,7 @@ def successions(lifetimes: Sequence[Lifetime]) -> list[list[bool]]:
 
 
 def fit(after: Iterable[IsOver], sizes: Sequence[int]) -> tuple[list[int], int]:
-    """Return `first_fit` of blocks of these sizes, of which each comes `after` earlier ones."""
+    """Returns `first_fit` of blocks of these sizes, of which each comes `after` earlier ones."""
     offsets: list[int] = []
     # Who had each part of memory last: beginning, end, and which block. Whoever comes after it
     # comes after all that had the part before. The parts follow one another.
@@ -361,7 +363,7 @@ class Arena:
         self._graphs: GraphMaker | None = None
 
     def graphs(self) -> GraphMaker:
-        """Return what captures the runs of this arena. Raises `KernelError` where nothing can."""
+        """Returns what captures the runs of this arena. Raises `KernelError` where nothing can."""
         if self._graphs is None:
             self._graphs = MAKERS[self._device.type](self._device)
         return self._graphs
@@ -372,7 +374,7 @@ class Arena:
         return 0 if self._buffer is None else self._buffer.numel()
 
     def bind(self, plan: Plan) -> BoundPlan:
-        """Let the intermediates of a plan lie here."""
+        """Lets the intermediates of a plan lie here."""
         with lasting():
             is_mapped = plan.symmetric is not None
             has_room = self._buffer is not None and self.nbytes >= plan.nbytes
@@ -388,17 +390,17 @@ class Arena:
         return found
 
     def release(self, plan: Plan) -> None:
-        """Drop what is bound of a plan, with its graphs."""
+        """Drops what is bound of a plan, with its graphs."""
         if (bound := self.bound.pop(plan, None)) is not None:
             bound.release()
 
     def abandon(self) -> None:
-        """Let all programs go of a buffer of which nobody knows who still writes there."""
+        """Lets all programs go of a buffer of which nobody knows who still writes there."""
         for plan in list(self.bound):
             self.release(plan)
 
     def clear(self) -> None:
-        """Give the buffer back; no run uses it."""
+        """Gives the buffer back; no run uses it."""
         self.abandon()
         self._buffer = None
 
@@ -421,15 +423,15 @@ class Pool:
         self.spare: dict[int, list[Arena]] = {}
 
     def make(self, device: torch.device, stream: int) -> Arena:
-        """Return a new arena."""
+        """Returns a new arena."""
         self.spare.setdefault(stream, [])
         arena = Arena(device, stream)
         self.arenas.add(arena)
         return arena
 
     def exchange(self, arena: Arena, plan: Plan) -> Arena:
-        """Return a spare arena of the same stream where the plan is bound, in place of the one that
-        was taken; that one where there is none."""
+        """Returns a spare arena of the same stream where the plan is bound, in place of the one
+        that was taken; that one where there is none."""
         spare = self.spare[arena.stream]
         for other in list(spare):
             if plan in other.bound:
@@ -440,22 +442,22 @@ class Pool:
         return arena
 
     def all_spare(self) -> list[Arena]:
-        """Return the arenas that no run uses now."""
+        """Returns the arenas that no run uses now."""
         return [arena for arenas in list(self.spare.values()) for arena in list(arenas)]
 
     def drop(self, arena: Arena) -> None:
-        """Give back the buffer of an arena, unless a run uses it."""
+        """Gives back the buffer of an arena, unless a run uses it."""
         with suppress(ValueError):
             self.spare.get(arena.stream, []).remove(arena)
             arena.clear()
 
     def of(self, owner: object) -> list[Arena]:
-        """Return the arenas in which plans of an owner are bound."""
+        """Returns the arenas in which plans of an owner are bound."""
         return [a for a in list(self.arenas) if any(p.arenas.owner is owner for p in list(a.bound))]
 
     def leave(self, owner: object) -> None:
-        """Let go of what is bound of an owner that is gone. Buffers that no other program needs, or
-        not nearly as large, go back to torch's allocator."""
+        """Lets go of what is bound of an owner that is gone. Buffers that no other program needs,
+        or not nearly as large, go back to torch's allocator."""
         for arena in self.of(owner):
             for plan in list(arena.bound):
                 if plan.arenas.owner is owner:
@@ -476,7 +478,7 @@ _POOLS_OF_RANKS: WeakKeyDictionary[object, dict[torch.device, Pool]] = WeakKeyDi
 
 
 def shared_pools(rank: object | None) -> dict[torch.device, Pool]:
-    """Return the pools of the programs of a simulated rank (None: of this process), by device."""
+    """Returns the pools of the programs of a simulated rank (None: of this process), by device."""
     return _POOLS if rank is None else _POOLS_OF_RANKS.setdefault(rank, {})
 
 
@@ -506,7 +508,7 @@ class Arenas:
         self.owner = object()
 
     def take(self, stream: int, plan: Plan | None = None) -> Arena:
-        """Return an arena for a run that begins on this stream, the current one; where `plan` is
+        """Returns an arena for a run that begins on this stream, the current one; where `plan` is
         bound, if there is one."""
         if self._is_capturing is not None and self._is_capturing(stream):
             return Arena(self.device, stream, is_captured=True)
@@ -517,33 +519,33 @@ class Arenas:
         return arena if plan is None else self.exchange(arena, plan)
 
     def exchange(self, arena: Arena, plan: Plan) -> Arena:
-        """Return one where the plan is bound in place of one that was taken, if there is one."""
+        """Returns one where the plan is bound in place of one that was taken, if there is one."""
         if arena.is_captured or plan in arena.bound:
             return arena
         return self.pool.exchange(arena, plan)
 
     def give(self, arena: Arena) -> None:
-        """Take back an arena after a run."""
+        """Takes back an arena after a run."""
         if not arena.is_captured:
             spare = self._spare[arena.stream]
             if len(spare) < MAX_SPARE:
                 spare.append(arena)
 
     def spare(self, stream: int) -> list[Arena]:
-        """Return the arenas of a stream that no run uses now; `take` takes the last one."""
+        """Returns the arenas of a stream that no run uses now; `take` takes the last one."""
         return self.pool.spare.setdefault(stream, [])
 
     def bound(self, plan: Plan) -> list[BoundPlan]:
-        """Return how a plan is bound to those that no run uses now."""
+        """Returns how a plan is bound to those that no run uses now."""
         return [arena.bound[plan] for arena in self.pool.all_spare() if plan in arena.bound]
 
     def forget(self, plan: Plan) -> None:
-        """Drop what is bound of a plan that will hardly run again."""
+        """Drops what is bound of a plan that will hardly run again."""
         for arena in self.pool.all_spare():
             arena.release(plan)
 
     def arenas(self) -> list[Arena]:
-        """Return those in which plans of this evaluator are bound."""
+        """Returns those in which plans of this evaluator are bound."""
         return self.pool.of(self.owner)
 
 
@@ -569,12 +571,12 @@ class Memory:
 
 
 def _bytes_text(nbytes: int) -> str:
-    """Return `12.5 MiB`; few bytes as they are."""
+    """Returns `12.5 MiB`; few bytes as they are."""
     return f"{nbytes / _MIB:.1f} MiB" if nbytes >= _MIB else f"{nbytes} bytes"
 
 
 def memory_of(arenas: Iterable[Arenas], plans: Iterable[Plan]) -> Memory:
-    """Return what evaluators keep that have these arenas and plans."""
+    """Returns what evaluators keep that have these arenas and plans."""
     given = list(arenas)
     shared = {arena for one in given if one.pools is not None for arena in one.arenas()}
     pools = {pool for one in given for pool in (one.pools or {}).values()}

@@ -31,7 +31,7 @@ MAX_PLACES = 64
 
 
 def forget(plan: Plan) -> None:
-    """Let go of what a plan is bound to: it will hardly run again."""
+    """Lets go of what a plan is bound to: it will hardly run again."""
     plan.arenas.forget(plan)
 
 
@@ -51,15 +51,15 @@ class SignatureEntry:
         self._new: dict[tuple[int, ...], Plan] = {}
 
     def expect(self, inputs: Sequence[Argument], plan: Plan) -> None:
-        """Remember the plan of these inputs for their first run."""
+        """Remembers the plan of these inputs for their first run."""
         self._new[self.contents.places(inputs)] = plan
 
     def take(self, places: tuple[int, ...]) -> Plan | None:
-        """Return the plan that was made for the first run in these places, if there is one."""
+        """Returns the plan that was made for the first run in these places, if there is one."""
         return self._new.pop(places, None)
 
     def forget(self) -> None:
-        """Let go of what the plans are bound to."""
+        """Lets go of what the plans are bound to."""
         for plan in self.plans.values():
             forget(plan)
 
@@ -89,7 +89,7 @@ class PlanCache:
     def recall(
         self, inputs: Sequence[Argument], signature: Hashable | None = None
     ) -> tuple[Sequence[Argument], Hashable, SignatureEntry | None]:
-        """Return the flat inputs, their signature, and what is known of earlier ones like them.
+        """Returns the flat inputs, their signature, and what is known of earlier ones like them.
 
         `signature` is theirs where the caller knows it already.
         """
@@ -106,32 +106,32 @@ class PlanCache:
     def new(
         self, inputs: Sequence[Argument], also: Callable[[Sequence[Any]], None] | None
     ) -> SignatureEntry:
-        """Return an entry for inputs of this signature, which no other call finds yet; `also`
+        """Returns an entry for inputs of this signature, which no other call finds yet; `also`
         checks the numbers of later ones."""
         return SignatureEntry(Contents(self._inputs, inputs, VECTOR_BYTES, also))
 
     def keep(self, signature: Hashable, known: SignatureEntry) -> None:
-        """Let later calls find an entry."""
+        """Lets later calls find an entry."""
         self._known[signature] = known
 
     def plans(self) -> list[Plan]:
-        """Return the plans of the signatures that are remembered."""
+        """Returns the plans of the signatures that are remembered."""
         return [plan for known in self._known.values() for plan in known.plans.values()]
 
     # ------------------------------------------------------------ devices
     def by_pattern(self, frame: Frame) -> Plan | None:
-        """Return the plan of inputs like those of a frame, whose kernels are compiled, by what
+        """Returns the plan of inputs like those of a frame, whose kernels are compiled, by what
         earlier sizes have shown; None where that does not tell."""
         pattern = self._patterns.get(frame.machine.device)
         return None if pattern is None else pattern.plan(frame)
 
     def learn(self, device: torch.device, pattern: Pattern | None) -> None:
-        """Make later plans by this pattern, if there is one."""
+        """Makes later plans by this pattern, if there is one."""
         if pattern is not None:
             self._patterns[device] = pattern
 
     def arenas_on(self, device: torch.device) -> Arenas:
-        """Return where intermediates lie on a device."""
+        """Returns where intermediates lie on a device."""
         found = self._arenas.get(device)
         if found is None:
             made = Arenas(device, self._why_no_graphs, self._pools)
@@ -141,9 +141,9 @@ class PlanCache:
         return found
 
     def arenas(self) -> list[Arenas]:
-        """Return where intermediates lie, by device."""
+        """Returns where intermediates lie, by device."""
         return list(self._arenas.values())
 
     def memory(self) -> Memory:
-        """Return what is kept between runs."""
+        """Returns what is kept between runs."""
         return memory_of(self.arenas(), self.plans())

@@ -111,11 +111,11 @@ class Recorder:
         self.outputs: list[TensorView] = []
 
     def slot(self, value: object) -> int:
-        """Return the slot of a tensor, an input scalar or a communication."""
+        """Returns the slot of a tensor, an input scalar or a communication."""
         return self.execution.slot(value)
 
     def forget_tensors(self) -> None:
-        """Let go of the tensors of the run: the steps know the frame's values, and slots."""
+        """Lets go of the tensors of the run: the steps know the frame's values, and slots."""
         self.frame.tensors.clear()
         self.execution.slots.clear()
 
@@ -230,9 +230,9 @@ class Recorder:
         return found
 
     def may_make_results(self, op: TensorOp) -> None:
-        """Note which buffers an op that makes tensors of its own is the first to use, on the stream
-        on which runs begin: a run need not allocate them. One that ends in the run has no place in
-        the arena where all that the op makes is its own."""
+        """Notes which buffers an op that makes tensors of its own is the first to use, on the
+        stream on which runs begin: a run need not allocate them. One that ends in the run has no
+        place in the arena where all that the op makes is its own."""
         storage, is_all_own = self.frame.storage, isinstance(op, LibraryOp) and op.MAKES_RESULTS
         for out in op.outputs:
             i, is_plain = self.slot(out), out.memory is not MemoryType.symmetric
@@ -250,7 +250,7 @@ class Recorder:
         self.again.append(None)
 
     def finish(self, outputs: list[TensorView], arenas: Arenas) -> Plan:
-        """Return the plan that yields these tensors."""
+        """Returns the plan that yields these tensors."""
         self.outputs = outputs
         device = self.machine.device.type
         if device not in MAKERS:
@@ -288,7 +288,7 @@ class Recorder:
         )
 
     def _place(self, left: Container[int]) -> tuple[tuple[Block, ...], int]:
-        """Give the buffers that the program deallocates their places in the arena, but for those
+        """Gives the buffers that the program deallocates their places in the arena, but for those
         `left` to steps: those that are used within the order of the stream on which runs begin,
         whose runs share the arena."""
         is_within = self._order.is_within
@@ -304,7 +304,7 @@ class Recorder:
         return tuple(b.at(offset) for b, offset in zip(blocks, offsets, strict=True)), nbytes
 
     def buffers(self) -> tuple[PlannedBuffer, ...]:
-        """Return the buffers that are made at once or lie in an arena, in order of their begin."""
+        """Returns the buffers that are made at once or lie in an arena, in order of their begin."""
         made = [
             PlannedBuffer(tv, i, b.dtype, lies_in_order(tv), self._lifetimes.get(i))
             for i, (tv, b) in self._blocks.items()
@@ -316,7 +316,7 @@ class Recorder:
         return (*made, *never)
 
     def _make(self, tv: TensorView, block: Block) -> Allocation:
-        """Return what makes a buffer which outlives the run."""
+        """Returns what makes a buffer which outlives the run."""
         return allocation(tv, block, self.machine, self.frame.program)
 
     def _absent(self, tv: TensorView) -> Closure:
@@ -329,7 +329,7 @@ class Recorder:
         return absent
 
     def _result(self, tv: TensorView) -> int:
-        """Return the slot of an output: that of its copy, where the caller gets one."""
+        """Returns the slot of an output: that of its copy, where the caller gets one."""
         copy = "copy", tv
         return self.slot(copy if self.execution.has_slot(copy) else tv)
 

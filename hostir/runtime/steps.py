@@ -55,11 +55,11 @@ class Block(NamedTuple):
         return spanned(self.shape, self.strides) * self.dtype.itemsize
 
     def at(self, offset: int) -> Block:
-        """Return this buffer in another place."""
+        """Returns this buffer in another place."""
         return Block(self.slot, self.shape, self.strides, self.dtype, offset)
 
     def view(self, arena: torch.Tensor) -> torch.Tensor:
-        """Return the tensor in an arena, seen as elements of its dtype."""
+        """Returns the tensor in an arena, seen as elements of its dtype."""
         return arena.as_strided(self.shape, self.strides, self.offset // self.dtype.itemsize)
 
 
@@ -90,29 +90,29 @@ class Binding:
     launches: dict[Closure, BoundKernel] = field(default_factory=dict[Closure, Any])
 
     def raw(self, stream: int | None) -> int:
-        """Return the handle of a stream of the program; None is the one on which runs begin."""
+        """Returns the handle of a stream of the program; None is the one on which runs begin."""
         return self.stream if stream is None else stream
 
     def view(self, source: int, out: int, view: Closure, nbytes: int) -> Closure:
-        """Return the closure of a view that begins so many bytes behind another slot's tensor."""
+        """Returns the closure of a view that begins so many bytes behind another slot's tensor."""
         del source, out, nbytes
         return view
 
     def launch(self, kernel: BoundKernel) -> Closure:
-        """Return the closure of a launch."""
+        """Returns the closure of a launch."""
         closure = kernel.closure()
         self.launches[closure] = kernel
         return closure
 
     def reader(self, slot: int) -> Callable[[Slots], torch.Tensor]:
-        """Return how to read a slot."""
+        """Returns how to read a slot."""
         if slot in self.fixed:
             tensor = self.fixed[slot]
             return lambda slots: tensor
         return lambda slots: slots[slot]
 
     def address(self, slot: int) -> Callable[[Slots], int]:
-        """Return how to find the address of a slot's tensor; 0 without a slot."""
+        """Returns how to find the address of a slot's tensor; 0 without a slot."""
         if slot < 0 or slot in self.fixed:
             found = 0 if slot < 0 else self.fixed[slot].data_ptr()
             return lambda slots: found
@@ -132,7 +132,7 @@ class BoundKernel(NamedTuple):
     fail: Callable[[int], None]
 
     def closure(self) -> Closure:
-        """Return what launches on the tensors of a run."""
+        """Returns what launches on the tensors of a run."""
         words, function, arguments = self.call.words, self.call.function, self.call.arguments
         moving, fail = self.moving, self.fail
 
@@ -153,11 +153,11 @@ class BoundKernel(NamedTuple):
         return run_with_numbers
 
     def numbers(self, slots: Slots) -> Sequence[Number] | None:
-        """Return the scalars of a run; None where they are those of the class."""
+        """Returns the scalars of a run; None where they are those of the class."""
         return None if self.read is None else self.read(slots)
 
     def write_numbers(self, slots: Slots) -> None:
-        """Put what follows from the scalars of a run into the words."""
+        """Puts what follows from the scalars of a run into the words."""
         if self.read is not None:
             values, words = self.read(slots), self.call.words
             for write, offset, value_for in self.writers:
@@ -204,7 +204,7 @@ class Started:
         return self._text
 
     def settled(self, slots: Slots) -> Step:
-        """Return what later runs do."""
+        """Returns what later runs do."""
         self.later = self._settle(slots)
         return self.later
 
@@ -232,8 +232,8 @@ def allocation(
     program: HostIrContainer,
     symmetric: Callable[[int], torch.Tensor] | None = None,
 ) -> Allocation:
-    """Return what makes a buffer of a tensor in memory of its own; `symmetric` makes what peers can
-    map, where it is not the machine's usual.
+    """Returns what makes a buffer of a tensor in memory of its own; `symmetric` makes what peers
+    can map, where it is not the machine's usual.
 
     Raises `OutOfMemoryError` where there is none.
     """
@@ -324,7 +324,7 @@ class View(NamedTuple):
         return "View"
 
     def of(self, source: torch.Tensor) -> torch.Tensor:
-        """Return the place in the memory of a tensor."""
+        """Returns the place in the memory of a tensor."""
         x = source.detach() if source.requires_grad else source
         if self.shift:
             return x.as_strided(self.shape, self.strides, x.storage_offset() + self.shift)
@@ -348,7 +348,7 @@ class View(NamedTuple):
 
 
 def without_gradient(x: torch.Tensor) -> torch.Tensor:
-    """Return a tensor whose views ask for no gradient, as results do not."""
+    """Returns a tensor whose views ask for no gradient, as results do not."""
     return x.detach() if x.requires_grad else x
 
 
@@ -363,7 +363,7 @@ class Multiply(NamedTuple):
         return f"Multiply of {len(self.ins) + 1}"
 
     def run(self, slots: Slots) -> None:
-        """Compute the product once, of the tensors in these slots."""
+        """Computes the product once, of the tensors in these slots."""
         self.product([slots[i] for i in self.ins], slots[self.out])
 
     def bind(self, binding: Binding) -> Closure:
@@ -401,7 +401,7 @@ def _viewed(binding: Binding, slot: int, view: ViewOf | None) -> Callable[[Slots
 
 
 def collective_text(inp: int, out: int) -> str:
-    """Return the text of the step that starts a collective on the buffers of these slots."""
+    """Returns the text of the step that starts a collective on the buffers of these slots."""
     return f"Collective of {(inp >= 0) + (out >= 0)}"
 
 
@@ -504,7 +504,7 @@ _TITLES: WeakKeyDictionary[HostIrContainer, dict[Op, str]] = WeakKeyDictionary()
 
 
 def range_of(op: Op, program: HostIrContainer) -> AbstractContextManager[object]:
-    """Return the range in which an op of a program is carried out."""
+    """Returns the range in which an op of a program is carried out."""
     titles = _TITLES.setdefault(program, {})
     found = titles.get(op)
     if found is None:
@@ -513,13 +513,13 @@ def range_of(op: Op, program: HostIrContainer) -> AbstractContextManager[object]
 
 
 def range_of_graph(ops: Sequence[Op | None]) -> AbstractContextManager[object]:
-    """Return the range in which a CUDA graph is launched that carries out these ops."""
+    """Returns the range in which a CUDA graph is launched that carries out these ops."""
     lines = [op.where for op in ops if op is not None]
     return range_named(f"CUDA graph of {len(ops)} step{'s' * (len(ops) != 1)}{_at(lines)}")
 
 
 def title(op: Op, program: HostIrContainer) -> str:
-    """Return what an op is called in a profile: `relu at model.py:12`; a kernel has the names of
+    """Returns what an op is called in a profile: `relu at model.py:12`; a kernel has the names of
     the ops that it computes, and their lines."""
     if not isinstance(op, LaunchKernel):
         return f"{op.name}{_at([op.where])}"
@@ -531,7 +531,7 @@ def title(op: Op, program: HostIrContainer) -> str:
 
 
 def _at(lines: Sequence[str]) -> str:
-    """Return ` at model.py:7, :8, other.py:3` for lines of users."""
+    """Returns ` at model.py:7, :8, other.py:3` for lines of users."""
     shown: list[str] = []
     last = ""
     for line in dict.fromkeys(filter(None, lines)):
@@ -551,7 +551,7 @@ def show_shards(
     shard: torch.Tensor,
     shape: Sequence[int],
 ) -> torch.Tensor:
-    """Return the shards of all ranks as one tensor; returns when all have come.
+    """Returns the shards of all ranks as one tensor; returns when all have come.
 
     Raises `UnsupportedError` or `CommunicationError` on all ranks where they have none that can be
     mapped so, naming op, tensor and user line.
@@ -566,7 +566,7 @@ def show_shards(
 
 
 def meet_at(op: SymmetricContiguousView, machine: ExecutionContext) -> None:
-    """Return when all ranks have come to where the view is given up."""
+    """Returns when all ranks have come to where the view is given up."""
     peers, team, what = _where(op, machine)
     peers.meet(team, what)
 
@@ -578,7 +578,7 @@ def shows_shards(
     out: int,
     shape: tuple[int, ...],
 ) -> Action:
-    """Return the step that shows the shards of which this rank's is in slot `inp`."""
+    """Returns the step that shows the shards of which this rank's is in slot `inp`."""
 
     def show(slots: Slots) -> None:
         slots[out] = show_shards(op, machine, slots[inp], shape)
@@ -587,7 +587,7 @@ def shows_shards(
 
 
 def meets_at(op: SymmetricContiguousView, machine: ExecutionContext) -> Action:
-    """Return the step where ranks meet to give up a view."""
+    """Returns the step where ranks meet to give up a view."""
     return Action(lambda slots: meet_at(op, machine))
 
 
@@ -604,7 +604,7 @@ Find = Callable[[TensorView], torch.Tensor | None]
 
 
 def announcer(op: Op, machine: ExecutionContext) -> Callable[[Find], None] | None:
-    """Return what writes down that `op` is posted, given what finds its shards.
+    """Returns what writes down that `op` is posted, given what finds its shards.
 
     Where another library than the one that the op names carries it out, the line says which. None
     for an op that posts nothing, and where nobody asked; a recorded program asks once, when it is

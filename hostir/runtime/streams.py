@@ -27,12 +27,12 @@ Handle = Hashable
 
 
 def raw_handle(stream: Handle | None) -> int | None:
-    """Return the driver's handle of a CUDA stream, None for any other."""
+    """Returns the driver's handle of a CUDA stream, None for any other."""
     return stream.cuda_stream if isinstance(stream, torch.cuda.Stream) else None
 
 
 def on_device(device: torch.device) -> AbstractContextManager[object]:
-    """Return a context in which a CUDA device is the current one: kernels and buffers go there."""
+    """Returns a context in which a CUDA device is the current one: kernels and buffers go there."""
     current = current_device_beside(device)
     is_current = current is None or current() == device.index
     return nullcontext() if is_current else torch.cuda.device(device)
@@ -262,7 +262,7 @@ class DelayedStreams(CpuStreams):
             self._advance()
 
     def _advance(self) -> None:
-        """Serve all streams but the late one, up to where they wait for it."""
+        """Serves all streams but the late one, up to where they wait for it."""
         self._go_on(lambda stream: stream == self._late)
 
     def _go_on(self, is_held: Callable[[Handle], bool]) -> None:

@@ -89,7 +89,7 @@ class Pattern:
     reads: bool
 
     def plan(self, frame: Frame) -> Plan | None:
-        """Return the plan of the inputs of a frame; None where a rehearsal has to make it."""
+        """Returns the plan of the inputs of a frame; None where a rehearsal has to make it."""
         laid: dict[int, Laid] = {}
         requires_grad = False
         for tv, slot in self.inputs:
@@ -133,7 +133,7 @@ class Pattern:
 
 
 def _settled(plan: Plan) -> Plan:
-    """Return a plan that has run once, with its communications started as later runs do."""
+    """Returns a plan that has run once, with its communications started as later runs do."""
     steps: list[tuple[Step, Op | None]] = []
     for step, op in plan.steps:
         later = step.later if isinstance(step, Started) else step
@@ -172,7 +172,7 @@ class Layouts:
     def lay(
         self, values: Mapping[Symbol, Number], laid: dict[int, Laid]
     ) -> dict[int, tuple[int, ...]] | None:
-        """Add each buffer by its slot and return the shapes of views; None unless all have
+        """Adds each buffer by its slot and returns the shapes of views; None unless all have
         elements, and sizes that are known."""
         found: Any = self._all.at_once(values)
         if found is None or min(found[: self._extents], default=1) < 1:
@@ -194,8 +194,8 @@ def _block(buffer: PlannedBuffer, laid: dict[int, Laid], offset: int = 0) -> Blo
 
 # ------------------------------------------------------------------ from a plan
 def pattern_of(recorder: Recorder, plan: Plan) -> Pattern | None:
-    """Return the pattern of a plan that was rehearsed, or recorded in a run; None where other sizes
-    may take other steps."""
+    """Returns the pattern of a plan that was rehearsed, or recorded in a run; None where other
+    sizes may take other steps."""
     frame = recorder.frame
     inputs = [
         (v, i)

@@ -48,7 +48,7 @@ SHAPED: dict[type[TensorOp], Callable[[torch.Tensor, _Shape], torch.Tensor]] = {
 
 
 def compute(op: TensorOp, frame: Frame) -> list[torch.Tensor]:
-    """Return the op's results: views where torch can make them; of any size what nobody reads."""
+    """Returns the op's results: views where torch can make them; of any size what nobody reads."""
     inputs = [frame.tensors[v] if isinstance(v, TensorView) else None for v in op.inputs]
     return _evaluating(op, frame, frame.machine.device)(inputs, frame.values)
 
@@ -56,7 +56,8 @@ def compute(op: TensorOp, frame: Frame) -> list[torch.Tensor]:
 def _evaluating(
     op: TensorOp, frame: Frame, device: torch.device
 ) -> Callable[[Sequence[torch.Tensor | None], Values], list[torch.Tensor]]:
-    """Return what computes an op of operands and the values of symbols, in the sizes of a frame."""
+    """Returns what computes an op of operands and the values of symbols, in the sizes of a
+    frame."""
     shaped = SHAPED.get(type(op))
     if shaped is not None:
         shape = frame.local_shape(op.out_tensor)
@@ -73,7 +74,7 @@ def computing(
     scalars: Sequence[tuple[Symbol, int]],
     machine: ExecutionContext | None = None,
 ) -> Callable[[Slots], list[torch.Tensor]]:
-    """Return how torch computes an op on the tensors and scalars of slots; on the machine of the
+    """Returns how torch computes an op on the tensors and scalars of slots; on the machine of the
     frame, or on another. `ins` has the slots of the operands, None for a scalar."""
     values, evaluate = frame.values, _evaluating(op, frame, (machine or frame.machine).device)
 
@@ -91,7 +92,7 @@ def writing_at_once(
     outs: Sequence[int],
     compute_step: Callable[[Slots], list[torch.Tensor]],
 ) -> Closure:
-    """Return what writes the results of an op into the tensors of slots in one run: by the host
+    """Returns what writes the results of an op into the tensors of slots in one run: by the host
     alone, so that an error that later runs would tell late is told at once."""
     known, unread = (frame.values, frame.storage.unread), frame.storage.unread
 
@@ -116,7 +117,7 @@ def library_call(
     known: tuple[Values, Container[TensorView]],
     kernels: Kernels | None = None,
 ) -> LibraryCall | Returning | None:
-    """Return what writes the results of an op into tensors like these, of operands like these, or
+    """Returns what writes the results of an op into tensors like these, of operands like these, or
     returns them; None where they are computed op by op of torch. `known` has the values of symbols
     and what nothing reads."""
     if any(out.is_meta or is_repeated(out) for out in outs):
@@ -130,14 +131,14 @@ def library_call(
 def contract_repeated(
     op: nodes.Contraction, inputs: Sequence[torch.Tensor], out: torch.Tensor
 ) -> None:
-    """Compute a contraction into `out`, of which memory holds one element along some axes."""
+    """Computes a contraction into `out`, of which memory holds one element along some axes."""
     whole = torch.empty(out.shape, dtype=out.dtype, device=out.device)
     evaluate_into(op, inputs, whole)
     write(out, whole)
 
 
 def as_contracted(op: TensorOp, out: torch.Tensor) -> torch.Tensor:
-    """Return the output without the axes that number the ranks or steps of a partial result.
+    """Returns the output without the axes that number the ranks or steps of a partial result.
 
     Their size is 1 here. Raises `UnsupportedError` for a result that keeps reduced elements apart.
     """
@@ -166,7 +167,7 @@ def contraction(
     operands: Sequence[torch.Tensor],
     sample: torch.Tensor,
 ) -> Step | Closure:
-    """Return the step that computes a product for operands and a result that lie like these; they
+    """Returns the step that computes a product for operands and a result that lie like these; they
     are in these slots."""
     ins, out = slots
     result = as_contracted(op, sample)
@@ -195,7 +196,7 @@ def writing(
     outs: Sequence[tuple[int, torch.Tensor]],
     machine: ExecutionContext | None = None,
 ) -> Closure:
-    """Return what writes the results of an op into the tensors of slots.
+    """Returns what writes the results of an op into the tensors of slots.
 
     `operands` has their slots, None for a scalar; `outs` the slot of each result and a tensor that
     lies like it.
@@ -260,7 +261,7 @@ def writing(
 def _write_all(
     slots: Slots, call: LibraryCall, ins: list[int], into: list[int], made: list[torch.Tensor]
 ) -> None:
-    """Write results, of which some were not made before."""
+    """Writes results, of which some were not made before."""
     call([slots[i] for i in ins], made)
     for i, result in zip(into, made, strict=True):
         slots[i] = result
@@ -278,7 +279,7 @@ class Lying(NamedTuple):
         return Lying(tuple(like.shape), like.stride(), to_torch(tv.dtype()))
 
     def make(self, device: torch.device) -> torch.Tensor:
-        """Return memory for the result."""
+        """Returns memory for the result."""
         return torch.empty_strided(self.shape, self.strides, dtype=self.dtype, device=device)
 
     def is_of(self, value: torch.Tensor, ins: Sequence[torch.Tensor]) -> bool:
@@ -302,7 +303,7 @@ class _Written(NamedTuple):
 def _putting(
     results: Sequence[_Written], ins: Sequence[int]
 ) -> Callable[[Slots, Sequence[torch.Tensor]], None]:
-    """Return what copies values that are read into the tensors of slots; into a slot without a
+    """Returns what copies values that are read into the tensors of slots; into a slot without a
     tensor it puts the value itself, where that lies as the buffer would."""
 
     def put(slots: Slots, values: Sequence[torch.Tensor]) -> None:
@@ -319,7 +320,7 @@ def _putting(
 
 
 def _keeping(results: Sequence[_Written]) -> Callable[[Slots, Sequence[torch.Tensor]], None]:
-    """Return what `_putting` does, for values in memory of their own."""
+    """Returns what `_putting` does, for values in memory of their own."""
     read = [(k, one.slot, one.buffer, one.put) for k, one in enumerate(results) if one.is_read]
 
     def keep(slots: Slots, values: Sequence[torch.Tensor]) -> None:
@@ -341,7 +342,7 @@ def _first_kept(
     into: tuple[int, Lying],
     store: Callable[[Slots, Sequence[torch.Tensor]], None],
 ) -> Closure:
-    """Return what calls `direct` on the tensors of slots and keeps its first result, as `_keeping`
+    """Returns what calls `direct` on the tensors of slots and keeps its first result, as `_keeping`
     does, for two operands or more: few steps of the host beside torch's own call."""
     direct, (out, (shape, strides, dtype)) = call.direct, into
     is_dense = strides == torch.empty(shape, device="meta").stride()
@@ -365,7 +366,7 @@ def _first_kept(
 
 
 def writer(like: torch.Tensor) -> Callable[[torch.Tensor, torch.Tensor], object]:
-    """Return how values are copied into a tensor of this layout."""
+    """Returns how values are copied into a tensor of this layout."""
     return write if is_repeated(like) else torch.Tensor.copy_
 
 
@@ -446,7 +447,7 @@ VIEWS: dict[type[TensorOp], Callable[[Any, torch.Tensor, _Shape, Values], _Seen]
 
 
 def view_of(op: TensorOp, x: torch.Tensor, shape: _Shape, values: Values) -> _Seen:
-    """Return how the result of an op, a view of `x` with this shape, lies in memory; None where
+    """Returns how the result of an op, a view of `x` with this shape, lies in memory; None where
     torch has to tell, as for what has no elements. Of `x`, only sizes and strides count."""
     return None if 0 in shape else VIEWS[type(op)](op, x, shape, values)
 
@@ -507,7 +508,7 @@ extern "C" __global__ void __launch_bounds__(256) clear_rows(
 
 
 def _scatter_text(word: str, index: str, position: str, *, is_number: bool, is_last: bool) -> str:
-    """Return the text for elements of one size; `is_last`: along the last axis. Each thread moves
+    """Returns the text for elements of one size; `is_last`: along the last axis. Each thread moves
     several, whose loads do not wait for one another."""
     given = "const int64_t number" if is_number else f"FUSER_PTR(const {word}) src"
     load = "" if is_number else "values[k] = src[at(k)];"
@@ -559,7 +560,7 @@ class LibraryKernels:
 
     # -------------------------------------------------------------- groups
     def ends_of(self, op: GroupedMmaOp, extent: int) -> Callable[[torch.Tensor], torch.Tensor]:
-        """Return what gives the ends of groups, rising from 0 to `extent`.
+        """Returns what gives the ends of groups, rising from 0 to `extent`.
 
         It raises `InputError` for ends of an earlier call that did not: the host does not wait for
         those of this one.
@@ -587,7 +588,7 @@ class LibraryKernels:
         return ends
 
     def clear_rows(self, out: torch.Tensor, ends: torch.Tensor) -> None:
-        """Set the rows behind the last end to 0; `out` [m, n] is contiguous, of two bytes each."""
+        """Sets the rows behind the last end to 0; `out` [m, n] is contiguous, of two bytes each."""
         rows, columns = out.shape
         kernel = self._find("clear", _clear_source)
         given = out, ends, ends.numel(), rows, columns
@@ -597,7 +598,7 @@ class LibraryKernels:
     def takes_scatter(
         self, out: torch.Tensor, dim: int, index: torch.Tensor, src: torch.Tensor | None
     ) -> bool:
-        """Return whether `scatter` takes tensors like these: contiguous, and the index as long as
+        """Returns whether `scatter` takes tensors like these: contiguous, and the index as long as
         `out` along the other axes."""
         pairs = enumerate(zip(out.shape, index.shape, strict=True))
         is_plain = out.is_contiguous() and index.is_contiguous() and index.numel() > 0
@@ -608,7 +609,7 @@ class LibraryKernels:
     def scatter(
         self, out: torch.Tensor, dim: int, index: torch.Tensor, src: torch.Tensor | int
     ) -> None:
-        """Write `src` at the positions of `index` that are in range."""
+        """Writes `src` at the positions of `index` that are in range."""
         position = "int" if max(out.numel(), index.numel()) <= _MAX_INT // 2 else "int64_t"
         word, kind = _WORDS[out.element_size()], _INDICES[index.dtype]
         is_number = not isinstance(src, torch.Tensor)
@@ -658,5 +659,5 @@ def _scatter_source(
 
 @cache
 def kernels_of(device: torch.device) -> LibraryKernels:
-    """Return the kernels of a device."""
+    """Returns the kernels of a device."""
     return LibraryKernels(device)

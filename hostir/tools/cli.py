@@ -59,7 +59,7 @@ _SIZE_DIGITS = 18
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command; returns the exit code (1: an error, or two programs that differ)."""
+    """Runs one command; returns the exit code (1: an error, or two programs that differ)."""
     parser = _arguments()
     args, rest = parser.parse_known_args(argv)
     if rest:
@@ -164,7 +164,7 @@ def _simulated_ranks(args: argparse.Namespace, program: HostIrContainer) -> int:
 
 
 def _run_in_job(args: argparse.Namespace, size: int) -> None:
-    """Run as one rank of the job; rank 0 prints for all."""
+    """Runs as one rank of the job; rank 0 prints for all."""
     communicator = Communicator.instance()
     program, inputs = _prepared(args, size, communicator)
     outputs = run_here(
@@ -187,7 +187,7 @@ def _run_in_job(args: argparse.Namespace, size: int) -> None:
 def _prepared(
     args: argparse.Namespace, size: int, communicator: Communicator
 ) -> tuple[HostIrContainer, list[Argument]]:
-    """Return the program and its global inputs, on a rank of a job; an error of one is one of
+    """Returns the program and its global inputs, on a rank of a job; an error of one is one of
     all."""
     try:
         if args.ranks not in (None, size):
@@ -205,7 +205,7 @@ def _prepared(
 
 
 def _say_unchecked(args: argparse.Namespace) -> None:
-    """Say which checks `--late` leaves out; the results go to stdout as without it."""
+    """Says which checks `--late` leaves out; the results go to stdout as without it."""
     if getattr(args, "late", None) is not None:
         print(
             "with --late the streams and the meetings of the ranks are not checked before the run: "
@@ -235,7 +235,7 @@ def _inputs(args: argparse.Namespace, program: HostIrContainer) -> list[Argument
 
 
 def _say_sizes(args: argparse.Namespace, program: HostIrContainer) -> None:
-    """Say which sizes hold: most are rarely given."""
+    """Says which sizes hold: most are rarely given."""
     given = _sizes(args.size)
     found = chosen_sizes(program, given)
     if found and not getattr(args, "inputs", None):
@@ -248,7 +248,7 @@ def _say_sizes(args: argparse.Namespace, program: HostIrContainer) -> None:
 
 
 def _say_assumed(args: argparse.Namespace, program: HostIrContainer) -> None:
-    """Say for which sizes alone a prediction holds, as nobody gave them."""
+    """Says for which sizes alone a prediction holds, as nobody gave them."""
     given = _sizes(args.size)
     found, sizes = assumed_sizes(program, given), chosen_sizes(program, given)
     if found:
@@ -387,7 +387,7 @@ def _why(args: argparse.Namespace) -> None:
 
 
 def differences(a: HostIrContainer, b: HostIrContainer) -> list[str]:
-    """Return one line per difference, `what: in a | in b`; [] for equal programs.
+    """Returns one line per difference, `what: in a | in b`; [] for equal programs.
 
     Values are compared by number, as in `equal`; where the user wrote an op does not count. What a
     short form does not say is not compared.
@@ -432,7 +432,7 @@ def _two(what: str, a: object, b: object) -> Iterator[str]:
 
 
 def _text(value: object) -> str:
-    """Return a value in few words: tensors without their axes, ops by name."""
+    """Returns a value in few words: tensors without their axes, ops by name."""
     match value:
         case TensorView():
             return value.label
@@ -463,7 +463,7 @@ def _values(a: Fusion, b: Fusion, *, is_short: bool) -> Iterator[str]:
 
 
 def _tensors(a: Sequence[TensorView], b: Sequence[TensorView], *, is_short: bool) -> Iterator[str]:
-    """Compare the domain sections of tensors with one number, line by line."""
+    """Compares the domain sections of tensors with one number, line by line."""
     mine, theirs = ({tv.number: tv for tv in tensors} for tensors in (a, b))
     for number in sorted({*mine, *theirs}):
         if number not in mine or number not in theirs:
@@ -481,7 +481,7 @@ def _tensors(a: Sequence[TensorView], b: Sequence[TensorView], *, is_short: bool
 
 # ------------------------------------------------------------------ ops
 def _ops(a: Sequence[Op], b: Sequence[Op], where: str = "") -> Iterator[str]:
-    """Align two lists of ops; `where` is the place of the region that they are. The first op is
+    """Aligns two lists of ops; `where` is the place of the region that they are. The first op is
     number 1, as in errors about ranks with different programs."""
     mine, theirs = list(map(op_key, a)), list(map(op_key, b))
     for kind, i, i_end, j, j_end in SequenceMatcher(None, mine, theirs, False).get_opcodes():
@@ -492,7 +492,7 @@ def _ops(a: Sequence[Op], b: Sequence[Op], where: str = "") -> Iterator[str]:
 def _block(
     a: Sequence[Op], at: tuple[int, int], b: Sequence[Op], there: tuple[int, int], where: str
 ) -> Iterator[str]:
-    """Compare two runs of ops of which none is equal: those of one class, in order, are pairs."""
+    """Compares two runs of ops of which none is equal: those of one class, in order, are pairs."""
     kinds = (
         [type(op).__name__ for op in a[slice(*at)]],
         [type(op).__name__ for op in b[slice(*there)]],
@@ -512,7 +512,7 @@ def _block(
 
 
 def _pair(a: Op, b: Op, place: str) -> Iterator[str]:
-    """Yield the first field in which two ops of one class differ, and what differs in regions."""
+    """Yields the first field in which two ops of one class differ, and what differs in regions."""
     regions = a.fields_of("region")
     mine, theirs = _fields(op_key(a)), _fields(op_key(b))
     for name in (n for n in mine if mine[n] != theirs[n] and n not in regions):

@@ -35,7 +35,7 @@ _DIRECTIONS = {"forward": "forward", "backward": "backward", "beside": "beside a
 
 
 def explain(program: HostIrContainer, name: str) -> list[str]:
-    """Return why the tensor `T7` lies as it does, and why the communications that touch it are
+    """Returns why the tensor `T7` lies as it does, and why the communications that touch it are
     there; for `all`, why every communication is. Inputs that each call cuts are told, too.
 
     Raises:
@@ -77,7 +77,7 @@ class _Why:
 
     # ------------------------------------------------------------ tensors
     def tensor(self, tv: TensorView) -> list[str]:
-        """Return one line per cut of a tensor, or one about its mesh."""
+        """Returns one line per cut of a tensor, or one about its mesh."""
         base = self.base(tv)
         if base.mesh is None and not self.cuts(base):
             return [f"T{tv.number} has no mesh: no annotation reaches it"]
@@ -119,12 +119,12 @@ class _Why:
 
     # ------------------------------------------------------------ chains
     def origin(self, number: int, ptype: ParallelType | None) -> str:
-        """Return where a tensor's cut along a type came from, or (None) its mesh, step by step."""
+        """Returns where a tensor's cut along a type came from, or (None) its mesh, step by step."""
         row = self.row(number, ptype)
         return "it came with the program" if row is None else self.chain(row, ptype)
 
     def row(self, number: int, ptype: ParallelType | None) -> Origin | None:
-        """Return the row that tells most: of this cut, or of the mesh, else of the placement."""
+        """Returns the row that tells most: of this cut, or of the mesh, else of the placement."""
         rows = self.rows.get(number, [])
         placed = [r for r in rows if r.what == "placement"]
         if ptype is None:
@@ -135,7 +135,7 @@ class _Why:
         return next(iter(ranked), None)
 
     def chain(self, row: Origin, ptype: ParallelType | None) -> str:
-        """Return the steps from a row to what the user wrote; of a cut, those of its type."""
+        """Returns the steps from a row to what the user wrote; of a cut, those of its type."""
         steps: list[str] = []
         seen: set[Origin] = set()
         at: Origin | None = row
@@ -148,7 +148,7 @@ class _Why:
         return ", ".join(steps)
 
     def next_row(self, row: Origin, ptype: ParallelType | None) -> Origin | None:
-        """Return the row that tells where a row's source has it from."""
+        """Returns the row that tells where a row's source has it from."""
         if row.how == "operand" and ptype is not None and row.result is not None:
             return self.row(row.result, ptype)
         if row.source is None:
@@ -163,7 +163,7 @@ class _Why:
         return None if row.how == "sum" else self.row(row.source, ptype)
 
     def summed(self, number: int) -> list[Origin]:
-        """Return the rows of the cuts of axes that a tensor sums over."""
+        """Returns the rows of the cuts of axes that a tensor sums over."""
         return [r for r in self.rows.get(number, []) if r.what == "cut" and r.axis is None]
 
     def step(self, row: Origin) -> str:
@@ -196,7 +196,7 @@ class _Why:
 
     # ------------------------------------------------------------ communications
     def communications(self, tv: TensorView | None) -> list[str]:
-        """Return a line per communication and local slice that touches `tv` (None: any)."""
+        """Returns a line per communication and local slice that touches `tv` (None: any)."""
         base = None if tv is None else self.base(tv)
         lines: list[str] = []
         for op in walk(self.program.ops):
@@ -206,7 +206,7 @@ class _Why:
         return list(dict.fromkeys(lines))
 
     def ends(self, op: Op) -> tuple[TensorView, TensorView] | None:
-        """Return what an op moves from and to; None for one that moves nothing between placements.
+        """Returns what an op moves from and to; None for one that moves nothing between placements.
 
         The compiler makes a send with each receive, in one order. Where a text has more of the one
         than of the other, both ends are the op's own buffer.
@@ -255,13 +255,13 @@ class _Why:
                 )
 
     def sums(self, inp: TensorView, out: TensorView) -> Iterator[str]:
-        """Yield where the cut of the axis that is summed over came from."""
+        """Yields where the cut of the axis that is summed over came from."""
         for row in self.summed(out.number):
             if row.ptype is not None and row.ptype in self.cuts(inp):
                 yield f" by {row.ptype.name} ({self.chain(row, row.ptype)})"
 
     def change(self, inp: TensorView, out: TensorView) -> str:
-        """Return how `out` is placed where `inp` is placed otherwise."""
+        """Returns how `out` is placed where `inp` is placed otherwise."""
         before, after = self.cuts(inp), self.cuts(out)
         has_steps = any(p.is_stream for p in after) and not any(p.is_stream for p in before)
         before, after = ({p: a for p, a in c.items() if p.is_device} for c in (before, after))
@@ -272,14 +272,14 @@ class _Why:
         return f"{changed}, in the steps of a stream" if has_steps else changed
 
     def had(self, inp: TensorView, out: TensorView) -> str:
-        """Return which cuts over devices an operand gives up, and where they came from."""
+        """Returns which cuts over devices an operand gives up, and where they came from."""
         after = self.cuts(out)
         lost = {p: a for p, a in self.cuts(inp).items() if p.is_device and after.get(p) != a}
         cuts = " and ".join(f"cut by {p.name} on axis {a}" for p, a in lost.items())
         return f", and T{inp.number} is {cuts}{self.chains(inp.number, lost)}" if lost else ""
 
     def undivided(self, row: Origin, inp: TensorView, out: TensorView) -> str:
-        """Return which extents keep a reshape from keeping a cut; "" where its place does.
+        """Returns which extents keep a reshape from keeping a cut; "" where its place does.
 
         A reshape keeps a cut of the outermost axis that it splits or merges if the devices divide
         that axis before the reshape and behind it.
@@ -305,20 +305,20 @@ class _Why:
         return ""
 
     def result_of(self, row: Origin) -> TensorView | None:
-        """Return the result of the op that a row is about, which may be inside of a kernel."""
+        """Returns the result of the op that a row is about, which may be inside of a kernel."""
         if row.result in self.tensors:
             return self.tensors[row.result]
         kernels = (group.fusion.tensors() for group in self.program.groups.values())
         return next((tv for tvs in kernels for tv in tvs if tv.number == row.result), None)
 
     def chains(self, number: int | None, cuts: Iterable[ParallelType]) -> str:
-        """Return where a tensor's cuts came from, in parentheses; "" where no row tells."""
+        """Returns where a tensor's cuts came from, in parentheses; "" where no row tells."""
         rows = [] if number is None else [(self.row(number, p), p) for p in cuts]
         found = dict.fromkeys(self.chain(row, p) for row, p in rows if row is not None)
         return f" ({'; '.join(found)})" if found else ""
 
     def given(self, out: TensorView) -> str:
-        """Return where the result's own placement came from."""
+        """Returns where the result's own placement came from."""
         cuts = self.cuts(out)
         rows = [
             r
@@ -331,7 +331,7 @@ class _Why:
 def _outermost_extents(
     inp: TensorView, axis: int, result: TensorView
 ) -> tuple[Scalar, Scalar] | None:
-    """Return the extents of an axis and of the result's axis that begins with it, where a reshape
+    """Returns the extents of an axis and of the result's axis that begins with it, where a reshape
     begins to split or to merge at it; None where it does not."""
     before, behind = (
         [tv.fusion.canonical(a.size) for a in tv.domain.no_reductions] for tv in (inp, result)
@@ -346,6 +346,6 @@ def _at(where: str) -> str:
 
 
 def _title(op: Op) -> str:
-    """Return `Communication 0 (Allgather`, `LocalSlice (`."""
+    """Returns `Communication 0 (Allgather`, `LocalSlice (`."""
     name = op.name.removesuffix(")")
     return name if "(" in name else f"{name} (a copy"

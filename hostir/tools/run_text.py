@@ -30,13 +30,13 @@ DEFAULT_STREAMS = 4
 
 # ------------------------------------------------------------------ inputs
 def chosen_sizes(program: HostIrContainer, sizes: Mapping[str, int]) -> dict[str, int]:
-    """Return the value of each size by name, those of `sizes` and the usual ones."""
+    """Returns the value of each size by name, those of `sizes` and the usual ones."""
     values = {s.name: n for s, n in symbol_values(program, sizes).items()}
     return {name: int(values[name]) for name in size_symbols(program)}
 
 
 def assumed_sizes(program: HostIrContainer, sizes: Mapping[str, int]) -> dict[str, str]:
-    """Return which extents of inputs have a usual value, as nobody gave them: name -> the first
+    """Returns which extents of inputs have a usual value, as nobody gave them: name -> the first
     axis of that extent, `axis 1 of T0`. Seeds of random numbers do not count."""
     seeds, found = seed_words(program), dict[str, str]()
     for tv in program.inputs:
@@ -50,7 +50,7 @@ def assumed_sizes(program: HostIrContainer, sizes: Mapping[str, int]) -> dict[st
 
 
 def seed_words(program: HostIrContainer) -> dict[str, str]:
-    """Return what each scalar input is that random ops, also those of kernels, take as seed or
+    """Returns what each scalar input is that random ops, also those of kernels, take as seed or
     offset, by name."""
     inputs = {s.name for s in program.inputs if isinstance(s, Symbol)}
     exprs = [op for group in program.groups.values() for op in group.fusion.exprs]
@@ -67,7 +67,7 @@ def seed_words(program: HostIrContainer) -> dict[str, str]:
 def random_inputs(
     program: HostIrContainer, *, sizes: Mapping[str, int], seed: int = 0
 ) -> list[Argument]:
-    """Return global inputs: normal floats and complex numbers, integers in [0, 8); `sizes` sets
+    """Returns global inputs: normal floats and complex numbers, integers in [0, 8); `sizes` sets
     symbols by name.
 
     Raises `InputError` for a name that no input has, and for a tensor that is too large.
@@ -99,7 +99,7 @@ def random_inputs(
 
 
 def load_inputs(program: HostIrContainer, path: str) -> list[Argument]:
-    """Return the global inputs that a .pt file holds as a list.
+    """Returns the global inputs that a .pt file holds as a list.
 
     Raises `InputError` for a file that holds something else, or as many as the program has not.
     """
@@ -119,7 +119,7 @@ def load_inputs(program: HostIrContainer, path: str) -> list[Argument]:
 
 
 def shards_of(program: HostIrContainer, inputs: Sequence[Argument], rank: int) -> list[Argument]:
-    """Return a rank's local shards of global inputs."""
+    """Returns a rank's local shards of global inputs."""
     return [
         shard_for_rank(value, declared, rank)
         if isinstance(declared, TensorView)
@@ -140,7 +140,7 @@ def run_here(
     number_of_streams: int = DEFAULT_STREAMS,
     late_stream: str | int | None = None,
 ) -> list[torch.Tensor]:
-    """Run as this rank of the job, simulated or real, with its shards of the global inputs.
+    """Runs as this rank of the job, simulated or real, with its shards of the global inputs.
 
     An error of one rank is an error of all. The options are those of `HostIrEvaluator`.
     """
@@ -167,7 +167,7 @@ def run_simulated(
     number_of_streams: int = DEFAULT_STREAMS,
     late_stream: str | int | None = None,
 ) -> list[list[torch.Tensor]]:
-    """Run on simulated ranks, each with its shards of the inputs; returns outputs by rank."""
+    """Runs on simulated ranks, each with its shards of the inputs; returns outputs by rank."""
     with simulate(ranks) as world:
         return world.run(
             run_here,
@@ -189,7 +189,7 @@ def trace_here(
     machine: str | None = None,
     number_of_streams: int = DEFAULT_STREAMS,
 ) -> Trace:
-    """Trace as this rank of the job, with its shards of the global inputs: on the CPU, or
+    """Traces as this rank of the job, with its shards of the global inputs: on the CPU, or
     ("cuda") on the GPU that this rank has. See `HostIrEvaluator.trace`."""
     communicator = Communicator.instance()
     if device == "cuda":
@@ -204,7 +204,7 @@ def trace_here(
 
 # ------------------------------------------------------------------ results
 def summaries(outputs: Sequence[torch.Tensor], rank: int) -> str:
-    """Return one line per output of a rank: dtype, shape, mean, least and greatest element, and a
+    """Returns one line per output of a rank: dtype, shape, mean, least and greatest element, and a
     checksum that depends on where each element stands."""
     return "\n".join(
         f"rank {rank} output {i}: {out.dtype} {tuple(out.shape)}{_spread(out)}"
@@ -225,7 +225,7 @@ def _spread(out: torch.Tensor) -> str:
 
 
 def save(outputs: Sequence[torch.Tensor], folder: str, rank: int) -> None:
-    """Write a rank's outputs (its shards) as the list in `rank<N>.pt` of a folder.
+    """Writes a rank's outputs (its shards) as the list in `rank<N>.pt` of a folder.
 
     Raises `InputError` where they cannot be written.
     """
@@ -237,7 +237,7 @@ def save(outputs: Sequence[torch.Tensor], folder: str, rank: int) -> None:
 
 
 def together(communicator: Communicator, error: FuserError | OSError | None, text: str) -> str:
-    """Return the texts of all ranks by rank, on every rank.
+    """Returns the texts of all ranks by rank, on every rank.
 
     Raises this rank's error, or `PeerError` naming another's.
     """

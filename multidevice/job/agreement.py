@@ -104,7 +104,7 @@ class Claim:
         return hashlib.blake2b(self.parts[0].encode(), digest_size=16).hexdigest()
 
     def definition_text(self) -> str:
-        """Return how a message calls the definition: `3 ops, a.py:7 to a.py:9`."""
+        """Returns how a message calls the definition: `3 ops, a.py:7 to a.py:9`."""
         lines = [*dict.fromkeys(op.where for op in self.ops if op.where)]
         span = " to ".join(lines[:1] + lines[1:][-1:])
         return f"{len(self.ops)} ops" + (f", {span}" if span else "")

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 @checked
 def shard_tensor(tensor: torch.Tensor, tv: TensorView, *, copy: bool = False) -> torch.Tensor:
-    """Return this rank's shard of `tensor`, the whole value of `tv`, without gaps in the memory
+    """Returns this rank's shard of `tensor`, the whole value of `tv`, without gaps in the memory
     order that `tv` declares; along expanded axes it is one element, as `tv` is.
 
     The shard is a view of `tensor` where that holds it so, as of a contiguous tensor that is cut
@@ -43,7 +43,7 @@ def shard_tensor(tensor: torch.Tensor, tv: TensorView, *, copy: bool = False) ->
 def shard_for_rank(
     tensor: torch.Tensor, tv: TensorView, rank: int, *, copy: bool = False
 ) -> torch.Tensor:
-    """Return the shard of `tensor` that `rank` holds of `tv`; see `shard_tensor`."""
+    """Returns the shard of `tensor` that `rank` holds of `tv`; see `shard_tensor`."""
     view, axes, steps = _split_view(tensor, tv)
     assert tv.mesh is not None
     for dim, (_, ptype) in enumerate(axes):
@@ -57,7 +57,7 @@ def shard_for_rank(
 
 
 def in_declared_order(tv: TensorView, shard: torch.Tensor) -> torch.Tensor:
-    """Return a shard without gaps in the memory order that `tv` declares, one element along
+    """Returns a shard without gaps in the memory order that `tv` declares, one element along
     expanded axes: itself where it lies so, else a copy."""
     # Axes as they lie in memory; an allocation of other axes than the logical ones has no order.
     order = declared_order(tv) or tuple(range(tv.ndim))
@@ -67,7 +67,7 @@ def in_declared_order(tv: TensorView, shard: torch.Tensor) -> torch.Tensor:
 
 
 def unshard(shards: Sequence[torch.Tensor], tv: TensorView) -> torch.Tensor:
-    """Return the whole tensor of which `shards[i]` is what device i of `tv`'s mesh holds.
+    """Returns the whole tensor of which `shards[i]` is what device i of `tv`'s mesh holds.
 
     `shards` runs parallel to `tv.mesh.devices`.
     """
@@ -88,7 +88,7 @@ def unshard(shards: Sequence[torch.Tensor], tv: TensorView) -> torch.Tensor:
 def _split_view(
     tensor: torch.Tensor, tv: TensorView
 ) -> tuple[torch.Tensor, list[tuple[int, ParallelType | None]], list[tuple[int, int]]]:
-    """View a whole tensor with its device axes as dimensions of their own.
+    """Views a whole tensor with its device axes as dimensions of their own.
 
     Returns the view; per dimension its axis number and device type (None: not cut); and the splits
     made, as (dimension, number of dimensions it became), in order.
@@ -166,7 +166,7 @@ class LocalDeviceMesh(IrDeviceMesh):
 
     @checked
     def shard_tensor(self, tensor: torch.Tensor, axis: int) -> torch.Tensor:
-        """Return this rank's part of `tensor`, cut along `axis` into `size` equal parts.
+        """Returns this rank's part of `tensor`, cut along `axis` into `size` equal parts.
 
         The part is the one at this rank's place in the flat device list (part 0 for a rank outside
         the mesh), as a contiguous tensor.
@@ -181,7 +181,7 @@ class LocalDeviceMesh(IrDeviceMesh):
 
 
 def shard_along(tensor: torch.Tensor, axis: int, mesh: IrDeviceMesh, rank: int) -> torch.Tensor:
-    """Return the part of `tensor` that belongs to `rank` when all of `mesh` cuts one axis."""
+    """Returns the part of `tensor` that belongs to `rank` when all of `mesh` cuts one axis."""
     if not -tensor.dim() <= axis < tensor.dim():
         raise ShardingError(f"{mesh}: no axis {axis} in a tensor of shape {tuple(tensor.shape)}")
     size = tensor.size(axis)

@@ -67,24 +67,24 @@ def is_plain_broadcast(axis: IterDomain) -> bool:
 
 
 def cut_line(tv: TensorView, ptype: ParallelType) -> str:
-    """Return `file.py:12` of the user's line that cut a tensor along a type, else of the one that
+    """Returns `file.py:12` of the user's line that cut a tensor along a type, else of the one that
     the tensor comes from, "" if unknown."""
     return tv.cut_lines.get(ptype) or tv.user_line()
 
 
 # ------------------------------------------------------------------ reading
 def spread_axes(tv: TensorView) -> tuple[IterDomain, ...]:
-    """Return the loop axes with a device or stream type, reductions included."""
+    """Returns the loop axes with a device or stream type, reductions included."""
     return tv.domain.spread
 
 
 def sharded_axis(tv: TensorView, ptype: ParallelType) -> IterDomain | None:
-    """Return the non-reduction loop axis with a device or stream type, None when there is none."""
+    """Returns the non-reduction loop axis with a device or stream type, None when there is none."""
     return next((a for a in spread_axes(tv) if a.ptype is ptype and not a.is_reduction()), None)
 
 
 def _count(tv: TensorView, axis: IterDomain) -> int | Scalar:
-    """Return into how many blocks a spread axis cuts: the mesh's size, or a stream's extent."""
+    """Returns into how many blocks a spread axis cuts: the mesh's size, or a stream's extent."""
     if axis.ptype.is_device:
         if tv.mesh is None:
             raise ShardingError(
@@ -98,7 +98,7 @@ def _count(tv: TensorView, axis: IterDomain) -> int | Scalar:
 
 
 def cut_origin(tv: TensorView, axis: IterDomain) -> tuple[int, int]:
-    """Return (number of the logical axis that a spread loop axis cuts, nesting depth).
+    """Returns (number of the logical axis that a spread loop axis cuts, nesting depth).
 
     Depth 0: the logical axis itself. Raises `UnsupportedError` when the axis is not a block of
     consecutive elements: the inner output of a split, or part of a merge.
@@ -150,7 +150,7 @@ class _BlockDepth(Rules[int]):
 
 
 def axis_cuts(tv: TensorView, ptypes: Collection[ParallelType] = SPREAD_TYPES) -> dict[int, Cuts]:
-    """Return the cuts of every cut logical axis (by number), reductions included, outermost
+    """Returns the cuts of every cut logical axis (by number), reductions included, outermost
     first.
     """
     spread, known = spread_axes(tv), tv.domain.known
@@ -175,13 +175,13 @@ def axis_cuts(tv: TensorView, ptypes: Collection[ParallelType] = SPREAD_TYPES) -
 
 
 def placement(tv: TensorView, ptypes: Collection[ParallelType] = SPREAD_TYPES) -> Placement:
-    """Return the cuts per logical axis without reductions."""
+    """Returns the cuts per logical axis without reductions."""
     cuts = axis_cuts(tv, ptypes)
     return tuple(cuts.get(a.number, ()) for a in tv.domain.no_reductions)
 
 
 def reduction_cuts(tv: TensorView) -> dict[int, Cuts]:
-    """Return the cuts of reduction axes, by logical axis number."""
+    """Returns the cuts of reduction axes, by logical axis number."""
     reductions = {a.number for a in tv.domain.logical if a.is_reduction()}
     return {n: c for n, c in axis_cuts(tv).items() if n in reductions}
 
@@ -191,7 +191,7 @@ Block = Literal["first", "last", "empty"]
 
 
 def local_extent(extent: Scalar, cuts: Cuts, block: Block | None = None) -> Scalar:
-    """Return what remains of an extent on one device; with `block` in one step of a stream.
+    """Returns what remains of an extent on one device; with `block` in one step of a stream.
 
     Streams do not cut what a device holds.
     """
@@ -207,39 +207,39 @@ def local_extent(extent: Scalar, cuts: Cuts, block: Block | None = None) -> Scal
 
 
 def stream_cuts(tv: TensorView) -> tuple[tuple[int, Cut], ...]:
-    """Return (number of the logical axis, cut) of a tensor's stream axis, () without one; of a
+    """Returns (number of the logical axis, cut) of a tensor's stream axis, () without one; of a
     merged one all, the outermost part of a step's number first."""
     cuts = ((n, c) for n, mine in axis_cuts(tv, STREAM_TYPES).items() for c in mine)
     return tuple(sorted(cuts, key=lambda x: STREAM_TYPES.index(x[1].ptype)))
 
 
 def stream_axis_of(tv: TensorView) -> tuple[int, Cut] | None:
-    """Return (number of the logical axis, cut) of a tensor's stream axis, None without one; of a
+    """Returns (number of the logical axis, cut) of a tensor's stream axis, None without one; of a
     merged one the first."""
     return next(iter(stream_cuts(tv)), None)
 
 
 def step_parts(tv: TensorView) -> tuple[ParallelType, ...]:
-    """Return the types of a tensor's stream axes: several of a merged one, () without steps."""
+    """Returns the types of a tensor's stream axes: several of a merged one, () without steps."""
     summed = {a.number for a in tv.domain.logical if a.is_reduction()}
     return tuple(cut.ptype for number, cut in stream_cuts(tv) if number not in summed)
 
 
 def outside_streams(cuts: Cuts) -> Cuts:
-    """Return the cuts that lie outside a stream's: those inside mean other blocks without it."""
+    """Returns the cuts that lie outside a stream's: those inside mean other blocks without it."""
     position = next((k for k, c in enumerate(cuts) if c.ptype.is_stream), len(cuts))
     return cuts[:position]
 
 
 def without_streams(cuts: Cuts) -> Cuts:
-    """Return the cuts without a stream's that has none inside; one around devices is part of where
+    """Returns the cuts without a stream's that has none inside; one around devices is part of where
     these lie."""
     last = bool(cuts) and cuts[-1].ptype.is_stream
     return cuts[:-1] if last else cuts
 
 
 def only_devices(cuts: Iterable[Cut]) -> Cuts:
-    """Return the cuts over devices."""
+    """Returns the cuts over devices."""
     return tuple(c for c in cuts if c.ptype.is_device)
 
 
@@ -262,7 +262,7 @@ def _swizzle_of(domain: TensorDomain, axis: IterDomain) -> ParallelType | None:
 
 # ------------------------------------------------------------------ writing
 def _remainder(tv: TensorView, number: int) -> IterDomain | None:
-    """Return the loop axis that holds the rest of a logical axis below its cuts."""
+    """Returns the loop axis that holds the rest of a logical axis below its cuts."""
     while True:
         if number in tv.domain.loop_numbers:
             axis = tv.domain.axes[number]
@@ -274,7 +274,7 @@ def _remainder(tv: TensorView, number: int) -> IterDomain | None:
 
 
 def add_cut(tv: TensorView, number: int, cut: Cut) -> bool:
-    """Cut a logical axis further, inside its present cuts; False when its loop axes do not allow
+    """Cuts a logical axis further, inside its present cuts; False when its loop axes do not allow
     it.
 
     A `whole` cut parallelizes the axis itself; any other makes an outer split.
@@ -292,14 +292,14 @@ def add_cut(tv: TensorView, number: int, cut: Cut) -> bool:
 
 
 def add_cuts(tv: TensorView, number: int, cuts: Cuts) -> None:
-    """Cut a logical axis of a tensor whose loop axes allow it, outermost cut first."""
+    """Cuts a logical axis of a tensor whose loop axes allow it, outermost cut first."""
     for cut in cuts:
         placed = add_cut(tv, number, cut)
         assert placed, f"axis {number} of {tv} does not take {cut}"
 
 
 def unparallelize(tv: TensorView, drop: Callable[[IterDomain], bool]) -> None:
-    """Make the spread loop axes that `drop` accepts serial, and undo splits that this leaves idle.
+    """Makes the spread loop axes that `drop` accepts serial, and undo splits that this leaves idle.
 
     An idle split has two serial outputs in the loop domain and none in the allocation domain.
     """
@@ -326,7 +326,7 @@ def unparallelize(tv: TensorView, drop: Callable[[IterDomain], bool]) -> None:
 
 
 def unparallelize_inward(tv: TensorView, drop: Callable[[IterDomain], bool]) -> None:
-    """Make the spread loop axes that `drop` accepts serial, and all that are cut inside of them:
+    """Makes the spread loop axes that `drop` accepts serial, and all that are cut inside of them:
     without them these would mean other blocks."""
     places = {a.number: cut_origin(tv, a) for a in spread_axes(tv)}
     dropped = [places[a.number] for a in spread_axes(tv) if drop(a)]
@@ -341,7 +341,7 @@ def unparallelize_inward(tv: TensorView, drop: Callable[[IterDomain], bool]) -> 
 def copy_like(
     source: TensorView, mesh: DeviceMesh | None, cuts: Placement, *, dtype: DataType | None = None
 ) -> TensorView:
-    """Create a tensor with the logical axes of `source` (no reductions), placed on `mesh`."""
+    """Creates a tensor with the logical axes of `source` (no reductions), placed on `mesh`."""
     fusion = source.fusion
     axes = tuple(fusion.clone_axis(a) for a in source.domain.no_reductions)
     out = fusion.new_tensor(axes, dtype or source.dtype(), mesh=mesh)
@@ -351,7 +351,7 @@ def copy_like(
 
 
 def clone_domain(fusion: Fusion, domain: TensorDomain) -> tuple[TensorDomain, dict[int, int]]:
-    """Return the domain under fresh axis numbers, and the map from old to new numbers."""
+    """Returns the domain under fresh axis numbers, and the map from old to new numbers."""
     made = {n: fusion.next_axis() for n in sorted(domain.axes)}
     return domain.map_axes(lambda a: replace(a, number=made[a.number])), made
 
@@ -402,7 +402,7 @@ class _TowardsRoot(_Outermost):
 
 
 def outermost_logical(tv: TensorView, root: IterDomain) -> IterDomain | None:
-    """Return the logical axis whose outermost part a root axis is, or the other way round; None
+    """Returns the logical axis whose outermost part a root axis is, or the other way round; None
     behind a resize, and where a merge puts the axis on its inner side."""
     domain = tv.domain
     steps = path(domain, domain.maybe_root, domain.logical)
@@ -411,7 +411,7 @@ def outermost_logical(tv: TensorView, root: IterDomain) -> IterDomain | None:
 
 
 def origin_root(tv: TensorView, logical: IterDomain) -> IterDomain | None:
-    """Return the root axis whose outermost part a logical axis is; None when there is none."""
+    """Returns the root axis whose outermost part a logical axis is; None when there is none."""
     domain = tv.domain
     steps = path(domain, (logical,), domain.maybe_root)
     marked = replay(steps, {logical.number: True}, _Outermost(tv))
@@ -419,6 +419,6 @@ def origin_root(tv: TensorView, logical: IterDomain) -> IterDomain | None:
 
 
 def path_to_root(tv: TensorView, logical: IterDomain) -> tuple[int, ...]:
-    """Return the numbers of the axes from a logical axis to its root axis, both included."""
+    """Returns the numbers of the axes from a logical axis to its root axis, both included."""
     steps = path(tv.domain, (logical,), tv.domain.maybe_root)
     return tuple(replay(steps, {logical.number: True}, _TowardsRoot(tv)))

@@ -69,7 +69,7 @@ Transfers = tuple[tuple[IterDomain, Cuts], ...]
 
 # ------------------------------------------------------------------ through one op
 def forward_cuts(op: TensorOp, operand_index: int, out: TensorView) -> Transfers:
-    """Return the operand's cuts as cuts of `out`'s logical axes (reductions included).
+    """Returns the operand's cuts as cuts of `out`'s logical axes (reductions included).
 
     Left out are cuts on axes that the op resizes, or that `out` does not iterate, and those that a
     reshape does not keep: on the inner side of a merge, or into more blocks than the outermost part
@@ -97,7 +97,7 @@ def forward_cuts(op: TensorOp, operand_index: int, out: TensorView) -> Transfers
 
 
 def backward_cuts(op: TensorOp, operand_index: int, out: TensorView) -> Transfers:
-    """Return `out`'s cuts as cuts of the operand's logical axes, those of reduction axes first.
+    """Returns `out`'s cuts as cuts of the operand's logical axes, those of reduction axes first.
 
     Cuts on the inner part of a reshaped axis have no counterpart and are left out: a local slice
     behind the reshape does the same.
@@ -148,7 +148,7 @@ def has_cut_origin(tv: TensorView, logical: IterDomain, cuts: Mapping[int, Cuts]
 def uncuttable_axes(
     op: TensorOp, ptypes: Collection[ParallelType], out: TensorView | None = None
 ) -> set[int]:
-    """Return the logical axes of a result (None: the first) whose cuts no operand can match, by
+    """Returns the logical axes of a result (None: the first) whose cuts no operand can match, by
     number."""
     out = op.out_tensor if out is None else out
     if isinstance(op, RandomOp):
@@ -195,7 +195,7 @@ def _divide(tv: TensorView, root: IterDomain, logical: IterDomain, cuts: Cuts) -
 
 
 def _dividing(tv: TensorView, root: IterDomain, axis: IterDomain, cuts: Cuts) -> Cuts:
-    """Return the cuts of a root axis, from the outermost on, that make the same blocks of the
+    """Returns the cuts of a root axis, from the outermost on, that make the same blocks of the
     logical axis."""
     prefixes = (cuts[:k] for k in range(len(cuts), 0, -1))
     return next((p for p in prefixes if _divide(tv, root, axis, p)), ())
@@ -205,7 +205,7 @@ def _dividing(tv: TensorView, root: IterDomain, axis: IterDomain, cuts: Cuts) ->
 def apply_transfers(
     target: TensorView, transfers: Transfers, ptypes: Collection[ParallelType]
 ) -> tuple[Cut, ...]:
-    """Add cuts of the selectable types to a tensor; return those that it took.
+    """Adds cuts of the selectable types to a tensor; returns those that it took.
 
     A cut is taken when the mesh has its dimension in the same size, and when the axis has exactly
     the cuts that belong outside it.
@@ -231,7 +231,7 @@ def apply_steps(
     transfers: Transfers,
     ptypes: Collection[ParallelType] = STREAM_TYPES,
 ) -> tuple[Cut, ...]:
-    """Add cuts that came from `source` as `apply_transfers` does, but of its steps all parts or
+    """Adds cuts that came from `source` as `apply_transfers` does, but of its steps all parts or
     none: steps of some parts alone are those of another loop.
     """
     parts, before = {c.ptype for _, c in stream_cuts(source)}, target.domain
@@ -269,7 +269,7 @@ def fitting_placement(
     mesh: DeviceMesh | None,
     parts: Collection[ParallelType],
 ) -> Placement:
-    """Return the placement that a copy of `source` on `mesh` takes from `transfers`; `parts` are
+    """Returns the placement that a copy of `source` on `mesh` takes from `transfers`; `parts` are
     those of the steps of the reader."""
     taken: dict[int, list[Cut]] = {}
     used: set[ParallelType] = set()
@@ -325,7 +325,7 @@ def is_from_devices(source: TensorView, position: int, cuts: Cuts, mesh: DeviceM
 
 # ------------------------------------------------------------------ the pass
 def propagate_shardings(fusion: Fusion) -> dict[TensorView, tuple[Fact, ...]]:
-    """Give every tensor reachable from an annotated one a mesh and cuts; return where they came
+    """Gives every tensor reachable from an annotated one a mesh and cuts; return where they came
     from.
 
     Raises `ShardingError` where the user cut a summed axis of a result, and no operand.
@@ -357,7 +357,7 @@ def _rank_of(tv: TensorView) -> tuple[int, int]:
 
 
 def reference_operands(op: TensorOp) -> list[int]:
-    """Return the tensor operands (by index) in the order in which their shardings count."""
+    """Returns the tensor operands (by index) in the order in which their shardings count."""
     indices = [i for i, _ in tensor_operands(op)]
     if op.REFERENCES:
         return [i for i in op.REFERENCES if i in indices]
@@ -365,7 +365,7 @@ def reference_operands(op: TensorOp) -> list[int]:
 
 
 def spread_reductions(fusion: Fusion) -> None:
-    """Give every reduction axis the device types of what it reduces, and nothing else any.
+    """Gives every reduction axis the device types of what it reduces, and nothing else any.
 
     Where results lie is the user's say, how they are summed is not: each device sums what it has.
     Raises `ShardingError` where the user cut a summed axis of a result, and no operand.
@@ -383,7 +383,7 @@ _Summed = tuple[TensorOp, TensorView, IterDomain, Cut]
 
 
 def _summed_cuts(fusion: Fusion) -> list[_Summed]:
-    """Return the cuts of summed axes over several devices that are there."""
+    """Returns the cuts of summed axes over several devices that are there."""
     return [
         (op, out, axis, cut)
         for op in fusion.exprs
@@ -396,7 +396,7 @@ def _summed_cuts(fusion: Fusion) -> list[_Summed]:
 
 
 def _check_summed(summed: Sequence[_Summed]) -> None:
-    """Raise `ShardingError` for a cut of a summed axis along which no operand is cut: nothing of
+    """Raises `ShardingError` for a cut of a summed axis along which no operand is cut: nothing of
     the result would be, and each device would slice its operands. Where an operand is cut, the
     cut says how devices share the sum; as users may mean an axis of the result, they are warned,
     unless they write the sum in parts themselves (`rfactor`)."""
@@ -425,7 +425,7 @@ def _is_partial_sum(tv: TensorView) -> bool:
 
 
 def _how_to_cut(tv: TensorView, cut: Cut) -> str:
-    """Return the calls that cut an axis of a result, not one that it sums over."""
+    """Returns the calls that cut an axis of a result, not one that it sums over."""
     places = [k for k, a in enumerate(tv.domain.logical) if not a.is_reduction()]
     if not places:
         return f"{tv.label} itself has no axis"
@@ -507,7 +507,7 @@ class _Propagation:
 
 
 def sibling_cuts(op: TensorOp, out: TensorView, sibling: TensorView) -> Transfers:
-    """Return the cuts of one result of an op as cuts of another."""
+    """Returns the cuts of one result of an op as cuts of another."""
     cuts = axis_cuts(out)
     for position in op.whole_axes(out):
         cuts.pop(out.domain.logical[position].number, None)
@@ -517,7 +517,7 @@ def sibling_cuts(op: TensorOp, out: TensorView, sibling: TensorView) -> Transfer
 
 
 def _reduction_only(op: TensorOp, index: int, out: TensorView) -> Transfers:
-    """Return the device cuts that a user's tensor takes over on its reduction axes."""
+    """Returns the device cuts that a user's tensor takes over on its reduction axes."""
     if not any(a.is_reduction() for a in out.domain.logical):
         return ()
     return tuple(

@@ -41,7 +41,7 @@ from multidevice.sharding.placement import (
 
 # ------------------------------------------------------------------ one tensor
 def sharded_logical_axis(tv: TensorView, ptype: ParallelType) -> int:
-    """Return which tensor dimension (reductions not counted) `ptype` cuts, -1 for none.
+    """Returns which tensor dimension (reductions not counted) `ptype` cuts, -1 for none.
 
     Raises `UnsupportedError` when the cut is not on the outer side of a split.
     """
@@ -60,14 +60,14 @@ class Sharding:
     cuts: Placement = field(default=(), repr=False, compare=False)
 
     def axis_sharded_on(self, parallel_type: ParallelType) -> int:
-        """Return the logical axis cut along a device type, -1 when the tensor is replicated
+        """Returns the logical axis cut along a device type, -1 when the tensor is replicated
         there.
         """
         return self.axes.get(parallel_type, -1)
 
 
 def sharding_of(tv: TensorView) -> Sharding | None:
-    """Return the sharding of a tensor, None when it has no mesh."""
+    """Returns the sharding of a tensor, None when it has no mesh."""
     if tv.mesh is None:
         return None
     found = {p: sharded_logical_axis(tv, p) for p in SPREAD_TYPES}
@@ -75,7 +75,7 @@ def sharding_of(tv: TensorView) -> Sharding | None:
 
 
 def partial_sum_axes(tv: TensorView) -> tuple[int, ...]:
-    """Return the positions of the logical axes that count the parts of a reduction.
+    """Returns the positions of the logical axes that count the parts of a reduction.
 
     A partial sum `[M, N, iDIDx{d}rf, r{K/d}]` has one at 2: its local shape is [M, N, 1].
     """
@@ -93,7 +93,7 @@ def _is_part_of_reduction(tv: TensorView, axis: IterDomain) -> bool:
 
 # ------------------------------------------------------------------ sizes
 def local_extents(tv: TensorView) -> tuple[Scalar, ...]:
-    """Return the symbolic shape of a shard, e.g. `ceilDiv(i0, 2)`, without reductions."""
+    """Returns the symbolic shape of a shard, e.g. `ceilDiv(i0, 2)`, without reductions."""
     fusion = tv.fusion
     return tuple(
         local_extent(fusion.canonical(axis.size), cuts)
@@ -102,7 +102,7 @@ def local_extents(tv: TensorView) -> tuple[Scalar, ...]:
 
 
 def whole_axis_sizes(tensors: Iterable[TensorView]) -> dict[Scalar, int]:
-    """Return, for the extents of axes that are devices as a whole, how many devices they are."""
+    """Returns, for the extents of axes that are devices as a whole, how many devices they are."""
     return {
         tv.fusion.canonical(tv.domain.axes[number].size): cut.devices
         for tv in tensors
@@ -113,7 +113,7 @@ def whole_axis_sizes(tensors: Iterable[TensorView]) -> dict[Scalar, int]:
 
 
 def unsharded_sizes(tv: TensorView, sizes: Sequence[int]) -> tuple[int, ...]:
-    """Return the global shape of a tensor whose shards have the shape `sizes`: of one step, for a
+    """Returns the global shape of a tensor whose shards have the shape `sizes`: of one step, for a
     tensor that is allocated per step.
 
     Raises `ShardingError` when the rank is wrong.
@@ -130,7 +130,7 @@ def unsharded_sizes(tv: TensorView, sizes: Sequence[int]) -> tuple[int, ...]:
 
 
 def local_sizes(tv: TensorView, sizes: Sequence[int]) -> tuple[int, ...]:
-    """Return the shape of a shard of a tensor with global shape `sizes`, of all steps of a stream:
+    """Returns the shape of a shard of a tensor with global shape `sizes`, of all steps of a stream:
     their blocks may be ragged.
 
     Raises `ShardingError` naming tensor, extent and mesh when the mesh does not divide an extent.
@@ -143,7 +143,7 @@ def local_sizes(tv: TensorView, sizes: Sequence[int]) -> tuple[int, ...]:
 
 
 def _local_size(tv: TensorView, axis: IterDomain, extent: int, cuts: Cuts) -> int:
-    """Return what is left of a bound extent on one device; raises when it is not divisible.
+    """Returns what is left of a bound extent on one device; raises when it is not divisible.
 
     The blocks of a stream may be ragged, unless devices share each of them.
     """
@@ -170,7 +170,7 @@ def _local_size(tv: TensorView, axis: IterDomain, extent: int, cuts: Cuts) -> in
 
 
 def _heads_of_keys(tv: TensorView, axis: IterDomain) -> tuple[AttentionOp, str] | None:
-    """Return the attention, and the name of its operand, whose heads of keys or values an axis is;
+    """Returns the attention, and the name of its operand, whose heads of keys or values an axis is;
     op by op while the axis stays."""
     position = tv.domain.no_reductions.index(axis)
     seen, left = {tv}, [(tv, position)]
@@ -196,7 +196,7 @@ def _heads_of_keys(tv: TensorView, axis: IterDomain) -> tuple[AttentionOp, str] 
 def _heads_are_not_shared(
     op: AttentionOp, name: str, tv: TensorView, heads: int, cut: Cut
 ) -> ShardingError:
-    """Return the error of heads of keys that the devices which share the queries cannot share."""
+    """Returns the error of heads of keys that the devices which share the queries cannot share."""
     queries = next(tensor for field, tensor in op.tensors() if field == "query")
     made_by = tv.definition()
     given = made_by.inp if isinstance(made_by, Reshard) else tv
@@ -233,17 +233,17 @@ def has_mesh(fusion: Fusion) -> bool:
 
 
 def requested_devices(fusion: Fusion) -> tuple[int, ...]:
-    """Return the ranks that some tensor's mesh names, in order; () without meshes."""
+    """Returns the ranks that some tensor's mesh names, in order; () without meshes."""
     return ranks_of(tv.mesh for tv in fusion.tensors() if tv.mesh is not None)
 
 
 def requested_number_of_devices(fusion: Fusion) -> int:
-    """Return 1 + the largest rank that any mesh names (1 without meshes)."""
+    """Returns 1 + the largest rank that any mesh names (1 without meshes)."""
     return 1 + max(requested_devices(fusion), default=0)
 
 
 def check_world(fusion: Fusion, size: int) -> None:
-    """Raise `ShardingError` when a mesh names a rank that a job of `size` ranks does not have."""
+    """Raises `ShardingError` when a mesh names a rank that a job of `size` ranks does not have."""
     for tv in fusion.tensors():
         if tv.mesh is not None and max(tv.mesh.devices, default=0) >= size:
             raise ShardingError(
@@ -258,9 +258,8 @@ def has_streams(fusion: Fusion) -> bool:
 
 
 def check_annotations(fusion: Fusion) -> None:
-    """Raise `ShardingError` when a device axis does not fit its tensor's mesh, or two axes have one
-    type; `UnsupportedError` when a stream axis is no outer split.
-    """
+    """Raises `ShardingError` when a device axis does not fit its tensor's mesh, or two axes have
+    one type; `UnsupportedError` when a stream axis is no outer split."""
     check_types(fusion)
     for tv in fusion.tensors():
         _check_stream(tv)
@@ -288,7 +287,7 @@ def check_annotations(fusion: Fusion) -> None:
 
 
 def check_dropout(ops: Iterable[Op]) -> None:
-    """Raise `UnsupportedError` for attention that drops numbers on several ranks: torch draws for
+    """Raises `UnsupportedError` for attention that drops numbers on several ranks: torch draws for
     each shard as if it were the whole, and each rank from a generator of its own."""
     for op in ops:
         if not isinstance(op, AttentionOp) or not op.draws:
@@ -303,7 +302,7 @@ def check_dropout(ops: Iterable[Op]) -> None:
 
 
 def check_shared_keys(ops: Iterable[Op]) -> None:
-    """Raise `UnsupportedError` for a gradient of one head of keys that queries on several ranks
+    """Raises `UnsupportedError` for a gradient of one head of keys that queries on several ranks
     read: each rank would have a part of a sum."""
     for op in ops:
         if not isinstance(op, SdpaBwdOp) or not op.enable_gqa:
@@ -324,7 +323,7 @@ def check_shared_keys(ops: Iterable[Op]) -> None:
 
 
 def check_types(fusion: Fusion) -> None:
-    """Raise `ShardingError` when two axes of a tensor have one device or stream type."""
+    """Raises `ShardingError` when two axes of a tensor have one device or stream type."""
     for tv in fusion.tensors():
         spread = [a for a in tv.domain.loop if a.is_device or a.is_stream]
         for axis in spread:
@@ -339,7 +338,7 @@ def check_types(fusion: Fusion) -> None:
 
 
 def check_swizzles(fusion: Fusion) -> None:
-    """Raise `ShardingError` when blocks are rotated by a place on a mesh that there is not; to be
+    """Raises `ShardingError` when blocks are rotated by a place on a mesh that there is not; to be
     asked when every tensor has the mesh that it will have. What the user cut is looked at first."""
     for tv in sorted(fusion.tensors(), key=lambda tv: not tv.cut_lines):
         for cut in (c for cuts in axis_cuts(tv).values() for c in cuts):
@@ -367,7 +366,7 @@ def _check_stream(tv: TensorView) -> None:
 
 
 def check_divisible(fusion: Fusion, sizes: Mapping[Symbol, int]) -> None:
-    """Raise `ShardingError` naming tensor, extent and mesh when a mesh does not divide an extent.
+    """Raises `ShardingError` naming tensor, extent and mesh when a mesh does not divide an extent.
 
     `sizes` binds the symbols of (global) extents. What the user cut is looked at first.
     """
@@ -375,7 +374,7 @@ def check_divisible(fusion: Fusion, sizes: Mapping[Symbol, int]) -> None:
 
 
 def cut_axes(fusion: Fusion) -> tuple[CutAxis, ...]:
-    """Return every axis that a mesh or a stream cuts, in the order in which sizes are checked."""
+    """Returns every axis that a mesh or a stream cuts, in the order in which sizes are checked."""
     return tuple(
         (tv, axis, fusion.canonical(axis.size), cuts)
         for tv in sorted(fusion.tensors(), key=lambda tv: not tv.cut_lines)
@@ -386,7 +385,7 @@ def cut_axes(fusion: Fusion) -> tuple[CutAxis, ...]:
 
 
 def check_cuts(axes: Iterable[CutAxis], sizes: Mapping[Symbol, int]) -> None:
-    """Raise what `check_divisible` raises, for axes that `cut_axes` has found."""
+    """Raises what `check_divisible` raises, for axes that `cut_axes` has found."""
     for tv, axis, extent, cuts in axes:
         _local_size(tv, axis, int(sc.evaluate(extent, sizes)), cuts)
 
@@ -515,7 +514,7 @@ class Comparison:
         return False
 
     def rewrite(self, x: Scalar) -> Scalar:
-        """Write an extent over class representatives and the factors known to divide them.
+        """Writes an extent over class representatives and the factors known to divide them.
 
         A sum (what a pad or a cat makes) is one name: its multiples would be written as sums too,
         in which nobody sees the factor.
@@ -533,7 +532,7 @@ class Comparison:
             x = sc.substitute(x, found)
 
     def _named_quotients(self, x: Scalar) -> dict[Scalar, Scalar]:
-        """Return a name for the first quotient in an extent, {} where there is none."""
+        """Returns a name for the first quotient in an extent, {} where there is none."""
         if self._quotients is None:
             return {}
         quotient = _first_quotient(x)
@@ -549,7 +548,7 @@ class Comparison:
         return sc.index(name, extent)
 
     def _domain(self, tv: TensorView, sizes: dict[int, Scalar]) -> TensorDomain:
-        """Return the domain over rewritten extents; `sizes` gives those of the source axes."""
+        """Returns the domain over rewritten extents; `sizes` gives those of the source axes."""
         sizes = replay(forward(tv.domain.transforms), sizes, SizeRules(self.rewrite))
 
         def rewritten(a: IterDomain) -> IterDomain:
@@ -562,7 +561,7 @@ class Comparison:
         return tv.domain.map_axes(rewritten)
 
     def _collect_divisible(self, tv: TensorView) -> None:
-        """Learn `s = part * s'` from the splits of views and of devices, which leave no rest; of a
+        """Learns `s = part * s'` from the splits of views and of devices, which leave no rest; of a
         view whose parts have sizes of their own, `s = outer * inner`.
 
         Those of streams may leave one.
@@ -601,7 +600,7 @@ class Comparison:
 
 
 def _first_quotient(x: Scalar) -> Scalar | None:
-    """Return the innermost quotient, rounded down, that is computed first in an extent."""
+    """Returns the innermost quotient, rounded down, that is computed first in an extent."""
     seen: set[Scalar] = set()
     for y in postorder(x, seen.__contains__):
         seen.add(y)
@@ -611,7 +610,7 @@ def _first_quotient(x: Scalar) -> Scalar | None:
 
 
 def _as_digits(x: Scalar) -> Scalar:
-    """Return `x` with each quotient of a remainder as the remainder of a quotient.
+    """Returns `x` with each quotient of a remainder as the remainder of a quotient.
 
     (i % 4) / 2  ->  (i / 2) % 2
     Cuts inside of cuts are the former before a reshape, the latter behind it.
@@ -623,7 +622,7 @@ def _as_digits(x: Scalar) -> Scalar:
 
 
 def _digit(x: Scalar) -> Scalar:
-    """Return (i % n) / d, where d divides n and nothing is negative, as (i / d) % (n / d)."""
+    """Returns (i % n) / d, where d divides n and nothing is negative, as (i / d) % (n / d)."""
     if not isinstance(x, sc.Apply) or x.op not in ("/", "floorDiv"):
         return x
     inner, d = x.args
@@ -661,7 +660,8 @@ class _View:
         self._indices = indices_forward(domain, indices, coordinate=coordinate)
 
     def index_of(self, ptype: ParallelType) -> Scalar | None:
-        """Return the index of the loop axis with this type; None when there is none that counts."""
+        """Returns the index of the loop axis with this type; None when there is none that
+        counts."""
         axis = sharded_axis(self._tv, ptype)
         if axis is None:
             return None

@@ -67,7 +67,7 @@ class TeamOf:
         )
 
     def ranks(self, rank: int) -> tuple[int, ...]:
-        """Return the team of `rank` in mesh order; () when the mesh does not have it."""
+        """Returns the team of `rank` in mesh order; () when the mesh does not have it."""
         return self.mesh.team(rank, self.ptypes) if self.mesh.has(rank) else ()
 
     @property
@@ -82,7 +82,7 @@ class TeamOf:
 
 # ------------------------------------------------------------------ what a Reshard does
 def communication_type(op: Reshard) -> CommunicationType:
-    """Return the type of a `Reshard`: a function of its axes, its reduction and its meshes.
+    """Returns the type of a `Reshard`: a function of its axes, its reduction and its meshes.
 
     What every device exchanges with every other in steps is an AllToAll all the same.
     From devices to the steps of a stream, it is that of one step as the axes say it: Broadcast
@@ -113,7 +113,7 @@ def communication_type(op: Reshard) -> CommunicationType:
 
 
 def _stored(tv: TensorView, position: int | None) -> int | None:
-    """Return the position, None for an expanded axis: every device holds its one element."""
+    """Returns the position, None for an expanded axis: every device holds its one element."""
     if position is None or tv.domain.no_reductions[position].is_broadcast:
         return None
     return position
@@ -145,7 +145,7 @@ def _has_steps(op: TensorOp) -> TypeGuard[Reshard]:
 
 
 def exchanged_axes(op: TensorOp) -> tuple[int, int] | None:
-    """Return the positions of the axes of which a copy makes the first, over devices in its
+    """Returns the positions of the axes of which a copy makes the first, over devices in its
     operand, one of steps, and the second one over devices; None for any other op.
 
         u [stream, DIDx, ...] = set(t [DIDx, stream, ...])   ->   (0, 1)
@@ -189,7 +189,7 @@ def is_same_cut(a: Cuts, b: Cuts) -> bool:
 
 
 def moved_axes(op: Reshard) -> tuple[int | None, int | None]:
-    """Return the logical positions, in `inp` and `out`, of the axis that is gathered or scattered.
+    """Returns the logical positions, in `inp` and `out`, of the axis that is gathered or scattered.
 
     None on a side that has no such axis; both None for an allreduce, and where every step moves a
     block as it is.
@@ -207,7 +207,7 @@ def moved_axes(op: Reshard) -> tuple[int | None, int | None]:
 
 
 def sliced_axis(op: Reshard) -> int:
-    """Return the logical position, in `inp` and `out`, of the axis that a local slice changes."""
+    """Returns the logical position, in `inp` and `out`, of the axis that a local slice changes."""
     if op.target is not None:
         return op.target
     assert op.source is not None, f"{op} changes no axis"
@@ -215,7 +215,7 @@ def sliced_axis(op: Reshard) -> int:
 
 
 def position_map(op: TensorOp) -> dict[int, int]:
-    """Return producer position -> consumer position of the first operand, reductions left out."""
+    """Returns producer position -> consumer position of the first operand, reductions left out."""
     positions = _numbered(op.out_tensor.domain.no_reductions)
     sources = _numbered(op.inputs[0].domain.no_reductions)
     return {
@@ -230,7 +230,7 @@ def _numbered(axes: tuple[IterDomain, ...]) -> dict[int, int]:
 
 
 def team_of(op: Reshard) -> TeamOf:
-    """Return who communicates with whom: the teams along the mesh axes that change.
+    """Returns who communicates with whom: the teams along the mesh axes that change.
 
     Raises `UnsupportedError` for types that are not collectives of one mesh.
     """
@@ -245,7 +245,7 @@ def team_of(op: Reshard) -> TeamOf:
 
 # ------------------------------------------------------------------ finding it out, once
 def as_reshard(op: TensorOp) -> Reshard | None:
-    """Return the `Reshard` that the op is; None for an op that is local on every device.
+    """Returns the `Reshard` that the op is; None for an op that is local on every device.
 
     Raises:
         ShardingError: the op is neither a copy nor a reduction over devices, or more than one
@@ -290,7 +290,7 @@ def as_reshard(op: TensorOp) -> Reshard | None:
 
 
 def check_lowerable(op: Reshard) -> None:
-    """Raise `UnsupportedError` for a communication that is not implemented."""
+    """Raises `UnsupportedError` for a communication that is not implemented."""
     found = communication_type(op)
     if op.inp.dtype() in STORED:
         raise UnsupportedError(
@@ -312,7 +312,7 @@ def check_lowerable(op: Reshard) -> None:
 
 
 def _changing_type(op: TensorOp) -> ParallelType:
-    """Return the one device type whose sharding changes.
+    """Returns the one device type whose sharding changes.
 
     Between two meshes every type of theirs counts as different; then it is the one that cuts either
     side, or mesh_x.
@@ -355,7 +355,7 @@ class Copies:
     def get(
         self, source: TensorView, mesh: DeviceMesh | None, cuts: Placement, *, before: TensorOp
     ) -> TensorView:
-        """Return a copy of `source` with this placement that is defined before the op `before`."""
+        """Returns a copy of `source` with this placement that is defined before the op `before`."""
         known = self._known.get((source, mesh, cuts))
         if known is not None and self._is_before(known, before):
             return known
@@ -367,14 +367,14 @@ class Copies:
     def feed(
         self, op: TensorOp, index: int, *, mesh: DeviceMesh | None, cuts: Placement
     ) -> TensorOp:
-        """Make operand `index` of the op a copy with this placement; return the new op."""
+        """Makes operand `index` of the op a copy with this placement; returns the new op."""
         made = self.get(op.inputs[index], mesh, cuts, before=op)
         fed = replace_operand(op, index, made)
         self._fusion.replace_expr(op, [fed])
         return fed
 
     def drop_unused(self) -> None:
-        """Remove copies that nothing reads any more."""
+        """Removes copies that nothing reads any more."""
         for made in reversed(self._known.values()):
             definition = self._fusion.definition(made)
             if definition is not None and not self._fusion.uses(made):
@@ -387,7 +387,7 @@ class Copies:
 
 
 def replace_operand(op: TensorOp, index: int, new: TensorView) -> TensorOp:
-    """Return the op with its operand number `index` (as in `op.inputs`) replaced."""
+    """Returns the op with its operand number `index` (as in `op.inputs`) replaced."""
     position = -1
     changes: dict[str, object] = {}
     for f in dataclasses.fields(op):  # pyright: ignore[reportArgumentType]
@@ -407,7 +407,7 @@ def replace_operand(op: TensorOp, index: int, new: TensorView) -> TensorOp:
 
 
 def split_copies(fusion: Fusion, copies: Copies) -> None:
-    """Rewrite every copy as a chain of copies in which one device type changes at a time.
+    """Rewrites every copy as a chain of copies in which one device type changes at a time.
 
     Devices' blocks that lie inside of a stream's come together step by step: as a whole, what a
     device has is no block.
@@ -428,7 +428,7 @@ def split_copies(fusion: Fusion, copies: Copies) -> None:
 
 
 def plan_steps(source: Placement, target: Placement) -> list[Placement]:
-    """Return the placements on the way from `source` to `target`, both left out.
+    """Returns the placements on the way from `source` to `target`, both left out.
 
     Each step drops or adds one device type. Types are added first where the axis is free of
     changing types, so that less data is gathered; then types are dropped, inner cuts before outer
@@ -480,8 +480,8 @@ def _changing_types(source: Placement, target: Placement) -> set[ParallelType]:
 
 
 def _without(ptype: ParallelType, cuts: Cuts) -> Cuts:
-    """Return the cuts around one over `ptype`, all if there is none, in an order of a stream's that
-    does not depend on it."""
+    """Returns the cuts around one over `ptype`, all if there is none, in an order of a stream's
+    that does not depend on it."""
     depth = next((k for k, c in enumerate(cuts) if c.ptype is ptype), None)
     kept = without_streams(cuts) if depth is None else cuts[:depth]
     return tuple(replace(c, swizzle=None) if c.swizzle is ptype else c for c in kept)

@@ -78,7 +78,7 @@ class StreamAxis:
 
 
 def stream_axes(tv: TensorView) -> tuple[StreamAxis, ...]:
-    """Return the stream axis of a tensor, () for one that is computed at once; of a merged one the
+    """Returns the stream axis of a tensor, () for one that is computed at once; of a merged one the
     axes that it merges, the outermost part of a step's number first."""
     positions = {a.number: p for p, a in enumerate(tv.domain.no_reductions)}
     return tuple(
@@ -89,19 +89,19 @@ def stream_axes(tv: TensorView) -> tuple[StreamAxis, ...]:
 
 
 def stream_axis(tv: TensorView) -> StreamAxis | None:
-    """Return the stream axis of a tensor, None for one that is computed at once; of a merged one
+    """Returns the stream axis of a tensor, None for one that is computed at once; of a merged one
     the first."""
     return next(iter(stream_axes(tv)), None)
 
 
 def dropped_axes_of(tv: TensorView, rank: int) -> tuple[int, ...]:
-    """Return the axes of a kernel's operand `tv` that a slice of this rank lacks, in order."""
+    """Returns the axes of a kernel's operand `tv` that a slice of this rank lacks, in order."""
     whole = sorted(s.position for s in stream_axes(tv) if s.is_logical)
     return tuple(whole) if tv.ndim - rank == len(whole) else ()
 
 
 def block_extents(tv: TensorView, block: Block = "first") -> tuple[Scalar, ...]:
-    """Return the symbolic shape of one step's block of a device's shard, without reductions.
+    """Returns the symbolic shape of one step's block of a device's shard, without reductions.
 
     "first": of all steps but the last that has elements, which may be shorter (and any behind it
     has none: "empty"); "last": of that one. An axis that is a stream as a whole has 1.
@@ -111,7 +111,8 @@ def block_extents(tv: TensorView, block: Block = "first") -> tuple[Scalar, ...]:
 
 
 def held_extents(tv: TensorView) -> tuple[Scalar, ...]:
-    """Return the shape of what one allocation of the tensor holds: a block, or a device's shard."""
+    """Returns the shape of what one allocation of the tensor holds: a block, or a device's
+    shard."""
     return block_extents(tv) if is_allocated_per_step(tv) else local_extents(tv)
 
 
@@ -181,7 +182,7 @@ class StreamLoops:
                 self._loop[op] = StreamLoop(self._axes(stepping), self._order[op])
 
     def loop_of(self, op: TensorOp) -> StreamLoop | None:
-        """Return the loop in which the op runs, None for an op that is computed at once."""
+        """Returns the loop in which the op runs, None for an op that is computed at once."""
         return self._loop.get(op)
 
     def may_share_kernel(self, a: TensorOp, b: TensorOp) -> bool:
@@ -218,7 +219,7 @@ class StreamLoops:
                 self._same[max(a, b)] = min(a, b)
 
     def _parts(self, tv: TensorView) -> dict[ParallelType, int]:
-        """Return what stands for each stream axis of a tensor."""
+        """Returns what stands for each stream axis of a tensor."""
         found: dict[ParallelType, int] = {}
         for axis in tv.domain.loop:
             if axis.is_stream:
@@ -237,7 +238,7 @@ class StreamLoops:
         return tuple(self._parts(tv)[ptype] for ptype in step_parts(tv))
 
     def _sources(self, op: TensorOp) -> Iterator[tuple[TensorOp, int]]:
-        """Yield the ops that make the op's operands, with the operands' indices."""
+        """Yields the ops that make the op's operands, with the operands' indices."""
         for index, operand in tensor_operands(op):
             made_by = self._fusion.definition(operand)
             if made_by is not None:
@@ -257,7 +258,7 @@ class StreamLoops:
 
 
 def allocated_per_step(fusion: Fusion) -> set[TensorView]:
-    """Return the intermediates that nothing reads but steps of their own loop, each its block.
+    """Returns the intermediates that nothing reads but steps of their own loop, each its block.
 
     Inputs and outputs are none: callers are outside of the loop; neither is a tensor of which a
     step is one index, nor the slices of another. A view of a tensor in memory is in memory like it.
@@ -323,7 +324,7 @@ class StepMemory:
 
 
 def steps_outermost(tv: TensorView, order: list[int]) -> list[int]:
-    """Return the memory order with a stream outermost of which a step is one index, or one of each
+    """Returns the memory order with a stream outermost of which a step is one index, or one of each
     of the axes that it merges: its blocks lie in memory of the whole."""
     streams = [s.position for s in stream_axes(tv) if s.is_logical]
     if not streams or _is_dense_in_whole(tv, order):
@@ -348,7 +349,7 @@ def _is_dense_in_whole(tv: TensorView, order: Sequence[int]) -> bool:
 
 # ------------------------------------------------------------------ one op
 def _stream_positions(tv: TensorView) -> list[tuple[int, Cut]]:
-    """Return (position among all logical axes, cut) of the stream axis, or of all parts of it."""
+    """Returns (position among all logical axes, cut) of the stream axis, or of all parts of it."""
     return [(tv.domain.logical_numbers.index(n), cut) for n, cut in stream_cuts(tv)]
 
 
@@ -373,7 +374,7 @@ def is_computable_in_steps(op: TensorOp) -> bool:
 
 
 def needed_blocks(op: TensorOp, index: int) -> dict[int, Cuts]:
-    """Return of which axes of a tensor operand (positions without reductions) a step of the op
+    """Returns of which axes of a tensor operand (positions without reductions) a step of the op
     needs one block, and those axes' cuts, the stream's included; {} where it needs the whole.
     """
     exchanged = exchanged_axes(op)
@@ -415,7 +416,7 @@ def is_in_step(op: TensorOp, index: int) -> bool:
 
 # ------------------------------------------------------------------ passes
 def drop_steps_of_devices(fusion: Fusion) -> None:
-    """Take the stream from every reduced axis of which a device has one index: it has no steps.
+    """Takes the stream from every reduced axis of which a device has one index: it has no steps.
 
     c [DIDx, stream, N], out [rstream, DIDx, N] = sum(c)   ->   out [r, DIDx, N]
     Users write it to say that the steps of `c` are reduced one by one, which `c` says as well.
@@ -431,7 +432,7 @@ def drop_steps_of_devices(fusion: Fusion) -> None:
 
 
 def keep_computable_streams(fusion: Fusion, *, asked: Collection[TensorView] = ()) -> None:
-    """Take the stream axis from every result that cannot be computed in steps along it, and the
+    """Takes the stream axis from every result that cannot be computed in steps along it, and the
     devices' blocks inside of it.
 
     Raises `UnsupportedError` naming op and axis when the user asked for it.
@@ -446,7 +447,7 @@ def keep_computable_streams(fusion: Fusion, *, asked: Collection[TensorView] = (
 
 
 def slice_operands(fusion: Fusion) -> None:
-    """Give every op that is computed in steps its operands in the blocks that the steps need.
+    """Gives every op that is computed in steps its operands in the blocks that the steps need.
 
         y [stream(M), N] = add(x [M, N], b)  ->  s [stream(M), N] = Reshard(x, along stream)
                                                  y = add(s, b)
@@ -462,7 +463,7 @@ def slice_operands(fusion: Fusion) -> None:
 
 
 def slice_per_loop(fusion: Fusion) -> None:
-    """Give every loop slices of its own: outside of a loop, a slice names nothing."""
+    """Gives every loop slices of its own: outside of a loop, a slice names nothing."""
     slices = [op for op in fusion.exprs if isinstance(op, Reshard) and is_step_slice(op)]
     if not slices:
         return
@@ -510,7 +511,7 @@ def _feed_steps(fusion: Fusion, op: TensorOp, made: _Slices) -> None:
 def _slice_key(
     op: TensorOp, operand: TensorView, cuts: Placement
 ) -> tuple[TensorView, Placement, TensorOp | None]:
-    """Return what slices are found by: the parts of a merged axis that an operand has do not say,
+    """Returns what slices are found by: the parts of a merged axis that an operand has do not say,
     alone, which step has which block."""
     parts = {c.ptype for mine in cuts for c in mine if c.ptype.is_stream}
     return operand, cuts, None if parts == {*step_parts(op.out_tensor)} else op
@@ -538,9 +539,8 @@ def _moves_blocks_of_merged_axes(op: TensorOp) -> bool:
 
 
 def _find_slices(op: TensorOp, made: _Slices) -> dict[int, tuple[TensorView, int]] | None:
-    """Return, by number, which block a step needs of each operand that is not in step, and the axis
-    to slice; None where some cannot be sliced.
-    """
+    """Returns, by number, which block a step needs of each operand that is not in step, and the
+    axis to slice; None where some cannot be sliced."""
     found: dict[int, tuple[TensorView, int]] = {}
     for index, operand in tensor_operands(op):
         needed, have = needed_blocks(op, index), placement(operand)
@@ -588,7 +588,7 @@ def _is_read_both_ways(tv: TensorView) -> bool:
 
 
 def _compute_first(fusion: Fusion, op: TensorOp) -> list[TensorOp]:
-    """Compute an op at once, and copy its results in steps; return the ops that do so.
+    """Computes an op at once, and copies its results in steps; returns the ops that do so.
 
     Where devices share each step, the op is computed in steps that are the same on all.
     """

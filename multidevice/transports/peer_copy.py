@@ -336,7 +336,7 @@ class PeerBackend(CheckedBackend):
 
     # ------------------------------------------------------------ transfers
     def _number(self, key: object) -> int:
-        """Return the number of the next call of a kind in the run that this rank is in.
+        """Returns the number of the next call of a kind in the run that this rank is in.
 
         What a run that failed has left behind never matches a later one: ranks that ended it at
         different places agree about the number of the next.

@@ -81,7 +81,7 @@ class _Copies:
         return True
 
     def _missing(self) -> list[Numbered]:
-        """Return what a peer has still to do its half of."""
+        """Returns what a peer has still to do its half of."""
         return [*self._open, *(one for _, one in self._sent)]
 
     def receive(self) -> None:

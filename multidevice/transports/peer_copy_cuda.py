@@ -328,7 +328,7 @@ class CudaPeerBackend(PeerBackend):
             self._memory.use_flags(ops, stream)
 
     def _use_beside(self, capture: _Capture, waits: Sequence[FlagOp], stream: int) -> None:
-        """Write the flags that were put off, behind what they stand for, then wait for others."""
+        """Writes the flags that were put off, behind what they stand for, then wait for others."""
         ops, after = [*capture.writes, *waits], [*capture.after.values()]
         capture.writes.clear()
         capture.after.clear()
@@ -438,7 +438,7 @@ class CudaPeerBackend(PeerBackend):
     def _pull(
         self, page: Page, ones: Sequence[Numbered], call: CollectiveCall | Exchange, stream: int
     ) -> None:
-        """Let a stream copy what peers have sent: one after another, when all of it is ready."""
+        """Lets a stream copy what peers have sent: one after another, when all of it is ready."""
         found = [(one.transfer, *self._find(page, one, call)) for one in ones]
         if not found:
             return
@@ -456,7 +456,7 @@ class CudaPeerBackend(PeerBackend):
     def _find(
         self, page: Page, one: Numbered, call: CollectiveCall | Exchange
     ) -> tuple[Record, Seen | None]:
-        """Return where a peer's data lies, once its host has said so, and where this rank sees it
+        """Returns where a peer's data lies, once its host has said so, and where this rank sees it
         (None: there is none); answer that it is known."""
         peer = one.transfer.peer
         record = page.find(peer, one.tag)

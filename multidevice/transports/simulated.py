@@ -571,11 +571,11 @@ class Generators:
         self._states = [_states()] * size
 
     def take(self, rank: int) -> None:
-        """Let torch's generators be those of a rank, which runs from now on."""
+        """Lets torch's generators be those of a rank, which runs from now on."""
         _restore(self._states[rank])
 
     def leave(self, rank: int) -> None:
-        """Keep the generators of a rank, which does not run any more."""
+        """Keeps the generators of a rank, which does not run any more."""
         self._states[rank] = _states()
 
 
@@ -591,6 +591,6 @@ def _restore(states: tuple[torch.Tensor, list[torch.Tensor]]) -> None:
 
 
 def _of_gpus() -> tuple[torch.Generator, ...]:
-    """Return those that can be asked: none while a graph is captured, where nobody draws."""
+    """Returns those that can be asked: none while a graph is captured, where nobody draws."""
     is_idle = torch.cuda.is_initialized() and not torch.cuda.is_current_stream_capturing()
     return torch.cuda.default_generators if is_idle else ()

@@ -48,7 +48,7 @@ class LibraryRow:
     runs_on_cpu: bool = True
 
     def define(self, inputs: Sequence[Tensor]) -> FusionDefinition:
-        """Return the definition for inputs like these."""
+        """Returns the definition for inputs like these."""
         with FusionDefinition() as fd:
             made = self.build(fd, *(fd.from_pytorch(t) for t in inputs))
             for out in made if isinstance(made, tuple) else (made,):

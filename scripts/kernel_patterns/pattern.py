@@ -55,7 +55,7 @@ class Dropout:
         return (out - kept).abs() < (out - dropped).abs()
 
     def sigmas(self, inputs: Sequence[torch.Tensor], mask: torch.Tensor) -> float:
-        """Return how many standard deviations the number of kept elements is from the expected,
+        """Returns how many standard deviations the number of kept elements is from the expected,
         among those at which the ends differ by far more than is rounded."""
         dropped, kept = self.ends(*inputs)
         clear = (kept - dropped).abs() > 0.25
@@ -66,7 +66,7 @@ class Dropout:
 
 
 def wide(x: torch.Tensor) -> torch.Tensor:
-    """Convert to float32, in which kernels compute; float64 stays, so that a form of torch's given
+    """Converts to float32, in which kernels compute; float64 stays, so that a form of torch's given
     such inputs is its own reference."""
     return x if x.dtype is torch.float64 else x.float()
 
@@ -82,7 +82,7 @@ def as_tuple(result: Any) -> tuple[torch.Tensor, ...]:
 def define(
     build: Callable[..., Any], operands: Sequence[Operand], *, known: int = 0
 ) -> FusionDefinition:
-    """Define a fusion with symbolic extents of these ranks; the first `known` are constants."""
+    """Defines a fusion with symbolic extents of these ranks; the first `known` are constants."""
     with FusionDefinition() as fd:
         tensors = [
             fd.define_tensor(
@@ -119,18 +119,18 @@ class Pattern:
     def random(
         self, m: int, n: int, dtype: torch.dtype, *, device: str = "cuda"
     ) -> tuple[torch.Tensor, ...]:
-        """Return one set of inputs."""
+        """Returns one set of inputs."""
         return tuple(o.make(device) for o in self.operands(m, n, dtype))
 
     def nbytes(self, m: int, n: int, dtype: torch.dtype) -> int:
-        """Return the minimal bytes: each input read once, each output written once."""
+        """Returns the minimal bytes: each input read once, each output written once."""
         inputs = self.random(m, n, dtype, device="meta")
         return sum(t.numel() * t.itemsize for t in (*inputs, *as_tuple(self.peer(*inputs))))
 
     def errors(
         self, inputs: Sequence[torch.Tensor], outs: Sequence[torch.Tensor]
     ) -> tuple[list[float], float]:
-        """Return the relative error of each output to torch in float64 of the same inputs; and, of
+        """Returns the relative error of each output to torch in float64 of the same inputs; and, of
         dropout, by how many standard deviations the number of kept elements is off, else 0."""
         exact, sigmas = in_double(inputs), 0.0
         if self.dropout is None:
@@ -144,7 +144,7 @@ class Pattern:
 
 
 def relative_error(ours: torch.Tensor, theirs: torch.Tensor) -> float:
-    """Return the norm of the difference over that of what is expected.
+    """Returns the norm of the difference over that of what is expected.
 
     Raises:
         ValueError: the shapes differ.

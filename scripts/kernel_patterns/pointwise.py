@@ -120,7 +120,7 @@ HEAD = 128
 
 
 def rope(fd: FusionDefinition, q: Any, k: Any, c: Any, s: Any) -> Any:
-    """Rotate halves of heads, of queries and of a quarter as many keys."""
+    """Rotates halves of heads, of queries and of a quarter as many keys."""
     ops = fd.ops
     cos, sin = (ops.broadcast(as_float(fd, t), [True, True, False, False]) for t in (c, s))
 
@@ -155,7 +155,7 @@ def _rope_operands(m: int, n: int, dtype: torch.dtype) -> tuple[Operand, ...]:
 
 # ------------------------------------------------------------------ dropout
 def dropped_out(fd: FusionDefinition, x: Any) -> Any:
-    """Scale what is kept. With a seed of its own, so that a graph can hold it."""
+    """Scales what is kept. With a seed of its own, so that a graph can hold it."""
     ops = fd.ops
     sizes = [x.size(i) for i in range(x.ndim)]
     drawn = ops.uniform(0.0, 1.0, sizes, rng_seed=20, rng_offset=0, dtype=DataType.Float)

@@ -17,7 +17,7 @@ NAME = "quack"
 
 
 def _from(module: str) -> Any:
-    """Return a module of QuACK's; its package has functions of the same names."""
+    """Returns a module of QuACK's; its package has functions of the same names."""
     return importlib.import_module(f"quack.{module}")
 
 

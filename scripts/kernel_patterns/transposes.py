@@ -24,7 +24,7 @@ HEADS, HEAD = 4, 128
 
 
 def _in_rows(fd: FusionDefinition, x: Any, rank: int = 2) -> Any:
-    """Declare that a result lies in the order of its axes: else it follows its operand."""
+    """Declares that a result lies in the order of its axes: else it follows its operand."""
     return fd.ops.stride_order(x, [*reversed(range(rank))])
 
 

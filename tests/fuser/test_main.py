@@ -19,7 +19,7 @@ SECTIONS = ["versions", "devices", "compilers", "cache", "memory", "options", "l
 
 
 def run(*command: str, **env: str) -> str:
-    """Run Python with no option but these; return what it prints."""
+    """Runs Python with no option but these; returns what it prints."""
     kept = {k: v for k, v in os.environ.items() if "FUSER_" not in k}
     done = subprocess.run(
         command,

@@ -30,7 +30,7 @@ def check_run(
     late: str | int | None = None,
     exact: bool = False,
 ) -> None:
-    """Make calls with one evaluator per rank, and compare outputs and inputs with what they mean.
+    """Makes calls with one evaluator per rank, and compare outputs and inputs with what they mean.
 
     A call has every rank's shards. `exact`: bit by bit."""
     meant = [interpret(program, call, number_of_streams=streams) for call in calls]
@@ -70,7 +70,7 @@ def check_run(
 
 
 def differing(got: torch.Tensor, want: torch.Tensor, *, exact: bool) -> str | None:
-    """Return how two results differ, None where they are alike."""
+    """Returns how two results differ, None where they are alike."""
     if got.dtype is not want.dtype or got.shape != want.shape:
         return f"{got.dtype} {tuple(got.shape)}, expected {want.dtype} {tuple(want.shape)}"
     if got.dtype.is_floating_point and not exact:

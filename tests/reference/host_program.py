@@ -84,7 +84,7 @@ class Run:
 def interpret(
     program: HostIrContainer, by_rank: Sequence[Sequence[Argument]], *, number_of_streams: int = 4
 ) -> list[Run]:
-    """Run the program on ranks 0, 1, ..., given each one's shards; the inputs are not written.
+    """Runs the program on ranks 0, 1, ..., given each one's shards; the inputs are not written.
 
     Raises `MeaninglessError`.
     """
@@ -107,7 +107,7 @@ _DONE = object()
 
 
 def _sizes(program: HostIrContainer, by_rank: Sequence[Sequence[Argument]]) -> Values:
-    """Return the value of every symbol, each from a rank that has a shard of the input."""
+    """Returns the value of every symbol, each from a rank that has a shard of the input."""
     given: list[Argument] = []
     for i, declared in enumerate(program.inputs):
         mesh = declared.mesh if isinstance(declared, TensorView) else None
@@ -117,7 +117,7 @@ def _sizes(program: HostIrContainer, by_rank: Sequence[Sequence[Argument]]) -> V
 
 # ------------------------------------------------------------------ memory
 def _fill(tensor: Tensor, value: float | None = None) -> None:
-    """Fill memory with a value, or with poison: NaN, or a number that no test expects."""
+    """Fills memory with a value, or with poison: NaN, or a number that no test expects."""
     memory = _stored(tensor, tensor)
     if value is None:
         is_number = memory.dtype.is_floating_point or memory.dtype.is_complex
@@ -126,7 +126,7 @@ def _fill(tensor: Tensor, value: float | None = None) -> None:
 
 
 def _stored(tensor: Tensor, like: Tensor) -> Tensor:
-    """Return one element along each axis of which the memory of `like` has one for all."""
+    """Returns one element along each axis of which the memory of `like` has one for all."""
     for axis, (n, step) in enumerate(zip(like.shape, like.stride(), strict=True)):
         if n > 1 and step == 0:
             tensor = tensor.narrow(axis, 0, 1)
@@ -140,7 +140,7 @@ def _write(out: Tensor, value: Tensor) -> None:
 
 
 def _in_order(tv: TensorView, tensor: Tensor) -> Tensor:
-    """Return a shard with its axes in the order of memory: as it travels between ranks."""
+    """Returns a shard with its axes in the order of memory: as it travels between ranks."""
     order = ops.AxisOrder.of(tv)
     for axis in order.expanded:
         tensor = tensor.narrow(axis, 0, min(1, tensor.shape[axis]))
@@ -183,7 +183,7 @@ class _Network:
     def take(
         self, keys: Sequence[object], reader: int, then: Callable[[list[Tensor | None]], None]
     ) -> _Pending:
-        """Return what ends, with `then`, when the reader's next part is in each of the boxes."""
+        """Returns what ends, with `then`, when the reader's next part is in each of the boxes."""
         places = [self._taken.get((key, reader), 0) for key in keys]
         self._taken.update({(key, reader): n + 1 for key, n in zip(keys, places, strict=True)})
 
@@ -213,7 +213,7 @@ class _Kernels:
         self._local: dict[tuple[object, Block | None], Fusion] = {}
 
     def _fusion(self, op: Op, block: Block | None) -> Fusion:
-        """Return what one step computes of its block, or (None) an op of whole shards."""
+        """Returns what one step computes of its block, or (None) an op of whole shards."""
         key = op.group if isinstance(op, ops.LaunchKernel) else op, block
         if key in self._local:
             return self._local[key]
@@ -234,7 +234,7 @@ class _Kernels:
     def compute(
         self, op: Op, given: Sequence[Tensor], outs: Sequence[Tensor | None], values: Values
     ) -> list[Tensor]:
-        """Return the results, given the operands and the places that results have."""
+        """Returns the results, given the operands and the places that results have."""
         if not isinstance(op, VIEW_OPS):
             given = [_wide(t) for t in given]
         if isinstance(op, TensorOp) and not isinstance(op, _SIZED):
@@ -266,20 +266,20 @@ def _evaluated(op: TensorOp, known: dict[TensorView, Tensor], values: Values) ->
 
 
 def _rounded(value: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return a result as its type holds it: of one and two bytes it is rounded at once."""
+    """Returns a result as its type holds it: of one and two bytes it is rounded at once."""
     is_narrow = dtype.is_floating_point and dtype.itemsize < 4
     return value.to(dtype).to(value.dtype) if is_narrow else value
 
 
 def _wide(tensor: Tensor) -> Tensor:
-    """Return what is computed with: floats of 64 bits, rounded where memory holds a result."""
+    """Returns what is computed with: floats of 64 bits, rounded where memory holds a result."""
     if tensor.is_complex():
         return tensor.to(torch.complex128)
     return tensor.double() if tensor.is_floating_point() else tensor
 
 
 def _fitted(tv: TensorView, tensor: Tensor, values: Values) -> Tensor | None:
-    """Return a tensor with the axes of `tv`, where a step may lack those of one element; None for
+    """Returns a tensor with the axes of `tv`, where a step may lack those of one element; None for
     another shape."""
     shape = [_int(tv.fusion, a.size, values) for a in tv.domain.no_reductions]
     if [n for n in shape if n != 1] != [n for n in tensor.shape if n != 1]:
@@ -343,7 +343,7 @@ class _Rank:
         return tv.mesh is None or tv.mesh.has(self.rank)
 
     def read(self, tv: TensorView) -> Tensor:
-        """Return the memory that a name means."""
+        """Returns the memory that a name means."""
         if tv not in self.names:
             raise MeaninglessError(f"rank {self.rank}: {tv} has no buffer")
         if _storage(self.names[tv]) in self.dead:
@@ -354,7 +354,7 @@ class _Rank:
         return _int(self.program.values, x, self.values)
 
     def fresh(self, tv: TensorView, step: Scalar | None = None) -> Tensor:
-        """Return new memory for the local shard, or for a step's block of it: poison."""
+        """Returns new memory for the local shard, or for a step's block of it: poison."""
         shape = [self.number(n) for n in local_extents(tv)]
         for axis in stream_axes(tv) if step is not None else ():
             n = shape[axis.position]
@@ -367,7 +367,7 @@ class _Rank:
         return made.expand(shape)
 
     def put(self, tv: TensorView, value: Tensor, *, is_view: bool = False) -> None:
-        """Let a result have its value: in its place, or as a new name."""
+        """Lets a result have its value: in its place, or as a new name."""
         if tv in self.placed:
             _write(self.read(tv), value)
             return
@@ -423,7 +423,7 @@ class _Rank:
                     self.local(op)
 
     def local(self, op: Op) -> None:
-        """Carry out what concerns this rank alone."""
+        """Carries out what concerns this rank alone."""
         match op:
             case ops.Allocate():
                 self.names[op.buffer] = self.fresh(op.buffer, op.stream_index)
@@ -554,7 +554,7 @@ class _Rank:
         part: Tensor | None,
         then: Callable[[list[Tensor | None]], None],
     ) -> _Pending:
-        """Post a part to all members of a team; `then` gets everybody's."""
+        """Posts a part to all members of a team; `then` gets everybody's."""
         self.network.post((team, self.rank), kind, part)
         return self.network.take([(team, member) for member in team], self.rank, then)
 
@@ -587,7 +587,7 @@ class _Rank:
         del self.flight[number]
 
     def posted(self, op: Op) -> list[_Pending]:
-        """Post this rank's part: what it sends as it is now, and poison in what it receives."""
+        """Posts this rank's part: what it sends as it is now, and poison in what it receives."""
         match op:
             case ops.P2PCommunication():
                 peer = self.number(op.peer)
@@ -645,7 +645,7 @@ class _Rank:
 
 
 def _collected(op: ops.Communication, posted: list[Tensor], place: int) -> Tensor:
-    """Return what the member at `place` of a team receives, given the parts that were posted."""
+    """Returns what the member at `place` of a team receives, given the parts that were posted."""
     size = op.team.size
     match op.type:
         case "Allgather" | "Gather":
@@ -665,8 +665,8 @@ def _collected(op: ops.Communication, posted: list[Tensor], place: int) -> Tenso
 
 
 def _chunk(size: int, index: int, count: int) -> tuple[int, int]:
-    """Return (start, length) of one of `count` equal chunks, rounded up: the last ones may be short
-    or empty."""
+    """Returns (start, length) of one of `count` equal chunks, rounded up: the last ones may be
+    short or empty."""
     full = -(-size // count)
     start = min(index * full, size)
     return start, min(full, size - start)

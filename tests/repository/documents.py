@@ -53,7 +53,7 @@ class Block:
 
 
 def blocks(page: str) -> Iterator[Block]:
-    """Yield the blocks of a page, in order."""
+    """Yields the blocks of a page, in order."""
     text = (ROOT / page).read_text()
     for found in _BLOCK.finditer(text):
         before = text[: found.start()]
@@ -71,19 +71,19 @@ def blocks(page: str) -> Iterator[Block]:
 
 
 def first_program() -> str:
-    """Return the program that README's commands call first.py."""
+    """Returns the program that README's commands call first.py."""
     return next(b.text for b in blocks("README.md") if b.section == "A first program")
 
 
 def make_folder(folder: Path) -> None:
-    """Make a folder what a reader has: the tree, and the first program."""
+    """Makes a folder what a reader has: the tree, and the first program."""
     for name in ("examples", "scripts"):
         (folder / name).symlink_to(ROOT / name)
     (folder / "first.py").write_text(first_program())
 
 
 def run_python(block: Block, names: dict[str, Any]) -> str:
-    """Run a program in a namespace; returns what it prints."""
+    """Runs a program in a namespace; returns what it prints."""
     printed = io.StringIO()
     # As far down as in the page, for the lines of errors.
     code = compile("\n" * block.line + block.text, block.page, "exec")
@@ -93,7 +93,7 @@ def run_python(block: Block, names: dict[str, Any]) -> str:
 
 
 def run_commands(block: Block, folder: Path) -> Iterator[tuple[str, str]]:
-    """Run commands one after the other in a folder; yields each with what it prints."""
+    """Runs commands one after the other in a folder; yields each with what it prints."""
     for line in block.text.replace("\\\n", "").splitlines():
         code, printed = _run_line(line, folder)
         expected = re.search(r"# exit code (\d)", line)
@@ -103,7 +103,7 @@ def run_commands(block: Block, folder: Path) -> Iterator[tuple[str, str]]:
 
 
 def _run_line(line: str, folder: Path) -> tuple[int, str]:
-    """Run one command; `python -m hostir` runs here, which saves the start of an interpreter."""
+    """Runs one command; `python -m hostir` runs here, which saves the start of an interpreter."""
     command = re.sub(r"(?<!\S)(\.venv/bin/)?python(?= )", sys.executable, line)
     command = re.sub(r"(?<!\S)(\.venv/bin/)?mpirun(?= )", str(MPIRUN), command)
     start = f"{sys.executable} -m hostir "

@@ -101,7 +101,7 @@ def section(title: str) -> str:
 
 
 def insert(file: Path, anchor: str, text: str) -> None:
-    """Put text behind the only line that has the anchor, as far to the right."""
+    """Puts text behind the only line that has the anchor, as far to the right."""
     lines = file.read_text().split("\n")
     (at,) = [i for i, line in enumerate(lines) if anchor in line]
     indent = re.match(r" *", lines[at])
@@ -136,7 +136,7 @@ def run(tree: Path, *command: str, settings: Mapping[str, str] | None = None) ->
 
 
 def perform(tree: Path, title: str) -> str:
-    """Do the steps of a section; returns what its last command prints."""
+    """Does the steps of a section; returns what its last command prints."""
     text = section(title)
     edits, files, (commands,) = _EDIT.findall(text), _FILE.findall(text), _COMMANDS.findall(text)
     assert len(edits) + len(files) + 1 == text.count("```") / 2, "each block is a step"

@@ -57,13 +57,13 @@ def test_traced_linear(
 
 
 def listing() -> list[str]:
-    """Return the README's listing of this program, without its comments."""
+    """Returns the README's listing of this program, without its comments."""
     (block,) = re.findall(r"```text\n(  T3\[istream.*?)```", README.read_text(), re.DOTALL)
     return [re.split(r"(?<=\S)  +", line)[0] for line in block.splitlines()]
 
 
 def statements(text: str) -> list[str]:
-    """Return the ops of a program, each in one line with the indentation that it has."""
+    """Returns the ops of a program, each in one line with the indentation that it has."""
     found: list[str] = []
     for line in text.partition(" :\n")[2].partition("\n}")[0].splitlines():
         opened = sum(found[-1].count(o) - found[-1].count(c) for o, c in PAIRS) if found else 0
@@ -78,7 +78,7 @@ PAIRS = ("()", "{}", "[]")
 
 
 def pattern(line: str) -> str:
-    """Return what matches the statement that the README shows: types, sizes and backends aside."""
+    """Returns what matches the statement that the README shows: types, sizes and backends aside."""
 
     def tensor(found: re.Match[str]) -> str:
         axes = r"[^\]]*" if found[2] is None else re.escape(found[2]).replace(r"\.\.\.", r"[^\]]*")

@@ -10,14 +10,14 @@ _MARK = re.compile(r'mark\.finding\(\s*"([^"]+)"')
 
 
 def _rows() -> dict[str, str]:
-    """Return what holds each fault of `findings.md`, by the fault's id."""
+    """Returns what holds each fault of `findings.md`, by the fault's id."""
     lines = (ROOT / "tests" / "findings.md").read_text().splitlines()
     cells = [[c.strip() for c in line.strip("|").split("|")] for line in lines if line[:1] == "|"]
     return {row[0]: row[2] for row in cells[2:]}
 
 
 def _marked() -> set[str]:
-    """Return the ids that tests are marked with."""
+    """Returns the ids that tests are marked with."""
     files = (ROOT / "tests").rglob("test_*.py")
     return {name for file in files for name in _MARK.findall(file.read_text())}
 

@@ -17,7 +17,7 @@ REPOSITORY = Path(__file__).resolve().parents[2]
 
 
 def lint_imports(folder: Path) -> subprocess.CompletedProcess[str]:
-    """Check the contracts of .importlinter on the packages of a folder."""
+    """Checks the contracts of .importlinter on the packages of a folder."""
     return subprocess.run(
         [
             *(sys.executable, "-c"),

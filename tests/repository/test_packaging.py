@@ -70,7 +70,7 @@ def test_mpi_pytest_is_no_dependency(project: dict[str, Any]) -> None:
 
 
 def build(kind: str, tmp_path: Path, files: Sequence[str], folders: Sequence[str]) -> Path:
-    """Build a `wheel` or `sdist` from a copy of these files and folders; return its path."""
+    """Builds a `wheel` or `sdist` from a copy of these files and folders; returns its path."""
     pytest.importorskip("setuptools", minversion="77")
     tree = tmp_path / "tree"
     tree.mkdir()

@@ -25,7 +25,7 @@ OBJECTS = {"a tensor": "tv", "a scalar": "scalar", "fuser.schedule": "fd.sched"}
 
 
 def table(title: str) -> list[list[str]]:
-    """Return the rows of the table of a section."""
+    """Returns the rows of the table of a section."""
     (section,) = re.findall(rf"^## {title}\n(.*?)(?=^## |\Z)", PAGE, re.DOTALL | re.MULTILINE)
     rows = re.findall(r"^\| (.*) \|$", section, re.MULTILINE)
     return [re.split(r"(?<!\\) \| ", row) for row in rows[1:] if not row.startswith("---")]

@@ -24,7 +24,7 @@ MAX_MODULES, MAX_IN_FOLDER, SMALL = 290, 25, 60
 
 @cache
 def modules() -> dict[str, Path]:
-    """Return the modules of the three packages by dotted name."""
+    """Returns the modules of the three packages by dotted name."""
     found: dict[str, Path] = {}
     for package in PACKAGES:
         for path in sorted((ROOT / package).rglob("*.py")):
@@ -39,7 +39,7 @@ def tree(module: str) -> ast.Module:
 
 
 def imports(source: ast.AST, known: Set[str]) -> Iterator[str]:
-    """Yield the modules that a source imports: at its top, in functions and for types alone."""
+    """Yields the modules that a source imports: at its top, in functions and for types alone."""
     for node in ast.walk(source):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
@@ -50,7 +50,7 @@ def imports(source: ast.AST, known: Set[str]) -> Iterator[str]:
 
 
 def importers() -> dict[str, set[str]]:
-    """Return, for each module, the modules that import it."""
+    """Returns, for each module, the modules that import it."""
     known = modules().keys()
     found: dict[str, set[str]] = defaultdict(set)
     for module in known:
@@ -61,7 +61,7 @@ def importers() -> dict[str, set[str]]:
 
 
 def circles(edges: Mapping[str, Set[str]]) -> list[list[str]]:
-    """Return the sets of modules that import one another, each sorted (Tarjan's algorithm)."""
+    """Returns the sets of modules that import one another, each sorted (Tarjan's algorithm)."""
     number: dict[str, int] = {}
     low: dict[str, int] = {}
     stack: list[str] = []
@@ -149,7 +149,7 @@ def test_a_class_name_stands_in_one_module() -> None:
 
 
 def tables_of_host_ops(source: ast.AST) -> list[int]:
-    """Return the lines of dict literals with two or more classes of host ops as keys."""
+    """Returns the lines of dict literals with two or more classes of host ops as keys."""
     classes = {cls.__name__ for cls in HOST_OPS}
     return [
         node.lineno
@@ -200,7 +200,7 @@ _ALLOWED = {"fuser.ops.rows", *(f"multidevice.transports.{name}" for name in _CA
 
 
 def named_collective(node: ast.AST | None) -> Collective | None:
-    """Return the row whose name, or the name of its method or constant, a literal is."""
+    """Returns the row whose name, or the name of its method or constant, a literal is."""
     if isinstance(node, ast.Constant) and isinstance(node.value, str):
         return _NAMES.get(node.value)
     if isinstance(node, ast.Name):
@@ -209,7 +209,7 @@ def named_collective(node: ast.AST | None) -> Collective | None:
 
 
 def collective_tables(source: ast.AST) -> list[tuple[int, list[str]]]:
-    """Return line and collectives of each dict, tuple, list or set that has two or more, and of
+    """Returns line and collectives of each dict, tuple, list or sets that has two or more, and of
     each function that compares something with two or more."""
     found: dict[int, set[Collective | None]] = defaultdict(set)
     for node in ast.walk(source):
@@ -271,7 +271,7 @@ READ_REGIONS = {
 
 
 def readers_of_regions(source: ast.AST, inside: str = "") -> Iterator[str]:
-    """Yield the innermost function around each use of a region."""
+    """Yields the innermost function around each use of a region."""
     for node in ast.iter_child_nodes(source):
         name = node.name if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) else inside
         if isinstance(node, ast.Attribute) and node.attr in REGIONS:

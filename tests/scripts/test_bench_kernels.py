@@ -33,7 +33,8 @@ def named(value: object) -> str:
 
 
 def check(name: str, dtype: torch.dtype, options: list[str]) -> None:
-    """Compare with torch in float64; torch in the cell's own dtype must agree with that as well."""
+    """Compares with torch in float64; torch in the cell's own dtype must agree with that as
+    well."""
     torch.manual_seed(0)
     pattern = PATTERNS[name]
     inputs = pattern.random(M, N, dtype, device="cpu")

@@ -45,7 +45,7 @@ def overlap_time(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
 
 
 def rows_of(tmp_path: Path, program: Path, *args: str) -> list[dict[str, Any]]:
-    """Run a job of two CPU ranks; return the rows of its file."""
+    """Runs a job of two CPU ranks; returns the rows of its file."""
     file = tmp_path / "rows.jsonl"
     job = run_job("mpirun", 2, str(program), "--cpu", "--json", str(file), *args)
     assert job.code == 0, job.text

@@ -35,7 +35,7 @@ def attend(
     scale: float | None = None,
     kept: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return output and log_sumexp of float64 operands, element by element of the definition."""
+    """Returns output and log_sumexp of float64 operands, element by element of the definition."""
     query, key, value = operands
     scores = torch.einsum("...le,...se->...ls", query, key)
     scores = scores * (1 / math.sqrt(query.shape[-1]) if scale is None else scale)
@@ -74,7 +74,7 @@ def define(
     place: Callable[[dict[str, TensorView]], None] = lambda tensors: None,
     **named: object,
 ) -> FusionDefinition:
-    """Define output, log_sumexp, seed and offset of query, key, value; and, of a gradient that
+    """Defines output, log_sumexp, seed and offset of query, key, value; and, of a gradient that
     follows them, their gradients."""
     with FusionDefinition() as fd:
         names = ("query", "key", "value", *(("grad",) if backward else ()))
@@ -97,7 +97,7 @@ def define(
 
 
 def check(got: Tensors, expected: Tensors, dtype: DataType) -> None:
-    """Compare output, log_sumexp and gradients; the seed and offset of a run without dropout are
+    """Compares output, log_sumexp and gradients; the seed and offset of a run without dropout are
     0."""
     assert got[0].dtype == to_torch(dtype) and got[1].dtype == torch.float32
     for t, shape in zip(got[2:4], ((2,), ()), strict=True):

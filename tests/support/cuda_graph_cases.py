@@ -147,7 +147,7 @@ def defined(case: Case) -> FusionDefinition:
 
 
 def check(case: Case, inputs: Inputs, outputs: list[torch.Tensor]) -> None:
-    """Compare outputs with torch's in float64."""
+    """Compares outputs with torch's in float64."""
     wide = [v.double().cpu() if isinstance(v, torch.Tensor) else v for v in inputs]
     wanted = case.meaning(*wide)
     assert len(outputs) == len(wanted)
@@ -161,7 +161,8 @@ IN_PLACE = Case(_in_place, lambda d: _randn(d, (8, 8), (8, 8)), _in_place_meanin
 
 
 def repeat(fd: FusionDefinition, case: Case, device: torch.device, runs: int = 40) -> list[str]:
-    """Run on old and new tensors in turns, while some results are held; return what is captured."""
+    """Runs on old and new tensors in turns, while some results are held; returns what is
+    captured."""
     held: list[tuple[torch.Tensor, torch.Tensor]] = []
     steady = case.make(device)
     for k in range(runs):

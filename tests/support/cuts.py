@@ -21,7 +21,7 @@ def cut(tv: TensorView, axis: int, mesh: DeviceMesh, ptype: ParallelType = X) ->
 
 
 def shards(whole: torch.Tensor, like: torch.Tensor, rank: int, count: int) -> torch.Tensor:
-    """Return the block that a rank has of a whole, of which it holds such a part."""
+    """Returns the block that a rank has of a whole, of which it holds such a part."""
     for axis, (n, mine) in enumerate(zip(whole.shape, like.shape, strict=True)):
         if n != mine:
             whole = whole.narrow(axis, rank * mine, mine)

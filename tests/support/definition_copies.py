@@ -12,7 +12,7 @@ from fuser.ir.canonical_form import form_of
 
 
 def defined_by(text: str) -> FusionDefinition:
-    """Return the definition that a text makes; it has no names but these two."""
+    """Returns the definition that a text makes; it has no names but these two."""
     names: dict[str, Any] = {"FusionDefinition": FusionDefinition, "DataType": DataType}
     exec(compile(text, "<repr>", "exec"), names)
     with FusionDefinition() as fd:
@@ -21,7 +21,7 @@ def defined_by(text: str) -> FusionDefinition:
 
 
 def again(fd: FusionDefinition) -> FusionDefinition:
-    """Return what the text of a definition makes; it is equal, and so is its text."""
+    """Returns what the text of a definition makes; it is equal, and so is its text."""
     text = repr(fd)
     made = defined_by(text)
     assert repr(made) == text
@@ -36,7 +36,7 @@ def _difference(a: FusionDefinition, b: FusionDefinition) -> str:
 
 
 def assert_same(found: list[torch.Tensor], expected: list[torch.Tensor]) -> None:
-    """Require equal values, in every bit, and equal strides."""
+    """Requires equal values, in every bit, and equal strides."""
     assert len(found) == len(expected), f"{len(found)} tensors, expected {len(expected)}"
     for a, b in zip(found, expected, strict=True):
         kinds = [(t.dtype, tuple(t.shape), t.stride()) for t in (a, b)]

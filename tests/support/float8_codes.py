@@ -36,7 +36,7 @@ OTHERS = {
 def run(
     build: Callable[..., Any], *inputs: Tensor, options: Sequence[str] = ("checked",)
 ) -> list[Tensor]:
-    """Define, run as written and from its own text, and return the results of the latter."""
+    """Defines, run as written and from its own text, and returns the results of the latter."""
     with FusionDefinition() as fd:
         made = build(*map(fd.from_pytorch, inputs))
         for tv in made if isinstance(made, list | tuple) else [made]:
@@ -54,7 +54,7 @@ def codes(dtype: DataType) -> Tensor:
 
 
 def check(out: Tensor, expected: Tensor) -> None:
-    """Compare every element as a number; NaN is NaN."""
+    """Compares every element as a number; NaN is NaN."""
     assert out.dtype is expected.dtype and out.shape == expected.shape
     if out.dtype.is_floating_point:
         out, expected = out.double(), expected.double()

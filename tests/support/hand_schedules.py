@@ -39,7 +39,7 @@ def new_input(
     contiguity: bool | Sequence[bool | None] = True,
     order: Sequence[int] | None = None,
 ) -> TensorView:
-    """Add an input: 1 is a broadcast axis, -1 a symbol, another number a constant extent.
+    """Adds an input: 1 is a broadcast axis, -1 a symbol, another number a constant extent.
 
     `order` lists the logical axes from the outermost in memory to the innermost.
     """
@@ -62,7 +62,7 @@ def new_input(
 
 
 def define(build: Build, *inputs: Sequence[int], dtype: DataType = DataType.Float) -> Fusion:
-    """Return the fusion of `build(*inputs)`; its results are the outputs."""
+    """Returns the fusion of `build(*inputs)`; its results are the outputs."""
     fusion = Fusion()
     with FusionGuard(fusion):
         results = build(*(new_input(fusion, s, dtype) for s in inputs))
@@ -72,7 +72,7 @@ def define(build: Build, *inputs: Sequence[int], dtype: DataType = DataType.Floa
 
 
 def parallelize(tv: TensorView, *types: ParallelType | None) -> None:
-    """Give the loop axes their types, position by position (None: serial)."""
+    """Gives the loop axes their types, position by position (None: serial)."""
     for k, ptype in enumerate(types):
         if ptype is not None:
             tv.axis(k).parallelize(ptype)
@@ -96,7 +96,7 @@ def launch(
     checked: bool = True,
     compiled: CompiledKernel | None = None,
 ) -> list[torch.Tensor]:
-    """Run a kernel on the CPU; outputs start as a pattern that no result has."""
+    """Runs a kernel on the CPU; outputs start as a pattern that no result has."""
     values = dict(bind_inputs(fusion, inputs))
     outputs = []
     for tv in fusion.outputs:
@@ -155,7 +155,7 @@ def check(
     rtol: float = 2e-5,
     checked: bool = True,
 ) -> Kernel:
-    """Lower, run in checked mode, and compare with torch in float64."""
+    """Lowers, run in checked mode, and compare with torch in float64."""
     kernel = lower(fusion, index=index, device=device)
     LOWERED.append(kernel)
     compare(fusion, kernel, inputs, launch(fusion, kernel, inputs, checked=checked), rtol=rtol)
@@ -170,7 +170,7 @@ def compare(
     *,
     rtol: float = 2e-5,
 ) -> None:
-    """Compare a kernel's outputs with torch in float64; a failure shows the kernel."""
+    """Compares a kernel's outputs with torch in float64; a failure shows the kernel."""
     expected = evaluate_fusion(fusion, list(inputs), dtype=torch.float64)
     for tv, found, want in zip(fusion.outputs, outputs, expected, strict=True):
         tolerance = {torch.bfloat16: 1e-2, torch.float16: 2e-3}.get(found.dtype, rtol)

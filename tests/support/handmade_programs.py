@@ -91,7 +91,7 @@ def run_here(
     device: str = "cpu",
     reference: bool = False,
 ) -> None:
-    """Run several times on fresh data with one evaluator; compare this rank's outputs."""
+    """Runs several times on fresh data with one evaluator; compares this rank's outputs."""
     evaluator = HostIrEvaluator(
         program, communicator, late_stream=late, number_of_streams=example.streams
     )
@@ -127,7 +127,7 @@ def _shard(x: torch.Tensor, declared: object, rank: int) -> torch.Tensor:
 
 
 def run_simulated(example: Example, program: HostIrContainer, **options: Any) -> None:
-    """Run on simulated ranks; on one, without a communicator."""
+    """Runs on simulated ranks; on one, without a communicator."""
     if example.ranks == 1:
         run_here(example, program, None, **options)
         return
@@ -137,14 +137,14 @@ def run_simulated(example: Example, program: HostIrContainer, **options: Any) ->
 
 # ------------------------------------------------------------------ parts of programs
 def enter_streams(hic: HostIrContainer, count: Scalar | int) -> None:
-    """Let the first `count` streams wait for the caller's."""
+    """Lets the first `count` streams wait for the caller's."""
     hic.append(GetCurrentStream(ENTRY))
     with hic.loop(count) as i:
         hic.append(SetCurrentStream(Stream(i)), Synchronize(ENTRY))
 
 
 def leave_streams(hic: HostIrContainer, count: Scalar | int) -> None:
-    """Let the caller's stream wait for the first `count` ones."""
+    """Lets the caller's stream wait for the first `count` ones."""
     hic.append(SetCurrentStream(ENTRY))
     with hic.loop(count) as i:
         hic.append(Synchronize(Stream(i)))
@@ -164,7 +164,7 @@ def switching(*after: Op) -> HostIrContainer:
 
 
 def unit(define: Callable[..., object], *ranks: int) -> Fusion:
-    """Return a fusion of symbolic tensors of these ranks."""
+    """Returns a fusion of symbolic tensors of these ranks."""
     fusion = Fusion()
     with FusionGuard(fusion):
         inputs = [define_tensor([-1] * n, contiguity=True) for n in ranks]
@@ -330,7 +330,7 @@ def _team(ranks: int) -> tuple[DeviceMesh, TeamOf]:
 
 
 def _cut(tv: TensorView, axis: int) -> TensorView:
-    """Shard an axis of a tensor with a mesh."""
+    """Shards an axis of a tensor with a mesh."""
     assert tv.mesh is not None
     tv.outer_split(axis, tv.mesh.size)
     tv.axis(axis).parallelize(ParallelType.mesh_x)

@@ -54,12 +54,12 @@ class Case:
 
 
 def build(case: Case) -> HostIrContainer:
-    """Return the host program of a case, through the whole compiler."""
+    """Returns the host program of a case, through the whole compiler."""
     return build_for(case.fusion(), case.inputs())
 
 
 def build_for(user: Fusion, inputs: Sequence[torch.Tensor | float]) -> HostIrContainer:
-    """Return the host program of a fusion for global inputs like these."""
+    """Returns the host program of a fusion for global inputs like these."""
     sizes = {s: int(v) for s, v in bind_inputs(user, inputs).items() if isinstance(v, int)}
     fusion, _ = concretize(user, sizes)
     fusion_passes.run_passes(fusion)
@@ -82,12 +82,12 @@ def assert_clean(program: HostIrContainer, inputs: Sequence[torch.Tensor | float
 
 
 def expected(case: Case) -> list[torch.Tensor]:
-    """Return the outputs in float64, from torch alone."""
+    """Returns the outputs in float64, from torch alone."""
     return evaluate_fusion(case.fusion(), case.inputs(), dtype=torch.float64)
 
 
 def check(program: HostIrContainer, case: Case, *, atol: float = 1e-5) -> None:
-    """Run on simulated ranks and compare every output with torch float64."""
+    """Runs on simulated ranks and compares every output with torch float64."""
     by_rank = run_simulated(program, case.inputs(), ranks=case.ranks)
     visible = [o for o in program.outputs if not program.values.is_hidden(o)]
     for i, (out, want) in enumerate(zip(visible, expected(case), strict=True)):
@@ -99,7 +99,7 @@ def check(program: HostIrContainer, case: Case, *, atol: float = 1e-5) -> None:
 
 
 def tensor(*shape: int, mesh: list[int] | None = None, cut: int | None = None) -> TensorView:
-    """Define a contiguous input; `cut` shards that axis along mesh_x."""
+    """Defines a contiguous input; `cut` shards that axis along mesh_x."""
     tv = define_tensor(list(shape), contiguity=True)
     tv.fusion.add_input(tv)
     if mesh is not None and cut is not None:
@@ -110,7 +110,7 @@ def tensor(*shape: int, mesh: list[int] | None = None, cut: int | None = None) -
 
 
 def shard(value: object, axis: int, mesh: list[int]) -> TensorView:
-    """Annotate a tensor: cut along mesh_x at `axis`."""
+    """Annotates a tensor: cut along mesh_x at `axis`."""
     tv = cast("TensorView", value)
     tv.set_device_mesh(mesh)
     tv.outer_split(axis, len(mesh))
@@ -119,7 +119,7 @@ def shard(value: object, axis: int, mesh: list[int]) -> TensorView:
 
 
 def out(value: object, alias: TensorView | None = None) -> None:
-    """Register an output."""
+    """Registers an output."""
     tv = cast("TensorView", value)
     tv.fusion.add_output(tv, alias)
 

@@ -40,7 +40,7 @@ def check(
     broadcast_ones: bool = True,
     is_static: bool = False,
 ) -> object:
-    """Run and compare; return the parameters of the variant used."""
+    """Runs and compare; returns the parameters of the variant used."""
     shapes = [symbolic(t.shape) if broadcast_ones else [None] * t.dim() for t in inputs]
     if is_static:
         shapes = [list(t.shape) for t in inputs]

@@ -14,7 +14,7 @@ Build = Callable[..., TensorView | tuple[TensorView, ...]]
 
 
 def define(build: Build, inputs: Sequence[torch.Tensor], *, strided: bool = False) -> Any:
-    """Return a definition on symbolic tensors of any strides, or like the inputs."""
+    """Returns a definition on symbolic tensors of any strides, or like the inputs."""
     with FusionDefinition() as fd:
         if strided:
             tvs = [fd.define_tensor([-1] * x.ndim, contiguity=False, dtype=x.dtype) for x in inputs]

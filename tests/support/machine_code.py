@@ -25,7 +25,7 @@ _ONE_THREAD = "__launch_bounds__(1)"
 
 
 def compile_for_hopper(kernels: Mapping[str, str]) -> None:
-    """Compile kernels (text -> name) with the options that a GPU's kernels get.
+    """Compiles kernels (text -> name) with the options that a GPU's kernels get.
 
     Raises:
         CompileError: NVRTC refuses a kernel, which is named.
@@ -58,7 +58,7 @@ def _missing(cache: KernelCache, by_key: Mapping[str, KernelSource]) -> dict[str
 def _parts(
     by_key: Mapping[str, KernelSource],
 ) -> Iterator[tuple[dict[str, KernelSource], tuple[str, ...]]]:
-    """Yield the kernels of each program, and its options; those that take longest first."""
+    """Yields the kernels of each program, and its options; those that take longest first."""
     longest = sorted(by_key, key=lambda key: -len(by_key[key].text))
     plain = [key for key in longest if _ONE_THREAD in by_key[key].text]
     threaded = [key for key in longest if _ONE_THREAD not in by_key[key].text]

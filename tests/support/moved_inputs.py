@@ -22,14 +22,14 @@ def needs_a_gpu_per_rank(comm: Communicator) -> None:
 
 
 def moved(t: torch.Tensor, device: str = "cuda") -> torch.Tensor:
-    """Return a tensor on a device, with its strides (0 where it is expanded) and its offset; `to`
+    """Returns a tensor on a device, with its strides (0 where it is expanded) and its offset; `to`
     and `cuda` make what has gaps, or is expanded, contiguous."""
     base = t.as_strided((t.untyped_storage().nbytes() // t.element_size(),), (1,), 0)
     return base.to(device).as_strided(t.shape, t.stride(), t.storage_offset())
 
 
 def passed(fusion: Fusion, inputs: Sequence[Any], device: str = "cuda") -> list[Any]:
-    """Return the flat inputs of a definition on a device, but for CPU scalars and numbers."""
+    """Returns the flat inputs of a definition on a device, but for CPU scalars and numbers."""
     flat = flatten(inputs, declared=fusion.inputs)
     return [
         moved(x, device)

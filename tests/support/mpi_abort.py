@@ -53,13 +53,13 @@ class MpiAbort:
         atexit.register(self._check_finished)
 
     def tell(self, text: str) -> None:
-        """Write `text` to the terminal, each line marked with the rank."""
+        """Writes `text` to the terminal, each line marked with the rank."""
         mark = f"[rank {self._comm.rank}] "
         lines = "".join(f"{mark}{line}\n" for line in text.splitlines())
         os.write(self._stderr, lines.encode(errors="replace"))
 
     def abort(self, text: str) -> NoReturn:
-        """End every rank of the job; `text` says why."""
+        """Ends every rank of the job; `text` says why."""
         self.tell(text)
         from multidevice.coordination import shared_page
         from multidevice.job import early_abort
@@ -117,7 +117,7 @@ class MpiAbort:
 
     @pytest.hookimpl(tryfirst=True, optionalhook=True)
     def pytest_timeout_set_timer(self, item: Any, settings: Any) -> bool:
-        """Take the place of pytest-timeout's thread, which ends its own process without a word."""
+        """Takes the place of pytest-timeout's thread, which ends its own process without a word."""
 
         def expire() -> None:
             self.tell(f"TIMEOUT {item.nodeid}: not finished after {settings.timeout} s")
@@ -144,7 +144,7 @@ _plugin = MpiAbort() if _mpi_world_size() > 1 else None
 
 
 def register(manager: pytest.PytestPluginManager) -> None:
-    """Add the hooks to `manager` once, however this module was loaded."""
+    """Adds the hooks to `manager` once, however this module was loaded."""
     if _plugin is not None and not manager.is_registered(_plugin):
         manager.register(_plugin, "fuser-mpi-abort")
 

@@ -132,7 +132,7 @@ def _gradients(q: Tensor, k: Tensor, v: Tensor, g: Tensor) -> tuple[Tensor, ...]
 
 
 def _gradients_off(q: Tensor, k: Tensor, v: Tensor, g: Tensor, unit: float) -> tuple[Tensor, ...]:
-    """Return bounds of kernels that round weights, the output that they read, its difference from
+    """Returns bounds of kernels that round weights, the output that they read, its difference from
     what weights are multiplied by, the gradients of scores, and results: each by `unit` of itself.
     Sums are exact beside that."""
     factor = q.shape[-1] ** -0.5
@@ -173,7 +173,7 @@ _HEADS: list[tuple[Shape, ...]] = [((2, 3, 5, 4), (2, 3, 7, 4), (2, 3, 7, 6))]
 
 
 def _as_case(name: str) -> OpCall:
-    """Return the call of an elementwise op with arguments of its own: its case of integers, or the
+    """Returns the call of an elementwise op with arguments of its own: its case of integers, or the
     first of another op than takes these."""
     cases = [c for c in CASES if c.name == name]
     case = next((c for c in cases if c.dtypes[0] is D.Int), cases[0])
@@ -189,7 +189,7 @@ _ELEMENTWISE = "addcmul clamp complex imag logical_right_shift real segment_set 
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """Return what a linear makes: for a batch of weights, one result for each behind another."""
+    """Returns what a linear makes: for a batch of weights, one result for each behind another."""
     if weight.ndim == 2:
         return functional.linear(x, weight, bias)
     if not len(weight):
@@ -290,7 +290,7 @@ CALLS: dict[str, OpCall] = {
 
 
 def _places(rank: int, count: int, *, backward: bool = False) -> TensorView:
-    """Return an index of this rank: 0, 1, .. along its last axis, which is its only one."""
+    """Returns an index of this rank: 0, 1, .. along its last axis, which is its only one."""
     places = ops.iota(count, count - 1, -1) if backward else ops.iota(count)
     return ops.reshape(places, [1] * (rank - 1) + [count])
 
@@ -300,7 +300,7 @@ def _first_rows(x: TensorView) -> tuple[list[int], list[Any]]:
 
 
 def _first_again(x: Tensor) -> Tensor:
-    """Return x with its first two rows added to the first."""
+    """Returns x with its first two rows added to the first."""
     return torch.cat([x[:1] + x[:1] + x[1:2], x[1:]])
 
 
@@ -353,7 +353,7 @@ CALLS |= {
 
 
 def _losses(x: TensorView) -> list[TensorView]:
-    """Return losses of the first class everywhere, as they are and smoothed, and of the
+    """Returns losses of the first class everywhere, as they are and smoothed, and of the
     probabilities that x itself would be."""
     others = [n for i, n in enumerate(x.shape()) if i != min(x.ndim - 1, 1)]
     target = ops.full(others, 0, D.Int)
@@ -413,7 +413,7 @@ CALLS |= {
 
 
 def _scanned(fn: Callable[..., Any]) -> Callable[[Tensor], Tensor]:
-    """Return what a scan with the dtype of its operand gives; rows may be empty."""
+    """Returns what a scan with the dtype of its operand gives; rows may be empty."""
 
     def scan(x: Tensor) -> Tensor:
         parts = [fn(x[..., :n], -1).to(x.dtype) for n in range(1, x.shape[-1] + 1)]
@@ -423,7 +423,7 @@ def _scanned(fn: Callable[..., Any]) -> Callable[[Tensor], Tensor]:
 
 
 def _grouped(a: Tensor, b: Tensor, alpha: tuple[float, float] = (1.0, 1.0)) -> Tensor:
-    """Return the products of two groups, which end at 2 and at 5, times a number of each."""
+    """Returns the products of two groups, which end at 2 and at 5, times a number of each."""
     if a.ndim == b.ndim:
         return torch.stack([alpha[0] * a[:, :2] @ b[:2], alpha[1] * a[:, 2:] @ b[2:]])
     if a.ndim == 3:
@@ -461,7 +461,7 @@ def _quantized(x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _in_tiles(x: Tensor, count: int) -> Tensor:
-    """Return so many rows of tiles, an element at a time."""
+    """Returns so many rows of tiles, an element at a time."""
     # The least value of a dtype without 0 has no bits.
     nothing = 2.0**-127 if x.dtype is torch.float8_e8m0fnu else 0.0
     columns = -(-x.shape[1] // 4)
@@ -473,7 +473,7 @@ def _in_tiles(x: Tensor, count: int) -> Tensor:
 
 
 def _quantize(x: TensorView) -> list[TensorView]:
-    """Return values and scales; of a matrix also the scales in tiles."""
+    """Returns values and scales; of a matrix also the scales in tiles."""
     x = ops.cast(x, D.Float)
     found = list(ops.nv_block_quantize(x, block_size=32, dtype=D.Float8_e4m3fn))
     if x.ndim == 2:
@@ -489,7 +489,7 @@ def _quantized_tiled(x: Tensor) -> list[Tensor]:
 
 
 def _halves(m: Any) -> tuple[TensorView, TensorView]:
-    """Return where the first and the second half of m rows begin, and their tiles."""
+    """Returns where the first and the second half of m rows begin, and their tiles."""
     half = ops.div(ops.add(m, 1), 2)
     return ops.cast(ops.mul(ops.iota(2), half), D.Int32), ops.iota(2, 0, 128, D.Int32)
 
@@ -572,7 +572,7 @@ class Drawn:
 
 
 def calls_of(name: str) -> Iterator[Drawn]:
-    """Call an op on operands of each dtype and shape of its sample class; layouts take turns."""
+    """Calls an op on operands of each dtype and shape of its sample class; layouts take turns."""
     call, sample = CALLS[name], sample_of(ROWS[name])
     low, high = sample.ranks
     shapes = call.shapes or [(s,) for s in SHAPES if low <= len(s) <= high]
@@ -594,14 +594,14 @@ def calls_of(name: str) -> Iterator[Drawn]:
 
 
 def expected_of(name: str, inputs: Sequence[Tensor], *, is_wide: bool) -> list[Any]:
-    """Return what torch says, of floating operands in float64 where `is_wide`."""
+    """Returns what torch says, of floating operands in float64 where `is_wide`."""
     given = [widened(x) if is_wide else x for x in inputs]
     found = CALLS[name].torch(*given)
     return list(found) if isinstance(found, list | tuple) else [found]
 
 
 def assert_near(mine: Tensor, want: Any, dtype: DataType, what: str) -> None:
-    """Compare with torch's result, both parts of complex numbers, as near as `dtype` is."""
+    """Compares with torch's result, both parts of complex numbers, as near as `dtype` is."""
     rtol, atol = TOLERANCE.get(dtype, (0, 0))
     want = torch.as_tensor(want)
     assert mine.shape == want.shape, what

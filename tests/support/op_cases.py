@@ -40,7 +40,7 @@ LAYOUTS = ("contiguous", "strided", "transposed", "expanded")
 def draw_operand(
     domain: str, dtype: DataType, shape: tuple[int, ...], generator: torch.Generator
 ) -> torch.Tensor:
-    """Return a contiguous tensor of the domain."""
+    """Returns a contiguous tensor of the domain."""
     (least, most), (low, high) = DOMAINS[domain].floats, DOMAINS[domain].integers
     match category(dtype):
         case "float":
@@ -59,7 +59,7 @@ def draw_operand(
 
 
 def lay_out(x: torch.Tensor, layout: str) -> torch.Tensor:
-    """Return the values in another memory layout; `expanded` repeats the first row."""
+    """Returns the values in another memory layout; `expanded` repeats the first row."""
     if x.ndim == 0 or layout == "contiguous":
         return x.contiguous()
     if layout == "strided":
@@ -72,7 +72,7 @@ def lay_out(x: torch.Tensor, layout: str) -> torch.Tensor:
 
 
 def widened(x: torch.Tensor) -> torch.Tensor:
-    """Return floating values in float64, complex ones in complex128, others as they are."""
+    """Returns floating values in float64, complex ones in complex128, others as they are."""
     if x.is_complex():
         return x.to(torch.complex128)
     return x.double() if x.is_floating_point() else x
@@ -98,7 +98,7 @@ class OpCase:
         return "-".join(parts)
 
     def define(self, rank: int, *, contiguity: bool = False) -> Fusion:
-        """Return a fusion of this op on symbolic inputs of the given rank."""
+        """Returns a fusion of this op on symbolic inputs of the given rank."""
         fusion = Fusion()
         with FusionGuard(fusion):
             inputs = [
@@ -110,13 +110,13 @@ class OpCase:
         return fusion
 
     def apply(self, inputs: list[TensorView]) -> TensorView:
-        """Append the op to the active fusion."""
+        """Appends the op to the active fusion."""
         return getattr(ops, self.name)(*inputs, *self.scalars)
 
     def draw(
         self, shape: tuple[int, ...], seed: int, layout: str = "contiguous"
     ) -> list[torch.Tensor]:
-        """Return input tensors."""
+        """Returns input tensors."""
         generator = torch.Generator().manual_seed(seed)
         return [
             lay_out(draw_operand(domain, dtype, shape, generator), layout)
@@ -124,13 +124,13 @@ class OpCase:
         ]
 
     def reference(self, inputs: list[torch.Tensor]) -> torch.Tensor:
-        """Return the result in float64 (integers and Bool: exactly)."""
+        """Returns the result in float64 (integers and Bool: exactly)."""
         return self.torch(*map(widened, inputs), *self.scalars)
 
 
 # ------------------------------------------------------------------ one node each
 def _dtypes(row: Row) -> list[DataType]:
-    """Return the dtypes to try: of each category that the reference knows."""
+    """Returns the dtypes to try: of each category that the reference knows."""
     found: list[DataType] = []
     if "f" in row.dtypes:
         # The number next to a float depends on its dtype; the reference has Double.
@@ -164,13 +164,13 @@ def _case(row: Row, dtype: DataType) -> OpCase:
 
 
 def _double(fn: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-    """Compute integers in float64 too: the op's result is floating."""
+    """Computes integers in float64 too: the op's result is floating."""
     return lambda *xs: fn(*(x if x.is_complex() else x.double() for x in xs))
 
 
 # ------------------------------------------------------------------ with arguments of their own
 def _shifted(a: torch.Tensor, n: torch.Tensor) -> torch.Tensor:
-    """Return the logical shift: counts outside [0, width) give 0."""
+    """Returns the logical shift: counts outside [0, width) give 0."""
     width = 64 if a.dtype is torch.int64 else 32
     inside = (n >= 0) & (n < width)
     shifted = REFERENCES["logical_right_shift"].fn(a.long(), torch.where(inside, n, 0), width)
@@ -238,7 +238,7 @@ TOLERANCE: dict[DataType, tuple[float, float]] = {
 
 
 def check_result(case: OpCase, out: torch.Tensor, inputs: list[torch.Tensor]) -> None:
-    """Compare a result (float64 or the case's dtype) with the reference."""
+    """Compares a result (float64 or the case's dtype) with the reference."""
     expected = case.reference(inputs)
     assert out.shape == expected.shape, (out.shape, expected.shape)
     rtol, atol = TOLERANCE.get(case.result, (0.0, 0.0))

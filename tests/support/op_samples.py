@@ -67,7 +67,7 @@ SAMPLES: dict[str, Sample] = {
 
 
 def sample_of(row: OpRow) -> Sample:
-    """Return what may be drawn for an op; an elementwise op takes what its dtype rule does."""
+    """Returns what may be drawn for an op; an elementwise op takes what its dtype rule does."""
     if row.sample:
         return SAMPLES[row.sample]
     kind, rule = PUBLIC[row.name]

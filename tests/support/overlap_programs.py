@@ -218,7 +218,8 @@ def run(
     device: torch.device | None = None,
     seeds: Sequence[int] = (0, 0),
 ) -> HostIrContainer:
-    """Run on this rank with the data of each seed; compare with float64, and check the streams."""
+    """Runs on this rank with the data of each seed; compare with float64, and checks the
+    streams."""
     fd, tensors, _ = defined(form, d)
     rank = Communicator.instance().rank()
     mine: list[torch.Tensor] = []

@@ -65,7 +65,7 @@ CASES: dict[str, Callable[[int], FusionDefinition]] = {
 
 
 def numbers(shape: Sequence[int], seed: int) -> torch.Tensor:
-    """Return small integers, whose sums of products are exact in float32."""
+    """Returns small integers, whose sums of products are exact in float32."""
     generator = torch.Generator().manual_seed(seed)
     return torch.randint(-4, 5, tuple(shape), generator=generator).float()
 
@@ -101,7 +101,7 @@ class Case:
         assert torch.equal(found.double().cpu().reshape(want.shape), want), f"run {seed}"
 
     def repeat(self, runs: int, sets: Sequence[list[torch.Tensor]], which: Callable[[int], int]):
-        """Run on fresh values, in the tensors of the set that `which` tells for each run."""
+        """Runs on fresh values, in the tensors of the set that `which` tells for each run."""
         for seed in range(1, runs + 1):
             inputs = sets[which(seed)]
             for tensor, values in zip(inputs, self.inputs(seed), strict=True):

@@ -109,7 +109,7 @@ class Unrolled:
         self.copies = self._outputs()
 
     def _outputs(self) -> set[TensorView]:
-        """Add the steps behind the ops; return the outputs that the caller gets a copy of."""
+        """Adds the steps behind the ops; returns the outputs that the caller gets a copy of."""
         copies = set[TensorView]()
         into = {a.out: a.into for a in self._program.aliases if a.out not in self._program.inputs}
         hidden = {a.out for a in self._program.aliases if a.hidden}
@@ -218,7 +218,7 @@ class Unrolled:
 
     # -------------------------------------------------------------- communications
     def _starts(self, number: int, *kinds: str) -> Kinds:
-        """Note a start; where the program switches streams its place is marked, too."""
+        """Notes a start; where the program switches streams its place is marked, too."""
         self._started.add(number)
         mark = " + Action" if self._storage.switches_streams else ""
         return tuple(kind + mark for kind in kinds)
@@ -279,13 +279,13 @@ NEEDS: dict[type[Op], Callable[[Unrolled, Any], Kinds]] = {
 
 # ------------------------------------------------------------------ comparison
 def values_of(evaluator: ProgramEvaluator, inputs: Sequence[Any]) -> tuple[Values, int]:
-    """Return the values of a run's symbols, and the rank."""
+    """Returns the values of a run's symbols, and the rank."""
     bound = evaluator.binder._inputs.values(inputs)
     return {**bound, **evaluator.binder.own}, evaluator.ranks.rank
 
 
 def faults(plan: Plan, values: Values, rank: int) -> list[str]:
-    """Return how a plan differs from what its program needs on a rank: [] where it does not.
+    """Returns how a plan differs from what its program needs on a rank: [] where it does not.
 
     `values` has the values of all symbols in the run that recorded it.
     """
@@ -337,7 +337,7 @@ def _parts(step: Step) -> Iterator[Step]:
 def watched_plans(
     note: Callable[[ProgramEvaluator, Plan, Sequence[Any]], None],
 ) -> Generator[None]:
-    """Call `note` with each plan that an evaluator has newly recorded, and the inputs it has run
+    """Calls `note` with each plan that an evaluator has newly recorded, and the inputs it has run
     on."""
     run = ProgramEvaluator._run
     told = weakref.WeakSet[Any]()
@@ -356,7 +356,7 @@ def watched_plans(
 
 
 def as_product_code(function: Any) -> Any:
-    """Return a function whose frames count as the product's own: messages name users' lines."""
+    """Returns a function whose frames count as the product's own: messages name users' lines."""
     names = {**function.__globals__, "__name__": "fuser.watched_by_tests"}
     return FunctionType(
         function.__code__, names, function.__name__, function.__defaults__, function.__closure__
@@ -365,13 +365,13 @@ def as_product_code(function: Any) -> Any:
 
 # ------------------------------------------------------------------ text
 def text_of(plan: Plan) -> str:
-    """Return the steps of a plan as lines; those that repeat stand once, with their number."""
+    """Returns the steps of a plan as lines; those that repeat stand once, with their number."""
     buffers = f"{len(plan.made)} buffer(s) outlive a run, {len(plan.blocks)} in the arena"
     return "\n".join([buffers, *compressed(plan.describe())])
 
 
 def compressed(lines: Sequence[str]) -> list[str]:
-    """Return lines in which a part that follows itself stands once: `3 x`, or in brackets."""
+    """Returns lines in which a part that follows itself stands once: `3 x`, or in brackets."""
     made: list[str] = []
     at = 0
     while at < len(lines):
@@ -394,7 +394,7 @@ def compressed(lines: Sequence[str]) -> list[str]:
 
 
 def _repeats(lines: Sequence[str], at: int, period: int) -> tuple[int, int, int]:
-    """Return how many lines are saved by a bracket around so many, their number, and how often."""
+    """Returns how many lines are saved by a bracket around so many, their number, and how often."""
     part, times = lines[at : at + period], 1
     while lines[at + times * period : at + (times + 1) * period] == part:
         times += 1
@@ -403,7 +403,7 @@ def _repeats(lines: Sequence[str], at: int, period: int) -> tuple[int, int, int]
 
 
 def by_rank(texts: dict[int, list[str]]) -> str:
-    """Return the texts of the plans of all ranks, in their order; equal ones stand once."""
+    """Returns the texts of the plans of all ranks, in their order; equal ones stand once."""
     ordered = sorted(texts.items(), key=lambda item: (item[1], item[0]))
     groups = [(t, [r for r, _ in some]) for t, some in groupby(ordered, key=lambda item: item[1])]
     parts: list[str] = []

@@ -62,7 +62,7 @@ def seconds(program: HostIrContainer, machine: Machine = PLAIN) -> float:
 
 
 def row(tv: TensorView, *, sharded: bool = True) -> TensorView:
-    """Let the devices have the first axis."""
+    """Lets the devices have the first axis."""
     if sharded:
         tv.axis(0).parallelize(X)
     return tv

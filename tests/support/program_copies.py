@@ -89,7 +89,7 @@ class Watch:
         self._lock = threading.Lock()
 
     def see_plan(self, evaluator: ProgramEvaluator, plan: Plan, inputs: Sequence[Any]) -> None:
-        """Compare a plan, which the inputs have made, with what its program needs."""
+        """Compares a plan, which the inputs have made, with what its program needs."""
         from tests.support.plan_steps import faults, values_of
 
         try:
@@ -103,7 +103,7 @@ class Watch:
     def see(
         self, fusion: Fusion, make: Callable[[Fusion], Any], key: str, known: set[int]
     ) -> Seen | None:
-        """Note a fusion that became executable; None for one whose copy is known, `key` being its
+        """Notes a fusion that became executable; None for one whose copy is known, `key` being its
         full text, where runs do not count."""
         from fuser import translate_fusion
         from multidevice.sharding.queries import requested_devices
@@ -123,7 +123,7 @@ class Watch:
         return seen
 
     def begin(self, seen: Seen, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Run | None:
-        """Note what a run is given; None, and why, for what cannot be given again."""
+        """Notes what a run is given; None, and why, for what cannot be given again."""
         import torch
 
         try:
@@ -135,7 +135,7 @@ class Watch:
         return Run(seen, args, kwargs, environment, torch.get_rng_state(), [])
 
     def end(self, run: Run, outputs: list[torch.Tensor], inputs: object) -> None:
-        """Note what came of it."""
+        """Notes what came of it."""
         run.found = _copied([outputs, inputs if run.seen.fusion.aliases else ()])
         world, rank = _place_of(run.seen)
         if isinstance(world, str):
@@ -145,7 +145,7 @@ class Watch:
             self.worlds.setdefault(world, {}).setdefault(rank, []).append(run)
 
     def settle(self, counts: Counter[str]) -> None:
-        """Leave out programs that some of their ranks have not run, or in another order, as after
+        """Leaves out programs that some of their ranks have not run, or in another order, as after
         an error: ranks that run the copies would wait for each other. Count what is left."""
         for baton, runs in self.worlds.items():
             for team in {run.seen.devices for some in runs.values() for run in some}:
@@ -167,7 +167,7 @@ class _CannotCopyError(Exception):
 
 
 def _copied(value: Any, made: dict[int, torch.Tensor] | None = None) -> Any:
-    """Return a copy that shares memory within itself as the value does, with its strides."""
+    """Returns a copy that shares memory within itself as the value does, with its strides."""
     import torch
 
     made = {} if made is None else made
@@ -197,7 +197,7 @@ def _copied(value: Any, made: dict[int, torch.Tensor] | None = None) -> Any:
 
 
 def _place_of(seen: Seen) -> tuple[Any, int]:
-    """Return the world of simulated ranks that runs here, None for no ranks, and the rank; a text
+    """Returns the world of simulated ranks that runs here, None for no ranks, and the rank; a text
     says why its programs cannot run again."""
     from multidevice import Communicator
 
@@ -307,7 +307,7 @@ class _FirstRuns:
             of.__dict__[name] = partial(watched, self, getattr(type(of), name))
 
     def _begin(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Run | None:
-        """Note what this rank's first run is given; None for later ones."""
+        """Notes what this rank's first run is given; None for later ones."""
         import torch.utils._python_dispatch as torch_dispatch
 
         world, rank = _place_of(self._seen)
@@ -358,13 +358,13 @@ class _FirstRuns:
 
 
 def _inputs_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Return the first argument of a call, whatever it is called."""
+    """Returns the first argument of a call, whatever it is called."""
     return args[0] if args else next(iter(kwargs.values()))
 
 
 # ------------------------------------------------------------------ copies
 def check_copies(watch: Watch, counts: Counter[str]) -> list[str]:
-    """Make the copies of what a test made executable; return what differs."""
+    """Makes the copies of what a test made executable; returns what differs."""
     wrong: list[str] = []
     counts["programs"] += watch.programs
     for seen in watch.seen:
@@ -379,14 +379,14 @@ def check_copies(watch: Watch, counts: Counter[str]) -> list[str]:
 
 
 def check_runs(watch: Watch) -> list[str]:
-    """Run the copies of what a test ran; return what differs."""
+    """Runs the copies of what a test ran; returns what differs."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         return [w for baton, runs in watch.worlds.items() for w in _check_runs(baton, runs)]
 
 
 def _check_copy(seen: Seen, *, is_whole: bool) -> None:
-    """Require of the copy: equal text, and the same entry of a cache; as a whole also what follows
+    """Requires of the copy: equal text, and the same entry of a cache; as a whole also what follows
     from that: that fusion and hash are equal. The full text is then read back, too."""
     from fuser import FusionDefinition, LruFusionCache
     from fuser.ir.text.parser import parse_fusion
@@ -416,7 +416,7 @@ def _check_copy(seen: Seen, *, is_whole: bool) -> None:
 
 
 def _check_runs(baton: Any, runs: dict[int, list[Run]]) -> list[str]:
-    """Run the copies, on simulated ranks where the programs did; return what differs."""
+    """Runs the copies, on simulated ranks where the programs did; returns what differs."""
     from multidevice import simulate
 
     wrong: list[str] = []
@@ -445,7 +445,7 @@ def _check_runs(baton: Any, runs: dict[int, list[Run]]) -> list[str]:
 
 
 def _check_run(run: Run) -> list[str]:
-    """Run the copy of a program as the program ran on this rank; return how results differ."""
+    """Runs the copy of a program as the program ran on this rank; returns how results differ."""
     import torch
 
     from tests.support.definition_copies import assert_same, defined_by
@@ -506,7 +506,7 @@ class Plugin:
     def pytest_collection_modifyitems(
         self, config: pytest.Config, items: list[pytest.Item]
     ) -> None:
-        """Deselect the tests that are not marked, where the marked ones alone are chosen."""
+        """Deselects the tests that are not marked, where the marked ones alone are chosen."""
         if self._chosen != "marked":
             return
         dropped = [item for item in items if item.get_closest_marker("from_text") is None]
@@ -533,7 +533,8 @@ class Plugin:
 
     @pytest.hookimpl(wrapper=True, tryfirst=True)
     def pytest_runtest_teardown(self) -> Generator[None]:
-        """Check the programs of a test: under what it had patched, and if that differs, without."""
+        """Checks the programs of a test: under what it had patched, and if that differs,
+        without."""
         watch, self._watcher.watch = self._watcher.watch, None
         wrong: list[str] = []
         if watch is not None:
@@ -569,7 +570,7 @@ class Plugin:
 
 
 def add_option(parser: pytest.Parser) -> None:
-    """Add the option that says which tests are watched."""
+    """Adds the option that says which tests are watched."""
     parser.addoption(
         "--from-text",
         nargs="?",
@@ -581,7 +582,7 @@ def add_option(parser: pytest.Parser) -> None:
 
 
 def register(config: pytest.Config) -> None:
-    """Add the checks to a session that asks for them."""
+    """Adds the checks to a session that asks for them."""
     chosen = config.getoption("from_text")
     if chosen is not None:
         config.pluginmanager.register(Plugin(chosen), "every_program")

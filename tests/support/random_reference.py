@@ -16,7 +16,7 @@ Array = np.ndarray[Any, Any]
 
 @lru_cache(256)
 def philox(key: tuple[int, int], counter: tuple[int, int, int, int]) -> tuple[int, ...]:
-    """Return the four words of one counter: ten rounds, in Python's integers."""
+    """Returns the four words of one counter: ten rounds, in Python's integers."""
     k0, k1 = key
     c0, c1, c2, c3 = counter
     for _ in range(10):
@@ -27,7 +27,7 @@ def philox(key: tuple[int, int], counter: tuple[int, int, int, int]) -> tuple[in
 
 
 def units(count: int, seed: int, offset: int, *, is_double: bool, first: int = 0) -> list[float]:
-    """Return the numbers in (0, 1] from element `first` on."""
+    """Returns the numbers in (0, 1] from element `first` on."""
     found: list[float] = []
     key = (seed & WORD, seed >> 32 & WORD)
     lanes = 2 if is_double else 4
@@ -53,7 +53,7 @@ def numbers(
     dtype: torch.dtype,
     first: int = 0,
 ) -> torch.Tensor:
-    """Return elements `first` to `first + count` of a tensor; a normal one in float64."""
+    """Returns elements `first` to `first + count` of a tensor; a normal one in float64."""
     is_double = dtype is torch.float64
     real = np.float64 if is_double else np.float32
     a, b = (Fraction(float(real(x))) for x in ends)
@@ -80,7 +80,7 @@ def _normal(i: int, seed: int, offset: int, *, is_double: bool) -> float:
 
 
 def _rounded(x: Fraction, real: type) -> float:
-    """Return the nearest number of a type, ties to even."""
+    """Returns the nearest number of a type, ties to even."""
     if real is np.float64:
         return float(x)
     near = np.float32(float(x))

@@ -50,13 +50,13 @@ class Run:
 
 
 def shard_axis(tv: TensorView, axis: int, count: int, ptype: ParallelType = X) -> None:
-    """Cut loop axis `axis` into `count` blocks, as users write it."""
+    """Cuts loop axis `axis` into `count` blocks, as users write it."""
     tv.outer_split(axis, count)
     tv.axis(axis).parallelize(ptype)
 
 
 def define(build: Callable[[], object]) -> Fusion:
-    """Return the fusion that `build` defines."""
+    """Returns the fusion that `build` defines."""
     fusion = Fusion()
     with FusionGuard(fusion):
         build()
@@ -69,7 +69,7 @@ def run(
     *,
     units: Callable[[Fusion], list[step_by_step.Unit]] = step_by_step.ops_of,
 ) -> Run:
-    """Shard a fusion (in place) and run it on whole inputs, unit by unit."""
+    """Shards a fusion (in place) and runs it on whole inputs, unit by unit."""
     result = shard_fusion(fusion)
     values = {s: int(v) for s, v in bind_inputs(fusion, inputs).items()}
     meshes = [tv.mesh for tv in fusion.tensors() if tv.mesh is not None]
@@ -107,7 +107,7 @@ def run(
 
 
 def only(fusion: Fusion, op: TensorOp) -> Fusion:
-    """Return a fusion that holds a single op."""
+    """Returns a fusion that holds a single op."""
     at = fusion.exprs.index(op)
     single, _ = fusion.copy()
     kept = single.exprs[at]
@@ -150,7 +150,7 @@ _REDUCE: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
 
 
 def _buffer(tv: TensorView, local: torch.Tensor) -> torch.Tensor:
-    """Return a shard as the flat buffer that its allocation domain describes."""
+    """Returns a shard as the flat buffer that its allocation domain describes."""
     assert is_contiguous(tv), tv
     return local.permute([p for p, _ in memory_order(tv)]).reshape(-1)
 
@@ -198,5 +198,5 @@ def _reduced_position(op: TensorOp) -> int:
 
 
 def mesh(*shape: int) -> DeviceMesh:
-    """Return the mesh of this shape over ranks 0, 1, ..."""
+    """Returns the mesh of this shape over ranks 0, 1, ..."""
     return DeviceMesh(torch.arange(math.prod(shape)).reshape(shape))

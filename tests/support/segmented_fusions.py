@@ -18,7 +18,7 @@ from fuser.schedule.transpose import stays_coalesced
 
 
 def fusion_of(build: Callable[..., Any], *ranks: int) -> Fusion:
-    """Define a fusion of contiguous Float inputs; `build` returns one output or several."""
+    """Defines a fusion of contiguous Float inputs; `build` returns one output or several."""
     fusion = Fusion()
     with FusionGuard(fusion):
         inputs = [define_tensor([-1] * rank, contiguity=True) for rank in ranks]
@@ -42,7 +42,7 @@ def cut(
 
 
 def without_persistent(fusion: Fusion) -> str | None:
-    """Return the scheduler for rows that no block holds."""
+    """Returns the scheduler for rows that no block holds."""
     return find_scheduler(fusion, suits=lambda row: not row.name.endswith("persistent"))
 
 

@@ -31,7 +31,7 @@ class Model:
     shapes: dict[str, list[int]]
 
     def random_inputs(self, seed: int, **sizes: int) -> dict[str, torch.Tensor]:
-        """Return float64 inputs; -1 in a shape is replaced by sizes `b`, `s` in order."""
+        """Returns float64 inputs; -1 in a shape is replaced by sizes `b`, `s` in order."""
         print("seed", seed)
         gen = torch.Generator().manual_seed(seed)
         made: dict[str, torch.Tensor] = {}
@@ -45,7 +45,7 @@ class Model:
 def inputs(
     shapes: dict[str, list[int]], dtype: DataType = DataType.Double
 ) -> dict[str, TensorView]:
-    """Define contiguous inputs in the active fusion."""
+    """Defines contiguous inputs in the active fusion."""
     from fuser.ir.fusion_guard import active_fusion
 
     made = {name: define_tensor(shape, True, dtype) for name, shape in shapes.items()}
@@ -55,7 +55,7 @@ def inputs(
 
 
 def tensor(value: object) -> TensorView:
-    """Return the result of an op function as a tensor."""
+    """Returns the result of an op function as a tensor."""
     assert isinstance(value, TensorView)
     return value
 
@@ -156,7 +156,7 @@ def encoder_reference(t: dict[str, torch.Tensor], heads: int = 6) -> torch.Tenso
 
 
 def shard_encoder(model: Model, mesh: DeviceMesh) -> None:
-    """Annotate as users do: columns of qkv and up, rows of out and down, along mesh_x."""
+    """Annotates as users do: columns of qkv and up, rows of out and down, along mesh_x."""
     count = mesh.size_of(X)
     set_mesh(mesh, *(model.tensors[n] for n in model.shapes))
     for name in ("wq", "wk", "wv", "w1", "bq", "bk", "bv", "b1"):

@@ -23,7 +23,7 @@ DEVICES = {"cpu": CPU, "h200": H200}
 def new_input(
     fusion: Fusion, shape: Sequence[int | None], dtype: DataType, *, contiguous: bool = True
 ) -> TensorView:
-    """Add an input; an extent of 1 is a broadcast axis, None is symbolic."""
+    """Adds an input; an extent of 1 is a broadcast axis, None is symbolic."""
     from fuser.ir.scalar import constructors as sc
     from fuser.ir.types import IterType
 
@@ -44,7 +44,7 @@ def define(
     *shapes: Sequence[int | None],
     dtype: DataType | Sequence[DataType] = DataType.Float,
 ) -> Fusion:
-    """Return the fusion of `build(*inputs)`, all of one dtype or each of its own; its results are
+    """Returns the fusion of `build(*inputs)`, all of one dtype or each of its own; its results are
     the outputs."""
     fusion = Fusion()
     dtypes = [dtype] * len(shapes) if isinstance(dtype, DataType) else dtype
@@ -57,7 +57,7 @@ def define(
 
 
 def sizes_of(fusion: Fusion, *shapes: Sequence[int]) -> dict[Symbol, int]:
-    """Bind the symbols of the inputs' axes."""
+    """Binds the symbols of the inputs' axes."""
     tensors = [v for v in fusion.inputs if isinstance(v, TensorView)]
     return {
         axis.extent: n
@@ -68,7 +68,7 @@ def sizes_of(fusion: Fusion, *shapes: Sequence[int]) -> dict[Symbol, int]:
 
 
 def scheduled(fusion: Fusion, device: DeviceInfo, *shapes: Sequence[int]) -> tuple[Fusion, object]:
-    """Return a scheduled copy and the parameters chosen."""
+    """Returns a scheduled copy and the parameters chosen."""
     from fuser.schedule import scheduler
 
     copy, _ = fusion.copy()
@@ -81,14 +81,14 @@ def scheduled(fusion: Fusion, device: DeviceInfo, *shapes: Sequence[int]) -> tup
 
 
 def domains(fusion: Fusion) -> dict[str, str]:
-    """Return tensor -> loop domain, with the compute-at position where there is one."""
+    """Returns tensor -> loop domain, with the compute-at position where there is one."""
     return {f"T{tv.number}": str(tv).split("[", 1)[1] for tv in fusion.tensors()}
 
 
 def make_executor(
     fusion: Fusion, device: str = "cpu", *, checked: bool | None = None
 ) -> FusedKernelExecutor:
-    """Return an executor on CPU tensors with the schedules of `device`."""
+    """Returns an executor on CPU tensors with the schedules of `device`."""
     name = find_scheduler(fusion)
     assert name is not None, rejections(fusion)
     check = device != "cpu" if checked is None else checked
@@ -100,8 +100,8 @@ def make_executor(
 def run(
     executor: FusedKernelExecutor, inputs: Sequence[torch.Tensor], shapes: Sequence[Sequence[int]]
 ) -> list[torch.Tensor]:
-    """Run on inputs; outputs are allocated densely, one element along expanded axes, with a pattern
-    that no result has."""
+    """Runs on inputs; outputs are allocated densely, one element along expanded axes, with a
+    pattern that no result has."""
     fusion = executor.fusion
     outputs: list[torch.Tensor] = []
     for tv, shape in zip(fusion.outputs, shapes, strict=True):
@@ -113,7 +113,7 @@ def run(
 
 
 def random(shape: Sequence[int], dtype: torch.dtype, seed: int = 0) -> torch.Tensor:
-    """Return values that every dtype can hold exactly enough: small integers or normals."""
+    """Returns values that every dtype can hold exactly enough: small integers or normals."""
     generator = torch.Generator().manual_seed(seed)
     if dtype is torch.bool:
         return torch.randint(0, 2, tuple(shape), generator=generator).bool()

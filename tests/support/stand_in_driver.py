@@ -250,7 +250,7 @@ def _map(fd: int, nbytes: int, at: int | None = None) -> int:
 
 
 def watch(patch: Callable[[object, str, object], None]) -> Driver:
-    """Return the driver that takes the place of the real one, as `patch` sets attributes."""
+    """Returns the driver that takes the place of the real one, as `patch` sets attributes."""
     made = Driver()
     raw_tensor = cuda_ipc.raw_tensor
 

@@ -20,7 +20,7 @@ from hostir.runtime import plan, steps
 
 
 def without_owner(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the tensor at the same address, which may be freed meanwhile."""
+    """Returns the tensor at the same address, which may be freed meanwhile."""
     nbytes = spanned(tuple(tensor.shape), tensor.stride()) * tensor.element_size()
     if tensor.device.type != "cpu" or not nbytes:
         return tensor
@@ -155,7 +155,7 @@ class CpuGraphs:
 
 
 def stand_in(monkeypatch: pytest.MonkeyPatch) -> list[CpuGraphs]:
-    """Let the CPU capture, and return what will: one per stream and arena."""
+    """Lets the CPU capture, and returns what will: one per stream and arena."""
     found: list[CpuGraphs] = []
 
     def make(device: torch.device) -> CpuGraphs:

@@ -67,7 +67,7 @@ Execute = Callable[[Unit, dict[int, Local], Block], None]
 
 
 def ops_of(fusion: Fusion) -> list[Unit]:
-    """Return every op as a unit."""
+    """Returns every op as a unit."""
     units: list[Unit] = []
     for op in fusion.used_exprs():
         inputs = dict.fromkeys(v for _, v in tensor_operands(op))
@@ -76,7 +76,7 @@ def ops_of(fusion: Fusion) -> list[Unit]:
 
 
 def segments_of(fusion: Fusion) -> list[Unit]:
-    """Return the segments into which the compiler cuts a fusion."""
+    """Returns the segments into which the compiler cuts a fusion."""
     segmented = segment_fusion(
         fusion,
         find_scheduler=lambda f: find_scheduler(localize(f)[0]),
@@ -90,7 +90,7 @@ def segments_of(fusion: Fusion) -> list[Unit]:
 
 
 def in_order(units: list[Unit], fusion: Fusion, loops: StreamLoops) -> list[list[Unit]]:
-    """Return the units in program order, those of one loop together; fails on cycles."""
+    """Returns the units in program order, those of one loop together; fails on cycles."""
     groups: dict[object, list[Unit]] = {}
     for unit in units:
         (loop,) = {loops.loop_of(op) for op in unit.exprs}
@@ -120,7 +120,7 @@ def run(
     tensors: dict[int, Local],
     execute: Execute,
 ) -> None:
-    """Run all units of a fusion whose inputs are in `tensors`, by rank."""
+    """Runs all units of a fusion whose inputs are in `tensors`, by rank."""
     loops = StreamLoops(fusion)
     for group in in_order(units, fusion, loops):
         if loops.loop_of(group[0].exprs[0]) is None:
@@ -161,7 +161,7 @@ def _local_shape(tv: TensorView, values: Values) -> tuple[int, ...]:
 
 
 def bounds(extent: int, axis: StreamAxis, step: int, values: Values, rank: int, tv: TensorView):
-    """Return (start, length) of a step's block among `extent` indices."""
+    """Returns (start, length) of a step's block among `extent` indices."""
     count = int(sc.evaluate(axis.count, values))
     if axis.swizzle is not None:
         assert tv.mesh is not None
@@ -227,7 +227,7 @@ def _step(
 
 
 def _send(op: Reshard, step: int, values: Values, tensors: dict[int, Local]) -> None:
-    """Give the block that every rank has computed to the device that it is for."""
+    """Gives the block that every rank has computed to the device that it is for."""
     axis = stream_axis(op.inp)
     assert axis is not None
     blocks: dict[int, torch.Tensor] = {}
@@ -252,7 +252,7 @@ def _send(op: Reshard, step: int, values: Values, tensors: dict[int, Local]) -> 
 
 
 def _check_dense(tv: TensorView, tensors: dict[int, Local], parts: dict[int, Local]) -> None:
-    """Check that blocks have no gaps in memory of the declared order: what is sent is dense."""
+    """Checks that blocks have no gaps in memory of the declared order: what is sent is dense."""
     order = [p for p, _ in memory_order(tv)]
     for rank, mine in tensors.items():
         whole, part = mine[tv], parts[rank][tv]
@@ -262,7 +262,7 @@ def _check_dense(tv: TensorView, tensors: dict[int, Local], parts: dict[int, Loc
 
 
 def needed_parts(unit: Unit) -> dict[TensorView, dict[int, ParallelType]]:
-    """Return operand -> the axes of which the unit's steps see one block, and which part of the
+    """Returns operand -> the axes of which the unit's steps see one block, and which part of the
     step's number counts it."""
     found: dict[TensorView, dict[int, ParallelType]] = {}
     for op in unit.exprs:
@@ -280,7 +280,7 @@ def needed_parts(unit: Unit) -> dict[TensorView, dict[int, ParallelType]]:
 
 
 def _bring(op: Reshard, step: int, values: Values, blocks: dict[int, Local]) -> None:
-    """Bring every rank the block of one device."""
+    """Brings every rank the block of one device."""
     axis = stream_axis(op.out)
     assert axis is not None and op.inp.mesh is not None
     given = {rank: mine[op.inp] for rank, mine in blocks.items()}

@@ -73,7 +73,7 @@ class Program:
 def outputs_of(
     case: Program, hic: HostIrContainer, late: str | int | None = None
 ) -> list[torch.Tensor]:
-    """Return the (global) outputs of a run on simulated ranks; `late` streams are held back."""
+    """Returns the (global) outputs of a run on simulated ranks; `late` streams are held back."""
     inputs = case.inputs()
 
     def body() -> list[torch.Tensor]:
@@ -120,7 +120,7 @@ def tail(hic: HostIrContainer, i: Scalar) -> None:
 def select(
     hic: HostIrContainer, tv: TensorView, axis: int, index: Any, device: int | None = None
 ) -> TensorView:
-    """Append a slice; `device` is the slice's axis that is spread over the mesh."""
+    """Appends a slice; `device` is the slice's axis that is spread over the mesh."""
     sizes = [sc.int_value(x) or 0 for x in tv.shape()]
     out = hic.tensor([n for k, n in enumerate(sizes) if k != axis])
     if tv.mesh is not None:
@@ -155,7 +155,7 @@ def spread_over(
     axis: int | None = None,
     split: bool = False,
 ) -> TensorView:
-    """Put a tensor on a mesh; `axis` is a device axis, or (`split`) one that the mesh splits."""
+    """Puts a tensor on a mesh; `axis` is a device axis, or (`split`) one that the mesh splits."""
     if mesh is not None:
         tv.set_device_mesh(mesh)
     if axis is not None and mesh is not None:
@@ -291,7 +291,7 @@ def allgather_linear(hic: HostIrContainer) -> None:
 
 
 def shard_outermost(hic: HostIrContainer, *weight: int) -> list[TensorView]:
-    """Return x, a chunk on each rank, a weight, and room for all chunks and for the result."""
+    """Returns x, a chunk on each rank, a weight, and room for all chunks and for the result."""
     x, w = spread_over(hic.input([D, 2, 6]), ring(), 0), spread_over(hic.input(weight), ring())
     return [x, w, *(allocated(hic, D, 2, n, mesh=ring()) for n in (6, 3))]
 
@@ -475,7 +475,7 @@ Edit = Callable[[HostIrContainer], dict[Op, Sequence[Op]]]
 
 
 def edited(hic: HostIrContainer, edits: dict[Op, Sequence[Op]]) -> HostIrContainer:
-    """Return the program with ops (anywhere) replaced by others."""
+    """Returns the program with ops (anywhere) replaced by others."""
     assert set(edits) <= set(walk(hic.ops))
     return hic.with_ops(_edited(hic.ops, edits))
 
@@ -493,7 +493,7 @@ def _edited(ops: Sequence[Op], edits: dict[Op, Sequence[Op]]) -> tuple[Op, ...]:
 
 
 def nth(hic: HostIrContainer, kind: type[Op], index: int = 0) -> Any:
-    """Return an op of a class by its place in the text."""
+    """Returns an op of a class by its place in the text."""
     return [op for op in walk(hic.ops) if type(op) is kind][index]
 
 
@@ -510,7 +510,7 @@ def change(kind: type[Op], index: int, **fields: object) -> Edit:
 
 
 def move(kind: type[Op], index: int, to: type[Op], place: int, *, before: bool = False) -> Edit:
-    """Move an op behind (or before) another one."""
+    """Moves an op behind (or before) another one."""
 
     def edit(hic: HostIrContainer) -> dict[Op, Sequence[Op]]:
         op, other = nth(hic, kind, index), nth(hic, to, place)

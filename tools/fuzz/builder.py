@@ -53,7 +53,7 @@ class Dim:
 
 
 def joined(a: Dim, b: Dim) -> Dim | None:
-    """Return the axis of an elementwise result; None where the operands do not fit."""
+    """Returns the axis of an elementwise result; None where the operands do not fit."""
     if a.is_broadcast:
         return b
     if b.is_broadcast:
@@ -129,7 +129,7 @@ class Builder:
         )
 
     def pick(self, wanted: Callable[[str], bool] = lambda _: True) -> str | None:
-        """Return a tensor: recent ones half of the time, then often used ones, then any."""
+        """Returns a tensor: recent ones half of the time, then often used ones, then any."""
         names = [n for n in self.dims if wanted(n)]
         if not names:
             return None
@@ -162,7 +162,7 @@ class Builder:
         offset: int,
         fill: str | Sequence[str],
     ) -> str:
-        """Append an input; `fill` is of all calls, or has one for each."""
+        """Appends an input; `fill` is of all calls, or has one for each."""
         fills = (fill,) * self.ncalls if isinstance(fill, str) else fill
         name = self.fresh("x")
         shape = tuple(d.vec[0] if d.static and not d.expanded else -1 for d in dims)
@@ -196,7 +196,7 @@ class Builder:
         return found  # pyright: ignore[reportReturnType]
 
     def size(self, name: str, axis: int) -> Arg:
-        """Return how the program names an extent: a number where it is constant."""
+        """Returns how the program names an extent: a number where it is constant."""
         dim = self.dims[name][axis]
         if dim.static and self.chance(0.8):
             return dim.vec[0]
@@ -204,7 +204,7 @@ class Builder:
         return Ref(self.sizes(name)[axis]) if is_listed else Size(name, axis)
 
     def sizes(self, name: str) -> tuple[str, ...]:
-        """Append a statement that names all extents of a tensor of several axes."""
+        """Appends a statement that names all extents of a tensor of several axes."""
         stmt = Stmt(tuple(self.fresh("s") for _ in self.dims[name]), "shape", (Ref(name),))
         for env in self.envs:
             run_stmt(stmt, env)
@@ -213,7 +213,7 @@ class Builder:
         return stmt.outs
 
     def add_random(self, sizes: Sequence[Arg], dims: Sequence[Dim], dtype: str) -> list[str]:
-        """Append random numbers of a seed that is a scalar input."""
+        """Appends random numbers of a seed that is a scalar input."""
         if any(math.prod(d.vec[m] for d in dims) > MOST_RANDOM for m in range(self.ncalls)):
             return []
         keys = [
@@ -232,7 +232,7 @@ class Builder:
     def emit(
         self, op: str, args: Sequence[Arg], axes: Sequence[Dim], careful: bool = True, **named: Arg
     ) -> list[str]:
-        """Append a statement whose result has these axes; returns its name in a list, [] where it
+        """Appends a statement whose result has these axes; returns its name in a list, [] where it
         was thought better of."""
         return self.emit_many(op, args, [axes], careful, 0, **named)
 
@@ -245,7 +245,7 @@ class Builder:
         hidden: int = 0,
         **named: Arg,
     ) -> list[str]:
-        """Append a statement with several results, of which the last `hidden` ones are for certain
+        """Appends a statement with several results, of which the last `hidden` ones are for certain
         statements alone."""
         names = [self.fresh("t") for _ in shapes]
         more = [self.fresh("s") for _ in range(hidden)]
@@ -276,7 +276,7 @@ class Builder:
         return [*names, *more]
 
     def emit_scalar(self, op: str, args: Sequence[Arg]) -> str | None:
-        """Append a statement over scalars only."""
+        """Appends a statement over scalars only."""
         name = self.fresh("s")
         stmt = Stmt((name,), op, tuple(args))
         for env in self.envs:
@@ -304,7 +304,7 @@ class Builder:
 
     # ------------------------------------------------------------ the end
     def program(self, outputs: Sequence[Output]) -> Program:
-        """Return the program without the statements that no output needs."""
+        """Returns the program without the statements that no output needs."""
         whole = Program(
             tuple(self.inputs),
             tuple(self.stmts),
@@ -315,7 +315,7 @@ class Builder:
 
 
 def without_dead(program: Program, *, keep_inputs: bool = False) -> Program:
-    """Drop statements, and unless told otherwise inputs, that no output needs."""
+    """Drops statements, and unless told otherwise inputs, that no output needs."""
     needed = {o.name for o in program.outputs} | {o.alias for o in program.outputs if o.alias}
     kept: list[Stmt] = []
     for stmt in reversed(program.stmts):

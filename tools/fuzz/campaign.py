@@ -50,7 +50,7 @@ class Tally:
     masked: int = 0
 
     def fail(self, failure: Failure) -> None:
-        """Count a failure, and say so at once: a run may be stopped before its summary."""
+        """Counts a failure, and says so at once: a run may be stopped before its summary."""
         self.failures.append(failure)
         last = (failure.detail.strip().splitlines() or [""])[-1][:200]
         what = f"{failure.kind}: {failure.reason}"
@@ -69,7 +69,7 @@ class Tally:
         self.masked += event["masked"]
 
     def refused_beyond(self, percent: float) -> list[str]:
-        """Return a line per mode of which more was refused than so many percent; three standard
+        """Returns a line per mode of which more was refused than so many percent; three standard
         deviations more may be chance, which counts in small samples."""
         found: list[str] = []
         for mode, count in sorted(self.cases.items()):
@@ -114,7 +114,7 @@ class _Worker:
         self.process.stdin.flush()
 
     def events(self) -> list[dict[str, Any]] | None:
-        """Return what was reported since; None when the worker is gone."""
+        """Returns what was reported since; None when the worker is gone."""
         try:
             text = self.pipe.read()
         except BlockingIOError:
@@ -209,7 +209,7 @@ class Campaign:
     def _take(
         self, worker: _Worker, event: dict[str, Any], tally: Tally, seeds: deque[int]
     ) -> bool:
-        """Note an event; returns whether the worker has something to do."""
+        """Notes an event; returns whether the worker has something to do."""
         if "done" in event:
             worker.done.add((event["done"], event["mode"]))
             tally.add(event)
@@ -230,7 +230,7 @@ class Campaign:
         kind: str,
         selector: selectors.BaseSelector,
     ) -> None:
-        """Count the program that a worker died of; the rest of its batch goes back."""
+        """Counts the program that a worker died of; the rest of its batch goes back."""
         seed, mode = worker.at
         selector.unregister(worker.pipe)
         worker.end()
@@ -246,7 +246,7 @@ class Campaign:
         seeds.extendleft(reversed(left))
 
     def shrink(self, failure: Failure, seconds: float, folder: Path) -> str:
-        """Minimise a failure in a process of its own; returns the path of the program."""
+        """Minimises a failure in a process of its own; returns the path of the program."""
         command = [sys.executable, str(SCRIPT), "shrink", self.kind, "--seed", str(failure.seed)]
         command += ["--mode", failure.mode, "--seconds", str(seconds), "--out", str(folder)]
         answer = subprocess.run(
@@ -262,7 +262,7 @@ def _gpus() -> list[str]:
 
 
 def summary(tally: Tally, seconds: float) -> str:
-    """Return the report: counts, refusals by reason, failures."""
+    """Returns the report: counts, refusals by reason, failures."""
     runs = sum(tally.cases.values())
     lines = [
         f"{runs} runs in {seconds:.1f}s, {tally.outputs} outputs and {tally.elements} elements "

@@ -92,7 +92,7 @@ class FusionBuilder(Builder):
     def declared(
         self, dims: Sequence[Dim], layout: Layout
     ) -> tuple[bool | tuple[bool | None, ...], tuple[int, ...]]:
-        """Return contiguity flags and stride order that are true of the layout, or say less."""
+        """Returns contiguity flags and stride order that are true of the layout, or say less."""
         rank = len(dims)
         is_dense = layout.step == 1 and not any(layout.gaps) and not layout.overlap
         ordered = layout.order != tuple(range(rank)) and self.chance(0.6)
@@ -125,7 +125,7 @@ class FusionBuilder(Builder):
 
     # ------------------------------------------------------------ elementwise
     def scalar(self, kinds: str) -> Arg:
-        """Return a constant or a scalar of the program."""
+        """Returns a constant or a scalar of the program."""
         names = [n for n in self.scalars if self._scalar_kind(n) in kinds]
         if names and self.chance(0.6):
             return Ref(self.rng.choice(names))
@@ -161,7 +161,7 @@ class FusionBuilder(Builder):
             self.scalars.append(name)
 
     def partner(self, name: str, kinds: str) -> str | None:
-        """Return a tensor that fits `name` elementwise."""
+        """Returns a tensor that fits `name` elementwise."""
 
         def fits(other: str) -> bool:
             if not self.is_a(other, kinds) or (not self.mixed and not self._alike(name, other)):

@@ -13,7 +13,7 @@ STREAMS = 4
 
 
 def fault_of(fd: Any, inputs: Sequence[Any], rank: int) -> str | None:
-    """Say what is wrong with the program of the last call: its text, or the order of its ops."""
+    """Says what is wrong with the program of the last call: its text, or the order of its ops."""
     program = fd.fec.host_program()
     if not equal(parse(program.full_text()), program):
         return "the text is that of another program"

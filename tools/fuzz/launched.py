@@ -43,7 +43,7 @@ def _run_here(program: Program, mode: Mode) -> Outcome:
 
 
 def _worst(found: Sequence[Outcome]) -> Outcome:
-    """Return what counts of the outcomes of all ranks: the first that is no consequence."""
+    """Returns what counts of the outcomes of all ranks: the first that is no consequence."""
     own = [o for o in found if not o.reason.startswith("PeerError")]
     for kind in ("wrong", "error", "refused"):
         for outcome in own:
@@ -53,7 +53,7 @@ def _worst(found: Sequence[Outcome]) -> Outcome:
 
 
 def run_launched(seeds: range, seconds: float, schedules: str, device: str, without: str) -> Tally:
-    """Run seeds on this job's ranks until they or the time are spent; rank 0 prints the report."""
+    """Runs seeds on this job's ranks until they or the time are spent; rank 0 prints the report."""
     faulthandler.enable()
     communicator = multidevice.Communicator.instance()
     rank, size = communicator.rank(), communicator.size()

@@ -22,7 +22,7 @@ def misread(
     inputs: list[str],
     compare: Compare,
 ) -> str | None:
-    """Say how the program of the last call, read op by op for all ranks, differs from the oracle.
+    """Says how the program of the last call, read op by op for all ranks, differs from the oracle.
 
     Programs that draw random numbers are left out. `by_rank` are the shards that were passed.
     `results` has, for each output, its name, the input that it updates, the oracle's value, and

@@ -36,7 +36,7 @@ Fails = Callable[[Program], bool]
 
 
 def minimise(program: Program, fails: Fails, *, seconds: float) -> Program:
-    """Return the smallest program found that still fails."""
+    """Returns the smallest program found that still fails."""
     end = time.monotonic() + seconds
     progress = True
     while progress:
@@ -75,7 +75,7 @@ def _divides(program: Program, call: int) -> bool:
 
 
 def in_child(fn: Callable[[], tuple[str, str]], *, limit_s: float = 60.0) -> tuple[str, str]:
-    """Return what `fn` returns, from a forked child, or how it died: crash, hang."""
+    """Returns what `fn` returns, from a forked child, or how it died: crash, hang."""
     read, write = os.pipe()
     pid = os.fork()
     if pid == 0:
@@ -146,7 +146,7 @@ def _calls(p: Program) -> Iterator[Program]:
 
 
 def _cuts(p: Program) -> Iterator[Program]:
-    """Replace the results of a statement by inputs of the same shapes."""
+    """Replaces the results of a statement by inputs of the same shapes."""
     envs = [evaluate(p, m)[0] for m in range(len(p.calls))]
     for k in reversed(range(len(p.stmts))):
         stmt = p.stmts[k]
@@ -183,7 +183,7 @@ def _renamed(arg: Arg, old: str, new: str) -> Arg:
 
 
 def _bypasses(p: Program) -> Iterator[Program]:
-    """Use an operand of a statement in place of its result."""
+    """Uses an operand of a statement in place of its result."""
     for k, stmt in enumerate(p.stmts):
         if len(stmt.outs) != 1:
             continue
@@ -212,7 +212,7 @@ def _with_sizes(arg: Arg, old: int, new: int) -> Arg:
 
 
 def _extents(p: Program) -> Iterator[Program]:
-    """Replace one number by a smaller one wherever it is an extent."""
+    """Replaces one number by a smaller one wherever it is an extent."""
     sizes = {n for call in p.calls for a in call if isinstance(a, TensorArg) for n in a.shape}
     for n in sorted((n for n in sizes if n > 2), reverse=True):
         for m in dict.fromkeys((2, 3, 4, 8, 16, 32, n // 2, n - 1)):

@@ -89,7 +89,7 @@ def _resolve(arg: Arg, env: Env, *, sizes: bool) -> Any:
 
 
 def run_stmt(stmt: Stmt, env: Env) -> None:
-    """Add the results of one statement to `env`; raises `InvalidProgram`."""
+    """Adds the results of one statement to `env`; raises `InvalidProgram`."""
     is_pointwise = stmt.op in _ELEMENTWISE or stmt.op == "clamp"
     args = [_resolve(a, env, sizes=not is_pointwise) for a in stmt.args]
     kwargs = {k: _resolve(a, env, sizes=True) for k, a in stmt.kwargs}
@@ -110,7 +110,7 @@ def run_stmt(stmt: Stmt, env: Env) -> None:
 
 
 def input_env(program: Program, call: int) -> tuple[Env, list[Any]]:
-    """Return the values of the inputs, and what is passed: tensors and numbers."""
+    """Returns the values of the inputs, and what is passed: tensors and numbers."""
     env: Env = {}
     passed: list[Any] = []
     for declared, given in zip(program.inputs, program.calls[call], strict=True):
@@ -137,7 +137,7 @@ def input_env(program: Program, call: int) -> tuple[Env, list[Any]]:
 
 
 def evaluate(program: Program, call: int) -> tuple[Env, list[Any]]:
-    """Return all values of one call, and its inputs."""
+    """Returns all values of one call, and its inputs."""
     # The steps of a stream may sum in parts, too.
     RANKS.set(max(program.ranks, 2 if program.streams else 1))
     env, passed = input_env(program, call)

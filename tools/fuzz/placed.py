@@ -20,7 +20,7 @@ _MAYBE = ("slice", "expand", "reshape", "broadcast_in_dim", *_REDUCTIONS)
 
 
 def shown(program: Program) -> dict[str, tuple[str, bool]]:
-    """Return the values that may be views of an input: of which, and whether they are for sure."""
+    """Returns the values that may be views of an input: of which, and whether they are for sure."""
     found = {i.name: (i.name, not program.streams) for i in program.inputs}
     for stmt in program.stmts:
         source = stmt.args[0] if stmt.args else None
@@ -33,7 +33,7 @@ def shown(program: Program) -> dict[str, tuple[str, bool]]:
 def misplaced(
     program: Program, name: str, result: torch.Tensor, inputs: Mapping[str, object]
 ) -> str | None:
-    """Say what is wrong with where a result lies; None where nothing is."""
+    """Says what is wrong with where a result lies; None where nothing is."""
     text = f"{name}: shape {tuple(result.shape)}, strides {result.stride()}"
     written = {o.name: o.alias for o in program.outputs if o.alias is not None}
     own = written.get(name, name)

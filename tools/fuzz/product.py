@@ -27,7 +27,7 @@ class Mode:
     late: tuple[str, ...] = ()
 
     def runs(self, calls: Sequence[int]) -> Iterator[tuple[list[str], int]]:
-        """Yield the options and the number of each call of a run."""
+        """Yields the options and the number of each call of a run."""
         yield from ((self.options, m) for m in calls)
         if self.has_graphs:
             yield from ((self.options, m) for m in sorted(set(calls)) * 3)
@@ -85,7 +85,7 @@ class _Postponed(BaseException):
 
 @contextmanager
 def collecting(sources: list[tuple[Any, bool]]) -> Generator[None]:
-    """Note the kernels that a run asks for, and end the run there by raising `_Postponed`."""
+    """Notes the kernels that a run asks for, and ends the run there by raising `_Postponed`."""
     original = entrance.compile_kernels
 
     def postpone(wanted: Iterable[Any], device: Any, *, checked: bool = False) -> Any:
@@ -108,7 +108,7 @@ def collecting(sources: list[tuple[Any, bool]]) -> Generator[None]:
 
 
 def compile_all(sources: Sequence[tuple[Any, bool]], device: str) -> None:
-    """Compile kernels together; one that is refused does not keep the others."""
+    """Compiles kernels together; one that is refused does not keep the others."""
     for checked in (False, True):
         wanted = [s for s, c in sources if c is checked]
         if not wanted:

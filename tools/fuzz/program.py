@@ -170,7 +170,7 @@ class Program:
     streams: tuple[Streaming, ...] = ()
 
     def spreads(self) -> dict[str, tuple[tuple[object, ...], tuple[tuple[int, str, int], ...]]]:
-        """Return the mesh and the cuts of each annotated tensor, by name.
+        """Returns the mesh and the cuts of each annotated tensor, by name.
 
         A cut is an axis, a mesh dimension, and in how many blocks a stream cuts the axis before.
         """
@@ -317,7 +317,7 @@ def _as_list(ranks: object) -> object:
 
 
 def define_text(program: Program) -> str:
-    """Return the text of `define(fd)`."""
+    """Returns the text of `define(fd)`."""
     lines = [input_text(i) for i in program.inputs]
     lines += [stmt_text(s) for s in program.stmts]
     lines += annotation_lines(program)
@@ -331,7 +331,7 @@ def define_text(program: Program) -> str:
 
 
 def names_in(arg: Arg) -> Iterator[str]:
-    """Yield the names of values that an argument reads."""
+    """Yields the names of values that an argument reads."""
     if isinstance(arg, Ref | Size):
         yield arg.name
     elif isinstance(arg, list | tuple):
@@ -340,5 +340,5 @@ def names_in(arg: Arg) -> Iterator[str]:
 
 
 def operands(stmt: Stmt) -> list[str]:
-    """Return the names that a statement reads."""
+    """Returns the names that a statement reads."""
     return [*names_in(stmt.args), *names_in(tuple(v for _, v in stmt.kwargs))]

@@ -25,7 +25,7 @@ Cuts = Sequence[tuple[int, str, int]]
 
 # ------------------------------------------------------------------ shards
 def local_inputs(case: Case, call: int, rank: int, device: str) -> list[Any]:
-    """Return what a rank passes: its shards."""
+    """Returns what a rank passes: its shards."""
     program = case.program
     spreads = program.spreads()
     out: list[Any] = []
@@ -47,7 +47,7 @@ Part = Callable[[torch.Tensor], torch.Tensor]
 
 
 def output_parts(fd: FusionDefinition, program: Program, rank: int) -> list[Part | None]:
-    """Return what gives a rank's part of each output, as annotated, else as the product says; None
+    """Returns what gives a rank's part of each output, as annotated, else as the product says; None
     for a rank that has none."""
     if not program.streams:
         return [_part(*spread, rank) for spread in output_cuts(fd, program)]
@@ -67,7 +67,7 @@ def _part(ranks: Sequence[object] | None, cuts: Cuts, rank: int) -> Part | None:
 
 
 def _as_told(tv: Any, rank: int) -> Part | None:
-    """Return what gives the part that the product says this rank holds."""
+    """Returns what gives the part that the product says this rank holds."""
     if tv.mesh is None:
         return lambda t: t
     return partial(shard_for_rank, tv=tv, rank=rank) if tv.mesh.has(rank) else None
@@ -76,7 +76,7 @@ def _as_told(tv: Any, rank: int) -> Part | None:
 def output_cuts(
     fd: FusionDefinition, program: Program
 ) -> list[tuple[Sequence[object] | None, Cuts]]:
-    """Return how each output is spread: as annotated, else as the product says."""
+    """Returns how each output is spread: as annotated, else as the product says."""
     shardings = fd.fec.get_output_shardings()
     spreads = program.spreads()
     out: list[tuple[Sequence[object] | None, Cuts]] = []
@@ -91,14 +91,14 @@ def output_cuts(
 
 
 def kind_of(wrong: str) -> str:
-    """Return what a difference is about, so that alike ones group."""
+    """Returns what a difference is about, so that alike ones group."""
     known = ("meaning", "elements", "text", "race")
     return next((k for k in known if k in wrong), "shape").replace("elements", "value")
 
 
 # ------------------------------------------------------------------ one rank
 def run_rank(case: Case, mode: Mode, fd: FusionDefinition, counts: list[int]) -> str | None:
-    """Run all calls on this rank; return how a result differs.
+    """Runs all calls on this rank; returns how a result differs.
 
     After a difference the other ranks are still met in the calls that follow.
     """
@@ -120,7 +120,7 @@ def run_rank(case: Case, mode: Mode, fd: FusionDefinition, counts: list[int]) ->
 def _fault(
     case: Case, mode: Mode, call: int, fd: FusionDefinition, inputs: list[Any]
 ) -> str | None:
-    """Say what is wrong with the program of the last call."""
+    """Says what is wrong with the program of the last call."""
     rank = multidevice.Communicator.instance().rank()
     fault = fault_of(fd, inputs, rank) if case.program.streams else None
     if fault is None and rank == 0 and mode.device == "cpu":
@@ -131,7 +131,7 @@ def _fault(
 def _difference(
     case: Case, call: int, fd: FusionDefinition, outs: list[torch.Tensor], counts: list[int]
 ) -> str | None:
-    """Say how this rank's results of a call differ."""
+    """Says how this rank's results of a call differ."""
     program = case.program
     parts = output_parts(fd, program, multidevice.Communicator.instance().rank())
     for o, out, part in zip(program.outputs, outs, parts, strict=True):
@@ -163,7 +163,7 @@ def _misread(case: Case, call: int, fd: FusionDefinition) -> str | None:
 
 
 def run_ranks(case: Case, mode: Mode, fd: FusionDefinition | None = None) -> Outcome:
-    """Run on simulated ranks."""
+    """Runs on simulated ranks."""
     counts = [0, 0, 0]
 
     def body() -> Outcome:
@@ -183,7 +183,7 @@ def run_ranks(case: Case, mode: Mode, fd: FusionDefinition | None = None) -> Out
 
 
 def collect_ranks(case: Case, mode: Mode) -> tuple[FusionDefinition | None, list[tuple[Any, bool]]]:
-    """Lower a program for rank 0; return the definition and the kernels that it needs."""
+    """Lowers a program for rank 0; returns the definition and the kernels that it needs."""
     sources: list[tuple[Any, bool]] = []
 
     def rehearse(fd: FusionDefinition) -> None:

@@ -52,7 +52,7 @@ class Outcome:
 
 
 def skeleton(text: str) -> str:
-    """Return a message without its numbers, names and lists, so that alike ones group."""
+    """Returns a message without its numbers, names and lists, so that alike ones group."""
     text = text.strip().split("\n")[0]
     text = re.sub(r"\(at [^)]*\)", "", text)
     text = re.sub(r"\[[^\]]*\]|\([^)]*\)|\{[^}]*\}", "..", text)
@@ -69,7 +69,7 @@ def failure(error: BaseException) -> Outcome:
 
 # ------------------------------------------------------------------ comparing
 def compare(out: torch.Tensor, expected: Val) -> str | None:
-    """Say how a result differs from the oracle's, if it does."""
+    """Says how a result differs from the oracle's, if it does."""
     wanted = DTYPES[expected.dtype].torch
     if out.dtype is not wanted:
         return f"dtype {out.dtype}, expected {wanted}"
@@ -101,7 +101,7 @@ def unchanged(before: torch.Tensor, after: torch.Tensor) -> bool:
 
 # ------------------------------------------------------------------ running
 def define(program: Program) -> FusionDefinition:
-    """Run the program's own text inside a definition."""
+    """Runs the program's own text inside a definition."""
     names: dict[str, Any] = {
         "DataType": DataType,
         "ParallelType": ParallelType,
@@ -146,7 +146,7 @@ def quietly(fn: Callable[[], Outcome]) -> Outcome:
 
 
 def run(case: Case, mode: Mode, fd: FusionDefinition | None = None) -> Outcome:
-    """Define (unless `fd` is given) and run all calls; compare every output."""
+    """Defines (unless `fd` is given) and runs all calls; compares every output."""
     with mode.eager_graphs():
         return quietly(lambda: _run(case, mode, fd))
 
@@ -194,7 +194,7 @@ def _misread(case: Case, call: int, fd: FusionDefinition, passed: list[Any]) -> 
 def check_call(
     case: Case, call: int, outs: list[torch.Tensor], inputs: list[Any], before: list[Any]
 ) -> tuple[str, str] | None:
-    """Return (kind of difference, text), None when all is as expected."""
+    """Returns (kind of difference, text), None when all is as expected."""
     program, env = case.program, case.expected[call]
     visible = [o for o in program.outputs if o.alias is None]
     if len(outs) != len(visible):
@@ -224,7 +224,8 @@ def check_call(
 
 
 def collect(case: Case, mode: Mode) -> tuple[FusionDefinition | None, list[tuple[Any, bool]]]:
-    """Define and lower a program for all its calls; return the kernels that it needs compiled."""
+    """Defines and lowers a program for all its calls; returns the kernels that it needs
+    compiled."""
     sources: list[tuple[Any, bool]] = []
 
     def body() -> Outcome:

@@ -32,7 +32,7 @@ Ranks = tuple[object, ...]
 
 
 def generate(seed: int) -> Program:
-    """Return the program of a seed."""
+    """Returns the program of a seed."""
     return Sharded(seed).build()
 
 

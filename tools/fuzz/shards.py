@@ -13,14 +13,14 @@ import torch
 
 
 def mesh_sizes(ranks: Sequence[Any]) -> dict[str, int]:
-    """Return the size along each mesh dimension: x is the last one."""
+    """Returns the size along each mesh dimension: x is the last one."""
     if isinstance(ranks[0], Sequence):
         return {"x": len(ranks[0]), "y": len(ranks)}
     return {"x": len(ranks)}
 
 
 def coordinate(ranks: Sequence[Any], rank: int, dim: str) -> int | None:
-    """Return where a rank stands along a mesh dimension, None outside the mesh."""
+    """Returns where a rank stands along a mesh dimension, None outside the mesh."""
     rows = [list(r) for r in ranks] if isinstance(ranks[0], Sequence) else [list(ranks)]
     for y, row in enumerate(rows):
         if rank in row:
@@ -29,7 +29,7 @@ def coordinate(ranks: Sequence[Any], rank: int, dim: str) -> int | None:
 
 
 def shard_of(t: torch.Tensor, ranks: Sequence[Any], cuts: Any, rank: int) -> torch.Tensor:
-    """Return what `rank` holds of a tensor: outer blocks, of each of the `blocks` that are cut
+    """Returns what `rank` holds of a tensor: outer blocks, of each of the `blocks` that are cut
     before; block 0 outside the mesh."""
     sizes = mesh_sizes(ranks)
     for axis, dim, blocks in cuts:
@@ -46,7 +46,7 @@ def shard_of(t: torch.Tensor, ranks: Sequence[Any], cuts: Any, rank: int) -> tor
 
 
 def local_input(t: torch.Tensor, ranks: Sequence[Any], cuts: Any, rank: int) -> torch.Tensor:
-    """Return a rank's shard in memory of its own: dense, in the memory order of the whole tensor,
+    """Returns a rank's shard in memory of its own: dense, in the memory order of the whole tensor,
     with stride 0 where that has it."""
     part = shard_of(t, ranks, cuts, rank)
     places = sorted(range(t.ndim), key=lambda k: (t.stride(k), -k))
@@ -65,7 +65,7 @@ def local_input(t: torch.Tensor, ranks: Sequence[Any], cuts: Any, rank: int) -> 
 
 
 def spread_of(sharding: Any, types: dict[str, Any]) -> tuple[Sequence[Any], Any]:
-    """Return (mesh, cuts) of what the product says of an output."""
+    """Returns (mesh, cuts) of what the product says of an output."""
     mesh = torch.tensor(sharding.mesh.devices).reshape(sharding.mesh.shape).tolist()
     found = [(sharding.axis_sharded_on(types[d]), d) for d in mesh_sizes(mesh)]
     return mesh, [(axis, dim, 1) for axis, dim in found if axis >= 0]

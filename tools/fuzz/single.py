@@ -10,7 +10,7 @@ from tools.fuzz.program import Output, Program, Ref
 
 
 def generate(seed: int) -> Program:
-    """Return the program of a seed."""
+    """Returns the program of a seed."""
     return _Single(seed).build()
 
 

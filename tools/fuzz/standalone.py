@@ -139,13 +139,13 @@ print("as expected")
 
 
 def _spreads(program: Program, names: list[str]) -> dict[int, object]:
-    """Return (mesh, cuts) of the annotated ones among some values, by position."""
+    """Returns (mesh, cuts) of the annotated ones among some values, by position."""
     spreads = program.spreads()
     return {k: spreads[n] for k, n in enumerate(names) if n in spreads}
 
 
 def standalone_text(program: Program, mode: Mode, title: str, story: str) -> str:
-    """Return a script that exits with 1 (or as the program did) while the failure is there."""
+    """Returns a script that exits with 1 (or as the program did) while the failure is there."""
     names = [i.name for i in program.inputs]
     into = [None if o.alias is None else names.index(o.alias) for o in program.outputs]
     source = Path(__file__).with_name("tensors.py").read_text()

@@ -24,7 +24,7 @@ _STEPS = 100
 
 
 def generate(seed: int) -> Program:
-    """Return the program of a seed."""
+    """Returns the program of a seed."""
     return _Streams(seed).build()
 
 
@@ -91,7 +91,7 @@ class _Streams(Sharded):
         return not dim.is_broadcast and not dim.expanded
 
     def merging(self, name: str, axes: list[int], cut: set[int]) -> Streaming:
-        """Draw which axes are merged, and how."""
+        """Draws which axes are merged, and how."""
         picks = self.rng.sample(axes, 3 if len(axes) > 2 and self.chance(0.3) else 2)
         shared = [k for k in picks if k in cut]
         if math.prod(max(self.dims[name][k].vec) for k in picks) > _STEPS:
@@ -115,7 +115,7 @@ class _Streams(Sharded):
         return Streaming(name, picks[0], count, merged=merged)
 
     def streaming(self, program: Program, name: str, axis: int) -> Streaming:
-        """Draw how an axis is streamed."""
+        """Draws how an axis is streamed."""
         note = next((a for a in program.annotations if a.name == name), None)
         sizes = (
             mesh_sizes(program.meshes[0 if note is None else note.mesh]) if self.has_mesh else {}

@@ -15,7 +15,7 @@ def make_tensor(
     fill: str,
     seed: int,
 ) -> torch.Tensor:
-    """Return a view with these strides, `offset` elements into a buffer of random values."""
+    """Returns a view with these strides, `offset` elements into a buffer of random values."""
     span = (
         1 + sum((n - 1) * s for n, s in zip(shape, strides, strict=True)) if 0 not in shape else 0
     )

@@ -38,7 +38,7 @@ class Val:
         return not bool(self.bound.any())
 
     def view(self, fn: Fn) -> Val:
-        """Rearrange the elements."""
+        """Rearranges the elements."""
         return Val(fn(self.ref), fn(self.bound), self.dtype)
 
 
@@ -55,7 +55,7 @@ def exact(ref: Tensor, dtype: str) -> Val:
 
 
 def wide(x: Tensor) -> Tensor:
-    """Return float64, complex128, int64 or bool."""
+    """Returns float64, complex128, int64 or bool."""
     if x.dtype is torch.bool:
         return x
     if x.is_complex():
@@ -64,7 +64,7 @@ def wide(x: Tensor) -> Tensor:
 
 
 def size_of(x: Tensor) -> Tensor:
-    """Return absolute values in float64."""
+    """Returns absolute values in float64."""
     return (x.double() if x.dtype is torch.bool else x.abs()).double()
 
 
@@ -73,7 +73,7 @@ def nonnan(bound: Tensor) -> Tensor:
 
 
 def difference(a: Tensor, b: Tensor) -> Tensor:
-    """Return |a - b|: 0 where both are NaN or the same infinity, inf where one is."""
+    """Returns |a - b|: 0 where both are NaN or the same infinity, inf where one is."""
     if a.dtype is torch.bool:
         return (a != b).double()
     gap = (a - b).abs().double()
@@ -82,7 +82,7 @@ def difference(a: Tensor, b: Tensor) -> Tensor:
 
 
 def corners(fn: Fn, vals: Sequence[Val]) -> tuple[Tensor, Tensor]:
-    """Return fn of the reference values and how far it is from that within the bounds."""
+    """Returns fn of the reference values and how far it is from that within the bounds."""
     xs = [v.ref for v in vals]
     out = fn(*xs)
     deviation = torch.zeros(out.shape, dtype=torch.float64)
@@ -112,12 +112,12 @@ RANKS: ContextVar[int] = ContextVar("RANKS", default=1)
 
 
 def round_to(x: Tensor, dtype: str) -> Tensor:
-    """Round as the hardware does. A NaN stays as it is: torch's own conversion sets its sign."""
+    """Rounds as the hardware does. A NaN stays as it is: torch's own conversion sets its sign."""
     return torch.where(torch.isnan(x), x, x.to(DTYPES[dtype].torch).to(x.dtype))
 
 
 def stored(ref: Tensor, bound: Tensor, dtype: str) -> Val:
-    """Round to a floating dtype: exact values to a known one, others within half a unit."""
+    """Rounds to a floating dtype: exact values to a known one, others within half a unit."""
     if dtype in FLOAT8:
         return _of_few(ref, bound, dtype)
     facts = DTYPES[dtype]
@@ -133,7 +133,7 @@ def stored(ref: Tensor, bound: Tensor, dtype: str) -> Val:
 
 
 def _of_few(ref: Tensor, bound: Tensor, dtype: str) -> Val:
-    """Round to a dtype of few values: what lies within the bound becomes one of those between what
+    """Rounds to a dtype of few values: what lies within the bound becomes one of those between what
     its ends become."""
     low, high = ref - bound, ref + bound
     if dtype == "Float8_e8m0fnu":
@@ -154,7 +154,7 @@ def computed(
     scale: Tensor | None,
     operands: Sequence[Tensor] = (),
 ) -> Val:
-    """Add the error of one floating operation in `dtype`, of `ulps` units in the last place.
+    """Adds the error of one floating operation in `dtype`, of `ulps` units in the last place.
 
     An operation that rounds correctly (at most 2 units here) on exact operands is exact where its
     result is representable.
@@ -178,7 +178,7 @@ def computed(
 
 
 def overflow(v: Val) -> Val:
-    """Forget values that the dtype can not hold, finite as they are in float64."""
+    """Forgets values that the dtype can not hold, finite as they are in float64."""
     facts = DTYPES[v.dtype]
     if facts.category == "bool":
         return v
@@ -188,7 +188,7 @@ def overflow(v: Val) -> Val:
 
 
 def cast(v: Val, dtype: str) -> Val:
-    """Convert as C does: to integers by truncation, to Bool by comparing with 0."""
+    """Converts as C does: to integers by truncation, to Bool by comparing with 0."""
     if v.dtype == dtype:
         return v
     src, dst = DTYPES[v.dtype].category, DTYPES[dtype].category
@@ -212,7 +212,7 @@ def cast(v: Val, dtype: str) -> Val:
 
 
 def accumulated(total: Tensor, bound: Tensor, sizes: Tensor, n: int, dtype: str) -> Val:
-    """Add the error of summing `n` numbers whose sizes add up to `sizes`, in any order.
+    """Adds the error of summing `n` numbers whose sizes add up to `sizes`, in any order.
 
     Rounding errors of a sum are as good as random: they grow with the root of the count.
     """

@@ -35,14 +35,14 @@ GENERATORS = {"single": single.generate, "sharded": sharded.generate, "streams":
 
 
 def modes_of(kind: str, seed: int, schedules: Sequence[str], device: str) -> list[Mode]:
-    """Return the modes of one seed: every tenth program runs in checked mode."""
+    """Returns the modes of one seed: every tenth program runs in checked mode."""
     checked = seed % 10 == 3 and device == "cpu"
     late = late_streams(seed) if kind == "streams" and device == "cpu" else ()
     return [Mode(name, checked, device, late) for name in schedules]
 
 
 def late_streams(seed: int) -> tuple[str, ...]:
-    """Return which streams are held back, one at a time: every eighth seed tries all of them."""
+    """Returns which streams are held back, one at a time: every eighth seed tries all of them."""
     numbers = range(8) if seed % 8 == 0 else (seed % 3, 3 + seed % 5)
     return ("all", "entry", *map(str, numbers))
 
@@ -76,7 +76,7 @@ def has_any(program: Program, words: Iterable[str]) -> bool:
 def serve(
     kind: str, schedules: Sequence[str], device: str, without: Sequence[str], descriptor: int
 ) -> None:
-    """Run the batches of seeds that arrive on stdin, one line each."""
+    """Runs the batches of seeds that arrive on stdin, one line each."""
     faulthandler.enable()
     torch.set_num_threads(1)
     reporter = _Reporter(descriptor)
@@ -115,7 +115,7 @@ def mode_named(text: str) -> Mode:
 
 
 def shrink(kind: str, seed: int, mode_text: str, seconds: float, folder: Path) -> Path:
-    """Minimise the failure of a seed and write the standalone program; returns its path."""
+    """Minimises the failure of a seed and writes the standalone program; returns its path."""
     mode = mode_named(mode_text)
     if kind == "streams" and mode.device == "cpu":
         mode = replace(mode, late=late_streams(0))

@@ -50,12 +50,12 @@ def backward(transforms: Sequence[Transform]) -> tuple[PathStep, ...]:
 def transforms_between(
     domain: TensorDomain, sources: Iterable[IterDomain], targets: Iterable[IterDomain]
 ) -> tuple[Transform, ...]:
-    """Return the transforms that derive `targets` from `sources`, in order."""
+    """Returns the transforms that derive `targets` from `sources`, in order."""
     return tuple(_producers(domain, {a.number for a in targets}, {a.number for a in sources}))
 
 
 def _producers(domain: TensorDomain, wanted: set[int], stop: set[int]) -> list[Transform]:
-    """Return the transforms that make the `wanted` axes, and what these are made of, from `stop`
+    """Returns the transforms that make the `wanted` axes, and what these are made of, from `stop`
     on; adds the axes on the way to `wanted`."""
     wanted -= stop
     picked: list[Transform] = []
@@ -69,7 +69,7 @@ def _producers(domain: TensorDomain, wanted: set[int], stop: set[int]) -> list[T
 def path(
     domain: TensorDomain, sources: Iterable[IterDomain], targets: Iterable[IterDomain]
 ) -> tuple[PathStep, ...]:
-    """Return the steps from `sources` to `targets`: first back, then ahead.
+    """Returns the steps from `sources` to `targets`: first back, then ahead.
 
     A target that the sources come from, or that comes from one of them, is reached straight; any
     other one only where the sources determine it (memory axes -> logical axes -> loop axes).
@@ -140,7 +140,7 @@ class Rules(Generic[V]):
         return None, None
 
     def apply(self, step: PathStep, values: Sequence[Any]) -> Sequence[V | None]:
-        """Return the values of the step's targets, given those of its sources."""
+        """Returns the values of the step's targets, given those of its sources."""
         t = step.transform
         if step.is_forward:
             match t:
@@ -168,7 +168,7 @@ class Rules(Generic[V]):
 
 
 def replay(steps: Iterable[PathStep], known: Mapping[int, V], rules: Rules[V]) -> dict[int, V]:
-    """Return the known values by axis number, and those that the rules give along the steps.
+    """Returns the known values by axis number, and those that the rules give along the steps.
 
     A value that is there stays. The order is that in which values were found.
     """
@@ -246,7 +246,7 @@ class IndexRules(Rules[Scalar]):
         return sc.mod(sc.add(out, self._coordinate_along(t.ptype)), self._axes[t.inp].size)
 
     def _begin(self, t: Shift, row: Scalar) -> Scalar:
-        """Return by how much a row is shifted, so written that its own begin cancels."""
+        """Returns by how much a row is shifted, so written that its own begin cancels."""
         begin = sc.mul(row, self._axes[t.inp].size)
         return sc.sub(begin, sc.mul(t.width, sc.floordiv(begin, t.width)))
 
@@ -264,7 +264,7 @@ def indices_forward(
     *,
     coordinate: Callable[[ParallelType], Scalar] | None = None,
 ) -> dict[int, Scalar]:
-    """Push indices (axis number -> index) along the transforms (default: all of the domain).
+    """Pushes indices (axis number -> index) along the transforms (default: all of the domain).
 
     A transform whose inputs are not all known is skipped.
     """
@@ -279,7 +279,7 @@ def indices_backward(
     *,
     coordinate: Callable[[ParallelType], Scalar] | None = None,
 ) -> dict[int, Scalar]:
-    """Pull indices from outputs to inputs of the transforms (loop -> logical -> root)."""
+    """Pulls indices from outputs to inputs of the transforms (loop -> logical -> root)."""
     steps = backward(domain.transforms if transforms is None else transforms)
     return replay(steps, indices, IndexRules(domain, coordinate))
 
@@ -334,12 +334,12 @@ def is_divisible(domain: TensorDomain, split: SplitTransform) -> bool:
 
 
 def partial_splits(domain: TensorDomain, transforms: Iterable[Transform]) -> list[SplitTransform]:
-    """Return the splits whose parts may run past the end of the split axis."""
+    """Returns the splits whose parts may run past the end of the split axis."""
     return [t for t in transforms if isinstance(t, SplitTransform) and not is_divisible(domain, t)]
 
 
 def with_exact_splits(domain: TensorDomain) -> TensorDomain:
-    """Return the domain whose split factors are the sizes of the axes that the splits made."""
+    """Returns the domain whose split factors are the sizes of the axes that the splits made."""
 
     def exact(t: Transform) -> Transform:
         if not isinstance(t, SplitTransform):

@@ -38,7 +38,7 @@ _checked_init = partial(checked, name="DeviceMesh")
 
 
 def _flatten(nested: object, depth: int = 0) -> tuple[list[int], tuple[int, ...]]:
-    """Return (row-major ids, shape) of nested sequences of ints."""
+    """Returns (row-major ids, shape) of nested sequences of ints."""
     if python_number(nested) is not None:
         return [take_integer(nested)], ()
     if depth > _MAX_DIMENSIONS:
@@ -100,7 +100,7 @@ class DeviceMesh:
 
     @checked
     def dim_of(self, ptype: ParallelType) -> int | None:
-        """Return the mesh dimension of a device type (mesh_x: the last), None if there is none."""
+        """Returns the mesh dimension of a device type (mesh_x: the last), None if there is none."""
         if not ptype.is_device:
             raise ShardingError(f"{self} has no dimension {ptype.text}, which is no device type")
         dim = self.ndim - 1 - DEVICE_TYPES.index(ptype)
@@ -108,7 +108,7 @@ class DeviceMesh:
 
     @checked
     def size_of(self, ptype: ParallelType) -> int:
-        """Return how many devices lie along `ptype` (1 when the mesh has no such dimension)."""
+        """Returns how many devices lie along `ptype` (1 when the mesh has no such dimension)."""
         dim = self.dim_of(ptype)
         return 1 if dim is None else self.shape[dim]
 
@@ -118,18 +118,18 @@ class DeviceMesh:
 
     @checked
     def coordinate(self, rank: int, ptype: ParallelType) -> int:
-        """Return the position of `rank` along `ptype`; 0 without that dimension or that rank."""
+        """Returns the position of `rank` along `ptype`; 0 without that dimension or that rank."""
         dim = self.dim_of(ptype)
         return 0 if dim is None else self._coordinates(rank)[dim]
 
     def _coordinates(self, rank: int) -> list[int]:
-        """Return the position of `rank` along each dimension; 0 for a rank that is not here."""
+        """Returns the position of `rank` along each dimension; 0 for a rank that is not here."""
         at = self._place.get(rank, 0)
         return [at // math.prod(self.shape[d + 1 :]) % n for d, n in enumerate(self.shape)]
 
     @checked
     def coordinates(self, ptype: ParallelType) -> tuple[int, ...]:
-        """Return the position of every device along `ptype`, in the order of `devices`."""
+        """Returns the position of every device along `ptype`, in the order of `devices`."""
         if ptype not in self._along:
             dim = self.dim_of(ptype)
             if dim is None:
@@ -149,7 +149,7 @@ class DeviceMesh:
 
     @checked
     def team(self, rank: int, ptypes: tuple[ParallelType, ...]) -> tuple[int, ...]:
-        """Return the ranks that share all of `rank`'s coordinates except those along `ptypes`.
+        """Returns the ranks that share all of `rank`'s coordinates except those along `ptypes`.
 
         Mesh [[0 1 2][3 4 5]]: team(4, (mesh_x,)) = (3, 4, 5), team(4, (mesh_y,)) = (1, 4).
         """
@@ -185,7 +185,7 @@ class DeviceMesh:
 
 # ------------------------------------------------------------------ text
 def _items_text(ids: Sequence[int], shape: tuple[int, ...], *, is_short: bool) -> str:
-    """Return the items of one dimension, as ranges where there are three or more in a row."""
+    """Returns the items of one dimension, as ranges where there are three or more in a row."""
     count = len(ids) // shape[0] if shape[0] else 0
 
     def text(at: int) -> str:
@@ -208,7 +208,7 @@ def _items_text(ids: Sequence[int], shape: tuple[int, ...], *, is_short: bool) -
 
 
 def _run(ids: Sequence[int], count: int, at: int) -> tuple[int, int]:
-    """Return how many blocks of `count` ids from the block `at` on follow each other by a step,
+    """Returns how many blocks of `count` ids from the block `at` on follow each other by a step,
     and that step."""
     if (at + 1) * count >= len(ids):
         return 1, 0
@@ -225,13 +225,13 @@ def _run(ids: Sequence[int], count: int, at: int) -> tuple[int, int]:
 
 
 def ranks_of(meshes: Iterable[DeviceMesh]) -> tuple[int, ...]:
-    """Return the ranks that meshes name, in ascending order, each once."""
+    """Returns the ranks that meshes name, in ascending order, each once."""
     ranks = {mesh.ranks for mesh in set(meshes)}
     return ranks.pop() if len(ranks) == 1 else tuple(sorted(set[int]().union(*ranks)))
 
 
 def read_mesh(cursor: Cursor) -> DeviceMesh:
-    """Read what a mesh prints. Raises `ParseError`."""
+    """Reads what a mesh prints. Raises `ParseError`."""
     cursor.skip()
     start, depth = cursor.pos, 0
     for brace in _BRACES.finditer(cursor.text, start, cursor.end):
@@ -246,7 +246,7 @@ def read_mesh(cursor: Cursor) -> DeviceMesh:
 
 
 def read_ranks(cursor: Cursor) -> DeviceMesh:
-    """Read `(0 1 2)` or `(0..1023)`, the team of a one-dimensional mesh. Raises `ParseError`."""
+    """Reads `(0 1 2)` or `(0..1023)`, the team of a one-dimensional mesh. Raises `ParseError`."""
     cursor.skip()
     start, end = cursor.pos, cursor.text.find(")", cursor.pos, cursor.end) + 1
     if (known := _known(cursor, end)) is not None:
@@ -268,7 +268,7 @@ def _made(cursor: Cursor, start: int, items: list[object]) -> DeviceMesh:
 
 
 def _known(cursor: Cursor, end: int) -> DeviceMesh | None:
-    """Return the mesh of a text that was read before, and go on at `end`; None for a new one."""
+    """Returns the mesh of a text that was read before, and go on at `end`; None for a new one."""
     known = _read.recall(cursor.text[cursor.pos : end])
     if known is not None:
         cursor.pos = end
@@ -293,7 +293,7 @@ def _read_item(c: Cursor, depth: int) -> object:
 
 
 def _after(c: Cursor, first: object, last: object, step: int | None, at: int) -> list[object]:
-    """Return what follows `first` in the range `first..last by step`."""
+    """Returns what follows `first` in the range `first..last by step`."""
     try:
         (ids, shape), (ends, other) = _flatten(first), _flatten(last)
     except FuserError as error:
@@ -314,7 +314,7 @@ def _shifted(item: object, by: int) -> object:
 
 
 def ranks_text(ranks: Sequence[int]) -> str:
-    """Return `rank 3`, `ranks 0 1`, `ranks 0..1023`."""
+    """Returns `rank 3`, `ranks 0 1`, `ranks 0..1023`."""
     if len(ranks) == 1:
         return f"rank {ranks[0]}"
     return f"ranks {DeviceMesh(list(map(int, ranks))).ranks_text}"

@@ -36,14 +36,14 @@ class ExtentClasses:
         self._is_shared = False
 
     def copy(self) -> ExtentClasses:
-        """Return a copy that changes on its own."""
+        """Returns a copy that changes on its own."""
         new = ExtentClasses()
         new.__dict__.update(self.__dict__)
         self._is_shared = new._is_shared = True
         return new
 
     def unify(self, a: Scalar, b: Scalar, reason: str = "") -> None:
-        """State that two extents are equal; `a` is kept where neither side is preferred."""
+        """States that two extents are equal; `a` is kept where neither side is preferred."""
         a, b = self.canonical(a), self.canonical(b)
         if a == b:
             return
@@ -52,7 +52,7 @@ class ExtentClasses:
         self._join(a, b, reason)
 
     def _join(self, a: Scalar, b: Scalar, reason: str) -> None:
-        """Let `a` stand for `b`, or be equal to it; both are representatives."""
+        """Lets `a` stand for `b`, or be equal to it; both are representatives."""
         if self._is_shared:
             self._classes, self._whole = dict(self._classes), dict(self._whole)
             self._reasons, self._is_shared = dict(self._reasons), False
@@ -69,7 +69,7 @@ class ExtentClasses:
         self._rules = {self._substituted(x): y for x, y in self._whole}
 
     def canonical(self, x: Scalar) -> Scalar:
-        """Return how an extent is written: over representatives only."""
+        """Returns how an extent is written: over representatives only."""
         if not self._classes and not self._whole:
             return x
         found = self._answers.get(x)
@@ -94,7 +94,7 @@ class ExtentClasses:
             x = substitute(x, known)
 
     def relations(self) -> tuple[Relation, ...]:
-        """Return (x, representative) for every symbol of a class, then the other equalities, over
+        """Returns (x, representative) for every symbol of a class, then the other equalities, over
         representatives."""
         if self._relations is None:
             found: dict[Relation, None] = {(s, self.canonical(s)): None for s in self._classes}
@@ -107,11 +107,11 @@ class ExtentClasses:
         return self._relations
 
     def reason_of(self, x: Scalar, representative: Scalar) -> str:
-        """Return what stated an equality (`add of T0 and T1 at model.py:7`), or nothing."""
+        """Returns what stated an equality (`add of T0 and T1 at model.py:7`), or nothing."""
         return self._reasons.get((x, representative)) or self._reasons.get(x, "")
 
     def rewrite(self, values: Mapping[Scalar, Scalar]) -> None:
-        """Replace symbols in every equality; those that say nothing any more are dropped. What
+        """Replaces symbols in every equality; those that say nothing any more are dropped. What
         stood for another goes on doing so, whichever symbol is the lower one."""
         said = [(x, y, self.reason_of(x, y)) for x, y in self.relations()]
         self.__init__()
@@ -119,7 +119,7 @@ class ExtentClasses:
             self.write(substitute(x, values), substitute(y, values), reason)
 
     def write(self, x: Scalar, y: Scalar, reason: str = "") -> None:
-        """State that two extents are equal, and that the first is written as the second where both
+        """States that two extents are equal, and that the first is written as the second where both
         are symbols."""
         x, y = self.canonical(x), self.canonical(y)
         if isinstance(x, Symbol) and isinstance(y, Symbol) and x != y:
@@ -129,7 +129,7 @@ class ExtentClasses:
 
 
 def _rank(x: Scalar) -> tuple[int, object]:
-    """Return how far back an extent stands: constants, symbols by number, the rest."""
+    """Returns how far back an extent stands: constants, symbols by number, the rest."""
     if isinstance(x, Const):
         return (0, ())
     return (1, sort_key(x)) if isinstance(x, Symbol) else (2, ())

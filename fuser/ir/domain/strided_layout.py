@@ -37,7 +37,7 @@ class Laid:
 
     @staticmethod
     def of(t: torch.Tensor, skipped: int) -> Laid:
-        """Return how a tensor lies."""
+        """Returns how a tensor lies."""
         shape, strides, is_contiguous = t.shape, t.stride(), t.is_contiguous()
         span = t.numel() if is_contiguous else _span(shape, strides)
         return Laid(shape, strides, t.element_size(), span, is_contiguous, skipped)
@@ -46,7 +46,7 @@ class Laid:
     def with_strides(
         shape: tuple[int, ...], strides: tuple[int, ...], itemsize: int, skipped: int = 0
     ) -> Laid:
-        """Return how elements lie with these strides."""
+        """Returns how elements lie with these strides."""
         is_contiguous, dense = True, 1
         for n, step in zip(reversed(shape), reversed(strides), strict=True):
             is_contiguous = is_contiguous and (n == 1 or step == dense)
@@ -54,7 +54,7 @@ class Laid:
         return Laid(shape, strides, itemsize, _span(shape, strides), is_contiguous, skipped)
 
     def seen(self, shape: tuple[int, ...], strides: tuple[int, ...], shift: int) -> Laid:
-        """Return how a view lies that begins so many elements behind this."""
+        """Returns how a view lies that begins so many elements behind this."""
         skipped = (self._skipped + shift) % (VECTOR_BYTES // self._itemsize)
         return Laid.with_strides(shape, strides, self._itemsize, skipped)
 
@@ -78,7 +78,7 @@ class Laid:
     def stride(self, axis: int) -> int: ...
 
     def stride(self, axis: int | None = None) -> tuple[int, ...] | int:
-        """Return all strides, or the one of an axis, in elements."""
+        """Returns all strides, or the one of an axis, in elements."""
         return self._strides if axis is None else self._strides[axis]
 
     def is_contiguous(self) -> bool:
@@ -88,14 +88,14 @@ class Laid:
         return self._itemsize
 
     def nbytes(self) -> int:
-        """Return the bytes from the first element to past the last one."""
+        """Returns the bytes from the first element to past the last one."""
         return self.span * self._itemsize
 
     def storage_offset(self) -> int:
         return self._skipped
 
     def view(self, shape: Sequence[int]) -> Laid:
-        """Say that there is a view of another shape, of which one axis may be -1: this returns no
+        """Says that there is a view of another shape, of which one axis may be -1: this returns no
         such view.
 
         Raises `RuntimeError`, as torch does, where there is none.
@@ -110,7 +110,7 @@ class Laid:
         return self
 
     def squeeze(self, axis: int) -> Laid:
-        """Return the view without an axis of one element."""
+        """Returns the view without an axis of one element."""
         shape, strides = list(self.shape), list(self._strides)
         assert shape.pop(axis) == 1, f"axis {axis} has more than one element"
         del strides[axis]
@@ -118,7 +118,7 @@ class Laid:
 
 
 def dense_strides(shape: Sequence[int]) -> tuple[int, ...]:
-    """Return the strides of elements that lie one behind the other, the last axis innermost."""
+    """Returns the strides of elements that lie one behind the other, the last axis innermost."""
     strides, step = [0] * len(shape), 1
     for axis in range(len(shape) - 1, -1, -1):
         strides[axis] = step
@@ -129,7 +129,7 @@ def dense_strides(shape: Sequence[int]) -> tuple[int, ...]:
 def viewed_strides(
     shape: Sequence[int], strides: Sequence[int], wanted: Sequence[int]
 ) -> tuple[int, ...] | None:
-    """Return the strides of a view of another shape, those of axes of one element as may be; None
+    """Returns the strides of a view of another shape, those of axes of one element as may be; None
     where there is no such view."""
     if prod(shape) != prod(wanted):
         return None

@@ -59,11 +59,11 @@ class IterDomain:
         return self.kind is IterType.reduction
 
     def numbered(self, number: int) -> IterDomain:
-        """Return the same state under another number."""
+        """Returns the same state under another number."""
         return IterDomain(number, self.kind, self.extent, self.ptype, self.expanded, self.rfactor)
 
     def having(self, **state: Any) -> IterDomain:
-        """Return the axis with these fields; itself where it has them already."""
+        """Returns the axis with these fields; itself where it has them already."""
         if all(getattr(self, name) is value for name, value in state.items()):
             return self
         return replace(self, **state)
@@ -248,7 +248,7 @@ class Shift:
 
 
 def shifted_extent(extent: Scalar, width: Scalar) -> Scalar:
-    """Return how many iterations a shift gives an axis."""
+    """Returns how many iterations a shift gives an axis."""
     return sc.sub(sc.add(extent, width), 1)
 
 
@@ -263,12 +263,12 @@ def same_form(a: Transform, b: Transform) -> bool:
 
 
 def shifts_of(transforms: Iterable[Transform]) -> list[Shift]:
-    """Return the shifts among `transforms`."""
+    """Returns the shifts among `transforms`."""
     return [t for t in transforms if isinstance(t, Shift)]
 
 
 def splits_of(transforms: Iterable[Transform]) -> dict[int, SplitTransform]:
-    """Return the splits among `transforms` by the number of the axis that they split."""
+    """Returns the splits among `transforms` by the number of the axis that they split."""
     return {t.inp: t for t in transforms if isinstance(t, SplitTransform)}
 
 
@@ -321,7 +321,7 @@ class TensorDomain:
         return False
 
     def is_symbolic(self) -> bool:
-        """Return whether some axis has no constant size."""
+        """Returns whether some axis has no constant size."""
         return any(not isinstance(a.size, Const) for a in self.axes.values())
 
     @staticmethod
@@ -335,7 +335,7 @@ class TensorDomain:
         transforms: Sequence[Transform] = (),
         between: Iterable[IterDomain] = (),
     ) -> TensorDomain:
-        """Return the domain with these views; `between` are axes that only transforms name.
+        """Returns the domain with these views; `between` are axes that only transforms name.
 
         `loop` defaults to logical and `contiguity` to contiguous.
         """
@@ -356,12 +356,12 @@ class TensorDomain:
         )
 
     def __call__(self) -> TensorDomain:
-        """Return itself: users ask for it as nvFuser spells it, `tv.domain()`."""
+        """Returns itself: users ask for it as nvFuser spells it, `tv.domain()`."""
         return self
 
     # ------------------------------------------------------------ views
     def states(self, group: Iterable[int]) -> tuple[IterDomain, ...]:
-        """Return the axes with these numbers."""
+        """Returns the axes with these numbers."""
         return tuple(map(self.axes.__getitem__, group))
 
     @remembered
@@ -445,14 +445,14 @@ class TensorDomain:
         return splits_of(self.transforms)
 
     def rotated(self, number: int) -> IterDomain:
-        """Return the axis, or the one that its rotations lead to."""
+        """Returns the axis, or the one that its rotations lead to."""
         for t in self.transforms:
             if isinstance(t, Swizzle1D) and t.inp == number:
                 number = t.out
         return self.axes[number]
 
     def above(self, group: Iterable[int]) -> set[int]:
-        """Return these axes and all that they are derived from, by number."""
+        """Returns these axes and all that they are derived from, by number."""
         found = set(group)
         for t in reversed(self.transforms):
             if not found.isdisjoint(t.outputs):
@@ -471,7 +471,7 @@ class TensorDomain:
         transforms: Iterable[Transform] | None = None,
         axes: Iterable[IterDomain] = (),
     ) -> TensorDomain:
-        """Return the domain with other views, given as axis numbers; `axes` are new or changed
+        """Returns the domain with other views, given as axis numbers; `axes` are new or changed
         states. Axes that nothing names any more are left out."""
 
         def group(new: Iterable[int] | None, old: tuple[int, ...]) -> tuple[int, ...]:
@@ -490,7 +490,7 @@ class TensorDomain:
     def with_loop(
         self, loop: Iterable[int], *transforms: Transform, axes: Iterable[IterDomain] = ()
     ) -> TensorDomain:
-        """Return the domain with other loop axes, which further transforms lead to."""
+        """Returns the domain with other loop axes, which further transforms lead to."""
         return replace(
             self,
             axes={**self.axes, **{a.number: a for a in axes}},
@@ -501,19 +501,19 @@ class TensorDomain:
     def with_allocation(
         self, allocation: Iterable[int], contiguity: Iterable[bool | None]
     ) -> TensorDomain:
-        """Return the domain with another memory order; () for the logical one."""
+        """Returns the domain with another memory order; () for the logical one."""
         return self.having(allocation=allocation, contiguity=contiguity)
 
     def with_axes(self, *states: IterDomain) -> TensorDomain:
-        """Return the domain in which these axes have these states."""
+        """Returns the domain in which these axes have these states."""
         return replace(self, axes={**self.axes, **{a.number: a for a in states}})
 
     def in_logical_order(self) -> TensorDomain:
-        """Return the domain without a memory order of its own, contiguous."""
+        """Returns the domain without a memory order of its own, contiguous."""
         return self.having(allocation=(), contiguity=contiguity_for(self.logical))
 
     def map_axes(self, fn: Callable[[IterDomain], IterDomain]) -> TensorDomain:
-        """Return the domain with `fn` applied to every axis; `fn` may renumber axes."""
+        """Returns the domain with `fn` applied to every axis; `fn` may renumber axes."""
         made = {n: fn(a) for n, a in self.axes.items()}
         if all(made[n] is a for n, a in self.axes.items()):
             return self
@@ -534,7 +534,8 @@ class TensorDomain:
         )
 
     def without_root(self) -> TensorDomain:
-        """Return the domain as that of a copy: no root axes, no reductions, nor what comes of them.
+        """Returns the domain as that of a copy: no root axes, no reductions, nor what comes of
+        them.
 
         Loop and allocation axes that are derived from the other logical axes stay.
         """
@@ -611,7 +612,7 @@ def _pruned(
     contiguity: tuple[bool | None, ...],
     transforms: tuple[Transform, ...],
 ) -> TensorDomain:
-    """Return the domain of those axes that it names, in the order of their numbers."""
+    """Returns the domain of those axes that it names, in the order of their numbers."""
     used = {*root, *logical, *allocation, *loop}
     for t in transforms:
         used.update(t.inputs)
@@ -625,14 +626,14 @@ def numbers(axes: Iterable[IterDomain]) -> tuple[int, ...]:
 
 
 def contiguity_for(axes: Iterable[IterDomain], flag: bool = True) -> tuple[bool | None, ...]:
-    """Return `flag` for every axis, None at broadcast and reduction axes."""
+    """Returns `flag` for every axis, None at broadcast and reduction axes."""
     none = (IterType.broadcast, IterType.reduction)
     return tuple(None if a.kind in none else flag for a in axes)
 
 
 # ---------------------------------------------------------------- text and invariants
 def transform_text(t: Transform, domain: TensorDomain) -> str:
-    """Return `Split: iS0{i0} by factor 4 -> iS2{( ceilDiv(i0, 4) )}, iS3{4}`."""
+    """Returns `Split: iS0{i0} by factor 4 -> iS2{( ceilDiv(i0, 4) )}, iS3{4}`."""
     ins, outs = domain.states(t.inputs), ", ".join(map(str, domain.states(t.outputs)))
     match t:
         case SplitTransform():
@@ -652,7 +653,7 @@ _UNDERIVED = "a logical axis is not derived from the root domain"
 
 
 def domain_problem(domain: TensorDomain) -> str | None:
-    """Return what is wrong with a domain, None when nothing is."""
+    """Returns what is wrong with a domain, None when nothing is."""
     axes = domain.maybe_allocation
     if len(domain.contiguity) != len(axes):
         return f"contiguity has {len(domain.contiguity)} entries for {len(axes)} axes"
@@ -677,7 +678,7 @@ def domain_problem(domain: TensorDomain) -> str | None:
 
 
 def derivation_problem(domain: TensorDomain) -> str | None:
-    """Return where the transforms do not lead from the root to the loop and allocation axes; from
+    """Returns where the transforms do not lead from the root to the loop and allocation axes; from
     the logical ones where a reshape is undecided."""
     roots = domain.root_numbers or domain.logical_numbers
     if domain.is_undecided and all(a.rfactor for a in domain.logical):
@@ -711,7 +712,7 @@ def derivation_problem(domain: TensorDomain) -> str | None:
 
 
 def merged_extent(outer: IterDomain, inner: IterDomain, *, is_view: bool) -> Scalar:
-    """Return the extent of a merge; see `DomainBuilder.merge`."""
+    """Returns the extent of a merge; see `DomainBuilder.merge`."""
     if is_view and not (outer.is_broadcast and inner.is_broadcast):
         return sc.mul(outer.size, inner.size)
     return sc.mul(outer.extent, inner.extent)
@@ -721,7 +722,7 @@ class AxisNumbers(Protocol):
     """Hands out the numbers of axes, each once: a fusion."""
 
     def next_axis(self) -> int:
-        """Hand out an axis number."""
+        """Hands out an axis number."""
         ...
 
     def new_axis(
@@ -732,7 +733,7 @@ class AxisNumbers(Protocol):
         expanded: Scalar | None = None,
         rfactor: bool = False,
     ) -> IterDomain:
-        """Return an axis under a new number."""
+        """Returns an axis under a new number."""
         ...
 
 
@@ -747,7 +748,7 @@ class DomainBuilder:
     def split(
         self, inp: IterDomain, factor: Scalar, *, inner_split: bool = True, rfactor: bool = False
     ) -> tuple[IterDomain, IterDomain]:
-        """Split an axis into (outer, inner); kind and parallel type are inherited.
+        """Splits an axis into (outer, inner); kind and parallel type are inherited.
 
         An expanded broadcast keeps extent 1 on both sides and splits its expanded size.
         """
@@ -766,7 +767,7 @@ class DomainBuilder:
         return outer, inner
 
     def merge(self, outer: IterDomain, inner: IterDomain, *, rfactor: bool = False) -> IterDomain:
-        """Merge two axes: extent outer * inner, outer's parallel type.
+        """Merges two axes: extent outer * inner, outer's parallel type.
 
         Iteration wins over broadcast; reductions stay reductions. With a concrete axis, a view
         merges the apparent size of an expanded broadcast, a loop the one element that it is.
@@ -782,7 +783,7 @@ class DomainBuilder:
         return out
 
     def resize(self, inp: IterDomain, left: Scalar, right: Scalar) -> IterDomain:
-        """Resize an axis: a broadcast where its size is the constant 1, else an iteration.
+        """Resizes an axis: a broadcast where its size is the constant 1, else an iteration.
 
         Else an expanded broadcast that is only cropped stays one.
         """
@@ -799,7 +800,7 @@ class DomainBuilder:
         return out
 
     def swizzle(self, inp: IterDomain, ptype: ParallelType) -> IterDomain:
-        """Rotate an axis by this device's coordinate along a device type."""
+        """Rotates an axis by this device's coordinate along a device type."""
         out = self._derive(inp)
         self._lead(Swizzle1D(inp.number, out.number, ptype), inp)
         return out
@@ -807,14 +808,14 @@ class DomainBuilder:
     def shift(
         self, rows: IterDomain, inp: IterDomain, width: Scalar
     ) -> tuple[IterDomain, IterDomain]:
-        """Shift the elements of each row to where they lie in words of memory; see `Shift`."""
+        """Shifts the elements of each row to where they lie in words of memory; see `Shift`."""
         same = self._derive(rows)
         out = self._derive(inp, extent=shifted_extent(inp.extent, width))
         self._lead(Shift(rows.number, inp.number, same.number, out.number, width), rows, inp)
         return same, out
 
     def restate(self, axis: IterDomain, state: IterDomain) -> IterDomain:
-        """Give an axis that was made here another state, under another number too."""
+        """Gives an axis that was made here another state, under another number too."""
         del self.axes[axis.number]
         self.axes[state.number] = state
         if state.number != axis.number:

@@ -52,7 +52,7 @@ class AttentionOp(LibraryOp):
     }
 
     def tensors(self) -> Iterator[tuple[str, TensorView]]:
-        """Yield each tensor with its field: what may be repeated, other operands, then results."""
+        """Yields each tensor with its field: what may be repeated, other operands, then results."""
         others = (f for f in self.fields_of("operand") if f not in self.REPEATED)
         for field in (*self.REPEATED, *others, *self.fields_of("result")):
             value = getattr(self, field)
@@ -61,12 +61,12 @@ class AttentionOp(LibraryOp):
 
     @classmethod
     def own_letters(cls, field: str, *, enable_gqa: bool) -> str:
-        """Return the letters of a field's axes behind those in front of n."""
+        """Returns the letters of a field's axes behind those in front of n."""
         mine = cls.AXES[field]
         return mine.replace("h", "g") if enable_gqa and mine.startswith("nhs") else mine
 
     def letters(self, field: str) -> str:
-        """Return the letters of a field's axes, reductions left out."""
+        """Returns the letters of a field's axes, reductions left out."""
         mine = self.own_letters(field, enable_gqa=self._value("enable_gqa"))
         more = self._value("query").ndim - len(self.AXES["query"]) if "n" in mine else 0
         return self.LEADING[len(self.LEADING) - max(more, 0) :] + mine
@@ -98,7 +98,7 @@ class AttentionOp(LibraryOp):
         return str(self._value("dropout_p"))
 
     def _value(self, field: str) -> Any:
-        """Return what the ops have under one name."""
+        """Returns what the ops have under one name."""
         return getattr(self, field)
 
     # ------------------------------------------------------------ axes
@@ -162,7 +162,7 @@ class AttentionOp(LibraryOp):
 
 
 def _cut_letters(letters: str) -> str:
-    """Return the letters of axes by which of them are cut alike."""
+    """Returns the letters of axes by which of them are cut alike."""
     return letters.replace("g", "h")
 
 

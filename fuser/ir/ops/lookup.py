@@ -47,16 +47,16 @@ class LookupOp(TensorOp):
         return self.dim
 
     def table_map(self) -> AxisMap:
-        """Return, per axis of the table, the axis of the result at whose index it is read; None
+        """Returns, per axis of the table, the axis of the result at whose index it is read; None
         for the looked-up one."""
         return tuple(None if k == self.axis else k for k in range(self.table.ndim))
 
     def index_map(self) -> AxisMap:
-        """Return the same per axis of the index."""
+        """Returns the same per axis of the index."""
         return tuple(range(self.index.ndim))
 
     def narrowed(self) -> tuple[int, ...]:
-        """Return the axes of the result that may be shorter than those of the table: element for
+        """Returns the axes of the result that may be shorter than those of the table: element for
         element the same, but not one axis."""
         return ()
 
@@ -115,7 +115,7 @@ class SelectOp(LookupOp):
         return "select"
 
     def misfit(self, extent: int | None) -> str:
-        """Return what is wrong with a constant index for an axis of this extent (None: not known),
+        """Returns what is wrong with a constant index for an axis of this extent (None: not known),
         "" where nothing is, or an input has the index."""
         place = sc.int_value(self.index)
         if extent is None or place is None or -extent <= place < extent:
@@ -210,12 +210,12 @@ class GatherOp(_AlongAxisOp):
         return tuple(k for k in found if k != self.dim)
 
     def limits(self) -> Iterator[tuple[int, TensorView]]:
-        """Yield the axes along which the index may be no longer than a tensor."""
+        """Yields the axes along which the index may be no longer than a tensor."""
         return ((k, self.table) for k in self.narrowed())
 
 
 def _differing(a: TensorView, b: TensorView) -> list[int]:
-    """Return the axes of two tensors of one rank that are not known to have one extent."""
+    """Returns the axes of two tensors of one rank that are not known to have one extent."""
     canonical = a.fusion.canonical
     pairs = enumerate(zip(a.domain.no_reductions, b.domain.no_reductions, strict=True))
     return [k for k, (x, y) in pairs if canonical(x.size) != canonical(y.size)]
@@ -246,7 +246,7 @@ class ScatterOp(LibraryOp):
         return "scatter"
 
     def limits(self) -> Iterator[tuple[int, TensorView]]:
-        """Yield the axes along which the index may be no longer than a tensor."""
+        """Yields the axes along which the index may be no longer than a tensor."""
         yield from ((k, self.inp) for k in _differing(self.inp, self.index) if k != self.dim)
         if not isinstance(self.src, Scalar):
             yield from ((k, self.src) for k in _differing(self.src, self.index))

@@ -85,7 +85,7 @@ class ProductOp(LibraryOp):
         return self.scale1 is not None
 
     def tensors(self) -> Iterator[tuple[str, TensorView]]:
-        """Yield each tensor with its field, the result last."""
+        """Yields each tensor with its field, the result last."""
         for field in (*self.fields_of("operand"), "out"):
             value = getattr(self, field)
             if value is not None:
@@ -93,11 +93,11 @@ class ProductOp(LibraryOp):
 
     @classmethod
     def matrices(cls, mat1: TensorView, mat2: TensorView) -> Mapping[str, str]:
-        """Return the letters of the axes of matrices and offsets, by field."""
+        """Returns the letters of the axes of matrices and offsets, by field."""
         raise NotImplementedError
 
     def letters(self, field: str) -> str:
-        """Return the letters of a field's axes, reductions left out."""
+        """Returns the letters of a field's axes, reductions left out."""
         known = self.matrices(self.mat1, self.mat2)
         if field in known:
             return known[field]
@@ -264,17 +264,17 @@ LANES = 32
 
 
 def whole_tiles(extent: Scalar, size: int) -> Scalar:
-    """Return how many tiles of a size hold an extent."""
+    """Returns how many tiles of a size hold an extent."""
     return sc.truncdiv(sc.add(extent, size - 1), size)
 
 
 def padding(dtype: DataType) -> float:
-    """Return the value of no bits: 0, or the least one of a dtype of powers of two."""
+    """Returns the value of no bits: 0, or the least one of a dtype of powers of two."""
     return 2.0**-127 if dtype is DataType.Float8_e8m0fnu else 0
 
 
 def tiles_of_groups(rows: Scalar, groups: Scalar) -> Scalar:
-    """Return the most tiles that rows fill in so many groups, each of which has tiles of its own:
+    """Returns the most tiles that rows fill in so many groups, each of which has tiles of its own:
     an incomplete one lacks 127 rows at most."""
     return sc.truncdiv(sc.add(rows, sc.mul(groups, TILE_ROWS - 1)), TILE_ROWS)
 

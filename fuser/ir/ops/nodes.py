@@ -410,8 +410,8 @@ class LibraryOp(TensorOp):
         return False
 
     def followed_by(self, out: TensorView) -> TensorView | None:
-        """Return the operand in whose memory order torch writes a result, which has its axes one by
-        one; None where results are row-major."""
+        """Returns the operand in whose memory order torch writes a result, which has its axes one
+        by one; None where results are row-major."""
         del out
         return None
 
@@ -538,7 +538,7 @@ class SliceOp(TensorOp):
 
     @staticmethod
     def ranges_of(starts: Iterable[Scalar], stops: Iterable[Scalar]) -> tuple[Scalar, ...]:
-        """Return the ranges from start to stop of each axis."""
+        """Returns the ranges from start to stop of each axis."""
         return tuple(x for a, b in zip(starts, stops, strict=True) for x in (a, b, sc.ONE))
 
     def verify(self) -> None:
@@ -616,7 +616,7 @@ class CatOp(TensorOp):
 
 
 def unary_template(kind: str, *, is_float: bool) -> str:
-    """Return the text of an op of one operand; `is_float`: the result is Float."""
+    """Returns the text of an op of one operand; `is_float`: the result is Float."""
     row = POINTWISE[kind]
     if row.is_operator:
         return "{out}\n   = " + row.text + "{inp};"
@@ -624,7 +624,7 @@ def unary_template(kind: str, *, is_float: bool) -> str:
 
 
 def binary_template(kind: str, *, is_float: bool) -> str:
-    """Return the text of an op of two operands; `is_float`: the result is floating."""
+    """Returns the text of an op of two operands; `is_float`: the result is floating."""
     row = POINTWISE[kind]
     if row.is_operator:
         return "{out}\n   = {lhs}\n   " + row.text + " {rhs};"
@@ -632,7 +632,7 @@ def binary_template(kind: str, *, is_float: bool) -> str:
 
 
 def ternary_template(kind: str) -> str:
-    """Return the text of an op of three operands."""
+    """Returns the text of an op of three operands."""
     return "{out}\n   = " + POINTWISE[kind].text + "({a}\n  , {b}\n  , {c});"
 
 
@@ -652,7 +652,7 @@ _CAST_TO = {
 
 
 def cast_spelling(src: DataType, dst: DataType) -> str:
-    """Return nvFuser's name of a cast (`__to_float`, `__half2float`, `__int2half`, ...)."""
+    """Returns nvFuser's name of a cast (`__to_float`, `__half2float`, `__int2half`, ...)."""
     s, d = INFO[src].text, INFO[dst].text
     if is_complex(src) and category(dst) in ("int", "float"):
         return _CAST_TO.get(d, f"__to_{_CAST_NAMES.get(d)}").replace("__", "__real_then_", 1)
@@ -671,5 +671,5 @@ _EXPENSIVE_INSTRUCTIONS = 20
 
 
 def instructions(op: TensorOp) -> int:
-    """Return about how many instructions an op takes per element."""
+    """Returns about how many instructions an op takes per element."""
     return _EXPENSIVE_INSTRUCTIONS if op.name in EXPENSIVE else 1

@@ -52,7 +52,7 @@ class AlongAxisOp(LibraryOp):
                 raise VerifyError(f"{self.name}: {out} is not {dtype.name}, from {self.inp}")
 
     def dtypes(self) -> tuple[DataType, ...]:
-        """Return the dtypes of the results."""
+        """Returns the dtypes of the results."""
         raise NotImplementedError
 
 
@@ -163,7 +163,7 @@ class TopKOp(AlongAxisOp):
         return (self.inp.dtype(), DataType.Int)
 
     def misfit(self, k: int, extent: int | None) -> str:
-        """Return what is wrong with k for an axis of this extent (None: not known), "" where
+        """Returns what is wrong with k for an axis of this extent (None: not known), "" where
         nothing is."""
         if k >= 0 and (extent is None or k <= extent):
             return ""

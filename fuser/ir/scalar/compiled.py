@@ -43,7 +43,7 @@ class Computed:
         self._run: Callable[[Mapping[Symbol, Number]], tuple[Number, ...]] | None = None
 
     def __call__(self, values: Mapping[Symbol, Number]) -> tuple[Number, ...]:
-        """Return the values in order; raises what `evaluate` raises."""
+        """Returns the values in order; raises what `evaluate` raises."""
         found = self.at_once(values)
         return tuple(evaluate(x, values) for x in self.scalars) if found is None else found
 
@@ -53,7 +53,7 @@ class Computed:
         return all(evaluate(x, values) for x in self.scalars) if found is None else all(found)
 
     def at_once(self, values: Mapping[Symbol, Number]) -> tuple[Number, ...] | None:
-        """Return all values; None where one by one may do, or has an error to tell."""
+        """Returns all values; None where one by one may do, or has an error to tell."""
         run = self._run
         if run is None:
             run = self._run = compiled(self.scalars)
@@ -64,7 +64,7 @@ class Computed:
 
 
 def compiled(scalars: Sequence[Scalar]) -> Callable[[Mapping[Symbol, Number]], Any]:
-    """Return a function of the symbols' values that computes all scalars, each part once.
+    """Returns a function of the symbols' values that computes all scalars, each part once.
 
     It computes both branches of a choice, and its errors say nothing of the scalars.
     """
@@ -85,25 +85,25 @@ class PythonText:
         self._known: dict[str, object] = {}
 
     def name(self, x: Scalar) -> str:
-        """Return the variable that has the value of a scalar from here on. Symbols without a name
+        """Returns the variable that has the value of a scalar from here on. Symbols without a name
         are looked up in `values`."""
         for y in postorder(x, self.names.__contains__):
             self.assign(y, _text(y, self.names, self.constant))
         return self.names[x]
 
     def assign(self, x: Scalar, text: str) -> None:
-        """Let a new variable have the value of a scalar."""
+        """Lets a new variable have the value of a scalar."""
         self.names[x] = f"v{len(self.names)}"
         self.lines.append(f"{self.names[x]} = {text}")
 
     def constant(self, value: object) -> str:
-        """Return a name for an object."""
+        """Returns a name for an object."""
         name = f"k{len(self._known)}"
         self._known[name] = value
         return name
 
     def function(self, parameter: str, result: str) -> Callable[..., Any]:
-        """Return the function of one parameter."""
+        """Returns the function of one parameter."""
         body = "\n    ".join([*self.lines, f"return {result}"])
         made: dict[str, Any] = {}
         exec(f"def compute({parameter}):\n    {body}", self._known, made)
@@ -111,7 +111,7 @@ class PythonText:
 
 
 def _text(x: Scalar, names: Mapping[Scalar, str], named: Callable[[object], str]) -> str:
-    """Return the Python expression of a scalar over the names of its parts; `named` names what
+    """Returns the Python expression of a scalar over the names of its parts; `named` names what
     stands in it beside them."""
     match x:
         case Const():

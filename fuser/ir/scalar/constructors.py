@@ -119,12 +119,12 @@ __all__ = [
 
 
 def index(name: str, extent: ScalarLike) -> Symbol:
-    """Return the index of a loop, a thread or a mesh axis: 0 <= index < extent."""
+    """Returns the index of a loop, a thread or a mesh axis: 0 <= index < extent."""
     return Symbol(name, DataType.Index, lo=0, hi=sub(extent, 1))
 
 
 def name_for(name: str, x: Scalar, dtype: DataType = DataType.Index) -> Symbol:
-    """Return a name for the value of `x`, with the lower bound of `x`."""
+    """Returns a name for the value of `x`, with the lower bound of `x`."""
     low = interval(x)[0]
     return Symbol(name, dtype, lo=low if isinstance(low, int) else None)
 
@@ -143,7 +143,7 @@ def sub(a: ScalarLike, b: ScalarLike) -> Scalar:
 
 
 def product(factors: Iterable[ScalarLike]) -> Scalar:
-    """Return the product; 1 for none."""
+    """Returns the product; 1 for none."""
     out: Scalar = ONE
     for f in factors:
         out = mul(out, f)
@@ -222,7 +222,7 @@ def logical_and(a: ScalarLike, b: ScalarLike) -> Scalar:
 
 
 def all_of(conditions: Iterable[ScalarLike]) -> Scalar:
-    """Return the conjunction; true for none."""
+    """Returns the conjunction; true for none."""
     out: Scalar = const(True)
     for c in conditions:
         out = logical_and(out, c)
@@ -256,7 +256,7 @@ def _result_dtype(args: Sequence[Scalar], op: str) -> DataType:
 
 
 def apply(op: str, *args: ScalarLike) -> Scalar:
-    """Apply a named op of `COMPUTE`, folding constants. Integer arithmetic has its own form: `/`
+    """Applies a named op of `COMPUTE`, folding constants. Integer arithmetic has its own form: `/`
     and `%` truncate, as in C.
 
     Raises `DtypeError` for complex operands of an op that has no meaning for them.
@@ -311,7 +311,7 @@ _INT_FORMS: dict[str, Callable[..., Scalar]] = {
 
 # ---------------------------------------------------------------- traversal
 def substitute(x: Scalar, mapping: Mapping[Scalar, Scalar]) -> Scalar:
-    """Rebuild `x` with symbols and other atoms replaced, simplifying again."""
+    """Rebuilds `x` with symbols and other atoms replaced, simplifying again."""
     done = dict(mapping)
     for y in postorder(x, done.__contains__):
         done[y] = _rebuilt(y, done)
@@ -319,7 +319,7 @@ def substitute(x: Scalar, mapping: Mapping[Scalar, Scalar]) -> Scalar:
 
 
 def _rebuilt(x: Scalar, done: Mapping[Scalar, Scalar]) -> Scalar:
-    """Return `x` over what its children became."""
+    """Returns `x` over what its children became."""
     if all(done[c] is c for c in children(x)):
         return x
     if isinstance(x, Poly):
@@ -332,7 +332,7 @@ def _rebuilt(x: Scalar, done: Mapping[Scalar, Scalar]) -> Scalar:
 
 
 def rebuild(x: Apply, args: Sequence[Scalar]) -> Scalar:
-    """Apply the op of `x` to other arguments through its simplifying constructor."""
+    """Applies the op of `x` to other arguments through its simplifying constructor."""
     if x.op.startswith("cast:"):
         return cast(args[0], x.dtype)
     special = {"<": lt, "<=": le, "==": eq, "&&": logical_and}
@@ -348,7 +348,7 @@ _SHALLOW = 8
 
 
 def evaluate(x: Scalar, values: Mapping[Symbol, Number]) -> Number:
-    """Return the value of `x`.
+    """Returns the value of `x`.
 
     Raises:
         KeyError: a symbol that `values` does not bind.
@@ -368,7 +368,7 @@ def evaluate(x: Scalar, values: Mapping[Symbol, Number]) -> Number:
 
 
 def _relevant(x: Scalar, done: Mapping[Scalar, Number | InputError]) -> tuple[Scalar, ...]:
-    """Return what the value of `x` depends on."""
+    """Returns what the value of `x` depends on."""
     if isinstance(x, Apply) and x.op == "where":
         cond, a, b = x.args
         return (cond, *((a, a) if done[cond] else (b, b)))
@@ -392,7 +392,7 @@ def _evaluate(x: Scalar, values: Mapping[Symbol, Number]) -> Number:
 
 
 def _value(x: Scalar, values: Mapping[Symbol, Number], args: Sequence[Number]) -> Number:
-    """Return the value of `x` from those of its children."""
+    """Returns the value of `x` from those of its children."""
     if isinstance(x, Const):
         return x.value
     if isinstance(x, Symbol):

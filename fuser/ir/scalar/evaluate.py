@@ -172,7 +172,7 @@ _AS_PYTHON = frozenset("+ - == != && || ! neg where".split())
 def _or_complex(
     of_real: Callable[..., Number], of_any: Callable[..., Number]
 ) -> Callable[..., Any]:
-    """Return `of_real`, and of complex numbers `of_any`."""
+    """Returns `of_real`, and of complex numbers `of_any`."""
 
     def compute(*values: Number) -> Number:
         is_complex = any(isinstance(v, complex) for v in values)

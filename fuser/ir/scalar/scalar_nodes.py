@@ -100,7 +100,7 @@ class Scalar:
         return _arithmetic("<=", other, self)
 
     def __eq__(self, other: object) -> Any:
-        """Return the condition in a user's definition, else whether both are one object."""
+        """Returns the condition in a user's definition, else whether both are one object."""
         return _equality("eq", self, other) if is_users_comparison() else NotImplemented
 
     def __ne__(self, other: object) -> Any:
@@ -125,7 +125,7 @@ class Scalar:
         def __rdivmod__(self, other: ScalarLike) -> tuple[Scalar, Scalar]: ...
 
     def __bool__(self) -> bool:
-        """Raise `ArgumentError`: no value is known while a program is defined. To the compiler a
+        """Raises `ArgumentError`: no value is known while a program is defined. To the compiler a
         number is true, as an object is."""
         if self.dtype is not DataType.Bool and not is_users_comparison():
             return True
@@ -145,11 +145,11 @@ class Scalar:
         return False
 
     def is_symbolic(self) -> bool:
-        """Return whether the scalar has no constant value."""
+        """Returns whether the scalar has no constant value."""
         return not isinstance(self, Const)
 
     def definition(self) -> None:
-        """Return None for a constant or a symbol.
+        """Returns None for a constant or a symbol.
 
         Raises `UnsupportedError` for a formula: what it simplified to is no single op any more.
         """
@@ -160,7 +160,8 @@ class Scalar:
             )
 
     def uses(self) -> NoReturn:
-        """Raise `UnsupportedError`: a scalar belongs to no fusion, so none of its readers is known.
+        """Raises `UnsupportedError`: a scalar belongs to no fusion, so none of its readers is
+        known.
 
         The definitions and uses of tensors show the ops that read it.
         """
@@ -177,7 +178,7 @@ CONSTRUCTORS: dict[str, Callable[..., Scalar]] = {}
 
 
 def _arithmetic(op: str, a: ScalarLike, b: ScalarLike) -> Scalar:
-    """Return `a op b`; NotImplemented beside a tensor or a list, whose operator it is.
+    """Returns `a op b`; NotImplemented beside a tensor or a list, whose operator it is.
 
     Raises `ArgumentError` for what is no number.
     """
@@ -197,7 +198,7 @@ def _arithmetic(op: str, a: ScalarLike, b: ScalarLike) -> Scalar:
 
 
 def _of_one_category(a: ScalarLike, b: ScalarLike) -> tuple[Scalar, Scalar]:
-    """Return an integer beside a floating scalar in its dtype, as the ops of definitions do."""
+    """Returns an integer beside a floating scalar in its dtype, as the ops of definitions do."""
     a, b = as_scalar(a), as_scalar(b)
     if a.dtype is b.dtype:
         return a, b
@@ -210,7 +211,7 @@ def _of_one_category(a: ScalarLike, b: ScalarLike) -> tuple[Scalar, Scalar]:
 
 
 def _equality(name: str, a: Scalar, other: object) -> Any:
-    """Return a comparison that a user writes: the condition in a definition or where it is
+    """Returns a comparison that a user writes: the condition in a definition or where it is
     constant; NotImplemented for what is no scalar, and where no program could read a condition."""
     b = other if isinstance(other, Scalar) else python_number(other)
     if b is None:
@@ -228,7 +229,7 @@ _known_lock = threading.Lock()
 
 
 def _interned(cls: type[_S], key: object, dtype: DataType, depth: int = 0) -> tuple[_S, bool]:
-    """Return the scalar of this key, and whether it is new (its fields are still to be set)."""
+    """Returns the scalar of this key, and whether it is new (its fields are still to be set)."""
     found = _known.get(key)
     if found is not None:
         return cast(_S, found), False
@@ -239,13 +240,13 @@ def _interned(cls: type[_S], key: object, dtype: DataType, depth: int = 0) -> tu
 
 
 def _published(made: _S, key: object) -> _S:
-    """Make a finished scalar known; another thread's equal one wins."""
+    """Makes a finished scalar known; another thread's equal one wins."""
     with _known_lock:
         return cast(_S, _known.setdefault(key, made))
 
 
 def converted(value: AnyNumber, kind: Category) -> Number:
-    """Return a number as one of a category: a complex one as its real part, in Bool whether it is
+    """Returns a number as one of a category: a complex one as its real part, in Bool whether it is
     not 0.
 
     Raises `ValueError` or `OverflowError` for a NaN or an infinity that becomes an integer.
@@ -279,7 +280,7 @@ class Const(Scalar):
         return Const, (self.value, self.dtype)
 
     def __bool__(self) -> bool:
-        """Return the truth of the value; to the compiler a number is true, as an object is."""
+        """Returns the truth of the value; to the compiler a number is true, as an object is."""
         if self.value:
             return True
         return self.value is not False and not is_users_comparison()
@@ -317,7 +318,7 @@ class Symbol(Scalar):
         return self.hi is not None
 
     def with_range(self, *, lo: int | None, hi: Scalar | int | None = None) -> Symbol:
-        """Return the symbol of the same name and dtype with another range."""
+        """Returns the symbol of the same name and dtype with another range."""
         return Symbol(self.name, self.dtype, lo=lo, hi=hi)
 
 
@@ -350,7 +351,7 @@ _PLAIN_INTS = (DataType.Index, DataType.Int)
 
 
 def alike_literals(args: tuple[Scalar, ...]) -> tuple[Scalar, ...]:
-    """Return the arguments of an op with integer literals of the dtype of what they stand beside:
+    """Returns the arguments of an op with integer literals of the dtype of what they stand beside:
     scalars of one text are one scalar."""
     literals = [a for a in args if isinstance(a, Const) and a.dtype in _PLAIN_INTS]
     if not literals:
@@ -395,7 +396,7 @@ def children(x: Scalar) -> tuple[Scalar, ...]:
 
 
 def postorder(x: Scalar, is_known: Callable[[Scalar], bool]) -> Iterator[Scalar]:
-    """Yield what `x` is made of, each once and children first, down to what is known.
+    """Yields what `x` is made of, each once and children first, down to what is known.
 
     Chains of thousands of ops are walked without recursion. `is_known` must hold for a scalar once
     it was yielded.
@@ -414,7 +415,7 @@ def postorder(x: Scalar, is_known: Callable[[Scalar], bool]) -> Iterator[Scalar]
 
 
 def symbols(x: Scalar) -> tuple[Symbol, ...]:
-    """Return the symbols of `x` in order of first appearance, without repeats."""
+    """Returns the symbols of `x` in order of first appearance, without repeats."""
     if isinstance(x, Symbol):
         return (x,)
     if x.symbols is None:
@@ -427,7 +428,7 @@ def symbols(x: Scalar) -> tuple[Symbol, ...]:
 # ---------------------------------------------------------------- the order of a sum's terms
 @lru_cache(maxsize=10_000)
 def _natural(name: str) -> tuple[object, ...]:
-    """Split a name so that i2 sorts before i10."""
+    """Splits a name so that i2 sorts before i10."""
     parts = re.split(r"([0-9]+)", name)
     # Numbers of any length: Python reads no more than some thousand digits.
     numbers = (p.lstrip("0") for p in parts[1::2])
@@ -442,7 +443,7 @@ _ORDER_LENGTH = 400
 
 
 def _order_text(x: Scalar) -> str:
-    """Return the structure of `x` as text of bounded length; its children's is known."""
+    """Returns the structure of `x` as text of bounded length; its children's is known."""
 
     def texts(parts: Iterable[Scalar]) -> str:
         return ", ".join(str(cast("tuple[object, ...]", p.order)[-1]) for p in parts)
@@ -464,7 +465,7 @@ def _order_text(x: Scalar) -> str:
 
 
 def sort_key(x: Scalar) -> tuple[object, ...]:
-    """Return the place of `x` among the atoms of a sum: symbols by name, then ops by structure."""
+    """Returns the place of `x` among the atoms of a sum: symbols by name, then ops by structure."""
     if x.order is None:
         for y in postorder(x, lambda s: s.order is not None):
             is_symbol = isinstance(y, Symbol)
@@ -474,7 +475,7 @@ def sort_key(x: Scalar) -> tuple[object, ...]:
 
 
 def const(value: AnyNumber, dtype: DataType | None = None) -> Const:
-    """Return a literal; the dtype is inferred from the Python type (int: Index) when not given."""
+    """Returns a literal; the dtype is inferred from the Python type (int: Index) when not given."""
     if dtype is None:
         dtype = DataType.Index if type(value) is int else dtype_of_python(value)
     return Const(value, dtype)
@@ -486,12 +487,12 @@ ScalarLike = Scalar | bool | int | float | complex
 
 
 def as_scalar(value: ScalarLike) -> Scalar:
-    """Return `value` itself, or the constant for a Python number."""
+    """Returns `value` itself, or the constant for a Python number."""
     return value if isinstance(value, Scalar) else const(value)
 
 
 def int_value(x: ScalarLike) -> int | None:
-    """Return the constant integer value, or None for anything symbolic."""
+    """Returns the constant integer value, or None for anything symbolic."""
     if isinstance(x, int):
         return int(x)
     return x.value if isinstance(x, Const) and isinstance(x.value, int) else None
@@ -513,7 +514,7 @@ def join_monomials(a: Monomial, b: Monomial) -> Monomial:
 
 
 def without_factors(mono: Monomial, part: Monomial) -> Monomial | None:
-    """Return mono / part, or None when part does not divide mono."""
+    """Returns mono / part, or None when part does not divide mono."""
     rest = list(mono)
     for atom in part:
         if atom not in rest:
@@ -548,7 +549,7 @@ def int_dtype(a: Scalar, b: Scalar) -> DataType:
 
 
 def single_term(x: Scalar) -> tuple[Monomial, int] | None:
-    """Return (monomial, coefficient) of a one-term integer, None for sums."""
+    """Returns (monomial, coefficient) of a one-term integer, None for sums."""
     terms = terms_of(x)
     return next(iter(terms.items())) if len(terms) == 1 else None
 
@@ -560,7 +561,7 @@ _INFIX = frozenset("+ - * / % < <= > >= == != && || & | ^ << >>".split())
 
 
 def literal_text(value: Number, dtype: DataType) -> str:
-    """Return a literal with round-trip precision: `8`, `true`, `double(3)`, `float(0.5)`."""
+    """Returns a literal with round-trip precision: `8`, `true`, `double(3)`, `float(0.5)`."""
     kind = category(dtype)
     if kind == "bool":
         return "true" if value else "false"
@@ -578,7 +579,7 @@ def _digits(value: float) -> str:
 
 @lru_cache(maxsize=10_000)
 def scalar_text(x: Scalar) -> str:
-    """Return nvFuser's inline form: `i0`, `( i0 * i2 )`, `( ceilDiv(i0, 3) )`."""
+    """Returns nvFuser's inline form: `i0`, `( i0 * i2 )`, `( ceilDiv(i0, 3) )`."""
     out: list[str] = []
     stack: list[Scalar | str] = [x]
     while stack:
@@ -591,7 +592,7 @@ def scalar_text(x: Scalar) -> str:
 
 
 def _pieces(x: Scalar) -> list[Scalar | str]:
-    """Return the text of `x` with its children in place of theirs."""
+    """Returns the text of `x` with its children in place of theirs."""
     match x:
         case Const():
             return [literal_text(x.value, x.dtype)]

@@ -46,7 +46,7 @@ _PROOF_DEPTH = 24
 # ---------------------------------------------------------------- sums and products
 @lru_cache(maxsize=100_000)
 def add_terms(a: Scalar, b: Scalar, factor: int = 1) -> Scalar:
-    """Return a + factor * b."""
+    """Returns a + factor * b."""
     terms = terms_of(a)
     for mono, coef in terms_of(b).items():
         terms[mono] = terms.get(mono, 0) + factor * coef
@@ -76,8 +76,8 @@ _REMAINDER_OF = {division: op for op, division in _DIVISION_OF.items()}
 
 
 def _recombine(terms: dict[Monomial, int]) -> dict[Monomial, int]:
-    """Rewrite c*(x / b)*b + c*(x % b) into c*x, and what lacks one of the three into the third, for
-    either division."""
+    """Rewrites c*(x / b)*b + c*(x % b) into c*x, and what lacks one of the three into the third,
+    for either division."""
     while True:
         terms = {m: c for m, c in terms.items() if c}
         found = _whole(terms) or _part(terms)
@@ -87,7 +87,7 @@ def _recombine(terms: dict[Monomial, int]) -> dict[Monomial, int]:
 
 
 def _whole(terms: dict[Monomial, int]) -> dict[Monomial, int] | None:
-    """Return the terms with one quotient and its remainder joined; None when there are none."""
+    """Returns the terms with one quotient and its remainder joined; None when there are none."""
     for mono, coef in terms.items():
         for atom in mono:
             if not (isinstance(atom, Apply) and atom.op in _DIVISION_OF):
@@ -110,7 +110,7 @@ def _whole(terms: dict[Monomial, int]) -> dict[Monomial, int] | None:
 
 
 def _part(terms: dict[Monomial, int]) -> dict[Monomial, int] | None:
-    """Return the terms with c*(x / b)*b - c*x as -c*(x % b), or c*x - c*(x % b) as c*(x / b)*b;
+    """Returns the terms with c*(x / b)*b - c*x as -c*(x % b), or c*x - c*(x % b) as c*(x / b)*b;
     None where there are neither."""
     for mono, coef in terms.items():
         for atom in mono:
@@ -139,12 +139,12 @@ def _part(terms: dict[Monomial, int]) -> dict[Monomial, int] | None:
 
 # ---------------------------------------------------------------- proofs
 def has_index(x: Scalar) -> bool:
-    """Return whether any symbol of `x` is an index (a position below some extent)."""
+    """Returns whether any symbol of `x` is an index (a position below some extent)."""
     return any(s.is_index for s in symbols(x))
 
 
 def _extreme(x: Scalar, *, largest: bool) -> Scalar | None:
-    """Replace every index in `x` by the end of its range that makes `x` largest or smallest.
+    """Replaces every index in `x` by the end of its range that makes `x` largest or smallest.
 
     The result holds no index; None when an end is unknown.
     """
@@ -165,7 +165,7 @@ def _extreme(x: Scalar, *, largest: bool) -> Scalar | None:
 
 
 def _atom_extreme(atom: Scalar, *, largest: bool) -> Scalar | None:
-    """Return an end of an atom that holds an index."""
+    """Returns an end of an atom that holds an index."""
     if isinstance(atom, Symbol):
         return atom.hi if largest else None if atom.lo is None else Const(atom.lo, atom.dtype)
     assert isinstance(atom, Apply)
@@ -181,7 +181,7 @@ _ENDS_OF_DIVISION = frozenset({"/", "%", "floorDiv", "floorMod", "ceilDiv"})
 
 
 def _ends_of_division(atom: Apply, *, largest: bool) -> Scalar | None:
-    """Return an end of a division by something that is at least 1."""
+    """Returns an end of a division by something that is at least 1."""
     x, b = atom.args
     if atom.op in ("/", "%") and not is_nonnegative(x):
         return None
@@ -196,7 +196,7 @@ def _ends_of_division(atom: Apply, *, largest: bool) -> Scalar | None:
 
 
 def is_nonnegative(x: ScalarLike) -> bool:
-    """Return whether x >= 0 is provable."""
+    """Returns whether x >= 0 is provable."""
     x = as_scalar(x)
     if interval(x)[0] >= 0:
         return True
@@ -207,18 +207,18 @@ def is_nonnegative(x: ScalarLike) -> bool:
 
 
 def is_less(a: ScalarLike, b: ScalarLike) -> bool:
-    """Return whether a < b is provable."""
+    """Returns whether a < b is provable."""
     return is_nonnegative(subtract(subtract(as_scalar(b), as_scalar(a)), ONE))
 
 
 def _is_smaller(a: Scalar, b: Scalar) -> bool:
-    """Return whether -b < a < b is provable."""
+    """Returns whether -b < a < b is provable."""
     return is_less(a, b) and is_less(negate(a), b)
 
 
 # ---------------------------------------------------------------- division
 def _split_by(a: Scalar, b: Scalar) -> tuple[Scalar, Scalar] | None:
-    """Write a as q*b + r with every term of q*b a multiple of b; None when b is a sum."""
+    """Writes a as q*b + r with every term of q*b a multiple of b; None when b is a sum."""
     divisor = single_term(b)
     if divisor is None:
         return (ONE, ZERO) if a == b else None
@@ -234,7 +234,7 @@ def _split_by(a: Scalar, b: Scalar) -> tuple[Scalar, Scalar] | None:
 
 
 def _common_factor(a: Scalar, b: Scalar) -> tuple[Scalar, Scalar, Scalar] | None:
-    """Find g > 1 dividing b with a = g*high + low, 0 <= low < g; return (g, high, low).
+    """Finds g > 1 dividing b with a = g*high + low, 0 <= low < g; return (g, high, low).
 
     g is a constant, an extent, or a product of such: (x*n + y) over (m*n) has g = n when y < n.
     """
@@ -257,7 +257,7 @@ def _common_factor(a: Scalar, b: Scalar) -> tuple[Scalar, Scalar, Scalar] | None
 
 
 def _factors_shared(a: Scalar, divisor: tuple[Monomial, int]) -> list[tuple[Monomial, int]]:
-    """Return the non-trivial common factors of the divisor and of single terms of `a`, larger
+    """Returns the non-trivial common factors of the divisor and of single terms of `a`, larger
     first."""
     found: dict[tuple[Monomial, int], None] = {}
     for mono, coef in terms_of(a).items():
@@ -273,13 +273,13 @@ def _factors_shared(a: Scalar, divisor: tuple[Monomial, int]) -> list[tuple[Mono
 
 
 def _rounds_down(x: Apply) -> bool:
-    """Return whether a quotient is the floor, by a divisor that is at least 1."""
+    """Returns whether a quotient is the floor, by a divisor that is at least 1."""
     return is_nonnegative(x.args[1]) and (x.op == "floorDiv" or is_nonnegative(x.args[0]))
 
 
 @lru_cache(maxsize=100_000)
 def divide(a: Scalar, b: Scalar, op: str) -> Scalar:
-    """Return the quotient; `op` is "/" (truncating) or "floorDiv"."""
+    """Returns the quotient; `op` is "/" (truncating) or "floorDiv"."""
     dtype = int_dtype(a, b)
     av, bv = int_value(a), int_value(b)
     if bv == 0:
@@ -314,7 +314,7 @@ def divide(a: Scalar, b: Scalar, op: str) -> Scalar:
 
 @lru_cache(maxsize=100_000)
 def remainder(a: Scalar, b: Scalar, op: str) -> Scalar:
-    """Return what `divide` leaves; `op` is "%" (the sign of `a`) or "floorMod" (that of `b`)."""
+    """Returns what `divide` leaves; `op` is "%" (the sign of `a`) or "floorMod" (that of `b`)."""
     dtype = int_dtype(a, b)
     av, bv = int_value(a), int_value(b)
     if bv == 0:
@@ -356,7 +356,7 @@ def _whole_multiple(a: Scalar, b: Scalar, op: str) -> Scalar:
 
 @lru_cache(maxsize=100_000)
 def ceil_divide(a: Scalar, b: Scalar) -> Scalar:
-    """Return a / b rounded up."""
+    """Returns a / b rounded up."""
     av, bv = int_value(a), int_value(b)
     if bv == 0:
         raise DefinitionError(f"division of {a} by zero")
@@ -412,7 +412,7 @@ _INT32: Interval = (-(2**31), 2**31 - 1)
 
 
 def interval(x: Scalar) -> Interval:
-    """Return bounds of `x` over all values of its symbols; (-inf, inf) when nothing is known."""
+    """Returns bounds of `x` over all values of its symbols; (-inf, inf) when nothing is known."""
     if x.interval is None:
         for y in postorder(x, lambda s: s.interval is not None):
             y.interval = _interval(y)
@@ -450,7 +450,7 @@ def _times(a: End, b: End) -> End:
 
 
 def _plus(a: End, b: End) -> End:
-    """Add two lower or two upper ends, of which an infinite one decides."""
+    """Adds two lower or two upper ends, of which an infinite one decides."""
     return next((x for x in (a, b) if isinstance(x, float)), a + b)
 
 
@@ -475,7 +475,7 @@ Rule = Callable[[DataType, Sequence[Interval]], Interval]
 
 
 def _quotient(divide: Callable[[int, int], int], beyond: Callable[[int], int]) -> Rule:
-    """Return the rule of a division; `beyond` gives its value for an endless divisor."""
+    """Returns the rule of a division; `beyond` gives its value for an endless divisor."""
 
     def corner(a: End, b: End) -> End:
         if isinstance(a, float):
@@ -499,7 +499,7 @@ def _truncated(a: int, b: int) -> int:
 
 
 def _remainder(_: DataType, args: Sequence[Interval]) -> Interval:
-    """Return bounds of C's remainder: at most the dividend, less than the divisor, sign as a."""
+    """Returns bounds of C's remainder: at most the dividend, less than the divisor, sign as a."""
     (low, high), b = args
     limit = max(_plus(_largest(b), -1), 0)
     return (0 if low >= 0 else max(low, -limit), 0 if high <= 0 else min(high, limit))

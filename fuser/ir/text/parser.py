@@ -64,7 +64,7 @@ class ValueParser:
 
     # ------------------------------------------------------------ scalars
     def scalar(self) -> Scalar:
-        """Read a scalar through the simplifying constructors."""
+        """Reads a scalar through the simplifying constructors."""
         c = self.cursor
         c.skip()
         start = c.pos
@@ -129,7 +129,7 @@ class ValueParser:
 
     # ------------------------------------------------------------ axes and tensors
     def axis(self) -> IterDomain:
-        """Read `ideviceIdx.x4{( ceilDiv(i0, 2) ) ex i1}rf`."""
+        """Reads `ideviceIdx.x4{( ceilDiv(i0, 2) ) ex i1}rf`."""
         c = self.cursor
         head = c.expect(AXIS, "an axis such as iS0{i0}")
         extent = self.scalar()
@@ -147,7 +147,7 @@ class ValueParser:
         )
 
     def tensor(self) -> TensorView:
-        """Read a tensor, spelled out (the first time declares it) or as a known bare name."""
+        """Reads a tensor, spelled out (the first time declares it) or as a known bare name."""
         c = self.cursor
         c.skip()
         start = c.pos
@@ -175,7 +175,7 @@ class ValueParser:
         return TensorDomain.of(tuple(self.cursor.items("]", lambda: self._state(axes))))
 
     def _new_tensor(self, head: re.Match[str], domain: TensorDomain) -> TensorView:
-        """Read the suffixes and return a tensor that the fusion does not know yet."""
+        """Reads the suffixes and returns a tensor that the fusion does not know yet."""
         c = self.cursor
         compute_at, mesh = 0, None
         if c.take_if("ca_pos("):
@@ -206,7 +206,8 @@ class ValueParser:
         return tv
 
     def domain_section(self) -> TensorView:
-        """Read one tensor's domain section: header, root, logical, allocation, transforms, loop."""
+        """Reads one tensor's domain section: header, root, logical, allocation, transforms,
+        loop."""
         c = self.cursor
         c.skip()
         start = c.pos
@@ -249,7 +250,7 @@ class ValueParser:
         return self._declare(tv, start)
 
     def _state(self, axes: dict[int, IterDomain]) -> IterDomain:
-        """Read an axis of one tensor, which has one state wherever it is written."""
+        """Reads an axis of one tensor, which has one state wherever it is written."""
         c = self.cursor
         c.skip()
         start = c.pos
@@ -300,7 +301,7 @@ class ValueParser:
         return Swizzle1D(inp, out, ptype)
 
     def ptype(self) -> ParallelType:
-        """Read the print form of a parallel type: `deviceIdx.x`."""
+        """Reads the print form of a parallel type: `deviceIdx.x`."""
         c = self.cursor
         c.skip()
         start = c.pos
@@ -310,19 +311,19 @@ class ValueParser:
         return PTYPE_FROM_TEXT[word]
 
     def value(self) -> TensorView | Scalar:
-        """Read a tensor or a scalar."""
+        """Reads a tensor or a scalar."""
         c = self.cursor
         c.skip()
         is_tensor = TENSOR.match(c.text, c.pos) or BARE_TENSOR.match(c.text, c.pos)
         return self.tensor() if is_tensor else self.scalar()
 
     def values(self, close: str) -> tuple[TensorView | Scalar, ...]:
-        """Read comma separated tensors and scalars up to and including `close`."""
+        """Reads comma separated tensors and scalars up to and including `close`."""
         return tuple(self.cursor.items(close, self.value))
 
 
 def _number(text: str) -> float | complex:
-    """Read `0.5`, or the two parts `1,-2.5`; raises `ValueError` for anything else."""
+    """Reads `0.5`, or the two parts `1,-2.5`; raises `ValueError` for anything else."""
     real, comma, imag = text.partition(",")
     return complex(float(real), float(imag)) if comma else float(real)
 
@@ -380,7 +381,7 @@ class Parser(ValueParser):
 
     # ------------------------------------------------------------ ops
     def op(self) -> Op:
-        """Read one op: the spelling that fits, else the error that got furthest."""
+        """Reads one op: the spelling that fits, else the error that got furthest."""
         c = self.cursor
         c.skip()
         start, key = c.pos, key_of(c.text, c.pos)
@@ -422,14 +423,14 @@ class Parser(ValueParser):
                     self.symbols[name] = outer
 
     def define_index(self, index: Symbol) -> Symbol:
-        """Let a name mean this index up to the end of the op that is being read."""
+        """Lets a name mean this index up to the end of the op that is being read."""
         self._indices.append((index.name, self.symbols.get(index.name)))
         self.symbols[index.name] = index
         self._reserve_symbol(index.name)
         return index
 
     def region(self, start: int, head: str) -> tuple[Op, ...]:
-        """Read the ops of a region of the op at `start`: those that stand further to the right."""
+        """Reads the ops of a region of the op at `start`: those that stand further to the right."""
         c = self.cursor
         c.skip()
         margin = c.column(start)
@@ -492,7 +493,8 @@ class Parser(ValueParser):
         return read(self)
 
     def _rows(self, length: int) -> tuple[TensorView | Scalar, ...]:
-        """Read rows of so many values, `{a, b} {c, d} }`; return the values one after the other."""
+        """Reads rows of so many values, `{a, b} {c, d} }`; return the values one after the
+        other."""
         c = self.cursor
         found: list[TensorView | Scalar] = []
         while not c.take_if("}"):
@@ -506,7 +508,7 @@ class Parser(ValueParser):
 
     # ------------------------------------------------------------ sections and fusions
     def declarations(self) -> None:
-        """Read the sections in [pos, end) about symbols, tensors and lines; the position stays."""
+        """Reads the sections in [pos, end) about symbols, tensors and lines; the position stays."""
         c = self.cursor
         home = c.pos
         for title, read in (
@@ -520,7 +522,7 @@ class Parser(ValueParser):
         c.pos = home
 
     def relations(self) -> None:
-        """Read the sections that relate known tensors; the position stays."""
+        """Reads the sections that relate known tensors; the position stays."""
         home = self.cursor.pos
         self._section("Aliases", self._alias, home)
         self._section("Provenance", self._origin, home)
@@ -546,12 +548,12 @@ class Parser(ValueParser):
         return False
 
     def end(self) -> None:
-        """Require that only sections follow what has been read."""
+        """Requires that only sections follow what has been read."""
         if not self._at_section():
             raise self.cursor.fail(f"expected a section ({', '.join(_TITLES)}) or the end")
 
     def check_declared(self, tensors: Iterable[TensorView], section: int) -> None:
-        """Require that the text from `section` on holds the domains of all tensors: without them
+        """Requires that the text from `section` on holds the domains of all tensors: without them
         their layouts would be lost."""
         for tv in tensors:
             if tv.number not in self.declared:
@@ -587,7 +589,7 @@ class Parser(ValueParser):
         self.fusion.extents.write(extent, self.scalar())
 
     def math(self) -> None:
-        """Read `Inputs: ... Outputs: ... %kernel_math { ... } // %kernel_math` into the fusion."""
+        """Reads `Inputs: ... Outputs: ... %kernel_math { ... } // %kernel_math` into the fusion."""
         c = self.cursor
         c.take("Inputs:")
         while not c.at("Outputs:"):
@@ -613,7 +615,7 @@ class Parser(ValueParser):
                 raise c.fail(f"{tv.label}: only a reshape may leave open what its root axes become")
 
     def reserve_symbols(self) -> None:
-        """Keep the fusion from handing out the numbers of the symbols that were read."""
+        """Keeps the fusion from handing out the numbers of the symbols that were read."""
         for name in self.symbols:
             self._reserve_symbol(name)
 
@@ -624,7 +626,7 @@ class Parser(ValueParser):
 
 
 def parse_scalar(text: str) -> Scalar:
-    """Read one scalar. Raises `ParseError`."""
+    """Reads one scalar. Raises `ParseError`."""
     parser = Parser(Cursor(text), Fusion())
     value = parser.scalar()
     if not parser.cursor.done():
@@ -633,14 +635,14 @@ def parse_scalar(text: str) -> Scalar:
 
 
 def parse_fusion(text: str) -> Fusion:
-    """Read what `fusion_text` (or `print_math`, for plain domains) prints. Raises `ParseError`."""
+    """Reads what `fusion_text` (or `print_math`, for plain domains) prints. Raises `ParseError`."""
     return parse_fusion_at(Cursor(text), definition_bounds(text))
 
 
 def parse_fusion_at(
     cursor: Cursor, bounds: Mapping[str, int | None], *, in_full: int | None = None
 ) -> Fusion:
-    """Read the fusion that [pos, end) of the cursor holds; `bounds` as of `Parser`. `in_full` is
+    """Reads the fusion that [pos, end) of the cursor holds; `bounds` as of `Parser`. `in_full` is
     where a text begins that must tell all domains."""
     fusion = Fusion()
     parser = Parser(cursor, fusion, bounds=bounds)
@@ -709,7 +711,7 @@ _STATEMENT = re.compile(r"\s*(?!T\d)([A-Za-z_]\w*)")
 
 
 def key_of(text: str, start: int) -> str:
-    """Return what an op's text starts with: its statement word, or the function after `=`."""
+    """Returns what an op's text starts with: its statement word, or the function after `=`."""
     word = _STATEMENT.match(text, start)
     if word:
         return word[1]
@@ -720,7 +722,7 @@ def key_of(text: str, start: int) -> str:
 
 @lru_cache(maxsize=16)
 def templates_of(ops: tuple[type[Op], ...]) -> Mapping[str, list[Template]]:
-    """Return the spellings of the op classes by key; operators and literals come under ''."""
+    """Returns the spellings of the op classes by key; operators and literals come under ''."""
     buckets: dict[str, list[Template]] = {"": []}
     for op in ops:
         seen: set[tuple[str, str]] = set()
@@ -774,7 +776,7 @@ def template_of(op: Op) -> str:
 
 
 def tensor_op_classes() -> tuple[type[Op], ...]:
-    """Return the declared tensor ops, in declaration order; bases of others are none."""
+    """Returns the declared tensor ops, in declaration order; bases of others are none."""
     return tuple(
         c
         for c in Op.REGISTRY.values()
@@ -816,12 +818,12 @@ _INPUTS = re.compile(r"Inputs:(.*?)Outputs:|%HostIrContainer\s*\{\s*\((.*?)\)\s*
 
 
 def definition_bounds(text: str) -> dict[str, int | None]:
-    """Return the lower bounds of the symbols in a definition's text: its extents may be 0."""
+    """Returns the lower bounds of the symbols in a definition's text: its extents may be 0."""
     return _bounds(text, _scalar_inputs(text), extent=0)
 
 
 def concretized_bounds(text: str) -> dict[str, int | None]:
-    """Return the lower bounds of the symbols in a concretized program's text.
+    """Returns the lower bounds of the symbols in a concretized program's text.
 
     No extent is 0 there, also where it is a scalar input; other scalar inputs are unbounded.
     """
@@ -835,7 +837,7 @@ def _bounds(text: str, unbounded: Iterable[str], *, extent: int) -> dict[str, in
 
 
 def _scalar_inputs(text: str) -> list[str]:
-    """Return the names among the inputs of a fusion or a host program that are no tensors."""
+    """Returns the names among the inputs of a fusion or a host program that are no tensors."""
     found = _INPUTS.search(text)
     inputs = re.sub(r"\[[^\]]*\]", "", found[1] or found[2] or "") if found else ""
     return NAME.findall(inputs)

@@ -19,7 +19,7 @@ from fuser.ir.scalar.constructors import Scalar
 
 
 def domain_text(tv: TensorView, indent: str = "") -> str:
-    """Return the domain section of one tensor: root, logical, allocation, contiguity, transforms,
+    """Returns the domain section of one tensor: root, logical, allocation, contiguity, transforms,
     loop."""
     domain: TensorDomain = tv.domain
     lines = [f"{indent}{tensor_text(tv)}"]
@@ -49,7 +49,7 @@ def scheduled_text(
     ops: Iterable[Op],
     transformed: Iterable[TensorView] = (),
 ) -> str:
-    """Return nvFuser's text of a scheduled fusion, and the domain sections of some tensors."""
+    """Returns nvFuser's text of a scheduled fusion, and the domain sections of some tensors."""
     lines = ["Inputs:", *(f"  {value_text(v)}" for v in inputs)]
     lines += ["Outputs:", *(f"  {value_text(v)}" for v in outputs)]
     lines += ["", "%kernel {", *map(op_text, ops)]
@@ -59,14 +59,15 @@ def scheduled_text(
 
 
 def fusion_text(fusion: Fusion) -> str:
-    """Return the full form, which `parse_fusion` reads back: math, then the sections."""
+    """Returns the full form, which `parse_fusion` reads back: math, then the sections."""
     math = fusion_math(fusion, used_only=False).rstrip("\n")
     return f"{math}\n{sections_text(fusion, fusion.tensors(), fusion.exprs)}"
 
 
 def sections_text(fusion: Fusion, tensors: Sequence[TensorView], ops: Iterable[Op]) -> str:
-    """Return what a program's math does not say: aliases, equal extents, the dtypes of symbols that
-    their names do not tell, the domain section of every tensor, and where shardings came from."""
+    """Returns what a program's math does not say: aliases, equal extents, the dtypes of symbols
+    that their names do not tell, the domain section of every tensor, and where shardings came
+    from."""
     parts = {
         "Aliases": [
             f"  T{a.out.number} -> T{a.into.number}" + (" hidden" if a.hidden else "")
@@ -87,13 +88,14 @@ def sections_text(fusion: Fusion, tensors: Sequence[TensorView], ops: Iterable[O
 
 
 def line_key(op: Op) -> str:
-    """Return what the section of the users' lines calls an op: by its first result and its name."""
+    """Returns what the section of the users' lines calls an op: by its first result and its
+    name."""
     outputs = op.outputs
     return f"T{outputs[0].number} {op.name}" if outputs else op.name
 
 
 def lines_text(ops: Iterable[Op]) -> str:
-    """Return the section that tells where the user wrote the ops and those of their regions, ""
+    """Returns the section that tells where the user wrote the ops and those of their regions, ""
     where nothing is known; what has the line of the first op of its name needs no row."""
     rows: dict[str, str] = {}
 
@@ -109,7 +111,7 @@ def lines_text(ops: Iterable[Op]) -> str:
 
 
 def with_lines(ops: Iterable[Op], rows: Mapping[str, str]) -> tuple[Op, ...]:
-    """Return the ops, and those of their regions, with the lines that such a section tells."""
+    """Returns the ops, and those of their regions, with the lines that such a section tells."""
 
     def place(op: Op, key: str, number: int) -> Op:
         where = rows.get(_nth(key, number), rows.get(key, ""))
@@ -123,8 +125,8 @@ def _nth(key: str, number: int) -> str:
 
 
 def _by_key(ops: Iterable[Op], change: Callable[[Op, str, int], Op]) -> tuple[Op, ...]:
-    """Return what `change` makes of each op, given its key and how many of it there were so far; an
-    op comes before those of its regions."""
+    """Returns what `change` makes of each op, given its key and how many of it there were so far;
+    an op comes before those of its regions."""
     counts: Counter[str] = Counter()
 
     def one(op: Op) -> Op:
@@ -147,14 +149,14 @@ _PREFIX_DTYPE = {
 
 
 def default_dtype(name: str) -> DataType:
-    """Return the dtype that a symbol's name tells: Index of `i3`, Double of `d2`, Float, Bool."""
+    """Returns the dtype that a symbol's name tells: Index of `i3`, Double of `d2`, Float, Bool."""
     return _PREFIX_DTYPE.get(name[0], DataType.Index) if name[1:].isdigit() else DataType.Index
 
 
 def program_symbols(
     fusion: Fusion, tensors: Iterable[TensorView], ops: Iterable[Op]
 ) -> tuple[sc.Symbol, ...]:
-    """Return every symbol of inputs, domains, ops and extent classes, in order of appearance."""
+    """Returns every symbol of inputs, domains, ops and extent classes, in order of appearance."""
     found: dict[sc.Symbol, None] = {}
 
     def add(value: object) -> None:

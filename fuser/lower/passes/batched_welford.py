@@ -48,7 +48,7 @@ INT = DataType.Int32
 
 
 def batch_welfords(body: Body) -> None:
-    """Let Welford accumulators take the values of unrolled loops at once, in place.
+    """Lets Welford accumulators take the values of unrolled loops at once, in place.
 
     Before: unrolled loops are marked, no value is hoisted. After: no nest of loops of constant
     extent that does nothing but update accumulators, all under one condition, divides for each
@@ -69,7 +69,7 @@ def _rewrite(body: Body, uneven: set[str]) -> None:
 
 
 def _uneven(body: Body, conds: tuple[Scalar, ...]) -> set[str]:
-    """Return the accumulators of which some may hold more values than others."""
+    """Returns the accumulators of which some may hold more values than others."""
     found: set[str] = set()
     for s in body.statements:
         if isinstance(s, Accumulate):
@@ -87,7 +87,7 @@ def _own_symbols(target: Var | Element) -> set[Symbol]:
 
 
 def _perfect_nest(top: For) -> tuple[list[For], list[Scalar], list[Statement]]:
-    """Return loops that hold nothing but each other, outer first, the conditions in them, and the
+    """Returns loops that hold nothing but each other, outer first, the conditions in them, and the
     statements of the innermost."""
     loops, conds, body = [top], list[Scalar](), top.body
     while len(body.statements) == 1:
@@ -104,7 +104,7 @@ def _perfect_nest(top: For) -> tuple[list[For], list[Scalar], list[Statement]]:
 
 
 def _batch(top: For, uneven: set[str]) -> list[Statement] | None:
-    """Return what replaces a nest of unrolled loops around Welford updates, None for another."""
+    """Returns what replaces a nest of unrolled loops around Welford updates, None for another."""
     loops, conds, inside = _perfect_nest(top)
     if not any(map(_is_update, inside)) or not all(
         isinstance(s, Accumulate | Define | LetValue) for s in inside
@@ -186,7 +186,7 @@ class _Batch:
         return [*before, *made]
 
     def _held(self, target: Var | Element) -> Expr:
-        """Return how many values an accumulator holds: as many as the first one, if all do."""
+        """Returns how many values an accumulator holds: as many as the first one, if all do."""
         if isinstance(target, Var):
             return Var(f"{target.name}.n", DataType.Int)
         columns: dict[Scalar, Scalar] = {loop.symbol: sc.ZERO for loop in self.columns}

@@ -59,7 +59,7 @@ ROWS = 128
 
 
 def _wide_of(dtype: DataType) -> DataType:
-    """Return the dtype that takes the sums of blocks."""
+    """Returns the dtype that takes the sums of blocks."""
     return DataType.ComplexDouble if is_complex(dtype) else DataType.Double
 
 
@@ -123,11 +123,11 @@ class _Sum:
         return isinstance(self.target, Element) and len(self.loops) > 1
 
     def rest(self) -> list[Statement]:
-        """Add what the last block left."""
+        """Adds what the last block left."""
         return [self.add_to_wide()] if self.is_counted else []
 
     def settle(self) -> Statement:
-        """Round the wide accumulator to the accumulator."""
+        """Rounds the wide accumulator to the accumulator."""
         narrow = self.target.dtype
         if self.update.kind == "welford":
             return Assign(self.target, Compute("welford_cast<{t}>({0})", (self.wide,), narrow))
@@ -136,7 +136,7 @@ class _Sum:
         )
 
     def nest(self, statements: list[Statement], *, depth: int = 0) -> list[Statement]:
-        """Return the statements in the loops over the accumulators, from `depth` of the path on,
+        """Returns the statements in the loops over the accumulators, from `depth` of the path on,
         under the conditions that no reduced loop has a part in."""
         own = sc.symbols(self.target.index) if isinstance(self.target, Element) else ()
         reduced = {s.symbol for s in self.path if isinstance(s, For) and s.symbol not in own}
@@ -153,7 +153,7 @@ class _Sum:
 
 # ------------------------------------------------------------------ what is summed
 def _find(top: Statement, declared: Mapping[str, Declare]) -> Iterator[_Sum]:
-    """Yield the long sums under a statement into accumulators that are declared before it."""
+    """Yields the long sums under a statement into accumulators that are declared before it."""
     for update, path in _updates(top):
         if update.target.name in declared:
             loops, size = _counted(update, path)
@@ -162,7 +162,7 @@ def _find(top: Statement, declared: Mapping[str, Declare]) -> Iterator[_Sum]:
 
 
 def _updates(statement: Statement) -> Iterator[tuple[Accumulate, list[For | If]]]:
-    """Yield the updates of sums under a statement, with what is around; the condition of a branch
+    """Yields the updates of sums under a statement, with what is around; the condition of a branch
     taken otherwise is left out."""
     match statement:
         case Accumulate():
@@ -180,7 +180,7 @@ def _updates(statement: Statement) -> Iterator[tuple[Accumulate, list[For | If]]
 
 
 def _counted(update: Accumulate, path: Sequence[For | If]) -> tuple[list[For], int]:
-    """Return the reduced loops, without those inside that make less than a block, and how many
+    """Returns the reduced loops, without those inside that make less than a block, and how many
     iterations of the last one make a block."""
     own = sc.symbols(update.target.index) if isinstance(update.target, Element) else ()
     loops = [s for s in path if isinstance(s, For) and s.symbol not in own]
@@ -212,7 +212,7 @@ def _can_cut(loop: For) -> bool:
 
 # ------------------------------------------------------------------ the pass
 def sum_in_blocks(body: Body) -> None:
-    """Give the sums of floating types wide accumulators, in place.
+    """Gives the sums of floating types wide accumulators, in place.
 
     Before: no loop is vectorised, no value hoisted. After: no sum of many terms runs in the type of
     the terms.
@@ -230,7 +230,7 @@ def sum_in_blocks(body: Body) -> None:
 
 
 def _in_blocks(top: Statement, sums: Sequence[_Sum]) -> list[Statement]:
-    """Return a statement with its sums in blocks where there is more than one."""
+    """Returns a statement with its sums in blocks where there is more than one."""
     conds = {found.is_long for found in sums}
     is_long = conds.pop() if len(conds) == 1 else sc.const(True)
     if is_long == sc.const(False):
@@ -255,7 +255,7 @@ def _in_blocks(top: Statement, sums: Sequence[_Sum]) -> list[Statement]:
 
 
 def _cut(loop: For, group: Sequence[_Sum]) -> None:
-    """Cut a loop into blocks, after which the accumulators move."""
+    """Cuts a loop into blocks, after which the accumulators move."""
     rest = clamp(loop)
     size = min(found.size for found in group)
     name, blocks = loop.symbol.name, sc.ceildiv(loop.extent, size)
@@ -282,7 +282,7 @@ def _cut(loop: For, group: Sequence[_Sum]) -> None:
 
 
 def _moves(found: _Sum, start: Scalar, count: Scalar) -> list[Statement]:
-    """Return what moves the accumulators behind `count` iterations of the last loop."""
+    """Returns what moves the accumulators behind `count` iterations of the last loop."""
     moves = found.nest(found.move(), depth=found.depth)
     if not found.is_counted:
         return moves
@@ -295,7 +295,7 @@ def _moves(found: _Sum, start: Scalar, count: Scalar) -> list[Statement]:
 
 
 def _moved(statement: Statement, index: Mapping[Scalar, Scalar]) -> Statement:
-    """Return a copy of a statement at another index."""
+    """Returns a copy of a statement at another index."""
 
     def moved(x: Scalar) -> Scalar:
         return sc.substitute(x, index)
@@ -329,7 +329,7 @@ _EXTREMA = {"max": "FUSER_SIMD_MAX", "min": "FUSER_SIMD_MIN"}
 
 
 def vectorize_loops(body: Body) -> None:
-    """Clamp and mark the innermost loops, in place.
+    """Clamps and marks the innermost loops, in place.
 
     Before: loops marked for unrolling. After: every innermost loop whose iterations are
     independent, or only reduce into one scalar, has a simd pragma and, where its only predicate
@@ -358,7 +358,7 @@ def _innermost(loop: For) -> list[Statement]:
 
 
 def clamp(loop: For) -> Scalar:
-    """Turn the predicate around a whole loop body into a bound of the loop; return the part of it
+    """Turns the predicate around a whole loop body into a bound of the loop; returns the part of it
     that does not depend on the loop."""
     only = loop.body.statements[0] if len(loop.body.statements) == 1 else None
     if not isinstance(only, If) or only.otherwise is not None or only.flags:
@@ -382,7 +382,7 @@ def clamp(loop: For) -> Scalar:
 
 
 def _bound(test: Scalar, loop: For) -> Scalar | None:
-    """Return `b - a` for a test `a + k < b`, None for another form."""
+    """Returns `b - a` for a test `a + k < b`, None for another form."""
     if not isinstance(test, Apply) or test.op != "<":
         return None
     left, right = test.args
@@ -394,7 +394,7 @@ def _bound(test: Scalar, loop: For) -> Scalar | None:
 
 
 def _mark(loop: For) -> list[Statement]:
-    """Set the pragma of a loop; return it with what must stand around it."""
+    """Sets the pragma of a loop; returns it with what must stand around it."""
     sums: dict[str, str] = {}
     extrema: list[Accumulate] = []
     # An accumulator of one iteration: its reduction has an extent of 1.
@@ -425,7 +425,7 @@ def _mark(loop: For) -> list[Statement]:
 
 
 def _mark_extremum(loop: For, step: Accumulate) -> list[Statement]:
-    """Vectorise a maximum: NaNs of floating types are collected in a flag beside it.
+    """Vectorises a maximum: NaNs of floating types are collected in a flag beside it.
 
     The flag starts from the accumulator, where a loop around this one may have left a NaN.
     """

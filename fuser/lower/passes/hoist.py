@@ -46,7 +46,7 @@ class Parameters:
     composite: int = 0
 
     def symbol(self, value: Scalar, dtype: DataType) -> Symbol:
-        """Return the parameter that holds `value` as `dtype`."""
+        """Returns the parameter that holds `value` as `dtype`."""
         key = (value, dtype)
         found = self.by_value.get(key)
         if found is None:
@@ -73,7 +73,7 @@ class Hoister:
 
     # ------------------------------------------------------------ statements
     def _frame(self, body: Body) -> None:
-        """Process a body that starts a scope for hoisted values."""
+        """Processes a body that starts a scope for hoisted values."""
         frame = _Frame()
         self._frames.append(frame)
         self._inside(body)
@@ -126,7 +126,7 @@ class Hoister:
         return ScalarValue(self.parameters.symbol(scalar, dtype), value.dtype)
 
     def _complex_value(self, scalar: Scalar, dtype: DataType) -> Expr:
-        """Return a complex scalar, which the host passes as two parameters: one has 8 bytes."""
+        """Returns a complex scalar, which the host passes as two parameters: one has 8 bytes."""
         part = part_of(dtype)
         z = sc.cast(scalar, dtype)
         parts = tuple(
@@ -137,7 +137,7 @@ class Hoister:
 
     # ------------------------------------------------------------ scalars
     def rewrite(self, x: Scalar) -> Scalar:
-        """Return `x` over names that are defined here, for use in the current body."""
+        """Returns `x` over names that are defined here, for use in the current body."""
         if isinstance(x, Const):
             return x
         if isinstance(x, Symbol):

@@ -42,7 +42,7 @@ AXES = ("x", "y", "z")
 
 
 def within_limits(kernel: LoweredKernel, device: DeviceInfo, *, folded: bool) -> LoweredKernel:
-    """Return a kernel that never launches more than a device takes: by guards, or `folded`.
+    """Returns a kernel that never launches more than a device takes: by guards, or `folded`.
 
     Raises:
         DefinitionError: a block has too many threads.
@@ -56,7 +56,7 @@ def within_limits(kernel: LoweredKernel, device: DeviceInfo, *, folded: bool) ->
 
 
 def _guards(kernel: LoweredKernel, device: DeviceInfo) -> list[Scalar]:
-    """Return what must hold for the counts of blocks: of constants that are too many, what never
+    """Returns what must hold for the counts of blocks: of constants that are too many, what never
     does."""
     found: list[Scalar] = []
     for k, (count, most) in enumerate(zip(kernel.grid, device.max_grid, strict=True)):
@@ -68,7 +68,7 @@ def _guards(kernel: LoweredKernel, device: DeviceInfo) -> list[Scalar]:
 
 
 def _block_guards(kernel: LoweredKernel, device: DeviceInfo) -> list[Scalar]:
-    """Return what must hold for threads of a block that are not constant."""
+    """Returns what must hold for threads of a block that are not constant."""
     pairs = [*zip(kernel.block, device.max_block, strict=True)]
     pairs.append((sc.product(kernel.block), device.max_threads_per_block))
     return [sc.le(n, most) for n, most in pairs if sc.int_value(n) is None]
@@ -106,7 +106,7 @@ def _folded(kernel: LoweredKernel, device: DeviceInfo) -> LoweredKernel:
 
 # ------------------------------------------------------------------ schedules of users
 def _check_block(kernel: LoweredKernel, device: DeviceInfo) -> None:
-    """Raise `DefinitionError` for more threads than a block may have."""
+    """Raises `DefinitionError` for more threads than a block may have."""
     block = [sc.int_value(n) or 1 for n in kernel.block]
     is_over = any(n > most for n, most in zip(block, device.max_block, strict=True))
     if is_over or prod(block) > device.max_threads_per_block:
@@ -133,7 +133,7 @@ def _block_refusal(
 def refusal(
     name: str, fusion: Fusion, counts: Sequence[int], block: Sequence[int], device: DeviceInfo
 ) -> DefinitionError:
-    """Return the error of a schedule by hand that has too many blocks along an axis, or too many
+    """Returns the error of a schedule by hand that has too many blocks along an axis, or too many
     threads in a block."""
     over = [k for k in range(3) if counts[k] > device.max_grid[k]]
     if not over:
@@ -151,7 +151,7 @@ def refusal(
 
 
 def _named(fusion: Fusion, types: Sequence[ParallelType], axis: str) -> str:
-    """Return which axis of which tensor is parallelized so, and the user's line."""
+    """Returns which axis of which tensor is parallelized so, and the user's line."""
     ptype = next(t for t in types if t.name.endswith(axis))
     for op in reversed(fusion.used_exprs()):
         for tv in op.outputs:
@@ -166,7 +166,7 @@ def _named(fusion: Fusion, types: Sequence[ParallelType], axis: str) -> str:
 
 
 def beside(kernels: Sequence[LoweredKernel], fusion: Fusion, name: str) -> LoweredKernel:
-    """Return one kernel called `name` of all, made for `fusion`.
+    """Returns one kernel called `name` of all, made for `fusion`.
 
     Blocks and threads are counted along x. Raises `UnsupportedError` for kernels that wait for
     other threads, or have shapes along z.

@@ -45,7 +45,7 @@ TRUE = sc.const(True)
 
 
 def prefetch_next(body: Body) -> None:
-    """Add, in place, what asks for the next iteration's elements where a loop's threads meet."""
+    """Adds, in place, what asks for the next iteration's elements where a loop's threads meet."""
     for statement in body.statements:
         if isinstance(statement, For) and not statement.unroll and _meets(statement.body):
             _Loop(statement).prefetch()
@@ -72,7 +72,7 @@ class _Loop:
         }
 
     def prefetch(self) -> None:
-        """Ask behind the last load before threads meet."""
+        """Asks behind the last load before threads meet."""
         statements = self.loop.body.statements
         meeting = next(k for k, s in enumerate(statements) if isinstance(s, ThreadReduce))
         asked = [(k, p) for k, s in enumerate(statements[:meeting]) for p in self._asked(s)]
@@ -81,7 +81,7 @@ class _Loop:
             statements.insert(asked[-1][0] + 1, another)
 
     def _asked(self, statement: Statement) -> list[Statement]:
-        """Return what asks for the elements that a statement loads, an iteration later."""
+        """Returns what asks for the elements that a statement loads, an iteration later."""
         match statement:
             case For():
                 inner = self._all_asked(statement.body)
@@ -115,7 +115,7 @@ class _Loop:
 
 
 def _accesses(statement: Statement) -> Iterator[tuple[str, Scalar, Scalar]]:
-    """Yield name, place and condition of the loads from global memory of a statement."""
+    """Yields name, place and condition of the loads from global memory of a statement."""
     if isinstance(statement, VectorLoad) and not statement.shared:
         yield statement.name, statement.index, TRUE
     for v in values_of(statement):
@@ -142,8 +142,8 @@ NOTHING: Mapping[str, int] = {}
 
 
 def convert_again(body: Body, sizes: Mapping[str, int] = NOTHING) -> None:
-    """Mark, in place, where what was converted from an array is forgotten; `sizes` are those of the
-    arrays around the body."""
+    """Marks, in place, where what was converted from an array is forgotten; `sizes` are those of
+    the arrays around the body."""
     own = [s for s in body.statements if isinstance(s, Declare) and s.size is not None]
     sizes = {**sizes, **{s.name: s.size for s in own if s.size is not None}}
     for statement in body.statements:
@@ -163,7 +163,7 @@ def convert_again(body: Body, sizes: Mapping[str, int] = NOTHING) -> None:
 
 
 def _converted(statement: Statement) -> list[str]:
-    """Return the register arrays of which a statement converts elements to a wider type."""
+    """Returns the register arrays of which a statement converts elements to a wider type."""
     return [
         value.arg.name
         for s in walk(Body([statement]))
@@ -190,7 +190,7 @@ _MEETINGS = (Sync, ThreadReduce)
 
 
 def alternate_directions(body: Body) -> None:
-    """Turn around, in place, every second one of the loops side by side that go over a tensor."""
+    """Turns around, in place, every second one of the loops side by side that go over a tensor."""
     # How often it goes around, and in which direction it did last.
     latest: dict[str, tuple[Scalar, bool]] = {}
     for statement in body.statements:
@@ -209,7 +209,7 @@ def _is_free(loop: For) -> bool:
 
 
 def _tensors_read(loop: For) -> Iterator[str]:
-    """Yield the names of tensors in global memory."""
+    """Yields the names of tensors in global memory."""
     for s in walk(loop.body):
         if isinstance(s, VectorLoad) and not s.shared:
             yield s.name

@@ -46,7 +46,7 @@ class _SharedArrayUses:
 
 
 def insert_barriers(body: Body) -> None:
-    """Insert `Sync` statements in place.
+    """Inserts `Sync` statements in place.
 
     Before: stages in producer order, nothing synchronised. After: between any two statements of
     which one writes a shared array that the other touches, every thread passes a barrier, also

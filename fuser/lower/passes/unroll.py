@@ -38,7 +38,7 @@ _EFFECTS = (Store, VectorStore, Accumulate, AccumulateBlock, ThreadReduce, Sync,
 
 # ------------------------------------------------------------------ unswitch
 def expand_unswitch(body: Body) -> Body:
-    """Return the body with every `Unswitch` replaced by its two versions, or by one."""
+    """Returns the body with every `Unswitch` replaced by its two versions, or by one."""
     out: list[Statement] = []
     for statement in body.statements:
         if isinstance(statement, Unswitch):
@@ -81,7 +81,7 @@ def _all_work_under(body: Body, tests: set[Scalar]) -> bool:
 
 
 def _whole_tests(body: Body) -> dict[Scalar, Scalar]:
-    """Map each predicate test of a subtree to the one that implies it for all inner iterations."""
+    """Maps each predicate test of a subtree to the one that implies it for all inner iterations."""
     inner = {s.symbol: s.extent for s in walk(body) if isinstance(s, For)}
     tests: dict[Scalar, Scalar] = {}
     for s in walk(body):
@@ -94,14 +94,14 @@ def _whole_tests(body: Body) -> dict[Scalar, Scalar]:
 
 
 def conjuncts(cond: Scalar) -> list[Scalar]:
-    """Return the tests of a conjunction; none for a constant."""
+    """Returns the tests of a conjunction; none for a constant."""
     if isinstance(cond, Apply) and cond.op == "&&":
         return [c for a in cond.args for c in conjuncts(a)]
     return [cond] if isinstance(cond, Apply | Symbol) and sc.int_value(cond) is None else []
 
 
 def _largest(test: Scalar, inner: dict[Symbol, Scalar]) -> Scalar | None:
-    """Return the test at the inner loops' last iterations, or first ones where it is about the
+    """Returns the test at the inner loops' last iterations, or first ones where it is about the
     begin; None where that may not be the hardest.
     """
     if not isinstance(test, Apply) or not any(s in inner for s in sc.symbols(test)):
@@ -139,7 +139,7 @@ def _without_tests(body: Body, tests: Collection[Scalar]) -> Body:
 
 
 def _with_bodies(statement: Statement, fn: Callable[[Body], Body]) -> Statement:
-    """Return the statement with `fn` applied to its bodies."""
+    """Returns the statement with `fn` applied to its bodies."""
     match statement:
         case For() | Unswitch():
             return with_changes(statement, {"body": fn(statement.body)})
@@ -152,8 +152,8 @@ def _with_bodies(statement: Statement, fn: Callable[[Body], Body]) -> Statement:
 
 # ------------------------------------------------------------------ unrolling
 def mark_unrolled(body: Body) -> None:
-    """Mark, in place, the loops of constant extent that are unrolled: those whose schedule says so,
-    and those that index registers, which have no addresses."""
+    """Marks, in place, the loops of constant extent that are unrolled: those whose schedule says
+    so, and those that index registers, which have no addresses."""
     for s in walk(body):
         if isinstance(s, For) and sc.int_value(s.extent) is not None:
             s.unroll = s.unroll or _indexes_registers(s)

@@ -45,7 +45,7 @@ TRUE, FALSE = sc.const(True), sc.const(False)
 
 
 def load_words(body: Body) -> None:
-    """Replace, in place, the element-wise loads of unrolled loops by loads of words."""
+    """Replaces, in place, the element-wise loads of unrolled loops by loads of words."""
     _Words().run(body)
 
 
@@ -65,7 +65,7 @@ class _Words:
         body.statements = made
 
     def _before(self, loop: For) -> list[Statement]:
-        """Return the statements that load what a loop reads, which reads it from there on."""
+        """Returns the statements that load what a loop reads, which reads it from there on."""
         made: list[Statement] = []
         arrays: dict[tuple[str, Scalar, Scalar], str] = {}
         found_here = {s.symbol for s in walk(loop.body) if isinstance(s, LetValue)}
@@ -88,7 +88,7 @@ class _Words:
 
 
 def _definitions(body: Body, guard: Scalar) -> Iterator[tuple[Define, Scalar]]:
-    """Yield the definitions of a body that belong to no loop within, and when they are reached."""
+    """Yields the definitions of a body that belong to no loop within, and when they are reached."""
     for statement in body.statements:
         if isinstance(statement, Define):
             yield statement, guard
@@ -113,7 +113,7 @@ def _tests(guard: Scalar) -> list[Scalar]:
 
 
 def _step(test: Scalar, v: Symbol) -> int | None:
-    """Return by how much the left side of a comparison grows against the right with each step of
+    """Returns by how much the left side of a comparison grows against the right with each step of
     `v`; 0 for a test of anything else, None where the steps differ."""
     if v not in sc.symbols(test):
         return 0
@@ -140,7 +140,7 @@ def _is_uniform(test: Scalar, v: Symbol, width: int) -> bool:
 
 
 def _load(name: str, load: GlobalLoad, guard: Scalar, loop: For) -> list[Statement]:
-    """Return the statements that fill an array: in words where the whole of it is wanted."""
+    """Returns the statements that fill an array: in words where the whole of it is wanted."""
     width, v = sc.int_value(loop.extent), loop.symbol
     assert width is not None
     # The lane for which each test is hardest, and the one for which it is easiest.
@@ -183,7 +183,7 @@ def _load(name: str, load: GlobalLoad, guard: Scalar, loop: For) -> list[Stateme
 
 
 def divide_once(body: Body, least: Mapping[Scalar, int]) -> None:
-    """Rewrite, in place, the divisions of unrolled loops by what their iterations do not exceed.
+    """Rewrites, in place, the divisions of unrolled loops by what their iterations do not exceed.
 
     `least` has products of extents that are at least a number.
     """
@@ -196,7 +196,7 @@ class _Divisions:
         self._known: dict[tuple[Scalar, tuple[Symbol, ...]], Scalar] = {}
 
     def run(self, body: Body, lanes: dict[Symbol, int]) -> None:
-        """Rewrite a body inside of unrolled loops, of which `lanes` has the iterations."""
+        """Rewrites a body inside of unrolled loops, of which `lanes` has the iterations."""
 
         def rewritten(x: Scalar) -> Scalar:
             return self._rewritten(x, lanes)
@@ -229,7 +229,7 @@ class _Divisions:
         return self._known[key]
 
     def _divided_once(self, x: Apply, lanes: dict[Symbol, int]) -> Scalar | None:
-        """Return the quotient or remainder over that of the first lane, None for another op."""
+        """Returns the quotient or remainder over that of the first lane, None for another op."""
         if x.op not in ("/", "%") or sc.has_index(x.args[1]):
             return None
         of, n = x.args

@@ -62,7 +62,7 @@ class Attention:
             raise InputError(f"{self.name}: dropout_p is from 0 to below 1, not {self.dropout_p}")
 
     def factor(self, query: Tensor) -> float:
-        """Return what scores are multiplied by."""
+        """Returns what scores are multiplied by."""
         if self.scale is not None:
             return float(self.scale)
         return max(query.shape[-1], 1) ** -0.5
@@ -127,7 +127,7 @@ class DeviceKind(NamedTuple):
 
 @cache
 def machine_of(device: torch.device) -> DeviceKind:
-    """Return what a device is."""
+    """Returns what a device is."""
     if device.type not in CUDA_DEVICES or not torch.backends.cuda.is_flash_attention_available():
         return DeviceKind(device.type)
     cudnn = torch.backends.cudnn.version() if torch.backends.cudnn.is_available() else None
@@ -222,17 +222,17 @@ class AttentionKernel:
 
 
 def order_for(facts: AttentionCase) -> tuple[str, ...]:
-    """Return the names of kernels in the order in which they are asked."""
+    """Returns the names of kernels in the order in which they are asked."""
     return next(names for _, holds, names in ORDERS if holds(facts))
 
 
 def name_for(facts: AttentionCase) -> str | None:
-    """Return the name of the kernel that carries out a call; None for step by step."""
+    """Returns the name of the kernel that carries out a call; None for step by step."""
     return next((name for name in order_for(facts) if KERNELS[name].takes(facts)), None)
 
 
 def kernel_for(given: Given, *, is_backward: bool = False) -> AttentionKernel | None:
-    """Return the kernel that carries out a call; None for what is computed step by step."""
+    """Returns the kernel that carries out a call; None for what is computed step by step."""
     if not all(t.numel() for t in (given.query, given.key, given.value)) or given.factor <= 0:
         # Of scores times a factor that is not above 0, the largest are others than those of
         # products; and -inf becomes NaN.
@@ -243,7 +243,7 @@ def kernel_for(given: Given, *, is_backward: bool = False) -> AttentionKernel | 
 
 # ------------------------------------------------------------------ torch's calls
 def _call(name: str) -> Callable[..., Any]:
-    """Return a function of torch's, in the form that costs the host least."""
+    """Returns a function of torch's, in the form that costs the host least."""
     found = getattr(torch, name, None)
     return found or getattr(torch.ops.aten, name)
 
@@ -263,7 +263,7 @@ class TorchAttention:
 
 # ------------------------------------------------------------------ operands
 def last_dense(t: Tensor) -> Tensor:
-    """Return a tensor whose elements along the last axis lie one behind the other."""
+    """Returns a tensor whose elements along the last axis lie one behind the other."""
     return t if t.stride(-1) == 1 else t.contiguous()
 
 
@@ -272,7 +272,7 @@ def wide(dtype: torch.dtype) -> torch.dtype:
 
 
 def repeated_heads(t: Tensor, heads: int) -> Tensor:
-    """Return keys or values of so many heads: each of theirs as often as queries read it."""
+    """Returns keys or values of so many heads: each of theirs as often as queries read it."""
     n, groups, *rest = t.shape
     if groups == heads:
         return t
@@ -282,13 +282,13 @@ def repeated_heads(t: Tensor, heads: int) -> Tensor:
 
 
 def summed_heads(grad: Tensor, groups: int) -> Tensor:
-    """Return the gradient of keys or values of fewer heads, from that of all."""
+    """Returns the gradient of keys or values of fewer heads, from that of all."""
     n, heads, *rest = grad.shape
     return grad if heads == groups else grad.view(n, groups, heads // groups, *rest).sum(2)
 
 
 def _in_words(t: Tensor) -> Tensor:
-    """Return a tensor with whole words per head."""
+    """Returns a tensor with whole words per head."""
     missing = -t.shape[-1] % (_WORD // t.itemsize)
     return F.pad(t, (0, missing)) if missing else last_dense(t)
 
@@ -305,7 +305,7 @@ def _copy(t: Tensor) -> Tensor:
 
 
 def _by_words(t: Tensor) -> Tensor:
-    """Return a tensor of whole words per head, whose rows begin at words."""
+    """Returns a tensor of whole words per head, whose rows begin at words."""
     t = _in_words(t)
     return t if _aligned(t) else _copy(t)
 
@@ -316,7 +316,7 @@ def _is_by_words(t: Tensor) -> bool:
 
 
 def _dense_like(t: Tensor, like: Tensor) -> Tensor:
-    """Return a tensor without gaps whose axes lie in the order of those of `like`."""
+    """Returns a tensor without gaps whose axes lie in the order of those of `like`."""
     strides, step = [0] * t.dim(), 1
     for axis in sorted(range(t.dim()), key=lambda k: (like.stride(k), -k)):
         strides[axis], step = step, step * t.shape[axis]
@@ -327,7 +327,7 @@ def _dense_like(t: Tensor, like: Tensor) -> Tensor:
 
 
 def _bias(added: Tensor, rows: int, columns: int) -> Tensor:
-    """Return scores to be added, for all of rows and columns; their rows begin at words, and have
+    """Returns scores to be added, for all of rows and columns; their rows begin at words, and have
     whole ones in memory. What is repeated along other axes stays so."""
     added = added.expand(*added.shape[:2], rows, columns)
     # One element of what is repeated is copied.
@@ -343,7 +343,7 @@ def _bias(added: Tensor, rows: int, columns: int) -> Tensor:
 
 
 def _rows_seen(added: Tensor, *, is_causal: bool) -> Tensor:
-    """Return which rows of scores have any that count."""
+    """Returns which rows of scores have any that count."""
     seen = added.isneginf().logical_not_()
     return (seen.tril_() if is_causal else seen).any(-1)
 
@@ -383,7 +383,7 @@ def _cudnn(given: Given) -> Forward:
 
 
 def _cudnn_bias(given: Given) -> Tensor | None:
-    """Return scores to be added: of batches, heads and rows those that are there, of all keys."""
+    """Returns scores to be added: of batches, heads and rows those that are there, of all keys."""
     added = given.added
     if added is None:
         return None
@@ -741,7 +741,7 @@ def forward(
     is_oracle: bool = False,
     reads: tuple[bool, ...] = ALL,
 ) -> list[Tensor]:
-    """Return output, log_sumexp, philox_seed and philox_offset; in float64 where the operands are
+    """Returns output, log_sumexp, philox_seed and philox_offset; in float64 where the operands are
     and `is_oracle` says that nothing else will do. What nobody `reads`, but for the output, has no
     elements."""
     _check(call, *operands)
@@ -767,7 +767,7 @@ def plain_kernel(
     *,
     reads: tuple[bool, ...],
 ) -> Plain | None:
-    """Return what computes output and log_sumexp in one call of torch's, of operands that lie like
+    """Returns what computes output and log_sumexp in one call of torch's, of operands that lie like
     these; None where operands or results have to be made otherwise."""
     if mask is not None or operands[0].dim() != 4 or operands[0].is_meta:
         return None
@@ -790,7 +790,7 @@ def plain_forward(
     *,
     reads: tuple[bool, ...],
 ) -> Callable[..., Sequence[Tensor]] | None:
-    """Return what computes the results of `forward` as `plain_kernel` does, of (query, key, value,
+    """Returns what computes the results of `forward` as `plain_kernel` does, of (query, key, value,
     bias); None where that does not."""
     plain, device = plain_kernel(call, operands, bias, mask, reads=reads), operands[0].device
     if plain is None:
@@ -821,8 +821,8 @@ def _check(call: Attention, query: Tensor, key: Tensor, value: Tensor) -> None:
 
 
 def _met(call: Attention, operands: Operands) -> Operands:
-    """Return the operands with equal batches; heads of keys that several heads of queries read stay
-    as few as they are."""
+    """Returns the operands with equal batches; heads of keys that several heads of queries read
+    stay as few as they are."""
     shapes = [t.shape[:-3] for t in operands]
     heads = [t.shape[-3] for t in operands]
     few = call.heads_per_key is not None or heads[1] == heads[2] == 1
@@ -841,7 +841,7 @@ def _met(call: Attention, operands: Operands) -> Operands:
 
 
 def _folded(t: Tensor) -> Tensor:
-    """Return a tensor of four axes: those in front of N become a part of it."""
+    """Returns a tensor of four axes: those in front of N become a part of it."""
     return t if t.dim() == 4 else t.flatten(0, -4)
 
 
@@ -861,7 +861,7 @@ def _given(
 
 
 def _added(bias: Tensor | None, mask: Tensor | None, query: Tensor) -> Tensor | None:
-    """Return what is added to scores for a bias and a mask; of what a mask repeats one element is
+    """Returns what is added to scores for a bias and a mask; of what a mask repeats one element is
     made."""
     if mask is None:
         return bias
@@ -875,7 +875,7 @@ def _added(bias: Tensor | None, mask: Tensor | None, query: Tensor) -> Tensor | 
 
 
 def _seed(device: torch.device, seed: Tensor | None, reads: tuple[bool, ...]) -> list[Tensor]:
-    """Return seed and offset as a user gets them."""
+    """Returns seed and offset as a user gets them."""
 
     def zeros(shape: tuple[int, ...], *, is_read: bool) -> Tensor:
         if not is_read:
@@ -887,7 +887,7 @@ def _seed(device: torch.device, seed: Tensor | None, reads: tuple[bool, ...]) ->
 
 
 def _draw(device: torch.device) -> Tensor:
-    """Return a seed from torch's generator of the CPU."""
+    """Returns a seed from torch's generator of the CPU."""
     number = int(torch.empty((), dtype=torch.int64).random_())
     return torch.tensor((number, 0), dtype=torch.int64, device=device).view(torch.uint64)
 
@@ -902,7 +902,7 @@ def backward(
     *,
     is_oracle: bool = False,
 ) -> list[Tensor]:
-    """Return the gradients of the operands; `results` are those of `forward`."""
+    """Returns the gradients of the operands; `results` are those of `forward`."""
     _check(call, *operands)
     if grad_output.is_meta:
         return [torch.empty_like(t) for t in operands]
@@ -927,7 +927,7 @@ def plain_backward(
     operands: tuple[Tensor, Tensor, Tensor],
     results: tuple[Tensor, Tensor, Tensor, Tensor],
 ) -> PlainBackward | None:
-    """Return what computes `backward` in one call of torch's, of (grad_output, query, key, value,
+    """Returns what computes `backward` in one call of torch's, of (grad_output, query, key, value,
     output, log_sumexp) that lie like these; None where operands have to be made otherwise."""
     if grad_output.dim() != 4 or grad_output.is_meta or results[1].dtype is not torch.float32:
         return None
@@ -949,13 +949,13 @@ def _scores(call: Attention, query: Tensor, key: Tensor, added: Tensor | None) -
 
 
 def _weights(scores: Tensor, log_sumexp: Tensor) -> Tensor:
-    """Return the softmax of scores; 0 in rows without any."""
+    """Returns the softmax of scores; 0 in rows without any."""
     lse = log_sumexp.unsqueeze(-1)
     return torch.exp(scores - lse).masked_fill(lse.isneginf(), 0)
 
 
 def _kept(call: Attention, weights: Tensor, seed: Tensor | None) -> Tensor | None:
-    """Return the factors of weights that are dropped, or are not; None where all are kept."""
+    """Returns the factors of weights that are dropped, or are not; None where all are kept."""
     if not call.dropout_p or seed is None:
         return None
     places = torch.arange(weights.numel(), device=weights.device).view(weights.shape)

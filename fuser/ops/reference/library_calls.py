@@ -65,12 +65,12 @@ _FLOAT8, _HALF_LIKE = (frozenset(map(to_torch, dtypes)) for dtypes in (FLOAT8, H
 
 
 def as_bytes(x: Tensor) -> Tensor:
-    """Return a tensor that torch can move in every way: floats of one byte as their bytes."""
+    """Returns a tensor that torch can move in every way: floats of one byte as their bytes."""
     return x.view(torch.uint8) if x.dtype in _FLOAT8 else x
 
 
 def as_byte(value: Number, dtype: torch.dtype) -> Number:
-    """Return a number of a dtype as `as_bytes` holds it."""
+    """Returns a number of a dtype as `as_bytes` holds it."""
     if dtype not in _FLOAT8:
         return value
     return torch.tensor(value, dtype=torch.float64).to(dtype).view(torch.uint8).item()
@@ -106,7 +106,7 @@ _EXTREMES = {"max": torch.cummax, "min": torch.cummin}
 
 
 def bind_scan(op: ScanOp, bound: CallOperands) -> LibraryCall | None:
-    """Bind a scan that begins with what changes nothing."""
+    """Binds a scan that begins with what changes nothing."""
     if sc.evaluate(op.init, bound.values) != REDUCTIONS[op.kind].identity(op.out.dtype()):
         return None
     dim = op.dim
@@ -121,13 +121,13 @@ def bind_scan(op: ScanOp, bound: CallOperands) -> LibraryCall | None:
 
 
 def _places(bound: CallOperands, dtype: torch.dtype) -> Callable[[], Tensor]:
-    """Return what makes a tensor that torch makes as large as a result that nobody asked for."""
+    """Returns what makes a tensor that torch makes as large as a result that nobody asked for."""
     return partial(empty_on(bound.outs[0].device), (0,), (1,), dtype)
 
 
 # ------------------------------------------------------------------ order
 def bind_argsort(op: ArgsortOp, bound: CallOperands) -> LibraryCall:
-    """Bind a sort, whose places are the result."""
+    """Binds a sort, whose places are the result."""
     # Always stable: ranks that hold the same elements find the same places.
     sort = partial(torch.sort, stable=True, dim=op.dim, descending=op.descending)
     place = _places(bound, bound.ins[0].dtype)
@@ -135,7 +135,7 @@ def bind_argsort(op: ArgsortOp, bound: CallOperands) -> LibraryCall:
 
 
 def bind_topk(op: TopKOp, bound: CallOperands) -> LibraryCall:
-    """Bind topk; of one element, a reduction."""
+    """Binds topk; of one element, a reduction."""
     found, dim, largest = bound.outs[0], op.dim, op.largest
     k = found.shape[dim]
     # The least element counts NaN as the largest, which no reduction of torch does.
@@ -161,7 +161,7 @@ def _one_element(bound: CallOperands, dim: int, largest: bool) -> LibraryCall:
 
 # ------------------------------------------------------------------ products
 def bind_product(op: ProductOp, bound: CallOperands) -> LibraryCall | Returning:
-    """Bind a product with scales, or of groups: the latter by torch's own kernel for groups, where
+    """Binds a product with scales, or of groups: the latter by torch's own kernel for groups, where
     it has one for the call."""
     fields = [field for field, _ in op.tensors() if field != "out"]
 
@@ -185,7 +185,7 @@ def bind_product(op: ProductOp, bound: CallOperands) -> LibraryCall | Returning:
 
 
 def bind_grouped_scales(op: GroupedScalesOp, bound: CallOperands) -> LibraryCall | None:
-    """Bind scales in tiles, which are written where they belong."""
+    """Binds scales in tiles, which are written where they belong."""
     out = bound.outs[0]
     if not out.is_contiguous():
         return None
@@ -205,8 +205,8 @@ def is_inside(index: Tensor, extent: int) -> bool:
 
 
 def bind_scatter(op: ScatterOp, bound: CallOperands) -> LibraryCall | None:
-    """Bind a scatter: on a CPU after a look at the positions, on a GPU by a kernel of this project,
-    which leaves out those that are not in range."""
+    """Binds a scatter: on a CPU after a look at the positions, on a GPU by a kernel of this
+    project, which leaves out those that are not in range."""
     dim, dtype = op.dim, bound.outs[0].dtype
     number = None
     if isinstance(op.src, Scalar):
@@ -245,13 +245,13 @@ _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def _bits(number: Number, dtype: torch.dtype) -> int:
-    """Return a number of a dtype, or the byte that stands for it, as an integer."""
+    """Returns a number of a dtype, or the byte that stands for it, as an integer."""
     one = torch.tensor(number, dtype=torch.uint8 if dtype in _FLOAT8 else dtype)
     return int(one.view(_INTEGERS[one.element_size()]))
 
 
 def scattered(x: Tensor, dim: int, index: Tensor, src: Tensor | Number) -> Tensor:
-    """Return a copy of `x` with `src` written at positions. There is one place more than `x` has,
+    """Returns a copy of `x` with `src` written at positions. There is one place more than `x` has,
     which takes what is meant for none of them."""
     extent = x.shape[dim]
     out = x.new_empty([n + (k == dim) for k, n in enumerate(x.shape)])
@@ -263,7 +263,7 @@ def scattered(x: Tensor, dim: int, index: Tensor, src: Tensor | Number) -> Tenso
 
 
 def bind_index_put(op: IndexPutAccumulateOp, bound: CallOperands) -> LibraryCall | Returning:
-    """Bind a sum of rows: on a CPU into the result itself, where that has as many digits as the
+    """Binds a sum of rows: on a CPU into the result itself, where that has as many digits as the
     sum; on a GPU into memory with room for what is meant for no row."""
     dtype = bound.outs[0].dtype
     is_wide = dtype not in _HALF_LIKE
@@ -288,8 +288,8 @@ def bind_index_put(op: IndexPutAccumulateOp, bound: CallOperands) -> LibraryCall
 
 
 def rows_added(acc: Tensor, index: Tensor, value: Tensor) -> Tensor:
-    """Return `acc` with rows added in their order, wide; in memory that has one row more than there
-    are, which takes what is meant for none of them."""
+    """Returns `acc` with rows added in their order, wide; in memory that has one row more than
+    there are, which takes what is meant for none of them."""
     dtype = torch.float32 if acc.dtype in _HALF_LIKE else acc.dtype
     extent = len(acc)
     out = acc.new_empty([extent + 1, *acc.shape[1:]], dtype=dtype)

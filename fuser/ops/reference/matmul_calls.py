@@ -49,7 +49,7 @@ class Product:
 
 
 def bind_contraction(op: nodes.Contraction, inputs: Sequence[Tensor], out: Tensor) -> Contract:
-    """Return how the op is computed for operands of these shapes and strides, into an output that
+    """Returns how the op is computed for operands of these shapes and strides, into an output that
     is never resized.
 
     Nothing is allocated where torch can view operands and result as one matrix product or one batch
@@ -61,7 +61,7 @@ def bind_contraction(op: nodes.Contraction, inputs: Sequence[Tensor], out: Tenso
 
 
 def met_operands(op: nodes.Contraction, inputs: Sequence[Tensor]) -> Sequence[Tensor]:
-    """Return the operands with as much of their contracted axis as both have.
+    """Returns the operands with as much of their contracted axis as both have.
 
     The one element of an operand that is known to have one meets none in an empty block.
     """
@@ -73,7 +73,7 @@ def met_operands(op: nodes.Contraction, inputs: Sequence[Tensor]) -> Sequence[Te
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """Return x @ weight.T + bias, rounded once: x [*i, k], weight [*w, n, k], bias [*w, n] give
+    """Returns x @ weight.T + bias, rounded once: x [*i, k], weight [*w, n, k], bias [*w, n] give
     [*w, *i, n]."""
     if weight.dim() < 3:
         return F.linear(x, weight, bias)
@@ -103,7 +103,7 @@ def _bind_linear(inputs: Sequence[Tensor], out: Tensor) -> Contract:
 
 
 def _bind_batched(inputs: Sequence[Tensor], out: Tensor) -> Contract:
-    """Bind a linear whose weights are a batch: every one of them takes all rows."""
+    """Binds a linear whose weights are a batch: every one of them takes all rows."""
     x, weight, *bias = inputs
     *batch, n, k = weight.shape
     rows, columns = (-1, k), (-1, n, k)
@@ -170,7 +170,7 @@ def _can_view(x: Tensor, shape: tuple[int, ...]) -> bool:
 
 
 def _as(x: Tensor, shape: tuple[int, ...]) -> ViewOf | None:
-    """Return how a tensor like `x` is viewed with this shape; None where that is its own."""
+    """Returns how a tensor like `x` is viewed with this shape; None where that is its own."""
     return None if _is_own(x, shape) else lambda x: x.view(shape)
 
 
@@ -197,7 +197,7 @@ _FIRST_CAPABILITY = 8, 9
 
 
 def scaled_product(given: Given, dtype: torch.dtype, wide: torch.dtype) -> Tensor:
-    """Return alpha * (scale1 * mat1) @ (scale2 * mat2) + beta * bias, summed in `wide`; in `dtype`
+    """Returns alpha * (scale1 * mat1) @ (scale2 * mat2) + beta * bias, summed in `wide`; in `dtype`
     where torch's kernel makes all of it, else in `wide`."""
     a, b = given["mat1"], given["mat2"]
     is_native = wide is torch.float32 and _is_native(a, b)
@@ -218,7 +218,7 @@ def scaled_product(given: Given, dtype: torch.dtype, wide: torch.dtype) -> Tenso
 
 
 def scaled_into(given: Given, out: Tensor, wide: torch.dtype) -> None:
-    """Write what `scaled_product` returns into `out`, rounded once."""
+    """Writes what `scaled_product` returns into `out`, rounded once."""
     a, b = given["mat1"], given["mat2"]
     is_native = wide is torch.float32 and _can_write(out) and _is_native(a, b)
     if is_native and _in_one_call(given, out.dtype, out) is not None:
@@ -230,7 +230,7 @@ def scaled_into(given: Given, out: Tensor, wide: torch.dtype) -> None:
 def bind_scaled(
     fields: Sequence[str], ins: Sequence[Tensor], out: Tensor
 ) -> Callable[[Sequence[Tensor], Sequence[Tensor]], object] | None:
-    """Return torch's kernel for operands and a result that lie like these, with nothing left to
+    """Returns torch's kernel for operands and a result that lie like these, with nothing left to
     look at in a call; None where any has to be looked at, or copied."""
     given = dict(zip(fields, ins, strict=True))
     a, b = given["mat1"], given["mat2"]
@@ -263,7 +263,7 @@ def _can_write(out: Tensor) -> bool:
 
 
 def _fitting(x: Tensor) -> Tensor:
-    """Return one element without axes, which fits any tensor."""
+    """Returns one element without axes, which fits any tensor."""
     return x.reshape(()) if x.numel() == 1 else x
 
 
@@ -277,7 +277,7 @@ def _is_native(a: Tensor, b: Tensor) -> bool:
 
 
 def _in_one_call(given: Given, dtype: torch.dtype, out: Tensor | None = None) -> Tensor | None:
-    """Return the result, in `out` where that is given, where torch's kernel scales, adds the bias
+    """Returns the result, in `out` where that is given, where torch's kernel scales, adds the bias
     and rounds by itself."""
     bias = given.get("bias")
     if "alpha" in given or "beta" in given or dtype not in _NATIVE:
@@ -304,7 +304,7 @@ def _native(
     bias: Tensor | None = None,
     out: Tensor | None = None,
 ) -> Tensor:
-    """Call torch's kernel, which reads rows of a and columns of b."""
+    """Calls torch's kernel, which reads rows of a and columns of b."""
     rows, columns = _aligned(a), _aligned(b.t()).t()
     scales = _aligned(scale1), _aligned(scale2)
     bias = None if bias is None else _aligned(bias)
@@ -314,7 +314,7 @@ def _native(
 
 
 def _aligned(x: Tensor) -> Tensor:
-    """Return a contiguous tensor that begins where a vector may: parts of others, as groups have
+    """Returns a contiguous tensor that begins where a vector may: parts of others, as groups have
     them, begin anywhere."""
     x = x.contiguous()
     return x.clone() if x.data_ptr() % _ALIGNMENT else x
@@ -345,7 +345,7 @@ class GroupKernels(Protocol):
 def grouped_product(
     op: GroupedMmaOp, given: Mapping[str, Tensor], dtype: torch.dtype, wide: torch.dtype
 ) -> Tensor:
-    """Return one product per group, in `dtype`; what is in none is 0. With scales, sums are in
+    """Returns one product per group, in `dtype`; what is in none is 0. With scales, sums are in
     `wide`. Raises `InputError` for offsets that fall, or leave the axis."""
     sizes = _sizes(op, given)
     out = given["mat1"].new_empty([sizes[c] for c in op.letters("out")], dtype=dtype)
@@ -356,7 +356,7 @@ def grouped_product(
 def grouped_into(
     op: GroupedMmaOp, given: Mapping[str, Tensor], out: Tensor, wide: torch.dtype
 ) -> None:
-    """Write what `grouped_product` returns into `out`."""
+    """Writes what `grouped_product` returns into `out`."""
     offsets = given["offsets"]
     if offsets.is_meta:
         # A tensor without contents is asked for its shape alone.
@@ -379,7 +379,7 @@ def grouped_into(
 
 
 def _sizes(op: GroupedMmaOp, given: Mapping[str, Tensor]) -> dict[str, int]:
-    """Return the sizes of what is there: a shard may have less than the extents say."""
+    """Returns the sizes of what is there: a shard may have less than the extents say."""
     sizes: dict[str, int] = {}
     for field in ("mat1", "mat2", "offsets"):
         sizes.update(zip(op.letters(field), given[field].shape, strict=True))
@@ -393,7 +393,7 @@ def _ends(op: GroupedMmaOp, extent: int, offsets: Tensor) -> list[int]:
 
 
 def check_ends(op: GroupedMmaOp, extent: int, ends: Sequence[int]) -> None:
-    """Raise `InputError` for ends of groups that fall, or leave the axis."""
+    """Raises `InputError` for ends of groups that fall, or leave the axis."""
     if any(x > y for x, y in pairwise([0, *ends, extent])):
         raise InputError(
             f"grouped_mm: Expected offsets that rise from 0 to {extent}, the size of axis "
@@ -406,7 +406,7 @@ def check_ends(op: GroupedMmaOp, extent: int, ends: Sequence[int]) -> None:
 def bind_native(
     op: GroupedMmaOp, given: Given, kernels: GroupKernels | None
 ) -> Callable[[Given], Tensor] | None:
-    """Return what computes all groups of rows by one kernel of torch's; None where it has none for
+    """Returns what computes all groups of rows by one kernel of torch's; None where it has none for
     operands like these. Without `kernels`, the host reads where groups end."""
     if op.ragged != "m" or op.is_scaled or not _takes_native(given):
         return None
@@ -432,7 +432,7 @@ def bind_native(
 
 
 def _native_groups(a: Tensor, b: Tensor, ends: Tensor) -> Tensor:
-    """Call torch's kernel; what it has in rows of no group is not said."""
+    """Calls torch's kernel; what it has in rows of no group is not said."""
     return torch._grouped_mm(a, b, ends)  # pyright: ignore[reportPrivateImportUsage, reportPrivateUsage]
 
 
@@ -469,7 +469,7 @@ def _is_matrix(x: Tensor) -> bool:
 def grouped_scales(
     op: GroupedScalesOp, x: Tensor, input_offsets: Tensor, output_offsets: Tensor, nothing: Number
 ) -> Tensor:
-    """Return the tiles of all groups, `nothing` where there is no row.
+    """Returns the tiles of all groups, `nothing` where there is no row.
 
     See `grouped_scales_into`.
     """
@@ -484,7 +484,7 @@ def grouped_scales(
 def grouped_scales_into(
     op: GroupedScalesOp, given: Sequence[Tensor], out: Tensor, nothing: Number
 ) -> None:
-    """Write the tiles of all groups into `out`.
+    """Writes the tiles of all groups into `out`.
 
     Raises `InputError` for offsets that fall, leave their axis or let groups overlap.
     """

@@ -214,7 +214,7 @@ def _cat(op: CatOp, inputs: Inputs, cx: _Context) -> list[Tensor]:
 
 # ------------------------------------------------------------------ lookups
 def _lookup(op: LookupOp, inputs: Inputs, cx: _Context) -> list[Tensor]:
-    """Look up at indices that are in range, then put what others mean in its place."""
+    """Looks up at indices that are in range, then puts what others mean in its place."""
     dtype = inputs[op.TABLE].dtype
     table, index = as_bytes(inputs[op.TABLE]), inputs[1 - op.TABLE].long()
     extent = table.shape[op.axis]
@@ -415,14 +415,14 @@ def _grouped_scales(op: GroupedScalesOp, inputs: Inputs, cx: _Context) -> list[T
 def _attention(
     op: SdpaFwdOp | SdpaBwdOp, inputs: Inputs, cx: _Context
 ) -> tuple[Attention, dict[str, Tensor | None]]:
-    """Return the numbers of a call, and its tensors by field."""
+    """Returns the numbers of a call, and its tensors by field."""
     given = (f for f in op.fields_of("operand") if getattr(op, f) is not None)
     tensors = dict.fromkeys(op.AXES) | dict(zip(given, inputs, strict=True))
     return _call(op, cx), tensors
 
 
 def _call(op: SdpaFwdOp | SdpaBwdOp, cx: _Context) -> Attention:
-    """Return the numbers of a call."""
+    """Returns the numbers of a call."""
     scale = None if op.scale is None else float(sc.evaluate(op.scale, cx.values))
     dropped, causal = (sc.evaluate(x, cx.values) for x in (op.dropout_p, op.is_causal))
     numbers = float(dropped), bool(causal), scale
@@ -430,7 +430,7 @@ def _call(op: SdpaFwdOp | SdpaBwdOp, cx: _Context) -> Attention:
 
 
 def _heads_per_key(op: SdpaFwdOp | SdpaBwdOp, cx: _Context) -> int | None:
-    """Return how many heads of queries read each head of keys; None where they are as many, or
+    """Returns how many heads of queries read each head of keys; None where they are as many, or
     where there is one of keys."""
     if not op.enable_gqa:
         return None
@@ -508,7 +508,7 @@ def _context_of(bound: CallOperands) -> _Context:
 
 
 def _places(op: SdpaFwdOp | SdpaBwdOp, fields: Sequence[str]) -> list[int]:
-    """Return the place of each field's tensor among the tensor operands; -1 of one that is
+    """Returns the place of each field's tensor among the tensor operands; -1 of one that is
     absent."""
     operands = (f for f in op.fields_of("operand") if f in op.AXES)
     given = [f for f in operands if getattr(op, f) is not None]
@@ -587,7 +587,7 @@ NODES: dict[type[TensorOp], NodeRow] = {
 
 
 def nodes_computed(how: Computed) -> tuple[type[TensorOp], ...]:
-    """Return the classes of ops whose results come about so."""
+    """Returns the classes of ops whose results come about so."""
     return tuple(cls for cls, row in NODES.items() if row.computed == how)
 
 
@@ -604,7 +604,7 @@ def evaluate_op(
     device: torch.device | str = "cpu",
     unread: Container[TensorView] = (),
 ) -> list[Tensor]:
-    """Compute one op; returns one tensor per output, of any size for those that are `unread`.
+    """Computes one op; returns one tensor per output, of any size for those that are `unread`.
 
     `inputs` runs parallel to `op.inputs`: tensors, and numbers (or None) for scalars, which are
     then computed from `values`. `values` binds the symbols in extents and scalar operands. `device`
@@ -626,14 +626,14 @@ _ELEMENTWISE = (nodes.UnaryOp, nodes.BinaryOp, nodes.TernaryOp)
 
 
 def bind_call(op: TensorOp, bound: CallOperands) -> LibraryCall | Returning | None:
-    """Return what writes the results of an op other than a product of matrices into tensors; None
+    """Returns what writes the results of an op other than a product of matrices into tensors; None
     where torch can only return them."""
     into = NODES[type(op)].into
     return None if into is None else into(op, bound)
 
 
 def evaluate_into(op: nodes.Contraction, inputs: Sequence[Tensor], out: Tensor) -> None:
-    """Compute matmul or linear into `out`, which has the result's shape and dtype.
+    """Computes matmul or linear into `out`, which has the result's shape and dtype.
 
     See `bind_contraction`.
     """
@@ -648,7 +648,7 @@ def evaluate_fusion(
     values: Values | None = None,
     change: Callable[[TensorOp, list[Tensor | None], list[Tensor]], list[Tensor]] | None = None,
 ) -> list[Tensor]:
-    """Compute all outputs (hidden aliases included) of a fusion on global tensors.
+    """Computes all outputs (hidden aliases included) of a fusion on global tensors.
 
     With `dtype=torch.float64` this is the oracle: floating inputs and results are float64. `values`
     replaces the binding from the inputs' sizes; `change(op, operands, results)` those of an op.

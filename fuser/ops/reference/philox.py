@@ -19,7 +19,7 @@ ROUNDS = 10
 
 
 def philox(seed: int, offset: int, block: Tensor) -> list[Tensor]:
-    """Return the four words of each block (int64), as int64 from 0 to 2^32 - 1."""
+    """Returns the four words of each block (int64), as int64 from 0 to 2^32 - 1."""
     keys = [seed & _WORD, seed >> 32 & _WORD]
     c = [
         torch.full_like(block, offset & _WORD),
@@ -49,7 +49,7 @@ def random_numbers(
     offset: int,
     dtype: torch.dtype,
 ) -> Tensor:
-    """Return the elements at places of a tensor (int64) of a dtype; `ends` are the bounds of a
+    """Returns the elements at places of a tensor (int64) of a dtype; `ends` are the bounds of a
     uniform distribution, or mean and deviation of a normal one."""
     real = torch.float64 if dtype is torch.float64 else torch.float32
     a, b = (torch.tensor(x, dtype=real, device=index.device) for x in ends)
@@ -66,7 +66,7 @@ def random_numbers(
 
 
 def _fma(x: Tensor, y: Tensor, z: Tensor) -> Tensor:
-    """Return x * y + z, rounded once; in float64 as far as a sum of three parts tells."""
+    """Returns x * y + z, rounded once; in float64 as far as a sum of three parts tells."""
     if x.dtype is torch.float64:
         p = x * y
         (x1, x2), (y1, y2) = _halves(x), _halves(y)
@@ -82,21 +82,21 @@ def _fma(x: Tensor, y: Tensor, z: Tensor) -> Tensor:
 
 
 def _halves(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Return two parts of half the digits."""
+    """Returns two parts of half the digits."""
     shifted = x * 134217729.0
     high = shifted - (shifted - x)
     return high, x - high
 
 
 def _sum(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
-    """Return a sum, and what rounding has taken from it."""
+    """Returns a sum, and what rounding has taken from it."""
     total = x + y
     other = total - x
     return total, (x - (total - other)) + (y - other)
 
 
 def _units(words: Sequence[Tensor], real: torch.dtype) -> list[Tensor]:
-    """Return the numbers in (0, 1] that the words of a block make."""
+    """Returns the numbers in (0, 1] that the words of a block make."""
     if real is torch.float32:
         return [(w.to(real) + 0.5) * 2.0**-32 for w in words]
     pairs = ((words[1] << 21 | words[0] >> 11), (words[3] << 21 | words[2] >> 11))
@@ -104,7 +104,7 @@ def _units(words: Sequence[Tensor], real: torch.dtype) -> list[Tensor]:
 
 
 def _normal(units: Sequence[Tensor], lane: Tensor) -> Tensor:
-    """Return the numbers that each two neighbours make of the units of both."""
+    """Returns the numbers that each two neighbours make of the units of both."""
     u, v = units[0], units[1]
     if len(units) == 4:
         u, v = (torch.where(lane >= 2, units[k + 2], units[k]) for k in (0, 1))

@@ -76,11 +76,11 @@ class ProgramAround(Protocol):
         ...
 
     def kernel(self, group: int) -> Fusion:
-        """Return the fusion of a kernel group; raises `VerifyError` where there is none."""
+        """Returns the fusion of a kernel group; raises `VerifyError` where there is none."""
         ...
 
     def unit(self, number: int) -> Fusion:
-        """Return the fusion of a host unit; raises `VerifyError` where there is none."""
+        """Returns the fusion of a host unit; raises `VerifyError` where there is none."""
         ...
 
 
@@ -236,11 +236,11 @@ class HostOp(Op):
         complete_fields(self)
 
     def effects(self) -> tuple[Effect, ...]:
-        """Return what the op does, in order; regions speak for themselves."""
+        """Returns what the op does, in order; regions speak for themselves."""
         raise NotImplementedError(f"{type(self).__name__} declares no effects")
 
     def emit(self, rt: Runtime) -> None:
-        """Carry the op out: tell a runtime, once, what has to be done. It also runs regions."""
+        """Carries the op out: tell a runtime, once, what has to be done. It also runs regions."""
         raise NotImplementedError(f"{type(self).__name__} does not say how it runs")
 
     @property
@@ -281,7 +281,7 @@ class HostOp(Op):
         return is_local and not self.region_heads() and not self.MAKES_RESULTS
 
     def work(self, sizes: Sizes) -> Work | None:
-        """Return what the device of one rank does for the op; None for an op that gives it nothing
+        """Returns what the device of one rank does for the op; None for an op that gives it nothing
         to do. What it takes is the cost model's matter (`hostir.cost`).
 
         By default, each tensor that the effects name is read or written once. Raises
@@ -294,10 +294,10 @@ class HostOp(Op):
         return {tv: held_nbytes(tv, sizes(tv)) for tv in dict.fromkeys(touched)}
 
     def verify_in(self, program: ProgramAround) -> None:
-        """Raise `VerifyError` where the op does not fit the program in which it stands."""
+        """Raises `VerifyError` where the op does not fit the program in which it stands."""
 
     def check_shapes(self, values: Mapping[Symbol, Number]) -> None:
-        """Raise `VerifyError` where a result cannot be what the op makes of its operands.
+        """Raises `VerifyError` where a result cannot be what the op makes of its operands.
 
         By default, what names a tensor, or an element of one, has the other axes of that tensor.
         `values` binds symbols of sizes.
@@ -314,7 +314,7 @@ class HostOp(Op):
 
 
 def missing_slots(cls: type[HostOp]) -> list[str]:
-    """Return the slots without a default that an op class does not fill."""
+    """Returns the slots without a default that an op class does not fill."""
     filled = {
         "text (TEXT, or template() and variants())": bool(cls.TEXT)
         or (hasattr(cls, "template") and hasattr(cls, "variants")),
@@ -325,7 +325,7 @@ def missing_slots(cls: type[HostOp]) -> list[str]:
 
 
 def checked_slots(cls: type[HostOp]) -> type[HostOp]:
-    """Return an op class that fills every slot. Raises `TypeError` naming op and slots."""
+    """Returns an op class that fills every slot. Raises `TypeError` naming op and slots."""
     if missing := missing_slots(cls):
         raise TypeError(f"{cls.__name__}: a host op declares {' and '.join(missing)}")
     return cls
@@ -341,7 +341,7 @@ _WORDS: dict[object, str] = {
 
 
 def complete_fields(op: Op) -> None:
-    """Put constants for Python numbers among the operands, and tuples for lists.
+    """Puts constants for Python numbers among the operands, and tuples for lists.
 
     Raises `ArgumentError` naming op and field for a value of a wrong kind.
     """
@@ -371,7 +371,7 @@ def _completed(given: Any, kind: str, hint: Any) -> Any:
 
 @cache
 def _fields(cls: type[Op]) -> tuple[tuple[str, str, Any, set[type[object]]], ...]:
-    """Return (name, kind, type, classes that were found to fit) of every field of an op class."""
+    """Returns (name, kind, type, classes that were found to fit) of every field of an op class."""
     return tuple(
         (f.name, f.metadata["kind"], _hint(cls.__module__, f.type), set[type[object]]())
         for f in dataclasses.fields(cls)  # pyright: ignore[reportArgumentType]
@@ -381,7 +381,7 @@ def _fields(cls: type[Op]) -> tuple[tuple[str, str, Any, set[type[object]]], ...
 
 @cache
 def _hint(module: str, text: str) -> Any:
-    """Return what an annotation means; `get_type_hints` takes a millisecond per class."""
+    """Returns what an annotation means; `get_type_hints` takes a millisecond per class."""
     return eval(text, vars(sys.modules[module]))
 
 
@@ -415,7 +415,7 @@ def _words(hint: Any) -> str:
 
 
 def _got(given: object, hint: Any) -> str:
-    """Return what was given instead; a tensor by name, its type below."""
+    """Returns what was given instead; a tensor by name, its type below."""
     if isinstance(given, TensorView):
         return f"got {tensor_words(given)}{_advice(given, hint)}{in_ir(given)}"
     return f"got {show(given)}{_advice(given, hint)}"

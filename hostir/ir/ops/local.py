@@ -197,7 +197,7 @@ def _computes(
 
 # What a launch must have in common with the fusion that it runs.
 def _kernel_kind(value: TensorView | Scalar, like: TensorView | Scalar | None = None) -> object:
-    """Return what a launch and its kernel must agree on; `like` may be a slice of the value."""
+    """Returns what a launch and its kernel must agree on; `like` may be a slice of the value."""
     if isinstance(value, TensorView):
         shape = list(map(str, value.shape()))
         gone = dropped_axes_of(value, like.ndim) if isinstance(like, TensorView) else ()
@@ -207,7 +207,7 @@ def _kernel_kind(value: TensorView | Scalar, like: TensorView | Scalar | None = 
 
 
 def _unit_kind(value: TensorView | Scalar, like: object = None) -> object:
-    """Return what a post and its unit must agree on."""
+    """Returns what a post and its unit must agree on."""
     if isinstance(value, TensorView):
         return (value.dtype(), value.ndim, value.mesh)
     return value.dtype
@@ -219,7 +219,7 @@ def _check_operands(
     where: str,
     kind: Callable[..., object],
 ) -> None:
-    """Raise `VerifyError` where operands of a launch or post are not those of its fusion, which
+    """Raises `VerifyError` where operands of a launch or post are not those of its fusion, which
     stands at `where`; `kind` says what must be equal."""
     for what, mine, theirs in (
         ("inputs", op.ins, fusion.inputs),
@@ -234,7 +234,7 @@ def _check_operands(
 
 
 def _difference(a: TensorView | Scalar, b: TensorView | Scalar) -> str:
-    """Return in what a launch's operand differs from the fusion's, where that is one thing."""
+    """Returns in what a launch's operand differs from the fusion's, where that is one thing."""
     if not (isinstance(a, TensorView) and isinstance(b, TensorView)):
         return ""
     if a.dtype() is not b.dtype():
@@ -273,7 +273,7 @@ class LocalSlice(HostOp):
         rt.copy_part(self.out, self.inp, self.axis, self.bounds)
 
     def bounds(self, shapes: LocalShapes) -> tuple[int, int]:
-        """Return (start, length) of this rank's part along the op's axis."""
+        """Returns (start, length) of this rank's part along the op's axis."""
         mesh = self.out.mesh
         assert mesh is not None, f"{self.out} has no mesh"
         length = shapes.local_shape(self.out)[self.axis]
@@ -389,15 +389,15 @@ class ShardByStream(HostOp):
 
 
 def check_index(op: str, index: Scalar, extent: Scalar, where: str) -> None:
-    """Raise `VerifyError` for an index that is constant and outside; others are for the run."""
+    """Raises `VerifyError` for an index that is constant and outside; others are for the run."""
     at, size = sc.int_value(index), sc.int_value(extent)
     if at is not None and (at < 0 or (size is not None and size > 1 and at >= size)):
         raise VerifyError(f"{op}: index {at} is outside of {where}, which has {extent}")
 
 
 def stream_cut(tv: TensorView) -> tuple[int, Scalar]:
-    """Return the logical position (reductions left out) that the stream axis of `tv` cuts, and into
-    how many chunks. Raises `VerifyError` when there is none."""
+    """Returns the logical position (reductions left out) that the stream axis of `tv` cuts, and
+    into how many chunks. Raises `VerifyError` when there is none."""
     axis = stream_axis(tv)
     if axis is None:
         raise VerifyError(f"{tv} has no stream axis")
@@ -513,7 +513,7 @@ class Synchronize(StreamOp):
         rt.join(self.stream)
 
     def verify_in(self, program: ProgramAround) -> None:
-        """Require that a stream that is waited for by name is one; an address needs no capture."""
+        """Requires that a stream that is waited for by name is one; an address needs no capture."""
         name = self.stream.name
         if not name or name in program.streams or name.startswith("0x"):
             return
@@ -528,7 +528,7 @@ Index = Symbol
 
 
 def loop_index(name: str, start: ScalarLike, stop: ScalarLike) -> Symbol:
-    """Return the index of a loop: its range is that of the loop."""
+    """Returns the index of a loop: its range is that of the loop."""
     return Symbol(name, DataType.Index, lo=sc.int_value(start) or 0, hi=sc.sub(stop, 1))
 
 

@@ -43,7 +43,7 @@ LIBRARIES = ("NCCL", "UCC", "MPI", "GLOO", "SIMULATED", PEER_COPIES)
 
 
 def library_name(backend: str) -> str:
-    """Return what people call a library: peer copies also stand in CPU ranks, without CUDA."""
+    """Returns what people call a library: peer copies also stand in CPU ranks, without CUDA."""
     return "peer copies" if backend.upper() == PEER_COPIES else backend.upper()
 
 
@@ -61,7 +61,7 @@ class AxisOrder:
 
     @staticmethod
     def of(tv: TensorView) -> AxisOrder:
-        """Return the order that the allocation domain declares."""
+        """Returns the order that the allocation domain declares."""
         axes = tuple(p for p, _ in memory_order(tv))
         is_logical = axes == tuple(range(len(axes)))
         return AxisOrder(None if is_logical else axes, memory_layout.expanded_positions(tv))
@@ -97,7 +97,7 @@ class StartsCommunication(HostOp):
 
 
 def _check_team(team: TeamOf, program: ProgramAround) -> None:
-    """Require that the members of a team are in the meshes of the tensors."""
+    """Requires that the members of a team are in the meshes of the tensors."""
     if not program.devices or team.mesh in program.meshes:
         return
     known = {*program.devices}
@@ -177,7 +177,7 @@ class Communication(StartsCommunication):
         _check_team(self.team, program)
 
     def _members(self, side: Side) -> Members:
-        """Return whose operand is read, or result is written."""
+        """Returns whose operand is read, or result is written."""
         return Members(self.team, self.root if side.at_root else None)
 
     def verify(self) -> None:
@@ -211,7 +211,7 @@ def _communication_template(has_root: bool, red_op: RedOp) -> str:
 
 
 def member(team: Team, position: int, op: Op) -> int:
-    """Return the global rank at a position of a team; raises `ExecutionError` outside."""
+    """Returns the global rank at a position of a team; raises `ExecutionError` outside."""
     if not 0 <= position < len(team):
         raise ExecutionError(
             f"{op.name}: position {position} in a team of {len(team)}{user_code(op.where)}"

@@ -42,7 +42,7 @@ from multidevice.transports.base.collectives import COLLECTIVES
 
 
 def lay_out_communication(fusion: Fusion) -> None:
-    """Give both sides of every collective a contiguous memory order that it can work on.
+    """Gives both sides of every collective a contiguous memory order that it can work on.
 
     Before: the fusion is decomposed. After: every collective's operand and result are contiguous,
     in the same order of axes, with the gathered or scattered axis outermost where the type needs
@@ -59,8 +59,8 @@ def lay_out_communication(fusion: Fusion) -> None:
 
 
 def communicated(fusion: Fusion) -> set[TensorView]:
-    """Return the operands and results of collectives, and what steps slice these out of: every rank
-    has them in the same order, whichever its inputs have."""
+    """Returns the operands and results of collectives, and what steps slice these out of: every
+    rank has them in the same order, whichever its inputs have."""
     found: set[TensorView] = set()
     for op in reversed(fusion.exprs):
         if communicates(op) or (is_step_slice(op) and op.out_tensor in found):
@@ -69,7 +69,7 @@ def communicated(fusion: Fusion) -> set[TensorView]:
 
 
 def _required_order(tv: TensorView, axis: int | None, *, in_steps: bool) -> list[int]:
-    """Return the memory order of `tv` with `axis` moved outermost, if that makes a difference."""
+    """Returns the memory order of `tv` with `axis` moved outermost, if that makes a difference."""
     order = [p for p, _ in memory_order(tv)]
     if axis is None:
         return order
@@ -80,7 +80,7 @@ def _required_order(tv: TensorView, axis: int | None, *, in_steps: bool) -> list
 
 
 def _outermost_axes(op: Reshard) -> tuple[int | None, int | None]:
-    """Return the axes, of operand and result, that the type of the collective needs outermost."""
+    """Returns the axes, of operand and result, that the type of the collective needs outermost."""
     row = COLLECTIVES.get(communication_type(op))
     return moved_axes(op) if row is not None and row.growth else (None, None)
 
@@ -123,7 +123,7 @@ def _may_relayout(fusion: Fusion, tv: TensorView) -> bool:
 
 
 def _fit_consumer(memory: StepMemory, op: Reshard) -> None:
-    """Write the collective's result in the operand's order of axes."""
+    """Writes the collective's result in the operand's order of axes."""
     fusion, operand, out = memory.fusion, op.inp, op.out
     order = _mapped_order(op, [p for p, _ in memory_order(operand)])
     # A device gets what a step computes as it is.
@@ -163,7 +163,8 @@ def _fit_consumer(memory: StepMemory, op: Reshard) -> None:
 
 
 def _mapped_order(op: TensorOp, order: list[int]) -> list[int]:
-    """Translate positions of the operand to positions of the result; axes that end are left out."""
+    """Translates positions of the operand to positions of the result; axes that end are left
+    out."""
     out = op.out_tensor
     position = 0
     to_out: dict[int, int] = {}

@@ -65,7 +65,7 @@ from multidevice.sharding.streams import keep_computable_streams, slice_operands
 def decompose_reshardings(
     fusion: Fusion, *, overlap: Callable[[Fusion], None] | None = None
 ) -> None:
-    """Rewrite the fusion until every op is local or a `Reshard`: one collective or local slice.
+    """Rewrites the fusion until every op is local or a `Reshard`: one collective or local slice.
 
     `overlap` may give tensors steps where all ops that communicate are known.
 
@@ -85,7 +85,7 @@ def decompose_reshardings(
 
 
 def complete_steps(fusion: Fusion, copies: Copies) -> None:
-    """Make single communications of the copies and sums of a fusion, and its steps computable."""
+    """Makes single communications of the copies and sums of a fusion, and its steps computable."""
     exchange_partial_sums(fusion)
     split_copies(fusion, copies)
     copies.drop_unused()
@@ -95,7 +95,7 @@ def complete_steps(fusion: Fusion, copies: Copies) -> None:
 
 
 def name_reshardings(fusion: Fusion) -> None:
-    """Make every copy and reduction that changes a placement the `Reshard` that it is."""
+    """Makes every copy and reduction that changes a placement the `Reshard` that it is."""
     ops: list[TensorOp] = []
     for op in fusion.exprs:
         found = as_reshard(op)
@@ -107,7 +107,8 @@ def name_reshardings(fusion: Fusion) -> None:
 
 # ------------------------------------------------------------------ copies around ops
 def insert_reshardings(fusion: Fusion, copies: Copies) -> None:
-    """Put resharding copies before or after the ops whose operands and results differ in placement.
+    """Puts resharding copies before or after the ops whose operands and results differ in
+    placement.
 
     Several consumers of one tensor share a copy with the same placement.
     """
@@ -144,7 +145,7 @@ def _needs(op: TensorOp, index: int) -> Transfers:
 
 
 def _differing(op: TensorOp) -> list[int]:
-    """Return the operands that are not placed as the op's result needs them."""
+    """Returns the operands that are not placed as the op's result needs them."""
     if reduces_one_device_axis(op):
         # The collective itself: its operand is cut on the reduced axis, and nowhere else differs.
         operand = op.inputs[0]
@@ -162,7 +163,8 @@ def _differing(op: TensorOp) -> list[int]:
 
 
 def _align_siblings(fusion: Fusion, op: TensorOp) -> TensorOp:
-    """Give all results of an op the placement of the first, and copy those that differ from it."""
+    """Gives all results of an op the placement of the first, and copies those that differ from
+    it."""
     first = op.out_tensor
     computed, copies = op, list[TensorOp]()
     for out in op.outputs[1:]:
@@ -182,20 +184,20 @@ def _align_siblings(fusion: Fusion, op: TensorOp) -> TensorOp:
 
 
 def _cuts_beside(op: TensorOp, first: TensorView, out: TensorView) -> list[Cuts]:
-    """Return the device cuts that `first` gives another result of the op, per logical axis."""
+    """Returns the device cuts that `first` gives another result of the op, per logical axis."""
     cuts = _device_cuts(first)
     beside = {b: cuts[a] for a, b in op.parallel_cuts(first, out)}
     return [beside.get(k, ()) for k in range(len(out.domain.logical))]
 
 
 def _device_cuts(tv: TensorView) -> list[Cuts]:
-    """Return the device cuts per logical axis, reductions included."""
+    """Returns the device cuts per logical axis, reductions included."""
     cuts = axis_cuts(tv, DEVICE_TYPES)
     return [cuts.get(a.number, ()) for a in tv.domain.logical]
 
 
 def _free_whole_axes(fusion: Fusion, op: TensorOp) -> TensorOp:
-    """Compute an op whole along axes that it cannot split, and cut its result in a copy.
+    """Computes an op whole along axes that it cannot split, and cut its result in a copy.
 
     Such are the axes that a cat joins, an iota counts, a slice or pad resizes, and the inner axes
     of a reshape.
@@ -221,7 +223,7 @@ def _changing_types(op: TensorOp) -> set[ParallelType]:
 def _compute_whole(
     fusion: Fusion, op: TensorOp, types: Collection[ParallelType], position: int = 0
 ) -> TensorOp:
-    """Compute one result of an op without these device types, and cut it in a copy."""
+    """Computes one result of an op without these device types, and cut it in a copy."""
     out: TensorView = op.outputs[position]
     local = _result_like(out, out.mesh)
     unparallelize_inward(local, lambda a: a.ptype in types and not a.is_reduction())
@@ -232,7 +234,7 @@ def _compute_whole(
 
 
 def _result_like(out: TensorView, mesh: DeviceMesh | None) -> TensorView:
-    """Create a tensor with a fresh copy of `out`'s domain, without a declared memory order."""
+    """Creates a tensor with a fresh copy of `out`'s domain, without a declared memory order."""
     domain, _ = clone_domain(out.fusion, out.domain)
     plain = domain.in_logical_order()
     return out.fusion.new_tensor(plain, out.dtype(), mesh=mesh)
@@ -257,7 +259,8 @@ def _goes_after(op: TensorOp) -> bool:
 
 
 def _insert_after(fusion: Fusion, op: TensorOp) -> bool:
-    """Run the op with its operand's placement and copy the result; False if that is impossible."""
+    """Runs the op with its operand's placement and copies the result; False if that is
+    impossible."""
     ((index, operand),) = tensor_operands(op)
     out = op.out_tensor
     local = _result_like(out, operand.mesh)
@@ -279,7 +282,7 @@ def _insert_after(fusion: Fusion, op: TensorOp) -> bool:
 
 # -- before
 def _insert_before(op: TensorOp, index: int, copies: Copies) -> TensorOp:
-    """Give one operand the placement that the result needs, through a shared copy."""
+    """Gives one operand the placement that the result needs, through a shared copy."""
     operand, out = op.inputs[index], op.out_tensor
     cuts = fitting_placement(operand, _needs(op, index), out.mesh, step_parts(out))
     return copies.feed(op, index, mesh=out.mesh, cuts=cuts)

@@ -27,7 +27,7 @@ _RANK = {p: k for k, p in enumerate((*STREAM_TYPES, *reversed(DEVICE_TYPES)))}
 
 
 def finalize_domains(fusion: Fusion) -> None:
-    """Write cuts into allocation domains and sort loop domains.
+    """Writes cuts into allocation domains and sort loop domains.
 
     Raises `ShardingError` when a tensor has no mesh among several meshes, or a collective's
     operand or result is not contiguous.
@@ -52,7 +52,7 @@ def finalize_domains(fusion: Fusion) -> None:
 
 
 def complete_meshes(fusion: Fusion) -> None:
-    """Give tensors that no annotation reaches the fusion's mesh, replicated.
+    """Gives tensors that no annotation reaches the fusion's mesh, replicated.
 
     Raises `ShardingError` when there are several meshes to choose from.
     """
@@ -75,7 +75,7 @@ def complete_meshes(fusion: Fusion) -> None:
 
 
 def shard_allocation(tv: TensorView, *, per_step: bool) -> None:
-    """Split the allocation axes of a tensor as its loop axes are cut; contiguity follows.
+    """Splits the allocation axes of a tensor as its loop axes are cut; contiguity follows.
 
     `per_step`: a stream's too. The parts of a cut axis stand where the axis stood: the memory of a
     shard keeps the axes' order.
@@ -104,7 +104,7 @@ def shard_allocation(tv: TensorView, *, per_step: bool) -> None:
 
 
 def _parts(tv: TensorView, axis: IterDomain, *, with_stream: bool) -> list[IterDomain]:
-    """Return the device axes of a logical axis and its remainder, outermost first."""
+    """Returns the device axes of a logical axis and its remainder, outermost first."""
     parts: list[IterDomain] = []
     axes = tv.domain.axes
     while True:
@@ -118,6 +118,6 @@ def _parts(tv: TensorView, axis: IterDomain, *, with_stream: bool) -> list[IterD
 
 
 def parallel_axes_to_front(tv: TensorView) -> None:
-    """Reorder loop axes: stream, mesh_z, mesh_y, mesh_x, then the others in their order."""
+    """Reorders loop axes: stream, mesh_z, mesh_y, mesh_x, then the others in their order."""
     loop = sorted(tv.domain.loop, key=lambda a: _RANK.get(a.ptype, len(_RANK)))
     tv.domain = tv.domain.with_loop(numbers(loop))

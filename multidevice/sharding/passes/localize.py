@@ -39,7 +39,7 @@ Known = dict[tuple[object, ...], tuple[TensorDomain, TensorDomain]]
 def localize(
     fusion: Fusion, block: Block = "first", *, known: Known | None = None
 ) -> tuple[Fusion, dict[TensorView, TensorView]]:
-    """Return the fusion of local shards, and the map from the given tensors to its tensors.
+    """Returns the fusion of local shards, and the map from the given tensors to its tensors.
 
     The result has no meshes and no device axes; a logical axis that is a device axis as a whole
     has extent 1. Loop domains are the logical ones, all serial: schedules start from here, and what
@@ -108,7 +108,7 @@ def is_block(tv: TensorView) -> bool:
 
 # ------------------------------------------------------------------ domains
 def local_domain(tv: TensorView, block: Block | None = None) -> TensorDomain:
-    """Return the domain of a shard of `tv`: local extents, no device axes, its memory order.
+    """Returns the domain of a shard of `tv`: local extents, no device axes, its memory order.
 
     With `block`: of one step's block of the shard.
     """
@@ -140,7 +140,7 @@ def local_domain(tv: TensorView, block: Block | None = None) -> TensorDomain:
 
 
 def _local_sizes(tv: TensorView, block: Block | None) -> dict[int, Scalar]:
-    """Return the local size of every root and logical axis that is cut, by axis number."""
+    """Returns the local size of every root and logical axis that is cut, by axis number."""
     fusion = tv.fusion
     axes = tv.domain.axes
     sizes: dict[int, Scalar] = {}
@@ -160,7 +160,7 @@ def _local_sizes(tv: TensorView, block: Block | None) -> dict[int, Scalar]:
 def _local_allocation(
     tv: TensorView, logical: tuple[IterDomain, ...]
 ) -> tuple[tuple[int, ...], tuple[bool | None, ...]]:
-    """Return allocation (() when it is the logical order) and contiguity of a shard."""
+    """Returns allocation (() when it is the logical order) and contiguity of a shard."""
     axes = [a for a in logical if not a.is_reduction()]
     order = memory_order(tv)
     flags = {axes[p].number: None if axes[p].is_broadcast else flag for p, flag in order}
@@ -187,7 +187,7 @@ def _local_slice_bounds(op: SliceOp) -> dict[str, tuple[Scalar, ...]]:
 
 
 def _with_local_scalars(op: TensorOp) -> TensorOp:
-    """Rewrite the scalar operands that are sizes of the result."""
+    """Rewrites the scalar operands that are sizes of the result."""
     match op:
         case FullOp() | ExpandOp():
             return op.replace(shape=_shape(op.out))
@@ -198,7 +198,7 @@ def _with_local_scalars(op: TensorOp) -> TensorOp:
 
 
 def _partial_sum(local: Fusion, op: TensorOp, twin: TensorOp, block: Block) -> list[TensorOp]:
-    """Rewrite an op with result `[M, N, iDIDx{d}rf, r{K/d}rf]` with a broadcast for the axis of
+    """Rewrites an op with result `[M, N, iDIDx{d}rf, r{K/d}rf]` with a broadcast for the axis of
     parts: of a reduction's operand, so that the reduction stays last; of a contraction's result.
     """
     tv, out = op.out_tensor, twin.out_tensor

@@ -30,7 +30,7 @@ from multidevice.sharding.placement import axis_cuts, cut_line
 
 
 def unmerge_streams(fusion: Fusion) -> None:
-    """Give the axes that a merged stream axis is made of, the parts of the step's number.
+    """Gives the axes that a merged stream axis is made of, the parts of the step's number.
 
     Broadcasts among them have no part: they have one element. Of an outer split of a merged axis,
     blocks must be boxes of the merged axes: as where n divides the outermost, or is all of the
@@ -56,7 +56,7 @@ class _Merged:
         self._made_by = {n: t for n, t in made if n not in logical}
 
     def rewrite(self) -> bool:
-        """Replace the axis by those that it merges; False where it merges none."""
+        """Replaces the axis by those that it merges; False where it merges none."""
         split, number = None, self._axis.number
         rotation = self._made_by.get(number)
         if isinstance(rotation, Swizzle1D):
@@ -94,7 +94,7 @@ class _Merged:
         return True
 
     def _leaves(self, number: int) -> tuple[list[IterDomain], list[Transform]]:
-        """Return the axes that an axis merges, outermost first, and the merges."""
+        """Returns the axes that an axis merges, outermost first, and the merges."""
         made = self._made_by.get(number)
         if not isinstance(made, MergeTransform):
             return [self._tv.domain.axes[number]], []
@@ -103,7 +103,7 @@ class _Merged:
         return [*outer, *inner], [*above, *beside, made]
 
     def _boxes(self, parts: Sequence[IterDomain], n: Scalar) -> tuple[int, Scalar | None]:
-        """Return of how many of the axes each of `n` blocks has one element, and into how many
+        """Returns of how many of the axes each of `n` blocks has one element, and into how many
         blocks the next one is then cut, if it is.
 
         Raises `UnsupportedError` where blocks are not known to be boxes.
@@ -140,7 +140,8 @@ class _Merged:
     def _replace(
         self, leaves: Sequence[IterDomain], others: Sequence[int], gone: Sequence[Transform]
     ) -> None:
-        """Put the merged axes in the place of the stream axis, without what led from them to it."""
+        """Puts the merged axes in the place of the stream axis, without what led from them to
+        it."""
         domain = self._tv.domain
         loop: list[int] = []
         for n in domain.loop_numbers:
@@ -186,7 +187,7 @@ def _serial(domain: TensorDomain, axes: Sequence[IterDomain]) -> TensorDomain:
 
 
 def _check_parts(tv: TensorView, axis: IterDomain) -> None:
-    """Raise `UnsupportedError` for parts of which a step cannot be named, one after the other."""
+    """Raises `UnsupportedError` for parts of which a step cannot be named, one after the other."""
     by_axis = axis_cuts(tv)
     found = {n: [c for c in cuts if c.ptype.is_stream] for n, cuts in by_axis.items()}
     if sum(map(len, found.values())) < 2:

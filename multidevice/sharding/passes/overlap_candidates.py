@@ -69,7 +69,7 @@ class Pair:
 
 
 def find_pairs(fusion: Fusion) -> list[Pair]:
-    """Return the pairs of a fusion in program order; none where it has stream axes already."""
+    """Returns the pairs of a fusion in program order; none where it has stream axes already."""
     if any(stream_axis_of(tv) is not None for tv in fusion.tensors()):
         return []
     found = (_gather(fusion, op) or _reduction(fusion, op) for op in fusion.exprs)
@@ -77,7 +77,7 @@ def find_pairs(fusion: Fusion) -> list[Pair]:
 
 
 def _gather(fusion: Fusion, op: TensorOp) -> Pair | None:
-    """Return the pair of a copy that drops the one cut of an axis, and the matmuls of its rows."""
+    """Returns the pair of a copy that drops the one cut of an axis, and the matmuls of its rows."""
     if not is_copy(op) or op.inputs[0].mesh != op.out_tensor.mesh:
         return None
     source, out = op.inputs[0], op.out_tensor
@@ -124,7 +124,7 @@ class _Readers:
         )
 
     def _follow(self, op: TensorOp, source: TensorView) -> TensorView | None:
-        """Note a matmul, or a view, and return the view."""
+        """Notes a matmul, or a view, and returns the view."""
         position, why, way = self._seen[source]
         index = next(k for k, operand in tensor_operands(op) if operand is source)
         mapped = zip(op.out_tensor.domain.maybe_root, op.axis_map(index), strict=True)
@@ -151,7 +151,7 @@ class _Readers:
 
 
 def _reduction(fusion: Fusion, op: TensorOp) -> Pair | None:
-    """Return the pair of a sum over devices and the matmul that computes its parts."""
+    """Returns the pair of a sum over devices and the matmul that computes its parts."""
     if not isinstance(op, ReductionOp) or not reduces_one_device_axis(op) or op.kind != "add":
         return None
     partial, out = op.inp, op.out
@@ -199,7 +199,7 @@ class OverlapForm:
 
 
 def _in_turn(pair: Pair) -> Cut:
-    """Return the cut of steps that have the block of a device each, the own one first."""
+    """Returns the cut of steps that have the block of a device each, the own one first."""
     return Cut(ParallelType.stream, pair.devices, pair.is_whole, pair.ptype)
 
 
@@ -230,8 +230,8 @@ def _gather_and_sum(fusion: Fusion, pair: Pair) -> None:
 
 
 def _read_in_turn(pair: Pair, whole: Collection[TensorOp]) -> None:
-    """Give what reads the gathered tensor its steps, but for the matmuls `whole` and the views that
-    they alone read."""
+    """Gives what reads the gathered tensor its steps, but for the matmuls `whole` and the views
+    that they alone read."""
     _, *readers = pair.ops
     made = {pair.between, *(op.out_tensor for op in readers)}
     wanted: set[TensorView] = set()
@@ -293,12 +293,12 @@ _FORMS = (
 
 
 def forms_of(pair: Pair) -> tuple[OverlapForm, ...]:
-    """Return the forms that a pair may take."""
+    """Returns the forms that a pair may take."""
     return tuple(f for f in _FORMS if f.of is pair.collective and f.fits(pair) and not pair.why_not)
 
 
 def alone(fusion: Fusion, pair: Pair) -> Fusion:
-    """Return the ops of a pair as a fusion of their own. What its extents depend on are inputs."""
+    """Returns the ops of a pair as a fusion of their own. What its extents depend on are inputs."""
     copy, twins = fusion.copy()
     of_op = dict(zip(map(id, fusion.exprs), copy.exprs, strict=True))
     made = dict.fromkeys(tv for op in pair.ops for tv in op.outputs)

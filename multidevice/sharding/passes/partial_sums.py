@@ -47,7 +47,7 @@ from multidevice.sharding.reshard import exchanged_axes
 
 # ------------------------------------------------------------------ row-parallel bias
 def add_row_parallel_bias_last(fusion: Fusion) -> None:
-    """Take the bias out of every linear whose sum is spread over devices, and add it once, after.
+    """Takes the bias out of every linear whose sum is spread over devices, and adds it once, after.
 
     The sum is cast back to the dtype of the linear; bias add and cast fuse with what follows.
     """
@@ -84,7 +84,7 @@ def _take_bias_out(fusion: Fusion, op: LinearOp, bias: TensorView) -> None:
 
 
 def _as_float(tv: TensorView, ops: list[TensorOp]) -> TensorView:
-    """Append a cast to Float; return its result."""
+    """Appends a cast to Float; returns its result."""
     wide = copy_like(tv, tv.mesh, placement(tv), dtype=DataType.Float)
     ops.append(CastOp(wide, tv))
     return wide
@@ -92,7 +92,7 @@ def _as_float(tv: TensorView, ops: list[TensorOp]) -> TensorView:
 
 # ------------------------------------------------------------------ partial sums
 def factor_spread_reductions(fusion: Fusion) -> None:
-    """Split every reduction that is spread over devices or a stream into an op that leaves partial
+    """Splits every reduction that is spread over devices or a stream into an op that leaves partial
     sums, and sums over these.
 
     The first op's result has an explicit axis: `[M, N, iDIDx{d}rf, r{K/d}rf]`; the user's tensor
@@ -112,7 +112,7 @@ def factor_spread_reductions(fusion: Fusion) -> None:
 
 
 def exchange_partial_sums(fusion: Fusion) -> None:
-    """Let each device sum what the others have computed for it, where their steps are rotated.
+    """Lets each device sum what the others have computed for it, where their steps are rotated.
 
     t [DIDx, stream swizzled, N], out [DIDx(M), N] = sum(t)
         ->  u [stream, DIDx, N] = set(t)     each step sends its block to the device that it is for
@@ -170,7 +170,7 @@ def _factor(fusion: Fusion, op: TensorOp, cuts: dict[int, Cuts]) -> None:
 
 
 def _sum_order(types: list[ParallelType], targets: Placement) -> list[ParallelType]:
-    """Return the types in the order of summation: a stream, whose sum is local, then mesh_x first.
+    """Returns the types in the order of summation: a stream, whose sum is local, then mesh_x first.
 
     A type that also cuts the result comes after the types that cut the same axis outside it, so
     that each step scatters whole blocks.
@@ -180,7 +180,7 @@ def _sum_order(types: list[ParallelType], targets: Placement) -> list[ParallelTy
 
 
 def _partial(op: TensorOp, cuts: dict[int, Cuts]) -> TensorView:
-    """Create the result of the first op: spread axes of reductions become iteration axes.
+    """Creates the result of the first op: spread axes of reductions become iteration axes.
 
     Nobody placed it: it is computed in the steps of the result, or else in those of an operand.
     """
@@ -215,7 +215,7 @@ def _partial(op: TensorOp, cuts: dict[int, Cuts]) -> TensorView:
 
 
 def _become_sum(out: TensorView, source: TensorView, ptype: ParallelType) -> None:
-    """Rebind `out` as the sum of `source` over its partial-sum axis with type `ptype`."""
+    """Rebinds `out` as the sum of `source` over its partial-sum axis with type `ptype`."""
     fusion, domain = out.fusion, out.domain.without_root()
     mine = iter(domain.logical)
     summed: IterDomain | None = None
@@ -240,14 +240,14 @@ def _become_sum(out: TensorView, source: TensorView, ptype: ParallelType) -> Non
 
 
 def _summed_type(ptype: ParallelType) -> ParallelType:
-    """Return the type of a sum over an axis of this type: the sum over a stream's steps is one."""
+    """Returns the type of a sum over an axis of this type: the sum over a stream's steps is one."""
     return ptype if ptype.is_device else ParallelType.serial
 
 
 def _intermediate_sum(
     source: TensorView, ptype: ParallelType, out: TensorView, pending: set[ParallelType]
 ) -> TensorView:
-    """Create the sum over one of several such axes, placed like `out` where types are free."""
+    """Creates the sum over one of several such axes, placed like `out` where types are free."""
     fusion = out.fusion
     axes = tuple(
         fusion.clone_axis(

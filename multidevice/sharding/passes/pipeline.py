@@ -67,7 +67,7 @@ class ShardingResult:
 
 
 def drop_unit_axes(fusion: Fusion) -> None:
-    """Make device axes serial where the mesh has one device along them.
+    """Makes device axes serial where the mesh has one device along them.
 
     Nothing is cut and nothing communicates there; a collective over a team of one never arises.
     """
@@ -88,7 +88,7 @@ def drop_unit_axes(fusion: Fusion) -> None:
 
 
 def _allocate_whole(tv: TensorView) -> None:
-    """Let the allocation domain name logical axes instead of the parts that devices cut them into,
+    """Lets the allocation domain name logical axes instead of the parts that devices cut them into,
     in the same order of memory: `finalize_domains` writes the parts that remain."""
     order, domain = memory_order(tv), tv.domain
     axes = [domain.no_reductions[p].number for p, _ in order]
@@ -98,7 +98,7 @@ def _allocate_whole(tv: TensorView) -> None:
 
 
 def drop_unit_streams(fusion: Fusion) -> None:
-    """Make stream axes serial that a broadcast axis is or is cut into: there is one step.
+    """Makes stream axes serial that a broadcast axis is or is cut into: there is one step.
 
     Extents of 1 become broadcasts when the fusion is concretized, after they were annotated.
     """
@@ -111,7 +111,7 @@ def drop_unit_streams(fusion: Fusion) -> None:
 
 
 def split_streamed_remainders(fusion: Fusion) -> None:
-    """Make a stream axis that is all that a device has of an axis one of blocks of one index.
+    """Makes a stream axis that is all that a device has of an axis one of blocks of one index.
 
     t [DIDx(M), stream(M/d)]   ->   t [DIDx(M), stream(M/d), 1]
     """
@@ -126,7 +126,7 @@ def split_streamed_remainders(fusion: Fusion) -> None:
 
 
 def place_updates(fusion: Fusion) -> None:
-    """Give what is written into an input that input's placement, through a copy where it differs.
+    """Gives what is written into an input that input's placement, through a copy where it differs.
 
     T2 [i0, i1] -> T0 [DIDx(i0), i1]      =>  T3 [DIDx(i0), i1] = set(T2); T3 -> T0
     """
@@ -157,7 +157,7 @@ def _follow_inputs(fusion: Fusion, *, repeated: Collection[int]) -> None:
 
 
 def complete(fusion: Fusion, *, repeated: Collection[int] = ()) -> None:
-    """Lay out and finalize a fusion whose reshardings are decomposed."""
+    """Lays out and finalize a fusion whose reshardings are decomposed."""
     verify_fusion(fusion, after="decompose_reshardings")
     for name, run in _passes(repeated):
         run(fusion)
@@ -165,7 +165,7 @@ def complete(fusion: Fusion, *, repeated: Collection[int] = ()) -> None:
 
 
 def complete_alone(fusion: Fusion) -> None:
-    """Do what follows `overlap` in `decompose_reshardings` for a part of a fusion."""
+    """Does what follows `overlap` in `decompose_reshardings` for a part of a fusion."""
     complete_steps(fusion, Copies(fusion))
     complete(fusion)
 
@@ -177,7 +177,7 @@ def shard_fusion(
     overlap: Callable[[Fusion], None] | None = None,
     repeated: Collection[int] = (),
 ) -> ShardingResult:
-    """Propagate (unless every tensor is annotated), decompose, lay out and finalize the shardings
+    """Propagates (unless every tensor is annotated), decompose, lay out and finalize the shardings
     of a fusion, in place. `overlap`: see `decompose_reshardings`; `repeated`: `infer_layouts`.
 
     Without meshes and streams only memory orders are inferred. Afterwards every op is local or a

@@ -19,7 +19,8 @@ from multidevice.sharding.propagation import Fact
 
 
 def record_propagation(fusion: Fusion, facts: Mapping[TensorView, tuple[Fact, ...]]) -> None:
-    """Write down where cuts come from, and the meshes of whole tensors, right after propagation."""
+    """Writes down where cuts come from, and the meshes of whole tensors, right after
+    propagation."""
     rows: list[Origin] = []
     for tv in fusion.tensors():
         cuts_of = axis_cuts(tv)
@@ -55,7 +56,7 @@ def _mesh_rows(tv: TensorView, facts: tuple[Fact, ...]) -> Iterator[Origin]:
 
 
 def _through(row: Origin, tv: TensorView, fact: Fact) -> Origin:
-    """Return the row of a fact: which op relates the two tensors follows from the direction."""
+    """Returns the row of a fact: which op relates the two tensors follows from the direction."""
     how: How = fact.direction
     op = tv.definition() if how == "forward" else fact.source.definition()
     if op is not None and how == "backward" and tv in op.outputs:
@@ -66,14 +67,14 @@ def _through(row: Origin, tv: TensorView, fact: Fact) -> Origin:
 
 
 def _dimension(tv: TensorView, number: int) -> int | None:
-    """Return the place of a logical axis among those that are not summed over."""
+    """Returns the place of a logical axis among those that are not summed over."""
     kept = [a.number for a in tv.domain.no_reductions]
     return kept.index(number) if number in kept else None
 
 
 # ------------------------------------------------------------------ changes of placement
 def record_reshardings(fusion: Fusion) -> None:
-    """Write down why every `Reshard` is there, right after decomposition.
+    """Writes down why every `Reshard` is there, right after decomposition.
 
     The tensors that propagation saw have rows; any other was made on the way.
     """
@@ -88,7 +89,7 @@ def record_reshardings(fusion: Fusion) -> None:
 
 
 def _summed(fusion: Fusion, op: Reshard) -> Iterator[Origin]:
-    """Yield the cuts of the summed axis of a sum that stands for part of the user's op."""
+    """Yields the cuts of the summed axis of a sum that stands for part of the user's op."""
     maker = _behind(op)
     if maker is None:
         return
@@ -125,7 +126,7 @@ def _placement(out: TensorView, how: How, source: int, op: TensorOp | None) -> O
 
 
 def _behind(op: TensorOp) -> TensorOp | None:
-    """Return the op that computes what a chain of reshards starts from."""
+    """Returns the op that computes what a chain of reshards starts from."""
     definition = op.inputs[0].definition()
     while isinstance(definition, Reshard):
         definition = definition.inp.definition()
@@ -133,7 +134,7 @@ def _behind(op: TensorOp) -> TensorOp | None:
 
 
 def _reader(op: TensorOp) -> TensorOp | None:
-    """Return the first op that reads what a chain of reshards ends in."""
+    """Returns the first op that reads what a chain of reshards ends in."""
     reader = next(iter(op.out_tensor.uses()), None)
     while isinstance(reader, Reshard):
         reader = next(iter(reader.out.uses()), None)
@@ -141,7 +142,7 @@ def _reader(op: TensorOp) -> TensorOp | None:
 
 
 def complete_origins(fusion: Fusion) -> None:
-    """Give every other tensor with a mesh a row: what was made around the reshards."""
+    """Gives every other tensor with a mesh a row: what was made around the reshards."""
     placed = {o.tensor: o for o in fusion.origins if o.what == "placement"}
     known = {o.tensor for o in fusion.origins}
     rows: list[Origin] = []
@@ -157,7 +158,7 @@ def complete_origins(fusion: Fusion) -> None:
 
 
 def _moved(out: TensorView, placed: Mapping[int, Origin]) -> Iterator[Origin]:
-    """Yield the reason of a reshard whose result layout has put before the tensor it is for."""
+    """Yields the reason of a reshard whose result layout has put before the tensor it is for."""
     if out.number in placed:
         return
     for use in out.uses():

@@ -235,7 +235,7 @@ class IpcPieces:
             self._free(freed)
 
     def _retire(self) -> None:
-        """Close the files of what nobody here holds, and drop what peers have closed."""
+        """Closes the files of what nobody here holds, and drops what peers have closed."""
         if self._returned:
             returned = [self._returned.popleft() for _ in range(len(self._returned))]
             self._told.append((returned, self._hooks.told()))

@@ -195,7 +195,7 @@ class GpuShards:
             raise not_mapped(place.rank, error) from None
 
     def _map(self, files: Sequence[int], nbytes: int) -> int:
-        """Map memory of so many bytes each, one behind the other; returns where."""
+        """Maps memory of so many bytes each, one behind the other; returns where."""
         call, total = self._cuda.call, nbytes * len(files)
         begin = int(call("cuMemAddressReserve", total, 0, 0, 0))
         mapped = 0

@@ -20,7 +20,7 @@ BYTES = {False: 0x7E, True: 0x7F}
 
 @pytest.fixture(params=BYTES, ids=["448", "NaN"])
 def too_large(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int:
-    """Let torch make this byte of what is too large."""
+    """Lets torch make this byte of what is too large."""
     monkeypatch.setattr(dtypes, "e4m3_has_nan_beyond", lambda: request.param)
     return BYTES[request.param]
 

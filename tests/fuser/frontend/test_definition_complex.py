@@ -37,7 +37,7 @@ def draw(*shape: int, dtype: torch.dtype = torch.complex64, seed: int = 0) -> Te
 
 
 def define(build: Build, inputs: Sequence[Any]) -> FusionDefinition:
-    """Return a definition whose text gives it back, as Python and as IR."""
+    """Returns a definition whose text gives it back, as Python and as IR."""
     with FusionDefinition() as fd:
         given = [
             fd.from_pytorch(x)
@@ -59,7 +59,7 @@ def define(build: Build, inputs: Sequence[Any]) -> FusionDefinition:
 
 
 def check(build: Build, inputs: Sequence[Any], expected: Sequence[Tensor]) -> None:
-    """Run for CPUs and with a GPU's schedules, and on the same inputs once more."""
+    """Runs for CPUs and with a GPU's schedules, and on the same inputs once more."""
     fd = define(build, inputs)
     for options in ([], [], H200):
         outs = fd.execute(inputs, _enable_options=options)
@@ -336,8 +336,8 @@ def test_a_lazy_conjugate_is_no_target() -> None:
 
 # ------------------------------------------------------------------ ranks
 def _on_rank(dtype: torch.dtype) -> list[str]:
-    """Run products and sums of cut operands, and results that are gathered or scattered; return the
-    collectives."""
+    """Runs products and sums of cut operands, and results that are gathered or scattered; returns
+    the collectives."""
     comm = Communicator.instance()
     n, rank = comm.size(), comm.rank()
     mesh = DeviceMesh(range(n))
@@ -394,7 +394,7 @@ def test_a_product_over_devices_is_refused() -> None:
 
 # ------------------------------------------------------------------ rounding
 def _units(found: float, exact: Any, dtype: torch.dtype) -> float:
-    """Return the error in units of the last place of the exact value."""
+    """Returns the error in units of the last place of the exact value."""
     digits, least = (24, -125) if dtype is torch.complex64 else (53, -1021)
     _, exponent = math.frexp(float(exact))
     return float(abs(mpmath.mpf(found) - exact) / mpmath.ldexp(1, max(exponent, least) - digits))

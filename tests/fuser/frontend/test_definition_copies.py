@@ -23,7 +23,7 @@ COPIES: dict[str, Callable[[Any], Any]] = {
 
 
 def rebuilt(fd: FusionDefinition) -> FusionDefinition:
-    """Return what the text of a definition writes."""
+    """Returns what the text of a definition writes."""
     names: dict[str, Any] = {"FusionDefinition": FusionDefinition, "DataType": DataType}
     exec(repr(fd), names)
     with FusionDefinition() as made:

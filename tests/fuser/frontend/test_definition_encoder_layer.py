@@ -55,7 +55,7 @@ def reference(x: torch.Tensor, mask: torch.Tensor, w: dict[str, torch.Tensor]) -
 def run_layer(
     drop: str | None = None, *, attention: bool = False
 ) -> tuple[torch.Tensor, torch.Tensor, dict[str, int], str]:
-    """Run the layer on this rank from its definition, then from its text."""
+    """Runs the layer on this rank from its definition, then from its text."""
     generator = torch.Generator().manual_seed(3)
     weights = random_weights(generator)
     x = torch.randn(BATCH, TOKENS, minilm.HIDDEN, generator=generator, dtype=torch.float64)

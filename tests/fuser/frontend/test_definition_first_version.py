@@ -45,7 +45,7 @@ def check(
     rtol: float = 1e-5,
     atol: float = 1e-5,
 ) -> None:
-    """Run a program twice and compare with values of float64."""
+    """Runs a program twice and compare with values of float64."""
     with FusionDefinition() as fd:
         define(fd)
     for _ in range(2):
@@ -59,7 +59,7 @@ def check(
 
 
 def on_ranks(body: Callable[[int], None], size: int = 2) -> None:
-    """Run on simulated ranks."""
+    """Runs on simulated ranks."""
     with multidevice.simulate(size) as world:
         world.run(lambda: body(multidevice.Communicator.instance().rank()))
 

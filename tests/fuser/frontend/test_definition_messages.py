@@ -40,7 +40,7 @@ X = torch.randn(4, 8)
 
 
 def line_of(text: str) -> str:
-    """Return the place of the first line of this file that ends in a comment."""
+    """Returns the place of the first line of this file that ends in a comment."""
     lines = inspect.getsource(inspect.getmodule(line_of) or line_of).splitlines()  # pyright: ignore[reportArgumentType]
     number = next(i for i, line in enumerate(lines, 1) if line.endswith(f"# {text}"))
     return f"{__file__}:{number}"
@@ -211,7 +211,7 @@ def test_ranks_with_other_options_are_told_which() -> None:
 
 
 def _long_program() -> tuple[HostIrContainer, TensorView]:
-    """Return a program of 60 ops, and what the last one makes."""
+    """Returns a program of 60 ops, and what the last one makes."""
     program = HostIrContainer()
     with program:
         x = program.input([4])

@@ -32,7 +32,7 @@ Part = tuple[torch.Tensor, int]
 
 
 def run_on_rank(program: Program, seed: int = 5) -> tuple[list[Part], list[Part]]:
-    """Return the results and the updated inputs of this rank."""
+    """Returns the results and the updated inputs of this rank."""
     assert program.cuts is not None
     count = Communicator.instance().size()
     mesh = DeviceMesh(range(count))

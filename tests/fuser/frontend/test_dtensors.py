@@ -53,7 +53,7 @@ def test_dtensors_under_mpirun(
 
 
 def run_under_torchrun(ranks: int, *args: str) -> str:
-    """Run the checks in a job of their own; return what it prints."""
+    """Runs the checks in a job of their own; returns what it prints."""
     done = subprocess.run(
         [
             *(sys.executable, "-m", "torch.distributed.run", "--standalone"),

@@ -213,7 +213,7 @@ def test_what_a_cache_takes() -> None:
 def test_a_decorated_function_defines_once() -> None:
     @LruFusionCache(max_fusions=2)
     def layer(factor: float, *, is_negated: bool = False) -> FusionDefinition:
-        """Return a layer."""
+        """Returns a layer."""
         with FusionDefinition() as fd:
             x = fd.define_tensor([-1], contiguity=True)
             y = fd.ops.mul(x, factor)

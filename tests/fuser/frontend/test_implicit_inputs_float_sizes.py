@@ -85,7 +85,7 @@ OPS: dict[str, tuple[Define, Callable[[torch.Tensor, int], torch.Tensor]]] = {
 
 
 def defined(define: Define, dtype: DataType = DataType.Double) -> FusionDefinition:
-    """Return a definition whose inputs are x [-1] and a scalar of this dtype."""
+    """Returns a definition whose inputs are x [-1] and a scalar of this dtype."""
     with FusionDefinition() as fd:
         x, s = fd.define_tensor([-1], contiguity=True), fd.define_scalar(dtype=dtype)
         y = define(fd, x, s)
@@ -330,7 +330,7 @@ def sharded() -> FusionDefinition:
 
 
 def shard_of(fd: FusionDefinition, whole: torch.Tensor) -> torch.Tensor:
-    """Return what this rank passes of the first input."""
+    """Returns what this rank passes of the first input."""
     tv = fd.fusion.inputs[0]
     assert isinstance(tv, TensorView)
     return shard_tensor(whole, tv)

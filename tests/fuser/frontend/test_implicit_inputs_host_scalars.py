@@ -19,7 +19,7 @@ MESH = DeviceMesh([0, 1])
 
 
 def scaled(dtype: DataType = DataType.Float, *, is_sharded: bool = False) -> FusionDefinition:
-    """Return s * x and s + x, cast to the scalar's dtype, for a CPU scalar s that comes first."""
+    """Returns s * x and s + x, cast to the scalar's dtype, for a CPU scalar s that comes first."""
     with FusionDefinition() as fd:
         s = fd.define_tensor([], dtype=dtype, is_cpu=True)
         x = fd.define_tensor([-1, 3], dtype=dtype)

@@ -49,7 +49,7 @@ class _Nothing:
 
 
 def python_calls(call: Callable[[], object]) -> Counter[str]:
-    """Return which functions of the packages are called, and how often."""
+    """Returns which functions of the packages are called, and how often."""
     found: Counter[str] = Counter()
 
     def note(frame: FrameType, event: str, _: Any) -> None:

@@ -35,7 +35,7 @@ def assert_bound_alike(fusion: Fusion, inputs: list[Any]) -> None:
 
 
 def both_ways(define: Define, *inputs: Any) -> torch.Tensor:
-    """Return the result of a program, which its text, parsed, gives too."""
+    """Returns the result of a program, which its text, parsed, gives too."""
     with FusionDefinition() as fd:
         define(fd)
     (out,) = fd.execute(list(inputs))

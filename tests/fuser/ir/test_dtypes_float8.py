@@ -45,7 +45,7 @@ def test_all_codes_become_every_dtype(dtype: DataType, options: list[str]) -> No
 
 
 def near_codes(dtype: DataType) -> Tensor:
-    """Return all values of a dtype, the middles between them, and the floats on both sides."""
+    """Returns all values of a dtype, the middles between them, and the floats on both sides."""
     values = codes(dtype).double()
     values = values[values.isfinite()].unique()
     points = torch.cat([values, (values[1:] + values[:-1]) / 2]).float()

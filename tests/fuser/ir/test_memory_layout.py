@@ -33,14 +33,14 @@ MESH = DeviceMesh([0, 1])
 
 
 def strided(shape: Shape, strides: Shape, offset: int = 0, seed: int = 0) -> torch.Tensor:
-    """Return a float32 tensor with these strides, its first element `offset` into the buffer."""
+    """Returns a float32 tensor with these strides, its first element `offset` into the buffer."""
     span = 1 + sum((n - 1) * s for n, s in zip(shape, strides, strict=True))
     values = torch.randn(offset + span, generator=torch.Generator().manual_seed(seed))
     return values.as_strided(list(shape), list(strides), offset)
 
 
 def strides_in(shape: Shape, order: Shape, gap: int = 0, step: int = 1) -> list[int]:
-    """Return strides in an order of axes, outermost first, with `gap` elements behind each."""
+    """Returns strides in an order of axes, outermost first, with `gap` elements behind each."""
     strides = [0] * len(shape)
     for p in reversed(order):
         strides[p] = step
@@ -64,7 +64,7 @@ def check(found: torch.Tensor, reference: torch.Tensor, wanted: Shape, what: obj
 
 
 def defined(count: int, rank: int, build: Callable[..., Sequence[TensorView]]) -> FusionDefinition:
-    """Return a definition that says nothing about how its inputs lie."""
+    """Returns a definition that says nothing about how its inputs lie."""
     with FusionDefinition() as fd:
         for out in build(fd, *(fd.define_tensor([-1] * rank) for _ in range(count))):
             fd.add_output(out)
@@ -72,7 +72,7 @@ def defined(count: int, rank: int, build: Callable[..., Sequence[TensorView]]) -
 
 
 def ways(rank: int) -> Iterator[tuple[tuple[int, ...], list[int], list[int], int]]:
-    """Yield (order, shape, strides, offset): dense, padded, sparse, with a unit axis, with a
+    """Yields (order, shape, strides, offset): dense, padded, sparse, with a unit axis, with a
     repeated axis, and from an odd address on."""
     rng = random.Random(rank)
     for order in permutations(range(rank)):

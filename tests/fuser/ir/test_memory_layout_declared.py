@@ -21,7 +21,7 @@ Way = tuple[list[int], list[int], int]
 
 
 def random_way(rng: random.Random) -> Way:
-    """Return (shape, strides, offset): any order, gaps, overlaps, repeats, units of any stride."""
+    """Returns (shape, strides, offset): any order, gaps, overlaps, repeats, units of any stride."""
     rank = rng.randint(0, 4)
     shape = [rng.choice((0, 1, 1, 2, 3, 5)) for _ in range(rank)]
     strides, step = [0] * rank, rng.choice((1, 1, 1, 2, 3))
@@ -43,7 +43,7 @@ def made(way: Way, seed: int) -> torch.Tensor:
 
 
 def defined(shape: Sequence[int], strides: Sequence[int], form: int) -> FusionDefinition:
-    """Return what reads an input that is declared with these sizes and strides."""
+    """Returns what reads an input that is declared with these sizes and strides."""
     contiguity, order = compute_tensor_descriptor(list(shape), list(strides))
     is_static = form % 2 == 0
     with FusionDefinition() as fd:
@@ -112,7 +112,7 @@ def test_what_breaks_its_declaration_is_refused_by_axis() -> None:
 
 
 def stride_order_of(order: Sequence[int]) -> list[int]:
-    """Return the permutation that undoes an order of axes."""
+    """Returns the permutation that undoes an order of axes."""
     return [list(order).index(p) for p in range(len(order))]
 
 

@@ -26,19 +26,19 @@ MESH = DeviceMesh([0, 1])
 
 
 def dense(shape: Shape, order: Shape) -> torch.Tensor:
-    """Return a tensor that torch allocates in an order of axes, outermost first."""
+    """Returns a tensor that torch allocates in an order of axes, outermost first."""
     back = [list(order).index(p) for p in range(len(order))]
     return torch.randn([shape[p] for p in order]).permute(back)
 
 
 def some_orders(rng: random.Random, rank: int, count: int) -> list[tuple[int, ...]]:
-    """Return all orders of so many axes, or some of them where there are more than `count`."""
+    """Returns all orders of so many axes, or some of them where there are more than `count`."""
     orders = list(permutations(range(rank)))
     return rng.sample(orders, min(len(orders), count))
 
 
 def ranks(order: Shape) -> list[int]:
-    """Return an order as `stride_order` says it: the rank by stride of each axis."""
+    """Returns an order as `stride_order` says it: the rank by stride of each axis."""
     return [len(order) - 1 - list(order).index(p) for p in range(len(order))]
 
 

@@ -18,7 +18,7 @@ def neg_sin() -> Fusion:
 
 
 def math_of(fusion: Fusion) -> list[str]:
-    """Return the op lines without domains: `T3 = Set( T0 )`."""
+    """Returns the op lines without domains: `T3 = Set( T0 )`."""
     import re
 
     text = fusion.print_math(False).split("%kernel_math {\n")[1].split("\n}")[0]

@@ -41,7 +41,7 @@ def mesh_of(*shape: int) -> DeviceMesh:
 
 
 def block(whole: torch.Tensor, mesh: DeviceMesh, placements: Placements, rank: int) -> torch.Tensor:
-    """Return a rank's shard as torch's DTensors define it: dimension by dimension of the mesh."""
+    """Returns a rank's shard as torch's DTensors define it: dimension by dimension of the mesh."""
     place = mesh.devices.index(rank)
     for k, (count, placed) in enumerate(zip(mesh.shape, placements, strict=True)):
         at = place // torch.Size(mesh.shape[k + 1 :]).numel() % count

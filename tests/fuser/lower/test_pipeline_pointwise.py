@@ -25,7 +25,7 @@ from tests.support.hand_schedules import (
 
 
 def cache_io(fusion: Fusion) -> tuple[list[TensorView], list[TensorView]]:
-    """Give inputs caches and make outputs copies; return (input caches, copied outputs)."""
+    """Gives inputs caches and make outputs copies; return (input caches, copied outputs)."""
     with FusionGuard(fusion):
         reads = [
             v.cache_after() for v in list(fusion.inputs) if isinstance(v, TensorView) and v.ndim

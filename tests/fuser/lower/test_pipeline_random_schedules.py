@@ -52,7 +52,7 @@ class Case:
 
 
 def transform(tv: TensorView, rng: rnd.Random) -> list[str]:
-    """Apply a few random splits, merges and reorders."""
+    """Applies a few random splits, merges and reorders."""
     log: list[str] = []
     for _ in range(rng.randrange(5)):
         loop = tv.domain.loop
@@ -75,14 +75,14 @@ def transform(tv: TensorView, rng: rnd.Random) -> list[str]:
 
 
 def iterations_first(tv: TensorView) -> None:
-    """Move reduction axes inside, so that a result needs one register."""
+    """Moves reduction axes inside, so that a result needs one register."""
     loop = tv.domain.loop
     order = sorted(range(len(loop)), key=lambda k: loop[k].is_reduction())
     tv.reorder({old: new for new, old in enumerate(order)})
 
 
 def types(tv: TensorView, rng: rnd.Random) -> list[str]:
-    """Give loop axes random parallel types: at most 128 threads."""
+    """Gives loop axes random parallel types: at most 128 threads."""
     free = [P.grid_x, P.grid_y, P.grid_z, P.block_x, P.block_y, P.block_z]
     threads, log = 1, []
     for k, axis in enumerate(tv.domain.loop):
@@ -104,7 +104,7 @@ def types(tv: TensorView, rng: rnd.Random) -> list[str]:
 
 
 def extents(shape: list[int], rng: rnd.Random) -> list[int]:
-    """Make some extents constant, so that values can stay in registers."""
+    """Makes some extents constant, so that values can stay in registers."""
     return [n if n > 1 and rng.random() < 0.5 else -1 for n in shape]
 
 

@@ -20,14 +20,14 @@ from tests.support.hand_schedules import CPU, P, check, define, lower, paralleli
 
 
 def spread(fusion: Fusion, reduction: TensorView) -> None:
-    """Schedule everything like the reduction, and inline."""
+    """Schedules everything like the reduction, and inline."""
     transform_like(reduction)
     parallelize_like(reduction)
     inline_most(fusion=fusion)
 
 
 def staged(fusion: Fusion, *, cached: bool = True) -> TensorView:
-    """Make outputs copies of local tensors; return the first reduction."""
+    """Makes outputs copies of local tensors; returns the first reduction."""
     with FusionGuard(fusion):
         if cached:
             for out in list(fusion.outputs):

@@ -74,7 +74,7 @@ MEMBERS = {
 
 
 def made() -> dict[str, Any]:
-    """Return an object of each kind."""
+    """Returns an object of each kind."""
     with FusionDefinition() as fd:
         x = fd.define_tensor([-1, 8], contiguity=True)
         fd.add_output(fd.ops.neg(x))

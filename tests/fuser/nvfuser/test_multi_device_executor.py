@@ -299,13 +299,13 @@ def test_programs_are_right_and_print_as_golden_texts(name: str) -> None:
 
 
 def symbolic_like(fd: FusionDefinition, *shapes: Sequence[int]) -> list[TensorView]:
-    """Define tensors of any sizes where `static` gives numbers; 1 stays a broadcast."""
+    """Defines tensors of any sizes where `static` gives numbers; 1 stays a broadcast."""
     sizes = ([n if n == 1 else -1 for n in shape] for shape in shapes)
     return [fd.define_tensor(shape, contiguity=True) for shape in sizes]
 
 
 def structure(program: HostIrContainer) -> list[tuple[int, str]]:
-    """Return the kind of every op and communication, and how many loops and branches hold it."""
+    """Returns the kind of every op and communication, and how many loops and branches hold it."""
 
     def listed(ops: Sequence[Op], depth: int) -> Iterator[tuple[int, str]]:
         for op in ops:

@@ -33,7 +33,7 @@ def define(
     place: Callable[[dict[str, TensorView]], None] = lambda tensors: None,
     backward: bool = True,
 ) -> FusionDefinition:
-    """Define the results of forward and the gradients; `sizes` are the heads of query and key."""
+    """Defines the results of forward and the gradients; `sizes` are the heads of query and key."""
     with FusionDefinition() as fd:
 
         def tensor(heads: int) -> TensorView:
@@ -195,7 +195,7 @@ def run_beside(
     is_static: bool,
     is_grouped: bool,
 ) -> list[torch.Tensor]:
-    """Run forward on a rank with a bias, a mask, or both, that are whole; operands whose initials
+    """Runs forward on a rank with a bias, a mask, or both, that are whole; operands whose initials
     are in `names` are cut."""
     mesh, placements = MESHES[where]
     with FusionDefinition() as fd:
@@ -243,7 +243,7 @@ def test_heads_are_cut_beside_a_bias_or_mask_of_any_broadcast(
 def block(
     whole: torch.Tensor, rank: int, mesh: DeviceMesh, placements: list[Shard | Replicate]
 ) -> torch.Tensor:
-    """Return the part of a tensor that a rank of row-major devices has."""
+    """Returns the part of a tensor that a rank of row-major devices has."""
     places = torch.unravel_index(torch.tensor(rank), mesh.shape)
     for size, place, placement in zip(mesh.shape, places, placements, strict=True):
         if isinstance(placement, Shard):
@@ -267,7 +267,7 @@ def run_few(
     is_static: bool,
     placements: list[Shard | Replicate],
 ) -> list[torch.Tensor]:
-    """Run forward on a rank of four with queries that are cut, keys and values that are whole."""
+    """Runs forward on a rank of four with queries that are cut, keys and values that are whole."""
     shape: Any = [[0, 1], [2, 3]] if len(placements) == 2 else range(4)
     mesh = DeviceMesh(shape)
     with FusionDefinition() as fd:

@@ -39,7 +39,7 @@ def define(build: Build, given: Sequence[Tensor], *, static: bool = False) -> Fu
 
 
 def run(build: Build, *given: Tensor, static: bool = False) -> Tensor:
-    """Return the first result, which a run from the definition's text has again."""
+    """Returns the first result, which a run from the definition's text has again."""
     fd = define(build, given, static=static)
     (found,) = fd.execute(list(given))
     names: dict[str, Any] = {"FusionDefinition": FusionDefinition, "DataType": DataType}
@@ -461,7 +461,7 @@ def _run_cut(name: str, axis: int, *, static: bool) -> Tensor:
 @pytest.mark.parametrize("axis", [0, 1, 2])
 @pytest.mark.parametrize("name", SHARDED)
 def test_composites_of_cut_tensors_equal_torch(name: str, axis: int, static: bool) -> None:
-    """Cut along the axis that an op goes over (tensor-parallel), or another one (data- and
+    """Cuts along the axis that an op goes over (tensor-parallel), or another one (data- and
     sequence-parallel)."""
     _, of_torch, shapes = SHARDED[name]
     expected = of_torch(*(draw(*s, seed=k) for k, s in enumerate(shapes)))

@@ -45,7 +45,7 @@ def grouped(fd: Any, a: Any, b: Any, offsets: Any) -> Any:
 
 
 def reference(ragged: str, a: torch.Tensor, b: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
-    """Return what each element sums up, in float64: that of its group, or nothing."""
+    """Returns what each element sums up, in float64: that of its group, or nothing."""
     a, b, ends = a.double(), b.double(), offsets.tolist()
     places = torch.arange(max(*a.shape, *b.shape))
     parts = [(places >= x) & (places < y) for x, y in pairwise([0, *ends])]
@@ -212,7 +212,7 @@ def test_costs_are_those_of_the_groups() -> None:
 def run_cut(
     ragged: str, cuts: dict[str, int], *, static: bool, sizes: dict[str, int] = SIZES
 ) -> tuple[torch.Tensor, int, str]:
-    """Run on a rank; return results, how many collectives there were, and the program."""
+    """Runs on a rank; return results, how many collectives there were, and the program."""
     given = draw_all(ragged, sizes, [1, 1, 4, 5], torch.float64)
     mesh = DeviceMesh(range(Communicator.instance().size()))
     with FusionDefinition() as fd:

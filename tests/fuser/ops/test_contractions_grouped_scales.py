@@ -64,7 +64,7 @@ def draw_given(
     letters: Mapping[str, str],
     bias: torch.dtype = torch.float32,
 ) -> Given:
-    """Return matrices, offsets, and what else has letters, by name."""
+    """Returns matrices, offsets, and what else has letters, by name."""
     first, second = shapes(ragged, sizes)
     given = {"mat1": draw(first, E4), "mat2": draw(second, E5, 1)}
     given["offsets"] = torch.tensor(ends, dtype=torch.int32)
@@ -75,7 +75,7 @@ def draw_given(
 
 
 def reference(ragged: str, given: Given, *, sizes_only: bool = False) -> Tensor:
-    """Return a product per group in float64, then what each element has of its group; with
+    """Returns a product per group in float64, then what each element has of its group; with
     `sizes_only`, of absolute values."""
     wide = {n: t.double() if t.is_floating_point() else t for n, t in given.items()}
     wide = {n: t.abs() if sizes_only else t for n, t in wide.items()}
@@ -98,7 +98,7 @@ def reference(ragged: str, given: Given, *, sizes_only: bool = False) -> Tensor:
 
 
 def of_group(x: Tensor, g: int, *, is_number: bool = False) -> Tensor:
-    """Return what a group has of a scale or bias, or of a number per group."""
+    """Returns what a group has of a scale or bias, or of a number per group."""
     if x.numel() == 1:
         return x.reshape(())
     if is_number or x.ndim == 3:
@@ -116,7 +116,7 @@ def build(names: list[str], dtype: DataType) -> Callable[..., Any]:
 
 
 def check(ragged: str, given: Given, dtype: DataType = D.Float) -> None:
-    """Run a definition as written and from its own text."""
+    """Runs a definition as written and from its own text."""
     (out,) = run(build([*given], dtype), *given.values(), options=())
     compare(out, ragged, given, dtype)
 
@@ -334,7 +334,7 @@ def test_costs_are_those_of_the_groups(ragged: str) -> None:
 def run_cut(
     ragged: str, letters: dict[str, str], cuts: dict[str, int], sizes: dict[str, int] = SIZES
 ) -> tuple[Tensor, int, str]:
-    """Run on a rank; return results, how many collectives there were, and the program."""
+    """Runs on a rank; return results, how many collectives there were, and the program."""
     given = draw_given(ragged, sizes, [1, 1, 4, 5], letters)
     mesh = DeviceMesh(range(Communicator.instance().size()))
     with FusionDefinition() as fd:

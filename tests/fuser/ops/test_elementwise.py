@@ -131,7 +131,7 @@ NUMBERS: list[Any] = [True, 3, 0.5, 2j, -0.0, numpy.float32(0.5), numpy.int64(3)
 
 
 def torch_with_number(dtype: DataType, rank: int, number: Any, name: str) -> torch.dtype:
-    """Return torch's dtype of an op of a tensor and a number, of which half becomes Float."""
+    """Returns torch's dtype of an op of a tensor and a number, of which half becomes Float."""
     operand = torch.ones([2] * rank, dtype=to_torch(dtype))
     plain = number if type(number) in (bool, int, float, complex) else number.item()
     result = torch.result_type(operand, plain)

@@ -39,7 +39,7 @@ def define(write: Callable[[Any, Any], Any], x: Tensor, **options: Any) -> Fusio
 
 
 def again(fd: FusionDefinition) -> FusionDefinition:
-    """Return the definition that the text of another makes."""
+    """Returns the definition that the text of another makes."""
     made: dict[str, Any] = {"FusionDefinition": FusionDefinition, "DataType": DataType}
     exec(repr(fd), made)
     with FusionDefinition() as twin:

@@ -33,7 +33,7 @@ _DIVISIONS = ("div", "mod", "fmod", "remainder")
 
 
 def _operands(row: Row, values: Sequence[Number]) -> list[list[Number]]:
-    """Return calls' values: each value beside itself and its neighbours in the list."""
+    """Returns calls' values: each value beside itself and its neighbours in the list."""
     n = len(values)
     calls = [
         [values[(i + k * step) % n] for k in range(row.arity)]
@@ -60,7 +60,7 @@ def _is_defined(row: Row, call: Sequence[Number]) -> bool:
 
 
 def _expected(row: Row, call: Sequence[Number], dtype: DataType) -> torch.Tensor:
-    """Return torch's result on 0-dim tensors of the widest dtype."""
+    """Returns torch's result on 0-dim tensors of the widest dtype."""
     if dtype is D.Bool and row.rule in ("default", "int") and row.name in BOOL_FN:
         return BOOL_FN[row.name](*map(torch.tensor, call))
     is_float = dtype in (D.Double, D.Float) or row.rule == "float"
@@ -172,7 +172,7 @@ def test_the_rest_of_the_ops_that_take_scalars() -> None:
 
 
 def _program() -> tuple[Fusion, list[str]]:
-    """Return a fusion with each op of one to three Double scalars as a factor of a tensor."""
+    """Returns a fusion with each op of one to three Double scalars as a factor of a tensor."""
     names: list[str] = []
     fusion = Fusion()
     with FusionGuard(fusion):

@@ -455,7 +455,7 @@ def _one(fd: Any, dtype: torch.dtype) -> Any:
 
 
 def _places(rows: int, below: int, count: int) -> torch.Tensor:
-    """Return places of which no row has one twice."""
+    """Returns places of which no row has one twice."""
     generator = torch.Generator().manual_seed(rows)
     return torch.rand(rows, below, generator=generator).argsort(1)[:, :count]
 

@@ -34,7 +34,7 @@ def build(acc: Any, index: Any, value: Any) -> Any:
 
 
 def wanted(acc: Tensor, index: Tensor, value: Tensor) -> Tensor:
-    """Add row after row, in float64 or int64; those of rows that are not there are left out."""
+    """Adds row after row, in float64 or int64; those of rows that are not there are left out."""
     out = acc.double() if acc.dtype.is_floating_point else acc.long()
     out = out.clone()
     value = value.to(out.dtype).expand(len(index), *acc.shape[1:])

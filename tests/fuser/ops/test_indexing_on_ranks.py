@@ -43,7 +43,7 @@ CASES: dict[str, tuple[Build, Callable[..., torch.Tensor], Any, Any, int]] = {
 def run_cut(
     name: str, cuts: dict[str, int], *, after: bool, static: bool, steps: int = 0
 ) -> tuple[torch.Tensor, dict[str, int], str]:
-    """Run on a rank; return its results, and what was launched."""
+    """Runs on a rank; returns its results, and what was launched."""
     build, _, shape, index_shape, extent = CASES[name]
     table, index = draw(shape, torch.float32), draw_index(index_shape, extent)
     mesh = DeviceMesh(range(Communicator.instance().size()))

@@ -51,7 +51,7 @@ def quantize(tv: Any) -> Any:
 
 
 def brute_force(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Return values and scales, a block at a time: the first power of two that is large enough."""
+    """Returns values and scales, a block at a time: the first power of two that is large enough."""
     values = torch.empty(x.shape, dtype=torch.float8_e4m3fn)
     scales = torch.empty((*x.shape[:-1], x.shape[-1] // 32), dtype=torch.float8_e8m0fnu)
     for place in itertools.product(*map(range, scales.shape)):
@@ -184,12 +184,12 @@ def test_what_is_no_block() -> None:
 
 # ------------------------------------------------------------------ scales in tiles
 def bits(x: Tensor) -> Tensor:
-    """Return floats of one byte as their bytes, which torch moves and compares."""
+    """Returns floats of one byte as their bytes, which torch moves and compares."""
     return x.view(torch.uint8) if x.element_size() == 1 and x.is_floating_point() else x
 
 
 def in_tiles(x: Tensor, tiles: int) -> Tensor:
-    """Return the rows of a matrix in so many tiles, an element at a time; 0 has no bits."""
+    """Returns the rows of a matrix in so many tiles, an element at a time; 0 has no bits."""
     given, columns = bits(x), -(-x.shape[1] // 4)
     out = given.new_zeros(tiles * columns * 512)
     for r, c in itertools.product(*map(range, x.shape)):
@@ -199,7 +199,7 @@ def in_tiles(x: Tensor, tiles: int) -> Tensor:
 
 
 def of_groups(x: Tensor, starts: Sequence[int], begins: Sequence[int]) -> Tensor:
-    """Return the tiles of groups of rows, a group at a time."""
+    """Returns the tiles of groups of rows, a group at a time."""
     m, columns = len(x), -(-x.shape[1] // 4) * 4
     ends = [*starts[1:], m][: len(starts)]
     out = bits(x).new_zeros((m + 127 * len(starts)) // 128 * 128, columns)
@@ -294,7 +294,7 @@ def int32(numbers: Sequence[int]) -> Tensor:
 
 
 def draw_groups(rng: random.Random, m: int, count: int) -> tuple[list[int], list[int]]:
-    """Return where groups of m rows begin, and their tiles: some with room before them."""
+    """Returns where groups of m rows begin, and their tiles: some with room before them."""
     starts = sorted([0, *(rng.choice([0, m, rng.randint(0, m)]) for _ in range(count - 1))])[:count]
     tiles = [-(-(y - x) // 128) for x, y in pairwise([*starts, m])]
     left = (m + 127 * count) // 128 - sum(tiles)
@@ -303,7 +303,7 @@ def draw_groups(rng: random.Random, m: int, count: int) -> tuple[list[int], list
 
 
 def draw_bits(m: int, k: int, dtype: torch.dtype) -> Tensor:
-    """Return values of a dtype, none of them 0."""
+    """Returns values of a dtype, none of them 0."""
     codes = torch.arange(m * k).reshape(m, k) % 120 + 1
     return codes.to(torch.uint8).view(dtype) if dtype.itemsize == 1 else codes.to(dtype)
 
@@ -456,7 +456,7 @@ def test_text_of_groups() -> None:
 def run_cut(
     cuts: dict[str, int], build: Callable[..., Any], begins: Sequence[int] = (0, 128)
 ) -> list[Tensor]:
-    """Run on a rank with some tensors cut along an axis."""
+    """Runs on a rank with some tensors cut along an axis."""
     given = [draw(12, 256), int32([0, 5]), int32(begins)]
     mesh = DeviceMesh(range(Communicator.instance().size()))
     with FusionDefinition() as fd:

@@ -25,7 +25,7 @@ Build = Callable[[TensorView], object]
 
 
 def run(x: torch.Tensor, dtype: DataType, build: Build) -> tuple[Fusion, list[torch.Tensor]]:
-    """Build on a tensor with x's sizes symbolic, concretize and evaluate in float64."""
+    """Builds on a tensor with x's sizes symbolic, concretize and evaluate in float64."""
     fusion = Fusion()
     with FusionGuard(fusion):
         tv = define_tensor([-1] * x.ndim, dtype=dtype)

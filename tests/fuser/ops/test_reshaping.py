@@ -34,7 +34,7 @@ pytestmark = pytest.mark.from_text
 
 
 def factorizations(n: int, longest: int) -> Iterator[tuple[int, ...]]:
-    """Yield the shapes with n elements and at most `longest` axes, ones included."""
+    """Yields the shapes with n elements and at most `longest` axes, ones included."""
     for rank in range(1, longest + 1):
         for shape in itertools.product([d for d in range(1, n + 1) if n % d == 0], repeat=rank):
             if math.prod(shape) == n:
@@ -44,7 +44,7 @@ def factorizations(n: int, longest: int) -> Iterator[tuple[int, ...]]:
 def source_element(
     tv: TensorView, index: Sequence[int], values: dict[Symbol, Number], source: TensorView
 ) -> list[int]:
-    """Follow one output index of views back to the indices of `source`, through the domains."""
+    """Follows one output index of views back to the indices of `source`, through the domains."""
     known = {a.number: sc.const(i) for a, i in zip(tv.domain.no_reductions, index, strict=True)}
     while tv is not source:
         op = tv.definition()
@@ -68,7 +68,7 @@ def check_every_element(
     values: dict[Symbol, Number],
     shapes: tuple[tuple[int, ...], ...],
 ) -> None:
-    """Compare all index maps with torch.reshape of a tensor of running numbers."""
+    """Compares all index maps with torch.reshape of a tensor of running numbers."""
     shape, new_shape = shapes
     expected = torch.arange(math.prod(shape)).reshape(shape).reshape(new_shape)
     out = fusion.outputs[0]
@@ -82,7 +82,7 @@ def check_every_element(
 
 
 def check_transforms(fusion: Fusion, values: dict[Symbol, Number]) -> None:
-    """Check that splits are exact, by their factors, and that merges multiply."""
+    """Checks that splits are exact, by their factors, and that merges multiply."""
 
     def n(x: Scalar) -> int:
         return int(sc.evaluate(x, values))

@@ -26,7 +26,7 @@ D = DataType
 def run(
     build: Callable[..., object], *inputs: torch.Tensor, static: bool = False
 ) -> tuple[Fusion, list[torch.Tensor]]:
-    """Build on tensors like the inputs, verify, concretize, evaluate in float64."""
+    """Builds on tensors like the inputs, verify, concretize, evaluate in float64."""
     fusion = Fusion()
     with FusionGuard(fusion):
         tvs = [

@@ -39,7 +39,7 @@ NODELESS = {"shape", "size"}
 def missing_parts(
     row: OpRow, page: str, nodes: Mapping[type[TensorOp], NodeRow] = NODES
 ) -> list[str]:
-    """Return what a row lacks, in words."""
+    """Returns what a row lacks, in words."""
     if not row.is_implemented:
         return [] if f"`{row.name}(" in page else ["docs/ops.md"]
     parameters = list(inspect.signature(row.function).parameters.values())
@@ -148,7 +148,7 @@ def _check_maps(op: TensorOp) -> None:
 
 
 def _ruled(row: OpRow, dtypes: list[DataType]) -> DataType:
-    """Return what the row's dtype rule says of operands with axes."""
+    """Returns what the row's dtype rule says of operands with axes."""
     with FusionGuard(Fusion()):
         return typed(row.name, row.dtype, [define_tensor([-1], dtype=d) for d in dtypes])[1]
 

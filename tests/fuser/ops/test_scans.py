@@ -40,7 +40,7 @@ def scan(name: str, dim: int, init: float | None = None) -> Build:
 
 
 def check(out: torch.Tensor, expected: torch.Tensor, dtype: torch.dtype) -> None:
-    """Compare with a value in float64, rounded once."""
+    """Compares with a value in float64, rounded once."""
     assert out.dtype is dtype and out.shape == expected.shape
     torch.testing.assert_close(out, expected.to(dtype), equal_nan=True)
 

@@ -46,7 +46,7 @@ CASES: dict[str, tuple[Callable[..., Any], Callable[[torch.Tensor], torch.Tensor
 def run_cut(
     name: str, cuts: dict[str, int], *, static: bool, steps: int = 0
 ) -> tuple[torch.Tensor, dict[str, int], str]:
-    """Run on a rank, between ops that kernels compute; return results and what was launched."""
+    """Runs on a rank, between ops that kernels compute; return results and what was launched."""
     x = draw(SHAPE, torch.float64)
     mesh = DeviceMesh(range(Communicator.instance().size()))
     with FusionDefinition() as fd:

@@ -130,7 +130,7 @@ def define(row: Row, shapes: list[Shape]) -> FusionDefinition:
 
 
 def different(row: Row) -> list[list[Shape]]:
-    """Return the shapes of the inputs for all extents, each once."""
+    """Returns the shapes of the inputs for all extents, each once."""
     found = {tuple(tuple(e[letter] for letter in axes) for axes in row[0]): None for e in EXTENTS}
     return [list(shapes) for shapes in found]
 

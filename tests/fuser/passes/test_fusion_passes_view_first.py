@@ -49,7 +49,7 @@ def of_groups(x: TensorView) -> TensorView:
 
 
 def chain(fusion: Fusion) -> list[str]:
-    """Return the names of the ops, in order."""
+    """Returns the names of the ops, in order."""
     return [op.name for op in fusion.used_exprs()]
 
 

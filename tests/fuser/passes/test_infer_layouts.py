@@ -33,7 +33,7 @@ def order_of(tv: TensorView) -> tuple[int, ...]:
 
 
 def laid(shape: Shape, order: Shape, seed: int = 0) -> torch.Tensor:
-    """Return a dense tensor whose axes lie in memory in this order."""
+    """Returns a dense tensor whose axes lie in memory in this order."""
     made = torch.randn(
         [shape[p] for p in order],
         generator=torch.Generator().manual_seed(seed),

@@ -17,7 +17,7 @@ from tests.support.segmented_fusions import check_values, cut, fusion_of, kinds,
 
 
 def computed(segmented: SegmentedFusion) -> Counter[str]:
-    """Return how often the kernels together compute each kind of op."""
+    """Returns how often the kernels together compute each kind of op."""
     return Counter(e.name for s in segmented.segments for e in s.exprs)
 
 
@@ -94,7 +94,7 @@ def test_whatever_the_schedulers_take(dim: int) -> None:
 
 # ------------------------------------------------------------------ against all choices
 def cost(fusion: Fusion, targets: set[TensorView]) -> float:
-    """Return bytes, and instructions in bytes, per element, of a kernel for each stored tensor."""
+    """Returns bytes, and instructions in bytes, per element, of a kernel for each stored tensor."""
     found = 0.0
     for target in targets:
         ops_, reads, todo = set[TensorOp](), set[TensorView](), [fusion.definition(target)]

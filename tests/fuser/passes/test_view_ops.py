@@ -133,7 +133,7 @@ MAKERS = (
 
 
 def random_input(rng: random.Random) -> tuple[list[int], list[int], int]:
-    """Return (shape, strides, offset): any order, gaps, repeats, units with any stride."""
+    """Returns (shape, strides, offset): any order, gaps, repeats, units with any stride."""
     rank = rng.randint(1, 4)
     shape = [rng.choice((1, 2, 3, 4, 6)) for _ in range(rank)]
     order = list(range(rank))
@@ -163,7 +163,7 @@ def share(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 
 def check_place(found: torch.Tensor, wanted: torch.Tensor, x: torch.Tensor, what: object) -> None:
-    """Require a view where torch has one, in its place and with its strides."""
+    """Requires a view where torch has one, in its place and with its strides."""
     assert share(found, x) == share(wanted, x), what
     if share(wanted, x):
         assert found.data_ptr() == wanted.data_ptr(), what

@@ -49,7 +49,7 @@ def _bound(fd: FusionDefinition) -> Any:
 
 
 def _multiply_by(function: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let programs that are bound from now on multiply two plain matrices by this function."""
+    """Lets programs that are bound from now on multiply two plain matrices by this function."""
     way = matmul_calls.Product(function, ((0, None), (1, None)))
     monkeypatch.setattr(matmul_calls, "_AS_THEY_ARE", way)
 

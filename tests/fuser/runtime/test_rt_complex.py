@@ -41,7 +41,7 @@ def random_values() -> Tensor:
 
 
 def run(names: Sequence[str], *inputs: Tensor) -> list[Tensor]:
-    """Return each op of the inputs, from kernels."""
+    """Returns each op of the inputs, from kernels."""
     with FusionDefinition() as fd:
         operands = [fd.from_pytorch(x) for x in inputs]
         for name in names:
@@ -54,7 +54,8 @@ def parts(z: Tensor) -> Iterator[Tensor]:
 
 
 def unlike(got: Tensor, expected: Tensor, rtol: float, atol: float = 0.0) -> Tensor:
-    """Return where a part differs by more than `rtol` of the number; of infinite numbers, of it."""
+    """Returns where a part differs by more than `rtol` of the number; of infinite numbers, of
+    it."""
     bad = torch.zeros(got.shape, dtype=torch.bool)
     for mine, its in zip(parts(got), parts(expected), strict=True):
         if got.dtype is torch.bool:
@@ -67,7 +68,7 @@ def unlike(got: Tensor, expected: Tensor, rtol: float, atol: float = 0.0) -> Ten
 
 
 def is_lost(got: Tensor, expected: Tensor) -> Tensor:
-    """Return where torch loses to a NaN what C99 knows; it multiplies a summand by 1 + 0i, too."""
+    """Returns where torch loses to a NaN what C99 knows; it multiplies a summand by 1 + 0i, too."""
     lost = torch.zeros(got.shape, dtype=torch.bool)
     for mine, its in zip(parts(got), parts(expected), strict=True):
         lost |= its.isnan() & ~mine.isnan()

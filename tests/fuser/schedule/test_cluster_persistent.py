@@ -46,7 +46,7 @@ def check(
     reference: Callable[..., torch.Tensor | Sequence[torch.Tensor]],
     inputs: Sequence[torch.Tensor],
 ) -> CheckedCpuKernel:
-    """Run and compare; return the kernel."""
+    """Runs and compare; returns the kernel."""
     executor = executor_for(build, inputs)
     wide_inputs = [t.double() if t.dtype.is_floating_point else t for t in inputs]
     expected = reference(*wide_inputs)

@@ -158,14 +158,14 @@ def test_parameters_step_down_together() -> None:
 
 # ------------------------------------------------------------------ whole programs
 def launched(fd: FusionDefinition, inputs: Sequence[torch.Tensor], *off: str) -> list[str]:
-    """Return the schedulers of the kernels of a run."""
+    """Returns the schedulers of the kernels of a run."""
     with PythonProfiler() as profiler:
         fd.execute(inputs, _enable_options=GPU, _disable_options=off)
     return [row.scheduler for row in profiler.profile.kernel_profiles]
 
 
 def rope(fd: FusionDefinition, x: TensorView, cos: TensorView, sin: TensorView) -> TensorView:
-    """Rotate halves of heads."""
+    """Rotates halves of heads."""
     half = fd.ops.slice(x, [0, 0, 0], [x.size(0), x.size(1), 16])
     other = fd.ops.slice(x, [0, 0, 16], [x.size(0), x.size(1), 32])
     turned = fd.ops.cat([fd.ops.neg(other), half], -1)

@@ -95,7 +95,7 @@ def defined(
 
 
 def schedulers(fd: FusionDefinition) -> list[str]:
-    """Return what schedules the kernels of the latest run."""
+    """Returns what schedules the kernels of the latest run."""
     segments = fd._executor_cache()._last().program.segmented.segments
     return [s.scheduler or s.kind for s in segments]
 
@@ -107,7 +107,7 @@ def check(
     symbolic: bool = True,
     kernels: Sequence[str] = BOTH_KERNELS,
 ) -> None:
-    """Run with the H200's schedules and all checks; compare with float64."""
+    """Runs with the H200's schedules and all checks; compare with float64."""
     fd = defined(build, inputs, symbolic=symbolic)
     got = fd.execute(inputs, _enable_options=[*H200, "checked"])
     assert schedulers(fd) == [*kernels]
@@ -120,7 +120,7 @@ def check(
 
 
 def operands(dtype: torch.dtype, rows: Sequence[int], n: int, count: int = 2) -> list[torch.Tensor]:
-    """Return `count` tensors of rows, and a weight."""
+    """Returns `count` tensors of rows, and a weight."""
     generator = torch.Generator().manual_seed(sum(rows) + n)
     shapes = [(*rows, n)] * count + [(n,)]
     return [torch.randn(s, generator=generator).to(dtype) for s in shapes]
@@ -324,7 +324,7 @@ BINARY = [ops.add, ops.sub, ops.mul]
 
 
 def random_build(r: python_random.Random, x: TensorView, y: TensorView, w: TensorView) -> Results:
-    """Return something along rows that waits for a sum, and sums over rows."""
+    """Returns something along rows that waits for a sum, and sums over rows."""
     pool = [x, y, ops.mul(x, w)]
 
     def grow(times: int) -> TensorView:

@@ -420,7 +420,7 @@ def test_a_row_of_any_length_is_read_in_whole_words(shape: tuple[int, int]) -> N
 
 
 def _moved(x: torch.Tensor, by: int) -> torch.Tensor:
-    """Return a copy that begins so many elements behind a word of memory."""
+    """Returns a copy that begins so many elements behind a word of memory."""
     held = torch.full((x.numel() + by,), float("nan"), dtype=x.dtype)
     held[by:] = x.flatten()
     return held[by:].view(x.shape)

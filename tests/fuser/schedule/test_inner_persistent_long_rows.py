@@ -23,7 +23,7 @@ LONG = 1 << 18
 
 
 def kernel_text(build: Build, shape: tuple[int, int], outputs: Sequence[Sequence[int]]) -> str:
-    """Return the text of the kernel for rows of bfloat16 and one target each."""
+    """Returns the text of the kernel for rows of bfloat16 and one target each."""
     fusion = define(build, [None, None], [None], dtype=[BF16, DataType.Int])
     executor = FusedKernelExecutor(fusion, scheduler="inner_persistent", name="rows", device=H200)
     x, t = torch.empty(shape, dtype=torch.bfloat16), torch.empty(shape[0], dtype=torch.int64)
@@ -50,7 +50,7 @@ def loss_and_gradient(x: TensorView, t: TensorView) -> Sequence[TensorView]:
 
 
 def directions(text: str) -> list[str]:
-    """Return how the loops that are not unrolled step."""
+    """Returns how the loops that are not unrolled step."""
     lines = text.splitlines()
     pairs = zip(["", *lines], lines, strict=False)
     loops = [now for before, now in pairs if "for (" in now and "FUSER_UNROLL" not in before]

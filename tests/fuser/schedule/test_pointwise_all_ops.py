@@ -56,8 +56,8 @@ def executors() -> dict[str, FusedKernelExecutor]:
 def ulp_error(
     got: torch.Tensor, expected: torch.Tensor, dtype: DataType, *, at_least: float
 ) -> float:
-    """Return the largest error in units of the last place of the result, or of `at_least` where the
-    result is smaller; `expected` is float64 or complex128, whose distances count."""
+    """Returns the largest error in units of the last place of the result, or of `at_least` where
+    the result is smaller; `expected` is float64 or complex128, whose distances count."""
     info, got = torch.finfo(to_torch(dtype)), widened(got)
     same = (got == expected) | (got.isnan() & expected.isnan())
     rounded = expected.to(to_torch(dtype))
@@ -69,8 +69,8 @@ def ulp_error(
 
 
 def check_out(case: OpCase, out: torch.Tensor, expected: torch.Tensor, what: str) -> None:
-    """Compare what a kernel gave, on the CPU or from a GPU: integers and Bool exactly, floating and
-    complex numbers within so many units in the last place."""
+    """Compares what a kernel gave, on the CPU or from a GPU: integers and Bool exactly, floating
+    and complex numbers within so many units in the last place."""
     if not (out.is_floating_point() or out.is_complex()):
         assert torch.equal(out, expected.to(out.dtype)), what
     elif out.numel():

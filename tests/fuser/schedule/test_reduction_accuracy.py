@@ -52,7 +52,7 @@ def results(
 
 
 def worst(got: torch.Tensor, exact: torch.Tensor) -> float:
-    """Return the largest relative error in units of the result's rounding error."""
+    """Returns the largest relative error in units of the result's rounding error."""
     error = (got.double() - exact).abs() / exact.abs()
     return error.max().item() / ROUNDING[got.dtype]
 

@@ -23,7 +23,7 @@ def _wide(x: TensorView) -> TensorView:
 
 
 def _gradients(axis: int) -> tuple[Callable[..., object], Callable[..., object]]:
-    """Return a gradient and its sum along an axis, ours and torch's."""
+    """Returns a gradient and its sum along an axis, ours and torch's."""
 
     def ours(dy: TensorView, x: TensorView) -> Sequence[TensorView]:
         dx = ops.mul(_wide(dy), ops.sub(1.0, ops.mul(_wide(x), _wide(x))))

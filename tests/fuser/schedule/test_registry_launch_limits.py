@@ -206,7 +206,7 @@ def test_launch_of_a_huge_tensor_is_inside_the_limits(
 
 
 def _assert_inside(executor: FusedKernelExecutor, shapes: Sequence[Sequence[int]]) -> None:
-    """Bind tensors without contents, and look at the launch."""
+    """Binds tensors without contents, and look at the launch."""
     fusion = executor.fusion
     sizes = sizes_of(fusion, *shapes)
     from fuser.ir.dtypes import to_torch

@@ -28,7 +28,7 @@ def whole(
     ends: tuple[float, float] = (0.0, 1.0),
     dtype: torch.dtype = torch.float32,
 ) -> torch.Tensor:
-    """Return the tensor that the definition gives."""
+    """Returns the tensor that the definition gives."""
     count = int(torch.Size(shape).numel())
     given: dict[str, Any] = {"seed": SEED, "offset": OFFSET, "dtype": dtype}
     return reference.numbers(kind, count, ends, **given).reshape(shape)

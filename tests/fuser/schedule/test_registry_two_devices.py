@@ -19,7 +19,7 @@ CASES: dict[str, Case] = {}
 
 
 def case(define: Case) -> Case:
-    """Register a case: it defines outputs, and returns the inputs and the expected outputs."""
+    """Registers a case: it defines outputs, and returns the inputs and the expected outputs."""
     CASES[define.__name__] = define
     return define
 

@@ -40,7 +40,7 @@ def turned(x: TensorView, order: Sequence[int]) -> TensorView:
 
 
 def forced(fusion: Fusion, params: TransposeParams) -> FusedKernelExecutor:
-    """Return an executor in checked mode whose tile does not depend on sizes."""
+    """Returns an executor in checked mode whose tile does not depend on sizes."""
     made = FusedKernelExecutor(
         fusion, scheduler="transpose", name="tile", device=H200, checked=True
     )
@@ -49,7 +49,7 @@ def forced(fusion: Fusion, params: TransposeParams) -> FusedKernelExecutor:
 
 
 def launched(executor: FusedKernelExecutor) -> object:
-    """Return the parameters of the variant that was compiled."""
+    """Returns the parameters of the variant that was compiled."""
     (variant,) = [v for v in executor.variants if v.compiled is not None]
     return variant.params
 
@@ -62,7 +62,7 @@ def check(
     *,
     shapes: Sequence[Sequence[int | None]] | None = None,
 ) -> FusedKernelExecutor:
-    """Run with these parameters, and find the wanted bits."""
+    """Runs with these parameters, and finds the wanted bits."""
     given = shapes or [[None if n > 1 else 1 for n in t.shape] for t in inputs]
     fusion = define(build, *given, dtype=from_torch(inputs[0].dtype))
     executor = forced(fusion, params)
@@ -89,7 +89,7 @@ def widths(extent: int, dtype: torch.dtype) -> list[int]:
 def any_tile(
     draw: python_random.Random, dtype: torch.dtype, extents: Sequence[int]
 ) -> TransposeParams:
-    """Return a tile of any shape, with vectors that these innermost extents allow."""
+    """Returns a tile of any shape, with vectors that these innermost extents allow."""
     vector, staged = (draw.choice(widths(n, dtype)) for n in extents)
     edge, staged_edge = (
         v * draw.choice([m for m in (1, 2, 4, 8, 16, 32) if m * v <= 64]) for v in (vector, staged)

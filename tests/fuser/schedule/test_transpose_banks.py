@@ -85,7 +85,7 @@ Access = tuple[str, bool, int, Scalar]
 
 
 def accesses(s: object) -> Iterator[Access]:
-    """Yield (tensor, whether shared, elements, index) of what a statement reads and writes."""
+    """Yields (tensor, whether shared, elements, index) of what a statement reads and writes."""
     for part in values_of(s):  # pyright: ignore[reportArgumentType]
         if isinstance(part, GlobalLoad) or (isinstance(part, Element) and part.shared):
             yield part.name, isinstance(part, Element), 1, part.index
@@ -100,7 +100,7 @@ def value(x: Scalar, env: Mapping[str, Number]) -> Number:
 
 
 def bank_turns(begins: Sequence[int], nbytes: int) -> int:
-    """Return how many words one bank is asked for at once; 8 bytes are served to 16 lanes at a
+    """Returns how many words one bank is asked for at once; 8 bytes are served to 16 lanes at a
     time, 16 bytes to 8."""
     lanes = min(WARP, WARP * WORD // nbytes)
     most = 0
@@ -116,7 +116,7 @@ def bank_turns(begins: Sequence[int], nbytes: int) -> int:
 def chosen_kernel(
     build: Build, dtype: torch.dtype, *shapes: Sequence[int]
 ) -> tuple[LoweredKernel, TransposeParams, dict[Symbol, int]]:
-    """Return the kernel that an H200 gets for contiguous inputs of these shapes."""
+    """Returns the kernel that an H200 gets for contiguous inputs of these shapes."""
     fusion = define(build, *[[None] * len(s) for s in shapes], dtype=from_torch(dtype))
     row = scheduler("transpose")
     params = row.heuristics(fusion, Facts(sizes_of(fusion, *shapes)), H200)

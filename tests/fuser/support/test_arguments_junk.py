@@ -267,7 +267,7 @@ ROWS: list[tuple[str, Callable[[Bench], Callable[..., object]], Call]] = [
 
 
 def problem_of(name: str, error: Exception | None) -> str:
-    """Return what is wrong with how a call ended, "" for nothing."""
+    """Returns what is wrong with how a call ended, "" for nothing."""
     if error is None:
         return ""
     if not isinstance(error, FuserError):

@@ -40,7 +40,7 @@ X, W = torch.randn(3, 8), torch.randn(4, 8)
 
 
 def run_on_two_ranks(calls: int = 1) -> list[FusionDefinition]:
-    """Run on 2 simulated ranks, each with a definition of its own."""
+    """Runs on 2 simulated ranks, each with a definition of its own."""
 
     def body() -> FusionDefinition:
         fd = row_parallel(2)

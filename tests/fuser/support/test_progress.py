@@ -41,7 +41,7 @@ class Terminal(io.StringIO):
 
 @pytest.fixture
 def terminal(monkeypatch: pytest.MonkeyPatch) -> Terminal:
-    """Return a terminal on which a line appears at once."""
+    """Returns a terminal on which a line appears at once."""
     found = Terminal()
     # pytest puts its own `sys.stderr` back before each phase of a test.
     monkeypatch.setattr(progress, "sys", SimpleNamespace(stderr=found))
@@ -119,7 +119,7 @@ def _closed() -> io.StringIO:
 
 
 def note_stages(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Return the stages that lines are told."""
+    """Returns the stages that lines are told."""
     found: list[str] = []
     stage: Callable[..., None] = progress.ProgressLine.stage
 

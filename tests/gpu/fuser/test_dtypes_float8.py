@@ -57,7 +57,7 @@ def test_all_codes_become_every_dtype(dtype: DataType) -> None:
 
 
 def program_of(given: Sequence[torch.Tensor], names: Sequence[str], dtype: DataType) -> Any:
-    """Return the definition of a product of two factors with two scales, and more by name."""
+    """Returns the definition of a product of two factors with two scales, and more by name."""
     with FusionDefinition() as fd:
         mat1, mat2, scale1, scale2, *rest = map(fd.from_pytorch, given)
         more: Any = dict(zip(names, rest, strict=True))

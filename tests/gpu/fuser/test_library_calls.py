@@ -61,7 +61,7 @@ def groups(x: torch.Tensor, w: torch.Tensor, ends: torch.Tensor) -> torch.Tensor
 
 
 def kernels_of(call: Callable[[], object]) -> list[str]:
-    """Return the names of what one call does on the GPU."""
+    """Returns the names of what one call does on the GPU."""
     for _ in range(3):
         call()
     torch.cuda.synchronize()

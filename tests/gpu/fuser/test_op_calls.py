@@ -25,7 +25,7 @@ def run(drawn: Drawn, device: str) -> list[torch.Tensor]:
 
 
 def bounds_of(name: str, drawn: Drawn) -> tuple[torch.Tensor | None, ...]:
-    """Return how far each result may be off, where the call says so."""
+    """Returns how far each result may be off, where the call says so."""
     off = CALLS[name].off
     if off is None or drawn.dtype not in HALF:
         return (None,) * len(drawn.fusion.outputs)

@@ -278,7 +278,8 @@ def test_the_graphs_of_a_caller_keep_their_memory() -> None:
 
 
 def _captured(run: Callable[[], list[torch.Tensor]]) -> tuple[torch.cuda.CUDAGraph, Any, list[int]]:
-    """Return a graph, the results of its run, and the kinds of its nodes (0: kernel, 2: memset)."""
+    """Returns a graph, the results of its run, and the kinds of its nodes (0: kernel, 2:
+    memset)."""
     driver, side = ctypes.CDLL("libcuda.so.1"), torch.cuda.Stream()
     status, number, graph = ctypes.c_int(), ctypes.c_uint64(), ctypes.c_void_p()
     made = torch.cuda.CUDAGraph()

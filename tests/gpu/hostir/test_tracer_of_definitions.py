@@ -60,7 +60,7 @@ def assert_sure(trace: Trace) -> None:
 
 
 def activities(rank: RankTrace) -> Counter[tuple[str, str]]:
-    """Return which kind of kernels ran for which ops: (op, kernel, nccl, memcpy or library)."""
+    """Returns which kind of kernels ran for which ops: (op, kernel, nccl, memcpy or library)."""
     kinds = ("nccl", "Memcpy", "kernel")
     return Counter(
         (

@@ -58,7 +58,7 @@ def test_ranges_of_reshaped_axes_are_boxes_of_the_owner(
     assert (None in found) is (after == (4, 6)), "axes that are neither split nor merged"
 
     def check(part: np.ndarray, box: Box, owned: list[Owned | None], axis: int) -> int:
-        """Cut the axes from `axis` on; return how many of the parts were boxes."""
+        """Cuts the axes from `axis` on; returns how many of the parts were boxes."""
         if axis == part.ndim:
             assert _elements(whole, box) == set(part.flat)
             return 1
@@ -103,7 +103,7 @@ def in_range(part: Part, index: PerRank, limit: PerRank) -> PerRank:
 
 
 def elements_on(spot: Spot, whole: np.ndarray, i: int) -> set[int]:
-    """Return the elements of a spot on the rank at place i."""
+    """Returns the elements of a spot on the rank at place i."""
     axes: list[list[int]] = []
     for extent in spot.extents:
         assert extent is not None

@@ -88,7 +88,7 @@ class Watching:
 
     @classmethod
     def recorder(cls, *given: Any) -> Recorder:
-        """Make a recorder that is watched until it has finished."""
+        """Makes a recorder that is watched until it has finished."""
         made = Recorder(*given)
         watching, finish = cls(made), made.finish
 
@@ -146,7 +146,7 @@ class Watching:
                 self.used.setdefault(slot, []).append(here)
 
     def before(self, runs: int) -> list[int]:
-        """Return, for each node of so many runs one after the other, which ones come before it."""
+        """Returns, for each node of so many runs one after the other, which ones come before it."""
         last: dict[object, int] = {}
         found: list[int] = []
         for run_number in range(runs):
@@ -168,7 +168,7 @@ class Watching:
 
 
 def shared_unordered(of: Watching, plan: Plan) -> Iterator[tuple[Block, Block]]:
-    """Yield the blocks of which two share bytes, though some of their uses are not in order."""
+    """Yields the blocks of which two share bytes, though some of their uses are not in order."""
     before, count = of.before(2), len(of.nodes)
 
     def is_after(a: list[int], b: list[int]) -> bool:
@@ -194,7 +194,7 @@ def watched(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Watching, Plan]]:
 
 
 def in_host_order(blocks: Sequence[tuple[Lifetime, int]]) -> tuple[list[int], int]:
-    """Place blocks as if there were one stream: what the next step takes, the last one may use."""
+    """Places blocks as if there were one stream: what the next step takes, the last one may use."""
     size = max((n for _, n in blocks), default=0)
     size = -(-size // 256) * 256
     return [0] * len(blocks), size
@@ -284,7 +284,7 @@ class Shuffled(DelayedStreams):
 
 
 def replayed(case: Program, seed: int) -> list[torch.Tensor]:
-    """Return what a recorded plan yields in some order of its streams' work."""
+    """Returns what a recorded plan yields in some order of its streams' work."""
     evaluator = HostIrEvaluator(case.build(), number_of_streams=N_STREAMS, late_stream="all")
     streams = evaluator.binder.devices._streams[torch.device("cpu")] = Shuffled(seed)
     inputs = case.inputs()

@@ -88,12 +88,12 @@ COLLECTIVE, P2P, PERMUTE = Communication, P2PCommunication, CollectivePermute
 
 
 def step(hic: HostIrContainer) -> Scalar:
-    """Return the index of the main loop."""
+    """Returns the index of the main loop."""
     return nth(hic, ForLoop, 1).index
 
 
 def field(kind: type[Op], index: int, name: str, value: Callable[[Scalar], object]) -> Edit:
-    """Set a field to a function of the main loop's index."""
+    """Sets a field to a function of the main loop's index."""
     return lambda hic: {(op := nth(hic, kind, index)): (op.replace(**{name: value(step(hic))}),)}
 
 
@@ -103,7 +103,7 @@ def swap_peers(hic: HostIrContainer) -> dict[Op, Sequence[Op]]:
 
 
 def in_branch(kind: type[Op], condition: Scalar) -> Edit:
-    """Let only some ranks carry out an op, and its Wait."""
+    """Lets only some ranks carry out an op, and its Wait."""
 
     def edit(hic: HostIrContainer) -> dict[Op, Sequence[Op]]:
         op, wait = nth(hic, kind), nth(hic, Wait)
@@ -113,7 +113,7 @@ def in_branch(kind: type[Op], condition: Scalar) -> Edit:
 
 
 def all_rotated(hic: HostIrContainer) -> dict[Op, Sequence[Op]]:
-    """Let each rank begin with the chunk of its own number: every slice, so that each fits."""
+    """Lets each rank begin with the chunk of its own number: every slice, so that each fits."""
     slices = [op for op in walk(hic.ops) if isinstance(op, HirAliasSelect)]
     return {op: (op.replace(index=(op.index + RANK) % 5),) for op in slices}
 

@@ -79,7 +79,7 @@ def by_rank(hic: HostIrContainer, first: list[Op], second: list[Op]) -> None:
 
 # ------------------------------------------------------------------ cut twice
 def blocks(tv: TensorView, *, devices: bool) -> TensorView:
-    """Cut rows [steps, rest], or [steps, devices, rest]."""
+    """Cuts rows [steps, rest], or [steps, devices, rest]."""
     tv.set_device_mesh(PAIR)
     tv.outer_split(0, 4)
     if devices:

@@ -66,7 +66,7 @@ def _check(hic: HostIrContainer, rank: int = 0) -> None:
 
 
 def _views(hic: HostIrContainer, shape: list[int], to: list[int]) -> list[TensorView]:
-    """Append names of a new input and of a new output in another shape."""
+    """Appends names of a new input and of a new output in another shape."""
     x, y = hic.input(shape), hic.tensor(shape)
     hic.append(Allocate(y))
     hic.add_output(y)

@@ -256,7 +256,7 @@ MUTANTS: dict[str, Mutant] = {
 
 
 def _free(hic: HostIrContainer, kind: type[Allocate], index: int) -> Op:
-    """Return the Deallocate of what an Allocate makes."""
+    """Returns the Deallocate of what an Allocate makes."""
     made = nth(hic, kind, index).buffer
     return next(o for o in walk(hic.ops) if isinstance(o, Deallocate) and o.buffer is made)
 

@@ -76,7 +76,7 @@ def random_program(seed: int) -> HostIrContainer:
 
 # ------------------------------------------------------------------ the oracle
 def _queues(hic: HostIrContainer) -> dict[str, list[Work | tuple[str, str, int]]]:
-    """Return what each stream is given, in order: work on rows, or a wait for (stream, count)."""
+    """Returns what each stream is given, in order: work on rows, or a wait for (stream, count)."""
     rows: dict[TensorView, tuple[tuple[int, int], ...]] = {}
     queues: dict[str, list[Work | tuple[str, str, int]]] = {"S0": [], "0": [], "1": []}
     current = "S0"
@@ -103,7 +103,7 @@ def _queues(hic: HostIrContainer) -> dict[str, list[Work | tuple[str, str, int]]
 
 
 def _results(hic: HostIrContainer) -> Iterator[object]:
-    """Yield what the caller sees, for every order; the caller looks when its stream is through."""
+    """Yields what the caller sees, for every order; the caller looks when its stream is through."""
     queues = _queues(hic)
     names = list(queues)
     # All memory is the caller's, or the allocator's, again as soon as its stream is through.
@@ -142,7 +142,7 @@ def _results(hic: HostIrContainer) -> Iterator[object]:
 
 
 def _trace(state: State) -> Iterator[object]:
-    """Yield what every op saw: reads, and what it wrote over."""
+    """Yields what every op saw: reads, and what it wrote over."""
     return ((k, v) for k, v in state.items() if k[0] == "log")  # pyright: ignore[reportUnnecessaryComparison]
 
 

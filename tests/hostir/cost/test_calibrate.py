@@ -439,7 +439,7 @@ def test_what_changed_is_listed_in_few_digits() -> None:
 
 # ------------------------------------------------------------------ what only GPUs are asked
 def host_of_programs() -> dict[str, Any]:
-    """Take the GPU's way on the CPU: nothing is asynchronous, so that times mean nothing."""
+    """Takes the GPU's way on the CPU: nothing is asynchronous, so that times mean nothing."""
     bench = calibrate._Bench(Communicator.instance(), CPU)  # pyright: ignore[reportPrivateUsage]
     found = calibrate._gpu_fields(bench)  # pyright: ignore[reportPrivateUsage]
     one, five = (calibrate._host_of_posts(bench, n) for n in (1, 5))  # pyright: ignore[reportPrivateUsage]

@@ -108,7 +108,7 @@ def decided(
     captured: tuple[str, ...] = (),
     overlaps: Overlaps | None = None,
 ) -> tuple[Overlaps, dict[Symbol, int], HostIrContainer]:
-    """Lower a definition for d ranks and sizes, which name the inputs' extents in turn."""
+    """Lowers a definition for d ranks and sizes, which name the inputs' extents in turn."""
     with FusionDefinition() as fd:
         fd.add_output(build(fd, d))  # pyright: ignore[reportArgumentType]
     fusion: Fusion = fd.fusion

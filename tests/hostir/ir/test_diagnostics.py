@@ -44,14 +44,14 @@ TEAM = TeamOf(MESH, (ParallelType.mesh_x,))
 
 
 def here(back: int = 0) -> str:
-    """Return `file.py:12` of the caller's line, or of one so many lines before it."""
+    """Returns `file.py:12` of the caller's line, or of one so many lines before it."""
     frame = inspect.currentframe()
     assert frame is not None and frame.f_back is not None
     return f"{__file__}:{frame.f_back.f_lineno - back}"
 
 
 def two_steps() -> tuple[HostIrContainer, list[str]]:
-    """Return a program that enters streams in two loops, and the lines of all its ops."""
+    """Returns a program that enters streams in two loops, and the lines of all its ops."""
     hic, lines = HostIrContainer(), list[str]()
     with hic:
         x, y, z = hic.input([4, 8]), hic.tensor([4, 8]), hic.tensor([4, 8])
@@ -135,7 +135,7 @@ def test_a_deadlock_in_a_program_by_hand_names_the_users_line() -> None:
 
 
 def unawaited() -> tuple[HostIrContainer, str]:
-    """Return a program whose result is read in flight, and the line of its communication."""
+    """Returns a program whose result is read in flight, and the line of its communication."""
     hic = HostIrContainer()
     with hic:
         x, y = hic.input([4, 8], mesh=MESH), hic.tensor([4, 8], mesh=MESH)

@@ -45,7 +45,7 @@ CLASSES = [c for c in Op.REGISTRY.values() if issubclass(c, HostOp) and not c.__
 
 
 def missing_parts(cls: type[HostOp], examples: dict[type[Op], str]) -> list[str]:
-    """Return what a host op lacks."""
+    """Returns what a host op lacks."""
     parts = {
         "a place in hostir.ir.ops.HOST_OPS": cls in HOST_OPS,
         "an example in tests.support.handmade_programs.EXAMPLES": cls in examples,

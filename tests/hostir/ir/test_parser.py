@@ -228,7 +228,7 @@ def test_a_short_form_with_blocks_is_read_and_says_what_it_lacks() -> None:
 
 
 def damaged(change: str) -> str:
-    """Return the full form of a program with a kernel, damaged in one place."""
+    """Returns the full form of a program with a kernel, damaged in one place."""
     text = build(CASES["sliced_matmul"]).full_text()
     header, rows = re.search(r"TransformPrinter : \n((?: .*\n)+)", text), "TransformPrinter : \n"
     kernel = text.index("Kernel group 0")

@@ -30,7 +30,7 @@ Make = Callable[[TensorView, TensorView], Op]
 def _program(
     make: Make, shape: tuple[int, ...], out: tuple[int, ...], dtype: DataType, cut: str = ""
 ) -> HostIrContainer:
-    """Return x -> y by one op; `cut` has the names of what devices cut along axis 0."""
+    """Returns x -> y by one op; `cut` has the names of what devices cut along axis 0."""
     hic = HostIrContainer()
     with hic:
         mesh = MESH if cut else None
@@ -184,7 +184,7 @@ def test_results_are_what_ops_make(name: str) -> None:
 
 
 def _selects(axis: int, size: object) -> HostIrContainer:
-    """Return a program that copies the elements of x [size, 8] along an axis, named as [8]."""
+    """Returns a program that copies the elements of x [size, 8] along an axis, named as [8]."""
     hic = HostIrContainer()
     with hic:
         x = hic.input([size, 8])

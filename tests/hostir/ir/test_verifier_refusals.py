@@ -67,7 +67,7 @@ AXIS, OP_TEXT = re.compile(r"\b[a-zA-Z?.]+\w*\d+\w*\{"), re.compile(r" = ")
 
 
 def sentence(error: VerifyError) -> str:
-    """Return the first line of a message; it is one for readers who do not know the IR."""
+    """Returns the first line of a message; it is one for readers who do not know the IR."""
     head, *below = str(error).splitlines()
     assert re.match(r"[A-Z][\w() ]+", head), head
     shown = re.sub(r"DeviceMesh\{[^}]*\}", "", head)
@@ -611,7 +611,7 @@ _BEHIND_OTHERS = {
 
 
 def _raises(module: ModuleType) -> dict[tuple[str, int], str]:
-    """Return the places where a module raises `VerifyError`, with their text."""
+    """Returns the places where a module raises `VerifyError`, with their text."""
     path = Path(inspect.getsourcefile(module) or "")
     text = path.read_text()
     found = (n for n in ast.walk(ast.parse(text)) if isinstance(n, ast.Raise) and n.exc)
@@ -640,7 +640,7 @@ def test_every_rule_has_a_broken_program() -> None:
 
 
 def _mutants(program: HostIrContainer) -> list[HostIrContainer]:
-    """Return programs without an op, with one twice, and with two in another order."""
+    """Returns programs without an op, with one twice, and with two in another order."""
     found: list[HostIrContainer] = []
     for k, op in enumerate(program.ops):
         before, after = program.ops[:k], program.ops[k + 1 :]

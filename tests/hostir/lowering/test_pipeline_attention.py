@@ -52,7 +52,7 @@ def expected_of(given: Sequence[torch.Tensor], *, is_causal: bool) -> list[torch
 
 # ------------------------------------------------------------------ several ranks
 def run_cut(cuts: dict[str, int], *, is_causal: bool) -> tuple[list[Any], dict[str, int], str]:
-    """Run forward and backward on a rank, its operands cut as told; return its results and what
+    """Runs forward and backward on a rank, its operands cut as told; returns its results and what
     each is of the whole."""
     mesh = DeviceMesh(range(Communicator.instance().size()))
     tensors: dict[str, TensorView] = {}

@@ -32,7 +32,7 @@ from scripts.lowering_time import (
 
 
 def count_steps(run: Callable[[], object]) -> int:
-    """Return how many bytecode instructions a call executes."""
+    """Returns how many bytecode instructions a call executes."""
     steps = 0
 
     def local(frame: FrameType, event: str, arg: Any) -> Any:
@@ -119,7 +119,7 @@ def define_blocks(fd: Any, count: int, mesh: Any) -> None:
 
 @pytest.fixture
 def counted(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
-    """Return how often what grows with a program's depth is done."""
+    """Returns how often what grows with a program's depth is done."""
     counts: Counter[str] = Counter()
 
     def count(owner: object, name: str, amount: Callable[..., int] = lambda *args: 1) -> None:

@@ -56,7 +56,7 @@ def place(tv: TensorView, layout: str) -> None:
 def keyed(
     layout: str, read: Callable[[Any, TensorView, TensorView], TensorView], *, symbolic: bool = True
 ) -> tuple[FusionDefinition, TensorView]:
-    """Return a program of x, seed and offset, and its x, that lies as told."""
+    """Returns a program of x, seed and offset, and its x, that lies as told."""
     with FusionDefinition() as fd:
         x = fd.define_tensor([-1, -1] if symbolic else [ROWS, WIDTH], contiguity=True)
         seed, offset = fd.define_scalar(D.Int), fd.define_scalar(D.Int)
@@ -68,7 +68,7 @@ def keyed(
 
 
 def run(fd: FusionDefinition, x: TensorView, size: int = 4) -> list[list[torch.Tensor]]:
-    """Return the outputs of all ranks for an x of zeros."""
+    """Returns the outputs of all ranks for an x of zeros."""
 
     def body() -> list[torch.Tensor]:
         return fd.execute([shard_tensor(torch.zeros(ROWS, WIDTH), x), SEED, OFFSET])
@@ -241,7 +241,7 @@ def dropping(layout: str) -> tuple[FusionDefinition, TensorView]:
 
 
 def alone(calls: int) -> list[list[torch.Tensor]]:
-    """Return what one device gets."""
+    """Returns what one device gets."""
     with FusionDefinition() as fd:
         x = fd.define_tensor([-1, -1], contiguity=True)
         kept = fd.ops.lt(fd.ops.rand_like(x), 0.5)

@@ -22,7 +22,7 @@ LATE = ("all", "entry", "0", "1", "2")
 
 
 def stream(tv: TensorView, axis: int, count: int | None = None) -> None:
-    """Make an axis a stream: as a whole, or in `count` blocks."""
+    """Makes an axis a stream: as a whole, or in `count` blocks."""
     if count is not None:
         tv.outer_split(axis, count)
     tv.axis(axis).parallelize(ParallelType.stream)

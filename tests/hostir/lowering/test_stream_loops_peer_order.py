@@ -63,7 +63,7 @@ def test_steps_take_turns(name: str) -> None:
 
 
 def branches(program: HostIrContainer) -> Iterator[tuple[Op, Op]]:
-    """Yield what the steps compute of the own block, and of any other."""
+    """Yields what the steps compute of the own block, and of any other."""
     (loop, *_) = (op for op in program.ops if isinstance(op, ForLoop))
     for op in loop.body:
         if isinstance(op, IfThenElse) and op.then and op.orelse:

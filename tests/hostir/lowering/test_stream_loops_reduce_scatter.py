@@ -202,7 +202,7 @@ FORMS["ring, executor, executed"] = replace(
 
 
 def run(form: Form, d: int, options: Sequence[Sequence[str]]) -> HostIrContainer:
-    """Run on random inputs, and compare with float64; return the program."""
+    """Runs on random inputs, and compare with float64; returns the program."""
     with FusionDefinition() as fd:
         inputs, out = form.define(fd, d)
     cache = FusionExecutorCache(fd.fusion, params=form.params)

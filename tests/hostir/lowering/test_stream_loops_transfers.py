@@ -81,7 +81,7 @@ class Loop:
         return int(sc.evaluate(x, {RANK: rank, self.context.index: step}))
 
     def at(self, ops: Sequence[Op], rank: int, step: int) -> Iterator[Op]:
-        """Yield the ops that a rank carries out in a step."""
+        """Yields the ops that a rank carries out in a step."""
         for op in ops:
             if isinstance(op, IfThenElse):
                 taken = op.then if self.value(op.predicate, rank, step) else op.orelse
@@ -143,7 +143,7 @@ def exchange(d: int, *, swizzled: bool = True) -> Callable[[FusionDefinition], N
 
 # ------------------------------------------------------------------ rings
 def teams(name: str) -> list[list[int]]:
-    """Return the devices that differ by their place along the axis alone, in order of it."""
+    """Returns the devices that differ by their place along the axis alone, in order of it."""
     grid, along = MESHES[name]
     rows = grid.T if along is Y else grid  # mesh_x is the last dimension
     return rows.reshape(-1, rows.shape[-1]).tolist()

@@ -47,7 +47,7 @@ from tests.support.handmade_programs import EXAMPLES, Example
 
 
 def traced(example: Example, **options: Any) -> list[Trace]:
-    """Trace on simulated ranks; on one, without a communicator."""
+    """Traces on simulated ranks; on one, without a communicator."""
 
     def here(communicator: Communicator | None) -> Trace:
         program = example.build()
@@ -63,7 +63,7 @@ def traced(example: Example, **options: Any) -> list[Trace]:
 
 
 def counted(rank: RankTrace) -> Busy:
-    """Return the sums of the last run from its slices, moment by moment."""
+    """Returns the sums of the last run from its slices, moment by moment."""
     wall = rank.runs[-1].wall
     work = [s for s in rank.slices if not s.on_host]
     marks = sorted({0.0, wall, *(s.begin for s in work), *(s.end for s in work)})
@@ -363,7 +363,7 @@ class FakeEvent:
 
 
 def watched_by(monkeypatch: pytest.MonkeyPatch, *ways: Callable[..., HostWatch]) -> None:
-    """Let traces tell the time in these ways, whatever the device."""
+    """Lets traces tell the time in these ways, whatever the device."""
     monkeypatch.setattr("hostir.profiling.tracer.ways_to_time", lambda *_: [*ways])
 
 

@@ -28,8 +28,8 @@ CHUNKS, ROWS, K, N = 4, 6, 16, 8
 
 
 def streamed_linear(d: int) -> tuple[FusionDefinition, list[torch.Tensor], torch.Tensor]:
-    """Return the allgather and linear of `examples/streamed_linear.py` in four steps, the shards of
-    this rank, and the result."""
+    """Returns the allgather and linear of `examples/streamed_linear.py` in four steps, the shards
+    of this rank, and the result."""
     with FusionDefinition() as fd:
         x = fd.define_tensor([CHUNKS, d, ROWS, K], contiguity=True, dtype=DataType.Float)
         w = fd.define_tensor([N, K], contiguity=True, dtype=DataType.Float)

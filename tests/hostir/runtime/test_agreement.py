@@ -85,7 +85,7 @@ WAYS = {"run": _run, "evaluate": _evaluate, "run_with_input": _with_buffer}
 
 
 def refused_once(way: Callable[..., list[torch.Tensor]], backend: str) -> list[str]:
-    """Run six times, the third time on what rank 1 refuses; return the errors."""
+    """Runs six times, the third time on what rank 1 refuses; returns the errors."""
     communicator = Communicator.instance()
     evaluator, errors = HostIrEvaluator(gathered(backend=backend)), list[str]()
     for i in range(6):

@@ -92,7 +92,7 @@ WRITERS: dict[str, tuple[Make, Callable[..., torch.Tensor], tuple[tuple[int, ...
 
 
 def _written(make: Make, shapes: tuple[tuple[int, ...], ...]) -> tuple[HostIrContainer, TensorView]:
-    """Return a program of one op without an allocation, and the op's result."""
+    """Returns a program of one op without an allocation, and the op's result."""
     hic = HostIrContainer()
     with hic:
         out = make(*(hic.input(shape) for shape in shapes))
@@ -300,7 +300,7 @@ def test_arithmetic_on_scalars() -> None:
 
 # ------------------------------------------------------------------ what is odd
 def _selecting(index: Callable[[Scalar], Scalar], *, size: int = 4) -> HostIrContainer:
-    """Return a program of (i0, x) that copies element `index` of x."""
+    """Returns a program of (i0, x) that copies element `index` of x."""
     hic = HostIrContainer()
     with hic:
         n, x = hic.scalar(), hic.input([size, 3])

@@ -52,7 +52,7 @@ Calls = list[list[list[Any]]]
 def calls_of(
     program: HostIrContainer, ranks: int, inputs: Callable[[int], list[Any]], count: int = CALLS
 ) -> Calls:
-    """Return the shards of every rank in each of some calls."""
+    """Returns the shards of every rank in each of some calls."""
     return [
         [shards_of(program, given, rank) for rank in range(ranks)]
         for given in map(inputs, range(count))

@@ -72,7 +72,7 @@ class Watch:
 
     @contextmanager
     def run(self) -> Iterator[Told]:
-        """Count from here; yield what this rank is told."""
+        """Counts from here; yields what this rank is told."""
         rank = _rank()
         self.told[rank], self._works[rank], self._marks[rank] = [], {}, -1
         yield self.told[rank]
@@ -109,7 +109,7 @@ def check(
 
 
 def relevant(told: Told, meant: Told) -> Told:
-    """Leave out marks where none are meant."""
+    """Leaves out marks where none are meant."""
     has_marks = any(what == "join mark" for what, _ in meant)
     return [(what, which) for what, which in told if has_marks or what != "join mark"]
 

@@ -80,7 +80,7 @@ class Program:
             out(values[value], None if into is None else values[into])
 
     def expected(self, inputs: Tensors) -> tuple[Tensors, Tensors]:
-        """Return the visible outputs, and update the inputs: old values first, writes last."""
+        """Returns the visible outputs, and update the inputs: old values first, writes last."""
         values = [x.double().clone() for x in inputs]
         for row, operands in self.statements:
             values.append(row.torch(*(values[k] for k in operands)))
@@ -129,7 +129,7 @@ def random_inputs(program: Program, rng: random.Random) -> Tensors:
 
 
 def copies(inputs: Tensors) -> Tensors:
-    """Return copies that share memory as the inputs do."""
+    """Returns copies that share memory as the inputs do."""
     buffers = {t.untyped_storage().data_ptr(): t.untyped_storage().clone() for t in inputs}
     return [
         torch.empty(0).set_(

@@ -36,7 +36,7 @@ LATE = pytest.mark.parametrize("late", [None, "all"])
 def program(
     make: Build, *shapes: tuple[int, ...]
 ) -> tuple[HostIrContainer, tuple[TensorView, ...]]:
-    """Return a program of ops in the order of its results, all of which are outputs."""
+    """Returns a program of ops in the order of its results, all of which are outputs."""
     hic = HostIrContainer()
     with hic:
         results = make(*(hic.input(shape) for shape in shapes))

@@ -42,14 +42,14 @@ def named(name: str, bound: Bound) -> Plan:
 
 
 def cache(*dtypes: DataType, free: frozenset[int] = frozenset(), **options: Any) -> PlanCache:
-    """Return the cache of a program of a tensor and numbers."""
+    """Returns the cache of a program of a tensor and numbers."""
     fusion = Fusion()
     x = fusion.new_tensor([fusion.new_axis(fusion.new_extent())], DataType.Float)
     return PlanCache([x, *map(fusion.new_symbol, dtypes)], free, **options)
 
 
 def beginning_at(place: int, n: int = 4) -> torch.Tensor:
-    """Return a tensor that begins `place` bytes behind a multiple of 16."""
+    """Returns a tensor that begins `place` bytes behind a multiple of 16."""
     room = torch.zeros(n + 16)
     first = (-room.data_ptr() % 16 + place) // 4
     return room[first : first + n]

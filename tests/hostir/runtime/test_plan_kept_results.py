@@ -22,13 +22,13 @@ Tensor = torch.Tensor
 
 
 def beside(t: Tensor) -> Tensor:
-    """Lay heads beside one another, as torch's kernel of the CPU writes its output."""
+    """Lays heads beside one another, as torch's kernel of the CPU writes its output."""
     return t.transpose(1, 2).contiguous().transpose(1, 2)
 
 
 @pytest.fixture
 def written(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Note where torch's kernel of the CPU writes its outputs."""
+    """Notes where torch's kernel of the CPU writes its outputs."""
     places: list[int] = []
     kernel: Callable[..., Any] = attention_kernels.TorchAttention.cpu
 

@@ -92,7 +92,7 @@ def test_a_larger_program_moves_the_buffer_and_nothing_keeps_the_smaller_one() -
 
 
 def _users(storage: torch.UntypedStorage) -> int:
-    """Return how many tensors and storages see this memory."""
+    """Returns how many tensors and storages see this memory."""
     return torch._C._storage_Use_Count(storage._cdata)  # pyright: ignore[reportAttributeAccessIssue]
 
 
@@ -127,7 +127,7 @@ def test_threads_never_share_a_buffer_at_one_time() -> None:
 
 
 def with_one(fd: FusionDefinition) -> int:
-    """Return the bytes of the largest buffer where a definition is bound."""
+    """Returns the bytes of the largest buffer where a definition is bound."""
     found = [arena.nbytes for one in fd.fec._by_signature.values() for arena in _arenas(one)]
     return max(found)
 

@@ -141,7 +141,7 @@ CASES = [pytest.param(g, n, id=f"{g} {n}") for g, group in GROUPS.items() for n 
 
 
 def seen_in(run: Run) -> list[Seen]:
-    """Return the plans that evaluators record in a run, and the inputs that each was made for."""
+    """Returns the plans that evaluators record in a run, and the inputs that each was made for."""
     found: list[Seen] = []
     with watched_plans(lambda *seen: found.append(seen)):
         torch.manual_seed(0)
@@ -150,7 +150,7 @@ def seen_in(run: Run) -> list[Seen]:
 
 
 def told(seen: Sequence[Seen]) -> str:
-    """Return the plans as text, each rank's in the order in which it has made them."""
+    """Returns the plans as text, each rank's in the order in which it has made them."""
     texts: dict[int, list[str]] = {}
     for evaluator, plan, inputs in seen:
         rank = values_of(evaluator, inputs)[1]
@@ -160,7 +160,7 @@ def told(seen: Sequence[Seen]) -> str:
 
 # ------------------------------------------------------------------ golden texts
 def section(group: str, name: str) -> str:
-    """Return the golden text of a program, "" where there is none."""
+    """Returns the golden text of a program, "" where there is none."""
     path = GOLDEN / f"{group}.txt"
     text = path.read_text() if path.exists() else ""
     parts = dict(part.split(" ==\n", 1) for part in text.split("== ")[1:])
@@ -168,7 +168,7 @@ def section(group: str, name: str) -> str:
 
 
 def write_section(group: str, name: str, text: str) -> None:
-    """Put the text of a program into its file, whose programs are in the order of the group."""
+    """Puts the text of a program into its file, whose programs are in the order of the group."""
     names = [*GROUPS.get(group, SIZED)]
     parts = {n: section(group, n) for n in names} | {name: text}
     GOLDEN.mkdir(exist_ok=True)
@@ -199,7 +199,7 @@ def normal(*shape: int) -> torch.Tensor:
 
 
 def _any_size(define: Callable[..., Sequence[Any]], make: Tensors, updates: int = 0) -> Run:
-    """Run a definition of tensors of any sizes (and of scalars) on inputs of each number of rows;
+    """Runs a definition of tensors of any sizes (and of scalars) on inputs of each number of rows;
     its first results are written into the first inputs."""
 
     def run() -> None:

@@ -29,7 +29,7 @@ def layered() -> tuple[FusionDefinition, list[int]]:
 
 
 def ranges(fd: FusionDefinition, inputs: list[torch.Tensor]) -> list[str]:
-    """Return the ranges of one call, in order."""
+    """Returns the ranges of one call, in order."""
     with profile(activities=[ProfilerActivity.CPU]) as prof:
         fd.execute(inputs)
     events = sorted(prof.events() or (), key=lambda e: e.time_range.start)

@@ -161,7 +161,7 @@ def test_a_view_copies_nothing() -> None:
 
 # ------------------------------------------------------------------ refused on all ranks
 def refused(program: HostIrContainer, of: type[Exception]) -> str:
-    """Return what all simulated ranks say."""
+    """Returns what all simulated ranks say."""
 
     def body() -> str:
         with pytest.raises(of) as error:

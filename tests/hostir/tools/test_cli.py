@@ -40,7 +40,7 @@ def file(tmp_path: Path) -> Path:
 
 
 def edited(tmp_path: Path, old: str, new: str) -> str:
-    """Return a file with the program's text, once changed."""
+    """Returns a file with the program's text, once changed."""
     assert old in TEXT
     path = tmp_path / "edited.txt"
     path.write_text(TEXT.replace(old, new, 1))
@@ -384,7 +384,7 @@ def test_one_of_several_programs_is_chosen(
 
 # ------------------------------------------------------------------ streams
 def ring(tmp_path: Path, *, without: str = "") -> str:
-    """Return a file with an allgather and linear in four steps on streams, less some lines."""
+    """Returns a file with an allgather and linear in four steps on streams, less some lines."""
     text = PROGRAMS["ring_linear"].build().full_text()
     path = tmp_path / "ring.txt"
     path.write_text("".join(x for x in text.splitlines(True) if not without or without not in x))

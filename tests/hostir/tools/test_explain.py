@@ -30,14 +30,14 @@ X = ParallelType.mesh_x
 
 
 def at(mark: str) -> str:
-    """Return `file:line` of the line of this file that ends in a comment."""
+    """Returns `file:line` of the line of this file that ends in a comment."""
     lines = HERE.read_text().splitlines()
     (number,) = (i for i, line in enumerate(lines, 1) if line.endswith(f"  # {mark}"))
     return f"{HERE}:{number}"
 
 
 def read_back(define: Callable[[], None], *shapes: tuple[int, ...]) -> HostIrContainer:
-    """Return the program of a definition for two ranks, as it comes back from its text."""
+    """Returns the program of a definition for two ranks, as it comes back from its text."""
     program = build(Case(define, shapes, 2))
     again = parse(program.full_text())
     assert again.values.origins == program.values.origins

@@ -39,7 +39,7 @@ def outcome(call: Callable[[], object]) -> str:
 
 
 def parted(comm: Communicator) -> list[str]:
-    """Return the transfers of which some ranks have sent more than others have received."""
+    """Returns the transfers of which some ranks have sent more than others have received."""
     entered = comm._control.ledger.entered
     mine = {k: n for k, n in entered.items() if k.ends}
     told = comm.exchange(json.dumps(rows_of(mine)).encode())
@@ -134,7 +134,7 @@ def test_a_deadlock_that_a_rank_hears_of_late(
 
 # ------------------------------------------------------------------ outside of runs
 def values(comm: Communicator) -> Callable[[int], float]:
-    """Return what calls a program that adds up what each rank gives: number n gives 4 n each."""
+    """Returns what calls a program that adds up what each rank gives: number n gives 4 n each."""
     fd, weights = row_parallel(ranks=comm.size()), torch.ones(5, 4)
 
     def call(value: int) -> float:

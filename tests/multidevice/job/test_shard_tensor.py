@@ -162,7 +162,7 @@ def test_a_copied_shard_of_an_expanded_tensor_is_one_element() -> None:
 
 
 def lies_as(dims: tuple[int, ...], order: tuple[int, ...]) -> torch.Tensor:
-    """Return a tensor of these dims whose axes lie in memory in this order, outermost first."""
+    """Returns a tensor of these dims whose axes lie in memory in this order, outermost first."""
     flat = torch.randn([dims[p] for p in order])
     return flat.permute(sorted(range(len(dims)), key=order.__getitem__))
 

@@ -20,7 +20,7 @@ def mesh_of(shape: tuple[int, ...]) -> DeviceMesh:
 
 
 def cut(tv: TensorView, mesh: DeviceMesh, axis: int, order: tuple[int, ...] = ()) -> None:
-    """Cut an axis by all dimensions of the mesh, and name its parts in the allocation domain.
+    """Cuts an axis by all dimensions of the mesh, and name its parts in the allocation domain.
 
     `order` has the logical axes as memory has them, outermost first.
     """

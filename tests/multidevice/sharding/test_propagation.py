@@ -24,7 +24,7 @@ from tests.support.rank_by_rank import X, Y, mesh, run, shard_axis
 
 
 def loops(tv: TensorView) -> str:
-    """Return the loop axes as `x2 S S rx2`: device letter and count, S: serial, r: reduction."""
+    """Returns the loop axes as `x2 S S rx2`: device letter and count, S: serial, r: reduction."""
     letters = {X: "x", Y: "y"}
     return " ".join(
         ("r" if a.is_reduction() else "")
@@ -245,7 +245,7 @@ def _factorings(size: int) -> list[tuple[int, ...]]:
 
 
 def _blocks(shape: Sequence[int], axis: int, count: int) -> list[int]:
-    """Return, per flat element, the device that holds it."""
+    """Returns, per flat element, the device that holds it."""
     index = torch.arange(math.prod(shape)).view(*shape)
     held = torch.zeros_like(index)
     for device, block in enumerate(index.chunk(count, axis)):

@@ -136,7 +136,7 @@ def test_symbolic_merges_keep_an_outer_cut() -> None:
 
 
 def test_equal_blocks_written_differently_are_equal() -> None:
-    """Split(x, 2).outer and the outer part of an inner split by n/2 cut the same blocks."""
+    """Splits(x, 2).outer and the outer part of an inner split by n/2 cut the same blocks."""
     out, op = defined(lambda: ops.set(tensor(12)))
     op.inputs[0].set_device_mesh(M2)
     op.inputs[0].split(0, 6)

@@ -43,14 +43,14 @@ BLOCKS: tuple[Block, ...] = ("first", "last")
 
 
 def stream(tv: TensorView, axis: int, count: int | None = None) -> None:
-    """Make loop axis `axis` a stream, as a whole or in `count` blocks."""
+    """Makes loop axis `axis` a stream, as a whole or in `count` blocks."""
     if count is not None:
         tv.outer_split(axis, count)
     tv.axis(axis).parallelize(STREAM)
 
 
 def loops(tv: TensorView) -> str:
-    """Return the loop axes as `s3 x2 S rS`: s stream, x device, S serial, r reduction."""
+    """Returns the loop axes as `s3 x2 S rS`: s stream, x device, S serial, r reduction."""
     letters = {X: "x", STREAM: "s"}
     return " ".join(
         ("r" if a.is_reduction() else "")

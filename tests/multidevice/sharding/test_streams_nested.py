@@ -33,7 +33,7 @@ def annotate(tv: TensorView, nest: str) -> None:
 
 
 def shard(whole: torch.Tensor, nest: str, me: Coordinates) -> torch.Tensor:
-    """Return what a device has of axis 0: of each step its block."""
+    """Returns what a device has of axis 0: of each step its block."""
     counts = [(word[0], int(word[1:].split("~")[0])) for word in nest.split() if word[1:]]
     while counts and counts[-1][0] == "S":
         counts.pop()

@@ -87,7 +87,7 @@ class Maker(programs._Maker):  # pyright: ignore[reportPrivateUsage]
 def check(
     seed: int, units: Callable[[Fusion], list[step_by_step.Unit]] = step_by_step.ops_of
 ) -> str:
-    """Run a random program; return why it was refused, "" if it ran, "-" without steps."""
+    """Runs a random program; return why it was refused, "" if it ran, "-" without steps."""
     print("seed", seed)
     maker = Maker(seed)
     maker.build(steps=maker.rng.randint(2, 9))
@@ -117,7 +117,7 @@ def test_random_programs_in_steps(
 
 # ------------------------------------------------------------------ as the compiler runs them
 def compiled(seed: int) -> str:
-    """Run a random program as `execute` does, on simulated ranks, with every stream held back as
+    """Runs a random program as `execute` does, on simulated ranks, with every stream held back as
     far as the program's waits allow."""
     print("seed", seed)
     maker = Maker(seed)

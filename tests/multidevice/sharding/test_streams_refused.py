@@ -21,7 +21,7 @@ BLOCKS = "a block of the result is not made from blocks of the operands"
 
 
 def refusal(build: Callable[[TensorView], object], shape: list[int], axis: int, count: int) -> str:
-    """Return what is said of a result of which `axis` is a stream of `count` blocks."""
+    """Returns what is said of a result of which `axis` is a stream of `count` blocks."""
     fusion = Fusion()
     with FusionGuard(fusion):
         out = models.tensor(build(models.inputs({"x": shape})["x"]))

@@ -32,7 +32,7 @@ MB = 1 << 20
 
 
 def mapped_nbytes() -> int:
-    """Return how much of its own and its peers' shared memory this process has mapped."""
+    """Returns how much of its own and its peers' shared memory this process has mapped."""
     total = 0
     for line in Path("/proc/self/maps").read_text().splitlines():
         if "memfd:fuser-peer" in line:

@@ -78,7 +78,7 @@ def torch_mesh(shape: Sequence[int], device: str, names: Sequence[str] = ()) -> 
 
 
 def cut(tv: Any, mesh: TorchMesh, placed: Sequence[Placement]) -> None:
-    """Annotate a tensor as the users of nvFuser do, from a torch mesh and placements."""
+    """Annotates a tensor as the users of nvFuser do, from a torch mesh and placements."""
     mine = DeviceMesh(mesh.mesh)
     tv.set_device_mesh(mine)
     outer: dict[int, int] = {}
@@ -240,7 +240,7 @@ def _negation(
 
 
 def reordered(t: torch.Tensor, order: Sequence[int]) -> torch.Tensor:
-    """Return a tensor without gaps, its axes in this order of memory."""
+    """Returns a tensor without gaps, its axes in this order of memory."""
     return t.permute(*order).contiguous().permute(*[order.index(p) for p in range(t.ndim)])
 
 

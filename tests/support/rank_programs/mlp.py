@@ -55,7 +55,7 @@ CASES = tuple(
 
 
 def shard(tv: Any, mesh: DeviceMesh, axis: int | None = None, ptype: ParallelType = X) -> None:
-    """Annotate a tensor: replicated, or the (loop) axis cut over one mesh dimension."""
+    """Annotates a tensor: replicated, or the (loop) axis cut over one mesh dimension."""
     tv.set_device_mesh(mesh)
     if axis is not None:
         tv.outer_split(axis, mesh.size_of(ptype))
@@ -63,7 +63,7 @@ def shard(tv: Any, mesh: DeviceMesh, axis: int | None = None, ptype: ParallelTyp
 
 
 def define(case: Case, mesh: DeviceMesh) -> tuple[FusionDefinition, list[Any], Any]:
-    """Define x [b, t, h] -> linear -> gelu -> linear -> [b, t, h] with weights cut over mesh_x.
+    """Defines x [b, t, h] -> linear -> gelu -> linear -> [b, t, h] with weights cut over mesh_x.
 
     Tokens are cut over mesh_x at both ends (sequence parallel) or not (tensor parallel); the batch
     is cut over mesh_y where the mesh has it (data parallel).
@@ -93,13 +93,13 @@ def define(case: Case, mesh: DeviceMesh) -> tuple[FusionDefinition, list[Any], A
 
 
 def communications(text: str) -> list[tuple[str, str]]:
-    """Return (type, team) of every communication in a program's text."""
+    """Returns (type, team) of every communication in a program's text."""
     found = re.findall(r"Communication \d+ \(type=(\w+), team=(.*?), (?:root|input)=", text)
     return [(kind, team) for kind, team in found]
 
 
 def check(case: Case, device: str = "cpu") -> None:
-    """Run one case on this rank, as a user would and without steps, and compare with torch in
+    """Runs one case on this rank, as a user would and without steps, and compare with torch in
     float64. Which communications there are is known of the program without steps."""
     mesh = DeviceMesh(MESHES[case.mesh])
     fd, tensors, out = define(case, mesh)

@@ -28,7 +28,7 @@ ROWS = UNIT >> 10
 
 
 def gpu_of_this_rank() -> Driver:
-    """Let programs on the CPU copy between peers as on GPUs."""
+    """Lets programs on the CPU copy between peers as on GPUs."""
     driver = watch(setattr)
 
     def empty(self: IpcMemory, nbytes: int) -> torch.Tensor:

@@ -55,7 +55,7 @@ def program_of(ranks: int, rows: int = 4) -> HostIrContainer:
 def run_here(
     program: HostIrContainer, runs: int = RUNS, device: torch.device | str = "cpu"
 ) -> None:
-    """Run with fresh data, and compare with torch, on this rank; repetitions run ahead of slower
+    """Runs with fresh data, and compare with torch, on this rank; repetitions run ahead of slower
     ranks as far as the program lets them, for which they do without agreement."""
     x, rank = program.inputs[0], Communicator.instance().rank()
     assert isinstance(x, TensorView)

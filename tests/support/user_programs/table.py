@@ -63,7 +63,7 @@ def program(
     cuts: dict[int, int] | None = None,
     tolerance: float | None = None,
 ) -> Callable[[Callable[[FusionDefinition], None]], Program]:
-    """Put a function of a definition into the table under its own name."""
+    """Puts a function of a definition into the table under its own name."""
 
     def mark(define: Callable[[FusionDefinition], None]) -> Program:
         name = define.__name__
@@ -85,7 +85,7 @@ _EXACT_TO = {torch.double: 1e-10, torch.float: 1e-5, torch.half: 2e-3, torch.bfl
 
 
 def compare(program: Program, inputs: Inputs, results: Sequence[torch.Tensor]) -> None:
-    """Compare results and updated inputs with what torch makes of fresh inputs."""
+    """Compares results and updated inputs with what torch makes of fresh inputs."""
     fresh = [in_double(x) for x in program.inputs()]
     expected = program.expected(*fresh, *results[: program.draws])
     updated = [inputs[at] for at in program.updates]

@@ -42,7 +42,7 @@ ROOT = Path(__file__).parents[3]
 
 
 def _first_wrong(seeds: Iterable[int], uses: Callable[[Program], bool]) -> Program | None:
-    """Return the first of the programs that can meet a fault and gives a wrong value."""
+    """Returns the first of the programs that can meet a fault and gives a wrong value."""
     for seed in seeds:
         program = single.generate(seed)
         if uses(program) and run(Case.of(program), Mode()).kind == "wrong":
@@ -65,7 +65,7 @@ _ON_ONE_DEVICE = {*table.ROWS, "addcmul", "rand_like", "randn_like"}
 
 
 def _drawn(kind: str) -> tuple[set[str], set[str]]:
-    """Return the ops, and the dtypes of inputs, of the programs of some seeds."""
+    """Returns the ops, and the dtypes of inputs, of the programs of some seeds."""
     programs = [worker.GENERATORS[kind](n) for n in range(2500 if kind == "single" else 1500)]
     ops = {op for p in programs for op in re.findall(r"fd\.ops\.(\w+)\(", define_text(p))}
     dtypes = {i.dtype for p in programs for i in p.inputs if isinstance(i, TensorInput)}

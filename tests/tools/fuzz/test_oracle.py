@@ -115,7 +115,7 @@ def test_all_values_within_the_bounds_of_the_operands_are_expected(row: Row) -> 
     n, gen = 50_000, torch.Generator().manual_seed(0)
 
     def near() -> tuple[Val, torch.Tensor]:
-        """Return values beside jumps and poles, and what they may be."""
+        """Returns values beside jumps and poles, and what they may be."""
         at = _CRITICAL[torch.randint(0, len(_CRITICAL), (n,), generator=gen)]
         shift, off = torch.rand(2, n, generator=gen, dtype=torch.float64) * 2 - 1
         bound = 1e-3 * (torch.rand(n, generator=gen) < 0.5).double()

@@ -13,7 +13,7 @@ _MOST = 2**14
 
 
 def statement(b: Builder, name: str, make: Callable[[Sequence[Dim], str], str]) -> None:
-    """Append attention of a tensor of four axes, the query, and perhaps its gradient; `make` gives
+    """Appends attention of a tensor of four axes, the query, and perhaps its gradient; `make` gives
     new inputs of axes and a dtype."""
     dims = b.dims[name]
     dtype = b.dtype[name]

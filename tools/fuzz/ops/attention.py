@@ -72,7 +72,7 @@ class _Weights:
 
 
 def _times(a: Tensor, a_bound: Tensor, b: Tensor, b_bound: Tensor, eps: float) -> Tensor:
-    """Return how far a @ b may be off; `eps` is that of one sum's terms."""
+    """Returns how far a @ b may be off; `eps` is that of one sum's terms."""
     off = a.abs() @ b_bound + a_bound @ (b.abs() + b_bound)
     return nonnan(off + _depth(a.shape[-1]) * eps * (a.abs() @ b.abs()))
 
@@ -97,7 +97,7 @@ def forward(
     is_causal: bool = False,
     scale: float | Num | None = None,
 ) -> list[Val]:
-    """Return output, log_sumexp, and the seed and offset of a run that drops nothing."""
+    """Returns output, log_sumexp, and the seed and offset of a run that drops nothing."""
     w = _Weights(query, key, bias, mask, is_causal, _number(scale))
     out = w.ref @ value.ref
     bound = _times(w.ref, w.bound, value.ref, value.bound, w.eps)
@@ -121,7 +121,7 @@ def backward(
     offset: Val,
     scale: float | Num | None,
 ) -> list[Val]:
-    """Return the gradients of query, key and value."""
+    """Returns the gradients of query, key and value."""
     del dropout_p, seed, offset, log_sumexp
     w = _Weights(query, key, None, None, is_causal, _number(scale))
     eps = w.eps + w.half_eps

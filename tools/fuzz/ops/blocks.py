@@ -29,7 +29,7 @@ def nv_block_quantize(
     block_size: int = 16,
     dtype: str = "Float4_e2m1fn",
 ) -> list[Val]:
-    """Return values, and for each 32 neighbours the least power of two that cuts off none."""
+    """Returns values, and for each 32 neighbours the least power of two that cuts off none."""
     assert (block_size, dtype) == (_BLOCK, "Float8_e4m3fn")
     if v.ref.shape[-1] % _BLOCK:
         raise InvalidProgram(f"blocks of {tuple(v.ref.shape)}")
@@ -49,7 +49,7 @@ def nv_block_quantize(
 
 
 def _power(largest: Tensor) -> Tensor:
-    """Return the first power of two, of those there are, that is large enough; else the last."""
+    """Returns the first power of two, of those there are, that is large enough; else the last."""
     powers = torch.exp2(torch.arange(-127, 128, dtype=torch.float64))
     is_small = largest.unsqueeze(-1) > _LARGEST * powers
     found = powers[is_small.sum(-1).clamp(max=len(powers) - 1)]
@@ -57,7 +57,7 @@ def _power(largest: Tensor) -> Tensor:
 
 
 def in_tiles(v: Val, count: int) -> Val:
-    """Move each element of a matrix to its place in its tile; count tiles of 128 rows hold all."""
+    """Moves each element of a matrix to its place in its tile; count tiles of 128 rows hold all."""
     (m, k), columns = v.ref.shape, -(-v.ref.shape[1] // 4)
     row, column = torch.arange(m).unsqueeze(1), torch.arange(k)
     tile = row // 128 * columns + column // 4
@@ -74,7 +74,7 @@ def in_tiles(v: Val, count: int) -> Val:
 
 
 def preprocess_grouped_matmul_input_sf(v: Val, starts: Val, begins: Val) -> Val:
-    """Move the rows of each group to where its tiles begin."""
+    """Moves the rows of each group to where its tiles begin."""
     if not (starts.is_exact and begins.is_exact):
         raise InvalidProgram("groups that are not known")
     m, first, begin = len(v.ref), starts.ref.tolist(), begins.ref.tolist()
@@ -115,7 +115,7 @@ MEANINGS: dict[str, Callable[..., Val | list[Val]]] = {
 
 # ------------------------------------------------------------------ the generators
 def quantize(b: Builder, name: str, extents: Callable[[], Dim], make: MakeInput) -> None:
-    """Append blocks of a tensor where it has whole ones, else of a new one that has."""
+    """Appends blocks of a tensor where it has whole ones, else of a new one that has."""
     dims, kind = b.dims[name], b.dtype[name]
     if kind not in ("Half", "BFloat16", "Float"):
         kind = b.rng.choice(("Half", "BFloat16", "Float"))
@@ -146,7 +146,7 @@ def quantize(b: Builder, name: str, extents: Callable[[], Dim], make: MakeInput)
 
 
 def lay_out(b: Builder, name: str, extents: Callable[[], Dim], make: MakeInput) -> None:
-    """Append the tiles of groups of rows of a matrix."""
+    """Appends the tiles of groups of rows of a matrix."""
     m, k = [type(d)(d.vec, d.static) for d in b.dims[name]]
     if groups := _groups(b, m, extents, make):
         tiles = _tiles(m, k, b.dims[groups[0].name][0])
@@ -161,7 +161,7 @@ def _tiles(m: Dim, k: Dim, groups: Dim) -> list[Dim]:
 
 
 def _groups(b: Builder, m: Dim, extents: Callable[[], Dim], make: MakeInput) -> list[Ref]:
-    """Draw groups of rows: where they begin, and where their tiles do; [] where tiles are many, or
+    """Draws groups of rows: where they begin, and where their tiles do; [] where tiles are many, or
     there are rows and no group."""
     rng = b.rng
     count = b.constant(rng.choice((1, 1, 2, 3))) if b.chance(0.7) else extents()

@@ -99,7 +99,7 @@ def gelu(v: Val, approximate: str = "none") -> Val:
 
 
 def dropout(v: Val, p: float = 0.5, training: bool = True) -> Val:
-    """Return 0, and how far what is kept is from there."""
+    """Returns 0, and how far what is kept is from there."""
     if not training or p == 0.0:
         return v
     x = _wide(v)
@@ -171,7 +171,7 @@ MEANINGS: dict[str, Callable[..., Val]] = {
 
 # ------------------------------------------------------------------ the generators
 def composite(b: Builder, name: str, make: MakeInput, *, draws: bool) -> None:
-    """Append one of these ops of a floating tensor; `draws` allows those that draw numbers."""
+    """Appends one of these ops of a floating tensor; `draws` allows those that draw numbers."""
     rng, dims = b.rng, b.dims[name]
     plain = [type(d)(d.vec, d.static) for d in dims]
     if not dims or b.chance(0.25):

@@ -59,7 +59,7 @@ def _promote_pair(a: str, b: str) -> str:
 
 
 def common_dtype(operands: Sequence[Val | Num]) -> str:
-    """Return the promoted dtype: tensors outrank 0-d tensors, which outrank scalars; a lower class
+    """Returns the promoted dtype: tensors outrank 0-d tensors, which outrank scalars; a lower class
     counts only if its category is higher. Scalars, of which some operand is none, are numbers."""
     ranks: list[list[str]] = [[], [], []]
     for v in operands:
@@ -90,7 +90,7 @@ def common_dtype(operands: Sequence[Val | Num]) -> str:
 
 
 def typed(row: Row, operands: Sequence[Val | Num]) -> tuple[str, str]:
-    """Return (dtype of the computation, dtype of the result)."""
+    """Returns (dtype of the computation, dtype of the result)."""
     counted = operands[1:] if row.rule == "select" else operands
     first = operands[0].dtype
     if row.rule == "limits":
@@ -115,7 +115,7 @@ def typed(row: Row, operands: Sequence[Val | Num]) -> tuple[str, str]:
 
 
 def operand_in(v: Val | Num, dtype: str) -> Val:
-    """Return an operand as a computation in `dtype` sees it."""
+    """Returns an operand as a computation in `dtype` sees it."""
     if isinstance(v, Val):
         return cast(v, dtype)
     if is_inexact(dtype):
@@ -132,7 +132,7 @@ def operand_in(v: Val | Num, dtype: str) -> Val:
 
 # ------------------------------------------------------------------ elementwise
 def pointwise(name: str, operands: Sequence[Val | Num]) -> Val:
-    """Return one elementwise op of the table."""
+    """Returns one elementwise op of the table."""
     row = ROWS[name]
     compute, result = typed(row, operands)
     vals = [operand_in(v, compute) for v in operands]
@@ -177,7 +177,7 @@ _CUT = "sqrt rsqrt log log2 log10 log1p asin acos asinh acosh atan atanh pow".sp
 
 
 def _complex(row: Row, vals: list[Val], compute: str, result: str) -> Val:
-    """Return an op of complex numbers, or of the parts of one."""
+    """Returns an op of complex numbers, or of the parts of one."""
     ref, bound = corners(row.fn, vals)
     if row.rule == "comparison":
         a, b = vals
@@ -244,7 +244,7 @@ _SIDES: dict[str, tuple[Callable[..., Tensor], ...]] = {
 
 
 def _zero_signs(row: Row, vals: Sequence[Val], out: Val) -> Val:
-    """Forget results that depend on the sign of a zero, or of a NaN, which no op defines."""
+    """Forgets results that depend on the sign of a zero, or of a NaN, which no op defines."""
     if not row.zero_sign:
         return out
     x = (vals[-1] if row.name not in ("atan2", "pow") else vals[0]).ref
@@ -327,7 +327,7 @@ def _estimate(name: str, vals: Sequence[Val]) -> Tensor:
 
 # ------------------------------------------------------------------ scalars
 def scalar_op(name: str, values: Sequence[Num]) -> Num:
-    """Return an op of scalars. Integers divide with truncation, `mod` as C's `%`."""
+    """Returns an op of scalars. Integers divide with truncation, `mod` as C's `%`."""
     xs: list[Any] = [v.value for v in values]
     is_float = any(v.dtype in ("Double", "Float") for v in values)
     if name == "div" and not is_float:

@@ -27,14 +27,14 @@ _MOST_GROUPS = 32
 def grouped_mm(
     a: Val, b: Val, offsets: Val, *scales: Val, dtype: str = "BFloat16", **more: Val
 ) -> Val | list[Val | Num]:
-    """Return a product per group; with scales, beside two results that are none."""
+    """Returns a product per group; with scales, beside two results that are none."""
     none = Num(False, "Bool")
     out = products(a, b, offsets, *scales, dtype=dtype if scales else a.dtype, **more)
     return [out, none, none] if scales else out
 
 
 def products(a: Val, b: Val, offsets: Val, *scales: Val, dtype: str, **more: Val) -> Val:
-    """Multiply group by group, with scales as `scaled_mm` does; what is in none is 0."""
+    """Multiplies group by group, with scales as `scaled_mm` does; what is in none is 0."""
     ragged = {(2, 2): "k", (3, 2): "n", (2, 3): "m"}[a.ref.ndim, b.ref.ndim]
     extent = {"k": a.ref.shape[-1], "n": b.ref.shape[-1], "m": a.ref.shape[0]}[ragged]
     ends = offsets.ref.tolist()
@@ -70,7 +70,7 @@ def _part(v: Val, index: int | slice | tuple[slice, slice]) -> Val:
 
 
 def _scale(v: Val, places: tuple[int | slice, ...]) -> Val:
-    """Return what is at these places, of which the last are a tensor's axes, the first the group;
+    """Returns what is at these places, of which the last are a tensor's axes, the first the group;
     an axis with one element has it everywhere."""
 
     def part(t: Tensor) -> Tensor:
@@ -88,7 +88,7 @@ MEANINGS: dict[str, Callable[..., Val | list[Val | Num]]] = {"grouped_mm": group
 
 # ------------------------------------------------------------------ the generators
 def multiply(b: Builder, name: str, extents: Callable[[], Dim], make: MakeInput) -> None:
-    """Append a product per group of a tensor with two or three axes, a scaled one of floats of one
+    """Appends a product per group of a tensor with two or three axes, a scaled one of floats of one
     byte, and at times of others as such; `extents` draws an axis."""
     is_scaled = b.dtype[name] in FLOAT8 or b.chance(0.3)
     if b.dims[name][-1].expanded:

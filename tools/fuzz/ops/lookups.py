@@ -29,7 +29,7 @@ class MakeInput(Protocol):
 
 # ------------------------------------------------------------------ the oracle
 def _checked(table: Val, index: Val, extent: int) -> tuple[Tensor, bool]:
-    """Return an index that is in the table, and whether it is known."""
+    """Returns an index that is in the table, and whether it is known."""
     if not index.is_exact:
         return torch.zeros_like(index.ref), False
     if bool(((index.ref < 0) | (index.ref >= extent)).any()):
@@ -104,7 +104,7 @@ def scatter(x: Val, index: Val, src: float | int | bool, dim: int) -> Val:
 
 
 def index_put_accumulate(acc: Val, index: Val, value: Val) -> Val:
-    """Add up whatever is meant for a row; what is meant for none goes nowhere."""
+    """Adds up whatever is meant for a row; what is meant for none goes nowhere."""
     count, rest = index.ref.numel(), acc.ref.shape[1:]
     if any(n not in (1, m) for n, m in zip(value.ref.shape, (count, *rest), strict=True)):
         raise InvalidProgram(f"rows {tuple(value.ref.shape)} for {count} of {tuple(rest)}")
@@ -153,7 +153,7 @@ _KINDS = {n: _WIDE[f.category[0]] for n, f in DTYPES.items()}
 
 
 def look_up(b: Builder, name: str, extents: Callable[[], Dim], make: MakeInput) -> None:
-    """Append a lookup in a tensor that has axes; `extents` draws an axis."""
+    """Appends a lookup in a tensor that has axes; `extents` draws an axis."""
     rng, dims = b.rng, b.dims[name]
     at = rng.randrange(len(dims))
     op = rng.choice(_OPS)
@@ -208,7 +208,7 @@ def select_in(b: Builder, name: str, at: int) -> None:
 
 
 def add_rows(b: Builder, name: str, count: Dim, make: MakeInput) -> None:
-    """Append an addition of so many rows to some of a tensor's, or to none."""
+    """Appends an addition of so many rows to some of a tensor's, or to none."""
     dims, dtype = b.dims[name], b.dtype[name]
     plain = [type(d)(d.vec, d.static) for d in dims]
     rows = [d if b.chance(0.85) else b.one for d in (count, *plain[1:])]
@@ -231,7 +231,7 @@ def add_rows(b: Builder, name: str, count: Dim, make: MakeInput) -> None:
 
 
 def _beside(b: Builder, d: Dim, op: str) -> Dim:
-    """Return what an index has where the table has an axis that is not looked up."""
+    """Returns what an index has where the table has an axis that is not looked up."""
     plain = type(d)(d.vec, d.static)
     if b.chance(0.7):
         return plain
@@ -252,7 +252,7 @@ def _joined(table: Dim, index: Dim, op: str) -> Dim:
 def _index(
     b: Builder, table: str, at: int, dims: Sequence[Dim], below: Sequence[int], make: MakeInput
 ) -> str | None:
-    """Return an index of these axes: an input, or what is computed from one, or from a tensor of
+    """Returns an index of these axes: an input, or what is computed from one, or from a tensor of
     whole numbers of these very axes."""
 
     def fits(n: str) -> bool:

@@ -67,7 +67,7 @@ def _sum(v: Val, dims: list[int], keepdim: bool) -> Val:
 
 
 def summed(ref: Tensor, bound: Tensor, sizes: Tensor, n: int, dtype: str, *, is_exact: bool) -> Val:
-    """Return sums of `n` floating numbers, whose absolute values add up to `sizes`, in any order;
+    """Returns sums of `n` floating numbers, whose absolute values add up to `sizes`, in any order;
     `is_exact` says of known whole ones."""
     out = accumulated(ref, bound, sizes + bound, n, dtype)
     # One part of a complex sum may be rounded where the other is infinite: nothing says how much.
@@ -128,7 +128,7 @@ REDUCTIONS: dict[str, Callable[[Val, list[int], bool], Val]] = {
 
 
 def welford(v: Val, dims: object) -> list[Val]:
-    """Return mean, sum of squared deviations, count."""
+    """Returns mean, sum of squared deviations, count."""
     where = dims_of(dims, v.ref.ndim)
     n = _count(v, where)
     dtype = v.dtype
@@ -196,7 +196,7 @@ def var(v: Val, dims: object, correction: int = 1, keepdim: bool = False) -> Val
 
 
 def _squared_deviations(delta: Val, where: list[int], keepdim: bool, n: int) -> Val:
-    """Return the sum of the squared distances from the mean, given those from the rounded mean."""
+    """Returns the sum of the squared distances from the mean, given those from the rounded mean."""
     total = reduce("sum", pointwise("mul", [delta, delta]), where, keepdim)
     rest = reduce("sum", delta, where, keepdim)
     share = pointwise("mul", [rest, pointwise("div", [rest, Num(n, "Int")])])

@@ -33,7 +33,7 @@ FACTORS = ("Float8_e4m3fn", "Float8_e5m2")
 def scaled_mm(
     a: Val, b: Val, scale1: Val, scale2: Val, dtype: str = "BFloat16", **more: Val
 ) -> list[Val | Num]:
-    """Return a product with scales; the other two results are none."""
+    """Returns a product with scales; the other two results are none."""
     none = Num(False, "Bool")
     return [product(a, b, scale1, scale2, dtype=dtype, **more), none, none]
 
@@ -49,7 +49,7 @@ def product(
     *,
     dtype: str,
 ) -> Val:
-    """Multiply in Float, scale in any order, round once."""
+    """Multiplies in Float, scale in any order, round once."""
     product = matmul(*(replace(v, dtype="Float") for v in (a, b)))
     if not product.is_exact and all(n % 16 == 0 for n in b.ref.shape):
         # Tensor cores, which take such extents, keep fewer digits of partial sums.
@@ -67,7 +67,7 @@ def product(
 
 
 def _multiplied(factors: list[Val], shape: torch.Size) -> Val:
-    """Multiply in any order by factors of which some are one element, in any number of axes."""
+    """Multiplies in any order by factors of which some are one element, in any number of axes."""
     fitting = [v.view(lambda t: t.reshape(())) if v.ref.numel() == 1 else v for v in factors]
     ref, bound = corners(lambda *xs: math.prod(xs).expand(shape), fitting)  # pyright: ignore[reportAttributeAccessIssue, reportCallIssue, reportArgumentType]
     return computed(ref, bound.expand(shape), "Float", 4, None)
@@ -80,7 +80,7 @@ MEANINGS: dict[str, Callable[..., list[Val | Num]]] = {
 
 # ------------------------------------------------------------------ the generators
 def factor(b: Builder, name: str) -> str:
-    """Return a tensor as a float of one byte; "" where that was thought better of."""
+    """Returns a tensor as a float of one byte; "" where that was thought better of."""
     if b.dtype[name] in FACTORS:
         return name
     return next(iter(b.emit("cast", [Ref(name), Dt(b.rng.choice(FACTORS))], b.dims[name])), "")
@@ -89,7 +89,7 @@ def factor(b: Builder, name: str) -> str:
 def operands(
     b: Builder, m: Dim, n: Dim, make: MakeInput, count: Dim | None = None
 ) -> tuple[list[Arg], dict[str, Arg]]:
-    """Return the scales of a product [m, n], and what else it is given by name; each may be one of
+    """Returns the scales of a product [m, n], and what else it is given by name; each may be one of
     `count` groups."""
     rng = b.rng
 
@@ -124,7 +124,7 @@ def operands(
 
 
 def multiply(b: Builder, name: str, extents: Callable[[], Dim], make: MakeInput) -> None:
-    """Append a product of a tensor with two axes, as a float of one byte, on either side."""
+    """Appends a product of a tensor with two axes, as a float of one byte, on either side."""
     if any(d.expanded for d in b.dims[name]) or not (name := factor(b, name)):
         return
     mine, new = b.dims[name], extents()

@@ -22,7 +22,7 @@ _LONGEST = 64
 
 # ------------------------------------------------------------------ the oracle
 def scan(name: str, v: Val, dim: int, init: float | int | None = None) -> Val:
-    """Reduce, for each element, all that come up to it."""
+    """Reduces, for each element, all that come up to it."""
     count, dim = v.ref.shape[dim], dim % v.ref.ndim
     ref, bound, first = v.ref, v.bound, 0
     if init is not None:
@@ -78,7 +78,7 @@ _OPS = (*_REDUCED, "cumsum", "argsort", "topk", "topk")
 
 
 def scan_or_sort(b: Builder, name: str) -> None:
-    """Append a scan, a sort or a choice along an axis of a tensor that has axes."""
+    """Appends a scan, a sort or a choice along an axis of a tensor that has axes."""
     dims, rng = b.dims[name], b.rng
     at, op = rng.randrange(len(dims)), rng.choice(_OPS)
     if b.is_a(name, "c") and op not in ("cumsum", "cumprod"):

@@ -119,8 +119,8 @@ def random(
     rng_offset: int,
     dtype: str = "Float",
 ) -> Val:
-    """Return random numbers of the definition: uniform ones exactly, normal ones as far as log, sin
-    and cos tell."""
+    """Returns random numbers of the definition: uniform ones exactly, normal ones as far as log,
+    sin and cos tell."""
     stored_as = DTYPES[dtype].torch
     found = random_reference.numbers(
         kind, math.prod(shape), (a, b), seed=rng_seed, offset=rng_offset, dtype=stored_as
@@ -135,7 +135,7 @@ def random(
 
 
 def random_like(kind: str, v: Val) -> Val:
-    """Return the middle of what may be drawn, and how far a number may be from there."""
+    """Returns the middle of what may be drawn, and how far a number may be from there."""
     middle, reach = (0.5, 0.5) if kind == "uniform" else (0.0, 9.0)
     ref = torch.full(v.ref.shape, middle, dtype=torch.float64)
     return Val(ref, torch.full_like(ref, reach), v.dtype)

@@ -27,7 +27,7 @@ EXTENTS = (0, 1, 2, 3, 5, 7)
 
 
 def chain(rng: random.Random, *, exact: bool) -> tuple[TensorDomain, list[int]]:
-    """Return a domain with a random chain from logical to loop axes, and its logical extents.
+    """Returns a domain with a random chain from logical to loop axes, and its logical extents.
 
     `exact`: every split divides.
     """

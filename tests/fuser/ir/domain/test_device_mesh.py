@@ -17,7 +17,7 @@ from multidevice.sharding.reshard import TeamOf
 
 
 def block(*shape: int, start: int = 0) -> object:
-    """Return ranks from `start` on as nested lists of a shape."""
+    """Returns ranks from `start` on as nested lists of a shape."""
     counter = itertools.count(start)
 
     def fill(rest: tuple[int, ...]) -> object:

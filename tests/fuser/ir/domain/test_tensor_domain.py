@@ -22,7 +22,7 @@ from fuser.support.errors import DefinitionError, ShardingError, VerifyError
 
 
 def tensor(fusion: Fusion, *extents: int | None) -> TensorView:
-    """Make a Float input; None is a fresh symbol."""
+    """Makes a Float input; None is a fresh symbol."""
     sizes = [fusion.new_extent() if e is None else sc.const(e) for e in extents]
     tv = fusion.new_tensor([fusion.new_axis(s) for s in sizes], DataType.Float)
     fusion.add_input(tv)

@@ -43,7 +43,7 @@ LEAVES = [N, M, SIZE, EXTENT, OTHER, BELOW, K, OVER_SIZE, OVER_EXTENT, OVER_OTHE
 
 
 def bindings(names: tuple[Symbol, ...]) -> Iterator[dict[Symbol, int]]:
-    """Yield all values of the symbols inside their ranges (unbounded ends are cut)."""
+    """Yields all values of the symbols inside their ranges (unbounded ends are cut)."""
     needed = dict.fromkeys(s for n in names if n.hi is not None for s in sc.symbols(n.hi))
     needed.update(dict.fromkeys(names))
 
@@ -134,7 +134,7 @@ class Trees:
 
 
 def compare(seed: int, scalar: Scalar, meaning: Meaning, leaves: list[Symbol]) -> int:
-    """Compare value, bounds and proofs on up to 150 bindings; return how many had a value."""
+    """Compares value, bounds and proofs on up to 150 bindings; returns how many had a value."""
     found = 0
     low, high = sc.interval(scalar)
     nonnegative = sc.is_nonnegative(scalar)

@@ -201,7 +201,7 @@ def test_every_spelling_of_every_op_round_trips(
 
 
 def _parse_sample(cls: type[Op], text: str, out: DataType, inp: DataType) -> Op | None:
-    """Parse the spelling filled with sample values; None when these dtypes print otherwise."""
+    """Parses the spelling filled with sample values; None when these dtypes print otherwise."""
     results = cls.fields_of("result")
     root = " root domain: (iS9{i1}, iS8{i0})\n" if ".Permute" in text else ""
 

@@ -29,7 +29,7 @@ H200 = ["schedules_for(h200)", "checked"]
 
 
 def moments(x: torch.Tensor, dims: list[int], *, count: int = 3) -> list[torch.Tensor]:
-    """Return variance, mean and, as the third, the largest value, which is another reduction."""
+    """Returns variance, mean and, as the third, the largest value, which is another reduction."""
     with FusionDefinition() as fd:
         t = fd.define_tensor([-1] * x.ndim, contiguity=True, dtype=from_torch(x.dtype))
         wide = ops.cast(t, DataType.Float) if x.dtype is torch.bfloat16 else t

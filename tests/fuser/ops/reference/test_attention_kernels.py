@@ -23,7 +23,7 @@ Tensor = torch.Tensor
 
 
 def takes(*tensors: Tensor) -> None:
-    """Require what the kernels do: whole units of a head, which lie one behind the other."""
+    """Requires what the kernels do: whole units of a head, which lie one behind the other."""
     for t in tensors:
         unit = 16 // t.itemsize
         assert t.shape[-1] % unit == 0 and t.stride(-1) == 1
@@ -31,7 +31,7 @@ def takes(*tensors: Tensor) -> None:
 
 
 def takes_words(*tensors: Tensor) -> None:
-    """Require that rows begin at words of 16 bytes, too."""
+    """Requires that rows begin at words of 16 bytes, too."""
     takes(*tensors)
     for t in tensors:
         assert t.data_ptr() % 16 == 0
@@ -179,7 +179,7 @@ class Kernels:
 
 
 def grouped(q: Tensor, k: Tensor, v: Tensor) -> list[Tensor]:
-    """Return operands in float64, with each head of keys as often as it is read."""
+    """Returns operands in float64, with each head of keys as often as it is read."""
     times = q.shape[1] // k.shape[1]
     return [q.double(), *(t.double().repeat_interleave(times, 1) for t in (k, v))]
 
@@ -197,7 +197,7 @@ HOPPER, AMPERE = ((9, 0), 91900), ((8, 0), 91900)
 
 @pytest.fixture
 def use(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Kernels]:
-    """Let the CPU be a GPU of a kind, with stand-ins for its kernels."""
+    """Lets the CPU be a GPU of a kind, with stand-ins for its kernels."""
 
     def make(kind: tuple[tuple[int, int], int]) -> Kernels:
         made = Kernels()
@@ -218,7 +218,7 @@ def kernels(use: Callable[..., Kernels]) -> Kernels:
 def compare(
     call: Attention, given: Sequence[Tensor], grad: Tensor, tolerance: float, **how: Any
 ) -> None:
-    """Compare all results, and the gradients, with those of the definition in float64."""
+    """Compares all results, and the gradients, with those of the definition in float64."""
     wide = [t.double() for t in given]
     operands = given[0], given[1], given[2]
     out, log_sumexp, *seed = forward(call, operands, None, None)

@@ -26,7 +26,7 @@ def laid(t: Tensor, order: Sequence[int]) -> Tensor:
 
 
 def packed(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """Return query, key and value as parts of one projection [n, l, 3, h, e]."""
+    """Returns query, key and value as parts of one projection [n, l, 3, h, e]."""
     whole = torch.stack([t.transpose(1, 2) for t in tensors], 2)
     return [part.transpose(1, 2) for part in whole.unbind(2)]
 

@@ -42,13 +42,13 @@ CPU = torch.device("cpu")
 
 
 def other_sizes(name: str) -> tuple[int, ...]:
-    """Return a shape of a row with one more along its first axis."""
+    """Returns a shape of a row with one more along its first axis."""
     first, *rest = LIBRARY[name].small
     return first + 1, *rest
 
 
 def turned(x: torch.Tensor) -> torch.Tensor:
-    """Return the same elements, of which neighbours lie apart."""
+    """Returns the same elements, of which neighbours lie apart."""
     if x.ndim < 2:
         return x.repeat_interleave(2)[::2]
     return x.transpose(0, -1).contiguous().transpose(0, -1)
@@ -60,7 +60,7 @@ def draw(name: str, shape: Sequence[int], *, seed: int = 0) -> list[torch.Tensor
 
 
 def define(name: str, inputs: Sequence[torch.Tensor]) -> FusionDefinition:
-    """Return the definition of a row for tensors of any sizes and strides."""
+    """Returns the definition of a row for tensors of any sizes and strides."""
     with FusionDefinition() as fd:
         given = [fd.define_tensor([-1] * x.ndim, contiguity=False, dtype=x.dtype) for x in inputs]
         made = LIBRARY[name].build(fd, *given)
@@ -121,7 +121,7 @@ def test_results_are_written_into_buffers_that_are_given(name: str) -> None:
 
 
 def copies_of(call: Callable[[], object]) -> int:
-    """Return how many copies of tensors torch makes in one call."""
+    """Returns how many copies of tensors torch makes in one call."""
     for _ in range(3):
         call()
     with profile(activities=[ProfilerActivity.CPU]) as profiled:

@@ -21,7 +21,7 @@ def order(tv: TensorView) -> list[int]:
 
 
 def copies(done: Run) -> int:
-    """Return the number of local copies: sets that do not communicate."""
+    """Returns the number of local copies: sets that do not communicate."""
     return sum(isinstance(op, LoadStoreOp) for op in done.fusion.exprs)
 
 

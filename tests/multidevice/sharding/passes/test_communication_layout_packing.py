@@ -21,7 +21,7 @@ def cut(tv: TensorView, axis: int | None) -> None:
 
 
 def run_on_two(define: object, given: list[torch.Tensor], want: torch.Tensor) -> str:
-    """Run on two simulated ranks; compare every shard exactly; return the program's text.
+    """Runs on two simulated ranks; compares every shard exactly; returns the program's text.
 
     `define(fd)` returns the inputs and the output, with their cuts.
     """

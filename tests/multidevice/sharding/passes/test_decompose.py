@@ -131,7 +131,7 @@ def test_encoder_layer_on_one_rank_communicates_nothing() -> None:
 
 # ------------------------------------------------------------------ goldens
 def math_of(fusion: Fusion) -> list[str]:
-    """Return the ops as text, one per line, without meshes."""
+    """Returns the ops as text, one per line, without meshes."""
     body = fusion.print_math().split("%kernel_math {\n")[1].split("\n} //")[0]
     body = re.sub(r" \(DeviceMesh\{[0-9 {}]*\}\)", "", body)
     return re.sub(r"\n +", " ", body).split("\n")

@@ -23,7 +23,7 @@ Element = tuple[int, ...]
 
 
 def blocks_of(sizes: tuple[int, ...], n: int) -> list[list[Element]]:
-    """Return the elements of each block, those without any left out."""
+    """Returns the elements of each block, those without any left out."""
     every = list(itertools.product(*map(range, sizes)))
     length = math.ceil(len(every) / n)
     return [every[k : k + length] for k in range(0, len(every), length)]
@@ -34,7 +34,7 @@ def is_box(block: list[Element]) -> bool:
 
 
 def steps_of(tv: TensorView, sizes: tuple[int, ...]) -> Iterator[list[Element]]:
-    """Yield the elements of each step that has some."""
+    """Yields the elements of each step that has some."""
     counts: dict[int, int] = {}
     for number, cut in stream_cuts(tv):
         assert isinstance(cut.count, int)

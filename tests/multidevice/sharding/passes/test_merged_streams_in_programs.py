@@ -27,7 +27,7 @@ Shapes = Sequence[Sequence[int]]
 
 
 def merge(tv: TensorView, *axes: int) -> int:
-    """Merge loop axes, outermost first; return where the merged axis is."""
+    """Merges loop axes, outermost first; return where the merged axis is."""
     handles = [tv.axis(a) for a in axes]
     at = axes[0]
     for handle in handles[1:]:
@@ -38,7 +38,7 @@ def merge(tv: TensorView, *axes: int) -> int:
 
 
 def stream(tv: TensorView, *axes: int, split: int | None = None) -> TensorView:
-    """Put the merge of axes on stream, or `split` blocks of it."""
+    """Puts the merge of axes on stream, or `split` blocks of it."""
     at = merge(tv, *axes)
     if split is not None:
         tv.outer_split(at, split)
@@ -79,7 +79,7 @@ def of_centred(x: torch.Tensor, g: torch.Tensor, b: torch.Tensor) -> torch.Tenso
 
 
 def rows_of_blocks(ops: Any, x: TensorView, axis: int, *, first: bool) -> TensorView:
-    """Merge blocks of one axis with the elements of another."""
+    """Merges blocks of one axis with the elements of another."""
     y = ops.exp(x)
     y.outer_split(axis, 3)
     other = 1 - axis + (axis == 0)
@@ -264,7 +264,7 @@ CASES = {
 
 
 def sizes(case: Case) -> list[list[list[int]]]:
-    """Return the shapes to run on: as they are, others, and with extents of 1 and 0."""
+    """Returns the shapes to run on: as they are, others, and with extents of 1 and 0."""
     if case.constant:
         return [[list(s) for s in case.shapes]]
     first = case.shapes[0]

@@ -329,7 +329,7 @@ LAST, FIRST = 0xFFFFFFFD, 2
 
 
 def set_epoch(team: Team, epoch: int) -> None:
-    """Let the next kernel be the one after this epoch."""
+    """Lets the next kernel be the one after this epoch."""
     for area in team.areas:
         area[: 4 * MAX_BLOCKS].view(torch.int32).fill_(epoch - (epoch >> 31 << 32))
 

@@ -44,7 +44,7 @@ alone = pytest.mark.skipif(mpi_abort.world_size() > 1, reason="starts jobs of it
 
 
 def program_of(row: Collective, members: int, *, surplus: int = 0) -> HostIrContainer:
-    """Return a program of one collective, on tensors that every member has as they are; the result
+    """Returns a program of one collective, on tensors that every member has as they are; the result
     has `surplus` elements too many."""
     mesh, program = DeviceMesh(range(members)), HostIrContainer()
     team = TeamOf(mesh, (ParallelType.mesh_x,))
@@ -140,7 +140,7 @@ def test_a_program_runs_as_its_collective_means(name: str) -> None:
 
 
 def elements_from(row: Collective, sender: int, members: int) -> int:
-    """Return how many elements of the other members' results depend on one member's operand."""
+    """Returns how many elements of the other members' results depend on one member's operand."""
     given = [torch.zeros(row.inp.parts(members) * PART) for _ in range(members)]
     given[sender].fill_(1.0)
     results = MEANINGS[row.name].results(given, ROOT)

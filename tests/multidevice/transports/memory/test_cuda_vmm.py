@@ -90,7 +90,7 @@ def test_other_memory_has_no_place(driver: Driver) -> None:
 
 
 def meeting(shards: GpuShards, tensor: torch.Tensor, others: list[Any]) -> torch.Tensor:
-    """Return what this rank, 0, finds with others that tell this."""
+    """Returns what this rank, 0, finds with others that tell this."""
 
     def exchange(mine: bytes, team: object) -> list[bytes]:
         first = json.loads(mine)
