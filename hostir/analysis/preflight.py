@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from weakref import WeakKeyDictionary
 
 from fuser.ir.fusion import TensorView
-from fuser.ir.op import Op
+from fuser.ir.op import Op, walk
 from fuser.ir.scalar import constructors as sc
 from fuser.ir.scalar.constructors import Number, Scalar, Symbol
 from fuser.support import progress
@@ -26,7 +26,7 @@ from hostir.analysis.walker import AllRanks, Walk
 from hostir.ir import queries
 from hostir.ir.diagnostics import Finding, refuse, report
 from hostir.ir.ops import NUMBER_OF_STREAMS, RANK, Communication, Synchronize
-from hostir.ir.program import HostIrContainer, walk
+from hostir.ir.program import HostIrContainer
 
 # Of more classes of ranks than this, so many are looked at.
 MAX_RANKS = 32

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from fuser.ir.fusion import TensorOp, TensorView
-from fuser.ir.op import Op
+from fuser.ir.op import Op, walk
 from fuser.ir.ops.nodes import ReshapeOp, SliceOp
 from fuser.ir.scalar.constructors import Number, Scalar, Symbol
 from fuser.support.errors import VerifyError
@@ -66,7 +66,7 @@ from hostir.ir.ops import (
     StartsCommunication,
     stream_cut,
 )
-from hostir.ir.program import HostIrContainer, walk
+from hostir.ir.program import HostIrContainer
 from hostir.ir.queries import has_streams, only_allocates
 from hostir.ir.shape_rules import check_results
 from multidevice.sharding.queries import local_sizes

@@ -11,12 +11,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from fuser.ir.fusion import TensorView
+from fuser.ir.op import walk
 from fuser.ir.shard_annotation import Replicate, Shard
 from fuser.ir.types import DEVICE_TYPES, ParallelType
 from fuser.support.errors import user_code
 from hostir.ir.effects import Shows
 from hostir.ir.ops import HostOp, LocalSlice
-from hostir.ir.program import HostIrContainer, walk
+from hostir.ir.program import HostIrContainer
 from multidevice.sharding.placement import placement
 
 # What a slice cuts: along a device type, an axis.

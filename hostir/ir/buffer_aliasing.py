@@ -8,7 +8,7 @@ from functools import cached_property
 from itertools import accumulate
 
 from fuser.ir.fusion import TensorOp, TensorView
-from fuser.ir.op import Op
+from fuser.ir.op import Op, walk
 from fuser.ir.ops.nodes import CastOp, LibraryOp
 from fuser.ir.scalar.compiled import Computed
 from fuser.ir.scalar.constructors import Number, Symbol
@@ -21,7 +21,7 @@ from hostir.ir.ops import (
     Manner,
     SymmetricContiguousView,
 )
-from hostir.ir.program import HostIrContainer, walk
+from hostir.ir.program import HostIrContainer
 from multidevice.sharding.streams import is_allocated_per_step
 
 

@@ -22,8 +22,7 @@ from typing import Concatenate, ParamSpec, TypeVar
 from fuser.ir.canonical_form import fusion_key, op_key, values_key
 from fuser.ir.domain.device_mesh import ranks_of
 from fuser.ir.fusion import Alias, Fusion, TensorView, Value
-from fuser.ir.op import Op
-from fuser.ir.op import walk as walk
+from fuser.ir.op import Op, walk
 from fuser.support.errors import VerifyError
 from hostir.ir import printer
 from hostir.ir.builder import ProgramBuilder

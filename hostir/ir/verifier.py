@@ -13,7 +13,7 @@ from typing import Any
 from fuser.ir.domain.device_mesh import ranks_text
 from fuser.ir.fusion import Alias, Fusion, TensorOp, TensorView
 from fuser.ir.naming import in_words
-from fuser.ir.op import Op, op_text
+from fuser.ir.op import Op, op_text, walk
 from fuser.ir.ops.nodes import LoadStoreOp
 from fuser.ir.scalar.constructors import Scalar, Symbol, symbols
 from fuser.ir.text.printer import program_symbols
@@ -50,7 +50,7 @@ from hostir.ir.ops import (
     StartsCommunication,
     Wait,
 )
-from hostir.ir.program import HostIrContainer, walk
+from hostir.ir.program import HostIrContainer
 from hostir.ir.queries import only_allocates
 from hostir.ir.shape_rules import check_buffers, check_results
 

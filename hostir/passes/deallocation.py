@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 
 from fuser.ir.fusion import TensorView
-from fuser.ir.op import Op
+from fuser.ir.op import Op, walk
 from fuser.support.errors import VerifyError
 from hostir.ir.buffer_aliasing import Storage
 from hostir.ir.effects import (
@@ -22,7 +22,7 @@ from hostir.ir.effects import (
     effects_of,
 )
 from hostir.ir.ops import Deallocate
-from hostir.ir.program import HostIrContainer, walk
+from hostir.ir.program import HostIrContainer
 from hostir.ir.verifier import verify
 
 

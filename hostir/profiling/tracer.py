@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any, Generic, Literal, Protocol, TypeVar, cast
 import torch
 
 from fuser.ir.binding import signature_of
+from fuser.ir.op import walk
 from fuser.ir.ops.nodes import LibraryOp
 from fuser.support.arguments import LONGEST, require, show
 from fuser.support.dumps import not_writable
@@ -30,7 +31,6 @@ from fuser.support.torch_calls import generator_of
 from hostir.cost.machine_model import Machine, find_machine
 from hostir.cost.simulator import Timetable, timetable_of
 from hostir.ir.buffer_aliasing import Storage
-from hostir.ir.program import walk
 from hostir.profiling.op_recorder import OpNotes, TracedOp
 from hostir.profiling.timeline import CPU, RankTrace, Trace, rank_from_dict, run_times, slices_of
 from hostir.profiling.timers import CuptiWatch, EventWatch, HostWatch, clock

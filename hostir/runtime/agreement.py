@@ -11,11 +11,11 @@ import torch
 
 from fuser.ir.binding import Values
 from fuser.ir.fusion import TensorView, Value
-from fuser.ir.op import Op, op_text
+from fuser.ir.op import Op, op_text, walk
 from fuser.ir.scalar.constructors import Number, Symbol
 from fuser.support.inputs import flatten
 from hostir.ir.printer import meaning_text
-from hostir.ir.program import HostIrContainer, walk
+from hostir.ir.program import HostIrContainer
 from hostir.runtime.inputs import Argument
 from multidevice.job.agreement import Channel, Claim, Prepared
 

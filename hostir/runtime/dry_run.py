@@ -14,10 +14,11 @@ import torch
 
 from fuser.ir.binding import Argument
 from fuser.ir.fusion import TensorView
+from fuser.ir.op import walk
 from fuser.ir.scalar.constructors import Symbol
 from fuser.support.device import VECTOR_BYTES
 from hostir.ir.ops import HostOp
-from hostir.ir.program import HostIrContainer, walk
+from hostir.ir.program import HostIrContainer
 from hostir.ir.shard_layout import spanned
 from hostir.runtime.execute import Execution, OnlyRunTells
 from hostir.runtime.frame import Frame

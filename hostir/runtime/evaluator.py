@@ -17,6 +17,7 @@ import torch
 from fuser.ir.binding import signature_of
 from fuser.ir.dtypes import is_inexact
 from fuser.ir.fusion import TensorView, Value
+from fuser.ir.op import walk
 from fuser.ir.types import MemoryType
 from fuser.runtime import compiled_runner
 from fuser.support import options, progress
@@ -33,7 +34,7 @@ from hostir.ir.ops import (
     PEER_COPIES,
     KernelGroup,
 )
-from hostir.ir.program import HostIrContainer, walk
+from hostir.ir.program import HostIrContainer
 from hostir.ir.verifier import verify
 from hostir.lowering.params import check_number_of_streams
 from hostir.runtime.agreement import RankAgreement

@@ -19,7 +19,7 @@ from torch.autograd import profiler as torch_profiler
 
 from fuser.ir.domain.strided_layout import Laid
 from fuser.ir.fusion import TensorOp, TensorView
-from fuser.ir.op import Op
+from fuser.ir.op import Op, walk
 from fuser.ir.ops import nodes
 from fuser.ir.scalar import constructors as sc
 from fuser.ir.scalar.constructors import Number, Scalar, Symbol
@@ -42,7 +42,6 @@ from hostir.ir.ops import (
     SymmetricContiguousView,
 )
 from hostir.ir.ops.base import LocalShapes
-from hostir.ir.program import walk
 from hostir.ir.shard_layout import share_storage, viewed_strides, write
 from hostir.lowering.slices import Dropped, dropped_axes
 from hostir.runtime.communication import (

@@ -13,7 +13,7 @@ import torch
 from fuser.ir.dtypes import nbytes_of, to_torch
 from fuser.ir.fusion import TensorView
 from fuser.ir.naming import in_ir, tensor_words
-from fuser.ir.op import Op, op_text
+from fuser.ir.op import Op, op_text, walk
 from fuser.ir.scalar import constructors as sc
 from fuser.ir.scalar.constructors import Number, Scalar, Symbol
 from fuser.ir.types import MemoryType
@@ -21,7 +21,7 @@ from fuser.support.errors import ExecutionError, FuserError, InputError, user_co
 from hostir.ir.buffer_aliasing import Storage
 from hostir.ir.effects import Part, Stream, bounds
 from hostir.ir.ops import NUMBER_OF_STREAMS, RANK, Allocate, LaunchKernel, stream_cut
-from hostir.ir.program import HostIrContainer, walk
+from hostir.ir.program import HostIrContainer
 from hostir.ir.shard_layout import allocated_strides, spanned
 from hostir.lowering.slices import rotated
 from hostir.runtime.inputs import Argument, Values

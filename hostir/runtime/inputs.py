@@ -25,7 +25,7 @@ from fuser.ir.dtypes import (
 )
 from fuser.ir.fusion import Fusion, TensorOp, TensorView, Value
 from fuser.ir.memory_layout import MemoryOrder, expanded_positions, memory_order
-from fuser.ir.op import Op
+from fuser.ir.op import Op, walk
 from fuser.ir.scalar.compiled import Computed
 from fuser.ir.scalar.constructors import Apply, Const, Number, Scalar, Symbol, symbols
 from fuser.support.arguments import show
@@ -34,7 +34,7 @@ from fuser.support.inputs import check_count
 from fuser.support.record import record
 from hostir.ir.buffer_aliasing import Storage
 from hostir.ir.effects import Writes, effects_of
-from hostir.ir.program import HostIrContainer, walk
+from hostir.ir.program import HostIrContainer
 from hostir.ir.shard_layout import parts
 
 _ACCEPTS: dict[str, tuple[type, ...]] = {

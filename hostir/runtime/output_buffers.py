@@ -17,7 +17,7 @@ from fuser.ir.binding import Argument, tensor_problem
 from fuser.ir.dtypes import to_torch
 from fuser.ir.fusion import TensorView, Value
 from fuser.ir.memory_layout import expanded_positions
-from fuser.ir.op import Op
+from fuser.ir.op import Op, walk
 from fuser.ir.ops import nodes
 from fuser.ir.scalar.constructors import Symbol
 from fuser.support.arguments import show
@@ -27,7 +27,7 @@ from hostir.analysis.walker import EachOpOnce, Walk
 from hostir.ir.buffer_aliasing import Storage, manner
 from hostir.ir.effects import Makes, Part, Reads, Writes, effects_of
 from hostir.ir.ops import AxisOrder, ForLoop, IfThenElse, SetCurrentStream, StartsCommunication
-from hostir.ir.program import HostIrContainer, walk
+from hostir.ir.program import HostIrContainer
 from hostir.runtime.communication import flat
 from hostir.runtime.frame import Frame
 from hostir.runtime.inputs import overlaps_itself, share_elements

@@ -19,13 +19,12 @@ import torch
 from fuser.ir.domain.strided_layout import Laid
 from fuser.ir.fusion import TensorView
 from fuser.ir.memory_layout import dense_strides
-from fuser.ir.op import Op
+from fuser.ir.op import Op, walk
 from fuser.ir.scalar import constructors as sc
 from fuser.ir.scalar.compiled import Computed
 from fuser.ir.scalar.constructors import Number, Symbol
 from fuser.support.device import VECTOR_BYTES
 from hostir.ir.ops import NUMBER_OF_STREAMS, RANK, Allocate, Deallocate, ForLoop, IfThenElse
-from hostir.ir.program import walk
 from hostir.runtime.execute import as_step, free_scalars, local_shape_of
 from hostir.runtime.frame import Frame
 from hostir.runtime.plan import Plan, fit, successions

@@ -14,7 +14,7 @@ from typing import Any, TypeVar, cast
 
 from fuser.ir.canonical_form import Key, op_key
 from fuser.ir.fusion import Fusion, TensorView
-from fuser.ir.op import Op, op_text, value_text
+from fuser.ir.op import Op, op_text, value_text, walk
 from fuser.ir.text.printer import domain_text
 from fuser.support.errors import FuserError, InputError, OptionError
 from hostir.analysis.preflight import findings, ranks_to_look_at
@@ -26,7 +26,7 @@ from hostir.ir.diagnostics import refuse
 from hostir.ir.ops import NUMBER_OF_STREAMS, KernelGroup
 from hostir.ir.parser import read_program
 from hostir.ir.printer import NOTES, SHORT_FORM
-from hostir.ir.program import HostIrContainer, walk
+from hostir.ir.program import HostIrContainer
 from hostir.ir.queries import has_communications, has_streams
 from hostir.ir.verifier import verify
 from hostir.lowering.input_class import SMALLEST_SIZE, symbol_values

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
 from fuser.ir.fusion import TensorView
-from fuser.ir.op import Op
+from fuser.ir.op import Op, walk
 from fuser.ir.provenance import Origin
 from fuser.ir.scalar import constructors as sc
 from fuser.ir.scalar.constructors import Scalar
@@ -21,7 +21,7 @@ from fuser.support.errors import InputError, UnsupportedError
 from hostir.analysis.sliced_inputs import sliced_inputs
 from hostir.ir.effects import Shows
 from hostir.ir.ops import HostOp, P2PCommunication
-from hostir.ir.program import HostIrContainer, walk
+from hostir.ir.program import HostIrContainer
 from multidevice.sharding.placement import SPREAD_TYPES
 from multidevice.sharding.queries import sharded_logical_axis
 

@@ -9,12 +9,13 @@ import torch
 
 from fuser.ir.dtypes import is_complex, is_inexact, to_torch
 from fuser.ir.fusion import TensorView
+from fuser.ir.op import walk
 from fuser.ir.ops.nodes import RandomOp
 from fuser.ir.scalar import constructors as sc
 from fuser.ir.scalar.constructors import Scalar, Symbol
 from fuser.support.errors import FuserError, InputError
 from fuser.support.options import Settings
-from hostir.ir.program import HostIrContainer, walk
+from hostir.ir.program import HostIrContainer
 from hostir.lowering.input_class import size_symbols, symbol_values
 from hostir.profiling.timeline import Trace
 from hostir.profiling.tracer import HostIrEvaluator

@@ -10,9 +10,10 @@ from typing import Any
 import torch
 
 from fuser import DataType, FusionDefinition, ParallelType, TensorView, multidevice
+from fuser.ir.op import walk
 from fuser.multidevice import Communicator, DeviceMesh
 from hostir.ir.ops import ForLoop, StartsCommunication
-from hostir.ir.program import HostIrContainer, walk
+from hostir.ir.program import HostIrContainer
 from tests.support.predicted_times import PLAIN
 from tools.fuzz.host_program import fault_of
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from fuser.ir.fusion import TensorView
-from fuser.ir.op import Op
+from fuser.ir.op import Op, walk
 from fuser.ir.ops import nodes
 from fuser.ir.scalar import constructors as sc
 from fuser.ir.scalar.constructors import Scalar
@@ -36,7 +36,6 @@ from hostir import (
     eq,
     ne,
 )
-from hostir.ir.program import walk
 from hostir.passes.deallocation import insert_deallocate
 from hostir.tools.run_text import shards_of
 from multidevice.job.communicator import Communicator

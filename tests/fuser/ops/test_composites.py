@@ -11,10 +11,11 @@ import torch
 import torch.nn.functional as F
 
 from fuser import DataType, FusionDefinition
+from fuser.ir.op import walk
 from fuser.multidevice import Communicator, DeviceMesh, shard_tensor
 from fuser.support.errors import DefinitionError, DtypeError, FuserError
 from hostir.ir.ops import LaunchKernel
-from hostir.ir.program import HostIrContainer, walk
+from hostir.ir.program import HostIrContainer
 from multidevice import simulate
 from tests.support.cuts import cut, shards
 

@@ -10,12 +10,12 @@ import torch
 
 from fuser import DataType, FusionDefinition, ParallelType, TensorView, multidevice
 from fuser.ir.dtypes import to_torch
+from fuser.ir.op import walk
 from fuser.ir.ops.nodes import LinearOp
 from fuser.multidevice import Communicator, DeviceMesh
 from fuser.ops.reference.meaning import evaluate_into
 from hostir import equal, parse
 from hostir.ir.ops import Communication
-from hostir.ir.program import walk
 from tests.support.definition_copies import again
 from tests.support.op_calls import linear
 from tests.support.overlap_programs import cut

@@ -11,13 +11,14 @@ import pytest
 import torch
 
 from fuser import FusionDefinition, ParallelType, TensorView, multidevice
+from fuser.ir.op import walk
 from fuser.support import dumps
 from fuser.support.errors import OptionError, VerifyError
 from fuser.support.options import EFFECTS
 from hostir import HostIrEvaluator
 from hostir.ir.ops import CollectivePermute, Communication, P2PCommunication
 from hostir.ir.parser import parse
-from hostir.ir.program import HostIrContainer, equal, walk
+from hostir.ir.program import HostIrContainer, equal
 from hostir.tools.cli import main
 from hostir.tools.run_text import run_simulated, shards_of
 from multidevice import DeviceMesh, simulate

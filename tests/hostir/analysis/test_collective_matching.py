@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from fuser.ir.dtypes import DataType
-from fuser.ir.op import Op
+from fuser.ir.op import Op, walk
 from fuser.ir.scalar.constructors import Scalar
 from fuser.ir.types import ParallelType
 from fuser.support.errors import FuserError
@@ -37,7 +37,6 @@ from hostir import (
 from hostir.analysis import collective_matching, deadlocks
 from hostir.analysis.collective_matching import find_mismatches
 from hostir.ir.diagnostics import Finding, line_numbers, report
-from hostir.ir.program import walk
 from multidevice.job.shard_tensor import LocalDeviceMesh
 from tests.support.stream_programs import (
     N_STREAMS,

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import pytest
 
-from fuser.ir.op import Op
+from fuser.ir.op import Op, walk
 from fuser.ir.ops import nodes
 from fuser.support.errors import FuserError
 from hostir import (
@@ -33,7 +33,6 @@ from hostir import (
 from hostir.analysis import races as race
 from hostir.analysis.races import find_chains, find_races
 from hostir.ir.diagnostics import Finding, line_numbers, report
-from hostir.ir.program import walk
 from hostir.ir.queries import has_streams
 from hostir.ir.verifier import verify
 from tests.support import stream_programs

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from fuser.ir.op import Op
+from fuser.ir.op import Op, walk
 from fuser.ir.scalar.constructors import Scalar, Symbol, lt
 from fuser.support.errors import InputError
 from hostir import RANK, HostIrContainer, Stream, Wait, as_scalar
@@ -39,7 +39,6 @@ from hostir.ir.effects import (
     Waits,
 )
 from hostir.ir.ops import ForLoop, IfThenElse
-from hostir.ir.program import walk
 
 RANKS = (0, 1, 2, 3, 4)
 # The number of a Wait, and the values of the loops around it.

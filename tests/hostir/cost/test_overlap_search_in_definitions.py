@@ -15,6 +15,7 @@ import fuser.frontend.executor_cache
 from fuser import DataType, FusionDefinition, TensorView, multidevice
 from fuser.frontend import executor_cache
 from fuser.frontend.program_cache import PROGRAMS
+from fuser.ir.op import walk
 from fuser.ir.ops.nodes import MatmulOp
 from fuser.multidevice import Communicator, DeviceMesh, simulate
 from fuser.support.errors import ProgramMismatchError, UnsupportedError
@@ -24,7 +25,7 @@ from hostir.cost.machine_model import Machine
 from hostir.cost.overlap_search import GainBound, OverlapCandidate
 from hostir.ir.diagnostics import report
 from hostir.ir.ops import ForLoop
-from hostir.ir.program import HostIrContainer, walk
+from hostir.ir.program import HostIrContainer
 from hostir.lowering.input_class import symbol_values
 from tests.support.overlap_gradient_programs import (
     GRADIENTS,

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from fuser import ParallelType, ops
+from fuser.ir.op import walk
 from fuser.support.errors import VerifyError
 from hostir import (
     NUMBER_OF_STREAMS,
@@ -36,7 +37,6 @@ from hostir.analysis.preflight import findings
 from hostir.ir.diagnostics import refuse
 from hostir.ir.ops import ForLoop, loop_index
 from hostir.ir.printer import meaning_text
-from hostir.ir.program import walk
 from multidevice import Communicator, DeviceMesh, simulate
 
 MESH = DeviceMesh([0, 1])

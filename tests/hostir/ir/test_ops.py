@@ -12,7 +12,7 @@ import torch
 import hostir
 from fuser.ir.dtypes import DataType
 from fuser.ir.fusion import TensorView
-from fuser.ir.op import Op, operand, result
+from fuser.ir.op import Op, operand, result, walk
 from fuser.ir.scalar import constructors as sc
 from fuser.ir.scalar.constructors import Scalar
 from fuser.ir.types import ParallelType
@@ -35,7 +35,6 @@ from hostir.analysis.races import find_races
 from hostir.ir.effects import Effect, Part, Reads, Shows, Starts, Writes
 from hostir.ir.ops import HOST_OPS, HostOp, checked_slots, loop_index, missing_slots
 from hostir.ir.ops.base import Runtime
-from hostir.ir.program import walk
 from multidevice import Communicator, DeviceMesh, simulate
 from tests.support.handmade_programs import EXAMPLES, LATE, run_simulated
 

@@ -12,13 +12,14 @@ import pytest
 import torch
 
 from fuser import FusionDefinition, ops
+from fuser.ir.op import walk
 from fuser.ir.types import ParallelType
 from fuser.support.errors import ParseError, VerifyError
 from hostir import HostIrEvaluator
 from hostir.ir.ops import Allocate, Communication, LocalSlice, Wait
 from hostir.ir.parser import parse
 from hostir.ir.printer import FULL_FORM
-from hostir.ir.program import HostIrContainer, equal, walk
+from hostir.ir.program import HostIrContainer, equal
 from hostir.ir.verifier import verify
 from tests.support.host_programs import CASES, Case, build, check, out, shard, tensor
 

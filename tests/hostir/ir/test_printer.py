@@ -8,9 +8,10 @@ from pathlib import Path
 import pytest
 
 from fuser.ir.fusion import TensorView
+from fuser.ir.op import walk
 from fuser.support import options
 from hostir.ir.printer import dumped
-from hostir.ir.program import HostIrContainer, walk
+from hostir.ir.program import HostIrContainer
 from hostir.tools.cli import main
 from tests.support.handmade_programs import EXAMPLES
 from tests.support.host_programs import CASES, build

@@ -13,6 +13,7 @@ import torch
 
 from fuser import ops
 from fuser.ir.fusion import TensorView
+from fuser.ir.op import walk
 from fuser.ir.types import ParallelType
 from fuser.support.errors import UnsupportedError, VerifyError
 from hostir import (
@@ -25,7 +26,6 @@ from hostir import (
     parse,
 )
 from hostir.ir.ops import ForLoop, GetCurrentStream
-from hostir.ir.program import walk
 from multidevice import Communicator, DeviceMesh, simulate
 
 Program = Callable[[HostIrContainer], TensorView]

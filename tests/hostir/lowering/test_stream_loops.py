@@ -11,10 +11,11 @@ import pytest
 import torch
 
 from fuser import FusionDefinition, ParallelType, TensorView, multidevice
+from fuser.ir.op import walk
 from fuser.kernels.executor import FusedKernelExecutor
 from fuser.kernels.kernel_variant import Variant
 from hostir.ir.parser import parse
-from hostir.ir.program import equal, walk
+from hostir.ir.program import equal
 
 pytestmark = pytest.mark.from_text
 

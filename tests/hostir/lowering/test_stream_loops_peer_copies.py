@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from fuser import FusionDefinition, MemoryType, ParallelType, TensorView
-from fuser.ir.op import Op
+from fuser.ir.op import Op, walk
 from fuser.multidevice import (
     Communicator,
     CommunicatorBackend,
@@ -37,7 +37,7 @@ from hostir.ir.ops import (
     Wait,
 )
 from hostir.ir.parser import parse
-from hostir.ir.program import HostIrContainer, equal, walk
+from hostir.ir.program import HostIrContainer, equal
 from hostir.lowering.input_class import symbol_values
 from multidevice.transports.peer_copy import PeerBackend
 from tests.fuser.nvfuser.test_multi_device_executor import CASES, Case, executor_of, local

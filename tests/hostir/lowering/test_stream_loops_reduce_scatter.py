@@ -14,6 +14,7 @@ import torch
 
 from fuser import DataType, FusionDefinition, ParallelType, TensorView, multidevice
 from fuser.frontend.executor_cache import FusionExecutorCache
+from fuser.ir.op import walk
 from fuser.multidevice import Communicator, DeviceMesh, simulate
 from fuser.support.errors import UnsupportedError
 from hostir.analysis.collective_matching import find_mismatches
@@ -27,7 +28,7 @@ from hostir.ir.ops import (
     StartsCommunication,
 )
 from hostir.ir.parser import parse
-from hostir.ir.program import HostIrContainer, equal, walk
+from hostir.ir.program import HostIrContainer, equal
 from hostir.lowering.input_class import symbol_values
 from hostir.lowering.params import DEFAULT, LowerParams
 from tests.fuser.nvfuser.test_multi_device_executor import matmul_reduce_scatter

@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
+from fuser.ir.op import walk
 from hostir import HostIrContainer, HostIrEvaluator
 from hostir.ir.ops import SetCurrentStream
-from hostir.ir.program import walk
 from hostir.runtime.streams import CpuStreams
 from hostir.tools.run_text import shards_of
 from multidevice import Communicator, simulate

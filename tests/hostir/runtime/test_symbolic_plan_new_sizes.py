@@ -14,6 +14,7 @@ import torch
 from fuser import DataType, FusionDefinition, ParallelType
 from fuser.ir.axis_graph import AxisGraph
 from fuser.ir.fusion import Fusion
+from fuser.ir.op import walk
 from fuser.ir.scalar import constructors
 from fuser.ir.scalar.compiled import compiled
 from fuser.kernels import executor
@@ -23,7 +24,6 @@ from fuser.schedule.iteration_space import iteration_space
 from hostir.analysis.collective_matching import find_mismatches
 from hostir.analysis.races import find_races
 from hostir.ir.buffer_aliasing import Storage, WholeShapes
-from hostir.ir.program import walk
 from hostir.runtime.dry_run import can_bind, rehearse_plan
 from hostir.runtime.evaluator import ProgramEvaluator
 from hostir.runtime.execute import Execution

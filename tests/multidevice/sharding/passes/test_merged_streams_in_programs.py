@@ -13,11 +13,11 @@ import torch
 
 from fuser import FusionDefinition, ParallelType, TensorView, multidevice
 from fuser.ir.memory_layout import is_contiguous
+from fuser.ir.op import walk
 from fuser.support.errors import DefinitionError, FuserError, UnsupportedError
 from hostir import NUMBER_OF_STREAMS, RANK, HostIrContainer, equal, parse
 from hostir.analysis.races import find_races
 from hostir.ir.ops import Communication, ForLoop, HirAliasSelect
-from hostir.ir.program import walk
 from tests.support.op_calls import linear
 
 GOLDEN = Path(__file__).parent / "golden"
