@@ -347,7 +347,7 @@ def reported(report: str) -> dict[str, Any]:
     return {**row, "report_ms": round(total, 4)} if chosen else row
 
 
-# What a report says first of each pair; see docs/cost.md.
+# What a report says first of each pair; see docs/explanation/cost-model.md.
 AS_IT_IS = "as it is"
 # What it says of a library that no description has numbers of.
 _ESTIMATED = " by the numbers of "

@@ -8,7 +8,7 @@ Thunder traces the module, forward and backward, and gives regions of it to an e
 nvFuser imports `nvfuser_direct`, writes each region as a FusionDefinition and executes that; here
 `fuser` has this name. Thunder wants CUDA tensors; without a GPU, names of its executor are set so
 that it takes CPU tensors. Prints what was fused, and how far from torch in float64 it is. What
-Thunder needs and what it does without is in docs/thunder.md.
+Thunder needs and what it does without is in docs/how-to/use-with-thunder.md.
 """
 
 from __future__ import annotations

@@ -140,7 +140,7 @@ def _options() -> Lines:
     chosen = {name for row in options.VARIABLES.values() for name in (row.name, row.alias) if name}
     chosen |= {name for name in os.environ if name.startswith("FUSER_")}
     values = [(name, os.environ[name]) for name in sorted(chosen) if os.environ.get(name)]
-    yield from values or [("none", "docs/options.md lists them")]
+    yield from values or [("none", "docs/reference/options.md lists them")]
     with warnings.catch_warnings(record=True) as warned:
         warnings.simplefilter("always")
         try:

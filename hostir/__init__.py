@@ -1,6 +1,7 @@
 """The host program: what runs on every rank, in order, and what runs it.
 
-Nothing is imported until a name is used. `docs/host_ir.md` shows how programs are built by hand.
+Nothing is imported until a name is used. `docs/reference/host-operations.md` shows how programs
+are built by hand.
 """
 
 from __future__ import annotations

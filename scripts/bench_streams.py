@@ -9,8 +9,8 @@ ag: x [M, K] is sharded by rows, w [N, K] by columns of the result. rs: both are
 the same inputs:
 
 unchunked: one collective, one linear.
-auto: the same definition, in the steps that the cost model chooses (docs/cost.md), if any; what it
-    predicted goes to stderr.
+auto: the same definition, in the steps that the cost model chooses, if any; its prediction goes to
+    stderr (docs/explanation/cost-model.md).
 chunked on n streams: a stream axis of 8 chunks, a linear and a collective per step; each chunk is
     shared by all ranks.
 head wait inside: the same, but every step waits for the entry stream in the main loop: the waits

@@ -1,6 +1,8 @@
-"""Writes docs/ops.md, the page of the public ops, and fuser/ops/__init__.pyi, their signatures for
-type checkers, from their rows (`fuser.ops.rows`); and in docs/coming_from_nvfuser.md the names that
-raise.
+"""Writes what the rows of the ops (`fuser.ops.rows`) say into the pages that readers use.
+
+- `docs/reference/operations.md`: the page of the public ops.
+- `fuser/ops/__init__.pyi`: their signatures for type checkers.
+- `docs/explanation/differences-from-nvfuser.md`: the table of names that raise.
 
 `python scripts/document_ops.py` after a row, or such a name, was added or changed; a test compares.
 """
@@ -27,9 +29,9 @@ from fuser.ops.rows import ROWS, SPELLED, OpRow
 from fuser.support.errors import UnsupportedError
 
 _ROOT = Path(__file__).resolve().parents[1]
-PAGE = _ROOT / "docs" / "ops.md"
+PAGE = _ROOT / "docs" / "reference" / "operations.md"
 STUB = _ROOT / "fuser" / "ops" / "__init__.pyi"
-DIFFERENCES = _ROOT / "docs" / "coming_from_nvfuser.md"
+DIFFERENCES = _ROOT / "docs" / "explanation" / "differences-from-nvfuser.md"
 
 _HEAD = """# Ops
 

@@ -285,7 +285,8 @@ class FusionDefinition:
         """Runs the program on `inputs` and returns its visible outputs in `add_output` order.
 
         Tensors are local shards where the program shards them; numbers fill scalar inputs; nested
-        sequences are flattened in place. The options (`docs/options.md`) hold for this call only.
+        sequences are flattened in place. The options (`docs/reference/options.md`) hold for this
+        call only.
         Outputs carry no gradient, neither of the backward nor of the forward mode; an input that
         requires one, or a dual tensor of `torch.autograd.forward_ad`, is warned about once.
 
@@ -384,7 +385,8 @@ class FusionDefinition:
         `source` says where times of a GPU come from: "cupti", "events" (around each op), or "auto":
         the first of them that works; `Trace.source` says which. On the CPU it is the host's clock.
         `predicted` puts the timeline of the cost model beside: "h200", or a file that describes a
-        machine (`docs/cost.md`). Inputs, `device` and options are those of `execute`.
+        machine (`docs/explanation/cost-model.md`). Inputs, `device` and options are those of
+        `execute`.
 
         Raises:
             InputError: as `execute`; or `path` cannot be written: known before anything runs.
@@ -479,7 +481,8 @@ class FusionDefinition:
 
     def overlap_report(self, inputs: Iterable[object]) -> str:
         """Returns which matmuls and communications of the program that ran last run side by side
-        for inputs like these, and the predicted times that decided it (docs/cost.md).
+        for inputs like these, and the predicted times that decided it
+        (`docs/explanation/cost-model.md`).
 
         `FUSER_DISABLE=auto_overlap`, or that option of a call, leaves all as they are. Raises
         `FuserError` before the first run.

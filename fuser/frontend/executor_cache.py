@@ -659,8 +659,9 @@ def overlaps_of(
     if machine is None:
         return NoOverlap(
             f"nothing describes these {device.type} ranks: FUSER_ENABLE=machine(h200) takes that "
-            "description, machine(measured) that of `python -m hostir calibrate` (docs/cost.md), "
-            "and FUSER_ENABLE=steps takes steps whether they pay or not"
+            "description, machine(measured) that of `python -m hostir calibrate` "
+            "(docs/explanation/cost-model.md), and FUSER_ENABLE=steps takes steps whether they "
+            "pay or not"
         )
     # What a description says of links is true within a host, on which ranks are thought to be that
     # this job does not have. Asked for last: it may connect.

@@ -1,4 +1,4 @@
-"""The public ops, one row each; `fuser.ops` and `docs/ops.md` are made from them.
+"""The public ops, one row each; `fuser.ops` and `docs/reference/operations.md` are made from them.
 
 An elementwise op of one node has its row in `fuser.ir.pointwise_table`, and is here as others see
 it.
@@ -397,8 +397,8 @@ ROWS: dict[str, OpRow] = {row.name: row for row in _ROWS}
 # ----------------------------------------------------------------------
 # Names of torch's for what `fd.ops` has under another name, or is written with several ops.
 #
-# `fd.ops.NAME` raises, and says this; `docs/ops.md` lists it. What stands behind "write" is Python,
-# statements joined by ", then ", in the names of `fd.ops`.
+# `fd.ops.NAME` raises, and says this; `docs/reference/operations.md` lists it. The text after
+# "write" is Python: statements joined by ", then ", in the names of `fd.ops`.
 
 _CAST = "it is called cast, which takes the dtype"
 _PERMUTE = "it is called permute, which takes all axes"

@@ -196,7 +196,7 @@ class HeuristicParams:
         if name not in kinds:
             raise UnsupportedError(
                 f"{self.PUBLIC}.{name}: what a scheduler chose is read: schedule by hand, "
-                "or tune (docs/options.md)"
+                "or tune (docs/reference/options.md)"
             )
         vars(self)[name] = require(self.PUBLIC, name, value, kinds[name])
 

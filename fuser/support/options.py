@@ -23,7 +23,7 @@ from fuser.support.errors import OptionError, warn
 # ----------------------------------------------------------------------
 # The names that the list-valued options know: what each does here, or why it changes nothing.
 #
-# `docs/options.md` is this table for readers, and a test holds the two together.
+# `docs/reference/options.md` is this table for readers, and a test holds the two together.
 
 # What a name does. The key is the variable without `FUSER_`.
 EFFECTS: Mapping[str, Mapping[str, str]] = {
@@ -56,7 +56,7 @@ EFFECTS: Mapping[str, Mapping[str, str]] = {
         "ranks of a mesh share a host, and their GPUs have access to each other",
         "machine": "machine(h200), (measured) or (NAME.json): whether overlap pays is decided for "
         "that machine, also on CPU ranks; measured: what python -m hostir calibrate has found out "
-        "here; NAME.json: a description (docs/cost.md)",
+        "here; NAME.json: a description (docs/explanation/cost-model.md)",
         "steps": "a matmul beside a communication takes the fastest of its steps, also where these "
         "do not pay, as those of small tensors on CPU ranks; fastest on the machine of "
         "machine(..), else on these GPUs where they are described, else on an H200",
@@ -546,7 +546,7 @@ def _parse(kind: str, text: str) -> Mapping[str, tuple[str, ...]]:
             raise OptionError(
                 f"Parsing {kind} failed. Invalid option: '{name}'{_nearest(name, known)}\n"
                 f"Available options: {', '.join(sorted(EFFECTS[kind])) or 'none'}; nvFuser's "
-                "others are known, and change nothing (docs/options.md)"
+                "others are known, and change nothing (docs/reference/options.md)"
             )
         args: tuple[str, ...] = ()
         if rest.startswith("("):

@@ -584,7 +584,7 @@ def _host_of_posts(bench: _Bench, count: int) -> float:
 
 
 # ----------------------------------------------------------------------
-# What measurements cannot be: such are repeated, and then refused (docs/cost.md).
+# What measurements cannot be: such are repeated, and then refused (docs/explanation/cost-model.md).
 
 # A link that is faster than memory by more is none, though caches may carry what CPU ranks send.
 CACHED = 10.0

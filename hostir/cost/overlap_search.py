@@ -1,9 +1,9 @@
 """Overlap by itself: which matmuls and communications run side by side, by the cost model.
 
 For each pair that `multidevice.sharding.passes.overlap_candidates` finds, its ops alone are
-lowered, as they are and in every form with steps, and the predicted times (`docs/cost.md`) are
-compared. Nothing else decides: ranks with one fusion, one class and sizes of inputs, and one
-machine description choose the same.
+lowered, as they are and in every form with steps, and the predicted times
+(`docs/explanation/cost-model.md`) are compared. Nothing else decides: ranks with one fusion, one
+class and sizes of inputs, and one machine description choose the same.
 """
 
 from __future__ import annotations

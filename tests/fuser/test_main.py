@@ -63,7 +63,7 @@ assert mpi is None or not mpi.Is_initialized()
             assert any(line.split() == [*what.split(), *value.split()] for line in lines(printed))
     assert found["versions"]["torch"].startswith(f"{torch.__version__}, built for")
     assert found["launcher"] == {"none": "rank 0 of 1"}
-    assert found["options"] == {"none": "docs/options.md lists them"}
+    assert found["options"] == {"none": "docs/reference/options.md lists them"}
     assert len(lines(printed)) < 40
 
 

@@ -1,4 +1,6 @@
-"""Interprets a host program for all ranks at once, from the meaning of its ops (docs/host_ir.md).
+"""Interprets a host program for all ranks at once, from the meaning of its ops.
+
+The meanings are those of `docs/reference/host-operations.md`.
 
     runs = interpret(program, [shards_of(program, inputs, r) for r in range(ranks)])
     runs[rank].outputs, runs[rank].inputs

@@ -25,7 +25,12 @@ from hostir.tools.cli import main
 from tests.support.jobs import MPIRUN, ROOT
 from tests.support.limits import HANG_S
 
-PAGES = ("README.md", "CONTRIBUTING.md", *(f"docs/{p.name}" for p in (ROOT / "docs").glob("*.md")))
+PAGES = (
+    "README.md",
+    "CONTRIBUTING.md",
+    "benchmarks/notes.md",
+    *sorted(str(p.relative_to(ROOT)) for p in (ROOT / "docs").rglob("*.md")),
+)
 LANGUAGES = ("python", "bash", "text", "cpp")
 NOT_RUN = {
     "gpu": "needs a GPU",

@@ -161,7 +161,8 @@ def passed(printed: str) -> int:
 def test_an_op_is_added_in_the_steps_that_are_told(tree: Path) -> None:
     # Cases of each dtype, calls of scalars, the parts of the row.
     assert passed(perform(tree, "Add an op")) >= 7
-    assert "`hypot(lhs, rhs, /)`" in (tree / "docs" / "ops.md").read_text()
+    page = tree / "docs" / "reference" / "operations.md"
+    assert "`hypot(lhs, rhs, /)`" in page.read_text()
     assert "def hypot(lhs: TensorView, " in (tree / "fuser" / "ops" / "__init__.pyi").read_text()
     run(tree, sys.executable, "-c", TRY)
 
@@ -171,7 +172,8 @@ def test_a_host_op_is_added_in_the_steps_that_are_told(tree: Path) -> None:
     assert passed(perform(tree, "Add a host op")) >= 6
     edited = {file for file, *_ in _EDIT.findall(section("Add a host op"))}
     product = {file for file in edited if file.startswith(("fuser/", "multidevice/", "hostir/"))}
-    assert len(product) <= 2 and len(edited - product - {"docs/host_ir.md"}) <= 1, edited
+    others = edited - product - {"docs/reference/host-operations.md"}
+    assert len(product) <= 2 and len(others) <= 1, edited
     run(tree, sys.executable, "-c", TRY_FILL)
 
 
@@ -190,7 +192,6 @@ def test_a_row_without_a_reference_is_told(tree: Path) -> None:
     (file, anchor, lines), *_ = _EDIT.findall(section("Add an op"))
     insert(tree / file, anchor, lines)
     command = (sys.executable, "-m", "pytest", "-q", "tests/fuser/ops/test_rows.py", "-k", "hypot")
-    with pytest.raises(
-        AssertionError, match=r"hypot lacks: docs/ops.md, case in tests/support, fuzzer"
-    ):
+    lacks = r"hypot lacks: docs/reference/operations\.md, case in tests/support, fuzzer"
+    with pytest.raises(AssertionError, match=lacks):
         run(tree, *command)

@@ -176,10 +176,10 @@ def test_blocks_that_are_not_run_are_few() -> None:
         ("README.md", ".venv/bin/mpirun -np 3 .venv/bin/python scripts/encode.py --text examples/sentences.txt"),  # noqa: E501
         ("README.md", "bash scripts/quickstart.sh"),
         ("README.md", "pip install -e '.[mpi]'"),
-        ("docs/cost.md", "mpirun -np 4 python -m hostir calibrate"),
-        ("docs/performance.md", "python scripts/bench.py attention --json attention.jsonl"),
-        ("docs/performance.md", "python scripts/bench.py kernels --only main --shapes all --dtypes bfloat16 \\"),  # noqa: E501
-        ("docs/performance.md", "python scripts/bench.py library --json cells.jsonl"),
+        ("benchmarks/notes.md", "python scripts/bench.py attention --json attention.jsonl"),
+        ("benchmarks/notes.md", "python scripts/bench.py kernels --only main --shapes all --dtypes bfloat16 \\"),  # noqa: E501
+        ("benchmarks/notes.md", "python scripts/bench.py library --json cells.jsonl"),
+        ("docs/explanation/cost-model.md", "mpirun -np 4 python -m hostir calibrate"),
     ]  # fmt: skip
 
 
@@ -192,7 +192,7 @@ def test_the_blocks_of_a_section_run(
         pytest.skip("needs MPI")
     make_folder(tmp_path)
     monkeypatch.chdir(tmp_path)
-    if page == "docs/cost.md":
+    if page == "docs/explanation/cost-model.md":
         text = runpy.run_path("first.py")["fd"].fec.host_program().full_text()
         (tmp_path / "program.txt").write_text(text)
     before, after = AROUND.get(section, ("", ""))

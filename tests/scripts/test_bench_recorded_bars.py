@@ -17,7 +17,7 @@ from kernel_patterns.library import LIBRARY
 
 Row = dict[str, Any]
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
-# Cells that torch's calls lead: docs/performance.md says why.
+# Cells that torch's calls lead: benchmarks/notes.md says why.
 BEHIND_IN_ATTENTION = {
     ((16, 32, 32, 1, 4096, 128), "mask", "forward"),
     ((2, 16, 16, 2048, 2048, 256), "mask", "forward"),

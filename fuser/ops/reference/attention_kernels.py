@@ -36,7 +36,7 @@ _MAX_HEAD, _MAX_CUDNN_HEAD, _CUDNN_HEADS = 256, 128, 92200
 # Batches and heads of cuDNN.
 _MAX_BATCH = 65535
 # Operations of a forward call below which the start of a kernel is most of its time: half of what
-# was measured as even on an H200 (docs/performance.md).
+# was measured as even on an H200 (benchmarks/notes.md).
 _SMALL, _FEW_KEYS = 250e6, 256
 # Memory-efficient attention: rows of log_sumexp that its gradient reads at once.
 _LSE_ROWS = 32
@@ -701,7 +701,7 @@ KERNELS: dict[str, AttentionKernel] = {
     "cpu": AttentionKernel(_cpu_takes, _cpu, _cpu_backward, _cpu_plain),
 }
 # (calls and machines, whether a call is one of them, kernels in the order in which they are asked):
-# the first row that holds. Measured on an H200: docs/performance.md.
+# the first row that holds. Measured on an H200: benchmarks/notes.md.
 ORDERS: Sequence[tuple[str, Callable[[AttentionCase], bool], tuple[str, ...]]] = (
     ("a CPU", lambda f: not f.machine.is_cuda, ("cpu",)),
     # Each has a start of its own: 5 us, 10 us, 10 us. Gradients of the first are less exact.

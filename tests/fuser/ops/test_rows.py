@@ -41,7 +41,7 @@ def missing_parts(
 ) -> list[str]:
     """Returns what a row lacks, in words."""
     if not row.is_implemented:
-        return [] if f"`{row.name}(" in page else ["docs/ops.md"]
+        return [] if f"`{row.name}(" in page else ["docs/reference/operations.md"]
     parameters = list(inspect.signature(row.function).parameters.values())
     is_plain = row.name in PUBLIC and not row.sample
     parts = {
@@ -52,7 +52,7 @@ def missing_parts(
         "nodes": bool(row.nodes) or row.name in NODELESS,
         "sample class": is_plain or row.sample in SAMPLES,
         "meaning": bool(document_ops.meaning_of(row)),
-        "docs/ops.md": f"| `{row.name}(" in page,
+        "docs/reference/operations.md": f"| `{row.name}(" in page,
         "case in tests/support": row.name in CASE_NAMES
         or row.name in CALLS
         or row.name in NODELESS,
@@ -95,14 +95,18 @@ def test_a_missing_part_is_named() -> None:
     assert missing_parts(replace(row, shape=""), page) == ["shape rule"]
     assert missing_parts(replace(row, sample="no such"), page) == ["sample class"]
     assert missing_parts(replace(row, nodes=()), page) == ["nodes"]
-    assert missing_parts(row, page.replace("`cat(", "`cut(")) == ["docs/ops.md"]
+    assert missing_parts(row, page.replace("`cat(", "`cut(")) == ["docs/reference/operations.md"]
     unknown = {cls: node for cls, node in NODES.items() if cls.__name__ != "CatOp"}
     assert missing_parts(row, page, unknown) == [
         "torch meaning of CatOp",
         "kernel or library call of CatOp",
     ]
     renamed = replace(row, name="cat2")
-    assert missing_parts(renamed, page) == ["docs/ops.md", "case in tests/support", "fuzzer"]
+    assert missing_parts(renamed, page) == [
+        "docs/reference/operations.md",
+        "case in tests/support",
+        "fuzzer",
+    ]
 
 
 def test_stages_and_rows_know_the_same_nodes() -> None:

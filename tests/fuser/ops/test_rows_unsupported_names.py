@@ -1,4 +1,4 @@
-"""What messages and docs/ops.md say in place of torch's names is so: it runs, and equals torch."""
+"""The replacements that messages and the page of operations name run, and equal torch."""
 
 from __future__ import annotations
 

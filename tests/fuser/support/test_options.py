@@ -120,7 +120,7 @@ def test_asking_for_a_feature_without_effect_is_an_error() -> None:
 
 
 def test_every_name_is_documented_and_does_one_thing() -> None:
-    text = (Path(__file__).parents[3] / "docs" / "options.md").read_text()
+    text = (Path(__file__).parents[3] / "docs" / "reference" / "options.md").read_text()
     for kind in options.KINDS:
         assert not EFFECTS[kind].keys() & NO_EFFECT[kind].keys()
         for name, why in {**EFFECTS[kind], **NO_EFFECT[kind]}.items():

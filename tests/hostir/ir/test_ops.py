@@ -263,7 +263,7 @@ def test_examples_are_free_of_races(name: str) -> None:
         assert [str(f) for f in found] == []
 
 
-PAGE = Path(__file__).parents[3] / "docs" / "host_ir.md"
+PAGE = Path(__file__).parents[3] / "docs" / "reference" / "host-operations.md"
 
 
 def test_the_page_on_host_programs_holds() -> None:
@@ -277,4 +277,6 @@ def test_the_page_on_host_programs_holds() -> None:
     with pytest.raises(VerifyError, match="no Deallocate of T1_sym_float"):
         exec(blocks[2].replace(", Deallocate(shard)", ""), {"__name__": "page"})
     for cls in CLASSES:
-        assert f"`{cls.__name__}" in text, f"docs/host_ir.md does not speak of {cls.__name__}"
+        assert f"`{cls.__name__}" in text, (
+            f"docs/reference/host-operations.md does not speak of {cls.__name__}"
+        )

@@ -332,7 +332,7 @@ def test_shapes_that_do_not_fit_are_refused() -> None:
 
 # ------------------------------------------------------------------ the table of kernels
 BF16, F32, F64 = torch.bfloat16, torch.float32, torch.float64
-# The nine shapes of docs/performance.md, and others: n, h, heads of keys, l, s, e, v.
+# The nine shapes of benchmarks/notes.md, and others: n, h, heads of keys, l, s, e, v.
 LONG = (4, 32, 32, 2048, 2048, 128, 128)
 SMALL = (32, 12, 12, 56, 56, 32, 32)
 GROUPED = (4, 32, 8, 2048, 2048, 128, 128)

@@ -1,5 +1,4 @@
-"""docs/coming_from_nvfuser.md: the names that raise are those of the code, and each difference is
-one."""
+"""The page of differences from nvFuser: its names raise, and each of its differences is one."""
 
 from __future__ import annotations
 
@@ -19,7 +18,8 @@ from fuser.support import options
 from scripts import document_ops
 from tests.fuser.nvfuser.test_module_aliases import REFUSED
 
-PAGE = (Path(__file__).parents[2] / "docs" / "coming_from_nvfuser.md").read_text()
+ROOT = Path(__file__).parents[2]
+PAGE = (ROOT / "docs" / "explanation" / "differences-from-nvfuser.md").read_text()
 # How the page calls the objects of `test_nvfuser_members`.
 OBJECTS = {"a tensor": "tv", "a scalar": "scalar", "fuser.schedule": "fd.sched"}
 
