@@ -1,4 +1,4 @@
-"""Lowering: a scheduled fusion becomes loops, indices, buffers and barriers.
+"""Lowering: turns a scheduled fusion into loops, indices, buffers and barriers.
 
 Question: which loops and statements compute this fusion?
 Imports: `fuser.support`, `fuser.ir`, `fuser.passes` and `fuser.schedule`.
@@ -6,8 +6,8 @@ Files, in reading order:
 
 - `kernel_ir`: the statements and expressions of a kernel.
 - `pipeline`: all steps of lowering, in order.
-- `loop_tree`: the loops that tensors share.
-- `buffers`: what is kept in registers, shared and global memory.
+- `loop_tree`: the loop nest of each stage, and the tree of the loops that nests share.
+- `buffers`: the storage of intermediates in registers and shared memory.
 - `context`: indices and predicates of an access.
 - `values`, `vector_access`: the code that computes a value; vectors and asynchronous copies.
 - `statements`, `reduction_code`: statements of a tensor; reductions over threads and blocks.

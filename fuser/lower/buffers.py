@@ -1,9 +1,10 @@
-"""Buffers: the storage of stages, and how readers find their elements.
+"""Buffers: the storage of stages, and the addresses of their elements.
 
-A local buffer holds the loops inside its depth that are not spread over threads; its readers must
-read exactly what the same thread wrote, which the equality of the two index expressions proves. A
-shared buffer is addressed by the logical index, so that any thread of the block may read any
-element.
+A local buffer has one element for each iteration of the loops inside its depth, threads excluded.
+Its readers must read exactly the values that the same thread wrote. Equality of the two index
+expressions proves this.
+
+A shared buffer is addressed by the logical index, so any thread of the block may read any element.
 """
 
 from __future__ import annotations
@@ -23,33 +24,37 @@ from fuser.support.errors import DefinitionError
 
 # Shared tensors start at multiples of this many bytes.
 SHARED_ALIGNMENT = 128
-# The type of indices, which every kernel defines.
+# The C type of indices, which every kernel defines.
 INDEX_CTYPE = "nvfuser_index_t"
 
 
 def accumulator_dtype(stage: Stage) -> DataType:
-    """Returns the dtype in which a reduction accumulates: half-like ones in Float."""
+    """Returns the dtype in which a reduction accumulates: Float for 16-bit floating-point types,
+    else its own.
+    """
     assert isinstance(stage.op, ReductionOp | WelfordOp)
     dtype = stage.op.inp.dtype() if isinstance(stage.op, WelfordOp) else stage.tv.dtype()
     return DataType.Float if dtype in HALF_LIKE else dtype
 
 
 def welford_ctype(dtype: DataType, name: str = "Welford") -> str:
-    """Returns the C type of a Welford accumulator. It counts in the index type of the kernel, which
-    has room for all iterations."""
+    """Returns the C type of a Welford accumulator. Its count has the kernel's index type, which can
+    hold the number of iterations.
+    """
     return f"{name}<{c_type(dtype)}, {INDEX_CTYPE}>"
 
 
 def no_values(dtype: DataType) -> Expr:
-    """Returns a Welford accumulator that holds nothing."""
+    """Returns an empty Welford accumulator."""
     return Compute(welford_ctype(dtype) + "{{0, 0, 0, 0}}", (), dtype)
 
 
 @dataclass
 class Buffer:
-    """Storage of one stage. `loops` index it, outer to inner; `size` None is a plain scalar.
+    """The storage of one stage. `loops` index it, from outer to inner; with `size` None it is a
+    scalar.
 
-    `ctype` is the element's C type. `offset` is the place of a shared buffer in bytes.
+    `ctype` is the C type of an element. `offset` is the position of a shared buffer in bytes.
     """
 
     stage: Stage
@@ -64,21 +69,23 @@ class Buffer:
 
     @property
     def is_shared(self) -> bool:
+        """Whether the buffer is in shared memory."""
         return self.stage.storage == "shared"
 
     @property
     def nbytes(self) -> Scalar:
+        """The size of a shared buffer in bytes."""
         return sc.mul(self.count, nbytes_of(self.dtype))
 
     # ------------------------------------------------------------ addressing
     def own_index(self) -> Scalar:
-        """Returns the element that the stage itself writes in one iteration."""
+        """Returns the index of the element that the stage itself writes in one iteration."""
         if self.axes is not None:
             raise AssertionError("a shared buffer is addressed by its logical index")
         return self.index_at({})
 
     def index_at(self, symbols: dict[Scalar, Scalar]) -> Scalar:
-        """Returns the element at the given values of the buffer's loop symbols."""
+        """Returns the index of the element at the given values of the buffer's loop symbols."""
         total: Scalar = sc.ZERO
         for loop in self.loops:
             at = symbols.get(loop.symbol, loop.symbol)
@@ -86,14 +93,16 @@ class Buffer:
         return total
 
     def element(self, index: Scalar, tv: TensorView) -> Var | Element:
-        """Returns the element as a value; a Welford result is a field of it."""
+        """Returns the element as a value; for a Welford result, the field of the element that
+        belongs to `tv`.
+        """
         member = _member(self.stage, tv)
         if self.size is None and not self.is_shared:
             return Var(self.name + (f".{member}" if member else ""), self.value_dtype(tv))
         return Element(self.name, index, self.value_dtype(tv), member, self.is_shared)
 
     def value_dtype(self, tv: TensorView) -> DataType:
-        """Returns the dtype of what is stored for `tv`: a Welford count is an Int."""
+        """Returns the dtype of the stored value of `tv`: Int for a Welford count."""
         if isinstance(self.stage.op, WelfordOp) and tv is self.stage.op.n:
             return DataType.Int
         return self.dtype
@@ -101,7 +110,7 @@ class Buffer:
     def read(
         self, ctx: Context, tv: TensorView, index: Index, *, reader: Stage, guard: Scalar
     ) -> Expr:
-        """Returns the element of `tv` at a logical index, as `reader` sees it.
+        """Returns the element of `tv` at a logical index, for the stage `reader`.
 
         Where `guard` is false the index may be outside of the buffer: nothing is read there.
         """
@@ -120,6 +129,7 @@ class Buffer:
         return convert(Select(guard, element, nothing, element.dtype), tv.dtype())
 
     def shared_index(self, ctx: Context, index: Index) -> Scalar:
+        """Returns the position of a logical index in the shared buffer, in elements."""
         assert self.axes is not None
         known = ctx.indexer.forward(self.stage.tv, index)
         total: Scalar = sc.ZERO
@@ -128,8 +138,9 @@ class Buffer:
         return ctx.simplify(total)
 
     def _own_element(self, ctx: Context, index: Index, reader: Stage) -> Scalar | None:
-        """Returns the register that this iteration of the reader corresponds to, if it holds
-        `index`: the reader's loops are the buffer's, one for one."""
+        """Returns the register of the current iteration if it holds `index`, else None. The
+        reader's loops must correspond to the buffer's one to one.
+        """
         for candidate in self._paired(reader):
             written = tuple(
                 ctx.simplify(sc.substitute(i, candidate))
@@ -140,10 +151,11 @@ class Buffer:
         return None
 
     def _traced_index(self, ctx: Context, index: Index, reader: Stage) -> Scalar:
-        """Returns the register that holds a logical index, by following it to the stage's loops.
+        """Returns the register that holds a logical index, by computing the stage's loop indices
+        from it.
 
-        An index that divides would address registers at run time: such a value is computed again by
-        the reader, as is one that another thread or iteration holds.
+        A local tensor is recomputed by its reader in two cases: the index contains a division,
+        which would address registers at run time; or another thread or iteration holds the element.
         """
         symbols = self._traced(ctx, index)
         if symbols is not None and not any(map(_divides, symbols.values())):
@@ -153,11 +165,13 @@ class Buffer:
         if symbols is not None:
             return self.index_at(symbols)
         raise DefinitionError(
-            f"{reader.tv} reads other elements of {self.stage.tv} than its thread holds"
+            f"{reader.tv} reads elements of {self.stage.tv} that another thread or iteration holds"
         )
 
     def _paired(self, reader: Stage) -> list[dict[Scalar, Scalar]]:
-        """Pairs the buffer's loops with the reader's own serial loops, position by position."""
+        """Returns the possible matches of the buffer's loops with the reader's serial loops, by
+        position.
+        """
         theirs = [
             loop
             for loop in reader.all_loops[self.stage.depth :]
@@ -171,7 +185,9 @@ class Buffer:
         ] or ([{}] if not self.loops else [])
 
     def _traced(self, ctx: Context, index: Index) -> dict[Scalar, Scalar] | None:
-        """Follows a logical index to the stage's loops; None unless the shared loops agree."""
+        """Computes the stage's loop indices from a logical index. Returns None if they differ in a
+        shared loop.
+        """
         if self.stage.reference is not None:
             return None
         known = ctx.indexer.forward(self.stage.tv, index)
@@ -201,7 +217,7 @@ def _member(stage: Stage, tv: TensorView) -> str:
 
 
 def allocate(ctx: Context) -> dict[Stage, Buffer]:
-    """Gives every stage that needs storage its buffer; shared ones follow each other."""
+    """Returns the buffer of every stage that needs one. `place_shared` assigns offsets later."""
     return {s: _allocate(ctx, s) for s in ctx.nesting.stages if s.storage != "global"}
 
 
@@ -219,7 +235,8 @@ def _allocate(ctx: Context, stage: Stage) -> Buffer:
         extent = sc.int_value(loop.extent)
         if extent is None:
             raise DefinitionError(
-                f"{stage.tv} would need a register for each of {loop.extent} iterations; "
+                f"{stage.tv} would need one register for each of {loop.extent} iterations, a "
+                "number that is no constant; "
                 "inline it deeper, or split the axis by a constant"
             )
         size *= extent
@@ -234,14 +251,17 @@ def _allocate(ctx: Context, stage: Stage) -> Buffer:
 
 
 def _allocate_shared(ctx: Context, stage: Stage, name: str) -> Buffer:
-    """Lays a shared tensor out by its allocation domain, or by its loops.
+    """Lays out a shared tensor by its allocation domain, or by its loops.
 
-    Left out are the axes that do not distinguish elements of one block at one time: block axes, and
+    Axes that do not distinguish elements of one block at one time are left out: block axes, and
     serial loops outside of the buffer.
     """
     domain = stage.tv.domain
     if stage.reference is not None:
-        raise DefinitionError(f"{stage.tv} is shared, but has no loops of its own")
+        raise DefinitionError(
+            f"{stage.tv} cannot be in shared memory: its loops are those of its consumer "
+            f"{stage.reference.tv}"
+        )
     outside = {
         n
         for n, loop in stage.axis_loops.items()
@@ -265,7 +285,8 @@ def _position(stage: Stage, loop: Loop) -> int:
 
 
 def place_shared(buffers: dict[Stage, Buffer], start: Scalar) -> Scalar:
-    """Gives shared buffers their offsets after `start` bytes; returns the bytes used."""
+    """Assigns the offsets of shared buffers after `start` bytes; returns the total number
+    of bytes."""
     end = start
     for buffer in buffers.values():
         if buffer.is_shared:

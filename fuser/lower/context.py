@@ -1,4 +1,5 @@
-"""What the lowering functions of one kernel share: nesting, indexer, and what is assumed."""
+"""State shared by the lowering functions of one kernel: nesting, assumptions, indices,
+predicates."""
 
 from __future__ import annotations
 
@@ -35,23 +36,31 @@ from fuser.support.record import record
 
 
 class NewAssumptionError(Exception):
-    """Lowering learned something that earlier decisions lacked; the pipeline starts again."""
+    """Raised when lowering makes an assumption that earlier decisions did not use. The pipeline
+    restarts with it.
+    """
 
 
 @dataclass
 class Assumptions:
-    """What a kernel assumes; grows monotonically between attempts.
+    """The assumptions of a kernel. They only grow between attempts.
 
-    `divisible` sizes and strides are multiples of a number, which a guard checks at launch;
-    `recomputed` tensors get no storage because a reader needs other elements than it would hold.
+    - `divisible`: sizes and strides that are multiples of a number. A guard checks this at launch.
+    - `recomputed`: local tensors without storage, because a reader needs elements that the storage
+      would not hold.
     """
 
     divisible: dict[Symbol, int] = field(default_factory=dict[Symbol, int])
     recomputed: dict[TensorView, None] = field(default_factory=dict[TensorView, None])
 
     def assume_divisible(self, symbol: Symbol, by: int) -> None:
-        """Assumes that a size or stride is a multiple of `by`; raises `NewAssumptionError`."""
-        # A quotient stands for its size: i2_div4 being even means that i2 is a multiple of 8.
+        """Assumes that a size or stride is a multiple of `by`.
+
+        Raises:
+            NewAssumptionError: always, so that lowering restarts.
+        """
+        # For a quotient symbol, extend its size's divisor: if i2_div4 is even, i2 is a multiple of
+        # 8.
         for size, divisor in self.divisible.items():
             if quotient_symbol(size, divisor) == symbol:
                 symbol, by = size, divisor * by
@@ -60,7 +69,11 @@ class Assumptions:
         raise NewAssumptionError
 
     def recompute(self, tv: TensorView) -> None:
-        """Takes the storage of a local tensor away; raises `NewAssumptionError`."""
+        """Takes away the storage of a local tensor.
+
+        Raises:
+            NewAssumptionError: always, so that lowering restarts.
+        """
         self.recomputed[tv] = None
         raise NewAssumptionError
 
@@ -69,16 +82,18 @@ class Assumptions:
         return {s: sc.mul(by, quotient_symbol(s, by)) for s, by in self.divisible.items()}
 
     def guards(self) -> list[Scalar]:
+        """Returns the divisibility conditions that a launch must check."""
         return [sc.eq(sc.mod(s, by), 0) for s, by in self.divisible.items()]
 
 
 def quotient_symbol(symbol: Symbol, by: int) -> Symbol:
+    """Returns the symbol of `symbol / by`, such as `i2_div4`."""
     return sc.name_for(f"{symbol.name}_div{by}", sc.ceildiv(symbol, by))
 
 
 @dataclass
 class Context:
-    """One attempt at lowering a kernel."""
+    """The state of one attempt to lower a kernel."""
 
     nesting: Nesting
     assumptions: Assumptions
@@ -88,11 +103,11 @@ class Context:
     alignments: dict[TensorView, int] = field(default_factory=dict[TensorView, int])
     workspaces: list[Workspace] = field(default_factory=list[Workspace])
     reduction_bytes: Scalar = sc.ZERO
-    # What grid reductions over the same axes draw together, by these axes.
+    # The ticket that grid reductions over the same axes share, by the axes.
     tickets: dict[tuple[bool, bool, bool], DrawTicket] = field(
         default_factory=dict[tuple[bool, bool, bool], DrawTicket]
     )
-    # The flag of each finished grid reduction; reductions combined together have one.
+    # The flag of each finished grid reduction. Reductions that are combined together share one.
     done_flags: dict[Stage, str] = field(default_factory=dict[Stage, str])
     _whole: set[tuple[Scalar, Scalar]] = field(default_factory=set[tuple[Scalar, Scalar]])
     _replacements: dict[Scalar, Scalar] = field(default_factory=dict[Scalar, Scalar])
@@ -107,14 +122,16 @@ class Context:
                 self._require_whole_words(stage)
 
     def may_be_partial(self, stage: Stage) -> bool:
-        """Whether some vectors of a stage are tested, and go element by element where not all of
-        their elements exist: those at the ends of shifted rows, or of a tensor."""
+        """Whether a stage's vectors may be incomplete: at the ends of shifted rows, or of a tensor.
+        Such vectors are tested, and processed element by element where elements are missing.
+        """
         is_tested = self.nesting.fusion.has_tails or bool(self.shifts(stage.tv))
         return stage.vector is not None and is_tested
 
     def _require_whole_words(self, stage: Stage) -> None:
-        """A vector never runs past the end: its split is divisible, or guarded to be; or it is
-        tested."""
+        """Adds the guards that keep a vector from crossing the end of its axis, unless it is
+        tested.
+        """
         if self.may_be_partial(stage):
             return
         innermost = stage.axes[-1].number
@@ -125,18 +142,19 @@ class Context:
                 self.guards[sc.eq(sc.mod(size, split.factor), 0)] = None
 
     def simplify(self, x: Scalar) -> Scalar:
-        """Rewrites over the quotients of divisible sizes."""
+        """Rewrites an expression over the quotients of divisible sizes."""
         return sc.substitute(x, self._replacements) if self._replacements else x
 
     def size(self, tv: TensorView, number: int) -> Scalar:
-        """Returns the size of an axis of `tv`, over class representatives."""
+        """Returns the size of an axis of `tv`, with equal sizes replaced by one representative."""
         return self.nesting.fusion.canonical(tv.domain.axes[number].size)
 
     def shifts(self, tv: TensorView) -> list[Shift]:
+        """Returns the shifts among the loop transforms of `tv`."""
         return shifts_of(self.indexer.loop_transforms(tv))
 
     def _is_whole(self, size: Scalar, factor: Scalar) -> bool:
-        """Whether a size is known to be a multiple of a factor."""
+        """Whether a guard or an assumption ensures that a size is a multiple of a factor."""
         if (size, factor) in self._whole:
             return True
         by = self.assumptions.divisible.get(size) if isinstance(size, Symbol) else None
@@ -144,8 +162,9 @@ class Context:
         return by is not None and parts is not None and by % parts == 0
 
     def partial_splits(self, tv: TensorView, *, of_operand: bool = False) -> list[SplitTransform]:
-        """Returns the splits whose last part may be incomplete: of tv's own axes, or of those of
-        the operand, which a reduction in parts has split before."""
+        """Returns the splits that may not divide their axis, whose last part may be incomplete.
+        With `of_operand`, those of the operand of a reduction that was split before (rfactor).
+        """
         found = self._partial.get((tv, of_operand))
         if found is None:
             domain, transforms = tv.domain, self.indexer.loop_transforms(tv)
@@ -163,9 +182,11 @@ class Context:
 def _without_implied(
     transforms: Sequence[Transform], tested: list[SplitTransform]
 ) -> list[SplitTransform]:
-    """Leaves out the tests of split blocks whose elements are tested: x = block * factor + inner
-    below the extent implies that the block is below the number of blocks. Of a shifted axis the
-    elements are tested in any case."""
+    """Drops tests that other tests imply.
+
+    If x = block * factor + inner is below the extent, block is below the number of blocks. The
+    elements of a shifted axis are tested in any case.
+    """
     implied = {t.out for t in shifts_of(transforms)}
     kept: list[SplitTransform] = []
     for t in splits_of(transforms).values():
@@ -180,14 +201,15 @@ def _without_implied(
 # ----------------------------------------------------------------------
 # Indices: from the loops of a stage to its logical axes, through ops to operands, to addresses.
 #
-# Everything is pulled from the reader: a stage's loop symbols give its logical indices, an op's
-# axis map gives those of its operands, and so on up to a tensor with storage.
+# Indices are computed from the reader upwards. A stage's loop symbols determine its logical index.
+# The axis map of its op determines the indices of its operands, and so on up to a tensor with
+# storage.
 
 Index = tuple[Scalar, ...]
 
 
 class Indexer:
-    """Index queries on one nesting; caches what depends only on a tensor."""
+    """Computes indices for one nesting. Caches results that depend on a tensor alone."""
 
     def __init__(self, nesting: Nesting) -> None:
         self.nesting = nesting
@@ -217,7 +239,7 @@ class Indexer:
         return tuple(known[a.number] for a in stage.tv.domain.no_reductions)
 
     def _promoted_axes(self, stage: Stage, reader: Stage) -> dict[int, Scalar]:
-        """Indexes a broadcast through the reader whose loops it runs in."""
+        """Computes the index of a broadcast from the reader in whose loops it runs."""
         renamed = {
             theirs.symbol: mine.symbol
             for theirs, mine in zip(reader.all_loops, stage.all_loops, strict=True)
@@ -233,13 +255,15 @@ class Indexer:
     def _find_operand(
         self, wanted: TensorView, op: TensorOp, out: TensorView, axes: Mapping[int, Scalar]
     ) -> Index | None:
-        """Returns the index at which `op` reads `wanted`, directly or through inlined tensors."""
+        """Returns the index at which `op` reads `wanted`, directly or through inlined tensors, or
+        None.
+        """
         for position, value in enumerate(op.inputs):
             if not isinstance(value, TensorView):
                 continue
             index = self.operand_index(op, position, out, axes)
             if isinstance(op, PadOp) and position == 0 and self._reaches(value, wanted):
-                # The reader's iterations go beyond this operand: its loops cannot be copied.
+                # The reader iterates beyond this operand, so the operand cannot use its loops.
                 raise NoNestError(wanted)
             if value is wanted:
                 return index
@@ -253,7 +277,7 @@ class Indexer:
         return None
 
     def _reaches(self, tv: TensorView, wanted: TensorView) -> bool:
-        """Whether `tv` is `wanted` or is computed from it without storage between them."""
+        """Whether `tv` is `wanted`, or is computed from it without storage in between."""
         if tv is wanted:
             return True
         stage = self.nesting.stage_of.get(tv)
@@ -264,7 +288,7 @@ class Indexer:
 
     # ------------------------------------------------------------ tensors and ops
     def tensor_axes(self, tv: TensorView, index: Index) -> Mapping[int, Scalar]:
-        """Returns the index of logical and root axes, given the logical index."""
+        """Returns the index of logical and root axes for a logical index."""
         domain = tv.domain
         known = {a.number: i for a, i in zip(domain.no_reductions, index, strict=True)}
         if not domain.root:
@@ -278,7 +302,8 @@ class Indexer:
     def operand_index(
         self, op: TensorOp, position: int, out: TensorView, axes: Mapping[int, Scalar]
     ) -> Index:
-        """Returns the logical index at which `op` reads its operand, given `out`'s root indices."""
+        """Returns the logical index at which `op` reads its operand, for the root indices
+        of `out`."""
         producer = op.inputs[position]
         sources = producer.domain.no_reductions
         index: list[Scalar] = [sc.ZERO] * len(sources)
@@ -289,7 +314,7 @@ class Indexer:
         return tuple(index)
 
     def loop_transforms(self, tv: TensorView) -> tuple[Transform, ...]:
-        """Returns the transforms from logical to loop."""
+        """Returns the transforms from the logical to the loop domain."""
         found = self._loop_transforms.get(tv)
         if found is None:
             found = transforms_between(tv.domain, tv.domain.logical, tv.domain.loop)
@@ -297,14 +322,15 @@ class Indexer:
         return found
 
     def forward(self, tv: TensorView, index: Index) -> Mapping[int, Scalar]:
-        """Returns the index of every axis derived from the logical ones."""
+        """Returns the index of every axis derived from the logical ones, for a logical index."""
         known = {a.number: i for a, i in zip(tv.domain.no_reductions, index, strict=True)}
         return indices_forward(tv.domain, known)
 
     # ------------------------------------------------------------ addresses
     def strides(self, tv: TensorView) -> tuple[tuple[IterDomain, Scalar], ...]:
         """Returns (allocation axis, stride in elements) of a global tensor; see `memory_strides`.
-        The stride of an axis that is not contiguous is a parameter."""
+        The stride of a non-contiguous axis is a kernel parameter.
+        """
         found = self._strides.get(tv)
         if found is None:
             found = self._strides[tv] = self._find_strides(tv)
@@ -315,7 +341,9 @@ class Indexer:
 
         def gap(axis: IterDomain) -> Scalar:
             if axis.number not in logical:
-                raise UnsupportedError(f"{tv}: strided allocation axis {axis} is not logical")
+                raise UnsupportedError(
+                    f"{tv}: allocation axis {axis} is not contiguous, so it must be a logical axis"
+                )
             return stride_symbol(tv, logical.index(axis.number))
 
         return memory_strides(tv, lambda a: self.fusion.canonical(a.size), gap)
@@ -330,7 +358,9 @@ class Indexer:
         total: Scalar = sc.ZERO
         for axis, stride in self.strides(tv):
             if axis.number not in known:
-                raise UnsupportedError(f"{tv}: allocation axis {axis} is not derived from logical")
+                raise UnsupportedError(
+                    f"{tv}: allocation axis {axis} is not derived from the logical axes"
+                )
             total = sc.add(total, sc.mul(known[axis.number], stride))
         return total
 
@@ -338,16 +368,16 @@ class Indexer:
 # ----------------------------------------------------------------------
 # Predicates: which iterations of a stage do work.
 #
-# A loop runs past its axis only at a split that does not divide: then the index of the split axis
-# is compared with its extent. Merges need no test, so no predicate divides. Threads and blocks that
-# a stage does not use, or uses only in part, are tested by their coordinates.
+# A loop exceeds its axis only through a split that does not divide it. The index of the split axis
+# is then compared with its extent. Merges need no test, so no predicate contains a division. Where
+# a stage uses only some of the launch's threads or blocks, their coordinates are tested.
 
 Lanes = Literal["all", "any", "each"]
 
 
 @record
 class Predicate:
-    """A condition over indices and the flags (of finished grid reductions) that must be set."""
+    """A condition over indices, and the flags of finished grid reductions that must be set."""
 
     cond: Scalar
     flags: tuple[str, ...] = ()
@@ -356,8 +386,12 @@ class Predicate:
 def range_conditions(
     ctx: Context, stage: Stage, *, lanes: Lanes = "all", of_operand: bool = False
 ) -> list[Scalar]:
-    """Returns the tests that keep a stage's iterations inside its tensor, or inside the operand of
-    a reduction: whether all lanes of a vector are, whether any may be, or of each by itself."""
+    """Returns the tests that keep a stage's iterations inside its tensor, or a reduction's inside
+    its operand.
+
+    `lanes` selects the elements of a vector that must be inside: all, any, or each tested by
+    itself.
+    """
     begins: list[Scalar] = []
     if stage.reference is not None:
         renamed: dict[Scalar, Scalar] = {
@@ -384,14 +418,15 @@ def range_conditions(
         assert width is not None
         first: dict[Scalar, Scalar] = {stage.vector.symbol: sc.ZERO}
         last: dict[Scalar, Scalar] = {stage.vector.symbol: sc.const(width - 1)}
-        # The last lane of a shifted row's first word is inside.
+        # With lanes == "all", the first lane is tested against the begin and the last against the
+        # end.
         begins = [sc.substitute(c, first) for c in begins] if lanes == "all" else []
         conds = [sc.substitute(c, last if lanes == "all" else first) for c in conds]
     return [*begins, *conds, *_partial_launch(ctx.nesting, stage.all_loops)]
 
 
 def _partial_launch(nesting: Nesting, loops: list[Loop]) -> list[Scalar]:
-    """Tests the coordinates of parallel loops that are shorter than the launch."""
+    """Returns tests of the coordinates of parallel loops that may be shorter than the launch."""
     conds: list[Scalar] = []
     for loop in loops:
         if loop.is_parallel and isinstance(loop.symbol, Symbol):
@@ -410,10 +445,11 @@ def stage_predicate(ctx: Context, stage: Stage, *, lanes: Lanes = "all") -> Pred
 def writer_predicate(
     ctx: Context, stage: Stage, loops: list[Loop], conds: list[Scalar]
 ) -> Predicate:
-    """Returns the predicate of a write to memory that several threads see: one of them writes.
+    """Returns the predicate of a write to memory that several threads share, so that one of them
+    writes.
 
-    A thread axis that the writer does not iterate is fixed to 0; of the blocks of a grid reduction,
-    the one that finished it writes.
+    On a thread axis that the writer does not iterate, thread 0 writes. Of the blocks of a grid
+    reduction, the block that completed it writes.
     """
     finished = _grid_reductions(ctx.nesting, stage)
     by_flag = {p for s in finished for p in grid_axes(s)}
@@ -429,15 +465,16 @@ def writer_predicate(
     if len(flags) > 1:
         names = " and ".join(str(s.tv) for s in finished)
         raise UnsupportedError(
-            f"{stage.tv} needs the grid reductions {names}, which different blocks may finish: "
-            "their loops differ"
+            f"{stage.tv} needs the grid reductions {names}, which different blocks may complete "
+            "because their loops differ"
         )
     return Predicate(sc.all_of([*conds, *extra]), flags)
 
 
 def grid_axes(stage: Stage) -> tuple[ParallelType, ...]:
-    """Returns the block axes over which a reduction combines so that one block has the result: in
-    a cluster all have it."""
+    """Returns the block axes of a reduction whose result only one block receives; none in a
+    cluster, where all blocks receive it.
+    """
     if not stage.is_reduction or stage.tv.fusion.cluster > 1:
         return ()
     return tuple(
@@ -448,7 +485,7 @@ def grid_axes(stage: Stage) -> tuple[ParallelType, ...]:
 
 
 def _grid_reductions(nesting: Nesting, stage: Stage) -> list[Stage]:
-    """Returns the grid reductions that a stage depends on, itself included."""
+    """Returns the grid reductions that a stage depends on, including itself."""
     seen: dict[Stage, None] = {}
 
     def visit(s: Stage) -> None:
@@ -463,9 +500,9 @@ def _grid_reductions(nesting: Nesting, stage: Stage) -> list[Stage]:
 
 
 def inside_pad(ctx: Context, op: PadOp, index: tuple[Scalar, ...]) -> Scalar:
-    """Returns the condition that a pad's root index lies inside its operand.
+    """Returns the condition that a root index of a pad is inside its operand.
 
-    Only the sides that are padded are tested: where elements are dropped, every index is inside.
+    Only padded sides are tested. On a side where elements are dropped, every index is inside.
     """
     canonical, simplify = ctx.nesting.fusion.canonical, ctx.simplify
     conds: list[Scalar] = []

@@ -1,4 +1,4 @@
-"""What lowering makes: a kernel without its text, in the kernel IR that codegen prints.
+"""The kernel IR: the result of lowering, which code generation prints as text.
 
 The kernel IR is a tree of statements over named scalars, register arrays, shared arrays and global
 tensors. Indices and conditions are `Scalar`s over loop symbols; values are `Expr`s.
@@ -38,7 +38,7 @@ class ScalarArg:
 
 @record
 class StrideArg:
-    """The stride, in elements, of axis `axis` of the tensor (reduction axes are not counted)."""
+    """The stride, in elements, of axis `axis` of the tensor. Reduction axes are not counted."""
 
     tv: TensorView
     axis: int
@@ -56,8 +56,9 @@ Arg: TypeAlias = TensorArg | ScalarArg | StrideArg | WorkspaceArg
 
 @record
 class Workspace:
-    """Memory of a launch, of `ctype` elements: zero before the first launch, and the kernel leaves
-    it zero."""
+    """Scratch memory of a launch, of `ctype` elements. It is zero before the first launch, and the
+    kernel leaves it zero.
+    """
 
     ctype: str
     nbytes: Scalar
@@ -65,22 +66,26 @@ class Workspace:
 
 @record
 class Fold:
-    """How many blocks a kernel has along x, y and z that are all counted along x; see
-    `lower.fold_grid`."""
+    """The numbers of blocks along x, y and z of a kernel that is launched with all blocks along x;
+    see `passes.launch_grid.fold_grid`.
+    """
 
     counts: tuple[Scalar, Scalar, Scalar]
 
 
 @record
 class LoweredKernel:
-    """A kernel before its text: body, arguments in order, launch shape, and what it relies on.
+    """A kernel before its text: body, arguments in order, launch shape, and launch conditions.
 
-    `args` are those of `tensors`, of `workspaces`, then of `scalars`, which are their names in the
-    body. `guards` are conditions over sizes and strides (`stride_symbol`) that must hold for a
-    launch; `alignments` are the (tensor, bytes) that pointers must satisfy. The compiler keeps to
-    as many registers as let `min_blocks` blocks share a multiprocessor (0: it decides).
-    `goes_backwards`: the last block begins. With `parts` it is all of these, and has no body.
-    `limits` are the guards that the device takes so many blocks; with a `fold` there are none.
+    - `args` are first those of `tensors`, then of `workspaces`, then of `scalars`. `scalars` are
+      the names of the latter in the body.
+    - `guards` are conditions over sizes and strides (`stride_symbol`) that must hold for a launch.
+    - `alignments` are pairs (tensor, bytes): the pointer must be a multiple of the bytes.
+    - `min_blocks` makes the compiler use few enough registers for so many blocks per
+      multiprocessor; 0 lets it decide.
+    - `goes_backwards`: the blocks process the tensors from the end, the last part first.
+    - `parts`, when not empty, are the kernels that this launch contains; the body is then empty.
+    - `limits` are the guards for the device's maximum numbers of blocks; empty with a `fold`.
     """
 
     name: str
@@ -106,24 +111,29 @@ class LoweredKernel:
 
     @property
     def needs_smem(self) -> bool:
+        """Whether the kernel uses shared memory."""
         return sc.int_value(self.smem_bytes) != 0
 
     @property
     def reduces(self) -> bool:
-        """Whether threads put their results together."""
+        """Whether a reduction combines values of several threads."""
         return any(isinstance(s, ThreadReduce) for s in walk(self.body))
 
     @property
     def waits(self) -> bool:
-        """Whether threads of a block wait for one another, or share memory."""
+        """Whether threads of a block synchronise or share memory."""
         return self.needs_smem or any(isinstance(s, Sync | ThreadReduce) for s in walk(self.body))
 
 
 @record
 class KernelPart:
-    """A kernel beside others: its blocks follow those of the parts before it, of which the
-    parameter `first` tells the number ("" for the first part). Those along x, `across`, come before
-    the next along y ("": there is one along y). Some of its scalars are `renamed` parameters.
+    """One kernel of a horizontally fused launch.
+
+    - `first` names the parameter with the number of the part's first block; "" for the first part.
+      The blocks of a part follow those of the part before it.
+    - `across` names the parameter with the number of blocks along x; "" if there is one block along
+      y. Blocks are counted along x first, then y.
+    - `renamed` maps those of the part's scalars whose parameters have other names in the launch.
     """
 
     kernel: LoweredKernel
@@ -159,7 +169,7 @@ class Element:
 
 @record
 class GlobalLoad:
-    """`name[index]` of a global tensor; under `guard` only, zero otherwise."""
+    """`name[index]` of a global tensor where `guard` holds, zero elsewhere."""
 
     name: str
     index: Scalar
@@ -169,7 +179,7 @@ class GlobalLoad:
 
 @record
 class ScalarValue:
-    """A `Scalar` (constant, parameter, index) converted to `dtype`."""
+    """A `Scalar` (constant, parameter or index) converted to `dtype`."""
 
     scalar: Scalar
     dtype: DataType
@@ -185,7 +195,9 @@ class Convert:
 
 @record
 class Compute:
-    """`template` filled with the texts of `args`; `dtype` is the type of the result."""
+    """The C expression `template` with the texts of `args` inserted; `dtype` is the type of the
+    result.
+    """
 
     template: str
     args: tuple[Expr, ...]
@@ -216,7 +228,8 @@ def convert(value: Expr, dtype: DataType) -> Expr:
 
 
 def _is_exact(value: ScalarValue) -> bool:
-    """Whether the value's dtype holds the scalar: what is converted again is the scalar itself."""
+    """Whether the value's dtype represents the scalar exactly. Its conversion can then be
+    skipped."""
     scalar, dtype = value.scalar, value.dtype
     if not isinstance(scalar, Const):
         return scalar.dtype is dtype or (
@@ -239,8 +252,9 @@ class Body:
 
 @dataclass
 class For:
-    """A loop over `symbol` from 0 to `extent`, `backward` from the last to the first; `pragma` is
-    the macro printed before it, "" for none."""
+    """A loop over `symbol` from 0 to `extent`, or with `backward` from the last value to 0.
+    `pragma` is the macro printed before it, "" for none.
+    """
 
     symbol: Symbol
     extent: Scalar
@@ -252,7 +266,7 @@ class For:
 
 @dataclass
 class If:
-    """`then` where `cond` holds. A `predicate` guards against work outside of the tensors."""
+    """Runs `then` where `cond` holds and all `flags` (C variables) are set, else `otherwise`."""
 
     cond: Scalar
     then: Body
@@ -262,7 +276,7 @@ class If:
 
 @dataclass
 class Unswitch:
-    """Marks a subtree that is emitted twice: without its predicates, and with them."""
+    """A subtree that `expand_unswitch` emits twice: without its predicates, and with them."""
 
     body: Body
 
@@ -277,7 +291,7 @@ class Let:
 
 @dataclass
 class LetValue:
-    """`const T name = value`: a value that kernels find out, named in indices and conditions."""
+    """`const T name = value`: a value computed in the kernel that indices and conditions use."""
 
     symbol: Symbol
     value: Expr
@@ -314,7 +328,7 @@ class DeclareShared:
 
 @dataclass
 class Assign:
-    """Write `value` to a register or shared array element, or to a register scalar."""
+    """Writes `value` to a register scalar, or to an element of a register or shared array."""
 
     target: Var | Element
     value: Expr
@@ -322,7 +336,7 @@ class Assign:
 
 @dataclass
 class Store:
-    """Write `value` to a global tensor."""
+    """Writes `value` to a global tensor."""
 
     name: str
     index: Scalar
@@ -331,8 +345,12 @@ class Store:
 
 @dataclass
 class VectorLoad:
-    """`width` elements of a global or shared tensor into a register array at `at`: one access, or,
-    of memory that may not be `aligned`, one where the address allows it."""
+    """Loads `width` elements of a global or shared tensor into a register array, from element `at`
+    on.
+
+    It is one access if `aligned`. Otherwise the kernel tests the address: one access where it is
+    aligned, single elements where it is not.
+    """
 
     array: str
     at: Scalar
@@ -347,7 +365,7 @@ class VectorLoad:
 
 @dataclass
 class Prefetch:
-    """Ask for an element of a global tensor, which is loaded later."""
+    """Prefetches an element of a global tensor into the cache; a later statement loads it."""
 
     name: str
     index: Scalar
@@ -355,14 +373,16 @@ class Prefetch:
 
 @dataclass
 class Forget:
-    """What the compiler has computed from a register array is computed again from here on."""
+    """Makes the compiler recompute all values that it has derived from a register array."""
 
     array: str
 
 
 @dataclass
 class VectorStore:
-    """`width` elements of a register array from `at` into a global or shared tensor."""
+    """Stores `width` elements of a register array, from element `at` on, to a global or shared
+    tensor.
+    """
 
     name: str
     index: Scalar
@@ -376,8 +396,11 @@ class VectorStore:
 
 @dataclass
 class Accumulate:
-    """Combine `value` into an accumulator. `kind` is a ReductionOp kind or `welford`; with a
-    `nan_flag`, NaNs go there and the accumulator may drop them."""
+    """Combines `value` into an accumulator.
+
+    `kind` is a ReductionOp kind or `welford`. With a `nan_flag`, NaNs are recorded in that variable
+    and the accumulator may ignore them.
+    """
 
     target: Var | Element
     value: Expr
@@ -388,7 +411,7 @@ class Accumulate:
 
 @dataclass
 class AccumulateBlock:
-    """Combine the first `count` elements of a register array into a Welford accumulator."""
+    """Combines the first `count` elements of a register array into a Welford accumulator."""
 
     target: Var
     array: str
@@ -397,8 +420,10 @@ class AccumulateBlock:
 
 @dataclass
 class AccumulateBatch:
-    """Combine the elements of a register array whose bits are set in the variable `mask` ("": all)
-    into a Welford accumulator that holds as many values as the variable `held` says."""
+    """Combines elements of a register array into a Welford accumulator: those whose bits are set in
+    the variable `mask`, or all if `mask` is "". The variable `held` has the accumulator's value
+    count.
+    """
 
     target: Var | Element
     array: str
@@ -408,7 +433,7 @@ class AccumulateBatch:
 
 @record
 class ReducePart:
-    """One accumulator of a combination over threads."""
+    """One accumulator of a reduction over threads."""
 
     name: str
     ctype: str
@@ -418,7 +443,9 @@ class ReducePart:
 
 @dataclass
 class DrawTicket:
-    """Draw the block's number among those that have begun, for grid reductions over these axes."""
+    """Draws the block's ticket, its number among the blocks that have begun, for grid reductions
+    over these axes.
+    """
 
     name: str
     begun: str
@@ -427,11 +454,13 @@ class DrawTicket:
 
 @dataclass
 class ThreadReduce:
-    """Combine accumulators (`size` None: scalars) over thread and block axes, all in one exchange.
+    """Combines accumulators (`size` None: scalars) over thread and block axes, all in one exchange.
 
-    `done` names the flag of a grid reduction: true in the block that has the result, which its
-    `ticket` decides. `same_axes` are the thread axes along which all threads hold the same value
-    after the block step. Of a `cluster` of more than one block each gets the result.
+    - `done` names the flag of a grid reduction. It is true in the block that has the result, which
+      the block's `ticket` decides.
+    - `same_axes` are the thread axes along which all threads hold the same value after the step
+      within the block.
+    - With a `cluster` of more than one block, each block receives the result.
     """
 
     parts: tuple[ReducePart, ...]
@@ -478,7 +507,8 @@ Rewrite: TypeAlias = Callable[[Scalar], Scalar]
 
 
 def map_expr(expr: Expr, fn: Rewrite, value: Callable[[ScalarValue], Expr]) -> Expr:
-    """Returns the value with `fn` applied to its indices and conditions, `value` to its scalars."""
+    """Returns a copy of the value: `fn` maps its indices and conditions, `value` maps its
+    scalars."""
     match expr:
         case Var():
             return expr
@@ -522,7 +552,7 @@ _VALUE_FIELDS: dict[type, tuple[str, ...]] = {
 def map_statement(
     statement: Statement, fn: Rewrite, value: Callable[[ScalarValue], Expr]
 ) -> Statement:
-    """Returns a statement without a body, rewritten as by `map_expr`."""
+    """Returns a copy of a statement without a body, rewritten as by `map_expr`."""
     changes: dict[str, object] = {}
     for name in _SCALAR_FIELDS.get(type(statement), ()):
         scalar = getattr(statement, name)
@@ -533,7 +563,9 @@ def map_statement(
 
 
 def with_changes(statement: StatementT, changes: dict[str, object]) -> StatementT:
-    """Does what `dataclasses.replace` does, for statements: that looks at each field."""
+    """Does the same as `dataclasses.replace` for statements, but faster: it does not inspect each
+    field.
+    """
     made = object.__new__(type(statement))
     made.__dict__.update(statement.__dict__, **changes)
     return made
@@ -566,7 +598,7 @@ def walk(body: Body) -> Iterator[Statement]:
 
 
 def expr_parts(expr: Expr) -> Iterator[Expr]:
-    """Yields the value and everything it is made of."""
+    """Yields the value and all its subexpressions."""
     yield expr
     match expr:
         case Convert():
@@ -582,6 +614,6 @@ def expr_parts(expr: Expr) -> Iterator[Expr]:
 
 
 def values_of(statement: Statement) -> Iterator[Expr]:
-    """Yields every value that a statement reads or writes, parts included."""
+    """Yields every value that a statement reads or writes, with their subexpressions."""
     for name in _VALUE_FIELDS.get(type(statement), ()):
         yield from expr_parts(getattr(statement, name))

@@ -1,9 +1,11 @@
 """Stages, their loop nests, and the tree in which the nests share loops.
 
-A *stage* is an op whose result has storage of its own: a fusion output, a shared tensor, a
-reduction, or a local tensor that its consumers do not inline completely. Everything else is
-computed where it is read. A stage's nest is `loops`; its buffer lives at depth `depth`: inside the
-outermost `depth` loops, which are the same loops in every stage that reads it.
+A *stage* is an op whose result has storage: a fusion output, a shared tensor, a reduction, or a
+local tensor that its consumers do not inline completely. All other ops are computed in the stages
+that read them.
+
+The nest of a stage is its `loops`. Its buffer is declared at depth `depth`, inside the outermost
+`depth` loops. Every stage that reads it shares these loops.
 """
 
 from __future__ import annotations
@@ -24,7 +26,7 @@ from fuser.ops.reference.meaning import REDUCING
 from fuser.support.errors import DefinitionError, UnsupportedError
 
 PARALLEL = (*GRID_TYPES, *BLOCK_TYPES)
-# How the coordinates of threads and blocks are called in kernels.
+# The names of thread and block coordinates in kernels.
 COORDINATES = {
     ParallelType.grid_x: "bx",
     ParallelType.grid_y: "by",
@@ -37,7 +39,9 @@ StageMemory = Literal["global", "shared", "local", "reduction"]
 
 
 class NoNestError(Exception):
-    """A local tensor cannot have storage where its schedule puts it; it is computed where read."""
+    """Raised for a local tensor that cannot have storage at its scheduled position. Its readers
+    compute it instead.
+    """
 
     def __init__(self, tv: TensorView) -> None:
         super().__init__(str(tv))
@@ -45,17 +49,19 @@ class NoNestError(Exception):
 
 
 def _refuse(stage: Stage, message: str) -> NoReturn:
-    """Gives up a stage's nest: a local value can always be computed by its readers instead."""
+    """Rejects a stage's nest. A local tensor is then recomputed by its readers; others raise an
+    error.
+    """
     if stage.storage == "local":
         raise NoNestError(stage.tv)
     raise UnsupportedError(f"{stage.tv}: {message}")
 
 
 class Loop:
-    """A loop of one stage. Joined loops are one loop: they have one extent, type and symbol.
+    """A loop of one stage. Joined loops share one extent, type and symbol.
 
-    `symbol` is the index: 0 for a loop of extent 1. `is_reduction` is the stage's own: a reduction
-    may share a loop with a stage that iterates it.
+    `symbol` is the index, or 0 for a loop of extent 1. `is_reduction` belongs to the stage: a
+    reduction may share a loop with a stage that iterates it.
     """
 
     def __init__(self, extent: Scalar, ptype: ParallelType, *, is_reduction: bool) -> None:
@@ -67,47 +73,57 @@ class Loop:
 
     @property
     def extent(self) -> Scalar:
+        """The number of iterations."""
         return self.find()._extent
 
     @property
     def ptype(self) -> ParallelType:
+        """The parallel type, common to all joined loops."""
         return self.find()._ptype
 
     @property
     def symbol(self) -> Scalar:
+        """The loop index, or 0 for a loop of extent 1."""
         return self.find()._symbol
 
     @symbol.setter
     def symbol(self, symbol: Scalar) -> None:
+        """Sets the index of all joined loops."""
         self.find()._symbol = symbol
 
     def find(self) -> Loop:
+        """Returns the loop that represents all loops joined with this one (union-find)."""
         loop = self
         while loop._same is not None:
             loop = loop._same
         return loop
 
     def join(self, other: Loop) -> None:
+        """Makes this loop and `other` one loop; this one's extent and type are kept."""
         a, b = self.find(), other.find()
         if a is not b:
             b._same = a
 
     @property
     def is_parallel(self) -> bool:
+        """Whether blocks or threads execute the iterations."""
         return self.ptype in COORDINATES
 
     @property
     def is_trivial(self) -> bool:
-        """Whether no loop statement is needed: a coordinate, an argument, or a single iteration."""
+        """Whether no loop statement is printed: the index is a coordinate, an argument or
+        always 0."""
         is_argument = self.ptype is ParallelType.stream
         return self.is_parallel or is_argument or sc.int_value(self.extent) == 1
 
 
 @dataclass(eq=False)
 class Stage:
-    """One op with storage, and its nest. `axis_loops` gives the loop of each own loop axis;
-    `reference` is the stage whose loops replace this one's (a broadcast computed in its consumer's
-    nest)."""
+    """One op with storage, and its loop nest.
+
+    `axis_loops` maps the number of each loop axis to its loop. `reference` is the stage whose
+    extents replace this one's: a broadcast is computed in the nest of its consumer.
+    """
 
     number: int
     op: TensorOp
@@ -123,24 +139,27 @@ class Stage:
 
     @property
     def tv(self) -> TensorView:
+        """The first result of the op."""
         return self.op.out_tensor
 
     @property
     def axes(self) -> tuple[IterDomain, ...]:
+        """The loop axes of the result."""
         return self.tv.domain.loop
 
     @property
     def is_reduction(self) -> bool:
+        """Whether the op reduces, and its storage is an accumulator."""
         return isinstance(self.op, REDUCING)
 
     @property
     def all_loops(self) -> list[Loop]:
-        """The loops with the vector axis at the end."""
+        """The loops, followed by the loop over the elements of a vector if there is one."""
         return self.loops if self.vector is None else [*self.loops, self.vector]
 
     @property
     def own_loops(self) -> list[Loop]:
-        """The loops inside the buffer."""
+        """The loops inside the declaration of the buffer."""
         return self.all_loops[self.depth :]
 
 
@@ -156,7 +175,7 @@ class Nesting:
 
 @dataclass
 class Node:
-    """A place in the loop tree: a loop with its children, or the work of one stage."""
+    """A node of the loop tree: a loop with its children, or the work of one stage."""
 
     loop: Loop | None
     stage: Stage | None
@@ -166,9 +185,9 @@ class Node:
 
 # ------------------------------------------------------------------ stages
 def nest_stages(fusion: Fusion, *, recomputed: Collection[TensorView] = ()) -> Nesting:
-    """Picks the stages of a scheduled fusion and builds their nests.
+    """Selects the stages of a scheduled fusion and builds their nests.
 
-    `recomputed` local tensors get no storage although their schedule would allow it.
+    The `recomputed` local tensors get no storage although their schedule would allow it.
     """
     nesting = Nesting(fusion, [], {})
     frontier: dict[TensorView, tuple[Stage, ...]] = {}
@@ -190,15 +209,16 @@ def nest_stages(fusion: Fusion, *, recomputed: Collection[TensorView] = ()) -> N
     for stage in nesting.stages:
         for read in stage.reads:
             if read.storage == "local" and not read.depth:
-                # Each thread keeps it for itself: it reads one such value to make another.
+                # Each thread keeps the value for itself, so one loop can produce and consume it.
                 sharing.fuse_readers((read, stage))
     _assign_symbols(nesting)
     return nesting
 
 
 def _computed_by(nesting: Nesting, exprs: Sequence[TensorOp]) -> dict[TensorView, set[Stage]]:
-    """Returns, for each tensor, the stages that compute or reads it without storage between, in
-    program order."""
+    """Returns, for each tensor, the stages that compute or read it without storage in between, in
+    program order.
+    """
     found: dict[TensorView, set[Stage]] = {}
     for op in reversed(exprs):
         stage = nesting.stage_of.get(op.out_tensor)
@@ -214,9 +234,8 @@ def _computed_by(nesting: Nesting, exprs: Sequence[TensorOp]) -> dict[TensorView
 
 
 def _fits_registers(fusion: Fusion, tv: TensorView, compute_at: int) -> bool:
-    """Whether a local tensor has its own storage: something is left inside its compute-at position,
-    of constant extent, and a schedule asked for it. Without storage it is computed where it is
-    read.
+    """Whether a local tensor has storage: a schedule asks for it, and axes of constant extent
+    remain inside its compute-at position. Otherwise its readers compute it.
     """
     own = tv.domain.loop[compute_at:]
     is_scheduled = compute_at > 0 or any(a.ptype is not ParallelType.serial for a in own)
@@ -243,7 +262,10 @@ def _stage_for(
             return None
         storage = "local"
     else:
-        raise UnsupportedError(f"{tv} is an intermediate in {tv.memory.text} memory")
+        raise UnsupportedError(
+            f"{tv} is an intermediate in {tv.memory.text} memory; a kernel keeps intermediates in "
+            "local or shared memory"
+        )
     return Stage(number, op, storage, compute_at)
 
 
@@ -263,7 +285,7 @@ class _Nests:
         return self._graph
 
     def size(self, axis: IterDomain) -> Scalar:
-        """Returns how often an axis is iterated: an expanded broadcast is one element."""
+        """Returns the number of iterations of an axis; 1 for an expanded broadcast."""
         return self.nesting.fusion.canonical(axis.extent)
 
     def new_loop(self, axis: IterDomain) -> Loop:
@@ -280,7 +302,8 @@ class _Nests:
             return
         if stage.is_reduction and stage.compute_at > _leading(axes):
             raise DefinitionError(
-                f"{stage.tv} is inlined at {stage.compute_at}, inside its own reduction"
+                f"{stage.tv} is inlined at position {stage.compute_at}, which is inside its own "
+                "reduction axes"
             )
         self._nest_in(stage, readers[0])
         for other in readers[1:]:
@@ -311,7 +334,7 @@ class _Nests:
         self._take_vector(stage)
 
     def _promote(self, stage: Stage, reader: Stage, own: Sequence[IterDomain]) -> list[Loop]:
-        """Gives a broadcast the loops of its reader: the concrete extents win."""
+        """Returns loops with the reader's extents for a broadcast, whose own extents are 1."""
         models = reader.all_loops[stage.depth :]
         if stage.storage != "local" or len(models) != len(own):
             _refuse(stage, f"its loops differ from those of {reader.tv}, which it is inlined into")
@@ -321,7 +344,9 @@ class _Nests:
         ]
 
     def places(self, stage: Stage, reader: Stage) -> list[int]:
-        """Returns the position in the reader's nest of each shared loop axis of the stage."""
+        """Returns the position in the reader's nest of each loop axis that the stage shares with
+        it.
+        """
         shared = stage.axes[: stage.compute_at]
         targets = reader.axes
         if len(shared) > len(targets):
@@ -364,7 +389,7 @@ class _Nests:
             a.join(b)
 
     def _take_vector(self, stage: Stage) -> None:
-        """Takes the innermost vectorize axis out of the nest when it is one memory access."""
+        """Removes the innermost vectorize axis from the nest when it is one memory access."""
         if not stage.loops or stage.loops[-1].ptype is not ParallelType.vectorize:
             return
         is_inner = len(stage.loops) > stage.depth
@@ -383,7 +408,7 @@ class _Nests:
 
 
 def _leading(axes: Sequence[IterDomain]) -> int:
-    """Returns the number of axes outside of the first reduction axis."""
+    """Returns the number of axes before the first reduction axis."""
     return next((k for k, a in enumerate(axes) if a.is_reduction()), len(axes))
 
 
@@ -400,8 +425,9 @@ def _build_nests(nesting: Nesting) -> _Waits:
 
 
 class _Waits:
-    """How many loops two stages may share when one waits for the other. Stages come readers first,
-    each with its depth decided."""
+    """For two stages of which one waits for the other: the number of loops that they may share.
+    Stages are added after all their readers, and with their depth decided.
+    """
 
     def __init__(self) -> None:
         self._limits: dict[Stage, dict[Stage, float]] = {}
@@ -415,7 +441,9 @@ class _Waits:
         self._limits[stage] = found
 
     def limits(self, source: Stage) -> dict[Stage, float]:
-        """Returns every stage that waits for `source`, with the number of loops they may share."""
+        """Returns every stage that waits for `source`, with the number of loops that both may
+        share.
+        """
         return self._limits[source]
 
     def limit(self, source: Stage, target: Stage) -> float:
@@ -423,7 +451,8 @@ class _Waits:
 
 
 class _Sharing:
-    """Which stages share which loops, as far as they do not wait for each other."""
+    """The stages of each loop. Joins loops of stages that do not wait for each other
+    inside them."""
 
     def __init__(self, nesting: Nesting, waits: _Waits) -> None:
         self._limits: dict[Stage, dict[Stage, float]] = {s: {} for s in nesting.stages}
@@ -435,7 +464,7 @@ class _Sharing:
                 self._members.setdefault(loop.find(), set()).add(stage)
 
     def fuse_readers(self, stages: tuple[Stage, ...]) -> None:
-        """Shares equal outer loops among stages that compute the same inlined tensor."""
+        """Joins equal outer loops of stages that compute the same inlined tensor."""
         first = stages[0]
         for other in stages[1:]:
             for level, (a, b) in enumerate(zip(first.loops, other.loops, strict=False)):
@@ -447,11 +476,13 @@ class _Sharing:
                     break
 
     def _join(self, a: Loop, b: Loop, level: int) -> bool:
-        """Makes two loops one unless a stage of one waits for a stage of the other to finish it."""
+        """Joins two loops. Refuses if a stage of one must complete the loop before a stage of the
+        other.
+        """
         if a is b:
             return True
         few, many = sorted((self._members[a], self._members[b]), key=len)
-        # Threads and blocks wait for nobody: what one of them does, it does in order.
+        # Parallel loops always join: each thread executes all its statements in order.
         for stage in () if a.is_parallel else few:
             if any(level >= n and s in many for s, n in self._limits[stage].items()):
                 return False
@@ -461,14 +492,17 @@ class _Sharing:
 
 
 def _assign_symbols(nesting: Nesting) -> None:
-    """Settles launch extents and gives every loop its index symbol."""
+    """Determines the launch extents and assigns each loop its index symbol."""
     for stage in nesting.stages:
         for loop in stage.all_loops:
             if loop.is_parallel:
                 known = nesting.extents.get(loop.ptype, sc.ONE)
                 nesting.extents[loop.ptype] = sc.maximum(known, loop.extent)
             elif loop.ptype in (ParallelType.mma, ParallelType.tma) or loop.ptype.is_device:
-                raise UnsupportedError(f"{stage.tv} has a {loop.ptype.text} axis in a kernel")
+                raise UnsupportedError(
+                    f"{stage.tv} has an axis of parallel type {loop.ptype.text}, which kernels do "
+                    "not support"
+                )
     numbered: dict[Loop, None] = {}
     for stage in nesting.stages:
         for loop in stage.all_loops:
@@ -479,7 +513,8 @@ def _assign_symbols(nesting: Nesting) -> None:
                 extent = nesting.extents[loop.ptype]
                 loop.symbol = sc.index(COORDINATES[loop.ptype], extent)
             elif loop.ptype is ParallelType.stream:
-                # The host's loop: a launch computes one step of it, which the caller numbers.
+                # The loop is on the host: a launch computes one step, whose number the caller
+                # passes.
                 loop.symbol = stream_index(nesting.fusion, stage.tv)
             else:
                 loop.symbol = sc.index(f"k{len(numbered)}", loop.extent)
@@ -488,7 +523,9 @@ def _assign_symbols(nesting: Nesting) -> None:
 
 # ------------------------------------------------------------------ the tree
 def loop_tree(nesting: Nesting) -> list[Node]:
-    """Orders the stages into a tree of shared loops: producers before consumers at every level."""
+    """Orders the stages into a tree of shared loops, with producers before consumers at every
+    level.
+    """
     return _order(nesting.stages, 0)
 
 
@@ -509,7 +546,10 @@ def _order(stages: Sequence[Stage], depth: int) -> list[Node]:
         key = next((k for k in waiting if needs[k] <= done), None)
         if key is None:
             names = ", ".join(str(s.tv) for k in waiting for s in parts[k])
-            raise DefinitionError(f"the compute-at positions of {names} contradict each other")
+            raise DefinitionError(
+                f"the compute-at positions of {names} contradict each other: each would have to "
+                "be computed before another"
+            )
         waiting.remove(key)
         done.add(key)
         members = parts[key]
@@ -531,28 +571,37 @@ _NAME = "streamIdx"
 
 
 def steps_of(fusion: Fusion) -> Scalar | None:
-    """Returns the number of steps of which a launch computes one, None without a stream axis."""
+    """Returns the number of steps of the host's stream loop, None without a stream axis. One launch
+    computes one step.
+    """
     made = (out for op in fusion.exprs for out in op.outputs)
     streams = (a for tv in made for a in tv.domain.loop if a.is_stream)
     return next((fusion.canonical(a.size) for a in streams), None)
 
 
 def with_stream_index(fusion: Fusion) -> Fusion:
-    """Returns a copy with the number of the step as its last input; without a stream axis, or with
-    that input already, the fusion."""
+    """Returns a copy of the fusion with the step number as its last input. Returns the fusion
+    itself if it has no stream axis, or has that input already.
+    """
     if steps_of(fusion) is None or _stream_input(fusion) is not None:
         return fusion
     made, _ = fusion.copy()
-    # No index for the hoister: a launch has one value of it.
+    # Not an index symbol: the hoister would treat it as variable, but it is constant in a launch.
     made.inputs = [*made.inputs, Symbol(_NAME, DataType.Index, lo=0)]
     return made
 
 
 def stream_index(fusion: Fusion, tv: TensorView) -> Symbol:
-    """Returns the symbol of the step. Raises `UnsupportedError` when the kernel is given none."""
+    """Returns the symbol of the step number.
+
+    Raises:
+        UnsupportedError: the kernel has no step number among its inputs.
+    """
     found = _stream_input(fusion)
     if found is None:
-        raise UnsupportedError(f"{tv} has a stream axis in a kernel that is given no step")
+        raise UnsupportedError(
+            f"{tv} has a stream axis, but the kernel has no step number (`with_stream_index`)"
+        )
     return found
 
 

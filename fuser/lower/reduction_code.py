@@ -1,8 +1,10 @@
-"""Reductions: accumulators, and their combination over threads and blocks.
+"""Reductions: declares accumulators, and combines them over threads and blocks.
 
-A reduction is staged by the parallel types of its reduction loops: serial, unrolled and vectorised
-ones accumulate in registers, thread axes are combined by `block_reduce`, block axes by
-`grid_reduce`, or `cluster_reduce` where those blocks are a cluster.
+The parallel types of the reduction loops decide the steps:
+
+- Serial, unrolled and vectorised loops accumulate in registers.
+- Thread axes are combined by `block_reduce`.
+- Block axes are combined by `grid_reduce`, or by `cluster_reduce` if the blocks are a cluster.
 """
 
 from __future__ import annotations
@@ -29,7 +31,7 @@ from fuser.lower.loop_tree import Stage
 from fuser.ops.reduction_table import REDUCTIONS
 
 _AXES = ("x", "y", "z")
-# What blocks exchange (`rt_reduce.h`): so many bytes of a value in a word of so many.
+# Blocks exchange packets (`rt_reduce.h`): so many bytes, of which so many are part of the value.
 PACKET_BYTES = 8
 PAYLOAD_BYTES = 4
 
@@ -39,7 +41,7 @@ def _type(axis: str, kind: str) -> ParallelType:
 
 
 def identity_of(buffer: Buffer) -> Expr:
-    """Returns the value that changes nothing."""
+    """Returns the identity of the reduction, such as 0 for a sum."""
     op = buffer.stage.op
     if isinstance(op, WelfordOp):
         return no_values(buffer.dtype)
@@ -65,8 +67,9 @@ def declare_accumulator(buffer: Buffer) -> Declare:
 
 
 def element_layout(buffer: Buffer) -> tuple[int, int]:
-    """Returns the size and alignment of one accumulator in bytes, at most: a Welford is
-    {T, T, T, count}, where the count has the index type."""
+    """Returns an upper bound of the size and alignment of one accumulator in bytes. A Welford
+    accumulator is {T, T, T, count}, with a count of the index type.
+    """
     nbytes = nbytes_of(buffer.dtype)
     if isinstance(buffer.stage.op, WelfordOp):
         return _up(3 * nbytes, 8) + 8, 8
@@ -74,7 +77,7 @@ def element_layout(buffer: Buffer) -> tuple[int, int]:
 
 
 def reduced_types(stage: Stage) -> set[ParallelType]:
-    """Returns the parallel types over which a reduction combines."""
+    """Returns the parallel types of the thread and block axes that a reduction combines."""
     return {
         loop.ptype
         for loop in stage.own_loops
@@ -83,10 +86,11 @@ def reduced_types(stage: Stage) -> set[ParallelType]:
 
 
 def finish_reductions(ctx: Context, buffers: list[Buffer]) -> list[ThreadReduce]:
-    """Returns the combinations over threads and blocks of reductions that end at one place.
+    """Returns the statements that combine, over threads and blocks, reductions that end at one
+    position.
 
-    Reductions over the same axes are combined together: one exchange instead of several, and the
-    same block finishes them.
+    Reductions over the same axes are combined together. They need one exchange instead of several,
+    and the same block completes them.
     """
     groups: dict[object, list[Buffer]] = {}
     for buffer in buffers:
@@ -126,7 +130,8 @@ def _product(ctx: Context, types: Collection[ParallelType]) -> Scalar:
 
 
 def _iterated(stage: Stage) -> frozenset[ParallelType]:
-    """Returns the parallel types that distinguish the results of a reduction."""
+    """Returns the parallel types of a reduction's non-reduced axes, which tell its
+    results apart."""
     return frozenset(
         loop.ptype
         for loop in stage.all_loops
@@ -135,9 +140,10 @@ def _iterated(stage: Stage) -> frozenset[ParallelType]:
 
 
 def _layout(group: list[Buffer]) -> tuple[int, int]:
-    """Returns the size and alignment, in bytes, of the C struct of one element of each buffer.
+    """Returns the size and alignment in bytes of the C struct that holds one element of each
+    buffer.
 
-    A group nests: `Pair<A, Pair<B, C>>`.
+    The struct is nested: `Pair<A, Pair<B, C>>`.
     """
     size, align = element_layout(group[-1])
     for buffer in reversed(group[:-1]):
@@ -152,7 +158,9 @@ def _up(n: int, multiple: int) -> int:
 
 
 def _over_blocks(ctx: Context, group: list[Buffer], statement: ThreadReduce) -> None:
-    """Adds the grid step, with packets of its own for every serial iteration around it."""
+    """Adds the step over the grid to a reduction. Each surrounding serial iteration has its own
+    packets.
+    """
     stage = group[0].stage
     per_block = sc.mul(_groups(ctx, statement, stage), group[0].size or 1)
     rounds = [
@@ -175,8 +183,9 @@ def _over_blocks(ctx: Context, group: list[Buffer], statement: ThreadReduce) -> 
 
 
 def _groups(ctx: Context, statement: ThreadReduce, stage: Stage) -> Scalar:
-    """Says along which thread axes all threads have the same after the block step; returns how many
-    groups of threads differ."""
+    """Sets the thread axes along which all threads hold the same value after the step within the
+    block. Returns the number of thread groups with different values.
+    """
     iterated = _iterated(stage)
     x, y, z = (_type(a, "block") not in iterated for a in _AXES)
     statement.same_axes = (x, y, z)
@@ -184,8 +193,9 @@ def _groups(ctx: Context, statement: ThreadReduce, stage: Stage) -> Scalar:
 
 
 def _over_cluster(ctx: Context, group: list[Buffer], statement: ThreadReduce) -> None:
-    """Adds the step over the blocks of a cluster: each leaves its values where the others read
-    them, and keeps beside them what it has read."""
+    """Adds the step over the blocks of a cluster. Each block writes its values to shared memory,
+    where the others read them, next to the copies it has read.
+    """
     statement.cluster = ctx.nesting.fusion.cluster
     assert reduced_types(group[0].stage) & set(GRID_TYPES) == {ParallelType.grid_y}
     values = sc.mul(_groups(ctx, statement, group[0].stage), group[0].size or 1)

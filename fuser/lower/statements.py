@@ -1,4 +1,5 @@
-"""The statements of a kernel: loops from the tree, and the work of each stage inside them."""
+"""Builds the statements of a kernel: loops from the loop tree, and the work of each stage
+in them."""
 
 from __future__ import annotations
 
@@ -50,7 +51,7 @@ from fuser.lower.vector_access import (
 
 
 def build_body(ctx: Context) -> tuple[Body, dict[Stage, Buffer]]:
-    """Returns the kernel IR of nested stages, before barriers, unswitching and hoisting."""
+    """Returns the body of a kernel and its buffers, before barriers, unswitching and hoisting."""
     buffers = allocate(ctx)
     builder = _StatementBuilder(ctx, buffers)
     body = Body()
@@ -60,19 +61,22 @@ def build_body(ctx: Context) -> tuple[Body, dict[Stage, Buffer]]:
                 DeclareShared(buffer.name, buffer.dtype, buffer.offset, buffer.count)
             )
     builder.nodes(loop_tree(ctx.nesting), Scope(body), 0)
-    # First of all, so that the answers have come when the first reduction ends.
+    # At the very begin, so that the tickets have arrived when the first reduction ends.
     body.statements[:0] = ctx.tickets.values()
     return body, buffers
 
 
 class _StatementBuilder:
+    """Appends statements for the nodes of a loop tree to the bodies of their scopes."""
+
     def __init__(self, ctx: Context, buffers: dict[Stage, Buffer]) -> None:
         self.ctx = ctx
         self.buffers = buffers
         self.values = ValueBuilder(ctx, buffers)
         self._if_scopes: dict[int, Scope] = {}
-        # Streaming loads cost a pointwise kernel 5% on an H200, where streaming stores save; a sum
-        # of which each thread makes its own is pointwise, too, and so is what loads a row once.
+        # Measured on an H200: streaming stores help a pointwise kernel, streaming loads cost it 5%.
+        # Sums that each thread computes alone, and kernels that load a row once, behave like
+        # pointwise kernels.
         reductions = (s for s in ctx.nesting.stages if s.is_reduction)
         self._streams_loads = any(reduced_types(s) for s in reductions)
 
@@ -116,7 +120,9 @@ class _StatementBuilder:
             scope.body.statements.append(Declare(buffer.name, buffer.ctype, buffer.size))
 
     def guarded(self, predicate: Predicate, scope: Scope) -> Scope:
-        """Returns the scope of statements under a predicate; equal neighbours share one."""
+        """Returns the scope for statements under a predicate. Consecutive equal predicates share
+        one `If`.
+        """
         if predicate == Predicate(sc.const(True)):
             return scope
         last = scope.body.statements[-1] if scope.body.statements else None
@@ -154,7 +160,7 @@ class _StatementBuilder:
         return self.values.compute(stage.op, stage.tv, self.at(stage, scope))
 
     def write(self, stage: Stage, value: Expr, scope: Scope) -> None:
-        """Writes the stage's element of this iteration."""
+        """Writes the stage's element of the current iteration."""
         tv = stage.tv
         value = convert(value, tv.dtype())
         index = self.ctx.indexer.stage_index(stage)
@@ -178,12 +184,13 @@ class _StatementBuilder:
         self.store_vector(stage, array, base, scope)
 
     def load_part(self, stage: Stage, vector: Loop, scope: Scope) -> None:
-        """Loads the word that holds elements of a row. Those of its neighbours come along; at the
-        tensor's own end, element by element."""
+        """Loads the aligned vector that contains elements of a row, including elements of
+        neighbouring rows. At the end of the tensor, it loads element by element.
+        """
         inside = self.guarded(stage_predicate(self.ctx, stage, lanes="any"), scope)
         word, part = Scope(Body(), inside), Scope(Body(), inside)
         self.vector(stage, word)
-        load = word.body.statements[-1]  # the last of several ends where the vector does
+        load = word.body.statements[-1]  # of several loads, the last ends with the vector
         assert isinstance(load, VectorLoad)
         source = stage.op.inputs[0]
         assert isinstance(source, TensorView)
@@ -194,7 +201,7 @@ class _StatementBuilder:
         inside.body.statements.append(If(is_whole, word.body, part.body))
 
     def store_part(self, stage: Stage, vector: Loop, scope: Scope) -> None:
-        """Stores a word where all of it belongs to the row, else the elements that do."""
+        """Stores a vector if all its elements belong to the row, else only the elements that do."""
         word, part = Scope(Body(), scope), Scope(Body(), scope)
         self.vector(stage, word)
         self.elements(stage, vector, part)
@@ -205,13 +212,13 @@ class _StatementBuilder:
         scope.body.statements.append(If(whole.cond, word.body, part.body, flags=whole.flags))
 
     def elements(self, stage: Stage, vector: Loop, scope: Scope) -> None:
-        """Moves those elements of a word that are in the row, one by one."""
+        """Copies the elements of a vector that are in the row, one by one."""
         each = self.open_loop(vector, scope, unroll=True)
         inside = self.guarded(stage_predicate(self.ctx, stage, lanes="each"), each)
         self.write(stage, self.result(stage, inside), inside)
 
     def load_vector(self, stage: Stage, array: str, at: Scalar, scope: Scope) -> None:
-        """Loads a vector of the operand of a copy into registers, a word of memory at a time."""
+        """Loads a vector of a copy's operand into registers, by one or several memory accesses."""
         assert stage.vector is not None and isinstance(stage.op, LoadStoreOp)
         source, width = stage.op.inp, vector_width(stage, most=MAX_LOADED_BYTES)
         word = min(width, MAX_VECTOR_BYTES // nbytes_of(stage.tv.dtype()))
@@ -240,7 +247,9 @@ class _StatementBuilder:
         ]
 
     def source_array(self, stage: Stage, scope: Scope) -> tuple[str, Scalar]:
-        """Returns the register array, and the place in it, of the word that a stage stores."""
+        """Returns the register array with the vector that a stage stores, and the index of its
+        first element.
+        """
         assert stage.vector is not None
         v = stage.vector.symbol
         width = vector_width(stage)
@@ -293,8 +302,9 @@ class _StatementBuilder:
         self.ctx.alignments[tv] = max(known, width * nbytes_of(tv.dtype()))
 
     def is_read_once(self, source: TensorView, stage: Stage) -> bool:
-        """Whether every element of an input is read by one iteration of one stage, here and by no
-        later kernel."""
+        """Whether one iteration of one stage reads each element of an input, and no later kernel
+        does.
+        """
         fusion = self.ctx.nesting.fusion
         if source.number in fusion.read_again:
             return False
@@ -302,7 +312,7 @@ class _StatementBuilder:
             return False
         if stage.reference is not None:
             return False
-        # A loop around that none of the stage's axes iterates reads everything again.
+        # A surrounding loop that no axis of the stage iterates reads everything again.
         own = {loop.find() for loop in stage.axis_loops.values()}
         around = [loop for loop in stage.all_loops if isinstance(loop.symbol, Symbol)]
         if any(loop.find() not in own for loop in around):
@@ -323,7 +333,8 @@ class _StatementBuilder:
         scope.body.statements.append(Accumulate(target, value, kind, functor_of(buffer)))
 
     def finish(self, stages: list[Stage], scope: Scope) -> None:
-        """Combines over threads and blocks, and write results that are fusion outputs."""
+        """Combines reductions over threads and blocks, and writes results that are fusion
+        outputs."""
         scope.body.statements += finish_reductions(self.ctx, [self.buffers[s] for s in stages])
         for stage in stages:
             for out in stage.op.outputs:
@@ -345,12 +356,12 @@ class _StatementBuilder:
 
 
 def _is_repeated(stage: Stage) -> bool:
-    """Whether a loop around a stage makes it fill its registers again and again."""
+    """Whether a surrounding loop makes a stage fill its registers repeatedly."""
     around = stage.loops[: stage.depth]
     return any(not loop.is_trivial for loop in around)
 
 
 def _uses_reduction(stage: Stage, cond: Scalar) -> bool:
-    """Whether a condition is about a reduction loop."""
+    """Whether a condition involves a reduction loop."""
     reduced = {loop.symbol for loop in stage.all_loops if loop.is_reduction}
     return any(s in reduced for s in sc.symbols(cond))

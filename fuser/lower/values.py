@@ -1,9 +1,10 @@
-"""Values: the expression of one element of a tensor, pulled from its reader.
+"""Values: builds the expression of one element of a tensor, starting from its reader.
 
-`ValueBuilder.value` walks from a tensor up to what has storage (fusion inputs, buffers), defining a
-scalar per op on the way. Values are remembered per (tensor, index, guard) in the scope where they
-were computed, so an element that several ops read is computed once. Ops with a meaning of their
-own have a row in `_BY_OP`; copies and views only change the index.
+`ValueBuilder.value` follows operands up to tensors with storage (fusion inputs and buffers). It
+defines one scalar variable per op on the way. Values are cached per (tensor, index, guard) in their
+scope, so that an element read by several ops is computed once.
+
+`_BY_OP` has a function for each kind of op that computes. Copies and views only change the index.
 """
 
 from __future__ import annotations
@@ -83,20 +84,20 @@ from fuser.support.errors import UnsupportedError
 from fuser.support.record import record
 
 # ----------------------------------------------------------------------
-# Lookups in kernels: where to read a table is a value that the kernel itself loads.
+# Lookups: the kernel itself loads the index at which it reads the table.
 #
 #     t1 = T1[tx];  in1 = fm_is_row(t1, n);  j1 = in1 ? t1 : 0;  t2 = in1 ? T0[j1 * w + k] : NaN
 #
-# `in1` and `j1` are names like those of loops, so that addresses and conditions are made of them as
-# of any index. No memory is read for an index outside of the table.
+# `in1` and `j1` are symbols like loop indices, so addresses and conditions can contain them. No
+# memory is read for an index outside of the table.
 
 TRUE = sc.const(True)
-# The ops that `looked_up` is the value of.
+# The ops that `looked_up` evaluates.
 LOOKUPS = (SelectOp, IndexSelectOp, EmbeddingFwdOp, TakeAlongAxisOp, GatherOp)
 
 
 def looked_up(build: ValueBuilder, op: TensorOp, at: At) -> Expr:
-    """Returns the element of a table that an index says, as seen from a reader of the result."""
+    """Returns the table element at the loaded index, for a reader of the lookup's result."""
     assert isinstance(op, LookupOp)
     axes = op.table.domain.no_reductions
     size = build.ctx.nesting.fusion.canonical
@@ -113,7 +114,7 @@ def looked_up(build: ValueBuilder, op: TensorOp, at: At) -> Expr:
         sc.ZERO if axis.is_broadcast else row if target is None else at.axes[roots[target].number]
         for axis, target in zip(axes, op.table_map(), strict=True)
     ]
-    # The index may be shorter than the table along these axes, which inputs are checked for.
+    # Along these axes the index may be shorter than the table. Binding checks the inputs for it.
     inside = sc.all_of(
         [
             is_inside,
@@ -134,15 +135,17 @@ def looked_up(build: ValueBuilder, op: TensorOp, at: At) -> Expr:
 def _name_place(
     build: ValueBuilder, op: LookupOp, place: Expr, extent: Scalar, at: At
 ) -> tuple[Symbol, Symbol]:
-    """Names whether a place is in the table, and the place; 0 where it is not."""
+    """Defines two symbols: whether the loaded index is inside the table, and the index (0 if
+    outside).
+    """
     mark = build.mark(op.out)
     is_inside = Symbol(f"in{mark}", DataType.Bool, lo=0, hi=1)
     row = sc.index(f"j{mark}", extent)
-    # All 64 bits are compared: an index of the kernel may have 32.
+    # All 64 bits are compared, although the kernel's index type may have 32.
     arguments = place, ScalarValue(extent, DataType.Int)
     test: Expr = Compute("fm_is_row({0}, {1})", arguments, DataType.Bool)
     if at.guard != TRUE:
-        # Elsewhere the place is arbitrary, and none to complain about.
+        # Outside of the guard the loaded index is arbitrary, and must not be reported as an error.
         test = Select(at.guard, test, ScalarValue(sc.const(False), DataType.Bool), DataType.Bool)
     none = ScalarValue(sc.ZERO, DataType.Index)
     found = Select(is_inside, place, none, DataType.Index)
@@ -152,9 +155,9 @@ def _name_place(
 
 # ------------------------------------------------------------------ out of loops
 def lift_places(body: Body) -> None:
-    """Finds out places before the loops that they are the same in, in place.
+    """Moves the computation of loop-invariant lookup indices in front of the loop, in place.
 
-    What is read at them may then be loaded in words (`fuser/lower/passes/vector_loads.py`), and no
+    Reads at these indices can then be vector loads (`fuser/lower/passes/vector_loads.py`), and no
     iteration waits for its index first.
     """
     made: list[Statement] = []
@@ -168,7 +171,9 @@ def lift_places(body: Body) -> None:
 
 
 def _lifted(loop: For) -> list[Statement]:
-    """Takes the places, and what they are made of, that no iteration changes out of a loop."""
+    """Removes loop-invariant lookup indices, and the definitions that they use, from a loop;
+    returns them.
+    """
     statements = loop.body.statements
     if not any(isinstance(s, LetValue) for s in statements):
         return []
@@ -186,7 +191,7 @@ def _lifted(loop: For) -> list[Statement]:
 
 
 def _changed(loop: For) -> set[str]:
-    """Returns the names of what an iteration defines or writes."""
+    """Returns the names that an iteration defines or writes."""
     return {loop.symbol.name, *(name for s in walk(loop.body) for name in _written(s))}
 
 
@@ -207,12 +212,12 @@ def _written(s: Statement) -> Iterator[str]:
 
 
 def _variable(name: str) -> str:
-    """Returns the name of a variable, given that of one of its fields."""
+    """Returns the name of a variable, for the name of one of its fields."""
     return name.partition(".")[0]
 
 
 def _wanted(statements: list[Statement]) -> set[str]:
-    """Returns the names of places, and of the values that lead to them."""
+    """Returns the names of lookup indices, and of the definitions that they depend on."""
     wanted: set[str] = set()
     for s in reversed(statements):
         name = _name(s)
@@ -232,7 +237,7 @@ def _name(s: Statement) -> str:
 
 
 def _names_in(s: Statement) -> set[str]:
-    """Returns the names that the value of a definition is made of."""
+    """Returns the names that the value of a definition contains."""
     found: set[str] = set()
     for part in values_of(s):
         match part:
@@ -263,14 +268,15 @@ def _scalars(part: Expr) -> tuple[Scalar, ...]:
 # ----------------------------------------------------------------------
 # Values: the expression of one element of a tensor, pulled from its reader.
 
-# Neighbours in a random tensor that share words, at most (`codegen/rt_random.h`).
+# Number of consecutive random elements that share the generator's output, at most
+# (`codegen/rt_random.h`).
 RANDOM_BLOCK = 4
 Axes: TypeAlias = Mapping[int, Scalar]
 Key: TypeAlias = tuple[TensorView, Index, Scalar]
 
 
 class Scope:
-    """A body with the values that are known in it and, through `parent`, around it."""
+    """A body with the values available in it, and through `parent` in the bodies around it."""
 
     def __init__(self, body: Body, parent: Scope | None = None) -> None:
         self.body = body
@@ -278,6 +284,8 @@ class Scope:
         self._values: dict[Key, Expr] = {}
 
     def find(self, key: Key) -> Expr | None:
+        """Returns the cached value of a key in this scope or an outer one, None if there
+        is none."""
         scope: Scope | None = self
         while scope is not None:
             if (value := scope._values.get(key)) is not None:
@@ -293,13 +301,14 @@ class Scope:
         return scope.body
 
     def remember(self, key: Key, value: Expr) -> None:
+        """Caches a value in this scope."""
         self._values[key] = value
 
 
 @record
 class At:
-    """Where a value is computed: the reading stage, the scope, the guard, and the index of
-    `out`.
+    """The context of a value: reading stage, scope, guard, the op's result `out`, and its index
+    there.
     """
 
     stage: Stage
@@ -310,14 +319,15 @@ class At:
     index: Index
 
 
-# Ops that one value is followed up through before the one reached is built first, so that chains
-# of any length need little of Python's stack.
+# Recursion limit: after this many ops, the value reached is built first. Long chains then need
+# little of Python's stack.
 MAX_DEPTH = 50
 Request: TypeAlias = tuple[TensorView, Index, Stage, Scope, Scalar]
 
 
 class _TooDeepError(Exception):
-    """The value asked for lies too far up; it must be known before what reads it is built."""
+    """Raised when the recursion is too deep: the requested value must be built before its
+    readers."""
 
     def __init__(self, request: Request) -> None:
         super().__init__()
@@ -337,9 +347,9 @@ class ValueBuilder:
     def value(
         self, tv: TensorView, index: Index, *, stage: Stage, scope: Scope, guard: Scalar = TRUE
     ) -> Expr:
-        """Returns the element of `tv` at a logical index, as seen from `stage`.
+        """Returns the element of `tv` at a logical index, for the stage that reads it.
 
-        Nothing is loaded from global memory where `guard` is false; the value is arbitrary there.
+        Where `guard` is false, nothing is loaded from global memory and the value is arbitrary.
         """
         known = scope.find((tv, index, guard))
         if known is not None:
@@ -359,7 +369,7 @@ class ValueBuilder:
                 return known
 
     def _known(self, request: Request) -> Expr:
-        """Returns a value that is not known yet, and remembers it."""
+        """Builds a value that is not cached yet, and caches it."""
         if self._depth == MAX_DEPTH:
             raise _TooDeepError(request)
         tv, index, stage, scope, guard = request
@@ -378,7 +388,7 @@ class ValueBuilder:
         dtype: DataType | None,
         at: At,
     ) -> Expr:
-        """Returns operand `position` of `op`, converted to `dtype` (None: as it is)."""
+        """Returns operand `position` of `op`, converted to `dtype` (None: not converted)."""
         operand = op.inputs[position]
         if isinstance(operand, Scalar):
             scalar = self.ctx.nesting.fusion.canonical(operand)
@@ -388,19 +398,20 @@ class ValueBuilder:
         return value if dtype is None else convert(value, dtype)
 
     def define(self, tv: TensorView, value: Expr, scope: Scope) -> Var:
-        """Names a value `t5` (`t5_1` for further elements of the same tensor)."""
+        """Assigns a value to a new variable `t5` (`t5_1` for further elements of the same
+        tensor)."""
         name = f"t{self.mark(tv)}"
         scope.body.statements.append(Define(name, value.dtype, value))
         return Var(name, value.dtype)
 
     def mark(self, tv: TensorView) -> str:
-        """Returns what tells apart the names of a tensor's elements: `5`, `5_1`, ..."""
+        """Returns a new suffix for the names of a tensor's elements: `5`, then `5_1`, ..."""
         count = self._names.get(tv.number, 0)
         self._names[tv.number] = count + 1
         return f"{tv.number}_{count}" if count else str(tv.number)
 
     def words_of(self, tv: TensorView, scope: Scope) -> str:
-        """Returns the name of what keeps a random tensor's words from one element to the next."""
+        """Returns the name of the generator state that a random tensor keeps between elements."""
         name = f"r{tv.number}"
         if tv not in self._random:
             self._random.add(tv)
@@ -414,12 +425,14 @@ class ValueBuilder:
         if source is not None and source.storage != "global":
             buffer = self.buffers[source]
             element = buffer.read(self.ctx, tv, index, reader=stage, guard=guard)
-            # Registers have names already; shared memory is read once, whoever needs the value.
+            # Registers have names already. A shared element is read once, for all its readers.
             return self.define(tv, element, scope) if buffer.is_shared else element
         op = self.ctx.nesting.fusion.definition(tv)
         if op is None:
             if tv.is_cpu_scalar:
-                raise UnsupportedError(f"{tv} is a CPU scalar, which kernels do not take yet")
+                raise UnsupportedError(
+                    f"{tv} is a CPU scalar tensor, which kernels do not accept as an input"
+                )
             offset = self.ctx.simplify(self.ctx.indexer.offset(tv, index))
             load = GlobalLoad(f"T{tv.number}", offset, tv.dtype(), guard)
             return self.define(tv, load, scope)
@@ -454,13 +467,14 @@ def _pointwise(build: ValueBuilder, op: TensorOp, at: At) -> Expr:
         for x, place in (args, args[::-1]):
             if _is_place(place) and not isinstance(x, ScalarValue):
                 return _compare_place(_IS_AT[op.name], x, place.scalar, out)
-    # Tests, the parts of a complex number and what is made of two have a dtype of their own.
+    # Comparisons, the parts of complex numbers and ops that build complex numbers compute in the
+    # result's dtype.
     computed = dtype if category(out) == category(dtype) else out
     text = row.cuda if row.cuda_int is None or is_inexact(dtype) else row.cuda_int
     return convert(Compute(text, args, computed), out)
 
 
-# How a value of 64 bits is compared with an index.
+# C templates that compare a 64-bit value with an index.
 _IS_AT = {"eq": "fm_is_at({0}, {1}, {2})", "ne": "!fm_is_at({0}, {1}, {2})"}
 _PLACES = frozenset(COORDINATES.values())
 
@@ -470,7 +484,9 @@ def _is_place(x: Expr) -> TypeGuard[ScalarValue]:
 
 
 def _compare_place(template: str, x: Expr, place: Scalar, out: DataType) -> Expr:
-    """Compares with the place of an element: what short loops of a thread add to it is small."""
+    """Compares a value with an element's index. The part of the index that a thread's short loops
+    add is split off: it is small and fits in 32 bits.
+    """
     step = sc.ZERO
     for factors, count in terms_of(place):
         term = sc.mul(count, sc.product(factors))
@@ -529,7 +545,7 @@ def _random(build: ValueBuilder, op: TensorOp, at: At) -> Expr:
 
 
 def _whole_blocks(place: Scalar) -> tuple[Scalar, Scalar]:
-    """Splits a place in a random tensor into whole blocks of its words, and what is left."""
+    """Splits a position in a random tensor into a multiple of `RANDOM_BLOCK` and a remainder."""
     left = sc.ZERO
     for factors, count in terms_of(place):
         if not factors or count % RANDOM_BLOCK:
@@ -546,9 +562,10 @@ def _pad(build: ValueBuilder, op: TensorOp, at: At) -> Expr:
 
 
 def _padded_operand(build: ValueBuilder, op: PadOp, at: At) -> tuple[Scalar, Expr]:
-    """Returns whether the element lies in the unpadded part, and its value there."""
+    """Returns whether the element is in the unpadded part, and its value there."""
     index = build.ctx.indexer.operand_index(op, 0, at.out, at.axes)
-    # The root index: the operand's own is 0 along a broadcast axis, also where that is padded.
+    # The root index: the operand's own index is 0 along a broadcast axis, even if that axis is
+    # padded.
     root = tuple(at.axes[a.number] for a in at.out.domain.maybe_root)
     inside = inside_pad(build.ctx, op, root)
     guard = sc.logical_and(at.guard, inside)
@@ -566,9 +583,9 @@ def _cat(build: ValueBuilder, op: TensorOp, at: At) -> Expr:
 
 
 def _piece(build: ValueBuilder, op: CatOp, k: int, at: At) -> tuple[Scalar, Expr]:
-    """Returns where piece `k` is chosen, and its value there.
+    """Returns the condition under which piece `k` is chosen, and its value there.
 
-    A piece is usually a pad of the real one: then the pad's own condition is the choice, and its
+    A piece is usually a pad of the real operand. The condition is then the pad's own, and its
     filler is never needed.
     """
     piece = op.pieces[k]

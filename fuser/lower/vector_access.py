@@ -1,4 +1,5 @@
-"""Vector accesses: is an address linear in the vector axis, and aligned to whole words?"""
+"""Vector accesses: whether an address is linear along the vector axis and aligned to
+whole vectors."""
 
 from __future__ import annotations
 
@@ -19,16 +20,19 @@ MAX_LOADED_BYTES = LOADED_WORDS * VECTOR_BYTES
 
 
 def vector_width(stage: Stage, *, most: int = MAX_VECTOR_BYTES) -> int:
-    """Returns the elements of a stage's vector access; raises `UnsupportedError` over `most`
-    bytes."""
+    """Returns the number of elements of a stage's vector access.
+
+    Raises:
+        UnsupportedError: the vector has more than `most` bytes, or no power of two.
+    """
     assert stage.vector is not None
     width = sc.int_value(stage.vector.extent)
     assert width is not None
     nbytes = width * nbytes_of(stage.tv.dtype())
     if nbytes > most or nbytes & (nbytes - 1):
         raise UnsupportedError(
-            f"{stage.tv}: a vector of {width} elements has {nbytes} bytes; a power of two up to "
-            f"{most} fits"
+            f"{stage.tv}: a vector of {width} elements has {nbytes} bytes; it must be a power of "
+            f"two, at most {most}"
         )
     return width
 
@@ -36,9 +40,11 @@ def vector_width(stage: Stage, *, most: int = MAX_VECTOR_BYTES) -> int:
 def vector_base(ctx: Context, tv: TensorView, offset: Scalar, v: Scalar, *, width: int) -> Scalar:
     """Returns the offset of a vector's first element.
 
-    `offset` must be base + v, with a base that is a multiple of `width`. Where that needs sizes or
-    strides to be multiples of the width, they are assumed to be (`Assumptions.assume_divisible`).
-    Raises `UnsupportedError` when the access cannot be a vector.
+    `offset` must be base + v, with a base that is a multiple of `width`. Sizes or strides may have
+    to be multiples of the width for this: they are assumed to be (`Assumptions.assume_divisible`).
+
+    Raises:
+        UnsupportedError: the access cannot be a vector.
     """
     offset = ctx.simplify(offset)
     zero: dict[Scalar, Scalar] = {v: sc.ZERO}
@@ -53,8 +59,9 @@ def vector_base(ctx: Context, tv: TensorView, offset: Scalar, v: Scalar, *, widt
             continue
         sizes = [a for a in mono if not any(s.is_index for s in sc.symbols(a))]
         if len(sizes) > 1 or any(isinstance(a, Apply) for a in sizes):
-            # Any of the sizes may bring the factors of two, so their product is tested; as is what
-            # was computed of sizes, such as the elements of a group of channels.
+            # Any of the sizes may contain the factors of two, so their product is tested. The same
+            # holds for values computed from sizes, such as the number of elements of a channel
+            # group.
             size = sc.product([math.gcd(coef, width), *sizes])
             ctx.guards[sc.eq(sc.mod(size, width), 0)] = None
             continue
@@ -68,7 +75,7 @@ def vector_base(ctx: Context, tv: TensorView, offset: Scalar, v: Scalar, *, widt
 
 
 def terms_of(x: Scalar) -> list[tuple[Monomial, int]]:
-    """Returns the products that a sum adds up, and how often."""
+    """Returns the terms of a sum as pairs (factors, integer coefficient)."""
     value = sc.int_value(x)
     if value is not None:
         return [((), value)]
@@ -76,13 +83,13 @@ def terms_of(x: Scalar) -> list[tuple[Monomial, int]]:
 
 
 def _size_in(mono: Monomial) -> Symbol | None:
-    """Returns the innermost size or stride of a product that no loop changes."""
+    """Returns the last factor of a product that is a size or stride, None if there is none."""
     found = [a for a in mono if isinstance(a, Symbol) and not a.is_index]
     return found[-1] if found else None
 
 
 def _divisors(x: Scalar, v: Scalar) -> list[Symbol]:
-    """Returns the sizes that `x` divides something holding `v` by, innermost (last) first."""
+    """Returns the sizes by which `x` divides an expression that contains `v`, innermost first."""
     found: dict[Symbol, None] = {}
 
     def visit(y: Scalar) -> None:

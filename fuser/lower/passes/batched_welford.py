@@ -1,8 +1,8 @@
-"""Variances on the GPU: a thread adds the values of an unrolled step to its accumulators at once.
+"""Variances on the GPU: adds all values of an unrolled step to a Welford accumulator at once.
 
-A Welford update divides, and depends on the one before. Instead, two passes over the registers that
-a step has loaded give their mean and squares, and one update adds these. The accumulators of all
-columns hold equally many values, so that they share the count and the division:
+A Welford update contains a division and depends on the update before it. Instead, two passes over
+the registers of a step compute their mean and sum of squares, and one update adds these. The
+accumulators of all columns hold equally many values, so they share the count and the division:
 
     for i < 16 { for j < 4 { if (i < n) { welford_add(r[j], x[i, j]); } } }
 ->  held = r[0].n; mask = 0;
@@ -42,16 +42,16 @@ from fuser.lower.kernel_ir import (
     bodies,
 )
 
-# A mask has a bit for each value of a batch.
+# A 32-bit mask has one bit for each value of a batch.
 MOST_VALUES = 32
 INT = DataType.Int32
 
 
 def batch_welfords(body: Body) -> None:
-    """Lets Welford accumulators take the values of unrolled loops at once, in place.
+    """Makes Welford accumulators take the values of unrolled loops in batches, in place.
 
-    Before: unrolled loops are marked, no value is hoisted. After: no nest of loops of constant
-    extent that does nothing but update accumulators, all under one condition, divides for each
+    Before: unrolled loops are marked, no value is hoisted. After: a nest of unrolled loops that
+    only updates accumulators, all under one condition, divides once per batch instead of once per
     value.
     """
     _rewrite(body, _uneven(body, ()))
@@ -69,7 +69,7 @@ def _rewrite(body: Body, uneven: set[str]) -> None:
 
 
 def _uneven(body: Body, conds: tuple[Scalar, ...]) -> set[str]:
-    """Returns the accumulators of which some may hold more values than others."""
+    """Returns the accumulator arrays whose elements may hold different numbers of values."""
     found: set[str] = set()
     for s in body.statements:
         if isinstance(s, Accumulate):
@@ -87,8 +87,8 @@ def _own_symbols(target: Var | Element) -> set[Symbol]:
 
 
 def _perfect_nest(top: For) -> tuple[list[For], list[Scalar], list[Statement]]:
-    """Returns loops that hold nothing but each other, outer first, the conditions in them, and the
-    statements of the innermost."""
+    """Returns a perfect loop nest: its loops, outer first, its conditions, and its innermost
+    statements."""
     loops, conds, body = [top], list[Scalar](), top.body
     while len(body.statements) == 1:
         match body.statements[0]:
@@ -104,7 +104,8 @@ def _perfect_nest(top: For) -> tuple[list[For], list[Scalar], list[Statement]]:
 
 
 def _batch(top: For, uneven: set[str]) -> list[Statement] | None:
-    """Returns what replaces a nest of unrolled loops around Welford updates, None for another."""
+    """Returns the replacement of a nest of unrolled loops around Welford updates, None for other
+    nests."""
     loops, conds, inside = _perfect_nest(top)
     if not any(map(_is_update, inside)) or not all(
         isinstance(s, Accumulate | Define | LetValue) for s in inside
@@ -137,7 +138,8 @@ def _nested(loops: Sequence[For], statements: list[Statement]) -> list[Statement
 
 @dataclass(frozen=True)
 class _Batch:
-    """Loops over accumulators, loops over the values of a batch, and which of these exist."""
+    """A nest to rewrite: its loops over accumulators (`columns`), its loops over the values of a
+    batch (`rows`), and the condition under which a value exists."""
 
     columns: Sequence[For]
     rows: Sequence[For]
@@ -150,7 +152,7 @@ class _Batch:
 
     @property
     def turn(self) -> Scalar:
-        """The place of a value in its batch."""
+        """The index of a value in its batch."""
         turn: Scalar = sc.ZERO
         for loop in self.rows:
             turn = sc.add(sc.mul(turn, loop.extent), loop.symbol)
@@ -186,7 +188,8 @@ class _Batch:
         return [*before, *made]
 
     def _held(self, target: Var | Element) -> Expr:
-        """Returns how many values an accumulator holds: as many as the first one, if all do."""
+        """Returns the number of values in an accumulator. The first accumulator's count serves all
+        if they are even."""
         if isinstance(target, Var):
             return Var(f"{target.name}.n", DataType.Int)
         columns: dict[Scalar, Scalar] = {loop.symbol: sc.ZERO for loop in self.columns}

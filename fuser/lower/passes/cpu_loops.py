@@ -1,7 +1,7 @@
-"""Sums on the CPU: an accumulator takes the terms of one block, a wide one takes the blocks.
+"""Loops for a CPU: summation in blocks, and vectorised innermost loops.
 
-The rounding error of a running sum grows with its length, so no running sum in the type of the
-terms is longer than a block; the blocks are added in double precision.
+The rounding error of a running sum grows with its length. A running sum in the type of its terms is
+therefore at most one block long. The sums of blocks are added in double precision:
 
     for k < n { for j < 256 { r[j] += x[k, j]; } }
 ->  if (B < n) {
@@ -12,8 +12,8 @@ terms is longer than a block; the blocks are added in double precision.
       for j < 256 { r[j] = wide_r[j]; }
     } else { for k < n { for j < 256 { r[j] += x[k, j]; } } }
 
-A Welford update depends on the one before: the values of an innermost loop are collected instead,
-and two passes over each block give its mean and squares.
+A Welford update depends on the update before it. The values of an innermost loop are collected
+instead, and two passes over each block compute its mean and sum of squares.
 """
 
 from __future__ import annotations
@@ -50,24 +50,26 @@ from fuser.lower.kernel_ir import (
 )
 from fuser.lower.passes.unroll import conjuncts
 
-# Terms in a block: of one accumulator, whose lanes take a part each; of one that takes the lanes'
-# results run by run, and of a Welford, whose values stay in the first-level cache; of several
-# accumulators, which cost more to move.
+# The number of terms in a block:
+#
+# - TERMS for a single accumulator, whose vector lanes take a part each.
+# - VALUES for an accumulator in nested loops and for a Welford, whose values stay in the L1 cache.
+# - ROWS for an array of accumulators, which costs more to add to the wide one.
 TERMS = 2048
 VALUES = 256
 ROWS = 128
 
 
 def _wide_of(dtype: DataType) -> DataType:
-    """Returns the dtype that takes the sums of blocks."""
+    """Returns the dtype of the wide accumulator, which adds the sums of blocks."""
     return DataType.ComplexDouble if is_complex(dtype) else DataType.Double
 
 
 @dataclass(frozen=True, eq=False)
 class _Sum:
-    """An accumulator, and the loops and conditions on the way to one of its updates.
+    """An accumulator, with the loops and conditions around one of its updates.
 
-    `loops` are the reduced ones among `path`; a block is `size` iterations of the last one.
+    `loops` are the reduced loops of `path`. A block is `size` iterations of the last one.
     """
 
     declared: Declare
@@ -88,13 +90,13 @@ class _Sum:
 
     @property
     def depth(self) -> int:
-        """How many loops and conditions are around the body of the last reduced loop."""
+        """The number of loops and conditions around the body of the last reduced loop."""
         return 1 + next(k for k, s in enumerate(self.path) if s is self.loops[-1])
 
     @property
     def is_long(self) -> Scalar:
-        """Whether there is more than a block; a Welford whose values are collected has no other
-        form."""
+        """The condition that there is more than one block. It is always true for a Welford whose
+        values are collected, which has no other form."""
         if self.collects:
             return sc.const(True)
         return sc.lt(self.size, sc.product(s.extent for s in self.loops))
@@ -118,16 +120,19 @@ class _Sum:
 
     @property
     def is_counted(self) -> bool:
-        """Whether a block may be several runs of the last loop, which may be short: moving one
-        accumulator after each costs little, moving many does not."""
+        """Whether a block may consist of several runs of the last loop.
+
+        The runs may be short. Adding one accumulator to the wide one after each run is cheap;
+        adding a whole array is not.
+        """
         return isinstance(self.target, Element) and len(self.loops) > 1
 
     def rest(self) -> list[Statement]:
-        """Adds what the last block left."""
+        """Returns the statements that add the incomplete last block."""
         return [self.add_to_wide()] if self.is_counted else []
 
     def settle(self) -> Statement:
-        """Rounds the wide accumulator to the accumulator."""
+        """Returns the statement that rounds the wide accumulator to the original one."""
         narrow = self.target.dtype
         if self.update.kind == "welford":
             return Assign(self.target, Compute("welford_cast<{t}>({0})", (self.wide,), narrow))
@@ -136,8 +141,8 @@ class _Sum:
         )
 
     def nest(self, statements: list[Statement], *, depth: int = 0) -> list[Statement]:
-        """Returns the statements in the loops over the accumulators, from `depth` of the path on,
-        under the conditions that no reduced loop has a part in."""
+        """Returns the statements inside the loops over the accumulators, from `depth` of the path
+        on. Of the conditions, those without a reduced loop's index are kept."""
         own = sc.symbols(self.target.index) if isinstance(self.target, Element) else ()
         reduced = {s.symbol for s in self.path if isinstance(s, For) and s.symbol not in own}
         for s in reversed(self.path[depth:]):
@@ -146,14 +151,14 @@ class _Sum:
                 if kept or s.flags:
                     statements = [replace(s, cond=sc.all_of(kept), then=Body(statements))]
             elif s.symbol not in reduced:
-                # Moving is rare: unrolling it would only make a longer kernel.
+                # These statements run rarely, so unrolling would only make the kernel longer.
                 statements = [For(s.symbol, s.extent, Body(statements))]
         return statements
 
 
-# ------------------------------------------------------------------ what is summed
+# ------------------------------------------------------------------ the sums of a body
 def _find(top: Statement, declared: Mapping[str, Declare]) -> Iterator[_Sum]:
-    """Yields the long sums under a statement into accumulators that are declared before it."""
+    """Yields the long sums under a statement whose accumulators are declared before it."""
     for update, path in _updates(top):
         if update.target.name in declared:
             loops, size = _counted(update, path)
@@ -162,8 +167,8 @@ def _find(top: Statement, declared: Mapping[str, Declare]) -> Iterator[_Sum]:
 
 
 def _updates(statement: Statement) -> Iterator[tuple[Accumulate, list[For | If]]]:
-    """Yields the updates of sums under a statement, with what is around; the condition of a branch
-    taken otherwise is left out."""
+    """Yields the updates of sums under a statement, each with the loops and conditions around it.
+    The condition of an else branch is left out."""
     match statement:
         case Accumulate():
             is_sum = statement.kind == "welford" or statement.functor.startswith("SumOp<")
@@ -180,8 +185,8 @@ def _updates(statement: Statement) -> Iterator[tuple[Accumulate, list[For | If]]
 
 
 def _counted(update: Accumulate, path: Sequence[For | If]) -> tuple[list[For], int]:
-    """Returns the reduced loops, without those inside that make less than a block, and how many
-    iterations of the last one make a block."""
+    """Returns the reduced loops without those inside one block, and the iterations of the last one
+    that make a block."""
     own = sc.symbols(update.target.index) if isinstance(update.target, Element) else ()
     loops = [s for s in path if isinstance(s, For) and s.symbol not in own]
     size = _size(update, is_nested=len(loops) > 1)
@@ -201,7 +206,7 @@ def _size(update: Accumulate, *, is_nested: bool) -> int:
 
 
 def _can_cut(loop: For) -> bool:
-    """Whether a loop iterates no accumulators."""
+    """Whether a loop does not index the elements of an accumulator array."""
     return not any(
         isinstance(s, Accumulate)
         and isinstance(s.target, Element)
@@ -212,10 +217,10 @@ def _can_cut(loop: For) -> bool:
 
 # ------------------------------------------------------------------ the pass
 def sum_in_blocks(body: Body) -> None:
-    """Gives the sums of floating types wide accumulators, in place.
+    """Adds wide accumulators to sums of floating types, in place.
 
-    Before: no loop is vectorised, no value hoisted. After: no sum of many terms runs in the type of
-    the terms.
+    Before: no loop is vectorised, no value is hoisted. After: no sum of many terms runs in the type
+    of the terms.
     """
     declared: dict[str, Declare] = {}
     out: list[Statement] = []
@@ -230,7 +235,7 @@ def sum_in_blocks(body: Body) -> None:
 
 
 def _in_blocks(top: Statement, sums: Sequence[_Sum]) -> list[Statement]:
-    """Returns a statement with its sums in blocks where there is more than one."""
+    """Returns a statement with its sums computed in blocks where there is more than one block."""
     conds = {found.is_long for found in sums}
     is_long = conds.pop() if len(conds) == 1 else sc.const(True)
     if is_long == sc.const(False):
@@ -247,7 +252,7 @@ def _in_blocks(top: Statement, sums: Sequence[_Sum]) -> list[Statement]:
     groups: dict[int, list[_Sum]] = {}
     for found in sums:
         groups.setdefault(id(found.loops[-1]), []).append(found)
-    # Inner loops first: cutting a loop copies what is inside.
+    # Inner loops first: splitting a loop copies its contents.
     for group in sorted(groups.values(), key=lambda g: -g[0].depth):
         _cut(group[0].loops[-1], group)
     blocks: list[Statement] = [*before, top, *after]
@@ -255,7 +260,7 @@ def _in_blocks(top: Statement, sums: Sequence[_Sum]) -> list[Statement]:
 
 
 def _cut(loop: For, group: Sequence[_Sum]) -> None:
-    """Cuts a loop into blocks, after which the accumulators move."""
+    """Splits a loop into blocks. After each block, the accumulators are added to the wide ones."""
     rest = clamp(loop)
     size = min(found.size for found in group)
     name, blocks = loop.symbol.name, sc.ceildiv(loop.extent, size)
@@ -282,7 +287,8 @@ def _cut(loop: For, group: Sequence[_Sum]) -> None:
 
 
 def _moves(found: _Sum, start: Scalar, count: Scalar) -> list[Statement]:
-    """Returns what moves the accumulators behind `count` iterations of the last loop."""
+    """Returns the statements that add the accumulators to the wide ones after `count`
+    iterations."""
     moves = found.nest(found.move(), depth=found.depth)
     if not found.is_counted:
         return moves
@@ -295,7 +301,7 @@ def _moves(found: _Sum, start: Scalar, count: Scalar) -> list[Statement]:
 
 
 def _moved(statement: Statement, index: Mapping[Scalar, Scalar]) -> Statement:
-    """Returns a copy of a statement at another index."""
+    """Returns a copy of a statement with indices substituted."""
 
     def moved(x: Scalar) -> Scalar:
         return sc.substitute(x, index)
@@ -317,10 +323,10 @@ def _moved(statement: Statement, index: Mapping[Scalar, Scalar]) -> Statement:
 
 
 # ----------------------------------------------------------------------
-# Loops for the CPU: the compiler vectorises the innermost ones.
+# The compiler vectorises the innermost loops.
 #
 #     FUSER_UNROLL for k < 256 { if (h + k < n) { a[k] += x[h + k]; } }
-# ->  FUSER_SIMD for k < min(256, n - h) { a[k] += x[h + k]; }
+#  ->  FUSER_SIMD for k < min(256, n - h) { a[k] += x[h + k]; }
 
 # Loops over registers with fewer iterations stay unrolled.
 MIN_ITERATIONS = 8
@@ -331,9 +337,9 @@ _EXTREMA = {"max": "FUSER_SIMD_MAX", "min": "FUSER_SIMD_MIN"}
 def vectorize_loops(body: Body) -> None:
     """Clamps and marks the innermost loops, in place.
 
-    Before: loops marked for unrolling. After: every innermost loop whose iterations are
-    independent, or only reduce into one scalar, has a simd pragma and, where its only predicate
-    bounds its index, no predicate.
+    Before: loops are marked for unrolling. After: an innermost loop has a simd pragma if its
+    iterations are independent, or only reduce into one scalar. If its only predicate bounds its
+    index, the loop's extent has the bound and no predicate remains.
     """
     out: list[Statement] = []
     for s in body.statements:
@@ -358,8 +364,8 @@ def _innermost(loop: For) -> list[Statement]:
 
 
 def clamp(loop: For) -> Scalar:
-    """Turns the predicate around a whole loop body into a bound of the loop; returns the part of it
-    that does not depend on the loop."""
+    """Converts the predicate around a whole loop body into a bound of the loop. Returns the part of
+    the predicate that does not depend on the loop."""
     only = loop.body.statements[0] if len(loop.body.statements) == 1 else None
     if not isinstance(only, If) or only.otherwise is not None or only.flags:
         return sc.const(True)
@@ -382,7 +388,7 @@ def clamp(loop: For) -> Scalar:
 
 
 def _bound(test: Scalar, loop: For) -> Scalar | None:
-    """Returns `b - a` for a test `a + k < b`, None for another form."""
+    """Returns `b - a` for a test `a + k < b`, None for other tests."""
     if not isinstance(test, Apply) or test.op != "<":
         return None
     left, right = test.args
@@ -394,10 +400,10 @@ def _bound(test: Scalar, loop: For) -> Scalar | None:
 
 
 def _mark(loop: For) -> list[Statement]:
-    """Sets the pragma of a loop; returns it with what must stand around it."""
+    """Sets the pragma of a loop. Returns the loop with the statements it needs around it."""
     sums: dict[str, str] = {}
     extrema: list[Accumulate] = []
-    # An accumulator of one iteration: its reduction has an extent of 1.
+    # These accumulators belong to one iteration: their reduction has an extent of 1.
     private = {s.name for s in walk(loop.body) if isinstance(s, Declare)}
     for s in walk(loop.body):
         if not isinstance(s, Accumulate) or s.target.name in private:
@@ -425,9 +431,9 @@ def _mark(loop: For) -> list[Statement]:
 
 
 def _mark_extremum(loop: For, step: Accumulate) -> list[Statement]:
-    """Vectorises a maximum: NaNs of floating types are collected in a flag beside it.
+    """Vectorises a maximum or minimum. NaNs of floating types are collected in a separate flag.
 
-    The flag starts from the accumulator, where a loop around this one may have left a NaN.
+    The flag starts with the accumulator's state, which may be a NaN from an outer loop's iteration.
     """
     assert isinstance(step.target, Var)
     name, dtype = step.target.name, step.target.dtype

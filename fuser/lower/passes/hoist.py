@@ -1,9 +1,10 @@
-"""Hoisting: index arithmetic is computed in the outermost loop that fixes it, once.
+"""Hoisting: computes index arithmetic once, in the outermost loop in which its value is fixed.
 
-A sum is cut by the loops its terms depend on, and each partial sum becomes a `Let` at the start of
-that loop's body; every division and modulo becomes a `Let` too. Sizes that no loop changes and
-that are not plain symbols (quotients, rounded-up quotients) are computed by the host and become
-parameters, so a kernel never divides by anything that it could have known before the launch.
+- A sum is split by the loops that its terms depend on. Each partial sum becomes a `Let` at the
+  start of that loop's body.
+- Every division and modulo becomes a `Let`, too.
+- Expressions of sizes alone, such as quotients, are computed by the host and become parameters. A
+  kernel never computes a division that is known before the launch.
 """
 
 from __future__ import annotations
@@ -30,7 +31,8 @@ from fuser.lower.kernel_ir import (
 
 @dataclass
 class _Frame:
-    """A loop body under work: what is hoisted to its start."""
+    """A loop body that is being processed: the `Let` statements hoisted to its start, by their
+    values."""
 
     lets: list[Statement] = field(default_factory=list[Statement])
     known: dict[Scalar, Symbol] = field(default_factory=dict[Scalar, Symbol])
@@ -38,7 +40,7 @@ class _Frame:
 
 @dataclass
 class Parameters:
-    """The scalars that the host passes: name -> what it computes, in order of first use."""
+    """The scalars that the host passes: value and dtype -> parameter, in the order of first use."""
 
     by_value: dict[tuple[Scalar, DataType], Symbol] = field(
         default_factory=dict[tuple[Scalar, DataType], Symbol]
@@ -60,7 +62,8 @@ class Parameters:
 
 
 class Hoister:
-    """Rewrites a kernel body in place; `parameters` collects what it needs from the host."""
+    """Rewrites a kernel body in place. `parameters` collects the scalars that the host must
+    compute."""
 
     def __init__(self) -> None:
         self.parameters = Parameters()
@@ -69,11 +72,12 @@ class Hoister:
         self._names = 0
 
     def run(self, body: Body) -> None:
+        """Rewrites the body of a whole kernel."""
         self._frame(body)
 
     # ------------------------------------------------------------ statements
     def _frame(self, body: Body) -> None:
-        """Processes a body that starts a scope for hoisted values."""
+        """Processes a body, and inserts the values hoisted into it at its start."""
         frame = _Frame()
         self._frames.append(frame)
         self._inside(body)
@@ -85,7 +89,8 @@ class Hoister:
         for k, statement in enumerate(body.statements):
             made.append(self._statement(statement))
             if isinstance(statement, LetValue):
-                # What depends on it can be computed from here on: the rest is a frame of its own.
+                # Values that depend on it can be computed only after it: the rest is a frame by
+                # itself.
                 rest = Body(body.statements[k + 1 :])
                 self._levels[statement.symbol] = len(self._frames)
                 self._frame(rest)
@@ -107,7 +112,7 @@ class Hoister:
                     self._inside(statement.otherwise)
                 return statement
             case Unswitch():
-                raise AssertionError("unswitching comes before hoisting")
+                raise AssertionError("expand_unswitch must run before hoisting")
             case _:
                 return map_statement(statement, self.rewrite, self._value)
 
@@ -119,14 +124,16 @@ class Hoister:
             return ScalarValue(self.rewrite(scalar), value.dtype)
         if is_complex(value.dtype):
             return self._complex_value(scalar, value.dtype)
-        # The host converts: no double arithmetic for a Double input of a Float op.
+        # The host converts, so that a Double input of a Float op needs no double arithmetic in the
+        # kernel.
         dtype = DataType.Float if value.dtype in HALF_LIKE else value.dtype
-        # A value is 64 bits wide, unlike an index, whose type is the kernel's choice.
+        # A value has 64 bits. An index has the index type of the kernel, which may have 32.
         dtype = DataType.Int if dtype is DataType.Index else dtype
         return ScalarValue(self.parameters.symbol(scalar, dtype), value.dtype)
 
     def _complex_value(self, scalar: Scalar, dtype: DataType) -> Expr:
-        """Returns a complex scalar, which the host passes as two parameters: one has 8 bytes."""
+        """Returns a complex scalar. The host passes it as two parameters, because one has
+        8 bytes."""
         part = part_of(dtype)
         z = sc.cast(scalar, dtype)
         parts = tuple(
@@ -137,7 +144,7 @@ class Hoister:
 
     # ------------------------------------------------------------ scalars
     def rewrite(self, x: Scalar) -> Scalar:
-        """Returns `x` over names that are defined here, for use in the current body."""
+        """Returns `x` in terms of the names available in the current body."""
         if isinstance(x, Const):
             return x
         if isinstance(x, Symbol):

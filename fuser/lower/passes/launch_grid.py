@@ -1,16 +1,16 @@
-"""Launches inside of a device's limits: what has too many blocks along an axis counts them along x.
+"""The grid of a launch: the limits of a device, folded grids, and horizontal fusion of kernels.
 
-A GPU takes 65535 blocks along y and z, and 2^31 - 1 along x. A kernel relies on guards for its own
-counts; where these fail, or are known to, the same kernel is lowered folded: its blocks lie one
-behind the other along x, and each takes as many of them as there are too many:
+A GPU accepts 65535 blocks along y and z, and 2^31 - 1 along x. A kernel has guards for its numbers
+of blocks. If these fail, the same kernel is lowered again with a folded grid: all its blocks are
+counted along x, and each block does the work of several if there are too many.
 
     grid (4, 131072, 1)        for (fold = blockIdx.x; fold < blocks; fold += gridDim.x) {
     bx = blockIdx.x       ->     bx = fold % across; by = fold / across % down; ..
     by = blockIdx.y            grid (524288, 1, 1)
 
-Blocks of a cluster stay beside one another along y: clusters are folded along x alone. Blocks that
-wait for one another's results cannot be: their number along y is the scheduler's choice, which
-keeps to the limits.
+The blocks of a cluster must stay adjacent along y, so a grid of clusters is folded along x alone.
+Blocks that wait for one another's results cannot be folded. The scheduler chooses their number
+along y within the limits.
 """
 
 from __future__ import annotations
@@ -42,11 +42,12 @@ AXES = ("x", "y", "z")
 
 
 def within_limits(kernel: LoweredKernel, device: DeviceInfo, *, folded: bool) -> LoweredKernel:
-    """Returns a kernel that never launches more than a device takes: by guards, or `folded`.
+    """Returns a kernel that never launches more blocks than the device accepts: by guards, or
+    `folded`.
 
     Raises:
         DefinitionError: a block has too many threads.
-        UnsupportedError: it has to be folded, and its blocks wait for one another.
+        UnsupportedError: the grid must be folded, but its blocks wait for one another.
     """
     _check_block(kernel, device)
     if folded:
@@ -56,11 +57,12 @@ def within_limits(kernel: LoweredKernel, device: DeviceInfo, *, folded: bool) ->
 
 
 def _guards(kernel: LoweredKernel, device: DeviceInfo) -> list[Scalar]:
-    """Returns what must hold for the counts of blocks: of constants that are too many, what never
-    does."""
+    """Returns the conditions on the numbers of blocks. A constant that is too large gives a
+    condition that is never true."""
     found: list[Scalar] = []
     for k, (count, most) in enumerate(zip(kernel.grid, device.max_grid, strict=True)):
-        # Each block has an iteration, and of these 32 bits count fewer than blocks along x.
+        # Each block has an iteration. With 32-bit indices, there are fewer iterations than the
+        # limit along x.
         is_counted = k == 0 and kernel.index_dtype is DataType.Int32 and most >= (1 << 31) - 1
         if not is_counted:
             found.append(sc.le(count, most))
@@ -68,7 +70,7 @@ def _guards(kernel: LoweredKernel, device: DeviceInfo) -> list[Scalar]:
 
 
 def _block_guards(kernel: LoweredKernel, device: DeviceInfo) -> list[Scalar]:
-    """Returns what must hold for threads of a block that are not constant."""
+    """Returns the conditions on thread counts that are not constant."""
     pairs = [*zip(kernel.block, device.max_block, strict=True)]
     pairs.append((sc.product(kernel.block), device.max_threads_per_block))
     return [sc.le(n, most) for n, most in pairs if sc.int_value(n) is None]
@@ -78,7 +80,8 @@ def _folded(kernel: LoweredKernel, device: DeviceInfo) -> LoweredKernel:
     most = device.max_grid[0]
     if any(isinstance(s, ThreadReduce) and any(s.grid_axes) for s in walk(kernel.body)):
         raise UnsupportedError(
-            f"{kernel.name}: blocks that put their results together are too many for {device.name}"
+            f"{kernel.name}: its blocks combine their results, and {device.name} cannot launch so "
+            "many blocks"
         )
     x, y, z = kernel.grid
     if kernel.cluster > 1:
@@ -106,7 +109,7 @@ def _folded(kernel: LoweredKernel, device: DeviceInfo) -> LoweredKernel:
 
 # ------------------------------------------------------------------ schedules of users
 def _check_block(kernel: LoweredKernel, device: DeviceInfo) -> None:
-    """Raises `DefinitionError` for more threads than a block may have."""
+    """Raises `DefinitionError` if a block has more threads than the device accepts."""
     block = [sc.int_value(n) or 1 for n in kernel.block]
     is_over = any(n > most for n, most in zip(block, device.max_block, strict=True))
     if is_over or prod(block) > device.max_threads_per_block:
@@ -120,28 +123,28 @@ def _block_refusal(
         if threads > most:
             where = _named(fusion, BLOCK_TYPES, axis)
             return DefinitionError(
-                f"kernel {name}: {threads} threads of a block along {axis}{where}, but "
-                f"{device.name} takes at most {most}: split that axis by less"
+                f"kernel {name}: a block has {threads} threads along {axis}{where}, but "
+                f"{device.name} accepts at most {most}: split that axis by less"
             )
     return DefinitionError(
-        f"kernel {name}: blocks of {' x '.join(map(str, block))} = {prod(block)} threads, but "
-        f"{device.name} takes at most {device.max_threads_per_block}: split the axes of the "
-        "threads by less"
+        f"kernel {name}: a block has {' x '.join(map(str, block))} = {prod(block)} threads, but "
+        f"{device.name} accepts at most {device.max_threads_per_block}: split the thread axes by "
+        "less"
     )
 
 
 def refusal(
     name: str, fusion: Fusion, counts: Sequence[int], block: Sequence[int], device: DeviceInfo
 ) -> DefinitionError:
-    """Returns the error of a schedule by hand that has too many blocks along an axis, or too many
+    """Returns the error for a manual schedule with too many blocks along an axis, or too many
     threads in a block."""
     over = [k for k in range(3) if counts[k] > device.max_grid[k]]
     if not over:
         return _block_refusal(name, fusion, block, device)
     axis, most = AXES[over[0]], device.max_grid[over[0]]
     return DefinitionError(
-        f"kernel {name}: {counts[over[0]]} blocks along {axis}"
-        f"{_named(fusion, GRID_TYPES, axis)}, but {device.name} takes at most {most}: "
+        f"kernel {name}: the grid has {counts[over[0]]} blocks along {axis}"
+        f"{_named(fusion, GRID_TYPES, axis)}, but {device.name} accepts at most {most}: "
         + (
             "give each block more work, by a split of that axis"
             if axis == "x"
@@ -151,28 +154,31 @@ def refusal(
 
 
 def _named(fusion: Fusion, types: Sequence[ParallelType], axis: str) -> str:
-    """Returns which axis of which tensor is parallelized so, and the user's line."""
+    """Returns the text of the axis and tensor that has this parallel type, with the user's line."""
     ptype = next(t for t in types if t.name.endswith(axis))
     for op in reversed(fusion.used_exprs()):
         for tv in op.outputs:
             found = next((a for a in tv.domain.loop if a.ptype is ptype), None)
             if found is not None:
-                return f", of axis {found} ({ptype.name}) of {tv}{user_code(op.where)}"
+                return f" for axis {found} ({ptype.name}) of {tv}{user_code(op.where)}"
     return ""
 
 
 # ----------------------------------------------------------------------
-# Kernels beside one another: one launch has the blocks of all, one after the other along x.
+# Horizontal fusion: one launch contains the blocks of several kernels, one after another along x.
 
 
 def beside(kernels: Sequence[LoweredKernel], fusion: Fusion, name: str) -> LoweredKernel:
-    """Returns one kernel called `name` of all, made for `fusion`.
+    """Returns one kernel named `name` that contains all the kernels, made for `fusion`.
 
-    Blocks and threads are counted along x. Raises `UnsupportedError` for kernels that wait for
-    other threads, or have shapes along z.
+    Blocks and threads are counted along x.
+
+    Raises:
+        UnsupportedError: a kernel synchronises threads, uses workspaces or a cluster, has several
+            blocks or threads along z, or runs backwards.
     """
     tensors = {tv.number: tv for kernel in kernels for tv in kernel.tensors}
-    # Parameters by name.
+    # Kernel parameters by name.
     given: dict[str, tuple[Symbol, Arg]] = {}
 
     def parameter(name: str, value: Scalar) -> str:
@@ -189,7 +195,7 @@ def beside(kernels: Sequence[LoweredKernel], fusion: Fusion, name: str) -> Lower
         renamed: dict[Symbol, str] = {}
         args = kernel.args[len(kernel.tensors) :]
         for symbol, arg in zip(kernel.scalars, args, strict=True):
-            # A size or a stride is the same in all parts; other names are of one part alone.
+            # A size or stride is the same in all parts. Other names belong to one part.
             if isinstance(arg, ScalarArg) and arg.scalar != symbol:
                 renamed[symbol] = f"p{k}_{symbol.name}"
             name_of_all = renamed.get(symbol, symbol.name)
@@ -220,4 +226,7 @@ def beside(kernels: Sequence[LoweredKernel], fusion: Fusion, name: str) -> Lower
 def _check(kernel: LoweredKernel) -> None:
     has_z = any(sc.int_value(shape[2]) != 1 for shape in (kernel.grid, kernel.block))
     if has_z or kernel.waits or kernel.workspaces or kernel.cluster > 1 or kernel.goes_backwards:
-        raise UnsupportedError(f"{kernel.name}: no kernel that stands beside others")
+        raise UnsupportedError(
+            f"{kernel.name} cannot share a launch with other kernels: it synchronises threads, "
+            "uses workspaces or a cluster, has blocks or threads along z, or runs backwards"
+        )

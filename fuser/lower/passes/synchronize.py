@@ -1,6 +1,5 @@
-"""Barriers: between a write to shared memory and the reads of it, and before it is written
-again.
-"""
+"""Barriers: between a write to shared memory and the reads of it, and before the next
+write to it."""
 
 from __future__ import annotations
 
@@ -23,7 +22,7 @@ from fuser.lower.kernel_ir import (
 
 @dataclass
 class _SharedArrayUses:
-    """Names of shared arrays that are read and written."""
+    """The names of the shared arrays that some statements read and write."""
 
     reads: set[str] = field(default_factory=set[str])
     writes: set[str] = field(default_factory=set[str])
@@ -37,21 +36,22 @@ class _SharedArrayUses:
         self.writes.clear()
 
     def conflicts(self, later: _SharedArrayUses) -> bool:
-        """Whether `later` must wait for this: it reads what was written, or overwrites it."""
+        """Whether `later` needs a barrier: it reads an array that was written, or writes one that
+        was used."""
         return self.meets(later) or bool(self.writes & later.writes)
 
     def meets(self, later: _SharedArrayUses) -> bool:
-        """Whether one of both reads what the other writes."""
+        """Whether one reads an array that the other writes."""
         return bool(self.writes & later.reads or self.reads & later.writes)
 
 
 def insert_barriers(body: Body) -> None:
     """Inserts `Sync` statements in place.
 
-    Before: stages in producer order, nothing synchronised. After: between any two statements of
-    which one writes a shared array that the other touches, every thread passes a barrier, also
-    around the back edge of a loop. Barriers stand outside of predicates, where all threads of a
-    block come by.
+    Before: stages are in producer order, nothing is synchronised. After: if one of two statements
+    writes a shared array that the other uses, every thread passes a barrier between them, also
+    around the back edge of a loop. Barriers are outside of predicates, where all threads of a block
+    pass.
     """
     _process(body, _SharedArrayUses())
 
@@ -74,8 +74,9 @@ def _process(body: Body, pending: _SharedArrayUses) -> None:
 def _process_loop(loop: For | Unswitch, uses: _SharedArrayUses, pending: _SharedArrayUses) -> None:
     inner = _SharedArrayUses()
     _process(loop.body, inner)
-    # What the end of one iteration left pending meets the start of the next. Iterations that only
-    # write an array write different elements of it: what overwrites another's is read between.
+    # The end of an iteration is followed by the start of the next. Iterations that only write an
+    # array write different elements: if one overwrote an element, a read would be between the
+    # writes.
     if isinstance(loop, For) and inner.meets(uses):
         loop.body.statements.append(Sync())
         inner.clear()

@@ -1,10 +1,9 @@
-"""Unswitching and unrolling.
+"""Unswitching and unrolling of loops.
 
-`expand_unswitch` turns a marked subtree into two:
+`expand_unswitch` replaces a marked subtree by two versions, a fast one without predicates:
 
     unswitch { for k { if (k*128 + tx < n) body } }
 ->  if (3*128 + tx < n) { for k body } else { for k { if (k*128 + tx < n) body } }
-
 """
 
 from __future__ import annotations
@@ -38,7 +37,11 @@ _EFFECTS = (Store, VectorStore, Accumulate, AccumulateBlock, ThreadReduce, Sync,
 
 # ------------------------------------------------------------------ unswitch
 def expand_unswitch(body: Body) -> Body:
-    """Returns the body with every `Unswitch` replaced by its two versions, or by one."""
+    """Returns the body with every `Unswitch` replaced by its two versions.
+
+    One version is enough if the subtree has a barrier, or if nothing is left to do when the test
+    fails.
+    """
     out: list[Statement] = []
     for statement in body.statements:
         if isinstance(statement, Unswitch):
@@ -55,9 +58,9 @@ def _versions(statement: Unswitch) -> list[Statement]:
     if has_barrier or not tests:
         return plain.statements
     fast = _without_tests(expand_unswitch(statement.body), set(tests))
-    # Where the hard test is the only one, nothing is left to do when it fails.
+    # If this is the only test, no iteration has work when it fails.
     is_only = all(test == whole for test, whole in tests.items())
-    # Different tests may be hardest at the same place.
+    # Several predicates may have the same strictest test.
     whole = sc.all_of(dict.fromkeys(tests.values()))
     if is_only and _all_work_under(plain, set(tests)):
         return [If(whole, fast)]
@@ -65,7 +68,7 @@ def _versions(statement: Unswitch) -> list[Statement]:
 
 
 def _all_work_under(body: Body, tests: set[Scalar]) -> bool:
-    """Whether every statement with an effect outside of the body is under all of the tests."""
+    """Whether every statement with an effect outside of the body is guarded by all of the tests."""
     for s in body.statements:
         if isinstance(s, If):
             if s.otherwise is None and tests <= set(conjuncts(s.cond)):
@@ -81,7 +84,8 @@ def _all_work_under(body: Body, tests: set[Scalar]) -> bool:
 
 
 def _whole_tests(body: Body) -> dict[Scalar, Scalar]:
-    """Maps each predicate test of a subtree to the one that implies it for all inner iterations."""
+    """Maps each predicate test of a subtree to the test that implies it for all inner
+    iterations."""
     inner = {s.symbol: s.extent for s in walk(body) if isinstance(s, For)}
     tests: dict[Scalar, Scalar] = {}
     for s in walk(body):
@@ -94,16 +98,15 @@ def _whole_tests(body: Body) -> dict[Scalar, Scalar]:
 
 
 def conjuncts(cond: Scalar) -> list[Scalar]:
-    """Returns the tests of a conjunction; none for a constant."""
+    """Returns the tests of a conjunction; an empty list for a constant."""
     if isinstance(cond, Apply) and cond.op == "&&":
         return [c for a in cond.args for c in conjuncts(a)]
     return [cond] if isinstance(cond, Apply | Symbol) and sc.int_value(cond) is None else []
 
 
 def _largest(test: Scalar, inner: dict[Symbol, Scalar]) -> Scalar | None:
-    """Returns the test at the inner loops' last iterations, or first ones where it is about the
-    begin; None where that may not be the hardest.
-    """
+    """Returns the test at the strictest iteration: the last one for an upper bound, the first one
+    for a lower bound. Returns None where another iteration may be stricter."""
     if not isinstance(test, Apply) or not any(s in inner for s in sc.symbols(test)):
         return test
     if test.op not in ("<", "<="):
@@ -139,7 +142,7 @@ def _without_tests(body: Body, tests: Collection[Scalar]) -> Body:
 
 
 def _with_bodies(statement: Statement, fn: Callable[[Body], Body]) -> Statement:
-    """Returns the statement with `fn` applied to its bodies."""
+    """Returns a copy of the statement with `fn` applied to its bodies."""
     match statement:
         case For() | Unswitch():
             return with_changes(statement, {"body": fn(statement.body)})
@@ -152,8 +155,11 @@ def _with_bodies(statement: Statement, fn: Callable[[Body], Body]) -> Statement:
 
 # ------------------------------------------------------------------ unrolling
 def mark_unrolled(body: Body) -> None:
-    """Marks, in place, the loops of constant extent that are unrolled: those whose schedule says
-    so, and those that index registers, which have no addresses."""
+    """Marks the loops of constant extent to unroll, in place.
+
+    These are loops that the schedule unrolls, and loops that index registers, which have no
+    addresses.
+    """
     for s in walk(body):
         if isinstance(s, For) and sc.int_value(s.extent) is not None:
             s.unroll = s.unroll or _indexes_registers(s)

@@ -1,9 +1,9 @@
-"""Loads in words: what a loop over a vector reads element by element from consecutive places of
-global memory is loaded before it, in one access where the address allows.
+"""Vector loads: replaces element-wise reads of consecutive global elements in an unrolled loop by
+vector loads before the loop.
 
-Pieces of a concatenation, slices and padded tensors are read where an index says, often under a
-condition; no schedule knows whether their addresses are whole words. The kernel asks the address
-itself, so nothing has to be assumed:
+Pieces of a concatenation, slices and padded tensors are read at shifted indices, often under a
+condition. No schedule can know whether their addresses are aligned. The kernel therefore tests the
+address itself, and nothing has to be assumed:
 
     for k in 8: t = k + x < n ? T0[b + k] : 0
     ->
@@ -45,13 +45,15 @@ TRUE, FALSE = sc.const(True), sc.const(False)
 
 
 def load_words(body: Body) -> None:
-    """Replaces, in place, the element-wise loads of unrolled loops by loads of words."""
+    """Replaces the element-wise loads of unrolled loops by vector loads, in place."""
     _Words().run(body)
 
 
 @dataclass
 class _Words:
-    # Arrays w0, w1, ...: nothing else is called so.
+    """Rewrites the loops of a body, and counts the arrays that hold the loaded vectors."""
+
+    # The arrays are called w0, w1, ...; no other name has this form.
     count: int = 0
 
     def run(self, body: Body) -> None:
@@ -65,7 +67,8 @@ class _Words:
         body.statements = made
 
     def _before(self, loop: For) -> list[Statement]:
-        """Returns the statements that load what a loop reads, which reads it from there on."""
+        """Returns the statements that load the vectors of a loop. The loop then reads
+        their arrays."""
         made: list[Statement] = []
         arrays: dict[tuple[str, Scalar, Scalar], str] = {}
         found_here = {s.symbol for s in walk(loop.body) if isinstance(s, LetValue)}
@@ -88,7 +91,8 @@ class _Words:
 
 
 def _definitions(body: Body, guard: Scalar) -> Iterator[tuple[Define, Scalar]]:
-    """Yields the definitions of a body that belong to no loop within, and when they are reached."""
+    """Yields the definitions of a body outside of inner loops, each with the condition
+    around it."""
     for statement in body.statements:
         if isinstance(statement, Define):
             yield statement, guard
@@ -97,7 +101,8 @@ def _definitions(body: Body, guard: Scalar) -> Iterator[tuple[Define, Scalar]]:
 
 
 def _is_run(load: GlobalLoad, guard: Scalar, loop: For) -> bool:
-    """Whether a loop reads words of consecutive elements, all that lie between any two of them."""
+    """Whether a loop reads consecutive elements, as many as a vector has. The guard must hold for
+    all elements between any two for which it holds."""
     width, v = sc.int_value(loop.extent), loop.symbol
     nbytes = nbytes_of(load.dtype)
     is_word = width is not None and width > 1 and not width & (width - 1)
@@ -113,11 +118,13 @@ def _tests(guard: Scalar) -> list[Scalar]:
 
 
 def _step(test: Scalar, v: Symbol) -> int | None:
-    """Returns by how much the left side of a comparison grows against the right with each step of
-    `v`; 0 for a test of anything else, None where the steps differ."""
+    """Returns the change of a comparison's left side minus its right side per step of `v`.
+
+    It is 0 for a test without `v`, and None where the change is not constant.
+    """
     if v not in sc.symbols(test):
         return 0
-    # Comparisons of whole numbers are all of this form.
+    # All integer comparisons are normalised to this form.
     if not isinstance(test, Apply) or test.op != "<":
         return None
     difference = sc.sub(*test.args)
@@ -127,23 +134,24 @@ def _step(test: Scalar, v: Symbol) -> int | None:
 
 
 def _is_uniform(test: Scalar, v: Symbol, width: int) -> bool:
-    """Whether a test provably has one outcome for all of `v`: what is compared is a multiple of the
-    width away from where the outcome changes."""
+    """Whether a test provably has one outcome for all values of `v`, because the difference of its
+    sides is a multiple of the width at the first lane."""
     step = _step(test, v)
     if not step:
         return True
     assert isinstance(test, Apply)
     difference = sc.sub(*test.args)
-    # The outcome changes from -1 to 0.
+    # The outcome changes between the differences -1 and 0.
     least = sc.substitute(difference, {v: sc.ZERO if step > 0 else sc.const(width - 1)})
     return abs(step) == 1 and all(coef % width == 0 for _, coef in terms_of(least))
 
 
 def _load(name: str, load: GlobalLoad, guard: Scalar, loop: For) -> list[Statement]:
-    """Returns the statements that fill an array: in words where the whole of it is wanted."""
+    """Returns the statements that fill an array: by vector loads where all its elements
+    are needed."""
     width, v = sc.int_value(loop.extent), loop.symbol
     assert width is not None
-    # The lane for which each test is hardest, and the one for which it is easiest.
+    # For each test, the lane that satisfies it last, and the lane that satisfies it first.
     ends = [(sc.const(width - 1), sc.ZERO), (sc.ZERO, sc.const(width - 1))]
     picked = [(test, ends[(_step(test, v) or 0) < 0]) for test in _tests(guard)]
     whole, some = (sc.all_of(sc.substitute(t, {v: e[k]}) for t, e in picked) for k in (0, 1))
@@ -153,7 +161,7 @@ def _load(name: str, load: GlobalLoad, guard: Scalar, loop: For) -> list[Stateme
         VectorLoad(name, sc.const(at), load.name, sc.add(base, at), each, load.dtype, aligned=False)
         for at in range(0, width, each)
     ]
-    # What is not loaded is not looked at, but the program reads it.
+    # Elements that are not loaded are not used, but the loop copies them, so they need a value.
     declared = Declare(name, c_type(load.dtype), width, ScalarValue(sc.ZERO, load.dtype))
     if whole == TRUE:
         return [declared, *words]
@@ -170,33 +178,37 @@ def _load(name: str, load: GlobalLoad, guard: Scalar, loop: For) -> list[Stateme
 
 
 # ----------------------------------------------------------------------
-# Divisions in vectors that go across the ends of rows: one of the first element, not one of each.
+# Divisions in vectors that cross the ends of rows: one division per vector instead of one per
+# element.
 #
-# An operand that rows share is read at the remainder of an index by the row's length. The elements
-# of a vector lie side by side, and at most one row ends among them where rows are no shorter than
-# it:
+# An operand shared by all rows is read at the index modulo the row's length. The elements of a
+# vector are consecutive. At most one row ends among them if rows are at least as long as a vector:
 #
 #     for k in 8: t[k] = T1[(b + k) % n]
-# ->  r = b % n;  for k in 8: t[k] = T1[r + k < n ? r + k : r + k - n]
+#  ->  r = b % n;  for k in 8: t[k] = T1[r + k < n ? r + k : r + k - n]
 #
 #     (b + k) / n   ->   b / n + (r + k < n ? 0 : 1)
 
 
 def divide_once(body: Body, least: Mapping[Scalar, int]) -> None:
-    """Rewrites, in place, the divisions of unrolled loops by what their iterations do not exceed.
+    """Rewrites the divisions in unrolled loops, in place, where the divisor is at least the trip
+    count.
 
-    `least` has products of extents that are at least a number.
+    `least` maps products of extents to their lower bounds.
     """
     _Divisions(least).run(body, {})
 
 
 class _Divisions:
+    """Rewrites divisions, and caches the rewritten scalars."""
+
     def __init__(self, least: Mapping[Scalar, int]) -> None:
         self._least = least
         self._known: dict[tuple[Scalar, tuple[Symbol, ...]], Scalar] = {}
 
     def run(self, body: Body, lanes: dict[Symbol, int]) -> None:
-        """Rewrites a body inside of unrolled loops, of which `lanes` has the iterations."""
+        """Rewrites a body inside unrolled loops. `lanes` maps the loops' symbols to their trip
+        counts."""
 
         def rewritten(x: Scalar) -> Scalar:
             return self._rewritten(x, lanes)
@@ -229,7 +241,8 @@ class _Divisions:
         return self._known[key]
 
     def _divided_once(self, x: Apply, lanes: dict[Symbol, int]) -> Scalar | None:
-        """Returns the quotient or remainder over that of the first lane, None for another op."""
+        """Returns the quotient or remainder computed from that of the first lane. Returns None for
+        other ops."""
         if x.op not in ("/", "%") or sc.has_index(x.args[1]):
             return None
         of, n = x.args
@@ -245,7 +258,8 @@ class _Divisions:
         return None
 
     def _is_at_least(self, x: Scalar, count: int) -> bool:
-        """Whether x is provably so much, or a multiple of what is said to be."""
+        """Whether x is provably at least `count`, by itself or as a multiple of a bounded
+        product."""
         if sc.le(count, x) == sc.const(True):
             return True
         return any(n >= count and _is_multiple(x, y) for y, n in self._least.items())

@@ -135,7 +135,7 @@ def test_axis_of_any_extent_gives_a_block_its_threads(reduces: bool) -> None:
         (out,) = fd.manual_execute([given])
         expected = given.double().sum(1) if reduces else given.double() + 1
         torch.testing.assert_close(out.double(), expected, rtol=1e-5, atol=1e-5)
-    with pytest.raises(DefinitionError, match=r"2000 threads of a block along x.* at most 1024"):
+    with pytest.raises(DefinitionError, match=r"2000 threads along x.* at most 1024"):
         fd.manual_execute([torch.randn(3, 2000)])
 
 

@@ -277,10 +277,10 @@ def test_schedule_by_hand_with_too_many_blocks_is_refused_in_words(
     fd, axis = _by_hand(shape, ptype), ptype.name[-1]
     x = torch.randn(70_000, 2)
     with pytest.raises(
-        DefinitionError, match=rf"70000 blocks along {axis}, of axis .* \({ptype.name}\) of T"
+        DefinitionError, match=rf"70000 blocks along {axis} for axis .* \({ptype.name}\) of T"
     ) as refused:
         fd.manual_execute([x])
-    assert "takes at most 65535: parallelize that axis by grid_x" in str(refused.value)
+    assert "accepts at most 65535: parallelize that axis by grid_x" in str(refused.value)
     assert "test_registry_launch_limits.py" in str(refused.value)
 
 
@@ -298,6 +298,6 @@ def test_schedule_by_hand_with_too_many_threads_is_refused_in_words(
 ) -> None:
     fd = _by_hand([-1, -1], ptype, split=threads)
     with pytest.raises(
-        DefinitionError, match=rf"{threads} threads of a block along .* takes at most {most}"
+        DefinitionError, match=rf"{threads} threads along .* accepts at most {most}"
     ):
         fd.manual_execute([torch.randn(5000, 2)])
