@@ -50,7 +50,7 @@ _Key = tuple[int | None, frozenset[TensorView], tuple[Number, ...]]
 class _Checks:
     """The checks made of a program so far, and the symbols that decide what its ops do."""
 
-    steering: tuple[Symbol, ...]
+    control: tuple[Symbol, ...]
     done: Recent[_Key, bool]
 
 
@@ -73,11 +73,11 @@ def check_before_run(
     """
     checks = _checked.get(program)
     if checks is None:
-        steering = {NUMBER_OF_STREAMS, *queries.steering(program)} - {RANK}
-        known = tuple(s for s in values if s in steering)
+        control = {NUMBER_OF_STREAMS, *queries.control_symbols(program)} - {RANK}
+        known = tuple(s for s in values if s in control)
         checks = _checked[program] = _Checks(known, Recent(MAX_CHECKED))
     done = checks.done
-    key = rank, frozenset(given), tuple(values[s] for s in checks.steering)
+    key = rank, frozenset(given), tuple(values[s] for s in checks.control)
     everyone = (None, *key[1:])
     if done.recall(key):
         return

@@ -49,16 +49,16 @@ def free_inputs(program: HostIrContainer) -> frozenset[int]:
     """Returns the positions of scalar inputs that decide nothing about structure."""
     kernels = (tv for group in program.groups.values() for tv in group.fusion.tensors())
     free = binding.free_inputs(program.values, (*program.tensors(), *kernels))
-    deciding = steering(program)
+    deciding = control_symbols(program)
     return frozenset(i for i in free if program.inputs[i] not in deciding)
 
 
-def steering(program: HostIrContainer) -> frozenset[Symbol]:
-    """Returns the symbols that decide which ops run, how often and on what."""
+def control_symbols(program: HostIrContainer) -> frozenset[Symbol]:
+    """Returns the control symbols: those that decide which ops run, how often and on what."""
     scalars = (
         x
         for op in walk(program.ops)
-        if isinstance(op, HostOp) and op.STEERS
+        if isinstance(op, HostOp) and op.HAS_CONTROL_SCALARS
         for x in (*op.inputs, *op.scalars)
         if isinstance(x, Scalar)
     )

@@ -116,7 +116,7 @@ class ProgramEvaluator:
         self.free = queries.free_inputs(program)
         self._runners: dict[int, KernelRunner] = {}
         # A class of inputs does not know the values of floats.
-        self._is_replayed = all(not is_inexact(s.dtype) for s in queries.steering(program))
+        self._is_replayed = all(not is_inexact(s.dtype) for s in queries.control_symbols(program))
         self._is_prepared = False
         if communicator is not None or program.devices():
             from multidevice.job.communicator import Communicator

@@ -284,14 +284,17 @@ class Execution:
         return tv in self.frame.storage.named
 
     def number(self, x: Scalar) -> Number:
-        """See `Runtime.number`. Raises `DefinitionError` for an op that says that its scalars steer
-        nothing: later runs, with other numbers, would repeat what this one did with its own."""
+        """See `Runtime.number`.
+
+        Raises `DefinitionError` for an op without control scalars. Its plan would also be replayed
+        with other numbers, and would then repeat the work for this one.
+        """
         op = self.frame.op
-        if isinstance(op, HostOp) and not op.STEERS:
+        if isinstance(op, HostOp) and not op.HAS_CONTROL_SCALARS:
             raise DefinitionError(
-                f"{op.name}: its emit reads {x} once, and STEERS = False says that no scalar "
-                "decides what it does. Give the scalar to rt.call, which reads it in each run, or "
-                f"leave STEERS as it is{user_code(op.where)}"
+                f"{op.name}: its emit reads the scalar {x} once, but HAS_CONTROL_SCALARS = False "
+                "declares that no scalar decides what the op does. Pass the scalar to rt.call, which "
+                f"reads it in each run, or remove HAS_CONTROL_SCALARS = False{user_code(op.where)}"
             )
         return self.frame.number(x)
 

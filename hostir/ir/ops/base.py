@@ -228,9 +228,9 @@ class HostOp(Op):
     OLDER: ClassVar[tuple[str, ...]] = ()
     # Whether the op makes those of its results that have no buffer.
     MAKES_RESULTS: ClassVar[bool] = False
-    # Whether its scalars decide which ops run, how often and on what. Those of an op that says no
-    # are read in each run, so another number needs no other plan.
-    STEERS: ClassVar[bool] = True
+    # Whether the scalars of the op are control scalars: they decide which ops run, how often and on
+    # what, so each of their values needs a plan of its own. Other scalars are read in each run.
+    HAS_CONTROL_SCALARS: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         complete_fields(self)

@@ -129,7 +129,7 @@ class LaunchKernel(HostOp):
     ins: tuple[TensorView | Scalar, ...] = operands()
     outs: tuple[TensorView, ...] = results()
     group: int = attr()
-    STEERS = False
+    HAS_CONTROL_SCALARS = False
     TEXT = "LaunchKernel(\n  Group ID: {group},\n  Inputs: {ins},\n  Outputs: {outs},\n)"
 
     @property
@@ -157,7 +157,7 @@ class PostOnStream(HostOp):
     outs: tuple[TensorView, ...] = results()
     unit: int = attr()
     MAKES_RESULTS = True
-    STEERS = False
+    HAS_CONTROL_SCALARS = False
     TEXT = "PostOnStream (HostUnit{unit}, Inputs:{ins}, Outputs:{outs})"
 
     @property

@@ -113,7 +113,7 @@ class Careless(HostOp):
 
     out: TensorView = result()
     value: Scalar = operand()
-    STEERS = False
+    HAS_CONTROL_SCALARS = False
     TEXT = "{out} = Careless({value})"
 
     def effects(self) -> tuple[Effect, ...]:
@@ -137,7 +137,7 @@ def test_what_an_op_leaves_out_follows_from_its_effects() -> None:
 
     twice = Twice(y, x)
     assert twice.work(shapes.__getitem__) == {x: 4 * 6 * 4, y: 4 * 6 * 2}
-    assert (twice.subject, twice.manner, twice.STEERS) == ("Twice", "same", True)
+    assert (twice.subject, twice.manner, twice.HAS_CONTROL_SCALARS) == ("Twice", "same", True)
     assert not twice.ranks_meet and twice.moved is None
 
     first = FirstRow(row, x)

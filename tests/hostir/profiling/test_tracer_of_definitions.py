@@ -214,7 +214,7 @@ def two_updates() -> FusionDefinition:
     return fd
 
 
-def test_a_class_of_inputs_with_a_float_that_steers_is_traced() -> None:
+def test_a_class_of_inputs_with_a_float_control_scalar_is_traced() -> None:
     with FusionDefinition() as fd:
         x = fd.define_tensor([-1], contiguity=True)
         s = fd.define_scalar(dtype=DataType.Double)

@@ -447,7 +447,7 @@ def test_allocations_follow_the_index_of_their_loop() -> None:
             _assert_close(evaluator.evaluate([given])[0], 3 * given)
 
 
-def test_replays_follow_shapes_and_steering_scalars() -> None:
+def test_replays_follow_shapes_and_control_scalars() -> None:
     program = rows_on_streams()
     for late in (None, "all"):
         evaluator = HostIrEvaluator(program, late_stream=late, number_of_streams=2)
@@ -456,7 +456,7 @@ def test_replays_follow_shapes_and_steering_scalars() -> None:
             assert torch.equal(evaluator.run([given])[0], given)
 
 
-def test_a_float_may_steer_a_program() -> None:
+def test_a_float_may_be_a_control_scalar() -> None:
     hic = HostIrContainer()
     with hic:
         limit, x = hic.scalar(DataType.Double), hic.input([3])

@@ -178,7 +178,7 @@ def chunk(hic: HostIrContainer, whole: TensorView, count: int, index: Scalar) ->
     return part
 
 
-def numbers_steer(hic: HostIrContainer) -> None:
+def numbers_decide(hic: HostIrContainer) -> None:
     """How often a loop runs, from where and in which steps, and which branch, are inputs."""
     x, start, stop = hic.input([-1, 4]), hic.scalar(DataType.Int), hic.scalar(DataType.Int)
     flag = hic.scalar(DataType.Bool)
@@ -415,8 +415,8 @@ def shards_seen_whole(hic: HostIrContainer) -> None:
 
 
 CASES = {
-    "numbers steer": Case(
-        numbers_steer,
+    "numbers decide": Case(
+        numbers_decide,
         (((5, 4), 0, 5, True), ((5, 4), 1, 5, False), ((5, 4), 0, 5, True), ((5, 4), 2, 2, True)),
     ),
     "an input is updated": Case(

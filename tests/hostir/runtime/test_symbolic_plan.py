@@ -218,18 +218,18 @@ def test_what_is_bound_is_bound_after_the_first_run(monkeypatch: pytest.MonkeyPa
     assert len(bound) == 4 * len(sizes) and len(taken) == 8 * len(sizes)
 
 
-# ------------------------------------------------------------------ what sizes steer
-@pytest.mark.parametrize("is_steered", [False, True])
-def test_a_branch_that_a_size_decides_has_no_pattern(is_steered: bool) -> None:
+# ------------------------------------------------------------------ decisions by sizes
+@pytest.mark.parametrize("is_decided_by_size", [False, True])
+def test_a_branch_that_a_size_decides_has_no_pattern(is_decided_by_size: bool) -> None:
     case = CASES["linear_relu_sum"]
     program: HostIrContainer = build(case)
     x = program.inputs[0]
     assert isinstance(x, TensorView)
     size = x.shape()[0]
-    branch = IfThenElse(sc.lt(size if is_steered else RANK, 8), then=())
+    branch = IfThenElse(sc.lt(size if is_decided_by_size else RANK, 8), then=())
     evaluator, inputs = ProgramEvaluator(program.with_ops((*program.ops, branch))), case.inputs()
     want = ProgramEvaluator(program).run(inputs)
     for _ in range(2):
         for got, expected in zip(evaluator.run(inputs), want, strict=True):
             assert torch.equal(got, expected)
-    assert bool(evaluator.cache._patterns) is not is_steered
+    assert bool(evaluator.cache._patterns) is not is_decided_by_size
