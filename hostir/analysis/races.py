@@ -36,7 +36,7 @@ from hostir.analysis.buffer_regions import (
 )
 from hostir.analysis.clocks import Clock, Clocks
 from hostir.analysis.walker import EffectState, Flight, OneRank, Walk
-from hostir.ir.buffer_aliasing import Storage, manner, pairs, words
+from hostir.ir.buffer_aliasing import Storage, buffer_sharing_of, pairs, words
 from hostir.ir.diagnostics import Finding, Site
 from hostir.ir.effects import (
     ENTRY,
@@ -498,7 +498,7 @@ class RaceWalk(Walk[Number], Reports):
         self._note(OWN, what, (site, f"on {self.clocks.name(self.clocks.current)}: {parts}"))
 
     def _may_share(self, a: BufferRegion, b: BufferRegion, op: Op) -> bool:
-        how = manner(op)
+        how = buffer_sharing_of(op)
         if how == "slot" and isinstance(op, Communication):
             ranks = op.team.ranks(self.rank)
             return is_slot(a.box, b.box, ranks.index(self.rank), len(ranks))

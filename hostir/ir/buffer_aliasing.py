@@ -16,9 +16,9 @@ from fuser.passes.view_ops import VIEW_OPS, is_copy
 from fuser.support.errors import VerifyError
 from hostir.ir.effects import Effect, Enters, Makes, Part, Reads, Shows, Writes, effects_of
 from hostir.ir.ops import (
+    BufferSharing,
     Deallocate,
     HostOp,
-    Manner,
     SymmetricContiguousView,
 )
 from hostir.ir.program import HostIrContainer
@@ -208,10 +208,10 @@ NEEDS = {
 }
 
 
-def manner(op: Op) -> Manner:
-    """Returns how an operand and a result of an op may lie in one buffer."""
+def buffer_sharing_of(op: Op) -> BufferSharing:
+    """Returns how an operand and a result of an op may share one buffer."""
     if isinstance(op, HostOp):
-        return op.manner
+        return op.buffer_sharing
     if isinstance(op, LibraryOp):
         return "never"
     return "same" if isinstance(op, (CastOp, *VIEW_OPS)) else "freely"
@@ -235,4 +235,4 @@ def words(op: Op, a: TensorView, b: TensorView, *, is_read: bool) -> str:
         which = f"{a.label} is two of its results" if a is b else f"results {a.label}, {b.label}"
         return f"{which}{'' if a is b else ' share memory'}: each needs memory of its own"
     both = f"{b.label} is read and written" if a is b else f"writes {b.label} over {a.label}"
-    return f"{both}: the result of {op.name} {NEEDS[manner(op)]}"
+    return f"{both}: the result of {op.name} {NEEDS[buffer_sharing_of(op)]}"

@@ -20,7 +20,7 @@ from fuser.ir.text.printer import program_symbols
 from fuser.ir.verify import verify_fusion
 from fuser.passes.view_ops import VIEW_OPS
 from fuser.support.errors import FuserError, VerifyError
-from hostir.ir.buffer_aliasing import Storage, manner, pairs, words
+from hostir.ir.buffer_aliasing import Storage, buffer_sharing_of, pairs, words
 from hostir.ir.diagnostics import line_numbers, line_text, listing
 from hostir.ir.effects import (
     Captures,
@@ -251,7 +251,7 @@ class _Checker:
         """
         for one, other in pairs(effects):
             a, b, is_read = one.tensor, other.tensor, isinstance(one, Reads)
-            how = manner(op) if is_read else "never"
+            how = buffer_sharing_of(op) if is_read else "never"
             if how == "freely" or not self._is_same(a, b):
                 continue
             if how != "same" or self._views(a) != self._views(b):

@@ -293,8 +293,9 @@ class Execution:
         if isinstance(op, HostOp) and not op.HAS_CONTROL_SCALARS:
             raise DefinitionError(
                 f"{op.name}: its emit reads the scalar {x} once, but HAS_CONTROL_SCALARS = False "
-                "declares that no scalar decides what the op does. Pass the scalar to rt.call, which "
-                f"reads it in each run, or remove HAS_CONTROL_SCALARS = False{user_code(op.where)}"
+                "declares that no scalar decides what the op does. Pass the scalar to rt.call, "
+                "which reads it in each run, or remove HAS_CONTROL_SCALARS = False"
+                f"{user_code(op.where)}"
             )
         return self.frame.number(x)
 

@@ -24,7 +24,7 @@ from fuser.support.arguments import show
 from fuser.support.errors import CommunicationError, InputError, user_code
 from fuser.support.inputs import flatten
 from hostir.analysis.walker import EachOpOnce, Walk
-from hostir.ir.buffer_aliasing import Storage, manner
+from hostir.ir.buffer_aliasing import Storage, buffer_sharing_of
 from hostir.ir.effects import Makes, Part, Reads, Writes, effects_of
 from hostir.ir.ops import AxisOrder, ForLoop, IfThenElse, SetCurrentStream, StartsCommunication
 from hostir.ir.program import HostIrContainer
@@ -216,7 +216,7 @@ def _is_in_place(use: _Use, write: _Use, *, is_same: bool) -> bool:
     op = use.op
     is_permuted = isinstance(op, nodes.LoadStoreOp) and bool(op.out.domain.root_numbers)
     is_elementwise = isinstance(op, _POINTWISE) and not is_permuted
-    if not use.loops and manner(op) == "freely":
+    if not use.loops and buffer_sharing_of(op) == "freely":
         return True
     steps = {p.index for p in write.parts if p is not None}
     return is_elementwise and is_same and use.parts == write.parts and steps.issuperset(use.loops)

@@ -44,7 +44,7 @@ assert "= Fill(( ( cast_double(i0) ) * double(2) ))" in str(program), str(progra
 again = parse(program.full_text())
 assert equal(again, program)
 fill = program.ops[1]
-assert fill.work(lambda tv: (5,)) == {y: 20} and fill.manner == "same", fill.work
+assert fill.work(lambda tv: (5,)) == {y: 20} and fill.buffer_sharing == "same", fill.work
 evaluator = HostIrEvaluator(again)
 for size in (3, 3, 5, 3):
     (out,) = evaluator.run([torch.ones(size)])

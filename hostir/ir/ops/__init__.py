@@ -17,8 +17,8 @@ from fuser.ir.op import Op
 from hostir.ir.ops.base import (
     NUMBER_OF_STREAMS,
     RANK,
+    BufferSharing,
     HostOp,
-    Manner,
     ProgramAround,
     Sizes,
     Work,
@@ -90,7 +90,7 @@ __all__ = [
     "KernelGroup",
     "LaunchKernel",
     "LocalSlice",
-    "Manner",
+    "BufferSharing",
     "P2PCommunication",
     "PostOnStream",
     "ProgramAround",

@@ -42,9 +42,9 @@ RANK = Symbol("rank", DataType.Index, lo=0)
 NUMBER_OF_STREAMS = Symbol("numberOfStreams", DataType.Index, lo=1)
 
 
-# How an operand and a result may lie in one buffer: as those of a collective, and
+# How an operand and a result may share one buffer: as those of a collective, and
 #   freely   the whole result is computed before any of it is written
-Manner = Sharing | Literal["freely"]
+BufferSharing = Sharing | Literal["freely"]
 
 # The local shapes of an op's operands, and of its results.
 Sizes = Callable[[TensorView], tuple[int, ...]]
@@ -249,8 +249,8 @@ class HostOp(Op):
         return self.name
 
     @property
-    def manner(self) -> Manner:
-        """The way in which operand and result of the op may lie in one buffer: see `Manner`."""
+    def buffer_sharing(self) -> BufferSharing:
+        """How an operand and a result of the op may share one buffer; see `BufferSharing`."""
         return "same"
 
     @property

@@ -36,7 +36,15 @@ from hostir.ir.effects import (
     Stream,
     Writes,
 )
-from hostir.ir.ops.base import HostOp, LocalShapes, Manner, ProgramAround, Runtime, Sizes, Work
+from hostir.ir.ops.base import (
+    BufferSharing,
+    HostOp,
+    LocalShapes,
+    ProgramAround,
+    Runtime,
+    Sizes,
+    Work,
+)
 from hostir.ir.shape_rules import check_kept_axes, device_cuts
 from hostir.ir.shard_layout import allocated_elements, held_nbytes
 from multidevice.sharding.placement import placement
@@ -165,7 +173,7 @@ class PostOnStream(HostOp):
         return f"The launch of host unit {self.unit}"
 
     @property
-    def manner(self) -> Manner:
+    def buffer_sharing(self) -> BufferSharing:
         return "freely"
 
     def effects(self) -> tuple[Effect, ...]:

@@ -30,7 +30,7 @@ from hostir.ir.effects import (
     Waits,
     Writes,
 )
-from hostir.ir.ops.base import HostOp, Manner, ProgramAround, Runtime
+from hostir.ir.ops.base import BufferSharing, HostOp, ProgramAround, Runtime
 from multidevice.coordination.bounded_wait import Team, team_text
 from multidevice.sharding.reshard import CommunicationType, TeamOf
 from multidevice.transports.base.collectives import COLLECTIVES, Collective, Side
@@ -88,7 +88,7 @@ class StartsCommunication(HostOp):
         return ()
 
     @property
-    def manner(self) -> Manner:
+    def buffer_sharing(self) -> BufferSharing:
         return "never"
 
     def verify_in(self, program: ProgramAround) -> None:
@@ -169,7 +169,7 @@ class Communication(StartsCommunication):
             rt.post(self, team, root)
 
     @property
-    def manner(self) -> Manner:
+    def buffer_sharing(self) -> BufferSharing:
         return self.collective.sharing
 
     def verify_in(self, program: ProgramAround) -> None:

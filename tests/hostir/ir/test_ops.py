@@ -137,7 +137,11 @@ def test_what_an_op_leaves_out_follows_from_its_effects() -> None:
 
     twice = Twice(y, x)
     assert twice.work(shapes.__getitem__) == {x: 4 * 6 * 4, y: 4 * 6 * 2}
-    assert (twice.subject, twice.manner, twice.HAS_CONTROL_SCALARS) == ("Twice", "same", True)
+    assert (twice.subject, twice.buffer_sharing, twice.HAS_CONTROL_SCALARS) == (
+        "Twice",
+        "same",
+        True,
+    )
     assert not twice.ranks_meet and twice.moved is None
 
     first = FirstRow(row, x)

@@ -24,7 +24,7 @@ from hostir.analysis.collective_matching import find_mismatches
 from hostir.cost.machine_model import Machine
 from hostir.cost.report import predict, traffic_of
 from hostir.cost.simulator import timetable_of
-from hostir.ir.buffer_aliasing import manner
+from hostir.ir.buffer_aliasing import buffer_sharing_of
 from multidevice import Communicator
 from multidevice.transports.base.collectives import (
     ALLREDUCE,
@@ -116,7 +116,7 @@ def test_a_program_is_read_back_verified_and_matched(name: str) -> None:
     move = next(op for op in program.ops if isinstance(op, Communication))
     # The sides of a collective decide how they can lie in one buffer; a row may refuse that.
     possible = "slot" if row.growth else "never" if row.inp.per_member else "same"
-    assert manner(move) in (possible, "never")
+    assert buffer_sharing_of(move) in (possible, "never")
 
 
 @pytest.mark.parametrize("name", COLLECTIVES)
