@@ -1,7 +1,9 @@
-"""Rehearsal: a program is walked on tensors without contents, before anything is launched.
+"""The dry run: walks a program on tensors without contents (torch's `meta` device).
 
-It tells which kernels a run needs and, for programs whose every size it can tell, all that later
-runs repeat: their plan. Views are all that torch makes of such tensors.
+Nothing is launched, computed or communicated. A dry run finds two things:
+
+- the kernels that a run needs, so that all are compiled together, before the first launch;
+- the plan that later runs replay, for programs that `can_bind`.
 """
 
 from __future__ import annotations
@@ -34,71 +36,77 @@ if TYPE_CHECKING:
 
 
 def can_bind(program: HostIrContainer) -> bool:
-    """Whether a rehearsal can tell what runs of a program repeat."""
-    return all(not isinstance(op, HostOp) or op.is_rehearsed for op in walk(program.ops))
+    """Whether a dry run can make the plan of a program; otherwise the first run records it."""
+    return all(not isinstance(op, HostOp) or op.has_dry_run for op in walk(program.ops))
 
 
 @dataclass
-class Rehearsal:
-    """The findings of a dry run: a request for every kernel, and the plan of later runs, where one
-    was asked for and can be told."""
+class DryRun:
+    """The findings of a dry run: a request for each kernel, and the plan of later runs.
+
+    `plan` is None if none was asked for, or if only a run can record it.
+    """
 
     requests: Sequence[KernelRequest]
     plan: Plan | None = None
-    # Of this plan and those of other sizes, where they have one.
+    # Makes the plans of other sizes; None if these may need other steps.
     pattern: Pattern | None = None
 
     @property
     def is_compiled(self) -> bool:
-        """Whether every kernel is known to be compiled."""
+        """Whether every kernel is compiled; False without a plan, which would show it."""
         if self.plan is None:
             return False
         launches = [step.kernel for step, _ in self.plan.steps if isinstance(step, LaunchStep)]
         return len(launches) == len(self.requests) and all(k.variant.compiled for k in launches)
 
 
-def rehearse(frame: Frame) -> Rehearsal:
-    """Walks the program of a frame for its kernels: one request for all steps of a loop that are
-    alike."""
+def dry_run(frame: Frame) -> DryRun:
+    """Finds the kernels that the program of a frame needs.
+
+    Steps of a loop with equal shapes, strides and alignments have one request together.
+    """
     requests: dict[object, KernelRequest] = {}
 
     def note(request: KernelRequest) -> None:
         runner, ins, outs, _ = request
-        requests.setdefault((runner, *map(_launched_alike, (*ins, *outs))), request)
+        requests.setdefault((runner, *map(_kernel_key, (*ins, *outs))), request)
 
     walked = _emptied(frame, note)
     with torch.no_grad():
         Execution(walked).run(frame.program.ops)
-    return Rehearsal(list(requests.values()))
+    return DryRun(list(requests.values()))
 
 
-def rehearse_plan(
+def dry_run_plan(
     frame: Frame, free: frozenset[int], outputs: list[TensorView], arenas: Arenas
-) -> Rehearsal:
-    """Walks a program that `can_bind` also for the plan that yields `outputs`.
+) -> DryRun:
+    """Finds the kernels of a program that `can_bind`, and the plan that yields `outputs`.
 
-    There is none where a result's strides are torch's to choose, or where an input begins between
-    two elements of its dtype.
+    There is no plan if torch chooses the strides of a result, or if the address of an input is no
+    multiple of its element size.
     """
     requests: list[KernelRequest] = []
     if any(t.data_ptr() % t.element_size() for t in frame.tensors.values()):
-        return rehearse(frame)
+        return dry_run(frame)
     walked = _emptied(frame, requests.append)
     recorder = Recorder(walked, free, frame.machine)
     with torch.no_grad():
         try:
             recorder.execution.run(frame.program.ops)
         except OnlyRunTells:
-            return rehearse(frame)
+            return dry_run(frame)
         plan = recorder.finish(outputs, arenas)
         pattern = pattern_of(recorder, plan)
     recorder.forget_tensors()
-    return Rehearsal(requests, plan, pattern)
+    return DryRun(requests, plan, pattern)
 
 
 def _emptied(frame: Frame, note: Callable[[KernelRequest], object]) -> Frame:
-    """Returns a frame like this one, of tensors without contents, which launches nothing; `note`
-    is told of the kernels."""
+    """Returns a frame with the same values and with tensors on the `meta` device.
+
+    A launch in it only passes the kernel's request to `note`.
+    """
     from fuser.kernels.executor import FusedKernelExecutor
 
     def launch(
@@ -125,8 +133,10 @@ def _nothing() -> None:
 
 
 def _without_contents(t: torch.Tensor) -> torch.Tensor:
-    """Returns a tensor that begins in the same place of a vector of memory, as far as its elements
-    can be counted."""
+    """Returns a `meta` tensor with the same shape, strides, dtype and alignment.
+
+    The alignment is kept as a storage offset, in whole elements.
+    """
     shape, strides, skipped = t.shape, t.stride(), t.data_ptr() % VECTOR_BYTES // t.element_size()
     if not skipped:
         made = torch.empty_strided(shape, strides, dtype=t.dtype, device="meta")
@@ -136,9 +146,11 @@ def _without_contents(t: torch.Tensor) -> torch.Tensor:
     return made.requires_grad_() if t.requires_grad else made
 
 
-def _launched_alike(value: Argument) -> object:
-    """Returns what a kernel may know of an operand: where in a vector of memory it begins, not
-    where in memory."""
+def _kernel_key(value: Argument) -> object:
+    """Returns the facts about an operand that select a kernel.
+
+    For a tensor: shape, strides, and its address modulo a vector (not the address itself).
+    """
     if not isinstance(value, torch.Tensor):
         return value
     return value.shape, value.stride(), value.storage_offset() * value.element_size() % VECTOR_BYTES

@@ -1,7 +1,7 @@
 """`ProgramEvaluator`: runs a host program on one rank.
 
 `evaluate` carries a program out op by op (`hostir.runtime.execute`), and everything faster must
-equal it bit for bit. `run` walks a program once per class of inputs, in a rehearsal
+equal it bit for bit. `run` walks a program once per class of inputs, in a dry run
 (`hostir.runtime.dry_run`) where that tells all and else for real, and replays it afterwards.
 """
 
@@ -47,7 +47,7 @@ from hostir.runtime.context import (
     check_tuning,
     read_late_stream,
 )
-from hostir.runtime.dry_run import Rehearsal, can_bind, rehearse, rehearse_plan
+from hostir.runtime.dry_run import DryRun, can_bind, dry_run, dry_run_plan
 from hostir.runtime.execute import Execution
 from hostir.runtime.frame import Frame, KernelRunner
 from hostir.runtime.inputs import (
@@ -132,7 +132,7 @@ class ProgramEvaluator:
             rank=self.ranks.rank,
             reads=second_reads(program),
         )
-        # What is timed has contents: no rehearsal tells.
+        # What is timed has contents: no dry run tells.
         is_told = self._is_replayed and not check_tuning(self._settings, self.ranks.team)
         self._can_bind = late_stream is None and is_told and can_bind(program)
         self._copies_from_peers = any(
@@ -325,7 +325,9 @@ class ProgramEvaluator:
         frame = self.binder.frame(list(inputs))
         if frame.machine.streams.delays or not self._is_replayed:
             return self.walk(frame, None)
-        plan = self.cache.by_pattern(frame) or (self._rehearsed(frame) if self._can_bind else None)
+        plan = self.cache.by_pattern(frame) or (
+            self._dry_run_plan(frame) if self._can_bind else None
+        )
         if plan is not None:
             return self._first_replay(plan, inputs, known, places)
         recorder = Recorder(frame, self.free)
@@ -419,9 +421,9 @@ class ProgramEvaluator:
         plan = self.cache.by_pattern(frame)
         if plan is None and not (self._can_bind and self._is_prepared):
             # The first kernels: each is compiled while the next is lowered.
-            self._compile(rehearse(frame), frame)
+            self._compile(dry_run(frame), frame)
         if plan is None and self._can_bind:
-            plan = self._rehearsed(frame)
+            plan = self._dry_run_plan(frame)
         self._is_prepared = True
         if plan is not None:
             known.expect(inputs, plan)
@@ -429,23 +431,23 @@ class ProgramEvaluator:
 
     def requests(self, inputs: Sequence[Argument]) -> Sequence[KernelRequest]:
         """Returns what `prepare` compiles, one request for all steps of a loop that are alike."""
-        return rehearse(self.binder.frame(flatten(inputs))).requests
+        return dry_run(self.binder.frame(flatten(inputs))).requests
 
-    def _rehearsed(self, frame: Frame) -> Plan | None:
+    def _dry_run_plan(self, frame: Frame) -> Plan | None:
         """Returns the plan of inputs like those of a frame, with all kernels compiled; None where
         only a run can tell."""
         device = frame.machine.device
-        found = rehearse_plan(frame, self.free, self.outputs, self.cache.arenas_on(device))
+        found = dry_run_plan(frame, self.free, self.outputs, self.cache.arenas_on(device))
         self.cache.learn(device, found.pattern)
         if not found.is_compiled:
             self._compile(found, frame)
         return found.plan
 
-    def _compile(self, rehearsal: Rehearsal, frame: Frame) -> None:
+    def _compile(self, kernels: DryRun, frame: Frame) -> None:
         from fuser.kernels.executor import compile_many
 
         with progress.shown(frame.machine.rank):
-            compile_many(rehearsal.requests, device=frame.machine.device)
+            compile_many(kernels.requests, device=frame.machine.device)
 
     def evaluate(self, inputs: Sequence[Argument]) -> list[torch.Tensor]:
         """Like `run`, op by op through the table, remembering nothing."""

@@ -1,6 +1,6 @@
 """Recording: a program bound to one class of inputs, as a flat list of steps over slots.
 
-The ops are walked once, by the first run of a class or its rehearsal (`hostir.runtime.execute`).
+The ops are walked once, by the first run of a class or its dry run (`hostir.runtime.execute`).
 The *recorder* has each step carried out, and keeps it for later runs: sizes, strides, teams and
 launches are fixed, only tensors change. Intermediates lie in an arena (`hostir.runtime.plan`); what
 a caller gets is allocated by every run.
@@ -65,13 +65,13 @@ class Listener(Protocol):
 
 
 class Recorder:
-    """Receives the steps of a run, or of its rehearsal: carries each out, and keeps it."""
+    """Receives the steps of a run, or of its dry run: carries each out, and keeps it."""
 
     def __init__(
         self, frame: Frame, free: frozenset[int], machine: ExecutionContext | None = None
     ) -> None:
         """`free` has the positions of scalar inputs on which no size depends. `machine` is where
-        the steps will run: given for a rehearsal, whose frame has tensors without contents."""
+        the steps will run: given for a dry run, whose frame has tensors without contents."""
         frame.is_recorded = True
         self.execution = Execution(frame, free, machine, self)
         self._now = Immediate(self.execution)

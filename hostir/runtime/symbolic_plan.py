@@ -1,10 +1,10 @@
-"""The plans of one program for all sizes: most of a rehearsal, done once.
+"""The plans of one program for all sizes: most of a dry run, done once.
 
-A rehearsal, or the first run, walks a program for one class of inputs; each step comes with what
+A dry run, or the first run, walks a program for one class of inputs; each step comes with what
 makes it for another one (`hostir.runtime.execute.Resized`). Where all steps do, the same ones serve
 other sizes: between the same slots, with the same lifetimes. Then a new size only asks where its
 tensors lie, and has each step made for that. What is not as usual (an extent of 0, a copy where
-there was a view, a kernel to be compiled) is left to a rehearsal.
+there was a view, a kernel to be compiled) is left to a dry run.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ class Size:
         return self.shapes[slot]
 
 
-# What makes a step of a size; None where a rehearsal has to.
+# What makes a step of a size; None where a dry run has to.
 _Make = Callable[[Size], Step | Closure | None]
 
 
@@ -88,7 +88,7 @@ class Pattern:
     reads: bool
 
     def plan(self, frame: Frame) -> Plan | None:
-        """Returns the plan of the inputs of a frame; None where a rehearsal has to make it."""
+        """Returns the plan of the inputs of a frame; None where a dry run has to make it."""
         laid: dict[int, Laid] = {}
         requires_grad = False
         for tv, slot in self.inputs:
@@ -193,7 +193,7 @@ def _block(buffer: PlannedBuffer, laid: dict[int, Laid], offset: int = 0) -> Blo
 
 # ------------------------------------------------------------------ from a plan
 def pattern_of(recorder: Recorder, plan: Plan) -> Pattern | None:
-    """Returns the pattern of a plan that was rehearsed, or recorded in a run; None where other
+    """Returns the pattern of a plan of a dry run or a recorded run; None where other
     sizes may take other steps."""
     frame = recorder.frame
     inputs = [

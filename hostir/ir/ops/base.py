@@ -270,11 +270,11 @@ class HostOp(Op):
         return any(isinstance(e, Starts | ClosesGroup) for e in self.effects())
 
     @property
-    def is_rehearsed(self) -> bool:
-        """Whether a walk on tensors without contents tells all that runs of the op repeat.
+    def has_dry_run(self) -> bool:
+        """Whether a dry run, on tensors without contents, finds all that later runs repeat.
 
-        By default, that of an op which only touches buffers and names. Streams and communications
-        are made by runs, when the ranks have agreed; loops are not walked in full.
+        By default, True for an op that only touches buffers and names. Streams and communications
+        are made in runs, once the ranks have agreed. A dry run does not walk all steps of a loop.
         """
         only = Makes | Frees | Shows | Reads | Writes
         is_local = all(isinstance(e, only) for e in self.effects())

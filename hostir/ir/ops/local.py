@@ -606,7 +606,7 @@ class IfThenElse(HostOp):
         return "The branch"
 
     @property
-    def is_rehearsed(self) -> bool:
+    def has_dry_run(self) -> bool:
         return True
 
     def effects(self) -> tuple[Effect, ...]:

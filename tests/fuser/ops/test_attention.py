@@ -356,5 +356,5 @@ def test_what_nobody_reads_is_not_made(monkeypatch: pytest.MonkeyPatch) -> None:
         expected, _ = attend([t.double() for t in operands])
         torch.testing.assert_close(got.double(), expected.relu(), rtol=2e-6, atol=2e-6)
         assert not zeros.view(torch.int64).any()
-    # Once for each of the sizes; rehearsals, which compute nothing, read all.
+    # Once for each of the sizes; dry runs, which compute nothing, read all.
     assert seen[-1] == (True, False, True, False) and len(seen) >= 3

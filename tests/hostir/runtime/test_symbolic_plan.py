@@ -1,4 +1,4 @@
-"""Patterns of new sizes: what they make is what a rehearsal or a run would have told."""
+"""Size-generic plans: the plans that they make for new sizes are those of a dry run or a run."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from hostir.ir.ops import RANK, IfThenElse
 from hostir.ir.program import HostIrContainer
 from hostir.runtime import execute as posting
 from hostir.runtime.communication import CommunicationCall, PostedBuffer, post
-from hostir.runtime.dry_run import rehearse_plan
+from hostir.runtime.dry_run import dry_run_plan
 from hostir.runtime.evaluator import ProgramEvaluator, returned
 from hostir.runtime.frame import Frame
 from hostir.runtime.plan import Plan
@@ -34,7 +34,7 @@ from tools.fuzz.runner import Case, run
 
 
 def _compared(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
-    """Have each plan that a pattern makes compared with the rehearsal's."""
+    """Compares each plan that a size-generic plan makes with the one of a dry run."""
     counts, by_pattern = Counter[str](), PlanCache.by_pattern
 
     def compared(cache: PlanCache, frame: Frame) -> Plan | None:
@@ -42,7 +42,7 @@ def _compared(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
         if plan is not None:
             arenas = cache.arenas_on(frame.machine.device)
             with torch.no_grad():
-                told = rehearse_plan(frame, cache.free, returned(frame.program), arenas).plan
+                told = dry_run_plan(frame, cache.free, returned(frame.program), arenas).plan
             assert told is not None
             _assert_alike(plan, told)
             counts["plans"] += 1
@@ -53,7 +53,7 @@ def _compared(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
 
 
 @pytest.mark.parametrize("schedules", ["cpu", "h200"])
-def test_plans_of_random_programs_are_those_of_rehearsals(
+def test_plans_of_random_programs_are_those_of_dry_runs(
     monkeypatch: pytest.MonkeyPatch, schedules: str
 ) -> None:
     """`scripts/fuzz.py` compares the results of many more."""

@@ -24,7 +24,7 @@ from fuser.schedule.iteration_space import iteration_space
 from hostir.analysis.collective_matching import find_mismatches
 from hostir.analysis.races import find_races
 from hostir.ir.buffer_aliasing import Storage, WholeShapes
-from hostir.runtime.dry_run import can_bind, rehearse_plan
+from hostir.runtime.dry_run import can_bind, dry_run_plan
 from hostir.runtime.evaluator import ProgramEvaluator
 from hostir.runtime.execute import Execution
 from hostir.runtime.inputs import InputBinder
@@ -235,7 +235,7 @@ def test_what_only_a_run_tells_is_not_bound_before() -> None:
 def test_compilers_are_not_asked_for_new_sizes_of_a_stream(
     monkeypatch: pytest.MonkeyPatch, count: int | None
 ) -> None:
-    """Of a program that no rehearsal binds, too: looking into the caches of kernels takes longer
+    """Of a program that no dry run binds, too: looking into the caches of kernels takes longer
     than to launch them."""
     with FusionDefinition() as fd:
         x, y = (fd.define_tensor([-1, -1], contiguity=True) for _ in range(2))
@@ -314,7 +314,7 @@ def _assert_alike(made: Plan, told: Plan) -> None:
 
 
 @pytest.mark.parametrize("schedules", [(), ("schedules_for(h200)",)])
-def test_a_pattern_makes_the_plans_that_rehearsals_make(schedules: Sequence[str]) -> None:
+def test_a_size_generic_plan_makes_the_plans_of_dry_runs(schedules: Sequence[str]) -> None:
     programs: list[tuple[FusionDefinition, Callable[[int], list[torch.Tensor]]]] = [
         (_layers(), _square),
         (_linears(), lambda n: _linear_inputs(n, n % 5)),
@@ -329,7 +329,7 @@ def test_a_pattern_makes_the_plans_that_rehearsals_make(schedules: Sequence[str]
             made = pattern.plan(evaluator.binder.frame(list(inputs)))
             arenas = evaluator.cache.arenas_on(torch.device("cpu"))
             frame = evaluator.binder.frame(list(inputs))
-            told = rehearse_plan(frame, evaluator.free, evaluator.outputs, arenas).plan
+            told = dry_run_plan(frame, evaluator.free, evaluator.outputs, arenas).plan
             assert told is not None
             if made is not None:
                 _assert_alike(made, told)
@@ -337,7 +337,7 @@ def test_a_pattern_makes_the_plans_that_rehearsals_make(schedules: Sequence[str]
         assert alike >= 9
 
 
-def test_later_sizes_are_not_rehearsed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_later_sizes_have_no_dry_run(monkeypatch: pytest.MonkeyPatch) -> None:
     layers, linears = _layers(), _linears()
     # All of them in two classes: columns that are no multiple of 4 count as more rows (`step_of`).
     for n in range(33, 43):
@@ -358,7 +358,7 @@ def test_later_sizes_are_not_rehearsed(monkeypatch: pytest.MonkeyPatch) -> None:
         torch.testing.assert_close(got.double(), want, rtol=1e-4, atol=1e-4)
 
 
-def test_what_is_unusual_is_rehearsed() -> None:
+def test_unusual_sizes_have_a_dry_run() -> None:
     """No elements, and the sizes that come after them."""
     fd = _linears()
     for n in (8, 9, 0, 10, 0, 11):
