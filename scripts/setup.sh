@@ -1,6 +1,7 @@
 # Sourced by quickstart.sh, test.sh and check.sh: makes .venv and installs what a profile needs.
 #
-#   setup_venv lint    package, mpi4py, pytest, ruff and pyright: what static checks read
+#   setup_venv lint    package, mpi4py, pytest, ruff, pyright and the builder of the documentation
+#                      site: the needs of static checks
 #   setup_venv run     package, MPI, pytest, weights and what the sentence encoder reads them with
 #   setup_venv test    all of both, and the kernel compiler for GPUs
 #
@@ -77,8 +78,12 @@ install() {
   fi
 }
 
-lint_requirements() {
-  "$PY" -c 'import tomllib; print("\n".join(tomllib.load(open("pyproject.toml", "rb"))["dependency-groups"]["lint"]))'
+# Prints the requirements of the dependency groups `lint` and `docs`.
+check_requirements() {
+  "$PY" -c '
+import tomllib
+groups = tomllib.load(open("pyproject.toml", "rb"))["dependency-groups"]
+print("\n".join(groups["lint"] + groups["docs"]))'
 }
 
 WHEEL_MPIRUN='
@@ -152,7 +157,7 @@ setup_venv() {
     fi
     if [ "$profile" != run ]; then
       # shellcheck disable=SC2046
-      install $(lint_requirements)
+      install $(check_requirements)
     fi
     rm -f "$VENV/.installed-$profile-"*
     if [ "$profile" != lint ]; then
