@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import importlib.util
+import os
 import re
 import shutil
 import subprocess
@@ -51,7 +52,7 @@ _WIDE = """
 [...document.querySelectorAll('main *')].filter(e => {
     if (e.getBoundingClientRect().right <= innerWidth + 1) return false;
     for (let box = e.parentElement; box; box = box.parentElement)
-        if (['auto', 'scroll', 'hidden'].includes(getComputedStyle(box).overflowX)) return false;
+        if (['auto', 'scroll'].includes(getComputedStyle(box).overflowX)) return false;
     return true;
 }).map(e => e.outerHTML.slice(0, 100))
 """
@@ -99,13 +100,14 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     built = subprocess.run(
         [sys.executable, "-m", "zensical", "build", "--strict"],
         cwd=folder,
+        env={**os.environ, "NO_COLOR": "1"},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
         timeout=HANG_S,
         check=False,
     )
-    assert built.returncode == 0, built.stdout
+    assert built.returncode == 0, re.sub(r"\x1b\[[0-9;]*m", "", built.stdout)
     return folder / "site"
 
 
