@@ -1,6 +1,6 @@
-"""Fusion: the SSA graph of tensor ops, with its inputs, outputs and extents.
+"""`TensorView` and `Fusion`: tensors, and the SSA graph of the ops that compute them.
 
-Ops are kept in topological order: an op stands after the ops that define its operands. Later stages
+Ops are kept in topological order: an op follows the ops that define its operands. Later stages
 never change the user's fusion; they work on `Fusion.copy()`.
 """
 
@@ -43,21 +43,16 @@ from fuser.support.text_cursor import MAX_DIGITS
 
 # ----------------------------------------------------------------------
 # TensorView: the user's mutable handle on one tensor of a fusion.
-#
-# The handle keeps its identity while scheduling rebinds its frozen `TensorDomain`. `axis`, `split`,
-# `merge`, `reorder` and `rfactor` index the *loop* domain, which includes reduction axes; `ndim`,
-# `size` and `shape` describe the *logical* domain without them.
 
 _CONSTANT_EXTENT = (ParallelType.vectorize, ParallelType.unroll, ParallelType.group)
 
 
-# The schedule primitives that rewrite the fusion, by the names of the methods;
-# `fuser.ir.primitives` fills it.
+# The schedule primitives that rewrite the fusion, by method name. `fuser.ir.primitives` fills it.
 PRIMITIVES: dict[str, Callable[..., TensorView]] = {}
 
 
 class _ShapeAttribute:
-    """The (expanded) extents of a tensor: `x.shape()` as nvFuser has it, `x.shape[0]` as torch."""
+    """The (expanded) extents of a tensor: `x.shape()` as in nvFuser, `x.shape[0]` as in torch."""
 
     @overload
     def __get__(self, tv: None, owner: type) -> Callable[[TensorView], Sizes]: ...
@@ -73,7 +68,12 @@ def _sizes_of(tv: TensorView) -> Sizes:
 
 @Val.register
 class TensorView:
-    """A tensor of a fusion; made by `Fusion.new_tensor`."""
+    """A tensor of a fusion, created by `Fusion.new_tensor`.
+
+    The handle keeps its identity, while scheduling replaces its immutable `domain`. Axes of `axis`,
+    `split`, `merge`, `reorder` and `rfactor` are positions in the loop domain, reductions included.
+    `ndim`, `size` and `shape` describe the logical domain without reductions.
+    """
 
     def __init__(
         self,
@@ -92,19 +92,18 @@ class TensorView:
         self._dtype = dtype
         self.memory = memory
         self.mesh = mesh
-        # Only an explicit set_device_mesh freezes a tensor for propagation; a mesh that an op
-        # copied is provenance.
+        # Propagation keeps a mesh that set_device_mesh set; one that an op copied may change.
         self.mesh_is_user_set = mesh_is_user_set
         self.is_cpu_scalar = is_cpu_scalar
         # How many loop axes, from the outside, are shared with the consumers.
         self.compute_at = 0
         self.domain = domain
-        # The user's line that defined an input, or that gave a tensor its mesh.
+        # The user's line that defined this input, or that set the tensor's mesh.
         self.where = ""
-        # The user's lines that cut it along device types and streams.
+        # The user's line that put an axis on each device or stream type.
         self.cut_lines: Mapping[ParallelType, str] = {}
 
-    # What `fuser.ops.operators` gives to tensors.
+    # `fuser.ops.operators` adds these methods at import.
     if TYPE_CHECKING:
 
         def _operator(
@@ -118,7 +117,7 @@ class TensorView:
         __and__ = __rand__ = __or__ = __ror__ = __xor__ = __rxor__ = _operator
         __lshift__ = __rlshift__ = __rshift__ = __rrshift__ = _operator
         __lt__ = __le__ = __gt__ = __ge__ = _operator
-        # In a user's definition; elsewhere a bool (`fuser.ops.operators`).
+        # Inside a definition they create ops; elsewhere they return a bool.
         __eq__ = __ne__ = _operator  # pyright: ignore[reportAssignmentType]
         __hash__ = object.__hash__
 
@@ -132,33 +131,40 @@ class TensorView:
     # ------------------------------------------------------------ queries
     @property
     def label(self) -> str:
-        """`T0_g_float`: number, memory, dtype."""
+        """The short name with number, memory and dtype: `T0_g_float`."""
         return f"T{self.number}_{self.memory.value}_{dtype_text(self._dtype)}"
 
     @property
     def ndim(self) -> int:
-        """Number of logical axes without reductions."""
+        """The number of logical axes, reductions not counted."""
         return len(self.domain.no_reductions)
 
     @property
     def has_own_mesh(self) -> bool:
-        """Whether the mesh counts: the user set it, or shared an axis among its devices. One that
-        an op copied is provenance, which propagation begins without."""
+        """Whether the user chose the mesh: it was set explicitly, or an axis is on a device type.
+
+        Sharding propagation ignores a mesh that an op merely copied to its result.
+        """
         return self.mesh_is_user_set or self.domain.has_devices
 
     def dtype(self) -> DataType:
+        """Returns the element type."""
         return self._dtype
 
     def is_tensor(self) -> bool:
+        """Returns True, as nvFuser's `Val.isTensor` does for tensors."""
         return True
 
     def is_symbolic(self) -> bool:
+        """Returns True: the values of a tensor are unknown until the fusion runs."""
         return True
 
     def definition(self) -> TensorOp | None:
+        """Returns the op that computes this tensor, None for an input."""
         return self.fusion.definition(self)
 
     def uses(self) -> list[TensorOp]:
+        """Returns the ops that read this tensor, in program order."""
         return self.fusion.uses(self)
 
     @checked
@@ -170,15 +176,19 @@ class TensorView:
     shape = _ShapeAttribute()
 
     def has_root(self) -> bool:
+        """Returns whether the op derives its logical axes from root axes, as a reshape does."""
         return bool(self.domain.root)
 
     def get_root_domain(self) -> list[Axis]:
+        """Returns the root axes; an empty list if they are the logical axes."""
         return self._handles(self.domain.root_numbers)
 
     def get_logical_domain(self) -> list[Axis]:
+        """Returns the logical axes, reductions included."""
         return self._handles(self.domain.logical_numbers)
 
     def get_loop_domain(self) -> list[Axis]:
+        """Returns the loop axes, which scheduling transforms."""
         return self._handles(self.domain.loop_numbers)
 
     def _handles(self, group: Sequence[int]) -> list[Axis]:
@@ -186,7 +196,7 @@ class TensorView:
 
     @checked
     def axis(self, index: int) -> Axis:
-        """Returns loop axis `index` (negative counts from the end)."""
+        """Returns loop axis `index`; a negative index counts from the end."""
         loop = self.domain.loop_numbers
         if not loop:
             raise DefinitionError(f"Tried to access an axis in a 0-dim TensorView: {self}")
@@ -201,7 +211,7 @@ class TensorView:
         return wrapped
 
     def user_line(self) -> str:
-        """Returns `file.py:12` of the user's line that this tensor comes from, "" if unknown."""
+        """Returns the user's line that created this tensor, as `file.py:12`; "" if unknown."""
         op = self.definition()
         return self.where or (op.where if op is not None else "")
 
@@ -210,8 +220,12 @@ class TensorView:
     def split(self, axis: int, factor: Scalar | int, inner_split: bool = True) -> TensorView:
         """Replaces a loop axis by (outer, inner).
 
-        Inner split: inner extent = factor, outer = ceilDiv(extent, factor); outer split the other
-        way round. The axis must be serial. Raises `DefinitionError`.
+        Inner split: inner extent = factor, outer extent = ceilDiv(extent, factor). With
+        `inner_split=False` the outer extent is the factor.
+
+        Raises:
+            DefinitionError: if the axis is not serial, is inlined into its consumers
+                (`compute_at`), or the factor is not positive.
         """
         position = self._wrap(axis, len(self.domain.loop))
         inp = self.domain.loop[position]
@@ -225,7 +239,9 @@ class TensorView:
                 f"{inp} in {self}"
             )
         if position < self.compute_at:
-            raise DefinitionError(f"split of {inp}, which is inside the compute-at of {self}")
+            raise DefinitionError(
+                f"cannot split {inp} of {self}: the axis is inside the tensor's compute-at position"
+            )
         built = DomainBuilder(self.fusion)
         parts = built.split(inp, factor, inner_split=inner_split)
         loop = self.domain.loop
@@ -234,31 +250,38 @@ class TensorView:
 
     @checked
     def inner_split(self, axis: int, factor: Scalar | int) -> TensorView:
-        """Splits with inner extent = factor."""
+        """Splits a loop axis so that the inner extent is `factor`."""
         return self.split(axis, factor)
 
     @checked
     def outer_split(self, axis: int, factor: Scalar | int) -> TensorView:
-        """Splits with outer extent = factor."""
+        """Splits a loop axis so that the outer extent is `factor`."""
         return self.split(axis, factor, inner_split=False)
 
     @checked
     def merge(self, axis_o: int, axis_i: int | None = None) -> TensorView:
-        """Merges two loop axes (axis_i defaults to axis_o + 1); the result sits at the smaller
-        position, and axis_o is the outer factor."""
+        """Merges two loop axes, with `axis_o` as the outer factor; `axis_i` defaults to axis_o + 1.
+
+        The merged axis takes the smaller of the two positions.
+
+        Raises:
+            DefinitionError: if only one is a reduction, both are parallel, or one is a stream axis.
+        """
         loop = self.domain.loop
         o = self._wrap(axis_o, len(loop))
         i = self._wrap(o + 1 if axis_i is None else axis_i, len(loop))
         if o == i:
-            raise DefinitionError(f"merge of axis {o} with itself in {self}")
+            raise DefinitionError(f"cannot merge axis {o} with itself in {self}")
         outer, inner = loop[o], loop[i]
         if outer.is_reduction() != inner.is_reduction():
-            raise DefinitionError(f"merge of a reduction with another axis: {outer}, {inner}")
+            raise DefinitionError(
+                f"cannot merge a reduction axis with one that is not reduced: {outer}, {inner}"
+            )
         if ParallelType.serial not in (outer.ptype, inner.ptype):
-            raise DefinitionError(f"merge of two parallel axes: {outer}, {inner} in {self}")
+            raise DefinitionError(f"cannot merge two parallel axes: {outer}, {inner} in {self}")
         if outer.is_stream or inner.is_stream:
             raise DefinitionError(
-                f"merge of a stream axis, which would stream both: {outer}, {inner} in {self}"
+                f"cannot merge a stream axis with another axis: {outer}, {inner} in {self}"
             )
         built = DomainBuilder(self.fusion)
         rest = [a for k, a in enumerate(loop) if k not in (o, i)]
@@ -268,12 +291,14 @@ class TensorView:
 
     @checked
     def reorder(self, old2new: Mapping[int, int] | None = None) -> TensorView:
-        """Moves loop axes: {old position: new position}; the others keep their order."""
+        """Moves loop axes: {old position: new position}. The other axes keep their order."""
         loop = self.domain.loop
         n = len(loop)
         moves = {self._wrap(o, n): self._wrap(w, n) for o, w in (old2new or {}).items()}
         if len(set(moves.values())) != len(old2new or {}):
-            raise DefinitionError(f"reorder {old2new}: repeated positions for {self}")
+            raise DefinitionError(
+                f"reorder {old2new} moves two axes to the same position in {self}"
+            )
         placed = {new: loop[old] for old, new in moves.items()}
         rest = iter(a for k, a in enumerate(loop) if k not in moves)
         self._set_loop([placed[k] if k in placed else next(rest) for k in range(n)])
@@ -281,17 +306,20 @@ class TensorView:
 
     @checked
     def swizzle(self, x: int, y: int) -> NoReturn:
-        """Raises `UnsupportedError`: shared memory is laid out by the compiler."""
+        """Raises `UnsupportedError`, because the compiler chooses the layout of shared memory."""
         raise UnsupportedError(
-            f"swizzle({x}, {y}) of {self}: how shared memory is laid out is the compiler's choice"
-            f"{user_code(user_line())}"
+            f"swizzle({x}, {y}) of {self} is not supported: the compiler chooses the layout of "
+            f"shared memory{user_code(user_line())}"
         )
 
     @checked
     def swizzle1d(self, axis: int, parallel_type: ParallelType) -> TensorView:
-        """Rotates loop axis `axis` by my coordinate along a device type (for ring schedules)."""
+        """Rotates loop axis `axis` by this device's coordinate along a device type.
+
+        Ring schedules use it: in step 0, each device starts with its own block.
+        """
         if not parallel_type.is_device:
-            raise DefinitionError(f"swizzle1d takes a device type, got {parallel_type.text}")
+            raise DefinitionError(f"swizzle1d expects a device type, got {parallel_type.text}")
         position = self._wrap(axis, len(self.domain.loop))
         loop = self.domain.loop
         built = DomainBuilder(self.fusion)
@@ -306,7 +334,7 @@ class TensorView:
 
     @checked
     def parallelize_axis(self, axis: Axis | IterDomain, ptype: ParallelType) -> None:
-        """Gives the axis with this number a parallel type (see `Axis.parallelize`)."""
+        """Sets the parallel type of an axis of this tensor (see `Axis.parallelize`)."""
         current = self.domain.axes.get(axis.number)
         if current is None:
             raise DefinitionError(f"{axis} is not an axis of {self}")
@@ -319,8 +347,10 @@ class TensorView:
     # ------------------------------------------------------------ facts that the user sets
     @checked
     def set_device_mesh(self, mesh: object) -> None:
-        """Attaches a mesh (a DeviceMesh or whatever its constructor takes). Parallelizes
-        nothing."""
+        """Places the tensor on a mesh, given as a DeviceMesh or as the argument of its constructor.
+
+        No axis becomes sharded by this.
+        """
         self.fusion.require_open(f"set_device_mesh of {self}")
         self.mesh = mesh if isinstance(mesh, DeviceMesh) else DeviceMesh(mesh)
         self.mesh_is_user_set = True
@@ -335,7 +365,7 @@ class TensorView:
         self.memory = memory_type
 
     def give_memory(self) -> None:
-        """Lets memory hold the tensor: global, unless it was moved to symmetric memory."""
+        """Moves the tensor to global memory, unless it is in symmetric memory."""
         if self.memory is not MemoryType.symmetric:
             self.memory = MemoryType.global_
 
@@ -345,8 +375,15 @@ class TensorView:
         new_allocation_domain: Sequence[Axis | IterDomain],
         new_contiguity: bool | Sequence[bool | None],
     ) -> None:
-        """Declares memory order with axes reachable from logical or loop; contiguity as one flag or
-        one per axis. Broadcast and reduction axes get None."""
+        """Declares the order of the tensor's axes in memory.
+
+        The axes are logical axes, loop axes, or axes on the way between them; an empty list means
+        logical order. Contiguity is one flag for all axes or one per axis; broadcast and reduction
+        axes get None.
+
+        Raises:
+            DefinitionError: if an axis belongs to another tensor, or the number of flags is wrong.
+        """
         self.fusion.require_open(f"set_allocation_domain of {self}")
         for a in new_allocation_domain:
             of = getattr(a, "tensor", self)
@@ -364,14 +401,19 @@ class TensorView:
             else new_contiguity
         )
         if len(flags) != len(axes):
-            what = f"set_allocation_domain of {self}: {len(flags)} flags of contiguity"
-            raise DefinitionError(f"{what} for {len(axes)} axes")
+            raise DefinitionError(
+                f"set_allocation_domain of {self}: expected {len(axes)} contiguity flags, one per "
+                f"axis, got {len(flags)}"
+            )
         self.domain = self.domain.with_allocation(order, flags)
 
-    # Caching and rfactor rewrite the fusion; they stand in `fuser.ir.primitives`.
+    # Caching and rfactor rewrite the fusion; they are implemented in `fuser.ir.primitives`.
     @checked
     def rfactor(self, axes: Sequence[int]) -> TensorView:
-        """Splits a reduction in two: a new producer reduces the listed loop axes."""
+        """Splits a reduction into two steps, and returns the tensor of the first step.
+
+        That new tensor reduces the listed loop axes; this one reduces its remaining axes.
+        """
         return PRIMITIVES["rfactor"](self, axes)
 
     @checked
@@ -382,24 +424,29 @@ class TensorView:
         propagate_allocation_domain: bool = True,
         cached_uses: Sequence[TensorOp] = (),
     ) -> TensorView:
-        """Inserts a copy between this tensor and its uses; returns the copy."""
+        """Inserts a copy between this tensor and the ops that read it; returns the copy.
+
+        `cached_uses` limits it to these ops; by default all of them read the copy.
+        """
         return PRIMITIVES["cache_after"](
             self, op_type, cache_op, propagate_allocation_domain, cached_uses
         )
 
     @checked
     def cache_before(self, op_type: LoadStoreOpType = LoadStoreOpType.set) -> TensorView:
-        """Gives the definition to a new tensor, of which this one becomes a copy; returns the
-        new."""
+        """Inserts a tensor that takes over the definition, and returns it; this one becomes a
+        copy."""
         return PRIMITIVES["cache_before"](self, op_type)
 
     @checked
     def cache_fork(self) -> TensorView:
-        """For an output with uses: the uses read the value, the output becomes a copy."""
+        """Separates an output from the ops that read it, and returns the new output.
+
+        The ops keep reading this tensor. A copy of it becomes the output.
+        """
         return PRIMITIVES["cache_fork"](self)
 
     def __str__(self) -> str:
-
         return tensor_text(self)
 
 
@@ -409,86 +456,98 @@ class TensorView:
 Value = TensorView | Scalar
 # See `fuser.ir.ops.nodes`.
 AxisMap = tuple[int | None, ...]
-# The attribute values of a spelling and its template.
+# The attribute values of one printed form of an op, and its template.
 Variant = tuple[dict[str, object], str]
 
 
 class TensorOp(Op):
-    """Base of ops whose outputs are tensors."""
+    """Base of ops whose outputs are tensors.
 
-    # The tensor operands in the order in which their shardings count; (): of most cuts first.
+    Its methods describe how axes of results and operands correspond. Indexing uses `axis_map`,
+    sharding propagation the maps of axes that may be sharded together (`alike_map`, `cut_map`).
+    """
+
+    # The tensor operands by priority for sharding; (): those with the most sharded axes first.
     REFERENCES: ClassVar[tuple[int, ...]] = ()
 
     def template(self) -> str:
-        """Returns the text template of this instance."""
+        """Returns the text template of this op; it may depend on the op's attributes."""
         return self.TEXT
 
     @classmethod
     def variants(cls) -> Iterator[Variant]:
-        """Yields (attribute values, template) for every spelling; the parser reads these."""
+        """Yields (attribute values, template) for every printed form; the parser reads them."""
         yield {}, cls.TEXT
 
     @property
     def out_tensor(self) -> TensorView:
+        """The first result."""
         return self.outputs[0]
 
     def exact_numbers(self) -> tuple[Scalar, ...]:
-        """Returns the scalar operands that must be values of the dtype of the result."""
+        """Returns the scalar operands that the dtype of the result must represent exactly."""
         return ()
 
     def axis_map(self, operand_index: int) -> AxisMap:
-        """Returns, per root axis of the output, the axis of `inputs[operand_index]` or None.
+        """Returns, for each root axis of the output, the axis of `inputs[operand_index]`, or None.
 
-        The default is position by position: output and operand have equal rank.
+        The default maps axes by position; output and operand then have the same number of axes.
         """
         del operand_index
         return tuple(range(len(self.out_tensor.domain.maybe_root)))
 
     def axis_map_to(self, operand_index: int, out: TensorView) -> AxisMap:
-        """Returns `axis_map` for the root axes of one of several results."""
+        """Returns `axis_map` for the result `out` of an op with several results."""
         del out
         return self.axis_map(operand_index)
 
     def alike_map(self, operand_index: int, out: TensorView) -> AxisMap:
-        """Returns `axis_map_to` with the axes that are cut alike, too: they may count other things,
-        one of which meets as many of the other in each block."""
+        """Returns `axis_map_to`, extended by pairs of axes that must be sharded in the same way.
+
+        Such axes are not the same axis, but a shard of the result needs exactly one shard of the operand.
+        Example: the heads of queries and the fewer heads of keys in an attention.
+        """
         return self.axis_map_to(operand_index, out)
 
     def cut_map(self, operand_index: int, out: TensorView) -> AxisMap:
-        """Returns `alike_map` without the axes along which blocks of the result are not made from
-        blocks of the operand."""
+        """Returns `alike_map` without axes along which a result shard needs several operand
+        shards."""
         return self.alike_map(operand_index, out)
 
     def parallel_axes(self, out: TensorView, sibling: TensorView) -> Iterator[tuple[int, int]]:
-        """Yields the positions of the logical axes of two results that are the same axis.
+        """Yields pairs of positions: the logical axes that two results share.
 
-        The default is position by position: results have equal rank.
+        The default pairs axes by position; the results then have the same number of axes.
         """
         assert len(out.domain.logical) == len(sibling.domain.logical), f"{out} beside {sibling}"
         return ((k, k) for k in range(len(out.domain.logical)))
 
     def parallel_cuts(self, out: TensorView, sibling: TensorView) -> Iterator[tuple[int, int]]:
-        """Yields the positions of the logical axes of two results that are cut alike, as in
-        `alike_map`."""
+        """Yields pairs of positions: logical axes of two results that are sharded in the same way.
+
+        As in `alike_map`, the axes of a pair need not be the same axis.
+        """
         return self.parallel_axes(out, sibling)
 
     def whole_axes(self, out: TensorView) -> tuple[int, ...]:
-        """Returns the logical axes of a result whose cuts no operand can match, by position."""
+        """Returns the positions of the result axes that no sharding of operands can produce."""
         del out
         return ()
 
     def whole_operand_axes(self, operand_index: int) -> tuple[int, ...]:
-        """Returns the axes of an operand of which every block of a result needs all, by position,
-        reductions left out."""
+        """Returns the positions of the operand axes that every shard of a result needs completely.
+
+        Positions count without reductions.
+        """
         del operand_index
         return ()
 
 
 @record
 class Alias:
-    """Output `out` is written into the buffer of input `into`; hidden ones are not returned.
+    """An update of an input: output `out` is written into the buffer of input `into`.
 
-    `where` is the user's line.
+    A hidden output is not returned to the caller. `where` is the user's line.
     """
 
     out: TensorView
@@ -499,9 +558,10 @@ class Alias:
 
 @record
 class Declared:
-    """Two extents that were said to be equal behind the op that makes `after`; None: before all.
+    """An equality of two extents that no op implies, stated after the op that defines `after`.
 
-    `by_output`: an update of an input said so.
+    `after` is None for an equality stated before the first op. `by_output` is True if it follows
+    from an update of an input, which requires equal shapes.
     """
 
     after: TensorView | None
@@ -511,58 +571,66 @@ class Declared:
 
 
 class Fusion:
-    """A graph of tensor ops over symbolic extents."""
+    """A graph of tensor ops over symbolic extents: inputs, ops in topological order, and outputs.
+
+    It also holds the equalities between extents, and the facts that a schedule of this fusion
+    assumes.
+    """
 
     def __init__(self) -> None:
         self.inputs = []
         self.outputs = []
         self.aliases: list[Alias] = []
-        # In order; those that were added since somebody asked for all are not in the tuple yet.
+        # The ops in order. `_added` holds those that were added since `exprs` was last read.
         self._exprs: tuple[TensorOp, ...] = ()
         self._added: list[TensorOp] = []
         self._definitions: dict[TensorView, TensorOp] | None = None
         self._uses: dict[TensorView, list[TensorOp]] | None = None
         self._tensors: tuple[TensorView, ...] | None = None
-        # The ops that some outputs depend on.
+        # Cached result of `used_exprs`, with the outputs for which it was computed.
         self._used: tuple[list[TensorView], tuple[TensorOp, ...]] | None = None
         self._next_tensor = 0
         self._next_axis = 0
         self._next_scalar = 0
         self._zero_is_numbered = False
-        # Whether a number beside integers alone gives Double, as in nvFuser, and not Float.
+        # Whether a Python float combined with integer tensors yields Double, as in nvFuser, instead
+        # of Float.
         self.double_numbers = False
         self.extents = ExtentClasses()
-        # Equalities that no op says of itself.
+        # Equalities of extents that no op implies.
         self.declared: list[Declared] = []
-        # What a schedule relies on beyond them; a kernel's launch checks it.
+        # Conditions that a schedule assumes in addition; the launch of a kernel checks them.
         self.assumed: tuple[Scalar, ...] = ()
-        # Sizes that it takes to be multiples of a number.
+        # Sizes that the schedule assumes to be multiples of a number.
         self.divisible: dict[Symbol, int] = {}
-        # Symbolic extents -> how many devices may share them evenly: of the others, any.
+        # Symbolic extent -> number of devices that divides it evenly. Extents that are not listed
+        # are divisible by any number of devices.
         self.even_parts: dict[Scalar, int] = {}
-        # Products of extents that it takes to be at least a number.
+        # Products of extents that the schedule assumes to be at least a number.
         self.least: dict[Scalar, int] = {}
         # Whether the last vector of a tensor may be incomplete.
         self.has_tails = False
-        # Pairs of axes, by number, that it iterates together although no op relates them.
+        # Pairs of axis numbers that share a loop although no op relates them.
         self.joined: tuple[tuple[int, int], ...] = ()
-        # Threads that the registers of a multiprocessor are to suffice for; 0: any number.
+        # The number of threads per multiprocessor that the register use must allow; 0: any.
         self.resident_threads = 0
-        # Blocks along y that run at the same time and reduce together: a cluster of so many.
+        # The size of a cluster: blocks along y that run at the same time and reduce together.
         self.cluster = 1
-        # Fusions that its schedule has made of it: kernels beside one another in one launch.
+        # The fusions into which the schedule divided this one; one launch runs all of them.
         self.parts: tuple[Fusion, ...] = ()
-        # Inputs, by number, that the next kernel reads again, and whether this kernel is such a
-        # one: the first leaves them in the cache, the second begins with what was read last.
+        # L2 reuse: the numbers of the inputs that the next kernel reads again, which this kernel
+        # leaves in the cache; and whether this kernel is that next one. It then processes its
+        # elements backwards, from the most recently cached ones on.
         self.read_again: frozenset[int] = frozenset()
         self.goes_backwards = False
-        # Where shardings came from, for `python -m hostir why`; no part of the fusion's meaning.
+        # The origins of shardings, for `python -m hostir why`. They do not affect results.
         self.origins: tuple[Origin, ...] = ()
-        # Whether an executor runs it: what is changed now comes too late for some calls.
+        # Whether an executor already runs the fusion; it must not be changed after that.
         self.is_taken = False
 
     @property
     def inputs(self) -> Values[Value]:
+        """The input tensors and scalars, in the order of the arguments of a call."""
         return self._inputs
 
     @inputs.setter
@@ -571,7 +639,7 @@ class Fusion:
 
     @property
     def outputs(self) -> Values[TensorView]:
-        """Every output once per add_output call, hidden aliases included."""
+        """The outputs in the order of `add_output`, hidden updates of inputs included."""
         return self._outputs
 
     @outputs.setter
@@ -580,7 +648,11 @@ class Fusion:
 
     # ------------------------------------------------------------ making values
     def next_axis(self) -> int:
-        """Hands out an axis number; the cached zero scalar takes a scalar number with the first."""
+        """Returns an unused axis number.
+
+        The first call also uses up a scalar number, for the cached zero of nvFuser, so that printed
+        numbers agree.
+        """
         if not self._zero_is_numbered:
             self._zero_is_numbered = True
             self._next_scalar += 1
@@ -588,33 +660,40 @@ class Fusion:
         return self._next_axis - 1
 
     def next_scalar(self) -> int:
-        """Hands out a scalar number; constants made by the user consume one too."""
+        """Returns an unused scalar number. Constants that the user defines take one, too."""
         self._next_scalar += 1
         return self._next_scalar - 1
 
     def reserve(self, *, axis: int = -1, scalar: int = -1, tensor: int = -1) -> None:
-        """Keeps these numbers from being handed out again (a parsed text uses them)."""
+        """Marks these numbers as used, because a parsed text contains them."""
         self._zero_is_numbered = True
         self._next_tensor = max(self._next_tensor, tensor + 1)
         self._next_axis = max(self._next_axis, axis + 1)
         self._next_scalar = max(self._next_scalar, scalar + 1)
 
     def new_extent(self, *, lo: int = 0) -> Symbol:
-        """Creates the symbol of an axis's extent, `i3`: at least 0, or 1 in a concretized
-        fusion."""
+        """Creates the symbol of an axis's extent, `i3`, whose value is at least `lo`.
+
+        `lo` is 0 in a user's fusion and 1 in a concretized one.
+        """
         return self.new_symbol(lo=lo)
 
     def new_symbol(self, dtype: DataType = DataType.Index, *, lo: int | None = None) -> Symbol:
-        """Creates a symbol: `i3` for integers, `d2` for Double, `f4` for other floats, `b5`. It is
-        unbounded, or at least `lo`."""
+        """Creates a symbol: `i3` for integers, `d2` for Double, `f4` for other floats, `b5`, `c6`.
+
+        Its value is at least `lo`, or unbounded if `lo` is None.
+        """
         prefix = {"bool": "b", "int": "i", "float": "f", "complex": "c"}[category(dtype)]
         prefix = "d" if dtype is DataType.Double else prefix
         return Symbol(f"{prefix}{self.next_scalar()}", dtype, lo=lo)
 
     def may_have_made(self, symbol: Symbol) -> bool:
-        """Whether a symbol of this name was handed out here. Equal symbols of two fusions are one
-        object, so a foreign one of a name that exists here is not told apart. Indices of loops have
-        names of their own."""
+        """Returns whether this fusion may have created the symbol, judged by its name.
+
+        Equal symbols of two fusions are one object. A symbol of another fusion is therefore
+        accepted if its number exists here, too. Loop indices and names without a number are always
+        accepted.
+        """
         number = symbol.name[1:]
         is_numbered = number.isascii() and number.isdigit() and len(number) <= MAX_DIGITS
         return symbol.is_index or not is_numbered or int(number) < self._next_scalar
@@ -627,10 +706,11 @@ class Fusion:
         expanded: Scalar | None = None,
         rfactor: bool = False,
     ) -> IterDomain:
+        """Creates an axis under an unused number. No tensor contains it yet."""
         return IterDomain(self.next_axis(), kind, extent, expanded=expanded, rfactor=rfactor)
 
     def clone_axis(self, axis: IterDomain, **changes: object) -> IterDomain:
-        """Returns a serial copy of an axis under a new number."""
+        """Returns a serial copy of an axis under an unused number, with some fields changed."""
         fresh = IterDomain(self.next_axis(), axis.kind, axis.extent, expanded=axis.expanded)
         return replace(fresh, **changes)  # pyright: ignore[reportArgumentType]
 
@@ -667,11 +747,11 @@ class Fusion:
         self._forget()
 
     def _forget(self) -> None:
-        """Drops what follows from the ops."""
+        """Drops the caches that depend on the ops."""
         self._definitions = self._uses = self._tensors = self._used = None
 
     def add(self, op: TensorOp) -> TensorOp:
-        """Appends an op."""
+        """Appends an op and returns it. Its operands must be defined already."""
         self._added.append(op)
         self._forget()
         return op
@@ -683,7 +763,7 @@ class Fusion:
         return self._definitions.get(tv)
 
     def uses(self, tv: TensorView) -> list[TensorOp]:
-        """Returns the ops that read `tv`, in order."""
+        """Returns the ops that read `tv`, in program order."""
         if self._uses is None:
             uses: dict[TensorView, list[TensorOp]] = {}
             for e in self.exprs:
@@ -694,13 +774,13 @@ class Fusion:
         return list(self._uses.get(tv, ()))
 
     def used_exprs(self) -> tuple[TensorOp, ...]:
-        """Returns the ops that some output depends on, in order."""
+        """Returns the ops on which an output depends, in program order."""
         if self._used is None or self._used[0] != self.outputs:
             self._used = [*self.outputs], self.exprs_behind(self.outputs)
         return self._used[1]
 
     def exprs_behind(self, outputs: Iterable[TensorView]) -> tuple[TensorOp, ...]:
-        """Returns the ops that some of these tensors depend on, in order."""
+        """Returns the ops on which these tensors depend, in program order."""
         needed = set(outputs)
         kept: list[TensorOp] = []
         for e in reversed(self.exprs):
@@ -710,15 +790,18 @@ class Fusion:
         return tuple(reversed(kept))
 
     def tensors(self) -> tuple[TensorView, ...]:
-        """Returns every tensor: inputs, then op results and operands in program order."""
+        """Returns every tensor once: inputs, operands and results in order, then outputs."""
         if self._tensors is None:
             self._tensors = _tensors_of(self.exprs)
         given = (v for v in self.inputs if isinstance(v, TensorView))
         return tuple(dict.fromkeys((*given, *self._tensors, *self.outputs)))
 
     def vals(self) -> list[Val]:
-        """Returns all values: inputs, tensors and the scalar operands of ops, then each tensor's
-        domain, axes and extents."""
+        """Returns all values, as nvFuser's `Fusion::vals` does.
+
+        The order is: inputs, tensors and scalar operands of ops, then each tensor's domain, axes
+        and extents.
+        """
         seen: dict[Any, None] = dict.fromkeys(self.inputs)
         for e in self.exprs:
             seen.update(dict.fromkeys((*e.inputs, *e.outputs)))
@@ -732,36 +815,43 @@ class Fusion:
     def replace_uses(
         self, old: TensorView, new: TensorView, *, where: Callable[[TensorOp], bool] | None = None
     ) -> None:
-        """Makes the ops (that `where` accepts) read `new` instead of `old`. Outputs stay."""
+        """Replaces operand `old` by `new` in all ops that `where` accepts. Outputs stay."""
         self.exprs = tuple(
             _with_operand(e, old, new) if old in e.inputs and (where is None or where(e)) else e
             for e in self.exprs
         )
 
     def insert_after(self, anchor: TensorOp | None, ops: Sequence[TensorOp]) -> None:
-        """Inserts ops after `anchor` (None: at the front)."""
+        """Inserts ops after `anchor`, or at the front if it is None."""
         at = 0 if anchor is None else self.exprs.index(anchor) + 1
         self.exprs = (*self.exprs[:at], *ops, *self.exprs[at:])
 
     def insert_before(self, anchor: TensorOp, ops: Sequence[TensorOp]) -> None:
+        """Inserts ops before `anchor`."""
         at = self.exprs.index(anchor)
         self.exprs = (*self.exprs[:at], *ops, *self.exprs[at:])
 
     def replace_expr(self, old: TensorOp, new: Sequence[TensorOp]) -> None:
-        """Puts `new` where `old` stood."""
+        """Replaces one op by a sequence of ops at the same position."""
         at = self.exprs.index(old)
         self.exprs = (*self.exprs[:at], *new, *self.exprs[at + 1 :])
 
     # ------------------------------------------------------------ inputs and outputs
     def require_open(self, what: str) -> None:
-        """Raises `DefinitionError` where an executor runs the fusion."""
+        """Raises `DefinitionError` if an executor runs the fusion; `what` names the change."""
         if self.is_taken:
             raise DefinitionError(
-                f"{what}: its definition has an executor already, which takes no changes: do it "
-                f"before the first call, or write another definition{user_code(user_line())}"
+                f"{what}: the definition has already been executed and cannot change any more. "
+                f"Make the change before the first call, or write a new definition"
+                f"{user_code(user_line())}"
             )
 
     def add_input(self, value: Value) -> None:
+        """Registers an input tensor, which moves to global memory, or an input symbol.
+
+        Raises:
+            DefinitionError: if it is an input already, or a constant.
+        """
         self.require_open(f"add_input of {value}")
         if value in self.inputs:
             raise DefinitionError(
@@ -777,11 +867,12 @@ class Fusion:
     def add_output(
         self, output: Value, alias_input: TensorView | None = None, *, where: str = ""
     ) -> None:
-        """Registers an output; with `alias_input` the result is written into that input's buffer
-        and hidden unless it is also added plainly.
+        """Registers an output; with `alias_input`, its values are also written into that input.
 
-        All outputs are computed from the old values of inputs; updates are written at the end. An
-        input that is itself an output is returned as it is, so it shows its update.
+        - Such an update is hidden (not returned), unless the tensor is also added without
+          `alias_input`.
+        - All outputs are computed from the old values of inputs; updates are written at the end.
+        - An input that is itself an output is returned as it is, so the caller sees its update.
         """
         if not isinstance(output, TensorView):
             raise DefinitionError(
@@ -802,7 +893,7 @@ class Fusion:
         is_hidden = self.is_hidden(output)
         if alias_input is None:
             if is_hidden:
-                # The plain add decides the position of an output that was hidden before.
+                # A hidden output that is added again takes the position of this second call.
                 self.outputs.remove(output)
                 self.aliases = [
                     replace(a, hidden=False) if a.out is output else a for a in self.aliases
@@ -815,37 +906,38 @@ class Fusion:
             self.outputs.append(output)
 
     def _check_update(self, out: TensorView, into: TensorView, where: str) -> None:
-        """Requires one update per input, of the input's own dtype and shape."""
+        """Checks that an input has one update at most, of the input's dtype and shape."""
         what = f"add_output: {out}, to be written into {into}"
         line = f" (at {where})" if where else ""
-        for other in (a.out for a in self.aliases if a.into is into and a.out is not out):
-            raise DefinitionError(f"{what}: {other} is written there already{line}")
+        for earlier in (a.out for a in self.aliases if a.into is into and a.out is not out):
+            raise DefinitionError(f"{what}: {earlier} is already written into this input{line}")
         if out.dtype() is not into.dtype():
-            found, wanted = (dtype_text(tv.dtype()) for tv in (out, into))
-            raise DefinitionError(f"{what}, is {found}, not {wanted}: cast it{line}")
+            actual, expected = (dtype_text(tv.dtype()) for tv in (out, into))
+            raise DefinitionError(f"{what}: cast it from {actual} to {expected}{line}")
         sizes = [tv.shape() for tv in (out, into)]
         fixed = [(a, b) for a, b in zip(*sizes, strict=False) if int_value(a) is not None]
         if len(sizes[0]) != len(sizes[1]) or any(
             int_value(b) not in (int_value(a), None) for a, b in fixed
         ):
-            raise DefinitionError(f"{what}, does not have its shape{line}")
+            raise DefinitionError(f"{what}, does not have the shape of this input{line}")
         for a, b in zip(*sizes, strict=True):
             self._declare(b, a, f"{what}{line}", by_output=True)
 
     def alias_of(self, out: TensorView) -> TensorView | None:
-        """Returns the input whose buffer `out` is written into, None for a fresh output."""
+        """Returns the input into which `out` is written, None if it updates no input."""
         return next((a.into for a in self.aliases if a.out is out), None)
 
     def is_hidden(self, out: TensorView) -> bool:
+        """Returns whether `out` only updates an input and is not returned to the caller."""
         return any(a.out is out and a.hidden for a in self.aliases)
 
     # ------------------------------------------------------------ extents
     def unify_extents(self, a: Scalar, b: Scalar, reason: str = "") -> None:
-        """States that two extents are equal; `reason` is shown where inputs contradict it."""
+        """States that two extents are equal; errors about unequal inputs show `reason`."""
         self.extents.unify(a, b, reason)
 
     def declare_extents(self, a: ScalarLike, b: ScalarLike, reason: str = "") -> None:
-        """States that two extents are equal, which no op that is there says."""
+        """States that two extents are equal although no op implies it."""
         self._declare(as_scalar(a), as_scalar(b), reason, by_output=False)
 
     def _declare(self, a: Scalar, b: Scalar, reason: str, *, by_output: bool) -> None:
@@ -856,16 +948,16 @@ class Fusion:
             self.unify_extents(a, b, reason)
 
     def assume(self, extent: Scalar, value: Scalar) -> None:
-        """Takes an extent to have a value, in this kernel alone: launches check it."""
+        """Assumes, for this kernel alone, that an extent has a value. Each launch checks it."""
         self.assumed = (*self.assumed, eq(self.canonical(extent), value))
         self.unify_extents(extent, value, "the schedule")
 
     def canonical(self, x: Scalar) -> Scalar:
-        """Rewrites a scalar over class representatives."""
+        """Replaces each extent in a scalar by the representative of its equality class."""
         return self.extents.canonical(x)
 
     def equal_extents(self) -> tuple[tuple[Scalar, Scalar], ...]:
-        """Returns every stated equality (x, representative): symbols first."""
+        """Returns every stated equality as (extent, representative), those of symbols first."""
         return self.extents.relations()
 
     # ------------------------------------------------------------ copying, comparing, printing
@@ -874,7 +966,7 @@ class Fusion:
     ) -> tuple[Fusion, dict[TensorView, TensorView]]:
         """Returns a copy that keeps all numbers, and the map from old to new tensors.
 
-        With `ops`, of these alone: inputs and outputs are the caller's to say.
+        With `ops`, the copy contains these ops alone, and the caller sets its inputs and outputs.
         """
         new = Fusion()
         for name in ("_next_tensor", "_next_axis", "_next_scalar", "_zero_is_numbered"):
@@ -887,10 +979,9 @@ class Fusion:
         new.cluster, new.double_numbers = self.cluster, self.double_numbers
         new.read_again, new.goes_backwards = self.read_again, self.goes_backwards
         mapping: dict[TensorView, TensorView] = {}
-        # Equal meshes become one object, as which they are compared at once.
+        # Equal meshes become one object, because identical objects compare faster.
         meshes: dict[DeviceMesh | None, DeviceMesh | None] = {}
-        read = self.tensors() if ops is None else _tensors_of(ops)
-        for tv in read:
+        for tv in self.tensors() if ops is None else _tensors_of(ops):
             twin = TensorView(
                 new,
                 tv.number,
@@ -919,22 +1010,24 @@ class Fusion:
         ]
         return new, mapping
 
-    if TYPE_CHECKING:  # `fuser.frontend.manual_kernels` gives fusions this method
+    if TYPE_CHECKING:  # `fuser.frontend.manual_kernels` adds this method
 
-        def print_kernel(self, compile_params: Any = None) -> str: ...
+        def print_kernel(self, compile_params: Any = None) -> str:
+            """Returns the CUDA text of the scheduled fusion as one kernel."""
+            ...
 
     def print_math(self, from_outputs_only: bool = True) -> str:
-        """Returns nvFuser's math text; False also prints ops that reach no output."""
+        """Returns nvFuser's math text; False also prints ops on which no output depends."""
         return fusion_math(self, used_only=from_outputs_only)
 
     def __eq__(self, other: object) -> bool:
-        """Whether two fusions say the same, names aside: ops, layouts, shardings, updates."""
+        """Compares structure: ops, layouts, shardings and updates, but not the numbers in names."""
         if self is other:
             return True
         return isinstance(other, Fusion) and canonical_key(self) == canonical_key(other)
 
     def __hash__(self) -> int:
-        """Equal fusions have equal hashes: it changes while a fusion is being written."""
+        """Returns the hash of the structure; it changes with every op that is added."""
         return hash(canonical_key(self))
 
     def __str__(self) -> str:
@@ -943,14 +1036,15 @@ class Fusion:
 
 @functools.singledispatch
 def canonical_key(fusion: object) -> Hashable:
-    """Returns a key that is equal for fusions which say the same; `fuser.ir.canonical_form`
-    registers it.
+    """Returns a key that is equal for structurally equal fusions.
+
+    `fuser.ir.canonical_form` registers the implementation.
     """
     raise AssertionError(f"no canonical key of a {type(fusion).__name__}")
 
 
 def _tensors_of(ops: Iterable[TensorOp]) -> tuple[TensorView, ...]:
-    """Returns the operands and results of ops, each once, in their order."""
+    """Returns the operands and results of ops, each once, in program order."""
     seen: dict[TensorView, None] = {}
     for e in ops:
         for v in (*e.inputs, *e.outputs):
@@ -960,14 +1054,14 @@ def _tensors_of(ops: Iterable[TensorOp]) -> tuple[TensorView, ...]:
 
 
 def _with_operand(op: TensorOp, old: TensorView, new: TensorView) -> TensorOp:
-    """Returns the op with operand `old` replaced; results stay."""
+    """Returns the op that reads `new` instead of `old`; its results stay."""
     results = set(op.outputs)
     return op.map_values(lambda v: new if v is old and v not in results else v)
 
 
 # ---------------------------------------------------------------- text
 def tensor_text(tv: TensorView) -> str:
-    """Returns `T0_g_float[iS0{i0}, iS1{i1}] (DeviceMesh{0 1})`."""
+    """Returns the full text of a tensor: `T0_g_float[iS0{i0}, iS1{i1}] (DeviceMesh{0 1})`."""
     suffix = f" ca_pos( {tv.compute_at} )" if tv.compute_at else ""
     mesh = f" ({tv.mesh})" if tv.mesh is not None else ""
     return f"{tv.label}{tv.domain}{suffix}{mesh}"
@@ -976,8 +1070,8 @@ def tensor_text(tv: TensorView) -> str:
 def fusion_math(fusion: Fusion, *, used_only: bool = True) -> str:
     """Returns nvFuser's `print_math` text.
 
-    `used_only` leaves out ops that reach no output, and writes each op before its first user, from
-    the first output on; else all ops stand in the order in which they were written.
+    By default it omits ops on which no output depends, and prints each op before its first user,
+    starting from the first output. With `used_only=False` it prints all ops in program order.
     """
     lines = ["Inputs:"]
     lines += [f"  {value_text(v)}" for v in fusion.inputs]
@@ -989,33 +1083,35 @@ def fusion_math(fusion: Fusion, *, used_only: bool = True) -> str:
 
 
 def _by_use(fusion: Fusion) -> list[Op]:
-    """Returns the ops that reach an output, depth first from the outputs, operands before users."""
-    found: dict[Op, None] = {}
+    """Returns the ops on which outputs depend, in depth-first order, operands before users."""
+    ordered: dict[Op, None] = {}
     stack: list[tuple[object, bool]] = [(out, False) for out in reversed(fusion.outputs)]
     while stack:
         value, is_ready = stack.pop()
         op = fusion.definition(value)  # pyright: ignore[reportArgumentType]
-        if op is None or op in found:
+        if op is None or op in ordered:
             continue
         if is_ready:
-            found[op] = None
+            ordered[op] = None
         else:
             stack.append((value, True))
             stack += ((v, False) for v in reversed(op.inputs))
-    return list(found)
+    return list(ordered)
 
 
 # ----------------------------------------------------------------------
 # Axis: the user's handle on one axis of one tensor, and on the transforms between axes.
 #
-# It names (tensor, number) and reads the present state, so `a = tv.axis(0); a.parallelize(p)` is
-# seen by `a` afterwards. Exported as `fuser.IterDomain`, nvFuser's name for what `tv.axis` returns.
+# It stores (tensor, number) and reads the current state from the tensor: after
+# `a = tv.axis(0); a.parallelize(p)`, `a.ptype` is p. Users know it as `fuser.IterDomain`, nvFuser's
+# name for the result of `tv.axis`.
 
 
 class Axis(Val):
-    """Axis `number` of a tensor; made by `TensorView.axis` and the `get_*_domain` methods.
+    """Axis `number` of a tensor, created by `TensorView.axis` and the `get_*_domain` methods.
 
-    Raises `DefinitionError` on use when scheduling has taken the axis out of the tensor.
+    Its properties read the current state of the axis. They raise `DefinitionError` if scheduling
+    has removed the axis from the tensor, as a split does with the axis that it splits.
     """
 
     __slots__ = ("number", "tensor")
@@ -1026,7 +1122,7 @@ class Axis(Val):
 
     @property
     def state(self) -> IterDomain:
-        """The present state of the axis."""
+        """The current state of the axis."""
         found = self.tensor.domain.axes.get(self.number)
         if found is None:
             raise DefinitionError(f"axis {self.number} is no longer an axis of {self.tensor}")
@@ -1034,53 +1130,63 @@ class Axis(Val):
 
     @property
     def kind(self) -> IterType:
+        """The kind: iteration, reduction or broadcast."""
         return self.state.kind
 
     def extent(self) -> Scalar:
-        """Returns the number of positions, as nvFuser spells it; 1 for a broadcast."""
+        """Returns the number of positions, as nvFuser's `extent()` does; 1 for a broadcast."""
         return self.state.extent
 
     @property
     def expanded(self) -> Scalar | None:
+        """The expanded size of a broadcast; None if the axis is not expanded."""
         return self.state.expanded
 
     @property
     def size(self) -> Scalar:
-        """The apparent size: the expanded extent of an expanded broadcast, else the extent."""
+        """The size that users see: the expanded size of an expanded broadcast, else the extent."""
         return self.state.size
 
     @property
     def ptype(self) -> ParallelType:
+        """The parallel type."""
         return self.state.ptype
 
     @property
     def rfactor(self) -> bool:
+        """Whether the op itself derives this axis from root axes (printed `rf`)."""
         return self.state.rfactor
 
     @property
     def is_broadcast(self) -> bool:
+        """Whether the axis is a broadcast, expanded or not."""
         return self.state.is_broadcast
 
     @property
     def is_device(self) -> bool:
+        """Whether the axis is sharded along a mesh dimension."""
         return self.state.is_device
 
     @property
     def is_stream(self) -> bool:
+        """Whether the axis counts the steps of a stream loop."""
         return self.state.is_stream
 
     def is_reduction(self) -> bool:
+        """Returns whether the op reduces this axis."""
         return self.state.is_reduction()
 
     # ------------------------------------------------------------ nvFuser's `Val` queries
     def is_tensor(self) -> bool:
+        """Returns False, as nvFuser's `Val.isTensor` does for axes."""
         return False
 
     def is_symbolic(self) -> bool:
+        """Returns True, as nvFuser's `Val.isSymbolic` does for axes."""
         return True
 
     def definition(self) -> AxisTransform | None:
-        """Returns the transform that made the axis, None for one that none has made."""
+        """Returns the transform that derives this axis from others, None if there is none."""
         found = (t for t in self.tensor.domain.transforms if self.number in t.outputs)
         return next((axis_transform(self.tensor, t) for t in found), None)
 
@@ -1091,10 +1197,11 @@ class Axis(Val):
 
     @checked
     def parallelize(self, parallel_type: ParallelType) -> None:
-        """Gives the axis a parallel type (device and stream types fit any axis).
+        """Sets the parallel type of the axis. Any axis may take a device or stream type.
 
-        Raises `DefinitionError` when unroll, vectorize or group meet a symbolic extent, and for the
-        parts of a merged stream axis, which the compiler names.
+        Raises:
+            DefinitionError: if unroll, vectorize or group is set on a symbolic extent, or for `stream_y`
+                and `stream_z`, which only the compiler may set.
         """
         if parallel_type.is_stream and parallel_type is not ParallelType.stream:
             raise DefinitionError(
@@ -1125,9 +1232,7 @@ class Axis(Val):
 
 
 class AxisTransform(Expr):
-    """Base of the transforms that derive axes of a tensor from others; made by `Axis.definition`
-    and `Axis.uses`.
-    """
+    """A transform that derives axes of a tensor from others (`Axis.definition`, `Axis.uses`)."""
 
     __slots__ = ("_tensor", "_transform")
 
@@ -1135,11 +1240,11 @@ class AxisTransform(Expr):
         self._tensor, self._transform = tensor, transform
 
     def input(self, index: int) -> Axis:
-        """Returns axis `index` of those that it reads; raises `NoOperandError`."""
+        """Returns source axis `index` of the transform. Raises `NoOperandError`."""
         return Axis(self._tensor, numbered("input", self, self._transform.inputs, index))
 
     def output(self, index: int) -> Axis:
-        """Returns axis `index` of those that it makes; raises `NoOperandError`."""
+        """Returns derived axis `index` of the transform. Raises `NoOperandError`."""
         return Axis(self._tensor, numbered("output", self, self._transform.outputs, index))
 
     def __eq__(self, other: object) -> bool:
@@ -1158,30 +1263,34 @@ class AxisTransform(Expr):
 
 
 class Split(AxisTransform):
-    """One axis becomes an outer and an inner one."""
+    """A transform of one axis into an outer and an inner one."""
 
     __slots__ = ()
 
     def outer(self) -> Axis:
+        """Returns the outer of the two derived axes."""
         return self.output(0)
 
     def inner(self) -> Axis:
+        """Returns the inner of the two derived axes."""
         return self.output(1)
 
 
 class Merge(AxisTransform):
-    """An outer and an inner axis become one."""
+    """A transform of an outer and an inner axis into one."""
 
     __slots__ = ()
 
     def outer(self) -> Axis:
+        """Returns the outer of the two merged axes."""
         return self.input(0)
 
     def inner(self) -> Axis:
+        """Returns the inner of the two merged axes."""
         return self.input(1)
 
 
-# Transforms without a row are of the common class.
+# Other transforms use the base class.
 _HANDLES: dict[type, type[AxisTransform]] = {
     tensor_domain.SplitTransform: Split,
     tensor_domain.MergeTransform: Merge,
@@ -1198,10 +1307,11 @@ def axis_transform(tensor: TensorView, transform: tensor_domain.Transform) -> Ax
 
 
 class Sizes(Values[Scalar]):
-    """The extents of a tensor; users also call it (`Values`).
+    """The extents of a tensor: a list that compares as a torch shape does.
 
-    `x.shape == (4, 5)` and `4 in x.shape` compare values, with tuples and lists of numbers and of
-    extents. They raise `ArgumentError` where the answer is known only while a program runs.
+    `x.shape == (4, 5)` and `4 in x.shape` compare with tuples and lists of numbers or extents. They
+    raise `ArgumentError` if the answer depends on sizes that are known only when the program runs.
+    As every `Values`, it can be called: `x.shape()`.
     """
 
     __hash__ = None  # pyright: ignore[reportAssignmentType] (as of every list)
@@ -1231,7 +1341,7 @@ class Sizes(Values[Scalar]):
             return False
         found = [_is_same(a, b) for a, b in zip(self, others, strict=True)]
         if None in found and False not in found:
-            raise _unknown(self, f"equal to {show(others)}")
+            raise _unknown(self, f"equals {show(others)}")
         return False not in found
 
     def __ne__(self, other: object) -> bool:
@@ -1241,27 +1351,35 @@ class Sizes(Values[Scalar]):
     def __contains__(self, value: object) -> bool:
         found = [_is_same(a, value) for a in self]
         if None in found and True not in found:
-            raise _unknown(self, f"without or with {show(value)}")
+            raise _unknown(self, f"contains {show(value)}")
         return True in found
 
     def count(self, value: Any) -> int:
+        """Returns how many extents equal `value`; raises `ArgumentError` if the inputs decide
+        it."""
         found = [_is_same(a, value) for a in self]
         if None in found:
-            raise _unknown(self, f"without or with {show(value)}")
+            raise _unknown(self, f"contains {show(value)}")
         return found.count(True)
 
     def index(self, value: Any, start: SupportsIndex = 0, stop: SupportsIndex = maxsize) -> int:
+        """Returns the first position of `value` in the slice.
+
+        Raises:
+            ArgumentError: if the answer depends on sizes that are known only at run time.
+            ValueError: if no extent equals it.
+        """
         for k in range(len(self))[slice(start, stop)]:
             is_same = _is_same(self[k], value)
             if is_same is None:
-                raise _unknown(self, f"without or with {show(value)}")
+                raise _unknown(self, f"contains {show(value)}")
             if is_same:
                 return k
         raise ValueError(f"{value} is not in the list")
 
 
 def _is_same(size: Scalar, other: object) -> bool | None:
-    """Returns whether an extent is equal to a value, None where only a run knows it."""
+    """Returns whether an extent equals a value; None if the inputs decide it."""
     if size is other:
         return True
     value = other if isinstance(other, Scalar) else python_number(other)
@@ -1272,9 +1390,10 @@ def _is_same(size: Scalar, other: object) -> bool | None:
 
 
 def _unknown(sizes: Iterable[Scalar], what: str) -> ArgumentError:
+    """Returns the error of a comparison whose result depends on the sizes of the inputs."""
     return ArgumentError(
-        f"the shape {show(list(sizes))} is neither {what} nor not while a program is defined (at "
-        f"{user_line()}): the extents of inputs are known when it runs; give define_tensor "
-        "constant extents (fd.from_pytorch(x, static_sizes=True)), compare len(x.shape) or x.ndim, "
-        "or read single sizes in the program: where(x.shape[0] == n, a, b)"
+        f"cannot decide while the program is defined whether the shape {show(list(sizes))} {what} "
+        f"(at {user_line()}): the extents of inputs are known only when it runs. Pass constant "
+        "extents to define_tensor (fd.from_pytorch(x, static_sizes=True)), compare len(x.shape) or "
+        "x.ndim, or compare single sizes in the program: where(x.shape[0] == n, a, b)"
     )

@@ -1,4 +1,7 @@
-"""The active fusion: the only ambient state, set by `with FusionDefinition()`."""
+"""The active fusion, to which ops are added. `with FusionDefinition()` sets it.
+
+It is the only ambient state of the package.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +15,7 @@ from fuser.support.errors import DefinitionError
 
 
 def active_fusion() -> Fusion:
-    """Returns the fusion of the enclosing definition; raises `DefinitionError` outside one."""
+    """Returns the fusion of the enclosing definition. Raises `DefinitionError` outside of one."""
     fusion: Fusion | None = ACTIVE_FUSION.get()
     if fusion is None:
         raise DefinitionError(
@@ -22,10 +25,10 @@ def active_fusion() -> Fusion:
 
 
 class FusionGuard:
-    """Make a fusion the active one until the guard is closed or left.
+    """Makes a fusion the active one, until the guard is closed or its `with` block ends.
 
-    Also works without `with`, as nvFuser's guard does: active from construction to `close()`, or
-    until nothing names the guard any more.
+    It also works without `with`, as nvFuser's guard does: the fusion is active from construction
+    until `close()`, or until the guard is garbage-collected.
     """
 
     _token: Token[Fusion | None] | None = None
@@ -34,12 +37,13 @@ class FusionGuard:
         self._token = ACTIVE_FUSION.set(require("FusionGuard", "fusion", fusion, Fusion))
 
     def close(self) -> None:
+        """Restores the fusion that was active before. A second call does nothing."""
         if self._token is not None:
             ACTIVE_FUSION.reset(self._token)
             self._token = None
 
     def __del__(self) -> None:
-        # Collected in another thread, it has nothing to undo there.
+        # A guard that is collected in another thread has no active fusion to restore there.
         with suppress(ValueError):
             self.close()
 

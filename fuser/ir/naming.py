@@ -1,4 +1,4 @@
-"""Names of tensors and axes in messages: the user's words first, the spelling of the IR below."""
+"""Names of tensors and axes for error messages: first the user's words, then the IR's spelling."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from fuser.ir.fusion import TensorView
 
 
 def tensor_words(tv: TensorView) -> str:
-    """Returns `input 1 (T1_g_float)`, or `the result of linear (T3_l_float)`."""
+    """Returns the name of a tensor: `input 1 (T1_g_float)`, `the result of linear (T3_l_float)`."""
     position = next((i for i, v in enumerate(tv.fusion.inputs) if v is tv), None)
     if position is not None:
         return f"input {position} ({tv.label})"
@@ -18,10 +18,10 @@ def tensor_words(tv: TensorView) -> str:
 
 
 def axis_words(tv: TensorView, axis: IterDomain) -> str:
-    """Returns `axis 1 of input 1 (T1_g_float)`.
+    """Returns the name of an axis: `axis 1 of input 1 (T1_g_float)`.
 
-    A part of an axis that devices or steps have is `the part on mesh_x of axis 1 of ..`; a merged
-    axis is called by all axes that it comes from.
+    - An axis on a device or stream type: `the part on mesh_x of axis 1 of ..`.
+    - A merged axis: all axes that it merges, `axes 0 and 1 of ..`.
     """
     found = sorted(_positions(tv.domain, axis.number))
     if not found:
@@ -33,18 +33,20 @@ def axis_words(tv: TensorView, axis: IterDomain) -> str:
 
 
 def in_ir(*things: object) -> str:
-    """Returns the line below a message that has the spelling of the IR: of an axis and its tensor,
-    or of a tensor."""
+    """Returns a further line of a message: `in the IR: iS4{i0} of T1_g_float[..]`."""
     return f"\n  in the IR: {' of '.join(map(str, things))}"
 
 
 def in_words(text: str, tensors: Iterable[TensorView]) -> tuple[str, list[str]]:
-    """Returns a message that calls tensors by name, `input 0 (T0_g_float)` or `T3_g_float`, and the
-    IR's text of each that it names."""
-    # Tensors of a unit may have the text of the program's, which come first.
+    """Replaces the IR's text of tensors in a message by their names.
+
+    Returns the new message, with names such as `input 0 (T0_g_float)` or `T3_g_float`, and the IR's
+    text of each tensor that was replaced.
+    """
+    # Two tensors may print the same text; the first one in `tensors` is named.
     written = {str(tv): tv for tv in [*tensors][::-1]}
     rows: list[str] = []
-    # The text of one may begin that of another, which has a mesh.
+    # The longest text first: a tensor with a mesh prints the text of one without it, and more.
     for printed in sorted(written, key=len, reverse=True):
         if printed in text:
             tv = written[printed]
@@ -55,7 +57,10 @@ def in_words(text: str, tensors: Iterable[TensorView]) -> tuple[str, list[str]]:
 
 
 def _positions(domain: TensorDomain, number: int) -> set[int]:
-    """Returns the positions, reductions aside, of the logical axes that an axis comes from."""
+    """Returns the positions of the logical axes from which axis `number` is derived.
+
+    Positions count without reductions. The set is empty for an axis of no logical origin.
+    """
     logical = [a.number for a in domain.no_reductions]
     if number in logical:
         return {logical.index(number)}

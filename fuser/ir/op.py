@@ -1,7 +1,7 @@
-"""Op declarations: a node is declared once, and printing, copying and verification derive from it.
+r"""The declaration of ops. Printing, copying and verification of an op follow from its fields.
 
 An op class lists its fields in order with `operand()`, `operands()`, `result()`, `results()`,
-`attr()` and `region()`, and gives a text template whose placeholders are field names:
+`attr()` and `region()`. Its text template has the field names as placeholders:
 
     class SqueezeOp(Op):
         out: TensorView = result()
@@ -9,7 +9,7 @@ An op class lists its fields in order with `operand()`, `operands()`, `result()`
         flags: tuple[bool, ...] = attr()
         TEXT = "{out}\n   = squeeze( {inp}, flags = {flags} )"
 
-Nodes are compared by identity; `equal_ops` is structural.
+Two ops are equal only if they are the same object (comparison by identity).
 """
 
 from __future__ import annotations
@@ -34,13 +34,15 @@ Kind = Literal["operand", "operands", "result", "results", "attr", "region", "wh
 
 
 def operand(**options: Any) -> Any:
-    """Declares a value that the op reads (None is allowed for an optional one)."""
+    """Declares a value that the op reads; None stands for an absent optional operand."""
     return field(metadata={"kind": "operand"}, **options)
 
 
 def operands(*, in_rows: int = 0, **options: Any) -> Any:
-    """Declares a tuple of values that the op reads, which may be printed in rows of so many:
-    `{ {a, b} {c, d} }`."""
+    """Declares a tuple of values that the op reads.
+
+    With `in_rows=2` the values are printed in groups of two: `{ {a, b} {c, d} }`.
+    """
     return field(metadata={"kind": "operands", "in_rows": in_rows}, **options)
 
 
@@ -64,10 +66,10 @@ def attr(*, kw_only: bool = True, **default: Any) -> Any:
 
 
 def region(*, head: str = "", kw_only: Literal[True] = True, **options: Any) -> Any:
-    """Declares a nested tuple of ops.
+    """Declares a nested tuple of ops, such as the body of a loop.
 
-    They are printed one level deeper, after a line `head` if there is one; a region with a head is
-    left out when it is empty.
+    The ops are printed one level deeper, after the line `head` if there is one. An empty region
+    that has a head is not printed at all.
     """
     return field(metadata={"kind": "region", "head": head}, kw_only=kw_only, **options)
 
@@ -79,7 +81,7 @@ def region(*, head: str = "", kw_only: Literal[True] = True, **options: Any) -> 
     field_specifiers=(operand, operands, result, results, attr, region, field),
 )
 class Op:
-    """Base of all IR nodes. Subclasses become frozen dataclasses and are registered by name."""
+    """Base of all IR nodes. A subclass becomes a frozen dataclass and is registered by its name."""
 
     TEXT: ClassVar[str] = ""
     REGISTRY: ClassVar[dict[str, type[Op]]] = {}
@@ -108,14 +110,14 @@ class Op:
     @classmethod
     @functools.cache
     def rows(cls) -> Mapping[str, int]:
-        """Returns the fields that are printed in rows, and of how many values each is."""
+        """Returns the fields that are printed in groups, with the number of values per group."""
         fields = dataclasses.fields(cls)  # pyright: ignore[reportArgumentType]
         return {f.name: f.metadata["in_rows"] for f in fields if f.metadata.get("in_rows")}
 
     @classmethod
     @functools.cache
     def _kinds(cls) -> tuple[tuple[str, Kind], ...]:
-        """Returns (name, kind) of every field; operands and results are asked for very often."""
+        """Returns (name, kind) of every field; cached, because it is needed very often."""
         return tuple(
             (f.name, f.metadata["kind"])
             for f in dataclasses.fields(cls)  # pyright: ignore[reportArgumentType]
@@ -125,8 +127,8 @@ class Op:
     @classmethod
     @functools.cache
     def _value_names(cls, *kinds: Kind) -> tuple[tuple[str, bool], ...]:
-        """Returns the fields of these kinds (none: of all that hold values), and whether each is a
-        tuple of values."""
+        """Returns (name, is a tuple) of the fields of these kinds, by default of all value
+        fields."""
         wanted = kinds or ("operand", "operands", "result", "results")
         return tuple((name, kind.endswith("s")) for name, kind in cls._kinds() if kind in wanted)
 
@@ -140,24 +142,26 @@ class Op:
                 found.append(value)
         return tuple(found)
 
-    # Asked for again and again; not for every op, so not when it is made.
+    # Analyses read this often, but not of every op: it is computed at the first use.
     @remembered
     def inputs(self) -> tuple[Any, ...]:
-        """The values read, in declaration order (absent optional ones left out)."""
+        """The values that the op reads, in declaration order, without absent optional ones."""
         return self._values("operand", "operands")
 
     @remembered
     def outputs(self) -> tuple[Any, ...]:
+        """The values that the op defines or writes, in declaration order."""
         return self._values("result", "results")
 
     @property
     def regions(self) -> tuple[tuple[Op, ...], ...]:
+        """The nested tuples of ops, in declaration order; empty for most ops."""
         return tuple(getattr(self, name) for name, kind in self._kinds() if kind == "region")
 
     @classmethod
     @functools.cache
     def region_heads(cls) -> dict[str, str]:
-        """Returns the line before each region, by field."""
+        """Returns the line that is printed before each region, by field name."""
         return {
             f.name: f.metadata["head"]
             for f in dataclasses.fields(cls)  # pyright: ignore[reportArgumentType]
@@ -166,20 +170,24 @@ class Op:
 
     @property
     def scalars(self) -> tuple[Any, ...]:
-        """Values that the op reads inside of its attributes."""
+        """Scalars that the attributes of the op contain, beside its operands."""
         return ()
 
     @property
     def name(self) -> str:
-        """The name of the op in errors; classes with a `kind` attribute use it."""
+        """The name of the op in error messages: the `kind` attribute, else the class name."""
         return str(getattr(self, "kind", type(self).__name__))
 
     def replace(self, **changes: Any) -> Self:
+        """Returns a copy of the op in which these fields have other values."""
         return replace(self, **changes)
 
     def located(self, where: str) -> Self:
-        """Returns the op with this line where it, or what is in its regions, has results and no
-        line yet: ops that the compiler adds serve one that the user wrote."""
+        """Returns the op with this user line on every op that has results and no line yet.
+
+        Ops inside regions are included. A pass calls this for the ops that it adds, so that they
+        carry the line of the user's op that needs them.
+        """
         regions = {
             name: tuple(op.located(where) for op in getattr(self, name))
             for name in self.fields_of("region")
@@ -199,7 +207,7 @@ class Op:
         return replace(self, **changes)
 
     def with_values(self, inputs: Iterable[Any], outputs: Iterable[Any]) -> Self:
-        """Returns the op on other operands and results, in the order of `inputs` and `outputs`."""
+        """Returns the op with new operands and results, in the order of `inputs` and `outputs`."""
         sources = {"operand": iter(inputs), "result": iter(outputs)}
         changes: dict[str, Any] = {}
         for name, kind in self._kinds():
@@ -219,14 +227,18 @@ class Op:
         return numbered("output", self, self.outputs, index)
 
     def verify(self) -> None:
-        """Raises `VerifyError` when an invariant beyond field types fails."""
+        """Checks the invariants that field types do not express.
+
+        Raises:
+            VerifyError: if one does not hold. The default checks nothing.
+        """
 
     def __str__(self) -> str:
         return op_text(self)
 
 
 def walk(ops: Sequence[Op]) -> Iterator[Op]:
-    """Yields ops in program order, those of regions after the op that owns them."""
+    """Yields all ops in program order; the ops of a region follow the op that owns the region."""
     for op in ops:
         yield op
         for region in op.regions:
@@ -234,14 +246,13 @@ def walk(ops: Sequence[Op]) -> Iterator[Op]:
 
 
 # ---------------------------------------------------------------- text
-# One level of a region.
+# The indentation of one region level.
 INDENT = "  "
 _PLACEHOLDER = re.compile(r"\{([\w.]+)\}")
 
 
 def value_text(value: object) -> str:
-    """Returns the print form of a field value: tensors, scalars, tuples `{a, b}`, numbers,
-    names."""
+    """Returns the printed form of a field value; a tuple is printed as `{a, b}`."""
     if isinstance(value, tuple):
         return "{" + ", ".join(value_text(v) for v in value) + "}"  # pyright: ignore[reportUnknownVariableType, reportUnknownArgumentType]
     if isinstance(value, bool):
@@ -258,11 +269,13 @@ def value_text(value: object) -> str:
 
 
 def fill_template(op: Op, template: str) -> str:
-    """Replaces `{field}` and `{field.method}` placeholders by the op's values; regions are indented
-    on lines of their own."""
+    """Replaces the placeholders `{field}` and `{field.method}` of a template by their values.
+
+    The ops of a region are indented, each on a line of its own.
+    """
     heads, rows = op.region_heads(), op.rows()
 
-    def one(match: re.Match[str]) -> str:
+    def text_of(match: re.Match[str]) -> str:
         name, _, method = match[1].partition(".")
         value = getattr(op, name)
         if name in heads:
@@ -271,7 +284,7 @@ def fill_template(op: Op, template: str) -> str:
             return _rows_text(value, rows[name])
         return value_text(getattr(value, method)() if method else value)
 
-    return _PLACEHOLDER.sub(one, template)
+    return _PLACEHOLDER.sub(text_of, template)
 
 
 def _rows_text(values: Sequence[object], length: int) -> str:
@@ -286,6 +299,6 @@ def op_text(op: Op) -> str:
 
 
 def region_text(ops: Sequence[Op], head: str = "") -> str:
-    """Returns the ops of a region, each on a new line and indented, after the line `head`."""
+    """Returns the text of a region: the line `head`, then each op on a new indented line."""
     lines = [indent(op_text(op), INDENT) for op in ops]
     return "".join("\n" + line for line in ([head, *lines] if head and ops else lines))

@@ -1,7 +1,7 @@
-"""Origin: why a tensor lies on its mesh as it does, as data of a fusion and as lines of its text.
+"""Origins: why each tensor has its mesh and its sharding.
 
-A fusion keeps the origins of its tensors as facts about numbers, so that copies of the fusion, the
-host program and a text that was read back have them as well. They mean nothing to what runs.
+A fusion stores the origins of its tensors by tensor number. Copies of the fusion, the host program
+and a program that was read from text therefore keep them. They do not affect execution.
 
     T3 deviceIdx.x on axis 0 : user at mlp.py:9
     T7 deviceIdx.x on axis 1 : forward from T3 through linear at mlp.py:12
@@ -18,21 +18,21 @@ from fuser.ir.types import PTYPE_FROM_TEXT, ParallelType
 from fuser.support.text_cursor import Cursor
 
 How = Literal[
-    # Of a mesh or a cut: the user set it; it came from an operand, from a result, or from another
-    # result of one op; it is the fusion's only mesh.
+    # The source of a mesh or of a cut. user: the user set it. forward: an operand. backward: a
+    # result. beside: another result of the same op. only: it is the fusion's only mesh.
     "user",
     "forward",
     "backward",
     "beside",
     "only",
-    # Of a whole placement, where decomposition made an op that changes one: for an op's operand or
-    # result, for a copy that the user wrote, for a sum over devices, for an update of an input.
+    # Why decomposition changed a whole placement: for an op's operand or result, for a copy that
+    # the user wrote (set), for a sum over devices, for an update of an input.
     "operand",
     "result",
     "set",
     "sum",
     "update",
-    # Of a tensor that was made on the way: by a local op; as the parts of a sum.
+    # Intermediate tensors of a decomposition: the result of a local op; the partial sums.
     "local",
     "parts",
 ]
@@ -48,11 +48,13 @@ _ROW = re.compile(
 
 @dataclass(frozen=True)
 class Origin:
-    """Where the mesh of tensor number `tensor` (or its cut along `ptype`, or its placement as a
-    whole) comes from: tensor number `source`, through an op that the user wrote at `where`.
+    """The source of one fact about tensor `tensor`: its mesh, one cut, or its placement.
 
-    `axis` counts as torch does; None is an axis that is summed over. `result` is what the op
-    computes from the operand that the row is about.
+    - `source` is the number of the tensor from which the fact was derived, through the op `op`.
+    - `where` is the user's line of that op.
+    - `ptype` is the device or stream type of a cut; `axis` is its axis, counted as in torch, or
+      None for an axis that is summed over.
+    - `result` is the tensor that the op computes, where the row describes an operand of the op.
     """
 
     tensor: int
@@ -78,8 +80,8 @@ class Origin:
 
 
 def read_origin(cursor: Cursor) -> Origin:
-    """Reads one line. Raises `ParseError`."""
-    row = cursor.expect(_ROW, "where a tensor's sharding came from")
+    """Reads one line as `str` of an `Origin` writes it. Raises `ParseError`."""
+    row = cursor.expect(_ROW, "the origin of a tensor's sharding")
     if row["how"] not in _HOWS:
         raise cursor.fail(f"unknown origin {row['how']!r}: {', '.join(_HOWS)}", row.start("how"))
     ptype = row["ptype"]

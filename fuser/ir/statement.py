@@ -1,7 +1,7 @@
-"""Statement, Val and Expr: nvFuser's names for whatever a fusion consists of.
+"""Base classes of values and ops, under nvFuser's names: Statement, Val and Expr.
 
-Users ask `isinstance(x, fuser.Val)`; nothing in the compiler depends on these classes. Whether a
-definition is being written is asked here, too: values of all kinds do.
+Users test `isinstance(x, fuser.Val)`; nothing in the compiler depends on these classes. The module
+also holds the fusion that is being defined, because values of all kinds need it.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ class Val(Statement):
 
 
 class Expr(Statement):
-    """An op: `input(i)` and `output(i)` are what it reads and makes."""
+    """An op: `input(i)` returns an operand and `output(i)` a result."""
 
     __slots__ = ()
 
-    # What every registered class has.
+    # Every registered class has these two methods.
     if TYPE_CHECKING:
 
         def input(self, index: int) -> Any: ...
@@ -44,9 +44,10 @@ class Expr(Statement):
 
 
 class Values(list[T]):
-    """A list that users also call, since nvFuser's is a method: `fusion.inputs()`, `tv.shape()`.
+    """A list that can also be called, as in nvFuser: `fusion.inputs()`, `tv.shape()`.
 
-    `tv in fusion.outputs` looks for the tensor: `==` would be an op in a user's definition.
+    `tv in fusion.outputs` compares tensors by identity, because `==` would add an op to the
+    definition.
     """
 
     def __call__(self) -> Values[T]:
@@ -58,6 +59,7 @@ class Values(list[T]):
         return not isinstance(value, Val) and any(v == value for v in self)
 
     def index(self, value: Any, start: SupportsIndex = 0, stop: SupportsIndex = maxsize) -> int:
+        """Returns the position of a value; tensors are found by identity. Raises `ValueError`."""
         places = range(len(self))[slice(start, stop)]
         found = next((k for k in places if self[k] is value or self[k] == value), None)
         if found is None:
@@ -66,7 +68,11 @@ class Values(list[T]):
 
 
 def numbered(what: str, expr: object, values: Sequence[T], index: int) -> T:
-    """Returns value `index` of an op, counted from 0; raises `NoOperandError`, an `IndexError`."""
+    """Returns operand or result `index` of an op, counted from 0.
+
+    Raises:
+        NoOperandError: an `IndexError`, if the op has no such value. `what` is "input" or "output".
+    """
     if not 0 <= index < len(values):
         text = " ".join(str(expr).split())
         raise NoOperandError(f"{what}({index}) of {text}, which has {len(values)}")

@@ -1,4 +1,4 @@
-"""Enumerations of the IR, with the names and the print forms that nvFuser's users know."""
+"""Enumerations of the IR, with nvFuser's names and print forms."""
 
 from __future__ import annotations
 
@@ -8,25 +8,25 @@ from fuser.support.errors import ArgumentError
 
 
 class IrEnum(enum.Enum):
-    """An enumeration whose members are hashed as the single objects that they are, and print as
-    nvFuser's do."""
+    """An enumeration that is hashed by identity and prints as nvFuser's enumerations do."""
 
-    # Enum's own hash is a call in Python, for each look-up in a table.
+    # Enum's own hash is a Python function, which would slow down every table look-up.
     __hash__ = object.__hash__
 
     def __repr__(self) -> str:
         return f"<{type(self).__name__}.{self.name}: {self.value}>"
 
     def __int__(self) -> int:
-        """Returns the number of the member, where it has one."""
+        """Returns the number of the member. Raises `ArgumentError` if its value is a text."""
         if isinstance(self.value, int):
             return self.value
         raise ArgumentError(f"{self} has no number, only the text {self.value!r}")
 
 
 class IdMappingMode(IrEnum):
-    """Modes in which axes count as one (`fuser.idm`); each but the last maps all that those before
-    do.
+    """The relations of axes that `fuser.idm` offers, from narrow to wide.
+
+    Each mode but `loop` maps every pair of axes that the modes before it map.
     """
 
     exact = 0
@@ -37,8 +37,9 @@ class IdMappingMode(IrEnum):
 
 
 class ParallelType(IrEnum):
-    """Executors of an axis: devices, streams, blocks, threads, loops. Values follow nvFuser's
-    order, so `int(ptype.value)` is comparable.
+    """The hardware or loop that executes an axis: devices, streams, blocks, threads, serial loops.
+
+    Values follow nvFuser's order, so `int(ptype.value)` is comparable.
     """
 
     mesh_x = 0
@@ -58,7 +59,7 @@ class ParallelType(IrEnum):
     group = 14
     tma = 15
     serial = 16
-    # Parts of a merged stream axis, inside of `stream`; only the compiler makes them.
+    # The inner axes of a stream axis that merges several axes; only the compiler uses them.
     stream_y = 17
     stream_z = 18
 
@@ -73,7 +74,7 @@ class ParallelType(IrEnum):
 
     @property
     def is_stream(self) -> bool:
-        """Whether the axis counts the steps of a loop over streams, or some of them."""
+        """Whether the axis counts the steps of a stream loop, alone or together with other axes."""
         return self in STREAM_TYPES
 
     @property
@@ -116,7 +117,7 @@ PTYPE_FROM_TEXT = {
 }
 
 DEVICE_TYPES = (ParallelType.mesh_x, ParallelType.mesh_y, ParallelType.mesh_z)
-# The parts of a step's number, outermost first; of most stream axes there is one.
+# The axes that together count the steps of a stream loop, outermost first; most loops have one.
 STREAM_TYPES = (ParallelType.stream, ParallelType.stream_y, ParallelType.stream_z)
 GRID_TYPES = (ParallelType.grid_x, ParallelType.grid_y, ParallelType.grid_z)
 BLOCK_TYPES = (ParallelType.block_x, ParallelType.block_y, ParallelType.block_z)

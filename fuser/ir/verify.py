@@ -9,11 +9,16 @@ from fuser.support.errors import VerifyError
 
 
 def verify_fusion(fusion: Fusion, *, after: str = "definition") -> None:
-    """Raises `VerifyError` naming the pass, the op and the broken invariant.
+    """Checks the invariants of a fusion after the pass named `after`.
 
-    Checked: single definition; definition before use; inputs undefined, outputs defined or inputs;
-    contiguity parallel to allocation with None exactly at broadcasts and reductions; loop and
-    allocation derived from logical; at most one axis per device or stream type.
+    - Every tensor has one definition, before its first use.
+    - Inputs have no definition; each output has one or is an input.
+    - Contiguity has one entry per allocation axis, None exactly for broadcasts and reductions.
+    - Loop and allocation axes are derived from the logical axes.
+    - A tensor has at most one axis per device or stream type.
+
+    Raises:
+        VerifyError: naming the pass, the op and the broken invariant.
     """
     known = {v for v in fusion.inputs if isinstance(v, TensorView)}
     for op in fusion.exprs:
@@ -32,11 +37,12 @@ def verify_fusion(fusion: Fusion, *, after: str = "definition") -> None:
             raise VerifyError(f"after {after}: output {out} has no definition")
     for value in fusion.inputs:
         if isinstance(value, Scalar) and not isinstance(value, Symbol):
-            raise VerifyError(f"after {after}: the input {value} is no symbol")
+            raise VerifyError(f"after {after}: the scalar input {value} is not a symbol")
     for alias in fusion.aliases:
         if alias.out not in fusion.outputs or alias.into not in fusion.inputs:
             raise VerifyError(
-                f"after {after}: {alias.out} -> {alias.into} is no output written into an input"
+                f"after {after}: the update {alias.out} -> {alias.into} must write an output of "
+                "the fusion into an input of the fusion"
             )
     for tv in fusion.tensors():
         problem = tv.domain.problem

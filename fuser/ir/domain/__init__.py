@@ -1,4 +1,4 @@
-"""Iteration domains: the axes of a tensor and how they derive from one another.
+"""Iteration domains: the axes of a tensor and the transforms that derive them from one another.
 
 Question: how do the axes of a tensor relate?
 Imports: `fuser.support`, `fuser.ir.scalar`, and types of `fuser.ir`.
@@ -6,7 +6,7 @@ Files, in reading order:
 
 - `device_mesh`: a mesh of devices, and the text of sets of ranks.
 - `tensor_domain`: axes, and root, logical, allocation and loop domains.
-- `axis_path`: a quantity taken along the transforms between two domains.
+- `axis_path`: follows a quantity (index, size, stride) along the transforms between two domains.
 - `equal_extents`: which extents of a fusion are equal.
 - `strided_layout`: strides of views, computed without a torch tensor.
 """

@@ -1,11 +1,11 @@
-"""The engine over domains: what transforms do to a quantity of axes, from some axes to others.
+"""Computes a quantity of derived axes from that of their sources, or the other way round.
 
-    steps = path(domain, domain.loop, domain.logical)         splits and merges, to be undone
-    found = replay(steps, {number: value, ...}, rules)        the value of every axis on the way
+    steps = path(domain, domain.loop, domain.logical)         undoes splits and merges
+    values = replay(steps, {number: value, ...}, rules)       the value of every axis on the path
 
-`Rules` say, per kind of transform and direction, what becomes of one quantity: sizes, indices,
-strides (here), cuts, new axes, views of a torch tensor (by those who need them). Nothing else
-decodes transforms.
+`Rules` define, per kind of transform and direction, how one quantity changes. This module has the
+rules of indices, sizes and strides; rules of shardings, new axes or torch views are defined by
+their users. Transforms are interpreted only through such rules.
 """
 
 from __future__ import annotations
@@ -33,17 +33,19 @@ V = TypeVar("V")
 
 
 class PathStep(NamedTuple):
-    """One transform, taken from inputs to outputs or back."""
+    """One transform of a path, applied forward (inputs to outputs) or backward."""
 
     transform: Transform
     is_forward: bool
 
 
 def forward(transforms: Iterable[Transform]) -> tuple[PathStep, ...]:
+    """Returns the steps that apply these transforms in order."""
     return tuple(PathStep(t, True) for t in transforms)
 
 
 def backward(transforms: Sequence[Transform]) -> tuple[PathStep, ...]:
+    """Returns the steps that undo these transforms, the last one first."""
     return tuple(PathStep(t, False) for t in reversed(transforms))
 
 
@@ -55,8 +57,10 @@ def transforms_between(
 
 
 def _producers(domain: TensorDomain, wanted: set[int], stop: set[int]) -> list[Transform]:
-    """Returns the transforms that make the `wanted` axes, and what these are made of, from `stop`
-    on; adds the axes on the way to `wanted`."""
+    """Returns the transforms that derive the `wanted` axes from the `stop` axes, in order.
+
+    Adds the axes between the two to `wanted`.
+    """
     wanted -= stop
     picked: list[Transform] = []
     for t in reversed(domain.transforms):
@@ -69,10 +73,10 @@ def _producers(domain: TensorDomain, wanted: set[int], stop: set[int]) -> list[T
 def path(
     domain: TensorDomain, sources: Iterable[IterDomain], targets: Iterable[IterDomain]
 ) -> tuple[PathStep, ...]:
-    """Returns the steps from `sources` to `targets`: first back, then ahead.
+    """Returns the steps from `sources` to `targets`: backward steps first, then forward steps.
 
-    A target that the sources come from, or that comes from one of them, is reached straight; any
-    other one only where the sources determine it (memory axes -> logical axes -> loop axes).
+    A target that is an ancestor or a descendant of a source is always reached. Any other target is
+    reached only if the sources determine it (memory axes -> logical axes -> loop axes).
     """
     start = {a.number for a in sources}
     goal = {a.number for a in targets} - start
@@ -101,46 +105,57 @@ def path(
 
 # ------------------------------------------------------------------ rules
 class Rules(Generic[V]):
-    """What transforms do to one quantity. A rule returns None where nothing is known.
+    """The rules of one quantity: how each kind of transform changes it, forward and backward.
 
-    `needs_all`: a step is taken when all its sources have a value; else when one has, and the
-    other one of a merge, a shift or of their undoing is None (hence `Any` there: V or None).
+    A method returns None if the value cannot be determined; the default methods always do. With
+    `needs_all`, a step is applied only if all its sources have values. Otherwise one value is
+    enough, and a missing second value of a merge or a shift (or of undoing one) is passed as None.
     """
 
     needs_all = True
 
     def split(self, t: SplitTransform, inp: V) -> tuple[V | None, V | None]:
+        """Returns the values of (outer, inner)."""
         return None, None
 
     def merge(self, t: MergeTransform, outer: Any, inner: Any) -> V | None:
+        """Returns the value of the merged axis."""
         return None
 
     def resize(self, t: Resize, inp: V) -> V | None:
+        """Returns the value of the resized axis."""
         return None
 
     def swizzle(self, t: Swizzle1D, inp: V) -> V | None:
+        """Returns the value of the rotated axis."""
         return None
 
     def shift(self, t: Shift, rows: Any, inp: Any) -> tuple[V | None, V | None]:
+        """Returns the values of (same rows, shifted axis)."""
         return None, None
 
     def unsplit(self, t: SplitTransform, outer: Any, inner: Any) -> V | None:
+        """Returns the value of the axis that was split."""
         return None
 
     def unmerge(self, t: MergeTransform, out: V) -> tuple[V | None, V | None]:
+        """Returns the values of (outer, inner), the axes that were merged."""
         return None, None
 
     def unresize(self, t: Resize, out: V) -> V | None:
+        """Returns the value of the axis that was resized."""
         return None
 
     def unswizzle(self, t: Swizzle1D, out: V) -> V | None:
+        """Returns the value of the axis that was rotated."""
         return None
 
     def unshift(self, t: Shift, same: Any, out: Any) -> tuple[V | None, V | None]:
+        """Returns the values of (rows, axis that was shifted)."""
         return None, None
 
     def apply(self, step: PathStep, values: Sequence[Any]) -> Sequence[V | None]:
-        """Returns the values of the step's targets, given those of its sources."""
+        """Returns the values of the step's targets, computed from those of its sources."""
         t = step.transform
         if step.is_forward:
             match t:
@@ -168,9 +183,9 @@ class Rules(Generic[V]):
 
 
 def replay(steps: Iterable[PathStep], known: Mapping[int, V], rules: Rules[V]) -> dict[int, V]:
-    """Returns the known values by axis number, and those that the rules give along the steps.
+    """Returns the known values by axis number, with those that the rules compute along the steps.
 
-    A value that is there stays. The order is that in which values were found.
+    A known value is never replaced. The result is ordered by the steps.
     """
     found = dict(known)
     enough = all if rules.needs_all else any
@@ -188,7 +203,10 @@ def replay(steps: Iterable[PathStep], known: Mapping[int, V], rules: Rules[V]) -
 
 # ------------------------------------------------------------------ indices
 class IndexRules(Rules[Scalar]):
-    """Indices; `coordinate` gives this device's mesh coordinate, for rotations."""
+    """Rules for indices: the index of a derived axis from those of its sources, and back.
+
+    `coordinate` returns this device's coordinate along a device type; only rotations need it.
+    """
 
     def __init__(
         self, domain: TensorDomain, coordinate: Callable[[ParallelType], Scalar] | None = None
@@ -199,7 +217,7 @@ class IndexRules(Rules[Scalar]):
     def _apart(self, inner: int, index: Scalar) -> tuple[Scalar, Scalar]:
         size = self._axes[inner].size
         if sc.int_value(size) == 0:
-            # Of no elements: no index comes, and each of them is as good.
+            # The axis is empty, so no index exists; any result is correct.
             return sc.ZERO, index
         return sc.floordiv(index, size), sc.mod(index, size)
 
@@ -211,49 +229,65 @@ class IndexRules(Rules[Scalar]):
         return self._coordinate(ptype)
 
     def split(self, t: SplitTransform, inp: Scalar) -> tuple[Scalar, Scalar]:
+        """Returns (index / inner size, index % inner size)."""
         return self._apart(t.inner, inp)
 
     def unmerge(self, t: MergeTransform, out: Scalar) -> tuple[Scalar, Scalar]:
+        """Returns (index / inner size, index % inner size); a broadcast axis in a loop has index
+        0."""
         if self._only_concrete(t):
             is_inner = self._axes[t.outer].is_broadcast
             return (sc.ZERO, out) if is_inner else (out, sc.ZERO)
         return self._apart(t.inner, out)
 
     def merge(self, t: MergeTransform, outer: Scalar, inner: Scalar) -> Scalar:
+        """Returns outer index * inner size + inner index; a broadcast axis in a loop is ignored."""
         if self._only_concrete(t):
             return inner if self._axes[t.outer].is_broadcast else outer
         return self._together(t.inner, outer, inner)
 
     def _only_concrete(self, t: MergeTransform) -> bool:
-        """Whether a loop over a broadcast and a concrete axis runs over the concrete one alone."""
+        """Returns whether a merged loop of a broadcast and a concrete axis iterates only the
+        concrete one."""
         outer, inner, out = (self._axes[n] for n in (t.outer, t.inner, t.out))
         return outer.is_broadcast != inner.is_broadcast and not out.rfactor
 
     def unsplit(self, t: SplitTransform, outer: Scalar, inner: Scalar) -> Scalar:
+        """Returns outer index * inner size + inner index."""
         return self._together(t.inner, outer, inner)
 
     def resize(self, t: Resize, inp: Scalar) -> Scalar:
+        """Returns the index plus the elements that were added on the left."""
         return sc.add(inp, t.left)
 
     def unresize(self, t: Resize, out: Scalar) -> Scalar:
+        """Returns the index minus the elements that were added on the left."""
         return sc.sub(out, t.left)
 
     def swizzle(self, t: Swizzle1D, inp: Scalar) -> Scalar:
+        """Returns (index - coordinate) % size."""
         size = self._axes[t.inp].size
         return sc.mod(sc.sub(sc.add(inp, size), self._coordinate_along(t.ptype)), size)
 
     def unswizzle(self, t: Swizzle1D, out: Scalar) -> Scalar:
+        """Returns (index + coordinate) % size."""
         return sc.mod(sc.add(out, self._coordinate_along(t.ptype)), self._axes[t.inp].size)
 
     def _begin(self, t: Shift, row: Scalar) -> Scalar:
-        """Returns by how much a row is shifted, so written that its own begin cancels."""
+        """Returns the shift of a row: (row * size) % width.
+
+        It is written as a difference, so that the start address of the row cancels in index
+        arithmetic.
+        """
         begin = sc.mul(row, self._axes[t.inp].size)
         return sc.sub(begin, sc.mul(t.width, sc.floordiv(begin, t.width)))
 
     def shift(self, t: Shift, rows: Scalar, inp: Scalar) -> tuple[Scalar, Scalar]:
+        """Returns the row index, and the index plus the shift of the row."""
         return rows, sc.add(inp, self._begin(t, rows))
 
     def unshift(self, t: Shift, same: Scalar, out: Scalar) -> tuple[Scalar, Scalar]:
+        """Returns the row index, and the index minus the shift of the row."""
         return same, sc.sub(out, self._begin(t, same))
 
 
@@ -264,9 +298,9 @@ def indices_forward(
     *,
     coordinate: Callable[[ParallelType], Scalar] | None = None,
 ) -> dict[int, Scalar]:
-    """Pushes indices (axis number -> index) along the transforms (default: all of the domain).
+    """Returns the indices (axis number -> index) of all axes that these indices determine, forward.
 
-    A transform whose inputs are not all known is skipped.
+    `transforms` defaults to all of the domain. A transform without all input indices is skipped.
     """
     steps = forward(domain.transforms if transforms is None else transforms)
     return replay(steps, indices, IndexRules(domain, coordinate))
@@ -279,67 +313,82 @@ def indices_backward(
     *,
     coordinate: Callable[[ParallelType], Scalar] | None = None,
 ) -> dict[int, Scalar]:
-    """Pulls indices from outputs to inputs of the transforms (loop -> logical -> root)."""
+    """Returns the indices of transform inputs from those of outputs (loop -> logical -> root)."""
     steps = backward(domain.transforms if transforms is None else transforms)
     return replay(steps, indices, IndexRules(domain, coordinate))
 
 
 # ------------------------------------------------------------------ sizes and strides
 class SizeRules(Rules[Scalar]):
-    """Sizes of derived axes from those that they are derived from; `rewrite` acts on scalars."""
+    """Rules for sizes of derived axes (forward only); `rewrite` is applied to factors and
+    widths."""
 
     def __init__(self, rewrite: Callable[[Scalar], Scalar] = lambda x: x) -> None:
         self._rewrite = rewrite
 
     def split(self, t: SplitTransform, inp: Scalar) -> tuple[Scalar, Scalar]:
+        """Returns the sizes of (outer, inner): the factor, and the size divided by it, rounded
+        up."""
         factor = self._rewrite(t.factor)
         rest = sc.ceildiv(inp, factor)
         return (rest, factor) if t.inner_split else (factor, rest)
 
     def merge(self, t: MergeTransform, outer: Scalar, inner: Scalar) -> Scalar:
+        """Returns the product of the two sizes."""
         return sc.mul(outer, inner)
 
     def resize(self, t: Resize, inp: Scalar) -> Scalar:
+        """Returns the size plus both added widths, which may be negative."""
         return sc.add(sc.add(inp, self._rewrite(t.left)), self._rewrite(t.right))
 
     def swizzle(self, t: Swizzle1D, inp: Scalar) -> Scalar:
+        """Returns the size, which a rotation keeps."""
         return inp
 
     def shift(self, t: Shift, rows: Scalar, inp: Scalar) -> tuple[Scalar, Scalar]:
+        """Returns the number of rows, and the extended size (see `Shift`)."""
         return rows, shifted_extent(inp, self._rewrite(t.width))
 
 
 class StrideRules(Rules[Scalar]):
-    """Strides of derived axes; `size` gives an axis's size. None: not one stride, or a rotation."""
+    """Rules for strides of derived axes (forward only); `size` returns the size of an axis by
+    number.
+
+    The result is None if the derived axis has no single stride, as after a rotation.
+    """
 
     def __init__(self, size: Callable[[int], Scalar]) -> None:
         self._size = size
 
     def split(self, t: SplitTransform, inp: Scalar) -> tuple[Scalar, Scalar]:
+        """Returns (stride * inner size, stride)."""
         return sc.mul(inp, self._size(t.inner)), inp
 
     def merge(self, t: MergeTransform, outer: Scalar, inner: Scalar) -> Scalar | None:
+        """Returns the stride of a merged axis, or None if the two axes are not adjacent in
+        memory."""
         if self._size(t.inner) == sc.ONE:
             return outer
         is_one = self._size(t.outer) == sc.ONE
         return inner if is_one or outer == sc.mul(inner, self._size(t.inner)) else None
 
     def resize(self, t: Resize, inp: Scalar) -> Scalar:
+        """Returns the stride, which a resize keeps."""
         return inp
 
 
 def is_divisible(domain: TensorDomain, split: SplitTransform) -> bool:
-    """Whether the factor provably divides the size of the split axis."""
+    """Returns whether the factor provably divides the size of the split axis."""
     return sc.int_value(sc.mod(domain.axes[split.inp].size, split.factor)) == 0
 
 
 def partial_splits(domain: TensorDomain, transforms: Iterable[Transform]) -> list[SplitTransform]:
-    """Returns the splits whose parts may run past the end of the split axis."""
+    """Returns the splits whose parts may extend past the end of the split axis."""
     return [t for t in transforms if isinstance(t, SplitTransform) and not is_divisible(domain, t)]
 
 
 def with_exact_splits(domain: TensorDomain) -> TensorDomain:
-    """Returns the domain whose split factors are the sizes of the axes that the splits made."""
+    """Returns the domain with each split factor replaced by the size of the axis that has it."""
 
     def exact(t: Transform) -> Transform:
         if not isinstance(t, SplitTransform):

@@ -1,7 +1,7 @@
-"""DeviceMesh: an n-dimensional array of ranks. mesh_x is the *last* mesh dimension.
+"""DeviceMesh: an n-dimensional array of ranks. `mesh_x` is the *last* mesh dimension.
 
-Its text spells every rank of a small mesh, and ranges of a large one, which may have steps, gaps
-and dimensions:
+The text of a small mesh lists every rank. That of a large one uses ranges, with steps, gaps and
+dimensions:
 
     DeviceMesh{{0 1}{2 3}}   DeviceMesh{0..1023}   DeviceMesh{0..6 8..63}   DeviceMesh{0..56 by 8}
     DeviceMesh{{0..7}..{1016..1023}}   DeviceMesh{{0..896 by 128}..{127..1023 by 128} by 1}
@@ -24,13 +24,13 @@ from fuser.support.text_cursor import Cursor
 
 # Meshes of at most this many devices print every rank, as nvFuser's do.
 SPELLED_OUT = 16
-# More than any job has; a text cannot ask for more.
+# A limit for ranges in texts, above the size of any job, so that a text cannot exhaust memory.
 MAX_DEVICES = 1 << 20
 # A rank is an int of MPI.
 _MAX_RANK = 2**31 - 1
 _MAX_DIMENSIONS = 3
 
-# The meshes and teams that texts name, which do so at every tensor.
+# Meshes and teams by their text: a program's text repeats them at every tensor.
 _read: Recent[str, DeviceMesh] = Recent(64)
 _BRACES = re.compile(r"[{}]")
 
@@ -42,7 +42,7 @@ def _flatten(nested: object, depth: int = 0) -> tuple[list[int], tuple[int, ...]
     if python_number(nested) is not None:
         return [take_integer(nested)], ()
     if depth > _MAX_DIMENSIONS:
-        raise Mismatch("1 to 3 dimensions, got lists nested deeper", kind=ShardingError)
+        raise Mismatch("expected 1 to 3 dimensions, got deeper nested lists", kind=ShardingError)
     listed = list_items(nested, "(nested) lists of ranks", longest=MAX_DEVICES)
     if listed and all(type(rank) is int for rank in listed):
         return cast("list[int]", listed), (len(listed),)
@@ -56,11 +56,14 @@ def _flatten(nested: object, depth: int = 0) -> tuple[list[int], tuple[int, ...]
 
 
 class DeviceMesh:
-    """Ranks arranged in 1 to 3 dimensions.
+    """Ranks arranged in an array of 1 to 3 dimensions.
 
-    `devices`: an integer torch tensor of any rank, or nested sequences of ints (a flat one is 1-D).
-    Raises `ArgumentError` for a number, which may be meant as how many; `ShardingError` for
-    duplicates, negative ids or more than 3 dimensions.
+    `devices` is an integer torch tensor, or nested sequences of ints; a flat list is
+    one-dimensional.
+
+    Raises:
+        ArgumentError: for a single number, which could mean a rank or a count of ranks.
+        ShardingError: for duplicates, negative ranks, ragged lists or more than 3 dimensions.
     """
 
     @_checked_init
@@ -68,15 +71,15 @@ class DeviceMesh:
         if isinstance(devices, int):
             n = show(devices)
             raise ArgumentError(
-                f"DeviceMesh: expected a list of ranks, got {n}: range({n}) are that many, "
-                f"[{n}] is that rank alone"
+                f"DeviceMesh: expected a list of ranks, got {n}: pass range({n}) for {n} ranks, or "
+                f"[{n}] for rank {n} alone"
             )
         try:
             ids, shape = _flatten(devices)
         except Mismatch as error:
             raise error.kind(f"DeviceMesh: {error.text}") from None
         if len(shape) > _MAX_DIMENSIONS:
-            raise ShardingError(f"DeviceMesh: 1 to 3 dimensions, got shape {shape}")
+            raise ShardingError(f"DeviceMesh: expected 1 to 3 dimensions, got shape {shape}")
         if len(set(ids)) != len(ids):
             raise ShardingError(f"DeviceMesh {show(ids)} contains duplicates")
         if any(i < 0 for i in ids):
@@ -91,39 +94,46 @@ class DeviceMesh:
 
     @property
     def size(self) -> int:
-        """Number of devices."""
+        """The number of devices."""
         return len(self.devices)
 
     @property
     def ndim(self) -> int:
+        """The number of mesh dimensions, 1 to 3."""
         return len(self.shape)
 
     @checked
     def dim_of(self, ptype: ParallelType) -> int | None:
-        """Returns the mesh dimension of a device type (mesh_x: the last), None if there is none."""
+        """Returns the mesh dimension of a device type (mesh_x: the last), None if the mesh lacks
+        it."""
         if not ptype.is_device:
-            raise ShardingError(f"{self} has no dimension {ptype.text}, which is no device type")
+            raise ShardingError(
+                f"{self} has no dimension {ptype.text}: expected a device type, such as mesh_x"
+            )
         dim = self.ndim - 1 - DEVICE_TYPES.index(ptype)
         return dim if dim >= 0 else None
 
     @checked
     def size_of(self, ptype: ParallelType) -> int:
-        """Returns how many devices lie along `ptype` (1 when the mesh has no such dimension)."""
+        """Returns the number of devices along `ptype`; 1 if the mesh lacks that dimension."""
         dim = self.dim_of(ptype)
         return 1 if dim is None else self.shape[dim]
 
     @checked
     def has(self, rank: int) -> bool:
+        """Returns whether `rank` belongs to the mesh."""
         return rank in self._place
 
     @checked
     def coordinate(self, rank: int, ptype: ParallelType) -> int:
-        """Returns the position of `rank` along `ptype`; 0 without that dimension or that rank."""
+        """Returns the position of `rank` along `ptype`; 0 if the mesh lacks that dimension or
+        rank."""
         dim = self.dim_of(ptype)
         return 0 if dim is None else self._coordinates(rank)[dim]
 
     def _coordinates(self, rank: int) -> list[int]:
-        """Returns the position of `rank` along each dimension; 0 for a rank that is not here."""
+        """Returns the position of `rank` along each dimension; all 0 for a rank outside of the
+        mesh."""
         at = self._place.get(rank, 0)
         return [at // math.prod(self.shape[d + 1 :]) % n for d, n in enumerate(self.shape)]
 
@@ -176,7 +186,7 @@ class DeviceMesh:
 
     @cached_property
     def ranks_text(self) -> str:
-        """The ranks without the outermost braces: `0 1`, `{0 1}{2 3}`, `0..1023`."""
+        """The ranks as printed, without the outermost braces: `0 1`, `{0 1}{2 3}`, `0..1023`."""
         return _items_text(self.devices, self.shape, is_short=self.size > SPELLED_OUT)
 
     def __repr__(self) -> str:
@@ -185,7 +195,8 @@ class DeviceMesh:
 
 # ------------------------------------------------------------------ text
 def _items_text(ids: Sequence[int], shape: tuple[int, ...], *, is_short: bool) -> str:
-    """Returns the items of one dimension, as ranges where there are three or more in a row."""
+    """Returns the items of one dimension; `is_short` prints ranges for three or more equal
+    steps."""
     count = len(ids) // shape[0] if shape[0] else 0
 
     def text(at: int) -> str:
@@ -208,8 +219,10 @@ def _items_text(ids: Sequence[int], shape: tuple[int, ...], *, is_short: bool) -
 
 
 def _run(ids: Sequence[int], count: int, at: int) -> tuple[int, int]:
-    """Returns how many blocks of `count` ids from the block `at` on follow each other by a step,
-    and that step."""
+    """Returns (number, step): how many blocks from `at` on follow each other by one step.
+
+    A block has `count` consecutive ids; each id exceeds that of the block before by the step.
+    """
     if (at + 1) * count >= len(ids):
         return 1, 0
     step = ids[(at + 1) * count] - ids[at * count]
@@ -225,20 +238,20 @@ def _run(ids: Sequence[int], count: int, at: int) -> tuple[int, int]:
 
 
 def ranks_of(meshes: Iterable[DeviceMesh]) -> tuple[int, ...]:
-    """Returns the ranks that meshes name, in ascending order, each once."""
+    """Returns the ranks of all meshes, each once, in ascending order."""
     ranks = {mesh.ranks for mesh in set(meshes)}
     return ranks.pop() if len(ranks) == 1 else tuple(sorted(set[int]().union(*ranks)))
 
 
 def read_mesh(cursor: Cursor) -> DeviceMesh:
-    """Reads what a mesh prints. Raises `ParseError`."""
+    """Reads a mesh as it is printed. Raises `ParseError`."""
     cursor.skip()
     start, depth = cursor.pos, 0
     for brace in _BRACES.finditer(cursor.text, start, cursor.end):
         depth += 1 if brace.group() == "{" else -1
         if depth <= 0:
-            if (known := _known(cursor, brace.end())) is not None:
-                return known
+            if (cached := _known(cursor, brace.end())) is not None:
+                return cached
             break
     cursor.take("DeviceMesh")
     cursor.take("{")
@@ -246,7 +259,8 @@ def read_mesh(cursor: Cursor) -> DeviceMesh:
 
 
 def read_ranks(cursor: Cursor) -> DeviceMesh:
-    """Reads `(0 1 2)` or `(0..1023)`, the team of a one-dimensional mesh. Raises `ParseError`."""
+    """Reads a one-dimensional team as it is printed: `(0 1 2)` or `(0..1023)`. Raises
+    `ParseError`."""
     cursor.skip()
     start, end = cursor.pos, cursor.text.find(")", cursor.pos, cursor.end) + 1
     if (known := _known(cursor, end)) is not None:
@@ -268,7 +282,7 @@ def _made(cursor: Cursor, start: int, items: list[object]) -> DeviceMesh:
 
 
 def _known(cursor: Cursor, end: int) -> DeviceMesh | None:
-    """Returns the mesh of a text that was read before, and go on at `end`; None for a new one."""
+    """Returns the mesh of a text that was read before and moves the cursor to `end`; else None."""
     known = _read.recall(cursor.text[cursor.pos : end])
     if known is not None:
         cursor.pos = end
@@ -293,7 +307,7 @@ def _read_item(c: Cursor, depth: int) -> object:
 
 
 def _after(c: Cursor, first: object, last: object, step: int | None, at: int) -> list[object]:
-    """Returns what follows `first` in the range `first..last by step`."""
+    """Returns the items of the range `first..last by step`, without `first`."""
     try:
         (ids, shape), (ends, other) = _flatten(first), _flatten(last)
     except FuserError as error:
@@ -301,9 +315,11 @@ def _after(c: Cursor, first: object, last: object, step: int | None, at: int) ->
     step = len(ids) if step is None else step
     count, rest = divmod(ends[0] - ids[0], step) if ids and ends and step > 0 else (0, 1)
     if shape != other or rest or count < 1 or [i + count * step for i in ids] != ends:
-        raise c.fail(f"no range: its ends are not whole steps of {step} apart", at)
+        raise c.fail(
+            f"not a range: the distance of its ends is not a multiple of the step {step}", at
+        )
     if count * len(ids) > MAX_DEVICES:
-        raise c.fail(f"a range of more than {MAX_DEVICES} ranks", at)
+        raise c.fail(f"a range may have at most {MAX_DEVICES} ranks", at)
     return [_shifted(first, k * step) for k in range(1, count + 1)]
 
 
@@ -314,7 +330,7 @@ def _shifted(item: object, by: int) -> object:
 
 
 def ranks_text(ranks: Sequence[int]) -> str:
-    """Returns `rank 3`, `ranks 0 1`, `ranks 0..1023`."""
+    """Returns ranks as a phrase: `rank 3`, `ranks 0 1`, `ranks 0..1023`."""
     if len(ranks) == 1:
         return f"rank {ranks[0]}"
     return f"ranks {DeviceMesh(list(map(int, ranks))).ranks_text}"

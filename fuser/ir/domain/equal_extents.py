@@ -1,10 +1,11 @@
-"""Equal extents: which sizes of a fusion are one size, and how each is written.
+"""Equality classes of extents: which sizes of a fusion are equal, and which one represents a class.
 
-Ops that join axes say that two extents are equal. Where one of them is a symbol, it is written as
-the other from then on (a constant before a symbol, a lower symbol before a higher one). What no
-symbol expresses, `2*i0 = 3*i1` or `i0 = min(4, i0)`, is kept as it was said: the left side is
-written as the right side wherever it is a whole extent. Either way it is a condition on the inputs,
-which `fuser.ir.binding` checks.
+Ops that join axes require equal extents. The representative of a class is a constant, else the
+symbol with the lowest number; every other symbol of the class is replaced by it.
+
+Some equalities cannot replace a symbol: `2*i0 = 3*i1`, `i0 = min(4, i0)`. They are kept as stated,
+and an extent that equals the left side as a whole is replaced by the right side. Every equality is
+also a condition on the inputs, which `fuser.ir.binding` checks.
 """
 
 from __future__ import annotations
@@ -18,32 +19,33 @@ Relation = tuple[Scalar, Scalar]
 
 
 class ExtentClasses:
-    """The equalities of one fusion."""
+    """The equalities between the extents of one fusion."""
 
     def __init__(self) -> None:
-        # Symbol -> how it is written; no value contains a key once `_substituted`.
+        # Symbol -> its replacement. After `_substituted`, no replacement contains a key.
         self._classes: dict[Symbol, Scalar] = {}
         # Other equalities (x, representative), in the order in which they were stated.
         self._whole: dict[Relation, None] = {}
-        # Why: what joined a symbol to its class, or stated a relation.
+        # The op that added a symbol to its class, or that stated a relation.
         self._reasons: dict[Scalar | Relation, str] = {}
         self._answers: dict[Scalar, Scalar] = {}
         self._rules: dict[Scalar, Scalar] = {}
         self._relations: tuple[Relation, ...] | None = None
-        # What analyses proved with these equalities, each under a key of its own.
+        # Cached results of analyses that use these equalities, each under its own key.
         self.proved: dict[Hashable, bool] = {}
-        # Whether a copy reads the same dictionaries: then they are not changed in place.
+        # Whether a copy shares the dictionaries; they are then copied before a change.
         self._is_shared = False
 
     def copy(self) -> ExtentClasses:
-        """Returns a copy that changes on its own."""
+        """Returns an independent copy."""
         new = ExtentClasses()
         new.__dict__.update(self.__dict__)
         self._is_shared = new._is_shared = True
         return new
 
     def unify(self, a: Scalar, b: Scalar, reason: str = "") -> None:
-        """States that two extents are equal; `a` is kept where neither side is preferred."""
+        """States that two extents are equal; `a` becomes the representative if neither is
+        preferred."""
         a, b = self.canonical(a), self.canonical(b)
         if a == b:
             return
@@ -52,7 +54,7 @@ class ExtentClasses:
         self._join(a, b, reason)
 
     def _join(self, a: Scalar, b: Scalar, reason: str) -> None:
-        """Lets `a` stand for `b`, or be equal to it; both are representatives."""
+        """Makes `a` the representative of `b`, or stores the equality; both are representatives."""
         if self._is_shared:
             self._classes, self._whole = dict(self._classes), dict(self._whole)
             self._reasons, self._is_shared = dict(self._reasons), False
@@ -69,7 +71,7 @@ class ExtentClasses:
         self._rules = {self._substituted(x): y for x, y in self._whole}
 
     def canonical(self, x: Scalar) -> Scalar:
-        """Returns how an extent is written: over representatives only."""
+        """Returns an extent written with representatives only."""
         if not self._classes and not self._whole:
             return x
         found = self._answers.get(x)
@@ -94,8 +96,8 @@ class ExtentClasses:
             x = substitute(x, known)
 
     def relations(self) -> tuple[Relation, ...]:
-        """Returns (x, representative) for every symbol of a class, then the other equalities, over
-        representatives."""
+        """Returns all equalities as (extent, representative): symbols first, then the other
+        ones."""
         if self._relations is None:
             found: dict[Relation, None] = {(s, self.canonical(s)): None for s in self._classes}
             for x, y in self._whole:
@@ -107,20 +109,21 @@ class ExtentClasses:
         return self._relations
 
     def reason_of(self, x: Scalar, representative: Scalar) -> str:
-        """Returns what stated an equality (`add of T0 and T1 at model.py:7`), or nothing."""
+        """Returns the origin of an equality, such as `add of T0 and T1 at model.py:7`, or ""."""
         return self._reasons.get((x, representative)) or self._reasons.get(x, "")
 
     def rewrite(self, values: Mapping[Scalar, Scalar]) -> None:
-        """Replaces symbols in every equality; those that say nothing any more are dropped. What
-        stood for another goes on doing so, whichever symbol is the lower one."""
-        said = [(x, y, self.reason_of(x, y)) for x, y in self.relations()]
+        """Replaces symbols in every equality, and drops those that become trivial.
+
+        A symbol that represented another one keeps doing so, whatever their numbers.
+        """
+        stated = [(x, y, self.reason_of(x, y)) for x, y in self.relations()]
         self.__init__()
-        for x, y, reason in said:
+        for x, y, reason in stated:
             self.write(substitute(x, values), substitute(y, values), reason)
 
     def write(self, x: Scalar, y: Scalar, reason: str = "") -> None:
-        """States that two extents are equal, and that the first is written as the second where both
-        are symbols."""
+        """States that two extents are equal; of two symbols, `y` becomes the representative."""
         x, y = self.canonical(x), self.canonical(y)
         if isinstance(x, Symbol) and isinstance(y, Symbol) and x != y:
             self._join(y, x, reason)
@@ -129,7 +132,7 @@ class ExtentClasses:
 
 
 def _rank(x: Scalar) -> tuple[int, object]:
-    """Returns how far back an extent stands: constants, symbols by number, the rest."""
+    """Returns the sort key of representatives: constants, symbols by number, other expressions."""
     if isinstance(x, Const):
         return (0, ())
     return (1, sort_key(x)) if isinstance(x, Symbol) else (2, ())

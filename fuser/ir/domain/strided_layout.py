@@ -1,4 +1,4 @@
-"""How a tensor lies in memory, without memory: what a kernel's launch asks of its operands."""
+"""The layout of a tensor in memory, without the memory: shape, strides and alignment."""
 
 from __future__ import annotations
 
@@ -13,11 +13,13 @@ if TYPE_CHECKING:
 
 
 class Laid:
-    """Stands for a tensor with elements where only its sizes, strides and alignment count, as one
-    on torch's meta device would, which takes ten times as long to make.
+    """Shape, strides and alignment of a tensor, with the query methods of `torch.Tensor`.
 
-    `skipped` counts elements from a multiple of VECTOR_BYTES to the first one, `span` those from
-    the first to past the last one in memory. What has no gaps and skips nothing is *plain*.
+    It replaces a tensor on torch's meta device, which takes ten times as long to create.
+
+    - `skipped`: the elements from a multiple of VECTOR_BYTES to the first element.
+    - `span`: the elements of memory from the first to the last one, both included.
+    - `is_plain`: the tensor is contiguous and aligned to VECTOR_BYTES.
     """
 
     __slots__ = ("_is_contiguous", "_itemsize", "_skipped", "_strides", "is_plain", "shape", "span")
@@ -37,7 +39,7 @@ class Laid:
 
     @staticmethod
     def of(t: torch.Tensor, skipped: int) -> Laid:
-        """Returns how a tensor lies."""
+        """Returns the layout of a torch tensor."""
         shape, strides, is_contiguous = t.shape, t.stride(), t.is_contiguous()
         span = t.numel() if is_contiguous else _span(shape, strides)
         return Laid(shape, strides, t.element_size(), span, is_contiguous, skipped)
@@ -46,7 +48,7 @@ class Laid:
     def with_strides(
         shape: tuple[int, ...], strides: tuple[int, ...], itemsize: int, skipped: int = 0
     ) -> Laid:
-        """Returns how elements lie with these strides."""
+        """Returns the layout with this shape and these strides, in elements."""
         is_contiguous, dense = True, 1
         for n, step in zip(reversed(shape), reversed(strides), strict=True):
             is_contiguous = is_contiguous and (n == 1 or step == dense)
@@ -54,51 +56,64 @@ class Laid:
         return Laid(shape, strides, itemsize, _span(shape, strides), is_contiguous, skipped)
 
     def seen(self, shape: tuple[int, ...], strides: tuple[int, ...], shift: int) -> Laid:
-        """Returns how a view lies that begins so many elements behind this."""
+        """Returns the layout of a view whose first element is `shift` elements behind this
+        one's."""
         skipped = (self._skipped + shift) % (VECTOR_BYTES // self._itemsize)
         return Laid.with_strides(shape, strides, self._itemsize, skipped)
 
     @property
     def ndim(self) -> int:
+        """The number of axes."""
         return len(self.shape)
 
     def dim(self) -> int:
+        """Returns the number of axes."""
         return len(self.shape)
 
     def numel(self) -> int:
+        """Returns the number of elements."""
         return self.span if self._is_contiguous else prod(self.shape)
 
     def size(self, axis: int) -> int:
+        """Returns the number of elements along an axis."""
         return self.shape[axis]
 
     @overload
-    def stride(self) -> tuple[int, ...]: ...
+    def stride(self) -> tuple[int, ...]:
+        """Returns the strides of all axes, in elements."""
 
     @overload
-    def stride(self, axis: int) -> int: ...
+    def stride(self, axis: int) -> int:
+        """Returns the stride of one axis, in elements."""
 
     def stride(self, axis: int | None = None) -> tuple[int, ...] | int:
-        """Returns all strides, or the one of an axis, in elements."""
+        """Returns the strides of all axes or the stride of one, in elements."""
         return self._strides if axis is None else self._strides[axis]
 
     def is_contiguous(self) -> bool:
+        """Returns whether the elements are row-major and without gaps."""
         return self._is_contiguous
 
     def element_size(self) -> int:
+        """Returns the size of one element in bytes."""
         return self._itemsize
 
     def nbytes(self) -> int:
-        """Returns the bytes from the first element to past the last one."""
+        """Returns the bytes of memory from the first to the last element, both included."""
         return self.span * self._itemsize
 
     def storage_offset(self) -> int:
+        """Returns the elements from a multiple of VECTOR_BYTES to the first element."""
         return self._skipped
 
     def view(self, shape: Sequence[int]) -> Laid:
-        """Says that there is a view of another shape, of which one axis may be -1: this returns no
-        such view.
+        """Checks that the tensor can be viewed with another shape, in which one size may be -1.
 
-        Raises `RuntimeError`, as torch does, where there is none.
+        The result is this layout and not that of the view: callers only need to know that one
+        exists.
+
+        Raises:
+            RuntimeError: if the view does not exist, as torch does.
         """
         if self._is_contiguous:
             return self
@@ -106,11 +121,14 @@ class Laid:
             rest = -prod(shape)
             shape = [self.numel() // rest if n == -1 else n for n in shape]
         if viewed_strides(self.shape, self._strides, shape) is None:
-            raise RuntimeError(f"no view of {self.shape} has the shape {tuple(shape)}")
+            raise RuntimeError(
+                f"a tensor of shape {self.shape} and strides {self._strides} cannot be viewed with "
+                f"shape {tuple(shape)}"
+            )
         return self
 
     def squeeze(self, axis: int) -> Laid:
-        """Returns the view without an axis of one element."""
+        """Returns the layout of the view without an axis of one element."""
         shape, strides = list(self.shape), list(self._strides)
         assert shape.pop(axis) == 1, f"axis {axis} has more than one element"
         del strides[axis]
@@ -118,7 +136,7 @@ class Laid:
 
 
 def dense_strides(shape: Sequence[int]) -> tuple[int, ...]:
-    """Returns the strides of elements that lie one behind the other, the last axis innermost."""
+    """Returns row-major strides without gaps, in elements."""
     strides, step = [0] * len(shape), 1
     for axis in range(len(shape) - 1, -1, -1):
         strides[axis] = step
@@ -129,13 +147,15 @@ def dense_strides(shape: Sequence[int]) -> tuple[int, ...]:
 def viewed_strides(
     shape: Sequence[int], strides: Sequence[int], wanted: Sequence[int]
 ) -> tuple[int, ...] | None:
-    """Returns the strides of a view of another shape, those of axes of one element as may be; None
-    where there is no such view."""
+    """Returns the strides of a view with shape `wanted`, or None if there is no such view.
+
+    Strides of axes of one element are arbitrary.
+    """
     if prod(shape) != prod(wanted):
         return None
     if tuple(strides) == dense_strides(shape):
         return dense_strides(wanted)
-    # Elements at one distance from one another: how many, and the distance; innermost first.
+    # (number, distance) of elements at equal distances, innermost first; adjacent axes are joined.
     runs: list[tuple[int, int]] = []
     for n, step in zip(reversed(shape), reversed(strides), strict=True):
         if n > 1 and runs and step == runs[-1][0] * runs[-1][1]:

@@ -1,10 +1,10 @@
-"""Iteration domains and the transforms between the four views of a tensor.
+"""Axes of a tensor (iteration domains), and the transforms that derive them from one another.
 
-A `TensorDomain` holds every axis once, by number, in one state. Root, logical, allocation and loop
-are tuples of numbers, and so are the inputs and outputs of the transforms (`SplitTransform`,
-`MergeTransform`, `Resize`, `Swizzle1D`, `Shift`) that derive one view from another. Everything here
-is frozen: scheduling makes a new `TensorDomain` and the tensor rebinds it. What transforms do to
-sizes, indices, strides or cuts is asked from `fuser.ir.domain.axis_path`.
+A `TensorDomain` holds the current state of every axis by number. Root, logical, allocation and loop
+are tuples of axis numbers. Transforms (`SplitTransform`, `MergeTransform`, `Resize`, `Swizzle1D`,
+`Shift`) derive one of these tuples from another. All classes are frozen: scheduling creates a new
+`TensorDomain` and assigns it to the tensor. `fuser.ir.domain.axis_path` computes sizes, indices and
+strides along transforms.
 """
 
 from __future__ import annotations
@@ -26,9 +26,10 @@ from fuser.support.record import record, remembered, replace
 class IterDomain:
     """The state of one axis of one tensor.
 
-    `number` is unique in a fusion and names the axis; the other fields are its present state.
-    `extent` is the number of iterations (1 for a broadcast); `expanded` is the apparent size of an
-    expanded broadcast. `rfactor` marks an axis made by a view-like op or rfactor.
+    - `number` identifies the axis in its fusion; the other fields are its current state.
+    - `extent` is the number of iterations, 1 for a broadcast.
+    - `expanded` is the size that users see of an expanded broadcast.
+    - `rfactor` marks an axis that the op derives from its root axes: a reshape, or an rfactor.
     """
 
     number: int
@@ -40,22 +41,26 @@ class IterDomain:
 
     @property
     def is_broadcast(self) -> bool:
+        """Whether the axis is a broadcast, expanded or not."""
         return self.kind is IterType.broadcast
 
     @property
     def is_device(self) -> bool:
+        """Whether the axis is sharded along a mesh dimension."""
         return self.ptype.is_device
 
     @property
     def is_stream(self) -> bool:
+        """Whether the axis counts the steps of a stream loop."""
         return self.ptype.is_stream
 
     @property
     def size(self) -> Scalar:
-        """The apparent size: the expanded extent of an expanded broadcast, else the extent."""
+        """The size that users see: the expanded size of an expanded broadcast, else the extent."""
         return self.extent if self.expanded is None else self.expanded
 
     def is_reduction(self) -> bool:
+        """Returns whether the op reduces this axis."""
         return self.kind is IterType.reduction
 
     def numbered(self, number: int) -> IterDomain:
@@ -63,7 +68,7 @@ class IterDomain:
         return IterDomain(number, self.kind, self.extent, self.ptype, self.expanded, self.rfactor)
 
     def having(self, **state: Any) -> IterDomain:
-        """Returns the axis with these fields; itself where it has them already."""
+        """Returns the axis with these field values; itself if it has them already."""
         if all(getattr(self, name) is value for name, value in state.items()):
             return self
         return replace(self, **state)
@@ -83,7 +88,7 @@ Rewrite = Callable[[Scalar], Scalar]
 class SplitTransform:
     """inp -> outer, inner.
 
-    An inner split gives inner the extent `factor`, an outer split gives it to outer.
+    The factor is the extent of `inner` if `inner_split`, else that of `outer`.
     """
 
     inp: int
@@ -94,25 +99,31 @@ class SplitTransform:
 
     @property
     def inputs(self) -> tuple[int, ...]:
+        """The number of the axis that is split."""
         return (self.inp,)
 
     @property
     def outputs(self) -> tuple[int, ...]:
+        """The numbers of (outer, inner)."""
         return (self.outer, self.inner)
 
     @property
     def form(self) -> tuple[object, ...]:
+        """The factor, and whether it is the inner extent."""
         return (self.factor, self.inner_split)
 
     @property
     def scalars(self) -> tuple[Scalar, ...]:
+        """The factor."""
         return (self.factor,)
 
     def renumbered(self, fn: Renumber) -> SplitTransform:
+        """Returns the split between the axes `fn(number)`."""
         inp, outer, inner = fn(self.inp), fn(self.outer), fn(self.inner)
         return SplitTransform(inp, outer, inner, self.factor, self.inner_split)
 
     def rewritten(self, fn: Rewrite) -> SplitTransform:
+        """Returns the split by the factor `fn(factor)`."""
         return replace(self, factor=fn(self.factor))
 
 
@@ -126,30 +137,39 @@ class MergeTransform:
 
     @property
     def inputs(self) -> tuple[int, ...]:
+        """The numbers of (outer, inner)."""
         return (self.outer, self.inner)
 
     @property
     def outputs(self) -> tuple[int, ...]:
+        """The number of the merged axis."""
         return (self.out,)
 
     @property
     def form(self) -> tuple[object, ...]:
+        """Nothing: a merge has no parameters."""
         return ()
 
     @property
     def scalars(self) -> tuple[Scalar, ...]:
+        """Nothing: a merge has no parameters."""
         return ()
 
     def renumbered(self, fn: Renumber) -> MergeTransform:
+        """Returns the merge between the axes `fn(number)`."""
         return MergeTransform(fn(self.outer), fn(self.inner), fn(self.out))
 
     def rewritten(self, fn: Rewrite) -> MergeTransform:
+        """Returns itself: a merge has no parameters."""
         return self
 
 
 @record
 class Resize:
-    """inp -> out, with extent inp + left + right (either sign): index out = index in + left."""
+    """inp -> out, with extent inp + left + right: index of out = index of inp + left.
+
+    `left` and `right` may be negative, as in a slice.
+    """
 
     inp: int
     out: int
@@ -158,30 +178,37 @@ class Resize:
 
     @property
     def inputs(self) -> tuple[int, ...]:
+        """The number of the axis that is resized."""
         return (self.inp,)
 
     @property
     def outputs(self) -> tuple[int, ...]:
+        """The number of the resized axis."""
         return (self.out,)
 
     @property
     def form(self) -> tuple[object, ...]:
+        """The added elements (left, right)."""
         return (self.left, self.right)
 
     @property
     def scalars(self) -> tuple[Scalar, ...]:
+        """The added elements (left, right)."""
         return (self.left, self.right)
 
     def renumbered(self, fn: Renumber) -> Resize:
+        """Returns the resize between the axes `fn(number)`."""
         return replace(self, inp=fn(self.inp), out=fn(self.out))
 
     def rewritten(self, fn: Rewrite) -> Resize:
+        """Returns the resize by `fn(left)` and `fn(right)`."""
         return replace(self, left=fn(self.left), right=fn(self.right))
 
 
 @record
 class Swizzle1D:
-    """inp -> out, a rotation by my mesh coordinate c: index in = (index out + c) % extent."""
+    """inp -> out, a rotation by this device's coordinate c: index of inp = (index of out + c) %
+    extent."""
 
     inp: int
     out: int
@@ -189,33 +216,40 @@ class Swizzle1D:
 
     @property
     def inputs(self) -> tuple[int, ...]:
+        """The number of the axis that is rotated."""
         return (self.inp,)
 
     @property
     def outputs(self) -> tuple[int, ...]:
+        """The number of the rotated axis."""
         return (self.out,)
 
     @property
     def form(self) -> tuple[object, ...]:
+        """The device type whose coordinate is the rotation."""
         return (self.ptype,)
 
     @property
     def scalars(self) -> tuple[Scalar, ...]:
+        """Nothing: a rotation has no scalar parameters."""
         return ()
 
     def renumbered(self, fn: Renumber) -> Swizzle1D:
+        """Returns the rotation between the axes `fn(number)`."""
         return replace(self, inp=fn(self.inp), out=fn(self.out))
 
     def rewritten(self, fn: Rewrite) -> Swizzle1D:
+        """Returns itself: a rotation has no scalar parameters."""
         return self
 
 
 @record
 class Shift:
-    """rows, inp -> same, out: index out = index in + (row * extent of inp) % width.
+    """rows, inp -> same, out: index of out = index of inp + (row * extent of inp) % width.
 
-    Where rows lie one behind the other, a multiple of `width` along `out` is one in memory, too.
-    `out` has width - 1 iterations more than `inp`: those before and behind a row are no elements.
+    It aligns vector accesses of rows whose length is no multiple of the vector width. If rows are
+    adjacent in memory, a multiple of `width` along `out` is also a multiple in memory. `out` has
+    width - 1 iterations more than `inp`; those before and behind the elements of a row are skipped.
     """
 
     rows: int
@@ -226,39 +260,45 @@ class Shift:
 
     @property
     def inputs(self) -> tuple[int, ...]:
+        """The numbers of (rows, axis that is shifted)."""
         return (self.rows, self.inp)
 
     @property
     def outputs(self) -> tuple[int, ...]:
+        """The numbers of (same rows, shifted axis)."""
         return (self.same, self.out)
 
     @property
     def form(self) -> tuple[object, ...]:
+        """The width, in elements."""
         return (self.width,)
 
     @property
     def scalars(self) -> tuple[Scalar, ...]:
+        """The width, in elements."""
         return (self.width,)
 
     def renumbered(self, fn: Renumber) -> Shift:
+        """Returns the shift between the axes `fn(number)`."""
         return Shift(fn(self.rows), fn(self.inp), fn(self.same), fn(self.out), self.width)
 
     def rewritten(self, fn: Rewrite) -> Shift:
+        """Returns the shift to multiples of `fn(width)`."""
         return replace(self, width=fn(self.width))
 
 
 def shifted_extent(extent: Scalar, width: Scalar) -> Scalar:
-    """Returns how many iterations a shift gives an axis."""
+    """Returns the extent of a shifted axis: extent + width - 1."""
     return sc.sub(sc.add(extent, width), 1)
 
 
-# Each has `inputs` and `outputs` (axis numbers), `form` (everything else), `scalars` (the scalars
-# in it), and copies of itself between other numbers or with other scalars.
+# Each has `inputs` and `outputs` (axis numbers), `form` (its parameters) and `scalars` (the scalar
+# parameters), and makes copies with other numbers (`renumbered`) or scalars (`rewritten`).
 Transform = SplitTransform | MergeTransform | Resize | Swizzle1D | Shift
 
 
 def same_form(a: Transform, b: Transform) -> bool:
-    """Whether two transforms do the same to their axes."""
+    """Returns whether two transforms are of one kind with equal parameters, whatever their axes."""
     return type(a) is type(b) and a.form == b.form
 
 
@@ -268,7 +308,7 @@ def shifts_of(transforms: Iterable[Transform]) -> list[Shift]:
 
 
 def splits_of(transforms: Iterable[Transform]) -> dict[int, SplitTransform]:
-    """Returns the splits among `transforms` by the number of the axis that they split."""
+    """Returns the splits among `transforms`, by the number of the axis that each splits."""
     return {t.inp: t for t in transforms if isinstance(t, SplitTransform)}
 
 
@@ -277,9 +317,10 @@ _state_of = attrgetter("kind", "extent", "ptype", "expanded", "rfactor")
 
 
 class Structure:
-    """A domain without the numbers of its axes: tensors of repeated layers share one.
+    """A domain without its axis numbers; equal layers of a model have equal structures.
 
-    `places` are those of its axes, in the order of their numbers. It compares quickly.
+    `places` maps each axis number to its place among the sorted numbers. The hash is precomputed,
+    so that comparing is fast.
     """
 
     __slots__ = ("_hash", "_key", "places")
@@ -299,13 +340,15 @@ class Structure:
 @Val.register
 @record
 class TensorDomain:
-    """The axes of one tensor and its four views of them.
+    """The axes of one tensor, and its root, logical, allocation and loop domains.
 
-    `axes` holds exactly the axes that a view or a transform names. `root_numbers` is () when root
-    equals logical; `allocation_numbers` is () when memory order is logical order. `contiguity` runs
-    parallel to allocation (or logical): None exactly at broadcast and reduction axes, True where
-    stride == next inner non-broadcast stride * extent (innermost: stride 1). `transforms` derive
-    logical from root and loop and allocation from logical, in order.
+    - `axes` holds exactly the axes that one of the domains or a transform names.
+    - `root_numbers` is () if root equals logical.
+    - `allocation_numbers` is () if memory order is logical order.
+    - `contiguity` has one entry per allocation (or logical) axis. It is None exactly for broadcast
+      and reduction axes. It is True if the stride equals stride * extent of the next inner axis
+      that is not a broadcast; for the innermost axis, if the stride is 1.
+    - `transforms` derive logical from root, and loop and allocation from logical, in order.
     """
 
     axes: Mapping[int, IterDomain] = field(hash=False)
@@ -318,10 +361,11 @@ class TensorDomain:
 
     # nvFuser's `Val` queries.
     def is_tensor(self) -> bool:
+        """Returns False, as nvFuser's `Val.isTensor` does for domains."""
         return False
 
     def is_symbolic(self) -> bool:
-        """Returns whether some axis has no constant size."""
+        """Returns whether the size of some axis is not a constant."""
         return any(not isinstance(a.size, Const) for a in self.axes.values())
 
     @staticmethod
@@ -335,9 +379,10 @@ class TensorDomain:
         transforms: Sequence[Transform] = (),
         between: Iterable[IterDomain] = (),
     ) -> TensorDomain:
-        """Returns the domain with these views; `between` are axes that only transforms name.
+        """Returns the domain with these axes; `loop` defaults to logical, `contiguity` to
+        contiguous.
 
-        `loop` defaults to logical and `contiguity` to contiguous.
+        `between` are further axes, which only transforms name.
         """
         axes: dict[int, IterDomain] = {}
         for axis in (*between, *root, *allocation, *(loop or ()), *logical):
@@ -356,47 +401,55 @@ class TensorDomain:
         )
 
     def __call__(self) -> TensorDomain:
-        """Returns itself: users ask for it as nvFuser spells it, `tv.domain()`."""
+        """Returns itself: in nvFuser, `tv.domain()` is a method."""
         return self
 
     # ------------------------------------------------------------ views
     def states(self, group: Iterable[int]) -> tuple[IterDomain, ...]:
-        """Returns the axes with these numbers."""
+        """Returns the axes with these numbers, in this order."""
         return tuple(map(self.axes.__getitem__, group))
 
     @remembered
     def root(self) -> tuple[IterDomain, ...]:
+        """The root axes; () if they are the logical axes."""
         return self.states(self.root_numbers)
 
     @remembered
     def logical(self) -> tuple[IterDomain, ...]:
+        """The logical axes, reductions included."""
         return self.states(self.logical_numbers)
 
     @remembered
     def allocation(self) -> tuple[IterDomain, ...]:
+        """The axes in memory order, outermost first; () if that is logical order."""
         return self.states(self.allocation_numbers)
 
     @remembered
     def loop(self) -> tuple[IterDomain, ...]:
+        """The loop axes, outermost first."""
         return self.states(self.loop_numbers)
 
     @property
     def maybe_root(self) -> tuple[IterDomain, ...]:
+        """The root axes, which are the logical ones if no others are set."""
         return self.root or self.logical
 
     @property
     def maybe_allocation(self) -> tuple[IterDomain, ...]:
+        """The axes in memory order, which is logical order if no other is set."""
         return self.allocation or self.logical
 
     @remembered
     def no_reductions(self) -> tuple[IterDomain, ...]:
-        """The logical axes that consumers and users see."""
+        """The logical axes that consumers and users see: those that are not reduced."""
         return tuple(i for i in self.logical if i.kind is not IterType.reduction)
 
     @remembered
     def is_undecided(self) -> bool:
-        """Whether its logical axes belong to no root axis yet: those of a reshape whose sizes are
-        compared once they are known."""
+        """Whether a reshape whose transforms depend on sizes of inputs has not been decided yet.
+
+        No transform then connects the root axes with the logical axes.
+        """
         root = self.root_numbers
         if not root or any(n in root for n in self.logical_numbers):
             return False
@@ -404,12 +457,12 @@ class TensorDomain:
 
     @remembered
     def has_devices(self) -> bool:
-        """Whether devices share some axis, or a part of one."""
+        """Whether some axis, or a part of one, is on a device type."""
         return any(a.is_device for a in self.axes.values())
 
     @remembered
     def memory_order(self) -> tuple[tuple[int, bool | None], ...]:
-        """See `fuser.ir.memory_layout.memory_order`."""
+        """The cached result of `fuser.ir.memory_layout.memory_order`."""
         axes = self.no_reductions
         positions = {a.number: p for p, a in enumerate(axes)}
         outers = {t: self.rotated(t.outer) for t in self.splits.values()}
@@ -425,34 +478,36 @@ class TensorDomain:
                 number = split_of[number]
             if number not in positions:
                 raise UnsupportedError(
-                    f"allocation axis {axis} is no logical axis and no cut of one"
+                    f"allocation axis {axis} is neither a logical axis nor a shard of one"
                 )
             order.append((positions[number], flag))
         if sorted(p for p, _ in order) != list(range(len(axes))):
-            raise UnsupportedError("the allocation domain is no permutation of the logical axes")
+            raise UnsupportedError("the allocation domain is not a permutation of the logical axes")
         return tuple(order)
 
     @remembered
     def dense_rule(self) -> tuple[tuple[int, bool, bool], ...]:
-        """What `fuser.ir.memory_layout.dense_strides_of` goes through, innermost in memory first:
-        position, whether expanded, whether memory holds all of its elements."""
+        """The axes of `dense_strides_of` (`fuser.ir.memory_layout`), innermost in memory first.
+
+        Each is (position, is expanded, memory holds all of its elements).
+        """
         axes = [(p, self.no_reductions[p]) for p, _ in reversed(self.memory_order)]
         return tuple((p, a.expanded is not None, not a.is_broadcast) for p, a in axes)
 
     @remembered
     def splits(self) -> Mapping[int, SplitTransform]:
-        """The splits, by the number of the axis that they split."""
+        """The splits, by the number of the axis that each splits."""
         return splits_of(self.transforms)
 
     def rotated(self, number: int) -> IterDomain:
-        """Returns the axis, or the one that its rotations lead to."""
+        """Returns the axis, or the last of the rotations (`Swizzle1D`) that start from it."""
         for t in self.transforms:
             if isinstance(t, Swizzle1D) and t.inp == number:
                 number = t.out
         return self.axes[number]
 
     def above(self, group: Iterable[int]) -> set[int]:
-        """Returns these axes and all that they are derived from, by number."""
+        """Returns the numbers of these axes and of all axes from which they are derived."""
         found = set(group)
         for t in reversed(self.transforms):
             if not found.isdisjoint(t.outputs):
@@ -471,8 +526,11 @@ class TensorDomain:
         transforms: Iterable[Transform] | None = None,
         axes: Iterable[IterDomain] = (),
     ) -> TensorDomain:
-        """Returns the domain with other views, given as axis numbers; `axes` are new or changed
-        states. Axes that nothing names any more are left out."""
+        """Returns the domain with some of its tuples replaced; `axes` are new or changed axis
+        states.
+
+        Axes that nothing names any more are dropped.
+        """
 
         def group(new: Iterable[int] | None, old: tuple[int, ...]) -> tuple[int, ...]:
             return old if new is None else tuple(new)
@@ -490,7 +548,7 @@ class TensorDomain:
     def with_loop(
         self, loop: Iterable[int], *transforms: Transform, axes: Iterable[IterDomain] = ()
     ) -> TensorDomain:
-        """Returns the domain with other loop axes, which further transforms lead to."""
+        """Returns the domain with other loop axes, and the transforms that derive them."""
         return replace(
             self,
             axes={**self.axes, **{a.number: a for a in axes}},
@@ -501,19 +559,19 @@ class TensorDomain:
     def with_allocation(
         self, allocation: Iterable[int], contiguity: Iterable[bool | None]
     ) -> TensorDomain:
-        """Returns the domain with another memory order; () for the logical one."""
+        """Returns the domain with another memory order; () stands for logical order."""
         return self.having(allocation=allocation, contiguity=contiguity)
 
     def with_axes(self, *states: IterDomain) -> TensorDomain:
-        """Returns the domain in which these axes have these states."""
+        """Returns the domain with these states of some axes."""
         return replace(self, axes={**self.axes, **{a.number: a for a in states}})
 
     def in_logical_order(self) -> TensorDomain:
-        """Returns the domain without a memory order of its own, contiguous."""
+        """Returns the domain with contiguous memory in logical order."""
         return self.having(allocation=(), contiguity=contiguity_for(self.logical))
 
     def map_axes(self, fn: Callable[[IterDomain], IterDomain]) -> TensorDomain:
-        """Returns the domain with `fn` applied to every axis; `fn` may renumber axes."""
+        """Returns the domain with `fn` applied to every axis; `fn` may change the numbers."""
         made = {n: fn(a) for n, a in self.axes.items()}
         if all(made[n] is a for n, a in self.axes.items()):
             return self
@@ -534,8 +592,7 @@ class TensorDomain:
         )
 
     def without_root(self) -> TensorDomain:
-        """Returns the domain as that of a copy: no root axes, no reductions, nor what comes of
-        them.
+        """Returns the domain of a copy of the tensor: without root axes and reductions.
 
         Loop and allocation axes that are derived from the other logical axes stay.
         """
@@ -558,12 +615,12 @@ class TensorDomain:
 
     @remembered
     def known(self) -> dict[Hashable, Any]:
-        """Results that analyses keep of the unchanging domain, each under its own key."""
+        """Cached results of analyses of this domain, each under its own key."""
         return {}
 
     @remembered
     def structure(self) -> Structure:
-        """The domain without the numbers of its axes."""
+        """The domain without its axis numbers."""
         places = {number: place for place, number in enumerate(sorted(self.axes))}
 
         def group(found: Iterable[int]) -> tuple[int, ...]:
@@ -582,8 +639,10 @@ class TensorDomain:
 
     @remembered
     def spread(self) -> tuple[IterDomain, ...]:
-        """The loop axes that devices or steps share out, reductions included; of an axis of one
-        element everybody has that."""
+        """The loop axes on device or stream types, reductions included.
+
+        A broadcast axis that is not expanded is left out: every device has its one element.
+        """
         return tuple(
             a
             for a in self.loop
@@ -599,7 +658,7 @@ class TensorDomain:
 
     @remembered
     def problem(self) -> str | None:
-        """What is wrong with the domain, None when nothing is."""
+        """The cached result of `domain_problem`: a broken invariant, or None."""
         return domain_problem(self)
 
 
@@ -612,7 +671,7 @@ def _pruned(
     contiguity: tuple[bool | None, ...],
     transforms: tuple[Transform, ...],
 ) -> TensorDomain:
-    """Returns the domain of those axes that it names, in the order of their numbers."""
+    """Returns the domain with only those axes that it names, in the order of their numbers."""
     used = {*root, *logical, *allocation, *loop}
     for t in transforms:
         used.update(t.inputs)
@@ -622,18 +681,20 @@ def _pruned(
 
 
 def numbers(axes: Iterable[IterDomain]) -> tuple[int, ...]:
+    """Returns the numbers of axes, in order."""
     return tuple(a.number for a in axes)
 
 
 def contiguity_for(axes: Iterable[IterDomain], flag: bool = True) -> tuple[bool | None, ...]:
-    """Returns `flag` for every axis, None at broadcast and reduction axes."""
+    """Returns one flag per axis: `flag`, or None for broadcast and reduction axes."""
     none = (IterType.broadcast, IterType.reduction)
     return tuple(None if a.kind in none else flag for a in axes)
 
 
 # ---------------------------------------------------------------- text and invariants
 def transform_text(t: Transform, domain: TensorDomain) -> str:
-    """Returns `Split: iS0{i0} by factor 4 -> iS2{( ceilDiv(i0, 4) )}, iS3{4}`."""
+    """Returns a transform as text: `Split: iS0{i0} by factor 4 -> iS2{( ceilDiv(i0, 4) )},
+    iS3{4}`."""
     ins, outs = domain.states(t.inputs), ", ".join(map(str, domain.states(t.outputs)))
     match t:
         case SplitTransform():
@@ -653,7 +714,7 @@ _UNDERIVED = "a logical axis is not derived from the root domain"
 
 
 def domain_problem(domain: TensorDomain) -> str | None:
-    """Returns what is wrong with a domain, None when nothing is."""
+    """Returns the first broken invariant of a domain, None if all hold."""
     axes = domain.maybe_allocation
     if len(domain.contiguity) != len(axes):
         return f"contiguity has {len(domain.contiguity)} entries for {len(axes)} axes"
@@ -678,14 +739,17 @@ def domain_problem(domain: TensorDomain) -> str | None:
 
 
 def derivation_problem(domain: TensorDomain) -> str | None:
-    """Returns where the transforms do not lead from the root to the loop and allocation axes; from
-    the logical ones where a reshape is undecided."""
+    """Returns the first axis that no transform derives, or that two derive; None if there is none.
+
+    Logical axes must be derived from root axes, loop and allocation axes from logical ones. Of an
+    undecided reshape, the logical axes count as given.
+    """
     roots = domain.root_numbers or domain.logical_numbers
     if domain.is_undecided and all(a.rfactor for a in domain.logical):
         roots = (*roots, *domain.logical_numbers)
     made = set(roots)
     if len(made) != len(roots):
-        return "an axis stands twice in its root or logical domain"
+        return "its root or logical domain contains an axis twice"
     for t in domain.transforms:
         for axis in domain.states(t.inputs):
             if axis.number not in made:
@@ -708,21 +772,21 @@ def derivation_problem(domain: TensorDomain) -> str | None:
 
 
 # ----------------------------------------------------------------------
-# DomainBuilder: makes transforms and the axes that they lead to.
+# DomainBuilder: creates transforms and the axes that they derive.
 
 
 def merged_extent(outer: IterDomain, inner: IterDomain, *, is_view: bool) -> Scalar:
-    """Returns the extent of a merge; see `DomainBuilder.merge`."""
+    """Returns the extent of a merged axis; see `DomainBuilder.merge`."""
     if is_view and not (outer.is_broadcast and inner.is_broadcast):
         return sc.mul(outer.size, inner.size)
     return sc.mul(outer.extent, inner.extent)
 
 
 class AxisNumbers(Protocol):
-    """Hands out the numbers of axes, each once: a fusion."""
+    """A source of unused axis numbers, such as a fusion."""
 
     def next_axis(self) -> int:
-        """Hands out an axis number."""
+        """Returns an unused axis number."""
         ...
 
     def new_axis(
@@ -733,12 +797,13 @@ class AxisNumbers(Protocol):
         expanded: Scalar | None = None,
         rfactor: bool = False,
     ) -> IterDomain:
-        """Returns an axis under a new number."""
+        """Returns a new axis under an unused number."""
         ...
 
 
 class DomainBuilder:
-    """Grows axes by transforms; `axes` and `transforms` are what a domain needs in the end."""
+    """Derives axes by transforms. A domain is then built from the collected `axes` and
+    `transforms`."""
 
     def __init__(self, fusion: AxisNumbers, axes: Iterable[IterDomain] = ()) -> None:
         self._fusion = fusion
@@ -748,9 +813,9 @@ class DomainBuilder:
     def split(
         self, inp: IterDomain, factor: Scalar, *, inner_split: bool = True, rfactor: bool = False
     ) -> tuple[IterDomain, IterDomain]:
-        """Splits an axis into (outer, inner); kind and parallel type are inherited.
+        """Splits an axis into (outer, inner), which inherit kind and parallel type.
 
-        An expanded broadcast keeps extent 1 on both sides and splits its expanded size.
+        Both parts of an expanded broadcast have extent 1; its expanded size is split.
         """
 
         def sizes(extent: Scalar) -> tuple[Scalar, Scalar]:
@@ -767,10 +832,11 @@ class DomainBuilder:
         return outer, inner
 
     def merge(self, outer: IterDomain, inner: IterDomain, *, rfactor: bool = False) -> IterDomain:
-        """Merges two axes: extent outer * inner, outer's parallel type.
+        """Merges two axes: extent outer * inner, and the parallel type of `outer`.
 
-        Iteration wins over broadcast; reductions stay reductions. With a concrete axis, a view
-        merges the apparent size of an expanded broadcast, a loop the one element that it is.
+        A merge of an iteration and a broadcast is an iteration; reductions stay reductions. If one
+        axis is an expanded broadcast and the other is not a broadcast, a view (`rfactor=True`)
+        multiplies by the expanded size, a loop by 1.
         """
         kinds = (outer.kind, inner.kind)
         kind = next((k for k in kinds if k is not IterType.broadcast), IterType.broadcast)
@@ -783,9 +849,10 @@ class DomainBuilder:
         return out
 
     def resize(self, inp: IterDomain, left: Scalar, right: Scalar) -> IterDomain:
-        """Resizes an axis: a broadcast where its size is the constant 1, else an iteration.
+        """Resizes an axis. The result is a broadcast if its size is the constant 1, else an
+        iteration.
 
-        Else an expanded broadcast that is only cropped stays one.
+        An expanded broadcast that is only cropped stays an expanded broadcast.
         """
         extent = sc.add(sc.add(inp.size, left), right)
         is_one = sc.int_value(extent) == 1
@@ -808,14 +875,16 @@ class DomainBuilder:
     def shift(
         self, rows: IterDomain, inp: IterDomain, width: Scalar
     ) -> tuple[IterDomain, IterDomain]:
-        """Shifts the elements of each row to where they lie in words of memory; see `Shift`."""
+        """Shifts the elements of each row to their positions in aligned words of memory; see
+        `Shift`."""
         same = self._derive(rows)
         out = self._derive(inp, extent=shifted_extent(inp.extent, width))
         self._lead(Shift(rows.number, inp.number, same.number, out.number, width), rows, inp)
         return same, out
 
     def restate(self, axis: IterDomain, state: IterDomain) -> IterDomain:
-        """Gives an axis that was made here another state, under another number too."""
+        """Replaces the state of an axis that this builder created; its number may change as
+        well."""
         del self.axes[axis.number]
         self.axes[state.number] = state
         if state.number != axis.number:

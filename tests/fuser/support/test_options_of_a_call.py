@@ -114,7 +114,7 @@ def test_a_stream_axis_is_not_merged_with_another() -> None:
     with FusionDefinition() as fd:
         x = fd.define_tensor([4, 6], contiguity=True)
         x.axis(0).parallelize(ParallelType.stream)
-        with pytest.raises(DefinitionError, match="merge of a stream axis"):
+        with pytest.raises(DefinitionError, match="cannot merge a stream axis"):
             x.merge(0)
 
 

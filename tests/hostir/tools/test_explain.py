@@ -471,8 +471,8 @@ def test_the_program_does_not_depend_on_where_it_was_written() -> None:
     [
         ("T7 deviceIdx.x on axis 1 : sideways from T3", "unknown origin 'sideways'"),
         ("T7 deviceIdx.w on axis 1 : user", "unknown parallel type 'deviceIdx.w'"),
-        ("T7 colour : user", "expected where a tensor's sharding came from"),
-        ("T7 mesh : forward from 3", "expected where a tensor's sharding came from"),
+        ("T7 colour : user", "expected the origin of a tensor's sharding"),
+        ("T7 mesh : forward from 3", "expected the origin of a tensor's sharding"),
         (f"T{'9' * 30} mesh : user", "an integer of 30 digits"),
     ],
 )

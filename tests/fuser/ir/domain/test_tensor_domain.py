@@ -70,7 +70,7 @@ def test_second_input_numbering_skips_the_cached_zero() -> None:
         (lambda t: t.split(5, 2), "out of boundary"),
         (lambda t: t.split(0, 0), "Invalid factor"),
         (lambda t: t.merge(0, 0), "itself"),
-        (lambda t: t.reorder({0: 1, 1: 1}), "repeated"),
+        (lambda t: t.reorder({0: 1, 1: 1}), "the same position"),
         (lambda t: t.axis(0).parallelize(ParallelType.vectorize), "constant extent"),
     ],
 )
