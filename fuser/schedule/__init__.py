@@ -5,21 +5,21 @@ Imports: `fuser.support`, `fuser.ir`, `fuser.ops` and `fuser.passes`.
 Files, in reading order:
 
 - `automatic`: the public `SchedulerType`s and their parameters.
-- `registry`: the table of schedulers, in the order in which they are asked.
-- `input_facts`: sizes and alignments that a heuristic may look at.
+- `registry`: the table of schedulers, in the order in which they are tried.
+- `input_facts`: the sizes and alignments from which parameters are chosen.
 - `iteration_space`: the axes that a kernel iterates over; how wide its vectors may be.
-- `loop_propagation`, `inlining`, `tiling`: a schedule taken to all tensors; tensors computed inside
-  loops; tiles.
+- `loop_propagation`, `inlining`, `tiling`: a schedule copied to all tensors; tensors computed
+  inside loops of others; tiles.
 - `pointwise`: kernels of one iteration space.
-- `transpose`: kernels whose tensors lie in two memory orders.
-- `reduction`: reductions whose inputs nothing reads again.
-- `inner_persistent`: reductions along rows whose inputs are read again, as softmax does: whether a
+- `transpose`: kernels whose tensors have two memory orders.
+- `reduction`: reductions whose inputs are read once.
+- `inner_persistent`: reductions along rows whose inputs are read again, such as softmax: whether a
   row is kept in registers or read twice, and by how many threads.
 - `outer_persistent`: the same along columns.
 - `inner_outer_persistent`: reductions along rows, and sums of the results over the rows.
-- `cluster_persistent`: rows longer than a block takes, over clusters of blocks.
-- `row_levels`: loops that all schedulers of rows share.
-- `plain`: any kernel, without a choice, slowly.
+- `cluster_persistent`: rows too long for one block, which clusters of blocks process.
+- `row_levels`: the levels of dependent reductions, and rewrites that the row schedulers share.
+- `plain`: any kernel, with a simple and slow schedule.
 - `horizontal`: several small kernels in one launch.
 """
 
@@ -96,12 +96,12 @@ def reorder(tv: TensorView, old2new: Mapping[int, int] | Sequence[tuple[int, int
 
 
 def parallelize(tv: TensorView, axis: int, parallel_type: ParallelType) -> None:
-    """Gives loop axis `axis` a parallel type."""
+    """Sets the parallel type of loop axis `axis`."""
     tv.axis(axis).parallelize(parallel_type)
 
 
 def set_memory_type(tv: TensorView, memory_type: MemoryType) -> None:
-    """Moves a tensor to another memory; see `TensorView.set_memory_type`."""
+    """Sets the memory in which a tensor is stored; see `TensorView.set_memory_type`."""
     tv.set_memory_type(memory_type)
 
 
@@ -112,10 +112,10 @@ def warp_specialize(
     parallel_type: ParallelType,
     num_registers: tuple[int, int] | None = None,
 ) -> NoReturn:
-    """Raises `UnsupportedError`: warps of a kernel all do the same."""
+    """Always raises `UnsupportedError`: all warps of a kernel execute the same code."""
     raise UnsupportedError(
-        f"warp_specialize of {tv}: warps of one kernel all do the same; fuser.schedule.schedule "
-        "prefetches where that pays"
+        f"warp_specialize of {tv} is not supported: all warps of a kernel execute the same code. "
+        "fuser.schedule.schedule prefetches where it pays"
     )
 
 

@@ -1,6 +1,6 @@
-"""The user's entrances to the automatic schedulers: ask, compute parameters, apply.
+"""The public interface of the automatic schedulers: test a fusion, compute parameters, apply them.
 
-They take the user's own fusion and real inputs; `schedule` changes the fusion in place.
+The functions take the user's own fusion and real inputs. `schedule` changes the fusion in place.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ Inputs = Sequence["torch.Tensor | Number"]
 
 
 class SchedulerType(IrEnum):
-    """The kinds of schedulers, under the names that nvFuser's users know; not all exist yet."""
+    """The kinds of schedulers, with the names of nvFuser. Not all of them exist."""
 
     none = 0
     no_op = 1
@@ -48,17 +48,15 @@ class SchedulerType(IrEnum):
     resize = 10
 
 
-# What pybind11's enumerations have: name -> (member, documentation).
+# The attribute of pybind11's enumerations: name -> (member, documentation).
 setattr(SchedulerType, "__entries", {m.name: (m, None) for m in SchedulerType})
 
 
 def can_schedule(fusion: Fusion, scheduler_type: SchedulerType, inputs: Inputs) -> tuple[bool, str]:
-    """Returns whether a scheduler accepts the fusion, and the reason against it."""
+    """Returns whether a scheduler accepts the fusion, and the reason if it does not."""
     del inputs  # acceptance depends on the definition alone
     row = SCHEDULERS.get(scheduler_type.name)
-    reason = (
-        f"there is no {scheduler_type.name} scheduler yet" if row is None else row.accepts(fusion)
-    )
+    reason = f"there is no {scheduler_type.name} scheduler" if row is None else row.accepts(fusion)
     if reason is None:
         return True, ""
     return False, f"Scheduler _{scheduler_type.name}_ ***Rejected*** because : {reason}"
@@ -91,19 +89,28 @@ def compute_heuristics(
 @overload
 def schedule(
     fusion: Fusion, scheduler_type: SchedulerType, heuristic_params: Sequence[object]
-) -> HeuristicParams: ...
+) -> HeuristicParams:
+    """Chooses parameters for these inputs, schedules the fusion, and returns the parameters."""
+
+
 @overload
 def schedule(
     fusion: Fusion, scheduler_type: SchedulerType, heuristic_params: HeuristicParams
-) -> None: ...
+) -> None:
+    """Schedules the fusion with these parameters."""
+
+
 def schedule(
     fusion: Fusion, scheduler_type: SchedulerType, heuristic_params: object
 ) -> HeuristicParams | None:
-    """Schedules the fusion in place, with given parameters, or for given inputs (then returns the
-    parameters that were chosen).
+    """Schedules the fusion in place.
+
+    `heuristic_params` are the parameters to use, or inputs to choose parameters for. In the second
+    case, the chosen parameters are returned.
 
     Raises:
         UnsupportedError: the scheduler does not accept the fusion.
+        DefinitionError: the parameters are those of another scheduler.
     """
     if isinstance(heuristic_params, (list, tuple)):
         params = compute_heuristics(fusion, scheduler_type, heuristic_params)
@@ -114,7 +121,7 @@ def schedule(
     )
     if given.scheduler_type is not scheduler_type:
         raise DefinitionError(
-            f"schedule: the parameters are those of {given.scheduler_type}, not {scheduler_type}"
+            f"schedule: the parameters belong to {given.scheduler_type}, not to {scheduler_type}"
         )
     accepted, reason = can_schedule(fusion, scheduler_type, ())
     if not accepted:
@@ -141,34 +148,38 @@ def _facts(fusion: Fusion, inputs: Inputs) -> tuple[Facts, DeviceInfo]:
 
 
 # ----------------------------------------------------------------------
-# What a scheduler chose, as nvFuser's users read it.
+# The chosen parameters, as nvFuser's users read them.
 #
-# `compute_heuristics` and `schedule` return it: `str` tells all that was chosen, and the names of
-# nvFuser's that mean the same here can be read.
+# `compute_heuristics` and `schedule` return them. `str` shows all parameters. Attributes with
+# nvFuser's names exist where their meaning is the same.
 
 
 class HeuristicParams:
-    """The parameters that a scheduler chose. `scheduler_type` is the scheduler, `lparams` and
-    `cparams` are what `manual_execute` and `KernelExecutor` check the kernel against; all else is
-    read.
+    """The parameters that a scheduler chose.
 
-    Made by `fuser.schedule.compute_heuristics`: raises `UnsupportedError` when called.
+    `scheduler_type` is the scheduler. `manual_execute` and `KernelExecutor` check the kernel
+    against `lparams` and `cparams`, the only attributes that can be set.
+
+    Created by `fuser.schedule.compute_heuristics`.
+
+    Raises:
+        UnsupportedError: when called.
     """
 
-    # The public name, which messages say.
+    # The public name, used in messages.
     PUBLIC: ClassVar[str] = "HeuristicParams"
-    # Name -> what it is of the chosen parameters.
+    # Attribute name -> its value, computed from the chosen parameters.
     NAMES: ClassVar[Mapping[str, Callable[[Any], object]]] = {}
 
     def __init__(self, *args: object, **named: object) -> NoReturn:
         raise UnsupportedError(
-            f"{self.PUBLIC}: parameters are not made by hand: "
+            f"{self.PUBLIC} objects cannot be constructed: "
             "fuser.schedule.compute_heuristics returns them"
         )
 
     @staticmethod
     def of(scheduler_type: SchedulerType, chosen: object) -> HeuristicParams:
-        """Returns what users see of the parameters of a scheduler."""
+        """Wraps the parameters of a scheduler in the class that users see."""
         cls = next((c for known, c in _CLASSES.items() if isinstance(chosen, known)), None)
         made = object.__new__(cls or HeuristicParams)
         given = {"scheduler_type": scheduler_type, "chosen": chosen}
@@ -187,16 +198,16 @@ class HeuristicParams:
         if name.startswith("_"):
             raise AttributeError(name)
         raise UnsupportedNameError(
-            f"{self.PUBLIC} has no {name}: there are scheduler_type, lparams, cparams"
-            f"{''.join(f', {n}' for n in self.NAMES)}; str() tells what was chosen"
+            f"{self.PUBLIC} has no attribute {name}; it has scheduler_type, lparams, cparams"
+            f"{''.join(f', {n}' for n in self.NAMES)}. str() shows all parameters"
         )
 
     def __setattr__(self, name: str, value: object) -> None:
         kinds = {"lparams": LaunchParams, "cparams": CompileParams}
         if name not in kinds:
             raise UnsupportedError(
-                f"{self.PUBLIC}.{name}: what a scheduler chose is read: schedule by hand, "
-                "or tune (docs/reference/options.md)"
+                f"{self.PUBLIC}.{name} cannot be set: the parameters of a scheduler are read-only. "
+                "Schedule manually, or use tune (docs/options.md)"
             )
         vars(self)[name] = require(self.PUBLIC, name, value, kinds[name])
 
@@ -223,8 +234,12 @@ class HeuristicParams:
 
 
 class PointwiseHeuristicParams(HeuristicParams):
-    """Those of kernels without reductions. `vectorization_factor` counts the elements of a vector,
-    `unroll_factor_inner` the vectors of a thread; `split_block`: threads have two dimensions."""
+    """The parameters of kernels without reductions.
+
+    - `vectorization_factor`: the number of elements of a vector.
+    - `unroll_factor_inner`: the number of vectors per thread.
+    - `split_block`: whether a block has two thread dimensions.
+    """
 
     PUBLIC = "PointwiseParams"
 
@@ -236,7 +251,8 @@ class PointwiseHeuristicParams(HeuristicParams):
 
 
 class ReductionHeuristicParams(HeuristicParams):
-    """Those of kernels with reductions. `fastest_dim`: the reduced axis is the innermost one."""
+    """The parameters of kernels with reductions. `fastest_dim`: the reduced axis is the innermost
+    one."""
 
     PUBLIC = "ReductionParams"
 
@@ -255,7 +271,7 @@ def _is_inner(params: Any) -> bool:
 
 
 def _blocks(params: Any) -> int:
-    """Returns how many blocks share a reduction."""
+    """Returns the number of blocks that share a reduction."""
     return getattr(params, "grid", 1)
 
 
@@ -268,11 +284,11 @@ _CLASSES: dict[type, type[HeuristicParams]] = {
 
 
 # ----------------------------------------------------------------------
-# LaunchParams and CompileParams: what a user may ask of one kernel's launch and compilation.
+# LaunchParams and CompileParams: constraints of a user on the launch and compilation of one kernel.
 
 
 class Launched(Protocol):
-    """A launch: its blocks, and the threads of each."""
+    """A launch, with its numbers of blocks and of threads per block."""
 
     grid: tuple[int, int, int]
     block: tuple[int, int, int]
@@ -280,7 +296,7 @@ class Launched(Protocol):
 
 @dataclass
 class LaunchParams:
-    """Threads and blocks of a launch along x, y and z; -1 leaves one to the schedule."""
+    """Constraints on the numbers of blocks and threads along x, y and z; -1 accepts any number."""
 
     gdimx: int = -1
     gdimy: int = -1
@@ -290,12 +306,17 @@ class LaunchParams:
     bdimz: int = -1
 
     def check(self, launch: Launched) -> None:
-        """Raises `DefinitionError` where the schedule says otherwise: it alone decides."""
+        """Checks a launch against the constraints. The schedule alone decides the launch.
+
+        Raises:
+            DefinitionError: the schedule has another number of blocks or threads.
+        """
         made = dict(zip((f.name for f in fields(self)), (*launch.grid, *launch.block), strict=True))
         for name, found in made.items():
             if getattr(self, name) not in (-1, found):
                 raise DefinitionError(
-                    f"launch constraint {name}={getattr(self, name)}: the schedule makes it {found}"
+                    f"launch constraint {name}={getattr(self, name)}: the schedule makes it "
+                    f"{found}. Change the schedule, or remove the constraint"
                 )
 
     def __repr__(self) -> str:
@@ -306,9 +327,10 @@ class LaunchParams:
 
 @dataclass(kw_only=True)
 class CompileParams:
-    """How a kernel is compiled: nvFuser's names and defaults.
+    """Compilation options with nvFuser's names and defaults.
 
-    `index_type` and `device` must be what inputs make them; the others are fixed here.
+    `index_type` and `device` must agree with the inputs. The other options only accept their
+    defaults.
     """
 
     index_type: DataType | None = None
@@ -319,24 +341,34 @@ class CompileParams:
     include_paths: Sequence[str] = field(default_factory=list[str])
 
     def check(self) -> None:
-        """Raises `UnsupportedError` for what this compiler does not do."""
+        """Checks that the options without effect have their defaults.
+
+        Raises:
+            UnsupportedError: an option has another value.
+        """
         usual = CompileParams()
         for name in ("maxrregcount", "enable_magic_zero", "enable_ptxas_verbose", "include_paths"):
             if getattr(self, name) != getattr(usual, name):
                 raise UnsupportedError(
-                    f"CompileParams: {name}={getattr(self, name)}: kernels are compiled with "
-                    f"{getattr(usual, name)}"
+                    f"CompileParams: {name}={getattr(self, name)} is not supported: kernels are "
+                    f"compiled with {getattr(usual, name)}"
                 )
 
     def check_kernel(self, index_type: DataType, device: torch.device) -> None:
-        """Raises `DefinitionError` for a kernel of another index type, or on another device."""
+        """Checks `index_type` and `device` against a kernel's.
+
+        Raises:
+            DefinitionError: the kernel has another index type, or is on another device.
+        """
         if self.index_type not in (None, index_type):
             raise DefinitionError(
-                f"CompileParams: index_type={self.index_type.name}: inputs of these sizes are "
+                f"CompileParams: index_type={self.index_type.name}, but inputs of these sizes are "
                 f"indexed by {index_type.name}"
             )
         if self.device is not None and torch.device(self.device).type != device.type:
-            raise DefinitionError(f"CompileParams: device={self.device}: inputs are on {device}")
+            raise DefinitionError(
+                f"CompileParams: device={self.device}, but the inputs are on {device}"
+            )
 
     def __repr__(self) -> str:
         index = "NotSet" if self.index_type is None else self.index_type.name

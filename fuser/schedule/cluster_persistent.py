@@ -1,12 +1,13 @@
-"""The cluster persistent scheduler: the inner persistent one for rows that exceed a block.
+"""The cluster persistent scheduler: the inner persistent one for rows too long for one block.
 
-A cluster of blocks, which run at the same time and read each other's shared memory, takes a row:
+A cluster of blocks processes a row. Its blocks run at the same time and read each other's shared
+memory (r: reduced):
 
     GPU kept    [BIDx rows | r S 1, r BIDy, r UR, r TIDx | r V]
     GPU looped  [BIDx rows | r S, r BIDy, r UR, r TIDx | r V]
 
-Kept: its threads hold the row. Looped, for rows that do not fit: all levels but the first find it
-in the cache of second level.
+*Kept*: the cluster's threads hold the row. *Looped*, for rows that do not fit: all levels but the
+first read the row from the L2 cache.
 """
 
 from __future__ import annotations
@@ -24,35 +25,39 @@ from fuser.schedule.input_facts import Facts
 from fuser.schedule.row_levels import RowView, levels_of, steps_that_read
 from fuser.support.device import DeviceInfo
 
-# Rows of more elements are a cluster's, where there are so many of them that all multiprocessors
-# have one.
+# Rows of more elements are processed by clusters if there are enough rows for all multiprocessors.
 LONGEST_ROW_OF_A_BLOCK = max(columns for columns, _ in inner_persistent.ROWS_THAT_PAY)
 FEWEST_ROWS = 64
-# Rows of more elements take all blocks that may form a cluster, so that few rows are under way.
+# Longer rows use clusters of the maximum size, so that few rows are processed at a time.
 LONG_ROW = 1 << 18
-# How often the blocks of a cluster may wait for one another for a row, and read what all rows
-# share; and where elements have four bytes or more, so that these waits are less of the whole.
-# Measured on an H200, 512 x 131072, bfloat16 and float32, beside several kernels: softmax (2) 133
-# us, 151; 175, 269; RMS norm (2) 96, 105; 153, 199; its gradients (3) 242, 196; 363, 375; layer
+# The maximum number of waits per row, where a wait is an exchange between the blocks of a cluster
+# or a read of a tensor that all rows share. The second number is for elements of four bytes or
+# more, for which these waits are a smaller share of the time. Measured on an H200, 512 x 131072,
+# bfloat16 and float32, cluster and several kernels, in us, with the number of waits: softmax (2)
+# 133, 151; 175, 269; RMS norm (2) 96, 105; 153, 199; its gradients (3) 242, 196; 363, 375; layer
 # norm (4) 125, 113; 183, 203.
 MOST_WAITS, MOST_WAITS_WIDE = 2, 4
 
 
 def row_class(rows: int, columns: int) -> int:
-    """Tells rows for which clusters never pay (0), long ones, and those above `LONG_ROW`."""
+    """Returns the class of the rows: 0 if clusters never pay, 2 for rows above
+    `LONG_ROW`, else 1."""
     if columns <= LONGEST_ROW_OF_A_BLOCK or rows < FEWEST_ROWS:
         return 0
     return 1 if columns <= LONG_ROW else 2
 
 
 def suits(fusion: Fusion, sizes: Mapping[Symbol, Number]) -> bool:
-    """Whether one kernel of clusters takes no longer than several, which share a row between
+    """Whether one kernel of clusters is at least as fast as several kernels, which split a row over
     blocks.
 
-    Nothing random is computed anew at each level: with dropout layer norm takes 483 us, in two
-    kernels 242. The longest rows have results along them. Measured on an H200, 128 x 1048576,
-    bfloat16 and float32: softmax 294 us, several kernels 288; 523, 530; cross entropy with its
-    gradient 334, 359; 504, 653; without it 198, 165; 251, 253; layer norm 313, 235; 570, 423.
+    Kernels with random ops are excluded, because each level would compute the random numbers again:
+    layer norm with dropout takes 483 us, in two kernels 242. The longest rows must have results
+    along them.
+
+    Measured on an H200, 128 x 1048576, bfloat16 and float32, one and several kernels, in us:
+    softmax 294, 288; 523, 530; cross entropy with its gradient 334, 359; 504, 653; without it 198,
+    165; 251, 253; layer norm 313, 235; 570, 423.
     """
     known = inner_persistent.rows_of(fusion, sizes)
     found = 0 if known is None else row_class(*known)
@@ -72,8 +77,8 @@ def suits(fusion: Fusion, sizes: Mapping[Symbol, Number]) -> bool:
 
 
 def _waits(view: RowView) -> int:
-    """Counts the levels of reductions, two for mean and variance, and the steps that read each
-    tensor that has the row alone."""
+    """Returns the number of waits per row: the levels of reductions (mean and variance count
+    twice), and the steps that read a tensor with only the row's axes."""
     fusion, levels, steps = view.fusion, levels_of(view.fusion), steps_that_read(view.fusion)
     reductions = [op for op in fusion.exprs if isinstance(op, REDUCING)]
     waits = len({levels[op.out_tensor] for op in reductions})
@@ -84,7 +89,7 @@ def _waits(view: RowView) -> int:
 
 
 def chooser(fusion: Fusion, device: DeviceInfo) -> Callable[[Facts], InnerPersistentParams]:
-    """Returns what chooses the form and the shape of a cluster for an input class."""
+    """Returns a function that chooses the form and the size of a cluster for an input class."""
     return inner_persistent.chooser(fusion, device, in_clusters=True)
 
 

@@ -1,12 +1,12 @@
-"""The horizontal scheduler: pointwise kernels beside one another as one kernel.
+"""The horizontal scheduler: fuses several pointwise kernels into one launch.
 
-Outputs that do not iterate the same axes cannot share loops, but they can share a launch, which
-takes as long as the work of a small kernel. Every set of outputs with the same axes is a part: a
-fusion of its own, scheduled as a pointwise kernel. The grid has the blocks of all parts:
+Outputs with different axes cannot share loops, but they can share a launch, which takes as long as
+the work of a small kernel. Each set of outputs with the same axes is a part: a fusion that is
+scheduled as a pointwise kernel. The grid has the blocks of all parts:
 
     GPU  [BIDx: blocks of part 0 | of part 1 | ..]
 
-A part that reads what another computes on the way computes it again.
+A part that needs an intermediate of another part computes it again.
 """
 
 from __future__ import annotations
@@ -26,20 +26,21 @@ from fuser.support.device import DeviceInfo
 from fuser.support.record import record
 
 MAX_PARTS = 8
-# Up to so many bytes of inputs a launch is worth saving. Measured on an H200, queries and keys of
-# RoPE in bfloat16: of 1 MiB together 3.1 us, apart 4.9; of 48 MiB 24.1 and 26.8; of 128 MiB 61.8
-# and 64.1; of 192 MiB 111.3 and 111.1.
+# Sharing a launch pays up to this many bytes of inputs. Measured on an H200, queries and keys of
+# RoPE in bfloat16, in one launch and in two: 1 MiB 3.1 and 4.9 us; 48 MiB 24.1 and 26.8; 128 MiB
+# 61.8 and 64.1; 192 MiB 111.3 and 111.1.
 MAX_BYTES = 160 << 20
 
 
 @record
 class HorizontalParams:
-    """The parameters of each part; further parts have those of the last."""
+    """The pointwise parameters of each part. If there are more parts, they have those of
+    the last."""
 
     parts: tuple[PointwiseParams, ...]
 
     def is_near(self, other: object) -> bool:
-        """Whether each part is near that of the other."""
+        """Whether the parameters of each part are near those of the other's part."""
         return (
             isinstance(other, HorizontalParams)
             and len(self.parts) == len(other.parts)
@@ -53,27 +54,27 @@ class HorizontalParams:
 
 
 def generic(device: DeviceInfo) -> HorizontalParams:
-    """Returns the parameters that rely on nothing."""
+    """Returns the parameters without assumptions about the inputs."""
     return HorizontalParams((pointwise.generic(device),))
 
 
 def ladder(chosen: HorizontalParams, least: HorizontalParams) -> tuple[HorizontalParams, ...]:
-    """Returns parameters from `chosen` down to `least`: all parts step down together."""
+    """Returns parameters from `chosen` down to `least`. All parts take each step together."""
     columns = [rungs(part, least.parts[-1]) for part in chosen.parts]
     rows = zip_longest(*columns, fillvalue=least.parts[-1])
     return tuple(dict.fromkeys([*map(HorizontalParams, rows), least]))
 
 
-# ------------------------------------------------------------------ what is accepted
+# ------------------------------------------------------------------ acceptance
 def accepts(fusion: Fusion) -> str | None:
-    """Returns why the fusion is not several pointwise ones, None when it is."""
+    """Returns why the fusion is not a set of pointwise fusions, None if it is."""
     if any(a.is_stream for op in fusion.exprs for tv in op.outputs for a in tv.domain.loop):
         return "it is computed in steps along a stream axis"
     found = _outputs_of_parts(fusion)
     if len(found) < 2:
         return "its outputs iterate the same axes"
     if len(found) > MAX_PARTS:
-        return f"it has {len(found)} parts, more than {MAX_PARTS}"
+        return f"its outputs have {len(found)} different sets of axes, more than {MAX_PARTS}"
     for outputs, ops in found:
         made = {out for op in ops for out in op.outputs}
         other = next((o for o in fusion.outputs if o in made and o not in outputs), None)
@@ -83,7 +84,8 @@ def accepts(fusion: Fusion) -> str | None:
 
 
 def _outputs_of_parts(fusion: Fusion) -> list[tuple[list[TensorView], tuple[TensorOp, ...]]]:
-    """Returns the outputs of each part, and the ops that compute them, both in order."""
+    """Returns the outputs of each part and the ops that compute them, both in the
+    fusion's order."""
     graph = AxisGraph(fusion)
     by_axes: dict[tuple[int, ...], list[TensorView]] = {}
     for out in dict.fromkeys(fusion.outputs):
@@ -93,8 +95,11 @@ def _outputs_of_parts(fusion: Fusion) -> list[tuple[list[TensorView], tuple[Tens
 
 
 def parts_of(fusion: Fusion) -> Iterator[Fusion]:
-    """Yields each part, with the numbers and layouts of the whole; what a caller makes in one
-    before it asks for the next has numbers that no other part has."""
+    """Yields each part, with the tensor numbers and layouts of the whole fusion.
+
+    Tensors that a caller creates in one part, before it requests the next, have numbers that no
+    other part uses.
+    """
     given = [v for v in fusion.inputs if isinstance(v, TensorView)]
     last = 0
     for outputs, ops in _outputs_of_parts(fusion):
@@ -113,13 +118,13 @@ def parts_of(fusion: Fusion) -> Iterator[Fusion]:
 
 # ------------------------------------------------------------------ heuristics, application
 def chooser(fusion: Fusion, device: DeviceInfo) -> Callable[[Facts], HorizontalParams]:
-    """Returns what chooses the parameters of each part for an input class."""
+    """Returns a function that chooses the parameters of each part for an input class."""
     choosers = [pointwise.chooser(part, device) for part in parts_of(fusion)]
     return lambda facts: HorizontalParams(tuple(choose(facts) for choose in choosers))
 
 
 def apply(fusion: Fusion, params: HorizontalParams) -> None:
-    """Schedules the parts, which then are what the fusion is lowered from."""
+    """Schedules the parts. The fusion is then lowered from its `parts`."""
     made: dict[int, TensorView] = {}
     parts: list[Fusion] = []
     for k, part in enumerate(parts_of(fusion)):
@@ -133,20 +138,21 @@ def apply(fusion: Fusion, params: HorizontalParams) -> None:
 
 
 # ----------------------------------------------------------------------
-# What is tried, in turn, where a kernel with the chosen parameters cannot be lowered.
+# The ladder: parameters to try in turn when a kernel with the chosen ones cannot be lowered.
 #
-# Parameters are chosen from sizes and strides; whether an address is linear in the vector axis is
-# known only once its index has been written. Each rung relies on less than the one before: narrower
-# vectors, scalar accesses, nothing loaded ahead of its use (everything inlined), and at last what
-# serves every input.
+# Parameters are chosen from sizes and strides. Whether an address is linear along the vector axis
+# is known only when its index has been computed. Each rung relies on less than the one before:
+# narrower vectors, scalar accesses, nothing loaded before its use (all inlined), and finally the
+# generic parameters.
 
-# What a rung changes, and to what; a scheduler without such a parameter leaves it out.
+# The fields that a rung changes, with their new values. Fields that a scheduler does not have are
+# skipped.
 SCALAR = {"vector": 1, "staged_vector": 1}
 INLINED = {**SCALAR, "unroll": 1, "unroll_outer": False, "columns": 1}
 
 
 def rungs(chosen: Any, generic: Any) -> tuple[Any, ...]:
-    """Returns parameters from `chosen` down to `generic`, each once.
+    """Returns parameters from `chosen` down to `generic`, without duplicates.
 
     vector 4, unroll 2  ->  4 x 2, 2 x 2, 1 x 2, 1 x 1, generic
     """

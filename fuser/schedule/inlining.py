@@ -1,4 +1,5 @@
-"""Inlining: how many outer loops a tensor shares with its consumers (`compute_at`)."""
+"""Inlining: sets the number of outer loops that a tensor shares with its consumers
+(`compute_at`)."""
 
 from __future__ import annotations
 
@@ -11,21 +12,26 @@ from fuser.ir.types import ParallelType
 from fuser.schedule.loop_propagation import AxisMatcher, check_selected, follow
 from fuser.support.errors import DefinitionError
 
-# A vectorised or grouped axis is one access: nothing can be computed inside it.
+# These axes are executed as one access, so nothing can be computed inside them.
 _CLOSED = frozenset({ParallelType.vectorize, ParallelType.group, ParallelType.tma})
 
 
 class InlineLimits:
-    """The largest legal `compute_at` of every tensor of a fusion; built once per inlining call."""
+    """The largest legal `compute_at` of every tensor of a fusion. Built once per inlining call."""
 
     def __init__(self, fusion: Fusion) -> None:
         self._fusion = fusion
         self._barriers = _reduction_barriers(fusion)
 
     def limit(self, tv: TensorView, *, best_effort: bool = False) -> int:
-        """Returns the largest legal position: the loop axes before it are not reductions, not
-        vectorised (best effort: nor unrolled), do not wait for a reduction, and are shared, in
-        order, by every consumer."""
+        """Returns the largest legal position of a tensor. The loop axes before it satisfy four
+        conditions:
+
+        - They are not reduction axes.
+        - They are not vectorised; with `best_effort`, they are not unrolled either.
+        - They do not wait for a reduction.
+        - Every consumer has them in the same order.
+        """
         own = self._own_limit(tv, best_effort=best_effort)
         for op in self._fusion.uses(tv):
             if own == 0:
@@ -76,7 +82,9 @@ def inline_at(
     rank = len(domain.loop)
     position = pos + rank + 1 if pos < 0 else pos
     if not 0 <= position <= rank:
-        raise DefinitionError(f"position {pos} is outside the {rank} loop axes of {reference_tv}")
+        raise DefinitionError(
+            f"position {pos} is out of range for {reference_tv}, which has {rank} loop axes"
+        )
     matcher = AxisMatcher(AxisGraph(fusion), reference_tv)
     check_selected(fusion, selected_tensors)
     limits = InlineLimits(fusion)
@@ -91,7 +99,8 @@ def inline_at(
         legal = limits.limit(tv, best_effort=best_effort)
         if wanted > legal and not best_effort and tv not in fusion.outputs:
             raise DefinitionError(
-                f"{tv} cannot be inlined at {wanted}: {legal} is its largest legal position"
+                f"{tv} cannot be inlined at position {wanted}: its largest legal position is "
+                f"{legal}"
             )
         tv.compute_at = min(wanted, legal)
 
@@ -101,7 +110,7 @@ def _inlinable(fusion: Fusion) -> list[TensorView]:
 
 
 def _shared_prefix(tv: TensorView, op: TensorOp, consumer: TensorView, upto: int) -> int:
-    """Returns how many of tv's first `upto` loop axes the consumer iterates, in the same order."""
+    """Returns how many of tv's first `upto` loop axes the consumer iterates in the same order."""
     matches = {
         target.number: source
         for index, operand in tensor_operands(op)
@@ -111,7 +120,8 @@ def _shared_prefix(tv: TensorView, op: TensorOp, consumer: TensorView, upto: int
     found = follow(consumer.domain.transforms, tv.domain, matches)
     loops = {a.number for a in tv.domain.loop}
     stands_for = [found[a.number].number for a in consumer.domain.loop if a.number in found]
-    # Consumer loops that tv does not have stand between without harm: tv is repeated in them.
+    # Consumer loops that tv does not have may be in between: tv is computed again in each
+    # iteration.
     iterated = [n for n in dict.fromkeys(stands_for) if n in loops]
     for count, axis in enumerate(tv.domain.loop[:upto]):
         if count == len(iterated) or iterated[count] != axis.number:
@@ -127,9 +137,9 @@ def _logical_sources(tv: TensorView, number: int) -> set[int]:
 def _reduction_barriers(fusion: Fusion) -> dict[TensorView, frozenset[int]]:
     """Returns, per tensor, the logical axes whose loops it cannot share with its consumers.
 
-    When one consumer of a tensor leads to a reduction and another leads to something that needs the
-    reduction's result, the loop over the reduced axes must finish in between: the tensor is kept
-    (softmax keeps its row).
+    One consumer of a tensor may lead to a reduction, and another to an op that needs the
+    reduction's result. The loop over the reduced axes must then end in between, and the tensor is
+    kept: softmax keeps its row.
     """
     barred: dict[TensorView, frozenset[int]] = {}
     for reduction in fusion.exprs:
@@ -141,7 +151,7 @@ def _reduction_barriers(fusion: Fusion) -> dict[TensorView, frozenset[int]]:
         above, after = _cone(fusion, reduction)
         if not after:
             continue
-        # Axes that stand for the reduced ones, walking up from the reduction's input.
+        # The axes that are reduced later, for each tensor above the reduction.
         for tv, axes in _axes_upstream(fusion, reduction, reduced).items():
             leads = [
                 any(o in above for o in op.outputs) or op is reduction for op in fusion.uses(tv)
@@ -158,8 +168,8 @@ def _leads_to(op: TensorOp, after: dict[TensorOp, bool]) -> bool:
 
 
 def _cone(fusion: Fusion, reduction: TensorOp) -> tuple[set[TensorView], dict[TensorOp, bool]]:
-    """Returns the tensors above a reduction, and the ops that lead, around the reduction, to an op
-    that reads something computed from its result."""
+    """Returns the tensors above a reduction, and the ops with a path, not through the reduction, to
+    an op that needs its result."""
     above: set[TensorView] = {v for v in reduction.inputs if isinstance(v, TensorView)}
     for op in reversed(fusion.exprs):
         if any(o in above for o in op.outputs):
@@ -183,7 +193,7 @@ def _cone(fusion: Fusion, reduction: TensorOp) -> tuple[set[TensorView], dict[Te
 def _axes_upstream(
     fusion: Fusion, reduction: TensorOp, reduced: set[int]
 ) -> dict[TensorView, frozenset[int]]:
-    """Walks up from a reduction: for each tensor above, its logical axes that are reduced later."""
+    """Returns, for each tensor above a reduction, its logical axes that are reduced later."""
     marked: dict[TensorView, set[int]] = {}
     source = next(v for v in reduction.inputs if isinstance(v, TensorView))
     marked[source] = set(reduced)

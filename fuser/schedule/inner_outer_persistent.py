@@ -1,15 +1,15 @@
-"""The inner-outer persistent scheduler: what `inner_persistent` computes along rows, and sums over
-the rows beside it (the backward of layer and RMS norm), as one kernel that reads the rows once.
+"""The inner-outer persistent scheduler: the ops of an inner persistent kernel, and sums over the
+rows (backward of layer and RMS norm), as one kernel that reads the rows once.
 
-The sums over rows come in parts (`passes.row_parts`); a block makes one part of each, row after
-row, and another kernel adds the parts up:
+The sums over rows are computed as partial sums (`passes.row_parts`). A block adds several rows, one
+after another, to one partial sum of each. Another kernel adds the partial sums (r: reduced):
 
     rows      [BIDx part, S rows of the part, TIDy rows | r S 1, r UR, r TIDx | r V]
     parts     [BIDx part, r S rows of the part, r TIDy rows | S 1, UR, TIDx | V]
 
-Each thread keeps its piece of the row, as `inner_persistent` does, and beside it an accumulator for
-each element of each sum. What has the row alone (weights) is loaded once per block. There are no
-plain loops of this kind: on the CPU two kernels take their place.
+Each thread keeps its part of the row, as `inner_persistent` does, and an accumulator for each
+element of each sum. Tensors with only the row's axes (weights) are loaded once per block. There are
+no plain loops of this kind: on the CPU, two kernels are used instead.
 """
 
 from __future__ import annotations
@@ -27,36 +27,38 @@ from fuser.schedule.input_facts import Facts
 from fuser.schedule.row_levels import RowView
 from fuser.support.device import DeviceInfo
 
-# Parts of each sum: two for each multiprocessor of an H200. None of these numbers is measured yet.
+# The number of partial sums: two for each multiprocessor of an H200. These numbers are not
+# measured.
 PARTS = 264
-# One kernel pays for so many rows at least, of so many elements at most: the accumulators and the
-# row find room in the registers of one block.
+# One kernel pays for at least this many rows of at most this many elements, because a block's
+# registers must hold the row and the accumulators.
 FEWEST_ROWS = 4 * PARTS
 LONGEST_ROW = 8192
-# Rows are read in words of so many elements at least; others do better with rows that are shifted.
+# Rows are read in vectors of at least this many elements; shifted rows are faster for others.
 WORD = 4
-# Threads of a block, where a row takes fewer, and for how many a multiprocessor has registers.
+# Threads of a block if a row takes fewer, and threads that a multiprocessor must have registers
+# for.
 THREADS = 512
 RESIDENT = 1024
 
 
-# ------------------------------------------------------------------ what is accepted
+# ------------------------------------------------------------------ acceptance
 def accepts(fusion: Fusion) -> str | None:
-    """Returns why the fusion is not of this kind, None when it is."""
+    """Returns why the fusion is not of this kind, None if it is."""
     found = {op.out_tensor: parts for op in fusion.exprs if (parts := row_parts(op)) is not None}
     if not found:
-        return "no sum over rows comes in parts"
+        return "no sum over rows is computed in partial sums"
     for tv in found:
         if tv not in fusion.outputs or fusion.uses(tv):
-            return f"parts {tv} are read in the kernel that makes them"
+            return f"the partial sums {tv} are read in the kernel that computes them"
     if len({parts.count for parts in found.values()}) > 1:
-        return "sums over rows come in different numbers of parts"
+        return "the sums over rows have different numbers of partial sums"
     reason = inner_persistent.accepts(without_parts(fusion))
     return reason or _parts_rejection(fusion, found)
 
 
 def without_parts(fusion: Fusion) -> Fusion:
-    """Returns a copy that computes the other outputs alone."""
+    """Returns a copy of the fusion that computes only the outputs that are not partial sums."""
     rest, mapping = fusion.copy()
     made = {mapping[op.out_tensor] for op in fusion.exprs if row_parts(op) is not None}
     rest.outputs = [out for out in rest.outputs if out not in made]
@@ -65,24 +67,26 @@ def without_parts(fusion: Fusion) -> Fusion:
 
 
 def _parts_rejection(fusion: Fusion, found: Mapping[TensorView, RowParts]) -> str | None:
-    """The parts sum the rows that the other reductions have, element by element."""
+    """Returns why the partial sums do not add exactly the rows of the other reductions, None if
+    they do."""
     view = RowView(fusion)
     reference, logical = view.reference, view.reference.domain.logical
     rows = [logical[p].number for run in view.iterated for p in run]
     if not rows:
         return f"{reference} has no rows"
     for tv in found:
-        # Of rows of several axes the parts count in the tensor's order, the kernel in memory's.
+        # If rows have several axes, the parts are counted in the tensor's order, and the kernel's
+        # rows in memory order.
         axes: dict[bool, list[int]] = {True: [], False: []}
         for axis in tv.domain.root:
             match = view.matcher.reference_of(axis)
             if not axis.is_broadcast:
                 axes[axis.is_reduction()].append(-1 if match is None else match.number)
         if axes[True] != rows or {*axes[False]} != view.row_axes:
-            return f"parts {tv} do not sum the rows of {reference} in the order of memory"
+            return f"the partial sums {tv} do not add the rows of {reference} in memory order"
         (operand,) = (v for v in _definition(tv).inputs if isinstance(v, TensorView))
         if view.axes(operand) != view.row_axes | view.iterated_axes:
-            return f"{operand}, which parts {tv} sum, has other axes than {reference}"
+            return f"{operand}, which the partial sums {tv} add, has other axes than {reference}"
     return None
 
 
@@ -93,7 +97,7 @@ def _definition(tv: TensorView) -> TensorOp:
 
 
 def pays(rows: int, columns: int) -> bool:
-    """Whether one kernel for rows and the sums over them takes no longer than two."""
+    """Whether one kernel for the rows and the sums over them is at least as fast as two."""
     return rows >= FEWEST_ROWS and columns <= LONGEST_ROW and columns % WORD == 0
 
 
@@ -105,14 +109,14 @@ def suits(fusion: Fusion, sizes: Mapping[Symbol, Number]) -> bool:
 
 # ------------------------------------------------------------------ heuristics
 def generic(device: DeviceInfo) -> InnerPersistentParams:
-    """Returns what serves rows of any alignment, and of eight times the length that `suits` allows:
-    a program is chosen by global sizes."""
+    """Returns parameters for rows of any alignment and of up to eight times the length that `suits`
+    allows. A program is chosen by global sizes, so such rows can occur."""
     threads = device.max_threads_per_block
     return InnerPersistentParams(threads, kept=8 * LONGEST_ROW // threads, resident=RESIDENT)
 
 
 def chooser(fusion: Fusion, device: DeviceInfo) -> Callable[[Facts], InnerPersistentParams]:
-    """Returns what chooses vector width and thread shape for an input class."""
+    """Returns a function that chooses vector width and thread shape for an input class."""
     parts = [op.out_tensor for op in fusion.exprs if row_parts(op) is not None]
     accumulators = sum(nbytes_of(tv.dtype()) for tv in parts)
     choose_rows = inner_persistent.chooser(fusion, device, beside=accumulators)
@@ -120,7 +124,7 @@ def chooser(fusion: Fusion, device: DeviceInfo) -> Callable[[Facts], InnerPersis
     def choose(facts: Facts) -> InnerPersistentParams:
         rows = choose_rows(facts)
         if rows.kept and not rows.resident:
-            return rows  # long ones
+            return rows  # long rows: the compiler decides about registers
         at_once = max(THREADS // rows.threads_x, 1)
         return replace(rows, threads_y=at_once, resident=RESIDENT)
 

@@ -1,19 +1,21 @@
-"""The inner persistent scheduler: reductions along rows that later reductions and outputs wait for
-(softmax, layer norm), as one kernel.
+"""The inner persistent scheduler: reductions along rows on which later reductions and outputs
+depend (softmax, layer norm), as one kernel.
 
-The first reduction is the reference; all reduce the same, innermost, axes. The reduced axes are
-merged into one, the row, which a block takes, or some threads of one:
+All reductions reduce the same, innermost, axes; the first one is the reference. The reduced axes
+are merged into one, the *row*. A block processes a row, or some of its threads do (r: reduced):
 
     GPU kept    [BIDx rows, TIDy rows | r S 1, r UR, r TIDx | r V]
     GPU looped  [BIDx rows, TIDy rows | r S, r UR, r TIDx | r V]
     CPU         [S rows | r S]
 
-Kept: each thread loads its part of the row into registers once, as memory has it, and what follows
-is computed from there; what costs more to compute than to keep, and is needed at several levels
-(`rows.py`), is kept, too. Looped, for rows that do not fit: every level goes over the row again.
-Shifted, where no word of memory divides the rows: each is moved back to where its first word
-begins (`ir.domain.Shift`); the elements of that word, and of the last, that are its neighbours' are
-loaded with them and not looked at. Tensors that have the row alone are read element by element.
+- *Kept*: each thread loads its part of the row into registers once, in the dtype of memory, and
+  computes everything from there. A result is kept, too, if several levels need it and it costs more
+  to compute than to keep (`row_levels.py`).
+- *Looped*, for rows that do not fit in registers: every level reads the row again.
+- *Shifted*, for rows whose length no vector divides: each row's iteration starts at the aligned
+  address before the row (`ir.domain.Shift`). The first and last vector also load elements of
+  neighbouring rows, which are ignored. Tensors that have only the row's axes are read element by
+  element.
 """
 
 from __future__ import annotations
@@ -65,20 +67,21 @@ from fuser.support.device import DeviceInfo
 from fuser.support.record import record
 
 PT = ParallelType
-# Ops whose results are their operands, under other axes.
+# Ops whose results equal their operands, with other axes.
 VIEWS = (BroadcastOp, SqueezeOp, LoadStoreOp)
-# The loops of the rows of parts: the part, the rows of a part, the rows at once.
+# The number of row loops of a kernel with partial sums: the part, the rows of a part, the rows at a
+# time.
 ROWS_OF_PARTS = 3
 NOTHING: Mapping[TensorView, Access] = {}
-# Rows of so many elements are one kernel where there are so many of them: separate kernels share a
-# long row between blocks. What does not fit registers is read again. Of the last pair only rows of
-# 50257 in bfloat16, 2048 of them, were measured on an H200.
+# Pairs (longest row, least number of rows) for which one kernel pays. Otherwise separate kernels,
+# which split a long row over several blocks, are faster. Rows that do not fit in registers are read
+# again. For the last pair, only 2048 rows of 50257 in bfloat16 were measured, on an H200.
 ROWS_THAT_PAY = ((8192, 0), (16384, 32), (65536, 256))
 
 
-# ------------------------------------------------------------------ what is accepted
+# ------------------------------------------------------------------ acceptance
 def accepts(fusion: Fusion) -> str | None:
-    """Returns why the fusion is not of this kind, None when it is."""
+    """Returns why the fusion is not of this kind, None if it is."""
     if fusion.aliases:
         return "an output is written into an input"
     reason = waiting_rejection(fusion)
@@ -86,14 +89,14 @@ def accepts(fusion: Fusion) -> str | None:
 
 
 def waiting_rejection(fusion: Fusion) -> str | None:
-    """Returns why not all reductions are over the same axes, along which something waits for
-    them."""
+    """Returns why this is no set of reductions over the same axes with ops along these axes that
+    depend on their results. None if it is."""
     reductions = [op for op in fusion.exprs if isinstance(op, REDUCING)]
     if not reductions:
         return "there is no reduction"
     for op in fusion.exprs:
         if isinstance(op, LibraryOp):
-            return f"{op.name} of {op.out_tensor} is an op of the library"
+            return f"{op.name} of {op.out_tensor} is computed by a library call"
     graph = AxisGraph(fusion)
     reason = common_rejection(fusion, graph)
     if reason is not None:
@@ -110,7 +113,11 @@ def _classes(graph: AxisGraph, tv: TensorView) -> list[tuple[int, bool]]:
 
 
 def _tensor_rejection(fusion: Fusion, graph: AxisGraph, reference: TensorView) -> str | None:
-    """What waits for a reduction has axes of the reference only; outputs have rows or all axes."""
+    """Returns why some tensor's axes do not suit the reference, None if all do.
+
+    A tensor that depends on a reduction may have axes of the reference only. An output has either
+    the rows alone or all axes.
+    """
     if any(a.is_broadcast and a.expanded is not None for a in reference.domain.no_reductions):
         return f"the result of {reference} has an expanded axis, which its operands may iterate"
     matcher = AxisMatcher(graph, reference)
@@ -131,11 +138,11 @@ def _tensor_rejection(fusion: Fusion, graph: AxisGraph, reference: TensorView) -
         if is_output and numbers not in (iterated, everything):
             return f"output {tv} does not have the axes of reduction {reference}, nor its rows"
         waits = waits or (bool(levels.get(tv)) and not numbers <= iterated)
-    return None if waits else f"nothing along the reduced axes waits for {reference}"
+    return None if waits else f"no op along the reduced axes uses the result of {reference}"
 
 
 def _order_rejection(fusion: Fusion) -> str | None:
-    """The reduced axes are innermost in memory."""
+    """Returns why the reduced axes are not innermost in memory, None if they are."""
     reference = reference_of(fusion)
     space = iteration_space(fusion, reference)
     order = [space.is_reduced(p) for p in space.memory_order()]
@@ -145,7 +152,7 @@ def _order_rejection(fusion: Fusion) -> str | None:
 
 
 def row_extents(reduction: TensorView) -> tuple[Scalar, Scalar]:
-    """Returns how many rows a reduction has, and of how many elements."""
+    """Returns the number of rows of a reduction, and the number of elements of a row."""
     sizes: dict[bool, list[Scalar]] = {False: [], True: []}
     for axis in reduction.domain.logical:
         sizes[axis.is_reduction()].append(reduction.fusion.canonical(axis.extent))
@@ -153,18 +160,18 @@ def row_extents(reduction: TensorView) -> tuple[Scalar, Scalar]:
 
 
 def pays(rows: int, columns: int) -> bool:
-    """Whether one kernel takes no longer than several, which share a long row between blocks."""
+    """Whether one kernel is at least as fast as several, which split a long row over blocks."""
     return any(columns <= longest and rows >= fewest for longest, fewest in ROWS_THAT_PAY)
 
 
 def suits(fusion: Fusion, sizes: Mapping[Symbol, Number]) -> bool:
-    """Whether one kernel pays for these sizes; unknown ones are those of many short rows."""
+    """Whether one kernel pays for these sizes. Unknown sizes are taken as many short rows."""
     known = rows_of(fusion, sizes)
     return known is None or pays(*known)
 
 
 def rows_of(fusion: Fusion, sizes: Mapping[Symbol, Number]) -> tuple[int, int] | None:
-    """Returns how many rows there are of how many elements, None where that is not known."""
+    """Returns the number of rows and of elements in each, None if a size is not known."""
     try:
         rows, columns = (int(sc.evaluate(x, sizes)) for x in row_extents(reference_of(fusion)))
     except KeyError:
@@ -193,7 +200,8 @@ def apply(fusion: Fusion, params: InnerPersistentParams) -> None:
 
 
 def _groups(view: RowView) -> list[list[int]]:
-    """Returns the rows, as one group with the broadcast axes of the reference, and the row."""
+    """Returns two groups of positions: the rows, with the reference's broadcast axes, and the row's
+    axes."""
     rank = len(view.reference.domain.logical)
     broadcast = [p for p in range(rank) if p not in view.space.concrete]
     rows = [*broadcast, *(p for run in view.iterated for p in run)]
@@ -204,7 +212,7 @@ def _groups(view: RowView) -> list[list[int]]:
 def _apply_loops(view: RowView) -> None:
     groups = _groups(view)
     arrange(view.reference, groups)
-    # Broadcast axes alone are no rows: what reads the result may lack them.
+    # Broadcast axes alone are no rows: a reader of the result may lack them.
     _finish(view, 1 if view.iterated else 0, [])
 
 
@@ -214,7 +222,7 @@ def _apply_threads(
     kept: list[TensorView],
     needed: Mapping[TensorView, int],
 ) -> None:
-    """Schedules a fusion whose levels are separate; `needed` gives that of each tensor."""
+    """Schedules a fusion whose levels are separate. `needed` maps each tensor to its level."""
     fusion, full, levels = view.fusion, view.full, levels_of(view.fusion)
     accesses = {a.tv: a for a in view.space.accesses}
     ahead: dict[TensorView, Access] = {}
@@ -235,10 +243,11 @@ def _apply_threads(
     once_in_all = [tv for tv, a in ahead.items() if view.parts and _is_row(view, a.tv)]
     shared, tile = _shape(view, params)
     wide = [out for out in dict.fromkeys(fusion.outputs) if _is_wide(view, params, accesses[out])]
-    # What is loaded again and again is loaded a tile at a time: all of it is under way at once.
+    # Inputs that are loaded repeatedly are loaded one tile at a time, with all loads of it
+    # outstanding.
     _finish(view, shared if view.iterated else 0, kept, ahead, 1 if params.kept else tile)
     for tv in once:
-        # Rows of one block that follow each other have other values.
+        # The rows that a block processes one after another have different values.
         tv.compute_at = ROWS_OF_PARTS - 1 if view.parts else 0
     for tv in once_in_all:
         tv.compute_at = 0
@@ -250,20 +259,23 @@ def _apply_threads(
 
 
 def _is_wide(view: RowView, params: InnerPersistentParams, access: Access) -> bool:
-    """Whether a tensor is accessed in vectors: where rows are shifted, one that lies as they do."""
+    """Whether a tensor is accessed in vectors. With shifted rows, only tensors with all
+    axes are."""
     is_candidate = params.vector > 1 and access.is_vector_candidate(view.innermost)
     return is_candidate and (not params.shifted or access.tv in view.full)
 
 
 def _once_per_row(view: RowView, levels: dict[TensorView, int]) -> list[TensorView]:
-    """Returns what has a value for each row and is read along it: a register of each thread."""
+    """Returns tensors with one value per row that are read along the row. Each thread keeps them in
+    a register."""
     fusion, found = view.fusion, list[TensorView]()
     for access in view.space.accesses:
         tv = access.tv
         is_input = not access.is_output and bool(access.order and fusion.uses(tv))
         if is_input and view.axes(tv) == view.iterated_axes:
             found.append(cache_input(tv))
-    # In a loop over rows none waits for another: they would have to share it, as reductions do.
+    # In a loop over rows, such a value must not depend on another one, because only reductions can
+    # share the loop.
     waits: set[TensorView] = set(found) if view.parts else set()
     for op in fusion.exprs:
         tv = op.out_tensor
@@ -282,7 +294,7 @@ def _once_per_row(view: RowView, levels: dict[TensorView, int]) -> list[TensorVi
 
 
 def _is_read_along(view: RowView, tv: TensorView) -> bool:
-    """Whether a value of a row is read for its elements, at once or through views."""
+    """Whether a value per row is read for the row's elements, directly or through views."""
     return any(
         not view.is_per_row(out) or (isinstance(op, VIEWS) and _is_read_along(view, out))
         for op in view.fusion.uses(tv)
@@ -298,7 +310,8 @@ def _by_level(uses: Sequence[TensorOp], needed: Mapping[TensorView, int]) -> lis
 
 
 def _shape(view: RowView, params: InnerPersistentParams) -> tuple[int, int]:
-    """Builds the loops of the reference; returns how many of them are rows, and the tile's."""
+    """Builds the loops of the reference. Returns the number of row loops and of the
+    tile's loops."""
     tv, groups = view.reference, _groups(view)
     if params.exact:
         _assume_exact(view, groups, params)
@@ -325,17 +338,17 @@ def _shape(view: RowView, params: InnerPersistentParams) -> tuple[int, int]:
     inside = (params.cluster, PT.grid_y), (batch, PT.unroll), (params.threads_x, PT.block_x)
     tile = split_tile(tv, at, inside)
     if params.kept:
-        # One tile holds the row.
+        # One tile holds the whole row.
         view.fusion.assume(tv.domain.loop[at].extent, sc.ONE)
     if params.vector > 1:
-        # Only the words at the ends of a shifted row are tested element by element.
+        # Only the first and last vector of a shifted row are tested element by element.
         tile += [PT.unswitch if params.shifted else PT.serial]
     parallelize(tv, [*types, PT.serial, *tile])
     return at, len(tile)
 
 
 def _follow_rows(tv: TensorView, view: RowView, loops: Loops) -> None:
-    """Gives parts the loops of the rows that they sum."""
+    """Gives a partial sum the loops of the rows that it adds."""
     loops.repeat_along(tv, view.row_axes)
     parts, model = view.parts[tv], view.reference.domain.loop
     places = {a.number: k for k, a in enumerate(tv.domain.loop)}
@@ -351,7 +364,7 @@ def _is_row(view: RowView, tv: TensorView) -> bool:
 
 
 def _assume_exact(view: RowView, groups: list[list[int]], params: InnerPersistentParams) -> None:
-    """Makes the length of the row a constant, and the rows whole blocks."""
+    """Makes the row length a constant, and the number of rows a multiple of the rows per block."""
     logical = view.reference.domain.logical
     *rows, row = groups
     if len(row) == 1:
@@ -371,8 +384,11 @@ def _finish(
     ahead: Mapping[TensorView, Access] = NOTHING,
     inside: int = 0,
 ) -> None:
-    """Gives all tensors their loops and positions: `shared` loop axes of the reference are rows,
-    what is loaded `ahead` has `inside` loops of its own."""
+    """Gives all tensors their loops and compute-at positions.
+
+    `shared` is the number of the reference's row loops. Tensors that are loaded `ahead` of their
+    uses have `inside` loops inside their position.
+    """
     fusion, reference = view.fusion, view.reference
     loops, view = Loops(fusion, reference), RowView(fusion)
     for tv in (*fusion.outputs, *intermediates(fusion, ())):
@@ -386,7 +402,7 @@ def _finish(
         else:
             done = axes is not None and (loops.repeat(tv) or loops.repeat(tv, only=axes))
         if not done and is_step:
-            raise AssertionError(f"{tv} does not follow {reference}")
+            raise AssertionError(f"{tv} cannot have the loops of {reference}")
     for tv in intermediates(fusion, ()):
         if isinstance(tv.definition(), REDUCING) or tv in kept:
             tv.compute_at = shared
@@ -397,57 +413,62 @@ def _finish(
 
 
 # ----------------------------------------------------------------------
-# What the inner persistent scheduler decides, and how: the shape of blocks, what threads keep.
+# The heuristic of the inner persistent scheduler: the shape of blocks, and the values threads keep.
 
-# Registers that a thread keeps of its row: with two blocks or more on a multiprocessor one loads
-# while another computes.
+# Registers in which a thread keeps its part of a row. With at least two blocks per multiprocessor,
+# one loads while another computes.
 KEPT_REGISTERS = 32
-# Bytes that one of half of the most threads keeps of a row that takes more registers than that.
-# Where results lie along such a row, converting its elements for them takes registers that are not
-# there. Measured on an H200, cross entropy of 50257 columns in bfloat16: 100 us, looped 106; with
-# its gradient 215, looped 188.
+# Bytes of a longer row that a thread keeps when a block has half of the maximum threads. If results
+# along such a row are written, their conversion needs more registers than are left. Measured on an
+# H200, cross entropy of 50257 columns in bfloat16: kept 100 us, looped 106; with its gradient 215
+# and 188.
 LONG_ROW_BYTES = 240
-# Columns from which kernels with sums over rows load a wide weight in one word, and rows in shorter
-# ones. Measured on an H200: 4096 and 8192 take 4 to 17 % less time, 1536 and 1024 2 to 8 % more.
-# From there a thread also keeps so much of the row and the sums: fewer threads wait for one
-# another. Measured on an H200, gradients of layer norm in bfloat16, 16384 x 8192: 238 us with 256
-# threads, 307 with 1024; 4096 x 4096 34 and 45.
+# Row length from which kernels with sums over rows load a wide weight in one vector, and rows in
+# shorter vectors. Measured on an H200: rows of 4096 and 8192 take 4 to 17 % less time, rows of 1536
+# and 1024 take 2 to 8 % more. From this length on, a thread also keeps this many bytes and elements
+# of the row and the sums, so that fewer threads wait for one another. Measured on an H200,
+# gradients of layer norm in bfloat16, 16384 x 8192: 238 us with 256 threads, 307 with 1024; 4096 x
+# 4096: 34 and 45.
 LONG_PARTS = 4096
 LONG_PARTS_BYTES = 512
 LONG_PARTS_KEPT = 32
-# Of one multiprocessor, what a row may keep at most, and up to where results of costly ops are kept
-# rather than computed again.
+# Registers of one multiprocessor that a row may take at most, and the limit up to which results of
+# costly ops are kept rather than computed again.
 ROW_REGISTERS = 40 * 1024
 ROW_REGISTERS_COSTLY = 16 * 1024
 THREADS_PER_BLOCK = 128
-# Bytes of a line of memory.
+# Bytes of a cache line.
 LINE = 128
-# Threads of a multiprocessor: what is cheap is computed again rather than kept in more registers.
+# Threads of a multiprocessor. Cheap values are computed again rather than kept in more registers.
 RESIDENT = 768
 RESIDENT_ONE = 1024
-# Threads along a row, so that few shapes of kernels exist.
+# Threads along a row; a short list, so that few shapes of kernels exist.
 ROW_THREADS = (1, 2, 4, 8, 16, 32, 64, 96, 128, 192, 256, 384, 512, 768, 1024)
 LOOPED_THREADS = 512
 LOOPED_BYTES = 32
-# Threads of a block of a cluster, and bytes of a row that each may keep.
+# Threads of a block in a cluster, and bytes of a row that each thread may keep.
 CLUSTER_THREADS = 512
 CLUSTER_BYTES = 256
-# Bytes of a row of which few are to be on their way through the cache at once: with twice the
-# loads, and twice the threads where results lie along it, there are half as many. Measured on an
-# H200, rows of 50257 in float32: cross entropy 158 us (with twice the threads, too, 193), with its
-# gradient 326 (without both 378).
+# Rows of at least this many bytes should be processed few at a time, so that they stay in the
+# cache. Twice the loads, and twice the threads if results are written along the row, halve their
+# number. Measured on an H200, rows of 50257 in float32: cross entropy 158 us (193 with twice the
+# threads as well); with its gradient 326 (378 without this).
 WIDE_ROW_BYTES = 128 << 10
 
 
 @record
 class InnerPersistentParams:
-    """What the inner persistent scheduler decides. Zero threads: plain loops of the CPU.
+    """The parameters of an inner persistent kernel. With `threads_x` 0 it has the plain loops of a
+    CPU.
 
-    `kept` counts the elements of a row in one thread; 0: every level loops over the row, `unroll`
-    vectors of each input at a time. `keeps_costly`: results of costly ops are kept, too.
-    `resident` threads are to find registers on a multiprocessor (0: the compiler decides).
-    `exact`: what the threads keep is the row, so that nothing has to be tested. `shifted`: rows of
-    any length are read in whole words of memory, but for their ends. `cluster` blocks take a row.
+    - `kept`: the number of elements of a row in one thread. With 0, every level loops over the row,
+      in steps of `unroll` vectors of each input.
+    - `keeps_costly`: results of costly ops are kept, too.
+    - `resident`: the number of threads whose registers a multiprocessor must have room for (0: the
+      compiler decides).
+    - `exact`: the threads' elements are exactly the row, so that no test is needed.
+    - `shifted`: rows of any length are read in aligned vectors, except at their ends.
+    - `cluster`: the number of blocks that process a row together.
     """
 
     threads_x: int = 0
@@ -462,12 +483,13 @@ class InnerPersistentParams:
     cluster: int = 1
 
     def is_near(self, other: InnerPersistentParams) -> bool:
-        """Whether kernels of both differ in nothing that a small input would notice. Where one is
-        exact, its guards tell whether it serves."""
+        """Whether both kernels take about the same time on small inputs. `exact` may differ: guards
+        decide whether that kernel can be used."""
         return replace(self, exact=False) == replace(other, exact=False)
 
     def is_alike(self, other: InnerPersistentParams) -> bool:
-        """Whether a kernel made with `other` serves, if less well: not with most threads idle."""
+        """Whether a kernel with `other` is usable, if slower. It is not if most of its threads
+        would be idle."""
         forms = [(p.vector, bool(p.kept), p.shifted, p.cluster) for p in (self, other)]
         if forms[0] != forms[1]:
             return False
@@ -490,7 +512,7 @@ class InnerPersistentParams:
 
 # ------------------------------------------------------------------ heuristics
 def generic(device: DeviceInfo) -> InnerPersistentParams:
-    """Returns the parameters that rely on nothing."""
+    """Returns the parameters without assumptions about the inputs."""
     if device.kind == "cpu":
         return InnerPersistentParams()
     return InnerPersistentParams(threads_x=THREADS_PER_BLOCK)
@@ -499,9 +521,11 @@ def generic(device: DeviceInfo) -> InnerPersistentParams:
 def chooser(
     fusion: Fusion, device: DeviceInfo, *, beside: int = 0, in_clusters: bool = False
 ) -> Callable[[Facts], InnerPersistentParams]:
-    """Returns what chooses form, vector width and thread shape for an input class, where a thread
-    keeps `beside` bytes more for each element of its row; `in_clusters`: also how many blocks take
-    a row."""
+    """Returns a function that chooses form, vector width and thread shape for an input class.
+
+    A thread keeps `beside` more bytes for each element of its row. With `in_clusters`, the function
+    also chooses the number of blocks per row.
+    """
     if device.kind == "cpu":
         loops = InnerPersistentParams()
         return lambda facts: loops
@@ -512,11 +536,12 @@ def chooser(
     candidates = view.space.vector_candidates(view.innermost)
     is_full = {a.tv: a.tv in view.full for a in candidates}
     has_full, has_columns = any(is_full.values()), not all(is_full.values())
-    # Of norms, which read columns, no looped form was measured.
+    # Norms, which read columns, were not measured in the looped form.
     writes = any(a.is_output and a.tv in view.full for a in view.space.accesses) and not has_columns
     widths = VectorWidths(candidates, shared=lambda a: has_full and not is_full[a.tv])
     long_widths = VectorWidths(candidates) if view.parts else widths
-    # What sums rows looks at the same elements of each.
+    # With sums over rows, a thread must process the same elements of each row, so these are not
+    # shifted.
     shifted_widths = VectorWidths(view.dense) if view.iterated and not view.parts else None
     extents = RunExtents(given, [[logical[p] for p in run] for run in view.iterated + view.reduced])
     count = len(view.iterated)
@@ -547,16 +572,20 @@ def chooser(
                 if beside and columns >= LONG_PARTS:
                     return _long_parts_params(shape, nbytes)
                 return _kept_params(shape, nbytes, costly, device)
-        # Those along the row alone are not shifted with it: their elements are loaded one by one.
+        # Inputs with only the row's axes are not shifted. Their elements are loaded one by one.
         return _looped_params(shape, has_columns=has_columns, writes=writes)
 
     return choose
 
 
 class _RowsAccess(NamedTuple):
-    """How many rows there are of how many elements, and how these are accessed: the elements of a
-    vector, the bytes of the widest one, and how many elements a row may begin behind a word; and
-    how many inputs have them."""
+    """The numbers of rows and of elements in each, and their access.
+
+    - `vector`: the number of elements of a vector.
+    - `widest`: the bytes of the widest element.
+    - `begin`: the largest number of elements between an aligned address and the start of a row.
+    - `inputs`: the number of inputs that have all elements.
+    """
 
     rows: int
     columns: int
@@ -567,18 +596,18 @@ class _RowsAccess(NamedTuple):
 
     @property
     def chunks(self) -> int:
-        """The vectors that hold a row."""
+        """The number of vectors that a row takes."""
         return -(-(self.columns + self.begin) // self.vector)
 
 
 def _most_chunks(shape: _RowsAccess, nbytes: int) -> int:
-    """Returns the vectors that a thread keeps where a block has threads enough: the compiler keeps
-    what it converts in its wider form."""
+    """Returns the number of vectors that a thread keeps if a block has enough threads. The compiler
+    keeps converted values, so an element counts at least 4 bytes."""
     return max(4 * KEPT_REGISTERS // (max(nbytes, 4) * shape.vector), 1)
 
 
 def _is_long(shape: _RowsAccess, nbytes: int) -> bool:
-    """Whether no block has threads enough to keep a row so."""
+    """Whether no block has enough threads to keep a row in this way."""
     return shape.chunks > ROW_THREADS[-1] * _most_chunks(shape, nbytes)
 
 
@@ -588,14 +617,14 @@ def _kept_params(
     rows, columns, vector, widest, begin, _ = shape
     chunks, is_shifted = shape.chunks, begin > 0
     most = _most_chunks(shape, nbytes)
-    # Lanes that lie side by side read whole lines of memory; those without work cost as others do.
+    # Adjacent lanes read whole cache lines. Lanes without work cost as much as others.
     least = min(max(LINE // (vector * widest), 1), device.warp_size, power_of_two_at_least(chunks))
     lanes = device.warp_size
     if is_shifted and lanes * most < chunks <= lanes * (most + most // 4):
-        most += most // 4  # a shifted row has a word more: not two warps for that
+        most += most // 4  # a shifted row has one vector more, which is not worth two warps
     fit = [t for t in ROW_THREADS if least <= t and t * most >= chunks]
     if not fit:
-        # Two rows on a multiprocessor, where their threads' registers hold them.
+        # Two rows per multiprocessor, if the registers of half the threads can hold a row.
         half = ROW_THREADS[-1] // 2
         fit = [half if chunks * vector * nbytes <= half * LONG_ROW_BYTES else 2 * half]
     warp = [t for t in fit if t <= device.warp_size] or fit[:2]
@@ -604,10 +633,10 @@ def _kept_params(
     y = max(THREADS_PER_BLOCK // x, 1) if rows > device.sm_count else 1
     exact = x * batch * vector == columns and rows % y == 0 and not is_shifted
     if x * batch != chunks and (x <= lanes or not is_shifted):
-        # Rows of many lengths share few kernels.
+        # Rounded up, so that rows of many lengths share few kernels.
         batch = max(min(power_of_two_at_least(batch), most), batch)
     kept = batch * vector
-    # Several narrow inputs take more registers once they are converted.
+    # Several narrow inputs take more registers after they are converted.
     is_one = shape.inputs == 1 and costly
     resident = RESIDENT_ONE if is_one or nbytes < 4 else RESIDENT
     return InnerPersistentParams(
@@ -616,7 +645,8 @@ def _kept_params(
 
 
 def _long_parts_params(shape: _RowsAccess, nbytes: int) -> InnerPersistentParams:
-    """One row at a time beside sums over rows: the compiler decides about registers."""
+    """Returns the parameters for long rows with sums over rows: one row at a time, and the compiler
+    decides about registers."""
     most = max(min(LONG_PARTS_BYTES // nbytes, LONG_PARTS_KEPT) // shape.vector, 1)
     fit = [t for t in ROW_THREADS if t * most >= shape.chunks] or [ROW_THREADS[-1]]
     x = min(fit[:2], key=lambda t: t * -(-shape.chunks // t))
@@ -625,20 +655,21 @@ def _long_parts_params(shape: _RowsAccess, nbytes: int) -> InnerPersistentParams
 
 
 def _looped_params(shape: _RowsAccess, *, has_columns: bool, writes: bool) -> InnerPersistentParams:
-    """`writes`: along the row, and no columns are read."""
+    """Returns the parameters of the looped form. `has_columns`: some input has only the row's axes.
+    `writes`: results are written along the row, and no such input is read."""
     row_bytes = shape.inputs * shape.columns * shape.widest
     chunks, times = shape.chunks, 1 if has_columns or row_bytes < WIDE_ROW_BYTES else 2
     x = min(power_of_two_at_least(chunks), (times if writes else 1) * LOOPED_THREADS)
     unroll = max(times * LOOPED_BYTES // (shape.vector * shape.widest), 1)
     unroll = min(power_of_two_at_most(unroll), power_of_two_at_least(-(-chunks // x)), 8)
     if 10 * _covered(chunks, x * unroll // 2) < 9 * _covered(chunks, x * unroll):
-        unroll //= 2  # the last step would have little to do
+        unroll //= 2  # the last step would be mostly empty
     return InnerPersistentParams(x, 1, shape.vector, unroll=unroll, shifted=shape.begin > 0)
 
 
 def _cluster_params(shape: _RowsAccess, nbytes: int, device: DeviceInfo) -> InnerPersistentParams:
-    """Returns the least cluster whose threads keep a row; where none does, one that reads a row so
-    that all rows under way stay in the cache of second level."""
+    """Returns the smallest cluster whose threads can keep a row. If there is none, returns a looped
+    cluster that processes few enough rows at a time for them to stay in the L2 cache."""
     most = min(device.max_cluster, device.max_grid[1])
     sizes = [1 << k for k in range(1, most.bit_length())]
     if not sizes:

@@ -1,4 +1,4 @@
-"""What heuristics know about one input class."""
+"""The facts about one input class from which heuristics choose: sizes and alignments."""
 
 from __future__ import annotations
 
@@ -16,8 +16,12 @@ from fuser.support.errors import InputError
 
 
 class Facts(NamedTuple):
-    """Sizes by symbol, and per tensor number the largest power of two, at most 16, that divides its
-    address and its outer strides in bytes. A tensor without an entry counts as aligned to 16."""
+    """Sizes and alignments of one input class.
+
+    `sizes` maps symbols to numbers. `alignments` maps a tensor's number to the largest power of
+    two, at most 16, that divides its address and its outer strides in bytes. A tensor without an
+    entry is aligned to 16 bytes.
+    """
 
     sizes: Mapping[Symbol, int]
     alignments: Mapping[int, int] = MappingProxyType({})
@@ -26,7 +30,7 @@ class Facts(NamedTuple):
         """Returns the value of an extent.
 
         Raises:
-            InputError: a symbol of it has no size.
+            InputError: a symbol in it has no size.
         """
         known = sc.int_value(x)
         if known is not None:
@@ -37,26 +41,31 @@ class Facts(NamedTuple):
             except KeyError:
                 continue
         missing = [s.name for s in sc.symbols(x) if s not in self.sizes]
-        raise InputError(f"no size is known for {', '.join(missing)} in {x}")
+        raise InputError(f"the size of {', '.join(missing)} in {x} is not known")
 
     def numel(self, fusion: Fusion, axes: Iterable[IterDomain]) -> int:
         """Returns the number of iterations of several axes; a broadcast axis counts once."""
         return prod(self.value(fusion, a.extent) for a in axes)
 
     def alignment(self, tensor_number: int) -> int:
+        """Returns the alignment of a tensor in bytes, at most 16."""
         return self.alignments.get(tensor_number, 16)
 
 
 class RunExtents:
-    """The iterations of groups of axes of one fusion, for the sizes of many input classes."""
+    """The sizes of groups of axes of one fusion, computed quickly for many input classes."""
 
     def __init__(self, fusion: Fusion, runs: Sequence[Sequence[IterDomain]]) -> None:
         self._fusion, self._runs = fusion, runs
         self._counts = Computed([sc.product(a.extent for a in run) for run in runs])
 
     def of(self, facts: Facts) -> list[int]:
-        """Returns the iterations of each group. Raises `InputError` as `Facts.value` does."""
+        """Returns the size of each group.
+
+        Raises:
+            InputError: a symbol has no size.
+        """
         found = self._counts.at_once(facts.sizes)
-        if found is None:  # a symbol that has its size by another name, or none
+        if found is None:  # a symbol's size is stored under an equal symbol, or is missing
             return [facts.numel(self._fusion, run) for run in self._runs]
         return list(map(int, found))

@@ -1,8 +1,11 @@
-"""The iteration space of a kernel: how its inputs and outputs lie in memory along the axes of one
-reference tensor.
+"""The iteration space of a kernel: the memory layout of its inputs and outputs, expressed in the
+axes of one reference tensor.
 
-Schedulers ask it for a loop order that follows memory, for the runs of axes that are contiguous in
-every tensor (each run becomes one loop), and for the tensors that can be accessed in vectors.
+Schedulers use it for three questions:
+
+- Which loop order follows memory?
+- Which runs of axes are contiguous in every tensor? Each run becomes one loop.
+- Which tensors can be accessed in vectors?
 """
 
 from __future__ import annotations
@@ -27,12 +30,13 @@ RESIZING: tuple[type[TensorOp], ...] = (SliceOp, PadOp, CatOp)
 
 @record
 class Access:
-    """How one input or output lies along the reference's logical axes.
+    """The layout of one input or output, in logical axes of the reference.
 
-    `order` holds positions of reference axes, outermost in memory first; `contiguous[k]` says that
-    the stride of `order[k]` is the extent times the stride of `order[k + 1]` (last: 1). A tensor
-    that is reached through a resize, or whose axes are not reference axes, has no order; of a
-    table, read at looked-up places, `beside` says the same as `order` without the looked-up axis.
+    - `order` has the positions of reference axes, outermost in memory first. It is None for a
+      tensor that is read through a resize or has other axes than the reference.
+    - `contiguous[k]` says whether the stride of `order[k]` equals the size times the stride of
+      `order[k + 1]` (for the last axis: equals 1).
+    - `beside` replaces `order` for the table of a lookup, and leaves out the looked-up axis.
     """
 
     tv: TensorView
@@ -48,14 +52,15 @@ class Access:
 
     @property
     def is_viewed(self) -> bool:
-        """Whether an input is reached through a view: its axes are none of the reference's."""
+        """Whether an input is read through a view, so that its axes are not those of the
+        reference."""
         return not self.is_output and self.order is None and self.beside is None
 
     def joins(self, outer: int, inner: int) -> bool:
-        """Whether the reference axes `outer`, `inner` are one run in this tensor's memory."""
+        """Whether the reference axes `outer` and `inner` are contiguous in this tensor."""
         order = self.order if self.beside is None else self.beside
         if order is None:
-            return True  # its index goes through a view in any case
+            return True  # a view computes its index from all axes anyway
         if outer not in order or inner not in order:
             return outer not in order and inner not in order
         at = order.index(outer)
@@ -68,13 +73,15 @@ class Access:
 
 @record
 class Space:
-    """The reference tensor, its concrete axes as positions in its logical domain, the accesses."""
+    """An iteration space: the reference, the positions of its non-broadcast logical axes, and the
+    accesses."""
 
     reference: TensorView
     concrete: tuple[int, ...]
     accesses: tuple[Access, ...]
 
     def is_reduced(self, position: int) -> bool:
+        """Whether the reference reduces the axis at a position."""
         return self.reference.domain.logical[position].is_reduction()
 
     def is_full(self, access: Access) -> bool:
@@ -82,7 +89,7 @@ class Space:
         return access.order is not None and len(access.order) == len(self.concrete)
 
     def memory_order(self) -> tuple[int, ...]:
-        """Returns the concrete axes in the memory order that most bytes of full tensors have.
+        """Returns the concrete axes in the memory order that has most bytes among the full tensors.
 
         Outputs win ties: uncoalesced stores cost more than uncoalesced loads.
         """
@@ -98,13 +105,13 @@ class Space:
             )
         best = max(votes, key=lambda o: votes[o]) if votes else ()
         if size < len(self.concrete) and any(a.is_viewed for a in self.accesses):
-            return self.concrete  # nothing is known of what has all axes: a view follows memory
-        # Axes that the winner lacks (a reference without any full tensor) go outside.
+            return self.concrete  # full tensors are read through views, whose order is the logical
+        # Axes that this order lacks become outermost. This happens if no tensor has all axes.
         return (*(p for p in self.concrete if p not in best), *best)
 
     def runs(self, order: Sequence[int]) -> tuple[tuple[int, ...], ...]:
-        """Splits an axis order into maximal runs that are contiguous in every tensor; a run never
-        holds reduced and iterated axes."""
+        """Splits an axis order into maximal runs that are contiguous in every tensor. A run never
+        mixes reduced and iterated axes."""
         runs: list[list[int]] = []
         for position in order:
             last = runs[-1][-1] if runs else None
@@ -119,25 +126,26 @@ class Space:
         return tuple(tuple(r) for r in runs)
 
     def are_dense(self, accesses: Iterable[Access]) -> bool:
-        """Whether tensors hold all axes, one element behind the other, in the same order."""
+        """Whether tensors have all axes in the same order, without gaps between elements."""
         order = self.memory_order()
         return all(a.order == order and all(a.contiguous) for a in accesses)
 
     def vector_candidates(self, inner: int) -> tuple[Access, ...]:
+        """Returns the accesses that are contiguous along an axis, and may be vectorised there."""
         return tuple(a for a in self.accesses if a.is_vector_candidate(inner))
 
 
 def iteration_space(fusion: Fusion, reference: TensorView, graph: AxisGraph | None = None) -> Space:
-    """Describes the inputs and outputs of a fusion along the logical axes of `reference`."""
+    """Returns the layouts of a fusion's inputs and outputs in the logical axes of `reference`."""
     graph = graph or AxisGraph(fusion)
     logical = reference.domain.logical
     matcher = AxisMatcher(graph, reference)
-    # A reduction over a broadcast axis still repeats; any other broadcast is no loop.
+    # A reduction over a broadcast axis still iterates. Any other broadcast needs no loop.
     concrete = tuple(k for k, a in enumerate(logical) if a.kind is not IterType.broadcast)
     place = {logical[k].number: k for k in concrete}
     resized = tensors_above_resize(fusion)
     tables = {op.table: op for op in fusion.exprs if isinstance(op, LookupOp)}
-    # What is read at its own index, too, lies as that says.
+    # A table that is also read at the reader's own index has the layout of that access.
     tables = {tv: op for tv, op in tables.items() if not direct_uses(tv)}
     outputs = dict.fromkeys(fusion.outputs)
     accesses: list[Access] = []
@@ -168,7 +176,7 @@ def iteration_space(fusion: Fusion, reference: TensorView, graph: AxisGraph | No
 
 
 def _table_access(op: LookupOp, matcher: AxisMatcher, place: Mapping[int, int]) -> Access:
-    """Says how a table lies in memory beside its looked-up axis."""
+    """Returns the layout of a lookup's table, without the looked-up axis."""
     domain, roots = op.table.domain, op.out.domain.maybe_root
     targets = dict(zip((a.number for a in domain.no_reductions), op.table_map(), strict=True))
     order: list[int] = []
@@ -182,18 +190,19 @@ def _table_access(op: LookupOp, matcher: AxisMatcher, place: Mapping[int, int]) 
             order.append(place[match.number])
             flags.append(flag and target not in op.narrowed())
         elif flags:
-            flags[-1] = False  # the looked-up axis lies inside of the one before
+            flags[-1] = False  # the looked-up axis is inside the axis before
     return Access(op.table, False, None, tuple(flags), tuple(order))
 
 
 def direct_uses(tv: TensorView) -> list[TensorOp]:
-    """Returns the ops that read a tensor at no looked-up places."""
+    """Returns the ops that read a tensor at their own index, and not as the table of a lookup."""
     uses = tv.fusion.uses(tv)
     return [op for op in uses if not (isinstance(op, LookupOp) and op.table is tv)]
 
 
 def tensors_above_resize(fusion: Fusion) -> frozenset[TensorView]:
-    """Returns the tensors that some consumer reads at a shifted index (slice, pad, cat)."""
+    """Returns the tensors that slice, pad or cat read at a shifted index, directly or
+    indirectly."""
     found: set[TensorView] = set()
     for op in reversed(fusion.exprs):
         if isinstance(op, RESIZING) or any(o in found for o in op.outputs):
@@ -202,7 +211,7 @@ def tensors_above_resize(fusion: Fusion) -> frozenset[TensorView]:
 
 
 def has_self_mapping(graph: AxisGraph, tensors: Iterable[TensorView]) -> TensorView | None:
-    """Returns a tensor that has one axis twice (x + x.t()), None when there is none."""
+    """Returns a tensor of which two axes are the same (x + x.t()), None if there is none."""
     for tv in tensors:
         classes = [graph.find(a) for a in tv.domain.logical if not a.is_broadcast]
         if len(set(classes)) < len(classes):
@@ -211,9 +220,10 @@ def has_self_mapping(graph: AxisGraph, tensors: Iterable[TensorView]) -> TensorV
 
 
 # ----------------------------------------------------------------------
-# Vector widths: how many consecutive elements one access may move.
+# Vector widths: the number of consecutive elements that one access may move.
 
-# Rows of that many elements are shifted to words of memory, where these do not divide them.
+# Rows of at least this many elements are shifted to aligned addresses if vectors do not divide
+# them.
 SHIFTED_COLUMNS = 64
 
 
@@ -222,11 +232,16 @@ def _none(access: Access) -> bool:
 
 
 class VectorWidths:
-    """The widest power of two that suits all candidates, for the facts of many input classes.
+    """The widest vector, a power of two, that suits all candidates, for many input classes.
 
-    At most 16 bytes of the largest element; a divisor of the extent of the contiguous inner run
-    (the last vector of a row is then a whole one); within every tensor's alignment in bytes. A wide
-    weight does not narrow accesses to rows: what is `shared` by them is loaded in several words.
+    A vector has three limits:
+
+    - at most 16 bytes of the largest element type;
+    - a divisor of the extent of the contiguous inner run, so that a row ends with a whole vector;
+    - every tensor's alignment in bytes.
+
+    A wide weight does not narrow the accesses to rows: tensors that are `shared` by all rows are
+    loaded by several accesses per vector.
     """
 
     def __init__(
@@ -236,17 +251,17 @@ class VectorWidths:
         self._aligned = self._within(Facts({}))
 
     def of(self, facts: Facts, inner_extent: int) -> int:
-        """Returns the width where the inner run has this extent."""
+        """Returns the width for an inner run of this extent."""
         return gcd(self.within(facts), inner_extent) if inner_extent else 1
 
     def wider(self, facts: Facts, columns: int, width: int) -> int:
-        """Returns the width for rows that are shifted to words of memory (`ir.domain.Shift`), where
-        it is larger than `width`; else 0."""
+        """Returns the width for rows that are shifted to aligned addresses (`ir.domain.Shift`) if
+        it exceeds `width`, else 0."""
         shifted = self.within(facts) if columns >= SHIFTED_COLUMNS else 0
         return shifted if shifted > width else 0
 
     def within(self, facts: Facts) -> int:
-        """Returns the width where the inner run may have any extent."""
+        """Returns the width for an inner run of any extent."""
         return self._within(facts) if facts.alignments else self._aligned
 
     def _within(self, facts: Facts) -> int:
@@ -259,8 +274,10 @@ class VectorWidths:
 
 
 def power_of_two_at_least(n: int) -> int:
+    """Returns the smallest power of two that is at least n, 1 for n < 1."""
     return 1 << max(n - 1, 0).bit_length()
 
 
 def power_of_two_at_most(n: int) -> int:
+    """Returns the largest power of two that is at most n, 1 for n < 1."""
     return 1 << (max(n, 1).bit_length() - 1)

@@ -1,9 +1,11 @@
-"""Propagation: give other tensors the loop transforms and parallel types of a reference tensor.
+"""Loop propagation: copies the loop transforms and parallel types of a reference tensor to others.
 
-Two tensors are related by the axis graph: an axis of the reference and one of a target match when
-they are in one exact class, or when the one is a broadcast that becomes the other downstream. A
-target that lacks an axis of the reference skips its transforms; a merge with a missing axis is the
-other axis itself. No walk over paths between tensors is needed.
+The axis graph relates two tensors. An axis of the reference matches an axis of a target in two
+cases: both are in one exact class, or one is a broadcast that becomes the other downstream. No walk
+over paths between tensors is needed.
+
+A target without some axis of the reference skips its transforms. A merge with a missing axis yields
+the other axis.
 """
 
 from __future__ import annotations
@@ -36,36 +38,38 @@ Matches = Mapping[int, IterDomain]
 
 
 class AxisMatcher:
-    """Finds, for one reference tensor, the logical axes of other tensors that match its own."""
+    """Finds the logical axes of other tensors that match those of one reference tensor."""
 
     def __init__(
         self, graph: AxisGraph, reference: TensorView, axes: Sequence[IterDomain] = ()
     ) -> None:
-        """`axes` stand for the logical axes of the reference: those of its operand."""
+        """Takes the reference's logical axes, or `axes` in their place, such as those of its
+        operand."""
         self._graph = graph
         self._axes = axes or reference.domain.logical
         self._by_class = {graph.find(a): a for a in self._axes}
         self._via_broadcast: dict[int, int | None] = {}
-        # Classes that a broadcast axis of the reference becomes downstream.
+        # The classes that a broadcast axis of the reference is expanded to downstream.
         self._downstream = {
             c: a for a in self._axes if a.is_broadcast for c in graph.concretized(a)
         }
 
     def matches(self, target: TensorDomain) -> dict[int, IterDomain]:
-        """Maps reference logical axes to the logical (or root-level) axes of a target."""
+        """Maps the numbers of reference logical axes to the matching logical axes of a target."""
         found: dict[int, IterDomain] = {}
         for axis in target.logical:
             reference = self.reference_of(axis)
             if reference is None:
                 continue
-            # One broadcast may become an axis here and stay a broadcast there: the axis counts.
+            # A broadcast may be concretized for one reader and not for another. The concrete axis
+            # is preferred.
             other = found.get(reference.number)
             if other is None or (other.is_broadcast and not axis.is_broadcast):
                 found[reference.number] = axis
         return found
 
     def reference_of(self, axis: IterDomain) -> IterDomain | None:
-        """Returns the reference axis that `axis` stands for, None for none."""
+        """Returns the reference axis that matches `axis`, None if there is none."""
         klass = self._graph.find(axis)
         exact = self._by_class.get(klass) or self._downstream.get(klass)
         if exact is not None or not axis.is_broadcast:
@@ -81,7 +85,7 @@ class AxisMatcher:
 
 # ------------------------------------------------------------------ transforms
 class _Repeat(Rules[IterDomain]):
-    """Makes the target's twins of a reference's derived axes; a resize has none."""
+    """Applies the reference's transforms to the target's axes. Resizes are not applied."""
 
     needs_all = False
 
@@ -110,9 +114,10 @@ class _Repeat(Rules[IterDomain]):
 
 
 class LoopReplay:
-    """Gives tensors the loop order and transforms of a reference; what has no match goes last.
+    """Copies the loop order and transforms of a reference to tensors. Axes without a match become
+    innermost.
 
-    `types` gives parallel types by the number of a reference loop axis.
+    `types` maps the number of a reference loop axis to its parallel type.
     """
 
     def __init__(
@@ -120,11 +125,12 @@ class LoopReplay:
     ) -> None:
         self._reference, self._types = reference, types or {}
         self._steps = forward(transforms_between(reference, reference.logical, reference.loop))
-        # What came of domains that differ from others in nothing but numbers.
+        # The results for domains, by a key that ignores axis numbers.
         self._known: dict[object, TensorDomain] = {}
 
     def apply(self, target: TensorView, matches: Matches) -> None:
-        """Rebinds the target's domain; `matches` are of reference logical axes."""
+        """Changes the target's loop domain. `matches` maps the reference's logical axes to the
+        target's."""
         domain = target.domain
         if domain.transforms:
             target.domain = self._replayed(target.fusion, domain, matches)
@@ -142,7 +148,7 @@ class LoopReplay:
         known = self._known.get(key)
         if known is None:
             made = self._replayed(target.fusion, domain, matches)
-            # An axis that nothing names any more would have no place in the next one.
+            # A result that dropped an axis cannot be renumbered for another domain.
             if made.axes.keys() >= domain.axes.keys():
                 self._known[key] = made
         else:
@@ -174,15 +180,15 @@ class LoopReplay:
 
 
 def _renumbered(made: TensorDomain, like: TensorDomain, fusion: Fusion) -> TensorDomain:
-    """Returns a domain that was made of one like `like`, for that one: new axes come after those
-    that were there, in the order of their numbers."""
+    """Returns a copy of `made`, the result for a domain of the same form, with the axis numbers of
+    `like`. New axes get new numbers."""
     names = dict(zip(made.axes, sorted(like.axes), strict=False))
     names.update({n: fusion.next_axis() for n in made.axes if n not in names})
     return made.map_axes(lambda a: a.numbered(names[a.number]))
 
 
 def _unparallelized(axis: IterDomain) -> IterDomain:
-    """Drops a parallel type that belongs to an earlier schedule of one kernel."""
+    """Removes a parallel type that an earlier schedule of one kernel has set."""
     if axis.ptype is ParallelType.serial or axis.is_device or axis.is_stream:
         return axis
     return replace(axis, ptype=ParallelType.serial)
@@ -191,9 +197,10 @@ def _unparallelized(axis: IterDomain) -> IterDomain:
 def follow(
     transforms: Sequence[Transform], target: TensorDomain, matches: Matches
 ) -> dict[int, IterDomain]:
-    """Matches further axes along equal transforms that both tensors already have.
+    """Extends `matches` along equal transforms that both tensors already have.
 
-    `transforms` are the reference's. A merge with an axis that the target lacks matches the other.
+    `transforms` are the reference's. A merge with an axis that the target lacks matches the other
+    axis.
     """
     users = {n: t for t in target.transforms for n in t.inputs}
     found = dict(matches)
@@ -211,11 +218,11 @@ def follow(
 
 # ------------------------------------------------------------------ the user's functions
 def transform_like(reference_tv: TensorView, selected_tensors: Collection[TensorView] = ()) -> None:
-    """Repeats the reference's loop transforms on all tensors of the fusion, or on the selected
-    ones.
+    """Copies the reference's loop transforms to all tensors of the fusion, or to the selected ones.
 
-    Splits, merges and order only, no parallel types. Axes that the reference does not have go last.
-    Tensors above a reshape repeat what the reshape does before. Fusion inputs keep their domain.
+    Splits, merges and the order are copied, but no parallel types. Axes that the reference does not
+    have become innermost. Tensors above a reshape get the transforms on the axes before the
+    reshape. Fusion inputs are changed only if they are selected.
     """
     fusion, chosen = reference_tv.fusion, _chosen(reference_tv, selected_tensors)
     matcher = AxisMatcher(AxisGraph(fusion), reference_tv)
@@ -231,9 +238,12 @@ def transform_like(reference_tv: TensorView, selected_tensors: Collection[Tensor
 def _above_reshapes(
     reference: TensorView, chosen: Sequence[TensorView]
 ) -> Iterator[tuple[Callable[[], TensorDomain], AxisMatcher, list[TensorView]]]:
-    """Yields for each reshape among the tensors, the last first: its result's domain as its operand
-    sees it, from the axes before the reshape on; what matches those; and the tensors above it whose
-    own axes the reference does not have."""
+    """Yields, for each reshape among the tensors, the last first, three things:
+
+    - a function that returns its result's domain with the axes before the reshape as logical axes;
+    - a matcher for those axes;
+    - the tensors above the reshape whose axes the reference does not have.
+    """
     fusion = reference.fusion
     graph, known = AxisGraph(fusion), {reference, *chosen}
     direct = AxisMatcher(graph, reference)
@@ -250,8 +260,8 @@ def _above_reshapes(
 
 
 def _from_root(tv: TensorView) -> TensorDomain:
-    """Returns the domain of a reshape's result with the axes before the reshape as the logical
-    ones."""
+    """Returns the domain of a reshape's result, with the axes before the reshape as its logical
+    axes."""
     domain = tv.domain
     return domain.having(logical=domain.root_numbers, root=(), allocation=(), contiguity=())
 
@@ -262,8 +272,8 @@ def bounded_transform_backward(
     to: Collection[TensorView],
     propagate_parallel_type: bool = False,
 ) -> None:
-    """Repeats the transforms of the loop axes [0, pos) of `from_` on the tensors `to` above it and
-    on everything between; -1 means all axes.
+    """Copies the transforms of the loop axes [0, pos) of `from_` to the tensors `to` above it, and
+    to all tensors in between. A position of -1 means all axes.
 
     Raises:
         DefinitionError: a tensor of `to` is not upstream of `from_`, or pos is out of range.
@@ -273,7 +283,7 @@ def bounded_transform_backward(
     above = _upstream(fusion, from_)
     for tv in to:
         if tv not in above:
-            raise DefinitionError(f"{tv} is not upstream of {from_}")
+            raise DefinitionError(f"{tv} is not upstream of {from_}: {from_} does not depend on it")
     below: set[TensorView] = set(to)
     for op in fusion.exprs:
         if any(v in below for v in op.inputs):
@@ -299,11 +309,12 @@ def parallelize_like(
     propagate_padding: bool = True,
 ) -> None:
     """Copies the parallel types of the reference's first `pos` loop axes to the matching axes of
-    other tensors; without a selection, of all tensors and all types.
+    other tensors. Without a selection, all tensors and all types are included.
 
-    Vectorize is copied only to explicitly selected tensors: it says how one tensor is accessed.
+    Vectorize is copied only to explicitly selected tensors, because it describes how one tensor is
+    accessed.
     """
-    del propagate_padding  # no axis of ours is padded
+    del propagate_padding  # accepted for nvFuser's signature; axes are never padded here
     fusion = reference_tv.fusion
     domain, chosen = reference_tv.domain, _chosen(reference_tv, selected_tensors)
     wanted = {
@@ -314,7 +325,7 @@ def parallelize_like(
     }
     _parallelize(domain, AxisMatcher(AxisGraph(fusion), reference_tv), chosen, wanted)
     for seen, above, targets in _above_reshapes(reference_tv, chosen):
-        # The result of the reshape has the reference's types by now, and its own ones.
+        # The reshape's result has received the reference's types already, in addition to its own.
         view = seen()
         types = {a.number: a.ptype for a in view.loop if a.ptype in wanted.values()}
         _parallelize(view, above, targets, types)
@@ -326,7 +337,7 @@ def _parallelize(
     targets: Sequence[TensorView],
     wanted: Mapping[int, ParallelType],
 ) -> None:
-    """Gives the axes of targets that match loop axes of a domain the types wanted for those."""
+    """Sets parallel types of the targets' axes that match loop axes of a domain."""
     history = transforms_between(domain, domain.logical, domain.loop)
     for tv in targets:
         found = follow(history, tv.domain, matcher.matches(tv.domain))
@@ -336,7 +347,7 @@ def _parallelize(
 
 
 def set_parallel_types(tv: TensorView, types: Mapping[int, ParallelType]) -> None:
-    """Gives several axes of one tensor their parallel types at once (axis number -> type)."""
+    """Sets the parallel types of several axes of one tensor at once (axis number -> type)."""
     if types:
         axes = tv.domain.axes
         tv.domain = tv.domain.with_axes(*(replace(axes[n], ptype=p) for n, p in types.items()))
@@ -355,17 +366,23 @@ def _chosen(reference: TensorView, selected: Collection[TensorView]) -> list[Ten
 
 
 def check_selected(fusion: Fusion, selected: Collection[TensorView]) -> None:
-    """Raises `DefinitionError` for a tensor of another definition."""
+    """Checks that the selected tensors belong to the fusion.
+
+    Raises:
+        DefinitionError: a tensor belongs to another definition.
+    """
     for tv in selected:
         if tv.fusion is not fusion:
-            raise DefinitionError(f"{tv} belongs to another definition than the others")
+            raise DefinitionError(f"{tv} belongs to another definition than the fusion")
 
 
 def _position(tv: TensorView, pos: int) -> int:
     rank = len(tv.domain.loop)
     position = pos + rank + 1 if pos < 0 else pos
     if not 0 <= position <= rank:
-        raise DefinitionError(f"position {pos} is outside the {rank} loop axes of {tv}")
+        raise DefinitionError(
+            f"position {pos} is out of range for {tv}, which has {rank} loop axes"
+        )
     return position
 
 

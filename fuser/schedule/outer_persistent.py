@@ -1,14 +1,14 @@
-"""The outer persistent scheduler: reductions over outer axes, what waits for them, and the same
-rows again, as one kernel that reads its inputs once (batch norm of channels last).
+"""The outer persistent scheduler: reductions over outer axes on which ops over the same rows depend
+(batch norm of channels-last inputs), as one kernel that reads its inputs once.
 
-A block has a strip of a few columns, and its threads keep all rows of it (r: reduced):
+A block processes a *strip* of a few columns, and its threads keep all rows of it (r: reduced):
 
     GPU         [BIDx columns, TIDx columns | r S 1, r UR, r TIDy | columns V]
     GPU looped  [BIDx columns, TIDx columns | r S, r TIDy | columns V]
     CPU         [S columns.., S column tiles, US | r S.. | S 256 columns]
 
-Each wait is an exchange within the block, of one value for each column and thread. What has the
-columns alone (weights, means) is a vector in the registers of each thread.
+Each reduction is one exchange within the block, of one value per column and thread. Tensors with
+only the column axes (weights, means) are a vector in the registers of each thread.
 """
 
 from __future__ import annotations
@@ -52,43 +52,46 @@ from fuser.support.device import VECTOR_BYTES, DeviceInfo
 from fuser.support.record import record
 
 PT = ParallelType
-# Loop axes that all tensors share: the block's columns and the thread's.
+# The number of loop axes that all tensors share: the block's columns and the thread's.
 SHARED = 2
-# Bytes of a row that a strip has: a line of memory where there are strips for all multiprocessors,
-# at least what memory is read in.
+# Bytes of a row in a strip: a cache line if there are strips for all multiprocessors, and at least
+# a sector, the unit in which memory is read.
 LINE = 128
 SECTOR = 32
-# Registers of a block that hold its strip, in bytes: of the narrowest strips, and of wider ones,
-# of which a multiprocessor holds several.
+# Bytes of a block's registers that hold its strip: for the narrowest strips, and for wider ones,
+# several of which share a multiprocessor.
 MOST_BYTES = 128 * 1024
 BYTES_SHARED = 64 * 1024
-# Bytes of registers in which one thread keeps its rows, where blocks are many.
+# Bytes of registers in which a thread keeps its rows if there are many blocks.
 KEPT_BYTES = 128
 BLOCKS_OF = (128, 256, 512, 1024)
-# Columns of a vector: each takes registers for its sums, and for what has the columns alone. Where
-# blocks are few, an exchange of fewer columns ends sooner: 512 x 1024 in bfloat16 took 2.7 us on an
-# H200 with 2, 3.2 with 4; 128 x 1048576 takes 165 and 154.
+# Columns of a vector. Each takes registers for its sums and for values per column. If there are few
+# blocks, an exchange of fewer columns ends sooner. Measured on an H200 with vectors of 2 and of 4
+# columns, bfloat16: 512 x 1024 took 2.7 and 3.2 us, 128 x 1048576 165 and 154.
 MOST_COLUMNS = 4
 MOST_COLUMNS_FEW_BLOCKS = 2
-# Threads of a multiprocessor.
+# Threads that a multiprocessor must have registers for.
 RESIDENT = 1024
 THREADS_GENERIC = (32, 8)
 # Columns that a CPU kernel reduces together.
 CPU_COLUMNS = 256
-# Strips of up to so many rows are told apart: which of them fit depends on what is kept. Columns
-# that are no whole vectors are read one by one, in strips as wide as a line, as words of memory
-# begin anywhere in them: two kernels take half the time for 2048 x 50257 in float32.
+# Classes of row counts: whether a strip fits depends on the values that are kept. If vectors do not
+# divide the columns, they are read one by one, in strips as wide as a cache line, because they are
+# not aligned. Two kernels take half the time for 2048 x 50257 in float32.
 STEPS = (256, 512, 1024, 2048, 4096)
 ROWS_OF_SINGLE_COLUMNS = 8
 
 
 @record
 class OuterPersistentParams:
-    """What the outer persistent scheduler decides. Zero threads: plain loops of the CPU.
+    """The parameters of an outer persistent kernel. With `threads_x` 0 it has the plain loops of a
+    CPU.
 
-    `kept` counts the rows of a strip in one thread; 0: every level reads them. `exact`: what the
-    threads keep are the rows, and blocks have whole strips, so that nothing has to be tested.
-    `resident` threads are to find registers on a multiprocessor (0: the compiler decides).
+    - `kept`: the number of rows of a strip in one thread. With 0, every level reads them again.
+    - `resident`: the number of threads whose registers a multiprocessor must have room for (0: the
+      compiler decides).
+    - `exact`: the threads' rows are exactly all rows, and blocks have whole strips, so that no test
+      is needed.
     """
 
     threads_x: int = 0
@@ -99,12 +102,13 @@ class OuterPersistentParams:
     exact: bool = False
 
     def is_near(self, other: OuterPersistentParams) -> bool:
-        """Whether kernels of both differ in nothing that a small input would notice. Where one is
-        exact, its guards tell whether it serves."""
+        """Whether both kernels take about the same time on small inputs. `exact` may differ: guards
+        decide whether that kernel can be used."""
         return replace(self, exact=False) == replace(other, exact=False)
 
     def is_alike(self, other: OuterPersistentParams) -> bool:
-        """Whether a kernel made with `other` serves, if less well: not with most threads idle."""
+        """Whether a kernel with `other` is usable, if slower. It is not if most of its threads
+        would be idle."""
         forms = [(p.vector, bool(p.kept), bool(p.threads_x)) for p in (self, other)]
         sizes = self.threads_y * self.kept, other.threads_y * other.kept
         return forms[0] == forms[1] and max(sizes) <= 2 * min(sizes)
@@ -119,9 +123,9 @@ class OuterPersistentParams:
         )
 
 
-# ------------------------------------------------------------------ what is accepted
+# ------------------------------------------------------------------ acceptance
 def accepts(fusion: Fusion) -> str | None:
-    """Returns why the fusion is not of this kind, None when it is."""
+    """Returns why the fusion is not of this kind, None if it is."""
     reason = inner_persistent.waiting_rejection(fusion)
     if reason is None:
         reason = next(filter(None, (_update_rejection(fusion, a) for a in fusion.aliases)), None)
@@ -135,8 +139,11 @@ def accepts(fusion: Fusion) -> str | None:
 
 
 def _update_rejection(fusion: Fusion, alias: Alias) -> str | None:
-    """What is written into an input: nothing else needs the old values, which all threads of a
-    column may read."""
+    """Returns why an output cannot overwrite an input, None if it can.
+
+    All threads of a column may read the old values, so no other output and no reduction may depend
+    on them.
+    """
     below = {alias.into}
     for op in fusion.exprs:
         if any(v in below for v in op.inputs):
@@ -148,14 +155,15 @@ def _update_rejection(fusion: Fusion, alias: Alias) -> str | None:
 
 
 def step_of(columns: int, rows: int) -> int:
-    """Returns a number that is the same for all extents that are decided alike: the place in
-    `STEPS` of the rows that a block must hold."""
+    """Returns the class of these extents, an index into `STEPS`. All extents of one class get the
+    same decision."""
     rows *= ROWS_OF_SINGLE_COLUMNS if columns % MOST_COLUMNS else 1
     return next((k for k, most in enumerate(STEPS) if rows <= most), len(STEPS))
 
 
 def most_rows(fusion: Fusion) -> int:
-    """Returns how many rows of a narrow strip a block holds, one of `STEPS`; 0 for fewer."""
+    """Returns the number of rows of a narrow strip that a block can hold, one of `STEPS`; 0 if
+    fewer."""
     view, nbytes = _view_and_bytes(fusion)
     columns = max(SECTOR // _widest(view), 1)
     fits = [step for step in STEPS if step * columns * nbytes <= MOST_BYTES]
@@ -163,7 +171,7 @@ def most_rows(fusion: Fusion) -> int:
 
 
 def _view_and_bytes(fusion: Fusion) -> tuple[RowView, int]:
-    """Returns a fusion as threads keep its rows, and the bytes that they keep of each element."""
+    """Returns the rewritten fusion, and the bytes that threads keep of each element."""
     given, _ = fusion.copy()
     rewrite(given, is_kept=True, has_threads=True)
     view = RowView(given)
@@ -172,27 +180,27 @@ def _view_and_bytes(fusion: Fusion) -> tuple[RowView, int]:
 
 
 def _widest(view: RowView) -> int:
-    """Returns the bytes of an element of the widest input that has all axes."""
+    """Returns the bytes of an element of the widest input with all axes."""
     read = (a for a in view.space.accesses if not a.is_output and a.tv in view.full)
     return max((a.nbytes for a in read), default=4)
 
 
 def suits(fusion: Fusion, sizes: Mapping[Symbol, Number]) -> bool:
-    """Whether a block holds the rows of a strip for these sizes."""
+    """Whether a block can hold the rows of a strip for these sizes."""
     known = inner_persistent.rows_of(fusion, sizes)
     return known is not None and most_rows(fusion) in STEPS[step_of(*known) :]
 
 
 # ------------------------------------------------------------------ heuristics
 def generic(device: DeviceInfo) -> OuterPersistentParams:
-    """Returns the parameters that rely on nothing."""
+    """Returns the parameters without assumptions about the inputs."""
     if device.kind == "cpu":
         return OuterPersistentParams()
     return OuterPersistentParams(*THREADS_GENERIC)
 
 
 def chooser(fusion: Fusion, device: DeviceInfo) -> Callable[[Facts], OuterPersistentParams]:
-    """Returns what chooses vector width and thread shape for an input class."""
+    """Returns a function that chooses vector width and thread shape for an input class."""
     if device.kind == "cpu":
         loops = OuterPersistentParams()
         return lambda facts: loops
@@ -222,7 +230,8 @@ def chooser(fusion: Fusion, device: DeviceInfo) -> Callable[[Facts], OuterPersis
 def _kept_params(
     columns: list[int], rows: int, step: tuple[int, int, int], device: DeviceInfo
 ) -> OuterPersistentParams:
-    """Chooses for vectors of so many elements, bytes in memory and bytes of registers."""
+    """Returns the parameters for one vector width. `step` is the vector's number of elements, its
+    bytes in memory, and its bytes in registers."""
     vector, nbytes, kept_bytes = step
     chunks, outside = -(-columns[-1] // vector), prod(columns[:-1])
     least, x = (max(n // nbytes, 1) for n in (SECTOR, LINE))
@@ -292,7 +301,8 @@ def _is_wide(access: Access, innermost: int, params: OuterPersistentParams) -> b
 
 
 def _once_per_column(view: RowView) -> list[TensorView]:
-    """Returns what has a value for each column and is read along it: registers of each thread."""
+    """Returns tensors with one value per column that are read along the column. Each thread keeps
+    them in registers."""
     fusion, levels = view.fusion, levels_of(view.fusion)
     found: list[TensorView] = []
     for op in fusion.exprs:
@@ -306,8 +316,8 @@ def _once_per_column(view: RowView) -> list[TensorView]:
 
 
 def _groups(view: RowView) -> tuple[list[int], list[int], list[int]]:
-    """Returns the columns outside, the innermost columns, and the rows. Broadcast axes of the
-    reference join the outermost columns: alone they are none, and readers may lack them."""
+    """Returns the outer columns, the innermost columns, and the rows. Broadcast axes of the
+    reference join the outermost columns, because a reader of the result may lack them."""
     rank = len(view.reference.domain.logical)
     broadcast = [p for p in range(rank) if p not in view.space.concrete]
     first, *rest = view.iterated
@@ -324,7 +334,7 @@ def _shape(view: RowView, params: OuterPersistentParams) -> None:
     are_whole = params.exact and _assume_exact(view, params)
     arrange(tv, [g for g in groups if g])
     column = 1 if outside else 0
-    # Whole strips need no test, vectors of others one for all of their elements.
+    # Whole strips need no test. For other strips, one test covers all elements of a vector.
     if are_whole:
         tv.split(column, params.threads_x * params.vector)
     if params.vector > 1:
@@ -332,21 +342,21 @@ def _shape(view: RowView, params: OuterPersistentParams) -> None:
     if not are_whole:
         tv.split(column, params.threads_x)
     if outside:
-        # Strips of columns and the other columns share BIDx.
+        # Strips of columns and the outer columns share BIDx.
         tv.merge(0, 1)
     # [BIDx, TIDx, (V), r] -> [BIDx, TIDx, r.., (V)]
     tv.reorder({len(tv.domain.loop) - 1: SHARED})
     tile = split_tile(tv, SHARED, ((params.kept, PT.unroll), (params.threads_y, PT.block_y)))
     if params.kept:
-        # One tile holds the rows.
+        # One tile holds all rows.
         fusion.assume(tv.domain.loop[SHARED].extent, sc.ONE)
     inside = [PT.serial] if params.vector > 1 else []
     parallelize(tv, [PT.grid_x, PT.block_x, PT.serial, *tile, *inside])
 
 
 def _assume_exact(view: RowView, params: OuterPersistentParams) -> bool:
-    """Makes the number of rows a constant, and the columns whole strips; returns whether it is
-    known that they are."""
+    """Makes the number of rows a constant, and the number of columns a multiple of a strip. Returns
+    whether the columns are known to be whole strips."""
     fusion, logical = view.fusion, view.reference.domain.logical
     _, columns, rows = _groups(view)
     count = sc.product(logical[p].extent for p in rows)
@@ -361,7 +371,7 @@ def _assume_exact(view: RowView, params: OuterPersistentParams) -> bool:
 
 
 def _shape_loops(view: RowView) -> int:
-    """Builds the loops of the reference for the CPU; returns how many of them are columns."""
+    """Builds the loops of the reference for the CPU. Returns the number of loops over columns."""
     tv = view.reference
     outside, columns, _ = _groups(view)
     rows = [outside, columns] if outside else [columns]
@@ -376,8 +386,8 @@ def _shape_loops(view: RowView) -> int:
 
 
 def _finish(view: RowView, shared: int, kept: list[TensorView]) -> None:
-    """Gives all tensors their loops and positions: `shared` loop axes of the reference are
-    columns."""
+    """Gives all tensors their loops and compute-at positions. `shared` is the number of the
+    reference's column loops."""
     fusion, reference = view.fusion, view.reference
     loops, view = Loops(fusion, reference), RowView(fusion)
     once = _once_per_column(view)
@@ -388,7 +398,7 @@ def _finish(view: RowView, shared: int, kept: list[TensorView]) -> None:
             not is_reduction and axes is not None and loops.repeat(tv, only=axes)
         )
         if not done and (is_reduction or tv in fusion.outputs):
-            raise AssertionError(f"{tv} does not follow {reference}")
+            raise AssertionError(f"{tv} cannot have the loops of {reference}")
     for tv in intermediates(fusion, ()):
         if isinstance(tv.definition(), REDUCING) or tv in kept or tv in once:
             tv.compute_at = shared

@@ -1,7 +1,7 @@
-"""The plain scheduler: the floor below all others, one op with everything above it recomputed.
+"""The plain scheduler, the fallback: one op, with everything above it recomputed.
 
-Nothing is shared between loops, so nothing has to be proved about axes: whatever can be indexed can
-be computed. Each result has loops of its own, in the order of its memory:
+No loops are shared, so no property of axes has to be proved: every op that can be indexed can be
+computed. Each result has its own loops, in memory order:
 
     GPU pointwise  [BIDx, TIDx]              one thread per element
     GPU reduction  [BIDx rows | r S, r TIDx]  one block per row
@@ -28,12 +28,13 @@ THREADS = 128
 
 @record
 class PlainParams:
-    """Threads of a block; zero: plain loops of the CPU."""
+    """The number of threads of a block; 0 for the plain loops of a CPU."""
 
     threads: int = 0
     vector: int = 1
 
     def is_near(self, other: PlainParams) -> bool:
+        """Whether the parameters are equal."""
         return self == other
 
     is_alike = is_near
@@ -43,7 +44,7 @@ class PlainParams:
 
 
 def accepts(fusion: Fusion) -> str | None:
-    """Returns why the fusion is not one op over recomputed pointwise ops, None when it is."""
+    """Returns why the fusion is not one op over recomputed pointwise ops, None if it is."""
     if not fusion.exprs or not fusion.outputs:
         return "the fusion computes nothing"
     last = fusion.definition(fusion.outputs[0])
@@ -52,7 +53,7 @@ def accepts(fusion: Fusion) -> str | None:
             return f"{out} and {fusion.outputs[0]} are computed by different ops"
     for op in fusion.exprs:
         if isinstance(op, LibraryOp):
-            return f"{op.name} of {op.outputs[0]} is an op of the library"
+            return f"{op.name} of {op.outputs[0]} is computed by a library call"
         if isinstance(op, REDUCING) and op is not last:
             return f"{op.out_tensor} is a reduction that other ops read"
     if fusion.aliases:
@@ -61,12 +62,12 @@ def accepts(fusion: Fusion) -> str | None:
 
 
 def generic(device: DeviceInfo) -> PlainParams:
-    """Returns the only parameters."""
+    """Returns the only parameters of this scheduler."""
     return PlainParams() if device.kind == "cpu" else PlainParams(THREADS)
 
 
 def chooser(fusion: Fusion, device: DeviceInfo) -> Callable[[Facts], PlainParams]:
-    """Returns the choice of parameters: there are no others."""
+    """Returns a function that returns the only parameters."""
     del fusion
     params = generic(device)
     return lambda facts: params
@@ -78,12 +79,12 @@ def apply(fusion: Fusion, params: PlainParams) -> None:
         _shape(out, params.threads)
     for tv in intermediates(fusion, ()):
         if isinstance(tv.definition(), REDUCING):
-            _shape(tv, params.threads)  # a result that nothing asks for, beside one that is
+            _shape(tv, params.threads)  # an unused result of an op that has a used one
         tv.compute_at = len(tv.domain.loop)
 
 
 def _shape(tv: TensorView, threads: int) -> None:
-    """Gives one result its loops: iterated axes as they lie in memory, then reduced ones."""
+    """Builds the loops of one result: iterated axes in memory order, then reduced ones."""
     place = {a.number: k for k, a in enumerate(tv.domain.logical)}
     order = [place[a.number] for a in tv.domain.maybe_allocation if a.number in place]
     order += [k for k in place.values() if k not in order]

@@ -1,7 +1,8 @@
 """The pointwise scheduler: fusions without reductions and contractions.
 
-One output is the reference. Its axes are put in memory order and merged where all tensors are
-contiguous; the innermost run is `inner`, the others together are `outer`:
+One output is the reference. Its axes are put in memory order, and merged where all tensors are
+contiguous. The innermost run is `inner`; the others together are `outer`. The loops are, with US
+for the unswitched loop, UR for the unrolled one and V for the vector:
 
     GPU, one run   [BIDx, US, UR, TIDx, V]
     GPU, several   [BIDx outer, BIDy inner, US, UR outer, TIDy outer, TIDx inner, V inner]
@@ -9,11 +10,14 @@ contiguous; the innermost run is `inner`, the others together are `outer`:
     GPU, flat      [BIDx, US, UR, TIDx, V], all runs as one
     CPU            [S, ..., S inner], everything inlined into plain loops
 
-On the GPU inputs are loaded into registers right after US, so that all loads of an unrolled step
-are under way before the first is used; everything else is inlined. Flat, where rows of no whole
-vectors lie one behind the other: the vectors of full tensors go across the ends of rows, and other
-operands are read element by element. Along, where elements of a row of a table are looked up: a
-block takes a long piece of one row, so that its looks find what others of its own have loaded.
+On the GPU, inputs are loaded into registers right after US. All loads of an unrolled step are thus
+issued before the first value is used. All other tensors are inlined.
+
+*Flat* is for dense rows that are no multiple of a vector. The vectors of full tensors cross the
+ends of rows; other operands are read element by element.
+
+*Along* is for lookups of elements in a row of a table. A block processes a long piece of one row,
+so that its lookups hit cache lines that it has loaded already.
 """
 
 from __future__ import annotations
@@ -57,33 +61,38 @@ from fuser.support.record import record
 PT = ParallelType
 NOT_POINTWISE = (ReductionOp, WelfordOp, LibraryOp)
 THREADS = 128
-# Bytes that a thread loads before it uses the first, over all full inputs, or stores, when there
-# is work for all threads. Measured on an H200: 32 reach the bandwidth of a copy, 64 lose 3 to 7%.
+# Bytes of all full inputs that a thread loads before it uses the first, or bytes that it stores,
+# when all threads have work. Measured on an H200: 32 reach the bandwidth of a copy, 64 lose 3 to
+# 7%.
 BYTES_IN_FLIGHT = 32
-# With two runs a thread reads a broadcast operand once for all of its vectors: more of them pay.
-# Measured on an H200, bias + GELU: 128 bytes take 5% less time than 32.
+# With two runs, a thread reads a broadcast operand once for all of its vectors, so more vectors
+# pay. Measured on an H200, bias + GELU: 128 bytes take 5% less time than 32.
 BYTES_IN_FLIGHT_SHARED = 128
 MAX_UNROLL = 8
-# Of flat vectors: their width times the bytes of what rows share, to the bytes of full tensors. A
-# thread reads the former one by one, its neighbour a vector further on, so that as many more lines
-# are asked of the first-level cache: at one in a cycle an H200's keeps up with 5.6, which is
-# computed. Measured for rows of 50257: with 32 batch norm took 511 us, by single elements 211; with
-# 8 390 and 342; with 2.7 bias + dropout + add took 190 and 468.
+# Limit for flat vectors: their width times the bytes of operands shared by rows, divided by the
+# bytes of full tensors. A thread reads shared operands element by element, and the next thread
+# reads one vector further, so proportionally more lines are requested from the L1 cache. At one
+# line per cycle, an H200's cache keeps up with a ratio of 5.6 (computed). Measured for rows of
+# 50257: with a ratio of 32, batch norm took 511 us, 211 by single elements; with 8, 390 and 342;
+# with 2.7, bias + dropout + add took 190 and 468.
 MAX_SHARED = 5
-# Threads of a block that looks up elements of a row of a table, where rows are long: 8192 elements
-# with 8 vectors of 2 each.
+# Threads of a block in the *along* form, where rows are long: 8192 elements with 8 vectors of 2
+# each.
 THREADS_ALONG = 512
-# Elements of a vector that are many where threads have none.
+# Vectors of this many elements are halved when some threads have no work.
 MANY_ELEMENTS = 8
 
 
 @record
 class PointwiseParams:
-    """What the pointwise scheduler decides. Zero threads: plain loops of the CPU.
+    """The parameters of a pointwise kernel. With `threads_x` 0 it has the plain loops of a CPU.
 
-    `unroll` counts vectors (of `outer` where there is one; `along`: of `inner`). `inner_on_x` binds
-    the blocks of the inner run to BIDx and those of outer to BIDy. `pieces`: a thread has one
-    vector of each of so many equal pieces of a concatenation along the innermost axis.
+    - `unroll`: the number of vectors per thread, along `outer` if there is one (with `along`: along
+      `inner`).
+    - `inner_on_x`: the blocks of the inner run are BIDx and those of the outer runs BIDy.
+    - `pieces`: a thread processes one vector of each of so many equal pieces of a concatenation
+      along the innermost axis.
+    - `flat`, `along`: the forms with these names in the module's docstring.
     """
 
     threads_x: int = 0
@@ -96,8 +105,8 @@ class PointwiseParams:
     along: bool = False
 
     def is_near(self, other: object) -> bool:
-        """Whether kernels of both differ in nothing that a small input would notice: as half of a
-        vector of many elements."""
+        """Whether both kernels take about the same time on small inputs. The width may differ
+        between `MANY_ELEMENTS` and half of it."""
         if not isinstance(other, PointwiseParams):
             return False
         widths = sorted((self.vector, other.vector))
@@ -125,13 +134,13 @@ class PointwiseParams:
 
 
 def generic(device: DeviceInfo) -> PointwiseParams:
-    """Returns the parameters that rely on nothing."""
+    """Returns the parameters without assumptions about the inputs."""
     return PointwiseParams() if device.kind == "cpu" else PointwiseParams(threads_x=THREADS)
 
 
-# ------------------------------------------------------------------ what is accepted
+# ------------------------------------------------------------------ acceptance
 def accepts(fusion: Fusion) -> str | None:
-    """Returns why the fusion is not pointwise, None when it is."""
+    """Returns why the fusion is not pointwise, None if it is."""
     for op in fusion.exprs:
         if isinstance(op, NOT_POINTWISE):
             return f"{op.name} of {op.outputs[0]} is not pointwise"
@@ -140,11 +149,12 @@ def accepts(fusion: Fusion) -> str | None:
 
 
 def common_rejection(fusion: Fusion, graph: AxisGraph) -> str | None:
-    """Returns why no scheduler of ours takes the fusion, None when one may."""
+    """Returns the reason for which all automatic schedulers reject the fusion, None if there is
+    none."""
     if not fusion.exprs or not fusion.outputs:
         return "the fusion computes nothing"
     if any(out in fusion.inputs for out in fusion.outputs):
-        return "an input is an output"
+        return "an input is also an output"
     reason = table_rejection(fusion) or _shift_rejection(fusion)
     if reason is not None:
         return reason
@@ -155,7 +165,10 @@ def common_rejection(fusion: Fusion, graph: AxisGraph) -> str | None:
 
 
 def table_rejection(fusion: Fusion) -> str | None:
-    """Any thread may need any part of a table: memory holds it before the kernel begins."""
+    """Returns why a lookup's table is not available in memory, None if all are.
+
+    Any thread may need any part of a table, so it must be complete before the kernel starts.
+    """
     for op in fusion.exprs:
         if isinstance(op, LookupOp) and op.table not in fusion.inputs:
             return f"the table {op.table} of {op.name} is computed in the same kernel"
@@ -163,17 +176,27 @@ def table_rejection(fusion: Fusion) -> str | None:
 
 
 def _shift_rejection(fusion: Fusion) -> str | None:
-    """Threads that need another one's result of a reduction find it in memory, as where a slice
-    leaves one element, an axis less, for all."""
+    """Returns why a reduction's result is read at shifted indices, None if none is.
+
+    The reader would need another thread's result, which must be in memory. A slice that leaves one
+    element, which all threads read, is an example.
+    """
     reduced = [out for op in fusion.exprs if isinstance(op, REDUCING) for out in op.outputs]
     resized = tensors_above_resize(fusion) if reduced else frozenset[TensorView]()
     shifted = next((tv for tv in reduced if tv in resized), None)
-    return None if shifted is None else f"{shifted}, which is reduced, is read at other indices"
+    return (
+        None
+        if shifted is None
+        else f"{shifted} is the result of a reduction and is read at shifted indices"
+    )
 
 
 def _alias_rejection(fusion: Fusion, graph: AxisGraph) -> str | None:
-    """An output written into an input must be computed from that input's same element only: other
-    threads would read it before or after the write."""
+    """Returns why an output cannot overwrite an input, None if it can.
+
+    The output must be computed from the same element of that input only. Other threads would read
+    other elements before or after the write.
+    """
     resized = tensors_above_resize(fusion) if fusion.aliases else frozenset()
     tables = {op.table for op in fusion.exprs if isinstance(op, LookupOp)}
     for alias in fusion.aliases:
@@ -188,7 +211,8 @@ def _alias_rejection(fusion: Fusion, graph: AxisGraph) -> str | None:
 
 
 def _output_rejection(fusion: Fusion, graph: AxisGraph) -> str | None:
-    """All outputs iterate the reference's concrete axes, in any order."""
+    """Returns why the outputs have different concrete axes, None if they have the same in any
+    order."""
     reference = reference_output(fusion)
     wanted = sorted(graph.find(a) for a in reference.domain.logical if not a.is_broadcast)
     for out in fusion.outputs:
@@ -204,12 +228,14 @@ def reference_output(fusion: Fusion) -> TensorView:
 
 
 def space_of(fusion: Fusion) -> Space:
+    """Returns the iteration space of a pointwise fusion, whose reference is an output."""
     return iteration_space(fusion, reference_output(fusion))
 
 
 # ------------------------------------------------------------------ heuristics
 def chooser(fusion: Fusion, device: DeviceInfo) -> Callable[[Facts], PointwiseParams]:
-    """Returns what chooses vector width, unrolling and thread shape for an input class."""
+    """Returns a function that chooses vector width, unrolling and thread shape for an
+    input class."""
     if device.kind == "cpu":
         loops = PointwiseParams()
         return lambda facts: loops
@@ -246,8 +272,8 @@ def chooser(fusion: Fusion, device: DeviceInfo) -> Callable[[Facts], PointwisePa
         unroll = unroll_of(moved, inner * outer, widest, wanted, device)
         blocks_inner = -(-inner // (vector * threads_x))
         if len(runs) > 1 and vector < widest and not shares:
-            # Each multiprocessor keeps a block. Measured on an H200, bfloat16 heads and rows that
-            # change places: 2048 x 384 2.52 us with a vector a thread, 2.24 with 4.
+            # One block per multiprocessor. Measured on an H200, bfloat16, heads and rows permuted,
+            # 2048 x 384: 2.52 us with one vector per thread, 2.24 us with 4.
             most = power_of_two_at_most(blocks_inner * -(-outer // threads_y) // device.sm_count)
             unroll = min(loads_for(wanted, moved * vector), most)
         blocks_outer = -(-outer // (threads_y * unroll))
@@ -258,12 +284,13 @@ def chooser(fusion: Fusion, device: DeviceInfo) -> Callable[[Facts], PointwisePa
 
 
 def _looks_along(space: Space, inner: int) -> bool:
-    """Whether a table has rows of which elements are looked up along an axis."""
+    """Whether the elements of a table's row are looked up along an axis."""
     return any(a.beside and inner not in a.beside for a in space.accesses)
 
 
 def _along_params(chunks: int, rows: int, vector: int, device: DeviceInfo) -> PointwiseParams:
-    """Takes long pieces of rows of so many vectors, where all multiprocessors get blocks."""
+    """Chooses pieces of rows, as long as leaves blocks for all multiprocessors; rows have `chunks`
+    vectors."""
     threads, unroll = min(power_of_two_at_least(chunks), THREADS_ALONG), MAX_UNROLL
     while unroll > 1 and (
         threads * unroll >= 2 * chunks
@@ -275,22 +302,23 @@ def _along_params(chunks: int, rows: int, vector: int, device: DeviceInfo) -> Po
 
 
 def _is_inner_on_x(blocks_outer: int, blocks_inner: int, device: DeviceInfo) -> bool:
-    """Whether the blocks of the inner run go along x: unless only there so many others fit. Where
-    neither fit along y, all are counted along x (`lower.fold_grid`)."""
+    """Whether the blocks of the inner run are counted along x. They are, unless only x has room for
+    the blocks of the outer runs. If neither fits along y, all are counted along x
+    (`lower.fold_grid`)."""
     most = device.max_grid[1]
     return blocks_outer <= most or blocks_inner > most
 
 
 def _full_if_flat(space: Space) -> tuple[Access, ...]:
-    """Returns the accesses to all axes, where these lie one row behind the other in one order and
-    no other tensor is read at shifted places."""
+    """Returns the accesses to all axes for the flat form. Returns none if they are not dense in one
+    order, or if another tensor is read at shifted indices."""
     full = tuple(a for a in space.accesses if space.is_full(a))
     is_flat = space.are_dense(full) and all(a.order is not None for a in space.accesses)
     return full if is_flat else ()
 
 
 def _flat_most(space: Space, inner: int) -> int:
-    """Returns how wide flat vectors may be for what rows along an axis share."""
+    """Returns the widest flat vectors that the operands shared by rows allow (`MAX_SHARED`)."""
     full = sum(a.nbytes for a in space.accesses if space.is_full(a))
     along = (a for a in space.accesses if not space.is_full(a) and inner in (a.order or ()))
     shared = sum(a.nbytes for a in along)
@@ -298,33 +326,33 @@ def _flat_most(space: Space, inner: int) -> int:
 
 
 def _threads(chunks: int, *, one_run: bool) -> tuple[int, int]:
-    """Covers the inner run with THREADS threads, a shorter one with fewer, so that most lanes have
-    work: few shapes of kernels exist."""
+    """Returns the thread shape (x, y) of a block with THREADS threads. A short inner run gets fewer
+    threads along x, so that most lanes have work. Few shapes of kernels exist."""
     if one_run or chunks > THREADS:
         return THREADS, 1
     x = power_of_two_at_least(chunks)
-    if x > 32:  # the most threads of those that leave the fewest idle
+    if x > 32:  # the largest number of those that leave the fewest lanes idle
         x = max((THREADS, THREADS // 2, 32), key=lambda n: (chunks / (-(-chunks // n) * n), n))
     return x, THREADS // x
 
 
 def _narrower(vector: int, elements: int, device: DeviceInfo) -> int:
-    """Returns the width for so many elements. Measured on an H200: where vectors of 8 leave threads
-    of the device without work, half of them take a tenth less time."""
+    """Returns the vector width for a number of elements. Measured on an H200: if vectors of 8 leave
+    threads of the device without work, vectors of 4 take a tenth less time."""
     threads = device.sm_count * device.max_threads_per_sm
     return vector // 2 if vector >= MANY_ELEMENTS and elements < threads * vector else vector
 
 
 def loaded_bytes(space: Space, *, outputs: bool = False) -> int:
-    """Returns the bytes that one element of all full inputs takes, or of all full `outputs`."""
+    """Returns the bytes of one element of all full inputs together, or of all full `outputs`."""
     rank = len(space.concrete)
     chosen = (a for a in space.accesses if a.is_output == outputs)
     return sum(a.nbytes for a in chosen if a.order is None or len(a.order) == rank)
 
 
 def equal_pieces(fusion: Fusion, axis: IterDomain) -> tuple[int, int]:
-    """Returns how many pieces of which constant length all concatenations along an axis have; (1,
-    0) where they differ, or there are none."""
+    """Returns the number and the constant length of the pieces of all concatenations along an axis.
+    Returns (1, 0) if they differ, or if there are no concatenations."""
     joined = [op for op in fusion.exprs if isinstance(op, CatOp)]
     if not joined:
         return 1, 0
@@ -341,12 +369,13 @@ def equal_pieces(fusion: Fusion, axis: IterDomain) -> tuple[int, int]:
 
 
 def loads_for(wanted: int, nbytes: int, most: int = MAX_UNROLL) -> int:
-    """Returns how many loads of `nbytes` make the wanted bytes, a power of two."""
+    """Returns the number of loads of `nbytes` each that add up to the wanted bytes, a
+    power of two."""
     return min(power_of_two_at_least(-(-wanted // max(nbytes, 1))), most)
 
 
 def unroll_of(loaded: int, elements: int, vector: int, wanted: int, device: DeviceInfo) -> int:
-    """Unrolls once every thread of the device has that many vectors to work on."""
+    """Returns the unroll factor, 1 unless every thread of the device has that many vectors."""
     unroll = loads_for(wanted, loaded * vector)
     threads = device.sm_count * device.max_threads_per_sm
     return unroll if elements >= threads * vector * unroll // 2 else 1
@@ -364,7 +393,8 @@ def apply(fusion: Fusion, params: PointwiseParams) -> None:
 
 
 def _groups(space: Space, runs: tuple[tuple[int, ...], ...], limit: int) -> list[list[int]]:
-    """Returns axis groups, outside in, at most `limit`; broadcast axes join the outermost."""
+    """Returns groups of axes from outer to inner, at most `limit`. Broadcast axes join the
+    outermost."""
     groups = [list(r) for r in runs]
     while len(groups) > limit:
         groups[0:2] = [groups[0] + groups[1]]
@@ -382,7 +412,7 @@ def _apply_loops(fusion: Fusion, space: Space, runs: tuple[tuple[int, ...], ...]
     loops = Loops(fusion, space.reference)
     for out in dict.fromkeys(fusion.outputs):
         if not loops.repeat(out):
-            raise AssertionError(f"output {out} does not follow {space.reference}")
+            raise AssertionError(f"output {out} cannot have the loops of {space.reference}")
     for tv in intermediates(fusion, ()):
         loops.repeat(tv)
         loops.inline_whole(tv)
@@ -414,7 +444,7 @@ def _apply_threads(
                 registers, out = cache_output(access.tv)
                 stored[registers] = out
                 wide_outputs.add(out)
-    # An output that is used was replaced by its copy.
+    # If the reference was copied into an output, that output is the reference now.
     reference = next(
         (out for reg, out in stored.items() if reg is space.reference), space.reference
     )
@@ -423,7 +453,7 @@ def _apply_threads(
     outside = {a.number for a in reference.domain.loop[: unswitch + 1]}
     for out in dict.fromkeys(fusion.outputs):
         if not loops.repeat(out):
-            raise AssertionError(f"output {out} does not follow {reference}")
+            raise AssertionError(f"output {out} cannot have the loops of {reference}")
     depth = len(reference.domain.loop)
     for registers in stored:
         loops.repeat(registers)
@@ -433,7 +463,8 @@ def _apply_threads(
             logical = reference.domain.logical
             loops.repeat(tv, only=frozenset(logical[p].number for p in access.order or ()))
         tv.compute_at = _shared(tv, reference, outside)
-        # The end of a row may be inside of a flat vector.
+        # A flat vector may contain the end of a row, so tensors without all axes are not
+        # vectorised.
         is_whole = space.is_full(access) or not params.flat
         if vector > 1 and is_whole and access.is_vector_candidate(innermost):
             vectorize_last(tv)
@@ -451,7 +482,7 @@ def _covers(access: Access, inner_run: frozenset[int], rank: int) -> bool:
 
 
 def _shared(tv: TensorView, reference: TensorView, outside: set[int]) -> int:
-    """Counts tv's loop axes that stand for reference loop axes up to the unswitch axis."""
+    """Returns how many of tv's loop axes correspond to reference axes up to the unswitch axis."""
     wanted = [a.ptype for a in reference.domain.loop if a.number in outside]
     count = 0
     for axis in tv.domain.loop:
@@ -462,7 +493,7 @@ def _shared(tv: TensorView, reference: TensorView, outside: set[int]) -> int:
 
 
 def _shape(tv: TensorView, groups: list[list[int]], params: PointwiseParams) -> int:
-    """Builds the reference's loops; returns the position of the unswitch axis."""
+    """Builds the reference's loops. Returns the position of the unswitch axis."""
     arrange(tv, groups)
     if not groups:
         return -1
@@ -491,7 +522,7 @@ def _shape(tv: TensorView, groups: list[list[int]], params: PointwiseParams) -> 
 
 
 def _shape_pieces(tv: TensorView, params: PointwiseParams) -> int:
-    """Builds the loops of a concatenation, [outer, pieces * length] or [pieces * length]; return
+    """Builds the loops of a concatenation, [outer, pieces * length] or [pieces * length]. Returns
     the position of the unswitch axis."""
     last = len(tv.domain.loop) - 1
     extent = sc.int_value(tv.domain.loop[last].extent)

@@ -30,15 +30,16 @@ Params = Any
 
 @record
 class Scheduler:
-    """One way to turn a fusion into a kernel.
+    """One way to turn a fusion into a kernel: a row of functions.
 
-    `accepts` returns a reason against the fusion or None. `chooser` looks at a fusion once and
-    returns what chooses parameters from sizes and alignments, of which there may be many; `apply`
-    schedules in place and depends on the parameters alone. `generic` gives
-    parameters that rely on nothing, for the variant that serves every input; `ladder` all that are
-    worth a try, from those chosen down. `suits` tells for which sizes the kernel is as fast as
-    separate ones. `in_clusters`: it is for GPUs whose blocks form clusters. `rungs` gives all
-    parameters from some down to the generic ones.
+    - `accepts` returns the reason why it rejects a fusion, None if it accepts.
+    - `chooser` analyses a fusion once. It returns a function that chooses parameters for the sizes
+      and alignments of each input class.
+    - `apply` schedules the fusion in place. It depends on the parameters alone.
+    - `generic` returns parameters without any assumption, for the variant that serves every input.
+    - `rungs` returns the parameters to try, from some given ones down to the generic ones.
+    - `suits` says for which sizes the kernel is as fast as separate ones.
+    - `in_clusters`: the kernel needs a GPU with clusters of blocks.
     """
 
     name: str
@@ -55,6 +56,7 @@ class Scheduler:
         return self.chooser(fusion, device)(facts)
 
     def ladder(self, chosen: Params, device: DeviceInfo) -> tuple[Params, ...]:
+        """Returns the parameters to try in turn: the chosen ones first, the generic ones last."""
         if isinstance(chosen, UserParams):
             return (chosen,)  # the schedule is the user's: there is no other
         return self.rungs(chosen, self.generic(device))
@@ -68,7 +70,8 @@ _ROWS = (
         transpose.apply,
         pointwise.generic,
     ),
-    # Declared orders decide which of the two it is called; the layouts that come, how it is done.
+    # Declared memory orders decide the name. The actual layouts decide the kernel, so both names
+    # share one implementation.
     Scheduler(
         "pointwise",
         pointwise.accepts,
@@ -106,7 +109,7 @@ _ROWS = (
 )
 
 
-# Of inner persistent kernels, those for rows that exceed a block.
+# The variant of inner persistent kernels for rows too long for one block.
 _CLUSTERS = Scheduler(
     "cluster_persistent",
     cluster_persistent.accepts,
@@ -116,7 +119,7 @@ _CLUSTERS = Scheduler(
     cluster_persistent.suits,
     in_clusters=True,
 )
-# Not tried for one segment: it takes several as one.
+# Not tried for a single segment: it combines several.
 HORIZONTAL = Scheduler(
     "horizontal",
     horizontal.accepts,
@@ -125,17 +128,20 @@ HORIZONTAL = Scheduler(
     horizontal.generic,
     rungs=horizontal.ladder,
 )
-# Tried for segments when no other accepts: it takes every single op that a kernel can compute.
+# Tried for segments when no other scheduler accepts: it takes every single op that a kernel can
+# compute.
 _PLAIN = Scheduler("plain", plain.accepts, plain.chooser, plain.apply, plain.generic)
 
 
 @record
 class UserParams:
-    """The schedule is the user's: there is nothing to choose."""
+    """The parameters of a manual schedule: nothing is chosen. `vector` exists because all
+    parameters have it."""
 
     vector: int = 0
 
     def is_near(self, other: UserParams) -> bool:
+        """Always True: there is one manual schedule."""
         return True
 
     is_alike = is_near
@@ -146,7 +152,8 @@ class UserParams:
 
 def _no_generic_schedule(device: DeviceInfo) -> Params:
     raise UnsupportedError(
-        "the user's schedule relies on divisibility or alignment that these inputs do not have"
+        "the manual schedule needs divisible sizes or aligned addresses, which these inputs do "
+        "not have"
     )
 
 
@@ -158,7 +165,7 @@ _USER = Scheduler(
     apply=lambda fusion, params: None,
     generic=_no_generic_schedule,
 )
-# The ones that a user may ask for by name.
+# The schedulers that a user may request by name.
 SCHEDULERS: Mapping[str, Scheduler] = {row.name: row for row in _ROWS}
 _BY_NAME: Mapping[str, Scheduler] = {
     row.name: row for row in (*_ROWS, _CLUSTERS, HORIZONTAL, _PLAIN, _USER)
@@ -168,24 +175,24 @@ _BY_NAME: Mapping[str, Scheduler] = {
 def find_scheduler(
     fusion: Fusion, *, suits: Callable[[Scheduler], bool] = lambda row: True
 ) -> str | None:
-    """Returns the name of the first scheduler that accepts the fusion and `suits`, None for
-    none."""
+    """Returns the name of the first scheduler that accepts the fusion and satisfies `suits`, None
+    if there is none."""
     rows = (s for s in (*_ROWS, _CLUSTERS, _PLAIN) if s.accepts(fusion) is None)
     return next((s.name for s in rows if suits(s)), None)
 
 
 def rejections(fusion: Fusion) -> dict[str, str]:
-    """Returns why each scheduler that does not accept the fusion refuses it."""
+    """Returns, by name, the reason of each scheduler that rejects the fusion."""
     found = {s.name: s.accepts(fusion) for s in _ROWS}
     return {name: reason for name, reason in found.items() if reason is not None}
 
 
 def scheduler(name: str) -> Scheduler:
-    """Returns a scheduler by name; `user` runs what the user scheduled.
+    """Returns a scheduler by name. `user` keeps the schedule that the user made.
 
     Raises:
-        UnsupportedError: there is none of this name.
+        UnsupportedError: no scheduler has this name.
     """
     if name not in _BY_NAME:
-        raise UnsupportedError(f"no scheduler {name!r}; there are {', '.join(SCHEDULERS)}")
+        raise UnsupportedError(f"there is no scheduler {name!r}; choose {', '.join(SCHEDULERS)}")
     return _BY_NAME[name]

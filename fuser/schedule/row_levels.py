@@ -1,7 +1,7 @@
-"""Kernels in which reductions wait for each other: levels, what is kept between them, rewrites.
+"""Kernels with dependent reductions: levels, the values kept between levels, and rewrites.
 
-The *level* of a value counts the reductions that it waits for, one after the other. Reductions and
-outputs of one level go over the row together:
+The *level* of a value is the number of reductions that it depends on, one after another. Reductions
+and outputs of one level iterate the row together:
 
     level 0  m = max(x)        level 1  s = sum(exp(x - m))        level 2  y = exp(x - m) / s
 """
@@ -37,13 +37,13 @@ def levels_of(fusion: Fusion) -> dict[TensorView, int]:
 
 
 def level_of_step(op: TensorOp, levels: dict[TensorView, int]) -> int:
-    """Returns the level at which an op goes over the row."""
+    """Returns the level at which an op iterates the row."""
     return levels[op.out_tensor] - isinstance(op, REDUCING)
 
 
 def steps_that_read(fusion: Fusion) -> dict[TensorView, set[int]]:
-    """Returns the levels whose reductions and outputs are computed from a tensor, for each tensor;
-    what comes out of a reduction is not computed from what goes in."""
+    """Returns, for each tensor, the levels whose reductions and outputs are computed from it
+    without another reduction in between."""
     levels, found = levels_of(fusion), dict[TensorView, set[int]]()
     for op in reversed(fusion.used_exprs()):
         mine = {level for out in op.outputs for level in found.get(out, ())}
@@ -57,11 +57,11 @@ def steps_that_read(fusion: Fusion) -> dict[TensorView, set[int]]:
     return found
 
 
-# ------------------------------------------------------------------ what is kept
+# ------------------------------------------------------------------ kept values
 @record
 class KeptValue:
-    """A value that is kept over the row: from when, until when. Level `l` computes what is kept
-    from there on at `2 * l`, and then reduces at `2 * l + 1`."""
+    """A value kept in registers over the whole row, and the times of its lifetime. Level `l`
+    computes kept values at time `2 * l`, and reduces at time `2 * l + 1`."""
 
     tv: TensorView
     begin: int
@@ -71,8 +71,11 @@ class KeptValue:
 def kept_values(
     fusion: Fusion, rows: frozenset[TensorView], *, is_costly: Callable[[TensorOp], bool]
 ) -> list[KeptValue]:
-    """Returns the inputs that have the row (`rows` are all tensors that do), and what costly ops
-    lead to that several levels need."""
+    """Returns the values to keep in registers.
+
+    These are the inputs with a row axis (`rows` are all tensors with one), and results of costly
+    ops that several levels need.
+    """
     levels = levels_of(fusion)
     starts = [op for op in fusion.used_exprs() if op.out_tensor in rows and is_costly(op)]
     costly = {_last_of_chain(op, levels, rows) for op in starts}
@@ -98,8 +101,8 @@ def kept_values(
 def _last_of_chain(
     op: TensorOp, levels: dict[TensorView, int], rows: frozenset[TensorView]
 ) -> TensorView:
-    """Returns what is kept in place of a result: what its only reader makes of it, and so on, as
-    long as that takes no more bytes.
+    """Returns the value to keep in place of a result: that of its only reader, and so on, while it
+    takes no more bytes.
 
         u = rand(); h = where(u < p, x, 0) + r   ->   h, and neither u nor x nor r
     """
@@ -118,13 +121,13 @@ def _last_of_chain(
 
 
 def _nbytes_computed(tv: TensorView) -> int:
-    """Returns the bytes that an element takes in registers, where a bool takes one of them."""
+    """Returns the bytes of an element in registers. A bool takes a whole register of 4 bytes."""
     return 4 if tv.dtype() is DataType.Bool else nbytes_of(tv.dtype())
 
 
 def most_bytes(kept: Iterable[KeptValue], vector: int) -> int:
-    """Returns the bytes of registers that one element of a row takes at most. What no vector of
-    memory fills takes a register of its own."""
+    """Returns the maximum bytes of registers per element of a row. An element takes a whole
+    register if a vector of them does not fill one."""
     values = list(kept)
     sizes = [nbytes_of(k.tv.dtype()) for k in values]
     costs = [(k, n if n * vector >= 4 else 4) for k, n in zip(values, sizes, strict=True)]
@@ -134,13 +137,13 @@ def most_bytes(kept: Iterable[KeptValue], vector: int) -> int:
 
 # ------------------------------------------------------------------ rewrites
 def separate_levels(fusion: Fusion, shared: frozenset[TensorView]) -> dict[TensorView, int]:
-    """Gives every level its own ops for what several levels compute, `shared` tensors excepted, so
-    that each can load its operands ahead; returns the level that each tensor is computed for.
+    """Duplicates ops that several levels compute, so that each level can load its operands ahead.
+    `shared` tensors are not duplicated. Returns the level that each tensor is computed for.
 
         c = f(x); m = max(c); d = sub(c, m)   ->   c = f(x); m = max(c); e = f(x); d = sub(e, m)
     """
     levels = levels_of(fusion)
-    # By results: ops are made anew when their operands change.
+    # Keyed by results, because an op is replaced when its operands change.
     needed: dict[TensorView, set[int]] = {}
     for op in reversed(fusion.used_exprs()):
         if _is_step(fusion, op) or any(out in shared for out in op.outputs):
@@ -152,7 +155,7 @@ def separate_levels(fusion: Fusion, shared: frozenset[TensorView]) -> dict[Tenso
     for op in reversed(fusion.used_exprs()):
         first, *others = sorted(needed[op.out_tensor]) or [0]
         needed.update((out, {first}) for out in op.outputs)
-        # A factory relates the axes of what reads it: it stays one op.
+        # A factory op relates the axes of its readers, so it is not duplicated.
         is_factory = not any(isinstance(v, TensorView) for v in op.inputs)
         for level in () if is_factory else others:
             twin = _clone(fusion, op)
@@ -169,7 +172,7 @@ def _is_step(fusion: Fusion, op: TensorOp) -> bool:
 
 
 def _clone(fusion: Fusion, op: TensorOp) -> TensorOp:
-    """Inserts a copy of a pointwise op, with a result of its own, behind it."""
+    """Inserts a copy of a pointwise op, with a new result, after it."""
     twins: dict[TensorView, TensorView] = {}
     for out in op.outputs:
         axes = {n: fusion.clone_axis(a, rfactor=a.rfactor) for n, a in out.domain.axes.items()}
@@ -181,13 +184,14 @@ def _clone(fusion: Fusion, op: TensorOp) -> TensorOp:
 
 
 def divide_once(fusion: Fusion, per_row: Callable[[TensorView], bool]) -> None:
-    """Divides by a value of a row by multiplying with its reciprocal, which one division makes.
+    """Replaces divisions by a value per row with multiplications by its reciprocal, which one
+    division computes.
 
         y = x / s   ->   k = 2^-64 where |s| is huge, 2^64 where it is tiny, else 1
                          r = 1 / (s * k);  y = (x * k) * r
 
-    The scale keeps the reciprocal of any divisor a normal number; the quotient is within 1.5 units
-    of the last place.
+    The scale keeps the reciprocal of any divisor a normal number. The quotient is within 1.5 units
+    in the last place.
     """
     for op in fusion.exprs:
         divisor = op.inputs[1] if op.name == "div" else None
@@ -209,7 +213,7 @@ def divide_once(fusion: Fusion, per_row: Callable[[TensorView], bool]) -> None:
             factor = ops.reciprocal(ops.mul(divisor, scale))
             quotient = ops.mul(ops.mul(op.inputs[0], scale), factor)
             made = fusion.exprs[len(before) :]
-        # The result stays the tensor that it was: its order in memory may be declared.
+        # The result tensor itself is kept, because it may have a declared memory order.
         last = made[-1].map_values(lambda v, new=quotient, old=out: old if v is new else v)
         at = before.index(op)
         fusion.exprs = (*before[:at], *made[:-1], last, *before[at + 1 :])
@@ -221,17 +225,17 @@ def _is_half(fusion: Fusion, tv: TensorView) -> bool:
 
 
 def two_pass_welford(fusion: Fusion) -> None:
-    """Computes variances from the row that is kept: a sum for the mean, then one of the squared
-    deviations from it. No element costs a division.
+    """Computes variances in two passes over the kept row: a sum for the mean, then a sum of squared
+    deviations. No element needs a division.
 
     avg, var, n = welford(x)  ->  mean = sum(x) / count; d = x - mean
                                   var = max(sum(d * d) - sum(d) * (sum(d) / count), 0)
 
-    What was of half precision before deviates from its mean by 2^-12 of it, or by nothing: beside
-    that the mean is rounded by too little to be corrected.
+    Inputs converted from half precision need no correction term: they deviate from their mean by 0
+    or at least 2^-12 of it, and the rounding of the mean is small beside that.
 
-    A Welford stays whose count is asked for, whose sums would be of half precision, or whose
-    results are outputs of a declared order in memory.
+    A Welford op is not replaced if its count is used, if its sums would have half precision, or if
+    its results are outputs with a declared memory order.
     """
     for op in fusion.exprs:
         if not isinstance(op, WelfordOp) or op.inp.dtype() in HALF_LIKE:
@@ -260,17 +264,18 @@ def two_pass_welford(fusion: Fusion) -> None:
 
 
 # ----------------------------------------------------------------------
-# A fusion along the rows of its reductions, and the rewrites that its schedules begin with.
+# A fusion along the rows of its reductions, and the rewrites that their schedules begin with.
 
 
 def reference_of(fusion: Fusion) -> TensorView:
-    """Returns the result of the first reduction along rows."""
+    """Returns the result of the first reduction along rows, partial sums over rows excluded."""
     reductions = (op for op in fusion.exprs if isinstance(op, REDUCING))
     return next(op.out_tensor for op in reductions if row_parts(op) is None)
 
 
 class RowView:
-    """A fusion along the rows of its reference."""
+    """A fusion seen along the rows of its reference: which axes are rows, and which tensors have
+    them."""
 
     def __init__(self, fusion: Fusion) -> None:
         self.fusion = fusion
@@ -287,29 +292,31 @@ class RowView:
 
     @cached_property
     def parts(self) -> dict[TensorView, RowParts]:
-        """Returns the results that are parts of sums over the rows."""
+        """The results that are partial sums over the rows."""
         found = {op.out_tensor: row_parts(op) for op in self.fusion.exprs}
         return {tv: parts for tv, parts in found.items() if parts is not None}
 
     @property
     def innermost(self) -> int:
+        """The position of the innermost reduced axis."""
         return self.reduced[-1][-1]
 
     def axes(self, tv: TensorView) -> frozenset[int] | None:
-        """Returns the axes of the reference that a tensor iterates; None where it has others."""
+        """Returns the numbers of the reference axes that a tensor iterates, None if it has other
+        axes."""
         concrete = [a for a in tv.domain.no_reductions if not a.is_broadcast]
         matches = [self.matcher.reference_of(a) for a in concrete]
         found = frozenset(m.number for m in matches if m is not None)
         return None if None in matches or len(found) < len(concrete) else found
 
     def is_per_row(self, tv: TensorView) -> bool:
-        """Whether a tensor has one value for each row."""
+        """Whether a tensor has one value per row."""
         axes = self.axes(tv)
         return axes is not None and not axes & self.row_axes
 
     @cached_property
     def full(self) -> frozenset[TensorView]:
-        """Returns the tensors that have all axes, those read at shifted indices excepted."""
+        """The tensors with all axes, except those that are read at shifted indices."""
         wanted = self.row_axes | self.iterated_axes
         unknown = {a.tv for a in self.space.accesses if a.order is None and not a.is_output}
         return frozenset(
@@ -318,14 +325,13 @@ class RowView:
 
     @cached_property
     def dense(self) -> tuple[Access, ...]:
-        """Returns the accesses to all elements, row behind row; none where one has gaps or another
-        order."""
+        """The accesses with all axes if all are dense in one order; else an empty tuple."""
         found = [a for a in self.space.accesses if a.tv in self.full]
         return tuple(found) if self.space.are_dense(found) else ()
 
     def is_costly(self, op: TensorOp) -> bool:
-        """Whether computing an op again costs more than keeping its result: it is expensive, or
-        reads memory that is not kept."""
+        """Whether recomputing an op costs more than keeping its result. It does if the op is
+        expensive, or reads memory that is not kept."""
         full = self.full
         return op.name in EXPENSIVE or any(
             isinstance(v, TensorView) and v in self.fusion.inputs and v not in full
@@ -334,7 +340,7 @@ class RowView:
 
 
 def rewrite(fusion: Fusion, *, is_kept: bool, has_threads: bool) -> None:
-    """Gives the fusion the ops that suit the form."""
+    """Applies the rewrites of a form: kept rows, and threads instead of plain loops."""
     _fork_outputs(fusion)
     if is_kept:
         two_pass_welford(fusion)
@@ -343,7 +349,8 @@ def rewrite(fusion: Fusion, *, is_kept: bool, has_threads: bool) -> None:
 
 
 def _fork_outputs(fusion: Fusion) -> None:
-    """An output that others read is computed in registers; its copy is the output."""
+    """Copies each output that other ops read. The ops read registers, and the copy is the
+    output."""
     for out in dict.fromkeys(fusion.outputs):
         if fusion.uses(out):
             primitives.cache_fork(out)

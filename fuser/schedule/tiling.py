@@ -1,8 +1,8 @@
-"""What all automatic schedules share: caches, loop arrangement, and loops for the other tensors.
+"""Parts of all automatic schedules: caches, loop arrangement, and the loops of the other tensors.
 
-A schedule shapes the loops of one reference tensor; every tensor that has the same axes repeats
-them, and every other tensor is inlined whole: it is computed where its value is needed, at an index
-that follows from its consumer's.
+A schedule shapes the loops of one reference tensor. Every tensor with the same axes gets the same
+loops. Every other tensor is fully inlined: its consumer computes it at an index derived from the
+consumer's own.
 """
 
 from __future__ import annotations
@@ -23,14 +23,15 @@ PT = ParallelType
 
 
 def cache_input(tv: TensorView) -> TensorView:
-    """Loads an input into registers; the copy gets no allocation domain. What lookups find in it
-    they read in memory."""
+    """Inserts a copy of an input into registers, without an allocation domain. Lookups still read
+    the table in memory."""
     uses = direct_uses(tv)
     return primitives.cache_after(tv, propagate_allocation_domain=False, cached_uses=uses)
 
 
 def cache_output(tv: TensorView) -> tuple[TensorView, TensorView]:
-    """Computes an output in registers first; return (the registers, the output)."""
+    """Inserts a copy before an output, so that it is computed in registers; returns (registers,
+    output)."""
     if tv.fusion.uses(tv):
         return tv, primitives.cache_fork(tv)
     return primitives.cache_before(tv), tv
@@ -50,8 +51,8 @@ def arrange(tv: TensorView, groups: Sequence[Sequence[int]]) -> None:
 
 
 def shift_rows(tv: TensorView, rows: int, axis: int, width: int) -> None:
-    """Shifts a loop axis so that in each row of dense memory its words of `width` elements are
-    words of memory; see `Shift`."""
+    """Shifts a loop axis so that each row of dense memory is accessed in aligned vectors of `width`
+    elements; see `Shift`."""
     built, loop = DomainBuilder(tv.fusion), list(tv.domain.loop)
     loop[rows], loop[axis] = built.shift(loop[rows], loop[axis], sc.const(width))
     tv.domain = tv.domain.with_loop(
@@ -62,11 +63,11 @@ def shift_rows(tv: TensorView, rows: int, axis: int, width: int) -> None:
 def split_tile(
     tv: TensorView, axis: int, factors: Sequence[tuple[int, ParallelType]]
 ) -> list[ParallelType]:
-    """Splits `axis` into blocks of one constant tile, and the tile by (factor, type) pairs, outside
-    in; returns the types of the tile's axes. Factors of 1 are left out.
+    """Splits `axis` into blocks of one constant tile, and the tile by (factor, type) pairs from
+    outer to inner. Returns the types of the tile's axes. Factors of 1 are left out.
 
-    Only the first split may be incomplete, so an iteration needs one test.
-    `[n]`, ((2, UR), (128, TIDx))  ->  `[ceilDiv(n, 256), UR 2, TIDx 128]`
+    Only the first split may be incomplete, so an iteration needs one test. `[n]`, ((2, UR), (128,
+    TIDx))  ->  `[ceilDiv(n, 256), UR 2, TIDx 128]`
     """
     kept = [(f, t) for f, t in factors if f > 1]
     if not kept:
@@ -78,7 +79,7 @@ def split_tile(
 
 
 def parallelize(tv: TensorView, types: Sequence[ParallelType]) -> None:
-    """Gives the loop axes their parallel types, in order."""
+    """Sets the parallel types of the loop axes, in order."""
     set_parallel_types(
         tv,
         {a.number: t for a, t in zip(tv.domain.loop, types, strict=True) if t is not PT.serial},
@@ -86,7 +87,7 @@ def parallelize(tv: TensorView, types: Sequence[ParallelType]) -> None:
 
 
 class Loops:
-    """The loops of the reference, and how other tensors repeat them."""
+    """The loops of the reference, for copying to other tensors."""
 
     def __init__(self, fusion: Fusion, reference: TensorView) -> None:
         self.fusion = fusion
@@ -100,11 +101,11 @@ class Loops:
         self._concrete = {a.number for a in reference.domain.logical if not a.is_broadcast}
 
     def repeat(self, tv: TensorView, *, only: frozenset[int] | None = None) -> bool:
-        """Gives tv the reference's loops; the vector axis becomes serial.
+        """Copies the reference's loops to tv. The vector axis becomes serial.
 
-        Without `only`, tv must have all concrete axes of the reference and no others; with `only`
-        (reference logical axes, by number) those must match. Returns False, with tv unchanged,
-        where that does not hold.
+        Without `only`, tv must have all concrete axes of the reference and no others. With `only`
+        (numbers of reference logical axes), exactly those must match. Otherwise tv is unchanged and
+        the result is False.
         """
         if tv is self.reference:
             return True
@@ -120,10 +121,11 @@ class Loops:
         return True
 
     def repeat_along(self, tv: TensorView, axes: frozenset[int]) -> None:
-        """Gives tv the reference's loops of some logical axes, outside of its own others."""
+        """Copies the reference's loops of some logical axes to tv, outside of tv's other axes."""
         self._replay.apply(tv, _only(self._matcher.matches(tv.domain), axes))
 
     def inline_whole(self, tv: TensorView) -> None:
+        """Inlines a tensor completely, so that its consumers compute it."""
         tv.compute_at = len(tv.domain.loop)
 
 
@@ -137,7 +139,8 @@ def vectorize_last(tv: TensorView) -> None:
 
 
 def is_direct_input(access: Access) -> bool:
-    """Whether an input may be loaded ahead of its uses: it is read at the reference's own index."""
+    """Whether an input can be loaded before its uses, because it is read at the reference's own
+    index."""
     return not access.is_output and bool(access.order)
 
 

@@ -1,17 +1,17 @@
-"""The transpose scheduler: pointwise fusions whose inputs and outputs lie in two orders.
+"""The transpose scheduler: pointwise fusions whose inputs and outputs have two memory orders.
 
-*Direct* tensors have the innermost axis along which the kernel computes, *staged* ones another. A
-block takes a tile of both axes; what is staged passes through shared memory, so that everyone reads
-and writes global memory along its own innermost axis:
+*Direct* tensors have the innermost axis along which the kernel computes, *staged* tensors another
+one. A block processes a tile of both axes. Staged tensors pass through shared memory, so that all
+tensors are accessed along their own innermost axis in global memory:
 
-    staged   [BIDx, UR, TIDx, V]   threads go along the staged tensors' axis first
-    direct   [BIDx, UR, TIDx, V]   threads go along the direct tensors' axis first
+    staged   [BIDx, UR, TIDx, V]   threads run along the staged tensors' axis first
+    direct   [BIDx, UR, TIDx, V]   threads run along the direct tensors' axis first
 
     staged input -> registers -> tile | barrier | -> registers -> direct output
     direct input -> registers ->      | barrier | tile -> registers -> staged output
 
-All loads of a block are under way before its first barrier. Where sizes or the layouts that come
-make a tile no better, parameters are those of the pointwise scheduler.
+All loads of a block are issued before its first barrier. If a tile does not pay for the actual
+sizes and layouts, the parameters are those of the pointwise scheduler.
 """
 
 from __future__ import annotations
@@ -50,9 +50,9 @@ PT = ParallelType
 
 
 def accepts(fusion: Fusion) -> str | None:
-    """Returns why no tile would help the fusion, None when one may."""
+    """Returns why no tile would help the fusion, None if one may."""
     if not may_have_two_orders(fusion):
-        return "all inputs and outputs lie in one order"
+        return "all inputs and outputs have one memory order"
     rejected = pointwise.accepts(fusion)
     if rejected is not None:
         return rejected
@@ -61,8 +61,8 @@ def accepts(fusion: Fusion) -> str | None:
 
 
 def stays_coalesced(parts: Sequence[Fusion], union: Fusion) -> bool:
-    """Whether a pointwise kernel that does the work of several moves all tensors along innermost
-    axes where these kernels do: a tile has two."""
+    """Whether a pointwise kernel that does the work of several accesses all tensors along their
+    innermost axes wherever these kernels do. A tile supports two innermost axes."""
     most = _innermost_axes(union)
     return most <= 2 or most <= max(map(_innermost_axes, parts))
 
@@ -73,15 +73,18 @@ def _innermost_axes(fusion: Fusion) -> int:
 
 
 def apply(fusion: Fusion, params: TransposeParams | PointwiseParams) -> None:
-    """Schedules the fusion in place. Raises `UnsupportedError` where a tile is asked for and there
-    is none."""
+    """Schedules the fusion in place.
+
+    Raises:
+        UnsupportedError: the parameters ask for a tile, but the fusion has no tile axes.
+    """
     if isinstance(params, PointwiseParams):
         pointwise.apply(fusion, params)
         return
     space = space_of(fusion)
     axes = find_tile(fusion, space)
     if not isinstance(axes, TileAxes):
-        raise UnsupportedError(f"{params}: {axes}")
+        raise UnsupportedError(f"the fusion cannot be scheduled with {params}: {axes}")
     _Tiled(fusion, space, axes, params).schedule()
 
 
@@ -92,12 +95,12 @@ class _Tiled:
         self, fusion: Fusion, space: Space, axes: TileAxes, params: TransposeParams
     ) -> None:
         self.fusion, self.space, self.axes, self.params = fusion, space, axes, params
-        # What has loops of its own; the first of each sets those of the others.
+        # Tensors that get loops. The first of each list defines the loops of the others.
         self.staged: list[TensorView] = []
         self.direct: list[TensorView] = []
-        # Shared memory: each tile, and whether it holds an output.
+        # The tiles in shared memory, and whether each holds an output.
         self.tiles: dict[TensorView, bool] = {}
-        # Global accesses in vectors, and registers that a vector is computed into.
+        # Vectorised accesses to global memory, and registers in which a vector is computed.
         self.vectors: list[TensorView] = []
         self.words: list[TensorView] = []
 
@@ -172,14 +175,14 @@ class _Tiled:
 
     # ------------------------------------------------------------ loops
     def _give_loops(self, tensors: Sequence[TensorView], *, is_staged: bool) -> Loops:
-        """Shapes the first tensor, repeat its loops on the others, and lay out the tiles."""
+        """Shapes the first tensor, copies its loops to the others, and lays out the tiles."""
         first, params = tensors[0], self.params
         inner, other = self._shape(first, is_staged=is_staged)
         loops, matcher = Loops(self.fusion, first), AxisMatcher(AxisGraph(self.fusion), first)
         history, rank = first.domain.transforms, len(first.domain.loop)
         for tv in tensors:
             if not loops.repeat(tv):
-                raise AssertionError(f"{tv} does not follow {first}")
+                raise AssertionError(f"{tv} cannot have the loops of {first}")
             if rank == 4 and len(tv.domain.loop) > rank:
                 tv.reorder({3: -1})  # the vector stays innermost, inside of broadcast axes
             if tv not in self.tiles:
@@ -193,8 +196,9 @@ class _Tiled:
         return loops
 
     def _shape(self, tv: TensorView, *, is_staged: bool) -> tuple[list[int], list[int]]:
-        """Gives a tensor the loops [BIDx, UR, TIDx, V]; return the numbers of the axes of the tile
-        along the direct tensors' innermost axis, and along the staged ones': (vectors, V)."""
+        """Gives a tensor the loops [BIDx, UR, TIDx, V]. Returns the numbers of the tile's axes
+        (vectors, V) along the direct tensors' innermost axis, and of those along the staged
+        tensors' axis."""
         params = self.params
         outer, other, inner = self._groups(tv)
         arrange(tv, [g for g in (outer, other, inner) if g])
@@ -215,8 +219,8 @@ class _Tiled:
         return along[1:], across[1:]
 
     def _groups(self, tv: TensorView) -> tuple[list[int], list[int], list[int]]:
-        """Returns where a tensor has the outer axes, its broadcast ones among them, and the runs
-        that the tile is cut from."""
+        """Returns a tensor's positions of the outer axes, including its broadcast axes, and of the
+        two runs that the tile divides."""
         matcher = AxisMatcher(AxisGraph(self.fusion), self.space.reference)
         mine = matcher.matches(tv.domain)
         logical = self.space.reference.domain.logical
@@ -236,8 +240,8 @@ def _definitions(tv: TensorView) -> tuple[TensorOp, ...]:
 
 
 def _cut(tv: TensorView, at: int, edge: int, width: int) -> list[int]:
-    """Splits an axis into tiles, and these into vectors; returns the parts: (blocks, vectors,
-    V)."""
+    """Splits an axis into tiles, and these into vectors. Returns the parts: (blocks,
+    vectors, V)."""
     if width > 1:
         tv.split(at, width)
     tv.split(at, edge // width)
@@ -247,8 +251,8 @@ def _cut(tv: TensorView, at: int, edge: int, width: int) -> list[int]:
 def _lay_out(
     tv: TensorView, rows: Sequence[IterDomain], columns: Sequence[IterDomain], padding: Padding
 ) -> None:
-    """Gives a tile its place in shared memory, and makes its writes as wide as that allows. `rows`
-    and `columns` are (vectors, V)."""
+    """Sets the layout of a tile in shared memory, and vectorises its writes if the layout allows.
+    `rows` and `columns` are (vectors, V)."""
     built = DomainBuilder(tv.fusion)
     lead, tail = list(rows), list(columns)
     if padding.pad:
@@ -268,17 +272,16 @@ def _lay_out(
 
 
 # ----------------------------------------------------------------------
-# The heuristic of the transpose scheduler: which axes a tile has, how large it is, and when it
-# pays.
+# The heuristic of the transpose scheduler: the axes and the size of a tile, and when a tile pays.
 
-# Bytes of a tile's row in global memory, of the widest tensor, along both edges, and how many tiles
-# each multiprocessor has at least: in general, and before that of a copy in words. Measured on an
-# H200, copies, bfloat16 and float32 in us: 128 x 128 bytes 15.5 and 28.0 (8192 x 1536), 2.47 and
-# 3.74 (2048 x 384); two lines of the cache along the staged edge 14.8 and 27.1, 2.24 and 3.48. Of
-# two inputs they take 12 % more.
+# The bytes of a tile's row in global memory along both edges, for the widest element type, and the
+# least number of tiles per multiprocessor. ROWS is for all kernels; ROWS_OF_COPIES is tried first
+# for vectorised copies. Measured on an H200, copies, bfloat16 and float32, in us: 128 x 128 bytes
+# 15.5 and 28.0 (8192 x 1536), 2.47 and 3.74 (2048 x 384); two cache lines along the staged edge
+# 14.8 and 27.1, 2.24 and 3.48. With two inputs they take 12 % more.
 ROWS = (((128, 128), 1), ((128, 64), 1), ((64, 64), 0))
 ROWS_OF_COPIES = (((256, 256), 20), ((128, 256), 4), ((64, 256), 1))
-# Of elements of these sizes; and of all others.
+# ROWS_OF_COPIES is for elements of these sizes, ROWS_OF_OTHER_COPIES for all others.
 COPIED_BYTES = (2, 4)
 ROWS_OF_OTHER_COPIES = (((256, 256), 32),)
 SECTOR_BYTES = 32
@@ -286,20 +289,24 @@ THREADS = 128
 MAX_THREADS = 512
 MAX_EDGE = 1024
 MIN_TILE = 256
-# Bytes that a thread loads before the barrier; with more, the block has more threads. The second
-# is of copies in words: with 128 they took up to 7 % longer.
+# Bytes that a thread loads before the barrier; a block with more bytes has more threads. The second
+# number is for vectorised copies, which took up to 7 % longer with 128.
 BYTES_IN_FLIGHT, BYTES_OF_COPIES = 128, 32
-# Blocks that the shared memory of a multiprocessor holds at least.
+# The shared memory of a multiprocessor must have room for at least this many blocks.
 BLOCKS_PER_SM = 4
-# Elements between whose first and last use a line stays in the cache of one multiprocessor: on an
-# H200 rows of 32 and 64 elements, 512 and 1024 here, took 1.3 times as long without a tile.
+# Elements between the first and last use of a cache line for which it stays in the L1 cache. On an
+# H200, rows of 32 and 64 elements (512 and 1024 here) took 1.3 times as long without a tile.
 CACHED_ELEMENTS = 256
 
 
 @record
 class TransposeParams:
-    """What the transpose scheduler decides: a tile of `edge` elements along the direct tensors'
-    innermost axis and of `staged_edge` along the staged ones', and the vectors along each."""
+    """The parameters of a transpose kernel.
+
+    A tile has `edge` elements along the direct tensors' innermost axis, which are accessed in
+    vectors of `vector`. It has `staged_edge` elements along the staged tensors' innermost axis, in
+    vectors of `staged_vector`.
+    """
 
     threads: int
     vector: int
@@ -308,7 +315,7 @@ class TransposeParams:
     staged_edge: int
 
     def is_near(self, other: object) -> bool:
-        """Whether kernels of both differ in nothing that a small input would notice."""
+        """Whether both kernels take about the same time on small inputs."""
         return (
             isinstance(other, TransposeParams)
             and self.vector == other.vector
@@ -316,7 +323,8 @@ class TransposeParams:
         )
 
     def is_alike(self, other: object) -> bool:
-        """Whether a kernel of the other is as fast: tiles of other extents may be mostly empty."""
+        """Whether a kernel with the other parameters is as fast. Tiles with other extents may be
+        mostly empty."""
         return (
             self.is_near(other)
             and isinstance(other, TransposeParams)
@@ -332,9 +340,13 @@ class TransposeParams:
 
 @record
 class TileAxes:
-    """The axes of a tile, as runs of the reference's logical positions: `inner` that of the direct
-    tensors, `other` that of the `staged` ones, which pass through shared memory; `outer` are all
-    other axes. `between` are the runs inside of `other` in the direct tensors' order."""
+    """The axes of a tile, as runs of positions in the reference's logical domain.
+
+    - `inner`: the innermost run of the `direct` tensors.
+    - `other`: the innermost run of the `staged` tensors, which pass through shared memory.
+    - `outer`: all other axes.
+    - `between`: the runs inside of `other` in the direct tensors' order.
+    """
 
     outer: tuple[int, ...]
     other: tuple[int, ...]
@@ -345,15 +357,16 @@ class TileAxes:
 
 
 def tile_of(params: TransposeParams, nbytes: int, *, is_output: bool) -> Tile:
-    """Returns how threads go over the tile of a staged tensor: it is written as its source lies."""
+    """Returns the access pattern of a staged tensor's tile. It is written in the order of its
+    source."""
     direct, staged = (params.edge, params.vector), (params.staged_edge, params.staged_vector)
     source, target = (direct, staged) if is_output else (staged, direct)
     return Tile(target[0], source[0], nbytes, source[1], target[1])
 
 
-# ------------------------------------------------------------------ what a tile is made of
+# ------------------------------------------------------------------ the axes of a tile
 def may_have_two_orders(fusion: Fusion) -> bool:
-    """Whether a permutation or a declared memory order stands between inputs and outputs."""
+    """Whether the fusion has a permutation, or an input or output with a declared memory order."""
     ends = (v for v in (*fusion.inputs, *fusion.outputs) if isinstance(v, TensorView))
     return any(tv.domain.allocation for tv in ends) or any(
         isinstance(op, LoadStoreOp) and op.out.domain.root for op in fusion.exprs
@@ -361,15 +374,18 @@ def may_have_two_orders(fusion: Fusion) -> bool:
 
 
 def find_tile(fusion: Fusion, space: Space) -> TileAxes | str:
-    """Returns the axes of the tile, or why there is none. The kernel computes along the axis of
-    most bytes, outputs before inputs: the fewer bytes pass through shared memory."""
+    """Returns the axes of the tile, or the reason why there is none.
+
+    The kernel computes along the innermost axis of most bytes, and outputs win ties. Fewer bytes
+    then pass through shared memory.
+    """
     if fusion.aliases:
         return "an output is written into an input"
     along = accesses_along(space)
     if len(along) < 2:
         hidden = next((a.tv for a in space.accesses if a.order is None), None)
-        but = f", but {hidden}, which a view reads at other indices" if hidden is not None else ""
-        return f"all inputs and outputs lie in one order{but}"
+        but = f", except {hidden}, which a view reads at other indices" if hidden else ""
+        return f"all inputs and outputs have one memory order{but}"
     if len(along) > 2:
         firsts = ", ".join(str(group[0].tv) for group in along.values())
         return f"inputs and outputs have {len(along)} innermost axes: {firsts}"
@@ -385,7 +401,7 @@ def find_tile(fusion: Fusion, space: Space) -> TileAxes | str:
 
 
 def accesses_along(space: Space) -> dict[int, list[Access]]:
-    """Returns the tensors that have all axes, by the innermost one in memory."""
+    """Returns the tensors that have all axes, grouped by their innermost axis in memory."""
     along: dict[int, list[Access]] = {}
     for access in space.accesses:
         if space.is_full(access) and access.order and access.contiguous[-1]:
@@ -405,8 +421,8 @@ def _in_order(accesses: list[Access], order: tuple[int, ...]) -> list[Access]:
 def chooser(
     fusion: Fusion, device: DeviceInfo
 ) -> Callable[[Facts], TransposeParams | PointwiseParams]:
-    """Returns what chooses a tile for an input class, or else what the pointwise scheduler
-    would."""
+    """Returns a function that chooses a tile for an input class, or pointwise parameters if no tile
+    pays."""
     without = pointwise.chooser(fusion, device)
     if device.kind == "cpu" or not may_have_two_orders(fusion):
         return without
@@ -440,7 +456,7 @@ class _Tiles:
     def choose(
         self, facts: Facts, inner: int, other: int, between: int, outer: int
     ) -> TransposeParams | None:
-        """Returns the tile for these extents, None where it would cost more than it saves."""
+        """Returns the tile for these extents, None if it would cost more than it saves."""
         extents = (inner, other)
         vectors = [w.of(facts, n) for w, n in zip(self._widths, extents, strict=True)]
         in_words = self._is_copy and min(vectors) > 1
@@ -469,8 +485,8 @@ class _Tiles:
     def _without_conflicts(
         self, vectors: list[int], extents: tuple[int, int], rows: tuple[int, int]
     ) -> TransposeParams | None:
-        """Returns the tile of these vectors, or of narrower ones where vectors of two widths would
-        meet in the banks of shared memory."""
+        """Returns the tile for these vectors. If the two widths differ and cause bank conflicts,
+        the wider one is halved."""
         while True:
             edges = self._edges(vectors, extents, rows)
             if edges is None:
@@ -487,8 +503,11 @@ class _Tiles:
     def _edges(
         self, vectors: list[int], extents: tuple[int, int], rows: tuple[int, int]
     ) -> list[int] | None:
-        """Returns the extents of the tile, for rows of so many bytes. What an axis is too short
-        for, the other one gets; None where shared memory holds no tile worth its barrier."""
+        """Returns the extents of the tile, for rows of so many bytes.
+
+        If one axis is too short, the tile is extended along the other. Returns None if shared
+        memory has no room for a tile that is worth its barrier.
+        """
         full = [
             max(min(row // n, WARP * v), v)
             for n, v, row in zip(self._largest, vectors, rows, strict=True)
@@ -513,9 +532,11 @@ class _Tiles:
         return min(threads, elements // vector)
 
     def _wasted(self, other: int, between: int) -> int:
-        """Returns the bytes, per element, that sectors of staged tensors cost beyond their contents
-        in loops along the direct tensors: each is moved again for every element of it, unless it is
-        still in the cache."""
+        """Returns the bytes per element that would be wasted without a tile.
+
+        A pointwise kernel reads a sector of a staged tensor again for each of its elements, unless
+        the sector is still in the cache.
+        """
         wasted = 0
         for access in self._staged:
             turns = min(SECTOR_BYTES // access.nbytes, other)
@@ -525,27 +546,31 @@ class _Tiles:
 
 
 # ----------------------------------------------------------------------
-# Tiles in shared memory without bank conflicts: where padding goes, found by counting.
+# Padding of tiles in shared memory, found by counting bank conflicts.
 #
-# A tile is written along its columns and read along its rows. After each `group` rows `pad`
-# elements are left out, so that element (r, c) lies at
+# A tile is written along its columns and read along its rows. `pad` unused elements follow each
+# `group` rows, so element (r, c) is stored at
 #
 #     (r // group) * (group * columns + pad) + (r % group) * columns + c
 #
-# Source: the CUDA C++ Programming Guide: 32 banks of 4 bytes; the lanes of a warp that ask for
-# different words of one bank wait for each other; accesses of 8 bytes are served to half a warp at
-# a time, those of 16 bytes to a quarter.
+# Source: the CUDA C++ Programming Guide. Shared memory has 32 banks of 4 bytes. Lanes of a warp
+# that access different words of one bank wait for each other. Accesses of 8 bytes are served to
+# half a warp at a time, those of 16 bytes to a quarter.
 
 WARP = 32
 WORD_BYTES = 4
-# The pattern of a tile repeats itself after few warps.
+# The access pattern of a tile repeats after a few warps.
 _WARPS = 4
 
 
 @record
 class Tile:
-    """A tile of elements of `nbytes`: threads write `write` neighbours of a row, the next thread
-    the next ones; they read `read` neighbours of a column, one by one, the next thread the next."""
+    """The shape and access pattern of a tile with elements of `nbytes`.
+
+    A thread writes `write` consecutive elements of a row, and the next thread the next ones. A
+    thread reads `read` consecutive elements of a column, one at a time, and the next thread the
+    next ones.
+    """
 
     rows: int
     columns: int
@@ -556,27 +581,28 @@ class Tile:
 
 @record
 class Padding:
-    """`pad` elements behind each `group` rows; `vector` elements are written at once."""
+    """A layout with `pad` unused elements after each `group` rows. `vector` elements are written at
+    once."""
 
     group: int
     pad: int
     vector: int
 
     def place(self, tile: Tile, row: int, column: int) -> int:
-        """Returns where an element lies."""
+        """Returns the position of an element in shared memory, in elements."""
         block, rest = divmod(row, self.group)
         return block * (self.group * tile.columns + self.pad) + rest * tile.columns + column
 
 
 @lru_cache(maxsize=1024)
 def padding_for(tile: Tile) -> Padding:
-    """Returns the padding with the fewest conflicts: of several the one with the widest writes,
-    then the least of them."""
+    """Returns the padding with the fewest conflicts. Ties are decided by the widest writes, then
+    the least padding."""
     return min(_candidates(tile), key=lambda p: (sum(_turns(tile, p)), -p.vector, p.pad / p.group))
 
 
 def has_conflicts(tile: Tile) -> bool:
-    """Whether lanes wait for each other in the best padding."""
+    """Whether the best padding still has bank conflicts."""
     return _turns(tile, padding_for(tile)) != (1, 1)
 
 
@@ -590,7 +616,7 @@ def _candidates(tile: Tile) -> Iterable[Padding]:
 
 
 def _turns(tile: Tile, padding: Padding) -> tuple[int, int]:
-    """Returns how often a bank is asked at most for one write, and for one read."""
+    """Returns the number of accesses to the busiest bank for one write, and for one read."""
     across, down = tile.columns // tile.write, tile.rows // tile.read
     writes = reads = 1
     for first in range(0, _WARPS * WARP, WARP):
@@ -605,8 +631,12 @@ def _turns(tile: Tile, padding: Padding) -> tuple[int, int]:
 
 
 def turns(elements: Iterable[int], access: int, nbytes: int) -> int:
-    """Returns how many words the lanes ask one bank for at most, at the same time: 1 means no
-    conflict. `access` are the bytes that a lane moves from its element (of `nbytes`) on."""
+    """Returns the number of words that the lanes request from the busiest bank at the same time. 1
+    means no conflict.
+
+    `elements` are the lanes' elements of `nbytes` each; `access` is the number of bytes that a lane
+    moves from its element on.
+    """
     begins = [e * nbytes for e in elements]
     share = WARP if access <= WORD_BYTES else WARP * WORD_BYTES // access
     most = 1

@@ -39,7 +39,7 @@ def test_rungs_are_tried_once() -> None:
 
 def test_a_schedule_by_hand_has_one_rung() -> None:
     user = scheduler("user")
-    with pytest.raises(UnsupportedError, match="user's schedule"):
+    with pytest.raises(UnsupportedError, match="manual schedule"):
         user.generic(H200)
     params = user.heuristics(define(ops.neg, [4]), Facts({}), CPU)
     assert user.ladder(params, CPU) == (params,)

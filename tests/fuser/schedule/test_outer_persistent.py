@@ -211,7 +211,7 @@ def test_reasons_for_refusal() -> None:
     inner = define(lambda x: ops.sub(x, ops.sum(x, [1], True)), (None, None))
     assert "innermost in memory" in str(outer_persistent.accepts(inner))
     alone = define(lambda x: ops.sum(x, [0]), (None, None))
-    assert "waits for" in str(outer_persistent.accepts(alone))
+    assert "uses the result of" in str(outer_persistent.accepts(alone))
 
 
 # ------------------------------------------------------------------ how it is done

@@ -254,8 +254,8 @@ def test_reasons_for_refusal() -> None:
     found = rejections(define(softmax, (None, None)))
     persistent = {"outer_persistent", "inner_outer_persistent"}
     assert set(found) == {"transpose", "pointwise", "reduction", *persistent}
-    assert "in one order" in found["transpose"]
-    assert found["inner_outer_persistent"] == "no sum over rows comes in parts"
+    assert "one memory order" in found["transpose"]
+    assert found["inner_outer_persistent"] == "no sum over rows is computed in partial sums"
     assert "is not pointwise" in found["pointwise"]
     assert "repeats the result" in found["reduction"]
     two = define(lambda x, y: (ops.neg(x), ops.neg(y)), (None,), (None, None))

@@ -380,8 +380,8 @@ def test_reasons() -> None:
         return [turned(x, (0, 2, 1)), turned(x, (1, 2, 0)), ops.neg(x)]
 
     for build, shapes, reason in (
-        (ops.add, square, "lie in one order"),
-        (lambda x: turned(x, (1, 0, 2)), [cube], "lie in one order"),
+        (ops.add, square, "have one memory order"),
+        (lambda x: turned(x, (1, 0, 2)), [cube], "have one memory order"),
         (lambda x: ops.sum(turned(x, (1, 0)), [1]), [(None, None)], "is not pointwise"),
         (three, [cube], "3 innermost axes"),
         (lambda x: ops.add(x, turned(x, (1, 0))), [(None, None)], "the same axis"),
@@ -399,7 +399,7 @@ def test_inputs_that_nothing_reads() -> None:
     (out,) = run(forced(unused, TILE), [x, y], [(20, 32)])
     assert torch.equal(out, -x.t())
     straight = define(lambda x, y: ops.neg(y), (None, None), (None, None))
-    assert "one order" in rejections(straight)["transpose"]
+    assert "one memory order" in rejections(straight)["transpose"]
 
 
 def test_slices_and_pads_above_the_permutation_are_left_to_others() -> None:
@@ -410,7 +410,7 @@ def test_slices_and_pads_above_the_permutation_are_left_to_others() -> None:
 
     x, y = random((70, 48), torch.float32), random((64, 48), torch.float32, 1)
     reason = rejections(define(alone, (70, 48)))["transpose"]
-    assert "lie in one order, but T0" in reason and "other indices" in reason
+    assert "have one memory order, except T0" in reason and "other indices" in reason
 
     def both(x: TensorView, y: TensorView) -> TensorView:
         return ops.add(alone(x), turned(y, (1, 0)))
@@ -464,4 +464,4 @@ def test_what_a_view_hides_is_named() -> None:
 
     fusion = define(build, [4, 5], dtype=[DataType.Float])
     (x,) = fusion.inputs
-    assert f"but {x}, which a view reads" in str(scheduler("transpose").accepts(fusion))
+    assert f"except {x}, which a view reads" in str(scheduler("transpose").accepts(fusion))
