@@ -163,6 +163,28 @@ CHECKS: dict[str, Callable[[str, Path], None]] = {
 }
 
 
+# Pages whose text blocks are the output of the section's programs, `..` being anything; a section
+# without a program, and one that shows times, shows what it is about.
+SHOWN = (
+    "docs/explanation/coordination.md",
+    "docs/explanation/sharding.md",
+    "docs/explanation/streams-and-overlap.md",
+    "docs/reference/errors.md",
+)
+
+
+def _assert_shown(page: str, section: str, printed: str, folder: Path) -> None:
+    """Asserts that the programs of a section have printed each line of its text blocks."""
+    lines = [line.strip() for line in _lines(printed, folder)]
+    for block in _ALL:
+        if (block.page, block.section, block.language) != (page, section, "text"):
+            continue
+        for shown in filter(None, map(str.strip, block.text.splitlines())):
+            pattern = re.escape(shown).replace(re.escape(".."), ".*")
+            is_found = any(re.fullmatch(pattern, line) for line in lines)
+            assert is_found, f"{page}, line {block.line}: nothing prints {shown}\n{printed}"
+
+
 @pytest.mark.parametrize("block", _ALL, ids=lambda b: f"{b.page}:{b.line}")
 def test_a_block_says_what_it_is(block: Block) -> None:
     assert block.language in LANGUAGES, "the language is one of these"
@@ -206,6 +228,8 @@ def test_the_blocks_of_a_section_run(
             printed += "".join(out for _, out in run_commands(block, tmp_path))
     exec(after, names)
     CHECKS.get(section, lambda printed, folder: None)(printed, tmp_path)
+    if page in SHOWN:
+        _assert_shown(page, section, printed, tmp_path)
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
