@@ -504,8 +504,8 @@ class TensorOp(Op):
     def alike_map(self, operand_index: int, out: TensorView) -> AxisMap:
         """Returns `axis_map_to`, extended by pairs of axes that must be sharded in the same way.
 
-        Such axes are not the same axis, but a shard of the result needs exactly one shard of the operand.
-        Example: the heads of queries and the fewer heads of keys in an attention.
+        Such axes are not the same axis, but a shard of the result needs exactly one shard of the
+        operand. Example: the heads of queries and the fewer heads of keys in an attention.
         """
         return self.axis_map_to(operand_index, out)
 
@@ -1200,8 +1200,8 @@ class Axis(Val):
         """Sets the parallel type of the axis. Any axis may take a device or stream type.
 
         Raises:
-            DefinitionError: if unroll, vectorize or group is set on a symbolic extent, or for `stream_y`
-                and `stream_z`, which only the compiler may set.
+            DefinitionError: if unroll, vectorize or group is set on a symbolic extent, or for
+                `stream_y` and `stream_z`, which only the compiler may set.
         """
         if parallel_type.is_stream and parallel_type is not ParallelType.stream:
             raise DefinitionError(

@@ -1,6 +1,6 @@
 """The declarations of all ops of a fusion, by kind.
 
-Question: which fields, which axis map and which text has an op?
+Question: which fields, axis map and text does an op have?
 Imports: `fuser.support` and the rest of `fuser.ir`.
 Files, in reading order:
 

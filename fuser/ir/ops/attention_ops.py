@@ -1,13 +1,19 @@
-"""Scaled dot product attention and its gradient, as ops that torch carries out.
+"""Scaled dot product attention and its gradient, as ops that torch executes.
 
-Their axes have letters: n batch, h heads, l queries, s keys, e what query and key share, v what a
-value has; p are the words of a seed. Axes in front of n are further batches. Batches and heads are
-independent of each other, so they may be cut; every other axis is computed whole.
+Every axis has a letter:
 
-With `enable_gqa`, keys and values have fewer heads g, each of which is read by h / g heads of
-queries, one after the other. Cuts of h are cuts of g.
+- n: batch. Further batch axes may precede it.
+- h: heads. With `enable_gqa`, keys and values have fewer heads g, and h / g consecutive heads of
+  queries read one head of keys. A sharding of h is then a sharding of g.
+- l: queries; s: keys.
+- e: features of a query and a key; v: features of a value.
+- p: the words of a random seed.
 
-Source: Vaswani et al. 2017, section 3.2; Dao 2023 (FlashAttention-2) for what the gradient keeps.
+Batches and heads are independent of each other, so they may be sharded. Every other axis is
+computed as a whole.
+
+Source: Vaswani et al. 2017, section 3.2; Dao 2023 (FlashAttention-2) for the tensors that the
+gradient needs.
 """
 
 from __future__ import annotations
@@ -30,20 +36,24 @@ __all__ = ["AttentionOp", "SdpaBwdOp", "SdpaFwdOp", "TensorOp"]
 
 
 class AttentionOp(LibraryOp):
-    """Base: `AXES` has the letters of each tensor's axes, `DTYPES` what is not of query's dtype."""
+    """Base of attention and its gradient.
+
+    `AXES` has the letters of each tensor's axes. `DTYPES` lists the tensors whose dtype is not that
+    of `query`.
+    """
 
     RUNS_IN_STEPS: ClassVar[bool] = False
     TAKES_EMPTY: ClassVar[bool] = True
     TAKES_ANY_BATCHES: ClassVar[bool] = True
     MAKES_RESULTS: ClassVar[bool] = True
-    # Equal queries have places of their own, and numbers of their own that are dropped.
+    # Equal queries still have separate positions and separate dropped elements.
     KEEPS_EXPANDED: ClassVar[bool] = False
-    # Letters of the axes in front of n, the last of them next to it.
+    # Letters of the batch axes in front of n; the last letter is the axis next to n.
     LEADING: ClassVar[str] = "ZYXWVUTSRQPONMLKJIHGFEDCBA"
     AXES: ClassVar[dict[str, str]] = {}
-    # Results and the operands in whose memory order they lie.
+    # Result -> the operand whose memory order it has.
     FOLLOWED: ClassVar[dict[str, str]] = {}
-    # Operands of which one element along an axis meets all of the others.
+    # Operands that may have one element along an axis, which is broadcast.
     REPEATED: ClassVar[tuple[str, ...]] = ()
     DTYPES: ClassVar[dict[str, tuple[DataType, ...]]] = {
         "log_sumexp": (DataType.Float,),
@@ -52,7 +62,7 @@ class AttentionOp(LibraryOp):
     }
 
     def tensors(self) -> Iterator[tuple[str, TensorView]]:
-        """Yields each tensor with its field: what may be repeated, other operands, then results."""
+        """Yields (field, tensor): operands that may be broadcast, other operands, then results."""
         others = (f for f in self.fields_of("operand") if f not in self.REPEATED)
         for field in (*self.REPEATED, *others, *self.fields_of("result")):
             value = getattr(self, field)
@@ -61,108 +71,126 @@ class AttentionOp(LibraryOp):
 
     @classmethod
     def own_letters(cls, field: str, *, enable_gqa: bool) -> str:
-        """Returns the letters of a field's axes behind those in front of n."""
-        mine = cls.AXES[field]
-        return mine.replace("h", "g") if enable_gqa and mine.startswith("nhs") else mine
+        """Returns the letters of a field's axes, without further batch axes in front of n."""
+        letters = cls.AXES[field]
+        return letters.replace("h", "g") if enable_gqa and letters.startswith("nhs") else letters
 
     def letters(self, field: str) -> str:
-        """Returns the letters of a field's axes, reductions left out."""
-        mine = self.own_letters(field, enable_gqa=self._value("enable_gqa"))
-        more = self._value("query").ndim - len(self.AXES["query"]) if "n" in mine else 0
-        return self.LEADING[len(self.LEADING) - max(more, 0) :] + mine
+        """Returns the letters of all axes of a field, reductions not counted."""
+        own = self.own_letters(field, enable_gqa=self._value("enable_gqa"))
+        more = self._value("query").ndim - len(self.AXES["query"]) if "n" in own else 0
+        return self.LEADING[len(self.LEADING) - max(more, 0) :] + own
 
     def result_letters(self, out: TensorView) -> str:
+        """Returns the letters of the axes of a result."""
         field = next(f for f in self.fields_of("result") if getattr(self, f) is out)
         return self.letters(field)
 
     def operand_letters(self, operand_index: int) -> str:
+        """Returns the letters of the axes of operand `operand_index`."""
         given = [f for f in self.fields_of("operand") if getattr(self, f) is not None]
         return self.letters(given[operand_index])
 
     def followed_by(self, out: TensorView) -> TensorView | None:
+        """Returns the operand whose memory order a result has, None for a row-major result."""
         followed = (f for field, f in self.FOLLOWED.items() if self._value(field) is out)
         return next(map(self._value, followed), None)
 
     @property
     def draws(self) -> bool:
+        """Whether elements are dropped at random: dropout_p is not the constant 0."""
         dropped = self._value("dropout_p")
         return not (isinstance(dropped, Const) and dropped.value == 0)
 
     @property
     def is_always_causal(self) -> bool:
+        """Whether is_causal is the constant True."""
         causal = self._value("is_causal")
         return isinstance(causal, Const) and bool(causal.value)
 
     @property
     def dropout_text(self) -> str:
+        """The dropout probability as text."""
         return str(self._value("dropout_p"))
 
     def _value(self, field: str) -> Any:
-        """Returns what the ops have under one name."""
+        """Returns the value of a field that all attention ops have."""
         return getattr(self, field)
 
     # ------------------------------------------------------------ axes
     def axis_map(self, operand_index: int) -> AxisMap:
+        """Returns the operand axes with the letters of the first result."""
         return self.axis_map_to(operand_index, self.out_tensor)
 
     def axis_map_to(self, operand_index: int, out: TensorView) -> AxisMap:
+        """Returns, per axis of a result, the operand axis with the same letter, or None."""
         mine = self.operand_letters(operand_index)
         return tuple(mine.index(c) if c in mine else None for c in self.result_letters(out))
 
     def alike_map(self, operand_index: int, out: TensorView) -> AxisMap:
+        """Returns `axis_map_to` in which heads h and g count as one letter: they are sharded
+        together."""
         mine = _cut_letters(self.operand_letters(operand_index))
         letters = _cut_letters(self.result_letters(out))
         return tuple(mine.index(c) if c in mine else None for c in letters)
 
     def cut_map(self, operand_index: int, out: TensorView) -> AxisMap:
+        """Returns `alike_map` for batches and heads alone; other axes cannot be sharded."""
         whole = self.whole_axes(out)
         found = enumerate(self.alike_map(operand_index, out))
         return tuple(None if k in whole else position for k, position in found)
 
     def parallel_axes(self, out: TensorView, sibling: TensorView) -> Iterator[tuple[int, int]]:
+        """Yields the pairs of positions with equal letters."""
         theirs = self.result_letters(sibling)
         for k, c in enumerate(self.result_letters(out)):
             if c in theirs:
                 yield k, theirs.index(c)
 
     def parallel_cuts(self, out: TensorView, sibling: TensorView) -> Iterator[tuple[int, int]]:
+        """Yields the pairs of positions with equal letters, where h and g count as one letter."""
         theirs = _cut_letters(self.result_letters(sibling))
         for k, c in enumerate(_cut_letters(self.result_letters(out))):
-            # One head of keys that all heads of queries read is cut nowhere.
+            # A single head of keys, which all heads of queries read, cannot be sharded.
             if c in theirs and not sibling.domain.logical[theirs.index(c)].is_broadcast:
                 yield k, theirs.index(c)
 
     def whole_axes(self, out: TensorView) -> tuple[int, ...]:
+        """Returns all axes of a result but batches and heads."""
         return tuple(k for k, c in enumerate(self.result_letters(out)) if self.is_whole(c))
 
     def whole_operand_axes(self, operand_index: int) -> tuple[int, ...]:
+        """Returns all axes of an operand but batches and heads."""
         letters = self.operand_letters(operand_index)
         return tuple(k for k, c in enumerate(letters) if self.is_whole(c))
 
     @staticmethod
     def is_whole(letter: str) -> bool:
-        """Whether all of an axis is needed to compute any of it."""
+        """Returns whether an axis cannot be sharded: any element of a result needs all of it."""
         return letter.islower() and letter not in "nhg"
 
     def verify(self) -> None:
+        """Checks the kind, rank and dtype of every operand and result."""
         for field in self.fields_of("operand"):
             value = getattr(self, field)
             if value is not None and isinstance(value, Scalar) == (field in self.AXES):
                 kind = "tensor" if field in self.AXES else "scalar"
-                raise VerifyError(f"{self.name}: {field} is a {kind}, not {value}")
+                raise VerifyError(f"{self.name}: {field} must be a {kind}, got {value}")
         for field, tv in self.tensors():
             letters = self.letters(field)
             if tv.ndim != len(letters):
-                raise VerifyError(f"{self.name}: {field} has axes [{', '.join(letters)}], not {tv}")
+                raise VerifyError(
+                    f"{self.name}: {field} must have axes [{', '.join(letters)}], got {tv}"
+                )
             known = self.DTYPES.get(field, (self._value("query").dtype(),))
             if tv.dtype() not in known:
                 raise VerifyError(
-                    f"{self.name}: {field} is {' or '.join(map(dtype_text, known))}, not {tv}"
+                    f"{self.name}: {field} must be {' or '.join(map(dtype_text, known))}, got {tv}"
                 )
 
 
 def _cut_letters(letters: str) -> str:
-    """Returns the letters of axes by which of them are cut alike."""
+    """Returns the letters with g replaced by h: axes with equal letters are sharded together."""
     return letters.replace("g", "h")
 
 
@@ -170,12 +198,15 @@ _FLOATS = (DataType.Half, DataType.BFloat16, DataType.Float, DataType.Double)
 
 
 class SdpaFwdOp(AttentionOp):
-    """out = dropout(softmax(query @ key.T * scale + bias)) @ value, row by row.
+    """out = dropout(softmax(query @ key.T * scale + bias)) @ value, per batch and head.
 
-    bias is added to the scores, which count where mask (Bool) is true and, with is_causal, where
-    the key does not come after the query; both are broadcast to [n, h, l, s]. A row without any
-    gives 0. log_sumexp is that of a row's scores. `philox_seed` and `philox_offset` say what
-    was dropped. No scale: 1/sqrt(e).
+    - bias is added to the scores; mask (Bool) selects the scores that count. Both are broadcast to
+      [n, h, l, s].
+    - With is_causal, only keys up to the query's own position count.
+    - A row of which no score counts yields 0.
+    - scale defaults to 1/sqrt(e).
+    - log_sumexp is the log-sum-exp of the scores of each row. philox_seed and philox_offset
+      identify the dropped elements. The gradient needs all three.
     """
 
     out: TensorView = result()
@@ -212,14 +243,17 @@ class SdpaFwdOp(AttentionOp):
 
     @property
     def name(self) -> str:
+        """The name of the op in messages and dumps: `sdpfa_fwd`."""
         return "sdpfa_fwd"
 
     def template(self) -> str:
+        """Returns the text template for the attributes and operands of this op."""
         has = (v is not None for v in (self.bias, self.mask, self.scale))
         return _forward(*has, enable_gqa=self.enable_gqa)
 
     @classmethod
     def variants(cls) -> Iterator[Variant]:
+        """Yields (attribute values, template) for every printed form of the op."""
         for *has, grouped in itertools.product((False, True), repeat=4):
             named = zip(("bias", "mask", "scale"), has, strict=True)
             absent = {f: None for f, given in named if not given}
@@ -227,8 +261,11 @@ class SdpaFwdOp(AttentionOp):
 
 
 class SdpaBwdOp(AttentionOp):
-    """The gradients of query, key and value, from that of forward's out; `attended` and what
-    follows are what forward gave, which had neither bias nor mask."""
+    """The gradients of query, key and value, computed from `grad_output`, the gradient of out.
+
+    `attended` (the forward result out), log_sumexp, philox_seed and philox_offset are the results
+    of the forward op, which must have neither bias nor mask.
+    """
 
     grad_query: TensorView = result()
     grad_key: TensorView = result()
@@ -264,13 +301,16 @@ class SdpaBwdOp(AttentionOp):
 
     @property
     def name(self) -> str:
+        """The name of the op in messages and dumps: `sdpfa_bwd`."""
         return "sdpfa_bwd"
 
     def template(self) -> str:
+        """Returns the text template for the attributes and operands of this op."""
         return _backward(self.scale is not None, enable_gqa=self.enable_gqa)
 
     @classmethod
     def variants(cls) -> Iterator[Variant]:
+        """Yields (attribute values, template) for every printed form of the op."""
         for scale, grouped in itertools.product((True, False), (False, True)):
             absent = {} if scale else {"scale": None}
             yield {**absent, "enable_gqa": grouped}, _backward(scale, enable_gqa=grouped)

@@ -1,9 +1,11 @@
-"""Lookups: ops that read a table where an index says; and scatter, which writes there.
+"""Lookups, which read a table at positions in an index tensor, and scatters, which write there.
 
-The *looked-up axis* of the table is the one whose positions the index holds. Only kernels know the
-values of an index, so that any part of a result may need any part of that axis: it is whole on
-every device. Indices in tensors count from 0. In a kernel, an index below 0 or past the end reads
-nothing: its value is NaN, 0 for a dtype without NaN.
+The *looked-up axis* is the axis of the table whose positions the index holds. The values of an
+index are known only inside kernels, and any part of a result may need any part of that axis.
+Therefore the looked-up axis is never sharded.
+
+Indices in tensors count from 0. In a kernel, an index below 0 or past the end yields NaN, or 0 for
+a dtype without NaN; no memory is read.
 """
 
 from __future__ import annotations
@@ -30,7 +32,7 @@ def _dtype_of(value: TensorView | Scalar) -> DataType:
 
 
 class LookupOp(TensorOp):
-    """Base: of the operands `table` and `index`, in either order."""
+    """Base of lookups. Their operands are `table` and `index`, in either order."""
 
     if TYPE_CHECKING:
         out: TensorView
@@ -38,7 +40,7 @@ class LookupOp(TensorOp):
         index: TensorView
         dim: int
 
-    # Which operand the table is; the index is the other one.
+    # The operand number of the table; the index is the other operand.
     TABLE: ClassVar[int] = 0
 
     @property
@@ -47,21 +49,24 @@ class LookupOp(TensorOp):
         return self.dim
 
     def table_map(self) -> AxisMap:
-        """Returns, per axis of the table, the axis of the result at whose index it is read; None
-        for the looked-up one."""
+        """Returns, per axis of the table, the result axis whose index it reads; None if looked
+        up."""
         return tuple(None if k == self.axis else k for k in range(self.table.ndim))
 
     def index_map(self) -> AxisMap:
-        """Returns the same per axis of the index."""
+        """Returns, per axis of the index, the corresponding axis of the result."""
         return tuple(range(self.index.ndim))
 
     def narrowed(self) -> tuple[int, ...]:
-        """Returns the axes of the result that may be shorter than those of the table: element for
-        element the same, but not one axis."""
+        """Returns the axes of the result that may be shorter than those of the table.
+
+        Elements correspond one to one, but the two axes have different extents.
+        """
         return ()
 
     # ------------------------------------------------------------ axes
     def axis_map(self, operand_index: int) -> AxisMap:
+        """Returns the axis of the table or of the index for each axis of the result, or None."""
         found: list[int | None] = [None] * len(self.out.domain.maybe_root)
         is_table = operand_index == self.TABLE
         for place, target in enumerate(self.table_map() if is_table else self.index_map()):
@@ -70,12 +75,15 @@ class LookupOp(TensorOp):
         return tuple(found)
 
     def cut_map(self, operand_index: int, out: TensorView) -> AxisMap:
+        """Returns `axis_map` without narrowed axes, along which shards do not correspond."""
         return _without(self.narrowed(), self.axis_map(operand_index))
 
     def whole_axes(self, out: TensorView) -> tuple[int, ...]:
+        """Returns the narrowed axes, which cannot be sharded."""
         return self.narrowed()
 
     def whole_operand_axes(self, operand_index: int) -> tuple[int, ...]:
+        """Returns the looked-up axis of the table, and narrowed axes."""
         narrowed = self.narrowed()
         if operand_index == self.TABLE:
             pairs = enumerate(self.table_map())
@@ -83,26 +91,36 @@ class LookupOp(TensorOp):
         return tuple(k for k, to in enumerate(self.index_map()) if to in narrowed)
 
     def verify(self) -> None:
+        """Checks the dtype of the index, the looked-up axis, and the ranks of all tensors."""
         dtype = _dtype_of(self.index)
         if dtype not in INDEX_DTYPES:
             found = dtype_text(dtype)
-            raise VerifyError(f"{self.name}: an index is Int or Int32, not {found}: {self.index}")
+            raise VerifyError(
+                f"{self.name}: an index must be Int or Int32, got {found}: {self.index}"
+            )
         if self.out.dtype() is not self.table.dtype():
-            raise VerifyError(f"{self.name}: {self.out} is not of the dtype of {self.table}")
+            raise VerifyError(f"{self.name}: {self.out} must have the dtype of {self.table}")
         rank = self.table.ndim
         if not 0 <= self.axis < rank:
-            raise VerifyError(f"{self.name}: axis {self.axis} of {self.table} of rank {rank}")
+            raise VerifyError(
+                f"{self.name}: axis {self.axis} does not exist in {self.table} of rank {rank}"
+            )
         targets = {t for t in (*self.table_map(), *self.index_map()) if t is not None}
         if targets != set(range(self.out.ndim)) or not self._ranks_agree():
-            raise VerifyError(f"{self.name}: {self.table} and {self.index} do not give {self.out}")
+            raise VerifyError(
+                f"{self.name}: the rank of {self.out} does not match the ranks of table "
+                f"{self.table} and index {self.index}"
+            )
 
     def _ranks_agree(self) -> bool:
         return True
 
 
 class SelectOp(LookupOp):
-    """out[.., ..] = table[.., index, ..] along axis `dim`, which ends; index is a scalar, which
-    counts from the end where it is negative."""
+    """out[.., ..] = table[.., index, ..] along axis `dim`, which the result lacks.
+
+    The index is a scalar; a negative one counts from the end.
+    """
 
     out: TensorView = result()
     table: TensorView = operand()
@@ -112,26 +130,32 @@ class SelectOp(LookupOp):
 
     @property
     def name(self) -> str:
+        """The name of the op in messages and dumps: `select`."""
         return "select"
 
     def misfit(self, extent: int | None) -> str:
-        """Returns what is wrong with a constant index for an axis of this extent (None: not known),
-        "" where nothing is, or an input has the index."""
+        """Returns the error of a constant index that is outside of an axis with this extent, else
+        "".
+
+        `extent` is None if it is not known; an index that is an input cannot be checked either.
+        """
         place = sc.int_value(self.index)
         if extent is None or place is None or -extent <= place < extent:
             return ""
         return f"index {place} is outside of axis {self.dim} of {self.table}"
 
     def table_map(self) -> AxisMap:
+        """Returns the axes of the result, None for the selected axis."""
         places = range(self.table.ndim)
         return tuple(None if k == self.dim else k - (k > self.dim) for k in places)
 
     def index_map(self) -> AxisMap:
+        """Returns (): a scalar has no axes."""
         return ()
 
 
 class IndexSelectOp(LookupOp):
-    """out[.., i, ..] = table[.., index[i], ..] along axis `dim`; index [n]."""
+    """out[.., i, ..] = table[.., index[i], ..] along axis `dim`; index is [n]."""
 
     out: TensorView = result()
     table: TensorView = operand()
@@ -141,9 +165,11 @@ class IndexSelectOp(LookupOp):
 
     @property
     def name(self) -> str:
+        """The name of the op in messages and dumps: `index_select`."""
         return "index_select"
 
     def index_map(self) -> AxisMap:
+        """Returns `dim` for the one axis of the index."""
         return (self.dim,)
 
     def _ranks_agree(self) -> bool:
@@ -151,7 +177,7 @@ class IndexSelectOp(LookupOp):
 
 
 class EmbeddingFwdOp(LookupOp):
-    """out[*i, h] = table[index[*i], h]; table [v, h]."""
+    """out[*i, h] = table[index[*i], h]; table is [v, h]."""
 
     out: TensorView = result()
     index: TensorView = operand()
@@ -162,9 +188,11 @@ class EmbeddingFwdOp(LookupOp):
 
     @property
     def name(self) -> str:
+        """The name of the op in messages and dumps: `embedding_fwd`."""
         return "embedding_fwd"
 
     def table_map(self) -> AxisMap:
+        """Returns None for the looked-up rows, and the last axis of the result for the columns."""
         return (None, self.index.ndim)
 
     def _ranks_agree(self) -> bool:
@@ -172,14 +200,18 @@ class EmbeddingFwdOp(LookupOp):
 
 
 class _AlongAxisOp(LookupOp):
-    """Base: out[.., i, ..] = table[.., index[.., i, ..], ..] along axis `dim`; equal ranks."""
+    """Base of lookups along axis `dim`: out[.., i, ..] = table[.., index[.., i, ..], ..].
+
+    Table and index have the same rank.
+    """
 
     def _ranks_agree(self) -> bool:
         return self.index.ndim == self.table.ndim
 
 
 class TakeAlongAxisOp(_AlongAxisOp):
-    """The other axes of table and index are of one extent, or broadcasts."""
+    """out[.., i, ..] = table[.., index[.., i, ..], ..]; other axes have equal extents or are
+    broadcasts."""
 
     out: TensorView = result()
     table: TensorView = operand()
@@ -189,11 +221,12 @@ class TakeAlongAxisOp(_AlongAxisOp):
 
     @property
     def name(self) -> str:
+        """The name of the op in messages and dumps: `take_along_axis`."""
         return "take_along_axis"
 
 
 class GatherOp(_AlongAxisOp):
-    """The other axes of the index may be shorter than those of the table."""
+    """out[.., i, ..] = table[.., index[.., i, ..], ..]; other axes of the index may be shorter."""
 
     out: TensorView = result()
     table: TensorView = operand()
@@ -203,33 +236,40 @@ class GatherOp(_AlongAxisOp):
 
     @property
     def name(self) -> str:
+        """The name of the op in messages and dumps: `gather`."""
         return "gather"
 
     def narrowed(self) -> tuple[int, ...]:
+        """Returns the axes other than `dim` whose extents in table and index are not provably
+        equal."""
         found = _differing(self.table, self.index)
         return tuple(k for k in found if k != self.dim)
 
     def limits(self) -> Iterator[tuple[int, TensorView]]:
-        """Yields the axes along which the index may be no longer than a tensor."""
+        """Yields (axis, tensor) pairs: along this axis, the index may not be longer than the
+        tensor."""
         return ((k, self.table) for k in self.narrowed())
 
 
 def _differing(a: TensorView, b: TensorView) -> list[int]:
-    """Returns the axes of two tensors of one rank that are not known to have one extent."""
+    """Returns the axes of two tensors of equal rank whose extents are not provably equal."""
     canonical = a.fusion.canonical
     pairs = enumerate(zip(a.domain.no_reductions, b.domain.no_reductions, strict=True))
     return [k for k, (x, y) in pairs if canonical(x.size) != canonical(y.size)]
 
 
 def _without(positions: Collection[int], found: AxisMap) -> AxisMap:
+    """Returns the axis map with None at these positions."""
     return tuple(None if k in positions else place for k, place in enumerate(found))
 
 
 class ScatterOp(LibraryOp):
-    """out is inp, and out[.., index[.., i, ..], ..] = src[.., i, ..] along axis `dim`.
+    """out = inp, but out[.., index[.., i, ..], ..] = src[.., i, ..] along axis `dim`.
 
-    Index and a tensor src may be shorter than inp along the other axes, index shorter than src. Of
-    several elements for one place any is taken; those for a place outside go nowhere.
+    - Along other axes, index may be shorter than inp and than a tensor src; src may be shorter than
+      inp.
+    - If several elements have the same position, any one of them is written.
+    - Elements with a position outside of the axis are ignored.
     """
 
     out: TensorView = result()
@@ -243,44 +283,56 @@ class ScatterOp(LibraryOp):
 
     @property
     def name(self) -> str:
+        """The name of the op in messages and dumps: `scatter`."""
         return "scatter"
 
     def limits(self) -> Iterator[tuple[int, TensorView]]:
-        """Yields the axes along which the index may be no longer than a tensor."""
+        """Yields (axis, tensor) pairs: along this axis, the index may not be longer than the
+        tensor."""
         yield from ((k, self.inp) for k in _differing(self.inp, self.index) if k != self.dim)
         if not isinstance(self.src, Scalar):
             yield from ((k, self.src) for k in _differing(self.src, self.index))
 
     def _whole(self) -> set[int]:
-        """The axes that are computed whole: blocks of which are not made from operands' blocks."""
+        """Returns the axes that cannot be sharded: `dim`, and axes of different extents."""
         return {self.dim, *(k for k, _ in self.limits())}
 
     def axis_map(self, operand_index: int) -> AxisMap:
+        """Returns the axes of inp one by one; of other operands, those with equal extents."""
         places = tuple(range(self.out.ndim))
         return places if operand_index == 0 else _without(self._whole(), places)
 
     def cut_map(self, operand_index: int, out: TensorView) -> AxisMap:
+        """Returns the axes that all operands share with equal extents, `dim` excluded."""
         return _without(self._whole(), tuple(range(self.out.ndim)))
 
     def whole_axes(self, out: TensorView) -> tuple[int, ...]:
+        """Returns `dim` and the axes of different extents."""
         return tuple(sorted(self._whole()))
 
     def whole_operand_axes(self, operand_index: int) -> tuple[int, ...]:
+        """Returns `dim` and the axes of different extents."""
         return tuple(sorted(self._whole()))
 
     def verify(self) -> None:
+        """Checks the dtype of the index, the axis, and that all tensors have the same rank."""
         tensors = [self.out, self.inp, self.index]
         tensors += [self.src] if not isinstance(self.src, Scalar) else []
         if self.index.dtype() not in INDEX_DTYPES or not 0 <= self.dim < self.out.ndim:
-            raise VerifyError(f"scatter: axis {self.dim} of {self.out} by {self.index}")
+            raise VerifyError(
+                f"scatter: expected an axis of {self.out} and an Int or Int32 index, got axis "
+                f"{self.dim} and {self.index}"
+            )
         if len({tv.ndim for tv in tensors}) > 1:
-            raise VerifyError(f"scatter: {', '.join(map(str, tensors))} differ in rank")
+            raise VerifyError(
+                f"scatter: all tensors must have the same rank, got {', '.join(map(str, tensors))}"
+            )
 
 
 class IndexPutAccumulateOp(LibraryOp):
-    """out is acc, and out[index[i], ..] += value[i, ..] for each i in order; index [n].
+    """out = acc, but out[index[i], ..] += value[i, ..] for each i in order; index is [n].
 
-    An axis of value may be a broadcast. What is meant for a row outside goes nowhere.
+    An axis of value may be a broadcast. Rows with an index outside of acc are ignored.
     """
 
     out: TensorView = result()
@@ -294,31 +346,41 @@ class IndexPutAccumulateOp(LibraryOp):
 
     @property
     def name(self) -> str:
+        """The name of the op in messages and dumps: `index_put_accumulate`."""
         return "index_put_accumulate"
 
     def axis_map(self, operand_index: int) -> AxisMap:
+        """Returns the axes of acc one by one; of other operands, those that `cut_map` has."""
         if operand_index == 0:
             return tuple(range(self.out.ndim))
         return self.cut_map(operand_index, self.out)
 
     def cut_map(self, operand_index: int, out: TensorView) -> AxisMap:
+        """Returns all axes but the rows (axis 0) and axes of one element."""
         tv = (self.acc, self.index, self.value)[operand_index]
         axes = tv.domain.no_reductions if tv is not self.index else ()
         is_one = [a.is_broadcast and a.expanded is None for a in axes]
-        found = [None if k == 0 or one else k for k, one in enumerate(is_one)]
+        found = [None if k == 0 or single else k for k, single in enumerate(is_one)]
         return (*found, *[None] * (self.out.ndim - len(found)))
 
     def whole_axes(self, out: TensorView) -> tuple[int, ...]:
+        """Returns the rows (axis 0), any of which may receive any row of value."""
         return (0,)
 
     def whole_operand_axes(self, operand_index: int) -> tuple[int, ...]:
+        """Returns the rows (axis 0)."""
         return (0,)
 
     def verify(self) -> None:
+        """Checks the rank and dtype of all tensors."""
         ranks = self.acc.ndim, self.value.ndim, self.out.ndim
         if self.index.dtype() not in INDEX_DTYPES or self.index.ndim != 1 or len(set(ranks)) > 1:
             raise VerifyError(
-                f"{self.name}: {self.acc}, {self.index} and {self.value} do not give {self.out}"
+                f"{self.name}: expected acc, value and result of one rank and an Int or Int32 "
+                f"index of one axis, got {self.acc}, {self.value}, {self.out} and {self.index}"
             )
         if not self.acc.dtype() is self.value.dtype() is self.out.dtype() or not self.out.ndim:
-            raise VerifyError(f"{self.name}: {self.acc}, {self.value} and {self.out} differ")
+            raise VerifyError(
+                f"{self.name}: expected acc, value and result of one dtype with at least one axis, "
+                f"got {self.acc}, {self.value} and {self.out}"
+            )

@@ -1,8 +1,8 @@
-"""Products of two matrices that are more than one call of matmul: per group, and of scaled floats.
+"""Products of matrices beyond matmul: grouped products, and products of scaled Float8 tensors.
 
-Axes have letters: g the groups, m rows, n columns, k what is summed over, 1 what has one element.
-Groups divide one of m, n, k, the *ragged* one: group i has the positions from offsets[i - 1], of
-the first group from 0, up to offsets[i].
+Axes have letters: g groups, m rows, n columns, k the summed axis, 1 an axis of one element. The
+groups divide one of m, n and k, the *ragged* axis. Group i has the positions from offsets[i - 1] to
+offsets[i] - 1; group 0 begins at 0.
 """
 
 from __future__ import annotations
@@ -23,20 +23,21 @@ if TYPE_CHECKING:
     from fuser.ir.domain.tensor_domain import IterDomain
     from fuser.ir.fusion import TensorView
 
-# What floats of one byte may be multiplied.
+# The one-byte floats that may be multiplied.
 FACTORS = (DataType.Float8_e4m3fn, DataType.Float8_e5m2)
 
 
 def _is_one(axis: IterDomain) -> bool:
-    """Whether an axis has one element, and is not that element many times."""
+    """Returns whether an axis has one element and is not expanded."""
     return axis.is_broadcast and axis.expanded is None
 
 
 class ProductOp(LibraryOp):
-    """Base. With scales, matrices have floats of one byte, and
-    out = alpha * sum_k (scale1 * mat1) * (scale2 * mat2) + beta * bias, without what is not there.
+    """Base of products whose operands may be scaled.
 
-    The last axis of out is the reduction k, unless its size is 1.
+    With scales, the matrices have one-byte floats, and out = alpha * sum_k (scale1 * mat1) *
+    (scale2 * mat2) + beta * bias. Absent factors are 1, an absent bias is 0. The last axis of out
+    is the reduction k, unless its size is 1.
     """
 
     if TYPE_CHECKING:
@@ -53,8 +54,8 @@ class ProductOp(LibraryOp):
     KEEPS_EXPANDED: ClassVar[bool] = False
     TAKES_EMPTY: ClassVar[bool] = True
     OPTIONAL: ClassVar[tuple[str, ...]] = ("alpha", "bias", "beta")
-    # The letters of what beside the matrices has so many axes; an axis of one element has none, and
-    # so has a tensor of one element with any other number of axes.
+    # Per operand beside the matrices: number of axes -> their letters. With another number of axes,
+    # all of them must have one element.
     SCALES: ClassVar[dict[str, dict[int, str]]] = {
         "scale1": {2: "m1"},
         "scale2": {2: "1n"},
@@ -64,10 +65,12 @@ class ProductOp(LibraryOp):
     }
 
     def template(self) -> str:
+        """Returns the text template for the attributes and operands of this op."""
         return self._template([f for f, _ in self.tensors() if f != "out"])
 
     @classmethod
     def variants(cls) -> Iterator[Variant]:
+        """Yields (attribute values, template) for every printed form of the op."""
         for given in itertools.product((True, False), repeat=len(cls.OPTIONAL)):
             yield cls._variant([f for f, has in zip(cls.OPTIONAL, given, strict=True) if not has])
 
@@ -82,10 +85,11 @@ class ProductOp(LibraryOp):
 
     @property
     def is_scaled(self) -> bool:
+        """Whether the matrices have scales."""
         return self.scale1 is not None
 
     def tensors(self) -> Iterator[tuple[str, TensorView]]:
-        """Yields each tensor with its field, the result last."""
+        """Yields (field, tensor) for all operands that are present, then the result."""
         for field in (*self.fields_of("operand"), "out"):
             value = getattr(self, field)
             if value is not None:
@@ -97,7 +101,7 @@ class ProductOp(LibraryOp):
         raise NotImplementedError
 
     def letters(self, field: str) -> str:
-        """Returns the letters of a field's axes, reductions left out."""
+        """Returns the letters of the axes of a field, reductions not counted."""
         known = self.matrices(self.mat1, self.mat2)
         if field in known:
             return known[field]
@@ -107,7 +111,7 @@ class ProductOp(LibraryOp):
         return "".join("1" if _is_one(axis) else c for axis, c in axes)
 
     def is_whole(self, letter: str) -> bool:
-        """Whether all of an axis is needed to compute any of it."""
+        """Returns whether an axis cannot be sharded: any element of the result needs all of it."""
         raise NotImplementedError
 
     def _root_letters(self) -> str:
@@ -120,36 +124,48 @@ class ProductOp(LibraryOp):
         return self.letters(fields[operand_index])
 
     def axis_map(self, operand_index: int) -> AxisMap:
+        """Returns, per root axis of the result, the operand axis with the same letter, or None."""
         mine = self._operand_letters(operand_index)
         return tuple(mine.index(c) if c in mine else None for c in self._root_letters())
 
     def cut_map(self, operand_index: int, out: TensorView) -> AxisMap:
+        """Returns `axis_map` without the axes that cannot be sharded."""
         whole = self.whole_axes(out)
         found = enumerate(self.axis_map(operand_index))
         return tuple(None if k in whole else place for k, place in found)
 
     def whole_axes(self, out: TensorView) -> tuple[int, ...]:
+        """Returns the axes of the result that cannot be sharded."""
         return tuple(k for k, c in enumerate(self._root_letters()) if self.is_whole(c))
 
     def whole_operand_axes(self, operand_index: int) -> tuple[int, ...]:
+        """Returns the axes of an operand that cannot be sharded."""
         letters = self._operand_letters(operand_index)
         return tuple(k for k, c in enumerate(letters) if self.is_whole(c))
 
     def verify(self) -> None:
+        """Checks the axes and dtypes of all tensors, and which of them are present together."""
         for field, tv in self.tensors():
             self._verify_axes(field, tv)
         scales = self.scale1, self.scale2, self.alpha, self.beta
         if None in scales[:2] and any(tv is not None for tv in (*scales, self.bias)):
-            raise VerifyError(f"{self.name}: two scales or nothing beside matrices, of {self.out}")
+            raise VerifyError(
+                f"{self.name} -> {self.out}: alpha, bias and beta need both scale1 and scale2"
+            )
         if not self.is_scaled:
             return
         if self.mat1.dtype() not in FACTORS or self.mat2.dtype() not in FACTORS:
-            raise VerifyError(f"{self.name}: floats of one byte, not {self.mat1}, {self.mat2}")
+            raise VerifyError(
+                f"{self.name}: scaled matrices must be Float8_e4m3fn or Float8_e5m2, got "
+                f"{self.mat1}, {self.mat2}"
+            )
         if any(tv is not None and tv.dtype() is not DataType.Float for tv in scales):
-            raise VerifyError(f"{self.name}: scales are Float, not those of {self.out}")
+            raise VerifyError(
+                f"{self.name} -> {self.out}: scale1, scale2, alpha and beta must be Float"
+            )
         if not is_floating(self.out.dtype()) or (self.beta is not None and self.bias is None):
             raise VerifyError(
-                f"{self.name}: a floating result, and beta with a bias, not {self.out}"
+                f"{self.name} -> {self.out}: the result must be floating, and beta needs a bias"
             )
 
     def _verify_axes(self, field: str, tv: TensorView) -> None:
@@ -159,15 +175,18 @@ class ProductOp(LibraryOp):
         has_more = any(c == "1" and not _is_one(axis) for axis, c in axes)
         if has_more or (tv.ndim not in forms and field in (*known, "bias")):
             wanted = " or ".join(f"[{', '.join(f)}]" for f in forms.values())
-            raise VerifyError(f"{self.name}: {field} has axes {wanted or '[]'}, not {tv}")
+            raise VerifyError(f"{self.name}: {field} must have axes {wanted or '[]'}, got {tv}")
 
 
 class GroupedMmaOp(ProductOp):
-    """The ragged axis is the one that has no g beside it: k of two matrices, whose result then has
-    an axis g, n of a batch and a matrix, m of a matrix and a batch. Of m and n what belongs to no
-    group is 0, without the bias.
+    """A matrix product per group. The ranks of mat1 and mat2 decide which axis is ragged:
 
-    Without scales, matrices have any floating dtype, which is the result's.
+    - mat1 [m, k], mat2 [k, n]: k, and out is [g, m, n].
+    - mat1 [g, m, k], mat2 [k, n]: n, and out is [m, n].
+    - mat1 [m, k], mat2 [g, k, n]: m, and out is [m, n].
+
+    Rows or columns that belong to no group are 0, without bias. Without scales, the matrices may
+    have any floating dtype, which is also the result's.
     """
 
     out: TensorView = result()
@@ -180,13 +199,13 @@ class GroupedMmaOp(ProductOp):
     bias: TensorView | None = operand()
     beta: TensorView | None = operand()
     READS_ON_HOST: ClassVar[bool] = True
-    # By the ranks of mat1 and mat2: the ragged axis, and the axes of mat1, mat2 and out.
+    # Ranks of mat1 and mat2 -> the ragged axis, and the axes of mat1, mat2 and out.
     FORMS: ClassVar[dict[tuple[int, int], tuple[str, str, str, str]]] = {
         (2, 2): ("k", "mk", "kn", "gmn"),
         (3, 2): ("n", "gmk", "kn", "mn"),
         (2, 3): ("m", "mk", "gkn", "mn"),
     }
-    # Each may have an element, row, column or matrix per group.
+    # Each may have one element, row, column or matrix per group.
     SCALES: ClassVar[dict[str, dict[int, str]]] = {
         "scale1": {2: "m1", 3: "gm1"},
         "scale2": {2: "1n", 3: "g1n"},
@@ -197,39 +216,53 @@ class GroupedMmaOp(ProductOp):
 
     @classmethod
     def variants(cls) -> Iterator[Variant]:
+        """Yields (attribute values, template) for every printed form of the op."""
         yield cls._variant([*cls.SCALES])
         yield from super().variants()
 
     @property
     def name(self) -> str:
+        """The name of the op in messages and dumps: `grouped_mm`."""
         return "grouped_mm"
 
     @property
     def ragged(self) -> str:
+        """The letter of the axis that the groups divide."""
         return self.FORMS[self.mat1.ndim, self.mat2.ndim][0]
 
     @classmethod
     def matrices(cls, mat1: TensorView, mat2: TensorView) -> Mapping[str, str]:
+        """Returns the letters of the axes of matrices and offsets, by field."""
         _, *letters, out = cls.FORMS[mat1.ndim, mat2.ndim]
         return {"mat1": letters[0], "mat2": letters[1], "offsets": "g", "out": out}
 
     def is_whole(self, letter: str) -> bool:
-        """Groups anywhere in the ragged axis have their positions from its beginning."""
+        """Returns True for g, k and the ragged axis: offsets count from the beginning of the whole
+        axis."""
         return letter in ("g", "k", self.ragged)
 
     def verify(self) -> None:
+        """Checks the ranks of the matrices, then everything else."""
         if (self.mat1.ndim, self.mat2.ndim) not in self.FORMS:
-            raise VerifyError(f"grouped_mm: {self.mat1} and {self.mat2} are not of ranks 2 and 3")
+            raise VerifyError(
+                "grouped_mm: expected matrices of ranks 2 and 2, 2 and 3, or 3 and 2, got "
+                f"{self.mat1} and {self.mat2}"
+            )
         super().verify()
         same = self.is_scaled or self.mat1.dtype() is self.mat2.dtype() is self.out.dtype()
         if not same or self.offsets.dtype() is not DataType.Int32:
             found = ", ".join(str(tv) for _, tv in self.tensors())
-            raise VerifyError(f"grouped_mm: matrices of one dtype by Int32 offsets, not {found}")
+            raise VerifyError(
+                f"grouped_mm: expected matrices of one dtype and Int32 offsets, got {found}"
+            )
 
 
 class ScaledMmaOp(ProductOp):
-    """A product of two matrices with scales of one element, or one for each row of mat1 [m, 1] and
-    each column of mat2 [1, n]; bias is [n] or [m, n]."""
+    """A product of two scaled matrices.
+
+    A scale has one element, or one per row of mat1 [m, 1] and one per column of mat2 [1, n]. The
+    bias is [n] or [m, n].
+    """
 
     out: TensorView = result()
     mat1: TensorView = operand()
@@ -242,46 +275,55 @@ class ScaledMmaOp(ProductOp):
 
     @property
     def name(self) -> str:
+        """The name of the op in messages and dumps: `scaled_mm`."""
         return "scaled_mm"
 
     @classmethod
     def matrices(cls, mat1: TensorView, mat2: TensorView) -> Mapping[str, str]:
+        """Returns the letters of the axes of both matrices and the result."""
         return {"mat1": "mk", "mat2": "kn", "out": "mn"}
 
     def is_whole(self, letter: str) -> bool:
+        """Returns True for k, the summed axis."""
         return letter == "k"
 
 
 # ----------------------------------------------------------------------
 # Scales of blocks in the order in which matrix units of GPUs read them.
 #
-# Tiles of 128 rows and 4 columns lie one behind the other, the columns' before the rows'. In a
-# tile, element (r, c) is number (r % 32) * 16 + (r // 32) * 4 + c.
+# The scales are stored in tiles of 128 rows and 4 columns, all tiles of a row of tiles in sequence.
+# Within a tile, element (r, c) has position (r % 32) * 16 + (r // 32) * 4 + c.
 
 TILE_ROWS, TILE_COLUMNS = 128, 4
-# Threads of a warp: each reads 16 bytes of a tile, from four rows that are so far apart.
+# Threads of a warp. Each reads 16 bytes of a tile, from four rows with this distance.
 LANES = 32
 
 
 def whole_tiles(extent: Scalar, size: int) -> Scalar:
-    """Returns how many tiles of a size hold an extent."""
+    """Returns the number of tiles of a size that cover an extent, the last one perhaps
+    incomplete."""
     return sc.truncdiv(sc.add(extent, size - 1), size)
 
 
 def padding(dtype: DataType) -> float:
-    """Returns the value of no bits: 0, or the least one of a dtype of powers of two."""
+    """Returns the value of an unused scale, whose bits are 0: 0, or 2**-127 in Float8_e8m0fnu."""
     return 2.0**-127 if dtype is DataType.Float8_e8m0fnu else 0
 
 
 def tiles_of_groups(rows: Scalar, groups: Scalar) -> Scalar:
-    """Returns the most tiles that rows fill in so many groups, each of which has tiles of its own:
-    an incomplete one lacks 127 rows at most."""
+    """Returns an upper bound of the tiles that the rows of all groups need.
+
+    Every group starts a new tile, so that up to 127 rows of its last tile are unused.
+    """
     return sc.truncdiv(sc.add(rows, sc.mul(groups, TILE_ROWS - 1)), TILE_ROWS)
 
 
 class GroupedScalesOp(LibraryOp):
-    """out has the rows of group i, of inp from input_offsets[i] up to the next group's, in tiles
-    from row output_offsets[i] on; what belongs to no group is 0."""
+    """Copies scales into tiles, group by group.
+
+    The rows of group i are those of inp from input_offsets[i] up to the next group's; they are
+    stored from row output_offsets[i] of out on. Rows that belong to no group are 0.
+    """
 
     out: TensorView = result()
     inp: TensorView = operand()
@@ -297,23 +339,30 @@ class GroupedScalesOp(LibraryOp):
 
     @property
     def name(self) -> str:
+        """The name of the op in messages and dumps: `preprocess_grouped_matmul_input_sf`."""
         return "preprocess_grouped_matmul_input_sf"
 
     def axis_map(self, operand_index: int) -> AxisMap:
-        """Rows and columns of tiles are no axes of the operands."""
+        """Returns None for both axes: rows and columns of tiles are no axes of the operands."""
         return (None, None)
 
     def whole_axes(self, out: TensorView) -> tuple[int, ...]:
+        """Returns both axes."""
         return (0, 1)
 
     def whole_operand_axes(self, operand_index: int) -> tuple[int, ...]:
+        """Returns all axes of the operand."""
         return tuple(range(self.inputs[operand_index].ndim))
 
     def verify(self) -> None:
+        """Checks the ranks and dtypes of all tensors."""
         offsets = self.input_offsets, self.output_offsets
         if any(tv.ndim != 1 or tv.dtype() is not DataType.Int32 for tv in offsets):
             raise VerifyError(
-                f"{self.name}: Int32 offsets of one axis, not {offsets[0]}, {offsets[1]}"
+                f"{self.name}: offsets must be Int32 with one axis, got {offsets[0]}, {offsets[1]}"
             )
         if self.inp.ndim != 2 or self.out.ndim != 2 or self.inp.dtype() is not self.out.dtype():
-            raise VerifyError(f"{self.name}: {self.inp} does not give {self.out}")
+            raise VerifyError(
+                f"{self.name}: operand and result must be matrices of one dtype, got {self.inp} -> "
+                f"{self.out}"
+            )

@@ -1,8 +1,8 @@
-"""The tensor ops of the fusion IR: declarations, text variants and axis maps.
+"""The tensor ops of the fusion IR: declarations, text forms and axis maps.
 
-An axis map says, per tensor operand, which operand axis (a position among the operand's
-non-reduction logical axes) each root axis of the output iterates; None where the operand does not
-depend on that axis. Everything that relates two tensors (indices, sharding, inlining) reads it.
+An axis map belongs to one tensor operand and has one entry per root axis of the output. The entry
+is the position of the corresponding operand axis, reductions not counted. It is None if the operand
+does not depend on that axis. Indexing, sharding and inlining all read these maps.
 """
 
 from __future__ import annotations
@@ -20,55 +20,61 @@ from fuser.ir.types import CacheOp, IterType, LoadStoreOpType, ParallelType
 from fuser.support.errors import VerifyError
 
 # ------------------------------------------------------------------ elementwise
-# The rules of dtypes by which no floating number overflows, either.
+# Under these dtype rules, a floating operand must be exact in the result's dtype, too.
 _EXACT_RULES = ("limits", "fitting")
 
 
 def _exact_operands(kind: str, operands: Sequence[TensorView | Scalar]) -> tuple[Scalar, ...]:
+    """Returns the scalar operands that the dtype of the result must represent exactly."""
     row = POINTWISE[kind]
     found = (v for i, v in enumerate(operands) if i in row.exact and isinstance(v, Scalar))
     return tuple(v for v in found if category(v.dtype) == "int" or row.rule in _EXACT_RULES)
 
 
 class UnaryOp(TensorOp):
-    """out = kind(inp), element by element."""
+    """out = kind(inp), elementwise. `kind` is a row of `fuser.ir.pointwise_table`."""
 
     out: TensorView = result()
     inp: TensorView = operand()
     kind: str = attr()
 
     def template(self) -> str:
+        """Returns the text template for the attributes and operands of this op."""
         return unary_template(self.kind, is_float=self.out.dtype() is DataType.Float)
 
     @classmethod
     def variants(cls) -> Iterator[Variant]:
+        """Yields (attribute values, template) for every printed form of the op."""
         for kind in kinds_of(1):
             for is_float in (False, True):
                 yield {"kind": kind}, unary_template(kind, is_float=is_float)
 
 
 class CastOp(TensorOp):
-    """out = inp converted to out's dtype."""
+    """out = inp converted to the dtype of out, elementwise."""
 
     out: TensorView = result()
     inp: TensorView = operand()
 
     @property
     def name(self) -> str:
+        """The name of the op in messages and dumps: `cast`."""
         return "cast"
 
     def template(self) -> str:
+        """Returns the text template for the attributes and operands of this op."""
         return "{out}\n   = " + cast_spelling(self.inp.dtype(), self.out.dtype()) + "({inp});"
 
     @classmethod
     def variants(cls) -> Iterator[Variant]:
+        """Yields (attribute values, template) for every printed form of the op."""
         spellings = {cast_spelling(s, d): None for s in INFO for d in INFO}
         for spelling in spellings:
             yield {}, "{out}\n   = " + spelling + "({inp});"
 
 
 class BinaryOp(TensorOp):
-    """out = lhs kind rhs, element by element; an operand may be a scalar."""
+    """out = lhs kind rhs, elementwise; at most one operand may be a scalar."""
 
     out: TensorView = result()
     lhs: TensorView | Scalar = operand()
@@ -76,20 +82,23 @@ class BinaryOp(TensorOp):
     kind: str = attr()
 
     def template(self) -> str:
+        """Returns the text template for the attributes and operands of this op."""
         return binary_template(self.kind, is_float=category(self.out.dtype()) == "float")
 
     def exact_numbers(self) -> tuple[Scalar, ...]:
+        """Returns scalar operands that must not wrap around, such as the divisor of integers."""
         return _exact_operands(self.kind, (self.lhs, self.rhs))
 
     @classmethod
     def variants(cls) -> Iterator[Variant]:
+        """Yields (attribute values, template) for every printed form of the op."""
         for kind in kinds_of(2):
             for is_float in (False, True):
                 yield {"kind": kind}, binary_template(kind, is_float=is_float)
 
 
 class TernaryOp(TensorOp):
-    """out = kind(a, b, c), element by element; operands may be scalars."""
+    """out = kind(a, b, c), elementwise; operands may be scalars."""
 
     out: TensorView = result()
     a: TensorView | Scalar = operand()
@@ -98,19 +107,22 @@ class TernaryOp(TensorOp):
     kind: str = attr()
 
     def template(self) -> str:
+        """Returns the text template for the attributes and operands of this op."""
         return ternary_template(self.kind)
 
     def exact_numbers(self) -> tuple[Scalar, ...]:
+        """Returns scalar operands that must not wrap around, such as the bounds of a clamp."""
         return _exact_operands(self.kind, (self.a, self.b, self.c))
 
     @classmethod
     def variants(cls) -> Iterator[Variant]:
+        """Yields (attribute values, template) for every printed form of the op."""
         for kind in kinds_of(3):
             yield {"kind": kind}, ternary_template(kind)
 
 
 class FullOp(TensorOp):
-    """out = value everywhere; out's logical extents are the shape."""
+    """out = value at every position. The logical extents of out are `shape`."""
 
     out: TensorView = result()
     shape: tuple[Scalar, ...] = operands()
@@ -119,17 +131,20 @@ class FullOp(TensorOp):
 
     @property
     def name(self) -> str:
+        """The name of the op in messages and dumps: `full`."""
         return "full"
 
     def exact_numbers(self) -> tuple[Scalar, ...]:
+        """Returns the value if it is an integer."""
         return (self.value,) if category(self.value.dtype) == "int" else ()
 
     def axis_map(self, operand_index: int) -> AxisMap:
+        """Returns None for every axis: the op has no tensor operand."""
         return (None,) * len(self.out.domain.maybe_root)
 
 
 class IotaOp(TensorOp):
-    """out[i] = start + i * step."""
+    """out[i] = start + i * step, for i below `length`."""
 
     out: TensorView = result()
     length: Scalar = operand()
@@ -139,21 +154,26 @@ class IotaOp(TensorOp):
 
     @property
     def name(self) -> str:
+        """The name of the op in messages and dumps: `iota`."""
         return "iota"
 
     def axis_map(self, operand_index: int) -> AxisMap:
+        """Returns None for the one axis: the op has no tensor operand."""
         return (None,)
 
     def whole_axes(self, out: TensorView) -> tuple[int, ...]:
+        """Returns the one axis: no operand has a sharding that it could follow."""
         return (0,)
 
 
 class RandomOp(TensorOp):
-    """out[i] is a number that follows from `seed`, `offset` and the place of i in `shape` alone.
+    """Random numbers. Element i depends only on `seed`, `offset` and the position of i in `shape`.
 
-    kind: uniform, in [a, b), or normal, of mean a and deviation b; in [0, 1), or standard, without.
-    A tensor without a seed draws from torch's generator in each call. `begin` is the index of out's
-    first element in a larger tensor of this shape, () where out is all of it.
+    - kind "uniform": in [a, b), by default [0, 1).
+    - kind "normal": mean a and standard deviation b, by default 0 and 1.
+    - Without a seed, each call draws new numbers from torch's generator.
+    - `begin` is the index of out's first element, if out is a part of a larger tensor of this
+      shape. It is () if out is all of it.
     """
 
     out: TensorView = result()
@@ -164,19 +184,21 @@ class RandomOp(TensorOp):
     offset: Scalar | None = operand(default=None)
     begin: tuple[Scalar, ...] = operands(default=())
     kind: str = attr()
-    # Spelled without and with a and b.
+    # Per kind, the names in IR text without and with a and b.
     KINDS: ClassVar[dict[str, tuple[str, str]]] = {
         "uniform": ("rng_uniform", "rng_uniform_range"),
         "normal": ("rng_normal_standard", "rng_normal_general"),
     }
 
     def template(self) -> str:
+        """Returns the text template for the attributes and operands of this op."""
         return self._template(
             self.KINDS[self.kind][self.a is not None], self.seed is not None, bool(self.begin)
         )
 
     @classmethod
     def variants(cls) -> Iterator[Variant]:
+        """Yields (attribute values, template) for every printed form of the op."""
         for kind, spellings in cls.KINDS.items():
             for spelled in spellings:
                 general = {} if spelled is spellings[1] else {"a": None, "b": None}
@@ -194,18 +216,24 @@ class RandomOp(TensorOp):
         return "{out}\n   = " + spelled + "({shape}" + ends + ", {out.dtype}" + seed + begin + ");"
 
     def axis_map(self, operand_index: int) -> AxisMap:
+        """Returns None for every axis: the op has no tensor operand."""
         return (None,) * len(self.out.domain.maybe_root)
 
     def verify(self) -> None:
+        """Checks that a and b, seed and offset come in pairs, and that shape and begin have out's
+        rank."""
         rank = self.out.ndim
         are_pairs = (self.a is None, self.seed is None) == (self.b is None, self.offset is None)
         if not are_pairs or len(self.shape) != rank or len(self.begin) not in (0, rank):
-            raise VerifyError(f"{self.kind} of shape {self.shape} does not give {self.out}")
+            raise VerifyError(
+                f"{self.kind}: shape {self.shape} and begin {self.begin} do not match {self.out}, "
+                "or only one of a and b, or of seed and offset, is set"
+            )
 
 
 # ------------------------------------------------------------------ copies and views
 class LoadStoreOp(TensorOp):
-    """out = inp, a copy; a permutation when out has a root domain, which logical permutes."""
+    """out = inp, a copy. If out has root axes, its logical axes are a permutation of them."""
 
     out: TensorView = result()
     inp: TensorView = operand()
@@ -214,15 +242,18 @@ class LoadStoreOp(TensorOp):
 
     @property
     def name(self) -> str:
+        """The name of the op in messages: `permute` if the axes are reordered, else `set`."""
         return "permute" if self.out.domain.root else "set"
 
     def template(self) -> str:
+        """Returns the text template for the attributes and operands of this op."""
         permute = ".Permute" if self.out.domain.root else ""
         hint = "" if self.cache_op is CacheOp.unspecified else f", cache_op={self.cache_op.value}"
         return "{out}\n   = " + self.kind.value + permute + "( {inp}" + hint + " )"
 
     @classmethod
     def variants(cls) -> Iterator[Variant]:
+        """Yields (attribute values, template) for every printed form of the op."""
         for kind in LoadStoreOpType:
             for cache_op in CacheOp:
                 hint = "" if cache_op is CacheOp.unspecified else f", cache_op={cache_op.value}"
@@ -232,13 +263,17 @@ class LoadStoreOp(TensorOp):
 
 
 class Reshard(TensorOp):
-    """out is inp, or inp reduced over a device axis, placed otherwise: one change of placement.
+    """out = inp with another placement, or inp reduced over a device axis: one change of placement.
 
-    Along the mesh axes `ptypes` (of inp.mesh and out.mesh), logical axis `source` of inp ceases to
-    be spread and logical axis `target` of out begins to be; positions leave reductions out, None:
-    no such axis. With `reduction` (a ReductionOp kind), `source` is a partial sum's device axis.
-    A stream among `ptypes`: out is had step by step; `target` is its stream axis, and `source` the
-    axis that devices hold in such blocks, None where each step slices what the device has.
+    The change concerns the mesh axes `ptypes` (of inp.mesh and out.mesh):
+
+    - `source`: the logical axis of inp that stops being sharded along them, or None.
+    - `target`: the logical axis of out that becomes sharded along them, or None.
+    - `reduction`: a kind of `ReductionOp`; `source` is then the device axis of a partial sum.
+
+    Positions do not count reductions. If a stream type is among `ptypes`, out is computed in steps:
+    `target` is its stream axis, and `source` the axis whose blocks the devices hold. `source` is
+    then None if each step slices data that the device already has.
     """
 
     out: TensorView = result()
@@ -250,13 +285,16 @@ class Reshard(TensorOp):
 
     @property
     def name(self) -> str:
+        """The name of the op in messages and dumps: `reshard`."""
         return "reshard"
 
     def template(self) -> str:
+        """Returns the text template for the attributes and operands of this op."""
         return _reshard_template(self.source is not None, self.target is not None, self.reduction)
 
     @classmethod
     def variants(cls) -> Iterator[Variant]:
+        """Yields (attribute values, template) for every printed form of the op."""
         for source in (False, True):
             for target in (False, True):
                 for reduction in (None, *ReductionOp.KINDS):
@@ -276,7 +314,7 @@ def _reshard_template(has_source: bool, has_target: bool, reduction: str | None)
 
 
 class BroadcastOp(TensorOp):
-    """Insert broadcast axes: flags has one entry per output axis, True for a new one."""
+    """Inserts broadcast axes. `flags` has one entry per output axis, True for a new axis."""
 
     out: TensorView = result()
     inp: TensorView = operand()
@@ -285,20 +323,23 @@ class BroadcastOp(TensorOp):
 
     @property
     def name(self) -> str:
+        """The name of the op in messages and dumps: `broadcast`."""
         return "broadcast"
 
     def axis_map(self, operand_index: int) -> AxisMap:
+        """Returns the operand axes in order, with None for the new axes."""
         source = iter(range(len(self.flags)))
         return tuple(None if new else next(source) for new in self.flags)
 
     def verify(self) -> None:
+        """Checks that the number of axes that are not new is the rank of the operand."""
         kept, have = self.flags.count(False), len(self.inp.domain.no_reductions)
         if kept != have:
             raise VerifyError(f"broadcast keeps {kept} axes, but {self.inp} has {have}")
 
 
 class SqueezeOp(TensorOp):
-    """Drop broadcast axes: flags has one entry per input axis, True for a dropped one."""
+    """Removes broadcast axes. `flags` has one entry per input axis, True for a removed axis."""
 
     out: TensorView = result()
     inp: TensorView = operand()
@@ -307,14 +348,16 @@ class SqueezeOp(TensorOp):
 
     @property
     def name(self) -> str:
+        """The name of the op in messages and dumps: `squeeze`."""
         return "squeeze"
 
     def axis_map(self, operand_index: int) -> AxisMap:
+        """Returns the positions of the operand axes that stay."""
         return tuple(i for i, gone in enumerate(self.flags) if not gone)
 
 
 class ExpandOp(TensorOp):
-    """Give broadcast axes an expanded extent (or state the extent of a concrete axis)."""
+    """Expands broadcast axes to the extents in `shape`; of other axes, it states their extent."""
 
     out: TensorView = result()
     inp: TensorView = operand()
@@ -323,11 +366,13 @@ class ExpandOp(TensorOp):
 
     @property
     def name(self) -> str:
+        """The name of the op in messages and dumps: `expand`."""
         return "expand"
 
 
 class ReshapeOp(TensorOp):
-    """out.logical is derived from out.root (mapped to inp) by splits and merges."""
+    """Reshapes inp. Splits and merges derive out's logical axes from its root axes, which map to
+    inp."""
 
     out: TensorView = result()
     inp: TensorView = operand()
@@ -335,12 +380,16 @@ class ReshapeOp(TensorOp):
 
     @property
     def name(self) -> str:
+        """The name of the op in messages and dumps: `reshape`."""
         return "reshape"
 
 
 # ------------------------------------------------------------------ reductions
 class ReductionOp(TensorOp):
-    """out reduces inp over out's reduction axes. kind: add, mul, max, min."""
+    """Reduces inp over the reduction axes of out. kind: add, mul, max or min.
+
+    `init` is the result for an empty axis, and the value with which the reduction starts.
+    """
 
     out: TensorView = result()
     inp: TensorView = operand()
@@ -350,9 +399,11 @@ class ReductionOp(TensorOp):
 
     @property
     def name(self) -> str:
+        """The name of the op in messages: `sum`, `prod`, `max` or `min`."""
         return {"add": "sum", "mul": "prod"}.get(self.kind, self.kind)
 
     def template(self) -> str:
+        """Returns the text template for the attributes and operands of this op."""
         return (
             "{out}\n   = reduction( {inp}, op = "
             + self.kind
@@ -361,6 +412,7 @@ class ReductionOp(TensorOp):
 
     @classmethod
     def variants(cls) -> Iterator[Variant]:
+        """Yields (attribute values, template) for every printed form of the op."""
         for kind in cls.KINDS:
             yield (
                 {"kind": kind},
@@ -371,7 +423,10 @@ class ReductionOp(TensorOp):
 
 
 class WelfordOp(TensorOp):
-    """avg, var (sum of squared deviations) and n (count, Index) over the reduction axes."""
+    """Mean, sum of squared deviations and count (dtype Index) over the reduction axes, in one pass.
+
+    Source: Welford 1962, "Note on a Method for Calculating Corrected Sums of Squares and Products".
+    """
 
     avg: TensorView = result()
     var: TensorView = result()
@@ -384,24 +439,25 @@ class WelfordOp(TensorOp):
 
     @property
     def name(self) -> str:
+        """The name of the op in messages and dumps: `welford`."""
         return "welford"
 
 
 # ------------------------------------------------------------------ library ops
 class LibraryOp(TensorOp):
-    """Base of the ops that torch carries out: each is a segment of its own."""
+    """Base of the ops that torch executes; each one is a segment of its own."""
 
-    # Whether blocks along an axis of the results may come from steps of a loop.
+    # Whether the steps of a stream loop may compute blocks of the results.
     RUNS_IN_STEPS: ClassVar[bool] = True
-    # Whether torch gives the results for empty operands; else what they mean is filled in.
+    # Whether torch accepts empty operands; otherwise a pass fills in the result.
     TAKES_EMPTY: ClassVar[bool] = False
-    # Whether results repeat their elements where all operands do.
+    # Whether a result axis is expanded (stride 0) if it is expanded in all operands.
     KEEPS_EXPANDED: ClassVar[bool] = True
-    # Whether the host needs values of an operand, in each run.
+    # Whether the host must read values of an operand in every run.
     READS_ON_HOST: ClassVar[bool] = False
-    # Whether batches of an operand may lie anywhere, also inside of a matrix, without a copy.
+    # Whether an operand may have batches with any strides without being copied.
     TAKES_ANY_BATCHES: ClassVar[bool] = False
-    # Whether torch writes results into memory of its own, which may take the place of a buffer.
+    # Whether torch allocates the results itself; such memory may replace a planned buffer.
     MAKES_RESULTS: ClassVar[bool] = False
 
     @property
@@ -410,15 +466,16 @@ class LibraryOp(TensorOp):
         return False
 
     def followed_by(self, out: TensorView) -> TensorView | None:
-        """Returns the operand in whose memory order torch writes a result, which has its axes one
-        by one; None where results are row-major."""
+        """Returns the operand whose memory order the result `out` has; None if it is row-major."""
         del out
         return None
 
 
 class Contraction(LibraryOp):
-    """Base of the ops that sum products over one axis: out's last one, a reduction, unless its size
-    is 1."""
+    """Base of the ops that sum products over one axis.
+
+    That axis is the last one of out, a reduction. It is absent if its size is 1.
+    """
 
     if TYPE_CHECKING:
         out: TensorView
@@ -438,9 +495,12 @@ class MatmulOp(Contraction):
 
     @property
     def name(self) -> str:
+        """The name of the op in messages and dumps: `matmul`."""
         return "matmul"
 
     def axis_map(self, operand_index: int) -> AxisMap:
+        """Returns batch axes aligned at the right, then m (of a only), n (of b only) and k (of
+        both)."""
         axes = self.out.domain.maybe_root
         has_k = bool(axes) and axes[-1].kind is IterType.reduction
         rank = len(axes) - has_k
@@ -457,10 +517,10 @@ class MatmulOp(Contraction):
 
 
 class LinearOp(Contraction):
-    """out = x @ weight.T (+ bias).
+    """out = x @ weight.T + bias; the bias is optional.
 
-    x [*i, K], weight [*w, N, K], bias [*w, N] -> out.logical [*w, *i, N, rK]. In a host program
-    weight and bias may be one column's, [K] and [], and the result is [*i, rK].
+    x [*i, K], weight [*w, N, K], bias [*w, N] -> out.logical [*w, *i, N, rK]. In a host program,
+    weight and bias may be those of one column, [K] and []; out is then [*i, rK].
     """
 
     out: TensorView = result()
@@ -471,32 +531,37 @@ class LinearOp(Contraction):
 
     @property
     def name(self) -> str:
+        """The name of the op in messages and dumps: `linear`."""
         return "linear"
 
     def template(self) -> str:
+        """Returns the text template for the attributes and operands of this op."""
         tail = ",\n            {bias}" if self.bias is not None else ""
         return "{out}\n   = linear({x},\n            {weight}" + tail + ")"
 
     @classmethod
     def variants(cls) -> Iterator[Variant]:
+        """Yields (attribute values, template) for every printed form of the op."""
         yield {}, "{out}\n   = linear({x},\n            {weight},\n            {bias})"
         yield {"bias": None}, "{out}\n   = linear({x},\n            {weight})"
 
     def verify(self) -> None:
+        """Checks the ranks of x, weight, bias and out."""
         axes = self.out.domain.maybe_root
         has_k = bool(axes) and axes[-1].kind is IterType.reduction
         rank = self.x.ndim + self.weight.ndim - 2
         if len(axes) - has_k != rank or not self.weight.ndim:
             raise VerifyError(
-                f"linear of x [*i, k] and weight [*w, n, k] gives [*w, *i, n], not {self.x}, "
+                f"linear: x [*i, k] and weight [*w, n, k] need a result [*w, *i, n], got {self.x}, "
                 f"{self.weight} -> {self.out}"
             )
         if self.bias is not None and self.bias.ndim != self.weight.ndim - 1:
             raise VerifyError(
-                f"linear with weight [*w, n, k] has a bias [*w, n], not {self.weight}, {self.bias}"
+                f"linear: weight [*w, n, k] needs a bias [*w, n], got {self.weight}, {self.bias}"
             )
 
     def axis_map(self, operand_index: int) -> AxisMap:
+        """Returns x's axes for [*i, k], weight's for [*w, n, k], and the bias's for [*w, n]."""
         axes = self.out.domain.maybe_root
         has_k = bool(axes) and axes[-1].kind is IterType.reduction
         rows, batch = self.x.ndim - 1, max(self.weight.ndim - 2, 0)
@@ -507,16 +572,17 @@ class LinearOp(Contraction):
 
     @property
     def bias_lacks(self) -> tuple[bool, ...]:
-        """Which axes of the result, reductions left out, the bias does not have: the rows."""
+        """One flag per axis of the result: whether the bias lacks it, as it lacks the rows `*i`."""
         return tuple(p is None for p in self.axis_map(2)[: self.out.ndim])
 
 
 # ----------------------------------------------------------------------
-# Ops that change extents: slices, pads, and concatenations of what is padded.
+# Ops that change extents: slices, pads, and concatenations of padded pieces.
 
 
 class SliceOp(TensorOp):
-    """out = inp[start:stop] per axis, step 1; out.logical = Resize(out.root)."""
+    """out = inp[start:stop] along each axis, with step 1. A `Resize` derives logical from root
+    axes."""
 
     out: TensorView = result()
     inp: TensorView = operand()
@@ -526,31 +592,39 @@ class SliceOp(TensorOp):
 
     @property
     def name(self) -> str:
+        """The name of the op in messages and dumps: `slice`."""
         return "slice"
 
     @property
     def starts(self) -> tuple[Scalar, ...]:
+        """The first index of each axis."""
         return self.ranges[::3]
 
     @property
     def stops(self) -> tuple[Scalar, ...]:
+        """The index behind the last one of each axis."""
         return self.ranges[1::3]
 
     @staticmethod
     def ranges_of(starts: Iterable[Scalar], stops: Iterable[Scalar]) -> tuple[Scalar, ...]:
-        """Returns the ranges from start to stop of each axis."""
+        """Returns `ranges` for these starts and stops, with step 1."""
         return tuple(x for a, b in zip(starts, stops, strict=True) for x in (a, b, sc.ONE))
 
     def verify(self) -> None:
+        """Checks that every axis has a range and that each step is 1."""
         axes, steps = self.inp.ndim, self.ranges[2::3]
         if len(self.ranges) != 3 * axes or any(sc.int_value(step) != 1 for step in steps):
-            raise VerifyError(f"slice takes a range of step 1 of each of the {axes} axes: {self}")
+            raise VerifyError(
+                f"slice: expected (start, stop, 1) for each of the {axes} axes of the operand, got "
+                f"{self}"
+            )
 
 
 class PadOp(TensorOp):
-    """out = inp with `left[i]` and `right[i]` elements of `value` around axis i (< 0: crop).
+    """out = inp with `left[i]` and `right[i]` elements of `value` added around axis i.
 
-    `widths` are these of every axis, outermost first; without a `filler` the value is 0.
+    A negative width removes elements. `widths` is (left, right) of every axis, outermost first.
+    Without a `filler` the value is 0.
     """
 
     out: TensorView = result()
@@ -560,41 +634,51 @@ class PadOp(TensorOp):
 
     @property
     def name(self) -> str:
+        """The name of the op in messages and dumps: `pad`."""
         return "pad"
 
     def exact_numbers(self) -> tuple[Scalar, ...]:
+        """Returns the added value if it is an integer."""
         return (self.value,) if category(self.value.dtype) == "int" else ()
 
     @property
     def left(self) -> tuple[Scalar, ...]:
+        """The number of elements added in front of each axis."""
         return self.widths[::2]
 
     @property
     def right(self) -> tuple[Scalar, ...]:
+        """The number of elements added behind each axis."""
         return self.widths[1::2]
 
     @property
     def value(self) -> Scalar:
+        """The value of added elements: the filler, or 0 in the dtype of out."""
         return sc.Const(0, self.out.dtype()) if self.filler is None else self.filler
 
     def verify(self) -> None:
+        """Checks that every axis has two widths."""
         if len(self.widths) != 2 * self.inp.ndim:
-            raise VerifyError(f"pad takes two widths for each of {self.inp.ndim} axes: {self}")
+            raise VerifyError(
+                f"pad: expected two widths for each of the {self.inp.ndim} axes, got {self}"
+            )
 
     def template(self) -> str:
+        """Returns the text template for the attributes and operands of this op."""
         filler = "" if self.filler is None else ", {filler}"
         return "{out}\n   = pad( {inp}, {widths}" + filler + " )"
 
     @classmethod
     def variants(cls) -> Iterator[Variant]:
+        """Yields (attribute values, template) for every printed form of the op."""
         yield {"filler": None}, "{out}\n   = pad( {inp}, {widths} )"
         yield {}, "{out}\n   = pad( {inp}, {widths}, {filler} )"
 
 
 class CatOp(TensorOp):
-    """out = the pieces along `dim`; each input is already padded to out's extent.
+    """Concatenates the pieces along `dim`. Each input is already padded to the extent of out.
 
-    `ends[k]` is where piece k ends along `dim`.
+    `ends[k]` is the index along `dim` behind the last element of piece k.
     """
 
     out: TensorView = result()
@@ -605,18 +689,20 @@ class CatOp(TensorOp):
 
     @property
     def name(self) -> str:
+        """The name of the op in messages and dumps: `cat`."""
         return "cat"
 
     def whole_axes(self, out: TensorView) -> tuple[int, ...]:
+        """Returns `dim`: blocks of the result may consist of elements of several pieces."""
         return (self.dim,)
 
 
 # ----------------------------------------------------------------------
-# How elementwise ops and casts are spelled in IR text.
+# The text of elementwise ops and casts.
 
 
 def unary_template(kind: str, *, is_float: bool) -> str:
-    """Returns the text of an op of one operand; `is_float`: the result is Float."""
+    """Returns the text template of a unary op; `is_float` is True for a Float result."""
     row = POINTWISE[kind]
     if row.is_operator:
         return "{out}\n   = " + row.text + "{inp};"
@@ -624,7 +710,7 @@ def unary_template(kind: str, *, is_float: bool) -> str:
 
 
 def binary_template(kind: str, *, is_float: bool) -> str:
-    """Returns the text of an op of two operands; `is_float`: the result is floating."""
+    """Returns the text template of a binary op; `is_float` is True for any floating result."""
     row = POINTWISE[kind]
     if row.is_operator:
         return "{out}\n   = {lhs}\n   " + row.text + " {rhs};"
@@ -632,7 +718,7 @@ def binary_template(kind: str, *, is_float: bool) -> str:
 
 
 def ternary_template(kind: str) -> str:
-    """Returns the text of an op of three operands."""
+    """Returns the text template of an op with three operands."""
     return "{out}\n   = " + POINTWISE[kind].text + "({a}\n  , {b}\n  , {c});"
 
 
@@ -652,7 +738,7 @@ _CAST_TO = {
 
 
 def cast_spelling(src: DataType, dst: DataType) -> str:
-    """Returns nvFuser's name of a cast (`__to_float`, `__half2float`, `__int2half`, ...)."""
+    """Returns nvFuser's name of a cast: `__to_float`, `__half2float`, `__int2half`, ..."""
     s, d = INFO[src].text, INFO[dst].text
     if is_complex(src) and category(dst) in ("int", "float"):
         return _CAST_TO.get(d, f"__to_{_CAST_NAMES.get(d)}").replace("__", "__real_then_", 1)
@@ -662,14 +748,14 @@ def cast_spelling(src: DataType, dst: DataType) -> str:
 
 
 # ----------------------------------------------------------------------
-# What ops cost a thread, in instructions: rough, to decide between computing and keeping.
+# A rough cost of ops in instructions, to decide whether a value is stored or computed again.
 
-# What costs a thread more than keeping the result in a register: special functions, divisions,
+# Ops that cost a thread more than keeping the result in a register: special functions, divisions,
 # random numbers.
 EXPENSIVE = frozenset((*(k for k, row in POINTWISE.items() if row.is_slow), *RandomOp.KINDS))
 _EXPENSIVE_INSTRUCTIONS = 20
 
 
 def instructions(op: TensorOp) -> int:
-    """Returns about how many instructions an op takes per element."""
+    """Returns the approximate number of instructions that an op takes per element."""
     return _EXPENSIVE_INSTRUCTIONS if op.name in EXPENSIVE else 1

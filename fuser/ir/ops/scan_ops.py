@@ -1,6 +1,6 @@
-"""Scans and sorts: ops along one axis, all of which each of their results needs.
+"""Scans and sorts: ops along one axis, of which every result element may need all elements.
 
-That axis is whole on every device; along the others they may be cut.
+That axis is never sharded; the other axes may be.
 """
 
 from __future__ import annotations
@@ -21,44 +21,54 @@ if TYPE_CHECKING:
 
 
 class AlongAxisOp(LibraryOp):
-    """Base: of one tensor, along its axis `dim`; results have its rank."""
+    """Base of ops on one tensor along its axis `dim`; the results have the rank of the operand."""
 
     if TYPE_CHECKING:
         inp: TensorView
         dim: int
 
     RUNS_IN_STEPS: ClassVar[bool] = False
-    # Equal elements have places of their own.
+    # Equal elements still have separate positions, so a result cannot be expanded.
     KEEPS_EXPANDED: ClassVar[bool] = False
 
     def cut_map(self, operand_index: int, out: TensorView) -> AxisMap:
+        """Returns all axes but `dim`."""
         return tuple(None if k == self.dim else k for k in range(out.ndim))
 
     def whole_axes(self, out: TensorView) -> tuple[int, ...]:
+        """Returns `dim`."""
         return (self.dim,)
 
     def whole_operand_axes(self, operand_index: int) -> tuple[int, ...]:
+        """Returns `dim`."""
         return (self.dim,)
 
     def verify(self) -> None:
+        """Checks the axis, and the rank and dtype of every result."""
         rank = self.inp.ndim
         if not 0 <= self.dim < rank or any(out.ndim != rank for out in self.outputs):
             outs = ", ".join(map(str, self.outputs))
             raise VerifyError(
-                f"{self.name}: axis {self.dim} of {self.inp} of rank {rank} does not give {outs}"
+                f"{self.name} along axis {self.dim} of {self.inp}: the axis must exist, and the "
+                f"results must have rank {rank}, got {outs}"
             )
         for out, dtype in zip(self.outputs, self.dtypes(), strict=True):
             if out.dtype() is not dtype:
-                raise VerifyError(f"{self.name}: {out} is not {dtype.name}, from {self.inp}")
+                raise VerifyError(
+                    f"{self.name} of {self.inp}: the result must be {dtype.name}, got {out}"
+                )
 
     def dtypes(self) -> tuple[DataType, ...]:
-        """Returns the dtypes of the results."""
+        """Returns the dtype of each result."""
         raise NotImplementedError
 
 
 class ScanOp(AlongAxisOp):
-    """out[.., i, ..] = init kind inp[.., 0, ..] kind .. kind inp[.., i, ..]. Kinds are those of
-    `ReductionOp`."""
+    """A cumulative reduction: out[.., i, ..] = init kind inp[.., 0, ..] kind .. kind inp[.., i,
+    ..].
+
+    The kinds are those of `ReductionOp`.
+    """
 
     out: TensorView = result()
     inp: TensorView = operand()
@@ -74,16 +84,20 @@ class ScanOp(AlongAxisOp):
 
     @property
     def name(self) -> str:
+        """The name of the op in messages: `cumsum`, `cumprod`, `cummax` or `cummin`."""
         return self.NAMES[self.kind]
 
     def exact_numbers(self) -> tuple[Scalar, ...]:
+        """Returns the initial value."""
         return (self.init,)
 
     def template(self) -> str:
+        """Returns the text template for the attributes and operands of this op."""
         return self._template(self.kind)
 
     @classmethod
     def variants(cls) -> Iterator[Variant]:
+        """Yields (attribute values, template) for every printed form of the op."""
         for kind in ReductionOp.KINDS:
             yield {"kind": kind}, cls._template(kind)
 
@@ -93,12 +107,15 @@ class ScanOp(AlongAxisOp):
         return "{out}\n   = scan(" + ",\n          ".join(arguments) + ")"
 
     def dtypes(self) -> tuple[DataType, ...]:
+        """Returns the dtype of the operand."""
         return (self.inp.dtype(),)
 
 
 class ArgsortOp(AlongAxisOp):
-    """out[.., i, ..] is the place of the element that is number i of its row in order; where
-    `stable`, equal ones keep theirs. NaN is above all numbers."""
+    """out[.., i, ..] is the position of the element that is at position i of its sorted row.
+
+    With `stable`, equal elements keep their order. NaN is larger than all numbers.
+    """
 
     out: TensorView = result()
     inp: TensorView = operand()
@@ -108,13 +125,16 @@ class ArgsortOp(AlongAxisOp):
 
     @property
     def name(self) -> str:
+        """The name of the op in messages and dumps: `argsort`."""
         return "argsort"
 
     def template(self) -> str:
+        """Returns the text template for the attributes and operands of this op."""
         return self._template(self.descending, self.stable)
 
     @classmethod
     def variants(cls) -> Iterator[Variant]:
+        """Yields (attribute values, template) for every printed form of the op."""
         for down, stable in itertools.product((False, True), repeat=2):
             yield {"descending": down, "stable": stable}, cls._template(down, stable)
 
@@ -124,12 +144,15 @@ class ArgsortOp(AlongAxisOp):
         return "{out} = argsort( {inp}, dim = {dim}, " + flags + " )"
 
     def dtypes(self) -> tuple[DataType, ...]:
+        """Returns Int, the dtype of positions."""
         return (DataType.Int,)
 
 
 class TopKOp(AlongAxisOp):
-    """The k largest, or smallest, elements of each row and their places in it; in order where
-    `sorted`. NaN is above all numbers."""
+    """The k largest (or smallest) elements of each row, and their positions in the row.
+
+    With `sorted` they are in order. NaN is larger than all numbers.
+    """
 
     found: TensorView = result()
     places: TensorView = result()
@@ -141,13 +164,16 @@ class TopKOp(AlongAxisOp):
 
     @property
     def name(self) -> str:
+        """The name of the op in messages and dumps: `topk`."""
         return "topk"
 
     def template(self) -> str:
+        """Returns the text template for the attributes and operands of this op."""
         return self._template(self.largest, self.sorted)
 
     @classmethod
     def variants(cls) -> Iterator[Variant]:
+        """Yields (attribute values, template) for every printed form of the op."""
         for largest, in_order in itertools.product((False, True), repeat=2):
             yield {"largest": largest, "sorted": in_order}, cls._template(largest, in_order)
 
@@ -157,14 +183,18 @@ class TopKOp(AlongAxisOp):
         return "( {found}, {places} ) = topk( {inp}, {k}, dim = {dim}, " + flags + " )"
 
     def axis_map(self, operand_index: int) -> AxisMap:
+        """Returns all axes but `dim`, along which the result has k elements."""
         return self.cut_map(operand_index, self.found)
 
     def dtypes(self) -> tuple[DataType, ...]:
+        """Returns the dtype of the operand, and Int for positions."""
         return (self.inp.dtype(), DataType.Int)
 
     def misfit(self, k: int, extent: int | None) -> str:
-        """Returns what is wrong with k for an axis of this extent (None: not known), "" where
-        nothing is."""
+        """Returns the error of a k that is negative or larger than the axis, else "".
+
+        `extent` is None if it is not known.
+        """
         if k >= 0 and (extent is None or k <= extent):
             return ""
         have = "" if extent is None else f", which has {extent} elements"

@@ -118,7 +118,11 @@ DEFINITIONS: list[tuple[Call, type[Exception], str]] = [
     (lambda fd, x: x.split(0, 1.5), ArgumentError, "factor: expected .* an integer, got 1.5"),
     (lambda fd, x: x.size("a"), ArgumentError, "dim: expected an integer"),
     (lambda fd, x: DeviceMesh("ab"), ArgumentError, "lists of ranks, got 'ab'"),
-    (lambda fd, x: DeviceMesh(2), ArgumentError, r"got 2: range\(2\) are that many, \[2\] is that"),
+    (
+        lambda fd, x: DeviceMesh(2),
+        ArgumentError,
+        r"got 2: pass range\(2\) for 2 ranks, or \[2\] for rank 2",
+    ),
     (lambda fd, x: DeviceMesh([0.5]), ArgumentError, "expected an integer, got 0.5"),
     (lambda fd, x: x.set_device_mesh(["a"]), ArgumentError, "lists of ranks, got 'a'"),
     (lambda fd, x: x.sum(1), AttributeError, "no attribute 'sum': ops are functions, fd.ops.sum"),
