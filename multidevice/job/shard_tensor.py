@@ -172,8 +172,7 @@ class LocalDeviceMesh(IrDeviceMesh):
         the mesh), as a contiguous tensor.
 
         Raises:
-            ShardingError: the axis does not exist, or its size is not a multiple of the mesh's
-            size.
+            ShardingError: the axis does not exist, or the mesh's size does not divide it.
         """
         from multidevice.job.communicator import Communicator
 
