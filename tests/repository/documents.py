@@ -1,8 +1,17 @@
 """The code blocks of the pages for users, and how tests run them.
 
-A block's language says what it is: `python` and `bash` are run, section by section, `text` is what
-something prints, `cpp` and `text` in steps of CONTRIBUTING.md are edits. A second word says why a
-block is not run here (`NOT_RUN`).
+The language of a block says what happens to it. `python` and `bash` are run; `cpp`, and `text` in
+the steps of CONTRIBUTING.md, are edits. A second word says why a block is not run (`NOT_RUN`).
+
+The tutorials and the how-to guides are *walked*: one folder per page, all blocks in
+order, as a reader does it.
+
+- A `python` block after "Save this as `NAME.py`" becomes that file.
+- A `diff` block changes the first file that the paragraph before it names, into the last one.
+- A `text` block has to be among what the blocks before it printed or wrote, line by line or, where
+  the page wraps lines, as a whole. A second word says why nothing on the page prints it.
+
+The other pages are run section by section, and their `text` blocks are not compared.
 """
 
 from __future__ import annotations
@@ -31,8 +40,10 @@ PAGES = (
     "benchmarks/notes.md",
     *sorted(str(p.relative_to(ROOT)) for p in (ROOT / "docs").rglob("*.md")),
 )
-LANGUAGES = ("python", "bash", "text", "cpp")
+WALKED = tuple(p for p in PAGES if p.startswith(("docs/tutorials/", "docs/how-to/")))
+LANGUAGES = ("python", "bash", "text", "cpp", "diff")
 NOT_RUN = {
+    "sketch": "a text that nothing prints",
     "gpu": "needs a GPU",
     "installs": "makes an environment, or runs all tests",
     "long": "takes a minute, and weights that quickstart.sh installs",
@@ -51,6 +62,7 @@ class Block:
     language: str
     why_not: str
     text: str
+    before: str  # the paragraph before it
 
     @property
     def is_run(self) -> bool:
@@ -72,6 +84,7 @@ def blocks(page: str) -> Iterator[Block]:
             language,
             why_not,
             textwrap.dedent(found[3]),
+            outside.rstrip().rpartition("\n\n")[2],
         )
 
 
@@ -85,6 +98,53 @@ def make_folder(folder: Path) -> None:
     for name in ("examples", "scripts"):
         (folder / name).symlink_to(ROOT / name)
     (folder / "first.py").write_text(first_program())
+
+
+def walk(page: str, folder: Path) -> str:
+    """Does what a page says, in a folder; returns what its blocks print.
+
+    Raises AssertionError where a command fails, and where a shown text was not printed.
+    """
+    make_folder(folder)
+    names: dict[str, Any] = {"__name__": "__main__"}
+    printed = ""
+    for block in blocks(page):
+        if block.language == "diff":
+            _change(block, folder)
+        elif block.language == "text" and not block.why_not:
+            written = "".join(p.read_text() for p in folder.glob("*.txt"))
+            missing = _missing(block.text, f"{printed}\n{written}".replace(f"{folder}/", ""))
+            assert not missing, f"{page}, line {block.line}: nothing printed {missing}\n{printed}"
+        elif block.is_run and block.language == "bash":
+            printed += "".join(out for _, out in run_commands(block, folder))
+        elif block.is_run and (
+            saved := re.search(r"Save (?:it|this) as `(\w+\.py)`", block.before)
+        ):
+            (folder / saved[1]).write_text(block.text)
+        elif block.is_run:
+            printed += run_python(block, names)
+    return printed
+
+
+def _missing(shown: str, printed: str) -> list[str]:
+    """Returns the lines of a text that were not printed; none where it was printed in one piece."""
+    if " ".join(shown.split()) in " ".join(printed.split()):
+        return []
+    lines = {" ".join(line.split()) for line in printed.splitlines()}
+    return [line for line in shown.splitlines() if line and " ".join(line.split()) not in lines]
+
+
+def _change(block: Block, folder: Path) -> None:
+    """Applies a diff whose parts, between lines `...`, have no numbers of lines."""
+    files = re.findall(r"`(\w+\.py)`", block.before)
+    text = (folder / files[0]).read_text()
+    for part in re.split(r"^\.\.\.$\n", block.text, flags=re.MULTILINE):
+        lines = part.splitlines(keepends=True)
+        old = "".join(line[1:] for line in lines if not line.startswith("+"))
+        new = "".join(line[1:] for line in lines if not line.startswith("-"))
+        assert text.count(old) == 1, f"{block.page}, line {block.line}: {files[0]} lacks {old}"
+        text = text.replace(old, new)
+    (folder / files[-1]).write_text(text)
 
 
 def run_python(block: Block, names: dict[str, Any]) -> str:
