@@ -163,11 +163,13 @@ class Receiver(Protocol):
         """Takes a view of what another name stands for."""
         ...
 
-    def make(self, tv: TensorView, slot: int, shape: tuple[int, ...], *, is_cleared: bool) -> None:
+    def allocate(
+        self, tv: TensorView, slot: int, shape: tuple[int, ...], *, is_cleared: bool
+    ) -> None:
         """Takes a buffer of this local shape that is made."""
         ...
 
-    def let_go(self, tv: TensorView) -> None:
+    def deallocate(self, tv: TensorView) -> None:
         """Takes that a buffer, or a view of the shards of several ranks, is given up."""
         ...
 
@@ -338,7 +340,7 @@ class Execution:
             assert isinstance(op, TensorOp), f"{op.name} does not say how it runs"
             self._compute(op)
 
-    def loop(self, index: Symbol, steps: range, body: Sequence[Op]) -> None:
+    def run_loop(self, index: Symbol, steps: range, body: Sequence[Op]) -> None:
         if self.is_dry and not any(isinstance(op, ShardByStream) for op in walk(body)):
             # Others only repeat the kernels: elements along an axis begin in the same places of a
             # vector of memory again after as many steps as that has bytes.
@@ -349,12 +351,12 @@ class Execution:
                 self.run(body)
 
     # ------------------------------------------------------------ buffers and names
-    def make(self, tv: TensorView, stream_index: Scalar | None, *, is_cleared: bool) -> None:
+    def allocate(self, tv: TensorView, stream_index: Scalar | None, *, is_cleared: bool) -> None:
         shape = self.frame.local_shape(tv, stream_index)
-        self._receiver.make(tv, self.new_slot(tv), shape, is_cleared=is_cleared)
+        self._receiver.allocate(tv, self.new_slot(tv), shape, is_cleared=is_cleared)
 
-    def let_go(self, tv: TensorView) -> None:
-        self._receiver.let_go(tv)
+    def deallocate(self, tv: TensorView) -> None:
+        self._receiver.deallocate(tv)
 
     def name_part(self, out: TensorView, inp: TensorView, part: Part | None) -> None:
         i = self.slot(inp)
@@ -899,8 +901,10 @@ class Immediate:
         slots = self._slots
         slots[view.out] = self._frame.tensors[out] = view.of(slots[view.source])
 
-    def make(self, tv: TensorView, slot: int, shape: tuple[int, ...], *, is_cleared: bool) -> None:
-        """See `Receiver.make`."""
+    def allocate(
+        self, tv: TensorView, slot: int, shape: tuple[int, ...], *, is_cleared: bool
+    ) -> None:
+        """See `Receiver.allocate`."""
         frame = self._frame
         made = new_buffer(frame.program, tv, shape, frame.machine.device, frame.symmetric(tv))
         self._slots[slot] = frame.tensors[tv] = made.zero_() if is_cleared else made
@@ -908,8 +912,8 @@ class Immediate:
         if self._delays and not is_cleared:
             poison(made)
 
-    def let_go(self, tv: TensorView) -> None:
-        """See `Receiver.let_go`."""
+    def deallocate(self, tv: TensorView) -> None:
+        """See `Receiver.deallocate`."""
         frame, execution = self._frame, self._execution
         buffer, view = frame.tensors.pop(tv), frame.storage.views.get(tv)
         if view is not None:

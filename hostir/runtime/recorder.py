@@ -163,9 +163,11 @@ class Recorder:
         self._now.name(out, view)
         self._keep(view, again)
 
-    def make(self, tv: TensorView, slot: int, shape: tuple[int, ...], *, is_cleared: bool) -> None:
-        """See `Receiver.make`."""
-        self._now.make(tv, slot, shape, is_cleared=is_cleared)
+    def allocate(
+        self, tv: TensorView, slot: int, shape: tuple[int, ...], *, is_cleared: bool
+    ) -> None:
+        """See `Receiver.allocate`."""
+        self._now.allocate(tv, slot, shape, is_cleared=is_cleared)
         made, clear = self.frame.tensors[tv], _clearing(slot) if is_cleared else None
         block = Block(slot, tuple(made.shape), made.stride(), made.dtype)
         if is_cleared:
@@ -185,10 +187,10 @@ class Recorder:
         elif clear is not None:
             self._keep(clear, same(clear))
 
-    def let_go(self, tv: TensorView) -> None:
-        """See `Receiver.let_go`."""
+    def deallocate(self, tv: TensorView) -> None:
+        """See `Receiver.deallocate`."""
         i, view = self.slot(tv), self.frame.storage.views.get(tv)
-        self._now.let_go(tv)
+        self._now.deallocate(tv)
         if view is not None:
             self._keep(Both(meets_at(view, self.machine), Release(i)))
             return

@@ -129,11 +129,11 @@ class Runtime(Protocol):
         ...
 
     # -------------------------------------------------------------- buffers and names
-    def make(self, tv: TensorView, stream_index: Scalar | None, *, is_cleared: bool) -> None:
+    def allocate(self, tv: TensorView, stream_index: Scalar | None, *, is_cleared: bool) -> None:
         """Makes the buffer of a local shard, or of the part of it at a step of a stream loop."""
         ...
 
-    def let_go(self, tv: TensorView) -> None:
+    def deallocate(self, tv: TensorView) -> None:
         """Gives up a buffer, or a view of the shards of several ranks."""
         ...
 
@@ -208,7 +208,7 @@ class Runtime(Protocol):
         """Makes the current stream wait for all that another one has been given."""
         ...
 
-    def loop(self, index: Symbol, steps: range, body: Sequence[Op]) -> None: ...
+    def run_loop(self, index: Symbol, steps: range, body: Sequence[Op]) -> None: ...
 
     def run(self, ops: Sequence[Op]) -> None:
         """Carries out the ops of a region that concern this rank, in order."""

@@ -84,7 +84,7 @@ class Allocate(HostOp):
 
     def emit(self, rt: Runtime) -> None:
         if not rt.is_named(self.buffer):
-            rt.make(self.buffer, self.stream_index, is_cleared=self.zero_init)
+            rt.allocate(self.buffer, self.stream_index, is_cleared=self.zero_init)
         elif self.zero_init:
             # A part of another buffer, as in the loops of nvFuser's programs, or the caller's.
             rt.call(_clear, self.buffer)
@@ -118,7 +118,7 @@ class Deallocate(HostOp):
         return (Frees(self.buffer),)
 
     def emit(self, rt: Runtime) -> None:
-        rt.let_go(self.buffer)
+        rt.deallocate(self.buffer)
 
 
 # ------------------------------------------------------------------ launches
@@ -580,7 +580,7 @@ class ForLoop(HostOp):
             raise ExecutionError(
                 f"FOR {self.index}: a step of {self.step} = {step}{user_code(self.where)}"
             )
-        rt.loop(self.index, range(start, stop, step), self.body)
+        rt.run_loop(self.index, range(start, stop, step), self.body)
 
     def verify(self) -> None:
         if sc.int_value(self.step) is not None and sc.int_value(self.step) < 1:  # pyright: ignore[reportOptionalOperand]
