@@ -114,7 +114,7 @@ FAULTS: dict[str, Fault] = {
         "A run that is recorded keeps what the host does at once, and does not do it.",
         (
             _RECORDER,
-            "        self._now.at_once(run)\n        self._keep(run)\n",
+            "        self._now.run_now(run)\n        self._keep(run)\n",
             "        self._keep(run)\n",
         ),
         tests=ORDER,
@@ -123,8 +123,8 @@ FAULTS: dict[str, Fault] = {
         "Later runs leave out what the first one did at once.",
         (
             _RECORDER,
-            "        self._now.at_once(run)\n        self._keep(run)\n",
-            "        self._now.at_once(run)\n",
+            "        self._now.run_now(run)\n        self._keep(run)\n",
+            "        self._now.run_now(run)\n",
         ),
         tests=ORDER,
     ),
@@ -326,8 +326,8 @@ FAULTS: dict[str, Fault] = {
         "Later runs announce no communication (FUSER_DUMP=communication).",
         (
             _RECORDER,
-            "        self._now.at_once(run)\n        self._keep(run)\n",
-            "        self._now.at_once(run)\n"
+            "        self._now.run_now(run)\n        self._keep(run)\n",
+            "        self._now.run_now(run)\n"
             "        if not isinstance(self.frame.op, StartsCommunication):\n"
             "            self._keep(run)\n",
         ),

@@ -142,7 +142,7 @@ class Receiver(Protocol):
         """Takes the steps of one op, by `Execution.emit`."""
         ...
 
-    def do(
+    def enqueue(
         self,
         make: MakeStep,
         *,
@@ -155,7 +155,7 @@ class Receiver(Protocol):
         wait for a peer."""
         ...
 
-    def at_once(self, run: Closure) -> None:
+    def run_now(self, run: Closure) -> None:
         """Takes what the host does before the op is over."""
         ...
 
@@ -391,11 +391,11 @@ class Execution:
         if self.is_dry:
             self.slots[o] = frame.tensors[op.inp].new_empty(shape)
         self._receiver.keep_out_of_graphs(f"the ranks meet in each {op.name}")
-        self._receiver.at_once(shows_shards(op, machine, i, o, shape).run)
+        self._receiver.run_now(shows_shards(op, machine, i, o, shape).run)
         frame.tensors[op.out] = self.slots[o]
         if self.delays:
             # The others see what this stream has written when it comes to here.
-            self._receiver.do(lambda: lambda slots: meet_at(op, machine))
+            self._receiver.enqueue(lambda: lambda slots: meet_at(op, machine))
 
     # ------------------------------------------------------------ work on the current stream
     def call(self, work: Callable[..., object], *operands: TensorView | Scalar) -> None:
@@ -406,7 +406,7 @@ class Execution:
 
         # The number of a scalar may be that of this class.
         has_numbers = any(isinstance(v, Scalar) for v in operands)
-        self._receiver.do(lambda: call, again=None if has_numbers else same(call))
+        self._receiver.enqueue(lambda: call, again=None if has_numbers else same(call))
 
     def copy_part(
         self,
@@ -420,7 +420,7 @@ class Execution:
         def make(at: Sizing) -> Closure:
             return copying(at.like(o), (i, o), axis, bounds(at.frame))
 
-        self._receiver.do(lambda: make(self), again=lambda: ((i, o), make))
+        self._receiver.enqueue(lambda: make(self), again=lambda: ((i, o), make))
 
     def launch(self, op: LaunchKernel) -> None:
         frame = self.frame
@@ -436,7 +436,7 @@ class Execution:
         _drop_axes((ins, outs), dropped_axes(op, frame.program))
         # A dry run is only told of it.
         work = frame.machine.launch(op.group, ins, outs, frame.sizes)
-        self._receiver.do(
+        self._receiver.enqueue(
             lambda: Started(lambda slots: work(), lambda slots: self._launch_step(op, ins, outs)),
             again=lambda: self._launched_again(op),
         )
@@ -518,7 +518,7 @@ class Execution:
 
             return Started(run, lambda slots: Action(make_and_run))
 
-        self._receiver.do(make)
+        self._receiver.enqueue(make)
 
     def _compute(self, op: TensorOp) -> None:
         """Computes into allocated outputs; an output without a buffer becomes a view."""
@@ -581,7 +581,7 @@ class Execution:
             is_plain = min(v.ndim for v in op.inputs[:2]) >= 2
             return ((*ins, out), make) if is_plain else None
 
-        self._receiver.do(lambda: make(self), again=again)
+        self._receiver.enqueue(lambda: make(self), again=again)
 
     def _write(self, op: TensorOp) -> None:
         row = NODES[type(op)]
@@ -595,7 +595,7 @@ class Execution:
             like = [(i, at.like(i)) for i in outs]
             return Action(writing(op, at.frame, ins, free, like, machine))
 
-        self._receiver.do(
+        self._receiver.enqueue(
             lambda: Started(
                 writing_at_once(op, frame, ins, outs, again), lambda slots: later(self)
             ),
@@ -731,13 +731,13 @@ class Execution:
                     write(out, staged)
 
         if not self.switches:
-            self._receiver.do(lambda: wait, again=same(wait), ready=self._ready(work))
+            self._receiver.enqueue(lambda: wait, again=same(wait), ready=self._ready(work))
             return
         join, mark = self.machine.streams.join_mark, self.slot(("mark", work))
         if self.delays:
             # The queue gets the mark, too: when it is put in says what it is behind.
-            self._receiver.at_once(lambda slots: None if slots[mark] is None else join(slots[mark]))
-            self._receiver.do(lambda: wait, ready=self._ready(work))
+            self._receiver.run_now(lambda slots: None if slots[mark] is None else join(slots[mark]))
+            self._receiver.enqueue(lambda: wait, ready=self._ready(work))
             return
 
         def join_and_wait(slots: Slots) -> None:
@@ -745,7 +745,7 @@ class Execution:
                 join(slots[mark])
             wait(slots)
 
-        self._receiver.do(lambda: join_and_wait)
+        self._receiver.enqueue(lambda: join_and_wait)
 
     def _ready(self, work: int) -> Ready | None:
         """Returns what tells that a wait for a lone half of a transfer would return at once."""
@@ -769,14 +769,14 @@ class Execution:
         """Starts a communication, and note where it stands in its stream: its Wait may stand in
         another one."""
         if not self.switches:
-            self._receiver.do(make, again=again)
+            self._receiver.enqueue(make, again=again)
             return
         take, mark = self.machine.streams.mark, self.slot(("mark", work))
 
         def note(slots: Slots) -> None:
             slots[mark] = take()
 
-        self._receiver.do(make, after=note)
+        self._receiver.enqueue(make, after=note)
 
     def _held(self, tv: TensorView) -> int:
         """Returns the slot of this rank's part of a tensor, -1 where it holds none."""
@@ -802,7 +802,7 @@ class Execution:
         held = [v for v in (*op.inputs, *op.outputs) if isinstance(v, TensorView)]
         places = {tv: self.slot(tv) for tv in held if self.frame.is_mine(tv)}
         self._receiver.keep_out_of_graphs("FUSER_DUMP=communication writes a line in each run")
-        self._receiver.at_once(
+        self._receiver.run_now(
             lambda slots: announce(lambda tv: slots[places[tv]] if tv in places else None)
         )
 
@@ -811,10 +811,10 @@ class Execution:
         enter, captured = self.machine.streams.enter, self._captured_slot(stream)
         if captured is None:
             handle = self.stream = self.frame.stream(stream)
-            self._receiver.at_once(lambda slots: enter(handle))
+            self._receiver.run_now(lambda slots: enter(handle))
         else:
             self.stream = self._captured[stream.name]
-            self._receiver.at_once(lambda slots: enter(slots[captured]))
+            self._receiver.run_now(lambda slots: enter(slots[captured]))
 
     def capture(self, stream: Stream) -> None:
         current, i = self.machine.streams.current, self.slot(("stream", stream.name))
@@ -823,15 +823,15 @@ class Execution:
         def capture(slots: Slots) -> None:
             slots[i] = current()
 
-        self._receiver.at_once(capture)
+        self._receiver.run_now(capture)
 
     def join(self, stream: Stream) -> None:
         join, captured = self.machine.streams.join, self._captured_slot(stream)
         if captured is None:
             handle = self.frame.stream(stream)
-            self._receiver.at_once(lambda slots: join(handle))
+            self._receiver.run_now(lambda slots: join(handle))
         else:
-            self._receiver.at_once(lambda slots: join(slots[captured]))
+            self._receiver.run_now(lambda slots: join(slots[captured]))
 
     def _captured_slot(self, stream: Stream) -> int | None:
         """Returns the slot of a stream that this program captures: it differs from run to run."""
@@ -847,7 +847,7 @@ _GROUPED = -1
 class Immediate:
     """Carries each step out when it comes; in a dry run it only names and makes.
 
-    Where streams hold work back, `do` hands work to the stream, and all else is done at once.
+    Where streams hold work back, `enqueue` hands work to the stream, and all else is done at once.
     """
 
     def __init__(self, execution: Execution) -> None:
@@ -860,7 +860,7 @@ class Immediate:
         # See `Receiver`.
         self.carry_out = execution.emit
 
-    def do(
+    def enqueue(
         self,
         make: MakeStep,
         *,
@@ -868,7 +868,7 @@ class Immediate:
         after: Closure | None = None,
         ready: Ready | None = None,
     ) -> None:
-        """See `Receiver.do`."""
+        """See `Receiver.enqueue`."""
         if not self._is_dry:
             self.take(make(), after, ready)
 
@@ -891,8 +891,8 @@ class Immediate:
         if after is not None:
             after(self._slots)
 
-    def at_once(self, run: Closure) -> None:
-        """See `Receiver.at_once`."""
+    def run_now(self, run: Closure) -> None:
+        """See `Receiver.run_now`."""
         if not self._is_dry:
             run(self._slots)
 
@@ -918,7 +918,7 @@ class Immediate:
         buffer, view = frame.tensors.pop(tv), frame.storage.views.get(tv)
         if view is not None:
             machine = self._machine
-            self.do(lambda: lambda slots: meet_at(view, machine))
+            self.enqueue(lambda: lambda slots: meet_at(view, machine))
         execution.empty(execution.slot(tv))
         if self._delays and tv in frame.owned:
             # The next to use this memory is on this stream, and may begin at once.
@@ -936,7 +936,7 @@ class Immediate:
                 for out, value in zip(outs, again(slots), strict=True):
                     write(out, value)
 
-            self.do(lambda: fill)
+            self.enqueue(lambda: fill)
         for out, value in zip(op.outputs, found, strict=True):
             self._slots[execution.new_slot(out)] = frame.tensors[out] = value
 

@@ -138,7 +138,7 @@ class Recorder:
         self._steps.append((as_step(step), self.frame.op))
         self.again.append(again)
 
-    def do(
+    def enqueue(
         self,
         make: MakeStep,
         *,
@@ -146,16 +146,16 @@ class Recorder:
         after: Closure | None = None,
         ready: Ready | None = None,
     ) -> None:
-        """See `Receiver.do`."""
+        """See `Receiver.enqueue`."""
         made, execution = make(), self.execution
         if not execution.is_dry:
             self._now.take(made, after, ready)
         kept = made.settled(execution.slots) if isinstance(made, Started) else as_step(made)
         self._keep(kept if after is None else Both(kept, Action(after)), again)
 
-    def at_once(self, run: Closure) -> None:
-        """See `Receiver.at_once`."""
-        self._now.at_once(run)
+    def run_now(self, run: Closure) -> None:
+        """See `Receiver.run_now`."""
+        self._now.run_now(run)
         self._keep(run)
 
     def name(self, out: TensorView, view: View, again: Again | None = None) -> None:
