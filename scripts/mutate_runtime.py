@@ -143,8 +143,8 @@ FAULTS: dict[str, Fault] = {
         "Later runs do not note where a communication stands in its stream.",
         (
             _RECORDER,
-            "        self._keep(kept if after is None else Both(kept, Action(after)), again)",
-            "        self._keep(kept, again)",
+            "        self._keep(kept if after is None else Both(kept, Action(after)), generic)",
+            "        self._keep(kept, generic)",
         ),
         tests=ORDER,
     ),
@@ -270,7 +270,7 @@ FAULTS: dict[str, Fault] = {
         "A later run with another size slices as the first size did.",
         (
             _EXECUTE,
-            "axis, bounds(at.frame)",
+            "axis, bounds(sizes.frame)",
             "axis, bounds(self.frame)",
         ),
         tests=f"{MEANING} {SIZES}",

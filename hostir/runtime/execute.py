@@ -109,7 +109,7 @@ def as_step(made: Step | Closure) -> Step:
     return Action(made) if callable(made) else made
 
 
-class Sizing(Protocol):
+class InputSizes(Protocol):
     """One class of inputs, for which steps are made: that of a walk, or another of the program."""
 
     @property
@@ -126,13 +126,13 @@ class Sizing(Protocol):
 
 # The slots of whose layout a step depends, and what makes it, also for other sizes; None where
 # these may need another step.
-Resized = tuple[tuple[int, ...], Callable[[Sizing], Step | Closure | None]]
-Again = Callable[[], Resized | None]
+GenericStep = tuple[tuple[int, ...], Callable[[InputSizes], Step | Closure | None]]
+MakeGeneric = Callable[[], GenericStep | None]
 
 
-def same(step: Step | Closure) -> Again:
+def for_all_sizes(step: Step | Closure) -> MakeGeneric:
     """Returns what makes a step that all sizes have."""
-    return lambda: ((), lambda size: step)
+    return lambda: ((), lambda sizes: step)
 
 
 class Receiver(Protocol):
@@ -146,7 +146,7 @@ class Receiver(Protocol):
         self,
         make: MakeStep,
         *,
-        again: Again | None = None,
+        generic: MakeGeneric | None = None,
         after: Closure | None = None,
         ready: Ready | None = None,
     ) -> None:
@@ -159,7 +159,7 @@ class Receiver(Protocol):
         """Takes what the host does before the op is over."""
         ...
 
-    def name(self, out: TensorView, view: View, again: Again | None = None) -> None:
+    def name(self, out: TensorView, view: View, generic: MakeGeneric | None = None) -> None:
         """Takes a view of what another name stands for."""
         ...
 
@@ -275,11 +275,11 @@ class Execution:
         return reader(value, self.places, self.free, self.frame)
 
     def like(self, slot: int) -> torch.Tensor:
-        """See `Sizing.like`."""
+        """See `InputSizes.like`."""
         return self.slots[slot]
 
     def shape(self, tv: TensorView, slot: int) -> tuple[int, ...]:
-        """See `Sizing.shape`."""
+        """See `InputSizes.shape`."""
         return self.frame.local_shape(tv)
 
     def is_named(self, tv: TensorView) -> bool:
@@ -406,7 +406,7 @@ class Execution:
 
         # The number of a scalar may be that of this class.
         has_numbers = any(isinstance(v, Scalar) for v in operands)
-        self._receiver.enqueue(lambda: call, again=None if has_numbers else same(call))
+        self._receiver.enqueue(lambda: call, generic=None if has_numbers else for_all_sizes(call))
 
     def copy_part(
         self,
@@ -417,10 +417,10 @@ class Execution:
     ) -> None:
         i, o = self.slot(inp), self.slot(out)
 
-        def make(at: Sizing) -> Closure:
-            return copying(at.like(o), (i, o), axis, bounds(at.frame))
+        def make(sizes: InputSizes) -> Closure:
+            return copying(sizes.like(o), (i, o), axis, bounds(sizes.frame))
 
-        self._receiver.enqueue(lambda: make(self), again=lambda: ((i, o), make))
+        self._receiver.enqueue(lambda: make(self), generic=lambda: ((i, o), make))
 
     def launch(self, op: LaunchKernel) -> None:
         frame = self.frame
@@ -438,7 +438,7 @@ class Execution:
         work = frame.machine.launch(op.group, ins, outs, frame.sizes)
         self._receiver.enqueue(
             lambda: Started(lambda slots: work(), lambda slots: self._launch_step(op, ins, outs)),
-            again=lambda: self._launched_again(op),
+            generic=lambda: self._generic_launch(op),
         )
 
     def _launch_step(
@@ -468,7 +468,7 @@ class Execution:
 
         return Action(launch)
 
-    def _launched_again(self, op: LaunchKernel) -> Resized | None:
+    def _generic_launch(self, op: LaunchKernel) -> GenericStep | None:
         runner, device = self.machine.runner(op.group), self.machine.device
         if not isinstance(runner, FusedKernelExecutor) or any(dropped_axes(op, self.frame.program)):
             return None
@@ -478,8 +478,8 @@ class Execution:
         are_sized = runner.sizes_fit([local_shape_of(tv) for tv in tensors])
         places, free, stream = self.places, self.free, raw_handle(self.stream)
 
-        def make(at: Sizing) -> LaunchStep | None:
-            laid, frame = cast("list[Laid]", [at.like(slot) for slot in operands]), at.frame
+        def make(sizes: InputSizes) -> LaunchStep | None:
+            laid, frame = cast("list[Laid]", [sizes.like(slot) for slot in operands]), sizes.frame
             numbers = tuple([frame.number(v) for v in scalars]) if scalars else ()
             kernel = runner.launch_laid(laid, frame.sizes, device, numbers, are_sized=are_sized)
             if kernel is None:
@@ -548,16 +548,16 @@ class Execution:
         else:
             receiver.results(op, found)
 
-    def _view(self, op: TensorOp) -> tuple[View, Again] | None:
+    def _view(self, op: TensorOp) -> tuple[View, MakeGeneric] | None:
         """Returns the view that an op names, and how to find that of other sizes; None where only
         torch tells what it is."""
         (source, *_), tv = op.inputs, op.out_tensor
         assert isinstance(source, TensorView), f"{op.name} is a view of a tensor"
         is_result, i = tv in self.frame.program.outputs, self.slot(source)
 
-        def make(at: Sizing, o: int) -> View | None:
-            like, shape = at.like(i), at.shape(tv, o)
-            found = view_of(op, like, shape, at.frame.values)
+        def make(sizes: InputSizes, o: int) -> View | None:
+            like, shape = sizes.like(i), sizes.shape(tv, o)
+            found = view_of(op, like, shape, sizes.frame.values)
             if found is None:
                 return None
             strides, shift = found
@@ -569,19 +569,19 @@ class Execution:
         if view is None:
             return None
         o = self.new_slot(tv)
-        return view._replace(out=o), lambda: ((i,), lambda at: make(at, o))
+        return view._replace(out=o), lambda: ((i,), lambda sizes: make(sizes, o))
 
     def _multiply(self, op: nodes.Contraction) -> None:
         ins, out = tuple(self.slot(v) for v in op.inputs), self.slot(op.out)
 
-        def make(at: Sizing) -> Step | Closure:
-            return contraction(op, (ins, out), [at.like(i) for i in ins], at.like(out))
+        def make(sizes: InputSizes) -> Step | Closure:
+            return contraction(op, (ins, out), [sizes.like(i) for i in ins], sizes.like(out))
 
-        def again() -> Resized | None:
+        def generic() -> GenericStep | None:
             is_plain = min(v.ndim for v in op.inputs[:2]) >= 2
             return ((*ins, out), make) if is_plain else None
 
-        self._receiver.enqueue(lambda: make(self), again=again)
+        self._receiver.enqueue(lambda: make(self), generic=generic)
 
     def _write(self, op: TensorOp) -> None:
         row = NODES[type(op)]
@@ -589,17 +589,17 @@ class Execution:
             self._receiver.may_make_results(op)
         frame, machine, free = self.frame, self.machine, self.free_slots
         ins, outs = self.operands(op), [self.slot(o) for o in op.outputs]
-        again = computing(op, frame, ins, free, machine)
+        compute_op = computing(op, frame, ins, free, machine)
 
-        def later(at: Sizing) -> Step:
-            like = [(i, at.like(i)) for i in outs]
-            return Action(writing(op, at.frame, ins, free, like, machine))
+        def later(sizes: InputSizes) -> Step:
+            like = [(i, sizes.like(i)) for i in outs]
+            return Action(writing(op, sizes.frame, ins, free, like, machine))
 
         self._receiver.enqueue(
             lambda: Started(
-                writing_at_once(op, frame, ins, outs, again), lambda slots: later(self)
+                writing_at_once(op, frame, ins, outs, compute_op), lambda slots: later(self)
             ),
-            again=lambda: (tuple(i for i in (*ins, *outs) if i is not None), later),
+            generic=lambda: (tuple(i for i in (*ins, *outs) if i is not None), later),
         )
 
     def computing(self, op: TensorOp) -> Callable[[Slots], list[torch.Tensor]]:
@@ -629,7 +629,7 @@ class Execution:
 
         is_fixed = op.root is None or sc.int_value(op.root) is not None
         asks = tuple(i for i in (inp, out) if i >= 0)
-        self._start(work, make, (lambda: (asks, lambda at: make())) if is_fixed else None)
+        self._start(work, make, (lambda: (asks, lambda sizes: make())) if is_fixed else None)
 
     def permute(self, op: CollectivePermute, team: Team, to: int, source: int) -> None:
         self._announce(op)
@@ -698,14 +698,14 @@ class Execution:
             def first(slots: Slots) -> None:
                 slots[work] = exchange(op, transfers, team, backend)
 
-            def again(slots: Slots) -> None:
+            def start_later(slots: Slots) -> None:
                 given = [transfer(one, slots[i], peer) for one, i, peer in kept]
                 slots[work] = exchange(op, given, team, backend)
 
             def settle(slots: Slots) -> Step:
                 bound = bind_exchange(op, transfers, team, backend)
                 if bound is None:
-                    return Action(again, len(kept))
+                    return Action(start_later, len(kept))
                 buffers = tuple(i for _, i, _ in kept)
                 return ExchangeStep(bound, buffers, work, raw_handle(stream))
 
@@ -731,7 +731,9 @@ class Execution:
                     write(out, staged)
 
         if not self.switches:
-            self._receiver.enqueue(lambda: wait, again=same(wait), ready=self._ready(work))
+            self._receiver.enqueue(
+                lambda: wait, generic=for_all_sizes(wait), ready=self._ready(work)
+            )
             return
         join, mark = self.machine.streams.join_mark, self.slot(("mark", work))
         if self.delays:
@@ -765,11 +767,11 @@ class Execution:
         name = "work", number
         return self.new_slot(name) if self.delays else self.slot(name)
 
-    def _start(self, work: int, make: MakeStep, again: Again | None = None) -> None:
+    def _start(self, work: int, make: MakeStep, generic: MakeGeneric | None = None) -> None:
         """Starts a communication, and note where it stands in its stream: its Wait may stand in
         another one."""
         if not self.switches:
-            self._receiver.enqueue(make, again=again)
+            self._receiver.enqueue(make, generic=generic)
             return
         take, mark = self.machine.streams.mark, self.slot(("mark", work))
 
@@ -864,7 +866,7 @@ class Immediate:
         self,
         make: MakeStep,
         *,
-        again: Again | None = None,
+        generic: MakeGeneric | None = None,
         after: Closure | None = None,
         ready: Ready | None = None,
     ) -> None:
@@ -896,7 +898,7 @@ class Immediate:
         if not self._is_dry:
             run(self._slots)
 
-    def name(self, out: TensorView, view: View, again: Again | None = None) -> None:
+    def name(self, out: TensorView, view: View, generic: MakeGeneric | None = None) -> None:
         """See `Receiver.name`."""
         slots = self._slots
         slots[view.out] = self._frame.tensors[out] = view.of(slots[view.source])
@@ -930,10 +932,10 @@ class Immediate:
         if self._delays and not all(_shares(r, op, frame) for r in found):
             # What was computed now says the shapes; the values come when the stream gets there.
             outs = found = [torch.empty_like(r) for r in found]
-            again = execution.computing(op)
+            compute_op = execution.computing(op)
 
             def fill(slots: Slots) -> None:
-                for out, value in zip(outs, again(slots), strict=True):
+                for out, value in zip(outs, compute_op(slots), strict=True):
                     write(out, value)
 
             self.enqueue(lambda: fill)

@@ -24,13 +24,13 @@ from fuser.support.torch_calls import current_device_beside, raw_stream_on
 from hostir.analysis.clocks import Clock, Lifetime, StreamOrder
 from hostir.ir.ops import Allocate, Deallocate, library_name
 from hostir.runtime.execute import (
-    Again,
     Execution,
     Immediate,
+    MakeGeneric,
     MakeStep,
     OnlyRunTells,
     as_step,
-    same,
+    for_all_sizes,
 )
 from hostir.runtime.frame import ExecutionContext, Frame
 from hostir.runtime.plan import Arenas, Plan, first_fit
@@ -81,7 +81,7 @@ class Recorder:
         self._requires_grad = any(t.requires_grad for t in frame.tensors.values())
         self._steps: list[tuple[Step, Op | None]] = []
         # How to make each of them for other sizes.
-        self.again: list[Again | None] = []
+        self.generic: list[MakeGeneric | None] = []
         # How many of them listeners have been told of.
         self._told = 0
         # Buffers that may lie in an arena, by slot, in the order of their allocations: whose, what
@@ -134,15 +134,15 @@ class Recorder:
         for listener in self.listeners:
             listener.on_kept(op, kept)
 
-    def _keep(self, step: Step | Closure, again: Again | None = None) -> None:
+    def _keep(self, step: Step | Closure, generic: MakeGeneric | None = None) -> None:
         self._steps.append((as_step(step), self.frame.op))
-        self.again.append(again)
+        self.generic.append(generic)
 
     def enqueue(
         self,
         make: MakeStep,
         *,
-        again: Again | None = None,
+        generic: MakeGeneric | None = None,
         after: Closure | None = None,
         ready: Ready | None = None,
     ) -> None:
@@ -151,17 +151,17 @@ class Recorder:
         if not execution.is_dry:
             self._now.take(made, after, ready)
         kept = made.settled(execution.slots) if isinstance(made, Started) else as_step(made)
-        self._keep(kept if after is None else Both(kept, Action(after)), again)
+        self._keep(kept if after is None else Both(kept, Action(after)), generic)
 
     def run_now(self, run: Closure) -> None:
         """See `Receiver.run_now`."""
         self._now.run_now(run)
         self._keep(run)
 
-    def name(self, out: TensorView, view: View, again: Again | None = None) -> None:
+    def name(self, out: TensorView, view: View, generic: MakeGeneric | None = None) -> None:
         """See `Receiver.name`."""
         self._now.name(out, view)
-        self._keep(view, again)
+        self._keep(view, generic)
 
     def allocate(
         self, tv: TensorView, slot: int, shape: tuple[int, ...], *, is_cleared: bool
@@ -185,7 +185,7 @@ class Recorder:
             step = Make(slot, self._make(tv, block).run)
             self._keep(step if clear is None else Both(step, Action(clear)))
         elif clear is not None:
-            self._keep(clear, same(clear))
+            self._keep(clear, for_all_sizes(clear))
 
     def deallocate(self, tv: TensorView) -> None:
         """See `Receiver.deallocate`."""
@@ -199,7 +199,7 @@ class Recorder:
             self._lifetimes[i] = Lifetime(begin, self._order.moment(stream))
         is_made_before = i in self._blocks and i not in self._in_steps
         if not is_made_before or i in self._by_steps:
-            self._keep(Release(i), same(Release(i)))
+            self._keep(Release(i), for_all_sizes(Release(i)))
 
     def results(self, op: TensorOp, found: list[torch.Tensor]) -> None:
         """See `Receiver.results`."""
@@ -249,7 +249,7 @@ class Recorder:
     # ------------------------------------------------------------ the plan
     def _keep_for_outputs(self, run: Closure) -> None:
         self._steps.append((Action(run), None))
-        self.again.append(None)
+        self.generic.append(None)
 
     def finish(self, outputs: list[TensorView], arenas: Arenas) -> Plan:
         """Returns the plan that yields these tensors."""

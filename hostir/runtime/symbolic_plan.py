@@ -1,10 +1,12 @@
-"""The plans of one program for all sizes: most of a dry run, done once.
+"""The size-generic plan: makes the plans of one program for new sizes without another dry run.
 
-A dry run, or the first run, walks a program for one class of inputs; each step comes with what
-makes it for another one (`hostir.runtime.execute.Resized`). Where all steps do, the same ones serve
-other sizes: between the same slots, with the same lifetimes. Then a new size only asks where its
-tensors lie, and has each step made for that. What is not as usual (an extent of 0, a copy where
-there was a view, a kernel to be compiled) is left to a dry run.
+A dry run, or the first run, walks a program for one class of inputs. Each step of its plan comes
+with a function that makes the same step for other sizes (`hostir.runtime.execute.GenericStep`). If
+all steps have one, the list of steps, their slots and the lifetimes of buffers are the same for all
+sizes. For new sizes, only layouts are computed and the steps are made from them.
+
+Unusual sizes still need a dry run: an extent of 0, a copy where the first sizes had a view, or a
+kernel that is not compiled.
 """
 
 from __future__ import annotations
@@ -47,25 +49,25 @@ _OF_A_SIZE = frozenset({"made", "steps", "blocks", "nbytes", "records", "settled
 
 
 @dataclass
-class Size:
+class NewSizes:
     """A new size of a program: how the tensors lie and the shapes of views, by slot. See
-    `hostir.runtime.execute.Sizing`."""
+    `hostir.runtime.execute.InputSizes`."""
 
     frame: Frame
     laid: dict[int, Laid]
     shapes: dict[int, tuple[int, ...]]
 
     def like(self, slot: int) -> torch.Tensor:
-        """See `Sizing.like`."""
+        """See `InputSizes.like`."""
         return cast("torch.Tensor", self.laid[slot])
 
     def shape(self, tv: TensorView, slot: int) -> tuple[int, ...]:
-        """See `Sizing.shape`."""
+        """See `InputSizes.shape`."""
         return self.shapes[slot]
 
 
 # What makes a step of a size; None where a dry run has to.
-_Make = Callable[[Size], Step | Closure | None]
+_Make = Callable[[NewSizes], Step | Closure | None]
 
 
 @dataclass(frozen=True)
@@ -104,10 +106,10 @@ class Pattern:
         shapes = self.layouts.lay(frame.values, laid)
         if shapes is None:
             return None
-        size = Size(frame, laid, shapes)
+        sizes = NewSizes(frame, laid, shapes)
         steps: list[tuple[Step, Op | None]] = []
         for make, op in self.steps:
-            step = make(size)
+            step = make(sizes)
             if step is None:
                 return None
             if isinstance(step, View):
@@ -211,14 +213,14 @@ def pattern_of(recorder: Recorder, plan: Plan) -> Pattern | None:
     if not all(map(_goes_one_way, walk(frame.program.ops))):
         return None
     steps: list[tuple[_Make, Op | None]] = []
-    for (step, op), again in zip(plan.steps, recorder.again, strict=True):
-        resized = None if again is None else again()
-        if resized is None or not slots.issuperset(resized[0]):
+    for (step, op), make_generic in zip(plan.steps, recorder.generic, strict=True):
+        generic = None if make_generic is None else make_generic()
+        if generic is None or not slots.issuperset(generic[0]):
             return None
         if isinstance(step, View) and op is not None:
             slots.add(step.out)
             (views[step.out],) = (v for v in op.outputs if isinstance(v, TensorView))
-        steps.append((resized[1], op))
+        steps.append((generic[1], op))
     if not slots.issuperset(plan.outputs):
         return None
     reads = not all(

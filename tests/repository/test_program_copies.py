@@ -128,7 +128,7 @@ def test_steps_that_a_plan_lacks_or_has_twice_are_told(
     def so_often(recorder: Recorder, *args: Any) -> Plan:
         """Returns the plan with each of its steps so many times."""
         plan = finish(recorder, *args)
-        recorder.again[:] = [again for again in recorder.again for _ in range(times)]
+        recorder.generic[:] = [make for make in recorder.generic for _ in range(times)]
         return replace(plan, steps=tuple(step for step in plan.steps for _ in range(times)))
 
     monkeypatch.setattr(Recorder, "finish", so_often)
