@@ -132,10 +132,10 @@ FAULTS: dict[str, Fault] = {
         "Later runs leave out each Wait; the first one waits.",
         (
             _RECORDER,
-            "        kept = made.settled(execution.slots) if isinstance(made, Started)",
+            "        kept = made.make_later(execution.slots) if isinstance(made, TwoPhaseStep)",
             '        if type(self.frame.op).__name__ == "Wait":\n'
             "            return\n"
-            "        kept = made.settled(execution.slots) if isinstance(made, Started)",
+            "        kept = made.make_later(execution.slots) if isinstance(made, TwoPhaseStep)",
         ),
         tests=ORDER,
     ),

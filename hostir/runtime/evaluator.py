@@ -352,9 +352,9 @@ class ProgramEvaluator:
         except RuntimeError:
             return self.walk(self.binder.frame(list(inputs)), None)
         outputs = plan.run(inputs)
-        if plan.settled is not None:
+        if plan.after_first_run is not None:
             forget(plan)
-            plan = plan.settled()
+            plan = plan.after_first_run()
         known.plans[places] = plan
         return outputs
 

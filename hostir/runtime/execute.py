@@ -68,8 +68,8 @@ from hostir.runtime.steps import (
     LaunchStep,
     Multiply,
     Slots,
-    Started,
     Step,
+    TwoPhaseStep,
     View,
     allocation,
     announcer,
@@ -437,7 +437,9 @@ class Execution:
         # A dry run is only told of it.
         work = frame.machine.launch(op.group, ins, outs, frame.sizes)
         self._receiver.enqueue(
-            lambda: Started(lambda slots: work(), lambda slots: self._launch_step(op, ins, outs)),
+            lambda: TwoPhaseStep(
+                lambda slots: work(), lambda slots: self._launch_step(op, ins, outs)
+            ),
             generic=lambda: self._generic_launch(op),
         )
 
@@ -505,7 +507,7 @@ class Execution:
         ins, outs = [self.argument(v) for v in op.ins], [self.slot(o) for o in op.outs]
         self._receiver.keep_out_of_graphs(f"{op.name} runs a program of its own")
 
-        def make() -> Started:
+        def make() -> TwoPhaseStep:
             unit = machine.unit(op.unit)
 
             def run(slots: Slots) -> None:
@@ -516,7 +518,7 @@ class Execution:
                     make(slots)
                 run(slots)
 
-            return Started(run, lambda slots: Action(make_and_run))
+            return TwoPhaseStep(run, lambda slots: Action(make_and_run))
 
         self._receiver.enqueue(make)
 
@@ -596,7 +598,7 @@ class Execution:
             return Action(writing(op, sizes.frame, ins, free, like, machine))
 
         self._receiver.enqueue(
-            lambda: Started(
+            lambda: TwoPhaseStep(
                 writing_at_once(op, frame, ins, outs, compute_op), lambda slots: later(self)
             ),
             generic=lambda: (tuple(i for i in (*ins, *outs) if i is not None), later),
@@ -620,12 +622,12 @@ class Execution:
 
         known: list[Posting] = []
 
-        def make() -> Started:
+        def make() -> TwoPhaseStep:
             if not known:
                 backend = self._receiver.backend(op.backend, op, op.type)
                 call = CommunicationCall(op, rank, team, backend, root)
                 known.append(Posting(call, inp, out, work, raw_handle(self.stream)))
-            return known[0].started()
+            return known[0].two_phase_step()
 
         is_fixed = op.root is None or sc.int_value(op.root) is not None
         asks = tuple(i for i in (inp, out) if i >= 0)
@@ -636,20 +638,20 @@ class Execution:
         rank, work = self.rank, self._new_work(op.number)
         inp, out = self.slot(op.inp), self._landing(op.out, work)
 
-        def make() -> Started:
+        def make() -> TwoPhaseStep:
             backend, stream = self._receiver.backend(op.backend, op, op.name), self.stream
 
             def first(slots: Slots) -> None:
                 slots[work] = permute(op, (to, source), rank, team, backend, slots[inp], slots[out])
 
-            def settle(slots: Slots) -> Step:
+            def later_step(slots: Slots) -> Step:
                 both = halves(op, (to, source), slots[inp], slots[out])
                 bound = None if to == source == rank else bind_exchange(op, both, team, backend)
                 if bound is None:
                     return Action(first, 2)
                 return ExchangeStep(bound, (inp, out), work, raw_handle(stream))
 
-            return Started(first, settle)
+            return TwoPhaseStep(first, later_step)
 
         self._start(work, make)
 
@@ -687,9 +689,9 @@ class Execution:
         """Starts the sends and receives of a group, which may be one, or none."""
         team, stream, receiver = self.machine.team, self.stream, self._receiver
 
-        def make() -> Started:
+        def make() -> TwoPhaseStep:
             if not group:
-                return Started(done, lambda slots: Action(done, 0))
+                return TwoPhaseStep(done, lambda slots: Action(done, 0))
             backend = receiver.backend(group[0][0].backend, op, op.name)
             transfers = [half for *_, half in group]
             # Without the tensors of this run.
@@ -702,14 +704,14 @@ class Execution:
                 given = [transfer(one, slots[i], peer) for one, i, peer in kept]
                 slots[work] = exchange(op, given, team, backend)
 
-            def settle(slots: Slots) -> Step:
+            def later_step(slots: Slots) -> Step:
                 bound = bind_exchange(op, transfers, team, backend)
                 if bound is None:
                     return Action(start_later, len(kept))
                 buffers = tuple(i for _, i, _ in kept)
                 return ExchangeStep(bound, buffers, work, raw_handle(stream))
 
-            return Started(first, settle)
+            return TwoPhaseStep(first, later_step)
 
         def done(slots: Slots) -> None:
             slots[work] = Done()
@@ -876,7 +878,7 @@ class Immediate:
 
     def take(self, made: Step | Closure, after: Closure | None, ready: Ready | None) -> None:
         """Gives the current stream a step that was made."""
-        if isinstance(made, Started):
+        if isinstance(made, TwoPhaseStep):
             run = made.first
         elif isinstance(made, Multiply):
             run = made.run
@@ -1065,10 +1067,10 @@ class Posting(NamedTuple):
         inp, out = self.held(slots)
         slots[self.work] = post(self.call, inp, out)
 
-    def started(self) -> Started:
+    def two_phase_step(self) -> TwoPhaseStep:
         """Returns the step that starts it for the first time."""
         text = collective_text(self.inp, self.out)
-        return Started(self.post, lambda slots: self.step(*self.held(slots)), text)
+        return TwoPhaseStep(self.post, lambda slots: self.step(*self.held(slots)), text)
 
     def step(self, inp: PostedBuffer, out: PostedBuffer) -> Step:
         """Returns the step that starts it on buffers like these, on which it has been started."""

@@ -122,7 +122,7 @@ class Plan:
     why_not: str
     program: HostIrContainer
     # What returns the plan of later runs, after the first one; None where it is this one.
-    settled: Callable[[], Plan] | None = None
+    after_first_run: Callable[[], Plan] | None = None
 
     def describe(self) -> list[str]:
         """Returns a line for each step, in order: the op that it carries out, its kind and how many

@@ -45,8 +45,8 @@ from hostir.runtime.steps import (
     PlannedBuffer,
     Release,
     Slots,
-    Started,
     Step,
+    TwoPhaseStep,
     View,
     allocation,
     meets_at,
@@ -150,7 +150,7 @@ class Recorder:
         made, execution = make(), self.execution
         if not execution.is_dry:
             self._now.take(made, after, ready)
-        kept = made.settled(execution.slots) if isinstance(made, Started) else as_step(made)
+        kept = made.make_later(execution.slots) if isinstance(made, TwoPhaseStep) else as_step(made)
         self._keep(kept if after is None else Both(kept, Action(after)), generic)
 
     def run_now(self, run: Closure) -> None:

@@ -187,31 +187,34 @@ class Action:
         return self.run
 
 
-class Started:
-    """Work that is not done in later runs as in its first one: a communication, which its backend
-    binds when it has been started once, or a launch that is looked up. `first` does it as if
-    nothing was known of it; then it is `later`."""
+class TwoPhaseStep:
+    """Work whose first run differs from later runs.
+
+    Examples are a communication, which its backend binds after the first start, and a kernel whose
+    launch is looked up once. The first run calls `first`. Then `make_later` makes the step `later`,
+    which all later runs use.
+    """
 
     def __init__(
-        self, first: Closure, settle: Callable[[Slots], Step], text: str = "Started"
+        self, first: Closure, later_step: Callable[[Slots], Step], text: str = "Started"
     ) -> None:
-        """`settle` returns the step of later runs when `first` has run on these slots; `text` is
-        what it is called until then."""
-        self.first, self._settle, self._text = first, settle, text
+        """`later_step` returns the step of later runs; it is called with the slots on which `first`
+        has run. `text` names the step in a plan's description."""
+        self.first, self._later_step, self._text = first, later_step, text
         self.later: Step | None = None
 
     def __str__(self) -> str:
         return self._text
 
-    def settled(self, slots: Slots) -> Step:
-        """Returns what later runs do."""
-        self.later = self._settle(slots)
+    def make_later(self, slots: Slots) -> Step:
+        """Makes `later`, the step of later runs, and returns it."""
+        self.later = self._later_step(slots)
         return self.later
 
     def bind(self, binding: Binding) -> Closure:
         def run(slots: Slots) -> None:
             self.first(slots)
-            self.settled(slots)
+            self.make_later(slots)
 
         return run
 

@@ -35,8 +35,8 @@ from hostir.runtime.steps import (
     Closure,
     LaunchStep,
     PlannedBuffer,
-    Started,
     Step,
+    TwoPhaseStep,
     View,
     allocation,
 )
@@ -45,7 +45,7 @@ if TYPE_CHECKING:
     from hostir.runtime.recorder import Recorder
 
 # What of a plan belongs to a size.
-_OF_A_SIZE = frozenset({"made", "steps", "blocks", "nbytes", "records", "settled"})
+_OF_A_SIZE = frozenset({"made", "steps", "blocks", "nbytes", "records", "after_first_run"})
 
 
 @dataclass
@@ -129,15 +129,16 @@ class Pattern:
             nbytes=nbytes,
             records=requires_grad and self.reads,
         )
-        has_started = any(isinstance(step, Started) for step, _ in steps)
-        return replace(plan, settled=partial(_settled, plan)) if has_started else plan
+        if any(isinstance(step, TwoPhaseStep) for step, _ in steps):
+            return replace(plan, after_first_run=partial(_with_later_steps, plan))
+        return plan
 
 
-def _settled(plan: Plan) -> Plan:
+def _with_later_steps(plan: Plan) -> Plan:
     """Returns a plan that has run once, with its communications started as later runs do."""
     steps: list[tuple[Step, Op | None]] = []
     for step, op in plan.steps:
-        later = step.later if isinstance(step, Started) else step
+        later = step.later if isinstance(step, TwoPhaseStep) else step
         assert later is not None, "a communication that the first run did not start"
         steps.append((later, op))
     return replace(plan, steps=tuple(steps))
