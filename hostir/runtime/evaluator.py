@@ -323,7 +323,7 @@ class ProgramEvaluator:
         if (plan := known.take(places)) is not None:
             return self._first_replay(plan, inputs, known, places)
         frame = self.binder.frame(list(inputs))
-        if frame.machine.streams.delays or not self._is_replayed:
+        if frame.machine.streams.holds_work_back or not self._is_replayed:
             return self.walk(frame, None)
         plan = self.cache.by_pattern(frame) or (
             self._dry_run_plan(frame) if self._can_bind else None
@@ -465,7 +465,7 @@ class ProgramEvaluator:
 
     def walk(self, frame: Frame, recorder: Recorder | None) -> list[torch.Tensor]:
         """Carries out the program op by op, in the state of a frame; `recorder` keeps the steps."""
-        if not frame.machine.streams.delays:
+        if not frame.machine.streams.holds_work_back:
             return self._walk_streams(frame, recorder)
         # Work that is held back belongs to one run at a time.
         with self._late_lock:

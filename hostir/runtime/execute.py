@@ -218,14 +218,14 @@ class Execution:
             for v in inputs
         ]
         # Slots that two names have: neither may empty them.
-        self._shared: set[int] = set()
+        self._aliased_slots: set[int] = set()
         # The slots of the input scalars; and those that may change within the class.
         self.places = {v: i for i, v in enumerate(inputs) if isinstance(v, Symbol)}
-        self.given_free, self.free = free, free_scalars(frame, free)
-        self.free_slots = tuple((s, self.places[s]) for s in self.free)
+        self.free_positions, self.free_symbols = free, free_scalars(frame, free)
+        self.free_slots = tuple((s, self.places[s]) for s in self.free_symbols)
         self.is_dry = frame.machine.device == _META
-        self.delays = frame.machine.streams.delays
-        self.switches = frame.storage.switches_streams
+        self.holds_work_back = frame.machine.streams.holds_work_back
+        self.switches_streams = frame.storage.switches_streams
         # The current stream, and those that the program captured; None is the one on which the run
         # began.
         self.stream: Handle | None = None
@@ -252,7 +252,7 @@ class Execution:
     def new_slot(self, value: object) -> int:
         """Returns a slot for what is made now, whatever was called so before."""
         slots, before = self.slots, self._slot.get(value)
-        if before is not None and not self.delays and before not in self._shared:
+        if before is not None and not self.holds_work_back and before not in self._aliased_slots:
             slots[before] = None
         i = self._slot[value] = len(slots)
         slots.append(None)
@@ -260,7 +260,7 @@ class Execution:
 
     def empty(self, slot: int) -> None:
         """Lets go of what a slot holds. Work that is held back still reads it."""
-        if not self.delays and slot not in self._shared:
+        if not self.holds_work_back and slot not in self._aliased_slots:
             self.slots[slot] = None
 
     def has_slot(self, value: object) -> bool:
@@ -272,7 +272,7 @@ class Execution:
         if isinstance(value, TensorView):
             i = self.slot(value)
             return lambda slots: slots[i]
-        return reader(value, self.places, self.free, self.frame)
+        return reader(value, self.places, self.free_symbols, self.frame)
 
     def like(self, slot: int) -> torch.Tensor:
         """See `InputSizes.like`."""
@@ -393,7 +393,7 @@ class Execution:
         self._receiver.keep_out_of_graphs(f"the ranks meet in each {op.name}")
         self._receiver.run_now(shows_shards(op, machine, i, o, shape).run)
         frame.tensors[op.out] = self.slots[o]
-        if self.delays:
+        if self.holds_work_back:
             # The others see what this stream has written when it comes to here.
             self._receiver.enqueue(lambda: lambda slots: meet_at(op, machine))
 
@@ -429,7 +429,7 @@ class Execution:
                 # An in-place output is the input that it overwrites.
                 into = frame.alias_target(out)
                 i = self._slot[out] = self.slot(into)
-                self._shared.add(i)
+                self._aliased_slots.add(i)
                 frame.tensors[out] = frame.tensors[into]
         ins: list[Any] = [frame.operand(v) for v in op.ins]
         outs = [frame.tensors[o] for o in op.outs]
@@ -454,7 +454,7 @@ class Execution:
             operands = tuple(self.slot(v) for v in (*op.ins, *op.outs) if isinstance(v, TensorView))
             numbers = tuple(x for x in given if not isinstance(x, torch.Tensor))
             scalars = [v for v in op.ins if isinstance(v, Scalar)]
-            read = numbers_reader(scalars, self.places, self.free, frame)
+            read = numbers_reader(scalars, self.places, self.free_symbols, frame)
             return LaunchStep(kernel, operands, numbers, read, raw_handle(self.stream))
         self._receiver.keep_out_of_graphs(
             f"the launch of kernel group {op.group} is looked up in each run"
@@ -478,7 +478,7 @@ class Execution:
         operands = tuple(self.slot(v) for v in tensors)
         scalars = [v for v in op.ins if isinstance(v, Scalar)]
         are_sized = runner.sizes_fit([local_shape_of(tv) for tv in tensors])
-        places, free, stream = self.places, self.free, raw_handle(self.stream)
+        places, free, stream = self.places, self.free_symbols, raw_handle(self.stream)
 
         def make(sizes: InputSizes) -> LaunchStep | None:
             laid, frame = cast("list[Laid]", [sizes.like(slot) for slot in operands]), sizes.frame
@@ -663,7 +663,7 @@ class Execution:
             i = self._landing(op.buffer, work)
         half = transfer(op, self.slots[i], peer, self.frame.order(op.type, peer))
         if group is None:
-            if self.delays:
+            if self.holds_work_back:
                 self._alone.add(work)
             self._exchange(op, [(op, i, peer, half)], work)
         else:
@@ -732,13 +732,13 @@ class Execution:
                 for out, staged in landed:
                     write(out, staged)
 
-        if not self.switches:
+        if not self.switches_streams:
             self._receiver.enqueue(
                 lambda: wait, generic=for_all_sizes(wait), ready=self._ready(work)
             )
             return
         join, mark = self.machine.streams.join_mark, self.slot(("mark", work))
-        if self.delays:
+        if self.holds_work_back:
             # The queue gets the mark, too: when it is put in says what it is behind.
             self._receiver.run_now(lambda slots: None if slots[mark] is None else join(slots[mark]))
             self._receiver.enqueue(lambda: wait, ready=self._ready(work))
@@ -767,12 +767,12 @@ class Execution:
         """Returns the slot of a communication that starts now. Where streams hold work back, an
         earlier one of this number may not have been waited for yet."""
         name = "work", number
-        return self.new_slot(name) if self.delays else self.slot(name)
+        return self.new_slot(name) if self.holds_work_back else self.slot(name)
 
     def _start(self, work: int, make: MakeStep, generic: MakeGeneric | None = None) -> None:
         """Starts a communication, and note where it stands in its stream: its Wait may stand in
         another one."""
-        if not self.switches:
+        if not self.switches_streams:
             self._receiver.enqueue(make, generic=generic)
             return
         take, mark = self.machine.streams.mark, self.slot(("mark", work))
@@ -790,7 +790,7 @@ class Execution:
         """Returns the slot to receive `tv` into. Where streams hold work back, results are in their
         place after the Wait only."""
         i = self.slot(tv)
-        if not self.delays:
+        if not self.holds_work_back:
             return i
         out = self.slots[i]
         staged = torch.empty_strided(out.shape, out.stride(), dtype=out.dtype, device=out.device)
@@ -857,7 +857,7 @@ class Immediate:
     def __init__(self, execution: Execution) -> None:
         self._execution, self._frame = execution, execution.frame
         self._machine, self._slots = execution.machine, execution.slots
-        self._is_dry, self._delays = execution.is_dry, execution.delays
+        self._is_dry, self._holds_work_back = execution.is_dry, execution.holds_work_back
         # Steps are bound to nothing but the stream on which the run begins.
         self._stream = 0 if self._is_dry else raw_stream_on(self._machine.device)()
         self._binding: Binding | None = None
@@ -888,7 +888,7 @@ class Immediate:
             self._binding = self._binding or Binding(self._machine.device, self._stream, {})
             run = made.bind(self._binding)
             assert run is not None, f"{made} has nothing to do"
-        if self._delays:
+        if self._holds_work_back:
             self._frame.submit(partial(run, self._slots), ready)
         else:
             run(self._slots)
@@ -913,7 +913,7 @@ class Immediate:
         made = new_buffer(frame.program, tv, shape, frame.machine.device, frame.symmetric(tv))
         self._slots[slot] = frame.tensors[tv] = made.zero_() if is_cleared else made
         frame.owned.add(tv)
-        if self._delays and not is_cleared:
+        if self._holds_work_back and not is_cleared:
             poison(made)
 
     def deallocate(self, tv: TensorView) -> None:
@@ -924,14 +924,14 @@ class Immediate:
             machine = self._machine
             self.enqueue(lambda: lambda slots: meet_at(view, machine))
         execution.empty(execution.slot(tv))
-        if self._delays and tv in frame.owned:
+        if self._holds_work_back and tv in frame.owned:
             # The next to use this memory is on this stream, and may begin at once.
             frame.submit(partial(poison, buffer))
 
     def results(self, op: TensorOp, found: list[torch.Tensor]) -> None:
         """See `Receiver.results`."""
         execution, frame = self._execution, self._frame
-        if self._delays and not all(_shares(r, op, frame) for r in found):
+        if self._holds_work_back and not all(_shares(r, op, frame) for r in found):
             # What was computed now says the shapes; the values come when the stream gets there.
             outs = found = [torch.empty_like(r) for r in found]
             compute_op = execution.computing(op)

@@ -153,14 +153,14 @@ class Frame:
     def submit(self, work: Callable[[], object], ready: Ready | None = None) -> None:
         """Gives work to the current stream; see `Streams.submit`."""
         streams = self.machine.streams
-        if streams.delays and self.op is not None:
+        if streams.holds_work_back and self.op is not None:
             work = partial(guarded, self.op, work)
         streams.submit(work, ready)
 
     def order(self, kind: str, peer: int) -> int | None:
         """Returns which transfer of a kind with a peer this is, where streams may start them in
         another order than the program has them in; None elsewhere."""
-        if not self.machine.streams.delays:
+        if not self.machine.streams.holds_work_back:
             return None
         number = self.transfers[kind, peer] = self.transfers.get((kind, peer), -1) + 1
         return number

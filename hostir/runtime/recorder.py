@@ -239,7 +239,7 @@ class Recorder:
         for out in op.outputs:
             i, is_plain = self.slot(out), out.memory is not MemoryType.symmetric
             is_own = i in self._blocks and i not in self._in_steps and out not in self._used
-            if not (is_own and is_plain) or self.execution.switches or i in self._cleared:
+            if not (is_own and is_plain) or self.execution.switches_streams or i in self._cleared:
                 continue
             self._by_steps.add(i)
             is_named = out in storage.shows or out in storage.unread
@@ -279,7 +279,7 @@ class Recorder:
             self._symmetric,
             self.machine.device,
             self._requires_grad and not all(map(_leaves_gradients_alone, self._steps)),
-            self.machine.streams if self.execution.switches else None,
+            self.machine.streams if self.execution.switches_streams else None,
             arenas,
             raw_stream_on(self.machine.device),
             current_device_beside(self.machine.device),

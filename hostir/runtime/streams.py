@@ -42,7 +42,7 @@ class Streams(Protocol):
     """The streams of one evaluator; numbered ones are made at their first use and persist."""
 
     # Whether submitted work may run later than it was submitted.
-    delays: bool
+    holds_work_back: bool
 
     def handle(self, key: Hashable) -> Handle:
         """Returns the stream of a number, or of a name that no run captured."""
@@ -88,7 +88,7 @@ class Streams(Protocol):
 class CudaStreams:
     """CUDA streams of torch's pool; work is submitted by carrying it out."""
 
-    delays = False
+    holds_work_back = False
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -152,7 +152,7 @@ class CudaStreams:
 class CpuStreams:
     """Queues that are served at once."""
 
-    delays = False
+    holds_work_back = False
 
     def __init__(self) -> None:
         self._local = threading.local()
@@ -228,7 +228,7 @@ class DelayedStreams(CpuStreams):
     waits for it.
     """
 
-    delays = True
+    holds_work_back = True
 
     def __init__(self, late: Handle | None = None) -> None:
         super().__init__()

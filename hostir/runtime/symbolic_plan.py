@@ -230,7 +230,7 @@ def pattern_of(recorder: Recorder, plan: Plan) -> Pattern | None:
     )
     shared = {f.name: getattr(plan, f.name) for f in fields(plan) if f.name not in _OF_A_SIZE}
     layouts = Layouts(buffers, views)
-    free = recorder.execution.given_free, recorder.execution.free
+    free = recorder.execution.free_positions, recorder.execution.free_symbols
     lasting = tuple(b for b in buffers if b.lifetime is None and not b.is_never_made)
     in_arena = {block.slot for block in plan.blocks}
     lifetimes = {b: b.lifetime for b in buffers if b.lifetime is not None}
