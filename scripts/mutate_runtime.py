@@ -29,7 +29,7 @@ MEANING = "tests/hostir/runtime/test_evaluator_meaning.py"
 STEPS = "tests/hostir/runtime/test_plan_steps.py"
 ORDER = "tests/hostir/runtime/test_evaluator_order.py"
 ARENA = "tests/hostir/runtime/test_plan_arena.py"
-SIZES = "tests/hostir/runtime/test_symbolic_plan_new_sizes.py"
+SIZES = "tests/hostir/runtime/test_size_generic_plan_new_sizes.py"
 
 
 @dataclass(frozen=True)
@@ -283,7 +283,7 @@ FAULTS: dict[str, Fault] = {
             "out, inp = binding.address(self.out), binding.address(self.inp)",
             "inp, out = binding.address(self.out), binding.address(self.inp)",
         ),
-        tests="tests/hostir/runtime/test_symbolic_plan.py",
+        tests="tests/hostir/runtime/test_size_generic_plan.py",
     ),
     "root_off_by_one": _fault(
         "The root is the next member of the team.",

@@ -17,7 +17,7 @@ Files, in reading order:
 - `communication`: communication ops as calls of a transport.
 - `streams`: execution streams of CUDA and of the CPU.
 - `recorder`, `steps`, `plan`: the steps of a walk, kept; their kinds; the plan that repeats them.
-- `dry_run`, `symbolic_plan`: a plan without a run; a plan for other sizes.
+- `dry_run`, `size_generic_plan`: a plan without a run; a plan for other sizes.
 - `cuda_graphs`: after how many runs a plan becomes a CUDA graph, and what new addresses change.
 - `native_runner`: plans described for the C code that runs them.
 """

@@ -27,9 +27,9 @@ from hostir.runtime.frame import Frame
 from hostir.runtime.kernels import StepKernels
 from hostir.runtime.plan import Arenas, Plan
 from hostir.runtime.recorder import Recorder
+from hostir.runtime.size_generic_plan import SizeGenericPlan, size_generic_plan
 from hostir.runtime.steps import LaunchStep
 from hostir.runtime.streams import UnservedStreams, Work
-from hostir.runtime.symbolic_plan import Pattern, pattern_of
 
 if TYPE_CHECKING:
     from fuser.kernels.executor import KernelRequest
@@ -50,7 +50,7 @@ class DryRun:
     requests: Sequence[KernelRequest]
     plan: Plan | None = None
     # Makes the plans of other sizes; None if these may need other steps.
-    pattern: Pattern | None = None
+    generic_plan: SizeGenericPlan | None = None
 
     @property
     def is_compiled(self) -> bool:
@@ -97,9 +97,9 @@ def dry_run_plan(
         except OnlyRunTells:
             return dry_run(frame)
         plan = recorder.finish(outputs, arenas)
-        pattern = pattern_of(recorder, plan)
+        generic_plan = size_generic_plan(recorder, plan)
     recorder.forget_tensors()
-    return DryRun(requests, plan, pattern)
+    return DryRun(requests, plan, generic_plan)
 
 
 def _emptied(frame: Frame, note: Callable[[KernelRequest], object]) -> Frame:

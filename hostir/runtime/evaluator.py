@@ -64,8 +64,8 @@ from hostir.runtime.output_buffers import bind_buffers, inputs_and_buffers
 from hostir.runtime.plan import Arenas, Memory, Plan, shared_pools
 from hostir.runtime.plan_cache import PlanCache, SignatureEntry, forget
 from hostir.runtime.recorder import Recorder
+from hostir.runtime.size_generic_plan import size_generic_plan
 from hostir.runtime.streams import on_device
-from hostir.runtime.symbolic_plan import pattern_of
 from multidevice.job.agreement import Prepared
 from multidevice.transports.base.protocol import STEP_BY_STEP
 
@@ -325,9 +325,9 @@ class ProgramEvaluator:
         frame = self.binder.frame(list(inputs))
         if frame.machine.streams.holds_work_back or not self._is_replayed:
             return self.walk(frame, None)
-        plan = self.cache.by_pattern(frame) or (
-            self._dry_run_plan(frame) if self._can_bind else None
-        )
+        plan = self.cache.plan_for_new_sizes(frame)
+        if plan is None and self._can_bind:
+            plan = self._dry_run_plan(frame)
         if plan is not None:
             return self._first_replay(plan, inputs, known, places)
         recorder = Recorder(frame, self.free)
@@ -335,7 +335,7 @@ class ProgramEvaluator:
         device = frame.machine.device
         arenas = self.cache.arenas_on(device)
         plan = known.plans[places] = recorder.finish(self.outputs, arenas)
-        self.cache.learn(device, pattern_of(recorder, plan))
+        self.cache.keep_generic_plan(device, size_generic_plan(recorder, plan))
         recorder.forget_tensors()
         return outputs
 
@@ -418,7 +418,7 @@ class ProgramEvaluator:
         inputs = flatten(inputs)
         frame = self.binder.frame(inputs, checked_on=checked_on)
         known = self.know(inputs)
-        plan = self.cache.by_pattern(frame)
+        plan = self.cache.plan_for_new_sizes(frame)
         if plan is None and not (self._can_bind and self._is_prepared):
             # The first kernels: each is compiled while the next is lowered.
             self._compile(dry_run(frame), frame)
@@ -437,11 +437,11 @@ class ProgramEvaluator:
         """Returns the plan of inputs like those of a frame, with all kernels compiled; None where
         only a run can tell."""
         device = frame.machine.device
-        found = dry_run_plan(frame, self.free, self.outputs, self.cache.arenas_on(device))
-        self.cache.learn(device, found.pattern)
-        if not found.is_compiled:
-            self._compile(found, frame)
-        return found.plan
+        findings = dry_run_plan(frame, self.free, self.outputs, self.cache.arenas_on(device))
+        self.cache.keep_generic_plan(device, findings.generic_plan)
+        if not findings.is_compiled:
+            self._compile(findings, frame)
+        return findings.plan
 
     def _compile(self, kernels: DryRun, frame: Frame) -> None:
         from fuser.kernels.executor import compile_many

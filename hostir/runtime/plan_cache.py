@@ -2,7 +2,7 @@
 
     signature of the inputs -> `SignatureEntry` -> places in vectors of memory -> `Plan`
 
-Beside the plans it has, by device, what new ones are made of: a pattern and arenas.
+Beside the plans it has, by device, what new ones are made of: a size-generic plan and arenas.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from fuser.support.lru import Recent
 from hostir.runtime.frame import Frame
 from hostir.runtime.inputs import Argument
 from hostir.runtime.plan import Arenas, Memory, Plan, Pool, memory_of
-from hostir.runtime.symbolic_plan import Pattern
+from hostir.runtime.size_generic_plan import SizeGenericPlan
 from multidevice.job.agreement import Claim
 
 # Classes of inputs that an evaluator remembers.
@@ -82,7 +82,7 @@ class PlanCache:
         self._known: Recent[Hashable, SignatureEntry] = Recent(
             MAX_PLANS, on_drop=SignatureEntry.forget
         )
-        self._patterns: dict[torch.device, Pattern] = {}
+        self._generic_plans: dict[torch.device, SizeGenericPlan] = {}
         self._arenas: dict[torch.device, Arenas] = {}
 
     # ------------------------------------------------------------ signatures
@@ -119,16 +119,19 @@ class PlanCache:
         return [plan for known in self._known.values() for plan in known.plans.values()]
 
     # ------------------------------------------------------------ devices
-    def by_pattern(self, frame: Frame) -> Plan | None:
-        """Returns the plan of inputs like those of a frame, whose kernels are compiled, by what
-        earlier sizes have shown; None where that does not tell."""
-        pattern = self._patterns.get(frame.machine.device)
-        return None if pattern is None else pattern.plan(frame)
+    def plan_for_new_sizes(self, frame: Frame) -> Plan | None:
+        """Returns the plan for the inputs of a frame, made from the size-generic plan.
 
-    def learn(self, device: torch.device, pattern: Pattern | None) -> None:
-        """Makes later plans by this pattern, if there is one."""
-        if pattern is not None:
-            self._patterns[device] = pattern
+        None if there is no size-generic plan yet, or if it does not serve these sizes. All kernels
+        of the plan are compiled.
+        """
+        generic_plan = self._generic_plans.get(frame.machine.device)
+        return None if generic_plan is None else generic_plan.plan_for(frame)
+
+    def keep_generic_plan(self, device: torch.device, generic_plan: SizeGenericPlan | None) -> None:
+        """Keeps a size-generic plan, which makes the plans of later sizes; None keeps nothing."""
+        if generic_plan is not None:
+            self._generic_plans[device] = generic_plan
 
     def arenas_on(self, device: torch.device) -> Arenas:
         """Returns where intermediates lie on a device."""

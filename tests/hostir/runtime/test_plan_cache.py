@@ -147,13 +147,13 @@ def test_later_numbers_are_checked() -> None:
 
 # ------------------------------------------------------------------ devices
 @dataclass
-class SizedPattern:
-    """Stands for a pattern: it tells the plans of one size."""
+class GenericPlanOfOneSize:
+    """A size-generic plan of which the plan of one size is known."""
 
     size: int
     made: Plan
 
-    def plan(self, frame: Any) -> Plan | None:
+    def plan_for(self, frame: Any) -> Plan | None:
         return self.made if frame.size == self.size else None
 
 
@@ -168,16 +168,18 @@ class SizedFrame:
     machine: Machine = field(default_factory=lambda: Machine(CPU))
 
 
-def test_a_pattern_makes_the_plans_of_its_device_as_far_as_it_tells() -> None:
+def test_a_size_generic_plan_makes_the_plans_of_its_device_for_the_sizes_that_it_serves() -> None:
     plans, made = cache(), named("of 4", Bound())
-    assert plans.by_pattern(cast(Any, SizedFrame(4))) is None
-    plans.learn(CPU, None)
-    plans.learn(CPU, cast(Any, SizedPattern(4, made)))
-    assert plans.by_pattern(cast(Any, SizedFrame(4))) is made
-    assert plans.by_pattern(cast(Any, SizedFrame(5))) is None
-    assert plans.by_pattern(cast(Any, SizedFrame(4, Machine(torch.device("meta"))))) is None
-    plans.learn(CPU, None)
-    assert plans.by_pattern(cast(Any, SizedFrame(4))) is made, "no pattern takes none away"
+    assert plans.plan_for_new_sizes(cast(Any, SizedFrame(4))) is None
+    plans.keep_generic_plan(CPU, None)
+    plans.keep_generic_plan(CPU, cast(Any, GenericPlanOfOneSize(4, made)))
+    assert plans.plan_for_new_sizes(cast(Any, SizedFrame(4))) is made
+    assert plans.plan_for_new_sizes(cast(Any, SizedFrame(5))) is None
+    assert plans.plan_for_new_sizes(cast(Any, SizedFrame(4, Machine(torch.device("meta"))))) is None
+    plans.keep_generic_plan(CPU, None)
+    assert plans.plan_for_new_sizes(cast(Any, SizedFrame(4))) is made, (
+        "None removes no size-generic plan"
+    )
 
 
 def test_arenas_are_those_of_a_device_and_leave_their_pool_with_the_cache() -> None:

@@ -31,7 +31,7 @@ from hostir.tools.run_text import shards_of
 from multidevice import Communicator, DeviceMesh, simulate
 from tests.fuser.frontend.test_definition_user_programs_on_ranks import SHARED, run_on_rank
 from tests.fuser.nvfuser import test_multi_device_executor as streamed
-from tests.hostir.runtime.test_symbolic_plan import _two_layers as two_layers
+from tests.hostir.runtime.test_size_generic_plan import _two_layers as two_layers
 from tests.support import handmade_programs, host_programs, stream_programs
 from tests.support.plan_steps import (
     by_rank,
@@ -327,15 +327,15 @@ SIZED: dict[str, Run] = {
 def test_other_sizes_have_the_steps_of_the_golden_texts(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    by_pattern, made = PlanCache.by_pattern, list[Plan]()
+    plan_for_new_sizes, made = PlanCache.plan_for_new_sizes, list[Plan]()
 
     def noted(cache: PlanCache, frame: Frame) -> Plan | None:
-        plan = by_pattern(cache, frame)
+        plan = plan_for_new_sizes(cache, frame)
         if plan is not None:
             made.append(plan)
         return plan
 
-    monkeypatch.setattr(PlanCache, "by_pattern", noted)
+    monkeypatch.setattr(PlanCache, "plan_for_new_sizes", noted)
     seen = seen_in(SIZED[name])
     plans: dict[int, list[Seen]] = {}
     for one in seen:

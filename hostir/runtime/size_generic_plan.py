@@ -71,7 +71,7 @@ _Make = Callable[[NewSizes], Step | Closure | None]
 
 
 @dataclass(frozen=True)
-class Pattern:
+class SizeGenericPlan:
     """The plans of one program on one device. `steps` has what makes those of a size; `like` is the
     plan of some size, and `shared` what all have in common."""
 
@@ -89,7 +89,7 @@ class Pattern:
     # Whether torch reads something, so that it would record gradients.
     reads: bool
 
-    def plan(self, frame: Frame) -> Plan | None:
+    def plan_for(self, frame: Frame) -> Plan | None:
         """Returns the plan of the inputs of a frame; None where a dry run has to make it."""
         laid: dict[int, Laid] = {}
         requires_grad = False
@@ -195,9 +195,11 @@ def _block(buffer: PlannedBuffer, laid: dict[int, Laid], offset: int = 0) -> Blo
 
 
 # ------------------------------------------------------------------ from a plan
-def pattern_of(recorder: Recorder, plan: Plan) -> Pattern | None:
-    """Returns the pattern of a plan of a dry run or a recorded run; None where other
-    sizes may take other steps."""
+def size_generic_plan(recorder: Recorder, plan: Plan) -> SizeGenericPlan | None:
+    """Makes a plan size-generic; `recorder` recorded it in a dry run or a run.
+
+    Returns None if other sizes may need other steps.
+    """
     frame = recorder.frame
     inputs = [
         (v, i)
@@ -236,7 +238,7 @@ def pattern_of(recorder: Recorder, plan: Plan) -> Pattern | None:
     lifetimes = {b: b.lifetime for b in buffers if b.lifetime is not None}
     placed = {b: lifetime for b, lifetime in lifetimes.items() if b.slot in in_arena}
     after = successions(tuple(placed.values()))
-    return Pattern(
+    return SizeGenericPlan(
         tuple(inputs),
         free,
         lasting,

@@ -260,7 +260,7 @@ def test_compilers_are_not_asked_for_new_sizes_of_a_stream(
         check(n)
 
 
-# ------------------------------------------------------------------ patterns
+# ------------------------------------------------------------------ size-generic plans
 def _linears() -> FusionDefinition:
     """Products that torch sees with other shapes, and a kernel of any layout."""
     with FusionDefinition() as fd:
@@ -325,8 +325,8 @@ def test_a_size_generic_plan_makes_the_plans_of_dry_runs(schedules: Sequence[str
             for _ in range(2):
                 fd.execute(make(n), _enable_options=schedules)
             evaluator, inputs = fd.fec._last().evaluator, make(n)
-            pattern = evaluator.cache._patterns[torch.device("cpu")]
-            made = pattern.plan(evaluator.binder.frame(list(inputs)))
+            generic = evaluator.cache._generic_plans[torch.device("cpu")]
+            made = generic.plan_for(evaluator.binder.frame(list(inputs)))
             arenas = evaluator.cache.arenas_on(torch.device("cpu"))
             frame = evaluator.binder.frame(list(inputs))
             told = dry_run_plan(frame, evaluator.free, evaluator.outputs, arenas).plan

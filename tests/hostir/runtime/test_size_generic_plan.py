@@ -26,7 +26,7 @@ from hostir.runtime.plan_cache import PlanCache
 from hostir.runtime.steps import CollectiveStep
 from multidevice import Communicator, simulate
 from multidevice.transports.base.protocol import Post, Work
-from tests.hostir.runtime.test_symbolic_plan_new_sizes import _assert_alike
+from tests.hostir.runtime.test_size_generic_plan_new_sizes import _assert_alike
 from tests.support.host_programs import CASES, build
 from tools.fuzz import single
 from tools.fuzz.product import Mode
@@ -35,10 +35,10 @@ from tools.fuzz.runner import Case, run
 
 def _compared(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
     """Compares each plan that a size-generic plan makes with the one of a dry run."""
-    counts, by_pattern = Counter[str](), PlanCache.by_pattern
+    counts, plan_for_new_sizes = Counter[str](), PlanCache.plan_for_new_sizes
 
     def compared(cache: PlanCache, frame: Frame) -> Plan | None:
-        plan = by_pattern(cache, frame)
+        plan = plan_for_new_sizes(cache, frame)
         if plan is not None:
             arenas = cache.arenas_on(frame.machine.device)
             with torch.no_grad():
@@ -48,7 +48,7 @@ def _compared(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
             counts["plans"] += 1
         return plan
 
-    monkeypatch.setattr(PlanCache, "by_pattern", compared)
+    monkeypatch.setattr(PlanCache, "plan_for_new_sizes", compared)
     return counts
 
 
@@ -220,7 +220,7 @@ def test_what_is_bound_is_bound_after_the_first_run(monkeypatch: pytest.MonkeyPa
 
 # ------------------------------------------------------------------ decisions by sizes
 @pytest.mark.parametrize("is_decided_by_size", [False, True])
-def test_a_branch_that_a_size_decides_has_no_pattern(is_decided_by_size: bool) -> None:
+def test_a_branch_that_a_size_decides_has_no_size_generic_plan(is_decided_by_size: bool) -> None:
     case = CASES["linear_relu_sum"]
     program: HostIrContainer = build(case)
     x = program.inputs[0]
@@ -232,4 +232,4 @@ def test_a_branch_that_a_size_decides_has_no_pattern(is_decided_by_size: bool) -
     for _ in range(2):
         for got, expected in zip(evaluator.run(inputs), want, strict=True):
             assert torch.equal(got, expected)
-    assert bool(evaluator.cache._patterns) is not is_decided_by_size
+    assert bool(evaluator.cache._generic_plans) is not is_decided_by_size
