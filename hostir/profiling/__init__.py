@@ -6,8 +6,8 @@ Files, in reading order:
 
 - `timers`: the ways to time a step: the host's clock, CUDA events, CUPTI through torch's
   profiler.
-- `op_recorder`: which op each recorded step carries out.
-- `timeline`: a trace: its events, report and file format.
-- `tracer`: a trace taken on all ranks; `HostIrEvaluator`.
-- `profiler`: a profile of one call.
+- `op_recorder`: finds the op that each recorded step carries out.
+- `timeline`: a trace: its events, its report and its file format.
+- `tracer`: takes a trace on all ranks; `HostIrEvaluator`.
+- `profiler`: takes a profile of one call.
 """
