@@ -1,13 +1,14 @@
 """The axis graph: which axes of a fusion are the same axis.
 
-Nodes are axis numbers. Two relations are kept apart:
-- *exact*: axes that an op maps onto each other and that both are concrete (or both broadcast),
-  closed under congruence: equal transforms of mapped inputs have mapped outputs, and, where inner
-  and input extents agree, mapped outputs have mapped inputs;
-- *concretization*: a directed edge per producer-consumer pair, from a broadcast axis to the
-  concrete axis that the consumer iterates.
+Nodes are axis numbers. There are two relations:
 
-Build it from a fusion when needed; it does not follow later changes.
+- *exact*: an op maps the axes onto each other, and both are concrete or both are broadcasts. Equal
+  transforms extend the relation: those of mapped inputs have mapped outputs. If inner and input
+  extents agree, those of mapped outputs have mapped inputs.
+- *concretization*: a directed edge from a broadcast axis of a producer to the concrete axis of the
+  consumer.
+
+The graph describes the fusion at the time when it is built; it does not follow later changes.
 """
 
 from __future__ import annotations
@@ -34,14 +35,14 @@ def mapped_axes(
 ) -> tuple[AxisPair, ...]:
     """Returns the (producer logical axis, consumer root axis) pairs of one tensor operand.
 
-    Pairs of a broadcast and a concrete axis are included; `is_exact_pair` tells them apart.
+    They include pairs of a broadcast and a concrete axis; `is_exact_pair` distinguishes them.
     """
     consumer = out if out is not None else op.out_tensor
     return _pairs(op, operand_index, consumer, op.axis_map_to(operand_index, consumer))
 
 
 def alike_axes(op: TensorOp, operand_index: int, out: TensorView) -> tuple[AxisPair, ...]:
-    """Returns `mapped_axes` with the pairs of axes that are cut alike, too."""
+    """Returns `mapped_axes`, extended by pairs of axes that must be sharded in the same way."""
     return _pairs(op, operand_index, out, op.alike_map(operand_index, out))
 
 
@@ -59,13 +60,13 @@ def _pairs(
 
 
 def parallel_axes(op: TensorOp, out: TensorView, sibling: TensorView) -> Iterator[AxisPair]:
-    """Yields the logical axes of two results of an op that are the same axis."""
-    mine, theirs = out.domain.logical, sibling.domain.logical
-    return ((mine[a], theirs[b]) for a, b in op.parallel_axes(out, sibling))
+    """Yields the pairs of logical axes that two results of an op share."""
+    axes, sibling_axes = out.domain.logical, sibling.domain.logical
+    return ((axes[a], sibling_axes[b]) for a, b in op.parallel_axes(out, sibling))
 
 
 def is_exact_pair(pair: AxisPair) -> bool:
-    """Whether neither or both axes of the pair are broadcasts."""
+    """Returns whether both axes of the pair are broadcasts, or neither is."""
     return pair[0].is_broadcast == pair[1].is_broadcast
 
 
@@ -77,8 +78,10 @@ def tensor_operands(op: TensorOp) -> Iterator[tuple[int, TensorView]]:
 
 
 class AxisGraph:
-    """Union-find over the axes of a fusion, with congruence over transforms. Pairs of axes that are
-    `joined`, by number, count as one."""
+    """The exact classes of the axes of a fusion, as a union-find structure.
+
+    Pairs of axis numbers in `joined` are put into one class in addition.
+    """
 
     def __init__(self, fusion: Fusion, *, joined: Iterable[tuple[int, int]] = ()) -> None:
         self._fusion = fusion
@@ -103,15 +106,15 @@ class AxisGraph:
         self._close()
 
     def find(self, axis: Axis | IterDomain) -> int:
-        """Returns the representative number of the axis's exact class."""
+        """Returns the representative number of the exact class of an axis."""
         return self._find(axis.number)
 
     def mapped(self, a: Axis | IterDomain, b: Axis | IterDomain) -> bool:
-        """Whether two axes are provably the same axis."""
+        """Returns whether two axes are provably the same axis."""
         return self._find(a.number) == self._find(b.number)
 
     def concretized(self, axis: Axis | IterDomain) -> frozenset[int]:
-        """Returns the classes of concrete axes that a broadcast axis becomes downstream."""
+        """Returns the classes of the concrete axes to which consumers broadcast an axis."""
         seen: set[int] = set()
         todo = [self._find(axis.number)]
         edges: dict[int, set[int]] = {}
@@ -125,16 +128,16 @@ class AxisGraph:
         return frozenset(seen)
 
     def has(self, axis: Axis | IterDomain) -> bool:
-        """Whether the axis was there when the graph was built."""
+        """Returns whether the axis existed when the graph was built."""
         return axis.number in self._axes
 
     def join(self, a: Axis | IterDomain, b: Axis | IterDomain) -> None:
-        """Counts two axes as one, and those that follow."""
+        """Puts two axes into one class, and the axes that equal transforms derive from them."""
         self._union(a.number, b.number)
         self._close()
 
     def classes(self) -> list[tuple[int, ...]]:
-        """Returns the numbers of the axes of each class, in order."""
+        """Returns the axis numbers of each class; classes and numbers are in ascending order."""
         found: dict[int, list[int]] = {}
         for number in sorted(self._axes):
             found.setdefault(self._find(number), []).append(number)
@@ -165,11 +168,11 @@ class AxisGraph:
         return self._fusion.canonical(self._axes[number].size)
 
     def _keys(self, t: Transform) -> tuple[tuple[object, ...], ...]:
-        """Returns what makes a transform another's equal, whatever its axes: one of these."""
+        """Returns the keys of a transform; two transforms are equal if they share one."""
         return (self._key(t),)
 
     def _key(self, t: Transform) -> tuple[object, ...]:
-        """Everything about a transform but its axes."""
+        """Returns the kind and parameters of a transform, without its axes."""
         match t:
             case SplitTransform():
                 return ("split", self._size(t.inner), self._size(t.outer))
@@ -183,7 +186,7 @@ class AxisGraph:
                 return ("shift", t.width)
 
     def _close(self) -> None:
-        """Forwards and backward congruence, to a fixed point."""
+        """Extends the classes by equal transforms, forward and backward, until nothing changes."""
         keyed = [(key, t) for t in self._transforms for key in self._keys(t)]
         changed = True
         while changed:
@@ -205,8 +208,10 @@ class AxisGraph:
 
 
 class ConcretizedGraph(AxisGraph):
-    """An axis graph in which a broadcast axis is also the concrete axis that it becomes: what is
-    split or merged alike stays one, whatever the extents."""
+    """An axis graph in which a broadcast axis also belongs to the class of its concrete axis.
+
+    Equal splits and merges derive mapped axes, whatever the extents are.
+    """
 
     def _relate(self, pair: AxisPair) -> None:
         self._union(pair[0].number, pair[1].number)

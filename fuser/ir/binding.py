@@ -1,8 +1,8 @@
-"""Binding: the symbols of a fusion get their values from its inputs.
+"""Binding: computes the symbols of a fusion from its inputs.
 
-An extent that is a symbol takes the size of the first axis that has it; later axes, and every
-equality that the ops stated, are checked. Extents are global: an axis that a mesh cuts into n
-blocks has n times its local size.
+A symbolic extent takes the size of the first axis that has it. Later axes, and every equality that
+the ops require, are checked. Extents are global: an axis that a mesh shards into n blocks has n
+times its local size.
 """
 
 from __future__ import annotations
@@ -30,7 +30,8 @@ Values = dict[Symbol, Number]
 
 @record
 class _Axis:
-    """One axis of an input: where it is, its extent over representatives, its number of blocks."""
+    """One axis of an input: its position, its extent (with representatives only), its number of
+    blocks."""
 
     tv: TensorView
     position: int
@@ -41,17 +42,18 @@ class _Axis:
         return f"axis {self.position} of {self.tv}"
 
     def found(self, size: int) -> str:
-        """Returns how the size came about."""
+        """Returns a size as text, with the local size and the number of ranks if the axis is
+        sharded."""
         if self.blocks == 1:
             return str(size)
         return f"{size} (local size {size // self.blocks} times {self.blocks} ranks)"
 
 
 class Binder:
-    """Gives the symbols of one fusion their values.
+    """Computes the values of the symbols of one fusion from the arguments of a call.
 
-    `declared` defaults to the fusion's inputs; `blocks` returns into how many blocks each axis of a
-    tensor is cut.
+    `declared` defaults to the fusion's inputs. `blocks` returns the number of shards of each axis
+    of a tensor; by default no axis is sharded.
     """
 
     def __init__(
@@ -79,15 +81,16 @@ class Binder:
     def bind(
         self, arguments: Sequence[Argument], known: Mapping[Symbol, Number] | None = None
     ) -> Values:
-        """Returns the value of every symbol; `known` ones are checks from the start.
+        """Returns the value of every symbol. Values in `known` are only checked.
 
-        Raises `InputError` naming both tensors and axes when sizes contradict each other,
-        `ShardingError` when a size does not fit the mesh.
+        Raises:
+            InputError: two sizes contradict each other; both tensors and axes are named.
+            ShardingError: the mesh does not divide an extent.
         """
         if len(arguments) != len(self._declared):
             raise InputError(f"expected {len(self._declared)} inputs, got {len(arguments)}")
         if not known:
-            # Compiled at the second call: many definitions see one size.
+            # Compiled at the second call, because many definitions are called only once.
             if self._at_once is None and self._is_known:
                 self._at_once = self._make_at_once()
             self._is_known = True
@@ -125,8 +128,11 @@ class Binder:
         return values
 
     def _make_at_once(self) -> Callable[[Sequence[Argument]], Values | None]:
-        """Returns what gives the values where every equality holds as soon as it is come to; None
-        where not all symbols are found in that order, or where `bind` has an error to tell."""
+        """Compiles a function that returns the values of all symbols in one pass.
+
+        It returns None if some equality does not hold, or if the symbols cannot be computed in this
+        order; `bind` then computes them step by step, or raises the error.
+        """
         text, order = PythonText(), list[Symbol]()
         names, lines, constant = text.names, text.lines, text.constant
         tensor, const = constant(torch.Tensor), constant(Const)
@@ -135,7 +141,7 @@ class Binder:
         def refuse_unless(condition: str) -> None:
             lines.append(f"if not ({condition}): return None")
 
-        def give(symbol: Symbol, value: str) -> None:
+        def define(symbol: Symbol, value: str) -> None:
             if symbol in names:
                 refuse_unless(f"{names[symbol]} == {value}")
                 return
@@ -147,7 +153,7 @@ class Binder:
             if not isinstance(declared, TensorView):
                 refuse_unless(f"not isinstance({given}, {tensor})")
                 if isinstance(declared, Symbol):
-                    give(declared, f"{const}({given}, {constant(declared.dtype)}).value")
+                    define(declared, f"{const}({given}, {constant(declared.dtype)}).value")
                 continue
             refuse_unless(f"isinstance({given}, {tensor})")
             sizes = [f"n{k}_{axis.position}" for axis in axes]
@@ -155,15 +161,15 @@ class Binder:
             for axis, size in zip(axes, sizes, strict=True):
                 size = size if axis.blocks == 1 else f"{size} * {axis.blocks}"
                 if isinstance(axis.extent, Symbol):
-                    give(axis.extent, size)
+                    define(axis.extent, size)
                 else:
                     later.append((axis.extent, size))
         for x, y in self._fusion.equal_extents():
             are_known = [all(s in names for s in symbols(z)) for z in (x, y)]
             if are_known[1] and isinstance(x, Symbol):
-                give(x, _counted(text, y))
+                define(x, _counted(text, y))
             elif are_known[0] and isinstance(y, Symbol):
-                give(y, _counted(text, x))
+                define(y, _counted(text, x))
             elif all(are_known):
                 refuse_unless(f"{_counted(text, x)} == {_counted(text, y)}")
             else:
@@ -193,13 +199,13 @@ class Binder:
         if expected is None:
             unknown = next(s for s in symbols(axis.extent) if s not in values)
             raise InputError(
-                f"{where} whose axis {axis.position} has extent {axis.extent}: no input binds "
-                f"{unknown}"
+                f"{where} to have extent {axis.extent} at axis {axis.position}, but no input "
+                f"determines {unknown}"
             )
         if axis.blocks > 1 and expected % axis.blocks:
             raise ShardingError(
                 f"axis {axis.position} of {tensor_words(axis.tv)} has extent {axis.extent} = "
-                f"{expected}, which {axis.blocks} ranks do not divide; got {axis.found(size)}"
+                f"{expected}, which is not divisible by {axis.blocks} ranks; got {axis.found(size)}"
                 f"{user_code(next(iter(axis.tv.cut_lines.values()), axis.tv.user_line()))}"
                 f"{in_ir(axis.tv)}"
             )
@@ -229,7 +235,8 @@ class Binder:
                 )
 
     def _shard_hint(self, axis: _Axis, values: Values) -> str:
-        """Returns which shard a rank passes of a tensor that a mesh cuts along this axis."""
+        """Returns the part of a message that describes the shard to pass, "" for an unsharded
+        axis."""
         if axis.blocks == 1:
             return ""
         position = self._declared.index(axis.tv)
@@ -239,8 +246,8 @@ class Binder:
             for size in [_evaluated(other.extent, values)]
         ]
         return (
-            f"; {tensor_words(axis.tv)} is cut along axis {axis.position}: a rank passes its shard "
-            f"[{', '.join(sizes)}], as multidevice.shard_tensor(t, x) gives"
+            f"; {tensor_words(axis.tv)} is sharded along axis {axis.position}: each rank must pass "
+            f"its shard [{', '.join(sizes)}], which multidevice.shard_tensor(t, x) returns"
         )
 
     def _because(self, x: Scalar, representative: Scalar) -> str:
@@ -248,12 +255,12 @@ class Binder:
         return f": {reason}" if reason else ""
 
 
-# What a user of torch expects of a size of 1.
-_SPREAD = "; to spread it over the other's elements, declare {} as 1 in define_tensor, not as -1"
+# In torch, a size of 1 would be broadcast.
+_SPREAD = "; to broadcast it, declare {} as 1 in define_tensor, not as -1"
 
 
 def _spread_hint(axis: _Axis, size: int) -> str:
-    """Returns what to write where an axis of one element meets a longer one."""
+    """Returns the hint for an axis of one element whose extent must equal a larger one, else ""."""
     return _SPREAD.format(f"axis {axis.position} of {axis.tv.label}") if size == 1 else ""
 
 
@@ -280,7 +287,7 @@ def complete(fusion: Fusion, values: Values) -> None:
 
 
 def _evaluated(x: Scalar, values: Mapping[Symbol, Number]) -> int | None:
-    """Returns the value of an extent, None where a symbol has none yet."""
+    """Returns the value of an extent, or None if a symbol in it has no value yet."""
     if isinstance(x, Symbol):
         found = values.get(x)
         return None if found is None else int(found)
@@ -290,21 +297,24 @@ def _evaluated(x: Scalar, values: Mapping[Symbol, Number]) -> int | None:
 
 
 def _counted(text: PythonText, x: Scalar) -> str:
-    """Returns the expression of an extent whose symbols have names."""
+    """Returns the Python expression of an extent whose symbols are already named in `text`."""
     return text.name(x) if isinstance(x, Symbol | Const) else f"int({text.name(x)})"
 
 
 def size_of(x: Scalar, values: Mapping[Symbol, Number]) -> int:
-    """Returns the value of an extent; a division by an empty extent gives 0.
+    """Returns the value of an extent; a division by an empty extent yields 0.
 
-    Raises `InputError` for a symbol that no input binds.
+    Raises:
+        InputError: if no input determines a symbol.
     """
     try:
         return int(evaluate(x, values))
     except ZeroDivisionError:
         return 0
     except KeyError as error:
-        raise InputError(f"the extent {x} has no value: {error.args[0]} is not bound") from None
+        raise InputError(
+            f"the extent {x} has no value: no input determines {error.args[0]}"
+        ) from None
 
 
 def bind_inputs(fusion: Fusion, arguments: Sequence[Argument]) -> Values:
@@ -314,9 +324,9 @@ def bind_inputs(fusion: Fusion, arguments: Sequence[Argument]) -> Values:
 
 # ------------------------------------------------------------------ signatures
 def free_inputs(fusion: Fusion, tensors: Iterable[TensorView] | None = None) -> frozenset[int]:
-    """Returns the positions of scalar inputs on which no size, split or resize depends.
+    """Returns the positions of the scalar inputs on which no size, split or resize depends.
 
-    `tensors` defaults to those of the fusion.
+    `tensors` defaults to all tensors of the fusion.
     """
     scalars = structural_scalars(fusion, fusion.tensors() if tensors is None else tensors)
     structural = {s for x in scalars for s in symbols(x)}
@@ -326,7 +336,7 @@ def free_inputs(fusion: Fusion, tensors: Iterable[TensorView] | None = None) -> 
 
 
 def structural_scalars(fusion: Fusion, tensors: Iterable[TensorView]) -> list[Scalar]:
-    """Returns the sizes, splits and resizes of these tensors, and all sizes that are said equal."""
+    """Returns the sizes, splits and resizes of these tensors, and all sizes in equalities."""
     related = (x for pair in fusion.equal_extents() for x in pair)
     return [*(x for tv in tensors for x in shape_scalars(tv)), *related]
 
@@ -345,7 +355,8 @@ Signature = tuple[tuple[Any, ...], ...]
 
 
 def inputs_text(signature: Signature) -> str:
-    """Returns the shapes of the inputs of a signature, and the numbers that are known."""
+    """Returns the shapes and numbers of a signature as text; a number without a value by its
+    type."""
     return ", ".join(
         str(list(kind))
         if isinstance(kind, torch.Size)
@@ -357,17 +368,20 @@ def inputs_text(signature: Signature) -> str:
 
 
 def signature_of(arguments: Sequence[object], free: frozenset[int] = frozenset()) -> Signature:
-    """Returns what decides everything but the contents.
+    """Returns a key of everything about arguments but the contents of tensors.
 
-    Per tensor: shape, strides, dtype, device, class, and what a call may change behind them:
-    whether it is a lazy negative or conjugate view, or records gradients. Per number: its type, and
-    the value of an integer on which the structure may depend (`free` has the positions of the
-    others). What else a later call may get wrong is for `Contents.check`.
+    - Tensor: shape, strides, dtype, device, class, whether it is a lazy negative or conjugate view,
+      and whether it records gradients.
+    - Number: its type. The value of an integer is included if the structure may depend on it;
+      `free` has the positions of the other ones.
 
-    Raises `InputError` for a tensor of a kind that has no strides or no memory of its own.
+    `Contents.check` checks the rest in each call.
+
+    Raises:
+        InputError: for a tensor without strides or without memory.
     """
     try:
-        # Once per call: a list is faster than a generator, and one display than two joined.
+        # This runs in every call: a list is faster than a generator.
         return tuple(
             [
                 (
@@ -393,14 +407,14 @@ def signature_of(arguments: Sequence[object], free: frozenset[int] = frozenset()
         raise InputError(f"an input cannot be read: {error}") from error
 
 
-# What a subclass overrides whose values lie elsewhere: sharded, functional, fake tensors.
+# Subclasses override this if their values are stored elsewhere: sharded, functional, fake tensors.
 _DISPATCH = "__torch_dispatch__"
 
 
 def tensor_problem(tensor: torch.Tensor) -> str | None:
-    """Returns why kernels cannot read a tensor by its address and strides, None when they can."""
+    """Returns the reason why kernels cannot read a tensor by address and strides, or None."""
     if getattr(type(tensor), _DISPATCH) is not getattr(torch.Tensor, _DISPATCH):
-        return f"a {type(tensor).__name__}, which is no plain tensor: pass its local tensor"
+        return f"a {type(tensor).__name__}, not a plain torch.Tensor: pass its local tensor"
     if tensor.is_nested:
         return "a nested tensor: pass its values() and offsets()"
     if tensor.is_quantized:
@@ -416,14 +430,18 @@ def tensor_problem(tensor: torch.Tensor) -> str | None:
     try:
         found = tensor.untyped_storage().nbytes()
     except NotImplementedError:
-        return "a tensor inside a function transform (torch.func): its values lie elsewhere"
+        return "a tensor inside a function transform (torch.func), which has no memory to read"
     if found < nbytes:
         return f"a tensor of {nbytes} bytes, whose storage was resized to {found}"
-    return "zeros that lie nowhere: pass clone()" if nbytes and not tensor.data_ptr() else None
+    return (
+        "a tensor of zeros without memory: pass clone()"
+        if nbytes and not tensor.data_ptr()
+        else None
+    )
 
 
 def _span_nbytes(tensor: torch.Tensor) -> int:
-    """Returns the bytes from the first to past the last element; 0 without elements."""
+    """Returns the bytes of memory from the first to the last element, 0 without elements."""
     count = tensor.numel()
     if tensor.is_contiguous() or not count:
         return count * tensor.element_size()
@@ -435,11 +453,10 @@ _LISTS = frozenset((list, tuple))
 
 
 class Contents:
-    """Checks of each call whose signature is known: memory and numbers.
+    """The checks of memory and numbers that every call with a known signature needs.
 
-    It tells the *places* of the tensors: where each of those with elements begins between two
-    multiples of `nbytes`, a power of two; () where all begin at one. `also` raises for numbers that
-    an op does not take.
+    The *places* of the arguments are the addresses modulo `nbytes` (a power of two) of the tensors
+    that have elements; () if all are 0. `also` may raise for numbers that an op does not accept.
     """
 
     def __init__(
@@ -461,7 +478,8 @@ class Contents:
     def check(self, arguments: Sequence[Any]) -> tuple[int, ...]:
         """Returns the places of the tensors.
 
-        Raises `InputError` for a storage that is too small now, or a number out of range.
+        Raises:
+            InputError: a storage has become too small, or a number is out of range.
         """
         i = bits = 0
         try:
@@ -483,13 +501,17 @@ class Contents:
         return self.places(arguments) if bits & self._between else ()
 
     def places(self, arguments: Sequence[Any]) -> tuple[int, ...]:
-        """Returns the places of the tensors, without a check."""
+        """Returns the places of the tensors without checking anything."""
         found = tuple([arguments[i].data_ptr() & self._between for i, _, _ in self._tensors])
         return found if any(found) else ()
 
     def glance(self, arguments: Sequence[object]) -> Callable[[Any], tuple[int, ...] | None] | None:
-        """Returns what gives the places of arguments like these, and None for others, or where
-        `check` would raise; None where there is no such glance: it sees tensors alone."""
+        """Returns a fast version of `check` for arguments like these, or None if numbers are among
+        them.
+
+        The returned function yields the places. It yields None for arguments of other kinds, and if
+        `check` would raise.
+        """
         tensors = [v for v in arguments if isinstance(v, torch.Tensor)]
         are_alike = class_check(tensors)
         if are_alike is None or len(tensors) < len(arguments):
@@ -502,7 +524,7 @@ class Contents:
             bits = 0
             try:
                 for v in given:
-                    # Of which it would ask for strides, and end the process.
+                    # Asking a nested tensor for strides would abort the process.
                     if v.is_nested:
                         return None
                 if not are_alike(*given):
@@ -512,7 +534,7 @@ class Contents:
                     if v.untyped_storage().nbytes() < nbytes + v.storage_offset() * itemsize:
                         return None
                     bits |= v.data_ptr()
-            except Exception:  # of what is no tensor, which may raise anything
+            except Exception:  # a non-tensor argument may raise anything
                 return None
             return places(given) if bits & between else ()
 

@@ -1,7 +1,7 @@
-"""The form of a fusion: what it says, without the names in which it says it.
+"""The canonical form of a fusion: its meaning without tensor, axis and symbol numbers.
 
-Numbers of tensors and axes and names of symbols follow from the order in which things are said, so
-two fusions that were written alike have equal forms, whatever stood beside them.
+Numbers and symbol names follow from the order in which a fusion was written. Fusions that were
+written in the same way have equal forms, even if other tensors were defined beside them.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ Rename = Callable[[Scalar], Scalar]
 
 @record
 class CanonicalForm:
-    """A fusion without its names: equal keys mean equal fusions, and equal kernels.
+    """A fusion without its numbers. Equal keys mean equal fusions and equal kernels.
 
-    `tensors` (by number) and `symbols` are what has a name, in the order of the form.
+    `tensors` (numbers) and `symbols` list the named values in the order of the form.
     """
 
     key: Hashable
@@ -37,7 +37,7 @@ class CanonicalForm:
 
 
 def form_of(fusion: Fusion) -> CanonicalForm:
-    """Returns the form of a fusion: everything that lowering reads, and nothing else."""
+    """Returns the canonical form: everything that lowering reads, and nothing else."""
     tensors = fusion.tensors()
     copy, names, renamed = _without_names(fusion)
     symbols = program_symbols(fusion, tensors, fusion.exprs)
@@ -63,13 +63,15 @@ def _(fusion: Fusion) -> Hashable:
 
 
 def without_names(fusion: Fusion) -> Fusion:
-    """Returns a copy that is numbered in the order of what is said, without the meshes that only
-    ops copied: copies of equal fusions have equal texts, whenever each was annotated."""
+    """Returns a renumbered copy, without meshes that only ops copied.
+
+    Copies of equal fusions have equal texts, in whatever order their tensors were annotated.
+    """
     return _without_names(fusion)[0]
 
 
 def _without_names(fusion: Fusion) -> tuple[Fusion, Mapping[Scalar, Scalar], Rename]:
-    """Returns the copy, the new symbols, and what puts them in place of the old ones."""
+    """Returns the copy, the new symbols by old ones, and the function that renames a scalar."""
     tensors = fusion.tensors()
     symbols = program_symbols(fusion, tensors, fusion.exprs)
     names: dict[Scalar, Scalar] = {
@@ -101,7 +103,8 @@ def _without_names(fusion: Fusion) -> tuple[Fusion, Mapping[Scalar, Scalar], Ren
 
 
 def _in_order(extents: ExtentClasses, names: Mapping[Scalar, Scalar]) -> ExtentClasses:
-    """Returns the equalities over other names, whatever was said first."""
+    """Returns the equalities with new symbols, independent of the order in which they were
+    stated."""
     extents.rewrite(names)
     made = ExtentClasses()
     for x, y in sorted(extents.relations(), key=str):
@@ -110,7 +113,7 @@ def _in_order(extents: ExtentClasses, names: Mapping[Scalar, Scalar]) -> ExtentC
 
 
 def form_text(form: CanonicalForm) -> str:
-    """Returns a form as text, the same in every process."""
+    """Returns a form as text that is the same in every process."""
     ranges = [f"{s.dtype.name} {s.lo} {s.hi}" for s in form.symbols]
     return _text([ranges, form.key])
 
@@ -131,7 +134,7 @@ def _renumbered(
         number = numbers[a.number]
         return replace(a, number=number, extent=renamed(a.extent), expanded=expanded)
 
-    # By what makes an axis: what a user did first to independent axes does not count.
+    # Ordered by transforms, because a user may transform independent axes in any order.
     made_by = (n for t in domain.transforms for n in t.outputs)
     order = dict.fromkeys((*domain.root_numbers, *domain.logical_numbers, *made_by))
     numbers = {n: next_axis() for n in order}
@@ -144,23 +147,25 @@ def _renumbered(
 # ----------------------------------------------------------------------
 # Structural equality of ops, tensors and fusions.
 #
-# Tensors are compared by number and by everything that a domain section says; scalars by their text
-# and category, since integer literals of different widths are one value. Names and numbers count.
+# Tensors are compared by number and by their whole domain. Scalars are compared by text and
+# category, because integer literals of different widths are one value.
 
 Key = tuple[object, ...]
 
 
 def equal_ops(a: Op, b: Op) -> bool:
-    """Whether two ops say the same about the same (equally numbered) values."""
+    """Returns whether two ops have equal classes, attributes, and equally numbered values."""
     return op_key(a) == op_key(b)
 
 
 def equal_fusions(a: Fusion, b: Fusion) -> bool:
-    """Whether two fusions say the same: inputs, outputs, aliases, extents, ops and tensors."""
+    """Returns whether inputs, outputs, aliases, extents, ops and tensors are equal, numbers
+    included."""
     return fusion_key(a) == fusion_key(b)
 
 
 def fusion_key(fusion: Fusion) -> Key:
+    """Returns the key by which `equal_fusions` compares."""
     return (
         values_key(fusion, fusion.tensors()),
         tuple(op_key(op) for op in fusion.exprs),
@@ -168,7 +173,7 @@ def fusion_key(fusion: Fusion) -> Key:
 
 
 def values_key(fusion: Fusion, tensors: Iterable[TensorView]) -> Key:
-    """Returns what a program says about its values, leaving its ops out."""
+    """Returns the part of the key that describes the values of a program, without its ops."""
     return (
         _value(tuple(fusion.inputs)),
         _value(tuple(fusion.outputs)),
@@ -179,6 +184,7 @@ def values_key(fusion: Fusion, tensors: Iterable[TensorView]) -> Key:
 
 
 def tensor_key(tv: TensorView) -> Key:
+    """Returns the number, dtype, memory, mesh and domain of a tensor, as a key."""
     return (
         tv.number,
         tv.dtype(),
@@ -198,7 +204,7 @@ def _domain_key(domain: TensorDomain) -> Key:
 
 
 def op_key(op: Op) -> Key:
-    """Returns class, operands, results and attributes; where the user wrote it does not count."""
+    """Returns class, operands, results and attributes, without the user's line."""
     fields: list[tuple[str, object]] = []
     for f in dataclasses.fields(op):  # pyright: ignore[reportArgumentType]
         if f.metadata.get("kind") != "where":
@@ -218,6 +224,6 @@ def _value(value: object) -> object:
     if isinstance(value, tuple):
         return tuple(_value(v) for v in cast("tuple[object, ...]", value))
     if dataclasses.is_dataclass(value):
-        # An axis, a stream, a team: its text says all of it, without the ranges of its symbols.
+        # The text of an axis, a stream or a team is complete but for the ranges of its symbols.
         return (type(value).__name__, str(value))
     return value

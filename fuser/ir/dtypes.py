@@ -1,4 +1,4 @@
-"""Data types: the nvFuser names, their CUDA and torch counterparts, and the promotion rules."""
+"""Data types: nvFuser's names, their CUDA and torch counterparts, and the promotion rules."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from fuser.support.record import record
 
 
 class DataType(IrEnum):
-    """Element type of a tensor or scalar; values follow nvFuser's numbering."""
+    """The element type of a tensor or scalar; values follow nvFuser's numbering."""
 
     Double = 0
     Float = 1
@@ -36,14 +36,15 @@ class DataType(IrEnum):
     Null = 23
 
 
-# What a user may pass for a dtype.
+# The types that a user may pass as a dtype.
 DtypeLike = DataType | torch.dtype
 Category = Literal["bool", "int", "float", "complex"]
 
 
 @record
 class DtypeInfo:
-    """Facts about one dtype: IR/CUDA text, bytes, category and torch dtype (None: no tensor)."""
+    """Facts about one dtype: text in IR and CUDA, bytes, category, and torch dtype (None: no
+    tensors)."""
 
     text: str
     nbytes: int
@@ -67,21 +68,21 @@ INFO: dict[DataType, DtypeInfo] = {
     D.ComplexFloat: DtypeInfo("std::complex<float>", 8, "complex", torch.complex64),
     D.ComplexDouble: DtypeInfo("std::complex<double>", 16, "complex", torch.complex128),
 }
-# The dtype of the parts of a complex number, and of what has such parts.
+# Complex dtype -> dtype of its real and imaginary part, and the reverse.
 PART_OF = {D.ComplexFloat: D.Float, D.ComplexDouble: D.Double}
 COMPLEX_OF = {part: dtype for dtype, part in PART_OF.items()}
-# What memory holds and library ops pass on; nothing computes or communicates it.
+# Dtypes that can be stored and passed between library ops, but not computed or communicated.
 STORED: dict[DataType, DtypeInfo] = {
     D.UInt64: DtypeInfo("uint64_t", 8, "int", torch.uint64),
 }
 _HELD = {**INFO, **STORED}
-# Known names that no layer implements yet: text only, so that errors can print them.
+# Dtypes that nothing implements; they have a text only for error messages.
 _UNSUPPORTED_TEXT = {
     D.Float4_e2m1fn: "__e2m1",
     D.Float4_e2m1fn_x2: "__e2m1_x2",
     D.Null: "null_type",
 }
-# Two elements share a byte; torch has a dtype for the pair.
+# Two elements share a byte; the torch dtype stands for a pair.
 _PACKED = (D.Float4_e2m1fn, D.Float4_e2m1fn_x2)
 NO_FLOAT4 = (
     "floats of four bits need a GPU of compute capability 10.0 or more, for which no kernels are "
@@ -94,24 +95,27 @@ FROM_TORCH = {
     for dtype, info in _HELD.items()
     if info.torch is not None and dtype is not D.Index
 }
-# Of one byte, without arithmetic in torch: what they hold is moved as bytes or computed in Float.
+# Floats of one byte. torch has no arithmetic for them: values are moved as bytes, or computed in
+# Float.
 FLOAT8 = frozenset({D.Float8_e4m3fn, D.Float8_e5m2, D.Float8_e8m0fnu})
-# Their values are computed in Float.
+# Dtypes whose values are computed in Float.
 HALF_LIKE = frozenset({D.Half, D.BFloat16}) | FLOAT8
-# What every floating dtype can hold.
+# The largest value that every floating dtype can represent.
 _SMALLEST_MAX = 448
 
 
 def check_supported(dtype: DtypeLike, what: str) -> DataType:
-    """Returns `dtype`, or the counterpart of a torch dtype.
+    """Returns `dtype`, or the IR dtype of a torch dtype.
 
-    Raises `UnsupportedError` naming `what` when ops cannot compute in it.
+    Raises:
+        UnsupportedError: if ops cannot compute in it; the message begins with `what`.
     """
     return _checked(dtype, what, INFO)
 
 
 def check_stored(dtype: DtypeLike, what: str) -> DataType:
-    """Returns `dtype` as `check_supported` does, also one that can only be stored."""
+    """Returns `dtype` as `check_supported` does, but also accepts a dtype that can only be
+    stored."""
     return _checked(dtype, what, _HELD)
 
 
@@ -127,7 +131,7 @@ def _checked(dtype: DtypeLike, what: str, known: Mapping[DataType, DtypeInfo]) -
 
 
 def dtype_text(dtype: DataType) -> str:
-    """Returns the C++ style name used in IR text (`float`, `__bfloat`, `int64_t`)."""
+    """Returns the C++ style name in IR text: `float`, `__bfloat`, `int64_t`."""
     return _HELD[dtype].text if dtype in _HELD else _UNSUPPORTED_TEXT[dtype]
 
 
@@ -137,8 +141,10 @@ def nbytes_of(dtype: DataType) -> int:
 
 
 def c_type(dtype: DataType) -> str:
-    """Returns the C type of a value in registers or memory: Index values are int64_t, complex ones
-    the type of `codegen/rt_complex.h`."""
+    """Returns the C type of a value in registers or memory.
+
+    Index is int64_t; a complex dtype is `Complex` of `codegen/rt_complex.h`.
+    """
     if dtype in PART_OF:
         return f"Complex<{c_type(PART_OF[dtype])}>"
     return "int64_t" if dtype is DataType.Index else _HELD[dtype].text
@@ -146,14 +152,16 @@ def c_type(dtype: DataType) -> str:
 
 @cache
 def e4m3_has_nan_beyond() -> bool:
-    """Whether torch, asked on the CPU, makes NaN of floats that are too large for Float8_e4m3fn;
-    newer versions make 448."""
+    """Returns whether torch converts floats that are too large for Float8_e4m3fn to NaN.
+
+    Newer versions of torch convert them to 448. This asks torch on the CPU.
+    """
     large = torch.tensor([2.0**20], dtype=torch.float32, device="cpu")
     return bool(large.to(torch.float8_e4m3fn).float().isnan())
 
 
 def cast_text(dtype: DataType, value: str) -> str:
-    """Returns the C++ of a conversion, which rounds as torch does."""
+    """Returns the C++ expression of a conversion that rounds as torch does."""
     if dtype is D.Float8_e4m3fn and e4m3_has_nan_beyond():
         return f"fm_e4m3_or_nan(fm_cast<float>({value}))"
     return f"fm_cast<{c_type(dtype)}>({value})"
@@ -167,33 +175,33 @@ def to_torch(dtype: DataType) -> torch.dtype:
 
 
 def from_torch(dtype: torch.dtype) -> DataType:
-    """Returns the IR dtype of a torch dtype; raises `UnknownDtypeError` for one that has none."""
+    """Returns the IR dtype of a torch dtype. Raises `UnknownDtypeError` if there is none."""
     found = FROM_TORCH.get(dtype)
     if str(dtype) == _PACKED_IN_TORCH:
         return D.Float4_e2m1fn_x2
     if found is None:
-        raise UnknownDtypeError(f"torch dtype {dtype} has no supported counterpart")
+        raise UnknownDtypeError(f"torch dtype {dtype} is not supported")
     return found
 
 
 def torch_dtype_text(dtype: torch.dtype) -> str:
-    """Returns how messages call a torch dtype: as in IR text, or as torch does where that has no
-    such dtype."""
+    """Returns the name of a torch dtype for messages: its IR text, else torch's own name."""
     found = FROM_TORCH.get(dtype)
     return str(dtype) if found is None else dtype_text(found)
 
 
 def misfit(value: bool | int | float | complex, dtype: DataType) -> str | None:
-    """Returns why a number is no value of a dtype, None when it is one: `2**40 is out of the range
-    of int`."""
+    """Returns the reason why a number is not representable in a dtype, such as `2**40 is out of the
+    range of int`; None if it is.
+    """
     kind = category(dtype)
     if kind == "complex":
         part = PART_OF[dtype]
         return misfit(value.real, part) or misfit(value.imag, part)
     if isinstance(value, complex):
-        return f"{value:g} is no number of {c_type(dtype)}"
+        return f"{value:g} is complex, but {c_type(dtype)} is real"
     if kind == "int" and isinstance(value, float) and not value.is_integer():
-        return f"{value:g} is no integer"
+        return f"{value:g} is not an integer"
     return (
         None
         if kind == "bool" or _is_in_range(value, dtype, kind)
@@ -216,7 +224,7 @@ def _is_in_range(value: int | float, dtype: DataType, kind: Category) -> bool:
 
 
 def _short(value: int | float) -> str:
-    """Returns a number without its thousands of digits."""
+    """Returns a number as text, shortened if it has more than 128 bits."""
     if isinstance(value, float) or value.bit_length() <= 128:
         return str(value)
     return f"{'-' if value < 0 else ''}2**{value.bit_length() - 1}.."
@@ -224,36 +232,39 @@ def _short(value: int | float) -> str:
 
 @cache
 def category(dtype: DataType) -> Category:
-    """Returns bool, int, float or complex."""
+    """Returns "bool", "int", "float" or "complex"."""
     return _HELD[check_stored(dtype, "category")].category
 
 
 def is_floating(dtype: DataType) -> bool:
+    """Returns whether values are real floating numbers."""
     return category(dtype) == "float"
 
 
 def is_complex(dtype: DataType) -> bool:
+    """Returns whether values are complex numbers."""
     return category(dtype) == "complex"
 
 
 def is_inexact(dtype: DataType) -> bool:
-    """Whether values are floating numbers, or made of two: arithmetic rounds, and has NaN."""
+    """Returns whether values are floating or complex, so that arithmetic rounds and may yield
+    NaN."""
     return category(dtype) in ("float", "complex")
 
 
 def part_of(dtype: DataType) -> DataType:
-    """Returns the dtype of the real part of a value; of a real value, its own."""
+    """Returns the dtype of the real part of a complex dtype; a real dtype itself."""
     return PART_OF.get(dtype, dtype)
 
 
 def complex_of(dtype: DataType) -> DataType:
-    """Returns the complex dtype that holds values of a floating one."""
+    """Returns the complex dtype whose parts have a floating dtype; ComplexFloat for any other
+    dtype."""
     return COMPLEX_OF.get(dtype, D.ComplexFloat)
 
 
 def dtype_of_python(value: bool | int | float | complex) -> DataType:
-    """Returns the dtype that nvFuser infers for a Python number: Int, Double, ComplexDouble (bools:
-    Bool)."""
+    """Returns nvFuser's dtype for a Python number: Bool, Int, Double or ComplexDouble."""
     if isinstance(value, bool):
         return D.Bool
     if isinstance(value, complex):
@@ -267,7 +278,7 @@ Config = Literal["default", "float", "float_only", "comparison"]
 
 
 def _promote(a: DataType | None, b: DataType | None) -> DataType | None:
-    """Combines two dtypes of the same rank class as torch does; None is absent."""
+    """Returns the dtype of two operands of the same rank class, as torch does; None is absent."""
     if a is None or b is None:
         return a if b is None else b
     if a is b:
@@ -288,7 +299,8 @@ def _promote(a: DataType | None, b: DataType | None) -> DataType | None:
 
 
 def _combine(hi: DataType | None, lo: DataType | None) -> DataType | None:
-    """Combines a higher rank class with a lower one: the lower wins only by category."""
+    """Returns the dtype of a higher rank class with a lower one: the lower wins only by
+    category."""
     if hi is None or lo is None:
         return hi if lo is None else lo
     if is_complex(hi) or (is_floating(hi) and not is_complex(lo)):
@@ -299,11 +311,12 @@ def _combine(hi: DataType | None, lo: DataType | None) -> DataType | None:
 
 
 def common_dtype(operands: Sequence[tuple[DataType, Rank]], config: Config) -> DataType:
-    """Returns the compute dtype of an op.
+    """Returns the dtype in which an op computes.
 
-    `operands` are (dtype, rank class) pairs. Dimensioned tensors outrank zero-dim tensors, which
-    outrank scalars; a lower class wins only with a higher category. Half-like results become Float
-    (the caller skips this step for `where`, with `promote_operands`).
+    `operands` are (dtype, rank class) pairs. Tensors with dimensions outrank zero-dim tensors,
+    which outrank scalars; a lower class only decides if its category is higher. A half-like result
+    becomes Float. For `where`, the caller uses `promote_operands` instead, which omits that last
+    step.
 
     Source: torch type promotion, with nvFuser's rule that half-like computation is Float.
     """
@@ -317,13 +330,15 @@ def common_dtype(operands: Sequence[tuple[DataType, Rank]], config: Config) -> D
     return D.Float if dtype in HALF_LIKE else dtype
 
 
-# The dtypes that torch gives to Python's numbers where nothing else decides about the width.
+# torch's dtypes of Python numbers if no tensor decides about the width.
 _OF_NUMBERS = {D.Double: D.Float, D.ComplexDouble: D.ComplexFloat}
 
 
 def number_width(operands: Sequence[tuple[DataType, Rank]]) -> list[tuple[DataType, Rank]]:
-    """Returns the operands of an op on tensors as torch's promotion sees them: a scalar has a
-    category and no width, which is torch's default where no tensor has one.
+    """Returns the operands with torch's default width for scalars.
+
+    In torch's promotion, a scalar has a category but no width. Its width counts only if no tensor
+    has that category, and is then the default one.
 
     Source: torch's documentation of `torch.result_type` ("wrapped numbers"), with the default
     dtype float32.
@@ -332,7 +347,7 @@ def number_width(operands: Sequence[tuple[DataType, Rank]]) -> list[tuple[DataTy
 
 
 def promote_operands(operands: Sequence[tuple[DataType, Rank]]) -> DataType:
-    """Returns the promoted dtype before the half-to-Float rule."""
+    """Returns the promoted dtype of operands, before half-like results become Float."""
     assert operands, "promotion needs an operand"
     first = operands[0][0]
     if all(dtype is first for dtype, _ in operands):

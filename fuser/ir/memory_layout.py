@@ -1,8 +1,9 @@
-"""The account of storage: what memory holds of a tensor, in which order and at which strides.
+"""Memory layout: the elements of a tensor that memory holds, their order and their strides.
 
 Memory holds neither reductions nor broadcasts: an expanded axis is one element with stride 0, which
-is written once and read at every index. Allocation, kernels, segments, communication, views and the
-caller's tensors all ask here. Extents are an argument: those of the whole tensor or of a shard.
+is written once and read at every index. Allocation, kernels, segments, communication, views and
+checks of inputs all use this module. Functions take the extents as an argument: those of the whole
+tensor or of a shard.
 """
 
 from __future__ import annotations
@@ -26,21 +27,24 @@ MemoryOrder = tuple[tuple[int, bool | None], ...]
 
 
 def is_stored(axis: IterDomain) -> bool:
-    """Whether memory holds more than one element along an axis (extents of 1 aside)."""
+    """Returns whether memory holds all elements along an axis: it is no broadcast and no
+    reduction."""
     return not (axis.is_broadcast or axis.is_reduction())
 
 
 def expanded_positions(tv: TensorView) -> tuple[int, ...]:
-    """Returns the logical positions (without reductions) of expanded axes."""
+    """Returns the positions of expanded axes among the logical axes without reductions."""
     axes = enumerate(tv.domain.no_reductions)
     return tuple(p for p, a in axes if a.is_broadcast and a.expanded is not None)
 
 
 def memory_order(tv: TensorView) -> MemoryOrder:
-    """Returns the order that the allocation domain declares, and which axes are contiguous.
+    """Returns (position, contiguity) of the logical axes in memory order, outermost first.
 
-    Device and stream axes in the allocation domain are folded into the axis that they cut.
-    Raises `UnsupportedError` for an allocation domain that is no permutation of the logical axes.
+    A device or stream axis in the allocation domain counts as part of the axis that it shards.
+
+    Raises:
+        UnsupportedError: if the allocation domain is no permutation of the logical axes.
     """
     try:
         return tv.domain.memory_order
@@ -49,14 +53,14 @@ def memory_order(tv: TensorView) -> MemoryOrder:
 
 
 def set_memory_order(tv: TensorView, order: Sequence[int]) -> None:
-    """Declares a contiguous memory order of the logical axes (positions, outermost first)."""
+    """Declares a contiguous memory order, as positions of logical axes, outermost first."""
     axes = [tv.domain.no_reductions[p] for p in order]
     reductions = [a for a in tv.domain.logical if a.is_reduction()]
     tv.set_allocation_domain([*axes, *reductions], True)
 
 
 def copy_memory_order(source: TensorView, tv: TensorView) -> None:
-    """Lets a tensor with the axes of `source` lie in memory as that one does, gaps included."""
+    """Copies the memory order and contiguity of `source` to a tensor with the same axes."""
     if source.domain.allocation or not is_contiguous(source):
         order = memory_order(source)
         axes = numbers(tv.domain.no_reductions[p] for p, _ in order)
@@ -64,13 +68,14 @@ def copy_memory_order(source: TensorView, tv: TensorView) -> None:
 
 
 def is_contiguous(tv: TensorView) -> bool:
+    """Returns whether no axis is declared non-contiguous."""
     return all(flag is not False for flag in tv.domain.contiguity)
 
 
 def elements(tv: TensorView, extents: Iterable[Scalar] | None = None) -> Scalar:
-    """Returns how many elements memory holds.
+    """Returns the number of elements that memory holds.
 
-    `extents` runs parallel to the logical axes without reductions; default: the whole tensor's.
+    `extents` has one entry per logical axis without reductions; default: the whole tensor's.
     """
     axes = tv.domain.no_reductions
     sizes = (a.size for a in axes) if extents is None else extents
@@ -78,8 +83,10 @@ def elements(tv: TensorView, extents: Iterable[Scalar] | None = None) -> Scalar:
 
 
 def dense_strides(tv: TensorView, extents: Sequence[Scalar]) -> tuple[Scalar, ...]:
-    """Returns the strides, per logical axis without reductions, of a tensor without gaps in its
-    memory order: 0 for expanded axes. `extents` runs parallel to these axes."""
+    """Returns the strides of a tensor without gaps, in its memory order; 0 for expanded axes.
+
+    `extents` and the result have one entry per logical axis without reductions.
+    """
     axes = tv.domain.no_reductions
     sizes = {a.number: n for a, n in zip(axes, extents, strict=True)}
     order = [(axes[p], True) for p, _ in memory_order(tv)]
@@ -88,8 +95,10 @@ def dense_strides(tv: TensorView, extents: Sequence[Scalar]) -> tuple[Scalar, ..
 
 
 def known_strides(tv: TensorView, extents: Sequence[Scalar]) -> tuple[Scalar, ...]:
-    """Returns the strides, per logical axis without reductions, that the domain says, gaps
-    included: a symbol for each axis that is not contiguous."""
+    """Returns the strides as the domain declares them, with a symbol for each non-contiguous axis.
+
+    `extents` and the result have one entry per logical axis without reductions.
+    """
     axes = tv.domain.no_reductions
     sizes = {a.number: n for a, n in zip(axes, extents, strict=True)}
     order = [(axes[p], flag) for p, flag in memory_order(tv)]
@@ -102,7 +111,7 @@ def known_strides(tv: TensorView, extents: Sequence[Scalar]) -> tuple[Scalar, ..
 
 
 def dense_strides_of(tv: TensorView, sizes: Sequence[int]) -> tuple[int, ...]:
-    """Returns `dense_strides` for sizes that are known."""
+    """Returns `dense_strides` for sizes that are numbers."""
     strides, step = [0] * len(sizes), 1
     try:
         rule = tv.domain.dense_rule
@@ -116,8 +125,10 @@ def dense_strides_of(tv: TensorView, sizes: Sequence[int]) -> tuple[int, ...]:
 
 
 def lies_in_order(tv: TensorView) -> bool:
-    """Whether memory has all logical axes (reductions left out) in their order, and every element:
-    without gaps, it is contiguous whatever the sizes."""
+    """Returns whether memory holds all elements in logical order.
+
+    A tensor without gaps is then contiguous in torch's sense, for any sizes.
+    """
     try:
         rule = tv.domain.dense_rule
     except UnsupportedError:
@@ -128,10 +139,10 @@ def lies_in_order(tv: TensorView) -> bool:
 def memory_strides(
     tv: TensorView, size: Callable[[IterDomain], Scalar], gap: Callable[[IterDomain], Scalar]
 ) -> tuple[tuple[IterDomain, Scalar], ...]:
-    """Returns (allocation axis, stride in elements) of what memory holds, outermost first.
+    """Returns (allocation axis, stride in elements) of the stored axes, outermost first.
 
-    A contiguous axis has the stride of the next inner one times its size; `gap` gives the stride of
-    any other one.
+    The stride of a contiguous axis is that of the next inner axis times the size of that one. `gap`
+    returns the stride of a non-contiguous axis.
     """
     domain = tv.domain
     order = list(zip(domain.maybe_allocation, domain.contiguity, strict=True))
@@ -144,8 +155,11 @@ def _strides(
     size: Callable[[IterDomain], Scalar],
     gap: Callable[[IterDomain], Scalar],
 ) -> dict[int, Scalar]:
-    """Returns the stride of every axis, by number; an axis that is not stored has that of the next
-    inner one, as torch gives axes of extent 1."""
+    """Returns the stride of every axis by number.
+
+    An axis that is not stored has the stride of the next inner one, as torch defines it for extent
+    1.
+    """
     strides: dict[int, Scalar] = {}
     step: Scalar = sc.ONE
     for axis, is_contiguous in reversed(order):
@@ -158,15 +172,16 @@ def _strides(
 
 
 def _no_gaps(axis: IterDomain) -> Scalar:
+    """Raises `AssertionError`: a tensor without gaps has no non-contiguous axis."""
     raise AssertionError(f"{axis} is contiguous")
 
 
 # ----------------------------------------------------------------------
-# Layout classes: what the strides of actual tensors say, in the terms of a tensor domain.
+# Layout classes: the strides of actual tensors, in the terms of a tensor domain.
 #
-# A kernel is made for a class: the memory order of the axes and which of them are contiguous.
-# Strides of actual tensors decide, not the user's declaration, so one definition serves every
-# layout.
+# A kernel is compiled for one class: a memory order of the axes, and which of them are contiguous.
+# The strides of the actual tensors decide, not the user's declaration. One definition therefore
+# accepts every layout.
 
 Layout = tuple[tuple[int, ...], tuple[bool, ...]]
 """Axes that are no reductions: (order, outermost in memory first; contiguity in that order)."""
@@ -175,15 +190,16 @@ Layout = tuple[tuple[int, ...], tuple[bool, ...]]
 def layout_of(
     declared: Sequence[int], skipped: Sequence[bool], shape: Sequence[int], strides: Sequence[int]
 ) -> Layout:
-    """Returns the layout class of a tensor.
+    """Returns the layout class of a tensor with these sizes and strides.
 
-    `declared` is the memory order of the definition; it is kept where the strides allow it, so that
-    axes of extent 1 do not make new classes. `skipped` marks broadcast axes, whose flag is True.
+    `declared` is the memory order of the definition. It is kept if the strides allow it, so that
+    axes of extent 1 do not create new classes. `skipped` marks broadcast axes, whose flag is always
+    True.
     """
     real = [k for k in declared if shape[k] != 1 and not skipped[k]]
     order = list(declared)
     steps = [strides[k] for k in real]
-    # A repeated axis (stride 0) is outside of everything; equal strides keep their order.
+    # An axis of stride 0 is outermost; axes of equal strides keep their order.
     if any(a < b for a, b in pairwise(steps)) or 0 in steps:
         moved = iter(sorted(real, key=lambda k: -strides[k] if strides[k] else -(1 << 62)))
         places = set(real)
@@ -200,8 +216,10 @@ def layout_of(
 
 
 def declared_order(tv: TensorView) -> tuple[int, ...] | None:
-    """Returns the axes of a tensor, reductions left out, in declared memory order; None where the
-    allocation domain holds other axes than logical ones."""
+    """Returns the axes of a tensor in declared memory order, without reductions.
+
+    It is None if the allocation domain contains axes that are not logical ones.
+    """
     try:
         return tuple(p for p, _ in memory_order(tv))
     except UnsupportedError:
@@ -209,14 +227,14 @@ def declared_order(tv: TensorView) -> tuple[int, ...] | None:
 
 
 class LayoutClasses:
-    """The layout classes of the tensors that one declaration stands for."""
+    """Computes the layout classes of the actual tensors for one declared tensor."""
 
     def __init__(self, tv: TensorView) -> None:
-        # None where the class is always the same: the user declared how it lies.
+        # None if the class is always the same, because the allocation domain fixes it.
         self.order = declared_order(tv)
         self._skipped = [a.is_broadcast for a in tv.domain.no_reductions]
         is_plain = self.order == tuple(range(tv.ndim)) and not any(self._skipped)
-        # That of contiguous tensors, None where it follows from their sizes.
+        # The class of contiguous tensors, None if it depends on their sizes.
         self.dense: Layout | None = (self.order or (), (True,) * tv.ndim) if is_plain else None
 
     def layout_of(self, t: torch.Tensor | Laid) -> Layout:
@@ -230,8 +248,7 @@ class LayoutClasses:
         )
 
     def repeated(self, t: torch.Tensor) -> tuple[int, ...]:
-        """Returns the axes along which a tensor is one element, though the definition does not say
-        so."""
+        """Returns the axes of stride 0 that the definition does not declare as expanded."""
         if t.is_contiguous():
             return ()
         known = enumerate(zip(self._skipped, t.shape, t.stride(), strict=True))
@@ -239,14 +256,14 @@ class LayoutClasses:
 
 
 def stored_part(tv: TensorView, tensor: torch.Tensor) -> torch.Tensor:
-    """Returns the view of a tensor that memory holds: one element along expanded axes."""
+    """Returns the view of the elements that memory holds: one element along expanded axes."""
     for axis in expanded_positions(tv):
         tensor = tensor.narrow(axis, 0, min(tensor.size(axis), 1))
     return tensor
 
 
 def with_layout(domain: TensorDomain, layout: Layout) -> TensorDomain:
-    """Returns the domain with the allocation order and contiguity of a layout class."""
+    """Returns the domain with the memory order and contiguity of a layout class."""
     axes = domain.no_reductions
     order, flags = layout
     by_number = {

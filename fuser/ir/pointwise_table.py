@@ -1,11 +1,12 @@
-"""The elementwise ops, one line each: all that other packages know of one is read from here.
+"""The table of elementwise ops: one row per op, which all other packages read.
 
-The IR takes kinds and text, scalars their meaning, `fuser.ops` dtype rules and torch meanings, the
-code generator CUDA text, testers what they may draw.
+- The IR reads kinds and text; `fuser.ops` reads dtype rules and torch functions.
+- Scalars use the torch functions; the code generator uses the CUDA text.
+- Tests read the domains of operands.
 
-CUDA text: `{0} {1} {2}` are operand texts, which must be atoms (names, literals or parenthesised)
-of the C type in which the op computes (operand 0 of `where`: bool); `fm_NAME` is a function of
-`codegen/rt_math.h`. Half-like values are computed as float.
+In the CUDA text, `{0} {1} {2}` are the texts of operands. They must be atoms (names, literals or
+parenthesised) of the C type in which the op computes; operand 0 of `where` is bool. `fm_NAME` is a
+function of `codegen/rt_math.h`. Half-like values are computed as float.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ import torch
 
 from fuser.support.record import record
 
-# Names of `fuser.ops.elementwise`.
+# Dtype rules, which `fuser.ops.elementwise` implements under these names.
 Rule = Literal[
     "default",
     "float",
@@ -42,7 +43,7 @@ Rule = Literal[
 ]
 # The rules whose result is Bool.
 TESTS: frozenset[Rule] = frozenset({"comparison", "test", "test_promoted", "bool"})
-# The rules by which an op computes floats, also of integers.
+# The rules under which an op computes in a floating dtype, even for integers.
 _OF_FLOATS: frozenset[Rule] = frozenset({"float", "float_only", "keep_float"})
 TorchFn = Callable[..., torch.Tensor]
 Number = bool | int | float
@@ -52,15 +53,19 @@ Number = bool | int | float
 class PointwiseRow:
     """Facts about one kind of elementwise op.
 
-    `torch` takes tensors of the dtype in which the op computes. `cuda_int` replaces `cuda` for
-    integers. `text` is an operator or a function in IR text, `float_text` what it is for a floating
-    result (of one operand: a Float one). `scalar` is the op of scalars, which
-    `fuser.ir.scalar.constructors` knows by itself or computes as torch does. `domains` says per
-    operand what may be drawn (`tests.support.op_samples`). An all-Bool call is of the kind
-    `of_bools`. Complex operands are refused by an op that does not `take_complex` ones, as torch
-    refuses them. A thread needs many instructions where it `is_slow`. `near` are names of others
-    for it. `exact` are the positions of operands of which a number must be a value of the result's
-    dtype: a wrapped one has another meaning, where sums and products are right modulo 2**32.
+    - `torch`: the reference function, on tensors of the dtype in which the op computes.
+    - `cuda`, `cuda_int`: the C++ expression; `cuda_int` replaces it for integers.
+    - `text`: the operator or function in IR text. `float_text` replaces it for a floating result
+      (for one operand: a Float result).
+    - `scalar`: the name of the op on scalars.
+    - `domains`: per operand, the values that tests may draw (`tests.support.op_samples`).
+    - `of_bools`: the kind that replaces this one if all operands are Bool.
+    - `takes_complex`: whether complex operands are allowed, as in torch.
+    - `is_slow`: whether a thread needs many instructions.
+    - `near`: other names of the op, for hints in messages.
+    - `exact`: positions of operands whose numbers must be representable in the result's dtype. Sums
+      and products do not need it, because they are correct modulo 2**32 even if a number wraps
+      around.
     """
 
     name: str
@@ -82,13 +87,14 @@ class PointwiseRow:
 
     @property
     def is_operator(self) -> bool:
+        """Whether the text is an operator such as `+`, not a function."""
         return not _is_function(self.text)
 
     @property
     def scalar_ops(self) -> dict[str, Callable[..., Number]]:
-        """What ops of scalars mean on Python numbers, by name.
+        """The op on Python numbers, by the name of the scalar op.
 
-        An op whose result depends on the precision has two: the one of Float ends in f.
+        If the result depends on the precision, there are two; the name of the Float one ends in f.
         """
         found = {self.scalar: self._of_numbers(torch.float64)}
         if self.rule == "float_only":
@@ -132,9 +138,12 @@ def _row(
     near: str = "",
     exact: tuple[int, ...] = (),
 ) -> PointwiseRow:
-    """Returns a row: without `fn` the op is torch's of the same name. Without `cuda` it is the
-    operator of its text, else the device's function of its name; a mere name is a device function.
-    One domain is that of all operands.
+    """Returns a row, with these defaults:
+
+    - `fn`: torch's function of the same name.
+    - `cuda`: the operator in `text`, else the device function of the same name. If `cuda` is only a
+      name, it is a device function, too.
+    - `domains`: one domain applies to all operands.
     """
     text = text or name
     if not cuda:
@@ -162,62 +171,62 @@ def _row(
 
 
 def _is_function(text: str) -> bool:
-    """Whether text names a function, and is no operator: `sqrt`, `std::real`."""
+    """Returns whether text is the name of a function (`sqrt`, `std::real`) and not an operator."""
     return text.removeprefix("std::").isidentifier()
 
 
 def _cuda_text(text: str, arity: int) -> str:
-    """Returns a template; of the name of a function of `codegen/rt_math.h`, its call."""
+    """Returns a CUDA template; the name of a function of `codegen/rt_math.h` becomes a call."""
     if not text.isidentifier():
         return text
     return f"fm_{text}(" + ", ".join(f"{{{i}}}" for i in range(arity)) + ")"
 
 
 def _function(name: str, domain: str = "any") -> PointwiseRow:
-    """Returns the row of a function of the C library, which computes in floats."""
+    """Returns the row of a C library function that computes in floating dtypes."""
     text = f"{name}f"
     return _row(name, 1, "float", float_text=text, domains=domain, takes_complex=True, is_slow=True)
 
 
 def _real_function(name: str, domain: str = "any", fn: TorchFn | None = None) -> PointwiseRow:
-    """Returns the row of a function of real numbers alone."""
+    """Returns the row of a function that is defined for real numbers only."""
     text = f"{name}f"
     return _row(name, 1, "float", fn, float_text=text, domains=domain, is_slow=True)
 
 
-# ------------------------------------------------------------------ torch meanings without a twin
+# ------------------------------------------------------------------ functions that torch lacks
 def _frac(x: torch.Tensor) -> torch.Tensor:
-    """x - trunc(x)."""
+    """Returns x - trunc(x)."""
     return x - torch.trunc(x)
 
 
 def _erfcinv(x: torch.Tensor) -> torch.Tensor:
-    """The y with erfc(y) = x."""
+    """Returns the y with erfc(y) = x."""
     return -torch.special.ndtri(x / 2) / math.sqrt(2.0)
 
 
 def _silu(x: torch.Tensor) -> torch.Tensor:
-    """x * sigmoid(x)."""
+    """Returns x * sigmoid(x)."""
     return torch.nn.functional.silu(x)
 
 
 def _neg(x: torch.Tensor) -> torch.Tensor:
-    """-x; of Bool, x."""
+    """Returns -x; for Bool, x."""
     return x.clone() if x.dtype is torch.bool else torch.neg(x)
 
 
 def _sub(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    """lhs - rhs; of Bool, lhs xor rhs."""
+    """Returns lhs - rhs; for Bool, lhs xor rhs."""
     return torch.logical_xor(a, b) if a.dtype is torch.bool else torch.sub(a, b)
 
 
 def _real(x: torch.Tensor) -> torch.Tensor:
-    """The real part; of a real x, x."""
+    """Returns the real part; a real x itself."""
     return _part(x, 0) if x.is_complex() else x.clone()
 
 
 def _imag(x: torch.Tensor) -> torch.Tensor:
-    """The imaginary part."""
+    """Returns the imaginary part."""
     return _part(x, 1)
 
 
@@ -228,7 +237,7 @@ def _part(x: torch.Tensor, which: int) -> torch.Tensor:
 def _where_divisible(
     fn: TorchFn, a: torch.Tensor, b: torch.Tensor, on_zero: Callable[[torch.Tensor], torch.Tensor]
 ) -> torch.Tensor:
-    """Gives an integer division a value where the divisor is 0; others use `fn` as it is."""
+    """Returns `fn(a, b)`, but for integers `on_zero(a)` where the divisor is 0."""
     if a.dtype.is_floating_point or a.dtype.is_complex:
         return fn(a, b)
     if a.dtype is torch.bool:
@@ -243,43 +252,42 @@ def _quotient(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
 
 
 def _div(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    """lhs / rhs; integers are truncated, and x / 0 is -1 (of scalars: an error)."""
+    """Returns lhs / rhs; integers are truncated, and x / 0 is -1 (of scalars: an error)."""
     return _where_divisible(_quotient, a, b, lambda x: torch.full_like(x, -1))
 
 
 def _fmod(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    """What lhs / rhs leaves, of the sign of lhs; of integers, x % 0 is x (of scalars: an error)."""
+    """Returns the remainder with lhs's sign; of integer x by 0 it is x (of scalars: an error)."""
     return _where_divisible(torch.fmod, a, b, torch.clone)
 
 
 def _remainder(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    """What floor(lhs / rhs) leaves, of the sign of rhs; of integers, x and 0 give x."""
+    """Returns the remainder with the sign of rhs; for integers, that of x by 0 is x."""
     return _where_divisible(torch.remainder, a, b, torch.clone)
 
 
 def _pow(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    """lhs to the power rhs; integers wrap, and negative exponents give 0 except of 1 and -1."""
+    """Returns lhs ** rhs; integers wrap, and negative exponents yield 0 except for 1 and -1."""
     if a.dtype is torch.bool:
         return torch.pow(a.int(), b.int()).bool()
     found = torch.pow(a, b)
-    # As of real numbers, and of complex ones where the exponent is a number: torch's pow of two
-    # complex tensors has NaN for 0 ** 0.
+    # x ** 0 is 1 for real numbers; for two complex tensors, torch returns NaN for 0 ** 0.
     return torch.where(b == 0, 1, found) if a.is_complex() else found
 
 
 def _clamp(x: torch.Tensor, low: torch.Tensor, high: torch.Tensor) -> torch.Tensor:
-    """min(max(x, low), high), x itself where it equals a bound; NaN stays."""
+    """Returns min(max(x, low), high), x itself if it equals a bound; NaN stays."""
     above = torch.where((x < low) | low.isnan(), low, x)
     return torch.where((above > high) | high.isnan(), high, above)
 
 
 def _threshold(x: torch.Tensor, limit: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-    """`value` where x <= limit, else x."""
+    """Returns `value` if x <= limit, else x."""
     return torch.where(x <= limit, value, x)
 
 
 def _lerp(start: torch.Tensor, end: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """start + weight * (end - start)."""
+    """Returns start + weight * (end - start)."""
     return torch.lerp(*torch.broadcast_tensors(start, end, weight))
 
 
@@ -426,9 +434,9 @@ _ROWS = (
     _row("threshold", 3, "fitting", _threshold, exact=(1, 2)),
 )
 
-# By kind.
+# Kind -> row.
 POINTWISE: dict[str, PointwiseRow] = {row.name: row for row in _ROWS}
-# Public op -> (kind, dtype rule): `truediv` shares the kind of `div`.
+# Public op -> (kind, dtype rule). `truediv` has the kind of `div` and another dtype rule.
 PUBLIC: dict[str, tuple[str, Rule]] = {
     **{kind: (kind, row.rule) for kind, row in POINTWISE.items()},
     "truediv": ("div", "float"),
@@ -436,5 +444,5 @@ PUBLIC: dict[str, tuple[str, Rule]] = {
 
 
 def kinds_of(arity: int) -> tuple[str, ...]:
-    """Returns the kinds with so many operands."""
+    """Returns the kinds with this number of operands."""
     return tuple(kind for kind, row in POINTWISE.items() if row.arity == arity)

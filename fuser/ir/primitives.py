@@ -35,22 +35,22 @@ def cache_after(
     propagate_allocation_domain: bool = True,
     cached_uses: Sequence[TensorOp] = (),
 ) -> TensorView:
-    """Inserts a copy between `tv` and its uses (or only `cached_uses`); return the copy.
+    """Inserts a copy between `tv` and its uses (or only `cached_uses`), and returns the copy.
 
-    The copy has tv's loop transforms, its mesh and no reduction axes.
+    The copy has tv's loop transforms and mesh, and no reduction axes.
 
     Raises:
-        DefinitionError: tv has no use, is inlined already, or a cached use does not read it.
+        DefinitionError: nothing reads tv, it is already inlined, or a cached use does not read it.
     """
     fusion = tv.fusion
     uses = fusion.uses(tv)
     if not uses:
-        raise DefinitionError(f"cache_after of {tv}, which has no uses")
+        raise DefinitionError(f"cache_after of {tv}, which no op reads")
     if tv.compute_at:
         raise DefinitionError(f"cache_after of {tv}, which is already inlined")
     for op in cached_uses:
         if op not in uses:
-            raise DefinitionError(f"cache_after of {tv}: it is not read by\n{op}")
+            raise DefinitionError(f"cache_after of {tv}: a listed use does not read it:\n{op}")
     copy = fusion.new_tensor(
         _copied_domain(fusion, tv.domain, keep_allocation=propagate_allocation_domain),
         tv.dtype(),
@@ -63,16 +63,17 @@ def cache_after(
 
 
 def cache_before(tv: TensorView, op_type: LoadStoreOpType = LoadStoreOpType.set) -> TensorView:
-    """Gives tv's definition and domain to a new tensor, of which tv becomes a copy; returns the
-    new.
+    """Inserts a tensor that takes over tv's definition and domain; tv becomes a copy of it.
+
+    Returns the new tensor.
 
     Raises:
-        DefinitionError: tv is a fusion input or has no definition.
+        DefinitionError: tv is a fusion input or is already inlined.
     """
     fusion = tv.fusion
     definition = tv.definition()
     if definition is None:
-        raise DefinitionError(f"cache_before of {tv}, which has no definition")
+        raise DefinitionError(f"cache_before of {tv}, which is an input: no op defines it")
     if tv.compute_at:
         raise DefinitionError(f"cache_before of {tv}, which is already inlined")
     # The producer takes the domain itself: an allocation domain describes tv's memory, so it stays.
@@ -86,16 +87,18 @@ def cache_before(tv: TensorView, op_type: LoadStoreOpType = LoadStoreOpType.set)
 
 
 def cache_fork(tv: TensorView) -> TensorView:
-    """Makes a copy of the output `tv` the output in its place; returns the copy.
+    """Replaces the output `tv` by a copy of it, and returns the copy.
 
-    The uses of tv keep reading tv, which is an intermediate from then on.
+    The ops that read tv keep reading it; tv becomes an intermediate tensor.
 
     Raises:
-        DefinitionError: tv is not an output that has uses, or is an input too.
+        DefinitionError: tv is not an output, is also an input, or no op reads it.
     """
     fusion = tv.fusion
     if tv not in fusion.outputs or tv in fusion.inputs or not fusion.uses(tv):
-        raise DefinitionError(f"cache_fork needs an output that is used and no input, got {tv}")
+        raise DefinitionError(
+            f"cache_fork needs an output that some op reads and that is not an input, got {tv}"
+        )
     copy = fusion.new_tensor(
         _copied_domain(fusion, tv.domain, keep_allocation=True),
         tv.dtype(),
@@ -111,10 +114,10 @@ def cache_fork(tv: TensorView) -> TensorView:
 
 
 def _copied_domain(fusion: Fusion, source: TensorDomain, *, keep_allocation: bool) -> TensorDomain:
-    """Clones a domain from its logical axes on, without reduction axes and root.
+    """Returns a copy of a domain from its logical axes on, without reductions and root axes.
 
-    Loop transforms are repeated with the parallel types of device and stream axes only: those say
-    which part of the tensor a device holds, the others how one kernel runs.
+    Loop transforms are repeated. Only device and stream axes keep their parallel types, because
+    these decide which part of the tensor a device has; the other types belong to a single kernel.
     """
     plain = source.without_root()
     if not keep_allocation:
@@ -133,13 +136,14 @@ def _copied_domain(fusion: Fusion, source: TensorDomain, *, keep_allocation: boo
 
 # ------------------------------------------------------------------ rfactor
 def rfactor(tv: TensorView, axes: Sequence[int]) -> TensorView:
-    """Splits a reduction in two: a new producer reduces the listed loop axes, tv the others.
+    """Splits a reduction into two steps: a new producer reduces the listed loop axes, tv the
+    others.
 
-    `tv [i, r{d}, r{K/d}]`, axes (2,)  ->  new `[i, i{d}, r{K/d}]`, tv `[i, r{d}]`; new's root is
-    tv's old logical domain. The new tensor keeps tv's mesh and gets no parallel types.
+    `tv [i, r{d}, r{K/d}]`, axes (2,)  ->  new `[i, i{d}, r{K/d}]`, tv `[i, r{d}]`. The root of the
+    new tensor is tv's old logical domain. It has tv's mesh and no parallel types.
 
     Raises:
-        DefinitionError: tv is not a reduction, or the axes are not some but not all of its
+        DefinitionError: tv is not a reduction, or the axes are not some (but not all) of its
             reduction axes.
         UnsupportedError: the definition has several outputs, or is a linear with a bias.
     """
@@ -158,7 +162,7 @@ def rfactor(tv: TensorView, axes: Sequence[int]) -> TensorView:
             raise DefinitionError(f"rfactor of {axis} in {tv}, which is not a reduction axis")
     if len({a.number for a in listed}) != len(axes) or not 0 < len(listed) < len(reductions):
         raise DefinitionError(
-            f"rfactor takes some, but not all, of the reduction axes of {tv}, got {list(axes)} of "
+            f"rfactor needs some, but not all, of the reduction axes of {tv}, got {list(axes)} of "
             f"{len(loop)} loop axes"
         )
     producer = _rfactor_producer(tv, {a.number for a in listed})
@@ -181,13 +185,13 @@ def _zero(dtype: DataType) -> sc.Scalar:
 
 
 def _rfactor_producer(tv: TensorView, listed: set[int]) -> TensorView:
-    """Creates the tensor that keeps `listed` as reductions, with the other reductions iterated."""
+    """Returns a new tensor that reduces the `listed` axes and iterates the other reductions."""
     fusion, domain = tv.fusion, tv.domain
     history = transforms_between(domain, domain.logical, domain.loop)
-    # Those of an rfactor before: the operand has the axes that they begin with.
+    # Transforms of an earlier rfactor; the operand has their input axes.
     earlier = transforms_between(domain, domain.root, domain.logical) if domain.root else ()
     factored = _connected(domain, history, listed)
-    # An axis that leads to a listed axis is reduced (in part); other reductions are iterated.
+    # Ancestors of a listed axis are reduced (in part); other reductions are iterated.
     reduced = domain.above(listed)
     clones: dict[int, IterDomain] = {}
     made = (n for t in (*earlier, *history) for n in (*t.inputs, *t.outputs))
@@ -222,8 +226,7 @@ def _rfactor_producer(tv: TensorView, listed: set[int]) -> TensorView:
 def _connected(
     domain: TensorDomain, history: Sequence[Transform], listed: set[int]
 ) -> frozenset[int]:
-    """Returns the axes that share a logical ancestor with a listed loop axis, through
-    transforms."""
+    """Returns the axes that transforms connect with a listed loop axis, by number."""
     found = set(listed)
     changed = True
     while changed:
@@ -237,9 +240,9 @@ def _connected(
 
 
 def _rfactor_consumer(tv: TensorView, producer: TensorView) -> None:
-    """Gives tv the domain that reduces what the producer iterates in place of a reduction."""
+    """Sets the domain of tv, which reduces the axes that the producer iterates."""
     fusion, old, new = tv.fusion, tv.domain, producer.domain
-    # Producer loop axes stand in the order of tv's old loop axes, so their kinds pair up.
+    # The producer's loop axes have the order of tv's old loop axes, so their kinds correspond.
     was_reduction = {n.number: o.is_reduction() for o, n in zip(old.loop, new.loop, strict=True)}
     ptypes = {n.number: o.ptype for o, n in zip(old.loop, new.loop, strict=True)}
     plain = new.without_root()
@@ -260,7 +263,8 @@ def _rfactor_consumer(tv: TensorView, producer: TensorView) -> None:
 
 
 def _kept_contiguity(old: TensorDomain, logical: tuple[IterDomain, ...]) -> tuple[bool | None, ...]:
-    """Keeps the flags of the iterated axes, which an rfactor leaves in their order."""
+    """Returns the contiguity in which the iterated axes, whose order is unchanged, keep their
+    flags."""
     flags: Mapping[int, bool | None] = dict(
         enumerate(
             flag

@@ -1,8 +1,7 @@
-"""One line per tensor in place of three: `shard(tv, mesh, [Shard(0), Replicate()])`.
+"""Sharding in one call, with placements as in torch's DTensor: `shard(tv, mesh, [Shard(0), ..])`.
 
-Placements are those of torch's DTensors: one per dimension of the mesh, the first dimension first.
-`mesh_x` is the *last* dimension. An axis that several dimensions cut is cut by the first of them
-outermost:
+`placements` has one entry per dimension of the mesh, the first dimension first; `mesh_x` is the
+*last* dimension. If several dimensions shard one axis, the first of them is the outermost:
 
     mesh [[0 1][2 3]], placements [Shard(0), Shard(0)]   ->   rank r has quarter r of axis 0
     mesh [[0 1][2 3]], placements [Replicate(), Shard(0)] ->  ranks 0 and 2 have the first half
@@ -26,7 +25,7 @@ from fuser.support.record import record
 
 @record
 class Shard:
-    """A dimension of a mesh cuts axis `dim` into equal blocks; a negative one counts from the
+    """The placement that divides axis `dim` into equal blocks; a negative `dim` counts from the
     end."""
 
     dim: int
@@ -41,46 +40,48 @@ class Shard:
 
 @record
 class Replicate:
-    """Along a dimension of a mesh, all devices hold the same."""
+    """The placement that stores the same values on all devices of a mesh dimension."""
 
 
-# Per dimension of a mesh the axis that it cuts; None where it cuts none.
+# Per dimension of a mesh, the axis that it shards, or None.
 Dims = tuple[int | None, ...]
 
 
 @checked
 def shard(tv: TensorView, mesh: object, placements: Sequence[object]) -> TensorView:
-    """Places a tensor on a mesh, and returns it; what propagation finds does not change that.
+    """Places a tensor on a mesh and returns it. Sharding propagation keeps this placement.
 
-    `mesh`: a DeviceMesh, what its constructor takes, or torch's. `placements` has, per dimension of
-    the mesh, `Shard` or `Replicate` of this package or of `torch.distributed.tensor`. Axes are
-    those of `tv.shape()`: an op's result has none that the op sums over.
+    `mesh` is a DeviceMesh, the argument of its constructor, or a mesh of torch. `placements` has
+    one `Shard` or `Replicate` per mesh dimension, of this package or of `torch.distributed.tensor`.
+    Axes are those of `tv.shape()`, so reductions do not count.
 
-    It stands for `set_device_mesh`, and an `outer_split` and a `parallelize` for each `Shard`, but
-    the loop axes of devices stand last: `tv.axis(k)` is still (what is left of) axis k.
+    It is equivalent to `set_device_mesh`, and one `outer_split` and `parallelize` per `Shard`. The
+    device axes are moved behind the other loop axes, so that `tv.axis(k)` remains the (divided)
+    axis k.
 
     Raises:
-        ShardingError: not one placement per dimension of the mesh, an axis that there is not, or
-            one that the mesh does not divide.
-        DefinitionError: devices share the tensor already, or a sharded axis was transformed.
-        UnsupportedError: a partial sum: ops make these, and sum them, by themselves.
+        ShardingError: the number of placements is not that of mesh dimensions, an axis does not
+            exist, or the mesh does not divide it.
+        DefinitionError: the tensor is sharded already, or an axis to be sharded was transformed.
+        UnsupportedError: a partial sum; ops create and reduce partial sums themselves.
         ArgumentError: another kind of placement.
     """
     mesh = mesh_of(mesh)
     dims = _dims_of(tv, mesh, placements)
     logical, loop = tv.domain.no_reductions, tv.domain.loop_numbers
     if tv.domain.has_devices:
-        raise DefinitionError(f"shard: devices share {tv} already: shard a tensor once")
+        raise DefinitionError(f"shard: {tv} is already sharded: a tensor can be sharded only once")
     for axis in (logical[d] for d in dims if d is not None):
         if axis.number not in loop or axis.ptype is not ParallelType.serial:
             raise DefinitionError(
-                f"shard: axis {axis} of {tv} was split, merged or parallelized: shard it before"
+                f"shard: axis {axis} of {tv} was split, merged or parallelized: call shard before "
+                "that"
             )
     tv.set_device_mesh(mesh)
     for position, dim in enumerate(dims):
         if dim is None:
             continue
-        # What is left of the axis stands where the axis stood: the device axis goes last.
+        # The divided axis keeps the position of the axis; the device axis becomes the last one.
         place = loop.index(logical[dim].number)
         tv.outer_split(place, mesh.shape[position])
         tv.reorder({place: -1})
@@ -89,8 +90,7 @@ def shard(tv: TensorView, mesh: object, placements: Sequence[object]) -> TensorV
 
 
 def placements_of(tv: TensorView) -> list[Shard | Replicate] | None:
-    """Returns the placements with which `shard` makes the loop domain of a tensor; None for one
-    that it does not make."""
+    """Returns the placements for which `shard` produces the loop domain of a tensor, or None."""
     mesh, domain = tv.mesh, tv.domain
     if mesh is None or not tv.mesh_is_user_set:
         return None
@@ -124,7 +124,7 @@ def _type_of(mesh: DeviceMesh, position: int) -> ParallelType:
 
 
 def mesh_of(mesh: Any) -> DeviceMesh:
-    """Returns a mesh of this package for one of torch, or for what `DeviceMesh` takes."""
+    """Returns the DeviceMesh for a mesh of torch, or for an argument of `DeviceMesh`."""
     if isinstance(mesh, DeviceMesh):
         return mesh
     is_torchs = type(mesh).__module__ == "torch.distributed.device_mesh"
@@ -132,16 +132,16 @@ def mesh_of(mesh: Any) -> DeviceMesh:
 
 
 def _dims_of(tv: TensorView, mesh: DeviceMesh, placements: Sequence[object]) -> Dims:
-    """Returns the axis that each dimension of the mesh cuts."""
+    """Returns the axis that each dimension of the mesh shards."""
     if not mesh.devices:
         raise ShardingError(
-            f"shard: {mesh} is empty, so it has no device for {tv}: give the ranks that hold it, "
-            "DeviceMesh([0, 1])"
+            f"shard: {mesh} is empty, so it has no device for {tv}: list the ranks that store it, "
+            "for example DeviceMesh([0, 1])"
         )
     if len(placements) != mesh.ndim:
         raise ShardingError(
-            f"shard: {len(placements)} placements {show(list(placements))} of {tv} for the "
-            f"{mesh.ndim} dimensions of {mesh}, of shape {mesh.shape}: one for each"
+            f"shard: expected one placement per dimension of {mesh}, which has {mesh.ndim} "
+            f"(shape {mesh.shape}), got {len(placements)} for {tv}: {show(list(placements))}"
         )
     dims = tuple(_dim_of(tv, k, placed) for k, placed in enumerate(placements))
     for dim in dict.fromkeys(d for d in dims if d is not None):
@@ -151,8 +151,8 @@ def _dims_of(tv: TensorView, mesh: DeviceMesh, placements: Sequence[object]) -> 
         size = sc.int_value(tv.fusion.canonical(axis.size))
         if size is not None and size % count:
             raise ShardingError(
-                f"shard: axis {dim} of {tv} has {size} elements, which {count} devices of {mesh} "
-                "do not divide: shards have one size"
+                f"shard: axis {dim} of {tv} has {size} elements, which cannot be divided into "
+                f"equal shards for {count} devices of {mesh}"
             )
     return dims
 
@@ -168,20 +168,20 @@ def _dim_of(tv: TensorView, position: int, placed: Any) -> int | None:
         dim += tv.ndim if dim < 0 else 0
         if not 0 <= dim < tv.ndim:
             raise ShardingError(
-                f"shard: Shard({placed.dim}), placement {position}, of {tv}, which has {tv.ndim} "
-                f"axes: {f'{-tv.ndim} to {tv.ndim - 1}' if tv.ndim else 'Replicate() is all'}"
+                f"shard: placement {position} is Shard({placed.dim}), but {tv} has {tv.ndim} axes: "
+                f"expected {f'{-tv.ndim} to {tv.ndim - 1}' if tv.ndim else 'Replicate()'}"
             )
         return dim
     if is_torchs and "Partial" in name:
         what = "an input" if tv.definition() is None else "a result"
         raise UnsupportedError(
-            f"shard: placement {position} of {tv} is {placed!r}: {what} may have Shard and "
-            "Replicate; an op over a cut axis makes partial sums, and sums them, by itself"
+            f"shard: placement {position} of {tv} is {placed!r}: {what} can only have Shard and "
+            "Replicate. An op that reduces a sharded axis creates and adds partial sums by itself"
         )
     if is_torchs:
         raise UnsupportedError(
-            f"shard: placement {position} of {tv} is {placed!r}: shards are plain blocks, of Shard "
-            "and Replicate"
+            f"shard: placement {position} of {tv} is {placed!r}: only Shard and Replicate are "
+            "supported, because shards are contiguous blocks of equal size"
         )
     is_class = isinstance(placed, type)
     written = "Replicate()" if is_class and placed.__name__ == "Replicate" else "Shard(0)"

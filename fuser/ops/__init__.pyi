@@ -89,9 +89,9 @@ def erfinv(x: TensorView, /) -> TensorView: """As `torch.erfinv`."""
 @overload
 def erfinv(x: ScalarLike, /) -> Scalar: """As `torch.erfinv`."""
 @overload
-def erfcinv(x: TensorView, /) -> TensorView: """The y with erfc(y) = x."""
+def erfcinv(x: TensorView, /) -> TensorView: """Returns the y with erfc(y) = x."""
 @overload
-def erfcinv(x: ScalarLike, /) -> Scalar: """The y with erfc(y) = x."""
+def erfcinv(x: ScalarLike, /) -> Scalar: """Returns the y with erfc(y) = x."""
 @overload
 def lgamma(x: TensorView, /) -> TensorView: """As `torch.lgamma`."""
 @overload
@@ -129,13 +129,13 @@ def sigmoid(x: TensorView, /) -> TensorView: """As `torch.sigmoid`."""
 @overload
 def sigmoid(x: ScalarLike, /) -> Scalar: """As `torch.sigmoid`."""
 @overload
-def silu(x: TensorView, /) -> TensorView: """x * sigmoid(x)."""
+def silu(x: TensorView, /) -> TensorView: """Returns x * sigmoid(x)."""
 @overload
-def silu(x: ScalarLike, /) -> Scalar: """x * sigmoid(x)."""
+def silu(x: ScalarLike, /) -> Scalar: """Returns x * sigmoid(x)."""
 @overload
-def neg(x: TensorView, /) -> TensorView: """-x; of Bool, x."""
+def neg(x: TensorView, /) -> TensorView: """Returns -x; for Bool, x."""
 @overload
-def neg(x: ScalarLike, /) -> Scalar: """-x; of Bool, x."""
+def neg(x: ScalarLike, /) -> Scalar: """Returns -x; for Bool, x."""
 @overload
 def abs(x: TensorView, /) -> TensorView: """As `torch.abs`."""
 @overload
@@ -165,9 +165,9 @@ def trunc(x: TensorView, /) -> TensorView: """As `torch.trunc`."""
 @overload
 def trunc(x: ScalarLike, /) -> Scalar: """As `torch.trunc`."""
 @overload
-def frac(x: TensorView, /) -> TensorView: """x - trunc(x)."""
+def frac(x: TensorView, /) -> TensorView: """Returns x - trunc(x)."""
 @overload
-def frac(x: ScalarLike, /) -> Scalar: """x - trunc(x)."""
+def frac(x: ScalarLike, /) -> Scalar: """Returns x - trunc(x)."""
 @overload
 def relu(x: TensorView, /) -> TensorView: """As `torch.relu`."""
 @overload
@@ -215,11 +215,11 @@ def add(lhs: OperandLike, rhs: TensorView, /) -> TensorView: """As `torch.add`."
 @overload
 def add(lhs: ScalarLike, rhs: ScalarLike, /) -> Scalar: """As `torch.add`."""
 @overload
-def sub(lhs: TensorView, rhs: OperandLike, /) -> TensorView: """lhs - rhs; of Bool, lhs xor rhs."""
+def sub(lhs: TensorView, rhs: OperandLike, /) -> TensorView: """Returns lhs - rhs; for Bool, lhs xor rhs."""
 @overload
-def sub(lhs: OperandLike, rhs: TensorView, /) -> TensorView: """lhs - rhs; of Bool, lhs xor rhs."""
+def sub(lhs: OperandLike, rhs: TensorView, /) -> TensorView: """Returns lhs - rhs; for Bool, lhs xor rhs."""
 @overload
-def sub(lhs: ScalarLike, rhs: ScalarLike, /) -> Scalar: """lhs - rhs; of Bool, lhs xor rhs."""
+def sub(lhs: ScalarLike, rhs: ScalarLike, /) -> Scalar: """Returns lhs - rhs; for Bool, lhs xor rhs."""
 @overload
 def mul(lhs: TensorView, rhs: OperandLike, /) -> TensorView: """As `torch.mul`."""
 @overload
@@ -227,29 +227,29 @@ def mul(lhs: OperandLike, rhs: TensorView, /) -> TensorView: """As `torch.mul`."
 @overload
 def mul(lhs: ScalarLike, rhs: ScalarLike, /) -> Scalar: """As `torch.mul`."""
 @overload
-def div(lhs: TensorView, rhs: OperandLike, /) -> TensorView: """lhs / rhs; integers are truncated, and x / 0 is -1 (of scalars: an error)."""
+def div(lhs: TensorView, rhs: OperandLike, /) -> TensorView: """Returns lhs / rhs; integers are truncated, and x / 0 is -1 (of scalars: an error)."""
 @overload
-def div(lhs: OperandLike, rhs: TensorView, /) -> TensorView: """lhs / rhs; integers are truncated, and x / 0 is -1 (of scalars: an error)."""
+def div(lhs: OperandLike, rhs: TensorView, /) -> TensorView: """Returns lhs / rhs; integers are truncated, and x / 0 is -1 (of scalars: an error)."""
 @overload
-def div(lhs: ScalarLike, rhs: ScalarLike, /) -> Scalar: """lhs / rhs; integers are truncated, and x / 0 is -1 (of scalars: an error)."""
+def div(lhs: ScalarLike, rhs: ScalarLike, /) -> Scalar: """Returns lhs / rhs; integers are truncated, and x / 0 is -1 (of scalars: an error)."""
 @overload
-def mod(lhs: TensorView, rhs: OperandLike, /) -> TensorView: """What lhs / rhs leaves, of the sign of lhs; of integers, x % 0 is x (of scalars: an error)."""
+def mod(lhs: TensorView, rhs: OperandLike, /) -> TensorView: """Returns the remainder with lhs's sign; of integer x by 0 it is x (of scalars: an error)."""
 @overload
-def mod(lhs: OperandLike, rhs: TensorView, /) -> TensorView: """What lhs / rhs leaves, of the sign of lhs; of integers, x % 0 is x (of scalars: an error)."""
+def mod(lhs: OperandLike, rhs: TensorView, /) -> TensorView: """Returns the remainder with lhs's sign; of integer x by 0 it is x (of scalars: an error)."""
 @overload
-def mod(lhs: ScalarLike, rhs: ScalarLike, /) -> Scalar: """What lhs / rhs leaves, of the sign of lhs; of integers, x % 0 is x (of scalars: an error)."""
+def mod(lhs: ScalarLike, rhs: ScalarLike, /) -> Scalar: """Returns the remainder with lhs's sign; of integer x by 0 it is x (of scalars: an error)."""
 @overload
-def fmod(lhs: TensorView, rhs: OperandLike, /) -> TensorView: """What lhs / rhs leaves, of the sign of lhs; of integers, x % 0 is x (of scalars: an error)."""
+def fmod(lhs: TensorView, rhs: OperandLike, /) -> TensorView: """Returns the remainder with lhs's sign; of integer x by 0 it is x (of scalars: an error)."""
 @overload
-def fmod(lhs: OperandLike, rhs: TensorView, /) -> TensorView: """What lhs / rhs leaves, of the sign of lhs; of integers, x % 0 is x (of scalars: an error)."""
+def fmod(lhs: OperandLike, rhs: TensorView, /) -> TensorView: """Returns the remainder with lhs's sign; of integer x by 0 it is x (of scalars: an error)."""
 @overload
-def fmod(lhs: ScalarLike, rhs: ScalarLike, /) -> Scalar: """What lhs / rhs leaves, of the sign of lhs; of integers, x % 0 is x (of scalars: an error)."""
+def fmod(lhs: ScalarLike, rhs: ScalarLike, /) -> Scalar: """Returns the remainder with lhs's sign; of integer x by 0 it is x (of scalars: an error)."""
 @overload
-def remainder(lhs: TensorView, rhs: OperandLike, /) -> TensorView: """What floor(lhs / rhs) leaves, of the sign of rhs; of integers, x and 0 give x."""
+def remainder(lhs: TensorView, rhs: OperandLike, /) -> TensorView: """Returns the remainder with the sign of rhs; for integers, that of x by 0 is x."""
 @overload
-def remainder(lhs: OperandLike, rhs: TensorView, /) -> TensorView: """What floor(lhs / rhs) leaves, of the sign of rhs; of integers, x and 0 give x."""
+def remainder(lhs: OperandLike, rhs: TensorView, /) -> TensorView: """Returns the remainder with the sign of rhs; for integers, that of x by 0 is x."""
 @overload
-def remainder(lhs: ScalarLike, rhs: ScalarLike, /) -> Scalar: """What floor(lhs / rhs) leaves, of the sign of rhs; of integers, x and 0 give x."""
+def remainder(lhs: ScalarLike, rhs: ScalarLike, /) -> Scalar: """Returns the remainder with the sign of rhs; for integers, that of x by 0 is x."""
 @overload
 def complex(lhs: TensorView, rhs: OperandLike, /) -> TensorView: """Appends lhs + i rhs: two tensors, or two scalars."""
 @overload
@@ -257,11 +257,11 @@ def complex(lhs: OperandLike, rhs: TensorView, /) -> TensorView: """Appends lhs 
 @overload
 def complex(lhs: ScalarLike, rhs: ScalarLike, /) -> Scalar: """Appends lhs + i rhs: two tensors, or two scalars."""
 @overload
-def pow(lhs: TensorView, rhs: OperandLike, /) -> TensorView: """lhs to the power rhs; integers wrap, and negative exponents give 0 except of 1 and -1."""
+def pow(lhs: TensorView, rhs: OperandLike, /) -> TensorView: """Returns lhs ** rhs; integers wrap, and negative exponents yield 0 except for 1 and -1."""
 @overload
-def pow(lhs: OperandLike, rhs: TensorView, /) -> TensorView: """lhs to the power rhs; integers wrap, and negative exponents give 0 except of 1 and -1."""
+def pow(lhs: OperandLike, rhs: TensorView, /) -> TensorView: """Returns lhs ** rhs; integers wrap, and negative exponents yield 0 except for 1 and -1."""
 @overload
-def pow(lhs: ScalarLike, rhs: ScalarLike, /) -> Scalar: """lhs to the power rhs; integers wrap, and negative exponents give 0 except of 1 and -1."""
+def pow(lhs: ScalarLike, rhs: ScalarLike, /) -> Scalar: """Returns lhs ** rhs; integers wrap, and negative exponents yield 0 except for 1 and -1."""
 @overload
 def maximum(lhs: TensorView, rhs: OperandLike, /) -> TensorView: """As `torch.maximum`."""
 @overload

@@ -150,7 +150,8 @@ def test_the_whole_of_a_cut_tensor_is_told_which_shard_a_rank_passes() -> None:
         for text in world.run(body):
             assert "Tried to bind to a constant value: 8 as 16" in text
             assert (
-                "input 0 (T0_g_float) is cut along axis 0: a rank passes its shard [4, 8]" in text
+                "input 0 (T0_g_float) is sharded along axis 0: each rank must pass its shard [4, 8]"
+                in text
             )
 
 

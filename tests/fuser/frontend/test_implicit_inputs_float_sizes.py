@@ -148,10 +148,10 @@ def test_definitions_of_other_float_extents_are_unequal() -> None:
 @pytest.mark.parametrize(
     ("value", "words"),
     [
-        (2.5, r"2\.5 is no integer; cast it to DataType\.Int to truncate it"),
-        (math.nan, r"nan is no integer"),
-        (math.inf, r"inf is no integer"),
-        (-math.inf, r"-inf is no integer"),
+        (2.5, r"2\.5 is not an integer; cast it to DataType\.Int to truncate it"),
+        (math.nan, r"nan is not an integer"),
+        (math.inf, r"inf is not an integer"),
+        (-math.inf, r"-inf is not an integer"),
         (2.0**63, r"9\.223372036854776e\+18 is out of the range of int64_t"),
     ],
 )
@@ -181,9 +181,9 @@ def test_values_that_no_op_takes_are_refused_by_name() -> None:
     fd = defined(lambda fd, x, s: fd.ops.reshape(x, [fd.ops.div(x.size(0), s), -1]))
     with pytest.raises(InputError, match=r"^reshape: size .*i0.* with i0 = 12, d\d+ = 5\.0 \(inpu"):
         fd.execute([X, 5.0])
-    with pytest.raises(InputError, match=r"inf is no integer"):
+    with pytest.raises(InputError, match=r"inf is not an integer"):
         fd.execute([X, 0.0])
-    with pytest.raises(InputError, match=r"2\.4 is no integer"):
+    with pytest.raises(InputError, match=r"2\.4 is not an integer"):
         fd.validate([X, 5.0])
 
 
@@ -348,7 +348,7 @@ def test_ranks_agree_on_a_float_extent() -> None:
             assert torch.equal(y, mine.reshape(2, int(s), -1))
             want = whole[n].double().reshape(4, int(s), -1).exp().sum(0)
             torch.testing.assert_close(z.double(), want, rtol=1e-5, atol=1e-5)
-        with pytest.raises(InputError, match=r"2\.5 is no integer"):
+        with pytest.raises(InputError, match=r"2\.5 is not an integer"):
             fd.execute([shard_of(fd, whole[10]), 2.5])
 
     with simulate(2) as world:

@@ -89,7 +89,7 @@ def test_cache_fork_makes_a_copy_the_output() -> None:
     assert math_of(fusion) == ["T1 = sinf(T0);", "T3 = Set( T1 )", "T2 = -T1;"]
     assert fusion.outputs == [copy, z]
     assert (y.memory, copy.memory) == (MemoryType.local, MemoryType.global_)
-    with pytest.raises(DefinitionError, match="cache_fork needs an output that is used"):
+    with pytest.raises(DefinitionError, match="cache_fork needs an output that some op reads"):
         z.cache_fork()
 
 
@@ -97,11 +97,11 @@ def test_caches_refuse_what_has_no_meaning() -> None:
     fusion = neg_sin()
     x = fusion.inputs[0]
     assert isinstance(x, TensorView)
-    with pytest.raises(DefinitionError, match="no uses"):
+    with pytest.raises(DefinitionError, match="which no op reads"):
         fusion.outputs[0].cache_after()
-    with pytest.raises(DefinitionError, match="no definition"):
+    with pytest.raises(DefinitionError, match="no op defines it"):
         x.cache_before()
-    with pytest.raises(DefinitionError, match="not read by"):
+    with pytest.raises(DefinitionError, match="does not read it"):
         x.cache_after(cached_uses=[fusion.exprs[1]])
 
 

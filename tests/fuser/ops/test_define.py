@@ -85,7 +85,7 @@ def test_unsupported_and_wrong_types() -> None:
     with FusionGuard(Fusion()):
         with pytest.raises(UnsupportedError):
             define_tensor([2, 3], stride_order=[-1, 0])
-        with pytest.raises(DefinitionError, match="1\\+2j is no number of double"):
+        with pytest.raises(DefinitionError, match="1\\+2j is complex, but double is real"):
             define_scalar(1 + 2j, D.Double)
         with pytest.raises(TypeError):
             define_tensor([2], contiguity=["yes"])

@@ -163,10 +163,10 @@ def test_numbers_that_do_not_fit_the_result_are_refused() -> None:
         )
         scalar = fd.define_scalar(None, dtype=DataType.Double)
         for numbers, problem in (
-            ((0.5, 7), "0.5 is no integer"),
-            ((0, 7.5), "7.5 is no integer"),
-            ((0, math.inf), "inf is no integer"),
-            ((fd.define_scalar(0.5), 7), "0.5 is no integer"),
+            ((0.5, 7), "0.5 is not an integer"),
+            ((0, 7.5), "7.5 is not an integer"),
+            ((0, math.inf), "inf is not an integer"),
+            ((fd.define_scalar(0.5), 7), "0.5 is not an integer"),
         ):
             with pytest.raises(DefinitionError, match=rf"threshold: {problem}, the dtype of T0"):
                 fd.ops.threshold(whole, *numbers)

@@ -301,7 +301,7 @@ def test_refused() -> None:
             fd.ops.topk(flags, one)
         with pytest.raises(TypeError, match="k: expected a scalar"):
             fd.ops.topk(x, 2.5)  # pyright: ignore[reportArgumentType]
-        with pytest.raises(DefinitionError, match=r"topk: size at index 0: 0\.5 is no integer"):
+        with pytest.raises(DefinitionError, match=r"topk: size at index 0: 0\.5 is not an integer"):
             fd.ops.topk(x, half)
         with pytest.raises(DefinitionError, match=r"topk: .*k = 5 of axis 1 of T0.* 4 elements"):
             fd.ops.topk(x, fd.define_scalar(5, DataType.Int))
