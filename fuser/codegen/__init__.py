@@ -1,4 +1,4 @@
-"""Code generation: a kernel as CUDA C++ text.
+"""Code generation: prints a kernel as CUDA C++ text.
 
 Question: how is a lowered kernel spelled?
 Imports: `fuser.support`, `fuser.ir.scalar` and `fuser.lower.kernel_ir`.

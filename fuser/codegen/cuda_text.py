@@ -1,4 +1,4 @@
-"""Prints kernel IR as CUDA C++ text, for the device functions of `rt.h`."""
+"""Prints kernel IR as CUDA C++ text, which calls the device functions of `rt.h`."""
 
 from __future__ import annotations
 
@@ -64,9 +64,10 @@ BACKWARDS = {c: f"gridDim.{c[1]} - 1 - {t}" for c, t in COORDINATE_TEXT.items() 
 
 # ------------------------------------------------------------------ literals and scalars
 def literal(value: Number, dtype: DataType) -> str:
-    """Returns an atom of C text of exactly this type and value.
+    """Returns a C literal of exactly this type and value, as an atom (in parentheses if needed).
 
-    An integer wraps; a number that no integer of the type is near is converted as a tensor's is.
+    An integer wraps. A floating-point number beyond the integer type's range is converted like an
+    element of a tensor.
     """
     kind = category(dtype)
     if kind == "bool":
@@ -110,14 +111,15 @@ def _floating(value: float, dtype: DataType) -> str:
 
 
 def _nearest_float(value: float) -> float:
-    """Rounds a double to float as a cast would."""
+    """Rounds a double to float, as a C cast does."""
     import ctypes
 
     return ctypes.c_float(value).value
 
 
 def scalar_text(x: Scalar) -> str:
-    """Returns an index expression or condition as C text; an atom unless it is a sum or product."""
+    """Returns an index expression or condition as C text. Only sums and products have no
+    parentheses."""
     if isinstance(x, Const):
         if category(x.dtype) == "bool":
             return "true" if x.value else "false"
@@ -152,7 +154,8 @@ def _floor_div(x: Apply) -> str:
 
 
 def _floor_mod(x: Apply) -> str:
-    """A power of two takes a mask, which is right for negative numbers too."""
+    """Prints a modulo. A power of two becomes a bit mask, which is right for negative
+    numbers too."""
     a, b = (_atom(y) for y in x.args)
     size = sc.int_value(x.args[1])
     if size is not None and size > 0 and size & (size - 1) == 0:
@@ -183,7 +186,7 @@ _APPLY: dict[str, Callable[[Apply], str]] = {
 
 
 def _sum_text(x: Poly) -> str:
-    # Positive terms first: no leading minus, and the constant last.
+    # Positive terms first: the text has no leading minus, and the constant is last.
     ordered = sorted(x.terms, key=lambda t: (t[1] < 0, not t[0]))
     out = ""
     for mono, coef in ordered:
@@ -199,7 +202,7 @@ def _sum_text(x: Poly) -> str:
 
 # ------------------------------------------------------------------ values
 def expr_text(e: Expr) -> str:
-    """Returns the C text of a value, as an atom."""
+    """Returns the C text of a value, as an atom (in parentheses if needed)."""
     return _EXPR[type(e)](e)
 
 
@@ -217,7 +220,7 @@ def _load(e: GlobalLoad) -> str:
 def _scalar_value(e: ScalarValue) -> str:
     if isinstance(e.scalar, Const):
         return literal(e.scalar.value, e.dtype)
-    # An Index symbol has the index type of the kernel, a value of that dtype 64 bits.
+    # An Index symbol has the kernel's index type; a value of dtype Index has 64 bits.
     exact = DataType.Int if e.dtype is DataType.Index else e.dtype
     if e.scalar.dtype is exact and isinstance(e.scalar, Symbol):
         return e.scalar.name
@@ -248,7 +251,7 @@ def _select(e: Select) -> str:
 
 
 def _strip(text: str) -> str:
-    """Drops parentheses around a whole text."""
+    """Removes parentheses that enclose the whole text."""
     if not (text.startswith("(") and text.endswith(")")):
         return text
     depth = 0
@@ -273,15 +276,17 @@ _EXPR: dict[type, Callable[[Any], str]] = {
 # ------------------------------------------------------------------ statements
 @dataclass
 class Writer:
-    """Collects indented lines."""
+    """Collects indented lines of C text."""
 
     lines: list[str] = field(default_factory=list[str])
     depth: int = 1
 
     def line(self, text: str) -> None:
+        """Appends a line at the current indentation."""
         self.lines.append("  " * self.depth + text)
 
     def body(self, body: Body) -> None:
+        """Appends the statements of a body, indented one level more."""
         self.depth += 1
         for s in body.statements:
             _STATEMENT[type(s)](self, s)
@@ -366,7 +371,8 @@ def _accumulate_batch(w: Writer, s: AccumulateBatch) -> None:
 
 
 def _thread_reduce(w: Writer, s: ThreadReduce) -> None:
-    """Prints the block step, then the grid step. Several accumulators travel as one `Pair`."""
+    """Prints the step within the block, then the step over the grid. Several accumulators are
+    combined as one `Pair`."""
     if len(s.parts) == 1:
         part = s.parts[0]
         _reduce_calls(w, s, part.name, part.functor, _strip(expr_text(part.identity)))
@@ -501,7 +507,7 @@ def print_kernel(kernel: LoweredKernel) -> tuple[KernelSource, str]:
 
 
 def _whole(kernel: LoweredKernel) -> tuple[list[str], list[str]]:
-    """Returns the lines of a kernel, and those of its body alone."""
+    """Returns the lines of a kernel without parts, and those of its body alone."""
     writer = Writer(depth=0)
     writer.body(kernel.body)
     used = _coordinates(kernel.body)
@@ -521,7 +527,7 @@ def _whole(kernel: LoweredKernel) -> tuple[list[str], list[str]]:
 
 
 def _folded_coordinates(fold: Fold, cluster: int) -> dict[str, str]:
-    """Returns the texts of a block's coordinates from its number among all."""
+    """Returns the texts of a block's coordinates, computed from its number among all blocks."""
     across, down, _ = map(scalar_text, fold.counts)
     if all(sc.int_value(n) == 1 for n in fold.counts[1:]):
         alone = {} if cluster > 1 else {"by": "0", "bz": "0"}
@@ -534,10 +540,11 @@ def _folded_coordinates(fold: Fold, cluster: int) -> dict[str, str]:
 
 
 def _in_turns(fold: Fold, lines: Sequence[str], *, waits: bool) -> list[str]:
-    """Returns the lines of one block in a loop over the blocks that a block of the launch is."""
+    """Returns the lines of one block inside a loop over the blocks that a launched block
+    processes."""
     first, *rest = map(scalar_text, fold.counts)
     count = " * ".join([f"static_cast<int64_t>({first})", *rest])
-    # Shared memory is written again.
+    # The next iteration overwrites shared memory.
     after = ["    __syncthreads();"] if waits else []
     return [
         f"  for (int64_t fold = blockIdx.x; fold < {count}; fold += gridDim.x) {{",
@@ -548,8 +555,11 @@ def _in_turns(fold: Fold, lines: Sequence[str], *, waits: bool) -> list[str]:
 
 
 def _parts(kernel: LoweredKernel, index_ctype: str) -> tuple[list[str], list[str]]:
-    """Returns the same of kernels beside one another: each block finds its part, and has there the
-    coordinates that it would have in a launch of the part alone."""
+    """Returns the lines of a horizontally fused kernel, and those of its body alone.
+
+    Each block determines its part, and computes the coordinates that it would have in a launch of
+    that part.
+    """
     writer = Writer()
     block = "blockIdx.x" if kernel.fold is None else "fold"
     leave = "return" if kernel.fold is None else "continue"
@@ -578,7 +588,7 @@ def _parts(kernel: LoweredKernel, index_ctype: str) -> tuple[list[str], list[str
 
 
 def _coordinates_in(part: KernelPart, block: str) -> dict[str, str]:
-    """Returns the texts of a part's coordinates, along x and y, of the block of this number."""
+    """Returns the texts of a part's coordinates along x and y, for the block number `block`."""
     block = f"{block} - {part.first}" if part.first else block
     texts = {"bx": block}
     if part.across:

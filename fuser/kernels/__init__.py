@@ -1,4 +1,4 @@
-"""One fusion as kernels: specialise, lower, print, compile, launch.
+"""Runs one fusion as kernels: specialise, lower, print, compile, launch.
 
 Question: which kernel runs for these inputs?
 Imports: every other room of `fuser` but `frontend` and `nvfuser`.

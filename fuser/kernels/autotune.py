@@ -1,11 +1,12 @@
-"""The option `tune`: neighbours of the heuristic's choice are timed on the first inputs of a class,
-and the best is kept on disk.
+"""The option `tune`: times parameters near the heuristic's choice on the first inputs of a class,
+and keeps the best on disk.
 
     class of inputs -> memory -> disk cache -> timed in turns: choice, neighbours, neighbours of the
     best -> the best, where it is faster beyond noise, else the choice
 
-A class is what the heuristic sees as alike (layouts, the parameters that it chooses) and the order
-of magnitude of each size. Results of all candidates must agree with those of the choice.
+A class consists of the facts that the heuristic distinguishes (layouts, the parameters that it
+chooses) and the order of magnitude of each size. The results of all candidates must agree with
+those of the choice.
 """
 
 from __future__ import annotations
@@ -54,19 +55,20 @@ from fuser.support.lru import Recent
 from fuser.support.record import record
 from fuser.support.version import __version__
 
-# Neighbours that are timed at most, how many at once, and how many are lowered for that at most:
-# many differ in nothing.
+# The maximum numbers of neighbours that are timed, timed at once, and lowered. Many lowered ones
+# turn out equal.
 MAX_TIMED = 24
 TIMED_AT_ONCE = 12
 MAX_LOWERED = 3 * MAX_TIMED
-# Rounds in which all are timed, and the fastest again, beside the choice; seconds for each.
+# Rounds for all candidates, and for the fastest ones against the choice; seconds for each phase.
 ROUNDS, LAST_ROUNDS = 7, 21
 BUDGET_S = 1.0
 FINALISTS = 3
-# The best replaces the choice where it takes so much less time, and in so many of the rounds.
+# The best replaces the choice if its median is lower by this share, and if it wins this share of
+# rounds.
 MARGIN = 0.03
 WON_SHARE = 0.75
-# Classes of inputs of one kernel.
+# Cached classes of inputs per kernel.
 MAX_CLASSES = 256
 
 Params = Any
@@ -74,10 +76,11 @@ Params = Any
 
 @record
 class InputsClass:
-    """Facts that decide about the parameters of one kernel, beside its fusion.
+    """The facts, besides the fusion, that determine the parameters of one kernel.
 
-    `sizes` has the bits of each size: one that is less than twice as large is alike. `device` is
-    what the heuristic is told, `runs_on` the kind of device that runs the kernel.
+    `sizes` has the number of bits of each size, so sizes of one order of magnitude are equal.
+    `device` is the description that the heuristic uses, `runs_on` the kind of device that runs the
+    kernel.
     """
 
     layouts: tuple[Layout, ...]
@@ -89,15 +92,16 @@ class InputsClass:
 
     @property
     def sizes_text(self) -> dict[str, str]:
+        """The range of each size as text, by name."""
         return {name: f"{(1 << bits) >> 1} to {(1 << bits) - 1}" for name, bits in self.sizes}
 
 
 @dataclass
 class Trial:
-    """A case that can be timed: the heuristic's choice, compiled, on the caller's tensors
-    (`outputs` are the last of them) and scalar inputs.
+    """The input of a search: the heuristic's choice, compiled, with the caller's tensors and scalar
+    inputs.
 
-    `lower` returns kernel and launch of other parameters, None where these are refused.
+    `lower` returns the kernel and launch for other parameters, None if these cannot be used.
     """
 
     variant: Variant
@@ -111,8 +115,8 @@ class Trial:
 
 @record
 class Report:
-    """The outcome of tuning for one class of inputs: parameters and seconds of the heuristic's
-    choice, of the best and of all that were timed."""
+    """The result of tuning one class of inputs: parameters and seconds of the heuristic's choice,
+    of the best, and of all that were timed."""
 
     choice: tuple[Params, float]
     best: tuple[Params, float]
@@ -120,7 +124,7 @@ class Report:
     refused: int
 
     def lines(self) -> list[str]:
-        """Returns the report for people."""
+        """Returns the report as lines of text."""
         took = {p: f"{s * 1e6:.2f} us" for p, s in (*self.timed, self.choice, self.best)}
         gain = 1 - self.best[1] / self.choice[1] if self.choice[1] else 0.0
         found = [f"heuristic: {self.choice[0]}, {took[self.choice[0]]}"]
@@ -135,7 +139,7 @@ class Report:
 
 
 class Tuning:
-    """Finds the parameters of one kernel, for its classes of inputs."""
+    """Finds and caches the parameters of one kernel, for its classes of inputs."""
 
     def __init__(
         self,
@@ -151,7 +155,7 @@ class Tuning:
         self._name, self._of, self._dump = name, of, dump
         self._checked = checked
         self._decided: Recent[InputsClass, Params | None] = Recent(MAX_CLASSES)
-        # Entries of the disk cache that are of no use.
+        # Keys of entries in the disk cache that cannot be used.
         self._refused: set[str] = set()
 
     @functools.cached_property
@@ -165,14 +169,14 @@ class Tuning:
     def sizes_of(
         self, symbols: Iterable[Symbol], values: Mapping[Symbol, Number]
     ) -> tuple[tuple[str, int], ...]:
-        """Returns the bits of the sizes that these symbols have, by their names in a kernel's form:
-        those of fusions that differ in names are the same."""
+        """Returns the number of bits of each size, by the names in the kernel's canonical form.
+        Fusions that differ only in names get equal results."""
         sized = {s for s in symbols if s in values}
         named = ((f"{s.name[0]}{k}", s) for k, s in enumerate(self._form.symbols) if s in sized)
         return tuple((name, int(values[s]).bit_length()) for name, s in named)
 
     def known(self, asked: InputsClass) -> Params | None:
-        """Returns the parameters for a class, if they have been found here or are on disk."""
+        """Returns the parameters for a class if they are in memory or on disk, else None."""
         found = self._decided.recall(asked)
         if found is None and not neighbours(asked.chosen):
             found = self._decided[asked] = asked.chosen
@@ -182,8 +186,8 @@ class Tuning:
         return found
 
     def find(self, asked: InputsClass, given: Trial) -> Params:
-        """Returns the parameters for a class: timed on the tensors of a call, unless another
-        process has done so meanwhile."""
+        """Returns the parameters for a class. They are timed on the tensors of a call, unless
+        another process has done so in the meantime."""
         key, cache = self._key(asked), KernelCache()
         with cache.lock(key):
             found = self._kept(asked, cache, key)
@@ -194,20 +198,21 @@ class Tuning:
                 cache.store_tuned(key, self._entry(asked, report))
                 self._show("timed now", report)
         found = asked.chosen if report is None else report.best[0]
-        # Where the choice cannot be lowered as it is, what it comes down to is no other one.
+        # If the choice itself could not be lowered, the parameters used in its place count as the
+        # choice.
         found = asked.chosen if report and found == report.choice[0] else found
         self._decided[asked] = found
         return found
 
     def refuse(self, asked: InputsClass) -> None:
-        """Takes back what was found: it cannot be lowered."""
+        """Discards the parameters of a class, because they cannot be lowered."""
         self._decided[asked] = None
         self._leave_out(self._key(asked))
 
     def _leave_out(self, key: str) -> None:
         self._refused.add(key)
         warn(
-            f"tune: what is kept on disk for {self._name} is of no use: it is timed anew",
+            f"tune: the entry on disk for {self._name} cannot be used; timing it again",
             RuntimeWarning,
         )
 
@@ -264,24 +269,25 @@ class Tuning:
 
     # ------------------------------------------------------------ timing
     def _timed(self, given: Trial) -> Report | None:
-        """Returns what is found; None, after a warning, where there is no memory to look."""
+        """Returns the result of a search. Returns None, after a warning, if there is not enough
+        memory."""
         device = given.outputs[0].device
         wanted, free = scratch_nbytes(given.outputs), free_nbytes(device)
         try:
             if free is not None and wanted > free:
-                raise torch.OutOfMemoryError(f"{free} are left")
+                raise torch.OutOfMemoryError(f"{free} bytes are free")
             return _Search(given, self._name, tolerance_of(self._fusion)).run()
         except torch.OutOfMemoryError as error:
             warn(
-                f"tune: {self._name} keeps the heuristic's choice: to time others takes {wanted} "
-                f"bytes beside the caller's ({str(error).partition(chr(10))[0]})",
+                f"tune: {self._name} keeps the heuristic's choice: timing others needs {wanted} "
+                f"bytes besides the caller's ({str(error).partition(chr(10))[0]})",
                 RuntimeWarning,
             )
             return None
 
 
 class _Search:
-    """The search among the neighbours of one choice."""
+    """A search among the neighbours of one choice."""
 
     def __init__(self, given: Trial, name: str, tolerance: float) -> None:
         self._given, self._name, self._tolerance = given, name, tolerance
@@ -297,7 +303,7 @@ class _Search:
         return TuningCandidate(variant.params, variant, launch, tensors, self._given.numbers)
 
     def run(self) -> Report:
-        """Times the neighbours of the choice, then those of the best, then the best of all against
+        """Times the neighbours of the choice, then those of the best, then the best ones against
         the choice."""
         self._choice.run()
         self._expected.take(self._scratch)
@@ -314,7 +320,7 @@ class _Search:
         return self._report(found)
 
     def _report(self, found: list[TuningCandidate]) -> Report:
-        """Times the fastest once more."""
+        """Times the fastest candidates once more, and returns the result."""
         choice = self._choice
         faster = sorted((c for c in found if c.median < choice.median), key=lambda c: c.median)
         finalists = faster[:FINALISTS]
@@ -330,7 +336,8 @@ class _Search:
         return Report(*ends, tuple(timed), self._refused)
 
     def _around(self, center: TuningCandidate, most: int) -> list[TuningCandidate]:
-        """Returns the nearest neighbours that are new, compiled, and computes the same."""
+        """Returns the nearest new neighbours of a candidate that compile and compute the same
+        results."""
         found: list[TuningCandidate] = []
         for params in neighbours(center.params):
             if len(found) >= most or len(self._seen) > MAX_LOWERED:
@@ -351,7 +358,8 @@ class _Search:
         return [c for c in self._compiled(found) if self._is_right(c)]
 
     def _compiled(self, found: list[TuningCandidate]) -> list[TuningCandidate]:
-        """Compiles all at once; where the compiler refuses one, one by one."""
+        """Compiles all candidates together. If the compiler rejects one, compiles them
+        one by one."""
         try:
             self._given.compile([c.variant for c in found])
         except CompileError:
@@ -363,18 +371,18 @@ class _Search:
         return [c for c in found if c.variant.compiled is not None]
 
     def _is_right(self, candidate: TuningCandidate) -> bool:
-        """Whether the device takes a candidate, and its results are those of the choice."""
+        """Whether a candidate can be launched, and its results agree with those of the choice."""
         self._scratch.clear()
         try:
             candidate.run()
         except KernelError as error:
             if candidate.tensors[0].device.type == "cpu":
-                self._warn(candidate.params, str(error))  # nothing else refuses a launch there
+                self._warn(candidate.params, str(error))  # on a CPU, this is an internal error
             self._refused += 1
             return False
         excess = self._expected.difference(self._scratch, self._tolerance)
         if excess is not None:
-            what = f"its results differ by {excess:.3g} times what rounding may do"
+            what = f"its results differ by {excess:.3g} times the tolerance for rounding"
             self._warn(candidate.params, what)
             self._refused += 1
         return excess is None
@@ -387,17 +395,18 @@ class _Search:
 
 
 def _form_of(variant: Variant, launch: BoundLaunch) -> Hashable:
-    """Returns what tells launches apart: parameters may differ in nothing that these inputs see."""
+    """Returns the identity of a launch. Different parameters may give equal launches for these
+    inputs."""
     shape = launch.grid, launch.block, launch.smem_bytes
     return variant.kernel.source.text, shape, tuple(launch.args)
 
 
 @functools.cache
 def warn_of_capture() -> None:
-    """Warns once that nothing is timed now."""
+    """Warns once that nothing can be timed during a CUDA graph capture."""
     warn(
-        "tune: a kernel runs first while a CUDA graph is captured: nothing is timed, the graph has "
-        "the heuristic's choice; run once before capturing",
+        "tune: the first run of a kernel is captured in a CUDA graph, so nothing is timed: the "
+        "graph has the heuristic's choice. Run once before capturing",
         RuntimeWarning,
     )
 
@@ -405,14 +414,15 @@ def warn_of_capture() -> None:
 # ----------------------------------------------------------------------
 # One kernel with several parameters on the same inputs: their results and their times.
 #
-# Results go into memory of the trial, never to the caller's tensors: what a kernel updates in place
-# is read from the caller's tensor and written here.
+# Results are written to memory of the trial, never to the caller's tensors. A kernel that updates
+# an input in place reads the caller's tensor and writes here.
 
 # Elements that are compared at a time.
 _CHUNK = 1 << 22
 _SMALLEST = torch.finfo(torch.float64).tiny
-# What rounding may change, relative to a result and to the root mean square of all, by the coarsest
-# dtype inside of a kernel: a sum in another order is another sum, and may be rounded the other way.
+# The error that rounding may cause, relative to a result and to the root mean square of all, by the
+# coarsest dtype inside a kernel. A sum in another order has another value, which may round the
+# other way.
 _TOLERANCE = {
     torch.float64: 1e-9,
     torch.float32: 1e-4,
@@ -424,7 +434,7 @@ _COARSEST = 2.0**-1
 
 @dataclass
 class TuningCandidate:
-    """A kernel with some parameters, and its launch on the caller's inputs and memory of a trial.
+    """A kernel with some parameters, and its launch on the caller's inputs and memory of the trial.
 
     `seconds` are the times of its runs.
     """
@@ -440,18 +450,20 @@ class TuningCandidate:
         """Launches on the current stream.
 
         Raises:
-            KernelError: the device refuses the launch, or a finding of checked mode.
+            KernelError: the device rejects the launch, or checked mode reported an error.
         """
         assert self.variant.compiled is not None, "a candidate runs before it is compiled"
         self.launch.run(self.variant.compiled, self.tensors, self.numbers, None)
 
     @property
     def median(self) -> float:
+        """The median of the measured times, in seconds."""
         return statistics.median(self.seconds)
 
 
 def is_launchable(launch: BoundLaunch, device: DeviceInfo) -> bool:
-    """Whether a device takes blocks of this size, so many of them, with so much shared memory."""
+    """Whether a device accepts the numbers of blocks and threads, and the shared memory of a
+    launch."""
     shapes = ((launch.grid, device.max_grid), (launch.block, device.max_block))
     if any(n > most for shape, limits in shapes for n, most in zip(shape, limits, strict=True)):
         return False
@@ -463,13 +475,13 @@ def is_launchable(launch: BoundLaunch, device: DeviceInfo) -> bool:
 
 # ------------------------------------------------------------------ memory
 class Scratch:
-    """Memory for the results of a kernel, laid out as the caller's."""
+    """Memory for the results of a kernel, with the layouts of the caller's outputs."""
 
     def __init__(self, outputs: Sequence[torch.Tensor]) -> None:
         self._flat: list[torch.Tensor] = []
         self.tensors: list[torch.Tensor] = []
         for out in outputs:
-            # It begins in the same place of a vector of memory: a kernel may rely on that.
+            # It has the same alignment as the caller's output, on which a kernel may rely.
             skipped = address(out) % VECTOR_BYTES // out.element_size()
             length = skipped + span(out)
             flat = torch.zeros(length, dtype=out.dtype, device=out.device)
@@ -477,18 +489,22 @@ class Scratch:
             self.tensors.append(flat.as_strided(out.shape, out.stride(), skipped))
 
     def take(self, other: Scratch) -> None:
-        """Copies the results of another one of the same layout."""
+        """Copies the results from another instance of the same layout."""
         for mine, others in zip(self._flat, other._flat, strict=True):
             mine.copy_(others)
 
     def clear(self) -> None:
-        """Makes what a kernel does not write the same for all."""
+        """Fills the memory with zeros, so that elements that no kernel writes are equal for all
+        candidates."""
         for flat in self._flat:
             flat.zero_()
 
     def difference(self, other: Scratch, tolerance: float) -> float | None:
-        """Returns by how much the largest difference of floats exceeds `tolerance`, as a factor;
-        inf for other values, None where the results agree."""
+        """Returns the largest difference of floating-point results, divided by `tolerance`, if it
+        exceeds 1.
+
+        Returns inf for other differing values, and None if the results agree.
+        """
         worst = 0.0
         for mine, others in zip(self._flat, other._flat, strict=True):
             worst = max(worst, _worst(mine, others, tolerance))
@@ -496,13 +512,14 @@ class Scratch:
 
 
 def scratch_nbytes(outputs: Sequence[torch.Tensor]) -> int:
-    """Returns the bytes that a trial takes: two sets of results, and what it compares of them."""
+    """Returns the bytes that a trial allocates: two sets of results, and temporaries for comparing
+    them."""
     compared = min(max((span(t) for t in outputs), default=0), _CHUNK)
     return 2 * sum(span(t) * t.element_size() for t in outputs) + 8 * 8 * compared
 
 
 def free_nbytes(device: torch.device) -> int | None:
-    """Returns the bytes that torch can still have on a device; None where nobody tells."""
+    """Returns the bytes that torch can still allocate on a device, None if unknown."""
     if device.type == "cuda":
         free, _ = torch.cuda.mem_get_info(device)
         return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
@@ -516,7 +533,7 @@ def free_nbytes(device: torch.device) -> int | None:
 
 # ------------------------------------------------------------------ agreement
 def tolerance_of(fusion: Fusion) -> float:
-    """Returns what rounding may change in the results of a fusion; see `Scratch.difference`."""
+    """Returns the rounding tolerance for the results of a fusion; see `Scratch.difference`."""
     dtypes = {to_torch(tv.dtype()) for tv in fusion.tensors()}
     floats = [d for d in dtypes if d.is_floating_point]
     return max((_TOLERANCE.get(d, _COARSEST) for d in floats), default=_TOLERANCE[torch.float32])
@@ -549,12 +566,13 @@ def _chunks(flat: torch.Tensor) -> Iterator[torch.Tensor]:
 
 
 # ------------------------------------------------------------------ time
-# Runs something on the current stream and returns how many seconds that took.
+# Runs a function on the current stream, and returns the seconds it took.
 Timer = Callable[[Callable[[], object]], float]
 
 
 def make_timer(device: torch.device) -> Timer:
-    """Returns what times a kernel on a device; on a GPU with none of its operands in the cache."""
+    """Returns a function that times a kernel on a device. On a GPU, its operands are evicted from
+    the cache before."""
     return _CudaTimer(device) if device.type == "cuda" else _time_on_host
 
 
@@ -565,8 +583,11 @@ def _time_on_host(run: Callable[[], object]) -> float:
 
 
 class _CudaTimer:
-    """Measures with events of the device. What overwrites the cache before also gives the host time
-    to put all into the stream, so that the events measure the kernel alone."""
+    """Measures time by CUDA events.
+
+    Before each run, the cache is overwritten. Meanwhile, the host has time to enqueue all work, so
+    that the events measure the kernel alone.
+    """
 
     def __init__(self, device: torch.device) -> None:
         nbytes = 2 * describe_device(device).l2_bytes
@@ -583,8 +604,8 @@ class _CudaTimer:
 
 
 def race(candidates: Sequence[TuningCandidate], timer: Timer, rounds: int, budget_s: float) -> None:
-    """Times candidates in turns, so many rounds, or as many of them as fit in the budget; at least
-    three. What they had measured before is forgotten."""
+    """Times candidates in turns, for a number of rounds or until the budget is used, but at least
+    three rounds. Earlier measurements are discarded."""
     for candidate in candidates:
         candidate.seconds.clear()
     began = time.monotonic()
@@ -602,9 +623,10 @@ _Bind = Callable[[Variant], "Record | None"]
 
 
 class TunedExecutor(FusedKernelExecutor):
-    """Runs a fusion with the parameters that `Tuning` finds, at the first run for a class of inputs
-    that has contents and is not captured; before, and where they do not serve, with the
-    heuristic's.
+    """Runs a fusion with the parameters that `Tuning` finds.
+
+    They are timed at the first run of a class of inputs outside of a graph capture. Before that,
+    and if they cannot be used, the heuristic's parameters are used.
     """
 
     def __init__(self, fusion: Fusion, **given: Any) -> None:
@@ -621,7 +643,7 @@ class TunedExecutor(FusedKernelExecutor):
         *,
         are_sized: bool = False,
     ) -> KernelLaunch | None:
-        """Returns None: what has no contents cannot be timed."""
+        """Always returns None, because layouts without contents cannot be timed."""
         del tensors, sizes, device, numbers, are_sized
         return None
 
@@ -633,7 +655,8 @@ class TunedExecutor(FusedKernelExecutor):
         sizes: Sizes,
         device: torch.device | None = None,
     ) -> KernelLaunch | None:
-        """See `KernelExecutor.launch_for`; None in a capture: a later run may time others."""
+        """Does the same as `KernelExecutor.launch_for`. Returns None in a capture, because a later
+        run may time others."""
         if device is None and _is_captured(outputs):
             return None
         return super().launch_for(inputs, outputs, sizes=sizes, device=device)
@@ -647,7 +670,8 @@ class TunedExecutor(FusedKernelExecutor):
         sizes: Sizes,
         device: DeviceInfo | None = None,
     ) -> Record | None:
-        """See `KernelExecutor._record`; what was bound without timing is not remembered."""
+        """Does the same as `KernelExecutor._record`. Launches that were bound without timing are
+        not cached."""
         if device is None and not _is_captured(outputs):
             return super()._record(inputs, outputs, tensors, numbers, sizes)
         return self.bind(inputs, outputs, sizes=sizes, device=device)
@@ -660,9 +684,11 @@ class TunedExecutor(FusedKernelExecutor):
         sizes: Sizes,
         device: DeviceInfo | None = None,
     ) -> Record | None:
-        """Returns what takes the least time: as it is known, or, without `device` and outside of a
-        capture, timed now. Where that serves these tensors no better, or not at all, it is the
-        heuristic's."""
+        """Returns the fastest variant and its launch.
+
+        Unknown parameters are timed now, except with `device` or in a capture. If the parameters
+        found do not serve these tensors, the heuristic's choice is returned.
+        """
         tensors = [*[v for v in inputs if isinstance(v, torch.Tensor)], *outputs]
         numbers = tuple(v for v in inputs if not isinstance(v, torch.Tensor))
         bound = self._extents.bind(inputs, outputs, tensors, sizes)
@@ -697,13 +723,13 @@ class TunedExecutor(FusedKernelExecutor):
         return serve(self._variants[key]) or self._by_heuristic(*given)
 
     def _can_lower(self, key: VariantKey, asked: InputsClass) -> bool:
-        """Lowers what was found; whether that could be done."""
+        """Lowers the parameters found. Returns whether that succeeded."""
         try:
             self._variants[key] = self._lower(key, asked.device)
         except (UnsupportedError, DefinitionError):
             self._tuning.refuse(asked)
             return False
-        # It takes the place of the choice among the few variants.
+        # It replaces the heuristic's choice among the limited number of variants.
         self._variants.pop((asked.layouts, asked.chosen, asked.index), None)
         return True
 
@@ -715,10 +741,10 @@ class TunedExecutor(FusedKernelExecutor):
         numbers: Sequence[Number],
         serve: _Bind,
     ) -> Any:
-        """Returns the parameters that are timed to be the best."""
+        """Returns the fastest parameters, timed now."""
 
         def lower(params: Any) -> Record | None:
-            """Lowers and bind, for a trial alone, what may be refused."""
+            """Lowers and binds parameters for a trial alone; None if they cannot be used."""
             try:
                 key = (asked.layouts, params, asked.index)
                 return serve(self._scheduled(key, asked.device)[0])
@@ -749,10 +775,11 @@ class TunedExecutor(FusedKernelExecutor):
         values: Mapping[Symbol, Number],
         tensors: Sequence[torch.Tensor | Laid],
     ) -> Record | None:
-        """A size of another order of magnitude is timed on its own, while there is room."""
+        """Returns None while variants can be added, so that a size of another order of magnitude is
+        timed by itself."""
         return super()._nearby(key, alignments, values, tensors) if self._is_full else None
 
 
 def _is_captured(tensors: Sequence[torch.Tensor]) -> bool:
-    """Whether launches on these go into a CUDA graph of the caller's."""
+    """Whether launches on these tensors are recorded into a CUDA graph of the caller."""
     return tensors[0].is_cuda and torch.cuda.is_current_stream_capturing()

@@ -1,9 +1,9 @@
-"""Parameters near those that a heuristic chose: what is worth timing instead.
+"""Candidates for tuning: parameters near those that a heuristic chose.
 
     pointwise(threads 128x1, vector 8, unroll 1)  ->  threads 64, 256; vector 4; unroll 2; both; ..
 
-A neighbour changes some parameters by factors of two. Nothing says that it can be lowered or
-launched: whoever tries one leaves out what is refused, as for the heuristic's own choice.
+A neighbour changes some parameters by factors of two. It may be impossible to lower or launch.
+Callers skip such candidates, as they do for the heuristic's own choice.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ MAX_THREADS = 1024
 FEWEST_THREADS = 32
 MAX_UNROLL = 16
 
-# A value that a parameter may take -> how far it is from the chosen one, in steps of two.
+# A value of a parameter -> its distance from the chosen one, in factors of two.
 Choices = Mapping[Any, float]
 _Found = Iterable[tuple[float, Any]]
 
 
 def neighbours(params: Any) -> list[Any]:
-    """Returns parameters near the chosen ones, nearest first and without these; none for plain
-    loops and for a schedule of the user's."""
+    """Returns parameters near the chosen ones, nearest first, without these. Plain loops and manual
+    schedules have none."""
     make = _BY_CLASS.get(type(params))
     found = () if make is None else make(params)
     nearest = sorted(found, key=lambda pair: pair[0])
@@ -46,13 +46,13 @@ def neighbours(params: Any) -> list[Any]:
 
 
 def to_fields(params: Any) -> dict[str, Any]:
-    """Returns parameters as JSON has them."""
+    """Returns parameters as a dict that JSON can store."""
     return {"kind": type(params).__name__} | {f.name: getattr(params, f.name) for f in _of(params)}
 
 
 def from_fields(found: object, like: Any) -> Any:
-    """Returns the parameters that `to_fields` wrote, for a kernel whose heuristic chose `like`;
-    None for anything else."""
+    """Returns the parameters that `to_fields` stored, for a kernel whose heuristic chose `like`.
+    None for any other value."""
     if not isinstance(found, dict):
         return None
     kinds = {type(like), PointwiseParams} if isinstance(like, TransposeParams) else {type(like)}
@@ -71,9 +71,10 @@ def _of(params: Any) -> Sequence[Any]:
     return fields(params)
 
 
-# ------------------------------------------------------------------ how far
+# ------------------------------------------------------------------ distances
 def _scaled(value: int, down: int, up: int, *, least: int = 1, most: int = MAX_THREADS) -> Choices:
-    """Half and twice a number, so many times, within bounds; and the number itself."""
+    """Returns a number, its halves (`down` times) and doubles (`up` times) within bounds, with
+    distances."""
     found: dict[Any, float] = {value: 0}
     for k in range(1, down + 1):
         if value >> k >= least and value % (1 << k) == 0:
@@ -83,7 +84,7 @@ def _scaled(value: int, down: int, up: int, *, least: int = 1, most: int = MAX_T
 
 
 def _combined(params: Any, **choices: Choices) -> _Found:
-    """Every combination of these values, and how far it is."""
+    """Yields every combination of these values, with its distance."""
     for pairs in itertools.product(*(c.items() for c in choices.values())):
         values = {name: value for name, (value, _) in zip(choices, pairs, strict=True)}
         yield sum(distance for _, distance in pairs), replace(params, **values)
@@ -99,7 +100,7 @@ def _pointwise(params: PointwiseParams) -> _Found:
         return []
     is_joined = params.pieces > 1
     unroll = {1: 0} if is_joined else _scaled(params.unroll, 2, 2, most=MAX_UNROLL)
-    # Of one run only the threads along it count.
+    # With one run, only the threads along x have an effect.
     has_two = params.inner_on_x or params.threads_y > 1
     found = _combined(
         params,
@@ -139,7 +140,8 @@ def _persistent(params: InnerPersistentParams) -> _Found:
 
 
 def _clusters(params: InnerPersistentParams) -> _Found:
-    """Clusters of twice and half the blocks, which keep half and twice of a row."""
+    """Yields clusters of twice and half the number of blocks, whose threads keep half and twice as
+    much."""
     if params.cluster == 1:
         return
     if params.cluster < MAX_CLUSTER and params.kept % (2 * params.vector) == 0:
@@ -149,8 +151,8 @@ def _clusters(params: InnerPersistentParams) -> _Found:
 
 
 def _kept(params: InnerPersistentParams) -> _Found:
-    """Twice and half the threads of a row, each with half and twice of it; other numbers of rows in
-    a block and of registers; and the looped form."""
+    """Yields twice and half the threads per row, other numbers of rows per block and of registers,
+    and the looped form."""
     resident = {n: float(n != params.resident) for n in (0, RESIDENT, RESIDENT_ONE, 1536)}
     costly = {c: float(c != params.keeps_costly) for c in (False, True)}
     for shift in (-1, 0, 1):
@@ -179,7 +181,7 @@ def _looped(params: InnerPersistentParams) -> _Found:
 
 
 def _strips(params: OuterPersistentParams) -> _Found:
-    """Strips of other widths, threads with other numbers of their rows, other vectors."""
+    """Returns strips of other widths, other numbers of rows per thread, and other vectors."""
     if not params.threads_x:
         return []
     beside = {n: float(n != params.resident) for n in (params.resident, RESIDENT_ONE, 1536)}
@@ -195,7 +197,7 @@ def _strips(params: OuterPersistentParams) -> _Found:
 
 
 def _transpose(params: TransposeParams) -> _Found:
-    """Half and twice each extent of the tile, with blocks of other sizes."""
+    """Returns half and twice each extent of the tile, with other numbers of threads."""
     widest = max(params.vector, params.staged_vector)
     found = _combined(
         params,

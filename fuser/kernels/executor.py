@@ -1,10 +1,10 @@
-"""KernelExecutor: runs one fusion as one kernel, for whatever sizes and layouts come.
+"""Runs one fusion as one kernel, for tensors of any sizes and layouts.
 
     run -> key of the tensors (shape, strides, alignment) -> launch record: only pointers change
         -> facts -> layout classes, parameters of the scheduler -> variant: text and compiled kernel
 
-A fusion has at most `MAX_VARIANTS` variants; after that one of them that is alike serves a new
-class, or the generic variant, which relies on nothing.
+A fusion has at most `MAX_VARIANTS` variants. When all exist, a new class of tensors is served by a
+similar variant, or by the generic one, which makes no assumptions.
 """
 
 from __future__ import annotations
@@ -63,12 +63,12 @@ from fuser.support.lru import Recent
 from fuser.support.options import Settings
 
 MAX_VARIANTS = 8
-# Layouts of all tensors for which heuristics keep a copy of the fusion.
+# The number of layouts (of all tensors together) for which a chooser is cached.
 MAX_LAYOUTS = 16
-# Classes of tensors whose launches are remembered.
+# The number of tensor classes whose launches are cached.
 MAX_RECORDS = 256
-# Inputs and outputs of at most SMALL_BYTES take the kernel of a nearby size rather than one of
-# their own: they stay in the cache, where a compilation costs more than other parameters save.
+# If inputs and outputs have at most SMALL_BYTES together, the kernel of a nearby size is used. Such
+# tensors stay in the cache, and a compilation costs more than better parameters would save.
 SMALL_BYTES = 32 << 20
 TINY_BYTES = 4 << 20
 NEARBY = 8
@@ -90,24 +90,27 @@ class KernelLaunch(NamedTuple):
 
     @property
     def kernel(self) -> CompiledKernel:
+        """The compiled kernel."""
         assert self.variant.compiled is not None, "a kernel is launched before it is compiled"
         return self.variant.compiled
 
     def explain(self, error: KernelError) -> KernelError:
-        """Returns an error of the launch with op and line."""
+        """Returns an error of the launch with the op and the user's line added."""
         return self.executor.explained(self.variant, error)
 
 
 class FusedKernelExecutor:
     """Runs a local fusion (no device axes) with one scheduler.
 
-    With a stream axis in its schedule it has one more input, the number of the step, and a run
-    writes the block of that step alone.
+    A fusion with a stream axis has one more input, the number of the step. A run then writes only
+    the block of that step.
 
-    `settings` are the features of the program that it runs for. `device` overrides the description
-    that heuristics read: a GPU's schedules also run on CPU tensors. `checked` compiles CPU kernels
-    with all run-time checks. `of` is what dumps call it, and `dump` takes them.
-    Executors that are given the same `lowered` share kernels that differ in nothing but names.
+    - `settings`: the features of the program that uses the kernel.
+    - `device`: replaces the device description for the heuristics, so that a GPU's schedules can
+      run on CPU tensors.
+    - `checked`: compiles CPU kernels with all run-time checks.
+    - `of`: the executor's name in dumps, which `dump` receives.
+    - `lowered`: executors with the same `lowered` share kernels that differ only in names.
     """
 
     def __init__(
@@ -127,13 +130,14 @@ class FusedKernelExecutor:
         settings = options.settings() if settings is None else settings
         described = settings.argument("schedules_for")
         self.fusion = fusion
-        # Of how many steps a launch computes one.
+        # The number of steps of the stream axis, None without one. A launch computes one step.
         self._steps = steps_of(fusion)
         self.name = name
         self._of, self._dump = of or name, dump
         self.scheduler = registry.scheduler(scheduler)
         self.checked = checked or settings.enabled("checked")
-        # Findings of checked kernels name tensors, so that each needs its own names.
+        # The reports of checked kernels contain names of tensors, so each fusion needs its own
+        # kernels.
         self._lowered = None if self.checked else lowered
         self._reuses_nearby = not settings.disabled("kernel_reuse")
         self._device = device or (DESCRIPTIONS[described] if described else None)
@@ -142,7 +146,7 @@ class FusedKernelExecutor:
         self._numbers = [tv.number for tv in self._tensors]
         self._places = {number: k for k, number in enumerate(self._numbers)}
         self._classes = [LayoutClasses(tv) for tv in self._tensors]
-        # The layouts of contiguous tensors, where these do not follow from sizes; and alignments.
+        # The layouts of contiguous tensors, if they do not depend on sizes, and the alignments.
         dense = [c.dense for c in self._classes if c.dense is not None]
         self._dense = tuple(dense) if len(dense) == len(self._classes) else None
         self._aligned = dict.fromkeys(self._numbers, VECTOR_BYTES)
@@ -151,15 +155,15 @@ class FusedKernelExecutor:
         self._free = free_symbols(fusion, self._scalars)
         free = free_inputs(fusion)
         numbers = [i for i, v in enumerate(fusion.inputs) if isinstance(v, Scalar)]
-        # Which scalar inputs decide sizes, by their place among the scalars.
+        # The positions, among the scalar inputs, of those that determine sizes.
         self._structural = [k for k, i in enumerate(numbers) if i not in free]
         self._extents = KernelExtents(fusion, self._tensors, name)
-        # What chooses parameters, for the layouts that came.
+        # The functions that choose parameters, by layouts.
         self._choosers: Recent[object, _Choose] = Recent(MAX_LAYOUTS)
         self._latest_chooser: tuple[object, object, _Choose] = None, None, _chooses_nothing
         self._records: Recent[object, Record | None] = Recent(MAX_RECORDS)
         self._variants: dict[VariantKey, Variant] = {}
-        # The same kernels for more blocks than a device takes along an axis.
+        # Folded variants, for launches with more blocks than the device accepts along an axis.
         self._folded: dict[VariantKey, Variant] = {}
         self._generic: Variant | None = None
         self._lock = make_reentrant_lock()
@@ -173,11 +177,11 @@ class FusedKernelExecutor:
         sizes: Sizes,
         stream: int | None = None,
     ) -> None:
-        """Computes `outputs` (allocated by the caller, all of the fusion's, in order).
+        """Computes `outputs`. The caller has allocated all outputs of the fusion, in order.
 
         Raises:
-            InputError: a wrong number of tensors, or a rank that does not fit.
-            KernelError: a launch failed, or a finding of checked mode.
+            InputError: a wrong number of tensors, or a wrong rank.
+            KernelError: a launch failed, or checked mode reported an error.
         """
         if self._steps is not None:
             self._check_step(self._steps, inputs, sizes)
@@ -204,11 +208,12 @@ class FusedKernelExecutor:
         sizes: Sizes,
         device: torch.device | None = None,
     ) -> KernelLaunch | None:
-        """Returns what `run` launches for tensors of this shape, these strides and this alignment;
-        None where it launches nothing, and in checked mode.
+        """Returns the launch that `run` would execute for tensors of this shape, strides and
+        alignment. Returns None if `run` launches nothing, and in checked mode.
 
-        Meta tensors will do where the `device` of the launch is given: its kernel may then still
-        have to be compiled (`compile_many`)."""
+        Meta tensors are accepted if the `device` of the launch is passed. The kernel may then still
+        have to be compiled (`compile_many`).
+        """
         if self.checked:
             return None
         tensors = [*[v for v in inputs if isinstance(v, torch.Tensor)], *outputs]
@@ -224,7 +229,8 @@ class FusedKernelExecutor:
         return KernelLaunch(variant, launch, self)
 
     def sizes_fit(self, shapes: Sequence[Sequence[Scalar]]) -> bool:
-        """Whether tensors of these shapes are inputs and outputs, whatever the sizes."""
+        """Whether the fusion accepts inputs and outputs of these shapes for all values of their
+        symbols."""
         return self._extents.fit(shapes)
 
     def launch_laid(
@@ -236,9 +242,12 @@ class FusedKernelExecutor:
         *,
         are_sized: bool = False,
     ) -> KernelLaunch | None:
-        """Returns what `launch_for` does, for inputs and outputs that lie so, and these scalar
-        inputs; None where it has more to look at, or where the kernel has to be compiled.
-        `are_sized`: `sizes_fit` says so."""
+        """Returns the same as `launch_for`, for inputs and outputs given by their layouts, and
+        scalar inputs.
+
+        Returns None if more checks are needed, or if the kernel is not compiled. `are_sized`:
+        `sizes_fit` has accepted the shapes.
+        """
         if self.checked or self._steps is not None:
             return None
         with self._lock:
@@ -267,7 +276,8 @@ class FusedKernelExecutor:
         sizes: Sizes,
         device: DeviceInfo | None = None,
     ) -> Record | None:
-        """Returns what is remembered of this class of tensors; None for an empty one."""
+        """Returns the variant and launch for this class of tensors, cached. None if an
+        extent is 0."""
         places = [(t.shape, t.stride(), address(t) & 15) for t in tensors]
         key: object = (
             *places,
@@ -290,27 +300,29 @@ class FusedKernelExecutor:
         sizes: Sizes,
         device: DeviceInfo,
     ) -> Record | None:
-        """Like `bind`, and remember it: `run` on tensors of this class finds it again."""
+        """Does the same as `bind`, and caches the result for `run` on tensors of this class."""
         tensors = [*[v for v in inputs if isinstance(v, torch.Tensor)], *outputs]
         numbers = tuple(v for v in inputs if not isinstance(v, torch.Tensor))
         with self._lock:
             return self._record(inputs, outputs, tensors, numbers, sizes, device)
 
     def explained(self, variant: Variant, error: KernelError) -> KernelError:
-        """Returns an error of a launch of a variant with op and line."""
+        """Returns an error of a launch of a variant with the op and the user's line added."""
         return KernelError(f"{error}\n{variant.blame(self.fusion, self._tensors, error)}")
 
     def _check_step(self, count: Scalar, inputs: Sequence[Value], sizes: Sizes) -> None:
         step, steps = inputs[-1] if inputs else None, int(sc.evaluate(count, sizes))
         if type(step) is not int or not 0 <= step < steps:
             raise InputError(
-                f"{self.name}: the last input is the step of a stream of {steps}, not {step!r}"
+                f"{self.name}: the last input is the step number of a stream axis, expected an "
+                f"int from 0 to {steps - 1}, got {step!r}"
             )
 
     def _run_empty(
         self, inputs: Sequence[Value], outputs: Sequence[torch.Tensor], sizes: Sizes
     ) -> None:
-        """Serves a class with an extent of 0: kernels need extents of at least 1."""
+        """Computes a class with an extent of 0 by torch, because kernels need extents of at least
+        1."""
         if all(out.numel() == 0 for out in outputs):
             return
         from fuser.ops.reference.meaning import evaluate_fusion
@@ -329,9 +341,11 @@ class FusedKernelExecutor:
         sizes: Sizes,
         device: DeviceInfo | None = None,
     ) -> Record | None:
-        """Returns the variant and the launch of an input class, lowering (not compiling) a new
-        variant when needed; None where an extent is 0. Meta tensors will do where `device` is
-        given."""
+        """Returns the variant and the launch for a class of inputs, None if an extent is 0.
+
+        A new variant is lowered if needed, but not compiled. Meta tensors are accepted if `device`
+        is passed.
+        """
         tensors = [*[v for v in inputs if isinstance(v, torch.Tensor)], *outputs]
         bound = self._extents.bind(inputs, outputs, tensors, sizes)
         if bound is None:
@@ -347,14 +361,14 @@ class FusedKernelExecutor:
         *,
         are_plain: bool,
     ) -> Record:
-        """Returns the variant and the launch for tensors of which the sizes are bound."""
+        """Returns the variant and the launch for tensors whose sizes are bound."""
         layouts, alignments = self._laid(tensors, are_plain=are_plain)
         return self._by_heuristic(layouts, alignments, bound, tensors, device)
 
     def _laid(
         self, tensors: Sequence[torch.Tensor | Laid], *, are_plain: bool
     ) -> tuple[tuple[Layout, ...], Mapping[int, int]]:
-        """Returns the layouts of tensors, and their alignments by number."""
+        """Returns the layouts of tensors, and their alignments by tensor number."""
         if self._dense is not None and are_plain:
             return self._dense, self._aligned
         layouts = tuple([c.layout_of(t) for c, t in zip(self._classes, tensors, strict=True)])
@@ -372,8 +386,9 @@ class FusedKernelExecutor:
         tensors: Sequence[torch.Tensor | Laid],
         device: DeviceInfo,
     ) -> Record:
-        """Returns the variant that the heuristic chooses, or one that relies on less."""
-        # A kernel may rely on more than its parameters say: then without vectors, then generic.
+        """Returns the variant that the heuristic chooses, or one with fewer assumptions."""
+        # A kernel may assume more than its parameters say. The next tries are without vectors, then
+        # the generic variant.
         for known in (alignments, self._unaligned, None):
             variant, launch = self._variant(layouts, known, alignments, bound, tensors, device)
             if launch is None:
@@ -381,8 +396,8 @@ class FusedKernelExecutor:
             if launch is not None:
                 return variant, launch
         raise KernelError(
-            f"kernel {self.name} cannot serve {[tuple(t.shape) for t in tensors]} with strides "
-            f"{[t.stride() for t in tensors]}: its generic variant relies on "
+            f"no variant of kernel {self.name} serves shapes {[tuple(t.shape) for t in tensors]} "
+            f"with strides {[t.stride() for t in tensors]}: the generic one requires "
             f"{', '.join(map(str, variant.kernel.guards))}"
         )
 
@@ -414,8 +429,10 @@ class FusedKernelExecutor:
         tensors: Sequence[torch.Tensor | Laid],
         device: DeviceInfo,
     ) -> tuple[Variant, BoundLaunch | None]:
-        """Returns the variant for these layouts and the alignments that it may rely on (`known`;
-        None: the generic one), and its launch where that was needed to choose it."""
+        """Returns the variant for these layouts, and its launch if the choice needed it.
+
+        The variant may rely on the alignments `known`; with None, the generic variant is returned.
+        """
         if known is None:
             return self._generic_for(bound, device), None
         has_all = self._generic is not None and self._is_full
@@ -438,9 +455,11 @@ class FusedKernelExecutor:
     def _within_limits(
         self, variant: Variant, key: VariantKey, bound: KernelSizes, device: DeviceInfo
     ) -> Variant:
-        """Returns a variant, or where it has too many blocks for the device, its folded form.
+        """Returns the variant, or its folded form if it has too many blocks for the device.
 
-        Raises `DefinitionError` for a schedule by hand."""
+        Raises:
+            DefinitionError: a manual schedule has too many blocks.
+        """
         if variant.fits_grid(bound.values):
             return variant
         if self.scheduler is registry.scheduler("user"):
@@ -452,7 +471,7 @@ class FusedKernelExecutor:
         return self._folded[key]
 
     def _generic_for(self, bound: KernelSizes, device: DeviceInfo) -> Variant:
-        """Returns the generic variant, folded where it has too many blocks."""
+        """Returns the generic variant, folded if it has too many blocks."""
         variant = self._generic_variant(device)
         return self._within_limits(variant, self._generic_key(device), bound, device)
 
@@ -463,7 +482,7 @@ class FusedKernelExecutor:
         bound: KernelSizes,
         device: DeviceInfo,
     ) -> Any:
-        """Returns the heuristic's choice."""
+        """Returns the parameters that the heuristic chooses."""
         latest, its_device, choose = self._latest_chooser
         if latest is not layouts or its_device is not device:
             choose = self._chooser(layouts, device)
@@ -484,15 +503,15 @@ class FusedKernelExecutor:
         values: Mapping[Symbol, Number],
         tensors: Sequence[torch.Tensor | Laid],
     ) -> Record | None:
-        """Returns a variant made for a size not much smaller, for inputs too small for their own,
-        and its launch. When all variants are made, one that is alike serves any."""
+        """Returns a variant made for a size that is not much smaller, and its launch; for small
+        inputs only. When all variants exist, any variant that is alike is accepted."""
         layouts, params, index = key
         nbytes = total_nbytes(tensors)
         is_full = self._is_full
         if (nbytes > SMALL_BYTES and not is_full) or not self._reuses_nearby:
             return None
-        # Up to TINY_BYTES a launch takes longer than the work; and when half of the variants are
-        # made, what is left of them is for other layouts.
+        # Up to TINY_BYTES, a launch takes longer than the work. When half of the variants exist,
+        # the others are reserved for other layouts.
         is_spare = nbytes > TINY_BYTES and 2 * len(self._variants) < MAX_VARIANTS
         fits = params.is_near if is_spare else params.is_alike
         for (its_layouts, its_params, its_index), variant in self._variants.items():
@@ -526,8 +545,11 @@ class FusedKernelExecutor:
         return fusion, {tv.number: twins[tv] for tv in self._tensors}
 
     def _lower_first(self, key: VariantKey, device: DeviceInfo, *, folded: bool = False) -> Variant:
-        """Lowers with the first parameters of the ladder that can be; raises what refused the
-        last."""
+        """Lowers with the first parameters of the ladder that can be lowered.
+
+        Raises:
+            UnsupportedError, DefinitionError: the error for the last parameters of the ladder.
+        """
         layouts, chosen, index = key
         refused: FuserError | None = None
         for params in self.scheduler.ladder(chosen, device):
@@ -539,8 +561,8 @@ class FusedKernelExecutor:
         raise refused
 
     def _lower(self, key: VariantKey, device: DeviceInfo, *, folded: bool = False) -> Variant:
-        """Lowers, unless an executor has lowered the same under other names. What is dumped is
-        lowered for each."""
+        """Returns a lowered variant, shared with executors of equal fusions. With dumps enabled,
+        each executor lowers its own."""
         if self._lowered is None or any(map(options.dump_enabled, _DUMPS)):
             return self._lower_alone(key, device, folded=folded)
         what = self.scheduler.name, key, device, folded
@@ -567,7 +589,7 @@ class FusedKernelExecutor:
     def _scheduled(
         self, key: VariantKey, device: DeviceInfo, *, folded: bool = False
     ) -> tuple[Variant, Fusion]:
-        """Returns a kernel and the scheduled fusion that it was made of."""
+        """Returns a variant and the scheduled fusion from which it was lowered."""
         layouts, params, index = key
         fusion, twins = self._specialized(layouts)
         outputs = len(fusion.outputs)
@@ -575,7 +597,7 @@ class FusedKernelExecutor:
         kernel = make_kernel(
             fusion, name=self.name, index_dtype=index, device=device, folded=folded
         )
-        # A scheduler may replace an output by its copy; positions stay.
+        # A scheduler may replace an output by its copy. Positions do not change.
         named = dict(twins)
         for tv, out in zip(self._tensors[-outputs:], fusion.outputs, strict=True):
             named[tv.number] = out
@@ -601,7 +623,7 @@ class FusedKernelExecutor:
         take_compiled(variants, compiled, began)
 
 
-# What `compile_many` needs to know of one launch: executor, inputs, outputs, sizes.
+# A launch to compile for: executor, inputs, outputs, sizes.
 KernelRequest = tuple[FusedKernelExecutor, Sequence[Value], Sequence[torch.Tensor], Sizes]
 
 
@@ -610,14 +632,13 @@ def compile_many(
     *,
     device: torch.device | str,
 ) -> int:
-    """Lowers and compiles the kernels of many executors; returns how many were missing.
+    """Lowers and compiles the kernels of many executors. Returns how many were missing.
 
-    Meta tensors with the right strides will do.
-    One compiler process (CPU) compiles all of them at the end; on CUDA, threads compile each while
-    the next is lowered.
+    Meta tensors with the right strides are accepted. On the CPU, one compiler process compiles all
+    kernels at the end. On CUDA, threads compile each kernel while the next one is lowered.
     """
     count = 0
-    # What takes the compiler longest comes first.
+    # Reductions first, because they take the compiler longest.
     requests = sorted(requests, key=lambda request: request[0].scheduler.name != "reduction")
     for checked in dict.fromkeys(request[0].checked for request in requests):
         variants, began = list[Variant](), now()
@@ -625,7 +646,7 @@ def compile_many(
         sources = _lower_missing(chosen, describe_device(device), variants)
         first = next(sources, None)
         if first is None:
-            # Compilers and their caches are not asked: that takes longer than a launch.
+            # The compilers and their caches are not asked, which would take longer than a launch.
             continue
         compiled = compile_kernels(chain([first], sources), device, checked=checked)
         take_compiled(variants, compiled, began)
@@ -636,7 +657,7 @@ def compile_many(
 def _lower_missing(
     requests: Sequence[KernelRequest], device: DeviceInfo, variants: list[Variant]
 ) -> Iterator[KernelSource]:
-    """Yields the text of each variant that is not compiled yet; appends the variant to
+    """Yields the source of each variant that is not compiled yet, and appends the variant to
     `variants`."""
     seen: set[int] = set()
     for number, (executor, inputs, outputs, sizes) in enumerate(requests, 1):
@@ -650,15 +671,15 @@ def _lower_missing(
 
 
 def _chooses_nothing(facts: Facts) -> None:
-    """Stands for a chooser before the first one."""
+    """The placeholder for a chooser before the first one."""
 
 
 # ----------------------------------------------------------------------
-# What shows a kernel: the variant that serves some tensors, and the fusion that it was made of.
+# For dumps of a kernel: the variant that serves some tensors, and its scheduled fusion.
 
 
 def variant_of(request: KernelRequest, device: torch.device) -> Variant | None:
-    """Returns the variant that serves a request, lowered when needed; None where nothing runs."""
+    """Returns the variant that serves a request, lowered if needed. None if nothing is launched."""
     executor, inputs, outputs, sizes = request
     info = describe_device(device)
     record = executor.record(inputs, outputs, sizes=sizes, device=info)
@@ -668,17 +689,21 @@ def variant_of(request: KernelRequest, device: torch.device) -> Variant | None:
 def scheduled_fusion(
     executor: FusedKernelExecutor, variant: Variant, device: torch.device
 ) -> Fusion:
-    """Returns the scheduled fusion that a variant was lowered from, made again.
+    """Returns the scheduled fusion from which a variant was lowered, by scheduling it again.
 
-    Raises `UnsupportedError` for a variant that the executor no longer holds.
+    Raises:
+        UnsupportedError: the executor does not hold the variant.
     """
-    # An executor keeps kernels, not the fusions that they were made of: those are large.
+    # An executor keeps only the kernels, because scheduled fusions are large.
     info = executor._device or describe_device(device)  # pyright: ignore[reportPrivateUsage]
     held = (executor._variants, executor._folded)  # pyright: ignore[reportPrivateUsage]
     keys = [k for variants in held for k, v in variants.items() if v is variant]
     if variant is executor._generic:  # pyright: ignore[reportPrivateUsage]
         keys.append(executor._generic_key(info))  # pyright: ignore[reportPrivateUsage]
     if not keys:
-        raise UnsupportedError(f"{executor.name}: the schedule of a kernel that was only tried")
+        raise UnsupportedError(
+            f"{executor.name}: this variant was only timed, not kept, so its schedule cannot be "
+            "shown"
+        )
     layouts, _, index = keys[0]
     return executor._scheduled((layouts, variant.params, index), info)[1]  # pyright: ignore[reportPrivateUsage]

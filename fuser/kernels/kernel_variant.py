@@ -1,4 +1,4 @@
-"""A variant of a kernel, and its binding to tensors: what a launch needs, evaluated."""
+"""A variant of a kernel, and its binding to tensors: the arguments and sizes of a launch."""
 
 from __future__ import annotations
 
@@ -49,8 +49,8 @@ _INT64_END = 1 << 63
 class Variant:
     """One kernel of a fusion: lowered, and compiled on first use.
 
-    `twins` and `places` have the kernel's inputs and outputs, and their places among the tensors of
-    a launch, by the numbers that they have in the fusion.
+    Two mappings have the numbers of the fusion's inputs and outputs as keys: `twins` has the
+    kernel's tensors, `places` their positions among the tensors of a launch.
     """
 
     kernel: Kernel
@@ -59,23 +59,24 @@ class Variant:
     places: Mapping[int, int]
     nbytes: int = 0
     compiled: CompiledKernel | None = None
-    # What the kernel's symbols are in the fusion, where it was lowered for another one.
+    # The fusion's symbol for each symbol of the kernel, if the kernel was lowered for another
+    # fusion.
     symbols: Mapping[Symbol, Symbol] | None = None
-    # Seconds to make it: its share of those that were compiled together.
+    # Seconds taken to make the kernel: its share of the time for all that were compiled together.
     made_s: float = 0.0
 
     @cached_property
     def needs(self) -> Needs:
-        """The scalars that a launch has to evaluate."""
+        """The scalars that a launch must evaluate."""
         return Needs.of(self)
 
     def fits_grid(self, values: Mapping[Symbol, Number]) -> bool:
-        """Whether the device takes so many blocks and threads, for the values of the fusion's
-        symbols."""
+        """Whether the device accepts the numbers of blocks and threads for these values of the
+        fusion's symbols."""
         return not self.kernel.limits or self._limits.hold(self.own(values))
 
     def shape(self, values: Mapping[Symbol, Number]) -> tuple[list[int], list[int]]:
-        """Returns the blocks of a launch and the threads of a block along x, y and z."""
+        """Returns the blocks of a launch and the threads of a block, each along x, y and z."""
         known, kernel = self.own(values), self.kernel
         grid, block = ([int(sc.evaluate(n, known)) for n in s] for s in (kernel.grid, kernel.block))
         return grid, block
@@ -85,14 +86,14 @@ class Variant:
         return Computed(self.kernel.limits)
 
     def own(self, values: Mapping[Symbol, Number]) -> Mapping[Symbol, Number]:
-        """Returns values by the names that the symbols have in the kernel."""
+        """Returns the values by the kernel's symbols."""
         if self.symbols is None:
             return values
         return {mine: values[its] for mine, its in self.symbols.items() if its in values}
 
     def blame(self, fusion: Fusion, tensors: Sequence[TensorView], error: KernelError) -> str:
-        """Returns the op and the user's line of the tensor that an error names (else all ops);
-        `tensors` are the inputs and outputs of the fusion."""
+        """Returns the text of the op whose tensor an error names, with the user's line. If the
+        error names no tensor, returns all ops. `tensors` are the fusion's inputs and outputs."""
         named = re.search(r"\bT(\d+)\b", str(error))
         number = int(named[1]) if named else None
         tv = next((t for t in tensors if self.twins[t.number].number == number), None)
@@ -100,13 +101,13 @@ class Variant:
             what, ops = "this kernel computes", fusion.exprs
         else:
             definition = fusion.definition(tv)
-            what = f"T{tv.number} is of"
+            what = f"T{tv.number} belongs to"
             ops = fusion.uses(tv) if definition is None else (definition,)
         return "\n".join(f"{what} {op_text(e)} (user code at {e.where or 'unknown'})" for e in ops)
 
     def blame_number(self, fusion: Fusion, scalar: Scalar, problem: str) -> str:
-        """Returns the op of the fusion that reads a scalar of the kernel, the problem, and the
-        user's line."""
+        """Returns the message for a scalar of the kernel that has a problem: the op that reads it,
+        and the user's line."""
         if self.symbols is not None:
             scalar = sc.substitute(scalar, {mine: its for mine, its in self.symbols.items()})  # noqa: C416
         names = {*sc.symbols(scalar)}
@@ -116,7 +117,7 @@ class Variant:
         exact = (e for e, xs in reads if any(x is scalar for x in xs))
         alike = (e for e, xs in reads if any(names <= {*sc.symbols(x)} for x in xs))
         op = next(chain(exact, alike), None)
-        text = f"the number {scalar}: {problem}: compute it in Double, or give smaller numbers"
+        text = f"the number {scalar}: {problem}: compute it in Double, or pass smaller numbers"
         if op is None:
             return text
         return f"{op.name}: {text}{user_code(op.where) if op.where else ''}\n{op_text(op)}"
@@ -127,7 +128,8 @@ class Variant:
         symbols: Mapping[Symbol, Symbol],
         places: Mapping[int, int],
     ) -> Variant:
-        """Returns the kernel as one of a fusion with other names for tensors and symbols."""
+        """Returns the variant for a fusion that differs only in the names of tensors and
+        symbols."""
         twins = {numbers[number]: twin for number, twin in self.twins.items()}
         made = Variant(self.kernel, self.params, twins, places, symbols=symbols)
         aligned = tuple([(numbers[number], nbytes) for number, nbytes in self.needs.alignments])
@@ -138,7 +140,7 @@ class Variant:
 def take_compiled(
     variants: Sequence[Variant], compiled: Sequence[CompiledKernel], began: float
 ) -> None:
-    """Gives variants their kernels, which were made together since `began` (`now`)."""
+    """Assigns the compiled kernels to variants. They were all made since `began` (`now`)."""
     for variant, kernel in zip(variants, compiled, strict=True):
         variant.compiled = kernel
         variant.made_s = (now() - began) / len(variants)
@@ -146,23 +148,23 @@ def take_compiled(
 
 @dataclass(frozen=True)
 class Needs:
-    """The scalars that a launch of a variant evaluates, all in one go.
+    """The scalars that a launch of a variant evaluates, all in one call.
 
-    Tensors are named by their places among the inputs, then the outputs.
+    Tensors are identified by their positions among the inputs, then the outputs.
     """
 
     guards: Computed
-    # Each parameter (0 where it is no scalar), grid, block, bytes of shared memory and of
-    # workspaces: where a guard fails, they may have no value.
+    # Each parameter (0 for one that is no scalar), grid, block, bytes of shared memory and of
+    # workspaces. They may have no value if a guard fails.
     scalars: Computed
-    # What gives at once for the values of symbols: arguments, grid, block, bytes of shared memory
-    # and of workspaces; False where a guard fails.
+    # A compiled function of the symbols' values that returns arguments, grid, block, bytes of
+    # shared memory and of workspaces; False if a guard fails.
     at_once: Callable[[Mapping[Symbol, Number]], tuple[Any, ...] | bool]
     # (number of a tensor in the fusion, bytes that divide its address and outer strides)
     alignments: tuple[tuple[int, int], ...]
-    # (place, axis, symbol) of each stride that a scalar names.
+    # (place, axis, symbol) of each stride that occurs in a scalar.
     strides: tuple[tuple[int, int, Symbol], ...]
-    # How many parameters there are, and the scalars of those that are evaluated.
+    # The number of parameters, and the scalars of those that are evaluated.
     parameters: int
     evaluated: dict[int, Scalar]
     # (parameter, place), and (parameter, place, axis).
@@ -173,7 +175,7 @@ class Needs:
 
     @staticmethod
     def of(variant: Variant) -> Needs:
-        """Sorts the arguments of a kernel by what they are."""
+        """Collects the arguments of a kernel by their kinds."""
         kernel = variant.kernel
         twins = variant.twins.items()
         number_of = {twin.number: number for number, twin in twins}
@@ -233,11 +235,14 @@ def launch_of(
     *,
     checked: bool = False,
 ) -> BoundLaunch | None:
-    """Evaluates a kernel's arguments and shape; None where it relies on something that fails.
+    """Evaluates the arguments and the shape of a launch. Returns None if a guard or an alignment
+    fails.
 
-    `tensors` are the inputs, then the outputs; `alignments` are by their numbers in the fusion;
-    `scalars` are the scalar inputs, whose values each call gives anew. `refuse` makes the error of
-    a number that is no value of its dtype, from it and the reason.
+    - `tensors` are the inputs, then the outputs.
+    - `alignments` are keyed by tensor numbers of the fusion.
+    - `scalars` are the scalar inputs, whose values may change in each call.
+    - `refuse` creates the error for a number that its dtype cannot hold, from the scalar and the
+      reason.
     """
     needs = variant.needs
     for number, nbytes in needs.alignments:
@@ -253,7 +258,8 @@ def launch_of(
     try:
         found: Any = needs.at_once(known)
     except (ArithmeticError, KeyError, TypeError, ValueError):
-        # One by one may do, or has an error to tell.
+        # Evaluation one by one may succeed where the compiled function fails, or raise a clear
+        # error.
         if not needs.guards.hold(known):
             return None
         each = needs.scalars(known)
@@ -285,7 +291,7 @@ def launch_of(
 
 
 class _ScalarArgument(NamedTuple):
-    """An argument that the scalar inputs decide: its value, from theirs."""
+    """An argument that depends on scalar inputs. A call computes its value from theirs."""
 
     scalar: Scalar
     known: Mapping[Symbol, Number]
@@ -293,7 +299,8 @@ class _ScalarArgument(NamedTuple):
     refuse: Callable[[Scalar, str], KernelError]
 
     def __call__(self, numbers: Sequence[Number]) -> Number:
-        # A whole number may stand for a complex one, as whose its parts are asked for.
+        # An integer may be passed for a complex number, whose real and imaginary parts are then
+        # used.
         given = {s: Const(x, s.dtype).value for s, x in zip(self.scalars, numbers, strict=True)}
         value = sc.evaluate(self.scalar, {**self.known, **given})
         if type(value) is int and not -_INT64_END <= value < _INT64_END:
@@ -301,7 +308,11 @@ class _ScalarArgument(NamedTuple):
         return value
 
     def check(self, value: Number) -> None:
-        """Raises `KernelError` for an integer past 64 bits; narrower ones wrap in the kernel."""
+        """Checks that an integer fits in 64 bits. Narrower integers wrap in the kernel.
+
+        Raises:
+            KernelError: it does not fit.
+        """
         dtype = self.scalar.dtype
         if isinstance(value, int) and category(dtype) == "int" and nbytes_of(dtype) == 8:
             problem = misfit(value, dtype)
@@ -310,28 +321,29 @@ class _ScalarArgument(NamedTuple):
 
 
 # ----------------------------------------------------------------------
-# What the sizes of tensors say about a kernel: the values of its symbols, and how much there is to
-# iterate. Tensors that do not fit the fusion are refused.
+# The sizes of a launch: the values of the kernel's symbols, and its number of iterations. Tensors
+# that do not fit the fusion are rejected.
 
 Sizes = Mapping[Symbol, int]
 
 
 class KernelSizes(NamedTuple):
-    """The values of symbols, and the iterations of the largest space of some tensor."""
+    """The values of all symbols, the sizes among them, and the iterations of the largest iteration
+    space."""
 
     values: Mapping[Symbol, Number]
     sizes: Sizes
     iterations: int
 
     def with_numbers(self, numbers: Iterable[tuple[Symbol, Number]]) -> KernelSizes:
-        """Returns the same with the values of scalar inputs."""
+        """Returns a copy with the values of scalar inputs added."""
         values = {**self.values, **{s: Const(x, s.dtype).value for s, x in numbers}}
         sizes = {s: v for s, v in values.items() if isinstance(v, int)}
         return KernelSizes(values, sizes, self.iterations)
 
 
 class KernelExtents:
-    """Binds the sizes of one fusion. `tensors` are its inputs of this kind, then its outputs.
+    """Binds the sizes of one fusion. `tensors` are its tensor inputs, then its outputs.
 
     `symbols` are those of all extents.
     """
@@ -345,18 +357,19 @@ class KernelExtents:
             for axis in expanded_positions(tv)
             if k >= len(tensors) - len(fusion.outputs)
         ]
-        # Such as the rows of an empty block, which nothing else may have.
+        # Such as the number of rows of an empty block, which occurs in no input or output.
         everything = fusion.tensors()
         axes = [a for tv in everything for a in tv.domain.logical]
         self._is_empty = any(sc.int_value(a.extent) == 0 for a in axes)
         self.symbols = tuple(dict.fromkeys(s for a in axes for s in sc.symbols(a.extent)))
         spaces = {tuple(fusion.canonical(a.size) for a in tv.domain.logical) for tv in everything}
-        # A random number's place is one in the whole tensor.
+        # The position of a random number is counted in the whole tensor, not in the shard.
         places = [op.shape for op in fusion.exprs if isinstance(op, RandomOp)]
         spaces.update(tuple(map(fusion.canonical, shape)) for shape in places)
         spaces = [sc.product(space) for space in spaces]
         self._iterations = Computed(spaces)
-        # All at once: the extents of all tensors, symbols, sides of equalities, iterations.
+        # Evaluated in one call: the extents of all tensors, symbols, both sides of equalities,
+        # iterations.
         shapes = [[fusion.canonical(x) for x in tv.shape()] for tv in tensors]
         self._extents = shapes
         ends = [0]
@@ -378,10 +391,11 @@ class KernelExtents:
         tensors: Sequence[torch.Tensor],
         sizes: Sizes,
     ) -> KernelSizes | None:
-        """Returns the values for these tensors; None where an extent is 0.
+        """Returns the values for these tensors, None if an extent is 0.
 
-        Raises `InputError` for tensors that the kernel does not take, or whose sizes contradict
-        `sizes` or each other.
+        Raises:
+            InputError: the kernel does not accept the tensors, or their sizes contradict `sizes` or
+                each other.
         """
         if not self._has_scalars and len(tensors) == len(inputs) + len(outputs):
             found = self.at_once(tensors, sizes)
@@ -407,14 +421,14 @@ class KernelExtents:
         return self._binder.bind([*inputs, *outputs], sizes)
 
     def fit(self, shapes: Sequence[Sequence[Scalar]]) -> bool:
-        """Whether any tensors of these shapes are taken, whatever the sizes and strides."""
+        """Whether tensors of these symbolic shapes are accepted, for all sizes and strides."""
         canonical = self._fusion.canonical
         fits = self._extents == [[canonical(x) for x in shape] for shape in shapes]
         return fits and not self._expanded and not self._is_empty
 
     def iterations(self, sizes: Sizes) -> int | None:
-        """Returns the iterations of what `at_once` finds, for tensors that `fit` and have elements;
-        None where it finds none."""
+        """Returns the iterations that `at_once` would compute, for tensors that `fit` and have
+        elements. Returns None where `at_once` does."""
         run = self._count
         if run is None:
             run = self._count = self._compiled_count()
@@ -434,8 +448,8 @@ class KernelExtents:
         return text.function("values", f"max(({''.join(f'{n}, ' for n in counts)}), default=0)")
 
     def at_once(self, tensors: Sequence[torch.Tensor | Laid], sizes: Sizes) -> KernelSizes | None:
-        """Returns what `bind` finds where `sizes` has every symbol and all is as it should be, else
-        None. It knows of no scalar inputs."""
+        """Does the same as `bind` on a fast path. Returns None if `sizes` lacks a symbol or a check
+        fails. It does not handle scalar inputs."""
         if len(tensors) != len(self._shapes):
             return None
         extents, pairs = self._parts
@@ -458,24 +472,27 @@ class KernelExtents:
         if len(inputs) != len(fusion.inputs) or len(tensors) != len(self._tensors):
             raise InputError(
                 f"kernel {name} takes {len(fusion.inputs)} inputs and {len(fusion.outputs)} "
-                f"outputs, got {len(inputs)} and "
-                f"{len(tensors) - sum(isinstance(v, torch.Tensor) for v in inputs)}"
+                f"outputs, got {len(inputs)} inputs and "
+                f"{len(tensors) - sum(isinstance(v, torch.Tensor) for v in inputs)} outputs"
             )
         for tv, t in zip(self._tensors, tensors, strict=True):
             if t.dim() != tv.ndim:
-                raise InputError(f"kernel {name}: {tv} is {tv.ndim}-D, got {tuple(t.shape)}")
+                raise InputError(
+                    f"kernel {name}: {tv} has {tv.ndim} dimensions, got a tensor of shape "
+                    f"{tuple(t.shape)}"
+                )
         for k, axis in self._expanded:
             tv, t = self._tensors[k], tensors[k]
             if t.size(axis) > 1 and t.stride(axis):
                 raise InputError(
-                    f"kernel {name}: axis {axis} of {tv} is expanded, one element that is "
-                    f"written once, but its buffer of shape {tuple(t.shape)} has strides "
+                    f"kernel {name}: axis {axis} of {tv} is expanded, so all its positions are one "
+                    f"element (stride 0), but its buffer of shape {tuple(t.shape)} has strides "
                     f"{t.stride()}"
                 )
 
 
 def free_symbols(fusion: Fusion, scalars: Sequence[Symbol]) -> tuple[Symbol, ...]:
-    """Returns the symbols that neither an input's axes nor a scalar input binds."""
+    """Returns the symbols that neither an input's axes nor a scalar input determine."""
     bound = {
         a.size for v in fusion.inputs if isinstance(v, TensorView) for a in v.domain.no_reductions
     }
@@ -491,34 +508,35 @@ def free_symbols(fusion: Fusion, scalars: Sequence[Symbol]) -> tuple[Symbol, ...
 
 
 # ----------------------------------------------------------------------
-# What a launch asks of its operands: their addresses, alignments and sizes in bytes.
+# The operands of a launch: their addresses, alignments and sizes in bytes.
 
-# Blocks and unrolled steps run past the end of a tensor by less than this many elements.
+# Blocks and unrolled steps may compute indices past the end of a tensor, by fewer elements than
+# this.
 _OVERRUN = 1 << 20
 _INT32_LIMIT = (1 << 31) - 1 - _OVERRUN
 
 
 def index_dtype(iterations: int, tensors: Sequence[torch.Tensor | Laid]) -> DataType:
-    """Returns Int32 where every offset and every iteration count fits, over-run included."""
+    """Returns Int32 if every offset and iteration count fits, also past the end; else Int."""
     largest = max(iterations, *[t.span if isinstance(t, Laid) else span(t) for t in tensors])
     return DataType.Int32 if largest <= _INT32_LIMIT else DataType.Int
 
 
 def total_nbytes(tensors: Sequence[torch.Tensor | Laid]) -> int:
-    """Returns the bytes of the elements of all."""
+    """Returns the bytes of the elements of all tensors together."""
     return sum(t.numel() * t.element_size() for t in tensors)
 
 
 def span(t: torch.Tensor) -> int:
-    """Returns how many elements lie from the first to past the last one."""
+    """Returns the number of elements from the first to the last in memory, gaps included."""
     if t.is_contiguous():
         return t.numel()
     return 1 + sum((n - 1) * s for n, s in zip(t.shape, t.stride(), strict=True))
 
 
 def alignment(t: torch.Tensor | Laid, layout: Layout) -> int:
-    """Returns the largest power of two, at most 16, that divides the address and every stride, in
-    bytes, of an axis that is not contiguous."""
+    """Returns the largest power of two, at most 16, that divides the address and the stride in
+    bytes of every non-contiguous axis."""
     found = gcd(address(t), VECTOR_BYTES)
     order, flags = layout
     if all(flags):
@@ -530,41 +548,45 @@ def alignment(t: torch.Tensor | Laid, layout: Layout) -> int:
 
 
 def is_plain(t: torch.Tensor | Laid) -> bool:
-    """Whether a tensor with elements has no gaps, and begins where a vector of memory does."""
+    """Whether a tensor is contiguous, and its address is aligned to a vector."""
     return t.is_contiguous() and not address(t) % VECTOR_BYTES
 
 
 def address(t: torch.Tensor | Laid) -> int:
-    """Returns the address of a tensor; of one without contents, where it begins in memory that will
-    be as aligned as any."""
+    """Returns the address of a tensor. For a tensor without memory, returns its offset in bytes;
+    its memory will be aligned."""
     if isinstance(t, Laid) or t.is_meta:
         return int(t.storage_offset()) * t.element_size()
     return t.data_ptr()
 
 
 def describe(tensors: Sequence[torch.Tensor]) -> DeviceInfo:
-    """Returns the device of tensors. Raises `InputError` where there are none."""
+    """Returns the description of the tensors' device.
+
+    Raises:
+        InputError: there are no tensors.
+    """
     if not tensors:
-        raise InputError("a kernel without tensors has no device")
+        raise InputError("a kernel without tensors has no device: it needs an input or output")
     return describe_device(tensors[0].device)
 
 
 # ----------------------------------------------------------------------
-# Kernels of one program that differ in nothing but names: one of them is lowered for all.
+# Kernels of one program that differ only in names. One of them is lowered for all.
 #
 #     kernel 0: T4[i0, i2] = tanh(T3)        kernel 1: T9[i5, i7] = tanh(T8)
 #
-# Both run the text of the first; the launch of the second puts its own symbols where the first has
-# others.
+# Both use the text of the first. The launch of the second maps its own symbols to those of the
+# first.
 
 
 class Lowered:
-    """The kernels that the executors of one program have lowered."""
+    """The kernels that the executors of one program have lowered, for sharing."""
 
     def __init__(self) -> None:
-        # By the kinds of a fusion's ops, and what else decides about a kernel.
+        # Keyed by the types of a fusion's ops, and by everything else that determines a kernel.
         self._variants: dict[object, list[tuple[Fusion, Variant]]] = {}
-        # By identity: two fusions that are equal have forms of their own names.
+        # Keyed by identity, because equal fusions have different names in their forms.
         self._forms: dict[int, tuple[Fusion, CanonicalForm]] = {}
 
     def find_or_lower(
@@ -574,11 +596,15 @@ class Lowered:
         places: Mapping[int, int],
         lower: Callable[[], Variant],
     ) -> Variant:
-        """Returns what `lower` makes of a fusion, or what it has made of one like it. `what` is
-        everything else that decides about the kernel; for `places` see `Variant`."""
+        """Returns the result of `lower` for a fusion, or a renamed earlier result for an equal
+        fusion.
+
+        `what` is everything else that determines the kernel. For `places` see `Variant`.
+        """
         kinds = tuple([type(op) for op in fusion.exprs])
         similar = self._variants.setdefault((kinds, what), [])
-        # A form takes longer than half a small kernel: it is only made where there is another one.
+        # Forms are only computed if there is a similar kernel, because one takes longer than half
+        # of lowering a small kernel.
         for other, its in similar:
             form, mine = self._form(other), self._form(fusion)
             if form.key == mine.key:
@@ -596,12 +622,13 @@ class Lowered:
 
 
 # ----------------------------------------------------------------------
-# A kernel as data: its text and what a launch needs to know; lowering and printing make it.
+# A kernel as data: its text and the facts for its launch, made by lowering and printing.
 
 
 @record
 class Kernel:
-    """Text, arguments in order, launch shape, and what it relies on: see `LoweredKernel`."""
+    """The text of a kernel, its arguments in order, its launch shape and launch conditions; see
+    `LoweredKernel`."""
 
     source: KernelSource
     args: tuple[Arg, ...]
@@ -623,7 +650,7 @@ def make_kernel(
     device: DeviceInfo,
     folded: bool = False,
 ) -> Kernel:
-    """Lowers a scheduled fusion and prints it; for the arguments and errors see `lower_kernel`."""
+    """Lowers and prints a scheduled fusion. For the arguments and errors see `lower_kernel`."""
     lowered = lower_kernel(fusion, name=name, index_dtype=index_dtype, device=device, folded=folded)
     source, ir_text = print_kernel(lowered)
     return Kernel(

@@ -1,4 +1,4 @@
-"""Compiling, caching and launching kernels: text and arguments only.
+"""Compiles, caches and launches kernels, given their text and arguments only.
 
 Question: how does a kernel's text become a launch?
 Imports: `fuser.support`.
@@ -6,7 +6,7 @@ Files, in reading order:
 
 - `kernel_text`: a kernel's source with its headers.
 - `kernel_cache`: compiled kernels on disk.
-- `compile`: compilation of many kernels, in memory and on disk once each.
+- `compile`: compilation of many kernels, each at most once in memory and on disk.
 - `cuda_kernel`, `cpu_kernel`: NVRTC and the CUDA driver; g++ and the SIMT shim.
 - `compiled_kernel`, `prepared_launch`: a kernel that can be launched; a launch with its arguments
   bound.

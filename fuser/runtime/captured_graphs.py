@@ -1,10 +1,10 @@
-"""Graphs: what streams were given once, captured, and launched again in one call.
+"""Captures the work of streams as a graph, which one call launches again.
 
-The arguments of a captured kernel can be replaced between launches; all else stays as it was when
-it was captured, addresses included.
+Between launches, the arguments of a captured kernel can be replaced. Everything else is fixed at
+the capture, including all other addresses.
 
-Nothing is captured while another thread runs programs, too: were it to wait for the whole device
-meanwhile, the driver would give it an error, and end the capture.
+Nothing is captured while another thread may run programs. If that thread synchronised the device,
+the driver would report an error to it and end the capture.
 """
 
 from __future__ import annotations
@@ -30,47 +30,53 @@ Slots = list[Any]
 
 
 class Graph(Protocol):
-    """A captured graph. One launch at a time: launches that overlap would share its memory."""
+    """A captured graph. Launches must not overlap, because they share its memory."""
 
     def launch(self, stream: int) -> None:
-        """Enqueues all of it on a stream. Raises `KernelError` where the driver refuses."""
+        """Enqueues the whole graph on a stream.
+
+        Raises:
+            KernelError: the driver rejects the launch.
+        """
         ...
 
     def update(self, node: object, call: LaunchCall) -> None:
-        """Gives a kernel, from the next launch on, the arguments that its call holds now."""
+        """Copies the current arguments of a call to a captured kernel, from the next launch on."""
         ...
 
     def twin(self) -> Graph:
-        """Returns the graph as it was captured, once more: what updates one leaves the other as it
-        is. Their launches share memory, too."""
+        """Returns another instance of the graph as it was captured. Updates of one do not change
+        the other, but their launches share memory."""
         ...
 
 
 class GraphMaker(Protocol):
-    """Captures runs that follow one another on one stream."""
+    """Captures runs that are executed one after another on one stream."""
 
-    # The stream (a raw handle) on which a run begins while it is captured.
+    # The stream (a raw handle) on which a captured run begins.
     stream: int
 
     def stand_in(self, stream: int) -> int:
-        """Returns the stream that is captured in place of another one: graphs must not share what
-        libraries keep per stream with work that is not ordered with them."""
+        """Returns the stream that is captured in place of another one. Libraries keep state per
+        stream, which a graph must not share with unordered work."""
         ...
 
     def capture(self, actions: Sequence[Callable[[Slots], object]], slots: Slots) -> Graph:
-        """Returns what the actions enqueue; none of it runs.
+        """Returns a graph of the work that the actions enqueue. None of it is executed.
 
-        Raises what an action raises, or `RuntimeError` where what it did cannot be captured.
+        Raises:
+            RuntimeError: something an action did cannot be captured; errors of the actions pass
+                through.
         """
         ...
 
     def kernel(self, call: LaunchCall, stream: int) -> object:
-        """Launches a kernel within a capture and returns its node."""
+        """Launches a kernel inside a capture, and returns its node."""
         ...
 
 
 class _ThreadUser(threading.local):
-    """Whether this thread is known as a user of graphs."""
+    """Whether this thread is registered as a user of graphs."""
 
     is_known = False
 
@@ -79,14 +85,17 @@ class Users:
     """The threads that run programs."""
 
     def __init__(self) -> None:
-        # Threads, not their numbers: the number of one that has ended is given to another.
+        # Threads are stored, not their ids, because the id of an ended thread is reused.
         self._known: weakref.WeakSet[threading.Thread] = weakref.WeakSet()
         self._lock = make_lock()
         self.here = _ThreadUser()
 
     def enter(self) -> None:
-        """Notes this thread, once nobody captures; `here.is_known` says that it has come here. One
-        that Python did not start, as those of torch that compute gradients, has no name to note."""
+        """Registers this thread, as soon as no capture is active. `here.is_known` is then True.
+
+        A thread that Python did not start cannot be registered, such as torch's threads that
+        compute gradients.
+        """
         with self._lock:
             mine = threading.get_ident()
             self._known.update(t for t in threading.enumerate() if t.ident == mine)
@@ -94,15 +103,15 @@ class Users:
 
     @contextmanager
     def alone(self) -> Generator[list[str]]:
-        """A context in which no thread begins to run programs; has the `others`."""
+        """A context in which no other thread can start to run programs. Its value is `others()`."""
         with self._lock:
             yield self.others()
 
     def others(self) -> list[str]:
-        """Returns the names of the threads, beside this one, that have begun to run programs."""
+        """Returns the names of the other threads that have started to run programs."""
         mine = {threading.get_ident()}
         if is_backward():
-            # One of torch's, which computes gradients for a thread that waits for them.
+            # This thread is torch's, and computes gradients for a thread that waits for it.
             mine.add(threading.main_thread().ident or 0)
         others = (t for t in threading.enumerate() if t.ident not in mine)
         return [thread.name for thread in others if thread in self._known]
@@ -116,16 +125,16 @@ def _cuda_graphs(device: torch.device) -> GraphMaker:
     return CudaGraphs(device)
 
 
-# By type of device: what captures. On a CPU there is nothing to capture.
+# The graph maker of each device type. A CPU has none.
 MAKERS: dict[str, Callable[[torch.device], GraphMaker]] = {"cuda": _cuda_graphs}
 
 
 # ----------------------------------------------------------------------
 # CUDA graphs of the runs of a program.
 #
-# The driver captures, not `torch.cuda.CUDAGraph`: where a capture of torch's fails, its random
-# number generator stays in that state. An op that draws torch's random numbers cannot be captured:
-# torch refuses.
+# The driver captures, not `torch.cuda.CUDAGraph`: after a failed capture, torch's random number
+# generator stays in its capture state. Ops that draw torch's random numbers cannot be captured,
+# because torch rejects them.
 
 _INVALID_CONTEXT = 201
 _NON_BLOCKING = 1
@@ -147,7 +156,7 @@ class _KernelNodeParams(ctypes.Structure):
 
 
 class _KernelNode:
-    """A captured kernel, and its parameters as the driver takes them."""
+    """A captured kernel, and its parameters in the driver's format."""
 
     def __init__(self, handle: int, params: _KernelNodeParams) -> None:
         self.handle = ctypes.c_void_p(handle)
@@ -157,29 +166,30 @@ class _KernelNode:
 def _checked(what: str, result: tuple[Any, ...]) -> Any:
     status, *values = result
     if status != load_driver().CUresult.CUDA_SUCCESS:
-        raise KernelError(f"CUDA graph: {what} failed ({status!r})")
+        raise KernelError(f"CUDA graphs: {what} failed ({status!r})")
     return values[0] if len(values) == 1 else values
 
 
 def _destroy(library: Any, destroy: Callable[[ctypes.c_void_p], int], handle: Any) -> None:
-    """Destroys a graph: a garbage collection does, maybe while a caller captures one of his own."""
+    """Destroys a graph. This runs in a garbage collection, which may happen while the user
+    captures."""
     with relaxed(library):
         destroy(handle)
 
 
 class _Template:
-    """A graph as it was captured, of which executable ones are made."""
+    """A graph as it was captured, from which executable graphs are instantiated."""
 
     def __init__(self, graph: Any, library: Any, maker: CudaGraphs) -> None:
         self.graph, self.library = graph, library
-        # In whose place lies what was allocated while it was captured.
+        # Keeps the memory that was allocated during the capture.
         self._maker = maker
         handle = ctypes.c_void_p(int(graph))
         weakref.finalize(self, _destroy, library, library.cuGraphDestroy, handle)
 
 
 class CudaGraph:
-    """An executable graph; `Graph` of fuser/runtime/captured_graphs.py."""
+    """An executable graph; implements `Graph`."""
 
     def __init__(self, template: _Template) -> None:
         self._template, library = template, template.library
@@ -188,40 +198,45 @@ class CudaGraph:
         self._launch = library.cuGraphLaunch
         self._set_params = library.cuGraphExecKernelNodeSetParams_v2
         weakref.finalize(self, _destroy, library, library.cuGraphExecDestroy, self._handle)
-        # For a caller in C: what launches, what replaces arguments, and the graph.
+        # For a caller in C: the addresses of the launch and update functions, and the graph's
+        # handle.
         handle = self._handle.value or 0
         self.raw = address_of(self._launch), address_of(self._set_params), handle
 
     def raw_node(self, node: object, call: LaunchCall) -> tuple[int, int]:
-        """The addresses of a kernel and of its parameters, which point to the words of a call."""
+        """Returns the addresses of a kernel node and of its parameters, which point to the
+        arguments of a call."""
         assert isinstance(node, _KernelNode)
         node.params.arguments = call.packed
         return node.handle.value or 0, ctypes.addressof(node.params)
 
     def twin(self) -> CudaGraph:
+        """Instantiates the captured graph once more."""
         return CudaGraph(self._template)
 
     def launch(self, stream: int) -> None:
+        """Enqueues the graph; binds the CUDA context first if this thread has none."""
         status = self._launch(self._handle, ctypes.c_void_p(stream))
         if status == _INVALID_CONTEXT:
             bind_primary_context()
             status = self._launch(self._handle, ctypes.c_void_p(stream))
         if status:
-            raise KernelError(f"CUDA graph: the driver refused the launch ({status})")
+            raise KernelError(f"CUDA graphs: the driver rejected the launch (status {status})")
 
     def update(self, node: object, call: LaunchCall) -> None:
+        """Copies the current arguments of a call to a kernel node."""
         assert isinstance(node, _KernelNode)
         node.params.arguments = call.packed
         status = self._set_params(self._handle, node.handle, ctypes.byref(node.params))
         if status:
-            raise KernelError(f"CUDA graph: the driver refused new arguments ({status})")
+            raise KernelError(f"CUDA graphs: the driver rejected new arguments (status {status})")
 
 
 class _CaptureDevice:
-    """The streams and the memory of captures, on one device.
+    """The streams and the memory pool for captures on one device.
 
-    It is never given back, but used again: torch ends the process where a pool goes while anything
-    is captured, and a garbage collection, or another thread, may come at any time.
+    It is reused, and never freed: torch ends the process if a pool is freed during a capture, and a
+    garbage collection or another thread could free it at any time.
     """
 
     def __init__(self) -> None:
@@ -232,47 +247,54 @@ class _CaptureDevice:
         self.stand_ins: list[int] = []
 
 
-# Those that no `CudaGraphs` has now, by the number of their device.
+# The instances that no `CudaGraphs` uses now, by device number.
 _places: dict[int, list[_CaptureDevice]] = {}
 
 
 def _new_stream() -> int:
-    """Returns a stream that nobody else has: torch hands out each of its own to several."""
+    """Returns a new stream that nothing else uses. Torch's own streams are shared."""
     made = load_driver().cuStreamCreate(_NON_BLOCKING)
     return int(_checked("cuStreamCreate", made))
 
 
 def _take_place() -> _CaptureDevice:
-    """Returns a place on the current device for captures that nobody else makes."""
+    """Returns streams and memory on the current device for the exclusive use of one
+    `CudaGraphs`."""
     import torch
 
     spare = _places.setdefault(torch.cuda.current_device(), [])
     try:
-        place = spare.pop()  # at once, whatever other threads do
+        place = spare.pop()  # atomic, so two threads never get the same one
     except IndexError:
         return _CaptureDevice()
     try:
-        # Graphs of who had it may still run in its memory.
+        # Graphs of the previous user may still run in its memory.
         torch.cuda.synchronize()
-    except RuntimeError:  # somebody else captures
+    except RuntimeError:  # another thread captures, so waiting is not possible
         spare.append(place)
         return _CaptureDevice()
     return place
 
 
 class CudaGraphs:
-    """Captures in a place of its own; `GraphMaker` of graphs.py."""
+    """Captures with streams and memory of its own; implements `GraphMaker`."""
 
     def __init__(self, device: torch.device) -> None:
-        """Raises `KernelError` where this machine cannot capture."""
+        """Finds the driver's library, and takes streams and memory.
+
+        Raises:
+            KernelError: this machine cannot capture graphs.
+        """
         import torch
 
         if not hasattr(torch.cuda, "use_mem_pool"):
-            raise KernelError("this torch has no pools of memory (2.5 does)")
+            raise KernelError(
+                "CUDA graphs need memory pools, which this version of torch lacks: use 2.5 or later"
+            )
         try:
             self._library = ctypes.CDLL("libcuda.so.1")
         except OSError as error:
-            raise KernelError(f"CUDA graphs need the driver's library: {error}") from error
+            raise KernelError(f"CUDA graphs need the driver's libcuda.so.1: {error}") from error
         self._device = device
         self._stand_ins: dict[int, int] = {}
         self._place = place = _take_place()
@@ -280,6 +302,7 @@ class CudaGraphs:
         weakref.finalize(self, _places[torch.cuda.current_device()].append, place)
 
     def stand_in(self, stream: int) -> int:
+        """Returns the stream captured in place of `stream`, always the same one."""
         if stream == self.stream or stream in self._stand_ins.values():
             return stream
         found = self._stand_ins.get(stream)
@@ -291,11 +314,12 @@ class CudaGraphs:
         return found
 
     def capture(self, actions: Sequence[Callable[[Slots], object]], slots: Slots) -> CudaGraph:
+        """Captures the work of the actions in this thread."""
         import torch
 
         driver, entry = load_driver(), torch.cuda.ExternalStream(self.stream, device=self._device)
         stream = driver.CUstream(self.stream)
-        # Other threads go on meanwhile, and allocate elsewhere.
+        # Thread-local mode: other threads may continue and allocate memory outside of the capture.
         mode = driver.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_THREAD_LOCAL
         pool = self._place.pool
         with torch.cuda.stream(entry), torch.cuda.use_mem_pool(pool), uncollected:
@@ -310,6 +334,8 @@ class CudaGraphs:
         return CudaGraph(_Template(graph, self._library, self))
 
     def kernel(self, call: LaunchCall, stream: int) -> _KernelNode:
+        """Launches a kernel inside the capture, and returns its node with the parameters for
+        updates."""
         status = call.function(*call.arguments)
         if status:
             call.fail(status)
@@ -320,5 +346,7 @@ class CudaGraphs:
         get = self._library.cuGraphKernelNodeGetParams_v2
         status = get(ctypes.c_void_p(int(last)), ctypes.byref(params))
         if status:
-            raise KernelError(f"CUDA graph: a launch left no kernel to update ({status})")
+            raise KernelError(
+                f"CUDA graphs: the captured launch has no kernel node to update (status {status})"
+            )
         return _KernelNode(int(last), params)

@@ -1,5 +1,4 @@
-"""The entrance to compiled kernels, for both devices: a kernel is taken from memory, from the disk
-cache, or compiled."""
+"""Compiles kernels for both devices, or takes them from memory or the disk cache."""
 
 from __future__ import annotations
 
@@ -18,14 +17,15 @@ from fuser.support.locks import make_lock
 if TYPE_CHECKING:
     import torch
 
-# Kernels live as long as somebody can launch them.
+# A kernel is cached in memory as long as something can launch it.
 _memory: weakref.WeakValueDictionary[tuple[str, str], CompiledKernel]
 _memory = weakref.WeakValueDictionary()
 _memory_lock = make_lock()
 
 
 def clear_memory_cache() -> None:
-    """Forgets the compiled kernels of this process: the next request goes to the disk cache."""
+    """Removes the compiled kernels of this process from memory. Later requests use the
+    disk cache."""
     with _memory_lock:
         _memory.clear()
 
@@ -35,13 +35,13 @@ def compile_kernels(
 ) -> list[CompiledKernel]:
     """Compiles kernels for a device, or takes them from the memory or disk cache, in order.
 
-    On the CPU, the kernels that are missing go into one translation unit; on CUDA each compiles in
-    a thread of its own, from the moment when `sources` yields it. `checked` (CPU only) makes
-    kernels that check bounds, alignment, barriers, and shared memory for uninitialised reads and
-    races.
+    On the CPU, the missing kernels are compiled in one translation unit. On CUDA, a thread compiles
+    each kernel as soon as `sources` yields it. `checked` (CPU only) adds checks of bounds,
+    alignment and barriers, and of uninitialised reads and races in shared memory.
 
     Raises:
-        CompileError: the compiler is missing or refuses a kernel.
+        CompileError: the compiler is missing or rejects a kernel.
+        KernelError: the device has no kernels, or `checked` is used on CUDA.
     """
     kind, index = device_parts(device)
     compile_missing: Callable[[Iterable[KernelSource]], list[CompiledKernel]]
@@ -51,7 +51,7 @@ def compile_kernels(
         key_of = cpu_kernel.kernel_key_checked if checked else cpu_kernel.kernel_key_unchecked
     elif kind == "cuda":
         if checked:
-            raise KernelError("checked kernels run on the CPU only")
+            raise KernelError("checked kernels run on the CPU only, not on CUDA devices")
         arch = cuda_kernel.architecture(index)
         variant = f"cuda:{arch}"
 
@@ -79,7 +79,8 @@ def compile_kernels(
                 missing[key] = source
                 yield source
 
-    # No lock meanwhile: what makes a source takes locks, whose holders may be about to compile.
+    # No lock is held here: yielding a source takes other locks, whose holders may be about to
+    # compile.
     compiled = compile_missing(yield_missing())
     with _memory_lock:
         for key, kernel in zip(missing, compiled, strict=True):
@@ -89,8 +90,8 @@ def compile_kernels(
 
 
 def compiler_of(device: torch.device | str, *, checked: bool = False) -> str:
-    """Returns a digest of what makes machine code of a kernel's text on a device: compiler, flags,
-    headers, architecture."""
+    """Returns a digest of everything besides a kernel's text that determines its machine code:
+    compiler, flags, headers, architecture."""
     kind, index = device_parts(device)
     if kind == "cpu":
         return cpu_kernel.compiler_key(checked)
@@ -101,7 +102,7 @@ def compile_cubin(sources: Sequence[KernelSource]) -> list[bytes]:
     """Compiles kernels for sm_90a with NVRTC; needs no GPU and no driver.
 
     Raises:
-        CompileError: NVRTC is not installed, or refuses a kernel.
+        CompileError: NVRTC is not installed, or rejects a kernel.
     """
     count_requests(len(sources))
     return cuda_kernel.cubins(sources, cuda_kernel.HOPPER)

@@ -1,4 +1,4 @@
-"""Kernels that are ready to run: the types, and how many were asked for and compiled."""
+"""Compiled kernels: their types, and counts of requests and compilations."""
 
 from __future__ import annotations
 
@@ -14,36 +14,39 @@ Dim3: TypeAlias = tuple[int, int, int]
 
 
 class TensorLike(Protocol):
-    """What a launch needs of a tensor; `torch.Tensor` has it."""
+    """The interface of a tensor in a launch; `torch.Tensor` implements it."""
 
-    def data_ptr(self) -> int: ...
+    def data_ptr(self) -> int:
+        """Returns the address of the first element."""
+        ...
 
 
-# For a pointer: a tensor or an address; a checked CPU kernel needs a tensor or (address, nbytes).
+# For a pointer parameter: a tensor or an address. A checked CPU kernel needs a tensor or (address,
+# nbytes).
 Argument: TypeAlias = "int | float | bool | TensorLike | tuple[int, int]"
 
 
 class LaunchCall(NamedTuple):
-    """A launch as one foreign call: `function(*arguments)` returns 0, or what `fail` is told.
+    """A launch as one foreign call: `function(*arguments)` returns 0, or a status for `fail`.
 
-    `words[i]` is parameter i as the kernel will read it, 8 bytes: addresses are replaced there.
+    `words[i]` is parameter i in the 8 bytes that the kernel reads. Addresses are replaced there.
     """
 
     words: Any
     function: Callable[..., int]
     arguments: tuple[Any, ...]
-    # Raises `KernelError` that explains a status, unless the launch could be made after all.
+    # Raises `KernelError` with an explanation of a status, unless a second attempt succeeds.
     fail: Callable[[int], None]
-    # On CUDA, where the addresses of the words stand, as the driver takes them.
+    # On CUDA: the address of the array of parameter addresses that the driver reads.
     packed: int = 0
-    # The addresses of the function and of what it is given, for a caller in C; () for none.
+    # For a caller in C: the addresses of the function and of its arguments; () if there are none.
     raw: tuple[int, ...] = ()
 
 
 class PreparedLaunch(ABC):
-    """A launch with packed arguments, for a runner that repeats it.
+    """A launch with packed arguments that can be repeated.
 
-    Only pointers can be replaced; scalars and shape stay as they were packed. Not to be shared
+    Only pointers can be replaced; scalars and the launch shape are fixed. It must not be shared
     between threads. The caller keeps the tensors alive.
     """
 
@@ -53,15 +56,17 @@ class PreparedLaunch(ABC):
 
     @abstractmethod
     def run(self, stream: int | None = None) -> None:
-        """Launches; `stream` is a raw CUDA handle (None: torch's current), unused on the CPU."""
+        """Launches the kernel. `stream` is a raw CUDA handle (None: torch's current stream), unused
+        on the CPU."""
 
     @abstractmethod
     def bind(self, stream: int) -> LaunchCall:
-        """Returns the launch on a stream as a call, which lives as long as this object."""
+        """Returns the launch on a stream as a call. The call is valid as long as this
+        object lives."""
 
 
 class CompiledKernel(ABC):
-    """A kernel that is ready to run on one device."""
+    """A kernel that can be launched on one device."""
 
     def __init__(self, source: KernelSource) -> None:
         self.source = source
@@ -80,7 +85,7 @@ class CompiledKernel(ABC):
         """Runs the kernel (on CUDA: enqueues it) with one argument for each parameter.
 
         Raises:
-            KernelError: wrong arguments, an impossible shape, a device error, or a finding of
+            KernelError: wrong arguments, an impossible shape, a device error, or an error found by
                 checked mode.
         """
 
@@ -91,12 +96,10 @@ class CompiledKernel(ABC):
         """Packs the arguments once, for repeated launches."""
 
     def _argument_error(self, args: Sequence[Argument], cause: Exception) -> KernelError:
-        """Explains why `args` could not be packed."""
+        """Returns the error for arguments that could not be packed."""
         expected = len(self.source.params)
         if len(args) != expected:
-            return KernelError(
-                f"kernel {self.name} takes {expected} arguments, {len(args)} were given"
-            )
+            return KernelError(f"kernel {self.name} takes {expected} arguments, got {len(args)}")
         given = ", ".join(
             f"{param.name}: {param.ctype}{'*' if param.is_pointer else ''} = {type(arg).__name__}"
             for param, arg in zip(self.source.params, args, strict=True)
@@ -115,31 +118,33 @@ _statistics = _Statistics()
 
 
 def compilations() -> int:
-    """How many kernels were really compiled in this process; hits of either cache do not count."""
+    """Returns the number of kernels that were compiled in this process, without cache hits."""
     return _statistics.compilations
 
 
 def kernel_requests() -> int:
-    """How many kernels `compile_kernels` and `compile_cubin` were asked for in this process."""
+    """Returns the number of kernels that `compile_kernels` and `compile_cubin` were asked for in
+    this process."""
     return _statistics.requests
 
 
 def count_compilations(kernels: int) -> None:
-    """Adds to `compilations()`; called by the compiler drivers of this package."""
+    """Adds to `compilations()`. Called by the modules that run a compiler."""
     with _statistics.lock:
         _statistics.compilations += kernels
 
 
 def count_requests(kernels: int) -> None:
-    """Adds to `kernel_requests()`; called by the entrances of this package."""
+    """Adds to `kernel_requests()`. Called by the public functions that compile."""
     with _statistics.lock:
         _statistics.requests += kernels
 
 
 # ----------------------------------------------------------------------
-# How the arguments of a kernel are packed: one 8-byte slot for each parameter, on both devices.
+# Packing of kernel arguments: one 8-byte slot for each parameter, on both devices.
 
-# struct codes of a slot. Integers of any width go as 64 bits: their low bytes come first.
+# The `struct` codes of slots. All integers are stored as 64 bits: the low bytes come first, so
+# narrower types read the right value.
 _SCALARS = {
     "bool": "q",
     "int": "q",
@@ -150,22 +155,22 @@ _SCALARS = {
     "float": "f4x",
     "double": "d",
 }
-# What is packed as it is; anything else is asked for its data_ptr().
+# Values of these types are packed directly; for others, the result of data_ptr() is packed.
 NUMBERS = frozenset((int, float, bool))
 
 
 def slot_code(param: KernelParam) -> str:
-    """The struct code of a parameter's slot.
+    """Returns the `struct` code of a parameter's slot.
 
     Raises:
-        KernelError: the parameter is a scalar of a type that kernels do not take.
+        KernelError: the parameter is a scalar of a type that kernels do not accept.
     """
     if param.is_pointer:
         return "Q"
     code = _SCALARS.get(param.ctype)
     if code is None:
         raise KernelError(
-            f"parameter {param.name}: {param.ctype!r} is not a scalar type of kernels"
-            f" ({', '.join(_SCALARS)})"
+            f"parameter {param.name} has the type {param.ctype!r}, which is no scalar type of"
+            f" kernels ({', '.join(_SCALARS)})"
         )
     return code

@@ -1,8 +1,11 @@
-"""The compiled runner: an extension module that repeats steady calls, or why there is none.
+"""The compiled runner: a C extension module that repeats recorded calls.
 
-It is made by the C++ compiler that kernels for the CPU need, beside the runs of a process that
-calls often: nobody waits for the compiler. The kernel cache keeps it, by text and by the ABI of
-Python. Without a compiler, Python's headers, or what it needs of torch, all runs as without it.
+It is compiled in the background, by the C++ compiler that CPU kernels also use, when a process
+repeats calls often. No call waits for it. The kernel cache keeps it, keyed by its text and Python's
+ABI.
+
+Without a compiler, Python's headers or the needed parts of torch, programs run without it, and
+`why_not` returns the reason.
 """
 
 from __future__ import annotations
@@ -35,19 +38,19 @@ _POLL_S = 0.01
 
 
 class _Absent(Exception):
-    """Why there is no compiled runner."""
+    """Raised with the reason for which there is no compiled runner."""
 
 
 class _Build:
-    """A compiler at work. Whoever drops it ends it."""
+    """A running compiler process. Dropping the last reference to this object ends the process."""
 
     def __init__(self, key: str, cache: KernelCache) -> None:
         self._key, self._cache = key, cache
         self._owner = os.getpid()
         self._ends = contextlib.ExitStack()
         self.process: subprocess.Popen[bytes] | None = None
-        # One rank of a host compiles, where others find what it makes; the lock goes with this
-        # process, however it ends.
+        # One process per host compiles, and the others find its result. The lock ends with this
+        # process, even after a crash.
         if not self._ends.enter_context(cache.lock(key, deadline_s=0.001)) and cache.is_kept():
             self._ends.close()
             return
@@ -69,22 +72,23 @@ class _Build:
             raise _Absent(str(error)) from error
 
     def poll(self) -> Binary | None:
-        """Returns the library once the compiler has ended, whether or not the cache can keep it."""
+        """Returns the library once the compiler has ended, even if the cache could not store it;
+        else None."""
         if self.process is None or self.process.poll() is None:
             return None
         try:
             if self.process.returncode:
                 log = self._log.read_text(errors="replace").strip()
-                raise _Absent(f"the compiler refused it: {log.partition(chr(10))[0]}")
+                raise _Absent(f"the compiler rejected it: {log.partition(chr(10))[0]}")
             return self._cache.store({self._key: _NAME}, self._library.read_bytes(), "so")
         except OSError as error:
-            raise _Absent(f"what the compiler made cannot be read: {error}") from error
+            raise _Absent(f"the compiled library cannot be read: {error}") from error
         finally:
             self.end()
 
     def end(self) -> None:
-        """Ends the compiler if it still runs, and removes what it made; in a forked child, neither:
-        both are its parent's."""
+        """Ends the compiler if it still runs, and removes its files. Does nothing in a forked
+        child, because both belong to the parent."""
         if self._owner != os.getpid():
             return
         if self.process is not None and self.process.poll() is None:
@@ -94,18 +98,20 @@ class _Build:
         self._ends.close()
 
 
-# Why there is no runner while a compiler makes it.
+# The reason while the compiler runs.
 COMPILING = "it is being compiled"
 
 
 class _State:
+    """The runner of this process, or the reason for which there is none."""
+
     def __init__(self) -> None:
         self.lock = make_lock()
         self.module: ModuleType | None = None
-        self.why = "no call has come often enough"
+        self.why = "no call has been repeated often enough"
         self.is_absent = False
         self.build: _Build | None = None
-        # When it was first looked for; 0 before that.
+        # The time of the first search, 0 before that.
         self.began = 0.0
 
 
@@ -113,7 +119,7 @@ _state = _State()
 
 
 def find() -> ModuleType | None:
-    """Returns the runner, or None while it is made, or where it cannot be; never waits."""
+    """Returns the runner, None if it is still being compiled or cannot be made. Never waits."""
     if _state.module is not None or _state.is_absent:
         return _state.module
     with _state.lock:
@@ -127,14 +133,14 @@ def find() -> ModuleType | None:
 
 
 def why_not() -> str:
-    """Returns why there is no runner yet, or at all; "" where there is one."""
+    """Returns the reason for which there is no runner yet, or at all; "" if there is one."""
     return _state.why
 
 
 def waits_for() -> str:
-    """Returns what calls wait for that found the runner being compiled: looks again."""
+    """Returns the status of the compilation for calls that found no runner; searches again."""
     if find() is not None:
-        return "it is compiled by now"
+        return "it is compiled now"
     if _state.is_absent:
         return _state.why
     who = "" if _state.build is not None else " by another process"
@@ -142,7 +148,7 @@ def waits_for() -> str:
 
 
 def wait(timeout_s: float) -> ModuleType | None:
-    """Returns the runner once it is made; None where it cannot be, or not so soon."""
+    """Waits for the runner and returns it. Returns None if it cannot be made, or not in time."""
     expiry = time.monotonic() + timeout_s
     while find() is None and not _state.is_absent and time.monotonic() < expiry:
         time.sleep(_POLL_S)
@@ -150,7 +156,7 @@ def wait(timeout_s: float) -> ModuleType | None:
 
 
 def _look() -> ModuleType | None:
-    """Loads what the cache has, else looks after the compiler."""
+    """Loads the runner from the cache, else polls or starts the compiler."""
     if _state.build is not None:
         made = _state.build.poll()
         if made is None:
@@ -161,7 +167,7 @@ def _look() -> ModuleType | None:
     binary = kernels.find(key, _NAME)
     if binary is not None:
         _tables()
-        # What another compiler has left there may be no library; this one's is looked at again.
+        # The entry may come from another compiler and not load. The library is then compiled again.
         with contextlib.suppress(_Absent):
             return _loaded(binary)
     build = _Build(key, kernels)
@@ -173,11 +179,11 @@ def _look() -> ModuleType | None:
 
 def _key() -> str:
     if not getattr(sys, "_is_gil_enabled", lambda: True)():
-        raise _Absent("this Python has no global lock, which the runner relies on")
+        raise _Absent("the runner needs Python's global interpreter lock, which this Python lacks")
     try:
         texts = [_source(name).read_text() for name in _FILES]
     except OSError as error:
-        raise _Absent(f"its text cannot be read: {error}") from error
+        raise _Absent(f"its source cannot be read: {error}") from error
     return digest(*texts, " ".join(_FLAGS), sys.version, sysconfig.get_config_var("SOABI") or "")
 
 
@@ -208,26 +214,28 @@ def _loaded(binary: Binary) -> ModuleType:
 
 
 def _tables() -> tuple[Any, ...]:
-    """What the runner's `setup` takes of torch."""
+    """Returns the arguments of the runner's `setup`: torch's exchange table, attributes and C
+    functions."""
     import torch
 
     table: Any = getattr(torch.Tensor, "__dlpack_c_exchange_api__", None)
     tells_modes: Any = getattr(torch._C, "_is_torch_function_mode_enabled", None)
     base: Any = torch._C.TensorBase
     if table is None or tells_modes is None:
-        raise _Absent("this torch has no C exchange table (2.10 does)")
+        raise _Absent("this version of torch has no C exchange table: use 2.10 or later")
     library = Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"
     try:
-        # Torch has loaded it; another one must not be.
+        # Torch has loaded this library; a second instance must not be loaded.
         shim = ctypes.CDLL(str(library), mode=os.RTLD_NOLOAD)
         asks = [shim[f"aoti_torch_get_storage_{what}"] for what in ("size", "offset")]
     except (OSError, AttributeError) as error:
-        raise _Absent(f"torch's C shim cannot be had: {error}") from error
+        raise _Absent(f"torch's C shim cannot be loaded: {error}") from error
     addresses = [ctypes.cast(ask, ctypes.c_void_p).value for ask in asks]
     return table, base.requires_grad, base._cdata, base.is_neg, tells_modes, *addresses
 
 
-# Of a parent: dropped, it would wait for a process that is none of this one's children.
+# Builds inherited from the parent. They are kept, because dropping one would wait for a process
+# that is no child of this one.
 _inherited: list[_Build] = []
 
 

@@ -1,6 +1,6 @@
-"""Kernels for the CPU: g++ compiles the CUDA text against `simt.h`, many kernels at once.
+"""Kernels for the CPU: g++ compiles CUDA text with the header `simt.h`, many kernels at once.
 
-A library exports, for each kernel, a C function of a launch record (`fuser.runtime.cpu_kernel`).
+A library exports one C function per kernel, which takes a launch record (see below).
 """
 
 from __future__ import annotations
@@ -60,29 +60,33 @@ _COMMON_FLAGS = (
 )
 # Vectorise, but keep the meaning of NaN and Inf: never -ffinite-math-only.
 _FAST_FLAGS = ("-O3", "-fopenmp-simd", "-fno-math-errno", "-fno-trapping-math")
-# GCC's vectoriser (seen in 12.2) may take loads by a condition that several iterations of an
-# unrolled loop make for neighbours in memory, in this order, although their addresses lie in
-# another: wrong numbers. So where a kernel has such loads, no loop is unrolled beforehand.
+# GCC's vectoriser (seen in 12.2) may miscompile conditional loads in an unrolled loop. It may treat
+# loads of several iterations as consecutive although their addresses are in another order, which
+# gives wrong numbers. Kernels with such loads are compiled without unrolling before vectorisation.
 _LOADS_BY_CONDITION = re.compile(r"[?:] \w+\[|if \(")
 _KEEP_LOOPS = ("--param=max-completely-peel-times=1", "-DFUSER_KEEPS_LOOPS")
 _CHECKED_FLAGS = ("-Og", "-fno-math-errno", "-fno-trapping-math", "-DFUSER_SIMT_CHECKED")
 _ENGINE_FLAGS = ("-O2", "-fno-exceptions")
-# One thread compiles: others find what it made.
+# One thread compiles at a time; the others find its result.
 _lock = make_lock()
 
 
-# What any C++ compiler compiles, and how long that may take.
+# A source that any C++ compiler accepts, and the time limit for compiling it.
 _TRIVIAL = "int answer() { return 42; }\n"
 _TRIAL_LIMIT_S = 60.0
 _REMEDY = (
-    "CXX names a C++ compiler that works, and g++ is taken without it: `apt-get install g++` "
+    "set CXX to a C++ compiler that works, or unset it to use g++: `apt-get install g++` "
     "(Fedora: dnf install gcc-c++), then `export CXX=g++`"
 )
 
 
 # ---- the compiler -------------------------------------------------------------------------------
 def cxx_compiler() -> str:
-    """The C++ compiler. Raises `CompileError` where there is none."""
+    """Returns the path of the C++ compiler: `$CXX`, else g++.
+
+    Raises:
+        CompileError: it is not installed.
+    """
     name = os.environ.get("CXX") or "g++"
     path = shutil.which(name)
     if path is None:
@@ -95,7 +99,8 @@ def cxx_compiler() -> str:
 
 @functools.cache
 def _compiler_identity(compiler: str) -> str:
-    """The compiler's version and what `-march=native` means to it on this machine."""
+    """Returns the compiler's version, and the options that `-march=native` means on this
+    machine."""
     try:
         answer = subprocess.run(
             [compiler, "-march=native", "-###", "-E", "-x", "c++", "-"],
@@ -109,7 +114,8 @@ def _compiler_identity(compiler: str) -> str:
         raise _not_started(compiler, error) from error
     lines = answer.stderr.splitlines()
     version = next((line for line in lines if " version " in line), "unknown version")
-    # Keep the code generation options; paths and temporary names would only disturb.
+    # Only options for code generation are kept; paths and temporary names would differ between
+    # runs.
     features = sorted(
         {
             word.strip('"')
@@ -122,10 +128,10 @@ def _compiler_identity(compiler: str) -> str:
 
 
 def try_compiler(timeout_s: float) -> str:
-    """Compiles a line of C++ as a kernel would be; returns the compiler's path and version.
+    """Compiles one line of C++ like a kernel. Returns the compiler's path and version.
 
     Raises:
-        CompileError: there is none, it refuses, or it does not answer in time.
+        CompileError: there is no compiler, it fails, or it does not end in time.
     """
     _run_compiler((), _TRIVIAL, {}, timeout_s=timeout_s)
     compiler = cxx_compiler()
@@ -134,7 +140,8 @@ def try_compiler(timeout_s: float) -> str:
 
 @contextlib.contextmanager
 def _scratch_folder(text: str) -> Iterator[tuple[Path, Path]]:
-    """Yields the paths of a source file with `text`, and of the library to make beside it."""
+    """Yields the paths of a temporary source file with `text`, and of the library to create next to
+    it."""
     try:
         with tempfile.TemporaryDirectory(prefix="fuser-") as folder:
             source = Path(folder, "unit.cpp")
@@ -142,17 +149,18 @@ def _scratch_folder(text: str) -> Iterator[tuple[Path, Path]]:
             yield source, Path(folder, "unit.so")
     except OSError as error:
         raise NoCompilerError(
-            f"no temporary files for the compiler ({error}): set TMPDIR to a folder with room"
+            f"the compiler needs temporary files, which cannot be written ({error}): set TMPDIR to"
+            " a folder with free space"
         ) from error
 
 
 def _run_compiler(
     flags: Sequence[str], text: str, texts: dict[str, str], *, timeout_s: float | None = None
 ) -> bytes:
-    """Compiles one translation unit to a shared library.
+    """Compiles one translation unit to a shared library, and returns its bytes.
 
     Raises:
-        CompileError: with the log and the lines around the first error.
+        CompileError: compilation failed; has the log and the source lines around the first error.
     """
     compiler = cxx_compiler()
     with _scratch_folder(text) as (source, library):
@@ -171,14 +179,14 @@ def _run_compiler(
         except OSError as error:
             raise _not_started(compiler, error) from error
         except subprocess.TimeoutExpired:
-            raise NoCompilerError(f"{compiler} does not answer within {timeout_s:g} s") from None
+            raise NoCompilerError(f"{compiler} did not finish within {timeout_s:g} s") from None
         if answer.returncode != 0:
             raise _refused(compiler, answer, text, texts)
         try:
             return library.read_bytes()
         except FileNotFoundError:
             raise NoCompilerError(
-                f"{compiler} ended with exit code 0 and made no library{_said(answer)}\n{_REMEDY}"
+                f"{compiler} ended with exit code 0, but made no library{_said(answer)}\n{_REMEDY}"
             ) from None
 
 
@@ -187,7 +195,7 @@ def _not_started(compiler: str, error: OSError) -> NoCompilerError:
 
 
 def _said(answer: subprocess.CompletedProcess[str]) -> str:
-    """Returns what a compiler wrote, as the end of a sentence."""
+    """Returns the compiler's output, as the end of a sentence."""
     text = answer.stderr.strip() or answer.stdout.strip()
     return f":\n{text}" if text else ", and wrote nothing"
 
@@ -198,7 +206,8 @@ def _refused(
     text: str,
     texts: dict[str, str],
 ) -> CompileError:
-    """Returns why there is no library: the machine's fault, where a line of C++ is refused too."""
+    """Returns the error for a failed compilation. Compiles a trivial source to find out whether the
+    compiler itself is broken."""
     code = answer.returncode
     ended = f"was ended by signal {-code}" if code < 0 else f"ended with exit code {code}"
     if not answer.stderr.strip() or text == _TRIVIAL:
@@ -207,7 +216,7 @@ def _refused(
         _run_compiler((), _TRIVIAL, {}, timeout_s=_TRIAL_LIMIT_S)
     except NoCompilerError as error:
         return error
-    return CompileError(f"{compiler} refused a generated kernel:\n{explain(answer.stderr, texts)}")
+    return CompileError(f"{compiler} rejected a generated kernel:\n{explain(answer.stderr, texts)}")
 
 
 # ---- the translation unit -----------------------------------------------------------------------
@@ -218,7 +227,8 @@ def _argument(param: KernelParam, slot: int, slots: int) -> str:
 
 
 def _unit(source: KernelSource, symbol: str, *, checked: bool) -> str:
-    """The text of one kernel in its namespace, with the function that unpacks a launch record."""
+    """Returns the text of one kernel in its own namespace, with the function that unpacks a launch
+    record."""
     count = len(source.params)
     arguments = ",\n      ".join(
         _argument(param, slot, count) for slot, param in enumerate(source.params)
@@ -251,7 +261,7 @@ FUSER_EXPORT int {symbol}(const simt::Launch* launch) {{
 
 @functools.cache
 def compiler_key(checked: bool) -> str:
-    """What, beside a kernel's text, decides about its machine code."""
+    """Returns a digest of everything besides a kernel's text that determines its machine code."""
     flags = _COMMON_FLAGS + (_CHECKED_FLAGS if checked else _FAST_FLAGS + _KEEP_LOOPS)
     return digest(
         preamble(SIMT_FILES + RT_FILES),
@@ -266,12 +276,12 @@ def _kernel_key(source: KernelSource, *, checked: bool) -> str:
 
 
 def kernel_key_unchecked(source: KernelSource) -> str:
-    """The cache key of a kernel for the CPU."""
+    """Returns the cache key of a kernel for the CPU."""
     return _kernel_key(source, checked=False)
 
 
 def kernel_key_checked(source: KernelSource) -> str:
-    """The cache key of a kernel for the CPU in checked mode."""
+    """Returns the cache key of a kernel for the CPU in checked mode."""
     return _kernel_key(source, checked=True)
 
 
@@ -287,7 +297,7 @@ def _fast_flags(sources: Iterable[KernelSource]) -> tuple[str, ...]:
 def _compile_missing(
     cache: KernelCache, sources: dict[str, KernelSource], *, checked: bool
 ) -> Binary:
-    """Compiles kernels together, in one compiler process, and stores them."""
+    """Compiles kernels together, in one compiler process, and stores them in the cache."""
     symbols = {key: _symbol(key) for key in sources}
     units = [_unit(source, symbols[key], checked=checked) for key, source in sources.items()]
     text = preamble(SIMT_FILES + RT_FILES) + "".join(units)
@@ -302,8 +312,9 @@ def _compile_missing(
 def _load_or_compile(
     cache: KernelCache, sources: dict[str, KernelSource], *, checked: bool
 ) -> dict[str, LaunchFunction]:
-    """Finds each key on disk and loads it; compiles together what is missing or cannot be loaded,
-    and what another rank has not compiled while this one waited."""
+    """Returns the function of each kernel. Kernels that are not on disk, or cannot be loaded, are
+    compiled together, unless another process has compiled them while this one waited for the lock.
+    """
     functions: dict[str, LaunchFunction] = {}
 
     def load_known() -> dict[str, KernelSource]:
@@ -352,7 +363,7 @@ def compile_checked(sources: Iterable[KernelSource]) -> list[CompiledKernel]:
 
 # ---- loading ------------------------------------------------------------------------------------
 class _Library(ctypes.CDLL):
-    """A loaded library, by content: unloaded with the last function that was taken from it."""
+    """A loaded library. It is unloaded when the last function taken from it is dropped."""
 
     def __init__(self, path: str) -> None:
         super().__init__(path)
@@ -365,13 +376,13 @@ _loads = itertools.count(1)
 
 @contextlib.contextmanager
 def in_memory(binary: Binary) -> Iterator[str]:
-    """Yields a path from which the loader reads an object."""
+    """Yields a path from which the loader can read an object that is in memory."""
     handle = os.memfd_create(binary.name, os.MFD_CLOEXEC)
     try:
         with os.fdopen(handle, "wb", closefd=False) as file:
             file.write(binary.data)
-        # The loader takes one path for one library, and numbers of closed files come again: so
-        # each load spells its path in a way of its own.
+        # The loader identifies a library by its path, and file descriptors are reused. Each load
+        # therefore uses a different spelling of the path.
         spelling = "".join("./" if bit == "1" else "/" for bit in f"{next(_loads):b}")
         yield f"/proc/self/fd/{spelling}{handle}"
     finally:
@@ -379,7 +390,7 @@ def in_memory(binary: Binary) -> Iterator[str]:
 
 
 def _library(binary: Binary) -> _Library:
-    """Loads a library from memory that nobody else can change, or finds it loaded."""
+    """Loads a library from memory, which no other process can change, or returns the loaded one."""
     loaded = _libraries.get(binary.name)
     if loaded is None:
         with in_memory(binary) as path:
@@ -388,8 +399,12 @@ def _library(binary: Binary) -> _Library:
 
 
 def _function(binary: Binary, symbol: str) -> LaunchFunction:
-    """Raises OSError or AttributeError for what is no library, or lacks the symbol."""
-    # By index, because a library remembers, and so never lets go, what is asked for by attribute.
+    """Returns a kernel's function.
+
+    Raises:
+        OSError, AttributeError: the object is no library, or lacks the symbol.
+    """
+    # Access by index, because ctypes caches a function accessed by attribute, and never frees it.
     function = _library(binary)[symbol]
     function.argtypes = [ctypes.c_void_p]
     function.restype = ctypes.c_int
@@ -401,7 +416,8 @@ _ENGINE_SYMBOL = "fuser_simt_engine"
 
 @functools.cache
 def _engine() -> Callable[[], int]:
-    """Loads the SIMT engine, compiled on first use, for good; it returns its function table."""
+    """Returns the function of the SIMT engine that returns its function table. The engine is
+    compiled on first use, and stays loaded."""
     text = preamble((SIMT_FILES[0],)) + preamble((ENGINE_FILE,)).replace(
         '#include "simt_abi.h"', ""
     )
@@ -438,11 +454,12 @@ def _engine_address() -> int:
 # ----------------------------------------------------------------------
 # Launching kernels on the CPU, with or without checks.
 #
-# The launch record is `simt::Launch` of `fuser/codegen/simt_abi.h`: 3+3 uint32 grid and block,
-# uint32 shared bytes, uint32 order seed, the addresses of the engine and of the report, 8 bytes for
-# each parameter and, for a checked kernel, the extent in bytes of each (8 bytes).
+# The launch record is `simt::Launch` of `fuser/codegen/simt_abi.h`: 3+3 uint32 for grid and block,
+# uint32 shared bytes, uint32 order seed, the addresses of the engine and of the report, and 8 bytes
+# for each parameter. For a checked kernel, the extent of each parameter in bytes (8 bytes) follows.
 
-# `int (*)(const simt::Launch*)`: takes the record's bytes or address; not 0: the report tells why.
+# `int (*)(const simt::Launch*)`: takes the record's bytes or address. If the result is not 0, the
+# report has the reason.
 LaunchFunction: TypeAlias = "Callable[[Any], int]"
 
 _HEADER = "=8I2Q"
@@ -459,7 +476,8 @@ class _Report(ctypes.Structure):
 
 @dataclass(frozen=True)
 class Counters:
-    """What a launch did: accesses by width in bytes (1, 2, 4, 8, 16), and events of all blocks."""
+    """Counts of the last launch: accesses by width in bytes (1, 2, 4, 8, 16), and events, of all
+    blocks."""
 
     global_loads: dict[int, int]
     global_stores: dict[int, int]
@@ -481,7 +499,7 @@ class Counters:
 
 
 def span_nbytes(tensor: torch.Tensor) -> int:
-    """The bytes from a tensor's first element to the end of its last one in memory."""
+    """Returns the bytes from a tensor's first element to the end of its last one in memory."""
     if tensor.numel() == 0:
         return 0
     last = sum(
@@ -518,6 +536,7 @@ class CpuKernel(CompiledKernel):
         smem_bytes: int = 0,
         stream: int | None = None,
     ) -> None:
+        """Runs the kernel; see `CompiledKernel.launch`. `stream` is not used."""
         if smem_bytes and not self.source.uses_barriers:
             raise self._smem_error(smem_bytes)
         try:
@@ -530,6 +549,7 @@ class CpuKernel(CompiledKernel):
     def prepare(
         self, args: Sequence[Argument], *, grid: Dim3, block: Dim3, smem_bytes: int = 0
     ) -> PreparedLaunch:
+        """Packs the arguments into a launch record; see `CompiledKernel.prepare`."""
         if smem_bytes and not self.source.uses_barriers:
             raise self._smem_error(smem_bytes)
         try:
@@ -540,8 +560,8 @@ class CpuKernel(CompiledKernel):
 
     def _smem_error(self, smem_bytes: int) -> KernelError:
         return KernelError(
-            f"kernel {self.name} was declared without barriers, but is launched with {smem_bytes}"
-            " bytes of shared memory"
+            f"kernel {self.name} was compiled without barriers, so it cannot have shared memory, "
+            f"but is launched with {smem_bytes} bytes of it"
         )
 
     def _finding(self, grid: Dim3, block: Dim3) -> KernelError:
@@ -550,7 +570,7 @@ class CpuKernel(CompiledKernel):
 
 
 class PreparedCpuLaunch(PreparedLaunch):
-    """A packed launch record; `address` and `entry` serve runners written in C."""
+    """A packed launch record. Runners written in C use its `address` and `entry`."""
 
     def __init__(self, kernel: CpuKernel, record: bytes, grid: Dim3, block: Dim3) -> None:
         self._kernel = kernel
@@ -563,17 +583,21 @@ class PreparedCpuLaunch(PreparedLaunch):
 
     @property
     def entry(self) -> int:
-        """The address of the C function `int (*)(const simt::Launch*)` that runs `address`."""
+        """The address of the C function `int (*)(const simt::Launch*)` that runs the record at
+        `address`."""
         return ctypes.cast(cast("Any", self._function), ctypes.c_void_p).value or 0
 
     def set_pointer(self, param: int, address: int) -> None:
+        """Replaces the address of pointer parameter number `param`."""
         self._words[self._first + param] = address
 
     def run(self, stream: int | None = None) -> None:
+        """Runs the kernel. `stream` is not used."""
         if self._function(self.address):
             self._fail(0)
 
     def bind(self, stream: int) -> LaunchCall:
+        """Returns the launch as a call on its record."""
         params = len(self._words) - self._first
         words = (ctypes.c_uint64 * params).from_buffer(self._words, 8 * self._first)
         raw = self.entry, self.address
@@ -585,10 +609,10 @@ class PreparedCpuLaunch(PreparedLaunch):
 
 
 class CheckedCpuKernel(CpuKernel):
-    """A kernel compiled for the CPU with all checks; `counters` tells what its last launch did.
+    """A kernel compiled for the CPU with all checks. `counters` has the counts of its last launch.
 
-    `order_seed` chooses the order in which blocks and threads run: 0 in order, 1 reversed, else
-    shuffled by that seed.
+    `order_seed` selects the order in which blocks and threads run: 0 in order, 1 reversed, other
+    numbers shuffled with that seed.
     """
 
     def __init__(self, source: KernelSource, function: LaunchFunction, engine: int) -> None:
@@ -634,6 +658,7 @@ class CheckedCpuKernel(CpuKernel):
         smem_bytes: int = 0,
         stream: int | None = None,
     ) -> None:
+        """Runs the kernel with checks, one launch at a time."""
         if smem_bytes and not self.source.uses_barriers:
             raise self._smem_error(smem_bytes)
         try:
@@ -648,11 +673,13 @@ class CheckedCpuKernel(CpuKernel):
     def prepare(
         self, args: Sequence[Argument], *, grid: Dim3, block: Dim3, smem_bytes: int = 0
     ) -> PreparedLaunch:
+        """Returns a launch that repeats the checked launch. Arguments are packed again
+        each time."""
         return _CheckedPreparedLaunch(self, args, grid=grid, block=block, smem_bytes=smem_bytes)
 
 
 class _CheckedPreparedLaunch(PreparedLaunch):
-    """Repeats a checked launch; a replaced pointer keeps the extent of the one that it replaces."""
+    """Repeats a checked launch. A replaced pointer keeps the extent of the previous one."""
 
     def __init__(
         self,
@@ -668,13 +695,19 @@ class _CheckedPreparedLaunch(PreparedLaunch):
         self._shape = grid, block, smem_bytes
 
     def set_pointer(self, param: int, address: int) -> None:
+        """Replaces an address, and keeps its extent in bytes."""
         old = self._args[param]
         extent = old[1] if isinstance(old, tuple) else span_nbytes(cast("torch.Tensor", old))
         self._args[param] = (address, extent)
 
     def run(self, stream: int | None = None) -> None:
+        """Launches with the current addresses."""
         grid, block, smem_bytes = self._shape
         self._kernel.launch(self._args, grid=grid, block=block, smem_bytes=smem_bytes)
 
     def bind(self, stream: int) -> LaunchCall:
-        raise KernelError(f"kernel {self._kernel.name}: checked launches are packed one by one")
+        """Always raises `KernelError`: each checked launch packs its arguments again."""
+        raise KernelError(
+            f"kernel {self._kernel.name}: a checked launch cannot be bound as one call, because "
+            "each launch packs its arguments again"
+        )

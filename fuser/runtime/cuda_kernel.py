@@ -1,7 +1,7 @@
-"""Kernels on CUDA devices: loaded and launched through the driver, arguments packed.
+"""Kernels on CUDA devices: compiles them with NVRTC, and launches them through the driver.
 
-Launches go to a raw stream handle, by default torch's current stream, so that they order with
-torch's own work and can be captured into CUDA graphs.
+Launches go to a raw stream handle, by default torch's current stream. They are thus ordered with
+torch's own work, and can be captured into CUDA graphs.
 """
 
 from __future__ import annotations
@@ -36,15 +36,20 @@ from fuser.support.torch_calls import raw_stream_on
 if TYPE_CHECKING:
     import torch
 
-# Above this, a kernel must be told that it may use so much.
+# A kernel needs an attribute to use more shared memory than this.
 _DEFAULT_SMEM_BYTES = 48 * 1024
-# Blocks of a cluster for which a kernel need not ask.
+# A kernel needs an attribute for clusters of more blocks than this.
 _PORTABLE_CLUSTER = 8
 _INVALID_CONTEXT = 201
 
 
 @functools.cache
 def load_driver() -> Any:
+    """Imports and returns the binding of the CUDA driver.
+
+    Raises:
+        KernelError: cuda-bindings is not installed.
+    """
     try:
         return importlib.import_module("cuda.bindings.driver")
     except ImportError as error:
@@ -69,8 +74,8 @@ class LaunchConfig(ctypes.Structure):
 
 @functools.cache
 def _launch_directly() -> Callable[..., int] | None:
-    """The driver's own `cuLaunchKernelEx`, which a repeated launch calls without the conversions
-    of the binding; None where it cannot be had."""
+    """Returns the driver's own `cuLaunchKernelEx`, None if it cannot be loaded. Repeated launches
+    call it without the conversions of the Python binding."""
     try:
         return ctypes.CDLL("libcuda.so.1").cuLaunchKernelEx
     except (OSError, AttributeError):
@@ -78,13 +83,13 @@ def _launch_directly() -> Callable[..., int] | None:
 
 
 def address_of(function: Callable[..., int]) -> int:
-    """The address of a foreign function."""
+    """Returns the address of a foreign function."""
     return ctypes.cast(cast("Any", function), ctypes.c_void_p).value or 0
 
 
 @functools.cache
 def _current_raw_stream() -> Callable[[], int]:
-    """How to ask torch for the handle of its current stream."""
+    """Returns a function that returns the handle of torch's current stream."""
     import torch
 
     return raw_stream_on(torch.device("cuda"))
@@ -99,7 +104,8 @@ def _architecture(index: int) -> str:
 
 
 def architecture(index: int | None) -> str:
-    """The architecture to compile for, such as `sm_90a`; None is torch's current device.
+    """Returns the architecture to compile for, such as `sm_90a`. `index` None is torch's current
+    device.
 
     Raises:
         InputError: there is no CUDA device.
@@ -107,19 +113,21 @@ def architecture(index: int | None) -> str:
     import torch
 
     if not torch.cuda.is_available():
-        raise InputError("kernels for a CUDA device were asked for, but torch sees none")
+        raise InputError("a kernel needs a CUDA device, but torch finds none")
     return _architecture(torch.cuda.current_device() if index is None else index)
 
 
 def compile_for_device(sources: Iterable[KernelSource], arch: str) -> list[CompiledKernel]:
-    """Compiles or finds kernels, each as soon as `sources` yields it, and loads them."""
+    """Compiles kernels or finds them in the cache, each as soon as `sources` yields it, and loads
+    them."""
     sources, compiled = tee(sources)
     codes = cubins(compiled, arch)
     return [CudaKernel(source, code) for source, code in zip(sources, codes, strict=True)]
 
 
 class _Arguments:
-    """The packed arguments of a launch: 8 bytes each, and the addresses that the driver reads."""
+    """The packed arguments of a launch, 8 bytes each, and the array of their addresses for the
+    driver."""
 
     def __init__(self, params: int) -> None:
         self.slots = (ctypes.c_uint64 * max(params, 1))()
@@ -129,18 +137,18 @@ class _Arguments:
 
 
 class CudaKernel(CompiledKernel):
-    """A kernel loaded from machine code; usable on every device of its architecture."""
+    """A kernel loaded from machine code. It can run on every device of its architecture."""
 
     def __init__(self, source: KernelSource, code: bytes) -> None:
         super().__init__(source)
         driver = load_driver()
         self.code = code
-        # Never unloaded: launches may be in flight, and captured graphs launch the kernel again.
+        # Never unloaded: launches may be pending, and captured graphs may launch the kernel again.
         library = self._loaded("cuLibraryLoadData", code, [], [], 0, [], [], 0)
         self._kernel = self._loaded("cuLibraryGetKernel", library, source.name.encode())
         if source.cluster > _PORTABLE_CLUSTER:
             self._allow_cluster()
-        # The driver takes a context-independent kernel wherever it takes a function.
+        # The driver accepts a context-independent kernel in place of a function.
         self._handle = driver.CUfunction(int(self._kernel))
         self._launch = driver.cuLaunchKernel
         self._success = driver.CUresult.CUDA_SUCCESS
@@ -156,7 +164,8 @@ class CudaKernel(CompiledKernel):
         return found
 
     def _allow_cluster(self) -> None:
-        """Allows clusters of more blocks than every GPU that has clusters can run."""
+        """Permits clusters larger than the portable size, which every GPU with clusters
+        supports."""
         import torch
 
         driver = load_driver()
@@ -184,7 +193,8 @@ class CudaKernel(CompiledKernel):
         smem_bytes: int = 0,
         stream: int | None = None,
     ) -> None:
-        # One buffer serves all launches: the driver has copied the arguments when it returns.
+        """Enqueues the kernel; see `CompiledKernel.launch`."""
+        # All launches share one buffer, because the driver copies the arguments before it returns.
         with self._lock:
             try:
                 self._pack(self._arguments, args)
@@ -195,6 +205,7 @@ class CudaKernel(CompiledKernel):
     def prepare(
         self, args: Sequence[Argument], *, grid: Dim3, block: Dim3, smem_bytes: int = 0
     ) -> PreparedLaunch:
+        """Packs the arguments into a new buffer; see `CompiledKernel.prepare`."""
         arguments = _Arguments(len(self.source.params))
         try:
             self._pack(arguments, args)
@@ -203,7 +214,8 @@ class CudaKernel(CompiledKernel):
         return PreparedCudaLaunch(self, arguments, grid, block, smem_bytes)
 
     def attributes(self) -> dict[str, int]:
-        """What the compiler assigned: registers, local bytes (spills), static shared bytes."""
+        """Returns the resources that the compiler assigned: registers, local bytes (spills), static
+        shared bytes."""
         import torch
 
         attribute = load_driver().CUfunction_attribute
@@ -224,13 +236,13 @@ class CudaKernel(CompiledKernel):
         handle = _current_raw_stream()() if stream is None else stream
         (status,) = self._launch(self._handle, *grid, *block, smem_bytes, handle, arguments, 0)
         if status == _INVALID_CONTEXT:
-            # This thread has not used CUDA yet, and the default stream takes the thread's context.
+            # This thread has not used CUDA yet, and the default stream uses the thread's context.
             bind_primary_context()
             (status,) = self._launch(self._handle, *grid, *block, smem_bytes, handle, arguments, 0)
         if status != self._success:
             raise KernelError(
                 f"kernel {self.name}, grid {grid}, block {block}, {smem_bytes} bytes of shared"
-                f" memory: the driver refused the launch ({status})"
+                f" memory: the driver rejected the launch ({status})"
             )
 
     def _allow_smem(self, smem_bytes: int) -> None:
@@ -254,7 +266,7 @@ class CudaKernel(CompiledKernel):
 
 
 class PreparedCudaLaunch(PreparedLaunch):
-    """A launch with its own packed arguments."""
+    """A launch with packed arguments of its own."""
 
     def __init__(
         self, kernel: CudaKernel, arguments: _Arguments, grid: Dim3, block: Dim3, smem_bytes: int
@@ -264,18 +276,22 @@ class PreparedCudaLaunch(PreparedLaunch):
         self._shape = grid, block, smem_bytes
 
     def set_pointer(self, param: int, address: int) -> None:
+        """Replaces the address of pointer parameter number `param`."""
         self._arguments.slots[param] = address
 
     def run(self, stream: int | None = None) -> None:
+        """Enqueues the launch on a stream; None is torch's current stream."""
         self._kernel._enqueue(self._arguments.address, *self._shape, stream)
 
     def bind(self, stream: int) -> LaunchCall:
+        """Returns the launch on a stream as one call of the driver."""
         grid, block, smem_bytes = self._shape
         self._kernel._allow_smem(smem_bytes)
         launch = _launch_directly()
 
         def again(status: int) -> None:
-            # The way that knows about threads without a context, and how to name an error.
+            # Launches through the binding, which handles threads without a context and names
+            # errors.
             del status
             self.run(stream)
 
@@ -293,7 +309,11 @@ class PreparedCudaLaunch(PreparedLaunch):
 
 
 def bind_primary_context() -> None:
-    """Makes the primary context of torch's current device current in this thread."""
+    """Makes the primary context of torch's current device current in this thread.
+
+    Raises:
+        KernelError: the driver has no context.
+    """
     import torch
 
     driver = load_driver()
@@ -303,16 +323,16 @@ def bind_primary_context() -> None:
         if status == driver.CUresult.CUDA_SUCCESS:
             (status,) = driver.cuCtxSetCurrent(context)
     if status != driver.CUresult.CUDA_SUCCESS:
-        raise KernelError(f"no CUDA context for this thread: {status}")
+        raise KernelError(f"the CUDA driver has no context for this thread ({status})")
 
 
 # ----------------------------------------------------------------------
-# Kernels for CUDA devices: NVRTC compiles the CUDA text; needs no GPU.
+# Compilation for CUDA devices: NVRTC compiles the CUDA text, and needs no GPU.
 
 HOPPER = "sm_90a"
 
-# minimal: without textures and the CUDA runtime's types, a sixth of the time of a small kernel.
-# 177: a function that nothing calls; most helpers of rt.h, in most kernels.
+# --minimal: no textures and CUDA runtime types, which take a sixth of the time of a small kernel.
+# 177: a warning about unused functions, such as most helpers of rt.h in most kernels.
 OPTIONS = ("--std=c++17", "--fmad=true", "--minimal", "--diag-suppress=177")
 _MAX_THREADS = 8
 
@@ -329,7 +349,11 @@ def _nvrtc() -> Any:
 
 
 def _call(function: str, *args: Any) -> Any:
-    """What a function of NVRTC gives. Raises CompileError for anything but success."""
+    """Calls a function of NVRTC, and returns its result.
+
+    Raises:
+        CompileError: the function reports an error.
+    """
     status, *results = getattr(_nvrtc(), function)(*args)
     if status != _nvrtc().nvrtcResult.NVRTC_SUCCESS:
         raise CompileError(f"{function}: {status!r}")
@@ -337,7 +361,7 @@ def _call(function: str, *args: Any) -> Any:
 
 
 def _content(kind: str, program: Any) -> bytes:
-    """A result of a compilation: `CUBIN` or `ProgramLog`."""
+    """Returns a result of a compilation: `CUBIN` or `ProgramLog`."""
     found = bytearray(_call(f"nvrtcGet{kind}Size", program))
     _call(f"nvrtcGet{kind}", program, found)
     return bytes(found)
@@ -345,7 +369,11 @@ def _content(kind: str, program: Any) -> bytes:
 
 @functools.cache
 def version() -> str:
-    """The compiler's version. Raises CompileError where there is none."""
+    """Returns the compiler's version.
+
+    Raises:
+        CompileError: NVRTC is not installed.
+    """
     major, minor = _call("nvrtcVersion")
     return f"nvrtc {major}.{minor}"
 
@@ -355,21 +383,23 @@ def _text(source: KernelSource) -> str:
 
 
 def kernel_key(source: KernelSource, arch: str) -> str:
-    """The cache key of a kernel for one GPU architecture."""
+    """Returns the cache key of a kernel for one GPU architecture."""
     return digest(compiler_key(), arch, source.name, source.text)
 
 
 @functools.cache
 def compiler_key() -> str:
-    """What, beside a kernel's text and the architecture, decides about its machine code."""
+    """Returns a digest of everything besides a kernel's text and architecture that determines its
+    machine code."""
     return digest(preamble(RT_FILES), version(), *OPTIONS)
 
 
 def _compile(source: KernelSource, arch: str, options: Sequence[str] = OPTIONS) -> bytes:
-    """Compiles one kernel; other threads run meanwhile.
+    """Compiles one kernel. Other threads run in the meantime.
 
     Raises:
-        CompileError: with NVRTC's log and the lines around the first error.
+        CompileError: compilation failed; has NVRTC's log and the source lines around the first
+            error.
     """
     given = [option.encode() for option in (f"--gpu-architecture={arch}", *options)]
     text, name = _text(source).encode(), source.name.encode()
@@ -381,7 +411,7 @@ def _compile(source: KernelSource, arch: str, options: Sequence[str] = OPTIONS) 
             log = _content("ProgramLog", program).rstrip(b"\0").decode(errors="replace")
             texts = {name: codegen_text(name) for name in RT_FILES} | {source.name: source.text}
             raise CompileError(
-                f"NVRTC refused kernel {source.name} for {arch} ({error}):\n{explain(log, texts)}"
+                f"NVRTC rejected kernel {source.name} for {arch} ({error}):\n{explain(log, texts)}"
             ) from None
         return _content("CUBIN", program)
     finally:
@@ -392,7 +422,7 @@ def _load_or_compile(cache: KernelCache, key: str, source: KernelSource, arch: s
     found = cache.find(key, source.name)
     if found is None:
         with cache.lock(key):
-            # Another rank may have compiled it while this one waited.
+            # Another process may have compiled it while this one waited.
             found = cache.find(key, source.name)
             if found is None:
                 code = _compile(source, arch)
@@ -404,8 +434,8 @@ def _load_or_compile(cache: KernelCache, key: str, source: KernelSource, arch: s
 def cubins(sources: Iterable[KernelSource], arch: str) -> list[bytes]:
     """Returns each kernel's machine code, from the disk cache or from NVRTC.
 
-    A kernel starts in a thread of its own as soon as `sources` yields it: while the compiler works,
-    the caller makes the next one. NVRTC reads one program at a time, and optimises several.
+    A thread compiles each kernel as soon as `sources` yields it, while the caller makes the next
+    one. NVRTC parses one program at a time, but optimises several in parallel.
     """
     cache = KernelCache()
     keys: list[str] = []

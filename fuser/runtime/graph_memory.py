@@ -1,9 +1,9 @@
-"""Zeroed memory for kernels that a caller captures into a CUDA graph of their own.
+"""Zeroed memory for kernels that a caller captures into a CUDA graph.
 
-A kernel leaves its workspaces zero, as it found them: they are cleared once. A graph could clear
-them only by a node of its own in front of the kernel, in every replay. So memory that was cleared
-before is lent to the graph, and comes back when the driver has destroyed it and all that were
-instantiated from it, which a user object of the graph tells.
+A kernel needs zeroed workspaces, and leaves them zero, so they are cleared once. A graph would have
+to clear its workspaces by an extra node before the kernel, in every replay. Instead, memory that
+was cleared before is lent to the graph. It is returned when the driver has destroyed the graph and
+all its instances. A user object of the graph reports this.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from fuser.support.torch_calls import raw_stream_on
 if TYPE_CHECKING:
     import torch
 
-# How many memories of one size are kept ready, and how many bytes of one size at most.
+# The maximum number of pieces of one size kept ready, and the maximum bytes of one size.
 STOCK = 16
 STOCK_BYTES = 32 << 20
 SMALLEST = 256
-# Of `CUstreamCaptureMode`: calls that another thread's capture, or this one's, would forbid.
+# A value of `CUstreamCaptureMode`: permits calls that an active capture would forbid.
 _RELAXED = 2
 _NO_DESTRUCTOR_SYNC = 1
 _MOVE = 1
@@ -34,7 +34,7 @@ _SEMAPHORE_BYTES = 64
 
 @contextlib.contextmanager
 def relaxed(library: Any) -> Generator[None]:
-    """A context for calls of the driver that would end a capture in its strict modes."""
+    """A context for driver calls that would otherwise end an active capture."""
     mode = ctypes.c_int(_RELAXED)
     library.cuThreadExchangeStreamCaptureMode(ctypes.byref(mode))
     try:
@@ -45,17 +45,19 @@ def relaxed(library: Any) -> Generator[None]:
 
 @dataclass(frozen=True)
 class _Memory:
-    """Memory, and the address of the semaphore that is posted when a graph gives it back."""
+    """A piece of memory, and the address of the semaphore that is posted when a graph has released
+    it."""
 
     data: torch.Tensor
     returned: int
 
 
 class GraphMemory:
-    """The zeroed memory of one device that is ready for graphs, and what is lent to them."""
+    """The zeroed memory of one device: pieces that are ready for graphs, and pieces lent
+    to graphs."""
 
     def __init__(self, device: torch.device, driver: Any, libc: Any) -> None:
-        """`driver` and `libc` are the C libraries of these names."""
+        """Takes the device and its C libraries, libcuda and libc."""
         self._device, self._driver, self._libc = device, driver, libc
         self._post = ctypes.cast(libc.sem_post, ctypes.c_void_p)
         self._stream = raw_stream_on(device)
@@ -64,7 +66,7 @@ class GraphMemory:
         self._lock = make_lock()
 
     def make_ready(self, nbytes: int) -> None:
-        """Clears memories of this size for captures to come; no capture is under way."""
+        """Clears pieces of this size for later captures. Must not be called during a capture."""
         import torch
 
         size = _size_of(nbytes)
@@ -74,16 +76,16 @@ class GraphMemory:
             missing = max(min(STOCK, STOCK_BYTES // size), 1) - len(stock)
             if missing <= 0:
                 return
-            # Another thread may capture meanwhile.
+            # Another thread may be capturing.
             with relaxed(self._driver):
                 data = torch.zeros(missing * size, dtype=torch.uint8, device=self._device)
                 if self._device.type == "cuda":
-                    # A graph may be launched on any stream.
+                    # A graph may be launched on any stream, so the clearing must be complete.
                     torch.cuda.current_stream(self._device).synchronize()
             stock += [_Memory(part, self._new_semaphore()) for part in data.split(size)]
 
     def lend(self, nbytes: int) -> torch.Tensor | None:
-        """Returns zeroed memory for the graph that the current stream is captured into; None where
+        """Returns zeroed memory for the graph that the current stream is captured into, None if
         none is ready."""
         with self._lock:
             self._take_back()
@@ -102,7 +104,7 @@ class GraphMemory:
             if status:
                 stock.append(memory)
                 return None
-            # From here on the driver posts the semaphore, whatever becomes of the graph.
+            # From now on the driver posts the semaphore, even if attaching it to the graph fails.
             self._lent.append(memory)
             graph = self._graph()
             if graph is not None and not self._driver.cuGraphRetainUserObject(
@@ -113,14 +115,14 @@ class GraphMemory:
             return None
 
     def nbytes(self) -> int:
-        """Returns the bytes that are ready, and those that are lent."""
+        """Returns the bytes that are ready and the bytes that are lent, together."""
         with self._lock:
             self._take_back()
             kept = [*self._lent, *(memory for stock in self._stock.values() for memory in stock)]
         return sum(memory.data.numel() for memory in kept)
 
     def _graph(self) -> ctypes.c_void_p | None:
-        """Returns the graph that the current stream is captured into."""
+        """Returns the graph that the current stream is captured into, None if there is none."""
         status, number, graph = ctypes.c_int(), ctypes.c_uint64(), ctypes.c_void_p()
         nodes, count = ctypes.c_void_p(), ctypes.c_size_t()
         places = (ctypes.byref(x) for x in (status, number, graph, nodes, count))
@@ -128,7 +130,7 @@ class GraphMemory:
         return None if failed or not graph.value else graph
 
     def _take_back(self) -> None:
-        """Puts what graphs have given back into the stock."""
+        """Moves the pieces that graphs have released back to the stock."""
         lent: list[_Memory] = []
         for memory in self._lent:
             is_back = self._libc.sem_trywait(ctypes.c_void_p(memory.returned)) == 0
@@ -136,7 +138,8 @@ class GraphMemory:
         self._lent = lent
 
     def _new_semaphore(self) -> int:
-        """Returns a semaphore that is never freed: the interpreter may end before a graph does."""
+        """Returns the address of a new semaphore. It is never freed, because a graph may outlive
+        the interpreter."""
         self._libc.calloc.restype = ctypes.c_void_p
         address = self._libc.calloc(ctypes.c_size_t(1), ctypes.c_size_t(_SEMAPHORE_BYTES))
         self._libc.sem_init(ctypes.c_void_p(address), ctypes.c_int(0), ctypes.c_uint(0))
@@ -144,13 +147,13 @@ class GraphMemory:
 
 
 def _size_of(nbytes: int) -> int:
-    """Returns the size of memories for so many bytes: a power of two."""
+    """Returns the size of a piece for so many bytes: a power of two."""
     return max(SMALLEST, 1 << (nbytes - 1).bit_length())
 
 
 @functools.cache
 def _of(index: int) -> GraphMemory | None:
-    """Returns the memory of a CUDA device; None where the libraries lack what it takes."""
+    """Returns the graph memory of a CUDA device, None if the libraries lack a needed function."""
     import torch
 
     try:
@@ -168,14 +171,15 @@ def _of(index: int) -> GraphMemory | None:
 
 
 def graph_memory_nbytes(device: torch.device) -> int:
-    """Returns the bytes that are ready for graphs on a device, and lent to them."""
+    """Returns the bytes of zeroed memory on a device, ready for graphs or lent to them."""
     if device.type != "cuda" or (found := graph_memory(device)) is None:
         return 0
     return found.nbytes()
 
 
 def graph_memory(device: torch.device) -> GraphMemory | None:
-    """Returns the memory for graphs on a device; None where there is none, as on the CPU."""
+    """Returns the memory for graphs on a device, None on devices without graphs, such as
+    the CPU."""
     import torch
 
     if device.type != "cuda":

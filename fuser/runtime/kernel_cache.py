@@ -1,14 +1,18 @@
-"""The disk cache of compiled kernels: bounded, safe under concurrent ranks and against damage.
+"""The disk cache of compiled kernels: bounded, safe with concurrent processes and damaged files.
 
 Layout, under one folder of mode 0700:
+
     entries/KEY          JSON: the key, the name of the object, the symbol of the kernel in it
     objects/DIGEST.EXT   the object (`.so`, often of several kernels, or `.cubin`); SHA-256 as name
-    tuned/KEY            JSON: what the option `tune` has found for one kernel and class of inputs
+    tuned/KEY            JSON: the result of the option `tune` for one kernel and class of inputs
     locks/KEY.lock       held while a process compiles, or times, KEY
-Files appear by rename, so a reader sees a whole file or none. Only regular files are read, without
-following links; whatever does not fit means compiling again and putting it right. What was used
-least lately goes when the objects have more than `LIMIT_NBYTES`; the folder may be deleted at any
-time. Where nothing can be written, kernels are compiled for this process alone, after one warning.
+
+- Files are written under another name and renamed, so a reader sees a whole file or none.
+- Only regular files are read, and links are not followed. Anything unexpected is compiled again and
+  replaced.
+- If the objects exceed `LIMIT_NBYTES`, the least recently used files are deleted. The folder may be
+  deleted at any time.
+- If nothing can be written, kernels are compiled for this process alone, after one warning.
 """
 
 from __future__ import annotations
@@ -32,7 +36,7 @@ from typing import Any
 from fuser.support.errors import OptionError, warn
 from fuser.support.options import cache_dir
 
-# What all objects together may take; down to this share of it when it is exceeded.
+# The limit for all objects together, and the share of it that is kept when it is exceeded.
 LIMIT_NBYTES = 1 << 30
 LIMIT_ENTRIES = 50_000
 LIMIT_TUNED = 10_000
@@ -50,14 +54,16 @@ _FOLDERS = ("entries", "objects", "tuned", "locks")
 
 @dataclass(frozen=True)
 class Binary:
-    """The verified content of an object; `name` is its SHA-256, so equal names are equal bytes."""
+    """The verified content of an object. `name` contains its SHA-256, so equal names mean equal
+    bytes."""
 
     name: str
     data: bytes
 
 
 def digest(*parts: str | bytes) -> str:
-    """SHA-256 over parts, each preceded by its length: moving text between parts changes it."""
+    """Returns the SHA-256 of the parts, each preceded by its length, so that part
+    boundaries count."""
     state = hashlib.sha256()
     for part in parts:
         data = part.encode() if isinstance(part, str) else part
@@ -67,7 +73,8 @@ def digest(*parts: str | bytes) -> str:
 
 
 def cache_folder() -> Path:
-    """The folder of compiled kernels, a subfolder of `fuser.support.options.cache_dir()`."""
+    """Returns the folder of compiled kernels, a subfolder of
+    `fuser.support.options.cache_dir()`."""
     return cache_dir() / f"kernels-v{_VERSION}"
 
 
@@ -75,14 +82,15 @@ def cache_folder() -> Path:
 def _warn_once(folder: Path) -> None:
     warn(
         f"the kernel cache {folder} cannot be written: kernels are compiled for this process alone;"
-        " set FUSER_CACHE_DIR to a folder on a disk with room",
+        " set FUSER_CACHE_DIR to a writable folder with free space",
         RuntimeWarning,
     )
 
 
 @dataclass(frozen=True)
 class CacheContents:
-    """How much a cache holds: kernels and tuned ones, and the bytes of all its objects."""
+    """The size of a cache: the numbers of kernels and of tuning results, and the bytes of all
+    objects."""
 
     kernels: int
     tuned: int
@@ -90,11 +98,11 @@ class CacheContents:
 
 
 def contents() -> CacheContents:
-    """Counts what the folder of compiled kernels holds, without making or changing it.
+    """Counts the contents of the cache folder, without creating or changing it.
 
     Raises:
-        OSError: it is there, and cannot be read.
-        OptionError: it belongs to another user, or others can write into it.
+        OSError: the folder exists, but cannot be read.
+        OptionError: it belongs to another user, or others can write to it.
     """
     if cache_folder().exists():
         _check_owner(cache_folder())
@@ -111,7 +119,11 @@ def contents() -> CacheContents:
 
 
 def _prepare(folder: Path) -> None:
-    """Makes the folders. Raises OptionError for one that another user could fill with code."""
+    """Creates the folders.
+
+    Raises:
+        OptionError: another user could write code into the folder.
+    """
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     _check_owner(folder)
     for part in (folder / name for name in _FOLDERS):
@@ -126,12 +138,12 @@ def _check_owner(folder: Path) -> None:
         raise OptionError(
             f"the kernel cache folder {folder} belongs to user {status.st_uid} or is writable by"
             f" others (mode {status.st_mode & 0o777:o}); compiled code is loaded from it, so set"
-            " FUSER_CACHE_DIR to another"
+            " FUSER_CACHE_DIR to another folder"
         )
 
 
 def _remove(path: Path) -> None:
-    """Removes whatever is there."""
+    """Removes a file, link or folder, if it exists."""
     with contextlib.suppress(FileNotFoundError):
         if stat.S_ISDIR(path.lstat().st_mode):
             shutil.rmtree(path)
@@ -140,9 +152,9 @@ def _remove(path: Path) -> None:
 
 
 def _read(path: Path, limit_nbytes: int) -> bytes | None:
-    """The content of a regular file of at most so many bytes; None for anything else."""
+    """Returns the content of a regular file of at most so many bytes, None for anything else."""
     try:
-        # Neither a pipe nor a link may stop or redirect the reader.
+        # A pipe must not block the reader, and a link must not redirect it.
         handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC)
     except (OSError, ValueError):
         return None
@@ -150,7 +162,8 @@ def _read(path: Path, limit_nbytes: int) -> bytes | None:
         status = os.fstat(handle)
         if not stat.S_ISREG(status.st_mode) or status.st_size > limit_nbytes:
             return None
-        # A reader takes the memory that it is told to read at most. It closes no folder's handle.
+        # `read` allocates its limit at once, so the limit is the file's size. `closefd` is False
+        # because the handle may be a folder's.
         with os.fdopen(handle, "rb", closefd=False) as file:
             return file.read(status.st_size)
     except OSError:
@@ -179,12 +192,12 @@ class KernelCache:
     """The cache in one folder.
 
     Raises:
-        OptionError: the folder belongs to another user, or others can write into it.
+        OptionError: the folder belongs to another user, or others can write to it.
     """
 
     def __init__(self, folder: Path | None = None) -> None:
         self.folder = folder or cache_folder()
-        # Objects of many kernels are read and verified once.
+        # Verified objects, so that one with many kernels is read once.
         self._objects: dict[str, Binary] = {}
         try:
             _prepare(self.folder)
@@ -192,7 +205,7 @@ class KernelCache:
             _warn_once(self.folder)
 
     def find(self, key: str, symbol: str) -> Binary | None:
-        """Returns the object of a key if entry and object are complete and undamaged."""
+        """Returns the object of a key, None unless entry and object are complete and undamaged."""
         path = self.folder / "entries" / key
         try:
             entry = json.loads(_read(path, _MAX_ENTRY_NBYTES) or b"null")
@@ -209,24 +222,25 @@ class KernelCache:
             if data is None or hashlib.sha256(data).hexdigest() != name.partition(".")[0]:
                 return None
             found = self._objects[name] = Binary(name, data)
-        # The time of last use decides what goes first.
+        # The time of last use decides which files are evicted first.
         with contextlib.suppress(OSError):
             os.utime(path, follow_symlinks=False)
             os.utime(self.folder / "objects" / name, follow_symlinks=False)
         return found
 
     def store(self, symbols: dict[str, str], data: bytes, extension: str) -> Binary:
-        """Stores an object and an entry for each of its kernels (key -> symbol), if it can."""
+        """Stores an object, and an entry for each of its kernels (key -> symbol). Failures only
+        warn."""
         binary = Binary(f"{hashlib.sha256(data).hexdigest()}.{extension}", data)
         self._keep(lambda: self._write(binary, symbols), len(data))
         return binary
 
     def _keep(self, write: Callable[[], None], nbytes: int) -> None:
-        """Writes, if it can."""
+        """Writes, and evicts if needed. Failures only warn."""
         try:
             write()
         except FileNotFoundError:
-            # Somebody deleted the folder.
+            # Another process deleted the folder.
             try:
                 _prepare(self.folder)
                 write()
@@ -243,9 +257,10 @@ class KernelCache:
             entry = {"key": key, "object": binary.name, "symbol": symbol}
             _write_atomically(self.folder / "entries" / key, json.dumps(entry).encode())
 
-    # ------------------------------------------------------------ what tuning has found
+    # ------------------------------------------------------------ tuning results
     def find_tuned(self, key: str) -> dict[str, Any] | None:
-        """Returns what `store_tuned` has kept; None, after a warning, where that is damaged."""
+        """Returns the result that `store_tuned` stored. Returns None if there is none, or, after a
+        warning, if it is damaged."""
         path = self.folder / "tuned" / key
         data = _read(path, _MAX_TUNED_NBYTES)
         if data is None and not os.path.lexists(path):
@@ -256,7 +271,7 @@ class KernelCache:
             found = None
         if not isinstance(found, dict) or found.pop("check", None) != _check(key, found):
             warn(
-                f"{path} is not what tuning wrote: it is ignored, and written anew",
+                f"{path} is damaged: it is ignored, and replaced by the next tuning result",
                 RuntimeWarning,
             )
             return None
@@ -265,17 +280,17 @@ class KernelCache:
         return found
 
     def store_tuned(self, key: str, found: dict[str, Any]) -> None:
-        """Keeps what tuning has found, as a text for people, too, if it can."""
+        """Stores a tuning result, as readable JSON. Failures only warn."""
         data = json.dumps({**found, "check": _check(key, found)}, indent=1).encode()
         self._keep(lambda: _write_atomically(self.folder / "tuned" / key, data), len(data))
 
     def is_kept(self) -> bool:
-        """Returns whether the folder takes what is stored, as far as its rights tell."""
+        """Whether the folder is writable, as far as its permissions show."""
         return os.access(self.folder / "objects", os.W_OK)
 
-    # ------------------------------------------------------------ the bound
+    # ------------------------------------------------------------ eviction
     def _evict(self, nbytes: int) -> None:
-        """Looks at the folder at the first store of a process, and after each sixteenth of the
+        """Calls `evict` at the first store of a process, and after each further sixteenth of the
         limit that it has written."""
         written = _written.get(self.folder)
         _written[self.folder] = (written or 0) + nbytes
@@ -290,7 +305,7 @@ class KernelCache:
         limit_entries: int | None = None,
         limit_tuned: int | None = None,
     ) -> None:
-        """Removes what was used least lately until the cache is within its limits."""
+        """Removes the least recently used files until the cache is within its limits."""
         limit_tuned = LIMIT_TUNED if limit_tuned is None else limit_tuned
         limit_nbytes = LIMIT_NBYTES if limit_nbytes is None else limit_nbytes
         limit_entries = LIMIT_ENTRIES if limit_entries is None else limit_entries
@@ -318,8 +333,8 @@ class KernelCache:
                     _remove(path)
 
     def _by_age(self, part: str, now: float) -> list[tuple[Path, int, float]]:
-        """The files of a folder as (path, bytes, time of last use), oldest first; remains of
-        processes that died while they wrote are removed."""
+        """Returns the files of a folder as (path, bytes, time of last use), oldest first. Removes
+        incomplete files of processes that died while writing."""
         found: list[tuple[Path, int, float]] = []
         with os.scandir(self.folder / part) as files:
             for file in files:
@@ -340,11 +355,11 @@ class KernelCache:
     # ------------------------------------------------------------ locks
     @contextlib.contextmanager
     def lock(self, key: str, *, deadline_s: float = _LOCK_DEADLINE_S) -> Iterator[bool]:
-        """Holds the lock of a key; yields False where it cannot, or when another process kept it
+        """Holds the lock of a key. Yields False if it cannot be had, or if another process holds it
         past the deadline.
 
-        The lock only avoids double work: without it both processes compile, and either result is
-        right. It belongs to the open file, so it ends with a process that dies.
+        The lock only avoids double work. Without it, both processes compile, and either result is
+        right. It belongs to the open file, so it ends when its process dies.
         """
         path = self.folder / "locks" / f"{key}.lock"
         handle = _open_lock(path)
@@ -368,7 +383,7 @@ class KernelCache:
             if held:
                 with contextlib.suppress(OSError):
                     path.unlink()
-                # Not by closing alone: a forked child may hold the same open file.
+                # Unlocked explicitly, because a forked child may hold the same open file.
                 with contextlib.suppress(OSError):
                     fcntl.flock(handle, fcntl.LOCK_UN)
             _open_locks.discard(handle)
@@ -377,12 +392,13 @@ class KernelCache:
 
 
 def _check(key: str, found: object) -> str:
-    """What tells a damaged entry, and one that stands in the place of another."""
+    """Returns a checksum that detects damaged entries, and entries stored under another key."""
     return digest(key, json.dumps(found, sort_keys=True))
 
 
 def _open_lock(path: Path) -> int | None:
-    """Opens the file of a lock, after removing anything else in its place; None if it cannot."""
+    """Opens the file of a lock, after removing anything else at its path. None if it cannot be
+    opened."""
     flags = os.O_RDWR | os.O_CREAT | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC
     for _ in range(2):
         handle = None
@@ -398,13 +414,13 @@ def _open_lock(path: Path) -> int | None:
     return None
 
 
-# Bytes that this process has written, by folder, since it last looked at the whole.
+# Bytes that this process has written to each folder since the last eviction check.
 _written: dict[Path, int] = {}
 _open_locks: set[int] = set()
 
 
 def _close_locks() -> None:
-    """In a forked child: give up the files of locks that another thread of the parent holds."""
+    """Runs in a forked child: closes the lock files that other threads of the parent hold."""
     for handle in _open_locks:
         with contextlib.suppress(OSError):
             os.close(handle)

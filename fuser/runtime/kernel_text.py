@@ -1,4 +1,4 @@
-"""The texts that precede a kernel's own, and the excerpt that explains a compiler's refusal."""
+"""The headers in front of a kernel's text, and the source excerpt in a compiler's error message."""
 
 from __future__ import annotations
 
@@ -18,13 +18,14 @@ _CONTEXT_LINES = 4
 
 @functools.cache
 def codegen_text(name: str) -> str:
-    """The text of a file of `fuser/codegen`."""
+    """Returns the text of a file of `fuser/codegen`."""
     return resources.files("fuser.codegen").joinpath(name).read_text(encoding="utf-8")
 
 
 @functools.cache
 def preamble(names: tuple[str, ...]) -> str:
-    """Concatenates files of `fuser/codegen`; `#line` keeps their names and lines in messages."""
+    """Concatenates files of `fuser/codegen`. `#line` directives keep their names and line numbers
+    in messages."""
     parts: list[str] = []
     for name in names:
         text = codegen_text(name).replace("#pragma once\n", "\n")
@@ -33,9 +34,10 @@ def preamble(names: tuple[str, ...]) -> str:
 
 
 def in_namespace(source: KernelSource, symbol: str, launcher: str = "") -> str:
-    """Returns a kernel's text, then `launcher`, so that other kernels fit into the same program.
+    """Returns a kernel's text followed by `launcher`, in a namespace, so that one program can
+    contain several.
 
-    The kernel is called `{symbol}_kernel` there.
+    The kernel is named `{symbol}_kernel` there.
     """
     return f"""
 namespace {symbol}_unit {{
@@ -52,10 +54,10 @@ namespace {symbol}_unit {{
 
 
 def explain(log: str, texts: Mapping[str, str]) -> str:
-    """Returns the compiler's log, then for its first located error the numbered lines around it.
+    """Returns the compiler's log, followed by the numbered source lines around its first error.
 
-    `texts` maps the file names of `#line` directives to their texts. Both spellings of a place are
-    understood: `FILE:LINE:COLUMN: error` (g++) and `FILE(LINE): error` (NVRTC).
+    `texts` maps the file names of `#line` directives to their texts. Two formats of a location are
+    recognised: `FILE:LINE:COLUMN: error` (g++) and `FILE(LINE): error` (NVRTC).
     """
     for match in re.finditer(r"^(\S+?)(?::(\d+)(?::\d+)?|\((\d+)\)): (?:fatal )?error", log, re.M):
         text = texts.get(match[1])

@@ -1,4 +1,4 @@
-"""A launch as data: function, grid, arguments, workspaces; what is left to give are pointers."""
+"""A launch as data: shape, arguments and workspaces; each call supplies pointers and numbers."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     import torch
 
 Number = bool | int | float
-# Bytes; a sector of a GPU's second-level cache, so that no two workspaces share one.
+# Bytes of a sector of a GPU's L2 cache, so that no two workspaces share one.
 WORKSPACE_ALIGNMENT = 32
 
 
@@ -23,10 +23,11 @@ WORKSPACE_ALIGNMENT = 32
 class BoundLaunch:
     """A kernel's launch for one class of tensors.
 
-    `args` has every argument that the class decides, in order. `pointers` are (parameter, position
-    of its tensor); `numbers` are (parameter, its value for the scalar inputs of a call);
-    `workspaces` are (parameter, bytes) of memory that a kernel finds zero and leaves zero. Where
-    `is_repeatable` is False, arguments are packed anew by every launch.
+    - `args`: all arguments that depend on the class alone, in order.
+    - `pointers`: pairs (parameter, position of its tensor).
+    - `numbers`: pairs (parameter, function from the scalar inputs of a call to its value).
+    - `workspaces`: pairs (parameter, bytes) of memory that is zero before and after each launch.
+    - `is_repeatable`: False if each launch must pack its arguments again.
     """
 
     args: list[Any]
@@ -50,10 +51,10 @@ class BoundLaunch:
         numbers: Sequence[Number],
         stream: int | None,
     ) -> None:
-        """Launches on these tensors and scalar inputs; `stream` None is torch's current one.
+        """Launches on these tensors and scalar inputs. `stream` None is torch's current stream.
 
         Raises:
-            KernelError: the launch failed, or a finding of checked mode.
+            KernelError: the launch failed, or checked mode found an error.
         """
         if not self.is_repeatable:
             try:
@@ -65,7 +66,7 @@ class BoundLaunch:
                     stream=stream,
                 )
             except KernelError:
-                # What a kernel that stopped halfway has left there is not zero.
+                # A kernel that was stopped may have left nonzero workspaces.
                 self._scratch.clear()
                 raise
             return
@@ -90,10 +91,11 @@ class BoundLaunch:
         numbers: Sequence[Number],
         memories: Sequence[torch.Tensor],
     ) -> tuple[PreparedLaunch, tuple[tuple[int, int], ...]]:
-        """Returns a launch of its own arguments, and (parameter, name) of each tensor that is not
-        among the `fixed` ones, by name, and which every call replaces.
+        """Returns a launch with its own arguments, and the pairs (parameter, name) that each call
+        replaces.
 
-        `memories` are the workspaces (`make_memories`), which the caller keeps.
+        `names` has the name of each tensor; tensors that are `fixed`, by name, are not replaced.
+        `memories` are the workspaces (`make_memories`), which the caller keeps alive.
         """
         args, moving = list(self.args), list[tuple[int, int]]()
         for param, position in self.pointers:
@@ -112,8 +114,12 @@ class BoundLaunch:
     def number_writers(
         self, kernel: CompiledKernel
     ) -> list[tuple[Callable[..., None], int, Callable[[Sequence[Number]], Number]]]:
-        """Returns for each parameter that follows the scalar inputs of a call: what writes a value
-        into the words of a `LaunchCall`, where in bytes, and the value for the scalar inputs."""
+        """Returns three things for each parameter that depends on the scalar inputs of a call:
+
+        - a function that packs a value into the words of a `LaunchCall`;
+        - the position in bytes;
+        - a function that computes the value from the scalar inputs.
+        """
         params = kernel.source.params
         return [
             (struct.Struct("=" + slot_code(params[i])).pack_into, 8 * i, value_for)
@@ -121,7 +127,8 @@ class BoundLaunch:
         ]
 
     def make_memories(self, device: torch.device) -> list[torch.Tensor]:
-        """Returns new workspaces, parts of one memory: launches that may overlap share none."""
+        """Returns new workspaces, as parts of one allocation. Launches that may overlap must not
+        share any."""
         if not self.workspaces:
             return []
         import torch
@@ -135,7 +142,7 @@ class BoundLaunch:
         elif ready is not None:
             ready.make_ready(sum(sizes))
         if memory is None:
-            # Of a graph that is captured: it clears them in every replay.
+            # If a graph captures this, it clears the memory in every replay.
             memory = torch.zeros(sum(sizes), dtype=torch.uint8, device=device)
         parts = memory.split(sizes)
         return [part[:nbytes] for part, (_, nbytes) in zip(parts, self.workspaces, strict=True)]
@@ -168,8 +175,8 @@ class BoundLaunch:
                 args[param] = memory
 
     def _memories(self, device: torch.device, stream: int | None) -> list[torch.Tensor]:
-        """Returns the workspaces of a stream: launches on two streams may overlap, and so may those
-        of a graph that is captured with all others."""
+        """Returns the workspaces for launches on a stream. Launches on different streams may
+        overlap, and a captured launch may overlap with all others."""
         import torch
 
         if device.type == "cuda" and torch.cuda.is_current_stream_capturing():

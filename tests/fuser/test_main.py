@@ -83,7 +83,7 @@ def test_one_rank_of_a_host_prints() -> None:
     [
         (None, "'no-such-c++' was not found"),
         ("exit 1", "ended with exit code 1, and wrote nothing"),
-        ("exec sleep 1000", "does not answer within 0.2 s"),
+        ("exec sleep 1000", "did not finish within 0.2 s"),
     ],
 )
 def test_a_compiler_that_does_not_work(

@@ -367,7 +367,7 @@ def test_a_damaged_entry_is_ignored_and_written_anew(
     clock.runs.clear()
     PROGRAMS.clear()
     fd = doubled()
-    with pytest.warns(RuntimeWarning, match=f"{file.name} is not what tuning wrote"):
+    with pytest.warns(RuntimeWarning, match=f"{file.name} is damaged"):
         (out,) = fd.execute([x], _enable_options=TUNE)
     torch.testing.assert_close(out, expected(x))
     assert clock.runs and is_64(params_of(fd))
@@ -400,7 +400,7 @@ def test_parameters_of_no_use_are_timed_anew(
 
     monkeypatch.setattr(autotune.TunedExecutor, "_lower", refuse_three)
     fd = doubled()
-    with pytest.warns(RuntimeWarning, match="kept on disk for kernel0 is of no use"):
+    with pytest.warns(RuntimeWarning, match="entry on disk for kernel0 cannot be used"):
         (out,) = fd.execute([x], _enable_options=TUNE)
     torch.testing.assert_close(out, expected(x))
     assert clock.runs and is_64(params_of(fd))

@@ -197,9 +197,11 @@ def test_large_spans_use_64_bit_indices() -> None:
 def test_wrong_inputs_are_refused() -> None:
     executor = make_executor(add())
     x, y = matrices(3, 4)
-    with pytest.raises(InputError, match="takes 2 inputs and 1 outputs, got 1 and 1"):
+    with pytest.raises(
+        InputError, match="takes 2 inputs and 1 outputs, got 1 inputs and 1 outputs"
+    ):
         executor.run([x], [y], sizes={})
-    with pytest.raises(InputError, match="is 2-D, got"):
+    with pytest.raises(InputError, match="has 2 dimensions, got"):
         executor.run([x, y[0]], [y], sizes={})
 
 

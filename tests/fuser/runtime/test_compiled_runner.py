@@ -108,7 +108,7 @@ def test_the_status_says_what_it_waits_for_and_moves(monkeypatch: pytest.MonkeyP
     assert all(a - b == 1 or a == 1 for a, b in itertools.pairwise(left)), left
     # The compiler has ended: the next question, which is not put off further, takes calls over.
     monkeypatch.setattr(compiled_runner, "_look", lambda: made)
-    assert fd.compiled_runner()[0].startswith("not repeated: it is compiled by now; asked again in")
+    assert fd.compiled_runner()[0].startswith("not repeated: it is compiled now; asked again in")
     for _ in range(left[-1] + 2):
         fd.execute(inputs)
     assert fd.compiled_runner()[0].startswith("repeated: ")

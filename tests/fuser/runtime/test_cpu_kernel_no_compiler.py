@@ -18,7 +18,7 @@ COMPILERS = {
         "echo \"fatal error: cannot execute 'cc1plus'\" >&2; exit 1",
         "ended with exit code 1:\nfatal error: cannot execute 'cc1plus'",
     ),
-    "true": ("exit 0", "ended with exit code 0 and made no library, and wrote nothing"),
+    "true": ("exit 0", "ended with exit code 0, but made no library, and wrote nothing"),
     "killed": ("kill -9 $$", "was ended by signal 9, and wrote nothing"),
 }
 
@@ -49,7 +49,7 @@ def test_a_broken_compiler_is_named_with_what_it_wrote_and_what_mends_it(
 
 @pytest.mark.finding("G20")
 def test_a_kernel_that_a_working_compiler_refuses_is_our_fault() -> None:
-    with pytest.raises(CompileError, match="refused a generated kernel") as found:
+    with pytest.raises(CompileError, match="rejected a generated kernel") as found:
         cpu_kernel._run_compiler((), "int answer() { return nonsense; }\n", {})
     assert not isinstance(found.value, NoCompilerError)
     assert is_internal(found.value) and not is_internal(NoCompilerError("no g++"))

@@ -289,7 +289,7 @@ def test_kernel_refused_by_nvrtc_shows_its_lines() -> None:
 
 def test_unknown_scalar_type() -> None:
     source = handwritten_kernels.kernel("odd", "short s0", "")
-    with pytest.raises(KernelError, match="s0: 'short' is not a scalar type"):
+    with pytest.raises(KernelError, match="s0 has the type 'short', which is no scalar type"):
         compile_kernels([source], "cpu")
 
 

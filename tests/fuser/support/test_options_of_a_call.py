@@ -66,7 +66,7 @@ def test_a_finding_names_tensor_op_and_line(monkeypatch: pytest.MonkeyPatch) -> 
         kernel.run([torch.zeros(8)], [torch.zeros(4)], sizes={})
     message = str(found.value)
     assert "T1[4], which has 4 elements" in message
-    assert "T1 is of" in message and "= expf(T0" in message
+    assert "T1 belongs to" in message and "= expf(T0" in message
     assert "test_options_of_a_call.py:" in message
 
 
