@@ -167,13 +167,21 @@ CHECKS: dict[str, Callable[[str, Path], None]] = {
 }
 
 
+# Pages that go on from the host program of the first program, on two ranks: program.txt.
+WITH_PROGRAM = (
+    "docs/explanation/cost-model.md",
+    "docs/reference/command-line.md",
+    "docs/reference/text-format.md",
+)
 # Pages whose text blocks are the output of the section's programs, `..` being anything; a section
 # without a program, and one that shows times, shows what it is about.
 SHOWN = (
+    "docs/reference/command-line.md",
     "docs/explanation/coordination.md",
     "docs/explanation/sharding.md",
     "docs/explanation/streams-and-overlap.md",
     "docs/reference/errors.md",
+    "docs/reference/text-format.md",
 )
 
 
@@ -211,6 +219,7 @@ def test_blocks_that_are_not_run_are_few() -> None:
         ("benchmarks/notes.md", "python scripts/bench.py library --json cells.jsonl"),
         ("docs/explanation/cost-model.md", "mpirun -np 4 python -m hostir calibrate"),
         ("docs/how-to/use-with-thunder.md", ".venv/bin/pip install lightning-thunder"),
+        ("docs/reference/command-line.md", "mpirun -np 4 python -m hostir calibrate"),
     ]  # fmt: skip
 
 
@@ -223,8 +232,10 @@ def test_the_blocks_of_a_section_run(
         pytest.skip("needs MPI")
     make_folder(tmp_path)
     monkeypatch.chdir(tmp_path)
-    if page == "docs/explanation/cost-model.md":
-        text = runpy.run_path("first.py")["fd"].fec.host_program().full_text()
+    if page in WITH_PROGRAM:
+        with simulate(2) as world:
+            found_names = world.run(runpy.run_path, "first.py")[0]
+        text = found_names["fd"].fec.host_program().full_text()
         (tmp_path / "program.txt").write_text(text)
     before, after = AROUND.get(section, ("", ""))
     names: dict[str, Any] = {"torch": torch, "__name__": "__main__"}
