@@ -175,9 +175,9 @@ class ProgramBuilder:
         if len(out.domain.logical) != out.ndim or out.domain.root_numbers:
             like = "" if into.mesh is None else f" the mesh and the parallel types of {into}, and"
             raise _refusal(
-                f"append: {op.name} cannot write into {into} itself: its result sums over axes, or "
-                f"makes them anew. Give {out}{like} a buffer (Allocate), append it, and then a set "
-                "of it",
+                f"append: {op.name} cannot write into {into} itself: its result has axes that it "
+                f"sums over, or new axes. Give {out}{like} a buffer (Allocate), append {out}, and "
+                f"then append(ops.set({out}), into={into})",
                 into,
                 out,
             )

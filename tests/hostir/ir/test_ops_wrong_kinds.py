@@ -137,7 +137,10 @@ def test_an_op_writes_into_an_input_as_a_whole() -> None:
 
 def test_an_op_that_does_not_fit_what_it_is_written_into() -> None:
     cases: list[tuple[Callable[[Any], Any], str]] = [
-        (lambda x: ops.sum(x, [1]), "sum cannot write .* a set of it"),
+        (
+            lambda x: ops.sum(x, [1]),
+            r"sum cannot write .* then append\(ops.set\(T1_l_float\), into=input 0 ",
+        ),
         (
             lambda x: ops.cast(x, DataType.Half),
             r"cannot be written into input 0 .*: another dtype \(",
@@ -150,6 +153,37 @@ def test_an_op_that_does_not_fit_what_it_is_written_into() -> None:
         with pytest.raises(FuserError, match=words), program:
             x = program.input([3, 4])
             program.append(make(x), into=x)
+
+
+@pytest.mark.parametrize(
+    ("make", "shape", "expected"),
+    [
+        (lambda x, w: ops.matmul(x, w), [3, 2], lambda x, w: x @ w),
+        (lambda x, w: ops.linear(x, ops.permute(w, [1, 0])), [3, 2], lambda x, w: x @ w),
+        (lambda x, w: ops.sum(x, [1]), [3], lambda x, w: x.sum(1)),
+        (lambda x, w: ops.permute(x, [1, 0]), [4, 3], lambda x, w: x.T),
+        (lambda x, w: ops.slice(x, [0, 0], [2, 4]), [2, 4], lambda x, w: x[:2]),
+        (lambda x, w: ops.reshape(x, [12]), [12], lambda x, w: x.reshape(12)),
+    ],
+    ids=["matmul", "linear", "sum", "permute", "slice", "reshape"],
+)
+def test_the_advice_where_a_result_cannot_be_written_into_a_tensor(
+    make: Any, shape: list[int], expected: Any
+) -> None:
+    hic = HostIrContainer()
+    with hic:
+        x, w = hic.input([3, 4]), hic.input([4, 2])
+        y, made = hic.tensor(shape), make(x, w)
+        with pytest.raises(DefinitionError, match=r"Give T\d.* a buffer \(Allocate\)"):
+            hic.append(made, into=y)
+        hic.append(Allocate(y), Allocate(made), made)
+        hic.append(ops.set(made), into=y)
+        hic.append(hostir.Deallocate(made))
+        hic.add_output(y)
+    verify(hic)
+    given, weight = torch.randn(3, 4), torch.randn(4, 2)
+    (out,) = HostIrEvaluator(hic).run([given, weight])
+    torch.testing.assert_close(out.double(), expected(given.double(), weight.double()))
 
 
 def test_constant_sizes_that_differ_are_refused_where_they_are_written() -> None:
