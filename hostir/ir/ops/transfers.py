@@ -109,6 +109,18 @@ def _check_team(team: TeamOf, program: ProgramAround) -> None:
         )
 
 
+def _constant(op: HostOp, field: str, position: Scalar) -> int | None:
+    """Returns the value of a root or peer; None for one that is known only in a run.
+
+    Raises `VerifyError` for a scalar that is no integer.
+    """
+    if not sc.is_int(position):
+        raise VerifyError(
+            f"{op.name}: {field}={position} is no integer, but a {position.dtype.name}"
+        )
+    return sc.int_value(position)
+
+
 class Communication(StartsCommunication):
     """Starts a communication of the local shards `inp` -> `out` within each team.
 
@@ -187,7 +199,7 @@ class Communication(StartsCommunication):
             raise VerifyError(f"{self.name}: {self.type} {rule}, got root={self.root}")
         if self.red_op != "SUM" and not row.reduces:
             raise VerifyError(f"{self.name}: {self.type} reduces nothing, got red_op={self.red_op}")
-        root = None if self.root is None else sc.int_value(self.root)
+        root = None if self.root is None else _constant(self, "root", self.root)
         if root is not None and not 0 <= root < self.team.size:
             raise VerifyError(f"{self.name}: root={root} is outside of a team of {self.team.size}")
         if self.team.size < 2:
@@ -256,7 +268,7 @@ class P2PCommunication(StartsCommunication):
     def verify(self) -> None:
         if self.buffer.mesh is None:
             raise VerifyError(f"{self.name}: {self.buffer} has no mesh")
-        peer = sc.int_value(self.peer)
+        peer = _constant(self, "peer", self.peer)
         if peer is not None and peer < 0:
             raise VerifyError(f"{self.name}: peer {peer} of {self.buffer} is no rank")
 
@@ -309,7 +321,8 @@ class CollectivePermute(StartsCommunication):
                 raise VerifyError(f"{self.name}: {tv} has no mesh")
         if self.inp.dtype() is not self.out.dtype():
             raise VerifyError(f"{self.name}: {self.inp} and output {self.out} differ in dtype")
-        for peer in map(sc.int_value, (self.send_peer, self.recv_peer)):
+        for field in ("send_peer", "recv_peer"):
+            peer = _constant(self, field, getattr(self, field))
             if peer is not None and not 0 <= peer < self.team.size:
                 raise VerifyError(
                     f"{self.name}: peer {peer} is outside of a team of {self.team.size}"

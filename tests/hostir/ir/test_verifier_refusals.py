@@ -225,7 +225,7 @@ def _used_in_flight(wait: bool) -> Write:
     return write
 
 
-def _sends(p: Program, *numbers: int, peer: int = 1, backend: str = "NCCL") -> None:
+def _sends(p: Program, *numbers: int, peer: float = 1, backend: str = "NCCL") -> None:
     a = p.input([4, 8], mesh=MESH)
     for n in numbers:
         p.append(P2PCommunication(a, as_scalar(peer), number=n, type="send", backend=backend))
@@ -265,7 +265,7 @@ def _posted_in_place(p: Program, x: TensorView, y: TensorView) -> None:
     fusion.aliases.append(Alias(fusion.outputs[0], fusion.inputs[0]))  # pyright: ignore[reportArgumentType]
 
 
-def _permuted(dtype: DataType = DataType.Float, peer: int = 1, mesh: Any = MESH) -> Write:
+def _permuted(dtype: DataType = DataType.Float, peer: float = 1, mesh: Any = MESH) -> Write:
     def write(p: Program, x: TensorView, y: TensorView) -> None:
         a, b = p.input([4, 8], mesh=mesh), p.tensor([4, 8], dtype, mesh=mesh)
         p.append(
@@ -554,6 +554,14 @@ REFUSED: dict[str, tuple[Write, str]] = {
         lambda p, x, y: _reduce(p, x, y, type="Broadcast", root=as_scalar(5)),
         "root=5 is outside of a team of 2",
     ),
+    "a root between members": (
+        lambda p, x, y: _reduce(p, x, y, type="Broadcast", root=as_scalar(0.5)),
+        r"Communication 0 \(Broadcast\): root=double\(0.5\) is no integer, but a Double",
+    ),
+    "a root that is true": (
+        lambda p, x, y: _reduce(p, x, y, type="Broadcast", root=sc.eq(RANK, sc.ZERO)),
+        r"root=\( rank == 0 \) is no integer, but a Bool",
+    ),
     "one member": (
         lambda p, x, y: _reduce(p, x, y, team=TeamOf(DeviceMesh([0]), (X,))),
         "a team of 1 needs no communication",
@@ -579,6 +587,14 @@ REFUSED: dict[str, tuple[Write, str]] = {
     "a peer below 0": (
         lambda p, x, y: (_sends(p, 0, peer=-1), p.append(Wait(0))),
         "peer -1 of input 1 .* is no rank",
+    ),
+    "a peer between ranks": (
+        lambda p, x, y: (_sends(p, 0, peer=1.5), p.append(Wait(0))),
+        r"P2PCommunication 0 \(send\): peer=double\(1.5\) is no integer, but a Double",
+    ),
+    "a permuted peer between members": (
+        _permuted(peer=0.5),
+        r"CollectivePermute 0: send_peer=double\(0.5\) is no integer, but a Double",
     ),
     "permuted without a mesh": (_permuted(mesh=None), "has no mesh"),
     "permuted dtypes": (_permuted(HALF), "differ in dtype"),
