@@ -58,17 +58,11 @@ from hostir.ir.effects import (
     Waits,
     effects_of,
 )
-from hostir.ir.ops import (
-    PEER_COPIES,
-    CollectivePermute,
-    Communication,
-    P2PCommunication,
-    SymmetricContiguousView,
-)
+from hostir.ir.ops import HostOp, Movement, SymmetricContiguousView
 from hostir.ir.program import HostIrContainer
 from hostir.ir.queries import has_communications
 from multidevice.sharding.reshard import TeamOf
-from multidevice.transports.base.collectives import COLLECTIVES
+from multidevice.transports.base.collectives import ALLGATHER, COLLECTIVES, Collective
 
 SIZES = "sizes do not fit"
 TEAM = "wrong team"
@@ -115,9 +109,9 @@ class MatchingWalk(Walk[PerRank]):
         self.facts: dict[int, list[Effect]] = {}
         self.teams: dict[TeamOf, Teams] = {}
         # Of an op that members enter: the teams, and which ranks are in one.
-        self.entered: dict[int, tuple[Teams, Array]] = {}
+        self.entered: dict[Movement, tuple[Teams, Array]] = {}
         # What stands for the views of several ranks' shards.
-        self.gathers: dict[SymmetricContiguousView, Communication] = {}
+        self.gathers: dict[SymmetricContiguousView, Movement] = {}
         self.held: dict[DeviceMesh | None, Array] = {}
         self.me = np.arange(len(ranks))
         # The last place is that of every rank beyond, and of -1.
@@ -166,8 +160,8 @@ class MatchingWalk(Walk[PerRank]):
                 self._name(effect, op)
             case Frees(tensor):
                 self._close_view(tensor, site)
-            case Starts():
-                self._starts(op, site)
+            case Starts(number):
+                self._starts(op, number, site)
             case OpensGroup():
                 self.state.apply(effect)
             case ClosesGroup():
@@ -177,16 +171,15 @@ class MatchingWalk(Walk[PerRank]):
             case _:
                 raise AssertionError(f"{effect} is no matter of ranks that meet")
 
-    def _starts(self, op: Op, site: Site) -> None:
-        match op:
-            case Communication():
-                self._collective(op, site)
-            case CollectivePermute():
-                self._permute(op, site)
-            case P2PCommunication():
-                self._transfer(op, site)
-            case _:
-                raise AssertionError(f"how ranks meet in {op.name} is not known")
+    def _starts(self, op: Op, number: int, site: Site) -> None:
+        movement = op.movement if isinstance(op, HostOp) else None
+        assert movement is not None, f"{op.name} starts a communication, and moves nothing"
+        if movement.team is None:
+            self._transfer(movement, number, site)
+        elif movement.collective is None:
+            self._permute(movement, number, site)
+        else:
+            self._collective(movement, number, site)
 
     def needed(self, x: Scalar, what: str, op: Op) -> PerRank:
         """Returns the value of a bound or condition; report ranks on which it has none."""
@@ -232,29 +225,32 @@ class MatchingWalk(Walk[PerRank]):
             self.teams[of] = Teams(of, self.ranks)
         return self.teams[of]
 
-    def _comes(self, op: Communication | CollectivePermute, site: Site) -> tuple[Teams, Array]:
+    def _comes(self, movement: Movement, site: Site) -> tuple[Teams, Array]:
         """Returns the teams, and which ranks that are here are in one."""
-        if id(op) not in self.entered:
-            if any(tv.mesh is not None and tv.mesh != op.team.mesh for tv in (op.inp, op.out)):
-                self._check_meshes(op, site)
-            if isinstance(op, Communication):
-                self._check_cuts(op, site)
-            teams = self._teams(op.team)
-            self.entered[id(op)] = teams, teams.team >= 0
-        teams, inside = self.entered[id(op)]
+        if movement not in self.entered:
+            team = movement.team
+            assert team is not None, f"a {movement.kind} is entered by no team"
+            if any(tv.mesh is not None and tv.mesh != team.mesh for tv in movement.tensors):
+                self._check_meshes(movement, team, site)
+            if movement.collective is not None:
+                self._check_cuts(movement, movement.collective, team, site)
+            teams = self._teams(team)
+            self.entered[movement] = teams, teams.team >= 0
+        teams, inside = self.entered[movement]
         here = self.mask & inside
         if not here.all():
             by_team = here[teams.members]
             self.is_uneven |= bool((by_team.any(axis=1) & ~by_team.all(axis=1)).any())
         return teams, here
 
-    def _check_meshes(self, op: Communication | CollectivePermute, site: Site) -> None:
-        meshes = {tv.mesh for tv in (op.inp, op.out) if tv.mesh is not None}
+    def _check_meshes(self, movement: Movement, team: TeamOf, site: Site) -> None:
+        meshes = {tv.mesh for tv in movement.tensors if tv.mesh is not None}
         held = {r for mesh in meshes for r in mesh.devices}
-        is_shaped = len(meshes) > 1 or all(m.shape == op.team.mesh.shape for m in meshes)
-        if held != set(op.team.mesh.devices) or not is_shaped:
-            text = f"{op.name} is on {op.team.mesh}, but {op.inp.label} and {op.out.label} are on "
-            text += " and ".join(str(tv.mesh) for tv in dict.fromkeys((op.inp, op.out)))
+        is_shaped = len(meshes) > 1 or all(m.shape == team.mesh.shape for m in meshes)
+        if held != set(team.mesh.devices) or not is_shaped:
+            labels = " and ".join(tv.label for tv in movement.tensors)
+            text = f"{site.op.name} is on {team.mesh}, but {labels} are on "
+            text += " and ".join(str(tv.mesh) for tv in dict.fromkeys(movement.tensors))
             self.note(Finding(TEAM, text, ((site, ""),)))
 
     def _enters(self, event: PostedCollective, here: Array) -> None:
@@ -265,32 +261,34 @@ class MatchingWalk(Walk[PerRank]):
         elif here.any() and self._are_alike(event, here):
             self.met(event, here)
 
-    def _collective(self, op: Communication, site: Site, library: str = "") -> None:
-        teams, here = self._comes(op, site)
-        inp, out = self.spot_of(op.inp), self.spot_of(op.out)
-        mine, theirs = (
-            spot.elements(order.expanded) for spot, order in zip((inp, out), op.orders, strict=True)
-        )
-        root: PerRank = 0 if op.root is None else self._value(op.root, "root", here, site)
+    def _collective(self, movement: Movement, number: int, site: Site, library: str = "") -> None:
+        row, team = movement.collective, movement.team
+        assert row is not None and team is not None, f"{movement.kind} is no collective"
+        teams, here = self._comes(movement, site)
+        inp, out = map(self.spot_of, movement.both)
+        mine, theirs = (self._elements(movement, tv) for tv in movement.both)
+        root: PerRank = 0
+        if movement.root is not None:
+            root = self._value(movement.root, "root", here, site)
         terms = (
-            ("type", op.type),
-            ("library", library or _library(op)),
-            ("dtype", dtype_text(op.inp.dtype())),
-            ("reduction", op.red_op),
+            ("type", movement.kind),
+            ("library", library or _library(movement)),
+            ("dtype", dtype_text(movement.both[0].dtype())),
+            ("reduction", movement.red_op),
             ("root", root),
             ("size of the input", mine),
             ("size of the output", theirs),
         )
-        is_right = self._in_team(root, op.team.size, here, site, "root")
-        is_right &= self._check_sizes(op, mine, theirs, here, site)
+        is_right = self._in_team(root, team.size, here, site, "root")
+        is_right &= self._check_sizes(movement, mine, theirs, here, site)
         partial = None
-        if op.collective.reduces and not op.collective.is_prefix:
-            partial = self.shapes.partial_axis(inp, op.team.ptypes)
+        if row.reduces and not row.is_prefix:
+            partial = self.shapes.partial_axis(inp, team.ptypes)
         parts = self.shapes.region(inp, without=partial), self.shapes.region(out)
         if not is_right:
             parts = None, None
         event = PostedCollective(
-            (site,), op.type, op.number, here, teams, terms, *parts, (mine, theirs)
+            (site,), movement.kind, number, here, teams, terms, *parts, (mine, theirs)
         )
         event.root = root
         self._enters(event, here)
@@ -300,10 +298,11 @@ class MatchingWalk(Walk[PerRank]):
         gather = self.gathers.get(op)
         if gather is None:
             assert op.team is not None, f"{op.out} shows one rank's shard"
-            made = Communication(op.inp, op.out, number=-1, type="Allgather", team=op.team)
-            gather = self.gathers[op] = made.replace(where=op.where)
+            kind = ALLGATHER.name
+            gather = Movement(kind, op.inp, op.out, op.team, collective=ALLGATHER)
+            self.gathers[op] = gather
         self.spots[op.out] = self.shapes.spot(op.out)
-        self._collective(gather, site, library="none: a view of shards")
+        self._collective(gather, -1, site, library="none: a view of shards")
 
     def _close_view(self, shown: TensorView, site: Site) -> None:
         view = self.storage.views[shown]
@@ -349,9 +348,11 @@ class MatchingWalk(Walk[PerRank]):
         return outside is None
 
     def _check_sizes(
-        self, op: Communication, mine: PerRank, theirs: PerRank, here: Array, site: Site
+        self, movement: Movement, mine: PerRank, theirs: PerRank, here: Array, site: Site
     ) -> bool:
-        count, row = op.team.size, op.collective
+        team, row, (inp, out) = movement.team, movement.collective, movement.both
+        assert team is not None and row is not None, f"{movement.kind} is no collective"
+        count = team.size
         inputs, outputs = row.inp.parts(count), row.out.parts(count)
         fits = (mine * outputs == theirs * inputs) & (mine % inputs == 0)
         if everywhere(fits):
@@ -360,68 +361,69 @@ class MatchingWalk(Walk[PerRank]):
         if wrong.any():
             i = int(np.argmax(wrong))
             wanted = f"{count} times" if row.growth else "as large as"
-            large, small = (op.out, op.inp) if row.growth >= 0 else (op.inp, op.out)
-            text = f"{op.type} of {count} ranks: {op.inp.label} has {at(mine, i)} elements and "
-            text += f"{op.out.label} {at(theirs, i)}, on {self._who(wrong)}"
+            large, small = (out, inp) if row.growth >= 0 else (inp, out)
+            text = f"{movement.kind} of {count} ranks: {inp.label} has {at(mine, i)} elements and "
+            text += f"{out.label} {at(theirs, i)}, on {self._who(wrong)}"
             note = f"{large.label} must be {wanted} {small.label}"
             self.note(Finding(SIZES, text, ((site, note),)))
         return not wrong.any()
 
-    def _check_cuts(self, op: Communication, site: Site) -> None:
+    def _check_cuts(self, movement: Movement, row: Collective, team: TeamOf, site: Site) -> None:
         """The team must lie along what spreads the tensor that is gathered or scattered."""
-        growth = op.collective.growth
+        growth = row.growth
         if not growth:
             return
-        inp, out = self.spot_of(op.inp), self.spot_of(op.out)
+        inp, out = map(self.spot_of, movement.both)
         spread, whole = (inp, out) if growth > 0 else (out, inp)
         cuts = self.shapes.device_cuts
         along = frozenset[ParallelType]().union(*cuts(spread.owner))
-        if along and not along & set(op.team.ptypes):
-            names = " and ".join(p.text for p in op.team.ptypes)
+        if along and not along & set(team.ptypes):
+            names = " and ".join(p.text for p in team.ptypes)
             found = " and ".join(sorted(p.text for p in along))
-            text = f"{op.type} along {names}, but {spread.owner.label} is spread along {found}"
+            text = f"{row} along {names}, but {spread.owner.label} is spread along {found}"
             self.note(Finding(TEAM, text, ((site, ""),)))
-        still = frozenset[ParallelType]().union(*cuts(whole.owner)) & set(op.team.ptypes)
+        still = frozenset[ParallelType]().union(*cuts(whole.owner)) & set(team.ptypes)
         if growth > 0 and along and still:
-            text = f"{op.type} of {spread.owner.label}, but {whole.owner.label} stays spread along "
+            text = f"{row} of {spread.owner.label}, but {whole.owner.label} stays spread along "
             self.note(Finding(TEAM, text + " and ".join(p.text for p in still), ((site, ""),)))
 
-    def _permute(self, op: CollectivePermute, site: Site) -> None:
-        teams, here = self._comes(op, site)
-        inp, out = self.spot_of(op.inp), self.spot_of(op.out)
-        sizes = inp.elements(op.orders[0].expanded), out.elements(op.orders[1].expanded)
+    def _elements(self, movement: Movement, tv: TensorView) -> PerRank:
+        """Returns how many elements of a tensor move."""
+        return self.spot_of(tv).elements(movement.expanded[tv])
+
+    def _permute(self, movement: Movement, number: int, site: Site) -> None:
+        teams, here = self._comes(movement, site)
+        kind, (inp, out) = movement.kind, movement.both
+        sizes = self._elements(movement, inp), self._elements(movement, out)
         terms = (
-            ("type", "CollectivePermute"),
-            ("library", _library(op)),
-            ("dtype", dtype_text(op.inp.dtype())),
+            ("type", kind),
+            ("library", _library(movement)),
+            ("dtype", dtype_text(inp.dtype())),
         )
         peers: list[PerRank] = []
-        for what, peer in (("send_peer", op.send_peer), ("recv_peer", op.recv_peer)):
+        for what, peer in movement.peers.items():
             value = self._value(peer, what, here, site)
-            if not self._in_team(value, op.team.size, here, site, what):
+            if not self._in_team(value, teams.members.shape[1], here, site, what):
                 value = -1
             peers.append(value)
-        parts = self.shapes.region(inp), self.shapes.region(out)
-        event = PostedCollective(
-            (site,), "CollectivePermute", op.number, here, teams, terms, *parts, sizes
-        )
+        sent, received = (self.shapes.region(self.spot_of(tv)) for tv in (inp, out))
+        event = PostedCollective((site,), kind, number, here, teams, terms, sent, received, sizes)
         event.peers = peers[0], peers[1]
         self._enters(event, here)
 
     # ------------------------------------------------------------ transfers
-    def _transfer(self, op: P2PCommunication, site: Site) -> None:
-        spot = self.spot_of(op.buffer)
-        mask = self.mask & self.holds(op.buffer)
-        to = self._partners(op, mask, site)
-        elements = spot.elements(op.orders[0].expanded)
-        half = Half(site, op, mask, to, elements, self.shapes.region(spot))
+    def _transfer(self, movement: Movement, number: int, site: Site) -> None:
+        tv, is_copied = movement.buffer, movement.is_copied
+        mask = self.mask & self.holds(tv)
+        to = self._partners(movement.peers["peer"], mask, site)
+        elements = self._elements(movement, tv)
+        half = Half(site, movement, mask, to, elements, self.shapes.region(self.spot_of(tv)))
         self.on_half(half)
-        if self.state.apply(Starts(op.number), (half,)) is None:
+        if self.state.apply(Starts(number), (half,)) is None:
             return  # it joins the open group
-        is_copied = op.backend == PEER_COPIES
-        blocks = op.type == "recv" if is_copied else op.backend == "NCCL"
-        group = TransferGroup(site, op.number, mask, [half], blocks)
-        if is_copied and op.type == "send" and not self.is_uneven:
+        blocks = half.kind == "recv" if is_copied else movement.backend == "NCCL"
+        group = TransferGroup(site, number, mask, [half], blocks)
+        if is_copied and half.kind == "send" and not self.is_uneven:
             # A send blocks nobody: what is received next may be what was sent.
             self._begin()
             self.sent = group
@@ -430,15 +432,15 @@ class MatchingWalk(Walk[PerRank]):
         else:
             self._start(group)
 
-    def _partners(self, op: P2PCommunication, mask: Array, site: Site) -> Array:
+    def _partners(self, scalar: Scalar, mask: Array, site: Site) -> Array:
         """Returns the places of the peers, -1 for none."""
-        peer = self._value(op.peer, "peer", mask, site)
+        peer = self._value(scalar, "peer", mask, site)
         if not isinstance(peer, np.ndarray):
             peer = np.full(len(self.ranks), peer)
         to = self.place[np.minimum(np.maximum(peer, -1), len(self.place) - 1)]
         outside = mask & (to < 0)
         if outside.any():
-            text = f"peer {op.peer} = {peer[int(np.argmax(outside))]} is no rank of the program, "
+            text = f"peer {scalar} = {peer[int(np.argmax(outside))]} is no rank of the program, "
             self.note(Finding(OUT_OF_RANGE, text + f"on {self._who(outside)}", ((site, ""),)))
             self.is_lost = True
         return to
@@ -484,8 +486,8 @@ class MatchingWalk(Walk[PerRank]):
     def _pairs(self, halves: Sequence[Half]) -> list[tuple[Half, Half, Array, Array]] | None:
         """Returns each send of a group with its receive, and the places of the ranks that send and
         receive; None where one has no partner in the group. Equal ends meet in order."""
-        if {h.op.type for h in halves[:2]} == {"send", "recv"} and len(halves) == 2:
-            a, b = halves if halves[0].op.type == "send" else halves[::-1]
+        if {h.kind for h in halves[:2]} == {"send", "recv"} and len(halves) == 2:
+            a, b = halves if halves[0].kind == "send" else halves[::-1]
             if (a.mask & b.mask).all() and (b.to[a.to] == self.me).all():
                 return [(a, b, self.me, a.to)]
         sends, receives = (self._ends(halves, kind) for kind in ("send", "recv"))
@@ -504,7 +506,7 @@ class MatchingWalk(Walk[PerRank]):
         """Returns from where to where each transfer goes, as one number, and which half it is."""
         ends, numbers = [np.zeros(0, dtype=np.int64)], [np.zeros(0, dtype=np.int64)]
         for number, half in enumerate(halves):
-            if half.op.type == kind:
+            if half.kind == kind:
                 me = np.nonzero(half.mask)[0]
                 peer = half.to[me]
                 source, target = (me, peer) if kind == "send" else (peer, me)
@@ -571,8 +573,8 @@ class MatchingWalk(Walk[PerRank]):
             self.note(Finding(PARTNER, text, ((a.site, ""), (b.site, ""))))
             return
         for what, mine, theirs in (
-            ("library", _library(a.op), _library(b.op)),
-            ("dtype", a.op.buffer.dtype(), b.op.buffer.dtype()),
+            ("library", _library(a.movement), _library(b.movement)),
+            ("dtype", a.movement.buffer.dtype(), b.movement.buffer.dtype()),
             ("size", pick(a.elements, senders), pick(b.elements, receivers)),
         ):
             same = mine == theirs
@@ -612,8 +614,8 @@ class MatchingWalk(Walk[PerRank]):
         self.found.setdefault((finding.kind, *map(id, finding.ops)), finding)
 
 
-def _library(op: Communication | CollectivePermute | P2PCommunication) -> str:
-    return "peer copies" if op.backend == PEER_COPIES else "that of the device"
+def _library(movement: Movement) -> str:
+    return "peer copies" if movement.is_copied else "that of the device"
 
 
 # ----------------------------------------------------------------------

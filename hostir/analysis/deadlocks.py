@@ -18,7 +18,7 @@ from fuser.ir.fusion import TensorView
 from hostir.analysis.rank_regions import Region, joined, merged
 from hostir.analysis.rank_values import Array, PerRank, at, np
 from hostir.ir.diagnostics import Finding, Site
-from hostir.ir.ops import P2PCommunication, TransferKind
+from hostir.ir.ops import Movement, TransferKind
 from multidevice.sharding.reshard import TeamOf
 
 DEADLOCK = "deadlock"
@@ -95,12 +95,17 @@ class Half:
     """A send or a receive; `to` has the places of the peers, `note` is for the analysis."""
 
     site: Site
-    op: P2PCommunication
+    movement: Movement
     mask: Array
     to: Array
     elements: PerRank
     part: Region | None
     note: Any = None
+
+    @property
+    def kind(self) -> TransferKind:
+        """Whether it sends or receives."""
+        return "recv" if self.movement.sent is None else "send"
 
 
 @dataclass(eq=False)
@@ -227,16 +232,16 @@ class _Follower:
 
     def _offer(self, i: int, half: Half, opened: _Open) -> None:
         peer = int(half.to[i])
-        ends = (i, peer) if half.op.type == "send" else (peer, i)
-        wanted = _OTHER[half.op.type]
+        ends = (i, peer) if half.kind == "send" else (peer, i)
+        wanted = _OTHER[half.kind]
         partners = self.channels.setdefault((*ends, wanted), deque())
         if not partners:
-            self.channels.setdefault((*ends, half.op.type), deque()).append((half, opened))
+            self.channels.setdefault((*ends, half.kind), deque()).append((half, opened))
             opened.lonely.append((peer, half))
             return
         other, theirs = partners.popleft()
         theirs.lonely.remove((i, other))
-        pair = (half, other) if half.op.type == "send" else (other, half)
+        pair = (half, other) if half.kind == "send" else (other, half)
         self.paired.setdefault(pair, []).append(ends)
         if not theirs.lonely:
             self._wake(theirs, (theirs.rank,))
@@ -304,7 +309,7 @@ class _Follower:
         for waiting in self.channels.values():
             for half, opened in waiting:
                 peer = self.ranks[int(half.to[opened.rank])]
-                verb = "sends to" if half.op.type == "send" else "receives from"
+                verb = "sends to" if half.kind == "send" else "receives from"
                 text = f"rank {self.ranks[opened.rank]} {verb} rank {peer}, which has no partner"
                 self.judge.note(Finding(PARTNER, text + " for it", ((half.site, ""),)))
 
@@ -313,20 +318,20 @@ class _Follower:
         ever does its part."""
         wait = self.blocked[i]
         for k, half in wait.lonely if isinstance(wait, _Open) else ():
-            is_send = half.op.type == "send"
+            is_send = half.kind == "send"
             verb, other = ("sends to", "receives from")[:: 1 if is_send else -1]
-            mine, theirs = self._count(i, k, half.op.type), self._count(k, i, _OTHER[half.op.type])
+            mine, theirs = self._count(i, k, half.kind), self._count(k, i, _OTHER[half.kind])
             me, peer = self._name(i), "itself" if k == i else self._name(k)
             wait = self.blocked.get(k)
             lonely = wait.lonely if isinstance(wait, _Open) and k != i else []
-            answer = next(((j, h) for j, h in lonely if h.op.type != half.op.type), None)
+            answer = next(((j, h) for j, h in lonely if h.kind != half.kind), None)
             sites = [(half.site, f"{me} waits for {peer}")]
             if answer is not None:
                 third = "itself" if answer[0] == k else self._name(answer[0])
                 rest = f"but {peer} {other} {third}"
                 sites.append((answer[1].site, f"{peer} waits for {third}"))
             elif mine > theirs:
-                rest = f"{'but' if k == i else 'which'} does not {_VERB[_OTHER[half.op.type]]} it"
+                rest = f"{'but' if k == i else 'which'} does not {_VERB[_OTHER[half.kind]]} it"
             else:
                 continue
             yield mine <= theirs, Finding(PARTNER, f"{me} {verb} {peer}, {rest}", tuple(sites))
@@ -334,7 +339,7 @@ class _Follower:
     def _count(self, i: int, k: int, kind: str) -> int:
         """Returns how often the whole program has rank i send to, or receive from, rank k."""
         groups = (e for e in (self.todo[i] if i >= 0 else ()) if isinstance(e, TransferGroup))
-        halves = (h for g in groups for h in g.halves if h.op.type == kind and h.mask[i])
+        halves = (h for g in groups for h in g.halves if h.kind == kind and h.mask[i])
         return sum(int(h.to[i]) == k for h in halves)
 
     def _site(self, i: int) -> Site:
@@ -362,7 +367,7 @@ class _Follower:
         wait, me = self.blocked[i], f"rank {self.ranks[i]}"
         if isinstance(wait, _Open):
             return [
-                (half.site, f"{me}: its {half.op.type} waits for {self._name(peer)}")
+                (half.site, f"{me}: its {half.kind} waits for {self._name(peer)}")
                 for peer, half in wait.lonely
             ]
         missing = ", ".join(map(self._name, sorted(self._missing(i))[:4]))

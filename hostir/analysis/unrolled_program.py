@@ -29,17 +29,12 @@ from hostir.ir.effects import (
     Frees,
     Joins,
     Makes,
+    Starts,
     Waits,
     effects_of,
     is_computed,
 )
-from hostir.ir.ops import (
-    CollectivePermute,
-    Communication,
-    Deallocate,
-    P2PCommunication,
-    SymmetricContiguousView,
-)
+from hostir.ir.ops import Deallocate, HostOp, Movement, SymmetricContiguousView
 from hostir.ir.program import HostIrContainer
 
 Shape = tuple[int, ...]
@@ -49,6 +44,9 @@ Shape = tuple[int, ...]
 class UnrolledOp:
     """One op at one step: `mask` has the ranks that run it, `stream` where, `joins` the stream that
     it waits for. `shapes` are the local ones of what it touches.
+
+    `movement` is what its communication moves, `starts` the number under which it, or its group, is
+    waited for.
 
     `team` [ranks] numbers the ranks' teams; `pairs` are, for a send or receive, the other half,
     these ranks' places, and those of the partners. `group` has the halves of a group. `far` are
@@ -60,6 +58,8 @@ class UnrolledOp:
     stream: PerRank
     joins: PerRank | None = None
     waits: int | None = None
+    starts: int | None = None
+    movement: Movement | None = None
     shapes: dict[TensorView, tuple[PerRank, ...]] = field(default_factory=dict)  # pyright: ignore[reportUnknownVariableType]
     teams: Teams | None = None
     root: PerRank = 0
@@ -115,7 +115,7 @@ class Unroller(MatchingWalk):
 
     def on_half(self, half: Half) -> None:
         """Keeps the item of a send or receive with it."""
-        half.note = self.at[id(half.op), self.indices][-1]
+        half.note = self.at[id(half.site.op), self.indices][-1]
 
     def _effect(self, effect: Effect) -> None:
         if isinstance(effect, Enters | Captures):
@@ -149,9 +149,11 @@ class Unroller(MatchingWalk):
                 item.joins = self.streams.find(effect.stream)
             elif isinstance(effect, Waits):
                 item.waits = effect.number
-        moves = isinstance(op, Communication | CollectivePermute | P2PCommunication)
+            elif isinstance(effect, Starts | ClosesGroup):
+                item.starts = effect.number
+        movement = item.movement = op.movement if isinstance(op, HostOp) else None
         is_work = is_computed(effects)
-        if moves or is_work:
+        if movement is not None or is_work:
             for tv in (*op.inputs, *op.outputs):
                 if isinstance(tv, TensorView):
                     item.shapes[tv] = self.spot_of(tv).shape
@@ -161,15 +163,15 @@ class Unroller(MatchingWalk):
             view = self.storage.view(tv) if isinstance(tv, TensorView) else None
             if isinstance(tv, TensorView) and view is not None and view.team is not None:
                 item.far[tv] = self._teams(view.team), view.team.size
-        if isinstance(op, Communication | CollectivePermute):
-            item.teams = self._teams(op.team)
+        team = None if movement is None else movement.team
+        if team is not None:
+            item.teams = self._teams(team)
             item.mask = item.mask & (item.teams.team >= 0)
-        is_member = isinstance(op, P2PCommunication) and self.state.group is not None
+        in_group = movement is not None and team is None and self.state.group is not None
         is_ordered = item.joins is not None or item.waits is not None
-        is_group = any(isinstance(e, ClosesGroup) for e in effects)
-        if (moves and not is_member) or is_work or is_ordered or is_group:
+        if (item.starts is not None and not in_group) or is_work or is_ordered:
             self.items.append(item)
-        if moves:
+        if movement is not None:
             self.at.setdefault((id(op), self.indices), []).append(item)
         return item
 

@@ -20,7 +20,7 @@ from hostir.cost.machine_model import CPU
 from hostir.cost.simulator import Timetable, WorkItem, critical_path
 from hostir.ir.diagnostics import Site, line_numbers
 from hostir.ir.effects import CALLER
-from hostir.ir.ops import CollectivePermute, Communication, P2PCommunication
+from hostir.ir.ops import Movement
 from hostir.ir.program import HostIrContainer
 from multidevice.transports.base.collectives import Collective
 
@@ -340,22 +340,23 @@ def traffic_of(unrolled: Unroller) -> Traffic:
 
 
 def _count(item: UnrolledOp, found: Traffic) -> None:
-    op = item.site.op
     for tv, (teams, n) in item.far.items():
         _among(found, teams, _nbytes(item, tv) / n, n, item.mask, item.mask)
-    if isinstance(op, Communication):
-        _collective(item, op, found)
-    elif isinstance(op, CollectivePermute):
-        teams, here = item.teams, np.nonzero(item.mask)[0]
-        if teams is not None and item.peers is not None:
-            to = np.broadcast_to(np.asarray(item.peers[0]), item.mask.shape)[here]
-            receivers = teams.members[teams.team[here], to]
-            moved = receivers != here
-            _add(found, here[moved], receivers[moved], _nbytes(item, op.inp)[here[moved]])
-    elif isinstance(op, P2PCommunication) and op.type == "send":
-        nbytes = _nbytes(item, op.buffer)
-        for _, senders, receivers in item.pairs:
-            _add(found, senders, receivers, nbytes[senders])
+    movement, teams = item.movement, item.teams
+    if movement is None or movement.sent is None:
+        return  # it moves nothing, or its sender counts for both ends
+    if movement.collective is not None:
+        _collective(item, movement, movement.collective, found)
+        return
+    nbytes = _nbytes(item, movement.sent)
+    for _, senders, receivers in item.pairs:
+        _add(found, senders, receivers, nbytes[senders])
+    if teams is not None and item.peers is not None:
+        here = np.nonzero(item.mask)[0]
+        to = np.broadcast_to(np.asarray(item.peers[0]), item.mask.shape)[here]
+        receivers = teams.members[teams.team[here], to]
+        moved = receivers != here
+        _add(found, here[moved], receivers[moved], nbytes[here[moved]])
 
 
 def _add(found: Traffic, senders: Array, receivers: Array, nbytes: Array) -> None:
@@ -372,10 +373,11 @@ def _nbytes(item: UnrolledOp, tv: TensorView) -> Array:
     return np.broadcast_to(np.asarray(total, dtype=np.float64), item.mask.shape)
 
 
-def _collective(item: UnrolledOp, op: Communication, found: Traffic) -> None:
-    row, teams, mask, n = op.collective, item.teams, item.mask, op.team.size
-    assert teams is not None
-    inp, out = _nbytes(item, op.inp), _nbytes(item, op.out)
+def _collective(item: UnrolledOp, movement: Movement, row: Collective, found: Traffic) -> None:
+    teams, mask = item.teams, item.mask
+    assert teams is not None, f"a {row} is entered by a team"
+    n = teams.members.shape[1]
+    inp, out = (_nbytes(item, tv) for tv in movement.both)
     block = np.where(mask, row.block(inp, out, n), 0.0)
     is_root = mask & (teams.position == item.root)
     gives = takes = mask

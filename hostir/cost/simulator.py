@@ -27,16 +27,10 @@ from hostir.cost.op_costs import (
     under_load,
 )
 from hostir.ir.diagnostics import Finding, refuse
-from hostir.ir.ops import (
-    PEER_COPIES,
-    CollectivePermute,
-    Communication,
-    LaunchKernel,
-    P2PCommunication,
-    StartsCommunication,
-)
+from hostir.ir.ops import PEER_COPIES, LaunchKernel, Movement
 from hostir.ir.program import HostIrContainer
 from hostir.ir.shard_layout import held_nbytes
+from multidevice.transports.base.collectives import Collective
 
 # ----------------------------------------------------------------------
 # The timetable: when each piece of work of a class of ranks begins and ends.
@@ -316,15 +310,15 @@ class _ScheduleBuilder:
         return cost_of(op, lambda tv: sizes[tv], self.machine, self.shared.found(op))
 
     def _item(self, item: UnrolledOp) -> None:
-        op, stream = item.site.op, self._stream(item)
+        movement, stream = item.movement, self._stream(item)
         if item.joins is not None:
             self._wait(stream, self.last.get(int(at(item.joins, self.place)), ()))  # pyright: ignore[reportArgumentType]
         elif item.waits is not None:
             self._wait(stream, self.flights.pop(item.waits, ()))
-        elif isinstance(op, Communication):
-            self._collective(item, op, stream)
-        elif item.group is not None or isinstance(op, P2PCommunication | CollectivePermute):
-            self._transfers(item, stream)
+        elif movement is not None and movement.collective is not None:
+            self._collective(item, movement, movement.collective, stream)
+        elif item.starts is not None:
+            self._transfers(item, item.starts, stream)
         elif (cost := self._cost(item)) is not None:
             self._compute(item, cost, stream)
 
@@ -361,21 +355,22 @@ class _ScheduleBuilder:
         return sum(parts) / self.machine.pull_bandwidth
 
     # ------------------------------------------------------------ collectives
-    def _collective(self, item: UnrolledOp, op: Communication, stream: int) -> None:
-        teams = item.teams
-        assert teams is not None
+    def _collective(
+        self, item: UnrolledOp, movement: Movement, row: Collective, stream: int
+    ) -> None:
+        teams, number, source = item.teams, item.starts, movement.both[0]
+        assert teams is not None and number is not None, f"a team starts a {row}"
         sizes = item.sizes(self.place)
-        inp, out = (held_nbytes(tv, sizes[tv]) for tv in (op.inp, op.out))
-        staged = inp if op.backend == PEER_COPIES and op.inp.memory is MemoryType.global_ else 0
+        inp, out = (held_nbytes(tv, sizes[tv]) for tv in movement.both)
         cost = collective_cost(
-            op.collective,
-            op.team.size,
+            row,
+            teams.members.shape[1],
             max(inp, out),
-            op.backend,
+            movement.backend,
             self.machine,
-            dtype=op.inp.dtype(),
-            reduce=op.red_op,
-            staged=staged,
+            dtype=source.dtype(),
+            reduce=movement.red_op,
+            staged=inp if movement.is_copied and source.memory is MemoryType.global_ else 0,
         )
         self.host += cost.host_s
         items = item.together or (item,)
@@ -395,15 +390,13 @@ class _ScheduleBuilder:
             self._need(work, resource, 1.0)
         self._need(work, "multiprocessors", cost.share)
         self._issue(work, stream)
-        work.comes_after(self.calls.get(op.team, ()))
-        self.calls[op.team] = self.last[stream] = self.flights[op.number] = (work,)
+        work.comes_after(self.calls.get(movement.team, ()))
+        self.calls[movement.team] = self.last[stream] = self.flights[number] = (work,)
 
     # ------------------------------------------------------------ transfers
-    def _transfers(self, item: UnrolledOp, stream: int) -> None:
+    def _transfers(self, item: UnrolledOp, number: int, stream: int) -> None:
         """Starts sends and receives together; the stream goes on when all have ended, but for peer
         copies that others make."""
-        started = item.site.op
-        assert isinstance(started, StartsCommunication)
         self.host += self.machine.host_post_s
         holding: list[WorkItem] = []
         flying: list[WorkItem] = []
@@ -411,19 +404,14 @@ class _ScheduleBuilder:
         for half in item.group if item.group is not None else [item]:
             if not half.mask[self.place]:
                 continue
-            op = half.site.op
-            assert isinstance(op, P2PCommunication | CollectivePermute)
-            is_copied = op.backend == PEER_COPIES
-            is_nccl |= not is_copied
-            ends = (
-                self._permute(half, op)
-                if isinstance(op, CollectivePermute)
-                else self._pair(half, op)
-            )
-            for work, is_send in ends:
-                is_theirs = is_send and is_copied
+            movement = half.movement
+            assert movement is not None, f"{half.site.op.name} moves nothing"
+            is_nccl |= not movement.is_copied
+            ends = self._pair if movement.team is None else self._permute
+            for work, is_send in ends(half, movement):
+                is_theirs = is_send and movement.is_copied
                 if is_theirs:
-                    self._stage(half, op, stream)
+                    self._stage(half, movement, stream)
                 self._issue(work, stream, holds=not is_theirs)
                 flying.append(work)
                 holding += [] if is_theirs else [work]
@@ -434,26 +422,25 @@ class _ScheduleBuilder:
             self.calls[None] = calls or self.calls.get(None, ())
         if holding:
             self.last[stream] = tuple(dict.fromkeys(holding))
-        self.flights[started.number] = tuple(dict.fromkeys(flying))
+        self.flights[number] = tuple(dict.fromkeys(flying))
 
-    def _stage(
-        self, item: UnrolledOp, op: P2PCommunication | CollectivePermute, stream: int
-    ) -> None:
+    def _stage(self, item: UnrolledOp, movement: Movement, stream: int) -> None:
         """What lies in memory that peers cannot map is copied first."""
-        tv = op.buffer if isinstance(op, P2PCommunication) else op.inp
-        if tv.memory is MemoryType.global_:
+        tv = movement.sent
+        if tv is not None and tv.memory is MemoryType.global_:
             nbytes = held_nbytes(tv, item.sizes(self.place)[tv])
             self._compute(item, staging_cost(nbytes, self.machine), stream)
 
-    def _pair(self, half: UnrolledOp, op: P2PCommunication) -> list[tuple[WorkItem, bool]]:
-        is_send = op.type == "send"
-        nbytes = held_nbytes(op.buffer, half.sizes(self.place)[op.buffer])
+    def _pair(self, half: UnrolledOp, movement: Movement) -> list[tuple[WorkItem, bool]]:
+        is_send, tv = movement.sent is not None, movement.buffer
+        nbytes = held_nbytes(tv, half.sizes(self.place)[tv])
         for other, places, partners in half.pairs:
             for k in np.nonzero(places == self.place)[0].tolist():
                 ends = (half, other) if is_send else (other, half)
                 peer = int(partners[k])
-                return [(self._transfer(ends, peer, nbytes, op.backend, is_send=is_send), is_send)]
-        raise AssertionError(f"{op.name} of {op.buffer} has no partner, and nobody has said so")
+                work = self._transfer(ends, peer, nbytes, movement.backend, is_send=is_send)
+                return [(work, is_send)]
+        raise AssertionError(f"{half.site.op.name} of {tv} has no partner, and nobody has said so")
 
     def _transfer(
         self,
@@ -479,22 +466,22 @@ class _ScheduleBuilder:
         self._need(work, "multiprocessors", work.cost.share * part)
         return work
 
-    def _permute(self, item: UnrolledOp, op: CollectivePermute) -> list[tuple[WorkItem, bool]]:
-        teams = item.teams
+    def _permute(self, item: UnrolledOp, movement: Movement) -> list[tuple[WorkItem, bool]]:
+        teams, (inp, out) = item.teams, movement.both
         assert teams is not None and item.peers is not None, "the members have met"
         members = teams.members[int(teams.team[self.place])]
         to, source = (int(members[int(at(p, self.place))]) for p in item.peers)  # pyright: ignore[reportArgumentType]
         sizes = item.sizes(self.place)
         if to == self.place:
-            cost = staging_cost(held_nbytes(op.inp, sizes[op.inp]), self.machine)
+            cost = staging_cost(held_nbytes(inp, sizes[inp]), self.machine)
             work = self.shared.add(item, cost, is_transfer=False)
             self._need(work, "multiprocessors", cost.share)
             return [(work, False)]
         ends = (item, item)
         found: list[tuple[WorkItem, bool]] = []
-        for peer, tv, is_send in ((to, op.inp, True), (source, op.out, False)):
+        for peer, tv, is_send in ((to, inp, True), (source, out, False)):
             nbytes = held_nbytes(tv, sizes[tv])
-            work = self._transfer(ends, peer, nbytes, op.backend, is_send=is_send)
+            work = self._transfer(ends, peer, nbytes, movement.backend, is_send=is_send)
             found.append((work, is_send))
         return found
 

@@ -16,9 +16,11 @@ from __future__ import annotations
 from fuser.ir.op import Op
 from hostir.ir.ops.base import (
     NUMBER_OF_STREAMS,
+    PEER_COPIES,
     RANK,
     BufferSharing,
     HostOp,
+    Movement,
     ProgramAround,
     Sizes,
     Work,
@@ -47,7 +49,6 @@ from hostir.ir.ops.local import (
 )
 from hostir.ir.ops.transfers import (
     LIBRARIES,
-    PEER_COPIES,
     TRANSFER_KINDS,
     AxisOrder,
     CollectivePermute,
@@ -91,6 +92,7 @@ __all__ = [
     "LaunchKernel",
     "LocalSlice",
     "BufferSharing",
+    "Movement",
     "P2PCommunication",
     "PostOnStream",
     "ProgramAround",

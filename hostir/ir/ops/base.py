@@ -7,13 +7,15 @@ from __future__ import annotations
 import dataclasses
 import sys
 from collections.abc import Callable, Collection, Mapping, Sequence
-from functools import cache
+from dataclasses import dataclass, field
+from functools import cache, cached_property
 from types import UnionType
 from typing import Any, ClassVar, Literal, Protocol, Union, cast, get_args, get_origin
 
 from fuser.ir.domain.device_mesh import DeviceMesh
 from fuser.ir.dtypes import DataType
 from fuser.ir.fusion import Fusion, TensorView
+from fuser.ir.memory_layout import expanded_positions
 from fuser.ir.naming import in_ir, tensor_words
 from fuser.ir.op import Op
 from fuser.ir.scalar.constructors import Number, Scalar, Symbol, as_scalar
@@ -35,7 +37,9 @@ from hostir.ir.effects import (
 from hostir.ir.shape_rules import check_kept_axes
 from hostir.ir.shard_layout import held_nbytes
 from multidevice.coordination.bounded_wait import Team
-from multidevice.transports.base.collectives import Sharing
+from multidevice.sharding.reshard import TeamOf
+from multidevice.transports.base.collectives import Collective, Sharing
+from multidevice.transports.base.protocol import RedOp
 
 # What every run binds: this rank, and how many streams the evaluator has.
 RANK = Symbol("rank", DataType.Index, lo=0)
@@ -82,6 +86,63 @@ class ProgramAround(Protocol):
     def unit(self, number: int) -> Fusion:
         """Returns the fusion of a host unit; raises `VerifyError` where there is none."""
         ...
+
+
+# ------------------------------------------------------------------ communications
+# The library of peer copies; every other name stands for that of the run's device.
+PEER_COPIES = "CUDA"
+
+
+@dataclass(frozen=True, eq=False)
+class Movement:
+    """The data that the communication of one op moves between ranks.
+
+    One of three forms:
+
+    - a collective: every member of `team` enters it, and `collective` has its facts;
+    - a permutation: every member of `team` enters it, and `peers` are positions in the team;
+    - one end of a transfer between two ranks: `team` is None, and `peers` has one global rank.
+    """
+
+    # The name of the communication's type in messages.
+    kind: str
+    # The tensor whose local shard a rank sends; None for one that only receives.
+    sent: TensorView | None
+    # The tensor whose local shard a rank receives; None for one that only sends.
+    received: TensorView | None
+    team: TeamOf | None
+    backend: str = ""
+    collective: Collective | None = None
+    root: Scalar | None = None
+    red_op: RedOp = "SUM"
+    # The scalars that select the other ranks, by the names of their fields.
+    peers: Mapping[str, Scalar] = field(default_factory=dict[str, Scalar])
+
+    @property
+    def is_copied(self) -> bool:
+        """Whether ranks copy out of each other's memory, without a library."""
+        return self.backend == PEER_COPIES
+
+    @property
+    def tensors(self) -> tuple[TensorView, ...]:
+        """The tensors that it sends and receives, in this order."""
+        return tuple(tv for tv in (self.sent, self.received) if tv is not None)
+
+    @property
+    def both(self) -> tuple[TensorView, TensorView]:
+        """The tensor sent and the tensor received, of a movement within a team."""
+        assert self.sent is not None and self.received is not None, f"{self.kind} has one end"
+        return self.sent, self.received
+
+    @property
+    def buffer(self) -> TensorView:
+        """The tensor of a send, or that of a receive."""
+        return self.tensors[0]
+
+    @cached_property
+    def expanded(self) -> Mapping[TensorView, tuple[int, ...]]:
+        """The expanded axes of each tensor, of which memory holds one element."""
+        return {tv: expanded_positions(tv) for tv in self.tensors}
 
 
 # ------------------------------------------------------------------ how ops run
@@ -253,16 +314,30 @@ class HostOp(Op):
         """How an operand and a result of the op may share one buffer; see `BufferSharing`."""
         return "same"
 
+    @cached_property
+    def movement(self) -> Movement | None:
+        """The data that the op's communication moves; None for an op that starts none.
+
+        By default, ranks send the tensor that the op reads and receive the one that it writes. The
+        team is the one whose members the effects name.
+        """
+        effects = self.effects()
+        if not any(isinstance(e, Starts) for e in effects):
+            return None
+        touched = [e for e in effects if isinstance(e, Reads | Writes)]
+        return Movement(
+            type(self).__name__,
+            next((e.tensor for e in touched if isinstance(e, Reads)), None),
+            next((e.tensor for e in touched if isinstance(e, Writes)), None),
+            next((e.by.team for e in touched if e.by is not None), None),
+        )
+
     @property
     def moved(self) -> tuple[TensorView, TensorView] | None:
         """The tensor that the op brings to another placement, and the result that has it; None for
         an op that starts no communication, or only one half of it."""
-        effects = self.effects()
-        if not any(isinstance(e, Starts) for e in effects):
-            return None
-        read = next((e.tensor for e in effects if isinstance(e, Reads)), None)
-        written = next((e.tensor for e in effects if isinstance(e, Writes)), None)
-        return None if read is None or written is None else (read, written)
+        movement = self.movement
+        return None if movement is None or len(movement.tensors) < 2 else movement.both
 
     @property
     def ranks_meet(self) -> bool:

@@ -30,14 +30,19 @@ from hostir.ir.effects import (
     Waits,
     Writes,
 )
-from hostir.ir.ops.base import BufferSharing, HostOp, ProgramAround, Runtime
+from hostir.ir.ops.base import (
+    PEER_COPIES,
+    BufferSharing,
+    HostOp,
+    Movement,
+    ProgramAround,
+    Runtime,
+)
 from multidevice.coordination.bounded_wait import Team, team_text
 from multidevice.sharding.reshard import CommunicationType, TeamOf
 from multidevice.transports.base.collectives import COLLECTIVES, Collective, Side
 from multidevice.transports.base.protocol import RED_OPS, RedOp
 
-# The library of peer copies; every other name stands for that of the run's device.
-PEER_COPIES = "CUDA"
 # What a program may name: nvFuser's libraries, and those that carry out runs here.
 LIBRARIES = ("NCCL", "UCC", "MPI", "GLOO", "SIMULATED", PEER_COPIES)
 
@@ -184,6 +189,19 @@ class Communication(StartsCommunication):
     def buffer_sharing(self) -> BufferSharing:
         return self.collective.sharing
 
+    @cached_property
+    def movement(self) -> Movement:
+        return Movement(
+            self.type,
+            self.inp,
+            self.out,
+            self.team,
+            self.backend,
+            collective=self.collective,
+            root=self.root,
+            red_op=self.red_op,
+        )
+
     def verify_in(self, program: ProgramAround) -> None:
         super().verify_in(program)
         _check_team(self.team, program)
@@ -256,6 +274,11 @@ class P2PCommunication(StartsCommunication):
         touch = Reads if self.type == "send" else Writes
         return (touch(self.buffer), Starts(self.number))
 
+    @cached_property
+    def movement(self) -> Movement:
+        ends = (self.buffer, None) if self.type == "send" else (None, self.buffer)
+        return Movement(self.type, *ends, None, self.backend, peers={"peer": self.peer})
+
     def emit(self, rt: Runtime) -> None:
         peer = rt.integer(self.peer)
         if peer not in rt.team:
@@ -302,6 +325,12 @@ class CollectivePermute(StartsCommunication):
     def effects(self) -> tuple[Effect, ...]:
         team = Members(self.team)
         return (Reads(self.inp, team), Writes(self.out, team), Starts(self.number))
+
+    @cached_property
+    def movement(self) -> Movement:
+        peers = {"send_peer": self.send_peer, "recv_peer": self.recv_peer}
+        kind = type(self).__name__
+        return Movement(kind, self.inp, self.out, self.team, self.backend, peers=peers)
 
     def emit(self, rt: Runtime) -> None:
         team = self.team.ranks(rt.rank)

@@ -36,6 +36,8 @@ from hostir.ir.effects import Effect, Part, Reads, Shows, Starts, Writes
 from hostir.ir.ops import HOST_OPS, HostOp, checked_slots, loop_index, missing_slots
 from hostir.ir.ops.base import Runtime
 from multidevice import Communicator, DeviceMesh, simulate
+from multidevice.sharding.reshard import TeamOf
+from multidevice.transports.base.collectives import COLLECTIVES
 from tests.support.handmade_programs import EXAMPLES, LATE, run_simulated
 
 # What `import ... as ...` lines tell type checkers.
@@ -153,6 +155,32 @@ def test_what_an_op_leaves_out_follows_from_its_effects() -> None:
     announced = Announced(y, x)
     assert announced.work(shapes.__getitem__) is None
     assert announced.ranks_meet and announced.moved == (x, y)
+    movement = announced.movement
+    assert movement is not None and (movement.sent, movement.received) == (x, y)
+    assert movement.team is None and movement.collective is None and not movement.peers
+
+
+def test_the_movement_of_each_op_that_starts_a_communication() -> None:
+    mesh = DeviceMesh([0, 1, 2])
+    team = TeamOf(mesh, (ParallelType.mesh_x,))
+    hic = HostIrContainer()
+    with hic:
+        x, y = hic.input([4, 6], mesh=mesh), hic.tensor([4, 6], mesh=mesh)
+    reduced = hostir.Communication(
+        x, y, number=0, type="Reduce", team=team, root=sc.ONE, red_op="MAX", backend="CUDA"
+    ).movement
+    assert (reduced.kind, reduced.tensors, reduced.team) == ("Reduce", (x, y), team)
+    assert reduced.collective is COLLECTIVES["Reduce"] and reduced.is_copied
+    assert (reduced.root, reduced.red_op) == (sc.ONE, "MAX")
+    ring = hostir.CollectivePermute(x, y, sc.ONE, sc.ZERO, number=0, team=team).movement
+    assert (ring.tensors, ring.team, ring.collective) == ((x, y), team, None)
+    assert ring.peers == {"send_peer": sc.ONE, "recv_peer": sc.ZERO} and not ring.is_copied
+    for kind, ends in (("send", (x, None)), ("recv", (None, x))):
+        end = hostir.P2PCommunication(x, sc.ONE, number=0, type=kind).movement  # pyright: ignore[reportArgumentType]
+        assert (end.sent, end.received) == ends and end.buffer is x
+        assert end.team is None and end.peers == {"peer": sc.ONE}
+    for op in (hostir.EndCoalescing(0), hostir.Wait(0), hostir.Allocate(y), Twice(y, x)):
+        assert op.movement is None
 
 
 def test_a_number_of_each_run_that_an_op_reads_once_is_refused() -> None:
@@ -275,10 +303,10 @@ PAGE = Path(__file__).parents[3] / "docs" / "reference" / "host-operations.md"
 def test_the_page_on_host_programs_holds() -> None:
     text = PAGE.read_text()
     blocks = re.findall(r"```python\n(.*?)```", text, flags=re.DOTALL)
-    assert len(blocks) == 3
+    assert len(blocks) == 4
     for block in blocks:
         exec(compile(block, str(PAGE), "exec"), {"__name__": "page"})
-    # What it says of a buffer that is not given back.
+    # The page says that a program frees all of its buffers, or none.
     assert blocks[2].count(", Deallocate(shard)") == 1
     with pytest.raises(VerifyError, match="no Deallocate of T1_sym_float"):
         exec(blocks[2].replace(", Deallocate(shard)", ""), {"__name__": "page"})
