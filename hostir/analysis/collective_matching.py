@@ -282,7 +282,7 @@ class MatchingWalk(Walk[PerRank]):
         is_right = self._in_team(root, team.size, here, site, "root")
         is_right &= self._check_sizes(movement, mine, theirs, here, site)
         partial = None
-        if row.reduces and not row.is_prefix:
+        if row.reduces == "all":
             partial = self.shapes.partial_axis(inp, team.ptypes)
         parts = self.shapes.region(inp, without=partial), self.shapes.region(out)
         if not is_right:
@@ -662,7 +662,7 @@ def misplaced(met: PostedCollective, here: Array, ranks: Sequence[int]) -> Wrong
         source = f" from root {at(met.root, i)}" if row.is_rooted else ""
         text = f"{row}{source} brings {inp.text(i)} into {out.text(i)}"
         return text, wrong, _lies(met, inp, out, left, right, i)
-    if row.reduces and not row.is_prefix:
+    if row.reduces == "all":
         return _apart(met, inp, here, ranks)
     return _apart(met, out, here, ranks) if row.growth > 0 and not row.is_rooted else None
 

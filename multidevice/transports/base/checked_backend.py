@@ -521,7 +521,7 @@ class CheckedBackend(NamedCollectives, Captured, ABC):
     def _check_terms(
         self, row: Collective, team: Team, reduce: RedOp | None, root: int | None
     ) -> None:
-        if row.reduces != (reduce is not None):
+        if (row.reduces is None) != (reduce is None):
             wanted = "a reduction is needed" if row.reduces else "nothing is reduced"
             raise InputError(f"{row.method}: {wanted}, got {reduce}")
         if row.is_rooted != (root is not None):

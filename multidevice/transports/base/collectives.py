@@ -20,6 +20,10 @@ from fuser.support.errors import UnsupportedError
 #   slot     the smaller is the member's own slot, the larger has one slot per member
 #   never    each has memory of its own
 Sharing = Literal["same", "slot", "never"]
+# The members whose operands one result reduces:
+#   all      all members of the team
+#   prefix   for member i, the members 0 to i
+Reduced = Literal["all", "prefix"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -59,10 +63,8 @@ class Collective:
     # Bytes from each member to each other one, of the bytes of its operand and result, and n. A
     # collective counts as if every member gave the others directly what they need of it.
     block: Callable[[Any, Any, int], Any]
-    # Whether it takes a reduction, such as SUM.
-    reduces: bool = False
-    # Whether member i gets the reduction of the operands of members 0 to i, instead of all.
-    is_prefix: bool = False
+    # The members whose operands a result reduces; None: it takes no reduction, such as SUM.
+    reduces: Reduced | None = None
     # Whether transports take one buffer, which holds the root's operand and everybody's result.
     has_one_buffer: bool = False
     # Whether a change of shardings on one mesh becomes this collective.
@@ -124,7 +126,7 @@ ALLREDUCE = _row(
         sharing="same",
         bus=lambda n: 2 * (n - 1) / n,
         block=lambda inp, out, n: 2 * inp / n,
-        reduces=True,
+        reduces="all",
         reshards=True,
         rounds=lambda n: 2 * (n - 1),
         h200_bandwidth=345e9,
@@ -173,7 +175,7 @@ REDUCE = _row(
         sharing="same",
         bus=lambda n: 1.0,
         block=lambda inp, out, n: inp,
-        reduces=True,
+        reduces="all",
     )
 )
 REDUCE_SCATTER = _row(
@@ -185,7 +187,7 @@ REDUCE_SCATTER = _row(
         sharing="slot",
         bus=_spread,
         block=lambda inp, out, n: out,
-        reduces=True,
+        reduces="all",
         reshards=True,
         h200_bandwidth=325e9,
     )

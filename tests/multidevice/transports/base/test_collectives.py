@@ -165,7 +165,7 @@ def test_a_program_has_a_predicted_time_and_traffic(name: str, members: int) -> 
     # A library cuts what all get, or the root gets, into pieces and passes them on.
     larger = max(row.inp.parts(members), row.out.parts(members)) * PART * 4
     busiest = max(traffic.sent.max(), traffic.received.max()) / larger
-    if not row.is_prefix:
+    if row.reduces != "prefix":
         bus = busiest if row is ALLREDUCE else min(busiest, 1.0)
         assert row.bus(members) == pytest.approx(bus)
 
