@@ -17,8 +17,8 @@ import pytest
 from tests.support.limits import HANG_S
 
 ROOT = Path(__file__).parents[2]
-_EDIT = re.compile(r"In\s+`([\w./]+)`,\s+after\s+`([^`]+)`:\n\n *```\w+\n(.*?)\n *```", re.DOTALL)
-_FILE = re.compile(r"In a new file\s+`([\w./]+)`:\n\n *```\w+\n(.*?)\n *```", re.DOTALL)
+_EDIT = re.compile(r"In\s+`([\w./-]+)`,\s+after\s+`([^`]+)`:\n\n *```\w+\n(.*?)\n *```", re.DOTALL)
+_FILE = re.compile(r"In a new file\s+`([\w./-]+)`:\n\n *```\w+\n(.*?)\n *```", re.DOTALL)
 _COMMANDS = re.compile(r"```bash\n(.*?)```", re.DOTALL)
 TRY = """
 import torch
