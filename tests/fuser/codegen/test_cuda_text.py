@@ -1,4 +1,4 @@
-"""Literals and index texts: the C++ compiler must read back exactly the value that was meant."""
+"""Tests literals and index texts: the C++ compiler must read back exactly the intended value."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def test_index_texts_parenthesise() -> None:
     ],
 )
 def test_a_test_has_a_condition(cond: sc.Scalar, flags: tuple[str, ...], text: str) -> None:
-    """Also where conditions of sizes have come out as true."""
+    """A predicate is printed with a condition even if its size conditions simplify to true."""
     writer = Writer(depth=0)
     writer.body(Body([If(cond, Body([Sync()]), flags=flags)]))
     assert writer.lines[0].strip() == text

@@ -1,4 +1,5 @@
-"""Floats that are too large for Float8_e4m3fn: kernels make of them what torch makes, whichever."""
+"""Tests casts of floats that are too large for Float8_e4m3fn: kernels and torch give
+equal results."""
 
 from __future__ import annotations
 
@@ -14,13 +15,13 @@ from fuser.runtime import compile_cubin
 from fuser.support.device import CPU, H200
 from tests.support.small_fusions import define, sizes_of
 
-# Older versions of torch make NaN of them, later ones the largest value.
+# Older versions of torch convert them to NaN, newer ones to the largest value.
 BYTES = {False: 0x7E, True: 0x7F}
 
 
 @pytest.fixture(params=BYTES, ids=["448", "NaN"])
 def too_large(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int:
-    """Lets torch make this byte of what is too large."""
+    """Makes torch convert values that are too large to this byte."""
     monkeypatch.setattr(dtypes, "e4m3_has_nan_beyond", lambda: request.param)
     return BYTES[request.param]
 
@@ -46,7 +47,7 @@ def test_on_the_cpu(too_large: int, dtype: torch.dtype) -> None:
     out = torch.empty(len(x), dtype=torch.float8_e4m3fn)
     executor.run([x], [out], sizes=sizes_of(fusion, x.shape))
     expected = x.to(torch.float8_e4m3fn).view(torch.uint8)
-    # 464 is as far from 448 as from 480, and becomes the even one.
+    # 464 is halfway between 448 and 480, and rounds to the even one.
     is_large = (x.abs() > 464) & ~x.isnan()
     wanted = (x.signbit().to(torch.uint8) << 7) | too_large
     assert torch.equal(out.view(torch.uint8), torch.where(is_large, wanted, expected))

@@ -1,6 +1,6 @@
-"""The option `tune`: what is timed, what is taken, what is kept, and what is refused.
+"""Tests the option `tune`: which parameters are timed, chosen, stored and rejected.
 
-Times are given by the tests, so that which parameters win does not depend on the machine.
+The tests supply all times, so the result does not depend on the machine.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ from tests.support.limits import HANG_S
 
 TUNE = ["tune", "schedules_for(h200)"]
 H200 = ["schedules_for(h200)"]
-# Seconds of the heuristic's choice.
+# The seconds of the heuristic's choice.
 USUAL = 1e-5
 
 Price = Callable[[Any, int], float]
 
 
 class Clock:
-    """Says how long parameters take, in their n-th run; `runs` counts what is timed."""
+    """Supplies the time of each run of some parameters; `runs` records what is timed."""
 
     def __init__(self) -> None:
         self.price: Price = lambda params, n: USUAL
@@ -60,7 +60,7 @@ class Clock:
 
 @pytest.fixture
 def clock(kernel_cache_dir: Path, monkeypatch: pytest.MonkeyPatch) -> Clock:
-    """An empty cache, few neighbours, and times from the test."""
+    """Sets up an empty cache, few neighbours, and times from the test."""
     del kernel_cache_dir
     found = Clock()
     monkeypatch.setattr(autotune, "make_timer", lambda device: found.time)
@@ -149,7 +149,8 @@ def test_less_than_the_margin_changes_nothing(clock: Clock, share: float) -> Non
 
 
 def test_a_best_that_loses_many_rounds_is_noise(clock: Clock) -> None:
-    """Half of the time in most rounds of a race, and more than the choice in a third."""
+    """The candidate takes half the time in two of three rounds, and more than the choice in the
+    third."""
 
     def price(params: Any, n: int) -> float:
         last = n - autotune.ROUNDS  # rounds of the last race
@@ -163,7 +164,7 @@ def test_a_best_that_loses_many_rounds_is_noise(clock: Clock) -> None:
 
 
 def test_neighbours_of_the_best_come_next(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two steps away, where the first step is better, too."""
+    """The best is two steps away, and the step between them is faster than the choice, too."""
     monkeypatch.setattr(autotune, "MAX_TIMED", 10)
     clock.price = lambda p, n: 1e-7 * p.threads_x / p.vector
     fd = doubled()
@@ -191,7 +192,7 @@ def test_sizes_of_one_class_are_timed_once(clock: Clock) -> None:
 def test_what_does_not_serve_leaves_the_choice(
     clock: Clock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The best is one that the device takes for the first rows of a class alone."""
+    """The device can launch the best parameters only for the first number of rows of a class."""
     clock.prefer(is_64)
     fd, x = doubled(), torch.randn(64, 96)
     fd.execute([x], _enable_options=TUNE)
@@ -380,7 +381,7 @@ def test_a_damaged_entry_is_ignored_and_written_anew(
 def test_parameters_of_no_use_are_timed_anew(
     clock: Clock, kernel_cache_dir: Path, monkeypatch: pytest.MonkeyPatch, change: dict[str, Any]
 ) -> None:
-    """As what another version may have kept under the same key."""
+    """Another version may have stored such an entry under the same key."""
     clock.prefer(is_64)
     x = torch.randn(64, 96)
     doubled().execute([x], _enable_options=TUNE)
@@ -407,7 +408,7 @@ def test_parameters_of_no_use_are_timed_anew(
 
 
 def test_two_at_a_time_time_once(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The lock of the disk cache: the second waits, and finds what the first has kept."""
+    """The second thread waits for the lock of the disk cache, and finds the first one's result."""
     clock.prefer(is_64)
     searches: list[object] = []
     usual = autotune._Search.run
@@ -476,7 +477,7 @@ def test_an_assertion_about_a_candidate_is_told(
 def test_what_a_candidate_does_not_write_is_seen(
     clock: Clock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its memory holds the right results of those before it."""
+    """The memory of the trial contains right results of earlier candidates."""
     clock.prefer(is_64)
     usual = TuningCandidate.run
     monkeypatch.setattr(
@@ -608,7 +609,7 @@ def test_a_dump_tells_what_was_found(
     assert "heuristic: pointwise(threads 128x1, vector 4, unroll 1), 10.00 us" in shown
     assert "best: pointwise(threads 64x1, vector 4, unroll 1), 5.00 us (50.0 % less)" in shown
     assert "timed: 5 neighbours" in shown
-    # The choice, what was found, and what took its place.
+    # The choice, the parameters found, and those that replaced it.
     assert shown.count("// scheduler_params of kernel group 0") == 3
     assert shown.count(", tuned: the parameters that the scheduler chose") == 1
     doubled().execute([x], _enable_options=TUNE)

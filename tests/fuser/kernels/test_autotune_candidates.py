@@ -1,4 +1,5 @@
-"""Neighbours of a heuristic's choice: near, different, and right in checked mode."""
+"""Tests the neighbours of a heuristic's choice: they are near, different, and right in checked
+mode."""
 
 from __future__ import annotations
 
@@ -61,7 +62,8 @@ def test_they_are_many_different_and_of_one_kind(chosen: Any) -> None:
 
 @pytest.mark.parametrize("chosen", CHOSEN, ids=str)
 def test_the_nearest_differ_in_one_thing(chosen: Any) -> None:
-    """And all that one step of one thing gives come before what takes two."""
+    """All neighbours that change one parameter by one step come before those that take
+    two steps."""
 
     def changed(p: Any) -> set[str]:
         found = {f.name for f in fields(p) if getattr(p, f.name) != getattr(chosen, f.name)}
@@ -125,7 +127,7 @@ PROGRAMS = {
 @pytest.mark.parametrize("shape", [(96, 256), (37, 77)], ids=str)
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_every_near_one_computes_the_same(name: str, shape: tuple[int, int]) -> None:
-    """In checked mode, on the H200's schedules; those that cannot be lowered are few."""
+    """Runs in checked mode with the H200's schedules. Few neighbours may fail to lower."""
     build, meaning = PROGRAMS[name]
     fusion: Fusion = define(build, (None, None))
     x = random(shape, torch.float32)

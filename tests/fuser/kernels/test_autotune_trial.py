@@ -1,4 +1,4 @@
-"""Trials: memory of their own, when results agree, which launches a device takes."""
+"""Tests trials: their memory, the comparison of results, and which launches a device accepts."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.support.small_fusions import define
 
 
 def pair(values: torch.Tensor) -> tuple[Scratch, Scratch]:
-    """Two results of the same values."""
+    """Returns two results with the same values."""
     found = Scratch([values]), Scratch([values])
     for one in found:
         one.tensors[0].copy_(values)
@@ -40,7 +40,8 @@ def test_rounding_agrees_and_more_does_not(dtype: torch.dtype) -> None:
 
 
 def test_small_results_count_beside_large_ones_of_the_same_kernel() -> None:
-    """Relative to the root mean square of all: what is lost at one place does not hide."""
+    """The error is relative to the root mean square of all results, so a wrong small result is
+    found."""
     first, second = pair(torch.ones(100_000))
     second.tensors[0][77_777] = 0
     excess = first.difference(second, 1e-4)

@@ -1,4 +1,5 @@
-"""KernelExecutor: variants, launch records, guards, empty tensors, many kernels at once."""
+"""Tests the kernel executor: variants, launch records, guards, empty tensors, many
+kernels at once."""
 
 from __future__ import annotations
 
@@ -69,7 +70,8 @@ def test_new_tensors_of_a_class_only_change_pointers() -> None:
 
 
 def test_layouts_are_read_from_the_tensors() -> None:
-    """The definition says contiguous; transposed inputs get a kernel in their own order."""
+    """The definition declares contiguous inputs; transposed ones get a kernel for their
+    own order."""
     executor = make_executor(add())
     x, y = (t.t() for t in matrices(12, 8))
     out = torch.empty(12, 8).t()
@@ -77,7 +79,7 @@ def test_layouts_are_read_from_the_tensors() -> None:
     assert torch.equal(out, x + y)
     (variant,) = executor.variants
     assert "for" in variant.kernel.source.text
-    # One run over all elements: no index is split again.
+    # All elements are one run, so no index is split again.
     assert "%" not in variant.kernel.source.text and "/" not in variant.kernel.source.text
 
 
@@ -118,14 +120,14 @@ def test_unaligned_tensors_get_narrower_vectors() -> None:
 def test_loads_and_stores_are_as_wide_as_possible(
     shape: tuple[int, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # Else the threads of an H200 would share such little work.
+    # Otherwise the H200's threads would share this small amount of work.
     monkeypatch.setattr(pointwise, "MANY_ELEMENTS", 1 << 20)
     fusion = define(gelu_mul_add, *[(None, None)] * 3, dtype=BF16)
     executor = make_executor(fusion, "h200")
     run(executor, [random(shape, torch.bfloat16, k) for k in range(3)], [shape])
     kernel = executor.variants[-1].compiled
     assert isinstance(kernel, CheckedCpuKernel)
-    # 7 * 771 is odd: the elements behind the last word go one by one.
+    # 7 * 771 is odd, so the elements after the last vector are processed one by one.
     words, left = divmod(shape[0] * shape[1], 8)
     expected = {16: words, **({2: left} if left else {})}
     assert kernel.counters.global_loads == {n: 3 * count for n, count in expected.items()}
@@ -328,7 +330,8 @@ def test_layout_classes(
 
 
 def test_small_inputs_take_the_kernel_of_a_nearby_size() -> None:
-    """Rows of 14 and of 10 vectors want other parameters; compiling for them would not pay."""
+    """Rows of 14 and 10 vectors have other best parameters, but compiling for them would
+    not pay."""
     fusion = define(lambda x: ops.sum(x, dim=1), (None, None))
     executor = FusedKernelExecutor(fusion, scheduler="reduction", name="kernel", device=H200)
 
@@ -339,10 +342,10 @@ def test_small_inputs_take_the_kernel_of_a_nearby_size() -> None:
         return str(launch[0].params)
 
     first = params(2000, 56)
-    # Smaller, and up to eight times larger: the same kernel.
+    # Smaller sizes, and sizes up to eight times larger, use the same kernel.
     assert [params(2000, 40), params(288, 32), params(4000, 128)] == [first] * 3
     assert len(executor.variants) == 1
-    # Another vector width and an input beyond the cache get their own.
+    # Another vector width, and an input larger than the cache, get kernels of their own.
     assert params(2000, 54) != first
     before = len(executor.variants)
     assert params(16384, 8192) != first
@@ -350,8 +353,8 @@ def test_small_inputs_take_the_kernel_of_a_nearby_size() -> None:
 
 
 def test_a_column_sum_of_megabytes_gets_the_blocks_that_it_wants() -> None:
-    """In one definition, as for equal ones: a kernel whose blocks do not split the rows takes
-    nearly twice as long for 25 MB."""
+    """Also in a definition that has run other sizes: a kernel whose blocks do not split the rows
+    would take nearly twice as long for 25 MB."""
     fusion = define(lambda x: ops.sum(x, dim=0), (None, None))
     executor = FusedKernelExecutor(fusion, scheduler="reduction", name="kernel", device=H200)
     alone = FusedKernelExecutor(fusion, scheduler="reduction", name="kernel", device=H200)

@@ -1,4 +1,5 @@
-"""A kernel whose result has a stream axis takes the step as an argument and writes one block."""
+"""Tests kernels with a stream axis: they take the step number as an argument, and write
+one block."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Kernels of one program that differ in names alone are lowered once, and launched as their own."""
+"""Tests that kernels of one program that differ only in names are lowered once, and
+launched apart."""
 
 from __future__ import annotations
 
@@ -14,7 +15,7 @@ from fuser.kernels import executor
 
 @pytest.fixture
 def lowered(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """The names of the kernels that are lowered."""
+    """Records the names of the kernels that are lowered."""
     names: list[str] = []
     make = executor.make_kernel
 
@@ -85,7 +86,7 @@ def sum_of(build: Any, **tensor: Any) -> FusionDefinition:
 
 
 def test_forms_differ_in_whatever_lowering_reads() -> None:
-    """Each of these differs from the first in one thing that is no name."""
+    """Each fusion differs from the first in one property that is no name."""
     with FusionDefinition() as other:
         y = other.define_tensor([-1, -1], contiguity=True)
         other.add_output(other.ops.sum(other.ops.mul(y, 2.0), dim=1))

@@ -1,4 +1,5 @@
-"""The whole text of canonical kernels. A refactor changes none of them."""
+"""Compares the whole text of typical kernels with golden files. A refactoring changes
+none of them."""
 
 from __future__ import annotations
 
@@ -18,7 +19,7 @@ GOLDEN = Path(__file__).parent / "golden"
 
 
 def bias_relu_bf16() -> Fusion:
-    """Two paths, 16-byte accesses, a bias row that is not streamed."""
+    """Defines a kernel with two paths, 16-byte accesses, and a bias row that is not streamed."""
     fusion = define(
         lambda a, b: ops.cast(ops.relu(ops.add(a, b)), DataType.BFloat16),
         (-1, -1),
@@ -30,7 +31,7 @@ def bias_relu_bf16() -> Fusion:
 
 
 def row_sum_and_max() -> Fusion:
-    """Block and grid reduction of two values in one exchange, with an epilogue."""
+    """Defines a block and grid reduction of two values in one exchange, with an epilogue."""
     fusion = define(lambda a: [ops.mul(ops.sum(a, [1]), 0.5), ops.max(a, [1])], (-1, -1))
     r = staged(fusion)
     r.split(1, 128)
@@ -41,7 +42,8 @@ def row_sum_and_max() -> Fusion:
 
 
 def cpu_column_maximum() -> Fusion:
-    """Plain loops over a tile of accumulators, clamped instead of predicated."""
+    """Defines plain loops over a tile of accumulators, with clamped bounds instead of
+    predicates."""
     fusion = define(lambda a: ops.max(a, [0]), (-1, -1))
     r = staged(fusion)
     r.split(1, 64)

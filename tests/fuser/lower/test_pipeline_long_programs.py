@@ -1,4 +1,4 @@
-"""Programs of many ops: their kernels are written without recursion and grow as the programs do."""
+"""Tests programs of many ops: their kernels are lowered without deep recursion, in linear size."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ Texts = Callable[..., list[str]]
 
 
 class Stopped(Exception):
-    """A run has come to where it compiles."""
+    """Raised when a run is about to compile, to stop it."""
 
 
 @pytest.fixture
 def texts(monkeypatch: pytest.MonkeyPatch) -> Texts:
-    """What gives the kernels of a first run, which ends before they are compiled."""
+    """Returns a function that runs a definition until it compiles, and returns the kernel texts."""
     made: list[str] = []
 
     def stop(sources: Iterable[Any], *_: Any, **__: Any) -> None:
@@ -45,13 +45,13 @@ def test_a_chain_longer_than_the_recursion_limit(texts: Texts) -> None:
             value = fd.ops.add(value, x)
         fd.add_output(value)
     (text,) = texts(fd, torch.empty(8, 8))
-    # The ops once where all elements of a thread exist, and once where some may not.
+    # The ops occur once for threads whose elements all exist, and once for others.
     assert text.count(" + ") >= count
 
 
 @pytest.mark.parametrize("count", [20, 40])
 def test_stacked_diamonds_grow_as_their_number(count: int, texts: Texts) -> None:
-    """Each value is read twice: what asked for it twice each time would take 2**40 steps."""
+    """Each value is read twice. Lowering each of them twice would take 2**40 steps."""
     with FusionDefinition() as fd:
         value = fd.define_tensor([-1, -1], contiguity=True)
         for _ in range(count):
@@ -62,7 +62,7 @@ def test_stacked_diamonds_grow_as_their_number(count: int, texts: Texts) -> None
 
 
 def test_more_values_than_one_reduction_may_hold(texts: Texts) -> None:
-    """Sums of one tensor share kernels, of at most so many operands."""
+    """Sums of one tensor share kernels, each with a limited number of operands."""
     with FusionDefinition() as fd:
         x = fd.define_tensor([-1, -1], contiguity=True)
         for i in range(300):

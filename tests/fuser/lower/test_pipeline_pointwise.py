@@ -1,4 +1,4 @@
-"""Pointwise kernels from hand schedules, run in checked mode against torch in float64."""
+"""Tests pointwise kernels from manual schedules, in checked mode against torch in float64."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from tests.support.hand_schedules import (
 
 
 def cache_io(fusion: Fusion) -> tuple[list[TensorView], list[TensorView]]:
-    """Gives inputs caches and make outputs copies; return (input caches, copied outputs)."""
+    """Caches inputs and copies outputs; returns (input caches, copied outputs)."""
     with FusionGuard(fusion):
         reads = [
             v.cache_after() for v in list(fusion.inputs) if isinstance(v, TensorView) and v.ndim
@@ -36,7 +36,7 @@ def cache_io(fusion: Fusion) -> tuple[list[TensorView], list[TensorView]]:
 
 
 def flat(fusion: Fusion, threads: int = 128) -> None:
-    """One thread per element of the flattened output."""
+    """Schedules one thread per element of the flattened output."""
     out = fusion.outputs[0]
     while len(out.domain.loop) > 1:
         out.merge(0)
@@ -50,7 +50,7 @@ def flat(fusion: Fusion, threads: int = 128) -> None:
 def vectorized(
     fusion: Fusion, *, width: int = 4, threads: int = 32, unroll: int = 2, broadcast: str = "vector"
 ) -> None:
-    """[blocks, unswitch, unroll, threads, vector] over the flattened output."""
+    """Schedules [blocks, unswitch, unroll, threads, vector] over the flattened output."""
     reads, writes = cache_io(fusion)
     ref = writes[0]
     while len(ref.domain.loop) > 1:
@@ -122,7 +122,7 @@ def test_vectorized(size: int, dtype: DataType) -> None:
     assert text.count(f"store_vec_cs<{width}>") == 2 and "load_vec_cs" not in text
     assert "else" in text
     fast = text[text.index("if (") : text.index("else")]
-    # In the fast path: no predicates inside, all loads before the first use.
+    # The fast path has no predicates inside, and all loads precede the first use.
     assert fast.count("if (") == 1
     assert fast.rindex("load_vec") < fast.index("float t")
     assert all(n == 16 for _, n in kernel.alignments)

@@ -1,6 +1,6 @@
-"""Random legal schedules of small fusions: many extents, all splits, all parallel types.
+"""Tests random legal schedules of small fusions: many extents, all splits, all parallel types.
 
-The seed is part of the test's name; a failure shows the fusion, the schedule and the kernel.
+The seed is part of the test's name. A failure shows the fusion, the schedule and the kernel.
 """
 
 from __future__ import annotations
@@ -75,14 +75,14 @@ def transform(tv: TensorView, rng: rnd.Random) -> list[str]:
 
 
 def iterations_first(tv: TensorView) -> None:
-    """Moves reduction axes inside, so that a result needs one register."""
+    """Moves reduction axes inside, so that a result needs only one register."""
     loop = tv.domain.loop
     order = sorted(range(len(loop)), key=lambda k: loop[k].is_reduction())
     tv.reorder({old: new for new, old in enumerate(order)})
 
 
 def types(tv: TensorView, rng: rnd.Random) -> list[str]:
-    """Gives loop axes random parallel types: at most 128 threads."""
+    """Sets random parallel types of loop axes, with at most 128 threads."""
     free = [P.grid_x, P.grid_y, P.grid_z, P.block_x, P.block_y, P.block_z]
     threads, log = 1, []
     for k, axis in enumerate(tv.domain.loop):
@@ -187,7 +187,7 @@ def make_case(make: Make, seed: int, *, on_cpu: bool) -> Case | None:
     try:
         kernel = lower(fusion, name=f"case{seed}", device=CPU if on_cpu else H200)
     except (UnsupportedError, DefinitionError) as refused:
-        # Legal reasons only: a launch shape that would not be constant, or too many registers.
+        # Only these errors are legal: a launch shape that is not constant, or too many registers.
         assert "register" in str(refused) or "is not constant" in str(refused), (seed, log, refused)
         return None
     return Case(fusion, inputs, kernel, log)
@@ -217,7 +217,7 @@ def test_random_schedules(make: Make, device: str, first: int) -> None:
 
 
 def test_registers_behind_a_pad_are_read_inside_only() -> None:
-    """A pad's reader must neither load for, nor read registers for, the padded elements."""
+    """For padded elements, the reader must neither load memory nor read registers."""
 
     def build(a: TensorView) -> TensorView:
         return ops.pad(ops.exp(a), [1, 2])

@@ -1,4 +1,4 @@
-"""Reduction kernels from hand schedules, run in checked mode against torch in float64."""
+"""Tests reduction kernels from manual schedules, in checked mode against torch in float64."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ from tests.support.hand_schedules import CPU, P, check, define, lower, paralleli
 
 
 def spread(fusion: Fusion, reduction: TensorView) -> None:
-    """Schedules everything like the reduction, and inline."""
+    """Schedules all tensors like the reduction, and inlines them."""
     transform_like(reduction)
     parallelize_like(reduction)
     inline_most(fusion=fusion)
 
 
 def staged(fusion: Fusion, *, cached: bool = True) -> TensorView:
-    """Makes outputs copies of local tensors; returns the first reduction."""
+    """Copies local tensors to the outputs; returns the first reduction."""
     with FusionGuard(fusion):
         if cached:
             for out in list(fusion.outputs):
@@ -85,7 +85,7 @@ def test_nan_reaches_the_maximum() -> None:
 
 @pytest.mark.parametrize("shape", SHAPES)
 def test_inner_vectorized_unrolled(shape: Sequence[int]) -> None:
-    """[rows, reduction steps, unswitch, unroll, threads, vector]."""
+    """The loops are [rows, reduction steps, unswitch, unroll, threads, vector]."""
     rows, columns = shape
     fusion = define(lambda a: ops.sum(a, [1]), (-1, -1))
     with FusionGuard(fusion):
@@ -112,7 +112,8 @@ def test_inner_vectorized_unrolled(shape: Sequence[int]) -> None:
 @pytest.mark.parametrize("shape", [(100, 24), (1, 8), (37, 40), (260, 16)])
 @pytest.mark.parametrize("threads", [(4, 8), (2, 3), (1, 1)])
 def test_outer_vectorized(shape: Sequence[int], threads: tuple[int, int]) -> None:
-    """[columns/..(bx), columns(tx), vector, rows serial, rows(ty)] with vector accumulators."""
+    """The loops are [columns/..(bx), columns(tx), vector, rows serial, rows(ty)], with vector
+    accumulators."""
     tx, ty = threads
     fusion = define(lambda a: ops.sum(a, [0]), (-1, -1))
     with FusionGuard(fusion):
@@ -136,7 +137,7 @@ def test_outer_vectorized(shape: Sequence[int], threads: tuple[int, int]) -> Non
     kernel = check(fusion, [random(shape)])
     text = kernel.source.text
     assert "Array<float, 4> r" in text and "store_vec_cs<4>" in text
-    # Alone, a thread sums as a pointwise kernel does.
+    # A thread that sums alone behaves like one of a pointwise kernel.
     assert ("load_vec_cs<4>" if ty > 1 else "load_vec<4>") in text
 
 
@@ -229,7 +230,7 @@ def test_sum_and_sum_of_squares(grid: bool) -> None:
 
 @pytest.mark.parametrize("kinds", [("sum", "max"), ("sum", "max", "min")])
 def test_grid_reductions_of_several_kinds_meet(kinds: Sequence[str]) -> None:
-    """One exchange for all: two exchanges could be finished by different blocks."""
+    """All use one exchange, because different blocks could complete two exchanges."""
 
     def build(a: TensorView) -> TensorView:
         results = [getattr(ops, kind)(a, [1]) for kind in kinds]
@@ -295,7 +296,8 @@ def test_half_accumulates_in_float() -> None:
 
 
 def test_softmax_rows_in_registers() -> None:
-    """A persistent row: two reductions and a use of both, without going back to memory."""
+    """The row stays in registers for two reductions and another use, without a second read of
+    memory."""
 
     def build(a: TensorView) -> TensorView:
         m = ops.broadcast(ops.max(a, [1]), [False, True])

@@ -1,4 +1,5 @@
-"""Calls that the compiled runner repeats equal Python's, bit for bit; all others stay Python's."""
+"""Tests the compiled runner: the calls it repeats equal Python's bit by bit; others stay
+in Python."""
 
 from __future__ import annotations
 
@@ -106,7 +107,7 @@ def test_the_status_says_what_it_waits_for_and_moves(monkeypatch: pytest.MonkeyP
     assert ", for 15 s so far; " in fd.compiled_runner()[0]
     left = [int(line.split("asked again in ")[1].split()[0]) for line in told]
     assert all(a - b == 1 or a == 1 for a, b in itertools.pairwise(left)), left
-    # The compiler has ended: the next question, which is not put off further, takes calls over.
+    # The compiler has ended: the next search finds the runner, and it is not delayed further.
     monkeypatch.setattr(compiled_runner, "_look", lambda: made)
     assert fd.compiled_runner()[0].startswith("not repeated: it is compiled now; asked again in")
     for _ in range(left[-1] + 2):
@@ -143,7 +144,7 @@ def _nested() -> torch.Tensor:
         return torch.nested.nested_tensor([torch.randn(8)] * 6)
 
 
-# What stands in the place of an input, or of the list; whether it is refused.
+# The values passed in place of an input or of the list, and whether they are rejected.
 WRONG: dict[str, tuple[Callable[[], Any], bool]] = {
     "another size": (lambda: torch.randn(7, 8), True),
     "another dtype": (lambda: torch.randn(6, 8, dtype=torch.float64), True),
@@ -191,7 +192,7 @@ def test_a_wrong_input_after_steady_calls(name: str, place: int) -> None:
         plainly = given[place].detach().as_subclass(torch.Tensor).resolve_neg()
         torch.testing.assert_close(fd.execute(given)[0], inputs[1 - place] + plainly)
     assert runs(fd) == before
-    # And those that it knows are its own again.
+    # Calls with the usual inputs are repeated again.
     steady(fd, inputs)
     assert torch.equal(fd.execute(inputs)[0], inputs[0] + inputs[1])
 
@@ -261,7 +262,7 @@ def test_under_a_mode_of_torch() -> None:
         def __torch_function__(
             self, func: Any, types: Any, args: Any = (), kwargs: Any = None
         ) -> Any:
-            # What would end the process, were it taken for an address.
+            # This value would end the process if it were used as an address.
             return 12345 if "_cdata" in str(func) else func(*args, **(kwargs or {}))
 
     before = runs(fd)
@@ -325,7 +326,8 @@ def test_it_lets_go_of_calls_that_no_longer_come() -> None:
 
 
 def test_one_tensor_in_several_places() -> None:
-    """As weights that layers share; apart, later, they are the same call."""
+    """One tensor is passed at several positions, as for shared weights. Other tensors, equal or
+    not, are accepted by the same repeated call."""
     x, y, z = (torch.randn(8, 8) for _ in range(3))
     for inputs in ([x, x, x], [x, y, x], [y, x, x]):
         fd = program(3, lambda ops, a, b, c: [ops.sub(ops.add(a, b), c)])
@@ -367,7 +369,7 @@ def test_lines_say_of_which_calls_they_are() -> None:
 
 
 def test_why_calls_on_several_ranks_are_not_repeated() -> None:
-    """From the first call on; a rank alone is like no ranks."""
+    """The reason is given from the first call on. A single rank is treated as no ranks."""
 
     def body() -> list[str]:
         with FusionDefinition() as fd:
@@ -389,7 +391,7 @@ def test_why_calls_on_several_ranks_are_not_repeated() -> None:
 
 
 def test_why_calls_with_options_are_not_repeated() -> None:
-    """An empty list says nothing, so such calls are like all others."""
+    """An empty list of options has no effect, so such calls are repeated."""
     fd, inputs = add(), [torch.randn(6, 8), torch.randn(6, 8)]
     for _ in range(ENOUGH):
         fd.execute(inputs, _enable_options=[], _disable_options=[])

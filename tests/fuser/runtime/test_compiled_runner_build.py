@@ -1,4 +1,4 @@
-"""How the compiled runner is made, and what happens where it cannot be."""
+"""Tests how the compiled runner is built, and programs on machines where that is impossible."""
 
 from __future__ import annotations
 
@@ -65,12 +65,13 @@ def test_in_developer_mode() -> None:
 
 
 def test_a_process_that_ends_before_the_compiler(tmp_path: Path) -> None:
-    """Nothing waits for it, nothing is left of it, nobody is told."""
+    """The process does not wait, leaves no files, and prints no message."""
     cache = tmp_path / "cache"
     folder = tmp_path / "temporary"
     folder.mkdir()
     slow, pid = tmp_path / "slow", tmp_path / "pid"
-    # Not before the compiler runs: this checks that it does not go on.
+    # The process must not end before the compiler runs: the test checks that the compiler is ended,
+    # too.
     begun = f"import os, time\nwhile not os.path.exists({str(pid)!r}): time.sleep(0.01)\nprint("
     text = _CALLS.format(before="", calls=40).replace("print(", begun)
     waits = f'*runner.c*) echo $$ > "{pid}.new"; mv "{pid}.new" "{pid}"; exec sleep 60;;'
@@ -118,7 +119,7 @@ def test_absent_without_harm(
 def test_a_cache_that_keeps_nothing(
     is_full: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """It is made for this process alone, once."""
+    """The runner is built once, for this process alone."""
     monkeypatch.setattr(compiled_runner, "_state", compiled_runner._State())
     monkeypatch.setattr(
         compiled_runner, "_FLAGS", (*compiled_runner._FLAGS, f"-DKEEPS_NOTHING={is_full:d}")

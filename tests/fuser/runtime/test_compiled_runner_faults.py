@@ -1,4 +1,4 @@
-"""Errors, threads and memory of calls that the compiled runner repeats."""
+"""Tests errors, threads and memory of calls that the compiled runner repeats."""
 
 from __future__ import annotations
 
@@ -49,13 +49,13 @@ def _bound(fd: FusionDefinition) -> Any:
 
 
 def _multiply_by(function: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Lets programs that are bound from now on multiply two plain matrices by this function."""
+    """Makes programs that are bound from now on multiply two plain matrices by this function."""
     way = matmul_calls.Product(function, ((0, None), (1, None)))
     monkeypatch.setattr(matmul_calls, "_AS_THEY_ARE", way)
 
 
 class _Room:
-    """Where outputs are allocated from now on, as long as it is not full."""
+    """Memory for outputs, which can be made full."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.is_full, self._make = False, steps.empty_on(CPU)
@@ -81,7 +81,7 @@ def test_no_memory_for_an_output_is_told_as_in_python(monkeypatch: pytest.Monkey
 
 
 def test_a_closure_that_raises_is_told_as_in_python(monkeypatch: pytest.MonkeyPatch) -> None:
-    """And its arena is not used again."""
+    """The error is the same as in Python, and the arena of the call is not used again."""
     fd = program(2, lambda ops, x, w: [ops.relu(ops.matmul(x, w))])
     is_broken, product = False, torch.mm
 
@@ -107,7 +107,7 @@ def test_a_closure_that_raises_is_told_as_in_python(monkeypatch: pytest.MonkeyPa
 
 
 def test_after_an_error_it_comes_back_soon(monkeypatch: pytest.MonkeyPatch) -> None:
-    """However long it had taken before until it was made."""
+    """The runner is used again soon after an error, even if its first use took many calls."""
     room = _Room(monkeypatch)
     fd, inputs = add(), [torch.randn(6, 8), torch.randn(6, 8)]
     steady(fd, inputs)
@@ -128,7 +128,8 @@ def test_after_an_error_it_comes_back_soon(monkeypatch: pytest.MonkeyPatch) -> N
 
 @pytest.mark.parametrize("recovers", [True, False])
 def test_a_launch_that_fails(recovers: bool) -> None:
-    """It is explained as Python does, or made after all: what follows runs once."""
+    """The error has the same text as in Python, or a second attempt succeeds. Later steps
+    run once."""
     import ctypes
 
     fd = program(1, lambda ops, x: [ops.relu(ops.segment_set(ops.tanh(x)))])
@@ -175,7 +176,7 @@ def _bound_plan(fd: FusionDefinition) -> Any:
 
 
 def test_inside_of_a_run_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A closure that calls the program again finds another arena."""
+    """A closure that calls the program again gets another arena."""
     fd = program(2, lambda ops, x, w: [ops.relu(ops.matmul(ops.tanh(x), w))])
     inputs, deep = [torch.randn(4, 4), torch.randn(4, 4)], 0
     seen: list[int] = []
@@ -237,7 +238,7 @@ def test_simulated_ranks_share_a_definition() -> None:
     before = outside.runs
     with simulate(2) as world:
         world.run(work)
-    # What was bound to this process's own rank is none of theirs.
+    # Other ranks do not use the calls bound to this process's own rank.
     assert outside.runs == before
     steady(fd, inputs)
 
@@ -281,7 +282,7 @@ def test_nothing_stays_of_a_call() -> None:
     steady(fd, inputs)
     after = counts()
     gained = [b - a for a, b in zip(before, after, strict=True)]
-    # None is everybody's.
+    # The count of None is allowed to change, because all code uses it.
     assert abs(gained.pop(2)) < 500 and max(map(abs, gained)) < 3, gained
     assert _resident() - nbytes < 8 << 20
 
@@ -291,7 +292,7 @@ def _resident() -> int:
 
 
 def test_no_input_is_kept() -> None:
-    """What it was made for goes, as what it repeats."""
+    """Neither the inputs it was built with, nor those of repeated calls, are kept alive."""
     fd, gone = _weighted(), list[weakref.ref[torch.Tensor]]()
     for _ in range(3 * ENOUGH):
         inputs: list[Any] = [torch.randn(6, 8), 0.5]
@@ -299,7 +300,7 @@ def test_no_input_is_kept() -> None:
         gone += [weakref.ref(x) for x in (inputs[0], *outputs)]
         del inputs, outputs
     assert runs(fd) > 0
-    # The walk that the first call takes is garbage with cycles.
+    # The walk of the first call is garbage with reference cycles.
     gc.collect()
     assert not [x for x in gone if x() is not None]
 

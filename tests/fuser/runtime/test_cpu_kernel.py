@@ -1,4 +1,5 @@
-"""Kernels give the right numbers on the CPU, the checked CPU in several thread orders, and CUDA."""
+"""Tests that kernels compute the right numbers on the CPU, in checked mode in several thread
+orders, and on CUDA."""
 
 from __future__ import annotations
 
@@ -39,7 +40,7 @@ def build(source: KernelSource, device: str) -> CompiledKernel:
 
 
 def run(source: KernelSource, device: str, args: Sequence[object], **shape: object) -> None:
-    """Launches; on the checked CPU, once for each order of threads and blocks."""
+    """Launches a kernel; in checked mode, once for each order of threads and blocks."""
     compiled = build(source, device)
     orders = ORDERS if isinstance(compiled, CheckedCpuKernel) else (0,)
     for order in orders:
@@ -114,7 +115,7 @@ def compose(maps: Sequence[tuple[int, int]]) -> tuple[int, int]:
 
 
 def coordinates(shape: Shape) -> list[Shape]:
-    """All coordinates, in the order of the linear thread id (x fastest)."""
+    """Returns all coordinates in the order of the linear thread id (x fastest)."""
     return [(x, y, z) for z in range(shape[2]) for y in range(shape[1]) for x in range(shape[0])]
 
 
@@ -126,7 +127,7 @@ def group_of(place: Shape, axes: Shape) -> Shape:
 def expected_by_group(
     maps: Sequence[tuple[int, int]], shape: Shape, axes: Shape
 ) -> list[tuple[int, int]]:
-    """For each place, the composition over its group in linear order."""
+    """Returns, for each position, the composition over its group in linear order."""
     places = coordinates(shape)
     groups: dict[Shape, list[tuple[int, int]]] = {}
     for place, value in zip(places, maps, strict=True):
@@ -281,7 +282,7 @@ def test_grid_reduce(device: str, blocks: Shape, threads: Shape, grid: Shape, bl
     values = torch.randint(
         1, 10007, (n_blocks, n_threads, 2), dtype=torch.int32, generator=generator
     )
-    # Within a block first, then over blocks: all in linear order.
+    # Within a block first, then over blocks, all in linear order.
     in_block = [
         expected_by_group([(int(a), int(b)) for a, b in row], block, threads)
         for row in values.tolist()
@@ -471,7 +472,8 @@ def test_vectorised_maximum_keeps_nan(device: str, ctype: str, n: int) -> None:
 
 
 def test_threads_that_end_give_their_stacks_back() -> None:
-    """The engine ran out of mappings after 31 threads, such as simulated ranks."""
+    """Otherwise the engine runs out of memory mappings after 31 threads, such as
+    simulated ranks."""
     source = handwritten_kernels.kernel(
         "count_threads", "int* T0", "  __syncthreads();\n  atomicAdd(T0, 1);", uses_barriers=True
     )

@@ -1,4 +1,4 @@
-"""Checked mode finds planted bugs, and names kernel, kind, thread, block and index."""
+"""Tests that checked mode finds planted bugs, and reports kernel, kind, thread, block and index."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def finding(
     smem_bytes: int = 256,
     order_seed: int = 0,
 ) -> str:
-    """Runs a body on two tensors of `extent` floats; returns the finding."""
+    """Runs a body on two tensors of `extent` floats; returns the reported error."""
     compiled = build(kernel(name, parameters, body, uses_barriers=True))
     compiled.order_seed = order_seed
     x = torch.arange(extent, dtype=torch.float32)
@@ -72,7 +72,7 @@ def test_right_kernels_pass(name: str, body: str, order_seed: int) -> None:
 
 @pytest.mark.parametrize("order_seed", [0, 1, 99])
 def test_missing_barrier_between_write_and_read(order_seed: int) -> None:
-    # A read before its writer ran finds nothing initialised; one after it is a race.
+    # A read before the writer ran is reported as uninitialised; a read after it is a race.
     message = finding(
         "no_barrier", REVERSE.replace("  __syncthreads();\n", ""), order_seed=order_seed
     )

@@ -1,4 +1,5 @@
-"""Blocks of a cluster: what they combine, and what checked mode finds where they do not wait."""
+"""Tests clusters of blocks: the values they combine, and reports of missing barriers in checked
+mode."""
 
 from __future__ import annotations
 
@@ -12,8 +13,8 @@ from fuser.runtime.cpu_kernel import CheckedCpuKernel
 from fuser.support.errors import KernelError
 from tests.support.handwritten_kernels import kernel
 
-# Each thread has a value of its own; groups of threads are those of one y. The second round finds
-# memory that the first one used.
+# Each thread has a different value; groups of threads have the same y. The second round uses the
+# memory of the first one again.
 REDUCE = """\
   FUSER_SMEM(smem);
   for (int round = 0; round < 2; ++round) {{
@@ -62,7 +63,7 @@ def test_all_blocks_of_a_cluster_get_the_sum(place: str, dtype: torch.dtype, clu
             assert compiled.counters.cluster_barriers == 5 * 2 * 2 * 2 * 2
 
 
-# Each thread leaves its value, and reads that of the next block.
+# Each thread writes its value, and reads that of the next block.
 NEXT = """\
   FUSER_SMEM(smem);
   FUSER_SHARED(float) tile = FUSER_SHARED_AT(float, smem, 0, 64);
@@ -80,7 +81,7 @@ NOTHING: Mapping[str, str] = {}
 def launch(
     name: str, parts: Mapping[str, str] = NOTHING, *, grid_y: int = 4, order_seed: int = 0
 ) -> torch.Tensor:
-    """Runs `NEXT`, with these parts, on 4 blocks in clusters of 2."""
+    """Runs `NEXT` with these parts, on 4 blocks in clusters of 2."""
     filled = {"write": WRITE, "before": MEET, "after": MEET, "when": "true", "at": "threadIdx.x"}
     text = NEXT.format(**filled | {"blocks": "2"} | dict(parts))
     source = kernel(

@@ -1,4 +1,4 @@
-"""Loads by a condition in loops of few iterations: GCC 12.2 mixes them up where it unrolls."""
+"""Tests conditional loads in short loops, which GCC 12.2 miscompiles when it unrolls them."""
 
 from __future__ import annotations
 

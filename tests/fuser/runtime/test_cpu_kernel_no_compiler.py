@@ -1,4 +1,4 @@
-"""A compiler that does not work is the machine's fault: the error says what mends it."""
+"""Tests compilers that do not work: the error says how to repair the machine."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""What blocks exchange: every value of every type arrives, and the memory is left as it was."""
+"""Tests packets between blocks: every value of every type arrives, and the memory is zero
+afterwards."""
 
 from __future__ import annotations
 
@@ -19,7 +20,8 @@ THREADS = 3
 
 
 def exchange(ctype: str, op: str, identity: str, count: int) -> KernelSource:
-    """Each thread of the block that began last writes what the threads of its place gave."""
+    """Returns a kernel that reduces over blocks. The block that has the result writes it, one value
+    per thread."""
     name = f"exchange_{op.lower()}_{ctype}_{count}"
     return kernel(
         name,
@@ -61,7 +63,7 @@ SOURCES = {
 
 
 def values(dtype: torch.dtype, shape: Sequence[int]) -> torch.Tensor:
-    """Numbers among which are those whose bits are all set, all clear, or look like a flag."""
+    """Returns numbers, including some whose bits are all set, all clear, or look like a flag."""
     generator = torch.Generator().manual_seed(7)
     if dtype is torch.bool:
         return torch.rand(*shape, generator=generator) < 0.8
@@ -73,7 +75,7 @@ def values(dtype: torch.dtype, shape: Sequence[int]) -> torch.Tensor:
         x = torch.randint(-1000, 1000, shape, generator=generator).to(dtype)
     flat = x.view(-1)
     for k, value in enumerate(special):
-        # Several in a row: a word holds more than one.
+        # Several values in a row, because a packet holds more than one.
         flat.view(bits)[5 * k : 5 * k + 3] = value
     return x
 
@@ -150,7 +152,7 @@ def test_several_types_travel_together(order: int) -> None:
     assert isinstance(compiled, CheckedCpuKernel)
     compiled.order_seed = order
     x, out = torch.randn(7, 5), torch.zeros(5, dtype=torch.float64)
-    # 48 bytes, four in a word: the sum of ints uses all of its values.
+    # 48 bytes, four per packet: the sum of ints uses all of its values.
     packets, begun = torch.zeros(35 * 12, dtype=torch.int64), torch.zeros(1, dtype=torch.int32)
     for _ in range(2):
         shape = {"grid": (5, 7, 1), "block": (4, 1, 1), "smem_bytes": 256}
@@ -163,7 +165,7 @@ def test_several_types_travel_together(order: int) -> None:
 
 @pytest.mark.parametrize("order", ORDERS)
 def test_reductions_over_different_axes_and_in_turns(order: int) -> None:
-    """A block may wait in one and be waited for in another."""
+    """A block may wait in one reduction while others wait for it in another."""
     (compiled,) = compile_kernels([TWO_WAYS], "cpu", checked=True)
     assert isinstance(compiled, CheckedCpuKernel)
     compiled.order_seed = order

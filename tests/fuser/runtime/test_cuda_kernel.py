@@ -1,4 +1,5 @@
-"""The direct launch through the driver's C interface, against a library that stands for it."""
+"""Tests direct launches through the driver's C interface, with a substitute for the driver's
+library."""
 
 from __future__ import annotations
 
@@ -14,7 +15,8 @@ import pytest
 from fuser.runtime import cuda_kernel
 from fuser.runtime.cuda_kernel import CudaKernel, PreparedCudaLaunch
 
-# The structure as CUDA's driver API documents it, and a launch that notes what it was given.
+# The structure from the documentation of CUDA's driver API, and a launch that records its
+# arguments.
 DRIVER = """
 #include <initializer_list>
 struct Config {

@@ -1,4 +1,4 @@
-"""Memory that is lent to the caller's graphs, with a driver played by the test."""
+"""Tests memory that is lent to the caller's graphs, with a substitute for the driver."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _LIBC = ctypes.CDLL(None)
 
 
 class _Driver:
-    """One graph under capture, which holds user objects until it is destroyed."""
+    """A driver with one graph under capture, which holds user objects until it is destroyed."""
 
     def __init__(self) -> None:
         self.made: dict[int, int] = {}
@@ -82,7 +82,7 @@ def test_a_graph_has_its_memory_until_it_is_destroyed() -> None:
     first = _addresses(memory, 100, STOCK)
     assert len(set(first)) == STOCK
     assert all(b - a >= SMALLEST for a, b in zip(sorted(first), sorted(first)[1:], strict=False))
-    # None is left, and of another size there never was any.
+    # No piece is left, and there never was one of another size.
     assert memory.lend(100) is None
     assert memory.lend(SMALLEST + 1) is None
     driver.destroy_graph()

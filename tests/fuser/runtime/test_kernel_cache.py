@@ -1,4 +1,4 @@
-"""The kernel caches: hits cost no compilation, damage is repaired, ranks may race."""
+"""Tests the kernel caches: hits cost no compilation, damage is repaired, processes may race."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def test_checked_and_unchecked_kernels_are_two() -> None:
     "damage", ["torn object", "flipped bit", "torn entry", "foreign entry", "no object"]
 )
 def test_damage_is_repaired(empty_cache: Path, damage: str) -> None:
-    # A value of its own for each case: a library that is loaded stays loaded.
+    # Each case has its own value, because a loaded library stays loaded.
     value = 100 + len(damage) * 7 + ord(damage[0])
     assert compile_kernels([constant(value)], "cpu")
     (stored,) = (empty_cache / "objects").glob("*.so")
@@ -243,7 +243,7 @@ def test_threads_may_compile_and_launch_together() -> None:
 
 
 def test_what_makes_a_source_may_wait_for_a_thread_that_compiles() -> None:
-    """As where a thread that runs a kernel compiles another form of it, and has its lock."""
+    """A thread that holds a lock may compile another form of the kernel in the meantime."""
 
     def sources() -> Iterator[KernelSource]:
         other = threading.Thread(target=lambda: value_of(constant(12)), daemon=True)

@@ -1,4 +1,4 @@
-"""The kernel cache under faults: strange files, no room, forks, and libraries that nobody uses."""
+"""Tests the kernel cache with faults: strange files, full disks, forks, and unused libraries."""
 
 from __future__ import annotations
 
@@ -231,7 +231,7 @@ def test_libraries_are_unloaded_with_their_last_kernel() -> None:
     for n in range(21, 26):
         assert value_of(n) == n
     gc.collect()
-    # What earlier tests held may go meanwhile.
+    # Libraries that earlier tests held may be unloaded in the meantime.
     assert set(cpu_kernel._libraries) <= before and mapped_libraries() <= maps
     out = torch.zeros(1, dtype=torch.int32)
     prepared = kept.prepare([out], grid=(1, 1, 1), block=(1, 1, 1))
@@ -247,7 +247,8 @@ def _child(pipe: object) -> None:
 
 @pytest.mark.finding("F43")
 def test_a_fork_while_another_thread_compiles(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The child found the lock of the compiler held by a thread that it does not have."""
+    """The child inherits the compiler's lock in locked state, held by a thread that it does not
+    have."""
     inside, leave = threading.Event(), threading.Event()
     original = cpu_kernel._run_compiler
 

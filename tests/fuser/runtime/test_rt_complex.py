@@ -1,5 +1,5 @@
-"""The functions of rt_complex.h against torch in complex128: random values of all magnitudes, the
-unit circle, and every pair of special parts."""
+"""Tests the functions of rt_complex.h against torch in complex128, for random values of all
+magnitudes, the unit circle, and every pair of special parts."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ FUNCTIONS = """
 """
 FUNCTIONS = tuple(FUNCTIONS.split())
 TESTS = ("isfinite", "isinf", "isnan", "isreal", "abs", "real", "imag")
-# Where C99 leaves a sign open, torch's is another.
+# C99 leaves the sign open, and torch chooses another one.
 OPEN = {
     "sin": lambda z: (z.imag.isinf()) & ~z.real.isfinite(),
     "sinh": lambda z: (z.real.isinf()) & ~z.imag.isfinite(),
@@ -41,7 +41,7 @@ def random_values() -> Tensor:
 
 
 def run(names: Sequence[str], *inputs: Tensor) -> list[Tensor]:
-    """Returns each op of the inputs, from kernels."""
+    """Returns each op of the inputs, computed by kernels."""
     with FusionDefinition() as fd:
         operands = [fd.from_pytorch(x) for x in inputs]
         for name in names:
@@ -54,8 +54,8 @@ def parts(z: Tensor) -> Iterator[Tensor]:
 
 
 def unlike(got: Tensor, expected: Tensor, rtol: float, atol: float = 0.0) -> Tensor:
-    """Returns where a part differs by more than `rtol` of the number; of infinite numbers, of
-    it."""
+    """Returns where a part differs by more than `rtol` of the number's absolute value plus `atol`.
+    For an infinite number, it is `rtol` of the part."""
     bad = torch.zeros(got.shape, dtype=torch.bool)
     for mine, its in zip(parts(got), parts(expected), strict=True):
         if got.dtype is torch.bool:
@@ -68,7 +68,8 @@ def unlike(got: Tensor, expected: Tensor, rtol: float, atol: float = 0.0) -> Ten
 
 
 def is_lost(got: Tensor, expected: Tensor) -> Tensor:
-    """Returns where torch loses to a NaN what C99 knows; it multiplies a summand by 1 + 0i, too."""
+    """Returns where torch computes NaN although C99 defines the result; torch multiplies a summand
+    by 1 + 0i, too."""
     lost = torch.zeros(got.shape, dtype=torch.bool)
     for mine, its in zip(parts(got), parts(expected), strict=True):
         lost |= its.isnan() & ~mine.isnan()
@@ -94,7 +95,7 @@ def test_random_values(dtype: torch.dtype) -> None:
 def test_special_values_are_as_torch_has_them() -> None:
     for name, got in zip((*FUNCTIONS, *TESTS), run((*FUNCTIONS, *TESTS), SPECIAL), strict=True):
         expected = getattr(torch, name)(SPECIAL)
-        # Torch's acos has no digits of 1 + 1e-300 i.
+        # Torch's acos has no correct digits for 1 + 1e-300 i.
         bad = unlike(got, expected, 1e-12, 1e-12)
         bad &= ~is_lost(got, expected)
         if name in OPEN:
@@ -105,7 +106,8 @@ def test_special_values_are_as_torch_has_them() -> None:
 @pytest.mark.parametrize(
     ("name", "z", "expected"),
     [
-        # What torch loses: beyond the range of a step, not of the result.
+        # Results that torch loses, because an intermediate step overflows although the result does
+        # not.
         ("reciprocal", complex(1e308, 1e308), complex(5e-309, -5e-309)),
         ("reciprocal", complex(1e-320, 0), complex(INF, 0)),
         ("sigmoid", complex(-800, 1), 0j),
@@ -175,7 +177,7 @@ def test_powers_of_zero_and_to_zero(base: complex, exponent: complex, expected: 
 
 
 def test_the_header_compiles_for_a_gpu() -> None:
-    """One kernel calls everything, in both precisions."""
+    """One kernel calls every function, in both precisions."""
     calls: list[str] = []
     for part in ("float", "double"):
         z, w = f"Complex<{part}>(x[0], x[1])", f"Complex<{part}>(x[2])"

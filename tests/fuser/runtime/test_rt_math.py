@@ -1,4 +1,5 @@
-"""The functions of rt_math.h against torch in float64, over all magnitudes and special values."""
+"""Tests the functions of rt_math.h against torch in float64, for all magnitudes and
+special values."""
 
 from __future__ import annotations
 
@@ -13,7 +14,7 @@ from tests.support.handwritten_kernels import kernel
 
 Function = Callable[..., torch.Tensor]
 
-# name -> (torch's meaning, largest error in ulp of float32, largest in ulp of float64)
+# name -> (torch's function, largest error in ulp of float32, largest in ulp of float64)
 UNARY: dict[str, tuple[Function, float, float]] = {
     "acos": (torch.acos, 2, 2),
     "acosh": (torch.acosh, 3, 3),
@@ -53,7 +54,7 @@ UNARY: dict[str, tuple[Function, float, float]] = {
     "sign": (torch.sign, 0, 0),
     "relu": (torch.relu, 0, 0),
 }
-# Beyond these, torch's float64 is no oracle (it overflows or flushes), or results are subnormal.
+# Outside of these ranges, torch's float64 overflows or flushes to zero, or results are subnormal.
 LARGEST = {"sigmoid": 80.0, "silu": 80.0, "cosh": 709.0, "sinh": 709.0, "lgamma": 1e300}
 PREDICATES: dict[str, Function] = {
     "isfinite": torch.isfinite,
@@ -105,7 +106,8 @@ TYPES = {
 
 
 def map_kernel(name: str, result: str, expression: str, *arguments: str) -> KernelSource:
-    """`T9[i] = expression(x0, x1, ...)` for n elements, as a loop that g++ may vectorise."""
+    """Returns `T9[i] = expression(x0, x1, ...)` for n elements, as a loop that g++ may
+    vectorise."""
     pointers = ", ".join(f"const {t}* T{i}" for i, t in enumerate(arguments))
     loads = " ".join(f"const {t} x{i} = T{i}[i];" for i, t in enumerate(arguments))
     body = f"  FUSER_SIMD\n  for (int64_t i = 0; i < n; ++i) {{ {loads} T9[i] = {expression}; }}"
@@ -152,7 +154,7 @@ def evaluate(name: str, *tensors: torch.Tensor, result: torch.dtype | None = Non
 
 
 def sweep(dtype: torch.dtype) -> torch.Tensor:
-    """Values of every exponent and sign, with the special ones; about a quarter of a million."""
+    """Returns values of every exponent and sign, and the special values; about 250,000."""
     if dtype == torch.float32:
         values = torch.arange(-(2**31), 2**31, 16411, dtype=torch.int64).to(torch.int32).view(dtype)
     else:
@@ -174,7 +176,7 @@ def within(x: torch.Tensor, name: str) -> torch.Tensor:
 
 
 def check_special(got: torch.Tensor, expected: torch.Tensor) -> torch.Tensor:
-    """NaN and Inf must agree exactly; returns where both are finite."""
+    """Checks that NaN and Inf agree exactly. Returns where both are finite."""
     assert torch.equal(got.isnan(), expected.isnan())
     assert torch.equal(got.isinf(), expected.isinf())
     assert torch.equal(got[got.isinf()].sign(), expected[expected.isinf()].sign())
@@ -182,7 +184,8 @@ def check_special(got: torch.Tensor, expected: torch.Tensor) -> torch.Tensor:
 
 
 def ulp_error(got: torch.Tensor, exact: torch.Tensor) -> torch.Tensor:
-    """The distance in units of the last place of the exact (float64) value, in `got`'s format."""
+    """Returns the error in units in the last place of the exact (float64) value, in
+    `got`'s format."""
     info = torch.finfo(got.dtype)
     _, exponent = torch.frexp(exact.abs().clamp_min(info.tiny))
     ulp = torch.ldexp(torch.full_like(exact, info.eps), exponent - 1)
@@ -197,7 +200,7 @@ def test_unary_float(name: str) -> None:
     exact = function(x.double())
     finite = check_special(got, exact.float())
     if name == "lgamma":
-        # Near its zeros only the absolute error is bounded; torch's float64 is not better there.
+        # Near its zeros only the absolute error is bounded, and torch's float64 is no better there.
         torch.testing.assert_close(got[finite].double(), exact[finite], rtol=1e-5, atol=1e-5)
         return
     error = ulp_error(got[finite], exact[finite])
@@ -252,7 +255,7 @@ def test_binary(name: str, ctype: str) -> None:
     )
     pairs = torch.cartesian_prod(special, special)
     if name in ("fmod", "remainder"):
-        # torch's vectorised fmod gives NaN for enormous quotients; ours is exact, see below.
+        # Torch's vectorised fmod returns NaN for huge quotients; the kernels' is exact, see below.
         y = torch.where((x / y).abs() > 2.0**20, x * 0.37, y)
     x, y = torch.cat([x, pairs[:, 0]]), torch.cat([y, pairs[:, 1]])
     got, expected = evaluate(f"call_{name}_{ctype}_{ctype}", x, y), BINARY[name](x, y)
@@ -290,7 +293,7 @@ def test_integer_binary(name: str, ctype: str) -> None:
     x, y = integers(TYPES[ctype])
     kept = torch.ones_like(x, dtype=torch.bool)
     if name in ("remainder", "div", "mod", "floordiv"):
-        # torch refuses a zero divisor, and the CPU traps on the most negative number divided by -1.
+        # Torch rejects a zero divisor, and the CPU traps on the most negative number divided by -1.
         kept = (y != 0) & ~((y == -1) & (x == torch.iinfo(x.dtype).min))
     if name == "gcd":
         kept = (x != torch.iinfo(x.dtype).min) & (y != torch.iinfo(x.dtype).min)
@@ -397,7 +400,7 @@ def test_casts(start: str, to: str) -> None:
 
 def test_every_function_compiles_for_hopper() -> None:
     pytest.importorskip("cuda.bindings.nvrtc", reason="the extra nvrtc")
-    # One program with all calls: a compile for each function would take a minute.
+    # One program with all calls, because compiling each function separately would take a minute.
     sources = all_sources()
     calls: list[str] = []
     for source in sources.values():

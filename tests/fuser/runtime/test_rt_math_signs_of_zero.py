@@ -1,4 +1,4 @@
-"""Signs of zeros, and NaN, of the ops that choose one of their operands, as torch has them."""
+"""Tests the signs of zeros, and NaN, of ops that return one of their operands, against torch."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ BINARY = ("maximum", "minimum", "mul", "add", "sub", "fmod", "remainder")
 
 
 def same(ours: torch.Tensor, theirs: torch.Tensor) -> bool:
-    """Whether two tensors are equal, zeros with their signs; NaN has none."""
+    """Returns whether two tensors are equal, including the signs of zeros; NaN has no sign."""
     both = ours.isnan() & theirs.isnan()
     return bool((both | ((ours == theirs) & (ours.signbit() == theirs.signbit()))).all())
 
@@ -68,7 +68,7 @@ DTYPES = pytest.mark.parametrize(
 @DTYPES
 @pytest.mark.parametrize("name", UNARY)
 def test_unary_ops_on_zeros_and_nan_equal_torch(name: str, dtype: torch.dtype) -> None:
-    # Longer than a vector, and with a rest: loops are vectorised.
+    # Longer than a vector, with a remainder, because loops are vectorised.
     x = torch.tensor(SPECIAL * 9 + SPECIAL[:5], dtype=dtype)
     check(*UNARY[name], [x])
 

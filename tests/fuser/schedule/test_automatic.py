@@ -1,4 +1,5 @@
-"""can_schedule, find_compatible_schedulers, compute_heuristics and schedule, on real inputs."""
+"""Tests can_schedule, find_compatible_schedulers, compute_heuristics and schedule, on
+real inputs."""
 
 from __future__ import annotations
 
@@ -45,7 +46,7 @@ def test_apply_for_inputs_returns_the_parameters() -> None:
 
 
 def test_a_transpose_by_its_name() -> None:
-    """Two schedulers accept it; on the CPU both make plain loops."""
+    """Two schedulers accept it, and both make plain loops on the CPU."""
     fusion = define(lambda x: ops.neg(ops.permute(x, [1, 0])), (None, None))
     inputs = [torch.ones(4, 6)]
     accepted = schedule.find_compatible_schedulers(fusion, inputs)
@@ -59,7 +60,7 @@ def test_a_transpose_by_its_name() -> None:
 
 
 def test_what_was_chosen_is_read_by_nvfusers_names() -> None:
-    """On the CPU kernels are plain loops; on an H200 threads read vectors."""
+    """Kernels have plain loops on the CPU; on an H200, threads read vectors."""
     fusion = define(lambda x: ops.neg(ops.sin(x)), (None, None))
     params = compute_heuristics(fusion, SchedulerType.pointwise, [torch.ones(4, 6)])
     assert type(params) is fuser.PointwiseParams and isinstance(params, fuser.HeuristicParams)

@@ -1,4 +1,5 @@
-"""Rows that exceed a block, in clusters of blocks: against torch in float64, in checked mode."""
+"""Tests rows too long for a block, in clusters of blocks: in checked mode against torch
+in float64."""
 
 from __future__ import annotations
 
@@ -21,7 +22,7 @@ from tests.support.small_fusions import Build, define, random, run, sizes_of
 
 BF16 = torch.bfloat16
 TOLERANCE = {torch.bfloat16: 1e-2, torch.float32: 1e-5, torch.float64: 1e-12}
-# Clusters of up to four keep rows of up to 16384 in bfloat16 in blocks of so few threads.
+# With so few threads per block, clusters of up to four blocks keep bfloat16 rows of up to 16384.
 SMALL = replace(H200, max_cluster=4)
 
 
@@ -46,7 +47,7 @@ def check(
     reference: Callable[..., torch.Tensor | Sequence[torch.Tensor]],
     inputs: Sequence[torch.Tensor],
 ) -> CheckedCpuKernel:
-    """Runs and compare; returns the kernel."""
+    """Runs a fusion, compares the results, and returns the kernel."""
     executor = executor_for(build, inputs)
     wide_inputs = [t.double() if t.dtype.is_floating_point else t for t in inputs]
     expected = reference(*wide_inputs)
@@ -64,7 +65,7 @@ def check(
     return variant.compiled
 
 
-# Kept by two blocks, by four; looped; of odd length, shifted.
+# Kept by two blocks, kept by four, looped, and shifted rows of odd length.
 SHAPES = [(3, 4096), (2, 16384), (5, 32768), (3, 40000), (3, 5001), (2, 33333), (1, 12345)]
 
 
@@ -75,7 +76,7 @@ def test_softmax(shape: tuple[int, int], dtype: torch.dtype) -> None:
         lambda x: back_to(x, softmax(x)), lambda x: torch.softmax(x, -1), [random(shape, dtype)]
     )
     assert "cluster_reduce<" in found.source.text and found.source.cluster in (2, 4)
-    # Two reductions of a row, each of which waits for the others twice.
+    # Two reductions of a row; in each, every block waits for the others twice.
     assert found.counters.cluster_barriers == 4 * shape[0]
 
 
@@ -182,11 +183,12 @@ def dropped_softmax(x: TensorView) -> TensorView:
     return softmax(ops.where(ops.lt(kept, 0.5), x, 0.0))
 
 
-# Which rows of the longest, of long ones in float32, and of these in bfloat16, are one kernel.
+# Whether each is one kernel for: the longest rows, long rows in float32, long rows in bfloat16.
 WAITING: list[tuple[Build, list[int], tuple[bool, bool, bool]]] = [
     (softmax, [2], (True, True, True)),
     (rms_norm, [2, 1], (True, True, True)),
-    # What all rows share is read twice; twice, with a mean to wait for.
+    # A tensor that all rows share is read twice; in the second case, there is also a mean to wait
+    # for.
     (rms_norm_gradient, [2, 1], (False, True, False)),
     (layer_norm, [2, 1, 1], (False, True, False)),
     (losses, [2], (False, True, True)),

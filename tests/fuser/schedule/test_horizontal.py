@@ -1,4 +1,4 @@
-"""Pointwise kernels beside one another in one launch: against torch in float64, in checked mode."""
+"""Tests pointwise kernels fused into one launch: in checked mode against torch in float64."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ BF16 = torch.bfloat16
 
 
 def rows_and_all(x: TensorView, y: TensorView) -> list[TensorView]:
-    """Two spaces that share an input."""
+    """Defines two iteration spaces that share an input."""
     wide = ops.mul(y, ops.broadcast(x, [True, False]))
     return [ops.neg(x), wide, ops.exp(wide)]
 
@@ -56,12 +56,13 @@ def test_parts_compute_what_they_would_alone(shape: tuple[int, int], device: Dev
         torch.testing.assert_close(out.double(), want, rtol=1e-6, atol=1e-6)
     (variant,) = executor.variants
     assert isinstance(variant.params, HorizontalParams) and len(variant.params.parts) == 2
-    # One stands before, the other behind a border.
+    # One part is before the block number that separates them, the other one after it.
     assert variant.kernel.source.text.count("if (blockIdx.x < first1)") == 1
 
 
 def scalars_and_rows(x: TensorView, y: TensorView, z: TensorView) -> list[TensorView]:
-    """A part of one thread, one of rows of broadcast operands (two runs), one of single rows."""
+    """Defines a part of one thread, a part with broadcast rows (two runs), and a part of single
+    rows."""
     bias = ops.broadcast(y, [True, False])
     every = ops.broadcast(x, [True, True])
     row = ops.broadcast(x, [True])
@@ -83,8 +84,8 @@ def test_parts_have_threads_and_blocks_of_their_own() -> None:
 
 
 def used_and_scalar(x: TensorView, y: TensorView, z: TensorView) -> list[TensorView]:
-    """Outputs that are read have copies of their own in the first part and the last, not in the
-    one between."""
+    """Defines outputs that other ops read. They have copies in the first and last part, but not in
+    the middle one."""
     first, last = ops.exp(y), ops.exp(z)
     return [first, ops.neg(first), ops.add(x, 1.0), last, ops.neg(last)]
 
@@ -207,7 +208,8 @@ def test_queries_and_keys_are_turned_in_one_launch() -> None:
 
 
 def test_large_tensors_have_kernels_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    """By the sizes of whole tensors: a class of its own."""
+    """The limit applies to the bytes of whole tensors. Inputs above it are a class by
+    themselves."""
     monkeypatch.setattr(horizontal, "MAX_BYTES", 1 << 20)
     fd = queries_and_keys()
     length = horizontal.MAX_BYTES // (2 * 32 * (4 + 1 + 1 + 1))
@@ -238,7 +240,7 @@ def test_an_update_stands_beside_what_reads_none_of_it() -> None:
 
 
 def test_what_waits_for_another_result_does_not_join_it() -> None:
-    """Through a reduction: the second part reads what comes of the first."""
+    """The second part reads a reduction of the first part's result."""
     with FusionDefinition() as fd:
         x, y = fd.define_tensor([-1, -1]), fd.define_tensor([-1])
         first = fd.ops.mul(x, fd.ops.broadcast(y, [True, False]))

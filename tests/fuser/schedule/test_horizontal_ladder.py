@@ -1,4 +1,4 @@
-"""What is tried where chosen parameters cannot be lowered, and the schedule below all others."""
+"""Tests the ladder of parameters after a failed lowering, and the plain scheduler at its end."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def test_plain_takes_one_op_over_recomputed_ones() -> None:
 
 @pytest.mark.parametrize("device", ["cpu", "h200"])
 def test_plain_results_lie_as_their_memory(device: str) -> None:
-    """Threads follow the order of the output's memory, and rows get a block each."""
+    """Threads follow the memory order of the output, and each row gets a block."""
     x = random((300,), torch.float64)
 
     executor = make_executor(define(outer, [None], dtype=D.Double), device)
@@ -77,7 +77,7 @@ def test_plain_results_lie_as_their_memory(device: str) -> None:
 
 
 def test_a_sharded_reduction_of_one_element_compiles() -> None:
-    """Its accumulator lives in one iteration of the loop that the compiler vectorises."""
+    """Its accumulator is declared inside the loop that the compiler vectorises."""
     x = random((6, 2, 2), torch.float32)
     expected = x * torch.rsqrt((x.double() * x.double()).sum(2, keepdim=True) + 1)
 

@@ -1,4 +1,5 @@
-"""The backward of norms: rows and the sums over them in one kernel, against torch in float64."""
+"""Tests the backward of norms: rows and the sums over them in one kernel, against torch
+in float64."""
 
 from __future__ import annotations
 
@@ -37,7 +38,7 @@ def wide(x: TensorView) -> TensorView:
 def layer_norm_backward(
     dy: TensorView, x: TensorView, w: TensorView, mean: TensorView, rstd: TensorView
 ) -> Results:
-    """Gradients of input, weight and bias."""
+    """Returns the gradients of input, weight and bias."""
     rank, n = dy.ndim, dy.size(-1)
     flags = [False] * (rank - 1) + [True]
     m, r = (ops.broadcast(wide(v), flags) for v in (mean, rstd))
@@ -52,7 +53,7 @@ def layer_norm_backward(
 
 
 def rms_norm_backward(dy: TensorView, x: TensorView, w: TensorView) -> Results:
-    """Gradients of input and weight; the norm is computed again."""
+    """Returns the gradients of input and weight; the norm is computed again."""
     n, wx = x.size(-1), wide(x)
     mean = ops.div(ops.sum(ops.mul(wx, wx), -1, keepdim=True), n)
     r = ops.rsqrt(ops.add(mean, 1e-5))
@@ -64,7 +65,7 @@ def rms_norm_backward(dy: TensorView, x: TensorView, w: TensorView) -> Results:
 
 
 def softmax_and_columns(x: TensorView) -> Results:
-    """A sum over rows of what waits for two reductions along them."""
+    """Returns a softmax, and a sum over rows of values that depend on two reductions along them."""
     e = ops.exp(ops.sub(wide(x), ops.max(wide(x), -1, keepdim=True)))
     y = ops.div(e, ops.sum(e, -1, keepdim=True))
     return ops.cast(y, x.dtype()), ops.sum(y, list(range(x.ndim - 1)))
@@ -72,7 +73,7 @@ def softmax_and_columns(x: TensorView) -> Results:
 
 @pytest.fixture(autouse=True)
 def few_rows(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Small tensors take the kernels of large ones, in four parts."""
+    """Makes small tensors use the kernels of large ones, with four partial sums."""
     monkeypatch.setattr(scheduler, "FEWEST_ROWS", 1)
     monkeypatch.setattr(pipeline, "PARTS", 4)
 
@@ -95,7 +96,7 @@ def defined(
 
 
 def schedulers(fd: FusionDefinition) -> list[str]:
-    """Returns what schedules the kernels of the latest run."""
+    """Returns the schedulers of the kernels of the latest run."""
     segments = fd._executor_cache()._last().program.segmented.segments
     return [s.scheduler or s.kind for s in segments]
 
@@ -107,13 +108,13 @@ def check(
     symbolic: bool = True,
     kernels: Sequence[str] = BOTH_KERNELS,
 ) -> None:
-    """Runs with the H200's schedules and all checks; compare with float64."""
+    """Runs with the H200's schedules and all checks, and compares with float64."""
     fd = defined(build, inputs, symbolic=symbolic)
     got = fd.execute(inputs, _enable_options=[*H200, "checked"])
     assert schedulers(fd) == [*kernels]
     expected = evaluate_fusion(fd.fusion, inputs, dtype=torch.float64)
     for ours, theirs in zip(got, expected, strict=True):
-        # What is summed over m rows of k elements rounds with both.
+        # Sums over m rows of k elements have rounding errors that depend on both.
         scale = max(float(theirs.abs().max()), 1.0)
         limit = {torch.bfloat16: 8e-3, torch.float32: 2e-5}.get(ours.dtype, 1e-12)
         assert float((ours.double() - theirs).abs().max()) <= limit * scale
@@ -184,7 +185,7 @@ def test_one_definition_serves_many_sizes() -> None:
 def test_rows_for_which_it_does_not_pay_are_right(
     dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A program that is made for some sizes serves others of its class."""
+    """A program made for some sizes also serves other sizes of its class."""
     for module in (scheduler, inner_persistent):
         monkeypatch.setattr(module, "pays", lambda rows, columns: True)
     inputs = operands(dtype, (3,), 64)
@@ -211,7 +212,7 @@ def test_cpu_schedules_sum_in_a_kernel_of_their_own() -> None:
 
 
 def test_a_sum_that_the_rows_wait_for_stays_whole() -> None:
-    """The rows read the sums over rows: two kernels, one after the other."""
+    """The rows depend on the sums over rows, so there are two kernels, one after the other."""
 
     def build(x: TensorView) -> Results:
         total = ops.sum(x, 0)
@@ -249,7 +250,7 @@ def test_a_program_with_parts_runs_from_its_text() -> None:
 
 @pytest.mark.parametrize("cut", [False, True], ids=["whole", "cut"])
 def test_ranks(cut: bool) -> None:
-    """Rows that devices share are summed in a kernel of their own."""
+    """Rows that several devices share are summed in a separate kernel."""
     inputs = operands(torch.float32, (12,), 64)
     with FusionDefinition() as fd:
         given = [fd.define_tensor([-1] * t.ndim, contiguity=True) for t in inputs]
@@ -324,7 +325,7 @@ BINARY = [ops.add, ops.sub, ops.mul]
 
 
 def random_build(r: python_random.Random, x: TensorView, y: TensorView, w: TensorView) -> Results:
-    """Returns something along rows that waits for a sum, and sums over rows."""
+    """Returns a random row op that depends on a sum, and sums over rows."""
     pool = [x, y, ops.mul(x, w)]
 
     def grow(times: int) -> TensorView:

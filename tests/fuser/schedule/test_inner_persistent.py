@@ -1,6 +1,7 @@
-"""Softmax, norms and their backwards as one kernel, against torch in float64.
+"""Tests softmax, norms and their backwards as one kernel, against torch in float64.
 
-As in `test_numeric.py`: with the CPU's loops, and with the H200's schedule in checked mode.
+As in `test_reduction_numeric.py`: with the CPU's loops, and with the H200's schedule in checked
+mode.
 """
 
 from __future__ import annotations
@@ -167,7 +168,7 @@ def test_a_sum_that_divides_and_is_read_itself(device: str) -> None:
 @BOTH
 @pytest.mark.parametrize("is_static", [False, True], ids=["symbolic", "static"])
 def test_weights_with_broadcast_axes(is_static: bool, device: str) -> None:
-    """Their loops are fewer than those of what reads them."""
+    """The weights have fewer loops than the ops that read them."""
 
     def build(x: TensorView, w: TensorView) -> TensorView:
         return ops.mul(ops.mul(x, ops.sum(x, [2], keepdim=True)), w)
@@ -219,7 +220,8 @@ def test_rows_with_gaps_and_expanded_inputs(device: str) -> None:
 
 @pytest.mark.parametrize("options", [[], ["schedules_for(h200)"]], ids=["cpu", "h200"])
 def test_outputs_lie_as_they_were_declared(options: list[str]) -> None:
-    """The ops that a schedule puts in the place of a division or a Welford keep their results."""
+    """Ops that replace a division or a Welford op keep its result tensor, and so its
+    memory order."""
     with FusionDefinition() as fd:
         x = fd.define_tensor([-1, -1, -1], contiguity=True)
         var, mean = fd.ops.var_mean(x, [2], 0)
@@ -243,7 +245,7 @@ def test_outputs_lie_as_they_were_declared(options: list[str]) -> None:
 
 @BOTH
 def test_a_factory_that_several_levels_read(device: str) -> None:
-    """Its axis is what relates theirs: there is only one of it."""
+    """The factory's axis relates the axes of its readers, so it must not be duplicated."""
 
     def build(x: TensorView) -> Sequence[TensorView]:
         steps = ops.iota(5, 0.5, 0.25, F)
@@ -314,7 +316,8 @@ def test_few_long_rows_are_left_to_kernels_that_share_them_between_blocks() -> N
 @BOTH
 @pytest.mark.parametrize("shape", [(1, 1), (9, 7), (9, 384), (11, 65), (9, 8191), (300, 129)])
 def test_values_compared_with_places(shape: tuple[int, int], device: str) -> None:
-    """Targets inside and outside of the row; some differ from a place in high bits alone."""
+    """Targets are inside and outside of the row. Some differ from an index only in the high 32
+    bits."""
     rows, columns = shape
 
     def build(x: TensorView, t: TensorView) -> Sequence[TensorView]:
@@ -376,7 +379,7 @@ WIDE_WEIGHTS = [
 def test_weights_of_another_dtype(
     shape: tuple[int, int], dtypes: tuple[torch.dtype, torch.dtype], device: str
 ) -> None:
-    """Weights that begin at any word of memory, and between two."""
+    """The weights begin at aligned addresses, and between two."""
 
     def build(x: TensorView, w: TensorView, b: TensorView) -> Sequence[TensorView]:
         y, mean, rstd = normalized(x)
@@ -395,7 +398,7 @@ def test_weights_of_another_dtype(
 
 @pytest.mark.parametrize("shape", [(3, 384), (2, 4096), (2, 8192)], ids=str)
 def test_wide_weights_leave_rows_in_whole_words(shape: tuple[int, int]) -> None:
-    """Two words of weights belong to each word of a row."""
+    """The weights of one vector of a row take two vector loads."""
     x, w = random(shape, torch.bfloat16), random(shape[1:], torch.float32)
     words = x.numel() // 8
     found = counters(layer_norm, [x, w, w])
@@ -405,8 +408,8 @@ def test_wide_weights_leave_rows_in_whole_words(shape: tuple[int, int]) -> None:
 
 @pytest.mark.parametrize("shape", [(5, 65), (7, 333), (300, 129), (3, 8191), (2, 20001)], ids=str)
 def test_a_row_of_any_length_is_read_in_whole_words(shape: tuple[int, int]) -> None:
-    """Its elements are counted in words that begin where words of memory do; only the stores at its
-    ends, and the load at the end of the tensor, are shorter."""
+    """A row is read in aligned vectors. Only the stores at its ends, and the load at the end of the
+    tensor, are shorter."""
     rows, columns = shape
     begins = [row * columns for row in range(rows)]
     words = sum((b + columns - 1) // 8 - b // 8 + 1 for b in begins)
@@ -420,7 +423,7 @@ def test_a_row_of_any_length_is_read_in_whole_words(shape: tuple[int, int]) -> N
 
 
 def _moved(x: torch.Tensor, by: int) -> torch.Tensor:
-    """Returns a copy that begins so many elements behind a word of memory."""
+    """Returns a copy whose address is `by` elements after an aligned one."""
     held = torch.full((x.numel() + by,), float("nan"), dtype=x.dtype)
     held[by:] = x.flatten()
     return held[by:].view(x.shape)
@@ -523,7 +526,8 @@ def test_parameters_of_known_rows() -> None:
 
 @pytest.mark.parametrize("value", [1e-30, 1e-38, 1e30, 3e38, 0.0, float("inf"), float("nan")])
 def test_a_division_by_a_value_of_the_row_is_right_for_any_divisor(value: float) -> None:
-    """It multiplies with a reciprocal, which would be subnormal or infinite for some of these."""
+    """The kernel multiplies by a reciprocal, which would be subnormal or infinite for some
+    divisors."""
 
     def build(x: TensorView, s: TensorView) -> TensorView:
         return ops.div(ops.sub(x, ops.max(x, -1, keepdim=True)), s)

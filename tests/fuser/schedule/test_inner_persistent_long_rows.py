@@ -1,4 +1,4 @@
-"""Rows that go through a kernel several times: in which direction, and what is computed once."""
+"""Tests kernels that iterate a row several times: the directions, and values computed only once."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from tests.support.row_programs import back_to, softmax, wide
 from tests.support.small_fusions import Build, define, scheduled, sizes_of
 
 BF16 = DataType.BFloat16
-# A row of that many elements fits no block.
+# A row of this many elements fits in no block.
 LONG = 1 << 18
 
 
 def kernel_text(build: Build, shape: tuple[int, int], outputs: Sequence[Sequence[int]]) -> str:
-    """Returns the text of the kernel for rows of bfloat16 and one target each."""
+    """Returns the text of the kernel for bfloat16 rows with one target each."""
     fusion = define(build, [None, None], [None], dtype=[BF16, DataType.Int])
     executor = FusedKernelExecutor(fusion, scheduler="inner_persistent", name="rows", device=H200)
     x, t = torch.empty(shape, dtype=torch.bfloat16), torch.empty(shape[0], dtype=torch.int64)
@@ -50,7 +50,7 @@ def loss_and_gradient(x: TensorView, t: TensorView) -> Sequence[TensorView]:
 
 
 def directions(text: str) -> list[str]:
-    """Returns how the loops that are not unrolled step."""
+    """Returns the directions of the loops that are not unrolled."""
     lines = text.splitlines()
     pairs = zip(["", *lines], lines, strict=False)
     loops = [now for before, now in pairs if "for (" in now and "FUSER_UNROLL" not in before]
@@ -65,7 +65,7 @@ def test_every_second_loop_over_a_row_goes_backwards(columns: int) -> None:
 
 @pytest.mark.parametrize("columns", [LONG, LONG + 1, 50257, 32001])
 def test_what_a_row_has_once_is_computed_once(columns: int) -> None:
-    """The logarithm of the sum, which the loss and each element of the gradient need."""
+    """The loss and each element of the gradient need the logarithm of the sum."""
     text = kernel_text(loss_and_gradient, (300, columns), [(300,), (300, columns)])
     assert text.count("fm_log(") == 1
 
@@ -96,7 +96,7 @@ def test_narrow_rows_are_kept_where_nothing_is_written_along_them() -> None:
     ):
         fusion = define(build, [None, None], [None], dtype=[BF16, DataType.Int])
         assert str(scheduled(fusion, H200, *shapes)[1]) == f"inner_persistent({expected})"
-    # The last step of 4 vectors would have little to do in rows of 50257, not in those of 65536.
+    # In rows of 50257, a last step of 4 vectors would be mostly empty; in rows of 65536 it is full.
     for build, columns, looped in (
         (loss_and_gradient, 50257, "threads 1024x1, vector 4, looped, unroll 2"),
         (loss_and_gradient, 65536, "threads 1024x1, vector 4, looped, unroll 4"),
@@ -112,7 +112,7 @@ def test_targets_of_looped_rows_are_compared_in_32_bits(columns: int) -> None:
     text = kernel_text(loss_and_gradient, (300, columns), [(300,), (300, columns)])
     compared = re.findall(r"fm_is_at\(\w+, fm_cast<int64_t>\((\w+)\), (.*?)\);", text)
     assert compared
-    # What the unrolled loops add is an int; the rest is one value of their iteration.
+    # The indices of unrolled loops add up to an int; the rest is one value per iteration.
     assert all(step.startswith("fm_cast<int>(") for _, step in compared)
 
 

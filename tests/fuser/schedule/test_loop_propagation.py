@@ -1,4 +1,4 @@
-"""transform_like, parallelize_like, inline_most and inline_at: loop domains as text."""
+"""Tests transform_like, parallelize_like, inline_most and inline_at, by loop domains as text."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ PT = ParallelType
 
 
 def biased() -> Fusion:
-    """T0 [m, n] + T1 [n] (broadcast: T2)."""
+    """Defines T0 [m, n] + T1 [n], where T2 is the broadcast of T1."""
     return define(lambda x, b: ops.add(x, ops.broadcast(b, [True, False])), (None, None), (None,))
 
 
@@ -99,7 +99,7 @@ def test_bounded_backward_stops_at_its_tensors() -> None:
     neg.axis(0).parallelize(PT.stream)
     bounded_transform_backward(neg, 1, [sin], propagate_parallel_type=True)
     assert len(cos.domain.loop) == 2
-    # Only the axes before the position are asked for; the rest of the split stays with them.
+    # Only axes before the position are copied; the rest of the split is kept with them.
     assert str(sin.domain.loop[0]).startswith("istreamIdx")
     with pytest.raises(DefinitionError, match="not upstream"):
         bounded_transform_backward(sin, 1, [neg])
@@ -114,7 +114,7 @@ def test_softmax_keeps_its_row_where_the_reduction_needs_it() -> None:
     with FusionGuard(fusion):
         inline_most()
     positions = {f"T{tv.number}": tv.compute_at for tv in fusion.tensors()}
-    # T4 = exp is read by the sum and, after it, by the division: only the row loop is shared.
+    # T4 = exp is read by the sum, and after it by the division, so only the row loop is shared.
     assert positions == {"T0": 0, "T1": 1, "T2": 2, "T3": 2, "T4": 1, "T5": 1, "T6": 2, "T7": 0}
 
 
@@ -148,7 +148,8 @@ def test_vectorized_axes_are_not_shared() -> None:
 
 
 def test_a_broadcast_that_becomes_an_axis_elsewhere_does_not_hide_that_axis() -> None:
-    """The second output has x's broadcast axis twice: as itself, and made concrete by the mask."""
+    """The second output has x's broadcast axis twice: as a broadcast, and concretized by
+    the mask."""
     with FusionDefinition() as fd:
         x = fd.define_tensor([1, 2], contiguity=True)
         y = fd.define_tensor([2, 2], contiguity=True)
@@ -164,7 +165,7 @@ def test_a_broadcast_that_becomes_an_axis_elsewhere_does_not_hide_that_axis() ->
 
 
 def test_tensors_that_differ_in_numbers_alone_get_the_same_loops() -> None:
-    """What was made for the first of them is renumbered for the others."""
+    """The result for the first tensor is renumbered for the others."""
     fusion = define(
         lambda x, b: ops.neg(ops.mul(ops.sin(ops.add(x, b)), ops.exp(x))), (None, None), (1, None)
     )

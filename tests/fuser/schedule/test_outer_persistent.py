@@ -1,6 +1,7 @@
-"""Norms and softmax of columns as one kernel, against torch in float64.
+"""Tests norms and softmax of columns as one kernel, against torch in float64.
 
-As in `test_numeric.py`: with the CPU's loops, and with the H200's schedule in checked mode.
+As in `test_reduction_numeric.py`: with the CPU's loops, and with the H200's schedule in checked
+mode.
 """
 
 from __future__ import annotations
@@ -95,7 +96,7 @@ def test_batch_norm(shape: tuple[int, ...], dtype: torch.dtype, device: str) -> 
 
 @BOTH
 def test_softmax_beside_what_columns_have(device: str) -> None:
-    """The sum has two readers, of which one waits for no row and the other reads the maximum."""
+    """The sum has two readers: one that needs no other row, and one that also reads the maximum."""
 
     def build(x: TensorView) -> Sequence[TensorView]:
         m = ops.max(x, 0, keepdim=True)
@@ -127,7 +128,7 @@ def test_a_broadcast_axis_beside_columns_alone(flags: list[bool], device: str) -
 @BOTH
 @pytest.mark.parametrize("shape", [(3, 37, 48), (5, 64, 7)], ids=str)
 def test_rows_between_columns(shape: tuple[int, ...], device: str) -> None:
-    """Statistics of the middle axis: an instance norm of channels last."""
+    """The statistics are over the middle axis: an instance norm of channels-last inputs."""
 
     def build(x: TensorView, w: TensorView, row: TensorView) -> Sequence[TensorView]:
         var, mean = ops.var_mean(x, [1], 0, True)
@@ -244,7 +245,7 @@ def test_how_many_rows_a_block_holds(build: Build, count: int, dtype: DataType, 
         assert row.suits(fusion, sizes_of(fusion, *[(n, 4097)] * count)) == fits
 
 
-# Rows, columns, type, threads, rows of a thread, columns of a thread.
+# Rows, columns, dtype, threads, rows per thread, columns per thread.
 PARAMS = [
     (64, 4096, BF16, (16, 8), 8, 2),
     (64, 4096, F, (16, 8), 8, 2),

@@ -1,6 +1,7 @@
-"""Every elementwise op as a generated kernel: against torch in float64, over shapes and layouts.
+"""Tests every elementwise op as a generated kernel, against torch in float64, for many shapes and
+layouts.
 
-All kernels compile together: one compiler process for the whole file.
+All kernels are compiled together, by one compiler process for the whole file.
 """
 
 from __future__ import annotations
@@ -14,23 +15,23 @@ from fuser.support.device import CPU
 from tests.support.op_cases import CASES, LAYOUTS, OpCase, widened
 from tests.support.small_fusions import sizes_of
 
-# Two-axis shapes of one kernel: with prime extents, 1, and 0.
+# The two-axis shapes of one kernel: prime extents, 1, and 0.
 CONTIGUOUS = ((5, 13), (1, 1), (1, 7), (3, 1), (64, 67), (3, 0))
 OTHER = (7, 11)
-# The largest error, in units of the last place of the result, that any op may have.
+# The largest error of any op, in units in the last place of the result.
 MAX_ULP = 8
-# Of complex numbers near a pole or with large exponents, the reference has no more digits than the
-# op: it says something of ComplexFloat alone.
+# For complex numbers near a pole or with large exponents, the reference is no more precise than the
+# op. It only checks ComplexFloat.
 LOST = {"sigmoid", "silu", "pow"}
 LOST_ULP = 64
 
 
-# Ops that round products before a sum: their errors count against the largest product.
+# Ops that round products before a sum: their errors are relative to the largest product.
 LARGEST = {"addcmul": 40.0, "lerp": 32.0}
 
 
 def other_layouts(number: int) -> list[str]:
-    """Every fourth case also runs in one other layout; the layouts take turns."""
+    """Returns another layout for every fourth case, a different one in turn."""
     return [LAYOUTS[1 + number // 4 % (len(LAYOUTS) - 1)]] if number % 4 == 0 else []
 
 
@@ -56,8 +57,9 @@ def executors() -> dict[str, FusedKernelExecutor]:
 def ulp_error(
     got: torch.Tensor, expected: torch.Tensor, dtype: DataType, *, at_least: float
 ) -> float:
-    """Returns the largest error in units of the last place of the result, or of `at_least` where
-    the result is smaller; `expected` is float64 or complex128, whose distances count."""
+    """Returns the largest error in units in the last place of the result, or of `at_least` if the
+    result is smaller. `expected` is float64 or complex128; for complex numbers, the distance
+    counts."""
     info, got = torch.finfo(to_torch(dtype)), widened(got)
     same = (got == expected) | (got.isnan() & expected.isnan())
     rounded = expected.to(to_torch(dtype))
@@ -69,8 +71,8 @@ def ulp_error(
 
 
 def check_out(case: OpCase, out: torch.Tensor, expected: torch.Tensor, what: str) -> None:
-    """Compares what a kernel gave, on the CPU or from a GPU: integers and Bool exactly, floating
-    and complex numbers within so many units in the last place."""
+    """Compares the result of a kernel, on the CPU or from a GPU. Integers and Bool must be equal;
+    floating and complex numbers may differ by some units in the last place."""
     if not (out.is_floating_point() or out.is_complex()):
         assert torch.equal(out, expected.to(out.dtype)), what
     elif out.numel():

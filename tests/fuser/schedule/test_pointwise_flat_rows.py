@@ -1,4 +1,4 @@
-"""Pointwise kernels on rows of any length: full tensors in whole words of memory."""
+"""Tests pointwise kernels on rows of any length: full tensors are accessed in whole vectors."""
 
 from __future__ import annotations
 
@@ -32,7 +32,8 @@ SHAPES = [
 
 @pytest.fixture(autouse=True)
 def _as_with_much_work(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Else the threads of an H200 would share such little work."""
+    """Keeps wide vectors, which small inputs would not get, because the H200's threads would be
+    idle."""
     monkeypatch.setattr(pointwise, "MANY_ELEMENTS", 1 << 20)
 
 
@@ -96,7 +97,7 @@ def test_operands_of_other_axes(shape: tuple[int, ...], flags: Sequence[tuple[bo
 
 
 def test_an_operand_in_another_order() -> None:
-    """x [a, b, c] and w [c, a]: neither axis of w lies as in x."""
+    """x [a, b, c] and w [c, a]: both axes of w have another order than in x."""
     x, w = random((6, 5, 13), torch.float32), random((13, 6), torch.float32, 1)
     check(
         lambda x, w: ops.add(x, ops.broadcast(ops.permute(w, [1, 0]), [False, True, False])),
@@ -154,7 +155,7 @@ def test_full_tensors_move_in_whole_words(
     words, left = divmod(x.numel(), 16 // nbytes)
     singles = {nbytes: left} if left else {}
     assert variant.compiled.counters.global_stores == {16: words, **singles}
-    # The bias is read once for each element, x and the residual once.
+    # The bias is read once per element, x and the residual once in total.
     loads = {16: 2 * words, nbytes: 2 * left + x.numel()}
     assert variant.compiled.counters.global_loads == loads
 
@@ -172,7 +173,7 @@ def test_rows_of_many_lengths_share_a_kernel() -> None:
 
 
 def test_a_word_of_which_all_is_always_there_is_stored_without_a_test() -> None:
-    """What is read has gaps behind its rows; sizes are constants, whole words each."""
+    """The inputs have gaps after their rows. The sizes are constant multiples of a vector."""
     with FusionDefinition() as fd:
         scale, x = (fd.define_tensor(n, contiguity=False) for n in ([8, 1, 1], [8, 8]))
         fd.add_output(fd.ops.mul(scale, x))
@@ -186,7 +187,7 @@ def test_a_word_of_which_all_is_always_there_is_stored_without_a_test() -> None:
 # ------------------------------------------------------------------ random numbers
 @pytest.mark.parametrize("shape", [(9, 333), (7, 13), (64, 131), (2, 4099)], ids=str)
 def test_a_dropout_draws_by_the_place_in_the_tensor(shape: tuple[int, int]) -> None:
-    """The numbers of a kernel in whole words are those of one that goes element by element."""
+    """A kernel with vectors draws the same numbers as one that processes single elements."""
 
     def build(x: TensorView, b: TensorView) -> TensorView:
         sizes = [x.size(k) for k in range(2)]
@@ -200,5 +201,5 @@ def test_a_dropout_draws_by_the_place_in_the_tensor(shape: tuple[int, int]) -> N
         executor = make_executor(define(build, [None, None], [None]), device)
         found += run(executor, [x, b], [shape])
     assert torch.equal(*found)
-    # 0.75 of all, within five deviations.
+    # 0.75 of all elements, within five standard deviations.
     assert abs((found[0] != 0).double().mean() - 0.75) < 5 * (0.1875 / x.numel()) ** 0.5

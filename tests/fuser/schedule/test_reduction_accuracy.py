@@ -1,9 +1,11 @@
-"""How far long sums are from the exact ones, in units of the rounding error u of the terms.
+"""Tests the error of long sums, in units of the rounding error u of the terms.
 
-Positive terms: a running sum of n terms in their own type errs by about sqrt(n) / 2 u, at worst of
-many results twice that: 140 u for 20,000 rows. Blocks of at most B terms, added exactly, err by
-sqrt(B) / 2 u each, which averages out over n / B blocks, and the result is rounded once: less than
-(1 + B / sqrt(n)) u, 2 u for 128 rows of 20,000 and for a million terms in lanes of 512 of 2048.
+The terms are positive. A running sum of n terms in their own type has an error of about sqrt(n) / 2
+u. The worst of many results has twice that: 140 u for 20,000 rows.
+
+Blocks of at most B terms, added exactly, have errors of sqrt(B) / 2 u each, which average out over
+n / B blocks. The result is rounded once. The total is less than (1 + B / sqrt(n)) u: 2 u for 128
+rows of 20,000, and for a million terms in lanes of 512 of 2048.
 """
 
 from __future__ import annotations
@@ -86,7 +88,7 @@ def test_long_columns_of_a_known_shape(shape: tuple[int, int]) -> None:
 
 
 def test_long_columns_in_double() -> None:
-    """Blocks of 128 rows and a sum of 157 of them: about sqrt(128 + 157) / 2 units, not 140."""
+    """Blocks of 128 rows and a sum of 157 blocks: about sqrt(128 + 157) / 2 units, not 140."""
     x = positive((20_000, 40), torch.float64)
     (got,) = results(x, [0], is_variance=False)
     exact = torch.tensor([math.fsum(column) for column in x.T.tolist()], dtype=torch.float64)
@@ -95,7 +97,7 @@ def test_long_columns_in_double() -> None:
 
 @pytest.mark.parametrize("rows", [127, 128, 129, 256, 257])
 def test_around_a_block(rows: int) -> None:
-    """No row is lost or added twice, and what is not finite stays so."""
+    """No row is lost or added twice, and NaN and infinities are kept."""
     x = torch.arange(rows * 5).reshape(rows, 5).float() % 7
     (got,) = results(x, [0], is_variance=False)
     assert got.tolist() == x.sum(0).tolist()

@@ -1,4 +1,5 @@
-"""Variances of values whose mean is much larger than their deviations, in all forms of kernels."""
+"""Tests variances of values with a mean much larger than their deviations, in all forms
+of kernels."""
 
 from __future__ import annotations
 
@@ -11,10 +12,10 @@ import torch
 from fuser import DataType, FusionDefinition
 from fuser.ops.reference.meaning import evaluate_fusion
 
-# Deviations of 1 around the mean. torch in float32 is right within 1e-7.
+# The deviations around the mean are about 1. Torch in float32 is right within 1e-7.
 ALLOWED = 1e-6
-# Shape, reduced axes, mean. Inner, outer and several axes, short rows, long rows, and rows that
-# begin between words; in blocks, in clusters and over several blocks.
+# Shape, reduced axes, mean. Inner, outer and several axes, short and long rows, and rows that are
+# not aligned to vectors; in blocks, in clusters and over several blocks.
 CASES = [
     ((200_000, 3), [0], 1e6),
     ((64, 4096), [1], -1e6),
@@ -42,7 +43,8 @@ def _welford(fd: FusionDefinition, x: Any, dims: Sequence[int]) -> tuple[Any, ..
 
 
 def _norm(fd: FusionDefinition, x: Any, dims: Sequence[int]) -> tuple[Any, ...]:
-    """Something waits for the variance: where rows fit, a persistent kernel."""
+    """Defines an op that depends on the variance, so that a persistent kernel is used if
+    rows fit."""
     var, mean = fd.ops.var_mean(x, list(dims), 0, True)
     fd.add_output(fd.ops.mul(fd.ops.sub(x, mean), fd.ops.rsqrt(var)))
     flat = [fd.ops.squeeze(v, list(dims)) for v in (var, mean)]
@@ -77,7 +79,7 @@ def _run(
             wide = fd.ops.cast(given, DataType.Float)
         for out in FORMS[form](fd, wide, dims):
             fd.add_output(out)
-    # Of a norm, what is normalised comes first.
+    # The first output of a norm is the normalised tensor.
     return fd.execute([x], _enable_options=schedules)[form == "norm" :]
 
 
@@ -116,7 +118,7 @@ def test_variance_with_a_large_mean_in_other_dtypes_is_right(
     x = mean + 64 * torch.randn(70, 300, generator=torch.Generator().manual_seed(1)).to(dtype)
     var, *_ = _run(form, x, dims, schedules, fixed=False)
     exact = (x.double() - mean).var(dims, correction=0)
-    # `var` adds 70 squares in Float, one after the other.
+    # `var` adds 70 squares in Float, one after another.
     assert _worst(var, exact) < (2 * ALLOWED if form == "var" else ALLOWED)
 
 
@@ -135,7 +137,7 @@ def test_variance_of_halves_whose_sum_is_no_half_is_right(form: str) -> None:
 def test_variance_beside_a_first_value_far_away_is_right(
     form: str, dims: list[int], schedules: Sequence[str]
 ) -> None:
-    """A row that begins with padding: the first value says nothing about the others."""
+    """The row begins with padding, so its first value is far from the others."""
     x = _data((40, 3000), 1e4, torch.float32)
     x[0, :] = x[:, 0] = 0.0
     var, *_ = _run(form, x, dims, schedules, fixed=False)
@@ -176,7 +178,7 @@ def test_variance_of_values_that_are_no_numbers_is_nan(
 def test_torch_meaning_of_a_variance_with_a_large_mean_is_right(
     form: str, shape: Sequence[int], dims: list[int], mean: float
 ) -> None:
-    """The meaning in the dtype of the tensors, beside which results are validated."""
+    """Tests the torch reference in the dtype of the tensors, which is used to validate results."""
     x = _data(shape, mean, torch.float32)
     with FusionDefinition() as fd:
         for out in FORMS[form](fd, fd.from_pytorch(x), dims):

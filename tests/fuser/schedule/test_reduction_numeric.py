@@ -1,7 +1,7 @@
-"""Pointwise and reduction kernels against torch in float64.
+"""Tests pointwise and reduction kernels against torch in float64.
 
-Each case runs with the CPU schedule, and with the H200 schedule on the CPU device in checked mode,
-where every access is checked for bounds, alignment, initialisation and races.
+Each case runs with the CPU schedule, and with the H200 schedule on the CPU in checked mode. Checked
+mode tests every access for bounds, alignment, initialisation and races.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ def test_booleans(device: str) -> None:
 @BOTH
 @pytest.mark.parametrize("order", [(0, 1, 2), (2, 1, 0), (1, 2, 0), (0, 2, 1)], ids=str)
 def test_permuted_inputs_of_one_order(order: tuple[int, ...], device: str) -> None:
-    """Inputs share a memory order that is not the output's."""
+    """All inputs have one memory order, which is not the output's."""
     shape = (6, 10, 16)
     inputs = [
         random([shape[k] for k in order], torch.float32, seed).permute(
@@ -194,7 +194,7 @@ def test_slice_pad_cat_and_permute(device: str) -> None:
 
 @BOTH
 def test_rotated_halves(device: str) -> None:
-    """Rotary embedding: an input read directly and at shifted indices."""
+    """Rotary embedding: an input is read directly and at shifted indices."""
 
     def build(x: TensorView, c: TensorView, s: TensorView) -> TensorView:
         left, right = ops.slice(x, [0, 0], [10, 8]), ops.slice(x, [0, 8], [10, 16])

@@ -1,4 +1,5 @@
-"""Reductions of rows of any length: their words are words of memory, but for the ends."""
+"""Tests reductions of rows of any length: they are read in aligned vectors, except at
+their ends."""
 
 from __future__ import annotations
 
@@ -65,7 +66,7 @@ def test_a_sum_loads_whole_words(shape: tuple[int, int]) -> None:
     words = sum((b + columns - 1) // 8 - b // 8 + 1 for b in begins)
     last = x.numel() % 8
     expected = {2: last, 16: words - 1} if last else {16: words}
-    # Partial sums of blocks come in words of eight bytes, their tickets have four.
+    # Blocks exchange partial sums in packets of eight bytes, and tickets of four.
     loads = {n: c for n, c in variant.compiled.counters.global_loads.items() if n not in (4, 8)}
     assert loads == expected
 

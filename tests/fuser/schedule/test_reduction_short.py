@@ -1,5 +1,7 @@
-"""Sums over few outer rows, such as the parts of a matmul on several devices: each thread sums
-whole columns, and all its loads of a step are under way before the first is used."""
+"""Tests sums over few outer rows, such as the partial results of a matmul on several devices.
+
+Each thread sums whole columns, and issues all loads of a step before it uses the first value.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,8 @@ from tests.support.small_fusions import (
 )
 
 BF16, F32 = DataType.BFloat16, DataType.Float
-# So little of a device that small tensors have work for all of it: threads take several vectors.
+# A device with one multiprocessor, so that small tensors have work for all threads, and each thread
+# takes several vectors.
 ONE = replace(H200, sm_count=1)
 
 
@@ -47,7 +50,7 @@ def sum_of_rows(dtype: DataType) -> Build:
         ((12, 2048, 8192), BF16, 8, 6, 1),
         ((16, 2048, 8192), BF16, 8, 8, 1),
         ((4, 1024, 50257), BF16, 8, 4, 1),
-        # Odd sizes have no vectors: several columns make up for them, where there are enough.
+        # Odd sizes have no vectors; a thread takes several columns instead, if there are enough.
         ((4, 8193, 4097), BF16, 1, 4, 4),
         ((2, 8193, 4097), F32, 1, 2, 4),
         ((4, 129, 37), BF16, 1, 4, 1),
@@ -70,7 +73,7 @@ def test_more_rows_are_shared_by_threads() -> None:
 
 
 def test_many_inputs_are_read_in_several_steps() -> None:
-    """Three inputs of 16 bytes: four rows of them at once would be 192 bytes of registers."""
+    """Three inputs of 16 bytes: four rows of them at a time would take 192 bytes of registers."""
 
     def build(x: TensorView, y: TensorView, z: TensorView) -> TensorView:
         return ops.cast(ops.sum(ops.mul(ops.add(x, y), z), [0]), BF16)
@@ -92,7 +95,7 @@ def test_loops() -> None:
     assert [a.ptype for a in total.domain.loop] == [*shared, *inside, P.serial]
     assert [a.ptype for a in copy.outputs[0].domain.loop] == [*shared, P.unroll, P.vectorize]
     assert (load.compute_at, total.compute_at) == (4, 2)
-    # Neighbouring threads take neighbouring vectors; the other vectors of a thread lie beyond.
+    # Adjacent threads take adjacent vectors; the other vectors of a thread are further away.
     facts = Facts(sizes_of(copy, (3, 60_002)))
     extents = [facts.value(copy, a.extent) for a in load.domain.loop]
     assert extents == [-(-30_001 // 512), 128, 1, 1, 3, 4, 2]
@@ -128,7 +131,8 @@ def test_rows_known_before_are_one_step_without_a_loop() -> None:
 
 
 def test_steps_in_a_loop_leave_registers_for_all_loads() -> None:
-    """By itself the compiler waits for the first loads of a step before it starts the last."""
+    """Without a bound on registers, the compiler waits for the first loads of a step before it
+    issues the last."""
     text = text_of(None)
     assert "__launch_bounds__(128, 6)" in text
     fast = text[text.index("if (") : text.index("else")]
@@ -197,7 +201,7 @@ def test_any_layout(layout: str, dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("shape", [(70, 4, 37), (300, 3, 5), (9, 2, 1000), (5000, 4, 1)], ids=str)
 def test_rows_between_other_axes(shape: tuple[int, int, int]) -> None:
-    """The threads of a block take columns of several outer rows."""
+    """The threads of a block process columns of several outer rows."""
     x = random(shape, torch.float32)
     check(lambda x: ops.sum(x, [1]), lambda x: x.sum(1), x)
 
@@ -211,7 +215,8 @@ def test_a_thread_takes_several_vectors_of_columns(columns: int) -> None:
 
 
 def test_what_surrounds_the_sum() -> None:
-    """Before it, two tensors and one that lacks the rows; after it, another and its own columns."""
+    """Before the sum, two tensors and one without the row axis are read; after it,
+    another tensor."""
     x, y = (random((4, 24, 104), torch.bfloat16, k) for k in range(2))
     b = random((24, 104), torch.bfloat16, 2)
 
@@ -237,7 +242,7 @@ def test_variance_over_few_rows() -> None:
 
 
 def test_a_kernel_serves_other_numbers_of_rows() -> None:
-    """Small inputs reuse it: fewer rows than a step, and more than one step."""
+    """Small inputs reuse the kernel for fewer rows than a step, and for more than one step."""
     executor = executor_of(sum_of_rows(F32), random((4, 8, 40), torch.float32))
     for rows in (4, 3, 2, 6, 15):
         x = random((rows, 8, 40), torch.float32, rows)
@@ -251,7 +256,7 @@ def test_a_kernel_serves_other_numbers_of_rows() -> None:
     [
         (lambda x: ops.sum(x, [0]), "(256, 4)"),
         (lambda x: ops.sum(x, [0, 1]), "(256, 4)"),
-        # Their arrays do not fit into the registers that this leaves.
+        # Their arrays do not fit in the registers that this limit leaves.
         (lambda x: list(ops.var_mean(x, [0])), "(256)"),
         (lambda x: [f(x, [0]) for f in (ops.sum, ops.max, ops.min, ops.prod)], "(256)"),
     ],

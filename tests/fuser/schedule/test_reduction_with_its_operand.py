@@ -1,4 +1,4 @@
-"""Reduction kernels that also write tensors as large as what they reduce."""
+"""Tests reduction kernels that also write tensors as large as their operand."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def _wide(x: TensorView) -> TensorView:
 
 
 def _gradients(axis: int) -> tuple[Callable[..., object], Callable[..., object]]:
-    """Returns a gradient and its sum along an axis, ours and torch's."""
+    """Returns a gradient and its sum along an axis, from the kernel and from torch."""
 
     def ours(dy: TensorView, x: TensorView) -> Sequence[TensorView]:
         dx = ops.mul(_wide(dy), ops.sub(1.0, ops.mul(_wide(x), _wide(x))))
@@ -66,7 +66,7 @@ def test_inputs_are_read_once_and_outputs_written_in_words() -> None:
 
 @pytest.mark.parametrize("axis", [0, 1])
 def test_a_pointwise_kernel_joins_a_sum_that_reads_the_same(axis: int) -> None:
-    """Neither reads all that the other does."""
+    """Each of the two reads a tensor that the other does not."""
 
     def build(x: TensorView, y: TensorView, z: TensorView) -> Sequence[TensorView]:
         return ops.mul(x, y), ops.sum(ops.mul(x, z), [axis])

@@ -1,4 +1,5 @@
-"""The automatic schedulers: what they accept, the loops they make, how many kernels they need."""
+"""Tests the automatic schedulers: the fusions they accept, their loops, and the number of
+kernels."""
 
 from __future__ import annotations
 
@@ -30,7 +31,8 @@ def gelu_mul_add(x: TensorView, y: TensorView, z: TensorView) -> TensorView:
 
 
 def loops(tv: TensorView) -> str:
-    """`BIDx US UR TIDx V8`: roles of the loop axes, with constant extents of the inner ones."""
+    """Returns the types of the loop axes with the constant extents of inner ones: `BIDx US UR TIDx
+    V8`."""
     parts = []
     for a in tv.domain.loop:
         name = {PT.grid_x: "BIDx", PT.grid_y: "BIDy", PT.block_x: "TIDx", PT.block_y: "TIDy"}
@@ -193,7 +195,7 @@ def test_few_rows_are_split_over_the_grid() -> None:
         ((16384, 8192), ReductionParams(False, 32, 8, 8, 8, 16)),
         ((32768, 1024), ReductionParams(False, 32, 8, 8, 8, 128)),
         ((100000, 8), ReductionParams(False, 1, 256, 8, 8, 48)),
-        # Strips of 32 bytes that one block sums: no blocks wait for each other.
+        # Strips of 32 bytes that one block sums, so that no blocks wait for each other.
         ((512, 1024), ReductionParams(False, 2, 128, 8, 4, 1)),
         ((2048, 384), ReductionParams(False, 32, 8, 4, 8, 32)),
         ((4096, 770), ReductionParams(False, 32, 8, 2, 16, 32)),
@@ -204,7 +206,7 @@ def test_outer_reduction_parameters(shape: tuple[int, int], expected: ReductionP
     copy, params = scheduled(define(column_sum, (None, None), dtype=BF16), H200, shape)
     verify_fusion(copy)
     assert params == expected
-    # About one wave of blocks of 256 threads, each with enough loads of 16 bytes under way.
+    # About one wave of blocks of 256 threads, each with enough outstanding loads of 16 bytes.
     assert isinstance(params, ReductionParams)
 
 
@@ -214,7 +216,7 @@ def test_outer_reduction_parameters(shape: tuple[int, int], expected: ReductionP
 def test_columns_of_few_bytes(
     shape: tuple[int, int], dtype: torch.dtype, bytes_alone: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """One block sums a strip of columns, or several do and exchange what they have."""
+    """A strip of columns is summed by one block, or by several that exchange partial sums."""
     monkeypatch.setattr(reduction, "BYTES_ALONE", bytes_alone)
 
     def build(x: TensorView) -> tuple[TensorView, TensorView]:
@@ -311,7 +313,7 @@ def test_an_input_that_is_read_elsewhere_is_not_overwritten() -> None:
 def test_one_result_meets_all(
     kind: str, dims: list[int], shape: list[int], options: list[str]
 ) -> None:
-    """A thread holds its own results: another one's comes from memory."""
+    """A thread keeps only its own results; results of other threads are read from memory."""
     (kept,) = {*range(len(shape))} - {*dims}
     bounds = (
         [int(k == kept) for k in range(len(shape))],
@@ -341,14 +343,14 @@ def test_one_result_meets_all(
         (BF16, 3136, False, (416, 1)),
         (DataType.Float, 3136, True, (416, 1)),
         (DataType.Float, 3136, False, (416, 1)),
-        # Whole tiles of a power of two stay.
+        # Whole tiles with power-of-two sizes are kept.
         (BF16, 4096, True, (256, 2)),
     ],
 )
 def test_runs_of_images_fill_whole_warps(
     dtype: DataType, places: int, is_variance: bool, expected: tuple[int, int]
 ) -> None:
-    """Channels of images of 56 x 56: few rows, each of many runs of 392 or 784 vectors."""
+    """Channels of images of 56 x 56: few rows, each with many runs of 392 or 784 vectors."""
 
     def statistics(x: TensorView) -> TensorView:
         wide = ops.cast(x, DataType.Float)
@@ -373,7 +375,7 @@ def test_looked_up_rows_are_taken_by_few_blocks() -> None:
     shape = (8192, 8192)
     _, params = scheduled(fusion, H200, shape, shape)
     assert params == PointwiseParams(512, 1, 2, 8, inner_on_x=True, along=True)
-    # Rows of a block's width have no use for it, and few rows need all multiprocessors.
+    # Rows as wide as a block do not need it, and few rows need all multiprocessors.
     _, params = scheduled(fusion, H200, (8192, 128), (8192, 128))
     assert isinstance(params, PointwiseParams) and not params.along
     _, params = scheduled(fusion, H200, (16, 8192), (16, 8192))

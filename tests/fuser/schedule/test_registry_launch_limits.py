@@ -1,5 +1,7 @@
-"""No scheduler launches more blocks along an axis than the device takes: what is too much is folded
-into blocks along x. A device of few blocks tries that on small tensors."""
+"""Tests that no scheduler launches more blocks along an axis than the device accepts.
+
+Larger grids are folded into blocks along x. A device with low limits tests this on small tensors.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,7 @@ SINGLE = replace(H200, max_grid=(1, 1, 1), sm_count=16)
 
 @dataclass(frozen=True)
 class Case:
-    """A fusion of a kind, torch's form of it, and the shapes of its inputs."""
+    """A kind of fusion, its torch reference, and the shapes of its inputs."""
 
     build: Callable[..., Any]
     torch_form: Callable[..., Any]
@@ -98,7 +100,7 @@ CASES = {
 
 @pytest.fixture(name="launches")
 def _launches(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[int, ...]]]:
-    """Collect the grids of all launches."""
+    """Records the grids of all launches."""
     found: list[tuple[int, ...]] = []
     bind_to = FusedKernelExecutor._bind_to
 
@@ -164,7 +166,7 @@ def test_variant_with_too_many_blocks_for_a_new_size_gives_way_to_its_folded_for
     assert len(texts) == 3
 
 
-# Rows outside, and along each of the other axes, beyond 65535.
+# More than 65535 outer rows, and more along each of the other axes.
 HUGE: dict[str, tuple[Callable[..., Any], tuple[tuple[int, ...], ...]]] = {
     "product of blocks": (lambda x: ops.prod(x, [0, 2, 4]), ((131072, 3, 2, 2, 3),)),
     "product outside": (lambda x: ops.prod(x, [1, 3]), ((131072, 3, 2, 2, 3),)),
@@ -206,7 +208,7 @@ def test_launch_of_a_huge_tensor_is_inside_the_limits(
 
 
 def _assert_inside(executor: FusedKernelExecutor, shapes: Sequence[Sequence[int]]) -> None:
-    """Binds tensors without contents, and look at the launch."""
+    """Binds tensors without contents, and checks the launch against the limits."""
     fusion = executor.fusion
     sizes = sizes_of(fusion, *shapes)
     from fuser.ir.dtypes import to_torch
@@ -234,7 +236,7 @@ def _assert_inside(executor: FusedKernelExecutor, shapes: Sequence[Sequence[int]
 @pytest.mark.finding("G2")
 @pytest.mark.parametrize("seed", range(40))
 def test_launch_of_any_shape_is_inside_the_limits(seed: int) -> None:
-    """Random reductions, broadcasts and orders of random shapes up to 2^32 elements."""
+    """Random reductions, broadcasts and orders of random shapes with up to 2^32 elements."""
     rng = python_random.Random(seed)
     rank = rng.randint(1, 5)
     shape = [1] * rank

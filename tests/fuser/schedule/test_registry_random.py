@@ -1,4 +1,4 @@
-"""Random numbers in kernels: those of the definition, whatever the schedule and the reader."""
+"""Tests random numbers in kernels: the schedule and the reader do not change them."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def whole(
     ends: tuple[float, float] = (0.0, 1.0),
     dtype: torch.dtype = torch.float32,
 ) -> torch.Tensor:
-    """Returns the tensor that the definition gives."""
+    """Returns the random tensor of the definition, computed by torch."""
     count = int(torch.Size(shape).numel())
     given: dict[str, Any] = {"seed": SEED, "offset": OFFSET, "dtype": dtype}
     return reference.numbers(kind, count, ends, **given).reshape(shape)
@@ -54,7 +54,7 @@ def test_numbers(kind: str, dtype: DataType, device: str) -> None:
 
 @pytest.mark.parametrize("device", ["cpu", "h200"])
 def test_readers_of_all_kinds_see_the_same_numbers(device: str) -> None:
-    """Transposed, in part, repeated, padded, summed, and twice in one kernel."""
+    """They are read transposed, partly, repeated, padded, summed, and twice in one kernel."""
     shape = (12, 40)
     u = whole("uniform", shape)
     cases: dict[str, tuple[Any, torch.Tensor]] = {
@@ -97,7 +97,7 @@ def test_sums_of_random_numbers(axis: int, device: str) -> None:
 
 @pytest.mark.parametrize("device", ["cpu", "h200"])
 def test_softmax_with_dropout(device: str) -> None:
-    """A value of the row is used twice, and so are its random numbers."""
+    """A row's values, and their random numbers, are used twice."""
     shape = (9, 33)
 
     def build(x: TensorView) -> TensorView:
@@ -113,7 +113,7 @@ def test_softmax_with_dropout(device: str) -> None:
 
 
 def test_a_row_norm_of_dropout_makes_each_number_once() -> None:
-    """The mask is needed by both sums and the result, and costs more than a register."""
+    """Both sums and the result need the mask, which costs more to compute than a register."""
     shape = (9, 256)
 
     def build(x: TensorView) -> TensorView:
@@ -135,7 +135,7 @@ def test_a_row_norm_of_dropout_makes_each_number_once() -> None:
 @pytest.mark.parametrize("columns", [1, 7, 64, 131, 768, 1000, 8192, 20001])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 def test_a_norm_of_dropout_and_residual_keeps_their_sum(dtype: torch.dtype, columns: int) -> None:
-    """The sum is an output, too; each number is drawn, and each input read, once."""
+    """The sum is also an output. Each number is drawn once, and each input is read once."""
     shape = (5, columns)
 
     def build(x: TensorView, r: TensorView) -> tuple[TensorView, TensorView]:
@@ -164,7 +164,7 @@ def test_a_norm_of_dropout_and_residual_keeps_their_sum(dtype: torch.dtype, colu
 
 
 def test_a_place_beyond_32_bits_takes_indices_of_64() -> None:
-    """The last elements of a tensor that no memory holds."""
+    """The last elements of a tensor that is too large for memory."""
     rows, width = 3 << 20, 1 << 10
     given: dict[str, Any] = {"seed": SEED, "offset": OFFSET, "dtype": torch.float32}
     want = reference.numbers("uniform", 8, (0.0, 1.0), first=rows * width - 8, **given)
@@ -189,8 +189,9 @@ def test_a_gpus_thread_keeps_the_words_of_its_neighbours() -> None:
     x = torch.zeros(64, 256)
     executor.run([x], [torch.empty_like(x)], sizes=sizes_of(fusion, x.shape))
     text = executor.variants[0].kernel.source.text
-    # What a vector's loop adds to the place is apart, so that its words' reuse needs no test.
+    # The index in the vector is a separate argument, so that reusing the generator's output needs
+    # no test.
     assert re.search(r"fm_uniform<float>\(r1, .*, fm_cast<int64_t>\(k\d+\),", text)
-    # Declared once, in front of the loop over the elements of a vector; the place is linear.
+    # Declared once, before the loop over the elements of a vector. The index is linear.
     assert text.index("FuserRandom r1;") < text.index("for (") < text.index("fm_uniform<float>(r1,")
     assert "/" not in text.partition("fm_uniform")[2].partition(";")[0]

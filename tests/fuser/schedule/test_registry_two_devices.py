@@ -1,6 +1,7 @@
-"""Programs that schedules once refused, or computed wrongly, with the schedules of two devices.
+"""Tests programs that schedulers once rejected, or computed wrongly, with the schedules of two
+devices.
 
-Each equals torch in float64: as it runs on a CPU, and with every access checked.
+Each equals torch in float64: on a CPU, and with every access checked.
 """
 
 from __future__ import annotations
@@ -19,7 +20,8 @@ CASES: dict[str, Case] = {}
 
 
 def case(define: Case) -> Case:
-    """Registers a case: it defines outputs, and returns the inputs and the expected outputs."""
+    """Registers a case: a function that defines outputs, and returns the inputs and the expected
+    outputs."""
     CASES[define.__name__] = define
     return define
 
@@ -304,7 +306,7 @@ def long_chain(fd: FusionDefinition, ops: ModuleType) -> tuple[Tensors, Tensors]
 
 @case
 def chain_of_diamonds(fd: FusionDefinition, ops: ModuleType) -> tuple[Tensors, Tensors]:
-    """Each step reads the one before twice: 2^200 paths."""
+    """Defines a chain in which each step reads the one before twice: 2^200 paths."""
     t = fd.define_tensor([-1], contiguity=True)
     x = drawn(16)
     for _ in range(200):

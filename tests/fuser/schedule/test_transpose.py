@@ -1,7 +1,7 @@
-"""The transpose scheduler: tiles in shared memory, for every order, type and size.
+"""Tests the transpose scheduler: tiles in shared memory, for every order, type and size.
 
-Kernels run with the H200's schedules on the CPU in checked mode, where an access out of bounds, a
-read of what nobody has written and a race in shared memory are errors.
+Kernels run with the H200's schedules on the CPU in checked mode. Accesses out of bounds, reads of
+uninitialised memory and races in shared memory are errors.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ def check(
     *,
     shapes: Sequence[Sequence[int | None]] | None = None,
 ) -> FusedKernelExecutor:
-    """Runs with these parameters, and finds the wanted bits."""
+    """Runs with these parameters, and compares the results bit by bit."""
     given = shapes or [[None if n > 1 else 1 for n in t.shape] for t in inputs]
     fusion = define(build, *given, dtype=from_torch(inputs[0].dtype))
     executor = forced(fusion, params)
@@ -89,7 +89,7 @@ def widths(extent: int, dtype: torch.dtype) -> list[int]:
 def any_tile(
     draw: python_random.Random, dtype: torch.dtype, extents: Sequence[int]
 ) -> TransposeParams:
-    """Returns a tile of any shape, with vectors that these innermost extents allow."""
+    """Returns a random tile, with vectors that divide these innermost extents."""
     vector, staged = (draw.choice(widths(n, dtype)) for n in extents)
     edge, staged_edge = (
         v * draw.choice([m for m in (1, 2, 4, 8, 16, 32) if m * v <= 64]) for v in (vector, staged)
@@ -102,8 +102,8 @@ def any_tile(
 
 @pytest.mark.parametrize("order", ORDERS, ids=lambda o: "".join(map(str, o)))
 def test_every_order(order: tuple[int, ...]) -> None:
-    """Extents below, at and beyond the tile, those that vectors divide and those that they do not;
-    runs of axes that stay together are one."""
+    """The extents are below, at and above the tile's, and some are no multiples of vectors. Axes
+    that are adjacent in both orders are one run."""
     draw = python_random.Random(str(order))
     for _ in range(3):
         dtype = draw.choice(TYPES)
@@ -119,7 +119,7 @@ def test_every_order(order: tuple[int, ...]) -> None:
 
 @pytest.mark.parametrize("ones", [(1, 0, 0, 0), (0, 1, 0, 0), (0, 0, 1, 0), (0, 0, 0, 1)], ids=str)
 def test_axes_of_one_element(ones: tuple[int, ...]) -> None:
-    """They are no axes of a tile, wherever they stand."""
+    """Axes of extent 1 are no axes of a tile, at any position."""
     shape = [1 if one else n for one, n in zip(ones, (12, 36, 20, 8), strict=True)]
     x = random(shape, torch.float32)
     count = 0
@@ -144,7 +144,7 @@ SCALAR = TransposeParams(32, 1, 1, 16, 8)
 def test_several_inputs_and_outputs_on_both_sides(
     tile: TransposeParams, shape: tuple[int, int]
 ) -> None:
-    """Staged and direct inputs, staged and direct outputs, some of which others read."""
+    """Direct and staged inputs and outputs, of which other ops read some."""
     x, y = random(shape, torch.float32), random(shape, torch.float32, 1)
     z, w = (random(shape[::-1], torch.float32, seed) for seed in (2, 3))
 
@@ -164,7 +164,8 @@ def test_several_inputs_and_outputs_on_both_sides(
 
 
 def test_outputs_are_staged_where_they_are_fewer() -> None:
-    """The sum of three transposed tensors is computed along theirs: one tile, not three."""
+    """The sum of three transposed tensors is computed along their axis, with one tile instead of
+    three."""
     shape = (40, 24)
     inputs = [random(shape, torch.float32, seed) for seed in range(3)]
 
@@ -189,7 +190,7 @@ def tiles_of(fusion: Fusion) -> list[TensorView]:
 
 
 def test_a_scheduled_fusion_is_whole_and_has_a_text() -> None:
-    """The padding of a tile is an axis of its memory."""
+    """The padding of a tile is an axis of its allocation domain."""
     copy = applied(define(lambda x: [ops.neg(turned(x, (1, 0))), ops.abs(x)], (None, None)), TILE)
     verify_fusion(copy)
     text = fusion_text(copy)
@@ -225,7 +226,7 @@ def test_outputs_with_broadcast_axes(tile: TransposeParams) -> None:
 
 
 def test_types_of_several_sizes() -> None:
-    """Each tile is padded for its own elements; the widest decide the vectors."""
+    """Each tile is padded for its own element size; the widest type determines the vectors."""
     x = random((64, 48), torch.bfloat16)
 
     def build(x: TensorView) -> list[TensorView]:
@@ -239,7 +240,7 @@ def test_types_of_several_sizes() -> None:
 
 @pytest.mark.parametrize("seed", range(12))
 def test_random_fusions_in_random_tiles(seed: int) -> None:
-    """Inputs in one of two orders, outputs in one of two orders, any tile."""
+    """Inputs and outputs have one of two orders each, and the tile is random."""
     draw = python_random.Random(seed)
     dtype = draw.choice([torch.float32, torch.float64, torch.bfloat16])
     shape = [draw.choice([3, 8, 16, 20, 33, 64]) for _ in range(2)]
@@ -257,7 +258,7 @@ def test_random_fusions_in_random_tiles(seed: int) -> None:
     total = reduce(torch.maximum, [t.t() if s else t for s, t in zip(sides, inputs, strict=True)])
     values = [-total if k % 2 else total.abs() for k in range(len(results))]
     wanted = [(v.t() if s else v).contiguous() for s, v in zip(results, values, strict=True)]
-    # Which of the two extents is whose is the scheduler's to say: the vectors divide both.
+    # The scheduler decides which extent belongs to which edge, so the vectors divide both.
     both = math.gcd(*shape)
     tile = any_tile(draw, torch.float64, (both, both))
     assert launched(check(build, inputs, wanted, tile)) == tile
@@ -279,8 +280,8 @@ LAYOUTS = {
 
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_layouts_that_come(name: str) -> None:
-    """Gaps, expanded axes and permuted strides: the layouts that come decide, not those declared.
-    What no tile helps runs as pointwise kernels do."""
+    """Gaps, expanded axes and permuted strides: the actual layouts decide, not the declared ones.
+    If no tile helps, the kernel is a pointwise one."""
     x, tile = LAYOUTS[name]
     fusion = define(lambda t: ops.neg(turned(t, (1, 0))), (None, None))
     small = replace(H200, sm_count=3)
@@ -294,7 +295,7 @@ def test_layouts_that_come(name: str) -> None:
 
 
 def test_a_pointwise_kernel_of_turned_tensors_takes_a_tile() -> None:
-    """Declared in one order, it gets them in two."""
+    """The tensors are declared in one order, and passed in two."""
     fusion = define(lambda x, y: ops.add(x, y), (None, None), (None, None))
     assert find_scheduler(fusion) == "pointwise"
     executor = FusedKernelExecutor(
@@ -330,19 +331,20 @@ def test_tiles_by_type() -> None:
 @pytest.mark.parametrize(
     ("order", "shape", "is_tile"),
     [
-        # NHWC to NCHW: each channel would read all sectors. And back: a block reads all of them.
+        # NHWC to NCHW: each channel would read all sectors. In the other direction, a block reads
+        # all of them.
         ((0, 3, 1, 2), (64, 224, 224, 3), True),
         ((0, 2, 3, 1), (64, 3, 224, 224), False),
         ((0, 3, 1, 2), (64, 56, 56, 256), True),
-        # Heads of attention: rows of 64 stay whole, nothing is turned.
+        # Heads of attention: rows of 64 are kept, so nothing is transposed.
         ((0, 2, 1, 3), (16, 1024, 12, 64), False),
         ((0, 2, 3, 1), (16, 1024, 12, 64), True),
-        # What a block reads anyway holds both axes.
+        # The data that a block reads contains both axes already.
         ((0, 2, 1), (1 << 16, 5, 7), False),
         ((0, 2, 1), (1 << 16, 16, 16), False),
         ((1, 0), (1 << 20, 2), True),
         ((1, 0), (2, 1 << 20), False),
-        # Little for so many multiprocessors: in smaller tiles.
+        # Little work for so many multiprocessors, so the tiles are smaller.
         ((1, 0), (256, 512), True),
     ],
 )
@@ -393,7 +395,7 @@ def test_reasons() -> None:
 
 
 def test_inputs_that_nothing_reads() -> None:
-    """They neither need a tile nor get one."""
+    """Unused inputs neither need a tile nor get one."""
     x, y = random((32, 20), torch.float32), random((20, 32), torch.float32, 1)
     unused = define(lambda x, y: ops.neg(ops.permute(x, [1, 0])), (None, None), (None, None))
     (out,) = run(forced(unused, TILE), [x, y], [(20, 32)])
@@ -403,7 +405,7 @@ def test_inputs_that_nothing_reads() -> None:
 
 
 def test_slices_and_pads_above_the_permutation_are_left_to_others() -> None:
-    """A tensor that is read at shifted indices is read in place; beside it a tile may serve."""
+    """A tensor read at shifted indices is read directly; other tensors may still use a tile."""
 
     def alone(x: TensorView) -> TensorView:
         return turned(ops.slice(x, [1, 0], [65, 48]), (1, 0))
@@ -435,7 +437,8 @@ def test_the_cpu_has_plain_loops() -> None:
 
 
 def test_sizes_of_one_kernel_with_and_without_a_tile() -> None:
-    """Small inputs reuse kernels of nearby sizes where these are alike: a tile is like no loop."""
+    """Small inputs reuse a similar kernel of a nearby size. Kernels with and without tiles are not
+    similar."""
     fusion = define(lambda x: ops.neg(turned(x, (1, 0))), (None, None))
     executor = FusedKernelExecutor(
         fusion, scheduler="transpose", name="tile", device=H200, checked=True

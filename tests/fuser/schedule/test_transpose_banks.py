@@ -1,4 +1,4 @@
-"""What the lanes of transpose kernels ask for at the same time, counted from emitted addresses."""
+"""Counts bank conflicts of transpose kernels, from the addresses in the generated code."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ TYPES = [torch.bool, torch.bfloat16, torch.float16, torch.float32, torch.float64
 
 
 class Traffic:
-    """What the lanes of a warp ask for at the same time, from the addresses in a kernel."""
+    """The simultaneous accesses of the lanes of a warp, computed from the addresses in a kernel."""
 
     def __init__(self, kernel: LoweredKernel, sizes: Mapping[Symbol, int], block: int) -> None:
         scalars = (arg for arg in kernel.args if not isinstance(arg, TensorArg))
@@ -52,7 +52,7 @@ class Traffic:
             assert isinstance(arg, ScalarArg)
             self._fixed[symbol.name] = sc.evaluate(arg.scalar, sizes)
         self._dtypes = {f"T{tv.number}": tv.dtype() for tv in kernel.fusion.tensors()}
-        # Place of the statement and iteration -> (name, shared, bytes of an access, first bytes).
+        # (statement, iteration) -> (name, shared, bytes of an access, first bytes).
         self.asked: dict[object, tuple[str, bool, int, list[int]]] = {}
         for warp in {0, kernel.threads // WARP - 1}:
             for lane in range(WARP):
@@ -85,7 +85,7 @@ Access = tuple[str, bool, int, Scalar]
 
 
 def accesses(s: object) -> Iterator[Access]:
-    """Yields (tensor, whether shared, elements, index) of what a statement reads and writes."""
+    """Yields (tensor, whether shared, elements, index) of each read and write of a statement."""
     for part in values_of(s):  # pyright: ignore[reportArgumentType]
         if isinstance(part, GlobalLoad) or (isinstance(part, Element) and part.shared):
             yield part.name, isinstance(part, Element), 1, part.index
@@ -100,8 +100,8 @@ def value(x: Scalar, env: Mapping[str, Number]) -> Number:
 
 
 def bank_turns(begins: Sequence[int], nbytes: int) -> int:
-    """Returns how many words one bank is asked for at once; 8 bytes are served to 16 lanes at a
-    time, 16 bytes to 8."""
+    """Returns the number of accesses to the busiest bank at a time. Accesses of 8 bytes are served
+    to 16 lanes at a time, those of 16 bytes to 8."""
     lanes = min(WARP, WARP * WORD // nbytes)
     most = 0
     for k in range(0, len(begins), lanes):
@@ -126,7 +126,7 @@ def chosen_kernel(
     return kernel, params, sizes_of(fusion, *shapes)
 
 
-# Extents that 16 bytes, 8, 4 and 2 divide, and those that nothing divides.
+# Extents that are multiples of 16, 8, 4 and 2 bytes, and extents that are not.
 EXTENTS = [2048, 2040, 2044, 2046, 2047]
 
 
@@ -152,7 +152,7 @@ def test_no_bank_conflicts_and_whole_lines(dtype: torch.dtype, extents: tuple[in
             row = min(params.edge, params.staged_edge) * dtype.itemsize
             assert len(lines) <= WARP * nbytes // min(row, 128), (params, name)
     assert {n for name, shared, n in kinds if not shared} == {v * dtype.itemsize for v in vectors}
-    # One barrier, in no loop.
+    # One barrier, outside of loops.
     assert sum(isinstance(s, Sync) for s in walk(kernel.body)) == 1
     assert any(isinstance(s, Sync) for s in kernel.body.statements)
 

@@ -1,4 +1,4 @@
-"""Variances whose values a thread adds a step at a time, on the SIMT shim against float64."""
+"""Tests variances whose values a thread adds in batches, on the SIMT shim against float64."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ H200 = ["schedules_for(h200)", "checked"]
 
 
 def moments(x: torch.Tensor, dims: list[int], *, count: int = 3) -> list[torch.Tensor]:
-    """Returns variance, mean and, as the third, the largest value, which is another reduction."""
+    """Returns the variance, the mean, and the largest value, which is another reduction."""
     with FusionDefinition() as fd:
         t = fd.define_tensor([-1] * x.ndim, contiguity=True, dtype=from_torch(x.dtype))
         wide = ops.cast(t, DataType.Float) if x.dtype is torch.bfloat16 else t
@@ -42,7 +42,7 @@ def check(x: torch.Tensor, dims: list[int]) -> None:
     var, mean, largest = moments(x, dims)
     wide = x.double()
     want, about = torch.var_mean(wide, dims, correction=0)
-    # Sums round to a few units of their last place; a mean far from zero has large ones.
+    # Sums are exact to a few units in the last place, which are large for a mean far from zero.
     unit = torch.finfo(torch.float32 if x.dtype is torch.bfloat16 else x.dtype).eps
     assert ((var - want).abs() <= 400 * unit * want + 16 * unit * about.abs() * want.sqrt()).all()
     assert ((mean - about).abs() <= 16 * unit * (about.abs() + want.sqrt())).all()
@@ -62,7 +62,8 @@ def test_columns_of_any_extent(rows: int, columns: int, dtype: torch.dtype) -> N
 def test_threads_of_several_batches(
     shape: tuple[int, int], dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Too few blocks for a batch of each thread to be all, as for tensors of more than 20 MB."""
+    """There are too few blocks for one batch per thread to be enough, as with tensors of more than
+    20 MB."""
     monkeypatch.setattr(reduction, "THREADS_PER_SM", 1)
     generator = torch.Generator().manual_seed(shape[0])
     drift = torch.arange(shape[0])[:, None] / 100.0
@@ -77,7 +78,7 @@ def test_reduced_axes_in_any_place(dims: list[int]) -> None:
 
 @pytest.mark.parametrize("shift", [1e3, 1e5, -1e4])
 def test_a_mean_much_larger_than_the_deviation(shift: float) -> None:
-    """Sums of squares would lose all, as would those of distances from a value that lies apart."""
+    """Sums of squares would lose all digits, and so would sums of distances from an outlier."""
     generator = torch.Generator().manual_seed(3)
     x = torch.randn(2000, 20, generator=generator) + shift
     x[0] = 0.0 if shift == 1e5 else x[0]
@@ -108,7 +109,7 @@ I, J, ROWS, COLUMNS = (Symbol(name, DataType.Index, lo=0) for name in ("i", "j",
 
 
 def updates(cond: Scalar, *, extent: int = 4) -> list[Statement]:
-    """`for i < extent { for j < 2 { if (cond) { welford_add(r[j], 1); } } }`, unrolled."""
+    """Returns `for i < extent { for j < 2 { if (cond) { welford_add(r[j], 1); } } }`, unrolled."""
     value = ScalarValue(sc.const(1), DataType.Float)
     target = Element("r", J, DataType.Float)
     update = Accumulate(target, value, "welford", "WelfordOp<float>")
@@ -130,7 +131,7 @@ def test_columns_share_the_count_of_the_first() -> None:
 
 
 def test_columns_that_may_hold_different_numbers_of_values_count_for_themselves() -> None:
-    """Some values of single columns come one by one; the others still at once."""
+    """Single columns receive some values one by one; other values are still added in batches."""
     found = batched(updates(sc.lt(J, COLUMNS)), updates(sc.lt(I, ROWS)))
     assert isinstance(found[0], Accumulate) and isinstance(found[-1], AccumulateBatch)
     held = next(s for s in found if isinstance(s, Declare) and s.ctype == INDEX_CTYPE)

@@ -1,4 +1,5 @@
-"""Loops over rows whose threads meet ask for the next row; texts of kernels for an H200."""
+"""Tests that loops over rows with a reduction over threads prefetch the next row, by the texts of
+kernels for an H200."""
 
 from __future__ import annotations
 
@@ -16,7 +17,7 @@ H200 = ["schedules_for(h200)"]
 
 
 class Enough(Exception):
-    """The texts are known."""
+    """Raised when the kernel texts are complete, to stop the run."""
 
 
 def kernel_texts(
@@ -45,7 +46,7 @@ def test_gradients_of_a_norm_ask_for_the_next_row(
     (text,) = (t for t in texts if "block_reduce<" in t or "warp_reduce<" in t)
     loop = text[text.index("for (nvfuser_index_t k0 = 0; k0 < s0") :]
     before = loop[: loop.index("_reduce<")]
-    # dy, x, mean and deviation; the weight is the same for all rows.
+    # The gradient dy, x, mean and deviation. The weight is the same for all rows.
     loaded = set(re.findall(r"load_vec\w*<\d>\(.*?, (T\d+), [^,]*\);", before))
     loaded |= set(re.findall(r"= (T\d+)\[\w+ \+ \d+ \* k0\]", before))
     asked = re.findall(r"prefetch\((T\d+), ", text)
@@ -61,7 +62,8 @@ def test_one_row_per_block_asks_for_nothing(monkeypatch: pytest.MonkeyPatch) -> 
 
 @pytest.mark.parametrize("enabled", [[*H200, "checked"], H200])
 def test_nothing_behind_the_last_row_is_asked_for(enabled: list[str]) -> None:
-    """Rows end within a part: the checked build looks at the places that are asked for."""
+    """The last block has fewer rows. The checked build verifies that each prefetched element
+    exists."""
     rows, columns = 1057, 4096
     x, dy = (torch.randn(rows, columns, generator=torch.Generator().manual_seed(k)) for k in (0, 1))
     with FusionDefinition() as fd:

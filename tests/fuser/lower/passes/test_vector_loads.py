@@ -1,4 +1,4 @@
-"""What a vector reads at shifted places is loaded in words, also where addresses are none."""
+"""Tests that loops read shifted indices by vector loads, also where addresses are not aligned."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def execute(
 
 
 def rotated(x: TensorView) -> TensorView:
-    """Half of each row, negated and swapped with the other, added to it."""
+    """Returns x plus its halves swapped, one of them negated (rotary embedding)."""
     sizes = [x.size(k) for k in range(x.ndim)]
     half = sc.floordiv(sizes[-1], 2) if not isinstance(sizes[-1], int) else sizes[-1] // 2
     zeros = [0] * x.ndim
@@ -70,7 +70,7 @@ def test_halves_that_change_places_are_read_in_whole_words(half: int) -> None:
 def test_bounds_that_sizes_clamp_are_read_in_whole_words(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Of rows of any length: a class of lengths has 16 and more."""
+    """The rows may have any length; a class of input sizes has lengths of 16 and more."""
     monkeypatch.setenv("FUSER_DUMP", "scheduler_params")
     x, rows = random((6, 16), torch.bfloat16), 6
 
@@ -94,7 +94,8 @@ def test_bounds_that_sizes_clamp_are_read_in_whole_words(
 def test_a_thread_has_a_vector_of_each_equal_piece(
     count: int, length: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """In any order, with an operand of the whole beside them, and of one row."""
+    """The pieces come in any order, together with an operand of the whole result. A single row is
+    tested, too."""
     monkeypatch.setenv("FUSER_DUMP", "scheduler_params")
     for shape in ((5, 3, length), (length,)):
         made = [random(shape, torch.float32, k) for k in range(count)]
@@ -119,7 +120,7 @@ def test_a_thread_has_a_vector_of_each_equal_piece(
 def test_pieces_of_no_word_are_read_element_by_element() -> None:
     x = random((6, 2 * 6), torch.float32)
     found = counters(rotated, [x])
-    # Of three words of a row the middle one has elements of both halves.
+    # Of the three vectors of a row, the middle one has elements of both halves.
     assert found.global_loads[4] > 0 and found.global_loads[16] >= x.numel() * 4 // 16
 
 
@@ -138,7 +139,7 @@ def test_pieces_of_any_length(dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("begin", [0, 1, 2, 3, 4, 8])
 def test_pieces_that_begin_anywhere(begin: int) -> None:
-    """Rows with gaps, in memory that begins at no word."""
+    """The rows have gaps, and begin at addresses that are not aligned to a vector."""
     for width, n in itertools.product((40, 41, 48), (16, 19)):
         store = random((5, width), torch.bfloat16)
         x, y = store[:, begin : begin + n], store[:, -n:]
@@ -171,7 +172,7 @@ def test_pads(left: int) -> None:
 
 
 def test_steps_and_outcomes_by_brute_force() -> None:
-    """Every outcome over all lanes, for whole numbers in the place of what a test compares."""
+    """Evaluates each test for all lanes, with integers in place of the sizes that it compares."""
     v, n = sc.index("k0", sc.const(8)), Symbol("n", DataType.Index)
     r = python_random.Random(7)
     uniform = 0
@@ -189,7 +190,8 @@ def test_steps_and_outcomes_by_brute_force() -> None:
                 for k in range(8)
             ]
             mixed = mixed or len(set(results)) > 1
-            # What holds at both ends holds between them; the hardest lane is an end.
+            # A test that holds for the first and last lane holds for all; the strictest lane is one
+            # of the two.
             hardest = results[-1] if found > 0 else results[0]
             assert all(results) == hardest
         if _is_uniform(test, v, 8):
