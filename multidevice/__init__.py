@@ -1,6 +1,6 @@
-"""Sharding on the fusion IR, communication, and the ranks that carry it out.
+"""Shards tensors of the fusion IR over devices, and runs the communication between ranks.
 
-Nothing is imported until a name is used: neither CUDA nor MPI is needed to import this package.
+Importing this package needs neither CUDA nor MPI: each name is imported at its first use.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ if TYPE_CHECKING:
     from multidevice.job.simulation import simulate as simulate
     from multidevice.sharding.queries import Sharding as Sharding
 
-# Public name -> the module that defines it (and its name there). The executor sees everything, and
-# is looked for here.
+# Public name -> the module that defines it (and its name there). The executor is defined in fuser,
+# because it uses all three packages; users look for it here.
 _EXPORTS = {
     "CommunicatorBackend": "fuser.nvfuser.multi_device_executor",
     "MultiDeviceExecutor": "fuser.nvfuser.multi_device_executor",

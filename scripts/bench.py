@@ -507,15 +507,15 @@ def bench_cpu(args: argparse.Namespace) -> list[dict[str, Any]]:
 def bench_agree(args: argparse.Namespace) -> list[dict[str, object]]:
     """What it costs ranks to agree, beside a message of the control channel; in lockstep."""
     from multidevice import Communicator
-    from multidevice.job.agreement import Claim
+    from multidevice.job.agreement import RunSignature
     from multidevice.job.communicator import run_agreed
 
     communicator = Communicator.instance()
-    team, claim = tuple(range(communicator.size())), Claim(("a program",))
+    team, signature = tuple(range(communicator.size())), RunSignature(("a program",))
     ways = {
-        "word": lambda: run_agreed(communicator, team, lambda: (claim, (), list[object])),
+        "word": lambda: run_agreed(communicator, team, lambda: (signature, (), list[object])),
         "message": lambda: communicator.agree(None, b"digest"),
-        "alone": lambda: run_agreed(communicator, (), lambda: (claim, (), list[object])),
+        "alone": lambda: run_agreed(communicator, (), lambda: (signature, (), list[object])),
     }
     times: dict[str, list[float]] = {name: [] for name in ways}
     for _ in range(40):

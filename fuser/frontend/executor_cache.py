@@ -68,7 +68,7 @@ from hostir.runtime.inputs import InputBinder
 from hostir.runtime.native_runner import Steady, Surroundings
 from hostir.runtime.plan import Memory, memory_of
 from hostir.runtime.plan_cache import SignatureEntry
-from multidevice.job.agreement import Claim, Prepared
+from multidevice.job.agreement import Prepared, RunSignature
 from multidevice.job.communicator import Communicator, current_communicator, run_agreed
 from multidevice.sharding import queries
 from multidevice.sharding.queries import has_streams, requested_devices
@@ -445,7 +445,7 @@ class FusionExecutorCache(Watching, Inspection):
         device: int | str | torch.device | None,
         communicator: Communicator,
         settings: Settings,
-    ) -> tuple[BoundProgram, Claim, SignatureEntry]:
+    ) -> tuple[BoundProgram, RunSignature, SignatureEntry]:
         size = communicator.size()
         if size not in self._worlds:
             queries.check_world(self._fusion, size)
@@ -626,7 +626,7 @@ def _with_notes(report: str, program: HostIrContainer) -> str:
 
 _SURROUNDINGS = Surroundings(current_communicator, options.NONE)
 # What is claimed of a program that no other rank runs.
-_NOTHING = Claim(("",))
+_NOTHING = RunSignature(("",))
 
 
 # ----------------------------------------------------------------------

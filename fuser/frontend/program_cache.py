@@ -36,7 +36,7 @@ from hostir.runtime.evaluator import ProgramEvaluator
 from hostir.runtime.kernels import CacheReuse, StepKernels, make_kernel_executor, second_reads
 from hostir.runtime.native_runner import Steady
 from hostir.runtime.plan_cache import SignatureEntry
-from multidevice.job.agreement import Claim, Prepared
+from multidevice.job.agreement import Prepared, RunSignature
 from multidevice.job.communicator import Communicator
 from multidevice.sharding.queries import CutAxis, Sharding, check_cuts, cut_axes
 
@@ -232,7 +232,7 @@ class CallCacheEntry:
 
     communicator: Communicator
     bound: BoundProgram
-    claim: Claim
+    claim: RunSignature
     contents: Contents
     # Whether an input is a lazy view, to be computed before the run; `known` is of what it becomes.
     is_lazy: bool

@@ -17,7 +17,7 @@ from fuser.support.inputs import flatten
 from hostir.ir.printer import meaning_text
 from hostir.ir.program import HostIrContainer
 from hostir.runtime.inputs import Argument
-from multidevice.job.agreement import Channel, Claim, Prepared
+from multidevice.job.agreement import Channel, Prepared, RunSignature
 
 if TYPE_CHECKING:
     from multidevice.job.communicator import Communicator
@@ -57,7 +57,7 @@ class RankAgreement:
         if self.communicator is not None:
             self.communicator.begin_run(self.team)
 
-    def claim(self, inputs: Sequence[Argument], values: Values, *also: str) -> Claim:
+    def claim(self, inputs: Sequence[Argument], values: Values, *also: str) -> RunSignature:
         """Returns what this rank claims to run on inputs that give the symbols these values, and
         the lines `also`."""
         return program_claim(self._program, (self._how, *also), inputs, values, self._free)
@@ -132,7 +132,7 @@ def claim_of(
     where: str = "",
     ops: Iterable[Op] = (),
     fixed: int = 1,
-) -> Claim:
+) -> RunSignature:
     """Returns what a rank claims to run: texts, what its structure depends on, local extents.
 
     `declared` are the inputs of the program; `free` has the positions of the scalars on which the
@@ -156,7 +156,7 @@ def claim_of(
         for name, value in zip(names, declared, strict=False)
         if isinstance(value, TensorView) and not value.domain.has_devices
     ]
-    return Claim(texts, extents, numbers, where, tuple(ops), fixed, traits, whole)
+    return RunSignature(texts, extents, numbers, where, tuple(ops), fixed, traits, whole)
 
 
 def _traits(x: Argument) -> tuple[tuple[str, str], ...]:
@@ -179,7 +179,7 @@ def program_claim(
     inputs: Sequence[Argument],
     values: Mapping[Symbol, Number],
     free: Iterable[int],
-) -> Claim:
+) -> RunSignature:
     """Returns what a rank claims that runs a program by itself; `parts` has lines of how it is run,
     `values` what the symbols are."""
     ops = tuple(walk(program.ops))

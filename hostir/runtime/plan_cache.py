@@ -22,7 +22,7 @@ from hostir.runtime.frame import Frame
 from hostir.runtime.inputs import Argument
 from hostir.runtime.plan import Arenas, Memory, Plan, Pool, memory_of
 from hostir.runtime.size_generic_plan import SizeGenericPlan
-from multidevice.job.agreement import Claim
+from multidevice.job.agreement import RunSignature
 
 # Classes of inputs that an evaluator remembers.
 MAX_PLANS = 256
@@ -45,7 +45,7 @@ class SignatureEntry:
     def __init__(self, contents: Contents) -> None:
         self.contents = contents
         # What this rank claims to run on them, where others have to agree.
-        self.claim: Claim | None = None
+        self.claim: RunSignature | None = None
         self.plans: Recent[tuple[int, ...], Plan] = Recent(MAX_PLACES, on_drop=forget)
         # What is bound and has not run yet.
         self._new: dict[tuple[int, ...], Plan] = {}

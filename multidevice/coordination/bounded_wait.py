@@ -1,9 +1,8 @@
-"""The one bounded wait of the package, and what is known about the peers while waiting.
+"""Waits with a deadline, and the facts that a rank knows about its peers while it waits.
 
-Every wait on another rank goes through `poll_until`: it yields the processor, looks at what the
-peers announced, and ends at a deadline. A `Ledger` counts what this rank has entered, so that a
-rank that leaves can tell the others how far it came: a peer that left after entering a collective
-is no error.
+Every wait on another rank uses `poll_until`. It yields the processor, checks what the peers
+announced, and ends at a deadline. A `Ledger` counts the calls that this rank has entered. A rank
+that leaves announces its counts: a peer that left after it entered a collective is no error.
 """
 
 from __future__ import annotations
@@ -23,22 +22,24 @@ from fuser.support.errors import CommunicationTimeout, PeerError
 # Global ranks that communicate with one another, in order.
 Team = tuple[int, ...]
 
-# A short wait spins (a small collective takes tens of microseconds), a longer one yields, and one
-# that has lasted SLEEP_AFTER_S leaves the core to whoever still computes.
+# A short wait spins (a small collective takes tens of microseconds). A longer one yields the
+# processor. One that has lasted SLEEP_AFTER_S sleeps, so that ranks that still compute get the
+# core.
 SPINS = 20
 SLEEP_AFTER_S = 0.02
 SLEEP_S = 0.0002
 LOOK_EVERY_S = 0.02
 
 
-# The kinds of the streams of transfers: each has the half of one of its `ends`.
+# The kinds of calls for point-to-point transfers. Each transfer counts as SEND on one rank and as
+# RECV on the other.
 SEND, RECV = "send", "recv"
 
 
 class Calls(NamedTuple):
-    """A stream of calls, under which ledgers count: of one kind, among the members of a team.
+    """The key of a sequence of calls in a ledger: the kind of call and the team that makes them.
 
-    Transfers have their `ends`, too: from which rank to which.
+    Point-to-point transfers also have `ends`: (source rank, target rank).
     """
 
     kind: str
@@ -51,26 +52,24 @@ class Calls(NamedTuple):
 
     @staticmethod
     def from_row(row: Sequence[Any]) -> Calls:
-        """Reads the list that JSON makes of one."""
+        """Reads the list that JSON makes of a `Calls`."""
         kind, team, ends = row
         return Calls(kind, tuple(team), tuple(ends))
 
 
 def rows_of(counts: Mapping[Calls, int]) -> list[tuple[Calls, int]]:
-    """Returns counts of calls in a form that JSON can write."""
+    """Returns counts of calls as rows that JSON can write; `counts_from` reads them."""
     return [*counts.items()]
 
 
 def counts_from(rows: Iterable[Sequence[Any]]) -> dict[Calls, int]:
-    """Reads what JSON makes of `rows_of`."""
+    """Reads the counts of calls that `rows_of` returned, after JSON."""
     return {Calls.from_row(key): count for key, count in rows}
 
 
 @dataclass(frozen=True)
 class Need:
-    """A wait depends on `rank` having entered at least `count` calls of the stream of calls
-    `key`.
-    """
+    """A condition of a wait: `rank` has entered at least `count` calls of the sequence `key`."""
 
     rank: int
     key: Calls
@@ -79,9 +78,7 @@ class Need:
 
 @dataclass(frozen=True)
 class Event:
-    """What a rank announced: that it failed, or that it left after the entered calls in
-    `entered`.
-    """
+    """An announcement of a rank: that it failed, or that it left after the calls in `entered`."""
 
     rank: int
     kind: Literal["failed", "left"]
@@ -89,7 +86,7 @@ class Event:
     entered: dict[Calls, int] = field(default_factory=dict[Calls, int])
 
     def encode(self) -> bytes:
-        """Returns the event as bytes."""
+        """Returns the event as JSON in bytes."""
         row = self.rank, self.kind, self.text[:2000], rows_of(self.entered)
         return json.dumps(row).encode()
 
@@ -101,11 +98,11 @@ class Event:
 
 
 class Ledger:
-    """Counts the calls that this rank has entered, per stream of calls (a channel and a team)."""
+    """The number of calls that this rank has entered, per sequence of calls."""
 
     def __init__(self) -> None:
         self.entered: dict[Calls, int] = {}
-        # What a thread, by its number, has entered since it asked for that.
+        # Thread number -> the calls that this thread has entered since it began to record them.
         self.noted: dict[int, Counter[Calls]] = {}
 
     def enter(self, key: Calls) -> int:
@@ -117,7 +114,7 @@ class Ledger:
         return number
 
     def leave(self, key: Calls, number: int) -> None:
-        """Takes back the call of a number, the latest one, which could not be made."""
+        """Uncounts the call with this number, the latest one, because it could not be started."""
         if self.entered.get(key) != number + 1:
             return
         self.entered[key] = number
@@ -126,23 +123,26 @@ class Ledger:
 
 
 class Peers:
-    """The events announced by the other ranks, as far as this rank has heard."""
+    """The events that the other ranks have announced, as far as this rank has received them."""
 
     def __init__(self, rank: int) -> None:
         self.rank = rank
         self.events: dict[int, Event] = {}
 
     def record(self, event: Event) -> None:
-        """Keeps an event; a failure is never replaced by the leaving that follows it."""
+        """Stores an event. A failure is never replaced by the announcement of leaving that follows
+        it.
+        """
         old = self.events.get(event.rank)
         if old is None or old.kind == "left":
             self.events[event.rank] = event
 
     def check(self, what: str, needs: Iterable[Need]) -> None:
-        """Raises when a peer failed, or left before it entered what this wait needs.
+        """Raises an error when a peer failed, or left before it entered a call that this wait
+        needs.
 
         Raises:
-            PeerError: names the peer, what it announced, and this rank's position.
+            PeerError: names the peer, its announcement, and the call in which this rank waits.
         """
         if not self.events:
             return
@@ -173,11 +173,12 @@ def poll_until(
 ) -> None:
     """Returns when `done()` is true.
 
-    `look(waited_s)` runs every few milliseconds of a longer wait and raises when a peer makes the
-    wait hopeless.
+    `look(waited_s)` runs every few milliseconds of a longer wait. It raises an error when the wait
+    can no longer end. `what()` describes the wait and `why()` its cause, for the error at the
+    deadline.
 
     Raises:
-        CommunicationTimeout: `done()` stayed false for `FUSER_TIMEOUT_S`; the message holds
+        CommunicationTimeout: `done()` stayed false for `FUSER_TIMEOUT_S`; the message contains
             `what()` and `why()`.
         PeerError: from `look()`.
     """

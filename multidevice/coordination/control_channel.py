@@ -1,8 +1,8 @@
-"""The control channel: small messages among the ranks, separate from the data.
+"""The control channel: small messages between ranks, separate from the data.
 
-It carries errors, digests and program texts, and the announcements of ranks that fail or leave.
-Each operation is collective over its team. After an agreed error every member has taken the same
-steps, so the channel and the data communicators stay usable.
+It carries errors, digests, program texts, and the announcements of ranks that fail or leave. Each
+operation is collective over its team. When an agreement ends in an error, every member has made the
+same steps, so the channel and the data communicators stay usable.
 """
 
 from __future__ import annotations
@@ -36,35 +36,35 @@ from multidevice.coordination.bounded_wait import (
     poll_until,
     team_text,
 )
-from multidevice.coordination.deadlock_detector import Board, Deadlock, nbytes_of
+from multidevice.coordination.deadlock_detector import Deadlock, WaitForGraph, nbytes_of
 from multidevice.coordination.shared_page import LINE_WORDS
 
 # kind, status (1: this rank has an error), size of the text that follows, digest
 _RECORD = struct.Struct("<BBxxI16s")
 RECORD_NBYTES = _RECORD.size
 _KINDS = ("agree", "exchange", shared_page.OFFER, shared_page.OPENING)
-# How messages call them: what a user has asked for when ranks meet so.
+# How errors name these operations: by the call of the user in which ranks make them.
 _WORDS = {
     "agree": "a barrier or an agreement",
-    "exchange": "an exchange of what the ranks are about to do",
-    shared_page.OFFER: "what precedes the first run of a team",
-    shared_page.OPENING: "what precedes the first run of a team",
+    "exchange": "the check that all ranks are about to run the same",
+    shared_page.OFFER: "the setup before the first run of a team",
+    shared_page.OPENING: "the setup before the first run of a team",
 }
 _NO_DIGEST = bytes(16)
-# How often the processes of ranks that have not announced that they leave are looked at.
+# How often a rank that has finished checks the processes of the ranks that have not.
 LEAVERS_EVERY_S = 0.2
-# A wait that has lasted this long is posted on the board, and looks there.
+# A wait that has lasted this long is posted in the wait-for graph, and checked for deadlocks.
 WATCH_AFTER_S = 0.1
-# How long what a call has started goes on for its peers, once it has failed on a rank.
+# How long the communications of a failed call continue to serve its peers.
 LEFT_AFTER_S = 0.5
-# In which streams of calls the ledgers count these operations: those that are a part of calls of
-# programs, those that users ask for, and exchanges of claims.
-WITHIN_CALLS, OF_USERS, CLAIMS = "control", "talk", "claims"
+# The kinds under which ledgers count these operations: operations inside calls of programs,
+# operations that users ask for, and exchanges of run signatures.
+WITHIN_CALLS, OF_USERS, SIGNATURES = "control", "talk", "signatures"
 
 
 @dataclass(frozen=True)
 class ControlCall:
-    """One operation of the control channel: what it is, in which team, and its sequence number."""
+    """One operation of the control channel: its kind, its team, and its sequence number."""
 
     kind: str
     team: Team
@@ -78,20 +78,23 @@ class ControlCall:
         return f"{_WORDS[self.kind]} ({inside}, sequence number {self.seq})"
 
     def needs(self) -> list[Need]:
-        """Returns what this step needs of its peers."""
+        """Returns the calls that each peer must enter before this operation can complete."""
         return [Need(rank, self.key, self.seq + 1) for rank in self.team if rank != self.rank]
 
 
 class Progressing(Protocol):
-    """A communication that goes on while its rank waits, for whatever that waits."""
+    """A started communication that makes progress during any wait of its rank."""
 
     def done(self) -> bool:
-        """Goes on as far as possible; returns whether it has ended."""
+        """Makes as much progress as possible without waiting; returns whether it has ended."""
         ...
 
 
 class Control(ABC):
-    """Collective operations on bytes; a launcher's transport implements the two gathers."""
+    """The control channel of one rank: collective operations on bytes.
+
+    A subclass per launcher implements the two gathers.
+    """
 
     def __init__(self, rank: int, size: int) -> None:
         self.rank = rank
@@ -99,45 +102,51 @@ class Control(ABC):
         self.ledger = Ledger()
         self.peers = Peers(rank)
         self.world: Team = tuple(range(size))
-        # Where the ranks stand, when they all share a host.
-        self.board: Board | None = None
+        # Which rank waits for which; None unless all ranks share a host.
+        self.wait_graph: WaitForGraph | None = None
         # The calls, by stream and count, that ended in a deadlock.
         self._ended: set[tuple[Calls, int]] = set()
-        # What an earlier call ran into here, for the errors of those who wait for this rank.
+        # The error of an earlier call on this rank, for the messages of ranks that wait for this
+        # one.
         self.trouble = ""
         # The team of the run that this rank is in, and how many runs it has begun.
         self.run: tuple[Team, int] = (), 0
         self.runs: dict[Team, int] = {}
-        # What backends have started and nobody has waited for yet: it goes on in every wait.
+        # Communications that were started and not waited for: they make progress in every wait.
         self.works: set[Progressing] = set()
-        # Called with the key of a stream of calls whose members no longer agree where they are.
+        # Called with the key of a sequence of calls that the members of its team count differently.
         self.on_lost: list[Callable[[Calls], None]] = []
-        # Called, on all members of a team at once, when a call has failed on any of them.
+        # Called on all members of a team when a call has failed on any of them.
         self.on_mended: list[Callable[[Team], None]] = []
 
     @abstractmethod
     def _gather(self, record: bytes, step: ControlCall) -> list[bytes]:
-        """Gathers records of one size from all members, in team order."""
+        """Returns the records of all members, in team order; all have the same size."""
 
     @abstractmethod
     def _gather_varied(
         self, payload: bytes, sizes: Sequence[int], step: ControlCall
     ) -> list[bytes]:
-        """Gathers payloads of the given sizes from all members, in team order."""
+        """Returns the payloads of all members, in team order; `sizes` are their sizes in bytes."""
 
     @abstractmethod
     def page(self, nbytes: int, team: Team) -> memoryview | None:
-        """Returns zeroed memory that the team shares, in 8-byte words; None where it cannot.
+        """Returns zeroed memory that the team shares, in 8-byte words; None where it cannot share
+        any.
 
         Collective over the team.
         """
 
     def wake(self, team: Team) -> None:
-        """Tells the members of a team, if they must be told, that a shared page has changed."""
+        """Notifies the members of a team that shared memory has changed, where they need it to wake
+        up.
+        """
         return
 
     def listen(self) -> None:
-        """Takes in what the peers have announced so far; without peers there is nothing."""
+        """Records the announcements of the peers that have arrived so far; does nothing without
+        peers.
+        """
         return
 
     def poll_until(
@@ -147,15 +156,16 @@ class Control(ABC):
         what: Callable[[], str],
         needs: Callable[[], Iterable[Need]],
     ) -> None:
-        """Waits for `done()` with the deadline, watching the peers that the wait needs; whatever
-        this rank waits for, its communications go on.
+        """Waits for `done()` until the deadline, and watches the peers that the wait needs.
+
+        The communications that this rank has started make progress meanwhile.
 
         Raises:
             DeadlockError: ranks wait for each other; all of them raise it.
-            PeerError: a peer failed, left early, or its process is gone.
-            CommunicationTimeout: names what was waited for, and the ranks that have not come.
+            PeerError: a peer failed, left early, or its process has ended.
+            CommunicationTimeout: names the wait, and the ranks that have not entered it.
         """
-        board = self.board
+        wait_graph = self.wait_graph
         works = [work for work in self.works if work.done != done]
 
         def done_here() -> bool:
@@ -169,10 +179,10 @@ class Control(ABC):
             self.listen()
             if self.peers.events and not done():
                 self.peers.check(what(), needs())
-            if board is None or waited_s < WATCH_AFTER_S or done():
+            if wait_graph is None or waited_s < WATCH_AFTER_S or done():
                 return
             is_patient = waited_s < LEFT_AFTER_S
-            deadlock = board.watch(
+            deadlock = wait_graph.watch(
                 what() + self.trouble, needs(), self.ledger.entered, is_patient=is_patient
             )
             if deadlock is not None:
@@ -180,27 +190,29 @@ class Control(ABC):
                 raise _deadlocked(deadlock)
 
         def why() -> str:
-            return board.suspects(needs()) if board is not None else ""
+            return wait_graph.suspects(needs()) if wait_graph is not None else ""
 
         try:
             ended = done_here if works else done
             poll_until(ended, what=what, look=look, rank=self.rank, why=why)
         finally:
-            if board is not None:
-                board.clear()
+            if wait_graph is not None:
+                wait_graph.clear()
 
     def check_ended(self, what: Callable[[], str], needs: Iterable[Need]) -> None:
-        """Raises `DeadlockError` where one has ended the wait `what` on another rank."""
-        if self.board is None:
+        """Raises `DeadlockError` if another rank has found that the wait `what` is part of a
+        deadlock.
+        """
+        if self.wait_graph is None:
             return
-        deadlock = self.board.watch(what() + self.trouble, needs, self.ledger.entered)
-        self.board.clear()
+        deadlock = self.wait_graph.watch(what() + self.trouble, needs, self.ledger.entered)
+        self.wait_graph.clear()
         if deadlock is not None:
             self._count_as_entered(deadlock)
             raise _deadlocked(deadlock)
 
     def _count_as_entered(self, deadlock: Deadlock) -> None:
-        """Ends the waits of a deadlock: later calls of all its ranks meet again."""
+        """Counts all calls of a deadlock as entered, so that later calls of its ranks match."""
         for need in (need for wait in deadlock.waits for need in wait.needs):
             entered = self.ledger.entered
             if need.rank == self.rank:
@@ -210,22 +222,25 @@ class Control(ABC):
                 self.lose(need.key)
 
     def hear_of_deadlocks(self) -> None:
-        """Counts what others have ended: another error may have kept this rank from finding it."""
-        for deadlock in self.board.news() if self.board is not None else ():
+        """Counts the calls of deadlocks that other ranks have found.
+
+        Another error may have kept this rank from finding them itself.
+        """
+        for deadlock in self.wait_graph.news() if self.wait_graph is not None else ():
             self._count_as_entered(deadlock)
 
     def lose(self, key: Calls) -> None:
-        """Gives up whatever transport carries a stream of calls; its next use makes another."""
+        """Drops the transport resources of a sequence of calls; the next call creates new ones."""
         for forget in self.on_lost:
             forget(key)
 
     def mend(self, team: Team) -> None:
-        """Gives up what a call that failed may have left behind in a team, and in parts of it."""
+        """Drops the leftovers of a failed call in a team, and in teams that are part of it."""
         for give_up in self.on_mended:
             give_up(team)
 
     def begin_run(self, team: Team) -> None:
-        """Counts a run of a program on a team; each of its ranks begins as many."""
+        """Counts a run of a program on a team; all of its ranks begin the same number of runs."""
         count = self.runs[team] = self.runs.get(team, 0) + 1
         self.run = team, count
 
@@ -241,8 +256,8 @@ class Control(ABC):
     ) -> list[bytes]:
         """Returns the payloads of all members, in team order.
 
-        `stream`: the calls among which the ledgers count this one, for errors. `kind`: what it is,
-        which must be equal on all.
+        `stream`: the kind under which ledgers count this call, for errors. `kind`: the name of the
+        operation, which must be equal on all members.
         """
         team = self._members(team, kind)
         if len(team) == 1:
@@ -264,7 +279,7 @@ class Control(ABC):
         Raises:
             error: this rank's own, if it has one.
             PeerError: another member has an error; names rank, type and message.
-            ProgramMismatchError: the digests differ; `compare_texts` then tells where.
+            ProgramMismatchError: the digests differ; `compare_texts` then reports where.
         """
         team = self._members(team, "agree")
         if len(digest) > 16:
@@ -299,14 +314,14 @@ class Control(ABC):
         part: str = "line",
         stream: str = WITHIN_CALLS,
     ) -> None:
-        """Returns when all members gave the same text.
+        """Returns when all members passed the same text.
 
-        `where_of` returns the user's line behind a line of the text, "" where there is none. The
+        `where_of` returns the user's line of a line of the text, "" where there is none. The
         message starts with `head`, and calls a line a `part`.
 
         Raises:
-            ProgramMismatchError: on every member, with the first differing line, who has which, and
-                the users' lines.
+            ProgramMismatchError: on every member; shows the first line that differs, which rank has
+                which version, and the user's lines.
         """
         team = self._members(team, "exchange")
         told = self.exchange(text.encode(), team=team, stream=stream)
@@ -326,7 +341,7 @@ class Control(ABC):
                 shown = [
                     f"  ranks {team_text(ranks)}: {line}" for line, ranks in _groups(team, lines)
                 ]
-                # What a comment says stands in no line that anybody has seen.
+                # A comment is generated text: its line number would mean nothing to the user.
                 at = (
                     ""
                     if all(one.startswith("// ") for one in lines)
@@ -349,7 +364,9 @@ class Control(ABC):
     def _records(
         self, step: ControlCall, status: int, nbytes: int, digest: bytes
     ) -> list[tuple[int, int, bytes]]:
-        """Gathers (status, size, digest) of all members, and checks that all do the same step."""
+        """Gathers (status, size, digest) of all members, and checks that all make the same
+        operation.
+        """
         mine = _RECORD.pack(_KINDS.index(step.kind), status, nbytes, digest)
         rows: list[tuple[int, int, int, bytes]] = [
             _RECORD.unpack(record) for record in self._gather(mine, step)
@@ -358,7 +375,8 @@ class Control(ABC):
         if len(set(kinds)) > 1:
             groups = _groups(step.team, kinds)
             raise CommunicationError(
-                f"the ranks are at different control operations (sequence number {step.seq}): "
+                "the ranks make different calls of the control channel (sequence number "
+                f"{step.seq}): "
                 + ", ".join(f"ranks {team_text(ranks)} in {kind}" for kind, ranks in groups)
             )
         return [(status, size, digest) for _, status, size, digest in rows]
@@ -372,19 +390,19 @@ def _deadlocked(deadlock: Deadlock) -> DeadlockError:
 
 
 class JobControl(Control):
-    """The control channel of a real job, whose ranks may fail and leave."""
+    """The control channel of a real job, whose ranks are processes that may fail and leave."""
 
-    def connect_board(self) -> None:
-        """Makes the board when all ranks share a host; collective over all ranks."""
+    def connect_wait_graph(self) -> None:
+        """Creates the wait-for graph when all ranks share a host; collective over all ranks."""
         files: list[int] = []
         shared = self._shared(
             nbytes_of(self.size), self.world, on_made=lambda fd: files.append(os.dup(fd))
         )
         if shared is not None:
-            self.board = Board(shared, self.rank, self.size, *files)
+            self.wait_graph = WaitForGraph(shared, self.rank, self.size, *files)
         self.agree(None)
-        if self.board is not None:
-            self.board.connect()
+        if self.wait_graph is not None:
+            self.wait_graph.connect()
 
     def page(self, nbytes: int, team: Team) -> memoryview | None:
         """See `Control.page`."""
@@ -403,37 +421,39 @@ class JobControl(Control):
 
     @abstractmethod
     def announce(self, event: Event) -> None:
-        """Tells all peers that this rank failed or leaves; never raises and never waits."""
+        """Announces to all peers that this rank failed or leaves; never raises and never waits."""
 
     @abstractmethod
     def finish(self) -> None:
-        """Waits, with a deadline, until every peer has announced that it leaves too."""
+        """Waits, with a deadline, until every peer has announced that it leaves."""
 
     def wait_for_leavers(self, progress: Callable[[], None]) -> bool:
         """Waits until every peer has announced that it leaves; returns whether all have.
 
-        A peer that still computes may take its time: after the deadline this rank says so and
-        leaves. One whose process is stopped or gone will not come.
+        At the deadline this rank prints which peers are missing, and leaves: a peer may still
+        compute.
 
         Raises:
             CommunicationTimeout: names the peers whose processes are stopped.
-            PeerError: the process of a peer is gone.
+            PeerError: the process of a peer has ended.
         """
-        limit_s, board = options.timeout_s(), self.board
+        limit_s, wait_graph = options.timeout_s(), self.wait_graph
         stop = time.monotonic() + limit_s
         next_look = 0.0
         while missing := [r for r in self.world if r != self.rank and r not in self.peers.events]:
             self.listen()
             progress()
             now = time.monotonic()
-            if board is not None and now >= next_look:
+            if wait_graph is not None and now >= next_look:
                 next_look = now + LEAVERS_EVERY_S
-                board.stay("the end of the job", missing, self.ledger.entered)
+                wait_graph.stay("the end of the job", missing, self.ledger.entered)
             if now < stop:
                 continue
-            states = [f"rank {r}" + (f" ({board.state(r)})" if board else "") for r in missing]
+            states = [
+                f"rank {r}" + (f" ({wait_graph.state(r)})" if wait_graph else "") for r in missing
+            ]
             text = f"{', '.join(states)} did not leave within {limit_s:g} s (FUSER_TIMEOUT_S)"
-            if board is not None and any(map(board.is_stopped, missing)):
+            if wait_graph is not None and any(map(wait_graph.is_stopped, missing)):
                 raise CommunicationTimeout(f"rank {self.rank} has finished, but {text}")
             print(f"[fuser] rank {self.rank}: has finished; {text}", file=sys.stderr)
             return False
@@ -441,7 +461,7 @@ class JobControl(Control):
 
     @abstractmethod
     def abort(self, code: int) -> None:
-        """Ends this process, and the job as far as the launcher allows, with an exit code."""
+        """Ends this process with an exit code, and the job as far as the launcher allows."""
 
 
 class LocalControl(Control):
@@ -451,6 +471,7 @@ class LocalControl(Control):
         super().__init__(0, 1)
 
     def page(self, nbytes: int, team: Team) -> memoryview | None:
+        """Returns None: there is no other rank to share memory with."""
         return None
 
     def _gather(self, record: bytes, step: ControlCall) -> list[bytes]:
@@ -463,7 +484,7 @@ class LocalControl(Control):
 
 
 def _groups(team: Team, values: Sequence[str]) -> list[tuple[str, list[int]]]:
-    """Groups the ranks by value, in order of first appearance."""
+    """Returns (value, ranks) for each different value, in order of first appearance."""
     groups: dict[str, list[int]] = {}
     for rank, value in zip(team, values, strict=True):
         groups.setdefault(value, []).append(rank)
@@ -479,39 +500,40 @@ def _failures_text(failures: list[tuple[int, str]]) -> str:
 
 
 # ----------------------------------------------------------------------
-# One word per rank and call, in a page that the ranks of a team share: what each is about to do.
+# Call tokens: one integer per rank and call, in memory that a team shares: what each rank is about
+# to run.
 #
-# A word is made of the number of the call and of a *class*. A rank publishes its word and waits for
-# the words of the others under the same number.
+# A token consists of the number of the call and of a *class*. A rank publishes its token and waits
+# for the tokens of the others with the same number.
 #
-# Two words per rank, used in turn, are enough. A rank writes the word of call n + 2 over that of
-# call n only after every member has published n + 1; a member does that only when it has left call
-# n, and so has read all words of n. Number and class are one word of 8 bytes, written by one store,
-# so that no reader can see one without the other, on any processor.
+# Two tokens per rank, used alternately, are enough. A rank overwrites the token of call n with that
+# of call n + 2 only after every member has published n + 1. A member does that only after call n,
+# so it has read all tokens of n. Number and class are one integer of 8 bytes, written by one store:
+# no reader can see one without the other, on any processor.
 
-# The class above, the number (from 1) in the lowest bits.
+# The number of the call (from 1) is in the lowest bits, the class above it.
 _NUMBER_BITS = 16
 _NUMBERS = (1 << _NUMBER_BITS) - 1
 CLASSES = (1 << 48) - 1
-# The class that says "this rank left the call with an error".
+# The class that means "this rank left the call with an error".
 GAVE_UP = 1
-# Where in a line, behind the words, a rank that gives up says for whom it waited: a bit for each of
-# so many members, in team order.
+# Position, after the tokens of a line, of the members for which a rank that gives up waited: one
+# bit per member in team order, for the first 64 members.
 _AWAITED, _BITS = 2, 64
-# Looks at the words before a wait that yields the processor: about 3 us.
+# Number of reads of the tokens before a wait that yields the processor: about 3 us.
 _SPINS = 50
 
 
-def word_of(kind: int, number: int) -> int:
-    """Returns the word of a class in the call of a number."""
+def call_token(kind: int, number: int) -> int:
+    """Returns the token of a class in the call with this number."""
     return kind << _NUMBER_BITS | (number + 1) & _NUMBERS
 
 
-class Words:
-    """The words of one team, seen from one of its ranks.
+class CallTokens:
+    """The call tokens of one team, seen from one of its ranks.
 
-    `page` has a line of LINE_WORDS words per member, in team order; `key` is the stream of calls in
-    the ledgers of the ranks, and `what(number, about)` says what a call is, for errors.
+    `page` is the shared memory: a line of LINE_WORDS 8-byte words per member, in team order. `key`
+    is the sequence of calls in the ledgers. `what(number, about)` describes a call, for errors.
     """
 
     def __init__(
@@ -532,11 +554,12 @@ class Words:
         self._all = tuple(tuple(LINE_WORDS * i + turn for i in range(len(team))) for turn in (0, 1))
 
     def say(self, kind: int, number: int, about: object = None) -> bool:
-        """Publishes this rank's class in a call; returns, once all have, whether all are equal.
+        """Publishes this rank's class in a call, waits for all members, and returns whether all are
+        equal.
 
-        Raises `PeerError` where a member gave the call up, and what waiting raises.
+        Raises `PeerError` where a member gave the call up, and all errors of `Control.poll_until`.
         """
-        word = word_of(kind, number)
+        word = call_token(kind, number)
         words, turn = self.page, number & 1
         words[self.mine[turn]] = word
         self._control.wake(self._team)
@@ -552,9 +575,9 @@ class Words:
     def tell(self, kind: int, number: int) -> tuple[int, ...]:
         """Publishes this rank's class in a call; returns the classes of all members, in team order.
 
-        Raises what `say` raises.
+        Raises the same errors as `say`.
         """
-        word = word_of(kind, number)
+        word = call_token(kind, number)
         words, turn = self.page, number & 1
         words[self.mine[turn]] = word
         self._control.wake(self._team)
@@ -573,14 +596,15 @@ class Words:
         return tuple([words[slot] >> _NUMBER_BITS for slot in slots])
 
     def who_says(self, kind: int, number: int) -> list[int]:
-        """Returns the other members that have said this in a call so far; never waits."""
-        word = word_of(kind, number)
+        """Returns the other members that have published this class in a call; never waits."""
+        word = call_token(kind, number)
         return [rank for rank, slot in self._others[number & 1] if self.page[slot] == word]
 
     def _have_given_up(self, number: int) -> list[int]:
-        """Returns the members that gave up a call, or are beyond it."""
+        """Returns the members that gave up a call, or are already in a later one."""
         words, mine = self.page, (number + 1) & _NUMBERS
-        # Beyond half the range a number is not behind but ahead: that rank gave this call up.
+        # The numbers wrap around. A difference of more than half the range means that the member is
+        # ahead: it gave this call up.
         return [
             rank
             for rank, slot in self._others[number & 1]
@@ -589,8 +613,10 @@ class Words:
         ]
 
     def _awaited_by(self, left: Sequence[int], number: int) -> list[int]:
-        """Returns for whom members waited that gave up this call, and who has not come since."""
-        gave_up, words, awaited = word_of(GAVE_UP, number), self.page, 0
+        """Returns the ranks for which members waited when they gave up this call, and that are
+        still missing.
+        """
+        gave_up, words, awaited = call_token(GAVE_UP, number), self.page, 0
         for _, slot in self._others[number & 1]:
             if words[slot] == gave_up:
                 awaited |= words[slot + _AWAITED]
@@ -626,7 +652,7 @@ class Words:
             words[mine + _AWAITED] = sum(
                 1 << i for i, rank in enumerate(self._team[:_BITS]) if rank in missing
             )
-            words[mine] = word_of(GAVE_UP, number)
+            words[mine] = call_token(GAVE_UP, number)
             self._control.wake(self._team)
             raise
         return all(words[slot] == word for _, slot in others)

@@ -1,14 +1,19 @@
-"""Where the ranks of a host stand: what each waits for, and whether its process still lives.
+"""Deadlock detector: the ranks of a host publish which call each waits in, and find cycles of
+waits.
 
-A rank that has waited for a while posts its position: what it waits in, which entries it needs of
-whom, and what it has entered itself. From these every waiting rank can tell whether its wait can
-end. Rank q is *behind* rank r when q needs an entry of r that r has not made, or is behind such a
-rank. A rank that waits for one behind itself waits in vain.
+A rank that has waited for a while posts its position in shared memory:
 
-The proof needs no clock. A rank waits in one place at a time, so one that needs an entry which this
-rank has not made is still where its position says; what it posted, whom it found behind itself
-included, is still true. Only an error ends its wait otherwise: collectives that have ended so stay
-posted, and nobody counts as stuck in them.
+- the call that it waits in,
+- the calls that other ranks must enter before its wait can end (its *needs*),
+- the calls that it has entered itself.
+
+Rank q is *behind* rank r when q needs a call that r has not entered, or when q needs a rank that is
+behind r. If r waits for a rank that is behind r, the wait can never end: a deadlock.
+
+The proof needs no clock. A rank waits in one call at a time. If q needs a call that r has not
+entered, q is still at its posted position, and everything in that position is still true. Only an
+error can end such a wait. Deadlocks that were found therefore stay posted, and a wait that is part
+of one does not count as stuck.
 """
 
 from __future__ import annotations
@@ -31,23 +36,26 @@ from multidevice.coordination.shared_page import LINE_NBYTES, LINE_WORDS
 if TYPE_CHECKING:
     import mmap
 
-# How long a rank whose process is gone may still be announced by what it sent before.
+# How long a rank whose process has ended may still be announced by a message that it sent before.
 _GRACE_S = 0.5
 _KEPT_ENDS = 8
 _TRIES = 1000
-# The kind of the streams of programs' calls, and under which a ledger has the latest that failed.
+# The kinds in ledgers of calls of programs, and of the latest call that failed on this rank.
 CALL, LEFT = "call", "left"
 _STATES = {"T": "stopped", "t": "stopped by a debugger", "Z": "dead", "X": "dead", "R": "running"}
 
 
 def nbytes_of(size: int) -> int:
-    """Returns how large the board of `size` ranks is."""
+    """Returns the size in bytes of the wait-for graph of `size` ranks."""
     return size * (LINE_NBYTES + AREA_NBYTES)
 
 
 @dataclass(frozen=True)
 class BlockedRank:
-    """A rank, whose last call may have failed, waits in `what` for the entries `needs`."""
+    """A rank that waits in the call `what` until other ranks have entered the calls `needs`.
+
+    `is_after_failure`: its last call may have failed.
+    """
 
     rank: int
     what: str
@@ -55,47 +63,54 @@ class BlockedRank:
     is_after_failure: bool = False
 
     def is_same(self, other: BlockedRank) -> bool:
-        """Whether both wait in one collective."""
+        """Whether both ranks wait in the same collective."""
         ours, theirs = ({(n.key, n.count) for n in w.needs} for w in (self, other))
         return bool(ours & theirs)
 
     def text(self) -> str:
+        """Returns the line of this rank in the message of a deadlock."""
         return f"  rank {self.rank}: waits in {self.what}"
 
 
 @dataclass(frozen=True)
 class Deadlock:
-    """Waits that cannot end. Their ranks raise and count all of them as entered; so does whoever
-    comes to one of these collectives later, since it cannot complete any more.
+    """A set of waits that cannot end.
+
+    All ranks in them raise an error and count the calls as entered. A rank that enters one of these
+    collectives later does the same, since the collective can no longer complete.
     """
 
     waits: tuple[BlockedRank, ...]
 
     def text(self) -> str:
+        """Returns the message of the error: one line per rank."""
         lines = [w.text() for w in sorted(self.waits, key=lambda w: w.rank)]
         return "\n".join(["deadlock: these ranks wait for each other", *lines])
 
 
 @dataclass(frozen=True)
 class _RankPosition:
+    """The posted position of a rank: its wait, its ledger, the ranks behind it, its deadlocks."""
+
     wait: BlockedRank | None
     entered: dict[Calls, int]
     behind: tuple[BlockedRank, ...]
     ended: tuple[Deadlock, ...]
 
 
-class Board:
-    """The positions of the ranks of one job, all on one host; `view` is the shared memory."""
+class WaitForGraph:
+    """The posted positions of all ranks of a job on one host, in shared memory."""
 
     def __init__(self, page: mmap.mmap, rank: int, size: int, file: int = -1) -> None:
         self._page = page
         self._rank = rank
         self._size = size
-        # On the rank that made the page, until somebody takes it: a descriptor of its file.
+        # On the rank that created the memory: a descriptor of its file, until `start_monitor` takes
+        # it.
         self.file = file
         self._words = memoryview(page).cast("Q")
         self._line(rank)[PID] = os.getpid()
-        # One word: how many calls of programs this rank has begun, for the monitor of the ranks.
+        # How many calls of programs this rank has begun, read by the monitor of the ranks.
         self.calls = self._line(rank)[CALLS : CALLS + 1]
         self._pidfds: dict[int, int] = {}
         self._gone: dict[int, float] = {}
@@ -112,7 +127,7 @@ class Board:
         return LINE_NBYTES * (1 + self._size) + rank * AREA_NBYTES
 
     def connect(self) -> None:
-        """Opens handles of the peers' processes, which have all registered by now."""
+        """Opens handles of the peers' processes; all ranks have registered theirs before."""
         for rank in range(self._size):
             if rank != self._rank:
                 with suppress(OSError, AttributeError):
@@ -123,7 +138,7 @@ class Board:
         return [self._line(rank)[PID] for rank in range(self._size)]
 
     def say(self, word: int) -> None:
-        """Notes what this rank has said about its own end: a word of `rank_monitor`."""
+        """Records why this rank ends: LEFT or SAID_WHY of `rank_monitor`."""
         self._line(self._rank)[SAID] = word
 
     # ------------------------------------------------------------ waiting
@@ -135,13 +150,14 @@ class Board:
         *,
         is_patient: bool = True,
     ) -> Deadlock | None:
-        """Posts this rank's position and returns why its wait cannot end, if so.
+        """Posts this rank's position; returns the deadlock that it is part of, None if there is
+        none.
 
-        A patient one still expects from peers what they have entered, though the call in which they
-        did has failed there and they are in their next.
+        `is_patient`: assume that a peer still carries out the calls that it has entered, even if
+        they failed there and the peer is in its next call.
 
         Raises:
-            PeerError: the process of a rank that is needed is gone.
+            PeerError: the process of a needed rank has ended.
         """
         has_failed = any(key.kind == LEFT for key in entered)
         mine = BlockedRank(self._rank, what, tuple(needs), has_failed)
@@ -157,7 +173,8 @@ class Board:
                 continue
             is_missing = peer.entered.get(need.key, 0) < need.count
             if is_missing or not (is_patient or not _has_left(peer.entered, entered)):
-                # A collective that has ended since is being left: nobody is stuck there.
+                # Read again: if a collective has ended since the first read, its ranks are not
+                # stuck.
                 again = self._behind(mine, entered, self._peers())
                 if again.keys() >= behind.keys():
                     return self._end(Deadlock(tuple(behind.values())))
@@ -167,17 +184,18 @@ class Board:
         return None
 
     def stay(self, what: str, ranks: Iterable[int], entered: Mapping[Calls, int]) -> None:
-        """Posts that this rank waits in `what` for an announcement of `ranks`, not for calls: it
-        holds nobody up that does not need calls of it, which that hears from its own.
+        """Posts that this rank waits in `what` for an announcement of `ranks`, not for their calls.
 
-        Raises what `watch` raises.
+        Such a wait blocks only the ranks that need calls of this rank. They find that themselves.
+        Raises the same errors as `watch`.
         """
         self._post(_RankPosition(BlockedRank(self._rank, what, ()), dict(entered), (), self._ended))
         self._check_lives(what, ranks)
 
     def news(self) -> list[Deadlock]:
-        """Returns the deadlocks that peers have found since the last look, as far as they still
-        keep them; a few may come twice.
+        """Returns the deadlocks that peers have posted since the last read.
+
+        Peers keep only the latest ones. A deadlock may be returned twice.
         """
         found: list[Deadlock] = []
         for rank in range(self._size):
@@ -198,7 +216,7 @@ class Board:
     def _behind(
         self, mine: BlockedRank, entered: Mapping[Calls, int], peers: Mapping[int, _RankPosition]
     ) -> dict[int, BlockedRank]:
-        """Returns the waits that cannot end before this rank has left its own, by rank."""
+        """Returns, by rank, the waits that cannot end before this rank has left its own."""
         records = [*self._ended, *(d for p in peers.values() for d in p.ended)]
         ended = [w for deadlock in records for w in deadlock.waits]
         behind = {self._rank: mine}
@@ -211,19 +229,19 @@ class Board:
         return behind
 
     def _end(self, deadlock: Deadlock) -> Deadlock:
-        # The others may not have looked yet: what has ended stays readable.
+        # The other ranks may not have read it yet, so the deadlock stays posted.
         self._ended = (*self._ended, deadlock)[-_KEPT_ENDS:]
         self._post(_RankPosition(None, {}, (), self._ended))
         return deadlock
 
     def clear(self) -> None:
-        """Takes back this rank's position, if it has posted one."""
+        """Removes this rank's position, if it has posted one."""
         if self._posted:
             self._post(_RankPosition(None, {}, (), self._ended))
             self._posted = b""
 
     def suspects(self, needs: Iterable[Need]) -> str:
-        """Returns which of the needed ranks do not wait themselves, with the state of their
+        """Returns a text about the needed ranks that block the wait, with the state of their
         processes.
         """
         texts: list[str] = []
@@ -231,7 +249,7 @@ class Board:
             position = self._read(need.rank)
             wait = position.wait if position is not None else None
             if position is None or wait is None:
-                texts.append(f"rank {need.rank} has not come ({self.state(need.rank)})")
+                texts.append(f"rank {need.rank} has not entered it ({self.state(need.rank)})")
             elif position.entered.get(need.key, 0) < need.count:
                 texts.append(f"rank {need.rank} waits in {wait.what}")
         return "; ".join(texts)
@@ -268,8 +286,8 @@ class Board:
         for rank in sorted(ranks):
             if self._is_gone(rank) and now - self._gone.setdefault(rank, now) > _GRACE_S:
                 raise PeerError(
-                    f"rank {rank} is gone: process {self._line(rank)[PID]} ended without a word "
-                    f"while rank {self._rank} waits for it in {what}"
+                    f"rank {rank} has ended: process {self._line(rank)[PID]} ended without a "
+                    f"message while rank {self._rank} waits for it in {what}"
                 )
 
     # ------------------------------------------------------------ shared text
@@ -279,7 +297,8 @@ class Board:
         if data == self._posted or len(data) > AREA_NBYTES:
             return
         self._posted = data
-        # A reader that finds an odd version, or another one afterwards, has read in between.
+        # The version is odd during the write. A reader that finds an odd version, or another
+        # version after its read, knows that the text is incomplete.
         line = self._line(self._rank)
         self._version += 2
         line[VERSION] = self._version - 1
@@ -310,8 +329,11 @@ class Board:
 
 
 def left_key(team: Team) -> Calls:
-    """Returns under which key a ledger has the number of a team's latest call, counted from 1, if
-    that failed on its rank, until all others have heard of it."""
+    """Returns the ledger key of the number (from 1) of a team's latest call that failed on this
+    rank.
+
+    The entry is removed when all other members know of the failure.
+    """
     return Calls(LEFT, team)
 
 

@@ -1,6 +1,4 @@
-"""What the launcher says about this process: rank, size, local rank, local size, and which
-launcher.
-"""
+"""Reads the launcher's environment: rank, size, local rank, local size, and the launcher's name."""
 
 from __future__ import annotations
 
@@ -13,9 +11,10 @@ from fuser.support.errors import CommunicationError, warn
 
 @dataclass(frozen=True)
 class LauncherInfo:
-    """The place of this process in its job; `launcher` is none, mpi, torchrun, slurm or simulated.
+    """The position of this process in its job.
 
-    A local rank or size of -1 means that the launcher does not say.
+    `launcher` is none, mpi, torchrun, slurm or simulated. A local rank or size of -1 means that the
+    launcher does not define it.
     """
 
     launcher: str
@@ -27,9 +26,9 @@ class LauncherInfo:
 
 ALONE = LauncherInfo("none", 0, 1, 0, 1)
 
-# launcher -> the variables of rank, size, local rank, local size. The first launcher whose rank
-# is set wins; RANK is also exported by scripts under mpirun, so torchrun comes first only where
-# its agent says so.
+# launcher -> the variables of rank, size, local rank, local size. The first launcher whose rank is
+# set is used. Scripts under mpirun also export RANK, so torchrun is tried first only if its agent
+# has set its own variable.
 _LAUNCHERS = (
     (
         "mpi",
@@ -68,7 +67,7 @@ def _read(launcher: str, names: tuple[str, str, str, str]) -> LauncherInfo | Non
     for position, name in enumerate(names):
         text = os.environ.get(name)
         if not text and launcher == "slurm":
-            # sbatch sets some of these for the batch script itself, which is no rank of anything.
+            # sbatch sets some of these variables for the batch script itself, which is not a rank.
             if int(os.environ.get("SLURM_NTASKS", "1") or 1) > 1:
                 warn(f"{name} is not set: running as one rank")
             return None

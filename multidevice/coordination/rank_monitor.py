@@ -1,18 +1,27 @@
-"""Says which rank of this host was killed by a signal: a process of its own, beside the ranks.
+"""Reports which rank of this host was killed by a signal, from a separate process.
 
-MPICH's launcher kills all other ranks within a millisecond of the death of one, before any can say
-who died, and itself tells a process number. `faults.Guard` has one rank start this file as a script
-in a session of its own. It imports nothing but the standard library, and nothing of this project.
+MPICH's launcher kills all other ranks within a millisecond of the death of one, before any of them
+can report it. The launcher itself prints only a process number. Therefore
+`failure_guard.start_monitor` has one rank start this file as a script, in a session of its own. It
+imports only the standard library, and nothing of this project.
 
     python -I -S rank_monitor.py EVENTS PAGE SIZE RANKS PROXY LAUNCHER
 
-EVENTS is an epoll descriptor, in which the ranks' and the launcher's pidfds were registered: the
-system keeps there which process ended first. PAGE is the shared page of `board.Board`, RANKS are
-the ranks' pidfds. PROXY and LAUNCHER are those of the parents, -1 where there is none.
+- EVENTS: an epoll descriptor in which the pidfds of the ranks and of the launcher are registered.
+  The system records there which process ended first.
+- PAGE: the shared memory of `deadlock_detector.WaitForGraph`.
+- SIZE: the number of ranks.
+- RANKS: the pidfds of the ranks.
+- PROXY, LAUNCHER: the pidfds of the ranks' parent and of its parent, -1 where there is none.
 
-The monitor says nothing where a rank has said why it ends (`SAID_WHY`), where one ended by an exit
-of its own, where the launcher ended first (it was interrupted, or told to abort), and where all
-ranks ended by one signal that the launcher has passed on. It ends with the last of the ranks.
+The monitor prints nothing in four cases:
+
+- a rank has printed why it ends (`SAID_WHY`);
+- a rank ended by its own exit;
+- the launcher ended first (it was interrupted, or asked to abort);
+- all ranks ended by one signal that the launcher passed on.
+
+It ends when the last rank has ended.
 """
 
 from __future__ import annotations
@@ -29,18 +38,18 @@ import time
 from contextlib import suppress
 from typing import Any, NamedTuple
 
-# The layout of the page that `board.Board` writes, which takes the names from here; a line is
-# `page.LINE_NBYTES`.
+# The layout of the memory that `deadlock_detector.WaitForGraph` writes; it imports these names. A
+# line has `shared_page.LINE_NBYTES` bytes.
 _LINE_NBYTES = 64
 AREA_NBYTES = 1 << 16
-# The words of a rank's line: its process; version and size of its position in JSON; what it has
-# said about its own end; how many calls of programs it has begun (messages count from call 0).
+# The fields of a rank's line: its process number; version and size of its position in JSON; the
+# reason it gave for its end; how many calls of programs it has begun (errors count from call 0).
 PID, VERSION, NBYTES, SAID, CALLS = range(5)
-# In a line's SAID: the rank has left as programs do; it has printed why it ends.
+# Values of SAID: the rank has left normally; the rank has printed why it ends.
 LEFT, SAID_WHY = 1, 2
 
-# How long the others may take to end after the first, which says whether the launcher ends them,
-# and how long the launcher may take to end after the last.
+# After the first rank has ended: how long to wait for the others, which shows whether the launcher
+# ends them; after the last: how long to wait for the launcher.
 _SETTLE_S, _LAUNCHER_S = 0.5, 0.15
 _CRASHES = {
     signal.SIGSEGV,
@@ -58,7 +67,7 @@ _GET_INFO = 3 << 30 | _INFO.size << 16 | 0xFF << 8 | 11
 
 
 class End(NamedTuple):
-    """The end of a rank's process; `status` is that of wait(2), None where nothing tells it."""
+    """The end of a rank's process. `status` is that of wait(2), None where it is unknown."""
 
     rank: int
     pid: int
@@ -74,24 +83,24 @@ def main() -> None:
     """Watches the processes of the command line, and prints which was killed."""
     events, page, size, *rest = sys.argv[1:]
     ranks, proxy, launcher = rest
-    board = MonitoredPage(mmap.mmap(int(page), 0, access=mmap.ACCESS_READ), int(size))
+    shared = MonitoredPage(mmap.mmap(int(page), 0, access=mmap.ACCESS_READ), int(size))
     watched = {int(fd): rank for rank, fd in enumerate(ranks.split(","))}
     kills, out = oom_kills(), _open_terminal(int(launcher))
-    ends = watch(select.epoll.fromfd(int(events)), watched, int(proxy), int(launcher), board)
+    ends = watch(select.epoll.fromfd(int(events)), watched, int(proxy), int(launcher), shared)
     killed = killed_first(ends, len(watched))
     for end in killed:
         count = oom_kills() - kills if end.signal == signal.SIGKILL else 0
         with suppress(OSError):
-            os.write(out, sentence(end, board, count).encode(errors="replace"))
+            os.write(out, sentence(end, shared, count).encode(errors="replace"))
 
 
 def watch(
-    events: select.epoll, watched: dict[int, int], proxy: int, launcher: int, board: MonitoredPage
+    events: select.epoll, watched: dict[int, int], proxy: int, launcher: int, page: MonitoredPage
 ) -> list[End]:
-    """Returns the ends of processes in their order, once it shows whether the first one was killed;
-    nothing where it was not.
+    """Returns the processes that ended, in order, as soon as it is clear that the first was killed.
 
-    `watched` has the rank of each pidfd; `proxy` is the parent of the ranks, `launcher` its parent.
+    Returns an empty list if it was not killed. `watched` maps each pidfd to its rank; `proxy` is
+    the parent of the ranks, `launcher` its parent.
     """
     alive, ends, stop = dict(watched), list[End](), float("inf")
     has_proxy = proxy >= 0
@@ -108,10 +117,10 @@ def watch(
                     return []
                 continue
             rank = alive.pop(fd)
-            end = End(rank, board.word(rank, PID), _status(fd, board.word(rank, PID)))
+            end = End(rank, page.word(rank, PID), _status(fd, page.word(rank, PID)))
             if not ends:
-                has_left = board.word(rank, SAID) == LEFT
-                if board.has_said_why() or (
+                has_left = page.word(rank, SAID) == LEFT
+                if page.has_said_why() or (
                     not has_left and end.status is not None and not end.signal
                 ):
                     return []
@@ -124,8 +133,12 @@ def watch(
 
 
 def killed_first(ends: list[End], count: int) -> list[End]:
-    """Returns which of the ends to tell: those by a crash, else the first, as the launcher kills
-    the others; none where one signal, which the launcher passes on, has ended all of `count`."""
+    """Returns the ends to report.
+
+    These are the crashes if there are any, else the first end, because the launcher kills the
+    others. If one signal, passed on by the launcher, has ended all `count` ranks, the list is
+    empty.
+    """
     crashed = [end for end in ends if end.signal in _CRASHES]
     signals = {end.signal for end in ends}
     if not crashed and len(ends) == count > 1 and len(signals) == 1 and signals.isdisjoint({0, 9}):
@@ -133,25 +146,27 @@ def killed_first(ends: list[End], count: int) -> list[End]:
     return crashed or ends[:1]
 
 
-def sentence(end: End, board: MonitoredPage, oom_count: int = 0) -> str:
-    """Returns the line about a rank that was killed; `oom_count` processes ended for want of memory
-    since the job began."""
+def sentence(end: End, page: MonitoredPage, oom_count: int = 0) -> str:
+    """Returns the line about a rank that was killed.
+
+    `oom_count`: how many processes the system has ended for lack of memory since the job began.
+    """
     if end.signal:
         cause = f"was killed by signal {end.signal} ({_name(end.signal)})"
     else:
         cause = "was killed or left by os._exit (mpirun prints the signal or exit code)"
-    wait, others = board.waits(end.rank)
-    calls = board.word(end.rank, CALLS)
+    wait, others = page.waits(end.rank)
+    calls = page.word(end.rank, CALLS)
     if wait:
         where = f"during its wait in {wait}"
-    elif board.word(end.rank, SAID) == LEFT:
+    elif page.word(end.rank, SAID) == LEFT:
         where = "during its exit, after its work was done"
     elif calls:
         where = f"during or after call {calls - 1} of a program with a mesh"
     else:
         where = "before its first call of a program with a mesh"
     memory = (
-        f"; for want of memory the system has killed {oom_count} process"
+        f"; for lack of memory the system has killed {oom_count} process"
         f"{'es' if oom_count > 1 else ''} since the job began"
         if oom_count
         else ""
@@ -163,14 +178,14 @@ def sentence(end: End, board: MonitoredPage, oom_count: int = 0) -> str:
 
 
 class MonitoredPage:
-    """The page of `board.Board`, for reading; its ranks may be gone."""
+    """Read access to the memory of `deadlock_detector.WaitForGraph`; its ranks may have ended."""
 
     def __init__(self, page: mmap.mmap, size: int) -> None:
         self._page, self._size = page, size
         self._words = memoryview(page).cast("Q")
 
     def word(self, rank: int, number: int) -> int:
-        """Returns a word of a rank's line."""
+        """Returns one field of a rank's line: PID, VERSION, NBYTES, SAID or CALLS."""
         return self._words[_LINE_NBYTES // 8 * (1 + rank) + number]
 
     def has_said_why(self) -> bool:
@@ -178,8 +193,11 @@ class MonitoredPage:
         return any(self.word(rank, SAID) == SAID_WHY for rank in range(self._size))
 
     def waits(self, rank: int) -> tuple[str, str]:
-        """Returns what a rank waited in, and which others waited for it, as a part of a sentence;
-        "" for nothing."""
+        """Returns the call that a rank waited in, and a phrase about another rank that waited for
+        it.
+
+        Each is "" where there is none.
+        """
         waits = {r: wait for r in range(self._size) if (wait := self._wait(r))}
         own = waits.pop(rank, None)
         texts = [
@@ -190,7 +208,9 @@ class MonitoredPage:
         return (own[1] if own else ""), "".join(texts[:1])
 
     def _wait(self, rank: int) -> list[Any] | None:
-        """Returns the fields of `board.Wait` that a rank has posted."""
+        """Returns the fields of the `BlockedRank` that a rank has posted; None where it has posted
+        none.
+        """
         import json  # costs more than the whole start, and is needed at an end only
 
         version, nbytes = self.word(rank, VERSION), self.word(rank, NBYTES)
@@ -213,8 +233,8 @@ def _name(number: int) -> str:
 def _status(fd: int, pid: int) -> int | None:
     """Returns the wait status of a process that has ended, by its pidfd and number (0: unknown).
 
-    A process that its parent has not yet waited for has it in /proc; of one that it has, Linux
-    keeps it since 6.15 as long as somebody has the pidfd. Else it cannot be known.
+    The status of a process whose parent has not yet waited for it is in /proc. After that, Linux
+    6.15 and newer keep it as long as a pidfd is open. Otherwise the result is None.
     """
     if pid:
         with suppress(OSError, ValueError, IndexError):
@@ -232,8 +252,11 @@ def _status(fd: int, pid: int) -> int | None:
 
 
 def _open_terminal(launcher: int) -> int:
-    """Returns the descriptor for the last word: stderr of the rank that started the monitor, or of
-    the launcher, by its pidfd, where that rank's is a file without a name (pytest captures so)."""
+    """Returns the file descriptor to print to.
+
+    This is stderr of the rank that started the monitor. If that is a file without a name (pytest
+    captures into one), it is stderr of the launcher, given by its pidfd.
+    """
     info = os.fstat(2)
     if stat.S_ISREG(info.st_mode) and info.st_nlink == 0:
         with suppress(OSError, ValueError, IndexError):
@@ -244,7 +267,7 @@ def _open_terminal(launcher: int) -> int:
 
 
 def oom_kills() -> int:
-    """Returns how many processes the system has ended for want of memory."""
+    """Returns how many processes the system has ended for lack of memory."""
     with suppress(OSError, ValueError, IndexError), open("/proc/vmstat") as file:
         return int(file.read().partition("\noom_kill ")[2].split()[0])
     return 0

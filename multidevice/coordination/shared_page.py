@@ -1,7 +1,7 @@
-"""Memory that ranks of one host share, without a name that could stay behind.
+"""Shared memory between the ranks of one host, without a name that could be left behind.
 
-The first member of a team makes an anonymous file in memory, the others open it through `/proc`.
-It vanishes with the last process that maps it, however that ends.
+The first member of a team creates an anonymous file in memory. The others open it through `/proc`.
+The system frees it when the last process that maps it ends, in any way.
 """
 
 from __future__ import annotations
@@ -15,16 +15,16 @@ from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
-# The first line of a page holds the key that proves which page it is; lines are what processors
-# share without disturbing each other.
+# The first line of the memory holds a random key, which proves that a process has opened the right
+# file. Lines have the size of a processor's cache line, so that ranks do not slow each other down.
 LINE_NBYTES = 64
 LINE_WORDS = LINE_NBYTES // 8
 _KEY_NBYTES = 16
-# The kinds of the exchanges about a page, which ranks make before their first run.
+# The kinds of the exchanges that ranks make to share memory, before their first run.
 OFFER, OPENING = "offer", "opening"
 
-# Takes the kind of an exchange, by which ranks find out that they are in different ones, as after
-# an error, and what this rank tells; returns what all members tell.
+# Takes the kind of an exchange and this rank's payload; returns the payloads of all members. The
+# kind lets ranks detect that they are in different exchanges, as after an error.
 Exchange = Callable[[str, bytes], list[bytes]]
 
 
@@ -35,11 +35,12 @@ def open_together(
     is_first: bool,
     on_made: Callable[[int], None] = lambda fd: None,
 ) -> mmap.mmap | None:
-    """Returns a page of `nbytes` zeros after its first line, the same on all members of a team.
+    """Returns `nbytes` of zeroed shared memory, after one line for the key, the same on all
+    members.
 
-    `exchange` is collective over the team; `is_first` says whether this is its first member, which
-    calls `on_made` with the file's descriptor before it closes it. None, on every member, when they
-    do not all share a host and its process numbers.
+    Returns None on every member when they do not all share a host and its process numbers.
+    `exchange` is collective over the team. `is_first` is true on the first member, which calls
+    `on_made` with the file's descriptor before it closes it.
     """
     nbytes += LINE_NBYTES
     fd = _create(nbytes) if is_first else -1
@@ -58,7 +59,8 @@ def open_together(
 def unlink_mpich_segments() -> None:
     """Removes the names of this job's MPICH segments, which an aborted job would leave behind.
 
-    The ranks keep their mappings; a small /dev/shm would otherwise fill up with aborted jobs.
+    The ranks keep their mappings. A small /dev/shm would otherwise fill up with segments of aborted
+    jobs.
     """
     try:
         maps = Path("/proc/self/maps").read_text()
@@ -69,7 +71,7 @@ def unlink_mpich_segments() -> None:
 
 
 def host() -> str:
-    """Returns what is equal exactly for processes that see the same process numbers."""
+    """Returns a text that is equal exactly for processes that see the same process numbers."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         return f"{boot} {os.stat('/proc/self/ns/pid').st_ino}"

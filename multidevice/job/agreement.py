@@ -1,10 +1,18 @@
-"""The one entrance to running something on several ranks: they agree first, by a word per call.
+"""Agreement before each call: the ranks of a team check that all are about to run the same.
 
-Each call of a team has a sequence number. A rank publishes one word, made of the number and of the
-*class* of what it is about to run, in a page that the team shares, and waits for the words of the
-others. Equal words mean: go. A class that this rank has not yet seen agreed, an error here, or any
-difference leads all members to an exchange over the control channel, after which either all go or
-all raise. Where the team shares no page (several hosts), the words travel in a message per call.
+Each call of a team has a sequence number. For each call, a rank publishes one *call token* in
+memory that the team shares. The token is made of the sequence number and of the *class* of the
+call, a digest of its `RunSignature`. The rank then waits for the tokens of the others. If all are
+equal, all run.
+
+The ranks exchange messages over the control channel instead in three cases:
+
+- the class is new: the members have not agreed on it before;
+- a rank has an error;
+- the tokens differ.
+
+After such an exchange either all members run or all raise an error. A team on several hosts shares
+no memory; its tokens are sent in a message per call.
 """
 
 from __future__ import annotations
@@ -40,13 +48,13 @@ from multidevice.coordination.bounded_wait import (
     team_text,
 )
 from multidevice.coordination.control_channel import (
-    CLAIMS,
     CLASSES,
     OF_USERS,
+    SIGNATURES,
     WITHIN_CALLS,
+    CallTokens,
     Control,
-    Words,
-    word_of,
+    call_token,
 )
 from multidevice.coordination.deadlock_detector import CALL, LEFT, left_key
 from multidevice.coordination.shared_page import LINE_NBYTES
@@ -55,29 +63,30 @@ if TYPE_CHECKING:
     from fuser.ir.op import Op
 
 T = TypeVar("T")
-# The class that says "exchange first"; neither it nor GAVE_UP is a digest.
+# The class that means "exchange messages first"; neither it nor GAVE_UP is a digest.
 _EXCHANGE = 0
 _KNOWN_LIMIT = 4096
-# How many exchanges there are of one call at most.
+# The largest number of exchanges in one call.
 _MAX_EXCHANGES = 16
-# The kinds of the streams in which ranks talk to one another, besides the data of runs.
-_AMONG_RANKS = {CLAIMS, WITHIN_CALLS, OF_USERS, CALL}
-# In an op's text: the numbers of axes, and where tensors lie.
+# The kinds of calls with which ranks coordinate, as opposed to the data of runs.
+_AMONG_RANKS = {SIGNATURES, WITHIN_CALLS, OF_USERS, CALL}
+# In the text of an op: the numbers of axes, and the memory type in the names of tensors.
 _NUMBERS = re.compile(r"\d+(?=\{)|(?<=\d)_(?:g|l|s|sym)(?=_)")
 
 
 @dataclass(frozen=True)
-class Claim:
-    """What a rank is about to run, in terms that are equal on all ranks that run the same.
+class RunSignature:
+    """A description of the run that a rank is about to make, equal on all ranks that run the same.
 
-    `parts` are texts: first the program as the user wrote it, then options, what is communicated,
-    sizes; `ops` are those of the program. `inputs` names each tensor input with its local extents,
-    `numbers` the inputs whose values may change from call to call. `where` is the user's line of
-    what is communicated.
-
-    The first `fixed` parts do not depend on the inputs. `traits` has what else of each input, by a
-    word for it, the other parts may depend on: ranks may differ there, where their parts do not.
-    `whole` names the inputs that no device axis cuts.
+    - `parts`: texts; first the program as the user wrote it, then options, communications and
+      sizes. The first `fixed` parts do not depend on the inputs.
+    - `inputs`: the name and the local extents of each tensor input.
+    - `numbers`: the names of inputs whose values may change from call to call.
+    - `where`: the user's line of what is communicated.
+    - `ops`: the ops of the program.
+    - `traits`: for each input, other properties (such as strides) that the parts may depend on.
+      Ranks may differ in them as long as their parts are equal.
+    - `whole`: the names of inputs that no device axis cuts.
     """
 
     parts: tuple[str, ...]
@@ -91,7 +100,7 @@ class Claim:
 
     @cached_property
     def digest(self) -> bytes:
-        """16 bytes that tell claims apart."""
+        """A digest of 16 bytes; different signatures have different digests."""
         found = hashlib.blake2b(digest_size=16)
         for part in (*self.parts, repr([sizes for _, sizes in self.inputs])):
             found.update(part.encode())
@@ -100,35 +109,37 @@ class Claim:
 
     @cached_property
     def definition(self) -> str:
-        """What tells definitions apart, whatever they are called on."""
+        """A digest of the definition alone, without the sizes that it is called on."""
         return hashlib.blake2b(self.parts[0].encode(), digest_size=16).hexdigest()
 
     def definition_text(self) -> str:
-        """Returns how a message calls the definition: `3 ops, a.py:7 to a.py:9`."""
+        """Returns the text for the definition in messages: `3 ops, a.py:7 to a.py:9`."""
         lines = [*dict.fromkeys(op.where for op in self.ops if op.where)]
         span = " to ".join(lines[:1] + lines[1:][-1:])
         return f"{len(self.ops)} ops" + (f", {span}" if span else "")
 
     @cached_property
     def kind(self) -> int:
-        """The class of this claim in a word; never one of the reserved ones."""
+        """The class of this signature in a call token; never one of the reserved classes."""
         return int.from_bytes(self.digest[:6], "little") | 2
 
 
-# What `prepare` returns: the claim, the numbers that may change from call to call, and how to run.
-Prepared = tuple[Claim, tuple[object, ...], Callable[[], T]]
+# The result of `prepare`: the signature, the numbers that may change from call to call, and a
+# function that runs the call.
+Prepared = tuple[RunSignature, tuple[object, ...], Callable[[], T]]
 
 
 class Turns:
-    """Whose turn it is among the threads of a rank, and who came while another had it."""
+    """A lock around the calls of a rank, which detects that several threads call at once."""
 
     def __init__(self) -> None:
         self.lock = make_reentrant_lock()
-        # The last who came in the present call: it is refused itself once its turn comes.
+        # The name of the last thread that called during the present call. Its own call is refused,
+        # too.
         self.latecomer = ""
 
     def take(self) -> bool:
-        """Returns once this thread has the turn; whether another one had it before."""
+        """Acquires the lock; returns whether another thread held it."""
         if self.lock.acquire(False):
             return False
         self.latecomer = threading.current_thread().name
@@ -136,15 +147,15 @@ class Turns:
         return True
 
     def give_back(self) -> None:
-        """Ends this thread's turn."""
+        """Releases the lock."""
         self.latecomer = ""
         self.lock.release()
 
 
 def _threads_error(who: str, where: str = "") -> UnsupportedError:
     return UnsupportedError(
-        f"two threads of one rank, {who}, called programs with a mesh at the same time{where}: the "
-        "ranks could pair other calls with one another; call from one thread at a time"
+        f"two threads of one rank, {who}, called programs with a mesh at the same time{where}: "
+        "other ranks could match these calls in another order; call from one thread at a time"
     )
 
 
@@ -152,29 +163,30 @@ class Channel:
     """The calls of one team, seen from one of its ranks."""
 
     def __init__(self, control: Control, team: Team, turns: Turns) -> None:
-        # Nothing is communicated yet: threads may come here at once.
+        # The constructor communicates nothing, so several threads may run it at once.
         self._control = control
         self._team = team
         self._turns = turns
         self._key = Calls(CALL, team)
-        # Streams of what happens inside of calls.
-        self._claims = Calls(CLAIMS, team)
-        self._keys = {self._key, self._claims, Calls(WITHIN_CALLS, team)}
-        # Whether this rank's last call failed in a way of which the others may not know.
+        # The keys of operations inside calls.
+        self._signatures = Calls(SIGNATURES, team)
+        self._keys = {self._key, self._signatures, Calls(WITHIN_CALLS, team)}
+        # Whether this rank's last call failed in a way that the others may not know of.
         self._is_doubtful = False
-        # Whether all members have heard of the error that ends the present call.
+        # Whether all members know of the error that ends the present call.
         self._is_agreed = False
-        # How many calls this rank has made: those of one place belong together.
+        # How many calls this rank has made. Calls with the same count belong together.
         self._calls = 0
-        # The word of the board that says how many, if there is one.
-        self._posted = control.board.calls if control.board is not None else [0]
+        # The field of the wait-for graph with that count, if there is a graph.
+        self._posted = control.wait_graph.calls if control.wait_graph is not None else [0]
         self._known: set[int] = set()
-        # Definition -> the call in which the members first agreed on it; and the present call.
+        # Definition -> the call in which the members first agreed on it.
         self._ran: dict[str, int] = {}
+        # The number of the present call.
         self._number = 0
-        # The threads of this rank whose calls at once end the present call.
+        # The names of the threads of this rank whose concurrent calls end the present call.
         self._threads = ""
-        self._words: Words | None = None
+        self._tokens: CallTokens | None = None
         self._is_connected = False
 
     @property
@@ -182,19 +194,19 @@ class Channel:
         """Whether all members run on this host; collective over the team at first use."""
         with self._turns.lock:
             self._connect()
-        return self._words is not None
+        return self._tokens is not None
 
     def _connect(self) -> None:
-        """Makes the page of the team's words at first use, if it can share one."""
+        """Shares memory for the team's call tokens at first use, if the ranks share a host."""
         if self._is_connected:
             return
         page = self._control.page(len(self._team) * LINE_NBYTES, self._team)
         if page is not None:
-            self._words = Words(self._control, self._team, page, self._key, self._what)
+            self._tokens = CallTokens(self._control, self._team, page, self._key, self._what)
         self._is_connected = True
 
     def run(self, prepare: Callable[[], Prepared[T]]) -> T:
-        """Prepares and runs once the members agree; see `run_agreed`."""
+        """Prepares a call, and runs it once the members agree; see `run_agreed`."""
         turns = self._turns
         is_late = turns.take()
         try:
@@ -203,13 +215,13 @@ class Channel:
             if is_late:
                 self._refuse_threads("another one")
             try:
-                claim, numbers, run = prepare()
+                signature, numbers, run = prepare()
             except BaseException as error:
                 self.refuse(error)
             if turns.latecomer:
                 self._refuse_threads(turns.latecomer)
             try:
-                self.enter(claim, numbers)
+                self.enter(signature, numbers)
                 result = run()
                 if turns.latecomer:
                     raise _threads_error(_pair(turns.latecomer))
@@ -221,37 +233,41 @@ class Channel:
             turns.give_back()
 
     def _refuse_threads(self, other: str) -> NoReturn:
-        """Refuses a call of this thread, in which another one has come, on all ranks."""
+        """Raises an error on all ranks: another thread of this rank has called meanwhile."""
         self._threads = _pair(other)
         try:
             self.refuse(_threads_error(self._threads))
         finally:
             self._threads = ""
 
-    def enter(self, claim: Claim, numbers: tuple[object, ...]) -> None:
-        """Returns when all members run this; see `run_agreed` for what it raises."""
-        kind = claim.kind
+    def enter(self, signature: RunSignature, numbers: tuple[object, ...]) -> None:
+        """Returns when all members are about to run this signature; see `run_agreed` for the
+        errors.
+        """
+        kind = signature.kind
         if kind in self._known and not self._is_doubtful:
             if numbers:
                 kind = _with_numbers(kind, numbers)
             try:
-                if self._all_say(kind, claim):
+                if self._all_say(kind, signature):
                     return
             except DeadlockError as error:
                 self._stay(error)
-                self._say_exchange(claim)
+                self._say_exchange(signature)
         else:
-            self._say_exchange(claim)
-        while not self._exchange(claim, numbers, None):
-            self._say_exchange(claim)
+            self._say_exchange(signature)
+        while not self._exchange(signature, numbers, None):
+            self._say_exchange(signature)
         if len(self._known) >= _KNOWN_LIMIT:
             self._known.clear()
             self._ran.clear()
-        self._known.add(claim.kind)
-        self._ran.setdefault(claim.definition, self._number)
+        self._known.add(signature.kind)
+        self._ran.setdefault(signature.definition, self._number)
 
     def doubt(self, error: BaseException) -> None:
-        """Notes that a call failed here, perhaps before it had communicated what the others did."""
+        """Records that a call failed on this rank, perhaps before it had communicated as the others
+        did.
+        """
         if self._is_agreed:
             self._is_agreed = False
             return
@@ -261,7 +277,7 @@ class Channel:
             self._control.trouble = f", after {_error_text(error)}"
 
     def refuse(self, error: BaseException) -> NoReturn:
-        """Tells the others of an error of this rank, and raises it."""
+        """Sends an error of this rank to the others, and raises it."""
         try:
             self._say_exchange(None)
             while not self._exchange(None, (), error):
@@ -273,38 +289,44 @@ class Channel:
             raise error from found
         raise error
 
-    def _say_exchange(self, claim: Claim | None) -> None:
-        """Returns when all members are at this call, and know that they are to exchange claims.
+    def _say_exchange(self, signature: RunSignature | None) -> None:
+        """Returns when all members are in this call and know that they must exchange signatures.
 
-        Ranks that are still in a call that failed here learn of it by a deadlock with this wait. It
-        ends that call of theirs, not this one: it would be paired with a later one.
+        Some ranks may still be in an earlier call that failed on this rank. They find a deadlock
+        with this wait, which ends that earlier call of theirs. This wait then continues: otherwise
+        it would be matched with a later call.
         """
         for _ in self._team:
             try:
-                self._all_say(_EXCHANGE, claim)
+                self._all_say(_EXCHANGE, signature)
                 return
             except DeadlockError as error:
                 self._stay(error)
-        self._all_say(_EXCHANGE, claim)
+        self._all_say(_EXCHANGE, signature)
 
     def _stay(self, error: DeadlockError) -> None:
-        """Raises a deadlock with this call, unless it is another call that ends by it: after one
-        has failed, where all its ranks wait inside of runs or in calls of this team."""
+        """Raises a deadlock again, unless it ends an earlier call of another rank.
+
+        That is so after a failure, where all ranks of the deadlock wait inside runs or in calls of
+        this team.
+        """
         keys = {key for found in error.keys.values() for key in found} - self._keys
         if not error.is_after_failure or any(kind in _AMONG_RANKS for kind, _, _ in keys):
             raise error
         self._calls += 1
 
-    def _all_say(self, kind: int, claim: Claim | None) -> bool:
-        """Publishes this rank's word for the next call, and returns whether all are equal."""
+    def _all_say(self, kind: int, signature: RunSignature | None) -> bool:
+        """Publishes this rank's token for the next call, and returns whether all members' are
+        equal.
+        """
         self._number = self._control.ledger.enter(self._key)
         self._posted[0] = self._number + 1
         try:
-            if self._words is None:
-                return self._by_message(word_of(kind, self._number))
-            return self._words.say(kind, self._number, claim)
+            if self._tokens is None:
+                return self._by_message(call_token(kind, self._number))
+            return self._tokens.say(kind, self._number, signature)
         except DeadlockError:
-            # It counts as entered everywhere, though others have never made this call.
+            # All ranks count this call as entered, though others have never made it.
             self._calls -= 1
             raise
 
@@ -315,59 +337,66 @@ class Channel:
             return False
         return True
 
-    def _what(self, number: int, claim: Claim | None = None) -> str:
-        line = f", for {claim.where}" if claim is not None and claim.where else ""
+    def _what(self, number: int, signature: RunSignature | None = None) -> str:
+        line = f", for {signature.where}" if signature is not None and signature.where else ""
         return f"call {number} of the programs of team {team_text(self._team)}{line}"
 
     # ------------------------------------------------------------ the exchange
     def _exchange(
-        self, claim: Claim | None, numbers: tuple[object, ...], error: BaseException | None
+        self,
+        signature: RunSignature | None,
+        numbers: tuple[object, ...],
+        error: BaseException | None,
     ) -> bool:
-        """Tells the others what this rank is about to run, and compares; raises what is wrong.
+        """Exchanges with the others what each rank is about to run, and raises an error if they
+        differ.
 
-        Returns False where other ranks are still behind this call, and have heard of it by now.
+        Returns False where other ranks are still in an earlier call. They have been notified by
+        then.
         """
-        # All members are here, so what has ended in their last calls stands on the board: counted
-        # after they have compared, it would part them again.
+        # All members are in this call, so the deadlocks of their last calls are posted. If they
+        # were counted after the comparison, the ranks' counts would differ again.
         self._control.hear_of_deadlocks()
         statement = {
             "error": None if error is None else _error_text(error),
             "threads": self._threads,
-            "digest": "" if claim is None else claim.digest.hex(),
+            "digest": "" if signature is None else signature.digest.hex(),
             "definition": ("", "")
-            if claim is None
-            else (claim.definition, claim.definition_text()),
-            "inputs": () if claim is None else claim.inputs,
-            "fixed": [] if claim is None else claim.parts[: claim.fixed][1:],
-            "traits": () if claim is None else claim.traits,
+            if signature is None
+            else (signature.definition, signature.definition_text()),
+            "inputs": () if signature is None else signature.inputs,
+            "fixed": [] if signature is None else signature.parts[: signature.fixed][1:],
+            "traits": () if signature is None else signature.traits,
             "numbers": []
-            if claim is None
-            else [*zip(claim.numbers, map(str, numbers), strict=True)],
+            if signature is None
+            else [*zip(signature.numbers, map(str, numbers), strict=True)],
             "entered": rows_of(counts_of(self._control)),
             "calls": self._calls,
             "doubtful": self._is_doubtful,
         }
         payload = json.dumps(statement).encode()
-        # An error may have kept some from an earlier exchange: all agree about the call's number.
-        self._control.ledger.entered[self._claims] = _MAX_EXCHANGES * self._number
-        told = self._control.exchange(payload, team=self._team, stream=CLAIMS)
+        # An error may have kept some members from an earlier exchange, so they count exchanges by
+        # the number of the call.
+        self._control.ledger.entered[self._signatures] = _MAX_EXCHANGES * self._number
+        told = self._control.exchange(payload, team=self._team, stream=SIGNATURES)
         statements: list[dict[str, Any]] = [json.loads(one) for one in told]
         failed = [rank for rank, s in zip(self._team, statements, strict=True) if s["doubtful"]]
         counts = [counts_from(s["entered"]) for s in statements]
         out_of_step = realign(self._control, self._team, counts, has_failed=bool(failed))
         if failed:
             self._control.mend(self._team)
-        # Whoever has heard nothing of an error may hold results of a run that never ended.
+        # A rank that does not know of the error may hold results of a run that never ended. If all
+        # know of it, no message is needed.
         if len(failed) == len(self._team):
             out_of_step = ""
         try:
-            is_last = self._compare(statements, claim, error, out_of_step)
+            is_last = self._compare(statements, signature, error, out_of_step)
         except BaseException as found:
             self._is_agreed = found is error or _is_equal_on_all(found)
             if self._is_agreed:
                 self._settle()
             if isinstance(found, InputError | ProgramMismatchError) and found is not error:
-                # All have one sentence on what they differ in, which the first of them tells.
+                # All ranks raise the same message; only the first of them prints it.
                 found.ranks = tuple(self._team)
             raise
         self._settle()
@@ -381,17 +410,17 @@ class Channel:
     def _compare(
         self,
         statements: Sequence[dict[str, Any]],
-        claim: Claim | None,
+        signature: RunSignature | None,
         error: BaseException | None,
         out_of_step: str,
     ) -> bool:
-        """Returns whether all ranks are at this call; raises what is wrong with it."""
+        """Returns whether all ranks are in this call; raises an error if they do not agree."""
         calls = [s["calls"] for s in statements]
         if self._calls < max(calls):
             ahead = [r for r, n in zip(self._team, calls, strict=True) if n > self._calls]
             raise error or PeerError(
-                f"ranks {team_text(ahead)} gave up the call that meets this one: an error ended it "
-                f"(they are in their call {max(calls)} of the programs of team "
+                f"ranks {team_text(ahead)} gave up the call that matches this one: an error ended "
+                f"it (they are in their call {max(calls)} of the programs of team "
                 f"{team_text(self._team)}, this rank is in its call {self._calls})"
             )
         if min(calls) < self._calls:
@@ -401,37 +430,38 @@ class Channel:
         if out_of_step:
             raise CommunicationError(
                 f"the ranks of team {team_text(self._team)} were out of step after an earlier "
-                f"error: {out_of_step}; the next call starts afresh"
+                f"error: {out_of_step}; from the next call on they are in step again"
             )
-        assert claim is not None, "a rank without a claim has an error"
+        assert signature is not None, "a rank without a signature has an error"
         self._check_definitions(
-            [(d, text) for d, text in (s["definition"] for s in statements)], claim
+            [(d, text) for d, text in (s["definition"] for s in statements)], signature
         )
-        # All ranks pass equal extents today; from these the global ones would follow if not.
-        self._check_inputs([s["inputs"] for s in statements], claim.whole)
+        # All ranks must pass equal local extents; otherwise the global extents would be needed,
+        # too.
+        self._check_inputs([s["inputs"] for s in statements], signature.whole)
         self._check_numbers([s["numbers"] for s in statements])
         if len({s["digest"] for s in statements}) > 1:
             is_of_inputs = all(s["fixed"] == statements[0]["fixed"] for s in statements)
             traits = self._differing_traits([s["traits"] for s in statements])
             try:
                 self._control.compare_texts(
-                    "\n".join(claim.parts),
+                    "\n".join(signature.parts),
                     team=self._team,
-                    where_of=lambda line: claim.where,
-                    stream=CLAIMS,
+                    where_of=lambda line: signature.where,
+                    stream=SIGNATURES,
                 )
             except ProgramMismatchError as error:
                 if not (traits and is_of_inputs):
                     raise
                 what = self._what(self._number)
                 raise ProgramMismatchError(
-                    f"{'; '.join(traits)}: what the ranks communicate depends on it, so inputs are "
-                    f"alike on all of them (in {what})\n{error}"
+                    f"{'; '.join(traits)}: the communication depends on it, so it must be equal on "
+                    f"all ranks (in {what})\n{error}"
                 ) from None
         return True
 
     def _differing_traits(self, traits: Sequence[list[Any]]) -> list[str]:
-        """Returns in words in which inputs the ranks differ, and in what of them."""
+        """Returns, as texts, the inputs in which the ranks differ, with the values of each rank."""
         found: list[str] = []
         for same in zip(*traits, strict=False):
             name = same[0][0]
@@ -442,7 +472,9 @@ class Channel:
         return found
 
     def _check_threads(self, threads: Sequence[str], mine: BaseException | None) -> None:
-        """Raises on all ranks alike where some have refused calls of several threads at once."""
+        """Raises an error on all ranks where some ranks have refused concurrent calls of their
+        threads.
+        """
         found = [(r, who) for r, who in zip(self._team, threads, strict=True) if who]
         if not found:
             return
@@ -453,7 +485,8 @@ class Channel:
             raise mine
         if mine is None:
             caller = threading.current_thread().name
-            error = _threads_error(", ".join(others), f", in the call that meets this of {caller}")
+            where = f", in the call that matches the one of {caller}"
+            error = _threads_error(", ".join(others), where)
             raise error
 
     def _check_errors(self, errors: Sequence[str | None], mine: BaseException | None) -> None:
@@ -470,7 +503,7 @@ class Channel:
             error.ranks = tuple(r for r, e in failed if e == text)
             raise error
 
-    def _check_definitions(self, found: Sequence[tuple[str, str]], claim: Claim) -> None:
+    def _check_definitions(self, found: Sequence[tuple[str, str]], signature: RunSignature) -> None:
         """Raises `ProgramMismatchError` with the first op in which the definitions differ."""
         if len({definition for definition, _ in found}) == 1:
             return
@@ -486,23 +519,23 @@ class Channel:
             f"in {self._what(self._number)} the ranks run different definitions{why}:\n"
             + "\n".join(f"  ranks {ranks}: {text}" for text, ranks in _grouped(self._team, texts))
         )
-        ops = {" ".join(op_text(op).split()): op.where for op in claim.ops}
-        # An annotation after an op that only one rank has differs in its axes' numbers, and so do
-        # ops before both: the op itself is found without them.
+        ops = {" ".join(op_text(op).split()): op.where for op in signature.ops}
+        # If only one rank has an op, the axes of all later annotations have other numbers. Without
+        # these numbers the comparison finds the op itself.
         alike = {_NUMBERS.sub("", text): where for text, where in ops.items()}
         where = {**alike, **ops}
         for part, text in (
             ("op", "\n".join(alike)),
             ("op", "\n".join(ops)),
-            ("line", claim.parts[0]),
+            ("line", signature.parts[0]),
         ):
             self._control.compare_texts(
                 text,
                 team=self._team,
-                where_of=lambda line: where.get(line) or claim.where,
+                where_of=lambda line: where.get(line) or signature.where,
                 head=f"{head}\nwhich",
                 part=part,
-                stream=CLAIMS,
+                stream=SIGNATURES,
             )
 
     def _check_inputs(self, inputs: Sequence[list[Any]], whole: Sequence[str]) -> None:
@@ -512,10 +545,10 @@ class Channel:
                 found = [s[axis] if s is not None and axis < len(s) else None for s in given]
                 if any(e is not None and e != extent for e in found):
                     rule = (
-                        "replicated inputs, those that no device axis cuts, are equal on all "
-                        "ranks: pass the whole tensor everywhere, or cut it (fuser.shard)"
+                        "an input that no device axis cuts must be equal on all ranks: pass the "
+                        "whole tensor on each rank, or cut it (fuser.shard)"
                         if name in whole
-                        else "the shards of one tensor are equal"
+                        else "all shards of a tensor must have the same extents"
                     )
                     raise InputError(
                         f"{name} has extent {_by_rank(self._team, found)} on axis {axis}, but "
@@ -527,13 +560,13 @@ class Channel:
             if len({value for _, value in pairs}) > 1:
                 name, found = pairs[0][0], _by_rank(self._team, [value for _, value in pairs])
                 raise InputError(
-                    f"{name} is {found}, but the ranks run one program on one set of numbers (in "
+                    f"{name} is {found}, but all ranks must pass the same number (in "
                     f"{self._what(self._number)})"
                 )
 
 
 def _is_equal_on_all(error: BaseException) -> bool:
-    """Whether an error of an exchange is what all members raise, not what ended it for this one."""
+    """Whether all members raise this error of an exchange, as opposed to this rank alone."""
     return isinstance(error, FuserError) and not isinstance(
         error, (CommunicationTimeout, DeadlockError)
     )
@@ -565,23 +598,25 @@ def _grouped(team: Team, values: Sequence[object]) -> list[tuple[object, str]]:
 
 
 # ----------------------------------------------------------------------
-# Ranks that an error has parted, brought back into step.
+# Resynchronisation of ranks after an error.
 #
-# A call that fails on one rank leaves the others with communications that it never entered, or with
-# some of its own that nobody answers. When the ranks next meet, each tells how many calls of every
-# stream it has entered. All then count as many as the one that went furthest, and whatever carries
-# a stream that was out of step is given up: its next use makes another, in which nothing is left.
+# When a call fails on one rank, the others may be in communications that it never enters, and its
+# own communications may never be answered. In the next exchange each rank sends how many calls of
+# every sequence it has entered. All ranks then adopt the largest count. The transport resources of
+# a sequence whose counts differed are dropped; the next call creates new ones without leftovers.
 
-# Streams of calls that are in step by themselves, or else nothing could be agreed; what users ask
-# for, who know best what they have left out; and what each rank counts for itself.
-_NOT_SHARED = {CLAIMS, OF_USERS, CALL, LEFT}
+# Calls that are not compared: those by which the ranks agree, which are always in step; those that
+# users make themselves; and those that each rank counts for itself.
+_NOT_SHARED = {SIGNATURES, OF_USERS, CALL, LEFT}
 _RUN = "run"
 
 
 def counts_of(control: Control) -> dict[Calls, int]:
-    """Returns how many calls of each stream of data this rank has entered, and runs it has begun.
+    """Returns how many calls of each sequence of data this rank has entered, and how many runs it
+    began.
 
-    Steady calls must not pay for a key of the runs: it is made here.
+    Runs are counted by team elsewhere; their keys are made here, so that normal calls do not pay
+    for them.
     """
     entered = control.ledger.entered
     counts = {key: n for key, n in entered.items() if key.kind not in _NOT_SHARED}
@@ -591,10 +626,11 @@ def counts_of(control: Control) -> dict[Calls, int]:
 def realign(
     control: Control, team: Team, counts: Sequence[dict[Calls, int]], *, has_failed: bool
 ) -> str:
-    """Makes the members of a team count equally; `counts` has what `counts_of` returned on each.
+    """Makes the members of a team count equally; `counts` has the result of `counts_of` of each.
 
-    Sends and receives may be far apart in programs by hand: only where a call `has_failed` is one
-    without the other an error. Returns where they did not, as text; "" where no data was left out.
+    Returns a text about a sequence of data calls whose counts differed, "" if there was none. In
+    programs written by hand, sends and receives may be far apart. A send without its receive is
+    therefore an error only where a call `has_failed`.
     """
     told = dict(zip(team, counts, strict=True))
     text = ""
@@ -611,7 +647,7 @@ def realign(
         for rank, key, _ in parts:
             if rank == control.rank:
                 control.ledger.entered[key] = most
-        # Nothing carries the control channel's that could be out of step.
+        # The control channel has no resources that could be out of step.
         if stream.kind == WITHIN_CALLS:
             continue
         text = text or ", ".join(f"rank {r} has entered {n} of {key}" for r, key, n in parts)
@@ -621,12 +657,12 @@ def realign(
 
 
 def _whole(key: Calls) -> Calls:
-    """Returns the stream of a key: sends from one rank to another are received by that one."""
+    """Returns the key under which both halves of a transfer are compared: the sender's."""
     return key._replace(kind=SEND) if key.ends else key
 
 
 def _members(stream: Calls, team: Team) -> list[tuple[int, Calls]]:
-    """Returns who of a team counts a stream, and under which key."""
+    """Returns the ranks of a team that count a sequence, each with the key that it uses."""
     if not stream.ends:
         return [(rank, stream) for rank in stream.team if rank in team]
     source, target = stream.ends

@@ -31,7 +31,8 @@ current_communicator: ContextVar[Communicator | None] = ContextVar(
     "current_communicator", default=None
 )
 _lock = threading.Lock()
-# The processes that this one was forked from. To ask for the own number would take a system call.
+# The processes that this one was forked from. Comparing process numbers instead would need a system
+# call.
 _ancestors: list[int] = []
 os.register_at_fork(after_in_child=lambda: _ancestors.append(os.getppid()))
 B = TypeVar("B")
@@ -40,7 +41,7 @@ _singleton: list[Communicator] = []
 
 
 class Communicator:
-    """The ranks of a job; `instance()` makes it from the launcher's environment at first use.
+    """The ranks of a job; `instance()` creates it from the launcher's environment at first use.
 
     Raises:
         CommunicationError: the environment is inconsistent, or the ranks cannot be connected.
@@ -60,13 +61,13 @@ class Communicator:
         self._make_peers = make_peers
         self._backends: dict[tuple[str, int], Backend] = {}
         self._peers: dict[tuple[str, int], PeerMemory] = {}
-        # Whose turn it is to call programs with a mesh.
+        # Detects threads that call programs with a mesh at the same time.
         self.turns = Turns()
         self._channels: dict[Team, Channel | None] = {}
 
     @staticmethod
     def instance() -> Communicator:
-        """Returns the communicator of the simulated rank that runs here, else the one of this
+        """Returns the communicator of the simulated rank that runs in this context, else of this
         process.
         """
         simulated = current_communicator.get()
@@ -117,48 +118,54 @@ class Communicator:
             self._control.agree(None, stream=OF_USERS)
 
     def backend_for(self, device: torch.device | str) -> Backend:
-        """Returns the backend that moves tensors of a device."""
+        """Returns the backend that communicates tensors of a device."""
         return _found(self._backends, self._make_backend, torch.device(device))
 
     def peers_for(self, device: torch.device | str) -> PeerMemory:
-        """Returns the backend that copies between the memories of peers, for tensors of a device:
-        `CommunicatorBackend.cuda`."""
+        """Returns the backend `CommunicatorBackend.cuda`, which copies between the memories of
+        peers.
+        """
         return _found(self._peers, self._make_peers, torch.device(device))
 
     def release_peers(self) -> None:
-        """Notes that a program which copied between peers has gone; see `PeerMemory.release`."""
+        """Records that a program with peer copies was deleted; see `PeerMemory.release`."""
         for made in list(self._peers.values()):
             made.release()
 
     def are_on_one_host(self, devices: Team) -> bool:
-        """Returns whether the ranks that agree with this one are of its host; collective over them
-        at first use."""
+        """Returns whether all ranks of `devices` run on this host.
+
+        Collective over these ranks at first use.
+        """
         channel = self.channel(devices)
         return channel is None or channel.shares_memory
 
     def have_access(self, device: torch.device) -> bool:
-        """Returns whether the ranks of this host are known to have access to each other's memory
-        on devices of this kind."""
+        """Returns whether the ranks of this host can access each other's memory on devices of this
+        kind.
+        """
         if device.type != "cuda" or not self.is_real():
             return True
         count = self.local_size()
         if count > torch.cuda.device_count():
             return False  # each process sees its own GPU alone
         pairs = itertools.permutations(range(count), 2)
-        # Memory of expandable segments cannot be mapped.
+        # Other processes cannot map memory of torch's expandable segments.
         chosen = (os.environ.get(n, "") for n in ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"))
         is_mappable = not any("expandable_segments:true" in c.lower() for c in chosen)
         return is_mappable and all(torch.cuda.can_device_access_peer(a, b) for a, b in pairs)
 
     def begin_run(self, team: Team) -> None:
-        """Counts a run of a program on a team: what a run that failed has sent is not received by a
-        later one. Each rank of the team begins the same runs."""
+        """Counts a run of a program on a team; each rank of the team begins the same runs.
+
+        The count keeps messages of a failed run from being received by a later one.
+        """
         self._control.begin_run(team)
         for made in tuple(self._peers.values()):
             made.tidy()
 
     def exchange(self, payload: bytes, *, team: Team | None = None) -> list[bytes]:
-        """Returns the payloads of all members (of the world by default), in team order."""
+        """Returns the payloads of all members, in team order; the default team is all ranks."""
         return self._control.exchange(payload, team=team, stream=OF_USERS)
 
     def agree(
@@ -169,7 +176,7 @@ class Communicator:
         Raises:
             error: this rank's own, if it has one.
             PeerError: another member has an error; names rank, type and message.
-            ProgramMismatchError: the digests differ; `compare_texts` then tells where.
+            ProgramMismatchError: the digests differ; `compare_texts` then reports where.
         """
         self._control.agree(error, digest=digest, team=team, stream=OF_USERS)
 
@@ -178,14 +185,15 @@ class Communicator:
         self._control.compare_texts(text, team=team, stream=OF_USERS)
 
     def channel(self, devices: Team) -> Channel | None:
-        """Returns where the ranks of these devices agree, as far as the job has them.
+        """Returns the channel on which the ranks of `devices` agree before each call.
 
-        None for a rank that agrees with no other.
+        Ranks that the job does not have are left out. Returns None for a rank that agrees with no
+        other.
         """
         if len(_ancestors) > self._ancestors and self.size() > 1:
             raise CommunicationError(
-                f"this process was forked from rank {self.rank()} and is no rank of the job: only "
-                "the process that the launcher started may run programs with a mesh"
+                f"this process was forked from rank {self.rank()} and is not a rank of the job: "
+                "only the process that the launcher started may run programs with a mesh"
             )
         if devices not in self._channels:
             team = tuple(sorted({rank for rank in devices if rank < self.size()}))
@@ -212,7 +220,7 @@ class Communicator:
 def _found(
     made: dict[tuple[str, int], B], make: Callable[[torch.device], B], device: torch.device
 ) -> B:
-    """Returns what was made for a device, or makes it."""
+    """Returns the object for a device, and makes it at first use."""
     index: int | None = device.index
     if device.type == "cuda" and index is None:  # pyright: ignore[reportUnnecessaryComparison]
         index = torch.cuda.current_device()
@@ -244,7 +252,7 @@ def _local_backend(device: torch.device) -> Backend:
 
 
 def _local_peers(device: torch.device) -> PeerMemory:
-    """Returns the memory of a rank without peers."""
+    """Returns the peer memory of a rank without peers."""
     from multidevice.transports.simulated import Baton, SimulatedControl, SimulatedPeers
 
     return SimulatedPeers(SimulatedControl(0, 1, Baton(1)), device)
@@ -270,10 +278,10 @@ def _connect(launch: LauncherInfo) -> Communicator:
         control = store = StoreControl(launch)
         on_cpu = lambda: GlooBackend(store)  # noqa: E731
     if torch.cuda.is_available():
-        # More ranks than GPUs share them, in turns.
+        # If there are more ranks than GPUs, ranks share GPUs, assigned round robin.
         torch.cuda.set_device(launch.local_rank % torch.cuda.device_count())
     guard = Guard(control)
-    control.connect_board()
+    control.connect_wait_graph()
 
     def make_backend(device: torch.device) -> Backend:
         if device.type == "cpu":
@@ -306,27 +314,31 @@ def _connect(launch: LauncherInfo) -> Communicator:
     guard.on_exit.append(communicator.drain)
     guard.after_exit.append(communicator.close)
     guard.install()
-    if uses_mpi and control.board is not None:
-        start_monitor(control.board)
+    if uses_mpi and control.wait_graph is not None:
+        start_monitor(control.wait_graph)
     early_abort.disarm()
     return communicator
 
 
 def run_agreed(communicator: Communicator, devices: Team, prepare: Callable[[], Prepared[T]]) -> T:
-    """Prepares on every rank of `devices`, then runs once they agree that they do the same.
+    """Prepares a call on every rank of `devices`, then runs it once they agree that they run the
+    same.
 
-    Whatever `prepare` raises on one rank, every rank raises before anything is communicated.
+    `prepare` returns the run signature, the numbers that may change between calls, and a function
+    that runs the call. If `prepare` raises an error on one rank, every rank raises one before
+    anything is communicated.
 
-    A rank's calls have an order, which the other ranks' calls must have, too. Two threads of one
-    rank have none: who finds another thread in a call raises, on all ranks, and so does that call.
+    The calls of a rank have an order, and the other ranks must make theirs in the same order. Two
+    threads of one rank have no order: if a thread calls while another one is in a call, both calls
+    raise an error, on all ranks.
 
     Raises:
         UnsupportedError: another thread of this rank called meanwhile.
-        Exception: what `prepare` or the run raised here.
-        PeerError: another rank raised while it prepared; names rank, type and message.
-        InputError: the local extents, or the numbers, that the ranks were given differ.
-        ProgramMismatchError: they run different programs; names the inputs, with strides and what
-            else differs, that make them so, and shows the first differing line.
+        Exception: the error of `prepare` or of the run on this rank.
+        PeerError: another rank raised an error while it prepared; names rank, type and message.
+        InputError: the ranks passed different local extents or different numbers.
+        ProgramMismatchError: they run different programs; names the inputs whose properties (such
+            as strides) cause it, and shows the first differing line.
         DeadlockError: ranks wait for each other in calls of different teams.
     """
     channel = communicator.channel(devices)

@@ -1,8 +1,8 @@
 """Ends the job when a rank fails before it has connected to the others.
 
-The others wait in MPI_Init then, where nothing but the launcher can reach them. Open MPI, torchrun
-and Slurm end a job when one of its processes fails; MPICH's launcher does not before MPI_Init, but
-its process manager takes an order to abort from any rank, over the descriptor `PMI_FD`.
+The other ranks then wait in MPI_Init, where only the launcher can end them. Open MPI, torchrun and
+Slurm end a job when one of its processes fails. MPICH's launcher does not do so before MPI_Init.
+Its process manager, however, accepts an abort command from any rank over the descriptor `PMI_FD`.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ from typing import TextIO
 from fuser.support.errors import FuserError, is_users
 
 _PMI_ABORT = b"cmd=abort exitcode=1\n"
-# The process that has the hook; a forked child is no rank. Cleared when the ranks are connected,
-# since their own guard then speaks to the peers.
+# The process that has the hook: a forked child is not a rank. Cleared when the ranks are connected,
+# because `failure_guard` then handles errors.
 _armed: list[int] = []
 # The hook of this module, and the one before it.
 _hooks: list[Callable[..., object]] = []
 
 
 def install() -> None:
-    """Sets the hook, in a rank that MPICH's launcher has started; the previous one still runs."""
+    """Sets the hook in a rank that MPICH's launcher has started; the previous hook still runs."""
     if "PMI_FD" not in os.environ or int(os.environ.get("PMI_SIZE", "1")) < 2:
         return
     previous = sys.excepthook
@@ -59,29 +59,31 @@ def install() -> None:
 
 
 def hook_before() -> Callable[..., object]:
-    """Returns the hook of uncaught exceptions that is set now, but for the one of this module."""
+    """Returns the current hook for uncaught exceptions, or the one before it if it is this
+    module's.
+    """
     return _hooks[1] if _hooks and sys.excepthook is _hooks[0] else sys.excepthook
 
 
 def disarm() -> None:
-    """Leaves failures to the guard of a connected rank."""
+    """Deactivates the hook, once `failure_guard` handles the failures of a connected rank."""
     _armed.clear()
 
 
 # ----------------------------------------------------------------------
-# What a process prints before it has its launcher end the job.
+# The last output of a process before its launcher ends the job.
 
-# A launcher that is told to end the job drops what it has not read of its processes' last words:
-# how long it gets to read them, and then to pass them on.
+# A launcher that ends the job drops the output of its processes that it has not read yet. It gets
+# this much time to read the output, and then to print it.
 _READ_LIMIT_S = 1.5
 _PASS_ON_S = 0.2
 
 
 def user_frames(error: BaseException, trace: TracebackType | None) -> str | None:
-    """Returns the user's part of the traceback of an error whose sentence says what is wrong.
+    """Returns the user's part of the traceback of an error whose message explains the problem.
 
-    None for all others, of which the whole traceback is wanted: errors that are not ours, that have
-    such a cause, or that come with a script to show them again.
+    Returns None for all other errors, whose whole traceback is needed: errors that this project
+    does not define, errors caused by such an error, and errors with a script that reproduces them.
     """
     is_ours = isinstance(error, FuserError) and not getattr(error, "__notes__", None)
     causes = (error.__cause__, None if error.__suppress_context__ else error.__context__)
@@ -94,7 +96,7 @@ def user_frames(error: BaseException, trace: TracebackType | None) -> str | None
 
 
 def wait_for_reader(*streams: TextIO) -> None:
-    """Waits until what was written to pipes has been read, and passed on, within limits."""
+    """Waits until the launcher has read and printed what was written to pipes, within limits."""
     stop = time.monotonic() + _READ_LIMIT_S
     while any(map(_is_unread, streams)) and time.monotonic() < stop:
         time.sleep(0.01)
@@ -102,12 +104,12 @@ def wait_for_reader(*streams: TextIO) -> None:
 
 
 def _is_unread(stream: TextIO) -> bool:
-    """Whether a stream is a pipe that holds something."""
+    """Whether a stream is a pipe that still contains data."""
     waiting = bytearray(4)
     try:
         if not stat.S_ISFIFO(os.fstat(stream.fileno()).st_mode):
             return False
         fcntl.ioctl(stream.fileno(), termios.FIONREAD, waiting)
-    except (OSError, ValueError):  # nothing that the system knows
+    except (OSError, ValueError):  # no file of the system
         return False
     return any(waiting)

@@ -1,9 +1,13 @@
-"""Ends the whole job when one rank fails or leaves early, instead of leaving its peers waiting.
+"""Ends the whole job when one rank fails or leaves early, so that its peers do not wait for it.
 
-`Guard.install` sets the hooks: an uncaught exception, in any thread, prints rank and error and
-aborts the job; a rank that exits announces how far it came, so that a peer that waits for more
-raises `PeerError` at once; an exit with a non-zero code ends the job even if the peers never
-wait. `start_monitor` starts the process that tells of a rank that a signal has killed.
+`Guard.install` sets hooks for three cases:
+
+- An uncaught exception in any thread prints rank and error, and aborts the job.
+- A rank that exits announces how many calls it has entered. A peer that waits for more raises
+  `PeerError` at once.
+- An exit with a non-zero code ends the job, even if the peers never wait.
+
+`start_monitor` starts the process that reports a rank which was killed by a signal.
 """
 
 from __future__ import annotations
@@ -30,26 +34,26 @@ from multidevice.job.early_abort import user_frames, wait_for_reader
 
 if TYPE_CHECKING:
     from multidevice.coordination.control_channel import JobControl
-    from multidevice.coordination.deadlock_detector import Board
+    from multidevice.coordination.deadlock_detector import WaitForGraph
 from multidevice.coordination.bounded_wait import Event
 
-# The job ends within 5 s of a failure: after this time the process leaves without the launcher's
+# The job must end within 5 s of a failure: after this time the process exits without the launcher's
 # help.
 _ABORT_LIMIT_S = 3.0
-# Ranks that exit with an error code at about the same time need no abort.
+# If all ranks exit with an error code within this time, no abort is needed.
 _EXIT_GRACE_S = 1.0
-# How long a rank waits for another one to tell an error that both have.
+# How long a rank waits until another rank has reported an error that both have.
 _TOLD_LIMIT_S = 1.0
 _WATCH_EVERY_S = 0.5
-# Streams of calls that devices carry out, and wait in.
+# The kinds of calls that devices carry out, and in which they wait.
 _ON_DEVICES = ("nccl", "cuda")
 
 
 class _ExitRequest(SystemExit):
-    """A SystemExit that knows, when it is destroyed, whether it ended the interpreter.
+    """A SystemExit that detects, when it is destroyed, whether it ended the interpreter.
 
-    One that user code catches dies inside some frame; one that ends the program dies in the
-    interpreter's own exit code, below no frame at all.
+    One that user code catches is destroyed inside a frame. One that ends the program is destroyed
+    in the interpreter's exit code, without any frame.
     """
 
     def __init__(self, code: object, record: Callable[[object], None]) -> None:
@@ -64,25 +68,31 @@ class _ExitRequest(SystemExit):
 
 
 def _terminal() -> TextIO:
-    """Returns where a last word arrives. A hook around ours, as that of torch.distributed, collects
-    what is written to sys.stderr until ours returns; ours ends the process."""
+    """Returns the stream for the last message.
+
+    A hook around this one, such as that of torch.distributed, may collect what is written to
+    sys.stderr until this hook returns. This hook ends the process, so it writes to the real stderr.
+    """
     collects = isinstance(sys.stderr, io.StringIO)
     return sys.__stderr__ if collects and sys.__stderr__ is not None else sys.stderr
 
 
 class Guard:
-    """The hooks of one process; `close` hooks of the communicator run before the last handshake."""
+    """The hooks of one process.
+
+    `on_exit` hooks run before the rank announces that it leaves, `after_exit` hooks after all peers
+    have left. `reports` return a failure that a device has reported, "" for none.
+    """
 
     def __init__(self, control: JobControl) -> None:
         self._control = control
         self._previous_hook = early_abort.hook_before()
         self._previous_thread_hook = threading.excepthook
         self._exit_code: object = None
-        # A forked child inherits the hooks, but it is no rank.
+        # A forked child inherits the hooks, but it is not a rank.
         self._pid = os.getpid()
         self._ending = threading.Lock()
         self._watching = False
-        # Each returns what a device reports and nobody has read, "" for nothing.
         self.reports: list[Callable[[], str]] = []
         self.on_exit: list[Callable[[], None]] = []
         self.after_exit: list[Callable[[], None]] = []
@@ -92,17 +102,18 @@ class Guard:
         sys.excepthook = self._uncaught
         threading.excepthook = self._uncaught_in_thread
         sys.exit = self._exit
-        # A rank that crashes tells the signal and where it was: of the launchers, MPICH's tells no
-        # more than a process number.
+        # On a crash, print the signal and the Python frames: MPICH's launcher prints only a process
+        # number.
         with suppress(ValueError, OSError, AttributeError):  # stderr may be no file
             if not faulthandler.is_enabled():
                 faulthandler.enable()
         atexit.register(self._leave)
 
     def watch(self) -> None:
-        """Starts a thread that ends the job when a peer left work behind that this rank is in.
+        """Starts a thread that ends the job when a peer failed, or left before calls that this rank
+        is in.
 
-        For devices: a rank that waits in the driver for a collective cannot look around itself.
+        For devices: a rank that waits in the driver for a collective cannot check its peers itself.
         """
         if not self._watching:
             self._watching = True
@@ -140,7 +151,7 @@ class Guard:
             if self._previous_hook is sys.__excepthook__:
                 frames = user_frames(error, trace)
                 if frames is not None and self._is_told_by_another(error):
-                    # That rank ends the job once its words are read.
+                    # The other rank ends the job once its message is printed.
                     time.sleep(_ABORT_LIMIT_S)
                     os._exit(1)
             if frames is None:
@@ -150,7 +161,7 @@ class Guard:
             self._end(text, 130 if kind is KeyboardInterrupt else 1, frames or "", ranks)
 
     def _is_told_by_another(self, error: BaseException) -> bool:
-        """Returns whether the first of the ranks that have an error has told it."""
+        """Returns whether the first of the ranks that have this error has reported it."""
         control = self._control
         ranks = error.ranks if isinstance(error, FuserError) else ()
         if os.getpid() != self._pid or not ranks or ranks[0] == control.rank:
@@ -173,8 +184,10 @@ class Guard:
         self._end(f"{text} in thread {name}", 1)
 
     def _end(self, text: str, code: int, frames: str = "", ranks: Sequence[int] = ()) -> None:
-        """Prints and announces the failure, of this rank or of all of `ranks`, and aborts the
-        job."""
+        """Prints and announces the failure, and aborts the job.
+
+        `ranks`: all ranks that have the same failure, if there are several.
+        """
         if os.getpid() != self._pid:
             return
         if not self._ending.acquire(blocking=False):
@@ -195,7 +208,7 @@ class Guard:
         control.abort(code)
 
     def _exit(self, status: object = None) -> None:
-        """Stands in for sys.exit, and remembers the code of the exit that ends the program."""
+        """Replaces sys.exit, and records the code of the exit that ends the program."""
         if threading.current_thread() is not threading.main_thread():
             raise SystemExit(status)
 
@@ -205,7 +218,7 @@ class Guard:
         raise _ExitRequest(status, record)
 
     def _leave(self) -> None:
-        """Runs at exit: announces how far this rank came, and waits for the peers."""
+        """Runs at exit: announces how many calls this rank has entered, and waits for the peers."""
         if os.getpid() != self._pid:
             return
         control = self._control
@@ -230,38 +243,39 @@ class Guard:
         self._say(rank_monitor.LEFT)
 
     def _say(self, word: int) -> None:
-        """Tells the monitor of the ranks why this one ends."""
-        if self._control.board is not None:
-            self._control.board.say(word)
+        """Records in the wait-for graph why this rank ends, for the monitor of the ranks."""
+        if self._control.wait_graph is not None:
+            self._control.wait_graph.say(word)
 
 
-def start_monitor(board: Board) -> None:
-    """Starts the process that tells which rank was killed (`rank_monitor`), on the rank that made
-    the board; nothing where the launcher is not MPICH's or the system has no pidfds.
+def start_monitor(wait_graph: WaitForGraph) -> None:
+    """Starts the process that reports which rank was killed (`rank_monitor`).
 
-    A shell between makes it no child of this rank, whose program may wait for all its children.
+    Only the rank that created the wait-for graph starts it. Nothing is started where the launcher
+    is not MPICH's or the system has no pidfds. A shell between the two processes makes sure that
+    the monitor is not a child of this rank, whose program may wait for all its children.
     """
-    if board.file < 0:
+    if wait_graph.file < 0:
         return
     with suppress(OSError, AttributeError), ExitStack() as opened:
-        opened.callback(os.close, board.file)
+        opened.callback(os.close, wait_graph.file)
         parents = _parents_in_mpich()
         if not parents or not sys.executable:
             return
         events = opened.enter_context(select.epoll())
         fds: list[int] = []
-        for pid in (*board.processes(), *parents):
+        for pid in (*wait_graph.processes(), *parents):
             fds.append(os.pidfd_open(pid))
             opened.callback(os.close, fds[-1])
             events.register(fds[-1], select.EPOLLIN)
         ranks = fds[: -len(parents)]
-        numbers = events.fileno(), board.file, len(ranks), ",".join(map(str, ranks)), *fds[-2:]
+        numbers = events.fileno(), wait_graph.file, len(ranks), ",".join(map(str, ranks)), *fds[-2:]
         script = sys.executable, "-I", "-S", rank_monitor.__file__, *map(str, numbers)
         subprocess.run(
             ["/bin/sh", "-c", '"$@" &', "sh", *script],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
-            pass_fds=[events.fileno(), board.file, *fds],
+            pass_fds=[events.fileno(), wait_graph.file, *fds],
             cwd="/",
             start_new_session=True,
             check=False,
@@ -269,8 +283,11 @@ def start_monitor(board: Board) -> None:
 
 
 def _parents_in_mpich() -> tuple[int, int] | None:
-    """Returns the processes of MPICH's launcher that started this rank: the proxy of this host, and
-    its parent; None under another launcher."""
+    """Returns the two processes of MPICH's launcher above this rank: this host's proxy, and its
+    parent.
+
+    None under another launcher.
+    """
     pid = os.getppid()
     while "PMI_FD" in os.environ and pid > 1:
         head, _, tail = Path(f"/proc/{pid}/stat").read_text().rpartition(")")

@@ -1,4 +1,4 @@
-"""Cutting a whole tensor into shards, and putting shards together again."""
+"""Cuts a whole tensor into shards, and joins shards to a whole tensor."""
 
 from __future__ import annotations
 
@@ -23,17 +23,19 @@ if TYPE_CHECKING:
 
 @checked
 def shard_tensor(tensor: torch.Tensor, tv: TensorView, *, copy: bool = False) -> torch.Tensor:
-    """Returns this rank's shard of `tensor`, the whole value of `tv`, without gaps in the memory
-    order that `tv` declares; along expanded axes it is one element, as `tv` is.
+    """Returns this rank's shard of `tensor`, which is the whole value of `tv`.
 
-    The shard is a view of `tensor` where that holds it so, as of a contiguous tensor that is cut
-    along its first axis or not at all: what is written into one stands in the other, also what a
-    program writes into an input that it updates. `copy=True` gives it memory of its own.
-    A rank outside the mesh gets the shard at coordinate 0.
+    The shard is dense in the memory order that `tv` declares; an expanded axis has one element.
+
+    The shard may be a view of `tensor`: for example if `tensor` is contiguous and cut along its
+    first axis, or not cut at all. A write into one is then visible in the other, also a write of a
+    program into an input that it updates. Pass `copy=True` for a shard in new memory. A rank
+    outside the mesh gets the shard at coordinate 0.
 
     Raises:
         ShardingError: `tv` has no mesh, the rank is wrong, or the mesh does not divide an extent.
-        UnsupportedError: a device axis comes from a merge, or the allocation is cut by a stream.
+        UnsupportedError: a device axis is the result of a merge, or the allocation is cut by a
+            stream.
     """
     from multidevice.job.communicator import Communicator
 
@@ -43,7 +45,7 @@ def shard_tensor(tensor: torch.Tensor, tv: TensorView, *, copy: bool = False) ->
 def shard_for_rank(
     tensor: torch.Tensor, tv: TensorView, rank: int, *, copy: bool = False
 ) -> torch.Tensor:
-    """Returns the shard of `tensor` that `rank` holds of `tv`; see `shard_tensor`."""
+    """Returns the shard of `tensor` that `rank` stores of `tv`; see `shard_tensor`."""
     view, axes, steps = _split_view(tensor, tv)
     assert tv.mesh is not None
     for dim, (_, ptype) in enumerate(axes):
@@ -57,9 +59,13 @@ def shard_for_rank(
 
 
 def in_declared_order(tv: TensorView, shard: torch.Tensor) -> torch.Tensor:
-    """Returns a shard without gaps in the memory order that `tv` declares, one element along
-    expanded axes: itself where it lies so, else a copy."""
-    # Axes as they lie in memory; an allocation of other axes than the logical ones has no order.
+    """Returns a shard that is dense in the memory order of `tv`, with one element per expanded
+    axis.
+
+    Returns `shard` itself if it already has this layout, else a copy.
+    """
+    # The axes in memory order, outermost first. An allocation of other axes than the logical ones
+    # defines no order.
     order = declared_order(tv) or tuple(range(tv.ndim))
     stored = stored_part(tv, shard).permute(order).contiguous()
     places = sorted(range(tv.ndim), key=order.__getitem__)
@@ -67,9 +73,9 @@ def in_declared_order(tv: TensorView, shard: torch.Tensor) -> torch.Tensor:
 
 
 def unshard(shards: Sequence[torch.Tensor], tv: TensorView) -> torch.Tensor:
-    """Returns the whole tensor of which `shards[i]` is what device i of `tv`'s mesh holds.
+    """Returns the whole tensor whose shards are given.
 
-    `shards` runs parallel to `tv.mesh.devices`.
+    `shards[i]` is the shard of device i of `tv.mesh.devices`.
     """
     from multidevice.sharding.queries import unsharded_sizes
 
@@ -88,20 +94,24 @@ def unshard(shards: Sequence[torch.Tensor], tv: TensorView) -> torch.Tensor:
 def _split_view(
     tensor: torch.Tensor, tv: TensorView
 ) -> tuple[torch.Tensor, list[tuple[int, ParallelType | None]], list[tuple[int, int]]]:
-    """Views a whole tensor with its device axes as dimensions of their own.
+    """Views a whole tensor with each device axis as a separate dimension.
 
-    Returns the view; per dimension its axis number and device type (None: not cut); and the splits
-    made, as (dimension, number of dimensions it became), in order.
+    Returns three values:
+
+    - the view;
+    - per dimension, its axis number and its device type (None: not cut);
+    - the splits in order, as (dimension, number of dimensions that it became).
     """
     domain = tv.domain
     if tv.mesh is None:
         raise ShardingError(
-            f"{tensor_words(tv)} has no DeviceMesh: pass the tensor as it is, or annotate the "
-            "input with set_device_mesh"
+            f"{tensor_words(tv)} has no DeviceMesh: pass the whole tensor, or give the input a "
+            "mesh with set_device_mesh"
         )
     if is_allocated_per_step(tv):
         raise UnsupportedError(
-            f"{tensor_words(tv)} is allocated per step of a stream: it has no single shard"
+            f"{tensor_words(tv)} is allocated anew in each step of a stream loop, so no single "
+            "tensor is its shard"
         )
     logical = domain.no_reductions
     if tensor.dim() != len(logical):
@@ -119,7 +129,7 @@ def _split_view(
         split = domain.splits.get(t.inputs[0])
         if split is None or split is not t or dim is None:
             raise UnsupportedError(
-                f"{tensor_words(tv)}: only splits lead to device axes of a shard, found "
+                f"{tensor_words(tv)}: a device axis must be made by splits alone, found "
                 f"{transform_text(t, domain)}"
             )
         sizes = _split_sizes(view.size(dim), split, tv)
@@ -158,7 +168,7 @@ def _merge_back(view: torch.Tensor, steps: list[tuple[int, int]]) -> torch.Tenso
 
 
 # ----------------------------------------------------------------------
-# The public DeviceMesh: the IR's mesh plus what needs to know this process's rank.
+# The public DeviceMesh: the IR's mesh, and the methods that need this process's rank.
 
 
 class LocalDeviceMesh(IrDeviceMesh):
@@ -166,10 +176,11 @@ class LocalDeviceMesh(IrDeviceMesh):
 
     @checked
     def shard_tensor(self, tensor: torch.Tensor, axis: int) -> torch.Tensor:
-        """Returns this rank's part of `tensor`, cut along `axis` into `size` equal parts.
+        """Returns this rank's part of `tensor`, cut along `axis` into as many equal parts as
+        devices.
 
-        The part is the one at this rank's place in the flat device list (part 0 for a rank outside
-        the mesh), as a contiguous tensor.
+        The rank's position in the flat list of devices is the number of its part (part 0 for a rank
+        outside the mesh). The part is a contiguous tensor.
 
         Raises:
             ShardingError: the axis does not exist, or the mesh's size does not divide it.
@@ -180,7 +191,7 @@ class LocalDeviceMesh(IrDeviceMesh):
 
 
 def shard_along(tensor: torch.Tensor, axis: int, mesh: IrDeviceMesh, rank: int) -> torch.Tensor:
-    """Returns the part of `tensor` that belongs to `rank` when all of `mesh` cuts one axis."""
+    """Returns the part of `tensor` that belongs to `rank` when all of `mesh` cuts `axis`."""
     if not -tensor.dim() <= axis < tensor.dim():
         raise ShardingError(f"{mesh}: no axis {axis} in a tensor of shape {tuple(tensor.shape)}")
     size = tensor.size(axis)

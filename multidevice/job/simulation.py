@@ -1,9 +1,9 @@
-"""`simulate(n)`: run a function on n simulated ranks inside one process.
+"""`simulate(n)`: runs a function on n simulated ranks inside one process.
 
     with multidevice.simulate(4) as world:
         results = world.run(train_step, batch)
 
-Inside the function `Communicator.instance()` is the communicator of the rank that runs it.
+Inside the function, `Communicator.instance()` is the communicator of the rank that runs it.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ from multidevice.transports.simulated import (
 P = ParamSpec("P")
 R = TypeVar("R")
 
-# How often the waiting main thread looks for Ctrl-C.
+# How often the waiting main thread checks for Ctrl-C.
 _JOIN_SLICE_S = 0.1
 
 
 class World:
-    """The simulated ranks; each `run` starts them afresh."""
+    """A set of simulated ranks; each `run` starts new threads for them."""
 
     def __init__(self, size: int) -> None:
         if size < 1:
@@ -45,19 +45,21 @@ class World:
         self._closed = False
 
     def run(self, fn: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> list[R]:
-        """Calls `fn` on every rank, in threads of which one runs at a time, and returns their
-        results by rank.
+        """Calls `fn` on every rank, and returns the results by rank.
 
-        Grad mode, the CUDA device and the context variables are those of the caller. So is what
-        torch's random number generators begin with; each rank has its own, as processes have, and
-        those of rank 0 are the caller's afterwards.
+        The ranks are threads, of which one runs at a time. Grad mode, the CUDA device and the
+        context variables are those of the caller. Each rank has its own states of torch's random
+        number generators, as processes have; they start with the caller's states. Afterwards the
+        caller has those of rank 0.
 
         Raises:
-            Exception: the error of the rank that failed first; the others got `PeerError`.
-            DeadlockError: no rank could run any more; shows where each rank stands.
+            Exception: the error of the rank that failed first; the other ranks raised `PeerError`.
+            DeadlockError: no rank could continue; shows the call in which each rank waits.
         """
         if self._closed:
-            raise CommunicationError("this simulated world has been left; use it inside its `with`")
+            raise CommunicationError(
+                "this simulated world is closed: call run inside its `with` statement"
+            )
         baton = Baton(self.size)
         controls = [SimulatedControl(rank, self.size, baton) for rank in range(self.size)]
         results: dict[int, R] = {}
@@ -100,7 +102,8 @@ class World:
             baton.fail(lambda: CommunicationError("the simulated run was interrupted"))
             raise
         finally:
-            # What a backend holds goes with it, also where somebody still holds its control.
+            # Drop the callbacks, so that the backends are freed even if the user still holds a
+            # control channel.
             for control in controls:
                 control.on_lost.clear()
                 control.on_mended.clear()
@@ -119,7 +122,7 @@ class World:
         )
 
     def close(self) -> None:
-        """Makes later runs an error."""
+        """Makes later calls of `run` an error."""
         self._closed = True
 
 
@@ -134,7 +137,7 @@ def simulate(size: int) -> Generator[World, None, None]:
 
 
 def _first_real(errors: list[BaseException]) -> BaseException:
-    """Returns the first error that is not the consequence of another rank's."""
+    """Returns the first error that is not a consequence of another rank's error."""
     for error in errors:
         if not isinstance(error, PeerError):
             return error

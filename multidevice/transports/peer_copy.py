@@ -23,7 +23,7 @@ import torch
 
 from fuser.support.errors import CommunicationError, UnsupportedError
 from multidevice.coordination.bounded_wait import Calls, Need, Team, team_text
-from multidevice.coordination.control_channel import WITHIN_CALLS, Control, Words
+from multidevice.coordination.control_channel import WITHIN_CALLS, CallTokens, Control
 from multidevice.coordination.shared_page import LINE_NBYTES
 from multidevice.transports.base.checked_backend import (
     CheckedBackend,
@@ -35,7 +35,7 @@ from multidevice.transports.base.checked_backend import (
 from multidevice.transports.base.collectives import ALLGATHER
 from multidevice.transports.base.p2p_collectives import steps_of
 from multidevice.transports.base.protocol import NAME_WORDS, Transfer, Work
-from multidevice.transports.memory.handles import all_come
+from multidevice.transports.memory.handles import await_members
 
 # Transfers between two ranks, in one direction, that may be under way at once.
 SLOTS = 32
@@ -96,10 +96,10 @@ class Page:
         self._me = team.index(control.rank)
         # Counted from 0 in each page: zeros stand for votes that are still to come. The members
         # have just met to make it.
-        meeting = control.ledger.entered.get(Calls(WITHIN_CALLS, team), 0)
-        self.votes = Calls(f"vote {meeting}", team)
+        agreements = control.ledger.entered.get(Calls(WITHIN_CALLS, team), 0)
+        self.votes = Calls(f"vote {agreements}", team)
         links = self._size * self._size * _LINK_WORDS
-        self.said = Words(control, team, words[links:], self.votes, self._what)
+        self.said = CallTokens(control, team, words[links:], self.votes, self._what)
         self._uses: dict[int, list[int]] = {r: [0] * SLOTS for r in team}
         self._next: dict[int, int] = dict.fromkeys(team, 0)
 
@@ -270,9 +270,9 @@ class PeerBackend(CheckedBackend):
     def side_by_side(self, tensor: torch.Tensor, team: Team, what: str) -> torch.Tensor:
         """See `PeerMemory.side_by_side`."""
 
-    def meet(self, team: Team, what: str) -> None:
-        """See `PeerMemory.meet`."""
-        all_come(self.control, team, what)
+    def barrier(self, team: Team, what: str) -> None:
+        """See `PeerMemory.barrier`."""
+        await_members(self.control, team, what)
 
     @abstractmethod
     def _carry_out(

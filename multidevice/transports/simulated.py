@@ -41,7 +41,7 @@ from multidevice.transports.base.collectives import (
     TransportTable,
 )
 from multidevice.transports.base.protocol import Transfer
-from multidevice.transports.memory.handles import all_come, side_by_side
+from multidevice.transports.memory.handles import await_members, side_by_side
 from multidevice.transports.memory.host_shared import SharedMemory
 
 
@@ -69,7 +69,7 @@ class Baton:
         self._waiting: dict[int, _DescribesPosition] = {}
         self._ended: dict[int, str] = {}
         self._failure: Callable[[], CommunicationError] | None = None
-        self.meetings: dict[tuple[Hashable, int], Meeting] = {}
+        self.pending: dict[tuple[Hashable, int], Rendezvous] = {}
         self.mailboxes: dict[str, deque[_Letter]] = {}
         self.pages: dict[Team, memoryview] = {}
         self.generators = Generators(size)
@@ -146,7 +146,7 @@ class Baton:
         return "\n".join(lines)
 
 
-class Meeting:
+class Rendezvous:
     """The members of a team that have entered one collective so far."""
 
     def __init__(self) -> None:
@@ -159,7 +159,7 @@ class Meeting:
         self.finished: Any = None
 
 
-def meet(
+def join_rendezvous(
     baton: Baton,
     position: _DescribesPosition,
     *,
@@ -169,19 +169,19 @@ def meet(
     index: int,
     entry: Any,
     arrival: Any,
-    complete: Callable[[Meeting], None],
-) -> Meeting:
+    complete: Callable[[Rendezvous], None],
+) -> Rendezvous:
     """Enters a collective; the last member to arrive runs `complete` for all."""
     baton.check()
-    meeting = baton.meetings.setdefault((key, seq), Meeting())
-    meeting.entries[index] = entry
-    meeting.arrivals[index] = arrival
-    if len(meeting.entries) == len(team):
-        del baton.meetings[key, seq]
-        complete(meeting)
-        meeting.done = True
+    rendezvous = baton.pending.setdefault((key, seq), Rendezvous())
+    rendezvous.entries[index] = entry
+    rendezvous.arrivals[index] = arrival
+    if len(rendezvous.entries) == len(team):
+        del baton.pending[key, seq]
+        complete(rendezvous)
+        rendezvous.done = True
         baton.wake(team)
-    return meeting
+    return rendezvous
 
 
 class SimulatedControl(Control):
@@ -218,7 +218,7 @@ class SimulatedControl(Control):
         return self._collect(payload, step, "payload")
 
     def _collect(self, payload: bytes, step: ControlCall, part: str) -> list[bytes]:
-        meeting = meet(
+        rendezvous = join_rendezvous(
             self.baton,
             step,
             key=f"{step.key} {part}",
@@ -230,8 +230,8 @@ class SimulatedControl(Control):
             complete=lambda _: None,
         )
         place = _LazyPosition(lambda: step.describe() + self.trouble, step.needs)
-        self.baton.wait(self.rank, lambda: meeting.done, place)
-        return [meeting.entries[i] for i in range(len(step.team))]
+        self.baton.wait(self.rank, lambda: rendezvous.done, place)
+        return [rendezvous.entries[i] for i in range(len(step.team))]
 
 
 class _Letter:
@@ -253,7 +253,7 @@ class _SimulatedWork:
     def __init__(
         self,
         backend: SimulatedBackend,
-        parts: Sequence[Meeting | _Letter],
+        parts: Sequence[Rendezvous | _Letter],
         call: CollectiveCall | Exchange,
     ) -> None:
         self._backend = backend
@@ -310,7 +310,7 @@ class SimulatedBackend(CheckedBackend):
 
     def _start(self, call: CollectiveCall) -> _SimulatedWork:
         arrival = _record_event(call.inp if call.inp is not None else call.out, call.stream)
-        meeting = meet(
+        rendezvous = join_rendezvous(
             self.baton,
             call,
             key=call.key,
@@ -321,7 +321,7 @@ class SimulatedBackend(CheckedBackend):
             arrival=arrival,
             complete=_complete,
         )
-        return _SimulatedWork(self, [meeting], call)
+        return _SimulatedWork(self, [rendezvous], call)
 
     def _start_batch(self, batch: Exchange) -> _SimulatedWork:
         self.baton.check()
@@ -403,9 +403,9 @@ class SimulatedPeers(SimulatedBackend):
             raise UnsupportedError(f"{what}: on {self._device}, simulated ranks map no memory")
         return side_by_side(self.control, self._memory, tensor, team, what)
 
-    def meet(self, team: Team, what: str) -> None:
-        """See `PeerMemory.meet`."""
-        all_come(self.control, team, what)
+    def barrier(self, team: Team, what: str) -> None:
+        """See `PeerMemory.barrier`."""
+        await_members(self.control, team, what)
 
     def close(self) -> None:
         """See `Backend.close`."""
@@ -441,22 +441,22 @@ def _after(events: Iterable[Any], stream: object) -> AbstractContextManager[obje
     return torch.cuda.stream(current)
 
 
-def _complete(meeting: Meeting) -> None:
+def _complete(rendezvous: Rendezvous) -> None:
     """Moves the data of a collective whose members have all arrived."""
-    calls: list[CollectiveCall] = [meeting.entries[i] for i in range(len(meeting.entries))]
+    calls: list[CollectiveCall] = [rendezvous.entries[i] for i in range(len(rendezvous.entries))]
     signatures = [_signature(call) for call in calls]
     for call, signature in zip(calls, signatures, strict=True):
         if signature != signatures[0]:
-            meeting.error = (
+            rendezvous.error = (
                 f"ranks of team {calls[0].team} disagree: rank {calls[0].team[0]} calls "
                 f"{calls[0].describe()}; rank {call.team[call.index]} calls {call.describe()}"
             )
             return
-    last = next(reversed(meeting.entries))
+    last = next(reversed(rendezvous.entries))
     stream = calls[last].stream
-    with _after(meeting.arrivals.values(), stream), torch.no_grad():
+    with _after(rendezvous.arrivals.values(), stream), torch.no_grad():
         _MOVES[calls[0].row](calls)
-        meeting.finished = _record_event(_any_tensor(calls[last]), stream)
+        rendezvous.finished = _record_event(_any_tensor(calls[last]), stream)
 
 
 def _any_tensor(call: CollectiveCall) -> torch.Tensor | None:

@@ -314,7 +314,7 @@ class PeerMemory(Backend, Protocol):
         """
         ...
 
-    def meet(self, team: Team, what: str) -> None:
+    def barrier(self, team: Team, what: str) -> None:
         """Returns when all members of a team have come."""
         ...
 
@@ -407,8 +407,10 @@ class Captured:
         del team
 
     def take_back(self, team: Team) -> None:
-        """Has the ranks of a team find, when they next exchange claims, that this one has not
-        repeated what the others did: what they captured together is void."""
+        """Makes the ranks of a team find, in their next exchange of run signatures, that this rank
+        did not repeat a run that the others repeated: the graphs that they captured together become
+        invalid.
+        """
         del team
 
     @contextmanager

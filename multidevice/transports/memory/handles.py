@@ -202,8 +202,8 @@ def side_by_side(
         raise type(error)(f"{what}: {error}") from None
 
 
-def all_come(control: Control, team: Team, what: str) -> None:
-    """See `PeerMemory.meet`."""
+def await_members(control: Control, team: Team, what: str) -> None:
+    """See `PeerMemory.barrier`."""
     _agree(team, what, _exchange(control, what, team, what), "comes to")
 
 

@@ -17,7 +17,7 @@ from fuser.multidevice import Communicator, DeviceMesh, simulate
 from fuser.runtime.captured_graphs import MAKERS
 from hostir.runtime import cuda_graphs
 from multidevice.coordination.bounded_wait import poll_until
-from multidevice.coordination.control_channel import Words, word_of
+from multidevice.coordination.control_channel import CallTokens, call_token
 from multidevice.transports.simulated import Generators, SimulatedControl
 from tests.support.counted_calls import name_of
 
@@ -108,7 +108,9 @@ def test_a_graph_and_the_agreement_before_it(monkeypatch: pytest.MonkeyPatch) ->
         for found in world.run(count):
             # What simulated ranks do while they wait for one another, and to have generators of
             # their own, is not counted.
-            said = {name_of(Words.say), name_of(word_of)}
-            others = {f"{a.__module__}." for a in (SimulatedControl, poll_until, Generators, Words)}
+            said = {name_of(CallTokens.say), name_of(call_token)}
+            others = {
+                f"{a.__module__}." for a in (SimulatedControl, poll_until, Generators, CallTokens)
+            }
             mine = {k: n for k, n in found.items() if k in said or not k.startswith(tuple(others))}
             assert sum(mine.values()) <= 40, mine

@@ -292,7 +292,7 @@ def test_ranks_with_different_seeds_are_told() -> None:
     for text in texts:
         assert "the seed of torch's generator (torch.manual_seed), from which uniform at" in text
         assert "test_slices_random_offsets.py:" in text and "on ranks (0 1 3) and " in text
-        assert "on ranks (2), but the ranks run one program on one set of numbers" in text
+        assert "on ranks (2), but all ranks must pass the same number" in text
         assert "(of torch.initial_seed() 3) on ranks (0 1 3)" in text
         assert "(of torch.initial_seed() 4) on ranks (2)" in text
 
@@ -338,7 +338,7 @@ def test_ranks_that_are_processes(comm: object) -> None:
         want = reference.numbers("uniform", rows * WIDTH, (0.0, 1.0), **given)
         assert torch.equal(got, shard_for_rank(want.reshape(rows, WIDTH), x, rank))
     torch.manual_seed(rank)
-    with pytest.raises(InputError, match=r"the seed of torch's generator .*one set of numbers"):
+    with pytest.raises(InputError, match=r"the seed of torch's generator .*the same number"):
         fd.execute([local])
     torch.manual_seed(32)
     fd.execute([local])

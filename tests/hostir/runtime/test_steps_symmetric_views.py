@@ -203,7 +203,8 @@ def test_unequal_ranks_are_refused_under_mpirun() -> None:
 @alone
 @needs_mpi
 @pytest.mark.parametrize(
-    ("kind", "text"), [("leaves", "rank 1 left early"), ("stops", "rank 1 has not come (process")]
+    ("kind", "text"),
+    [("leaves", "rank 1 left early"), ("stops", "rank 1 has not entered it (process")],
 )
 def test_a_rank_that_does_not_come_is_named(kind: str, text: str) -> None:
     job = run_job("mpirun", 2, "symmetric_views.py", kind)

@@ -11,18 +11,18 @@ import sys
 import pytest
 
 from fuser.support.errors import PeerError
-from multidevice.coordination import deadlock_detector as boards
+from multidevice.coordination import deadlock_detector
 from multidevice.coordination.bounded_wait import Calls, Need
-from multidevice.coordination.deadlock_detector import Board
+from multidevice.coordination.deadlock_detector import WaitForGraph
 from multidevice.coordination.shared_page import LINE_NBYTES
 
 A, B = Calls("A", (0, 1)), Calls("B", (0, 1))
 
 
-def make(size: int) -> list[Board]:
-    """The boards of `size` ranks, all of this process."""
-    page = mmap.mmap(-1, boards.nbytes_of(size) + LINE_NBYTES)
-    return [Board(page, rank, size) for rank in range(size)]
+def make(size: int) -> list[WaitForGraph]:
+    """Makes the wait-for graphs of `size` ranks, all of this process."""
+    page = mmap.mmap(-1, deadlock_detector.nbytes_of(size) + LINE_NBYTES)
+    return [WaitForGraph(page, rank, size) for rank in range(size)]
 
 
 def test_two_ranks_that_wait_for_each_other_both_hear_it() -> None:
@@ -79,7 +79,10 @@ def test_who_has_not_come() -> None:
     first, second, _ = make(3)
     second.watch("call B", [Need(2, B, 1)], {B: 1})
     text = first.suspects([Need(1, A, 1), Need(2, A, 1)])
-    assert text == f"rank 1 waits in call B; rank 2 has not come (process {os.getpid()} is running)"
+    assert (
+        text
+        == f"rank 1 waits in call B; rank 2 has not entered it (process {os.getpid()} is running)"
+    )
 
 
 @pytest.fixture
@@ -87,8 +90,8 @@ def child() -> subprocess.Popen[bytes]:
     return subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
 
 
-def with_process(child: subprocess.Popen[bytes]) -> Board:
-    """The board of rank 0; rank 1 is the child."""
+def with_process(child: subprocess.Popen[bytes]) -> WaitForGraph:
+    """The wait-for graph, seen from rank 0; rank 1 is the child."""
     first, second = make(2)
     second._line(1)[0] = child.pid
     first.connect()
@@ -96,11 +99,11 @@ def with_process(child: subprocess.Popen[bytes]) -> Board:
 
 
 def test_a_stopped_process_is_seen(child: subprocess.Popen[bytes]) -> None:
-    board = with_process(child)
+    wait_graph = with_process(child)
     os.kill(child.pid, signal.SIGSTOP)
     os.waitpid(child.pid, os.WUNTRACED)
-    assert board.is_stopped(1)
-    assert board.state(1) == f"process {child.pid} is stopped"
+    assert wait_graph.is_stopped(1)
+    assert wait_graph.state(1) == f"process {child.pid} is stopped"
     child.kill()
     child.wait()
 
@@ -108,12 +111,14 @@ def test_a_stopped_process_is_seen(child: subprocess.Popen[bytes]) -> None:
 def test_a_killed_process_is_named(
     child: subprocess.Popen[bytes], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(boards, "_GRACE_S", -1.0)
-    board = with_process(child)
-    assert board.watch("allreduce, for model.py:7", [Need(1, A, 1)], {}) is None
+    monkeypatch.setattr(deadlock_detector, "_GRACE_S", -1.0)
+    wait_graph = with_process(child)
+    assert wait_graph.watch("allreduce, for model.py:7", [Need(1, A, 1)], {}) is None
     child.kill()
     child.wait()
-    expected = f"rank 1 is gone: process {child.pid} ended without a word while rank 0 waits for it"
+    expected = (
+        f"rank 1 has ended: process {child.pid} ended without a message while rank 0 waits for it"
+    )
     with pytest.raises(PeerError, match=expected) as error:
-        board.watch("allreduce, for model.py:7", [Need(1, A, 1)], {})
+        wait_graph.watch("allreduce, for model.py:7", [Need(1, A, 1)], {})
     assert "model.py:7" in str(error.value)

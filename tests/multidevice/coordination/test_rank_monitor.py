@@ -17,10 +17,9 @@ from pathlib import Path
 
 import pytest
 
-from multidevice.coordination import deadlock_detector as boards
-from multidevice.coordination import rank_monitor
+from multidevice.coordination import deadlock_detector, rank_monitor
 from multidevice.coordination.bounded_wait import Calls, Need
-from multidevice.coordination.deadlock_detector import Board
+from multidevice.coordination.deadlock_detector import WaitForGraph
 from multidevice.coordination.rank_monitor import LEFT, SAID_WHY, End, MonitoredPage
 from multidevice.coordination.shared_page import LINE_NBYTES
 from tests.support import mpi_abort
@@ -176,8 +175,8 @@ class Jobs:
     """Processes that stand for ranks and their launcher, of which tests end some in an order."""
 
     def __init__(self, size: int) -> None:
-        self.memory = mmap.mmap(-1, boards.nbytes_of(size) + LINE_NBYTES)
-        self.boards = [Board(self.memory, rank, size) for rank in range(size)]
+        self.memory = mmap.mmap(-1, deadlock_detector.nbytes_of(size) + LINE_NBYTES)
+        self.graphs = [WaitForGraph(self.memory, rank, size) for rank in range(size)]
         self.processes = [
             subprocess.Popen([sys.executable, "-S", "-c", "input()"], stdin=subprocess.PIPE)
             for _ in range(size + 2)
@@ -198,7 +197,7 @@ class Jobs:
 
     def ends(self) -> list[tuple[int, int]]:
         """Returns rank and signal of those that the monitor tells."""
-        size = len(self.boards)
+        size = len(self.graphs)
         watched = {fd: rank for rank, fd in enumerate(self.fds[:size])}
         page = MonitoredPage(self.memory, size)
         ends = rank_monitor.watch(self.events, watched, self.fds[-2], self.fds[-1], page)
@@ -272,7 +271,7 @@ def test_monitor_when_the_launcher_ends_soon_after_says_it_unless_it_was_ended(
 @needs_pidfds
 @pytest.mark.finding("G20")
 def test_monitor_when_a_rank_has_said_why_is_silent(jobs: Jobs) -> None:
-    jobs.boards[2].say(SAID_WHY)
+    jobs.graphs[2].say(SAID_WHY)
     for rank in (1, 0, 2):
         jobs.end(rank, signal.SIGKILL)
     assert jobs.ends() == []
@@ -281,7 +280,7 @@ def test_monitor_when_a_rank_has_said_why_is_silent(jobs: Jobs) -> None:
 @needs_pidfds
 @pytest.mark.finding("G20")
 def test_monitor_when_a_rank_is_killed_after_others_have_left_names_it(jobs: Jobs) -> None:
-    jobs.boards[0].say(LEFT)
+    jobs.graphs[0].say(LEFT)
     for rank, by in ((0, 0), (2, signal.SIGKILL), (1, signal.SIGKILL)):
         jobs.end(rank, by)
     assert [rank for rank, _ in jobs.ends()] == [2]
@@ -291,7 +290,7 @@ def test_monitor_when_a_rank_is_killed_after_others_have_left_names_it(jobs: Job
 @pytest.mark.finding("G20")
 def test_monitor_when_all_ranks_leave_ends_silently(jobs: Jobs) -> None:
     for rank in (0, 2, 1):
-        jobs.boards[rank].say(LEFT)
+        jobs.graphs[rank].say(LEFT)
         jobs.end(rank)
     assert jobs.ends() == []
 
@@ -311,8 +310,8 @@ def test_monitor_when_all_ranks_end_by_a_signal_that_was_passed_on_is_silent() -
 
 @pytest.mark.finding("G20")
 def test_monitor_says_what_is_known() -> None:
-    memory = mmap.mmap(-1, boards.nbytes_of(2) + LINE_NBYTES)
-    first, second = (Board(memory, rank, 2) for rank in range(2))
+    memory = mmap.mmap(-1, deadlock_detector.nbytes_of(2) + LINE_NBYTES)
+    first, second = (WaitForGraph(memory, rank, 2) for rank in range(2))
     page, pid = MonitoredPage(memory, 2), os.getpid()
 
     def line(status: int | None, oom_count: int = 0) -> str:
@@ -331,7 +330,7 @@ def test_monitor_says_what_is_known() -> None:
     second.clear()
     second.say(LEFT)
     assert "by signal 11 (SIGSEGV) during its exit, after its work was done" in line(11 | 0x80)
-    assert "; for want of memory the system has killed 2 processes since the job began; " in line(
+    assert "; for lack of memory the system has killed 2 processes since the job began; " in line(
         9, 2
     )
     assert "by signal 40 (a real-time signal)" in line(40)

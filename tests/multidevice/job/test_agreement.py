@@ -22,9 +22,9 @@ from fuser.support.errors import (
 )
 from multidevice import Communicator, DeviceMesh, simulate
 from multidevice.coordination.bounded_wait import Calls
-from multidevice.coordination.control_channel import Control, Words
+from multidevice.coordination.control_channel import CallTokens, Control
 from multidevice.coordination.shared_page import LINE_NBYTES
-from multidevice.job.agreement import Claim
+from multidevice.job.agreement import RunSignature
 from multidevice.job.communicator import run_agreed
 from multidevice.transports.simulated import SimulatedControl
 from scripts import disagree
@@ -45,13 +45,13 @@ def test_ranks_that_disagree_hear_why(kind: int, comm: Communicator) -> None:
 
 
 # ------------------------------------------------------------------ words
-def call(claim: Claim | BaseException, *numbers: float) -> str:
+def call(signature: RunSignature | BaseException, *numbers: float) -> str:
     """Returns "ran", or the error's type and text."""
 
-    def prepare() -> tuple[Claim, tuple[float, ...], Callable[[], str]]:
-        if isinstance(claim, BaseException):
-            raise claim
-        return claim, numbers, lambda: "ran"
+    def prepare() -> tuple[RunSignature, tuple[float, ...], Callable[[], str]]:
+        if isinstance(signature, BaseException):
+            raise signature
+        return signature, numbers, lambda: "ran"
 
     communicator = Communicator.instance()
     try:
@@ -65,19 +65,19 @@ def on_ranks(act: Callable[[int], list[str]], size: int = 2) -> list[list[str]]:
         return world.run(lambda: act(Communicator.instance().rank()))
 
 
-SAME, OTHER = Claim(("a\nb",)), Claim(("a\nc",))
+SAME, OTHER = RunSignature(("a\nb",)), RunSignature(("a\nc",))
 
 
-def test_the_number_of_a_word_wraps_around() -> None:
-    """Words keep 16 bits of the call's number: more calls than that, then an error, then one."""
+def test_the_number_of_a_call_token_wraps_around() -> None:
+    """Makes more calls than the 16 bits of a token can count, then an error, then one call."""
 
     def act(rank: int) -> list[str]:
         communicator = Communicator.instance()
         assert communicator.are_on_one_host((0, 1))
         channel = communicator.channel((0, 1))
-        assert channel is not None and channel._words is not None
+        assert channel is not None and channel._tokens is not None
         last = (1 << 16) - 3
-        words = channel._words
+        words = channel._tokens
         for number in (last - 2, last - 1):
             words.page[words.mine[number & 1]] = number + 1
         channel._control.ledger.entered[channel._key] = last
@@ -104,10 +104,10 @@ def test_every_kind_of_error_on_a_rank_reaches_the_others() -> None:
 
 
 def test_numbers_of_a_known_class_are_compared() -> None:
-    claim = Claim(("a",), numbers=("input 1, d1",))
+    signature = RunSignature(("a",), numbers=("input 1, d1",))
 
     def act(rank: int) -> list[str]:
-        return [call(claim, x) for x in (1.0, 2.0, 3.0 + rank, 4.0)]
+        return [call(signature, x) for x in (1.0, 2.0, 3.0 + rank, 4.0)]
 
     for found in on_ranks(act):
         assert found[:2] + found[3:] == ["ran"] * 3
@@ -121,8 +121,8 @@ def test_without_a_page_the_words_travel_in_messages(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(SimulatedControl, "page", lambda *_: None)
 
     def act(rank: int) -> list[str]:
-        claims = [SAME, SAME, OTHER if rank else SAME, SAME, KeyError("mine") if rank else SAME]
-        return [*(call(claim) for claim in claims), call(SAME)]
+        signatures = [SAME, SAME, OTHER if rank else SAME, SAME, KeyError("mine") if rank else SAME]
+        return [*(call(signature) for signature in signatures), call(SAME)]
 
     first, second = on_ranks(act)
     for found in (first, second):
@@ -363,7 +363,7 @@ def test_traits_that_differ_are_named_before_the_text(word: str) -> None:
         values = (("strides", "[1]"), (word, f"v{rank}"))
         traits = (("input 0, T0", (("strides", "[1]"),)), ("input 1, T1", values))
         parts = ("a", "// options", f"Communication of v{rank}")
-        return [call(Claim(parts, fixed=2, traits=traits))]
+        return [call(RunSignature(parts, fixed=2, traits=traits))]
 
     for (text,) in on_ranks(act):
         assert text.startswith(
@@ -410,7 +410,7 @@ class _AtOnce:
 def test_a_rank_that_gives_up_says_for_whom_it_waited() -> None:
     page = memoryview(bytearray(3 * LINE_NBYTES)).cast("Q")
     first, second, third = (
-        Words(
+        CallTokens(
             cast(Control, _AtOnce(r)),
             (0, 1, 2),
             page,

@@ -116,12 +116,12 @@ def test_a_deadlock_that_a_rank_hears_of_late(
     call, rank, last, run = values(comm), comm.rank(), comm.size() - 1, Plan.run
     control = comm._control
     sends, receives = (Calls(kind, control.world, (last, 0)) for kind in (SEND, RECV))
-    board: Any = control.board
+    wait_graph: Any = control.wait_graph
     mine = {0: receives, last: sends}.get(rank, Calls("", ()))
     before = control.ledger.entered.get(mine, 0)
     if rank == 0:
         ended = BlockedRank(0, "a transfer", (Need(last, sends, before + 5),))
-        board._end(Deadlock((ended,)))
+        wait_graph._end(Deadlock((ended,)))
     # Not a barrier of the control channel, in which ranks hear of deadlocks.
     comm.backend_for("cpu").barrier(team=control.world)
     monkeypatch.setattr(Plan, "run", lambda *_: (_ for _ in ()).throw(torch.OutOfMemoryError("no")))
@@ -213,14 +213,14 @@ def test_an_interrupted_wait_after_a_failed_run(
 
 @pytest.mark.mpi(min_size=2)
 @pytest.mark.parametrize("is_sent", [False, True], ids=["before", "after"])
-def test_an_exchange_of_claims_that_is_interrupted(
+def test_an_exchange_of_signatures_that_is_interrupted(
     is_sent: bool, comm: Communicator, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     call, is_mine, left = values(comm), comm.rank() == comm.size() - 1, [1]
     exchange = Control.exchange
 
     def failing(self: Control, payload: bytes, **more: Any) -> list[bytes]:
-        if not is_mine or more.get("stream") != "claims" or not left:
+        if not is_mine or more.get("stream") != "signatures" or not left:
             return exchange(self, payload, **more)
         left.clear()
         if is_sent:

@@ -167,7 +167,8 @@ def test_an_absent_peer_is_a_timeout_that_names_the_operation_and_the_peer() -> 
     assert job.code != 0, job.text
     assert (
         "timeout: rank 0: allreduce(SUM) of float32[4] over team (0 1), sequence number 1 "
-        "did not complete within 1 s (FUSER_TIMEOUT_S): rank 1 has not come (process " in job.text
+        "did not complete within 1 s (FUSER_TIMEOUT_S): rank 1 has not entered it (process "
+        in job.text
     ), job.text
 
 

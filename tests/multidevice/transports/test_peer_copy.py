@@ -64,7 +64,7 @@ def test_an_absent_peer_is_named() -> None:
     job = run_job("mpirun", 2, "faults.py", "stall", "peers")
     assert job.code == 7, job.text
     assert "allreduce(SUM) of float32[4] over team (0 1)" in job.text
-    assert "rank 1 has not come" in job.text
+    assert "rank 1 has not entered it" in job.text
 
 
 @pytest.mark.mpi

@@ -104,7 +104,7 @@ if rank == 0:
 else:
     for who in ("one and other", "other and another one"):
         text = call(ROW)
-        assert f"{who} on rank 0, called" in text and "meets this of MainThread" in text, text
+        assert f"{who} on rank 0, called" in text and "matches the one of MainThread" in text, text
 for _ in range(3):
     assert call(ROW) == "right"
 print(f"ok rank {rank}", flush=True)

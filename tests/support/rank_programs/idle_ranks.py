@@ -18,9 +18,9 @@ NEVER = [Need(r, Calls("never", comm._control.world), 1) for r in (2, 3)]
 
 def is_alone() -> bool:
     """Whether the other ranks have come to the end of the job."""
-    board = comm._control.board
-    assert board is not None
-    return board.suspects(NEVER).count("waits in the end of the job") == 2
+    wait_graph = comm._control.wait_graph
+    assert wait_graph is not None
+    return wait_graph.suspects(NEVER).count("waits in the end of the job") == 2
 
 
 with FusionDefinition() as fd:

@@ -50,9 +50,9 @@ def sleep() -> NoReturn:
 
 def wait_until_posted(comm: Communicator, rank: int) -> None:
     """Returns when a rank has posted that it waits."""
-    board = comm._control.board  # pyright: ignore[reportPrivateUsage]
-    assert board is not None
-    while (found := board._peers().get(rank)) is None or found.wait is None:  # pyright: ignore[reportPrivateUsage]
+    wait_graph = comm._control.wait_graph  # pyright: ignore[reportPrivateUsage]
+    assert wait_graph is not None
+    while (found := wait_graph._peers().get(rank)) is None or found.wait is None:  # pyright: ignore[reportPrivateUsage]
         time.sleep(0.01)
 
 
