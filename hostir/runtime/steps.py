@@ -571,7 +571,7 @@ def show_shards(
 def meet_at(op: SymmetricContiguousView, machine: ExecutionContext) -> None:
     """Returns when all ranks have come to where the view is given up."""
     peers, team, what = _where(op, machine)
-    peers.barrier(team, what)
+    peers.rendezvous(team, what)
 
 
 def shows_shards(

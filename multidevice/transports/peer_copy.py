@@ -270,8 +270,8 @@ class PeerBackend(CheckedBackend):
     def side_by_side(self, tensor: torch.Tensor, team: Team, what: str) -> torch.Tensor:
         """See `PeerMemory.side_by_side`."""
 
-    def barrier(self, team: Team, what: str) -> None:
-        """See `PeerMemory.barrier`."""
+    def rendezvous(self, team: Team, what: str) -> None:
+        """See `PeerMemory.rendezvous`."""
         await_members(self.control, team, what)
 
     @abstractmethod

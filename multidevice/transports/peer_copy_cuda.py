@@ -241,9 +241,9 @@ class CudaPeerBackend(PeerBackend):
         self._finish(what)
         return side_by_side(self.control, self._find_shards(), tensor, team, what)
 
-    def barrier(self, team: Team, what: str) -> None:
+    def rendezvous(self, team: Team, what: str) -> None:
         self._finish(what)
-        super().barrier(team, what)
+        super().rendezvous(team, what)
 
     def _finish(self, what: str) -> None:
         """Returns when the current stream has done its work."""

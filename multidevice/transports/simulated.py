@@ -403,8 +403,8 @@ class SimulatedPeers(SimulatedBackend):
             raise UnsupportedError(f"{what}: on {self._device}, simulated ranks map no memory")
         return side_by_side(self.control, self._memory, tensor, team, what)
 
-    def barrier(self, team: Team, what: str) -> None:
-        """See `PeerMemory.barrier`."""
+    def rendezvous(self, team: Team, what: str) -> None:
+        """See `PeerMemory.rendezvous`."""
         await_members(self.control, team, what)
 
     def close(self) -> None:

@@ -314,7 +314,7 @@ class PeerMemory(Backend, Protocol):
         """
         ...
 
-    def barrier(self, team: Team, what: str) -> None:
+    def rendezvous(self, team: Team, what: str) -> None:
         """Returns when all members of a team have come."""
         ...
 

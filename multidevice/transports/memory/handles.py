@@ -203,7 +203,7 @@ def side_by_side(
 
 
 def await_members(control: Control, team: Team, what: str) -> None:
-    """See `PeerMemory.barrier`."""
+    """See `PeerMemory.rendezvous`."""
     _agree(team, what, _exchange(control, what, team, what), "comes to")
 
 
