@@ -405,7 +405,7 @@ class JobControl(Control):
             self.wait_graph.connect()
 
     def page(self, nbytes: int, team: Team) -> memoryview | None:
-        """See `Control.page`."""
+        """Implements `Control.page`: returns memory that the team shares."""
         shared = self._shared(nbytes, team)
         return None if shared is None else memoryview(shared)[shared_page.LINE_NBYTES :].cast("Q")
 

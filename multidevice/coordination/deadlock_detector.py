@@ -7,8 +7,9 @@ A rank that has waited for a while posts its position in shared memory:
 - the calls that other ranks must enter before its wait can end (its *needs*),
 - the calls that it has entered itself.
 
-Rank q is *behind* rank r when q needs a call that r has not entered, or when q needs a rank that is
-behind r. If r waits for a rank that is behind r, the wait can never end: a deadlock.
+Rank q is *behind* rank r when q needs a call that r has not entered. It is also behind r when q
+needs a rank that is behind r. If r waits for a rank that is behind r, the wait can never end: a
+deadlock.
 
 The proof needs no clock. A rank waits in one call at a time. If q needs a call that r has not
 entered, q is still at its posted position, and everything in that position is still true. Only an
@@ -153,8 +154,8 @@ class WaitForGraph:
         """Posts this rank's position; returns the deadlock that it is part of, None if there is
         none.
 
-        `is_patient`: assume that a peer still carries out the calls that it has entered, even if
-        they failed there and the peer is in its next call.
+        With `is_patient`, a peer is assumed to carry out the calls that it has entered. Without it,
+        a call that failed on the peer no longer counts.
 
         Raises:
             PeerError: the process of a needed rank has ended.

@@ -328,9 +328,9 @@ def run_agreed(communicator: Communicator, devices: Team, prepare: Callable[[], 
     that runs the call. If `prepare` raises an error on one rank, every rank raises one before
     anything is communicated.
 
-    The calls of a rank have an order, and the other ranks must make theirs in the same order. Two
-    threads of one rank have no order: if a thread calls while another one is in a call, both calls
-    raise an error, on all ranks.
+    The calls of a rank have an order, and the other ranks must make theirs in the same order. Calls
+    from two threads of one rank have no order. If a thread calls while another one is in a call,
+    both calls raise an error, on all ranks.
 
     Raises:
         UnsupportedError: another thread of this rank called meanwhile.

@@ -82,8 +82,10 @@ _PASS_ON_S = 0.2
 def user_frames(error: BaseException, trace: TracebackType | None) -> str | None:
     """Returns the user's part of the traceback of an error whose message explains the problem.
 
-    Returns None for all other errors, whose whole traceback is needed: errors that this project
-    does not define, errors caused by such an error, and errors with a script that reproduces them.
+    Returns None for all other errors, whose whole traceback is needed:
+
+    - errors that this project does not define, and errors that they caused;
+    - errors with a script that reproduces them.
     """
     is_ours = isinstance(error, FuserError) and not getattr(error, "__notes__", None)
     causes = (error.__cause__, None if error.__suppress_context__ else error.__context__)

@@ -252,8 +252,8 @@ def start_monitor(wait_graph: WaitForGraph) -> None:
     """Starts the process that reports which rank was killed (`rank_monitor`).
 
     Only the rank that created the wait-for graph starts it. Nothing is started where the launcher
-    is not MPICH's or the system has no pidfds. A shell between the two processes makes sure that
-    the monitor is not a child of this rank, whose program may wait for all its children.
+    is not MPICH's or the system has no pidfds. The process is started through a shell, so it is not
+    a child of this rank: the rank's program may wait for all its children.
     """
     if wait_graph.file < 0:
         return

@@ -1,9 +1,9 @@
 """Placements: which logical axes of a tensor are cut into blocks along which parallel types.
 
-A loop domain records a sharding as outer splits whose outer axis has a device (or stream) type.
-Here it is read as, per logical axis, the *cuts* in nesting order: `[(mesh_y, 2), (mesh_x, 4)]` is
-an axis of 2 blocks along mesh_y, each of 4 blocks along mesh_x. Propagation and decomposition
-think in cuts and write them back as splits.
+A loop domain records a sharding as outer splits, whose outer axis has a device (or stream) type.
+This module reads it as *cuts*: per logical axis, in nesting order. `[(mesh_y, 2), (mesh_x, 4)]` is
+an axis of 2 blocks along mesh_y, each of 4 blocks along mesh_x. Propagation and decomposition work
+on cuts and write them back as splits.
 """
 
 from __future__ import annotations
@@ -37,11 +37,12 @@ SPREAD_TYPES = (*DEVICE_TYPES, *STREAM_TYPES)
 
 @dataclass(frozen=True)
 class Cut:
-    """An axis cut into `count` blocks along `ptype`.
+    """A cut of an axis into `count` blocks along `ptype`.
 
-    `whole`: the axis itself carries the type (its extent is `count`), there is no split. Only
-    streams have symbolic counts. `swizzle`: the blocks are numbered from the coordinate along this
-    device type on, so that every device starts with its own.
+    - `whole`: the axis itself has the type and extent `count`; there is no split.
+    - `count` is symbolic only for streams.
+    - `swizzle`: the numbering of the blocks is rotated by the device's coordinate along this type,
+      so that every device starts with its own block.
     """
 
     ptype: ParallelType
@@ -51,7 +52,9 @@ class Cut:
 
     @property
     def devices(self) -> int:
-        """Among how many devices the axis is shared; 1 for a stream, whose steps all run here."""
+        """The number of devices that share the axis; 1 for a stream, whose steps all run on each
+        device.
+        """
         assert isinstance(self.count, int) or self.ptype.is_stream
         return self.count if isinstance(self.count, int) and self.ptype.is_device else 1
 
@@ -62,33 +65,37 @@ Placement = tuple[Cuts, ...]
 
 
 def is_plain_broadcast(axis: IterDomain) -> bool:
-    """Whether every device sees the same single element: such an axis is never sharded."""
+    """Whether the axis is one element that all devices share: such an axis is never sharded."""
     return axis.is_broadcast and axis.expanded is None
 
 
 def cut_line(tv: TensorView, ptype: ParallelType) -> str:
-    """Returns `file.py:12` of the user's line that cut a tensor along a type, else of the one that
-    the tensor comes from, "" if unknown."""
+    """Returns `file.py:12`, the user's line that cut a tensor along a type.
+
+    If there is none, returns the line that defines the tensor, "" if unknown.
+    """
     return tv.cut_lines.get(ptype) or tv.user_line()
 
 
 # ------------------------------------------------------------------ reading
 def spread_axes(tv: TensorView) -> tuple[IterDomain, ...]:
-    """Returns the loop axes with a device or stream type, reductions included."""
+    """Returns the loop axes with a device or stream type, including reductions."""
     return tv.domain.spread
 
 
 def sharded_axis(tv: TensorView, ptype: ParallelType) -> IterDomain | None:
-    """Returns the non-reduction loop axis with a device or stream type, None when there is none."""
+    """Returns the non-reduction loop axis with this device or stream type, None if there is
+    none.
+    """
     return next((a for a in spread_axes(tv) if a.ptype is ptype and not a.is_reduction()), None)
 
 
 def _count(tv: TensorView, axis: IterDomain) -> int | Scalar:
-    """Returns into how many blocks a spread axis cuts: the mesh's size, or a stream's extent."""
+    """Returns the number of blocks of a spread axis: the mesh's size, or a stream's extent."""
     if axis.ptype.is_device:
         if tv.mesh is None:
             raise ShardingError(
-                f"{axis_words(tv, axis)} is device-parallel, but the tensor has no mesh: "
+                f"{axis_words(tv, axis)} has a device type, but the tensor has no mesh: "
                 f"call set_device_mesh{user_code(cut_line(tv, axis.ptype))}{in_ir(axis, tv)}"
             )
         return tv.mesh.size_of(axis.ptype)
@@ -98,9 +105,9 @@ def _count(tv: TensorView, axis: IterDomain) -> int | Scalar:
 
 
 def cut_origin(tv: TensorView, axis: IterDomain) -> tuple[int, int]:
-    """Returns (number of the logical axis that a spread loop axis cuts, nesting depth).
+    """Returns (number of the logical axis that a spread loop axis cuts, nesting depth of the cut).
 
-    Depth 0: the logical axis itself. Raises `UnsupportedError` when the axis is not a block of
+    Depth 0 is the logical axis itself. Raises `UnsupportedError` when the axis is not a block of
     consecutive elements: the inner output of a split, or part of a merge.
     """
     domain = tv.domain
@@ -110,7 +117,7 @@ def cut_origin(tv: TensorView, axis: IterDomain) -> tuple[int, int]:
 
 
 class _BlockDepth(Rules[int]):
-    """How many splits lie around a block of consecutive elements."""
+    """The number of splits around a block of consecutive elements."""
 
     needs_all = False
 
@@ -122,7 +129,7 @@ class _BlockDepth(Rules[int]):
             return outer + 1
         if inner is None or not _is_cut(self._tv.domain, t):
             raise self._refusal(t)
-        return inner + 2  # deeper than what the outer part is
+        return inner + 2  # deeper than the outer part
 
     def unswizzle(self, t: Swizzle1D, out: int) -> int:
         return out
@@ -136,7 +143,7 @@ class _BlockDepth(Rules[int]):
     def _refusal(self, t: Transform) -> UnsupportedError:
         axis, tv = self._axis, self._tv
         kind = "DID on inner splits"
-        advice = "make the axis by outer_split, and give what stands outside of it a device type"
+        advice = "make the axis by outer_split, and give the outer axis a device type"
         if axis.is_stream:
             kind = "streams on inner splits"
             advice = "make the stream axis by outer_split(axis, number of steps), or by merge"
@@ -150,8 +157,8 @@ class _BlockDepth(Rules[int]):
 
 
 def axis_cuts(tv: TensorView, ptypes: Collection[ParallelType] = SPREAD_TYPES) -> dict[int, Cuts]:
-    """Returns the cuts of every cut logical axis (by number), reductions included, outermost
-    first.
+    """Returns the cuts of every cut logical axis (by number), outermost first, including
+    reductions.
     """
     spread, known = spread_axes(tv), tv.domain.known
     if not spread:
@@ -168,14 +175,15 @@ def axis_cuts(tv: TensorView, ptypes: Collection[ParallelType] = SPREAD_TYPES) -
             found.setdefault(number, []).append((depth, cut))
     ordered = ((a.number, found[a.number]) for a in tv.domain.logical if a.number in found)
     made = {n: tuple(c for _, c in sorted(cuts, key=lambda x: x[0])) for n, cuts in ordered}
-    # A stream's count is written over what extents are equal to, which changes.
+    # The count of a stream is an expression of extents, whose canonical form may change: not
+    # cached.
     if not any(a.is_stream for a in spread):
         known[key] = dict(made)
     return made
 
 
 def placement(tv: TensorView, ptypes: Collection[ParallelType] = SPREAD_TYPES) -> Placement:
-    """Returns the cuts per logical axis without reductions."""
+    """Returns the cuts per logical axis, without reductions."""
     cuts = axis_cuts(tv, ptypes)
     return tuple(cuts.get(a.number, ()) for a in tv.domain.no_reductions)
 
@@ -186,14 +194,15 @@ def reduction_cuts(tv: TensorView) -> dict[int, Cuts]:
     return {n: c for n, c in axis_cuts(tv).items() if n in reductions}
 
 
-# Of the blocks along a stream: one that is not the last, the last that is not empty, an empty one.
+# A block along a stream: one before the last, the last one with elements, or an empty one.
 Block = Literal["first", "last", "empty"]
 
 
 def local_extent(extent: Scalar, cuts: Cuts, block: Block | None = None) -> Scalar:
-    """Returns what remains of an extent on one device; with `block` in one step of a stream.
+    """Returns the part of an extent that one device has; with `block`, that one step of a stream
+    has.
 
-    Streams do not cut what a device holds.
+    Without `block`, streams do not cut the extent.
     """
     for cut in cuts:
         if cut.ptype.is_device or block is not None:
@@ -207,15 +216,18 @@ def local_extent(extent: Scalar, cuts: Cuts, block: Block | None = None) -> Scal
 
 
 def stream_cuts(tv: TensorView) -> tuple[tuple[int, Cut], ...]:
-    """Returns (number of the logical axis, cut) of a tensor's stream axis, () without one; of a
-    merged one all, the outermost part of a step's number first."""
+    """Returns (number of the logical axis, cut) for each stream cut of a tensor, () without one.
+
+    A merged stream axis has several; the outermost part of a step's number is first.
+    """
     cuts = ((n, c) for n, mine in axis_cuts(tv, STREAM_TYPES).items() for c in mine)
     return tuple(sorted(cuts, key=lambda x: STREAM_TYPES.index(x[1].ptype)))
 
 
 def stream_axis_of(tv: TensorView) -> tuple[int, Cut] | None:
-    """Returns (number of the logical axis, cut) of a tensor's stream axis, None without one; of a
-    merged one the first."""
+    """Returns (number of the logical axis, cut) of a tensor's first stream cut, None without
+    one.
+    """
     return next(iter(stream_cuts(tv)), None)
 
 
@@ -226,14 +238,18 @@ def step_parts(tv: TensorView) -> tuple[ParallelType, ...]:
 
 
 def outside_streams(cuts: Cuts) -> Cuts:
-    """Returns the cuts that lie outside a stream's: those inside mean other blocks without it."""
+    """Returns the cuts outside a stream's: without the stream, the cuts inside would mean other
+    blocks.
+    """
     position = next((k for k, c in enumerate(cuts) if c.ptype.is_stream), len(cuts))
     return cuts[:position]
 
 
 def without_streams(cuts: Cuts) -> Cuts:
-    """Returns the cuts without a stream's that has none inside; one around devices is part of where
-    these lie."""
+    """Returns the cuts without a stream's cut that is innermost.
+
+    A stream around device cuts is kept: it determines which elements a device has.
+    """
     last = bool(cuts) and cuts[-1].ptype.is_stream
     return cuts[:-1] if last else cuts
 
@@ -244,8 +260,9 @@ def only_devices(cuts: Iterable[Cut]) -> Cuts:
 
 
 def is_allocated_per_step(tv: TensorView) -> bool:
-    """Whether each step of a stream has memory for its own block of the tensor, rather than all of
-    it before. Decided by `finalize_domains`.
+    """Whether each step of a stream allocates memory for its own block of the tensor.
+
+    Otherwise the whole tensor is allocated before the loop. `finalize_domains` decides it.
     """
     logical = set(tv.domain.logical_numbers)
     return any(a.is_stream and a.number not in logical for a in tv.domain.allocation)
@@ -262,7 +279,9 @@ def _swizzle_of(domain: TensorDomain, axis: IterDomain) -> ParallelType | None:
 
 # ------------------------------------------------------------------ writing
 def _remainder(tv: TensorView, number: int) -> IterDomain | None:
-    """Returns the loop axis that holds the rest of a logical axis below its cuts."""
+    """Returns the serial loop axis that holds the rest of a logical axis inside its cuts, if
+    any.
+    """
     while True:
         if number in tv.domain.loop_numbers:
             axis = tv.domain.axes[number]
@@ -292,16 +311,17 @@ def add_cut(tv: TensorView, number: int, cut: Cut) -> bool:
 
 
 def add_cuts(tv: TensorView, number: int, cuts: Cuts) -> None:
-    """Cuts a logical axis of a tensor whose loop axes allow it, outermost cut first."""
+    """Cuts a logical axis several times, outermost cut first; its loop axes must allow it."""
     for cut in cuts:
         placed = add_cut(tv, number, cut)
         assert placed, f"axis {number} of {tv} does not take {cut}"
 
 
 def unparallelize(tv: TensorView, drop: Callable[[IterDomain], bool]) -> None:
-    """Makes the spread loop axes that `drop` accepts serial, and undo splits that this leaves idle.
+    """Makes the spread loop axes that `drop` accepts serial, and undoes splits that this makes
+    useless.
 
-    An idle split has two serial outputs in the loop domain and none in the allocation domain.
+    A useless split has two serial outputs in the loop domain and none in the allocation domain.
     """
     domain = tv.domain.with_axes(
         *(replace(a, ptype=ParallelType.serial) for a in spread_axes(tv) if drop(a))
@@ -326,8 +346,10 @@ def unparallelize(tv: TensorView, drop: Callable[[IterDomain], bool]) -> None:
 
 
 def unparallelize_inward(tv: TensorView, drop: Callable[[IterDomain], bool]) -> None:
-    """Makes the spread loop axes that `drop` accepts serial, and all that are cut inside of them:
-    without them these would mean other blocks."""
+    """Makes the spread loop axes that `drop` accepts serial, and all cuts inside them.
+
+    Without the outer cut, the inner ones would mean other blocks.
+    """
     places = {a.number: cut_origin(tv, a) for a in spread_axes(tv)}
     dropped = [places[a.number] for a in spread_axes(tv) if drop(a)]
 
@@ -351,7 +373,7 @@ def copy_like(
 
 
 def clone_domain(fusion: Fusion, domain: TensorDomain) -> tuple[TensorDomain, dict[int, int]]:
-    """Returns the domain under fresh axis numbers, and the map from old to new numbers."""
+    """Returns the domain with new axis numbers, and the map from old to new numbers."""
     made = {n: fusion.next_axis() for n in sorted(domain.axes)}
     return domain.map_axes(lambda a: replace(a, number=made[a.number])), made
 
@@ -363,8 +385,10 @@ def _is_unit(axis: IterDomain) -> bool:
 
 
 class _Outermost(Rules[bool]):
-    """Marks the axis that is the outermost part of a marked one, or of which that is the outermost
-    part, units and device axes aside."""
+    """Propagates a mark along transforms between axes that are the outermost part of each other.
+
+    Axes of extent 1 and device axes are ignored.
+    """
 
     needs_all = False
 
@@ -392,7 +416,9 @@ class _Outermost(Rules[bool]):
 
 
 class _TowardsRoot(_Outermost):
-    """Marks what an axis comes from: of a merge the outermost part, of any other the input."""
+    """Propagates a mark from an axis to its sources: the outer input of a merge, otherwise the
+    input.
+    """
 
     def unsplit(self, t: SplitTransform, outer: bool | None, inner: bool | None) -> bool:
         return True
@@ -402,8 +428,10 @@ class _TowardsRoot(_Outermost):
 
 
 def outermost_logical(tv: TensorView, root: IterDomain) -> IterDomain | None:
-    """Returns the logical axis whose outermost part a root axis is, or the other way round; None
-    behind a resize, and where a merge puts the axis on its inner side."""
+    """Returns the logical axis whose outermost part a root axis is, or which is its outermost part.
+
+    None after a resize, and where a merge puts the root axis on its inner side.
+    """
     domain = tv.domain
     steps = path(domain, domain.maybe_root, domain.logical)
     marked = replay(steps, {root.number: True}, _Outermost(tv))

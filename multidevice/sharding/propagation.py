@@ -1,11 +1,12 @@
 """Sharding propagation: from the few tensors that the user annotated to all others.
 
 Before: some tensors have a mesh that the user set, and cuts on it. After: every tensor reachable
-from them has a mesh, and the cuts with which its op needs no communication, as far as its
-operands agree. The user's own tensors keep their placement; only their reduction axes (how they
-are computed, not where they lie) may still take device types. A mesh that an op copied from an
-operand is dropped first, so annotating before or after the ops are defined gives the same
-program.
+from them has a mesh. It also has the cuts with which its op needs no communication, as far as its
+operands agree.
+
+The user's own tensors keep their placement. Only their reduction axes may still get device types:
+these say how a tensor is computed, not how it is stored. A mesh that an op copied from an operand
+is dropped first, so annotations before and after the definition of ops give the same program.
 
     out = linear(x, w); w [DIDx(N), K]  ->  out [M, DIDx(N), rK]
     out = linear(x, w); x [M, DIDx(K)], w [N, DIDx(K)]  ->  out [M, N, rDIDx(K)]
@@ -50,8 +51,11 @@ Direction = Literal["forward", "backward"]
 
 @dataclass(frozen=True)
 class Fact:
-    """Why a tensor has a mesh (`cut` None) or a cut, of its logical axis number `axis`: it came
-    from `source`."""
+    """The reason why a tensor has a mesh (`cut` is None) or a cut of its logical axis number
+    `axis`.
+
+    It was propagated from the tensor `source`.
+    """
 
     source: TensorView
     direction: Direction
@@ -69,11 +73,15 @@ Transfers = tuple[tuple[IterDomain, Cuts], ...]
 
 # ------------------------------------------------------------------ through one op
 def forward_cuts(op: TensorOp, operand_index: int, out: TensorView) -> Transfers:
-    """Returns the operand's cuts as cuts of `out`'s logical axes (reductions included).
+    """Returns the operand's cuts as cuts of `out`'s logical axes (including reductions).
 
-    Left out are cuts on axes that the op resizes, or that `out` does not iterate, and those that a
-    reshape does not keep: on the inner side of a merge, or into more blocks than the outermost part
-    of a split has. Of an axis with several cuts, the outer ones may be kept.
+    Left out are:
+
+    - cuts of axes that the op resizes, or that `out` does not iterate;
+    - cuts that a reshape does not keep: of the inner input of a merge, or into more blocks than the
+      outermost part of a split has.
+
+    If an axis has several cuts, the outer ones may be kept.
     """
     source = op.inputs[operand_index]
     axes, cuts = source.domain.no_reductions, axis_cuts(source)
@@ -83,7 +91,7 @@ def forward_cuts(op: TensorOp, operand_index: int, out: TensorView) -> Transfers
         if position is None or axes[position].number not in cuts:
             continue
         mine = cuts[axes[position].number]
-        # Consumers iterate a broadcast; there is nothing to cut.
+        # A broadcast has one element; there is nothing to cut.
         if is_plain_broadcast(root):
             continue
         target = outermost_logical(out, root)
@@ -99,8 +107,8 @@ def forward_cuts(op: TensorOp, operand_index: int, out: TensorView) -> Transfers
 def backward_cuts(op: TensorOp, operand_index: int, out: TensorView) -> Transfers:
     """Returns `out`'s cuts as cuts of the operand's logical axes, those of reduction axes first.
 
-    Cuts on the inner part of a reshaped axis have no counterpart and are left out: a local slice
-    behind the reshape does the same.
+    Cuts of the inner part of a reshaped axis have no counterpart and are left out: a local slice
+    after the reshape has the same effect.
     """
     source = op.inputs[operand_index]
     axes, cuts = source.domain.no_reductions, axis_cuts(out)
@@ -123,9 +131,9 @@ def backward_cuts(op: TensorOp, operand_index: int, out: TensorView) -> Transfer
         target = axes[position]
         mine = _resize_cuts(out.fusion, cuts[logical.number], logical, target)
         if root is not logical and root.is_reduction():
-            # A part of a reduction has an axis that is reduced, be it of one index.
+            # A partial sum has a reduction axis on each device, even if its extent is 1.
             mine = tuple(replace(c, whole=False) for c in mine)
-        # A partial sum has several device axes from one root axis; they nest in their order.
+        # A partial sum may have several device axes from one root axis; they nest in their order.
         joined = (*found.get(target.number, ()), *mine)
         if not _is_one_cut(root, logical, joined) and not _divide(out, root, logical, joined):
             joined = outside_streams(joined)
@@ -137,7 +145,9 @@ def backward_cuts(op: TensorOp, operand_index: int, out: TensorView) -> Transfer
 
 
 def has_cut_origin(tv: TensorView, logical: IterDomain, cuts: Mapping[int, Cuts]) -> bool:
-    """Whether cuts of a logical axis are cuts of a root axis too: then operands can match them."""
+    """Whether cuts of a logical axis are cuts of a root axis too, so that operands can match
+    them.
+    """
     root = origin_root(tv, logical)
     if root is None:
         return False
@@ -148,19 +158,24 @@ def has_cut_origin(tv: TensorView, logical: IterDomain, cuts: Mapping[int, Cuts]
 def uncuttable_axes(
     op: TensorOp, ptypes: Collection[ParallelType], out: TensorView | None = None
 ) -> set[int]:
-    """Returns the logical axes of a result (None: the first) whose cuts no operand can match, by
-    number."""
+    """Returns the numbers of the logical axes of a result whose cuts no operand can match.
+
+    `out`: the result; None for the first.
+    """
     out = op.out_tensor if out is None else out
     if isinstance(op, RandomOp):
-        return set()  # its numbers follow from their places in the whole (`hostir.lowering.slices`)
+        return set()  # each number depends on its position in the whole (`hostir.lowering.slices`)
     logical, cuts = out.domain.logical, axis_cuts(out, ptypes)
     whole = {logical[k].number for k in op.whole_axes(out)}
     return whole | {a.number for a in logical if not has_cut_origin(out, a, cuts)}
 
 
 def _is_one_cut(root: IterDomain, logical: IterDomain, cuts: Cuts) -> bool:
-    """Whether cutting the logical axis cuts the root axis into the very same blocks: they are one
-    axis, or the logical one counts a reduction's (maybe ragged) blocks."""
+    """Whether cutting the logical axis cuts the root axis into the same blocks.
+
+    That is so if they are one axis, or if the logical one counts the (maybe ragged) blocks of a
+    reduction.
+    """
     is_stream = any(c.ptype.is_stream for c in cuts)
     return root is logical or (is_stream and root.is_reduction())
 
@@ -171,15 +186,20 @@ def _comes_from_reduction(tv: TensorView, logical: IterDomain) -> bool:
 
 
 def _resize_cuts(fusion: Fusion, cuts: Cuts, source: IterDomain, target: IterDomain) -> Cuts:
-    """A whole cut stays whole only on an axis of the same extent; else it becomes a split."""
+    """Returns the cuts for an axis of another extent: a cut without a split then becomes a
+    split.
+    """
     if fusion.canonical(source.size) == fusion.canonical(target.size):
         return cuts
     return tuple(replace(c, whole=False) for c in cuts)
 
 
 def _divides(tv: TensorView, axis: IterDomain, cuts: Cuts) -> bool:
-    """Whether the cuts may divide the axis; a symbolic extent that is not known to leave a rest is
-    checked when it is bound, but for streams, whose blocks may be ragged elsewhere."""
+    """Whether the cuts may divide the axis evenly.
+
+    A symbolic extent that may be divisible is checked when it is bound. For streams it must be
+    proved, because their blocks may be ragged elsewhere.
+    """
     extent, count = tv.fusion.canonical(axis.size), sc.product(c.count for c in cuts)
     if any(c.ptype.is_stream for c in cuts):
         return sc.int_value(sc.mod(extent, count)) == 0
@@ -189,14 +209,18 @@ def _divides(tv: TensorView, axis: IterDomain, cuts: Cuts) -> bool:
 
 
 def _divide(tv: TensorView, root: IterDomain, logical: IterDomain, cuts: Cuts) -> bool:
-    """Whether the cuts of a logical axis and those of the root axis that it is the outermost part
-    of, or the other way round, make the same blocks: ragged ones end elsewhere."""
+    """Whether the cuts make the same blocks of a logical axis and of its root axis.
+
+    One of the two is the outermost part of the other. Ragged blocks would end at different
+    elements.
+    """
     return _divides(tv, root, cuts) and _divides(tv, logical, cuts)
 
 
 def _dividing(tv: TensorView, root: IterDomain, axis: IterDomain, cuts: Cuts) -> Cuts:
-    """Returns the cuts of a root axis, from the outermost on, that make the same blocks of the
-    logical axis."""
+    """Returns the outermost cuts of a root axis that make the same blocks of the logical
+    axis.
+    """
     prefixes = (cuts[:k] for k in range(len(cuts), 0, -1))
     return next((p for p in prefixes if _divide(tv, root, axis, p)), ())
 
@@ -205,10 +229,10 @@ def _dividing(tv: TensorView, root: IterDomain, axis: IterDomain, cuts: Cuts) ->
 def apply_transfers(
     target: TensorView, transfers: Transfers, ptypes: Collection[ParallelType]
 ) -> tuple[Cut, ...]:
-    """Adds cuts of the selectable types to a tensor; returns those that it took.
+    """Adds cuts of the types `ptypes` to a tensor; returns the cuts that were added.
 
-    A cut is taken when the mesh has its dimension in the same size, and when the axis has exactly
-    the cuts that belong outside it.
+    A cut is added under two conditions: the mesh has its dimension in the same size, and the axis
+    has exactly the cuts that belong outside it.
     """
     taken: list[Cut] = []
     for axis, cuts in transfers:
@@ -231,8 +255,10 @@ def apply_steps(
     transfers: Transfers,
     ptypes: Collection[ParallelType] = STREAM_TYPES,
 ) -> tuple[Cut, ...]:
-    """Adds cuts that came from `source` as `apply_transfers` does, but of its steps all parts or
-    none: steps of some parts alone are those of another loop.
+    """Adds cuts from `source` like `apply_transfers`, but either all stream cuts of `source` or
+    none.
+
+    With only some of the parts of a merged stream axis, the steps would be those of another loop.
     """
     parts, before = {c.ptype for _, c in stream_cuts(source)}, target.domain
     taken = apply_transfers(target, transfers, ptypes)
@@ -269,8 +295,10 @@ def fitting_placement(
     mesh: DeviceMesh | None,
     parts: Collection[ParallelType],
 ) -> Placement:
-    """Returns the placement that a copy of `source` on `mesh` takes from `transfers`; `parts` are
-    those of the steps of the reader."""
+    """Returns the placement that a copy of `source` on `mesh` gets from `transfers`.
+
+    `parts` are the stream types of the reader's steps.
+    """
     taken: dict[int, list[Cut]] = {}
     used: set[ParallelType] = set()
     for axis, cuts in transfers:
@@ -290,7 +318,7 @@ def fitting_placement(
         cuts if _is_copied_in_steps(source, position, cuts, mesh) else outside_streams(cuts)
         for position, cuts in enumerate(wanted)
     )
-    # Steps of some parts alone are those of another loop.
+    # With only some of the parts, the steps would be those of another loop.
     has_all = {c.ptype for cuts in fitting for c in cuts}.issuperset(parts)
     return fitting if has_all else tuple(map(outside_streams, fitting))
 
@@ -298,9 +326,10 @@ def fitting_placement(
 def _is_copied_in_steps(
     source: TensorView, position: int, cuts: Cuts, mesh: DeviceMesh | None
 ) -> bool:
-    """Whether a copy can be made step by step of a stream in `cuts`: the source has the same steps,
-    the devices stay as they are, or each step has the block of one device. A stream around devices
-    is no choice.
+    """Whether a copy can be made step by step of a stream in `cuts`.
+
+    That is so if the source has the same steps, if the device cuts stay unchanged, or if each step
+    has the block of one device. A stream around device cuts must be kept.
     """
     have = placement(source)[position]
     if not cuts or not cuts[-1].ptype.is_stream or have[: len(cuts)] == cuts:
@@ -310,8 +339,10 @@ def _is_copied_in_steps(
 
 
 def is_from_devices(source: TensorView, position: int, cuts: Cuts, mesh: DeviceMesh | None) -> bool:
-    """Whether an axis of `source` that lies in one block per device becomes, in a copy with these
-    cuts on `mesh`, one block per step of a stream: first mine if the steps are rotated.
+    """Whether one block per device becomes one block per step of a stream in a copy on `mesh`.
+
+    `cuts` are the cuts of the copy's axis. If the steps are rotated, each device's own block is
+    first.
     """
     have = placement(source, DEVICE_TYPES)[position]
     if len(have) != 1 or len(cuts) != 1 or source.mesh != mesh:
@@ -325,10 +356,9 @@ def is_from_devices(source: TensorView, position: int, cuts: Cuts, mesh: DeviceM
 
 # ------------------------------------------------------------------ the pass
 def propagate_shardings(fusion: Fusion) -> dict[TensorView, tuple[Fact, ...]]:
-    """Gives every tensor reachable from an annotated one a mesh and cuts; return where they came
-    from.
+    """Gives every tensor reachable from an annotated one a mesh and cuts; returns their sources.
 
-    Raises `ShardingError` where the user cut a summed axis of a result, and no operand.
+    Raises `ShardingError` where the user cut a summed axis of a result and no operand is cut.
     """
     for tv in fusion.tensors():
         if not tv.mesh_is_user_set and not any(a.is_device for a in spread_axes(tv)):
@@ -338,7 +368,7 @@ def propagate_shardings(fusion: Fusion) -> dict[TensorView, tuple[Fact, ...]]:
     pass_.forward(fusion.exprs)
     _check_summed(summed)
     pass_.backward(reversed(fusion.exprs))
-    # A backward step may have reached a tensor whose other consumers had nothing to go by before.
+    # The backward pass may have reached a tensor whose other consumers had no mesh before.
     pass_.forward(tuple(op for op in fusion.exprs if any(_is_bare(o) for o in op.outputs)))
     pass_.backward(
         op for op in reversed(fusion.exprs) if any(_is_bare(tv) for _, tv in tensor_operands(op))
@@ -351,13 +381,17 @@ def _is_bare(tv: TensorView) -> bool:
 
 
 def _rank_of(tv: TensorView) -> tuple[int, int]:
-    """More cut axes first, then the mesh of more dimensions."""
+    """Returns a sort key: tensors with more cut axes first, then those with more mesh
+    dimensions.
+    """
     count = sum(not a.is_reduction() for a in spread_axes(tv))
     return (-count, -(tv.mesh.ndim if tv.mesh else 0))
 
 
 def reference_operands(op: TensorOp) -> list[int]:
-    """Returns the tensor operands (by index) in the order in which their shardings count."""
+    """Returns the tensor operands (by index) in the order in which their shardings take
+    precedence.
+    """
     indices = [i for i, _ in tensor_operands(op)]
     if op.REFERENCES:
         return [i for i in op.REFERENCES if i in indices]
@@ -365,10 +399,10 @@ def reference_operands(op: TensorOp) -> list[int]:
 
 
 def spread_reductions(fusion: Fusion) -> None:
-    """Gives every reduction axis the device types of what it reduces, and nothing else any.
+    """Gives every reduction axis the device types of the operand's axis, and changes nothing else.
 
-    Where results lie is the user's say, how they are summed is not: each device sums what it has.
-    Raises `ShardingError` where the user cut a summed axis of a result, and no operand.
+    The user decides how results are stored, but not how they are summed: each device sums its own
+    part. Raises `ShardingError` where the user cut a summed axis of a result and no operand is cut.
     """
     summed = _summed_cuts(fusion)
     for op in fusion.exprs:
@@ -383,7 +417,7 @@ _Summed = tuple[TensorOp, TensorView, IterDomain, Cut]
 
 
 def _summed_cuts(fusion: Fusion) -> list[_Summed]:
-    """Returns the cuts of summed axes over several devices that are there."""
+    """Returns the cuts of summed axes over several devices that the user has made."""
     return [
         (op, out, axis, cut)
         for op in fusion.exprs
@@ -396,39 +430,43 @@ def _summed_cuts(fusion: Fusion) -> list[_Summed]:
 
 
 def _check_summed(summed: Sequence[_Summed]) -> None:
-    """Raises `ShardingError` for a cut of a summed axis along which no operand is cut: nothing of
-    the result would be, and each device would slice its operands. Where an operand is cut, the
-    cut says how devices share the sum; as users may mean an axis of the result, they are warned,
-    unless they write the sum in parts themselves (`rfactor`)."""
+    """Raises `ShardingError` for a cut of a summed axis along which no operand is cut.
+
+    The result would be whole on each device, and each device would slice its operands. If an
+    operand is cut, the cut says how devices share the sum. Users may have meant an axis of the
+    result, so they get a warning, unless they write the partial sums themselves (`rfactor`).
+    """
     for op, out, axis, cut in summed:
         given = (c for i, _ in tensor_operands(op) for c in forward_cuts(op, i, out))
         if any(a.number == axis.number and c.ptype is cut.ptype for a, cuts in given for c in cuts):
             is_meant = any(_is_partial_sum(tv) for _, tv in tensor_operands(op))
             if sharded_axis(out, cut.ptype) is None and out.ndim and not is_meant:
                 warn(
-                    f"{cut.ptype.name} cuts axis {axis} of {out}, over which {op.name} sums: the "
-                    f"result is whole on each device, as without this cut. {_how_to_cut(out, cut)}"
+                    f"{cut.ptype.name} cuts axis {axis} of {out}, over which {op.name} sums. The "
+                    f"result is whole on each device, as without this cut: {_how_to_cut(out, cut)}"
                     f"{user_code(cut_line(out, cut.ptype))}"
                 )
             continue
         operands = " and ".join(tv.label for _, tv in tensor_operands(op))
         raise ShardingError(
             f"{cut.ptype.name} cuts axis {axis} of {out}, over which {op.name} sums, but no axis "
-            f"of {operands}: the result would be whole. {_how_to_cut(out, cut)}; to share the sum, "
-            f"cut an operand{user_code(cut_line(out, cut.ptype))}"
+            f"of {operands} is cut, so the result would be whole: {_how_to_cut(out, cut)}; to "
+            f"share the sum, cut an operand{user_code(cut_line(out, cut.ptype))}"
         )
 
 
 def _is_partial_sum(tv: TensorView) -> bool:
-    """Whether `rfactor` made a tensor: it sums over some of the axes that its transforms made."""
+    """Whether `rfactor` made a tensor: it sums over some of the axes that its transforms
+    made.
+    """
     return bool(tv.domain.root) and any(a.is_reduction() for a in tv.domain.logical)
 
 
 def _how_to_cut(tv: TensorView, cut: Cut) -> str:
-    """Returns the calls that cut an axis of a result, not one that it sums over."""
+    """Returns the calls that cut an axis of a result that is not summed."""
     places = [k for k, a in enumerate(tv.domain.logical) if not a.is_reduction()]
     if not places:
-        return f"{tv.label} itself has no axis"
+        return f"{tv.label} has no other axis"
     n, name = places[0], f"T{tv.number}"
     return (
         "split, axis and parallelize count summed axes, too: axis 0 of the result is number "
@@ -455,7 +493,7 @@ class _Propagation:
     def _forward_one(self, op: TensorOp, index: int, out: TensorView) -> None:
         source = op.inputs[index]
         if out in self.frozen:
-            # Its placement is the user's; how a reduction is spread is still open.
+            # The user has placed this tensor; only its reduction axes may get device types.
             cuts = _reduction_only(op, index, out)
         else:
             self._take_mesh(out, source, "forward")
@@ -479,10 +517,10 @@ class _Propagation:
                 if target.is_cpu_scalar or (target in self.frozen and not is_input):
                     continue
                 self._take_mesh(target, out, "backward")
-                # What a fusion input holds is the caller's affair; a stream does not change it.
+                # The caller decides how a fusion input is sharded; a stream does not change that.
                 ptypes = STREAM_TYPES if is_input else SPREAD_TYPES
                 if isinstance(target.definition(), IotaOp):
-                    ptypes = ()  # its values depend on the place in the axis
+                    ptypes = ()  # its values depend on the position along the axis
                 self._apply(target, out, "backward", backward_cuts(op, index, out), ptypes)
 
     def _take_mesh(self, target: TensorView, source: TensorView, direction: Direction) -> None:
@@ -517,7 +555,9 @@ def sibling_cuts(op: TensorOp, out: TensorView, sibling: TensorView) -> Transfer
 
 
 def _reduction_only(op: TensorOp, index: int, out: TensorView) -> Transfers:
-    """Returns the device cuts that a user's tensor takes over on its reduction axes."""
+    """Returns the operand's device cuts that apply to reduction axes of a tensor that the user
+    placed.
+    """
     if not any(a.is_reduction() for a in out.domain.logical):
         return ()
     return tuple(

@@ -1,4 +1,6 @@
-"""Queries on shardings: where a tensor is cut, whether an op reshards, global and local sizes."""
+"""Queries on shardings: where a tensor is cut, whether an op reshards, global and local
+sizes.
+"""
 
 from __future__ import annotations
 
@@ -41,7 +43,7 @@ from multidevice.sharding.placement import (
 
 # ------------------------------------------------------------------ one tensor
 def sharded_logical_axis(tv: TensorView, ptype: ParallelType) -> int:
-    """Returns which tensor dimension (reductions not counted) `ptype` cuts, -1 for none.
+    """Returns the tensor dimension (reductions not counted) that `ptype` cuts, -1 for none.
 
     Raises `UnsupportedError` when the cut is not on the outer side of a split.
     """
@@ -60,8 +62,8 @@ class Sharding:
     cuts: Placement = field(default=(), repr=False, compare=False)
 
     def axis_sharded_on(self, parallel_type: ParallelType) -> int:
-        """Returns the logical axis cut along a device type, -1 when the tensor is replicated
-        there.
+        """Returns the logical axis cut along a device type, -1 when the tensor is replicated along
+        it.
         """
         return self.axes.get(parallel_type, -1)
 
@@ -102,7 +104,7 @@ def local_extents(tv: TensorView) -> tuple[Scalar, ...]:
 
 
 def whole_axis_sizes(tensors: Iterable[TensorView]) -> dict[Scalar, int]:
-    """Returns, for the extents of axes that are devices as a whole, how many devices they are."""
+    """Returns extent -> number of devices, for the axes that are device axes without a split."""
     return {
         tv.fusion.canonical(tv.domain.axes[number].size): cut.devices
         for tv in tensors
@@ -113,10 +115,10 @@ def whole_axis_sizes(tensors: Iterable[TensorView]) -> dict[Scalar, int]:
 
 
 def unsharded_sizes(tv: TensorView, sizes: Sequence[int]) -> tuple[int, ...]:
-    """Returns the global shape of a tensor whose shards have the shape `sizes`: of one step, for a
-    tensor that is allocated per step.
+    """Returns the global shape of a tensor whose shards have the shape `sizes`.
 
-    Raises `ShardingError` when the rank is wrong.
+    For a tensor that is allocated per step, `sizes` is the shape of one step's block. Raises
+    `ShardingError` when the number of axes is wrong.
     """
     _check_rank(tv, sizes)
     out: list[int] = []
@@ -130,10 +132,10 @@ def unsharded_sizes(tv: TensorView, sizes: Sequence[int]) -> tuple[int, ...]:
 
 
 def local_sizes(tv: TensorView, sizes: Sequence[int]) -> tuple[int, ...]:
-    """Returns the shape of a shard of a tensor with global shape `sizes`, of all steps of a stream:
-    their blocks may be ragged.
+    """Returns the shape of a shard of a tensor with global shape `sizes`.
 
-    Raises `ShardingError` naming tensor, extent and mesh when the mesh does not divide an extent.
+    A stream does not change it: the shard has the blocks of all steps, which may be ragged. Raises
+    `ShardingError`, with tensor, extent and mesh, when the mesh does not divide an extent.
     """
     _check_rank(tv, sizes)
     if not tv.domain.has_devices:
@@ -143,7 +145,7 @@ def local_sizes(tv: TensorView, sizes: Sequence[int]) -> tuple[int, ...]:
 
 
 def _local_size(tv: TensorView, axis: IterDomain, extent: int, cuts: Cuts) -> int:
-    """Returns what is left of a bound extent on one device; raises when it is not divisible.
+    """Returns the part of a concrete extent that one device has; raises when it is not divisible.
 
     The blocks of a stream may be ragged, unless devices share each of them.
     """
@@ -159,7 +161,7 @@ def _local_size(tv: TensorView, axis: IterDomain, extent: int, cuts: Cuts) -> in
         if rest % (cut.devices * streams) != 0:
             if found := _heads_of_keys(tv, axis):
                 raise _heads_are_not_shared(*found, tv, extent, cut)
-            beside = "" if streams == 1 else f", each step of {streams} over them,"
+            beside = "" if streams == 1 else f" in each of {streams} steps"
             raise ShardingError(
                 f"the extent {extent} of {axis_words(tv, axis)} is not divisible by the "
                 f"{cut.devices} devices of {tv.mesh} along {cut.ptype.name}{beside}"
@@ -170,8 +172,11 @@ def _local_size(tv: TensorView, axis: IterDomain, extent: int, cuts: Cuts) -> in
 
 
 def _heads_of_keys(tv: TensorView, axis: IterDomain) -> tuple[AttentionOp, str] | None:
-    """Returns the attention, and the name of its operand, whose heads of keys or values an axis is;
-    op by op while the axis stays."""
+    """Returns (attention op, name of its operand) if an axis is the heads of its keys or values.
+
+    The search follows the readers of the tensor as long as they keep the axis. Returns None
+    otherwise.
+    """
     position = tv.domain.no_reductions.index(axis)
     seen, left = {tv}, [(tv, position)]
     while left:
@@ -196,7 +201,9 @@ def _heads_of_keys(tv: TensorView, axis: IterDomain) -> tuple[AttentionOp, str] 
 def _heads_are_not_shared(
     op: AttentionOp, name: str, tv: TensorView, heads: int, cut: Cut
 ) -> ShardingError:
-    """Returns the error of heads of keys that the devices which share the queries cannot share."""
+    """Returns the error for heads of keys that cannot be divided among the devices of the
+    queries.
+    """
     queries = next(tensor for field, tensor in op.tensors() if field == "query")
     made_by = tv.definition()
     given = made_by.inp if isinstance(made_by, Reshard) else tv
@@ -205,7 +212,7 @@ def _heads_are_not_shared(
     fewer = (
         f"cut heads over {shared} devices, and batches over the others"
         if shared > 1
-        else "cut batches, in place of heads"
+        else "cut batches instead of heads"
     )
     times = cut.devices // shared
     return ShardingError(
@@ -229,21 +236,24 @@ def _check_rank(tv: TensorView, sizes: Sequence[int]) -> None:
 
 # ------------------------------------------------------------------ whole fusions
 def has_mesh(fusion: Fusion) -> bool:
+    """Whether any tensor of the fusion has a mesh."""
     return any(tv.mesh is not None for tv in fusion.tensors())
 
 
 def requested_devices(fusion: Fusion) -> tuple[int, ...]:
-    """Returns the ranks that some tensor's mesh names, in order; () without meshes."""
+    """Returns the ranks of all meshes of the fusion, in order; () without meshes."""
     return ranks_of(tv.mesh for tv in fusion.tensors() if tv.mesh is not None)
 
 
 def requested_number_of_devices(fusion: Fusion) -> int:
-    """Returns 1 + the largest rank that any mesh names (1 without meshes)."""
+    """Returns 1 + the largest rank of any mesh (1 without meshes)."""
     return 1 + max(requested_devices(fusion), default=0)
 
 
 def check_world(fusion: Fusion, size: int) -> None:
-    """Raises `ShardingError` when a mesh names a rank that a job of `size` ranks does not have."""
+    """Raises `ShardingError` when a mesh contains a rank that a job of `size` ranks does not
+    have.
+    """
     for tv in fusion.tensors():
         if tv.mesh is not None and max(tv.mesh.devices, default=0) >= size:
             raise ShardingError(
@@ -254,12 +264,17 @@ def check_world(fusion: Fusion, size: int) -> None:
 
 
 def has_streams(fusion: Fusion) -> bool:
+    """Whether any tensor of the fusion has a stream axis."""
     return any(a.is_stream for tv in fusion.tensors() for a in spread_axes(tv))
 
 
 def check_annotations(fusion: Fusion) -> None:
-    """Raises `ShardingError` when a device axis does not fit its tensor's mesh, or two axes have
-    one type; `UnsupportedError` when a stream axis is no outer split."""
+    """Checks the user's device and stream axes.
+
+    Raises:
+        ShardingError: a device axis does not fit its tensor's mesh, or two axes have one type.
+        UnsupportedError: a stream axis is not made by an outer split.
+    """
     check_types(fusion)
     for tv in fusion.tensors():
         _check_stream(tv)
@@ -269,7 +284,7 @@ def check_annotations(fusion: Fusion) -> None:
             where = user_code(cut_line(tv, axis.ptype))
             if tv.mesh is None:
                 raise ShardingError(
-                    f"{axis_words(tv, axis)} is device-parallel, but the tensor has no mesh: "
+                    f"{axis_words(tv, axis)} has a device type, but the tensor has no mesh: "
                     f"call set_device_mesh{where}{in_ir(axis, tv)}"
                 )
             if tv.mesh.dim_of(axis.ptype) is None:
@@ -287,23 +302,29 @@ def check_annotations(fusion: Fusion) -> None:
 
 
 def check_dropout(ops: Iterable[Op]) -> None:
-    """Raises `UnsupportedError` for attention that drops numbers on several ranks: torch draws for
-    each shard as if it were the whole, and each rank from a generator of its own."""
+    """Raises `UnsupportedError` for attention with dropout on several ranks.
+
+    torch draws random numbers for each shard as if it were the whole tensor, and each rank from its
+    own generator.
+    """
     for op in ops:
         if not isinstance(op, AttentionOp) or not op.draws:
             continue
         shared = [tv for _, tv in op.tensors() if tv.mesh is not None and tv.mesh.size > 1]
         if shared:
             raise UnsupportedError(
-                f"{op.name} with dropout_p = {op.dropout_text} of {tensor_words(shared[0])}: what "
-                "is dropped would depend on how ranks share the tensors; on a mesh it is the "
-                f"constant 0{user_code(op.where)}{in_ir(shared[0])}"
+                f"{op.name} with dropout_p = {op.dropout_text} of {tensor_words(shared[0])}: the "
+                "dropped elements would depend on how ranks share the tensors; on a mesh, "
+                f"dropout_p must be the constant 0{user_code(op.where)}{in_ir(shared[0])}"
             )
 
 
 def check_shared_keys(ops: Iterable[Op]) -> None:
-    """Raises `UnsupportedError` for a gradient of one head of keys that queries on several ranks
-    read: each rank would have a part of a sum."""
+    """Raises `UnsupportedError` for the gradient of one head of keys whose queries are on several
+    ranks.
+
+    Each rank would have only a part of the sum.
+    """
     for op in ops:
         if not isinstance(op, SdpaBwdOp) or not op.enable_gqa:
             continue
@@ -316,8 +337,8 @@ def check_shared_keys(ops: Iterable[Op]) -> None:
         )
         if groups.is_broadcast and heads.number in axis_cuts(op.grad_query, DEVICE_TYPES):
             raise UnsupportedError(
-                f"{op.name}: {op.grad_key} has one head, which heads of queries on several ranks "
-                "read: each rank would have a part of its gradient. Repeat the head of key and "
+                f"{op.name}: {op.grad_key} has one head, and queries on several ranks read it, so "
+                "each rank would have only a part of its gradient. Repeat the head of key and "
                 f"value (expand), or give each rank whole heads{user_code(op.where)}"
             )
 
@@ -330,16 +351,18 @@ def check_types(fusion: Fusion) -> None:
             same = [a for a in spread if a.ptype is axis.ptype and not a.is_reduction()]
             if len(same) > 1:
                 raise ShardingError(
-                    f"{tensor_words(tv)} has {len(same)} axes on {axis.ptype.name}, which one axis "
-                    "of a tensor may have (Found multiple loop IterDomains with the same parallel "
-                    f"type){user_code(cut_line(tv, axis.ptype))}"
+                    f"{tensor_words(tv)} has {len(same)} axes on {axis.ptype.name}, but only one "
+                    "axis of a tensor may have this type (Found multiple loop IterDomains with the "
+                    f"same parallel type){user_code(cut_line(tv, axis.ptype))}"
                     f"{in_ir(' and '.join(map(str, same)), tv)}"
                 )
 
 
 def check_swizzles(fusion: Fusion) -> None:
-    """Raises `ShardingError` when blocks are rotated by a place on a mesh that there is not; to be
-    asked when every tensor has the mesh that it will have. What the user cut is looked at first."""
+    """Raises `ShardingError` when blocks are rotated along a mesh dimension that the tensor lacks.
+
+    Call it when every tensor has its final mesh. Tensors that the user cut are checked first.
+    """
     for tv in sorted(fusion.tensors(), key=lambda tv: not tv.cut_lines):
         for cut in (c for cuts in axis_cuts(tv).values() for c in cuts):
             if cut.swizzle is None or (tv.mesh and tv.mesh.dim_of(cut.swizzle) is not None):
@@ -366,15 +389,18 @@ def _check_stream(tv: TensorView) -> None:
 
 
 def check_divisible(fusion: Fusion, sizes: Mapping[Symbol, int]) -> None:
-    """Raises `ShardingError` naming tensor, extent and mesh when a mesh does not divide an extent.
+    """Raises `ShardingError`, with tensor, extent and mesh, when a mesh does not divide an extent.
 
-    `sizes` binds the symbols of (global) extents. What the user cut is looked at first.
+    `sizes` maps the symbols of (global) extents to values. Tensors that the user cut are checked
+    first.
     """
     check_cuts(cut_axes(fusion), sizes)
 
 
 def cut_axes(fusion: Fusion) -> tuple[CutAxis, ...]:
-    """Returns every axis that a mesh or a stream cuts, in the order in which sizes are checked."""
+    """Returns every axis that a mesh or a stream cuts, in the order in which sizes are
+    checked.
+    """
     return tuple(
         (tv, axis, fusion.canonical(axis.size), cuts)
         for tv in sorted(fusion.tensors(), key=lambda tv: not tv.cut_lines)
@@ -385,12 +411,12 @@ def cut_axes(fusion: Fusion) -> tuple[CutAxis, ...]:
 
 
 def check_cuts(axes: Iterable[CutAxis], sizes: Mapping[Symbol, int]) -> None:
-    """Raises what `check_divisible` raises, for axes that `cut_axes` has found."""
+    """Raises the errors of `check_divisible`, for axes that `cut_axes` has returned."""
     for tv, axis, extent, cuts in axes:
         _local_size(tv, axis, int(sc.evaluate(extent, sizes)), cuts)
 
 
-# Tensor, axis, how its extent is written, its cuts.
+# A cut axis: its tensor, the axis, the expression of its extent, its cuts.
 CutAxis = tuple[TensorView, IterDomain, Scalar, Cuts]
 
 
@@ -402,13 +428,13 @@ def have_different_shardings(
     *,
     out: TensorView | None = None,
 ) -> bool:
-    """Whether an operand and a result of `op` are spread differently along some of `ptypes`.
+    """Whether an operand and a result of `op` are cut differently along some of `ptypes`.
 
-    Both loop axes of a type are written as indices over the logical axes that the two tensors
-    share; the shardings agree when these simplify to the same expression. An axis that depends on
-    no shared axis does not count, unless the op needs all of it. What cannot be proved equal is
-    different. Extents are taken to be divisible by the meshes that cut them, which is checked when
-    sizes are bound.
+    The loop axes of a type are written as index expressions over the logical axes that both tensors
+    have. The shardings are equal when these simplify to the same expression. An axis that depends
+    on no shared axis does not count, unless the op needs all of it. Shardings that cannot be proved
+    equal are different. Extents are assumed to be divisible by the meshes that cut them; this is
+    checked when sizes are known.
     """
     producer = op.inputs[operand_index]
     consumer = out if out is not None else op.out_tensor
@@ -426,7 +452,7 @@ def have_different_shardings(
     cuts = placement(producer, wanted)
     if any(cuts[position] for position in op.whole_operand_axes(operand_index)):
         return True
-    # Once for all layers that are alike.
+    # The proof is cached for all ops of equal structure, such as the layers of a model.
     structures = producer.domain.structure, consumer.domain.structure
     pairs = mapped_axes(op, operand_index, consumer)
     mapped = tuple(
@@ -456,14 +482,14 @@ def is_resharding(op: TensorOp) -> bool:
 
 
 # ----------------------------------------------------------------------
-# Are two tensors spread alike? A proof over the indices of their shared logical axes.
+# Whether two tensors have equal shardings: a proof over the indices of their shared logical axes.
 
 
 class Comparison:
     """The loop axes of a producer and a consumer as indices over their shared logical axes.
 
-    `names_quotients`: an extent that is a quotient, as those of heads are, is a name of its own.
-    Then it is known to be divisible where devices cut it; what it is a quotient of is forgotten.
+    `names_quotients`: replace an extent that is a quotient (such as the size of a head) by a new
+    symbol. Then the proof knows that devices divide it, but no longer which quotient it is.
 
         x [DIDx{2}(i1 / 4), 4] -> y [DIDx{2}(i1)]     q = i1 / 4 = 2 q':  x0 / q' on both sides
     """
@@ -489,7 +515,7 @@ class Comparison:
         self._collect_divisible(consumer)
         self._collect_divisible(producer)
         if names_quotients:
-            # Quotients of what is known by now.
+            # Second pass: quotients of the extents that the first pass has found.
             self._quotients = {}
             self._collect_divisible(consumer)
             self._collect_divisible(producer)
@@ -505,6 +531,7 @@ class Comparison:
         self.producer = _View(producer, producer.domain.no_reductions, shared, domain, self)
 
     def differs(self, ptypes: Collection[ParallelType]) -> bool:
+        """Whether the two tensors are cut differently along some of `ptypes`."""
         for ptype in ptypes:
             p, c = self.producer.index_of(ptype), self.consumer.index_of(ptype)
             if p == c:
@@ -514,10 +541,10 @@ class Comparison:
         return False
 
     def rewrite(self, x: Scalar) -> Scalar:
-        """Writes an extent over class representatives and the factors known to divide them.
+        """Writes an extent in terms of canonical symbols and their known factors.
 
-        A sum (what a pad or a cat makes) is one name: its multiples would be written as sums too,
-        in which nobody sees the factor.
+        A sum (from a pad or a cat) gets one new symbol: its multiples would otherwise be written as
+        sums too, which hide the factor.
         """
         x = self._fusion.canonical(x)
         if isinstance(x, sc.Poly) and len(x.terms) > 1:
@@ -532,7 +559,7 @@ class Comparison:
             x = sc.substitute(x, found)
 
     def _named_quotients(self, x: Scalar) -> dict[Scalar, Scalar]:
-        """Returns a name for the first quotient in an extent, {} where there is none."""
+        """Returns a symbol for the first quotient in an extent, {} where there is none."""
         if self._quotients is None:
             return {}
         quotient = _first_quotient(x)
@@ -542,13 +569,14 @@ class Comparison:
         return {quotient: self._quotients.setdefault(quotient, sc.name_for(name, quotient))}
 
     def index(self, name: str, extent: Scalar) -> Scalar:
+        """Returns the index symbol of an axis with this extent; 0 if the extent is 1."""
         extent = self.rewrite(extent)
         if sc.int_value(extent) == 1:
             return sc.ZERO
         return sc.index(name, extent)
 
     def _domain(self, tv: TensorView, sizes: dict[int, Scalar]) -> TensorDomain:
-        """Returns the domain over rewritten extents; `sizes` gives those of the source axes."""
+        """Returns the domain over rewritten extents; `sizes` has those of the source axes."""
         sizes = replay(forward(tv.domain.transforms), sizes, SizeRules(self.rewrite))
 
         def rewritten(a: IterDomain) -> IterDomain:
@@ -561,10 +589,10 @@ class Comparison:
         return tv.domain.map_axes(rewritten)
 
     def _collect_divisible(self, tv: TensorView) -> None:
-        """Learns `s = part * s'` from the splits of views and of devices, which leave no rest; of a
-        view whose parts have sizes of their own, `s = outer * inner`.
+        """Records `s = part * s'` for the splits of views and of devices, which have no remainder.
 
-        Those of streams may leave one.
+        For a view whose parts have their own symbols, it records `s = outer * inner`. Splits of
+        streams are left out, because they may have a remainder.
         """
         for t in tv.domain.splits.values():
             outer = tv.domain.rotated(t.outer)
@@ -600,7 +628,9 @@ class Comparison:
 
 
 def _first_quotient(x: Scalar) -> Scalar | None:
-    """Returns the innermost quotient, rounded down, that is computed first in an extent."""
+    """Returns the innermost rounded-down quotient in an extent, the first in order of
+    evaluation.
+    """
     seen: set[Scalar] = set()
     for y in postorder(x, seen.__contains__):
         seen.add(y)
@@ -610,10 +640,10 @@ def _first_quotient(x: Scalar) -> Scalar | None:
 
 
 def _as_digits(x: Scalar) -> Scalar:
-    """Returns `x` with each quotient of a remainder as the remainder of a quotient.
+    """Returns `x` with each quotient of a remainder rewritten as the remainder of a quotient.
 
     (i % 4) / 2  ->  (i / 2) % 2
-    Cuts inside of cuts are the former before a reshape, the latter behind it.
+    Nested cuts have the first form before a reshape and the second form after it.
     """
     done: dict[Scalar, Scalar] = {}
     for y in postorder(x, done.__contains__):
@@ -622,7 +652,9 @@ def _as_digits(x: Scalar) -> Scalar:
 
 
 def _digit(x: Scalar) -> Scalar:
-    """Returns (i % n) / d, where d divides n and nothing is negative, as (i / d) % (n / d)."""
+    """Returns (i % n) / d, where d divides n and no operand is negative, as (i / d) % (n /
+    d).
+    """
     if not isinstance(x, sc.Apply) or x.op not in ("/", "floorDiv"):
         return x
     inner, d = x.args
@@ -635,7 +667,7 @@ def _digit(x: Scalar) -> Scalar:
 
 
 class _View:
-    """The loop indices of one tensor, from known indices of some of its source axes."""
+    """The loop indices of one tensor, computed from the indices of some of its source axes."""
 
     def __init__(
         self,
@@ -660,8 +692,7 @@ class _View:
         self._indices = indices_forward(domain, indices, coordinate=coordinate)
 
     def index_of(self, ptype: ParallelType) -> Scalar | None:
-        """Returns the index of the loop axis with this type; None when there is none that
-        counts."""
+        """Returns the index of the loop axis with this type; None when no such axis counts."""
         axis = sharded_axis(self._tv, ptype)
         if axis is None:
             return None
@@ -671,6 +702,6 @@ class _View:
         if axis.number not in self._indices:
             raise UnsupportedError(f"{axis} of {self._tv} has no index over the logical axes")
         index = self._indices[axis.number]
-        # A mesh dimension of one device: the index is 0 whatever is cut.
+        # On a mesh dimension of one device the index is always 0.
         is_single = axis.is_device and self._tv.mesh and self._tv.mesh.size_of(ptype) == 1
         return None if is_single else index

@@ -1,7 +1,7 @@
-"""The communication that a `Reshard` is: its type, its team, and the axes that it joins or parts.
+"""The communication of a `Reshard`: its type, its team, and the axes that it gathers or scatters.
 
-Decomposition makes every change of placement a `Reshard` (`as_reshard` proves once which change it
-is); everything after it reads the node. All answers hold for all ranks; `team_of` is for one.
+Decomposition makes every change of placement a `Reshard`; `as_reshard` proves once which change it
+is. All later stages read the node. All answers hold for all ranks, except those of `TeamOf.ranks`.
 """
 
 from __future__ import annotations
@@ -43,13 +43,14 @@ from multidevice.sharding.queries import (
 from multidevice.transports.base.collectives import COLLECTIVES
 from multidevice.transports.base.protocol import RedOp
 
-# The name of a collective (`COLLECTIVES`), or one of CollectivePermute, SendRecv; LocalSlice: every
-# device keeps a block of what it has; StepSlice: every step of a stream loop sees one.
+# The name of a collective (`COLLECTIVES`), or CollectivePermute, SendRecv, LocalSlice or StepSlice.
+# LocalSlice: every device keeps a block of its data. StepSlice: every step of a stream loop uses
+# one block.
 CommunicationType = str
 _LOCAL = ("LocalSlice", "StepSlice")
-# What a change of shardings on one mesh may become, without steps.
+# The types that a change of shardings on one mesh may have, apart from stream steps.
 SUPPORTED = (*(row.name for row in COLLECTIVES.values() if row.reshards), "LocalSlice")
-# ReductionOp kind -> the word of host programs and backends.
+# ReductionOp kind -> the name of the reduction in host programs and backends.
 RED_OP_OF: dict[str, RedOp] = {"add": "SUM", "mul": "PRODUCT", "min": "MIN", "max": "MAX"}
 
 
@@ -67,11 +68,12 @@ class TeamOf:
         )
 
     def ranks(self, rank: int) -> tuple[int, ...]:
-        """Returns the team of `rank` in mesh order; () when the mesh does not have it."""
+        """Returns the team of `rank` in mesh order; () when the mesh does not contain it."""
         return self.mesh.team(rank, self.ptypes) if self.mesh.has(rank) else ()
 
     @property
     def size(self) -> int:
+        """The number of ranks of each team."""
         return math.prod(self.mesh.size_of(p) for p in self.ptypes)
 
     def __str__(self) -> str:
@@ -82,12 +84,12 @@ class TeamOf:
 
 # ------------------------------------------------------------------ what a Reshard does
 def communication_type(op: Reshard) -> CommunicationType:
-    """Returns the type of a `Reshard`: a function of its axes, its reduction and its meshes.
+    """Returns the type of a `Reshard`, which follows from its axes, its reduction and its meshes.
 
-    What every device exchanges with every other in steps is an AllToAll all the same.
-    From devices to the steps of a stream, it is that of one step as the axes say it: Broadcast
-    from the step's device, or, where every device starts with its own block, CollectivePermute. Any
-    other way to bring each device the step's block does as well.
+    If every device exchanges blocks with every other one in steps, the type is AllToAll. If blocks
+    of devices become steps of a stream, it is the type of one step: Broadcast from the step's
+    device, or CollectivePermute if every device starts with its own block. The lowering may choose
+    any other way that brings each device the block of the step.
     """
     if any(p.is_stream for p in op.ptypes):
         if not any(p.is_device for p in op.ptypes):
@@ -113,7 +115,7 @@ def communication_type(op: Reshard) -> CommunicationType:
 
 
 def _stored(tv: TensorView, position: int | None) -> int | None:
-    """Returns the position, None for an expanded axis: every device holds its one element."""
+    """Returns the position, None for an expanded axis: every device stores its only element."""
     if position is None or tv.domain.no_reductions[position].is_broadcast:
         return None
     return position
@@ -125,7 +127,7 @@ def communicates(op: TensorOp) -> bool:
 
 
 def is_step_slice(op: TensorOp) -> bool:
-    """Whether the op only names the blocks of a tensor that the steps of a loop read."""
+    """Whether the op only selects the blocks of a tensor that the steps of a loop read."""
     return isinstance(op, Reshard) and communication_type(op) == "StepSlice"
 
 
@@ -135,8 +137,10 @@ def is_device_to_stream(op: TensorOp) -> bool:
 
 
 def is_exchange(op: TensorOp) -> bool:
-    """Whether each step of a stream loop sends a block to the device that it is for, and receives
-    one from another device: what one axis had in steps, devices have, and the other way around."""
+    """Whether in each step of a stream loop every device sends a block to another and receives one.
+
+    An axis in steps becomes an axis over devices, and an axis over devices becomes one in steps.
+    """
     return _has_steps(op) and op.source != op.target
 
 
@@ -145,8 +149,10 @@ def _has_steps(op: TensorOp) -> TypeGuard[Reshard]:
 
 
 def exchanged_axes(op: TensorOp) -> tuple[int, int] | None:
-    """Returns the positions of the axes of which a copy makes the first, over devices in its
-    operand, one of steps, and the second one over devices; None for any other op.
+    """Returns the positions (source, target) of the axes that an exchange in steps swaps.
+
+    The source axis is cut over devices in the operand and in steps in the result; the target axis
+    the other way round. None for any other op.
 
         u [stream, DIDx, ...] = set(t [DIDx, stream, ...])   ->   (0, 1)
     """
@@ -176,8 +182,9 @@ def exchanged_axes(op: TensorOp) -> tuple[int, int] | None:
 
 
 def is_same_cut(a: Cuts, b: Cuts) -> bool:
-    """Whether one of the two cuts an axis into one block per step and the other, into the same
-    blocks, one per device."""
+    """Whether one cut makes one block per step and the other makes the same blocks, one per
+    device.
+    """
     if len(a) != 1 or len(b) != 1:
         return False
     (one,), (other,) = a, b
@@ -191,8 +198,8 @@ def is_same_cut(a: Cuts, b: Cuts) -> bool:
 def moved_axes(op: Reshard) -> tuple[int | None, int | None]:
     """Returns the logical positions, in `inp` and `out`, of the axis that is gathered or scattered.
 
-    None on a side that has no such axis; both None for an allreduce, and where every step moves a
-    block as it is.
+    None on a side that has no such axis. Both are None for an allreduce, and where every step moves
+    a block unchanged.
     """
     if _has_steps(op):
         return None, None
@@ -207,7 +214,9 @@ def moved_axes(op: Reshard) -> tuple[int | None, int | None]:
 
 
 def sliced_axis(op: Reshard) -> int:
-    """Returns the logical position, in `inp` and `out`, of the axis that a local slice changes."""
+    """Returns the logical position, in `inp` and `out`, of the axis that a local slice
+    changes.
+    """
     if op.target is not None:
         return op.target
     assert op.source is not None, f"{op} changes no axis"
@@ -215,7 +224,9 @@ def sliced_axis(op: Reshard) -> int:
 
 
 def position_map(op: TensorOp) -> dict[int, int]:
-    """Returns producer position -> consumer position of the first operand, reductions left out."""
+    """Returns producer position -> consumer position for the first operand, without
+    reductions.
+    """
     positions = _numbered(op.out_tensor.domain.no_reductions)
     sources = _numbered(op.inputs[0].domain.no_reductions)
     return {
@@ -230,7 +241,7 @@ def _numbered(axes: tuple[IterDomain, ...]) -> dict[int, int]:
 
 
 def team_of(op: Reshard) -> TeamOf:
-    """Returns who communicates with whom: the teams along the mesh axes that change.
+    """Returns the teams of a communication: the ranks along the mesh axes that change.
 
     Raises `UnsupportedError` for types that are not collectives of one mesh.
     """
@@ -257,7 +268,8 @@ def as_reshard(op: TensorOp) -> Reshard | None:
     is_reduction = isinstance(op, ReductionOp)
     if not (is_copy(op) or is_reduction) or producer.mesh is None or consumer.mesh is None:
         raise ShardingError(
-            f"{op.name} of {tensor_words(producer)} is not one communication{user_code(op.where)}"
+            f"{op.name} of {tensor_words(producer)} is not a single communication"
+            f"{user_code(op.where)}"
             f"{in_ir(f'{producer} -> {consumer}')}"
         )
     ptype = _changing_type(op)
@@ -294,13 +306,13 @@ def check_lowerable(op: Reshard) -> None:
     found = communication_type(op)
     if op.inp.dtype() in STORED:
         raise UnsupportedError(
-            f"{found} of {tensor_words(op.inp)}: what is only stored is not sent"
-            f"{user_code(op.where)}{in_ir(f'{op.inp} -> {op.out}')}"
+            f"{found} of {tensor_words(op.inp)}: a tensor of this dtype can be stored, but not "
+            f"sent{user_code(op.where)}{in_ir(f'{op.inp} -> {op.out}')}"
         )
     if op.reduction not in (None, "add") and is_complex(op.inp.dtype()):
         raise UnsupportedError(
-            f"{found} of {tensor_words(op.inp)}: complex numbers are added over devices, and not "
-            f"combined otherwise ({op.reduction}){user_code(op.where)}"
+            f"{found} of {tensor_words(op.inp)}: the only reduction of complex numbers over "
+            f"devices is a sum, not {op.reduction}{user_code(op.where)}"
             f"{in_ir(f'{op.inp} -> {op.out}')}"
         )
     if found not in SUPPORTED and not _has_steps(op):
@@ -314,7 +326,7 @@ def check_lowerable(op: Reshard) -> None:
 def _changing_type(op: TensorOp) -> ParallelType:
     """Returns the one device type whose sharding changes.
 
-    Between two meshes every type of theirs counts as different; then it is the one that cuts either
+    Between two meshes, all their types count as different. Then it is the type that cuts either
     side, or mesh_x.
     """
     producer, consumer = op.inputs[0], op.out_tensor
@@ -342,11 +354,11 @@ def _position(tv: TensorView, ptype: ParallelType) -> int | None:
 # ----------------------------------------------------------------------
 # Resharding copies, one device type at a time, shared between their consumers.
 #
-# x [DIDy(a), DIDx(b)] -> t = set(x) [DIDy(a), b] -> r = set(t) [a, b] two allgathers
+#     x [DIDy(a), DIDx(b)] -> t = set(x) [DIDy(a), b] -> r = set(t) [a, b]     two allgathers
 
 
 class Copies:
-    """The resharded copies of a fusion, by source, mesh and placement."""
+    """The resharding copies of a fusion, by source, mesh and placement."""
 
     def __init__(self, fusion: Fusion) -> None:
         self._fusion = fusion
@@ -355,7 +367,9 @@ class Copies:
     def get(
         self, source: TensorView, mesh: DeviceMesh | None, cuts: Placement, *, before: TensorOp
     ) -> TensorView:
-        """Returns a copy of `source` with this placement that is defined before the op `before`."""
+        """Returns a copy of `source` with this placement that is defined before the op
+        `before`.
+        """
         known = self._known.get((source, mesh, cuts))
         if known is not None and self._is_before(known, before):
             return known
@@ -367,7 +381,9 @@ class Copies:
     def feed(
         self, op: TensorOp, index: int, *, mesh: DeviceMesh | None, cuts: Placement
     ) -> TensorOp:
-        """Makes operand `index` of the op a copy with this placement; returns the new op."""
+        """Replaces operand `index` of the op by a copy with this placement; returns the new
+        op.
+        """
         made = self.get(op.inputs[index], mesh, cuts, before=op)
         fed = replace_operand(op, index, made)
         self._fusion.replace_expr(op, [fed])
@@ -409,8 +425,8 @@ def replace_operand(op: TensorOp, index: int, new: TensorView) -> TensorOp:
 def split_copies(fusion: Fusion, copies: Copies) -> None:
     """Rewrites every copy as a chain of copies in which one device type changes at a time.
 
-    Devices' blocks that lie inside of a stream's come together step by step: as a whole, what a
-    device has is no block.
+    Device blocks inside the blocks of a stream are gathered step by step: the whole data of a
+    device is not one block.
 
         y [N] = set(x [stream(N), DIDx])   ->   t [stream(N)] = set(x), y = set(t)
     """
@@ -428,12 +444,16 @@ def split_copies(fusion: Fusion, copies: Copies) -> None:
 
 
 def plan_steps(source: Placement, target: Placement) -> list[Placement]:
-    """Returns the placements on the way from `source` to `target`, both left out.
+    """Returns the placements between `source` and `target`, both left out.
 
-    Each step drops or adds one device type. Types are added first where the axis is free of
-    changing types, so that less data is gathered; then types are dropped, inner cuts before outer
-    ones, mesh_x first; then the remaining types are added, outer cuts first. What is dropped inside
-    of a stream leaves the stream, whose steps then have the same blocks on all these devices.
+    Each step removes or adds one device type:
+
+    - Types are added first where the axis has no changing types, so that less data is gathered.
+    - Then types are removed, inner cuts before outer ones, mesh_x first.
+    - Then the remaining types are added, outer cuts first.
+
+    If a type is removed inside a stream, the stream stays, and its steps have the same blocks on
+    all these devices.
     """
     changing = _changing_types(source, target)
     now = [without_streams(cuts) for cuts in source]
@@ -480,8 +500,10 @@ def _changing_types(source: Placement, target: Placement) -> set[ParallelType]:
 
 
 def _without(ptype: ParallelType, cuts: Cuts) -> Cuts:
-    """Returns the cuts around one over `ptype`, all if there is none, in an order of a stream's
-    that does not depend on it."""
+    """Returns the cuts outside the one over `ptype`, or all if there is none.
+
+    A stream's order of blocks no longer depends on `ptype`.
+    """
     depth = next((k for k, c in enumerate(cuts) if c.ptype is ptype), None)
     kept = without_streams(cuts) if depth is None else cuts[:depth]
     return tuple(replace(c, swizzle=None) if c.swizzle is ptype else c for c in kept)

@@ -1,7 +1,7 @@
-"""Questions about streams in host programs: which axis, in which memory, in which loop.
+"""Streams in fusions: which axis of a tensor is computed in steps, in which memory, in which loop.
 
-A tensor with a stream axis is computed in steps, one per block of the axis; `shard_fusion` has seen
-to it that an op in steps finds, of every operand, its blocks or the whole.
+A tensor with a stream axis is computed in steps, one per block of the axis. `shard_fusion` makes
+sure that an op in steps reads, of every operand, either the block of the same step or the whole.
 """
 
 from __future__ import annotations
@@ -64,10 +64,13 @@ from multidevice.sharding.reshard import (
 class StreamAxis:
     """The axis along which a tensor is computed in steps.
 
-    `position`: of the logical axis, reductions left out. `count`: the number of steps.
-    `is_logical`: the axis itself has the type, a step is one index; else a step is a block of
-    ceilDiv(n, count) of the device's n indices: the last may be shorter, and those behind it empty.
-    `swizzle`: step i has block (i + my coordinate along this device type) % count; None: block i.
+    - `position`: the position of the logical axis, without reductions.
+    - `count`: the number of steps.
+    - `is_logical`: the axis itself has the type, and a step is one index. Otherwise a step is a
+      block of ceilDiv(n, count) of the device's n indices. The last block may be shorter; blocks
+      after it are empty.
+    - `swizzle`: step i has block (i + this device's coordinate along the type) % count; None: block
+      i.
     """
 
     position: int
@@ -78,8 +81,10 @@ class StreamAxis:
 
 
 def stream_axes(tv: TensorView) -> tuple[StreamAxis, ...]:
-    """Returns the stream axis of a tensor, () for one that is computed at once; of a merged one the
-    axes that it merges, the outermost part of a step's number first."""
+    """Returns the stream axes of a tensor, () for one that is computed at once.
+
+    A merged stream axis has several; the outermost part of a step's number is first.
+    """
     positions = {a.number: p for p, a in enumerate(tv.domain.no_reductions)}
     return tuple(
         StreamAxis(positions[n], sc.as_scalar(cut.count), cut.whole, cut.swizzle, cut.ptype)
@@ -89,13 +94,14 @@ def stream_axes(tv: TensorView) -> tuple[StreamAxis, ...]:
 
 
 def stream_axis(tv: TensorView) -> StreamAxis | None:
-    """Returns the stream axis of a tensor, None for one that is computed at once; of a merged one
-    the first."""
+    """Returns the first stream axis of a tensor, None for one that is computed at once."""
     return next(iter(stream_axes(tv)), None)
 
 
 def dropped_axes_of(tv: TensorView, rank: int) -> tuple[int, ...]:
-    """Returns the axes of a kernel's operand `tv` that a slice of this rank lacks, in order."""
+    """Returns the axes of a kernel's operand `tv` that a slice with `rank` dimensions lacks, in
+    order.
+    """
     whole = sorted(s.position for s in stream_axes(tv) if s.is_logical)
     return tuple(whole) if tv.ndim - rank == len(whole) else ()
 
@@ -103,21 +109,27 @@ def dropped_axes_of(tv: TensorView, rank: int) -> tuple[int, ...]:
 def block_extents(tv: TensorView, block: Block = "first") -> tuple[Scalar, ...]:
     """Returns the symbolic shape of one step's block of a device's shard, without reductions.
 
-    "first": of all steps but the last that has elements, which may be shorter (and any behind it
-    has none: "empty"); "last": of that one. An axis that is a stream as a whole has 1.
+    `block` selects the step:
+
+    - "last": the last step that has elements; its block may be shorter than the others;
+    - "first": any step before it;
+    - "empty": a step after it.
+
+    An axis that is a stream as a whole has extent 1.
     """
     axes = zip(tv.domain.no_reductions, placement(tv), strict=True)
     return tuple(local_extent(tv.fusion.canonical(a.size), cuts, block) for a, cuts in axes)
 
 
 def held_extents(tv: TensorView) -> tuple[Scalar, ...]:
-    """Returns the shape of what one allocation of the tensor holds: a block, or a device's
-    shard."""
+    """Returns the shape of one allocation of the tensor: of a step's block, or of a device's
+    shard.
+    """
     return block_extents(tv) if is_allocated_per_step(tv) else local_extents(tv)
 
 
 def scatters_steps(op: TensorOp) -> bool:
-    """Whether each step of the operand's loop computes what one device gets of the result.
+    """Whether each step of the operand's loop computes the part of the result of one device.
 
     t [DIDx(K), stream(M), N], out [DIDx(M), N] = Reshard(t, ..., op = add)
     """
@@ -135,9 +147,11 @@ def scatters_steps(op: TensorOp) -> bool:
 
 @dataclass(frozen=True)
 class StreamLoop:
-    """Ops that may run in one loop over steps: `axes` stand for their stream axes, which are all
-    mapped, and no op of loop `order` needs what a later loop, or the whole of what this one, makes.
-    What scatters the steps of a loop is part of it.
+    """A loop over steps that ops may share.
+
+    `axes` identify the stream axes of the ops, which are all mapped to each other. No op of a loop
+    with a given `order` needs a result of a later loop, or the whole of a result of this one. An op
+    that scatters the steps of a loop belongs to it.
     """
 
     axes: tuple[int, ...]
@@ -145,16 +159,16 @@ class StreamLoop:
 
 
 class StreamLoops:
-    """The ops of a sharded fusion that run in steps, and those of them that may share a loop.
+    """The ops of a sharded fusion that run in steps, and the loops that they may share.
 
-    Two ops share one when their axes map and every path between them stays in step: nothing on it
-    needs a tensor of the loop as a whole. So making one node of each loop leaves the program
-    without cycles, also when unrelated ops stand between.
+    Two ops may share a loop when their axes map and every path between them stays in step: no op on
+    it needs the whole of a tensor of the loop. Then replacing each loop by one node makes no cycle
+    in the program, also when unrelated ops are between them.
     """
 
     def __init__(self, fusion: Fusion) -> None:
         self._fusion = fusion
-        # What is proved once.
+        # Caches of proofs.
         self._steps: dict[TensorView, bool] = {}
         self._proved: dict[tuple[TensorOp, int], bool] = {}
         self._order: dict[TensorOp, int] = {}
@@ -171,7 +185,8 @@ class StreamLoops:
             made_by = [d for d, _ in self._sources(op)]
             after = [self._order[d] + self._leaves(d, op) for d in made_by]
             self._order[op] = max(after, default=0)
-        # As late as its readers allow: what is read in step runs with its readers.
+        # Schedule each op as late as its readers allow: an op that is read in step runs with its
+        # readers.
         for op in reversed(fusion.exprs):
             readers = {u for out in op.outputs for u in fusion.uses(out)}
             before = [self._order[u] - self._leaves(op, u) for u in readers]
@@ -186,12 +201,12 @@ class StreamLoops:
         return self._loop.get(op)
 
     def may_share_kernel(self, a: TensorOp, b: TensorOp) -> bool:
-        """Whether two ops run in the same loop; or both in none, with no loop between them."""
+        """Whether two ops run in the same loop, or both in none with no loop between them."""
         is_loop = self._loop.get(a) == self._loop.get(b)
         return is_loop and self._order.get(a) == self._order.get(b)
 
     def fits_in_loop(self, tv: TensorView) -> bool:
-        """Whether nothing but steps of the tensor's own loop read it, each its own block."""
+        """Whether only steps of the tensor's own loop read it, each its own block."""
         definition = self._fusion.definition(tv)
         loop = None if definition is None else self._loop.get(definition)
         return loop is not None and all(
@@ -219,7 +234,7 @@ class StreamLoops:
                 self._same[max(a, b)] = min(a, b)
 
     def _parts(self, tv: TensorView) -> dict[ParallelType, int]:
-        """Returns what stands for each stream axis of a tensor."""
+        """Returns the representative of each stream axis of a tensor, by type."""
         found: dict[ParallelType, int] = {}
         for axis in tv.domain.loop:
             if axis.is_stream:
@@ -232,20 +247,20 @@ class StreamLoops:
     def _axes(self, tv: TensorView) -> tuple[int, ...]:
         made_by = tv.definition()
         if made_by is not None and is_step_slice(made_by):
-            # A slice that lacks some of the merged axes is one of its reader's loop.
+            # A slice that lacks some of the merged axes belongs to the loop of its reader.
             readers = (op.out_tensor for op in self._fusion.uses(tv))
             tv = max((tv, *readers), key=lambda t: len(step_parts(t)))
         return tuple(self._parts(tv)[ptype] for ptype in step_parts(tv))
 
     def _sources(self, op: TensorOp) -> Iterator[tuple[TensorOp, int]]:
-        """Yields the ops that make the op's operands, with the operands' indices."""
+        """Yields the ops that define the op's operands, with the operands' indices."""
         for index, operand in tensor_operands(op):
             made_by = self._fusion.definition(operand)
             if made_by is not None:
                 yield made_by, index
 
     def _leaves(self, op: TensorOp, reader: TensorOp) -> bool:
-        """Whether a reader needs more of an op in steps than its own step's block."""
+        """Whether a reader needs more of an op in steps than the block of its own step."""
         if scatters_steps(op):
             return True
         if not self._has_steps(op.out_tensor) or scatters_steps(reader):
@@ -258,10 +273,11 @@ class StreamLoops:
 
 
 def allocated_per_step(fusion: Fusion) -> set[TensorView]:
-    """Returns the intermediates that nothing reads but steps of their own loop, each its block.
+    """Returns the intermediates that only steps of their own loop read, each its own block.
 
-    Inputs and outputs are none: callers are outside of the loop; neither is a tensor of which a
-    step is one index, nor the slices of another. A view of a tensor in memory is in memory like it.
+    Left out are inputs and outputs, because callers are outside the loop; tensors whose steps are
+    single indices; and slices of other tensors. A view is allocated per step if and only if its
+    tensor is.
     """
     loops = StreamLoops(fusion)
     outside = {*fusion.inputs, *fusion.outputs}
@@ -291,8 +307,10 @@ def _may_be_view(op: TensorOp) -> bool:
 
 
 def is_single(tv: TensorView, position: int, *, in_steps: bool) -> bool:
-    """Whether a device's shard of a tensor, or a step's block of it, has one element along an axis:
-    then the axis may be anywhere in memory."""
+    """Whether a device's shard of a tensor, or a step's block of it, has one element along an axis.
+
+    Such an axis may be at any position in the memory order.
+    """
     axis = tv.domain.no_reductions[position]
     if is_plain_broadcast(axis) or sc.int_value(axis.size) == 1:
         return True
@@ -300,12 +318,13 @@ def is_single(tv: TensorView, position: int, *, in_steps: bool) -> bool:
 
 
 class StepMemory:
-    """The place of a step's block of a tensor in memory, and whether it has gaps.
+    """Decides whether one step's block of a tensor is dense in memory.
 
         y [istream{3}(i0), i1]     memory order (0, 1): dense     (1, 0): a block has gaps in y,
-                                   but not where each step has memory of its own
+                                   but not where each step has its own memory
 
-    The tensors with such memory are found anew when the ops of the fusion have changed.
+    The set of tensors with memory per step is computed again when the ops of the fusion have
+    changed.
     """
 
     def __init__(self, fusion: Fusion) -> None:
@@ -324,8 +343,10 @@ class StepMemory:
 
 
 def steps_outermost(tv: TensorView, order: list[int]) -> list[int]:
-    """Returns the memory order with a stream outermost of which a step is one index, or one of each
-    of the axes that it merges: its blocks lie in memory of the whole."""
+    """Returns the memory order with the stream axes outermost whose steps are single indices.
+
+    The blocks of these axes are in the memory of the whole tensor, and must be dense there.
+    """
     streams = [s.position for s in stream_axes(tv) if s.is_logical]
     if not streams or _is_dense_in_whole(tv, order):
         return order
@@ -341,7 +362,7 @@ def _is_dense_in_whole(tv: TensorView, order: Sequence[int]) -> bool:
 
 
 # ----------------------------------------------------------------------
-# Streams: what can be computed in steps, and with which block of each operand.
+# Which ops can be computed in steps, and which block of each operand a step needs.
 #
 # A tensor with a stream axis is computed block by block, one step of a loop for each. An op can be
 # computed so when one block of the result needs, of every operand, one block or the whole.
@@ -349,7 +370,7 @@ def _is_dense_in_whole(tv: TensorView, order: Sequence[int]) -> bool:
 
 # ------------------------------------------------------------------ one op
 def _stream_positions(tv: TensorView) -> list[tuple[int, Cut]]:
-    """Returns (position among all logical axes, cut) of the stream axis, or of all parts of it."""
+    """Returns (position among all logical axes, cut) of each stream axis."""
     return [(tv.domain.logical_numbers.index(n), cut) for n, cut in stream_cuts(tv)]
 
 
@@ -358,7 +379,8 @@ def _is_one_step(op: TensorOp) -> bool:
 
 
 def is_computable_in_steps(op: TensorOp) -> bool:
-    """Whether blocks along the stream axis of an op's results come from blocks of its operands.
+    """Whether blocks along the stream axis of an op's results depend only on blocks of its
+    operands.
 
     True without stream axes.
     """
@@ -374,12 +396,14 @@ def is_computable_in_steps(op: TensorOp) -> bool:
 
 
 def needed_blocks(op: TensorOp, index: int) -> dict[int, Cuts]:
-    """Returns of which axes of a tensor operand (positions without reductions) a step of the op
-    needs one block, and those axes' cuts, the stream's included; {} where it needs the whole.
+    """Returns the axes of a tensor operand of which a step of the op needs only one block.
+
+    The keys are positions without reductions; the values are the cuts of these axes, including the
+    stream's. Returns {} if a step needs the whole operand.
     """
     exchanged = exchanged_axes(op)
     if exchanged is not None:
-        # The block that is sent, not the one that is received.
+        # An exchange needs the block that it sends, not the one that it receives.
         return {exchanged[1]: placement(op.inputs[index])[exchanged[1]]}
     axes = op.inputs[index].domain.no_reductions
     return {
@@ -390,7 +414,9 @@ def needed_blocks(op: TensorOp, index: int) -> dict[int, Cuts]:
 
 
 def is_in_step(op: TensorOp, index: int) -> bool:
-    """Whether the blocks that the steps of an op need of an operand are the operand's own."""
+    """Whether each step of an op needs exactly the block of the operand that has the same
+    step.
+    """
     operand = op.inputs[index]
     needed, found = needed_blocks(op, index), stream_cuts(operand)
     if not needed or not found:
@@ -403,8 +429,8 @@ def is_in_step(op: TensorOp, index: int) -> bool:
     axes = operand.domain.no_reductions
     if {axes[p].number for p in needed} != {number for number, _ in found}:
         return False
-    # Blocks of one index may be counted with empty ones behind them, or without; and with an axis
-    # of extent 1, or without.
+    # Two ways to count the same blocks are equal: blocks of one index with or without empty ones
+    # after them, and with or without an axis of extent 1.
     by_number = {axes[p].number: cuts for p, cuts in needed.items()}
     are_cuts = all(
         any((c.ptype, c.count, c.whole) == (mine.ptype, mine.count, mine.whole) for c in cuts)
@@ -416,10 +442,11 @@ def is_in_step(op: TensorOp, index: int) -> bool:
 
 # ------------------------------------------------------------------ passes
 def drop_steps_of_devices(fusion: Fusion) -> None:
-    """Takes the stream from every reduced axis of which a device has one index: it has no steps.
+    """Removes the stream from every reduced axis of which a device has one index: it has no steps.
 
     c [DIDx, stream, N], out [rstream, DIDx, N] = sum(c)   ->   out [r, DIDx, N]
-    Users write it to say that the steps of `c` are reduced one by one, which `c` says as well.
+    Users write it to say that the steps of `c` are reduced one by one; the stream axis of `c` says
+    the same.
     """
     for op in fusion.exprs:
         if not isinstance(op, ReductionOp):
@@ -432,10 +459,10 @@ def drop_steps_of_devices(fusion: Fusion) -> None:
 
 
 def keep_computable_streams(fusion: Fusion, *, asked: Collection[TensorView] = ()) -> None:
-    """Takes the stream axis from every result that cannot be computed in steps along it, and the
-    devices' blocks inside of it.
+    """Removes the stream axis from every result that cannot be computed in steps along it.
 
-    Raises `UnsupportedError` naming op and axis when the user asked for it.
+    Device cuts inside it are removed, too. Raises `UnsupportedError`, with op and axis, for a
+    tensor in `asked`, where the user has put the stream axis.
     """
     for op in fusion.exprs:
         if is_computable_in_steps(op):
@@ -447,15 +474,18 @@ def keep_computable_streams(fusion: Fusion, *, asked: Collection[TensorView] = (
 
 
 def slice_operands(fusion: Fusion) -> None:
-    """Gives every op that is computed in steps its operands in the blocks that the steps need.
+    """Gives every op that is computed in steps its operands as the blocks that the steps need.
 
         y [stream(M), N] = add(x [M, N], b)  ->  s [stream(M), N] = Reshard(x, along stream)
                                                  y = add(s, b)
 
-    Afterwards an operand of such an op is in step with it, or used whole. Where the steps of a
-    communication need other blocks than the devices have, it comes first, as a whole; so does one
-    between devices that are at different blocks, because each starts with its own; and an op, a
-    reshape, whose blocks nobody can prove to be blocks of its operands.
+    Afterwards an operand of such an op is in step with it, or used whole. Three kinds of ops are
+    computed first, as a whole, and their results are sliced:
+
+    - a communication whose steps need other blocks than the devices have;
+    - a communication between devices that are at different blocks, because each starts with its
+      own;
+    - an op such as a reshape whose blocks cannot be proved to be blocks of its operands.
     """
     made: _Slices = {}
     for op in fusion.exprs:
@@ -463,7 +493,7 @@ def slice_operands(fusion: Fusion) -> None:
 
 
 def slice_per_loop(fusion: Fusion) -> None:
-    """Gives every loop slices of its own: outside of a loop, a slice names nothing."""
+    """Gives every loop its own slices: a slice has no meaning outside its loop."""
     slices = [op for op in fusion.exprs if isinstance(op, Reshard) and is_step_slice(op)]
     if not slices:
         return
@@ -481,7 +511,7 @@ def slice_per_loop(fusion: Fusion) -> None:
                 fusion.replace_uses(op.out, made[loop], where=lambda e, r=reader: e is r)
 
 
-# A whole, how its slices are cut, and the op that they are for if they are for that one alone.
+# (whole tensor, cuts of its slices, the op if the slices are for that op alone) -> the slice.
 _Slices = dict[tuple[TensorView, Placement, TensorOp | None], TensorView]
 
 
@@ -511,8 +541,11 @@ def _feed_steps(fusion: Fusion, op: TensorOp, made: _Slices) -> None:
 def _slice_key(
     op: TensorOp, operand: TensorView, cuts: Placement
 ) -> tuple[TensorView, Placement, TensorOp | None]:
-    """Returns what slices are found by: the parts of a merged axis that an operand has do not say,
-    alone, which step has which block."""
+    """Returns the key under which slices are cached.
+
+    If the operand has only some parts of a merged axis, the key includes the op. The parts alone do
+    not determine which step has which block.
+    """
     parts = {c.ptype for mine in cuts for c in mine if c.ptype.is_stream}
     return operand, cuts, None if parts == {*step_parts(op.out_tensor)} else op
 
@@ -532,15 +565,20 @@ def _mixes_rotated_steps(op: TensorOp) -> bool:
 
 
 def _moves_blocks_of_merged_axes(op: TensorOp) -> bool:
-    """Whether devices would communicate in steps of elements of one axis and blocks of another:
-    these have gaps in memory of the whole, and steps have none of their own."""
+    """Whether devices would communicate in steps of single elements of one axis and blocks of
+    another.
+
+    These have gaps in the memory of the whole tensor, and the steps have no memory of their own.
+    """
     cuts = [cut for _, cut in stream_cuts(op.out_tensor)]
     return len(cuts) > 1 and not all(cut.whole for cut in cuts) and is_resharding(op)
 
 
 def _find_slices(op: TensorOp, made: _Slices) -> dict[int, tuple[TensorView, int]] | None:
-    """Returns, by number, which block a step needs of each operand that is not in step, and the
-    axis to slice; None where some cannot be sliced."""
+    """Returns operand index -> (block that a step needs, position of the axis to slice).
+
+    It has the operands that are not in step. Returns None where some operand cannot be sliced.
+    """
     found: dict[int, tuple[TensorView, int]] = {}
     for index, operand in tensor_operands(op):
         needed, have = needed_blocks(op, index), placement(operand)
@@ -553,13 +591,13 @@ def _find_slices(op: TensorOp, made: _Slices) -> dict[int, tuple[TensorView, int
                 depth = len(outside_streams(cuts))
                 if outside_streams(have[position]) != cuts[:depth]:
                     return None
-                # The devices inside of a step are what it is about.
+                # The device cuts inside the step are the ones that the communication changes.
                 needed[position] = (*cuts[: depth + 1], *have[position][depth + 1 :])
         wanted = tuple(needed.get(p) or outside_streams(c) for p, c in enumerate(have))
         known = made.get(_slice_key(op, operand, wanted))
         block = known or copy_like(operand, operand.mesh, wanted)
         if have_different_shardings(replace_operand(op, index, block), index, STREAM_TYPES):
-            return None  # the same blocks, perhaps, but nobody can prove it
+            return None  # perhaps the same blocks, but this cannot be proved
         found[index] = block, min(needed)
     return found
 
@@ -574,8 +612,10 @@ def _is_ring(op: TensorOp, index: int) -> bool:
 
 
 def _is_read_both_ways(tv: TensorView) -> bool:
-    """Whether steps read a tensor's own blocks and steps read the whole: one kernel may do both,
-    and has to get both. A communication stands for itself.
+    """Whether some steps read a tensor's own blocks and others read the whole.
+
+    One kernel may do both and needs both tensors. Communications are left out: they are not in
+    kernels.
     """
     ways = {
         is_in_step(op, index)
@@ -590,7 +630,7 @@ def _is_read_both_ways(tv: TensorView) -> bool:
 def _compute_first(fusion: Fusion, op: TensorOp) -> list[TensorOp]:
     """Computes an op at once, and copies its results in steps; returns the ops that do so.
 
-    Where devices share each step, the op is computed in steps that are the same on all.
+    Where devices share each step, the op is computed in steps that are the same on all devices.
     """
     first, copies = op, list[TensorOp]()
     for out in op.outputs:
@@ -626,7 +666,7 @@ def _not_computable(op: TensorOp, out: TensorView) -> UnsupportedError:
     others = [o for o in op.outputs if _stream_positions(o) != _stream_positions(out)]
     why = "a block of the result is not made from blocks of the operands"
     if others and not types and not _is_one_step(op):
-        why = f"the same steps make {tensor_words(others[0])}, which does not stand on it"
+        why = f"the same op makes {tensor_words(others[0])}, which has no such axis on stream"
     return UnsupportedError(
         f"{op.name} cannot be computed in steps along {axis_words(out, axis)}: {why}"
         f"{user_code(op.where)}{in_ir(axis, out)}"

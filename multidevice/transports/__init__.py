@@ -1,12 +1,11 @@
-"""Transports: they move bytes between ranks and know no IR.
+"""Transports: they move bytes between ranks and know nothing of the IR.
 
-Question: how does a collective run on this machine?
-Imports: `fuser.support` and `multidevice.coordination`.
-Files, in reading order:
+Question: how does a collective run on this machine? Imports: `fuser.support` and
+`multidevice.coordination`. Files, in reading order:
 
 - `mpi`, `gloo`: CPU tensors, under mpirun and under torchrun.
 - `nccl`, `nccl_binding`: GPU tensors; the library's calls.
-- `peer_copy`, `peer_copy_cpu`, `peer_copy_cuda`: copies out of memory that a peer shows.
+- `peer_copy`, `peer_copy_cpu`, `peer_copy_cuda`: copies out of memory that a peer has shared.
 - `allreduce_kernel`: small sums between GPUs of a host, in one kernel.
 - `simulated`: ranks that are threads.
 """

@@ -1,17 +1,21 @@
-"""Allreduces of small messages, each one kernel over memory that the ranks of a host have mapped.
+"""Small allreduces, each one kernel over memory that the ranks of a host have mapped.
 
-A backend asks `AllreduceKernels` first, and carries out itself what that leaves. Whether a message
-is taken depends on the team, the size, the dtype and the reduction alone, so that all ranks decide
-alike; and a team either has mapped the areas of all its members, or none of them has.
+A backend first asks `AllreduceKernels` to take a call, and carries out the rest itself. The
+decision depends only on the team, the size, the dtype and the reduction, so it is the same on all
+ranks. A team either has mapped the areas of all its members, or none of them.
 
-The kernels of a team are matched by their order alone, as collectives of a library are: each rank
-runs them one after another, in the order in which its host starts them, whatever streams they are
-on and whatever graphs they are captured in (`LaunchOrder`). So they may share one area per rank,
-and a rank may replay from a graph what another one launches.
+The kernels of a team are matched by their order alone, like the collectives of a library. Each rank
+runs them one after another, in the order in which its host starts them, on any streams and in any
+graphs (`LaunchOrder`). Therefore they may share one area per rank, and one rank may replay a kernel
+from a graph while another launches it directly.
 
-A kernel that waits for a rank longer than `FUSER_TIMEOUT_S` writes a report into memory of the
-host and ends; later ones of the team do nothing. Whoever asks for a result then, starts the next
-allreduce, or else the thread that watches the job, says which rank is missing.
+A kernel that waits for a rank longer than `FUSER_TIMEOUT_S` writes a report into host memory and
+ends. Later kernels of the team do nothing. An error that names the missing rank is then raised in
+one of these places, whichever is first:
+
+- a wait for a result,
+- the start of the next allreduce,
+- the thread that watches the job.
 """
 
 from __future__ import annotations
@@ -64,13 +68,15 @@ class MappedMemory(Protocol):
         ...
 
     def name_of(self, tensor: torch.Tensor) -> tuple[tuple[int, ...], int] | None:
-        """Returns how peers call the memory of a tensor, and the bytes from its beginning."""
+        """Returns the name by which peers map a tensor's memory, and the tensor's offset in it in
+        bytes.
+        """
         ...
 
     def mapped(self, name: tuple[int, ...], peer: int) -> int:
-        """Returns the address at which this process sees the memory of a peer.
+        """Returns the address of a peer's memory in this process.
 
-        Raises `UnsupportedError` where it cannot.
+        Raises `UnsupportedError` where it cannot be mapped.
         """
         ...
 
@@ -80,15 +86,23 @@ class MappedMemory(Protocol):
 
 
 class OrdersLaunches(Protocol):
-    """See `LaunchOrder`."""
+    """The interface of `LaunchOrder`."""
 
-    def before(self, stream: int) -> bool: ...
+    def before(self, stream: int) -> bool:
+        """Same as `LaunchOrder.before`: called before a launch on a stream."""
+        ...
 
-    def after(self, stream: int, is_captured: bool) -> None: ...
+    def after(self, stream: int, is_captured: bool) -> None:
+        """Same as `LaunchOrder.after`: called after a launch."""
+        ...
 
-    def is_capturing(self, stream: int) -> bool: ...
+    def is_capturing(self, stream: int) -> bool:
+        """Same as `GraphDriver.is_capturing`: whether a stream is being captured."""
+        ...
 
-    def is_done(self, stream: int) -> bool: ...
+    def is_done(self, stream: int) -> bool:
+        """Same as `GraphDriver.is_done`: whether a stream has done all its work."""
+        ...
 
 
 Key = tuple[torch.dtype, RedOp, Way]
@@ -96,7 +110,7 @@ Key = tuple[torch.dtype, RedOp, Way]
 
 @dataclass(eq=False)
 class _Area:
-    """What a team has: this rank's area, where it sees those of the others, and what runs there."""
+    """The area of this rank for a team, the addresses of the others' areas, and its kernels."""
 
     team: Team
     me: int
@@ -106,7 +120,7 @@ class _Area:
     order: OrdersLaunches
     kernels: dict[Key, CompiledKernel] = field(default_factory=dict[Key, CompiledKernel])
     launches: Recent[object, _Launches] = field(default_factory=lambda: Recent(_MAX_LAUNCHES))
-    # What launches are for, by tag.
+    # The call that a launch belongs to -> the launch's tag.
     tags: dict[str, int] = field(default_factory=dict[str, int])
 
     def __post_init__(self) -> None:
@@ -118,15 +132,15 @@ class _Area:
         return self.tags.setdefault(what, len(self.tags))
 
     def failure(self) -> str:
-        """Returns what a kernel that gave up has reported; "" where none has."""
+        """Returns the report of a kernel that gave up, as text; "" where there is none."""
         if not self.words[0]:
             return ""
         _, missing, tag, number, _ = self.words
         what = next((text for text, k in self.tags.items() if k == tag), "")
         return (
             f"rank {self.team[self.me]}: {what or 'an allreduce'} did not complete within "
-            f"{options.timeout_s():g} s (FUSER_TIMEOUT_S): rank {self.team[missing]} has not come "
-            f"to the kernel of this allreduce, number {number} of team {team_text(self.team)}"
+            f"{options.timeout_s():g} s (FUSER_TIMEOUT_S): rank {self.team[missing]} has not "
+            f"started the kernel of this allreduce, number {number} of team {team_text(self.team)}"
         )
 
     def check(self) -> None:
@@ -136,7 +150,7 @@ class _Area:
             raise CommunicationTimeout(self.failure())
 
     def mark_read(self) -> None:
-        """Lets a kernel that gave up end."""
+        """Marks the report as read, so that the kernel that gave up can end."""
         self.words[REPORT_WORDS - 1] = 1
 
 
@@ -154,7 +168,7 @@ class _Launches:
         self._found: dict[int, tuple[Any, ...]] = {}
 
     def run(self, out: int, inp: int, stream: int) -> None:
-        """Launches on the tensors at these addresses.
+        """Launches the kernel on the tensors at these addresses.
 
         Raises `CommunicationTimeout` where an earlier kernel of the team gave up.
         """
@@ -190,10 +204,10 @@ class _KernelWork:
         self._control, self._area, self._call, self._stream = control, area, call, stream
 
     def wait(self) -> None:
-        """Returns at once: later work on the stream comes after the kernel."""
+        """Returns at once: the stream orders later work after the kernel."""
 
     def synchronize(self) -> None:
-        """See `Work.synchronize`; polls the stream under the deadline."""
+        """Implements `Work.synchronize`: polls the stream until the deadline."""
         area = self._area
 
         def is_done() -> bool:
@@ -210,7 +224,7 @@ class _KernelWork:
 class AllreduceKernels:
     """The allreduces of one backend that are one kernel each.
 
-    `largest_nbytes` bounds the messages; `make_memory` and `make_order` are called when the first
+    `largest_nbytes` bounds the messages. `make_memory` and `make_order` are called when the first
     team needs them.
     """
 
@@ -225,21 +239,22 @@ class AllreduceKernels:
         self._control, self._device, self._largest = control, device, largest_nbytes
         self._make_memory, self._make_order = make_memory, make_order
         self._memory: MappedMemory | None = None
-        # None: its members cannot map each other's memory, and why.
+        # None: its members cannot map each other's memory; the reason is in `why_not`.
         self._areas: dict[Team, _Area | None] = {}
         self.why_not: dict[Team, str] = {}
-        # Of teams that were given up: graphs may still launch kernels there.
+        # The areas of teams that were dropped after an error: graphs may still launch kernels
+        # there.
         self._kept: list[_Area] = []
         self._told: set[_Area] = set()
         control.on_lost.append(self._forget)
 
     @property
     def is_used(self) -> bool:
-        """Whether there may be kernels under way."""
+        """Whether kernels may be running."""
         return any(self._areas.values())
 
     def takes(self, call: CollectiveCall) -> bool:
-        """Whether a call is one kernel; all members of its team answer alike."""
+        """Whether a call is one kernel; the answer is the same on all members of its team."""
         if call.row is not ALLREDUCE or call.inp is None or call.reduce is None:
             return False
         count, dtype = call.inp.numel(), call.inp.dtype
@@ -249,9 +264,10 @@ class AllreduceKernels:
         return is_known(dtype, call.reduce) and self._areas.get(call.team, self) is not None
 
     def start(self, call: CollectiveCall, stream: int) -> Work | None:
-        """Starts a call on a stream; None where it is left to the backend.
+        """Starts a call on a stream; None where the backend must carry it out.
 
-        Raises `CommunicationError` for what is captured and was never called before.
+        Raises `CommunicationError` for a captured call that was never made outside a capture
+        before.
         """
         if not self.takes(call):
             return None
@@ -264,15 +280,17 @@ class AllreduceKernels:
         return _KernelWork(self._control, area, call, stream)
 
     def bind(self, call: CollectiveCall) -> Post | None:
-        """Returns how to start calls like this one, which this object takes; None where this rank
-        has not started one before."""
+        """Returns a function that starts calls like this one, for which `takes` is true.
+
+        Returns None where this rank has not started one before.
+        """
         if self._areas.get(call.team) is None:
             return None
         found = self._launches(call)
         assert found is not None, "the team has an area"
         area, launches = found
         areas, team, key, enter = self._areas, call.team, call.key, self._control.ledger.enter
-        # What a launch depends on is the size alone.
+        # A launch depends on the size alone, so the contents of the tensors need not be kept.
         call = replace(call, out=_without_contents(call.out), inp=_without_contents(call.inp))
 
         def start(out: int, inp: int, stream: int) -> Work:
@@ -281,8 +299,8 @@ class AllreduceKernels:
                 again = self._launches(call)
                 if again is None:  # where it could before
                     raise UnsupportedError(
-                        f"{call.describe()}: rank {self._control.rank} has given up the memory "
-                        "that it shared with its peers, and cannot share any again"
+                        f"{call.describe()}: rank {self._control.rank} has dropped the memory that "
+                        "it shared with its peers after an error, and cannot share memory again"
                     )
                 area, launches = again
             enter(key)
@@ -292,9 +310,10 @@ class AllreduceKernels:
         return start
 
     def failure(self) -> str:
-        """Returns what a kernel has reported and nobody has read; "" where there is nothing.
+        """Returns the report of a kernel that nobody has read; "" where there is none.
 
-        What is new is left to those who wait for it, until it is asked for again.
+        The first call leaves a new report to the ranks that wait for the result; the next call
+        returns it.
         """
         for area in (*self._areas.values(), *self._kept):
             if area is None or not area.words[0] or area.words[REPORT_WORDS - 1]:
@@ -311,7 +330,8 @@ class AllreduceKernels:
 
     # ------------------------------------------------------------ teams
     def _launches(self, call: CollectiveCall) -> tuple[_Area, _Launches] | None:
-        """Returns where a call that fits runs, and as what; None for a team that cannot.
+        """Returns the area and the launches of a call for which `takes` is true; None for a team
+        without areas.
 
         Collective over the team at first use.
         """
@@ -339,8 +359,8 @@ class AllreduceKernels:
     def _check_not_captured(self, what: str) -> None:
         if self._device.type == "cuda" and torch.cuda.is_current_stream_capturing():
             raise CommunicationError(
-                f"{what}: its first call makes memory and loads a kernel, which no CUDA graph can "
-                "capture: call it once before"
+                f"{what}: its first call allocates memory and loads a kernel, which a CUDA graph "
+                "cannot capture: call it once before the capture"
             )
 
     def _compile(self, size: int, key: Key) -> CompiledKernel:
@@ -348,7 +368,9 @@ class AllreduceKernels:
         return kernel
 
     def _connect(self, team: Team, key: Key) -> _Area | None:
-        """Makes the area and maps those of the others; None, on all members, where one cannot."""
+        """Makes the area and maps those of the others; None, on all members, where one of them
+        cannot.
+        """
         area, hello = None, {"why": "FUSER_DISABLE=allreduce_kernel"}
         if not options.disabled("allreduce_kernel"):
             try:
@@ -364,7 +386,7 @@ class AllreduceKernels:
                 self._map(area, others)
             except UnsupportedError as error:
                 why = f"rank {self._control.rank}: {error}"
-        # Nobody writes into an area that is still to be cleared.
+        # Wait for all members, so that none writes into an area that is not cleared yet.
         answers = self._told_by(team, {"why": why}).values()
         why = next((one["why"] for one in answers if one["why"]), "")
         if why:
@@ -373,7 +395,7 @@ class AllreduceKernels:
         return area
 
     def _told_by(self, team: Team, mine: dict[str, Any]) -> dict[int, dict[str, Any]]:
-        """Returns what each member of a team says."""
+        """Returns the answer of each member of a team."""
         answers = self._control.exchange(json.dumps(mine).encode(), team=team)
         return dict(zip(team, map(json.loads, answers), strict=True))
 
@@ -402,7 +424,7 @@ class AllreduceKernels:
         return area, {"host": host(), "name": name, "at": at}
 
     def _forget(self, key: Calls) -> None:
-        """Gives up the area of a team whose members no longer agree where they are."""
+        """Drops the area of a team whose members no longer count its calls equally."""
         area = self._areas.pop(key.team, None)
         if area is not None:
             self._kept.append(area)

@@ -1,7 +1,7 @@
-"""Gloo on torch's TCP store: control and CPU data of jobs that torchrun or Slurm started.
+"""Gloo on torch's TCP store: control channel and CPU data of jobs started by torchrun or Slurm.
 
-One torch process group per team is built directly, so torch's default group stays the user's. The
-control channel is the store alone.
+One torch process group per team is created directly, so torch's default group remains the user's.
+The control channel uses only the store.
 """
 
 from __future__ import annotations
@@ -43,18 +43,18 @@ from multidevice.transports.base.collectives import (
 )
 from multidevice.transports.base.protocol import Work
 
-# Gloo's own wait is cut into slices, between which the peers are looked at.
+# Gloo's own wait is divided into slices, between which the peers are checked.
 _WORK_SLICE = timedelta(milliseconds=10)
 _FINISH_SLEEP_S = 0.01
-# After a transport error, how long to listen for the peer's own account of what happened.
+# After a transport error, how long to wait for the peer's announcement of the cause.
 _LISTEN_S = 1.5
 
 
 class StoreControl(JobControl):
-    """The control channel over a TCP store: rank 0's own, or the one of torchrun's agent.
+    """The control channel over a TCP store: rank 0's own store, or that of torchrun's agent.
 
     Raises:
-        CommunicationError: the store cannot be reached or its port is taken; names host and port.
+        CommunicationError: the store cannot be reached or its port is in use; names host and port.
     """
 
     def __init__(self, launch: LauncherInfo) -> None:
@@ -78,17 +78,20 @@ class StoreControl(JobControl):
         keys = [f"{step.key}/{step.seq}/{part}/{rank}" for rank in step.team]
         mine = keys[step.team.index(self.rank)]
         try:
-            # A leading byte, because the store cannot tell an empty value from none.
+            # A leading byte, because the store cannot distinguish an empty value from a missing
+            # one.
             self.store.set(mine, b"+" + payload)
             self.poll_until(lambda: self.store.check(keys), what=step.describe, needs=step.needs)
             values = [value[1:] for value in self.store.multi_get(keys)]
         except CommunicationTimeout as error:
             pairs = zip(step.team, keys, strict=True)
             late = [rank for rank, key in pairs if not self.store.check([key])]
-            raise CommunicationTimeout(f"{error}; ranks {team_text(late)} have not come") from error
+            raise CommunicationTimeout(
+                f"{error}; ranks {team_text(late)} have not entered it"
+            ) from error
         except torch.distributed.DistError as error:
-            raise PeerError(f"the job's store is gone in {step.describe()}: {error}") from error
-        # Whoever enters operation n has left n - 2 behind, on every rank.
+            raise PeerError(f"the job's store was lost in {step.describe()}: {error}") from error
+        # A rank that enters operation n knows that every rank has finished operation n - 2.
         stale = self._stale.setdefault(step.key, [])
         stale.append(mine)
         if len(stale) > 4:
@@ -96,7 +99,7 @@ class StoreControl(JobControl):
         return values
 
     def listen(self) -> None:
-        """Takes in the announcements that have arrived."""
+        """Records the announcements that have arrived."""
         with self._listening:
             count = self.store.add("events", 0)
             while self._heard < count:
@@ -109,18 +112,20 @@ class StoreControl(JobControl):
                     self.peers.record(event)
 
     def announce(self, event: Event) -> None:
-        """Puts the event into the store."""
+        """Writes the event to the store."""
         try:
             self.store.set(f"event/{self._claim()}", event.encode())
         except torch.distributed.DistError:
-            return  # Rank 0 served the store and is gone: nobody is left to hear.
+            return  # Rank 0 served the store and has ended: no rank can read it.
 
     def _claim(self) -> int:
-        # The number is claimed before the event is written: a reader waits for the gap to fill.
+        # The number is reserved before the event is written: a reader waits for the missing event.
         return self.store.add("events", 1)
 
     def finish(self) -> None:
-        """Waits until all peers have announced too: rank 0 may serve the store and leaves last."""
+        """Waits until all peers have announced that they leave; rank 0 may serve the store and
+        leaves last.
+        """
         try:
             if not self.wait_for_leavers(lambda: time.sleep(_FINISH_SLEEP_S)):
                 return
@@ -129,7 +134,7 @@ class StoreControl(JobControl):
             return  # Rank 0 served the store and has left after all others announced.
 
     def _leave_store(self) -> None:
-        """Lets the rank that serves the store wait for the last reader."""
+        """Makes the rank that serves the store wait for the last reader."""
         gone = self.store.add("gone", 1)
         if self.rank != 0 or uses_agent_store():
             return
@@ -174,7 +179,7 @@ def _open_store(launch: LauncherInfo) -> Any:
 
 
 class _GlooWork:
-    """Torch works in flight; torch holds their buffers."""
+    """Started torch works; torch keeps their buffers alive."""
 
     def __init__(
         self, backend: GlooBackend, works: list[Any], call: CollectiveCall | Exchange
@@ -184,7 +189,7 @@ class _GlooWork:
         self._call = call
 
     def wait(self) -> None:
-        """See `Work.wait`."""
+        """Implements `Work.wait`: waits until the buffers may be used."""
         control = self._backend.control
         for work in self._works:
             try:
@@ -200,25 +205,25 @@ class _GlooWork:
         self._works = []
 
     def synchronize(self) -> None:
-        """See `Work.synchronize`."""
+        """Implements `Work.synchronize`: waits until the data has arrived."""
         self.wait()
 
 
 def _is_done(work: Any) -> bool:
-    """Waits a moment for a torch work, asleep, because gloo's own threads need the core."""
+    """Waits a moment for a torch work, without using the core, which gloo's own threads need."""
     try:
         work.wait(_WORK_SLICE)
     except RuntimeError:
         if not work.is_completed():
             return False
-        # The work may have ended just after the slice: ask again, its own failure raises again.
+        # The work may have ended just after the slice. Ask again: its own failure is raised again.
         work.wait(_WORK_SLICE)
     return True
 
 
 class _Transfer:
-    """A gloo send or receive: its only completion test is a blocking wait, which a thread
-    performs.
+    """A gloo send or receive. Its only test for completion is a blocking wait, which a thread
+    makes.
     """
 
     def __init__(self, work: Any, timeout: timedelta) -> None:
@@ -237,7 +242,7 @@ class _Transfer:
         return not self._thread.is_alive()
 
     def wait(self, timeout: timedelta) -> None:
-        """Waits; raises the transfer's error, or an error of its own when it is not done."""
+        """Waits; raises the transfer's error, or a RuntimeError when it is not done in time."""
         self._thread.join(timeout.total_seconds())
         if self._thread.is_alive():
             raise RuntimeError("not done yet")
@@ -254,12 +259,14 @@ class GlooBackend(CheckedBackend):
         super().__init__(control.rank, control.size, control.ledger)
         self.control = control
         self._groups: dict[Team, Any] = {}
-        # Groups with work in flight, whose end would wait for it.
+        # Dropped groups with unfinished work: to destroy them would wait for it.
         self._lost: list[Any] = []
         control.on_lost.append(self._forget)
 
     def _forget(self, key: Calls) -> None:
-        """Drops the group of a stream of calls: what is left in it must not be matched."""
+        """Drops the groups of a sequence of calls: later calls must not match leftover
+        messages.
+        """
         for team in list(self._groups):
             if is_of(key, self.name, team):
                 self._lost.append(self._groups.pop(team))
@@ -269,7 +276,8 @@ class GlooBackend(CheckedBackend):
             raise InputError(f"backend gloo takes CPU tensors, found one on {tensor.device}")
 
     def _timeout(self) -> timedelta:
-        # Longer than our own deadline, so that the error is ours and names the operation.
+        # Longer than the control channel's deadline, so that its error, which names the operation,
+        # is raised.
         return timedelta(seconds=options.timeout_s() + 10)
 
     def _group(self, team: Team) -> Any:
@@ -278,11 +286,12 @@ class GlooBackend(CheckedBackend):
         if group is None:
             dist: Any = import_module("torch.distributed")
 
-            # Gloo's own rendezvous blocks: the members meet first, where peers are watched.
+            # Gloo's own rendezvous blocks, so the members first synchronise where peers are
+            # watched.
             self.control.exchange(b"gloo", team=team)
-            # Every group has a place of its own in the store, also one that replaces another.
-            meeting = self.control.ledger.entered[Calls(WITHIN_CALLS, team)]
-            store = dist.PrefixStore(f"gloo {team_text(team)} {meeting}", self.control.store)
+            # Every group has its own prefix in the store, also one that replaces another.
+            number = self.control.ledger.entered[Calls(WITHIN_CALLS, team)]
+            store = dist.PrefixStore(f"gloo {team_text(team)} {number}", self.control.store)
             # The option class has no public name, but it is the only way to choose the interface.
             opts = dist.ProcessGroupGloo._Options()
             opts._timeout = self._timeout()
@@ -303,7 +312,9 @@ class GlooBackend(CheckedBackend):
         return group
 
     def explain(self, error: RuntimeError, call: CollectiveCall | Exchange) -> CommunicationError:
-        """Returns the peer's announced failure behind a transport error, or the error itself."""
+        """Returns the peer's announced failure that caused a transport error, or the error
+        itself.
+        """
         stop = time.monotonic() + _LISTEN_S
         try:
             poll_until(
@@ -316,7 +327,7 @@ class GlooBackend(CheckedBackend):
         except CommunicationError as found:
             return found
         except RuntimeError as lost:
-            return PeerError(f"the job's store is gone in {call.describe()}: {lost}")
+            return PeerError(f"the job's store was lost in {call.describe()}: {lost}")
         return CommunicationError(f"{call.describe()} failed on rank {self.rank}: {error}")
 
     def _start(self, call: CollectiveCall) -> Work:
@@ -403,7 +414,9 @@ def _reduce(group: Any, call: CollectiveCall) -> list[Any]:
 
 
 class _ReduceParts:
-    """An all-to-all followed by the local reduction of the parts: half an allreduce's traffic."""
+    """An all-to-all followed by the local reduction of the parts: half the traffic of an
+    allreduce.
+    """
 
     def __init__(self, work: Any, parts: torch.Tensor, call: CollectiveCall) -> None:
         self._work = work

@@ -1,11 +1,13 @@
 """MPI through mpi4py: the control channel of MPI jobs, and the data backend of their CPU tensors.
 
-All operations are nonblocking and polled, since a blocking MPI call neither ends at a deadline
-nor shares its core. After start-up no communicator is made: that would block, and ranks that an
-error has parted could never be sure of all being there. MPI's own collectives serve the team of all
-ranks while these are in step; other teams, and ranks that fell out of step, exchange messages whose
-tags tell calls apart. Data and control have communicators of their own, so that they never mix with
-each other or with the user's traffic on MPI.COMM_WORLD.
+All operations are nonblocking and polled: a blocking MPI call has no deadline, and does not share
+its core. No communicator is made after start-up: that would block, and after an error a rank could
+never be sure that all others take part.
+
+MPI's own collectives are used in the team of all ranks while the ranks are in step. Other teams,
+and ranks that are out of step, exchange messages; tags tell the calls apart. Data and control have
+separate communicators, so they never mix with each other or with the user's traffic on
+MPI.COMM_WORLD.
 """
 
 from __future__ import annotations
@@ -59,7 +61,7 @@ _DTYPES = {
 
 
 def _no_mpi4py(error: Exception) -> str:
-    """Returns what to do where mpi4py cannot be imported, or finds no MPI."""
+    """Returns the message for the user when mpi4py cannot be imported, or finds no MPI."""
     python = sys.executable or "python"
     if isinstance(error, ModuleNotFoundError) and error.name == "mpi4py":
         remedy = f"{python} -m pip install 'mpi4py>=4.1,<5' installs it"
@@ -69,13 +71,13 @@ def _no_mpi4py(error: Exception) -> str:
             "this mpirun"
         )
     return (
-        f"a job of mpirun needs mpi4py and its MPI library, and there is none ({error}): {remedy}; "
+        f"a job of mpirun needs mpi4py and an MPI library, and one is missing ({error}): {remedy}; "
         "torchrun starts ranks without MPI"
     )
 
 
 class MpiControl(JobControl):
-    """The control channel over MPI; also makes and keeps the communicators of teams.
+    """The control channel over MPI; it also creates the communicators for control, data and events.
 
     Raises:
         CommunicationError: mpi4py's MPI is not the one whose launcher started this job.
@@ -83,8 +85,8 @@ class MpiControl(JobControl):
 
     def __init__(self, rank: int, size: int) -> None:
         super().__init__(rank, size)
-        # MPI_Init runs when mpi4py.MPI is imported, holds the interpreter lock, and waits for all
-        # ranks: only a watchdog in C can end it when a rank never arrives.
+        # MPI_Init runs when mpi4py.MPI is imported. It holds the interpreter lock and waits for all
+        # ranks, so only a watchdog in C can end it when a rank never starts.
         faulthandler.dump_traceback_later(options.timeout_s(), exit=True)
         try:
             from mpi4py import MPI
@@ -101,15 +103,15 @@ class MpiControl(JobControl):
                 f"({MPI.Get_library_version().split(',')[0].strip()})"
             )
         self._posted: list[MPI.Request] = []
-        # Requests of waits that ended with an error still write to their buffers; an error may keep
-        # even their objects from this process, so the buffers themselves are held.
+        # Requests of waits that ended with an error still write to their buffers. The error may
+        # make even the request objects inaccessible, so the buffers themselves are kept here.
         self.unfinished: list[object] = []
         self.tags = 1 + (world.Get_attr(MPI.TAG_UB) or 32767)
         self._control = self._duplicate("control")
         self.data = self._duplicate("data")
         self._events = self._duplicate("event")
-        # All ranks have come out of MPI_Init, so MPICH's segments need no name any more: they
-        # would stay behind if the job were killed.
+        # All ranks have finished MPI_Init, so MPICH's segments no longer need names. The names
+        # would be left behind if the job were killed.
         shared_page.unlink_mpich_segments()
 
     def _duplicate(self, channel: str) -> MPI.Intracomm:
@@ -119,8 +121,9 @@ class MpiControl(JobControl):
         return comm
 
     def tag(self, key: Calls, seq: int) -> int:
-        """Returns the tag of a call's messages. What an abandoned call has left behind never
-        matches a later one: their numbers differ.
+        """Returns the tag of a call's messages.
+
+        Messages of an abandoned call never match a later call, because their numbers differ.
         """
         return (zlib.crc32(str(key).encode()) + seq) % self.tags
 
@@ -147,7 +150,7 @@ class MpiControl(JobControl):
         return [bytes(part) for part in found.values()]
 
     def listen(self) -> None:
-        """Takes in the announcements that have arrived."""
+        """Records the announcements that have arrived."""
         status = self.mpi.Status()
         # A matched probe, because the guard's thread may listen at the same time.
         while message := self._events.Improbe(self.mpi.ANY_SOURCE, _EVENT_TAG, status):
@@ -166,7 +169,9 @@ class MpiControl(JobControl):
                 self._posted.append(self._events.Isend(message, rank, _EVENT_TAG))
 
     def finish(self) -> None:
-        """Keeps MPI progressing until all peers have announced too, or the deadline has passed."""
+        """Keeps MPI progressing until all peers have announced that they leave, or until the
+        deadline.
+        """
         if self.mpi.Is_finalized():
             return
         sleep_s = 0.0
@@ -177,7 +182,7 @@ class MpiControl(JobControl):
             time.sleep(sleep_s)
             sleep_s = min(_FINISH_SLEEP_S, sleep_s + _FINISH_SLEEP_S / 20)
 
-        # MPI_Finalize and the launcher take over from here.
+        # After this, MPI_Finalize and the launcher wait for the other ranks.
         self.wait_for_leavers(progress)
 
     def abort(self, code: int) -> None:
@@ -189,7 +194,9 @@ class MpiControl(JobControl):
 
 
 class MpiWork:
-    """A communication in steps: the requests of each are posted when the last ones have ended."""
+    """A communication in steps: the requests of a step are posted when those of the last have
+    ended.
+    """
 
     def __init__(
         self,
@@ -199,12 +206,14 @@ class MpiWork:
     ) -> None:
         self._control = control
         self._steps = steps
-        # Named here because requests do not keep the tensors alive.
+        # Kept here because requests do not keep the tensors alive.
         self._call = call
         self._requests = next(steps, None)
 
     def done(self) -> bool:
-        """Progresses MPI, goes on as far as possible, and returns whether all steps have ended."""
+        """Progresses MPI and the steps as far as possible; returns whether all steps have
+        ended.
+        """
         testall = self._control.mpi.Request.Testall
         while self._requests is not None and testall(self._requests):
             try:
@@ -215,13 +224,13 @@ class MpiWork:
         return self._requests is None
 
     def wait(self) -> None:
-        """See `Work.wait`."""
+        """Implements `Work.wait`: waits until the buffers may be used."""
         if self._requests is not None:
             self._control.poll_until(self.done, what=self._call.describe, needs=self._call.needs)
         self._control.works.discard(self)
 
     def synchronize(self) -> None:
-        """See `Work.synchronize`."""
+        """Implements `Work.synchronize`: waits until the data has arrived."""
         self.wait()
 
 
@@ -236,12 +245,12 @@ class MpiBackend(CheckedBackend):
         self.control = control
         self.mpi = control.mpi
         self._world_key = Calls(self.name, control.world)
-        # In the ledger, so that ranks that disagree about it find out with the other counts.
+        # In the ledger, so that ranks that differ in it find out when they compare their counts.
         self._direct_key = Calls(f"direct {self.name}", control.world)
         control.on_lost.append(self._forget)
 
     def _forget(self, key: Calls) -> None:
-        """Gives up MPI's own collectives: what is left in the communicator must not be matched."""
+        """Stops using MPI's own collectives: later calls must not match leftover messages."""
         if key == self._world_key:
             self.control.ledger.entered[self._direct_key] = 1
 
@@ -288,7 +297,7 @@ class MpiBackend(CheckedBackend):
         except BaseException:
             self.control.unfinished.append(call)
             raise
-        # Even if nobody waits for it, its requests use its buffers, and the others need it.
+        # Keep it even if no rank waits for it: its requests use its buffers, and the peers need it.
         works = self.control.works
         if len(works) >= 64:
             works -= {old for old in works if old.done()}

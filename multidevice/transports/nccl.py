@@ -1,12 +1,16 @@
-"""NCCL on the current CUDA stream, or on the stream that the caller gives.
+"""NCCL on the current CUDA stream, or on a stream that the caller passes.
 
-A collective is enqueued and ordered by its stream alone, so `wait` does nothing: the host
-program's stream switches are the whole truth, and collectives can be captured in a CUDA graph.
-Communicators are made per team at first use; call what is captured once before.
+A collective is enqueued, and its stream alone orders it. `wait` therefore does nothing: the stream
+switches of the host program define the order, and a CUDA graph can capture collectives. A
+communicator is created at the first use of a team, so each call must be made once before it is
+captured.
 
-An allreduce of at most MAX_NBYTES among GPUs of one host that can map each other's memory
-is not NCCL's: it is one kernel (`peer_allreduce`). A team in which ranks share a GPU, which NCCL
-refuses, communicates through the memory of the host (`staged`).
+Two kinds of calls do not use NCCL:
+
+- An allreduce of at most MAX_NBYTES among GPUs of one host that can map each other's memory is one
+  kernel (`peer_allreduce`).
+- A team in which ranks share a GPU, which NCCL refuses, communicates through host memory
+  (`Staging`).
 """
 
 from __future__ import annotations
@@ -59,12 +63,12 @@ from multidevice.transports.nccl_binding import (
     load_binding,
 )
 
-# How long freeing communicators may take: NCCL waits for graphs that hold them.
+# How long to wait until communicators are freed: NCCL waits for graphs that use them.
 _ABORT_LIMIT_S = 10.0
 
 
 class _StreamWork:
-    """Work on a stream; the stream orders everything that follows it."""
+    """A communication on a stream, which orders all later work after it."""
 
     def __init__(
         self, backend: NcclBackend, comm: NcclComm, stream: int, call: CollectiveCall | Exchange
@@ -75,10 +79,10 @@ class _StreamWork:
         self._call = call
 
     def wait(self) -> None:
-        """Returns at once: later work on the stream comes after the communication."""
+        """Returns at once: the stream orders later work after the communication."""
 
     def synchronize(self) -> None:
-        """See `Work.synchronize`; polls the stream under the deadline."""
+        """Implements `Work.synchronize`: polls the stream until the deadline."""
         stream = stream_at(self._stream, self._backend.device)
 
         def done() -> bool:
@@ -105,18 +109,22 @@ class NcclBackend(CheckedBackend):
         kernels_nbytes: int = MAX_NBYTES,
         on_cpu: Callable[[], Backend] | None = None,
     ) -> None:
-        """`kernels_nbytes`: the largest allreduces that are not NCCL's. `on_cpu` returns what
-        carries the communications of ranks that share a GPU; without it they are refused."""
+        """Creates a backend for the tensors of `device`.
+
+        `kernels_nbytes`: the size of the largest allreduces that are kernels instead of NCCL calls.
+        `on_cpu` returns the backend for communications of ranks that share a GPU; without it, they
+        are refused.
+        """
         super().__init__(control.rank, control.size, control.ledger)
         self.control = control
         self.device = device
         self.binding = load_binding() if binding is None else binding
         self._comms: dict[Team, NcclComm] = {}
-        # Of teams that have met: how they communicate where ranks share a GPU, None where each has
-        # its own.
+        # Team -> its staging where ranks share a GPU, None where each rank has its own GPU. Teams
+        # are added at their first use.
         self._shared: dict[Team, Staging | None] = {}
         self._on_cpu = on_cpu
-        # The GPUs that a warning has named.
+        # The GPUs about which a warning was printed.
         self._told: set[str] = set()
         self.kernels = AllreduceKernels(
             control,
@@ -128,8 +136,10 @@ class NcclBackend(CheckedBackend):
         control.on_lost.append(self._forget)
 
     def _forget(self, key: Calls) -> None:
-        """Aborts the communicator of a stream of calls: what is left in it must not be matched."""
-        # The members of a team must meet at the same time, so they also forget at the same time.
+        """Aborts the communicators of a sequence of calls: later calls must not match leftover
+        ones.
+        """
+        # All members must drop the entry, because they make the next one together.
         self._shared.pop(key.team, None)
         lost = [team for team in self._comms if is_of(key, self.name, team)]
         if lost or key.kind == self.name:
@@ -138,6 +148,7 @@ class NcclBackend(CheckedBackend):
             _abort([self._comms.pop(team)])
 
     def can_capture(self, what: str) -> bool:
+        """Implements `Captured.can_capture`: whether a graph may repeat a communication."""
         return what != "barrier" and not any(self._shared.values())
 
     def poll(
@@ -146,7 +157,7 @@ class NcclBackend(CheckedBackend):
         what: Callable[[], str],
         needs: Callable[[], list[Need]],
     ) -> None:
-        """Waits under the deadline; NCCL's own errors become `CommunicationError`."""
+        """Waits until the deadline; NCCL's own errors become `CommunicationError`."""
         try:
             self.control.poll_until(done, what=what, needs=needs)
         except CommunicationError:
@@ -178,7 +189,8 @@ class NcclBackend(CheckedBackend):
         return comm
 
     def _staging(self, team: Team) -> Staging | None:
-        """Returns how a team communicates in which ranks share a GPU; None where each has its own.
+        """Returns the staging of a team in which ranks share a GPU; None where each rank has its
+        own.
 
         All members get the same answer. Collective over the team at first use.
         """
@@ -201,28 +213,28 @@ class NcclBackend(CheckedBackend):
         if self._on_cpu is None:
             raise CommunicationError(f"{text}: NCCL needs one GPU per rank")
         staging = Staging(self._on_cpu(), self._on, self._pinned, self.settle)
-        # One rank speaks for its team, once for a GPU.
+        # One rank of the team prints the warning, once per GPU.
         is_speaker = self.rank == min(min(ranks) for ranks in shared.values())
         if is_speaker and not self._told.issuperset(shared):
             self._told.update(shared)
             warn(
                 f"{text}: NCCL needs one GPU per rank, so teams with these ranks communicate "
-                f"through the memory of the host, over {staging.name}. Results are the same, times "
-                "are not. FUSER_ENABLE=peer_copies copies within the GPU instead; for speed start "
-                "one rank per GPU"
+                f"through the memory of the host, over {staging.name}. Results are the same, but "
+                "times are longer. FUSER_ENABLE=peer_copies copies within the GPU instead; for "
+                "speed start one rank per GPU"
             )
         return staging
 
     def settle(self, call: CollectiveCall | Exchange) -> None:
-        """Returns when the device has done what the stream of a call holds so far.
+        """Returns when the device has done all work that the stream of a call contains so far.
 
-        Raises `UnsupportedError` where a graph is captured there.
+        Raises `UnsupportedError` where the stream is being captured.
         """
         with self._on(call.stream):
             if torch.cuda.is_current_stream_capturing():
                 raise UnsupportedError(
                     f"{call.describe()}: ranks that share a GPU communicate through the host, "
-                    "which no CUDA graph can repeat"
+                    "and a CUDA graph cannot repeat that"
                 )
         stream = stream_at(self._handle(call.stream), self.device)
         self.poll(stream.query, call.describe, list)
@@ -241,8 +253,8 @@ class NcclBackend(CheckedBackend):
             except Exception as error:
                 failure.append(error)
 
-        # ncclCommInitRank blocks until every member calls it: a thread lets this one keep the
-        # deadline.
+        # ncclCommInitRank blocks until every member calls it. It runs in a thread, so that this one
+        # can check the deadline.
         thread = threading.Thread(target=connect, name="nccl-connect", daemon=True)
         thread.start()
         self.poll(
@@ -288,13 +300,13 @@ class NcclBackend(CheckedBackend):
         comm = comms.get(team)
         if comm is None:
             return None
-        # What posts, and an error's text, need sizes alone.
+        # The call and error messages need only the sizes of the tensors.
         call = replace(call, out=_without_contents(call.out), inp=_without_contents(call.inp))
         post = _COLLECTIVES[call.row](self, comm, call)
 
         def start(out: int, inp: int, stream: int) -> Work:
             nonlocal comm, post
-            if comms.get(team) is not comm:  # given up after an error, or closed
+            if comms.get(team) is not comm:  # dropped after an error, or closed
                 self._index(call.row.method, team)
                 comm = self._comm(team)
                 post = _COLLECTIVES[call.row](self, comm, call)
@@ -335,7 +347,7 @@ class NcclBackend(CheckedBackend):
 
         def start(addresses: Sequence[int], stream: int) -> Work:
             nonlocal comm
-            if comms.get(team) is not comm:  # given up after an error, or closed
+            if comms.get(team) is not comm:  # dropped after an error, or closed
                 self._index("batch", team)
                 comm = self._comm(team)
             numbers = tuple(enter(key) for key in keys)
@@ -354,8 +366,8 @@ class NcclBackend(CheckedBackend):
         return CommunicationError(f"{call.describe()} failed on rank {self.rank}: {error}")
 
     def drain(self) -> None:
-        """Waits for the device under the deadline; a hopeless wait is reported by the guard's
-        thread.
+        """Waits for the device until the deadline; the guard's thread reports a wait that cannot
+        end.
         """
         is_used = self._comms or self.kernels.is_used
         if self._closed or not is_used or not torch.cuda.is_initialized():
@@ -391,8 +403,10 @@ class NcclBackend(CheckedBackend):
 
 
 def _abort(comms: list[NcclComm]) -> None:
-    """Frees communicators; one that a graph still holds, as that of an error's traceback, is left
-    to wait for it."""
+    """Frees communicators, within a time limit.
+
+    A graph may still use one, for example in the traceback of an error; a thread then waits for it.
+    """
 
     def abort() -> None:
         for comm in comms:
@@ -417,7 +431,7 @@ def _address(tensor: torch.Tensor | None) -> int:
 
 
 def _reduction(call: CollectiveCall) -> tuple[int, int]:
-    """Returns NCCL's numbers of dtype and op."""
+    """Returns NCCL's numbers of dtype and reduction."""
     assert call.inp is not None and call.reduce is not None, "checked"
     return DTYPES[str(call.inp.dtype).removeprefix("torch.")], RED_OPS[call.reduce]
 
@@ -426,7 +440,8 @@ def _without_contents(tensor: torch.Tensor | None) -> torch.Tensor | None:
     return None if tensor is None else torch.empty_like(tensor, device="meta")
 
 
-# Each returns how to enqueue its collective on (output, input, stream): addresses, a raw handle.
+# Each function returns a function that enqueues its collective on (output, input, stream): two
+# addresses and a raw handle.
 _Enqueue = Callable[[int, int, int], Any]
 
 
@@ -530,17 +545,18 @@ _COLLECTIVES = TransportTable[Callable[[NcclBackend, NcclComm, CollectiveCall], 
 # ----------------------------------------------------------------------
 # Communications of ranks that share a GPU, staged through the memory of the host.
 #
-# NCCL refuses a team in which two ranks use one GPU. What such a team sends is copied to the host,
-# communicated there by the backend of CPU tensors, and copied back. The host waits for the device
-# in each call: programs for several GPUs run so on one, to be tried out, and not to be timed.
+# NCCL refuses a team in which two ranks use one GPU. The data of such a team is copied to the host,
+# communicated by the backend of CPU tensors, and copied back. The host waits for the device in each
+# call. Programs for several GPUs can be tried on one GPU in this way, but not timed.
 
 
 class Staging:
     """Communicates tensors of a device by the backend `host` of CPU tensors.
 
-    `on(stream)` is a context in which torch's ops go to a stream, `pinned(stream)` is the stream
-    that this means now, and `settle(call)` returns when the device has done what the stream of a
-    call holds so far.
+    - `on(stream)`: a context in which torch's ops are enqueued on a stream.
+    - `pinned(stream)`: the stream that this means now.
+    - `settle(call)`: returns when the device has done all work that the stream of a call contains
+      so far.
     """
 
     def __init__(
@@ -587,7 +603,7 @@ class Staging:
         return self._finishing(work, received, call.stream)
 
     def start_batch(self, batch: Exchange) -> Work:
-        """Starts transfers; what is received is on the device when `wait` has returned."""
+        """Starts transfers; received data is on the device when `wait` has returned."""
         self._settle(batch)
         staged = [
             replace(
@@ -604,7 +620,7 @@ class Staging:
         return self._finishing(work, received, batch.stream)
 
     def _copied(self, tensor: torch.Tensor, stream: object) -> torch.Tensor:
-        """Returns the elements of a tensor in new memory of the host."""
+        """Returns a copy of a tensor in new host memory."""
         with self._on(stream):
             return _room_for(tensor).copy_(tensor.detach())
 
@@ -617,7 +633,7 @@ class Staging:
         stream = self._pinned(stream)
 
         def write() -> None:
-            # The copies return when they are made: who waits may go on on another stream.
+            # The copies block until they are done: the caller may continue on another stream.
             with self._on(stream):
                 for out, copy in received:
                     if out is not None and copy is not None:
@@ -627,5 +643,5 @@ class Staging:
 
 
 def _room_for(tensor: torch.Tensor) -> torch.Tensor:
-    """Returns new memory of the host for the elements of a tensor."""
+    """Returns new host memory for the elements of a tensor."""
     return torch.empty(tensor.shape, dtype=tensor.dtype)

@@ -1,4 +1,4 @@
-"""The two Python bindings of NCCL, under one small interface: raw pointers, counts and streams.
+"""The two Python bindings of NCCL, behind one small interface: raw pointers, counts and streams.
 
 All raw NCCL calls of the package are in this file. The numbers of dtypes and reductions are part of
 NCCL's stable binary interface.
@@ -36,39 +36,39 @@ class NcclComm(Protocol):
     has_alltoall: bool
 
     def allreduce(self, inp: int, out: int, count: int, dtype: int, op: int, stream: int) -> None:
-        """ncclAllReduce."""
+        """Calls ncclAllReduce."""
         ...
 
     def reduce(
         self, inp: int, out: int, count: int, dtype: int, op: int, root: int, stream: int
     ) -> None:
-        """ncclReduce."""
+        """Calls ncclReduce."""
         ...
 
     def reduce_scatter(
         self, inp: int, out: int, count: int, dtype: int, op: int, stream: int
     ) -> None:
-        """ncclReduceScatter; `count` elements per member."""
+        """Calls ncclReduceScatter; `count` elements per member."""
         ...
 
     def allgather(self, inp: int, out: int, count: int, dtype: int, stream: int) -> None:
-        """ncclAllGather; `count` elements per member."""
+        """Calls ncclAllGather; `count` elements per member."""
         ...
 
     def broadcast(self, inp: int, out: int, count: int, dtype: int, root: int, stream: int) -> None:
-        """ncclBroadcast."""
+        """Calls ncclBroadcast."""
         ...
 
     def alltoall(self, inp: int, out: int, count: int, dtype: int, stream: int) -> None:
-        """ncclAlltoAll; only where `has_alltoall`."""
+        """Calls ncclAlltoAll; only if `has_alltoall`."""
         ...
 
     def send(self, inp: int, count: int, dtype: int, peer: int, stream: int) -> None:
-        """ncclSend."""
+        """Calls ncclSend."""
         ...
 
     def recv(self, out: int, count: int, dtype: int, peer: int, stream: int) -> None:
-        """ncclRecv."""
+        """Calls ncclRecv."""
         ...
 
     def check(self) -> None:
@@ -81,16 +81,16 @@ class NcclComm(Protocol):
 
 
 class NcclBinding(Protocol):
-    """The library-level calls of one binding."""
+    """The calls of one binding that need no communicator."""
 
     name: str
 
     def version(self) -> int:
-        """Returns NCCL's version as it counts it: 22809 is 2.28.9."""
+        """Returns NCCL's version as NCCL encodes it: 22809 is 2.28.9."""
         ...
 
     def unique_id(self) -> bytes:
-        """Returns a fresh id of 128 bytes."""
+        """Returns a new id of 128 bytes."""
         ...
 
     def connect(self, size: int, unique_id: bytes, index: int) -> NcclComm:
@@ -111,8 +111,8 @@ class _CupyComm:
 
     def __init__(self, comm: Any) -> None:
         self._comm = comm
-        # The order of arguments is NCCL's without the communicator, so most calls are bound as
-        # they are.
+        # The arguments have NCCL's order without the communicator, so most methods are used
+        # directly.
         self.allreduce = comm.allReduce
         self.reduce = comm.reduce
         self.reduce_scatter = comm.reduceScatter
@@ -128,7 +128,7 @@ class _CupyComm:
 
 
 class CupyBinding:
-    """`cupy.cuda.nccl`."""
+    """The binding `cupy.cuda.nccl`."""
 
     name = "cupy"
 
@@ -141,13 +141,15 @@ class CupyBinding:
         self.group_end = nccl.groupEnd
 
     def version(self) -> int:
+        """Implements `NcclBinding.version`: returns the version of NCCL."""
         return int(self._nccl.get_version())
 
     def unique_id(self) -> bytes:
+        """Implements `NcclBinding.unique_id`: returns a new id."""
         return bytes(self._nccl.get_unique_id())
 
     def connect(self, size: int, unique_id: bytes, index: int) -> NcclComm:
-        """Returns member `index` of a new communicator."""
+        """Implements `NcclBinding.connect`: returns one member of a new communicator."""
         return _CupyComm(self._nccl.NcclCommunicator(size, unique_id, index))
 
 
@@ -197,25 +199,26 @@ class _Nccl4pyComm:
 
 
 class Nccl4pyBinding:
-    """`nccl.bindings` of nccl4py."""
+    """The binding `nccl.bindings` of nccl4py."""
 
     name = "nccl4py"
 
     def __init__(self) -> None:
         self._raw = import_module("nccl.bindings.nccl")
-        self._raw.get_version()  # Loads libnccl, or raises here rather than in a collective.
+        self._raw.get_version()  # Loads libnccl now, so that no collective raises for that.
         self.group_start = self._raw.group_start
         self.group_end = self._raw.group_end
 
     def version(self) -> int:
+        """Implements `NcclBinding.version`: returns the version of NCCL."""
         return int(self._raw.get_version())
 
     def unique_id(self) -> bytes:
-        """Returns a fresh id."""
+        """Implements `NcclBinding.unique_id`: returns a new id."""
         return bytes(self._raw.get_unique_id())
 
     def connect(self, size: int, unique_id: bytes, index: int) -> NcclComm:
-        """Returns member `index` of a new communicator."""
+        """Implements `NcclBinding.connect`: returns one member of a new communicator."""
         comm = self._raw.comm_init_rank_scalable(size, index, 1, bytearray(unique_id), 0)
         return _Nccl4pyComm(self._raw, comm)
 
@@ -228,7 +231,8 @@ def load_binding() -> NcclBinding:
     """
     # NVLink multicast stays off unless the user asks for it.
     os.environ.setdefault("NCCL_NVLS_ENABLE", "0")
-    # A captured collective would register its buffers with all members, which need not capture.
+    # By default, a captured collective registers its buffers with all members, but some members may
+    # not capture.
     os.environ.setdefault("NCCL_GRAPH_REGISTER", "0")
     choice = options.nccl_binding()
     tried: list[str] = []

@@ -1,15 +1,19 @@
-"""Peer copies: a receiver copies out of the sender's memory, which it has mapped.
+"""Peer copies: a receiver copies out of the sender's memory, which its process has mapped.
 
-Every member of a team can read one page on their host. To send, a rank writes there where the data
-lies (a *record*: which memory, where, how many bytes) under the number of the transfer; the
-receiver finds the record, maps that memory (once), copies, and answers. Data never passes a third
-place: only what lies in memory that nobody can map is first copied to memory that peers can
-(`empty`). Collectives are made of such copies (`direct`).
+All members of a team share memory on their host, the *mailbox*. A transfer has these steps:
 
-A rank may repeat a run by a graph only while all others repeat theirs, which have the addresses of
-its data: they vote in each run (`PeerBackend.vote`).
+1. The sender writes a *record* to the mailbox, under the number of the transfer. It says where the
+data is stored: the name of the memory, the offset and the size. 2. The receiver reads the record,
+maps that memory (once), copies the data, and writes an answer.
 
-This module has the page and what all devices share; `peer_cpu` and `peer_cuda` move data.
+Data in memory that peers cannot map is first copied to memory that they can map (`empty`).
+Otherwise there is no intermediate copy. Collectives are made of such transfers (`p2p_collectives`).
+
+A rank may repeat a run by a CUDA graph only while all others repeat theirs, because graphs contain
+the addresses of its data. The ranks therefore vote in each run (`PeerBackend.vote`).
+
+This module has the mailbox and the parts that all devices share; `peer_copy_cpu` and
+`peer_copy_cuda` move data.
 """
 
 from __future__ import annotations
@@ -37,15 +41,16 @@ from multidevice.transports.base.p2p_collectives import steps_of
 from multidevice.transports.base.protocol import NAME_WORDS, Transfer, Work
 from multidevice.transports.memory.handles import await_members
 
-# Transfers between two ranks, in one direction, that may be under way at once.
+# How many transfers from one rank to another may be under way at once.
 SLOTS = 32
-# elements, dtype, bytes from the beginning of the memory to the data, how often the slot was used
+# Fields: elements, dtype, offset of the data in the memory, how often the slot was used; the name.
 _RECORD_WORDS = 4 + NAME_WORDS
-# Words of one direction between two ranks: tags, answers, records.
+# The 8-byte words for one direction between two ranks: tags, answers, records.
 _LINK_WORDS = SLOTS * (2 + _RECORD_WORDS)
-# The top bit of an answer says that the transfer did not fit.
+# The top bit of an answer means that the transfer did not fit.
 _MISFIT = 1 << 63
-# A tag: what kind of call, of which team's run, and the number of the transfer in it.
+# A tag consists of: the kind of call, the team and number of the run, and the number of the
+# transfer in it.
 _COLLECTIVE = 1 << 62
 _TEAM_SHIFT, _RUN_SHIFT, _CALL_SHIFT = 46, 26, 13
 _TEAMS, _RUNS, _TRANSFERS, _PARTS = 1 << 16, 1 << 20, 1 << 26, 1 << 13
@@ -57,8 +62,11 @@ _DTYPES = {
 
 @dataclass(frozen=True)
 class Record:
-    """The place of a transfer's data: `name` is the memory's, `offset` and `nbytes` are bytes;
-    `use` counts the transfers of its slot."""
+    """The location of a transfer's data.
+
+    `name` is the name of the memory, `offset` and `nbytes` are in bytes. `use` counts the transfers
+    of the slot.
+    """
 
     slot: int
     elements: int
@@ -69,13 +77,15 @@ class Record:
 
     @property
     def nbytes(self) -> int:
+        """The size of the data in bytes."""
         return self.elements * self.dtype.itemsize
 
 
 @dataclass(eq=False)
 class Sent:
-    """A transfer that this rank has posted; `held` keeps the data alive. `stream` is the one that
-    it was posted on."""
+    """A transfer that this rank has posted, on the stream `stream`; `held` keeps the data
+    alive.
+    """
 
     peer: int
     slot: int
@@ -86,16 +96,17 @@ class Sent:
 
 
 class Page:
-    """The page of one team, as this rank sees it: records from everyone to everyone, and what each
-    one says in a vote."""
+    """The mailbox of one team, as this rank sees it: records between all pairs of members, and
+    votes.
+    """
 
     def __init__(self, words: memoryview, team: Team, control: Control) -> None:
         self._words = words
         self.team = team
         self._size = len(team)
         self._me = team.index(control.rank)
-        # Counted from 0 in each page: zeros stand for votes that are still to come. The members
-        # have just met to make it.
+        # Votes are counted from 0 in each mailbox, where zeros mean that a vote is missing. All
+        # members agree on this number, because they have just made the mailbox together.
         agreements = control.ledger.entered.get(Calls(WITHIN_CALLS, team), 0)
         self.votes = Calls(f"vote {agreements}", team)
         links = self._size * self._size * _LINK_WORDS
@@ -105,7 +116,7 @@ class Page:
 
     @staticmethod
     def nbytes(size: int) -> int:
-        """Returns how large the page of a team of `size` ranks is."""
+        """Returns the size in bytes of the mailbox of a team of `size` ranks."""
         return size * size * _LINK_WORDS * 8 + size * LINE_NBYTES
 
     def _what(self, number: int, about: object) -> str:
@@ -129,11 +140,11 @@ class Page:
         return -1
 
     def uses(self, peer: int, slot: int) -> int:
-        """Returns how many transfers to the peer the slot has seen."""
+        """Returns how many transfers to the peer have used the slot."""
         return self._uses[peer][slot]
 
     def next_use(self, peer: int, slot: int) -> int:
-        """Counts one more transfer of a slot."""
+        """Counts one more transfer of a slot; returns the new number."""
         uses = self._uses[peer]
         uses[slot] += 1
         return uses[slot]
@@ -148,19 +159,19 @@ class Page:
         at: int,
         use: int,
     ) -> Sent:
-        """Tells the peer where the data of a transfer lies."""
+        """Writes the record of a transfer for the peer."""
         self._next[peer] = slot + 1
         words, base = self._words, self._to(peer)
         dtype = zlib.crc32(str(tensor.dtype).encode())
         first = base + 2 * SLOTS + slot * _RECORD_WORDS
         for k, word in enumerate((tensor.numel(), dtype, at, use, *name)):
             words[first + k] = word
-        # The tag comes last: whoever finds it finds the whole record.
+        # The tag is written last: a reader that finds it finds the whole record.
         words[base + slot] = tag
         return Sent(peer, slot, use, tag, tensor)
 
     def find(self, peer: int, tag: int) -> Record | None:
-        """Returns what the peer has posted under a tag; None before it has."""
+        """Returns the record that the peer has posted under a tag; None if there is none yet."""
         base = self._from(peer)
         tags = self._words[base : base + SLOTS].tolist()
         if tag not in tags:
@@ -171,11 +182,13 @@ class Page:
         return Record(slot, elements, _DTYPES[dtype], at, use, tuple(name))
 
     def answer(self, peer: int, slot: int, tag: int, *, fits: bool = True) -> None:
-        """Tells the sender that its record is not needed any more."""
+        """Notifies the sender that its record is no longer needed."""
         self._words[self._from(peer) + SLOTS + slot] = tag if fits else tag | _MISFIT
 
     def unanswered(self) -> list[tuple[int, int]]:
-        """Returns what receivers have still to find, as (place, tag)."""
+        """Returns the posted records that receivers have not answered yet, as (position,
+        tag).
+        """
         found: list[tuple[int, int]] = []
         for rank in self.team:
             base = self._to(rank)
@@ -184,7 +197,7 @@ class Page:
         return self.still_unanswered(found)
 
     def still_unanswered(self, some: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
-        """Returns those that receivers have not found yet."""
+        """Returns those of the given records that receivers have not answered yet."""
         words = self._words
         return [
             (at, tag)
@@ -199,7 +212,7 @@ class Page:
         """
         base = self._to(sent.peer) + sent.slot
         if self._words[base] != sent.tag:
-            return True  # Its slot has been used again, which is after the answer.
+            return True  # The slot is used again, which happens only after the answer.
         answer: int = self._words[base + SLOTS]
         if answer == sent.tag | _MISFIT:
             raise CommunicationError(
@@ -211,9 +224,10 @@ class Page:
 
 @dataclass(frozen=True)
 class Numbered:
-    """A transfer and the tag under which its two halves find each other.
+    """A transfer and the tag under which its two halves are matched.
 
-    `count`: how many transfers of its kind with that peer this rank has entered, with this one.
+    `count`: how many transfers of its kind with that peer this rank has entered, including this
+    one.
     """
 
     transfer: Transfer
@@ -225,7 +239,7 @@ class PeerBackend(CheckedBackend):
     """The common part of the peer copies of all devices."""
 
     name = "cuda"
-    # Halves are added in float32 and rounded once (`direct`).
+    # 16-bit floats are added in float32 and rounded once (`p2p_collectives`).
     stages_half = False
     in_place_parts = frozenset({ALLGATHER})
 
@@ -233,9 +247,9 @@ class PeerBackend(CheckedBackend):
         super().__init__(control.rank, control.size, control.ledger)
         self.control = control
         self._pages: dict[Team, Page] = {}
-        # That of the team which voted last: all ranks of the program that runs.
+        # The mailbox of the team that voted last: of all ranks of the program that runs.
         self._voting: Page | None = None
-        # Of the run that this rank is in: its place in tags, and what it has started so far.
+        # The run that this rank is in, its part of the tags, and the number of calls started in it.
         self._run: tuple[Team, int] = (), 0
         self._first_tag = 0
         self._started: dict[object, int] = {}
@@ -243,35 +257,38 @@ class PeerBackend(CheckedBackend):
 
     @abstractmethod
     def empty(self, nbytes: int) -> torch.Tensor:
-        """Returns memory that peers can map, as uint8; it is given back when nobody holds it."""
+        """Returns memory that peers can map, as uint8; it is freed when it has no users."""
 
     def lasting(self, nbytes: int) -> torch.Tensor:
-        """See `PeerMemory.lasting`."""
+        """Implements `PeerMemory.lasting`: returns memory for many runs of a program."""
         return self.empty(nbytes)
 
     def shard(self, nbytes: int) -> torch.Tensor:
-        """See `PeerMemory.shard`."""
+        """Implements `PeerMemory.shard`: returns memory for a shard."""
         return self.empty(nbytes)
 
     @abstractmethod
     def release(self) -> None:
-        """See `PeerMemory.release`."""
+        """Implements `PeerMemory.release`: records that a program was deleted."""
 
     @abstractmethod
     def tidy(self) -> None:
-        """See `PeerMemory.tidy`."""
+        """Implements `PeerMemory.tidy`: frees memory without users."""
 
     @abstractmethod
     def name_of(self, tensor: torch.Tensor) -> tuple[tuple[int, ...], int] | None:
-        """Returns how peers call the memory of a tensor, and the bytes from its beginning to the
-        data; None where they cannot map it."""
+        """Returns the name by which peers map a tensor's memory, and the tensor's offset in it in
+        bytes.
+
+        None where they cannot map it.
+        """
 
     @abstractmethod
     def side_by_side(self, tensor: torch.Tensor, team: Team, what: str) -> torch.Tensor:
-        """See `PeerMemory.side_by_side`."""
+        """Implements `PeerMemory.side_by_side`: maps the shards of all members as one range."""
 
     def rendezvous(self, team: Team, what: str) -> None:
-        """See `PeerMemory.rendezvous`."""
+        """Implements `PeerMemory.rendezvous`: waits until all members have come to the call."""
         await_members(self.control, team, what)
 
     @abstractmethod
@@ -282,11 +299,11 @@ class PeerBackend(CheckedBackend):
 
     # ------------------------------------------------------------ teams
     def connect(self, team: Team) -> None:
-        """Makes the page of a team, unless there is one; collective over the team then."""
+        """Makes the mailbox of a team if there is none; collective over the team then."""
         self.page(team)
 
     def page(self, team: Team) -> Page:
-        """Returns the team's page; collective over the team at first use.
+        """Returns the team's mailbox; collective over the team at first use.
 
         Raises `UnsupportedError` where the ranks do not share a host.
         """
@@ -304,10 +321,10 @@ class PeerBackend(CheckedBackend):
         return found
 
     def _connected(self, page: Page) -> None:
-        """Called once for a new page, on all of its members."""
+        """Prepares a new mailbox; all of its members call this."""
 
     def _forget(self, key: Calls) -> None:
-        """Gives up the page of a team whose members no longer agree where they are."""
+        """Drops the mailbox of a team whose members no longer count its calls equally."""
         self._give_up([t for t in self._pages if t == key.team])
 
     def _give_up(self, teams: Sequence[Team]) -> None:
@@ -318,28 +335,30 @@ class PeerBackend(CheckedBackend):
 
     # ------------------------------------------------------------ votes
     def vote(self, team: Team, kind: int) -> tuple[int, ...]:
-        """See `Captured.vote`; collective over the team. Raises what waiting for it raises."""
+        """Implements `Captured.vote`: collective over the team. Raises the errors of its wait."""
         page = self._voting = self.page(team)
         return page.said.tell(kind, self.control.ledger.enter(page.votes))
 
     def start_over(self, team: Team) -> None:
-        """See `Captured.start_over`: what was posted and not found never matches later calls."""
+        """Implements `Captured.start_over`: unanswered records never match later calls."""
         self.control.begin_run(team)
-        # Parts of the team have pages, too, with what nobody will answer.
+        # Teams that are part of this one have mailboxes, too, with records that will not be
+        # answered.
         self._give_up([t for t in self._pages if {*t} <= {*team}])
         self.page(team)
 
     def take_back(self, team: Team) -> None:
-        """See `Captured.take_back`."""
-        # Not the number of votes: words of a number that came before would be taken for new ones.
+        """Implements `Captured.take_back`: makes the others drop graphs that were captured together."""
+        # The number of votes must not be decreased: old tokens with the same number would be taken
+        # for new ones.
         self.control.ledger.enter(Calls("failed repetition", team))
 
     # ------------------------------------------------------------ transfers
     def _number(self, key: object) -> int:
         """Returns the number of the next call of a kind in the run that this rank is in.
 
-        What a run that failed has left behind never matches a later one: ranks that ended it at
-        different places agree about the number of the next.
+        Records of a failed run never match a later one. Ranks may have left it at different calls,
+        but they agree on the number of the next run.
         """
         run = self.control.run
         if run is not self._run:
@@ -375,7 +394,7 @@ class PeerBackend(CheckedBackend):
         return self._carry_out(page, [step], batch)
 
     def _post(self, page: Page, one: Numbered, call: CollectiveCall | Exchange) -> Sent:
-        """Tells the receiver where the data is, in memory that it can map."""
+        """Posts the record of the data, in memory that the receiver can map."""
         tensor, peer = one.transfer.tensor.detach(), one.transfer.peer
         place = self.name_of(tensor) if tensor.numel() else ((0,) * NAME_WORDS, 0)
         if place is None:
@@ -393,7 +412,7 @@ class PeerBackend(CheckedBackend):
         return sent
 
     def _use(self, page: Page, peer: int, slot: int) -> int:
-        """Returns the number of the transfer that takes a slot now."""
+        """Returns the number of the transfer that uses a slot now."""
         return page.next_use(peer, slot)
 
     def _check_fits(self, page: Page, one: Numbered, record: Record) -> None:
@@ -415,7 +434,7 @@ class PeerBackend(CheckedBackend):
         call: CollectiveCall | Exchange,
         open_ones: Sequence[Numbered],
     ) -> None:
-        """Waits, under the deadline, for the peers of these transfers."""
+        """Waits, until the deadline, for the peers of these transfers."""
 
         def needs() -> list[Need]:
             if isinstance(call, CollectiveCall):

@@ -1,8 +1,8 @@
 """Peer copies among the processes of a host: buffers in shared memory, copied by the receiver.
 
-A rank copies what it receives while it waits, for whatever it waits; so nobody has to wait for a
-rank that is not in a communication itself. A receive of its own returns when the data is there:
-streams of CPU ranks are served at once.
+A rank copies the data of its receives during any wait. So no rank must wait for another that is not
+in a communication itself. A receive returns when the data has arrived: CPU ranks execute the work
+of streams at once.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from multidevice.transports.memory.handles import side_by_side
 from multidevice.transports.memory.host_shared import SharedMemory
 from multidevice.transports.peer_copy import Numbered, Page, PeerBackend, Sent
 
-# What a transfer itself may fail with. Anything else is raised by handlers of signals, in whatever
-# this rank happens to do: its peers need the transfer all the same.
+# The errors of a transfer itself. Any other error was raised by a signal handler at an arbitrary
+# place: the peers still need the transfer.
 _FAILURES = (FuserError, RuntimeError, MemoryError, OSError)
 
 
 class _Copies:
-    """Transfers in steps: those of each are posted when those of the last one have ended."""
+    """Transfers in steps: those of a step are posted when those of the last one have ended."""
 
     def __init__(
         self,
@@ -42,7 +42,7 @@ class _Copies:
         self._ended = False
         self._error: Exception | None = None
         self.page = page
-        # A wait for a free slot lets all communications go on, this one among them.
+        # A wait for a free slot progresses all communications, including this one.
         self._is_posting = False
         self._begin_step()
 
@@ -63,7 +63,9 @@ class _Copies:
             self._is_posting = False
 
     def done(self) -> bool:
-        """Copies what has come, goes on as far as possible, and returns whether all has ended."""
+        """Copies data that has arrived and continues as far as possible; returns whether all has
+        ended.
+        """
         try:
             while not self._ended:
                 if self._is_posting:
@@ -76,16 +78,17 @@ class _Copies:
         except _FAILURES as error:
             if isinstance(error, TimeoutError) and not isinstance(error, FuserError):
                 raise
-            # Whoever waits for this communication hears of it, not who happened to look.
+            # The error is raised in the wait for this communication, not in the wait that
+            # progressed it.
             self._ended, self._error = True, error
         return True
 
     def _missing(self) -> list[Numbered]:
-        """Returns what a peer has still to do its half of."""
+        """Returns the transfers whose other half is still missing."""
         return [*self._open, *(one for _, one in self._sent)]
 
     def receive(self) -> None:
-        """Returns when all that this step receives is there."""
+        """Returns when all data that this step receives has arrived."""
 
         def is_there() -> bool:
             return self.done() or not self._open
@@ -94,7 +97,7 @@ class _Copies:
             self._backend.finish(is_there, self._call, self._missing())
 
     def wait(self) -> None:
-        """See `Work.wait`."""
+        """Implements `Work.wait`: waits until the buffers may be used."""
         if not self._ended:
             self._backend.finish(self.done, self._call, self._missing())
         self._backend.control.works.discard(self)
@@ -102,7 +105,7 @@ class _Copies:
             raise self._error
 
     def synchronize(self) -> None:
-        """See `Work.synchronize`."""
+        """Implements `Work.synchronize`: waits until the data has arrived."""
         self.wait()
 
 
@@ -121,39 +124,48 @@ class CpuPeerBackend(PeerBackend):
         works -= {w for w in works if isinstance(w, _Copies) and w.page not in kept}
 
     def _mend(self, team: Team) -> None:
-        """Gives up the pages of a team and of parts of it: slots may hold what nobody answers."""
+        """Drops the mailboxes of a team and of parts of it: slots may contain records without
+        answers.
+        """
         self._give_up([t for t in self._pages if {*t} <= {*team}])
 
     def _check_device(self, tensor: torch.Tensor) -> None:
         if tensor.device.type != "cpu":
-            raise InputError(f"backend CUDA of CPU ranks takes CPU tensors, not on {tensor.device}")
+            raise InputError(
+                f"backend CUDA of CPU ranks takes CPU tensors, found one on {tensor.device}"
+            )
 
     def empty(self, nbytes: int) -> torch.Tensor:
+        """Implements `PeerMemory.empty`: returns memory that peers can map."""
         return self._memory.empty(nbytes)
 
     def tidy(self) -> None:
+        """Implements `PeerMemory.tidy`: frees memory without users."""
         self._memory.tidy()
 
     def release(self) -> None:
+        """Implements `PeerMemory.release`: records that a program was deleted."""
         self._memory.release()
 
     def name_of(self, tensor: torch.Tensor) -> tuple[tuple[int, ...], int] | None:
+        """Implements `PeerBackend.name_of`: returns the name by which peers map a tensor."""
         return self._memory.name_of(tensor)
 
     def side_by_side(self, tensor: torch.Tensor, team: Team, what: str) -> torch.Tensor:
+        """Implements `PeerMemory.side_by_side`: maps the shards of all members as one range."""
         return side_by_side(self.control, self._memory, tensor, team, what)
 
     def _carry_out(
         self, page: Page, steps: Iterable[list[Numbered]], call: CollectiveCall | Exchange
     ) -> _Copies:
         work = _Copies(self, page, iter(steps), call)
-        # Even if nobody waits for it, the others need it.
+        # Keep it even if this rank does not wait for it: the peers need it.
         works = self.control.works
         if len(works) >= 64:
             works -= {old for old in works if old.done()}
         works.add(work)
         if isinstance(call, Exchange):
-            # As on a GPU: what a rank posts next comes after what it receives.
+            # As on a GPU: later posts of this rank come after its receives.
             work.receive()
         return work
 
@@ -162,7 +174,7 @@ class CpuPeerBackend(PeerBackend):
         return self._post(page, one, call)
 
     def received(self, page: Page, one: Numbered) -> bool:
-        """Copies what a peer has posted; returns whether it had."""
+        """Copies the data that a peer has posted; returns False if it has not posted yet."""
         peer, tensor = one.transfer.peer, one.transfer.tensor.detach()
         record = page.find(peer, one.tag)
         if record is None:
@@ -171,7 +183,7 @@ class CpuPeerBackend(PeerBackend):
         if record.nbytes:
             memory = self._memory.mapped(record.name, peer)
             source = memory[record.offset : record.offset + record.nbytes]
-            # Of one element, any stride counts as contiguous, also 0.
+            # A tensor of one element is contiguous with any stride, also 0.
             flat = tensor.as_strided((tensor.numel(),), (1,))
             flat.copy_(source.view(flat.dtype))
         page.answer(peer, record.slot, one.tag)
@@ -185,8 +197,10 @@ class CpuPeerBackend(PeerBackend):
         self._poll(done, call, open_ones)
 
     def drain(self) -> None:
-        """Serves the peers that still copy out of this rank's memory: those of the last run, since
-        a run that others follow has ended, or nobody will copy what it sent."""
+        """Serves the peers that still copy out of this rank's memory.
+
+        Only those of the last run matter: an earlier run has ended, or nobody will copy its data.
+        """
         works, run = self.control.works, self.control.run
         mine = [w for w in works if isinstance(w, _Copies) and w.run is run]
         if self._closed or not mine:
@@ -199,5 +213,6 @@ class CpuPeerBackend(PeerBackend):
             )
 
     def close(self) -> None:
+        """Implements `Backend.close`: releases all resources."""
         super().close()
         self._memory.close()

@@ -1,17 +1,28 @@
-"""Peer copies between the GPUs of a host: copy engines read over NVLink, streams wait for flags.
+"""Peer copies between the GPUs of a host: copy engines read over NVLink, and streams wait for
+flags.
 
-The host only finds out where the data lies; the order is that of the streams. A sender's stream
-writes the flag *ready* into the receiver's memory; the receiver's stream waits for it, copies, and
-writes the flag *done* into the sender's, for which whoever reuses the data waits. Flags count the
-uses of their slot, so nothing is ever reset. No kernel runs: the multiprocessors are free. Only an
-allreduce of at most MAX_NBYTES is one kernel (`peer_allreduce`).
+The host only finds out where the data is stored; streams define the order:
 
-A transfer in a graph has two flags of its own, which whoever waits for them sets back to 0: all
-ranks repeat a graph equally often (`PeerBackend.vote`), and when it ends all its flags are 0. Each
-node of flags takes a GPU microseconds: what comes together is one, nobody waits for *done* being
-written, and a receiver looks for *ready* beside what its stream does before the copy, as soon as it
-has itself said *ready* of what it has sent before. That one node does both lets no ranks wait for
-each other in a circle, in whichever order a GPU takes the nodes of a graph: it is the same on all.
+1. The sender's stream writes the flag *ready* into the receiver's memory. 2. The receiver's stream
+waits for *ready*, copies, and writes the flag *done* into the sender's memory. 3. Work that
+overwrites the data waits for *done*.
+
+Flags count the uses of their slot, so they are never reset. No kernel runs, so the multiprocessors
+stay free. Only an allreduce of at most MAX_NBYTES is one kernel (`peer_allreduce`).
+
+In CUDA graphs, each transfer has two flags of its own. The rank that waits for a flag sets it back
+to 0. All ranks repeat a graph equally often (`PeerBackend.vote`), and at its end all its flags are
+0.
+
+Each node of flags costs a GPU microseconds. Therefore:
+
+- Flag operations at the same time are one node.
+- No later work waits for the write of *done*.
+- The wait for *ready* runs parallel to the stream's work before the copy, once this rank has itself
+  written *ready* for its earlier sends.
+
+One node both writes *ready* and waits. A GPU may run the nodes of a graph in any order, but ranks
+still cannot wait for each other in a cycle: the order is the same on all ranks.
 """
 
 from __future__ import annotations
@@ -63,36 +74,42 @@ from multidevice.transports.peer_copy import (
 )
 
 _FLAG_NBYTES = 4
-# Transfers between two ranks, in one direction, that may be in graphs; their uses begin where no
-# slot of the page will ever come.
+# How many transfers from one rank to another may be in graphs. Their use numbers begin above those
+# of the mailbox's slots.
 _GRAPH_SLOTS = 1 << 14
 _IN_GRAPHS = 1 << 32
-# Flags of one kind, in one direction between two ranks; and the kinds.
+# The number of flags of one kind for one direction between two ranks; and the kinds.
 _FLAGS = SLOTS + _GRAPH_SLOTS
 _READY, _DONE = 0, 1
 
 
 @dataclass
 class _Capture:
-    """What a graph, which `stream` will repeat, needs to be kept; its sends that no stream has
-    waited for yet; and flags that are still to be written, behind these nodes."""
+    """The state of a capture of a run that `stream` will repeat.
+
+    - `held`: objects that must live as long as the graph.
+    - `open`: sends for which no stream has waited yet.
+    - `writes`: flags that are still to be written, after the nodes `after`.
+    """
 
     stream: int
     held: list[object] = field(default_factory=list[object])
     open: set[Sent] = field(default_factory=set[Sent])
     writes: list[FlagOp] = field(default_factory=list[FlagOp])
     after: dict[int, object] = field(default_factory=dict[int, object])
-    # A stream that is captured.
+    # The captured stream of the last delayed write.
     last: int = 0
-    # By stream: its last copy, and what was open then.
+    # Stream -> the nodes of its last copies, and the sends that were open then.
     copied: dict[int, tuple[list[object], set[Sent]]] = field(
         default_factory=dict[int, tuple[list[object], set[Sent]]]
     )
 
 
 class _Enqueued:
-    """Copies that streams carry out; `sent` are those of whose data no wait says that it may be
-    overwritten."""
+    """Copies that streams carry out.
+
+    `sent`: the sends whose data may not be overwritten yet, because no stream has waited for them.
+    """
 
     def __init__(
         self,
@@ -104,7 +121,9 @@ class _Enqueued:
         self._backend, self._page, self._sent, self._call = backend, page, sent, call
 
     def wait(self) -> None:
-        """Lets the current stream wait until the peers have copied what this rank sends."""
+        """Makes the current stream wait until the peers have copied the data that this rank
+        sends.
+        """
         self._wait_on(None)
 
     def _wait_on(self, stream: object) -> None:
@@ -113,13 +132,13 @@ class _Enqueued:
             self._sent = []
 
     def synchronize(self) -> None:
-        """See `Work.synchronize`; polls the stream under the deadline."""
+        """Implements `Work.synchronize`: polls the stream until the deadline."""
         self._wait_on(self._call.stream)
         self._backend.synchronize(self._call)
 
 
 class CudaPeerBackend(PeerBackend):
-    """Peer copies of the tensors of one GPU, on the current stream or the one that is given."""
+    """Peer copies of the tensors of one GPU, on the current stream or the one that is passed."""
 
     def __init__(self, control: Control, device: torch.device) -> None:
         super().__init__(control)
@@ -128,10 +147,11 @@ class CudaPeerBackend(PeerBackend):
         self._memory = IpcMemory(device, self._hooks)
         self._shards: GpuShards | None = None
         self._current = raw_stream_on(device)
-        # Of each page: this rank's flags [ready, done][member][slot], and where it sees others'.
+        # Per mailbox: this rank's flags [ready, done][member][slot], and the addresses of the
+        # others' flags.
         self._flags: dict[Page, torch.Tensor] = {}
         self._theirs: dict[Page, dict[int, int]] = {}
-        # Sends that nobody has waited for: peers may still read them.
+        # Sends that no stream has waited for: peers may still read their data.
         self._held: dict[Sent, Page] = {}
         self._is_captured = capturing_on(device)
         self._capture: _Capture | None = None
@@ -163,31 +183,36 @@ class CudaPeerBackend(PeerBackend):
         return torch.cuda.stream(stream_at(stream_handle(stream, self.device), self.device))
 
     def empty(self, nbytes: int) -> torch.Tensor:
+        """Implements `PeerMemory.empty`: returns memory that peers can map."""
         capture = self._capture
         if capture is None:
             return self._memory.empty(nbytes)
-        # The graph's for as long as there is one, and out of reach of the memory of its maker.
+        # The memory belongs to the graph. It must not come from the pool of the capture.
         made = beside(self.device, capture.stream, lambda: self._memory.lasting(nbytes))
         capture.held.append(made)
         return made
 
     def lasting(self, nbytes: int) -> torch.Tensor:
+        """Implements `PeerMemory.lasting`: returns memory for many runs of a program."""
         if self._capture is not None or self._captures_now(self._current()):
             return self.empty(nbytes)
         return self._memory.lasting(nbytes)
 
     def tidy(self) -> None:
+        """Implements `PeerMemory.tidy`: frees memory without users."""
         if self._capture is None and not self._captures_now(self._current()):
             self._memory.tidy()
             if self._shards is not None:
                 self._shards.tidy()
 
     def release(self) -> None:
+        """Implements `PeerMemory.release`: records that a program was deleted."""
         self._memory.release()
         if self._shards is not None:
             self._shards.release()
 
     def shard(self, nbytes: int) -> torch.Tensor:
+        """Implements `PeerMemory.shard`: returns memory for a shard."""
         shards = self._find_shards()
         if shards.why_not:
             return self.empty(nbytes)
@@ -199,8 +224,11 @@ class CudaPeerBackend(PeerBackend):
         return self._shards
 
     def _told(self) -> Callable[[], bool]:
-        """Returns what tells whether peers have found all that this rank has sent until now: they
-        have mapped it then. Streams may wait for them where the host does not."""
+        """Returns a function that says whether peers have read all records that this rank has
+        posted so far.
+
+        They have mapped the memory then. A stream may wait for a peer even where the host does not.
+        """
         open_ones = {page: page.unanswered() for page in self._pages.values()}
 
         def is_found() -> bool:
@@ -212,8 +240,10 @@ class CudaPeerBackend(PeerBackend):
         return is_found
 
     def _is_idle(self) -> bool:
-        """Waits, under the deadline, until the device has done all that it was given; False where
-        it cannot tell, as somebody captures."""
+        """Waits, until the deadline, until the device has done all its work.
+
+        Returns False where that cannot be decided because of a capture.
+        """
         done: list[bool] = []
 
         def body() -> None:
@@ -223,42 +253,45 @@ class CudaPeerBackend(PeerBackend):
                 return
             done.append(True)
 
-        # By itself: a stream may wait for a rank that will never come.
+        # In a thread, because a stream may wait for a rank that has failed.
         waiting = threading.Thread(target=body, daemon=True)
         waiting.start()
         self.control.poll_until(
             lambda: not waiting.is_alive(),
-            what=lambda: f"what {self.device} does, before memory of peers is given back",
+            what=lambda: f"the work of {self.device} before memory of peers is freed",
             needs=list,
         )
         return bool(done)
 
     def name_of(self, tensor: torch.Tensor) -> tuple[tuple[int, ...], int] | None:
+        """Implements `PeerBackend.name_of`: returns the name by which peers map a tensor."""
         return self._memory.name_of(tensor)
 
     def side_by_side(self, tensor: torch.Tensor, team: Team, what: str) -> torch.Tensor:
-        # What members find there was written before they have come.
+        """Implements `PeerMemory.side_by_side`: maps the shards of all members as one range."""
+        # The data must be written before the other members continue.
         self._finish(what)
         return side_by_side(self.control, self._find_shards(), tensor, team, what)
 
     def rendezvous(self, team: Team, what: str) -> None:
+        """Implements `PeerMemory.rendezvous`: first waits for the work of the current stream."""
         self._finish(what)
         super().rendezvous(team, what)
 
     def _finish(self, what: str) -> None:
         """Returns when the current stream has done its work."""
         stream = torch.cuda.current_stream(self.device)
-        self.control.poll_until(stream.query, what=lambda: f"what comes before {what}", needs=list)
+        self.control.poll_until(stream.query, what=lambda: f"the work before {what}", needs=list)
 
     # ------------------------------------------------------------ flags
     def _connected(self, page: Page) -> None:
         """Makes the flags, and maps those of the others."""
         team = page.team
         flags = self._memory.empty(2 * len(team) * _FLAGS * _FLAG_NBYTES).zero_()
-        # Also all that came before: what waits for a rank that failed may never end.
+        # Also waits for all earlier work: a stream that waits for a failed rank may never finish.
         self.control.poll_until(
             torch.cuda.current_stream(self.device).query,
-            what=lambda: f"what {self.device} did before team {team_text(team)} met anew",
+            what=lambda: f"the work of {self.device} before team {team_text(team)} connects",
             needs=list,
         )
         place = self._memory.name_of(flags)
@@ -274,7 +307,8 @@ class CudaPeerBackend(PeerBackend):
                     theirs[rank] = self._memory.mapped(tuple(words), rank) + offset
                 except UnsupportedError as found:
                     error = found
-        # Nobody sets a flag that is still to be cleared, or copies where one cannot.
+        # Wait for all members: none may set a flag that is not cleared yet, or copy where another
+        # cannot.
         self.control.agree(error, team=team)
         self._flags[page], self._theirs[page] = flags, theirs
 
@@ -288,15 +322,18 @@ class CudaPeerBackend(PeerBackend):
     def _flag(
         self, page: Page, kind: int, of: int, about: int, slot: int, use: int
     ) -> tuple[int, int]:
-        """Returns the address of the flag, of a kind (_READY, _DONE), that lies with rank `of` and
-        is about rank `about`, and the value that it comes to by this use of the slot."""
+        """Returns the address of a flag, and the value that it reaches by this use of the slot.
+
+        The flag has a kind (_READY, _DONE), is in the memory of rank `of`, and is about rank
+        `about`.
+        """
         base = self._flags[page].data_ptr() if of == self.rank else self._theirs[page][of]
         member = kind * len(page.team) + page.team.index(about)
         place, value = (SLOTS + use - _IN_GRAPHS, 1) if use >= _IN_GRAPHS else (slot, use)
         return base + (member * _FLAGS + place) * _FLAG_NBYTES, value
 
     def _set(self, page: Page, kind: int, of: int, slot: int, use: int, stream: int) -> None:
-        """Lets a stream tell rank `of`."""
+        """Makes a stream set a flag in the memory of rank `of`."""
         address, value = self._flag(page, kind, of, self.rank, slot, use)
         capture = self._capture
         if capture is None:
@@ -306,14 +343,14 @@ class CudaPeerBackend(PeerBackend):
             capture.writes.append((WRITE, address, value))
             capture.after.update((int(node), node) for node in self._memory.captured(stream))
         else:
-            # Nothing of this run follows from it.
+            # No work of this run depends on it.
             write = partial(self._memory.set_flag, address, value, stream)
             self._memory.aside(write, stream)
 
     def _await(
         self, page: Page, kind: int, uses: Sequence[tuple[int, int, int]], stream: int
     ) -> None:
-        """Lets a stream wait until it is told by ranks: (rank, slot, use)."""
+        """Makes a stream wait for flags of ranks: (rank, slot, use)."""
         flags = [self._flag(page, kind, self.rank, by, slot, use) for by, slot, use in uses]
         capture = self._capture
         if capture is None:
@@ -328,14 +365,16 @@ class CudaPeerBackend(PeerBackend):
             self._memory.use_flags(ops, stream)
 
     def _use_beside(self, capture: _Capture, waits: Sequence[FlagOp], stream: int) -> None:
-        """Writes the flags that were put off, behind what they stand for, then wait for others."""
+        """Writes the delayed flags, after the work that they report, and then waits for
+        others.
+        """
         ops, after = [*capture.writes, *waits], [*capture.after.values()]
         capture.writes.clear()
         capture.after.clear()
         self._memory.beside(lambda: self._memory.use_flags(ops, stream), after, stream)
 
     def flush(self) -> None:
-        """See `Captured.flush`."""
+        """Implements `Captured.flush`: enqueues delayed flag writes."""
         capture = self._capture
         if capture is not None and capture.writes:
             stream = capture.last
@@ -343,18 +382,20 @@ class CudaPeerBackend(PeerBackend):
 
     # ------------------------------------------------------------ graphs
     def can_capture(self, what: str) -> bool:
-        """See `Captured.can_capture`."""
+        """Implements `Captured.can_capture`: whether a graph may repeat a communication."""
         return what != "barrier"
 
     @contextmanager
     def capturing(self, stream: int) -> Generator[list[object]]:
-        """See `Captured.capturing`."""
+        """Implements `Captured.capturing`: returns the context of a capture."""
         self._capture = capture = _Capture(stream)
         try:
             yield capture.held
             if capture.open:
                 peers = team_text(sorted({sent.peer for sent in capture.open}))
-                raise CommunicationError(f"no stream waits for what is sent to ranks {peers}")
+                raise CommunicationError(
+                    f"no stream waits for the sends to ranks {peers} in this captured run"
+                )
         finally:
             self._capture = None
 
@@ -379,13 +420,17 @@ class CudaPeerBackend(PeerBackend):
 
     def _use(self, page: Page, peer: int, slot: int) -> int:
         if self._capture is None:
-            # Flags of a slot come in order: its last transfer is over before the next is ready.
+            # Flags of a slot are written in order: its last transfer must be done before the next
+            # is ready.
             if use := page.uses(peer, slot):
                 self._await(page, _DONE, [(peer, slot, use)], self._current())
             return page.next_use(peer, slot)
         count = self._graphed.setdefault(page, Counter[int]())
         if count[peer] == _GRAPH_SLOTS:
-            raise CommunicationError(f"{_GRAPH_SLOTS} transfers to rank {peer} are in graphs")
+            raise CommunicationError(
+                f"graphs already contain the largest number of transfers to rank {peer}, "
+                f"{_GRAPH_SLOTS}"
+            )
         count[peer] += 1
         return _IN_GRAPHS + count[peer] - 1
 
@@ -405,14 +450,15 @@ class CudaPeerBackend(PeerBackend):
         stream = self._handle(call.stream)
         if self._capture is None and self._captures_now(stream):
             raise UnsupportedError(
-                f"{call.describe()}: peer copies cannot be a part of a graph that the caller "
-                "captures: the ranks agree on each run, and repeat it by graphs of their own"
+                f"{call.describe()}: the caller cannot capture peer copies in a CUDA graph: the "
+                "ranks agree on each run, and capture graphs themselves"
             )
         sent: list[Sent] = []
         with self._on(call.stream):
             for step in steps:
                 self.settle(page, sent, call.stream)
-                # All sends come first: where two ranks exchange, neither waits for the other.
+                # All sends are posted first: where two ranks exchange data, neither waits for the
+                # other.
                 sent = [
                     self._send(page, one, call, stream)
                     for one in step
@@ -438,7 +484,9 @@ class CudaPeerBackend(PeerBackend):
     def _pull(
         self, page: Page, ones: Sequence[Numbered], call: CollectiveCall | Exchange, stream: int
     ) -> None:
-        """Lets a stream copy what peers have sent: one after another, when all of it is ready."""
+        """Makes a stream copy the data of peers: one copy after another, when all of it is
+        ready.
+        """
         found = [(one.transfer, *self._find(page, one, call)) for one in ones]
         if not found:
             return
@@ -456,8 +504,11 @@ class CudaPeerBackend(PeerBackend):
     def _find(
         self, page: Page, one: Numbered, call: CollectiveCall | Exchange
     ) -> tuple[Record, Seen | None]:
-        """Returns where a peer's data lies, once its host has said so, and where this rank sees it
-        (None: there is none); answer that it is known."""
+        """Returns a peer's record once its host has posted it, and the address of its memory;
+        answers it.
+
+        The address is None if the data is empty.
+        """
         peer = one.transfer.peer
         record = page.find(peer, one.tag)
         if record is None:
@@ -465,7 +516,7 @@ class CudaPeerBackend(PeerBackend):
             record = page.find(peer, one.tag)
         assert record is not None, "it was found"
         self._check_fits(page, one, record)
-        # The peer may give the memory back once this rank has mapped it.
+        # The peer may free the memory only after this rank has mapped it and answered.
         seen = self._seen(record.name, peer) if record.nbytes else None
         page.answer(peer, record.slot, one.tag)
         return record, seen
@@ -481,13 +532,14 @@ class CudaPeerBackend(PeerBackend):
         return seen
 
     def settle(self, page: Page, sent: list[Sent], stream: object) -> None:
-        """Lets a stream wait until the receivers have copied."""
+        """Makes a stream wait until the receivers have copied the data of `sent`."""
         handle = self._handle(stream)
         if sent:
             uses = [(one.peer, one.slot, one.use) for one in sent]
             copies, were_open = self._copied(handle)
             if were_open.issuperset(sent):
-                # Peers copy these when this rank copies theirs, whatever it has computed since.
+                # Peers copy these when this rank copies theirs, so the wait need not follow later
+                # work.
                 wait = partial(self._await, page, _DONE, uses, handle)
                 self._memory.beside(wait, copies, handle)
             else:
@@ -497,7 +549,7 @@ class CudaPeerBackend(PeerBackend):
                 self._capture.open.discard(one)
                 continue
             if one.stream != handle and one.held.numel():
-                # Torch keeps what is freed for the stream that it was made for.
+                # Torch reuses freed memory in the stream for which it was allocated.
                 one.held.record_stream(stream_at(handle, self.device))
             self._held.pop(one, None)
 
@@ -511,7 +563,7 @@ class CudaPeerBackend(PeerBackend):
         self.control.poll_until(stream.query, what=call.describe, needs=call.needs)
 
     def drain(self) -> None:
-        """Waits for the device, within the deadline: peers may read this rank's memory."""
+        """Waits for the device, until the deadline: peers may read this rank's memory."""
         if self._closed or not (self._pages or self.kernels.is_used):
             return
         done = torch.cuda.Event()
@@ -528,5 +580,6 @@ class CudaPeerBackend(PeerBackend):
             return
 
     def close(self) -> None:
+        """Implements `Backend.close`: releases all resources."""
         super().close()
         self._memory.close()

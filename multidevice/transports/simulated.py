@@ -1,10 +1,10 @@
-"""N ranks as threads of one process that pass one baton: exactly one runs at any time.
+"""N ranks as threads of one process that pass a baton: exactly one runs at any time.
 
-A switch happens only when a rank waits in a communicator call, and the next rank is the one that
-has been ready longest, so a run is deterministic. When no rank can run, every rank raises
-`DeadlockError`, which tells where each of them stands. Ranks that meet in a collective with
-different arguments raise an error that shows both sides. Tensors may be on the CPU or, all ranks
-sharing one device, on CUDA.
+A switch happens only when a rank waits in a communicator call. The next rank is the one that has
+been ready longest, so a run is deterministic. When no rank can run, every rank raises
+`DeadlockError`, which says in which call each of them waits. Ranks that enter a collective with
+different arguments raise an error that shows both sides. Tensors may be on the CPU, or on CUDA if
+all ranks share one device.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class _DescribesPosition(Protocol):
 
 @dataclass(frozen=True)
 class _LazyPosition:
-    """A position that is described only when somebody asks."""
+    """The call that a rank waits in, described only when the description is needed."""
 
     describe: Callable[[], str]
     needs: Callable[[], Iterable[Need]]
@@ -96,14 +96,14 @@ class Baton:
         self._pass_on()
 
     def fail(self, failure: Callable[[], CommunicationError]) -> None:
-        """Makes every waiting rank, and every later call, raise."""
+        """Makes every waiting rank, and every later call, raise the error."""
         self._failure = failure
         for rank in sorted(self._waiting):
             self._ready.append(rank)
         self._waiting.clear()
 
     def check(self) -> None:
-        """Raises when the run has failed."""
+        """Raises the error when the run has failed."""
         if self._failure is not None:
             raise self._failure()
 
@@ -171,7 +171,7 @@ def join_rendezvous(
     arrival: Any,
     complete: Callable[[Rendezvous], None],
 ) -> Rendezvous:
-    """Enters a collective; the last member to arrive runs `complete` for all."""
+    """Enters a collective; the last member to enter runs `complete` for all."""
     baton.check()
     rendezvous = baton.pending.setdefault((key, seq), Rendezvous())
     rendezvous.entries[index] = entry
@@ -192,11 +192,11 @@ class SimulatedControl(Control):
         self.baton = baton
 
     def page(self, nbytes: int, team: Team) -> memoryview | None:
-        """See `Control.page`; the ranks are threads, so any memory is shared."""
+        """Implements `Control.page`: the ranks are threads, so any memory is shared."""
         return self.baton.pages.setdefault(team, memoryview(bytearray(nbytes)).cast("Q"))
 
     def wake(self, team: Team) -> None:
-        """Makes members that wait look again."""
+        """Makes waiting members check their conditions again."""
         self.baton.wake(team)
 
     def poll_until(
@@ -206,7 +206,7 @@ class SimulatedControl(Control):
         what: Callable[[], str],
         needs: Callable[[], Iterable[Need]],
     ) -> None:
-        """See `Control.poll_until`; the baton sees every deadlock."""
+        """Implements `Control.poll_until`: the baton detects every deadlock."""
         self.baton.wait(self.rank, done, _LazyPosition(lambda: what() + self.trouble, needs))
 
     def _gather(self, record: bytes, step: ControlCall) -> list[bytes]:
@@ -235,7 +235,7 @@ class SimulatedControl(Control):
 
 
 class _Letter:
-    """A transfer that waits for its other half."""
+    """A send or receive that waits for its other half."""
 
     def __init__(self, transfer: Transfer, rank: int, stream: object, arrival: Any) -> None:
         self.transfer = transfer
@@ -248,7 +248,7 @@ class _Letter:
 
 
 class _SimulatedWork:
-    """Meetings or letters that must be done."""
+    """A communication: collectives or transfers that must be done."""
 
     def __init__(
         self,
@@ -265,7 +265,7 @@ class _SimulatedWork:
         return all(part.done for part in self._parts)
 
     def wait(self) -> None:
-        """See `Work.wait`; blocks the rank until the data has moved, also on CUDA."""
+        """Implements `Work.wait`: blocks the rank until the data has moved, also on CUDA."""
         backend = self._backend
         backend.baton.wait(backend.rank, self.is_done, self._call)
         for part in self._parts:
@@ -275,7 +275,7 @@ class _SimulatedWork:
                 _current_stream(self._call.stream).wait_event(part.finished)
 
     def synchronize(self) -> None:
-        """See `Work.synchronize`."""
+        """Implements `Work.synchronize`: waits until the data has arrived."""
         self.wait()
         for part in self._parts:
             if part.finished is not None:
@@ -283,8 +283,9 @@ class _SimulatedWork:
 
 
 class SimulatedBackend(CheckedBackend):
-    """Collectives among simulated ranks; half-precision reductions accumulate in float32, in team
-    order.
+    """Collectives among simulated ranks.
+
+    Reductions of 16-bit floats accumulate in float32, in team order.
     """
 
     name = "simulated"
@@ -293,7 +294,8 @@ class SimulatedBackend(CheckedBackend):
         super().__init__(control.rank, control.size, control.ledger)
         self.control = control
         self.baton = control.baton
-        # How often ranks of teams have met after an error: letters from before are nobody's.
+        # How often teams have resynchronised after an error: earlier transfers must not match later
+        # ones.
         self._mended: Counter[Team] = Counter()
         control.on_mended.append(self._mend)
 
@@ -363,7 +365,7 @@ class SimulatedBackend(CheckedBackend):
 
 
 class SimulatedPeers(SimulatedBackend):
-    """Stands for peer copies: simulated ranks see each other's memory anyway."""
+    """Simulated peer copies: simulated ranks share all memory anyway."""
 
     name = "cuda"
 
@@ -373,42 +375,44 @@ class SimulatedPeers(SimulatedBackend):
         self._memory = SharedMemory()
 
     def connect(self, team: Team) -> None:
-        """See `PeerMemory.connect`; there is nothing to be found."""
+        """Implements `PeerMemory.connect`: simulated ranks need no connection."""
 
     def empty(self, nbytes: int) -> torch.Tensor:
-        """See `PeerMemory.empty`."""
+        """Implements `PeerMemory.empty`: returns memory that peers can map."""
         if self._device.type == "cpu":
             return self._memory.empty(nbytes)
         return torch.empty(nbytes, dtype=torch.uint8, device=self._device)
 
     def lasting(self, nbytes: int) -> torch.Tensor:
-        """See `PeerMemory.lasting`."""
+        """Implements `PeerMemory.lasting`: returns memory for many runs of a program."""
         return self.empty(nbytes)
 
     def shard(self, nbytes: int) -> torch.Tensor:
-        """See `PeerMemory.shard`."""
+        """Implements `PeerMemory.shard`: returns memory for a shard."""
         return self.empty(nbytes)
 
     def release(self) -> None:
-        """See `PeerMemory.release`."""
+        """Implements `PeerMemory.release`: records that a program was deleted."""
         self._memory.release()
 
     def tidy(self) -> None:
-        """See `PeerMemory.tidy`."""
+        """Implements `PeerMemory.tidy`: frees memory without users."""
         self._memory.tidy()
 
     def side_by_side(self, tensor: torch.Tensor, team: Team, what: str) -> torch.Tensor:
-        """See `PeerMemory.side_by_side`."""
+        """Implements `PeerMemory.side_by_side`: maps the shards of all members as one range."""
         if self._device.type != "cpu":
-            raise UnsupportedError(f"{what}: on {self._device}, simulated ranks map no memory")
+            raise UnsupportedError(
+                f"{what}: simulated ranks cannot map memory on {self._device}, only on the CPU"
+            )
         return side_by_side(self.control, self._memory, tensor, team, what)
 
     def rendezvous(self, team: Team, what: str) -> None:
-        """See `PeerMemory.rendezvous`."""
+        """Implements `PeerMemory.rendezvous`: waits until all members have come to the call."""
         await_members(self.control, team, what)
 
     def close(self) -> None:
-        """See `Backend.close`."""
+        """Implements `Backend.close`: releases all resources."""
         super().close()
         self._memory.close()
 
@@ -442,7 +446,7 @@ def _after(events: Iterable[Any], stream: object) -> AbstractContextManager[obje
 
 
 def _complete(rendezvous: Rendezvous) -> None:
-    """Moves the data of a collective whose members have all arrived."""
+    """Moves the data of a collective that all members have entered."""
     calls: list[CollectiveCall] = [rendezvous.entries[i] for i in range(len(rendezvous.entries))]
     signatures = [_signature(call) for call in calls]
     for call, signature in zip(calls, signatures, strict=True):
@@ -464,7 +468,9 @@ def _any_tensor(call: CollectiveCall) -> torch.Tensor | None:
 
 
 def _signature(call: CollectiveCall) -> tuple[object, ...]:
-    """Returns what must be equal on all members: op, dtype, elements per part, reduction, root."""
+    """Returns the facts that must be equal on all members: op, dtype, elements per part, reduction,
+    root.
+    """
     tensor = _any_tensor(call)
     if tensor is None:
         return (call.row, call.reduce, call.root)
@@ -561,21 +567,21 @@ _MOVES = TransportTable[Callable[[Sequence[CollectiveCall]], None]](
 
 
 # ----------------------------------------------------------------------
-# Torch's random number generators, one of each for every simulated rank, as processes have.
+# Each simulated rank has its own states of torch's random number generators, as processes have.
 
 
 class Generators:
-    """The states of the generators of ranks that are not running. They begin as the caller's."""
+    """The generator states of the ranks that are not running; they start as the caller's."""
 
     def __init__(self, size: int) -> None:
         self._states = [_states()] * size
 
     def take(self, rank: int) -> None:
-        """Lets torch's generators be those of a rank, which runs from now on."""
+        """Loads the states of a rank, which runs from now on."""
         _restore(self._states[rank])
 
     def leave(self, rank: int) -> None:
-        """Keeps the generators of a rank, which does not run any more."""
+        """Saves the states of a rank, which stops running."""
         self._states[rank] = _states()
 
 
@@ -591,6 +597,8 @@ def _restore(states: tuple[torch.Tensor, list[torch.Tensor]]) -> None:
 
 
 def _of_gpus() -> tuple[torch.Generator, ...]:
-    """Returns those that can be asked: none while a graph is captured, where nobody draws."""
+    """Returns the GPU generators, none during a graph capture, where their states cannot be
+    read.
+    """
     is_idle = torch.cuda.is_initialized() and not torch.cuda.is_current_stream_capturing()
     return torch.cuda.default_generators if is_idle else ()

@@ -1,9 +1,10 @@
-"""Communication layout: the memory orders that collectives need.
+"""Communication layout: makes operands and results of collectives contiguous in the order they
+need.
 
-A collective sees flat buffers: part i of the gathered (or scattered) buffer belongs to team
-member i. So on both sides of an allgather or reduce-scatter the gathered or scattered axis is
-outermost in memory, and every buffer is contiguous. Where that is not so, a local copy with a
-permuted allocation domain is put between.
+A collective works on flat buffers: part i of the gathered (or scattered) buffer belongs to team
+member i. Therefore the gathered or scattered axis must be outermost in memory on both sides of an
+allgather or reduce-scatter, and every buffer must be contiguous. Elsewhere, a local copy with a
+permuted allocation domain is inserted.
 
     y [M, N] = set(x [M, DIDx(N)])   ->   t [M, DIDx(N)] = set(x)    memory order (N, M)
                                           y [M, N] = set(t)          memory order (N, M)
@@ -44,13 +45,16 @@ from multidevice.transports.base.collectives import COLLECTIVES
 def lay_out_communication(fusion: Fusion) -> None:
     """Gives both sides of every collective a contiguous memory order that it can work on.
 
-    Before: the fusion is decomposed. After: every collective's operand and result are contiguous,
-    in the same order of axes, with the gathered or scattered axis outermost where the type needs
-    it. The host program relies on it. A result without a declared allocation domain takes the
-    collective's order; a declared one is a requirement, met by a copy behind the collective.
+    Before: the fusion is decomposed. After, for every collective:
 
-    A collective in steps sees one block at a time. A block is dense where each step has memory of
-    its own, or where the stream's axis is outermost; else a copy in the same step comes between.
+    - operand and result are contiguous and have the same order of axes;
+    - the gathered or scattered axis is outermost, if the type of collective needs it.
+
+    The host program relies on this. A result without a declared allocation domain takes the order
+    of the collective. A declared one is kept: a copy after the collective produces it.
+
+    A collective in steps works on one block at a time. A block is dense if each step has its own
+    memory, or if the stream axis is outermost. Otherwise a copy is inserted in the same step.
     """
     memory = StepMemory(fusion)
     for op in fusion.exprs:
@@ -59,8 +63,11 @@ def lay_out_communication(fusion: Fusion) -> None:
 
 
 def communicated(fusion: Fusion) -> set[TensorView]:
-    """Returns the operands and results of collectives, and what steps slice these out of: every
-    rank has them in the same order, whichever its inputs have."""
+    """Returns the operands and results of collectives, and the tensors that their operands are
+    slices of.
+
+    All ranks must store these tensors in the same order, whatever the order of a rank's inputs.
+    """
     found: set[TensorView] = set()
     for op in reversed(fusion.exprs):
         if communicates(op) or (is_step_slice(op) and op.out_tensor in found):
@@ -69,7 +76,7 @@ def communicated(fusion: Fusion) -> set[TensorView]:
 
 
 def _required_order(tv: TensorView, axis: int | None, *, in_steps: bool) -> list[int]:
-    """Returns the memory order of `tv` with `axis` moved outermost, if that makes a difference."""
+    """Returns the memory order of `tv` with `axis` moved outermost, if that changes the memory."""
     order = [p for p, _ in memory_order(tv)]
     if axis is None:
         return order
@@ -80,7 +87,7 @@ def _required_order(tv: TensorView, axis: int | None, *, in_steps: bool) -> list
 
 
 def _outermost_axes(op: Reshard) -> tuple[int | None, int | None]:
-    """Returns the axes, of operand and result, that the type of the collective needs outermost."""
+    """Returns the axes, of operand and result, that the type of collective needs outermost."""
     row = COLLECTIVES.get(communication_type(op))
     return moved_axes(op) if row is not None and row.growth else (None, None)
 
@@ -109,8 +116,8 @@ def _fit_producer(memory: StepMemory, op: Reshard) -> Reshard:
 
 
 def _may_relayout(fusion: Fusion, tv: TensorView) -> bool:
-    """Whether a tensor's own memory order is ours to choose: a kernel writes it, for this op
-    alone.
+    """Whether this pass may choose a tensor's memory order: a kernel writes it, for one
+    reader.
     """
     definition = tv.definition()
     if definition is None or tv.domain.allocation or tv in fusion.outputs:
@@ -126,11 +133,11 @@ def _fit_consumer(memory: StepMemory, op: Reshard) -> None:
     """Writes the collective's result in the operand's order of axes."""
     fusion, operand, out = memory.fusion, op.inp, op.out
     order = _mapped_order(op, [p for p, _ in memory_order(operand)])
-    # A device gets what a step computes as it is.
+    # Where a step computes the block of one device, the block is sent unchanged.
     in_steps = stream_axis(out) is not None
     axis = None if scatters_steps(op) else _outermost_axes(op)[1]
     if axis is not None:
-        # The operand's order stays; an axis that is of extent 1 on its shards may still lead here.
+        # The operand's order is kept. An axis with extent 1 on each shard may still be outermost.
         rest = [p for p in order if p != axis]
         outside = order[: order.index(axis)]
         is_first = all(is_single(out, p, in_steps=in_steps) for p in outside)
@@ -154,17 +161,21 @@ def _fit_consumer(memory: StepMemory, op: Reshard) -> None:
     fusion.replace_expr(op, [computed, LoadStoreOp(out, made).replace(where=op.where)])
     stream = stream_axis(made)
     if is_exchange(op) and stream is not None and not memory.is_dense(made, order):
-        # What a step receives is no block that it computes, so it lies in memory of the whole.
+        # A step receives a block other than the one that it computes, so the block is stored in
+        # memory of the whole tensor.
         raise UnsupportedError(
-            f"{op.name} of {tensor_words(operand)}: blocks along axis {stream.position} are "
-            f"received in steps into memory in which axis {order[0]} is outermost"
+            f"{op.name} of {tensor_words(operand)}: each step receives a block along axis "
+            f"{stream.position}, which is not contiguous, because axis {order[0]} is outermost in "
+            "memory"
             f"{user_code(op.where)}{in_ir(f'{operand} -> {out}')}"
         )
 
 
 def _mapped_order(op: TensorOp, order: list[int]) -> list[int]:
-    """Translates positions of the operand to positions of the result; axes that end are left
-    out."""
+    """Translates positions of the operand to positions of the result.
+
+    Axes that the result does not have are left out.
+    """
     out = op.out_tensor
     position = 0
     to_out: dict[int, int] = {}

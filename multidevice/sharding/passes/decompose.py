@@ -1,8 +1,8 @@
 """Decomposition: every op becomes local, or exactly one collective or local slice.
 
-Before: shardings are propagated, operands and results of an op may be placed differently. After:
-an op whose operand and result differ in sharding is a `set` or a reduction over one device axis,
-with one device type changing.
+Before: shardings are propagated; operands and results of an op may be placed differently. After: an
+op whose operand and result differ in sharding is a `set` or a reduction over one device axis, and
+exactly one device type changes.
 
     out [M, DIDx(N)] = linear(x [DIDx(M), K], w)  ->  c [M, K] = set(x)           (allgather)
                                                       out = linear(c, w)
@@ -67,10 +67,11 @@ def decompose_reshardings(
 ) -> None:
     """Rewrites the fusion until every op is local or a `Reshard`: one collective or local slice.
 
-    `overlap` may give tensors steps where all ops that communicate are known.
+    `overlap` is called when all communications are known; it may give tensors stream axes, so that
+    they are computed in steps.
 
     Raises:
-        ShardingError: an op cannot be computed with the placements asked for.
+        ShardingError: an op cannot be computed with the requested placements.
         UnsupportedError: a change of placement that no supported collective makes.
     """
     if not (has_mesh(fusion) or has_streams(fusion)):
@@ -85,7 +86,7 @@ def decompose_reshardings(
 
 
 def complete_steps(fusion: Fusion, copies: Copies) -> None:
-    """Makes single communications of the copies and sums of a fusion, and its steps computable."""
+    """Splits copies and sums into single communications, and makes the stream steps computable."""
     exchange_partial_sums(fusion)
     split_copies(fusion, copies)
     copies.drop_unused()
@@ -95,7 +96,7 @@ def complete_steps(fusion: Fusion, copies: Copies) -> None:
 
 
 def name_reshardings(fusion: Fusion) -> None:
-    """Makes every copy and reduction that changes a placement the `Reshard` that it is."""
+    """Replaces every copy and reduction that changes a placement by its `Reshard` node."""
     ops: list[TensorOp] = []
     for op in fusion.exprs:
         found = as_reshard(op)
@@ -107,10 +108,10 @@ def name_reshardings(fusion: Fusion) -> None:
 
 # ------------------------------------------------------------------ copies around ops
 def insert_reshardings(fusion: Fusion, copies: Copies) -> None:
-    """Puts resharding copies before or after the ops whose operands and results differ in
+    """Inserts resharding copies before or after the ops whose operands and results differ in
     placement.
 
-    Several consumers of one tensor share a copy with the same placement.
+    Consumers of one tensor that need the same placement share a copy.
     """
     for op in fusion.exprs:
         op = _align_siblings(fusion, _free_whole_axes(fusion, op))
@@ -126,16 +127,16 @@ def insert_reshardings(fusion: Fusion, copies: Copies) -> None:
         for _ in DEVICE_TYPES:
             if not _differing(op):
                 break
-            # Two index expressions that agree but are not provably equal, behind a reshape: perhaps
-            # only with what else is known of an extent that is cut.
+            # After a reshape, two index expressions may agree without a proof that they are equal.
+            # The proof may need facts about an extent that is cut.
             op = _compute_whole(fusion, op, _changing_types(op))
             for index in _differing(op):
                 op = _insert_before(op, index, copies)
         if _differing(op):
             operands = ", ".join(str(v) for _, v in tensor_operands(op))
             raise ShardingError(
-                f"{op.name} cannot be computed as its result is placed: an operand has no matching "
-                f"placement{user_code(op.where)}"
+                f"{op.name} cannot be computed with the placement of its result: no placement of "
+                f"an operand matches it{user_code(op.where)}"
                 f"{in_ir(f'{operands} -> {op.out_tensor}')}"
             )
 
@@ -145,9 +146,10 @@ def _needs(op: TensorOp, index: int) -> Transfers:
 
 
 def _differing(op: TensorOp) -> list[int]:
-    """Returns the operands that are not placed as the op's result needs them."""
+    """Returns the indices of the operands whose placement is not the one that the result needs."""
     if reduces_one_device_axis(op):
-        # The collective itself: its operand is cut on the reduced axis, and nowhere else differs.
+        # The op is the collective itself: its operand is cut on the reduced axis, and otherwise
+        # placed like the result.
         operand = op.inputs[0]
         types = [p for p in DEVICE_TYPES if have_different_shardings(op, 0, (p,))]
         summed = next(a.ptype for a in op.out_tensor.domain.logical if a.is_reduction())
@@ -163,8 +165,9 @@ def _differing(op: TensorOp) -> list[int]:
 
 
 def _align_siblings(fusion: Fusion, op: TensorOp) -> TensorOp:
-    """Gives all results of an op the placement of the first, and copies those that differ from
-    it."""
+    """Gives all results of an op the placement of the first, and copies those that need another
+    one.
+    """
     first = op.out_tensor
     computed, copies = op, list[TensorOp]()
     for out in op.outputs[1:]:
@@ -184,23 +187,25 @@ def _align_siblings(fusion: Fusion, op: TensorOp) -> TensorOp:
 
 
 def _cuts_beside(op: TensorOp, first: TensorView, out: TensorView) -> list[Cuts]:
-    """Returns the device cuts that `first` gives another result of the op, per logical axis."""
+    """Returns the device cuts of another result of the op that match those of `first`, per logical
+    axis.
+    """
     cuts = _device_cuts(first)
     beside = {b: cuts[a] for a, b in op.parallel_cuts(first, out)}
     return [beside.get(k, ()) for k in range(len(out.domain.logical))]
 
 
 def _device_cuts(tv: TensorView) -> list[Cuts]:
-    """Returns the device cuts per logical axis, reductions included."""
+    """Returns the device cuts per logical axis, including reduction axes."""
     cuts = axis_cuts(tv, DEVICE_TYPES)
     return [cuts.get(a.number, ()) for a in tv.domain.logical]
 
 
 def _free_whole_axes(fusion: Fusion, op: TensorOp) -> TensorOp:
-    """Computes an op whole along axes that it cannot split, and cut its result in a copy.
+    """Computes an op whole along axes that it cannot split, and cuts its result in a copy.
 
-    Such are the axes that a cat joins, an iota counts, a slice or pad resizes, and the inner axes
-    of a reshape.
+    These axes are: the joined axis of a cat, the axis of an iota, resized axes of a slice or pad,
+    and the inner axes of a reshape.
     """
     for position, out in enumerate(op.outputs):
         whole = uncuttable_axes(op, DEVICE_TYPES, out)
@@ -223,7 +228,7 @@ def _changing_types(op: TensorOp) -> set[ParallelType]:
 def _compute_whole(
     fusion: Fusion, op: TensorOp, types: Collection[ParallelType], position: int = 0
 ) -> TensorOp:
-    """Computes one result of an op without these device types, and cut it in a copy."""
+    """Computes one result of an op without these device types, and cuts it in a copy."""
     out: TensorView = op.outputs[position]
     local = _result_like(out, out.mesh)
     unparallelize_inward(local, lambda a: a.ptype in types and not a.is_reduction())
@@ -234,7 +239,7 @@ def _compute_whole(
 
 
 def _result_like(out: TensorView, mesh: DeviceMesh | None) -> TensorView:
-    """Creates a tensor with a fresh copy of `out`'s domain, without a declared memory order."""
+    """Creates a tensor with a new copy of `out`'s domain, without a declared memory order."""
     domain, _ = clone_domain(out.fusion, out.domain)
     plain = domain.in_logical_order()
     return out.fusion.new_tensor(plain, out.dtype(), mesh=mesh)
@@ -242,10 +247,11 @@ def _result_like(out: TensorView, mesh: DeviceMesh | None) -> TensorView:
 
 # -- after
 def _goes_after(op: TensorOp) -> bool:
-    """Whether the op should run with its operand's placement: one in, one out, and not dearer.
+    """Whether the op should run with its operand's placement, so that the result is resharded.
 
-    Slicing the operand of the op costs less than slicing its result, and gathering before a cast to
-    a wider type costs less than gathering after it.
+    This is so for an op with one operand and one result, if it costs no more. Slicing the operand
+    of an op costs less than slicing its result, and gathering before a cast to a wider type costs
+    less than gathering after it.
     """
     operands = list(tensor_operands(op))
     if len(operands) != 1 or len(op.outputs) != 1 or reduces_one_device_axis(op):
@@ -259,8 +265,7 @@ def _goes_after(op: TensorOp) -> bool:
 
 
 def _insert_after(fusion: Fusion, op: TensorOp) -> bool:
-    """Runs the op with its operand's placement and copies the result; False if that is
-    impossible."""
+    """Runs the op with its operand's placement and copies the result; False if impossible."""
     ((index, operand),) = tensor_operands(op)
     out = op.out_tensor
     local = _result_like(out, operand.mesh)
@@ -269,7 +274,7 @@ def _insert_after(fusion: Fusion, op: TensorOp) -> bool:
     cuts = forward_cuts(computed, index, local)
     is_nested = any(outside_streams(c) != only_devices(c) for _, c in cuts)
     apply_steps(local, operand, cuts, SPREAD_TYPES if is_nested else DEVICE_TYPES)
-    # Steps of the result are steps of what it is copied from, where the copy allows it.
+    # The result's steps become steps of the tensor that it is copied from, if the copy allows it.
     apply_steps(local, out, sibling_cuts(op, out, local))
     if any(a.is_reduction() and a.is_device for a in local.domain.loop):
         return False

@@ -1,9 +1,9 @@
-"""The last word on domains: device axes reach the allocation domain and lead the loop domain.
+"""Final domains: writes device axes into allocation domains and puts them first in loop domains.
 
-Before: cuts live in loop domains, allocation domains describe whole tensors. After: every tensor
-that is cut has an allocation domain with its device axes in it, also with its stream axis where
-each step of a loop has its own memory, and every loop domain is
-`[stream?, DIDz?, DIDy?, DIDx?, serial...]`. Segmentation and host lowering rely on both.
+Before: cuts are in loop domains, and allocation domains describe whole tensors. After: every tensor
+that is cut has an allocation domain with its device axes. It also has its stream axis if each step
+of a loop has its own memory. Every loop domain is `[stream?, DIDz?, DIDy?, DIDx?, serial...]`.
+Segmentation and host lowering rely on both.
 
     w [DIDx{d}, N/d, K], no allocation domain  ->  allocation (iDIDx{d}, iN/d, iK), contiguous
 """
@@ -22,15 +22,15 @@ from multidevice.sharding.queries import has_streams
 from multidevice.sharding.reshard import communicates
 from multidevice.sharding.streams import allocated_per_step, slice_per_loop
 
-# Outermost first. Other types stand behind, in their order.
+# Outermost first. Axes of other types follow, in their order.
 _RANK = {p: k for k, p in enumerate((*STREAM_TYPES, *reversed(DEVICE_TYPES)))}
 
 
 def finalize_domains(fusion: Fusion) -> None:
-    """Writes cuts into allocation domains and sort loop domains.
+    """Writes cuts into allocation domains and sorts loop domains.
 
-    Raises `ShardingError` when a tensor has no mesh among several meshes, or a collective's
-    operand or result is not contiguous.
+    Raises `ShardingError` when a tensor has no mesh and the fusion has several, or when a
+    collective's operand or result is not contiguous.
     """
     complete_meshes(fusion)
     per_step: set[TensorView] = set()
@@ -52,7 +52,7 @@ def finalize_domains(fusion: Fusion) -> None:
 
 
 def complete_meshes(fusion: Fusion) -> None:
-    """Gives tensors that no annotation reaches the fusion's mesh, replicated.
+    """Gives every tensor without a mesh the fusion's mesh, replicated.
 
     Raises `ShardingError` when there are several meshes to choose from.
     """
@@ -75,10 +75,11 @@ def complete_meshes(fusion: Fusion) -> None:
 
 
 def shard_allocation(tv: TensorView, *, per_step: bool) -> None:
-    """Splits the allocation axes of a tensor as its loop axes are cut; contiguity follows.
+    """Splits the allocation axes of a tensor in the same way as its loop axes, with their
+    contiguity.
 
-    `per_step`: a stream's too. The parts of a cut axis stand where the axis stood: the memory of a
-    shard keeps the axes' order.
+    `per_step`: also by a stream axis. The parts of a cut axis take its position, so the memory of a
+    shard keeps the order of axes.
     """
     if not spread_axes(tv):
         return
@@ -89,8 +90,8 @@ def shard_allocation(tv: TensorView, *, per_step: bool) -> None:
     for position, flag in memory_order(tv):
         parts = _parts(tv, logical[position], with_stream=per_step)
         allocation += parts
-        # Blocks of a strided axis are as far apart as their elements say; the blocks are
-        # consecutive.
+        # The distance between blocks of a strided axis follows from the stride of its elements; the
+        # blocks themselves are consecutive.
         contiguity += [None if flag is None else True] * (len(parts) - 1) + [flag]
     reductions = [
         a

@@ -1,9 +1,9 @@
-"""From a fusion of global tensors to the plain fusion of one device's shards.
+"""Localization: rewrites a fusion of global tensors as the plain fusion of one device's shards.
 
     c [DIDx{2}, i0/2, i1] = add(a, b)   ->   c [ceilDiv(i0, 2), i1] = add(a, b)
 
-Kernels and library ops are made from local fusions, so nothing behind this point knows of devices.
-Sizes stay written over the global symbols: a shard of `i0` rows has `ceilDiv(i0, 2)`.
+Kernels and library ops are made from local fusions, so no later stage knows of devices. Sizes
+remain expressions of the global symbols: a shard of `i0` rows has `ceilDiv(i0, 2)` rows.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ from multidevice.sharding.placement import (
 from multidevice.sharding.queries import has_mesh, has_streams, partial_sum_axes
 from multidevice.sharding.streams import is_in_step
 
-# Local domains of tensors that several fusions have, under what they follow from, and the domains
-# of the whole tensors, which this keeps alive.
+# A cache of local domains for tensors that several fusions have: key -> (domain of the whole
+# tensor, local domain). The entry keeps the whole domain alive, because its id is in the key.
 Known = dict[tuple[object, ...], tuple[TensorDomain, TensorDomain]]
 
 
@@ -41,15 +41,16 @@ def localize(
 ) -> tuple[Fusion, dict[TensorView, TensorView]]:
     """Returns the fusion of local shards, and the map from the given tensors to its tensors.
 
-    The result has no meshes and no device axes; a logical axis that is a device axis as a whole
-    has extent 1. Loop domains are the logical ones, all serial: schedules start from here, and what
-    the user split, merged and parallelized by hand counts for `manual_execute` alone. Inputs lose
-    the reduction axes of the ops that made them. A fusion that is such already is returned itself.
+    The result has no meshes and no device axes. A logical axis that is a device axis as a whole has
+    extent 1. Loop domains are the logical ones, all serial, as a start for schedules: the user's
+    own splits, merges and parallel types count only for `manual_execute`. Inputs lose the reduction
+    axes of the ops that made them. A fusion that is local already is returned itself.
 
-    Of a tensor that is computed in steps, or read in step by such ops, it has one step's block, of
-    the size that `block` says (see `streams.block_extents`): kernels in loops run on slices.
+    A tensor that is computed in steps, or that such ops read in step, is reduced to one step's
+    block, because kernels in loops run on slices. `block` selects the size (see
+    `streams.block_extents`).
 
-    `known` is of other parts of the fusion that this is a part of: each tensor is localized once.
+    `known` is a cache shared by the parts of one fusion: each tensor is localized once.
 
     Raises:
         ShardingError: an op of the fusion is a resharding.
@@ -61,7 +62,7 @@ def localize(
     local, twins = fusion.copy()
     for op in fusion.exprs:
         if isinstance(op, Reshard):
-            raise ShardingError(f"a local fusion cannot hold the resharding\n{op}")
+            raise ShardingError(f"a local fusion cannot contain the resharding\n{op}")
     held = {*fusion.inputs, *fusion.outputs}
     for tv, twin in twins.items():
         part = block if has_steps and is_block(tv) else None
@@ -95,7 +96,7 @@ def _has_loops(tv: TensorView) -> bool:
 
 
 def is_block(tv: TensorView) -> bool:
-    """Whether one step of a loop sees only a block of the tensor."""
+    """Whether one step of a loop uses only a block of the tensor."""
     if tv.definition() is not None:
         return stream_axis_of(tv) is not None
     return any(
@@ -110,7 +111,7 @@ def is_block(tv: TensorView) -> bool:
 def local_domain(tv: TensorView, block: Block | None = None) -> TensorDomain:
     """Returns the domain of a shard of `tv`: local extents, no device axes, its memory order.
 
-    With `block`: of one step's block of the shard.
+    With `block`, it is the domain of one step's block of the shard.
     """
     domain = tv.domain
     sizes = _local_sizes(tv, block)
@@ -124,7 +125,8 @@ def local_domain(tv: TensorView, block: Block | None = None) -> TensorDomain:
             return plain
         return plain.having(expanded=size) if axis.is_broadcast else plain.having(extent=size)
 
-    # A partial sum over d devices: a broadcast stands for the device axis (see `_partial_sum`).
+    # A partial sum over d devices has a broadcast axis in place of the device axis (see
+    # `_partial_sum`).
     is_product = bool(partial) and not isinstance(tv.definition(), ReductionOp)
     kept = [a for a in domain.logical if not (is_product and a.is_reduction())]
     whole = domain.having(
@@ -177,7 +179,7 @@ def _shape(tv: TensorView) -> tuple[Scalar, ...]:
 
 
 def _local_slice_bounds(op: SliceOp) -> dict[str, tuple[Scalar, ...]]:
-    """Axes that are not resized keep their whole local range."""
+    """Returns the ranges of a local slice: axes that are not resized keep their local range."""
     root, logical = op.out.domain.maybe_root, op.out.domain.logical
     stops = tuple(
         r.size if r.number == axis.number else stop
@@ -198,8 +200,11 @@ def _with_local_scalars(op: TensorOp) -> TensorOp:
 
 
 def _partial_sum(local: Fusion, op: TensorOp, twin: TensorOp, block: Block) -> list[TensorOp]:
-    """Rewrites an op with result `[M, N, iDIDx{d}rf, r{K/d}rf]` with a broadcast for the axis of
-    parts: of a reduction's operand, so that the reduction stays last; of a contraction's result.
+    """Rewrites an op with result `[M, N, iDIDx{d}rf, r{K/d}rf]`: a broadcast replaces the axis of
+    parts.
+
+    A reduction gets the broadcast in its operand, so that the reduction remains the last op. A
+    contraction gets it in its result.
     """
     tv, out = op.out_tensor, twin.out_tensor
     parts = partial_sum_axes(tv)

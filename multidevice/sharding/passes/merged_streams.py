@@ -3,9 +3,9 @@
     y [stream(A * B), C]          ->  y [stream(A), stream.y(B), C]         A * B steps
     y [stream{n}, A * B / n, C]   ->  y [stream(A), stream.y{m}, B/m, C]    n = A * m blocks
 
-Step i has index i / B of A and i % B of B. So every question about a merged axis is one about the
-axes that it merges, each with a type of its own (`STREAM_TYPES`, outermost first), and no layout of
-memory matters: a step's part is a part of a part.
+Step i has index i / B of A and index i % B of B. Therefore each merged axis gets a stream type of
+its own (`STREAM_TYPES`, outermost first), and all analyses treat them as separate axes. The memory
+layout does not matter: a step's part is a part of a part.
 """
 
 from __future__ import annotations
@@ -30,14 +30,15 @@ from multidevice.sharding.placement import axis_cuts, cut_line
 
 
 def unmerge_streams(fusion: Fusion) -> None:
-    """Gives the axes that a merged stream axis is made of, the parts of the step's number.
+    """Replaces merged stream axes by the axes that they merge, each with its part of the step's
+    number.
 
-    Broadcasts among them have no part: they have one element. Of an outer split of a merged axis,
-    blocks must be boxes of the merged axes: as where n divides the outermost, or is all of the
-    outer ones times a divisor of the next.
+    Broadcast axes get no part: they have one element. A merged axis may be cut into n blocks by an
+    outer split. Each block must then be a box of the merged axes. That is so if n divides the
+    outermost axis, or is the product of all outer axes and a divisor of the next one.
 
-    Raises `UnsupportedError` naming axis, tensor and numbers for blocks that are none, and for
-    parts of which a step cannot be made.
+    Raises `UnsupportedError`, with axis, tensor and numbers, where a block is not a box, or where
+    the parts cannot form a step.
     """
     for tv in fusion.tensors():
         axis = next((a for a in tv.domain.loop if a.is_stream), None)
@@ -46,17 +47,17 @@ def unmerge_streams(fusion: Fusion) -> None:
 
 
 class _Merged:
-    """A stream axis, and how its tensor's loop axes lead to it."""
+    """A stream axis, and the transforms that lead from its tensor's logical axes to it."""
 
     def __init__(self, tv: TensorView, axis: IterDomain) -> None:
         self._tv, self._axis = tv, axis
-        # Of a view's own axes, the logical ones are what the user sees.
+        # The user of a view sees its logical axes, so the search stops at them.
         logical = {*tv.domain.logical_numbers}
         made = ((n, t) for t in tv.domain.transforms for n in t.outputs)
         self._made_by = {n: t for n, t in made if n not in logical}
 
     def rewrite(self) -> bool:
-        """Replaces the axis by those that it merges; False where it merges none."""
+        """Replaces the axis by the axes that it merges; returns False where it merges none."""
         split, number = None, self._axis.number
         rotation = self._made_by.get(number)
         if isinstance(rotation, Swizzle1D):
@@ -67,12 +68,12 @@ class _Merged:
         if not isinstance(self._made_by.get(number), MergeTransform):
             return False
         if isinstance(rotation, Swizzle1D):
-            raise self._refusal("is rotated (swizzle1d), which a merged axis cannot be")
+            raise self._refusal("is rotated (swizzle1d), but only an axis without merges can be")
         leaves, gone = self._leaves(number)
         parts = [a for a in leaves if not a.is_broadcast]
         for a in parts:
             if a.is_device or a.is_reduction():
-                raise self._refusal(f"merges {a}, which is no axis of steps")
+                raise self._refusal(f"merges {a}, which is a device or reduction axis")
         if len(parts) > len(STREAM_TYPES):
             raise self._refusal(f"merges {len(parts)} axes; at most {len(STREAM_TYPES)} can be")
         if split is None:
@@ -81,7 +82,7 @@ class _Merged:
             return True
         inner = self._tv.domain.axes[split.inner]
         if inner.number not in self._tv.domain.loop_numbers or inner.is_device:
-            raise self._refusal(f"has blocks of which {inner} is cut further")
+            raise self._refusal(f"has blocks whose axis {inner} is cut further")
         count, blocks = self._boxes(parts, split.factor)
         self._replace(leaves, (split.inner,), (*gone, split))
         if blocks is not None:
@@ -103,10 +104,13 @@ class _Merged:
         return [*outer, *inner], [*above, *beside, made]
 
     def _boxes(self, parts: Sequence[IterDomain], n: Scalar) -> tuple[int, Scalar | None]:
-        """Returns of how many of the axes each of `n` blocks has one element, and into how many
-        blocks the next one is then cut, if it is.
+        """Returns how the merged axes divide into `n` blocks: (number of axes, number of blocks or
+        None).
 
-        Raises `UnsupportedError` where blocks are not known to be boxes.
+        Each block has one element of that many outermost axes. The next axis is cut into that
+        number of blocks, or not cut at all.
+
+        Raises `UnsupportedError` where blocks cannot be proved to be boxes.
         """
         sizes = [self._tv.fusion.canonical(a.size) for a in parts]
         if len(parts) < 2 or any(sc.int_value(size) == 0 for size in sizes):
@@ -115,7 +119,7 @@ class _Merged:
         if _divides(n, sizes[0]) or _divides(sc.product(sizes[1:]), block):
             return 0, n
         for count in range(1, len(parts)):
-            # Of a constant number of elements; there may be empty blocks behind.
+            # Blocks with a constant number of elements; empty blocks may follow.
             inner = sc.product(sizes[count + 1 :])
             rows = sc.floordiv(block, inner)
             if _divides(inner, block) and _divides(rows, sizes[count]):
@@ -124,7 +128,7 @@ class _Merged:
                     if sc.int_value(rows) == 1
                     else (count, sc.floordiv(sizes[count], rows))
                 )
-            # Of any number of elements, cut along axes of which the outer ones are constants.
+            # Blocks with any number of elements, where the outer axes have constant extents.
             outer = sc.product(sizes[:count])
             blocks = sc.floordiv(n, outer)
             if _divides(outer, n) and _divides(blocks, sizes[count]):
@@ -132,16 +136,17 @@ class _Merged:
         axes = " and ".join(map(str, parts))
         raise self._refusal(
             f"has blocks of {block} of {sc.product(sizes)} elements, which are not known to be "
-            f"boxes of {axes}: take, for {n}, a number of blocks that divides the outermost axis, "
-            "or the outer ones times a divisor of the next; or put the merged axis on stream as "
-            "a whole"
+            f"boxes of {axes}: instead of {n}, use a number of blocks that divides the outermost "
+            "axis, or the product of the outer axes and a divisor of the next; or parallelize the "
+            "whole merged axis on stream"
         )
 
     def _replace(
         self, leaves: Sequence[IterDomain], others: Sequence[int], gone: Sequence[Transform]
     ) -> None:
-        """Puts the merged axes in the place of the stream axis, without what led from them to
-        it."""
+        """Puts the merged axes in the place of the stream axis, and removes the transforms between
+        them.
+        """
         domain = self._tv.domain
         loop: list[int] = []
         for n in domain.loop_numbers:
@@ -187,7 +192,7 @@ def _serial(domain: TensorDomain, axes: Sequence[IterDomain]) -> TensorDomain:
 
 
 def _check_parts(tv: TensorView, axis: IterDomain) -> None:
-    """Raises `UnsupportedError` for parts of which a step cannot be named, one after the other."""
+    """Raises `UnsupportedError` for parts that cannot form the steps of one loop."""
     by_axis = axis_cuts(tv)
     found = {n: [c for c in cuts if c.ptype.is_stream] for n, cuts in by_axis.items()}
     if sum(map(len, found.values())) < 2:

@@ -1,14 +1,14 @@
-"""Pairs of a communication and a matmul that may run side by side, and the steps that let them.
+"""Pairs of a communication and a matmul that may run at the same time, and the steps for that.
 
-Looked for where every op is local or a change of placement, and no partial sums are exchanged yet:
+The search runs when every op is local or a change of placement, before partial sums are exchanged:
 
     gather       c [M, K] = set(x [DIDx(M), K]), y = linear(c, w)
-                 as of weight gradients also z [N, K] = matmul(g [N, M], c), which sums over M
+                 for weight gradients also z [N, K] = matmul(g [N, M], c), which sums over M
     scatter      t [DIDx, M, N] = linear(x, w), y [DIDx(M), N] = sum(t)
     allreduce    t [DIDx, M, N] = linear(x, w), y [M, N] = sum(t)
 
-A `OverlapForm` puts a stream axis on the tensor between, the shard outermost, as a user may
-(README, loops over streams); what follows decomposition does the rest.
+An `OverlapForm` puts a stream axis on the tensor between the two ops, with the shard outermost, as
+a user may (README, loops over streams). The passes after decomposition do the rest.
 """
 
 from __future__ import annotations
@@ -45,11 +45,17 @@ from multidevice.transports.base.collectives import ALLGATHER, ALLREDUCE, REDUCE
 
 @dataclass(frozen=True)
 class Pair:
-    """A communication and the matmuls beside it; the steps are blocks of `axis`, a position of
-    `between`, of which every device along `ptype` has, or gets, one. `ops` are in program order:
-    the communication, the matmuls, and the views of `between` that they read. `contracting` are the
-    matmuls that sum over the axis. `why_not`: why the matmuls read the whole, "" where they need
-    not."""
+    """A communication and the matmuls that may run at the same time.
+
+    - `between`: the tensor between them. The steps are blocks of its axis number `axis`. Each of
+      the `devices` devices along `ptype` has one block before or after the communication.
+    - `move`: the op that communicates.
+    - `ops`: in program order, the communication, the matmuls, and the views of `between` that they
+      read.
+    - `contracting`: the matmuls that sum over the axis.
+    - `is_whole`: the axis itself is the device axis, without a split.
+    - `why_not`: why the matmuls need the whole tensor, "" if they do not.
+    """
 
     collective: Collective
     move: TensorOp
@@ -69,7 +75,7 @@ class Pair:
 
 
 def find_pairs(fusion: Fusion) -> list[Pair]:
-    """Returns the pairs of a fusion in program order; none where it has stream axes already."""
+    """Returns the pairs of a fusion in program order; none if it has stream axes already."""
     if any(stream_axis_of(tv) is not None for tv in fusion.tensors()):
         return []
     found = (_gather(fusion, op) or _reduction(fusion, op) for op in fusion.exprs)
@@ -77,7 +83,9 @@ def find_pairs(fusion: Fusion) -> list[Pair]:
 
 
 def _gather(fusion: Fusion, op: TensorOp) -> Pair | None:
-    """Returns the pair of a copy that drops the one cut of an axis, and the matmuls of its rows."""
+    """Returns the pair of a copy that removes the only cut of an axis, and the matmuls that read
+    it.
+    """
     if not is_copy(op) or op.inputs[0].mesh != op.out_tensor.mesh:
         return None
     source, out = op.inputs[0], op.out_tensor
@@ -96,12 +104,16 @@ def _gather(fusion: Fusion, op: TensorOp) -> Pair | None:
 
 
 class _Readers:
-    """The matmuls that read an axis of a tensor, with the views that lead to them, in program
-    order; and those that sum over the axis. Without any, those that need the whole, and why."""
+    """The matmuls that read an axis of a tensor, the views that lead to them, and those that sum
+    over it.
+
+    All are in program order. If every matmul needs the whole axis, `ops` has these, and `why_not`
+    the reason.
+    """
 
     def __init__(self, fusion: Fusion, tv: TensorView, axis: int) -> None:
-        # Where the axis is in views, None with the reason where it is no axis of its own; and the
-        # ops on the way there.
+        # Tensor -> (position of the axis, None if it is not a separate axis; the reason for None;
+        # the views that lead there).
         self._seen: dict[TensorView, tuple[int | None, str, tuple[TensorOp, ...]]] = {}
         self._seen[tv] = axis, "", ()
         self._found: dict[TensorOp, tuple[TensorView, IterDomain | None]] = {}
@@ -124,7 +136,7 @@ class _Readers:
         )
 
     def _follow(self, op: TensorOp, source: TensorView) -> TensorView | None:
-        """Notes a matmul, or a view, and returns the view."""
+        """Records a matmul, or a view; returns the result of a view."""
         position, why, way = self._seen[source]
         index = next(k for k, operand in tensor_operands(op) if operand is source)
         mapped = zip(op.out_tensor.domain.maybe_root, op.axis_map(index), strict=True)
@@ -187,9 +199,12 @@ def _reduction(fusion: Fusion, op: TensorOp) -> Pair | None:
 # ------------------------------------------------------------------ steps
 @dataclass(frozen=True)
 class OverlapForm:
-    """A way to compute a pair in steps. `transfers`: the steps send blocks from rank to rank, else
-    each has a collective. `take` gives a pair its steps, or raises `UnsupportedError`; `fits` says
-    for which pairs with the collective `of` the form is one."""
+    """A way to compute a pair in steps.
+
+    - `of`: the collective of the pairs that it applies to; `fits` restricts them further.
+    - `transfers`: the steps send blocks from rank to rank; otherwise each step has a collective.
+    - `take`: gives a pair its steps, or raises `UnsupportedError`.
+    """
 
     name: str
     of: Collective
@@ -199,7 +214,7 @@ class OverlapForm:
 
 
 def _in_turn(pair: Pair) -> Cut:
-    """Returns the cut of steps that have the block of a device each, the own one first."""
+    """Returns the cut whose steps have the block of one device each, a device's own block first."""
     return Cut(ParallelType.stream, pair.devices, pair.is_whole, pair.ptype)
 
 
@@ -214,15 +229,18 @@ def _cut(tv: TensorView, number: int, cut: Cut) -> None:
 
 
 def _gather_in_turn(fusion: Fusion, pair: Pair) -> None:
-    """Matmuls that sum over the axis read the whole, afterwards."""
+    """Gathers in steps; matmuls that sum over the axis read the whole tensor afterwards."""
     del fusion
     _cut_between(pair, _in_turn(pair))
     _read_in_turn(pair, pair.contracting)
 
 
 def _gather_and_sum(fusion: Fusion, pair: Pair) -> None:
-    """Those have a part of their sum in each step, and add the parts afterwards, each device in the
-    order of the blocks."""
+    """Gathers in steps, with partial sums of the matmuls that sum over the axis.
+
+    Each step computes a part of their sum. The parts are added afterwards, on each device in the
+    order of the blocks.
+    """
     _cut_between(pair, _in_turn(pair))
     _read_in_turn(pair, ())
     add_row_parallel_bias_last(fusion)
@@ -230,8 +248,10 @@ def _gather_and_sum(fusion: Fusion, pair: Pair) -> None:
 
 
 def _read_in_turn(pair: Pair, whole: Collection[TensorOp]) -> None:
-    """Gives what reads the gathered tensor its steps, but for the matmuls `whole` and the views
-    that they alone read."""
+    """Gives the readers of the gathered tensor the same steps.
+
+    The matmuls `whole`, and views that only they read, are left out.
+    """
     _, *readers = pair.ops
     made = {pair.between, *(op.out_tensor for op in readers)}
     wanted: set[TensorView] = set()
@@ -256,7 +276,9 @@ def _scatter_in_turn(fusion: Fusion, pair: Pair) -> None:
 
 
 def _scatter_then_gather(fusion: Fusion, pair: Pair) -> None:
-    """The sum of a device's own rows, which all gather afterwards."""
+    """Computes each device's own rows of the sum in steps; all devices gather them
+    afterwards.
+    """
     op, out = pair.move, pair.move.out_tensor
     assert isinstance(op, ReductionOp)
     domain, made = clone_domain(fusion, out.domain)
@@ -270,7 +292,7 @@ def _scatter_then_gather(fusion: Fusion, pair: Pair) -> None:
 
 
 def _reduce_steps(count: int) -> Callable[[Fusion, Pair], None]:
-    """Each step has its own allreduce."""
+    """Returns a `take` that computes in `count` steps, each with its own allreduce."""
 
     def take(fusion: Fusion, pair: Pair) -> None:
         del fusion
@@ -298,7 +320,7 @@ def forms_of(pair: Pair) -> tuple[OverlapForm, ...]:
 
 
 def alone(fusion: Fusion, pair: Pair) -> Fusion:
-    """Returns the ops of a pair as a fusion of their own. What its extents depend on are inputs."""
+    """Returns the ops of a pair as a separate fusion; the symbols of its extents are inputs."""
     copy, twins = fusion.copy()
     of_op = dict(zip(map(id, fusion.exprs), copy.exprs, strict=True))
     made = dict.fromkeys(tv for op in pair.ops for tv in op.outputs)

@@ -47,9 +47,10 @@ from multidevice.sharding.reshard import exchanged_axes
 
 # ------------------------------------------------------------------ row-parallel bias
 def add_row_parallel_bias_last(fusion: Fusion) -> None:
-    """Takes the bias out of every linear whose sum is spread over devices, and adds it once, after.
+    """Removes the bias from every linear whose sum is spread over devices, and adds it once
+    afterwards.
 
-    The sum is cast back to the dtype of the linear; bias add and cast fuse with what follows.
+    The sum is cast back to the dtype of the linear; the bias add and the cast fuse with later ops.
     """
     for op in fusion.exprs:
         if isinstance(op, LinearOp) and op.bias is not None and reduction_cuts(op.out):
@@ -74,7 +75,7 @@ def _take_bias_out(fusion: Fusion, op: LinearOp, bias: TensorView) -> None:
                 add_cuts(addend, a.number, cuts)
         ops.append(BroadcastOp(addend, bias, flags=flags))
     if out.dtype() in HALF_LIKE:
-        # As every sum of half-like values: computed as float, rounded once.
+        # Like every sum of 16-bit floats: computed as float, rounded once.
         terms = [_as_float(tv, ops) for tv in (plain, addend)]
         total = copy_like(out, out.mesh, placement(out), dtype=DataType.Float)
         ops += [BinaryOp(total, *terms, kind="add"), CastOp(out, total)]
@@ -92,19 +93,19 @@ def _as_float(tv: TensorView, ops: list[TensorOp]) -> TensorView:
 
 # ------------------------------------------------------------------ partial sums
 def factor_spread_reductions(fusion: Fusion) -> None:
-    """Splits every reduction that is spread over devices or a stream into an op that leaves partial
-    sums, and sums over these.
+    """Splits every reduction that is spread over devices or a stream into partial sums and sums of
+    these.
 
-    The first op's result has an explicit axis: `[M, N, iDIDx{d}rf, r{K/d}rf]`; the user's tensor
-    becomes the sum over it, `[M, N, rDIDx{d}]`. With several types the sums follow each other, one
-    type at a time.
+    The first op's result has an explicit axis: `[M, N, iDIDx{d}rf, r{K/d}rf]`. The user's tensor
+    becomes the sum over it, `[M, N, rDIDx{d}]`. If several types spread the reduction, the sums
+    follow each other, one type at a time.
     """
     for op in fusion.exprs:
         cuts = reduction_cuts(op.out_tensor)
         if not cuts:
             continue
         if not isinstance(op, ReductionOp | Contraction):
-            # No pairwise combination is declared: the operand is gathered instead.
+            # The op declares no way to combine partial results, so the operand is gathered instead.
             for out in op.outputs:
                 unparallelize(out, lambda a: a.is_reduction())
         elif not reduces_one_device_axis(op):
@@ -112,12 +113,12 @@ def factor_spread_reductions(fusion: Fusion) -> None:
 
 
 def exchange_partial_sums(fusion: Fusion) -> None:
-    """Lets each device sum what the others have computed for it, where their steps are rotated.
+    """Makes devices exchange partial sums where the order of their steps is rotated.
 
     t [DIDx, stream swizzled, N], out [DIDx(M), N] = sum(t)
-        ->  u [stream, DIDx, N] = set(t)     each step sends its block to the device that it is for
+        ->  u [stream, DIDx, N] = set(t)     each step sends its block to the device that sums it
             out = sum(u)                     after the steps
-    In the same step every device has another one's block, so no step could be reduced.
+    In one step every device computes the block of another device, so no step could be reduced.
     """
     for op in fusion.exprs:
         if not isinstance(op, ReductionOp) or not reduces_one_device_axis(op):
@@ -142,7 +143,7 @@ def exchange_partial_sums(fusion: Fusion) -> None:
 
 
 def reduces_one_device_axis(op: TensorOp) -> bool:
-    """Whether the op is a sum over a single axis that is a device axis as a whole."""
+    """Whether the op reduces exactly one axis, which is a device axis as a whole."""
     reduced = [a for a in op.out_tensor.domain.logical if a.is_reduction()]
     return isinstance(op, ReductionOp) and len(reduced) == 1 and reduced[0].is_device
 
@@ -180,9 +181,10 @@ def _sum_order(types: list[ParallelType], targets: Placement) -> list[ParallelTy
 
 
 def _partial(op: TensorOp, cuts: dict[int, Cuts]) -> TensorView:
-    """Creates the result of the first op: spread axes of reductions become iteration axes.
+    """Creates the result of the first op: spread reduction axes become iteration axes.
 
-    Nobody placed it: it is computed in the steps of the result, or else in those of an operand.
+    The user has not placed this tensor. It is computed in the steps of the result, or else in those
+    of an operand.
     """
     out, fusion = op.out_tensor, op.out_tensor.fusion
     axes = {a.number: fusion.clone_axis(a) for a in out.domain.maybe_root}
@@ -190,7 +192,7 @@ def _partial(op: TensorOp, cuts: dict[int, Cuts]) -> TensorView:
     local = fusion.new_tensor(logical, out.dtype(), mesh=out.mesh)
     for number, mine in cuts.items():
         for cut in mine:
-            # A whole cut still needs an axis of extent 1 to contract locally.
+            # A cut without a split also needs an axis of extent 1, to contract over on each device.
             add_cut(local, axes[number].number, replace(cut, whole=False))
     is_rfactor = {n for t in local.domain.transforms for n in t.outputs}
     spread = {a.number for a in local.domain.loop if a.ptype in SPREAD_TYPES}
@@ -240,14 +242,14 @@ def _become_sum(out: TensorView, source: TensorView, ptype: ParallelType) -> Non
 
 
 def _summed_type(ptype: ParallelType) -> ParallelType:
-    """Returns the type of a sum over an axis of this type: the sum over a stream's steps is one."""
+    """Returns the type of the summed axis: the steps of a stream are summed by one serial sum."""
     return ptype if ptype.is_device else ParallelType.serial
 
 
 def _intermediate_sum(
     source: TensorView, ptype: ParallelType, out: TensorView, pending: set[ParallelType]
 ) -> TensorView:
-    """Creates the sum over one of several such axes, placed like `out` where types are free."""
+    """Creates the sum over one of several such axes, placed like `out` where the types are free."""
     fusion = out.fusion
     axes = tuple(
         fusion.clone_axis(

@@ -52,11 +52,12 @@ from multidevice.sharding.streams import drop_steps_of_devices, keep_computable_
 
 @dataclass(frozen=True)
 class ShardingResult:
-    """What the passes found out.
+    """The result of the sharding passes.
 
-    `facts`: tensor -> where its mesh and cuts came from (user-annotated tensors have none).
-    `outputs`: the sharding of each fusion output, hidden ones included; empty without meshes.
-    `communications`: the collectives, in program order.
+    - `facts`: tensor -> the sources of its mesh and cuts (tensors that the user annotated have
+      none).
+    - `outputs`: the sharding of each fusion output, including hidden ones; empty without meshes.
+    - `communications`: the collectives, in program order.
     """
 
     facts: Mapping[TensorView, tuple[Fact, ...]] = field(
@@ -69,7 +70,7 @@ class ShardingResult:
 def drop_unit_axes(fusion: Fusion) -> None:
     """Makes device axes serial where the mesh has one device along them.
 
-    Nothing is cut and nothing communicates there; a collective over a team of one never arises.
+    Such an axis is not cut and needs no communication, so no collective has a team of one rank.
     """
     for tv in fusion.tensors():
         mesh = tv.mesh
@@ -80,7 +81,7 @@ def drop_unit_axes(fusion: Fusion) -> None:
         for number, cuts in axis_cuts(tv).items():
             kept = tuple(c for c in cuts if not (c.ptype.is_device and c.count == 1))
             if kept and kept != cuts:
-                # What is cut inside of a unit is cut anew, without it.
+                # Cuts inside the removed one are made again, without it.
                 here = [a for a in spread_axes(tv) if cut_origin(tv, a)[0] == number]
                 unparallelize(tv, lambda a, here=here: a in here)
                 add_cuts(tv, number, kept)
@@ -88,8 +89,11 @@ def drop_unit_axes(fusion: Fusion) -> None:
 
 
 def _allocate_whole(tv: TensorView) -> None:
-    """Lets the allocation domain name logical axes instead of the parts that devices cut them into,
-    in the same order of memory: `finalize_domains` writes the parts that remain."""
+    """Replaces the device parts in the allocation domain by the logical axes, in the same memory
+    order.
+
+    `finalize_domains` writes the parts that remain.
+    """
     order, domain = memory_order(tv), tv.domain
     axes = [domain.no_reductions[p].number for p, _ in order]
     reductions = [a.number for a in domain.logical if a.is_reduction()]
@@ -98,9 +102,10 @@ def _allocate_whole(tv: TensorView) -> None:
 
 
 def drop_unit_streams(fusion: Fusion) -> None:
-    """Makes stream axes serial that a broadcast axis is or is cut into: there is one step.
+    """Makes a stream axis serial if it is, or is a part of, a broadcast axis: there is only one
+    step.
 
-    Extents of 1 become broadcasts when the fusion is concretized, after they were annotated.
+    Extents of 1 become broadcasts when the fusion is concretized, after the user's annotations.
     """
     for tv in fusion.tensors():
         units = [a for a in tv.domain.loop if a.is_stream and is_plain_broadcast(a)]
@@ -111,7 +116,7 @@ def drop_unit_streams(fusion: Fusion) -> None:
 
 
 def split_streamed_remainders(fusion: Fusion) -> None:
-    """Makes a stream axis that is all that a device has of an axis one of blocks of one index.
+    """Splits a stream axis that is the whole remainder of a device's axis into blocks of one index.
 
     t [DIDx(M), stream(M/d)]   ->   t [DIDx(M), stream(M/d), 1]
     """
@@ -126,7 +131,8 @@ def split_streamed_remainders(fusion: Fusion) -> None:
 
 
 def place_updates(fusion: Fusion) -> None:
-    """Gives what is written into an input that input's placement, through a copy where it differs.
+    """Gives each tensor that is written into an input the placement of the input, by a copy if
+    needed.
 
     T2 [i0, i1] -> T0 [DIDx(i0), i1]      =>  T3 [DIDx(i0), i1] = set(T2); T3 -> T0
     """
@@ -136,11 +142,16 @@ def place_updates(fusion: Fusion) -> None:
             write_instead(fusion, alias, copy_like(alias.out, alias.into.mesh, there))
 
 
-# What `record_reshardings` and `complete_origins` write down is for people. The order of the others
-# matters: units are dropped once shardings are known (the outputs' shardings name them)
-# and before communication is inserted; layout looks at single collectives; other tensors follow
-# inputs, whose orders are those of this rank, in what that leaves open; domains are finalized
-# last, because allocation domains describe whole tensors before it and shards after it.
+# `record_reshardings` and `complete_origins` only write records for people. The order of the others
+# matters:
+#
+# - Unit axes are dropped once shardings are known (the outputs' shardings name them) and before
+#   communication is inserted.
+# - `lay_out_communication` works on single collectives.
+# - `infer_layouts` then lets other tensors follow the inputs, whose orders belong to this rank,
+#   where communication leaves the order open.
+# - Domains are finalized last: allocation domains describe whole tensors before it, and shards
+#   after it.
 def _passes(repeated: Collection[int]) -> tuple[tuple[str, Callable[[Fusion], None]], ...]:
     return (
         ("record_reshardings", record_reshardings),
@@ -157,7 +168,7 @@ def _follow_inputs(fusion: Fusion, *, repeated: Collection[int]) -> None:
 
 
 def complete(fusion: Fusion, *, repeated: Collection[int] = ()) -> None:
-    """Lays out and finalize a fusion whose reshardings are decomposed."""
+    """Lays out and finalizes a fusion whose reshardings are decomposed."""
     verify_fusion(fusion, after="decompose_reshardings")
     for name, run in _passes(repeated):
         run(fusion)
@@ -165,7 +176,9 @@ def complete(fusion: Fusion, *, repeated: Collection[int] = ()) -> None:
 
 
 def complete_alone(fusion: Fusion) -> None:
-    """Does what follows `overlap` in `decompose_reshardings` for a part of a fusion."""
+    """Runs the passes after the `overlap` hook of `decompose_reshardings` on a part of a
+    fusion.
+    """
     complete_steps(fusion, Copies(fusion))
     complete(fusion)
 
@@ -177,11 +190,11 @@ def shard_fusion(
     overlap: Callable[[Fusion], None] | None = None,
     repeated: Collection[int] = (),
 ) -> ShardingResult:
-    """Propagates (unless every tensor is annotated), decompose, lay out and finalize the shardings
-    of a fusion, in place. `overlap`: see `decompose_reshardings`; `repeated`: `infer_layouts`.
+    """Propagates, decomposes, lays out and finalizes the shardings of a fusion, in place.
 
-    Without meshes and streams only memory orders are inferred. Afterwards every op is local or a
-    `Reshard`, whose type is `communication.communication_type`.
+    `propagate` is false if every tensor is annotated. `overlap`: see `decompose_reshardings`;
+    `repeated`: see `infer_layouts`. Without meshes and streams, only memory orders are inferred.
+    Afterwards every op is local or a `Reshard`, whose type is `communication_type(op)`.
 
     Raises:
         ShardingError: annotations contradict meshes, or a sharding cannot be computed.

@@ -1,7 +1,7 @@
-"""Where shardings come from, and which op made each change of placement necessary, as `Origin`s.
+"""Provenance: records the source of each sharding and the op behind each change of placement.
 
-Nothing is decided here: the passes have run, and what they did is read off the fusion and written
-down (`Fusion.origins`), for `python -m hostir why`.
+This module decides nothing. The passes have run; it reads their result from the fusion and writes
+`Origin` records (`Fusion.origins`), for `python -m hostir why`.
 """
 
 from __future__ import annotations
@@ -19,8 +19,9 @@ from multidevice.sharding.propagation import Fact
 
 
 def record_propagation(fusion: Fusion, facts: Mapping[TensorView, tuple[Fact, ...]]) -> None:
-    """Writes down where cuts come from, and the meshes of whole tensors, right after
-    propagation."""
+    """Records the source of each cut, and of the meshes of tensors without cuts, after
+    propagation.
+    """
     rows: list[Origin] = []
     for tv in fusion.tensors():
         cuts_of = axis_cuts(tv)
@@ -56,7 +57,9 @@ def _mesh_rows(tv: TensorView, facts: tuple[Fact, ...]) -> Iterator[Origin]:
 
 
 def _through(row: Origin, tv: TensorView, fact: Fact) -> Origin:
-    """Returns the row of a fact: which op relates the two tensors follows from the direction."""
+    """Returns the record of a fact; the direction determines which op relates the two
+    tensors.
+    """
     how: How = fact.direction
     op = tv.definition() if how == "forward" else fact.source.definition()
     if op is not None and how == "backward" and tv in op.outputs:
@@ -67,16 +70,18 @@ def _through(row: Origin, tv: TensorView, fact: Fact) -> Origin:
 
 
 def _dimension(tv: TensorView, number: int) -> int | None:
-    """Returns the place of a logical axis among those that are not summed over."""
+    """Returns the position of a logical axis among the axes that are not reduced; None for a
+    reduced one.
+    """
     kept = [a.number for a in tv.domain.no_reductions]
     return kept.index(number) if number in kept else None
 
 
 # ------------------------------------------------------------------ changes of placement
 def record_reshardings(fusion: Fusion) -> None:
-    """Writes down why every `Reshard` is there, right after decomposition.
+    """Records the reason of every `Reshard`, right after decomposition.
 
-    The tensors that propagation saw have rows; any other was made on the way.
+    Tensors that propagation has seen have records already; all others were made by decomposition.
     """
     known = {o.tensor for o in fusion.origins}
     rows: list[Origin] = []
@@ -89,7 +94,7 @@ def record_reshardings(fusion: Fusion) -> None:
 
 
 def _summed(fusion: Fusion, op: Reshard) -> Iterator[Origin]:
-    """Yields the cuts of the summed axis of a sum that stands for part of the user's op."""
+    """Yields the cuts of the summed axis of a sum that is a part of the user's op."""
     maker = _behind(op)
     if maker is None:
         return
@@ -110,7 +115,7 @@ def _reason(fusion: Fusion, op: Reshard, known: set[int]) -> Origin:
         if update is not None:
             return Origin(out.number, "placement", "update", update.into.number)
         reader = _reader(op)
-        if reader is None:  # a step on the way to an output
+        if reader is None:  # one of several reshards before an output
             return _placement(out, "result", source, maker)
         row = _placement(out, "operand", source, reader)
         return replace(row, result=reader.out_tensor.number)
@@ -126,7 +131,7 @@ def _placement(out: TensorView, how: How, source: int, op: TensorOp | None) -> O
 
 
 def _behind(op: TensorOp) -> TensorOp | None:
-    """Returns the op that computes what a chain of reshards starts from."""
+    """Returns the op that computes the first operand of a chain of reshards."""
     definition = op.inputs[0].definition()
     while isinstance(definition, Reshard):
         definition = definition.inp.definition()
@@ -134,7 +139,7 @@ def _behind(op: TensorOp) -> TensorOp | None:
 
 
 def _reader(op: TensorOp) -> TensorOp | None:
-    """Returns the first op that reads what a chain of reshards ends in."""
+    """Returns the first op that reads the last result of a chain of reshards."""
     reader = next(iter(op.out_tensor.uses()), None)
     while isinstance(reader, Reshard):
         reader = next(iter(reader.out.uses()), None)
@@ -142,7 +147,9 @@ def _reader(op: TensorOp) -> TensorOp | None:
 
 
 def complete_origins(fusion: Fusion) -> None:
-    """Gives every other tensor with a mesh a row: what was made around the reshards."""
+    """Records a reason for every other tensor with a mesh: those that were made around
+    reshards.
+    """
     placed = {o.tensor: o for o in fusion.origins if o.what == "placement"}
     known = {o.tensor for o in fusion.origins}
     rows: list[Origin] = []
@@ -158,7 +165,9 @@ def complete_origins(fusion: Fusion) -> None:
 
 
 def _moved(out: TensorView, placed: Mapping[int, Origin]) -> Iterator[Origin]:
-    """Yields the reason of a reshard whose result layout has put before the tensor it is for."""
+    """Yields the reason of a reshard whose result is copied to the final tensor by the layout
+    pass.
+    """
     if out.number in placed:
         return
     for use in out.uses():

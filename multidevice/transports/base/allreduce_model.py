@@ -1,7 +1,7 @@
-"""The kernel of an allreduce over mapped memory: its text, its memory, and when which way pays.
+"""The kernel of an allreduce over mapped memory: its text, its memory, and the choice of a variant.
 
-How it works stands at the top of `fuser/codegen/peer_allreduce.h`. Everything that must be the same
-on all ranks of a team is a function of its size and of the message, and is here.
+The algorithms are described at the top of `fuser/codegen/peer_allreduce.h`. All ranks of a team
+must make the same choices. Therefore these are functions of the team's size and of the message.
 """
 
 from __future__ import annotations
@@ -15,40 +15,42 @@ from fuser.runtime.kernel_text import codegen_text
 from fuser.support.kernel_source import KernelParam, KernelSource
 from multidevice.transports.base.protocol import RedOp
 
-# Ranks of one host, each of whose areas is a parameter of the kernel.
+# The largest team: the area of each rank is a parameter of the kernel.
 MAX_RANKS = 8
-# The most that a message may have: an area has room for it four times. Beyond, NCCL's bandwidth
-# makes up for its longer way to the first byte.
+# The largest message in bytes: an area has space for it four times. For larger messages, NCCL's
+# higher bandwidth outweighs its longer latency.
 MAX_NBYTES = 8 << 20
-# In packets a message crosses the link twice as large, but it need not be announced.
+# The largest message sent in packets. It crosses the link at twice its size, but needs no
+# announcement.
 _PACKETS_NBYTES = 64 << 10
-# The most that goes in words: an area has room for it six times.
+# The largest message sent in words: an area has space for it six times.
 _WORDS_NBYTES = 4 << 20
-# What one shot may send more than two shots do: the time of their second meeting.
+# How many more bytes one shot may send than two shots: this costs as much as their second
+# synchronisation.
 _EXTRA_NBYTES = 512 << 10
 
-# The most that goes in one shot of words: in two, a thread has less to add.
+# The largest message sent in one shot of words: in two shots, a thread has fewer elements to add.
 _ONE_OF_WORDS_NBYTES = 1 << 20
 
-# So few that all blocks run at once, and multiprocessors are left to whoever else computes.
+# Few enough that all blocks run at once and leave multiprocessors to other kernels.
 MAX_BLOCKS, MAX_THREADS = 64, 512
 
-# Words of the report that a kernel leaves when it gives up: whether it has, the position in the
-# team of the rank that has not come, the tag of the launch, the number of the kernel; and whether
-# the host has read it.
+# The number of words of the report that a kernel writes when it gives up: whether it has given up,
+# the position in the team of the missing rank, the tag of the launch, the number of the kernel, and
+# whether the host has read the report.
 REPORT_WORDS = 5
 _REPORT_READ = 4
-# How long a kernel that gave up waits for somebody to read its report before it fails.
+# How many seconds a kernel that gave up waits until the host has read its report, before it fails.
 _GRACE_S = 10
 _SPINS = 256
 
-# The C++ type of an element, and in which one elements are added, and compared.
+# The C++ types of an element, of its sums, and of comparisons.
 _TYPES: dict[torch.dtype, tuple[str, str, str]] = {
     torch.float64: ("double", "double", "double"),
     torch.float32: ("float", "float", "float"),
     torch.float16: ("__half", "float", "float"),
     torch.bfloat16: ("__bfloat", "float", "float"),
-    # Unsigned: a sum that is too large wraps around.
+    # Unsigned, so that overflow wraps around.
     torch.int32: ("int", "uint32_t", "int"),
     torch.int64: ("int64_t", "uint64_t", "int64_t"),
 }
@@ -63,7 +65,7 @@ _ADDS = frozenset({"SUM", "AVG", "PRODUCT"})
 
 
 class Way(Enum):
-    """How ranks exchange what they reduce: the function of `peer_allreduce.h`."""
+    """How ranks exchange the data of a reduction: the function of `peer_allreduce.h`."""
 
     PACKETS = "in_packets"
     ONE_SHOT = "in_one_shot"
@@ -72,15 +74,15 @@ class Way(Enum):
     TWO_OF_WORDS = "in_two_of_words"
 
 
-# In which a rank reduces a slice alone.
+# Variants in which each rank reduces one slice.
 _TWO = (Way.TWO_SHOTS, Way.TWO_OF_WORDS)
-# Whose words, turned over, can say that they have not come: a NaN is free for that.
+# Dtypes whose bits, inverted, leave a pattern for "not arrived": a NaN is unused.
 _IN_WORDS = (torch.float32, torch.float16, torch.bfloat16)
 
 
 @dataclass(frozen=True)
 class Shape:
-    """How a message is reduced: the way, the grid and the block."""
+    """How a message is reduced: the variant, the grid and the block."""
 
     way: Way
     blocks: int
@@ -89,23 +91,24 @@ class Shape:
 
 @dataclass(frozen=True)
 class Layout:
-    """Where what lies in the area of a rank, in bytes from its beginning.
+    """The layout of a rank's area: offsets and sizes in bytes.
 
-    Counters of the blocks first, and behind them whether a kernel gave up.
+    The counters of the blocks are first, and after them a flag that says whether a kernel gave up.
     """
 
     flags_at: int
     packets_at: int
-    # Of one rank's packets, and of one half of the data.
+    # The size of one rank's packets, and of one half of the data.
     packets_nbytes: int
     data_at: int
     data_nbytes: int
-    # Of one of three.
+    # The size of one of three parts.
     words_at: int
     words_nbytes: int
 
     @property
     def nbytes(self) -> int:
+        """The size of the area."""
         return self.words_at + 3 * self.words_nbytes
 
     @staticmethod
@@ -134,7 +137,9 @@ def is_known(dtype: torch.dtype, reduce: RedOp) -> bool:
 
 
 def shape_of(nbytes: int, size: int, dtype: torch.dtype) -> Shape | None:
-    """Returns how a team of `size` ranks reduces a message; None for what it does not take."""
+    """Returns how a team of `size` ranks reduces a message; None for a message without a
+    kernel.
+    """
     if not 0 < nbytes <= MAX_NBYTES or not 2 <= size <= MAX_RANKS:
         return None
     extra = sent_nbytes(Way.ONE_SHOT, nbytes, size) - sent_nbytes(Way.TWO_SHOTS, nbytes, size)
@@ -154,7 +159,7 @@ def shape_of(nbytes: int, size: int, dtype: torch.dtype) -> Shape | None:
 
 def sent_nbytes(way: Way, nbytes: int, size: int) -> int:
     """Returns how many bytes each rank of a team writes into the memory of the others."""
-    if way in _TWO:  # a part of every rank's message, and the sum of the own one
+    if way in _TWO:  # a part of this rank's message to each other rank, and the sum of its own part
         return 2 * (size - 1) * nbytes // size
     return (size - 1) * nbytes * (2 if way is Way.PACKETS else 1)
 
@@ -162,9 +167,13 @@ def sent_nbytes(way: Way, nbytes: int, size: int) -> int:
 def allreduce_source(size: int, dtype: torch.dtype, reduce: RedOp, way: Way) -> KernelSource:
     """Returns the kernel of a team of `size` ranks.
 
-    Its parameters: output, input, the areas of all ranks, this rank's own, the report
-    (`REPORT_WORDS` words of 8 bytes), this rank's position, the number of elements, for how many
-    ns a wait may last, and the launch's tag.
+    Its parameters:
+
+    - output and input;
+    - the areas of all ranks, and this rank's own;
+    - the report (`REPORT_WORDS` words of 8 bytes);
+    - this rank's position, and the number of elements;
+    - the longest wait in ns, and the launch's tag.
     """
     layout = Layout.of(size)
     element, added, compared = _TYPES[dtype]

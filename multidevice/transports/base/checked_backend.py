@@ -1,8 +1,12 @@
 """Argument checks, staging and bookkeeping that all backends share.
 
-A backend derives from `CheckedBackend` and moves data in `_start`, which gets a `CollectiveCall`
-whose arguments are known to fit: members only, contiguous buffers of one dtype and the right sizes,
-no harmful overlap, and a reduction that the transport knows.
+A backend derives from `CheckedBackend` and moves data in `_start`. The `CollectiveCall` that it
+receives has passed these checks:
+
+- this rank is a member of the team;
+- the buffers are contiguous, have one dtype and fit in size;
+- they do not overlap in a harmful way;
+- the transport knows the reduction.
 """
 
 from __future__ import annotations
@@ -36,13 +40,15 @@ from multidevice.transports.base.protocol import (
     Work,
 )
 
-# torch reduces bool as logic: a sum is an "or", a product an "and". On bytes of 0 and 1:
+# torch reduces bool logically: a sum is an "or", a product an "and". The same on bytes of 0 and 1:
 _BOOL_OPS: dict[str, RedOp] = {"SUM": "MAX", "MAX": "MAX", "PRODUCT": "MIN", "MIN": "MIN"}
 
 
 @dataclass(frozen=True)
 class CollectiveCall:
-    """One collective, with checked arguments; `index` and `root_index` count within the team."""
+    """One collective, with checked arguments; `index` and `root_index` are positions in the
+    team.
+    """
 
     row: Collective
     team: Team
@@ -80,7 +86,7 @@ class CollectiveCall:
         return f"{self.row.method}{detail} over team {team_text(self.team)}{number}{line}"
 
     def needs(self) -> list[Need]:
-        """Returns what this call needs of its peers."""
+        """Returns the calls that the peers must enter."""
         me = self.team[self.index]
         return [Need(rank, self.key, self.seq + 1) for rank in self.team if rank != me]
 
@@ -121,24 +127,30 @@ def transfer_key(transfer: Transfer, me: int, team: Team, *, mirrored: bool) -> 
 
 
 def is_of(key: Calls, library: str, team: Team) -> bool:
-    """Whether a ledger's stream of calls may be carried out by what a library has for a team: its
-    collectives, and all transfers there."""
+    """Whether a sequence of calls may use a library's resources for a team.
+
+    That is so for the library's collectives in the team, and for all transfers in it.
+    """
     return key.team == team and key.kind in (library, SEND, RECV)
 
 
 def stream_at(handle: int, device: torch.device | None = None) -> torch.cuda.Stream:
-    """Returns the stream with a raw handle; 0 is the default stream of `device` (None: the current
-    one).
+    """Returns the stream with a raw handle; 0 is the default stream of `device`.
+
+    `device`: None for the current one.
     """
-    # To torch the handle 0 says that there is none: an ExternalStream(0) is one of its own pool.
+    # torch takes the handle 0 as missing: ExternalStream(0) would be a new stream of its pool.
     if not handle:
         return torch.cuda.default_stream(device)
     return torch.cuda.ExternalStream(handle, device=device)
 
 
 def stream_handle(stream: object, device: torch.device) -> int:
-    """Returns the raw handle of a stream: a torch.cuda.Stream, a handle, or None for the current
-    one of `device`. Raises `InputError` for anything else."""
+    """Returns the raw handle of a stream.
+
+    `stream` is a torch.cuda.Stream, a handle, or None for the current stream of `device`. Raises
+    `InputError` for anything else.
+    """
     if stream is None:
         return raw_stream_on(device)()
     if isinstance(stream, int):
@@ -150,7 +162,7 @@ def stream_handle(stream: object, device: torch.device) -> int:
 
 
 class DoneWork:
-    """A communication that needs no wait."""
+    """A communication that is complete, so that no wait is needed."""
 
     def wait(self) -> None:
         """Returns at once."""
@@ -163,36 +175,44 @@ DONE = DoneWork()
 
 
 class FinishingWork:
-    """Runs a local step, once, after the communication: the copy out of a staging buffer."""
+    """A communication with a local step that runs once after it, such as a copy from a staging
+    buffer.
+    """
 
     def __init__(self, work: Work, finish: Callable[[], object]) -> None:
         self._work = work
         self._finish: Callable[[], object] | None = finish
 
     def wait(self) -> None:
+        """Waits for the communication, then runs the local step."""
         self._work.wait()
         if self._finish is not None:
             self._finish()
             self._finish = None
 
     def synchronize(self) -> None:
+        """Waits as `wait` does, then synchronizes the communication with the host."""
         self.wait()
         self._work.synchronize()
 
 
 def _as_pairs(call: CollectiveCall) -> CollectiveCall:
-    """Returns a sum of complex numbers as that of twice as many real ones, in the same memory."""
+    """Returns a sum of complex numbers as a sum of twice as many real ones, in the same
+    memory.
+    """
     inp, out = (None if t is None else torch.view_as_real(t) for t in (call.inp, call.out))
     return replace(call, inp=inp, out=out, given=call.inp)
 
 
 class CheckedBackend(NamedCollectives, Captured, ABC):
-    """The `Backend` protocol, reduced to two methods that move data."""
+    """The `Backend` protocol, reduced to two methods that move data: `_start` and
+    `_start_batch`.
+    """
 
     name = ""
     # Reductions of 16-bit floats run in float32 and are rounded once (MPI knows no 16-bit floats).
     stages_half = True
-    # The user's line of what is communicated now, for errors.
+    # The user's line of the present communication, for errors.
     where = ""
     has_avg = False
     # Collectives whose input may be this rank's own part of the output.
@@ -217,7 +237,7 @@ class CheckedBackend(NamedCollectives, Captured, ABC):
         """Raises InputError when the backend cannot reach this tensor."""
 
     def _on(self, stream: object) -> AbstractContextManager[object]:
-        """Returns a context in which torch ops go to the stream."""
+        """Returns a context in which torch ops are enqueued on the stream."""
         del stream
         return nullcontext()
 
@@ -226,7 +246,7 @@ class CheckedBackend(NamedCollectives, Captured, ABC):
         return stream
 
     def drain(self) -> None:
-        """See `Backend.drain`; CPU backends have nothing in flight behind the host's back."""
+        """Implements `Backend.drain`: CPU backends have no work on a device."""
         return
 
     def close(self) -> None:
@@ -244,7 +264,7 @@ class CheckedBackend(NamedCollectives, Captured, ABC):
         root: int | None = None,
         stream: object = None,
     ) -> Work:
-        """See `Backend.collective`."""
+        """Implements `Backend.collective`: checks the arguments, and starts a collective."""
         if row.has_one_buffer:
             return self._one_buffer(row, out, inp, team, reduce, root, stream)
         index, out, inp = self._checked(row, out, inp, team, reduce, root)
@@ -266,8 +286,11 @@ class CheckedBackend(NamedCollectives, Captured, ABC):
         root: int | None,
         stream: object,
     ) -> Work:
-        """Starts a collective in its result, to which the root first copies its operand. A root
-        that has no result lends its operand, which stays as it is."""
+        """Starts a collective that works in place in its result.
+
+        The root first copies its operand there. A root without a result passes its operand, which
+        is not changed.
+        """
         index = self._index(row.method, team)
         if reduce is not None or root not in team:  # no such broadcast
             self._check_terms(row, team, reduce, root)
@@ -283,7 +306,7 @@ class CheckedBackend(NamedCollectives, Captured, ABC):
         return DONE if len(team) == 1 else self._begun(call, self._start)
 
     def barrier(self, *, team: Team, stream: object = None) -> None:
-        """See `Backend.barrier`."""
+        """Implements `Backend.barrier`: waits until all members have entered it."""
         index = self._index(BARRIER.method, team)
         call = self._call(BARRIER, index, None, None, team, stream, None, None)
         if len(team) > 1:
@@ -292,15 +315,15 @@ class CheckedBackend(NamedCollectives, Captured, ABC):
     # Point-to-point
 
     def send(self, buf: torch.Tensor, *, peer: int, team: Team, stream: object = None) -> Work:
-        """See `Backend.send`."""
+        """Implements `Backend.send`: sends a tensor to one member."""
         return self.batch((Transfer("send", buf, peer),), team=team, stream=stream)
 
     def recv(self, buf: torch.Tensor, *, peer: int, team: Team, stream: object = None) -> Work:
-        """See `Backend.recv`."""
+        """Implements `Backend.recv`: receives a tensor from one member."""
         return self.batch((Transfer("recv", buf, peer),), team=team, stream=stream)
 
     def batch(self, transfers: Sequence[Transfer], *, team: Team, stream: object = None) -> Work:
-        """See `Backend.batch`."""
+        """Implements `Backend.batch`: starts several transfers at once."""
         index = self._checked_batch(transfers, team)
         if not transfers:
             return DONE
@@ -316,13 +339,15 @@ class CheckedBackend(NamedCollectives, Captured, ABC):
             raise
 
     def bind_batch(self, transfers: Sequence[Transfer], *, team: Team) -> PostBatch | None:
-        """See `Backend.bind_batch`."""
+        """Implements `Backend.bind_batch`: checks a batch, and returns a function that starts
+        it.
+        """
         index = self._checked_batch(transfers, team)
         batch = Exchange(team, index, tuple(transfers), (-1,) * len(transfers), None)
         return self._bind_batch(batch) if transfers else None
 
     def _bind_batch(self, batch: Exchange) -> PostBatch | None:
-        """Returns how to start checked batches like this one."""
+        """Returns a function that starts checked batches like this one."""
         del batch
 
     def _checked_batch(self, transfers: Sequence[Transfer], team: Team) -> int:
@@ -340,7 +365,9 @@ class CheckedBackend(NamedCollectives, Captured, ABC):
     # Checks and staging
 
     def _begun(self, call: CollectiveCall, start: Callable[[CollectiveCall], Work]) -> Work:
-        """Starts a call; one that could not be started is none that peers can wait for."""
+        """Starts a call. If that fails, the call is uncounted, because peers cannot wait for
+        it.
+        """
         try:
             return start(call)
         except BaseException:
@@ -361,7 +388,9 @@ class CheckedBackend(NamedCollectives, Captured, ABC):
         reduce: RedOp | None = None,
         root: int | None = None,
     ) -> Post | None:
-        """See `Backend.bind`."""
+        """Implements `Backend.bind`: checks a collective, and returns a function that starts
+        it.
+        """
         if row.has_one_buffer:
             return None  # the root copies its operand before each call
         index, out, inp = self._checked(row, out, inp, team, reduce, root)
@@ -374,7 +403,9 @@ class CheckedBackend(NamedCollectives, Captured, ABC):
         return self._bind(call) if reduce is None else self._bind_reduction(call)
 
     def _bind(self, call: CollectiveCall) -> Post | None:
-        """Returns how to start checked calls like this one, which moves its buffers as they are."""
+        """Returns a function that starts checked calls like this one, on the buffers
+        themselves.
+        """
         del call
 
     def _checked(
@@ -386,8 +417,9 @@ class CheckedBackend(NamedCollectives, Captured, ABC):
         reduce: RedOp | None,
         root: int | None,
     ) -> tuple[int, torch.Tensor | None, torch.Tensor | None]:
-        """Returns this rank's position in the team, and the buffers that it has in a collective,
-        which fit."""
+        """Returns this rank's position in the team, and the checked buffers that it has in a
+        collective.
+        """
         index = self._index(row.method, team)
         self._check_terms(row, team, reduce, root)
         if root is not None and root != self.rank:
@@ -399,8 +431,10 @@ class CheckedBackend(NamedCollectives, Captured, ABC):
         return index, out, inp
 
     def _bind_reduction(self, call: CollectiveCall) -> Post | None:
-        """Returns how to start what `_start_reduction` does; None where that makes it of another
-        one, on other buffers or with work behind it."""
+        """Returns a function that starts reductions in the same way as `_start_reduction`.
+
+        Returns None where `_start_reduction` needs other buffers, or work after the collective.
+        """
         if call.inp is not None and call.inp.dtype in COMPLEX:
             return self._bind_reduction(_as_pairs(call))
         dtype = None if call.inp is None else call.inp.dtype
@@ -423,7 +457,7 @@ class CheckedBackend(NamedCollectives, Captured, ABC):
         reduce: RedOp | None,
         root: int | None,
     ) -> CollectiveCall:
-        """Returns a call with its sequence number: from now on, peers wait for it."""
+        """Returns a call with its sequence number; from now on, peers may wait for it."""
         key = Calls(self.name, team)
         seq = self._ledger.enter(key)
         return CollectiveCall(
@@ -451,7 +485,7 @@ class CheckedBackend(NamedCollectives, Captured, ABC):
         count = len(call.team)
         average = call.reduce == "AVG" and not self.has_avg
         op: RedOp | None = "SUM" if average else call.reduce
-        # A half's sum may be too large for it where its average is not.
+        # The sum of 16-bit floats may overflow where their average does not.
         if inp.dtype in HALF and (self.stages_half or average):
             wide_inp = inp.float()
             wide = wide_inp
@@ -472,8 +506,10 @@ class CheckedBackend(NamedCollectives, Captured, ABC):
         return FinishingWork(work, lambda: out.div_(count))
 
     def _start_ordered(self, call: CollectiveCall, inp: torch.Tensor, *, is_max: bool) -> Work:
-        """Reduces floats as integers of the same order: transports lose NaN in their MIN and MAX,
-        torch keeps it."""
+        """Reduces floats as integers of the same order.
+
+        Transports lose NaN in MIN and MAX; torch keeps it.
+        """
         out, stream = call.out, self._pinned(call.stream)
         with self._on(stream):
             keys = as_ordered(inp, is_max=is_max)
@@ -488,7 +524,9 @@ class CheckedBackend(NamedCollectives, Captured, ABC):
         return FinishingWork(work, finish)
 
     def _separate(self, call: CollectiveCall) -> CollectiveCall:
-        """Copies the input when it shares memory with the output in a way that is not allowed."""
+        """Copies the input when it shares memory with the output in a way that is not
+        allowed.
+        """
         if call.inp is None or not self._is_harmful(call):
             return call
         with self._on(call.stream):
@@ -555,7 +593,7 @@ class CheckedBackend(NamedCollectives, Captured, ABC):
 
 
 # ----------------------------------------------------------------------
-# What all backends ask of the buffers of a call, whatever moves them.
+# Checks of the buffers of a call, the same for all backends.
 
 HALF = frozenset({torch.float16, torch.bfloat16})
 FLOATING = HALF | {torch.float32, torch.float64}
@@ -571,7 +609,9 @@ def tensor_text(tensor: torch.Tensor) -> str:
 def check_fit(
     row: Collective, out: torch.Tensor | None, inp: torch.Tensor | None, count: int
 ) -> None:
-    """Checks that buffers have the parts of a team of `count` ranks, and one dtype."""
+    """Checks that buffers can be divided into the parts of a team of `count` ranks, and have one
+    dtype.
+    """
     op, out_parts, inp_parts = row.method, row.out.parts(count), row.inp.parts(count)
     for name, tensor, parts in (("out", out, out_parts), ("inp", inp, inp_parts)):
         if tensor is not None and tensor.numel() % parts:
@@ -585,21 +625,21 @@ def check_fit(
     if out.numel() * inp_parts != inp.numel() * out_parts:
         raise InputError(
             f"{op}: out {tensor_text(out)} and inp {tensor_text(inp)} do not fit a team of "
-            f"{count}: expected {out_parts} and {inp_parts} parts of one size"
+            f"{count}: expected {out_parts} and {inp_parts} parts of equal size"
         )
 
 
 def check_reduction(op: str, reduce: RedOp, dtype: torch.dtype) -> None:
-    """Checks that there is such a reduction of a dtype."""
+    """Checks that the reduction exists for a dtype."""
     if reduce not in RED_OPS:
         raise UnsupportedError(f"{op}: unknown reduction {reduce!r}, known: {RED_OPS}")
     if dtype not in REDUCIBLE:
         raise UnsupportedError(f"{op}({reduce}): reductions of {dtype} are not supported")
     if dtype in COMPLEX:
-        # Both parts by themselves: transports know no complex numbers.
+        # Real and imaginary parts are reduced separately: transports know no complex numbers.
         if reduce not in ("SUM", "AVG"):
             raise UnsupportedError(
-                f"{op}({reduce}): {dtype} is reduced by sums and averages alone, part by part"
+                f"{op}({reduce}): {dtype} can only be reduced by a sum or an average"
             )
         return
     if reduce == "AVG" and dtype not in FLOATING:
@@ -615,24 +655,26 @@ def overlap(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 
 # ----------------------------------------------------------------------
-# Floats as integers in the same order: transports lose NaN in MIN and MAX, torch keeps it.
+# Floats as integers of the same order: transports lose NaN in MIN and MAX, torch keeps it.
 
 # The integers that hold the bits of a float, and their largest value.
 _BITS = {torch.float32: (torch.int32, 2**31 - 1), torch.float64: (torch.int64, 2**63 - 1)}
 
 
 def as_ordered(x: torch.Tensor, *, is_max: bool) -> torch.Tensor:
-    """Returns integers in the order of the floats; NaN lies beyond the end that is looked for."""
+    """Returns integers in the order of the floats; NaN becomes the extreme value of the
+    reduction.
+    """
     wide = x.float() if x.dtype.itemsize == 2 else x
     kind, largest = _BITS[wide.dtype]
     bits = wide.view(kind)
-    # Of negative floats a larger pattern is a smaller number: flip all bits but the sign.
+    # For negative floats, a larger bit pattern is a smaller number: flip all bits but the sign.
     keys = torch.where(bits < 0, bits ^ largest, bits)
     return torch.where(wide.isnan(), largest if is_max else -largest - 1, keys)
 
 
 def from_ordered(keys: torch.Tensor) -> torch.Tensor:
-    """Returns the floats of `as_ordered`; both ends of the integers are NaN."""
+    """Returns the floats of `as_ordered`; the smallest and the largest integer are NaN."""
     wide = {kind: (dtype, largest) for dtype, (kind, largest) in _BITS.items()}
     dtype, largest = wide[keys.dtype]
     return torch.where(keys < 0, keys ^ largest, keys).view(dtype)

@@ -1,8 +1,8 @@
 """The collectives: one row each, which transports, programs, analyses and costs read.
 
-A team has n members. Each has an operand `inp` and a result `out`, of one part or of one part per
-member; part i belongs to member i. A row holds all facts about a collective that do not depend on
-who carries it out. How a transport carries it out is a line of that transport's own table.
+A team has n members. Each has an operand `inp` and a result `out`, with one part or with one part
+per member; part i belongs to member i. A row has all facts about a collective that do not depend on
+the transport. Each transport has its own table of the functions that carry collectives out.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ from typing import Any, Literal, TypeVar
 
 from fuser.support.errors import UnsupportedError
 
-# How operand and result of an op may lie in one buffer:
+# How operand and result of a collective may share a buffer:
 #   same     element on element
-#   slot     the smaller is the member's own slot, the larger has one slot per member
-#   never    each has memory of its own
+#   slot     the smaller one is the member's own slot, the larger one has one slot per member
+#   never    each has its own memory
 Sharing = Literal["same", "slot", "never"]
 # The members whose operands one result reduces:
 #   all      all members of the team
@@ -30,13 +30,13 @@ Reduced = Literal["all", "prefix"]
 class Side:
     """One of the two buffers of a collective: operand or result."""
 
-    # Whether it has one part per member of the team, else one part.
+    # Whether it has one part per member of the team, instead of one part.
     per_member: bool = False
-    # Whether it exists on the root alone, else on every member.
+    # Whether it exists on the root alone, instead of on every member.
     at_root: bool = False
 
     def parts(self, members: int) -> int:
-        """Returns the number of parts for a team of so many members."""
+        """Returns the number of parts for a team with this number of members."""
         return members if self.per_member else 1
 
 
@@ -51,28 +51,28 @@ class Collective:
     A number of bytes in `block` may be an array with one entry per rank.
     """
 
-    # The type in host programs, by nvFuser's names.
+    # The type in host programs: nvFuser's name.
     name: str
-    # The name in errors of transports, and of the method of a backend, where it has one.
+    # The name in errors of transports, and of the backend's method where there is one.
     method: str
     inp: Side
     out: Side
     sharing: Sharing
-    # How much of the larger side each of n members sends, and receives.
+    # The fraction of the larger side that each of n members sends, and receives.
     bus: Callable[[int], float]
-    # Bytes from each member to each other one, of the bytes of its operand and result, and n. A
-    # collective counts as if every member gave the others directly what they need of it.
+    # Bytes from each member to each other one, as a function of the bytes of operand and result,
+    # and n. It counts as if every member sent each other one directly the data that it needs.
     block: Callable[[Any, Any, int], Any]
     # The members whose operands a result reduces; None: it takes no reduction, such as SUM.
     reduces: Reduced | None = None
-    # Whether transports take one buffer, which holds the root's operand and everybody's result.
+    # Whether transports take one buffer, for the root's operand and for every member's result.
     has_one_buffer: bool = False
     # Whether a change of shardings on one mesh becomes this collective.
     reshards: bool = False
-    # The copies that follow one another where n members copy out of each other's memory.
+    # The number of successive copies if n members copy out of each other's memory.
     rounds: Callable[[int], int] = lambda n: n - 1
-    # Bytes per second that NCCL moves on an H200, where that is measured; calibration measures the
-    # same collectives on other machines. None: as any other communication.
+    # Bytes per second of NCCL on an H200, where measured; calibration measures the same collectives
+    # on other machines. None: like any other communication.
     h200_bandwidth: float | None = None
 
     def __str__(self) -> str:
@@ -85,7 +85,9 @@ class Collective:
 
     @cached_property
     def growth(self) -> int:
-        """1 where the result is n times the size of the operand, -1 where that is; else 0."""
+        """Returns how the sizes differ: 1 if the result is n times the operand, -1 the other way
+        round, else 0.
+        """
         return self.out.per_member - self.inp.per_member
 
 
@@ -93,13 +95,13 @@ _BY_NAME: dict[str, Collective] = {}
 
 
 def _row(row: Collective) -> Collective:
-    """Puts a row into the table of what a host program can start."""
+    """Adds a row to the table of collectives that a host program can start."""
     _BY_NAME[row.name] = row
     return row
 
 
 def _spread(n: int) -> float:
-    """The bus factor where each member has one part of the larger side already."""
+    """Returns the bus factor if each member already has one part of the larger side."""
     return (n - 1) / n
 
 
@@ -204,10 +206,10 @@ SCATTER = _row(
     )
 )
 
-# What a host program can start as a `Communication`, by its type.
+# The collectives that a host program can start as a `Communication`, by type.
 COLLECTIVES: Mapping[str, Collective] = MappingProxyType(_BY_NAME)
 
-# Ranks meet, and nothing is moved. No program starts it, so it is not among the types.
+# A barrier moves no data. No program starts it, so it is not among the types.
 BARRIER = Collective(
     "Barrier", "barrier", PART, PART, "never", bus=lambda n: 0.0, block=lambda inp, out, n: 0
 )
@@ -217,7 +219,7 @@ _How = TypeVar("_How")
 
 
 class TransportTable(dict[Collective, _How]):
-    """The function by which a transport carries out each collective that it has."""
+    """The functions by which a transport carries out the collectives that it supports."""
 
     def __init__(self, transport: str, how: Mapping[Collective, _How]) -> None:
         super().__init__(how)
@@ -227,5 +229,5 @@ class TransportTable(dict[Collective, _How]):
         known = ", ".join(sorted(one.method for one in self))
         raise UnsupportedError(
             f"{row.method}: {self._transport} cannot carry out this collective: compose it of "
-            f"those that it has ({known}), or use another transport"
+            f"those that it can carry out ({known}), or use another transport"
         )

@@ -1,9 +1,9 @@
-"""Launches on any streams that run one after another, in the order in which the host starts them.
+"""Orders launches on any streams: they run one after another, as the host starts them.
 
-Between launches on two streams stands an event. A launch that is captured runs whenever its graph
-does, on whatever stream: the graph waits for the event before its first launch and records it
-behind its last, so that graphs, too, come in the order in which the host starts them. Within a
-graph its own edges are enough.
+Between launches on two streams, the second stream waits for an event of the first. A captured
+launch runs when its graph is launched, on any stream. The graph waits for the event before its
+first launch, and records it after its last. So graphs, too, run in the order in which the host
+starts them. Within a graph, its own edges are enough.
 """
 
 from __future__ import annotations
@@ -18,39 +18,53 @@ from fuser.support.errors import CommunicationError, UnsupportedError
 from multidevice.transports.base.checked_backend import stream_at
 
 _NO_TIMING = 2
-# Of an event in a capture: a node of the graph, not a mark in the capture.
+# A flag for events in a capture: make a node of the graph, not a mark in the capture.
 _EXTERNAL = 1
 _NO_CONTEXT = 201
 
 
 class GraphDriver(Protocol):
-    """What the order needs of the driver; events, streams, graphs and nodes are raw handles."""
+    """The driver's calls that the order needs; events, streams, graphs and nodes are raw
+    handles.
+    """
 
-    def make_event(self) -> int: ...
-
-    def record(self, event: int, stream: int) -> None: ...
-
-    def wait(self, event: int, stream: int) -> None: ...
-
-    def wait_node(self, event: int, stream: int) -> None:
-        """Adds a node to the graph that the stream is captured in: it waits for the event."""
+    def make_event(self) -> int:
+        """Creates an event."""
         ...
 
-    def is_capturing(self, stream: int) -> bool: ...
+    def record(self, event: int, stream: int) -> None:
+        """Records an event on a stream."""
+        ...
+
+    def wait(self, event: int, stream: int) -> None:
+        """Makes a stream wait for an event."""
+        ...
+
+    def wait_node(self, event: int, stream: int) -> None:
+        """Adds a node that waits for the event to the graph in which the stream is captured."""
+        ...
+
+    def is_capturing(self, stream: int) -> bool:
+        """Whether a stream is being captured."""
+        ...
 
     def capture(self, stream: int) -> tuple[int, int, list[int]]:
-        """Returns the number of a capture, its graph, and the nodes on which the next depends."""
+        """Returns the number of a capture, its graph, and the nodes that the next node will depend
+        on.
+        """
         ...
 
     def record_node(self, event: int, graph: int, behind: Sequence[int]) -> int:
-        """Adds a node that records the event behind others, and returns it."""
+        """Adds a node that records the event after the nodes `behind`, and returns it."""
         ...
 
     def move_node(self, node: int, graph: int, was: Sequence[int], now: Sequence[int]) -> None:
-        """Puts a node behind the nodes `now` instead of `was`."""
+        """Makes a node depend on the nodes `now` instead of `was`."""
         ...
 
-    def is_done(self, stream: int) -> bool: ...
+    def is_done(self, stream: int) -> bool:
+        """Whether a stream has done all its work."""
+        ...
 
 
 class LaunchOrder:
@@ -60,8 +74,8 @@ class LaunchOrder:
         self._driver = driver
         self._event, self._inner = driver.make_event(), driver.make_event()
         self._last: int | None = None
-        # Of the last capture that had a launch: its number, the stream of that launch, the node
-        # that records the event, and the nodes before it.
+        # The last capture with a launch: its number, the stream of that launch, the node that
+        # records the event, and the nodes before it.
         self._capture = 0
         self._captured_on = 0
         self._node = 0
@@ -70,10 +84,12 @@ class LaunchOrder:
         self.is_done = driver.is_done
 
     def before(self, stream: int) -> bool:
-        """Called before a launch on a stream; returns whether it is captured, for `after`."""
+        """Prepares for a launch on a stream; returns whether the launch is captured, for
+        `after`.
+        """
         driver = self._driver
         if not driver.is_capturing(stream):
-            # A graph may have been started on any stream.
+            # A graph may have been launched on any stream.
             if stream != self._last or self._capture:
                 driver.wait(self._event, stream)
             return False
@@ -86,7 +102,7 @@ class LaunchOrder:
         return True
 
     def after(self, stream: int, is_captured: bool) -> None:
-        """Called after the launch."""
+        """Completes a launch: records it as the latest one."""
         driver = self._driver
         if not is_captured:
             driver.record(self._event, stream)
@@ -103,7 +119,7 @@ class LaunchOrder:
 
 
 class CudaDriver:
-    """The driver of one GPU, through its C interface: every launch asks it.
+    """The driver of one GPU, called through its C interface, because every launch uses it.
 
     Raises `UnsupportedError` where it cannot be called.
     """
@@ -125,38 +141,44 @@ class CudaDriver:
             ):
                 getattr(library, name).argtypes = types
         except (OSError, AttributeError) as error:
-            raise UnsupportedError(f"the driver cannot be called: {error}") from error
+            raise UnsupportedError(f"the CUDA driver cannot be loaded: {error}") from error
         self._status = ctypes.c_int()
         self._status_at = ctypes.addressof(self._status)
         self._record, self._wait = library.cuEventRecord, library.cuStreamWaitEvent
         self._ask = library.cuStreamIsCapturing
 
     def make_event(self) -> int:
+        """Implements `GraphDriver.make_event`: creates an event."""
         event = ctypes.c_void_p()
         with torch.cuda.device(self._device):
             self._call("cuEventCreate", ctypes.addressof(event), _NO_TIMING)
         return event.value or 0
 
     def record(self, event: int, stream: int) -> None:
+        """Implements `GraphDriver.record`: records an event on a stream."""
         status = self._record(event, stream)
         if status:
             self._again("cuEventRecord", status, event, stream)
 
     def wait(self, event: int, stream: int) -> None:
+        """Implements `GraphDriver.wait`: makes a stream wait for an event."""
         status = self._wait(stream, event, 0)
         if status:
             self._again("cuStreamWaitEvent", status, stream, event, 0)
 
     def wait_node(self, event: int, stream: int) -> None:
+        """Implements `GraphDriver.wait_node`: adds a node that waits for an event."""
         self._call("cuStreamWaitEvent", stream, event, _EXTERNAL)
 
     def is_capturing(self, stream: int) -> bool:
+        """Implements `GraphDriver.is_capturing`: whether a stream is being captured."""
         status = self._ask(stream, self._status_at)
         if status:
             self._again("cuStreamIsCapturing", status, stream, self._status_at)
         return self._status.value != 0
 
     def capture(self, stream: int) -> tuple[int, int, list[int]]:
+        """Implements `GraphDriver.capture`: returns the state of a capture."""
         number, graph = ctypes.c_uint64(), ctypes.c_void_p()
         nodes, count = ctypes.POINTER(ctypes.c_void_p)(), ctypes.c_size_t()
         places = (ctypes.addressof(x) for x in (number, graph, nodes, count))
@@ -165,6 +187,7 @@ class CudaDriver:
         return number.value, graph.value or 0, behind
 
     def record_node(self, event: int, graph: int, behind: Sequence[int]) -> int:
+        """Implements `GraphDriver.record_node`: adds a node that records an event."""
         node, nodes = ctypes.c_void_p(), _handles(behind)
         self._call(
             "cuGraphAddEventRecordNode", ctypes.addressof(node), graph, nodes, len(behind), event
@@ -172,10 +195,12 @@ class CudaDriver:
         return node.value or 0
 
     def move_node(self, node: int, graph: int, was: Sequence[int], now: Sequence[int]) -> None:
+        """Implements `GraphDriver.move_node`: changes the dependencies of a node."""
         for name, nodes in (("cuGraphRemoveDependencies", was), ("cuGraphAddDependencies", now)):
             self._call(name, graph, _handles(nodes), _handles([node] * len(nodes)), len(nodes))
 
     def is_done(self, stream: int) -> bool:
+        """Implements `GraphDriver.is_done`: whether a stream has done all its work."""
         return stream_at(stream, self._device).query()
 
     def _call(self, name: str, *args: Any) -> None:
@@ -184,7 +209,7 @@ class CudaDriver:
             self._again(name, status, *args)
 
     def _again(self, name: str, status: int, *args: Any) -> None:
-        """Calls once more where this thread had no context yet, and raises for what remains."""
+        """Calls once more if this thread had no CUDA context; raises if the call still fails."""
         if status == _NO_CONTEXT:
             with torch.cuda.device(self._device):
                 torch.cuda.current_stream().query()

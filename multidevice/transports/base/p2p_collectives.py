@@ -1,8 +1,8 @@
-"""Collectives made of point-to-point transfers: every member deals with every other one directly.
+"""Collectives made of point-to-point transfers, directly between each pair of members.
 
-Each collective is a generator of steps: lists of transfers that must all have completed before the
-generator goes on. It knows neither transport nor waiting. No member handles more than twice the
-data that it must, and a reduction adds in team order, so that all members get the same bits.
+Each collective is a generator of steps. A step is a list of transfers that must all have completed
+before the generator continues. It knows neither the transport nor how to wait. No member moves more
+than twice the data that it must. A reduction adds in team order, so all members get the same bits.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ from multidevice.transports.base.protocol import Transfer
 
 Steps = Iterator[list[Transfer]]
 
-# From here on, a buffer moves in one part per member: twice the messages, but less data.
+# Buffers of at least this size are sent in one part per member: twice the messages, but less data.
 SPLIT_NBYTES = 32768
 
-# Torch's sum over so many rows adds one after the other.
+# torch's sum over up to this number of rows adds them one after another.
 IN_ORDER = 4
 
 _REDUCE: dict[str, Callable[..., torch.Tensor]] = {
@@ -44,7 +44,7 @@ _REDUCE: dict[str, Callable[..., torch.Tensor]] = {
 
 
 def steps_of(call: CollectiveCall) -> Steps:
-    """Returns the steps of a collective, as its member `call.index` walks through them."""
+    """Returns the steps of a collective, for its member `call.index`."""
     inp, out = (None if t is None else t.detach() for t in (call.inp, call.out))
     return _STEPS[call.row](replace(call, inp=inp, out=out))
 
@@ -187,13 +187,15 @@ def _reduce_blocks(
 
 
 def _is_one_sum(call: CollectiveCall, own: torch.Tensor) -> bool:
-    """Whether torch's sum of rows is `_fold`: of few, a GPU adds halves in float32, in order."""
+    """Whether torch's sum of rows equals `_fold`: a GPU adds few rows of 16-bit floats in order, in
+    float32.
+    """
     is_sum = call.reduce == "SUM" and own.dtype in HALF
     return is_sum and own.is_cuda and len(call.team) <= IN_ORDER
 
 
 def _fold(call: CollectiveCall, parts: Sequence[torch.Tensor], out: torch.Tensor) -> None:
-    """Reduces equal parts in order, halves in float32; `out` may be one of them."""
+    """Reduces equal parts in order, 16-bit floats in float32; `out` may be one of the parts."""
     assert call.reduce is not None, "a reduction has an op"
     apply = _REDUCE[call.reduce]
     if out.dtype in HALF:
@@ -203,7 +205,7 @@ def _fold(call: CollectiveCall, parts: Sequence[torch.Tensor], out: torch.Tensor
         out.copy_(wide)
         return
     total = parts[0]
-    # Whatever was received may be overwritten; this member's own part is the caller's.
+    # Received parts may be overwritten; this member's own part belongs to the caller.
     spare = parts[1 if call.index == 0 else 0]
     for part in parts[1:-1]:
         total = apply(total, part, out=spare)
@@ -211,14 +213,16 @@ def _fold(call: CollectiveCall, parts: Sequence[torch.Tensor], out: torch.Tensor
 
 
 def _share(call: CollectiveCall, parts: Sequence[torch.Tensor]) -> list[Transfer]:
-    """Everybody sends its own part to all others."""
+    """Returns the transfers in which every member sends its own part to all others."""
     return _swap(call, [parts[call.index]] * len(parts), parts)
 
 
 def _swap(
     call: CollectiveCall, given: Sequence[torch.Tensor], taken: Sequence[torch.Tensor]
 ) -> list[Transfer]:
-    """Part i goes to member i, and part i comes from it."""
+    """Returns the transfers in which part i is sent to member i, and part i is received from
+    it.
+    """
     others = _others(call)
     return [
         *(_recv(call, taken[i], i) for i in others),
@@ -235,8 +239,9 @@ def _recv(call: CollectiveCall, tensor: torch.Tensor, index: int) -> Transfer:
 
 
 def _others(call: CollectiveCall) -> list[int]:
-    """Returns the other members' positions, beginning after this one: nobody is everyone's first
-    target.
+    """Returns the other members' positions, starting after this one.
+
+    So no member is the first target of all others.
     """
     count = len(call.team)
     return [(call.index + i) % count for i in range(1, count)]
@@ -248,13 +253,13 @@ def _both(call: CollectiveCall) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def _parts(tensor: torch.Tensor, call: CollectiveCall) -> Sequence[torch.Tensor]:
-    """Returns the equal parts of a buffer that holds one per member."""
+    """Returns the equal parts of a buffer with one part per member."""
     count = len(call.team)
     return tensor.view(count, tensor.numel() // count).unbind(0)
 
 
 def _blocks(tensor: torch.Tensor, call: CollectiveCall) -> Sequence[torch.Tensor]:
-    """Cuts a buffer into one block per member; the last ones may be an element shorter."""
+    """Cuts a buffer into one block per member; the last ones may be one element shorter."""
     return tensor.view(-1).tensor_split(len(call.team))
 
 

@@ -1,9 +1,10 @@
 """The protocol of communication backends.
 
 A team is an ordered tuple of global ranks; roots and peers are global ranks too. All tensors are
-contiguous. Part `i` of a buffer with `len(team)` equal parts belongs to `team[i]`. A call enters a
-collective that every member of the team must enter, in the same order; it returns at once with a
-`Work`, and the buffers belong to the backend until `Work.wait()` has returned.
+contiguous. A buffer may have `len(team)` equal parts; part `i` belongs to `team[i]`.
+
+A call enters a collective, which every member of the team must enter, in the same order. It returns
+at once with a `Work`. The backend uses the buffers until `Work.wait()` has returned.
 """
 
 from __future__ import annotations
@@ -41,8 +42,9 @@ class Work(Protocol):
     """A communication that was started."""
 
     def wait(self) -> None:
-        """Returns when later work may use the buffers: on CPU the data is there; on CUDA the
-        order is the stream's.
+        """Returns when later work may use the buffers.
+
+        On CPU the data has arrived then; on CUDA the stream orders later work after it.
 
         Raises:
             CommunicationTimeout: the deadline passed.
@@ -51,24 +53,27 @@ class Work(Protocol):
         ...
 
     def synchronize(self) -> None:
-        """Returns when the data is there, seen from the host; same errors as `wait`."""
+        """Returns when the data has arrived, as seen from the host; raises the same errors as
+        `wait`.
+        """
         ...
 
 
-# Starts a collective on the buffers at these addresses, of output and input (0: none), on a stream
-# (a raw handle).
+# Starts a collective. Arguments: the addresses of output and input (0: none), and the stream (a raw
+# handle).
 Post = Callable[[int, int, int], Work]
 
 
-# Starts a batch of transfers on the tensors at these addresses, in order, on a stream.
+# Starts a batch of transfers. Arguments: the addresses of the tensors, in order, and the stream.
 PostBatch = Callable[[Sequence[int], int], Work]
 
 
 @dataclass(frozen=True)
 class Transfer:
-    """One half of a point-to-point copy: `kind` is "send" to or "recv" from the global rank
-    `peer`. Halves meet in the order in which they are started; where simulated ranks start them
-    later than the program says, `order` counts in the program's.
+    """One half of a point-to-point copy: `kind` is "send" to or "recv" from the global rank `peer`.
+
+    Sends and receives are matched in the order in which they are started. If simulated ranks start
+    them later than the program says, `order` is their position in the program.
     """
 
     kind: Literal["send", "recv"]
@@ -78,7 +83,7 @@ class Transfer:
 
 
 class NamedCollectives(Protocol):
-    """The collectives by name, for callers who write them by hand."""
+    """The collectives as methods, for callers who write them by hand."""
 
     @abstractmethod
     def collective(
@@ -94,7 +99,7 @@ class NamedCollectives(Protocol):
     ) -> Work:
         """Starts a collective. A buffer that the row has on the root alone is ignored elsewhere.
 
-        `reduce` is given for rows that reduce, `root` for those that have a root.
+        `reduce` is passed for rows that reduce, `root` for those that have a root.
         """
         ...
 
@@ -113,8 +118,8 @@ class NamedCollectives(Protocol):
         team: Team,
         stream: object = None,
     ) -> Work:
-        """Writes the elementwise reduction of all `inp` to `out` on every member; may be in
-        place.
+        """Writes the elementwise reduction of all `inp` to `out` on every member; both may be one
+        tensor.
         """
         return self.collective(ALLREDUCE, out, inp, team=team, reduce=op, stream=stream)
 
@@ -178,7 +183,7 @@ class NamedCollectives(Protocol):
     def alltoall(
         self, out: torch.Tensor, inp: torch.Tensor, *, team: Team, stream: object = None
     ) -> Work:
-        """Writes part i of member j's `inp` to part j of member i's `out`; all parts have one
+        """Writes part i of member j's `inp` to part j of member i's `out`; all parts have the same
         size.
         """
         return self.collective(ALL_TO_ALL, out, inp, team=team, stream=stream)
@@ -187,25 +192,35 @@ class NamedCollectives(Protocol):
 class Backend(NamedCollectives, Protocol):
     """Collectives and point-to-point copies among the ranks of a team.
 
-    `where` is the user's line of what is communicated next, for errors.
+    `where` is the user's line of the next communication, for errors. `generation`: see `Captured`.
     """
 
     where: str
     generation: int
 
     def can_capture(self, what: str) -> bool:
-        """See `multidevice/transports/base/protocol.py`, as for the next five."""
+        """Same as `Captured.can_capture`: whether a graph may repeat a communication."""
         ...
 
-    def capturing(self, stream: int) -> AbstractContextManager[list[object]]: ...
+    def capturing(self, stream: int) -> AbstractContextManager[list[object]]:
+        """Same as `Captured.capturing`: returns the context of a capture."""
+        ...
 
-    def flush(self) -> None: ...
+    def flush(self) -> None:
+        """Same as `Captured.flush`: enqueues delayed flag writes."""
+        ...
 
-    def noting(self) -> AbstractContextManager[Counter[Calls]]: ...
+    def noting(self) -> AbstractContextManager[Counter[Calls]]:
+        """Same as `Captured.noting`: counts the calls of this thread."""
+        ...
 
-    def enter_again(self, calls: Counter[Calls], sign: int = 1) -> None: ...
+    def enter_again(self, calls: Counter[Calls], sign: int = 1) -> None:
+        """Same as `Captured.enter_again`: counts calls that a graph repeats."""
+        ...
 
-    def repeated_by(self, repeats: Repeats) -> None: ...
+    def repeated_by(self, repeats: Repeats) -> None:
+        """Same as `Captured.repeated_by`: registers an owner of graphs."""
+        ...
 
     @property
     def name(self) -> str:
@@ -240,27 +255,34 @@ class Backend(NamedCollectives, Protocol):
         reduce: RedOp | None = None,
         root: int | None = None,
     ) -> Post | None:
-        """Checks a collective that this rank has entered before, once for all buffers of these
-        dtypes and sizes, and returns how to start it; None where each call has to be checked.
+        """Checks a collective that this rank has entered before, and returns a function that starts
+        it.
+
+        The function works on all buffers with the dtypes and sizes of the arguments. Returns None
+        where each call must be checked.
         """
         ...
 
     def bind_batch(self, transfers: Sequence[Transfer], *, team: Team) -> PostBatch | None:
-        """Checks a batch that this rank has entered before, once for all tensors of these dtypes
-        and sizes, and returns how to start it; None where each one has to be checked.
+        """Checks a batch that this rank has entered before, and returns a function that starts it.
+
+        The function works on all tensors with the dtypes and sizes of the arguments. Returns None
+        where each batch must be checked.
         """
         ...
 
     def drain(self) -> None:
-        """Returns when the device has done all communications, or when that is hopeless."""
+        """Returns when the device has done all communications, or when it can no longer complete
+        them.
+        """
         ...
 
     def close(self) -> None:
-        """Releases what the backend holds; later calls are errors."""
+        """Releases the backend's resources; later calls are errors."""
         ...
 
 
-# How memory is named to peers (`mapped.name_of_piece`), in 8-byte words.
+# The size of the name of shared memory (`handles.name_of_piece`), in 8-byte words.
 NAME_WORDS = 5
 
 
@@ -268,100 +290,121 @@ class PeerMemory(Backend, Protocol):
     """A backend whose members copy out of each other's memory."""
 
     def connect(self, team: Team) -> None:
-        """Lets the members of a team find each other; collective over it at its first use.
+        """Connects the members of a team; collective over it at its first use.
 
         Raises `UnsupportedError` where they cannot map each other's memory.
         """
         ...
 
     def vote(self, team: Team, kind: int) -> tuple[int, ...] | None:
-        """See `multidevice/transports/base/protocol.py`, as for the next two."""
+        """Same as `Captured.vote`: exchanges the members' votes on a run."""
         ...
 
-    def start_over(self, team: Team) -> None: ...
+    def start_over(self, team: Team) -> None:
+        """Same as `Captured.start_over`: cleans up after an unfinished capture."""
+        ...
 
-    def take_back(self, team: Team) -> None: ...
+    def take_back(self, team: Team) -> None:
+        """Same as `Captured.take_back`: makes the others drop graphs captured together."""
+        ...
 
     def empty(self, nbytes: int) -> torch.Tensor:
-        """Returns memory that peers can map, as uint8: what lies there is sent without a copy."""
+        """Returns memory that peers can map, as uint8: its contents are sent without a copy
+        first.
+        """
         ...
 
     def lasting(self, nbytes: int) -> torch.Tensor:
-        """Returns such memory for many runs of a program: it goes back to the system soon after
-        nobody holds it (`release`)."""
+        """Returns memory that peers can map, for many runs of a program.
+
+        It is returned to the system soon after its last user has dropped it (`release`).
+        """
         ...
 
     def shard(self, nbytes: int) -> torch.Tensor:
-        """Returns such memory for a shard that is shown with those of others (`side_by_side`)."""
+        """Returns memory that peers can map, for a shard that `side_by_side` shows with
+        others.
+        """
         ...
 
     def release(self) -> None:
-        """Notes that a program has gone: memory that only it had is given back at the next run, on
-        this rank alone. Finalizers may call it."""
+        """Records that a program was deleted. The next run frees, on this rank alone, memory that
+        only this program used.
+
+        Finalizers may call it.
+        """
         ...
 
     def tidy(self) -> None:
-        """Gives back what nobody holds. Called at the beginning of a run: all that this rank began
-        before is complete on its part, whatever the device has still to do."""
+        """Frees memory that has no user. Called at the beginning of a run.
+
+        All communications that this rank began before are complete on its part, except for the work
+        that is still on the device.
+        """
         ...
 
     def side_by_side(self, tensor: torch.Tensor, team: Team, what: str) -> torch.Tensor:
-        """Returns the bytes of this dense tensor and of those of the other members, one behind the
-        other in team order, as memory that may be read; it returns when all members have come.
+        """Returns readable memory with the bytes of this tensor and of the other members', in team
+        order.
 
-        `what` names the call. Raises `UnsupportedError` where their memory cannot be mapped so, and
-        `CommunicationError` where members bring something else; on all members.
+        The tensor must be dense. Returns when all members have called it. `what` names the call.
+
+        Raises, on all members:
+            UnsupportedError: their memory cannot be mapped in this way.
+            CommunicationError: the members make different calls.
         """
         ...
 
     def rendezvous(self, team: Team, what: str) -> None:
-        """Returns when all members of a team have come."""
+        """Returns when all members of a team have made the call `what`."""
         ...
 
 
 # ----------------------------------------------------------------------
-# What a graph that repeats communications must know of their backend.
+# The part of a backend that CUDA graphs use which repeat its communications.
 
-# What ranks say of a run that graphs repeat on all of them or on none (`Captured.vote`): "step by
-# step", and "I have not captured it". What they have captured has numbers from FIRST_GRAPH on;
-# between lies what `multidevice/coordination/control_channel.py` keeps for itself.
+# The votes of ranks on a run that graphs repeat on all of them or on none (`Captured.vote`): "run
+# the steps", and "I have not captured a graph". Captured graphs have numbers from FIRST_GRAPH on.
+# The number between is GAVE_UP of `multidevice/coordination/control_channel.py`.
 STEP_BY_STEP, NOT_CAPTURED, FIRST_GRAPH = 0, 2, 3
 
 
 @dataclass(frozen=True)
 class Vote:
-    """The agreement of a team's ranks on how each run of a program is carried out."""
+    """The vote of a team's ranks on how each run of a program is carried out: by steps or by a
+    graph.
+    """
 
     voters: Callable[[], PeerMemory]
     team: Team
 
     def ask(self, kind: int) -> tuple[int, ...] | None:
-        """See `Captured.vote`; collective over the team."""
+        """Same as `Captured.vote`; collective over the team."""
         voters = self.voters()
         voters.connect(self.team)
         return voters.vote(self.team, kind)
 
     def start_over(self) -> None:
-        """See `Captured.start_over`; collective over the team."""
+        """Same as `Captured.start_over`; collective over the team."""
         self.voters().start_over(self.team)
 
     def take_back(self) -> None:
-        """See `Captured.take_back`."""
+        """Same as `Captured.take_back`: makes the others drop graphs captured together."""
         self.voters().take_back(self.team)
 
 
 class Repeats(Protocol):
-    """An owner of graphs."""
+    """An owner of captured graphs."""
 
     def forget(self) -> None:
-        """Drops them."""
+        """Drops its graphs."""
         ...
 
 
 class Captured:
-    """The part of a backend that graphs ask; by itself, nothing can be captured.
+    """The part of a backend that CUDA graphs use. In this base class, nothing can be captured.
 
-    `generation` counts how often communicators were given up: what was captured before is void.
+    `generation` counts how often communicators were dropped: graphs captured before are invalid.
     """
 
     _ledger: Ledger
@@ -369,53 +412,68 @@ class Captured:
     _repeats: WeakSet[Repeats] | None = None
 
     def repeated_by(self, repeats: Repeats) -> None:
-        """Notes who keeps graphs of this backend's communications."""
+        """Registers an owner of graphs that contain this backend's communications."""
         self._repeats = self._repeats or WeakSet()
         self._repeats.add(repeats)
 
     def make_void(self) -> None:
-        """Has all graphs dropped, before communicators go: NCCL's wait for graphs that hold them,
-        for ever."""
+        """Drops all graphs, before communicators are freed: NCCL would wait forever for graphs that
+        use them.
+        """
         self.generation += 1
         for repeats in list(self._repeats or ()):
             repeats.forget()
 
     def can_capture(self, what: str) -> bool:
-        """Returns whether a stream alone carries out a communication of this name, once posted, so
-        that a graph may repeat it."""
+        """Returns whether a graph may repeat a communication of this name.
+
+        That is so if the stream alone carries it out once it is posted.
+        """
         del what
         return False
 
     def vote(self, team: Team, kind: int) -> tuple[int, ...] | None:
-        """Tells the members of a team what this rank would do in a run; returns what each one
-        would, in team order. None where each may go its own way: where a graph of one rank goes
-        together with the steps of another."""
+        """Sends this rank's vote on a run to the members of a team; returns the votes of all, in
+        team order.
+
+        Returns None where ranks need not agree: one rank may launch a graph while another runs the
+        steps.
+        """
         del team, kind
         return None
 
     def capturing(self, stream: int) -> AbstractContextManager[list[object]]:
-        """Returns a context in which this rank captures a run that `stream` will repeat; it has
-        what has to be kept for as long as the graph."""
+        """Returns a context in which this rank captures a run that `stream` will repeat.
+
+        The value of the context is a list of objects that must live as long as the graph.
+        """
         del stream
         return nullcontext([])
 
     def flush(self) -> None:
-        """Enqueues what was put off in a capture, to go together with what might have followed."""
+        """Enqueues work that was delayed in a capture so that it could be combined with later
+        work.
+        """
 
     def start_over(self, team: Team) -> None:
-        """Makes up for a capture that members of a team have begun and not ended; collective."""
+        """Cleans up after a capture that members of a team have begun and not ended;
+        collective.
+        """
         del team
 
     def take_back(self, team: Team) -> None:
-        """Makes the ranks of a team find, in their next exchange of run signatures, that this rank
-        did not repeat a run that the others repeated: the graphs that they captured together become
-        invalid.
+        """Makes the ranks of a team drop the graphs that they captured together.
+
+        They find out in their next exchange of run signatures that this rank did not repeat a run
+        which the others repeated.
         """
         del team
 
     @contextmanager
     def noting(self) -> Generator[Counter[Calls]]:
-        """A context that counts the calls that this thread enters in it, per stream of calls."""
+        """Returns a context that counts the calls that this thread enters in it, per sequence of
+        calls.
+        """
         noted = self._ledger.noted[get_ident()] = Counter[Calls]()
         try:
             yield noted
@@ -423,7 +481,9 @@ class Captured:
             del self._ledger.noted[get_ident()]
 
     def enter_again(self, calls: Counter[Calls], sign: int = 1) -> None:
-        """Counts calls that a graph repeats; with sign -1, those that were not made after all."""
+        """Counts the calls that a graph repeats; with sign -1, uncounts those that were not
+        made.
+        """
         entered = self._ledger.entered
         for key, count in calls.items():
             entered[key] = entered.get(key, 0) + sign * count

@@ -1,13 +1,16 @@
-"""Memory of one GPU in pieces that the processes of its host map, each for as long as it is used.
+"""Memory of one GPU in pieces that the other processes of its host map while they use it.
 
-A piece is one allocation of the driver; its file (`mapped`) has the handle by which peers map it.
-The driver must not free what anybody has mapped. So a peer keeps a shared lock on the file until it
-has unmapped the piece (the system drops the locks of a process that ends); the owner closes the
-file under its name when nobody here holds the piece, and frees that when it gets the lock alone.
+A piece is one allocation of the driver. A file without a name (see `handles`) has the handle by
+which peers map it. The owner must not free a piece that a peer has mapped. Therefore:
 
-Peers unmap what was given back when nothing there can read it any more: a graph that may holds what
-it was captured with. Both wait until the device has done all that it was given, at the beginning of
-a run: then it has nothing that a peer must still answer.
+- A peer holds a shared lock on the file until it has unmapped the piece. The system releases the
+  locks of a process that ends.
+- When no tensor of the owner uses the piece, the owner closes the file under its name. It frees the
+  piece when it gets an exclusive lock.
+
+Peers unmap a returned piece when nothing on their side can read it any more. A graph that may read
+it holds the objects that it was captured with. At the beginning of a run, both sides wait until
+their device has done all its work. No peer waits for an answer of the device then.
 """
 
 from __future__ import annotations
@@ -36,22 +39,24 @@ from fuser.support.locks import make_lock
 from multidevice.transports.base.checked_backend import stream_at
 from multidevice.transports.memory.handles import Mapped, Name, name_of_piece, new_serial
 
-# The driver hands out memory in units of this; less of it would share its handle with others.
+# The driver allocates memory in units of this size; smaller allocations would share a handle.
 UNIT_NBYTES = 2 << 20
 _HANDLE = struct.Struct("<8Q")
-# Runs in which the owner of a piece looks whether its peers have unmapped it; later, when a program
-# goes.
+# In how many runs the owner of a piece checks whether its peers have unmapped it. After that, it
+# checks only when a program is deleted.
 _LOOKS = 64
-# Pieces that were given back and are kept by graphs, before these are dropped.
+# How many returned pieces may be kept alive by graphs before the graphs are dropped.
 _MAX_IN_GRAPHS = 8
-# How long peers have to unmap what was given back, where there is no memory for more.
+# How long peers have to unmap returned pieces when there is not enough memory.
 _NO_MEMORY_S = 2.0
 
 
 @dataclass(eq=False)
 class _Piece:
-    """A piece of this process: its file, where it lies, and, once it is given back, the file under
-    another number, for its lock."""
+    """A piece of this process: its file and its address.
+
+    `lock` is a second descriptor of the file, for its lock, once the piece is returned.
+    """
 
     serial: int
     fd: int
@@ -60,23 +65,29 @@ class _Piece:
     lock: int = -1
 
     def __post_init__(self) -> None:
-        # Once: the number of a file that is closed may be another one's.
+        # Only once: after that, the number may belong to another file.
         self.close = weakref.finalize(self, os.close, self.fd)
         self.close.atexit = False
 
 
 @dataclass(eq=False)
 class Seen:
-    """Where this process sees a piece of a peer. Who may still read it holds this."""
+    """The address of a peer's piece in this process. Objects that may still read the piece hold
+    this.
+    """
 
     address: int
 
 
 @dataclass
 class Hooks:
-    """What the user of the memory does for it: `is_idle` waits until the device has done all that
-    it was given (False where that cannot be told now); `drop_graphs` drops all graphs; `told`
-    returns what tells whether peers have mapped all that they have been told of until now."""
+    """Callbacks of the user of the memory.
+
+    - `is_idle`: waits until the device has done all its work; False if that cannot be decided now.
+    - `drop_graphs`: drops all graphs.
+    - `told`: returns a function that says whether peers have mapped all pieces that they have been
+      sent so far.
+    """
 
     is_idle: Callable[[], bool] = field(default=lambda: False)
     drop_graphs: Callable[[], None] = field(default=lambda: None)
@@ -84,15 +95,15 @@ class Hooks:
 
 
 class IpcPieces:
-    """The pieces of this process on one device, and those of its peers."""
+    """The pieces of this process on one device, and the mapped pieces of its peers."""
 
     def __init__(self, device: torch.device, cuda: CudaCalls, hooks: Hooks) -> None:
         self.device, self._cuda, self._hooks = device, cuda, hooks
-        # Beginnings of this process's pieces, and the pieces.
+        # The start addresses of this process's pieces, and the pieces.
         self._begins: list[int] = []
         self._pieces: list[_Piece] = []
-        # Nobody holds these any more: noted by finalizers, which run anywhere; those that peers may
-        # have to map yet; and those that wait for peers to unmap them.
+        # Pieces without users: recorded by finalizers, which may run at any time; those that peers
+        # may still have to map; and those that peers have not unmapped yet.
         self._returned: deque[_Piece] = deque()
         self._told: list[tuple[list[_Piece], Callable[[], bool]]] = []
         self._retired: list[_Piece] = []
@@ -100,13 +111,13 @@ class IpcPieces:
         self._is_untidy = False
         self._mapped = Mapped(self._open, on_forgotten=self.release)
         self._alive: weakref.WeakSet[Seen] = weakref.WeakSet()
-        # What nobody here can read any more: address, file.
+        # Mapped pieces that nothing in this process can read any more: (address, file).
         self._unused: deque[tuple[int, int]] = deque()
         self._lock = make_lock()
 
     # ------------------------------------------------------------ of this process
     def allocate(self, nbytes: int) -> torch.Tensor:
-        """Returns so many bytes in a piece of their own, as uint8.
+        """Returns `nbytes` bytes in a separate piece, as uint8.
 
         Raises `torch.OutOfMemoryError`.
         """
@@ -128,18 +139,22 @@ class IpcPieces:
             try:
                 return int(self._cuda.call("cuMemAlloc", size))
             except CommunicationError as error:
-                # What others of this process keep for later, and what peers have not unmapped yet.
+                # Free the caches of this process, and wait for pieces that peers have not unmapped
+                # yet.
                 torch.cuda.empty_cache()
                 stop = stop or time.monotonic() + _NO_MEMORY_S
                 if time.monotonic() > stop:
                     raise torch.OutOfMemoryError(
-                        f"no {size} bytes for peers to map on {self.device} ({error})"
+                        f"cannot allocate {size} bytes that peers can map on {self.device} "
+                        f"({error})"
                     ) from None
                 self._is_untidy = True
                 self.tidy()
 
     def share(self, begin: int, nbytes: int) -> _Piece:
-        """Lets peers map an allocation of the driver. Raises `UnsupportedError` where it cannot."""
+        """Makes an allocation of the driver mappable by peers. Raises `UnsupportedError` where it
+        cannot.
+        """
         try:
             handle = self._cuda.call("cuIpcGetMemHandle", begin)
         except CommunicationError as error:
@@ -157,7 +172,11 @@ class IpcPieces:
         return piece
 
     def name_at(self, address: int) -> tuple[Name, int] | None:
-        """Returns how peers call the memory at an address, and the bytes from its beginning."""
+        """Returns the name by which peers map the memory at an address, and the offset in it in
+        bytes.
+
+        None where the address is not in a piece.
+        """
         with self._lock:
             place = bisect.bisect(self._begins, address) - 1
             if place < 0:
@@ -173,10 +192,10 @@ class IpcPieces:
         return name in self._mapped
 
     def find(self, name: Name, peer: int) -> Seen:
-        """Returns where this process sees a piece of a peer; maps it at its first use.
+        """Returns the address of a peer's piece in this process; maps it at its first use.
 
-        Raises `CommunicationError` when its process is gone, `UnsupportedError` where the GPUs have
-        no access to each other.
+        Raises `CommunicationError` when its process has ended, `UnsupportedError` where the GPUs
+        cannot access each other.
         """
         try:
             return self._mapped.find(name, peer)
@@ -207,12 +226,15 @@ class IpcPieces:
 
     # ------------------------------------------------------------ what nobody has any more
     def release(self) -> None:
-        """Notes that a user has gone, here or at a peer. Finalizers may call it."""
+        """Records that a user was deleted, in this process or a peer. Finalizers may call it."""
         self._is_untidy = True
 
     def tidy(self) -> None:
-        """Gives back what nobody here holds, unmaps what peers have given back, and frees what they
-        have unmapped. Only called where nothing is under way that peers have still to answer."""
+        """Returns pieces without users, unmaps pieces that peers have returned, and frees unmapped
+        ones.
+
+        Call it only when no work is running that a peer waits for.
+        """
         if not (self._is_untidy or self._returned or self._told or self._unused or self._looks):
             return
         with self._lock:
@@ -235,7 +257,7 @@ class IpcPieces:
             self._free(freed)
 
     def _retire(self) -> None:
-        """Closes the files of what nobody here holds, and drops what peers have closed."""
+        """Closes the files of pieces without users, and drops pieces that peers have closed."""
         if self._returned:
             returned = [self._returned.popleft() for _ in range(len(self._returned))]
             self._told.append((returned, self._hooks.told()))
@@ -255,7 +277,7 @@ class IpcPieces:
             self._retired.append(piece)
         self._looks = _LOOKS if self._retired else 0
         self._mapped.forget_closed()
-        self._is_untidy = False  # what it has dropped is known
+        self._is_untidy = False  # all dropped pieces are recorded now
         if len(self._alive) - len(self._mapped) > _MAX_IN_GRAPHS:
             self._hooks.drop_graphs()
 
@@ -289,7 +311,7 @@ class IpcPieces:
 
 
 def _is_unmapped(piece: _Piece) -> bool:
-    """Whether no peer has a piece mapped that was given back."""
+    """Whether no peer still maps a returned piece."""
     try:
         fcntl.flock(piece.lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError:
@@ -298,10 +320,11 @@ def _is_unmapped(piece: _Piece) -> bool:
 
 
 # ----------------------------------------------------------------------
-# Memory of one GPU that the processes of its host map; what streams do there: copies, flags.
+# Memory of one GPU that the processes of its host map, and the copies and flags of streams in it.
 
 T = TypeVar("T")
-# Lets a stream wait until the flag at an address has come to a value, or writes it there.
+# Kinds of flag operations: the stream waits until the flag at an address reaches a value, or writes
+# it.
 WAIT, WRITE = "WAIT", "WRITE"
 FlagOp = tuple[str, int, int]
 
@@ -309,14 +332,14 @@ FlagOp = tuple[str, int, int]
 class IpcMemory:
     """Memory of one GPU that the processes of its host can map.
 
-    What a program keeps for its runs lies in pieces of its own, which are given back (`IpcPieces`).
-    What each run takes in passing, and what is small, comes from a pool of torch's allocator that
-    is never given back to the driver; within it, memory is reused as torch reuses any other.
+    Memory that a program keeps for its runs is in separate pieces, which are returned
+    (`IpcPieces`). Temporary and small allocations come from a pool of torch's allocator that is
+    never returned to the driver; torch reuses its memory as usual.
     """
 
     def __init__(self, device: torch.device, hooks: Hooks | None = None) -> None:
         if device.type != "cuda":
-            raise UnsupportedError(f"backend CUDA: {device} is no GPU")
+            raise UnsupportedError(f"backend CUDA: {device} is not a GPU")
         self.device = device
         calls = CudaCalls()
         self._cuda, self._call, self._check = calls.api, calls.call, calls.check
@@ -327,11 +350,11 @@ class IpcMemory:
         self._pieces = IpcPieces(device, calls, hooks or Hooks())
         self.release, self.tidy = self._pieces.release, self._pieces.tidy
         self.find, self.close = self._pieces.find, self._pieces.close
-        # What was mapped for good: others have its address.
+        # Pieces that stay mapped, because other objects have their addresses.
         self._kept: list[Seen] = []
 
     def empty(self, nbytes: int) -> torch.Tensor:
-        """Returns `nbytes` bytes of it, as uint8, for the current stream."""
+        """Returns `nbytes` bytes from the pool, as uint8, for the current stream."""
         self._pool = self._pool or torch.cuda.MemPool()
         with torch.cuda.use_mem_pool(self._pool, device=self.device):
             made = torch.empty(max(nbytes, 1), dtype=torch.uint8, device=self.device)
@@ -341,43 +364,43 @@ class IpcMemory:
         return made[:nbytes]
 
     def lasting(self, nbytes: int) -> torch.Tensor:
-        """Returns memory that is given back when nobody holds it; see `IpcPieces.allocate`."""
+        """Returns memory that is freed when it has no users; see `IpcPieces.allocate`."""
         if nbytes < UNIT_NBYTES // 2:
             return self.empty(nbytes)
         return self._pieces.allocate(nbytes)
 
     def name_of(self, tensor: torch.Tensor) -> tuple[tuple[int, ...], int] | None:
-        """See `PeerBackend.name_of`."""
+        """Implements `PeerBackend.name_of`: returns the name by which peers map a tensor."""
         return self._pieces.name_at(tensor.data_ptr())
 
     def mapped(self, name: tuple[int, ...], peer: int) -> int:
-        """Returns the address at which this process sees the memory of a peer, for good.
+        """Returns the address of a peer's memory in this process, which stays mapped.
 
-        Raises what `IpcPieces.find` does.
+        Raises the same errors as `IpcPieces.find`.
         """
         seen = self.find(name, peer)
         self._kept.append(seen)
         return seen.address
 
     def is_mapped(self, name: tuple[int, ...]) -> bool:
-        """Returns whether the memory of a peer has been mapped before."""
+        """Returns whether the memory of a peer is mapped already."""
         return name in self._pieces
 
     def copy(self, target: int, source: int, nbytes: int, stream: int) -> None:
-        """Enqueues a copy; between two GPUs a copy engine carries it out."""
+        """Enqueues a copy; between two GPUs, a copy engine carries it out."""
         self._check("cuMemcpyAsync", self._copy(target, source, nbytes, stream)[0])
 
     def set_flag(self, address: int, value: int, stream: int) -> None:
-        """Lets the stream write a flag, after all that it has been given so far."""
+        """Enqueues a write of a flag, after all earlier work of the stream."""
         self._check("cuStreamWriteValue32", self._write(stream, address, value, 0)[0])
 
     def wait_flag(self, address: int, value: int, stream: int) -> None:
-        """Lets the stream wait until a flag has come to a value."""
+        """Enqueues a wait until a flag has reached a value."""
         # 0: greater or equal
         self._check("cuStreamWaitValue32", self._wait(stream, address, value, 0)[0])
 
     def use_flags(self, ops: Sequence[FlagOp], stream: int) -> None:
-        """Lets the stream wait for flags and write others, in this order, at once."""
+        """Enqueues waits and writes of flags as one operation, in this order."""
         self._check(
             "cuStreamBatchMemOp", self._batch(stream, len(ops), [*map(self._op, ops)], 0)[0]
         )
@@ -393,28 +416,33 @@ class IpcMemory:
         return made
 
     def aside(self, act: Callable[[], object], stream: int) -> None:
-        """Carries out what enqueues to a stream that is captured; what follows on the stream does
-        not wait for it, though the graph does."""
+        """Captures the work that `act` enqueues as a side branch of the stream.
+
+        Later work of the stream does not wait for it, but the end of the graph does.
+        """
         before = self.captured(stream)
         act()
         self._goes_on(stream, before)
 
     def beside(self, act: Callable[[], object], after: Sequence[object], stream: int) -> None:
-        """Carries out what enqueues to a stream that is captured: behind the nodes `after`, beside
-        what the stream has been given so far; what follows on the stream waits for both."""
+        """Captures the work that `act` enqueues after the nodes `after`, parallel to the stream's
+        work so far.
+
+        Later work of the stream waits for both.
+        """
         before = self.captured(stream)
         self._goes_on(stream, after)
         act()
         self._goes_on(stream, [*before, *self.captured(stream)])
 
     def captured(self, stream: int) -> list[Any]:
-        """Returns the nodes that the next one on a captured stream will follow."""
+        """Returns the nodes that the next node of a captured stream will depend on."""
         found = self._cuda.cuStreamGetCaptureInfo(stream)
         self._check("cuStreamGetCaptureInfo", found[0])
         return next(part for part in found if isinstance(part, list))  # pyright: ignore[reportUnknownArgumentType, reportUnknownVariableType]
 
     def _goes_on(self, stream: int, after: Sequence[object]) -> None:
-        """Has the next node on a captured stream follow these."""
+        """Makes the next node of a captured stream depend on these nodes."""
         cuda, nodes = self._cuda, [*after]
         replace = cuda.CUstreamUpdateCaptureDependencies_flags.CU_STREAM_SET_CAPTURE_DEPENDENCIES
         update = cuda.cuStreamUpdateCaptureDependencies
@@ -426,7 +454,9 @@ class IpcMemory:
 
 
 def beside(device: torch.device, stream: int, act: Callable[[], T]) -> T:
-    """Carries out, in a thread of its own and on a stream, what one that captures may not do."""
+    """Runs `act` in another thread and on a stream, because a thread that captures may not do
+    it.
+    """
     done: list[T] = []
     failed: list[BaseException] = []
 
@@ -447,10 +477,10 @@ def beside(device: torch.device, stream: int, act: Callable[[], T]) -> T:
 
 
 # ----------------------------------------------------------------------
-# Tensors over memory that torch has not made, on the device that they are said to be on.
+# Tensors over memory that torch has not allocated, on a given device.
 #
-# Torch looks up where a pointer lies; of memory of several GPUs side by side that is the first
-# one's. DLPack says it. https://dmlc.github.io/dlpack/latest/c_api.html
+# Torch looks up the device of a pointer. For a range with memory of several GPUs, that would be the
+# first GPU. DLPack states the device. https://dmlc.github.io/dlpack/latest/c_api.html
 
 _DEVICES = {"cpu": 1, "cuda": 2}
 _UNSIGNED = 1
@@ -485,10 +515,11 @@ class _Managed(ctypes.Structure):
 
 
 class Holder:
-    """What a tensor holds for as long as its memory is in use."""
+    """An object that a tensor holds for as long as its memory is in use."""
 
 
-# What tensors stand on: by the address of what torch was given.
+# The objects that keep the memory of tensors alive, by the address of the structure passed to
+# torch.
 _held: dict[int, Any] = {}
 
 
@@ -497,13 +528,13 @@ def _drop(address: int, held: dict[int, Any] = _held) -> None:
 
 
 _let_go = _Deleter(_drop)
-# Torch may let go of memory when this module has gone already.
+# Torch may release memory after this module was destroyed, at the end of the process.
 for _one in (_held, _let_go):
     ctypes.pythonapi.Py_IncRef(ctypes.py_object(_one))
 
 
 def raw_tensor(address: int, nbytes: int, device: torch.device, owner: object) -> torch.Tensor:
-    """Returns so many bytes at an address as uint8; the tensor's memory holds `owner`."""
+    """Returns the `nbytes` bytes at an address as a uint8 tensor, whose memory holds `owner`."""
     sizes, strides = (ctypes.c_int64 * 1)(nbytes), (ctypes.c_int64 * 1)(1)
     where = _Device(_DEVICES[device.type], device.index or 0)
     made = _Tensor(address, where, 1, _DType(_UNSIGNED, 8, 1), sizes, strides, 0)
@@ -525,14 +556,14 @@ def _capsule() -> Any:
 
 
 class CudaCalls:
-    """Calls of the driver, by name; `api` has its types."""
+    """Calls of the driver by name, with checked status; `api` has its types."""
 
     def __init__(self) -> None:
         self.api: Any = driver()
         self._success = self.api.CUresult.CUDA_SUCCESS
 
     def call(self, name: str, *args: object) -> Any:
-        """Returns what a call returns behind its status. Raises `CommunicationError`."""
+        """Returns the results of a call after its status. Raises `CommunicationError`."""
         status, *results = getattr(self.api, name)(*args)
         self.check(name, status)
         return results[0] if len(results) == 1 else results
@@ -545,7 +576,9 @@ class CudaCalls:
 
 @contextmanager
 def driving(cuda: CudaCalls, device: torch.device) -> Generator[None]:
-    """A context for calls on a device that another thread's capture need not hear of."""
+    """Returns a context for driver calls on a device that do not disturb a capture of another
+    thread.
+    """
     relaxed = cuda.api.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED
     with on_device(device):
         before = cuda.call("cuThreadExchangeStreamCaptureMode", relaxed)
@@ -557,7 +590,7 @@ def driving(cuda: CudaCalls, device: torch.device) -> Generator[None]:
 
 @contextmanager
 def on_device(device: torch.device) -> Generator[None]:
-    """A context in which this thread drives a device."""
+    """Returns a context in which this thread uses a device."""
     with torch.cuda.device(device):
         bind_primary_context()
         yield

@@ -1,9 +1,9 @@
-"""Shards of several GPUs as one range of addresses, by the driver's management of virtual memory.
+"""Shards of several GPUs as one range of addresses, by the driver's virtual memory management.
 
-A shard is memory without an address, under a handle; the driver exports that as a file, which the
-processes of the host take from each other (`files`). Whoever shows a row of shards reserves
-addresses and maps one handle after another there. Memory is freed with the last mapping and file of
-it, so each process unmaps what it has in its own time: when its device is idle.
+A shard is memory without an address, under a handle. The driver exports the handle as a file, which
+the processes of the host take from each other (`take_file`). To show a row of shards, a process
+reserves addresses and maps one handle after another there. The driver frees the memory with its
+last mapping and file, so each process unmaps when its own device is idle.
 https://docs.nvidia.com/cuda/cuda-driver-api/group__CUDA__VA.html
 """
 
@@ -32,14 +32,16 @@ from multidevice.transports.memory.handles import (
     not_mapped,
 )
 
-# What the driver must be able to do with a GPU's memory, by the name of its attribute.
+# The names of the attributes that a GPU's memory must have.
 _NEEDED = "VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED", "HANDLE_TYPE_POSIX_FILE_DESCRIPTOR_SUPPORTED"
 _MAX_ROWS = 16
 
 
 @dataclass(eq=False)
 class _Range:
-    """Reserved addresses, mapped in parts of equal size; of a shard, its file and its stream."""
+    """Reserved addresses, mapped in parts of equal size. For a shard, also its file and its
+    stream.
+    """
 
     begin: int
     parts: int
@@ -50,13 +52,13 @@ class _Range:
 
 
 class GpuShards:
-    """The shards of this process on one device, and the rows of shards that it shows."""
+    """The shards of this process on one device, and the rows of shards that it has mapped."""
 
     unit = "units"
 
     def __init__(self, device: torch.device, cuda: CudaCalls, hooks: Hooks) -> None:
         self.device, self._cuda, self._hooks = device, cuda, hooks
-        # Why shards cannot be mapped elsewhere.
+        # Why other processes cannot map the shards; "" if they can.
         self.why_not = self._find_why_not()
         self.unit_nbytes = 1 if self.why_not else self._granularity()
         self._shards: dict[int, _Range] = {}
@@ -64,7 +66,7 @@ class GpuShards:
         self._rows: Recent[tuple[object, ...], torch.Tensor] = Recent(
             _MAX_ROWS, lambda row: self.release()
         )
-        # What nobody holds any more: noted by finalizers, which run anywhere.
+        # Ranges without users, recorded by finalizers, which may run at any time.
         self._returned: deque[_Range] = deque()
         self._is_untidy = False
         self._lock = make_lock()
@@ -104,7 +106,7 @@ class GpuShards:
 
     # ------------------------------------------------------------ shards
     def empty(self, nbytes: int, stream: int) -> torch.Tensor:
-        """Returns so many bytes as a shard, as uint8, for a stream.
+        """Returns `nbytes` bytes as a shard, as uint8, for a stream.
 
         Raises `torch.OutOfMemoryError`.
         """
@@ -125,7 +127,7 @@ class GpuShards:
                 handle = self._create(size)
             except CommunicationError as error:
                 raise torch.OutOfMemoryError(
-                    f"no {size} bytes for a shard on {self.device} ({error})"
+                    f"cannot allocate {size} bytes for a shard on {self.device} ({error})"
                 ) from None
             fd = int(self._cuda.call("cuMemExportToShareableHandle", handle, self._file_type(), 0))
             self._cuda.call("cuMemRelease", handle)
@@ -141,14 +143,17 @@ class GpuShards:
         try:
             return self._cuda.call("cuMemCreate", size, self._properties(), 0)
         except CommunicationError:
-            # What others of this process keep for later goes first.
+            # Free the caches of this process first.
             torch.cuda.empty_cache()
             self.release()
             self.tidy()
             return self._cuda.call("cuMemCreate", size, self._properties(), 0)
 
     def name_of(self, tensor: torch.Tensor) -> tuple[Name, int] | None:
-        """Returns how peers call a shard, and the bytes from its beginning; None for no shard."""
+        """Returns the name by which peers map a shard, and the tensor's offset in it in bytes.
+
+        None if the tensor is not in a shard.
+        """
         begin = tensor.untyped_storage().data_ptr()
         shard = self._shards.get(begin)
         if shard is None:
@@ -158,10 +163,11 @@ class GpuShards:
 
     # ------------------------------------------------------------ rows
     def row(self, places: Sequence[MemoryLocation], nbytes: int) -> torch.Tensor:
-        """Returns the shards of these places, of so many bytes each, one behind the other.
+        """Returns one range with the shards at these places, each of `nbytes` bytes, one after
+        another.
 
-        Raises `CommunicationError` when a process is gone, `UnsupportedError` where its shard
-        cannot be mapped here.
+        Raises `CommunicationError` when a process has ended, `UnsupportedError` where its shard
+        cannot be mapped on this device.
         """
         key = (*(place.name for place in places), nbytes)
         found = self._rows.recall(key)
@@ -195,7 +201,7 @@ class GpuShards:
             raise not_mapped(place.rank, error) from None
 
     def _map(self, files: Sequence[int], nbytes: int) -> int:
-        """Maps memory of so many bytes each, one behind the other; returns where."""
+        """Maps files of `nbytes` bytes each, one after another; returns the start address."""
         call, total = self._cuda.call, nbytes * len(files)
         begin = int(call("cuMemAddressReserve", total, 0, 0, 0))
         mapped = 0
@@ -233,11 +239,11 @@ class GpuShards:
             self._spare.append(self._returned.popleft())
 
     def release(self) -> None:
-        """See `PeerMemory.release`."""
+        """Implements `PeerMemory.release`: records that a program was deleted."""
         self._is_untidy = True
 
     def tidy(self) -> None:
-        """Unmaps what nobody holds, if a program has gone since."""
+        """Unmaps ranges without users, if a program was deleted since the last call."""
         if not self._is_untidy:
             return
         with self._lock:
@@ -258,24 +264,26 @@ class GpuShards:
 
 
 # ----------------------------------------------------------------------
-# Open files of another process of this host, taken by their numbers.
+# Takes open files of another process of this host, by their numbers.
 
-# Of the system call, on every machine that numbers such calls alike.
+# The number of the system call pidfd_getfd.
 _PIDFD_GETFD = 438
 _SET_PTRACER, _ANYBODY = 0x59616D61, ctypes.c_ulong(-1)
 
 
 def let_files_be_taken() -> None:
-    """Lets other processes of this user take files of this one, also where the system lets only a
-    process's ancestors."""
+    """Lets other processes of this user take files of this process.
+
+    By default, some systems allow it only to ancestors of a process.
+    """
     # Fails where the system has no such rule.
     _libc().prctl(_SET_PTRACER, _ANYBODY, 0, 0, 0)
 
 
 def take_file(pid: int, fd: int) -> int:
-    """Returns a number, for this process, of a file that another one has open.
+    """Returns a file descriptor, in this process, of a file that another process has open.
 
-    Raises `OSError` where the process is gone, or the system does not allow it.
+    Raises `OSError` where the process has ended, or the system does not allow it.
     """
     if not hasattr(os, "pidfd_open"):
         raise OSError(errno.ENOSYS, "this system has no pidfd_open")

@@ -1,10 +1,11 @@
-"""The memory of peers that a process has mapped, and how it learns that they gave it back;
-the shards of a team mapped as one range.
+"""Mapped memory of peers, the detection of memory that they returned, and rows of a team's shards.
 
-Memory is shared in pieces. Each has a file without a name, which its process has open for as long
-as it shares the piece, and peers find under the process's number: closing it gives the piece back.
-The names that a process tells its peers say how many it has closed: where that number has changed,
-whoever hears a name looks which of the files are still there.
+Memory is shared in pieces. Each piece has a file without a name, which its process keeps open while
+it shares the piece. Peers open it through `/proc` under the process's number. Closing the file
+returns the piece.
+
+The name of a piece that a process sends to its peers contains how many pieces it has closed. When
+that number has changed, the receiver checks which of the files still exist.
 """
 
 from __future__ import annotations
@@ -25,17 +26,20 @@ from multidevice.coordination.control_channel import Control
 
 T = TypeVar("T")
 Name = tuple[int, ...]
-# File descriptors are used again: pieces of this process are told apart by these.
+# File descriptors are reused; serial numbers distinguish the pieces of this process.
 _SERIALS = itertools.count()
 
 
 def new_serial() -> int:
-    """Returns what tells a piece of this process from all others."""
+    """Returns a number that no other piece of this process has."""
     return next(_SERIALS)
 
 
 def name_of_piece(fd: int, nbytes: int, serial: int, closed: int) -> Name:
-    """Returns how peers call a piece: NAME_WORDS words (`protocol`)."""
+    """Returns the name by which peers map a piece: NAME_WORDS integers (`protocol`).
+
+    `closed` is how many pieces this process has closed.
+    """
     return os.getpid(), fd, nbytes, serial, closed
 
 
@@ -45,9 +49,9 @@ def not_mapped(rank: int, error: OSError) -> CommunicationError:
 
 
 class Mapped(Generic[T]):
-    """The pieces of peers' memory that this process has mapped, each until it is given back.
+    """The pieces of peers' memory that this process has mapped, each until its owner returns it.
 
-    `map_file` maps the piece of an open file (its number, the bytes); it may raise `OSError`.
+    `map_file` maps the piece of an open file (descriptor, bytes); it may raise `OSError`.
     """
 
     def __init__(
@@ -57,12 +61,15 @@ class Mapped(Generic[T]):
         limit: int | None = None,
         on_forgotten: Callable[[], None] = lambda: None,
     ) -> None:
-        """`limit`: how many pieces stay mapped; None for as many as peers share. `on_forgotten` is
-        called after peers have given back some."""
+        """Creates an empty set of pieces.
+
+        `limit`: how many pieces stay mapped; None for no limit. `on_forgotten` is called after
+        peers have returned pieces.
+        """
         self._map_file, self._limit, self._on_forgotten = map_file, limit, on_forgotten
-        # By name, with the number of its file in the system.
+        # Name -> (piece, inode number of its file).
         self._found: dict[Name, tuple[T, int]] = {}
-        # How many pieces each process had closed when it was last looked at.
+        # How many pieces each process had closed at the last check.
         self._closed_by: dict[int, int] = {}
 
     def __contains__(self, name: Name) -> bool:
@@ -74,7 +81,7 @@ class Mapped(Generic[T]):
     def find(self, name: Name, peer: int) -> T:
         """Returns a piece of a peer; maps it at its first use.
 
-        Raises `CommunicationError` when its process is gone, and what `map_file` raises.
+        Raises `CommunicationError` when its process has ended, and the errors of `map_file`.
         """
         pid, fd, nbytes, _, closed = name
         if self._closed_by.get(pid, 0) != closed:
@@ -100,7 +107,7 @@ class Mapped(Generic[T]):
         return found[0]
 
     def forget_closed(self, pid: int | None = None) -> None:
-        """Drops the pieces whose files their process, or any process, has closed."""
+        """Drops the pieces whose files were closed by process `pid`, or by any process."""
         gone = [
             name
             for name, (_, number) in list(self._found.items())
@@ -112,7 +119,7 @@ class Mapped(Generic[T]):
             self._on_forgotten()
 
     def clear(self) -> None:
-        """Drops all."""
+        """Drops all pieces."""
         self._found.clear()
 
 
@@ -125,12 +132,12 @@ def _is_open(name: Name, number: int) -> bool:
 
 
 # ----------------------------------------------------------------------
-# Shards of all members of a team as one range of memory, without a copy: where members meet.
+# The shards of all members of a team as one range of memory, without a copy.
 
 
 @dataclass(frozen=True)
 class MemoryLocation:
-    """A place in memory of a rank: the memory's name in its process, and where in it."""
+    """A location in a rank's memory: the memory's name, and the offset `at` in bytes."""
 
     rank: int
     name: tuple[int, ...]
@@ -138,39 +145,48 @@ class MemoryLocation:
 
 
 class Rows(Protocol):
-    """Memory whose parts of several ranks can be mapped one behind the other."""
+    """Memory whose parts of several ranks can be mapped one after another."""
 
-    # In what it is mapped: the word for it, and its size.
+    # The unit in which it is mapped: its name in errors.
     unit: str
 
     @property
-    def unit_nbytes(self) -> int: ...
+    def unit_nbytes(self) -> int:
+        """The size of the unit in bytes."""
+        ...
 
     @property
     def why_not(self) -> str:
-        """Why others cannot map it; "" where they can."""
+        """The reason why others cannot map this memory; "" if they can."""
         ...
 
     def name_of(self, tensor: torch.Tensor) -> tuple[tuple[int, ...], int] | None:
-        """Returns how peers call the memory of a tensor, and the bytes from its beginning; None
-        where they cannot map it."""
+        """Returns the name by which peers map a tensor's memory, and the tensor's offset in it in
+        bytes.
+
+        None where they cannot map it.
+        """
         ...
 
     def row(self, places: Sequence[MemoryLocation], nbytes: int) -> torch.Tensor:
-        """Returns so many bytes of each place, one behind the other, as uint8 that may be read."""
+        """Returns one readable range with `nbytes` bytes of each place, one after another, as
+        uint8.
+        """
         ...
 
 
 def side_by_side(
     control: Control, memory: Rows, tensor: torch.Tensor, team: Team, what: str
 ) -> torch.Tensor:
-    """See `PeerMemory.side_by_side`: each member tells the others where its shard lies."""
+    """Implements `PeerMemory.side_by_side`: each member sends the others the location of its
+    shard.
+    """
     place = memory.name_of(tensor)
     nbytes = tensor.numel() * tensor.element_size()
     mine = (what, shared_page.host(), nbytes, memory.why_not, *(place or ((), 0)))
     rows = [json.loads(text) for text in _exchange(control, json.dumps(mine), team, what)]
-    # All members find the same, so that none is left alone with what another one raises.
-    _agree(team, what, [row[0] for row in rows], "comes to")
+    # All members make the same checks on the same data, so that all raise the same error.
+    _agree(team, what, [row[0] for row in rows], "calls")
     _agree(team, what, [f"{row[2]} bytes" for row in rows], "has a shard of")
     if len({row[1] for row in rows}) > 1 or not rows[0][1]:
         raise UnsupportedError(
@@ -184,14 +200,14 @@ def side_by_side(
         if not name:
             why_not = why_not or "let the program allocate it, in symmetric memory"
             raise UnsupportedError(
-                f"{what}: the shard of rank {rank} lies in memory that others cannot map: {why_not}"
+                f"{what}: other ranks cannot map the memory of rank {rank}'s shard: {why_not}"
             )
         if nbytes % size or at % size:
-            begins = f" and begins {at % size} bytes behind one" * bool(at % size)
+            begins = f" and begins {at % size} bytes after the start of one" * bool(at % size)
             raise UnsupportedError(
-                f"{what}: shards are mapped back to back in {memory.unit} of {size} bytes, but "
-                f"that of rank {rank} has {nbytes} bytes{begins}: pad it, or gather the shards by "
-                "an Allgather"
+                f"{what}: shards are mapped one after another in {memory.unit} of {size} bytes, "
+                f"but that of rank {rank} has {nbytes} bytes{begins}: pad it, or gather the "
+                "shards by an Allgather"
             )
     places = [
         MemoryLocation(r, tuple(name), at) for r, (*_, name, at) in zip(team, rows, strict=True)
@@ -203,12 +219,12 @@ def side_by_side(
 
 
 def await_members(control: Control, team: Team, what: str) -> None:
-    """See `PeerMemory.rendezvous`."""
-    _agree(team, what, _exchange(control, what, team, what), "comes to")
+    """Implements `PeerMemory.rendezvous`: waits until all members have come to the call."""
+    _agree(team, what, _exchange(control, what, team, what), "calls")
 
 
 def _exchange(control: Control, text: str, team: Team, what: str) -> list[str]:
-    """Returns what each member tells; an error also names what they tell it for."""
+    """Returns the texts of all members; an error also names the call `what`."""
     try:
         told = control.exchange(text.encode(), team=team)
     except CommunicationError as error:

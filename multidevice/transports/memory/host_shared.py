@@ -1,7 +1,7 @@
-"""Memory that the processes of a host share: taken in files without a name, mapped by whoever asks.
+"""Memory that the processes of a host share: allocated in files without a name, mapped by peers.
 
-A shard of each rank may also be mapped one behind the other (`side_by_side`): shards that are pages
-of memory, wherever they lie.
+The shards of several ranks may also be mapped one after another (`side_by_side`), if they consist
+of whole pages of memory.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ from multidevice.transports.memory.handles import (
     not_mapped,
 )
 
-# Memory is taken from the system in pieces of at least this; what nobody touches costs nothing.
+# Memory is allocated from the system in pieces of at least this size; untouched pages cost nothing.
 _CHUNK_NBYTES = 64 << 20
 _ALIGNMENT_NBYTES = mmap.PAGESIZE
 # How many pieces of the peers' memory stay mapped, and how many rows of shards.
 _MAX_MAPPED, _MAX_ROWS = 64, 16
-# What the module `mmap` has no names for.
+# Constants that the module `mmap` lacks.
 _PROT_NONE, _MAP_FIXED, _MAP_NORESERVE = 0, 0x10, 0x4000
 
 
@@ -48,7 +48,7 @@ class _Chunk:
     free: list[tuple[int, int]] = field(default_factory=list[tuple[int, int]])
 
     def __post_init__(self) -> None:
-        # Once: the number of a file that is closed may be another one's.
+        # Only once: after that, the number may belong to another file.
         self.close = weakref.finalize(self, os.close, self.fd)
         self.close.atexit = False
 
@@ -57,7 +57,7 @@ class _Chunk:
         return self.free == [(0, self.array.nbytes)]
 
     def take(self, nbytes: int) -> int:
-        """Returns the beginning of a free range of this size; -1 when there is none."""
+        """Returns the start of a free range of this size; -1 when there is none."""
         for k, (start, stop) in enumerate(self.free):
             if stop - start >= nbytes:
                 self.free[k : k + 1] = [(start + nbytes, stop)] if stop - start > nbytes else []
@@ -76,25 +76,25 @@ class _Chunk:
 
 
 class SharedMemory:
-    """Memory of this process that the others of its host can map."""
+    """Memory of this process that the other processes of its host can map."""
 
     unit, unit_nbytes, why_not = "pages", mmap.PAGESIZE, ""
 
     def __init__(self) -> None:
         self._chunks: list[_Chunk] = []
         self._addresses: list[int] = []
-        # What is not held any more; noted by finalizers, which run anywhere.
+        # Ranges without users, recorded by finalizers, which may run at any time.
         self._returned: deque[tuple[_Chunk, int, int]] = deque()
-        # What is mapped of others.
+        # The mapped memory of peers.
         self._mapped = Mapped(lambda fd, nbytes: _tensor(_array(fd, nbytes)), limit=_MAX_MAPPED)
-        # How many pieces of its own this process has closed, and whether it is time to look again.
+        # How many of its pieces this process has closed, and whether `tidy` has work to do.
         self._closed = 0
         self._is_untidy = False
         self._rows: dict[tuple[object, ...], torch.Tensor] = {}
         self._lock = make_lock()
 
     def empty(self, nbytes: int) -> torch.Tensor:
-        """Returns `nbytes` bytes of it, as uint8, for as long as somebody holds them."""
+        """Returns `nbytes` bytes as uint8; the memory is reused when the tensor is freed."""
         wanted = -(-max(nbytes, 1) // _ALIGNMENT_NBYTES) * _ALIGNMENT_NBYTES
         self.tidy()
         with self._lock:
@@ -111,15 +111,17 @@ class SharedMemory:
             chunk.give_back(start, size)
 
     def release(self) -> None:
-        """Notes that a user has gone: `tidy` gives back what nobody holds. Finalizers may call it,
-        before what the user held has gone."""
+        """Records that a user was deleted, so that `tidy` frees memory without users.
+
+        Finalizers may call it, before the user's tensors are freed.
+        """
         self._is_untidy = True
 
     def tidy(self) -> None:
-        """Gives memory that nobody holds back to the system, if a user has gone since.
+        """Returns memory without users to the system, if a user was deleted since the last call.
 
-        What a peer has not copied yet is held, and what it has mapped stays until it, too, finds
-        that the file was closed.
+        Data that a peer has not copied yet is still in use. A piece that a peer has mapped exists
+        until the peer, too, finds that its file was closed.
         """
         if not self._is_untidy:
             return
@@ -147,7 +149,7 @@ class SharedMemory:
         return chunk, chunk.take(nbytes)
 
     def name_of(self, tensor: torch.Tensor) -> tuple[tuple[int, ...], int] | None:
-        """See `PeerBackend.name_of`."""
+        """Implements `PeerBackend.name_of`: returns the name by which peers map a tensor."""
         address = tensor.data_ptr()
         with self._lock:
             place = bisect.bisect(self._addresses, address) - 1
@@ -162,15 +164,16 @@ class SharedMemory:
     def mapped(self, name: tuple[int, ...], peer: int) -> torch.Tensor:
         """Returns the memory of a peer, as uint8.
 
-        Raises `CommunicationError` when its process is gone.
+        Raises `CommunicationError` when its process has ended.
         """
         return self._mapped.find(name, peer)
 
     def row(self, places: Sequence[MemoryLocation], nbytes: int) -> torch.Tensor:
-        """Returns so many bytes of each place, one behind the other, as uint8 that may be read.
+        """Returns one readable range with `nbytes` bytes of each place, one after another, as
+        uint8.
 
-        Places begin with a page, and `nbytes` are pages. Raises `CommunicationError` when a process
-        is gone.
+        Places start at page boundaries, and `nbytes` is a multiple of the page size. Raises
+        `CommunicationError` when a process has ended.
         """
         key = (*((place.name[:4], place.at) for place in places), nbytes)
         found = self._rows.pop(key, None)
@@ -207,7 +210,9 @@ def _array(fd: int, nbytes: int) -> numpy.ndarray:
 
 
 def _row(places: Sequence[MemoryLocation], nbytes: int) -> torch.Tensor:
-    """Maps parts of files over one range of addresses, which is theirs until nobody holds it."""
+    """Maps parts of files into one reserved range of addresses, until the tensor over it is
+    freed.
+    """
     total = nbytes * len(places)
     start = _map(None, total, _PROT_NONE, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, -1, 0)
     memory = (ctypes.c_uint8 * total).from_address(start)
@@ -227,7 +232,7 @@ def _row(places: Sequence[MemoryLocation], nbytes: int) -> torch.Tensor:
 
 
 def _map(at: int | None, nbytes: int, access: int, flags: int, fd: int, offset: int) -> int:
-    """Calls the system's mmap, which Python's lets choose no address."""
+    """Calls the system's mmap: Python's mmap cannot choose an address."""
     if flags & mmap.MAP_ANONYMOUS:
         flags |= _MAP_NORESERVE
     found = _libc().mmap(at, nbytes, access, flags, fd, offset)

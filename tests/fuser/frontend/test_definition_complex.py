@@ -383,7 +383,9 @@ def _product_over_ranks() -> None:
         for tv in (z, out):
             tv.set_device_mesh(mesh)
         cut(z, 1, mesh)
-    with pytest.raises(UnsupportedError, match=r"T\d.*complex numbers are added over devices"):
+    with pytest.raises(
+        UnsupportedError, match=r"T\d.*only reduction of complex numbers over devices"
+    ):
         fd.execute([shard_tensor(draw(4, 8), z)])
 
 

@@ -163,7 +163,7 @@ def indivisible_rows_of_an_exchange(fd: FusionDefinition) -> None:
         (
             device_inside_of_a_serial_axis,
             UnsupportedError,
-            "give what stands outside of it a device type or stream",
+            "give the outer axis a device type or stream",
         ),
         (stream_inside, UnsupportedError, r"streams on inner splits: .* by outer_split\(axis, num"),
         (

@@ -256,7 +256,7 @@ def test_heads_of_keys_that_devices_cannot_share_evenly_are_refused(
     heads: int, groups: int
 ) -> None:
     """A rank would read keys of heads that another one has."""
-    words = r"sdpfa_(fwd|bwd): \d heads? of its (key|value), .*cut batches, in place of heads; or"
+    words = r"sdpfa_(fwd|bwd): \d heads? of its (key|value), .*cut batches instead of heads; or"
     with simulate(2) as world, pytest.raises(FuserError, match=words):
         world.run(run_cut, ("query",), heads, groups)
 

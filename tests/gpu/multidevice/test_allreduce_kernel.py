@@ -302,7 +302,7 @@ def test_a_rank_that_does_not_come_is_named(
             work.synchronize()
         torch.cuda.synchronize()
         assert time.monotonic() - began < 10, "the kernel went on"
-        with pytest.raises(CommunicationTimeout, match=f"rank {last} has not come"):
+        with pytest.raises(CommunicationTimeout, match=f"rank {last} has not started"):
             peers.allreduce(y, y, op="SUM", team=world)
     monkeypatch.undo()
     comm.barrier()

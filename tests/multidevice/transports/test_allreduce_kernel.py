@@ -174,7 +174,7 @@ def test_a_rank_that_does_not_come_is_named(
     text = (
         f"rank {comm.rank()}: allreduce(MAX) of float32[200] over team "
         f"({' '.join(map(str, world))}), for model.py:3 did not complete within 2 s "
-        f"(FUSER_TIMEOUT_S): rank {comm.size() - 1} has not come to the kernel of this "
+        f"(FUSER_TIMEOUT_S): rank {comm.size() - 1} has not started the kernel of this "
         "allreduce, number 2"
     )
     assert text in found[0]

@@ -56,7 +56,7 @@ def defined(
 
 SUMS = {
     "rows": (total, [(4, 8)], 0, "sum", r"T2\.outer_split\(1, 2\) and T2\.axis\(1\)\.parallelize"),
-    "all": (full, [(4,)], 0, "sum", "T1_l_float|T1_g_float itself has no axis"),
+    "all": (full, [(4,)], 0, "sum", "T1_l_float|T1_g_float has no other axis"),
     "linear": (linear, [(4, 8), (6, 8)], 2, "linear", r"T2\.outer_split\(0, 2\)"),
     "maximum": (maximum, [(4, 8)], 1, "", r"\.outer_split\(0, 2\)"),
 }
