@@ -348,7 +348,7 @@ class PeerBackend(CheckedBackend):
         self.page(team)
 
     def take_back(self, team: Team) -> None:
-        """Implements `Captured.take_back`: makes the others drop graphs that were captured together."""
+        """Implements `Captured.take_back`: makes the others drop graphs captured together."""
         # The number of votes must not be decreased: old tokens with the same number would be taken
         # for new ones.
         self.control.ledger.enter(Calls("failed repetition", team))
