@@ -1,7 +1,8 @@
-"""Grows a program statement by statement, with the oracle running beside it for every call.
+"""Builds a random program statement by statement, and evaluates each call with the oracle
+meanwhile.
 
-Knowing all values, the generators keep to programs whose results say something: mostly finite,
-mostly certain, of bounded size. Everything is drawn from one seeded generator.
+Because all values are known, the generators keep only programs whose results are useful to compare:
+mostly finite, mostly certain, of bounded size. All random choices come from one seeded generator.
 """
 
 from __future__ import annotations
@@ -34,14 +35,14 @@ from tools.fuzz.table import DTYPES
 from tools.fuzz.tensors import make_tensor
 from tools.fuzz.values import InvalidProgram, Num, Val, exact, wide
 
-# Elements of a random tensor: Python computes them for the oracle.
+# The largest number of elements of a random tensor: the oracle computes them in Python.
 MOST_RANDOM = 1024
 _PRIMES = (2, 3, 5, 7, 11, 13, 17, 23, 31, 37, 61, 97, 127, 131, 251, 257)
 
 
 @dataclass(frozen=True)
 class Dim:
-    """An axis: its extent in every call, and whether the definition knows it as a constant."""
+    """An axis: its extent in every call, and whether the definition has it as a constant."""
 
     vec: tuple[int, ...]
     static: bool
@@ -49,6 +50,7 @@ class Dim:
 
     @property
     def is_broadcast(self) -> bool:
+        """Whether the definition has extent 1 for the axis, and the axis is not expanded."""
         return self.static and not self.expanded and all(n == 1 for n in self.vec)
 
 
@@ -64,6 +66,7 @@ def joined(a: Dim, b: Dim) -> Dim | None:
 
 
 def joined_shapes(a: Sequence[Dim], b: Sequence[Dim], one: Dim) -> tuple[Dim, ...] | None:
+    """Returns the axes of an elementwise result; None where the operands do not fit."""
     rank = max(len(a), len(b))
     padded = [(one,) * (rank - len(s)) + tuple(s) for s in (a, b)]
     out = [joined(x, y) for x, y in zip(*padded, strict=True)]
@@ -71,7 +74,7 @@ def joined_shapes(a: Sequence[Dim], b: Sequence[Dim], one: Dim) -> tuple[Dim, ..
 
 
 class Builder:
-    """A program in the making."""
+    """A program under construction."""
 
     def __init__(self, kind: str, seed: int, *, calls: int, cap: int) -> None:
         self.rng = random.Random(f"{kind}/{VERSION}/{seed}")
@@ -90,16 +93,20 @@ class Builder:
 
     # ------------------------------------------------------------ drawing
     def chance(self, p: float) -> bool:
+        """Returns True with probability `p`."""
         return self.rng.random() < p
 
     def constant(self, n: int) -> Dim:
+        """Returns an axis whose extent is the constant `n`."""
         return Dim((n,) * self.ncalls, True)
 
     @property
     def one(self) -> Dim:
+        """Returns an axis with the constant extent 1."""
         return self.constant(1)
 
     def extent(self) -> int:
+        """Draws an extent: mostly small ones, primes and powers of two, sometimes 0 or 1."""
         rng, r = self.rng, self.rng.random()
         if r < 0.04:
             return 0
@@ -116,6 +123,7 @@ class Builder:
         return rng.randint(1000, 4099) if self.cap >= 4096 else rng.randint(9, 200)
 
     def new_dim(self) -> Dim:
+        """Draws an axis: constant, or with an extent for each call."""
         if self.chance(0.4):
             return self.constant(self.extent())
         vec = [self.extent() for _ in range(self.ncalls)]
@@ -124,12 +132,15 @@ class Builder:
         return Dim(tuple(vec), False)
 
     def fits(self, dims: Sequence[Dim]) -> bool:
+        """Whether a tensor with these axes has at most `cap` elements in every call."""
         return all(
             math.prod(max(d.vec[m], 1) for d in dims) <= self.cap for m in range(self.ncalls)
         )
 
     def pick(self, wanted: Callable[[str], bool] = lambda _: True) -> str | None:
-        """Returns a tensor: recent ones half of the time, then often used ones, then any."""
+        """Draws a tensor that `wanted` accepts: a recent one, an often used one, or any; None
+        without one.
+        """
         names = [n for n in self.dims if wanted(n)]
         if not names:
             return None
@@ -141,13 +152,18 @@ class Builder:
         return self.rng.choice(names)
 
     def is_a(self, name: str, kinds: str) -> bool:
+        """Whether the dtype of a tensor has one of these categories: the letters f, i, b, c."""
         return self.category(name) in kinds
 
     def category(self, name: str) -> str:
+        """Returns the category of a tensor's dtype: f (floating), i (integer), b (Bool) or c
+        (complex).
+        """
         return DTYPES[self.dtype[name]].category[0]
 
     # ------------------------------------------------------------ values
     def fresh(self, prefix: str) -> str:
+        """Returns a new name with this prefix."""
         self._next += 1
         return f"{prefix}{self._next}"
 
@@ -162,7 +178,7 @@ class Builder:
         offset: int,
         fill: str | Sequence[str],
     ) -> str:
-        """Appends an input; `fill` is of all calls, or has one for each."""
+        """Appends a tensor input; `fill` holds for all calls, or has one entry for each."""
         fills = (fill,) * self.ncalls if isinstance(fill, str) else fill
         name = self.fresh("x")
         shape = tuple(d.vec[0] if d.static and not d.expanded else -1 for d in dims)
@@ -179,6 +195,7 @@ class Builder:
         return name
 
     def add_scalar(self, dtype: str, values: Sequence[int | float | complex | bool]) -> str:
+        """Appends a scalar input with these values, one for each call; returns its name."""
         name = self.fresh("n")
         self.inputs.append(ScalarInput(name, dtype))
         for m, value in enumerate(values):
@@ -191,12 +208,15 @@ class Builder:
         self.dims[name], self.dtype[name], self.uses[name] = dims, dtype, 0
 
     def values(self, name: str) -> list[Val]:
+        """Returns the oracle's value of a tensor in each call."""
         found = [env[name] for env in self.envs]
         assert all(isinstance(v, Val) for v in found)
         return found  # pyright: ignore[reportReturnType]
 
     def size(self, name: str, axis: int) -> Arg:
-        """Returns how the program names an extent: a number where it is constant."""
+        """Returns an argument for an extent: a number where it is constant, else an
+        expression.
+        """
         dim = self.dims[name][axis]
         if dim.static and self.chance(0.8):
             return dim.vec[0]
@@ -204,7 +224,7 @@ class Builder:
         return Ref(self.sizes(name)[axis]) if is_listed else Size(name, axis)
 
     def sizes(self, name: str) -> tuple[str, ...]:
-        """Appends a statement that names all extents of a tensor of several axes."""
+        """Appends a statement that names all extents of a tensor with several axes."""
         stmt = Stmt(tuple(self.fresh("s") for _ in self.dims[name]), "shape", (Ref(name),))
         for env in self.envs:
             run_stmt(stmt, env)
@@ -213,14 +233,14 @@ class Builder:
         return stmt.outs
 
     def add_random(self, sizes: Sequence[Arg], dims: Sequence[Dim], dtype: str) -> list[str]:
-        """Appends random numbers of a seed that is a scalar input."""
+        """Appends random numbers whose seed is a scalar input."""
         if any(math.prod(d.vec[m] for d in dims) > MOST_RANDOM for m in range(self.ncalls)):
             return []
         keys = [
             self.add_scalar("Int", [self.rng.randrange(limit) for _ in range(self.ncalls)])
             for limit in (2**62, 2**34)
         ]
-        # Too large to be computed with.
+        # The seed and the offset are too large for arithmetic.
         self.scalars = [s for s in self.scalars if s not in keys]
         op = self.rng.choice(("uniform", "uniform", "normal"))
         ends: list[Arg] = [self.rng.choice((0.0, -0.75, 1.0)), self.rng.choice((1.0, 2.5))]
@@ -232,8 +252,10 @@ class Builder:
     def emit(
         self, op: str, args: Sequence[Arg], axes: Sequence[Dim], careful: bool = True, **named: Arg
     ) -> list[str]:
-        """Appends a statement whose result has these axes; returns its name in a list, [] where it
-        was thought better of."""
+        """Appends a statement whose result has the axes `axes`.
+
+        Returns the name of the result in a list, [] if the statement was rejected.
+        """
         return self.emit_many(op, args, [axes], careful, 0, **named)
 
     def emit_many(
@@ -245,8 +267,10 @@ class Builder:
         hidden: int = 0,
         **named: Arg,
     ) -> list[str]:
-        """Appends a statement with several results, of which the last `hidden` ones are for certain
-        statements alone."""
+        """Appends a statement with several results.
+
+        The last `hidden` results are not tensors that other statements may use.
+        """
         names = [self.fresh("t") for _ in shapes]
         more = [self.fresh("s") for _ in range(hidden)]
         if not all(self.fits(s) for s in shapes):
@@ -276,7 +300,9 @@ class Builder:
         return [*names, *more]
 
     def emit_scalar(self, op: str, args: Sequence[Arg]) -> str | None:
-        """Appends a statement over scalars only."""
+        """Appends a statement over scalars only; returns the name of its result, None if it was
+        rejected.
+        """
         name = self.fresh("s")
         stmt = Stmt((name,), op, tuple(args))
         for env in self.envs:
@@ -315,7 +341,7 @@ class Builder:
 
 
 def without_dead(program: Program, *, keep_inputs: bool = False) -> Program:
-    """Drops statements, and unless told otherwise inputs, that no output needs."""
+    """Removes statements that no output needs, and inputs too unless `keep_inputs` is set."""
     needed = {o.name for o in program.outputs} | {o.alias for o in program.outputs if o.alias}
     kept: list[Stmt] = []
     for stmt in reversed(program.stmts):

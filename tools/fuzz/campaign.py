@@ -1,7 +1,7 @@
-"""A run of a fuzzer: worker processes, what they report, and the summary at the end.
+"""Runs a fuzzer: starts worker processes, collects their reports, and summarises them at the end.
 
-A worker that dies or is silent too long costs one program, which counts as a failure; a fresh
-worker goes on.
+A worker that dies, or is silent for too long, costs one program, which counts as a failure. A new
+worker continues.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class Failure:
 
 @dataclass
 class Tally:
-    """What has been counted, by mode."""
+    """The counts of a run, by mode."""
 
     cases: Counter[str] = field(default_factory=Counter)
     refused: dict[str, Counter[str]] = field(default_factory=dict)
@@ -50,13 +50,14 @@ class Tally:
     masked: int = 0
 
     def fail(self, failure: Failure) -> None:
-        """Counts a failure, and says so at once: a run may be stopped before its summary."""
+        """Counts a failure, and prints it at once: a run may be stopped before its summary."""
         self.failures.append(failure)
         last = (failure.detail.strip().splitlines() or [""])[-1][:200]
         what = f"{failure.kind}: {failure.reason}"
         print(f"  seed {failure.seed} {failure.mode}: {what} | {last}", flush=True)
 
     def add(self, event: dict[str, Any]) -> None:
+        """Counts the outcome of one program that a worker reported."""
         mode, reason = event["mode"].replace("+checked", ""), event["reason"]
         self.cases[mode] += 1
         if event["kind"] == "refused":
@@ -69,8 +70,10 @@ class Tally:
         self.masked += event["masked"]
 
     def refused_beyond(self, percent: float) -> list[str]:
-        """Returns a line per mode of which more was refused than so many percent; three standard
-        deviations more may be chance, which counts in small samples."""
+        """Returns a line for each mode in which more than `percent` of the runs were refused.
+
+        In small samples, up to three standard deviations more may be chance and are accepted.
+        """
         found: list[str] = []
         for mode, count in sorted(self.cases.items()):
             refused = sum(self.refused.get(mode, Counter[str]()).values())
@@ -82,7 +85,7 @@ class Tally:
 
 
 class _Worker:
-    """One worker process, and what it is doing."""
+    """One worker process, and the program that it is working on."""
 
     def __init__(self, arguments: list[str], environment: dict[str, str]) -> None:
         read, write = os.pipe()
@@ -114,7 +117,7 @@ class _Worker:
         self.process.stdin.flush()
 
     def events(self) -> list[dict[str, Any]] | None:
-        """Returns what was reported since; None when the worker is gone."""
+        """Returns the events reported since the last call; None when the worker has ended."""
         try:
             text = self.pipe.read()
         except BlockingIOError:
@@ -156,6 +159,9 @@ class Campaign:
     batch: int = 24
 
     def run(self) -> Tally:
+        """Runs all seeds in worker processes until they are done or the time is over; returns the
+        counts.
+        """
         tally = Tally()
         seeds = deque(range(self.first, self.first + self.cases))
         end = time.monotonic() + self.seconds
@@ -209,7 +215,7 @@ class Campaign:
     def _take(
         self, worker: _Worker, event: dict[str, Any], tally: Tally, seeds: deque[int]
     ) -> bool:
-        """Notes an event; returns whether the worker has something to do."""
+        """Records an event; returns whether the worker has something to do."""
         if "done" in event:
             worker.done.add((event["done"], event["mode"]))
             tally.add(event)
@@ -230,7 +236,7 @@ class Campaign:
         kind: str,
         selector: selectors.BaseSelector,
     ) -> None:
-        """Counts the program that a worker died of; the rest of its batch goes back."""
+        """Counts the program on which a worker died, and puts the rest of its batch back."""
         seed, mode = worker.at
         selector.unregister(worker.pipe)
         worker.end()
@@ -246,7 +252,7 @@ class Campaign:
         seeds.extendleft(reversed(left))
 
     def shrink(self, failure: Failure, seconds: float, folder: Path) -> str:
-        """Minimises a failure in a process of its own; returns the path of the program."""
+        """Minimises a failure in a separate process; returns the path of the program."""
         command = [sys.executable, str(SCRIPT), "shrink", self.kind, "--seed", str(failure.seed)]
         command += ["--mode", failure.mode, "--seconds", str(seconds), "--out", str(folder)]
         answer = subprocess.run(

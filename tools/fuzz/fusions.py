@@ -1,4 +1,6 @@
-"""Inputs and computation of random fusions on one device; `views` holds what moves elements."""
+"""Draws inputs and computing ops of random fusions on one device; `views` has ops that move
+elements.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,7 @@ _REDUCTIONS = ("sum", "sum", "max", "min", "prod")
 
 
 class FusionBuilder(Builder):
-    """Statements of every kind but views, over a pool of extents that the inputs share."""
+    """Draws statements of all kinds except views; the inputs share a pool of extents."""
 
     def __init__(self, seed: int) -> None:
         super().__init__("single", seed, calls=1, cap=1)
@@ -32,6 +34,7 @@ class FusionBuilder(Builder):
 
     # ------------------------------------------------------------ inputs
     def draw_dtype(self) -> str:
+        """Draws a dtype: any if the program mixes dtypes, else the program's own."""
         return self.rng.choice(_DTYPES) if self.mixed else self.home
 
     def input(
@@ -40,6 +43,7 @@ class FusionBuilder(Builder):
         dtype: str | None = None,
         fill: str | Sequence[str] | None = None,
     ) -> str:
+        """Appends a tensor input with random axes, dtype and layout where they are not given."""
         if dims is None:
             rank = self.rng.choices(range(6), (4, 18, 30, 25, 14, 9))[0]
             dims = [
@@ -63,6 +67,7 @@ class FusionBuilder(Builder):
         )
 
     def layout(self, dims: list[Dim]) -> tuple[Layout, list[Dim]]:
+        """Draws a memory layout; returns it with the axes, some of which it may expand."""
         rank = len(dims)
         plain = plain_layout(rank)
         kind = self.rng.choices(
@@ -92,7 +97,9 @@ class FusionBuilder(Builder):
     def declared(
         self, dims: Sequence[Dim], layout: Layout
     ) -> tuple[bool | tuple[bool | None, ...], tuple[int, ...]]:
-        """Returns contiguity flags and stride order that are true of the layout, or say less."""
+        """Returns contiguity flags and a stride order that are true of the layout, or say
+        less.
+        """
         rank = len(dims)
         is_dense = layout.step == 1 and not any(layout.gaps) and not layout.overlap
         ordered = layout.order != tuple(range(rank)) and self.chance(0.6)
@@ -110,6 +117,7 @@ class FusionBuilder(Builder):
         return tuple(fixed.get(k, flag) for k in places), order
 
     def scalar_input(self) -> str:
+        """Appends a scalar input with a random dtype and values."""
         dtype = self.rng.choice(("Int", "Int", "Double"))
         if self.home.startswith("Complex") and self.chance(0.5):
             dtype = "ComplexDouble"
@@ -121,6 +129,7 @@ class FusionBuilder(Builder):
         return self.add_scalar(dtype, [draw() for _ in range(self.ncalls)])
 
     def complex_number(self) -> complex:
+        """Draws a complex number with parts between -3 and 3."""
         return complex(round(self.rng.uniform(-3, 3), 3), round(self.rng.uniform(-3, 3), 3))
 
     # ------------------------------------------------------------ elementwise
@@ -145,6 +154,7 @@ class FusionBuilder(Builder):
         return {"Int": "i", "Double": "f", "Bool": "b", "ComplexDouble": "c"}[value.dtype]
 
     def scalar_arithmetic(self) -> None:
+        """Appends an arithmetic statement over scalars."""
         ordered = [n for n in self.scalars if self._scalar_kind(n) != "c"]
         if not ordered:
             self.scalar_input()
@@ -161,7 +171,7 @@ class FusionBuilder(Builder):
             self.scalars.append(name)
 
     def partner(self, name: str, kinds: str) -> str | None:
-        """Returns a tensor that fits `name` elementwise."""
+        """Returns a tensor that fits `name` in an elementwise op, or None."""
 
         def fits(other: str) -> bool:
             if not self.is_a(other, kinds) or (not self.mixed and not self._alike(name, other)):
@@ -189,6 +199,7 @@ class FusionBuilder(Builder):
         return self.dtype[a] == self.dtype[b] or self.chance(0.2)
 
     def unary(self) -> None:
+        """Appends an elementwise op with one operand."""
         row = ROWS[self.rng.choice(_UNARY)]
         name = self.pick(lambda n: self.is_a(n, row.dtypes))
         if name is None:
@@ -201,6 +212,7 @@ class FusionBuilder(Builder):
         self.emit(row.name, [Ref(name)], self.dims[name])
 
     def binary(self) -> None:
+        """Appends an elementwise op with two operands."""
         row = ROWS[self.rng.choice(_BINARY)]
         if row.name == "complex":
             self.complex_of_parts()
@@ -238,6 +250,7 @@ class FusionBuilder(Builder):
         self.emit(row.name, args, dims)
 
     def complex_of_parts(self) -> None:
+        """Appends a complex tensor made of two real ones."""
         name = self.pick(lambda n: self.dtype[n] in ("Float", "Double"))
         other = None if name is None else self.partner(name, "f")
         if name is None or other is None or self.dtype[other] != self.dtype[name]:
@@ -247,6 +260,7 @@ class FusionBuilder(Builder):
         self.emit("complex", [Ref(name), Ref(other)], dims)
 
     def ternary(self) -> None:
+        """Appends an elementwise op with three operands, such as where or clamp."""
         op = self.rng.choice(("where", "where", "lerp", "addcmul", "clamp", "threshold"))
         kinds = {"lerp": "fc", "clamp": "fi", "threshold": "fi"}.get(op, "fic")
         name = self.pick(lambda n: self.is_a(n, kinds))
@@ -257,7 +271,7 @@ class FusionBuilder(Builder):
             ends = sorted((self.rng.randint(-4, 4), self.rng.randint(-4, 4)))
             limits: list[Arg] = [float(e) if k == "f" else e for e in ends]
             if k == "i" and self.chance(0.3):
-                # A limit that is no integer makes the result floating.
+                # A floating-point limit makes the result floating.
                 limits[self.rng.randrange(2)] = ends[0] + 0.5
             if self.chance(0.2):
                 limits[self.rng.randrange(2)] = None
@@ -289,6 +303,8 @@ class FusionBuilder(Builder):
             self.emit(op, [Ref(name), Ref(others[0]), Ref(others[1]), value], dims)
 
     def condition(self, name: str) -> str | None:
+        """Returns a Bool tensor that fits `name` in an elementwise op, or None."""
+
         def fits(other: str) -> bool:
             return self.dtype[other] == "Bool" and (
                 joined_shapes(self.dims[name], self.dims[other], self.one) is not None
@@ -302,18 +318,21 @@ class FusionBuilder(Builder):
         return made[0] if made else None
 
     def cast(self) -> None:
+        """Appends a cast to a random dtype."""
         name = self.pick()
         assert name is not None
         dtype = self.rng.choice(_DTYPES)
         self.emit("cast", [Ref(name), Dt(dtype)], self.dims[name])
 
     def copy(self) -> None:
+        """Appends a copy."""
         name = self.pick()
         assert name is not None
         self.emit(self.rng.choice(("set", "segment_set")), [Ref(name)], self.dims[name])
 
     # ------------------------------------------------------------ reductions
     def reduced(self, name: str) -> tuple[list[int], bool, tuple[Dim, ...]]:
+        """Draws the axes of a reduction: (axes, keepdim, axes of the result)."""
         dims = self.dims[name]
         rank = len(dims)
         r = self.rng.random()
@@ -329,6 +348,7 @@ class FusionBuilder(Builder):
         return signed, keep, tuple(out)
 
     def reduction(self) -> None:
+        """Appends a sum, product, minimum or maximum over some axes."""
         op = self.rng.choice(_REDUCTIONS)
         kinds = {"sum": "fibc", "prod": "fic"}.get(op, "fi")
         name = self.pick(lambda n: bool(self.dims[n]) and self.is_a(n, kinds))
@@ -341,6 +361,7 @@ class FusionBuilder(Builder):
         self.emit(op, [Ref(name)], dims, True, dims=list(axes), **kwargs)
 
     def moments(self) -> None:
+        """Appends a variance, a variance with its mean, or welford over some axes."""
         op = self.rng.choice(("var_mean", "var_mean", "var", "welford"))
         name = self.pick(
             lambda n: (
@@ -367,7 +388,7 @@ class FusionBuilder(Builder):
             self.emit_many(op, [Ref(name), axes, correction, keep], [dims, dims])
 
     def norm(self) -> None:
-        """Softmax, or a norm over trailing axes, in one of its spellings."""
+        """Appends a softmax, or a norm over one axis, as the ops that it consists of."""
         name = self.pick(lambda n: bool(self.dims[n]) and self.dtype[n] in ("Float", "Double"))
         if name is None:
             return
@@ -378,7 +399,7 @@ class FusionBuilder(Builder):
         spread = self.chance(0.3)
 
         def back(short: str) -> list[str]:
-            """The reduction's result as wide as the input again."""
+            """Expands the result of the reduction to the input's shape again."""
             if not spread:
                 return [short]
             sizes = [self.size(name, k) for k in range(rank)]
@@ -412,14 +433,15 @@ class FusionBuilder(Builder):
 
 
 class _Stop(Exception):
-    """A statement of a group was thought better of."""
+    """Raised when a statement of a group was rejected."""
 
 
 def step_ref(name: str) -> Ref:
+    """Returns a reference to the value with this name."""
     return Ref(name)
 
 
-# What leads most values into the domain of an op.
+# Statements that bring most values into the domain of an op.
 _POSITIVE: tuple[tuple[str, *tuple[float, ...]], ...] = (("abs",), ("add", 0.1))
 _INTO_DOMAIN: dict[str, tuple[tuple[str, *tuple[float, ...]], ...]] = {
     "acosh": (("abs",), ("add", 1.0)),

@@ -1,4 +1,6 @@
-"""What must hold of every host program. The text of this file is part of standalone scripts."""
+"""Checks that hold for every host program. The text of this file is part of standalone
+scripts.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,9 @@ STREAMS = 4
 
 
 def fault_of(fd: Any, inputs: Sequence[Any], rank: int) -> str | None:
-    """Says what is wrong with the program of the last call: its text, or the order of its ops."""
+    """Returns what is wrong with the program of the last call: its text, or races between its
+    ops.
+    """
     program = fd.fec.host_program()
     if not equal(parse(program.full_text()), program):
         return "the text is that of another program"
@@ -23,4 +27,5 @@ def fault_of(fd: Any, inputs: Sequence[Any], rank: int) -> str | None:
 
 
 def inputs_device(inputs: Sequence[Any]) -> Any:
+    """Returns the device of the first tensor among the inputs, "cpu" without tensors."""
     return next((v.device for v in inputs if hasattr(v, "device")), "cpu")

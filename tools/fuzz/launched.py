@@ -1,8 +1,9 @@
-"""Sharded programs on ranks that a launcher started: every rank runs all, and checks its shards.
+"""Runs sharded programs on ranks that a launcher started; every rank runs all and checks its
+shards.
 
     mpirun -np 4 python scripts/fuzz.py sharded --seed 0 --cases 200
 
-Ranks go on together: after each program all learn what became of it on any rank.
+The ranks stay together: after each program all of them exchange their outcomes.
 """
 
 from __future__ import annotations
@@ -43,7 +44,9 @@ def _run_here(program: Program, mode: Mode) -> Outcome:
 
 
 def _worst(found: Sequence[Outcome]) -> Outcome:
-    """Returns what counts of the outcomes of all ranks: the first that is no consequence."""
+    """Returns the outcome to report for all ranks: the first failure that another rank did not
+    cause.
+    """
     own = [o for o in found if not o.reason.startswith("PeerError")]
     for kind in ("wrong", "error", "refused"):
         for outcome in own:
@@ -53,7 +56,9 @@ def _worst(found: Sequence[Outcome]) -> Outcome:
 
 
 def run_launched(seeds: range, seconds: float, schedules: str, device: str, without: str) -> Tally:
-    """Runs seeds on this job's ranks until they or the time are spent; rank 0 prints the report."""
+    """Runs seeds on this job's ranks until all are done or the time is over; rank 0 prints the
+    report.
+    """
     faulthandler.enable()
     communicator = multidevice.Communicator.instance()
     rank, size = communicator.rank(), communicator.size()

@@ -1,4 +1,4 @@
-"""The meaning of a call's host program, by a plain interpreter, beside that of the definition."""
+"""Compares a host program, run by a plain interpreter, with the meaning of its definition."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ def misread(
     inputs: list[str],
     compare: Compare,
 ) -> str | None:
-    """Says how the program of the last call, read op by op for all ranks, differs from the oracle.
+    """Returns how the program of the last call, interpreted for all ranks, differs from the oracle.
 
     Programs that draw random numbers are left out. `by_rank` are the shards that were passed.
-    `results` has, for each output, its name, the input that it updates, the oracle's value, and
-    what gives each rank's part (None: it holds none).
+    `results` has, for each output: its name, the input that it updates, the oracle's value, and for
+    each rank a function that cuts the rank's part (None: the rank has none).
     """
     program = fd.fec.host_program()
     if len(program.inputs) > len(by_rank[0]):

@@ -1,7 +1,8 @@
-"""Makes a failing program small: fewer outputs, calls, statements, smaller extents, plain layouts.
+"""Makes a failing program small: fewer outputs, calls and statements, smaller extents, plain
+layouts.
 
-Every candidate is valid by the oracle, and kept when it fails alike. Each runs in a forked child,
-so that a candidate may crash or hang.
+Every candidate is valid by the oracle, and is kept when it fails in the same way. Each runs in a
+forked child process, because it may crash or hang.
 """
 
 from __future__ import annotations
@@ -64,7 +65,7 @@ def _is_valid(program: Program) -> bool:
 
 
 def _divides(program: Program, call: int) -> bool:
-    """Whether meshes, and blocks that are cut before, divide the extents that they cut."""
+    """Whether all meshes divide the extents that they cut, also the blocks of streams."""
     env = evaluate(program, call)[0]
     for name, (ranks, cuts) in program.spreads().items():
         value, sizes = env[name], mesh_sizes(ranks)
@@ -75,7 +76,9 @@ def _divides(program: Program, call: int) -> bool:
 
 
 def in_child(fn: Callable[[], tuple[str, str]], *, limit_s: float = 60.0) -> tuple[str, str]:
-    """Returns what `fn` returns, from a forked child, or how it died: crash, hang."""
+    """Returns the result of `fn` from a forked child process, or how the child died: crash or
+    hang.
+    """
     read, write = os.pipe()
     pid = os.fork()
     if pid == 0:
@@ -146,7 +149,7 @@ def _calls(p: Program) -> Iterator[Program]:
 
 
 def _cuts(p: Program) -> Iterator[Program]:
-    """Replaces the results of a statement by inputs of the same shapes."""
+    """Yields programs in which the results of a statement are inputs of the same shapes."""
     envs = [evaluate(p, m)[0] for m in range(len(p.calls))]
     for k in reversed(range(len(p.stmts))):
         stmt = p.stmts[k]
@@ -183,7 +186,7 @@ def _renamed(arg: Arg, old: str, new: str) -> Arg:
 
 
 def _bypasses(p: Program) -> Iterator[Program]:
-    """Uses an operand of a statement in place of its result."""
+    """Yields programs that use an operand of a statement in place of its result."""
     for k, stmt in enumerate(p.stmts):
         if len(stmt.outs) != 1:
             continue
@@ -212,7 +215,7 @@ def _with_sizes(arg: Arg, old: int, new: int) -> Arg:
 
 
 def _extents(p: Program) -> Iterator[Program]:
-    """Replaces one number by a smaller one wherever it is an extent."""
+    """Yields programs in which one number is smaller wherever it is an extent."""
     sizes = {n for call in p.calls for a in call if isinstance(a, TensorArg) for n in a.shape}
     for n in sorted((n for n in sizes if n > 2), reverse=True):
         for m in dict.fromkeys((2, 3, 4, 8, 16, 32, n // 2, n - 1)):
@@ -266,7 +269,7 @@ def _layouts(p: Program) -> Iterator[Program]:
 
 
 def _simpler(p: Program) -> Iterator[Program]:
-    """Static extents, Float, normal values."""
+    """Yields programs with static extents, with Float, and with normal values."""
     if len(p.calls) == 1:
         for k, (i, given) in enumerate(zip(p.inputs, p.calls[0], strict=True)):
             if isinstance(i, ScalarInput) or not isinstance(given, TensorArg):

@@ -1,4 +1,6 @@
-"""The oracle: interprets a program with torch in float64 and says how far a result may be off."""
+"""The oracle: evaluates a program with torch in float64, with a bound for the error of each
+element.
+"""
 
 from __future__ import annotations
 
@@ -64,7 +66,7 @@ _STRUCTURAL: dict[str, Callable[..., Any]] = {
     **blocks.MEANINGS,
     **composites.MEANINGS,
 }
-# The arguments of these that are numbers stay Python numbers.
+# Number arguments of these ops remain Python numbers.
 _ELEMENTWISE = {*ROWS, "addcmul"} - {"clamp"}
 OPS = (*_STRUCTURAL, *(n for n in ROWS if n not in _STRUCTURAL), "addcmul")
 
@@ -110,7 +112,7 @@ def run_stmt(stmt: Stmt, env: Env) -> None:
 
 
 def input_env(program: Program, call: int) -> tuple[Env, list[Any]]:
-    """Returns the values of the inputs, and what is passed: tensors and numbers."""
+    """Returns the values of the inputs, and the arguments of the call: tensors and numbers."""
     env: Env = {}
     passed: list[Any] = []
     for declared, given in zip(program.inputs, program.calls[call], strict=True):
@@ -137,7 +139,7 @@ def input_env(program: Program, call: int) -> tuple[Env, list[Any]]:
 
 
 def evaluate(program: Program, call: int) -> tuple[Env, list[Any]]:
-    """Returns all values of one call, and its inputs."""
+    """Returns all values of one call, and its arguments."""
     # The steps of a stream may sum in parts, too.
     RANKS.set(max(program.ranks, 2 if program.streams else 1))
     env, passed = input_env(program, call)

@@ -1,7 +1,8 @@
-"""Where the results of a random program lie: which are views of an input, by the program's text.
+"""Checks where the results of a random program are stored, and which of them are views of an input.
 
-An output that only names elements of an input shares its memory, unless the input is updated; any
-other output shares memory with no input. It has no gaps of its own.
+The program's text determines this. An output that only selects or reorders elements of an input
+shares its memory, unless the input is updated. Any other output shares memory with no input and has
+no gaps.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import torch
 
 from tools.fuzz.program import Program, Ref
 
-# Always views, and those that are where something moves and the strides allow it.
+# Ops whose results are always views, and ops whose results are views if the strides allow it.
 _VIEWS = ("permute", "broadcast", "squeeze")
 # A reduction over axes of one element squeezes them.
 _REDUCTIONS = ("sum", "prod", "max", "min", "var_mean", "welford")
@@ -20,7 +21,9 @@ _MAYBE = ("slice", "expand", "reshape", "broadcast_in_dim", *_REDUCTIONS)
 
 
 def shown(program: Program) -> dict[str, tuple[str, bool]]:
-    """Returns the values that may be views of an input: of which, and whether they are for sure."""
+    """Returns the values that may be views of an input: value -> (input, whether it must be a
+    view).
+    """
     found = {i.name: (i.name, not program.streams) for i in program.inputs}
     for stmt in program.stmts:
         source = stmt.args[0] if stmt.args else None
@@ -33,7 +36,7 @@ def shown(program: Program) -> dict[str, tuple[str, bool]]:
 def misplaced(
     program: Program, name: str, result: torch.Tensor, inputs: Mapping[str, object]
 ) -> str | None:
-    """Says what is wrong with where a result lies; None where nothing is."""
+    """Returns what is wrong with the memory of a result; None if it is right."""
     text = f"{name}: shape {tuple(result.shape)}, strides {result.stride()}"
     written = {o.name: o.alias for o in program.outputs if o.alias is not None}
     own = written.get(name, name)
@@ -54,7 +57,9 @@ def misplaced(
 
 
 def has_gaps(t: torch.Tensor) -> bool:
-    """Whether elements lie apart from one another, or on one another, repeated axes aside."""
+    """Whether there is unused memory between elements, or elements overlap (except in repeated
+    axes).
+    """
     axes = [(step, n) for n, step in zip(t.shape, t.stride(), strict=True) if n > 1 and step]
     dense = 1
     for step, n in sorted(axes):

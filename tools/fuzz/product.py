@@ -1,5 +1,6 @@
-"""How a program runs; and what the fuzzers need of the product beyond its API: one compiler process
-for the kernels of many programs.
+"""The modes in which a program runs, and the parts of the product that fuzzers use beyond its API.
+
+One compiler process compiles the kernels of many programs.
 """
 
 from __future__ import annotations
@@ -15,15 +16,16 @@ from fuser.runtime import compile as entrance
 
 @dataclass(frozen=True)
 class Mode:
-    """How a program runs: whose schedules, with checks or without, and on which device.
+    """How a program runs: with which schedules, with or without checks, on which device.
 
-    The schedules `graphs` are the CPU's, where a stand-in for CUDA graphs repeats the runs.
+    With the schedules `graphs`, a program uses the CPU's schedules, and a stand-in for CUDA graphs
+    repeats the runs.
     """
 
     schedules: str = "cpu"
     checked: bool = False
     device: str = "cpu"
-    # Whose work is held back in further runs: see the option `late_stream`.
+    # The streams whose work is delayed in additional runs: see the option `late_stream`.
     late: tuple[str, ...] = ()
 
     def runs(self, calls: Sequence[int]) -> Iterator[tuple[list[str], int]]:
@@ -36,12 +38,14 @@ class Mode:
 
     @property
     def has_graphs(self) -> bool:
-        """Whether graphs repeat what comes again."""
+        """Whether graphs repeat calls."""
         return self.device == "cuda" or self.schedules == "graphs"
 
     @contextmanager
     def eager_graphs(self) -> Generator[None]:
-        """Have runs captured that came once before, however short they are."""
+        """Returns a context in which each run is captured after its first repetition, however short
+        it is.
+        """
         if not self.has_graphs:
             yield
             return
@@ -65,7 +69,7 @@ class Mode:
 
     @property
     def options(self) -> list[str]:
-        """The options of `FusionDefinition.execute`."""
+        """Returns the options of `FusionDefinition.execute`."""
         described = ["schedules_for(h200)"] if self.schedules == "h200" else []
         return [*described, *(["checked"] if self.checked else [])]
 
@@ -85,7 +89,7 @@ class _Postponed(BaseException):
 
 @contextmanager
 def collecting(sources: list[tuple[Any, bool]]) -> Generator[None]:
-    """Notes the kernels that a run asks for, and ends the run there by raising `_Postponed`."""
+    """Records the kernels that a run needs, and ends the run there by raising `_Postponed`."""
     original = entrance.compile_kernels
 
     def postpone(wanted: Iterable[Any], device: Any, *, checked: bool = False) -> Any:
@@ -108,7 +112,7 @@ def collecting(sources: list[tuple[Any, bool]]) -> Generator[None]:
 
 
 def compile_all(sources: Sequence[tuple[Any, bool]], device: str) -> None:
-    """Compiles kernels together; one that is refused does not keep the others."""
+    """Compiles kernels together; one that is refused does not stop the others."""
     for checked in (False, True):
         wanted = [s for s, c in sources if c is checked]
         if not wanted:
@@ -116,7 +120,7 @@ def compile_all(sources: Sequence[tuple[Any, bool]], device: str) -> None:
         try:
             entrance.compile_kernels(wanted, device, checked=checked)
         except Exception:
-            # The program that owns the refused kernel meets the error again when it runs.
+            # The program of the refused kernel raises the error again when it runs.
             for source in wanted:
                 try:
                     entrance.compile_kernels([source], device, checked=checked)

@@ -1,7 +1,7 @@
-"""What a random program is: inputs, statements, outputs, and the calls that it must survive.
+"""A random program as data: its inputs, statements, outputs, and the calls to run.
 
-A program is data. Its definition is Python text (`define_text`), which the runner executes and the
-standalone script contains, so that what failed and what is written down are the same.
+`define_text` returns its definition as Python text. The runner executes this text and the
+standalone script contains it, so both run the same program.
 """
 
 from __future__ import annotations
@@ -9,20 +9,20 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
-# Part of every seed: a change of the generators makes other programs.
+# Part of every seed: increase it when a change of the generators makes other programs.
 VERSION = 11
 
 
 @dataclass(frozen=True)
 class Ref:
-    """A value of the program by name: a tensor or a scalar."""
+    """A reference to a value of the program by name: a tensor or a scalar."""
 
     name: str
 
 
 @dataclass(frozen=True)
 class Size:
-    """The extent of one axis of a tensor, as the program can name it."""
+    """The extent of one axis of a tensor, as an argument of a statement."""
 
     name: str
     axis: int
@@ -40,7 +40,7 @@ Arg = Ref | Size | Dt | int | float | complex | bool | str | None | Sequence["Ar
 
 @dataclass(frozen=True)
 class Stmt:
-    """`outs = fd.ops.op(*args, **kwargs)`."""
+    """A statement: `outs = fd.ops.op(*args, **kwargs)`."""
 
     outs: tuple[str, ...]
     op: str
@@ -50,11 +50,14 @@ class Stmt:
 
 @dataclass(frozen=True)
 class Layout:
-    """How a tensor of any shape lies in memory.
+    """The memory layout of a tensor of any shape.
 
-    `order` lists axes from the outermost in memory; `gaps` are extra elements behind each axis of
-    that order; `step` is the stride of the innermost; `expanded` axes have stride 0; axes of size 1
-    in `junk` have a stride that nothing may read; `overlap` lets rows share elements.
+    - `order`: the axes, outermost in memory first.
+    - `gaps`: extra elements after each axis of that order.
+    - `step`: the stride of the innermost axis.
+    - `expanded`: axes with stride 0.
+    - `junk`: axes that have a meaningless stride where their extent is 1.
+    - `overlap`: rows share elements.
     """
 
     order: tuple[int, ...]
@@ -65,6 +68,7 @@ class Layout:
     overlap: bool = False
 
     def strides(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+        """Returns the strides of a tensor with this shape."""
         strides = [0] * len(shape)
         step = self.step
         for place in reversed(range(len(shape))):
@@ -81,10 +85,12 @@ class Layout:
 
     @property
     def is_writable(self) -> bool:
+        """Whether all elements have separate memory."""
         return not self.expanded and not self.overlap
 
 
 def plain_layout(rank: int) -> Layout:
+    """Returns the dense row-major layout for this number of axes."""
     return Layout(tuple(range(rank)), (0,) * rank)
 
 
@@ -110,7 +116,7 @@ class ScalarInput:
 
 @dataclass(frozen=True)
 class TensorArg:
-    """What one call passes for a tensor: a shape, an offset in elements, and what it holds."""
+    """The argument of one call for a tensor input: shape, offset in elements, and contents."""
 
     shape: tuple[int, ...]
     offset: int
@@ -131,7 +137,7 @@ class Output:
 
 @dataclass(frozen=True)
 class Annotation:
-    """A mesh on a tensor, and its outer splits: (axis, mesh dimension `x`, `y`)."""
+    """A mesh on a tensor, and its outer splits: (axis, mesh dimension `x` or `y`)."""
 
     name: str
     mesh: int
@@ -140,12 +146,15 @@ class Annotation:
 
 @dataclass(frozen=True)
 class Streaming:
-    """A stream axis: `count` blocks of a logical axis, None: all that devices' cuts leave of it.
+    """A stream axis of a tensor.
 
-    `swizzle` is the mesh dimension along which each rank begins with its own block; `around` says
-    how many of the devices' cuts of the axis lie inside of the blocks. With `merged`, the stream
-    axis merges these axes, outermost first, each as a whole or in so many blocks (`axis` is the
-    first of them); `count` blocks are then those of the merged axis.
+    - `count`: the number of blocks of the axis `axis`; None: the whole remainder of the device
+      cuts.
+    - `swizzle`: the mesh dimension along which each rank starts with its own block.
+    - `around`: how many of the device cuts of the axis are inside the blocks.
+    - `merged`: the axes that the stream axis merges, outermost first, each as a whole or in a
+      number of blocks. `axis` is then the first of them, and `count` blocks are those of the merged
+      axis.
     """
 
     name: str
@@ -158,7 +167,7 @@ class Streaming:
 
 @dataclass(frozen=True)
 class Program:
-    """A definition and its calls. `meshes` are nested lists of ranks; empty on one device."""
+    """A definition and its calls. `meshes` are nested tuples of ranks; empty on one device."""
 
     inputs: tuple[TensorInput | ScalarInput, ...]
     stmts: tuple[Stmt, ...]
@@ -172,7 +181,8 @@ class Program:
     def spreads(self) -> dict[str, tuple[tuple[object, ...], tuple[tuple[int, str, int], ...]]]:
         """Returns the mesh and the cuts of each annotated tensor, by name.
 
-        A cut is an axis, a mesh dimension, and in how many blocks a stream cuts the axis before.
+        A cut is an axis, a mesh dimension, and the number of blocks into which a stream cuts the
+        axis before.
         """
         streams = {(s.name, s.axis): s for s in self.streams}
 
@@ -193,6 +203,7 @@ class Program:
 
 # ------------------------------------------------------------------ text
 def arg_text(arg: Arg) -> str:
+    """Returns an argument as Python text."""
     match arg:
         case Ref(name):
             return name
@@ -211,12 +222,14 @@ def arg_text(arg: Arg) -> str:
 
 
 def stmt_text(stmt: Stmt) -> str:
+    """Returns a statement as Python text."""
     args = [arg_text(a) for a in stmt.args]
     args += [f"{key}={arg_text(value)}" for key, value in stmt.kwargs]
     return f"{', '.join(stmt.outs)} = fd.ops.{stmt.op}({', '.join(args)})"
 
 
 def input_text(given: TensorInput | ScalarInput) -> str:
+    """Returns the declaration of an input as Python text."""
     if isinstance(given, ScalarInput):
         return f"{given.name} = fd.define_scalar(None, DataType.{given.dtype})"
     flags = given.flags if isinstance(given.flags, bool) else list(given.flags)
@@ -228,13 +241,14 @@ def input_text(given: TensorInput | ScalarInput) -> str:
 
 
 def annotation_lines(program: Program) -> Iterator[str]:
+    """Yields the lines that create meshes and annotate tensors."""
     for number, ranks in enumerate(program.meshes):
         yield f"mesh{number} = multidevice.DeviceMesh({_as_list(ranks)})"
     streams = {s.name: s for s in program.streams if not s.merged}
     for note in program.annotations:
         yield f"{note.name}.set_device_mesh(mesh{note.mesh})"
         stream = streams.pop(note.name, None)
-        # From the last axis to the first: a split moves only what is behind it.
+        # From the last axis to the first: a split moves only the axes after it.
         axes = {axis for axis, _ in note.cuts} | ({stream.axis} if stream else set())
         for axis in sorted(axes, reverse=True):
             at = axis
@@ -264,13 +278,13 @@ def _stream_text(s: Streaming, at: int) -> str:
 
 
 def _merged_text(s: Streaming, cuts: Sequence[int]) -> str:
-    # What devices leave of an axis stands behind their cuts of it.
+    # The remainder of an axis follows its device cuts.
     parts = [(a + sum(c <= a for c in cuts), blocks) for a, blocks in s.merged]
     count = "" if s.count is None else f", {s.count}"
     return f"merged({s.name}, {parts}{count})"
 
 
-# What annotates one tensor: positions count the axes that a user sees.
+# Helper functions that annotate one tensor: positions count the axes that a user sees.
 CUT_TEXT = """
 def cut(tv, axis, mesh, ptype):
     seen = [k for k, a in enumerate(tv.get_loop_domain()) if not a.is_reduction()]

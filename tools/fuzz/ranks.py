@@ -1,4 +1,6 @@
-"""Runs a sharded program on several ranks, simulated or real, and compares every rank's shards."""
+"""Runs a sharded program on several ranks, simulated or real, and compares every rank's
+shards.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,7 @@ Cuts = Sequence[tuple[int, str, int]]
 
 # ------------------------------------------------------------------ shards
 def local_inputs(case: Case, call: int, rank: int, device: str) -> list[Any]:
-    """Returns what a rank passes: its shards."""
+    """Returns the arguments of a rank: its shards."""
     program = case.program
     spreads = program.spreads()
     out: list[Any] = []
@@ -47,8 +49,11 @@ Part = Callable[[torch.Tensor], torch.Tensor]
 
 
 def output_parts(fd: FusionDefinition, program: Program, rank: int) -> list[Part | None]:
-    """Returns what gives a rank's part of each output, as annotated, else as the product says; None
-    for a rank that has none."""
+    """Returns for each output a function that cuts a rank's part: as annotated, or as the product
+    reports.
+
+    None for a rank that has no part.
+    """
     if not program.streams:
         return [_part(*spread, rank) for spread in output_cuts(fd, program)]
     spreads = program.spreads()
@@ -67,7 +72,7 @@ def _part(ranks: Sequence[object] | None, cuts: Cuts, rank: int) -> Part | None:
 
 
 def _as_told(tv: Any, rank: int) -> Part | None:
-    """Returns what gives the part that the product says this rank holds."""
+    """Returns the function that cuts the part which the product reports for this rank."""
     if tv.mesh is None:
         return lambda t: t
     return partial(shard_for_rank, tv=tv, rank=rank) if tv.mesh.has(rank) else None
@@ -76,7 +81,7 @@ def _as_told(tv: Any, rank: int) -> Part | None:
 def output_cuts(
     fd: FusionDefinition, program: Program
 ) -> list[tuple[Sequence[object] | None, Cuts]]:
-    """Returns how each output is spread: as annotated, else as the product says."""
+    """Returns (mesh, cuts) of each output: as annotated, or as the product reports."""
     shardings = fd.fec.get_output_shardings()
     spreads = program.spreads()
     out: list[tuple[Sequence[object] | None, Cuts]] = []
@@ -91,7 +96,7 @@ def output_cuts(
 
 
 def kind_of(wrong: str) -> str:
-    """Returns what a difference is about, so that alike ones group."""
+    """Returns the kind of a difference, by which equal ones are grouped."""
     known = ("meaning", "elements", "text", "race")
     return next((k for k in known if k in wrong), "shape").replace("elements", "value")
 
@@ -100,7 +105,7 @@ def kind_of(wrong: str) -> str:
 def run_rank(case: Case, mode: Mode, fd: FusionDefinition, counts: list[int]) -> str | None:
     """Runs all calls on this rank; returns how a result differs.
 
-    After a difference the other ranks are still met in the calls that follow.
+    After a difference, this rank continues to make the calls, because the other ranks need it.
     """
     rank = multidevice.Communicator.instance().rank()
     wrong = None
@@ -120,7 +125,7 @@ def run_rank(case: Case, mode: Mode, fd: FusionDefinition, counts: list[int]) ->
 def _fault(
     case: Case, mode: Mode, call: int, fd: FusionDefinition, inputs: list[Any]
 ) -> str | None:
-    """Says what is wrong with the program of the last call."""
+    """Returns what is wrong with the program of the last call."""
     rank = multidevice.Communicator.instance().rank()
     fault = fault_of(fd, inputs, rank) if case.program.streams else None
     if fault is None and rank == 0 and mode.device == "cpu":
@@ -131,7 +136,7 @@ def _fault(
 def _difference(
     case: Case, call: int, fd: FusionDefinition, outs: list[torch.Tensor], counts: list[int]
 ) -> str | None:
-    """Says how this rank's results of a call differ."""
+    """Returns how this rank's results of a call differ."""
     program = case.program
     parts = output_parts(fd, program, multidevice.Communicator.instance().rank())
     for o, out, part in zip(program.outputs, outs, parts, strict=True):
@@ -163,7 +168,7 @@ def _misread(case: Case, call: int, fd: FusionDefinition) -> str | None:
 
 
 def run_ranks(case: Case, mode: Mode, fd: FusionDefinition | None = None) -> Outcome:
-    """Runs on simulated ranks."""
+    """Runs a program on simulated ranks."""
     counts = [0, 0, 0]
 
     def body() -> Outcome:

@@ -1,4 +1,4 @@
-"""Runs one program in one mode and says what became of it."""
+"""Runs one program in one mode and reports the outcome."""
 
 from __future__ import annotations
 
@@ -31,13 +31,16 @@ from tools.fuzz.program import Program, define_text
 from tools.fuzz.table import DTYPES
 from tools.fuzz.values import Val, wide
 
-# What the product may say to a valid program without being wrong: it is counted, by reason.
+# Errors that the product may raise for a valid program: they are counted, by reason.
 REFUSALS = (UnsupportedError, ShardingError, DefinitionError, DtypeError, InputError)
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """`kind` is ok, wrong, refused or error; `reason` groups alike ones, `detail` is the story."""
+    """The outcome of a program: `kind` is ok, wrong, refused or error.
+
+    `reason` is equal for similar outcomes, `detail` is the whole story.
+    """
 
     kind: str
     reason: str = ""
@@ -48,11 +51,14 @@ class Outcome:
 
     @property
     def is_failure(self) -> bool:
+        """Whether the outcome is neither ok nor refused."""
         return self.kind not in ("ok", "refused")
 
 
 def skeleton(text: str) -> str:
-    """Returns a message without its numbers, names and lists, so that alike ones group."""
+    """Returns a message without its numbers, names and lists, so that similar messages are
+    equal.
+    """
     text = text.strip().split("\n")[0]
     text = re.sub(r"\(at [^)]*\)", "", text)
     text = re.sub(r"\[[^\]]*\]|\([^)]*\)|\{[^}]*\}", "..", text)
@@ -62,6 +68,7 @@ def skeleton(text: str) -> str:
 
 
 def failure(error: BaseException) -> Outcome:
+    """Returns the outcome of a program that raised an error."""
     kind = "refused" if isinstance(error, REFUSALS) else "error"
     detail = "".join(traceback.format_exception(error)[-8:])
     return Outcome(kind, f"{type(error).__name__}: {skeleton(str(error))}", detail)
@@ -69,7 +76,7 @@ def failure(error: BaseException) -> Outcome:
 
 # ------------------------------------------------------------------ comparing
 def compare(out: torch.Tensor, expected: Val) -> str | None:
-    """Says how a result differs from the oracle's, if it does."""
+    """Returns how a result differs from the oracle's value, None if it does not."""
     wanted = DTYPES[expected.dtype].torch
     if out.dtype is not wanted:
         return f"dtype {out.dtype}, expected {wanted}"
@@ -94,6 +101,7 @@ def compare(out: torch.Tensor, expected: Val) -> str | None:
 
 
 def unchanged(before: torch.Tensor, after: torch.Tensor) -> bool:
+    """Whether two tensors have equal elements, NaN included."""
     return (
         torch.equal(wide(before).nan_to_num(), wide(after).nan_to_num()) if before.numel() else True
     )
@@ -101,7 +109,7 @@ def unchanged(before: torch.Tensor, after: torch.Tensor) -> bool:
 
 # ------------------------------------------------------------------ running
 def define(program: Program) -> FusionDefinition:
-    """Runs the program's own text inside a definition."""
+    """Executes the program's text inside a definition."""
     names: dict[str, Any] = {
         "DataType": DataType,
         "ParallelType": ParallelType,
@@ -116,21 +124,25 @@ def define(program: Program) -> FusionDefinition:
 
 @dataclass
 class Case:
-    """A program and what the oracle says of each of its calls."""
+    """A program and the oracle's values of each of its calls."""
 
     program: Program
     expected: list[Env]
 
     @classmethod
     def of(cls, program: Program) -> Case:
+        """Returns the case of a program."""
         return cls(program, [evaluate(program, m)[0] for m in range(len(program.calls))])
 
     @property
     def order(self) -> list[int]:
-        """All calls, then all again: the first of a kind is walked, later ones are replayed."""
+        """Returns the numbers of all calls, twice: the first call of a kind is interpreted, later
+        ones replayed.
+        """
         return [*range(len(self.program.calls))] * 2
 
     def passed(self, call: int, device: str) -> list[Any]:
+        """Returns the arguments of a call, on a device."""
         from tools.fuzz.oracle import input_env
 
         values = input_env(self.program, call)[1]
@@ -140,13 +152,14 @@ class Case:
 
 
 def quietly(fn: Callable[[], Outcome]) -> Outcome:
+    """Calls a function without warnings and without gradients."""
     with warnings.catch_warnings(), torch.no_grad():
         warnings.simplefilter("ignore")
         return fn()
 
 
 def run(case: Case, mode: Mode, fd: FusionDefinition | None = None) -> Outcome:
-    """Defines (unless `fd` is given) and runs all calls; compares every output."""
+    """Defines the program (unless `fd` is given) and runs all calls; compares every output."""
     with mode.eager_graphs():
         return quietly(lambda: _run(case, mode, fd))
 
@@ -194,7 +207,7 @@ def _misread(case: Case, call: int, fd: FusionDefinition, passed: list[Any]) -> 
 def check_call(
     case: Case, call: int, outs: list[torch.Tensor], inputs: list[Any], before: list[Any]
 ) -> tuple[str, str] | None:
-    """Returns (kind of difference, text), None when all is as expected."""
+    """Returns (kind of difference, text), None when everything is as expected."""
     program, env = case.program, case.expected[call]
     visible = [o for o in program.outputs if o.alias is None]
     if len(outs) != len(visible):
@@ -224,8 +237,7 @@ def check_call(
 
 
 def collect(case: Case, mode: Mode) -> tuple[FusionDefinition | None, list[tuple[Any, bool]]]:
-    """Defines and lowers a program for all its calls; returns the kernels that it needs
-    compiled."""
+    """Defines and lowers a program for all its calls; returns the kernels that it needs."""
     sources: list[tuple[Any, bool]] = []
 
     def body() -> Outcome:

@@ -1,7 +1,7 @@
 """Random sharded programs: meshes, cuts on some tensors, and the shapes that models have.
 
-A program is an attention layer, an MLP, a norm or a chain of random ops, with annotations on
-inputs, on some values between and on some results. Extents that a mesh cuts are multiples of it.
+A program is an attention layer, an MLP, a norm or a chain of random ops. Annotations are on inputs,
+on some intermediate values and on some results. A mesh divides each extent that it cuts.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from tools.fuzz.table import FLOAT8
 _DTYPES = ("Float",) * 12 + ("BFloat16", "Double", "Double", "Int", "ComplexFloat") * 2
 _DTYPES += ("Float8_e5m2", "Float8_e4m3fn", "Float8_e8m0fnu")
 _SIZES = (4, 4, 8, 8, 8, 12, 16)
-# How many ranks run a program, as often as drawn.
+# The number of ranks of a program; an entry is as likely as it is frequent.
 RANKS = (2, 2, 4)
 Ranks = tuple[object, ...]
 
@@ -37,11 +37,11 @@ def generate(seed: int) -> Program:
 
 
 class _Stop(Exception):
-    """A value of the model was thought better of."""
+    """Raised when a value of the model was rejected."""
 
 
 class Sharded(Builder):
-    """A program of a seed, and of a kind, in the making."""
+    """The sharded program of a seed, under construction."""
 
     def __init__(self, seed: int, kind: str = "sharded") -> None:
         super().__init__(kind, seed, calls=1, cap=2048)
@@ -55,6 +55,7 @@ class Sharded(Builder):
         self.suggested: dict[str, list[tuple[int, str]]] = {}
 
     def build(self) -> Program:
+        """Draws the whole program: a model, some random ops, outputs and annotations."""
         models = (self.mlp, self.attention, self.norm, self.chain)
         model = self.rng.choices(models, (22, 22, 16, 40))[0]
         if model != self.chain and self.home in ("Int", *FLOAT8):
@@ -77,6 +78,7 @@ class Sharded(Builder):
 
     # ------------------------------------------------------------ values
     def dim(self) -> Dim:
+        """Draws an axis whose extent a mesh can divide."""
         if self.symbolic and self.chance(0.6):
             return Dim(tuple(self.rng.choice(_SIZES) for _ in range(self.ncalls)), False)
         return self.constant(self.rng.choice(_SIZES))
@@ -87,6 +89,7 @@ class Sharded(Builder):
         dtype: str | None = None,
         fill: str | Sequence[str] | None = None,
     ) -> str:
+        """Appends a tensor input with these axes; returns its name."""
         layout, flags = plain_layout(len(dims)), True
         if len(dims) > 1 and self.chance(0.3):
             order = tuple(self.rng.sample(range(len(dims)), len(dims)))
@@ -103,21 +106,24 @@ class Sharded(Builder):
 
     @property
     def fill(self) -> str:
+        """Draws the distribution of the values of an input."""
         return "normal" if self.chance(0.7) else "small"
 
     def op(self, op: str, args: Sequence[Arg], axes: Sequence[Dim], **named: Arg) -> str:
+        """Appends a statement; returns the name of its result, or raises `_Stop`."""
         made = self.emit(op, args, axes, True, **named)
         if not made:
             raise _Stop
         return made[0]
 
     def as_home(self, name: str) -> str:
+        """Returns a tensor in the dtype of the program, by a cast if needed."""
         if self.dtype[name] == self.home:
             return name
         return self.op("cast", [Ref(name), Dt(self.home)], self.dims[name])
 
     def linear(self, x: str, n: Dim, cuts: list[tuple[int, str]], *, bias: bool) -> str:
-        """x @ w.T, with `cuts` suggested for w [n, k]."""
+        """Appends x @ w.T, and suggests `cuts` for w [n, k]."""
         x = self.as_home(x)
         w = self.tensor([n, self.dims[x][-1]])
         self.suggested[w] = cuts
@@ -130,6 +136,7 @@ class Sharded(Builder):
 
     # ------------------------------------------------------------ models
     def mlp(self) -> None:
+        """Appends an MLP: two linear layers with an activation between."""
         dims = [self.dim() for _ in range(self.rng.choice((1, 2)))]
         hidden, inner = self.constant(8), self.constant(self.rng.choice((8, 16)))
         x = self.tensor([*dims, hidden])
@@ -148,6 +155,7 @@ class Sharded(Builder):
             self.normalise(out)
 
     def normalise(self, x: str) -> str:
+        """Appends an RMS norm of the last axis; returns the result's name."""
         dims = self.dims[x]
         if self.dtype[x] not in ("Float", "Double"):
             x = self.op("cast", [Ref(x), Dt("Float")], dims)
@@ -159,6 +167,7 @@ class Sharded(Builder):
         return self.op("mul", [Ref(y), Ref(self.tensor([dims[-1]], self.dtype[y]))], dims)
 
     def attention(self) -> None:
+        """Appends an attention layer: projections, attention, output projection."""
         batch, tokens = self.dim(), self.dim()
         heads, size = self.rng.choice(((2, 4), (4, 2), (4, 4)))
         hidden = self.constant(heads * size)
@@ -180,7 +189,7 @@ class Sharded(Builder):
         self.suggested[out] = self.suggested[x]
 
     def attend(self, q: str, k: str, v: str) -> str:
-        """Attention as one op."""
+        """Appends attention as one op."""
         shape = [Dim(d.vec, d.static) for d in self.dims[q]]
         made = self.emit_many(
             "sdpfa_fwd",
@@ -194,7 +203,7 @@ class Sharded(Builder):
         return made[0]
 
     def in_parts(self, q: str, k: str, v: str) -> str:
-        """Attention as the ops that it consists of."""
+        """Appends attention as the ops that it consists of."""
         by_head = self.dims[q]
         tokens = by_head[2]
         flipped = [by_head[i] for i in (0, 1, 3, 2)]
@@ -210,6 +219,7 @@ class Sharded(Builder):
         return self.op("matmul", [Ref(p), Ref(v)], by_head)
 
     def norm(self) -> None:
+        """Appends a norm: an RMS norm, or one with mean and variance."""
         dims = [self.dim() for _ in range(self.rng.choice((2, 3)))]
         x = self.tensor(dims)
         if self.chance(0.5):
@@ -227,6 +237,7 @@ class Sharded(Builder):
         self.op("mul", [Ref(centred), Ref(inverse)], dims)
 
     def chain(self) -> None:
+        """Appends inputs and a chain of random ops."""
         for _ in range(self.rng.randint(1, 2)):
             self.tensor([self.dim() for _ in range(self.rng.randint(1, 4))])
         for _ in range(self.rng.randint(2, 8)):
@@ -234,6 +245,7 @@ class Sharded(Builder):
 
     # ------------------------------------------------------------ random ops
     def random_op(self) -> None:
+        """Appends a random op."""
         name = self.pick()
         assert name is not None
         maker = self.rng.choices(MAKERS, WEIGHTS)[0]
@@ -241,6 +253,7 @@ class Sharded(Builder):
 
     # ------------------------------------------------------------ annotations
     def meshes(self) -> Sequence[Ranks]:
+        """Draws one or two meshes over the program's ranks."""
         ranks = list(range(self.ranks))
         r = self.rng.random()
         if r < 0.15:
@@ -261,6 +274,7 @@ class Sharded(Builder):
         return found
 
     def annotated(self, program: Program) -> Program:
+        """Returns the program with meshes and cuts on some of its tensors."""
         meshes = self.meshes()
         inputs = {i.name for i in program.inputs}
         needed = [*(i.name for i in program.inputs), *(n for s in program.stmts for n in s.outs)]
@@ -286,7 +300,7 @@ class Sharded(Builder):
                 fits = dim in sizes and axis is not None and self._divides(name, axis, sizes[dim])
                 if fits and axis not in [c[0] for c in cuts] and dim not in [c[1] for c in cuts]:
                     cuts.append((axis, dim))
-            # From the last axis to the first: a split moves only what is behind it.
+            # From the last axis to the first: a split moves only the axes after it.
             notes.append(Annotation(name, mesh, tuple(sorted(cuts, reverse=True))))
         if not notes:
             notes.append(Annotation(next(n for n in needed if n in self.dims), 0, ()))

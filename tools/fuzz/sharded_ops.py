@@ -1,4 +1,4 @@
-"""The statements of random sharded programs: each appends one, or a few, that use a tensor."""
+"""The statements of random sharded programs: each function appends a few that use a tensor."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def _reduction(b: Sharded, name: str) -> None:
 
 
 def _where(b: Sharded, name: str) -> None:
-    """Numbers of a tensor, or 1 where they are small."""
+    """Appends a tensor's numbers, with 1 in place of small ones."""
     if b.is_a(name, "fi"):
         dims = b.dims[name]
         made = b.emit("gt", [Ref(name), 0], dims)
@@ -86,7 +86,7 @@ def _moments(b: Sharded, name: str) -> None:
 
 
 def _iota(b: Sharded, name: str) -> None:
-    """Places along the last axis, added where that is possible."""
+    """Appends positions along the last axis, and adds them where that is possible."""
     dims = b.dims[name]
     if not dims or not b.is_a(name, "fi") or b.dtype[name] in FLOAT8:
         return
@@ -98,7 +98,7 @@ def _iota(b: Sharded, name: str) -> None:
 
 
 def _view(b: Sharded, name: str) -> None:
-    """A view of any tensor that has one."""
+    """Appends a view of any tensor that has one."""
     del name
     b.rng.choice((views.squeeze, views.squeeze, views.broadcast_in_dim, views.permute))(b)
 
@@ -256,14 +256,16 @@ def _tiles(b: Sharded, name: str) -> None:
 
 
 def _full(b: Sharded, name: str) -> None:
-    """What has the shape of a tensor, but none of its blocks."""
+    """Appends a constant tensor with the shape of another, but none of its cuts."""
     dims = [Dim(d.vec, d.static) for d in b.dims[name]]
     sizes: list[Arg] = [b.size(name, k) for k in range(len(dims))]
     b.emit("full", [sizes, 2 if b.is_a(name, "i") else 1.25, Dt(b.dtype[name])], dims)
 
 
 def _random(b: Sharded, name: str) -> None:
-    """Random numbers in the shape of a tensor, mostly used with it: a mask, or noise."""
+    """Appends random numbers in the shape of a tensor, mostly used with it, such as a mask or
+    noise.
+    """
     if not b.is_a(name, "f") or b.dtype[name] in FLOAT8:
         return
     dims = [Dim(d.vec, d.static) for d in b.dims[name]]

@@ -1,7 +1,7 @@
-"""Which part of a tensor a rank holds. The text of this file is part of sharded standalone scripts.
+"""Computes which part of a tensor a rank stores. Part of the text of sharded standalone scripts.
 
-A mesh is a sequence of ranks (mesh dimension x) or of rows of them (y, then x); cuts are triples of
-an axis, a mesh dimension, and in how many blocks a stream cuts the axis before.
+A mesh is a sequence of ranks (mesh dimension x) or of rows of ranks (y, then x). A cut is a triple:
+an axis, a mesh dimension, and the number of blocks into which a stream cuts the axis before.
 """
 
 from __future__ import annotations
@@ -13,14 +13,14 @@ import torch
 
 
 def mesh_sizes(ranks: Sequence[Any]) -> dict[str, int]:
-    """Returns the size along each mesh dimension: x is the last one."""
+    """Returns the size along each mesh dimension; x is the last one."""
     if isinstance(ranks[0], Sequence):
         return {"x": len(ranks[0]), "y": len(ranks)}
     return {"x": len(ranks)}
 
 
 def coordinate(ranks: Sequence[Any], rank: int, dim: str) -> int | None:
-    """Returns where a rank stands along a mesh dimension, None outside the mesh."""
+    """Returns the coordinate of a rank along a mesh dimension, None outside the mesh."""
     rows = [list(r) for r in ranks] if isinstance(ranks[0], Sequence) else [list(ranks)]
     for y, row in enumerate(rows):
         if rank in row:
@@ -29,8 +29,10 @@ def coordinate(ranks: Sequence[Any], rank: int, dim: str) -> int | None:
 
 
 def shard_of(t: torch.Tensor, ranks: Sequence[Any], cuts: Any, rank: int) -> torch.Tensor:
-    """Returns what `rank` holds of a tensor: outer blocks, of each of the `blocks` that are cut
-    before; block 0 outside the mesh."""
+    """Returns the part of a tensor that `rank` stores: its block of each of the `blocks` blocks.
+
+    A rank outside the mesh gets block 0.
+    """
     sizes = mesh_sizes(ranks)
     for axis, dim, blocks in cuts:
         length = t.shape[axis] // (sizes[dim] * blocks)
@@ -46,8 +48,10 @@ def shard_of(t: torch.Tensor, ranks: Sequence[Any], cuts: Any, rank: int) -> tor
 
 
 def local_input(t: torch.Tensor, ranks: Sequence[Any], cuts: Any, rank: int) -> torch.Tensor:
-    """Returns a rank's shard in memory of its own: dense, in the memory order of the whole tensor,
-    with stride 0 where that has it."""
+    """Returns a rank's shard in new memory: dense, in the memory order of the whole tensor.
+
+    Axes with stride 0 keep it.
+    """
     part = shard_of(t, ranks, cuts, rank)
     places = sorted(range(t.ndim), key=lambda k: (t.stride(k), -k))
     strides, step = [0] * t.ndim, 1
@@ -65,7 +69,7 @@ def local_input(t: torch.Tensor, ranks: Sequence[Any], cuts: Any, rank: int) -> 
 
 
 def spread_of(sharding: Any, types: dict[str, Any]) -> tuple[Sequence[Any], Any]:
-    """Returns (mesh, cuts) of what the product says of an output."""
+    """Returns (mesh, cuts) of the sharding that the product reports for an output."""
     mesh = torch.tensor(sharding.mesh.devices).reshape(sharding.mesh.shape).tolist()
     found = [(sharding.axis_sharded_on(types[d]), d) for d in mesh_sizes(mesh)]
     return mesh, [(axis, dim, 1) for axis, dim in found if axis >= 0]

@@ -1,4 +1,6 @@
-"""Random fusions on one device: every op, rank, layout, dtype and kind of extent, in shares."""
+"""Random fusions on one device: every op, rank, layout, dtype and kind of extent, in set
+proportions.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Writes a failing program as a script of its own: definition, inputs, expected values."""
+"""Writes a failing program as a separate script: definition, inputs, expected values."""
 
 from __future__ import annotations
 
@@ -139,13 +139,16 @@ print("as expected")
 
 
 def _spreads(program: Program, names: list[str]) -> dict[int, object]:
-    """Returns (mesh, cuts) of the annotated ones among some values, by position."""
+    """Returns position -> (mesh, cuts) for those of the values `names` that are annotated."""
     spreads = program.spreads()
     return {k: spreads[n] for k, n in enumerate(names) if n in spreads}
 
 
 def standalone_text(program: Program, mode: Mode, title: str, story: str) -> str:
-    """Returns a script that exits with 1 (or as the program did) while the failure is there."""
+    """Returns a script that fails as long as the failure exists.
+
+    It exits with 1, or in the way in which the program failed.
+    """
     names = [i.name for i in program.inputs]
     into = [None if o.alias is None else names.index(o.alias) for o in program.outputs]
     source = Path(__file__).with_name("tensors.py").read_text()

@@ -1,9 +1,12 @@
 """Random fusions with stream axes, on one device and on meshes.
 
-Programs are those of `tools.fuzz.sharded`, with extents that no mesh divides where there is none,
-and streams on some tensors: inputs, what stands between, results; whole axes and blocks, more of
-them than there are elements too; inside of devices' cuts, around and between them, rotated or not,
-and from devices to steps; and merged axes, two or three, in any order, one of them in blocks.
+Programs are those of `tools.fuzz.sharded`. On one device their extents need not be divisible.
+Streams are on some tensors: inputs, intermediates and results. The kinds are:
+
+- whole axes and blocks, sometimes more blocks than elements;
+- streams inside, around and between device cuts, rotated or not;
+- steps made from device blocks;
+- merged axes: two or three, in any order, one of them in blocks.
 """
 
 from __future__ import annotations
@@ -19,7 +22,7 @@ from tools.fuzz.shards import mesh_sizes
 
 _RAGGED = (1, 2, 3, 4, 5, 6, 7, 8, 8, 12, 13)
 _BLOCKS = (2, 2, 3, 4, 5, 9)
-# How many steps a merged axis may have: late streams run them one after the other, many times.
+# The largest number of steps of a merged axis: runs with delayed streams repeat them many times.
 _STEPS = 100
 
 
@@ -51,7 +54,7 @@ class _Streams(Sharded):
         return replace(program, ranks=ranks, streams=streams)
 
     def nested(self, program: Program, note: Annotation) -> Annotation:
-        """Sometimes cut one axis along all mesh dimensions, in any order."""
+        """Cuts one axis along all mesh dimensions, in any order, in some of the programs."""
         sizes = mesh_sizes(program.meshes[note.mesh])
         axes = {axis for axis, _ in note.cuts}
         if len(sizes) < 2 or len(axes) != 1 or not self.chance(0.5):
@@ -91,12 +94,13 @@ class _Streams(Sharded):
         return not dim.is_broadcast and not dim.expanded
 
     def merging(self, name: str, axes: list[int], cut: set[int]) -> Streaming:
-        """Draws which axes are merged, and how."""
+        """Draws the axes that a stream axis merges, and their blocks."""
         picks = self.rng.sample(axes, 3 if len(axes) > 2 and self.chance(0.3) else 2)
         shared = [k for k in picks if k in cut]
         if math.prod(max(self.dims[name][k].vec) for k in picks) > _STEPS:
             picks = picks[:2]
-        # What devices leave of an axis is in blocks of one element; only one axis may be in blocks.
+        # The remainder of a device axis has blocks of one element, and only one axis may have
+        # blocks.
         picks = [k for k in picks if k not in shared[1:]]
         blocks: dict[int, int | None] = {}
         if not shared and self.chance(0.25):
@@ -110,7 +114,7 @@ class _Streams(Sharded):
             (outer, inner) = (d.vec[0] for d in dims[:2])
             rows = [n for n in range(1, outer) if outer % n == 0]
             parts = [outer * n for n in range(1, inner + 1) if inner % n == 0]
-            # Blocks that are boxes: of rows, or parts of one row.
+            # Blocks that are boxes: whole rows, or parts of one row.
             count = self.rng.choice([*rows, *parts] or [None])
         return Streaming(name, picks[0], count, merged=merged)
 
@@ -139,12 +143,12 @@ class _Streams(Sharded):
         return Streaming(name, axis, count, swizzle, around)
 
 
-# Ops that no step computes a block of.
+# Ops that cannot be computed in steps.
 _WHOLE = ("scaled_mm", "grouped_mm", "sdpfa_fwd", "sdpfa_bwd")
 
 
 def _is_free(stmt: Stmt | None, axis: int, rank: int) -> bool:
-    """Whether an op's blocks along an axis of its result are known to come from blocks."""
+    """Whether blocks of an op's result along an axis need only blocks of its operands."""
     if stmt is None:
         return True
     if stmt.op in _WHOLE:

@@ -1,7 +1,7 @@
 """The elementwise ops in torch's terms, for the oracle and the generator.
 
-Written from the documentation of the ops, not from the product's table: a row there that is wrong
-must not be wrong here too.
+Written from the documentation of the ops, not from the product's table, so that an error there is
+not repeated here.
 """
 
 from __future__ import annotations
@@ -17,7 +17,11 @@ Fn = Callable[..., torch.Tensor]
 
 @dataclass(frozen=True)
 class DtypeFacts:
-    """torch dtype, category, distance of 1 to the next value, largest and smallest normal value."""
+    """The facts of a dtype.
+
+    These are: torch's dtype, category, distance from 1 to the next value, largest value, smallest
+    normal value.
+    """
 
     torch: torch.dtype
     category: str
@@ -40,13 +44,13 @@ DTYPES: dict[str, DtypeFacts] = {
     "Float8_e5m2": _inexact(torch.float8_e5m2),
     "Float8_e8m0fnu": _inexact(torch.float8_e8m0fnu),
     "Int32": DtypeFacts(torch.int32, "int", largest=2.0**31 - 1),
-    # How welford counts: stored as Int is, but another dtype to `cat`.
+    # The dtype of welford's count: stored like Int, but a different dtype to `cat`.
     "Index": DtypeFacts(torch.int64, "int", largest=2.0**62),
     "Int": DtypeFacts(torch.int64, "int", largest=2.0**62),
     "Bool": DtypeFacts(torch.bool, "bool"),
     "ComplexFloat": _inexact(torch.complex64, "complex"),
     "ComplexDouble": _inexact(torch.complex128, "complex"),
-    # Seeds, which are only stored.
+    # Seeds: stored, but not computed with.
     "UInt64": DtypeFacts(torch.uint64, "int", largest=2.0**63),
 }
 FLOAT8 = ("Float8_e4m3fn", "Float8_e5m2", "Float8_e8m0fnu")
@@ -59,11 +63,13 @@ PARTS = {"ComplexFloat": "Float", "ComplexDouble": "Double"}
 class Row:
     """One elementwise op.
 
-    `rule` types it (see `oracle.typed`), `dtypes` says what the generator gives it: any of "f"
-    (floating), "w" (of these, Float and Double), "i", "b", "c" (complex). `ulps` is the error of
-    the operation itself in units of the last place of the result, `scale` a value whose units count
-    where the result is small beside it. `zero_sign`: the result depends on the sign of a zero
-    operand.
+    - `rule`: the dtype rule (see `ops.elementwise.typed`).
+    - `dtypes`: the dtypes that the generator draws: any of "f" (floating), "w" (only Float and
+      Double), "i", "b", "c" (complex).
+    - `ulps`: the error of the operation itself, in units of the last place of the result.
+    - `scale`: a larger value whose units count where the result is small beside it.
+    - `zero_sign`: the result depends on the sign of a zero operand.
+    - `int_fn`: the function for integers, if it differs.
     """
 
     name: str

@@ -15,14 +15,18 @@ def make_tensor(
     fill: str,
     seed: int,
 ) -> torch.Tensor:
-    """Returns a view with these strides, `offset` elements into a buffer of random values."""
+    """Returns a view with these strides, `offset` elements into a buffer of random values.
+
+    `fill` names the distribution of the values.
+    """
     span = (
         1 + sum((n - 1) * s for n, s in zip(shape, strides, strict=True)) if 0 not in shape else 0
     )
     values = _values(span + offset, dtype, fill, torch.Generator().manual_seed(seed))
     made = values.as_strided(shape, strides, offset)
     if fill.startswith("these "):
-        # Of one axis, the last one again where it has more elements.
+        # For a tensor of one axis. If it has more elements than numbers, the last number is
+        # repeated.
         given = fill.split()[1:]
         for i in range(len(made)):
             made[i] = int(given[min(i, len(given) - 1)])

@@ -1,8 +1,9 @@
-"""Values with error bounds: float64 (integers and Bool exactly) beside what may be off.
+"""Values with error bounds: float64 values (exact integers and Bool), with a bound per element.
 
-A value's `bound` is per element: 0 is exact, inf is unknown (not compared, and what follows from it
-is unknown too). An elementwise function is evaluated at the corners of its operands' intervals,
-which is the exact bound where it is monotone in each operand and shows every jump.
+A bound of 0 means exact. A bound of inf means unknown: the element is not compared, and values
+computed from it are unknown too. An elementwise function is evaluated at the corners of its
+operands' intervals. This gives the exact bound where it is monotone in each operand, and shows
+every jump.
 """
 
 from __future__ import annotations
@@ -21,13 +22,16 @@ INF = float("inf")
 
 
 class InvalidProgram(Exception):
-    """The program is not valid for these inputs: shapes or dtypes do not fit."""
+    """Raised when a program is not valid for its inputs: shapes or dtypes do not fit."""
 
 
 @dataclass(frozen=True)
 class Val:
-    """A tensor: `ref` is float64, complex128, int64 or bool; `bound` is float64 of the same shape,
-    of complex numbers a distance in the plane."""
+    """A tensor value: `ref` is float64, complex128, int64 or bool, `bound` is float64 of the same
+    shape.
+
+    The bound of a complex number is a distance in the plane.
+    """
 
     ref: Tensor
     bound: Tensor
@@ -35,6 +39,7 @@ class Val:
 
     @property
     def is_exact(self) -> bool:
+        """Whether all bounds are 0."""
         return not bool(self.bound.any())
 
     def view(self, fn: Fn) -> Val:
@@ -44,18 +49,19 @@ class Val:
 
 @dataclass(frozen=True)
 class Num:
-    """A scalar."""
+    """A scalar value."""
 
     value: int | float | complex | bool
     dtype: str
 
 
 def exact(ref: Tensor, dtype: str) -> Val:
+    """Returns a value whose bounds are 0."""
     return Val(ref, torch.zeros(ref.shape, dtype=torch.float64), dtype)
 
 
 def wide(x: Tensor) -> Tensor:
-    """Returns float64, complex128, int64 or bool."""
+    """Returns the tensor as float64, complex128, int64 or bool."""
     if x.dtype is torch.bool:
         return x
     if x.is_complex():
@@ -69,11 +75,12 @@ def size_of(x: Tensor) -> Tensor:
 
 
 def nonnan(bound: Tensor) -> Tensor:
+    """Returns bounds with inf in place of NaN."""
     return torch.nan_to_num(bound, nan=INF, posinf=INF)
 
 
 def difference(a: Tensor, b: Tensor) -> Tensor:
-    """Returns |a - b|: 0 where both are NaN or the same infinity, inf where one is."""
+    """Returns |a - b|: 0 where both are NaN or the same infinity, inf where only one is."""
     if a.dtype is torch.bool:
         return (a != b).double()
     gap = (a - b).abs().double()
@@ -82,7 +89,9 @@ def difference(a: Tensor, b: Tensor) -> Tensor:
 
 
 def corners(fn: Fn, vals: Sequence[Val]) -> tuple[Tensor, Tensor]:
-    """Returns fn of the reference values and how far it is from that within the bounds."""
+    """Returns `fn` of the reference values, and its largest deviation within the operands'
+    bounds.
+    """
     xs = [v.ref for v in vals]
     out = fn(*xs)
     deviation = torch.zeros(out.shape, dtype=torch.float64)
@@ -107,17 +116,19 @@ def corners(fn: Fn, vals: Sequence[Val]) -> tuple[Tensor, Tensor]:
 
 
 # ------------------------------------------------------------------ rounding
-# On how many ranks the program runs: each may round its part of a sum to the result's dtype.
+# The number of ranks of the program: each may round its part of a sum to the result's dtype.
 RANKS: ContextVar[int] = ContextVar("RANKS", default=1)
 
 
 def round_to(x: Tensor, dtype: str) -> Tensor:
-    """Rounds as the hardware does. A NaN stays as it is: torch's own conversion sets its sign."""
+    """Rounds as the hardware does. NaN is kept, because torch's own conversion sets its sign."""
     return torch.where(torch.isnan(x), x, x.to(DTYPES[dtype].torch).to(x.dtype))
 
 
 def stored(ref: Tensor, bound: Tensor, dtype: str) -> Val:
-    """Rounds to a floating dtype: exact values to a known one, others within half a unit."""
+    """Rounds to a floating dtype: exact values exactly, others with half a unit of additional
+    error.
+    """
     if dtype in FLOAT8:
         return _of_few(ref, bound, dtype)
     facts = DTYPES[dtype]
@@ -133,15 +144,14 @@ def stored(ref: Tensor, bound: Tensor, dtype: str) -> Val:
 
 
 def _of_few(ref: Tensor, bound: Tensor, dtype: str) -> Val:
-    """Rounds to a dtype of few values: what lies within the bound becomes one of those between what
-    its ends become."""
+    """Rounds to a dtype with few values: the bound covers the rounded ends of the interval."""
     low, high = ref - bound, ref + bound
     if dtype == "Float8_e8m0fnu":
-        # Without a sign, it is the power of two next to the absolute value.
+        # The dtype has no sign: the result is the power of two next to the absolute value.
         low, high = (ref.abs() - bound).clamp(min=0), ref.abs() + bound
     rounded, *ends = (round_to(x, dtype) for x in (ref, low, high))
     off = torch.maximum(*(difference(end, rounded) for end in ends))
-    # An infinity that is not certain may be any number.
+    # An uncertain infinity may be any number.
     is_lost = torch.isinf(bound) | (torch.isinf(ref) & (bound > 0))
     return Val(rounded, torch.where(is_lost, INF, torch.where(bound == 0, 0.0, off)), dtype)
 
@@ -156,8 +166,8 @@ def computed(
 ) -> Val:
     """Adds the error of one floating operation in `dtype`, of `ulps` units in the last place.
 
-    An operation that rounds correctly (at most 2 units here) on exact operands is exact where its
-    result is representable.
+    An operation with correct rounding (at most 2 units in this function) is exact if its operands
+    are exact and its result is representable.
     """
     facts = DTYPES[dtype]
     if not ulps:
@@ -166,8 +176,8 @@ def computed(
     unit = facts.eps * (size + bound) + facts.tiny * (facts.eps if ulps < 4 else 1)
     new = bound + ulps * unit
     if ulps <= 2:
-        # A Double result is rounded here too: it is exact where it has few digits, and not by
-        # chance, because its operands have few.
+        # A Double result is also rounded in float64. It counts as exact if it and its operands have
+        # few digits.
         digits = {"Double": "Float", "ComplexDouble": "ComplexFloat"}.get(dtype, dtype)
         is_exact = bound == 0
         for x in (ref, *operands):
@@ -178,7 +188,7 @@ def computed(
 
 
 def overflow(v: Val) -> Val:
-    """Forgets values that the dtype can not hold, finite as they are in float64."""
+    """Marks values as unknown that are finite in float64 but too large for the dtype."""
     facts = DTYPES[v.dtype]
     if facts.category == "bool":
         return v
@@ -188,7 +198,7 @@ def overflow(v: Val) -> Val:
 
 
 def cast(v: Val, dtype: str) -> Val:
-    """Converts as C does: to integers by truncation, to Bool by comparing with 0."""
+    """Converts as C does: to integers by truncation, to Bool by comparison with 0."""
     if v.dtype == dtype:
         return v
     src, dst = DTYPES[v.dtype].category, DTYPES[dtype].category
@@ -212,9 +222,10 @@ def cast(v: Val, dtype: str) -> Val:
 
 
 def accumulated(total: Tensor, bound: Tensor, sizes: Tensor, n: int, dtype: str) -> Val:
-    """Adds the error of summing `n` numbers whose sizes add up to `sizes`, in any order.
+    """Adds the error of summing `n` numbers in any order; `sizes` is the sum of their absolute
+    values.
 
-    Rounding errors of a sum are as good as random: they grow with the root of the count.
+    Rounding errors of a sum behave like random numbers: they grow with the root of the count.
     """
     facts = DTYPES["Float" if dtype in HALF else dtype]
     depth = min(n, 16 + 6 * n**0.5)

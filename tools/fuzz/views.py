@@ -1,4 +1,4 @@
-"""Statements that move, repeat or make elements, and contractions, for random fusions."""
+"""Statements of random fusions that move, repeat or create elements, and contractions."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from tools.fuzz.table import DTYPES, FLOAT8
 
 
 def broadcast(b: FusionBuilder) -> None:
+    """Appends a broadcast that adds axes to a tensor."""
     name = b.pick(lambda n: len(b.dims[n]) < 5)
     if name is None:
         return
@@ -26,6 +27,7 @@ def broadcast(b: FusionBuilder) -> None:
 
 
 def broadcast_in_dim(b: Builder) -> None:
+    """Appends a broadcast_in_dim that adds axes of some extents to a tensor."""
     name = b.pick(lambda n: len(b.dims[n]) < 5)
     if name is None:
         return
@@ -45,6 +47,9 @@ def broadcast_in_dim(b: Builder) -> None:
 
 
 def some_size(b: Builder) -> tuple[Arg, Dim]:
+    """Returns an extent as an argument, and its axis: of a tensor's axis, or a small
+    constant.
+    """
     name = b.pick(lambda n: bool(b.dims[n]))
     if name is not None and b.chance(0.7):
         k = b.rng.randrange(len(b.dims[name]))
@@ -56,6 +61,7 @@ def some_size(b: Builder) -> tuple[Arg, Dim]:
 
 
 def expand(b: FusionBuilder) -> None:
+    """Appends an expand of broadcast axes of a tensor."""
     name = b.pick(lambda n: any(d.is_broadcast for d in b.dims[n]))
     if name is None:
         return
@@ -69,6 +75,7 @@ def expand(b: FusionBuilder) -> None:
 
 
 def squeeze(b: Builder) -> None:
+    """Appends a squeeze of broadcast axes of a tensor."""
     name = b.pick(lambda n: any(d.is_broadcast for d in b.dims[n]))
     if name is None:
         return
@@ -79,6 +86,7 @@ def squeeze(b: Builder) -> None:
 
 
 def permute(b: Builder) -> None:
+    """Appends a permutation of the axes of a tensor, sometimes only of their memory order."""
     name = b.pick(lambda n: len(b.dims[n]) > 1)
     if name is None:
         return
@@ -90,6 +98,7 @@ def permute(b: Builder) -> None:
 
 
 def reshape(b: FusionBuilder) -> None:
+    """Appends a reshape: merges, splits, new axes and removed axes."""
     name = b.pick(lambda n: bool(b.dims[n]))
     if name is None:
         return
@@ -134,11 +143,12 @@ def reshape(b: FusionBuilder) -> None:
         sizes[k] = -1
         if not all(isinstance(s, int) for s in sizes) or not all(d.static for d in b.dims[name]):
             dims[k] = Dim(dims[k].vec, False)
-    # A constant that stands for a symbolic extent is not a constant of the result.
+    # A constant that replaces a symbolic extent is not a constant of the result.
     b.emit("reshape", [Ref(name), sizes], dims)
 
 
 def slice(b: FusionBuilder) -> None:
+    """Appends a slice along some axes of a tensor."""
     name = b.pick(lambda n: bool(b.dims[n]))
     if name is None:
         return
@@ -163,6 +173,7 @@ def slice(b: FusionBuilder) -> None:
 
 
 def pad(b: FusionBuilder) -> None:
+    """Appends a pad of trailing axes, sometimes with negative widths."""
     name = b.pick(lambda n: bool(b.dims[n]))
     if name is None:
         return
@@ -188,6 +199,7 @@ def pad(b: FusionBuilder) -> None:
 
 
 def cat(b: FusionBuilder) -> None:
+    """Appends a cat of two to four tensors along an axis."""
     name = b.pick(lambda n: bool(b.dims[n]))
     if name is None:
         return
@@ -212,6 +224,7 @@ def cat(b: FusionBuilder) -> None:
 
 
 def factory(b: FusionBuilder) -> None:
+    """Appends an op that creates a tensor, such as full, iota or random numbers, or a triu."""
     op = b.rng.choice(("full", "iota", "triu", "triu", "random", "random", "like"))
     if op == "random":
         random(b)
@@ -242,7 +255,9 @@ def factory(b: FusionBuilder) -> None:
 
 
 def random(b: FusionBuilder) -> None:
-    """Numbers that have the shape of a tensor, mostly: then they can be used together."""
+    """Appends random numbers, mostly in the shape of a tensor, so that they can be used
+    together.
+    """
     name = b.pick(lambda n: bool(b.dims[n]))
     if name is not None and b.chance(0.7):
         dims = [Dim(d.vec, d.static) for d in b.dims[name]]
@@ -254,7 +269,7 @@ def random(b: FusionBuilder) -> None:
 
 
 def random_like(b: FusionBuilder) -> None:
-    """Numbers of torch's generator, of which only the ends are known."""
+    """Appends random numbers of torch's generator, of which only the range is known."""
     name = b.pick(lambda n: b.is_a(n, "f") and b.dtype[n] not in FLOAT8)
     if name is not None:
         dims = [Dim(d.vec, d.static) for d in b.dims[name]]
@@ -262,7 +277,7 @@ def random_like(b: FusionBuilder) -> None:
 
 
 def attend(b: FusionBuilder) -> None:
-    """Attention, of a tensor with four axes or of a new one."""
+    """Appends attention of a tensor with four axes, or of a new one."""
     if len(b.inputs) > 5:
         return
     name = b.pick(lambda n: b.is_a(n, "f") and len(b.dims[n]) == 4)
@@ -277,6 +292,7 @@ def attend(b: FusionBuilder) -> None:
 
 
 def contraction(b: FusionBuilder) -> None:
+    """Appends a linear or a matmul with a new second operand."""
     name = b.pick(
         lambda n: b.is_a(n, "f") and b.dtype[n] not in FLOAT8 and 1 <= len(b.dims[n]) <= 4
     )
@@ -310,13 +326,15 @@ def contraction(b: FusionBuilder) -> None:
         b.emit("matmul", [Ref(name), Ref(b.input(other, dtype))], out)
 
 
-# What appends it, and to tensors of how many axes.
+# Functions that append a product, with the numbers of axes of the tensors that they take.
 _PRODUCTS = ((groups.multiply, (2, 3)),) * 2 + ((scaled.multiply, (2,)),) * 2
 _PRODUCTS += ((blocks.quantize, (1, 2, 3, 4)), (blocks.lay_out, (2,)))
 
 
 def product(b: FusionBuilder) -> None:
-    """A product of scaled floats of one byte, or one per group; or what makes scaled floats."""
+    """Appends a product of scaled 8-bit floats, a product per group, or an op that makes scaled
+    floats.
+    """
     if len(b.inputs) > 4:
         return
     append, ranks = b.rng.choice(_PRODUCTS)
@@ -334,19 +352,21 @@ def product(b: FusionBuilder) -> None:
 
 
 def composite(b: FusionBuilder) -> None:
-    """An op of torch.nn.functional."""
+    """Appends an op of torch.nn.functional."""
     name = b.pick(lambda n: b.is_a(n, "f"))
     if name is not None:
         composites.composite(b, name, b.input, draws=b.dtype[name] not in FLOAT8)
 
 
 def look_up(b: FusionBuilder) -> None:
+    """Appends a lookup in a tensor."""
     name = b.pick(lambda n: bool(b.dims[n]))
     if name is not None and len(b.inputs) < 8:
         lookups.look_up(b, name, lambda: b.rng.choice(b.pool), b.input)
 
 
 def scan_or_sort(b: FusionBuilder) -> None:
+    """Appends a scan, a sort or a top-k of a tensor."""
     name = b.pick(lambda n: bool(b.dims[n]))
     if name is not None:
         scans.scan_or_sort(b, name)

@@ -1,7 +1,8 @@
-"""The processes that run programs: each takes seeds from its input and reports what it does.
+"""The processes that run programs: each reads seeds from its input and reports events.
 
-One line of JSON per event on the descriptor it was given: `at` before anything that may crash or
-hang, `done` after. A batch of programs is lowered first, so that one compiler process serves it.
+An event is one line of JSON on the given descriptor: `at` before a step that may crash or hang,
+`done` after it. All programs of a batch are lowered first, so that one compiler process can compile
+their kernels.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from tools.fuzz.ranks import collect_ranks, run_ranks
 from tools.fuzz.runner import Case, Outcome, collect, run
 from tools.fuzz.standalone import standalone_text
 
-# A worker that has grown this large is replaced by a fresh one.
+# A worker that uses more memory than this is replaced by a new one.
 MAX_RESIDENT_KB = 4_000_000
 
 
@@ -42,17 +43,19 @@ def modes_of(kind: str, seed: int, schedules: Sequence[str], device: str) -> lis
 
 
 def late_streams(seed: int) -> tuple[str, ...]:
-    """Returns which streams are held back, one at a time: every eighth seed tries all of them."""
+    """Returns the streams to delay, one at a time; every eighth seed tries all of them."""
     numbers = range(8) if seed % 8 == 0 else (seed % 3, 3 + seed % 5)
     return ("all", "entry", *map(str, numbers))
 
 
 @functools.lru_cache(maxsize=64)
 def program_of(kind: str, seed: int) -> Program:
+    """Returns the program of a seed, from a cache."""
     return GENERATORS[kind](seed)
 
 
 def outcome_of(kind: str, case: Case, mode: Mode, fd: Any = None) -> Outcome:
+    """Runs a case in a mode, on simulated ranks if it has meshes; returns the outcome."""
     return (run_ranks if case.program.annotations else run)(case, mode, fd)
 
 
@@ -110,6 +113,7 @@ def _batch(
 
 
 def mode_named(text: str) -> Mode:
+    """Returns the mode with this text, such as `cpu+checked`."""
     words = text.split("+")
     return Mode(words[0], "checked" in words, "cuda" if "cuda" in words else "cpu")
 
@@ -135,7 +139,8 @@ def shrink(kind: str, seed: int, mode_text: str, seconds: float, folder: Path) -
     program = program_of(kind, seed)
     wanted = result(program)
     if wanted[0] in ("ok", "crash") and mode.device == "cpu" and not mode.checked:
-        # What damages memory may die later, or not at all: checked mode sees the access itself.
+        # A program that damages memory may crash later, or not at all: checked mode detects the
+        # access itself.
         seen, mode = (wanted, mode), replace(mode, checked=True)
         wanted = result(program)
         if wanted[0] == "ok":
@@ -145,7 +150,7 @@ def shrink(kind: str, seed: int, mode_text: str, seconds: float, folder: Path) -
     title = f"{kind} seed {seed}, {mode}: {wanted[0]} {wanted[1]}"
     story = ""
     if wanted[0] not in ("crash", "hang"):
-        # The story of a crash would be told by nobody.
+        # A crash cannot report its story.
         story = outcome_of(kind, Case.of(program), mode).detail
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"{kind}_{seed}_{mode_text.replace('+', '_')}.py"

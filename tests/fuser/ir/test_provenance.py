@@ -169,12 +169,12 @@ def indivisible_rows_of_an_exchange(fd: FusionDefinition) -> None:
         (
             two_streams,
             ShardingError,
-            r"T1_g_float\) has 2 axes on stream, which(?s:.*)in the IR: istream\S+ and istream",
+            r"T1_g_float\) has 2 axes on stream, but only(?s:.*)in the IR: istream\S+ and istream",
         ),
         (
             two_device_axes,
             ShardingError,
-            r"T0_g_float\) has 2 axes on mesh_x, which(?s:.*)in the IR: idev\S+ and idev",
+            r"T0_g_float\) has 2 axes on mesh_x, but only(?s:.*)in the IR: idev\S+ and idev",
         ),
         (rotated_without_a_mesh, ShardingError, "mesh_x of T1_g_float.* no mesh: call set_device"),
         (

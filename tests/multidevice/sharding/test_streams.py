@@ -170,7 +170,7 @@ def test_two_stream_axes_of_one_tensor_are_refused() -> None:
         fusion.add_output(ops.sin(x))
     stream(x, 1, 3)
     stream(x, 0)
-    with pytest.raises(ShardingError, match=r"T0.* on stream, which one axis"):
+    with pytest.raises(ShardingError, match=r"T0.* on stream, but only one axis"):
         shard_fusion(fusion)
 
 
@@ -469,7 +469,7 @@ def test_devices_inside_of_steps_need_blocks_that_they_divide() -> None:
     whole = torch.randn(12, 3, dtype=torch.float64)
     torch.testing.assert_close(run(fusion, [whole]).outputs[0], whole.sin())
     assert all(is_allocated_per_step(op.out_tensor) for op in fusion.exprs[:-1])
-    with pytest.raises(ShardingError, match=r"extent 8 .* each step of 3"):
+    with pytest.raises(ShardingError, match=r"extent 8 .* in each of 3 steps"):
         queries.local_sizes(x, [8, 3])
 
 

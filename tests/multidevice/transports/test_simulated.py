@@ -34,7 +34,7 @@ def test_results_come_back_by_rank_and_arguments_go_in() -> None:
         assert world.run(double, 10, plus=1) == [(11, 3, 0, 3), (13, 3, 1, 3), (15, 3, 2, 3)]
         # A second run starts afresh.
         assert world.run(double, 0, plus=0)[2] == (4, 3, 2, 3)
-    with pytest.raises(CommunicationError, match="has been left"):
+    with pytest.raises(CommunicationError, match="is closed"):
         world.run(double, 0, plus=0)
 
 

@@ -154,7 +154,13 @@ def check_dtype(
             continue
         if op not in ("SUM", "AVG") and dtype.is_complex:
             expect(
-                UnsupportedError, "part by part", backend.allreduce, mine, mine, op=op, team=team
+                UnsupportedError,
+                "a sum or an average",
+                backend.allreduce,
+                mine,
+                mine,
+                op=op,
+                team=team,
             )
             continue
         # NCCL rounds 16-bit floats at every step.

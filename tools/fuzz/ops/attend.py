@@ -8,13 +8,15 @@ from collections.abc import Callable, Sequence
 from tools.fuzz.builder import Builder, Dim
 from tools.fuzz.program import Arg, Ref
 
-# Scores of a statement at most: the oracle keeps several tensors of them.
+# The largest number of scores of a statement: the oracle keeps several tensors of this size.
 _MOST = 2**14
 
 
 def statement(b: Builder, name: str, make: Callable[[Sequence[Dim], str], str]) -> None:
-    """Appends attention of a tensor of four axes, the query, and perhaps its gradient; `make` gives
-    new inputs of axes and a dtype."""
+    """Appends attention of a tensor with four axes, the query, and sometimes its gradient.
+
+    `make` appends a new input with the given axes and dtype.
+    """
     dims = b.dims[name]
     dtype = b.dtype[name]
     # Equal rows of an operand do not make equal rows of a result.

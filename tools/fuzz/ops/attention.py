@@ -1,7 +1,7 @@
-"""The oracle's attention: what it means in float64, with bounds.
+"""The oracle's attention: its value in float64, with error bounds.
 
-How far a result may be off follows from how far each score may be: weights are exponentials of
-scores, so an error of d makes a factor of at most exp(2d) of a weight.
+The error of a result follows from the error of each score. Weights are exponentials of scores, so
+an error of d changes a weight by a factor of at most exp(2d).
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ def _depth(n: int) -> float:
 
 
 class _Weights:
-    """The weights of rows, their logarithmic sums, and how far each may be off."""
+    """The weights of rows, their logarithmic sums, and the error bounds of both."""
 
     def __init__(
         self,
@@ -32,7 +32,7 @@ class _Weights:
     ) -> None:
         self.dtype = query.dtype
         self.eps = DTYPES["Float" if query.dtype in HALF else query.dtype].eps
-        # Torch rounds weights, and some of what sums them, to the dtype of the operands.
+        # Torch rounds weights, and some of their sums, to the dtype of the operands.
         self.half_eps = DTYPES[query.dtype].eps if query.dtype in HALF else 0.0
         e = query.ref.shape[-1]
         self.scale = 1 / math.sqrt(max(e, 1)) if scale is None else scale
@@ -48,7 +48,7 @@ class _Weights:
             bound = torch.where(mask.bound > 0, INF, bound)
         if is_causal:
             scores = scores.masked_fill(~torch.ones(scores.shape[-2:]).tril().bool(), -INF)
-        # What counts for nothing is off by nothing, whatever it would be.
+        # A masked score has no error.
         bound = torch.where(scores == -INF, bound * 0, bound)
         off = nonnan(bound).amax(-1) if scores.shape[-1] else bound.sum(-1)
         self.log_sums = scores.logsumexp(-1)
@@ -58,11 +58,11 @@ class _Weights:
         self.log_bound = off + count + self.half_eps + DTYPES["Float"].eps * 4 * (largest + 1)
         lse = self.log_sums.unsqueeze(-1)
         self.ref = (scores - lse).exp().masked_fill(lse == -INF, 0)
-        # By which part of itself a weight may be off.
+        # The relative error of a weight.
         self.off = torch.expm1(2 * self.log_bound).unsqueeze(-1) + count + self.half_eps
         self.off = nonnan(self.off)
 
-        # What is too small for a weight becomes 0.
+        # Weights that are too small become 0.
         facts, wide = DTYPES[self.dtype], DTYPES["Float" if self.dtype in HALF else self.dtype]
         self.least = torch.where(scores == -INF, 0.0, facts.tiny * facts.eps + wide.tiny)
 
@@ -72,14 +72,14 @@ class _Weights:
 
 
 def _times(a: Tensor, a_bound: Tensor, b: Tensor, b_bound: Tensor, eps: float) -> Tensor:
-    """Returns how far a @ b may be off; `eps` is that of one sum's terms."""
+    """Returns the error bound of a @ b; `eps` is the relative error of one term."""
     off = a.abs() @ b_bound + a_bound @ (b.abs() + b_bound)
     return nonnan(off + _depth(a.shape[-1]) * eps * (a.abs() @ b.abs()))
 
 
 def _result(ref: Tensor, bound: Tensor, dtype: str) -> Val:
     known = torch.where(torch.isfinite(ref), nonnan(bound) + DTYPES[dtype].tiny, INF)
-    # No result is known to be exact: libraries round on the way.
+    # No result counts as exact: libraries round intermediate values.
     out = overflow(Val(ref, known, "Float" if dtype in HALF else dtype))
     return stored(out.ref, out.bound, dtype) if dtype in HALF else out
 
@@ -97,12 +97,12 @@ def forward(
     is_causal: bool = False,
     scale: float | Num | None = None,
 ) -> list[Val]:
-    """Returns output, log_sumexp, and the seed and offset of a run that drops nothing."""
+    """Returns output, log_sumexp, and the seed and offset of a run without dropout."""
     w = _Weights(query, key, bias, mask, is_causal, _number(scale))
     out = w.ref @ value.ref
     bound = _times(w.ref, w.bound, value.ref, value.bound, w.eps)
     sums = torch.where(torch.isnan(w.log_sums) | (w.log_sums == INF), INF, nonnan(w.log_bound))
-    # Of a row without scores the sum is known.
+    # The sum of a row without scores is known.
     sums = torch.where((w.log_sums == -INF) & (w.log_bound < 1), 0.0, sums)
     log_sums = Val(w.log_sums, sums, "Float")
     return [_result(out, bound, query.dtype), log_sums, *_seeds()]
@@ -139,7 +139,8 @@ def backward(
     bound = w.ref * (1 + w.off) * (by_value_bound + mean_bound + 2 * eps * sizes)
     bound = nonnan(bound + w.bound * sizes) * abs(w.scale)
     if sizes.numel():
-        # Torch has these in the dtype of the operands: what overflows there spoils all that sums.
+        # Torch stores these in the dtype of the operands: an overflow there spoils every sum that
+        # uses it.
         largest = sizes.nan_to_num(INF).amax((-2, -1), keepdim=True)
         bound = torch.where(largest > DTYPES[w.dtype].largest / 8, INF, bound)
     scores = scores * w.scale

@@ -1,5 +1,6 @@
-"""Floats of one byte with a scale per block, and scales in tiles, in random programs: the
-generators' statements, and what they mean to the oracle."""
+"""Block-quantised 8-bit floats and scales in tiles: statements, and their meaning for the
+oracle.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +18,7 @@ if TYPE_CHECKING:
     from tools.fuzz.builder import Builder, Dim
 
 Tensor = torch.Tensor
-# Elements that share a scale, and the largest value of what they become.
+# The number of elements that share a scale, and the largest value of the result's dtype.
 _BLOCK = 32
 _LARGEST = 448.0
 
@@ -29,7 +30,10 @@ def nv_block_quantize(
     block_size: int = 16,
     dtype: str = "Float4_e2m1fn",
 ) -> list[Val]:
-    """Returns values, and for each 32 neighbours the least power of two that cuts off none."""
+    """Returns quantised values, and a scale for each 32 neighbours.
+
+    The scale is the least power of two with which no element overflows.
+    """
     assert (block_size, dtype) == (_BLOCK, "Float8_e4m3fn")
     if v.ref.shape[-1] % _BLOCK:
         raise InvalidProgram(f"blocks of {tuple(v.ref.shape)}")
@@ -49,7 +53,7 @@ def nv_block_quantize(
 
 
 def _power(largest: Tensor) -> Tensor:
-    """Returns the first power of two, of those there are, that is large enough; else the last."""
+    """Returns the first power of two of the dtype that is large enough, or the last one."""
     powers = torch.exp2(torch.arange(-127, 128, dtype=torch.float64))
     is_small = largest.unsqueeze(-1) > _LARGEST * powers
     found = powers[is_small.sum(-1).clamp(max=len(powers) - 1)]
@@ -57,12 +61,12 @@ def _power(largest: Tensor) -> Tensor:
 
 
 def in_tiles(v: Val, count: int) -> Val:
-    """Moves each element of a matrix to its place in its tile; count tiles of 128 rows hold all."""
+    """Moves each element of a matrix to its position in its tile; `count` tiles of 128 rows."""
     (m, k), columns = v.ref.shape, -(-v.ref.shape[1] // 4)
     row, column = torch.arange(m).unsqueeze(1), torch.arange(k)
     tile = row // 128 * columns + column // 4
     place = tile * 512 + row % 32 * 16 + row % 128 // 32 * 4 + column % 4
-    # Of no bits: a power of two that has no zero.
+    # The value whose bits are all 0: a dtype of powers of two has no zero.
     nothing = 2.0**-127 if v.dtype == "Float8_e8m0fnu" else 0
 
     def moved(t: Tensor, beside: float) -> Tensor:
@@ -74,7 +78,7 @@ def in_tiles(v: Val, count: int) -> Val:
 
 
 def preprocess_grouped_matmul_input_sf(v: Val, starts: Val, begins: Val) -> Val:
-    """Moves the rows of each group to where its tiles begin."""
+    """Moves the rows of each group to the start of its tiles."""
     if not (starts.is_exact and begins.is_exact):
         raise InvalidProgram("groups that are not known")
     m, first, begin = len(v.ref), starts.ref.tolist(), begins.ref.tolist()
@@ -102,6 +106,7 @@ def nv_grouped_block_quantize(
     block_size: int = 16,
     dtype: str = "Float4_e2m1fn",
 ) -> list[Val]:
+    """Returns quantised values, and their scales in the tiles of groups of rows."""
     values, scales = nv_block_quantize(v, False, block_size, dtype)
     return [values, preprocess_grouped_matmul_input_sf(scales, starts, begins)]
 
@@ -115,7 +120,7 @@ MEANINGS: dict[str, Callable[..., Val | list[Val]]] = {
 
 # ------------------------------------------------------------------ the generators
 def quantize(b: Builder, name: str, extents: Callable[[], Dim], make: MakeInput) -> None:
-    """Appends blocks of a tensor where it has whole ones, else of a new one that has."""
+    """Appends a block quantisation of a tensor with whole blocks, or of a new one."""
     dims, kind = b.dims[name], b.dtype[name]
     if kind not in ("Half", "BFloat16", "Float"):
         kind = b.rng.choice(("Half", "BFloat16", "Float"))
@@ -161,8 +166,10 @@ def _tiles(m: Dim, k: Dim, groups: Dim) -> list[Dim]:
 
 
 def _groups(b: Builder, m: Dim, extents: Callable[[], Dim], make: MakeInput) -> list[Ref]:
-    """Draws groups of rows: where they begin, and where their tiles do; [] where tiles are many, or
-    there are rows and no group."""
+    """Draws groups of rows: the first row of each, and the first row of its tiles.
+
+    Returns [] where there would be too many tiles, or rows without a group.
+    """
     rng = b.rng
     count = b.constant(rng.choice((1, 1, 2, 3))) if b.chance(0.7) else extents()
     count = type(count)(count.vec, count.static)
@@ -175,7 +182,7 @@ def _groups(b: Builder, m: Dim, extents: Callable[[], Dim], make: MakeInput) -> 
     for n, g in zip(m.vec, count.vec, strict=True):
         starts.append(sorted([0, *(rng.randint(0, n) for _ in range(g - 1))])[:g])
         needed = [-(-(y - x) // 128) for x, y in pairwise([*starts[-1], n])]
-        # What is left over is before some groups.
+        # Unused tiles are before some of the groups.
         left = (n + 127 * g) // 128 - sum(needed)
         before = sorted(rng.randint(0, left) for _ in range(g))
         begins.append([128 * (x + sum(needed[:i])) for i, x in enumerate(before)])

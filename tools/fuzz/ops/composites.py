@@ -1,5 +1,7 @@
-"""Ops of torch.nn.functional in random programs: the generators' statements, and what they mean to
-the oracle, in the steps that their documentation tells."""
+"""Ops of torch.nn.functional: the generators' statements, and their meaning for the oracle.
+
+The oracle computes each op in the steps of its documentation.
+"""
 
 from __future__ import annotations
 
@@ -48,19 +50,22 @@ def _log_total(shifted: Val, dim: int) -> Val:
 
 
 def softmax(v: Val, dim: int, dtype: str | None = None) -> Val:
+    """Returns softmax along `dim`."""
     e = _call("exp", _shifted(_wide(v, dtype), dim))
     return cast(_call("div", e, reduce("sum", e, dim, True)), dtype or v.dtype)
 
 
 def log_softmax(v: Val, dim: int, dtype: str | None = None) -> Val:
+    """Returns the logarithm of softmax along `dim`."""
     shifted = _shifted(_wide(v, dtype), dim)
     return cast(_call("sub", shifted, _log_total(shifted, dim)), dtype or v.dtype)
 
 
 def mean(v: Val, dim: Any = None, keepdim: bool = False, dtype: str | None = None) -> Val:
+    """Returns the mean over axes."""
     v = v if dtype is None else cast(v, dtype)
     x = cast(v, "Float") if v.dtype in (*HALF, *FLOAT8) else v
-    # No axes are all of them, as in torch.
+    # An empty list means all axes, as in torch.
     dim = None if isinstance(dim, list | tuple) and not dim else dim
     axes = range(x.ref.ndim) if dim is None else [dim] if isinstance(dim, int) else dim
     count = math.prod(x.ref.shape[d] for d in axes) if x.ref.ndim else 1
@@ -70,6 +75,7 @@ def mean(v: Val, dim: Any = None, keepdim: bool = False, dtype: str | None = Non
 def layer_norm(
     v: Val, shape: list[int], weight: Val | None = None, bias: Val | None = None, eps: float = 1e-5
 ) -> Val:
+    """Returns a layer norm over the trailing axes `shape`."""
     x, axes = _wide(v), list(range(v.ref.ndim - len(shape), v.ref.ndim))
     variance, average = var_mean(x, axes, 0, True)
     inverse = _call("rsqrt", _call("add", variance, eps))
@@ -80,6 +86,7 @@ def layer_norm(
 
 
 def rms_norm(v: Val, shape: list[int], weight: Val | None = None, eps: float | None = None) -> Val:
+    """Returns an RMS norm over the trailing axes `shape`."""
     x, axes = _wide(v), list(range(v.ref.ndim - len(shape), v.ref.ndim))
     eps = torch.finfo(DTYPES[x.dtype].torch).eps if eps is None else eps
     square = mean(_call("mul", x, x), axes, True)
@@ -88,6 +95,7 @@ def rms_norm(v: Val, shape: list[int], weight: Val | None = None, eps: float | N
 
 
 def gelu(v: Val, approximate: str = "none") -> Val:
+    """Returns gelu, by erf or by the tanh approximation."""
     x = _wide(v)
     if approximate == "none":
         inner = _call("erf", _call("mul", x, 2**-0.5))
@@ -99,7 +107,7 @@ def gelu(v: Val, approximate: str = "none") -> Val:
 
 
 def dropout(v: Val, p: float = 0.5, training: bool = True) -> Val:
-    """Returns 0, and how far what is kept is from there."""
+    """Returns 0 with a bound that includes each kept value: any element may be dropped."""
     if not training or p == 0.0:
         return v
     x = _wide(v)
@@ -120,6 +128,7 @@ def cross_entropy(
     reduction: str = "mean",
     label_smoothing: float = 0.0,
 ) -> Val:
+    """Returns the cross entropy of scores `v` and classes, or class probabilities, `target`."""
     x, dim = _wide(v), min(v.ref.ndim - 1, 1)
     classes = x.ref.shape[dim]
     shape = [classes if k == dim else 1 for k in range(x.ref.ndim)]
@@ -171,7 +180,7 @@ MEANINGS: dict[str, Callable[..., Val]] = {
 
 # ------------------------------------------------------------------ the generators
 def composite(b: Builder, name: str, make: MakeInput, *, draws: bool) -> None:
-    """Appends one of these ops of a floating tensor; `draws` allows those that draw numbers."""
+    """Appends one of these ops to a floating tensor; `draws` allows ops with random numbers."""
     rng, dims = b.rng, b.dims[name]
     plain = [type(d)(d.vec, d.static) for d in dims]
     if not dims or b.chance(0.25):

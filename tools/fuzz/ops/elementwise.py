@@ -1,6 +1,6 @@
 """The oracle's elementwise ops: dtype rules, values, bounds.
 
-Nothing of the code under test is used: dtype rules and meanings are written here again.
+It uses nothing of the code under test: dtype rules and meanings are written again in this file.
 """
 
 from __future__ import annotations
@@ -31,17 +31,19 @@ Tensor = torch.Tensor
 
 # ------------------------------------------------------------------ dtypes
 def category(dtype: str) -> str:
+    """Returns the category of a dtype: bool, int, float or complex."""
     return DTYPES[dtype].category
 
 
 def is_inexact(dtype: str) -> bool:
+    """Whether a dtype is floating or complex."""
     return category(dtype) in ("float", "complex")
 
 
 _COMPLEX = {part: dtype for dtype, part in PARTS.items()}
 _ORDER = {"bool": 0, "int": 1, "float": 2, "complex": 3}
 _NAME = {f.torch: n for n, f in DTYPES.items()}
-# What torch makes of a Python number that meets no tensor of its category.
+# The dtype that torch gives a Python number without a tensor of its category.
 _OF_NUMBER = {
     name: _NAME[torch.result_type(torch.empty((), dtype=torch.bool), number)]
     for name, number in {"Double": 0.5, "Float": 0.5, "ComplexDouble": 2j}.items()
@@ -59,8 +61,11 @@ def _promote_pair(a: str, b: str) -> str:
 
 
 def common_dtype(operands: Sequence[Val | Num]) -> str:
-    """Returns the promoted dtype: tensors outrank 0-d tensors, which outrank scalars; a lower class
-    counts only if its category is higher. Scalars, of which some operand is none, are numbers."""
+    """Returns the promoted dtype of operands.
+
+    Tensors take precedence over 0-d tensors, which take precedence over scalars. A lower class
+    counts only if its category is higher.
+    """
     ranks: list[list[str]] = [[], [], []]
     for v in operands:
         if isinstance(v, Num):
@@ -115,7 +120,7 @@ def typed(row: Row, operands: Sequence[Val | Num]) -> tuple[str, str]:
 
 
 def operand_in(v: Val | Num, dtype: str) -> Val:
-    """Returns an operand as a computation in `dtype` sees it."""
+    """Returns the value of an operand in a computation in `dtype`."""
     if isinstance(v, Val):
         return cast(v, dtype)
     if is_inexact(dtype):
@@ -132,7 +137,7 @@ def operand_in(v: Val | Num, dtype: str) -> Val:
 
 # ------------------------------------------------------------------ elementwise
 def pointwise(name: str, operands: Sequence[Val | Num]) -> Val:
-    """Returns one elementwise op of the table."""
+    """Returns the result of one elementwise op of the table."""
     row = ROWS[name]
     compute, result = typed(row, operands)
     vals = [operand_in(v, compute) for v in operands]
@@ -154,19 +159,19 @@ def pointwise(name: str, operands: Sequence[Val | Num]) -> Val:
     scale = None if row.scale is None else row.scale(*(v.ref for v in vals)).abs()
     factors = [v.ref for v in vals]
     if row.name in ("div", "truediv"):
-        # What divides a whole row may be divided by once: a quotient is a product then.
+        # A kernel may compute the reciprocal of a common divisor once, and multiply by it.
         factors.append(vals[1].ref.reciprocal())
     out = computed(ref, bound, compute, row.ulps, scale, factors)
     out = _zero_signs(row, vals, out)
     return stored(out.ref, out.bound, result) if result in HALF else out
 
 
-# Of complex numbers, in units of the last place: products of rounded parts, and functions whose
-# reference has no more digits than what it checks.
+# Errors of complex ops, in units of the last place: products of rounded parts, and functions whose
+# reference has no more digits than the values it checks.
 _COMPLEX_ULPS = {"add": 1, "sub": 1, "abs": 4, "mul": 8, "div": 16, "truediv": 16, "lerp": 32}
 _COMPLEX_ULPS |= dict.fromkeys(("neg", "real", "imag", "complex"), 0)
 _COMPLEX_ULPS |= dict.fromkeys(("pow", "sigmoid", "silu"), 4096)
-# Where a function of complex numbers is infinite, or jumps: of a divisor, or of a base.
+# Points where a complex function is infinite or jumps: for a divisor, or a base.
 _POLES: dict[str, tuple[complex, ...]] = {
     **dict.fromkeys("div truediv reciprocal rsqrt pow log log2 log10".split(), (0.0,)),
     "log1p": (-1.0,),
@@ -177,7 +182,7 @@ _CUT = "sqrt rsqrt log log2 log10 log1p asin acos asinh acosh atan atanh pow".sp
 
 
 def _complex(row: Row, vals: list[Val], compute: str, result: str) -> Val:
-    """Returns an op of complex numbers, or of the parts of one."""
+    """Returns the result of an op on complex numbers, or on the parts of one."""
     ref, bound = corners(row.fn, vals)
     if row.rule == "comparison":
         a, b = vals
@@ -196,7 +201,7 @@ def _complex(row: Row, vals: list[Val], compute: str, result: str) -> Val:
             # The derivative may be anything between the corners.
             odd = odd | (v.bound > 1e-2)
         if row.name in _CUT:
-            # On which side of a cut a zero lies is not said.
+            # It is undefined on which side of a branch cut a zero is.
             odd = odd | (v.ref.real == 0) | (v.ref.imag == 0)
     at = vals[0] if row.name == "pow" else vals[-1]
     for pole in _POLES.get(row.name, ()):
@@ -211,7 +216,9 @@ def _complex(row: Row, vals: list[Val], compute: str, result: str) -> Val:
 
 
 def _turns(name: str, vals: Sequence[Val]) -> Tensor:
-    """Whether a function jumps or turns within its operands' bounds: corners say little there."""
+    """Whether a function jumps or turns within its operands' bounds, where its corners give no
+    bound.
+    """
     turns = torch.zeros((), dtype=torch.bool)
     for side in _SIDES.get(name, ()):
         turns = turns | (corners(side, vals)[1] > 0)
@@ -224,9 +231,9 @@ def _divisor(*xs: Tensor) -> Tensor:
     return xs[-1].sign()
 
 
-# On which side of its jumps and poles a function is. A divisor that may be 0 may make anything, NaN
-# too, however large the quotient of the reference values is; so does a number that is 0 in its own
-# dtype and not in float64.
+# Functions that return the side of a jump or pole. A divisor that may be 0 can produce any value,
+# also NaN, however large the reference quotient is. The same holds for a number that is 0 in its
+# own dtype but not in float64.
 _SIDES: dict[str, tuple[Callable[..., Tensor], ...]] = {
     "frac": (torch.trunc,),
     "tan": (lambda x: x.cos().sign(),),
@@ -244,7 +251,9 @@ _SIDES: dict[str, tuple[Callable[..., Tensor], ...]] = {
 
 
 def _zero_signs(row: Row, vals: Sequence[Val], out: Val) -> Val:
-    """Forgets results that depend on the sign of a zero, or of a NaN, which no op defines."""
+    """Marks results as unknown that depend on the sign of a zero or a NaN, which no op
+    defines.
+    """
     if not row.zero_sign:
         return out
     x = (vals[-1] if row.name not in ("atan2", "pow") else vals[0]).ref
@@ -327,7 +336,9 @@ def _estimate(name: str, vals: Sequence[Val]) -> Tensor:
 
 # ------------------------------------------------------------------ scalars
 def scalar_op(name: str, values: Sequence[Num]) -> Num:
-    """Returns an op of scalars. Integers divide with truncation, `mod` as C's `%`."""
+    """Returns the result of an op on scalars: integers divide with truncation, `mod` is C's
+    `%`.
+    """
     xs: list[Any] = [v.value for v in values]
     is_float = any(v.dtype in ("Double", "Float") for v in values)
     if name == "div" and not is_float:
@@ -354,11 +365,13 @@ SCALAR_OPS = ("add", "sub", "mul", "div", "mod", "neg", "abs", "maximum", "minim
 
 
 def addcmul(a: Val | Num, b: Val | Num, c: Val | Num, value: Val | Num) -> Val:
+    """Returns a + b * c * value."""
     product = pointwise("mul", [pointwise("mul", [b, c]), value])
     return pointwise("add", [a, product])
 
 
 def clamp(x: Val, low: Any, high: Any) -> Val:
+    """Returns x limited to the range from `low` to `high`, each of which may be None."""
     ends: list[Val | Num] = []
     for limit, sign in ((low, -1), (high, 1)):
         if limit is not None:
@@ -372,6 +385,7 @@ def clamp(x: Val, low: Any, high: Any) -> Val:
 
 
 def as_num(value: int | float | complex | bool) -> Num:
+    """Returns a Python number as a scalar value."""
     if isinstance(value, bool):
         return Num(value, "Bool")
     if isinstance(value, complex):

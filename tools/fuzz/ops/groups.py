@@ -1,4 +1,4 @@
-"""Products per group in random programs: the generators' statements, and what they mean."""
+"""Products per group in random programs: the generators' statements, and their meaning."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from tools.fuzz.builder import Builder, Dim
 
 Tensor = torch.Tensor
-# The oracle multiplies group by group.
+# The largest number of groups: the oracle multiplies group by group.
 _MOST_GROUPS = 32
 
 
@@ -27,14 +27,14 @@ _MOST_GROUPS = 32
 def grouped_mm(
     a: Val, b: Val, offsets: Val, *scales: Val, dtype: str = "BFloat16", **more: Val
 ) -> Val | list[Val | Num]:
-    """Returns a product per group; with scales, beside two results that are none."""
+    """Returns a product per group; with scales, also two empty results."""
     none = Num(False, "Bool")
     out = products(a, b, offsets, *scales, dtype=dtype if scales else a.dtype, **more)
     return [out, none, none] if scales else out
 
 
 def products(a: Val, b: Val, offsets: Val, *scales: Val, dtype: str, **more: Val) -> Val:
-    """Multiplies group by group, with scales as `scaled_mm` does; what is in none is 0."""
+    """Multiplies group by group, with scales as in `scaled_mm`; rows in no group are 0."""
     ragged = {(2, 2): "k", (3, 2): "n", (2, 3): "m"}[a.ref.ndim, b.ref.ndim]
     extent = {"k": a.ref.shape[-1], "n": b.ref.shape[-1], "m": a.ref.shape[0]}[ragged]
     ends = offsets.ref.tolist()
@@ -70,8 +70,10 @@ def _part(v: Val, index: int | slice | tuple[slice, slice]) -> Val:
 
 
 def _scale(v: Val, places: tuple[int | slice, ...]) -> Val:
-    """Returns what is at these places, of which the last are a tensor's axes, the first the group;
-    an axis with one element has it everywhere."""
+    """Returns the part of a scale for one group.
+
+    `places` has the group first, and the tensor's axes last. An axis with one element is shared.
+    """
 
     def part(t: Tensor) -> Tensor:
         if t.numel() == 1:
@@ -88,8 +90,11 @@ MEANINGS: dict[str, Callable[..., Val | list[Val | Num]]] = {"grouped_mm": group
 
 # ------------------------------------------------------------------ the generators
 def multiply(b: Builder, name: str, extents: Callable[[], Dim], make: MakeInput) -> None:
-    """Appends a product per group of a tensor with two or three axes, a scaled one of floats of one
-    byte, and at times of others as such; `extents` draws an axis."""
+    """Appends a product per group of a tensor with two or three axes.
+
+    It is scaled for 8-bit floats, and sometimes for other dtypes cast to them. `extents` draws an
+    axis.
+    """
     is_scaled = b.dtype[name] in FLOAT8 or b.chance(0.3)
     if b.dims[name][-1].expanded:
         return

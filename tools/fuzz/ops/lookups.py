@@ -1,4 +1,4 @@
-"""Lookups in random programs: the generators' statements, and what they mean to the oracle."""
+"""Lookups in random programs: the generators' statements, and their meaning for the oracle."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Tensor = torch.Tensor
 
 
 class MakeInput(Protocol):
-    """Makes an input of these axes and dtype, with values of one kind, or of one for each call."""
+    """Appends an input with these axes and dtype; `fill` is for all calls, or one for each."""
 
     def __call__(
         self, dims: Sequence[Dim], dtype: str, fill: str | Sequence[str] | None = None, /
@@ -29,7 +29,7 @@ class MakeInput(Protocol):
 
 # ------------------------------------------------------------------ the oracle
 def _checked(table: Val, index: Val, extent: int) -> tuple[Tensor, bool]:
-    """Returns an index that is in the table, and whether it is known."""
+    """Returns an index that is valid for the table, and whether it is known."""
     if not index.is_exact:
         return torch.zeros_like(index.ref), False
     if bool(((index.ref < 0) | (index.ref >= extent)).any()):
@@ -46,6 +46,8 @@ def _found(table: Val, index: Val, extent: int, read: Callable[[Tensor, Tensor],
 
 
 def index_select(table: Val, index: Val, dim: int) -> Val:
+    """Returns the slices of a table along `dim` at an index."""
+
     def read(t: Tensor, places: Tensor) -> Tensor:
         return torch.cat(
             [t.narrow(dim, p, 1) for p in places.reshape(-1).tolist()] or [t.narrow(dim, 0, 0)],
@@ -56,6 +58,8 @@ def index_select(table: Val, index: Val, dim: int) -> Val:
 
 
 def embedding_fwd(index: Val, weight: Val) -> Val:
+    """Returns the rows of a weight at an index."""
+
     def read(t: Tensor, places: Tensor) -> Tensor:
         return t[places.reshape(-1)].reshape(*places.shape, t.shape[1])
 
@@ -63,6 +67,7 @@ def embedding_fwd(index: Val, weight: Val) -> Val:
 
 
 def gather(table: Val, index: Val, dim: int) -> Val:
+    """Returns torch.gather of a table and an index."""
     pairs = enumerate(zip(index.ref.shape, table.ref.shape, strict=True))
     if any(a > b for k, (a, b) in pairs if k != dim % index.ref.ndim):
         raise InvalidProgram("an index larger than its table")
@@ -70,6 +75,7 @@ def gather(table: Val, index: Val, dim: int) -> Val:
 
 
 def take_along_axis(table: Val, index: Val, dim: int) -> Val:
+    """Returns a gather whose operands are broadcast to each other."""
     dim %= index.ref.ndim
 
     def read(t: Tensor, places: Tensor) -> Tensor:
@@ -82,6 +88,7 @@ def take_along_axis(table: Val, index: Val, dim: int) -> Val:
 
 
 def select(table: Val, index: int, dim: int) -> Val:
+    """Returns one slice of a table, without its axis."""
     extent = table.ref.shape[dim]
     if not -extent <= index < extent:
         raise InvalidProgram(f"select of {index} of {extent}")
@@ -89,6 +96,7 @@ def select(table: Val, index: int, dim: int) -> Val:
 
 
 def scatter(x: Val, index: Val, src: float | int | bool, dim: int) -> Val:
+    """Returns a tensor with one number written at the places of an index."""
     pairs = enumerate(zip(index.ref.shape, x.ref.shape, strict=True))
     if any(a > b for k, (a, b) in pairs if k != dim % index.ref.ndim):
         raise InvalidProgram("an index larger than what it is written into")
@@ -104,7 +112,7 @@ def scatter(x: Val, index: Val, src: float | int | bool, dim: int) -> Val:
 
 
 def index_put_accumulate(acc: Val, index: Val, value: Val) -> Val:
-    """Adds up whatever is meant for a row; what is meant for none goes nowhere."""
+    """Adds each value row to the row of `acc` that its index names; other rows are ignored."""
     count, rest = index.ref.numel(), acc.ref.shape[1:]
     if any(n not in (1, m) for n, m in zip(value.ref.shape, (count, *rest), strict=True)):
         raise InvalidProgram(f"rows {tuple(value.ref.shape)} for {count} of {tuple(rest)}")
@@ -125,7 +133,7 @@ def index_put_accumulate(acc: Val, index: Val, value: Val) -> Val:
     is_exact = all(v.is_exact and is_whole(v.ref) for v in (acc, value))
     out = summed(ref, bound, sizes, most + 1, acc.dtype, is_exact=is_exact)
     out = stored(out.ref, out.bound, acc.dtype) if acc.dtype in HALF else out
-    # Other rows stay as they are.
+    # Other rows do not change.
     into = torch.zeros(len(acc.ref), dtype=torch.bool).index_fill(0, rows, True)
     into = into.reshape(-1, *(1 for _ in rest))
     return Val(
@@ -147,7 +155,7 @@ MEANINGS: dict[str, Callable[..., Val]] = {
 # ------------------------------------------------------------------ the generators
 _OPS = ("index_select", "index_select", "gather", "gather", "take_along_axis", "take_along_axis")
 _OPS += ("embedding_fwd", "select", "scatter", "index_put_accumulate")
-# What kind of number is written into a tensor.
+# The dtype of a scalar that is written into a tensor.
 _WIDE = {"f": "Double", "i": "Int", "b": "Bool", "c": "ComplexDouble"}
 _KINDS = {n: _WIDE[f.category[0]] for n, f in DTYPES.items()}
 
@@ -187,7 +195,7 @@ def look_up(b: Builder, name: str, extents: Callable[[], Dim], make: MakeInput) 
     if op == "embedding_fwd":
         b.emit(op, [Ref(index), Ref(name)], [*mine, dims[1]])
     elif op == "scatter":
-        # One number for all: it does not matter which comes last.
+        # One number for all places, because the order of writes is undefined.
         src = Ref(b.add_scalar(_KINDS[b.dtype[name]], [rng.randint(0, 1)] * b.ncalls))
         out = [type(d)(d.vec, d.static) for d in dims]
         b.emit(op, [Ref(name), Ref(index), src, dim], out)
@@ -200,6 +208,7 @@ def look_up(b: Builder, name: str, extents: Callable[[], Dim], make: MakeInput) 
 
 
 def select_in(b: Builder, name: str, at: int) -> None:
+    """Appends a select at a random place along an axis."""
     dims = b.dims[name]
     if all(dims[at].vec):
         places = [b.rng.randint(-n, n - 1) for n in dims[at].vec]
@@ -208,7 +217,7 @@ def select_in(b: Builder, name: str, at: int) -> None:
 
 
 def add_rows(b: Builder, name: str, count: Dim, make: MakeInput) -> None:
-    """Appends an addition of so many rows to some of a tensor's, or to none."""
+    """Appends an addition of `count` rows to some rows of a tensor."""
     dims, dtype = b.dims[name], b.dtype[name]
     plain = [type(d)(d.vec, d.static) for d in dims]
     rows = [d if b.chance(0.85) else b.one for d in (count, *plain[1:])]
@@ -231,7 +240,7 @@ def add_rows(b: Builder, name: str, count: Dim, make: MakeInput) -> None:
 
 
 def _beside(b: Builder, d: Dim, op: str) -> Dim:
-    """Returns what an index has where the table has an axis that is not looked up."""
+    """Returns the index's axis for a table's axis that is not looked up."""
     plain = type(d)(d.vec, d.static)
     if b.chance(0.7):
         return plain
@@ -252,8 +261,10 @@ def _joined(table: Dim, index: Dim, op: str) -> Dim:
 def _index(
     b: Builder, table: str, at: int, dims: Sequence[Dim], below: Sequence[int], make: MakeInput
 ) -> str | None:
-    """Returns an index of these axes: an input, or what is computed from one, or from a tensor of
-    whole numbers of these very axes."""
+    """Returns an index with these axes.
+
+    It is an input, or computed from an input or from an integer tensor with the same axes.
+    """
 
     def fits(n: str) -> bool:
         return b.dtype[n] in ("Int", "Int32") and b.dims[n] == tuple(dims)

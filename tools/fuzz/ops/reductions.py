@@ -26,6 +26,7 @@ from tools.fuzz.values import (
 
 
 def dims_of(dims: object, rank: int) -> list[int]:
+    """Returns the reduced axes as sorted, non-negative numbers; None means all axes."""
     if dims is None:
         return list(range(rank))
     given = [dims] if isinstance(dims, int) else list(dims)  # pyright: ignore[reportArgumentType]
@@ -39,6 +40,7 @@ def _count(v: Val, dims: Sequence[int]) -> int:
 def reduce(
     name: str, v: Val, dims: object = None, keepdim: bool = False, dtype: str | None = None
 ) -> Val:
+    """Returns the sum, product, maximum or minimum over axes."""
     if dtype is not None:
         v = cast(v, dtype)
     elif name in ("sum", "prod") and not is_inexact(v.dtype):
@@ -51,7 +53,7 @@ def reduce(
 
 
 def is_whole(x: torch.Tensor) -> bool:
-    """Whether all are integers, also the parts of complex numbers."""
+    """Whether all elements are integers, including the parts of complex numbers."""
     real = torch.view_as_real(x.resolve_conj()) if x.is_complex() else x
     return bool((real == real.round()).all())
 
@@ -67,13 +69,15 @@ def _sum(v: Val, dims: list[int], keepdim: bool) -> Val:
 
 
 def summed(ref: Tensor, bound: Tensor, sizes: Tensor, n: int, dtype: str, *, is_exact: bool) -> Val:
-    """Returns sums of `n` floating numbers, whose absolute values add up to `sizes`, in any order;
-    `is_exact` says of known whole ones."""
+    """Returns sums of `n` floating numbers in any order; `sizes` has the sums of absolute values.
+
+    `is_exact` is true for integers without error, whose small sums are exact.
+    """
     out = accumulated(ref, bound, sizes + bound, n, dtype)
-    # One part of a complex sum may be rounded where the other is infinite: nothing says how much.
+    # One part of a complex sum may be rounded while the other is infinite; its error is unknown.
     not_finite = INF if ref.is_complex() else 0.0
     out = Val(ref, torch.where(torch.isfinite(ref) | (bound > 0), out.bound, not_finite), dtype)
-    # The order of a sum decides what becomes of an overflow on the way.
+    # The effect of an intermediate overflow depends on the order of the sum.
     near = sizes.nan_to_num(0, posinf=0) > DTYPES["Float" if dtype in HALF else dtype].largest / 8
     out = Val(ref, torch.where(near, INF, out.bound), dtype)
     is_small = float(sizes.nan_to_num(INF).max() if sizes.numel() else 0) < 2**24
@@ -128,7 +132,7 @@ REDUCTIONS: dict[str, Callable[[Val, list[int], bool], Val]] = {
 
 
 def welford(v: Val, dims: object) -> list[Val]:
-    """Returns mean, sum of squared deviations, count."""
+    """Returns mean, sum of squared deviations, and count."""
     where = dims_of(dims, v.ref.ndim)
     n = _count(v, where)
     dtype = v.dtype
@@ -159,6 +163,7 @@ def welford(v: Val, dims: object) -> list[Val]:
 
 
 def var_mean(v: Val, dims: object, correction: int = 1, keepdim: bool = False) -> list[Val]:
+    """Returns the variance and the mean over axes."""
     where = dims_of(dims, v.ref.ndim)
     if v.ref.is_complex():
         parts = [pointwise(p, [v]) for p in ("real", "imag")]
@@ -182,6 +187,7 @@ def _inverse(free: int, dtype: str) -> Val:
 
 
 def var(v: Val, dims: object, correction: int = 1, keepdim: bool = False) -> Val:
+    """Returns the variance over axes."""
     where = dims_of(dims, v.ref.ndim)
     n = _count(v, where)
     wide = Val(v.ref, v.bound, "Float") if v.dtype in HALF else v
@@ -196,7 +202,9 @@ def var(v: Val, dims: object, correction: int = 1, keepdim: bool = False) -> Val
 
 
 def _squared_deviations(delta: Val, where: list[int], keepdim: bool, n: int) -> Val:
-    """Returns the sum of the squared distances from the mean, given those from the rounded mean."""
+    """Returns the sum of squared distances from the exact mean, from distances to the rounded
+    mean.
+    """
     total = reduce("sum", pointwise("mul", [delta, delta]), where, keepdim)
     rest = reduce("sum", delta, where, keepdim)
     share = pointwise("mul", [rest, pointwise("div", [rest, Num(n, "Int")])])
@@ -205,6 +213,7 @@ def _squared_deviations(delta: Val, where: list[int], keepdim: bool, n: int) -> 
 
 # ------------------------------------------------------------------ contractions
 def matmul(a: Val, b: Val, bias: Val | None = None) -> Val:
+    """Returns a @ b, plus `bias` if there is one."""
     k = a.ref.shape[-1]
     ref = torch.matmul(a.ref, b.ref)
     sizes = torch.matmul(a.ref.abs(), b.ref.abs())
@@ -218,12 +227,13 @@ def matmul(a: Val, b: Val, bias: Val | None = None) -> Val:
         if a.dtype in HALF:
             extra = extra + DTYPES[a.dtype].eps * out.ref.abs()
         out = computed(ref, extra, compute, 1, sizes + bias.ref.abs())
-    # A library may treat NaN and infinity times 0 in its own way.
+    # Libraries differ in NaN and infinity times 0.
     out = Val(out.ref, torch.where(torch.isfinite(out.ref), out.bound, INF), compute)
     return stored(out.ref, out.bound + DTYPES[a.dtype].eps * 0.5 * out.bound, a.dtype)
 
 
 def linear(x: Val, weight: Val, bias: Val | None = None) -> Val:
+    """Returns x @ weight.T, plus `bias` if there is one; weight and bias may have batch axes."""
     *batch, n, k = weight.ref.shape
     rows = x.ref.shape[:-1]
     flat = x.view(lambda t: t.reshape(math.prod(rows), k))

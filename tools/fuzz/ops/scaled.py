@@ -1,5 +1,6 @@
-"""Products of floats of one byte, in random programs: the generators' statements, and what they
-mean to the oracle."""
+"""Scaled products of 8-bit floats: the generators' statements, and their meaning for the
+oracle.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +34,7 @@ FACTORS = ("Float8_e4m3fn", "Float8_e5m2")
 def scaled_mm(
     a: Val, b: Val, scale1: Val, scale2: Val, dtype: str = "BFloat16", **more: Val
 ) -> list[Val | Num]:
-    """Returns a product with scales; the other two results are none."""
+    """Returns a product with scales, and two empty results."""
     none = Num(False, "Bool")
     return [product(a, b, scale1, scale2, dtype=dtype, **more), none, none]
 
@@ -49,7 +50,7 @@ def product(
     *,
     dtype: str,
 ) -> Val:
-    """Multiplies in Float, scale in any order, round once."""
+    """Multiplies in Float, applies the scales in any order, and rounds once."""
     product = matmul(*(replace(v, dtype="Float") for v in (a, b)))
     if not product.is_exact and all(n % 16 == 0 for n in b.ref.shape):
         # Tensor cores, which take such extents, keep fewer digits of partial sums.
@@ -67,7 +68,7 @@ def product(
 
 
 def _multiplied(factors: list[Val], shape: torch.Size) -> Val:
-    """Multiplies in any order by factors of which some are one element, in any number of axes."""
+    """Multiplies factors in any order; a factor of one element may have any number of axes."""
     fitting = [v.view(lambda t: t.reshape(())) if v.ref.numel() == 1 else v for v in factors]
     ref, bound = corners(lambda *xs: math.prod(xs).expand(shape), fitting)  # pyright: ignore[reportAttributeAccessIssue, reportCallIssue, reportArgumentType]
     return computed(ref, bound.expand(shape), "Float", 4, None)
@@ -80,7 +81,7 @@ MEANINGS: dict[str, Callable[..., list[Val | Num]]] = {
 
 # ------------------------------------------------------------------ the generators
 def factor(b: Builder, name: str) -> str:
-    """Returns a tensor as a float of one byte; "" where that was thought better of."""
+    """Returns a tensor as an 8-bit float; "" if its cast was rejected."""
     if b.dtype[name] in FACTORS:
         return name
     return next(iter(b.emit("cast", [Ref(name), Dt(b.rng.choice(FACTORS))], b.dims[name])), "")
@@ -89,8 +90,9 @@ def factor(b: Builder, name: str) -> str:
 def operands(
     b: Builder, m: Dim, n: Dim, make: MakeInput, count: Dim | None = None
 ) -> tuple[list[Arg], dict[str, Arg]]:
-    """Returns the scales of a product [m, n], and what else it is given by name; each may be one of
-    `count` groups."""
+    """Returns the scales of a product [m, n], and its keyword arguments; each may have `count`
+    groups.
+    """
     rng = b.rng
 
     def of_groups(dims: list[Dim]) -> list[Dim]:
@@ -124,7 +126,7 @@ def operands(
 
 
 def multiply(b: Builder, name: str, extents: Callable[[], Dim], make: MakeInput) -> None:
-    """Appends a product of a tensor with two axes, as a float of one byte, on either side."""
+    """Appends a scaled product of a tensor with two axes, on either side, as an 8-bit float."""
     if any(d.expanded for d in b.dims[name]) or not (name := factor(b, name)):
         return
     mine, new = b.dims[name], extents()

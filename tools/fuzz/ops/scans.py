@@ -1,4 +1,4 @@
-"""Scans and sorts in random programs: the generators' statements, and what they mean."""
+"""Scans and sorts in random programs: the generators' statements, and their meaning."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ if TYPE_CHECKING:
 
 Tensor = torch.Tensor
 _REDUCED = {"cumsum": "sum", "cumprod": "prod", "cummax": "max", "cummin": "min"}
-# The oracle reduces what comes up to each element anew.
+# The longest scanned axis: the oracle reduces each prefix separately.
 _LONGEST = 64
 
 
 # ------------------------------------------------------------------ the oracle
 def scan(name: str, v: Val, dim: int, init: float | int | None = None) -> Val:
-    """Reduces, for each element, all that come up to it."""
+    """Returns, for each element, the reduction of all elements up to it."""
     count, dim = v.ref.shape[dim], dim % v.ref.ndim
     ref, bound, first = v.ref, v.bound, 0
     if init is not None:
@@ -42,13 +42,19 @@ def scan(name: str, v: Val, dim: int, init: float | int | None = None) -> Val:
 
 
 def argsort(v: Val, dim: int, descending: bool = False, stable: bool = False) -> Val:
+    """Returns the positions in sorted order; unknown where the sort is not stable or the values
+    uncertain.
+    """
     places = v.ref.argsort(dim=dim, descending=descending, stable=True)
     is_known = stable and v.is_exact
     return exact(places, "Int") if is_known else Val(places, _unknown(places), "Int")
 
 
 def topk(v: Val, k: int, dim: int = -1, largest: bool = True, sorted: bool = False) -> list[Val]:
-    """An element in order is no more off than the one that is most."""
+    """Returns the `k` largest or smallest elements, and their positions.
+
+    Sorting moves an element by at most the largest bound.
+    """
     if not sorted or not 0 <= k <= v.ref.shape[dim]:
         raise InvalidProgram(f"topk of {k} of {tuple(v.ref.shape)}")
     found, places = v.ref.sort(dim=dim, descending=largest, stable=True)
@@ -78,7 +84,7 @@ _OPS = (*_REDUCED, "cumsum", "argsort", "topk", "topk")
 
 
 def scan_or_sort(b: Builder, name: str) -> None:
-    """Appends a scan, a sort or a choice along an axis of a tensor that has axes."""
+    """Appends a scan, a sort or a top-k along an axis of a tensor that has axes."""
     dims, rng = b.dims[name], b.rng
     at, op = rng.randrange(len(dims)), rng.choice(_OPS)
     if b.is_a(name, "c") and op not in ("cumsum", "cumprod"):
