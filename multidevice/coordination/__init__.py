@@ -1,7 +1,8 @@
 """Launchers, messages and shared memory through which ranks find and watch one another.
 
 Question: how do ranks exchange messages about their calls, and who notices that one is missing?
-Imports: `fuser.support`. Files, in reading order:
+Imports: `fuser.support`.
+Files, in reading order:
 
 - `launcher`: the environment of each launcher.
 - `bounded_wait`: a wait with a deadline; the ledger of calls; teams.

@@ -1,8 +1,8 @@
 """The job: this process among the ranks.
 
-Question: which rank am I, and how do ranks agree before each call and end together? Imports:
-`multidevice.coordination`, `multidevice.transports` and `fuser` but its frontend. Files, in reading
-order:
+Question: which rank am I, and how do ranks agree before each call and end together?
+Imports: `multidevice.coordination`, `multidevice.transports` and `fuser` but its frontend.
+Files, in reading order:
 
 - `early_abort`, `failure_guard`: an error on one rank ends all, also before MPI has started.
 - `communicator`: `Communicator`: rank and size; the transport for a launcher and a device.

@@ -1,7 +1,8 @@
 """Transports: they move bytes between ranks and know nothing of the IR.
 
-Question: how does a collective run on this machine? Imports: `fuser.support` and
-`multidevice.coordination`. Files, in reading order:
+Question: how does a collective run on this machine?
+Imports: `fuser.support` and `multidevice.coordination`.
+Files, in reading order:
 
 - `mpi`, `gloo`: CPU tensors, under mpirun and under torchrun.
 - `nccl`, `nccl_binding`: GPU tensors; the library's calls.

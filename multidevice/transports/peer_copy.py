@@ -3,8 +3,8 @@
 All members of a team share memory on their host, the *mailbox*. A transfer has these steps:
 
 1. The sender writes a *record* to the mailbox, under the number of the transfer. It says where the
-data is stored: the name of the memory, the offset and the size. 2. The receiver reads the record,
-maps that memory (once), copies the data, and writes an answer.
+   data is stored: the name of the memory, the offset and the size.
+2. The receiver reads the record, maps that memory (once), copies the data, and writes an answer.
 
 Data in memory that peers cannot map is first copied to memory that they can map (`empty`).
 Otherwise there is no intermediate copy. Collectives are made of such transfers (`p2p_collectives`).

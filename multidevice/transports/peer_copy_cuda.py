@@ -3,9 +3,10 @@ flags.
 
 The host only finds out where the data is stored; streams define the order:
 
-1. The sender's stream writes the flag *ready* into the receiver's memory. 2. The receiver's stream
-waits for *ready*, copies, and writes the flag *done* into the sender's memory. 3. Work that
-overwrites the data waits for *done*.
+1. The sender's stream writes the flag *ready* into the receiver's memory.
+2. The receiver's stream waits for *ready*, copies, and writes the flag *done* into the sender's
+   memory.
+3. Work that overwrites the data waits for *done*.
 
 Flags count the uses of their slot, so they are never reset. No kernel runs, so the multiprocessors
 stay free. Only an allreduce of at most MAX_NBYTES is one kernel (`peer_allreduce`).

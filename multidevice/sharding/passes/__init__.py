@@ -1,7 +1,8 @@
 """Passes that rewrite a sharded fusion into local ops and reshardings.
 
-Question: which rewrites does a sharded fusion undergo? Imports: `multidevice.sharding`. Files, in
-reading order:
+Question: which rewrites does a sharded fusion undergo?
+Imports: `multidevice.sharding`.
+Files, in reading order:
 
 - `pipeline`: the list of passes, in order.
 - `decompose`: an op whose operands are cut differently becomes reshardings and a local op.

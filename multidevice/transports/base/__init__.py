@@ -1,7 +1,8 @@
 """Parts that all transports share.
 
-Question: which methods must a transport offer? Imports: `fuser.support` and
-`multidevice.coordination`. Files, in reading order:
+Question: which methods must a transport offer?
+Imports: `fuser.support` and `multidevice.coordination`.
+Files, in reading order:
 
 - `collectives`: one row per collective, with all facts that do not depend on the transport.
 - `protocol`: the interface of a transport, also inside CUDA graphs.

@@ -286,7 +286,7 @@ def test_extents_of_a_replicated_input_that_differ_are_no_shards() -> None:
         assert "has extent 3 on ranks (0) and 4 on ranks (1) on axis 1" in of_whole
         assert "an input that no device axis cuts" in of_whole and "shards" not in of_whole
         assert "has extent 4 on ranks (0) and 5 on ranks (1) on axis 0" in of_shards
-        assert "shards of one tensor are equal" in of_shards and "replicated" not in of_shards
+        assert "all shards of a tensor" in of_shards and "cuts must be" not in of_shards
 
 
 # ------------------------------------------------------------------ inputs that lie otherwise

@@ -178,9 +178,9 @@ def test_a_rank_that_does_not_come_is_named(
         "allreduce, number 2"
     )
     assert text in found[0]
-    with pytest.raises(CommunicationTimeout, match="has not come"):
+    with pytest.raises(CommunicationTimeout, match="has not started"):
         late.synchronize()
-    with pytest.raises(CommunicationTimeout, match="has not come"):
+    with pytest.raises(CommunicationTimeout, match="has not started"):
         kernels.start(call, 0)
     assert kernels.failure() == "", "it was read"
 
