@@ -35,8 +35,8 @@ def test_a_sample_of_damage(kind: str, cases: int) -> None:
         ("9" * 5000, "an integer of 5000 digits"),
         ("(" * 3000, "nested parentheses"),
         ("max( i0 )", "expected"),
-        ("( max( i0 ) )", "max takes 2 operands, got 1"),
-        ("( where( i0, 1 ) )", "where takes 3 operands, got 2"),
+        ("( max( i0 ) )", "max expects 2 operands, got 1"),
+        ("( where( i0, 1 ) )", "where expects 3 operands, got 2"),
         ("\u0663", "expected a scalar"),
     ],
 )

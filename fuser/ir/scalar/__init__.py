@@ -6,10 +6,10 @@ Files, in reading order:
 
 - `scalar_nodes`: constants, symbols, applications and polynomials, and their text.
 - `simplify`: simplification by algebra and by ranges.
-- `evaluate`: the meaning of each scalar op.
-- `constructors`: functions that make simplified expressions; rooms import this one.
+- `evaluate`: computes each scalar op on Python numbers.
+- `constructors`: functions that build simplified expressions; other rooms import this one.
 - `compiled`: expressions compiled to Python functions.
 """
 
-# It fills the tables of operators (`OPERATORS`, `CONSTRUCTORS`) of `scalar_nodes`.
+# Importing it fills the tables `OPERATORS` and `CONSTRUCTORS` of `scalar_nodes`.
 from fuser.ir.scalar import constructors as constructors

@@ -1,4 +1,4 @@
-"""Scalars as Python: what each new size of a program has to compute is compiled once.
+"""Compiles scalars to a Python function, for expressions that are computed for many sizes.
 
 i0*i1 + 3, ceilDiv(i0, 4)   ->   def compute(values):
                                      a, b = values[i0], values[i1]
@@ -31,9 +31,9 @@ _CASTS = {"int": "int", "bool": "bool", "float": "float", "complex": "complex"}
 
 
 class Computed:
-    """The values of some scalars, for any values of their symbols: what `evaluate` gives for each.
+    """A tuple of scalars that is evaluated for given values of their symbols, as `evaluate` does.
 
-    The text is compiled at the first call: many programs see one size.
+    The Python function is compiled at the first call, because many programs see only one size.
     """
 
     __slots__ = ("_run", "scalars")
@@ -43,17 +43,20 @@ class Computed:
         self._run: Callable[[Mapping[Symbol, Number]], tuple[Number, ...]] | None = None
 
     def __call__(self, values: Mapping[Symbol, Number]) -> tuple[Number, ...]:
-        """Returns the values in order; raises what `evaluate` raises."""
+        """Returns the values in order; raises the errors of `evaluate`."""
         found = self.at_once(values)
         return tuple(evaluate(x, values) for x in self.scalars) if found is None else found
 
     def hold(self, values: Mapping[Symbol, Number]) -> bool:
-        """Whether all are true; none is looked at behind one that is not."""
+        """Returns whether all scalars are true. Errors behind the first false one are ignored."""
         found = self.at_once(values)
         return all(evaluate(x, values) for x in self.scalars) if found is None else all(found)
 
     def at_once(self, values: Mapping[Symbol, Number]) -> tuple[Number, ...] | None:
-        """Returns all values; None where one by one may do, or has an error to tell."""
+        """Returns all values, or None if the compiled function raises an error.
+
+        `evaluate` may still succeed then, because it computes only the selected branch of a choice.
+        """
         run = self._run
         if run is None:
             run = self._run = compiled(self.scalars)
@@ -64,9 +67,10 @@ class Computed:
 
 
 def compiled(scalars: Sequence[Scalar]) -> Callable[[Mapping[Symbol, Number]], Any]:
-    """Returns a function of the symbols' values that computes all scalars, each part once.
+    """Returns a function from the symbols' values to the values of all scalars.
 
-    It computes both branches of a choice, and its errors say nothing of the scalars.
+    Common parts are computed once. Both branches of a choice are computed, and errors do not name
+    the scalar.
     """
     text = PythonText()
     names = [text.name(x) for x in scalars]
@@ -74,9 +78,9 @@ def compiled(scalars: Sequence[Scalar]) -> Callable[[Mapping[Symbol, Number]], A
 
 
 class PythonText:
-    """The lines of a function that computes scalars, each part once.
+    """The statements of a Python function that computes scalars; common parts are computed once.
 
-    `names` has the variable of each scalar that is computed; `lines` are the statements.
+    `names` maps each computed scalar to its variable; `lines` are the statements.
     """
 
     def __init__(self) -> None:
@@ -85,25 +89,28 @@ class PythonText:
         self._known: dict[str, object] = {}
 
     def name(self, x: Scalar) -> str:
-        """Returns the variable that has the value of a scalar from here on. Symbols without a name
-        are looked up in `values`."""
+        """Returns the variable of a scalar; adds the statements that compute it if they are
+        missing.
+
+        A symbol without a variable is looked up in the parameter `values`.
+        """
         for y in postorder(x, self.names.__contains__):
             self.assign(y, _text(y, self.names, self.constant))
         return self.names[x]
 
     def assign(self, x: Scalar, text: str) -> None:
-        """Lets a new variable have the value of a scalar."""
+        """Adds a statement that assigns the value of a scalar to a new variable."""
         self.names[x] = f"v{len(self.names)}"
         self.lines.append(f"{self.names[x]} = {text}")
 
     def constant(self, value: object) -> str:
-        """Returns a name for an object."""
+        """Returns a new name for an object that the function refers to."""
         name = f"k{len(self._known)}"
         self._known[name] = value
         return name
 
     def function(self, parameter: str, result: str) -> Callable[..., Any]:
-        """Returns the function of one parameter."""
+        """Compiles the function with this parameter and this result expression."""
         body = "\n    ".join([*self.lines, f"return {result}"])
         made: dict[str, Any] = {}
         exec(f"def compute({parameter}):\n    {body}", self._known, made)
@@ -111,11 +118,13 @@ class PythonText:
 
 
 def _text(x: Scalar, names: Mapping[Scalar, str], named: Callable[[object], str]) -> str:
-    """Returns the Python expression of a scalar over the names of its parts; `named` names what
-    stands in it beside them."""
+    """Returns the Python expression of a scalar in terms of the variables of its parts.
+
+    `named` returns a name for any other object in the expression.
+    """
     match x:
         case Const():
-            # A complex number is no literal: what stands beside it would become part of it.
+            # A complex number has no literal of its own: `1+2j` is a sum.
             kind = category(x.dtype)
             is_plain = kind in ("int", "bool") or (kind == "float" and math.isfinite(x.value))
             return repr(x.value) if is_plain else named(x.value)
@@ -141,7 +150,7 @@ def _text(x: Scalar, names: Mapping[Scalar, str], named: Callable[[object], str]
         case Apply():
             return _call(x, names, named)
         case _:
-            raise AssertionError(f"{x} is no scalar")
+            raise AssertionError(f"expected a scalar, got {x}")
 
 
 def _cast(x: Apply, names: Mapping[Scalar, str], named: Callable[[object], str]) -> str:
@@ -165,5 +174,5 @@ def _sum(x: Poly, names: Mapping[Scalar, str]) -> str:
 
 
 def _is_count(x: Scalar) -> bool:
-    """Whether the value is an int as it is."""
+    """Returns whether the value is an int without a conversion."""
     return isinstance(x, Symbol) and is_int(x)

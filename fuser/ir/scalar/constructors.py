@@ -1,13 +1,17 @@
-"""Symbolic scalars that simplify when they are built.
+"""Symbolic scalars that are simplified when they are built.
 
 A scalar is a constant, a symbol, or an op applied to scalars. Integer sums and products are kept as
-polynomials over atoms (symbols and non-polynomial ops such as `/`), so two equal index expressions
-usually become the same object. A symbol carries its range: extents are at least 0 (at least 1 once
-a fusion is concretized), an index is in [0, extent - 1], a user's integers are unbounded; what is
-simplified is proved from these ranges (`fuser.ir.scalar.simplify`).
+polynomials over atoms (symbols and other ops such as `/`). Equal index expressions therefore
+usually become the same object.
 
-Constructors (`add`, `mul`, `floordiv`, ...) are the only way to build a non-leaf; nothing
-simplifies later.
+A symbol carries its range, from which simplifications are proved (`fuser.ir.scalar.simplify`):
+
+- an extent is at least 0, or at least 1 in a concretized fusion;
+- an index is in [0, extent - 1];
+- an integer that the user passes has no bounds.
+
+The constructors (`add`, `mul`, `floordiv`, ...) are the only way to build an expression; nothing
+simplifies it later.
 """
 
 from __future__ import annotations
@@ -124,26 +128,29 @@ def index(name: str, extent: ScalarLike) -> Symbol:
 
 
 def name_for(name: str, x: Scalar, dtype: DataType = DataType.Index) -> Symbol:
-    """Returns a name for the value of `x`, with the lower bound of `x`."""
+    """Returns a symbol that stands for the value of `x`, with the lower bound of `x`."""
     low = interval(x)[0]
     return Symbol(name, dtype, lo=low if isinstance(low, int) else None)
 
 
 # ---------------------------------------------------------------- arithmetic
 def add(a: ScalarLike, b: ScalarLike) -> Scalar:
+    """Returns a + b."""
     return apply("+", a, b)
 
 
 def mul(a: ScalarLike, b: ScalarLike) -> Scalar:
+    """Returns a * b."""
     return apply("*", a, b)
 
 
 def sub(a: ScalarLike, b: ScalarLike) -> Scalar:
+    """Returns a - b."""
     return apply("-", a, b)
 
 
 def product(factors: Iterable[ScalarLike]) -> Scalar:
-    """Returns the product; 1 for none."""
+    """Returns the product of the factors, 1 if there are none."""
     out: Scalar = ONE
     for f in factors:
         out = mul(out, f)
@@ -151,49 +158,54 @@ def product(factors: Iterable[ScalarLike]) -> Scalar:
 
 
 def floordiv(a: ScalarLike, b: ScalarLike) -> Scalar:
-    """Integer division that rounds down: what index arithmetic means."""
+    """Returns a / b rounded down, the division of index arithmetic."""
     return divide(as_scalar(a), as_scalar(b), "floorDiv")
 
 
 def mod(a: ScalarLike, b: ScalarLike) -> Scalar:
-    """What `floordiv` leaves: in [0, b) for a positive b."""
+    """Returns the remainder of `floordiv`: in [0, b) for a positive b."""
     return remainder(as_scalar(a), as_scalar(b), "floorMod")
 
 
 def truncdiv(a: ScalarLike, b: ScalarLike) -> Scalar:
-    """Integer division that rounds towards zero, as C's `/`: what a user's program means."""
+    """Returns a / b rounded towards zero, as C's `/`: the division of user programs."""
     return divide(as_scalar(a), as_scalar(b), "/")
 
 
 def truncmod(a: ScalarLike, b: ScalarLike) -> Scalar:
-    """What `truncdiv` leaves, with the sign of `a`, as C's `%`."""
+    """Returns the remainder of `truncdiv`, with the sign of `a`, as C's `%`."""
     return remainder(as_scalar(a), as_scalar(b), "%")
 
 
 def ceildiv(a: ScalarLike, b: ScalarLike) -> Scalar:
-    """Integer division that rounds up."""
+    """Returns a / b rounded up."""
     return ceil_divide(as_scalar(a), as_scalar(b))
 
 
 def minimum(a: ScalarLike, b: ScalarLike) -> Scalar:
+    """Returns the smaller of two scalars."""
     return apply("min", a, b)
 
 
 def maximum(a: ScalarLike, b: ScalarLike) -> Scalar:
+    """Returns the larger of two scalars."""
     return apply("max", a, b)
 
 
 # ---------------------------------------------------------------- comparisons, logic, choice
 def ne(a: ScalarLike, b: ScalarLike) -> Scalar:
+    """Returns the condition a != b."""
     a, b = as_scalar(a), as_scalar(b)
     return const(False) if a == b and is_int(a) else apply("!=", a, b)
 
 
 def logical_not(a: ScalarLike) -> Scalar:
+    """Returns the negation of a condition."""
     return apply("!", a)
 
 
 def lt(a: ScalarLike, b: ScalarLike) -> Scalar:
+    """Returns the condition a < b; a constant if the ranges of both decide it."""
     a, b = as_scalar(a), as_scalar(b)
     if is_int(a) and is_int(b):
         if is_less(a, b):
@@ -204,16 +216,19 @@ def lt(a: ScalarLike, b: ScalarLike) -> Scalar:
 
 
 def le(a: ScalarLike, b: ScalarLike) -> Scalar:
+    """Returns the condition a <= b; of integers, it is written as a < b + 1."""
     a, b = as_scalar(a), as_scalar(b)
     return lt(a, add(b, 1)) if is_int(a) and is_int(b) else apply("<=", a, b)
 
 
 def eq(a: ScalarLike, b: ScalarLike) -> Scalar:
+    """Returns the condition a == b."""
     a, b = as_scalar(a), as_scalar(b)
     return const(True) if a == b and is_int(a) else apply("==", a, b)
 
 
 def logical_and(a: ScalarLike, b: ScalarLike) -> Scalar:
+    """Returns the conjunction of two conditions."""
     a, b = as_scalar(a), as_scalar(b)
     for x, y in ((a, b), (b, a)):
         if isinstance(x, Const):
@@ -222,7 +237,7 @@ def logical_and(a: ScalarLike, b: ScalarLike) -> Scalar:
 
 
 def all_of(conditions: Iterable[ScalarLike]) -> Scalar:
-    """Returns the conjunction; true for none."""
+    """Returns the conjunction of the conditions, true if there are none."""
     out: Scalar = const(True)
     for c in conditions:
         out = logical_and(out, c)
@@ -230,6 +245,7 @@ def all_of(conditions: Iterable[ScalarLike]) -> Scalar:
 
 
 def where(cond: ScalarLike, a: ScalarLike, b: ScalarLike) -> Scalar:
+    """Returns a if the condition is true, else b; both have one dtype."""
     cond, a, b = as_scalar(cond), as_scalar(a), as_scalar(b)
     if isinstance(cond, Const):
         return a if cond.value else b
@@ -238,6 +254,7 @@ def where(cond: ScalarLike, a: ScalarLike, b: ScalarLike) -> Scalar:
 
 
 def cast(x: ScalarLike, dtype: DataType) -> Scalar:
+    """Returns `x` converted to a dtype."""
     x = as_scalar(x)
     if x.dtype is dtype:
         return x
@@ -256,14 +273,16 @@ def _result_dtype(args: Sequence[Scalar], op: str) -> DataType:
 
 
 def apply(op: str, *args: ScalarLike) -> Scalar:
-    """Applies a named op of `COMPUTE`, folding constants. Integer arithmetic has its own form: `/`
-    and `%` truncate, as in C.
+    """Applies an op of `COMPUTE` by its name, and folds constants.
 
-    Raises `DtypeError` for complex operands of an op that has no meaning for them.
+    Integer `/` and `%` truncate, as in C.
+
+    Raises:
+        DtypeError: for complex operands of an op that is not defined for them.
     """
     scalars = tuple([as_scalar(a) for a in args])
     if op not in COMPLEX_OPS and any(is_complex(s.dtype) for s in scalars):
-        raise DtypeError(f"{op} has no meaning for complex numbers: {', '.join(map(str, scalars))}")
+        raise DtypeError(f"{op} is not defined for complex numbers: {', '.join(map(str, scalars))}")
     form = _INT_FORMS.get(op)
     if form is not None and all(map(is_int, scalars)):
         return form(*scalars)
@@ -274,11 +293,11 @@ def apply(op: str, *args: ScalarLike) -> Scalar:
         try:
             return Const(COMPUTE[op](*values), dtype)
         except (ValueError, ZeroDivisionError, OverflowError):
-            pass  # outside the op's domain: keep it symbolic, the runtime decides
+            pass  # outside the op's domain: keep it symbolic; an error is raised when it runs
     return Apply(op, scalars, dtype)
 
 
-# What Python's operators on scalars mean.
+# The implementations of Python's operators on scalars.
 OPERATORS.update(
     {
         "+": add,
@@ -311,7 +330,7 @@ _INT_FORMS: dict[str, Callable[..., Scalar]] = {
 
 # ---------------------------------------------------------------- traversal
 def substitute(x: Scalar, mapping: Mapping[Scalar, Scalar]) -> Scalar:
-    """Rebuilds `x` with symbols and other atoms replaced, simplifying again."""
+    """Returns `x` with symbols and other atoms replaced, simplified again."""
     done = dict(mapping)
     for y in postorder(x, done.__contains__):
         done[y] = _rebuilt(y, done)
@@ -319,7 +338,7 @@ def substitute(x: Scalar, mapping: Mapping[Scalar, Scalar]) -> Scalar:
 
 
 def _rebuilt(x: Scalar, done: Mapping[Scalar, Scalar]) -> Scalar:
-    """Returns `x` over what its children became."""
+    """Returns `x` with its children replaced by their entries in `done`."""
     if all(done[c] is c for c in children(x)):
         return x
     if isinstance(x, Poly):
@@ -332,7 +351,7 @@ def _rebuilt(x: Scalar, done: Mapping[Scalar, Scalar]) -> Scalar:
 
 
 def rebuild(x: Apply, args: Sequence[Scalar]) -> Scalar:
-    """Applies the op of `x` to other arguments through its simplifying constructor."""
+    """Returns the op of `x` on other arguments, built by its simplifying constructor."""
     if x.op.startswith("cast:"):
         return cast(args[0], x.dtype)
     special = {"<": lt, "<=": le, "==": eq, "&&": logical_and}
@@ -351,13 +370,13 @@ def evaluate(x: Scalar, values: Mapping[Symbol, Number]) -> Number:
     """Returns the value of `x`.
 
     Raises:
-        KeyError: a symbol that `values` does not bind.
+        KeyError: `values` lacks a symbol.
         DivisionByZeroError: an integer is divided by 0.
-        InputError: an infinity or a NaN becomes an integer.
+        InputError: an infinity or a NaN is converted to an integer.
     """
     if x.depth <= _SHALLOW:
         return _evaluate(x, values)
-    # Both values of a `where` are computed: an error counts only when it reaches the result.
+    # Both branches of a `where` are computed; an error counts only if the result depends on it.
     done: dict[Scalar, Number | InputError] = {}
     for y in postorder(x, done.__contains__):
         try:
@@ -368,7 +387,7 @@ def evaluate(x: Scalar, values: Mapping[Symbol, Number]) -> Number:
 
 
 def _relevant(x: Scalar, done: Mapping[Scalar, Number | InputError]) -> tuple[Scalar, ...]:
-    """Returns what the value of `x` depends on."""
+    """Returns the children on which the value of `x` depends: of a choice, the selected branch."""
     if isinstance(x, Apply) and x.op == "where":
         cond, a, b = x.args
         return (cond, *((a, a) if done[cond] else (b, b)))
@@ -392,7 +411,7 @@ def _evaluate(x: Scalar, values: Mapping[Symbol, Number]) -> Number:
 
 
 def _value(x: Scalar, values: Mapping[Symbol, Number], args: Sequence[Number]) -> Number:
-    """Returns the value of `x` from those of its children."""
+    """Returns the value of `x`, given those of its children."""
     if isinstance(x, Const):
         return x.value
     if isinstance(x, Symbol):
@@ -410,7 +429,7 @@ def _value(x: Scalar, values: Mapping[Symbol, Number], args: Sequence[Number]) -
     except ZeroDivisionError:
         raise DivisionByZeroError(f"{x} divides {args[0]} by 0{_bound(x, values)}") from None
     except (OverflowError, ValueError):
-        raise InputError(f"{x} has no value for {args}{_bound(x, values)}") from None
+        raise InputError(f"{x} is not defined for {args}{_bound(x, values)}") from None
 
 
 def _bound(x: Scalar, values: Mapping[Symbol, Number]) -> str:

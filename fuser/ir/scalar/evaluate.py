@@ -1,8 +1,7 @@
-"""What scalar ops compute on Python numbers: C on integers, IEEE 754 on floats.
+"""Computes scalar ops on Python numbers, with C's rules for integers and IEEE 754 for floats.
 
-Those that index arithmetic has not are elementwise ops, and mean what torch computes in float64.
-
-Raises `ZeroDivisionError` for an integer divided by 0.
+Ops that index arithmetic does not use are elementwise ops, computed by torch in float64. A division
+of an integer by 0 raises `ZeroDivisionError`.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from fuser.ir.scalar.scalar_nodes import Number
 
 
 def _c_div(a: Number, b: Number) -> Number:
-    """C's division: integers truncate towards zero."""
+    """Returns C's quotient: integers truncate towards zero."""
     if isinstance(a, int) and isinstance(b, int):
         quotient = abs(a) // abs(b)
         return quotient if (a < 0) == (b < 0) else -quotient
@@ -27,7 +26,7 @@ def _c_div(a: Number, b: Number) -> Number:
 
 
 def _c_mod(a: Number, b: Number) -> Number:
-    """C's remainder: the sign of the dividend."""
+    """Returns C's remainder, which has the sign of the dividend."""
     if isinstance(a, int) and isinstance(b, int):
         rest = abs(a) % abs(b)
         return -rest if a < 0 else rest
@@ -35,7 +34,8 @@ def _c_mod(a: Number, b: Number) -> Number:
 
 
 def _pow(a: Number, b: Number) -> Number:
-    """a ** b as C's: of integers, a negative exponent gives 0 except for a base of 1 or -1."""
+    """Returns a ** b as in C; a negative exponent of an integer yields 0 unless the base is 1 or
+    -1."""
     if isinstance(a, int) and isinstance(b, int):
         if abs(a) > 1 and b * math.log2(abs(a)) > 64:
             raise OverflowError(f"{a} ** {b} needs more than 64 bits")
@@ -82,13 +82,13 @@ def _bit_not(a: Number) -> Number:
 
 
 def _shift_left(a: Number, count: Number) -> Number:
-    """A count outside [0, 64) shifts everything out; what is left has 64 bits."""
+    """Returns the low 64 bits of the shifted value; 0 for a count outside [0, 64)."""
     half = 1 << 63
     return ((int(a) << int(count)) + half) % (2 * half) - half if 0 <= count < 64 else 0
 
 
 def _shift_right(a: Number, count: Number) -> Number:
-    """A count outside [0, 64) leaves the sign."""
+    """Returns the shifted value; for a count outside [0, 64), 0 or -1 by the sign."""
     return int(a) >> (int(count) if 0 <= count < 64 else 63)
 
 
@@ -116,7 +116,7 @@ def _reciprocal(a: Number) -> Number:
 
 
 def _minimum(a: Number, b: Number) -> Number:
-    """NaN wins, as in torch."""
+    """Returns the smaller number; NaN if one of them is NaN, as in torch."""
     return a if a < b or a != a else b
 
 
@@ -165,14 +165,14 @@ _ALGEBRA: dict[str, Callable[..., Number]] = {  # pyright: ignore[reportAssignme
     "where": _where,
 }
 
-# What Python computes of complex numbers as torch does.
+# Ops that Python computes on complex numbers as torch does.
 _AS_PYTHON = frozenset("+ - == != && || ! neg where".split())
 
 
 def _or_complex(
     of_real: Callable[..., Number], of_any: Callable[..., Number]
 ) -> Callable[..., Any]:
-    """Returns `of_real`, and of complex numbers `of_any`."""
+    """Returns a function that calls `of_any` if an argument is complex, else `of_real`."""
 
     def compute(*values: Number) -> Number:
         is_complex = any(isinstance(v, complex) for v in values)
@@ -199,7 +199,7 @@ COMPUTE: dict[str, Callable[..., Number]] = _compute()
 ARITY = dict.fromkeys(_ALGEBRA, 2) | {
     op: row.arity for row in POINTWISE.values() for op in row.scalar_ops
 }
-# The ops that take complex numbers, and those whose result has the dtype of the operand's parts.
+# The ops that accept complex numbers, and those whose result has the dtype of the operand's parts.
 COMPLEX_OPS = frozenset(row.scalar for row in POINTWISE.values() if row.takes_complex)
 PART_OPS = frozenset(row.scalar for row in POINTWISE.values() if row.rule == "part")
 # The ops whose result is Bool.

@@ -1,6 +1,6 @@
 """The classes of symbolic scalars and their polynomial form.
 
-Use `fuser.ir.scalar.constructors`: its constructors keep every scalar simplified.
+Build scalars with `fuser.ir.scalar.constructors`, whose functions keep them simplified.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from fuser.support.errors import (
 )
 
 Number = bool | int | float
-# What a constant is made of. The values of complex scalars are typed as `Number`, too: they are
-# rare, and whatever reads extents or indices never meets one.
+# The value of a constant. Complex values are typed as `Number` elsewhere: they are rare, and code
+# for extents and indices never handles one.
 AnyNumber = Number | complex
 # The ends of a range of integers; the only floats are -inf and inf.
 Interval = tuple[int | float, int | float]
@@ -35,25 +35,27 @@ _S = TypeVar("_S", bound="Scalar")
 
 @Val.register
 class Scalar:
-    """Base of all scalars; immutable. Equal scalars are one object, so that the compiler's `==` and
-    hashing are those of `object`, whatever the depth. A user's `==` is the condition."""
+    """Base of all scalars; immutable.
+
+    Equal scalars are one object. In the compiler, `==` and hashing are therefore those of `object`,
+    whatever the depth. In a user's definition, `==` builds a condition.
+    """
 
     __slots__ = ("__weakref__", "depth", "dtype", "interval", "order", "symbols")
     dtype: DataType
-    # The longest way down to a leaf, which is at depth 0.
+    # The height of the expression tree; a leaf has depth 0.
     depth: int
-    # What `fuser.ir.scalar.simplify` and the walks below have found out; None: not asked yet.
+    # Cached results of `simplify.interval`, `sort_key` and `symbols`; None: not computed yet.
     interval: Interval | None
     order: tuple[object, ...] | None
     symbols: tuple[Symbol, ...] | None
 
     def __str__(self) -> str:
-
         return scalar_text(self)
 
     __repr__ = __str__
 
-    # Arithmetic and order as Python writes them: `//` and `%` round down.
+    # Python's operators; `//` and `%` round down, as in Python.
     def __add__(self, other: ScalarLike) -> Scalar:
         return _arithmetic("+", self, other)
 
@@ -100,7 +102,7 @@ class Scalar:
         return _arithmetic("<=", other, self)
 
     def __eq__(self, other: object) -> Any:
-        """Returns the condition in a user's definition, else whether both are one object."""
+        """Returns the condition in a user's definition, else whether both are the same object."""
         return _equality("eq", self, other) if is_users_comparison() else NotImplemented
 
     def __ne__(self, other: object) -> Any:
@@ -108,7 +110,7 @@ class Scalar:
 
     __hash__ = object.__hash__
 
-    # What `fuser.ops.operators` gives to scalars.
+    # `fuser.ops.operators` adds these methods at import.
     if TYPE_CHECKING:
 
         def _operator(self, other: ScalarLike) -> Scalar: ...
@@ -125,16 +127,18 @@ class Scalar:
         def __rdivmod__(self, other: ScalarLike) -> tuple[Scalar, Scalar]: ...
 
     def __bool__(self) -> bool:
-        """Raises `ArgumentError`: no value is known while a program is defined. To the compiler a
-        number is true, as an object is."""
+        """Raises `ArgumentError` in a user's definition, where no value is known yet.
+
+        In the compiler, a scalar that is no Bool is true, as any object is.
+        """
         if self.dtype is not DataType.Bool and not is_users_comparison():
             return True
         of_number = "" if self.dtype is DataType.Bool else "compare it (!= 0), and "
         raise ArgumentError(
             f"{self} is neither true nor false while a program is defined (at {user_line()}): "
-            f"{of_number}write the op where in place of `if`, in a host program hic.branch(...), "
-            "logical_and(a, b) for `and`, logical_not(a) for `not`; a is b asks whether two "
-            "scalars are the same, a is not None whether there is one"
+            f"{of_number}use the op where instead of `if` (in a host program, hic.branch(...)), "
+            "logical_and(a, b) instead of `and`, logical_not(a) instead of `not`. To compare "
+            "objects, write a is b or a is not None"
         )
 
     def __deepcopy__(self, memo: object) -> Scalar:
@@ -142,51 +146,53 @@ class Scalar:
 
     # nvFuser's `Val` queries.
     def is_tensor(self) -> bool:
+        """Returns False, as nvFuser's `Val.isTensor` does for scalars."""
         return False
 
     def is_symbolic(self) -> bool:
-        """Returns whether the scalar has no constant value."""
+        """Returns whether the scalar is not a constant."""
         return not isinstance(self, Const)
 
     def definition(self) -> None:
         """Returns None for a constant or a symbol.
 
-        Raises `UnsupportedError` for a formula: what it simplified to is no single op any more.
+        Raises:
+            UnsupportedError: for an expression, which is simplified and so keeps no defining op.
         """
         if not isinstance(self, Const | Symbol):
             raise UnsupportedError(
-                f"definition() of {self}: a scalar is kept as the formula that it simplifies to, "
-                "not as the ops that made it; str() shows it"
+                f"definition() of {self} is not supported: a scalar is stored as a simplified "
+                "formula, without the ops that made it; str() shows the formula"
             )
 
     def uses(self) -> NoReturn:
-        """Raises `UnsupportedError`: a scalar belongs to no fusion, so none of its readers is
-        known.
+        """Raises `UnsupportedError`: equal scalars of all fusions are one object, without its
+        readers.
 
-        The definitions and uses of tensors show the ops that read it.
+        The definitions and uses of tensors list the ops that read a scalar.
         """
         raise UnsupportedError(
-            f"uses() of {self}: equal scalars of all fusions are one object, which does not know "
-            "its readers; ask the tensors for their definitions"
+            f"uses() of {self} is not supported: a scalar does not store which ops read it. Look "
+            "at the definitions of the tensors instead"
         )
 
 
-# The constructors that Python's operators on scalars call; `fuser.ir.scalar.constructors` fills
-# both.
+# The functions behind Python's operators on scalars; `fuser.ir.scalar.constructors` fills both.
 OPERATORS: dict[str, Callable[[ScalarLike, ScalarLike], Scalar]] = {}
 CONSTRUCTORS: dict[str, Callable[..., Scalar]] = {}
 
 
 def _arithmetic(op: str, a: ScalarLike, b: ScalarLike) -> Scalar:
-    """Returns `a op b`; NotImplemented beside a tensor or a list, whose operator it is.
+    """Returns `a op b`; NotImplemented for a tensor or a list, whose own operator then runs.
 
-    Raises `ArgumentError` for what is no number.
+    Raises:
+        ArgumentError: if an operand is not a number.
     """
     if isinstance(a, ScalarLike) and isinstance(b, ScalarLike):  # pyright: ignore[reportUnnecessaryIsInstance]
         return OPERATORS[op](*_of_one_category(a, b))
     other = b if isinstance(a, Scalar) else a  # pyright: ignore[reportUnnecessaryIsInstance]
     if isinstance(other, Val) or (op == "*" and isinstance(other, list | tuple | str)):
-        return NotImplemented  # `[0] * n` repeats a list, and asks for an index
+        return NotImplemented  # `[0] * n` repeats a list; Python then calls __index__ of n
     number = python_number(other)
     if number is None:
         scalar_itself = a if other is b else b
@@ -198,7 +204,7 @@ def _arithmetic(op: str, a: ScalarLike, b: ScalarLike) -> Scalar:
 
 
 def _of_one_category(a: ScalarLike, b: ScalarLike) -> tuple[Scalar, Scalar]:
-    """Returns an integer beside a floating scalar in its dtype, as the ops of definitions do."""
+    """Returns both operands; an integer beside a floating scalar is converted to its dtype."""
     a, b = as_scalar(a), as_scalar(b)
     if a.dtype is b.dtype:
         return a, b
@@ -211,8 +217,11 @@ def _of_one_category(a: ScalarLike, b: ScalarLike) -> tuple[Scalar, Scalar]:
 
 
 def _equality(name: str, a: Scalar, other: object) -> Any:
-    """Returns a comparison that a user writes: the condition in a definition or where it is
-    constant; NotImplemented for what is no scalar, and where no program could read a condition."""
+    """Returns the result of a user's comparison.
+
+    It is the condition in a definition, or a bool if it is constant. It is NotImplemented if
+    `other` is no scalar, and outside of a definition if the condition is not constant.
+    """
     b = other if isinstance(other, Scalar) else python_number(other)
     if b is None:
         return NotImplemented
@@ -229,7 +238,8 @@ _known_lock = threading.Lock()
 
 
 def _interned(cls: type[_S], key: object, dtype: DataType, depth: int = 0) -> tuple[_S, bool]:
-    """Returns the scalar of this key, and whether it is new (its fields are still to be set)."""
+    """Returns the scalar with this key, and whether it is new, so that its fields must still be
+    set."""
     found = _known.get(key)
     if found is not None:
         return cast(_S, found), False
@@ -240,16 +250,18 @@ def _interned(cls: type[_S], key: object, dtype: DataType, depth: int = 0) -> tu
 
 
 def _published(made: _S, key: object) -> _S:
-    """Makes a finished scalar known; another thread's equal one wins."""
+    """Stores a finished scalar in the table; returns another thread's equal one if that was
+    faster."""
     with _known_lock:
         return cast(_S, _known.setdefault(key, made))
 
 
 def converted(value: AnyNumber, kind: Category) -> Number:
-    """Returns a number as one of a category: a complex one as its real part, in Bool whether it is
+    """Returns a number converted to a category: of a complex one, the real part or whether it is
     not 0.
 
-    Raises `ValueError` or `OverflowError` for a NaN or an infinity that becomes an integer.
+    Raises:
+        ValueError, OverflowError: a NaN or an infinity is converted to an integer.
     """
     if kind == "bool":
         return bool(value)
@@ -260,7 +272,7 @@ def converted(value: AnyNumber, kind: Category) -> Number:
 
 
 class Const(Scalar):
-    """A literal."""
+    """A literal with a value and a dtype."""
 
     __slots__ = ("value",)
     value: Number
@@ -268,7 +280,7 @@ class Const(Scalar):
     def __new__(cls, value: AnyNumber, dtype: DataType) -> Const:
         kind = category(dtype)
         value = converted(value, kind)
-        # repr() separates 0.0 from -0.0 and lets nan equal itself.
+        # repr() distinguishes 0.0 from -0.0, and equal texts of nan are equal keys.
         key = (Const, dtype, value if kind == "int" else repr(value))
         made, is_new = _interned(cls, key, dtype)
         if not is_new:
@@ -280,17 +292,17 @@ class Const(Scalar):
         return Const, (self.value, self.dtype)
 
     def __bool__(self) -> bool:
-        """Returns the truth of the value; to the compiler a number is true, as an object is."""
+        """Returns whether the value is not 0; in the compiler, any number but False is true."""
         if self.value:
             return True
         return self.value is not False and not is_users_comparison()
 
 
 class Symbol(Scalar):
-    """A named value in [lo, hi]; None: unbounded.
+    """A named value in the range [lo, hi]; None means unbounded.
 
-    The range is part of the identity: two symbols of one name and different ranges are two values.
-    A tighter range is another symbol, put in the place of this one by `substitute`.
+    The range is part of the identity: symbols of one name with different ranges are different
+    values. To tighten a range, `substitute` another symbol.
     """
 
     __slots__ = ("hi", "lo", "name")
@@ -314,11 +326,12 @@ class Symbol(Scalar):
 
     @property
     def is_index(self) -> bool:
-        """Whether this is a position below some extent: of a loop, a thread, a mesh."""
+        """Whether this is an index: of a loop, a thread, a mesh axis. Only indices have an upper
+        bound."""
         return self.hi is not None
 
     def with_range(self, *, lo: int | None, hi: Scalar | int | None = None) -> Symbol:
-        """Returns the symbol of the same name and dtype with another range."""
+        """Returns the symbol of this name and dtype with another range."""
         return Symbol(self.name, self.dtype, lo=lo, hi=hi)
 
 
@@ -327,7 +340,8 @@ def _symbol(name: str, dtype: DataType, lo: int | None, hi: Scalar | None) -> Sy
 
 
 class Apply(Scalar):
-    """An op on scalars that is not polynomial: divisions, ceilDiv, comparisons, float math."""
+    """An op on scalars that is not polynomial: divisions, ceilDiv, comparisons, float
+    arithmetic."""
 
     __slots__ = ("args", "op")
     args: tuple[Scalar, ...]
@@ -346,13 +360,15 @@ class Apply(Scalar):
         return Apply, (self.op, self.args, self.dtype)
 
 
-# Their literals have one text; the first of them that is there decides.
+# Literals of these dtypes have the same text. The first of the two that occurs is used.
 _PLAIN_INTS = (DataType.Index, DataType.Int)
 
 
 def alike_literals(args: tuple[Scalar, ...]) -> tuple[Scalar, ...]:
-    """Returns the arguments of an op with integer literals of the dtype of what they stand beside:
-    scalars of one text are one scalar."""
+    """Returns the arguments of an op; integer literals get the dtype of the other arguments.
+
+    Scalars with equal texts then are equal objects.
+    """
     literals = [a for a in args if isinstance(a, Const) and a.dtype in _PLAIN_INTS]
     if not literals:
         return args
@@ -370,7 +386,7 @@ Terms = tuple[tuple[Monomial, int], ...]
 
 
 class Poly(Scalar):
-    """An integer polynomial: sorted (monomial, coefficient) terms; () is the constant term."""
+    """An integer polynomial, as sorted (monomial, coefficient) terms; the constant term is ()."""
 
     __slots__ = ("terms",)
     terms: Terms
@@ -390,16 +406,17 @@ class Poly(Scalar):
 
 # ---------------------------------------------------------------- walks
 def children(x: Scalar) -> tuple[Scalar, ...]:
+    """Returns the direct operands of a scalar."""
     if isinstance(x, Apply):
         return x.args
     return tuple(a for m, _ in x.terms for a in m) if isinstance(x, Poly) else ()
 
 
 def postorder(x: Scalar, is_known: Callable[[Scalar], bool]) -> Iterator[Scalar]:
-    """Yields what `x` is made of, each once and children first, down to what is known.
+    """Yields the parts of `x` once each, children first, without those for which `is_known` holds.
 
-    Chains of thousands of ops are walked without recursion. `is_known` must hold for a scalar once
-    it was yielded.
+    It uses no recursion, because chains may have thousands of ops. `is_known` must hold for a
+    scalar after it was yielded.
     """
     stack = [x]
     while stack:
@@ -415,12 +432,12 @@ def postorder(x: Scalar, is_known: Callable[[Scalar], bool]) -> Iterator[Scalar]
 
 
 def symbols(x: Scalar) -> tuple[Symbol, ...]:
-    """Returns the symbols of `x` in order of first appearance, without repeats."""
+    """Returns the symbols of `x`, once each, in order of first appearance."""
     if isinstance(x, Symbol):
         return (x,)
     if x.symbols is None:
         for y in postorder(x, lambda s: s.symbols is not None or isinstance(s, Symbol)):
-            # One level: the children's are known.
+            # The children's symbols are known, so this recursion has one level.
             y.symbols = tuple(dict.fromkeys(s for c in children(y) for s in symbols(c)))
     return x.symbols or ()
 
@@ -428,9 +445,9 @@ def symbols(x: Scalar) -> tuple[Symbol, ...]:
 # ---------------------------------------------------------------- the order of a sum's terms
 @lru_cache(maxsize=10_000)
 def _natural(name: str) -> tuple[object, ...]:
-    """Splits a name so that i2 sorts before i10."""
+    """Splits a name into texts and numbers, so that i2 sorts before i10."""
     parts = re.split(r"([0-9]+)", name)
-    # Numbers of any length: Python reads no more than some thousand digits.
+    # Numbers are compared as text, because Python converts only some thousand digits.
     numbers = (p.lstrip("0") for p in parts[1::2])
     texts = ((0, 0, p) for p in parts[::2])
     ordered: list[tuple[object, ...]] = [next(texts)]
@@ -443,7 +460,7 @@ _ORDER_LENGTH = 400
 
 
 def _order_text(x: Scalar) -> str:
-    """Returns the structure of `x` as text of bounded length; its children's is known."""
+    """Returns the structure of `x` as a text of bounded length, from the texts of its children."""
 
     def texts(parts: Iterable[Scalar]) -> str:
         return ", ".join(str(cast("tuple[object, ...]", p.order)[-1]) for p in parts)
@@ -465,7 +482,7 @@ def _order_text(x: Scalar) -> str:
 
 
 def sort_key(x: Scalar) -> tuple[object, ...]:
-    """Returns the place of `x` among the atoms of a sum: symbols by name, then ops by structure."""
+    """Returns the sort key of an atom of a sum: symbols by name, then ops by structure."""
     if x.order is None:
         for y in postorder(x, lambda s: s.order is not None):
             is_symbol = isinstance(y, Symbol)
@@ -475,7 +492,7 @@ def sort_key(x: Scalar) -> tuple[object, ...]:
 
 
 def const(value: AnyNumber, dtype: DataType | None = None) -> Const:
-    """Returns a literal; the dtype is inferred from the Python type (int: Index) when not given."""
+    """Returns a literal; without a dtype, that of the Python type (an int is Index)."""
     if dtype is None:
         dtype = DataType.Index if type(value) is int else dtype_of_python(value)
     return Const(value, dtype)
@@ -487,34 +504,37 @@ ScalarLike = Scalar | bool | int | float | complex
 
 
 def as_scalar(value: ScalarLike) -> Scalar:
-    """Returns `value` itself, or the constant for a Python number."""
+    """Returns a scalar unchanged, and a Python number as a constant."""
     return value if isinstance(value, Scalar) else const(value)
 
 
 def int_value(x: ScalarLike) -> int | None:
-    """Returns the constant integer value, or None for anything symbolic."""
+    """Returns the value of an integer constant, None for anything else."""
     if isinstance(x, int):
         return int(x)
     return x.value if isinstance(x, Const) and isinstance(x.value, int) else None
 
 
 def is_int(x: Scalar) -> bool:
+    """Returns whether the dtype is an integer one."""
     return category(x.dtype) == "int"
 
 
 # ---------------------------------------------------------------- polynomial form
 def terms_of(x: Scalar) -> dict[Monomial, int]:
+    """Returns the terms (monomial -> coefficient) of an integer scalar."""
     if isinstance(x, Const):
         return {(): int(x.value)} if x.value else {}
     return dict(x.terms) if isinstance(x, Poly) else {(x,): 1}
 
 
 def join_monomials(a: Monomial, b: Monomial) -> Monomial:
+    """Returns the product of two monomials, sorted."""
     return tuple(sorted((*a, *b), key=sort_key)) if a and b else a or b
 
 
 def without_factors(mono: Monomial, part: Monomial) -> Monomial | None:
-    """Returns mono / part, or None when part does not divide mono."""
+    """Returns mono / part, or None if part does not divide mono."""
     rest = list(mono)
     for atom in part:
         if atom not in rest:
@@ -524,6 +544,7 @@ def without_factors(mono: Monomial, part: Monomial) -> Monomial | None:
 
 
 def from_terms(terms: Mapping[Monomial, int], dtype: DataType) -> Scalar:
+    """Returns the scalar with these terms: a constant, an atom or a polynomial."""
     terms = {m: c for m, c in terms.items() if c}
     if not terms:
         return Const(0, dtype)
@@ -538,6 +559,7 @@ def from_terms(terms: Mapping[Monomial, int], dtype: DataType) -> Scalar:
 
 
 def int_dtype(a: Scalar, b: Scalar) -> DataType:
+    """Returns the dtype of an integer op: a literal adapts, and Index wins over Int and Int32."""
     if a.dtype is b.dtype:
         return a.dtype
     # A literal adapts to the other side; otherwise Index absorbs the fixed-width types.
@@ -549,19 +571,19 @@ def int_dtype(a: Scalar, b: Scalar) -> DataType:
 
 
 def single_term(x: Scalar) -> tuple[Monomial, int] | None:
-    """Returns (monomial, coefficient) of a one-term integer, None for sums."""
+    """Returns (monomial, coefficient) of an integer with one term, None for a sum."""
     terms = terms_of(x)
     return next(iter(terms.items())) if len(terms) == 1 else None
 
 
 # ----------------------------------------------------------------------
-# Print forms of scalars.
+# The text of scalars.
 
 _INFIX = frozenset("+ - * / % < <= > >= == != && || & | ^ << >>".split())
 
 
 def literal_text(value: Number, dtype: DataType) -> str:
-    """Returns a literal with round-trip precision: `8`, `true`, `double(3)`, `float(0.5)`."""
+    """Returns a literal that reads back exactly: `8`, `true`, `double(3)`, `float(0.5)`."""
     kind = category(dtype)
     if kind == "bool":
         return "true" if value else "false"
@@ -579,7 +601,7 @@ def _digits(value: float) -> str:
 
 @lru_cache(maxsize=10_000)
 def scalar_text(x: Scalar) -> str:
-    """Returns nvFuser's inline form: `i0`, `( i0 * i2 )`, `( ceilDiv(i0, 3) )`."""
+    """Returns nvFuser's inline text: `i0`, `( i0 * i2 )`, `( ceilDiv(i0, 3) )`."""
     out: list[str] = []
     stack: list[Scalar | str] = [x]
     while stack:
@@ -592,7 +614,7 @@ def scalar_text(x: Scalar) -> str:
 
 
 def _pieces(x: Scalar) -> list[Scalar | str]:
-    """Returns the text of `x` with its children in place of theirs."""
+    """Returns the text of `x` as a list, in which the children stand for their own text."""
     match x:
         case Const():
             return [literal_text(x.value, x.dtype)]

@@ -1,9 +1,13 @@
-"""Sums, products, divisions and extrema of integer scalars, simplified as they are built.
+"""Simplifies sums, products, divisions and extrema of integer scalars as they are built.
 
-What is proved is proved from the ranges of symbols: `k` in [0, i0 - 1] makes `(k + i0 * j) // i0`
-be `j`. Two divisions are told apart: C's truncates towards zero (`/`, `%`: what a user's program
-means), the other rounds down (`floorDiv`, `floorMod`: index arithmetic). Where neither operand can
-be negative they agree, and both are written `/` and `%`. A division by 0 has no value.
+Proofs use the ranges of symbols: if `k` is in [0, i0 - 1], `(k + i0 * j) // i0` becomes `j`. There
+are two divisions:
+
+- `/` and `%` truncate towards zero, as in C and in user programs;
+- `floorDiv` and `floorMod` round down, as index arithmetic needs.
+
+If neither operand can be negative, both agree and are written as `/` and `%`. A division by 0 has
+no value, so proofs may assume that the divisor is not 0.
 """
 
 from __future__ import annotations
@@ -37,9 +41,9 @@ from fuser.ir.scalar.scalar_nodes import (
 )
 from fuser.support.errors import DefinitionError
 
-# The division whose remainder an op is.
+# Remainder op -> its division op.
 _DIVISION_OF = {"%": "/", "floorMod": "floorDiv"}
-# Proofs about deeper scalars rest on constant bounds alone.
+# Proofs about deeper scalars use constant bounds only, to limit the time.
 _PROOF_DEPTH = 24
 
 
@@ -55,6 +59,7 @@ def add_terms(a: Scalar, b: Scalar, factor: int = 1) -> Scalar:
 
 @lru_cache(maxsize=100_000)
 def multiply(a: Scalar, b: Scalar) -> Scalar:
+    """Returns a * b."""
     terms: dict[Monomial, int] = {}
     for ma, ca in terms_of(a).items():
         for mb, cb in terms_of(b).items():
@@ -64,20 +69,22 @@ def multiply(a: Scalar, b: Scalar) -> Scalar:
 
 
 def subtract(a: Scalar, b: Scalar) -> Scalar:
+    """Returns a - b."""
     return add_terms(a, b, -1)
 
 
 def negate(x: Scalar) -> Scalar:
+    """Returns -x."""
     return multiply(x, Const(-1, x.dtype))
 
 
-# The remainder that a division leaves.
+# Division op -> its remainder op.
 _REMAINDER_OF = {division: op for op, division in _DIVISION_OF.items()}
 
 
 def _recombine(terms: dict[Monomial, int]) -> dict[Monomial, int]:
-    """Rewrites c*(x / b)*b + c*(x % b) into c*x, and what lacks one of the three into the third,
-    for either division."""
+    """Simplifies c*(x / b)*b + c*(x % b) to c*x; of two of these three terms, it computes the
+    third."""
     while True:
         terms = {m: c for m, c in terms.items() if c}
         found = _whole(terms) or _part(terms)
@@ -87,14 +94,15 @@ def _recombine(terms: dict[Monomial, int]) -> dict[Monomial, int]:
 
 
 def _whole(terms: dict[Monomial, int]) -> dict[Monomial, int] | None:
-    """Returns the terms with one quotient and its remainder joined; None when there are none."""
+    """Returns the terms with one quotient and its remainder joined, None if there is no such
+    pair."""
     for mono, coef in terms.items():
         for atom in mono:
             if not (isinstance(atom, Apply) and atom.op in _DIVISION_OF):
                 continue
             x, b = atom.args
             rest = without_factors(mono, (atom,))
-            # x / b may have another spelling: (k / m) / n is k / (m*n).
+            # x / b may be written differently: (k / m) / n is k / (m*n).
             split = single_term(b)
             quotient = single_term(divide(x, b, _DIVISION_OF[atom.op]))
             if rest is None or split is None or quotient is None:
@@ -110,8 +118,10 @@ def _whole(terms: dict[Monomial, int]) -> dict[Monomial, int] | None:
 
 
 def _part(terms: dict[Monomial, int]) -> dict[Monomial, int] | None:
-    """Returns the terms with c*(x / b)*b - c*x as -c*(x % b), or c*x - c*(x % b) as c*(x / b)*b;
-    None where there are neither."""
+    """Replaces c*(x / b)*b - c*x by -c*(x % b), or c*x - c*(x % b) by c*(x / b)*b.
+
+    Returns None if there are no such terms.
+    """
     for mono, coef in terms.items():
         for atom in mono:
             if not (isinstance(atom, Apply) and atom.op in _OTHER_PART):
@@ -139,20 +149,20 @@ def _part(terms: dict[Monomial, int]) -> dict[Monomial, int] | None:
 
 # ---------------------------------------------------------------- proofs
 def has_index(x: Scalar) -> bool:
-    """Returns whether any symbol of `x` is an index (a position below some extent)."""
+    """Returns whether a symbol of `x` is an index, which has an upper bound."""
     return any(s.is_index for s in symbols(x))
 
 
 def _extreme(x: Scalar, *, largest: bool) -> Scalar | None:
     """Replaces every index in `x` by the end of its range that makes `x` largest or smallest.
 
-    The result holds no index; None when an end is unknown.
+    The result contains no index. It is None if an end is unknown.
     """
     total: Scalar = Const(0, x.dtype)
     for mono, coef in terms_of(x).items():
         term: Scalar = Const(coef, x.dtype)
         moves = [has_index(atom) for atom in mono]
-        # A product grows with each factor only where no other one is negative.
+        # A product grows with each of its factors only if no other factor is negative.
         if len(mono) > 1 and any(moves) and any(interval(atom)[0] < 0 for atom in mono):
             return None
         for atom, moving in zip(mono, moves, strict=True):
@@ -165,7 +175,7 @@ def _extreme(x: Scalar, *, largest: bool) -> Scalar | None:
 
 
 def _atom_extreme(atom: Scalar, *, largest: bool) -> Scalar | None:
-    """Returns an end of an atom that holds an index."""
+    """Returns the largest or smallest value of an atom that contains an index, or None."""
     if isinstance(atom, Symbol):
         return atom.hi if largest else None if atom.lo is None else Const(atom.lo, atom.dtype)
     assert isinstance(atom, Apply)
@@ -181,7 +191,7 @@ _ENDS_OF_DIVISION = frozenset({"/", "%", "floorDiv", "floorMod", "ceilDiv"})
 
 
 def _ends_of_division(atom: Apply, *, largest: bool) -> Scalar | None:
-    """Returns an end of a division by something that is at least 1."""
+    """Returns the largest or smallest value of a division by a positive divisor, or None."""
     x, b = atom.args
     if atom.op in ("/", "%") and not is_nonnegative(x):
         return None
@@ -196,7 +206,7 @@ def _ends_of_division(atom: Apply, *, largest: bool) -> Scalar | None:
 
 
 def is_nonnegative(x: ScalarLike) -> bool:
-    """Returns whether x >= 0 is provable."""
+    """Returns whether x >= 0 can be proved."""
     x = as_scalar(x)
     if interval(x)[0] >= 0:
         return True
@@ -207,18 +217,21 @@ def is_nonnegative(x: ScalarLike) -> bool:
 
 
 def is_less(a: ScalarLike, b: ScalarLike) -> bool:
-    """Returns whether a < b is provable."""
+    """Returns whether a < b can be proved."""
     return is_nonnegative(subtract(subtract(as_scalar(b), as_scalar(a)), ONE))
 
 
 def _is_smaller(a: Scalar, b: Scalar) -> bool:
-    """Returns whether -b < a < b is provable."""
+    """Returns whether -b < a < b can be proved."""
     return is_less(a, b) and is_less(negate(a), b)
 
 
 # ---------------------------------------------------------------- division
 def _split_by(a: Scalar, b: Scalar) -> tuple[Scalar, Scalar] | None:
-    """Writes a as q*b + r with every term of q*b a multiple of b; None when b is a sum."""
+    """Returns (q, r) with a = q*b + r, where all terms that are multiples of b are in q*b.
+
+    The result is None if b is a sum, unless a equals b.
+    """
     divisor = single_term(b)
     if divisor is None:
         return (ONE, ZERO) if a == b else None
@@ -234,9 +247,9 @@ def _split_by(a: Scalar, b: Scalar) -> tuple[Scalar, Scalar] | None:
 
 
 def _common_factor(a: Scalar, b: Scalar) -> tuple[Scalar, Scalar, Scalar] | None:
-    """Finds g > 1 dividing b with a = g*high + low, 0 <= low < g; return (g, high, low).
+    """Returns (g, high, low): g > 1 divides b, a = g*high + low, and 0 <= low < g; or None.
 
-    g is a constant, an extent, or a product of such: (x*n + y) over (m*n) has g = n when y < n.
+    g is a constant, an extent, or a product of them: for (x*n + y) / (m*n), g is n if y < n.
     """
     divisor = single_term(b)
     if divisor is None or not is_nonnegative(b):
@@ -257,7 +270,7 @@ def _common_factor(a: Scalar, b: Scalar) -> tuple[Scalar, Scalar, Scalar] | None
 
 
 def _factors_shared(a: Scalar, divisor: tuple[Monomial, int]) -> list[tuple[Monomial, int]]:
-    """Returns the non-trivial common factors of the divisor and of single terms of `a`, larger
+    """Returns the common factors of the divisor and of single terms of `a`, the larger ones
     first."""
     found: dict[tuple[Monomial, int], None] = {}
     for mono, coef in terms_of(a).items():
@@ -273,13 +286,13 @@ def _factors_shared(a: Scalar, divisor: tuple[Monomial, int]) -> list[tuple[Mono
 
 
 def _rounds_down(x: Apply) -> bool:
-    """Returns whether a quotient is the floor, by a divisor that is at least 1."""
+    """Returns whether a quotient is known to be rounded down, with a positive divisor."""
     return is_nonnegative(x.args[1]) and (x.op == "floorDiv" or is_nonnegative(x.args[0]))
 
 
 @lru_cache(maxsize=100_000)
 def divide(a: Scalar, b: Scalar, op: str) -> Scalar:
-    """Returns the quotient; `op` is "/" (truncating) or "floorDiv"."""
+    """Returns the quotient; `op` is "/" (truncating) or "floorDiv" (rounding down)."""
     dtype = int_dtype(a, b)
     av, bv = int_value(a), int_value(b)
     if bv == 0:
@@ -314,11 +327,11 @@ def divide(a: Scalar, b: Scalar, op: str) -> Scalar:
 
 @lru_cache(maxsize=100_000)
 def remainder(a: Scalar, b: Scalar, op: str) -> Scalar:
-    """Returns what `divide` leaves; `op` is "%" (the sign of `a`) or "floorMod" (that of `b`)."""
+    """Returns the remainder of `divide`; `op` is "%" (sign of `a`) or "floorMod" (sign of `b`)."""
     dtype = int_dtype(a, b)
     av, bv = int_value(a), int_value(b)
     if bv == 0:
-        raise DefinitionError(f"{a} modulo zero")
+        raise DefinitionError(f"remainder of {a} by zero")
     if av is not None and bv is not None:
         down = op == "floorMod" or (av < 0) == (bv < 0)
         return Const(av % bv if down else -(-av % bv), dtype)
@@ -377,10 +390,12 @@ _OTHER_PART: Mapping[str, Callable[[Scalar, Scalar], Scalar]] = {
 
 # ---------------------------------------------------------------- extrema
 def smaller(a: Scalar, b: Scalar) -> Scalar:
+    """Returns the smaller of two integers."""
     return _extremum("min", a, b)
 
 
 def larger(a: Scalar, b: Scalar) -> Scalar:
+    """Returns the larger of two integers."""
     return _extremum("max", a, b)
 
 
@@ -395,6 +410,7 @@ def _extremum(op: str, a: Scalar, b: Scalar) -> Scalar:
 
 
 def absolute(x: Scalar) -> Scalar:
+    """Returns the absolute value of an integer."""
     if is_nonnegative(x):
         return x
     minus = negate(x)
@@ -404,7 +420,7 @@ def absolute(x: Scalar) -> Scalar:
 # ----------------------------------------------------------------------
 # Constant bounds of integer scalars, from the ranges of their symbols alone.
 #
-# A division by 0 has no value, so a divisor that cannot be negative counts as at least 1.
+# A division by 0 has no value, so a divisor that cannot be negative is taken to be at least 1.
 
 End = int | float
 _ANY: Interval = (-math.inf, math.inf)
@@ -412,7 +428,7 @@ _INT32: Interval = (-(2**31), 2**31 - 1)
 
 
 def interval(x: Scalar) -> Interval:
-    """Returns bounds of `x` over all values of its symbols; (-inf, inf) when nothing is known."""
+    """Returns bounds of `x` over all values of its symbols; (-inf, inf) if nothing is known."""
     if x.interval is None:
         for y in postorder(x, lambda s: s.interval is not None):
             y.interval = _interval(y)
@@ -450,7 +466,7 @@ def _times(a: End, b: End) -> End:
 
 
 def _plus(a: End, b: End) -> End:
-    """Adds two lower or two upper ends, of which an infinite one decides."""
+    """Returns the sum of two lower or two upper bounds; an infinite one decides."""
     return next((x for x in (a, b) if isinstance(x, float)), a + b)
 
 
@@ -475,7 +491,7 @@ Rule = Callable[[DataType, Sequence[Interval]], Interval]
 
 
 def _quotient(divide: Callable[[int, int], int], beyond: Callable[[int], int]) -> Rule:
-    """Returns the rule of a division; `beyond` gives its value for an endless divisor."""
+    """Returns the interval rule of a division; `beyond` is its value for an infinite divisor."""
 
     def corner(a: End, b: End) -> End:
         if isinstance(a, float):
@@ -499,7 +515,10 @@ def _truncated(a: int, b: int) -> int:
 
 
 def _remainder(_: DataType, args: Sequence[Interval]) -> Interval:
-    """Returns bounds of C's remainder: at most the dividend, less than the divisor, sign as a."""
+    """Returns the bounds of C's remainder.
+
+    It is not larger than the dividend, smaller than the divisor, and has the sign of the dividend.
+    """
     (low, high), b = args
     limit = max(_plus(_largest(b), -1), 0)
     return (0 if low >= 0 else max(low, -limit), 0 if high <= 0 else min(high, limit))

@@ -1,6 +1,6 @@
 """The text of fusions: printing and parsing.
 
-Question: how is a fusion written down and read back?
+Question: how is a fusion written as text and read back?
 Imports: `fuser.support` and the rest of `fuser.ir`.
 Files, in reading order:
 

@@ -1,6 +1,6 @@
-"""Parsing of what `fuser.ir.text.printer` prints: ops, sections and fusions.
+"""Parses the text of `fuser.ir.text.printer`: ops, sections and fusions.
 
-The grammar of an op is its own text template (`variants()`), so a new op needs no rule here.
+The grammar of an op is its own text template (`variants()`), so a new op needs no parsing rule.
 """
 
 from __future__ import annotations
@@ -37,23 +37,25 @@ from fuser.support.record import record
 from fuser.support.text_cursor import MAX_DIGITS, SPACE, Cursor
 
 # ----------------------------------------------------------------------
-# Parsing of values: scalars, axes, tensors and their domain sections, as `fuser.ir.text.printer`
-# prints.
+# Parsing of values: scalars, axes, tensors and their domain sections.
 #
-# Whitespace between words is free. A tensor that a domain section declared, or that was spelled out
-# before, may be written as its bare name `T3`.
+# Any whitespace may separate words. A tensor may be written as its bare name `T3` after a domain
+# section or its full text has declared it.
 
-# Deeper than any program; far from the depth at which Python gives up.
+# Deeper than any program, and far below Python's recursion limit.
 MAX_DEPTH = 64
 
 
 class ValueParser:
-    """Reads scalars and tensors into one fusion."""
+    """Reads scalars and tensors into one fusion.
+
+    `bounds` has the lower bounds of integer symbols by name; other symbols are unbounded.
+    """
 
     def __init__(
         self, cursor: Cursor, fusion: Fusion, bounds: Mapping[str, int | None] | None = None
     ) -> None:
-        """`bounds` are the lower bounds of integer symbols by name; others have none."""
+        """Starts at the cursor's position; `bounds` are described at the class."""
         self.cursor = cursor
         self.fusion = fusion
         self.tensors: dict[int, TensorView] = {}
@@ -64,7 +66,7 @@ class ValueParser:
 
     # ------------------------------------------------------------ scalars
     def scalar(self) -> Scalar:
-        """Reads a scalar through the simplifying constructors."""
+        """Reads a scalar and simplifies it."""
         c = self.cursor
         c.skip()
         start = c.pos
@@ -115,7 +117,7 @@ class ValueParser:
     def _call(self, op: str, args: list[Scalar], at: int) -> Scalar:
         arity = 1 if op.startswith("cast_") else ARITY[op]
         if len(args) != arity:
-            raise self.cursor.fail(f"{op} takes {arity} operands, got {len(args)}", at)
+            raise self.cursor.fail(f"{op} expects {arity} operands, got {len(args)}", at)
         if not op.startswith("cast_"):
             return _apply(op, tuple(args))
         dtype = FROM_TEXT.get(op.removeprefix("cast_"))
@@ -129,7 +131,7 @@ class ValueParser:
 
     # ------------------------------------------------------------ axes and tensors
     def axis(self) -> IterDomain:
-        """Reads `ideviceIdx.x4{( ceilDiv(i0, 2) ) ex i1}rf`."""
+        """Reads an axis: `ideviceIdx.x4{( ceilDiv(i0, 2) ) ex i1}rf`."""
         c = self.cursor
         head = c.expect(AXIS, "an axis such as iS0{i0}")
         extent = self.scalar()
@@ -147,7 +149,8 @@ class ValueParser:
         )
 
     def tensor(self) -> TensorView:
-        """Reads a tensor, spelled out (the first time declares it) or as a known bare name."""
+        """Reads a tensor: its full text, which declares it the first time, or the name of a
+        declared one."""
         c = self.cursor
         c.skip()
         start = c.pos
@@ -175,7 +178,7 @@ class ValueParser:
         return TensorDomain.of(tuple(self.cursor.items("]", lambda: self._state(axes))))
 
     def _new_tensor(self, head: re.Match[str], domain: TensorDomain) -> TensorView:
-        """Reads the suffixes and returns a tensor that the fusion does not know yet."""
+        """Reads the part behind the axes and returns the tensor, which is not declared yet."""
         c = self.cursor
         compute_at, mesh = 0, None
         if c.take_if("ca_pos("):
@@ -206,8 +209,8 @@ class ValueParser:
         return tv
 
     def domain_section(self) -> TensorView:
-        """Reads one tensor's domain section: header, root, logical, allocation, transforms,
-        loop."""
+        """Reads the domain section of one tensor, as `domain_text` prints it, and declares the
+        tensor."""
         c = self.cursor
         c.skip()
         start = c.pos
@@ -250,7 +253,7 @@ class ValueParser:
         return self._declare(tv, start)
 
     def _state(self, axes: dict[int, IterDomain]) -> IterDomain:
-        """Reads an axis of one tensor, which has one state wherever it is written."""
+        """Reads an axis. Within a tensor, its text must be the same wherever it appears."""
         c = self.cursor
         c.skip()
         start = c.pos
@@ -259,7 +262,7 @@ class ValueParser:
     def _hold(self, axes: dict[int, IterDomain], axis: IterDomain, at: int) -> IterDomain:
         held = axes.setdefault(axis.number, axis)
         if held != axis:
-            raise self.cursor.fail(f"axis {axis.number} was {held} before", at)
+            raise self.cursor.fail(f"axis {axis.number} was written as {held} before", at)
         return held
 
     def _transform(self, axes: dict[int, IterDomain]) -> Transform:
@@ -301,7 +304,7 @@ class ValueParser:
         return Swizzle1D(inp, out, ptype)
 
     def ptype(self) -> ParallelType:
-        """Reads the print form of a parallel type: `deviceIdx.x`."""
+        """Reads a parallel type, such as `deviceIdx.x`."""
         c = self.cursor
         c.skip()
         start = c.pos
@@ -318,25 +321,25 @@ class ValueParser:
         return self.tensor() if is_tensor else self.scalar()
 
     def values(self, close: str) -> tuple[TensorView | Scalar, ...]:
-        """Reads comma separated tensors and scalars up to and including `close`."""
+        """Reads comma-separated tensors and scalars up to and including `close`."""
         return tuple(self.cursor.items(close, self.value))
 
 
 def _number(text: str) -> float | complex:
-    """Reads `0.5`, or the two parts `1,-2.5`; raises `ValueError` for anything else."""
+    """Returns the number of `0.5` or of two parts `1,-2.5`. Raises `ValueError` for other text."""
     real, comma, imag = text.partition(",")
     return complex(float(real), float(imag)) if comma else float(real)
 
 
 def _apply(op: str, args: tuple[Scalar, ...]) -> Scalar:
-    # As it stands: `sc.le` of integers would write it as `<`.
+    # `<=` is kept as written, because `sc.le` of integers would change it to `<`.
     return (
         sc.apply(op, *args) if op == "<=" else sc.rebuild(sc.Apply(op, args, args[0].dtype), args)
     )
 
 
 # ----------------------------------------------------------------------
-# Parsing of what `fuser.ir.text.printer` prints: ops, sections and fusions.
+# Parsing of ops, sections and fusions.
 
 _TITLES = (
     "Aliases",
@@ -355,7 +358,10 @@ Attribute = Callable[["Parser"], object]
 
 
 class Parser(ValueParser):
-    """Reads values and ops into one fusion; `ops` are the op classes that it knows."""
+    """Reads values and ops into one fusion.
+
+    `ops` are the op classes that may appear; `attributes` has readers of further attribute types.
+    """
 
     def __init__(
         self,
@@ -366,22 +372,23 @@ class Parser(ValueParser):
         attributes: Mapping[str, Attribute] | None = None,
         bounds: Mapping[str, int | None] | None = None,
     ) -> None:
-        """`bounds` are the lower bounds of integer symbols by name; others have none."""
+        """Starts at the cursor's position; `bounds` are described at `ValueParser`."""
         super().__init__(cursor, fusion, bounds)
         self.templates = templates_of(ops or tensor_op_classes())
         self.attributes = {**ATTRIBUTES, **(attributes or {})}
-        # Whether the text says of tensors no more than their loop domains.
+        # Whether the text has only the loop domains of tensors (short form).
         self.is_short = False
-        # The numbers of the tensors whose domains sections tell.
+        # The numbers of the tensors that have a domain section.
         self.declared: frozenset[int] = frozenset()
-        # What ops are called by `line_key` -> the user's line.
+        # Key of an op (`line_key`) -> the user's line.
         self.lines: dict[str, str] = {}
-        # The indices of the loops that are being read, and what their names meant before.
+        # The indices of the loops that are being read, with the symbols that they shadow.
         self._indices: list[tuple[str, Symbol | None]] = []
 
     # ------------------------------------------------------------ ops
     def op(self) -> Op:
-        """Reads one op: the spelling that fits, else the error that got furthest."""
+        """Reads one op. If no template matches, raises the error of the template that got
+        furthest."""
         c = self.cursor
         c.skip()
         start, key = c.pos, key_of(c.text, c.pos)
@@ -393,7 +400,7 @@ class Parser(ValueParser):
             try:
                 return self._fill(template, start)
             except ParseError as error:
-                # What was read to its end and found wrong there comes before what did not fit.
+                # A check at the end of an op is more specific than a template that did not match.
                 at = max(c.pos, int(error.__notes__[-1].removeprefix("position ")))
                 if at > furthest[0]:
                     furthest = (at, error)
@@ -423,14 +430,14 @@ class Parser(ValueParser):
                     self.symbols[name] = outer
 
     def define_index(self, index: Symbol) -> Symbol:
-        """Lets a name mean this index up to the end of the op that is being read."""
+        """Defines a name as this index until the end of the op that is being read."""
         self._indices.append((index.name, self.symbols.get(index.name)))
         self.symbols[index.name] = index
         self._reserve_symbol(index.name)
         return index
 
     def region(self, start: int, head: str) -> tuple[Op, ...]:
-        """Reads the ops of a region of the op at `start`: those that stand further to the right."""
+        """Reads the ops of a region of the op at `start`: the lines that are indented further."""
         c = self.cursor
         c.skip()
         margin = c.column(start)
@@ -493,8 +500,8 @@ class Parser(ValueParser):
         return read(self)
 
     def _rows(self, length: int) -> tuple[TensorView | Scalar, ...]:
-        """Reads rows of so many values, `{a, b} {c, d} }`; return the values one after the
-        other."""
+        """Reads groups of `length` values, `{a, b} {c, d} }`, and returns all values in
+        sequence."""
         c = self.cursor
         found: list[TensorView | Scalar] = []
         while not c.take_if("}"):
@@ -508,7 +515,7 @@ class Parser(ValueParser):
 
     # ------------------------------------------------------------ sections and fusions
     def declarations(self) -> None:
-        """Reads the sections in [pos, end) about symbols, tensors and lines; the position stays."""
+        """Reads the sections about symbols, tensors and user lines; the position is restored."""
         c = self.cursor
         home = c.pos
         for title, read in (
@@ -522,7 +529,8 @@ class Parser(ValueParser):
         c.pos = home
 
     def relations(self) -> None:
-        """Reads the sections that relate known tensors; the position stays."""
+        """Reads the sections about declared tensors (aliases, origins); the position is
+        restored."""
         home = self.cursor.pos
         self._section("Aliases", self._alias, home)
         self._section("Provenance", self._origin, home)
@@ -539,7 +547,7 @@ class Parser(ValueParser):
                 read()
 
     def _at_section(self) -> bool:
-        """Whether a section begins here, or the text ends."""
+        """Returns whether a section starts at the position or the text ends."""
         c = self.cursor
         if c.done() or _SECTION.match(c.text, c.pos, c.end):
             return True
@@ -548,17 +556,19 @@ class Parser(ValueParser):
         return False
 
     def end(self) -> None:
-        """Requires that only sections follow what has been read."""
+        """Raises `ParseError` unless only sections follow."""
         if not self._at_section():
             raise self.cursor.fail(f"expected a section ({', '.join(_TITLES)}) or the end")
 
     def check_declared(self, tensors: Iterable[TensorView], section: int) -> None:
-        """Requires that the text from `section` on holds the domains of all tensors: without them
-        their layouts would be lost."""
+        """Raises `ParseError` if a tensor has no domain section in the text from `section` on.
+
+        Without its section, the memory layout of a tensor would be lost.
+        """
         for tv in tensors:
             if tv.number not in self.declared:
                 raise self.cursor.fail(
-                    f"the full form lacks the domains of {tv.label}, in section TransformPrinter",
+                    f"the full form lacks the domains of {tv.label} in section TransformPrinter",
                     section,
                 )
 
@@ -604,7 +614,7 @@ class Parser(ValueParser):
             at = c.pos
             op = self.op()
             if not isinstance(op, TensorOp):
-                raise c.fail(f"{op.name} is no tensor op", at)
+                raise c.fail(f"{op.name} is not an op of a fusion", at)
             exprs.append(op)
         c.take("// %kernel_math")
         lined = with_lines(exprs, self.lines)
@@ -612,10 +622,14 @@ class Parser(ValueParser):
         for tv in self.fusion.tensors():
             definition = self.fusion.definition(tv)
             if tv.domain.is_undecided and not isinstance(definition, nodes.ReshapeOp):
-                raise c.fail(f"{tv.label}: only a reshape may leave open what its root axes become")
+                raise c.fail(
+                    f"{tv.label}: only the result of a reshape may have root axes that no "
+                    "transform connects with its logical axes"
+                )
 
     def reserve_symbols(self) -> None:
-        """Keeps the fusion from handing out the numbers of the symbols that were read."""
+        """Reserves the numbers of all symbols that were read, so that the fusion does not reuse
+        them."""
         for name in self.symbols:
             self._reserve_symbol(name)
 
@@ -635,15 +649,22 @@ def parse_scalar(text: str) -> Scalar:
 
 
 def parse_fusion(text: str) -> Fusion:
-    """Reads what `fusion_text` (or `print_math`, for plain domains) prints. Raises `ParseError`."""
+    """Reads the text of `fusion_text`, or of `print_math` if all domains are plain.
+
+    Raises:
+        ParseError: with the line and column.
+    """
     return parse_fusion_at(Cursor(text), definition_bounds(text))
 
 
 def parse_fusion_at(
     cursor: Cursor, bounds: Mapping[str, int | None], *, in_full: int | None = None
 ) -> Fusion:
-    """Reads the fusion that [pos, end) of the cursor holds; `bounds` as of `Parser`. `in_full` is
-    where a text begins that must tell all domains."""
+    """Reads the fusion at the cursor, up to the cursor's end; `bounds` are those of `Parser`.
+
+    `in_full` is the position from which the text must have the domains of all tensors; None:
+    nowhere.
+    """
     fusion = Fusion()
     parser = Parser(cursor, fusion, bounds=bounds)
     parser.declarations()
@@ -671,7 +692,7 @@ def _ptypes(parser: Parser) -> tuple[ParallelType, ...]:
     return tuple(parser.cursor.items("}", parser.ptype))
 
 
-# How an attribute is read, by the type in its declaration.
+# The type in an attribute's declaration -> the function that reads its value.
 ATTRIBUTES: dict[str, Attribute] = {
     "int": lambda parser: parser.cursor.integer(),
     "bool": _bool,
@@ -686,13 +707,17 @@ ATTRIBUTES: dict[str, Attribute] = {
 # ----------------------------------------------------------------------
 # The text templates of ops as grammar: words to match, fields to read.
 
-# Where tensor ops are declared: a text may name any of them.
+# The modules that declare tensor ops; importing them registers all ops that a text may name.
 DECLARING = (attention_ops, lookup, nodes)
 
 
 @record
 class Template:
-    """One spelling of an op: words to match and fields to read, in order."""
+    """One printed form of an op: words to match and fields to read, in order.
+
+    `words` has (is a field, word or field name). `is_older` marks a form that is read but not
+    printed.
+    """
 
     op: type[Op]
     text: str
@@ -705,13 +730,13 @@ class Template:
 
 _PLACEHOLDER = re.compile(r"\{([\w.]+)\}")
 _FUNCTION = re.compile(r"\s*([A-Za-z_](?:[\w.]|::)*)\s*\(")
-# Extents of a result may compare, too.
+# Not `==` or `<=`, which may occur in the extents of a result.
 _EQUALS = re.compile(r"(?<![=!<>])=(?!=)")
 _STATEMENT = re.compile(r"\s*(?!T\d)([A-Za-z_]\w*)")
 
 
 def key_of(text: str, start: int) -> str:
-    """Returns what an op's text starts with: its statement word, or the function after `=`."""
+    """Returns the first word of an op's text: its statement word, or the function after `=`."""
     word = _STATEMENT.match(text, start)
     if word:
         return word[1]
@@ -722,7 +747,7 @@ def key_of(text: str, start: int) -> str:
 
 @lru_cache(maxsize=16)
 def templates_of(ops: tuple[type[Op], ...]) -> Mapping[str, list[Template]]:
-    """Returns the spellings of the op classes by key; operators and literals come under ''."""
+    """Returns the templates of op classes by `key_of`; operators and literals have the key ""."""
     buckets: dict[str, list[Template]] = {"": []}
     for op in ops:
         seen: set[tuple[str, str]] = set()
@@ -771,12 +796,13 @@ def _compiled(
 
 
 def template_of(op: Op) -> str:
+    """Returns the text template of an op."""
     template = getattr(op, "template", None)
     return template() if template is not None else op.TEXT
 
 
 def tensor_op_classes() -> tuple[type[Op], ...]:
-    """Returns the declared tensor ops, in declaration order; bases of others are none."""
+    """Returns the declared tensor ops in declaration order, without base classes."""
     return tuple(
         c
         for c in Op.REGISTRY.values()
@@ -785,7 +811,7 @@ def tensor_op_classes() -> tuple[type[Op], ...]:
 
 
 # ----------------------------------------------------------------------
-# The words of the text of programs.
+# Patterns of the words in program texts.
 
 INT = re.compile(r"-?[0-9]+")
 WORD = re.compile(r"[^\s,(){}]+")
@@ -810,7 +836,7 @@ AXIS = re.compile(
 
 
 # ----------------------------------------------------------------------
-# The lower bounds of the symbols of a program's text, which no line of it spells.
+# The lower bounds of the symbols of a program's text, which the text does not contain.
 
 _EXTENT = re.compile(AXIS.pattern + r"(?:[^{}]* ex )?([A-Za-z_]\w*)\}")
 _EQUAL = re.compile(r"^ +([A-Za-z_]\w*) = ", re.MULTILINE)
@@ -818,14 +844,14 @@ _INPUTS = re.compile(r"Inputs:(.*?)Outputs:|%HostIrContainer\s*\{\s*\((.*?)\)\s*
 
 
 def definition_bounds(text: str) -> dict[str, int | None]:
-    """Returns the lower bounds of the symbols in a definition's text: its extents may be 0."""
+    """Returns the lower bounds of the symbols in a definition's text, whose extents may be 0."""
     return _bounds(text, _scalar_inputs(text), extent=0)
 
 
 def concretized_bounds(text: str) -> dict[str, int | None]:
     """Returns the lower bounds of the symbols in a concretized program's text.
 
-    No extent is 0 there, also where it is a scalar input; other scalar inputs are unbounded.
+    Every extent is at least 1, even if it is a scalar input; other scalar inputs are unbounded.
     """
     extents = {m[4] for m in _EXTENT.finditer(text)} | {m[1] for m in _EQUAL.finditer(text)}
     unbounded = [name for name in _scalar_inputs(text) if name not in extents]
@@ -837,7 +863,7 @@ def _bounds(text: str, unbounded: Iterable[str], *, extent: int) -> dict[str, in
 
 
 def _scalar_inputs(text: str) -> list[str]:
-    """Returns the names among the inputs of a fusion or a host program that are no tensors."""
+    """Returns the names of the scalar inputs of a fusion or a host program."""
     found = _INPUTS.search(text)
     inputs = re.sub(r"\[[^\]]*\]", "", found[1] or found[2] or "") if found else ""
     return NAME.findall(inputs)

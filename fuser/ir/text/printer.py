@@ -1,6 +1,7 @@
-"""The full text of programs: domains, sections, users' lines; ops print themselves
-(`fuser.ir.op`),
-fusions their math (`fuser.ir.fusion`)."""
+"""The full text of programs: domains, the sections below the ops, and the users' lines.
+
+Ops print themselves (`fuser.ir.op`), fusions their ops (`fuser.ir.fusion`).
+"""
 
 from __future__ import annotations
 
@@ -19,8 +20,10 @@ from fuser.ir.scalar.constructors import Scalar
 
 
 def domain_text(tv: TensorView, indent: str = "") -> str:
-    """Returns the domain section of one tensor: root, logical, allocation, contiguity, transforms,
-    loop."""
+    """Returns the section of one tensor's domain.
+
+    It lists root, logical and allocation axes, contiguity, transforms and loop axes.
+    """
     domain: TensorDomain = tv.domain
     lines = [f"{indent}{tensor_text(tv)}"]
 
@@ -49,7 +52,7 @@ def scheduled_text(
     ops: Iterable[Op],
     transformed: Iterable[TensorView] = (),
 ) -> str:
-    """Returns nvFuser's text of a scheduled fusion, and the domain sections of some tensors."""
+    """Returns nvFuser's text of a scheduled fusion, with the domain sections of some tensors."""
     lines = ["Inputs:", *(f"  {value_text(v)}" for v in inputs)]
     lines += ["Outputs:", *(f"  {value_text(v)}" for v in outputs)]
     lines += ["", "%kernel {", *map(op_text, ops)]
@@ -59,15 +62,17 @@ def scheduled_text(
 
 
 def fusion_text(fusion: Fusion) -> str:
-    """Returns the full form, which `parse_fusion` reads back: math, then the sections."""
+    """Returns the full text, which `parse_fusion` reads back: the math, then the sections."""
     math = fusion_math(fusion, used_only=False).rstrip("\n")
     return f"{math}\n{sections_text(fusion, fusion.tensors(), fusion.exprs)}"
 
 
 def sections_text(fusion: Fusion, tensors: Sequence[TensorView], ops: Iterable[Op]) -> str:
-    """Returns what a program's math does not say: aliases, equal extents, the dtypes of symbols
-    that their names do not tell, the domain section of every tensor, and where shardings came
-    from."""
+    """Returns the sections with the facts that a program's math lacks.
+
+    They are: aliases, equal extents, dtypes of symbols whose names do not imply them, the domain of
+    every tensor, and the origins of shardings.
+    """
     parts = {
         "Aliases": [
             f"  T{a.out.number} -> T{a.into.number}" + (" hidden" if a.hidden else "")
@@ -88,15 +93,17 @@ def sections_text(fusion: Fusion, tensors: Sequence[TensorView], ops: Iterable[O
 
 
 def line_key(op: Op) -> str:
-    """Returns what the section of the users' lines calls an op: by its first result and its
-    name."""
+    """Returns the key of an op in the section of user lines: first result and name, `T3 add`."""
     outputs = op.outputs
     return f"T{outputs[0].number} {op.name}" if outputs else op.name
 
 
 def lines_text(ops: Iterable[Op]) -> str:
-    """Returns the section that tells where the user wrote the ops and those of their regions, ""
-    where nothing is known; what has the line of the first op of its name needs no row."""
+    """Returns the section with the user's line of each op, regions included; "" if no line is
+    known.
+
+    An op whose line equals that of the first op with its key has no row.
+    """
     rows: dict[str, str] = {}
 
     def add(op: Op, key: str, number: int) -> Op:
@@ -111,7 +118,7 @@ def lines_text(ops: Iterable[Op]) -> str:
 
 
 def with_lines(ops: Iterable[Op], rows: Mapping[str, str]) -> tuple[Op, ...]:
-    """Returns the ops, and those of their regions, with the lines that such a section tells."""
+    """Returns the ops with the user lines that such a section has, regions included."""
 
     def place(op: Op, key: str, number: int) -> Op:
         where = rows.get(_nth(key, number), rows.get(key, ""))
@@ -125,19 +132,21 @@ def _nth(key: str, number: int) -> str:
 
 
 def _by_key(ops: Iterable[Op], change: Callable[[Op, str, int], Op]) -> tuple[Op, ...]:
-    """Returns what `change` makes of each op, given its key and how many of it there were so far;
-    an op comes before those of its regions."""
+    """Applies `change` to each op, with its key and the number of ops with this key so far.
+
+    An op is counted before the ops of its regions.
+    """
     counts: Counter[str] = Counter()
 
-    def one(op: Op) -> Op:
+    def changed(op: Op) -> Op:
         key = line_key(op)
         counts[key] += 1
         op = change(op, key, counts[key])
         was = {name: getattr(op, name) for name in op.fields_of("region")}
-        regions = {name: tuple(map(one, region)) for name, region in was.items()}
+        regions = {name: tuple(map(changed, region)) for name, region in was.items()}
         return op if regions == was else op.replace(**regions)
 
-    return tuple(map(one, ops))
+    return tuple(map(changed, ops))
 
 
 _PREFIX_DTYPE = {
@@ -149,14 +158,15 @@ _PREFIX_DTYPE = {
 
 
 def default_dtype(name: str) -> DataType:
-    """Returns the dtype that a symbol's name tells: Index of `i3`, Double of `d2`, Float, Bool."""
+    """Returns the dtype that a symbol's name implies: Index for `i3`, Double `d2`, Float `f4`, Bool
+    `b5`."""
     return _PREFIX_DTYPE.get(name[0], DataType.Index) if name[1:].isdigit() else DataType.Index
 
 
 def program_symbols(
     fusion: Fusion, tensors: Iterable[TensorView], ops: Iterable[Op]
 ) -> tuple[sc.Symbol, ...]:
-    """Returns every symbol of inputs, domains, ops and extent classes, in order of appearance."""
+    """Returns every symbol of inputs, domains, ops and equal extents, in order of appearance."""
     found: dict[sc.Symbol, None] = {}
 
     def add(value: object) -> None:

@@ -226,7 +226,7 @@ def test_only_reshapes_are_undecided() -> None:
         x = fd.define_tensor([-1, -1])
         fd.add_output(fd.ops.reshape(fd.ops.exp(x), [4, 6]))
     text = fusion_text(fd.fusion)
-    with pytest.raises(ParseError, match="only a reshape may leave open"):
+    with pytest.raises(ParseError, match="only the result of a reshape may have root axes"):
         parse_fusion(text.replace("= reshape( ", "= expf(").replace(" )\n} //", ");\n} //"))
 
 

@@ -311,7 +311,11 @@ def test_fusions_that_differ_are_unequal() -> None:
         ("by factor 2 ->", "by factr 2 ->", "expected 'by factor'"),
         ("(DeviceMesh{0 1})", "(DeviceMesh{0 0})", "duplicates"),
         ("loop domain: (iS0{i0}", "loop domain: (iS0{i1}", "differs from its header"),
-        ("logical domain: (iS0{i0}", "logical domain: (iS0{i1}", "axis 0 was iS0{i1} before"),
+        (
+            "logical domain: (iS0{i0}",
+            "logical domain: (iS0{i1}",
+            "axis 0 was written as iS0{i1} before",
+        ),
         ("   * d3;", "   * d3", "expected ';'"),
     ],
 )
