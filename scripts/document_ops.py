@@ -3,6 +3,7 @@
 - `docs/reference/operations.md`: the page of the public ops.
 - `fuser/ops/__init__.pyi`: their signatures for type checkers.
 - `docs/explanation/differences-from-nvfuser.md`: the table of names that raise.
+- `docs/reference/host-operations.md`: the tables of host ops and of collectives.
 
 `python scripts/document_ops.py` after a row, or such a name, was added or changed; a test compares.
 """
@@ -16,6 +17,7 @@ from collections.abc import Callable, Iterable, Iterator
 from enum import Enum
 from inspect import Parameter
 from pathlib import Path
+from types import CodeType
 from typing import Any, get_overloads
 
 import fuser
@@ -27,11 +29,15 @@ from fuser.ops.define import define_tensor
 from fuser.ops.elementwise import DTYPE_RULES
 from fuser.ops.rows import ROWS, SPELLED, OpRow
 from fuser.support.errors import UnsupportedError
+from hostir.ir import effects
+from hostir.ir.ops import HOST_OPS, HostOp
+from multidevice.transports.base.collectives import COLLECTIVES, Collective, Side
 
 _ROOT = Path(__file__).resolve().parents[1]
 PAGE = _ROOT / "docs" / "reference" / "operations.md"
 STUB = _ROOT / "fuser" / "ops" / "__init__.pyi"
 DIFFERENCES = _ROOT / "docs" / "explanation" / "differences-from-nvfuser.md"
+HOST_PAGE = _ROOT / "docs" / "reference" / "host-operations.md"
 
 _HEAD = """# Ops
 
@@ -252,7 +258,130 @@ def differences() -> str:
     return _NAMES.sub(lambda _: _table(["name", "what to use"], lines), DIFFERENCES.read_text())
 
 
+# ------------------------------------------------------------------ host programs
+_EFFECTS = [cls.__name__ for cls in effects.Effect.__args__]
+# The words of a row for the ways in which operand and result may share a buffer.
+_SHARING = {
+    "same": "element by element",
+    "freely": "yes",
+    "slot": "its own slot",
+    "never": "no",
+}
+
+
+def effect_names(cls: type[HostOp]) -> list[str]:
+    """Returns the effects that an op class can have, as its code names them."""
+    found: list[str] = []
+
+    def look(code: CodeType, known: dict[str, Any]) -> None:
+        for inner in code.co_consts:
+            if isinstance(inner, CodeType):
+                look(inner, known)
+        for name in code.co_names:
+            target = known.get(name)
+            if name in _EFFECTS:
+                found.append(name)
+            elif inspect.isfunction(target) and target.__module__ == cls.__module__:
+                look(target.__code__, known)
+
+    look(cls.effects.__code__, cls.effects.__globals__)
+    return [*dict.fromkeys(found)]
+
+
+def _host_text(cls: type[HostOp]) -> str:
+    """Returns the text of a host op: `<name>` stands for the value of a field."""
+    variants = getattr(cls, "variants", tuple)
+    text = cls.TEXT or next(template for _, template in variants())
+    return " ".join(re.sub(r"\{(\w+)\}", r"<\1>", text).split())
+
+
+def _constructor(cls: type[HostOp]) -> str:
+    parameters = inspect.signature(cls).parameters.values()
+    named = [
+        f"{p.name}=" if p.default is not p.empty else p.name
+        for p in parameters
+        if p.name != "where"
+    ]
+    return f"{cls.__name__}({', '.join(named)})"
+
+
+def _is_written_over(cls: type[HostOp]) -> str:
+    """Returns whether a result of the op may share memory with an operand, in words."""
+    if not {"Reads", "Writes"} <= set(effect_names(cls)):
+        return ""
+    try:
+        return _SHARING[cls.buffer_sharing.fget(None)]  # pyright: ignore
+    except AttributeError:
+        return "by its type"
+
+
+def _first_sentence(cls: type) -> str:
+    return re.split(r"(?<=[^.]\.)\s|[;:] ", " ".join((inspect.getdoc(cls) or "").split()))[
+        0
+    ].rstrip(".")
+
+
+def host_ops_table() -> str:
+    """Returns the table of all host ops."""
+    lines = (
+        (
+            f"`{_constructor(cls)}`",
+            f"`{_host_text(cls)}`",
+            _first_sentence(cls),
+            ", ".join(effect_names(cls)),
+            _is_written_over(cls),
+        )
+        for cls in HOST_OPS
+    )
+    titles = ["op", "text", "meaning", "effects", "over its input"]
+    return _table(titles, lines)
+
+
+def _side(side: Side) -> str:
+    parts = "a part per member" if side.per_member else "one part"
+    return f"{parts}, on the root" if side.at_root else parts
+
+
+def _bus(row: Collective) -> str:
+    """Returns what each of n members sends of the larger side, as a formula that fits the row."""
+    formulas: dict[str, Callable[[int], float]] = {
+        "1": lambda n: 1.0,
+        "(n - 1) / n": lambda n: (n - 1) / n,
+        "2 (n - 1) / n": lambda n: 2 * (n - 1) / n,
+        "0": lambda n: 0.0,
+    }
+    fits = (text for text, f in formulas.items() if all(f(n) == row.bus(n) for n in range(2, 99)))
+    return next(fits, f"{row.bus(2):g} of 2, {row.bus(4):g} of 4")
+
+
+def collectives_table() -> str:
+    """Returns the table of the types of `Communication`."""
+    lines = (
+        (
+            f"`{row.name}`",
+            _side(row.inp),
+            _side(row.out),
+            "yes" if row.reduces else "",
+            _bus(row),
+            _SHARING[row.sharing],
+        )
+        for row in COLLECTIVES.values()
+    )
+    return _table(["type", "operand", "result", "`red_op`", "sends", "over its input"], lines)
+
+
+def host_page() -> str:
+    """Returns the page of host ops with its tables made anew."""
+    text = HOST_PAGE.read_text()
+    for name, table in (("host ops", host_ops_table()), ("collectives", collectives_table())):
+        begin, end = f"<!-- {name}: scripts/document_ops.py -->\n", "\n<!-- -->"
+        head, _, rest = text.partition(begin)
+        text = f"{head}{begin}\n{table}\n{end}{rest.partition(end)[2]}"
+    return text
+
+
 if __name__ == "__main__":
+    HOST_PAGE.write_text(host_page())
     PAGE.write_text(page())
     STUB.write_text(stub())
     DIFFERENCES.write_text(differences())

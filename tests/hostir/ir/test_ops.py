@@ -38,6 +38,7 @@ from hostir.ir.ops.base import Runtime
 from multidevice import Communicator, DeviceMesh, simulate
 from multidevice.sharding.reshard import TeamOf
 from multidevice.transports.base.collectives import COLLECTIVES
+from scripts import document_ops
 from tests.support.handmade_programs import EXAMPLES, LATE, run_simulated
 
 # What `import ... as ...` lines tell type checkers.
@@ -298,6 +299,15 @@ def test_examples_are_free_of_races(name: str) -> None:
 
 
 PAGE = Path(__file__).parents[3] / "docs" / "reference" / "host-operations.md"
+
+
+def test_the_tables_of_the_page_are_those_of_the_ops() -> None:
+    assert document_ops.host_page() == PAGE.read_text(), "python scripts/document_ops.py"
+
+
+def test_the_effects_on_the_page_are_those_of_an_op() -> None:
+    assert document_ops.effect_names(hostir.Communication) == ["Reads", "Writes", "Starts"]
+    assert document_ops.effect_names(hostir.PostOnStream) == ["Reads", "Writes"]
 
 
 def test_the_page_on_host_programs_holds() -> None:
