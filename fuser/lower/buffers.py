@@ -290,7 +290,7 @@ def place_shared(buffers: dict[Stage, Buffer], start: Scalar) -> Scalar:
     end = start
     for buffer in buffers.values():
         if buffer.is_shared:
-            words = sc.ceildiv(end, SHARED_ALIGNMENT)
-            buffer.offset = sc.mul(words, SHARED_ALIGNMENT)
+            slots = sc.ceildiv(end, SHARED_ALIGNMENT)
+            buffer.offset = sc.mul(slots, SHARED_ALIGNMENT)
             end = sc.add(buffer.offset, buffer.nbytes)
     return end

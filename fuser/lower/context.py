@@ -119,7 +119,7 @@ class Context:
         self._replacements = self.assumptions.quotients()
         for stage in self.nesting.stages:
             if stage.vector is not None:
-                self._require_whole_words(stage)
+                self._require_whole_vectors(stage)
 
     def may_be_partial(self, stage: Stage) -> bool:
         """Whether a stage's vectors may be incomplete: at the ends of shifted rows, or of a tensor.
@@ -128,7 +128,7 @@ class Context:
         is_tested = self.nesting.fusion.has_tails or bool(self.shifts(stage.tv))
         return stage.vector is not None and is_tested
 
-    def _require_whole_words(self, stage: Stage) -> None:
+    def _require_whole_vectors(self, stage: Stage) -> None:
         """Adds the guards that keep a vector from crossing the end of its axis, unless it is
         tested.
         """

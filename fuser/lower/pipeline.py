@@ -41,10 +41,10 @@ from fuser.lower.passes.launch_grid import beside, within_limits
 from fuser.lower.passes.load_order import alternate_directions, convert_again, prefetch_next
 from fuser.lower.passes.synchronize import insert_barriers
 from fuser.lower.passes.unroll import expand_unswitch, mark_unrolled
-from fuser.lower.passes.vector_loads import divide_once, load_words
+from fuser.lower.passes.vector_loads import divide_once, load_vectors
 from fuser.lower.reduction_code import element_layout
 from fuser.lower.statements import build_body
-from fuser.lower.values import lift_places
+from fuser.lower.values import lift_lookup_indices
 from fuser.support.device import DeviceInfo
 from fuser.support.errors import UnsupportedError
 
@@ -100,13 +100,13 @@ def _divide_once(state: State) -> None:
         divide_once(state.body, state.ctx.nesting.fusion.least)
 
 
-def _lift_places(state: State) -> None:
-    lift_places(state.body)
+def _lift_lookup_indices(state: State) -> None:
+    lift_lookup_indices(state.body)
 
 
-def _load_words(state: State) -> None:
+def _load_vectors(state: State) -> None:
     if not state.ctx.is_cpu:
-        load_words(state.body)
+        load_vectors(state.body)
 
 
 def _prefetch_next(state: State) -> None:
@@ -149,9 +149,9 @@ PASSES: tuple[tuple[str, Callable[[State], None]], ...] = (
     ("mark_unrolled", _mark_unrolled),
     ("alternate_directions", _alternate_directions),
     ("divide_once", _divide_once),
-    # Before load_words: it cannot widen a load whose index is computed inside the loop.
-    ("lift_places", _lift_places),
-    ("load_words", _load_words),
+    # Before load_vectors: it cannot widen a load whose index is computed inside the loop.
+    ("lift_lookup_indices", _lift_lookup_indices),
+    ("load_vectors", _load_vectors),
     ("prefetch_next", _prefetch_next),
     ("convert_again", _convert_again),
     ("sum_in_blocks", _sum_in_blocks),

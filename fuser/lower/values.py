@@ -154,7 +154,7 @@ def _name_place(
 
 
 # ------------------------------------------------------------------ out of loops
-def lift_places(body: Body) -> None:
+def lift_lookup_indices(body: Body) -> None:
     """Moves the computation of loop-invariant lookup indices in front of the loop, in place.
 
     Reads at these indices can then be vector loads (`fuser/lower/passes/vector_loads.py`), and no
@@ -163,7 +163,7 @@ def lift_places(body: Body) -> None:
     made: list[Statement] = []
     for statement in body.statements:
         for inner in bodies(statement):
-            lift_places(inner)
+            lift_lookup_indices(inner)
         if isinstance(statement, For):
             made += _lifted(statement)
         made.append(statement)
@@ -410,7 +410,7 @@ class ValueBuilder:
         self._names[tv.number] = count + 1
         return f"{tv.number}_{count}" if count else str(tv.number)
 
-    def words_of(self, tv: TensorView, scope: Scope) -> str:
+    def random_state(self, tv: TensorView, scope: Scope) -> str:
         """Returns the name of the generator state that a random tensor keeps between elements."""
         name = f"r{tv.number}"
         if tv not in self._random:
@@ -540,8 +540,8 @@ def _random(build: ValueBuilder, op: TensorOp, at: At) -> Expr:
         *(ScalarValue(x, real) for x in ends),
     )
     places = ", ".join(f"{{{k}}}" for k in range(len(args)))
-    words = build.words_of(op.out, at.scope)
-    return Compute(f"fm_{op.kind}<{{t}}>({words}, {places})", args, at.out.dtype())
+    state = build.random_state(op.out, at.scope)
+    return Compute(f"fm_{op.kind}<{{t}}>({state}, {places})", args, at.out.dtype())
 
 
 def _whole_blocks(place: Scalar) -> tuple[Scalar, Scalar]:

@@ -12,11 +12,11 @@ from fuser.ir.scalar.constructors import Apply, Poly, Scalar, Symbol
 from fuser.ir.scalar.scalar_nodes import Monomial
 from fuser.lower.context import Context
 from fuser.lower.loop_tree import Stage
-from fuser.support.device import LOADED_WORDS, VECTOR_BYTES
+from fuser.support.device import LOADS_PER_VECTOR, VECTOR_BYTES
 from fuser.support.errors import UnsupportedError
 
 MAX_VECTOR_BYTES = VECTOR_BYTES
-MAX_LOADED_BYTES = LOADED_WORDS * VECTOR_BYTES
+MAX_LOADED_BYTES = LOADS_PER_VECTOR * VECTOR_BYTES
 
 
 def vector_width(stage: Stage, *, most: int = MAX_VECTOR_BYTES) -> int:

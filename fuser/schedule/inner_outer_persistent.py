@@ -35,7 +35,7 @@ PARTS = 264
 FEWEST_ROWS = 4 * PARTS
 LONGEST_ROW = 8192
 # Rows are read in vectors of at least this many elements; shifted rows are faster for others.
-WORD = 4
+LEAST_VECTOR = 4
 # Threads of a block if a row takes fewer, and threads that a multiprocessor must have registers
 # for.
 THREADS = 512
@@ -98,7 +98,7 @@ def _definition(tv: TensorView) -> TensorOp:
 
 def pays(rows: int, columns: int) -> bool:
     """Whether one kernel for the rows and the sums over them is at least as fast as two."""
-    return rows >= FEWEST_ROWS and columns <= LONGEST_ROW and columns % WORD == 0
+    return rows >= FEWEST_ROWS and columns <= LONGEST_ROW and columns % LEAST_VECTOR == 0
 
 
 def suits(fusion: Fusion, sizes: Mapping[Symbol, Number]) -> bool:

@@ -556,9 +556,9 @@ def chooser(
         rows, columns = prod(found[:count]), prod(found[count:])
         vector, begin = (long_widths if columns >= LONG_PARTS else widths).of(facts, found[-1]), 0
         is_narrow = vector < widths.within(facts)
-        words = shifted_widths.wider(facts, columns, vector) if shifted_widths and is_narrow else 0
-        if words:
-            vector, begin = words, words - 1
+        wide = shifted_widths.wider(facts, columns, vector) if shifted_widths and is_narrow else 0
+        if wide:
+            vector, begin = wide, wide - 1
         shape = _RowsAccess(rows, columns, vector, widest, begin, len(inputs))
         if in_clusters:
             return _cluster_params(shape, most_bytes(inputs, vector), device)

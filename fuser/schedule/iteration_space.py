@@ -22,7 +22,7 @@ from fuser.ir.ops.nodes import CatOp, PadOp, SliceOp
 from fuser.ir.types import IterType
 from fuser.schedule.input_facts import Facts
 from fuser.schedule.loop_propagation import AxisMatcher
-from fuser.support.device import LOADED_WORDS, VECTOR_BYTES
+from fuser.support.device import LOADS_PER_VECTOR, VECTOR_BYTES
 from fuser.support.record import record
 
 RESIZING: tuple[type[TensorOp], ...] = (SliceOp, PadOp, CatOp)
@@ -247,7 +247,7 @@ class VectorWidths:
     def __init__(
         self, candidates: Sequence[Access], *, shared: Callable[[Access], bool] = _none
     ) -> None:
-        self._candidates = [(a, LOADED_WORDS if shared(a) else 1) for a in candidates]
+        self._candidates = [(a, LOADS_PER_VECTOR if shared(a) else 1) for a in candidates]
         self._aligned = self._within(Facts({}))
 
     def of(self, facts: Facts, inner_extent: int) -> int:
@@ -266,9 +266,9 @@ class VectorWidths:
 
     def _within(self, facts: Facts) -> int:
         width = VECTOR_BYTES if self._candidates else 1
-        for access, words in self._candidates:
+        for access, loads in self._candidates:
             aligned = facts.alignment(access.tv.number)
-            most = VECTOR_BYTES * words if aligned >= VECTOR_BYTES else aligned
+            most = VECTOR_BYTES * loads if aligned >= VECTOR_BYTES else aligned
             width = min(width, max(most // access.nbytes, 1))
         return width
 

@@ -215,9 +215,9 @@ def chooser(fusion: Fusion, device: DeviceInfo) -> Callable[[Facts], ReductionPa
         vector = widths.of(facts, last)
         if not runs.inner and prod(reduced) <= SHORT_ROWS:
             return short_params(prod(iterated), prod(reduced), vector, loaded, device)
-        words = shifted.wider(facts, last, vector)
-        if words:
-            reduced, step = [last + words - 1], (words, words * widest)
+        wide = shifted.wider(facts, last, vector)
+        if wide:
+            reduced, step = [last + wide - 1], (wide, wide * widest)
             return replace(inner_params(iterated, reduced, step, device), shifted=True)
         step = vector, vector * widest
         if runs.inner:

@@ -102,7 +102,7 @@ class _Tiled:
         self.tiles: dict[TensorView, bool] = {}
         # Vectorised accesses to global memory, and registers in which a vector is computed.
         self.vectors: list[TensorView] = []
-        self.words: list[TensorView] = []
+        self.vector_registers: list[TensorView] = []
 
     def schedule(self) -> None:
         for access in self.axes.staged:
@@ -125,7 +125,7 @@ class _Tiled:
             loops.inline_whole(tv)
         for tv in fixed.difference(self.fusion.outputs):
             tv.compute_at = 1
-        for tv in self.words:
+        for tv in self.vector_registers:
             tv.compute_at = len(tv.domain.loop) - 1
         for tv in self.vectors:
             vectorize_last(tv)
@@ -145,7 +145,7 @@ class _Tiled:
         if self.params.staged_vector > 1:
             registers = cache_after(tile, propagate_allocation_domain=False)
             self.staged.append(registers)
-            self.words.append(registers)
+            self.vector_registers.append(registers)
             self.vectors.append(out)
         self.staged.append(out)
 
@@ -165,7 +165,7 @@ class _Tiled:
         if self._moves_vectors(access):
             registers, out = cache_output(access.tv)
             self.direct += [registers, out]
-            self.words.append(registers)
+            self.vector_registers.append(registers)
             self.vectors.append(out)
         else:
             self.direct.append(access.tv)
@@ -459,10 +459,10 @@ class _Tiles:
         """Returns the tile for these extents, None if it would cost more than it saves."""
         extents = (inner, other)
         vectors = [w.of(facts, n) for w, n in zip(self._widths, extents, strict=True)]
-        in_words = self._is_copy and min(vectors) > 1
+        in_vectors = self._is_copy and min(vectors) > 1
         copies = ROWS_OF_COPIES if self._is_measured else ROWS_OF_OTHER_COPIES
         found: TransposeParams | None = None
-        for rows, least in (copies if in_words else ()) + ROWS:
+        for rows, least in (copies if in_vectors else ()) + ROWS:
             made = self._without_conflicts([*vectors], extents, rows)
             if made is None:
                 break
@@ -491,8 +491,8 @@ class _Tiles:
             edges = self._edges(vectors, extents, rows)
             if edges is None:
                 return None
-            in_words = self._is_copy and self._is_measured and min(vectors) > 1
-            most = BYTES_OF_COPIES if in_words else BYTES_IN_FLIGHT
+            in_vectors = self._is_copy and self._is_measured and min(vectors) > 1
+            most = BYTES_OF_COPIES if in_vectors else BYTES_IN_FLIGHT
             threads = self._threads(prod(edges), max(vectors), most)
             params = TransposeParams(threads, *vectors, *edges)
             tiles = {tile_of(params, a.nbytes, is_output=a.is_output) for a in self._staged}

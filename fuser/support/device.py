@@ -19,10 +19,10 @@ MAX_GRID: Three = ((1 << 31) - 1, 65535, 65535)
 MAX_BLOCK: Three = (1024, 1024, 64)
 # Blocks of a cluster, where GPUs have clusters: kernels ask for more than the portable 8.
 MAX_CLUSTER = 16
-# Of the widest load or store of a thread, a word.
+# Bytes of the widest load or store of a thread.
 VECTOR_BYTES = 16
-# Words of that size that a vector load may take: registers fill in several accesses.
-LOADED_WORDS = 2
+# The maximum number of such loads that fill one vector of registers.
+LOADS_PER_VECTOR = 2
 
 
 @record

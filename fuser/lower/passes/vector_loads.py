@@ -44,13 +44,13 @@ from fuser.lower.vector_access import MAX_VECTOR_BYTES, terms_of
 TRUE, FALSE = sc.const(True), sc.const(False)
 
 
-def load_words(body: Body) -> None:
+def load_vectors(body: Body) -> None:
     """Replaces the element-wise loads of unrolled loops by vector loads, in place."""
-    _Words().run(body)
+    _VectorLoads().run(body)
 
 
 @dataclass
-class _Words:
+class _VectorLoads:
     """Rewrites the loops of a body, and counts the arrays that hold the loaded vectors."""
 
     # The arrays are called w0, w1, ...; no other name has this form.
@@ -157,16 +157,16 @@ def _load(name: str, load: GlobalLoad, guard: Scalar, loop: For) -> list[Stateme
     whole, some = (sc.all_of(sc.substitute(t, {v: e[k]}) for t, e in picked) for k in (0, 1))
     base = sc.substitute(load.index, {v: sc.ZERO})
     each = min(width, MAX_VECTOR_BYTES // nbytes_of(load.dtype))
-    words: list[Statement] = [
+    vectors: list[Statement] = [
         VectorLoad(name, sc.const(at), load.name, sc.add(base, at), each, load.dtype, aligned=False)
         for at in range(0, width, each)
     ]
     # Elements that are not loaded are not used, but the loop copies them, so they need a value.
     declared = Declare(name, c_type(load.dtype), width, ScalarValue(sc.ZERO, load.dtype))
     if whole == TRUE:
-        return [declared, *words]
+        return [declared, *vectors]
     if all(_is_uniform(test, v, width) for test in _tests(guard)):
-        return [declared, If(whole, Body(words))]
+        return [declared, If(whole, Body(vectors))]
     element = Assign(
         Element(name, v, load.dtype), GlobalLoad(load.name, load.index, load.dtype, TRUE)
     )
@@ -174,7 +174,7 @@ def _load(name: str, load: GlobalLoad, guard: Scalar, loop: For) -> list[Stateme
     parts: list[Statement] = [part] if some == TRUE else [If(some, Body([part]))]
     if whole == FALSE:
         return [declared, *parts]
-    return [declared, If(whole, Body(words), Body(parts))]
+    return [declared, If(whole, Body(vectors), Body(parts))]
 
 
 # ----------------------------------------------------------------------
