@@ -162,8 +162,8 @@ def _kept(params: InnerPersistentParams) -> _Found:
             continue
         rows = max(THREADS_PER_BLOCK // threads, 1)
         shape = replace(params, threads_x=threads, kept=kept)
-        beside = {params.threads_y: 0.0, **_scaled(params.threads_y, 1, 1), rows: 0.5}
-        choices = {"threads_y": beside, "resident": resident, "keeps_costly": costly}
+        rows_at_once = {params.threads_y: 0.0, **_scaled(params.threads_y, 1, 1), rows: 0.5}
+        choices = {"threads_y": rows_at_once, "resident": resident, "keeps_costly": costly}
         for distance, made in _combined(shape, **choices):
             yield distance + abs(shift), made
     loops = replace(
@@ -184,14 +184,14 @@ def _strips(params: OuterPersistentParams) -> _Found:
     """Returns strips of other widths, other numbers of rows per thread, and other vectors."""
     if not params.threads_x:
         return []
-    beside = {n: float(n != params.resident) for n in (params.resident, RESIDENT_ONE, 1536)}
+    resident = {n: float(n != params.resident) for n in (params.resident, RESIDENT_ONE, 1536)}
     shape = {"vector": _scaled(params.vector, 1, 0), "threads_x": _scaled(params.threads_x, 2, 2)}
     if not params.kept:
         found = _combined(params, **shape, threads_y=_scaled(params.threads_y, 2, 2))
         return [(distance, p) for distance, p in found if _fits_a_block(p)]
     rows = params.threads_y * params.kept
     kept = {k: d for k, d in _scaled(params.kept, 2, 2).items() if rows % k == 0}
-    found = _combined(params, **shape, kept=kept, resident=beside)
+    found = _combined(params, **shape, kept=kept, resident=resident)
     made = ((distance, replace(p, threads_y=rows // p.kept)) for distance, p in found)
     return [(distance, p) for distance, p in made if _fits_a_block(p)]
 

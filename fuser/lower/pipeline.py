@@ -37,7 +37,7 @@ from fuser.lower.loop_tree import COORDINATES, NoNestError, Stage, nest_stages
 from fuser.lower.passes.batched_welford import batch_welfords
 from fuser.lower.passes.cpu_loops import sum_in_blocks, vectorize_loops
 from fuser.lower.passes.hoist import Hoister
-from fuser.lower.passes.launch_grid import beside, within_limits
+from fuser.lower.passes.launch_grid import fuse_horizontally, within_limits
 from fuser.lower.passes.load_order import alternate_directions, convert_again, prefetch_next
 from fuser.lower.passes.synchronize import insert_barriers
 from fuser.lower.passes.unroll import expand_unswitch, mark_unrolled
@@ -188,7 +188,7 @@ def _lower(fusion: Fusion, name: str, index_dtype: DataType, device: DeviceInfo)
         )
     if fusion.parts:
         kernels = [_lower(part, name, index_dtype, device) for part in fusion.parts]
-        return beside(kernels, fusion, name)
+        return fuse_horizontally(kernels, fusion, name)
     _unify_extents(fusion)
     assumptions = Assumptions(dict(fusion.divisible))
     for _ in range(MAX_ATTEMPTS):

@@ -119,7 +119,7 @@ def chooser(fusion: Fusion, device: DeviceInfo) -> Callable[[Facts], InnerPersis
     """Returns a function that chooses vector width and thread shape for an input class."""
     parts = [op.out_tensor for op in fusion.exprs if row_parts(op) is not None]
     accumulators = sum(nbytes_of(tv.dtype()) for tv in parts)
-    choose_rows = inner_persistent.chooser(fusion, device, beside=accumulators)
+    choose_rows = inner_persistent.chooser(fusion, device, extra_bytes=accumulators)
 
     def choose(facts: Facts) -> InnerPersistentParams:
         rows = choose_rows(facts)

@@ -519,11 +519,11 @@ def generic(device: DeviceInfo) -> InnerPersistentParams:
 
 
 def chooser(
-    fusion: Fusion, device: DeviceInfo, *, beside: int = 0, in_clusters: bool = False
+    fusion: Fusion, device: DeviceInfo, *, extra_bytes: int = 0, in_clusters: bool = False
 ) -> Callable[[Facts], InnerPersistentParams]:
     """Returns a function that chooses form, vector width and thread shape for an input class.
 
-    A thread keeps `beside` more bytes for each element of its row. With `in_clusters`, the function
+    A thread keeps `extra_bytes` more for each element of its row. With `in_clusters`, the function
     also chooses the number of blocks per row.
     """
     if device.kind == "cpu":
@@ -562,14 +562,14 @@ def chooser(
         shape = _RowsAccess(rows, columns, vector, widest, begin, len(inputs))
         if in_clusters:
             return _cluster_params(shape, most_bytes(inputs, vector), device)
-        plans = [(most_bytes(inputs, vector) + beside, False)]
+        plans = [(most_bytes(inputs, vector) + extra_bytes, False)]
         if has_costly:
-            plans.insert(0, (most_bytes(kept, vector) + beside, True))
+            plans.insert(0, (most_bytes(kept, vector) + extra_bytes, True))
         for nbytes, costly in plans:
             limit = ROW_REGISTERS_COSTLY if costly else ROW_REGISTERS
             spills = writes and nbytes < 4 and _is_long(shape, nbytes)
             if columns * nbytes <= 4 * limit and not spills:
-                if beside and columns >= LONG_PARTS:
+                if extra_bytes and columns >= LONG_PARTS:
                     return _long_parts_params(shape, nbytes)
                 return _kept_params(shape, nbytes, costly, device)
         # Inputs with only the row's axes are not shifted. Their elements are loaded one by one.

@@ -36,14 +36,14 @@ class Access:
       tensor that is read through a resize or has other axes than the reference.
     - `contiguous[k]` says whether the stride of `order[k]` equals the size times the stride of
       `order[k + 1]` (for the last axis: equals 1).
-    - `beside` replaces `order` for the table of a lookup, and leaves out the looked-up axis.
+    - `table_order` replaces `order` for the table of a lookup, and leaves out the looked-up axis.
     """
 
     tv: TensorView
     is_output: bool
     order: tuple[int, ...] | None
     contiguous: tuple[bool, ...] = ()
-    beside: tuple[int, ...] | None = None
+    table_order: tuple[int, ...] | None = None
 
     @cached_property
     def nbytes(self) -> int:
@@ -54,11 +54,11 @@ class Access:
     def is_viewed(self) -> bool:
         """Whether an input is read through a view, so that its axes are not those of the
         reference."""
-        return not self.is_output and self.order is None and self.beside is None
+        return not self.is_output and self.order is None and self.table_order is None
 
     def joins(self, outer: int, inner: int) -> bool:
         """Whether the reference axes `outer` and `inner` are contiguous in this tensor."""
-        order = self.order if self.beside is None else self.beside
+        order = self.order if self.table_order is None else self.table_order
         if order is None:
             return True  # a view computes its index from all axes anyway
         if outer not in order or inner not in order:

@@ -285,7 +285,7 @@ def chooser(fusion: Fusion, device: DeviceInfo) -> Callable[[Facts], PointwisePa
 
 def _looks_along(space: Space, inner: int) -> bool:
     """Whether the elements of a table's row are looked up along an axis."""
-    return any(a.beside and inner not in a.beside for a in space.accesses)
+    return any(a.table_order and inner not in a.table_order for a in space.accesses)
 
 
 def _along_params(chunks: int, rows: int, vector: int, device: DeviceInfo) -> PointwiseParams:

@@ -85,9 +85,9 @@ def _folded(kernel: LoweredKernel, device: DeviceInfo) -> LoweredKernel:
         )
     x, y, z = kernel.grid
     if kernel.cluster > 1:
-        fold, beside = Fold((x, sc.ONE, sc.ONE)), (y, z)
+        fold, rest = Fold((x, sc.ONE, sc.ONE)), (y, z)
     else:
-        fold, beside = Fold((x, y, z)), (sc.ONE, sc.ONE)
+        fold, rest = Fold((x, y, z)), (sc.ONE, sc.ONE)
     counts: list[Scalar] = []
     scalars, args = list(kernel.scalars), list(kernel.args)
     for axis, count in zip(AXES, fold.counts, strict=True):
@@ -100,7 +100,7 @@ def _folded(kernel: LoweredKernel, device: DeviceInfo) -> LoweredKernel:
     blocks = sc.minimum(sc.product(fold.counts), most)
     return replace(
         kernel,
-        grid=(blocks, *beside),
+        grid=(blocks, *rest),
         scalars=tuple(scalars),
         args=tuple(args),
         fold=Fold((counts[0], counts[1], counts[2])),
@@ -168,7 +168,7 @@ def _named(fusion: Fusion, types: Sequence[ParallelType], axis: str) -> str:
 # Horizontal fusion: one launch contains the blocks of several kernels, one after another along x.
 
 
-def beside(kernels: Sequence[LoweredKernel], fusion: Fusion, name: str) -> LoweredKernel:
+def fuse_horizontally(kernels: Sequence[LoweredKernel], fusion: Fusion, name: str) -> LoweredKernel:
     """Returns one kernel named `name` that contains all the kernels, made for `fusion`.
 
     Blocks and threads are counted along x.
