@@ -51,14 +51,18 @@ def prefetch_next(body: Body) -> None:
     """Adds prefetches of the next iteration's elements, in place, to loops that contain a reduction
     over threads."""
     for statement in body.statements:
-        if isinstance(statement, For) and not statement.unroll and _meets(statement.body):
+        if (
+            isinstance(statement, For)
+            and not statement.unroll
+            and _combines_threads(statement.body)
+        ):
             _Loop(statement).prefetch()
         else:
             for inner in bodies(statement):
                 prefetch_next(inner)
 
 
-def _meets(body: Body) -> bool:
+def _combines_threads(body: Body) -> bool:
     return any(isinstance(s, ThreadReduce) for s in body.statements)
 
 
@@ -79,28 +83,30 @@ class _Loop:
     def prefetch(self) -> None:
         """Inserts the prefetches after the last load that precedes the reduction."""
         statements = self.loop.body.statements
-        meeting = next(k for k, s in enumerate(statements) if isinstance(s, ThreadReduce))
-        asked = [(k, p) for k, s in enumerate(statements[:meeting]) for p in self._asked(s)]
-        if asked:
-            another = If(sc.lt(self.following, self.loop.extent), Body([p for _, p in asked]))
-            statements.insert(asked[-1][0] + 1, another)
+        reduction = next(k for k, s in enumerate(statements) if isinstance(s, ThreadReduce))
+        prefetches = [
+            (k, p) for k, s in enumerate(statements[:reduction]) for p in self._prefetches_of(s)
+        ]
+        if prefetches:
+            guarded = If(sc.lt(self.following, self.loop.extent), Body([p for _, p in prefetches]))
+            statements.insert(prefetches[-1][0] + 1, guarded)
 
-    def _asked(self, statement: Statement) -> list[Statement]:
+    def _prefetches_of(self, statement: Statement) -> list[Statement]:
         """Returns the prefetches of the elements that a statement loads in the next iteration."""
         match statement:
             case For():
-                inner = self._all_asked(statement.body)
+                inner = self._all_prefetches(statement.body)
                 if not inner or not self._is_known(statement.extent):
                     return []
                 return [For(statement.symbol, statement.extent, Body(inner), statement.unroll)]
             case If():
-                inner = self._all_asked(statement.then)
+                inner = self._all_prefetches(statement.then)
                 return self._under(statement.cond, inner) if not statement.flags else []
             case _:
                 return [p for access in _accesses(statement) for p in self._prefetch(*access)]
 
-    def _all_asked(self, body: Body) -> list[Statement]:
-        return [p for s in body.statements for p in self._asked(s)]
+    def _all_prefetches(self, body: Body) -> list[Statement]:
+        return [p for s in body.statements for p in self._prefetches_of(s)]
 
     def _prefetch(self, name: str, index: Scalar, guard: Scalar) -> list[Statement]:
         if self.loop.symbol not in sc.symbols(index) or not self._is_known(index):
@@ -191,7 +197,7 @@ def _widens(value: Convert) -> bool:
 #     for k in n: s += exp(T0[k] - m)  -> for k in n - 1 ... 0: s += exp(T0[k] - m)
 
 # All threads of a block execute these together, so the order of their iterations is kept.
-_MEETINGS = (Sync, ThreadReduce)
+_BARRIERS = (Sync, ThreadReduce)
 
 
 def alternate_directions(body: Body) -> None:
@@ -210,7 +216,7 @@ def alternate_directions(body: Body) -> None:
 
 def _is_free(loop: For) -> bool:
     """Whether the iterations of a loop may run in any order."""
-    return not any(isinstance(s, _MEETINGS) for s in walk(loop.body))
+    return not any(isinstance(s, _BARRIERS) for s in walk(loop.body))
 
 
 def _tensors_read(loop: For) -> Iterator[str]:

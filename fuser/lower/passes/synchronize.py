@@ -38,9 +38,9 @@ class _SharedArrayUses:
     def conflicts(self, later: _SharedArrayUses) -> bool:
         """Whether `later` needs a barrier: it reads an array that was written, or writes one that
         was used."""
-        return self.meets(later) or bool(self.writes & later.writes)
+        return self.overlaps(later) or bool(self.writes & later.writes)
 
-    def meets(self, later: _SharedArrayUses) -> bool:
+    def overlaps(self, later: _SharedArrayUses) -> bool:
         """Whether one reads an array that the other writes."""
         return bool(self.writes & later.reads or self.reads & later.writes)
 
@@ -77,7 +77,7 @@ def _process_loop(loop: For | Unswitch, uses: _SharedArrayUses, pending: _Shared
     # The end of an iteration is followed by the start of the next. Iterations that only write an
     # array write different elements: if one overwrote an element, a read would be between the
     # writes.
-    if isinstance(loop, For) and inner.meets(uses):
+    if isinstance(loop, For) and inner.overlaps(uses):
         loop.body.statements.append(Sync())
         inner.clear()
     pending.add(inner)
