@@ -49,6 +49,20 @@ the last one; an axis of size 1 fits any other.
 """
 
 
+# Module of `fuser/ops` -> the title of its ops on the page.
+_FAMILIES = {
+    "contractions": "Matrix products",
+    "attention": "Attention",
+    "composites": "Composed functions",
+    "elementwise": "Elementwise ops with arguments of their own",
+    "reductions": "Reductions",
+    "scans": "Scans and sorts",
+    "indexing": "Lookups",
+    "reshaping": "Views and shapes",
+    "resize": "Joined, padded and cut tensors",
+    "factories": "Constants and random numbers",
+    "quantize": "Floats of one byte",
+}
 _STUB_HEAD = '''# ruff: noqa: E501, I001
 # fmt: off
 """The ops as type checkers see them, from the rows of `fuser.ops.rows`.
@@ -103,14 +117,14 @@ def meaning_of(row: OpRow) -> str:
     if row.name in PUBLIC and not row.sample:
         return f"As `{PUBLIC[row.name][0]}`, in floats."
     text = " ".join((inspect.getdoc(row.function) or "").split("\n\n")[0].split())
-    return re.split(r"(?<=[^.]\.) (?=[A-Z])", text)[0].removeprefix("Append ")
+    return re.split(r"(?<=[^.]\.) (?=[A-Z])", text)[0].removeprefix("Appends ")
 
 
 def _refused() -> Iterator[tuple[OpRow, str]]:
     """Yields the ops that are refused, and why."""
     for row in ROWS.values():
         if not row.is_implemented:
-            yield row, meaning_of(row).removeprefix("Raise `UnsupportedError`: ")
+            yield row, meaning_of(row).removeprefix("Raises `UnsupportedError`: ")
 
 
 def _table(titles: Iterable[str], lines: Iterable[Iterable[str]]) -> str:
@@ -133,6 +147,19 @@ def _ops(rows: Iterable[OpRow], mark: str = "") -> str:
     return _table(["op", "meaning", "dtype rule", "shape"], lines)
 
 
+def _families(rows: Iterable[OpRow]) -> Iterator[str]:
+    """Yields a section per module of `fuser/ops`, whose title names the ops for searches."""
+    of_module: dict[str, list[OpRow]] = {}
+    for row in rows:
+        of_module.setdefault(row.function.__module__.rpartition(".")[2], []).append(row)
+    for module, title in _FAMILIES.items():
+        family = of_module.pop(module)
+        names = ", ".join(f"`{name}`" for name in sorted(row.name for row in family))
+        yield f"\n### {title}: {names}\n"
+        yield _ops(family, " †")
+    assert not of_module, f"_FAMILIES lacks {sorted(of_module)}"
+
+
 def page() -> str:
     """Returns the text of the page."""
     rows = [row for row in ROWS.values() if row.is_implemented]
@@ -148,8 +175,8 @@ def page() -> str:
             _HEAD,
             "## Elementwise\n",
             _ops([r for r in rows if is_plain[r.name]]),
-            "\n## Others\n",
-            _ops([r for r in rows if not is_plain[r.name]], " †"),
+            "\n## Others",
+            *_families(r for r in rows if not is_plain[r.name]),
             "\n## Rules of dtypes\n",
             _table(["rule", "what it says"], rules),
             "\n## Names elsewhere\n",
