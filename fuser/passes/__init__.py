@@ -1,14 +1,14 @@
 """Rewrites of a fusion before it is scheduled, and its segmentation.
 
-Question: into which kernels and library calls is a fusion cut?
+Question: into which kernels and library calls is a fusion divided?
 Imports: `fuser.support`, `fuser.ir` and `fuser.ops`.
 Files, in reading order:
 
-- `concretize`: a copy for one class of inputs: symbolic reshapes and extents are decided.
+- `concretize`: a copy for one class of inputs, with symbolic reshapes and extents decided.
 - `resolve_symbolic`: the results of symbolic reshapes.
 - `fusion_passes`: the list of passes before segmentation, and the small ones.
 - `infer_layouts`: the memory order of results.
 - `view_ops`: which ops are views of stored tensors.
-- `segment`: the segments: what memory must hold, and the kernels between.
-- `merge_groups`: which kernels become one.
+- `segment`: the segments: the tensors that memory must hold, and the kernels between them.
+- `merge_groups`: which kernels are merged into one.
 """

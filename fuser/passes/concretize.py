@@ -1,16 +1,24 @@
-"""Concretize: decide, on a copy, what the structure of a fusion owes to the sizes of its inputs.
+"""Concretize: decides, on a copy, everything in a fusion that depends on the sizes of its inputs.
 
-Before: reshapes that could not be compared symbolically have `?` axes, as have slices and pads that
-may leave one element, and any extent may be 0.
-After: no axis is `?`, the extents of one class are one scalar, and a tensor without elements (or a
-reduction over none) is a `full`. An extent of 0 is the constant 0, the symbol of any other is at
-least 1, wherever it stands. A symbol that counts the devices of a mesh is the number of these.
-Every later stage relies on it.
+Before:
+
+- Reshapes whose sizes could not be compared symbolically have `?` axes.
+- Slices and pads that may leave one element have `?` axes.
+- Any extent may be 0.
+
+After:
+
+- No axis is `?`, and equal extents are one scalar.
+- A tensor without elements, or a reduction over none, is a `full`.
+- An extent of 0 is the constant 0; the symbol of any other extent is at least 1.
+- A symbolic extent of an axis that counts the devices of a mesh is the number of these devices.
+
+Every later stage relies on this.
 
     T1[?S2{i1}, ?S3{i2}] = reshape( T0[iS0{i0}] )       sizes i0=12, i1=3, i2=4
     T1[iS2{i1}rf, iS3{i2}rf] = reshape( T0[iS0{i0}] )   Split: iS4{i0} by factor i2 -> iS2, iS3
 
-What was decided is the key: equal keys mean that one result serves both sets of sizes.
+The decisions form a key. The result for one set of sizes also serves other sizes with an equal key.
 """
 
 from __future__ import annotations
@@ -49,10 +57,15 @@ ExtentMap = Callable[[Scalar], Scalar]
 
 @record
 class ConcretizationKey:
-    """The decisions: a plan per undecided reshape, and per undecided axis that a slice or pad makes
-    or an expand names whether its size is 1, in program order; the extents that are 0, and which
-    argument each minimum or maximum of sizes is; of the extents that reshapes split and merge, how
-    many devices may share them evenly, () where all devices may."""
+    """The decisions of `concretize`, in program order:
+
+    - `plans`: one per undecided reshape.
+    - `ones`: whether the size is 1, for each undecided axis of a slice, pad or expand.
+    - `empty`: the extents that are 0.
+    - `clamps`: the argument to which each minimum or maximum of sizes evaluates.
+    - `even_parts`: for each extent that a reshape splits or merges, the number of devices that
+      divides it evenly; () if all devices do.
+    """
 
     plans: tuple[ReshapePlan, ...]
     ones: tuple[bool, ...]
@@ -64,10 +77,13 @@ class ConcretizationKey:
 def concretize(fusion: Fusion, sizes: Mapping[Symbol, int]) -> tuple[Fusion, Hashable]:
     """Returns a concretized copy for these sizes, and its key.
 
-    `sizes` binds the extent symbols (or the representatives of their classes) and integer scalar
-    inputs. Raises `InputError` for a reshape whose element counts differ for these sizes, for a
-    gather whose index is larger than its table, and for a slice beyond an axis; `ShardingError` for
-    an axis that counts the devices of a mesh and has another extent.
+    `sizes` has the values of extent symbols (or of the representatives of their classes) and of
+    integer scalar inputs.
+
+    Raises:
+        InputError: a reshape changes the number of elements, the index of a gather is longer than
+            its table, or a slice or select exceeds an axis.
+        ShardingError: an axis that counts the devices of a mesh has another extent.
     """
     decide = KeyOfSizes(fusion)
     key = decide(sizes)
@@ -92,20 +108,21 @@ def concretize(fusion: Fusion, sizes: Mapping[Symbol, int]) -> tuple[Fusion, Has
 
 
 def concretization_key(fusion: Fusion, sizes: Mapping[Symbol, int]) -> Hashable:
-    """Returns what `concretize` would decide: () when nothing depends on the sizes.
+    """Returns the key of `concretize` for these sizes; () if nothing depends on them.
 
-    Raises `InputError` as `concretize` does.
+    Raises:
+        InputError, ShardingError: as `concretize`.
     """
     return KeyOfSizes(fusion)(sizes)
 
 
 class KeyOfSizes:
-    """`concretization_key` for many sizes of one fusion, which is looked at once."""
+    """Computes `concretization_key` for many sizes; the fusion is analysed only once."""
 
     def __init__(self, fusion: Fusion) -> None:
         self._fusion = fusion
         reshapes = [op for op in fusion.used_exprs() if isinstance(op, ReshapeOp)]
-        # With the element counts that sizes have to make equal; None where they are.
+        # Each with the element counts that must be equal; None if they always are.
         self._reshapes = [(op, _counts(fusion, op)) for op in reshapes]
         self._deciding = Computed([x for op in fusion.used_exprs() for x in deciding_sizes(op)])
         self._limited = [op for op in fusion.used_exprs() if isinstance(op, GatherOp | ScatterOp)]
@@ -118,12 +135,13 @@ class KeyOfSizes:
         self.clamps = Clamps(fusion)
         self._counted = _device_axes(fusion)
         self._devices = _number_of_devices(fusion)
-        # The extents of which some ranks may have more than others.
+        # The extents that the devices of a mesh may not divide evenly.
         self.shared = _reshaped_extents(fusion) if self._devices > 1 else ()
         related = (x for pair in fusion.equal_extents() for x in pair)
         self._related = frozenset(x for x in related if isinstance(x, Symbol))
 
     def __call__(self, sizes: Mapping[Symbol, int]) -> Hashable:
+        """Checks the sizes and returns the key; raises the errors of `concretize`."""
         values: Mapping[Symbol, Number] = sizes
         if not self._related <= sizes.keys():
             values = _all_values(self._fusion, sizes)
@@ -159,7 +177,7 @@ class KeyOfSizes:
         return ConcretizationKey(tuple(plans), ones, empty, clamps, parts)
 
     def _ones(self, values: Mapping[Symbol, Number]) -> Iterator[bool]:
-        """Returns of every deciding size whether it is 1."""
+        """Yields whether each deciding size is 1."""
         sizes = self._deciding.scalars
         found = self._deciding.at_once(values) if sizes else ()
         known = (size_of(x, values) for x in sizes) if found is None else found
@@ -168,13 +186,14 @@ class KeyOfSizes:
     def _empty(self, values: Mapping[Symbol, Number]) -> Iterator[Scalar]:
         """Yields the symbolic extents that are 0, each once, in program order.
 
-        Raises `InputError` for an extent below 0.
+        Raises:
+            InputError: an extent is negative.
         """
         try:
             if min(self._sizes(values), default=1) > 0:
                 return
         except (KeyError, ZeroDivisionError):
-            pass  # an extent that has no value, or is empty for that
+            pass  # an extent has no value, or is divided by an empty one
         for size, tv in self._extents.items():
             found = size_of(size, values)
             if found < 0:
@@ -188,14 +207,14 @@ class KeyOfSizes:
 
 # ------------------------------------------------------------------ values
 def _all_values(fusion: Fusion, sizes: Mapping[Symbol, int]) -> dict[Symbol, Number]:
-    """Returns the values of all bound symbols and of those whose extents equal bound ones."""
+    """Returns the values of `sizes`, and of all symbols that follow from equal extents."""
     values: dict[Symbol, Number] = dict(sizes)
     complete(fusion, values)
     return values
 
 
 def _used_extents(fusion: Fusion) -> dict[Scalar, TensorView]:
-    """Returns the extents that are no constants, and where each is met first, in program order."""
+    """Returns the extents that are not constant, each with the first tensor that has it."""
     found: dict[Scalar, TensorView] = {}
     for tv in _used_tensors(fusion):
         for axis in tv.domain.logical:
@@ -212,7 +231,7 @@ def _used_tensors(fusion: Fusion) -> Iterator[TensorView]:
 
 # ------------------------------------------------------------------ reshapes
 def _counts(fusion: Fusion, op: ReshapeOp) -> tuple[Scalar, Scalar] | None:
-    """Returns the element counts of both sides of a reshape; None where they are the same."""
+    """Returns the element counts of both sides of a reshape, None if they are provably equal."""
     have, want = (
         sc.product(fusion.canonical(a.size) for a in tv.domain.no_reductions)
         for tv in (op.inp, op.out)
@@ -236,7 +255,7 @@ def _check_counts(
 
 
 def _check_limits(op: GatherOp | ScatterOp, values: Mapping[Symbol, Number]) -> None:
-    """Raises `InputError` where an index is longer than what is read or written at it."""
+    """Raises `InputError` if an index is longer than the tensor that it reads or writes."""
     for k, tv in op.limits():
         want, have = (
             [size_of(a.size, values) for a in t.domain.no_reductions] for t in (op.index, tv)
@@ -250,23 +269,26 @@ def _check_limits(op: GatherOp | ScatterOp, values: Mapping[Symbol, Number]) -> 
 
 
 def _room(op: SliceOp) -> Iterator[Scalar]:
-    """Yields what is negative where a slice reads before or behind an axis, unless it never is."""
+    """Yields scalars that are negative if a slice exceeds an axis; provably non-negative ones
+    omitted."""
     for axis, start, stop in zip(op.inp.domain.no_reductions, op.starts, op.stops, strict=True):
         found = (start, sc.sub(axis.size, stop))
         yield from (x for x in found if not sc.is_nonnegative(x))
 
 
 def _check_bounds(ops: Sequence[SliceOp], values: Mapping[Symbol, Number]) -> None:
-    """Raises `InputError` for a slice that reads before or behind an axis."""
+    """Raises `InputError` for a slice that starts before an axis or ends behind it."""
     for op in ops:
         for axis, *bounds in zip(op.inp.domain.no_reductions, op.starts, op.stops, strict=True):
             size = size_of(axis.size, values)
             start, stop = (size_of(x, values) for x in bounds)
             if start < 0 or stop > size:
-                hint = "; scalars below 0 do not count from the end" * (min(start, stop) < 0)
+                hint = "; a negative scalar does not count from the end of the axis" * (
+                    min(start, stop) < 0
+                )
                 raise InputError(
-                    f"slice: [{start}, {stop}) of axis {axis} of {op.inp}, which has {size} "
-                    f"elements{hint}{_at(op)}"
+                    f"slice: [{start}, {stop}) is outside of axis {axis} of {op.inp}, which has "
+                    f"{size} elements{hint}{_at(op)}"
                 )
 
 
@@ -275,7 +297,7 @@ def _at(op: TensorOp) -> str:
 
 
 def _plan(fusion: Fusion, op: ReshapeOp, values: Mapping[Symbol, Number]) -> ReshapePlan:
-    """Returns the plan for these sizes."""
+    """Returns the plan of an undecided reshape for these sizes."""
     sources = op.inp.domain.no_reductions
     ins = [size_of(a.size, values) for a in sources]
     outs = [size_of(a.size, values) for a in op.out.domain.logical]
@@ -294,14 +316,16 @@ def _plan(fusion: Fusion, op: ReshapeOp, values: Mapping[Symbol, Number]) -> Res
 
 # ------------------------------------------------------------------ devices
 def _device_axes(fusion: Fusion) -> list[tuple[TensorView, IterDomain]]:
-    """Returns the logical axes that count the devices of a mesh and have a symbolic extent, the
-    user's own first."""
+    """Returns the logical axes with a symbolic extent that count the devices of a mesh.
+
+    Axes that the user put on a device type come first.
+    """
     found: list[tuple[TensorView, IterDomain]] = []
     placed = [tv for tv in fusion.tensors() if tv.mesh is not None]
     for tv in sorted(placed, key=lambda tv: not tv.cut_lines):
         types = [a.ptype for a in tv.domain.loop if a.is_device and not a.is_reduction()]
         if len(types) > len({*types}):
-            continue  # two axes of one type are refused when shardings are looked at
+            continue  # sharding propagation raises an error for two axes of one type
         found += (
             (tv, axis)
             for axis in tv.domain.logical
@@ -313,12 +337,12 @@ def _device_axes(fusion: Fusion) -> list[tuple[TensorView, IterDomain]]:
 
 
 def _number_of_devices(fusion: Fusion) -> int:
-    """Returns a number that devices along any dimensions of a mesh divide; 1 without meshes."""
+    """Returns the least common multiple of the sizes of all meshes; 1 without meshes."""
     return lcm(*{tv.mesh.size for tv in fusion.tensors() if tv.mesh is not None})
 
 
 def _reshaped_extents(fusion: Fusion) -> tuple[Scalar, ...]:
-    """Returns the symbolic extents that one side of a reshape has alone."""
+    """Returns the symbolic extents that only one side of a reshape has."""
     found: dict[Scalar, None] = {}
     for op in fusion.used_exprs():
         if isinstance(op, ReshapeOp):
@@ -333,19 +357,20 @@ def _reshaped_extents(fusion: Fusion) -> tuple[Scalar, ...]:
 
 
 def check_device_axis(tv: TensorView, axis: IterDomain, extent: int) -> None:
-    """Raises `ShardingError` unless an axis that counts devices has as many elements as these."""
+    """Raises `ShardingError` unless the extent of a device axis is the number of these devices."""
     assert tv.mesh is not None, f"{tv} has no mesh"
     count = tv.mesh.size_of(axis.ptype)
     if extent != count:
         line = tv.cut_lines.get(axis.ptype) or tv.user_line()
         raise ShardingError(
-            f"the extent {extent} of {axis_words(tv, axis)} is that of {tv.mesh} along "
-            f"{axis.ptype.name}, which has {count} devices{user_code(line)}{in_ir(axis, tv)}"
+            f"{axis_words(tv, axis)} has extent {extent}, but it counts the devices of {tv.mesh} "
+            f"along {axis.ptype.name}, of which there are {count}{user_code(line)}"
+            f"{in_ir(axis, tv)}"
         )
 
 
 def _numbers_of_devices(fusion: Fusion) -> dict[Scalar, Scalar]:
-    """Returns the numbers of devices that replace symbolic extents of axes that count them."""
+    """Returns the replacements of symbolic extents of device axes: symbol -> number of devices."""
     counts: dict[Scalar, Scalar] = {}
     for tv, axis in _device_axes(fusion):
         assert tv.mesh is not None, f"{tv} has no mesh"
@@ -359,8 +384,10 @@ def _numbers_of_devices(fusion: Fusion) -> dict[Scalar, Scalar]:
 def _use_representatives(
     fusion: Fusion, values: Mapping[Symbol, Number], known: Mapping[Scalar, Scalar]
 ) -> None:
-    """Rewrites every extent and scalar operand over class representatives, and over what is known
-    of them; empty ones become 0."""
+    """Rewrites every extent and scalar operand with representatives and `known` values.
+
+    Extents that are 0 for these sizes become the constant 0.
+    """
     memo: dict[Scalar, Scalar] = {}
 
     def extent(x: Scalar) -> Scalar:
@@ -380,14 +407,14 @@ def _refined(symbol: Symbol) -> Symbol:
 
 
 def refined_sizes(sizes: Mapping[Symbol, int]) -> dict[Symbol, int]:
-    """Returns `sizes` with those of the symbols that `concretize` puts in the place of extents."""
+    """Returns `sizes`, extended by the symbols with which `concretize` replaces extents."""
     return {**sizes, **{_refined(s): n for s, n in sizes.items() if n > 0}}
 
 
 def refine_extents(fusion: Fusion) -> None:
-    """States that no extent of `fusion` is 0, for a fusion that is not concretized.
+    """Assumes, for a fusion that is not concretized, that no extent is 0.
 
-    Its kernels run where that holds. Resized axes iterate.
+    Its kernels only run if that holds. `?` axes of slices and pads become iterations.
     """
     iterate_resized(fusion)
     known = _decided(fusion, lambda _: None)
@@ -399,7 +426,7 @@ def refine_extents(fusion: Fusion) -> None:
 
 
 def replace_scalars(fusion: Fusion, known: Mapping[Scalar, Scalar]) -> None:
-    """Puts scalars in the place of others wherever these stand in `fusion`, in place."""
+    """Replaces scalars everywhere in `fusion`, in place."""
 
     def replaced(x: Scalar) -> Scalar:
         return sc.substitute(x, known)
@@ -408,7 +435,7 @@ def replace_scalars(fusion: Fusion, known: Mapping[Scalar, Scalar]) -> None:
 
 
 def _decided(fusion: Fusion, value: Callable[[Symbol], Number | None]) -> dict[Scalar, Scalar]:
-    """Returns what replaces the symbols that are extents: 0, or a symbol that is at least 1."""
+    """Returns the replacements of extent symbols: 0, or a symbol that is at least 1."""
     extents = {a.size: None for tv in fusion.tensors() for a in tv.domain.axes.values()}
     extents.update({x: None for pair in fusion.equal_extents() for x in pair})
     known: dict[Scalar, Scalar] = {}
@@ -421,11 +448,12 @@ def _decided(fusion: Fusion, value: Callable[[Symbol], Number | None]) -> dict[S
 def _rewrite(
     fusion: Fusion, extent: ExtentMap, operand: ExtentMap, known: Mapping[Scalar, Scalar]
 ) -> None:
-    """Rewrites every scalar of a fusion: extents, operands, inputs and classes."""
+    """Rewrites every scalar of a fusion: extents, operands, inputs and equalities."""
     tensors = fusion.tensors()
     for tv in tensors:
         tv.domain = _map_extents(tv.domain, extent)
-    # A width is no extent, though it may be one's scalar: where it is 0 is not told by the key.
+    # A width is rewritten as an operand even if it equals an extent, because the key does not
+    # contain whether a width is 0.
     for tv in tensors:
         if tv.domain.transforms:
             changed = (t.rewritten(operand) for t in tv.domain.transforms)
@@ -450,10 +478,10 @@ def _map_extents(domain: TensorDomain, extent: ExtentMap) -> TensorDomain:
 
 
 # ----------------------------------------------------------------------
-# Fill what has no elements: empty tensors, and reductions over nothing.
+# Fills empty tensors, and reductions over no elements.
 #
 # Before: for these sizes some extents are 0. After: an op whose result is empty, or that reduces no
-# elements, is a `full` with the value that it means; ops that nothing reads any more are gone.
+# elements, is a `full` with the value of the result; ops that nothing reads any more are removed.
 #
 #     T1[iS2{i0}, rS3{i1}] = reduction( T0[iS0{i0}, iS1{i1}], op = add )     sizes i1 = 0
 #     T1[iS2{i0}] = full({i0}, float(0))
@@ -462,7 +490,7 @@ Values = Mapping[Symbol, Number]
 
 
 def fill_empty(fusion: Fusion, values: Values) -> None:
-    """Rewrites `fusion` in place for these sizes; does nothing when no extent is 0."""
+    """Rewrites `fusion` in place for these sizes; does nothing if no extent is 0."""
     if not any(_is_empty(a, values) for tv in fusion.tensors() for a in tv.domain.logical):
         return
     exprs: list[TensorOp] = []
@@ -477,7 +505,7 @@ def _is_empty(axis: IterDomain, values: Values) -> bool:
 
 
 def _filled(fusion: Fusion, op: TensorOp, values: Values) -> list[TensorOp]:
-    """Returns the ops to put in place of `op`."""
+    """Returns the ops that replace `op`."""
     if isinstance(op, nodes.LibraryOp) and op.TAKES_EMPTY:
         return [op]
     reduces_nothing = any(
@@ -491,7 +519,7 @@ def _filled(fusion: Fusion, op: TensorOp, values: Values) -> list[TensorOp]:
     finds_nothing = isinstance(op, LookupOp) and any(
         _is_empty(a, values) for a in op.table.domain.no_reductions
     )
-    # An expanded axis without elements is dropped before it is reduced: there is nothing to pick.
+    # A squeeze of an expanded axis without elements has no element to select.
     drops_nothing = isinstance(op, nodes.SqueezeOp) and any(
         is_gone and _is_empty(a, values)
         for a, is_gone in zip(op.inp.domain.no_reductions, op.flags, strict=True)
@@ -508,7 +536,7 @@ def _filled(fusion: Fusion, op: TensorOp, values: Values) -> list[TensorOp]:
 
 
 def _fill_values(op: TensorOp) -> list[Scalar]:
-    """Returns what each output holds, where it holds anything."""
+    """Returns the value of each output's elements, if it has any."""
     match op:
         case nodes.ReductionOp():
             return [op.init]
@@ -527,7 +555,7 @@ def _fill_values(op: TensorOp) -> list[Scalar]:
 
 
 def _bias_alone(fusion: Fusion, op: nodes.LinearOp, bias: TensorView) -> list[TensorOp]:
-    """Returns the ops of a linear without contracted elements: the bias, expanded."""
+    """Returns the ops of a linear without contracted elements: the expanded bias."""
     flags = op.bias_lacks
     op.out.domain = op.out.domain.without_root()
     logical, sources = op.out.domain.logical, iter(bias.domain.no_reductions)
@@ -548,17 +576,19 @@ def _bias_alone(fusion: Fusion, op: nodes.LinearOp, bias: TensorView) -> list[Te
 
 
 # ----------------------------------------------------------------------
-# Which argument a minimum or maximum of sizes is: what slices clamp to an extent.
+# Decides which argument a minimum or maximum of sizes is, as in the clamped end of a slice.
 #
 #     T1[iS2{min(64, i0)}] = slice( T0[iS0{i0}] )        sizes i0=128:  iS2{64}
 #
-# For one class of inputs the answer is the same, so extents become the sums and products that
-# schedules can divide by a vector's width, constants among them.
+# The decision is the same for a whole class of inputs. Extents then are constants, sums and
+# products, which a schedule can test for divisibility by a vector's width.
 
 
 class Clamps:
-    """The minima and maxima of integers in the extents of a fusion. Those in operands alone are
-    values: runs whose sizes are equal may differ in them."""
+    """The integer minima and maxima in the extents of a fusion.
+
+    Those that only operands contain are not decided: they may differ between runs with equal sizes.
+    """
 
     def __init__(self, fusion: Fusion) -> None:
         self._fusion = fusion
@@ -573,8 +603,10 @@ class Clamps:
         self._distances = Computed([sc.sub(*x.args) for x in self._found if isinstance(x, Apply)])
 
     def decide(self, values: Mapping[Symbol, Number]) -> tuple[int, ...]:
-        """Returns which argument each is; () where a size is not known. Of equal arguments it is a
-        constant."""
+        """Returns the argument that each one is (0 or 1); () if a size is unknown.
+
+        Of equal arguments, a constant is preferred.
+        """
         distances = self._distances.at_once(values) if self._found else None
         if distances is None:
             return ()
@@ -585,13 +617,13 @@ class Clamps:
     def replacements(
         self, fusion: Fusion, choices: tuple[int, ...], known: Mapping[Scalar, Scalar]
     ) -> dict[Scalar, Scalar]:
-        """Returns `known`, which replaces scalars of `fusion` (a copy), with these choices
-        added."""
+        """Returns the replacements of `known`, extended by those of the clamps of `fusion`, a
+        copy."""
         found = dict(known)
         for x, choice in zip(self._found, choices, strict=bool(choices)):
             assert isinstance(x, Apply)
             chosen = sc.substitute(fusion.canonical(x.args[choice]), found)
-            # What equals the whole of it stands for it, but not within a sum.
+            # An extent that equals the whole clamp is replaced, but not one inside of a sum.
             found.update((form, chosen) for form in (x, fusion.canonical(x)) if _is_clamp(form))
         return found
 

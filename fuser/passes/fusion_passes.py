@@ -30,17 +30,18 @@ from fuser.ops.resize import slice as slice_axes
 from fuser.ops.rows import ROWS
 
 # ----------------------------------------------------------------------
-# Look up first, compute then: of a table that is computed element by element, only what is found.
+# look_up_first: moves a lookup in front of elementwise ops that compute its table.
 #
-# A table has to lie in memory (`segment.py`), so what computes it would be a kernel of its own, and
-# write all of it:
+# The table of a lookup must be in memory (`segment.py`). A separate kernel would therefore compute
+# and write the whole table, although the lookup reads only some elements:
 #
 #     T2 = sub(T0 [n, v], T1 [n, 1])             T4 = takeAlongAxis(T0, T5, dim = 1)
 #     T3 = takeAlongAxis(T2, T5, dim = 1)   ->   T3 = sub(T4, T1)
 #
-# Before: any fusion. After: no table that nothing else reads is a cast, sum, difference, product or
-# negative of one floating tensor and what is the same all along the looked-up axis. These cost less
-# than the memory that they spare, however often an element is found; NaN stays NaN.
+# Before: any fusion. After: no table that is read only by its lookup is a cast, sum, difference,
+# product or negation of one floating tensor and operands that are constant along the looked-up
+# axis. These ops cost less than the memory traffic that they save, even if elements are looked up
+# repeatedly; NaN stays NaN.
 
 _KINDS = {UnaryOp: ("neg",), BinaryOp: ("add", "sub", "mul")}
 
@@ -61,7 +62,7 @@ def look_up_first(fusion: Fusion) -> None:
 
 
 def _source(fusion: Fusion, op: LookupOp, made: TensorOp) -> TensorView | None:
-    """Returns the operand of a table's definition that a lookup may read instead, None for none."""
+    """Returns the operand of a table's definition that the lookup can read instead, or None."""
     table = op.table
     is_placed = table.mesh_is_user_set or bool(table.cut_lines)
     if is_placed or table in fusion.outputs or fusion.uses(table) != [op]:
@@ -77,7 +78,7 @@ def _source(fusion: Fusion, op: LookupOp, made: TensorOp) -> TensorView | None:
 
 
 def _fits(op: LookupOp, others: set[TensorView]) -> bool:
-    """Whether the result of a lookup meets the other operands as the table does."""
+    """Returns whether the result of a lookup can be combined with the table's other operands."""
     if any(v.domain.no_reductions[op.axis].expanded is not None for v in others):
         return False
     match op:
@@ -92,6 +93,7 @@ def _fits(op: LookupOp, others: set[TensorView]) -> bool:
 
 
 def _looked_up_first(fusion: Fusion, op: LookupOp, made: TensorOp, source: TensorView) -> None:
+    """Replaces the lookup `op` by a lookup of `source` and the table's definition `made`."""
     before = fusion.exprs
     with FusionGuard(fusion):
         found = _looked_up(op, source)
@@ -118,19 +120,19 @@ def _looked_up(op: LookupOp, source: TensorView) -> TensorView:
 
 
 # ----------------------------------------------------------------------
-# View first, compute then: a reshape that a reduction reads becomes a view of an input.
+# view_first: moves a reshape that a reduction reads in front of elementwise ops on an input.
 #
-# Memory holds an input as it is, so reshaping it costs nothing (`views.py`). Behind a cast, the
-# axes of the reduction would not be those of the input: a scheduler would know neither their order
-# in memory nor where words begin. Of group norm:
+# Reshaping an input costs nothing, because the result is a view (`view_ops.py`). Behind a cast, the
+# axes of the reduction would not be axes of the input. A scheduler would then know neither their
+# order in memory nor their alignment. In group norm:
 #
 #     T1 = __bfloat2float(T0 [n, c, h, w])          T3 = reshape(T0) [n, g, c / g * h * w]
 #     T2 = reshape(T1) [n, g, c / g * h * w]   ->   T2 = __bfloat2float(T3)
 #     .. = Welford(T2)                              .. = Welford(T2)
 #
-# Before: any fusion. After: no reshape below which a reduction is reads what only it reads and one
-# op computes of an input, element by element. That no update writes into the input is required: its
-# views have its new values.
+# Before: any fusion. After: no reshape whose result reaches a reduction reads a tensor that is
+# computed from an input by elementwise ops and read by nothing else. Inputs that an update writes
+# are excluded, because their views would show the new values.
 
 _ELEMENTWISE = (CastOp, UnaryOp, BinaryOp, LoadStoreOp)
 
@@ -149,7 +151,7 @@ def view_first(fusion: Fusion) -> None:
 
 
 def _read_by_reductions(fusion: Fusion) -> set[TensorView]:
-    """Returns the tensors that reductions read, and those that these are computed from."""
+    """Returns the tensors on which a reduction depends."""
     found: set[TensorView] = set()
     for op in reversed(fusion.exprs):
         if isinstance(op, REDUCING) or any(out in found for out in op.outputs):
@@ -158,7 +160,8 @@ def _read_by_reductions(fusion: Fusion) -> set[TensorView]:
 
 
 def _computed(fusion: Fusion, op: ReshapeOp) -> TensorOp | None:
-    """Returns the op that computes what a reshape reads, where it can come after."""
+    """Returns the op that defines the operand of a reshape if it can run after the reshape, or
+    None."""
     tv = op.inp
     if any(t.mesh_is_user_set or t.cut_lines or t.domain.allocation for t in (tv, op.out)):
         return None
@@ -169,7 +172,8 @@ def _computed(fusion: Fusion, op: ReshapeOp) -> TensorOp | None:
 
 
 def _begins_with_input(fusion: Fusion, tv: TensorView) -> bool:
-    """Whether ops of one tensor each compute a tensor from an input that nothing overwrites."""
+    """Returns whether `tv` is an input that nothing overwrites, or is computed from one by unary
+    ops."""
     while isinstance(made := fusion.definition(tv), _ELEMENTWISE):
         tensors = [v for v in made.inputs if isinstance(v, TensorView)]
         is_permuted = isinstance(made, LoadStoreOp) and bool(tv.domain.root)
@@ -180,8 +184,7 @@ def _begins_with_input(fusion: Fusion, tv: TensorView) -> bool:
 
 
 def _viewed_first(fusion: Fusion, op: ReshapeOp, made: TensorOp) -> ReshapeOp:
-    """Lets a reshape read what `made` reads, and `made` give the reshape's result; returns the new
-    reshape."""
+    """Exchanges a reshape and the op `made` before it; returns the new reshape."""
     (source,) = (v for v in made.inputs if isinstance(v, TensorView))
     named = primitives.cache_before(op.out)
     moved, copy = fusion.definition(named), fusion.definition(op.out)
@@ -197,16 +200,16 @@ def _viewed_first(fusion: Fusion, op: ReshapeOp, made: TensorOp) -> ReshapeOp:
 
 
 # ----------------------------------------------------------------------
-# Consecutive casts: drop a cast through which another one loses nothing.
+# consecutive_casts: removes a cast without rounding in front of another cast.
 #
-# Before: cast(cast(x, A), B) where every value of x's dtype is a value of A. After: cast(x, B), or
-# x itself when B is its dtype. A cast that rounds stays.
+# Before: cast(cast(x, A), B), where A represents every value of x's dtype. After: cast(x, B), or x
+# itself if B is its dtype. A cast that rounds stays.
 #
 #     T1 = __half2float(T0)
 #     T2 = __float2half(T1)      ->   uses of T2 read T0
 
 _D = DataType
-# dtype -> the real dtypes that hold all its values.
+# dtype -> the real dtypes that represent all its values.
 _REAL: dict[DataType, frozenset[DataType]] = {
     _D.Bool: frozenset({_D.Int32, _D.Int, _D.Index, _D.Half, _D.BFloat16, _D.Float, _D.Double}),
     _D.Int32: frozenset({_D.Int, _D.Index, _D.Double}),
@@ -220,7 +223,7 @@ _REAL: dict[DataType, frozenset[DataType]] = {
     _D.Float: frozenset({_D.Double}),
     _D.Double: frozenset(),
 }
-# dtype -> the dtypes that hold all its values: complex ones, where their parts do.
+# dtype -> the dtypes that represent all its values, complex ones included.
 _HOLDS: dict[DataType, frozenset[DataType]] = {
     **{
         d: held | {COMPLEX_OF[x] for x in {d} | held if x in COMPLEX_OF}
@@ -257,10 +260,10 @@ def consecutive_casts(fusion: Fusion) -> None:
 
 
 # ----------------------------------------------------------------------
-# Remove broadcast-squeeze: a squeeze of axes that a broadcast has just inserted.
+# remove_bcast_squeeze: removes a squeeze of axes that a broadcast has just inserted.
 #
 # Before: squeeze(broadcast(x)). After: x itself, or one broadcast or one squeeze of x with the
-# flags that are left. Kernels then see no axes that nothing iterates.
+# remaining flags. Kernels then have no axes that nothing iterates.
 #
 #     T1 = broadcast( T0, flags = {false, true} )
 #     T2 = squeeze( T1, flags = {false, true} )      ->   uses of T2 read T0
@@ -285,13 +288,16 @@ def remove_bcast_squeeze(fusion: Fusion) -> None:
 
 
 def is_replaceable(fusion: Fusion, tv: TensorView) -> bool:
-    """Whether uses of `tv` may read another tensor: nothing outside the fusion knows it."""
+    """Returns whether the uses of `tv` may read another tensor: it has no mesh, layout or output
+    role."""
     return tv not in fusion.outputs and not tv.mesh_is_user_set and not tv.domain.allocation
 
 
 def _joined(first: BroadcastOp, second: SqueezeOp) -> TensorOp | None:
-    """Returns one op from `first.inp` to `second.out`, a reshape where nothing is left to do; None
-    when it takes both kinds."""
+    """Returns one op from `first.inp` to `second.out`, None if it would need both kinds of flags.
+
+    If no flag remains, it is a reshape that changes nothing.
+    """
     pairs = list(zip(first.flags, second.flags, strict=True))
     added = [new for new, gone in pairs if not gone]
     dropped = [gone for new, gone in pairs if not new]
@@ -305,10 +311,10 @@ def _joined(first: BroadcastOp, second: SqueezeOp) -> TensorOp | None:
 
 
 # ----------------------------------------------------------------------
-# Separate updates: what is written into an input is computed by an op.
+# separate_updates: an op computes each value that is written into an input.
 #
-# Before: an in-place output may be a fusion input itself. After: it is a `set` of that input, so
-# that its old value is read like any other. The lowering to a host program relies on it.
+# Before: an in-place output may be a fusion input itself. After: it is a `set` (copy) of that
+# input, so that its old value is read as any other. The lowering to a host program requires it.
 #
 #     inputs T0, T1; T0 -> T1, T1 -> T0      T2 = set(T0); T3 = set(T1); T2 -> T1, T3 -> T0
 
@@ -323,7 +329,7 @@ def separate_updates(fusion: Fusion) -> None:
 
 
 def write_instead(fusion: Fusion, alias: Alias, value: TensorView) -> None:
-    """Makes `value`, a copy of the in-place output, the one that is written into the input."""
+    """Makes `value`, a copy of the in-place output, the tensor that is written into the input."""
     op = LoadStoreOp(value, alias.out)
     definition = fusion.definition(alias.out)
     fusion.insert_after(definition, [op.replace(where=definition.where if definition else "")])
@@ -331,7 +337,7 @@ def write_instead(fusion: Fusion, alias: Alias, value: TensorView) -> None:
     shared = [a for a in fusion.aliases if a.out is alias.out]
     at = fusion.aliases.index(alias)
     if len(shared) > 1 or (alias.out in fusion.inputs and not alias.hidden):
-        # The output stays, for its other buffers or as the input that a caller gets back.
+        # The output stays: it updates other inputs, too, or is returned to the caller.
         fusion.aliases[at] = Alias(value, alias.into, where=alias.where)
         fusion.outputs.append(value)
         return
@@ -340,10 +346,10 @@ def write_instead(fusion: Fusion, alias: Alias, value: TensorView) -> None:
 
 
 # ----------------------------------------------------------------------
-# Remove unused: drop ops that reach no output.
+# remove_unused: removes ops on which no output depends.
 #
-# Before: any fusion. After: every op reaches an output, so that later passes and the segmenter need
-# not ask.
+# Before: any fusion. After: an output depends on every op, which later passes and the segmenter
+# then assume.
 
 
 def remove_unused(fusion: Fusion) -> None:
@@ -355,24 +361,27 @@ def remove_unused(fusion: Fusion) -> None:
 # The ordered passes that run on a concretized fusion before it is sharded and segmented.
 
 PASSES: tuple[tuple[str, Callable[[Fusion], None]], ...] = (
-    # Before uses are counted: it adds some.
+    # First, because it adds uses, which other passes count.
     ("separate_updates", separate_updates),
-    # Early, so that the others do not count uses that do not matter.
+    # Early, so that other passes do not count uses by unused ops.
     ("remove_unused", remove_unused),
     ("remove_bcast_squeeze", remove_bcast_squeeze),
-    # After the views are gone that stood between two casts.
+    # After views between two casts were removed.
     ("consecutive_casts", consecutive_casts),
-    # After unused ops are gone, which would count as readers of a table.
+    # After unused ops were removed, which would count as readers of a table.
     ("look_up_first", look_up_first),
-    # After casts are gone that would stand between a reshape and an input.
+    # After casts between a reshape and an input were removed.
     ("view_first", view_first),
 )
 
 
 def run_passes(fusion: Fusion, *, repeated: Collection[int] = ()) -> None:
-    """Runs all passes in place, verifying the fusion after each; `repeated` are the axes of inputs,
-    by number, of which memory holds one element for this input class."""
-    # First, so that the others see its kernels.
+    """Runs all passes in place, and verifies the fusion after each.
+
+    `repeated` has the numbers of input axes along which memory holds one element for this input
+    class.
+    """
+    # First, so that the other passes also rewrite the ops that it adds.
     masked = ("masks_to_biases", partial(masks_to_biases, repeated=repeated))
     for name, run in (masked, *PASSES):
         run(fusion)
@@ -380,29 +389,31 @@ def run_passes(fusion: Fusion, *, repeated: Collection[int] = ()) -> None:
 
 
 def masks_to_biases(fusion: Fusion, *, repeated: Collection[int] = ()) -> None:
-    """Makes a bias of each mask of attention: a kernel computes it, and torch's kernels add it.
+    """Replaces each mask of attention by a bias, which a kernel computes and torch's kernels add.
 
         T4 = sdpa(T0, T1, T2, mask = T3 [n, 1, l, s])   ->   T5 [n, 1, l, s] = where(T3, 0, -inf)
                                                              T4 = sdpa(T0, T1, T2, bias = T5)
 
-    Torch would make the bias of all heads, element by element. Before: any fusion. After: no
-    attention reads a mask. A bias has as few elements as its mask, also where memory repeats one
-    element of an input along an axis; it is of the query's dtype, or of the dtype of the bias that
-    was given. `repeated` are the axes of inputs, by number, of which memory holds one element for
-    this input class.
+    Without this pass, torch would expand the mask to all heads. Before: any fusion. After: no
+    attention reads a mask.
+
+    A bias has as few elements as its mask, also along axes of inputs where memory holds one
+    element; `repeated` has the numbers of these axes for this input class. Its dtype is that of an
+    existing bias, else of the query.
     """
     for op in fusion.exprs:
         if isinstance(op, SdpaFwdOp) and op.mask is not None:
             before = fusion.exprs
             with FusionGuard(fusion):
                 bias = _bias_of_mask(op, op.mask, repeated)
-            made = [one.replace(where=op.where) for one in fusion.exprs[len(before) :]]
+            made = [new.replace(where=op.where) for new in fusion.exprs[len(before) :]]
             fusion.exprs = before
             fusion.replace_expr(op, [*made, op.replace(bias=bias, mask=None)])
 
 
 def _bias_of_mask(op: SdpaFwdOp, mask: TensorView, repeated: Collection[int]) -> TensorView:
-    """Appends the ops that compute the bias of a mask, and of the bias that there is."""
+    """Appends the ops that compute the bias from a mask, and from the existing bias if there is
+    one."""
     axes = mask.domain.no_reductions
     if op.bias is None and any(axis.number in repeated for axis in axes):
         ends = [1 if axis.number in repeated else axis.size for axis in axes]

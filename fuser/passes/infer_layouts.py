@@ -1,17 +1,18 @@
-"""Infer layouts: a result lies in memory in the order of the operand that it follows.
-
-Before: inputs, what the user declared and what devices exchange have a memory order. After: every
-tensor that follows an operand whose order is not that of its own axes has that order as its
-allocation domain, without gaps. That is a hint: no op relies on it, and what is declared stays.
+"""Infers layouts: a result gets the memory order of one of its operands.
 
     y [N, C, H, W] = relu(x)    x in memory (N, H, W, C)   ->   y in memory (N, H, W, C)
 
-An output that is a view of an input lies where that does, gaps included.
+Before: inputs, tensors with a declared layout and communicated tensors have a memory order. After:
+every other tensor whose operand's order differs from its own axes has that order, without gaps, as
+its allocation domain. This is a hint: no op relies on it, and declared layouts stay. An output that
+is a view of an input has the strides of that view, gaps included.
 
-An op follows its operand with most axes in memory, of equals the first; others order only axes that
-it lacks. Views carry an order along as far as it can be: a reshape that merges axes that are apart
-in memory ends it. So do library ops, which write row-major results, but for those that say which
-operand a result follows (attention). Factories and repeated axes have no order.
+- An op takes the order of the operand with most axes in memory, or of the first such operand. Other
+  operands only order axes that this one lacks.
+- Views keep an order as far as possible; a reshape that merges axes that are not adjacent in memory
+  ends it.
+- Library ops write row-major results, except those that name the operand to follow (attention).
+- Factories and axes of stride 0 have no order.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ from fuser.passes.view_ops import (
 )
 
 Order = tuple[int, ...]
-"""Positions (reductions left out) of the axes that have a place in memory, outermost first."""
+"""Positions (reductions not counted) of the axes that memory holds, outermost first."""
 
 
 def infer_layouts(
@@ -50,11 +51,12 @@ def infer_layouts(
     fixed: Collection[TensorView] = (),
     is_part: Callable[[TensorOp], bool] = lambda op: False,
 ) -> None:
-    """Gives the tensors of `fusion` their memory orders, in place.
+    """Sets the memory orders of the tensors of `fusion`, in place.
 
-    `repeated` are the axes of inputs, by number, of which memory holds one element for this input
-    class. `fixed` are tensors that keep their order, which says nothing about what follows them.
-    `is_part` tells the ops whose result names a part of their operand.
+    - `repeated` has the numbers of input axes along which memory holds one element for this input
+      class.
+    - `fixed` tensors keep their order, which their users do not follow.
+    - `is_part` returns whether the result of an op names a part of its operand.
     """
     updated = {alias.out: alias.into for alias in fusion.aliases}
     follows = {v for op in fusion.exprs for v in op.outputs if _followed_operand(op, v)}
@@ -71,11 +73,11 @@ def infer_layouts(
             if out.domain.allocation and out not in fixed:
                 orders[out] = _given(out)
                 if out in shown and out in results:
-                    # A result has no gaps that nobody asked for.
+                    # A result has no gaps unless the user declared them.
                     flags = contiguity_for(out.domain.maybe_allocation)
                     out.domain = out.domain.having(contiguity=flags)
                 continue
-            # What a kernel writes into an input lies there as that does.
+            # A kernel that updates an input writes in the memory order of the input.
             into = None if isinstance(op, LibraryOp) else updated.get(out)
             orders[out] = _followed(op, out, orders) if into is None else _given(into)
             if is_part(op) and out not in fixed:
@@ -85,8 +87,10 @@ def infer_layouts(
 
 
 def _read_by_library_ops(fusion: Fusion, is_part: Callable[[TensorOp], bool]) -> set[TensorView]:
-    """Returns the tensors that library ops read as batches of matrices, perhaps through views:
-    torch would copy those whose batches lie inside of a matrix. Outputs are none of them."""
+    """Returns the tensors, outputs excluded, that library ops read as batches of matrices.
+
+    They may be read through views. torch would copy them if a batch axis were inside of a matrix.
+    """
     found: set[TensorView] = set()
     for op in reversed(fusion.exprs):
         is_view = (isinstance(op, VIEW_OPS) or is_part(op)) and not found.isdisjoint(op.outputs)
@@ -96,31 +100,33 @@ def _read_by_library_ops(fusion: Fusion, is_part: Callable[[TensorOp], bool]) ->
 
 
 def _followed_operand(op: TensorOp, out: TensorView) -> TensorView | None:
-    """Returns the operand in whose memory order torch writes a result, if there is one."""
+    """Returns the operand whose memory order torch gives to a library op's result, or None."""
     return op.followed_by(out) if isinstance(op, LibraryOp) else None
 
 
 def _read_by_rows(fusion: Fusion) -> set[TensorView]:
-    """Returns the tensors that library ops read whose batches may lie anywhere: torch copies those
-    whose last axis is not the innermost one."""
+    """Returns the operands of library ops that accept batches with any strides.
+
+    torch copies such an operand if its last axis is not the innermost one in memory.
+    """
     ops = (op for op in fusion.exprs if isinstance(op, LibraryOp) and op.TAKES_ANY_BATCHES)
     return {v for op in ops for _, v in tensor_operands(op)}
 
 
 def _ends_elsewhere(tv: TensorView, order: Order) -> bool:
-    """Whether the innermost axis of an order is not the tensor's last one that memory holds."""
+    """Returns whether the innermost axis of an order is not the last of these axes."""
     return bool(order) and order[-1] != max(order)
 
 
 def _given(tv: TensorView, repeated: Collection[int] = ()) -> Order:
-    """Returns the order of a tensor that has one, () where its axes have none of their own."""
+    """Returns the existing order of a tensor, () if none of its axes is stored."""
     axes = tv.domain.no_reductions
     order = declared_order(tv) or ()
     return tuple(p for p in order if is_stored(axes[p]) and axes[p].number not in repeated)
 
 
 def _followed(op: TensorOp, out: TensorView, orders: Mapping[TensorView, Order]) -> Order:
-    """Returns the order of a result whose order is ours to choose; () where no operand has one."""
+    """Returns the order that a result takes from its operands, () if none of them has one."""
     stored = [p for p, a in enumerate(out.domain.no_reductions) if is_stored(a)]
     if isinstance(op, LibraryOp):
         followed = _followed_operand(op, out)
@@ -135,8 +141,11 @@ def _followed(op: TensorOp, out: TensorView, orders: Mapping[TensorView, Order])
 
 
 def _carried(op: TensorOp, index: int, order: Order, out: TensorView) -> Order | None:
-    """Returns an operand's order in positions of the result, without the axes that end; None where
-    the result's axes have none that follows from it."""
+    """Returns an operand's order as positions of the result; axes that the result lacks are
+    dropped.
+
+    It is None if the order of the result's axes does not follow from it.
+    """
     domain = out.domain
     pairs = zip(domain.maybe_root, op.axis_map(index), strict=True)
     root_of = {source: root.number for root, source in pairs if source is not None}
@@ -151,7 +160,7 @@ def _carried(op: TensorOp, index: int, order: Order, out: TensorView) -> Order |
 
 
 def _through(t: Transform, order: list[int]) -> list[int] | None:
-    """Returns an order of axes behind a transform; None where it merges axes that are apart."""
+    """Returns an order of axes behind a transform, None if it merges axes that are not adjacent."""
     found = [n for n in t.inputs if n in order]
     if not found:
         return order
@@ -162,8 +171,11 @@ def _through(t: Transform, order: list[int]) -> list[int] | None:
 
 
 def _joined(orders: Sequence[Order], positions: Sequence[int]) -> Order:
-    """Returns `positions` in the order that the first of `orders` to have two of them says; where
-    none has, as they are. Sorted as torch sorts the axes of a result: by insertion, from inside."""
+    """Returns `positions`, sorted by the first of `orders` that contains both of two positions.
+
+    Other pairs keep their order. This is the insertion sort by which torch orders the axes of a
+    result, starting with the innermost axis.
+    """
     found = list(reversed(positions))
     for end in range(1, len(found)):
         at = end
@@ -180,14 +192,14 @@ def _joined(orders: Sequence[Order], positions: Sequence[int]) -> Order:
 
 
 def _viewed(op: TensorOp, strides: Mapping[TensorView, Strides]) -> Strides | None:
-    """Returns the strides of a view, None where it has none or those of its operand are unknown."""
+    """Returns the strides of a view, None if it is not a view or its operand's strides are
+    unknown."""
     known = strides.get(op.inputs[0])  # pyright: ignore[reportArgumentType, reportCallIssue]
     return None if known is None else view_strides(op, known, TensorView.shape)
 
 
 def _lay(tv: TensorView, order: Order, view: Strides | None) -> None:
-    """Declares an order of the axes in memory where it is not that of the tensor, and the gaps of
-    what is a view with these strides."""
+    """Declares a memory order that differs from that of the axes, and the gaps of a view."""
     if list(order) != sorted(order):
         set_memory_order(tv, _joined([order], range(tv.ndim)))
     if view is not None:

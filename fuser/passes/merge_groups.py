@@ -1,10 +1,12 @@
-"""Merging: kernels that share tensors become one where a scheduler accepts it.
+"""Merges kernels that share tensors, if a scheduler accepts the merged kernel.
 
-The steps of a program, groups of kernel ops and all other ops, are a graph that merging contracts.
-A group is merged with whatever it may be merged with at once; what a scheduler refuses is halved.
+The steps of a program are groups of kernel ops and all other ops. They form a graph, in which
+merging two groups contracts an edge. A group is merged with as many others as possible at once; if
+a scheduler refuses the result, half as many are tried.
 
-The steps have an order in which each follows what it needs. Whether one step needs another is asked
-of those between the two alone, and a contraction moves no others.
+The steps are numbered in an order in which each one follows the steps that it depends on. To find
+out whether one step depends on another, only the steps between them are visited. A contraction
+renumbers only those.
 
 Source: Pearce, Kelly: A dynamic topological sort algorithm for directed acyclic graphs, 2006.
 """
@@ -26,14 +28,14 @@ from fuser.support import progress
 from fuser.support.record import record
 
 REDUCTION_OPS = (nodes.ReductionOp, nodes.WelfordOp)
-# Merging makes no kernel of more inputs and outputs: what a launch may pass is bounded (4 KB on
-# older devices), and so is how deeply C++ nests the values that are reduced together.
+# The most inputs and outputs of a kernel. Launch arguments are limited (4 KB on older devices), and
+# so is the nesting of C++ templates for values that are reduced together.
 MAX_OPERANDS = 256
-# In turn, what `Merger.run` merges.
+# The kinds of merges that `Merger.run` tries, in order.
 KINDS = ("reduction", None, "tail", None, "pointwise", "rows", "whole")
-# What may stand beside others in one kernel.
+# The schedulers of kernels that may run side by side in one launch (horizontal fusion).
 BESIDE = ("pointwise", "horizontal")
-# What alone may take some kinds of unions.
+# Kind of merge -> the only schedulers that may accept it.
 SCHEDULERS: Mapping[str | None, tuple[str, ...]] = {
     None: ("inner_persistent", "cluster_persistent", "outer_persistent"),
     "tail": ("reduction",),
@@ -44,10 +46,10 @@ SCHEDULERS: Mapping[str | None, tuple[str, ...]] = {
 
 @record
 class SegmentGroup:
-    """What one kernel computes: ops, of which the `first` and the `last` have these positions.
+    """The ops of one kernel; `first` and `last` are the positions of its first and last op.
 
-    `scheduler` and `fusion` are known of a group that is accepted. `totals` are sums over the rows
-    that the group goes along, of which it makes parts (`row_parts`).
+    - `scheduler` and `fusion` are set once a scheduler has accepted the group.
+    - `totals` are sums over rows of which this kernel computes only partial sums (`row_parts`).
     """
 
     ops: frozenset[TensorOp]
@@ -60,16 +62,18 @@ class SegmentGroup:
     totals: tuple[TensorView, ...] = ()
 
 
-# Whether one kernel, of the last fusion, is as fast as those of the others.
+# Returns whether one kernel (the last argument) is as fast as several (the first argument).
 Pays = Callable[[Sequence[Fusion], Fusion], bool]
-# A group, by its place in program order, or an op that no kernel computes.
+# A group (by its key in `Merger._groups`), or an op that no kernel computes.
 _Step = int | TensorOp
 
 
 @record
 class _Contraction:
-    """Two groups that became one at the place of the first; `moved` has the steps that were given
-    other numbers in the order, and the numbers they had."""
+    """Two groups that were merged under the key of the first, with the data to undo it.
+
+    `moved` has the old numbers of the steps that were renumbered.
+    """
 
     place: int
     group: SegmentGroup
@@ -79,11 +83,13 @@ class _Contraction:
 
 
 class Merger:
-    """Merges groups that share inputs or feed one another.
+    """Merges groups that share inputs, or of which one reads the other's outputs.
 
-    `others` are the ops that no kernel computes, `position` counts all ops. `accept` completes a
-    group that some scheduler takes, of given totals only parts, `pays` tells whether one kernel is
-    as fast as those of several parts, and `may_share_kernel` is an equivalence of ops.
+    - `others` are the ops that no kernel computes; `position` numbers all ops in program order.
+    - `accept` completes a group that some scheduler accepts. Of the given totals, its kernel then
+      computes only partial sums.
+    - `pays` returns whether one kernel is as fast as several.
+    - `may_share_kernel` is an equivalence relation of ops.
     """
 
     def __init__(
@@ -99,7 +105,7 @@ class Merger:
     ) -> None:
         self._accept, self._pays, self._may_share_kernel = accept, pays, may_share_kernel
         self._groups = dict(enumerate(groups))
-        # Memory must hold these whatever kernels there are.
+        # Tensors that memory must hold for any choice of kernels.
         self._kept = {*fusion.outputs, *(v for e in others for v in e.inputs)}
         self._producer: dict[TensorView, _Step] = {o: e for e in others for o in e.outputs}
         self._readers: dict[TensorView, set[int]] = {}
@@ -110,25 +116,28 @@ class Merger:
                     self._reading.setdefault(v, []).append(e)
         for place, group in self._groups.items():
             self._enter(place, group)
-        # Each step's number, larger than those of all that it needs.
+        # The number of each step, larger than those of all steps that it depends on.
         ends = {**{p: g.last for p, g in self._groups.items()}, **{e: position[e] for e in others}}
         self._number = self._numbered(sorted(ends, key=ends.__getitem__))
-        # Pairs of groups of which one needs the other through a third step; merging others never
-        # changes that.
+        # Pairs of groups of which one depends on the other through a third step. Merging other
+        # groups never changes that.
         self._apart: set[tuple[frozenset[TensorOp], frozenset[TensorOp]]] = set()
-        # Pairs of groups that no scheduler takes as one of a kind.
+        # Pairs of groups whose merge of a kind no scheduler accepts.
         self._refused: set[tuple[str | None, frozenset[TensorOp], frozenset[TensorOp]]] = set()
         self._spaces: dict[int, tuple[SegmentGroup, tuple[object, ...]]] = {}
         self._sizes: dict[TensorView, str] = {}
 
     def run(self, kinds: Sequence[str | None] = KINDS) -> list[SegmentGroup]:
-        """Returns the groups that are left, in program order.
+        """Merges until nothing changes and returns the remaining groups, in program order.
 
-        Reductions that share inputs come first: what waits for one of them mostly waits for all.
-        What is computed from results alone joins their kernel before it joins another's, and then
-        what waits for that may. What goes along rows and what sums these come late: both are whole
-        by then; and then what is as large as the operand of a sum and read or written with it. What
-        is `beside` others has nothing in common with them but an input.
+        The kinds of merges are tried in this order, for these reasons:
+
+        - "reduction": reductions that share inputs. A step that waits for one of them mostly waits
+          for all.
+        - "tail": pointwise ops that read only results of reductions; they join that kernel, and
+          then the steps that wait for them can be merged.
+        - "rows" and "whole" come late, when kernels along rows and sums are complete.
+        - "beside" (horizontal fusion): groups that share only an input.
         """
         for kind in kinds:
             while self._merge_all(kind):
@@ -136,12 +145,15 @@ class Merger:
         return [self._groups[place] for place in sorted(self._groups)]
 
     def _merge_all(self, kind: str | None) -> bool:
-        """Merges each group with later ones, both of a kind (None: of which one waits for a
-        reduction of the other, or reads along its rows what it reads; tail: of which one reads
-        results of the other's reductions and nothing else; rows: of which one sums the rows that
-        the other goes along; whole: of which one writes tensors as large as what the other reduces;
-        beside: pointwise, neither of which reads what the other writes); return whether any were
-        merged."""
+        """Merges each group with later ones by one kind; returns whether any were merged.
+
+        - "reduction", "pointwise": both groups have this kind and the same size.
+        - None: one waits for a reduction of the other, or is pointwise and reads the same rows.
+        - "tail": one reads only results of the other's reductions.
+        - "rows": one sums over the rows along which the other's kernel works.
+        - "whole": one writes tensors as large as the operand that the other reduces.
+        - "beside": both are pointwise, and neither reads results of the other.
+        """
         before = len(self._groups)
         places = sorted(self._groups)
         for number, place in enumerate(places, 1):
@@ -151,8 +163,11 @@ class Merger:
         return len(self._groups) < before
 
     def _extend(self, place: int, kind: str | None) -> bool:
-        """Merges a group with as many others as a scheduler takes at once, and of those half as
-        many where it refuses; returns whether it took any."""
+        """Merges a group with as many others as a scheduler accepts; returns whether any were
+        merged.
+
+        After a refusal, half as many are tried.
+        """
         most = len(self._groups) if kind in ("reduction", "pointwise") else 1
         while True:
             merged: list[_Contraction] = []
@@ -161,12 +176,12 @@ class Merger:
             if not merged:
                 return False
             union = self._accept(self._groups[place], _totals(merged) if kind == "rows" else ())
-            parts = [merged[0].group, *(one.its_group for one in merged)]
+            parts = [merged[0].group, *(done.its_group for done in merged)]
             if union is not None and self._is_wanted(place, parts, union, kind):
                 self._groups[place] = union
                 return True
-            for one in reversed(merged):
-                self._undo(one)
+            for done in reversed(merged):
+                self._undo(done)
             if len(merged) == 1:
                 self._refused.add((kind, merged[0].group.ops, merged[0].its_group.ops))
             most = max(len(merged) // 2, 1)
@@ -182,9 +197,13 @@ class Merger:
         return kind != "pointwise" or self._pays(fusions[:-1], fusions[-1])
 
     def _joins_a_sum(self, place: int, part: SegmentGroup) -> bool:
-        """Whether a pointwise part of a merged group may as well join a sum along other axes, as
-        gradients of rows do a weight's. Measured on an H200, layer norm of 128 x 262144 in float32:
-        with that 184 us, with the sums of its own rows, in clusters, 226."""
+        """Returns whether a pointwise part of a merged group could join a sum along other axes
+        instead.
+
+        An example are gradients of rows, which can join the sum of a weight's gradient. This was
+        measured on an H200, for layer norm of 128 x 262144 in float32: 184 us, against 226 us if
+        they join the sums of their own rows in clusters.
+        """
         space, mine = self._space_of(part), self._space(place)
         return any(
             self._space(k) != mine
@@ -195,7 +214,8 @@ class Merger:
 
     # ------------------------------------------------------------ who may merge
     def _partner(self, place: int, kind: str | None) -> int | None:
-        """Returns the first later group that shares a tensor and may be merged, None for none."""
+        """Returns the first later group that shares a tensor and may be merged, None if there is
+        none."""
         group = self._groups[place]
         if len(group.inputs) + len(group.outputs) >= MAX_OPERANDS:
             return None
@@ -232,7 +252,7 @@ class Merger:
         if kind in ("reduction", "pointwise") and not is_alike:
             return False
         if kind == "reduction" and feeds:
-            return False  # such a kernel goes over its rows several times
+            return False  # such a kernel would read its rows several times
         if kind == "beside" and (feeds or not {a.scheduler, b.scheduler} <= {*BESIDE}):
             return False
         if (kind, a.ops, b.ops) in self._refused or (a.ops, b.ops) in self._apart:
@@ -245,12 +265,15 @@ class Merger:
     def _is_whole(
         self, a: SegmentGroup, b: SegmentGroup, spaces: tuple[tuple[object, ...], ...]
     ) -> bool:
-        """Whether one group is pointwise and the other reduces tensors of its size, of which both
-        need one: the first one's writes are all that it adds to the other's kernel. What turns a
-        tensor has a schedule of its own."""
+        """Returns whether group a is pointwise and b reduces tensors of its size, of which both use
+        one.
+
+        The merged kernel then only writes a's outputs in addition. A group that transposes a tensor
+        is excluded, because it has a schedule of its own.
+        """
         if a.scheduler != "pointwise" or spaces[1][0] != "reduction":
             return False
-        # A step may have a block of the one's results, and nothing is left for the other's.
+        # The steps of a stream loop may compute blocks of one group's results only.
         axes = (axis for out in (*a.outputs, *b.outputs) for axis in out.domain.loop)
         if any(axis.ptype is ParallelType.stream for axis in axes):
             return False
@@ -258,14 +281,15 @@ class Merger:
         return any(("pointwise", self._size(t)) == spaces[0] for t in both)
 
     def _comes_along(self, rows: int, place: int) -> bool:
-        """Whether a pointwise group reads nothing but what a kernel along rows reads anyway."""
+        """Returns whether a pointwise group reads only tensors that a kernel along rows reads,
+        too."""
         group, of_rows = self._groups[place], self._groups[rows]
         if of_rows.scheduler not in SCHEDULERS[None] or self._space(place)[0] != "pointwise":
             return False
         return bool(group.inputs) and {*group.inputs} <= {*of_rows.inputs}
 
     def _space(self, place: int) -> tuple[object, ...]:
-        """Returns what two groups must share to be merged: pointwise or reduction, and its size."""
+        """Returns the iteration space of a group: pointwise or reduction, and its size."""
         group = self._groups[place]
         known = self._spaces.get(place)
         if known is None or known[0] is not group:
@@ -288,7 +312,8 @@ class Merger:
         return self._sizes[tv]
 
     def _are_apart(self, i: int, j: int) -> bool:
-        """Whether one group needs another through a third step: merging them would be a cycle."""
+        """Returns whether one group depends on the other through a third step: a merge would be a
+        cycle."""
         start, goal = (i, j) if self._number[i] > self._number[j] else (j, i)
         last = self._number[goal]
         todo = [step for step in self._sources(start) if self._number[step] > last]
@@ -306,19 +331,19 @@ class Merger:
         return False
 
     def _sources(self, step: _Step) -> list[_Step]:
-        """Returns the steps that compute what a step reads."""
+        """Returns the steps that compute the operands of a step."""
         read = self._groups[step].inputs if isinstance(step, int) else step.inputs
         return [self._producer[v] for v in read if v in self._producer]
 
     def _targets(self, step: _Step) -> list[_Step]:
-        """Returns the steps that read what a step computes."""
+        """Returns the steps that read the results of a step."""
         made = self._groups[step].outputs if isinstance(step, int) else step.outputs
         return [s for v in made for s in (*self._readers.get(v, ()), *self._reading.get(v, ()))]
 
     # ------------------------------------------------------------ order
     def _numbered(self, steps: Iterable[_Step]) -> dict[_Step, int]:
-        """Returns a number for each step, larger than those of all that it needs; the steps keep
-        their order where they can."""
+        """Numbers the steps so that each follows those that it depends on, else in the given
+        order."""
         number: dict[_Step, int] = {}
         for first in steps:
             todo = [first]
@@ -333,7 +358,8 @@ class Merger:
     def _between(
         self, start: int, is_between: Callable[[int], bool], next_of: Callable[[_Step], list[_Step]]
     ) -> list[_Step]:
-        """Returns what is reached from a step through steps with such numbers, in their order."""
+        """Returns the steps that are reachable through steps with accepted numbers, in numeric
+        order."""
         found: set[_Step] = set()
         todo: list[_Step] = [start]
         while todo:
@@ -344,8 +370,11 @@ class Merger:
         return sorted(found, key=self._number.__getitem__)
 
     def _move_together(self, place: int, other: int) -> dict[_Step, int]:
-        """Numbers the steps between two groups anew, so that what these need comes before both and
-        what needs them behind; returns the numbers that steps had."""
+        """Renumbers the steps between two groups so that the groups become adjacent.
+
+        The steps that the groups depend on come before both, and those that depend on them behind.
+        Returns the old numbers of the steps.
+        """
         first, last = sorted((place, other), key=self._number.__getitem__)
         ends = self._number[first], self._number[last]
 
@@ -374,7 +403,7 @@ class Merger:
             self._readers[t].discard(place)
 
     def _contract(self, place: int, other: int) -> _Contraction:
-        """Makes two groups one, which writes what others read."""
+        """Merges two groups; the result has the outputs that other steps read."""
         moved = self._move_together(place, other)
         a, b = self._groups[place], self._groups.pop(other)
         self._leave(place, a)
@@ -388,7 +417,7 @@ class Merger:
         return _Contraction(place, a, other, b, moved)
 
     def _undo(self, done: _Contraction) -> None:
-        """Makes one group the two again that it was."""
+        """Restores the two groups of a contraction."""
         self._leave(done.place, self._groups[done.place])
         for place, group in ((done.place, done.group), (done.other, done.its_group)):
             self._groups[place] = group
@@ -397,14 +426,16 @@ class Merger:
 
 
 def _is_tail(a: SegmentGroup, b: SegmentGroup, spaces: tuple[tuple[object, ...], ...]) -> bool:
-    """Whether a group computes pointwise what it does from results of another, reductions, alone:
-    their kernel writes it for the price of the write."""
+    """Returns whether group a is pointwise and reads only results of reductions of group b.
+
+    The merged kernel then only writes a's outputs in addition.
+    """
     kinds = [space[0] for space in spaces]
     return kinds == ["pointwise", "reduction"] and {*a.inputs} <= {*b.outputs}
 
 
 def _are_rows_and_sums(a: SegmentGroup, b: SegmentGroup) -> bool:
-    """Whether one group goes along rows, and the other sums something, which the first does not
+    """Returns whether one group works along rows, and the other computes sums that it does not
     read."""
     rows, sums = (a, b) if a.scheduler == "inner_persistent" else (b, a)
     are_both = (rows.scheduler, sums.scheduler) == ("inner_persistent", "reduction")
@@ -412,34 +443,35 @@ def _are_rows_and_sums(a: SegmentGroup, b: SegmentGroup) -> bool:
 
 
 def _totals(merged: Sequence[_Contraction]) -> tuple[TensorView, ...]:
-    """Returns what the second of two groups, of rows and of sums, sums up."""
-    (one,) = merged
-    a, b = one.group, one.its_group
+    """Returns the results of the reductions of the group that computes sums."""
+    (pair,) = merged
+    a, b = pair.group, pair.its_group
     sums = b if a.scheduler == "inner_persistent" else a
     reductions = (op for op in sums.ops if isinstance(op, REDUCTION_OPS))
     return tuple(sorted((op.out_tensor for op in reductions), key=lambda tv: tv.number))
 
 
 # ----------------------------------------------------------------------
-# Which results several kernels compute although one had better store them.
+# Store or recompute: finds intermediate results that should be stored, because several kernels
+# compute them.
 #
-# Kernels compute what stands between the tensors that memory holds, each for itself. That costs
-# arithmetic, and reads of whatever it is computed from; to store the result costs a kernel that
-# makes it, and a read in each of the others. Both are counted per element, in bytes:
+# By default, each kernel recomputes the pointwise ops between the tensors that memory holds. That
+# costs arithmetic and reads of operands. Storing a result costs a write by one kernel, and a read
+# by each of the others. Both costs are counted per element, in bytes:
 #
-#     recompute   instructions / 8 and bytes read, of each reader, but for what it needs anyway
-#     store       the same and a write, once, and a read of each reader
+#     recompute   per reader: instructions / 8 + bytes read, without what the reader needs anyway
+#     store       once: the same + bytes written; per reader: bytes read
 
-# How many instructions an H200 executes in the time that a byte takes: 33e12 and 4.2e12 a second.
+# An H200 executes 33e12 instructions and moves 4.2e12 bytes per second.
 INSTRUCTIONS_PER_BYTE = 8
-# Storing takes a launch more: it must save this much.
+# Storing needs one launch more, so it must save this factor.
 LEAST_GAIN = 1.1
-# More are never computed again. They take as long as eight reads of 16 bytes.
+# A larger number of ops is never recomputed. So many take as long as eight reads of 16 bytes.
 MANY_OPS = 1024
 
 
 def elements(tv: TensorView) -> Scalar:
-    """Returns the number of elements that memory holds (broadcast axes count once)."""
+    """Returns the number of elements that memory holds; broadcast axes count as 1."""
     return tv.fusion.canonical(memory_layout.elements(tv))
 
 
@@ -449,26 +481,33 @@ def worth_storing(
     kernels: Iterable[frozenset[TensorOp]],
     stored: Iterable[TensorView],
 ) -> list[TensorView]:
-    """Returns the tensors that are to be stored, too, in program order.
+    """Returns the further tensors that should be stored, in program order.
 
-    `exprs` are the ops in order, `kernels` what each kernel computes from the tensors `stored`.
+    `exprs` are the ops in order. `kernels` has the ops that each kernel computes from the tensors
+    `stored`.
     """
     return _Decision(fusion, exprs, tuple(kernels), {*stored}).run()
 
 
 @dataclass
 class _Decision:
+    """One run of `worth_storing`, with the kernels that compute each op at this point."""
+
     fusion: Fusion
     exprs: Sequence[TensorOp]
     kernels: tuple[frozenset[TensorOp], ...]
     stored: set[TensorView]
     position: dict[TensorOp, int] = field(default_factory=dict[TensorOp, int])
-    # Of each op, a bit for each kernel that computes it; those of new kernels follow the others.
+    # Op -> bit set of the kernels that compute it; the bits of new kernels follow the others.
     computed_in: dict[TensorOp, int] = field(default_factory=dict[TensorOp, int])
 
     def run(self) -> list[TensorView]:
-        """Decides from the last result to the first, as if all before were computed again; then
-        take back, from the first on, what is cheap to compute from those that are stored."""
+        """Chooses tensors from the last result to the first, as if all earlier ones were
+        recomputed.
+
+        Then, from the first to the last, it drops those that are cheap to compute from other stored
+        ones.
+        """
         for bit, ops in enumerate(self.kernels):
             for op in ops:
                 self.computed_in[op] = self.computed_in.get(op, 0) | 1 << bit
@@ -487,31 +526,34 @@ class _Decision:
         return [op.out_tensor for op in repeated if op.out_tensor in chosen]
 
     def _readers(self, op: TensorOp) -> int:
-        """Returns the kernels that use an op's result."""
+        """Returns the kernels that use an op's result, as a bit set."""
         return self._users(op.outputs, {})
 
     def _spread(self, op: TensorOp) -> bool:
-        """Counts anew which kernels compute an op, whose users have been counted; returns whether
-        these differ for its users: before such a place nothing is worth storing."""
-        self.computed_in[op] = mine = self._readers(op)
+        """Updates the kernels that compute an op, from those of its users.
+
+        Returns whether storing its result can pay: its users are computed by different sets of
+        kernels.
+        """
+        self.computed_in[op] = readers = self._readers(op)
         users = {self.computed_in.get(u, 0) for out in op.outputs for u in self.fusion.uses(out)}
-        return mine.bit_count() > 1 and users != {mine} and len(op.outputs) == 1
+        return readers.bit_count() > 1 and users != {readers} and len(op.outputs) == 1
 
     def _compute_again(self, op: TensorOp) -> None:
-        """Lets the readers of an op's result compute it, and what it is computed from."""
+        """Makes the readers of an op's result recompute it from stored tensors."""
         self.stored.remove(op.out_tensor)
         ops, _ = self._cone(op)
         for step in sorted(ops, key=self.position.__getitem__, reverse=True):
             self.computed_in[step] = self._readers(step)
 
     def _pays(self, op: TensorOp) -> bool:
-        """Whether storing an op's result costs less than what its readers do without it."""
+        """Returns whether storing an op's result costs less than recomputing it in every reader."""
         ops, inputs = self._cone(op)
         if len(ops) > MANY_OPS:
             return True
         size, readers = elements(op.out_tensor), self._readers(op)
         count = readers.bit_count()
-        # Of what leads to the result, which readers need it for something else, too.
+        # Op of the cone -> the readers that need it for something else, too.
         others: dict[TensorOp, int] = {op: 0}
         for step in sorted(ops - {op}, key=self.position.__getitem__, reverse=True):
             others[step] = readers & self._users(step.outputs, others)
@@ -522,20 +564,21 @@ class _Decision:
         )
         spared = arithmetic / INSTRUCTIONS_PER_BYTE
         cost_of_storing = nbytes_of(op.out_tensor.dtype()) * (1 + count)
-        # Of a table as much is read as is found in it.
+        # A lookup reads as many elements of its table as its result has.
         found = {e.out: e for e in ops if isinstance(e, LookupOp)}
         tables = {e.table for e in found.values()}
         read = {v: readers & self._users((v,), others) for v in inputs if v not in tables}
         read.update((out, others[e]) for out, e in found.items())
-        for v, mine in read.items():
+        for v, own_readers in read.items():
             if elements(v) == size:
                 nbytes = nbytes_of(v.dtype())
                 cost_of_storing += nbytes
-                spared += nbytes * (count - mine.bit_count())
+                spared += nbytes * (count - own_readers.bit_count())
         return spared > LEAST_GAIN * cost_of_storing
 
     def _users(self, tensors: Iterable[TensorView], others: Mapping[TensorOp, int]) -> int:
-        """Returns the kernels that use tensors, for some ops only those that `others` says."""
+        """Returns the kernels that use tensors, as a bit set; for ops in `others`, only those given
+        there."""
         found = 0
         for tv in tensors:
             for use in self.fusion.uses(tv):
@@ -543,8 +586,10 @@ class _Decision:
         return found
 
     def _cone(self, op: TensorOp) -> tuple[set[TensorOp], dict[TensorView, None]]:
-        """Returns the ops that compute a result from other stored tensors, and those tensors; no
-        more of them than are too many to compute again."""
+        """Returns the ops that compute a result from other stored tensors, and those tensors.
+
+        It stops when there are more ops than may be recomputed.
+        """
         ops, inputs, todo = set[TensorOp](), dict[TensorView, None](), [op]
         while todo and len(ops) <= MANY_OPS:
             step = todo.pop()

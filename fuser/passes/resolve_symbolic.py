@@ -1,8 +1,8 @@
-"""Resolve `?` axes: give undecided reshapes their transforms and pass the kinds on downstream.
+"""Resolves `?` axes: decides undecided reshapes, and updates all tensors computed from them.
 
-Before: some reshapes have `?` axes without transforms, slices and pads have `?` axes that may be of
-size 1, and so have tensors computed from them.
-After: every axis is an iteration, a broadcast or a reduction. Tensors and axes keep their numbers.
+Before: some reshapes have `?` axes without transforms, and slices and pads have `?` axes that may
+have size 1. Tensors computed from these have `?` axes, too. After: every axis is an iteration, a
+broadcast or a reduction. Tensors and axes keep their numbers.
 """
 
 from __future__ import annotations
@@ -34,20 +34,21 @@ from fuser.ops.building import join_axes, unexpanded
 from fuser.ops.reshaping import ReshapePlan, plan_reshape, transformed_domain, undecided_domain
 from fuser.support.errors import InputError
 
-# None: no size is known, and nothing is compared.
+# The values of symbols. None: no size is known, and sizes are not compared.
 Values = Mapping[Symbol, Number] | None
 
 
 def is_undecided(op: TensorOp) -> bool:
-    """Whether the op is a reshape whose output axes do not belong to its root axes yet."""
+    """Returns whether the op is a reshape whose logical axes are not yet derived from its root
+    axes."""
     if not isinstance(op, nodes.ReshapeOp):
         return False
-    # What has no axes has no root.
+    # A tensor without axes has no root axes.
     return op.out.domain.is_undecided or not op.out.domain.root_numbers
 
 
 def resized_axes(op: TensorOp) -> tuple[IterDomain, ...]:
-    """Returns the axes that are broadcasts where their op leaves one element of them."""
+    """Returns the `?` axes of a slice or pad: they are broadcasts if one element remains."""
     if not isinstance(op, SliceOp | PadOp):
         return ()
     domain = op.out.domain
@@ -56,7 +57,8 @@ def resized_axes(op: TensorOp) -> tuple[IterDomain, ...]:
 
 
 def deciding_sizes(op: TensorOp) -> tuple[Scalar, ...]:
-    """Returns the sizes of an op of which it counts whether they are 1, apart from a reshape's."""
+    """Returns the sizes of an op that decide about `?` axes by being 1, except those of a
+    reshape."""
     if isinstance(op, nodes.ExpandOp):
         pairs = zip(op.inp.domain.no_reductions, op.shape, strict=True)
         named = (
@@ -67,8 +69,11 @@ def deciding_sizes(op: TensorOp) -> tuple[Scalar, ...]:
 
 
 def _open_axes(op: TensorOp) -> list[tuple[IterDomain, Scalar]]:
-    """Returns the axes of an expand's operand that iterate and may have one element, which is then
-    spread, each with the size that is asked for."""
+    """Returns the iterated operand axes of an expand that may have one element, with the wanted
+    size.
+
+    Such an axis is expanded if it has one element.
+    """
     if not isinstance(op, nodes.ExpandOp):
         return []
     axes = op.inp.domain.no_reductions
@@ -80,9 +85,10 @@ def _open_axes(op: TensorOp) -> list[tuple[IterDomain, Scalar]]:
 
 
 def iterate_resized(fusion: Fusion) -> None:
-    """Rewrites `fusion` in place: every `?` axis of slices and pads iterates, whatever its size.
+    """Makes every `?` axis of slices and pads an iteration, in place, whatever its size.
 
-    For kernels of no input class. What such an axis is joined with has its size.
+    It is used for kernels that serve several input classes. Axes that are joined with such an axis
+    must have its size.
     """
     if any(resized_axes(op) or _open_axes(op) for op in fusion.used_exprs()):
         resolve_symbolic(fusion, iter(()), None)
@@ -117,9 +123,9 @@ def resolve_symbolic(fusion: Fusion, plans: Iterator[ReshapePlan], values: Value
 def _decide(
     fusion: Fusion, op: nodes.ReshapeOp, plan: ReshapePlan, values: Values
 ) -> list[TensorOp]:
-    """Returns squeeze, reshape and broadcast in place of an undecided reshape.
+    """Returns the squeeze, reshape and broadcast that replace an undecided reshape.
 
-    Of a tensor without elements the axes of size 1 become broadcasts, the others iterations.
+    If the tensor has no elements, axes of size 1 become broadcasts and the others iterations.
     """
     out = op.out
     if plan.is_empty:
@@ -187,7 +193,7 @@ def _squeezed_flags(tv: TensorView, plan: ReshapePlan) -> tuple[bool, ...]:
 
 
 def _unify(fusion: Fusion, pairs: Iterable[tuple[IterDomain, Scalar]], values: Values) -> None:
-    """States that an axis that is kept has the size that the reshape names."""
+    """States that axes that a reshape keeps have the sizes that it names."""
     for axis, size in pairs:
         if _size(axis.size, values) == _size(size, values):
             fusion.unify_extents(axis.size, size)
@@ -200,7 +206,7 @@ def _grouped_domain(
     named: Sequence[IterDomain],
     values: Values,
 ) -> TensorDomain:
-    """Returns root, logical and transforms; kept axes take the numbers of `named`."""
+    """Returns root axes, logical axes and transforms; kept axes get the numbers of `named`."""
     root = [fusion.clone_axis(a) for a in source.domain.no_reductions]
     at = 0
     for ins, sizes in groups:
@@ -214,7 +220,7 @@ def _grouped_domain(
 
 
 def _define(out: TensorView, domain: TensorDomain, values: Values) -> None:
-    """Gives `out` new root, logical axes and transforms, and replay its loop transforms."""
+    """Sets root axes, logical axes and transforms of `out`, and replays its loop transforms."""
     old = out.domain
     whole = old.having(
         root=domain.root_numbers,
@@ -231,8 +237,11 @@ def _define(out: TensorView, domain: TensorDomain, values: Values) -> None:
 def _with_broadcasts(
     fusion: Fusion, op: nodes.ExpandOp, values: Values
 ) -> tuple[list[TensorOp], TensorView]:
-    """Returns the operand of an expand with a broadcast for each axis that has one element and gets
-    more, and the ops that make it: a reshape that merges all axes, and one that splits them."""
+    """Returns the ops that turn axes of one element into broadcasts, and the operand for the
+    expand.
+
+    The ops are a reshape that merges all axes, and one that splits them again.
+    """
     inp, sizes = op.inp, [a.size for a in op.inp.domain.no_reductions]
     spread = (_size(a.size, values) == 1 != _size(size, values) for a, size in _open_axes(op))
     if values is None or not any(spread):
@@ -255,7 +264,7 @@ def _with_broadcasts(
 
 # ------------------------------------------------------------------ downstream
 def _root_states(fusion: Fusion, op: TensorOp, out: TensorView, values: Values) -> list[IterDomain]:
-    """Returns the new states of the output's root axes, from the operands' axes."""
+    """Returns the new states of the output's root axes, from the axes of the operands."""
     columns: dict[int, list[tuple[TensorView, IterDomain]]] = {}
     for index, tv in tensor_operands(op):
         for source, target in mapped_axes(op, index, out):
@@ -278,13 +287,13 @@ def _root_states(fusion: Fusion, op: TensorOp, out: TensorView, values: Values) 
         elif isinstance(op, nodes.LibraryOp) and not op.KEEPS_EXPANDED:
             joined = unexpanded(joined)
         elif isinstance(op, GatherOp) and position in op.narrowed():
-            joined = unexpanded(joined)  # each of its elements is read from another of the table
+            joined = unexpanded(joined)  # each position may read another element of the table
         states.append(_like(axis, joined))
     return states
 
 
 def _like(axis: IterDomain, source: IterDomain) -> IterDomain:
-    """Returns `axis` with the kind and sizes of `source`; a reduction axis stays one."""
+    """Returns `axis` with the kind and sizes of `source`; a reduction axis stays a reduction."""
     if axis.is_reduction():
         return replace(axis, extent=source.size)
     return replace(axis, kind=source.kind, extent=source.extent, expanded=source.expanded)
@@ -298,8 +307,10 @@ def _expanded(
     size: Scalar,
     values: Values,
 ) -> IterDomain:
-    """Returns `axis`, of the operand, expanded to `size`; `out` is what the definition made of it,
-    and what this decides of those that are `?` there is in `deciding_sizes`."""
+    """Returns an operand's axis expanded to `size`.
+
+    `out` is the result's axis; if it is `?`, the sizes in `deciding_sizes` decide.
+    """
     if out.is_broadcast:
         return replace(axis, expanded=out.expanded)
     have, want = _size(axis.size, values), _size(size, values)
@@ -307,7 +318,7 @@ def _expanded(
         return axis if want == 1 else replace(axis, expanded=size)
     if have != want:
         raise InputError(
-            f"expand: only broadcast axes change their size. For these sizes, axis {axis} of "
+            f"expand: only an axis of size 1 can be expanded. For these inputs, axis {axis} of "
             f"{op.inp} has size {have}, not {want} (at {op.where})"
         )
     fusion.unify_extents(axis.size, size, f"expand: {op.inp} at {op.where}")
@@ -322,7 +333,7 @@ def _check_squeeze(op: nodes.SqueezeOp, values: Values) -> None:
     for axis, gone in zip(op.inp.domain.no_reductions, op.flags, strict=True):
         if gone and not axis.is_broadcast:
             raise InputError(
-                "Can not squeeze non-broadcasting dimension(s). For these sizes, axis "
+                "Can not squeeze non-broadcasting dimension(s). For these inputs, axis "
                 f"{axis} of {op.inp} has size {_size(axis.size, values)} (at {op.where})"
             )
 
@@ -333,8 +344,10 @@ def _check_sizes(
     pairs: Sequence[tuple[TensorView, IterDomain]],
     values: Values,
 ) -> list[tuple[TensorView, IterDomain]]:
-    """Returns the axes whose sizes agree, concrete and expanded ones, now that they are known to be
-    such, after a check. Of those that are contracted none is spread."""
+    """Checks that the sizes of joined axes agree, and returns the axes that are compared.
+
+    Broadcasts that are not expanded are excluded, unless the axis is contracted.
+    """
     sized = [
         (tv, a)
         for tv, a in pairs
@@ -353,7 +366,7 @@ def _check_sizes(
 
 # ------------------------------------------------------------------ replay
 def _updated(domain: TensorDomain, states: Sequence[IterDomain], values: Values) -> TensorDomain:
-    """Returns the domain in which these axes have new states and derived axes follow."""
+    """Returns the domain in which these axes have new states; derived axes are recomputed."""
     rules = _Restate(domain, values)
     known = replay(forward(domain.transforms), {a.number: a for a in states}, rules)
     made = domain.with_axes(
@@ -367,7 +380,7 @@ def _updated(domain: TensorDomain, states: Sequence[IterDomain], values: Values)
 
 
 class _Restate(Rules[IterDomain]):
-    """Derived axes over new states of their inputs: kinds and extents follow."""
+    """Rules for the states (kind and extent) of derived axes, from new states of their sources."""
 
     needs_all = False
 
@@ -376,6 +389,7 @@ class _Restate(Rules[IterDomain]):
         self._sizes = SizeRules()
 
     def split(self, t: SplitTransform, inp: IterDomain) -> tuple[IterDomain, IterDomain]:
+        """Returns (outer, inner) with the kind of the split axis."""
         outer, inner = self._axes[t.outer], self._axes[t.inner]
         # A reshape's split is exact: its declared sizes stay.
         sizes = (outer.size, inner.size) if outer.rfactor else self._sizes.split(t, inp.size)
@@ -384,6 +398,7 @@ class _Restate(Rules[IterDomain]):
     def merge(
         self, t: MergeTransform, outer: IterDomain | None, inner: IterDomain | None
     ) -> IterDomain:
+        """Returns the merged axis; an iteration wins over a broadcast."""
         o, i = outer or self._axes[t.outer], inner or self._axes[t.inner]
         expanded = i.expanded if o.expanded is None else o.expanded
         like = replace(i if o.is_broadcast else o, expanded=expanded)
@@ -393,6 +408,7 @@ class _Restate(Rules[IterDomain]):
         return _sized(out, like, self._sizes.merge(t, o.size, i.size))
 
     def resize(self, t: Resize, inp: IterDomain) -> IterDomain:
+        """Returns the resized axis; a `?` axis becomes a broadcast if its size is 1."""
         out, size = self._axes[t.out], self._sizes.resize(t, inp.size)
         if out.kind is not IterType.symbolic:
             return replace(out, extent=size)
@@ -401,11 +417,12 @@ class _Restate(Rules[IterDomain]):
         return replace(out, kind=IterType.iteration, extent=size)
 
     def swizzle(self, t: Swizzle1D, inp: IterDomain) -> IterDomain:
+        """Returns the rotated axis with the kind and size of its source."""
         return _sized(self._axes[t.out], inp, inp.size)
 
 
 def _sized(out: IterDomain, inp: IterDomain, size: Scalar) -> IterDomain:
-    """Returns a derived axis with the kind of its input."""
+    """Returns a derived axis with the kind of its source and this size."""
     if inp.is_broadcast:
         expanded = None if inp.expanded is None else size
         return replace(out, kind=IterType.broadcast, extent=sc.ONE, expanded=expanded)

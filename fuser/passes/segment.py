@@ -1,11 +1,15 @@
-"""Segmentation: cut a fusion into library ops, views, communications and generated kernels.
+"""Segmentation: divides a fusion into library ops, views, communications and generated kernels.
 
-A tensor is *materialised* when memory must hold it: fusion inputs and outputs, operands and results
-of library ops and communications, tables of lookups, and the last tensors of a reduction's own
-iteration space. A kernel computes one materialised tensor from other materialised tensors; the
-pointwise ops between are recomputed by every kernel that needs them, which costs reads of inputs
-that are read anyway and saves a write. Kernels that share work are then merged while a scheduler
-accepts the union.
+A tensor is *materialised* if memory must hold it:
+
+- inputs and outputs of the fusion;
+- operands and results of library ops and communications;
+- tables of lookups;
+- the last tensors in the iteration space of a reduction's result.
+
+A kernel computes one materialised tensor from others. Each kernel recomputes the pointwise ops
+between them that it needs. This costs reads of inputs that are mostly read anyway, and saves a
+write. Kernels that share work are then merged as long as a scheduler accepts the result.
 
 Source: the acyclic-partition view of fusion (Herrmann et al. 2017) reduced to cones; nvFuser's
 forwarding of cheap producer chains.
@@ -47,7 +51,7 @@ from fuser.support import progress
 from fuser.support.errors import UnsupportedError
 from fuser.support.record import record, replace
 
-# Of what kernels of so many levels compute it is decided early whether to store it.
+# If kernels of this many levels compute a tensor, it is decided early whether to store it.
 MANY_LEVELS = 24
 
 SegmentKind = Literal["kernel", "library", "alias", "communication"]
@@ -55,7 +59,7 @@ SegmentKind = Literal["kernel", "library", "alias", "communication"]
 
 @record
 class Segment:
-    """One step of the program: ops in order, and the tensors that cross its border."""
+    """One step of the program: ops in order, and the tensors that it reads and writes."""
 
     number: int
     kind: SegmentKind
@@ -68,19 +72,19 @@ class Segment:
 
     @property
     def line(self) -> str:
-        """The user's line of what the segment computes."""
+        """The user's line of the last op that has one."""
         return next((op.where for op in reversed(self.exprs) if op.where), "")
 
 
 @record
 class SegmentedFusion:
-    """A fusion and its segments in run order."""
+    """A fusion and its segments in the order in which they run."""
 
     fusion: Fusion
     segments: tuple[Segment, ...]
 
     def describe(self) -> str:
-        """Returns one line per segment: number, kind, ops, results."""
+        """Returns one line per segment: number, kind, ops and results."""
         return "\n".join(
             f"{s.number}: {s.scheduler or s.kind} {{{', '.join(e.name for e in s.exprs)}}} -> "
             f"{', '.join(o.label for o in s.outputs)}"
@@ -99,15 +103,20 @@ def segment_fusion(
     row_parts: int = 0,
     takes_both: Callable[[Fusion], str | None] | None = None,
 ) -> SegmentedFusion:
-    """Cuts `fusion` into segments in run order.
+    """Divides `fusion` into segments in the order in which they run.
 
-    `find_scheduler` names a scheduler that accepts a kernel's fusion, `pays` tells whether one
-    pointwise kernel is as fast as those of its parts, `local_shape` gives the extents of what
-    memory holds of a tensor, and `may_share_kernel` is an equivalence of ops: those of one kernel
-    run equally often. `stands_alone` tells which ops the library carries out. Where `row_parts` is
-    not 0, sums over rows may be split in that many parts, in `fusion` itself. `takes_both` names a
-    scheduler of kernels beside one another (None: there is none). Raises
-    `UnsupportedError` naming an op that no scheduler accepts even alone.
+    - `find_scheduler` returns the name of a scheduler that accepts a kernel's fusion, or None.
+    - `local_shape` returns the extents of a tensor in memory.
+    - `pays` returns whether one pointwise kernel is as fast as several.
+    - `may_share_kernel` is an equivalence relation of ops; those of one kernel run equally often.
+    - `stands_alone` returns whether the library executes an op.
+    - `row_parts`: if not 0, sums over rows may be split into this many partial sums, in `fusion`
+      itself.
+    - `takes_both` returns the scheduler of kernels that run side by side in one launch; None
+      disables such kernels.
+
+    Raises:
+        UnsupportedError: no scheduler accepts some op, even alone; it is named.
     """
     segmenter = _Segmenter(
         fusion, find_scheduler, local_shape, pays, may_share_kernel, stands_alone, row_parts
@@ -116,6 +125,8 @@ def segment_fusion(
 
 
 class _Segmenter:
+    """One run of `segment_fusion`."""
+
     def __init__(
         self,
         fusion: Fusion,
@@ -138,15 +149,16 @@ class _Segmenter:
             if isinstance(e, nodes.Reshard):
                 self.kind[e] = "communication"
             elif _is_boundary(e):
-                # An alias, as no kernel contains one; an output needs memory of its own.
+                # An alias, because no kernel contains it; an output needs its own memory.
                 self.kind[e] = "library" if e.out_tensor in fusion.outputs else "alias"
             else:
                 self.kind[e] = "library" if stands_alone(e) else "kernel"
         self.strides: dict[TensorView, Strides] = {}
-        # What schedulers said of candidates: groups of these ops, outputs, inputs and totals.
+        # (ops, outputs, inputs, totals) of a candidate -> the accepted group, or None.
         self.answers: dict[object, SegmentGroup | None] = {}
 
     def run(self, takes_both: Callable[[Fusion], str | None] | None) -> SegmentedFusion:
+        """Chooses aliases and stored tensors, merges kernels, and returns the segments."""
         self._mark_aliases()
         stored = self._materialised()
         self._store_early(stored)
@@ -163,10 +175,10 @@ class _Segmenter:
 
     # ------------------------------------------------------------ views
     def _mark_aliases(self) -> None:
-        """Turns view ops into aliases where their input is stored anyway and torch can view it.
+        """Turns view ops into aliases if their operand is stored anyway and torch can view it.
 
-        A view is worth an alias when its input is held by memory already, or when a library op or
-        communication needs its output; a chain of views between two kernel ops stays in the kernel.
+        An alias pays if memory already holds the operand, or if a library op or communication needs
+        the result. A chain of views between two kernel ops stays in the kernel.
         """
         needs_memory = self._views_wanted_in_memory()
         shown = views_of_inputs(self.fusion)
@@ -178,7 +190,7 @@ class _Segmenter:
                 if self._may_be_sent(e, strides):
                     self.strides[e.out_tensor] = strides
                 else:
-                    # Its operand follows an input in memory: a copy of its own is sent.
+                    # The operand has the memory order of an input, so a copy of it is sent.
                     self.kind[e] = "library"
             if self.kind[e] != "kernel" or not isinstance(e, VIEW_OPS):
                 continue
@@ -200,17 +212,23 @@ class _Segmenter:
                 self.strides[e.out] = strides
 
     def _may_be_sent(self, e: TensorOp, strides: tuple[Scalar, ...]) -> bool:
-        """Whether communications may read this view: they send memory, which must be dense and in
-        the declared order. A kernel packs any other view."""
+        """Returns whether communications may read this view.
+
+        They send memory, which must be dense and in the declared order. A kernel packs any other
+        view.
+        """
         sent = any(self.kind.get(u) == "communication" for u in self.fusion.uses(e.out_tensor))
         dense = zip(
             e.out_tensor.domain.no_reductions, strides, self._dense(e.out_tensor), strict=True
         )
-        return not sent or all(a.is_broadcast or mine == want for a, mine, want in dense)
+        return not sent or all(a.is_broadcast or have == want for a, have, want in dense)
 
     def _views_wanted_in_memory(self) -> set[TensorOp]:
-        """Returns the view ops from which only views lead to a library op or communication, to
-        a lookup as its table, or to a kernel that they cannot be in."""
+        """Returns the view ops whose result must be in memory.
+
+        Through views alone, it reaches a library op, a communication, a lookup's table, or a kernel
+        that may not contain the view.
+        """
         wanted: set[TensorOp] = set()
         for e in reversed(self.exprs):
             reads_memory = self.kind[e] in ("library", "communication") or e in wanted
@@ -232,7 +250,7 @@ class _Segmenter:
         return memory_layout.dense_strides(tv, self.local_shape(tv))
 
     def _view_strides(self, e: TensorOp) -> Strides | None:
-        """Returns the strides of a view op's output, None when torch would have to copy."""
+        """Returns the strides of a view op's result, None if torch would have to copy."""
         source: TensorView = e.inputs[0]
         known = self.strides.get(source)
         if known is None:
@@ -241,6 +259,7 @@ class _Segmenter:
 
     # ------------------------------------------------------------ what memory holds
     def _materialised(self) -> dict[TensorView, None]:
+        """Returns the tensors that memory must hold, as an ordered set."""
         stored: dict[TensorView, None] = {
             v: None for v in self.fusion.inputs if isinstance(v, TensorView)
         }
@@ -259,13 +278,13 @@ class _Segmenter:
         reduced = self._reduced_space()
         for tv in reduced:
             uses = [u for u in self.fusion.uses(tv) if u in self.position]
-            # A reduction of a reduced tensor has an iteration space of its own.
+            # A reduction of a reduced tensor has a separate iteration space.
             if any(isinstance(u, REDUCTION_OPS) or u.out_tensor not in reduced for u in uses):
                 stored[self._without_broadcasts(tv, reduced)] = None
         return stored
 
     def _without_broadcasts(self, tv: TensorView, reduced: dict[TensorView, None]) -> TensorView:
-        """Returns what a tensor has the elements of: the readers broadcast for free."""
+        """Returns the tensor before broadcasts and squeezes, which the readers repeat for free."""
         while isinstance(e := self.fusion.definition(tv), nodes.BroadcastOp | nodes.SqueezeOp):
             if e.inp not in reduced or self.kind[e] != "kernel":
                 break
@@ -273,7 +292,8 @@ class _Segmenter:
         return tv
 
     def _reduced_space(self) -> dict[TensorView, None]:
-        """Returns reduction results and what is computed from them alone, in their own space."""
+        """Returns results of reductions, and tensors of their size that are computed from them
+        alone."""
         reduced: dict[TensorView, None] = {}
         for e in self.exprs:
             if self.kind[e] != "kernel":
@@ -284,7 +304,7 @@ class _Segmenter:
             tensors = [v for v in e.inputs if isinstance(v, TensorView)]
             if not tensors or not all(t in reduced for t in tensors):
                 continue
-            # An expanded result is larger than what it repeats: the readers expand it.
+            # An expanded result is larger than its operand, so the readers expand it.
             if any(a.expanded is not None for o in e.outputs for a in o.domain.logical):
                 continue
             biggest = {elements(t) for t in tensors}
@@ -312,12 +332,11 @@ class _Segmenter:
                     inputs[v] = None
                 else:
                     todo.append(self.fusion.definition(v))
-        # The sibling of a result that is computed here (a mean beside its variance) is not read.
+        # A sibling of a computed result (the mean beside its variance) is not read from memory.
         return ops, {v: None for v in inputs if self.fusion.definition(v) not in ops}
 
     def _levels(self) -> dict[TensorOp, int]:
-        """Returns how many ops that no kernel computes stand one behind the other before each
-        op."""
+        """Returns, for each op, the largest number of non-kernel ops on a path to it."""
         levels: dict[TensorOp, int] = {}
         for e in self.exprs:
             found = [self.fusion.definition(v) for v in e.inputs if isinstance(v, TensorView)]
@@ -326,15 +345,15 @@ class _Segmenter:
         return levels
 
     def _store_early(self, stored: dict[TensorView, None]) -> None:
-        """Stores what kernels of very many levels would compute again, each for itself.
+        """Stores tensors that kernels of very many levels would each recompute.
 
-        These cannot be merged, as each waits for results of the one before. Without that the
-        kernels of a deep program would grow with what stands before them: of residuals
+        Such kernels cannot be merged, because each waits for results of the one before. In a deep
+        program, each kernel would otherwise recompute everything before it. With residuals
 
             y1 = x + f(..), y2 = y1 + g(..), y3 = y2 + h(..), ..
 
-        each would add up all before. Kernels of one level count as one, and decisions are those of
-        `worth_storing`: what pays for so many kernels pays for more.
+        each would add up all earlier terms. Kernels of one level count as one. `worth_storing`
+        decides: a tensor that pays for so many kernels also pays for more.
         """
         levels, many = self._levels(), MANY_LEVELS
         kernels: dict[int, set[TensorOp]] = {}
@@ -358,6 +377,7 @@ class _Segmenter:
             many = MANY_LEVELS if more else 2 * many
 
     def _cones(self, stored: dict[TensorView, None]) -> list[SegmentGroup]:
+        """Returns one group per op that computes stored tensors, with the ops that it needs."""
         groups: list[SegmentGroup] = []
         seen: set[TensorView] = set()
         for e in self.exprs:
@@ -374,7 +394,7 @@ class _Segmenter:
         return groups
 
     def _accepted_cones(self, stored: dict[TensorView, None]) -> list[SegmentGroup]:
-        """Returns the cones; what no scheduler accepts is cut where its reductions end."""
+        """Returns the cones; a cone that no scheduler accepts is divided behind its reductions."""
         while True:
             made: list[SegmentGroup] = []
             refused: SegmentGroup | None = None
@@ -416,15 +436,17 @@ class _Segmenter:
     def _accepted(
         self, group: SegmentGroup, totals: tuple[TensorView, ...] = ()
     ) -> SegmentGroup | None:
-        """Returns the group with its fusion and scheduler, None when no scheduler accepts it; with
-        `totals`, if it makes only parts of these."""
+        """Returns the group with fusion and scheduler, None if no scheduler accepts it.
+
+        With `totals`, its kernel must compute only partial sums of these. Results are cached.
+        """
         key = group.ops, group.outputs, group.inputs, totals
         if key not in self.answers:
             self.answers[key] = self._ask(group, totals)
         return self.answers[key]
 
     def _ask(self, group: SegmentGroup, totals: tuple[TensorView, ...]) -> SegmentGroup | None:
-        """Returns what `_accepted` does, of a candidate that comes for the first time."""
+        """Computes the result of `_accepted` for a new candidate."""
         if totals and not (self.row_parts and all(map(may_come_in_parts, totals))):
             return None
         fusion = extract(self.fusion, self._in_order(group), group.inputs, group.outputs)
@@ -441,7 +463,8 @@ class _Segmenter:
         return replace(group, scheduler=scheduler, fusion=fusion, totals=totals)
 
     def _split_rows(self, groups: list[SegmentGroup]) -> list[SegmentGroup]:
-        """Returns the groups, those of rows and sums as two: one makes parts, one adds them up."""
+        """Returns the groups, with those of rows and sums divided: one computes partial sums, one
+        adds them."""
         made: list[SegmentGroup] = []
         for group in groups:
             if not group.totals:
@@ -451,7 +474,7 @@ class _Segmenter:
             below = _below(in_order, group.totals)
             parts = [split_rows(tv, self.row_parts) for tv in group.totals]
             self._number_ops()
-            # The reductions that are split are no longer there.
+            # The original reductions no longer exist.
             ops = [op for op in in_order if op in self.position]
             rows = {op for op in ops if op.out_tensor not in below} | self._definitions(parts)
             sums = {op for op in ops if op.out_tensor in below} | self._definitions(group.totals)
@@ -467,14 +490,14 @@ class _Segmenter:
         return {op for op in found if op is not None}
 
     def _number_ops(self) -> None:
-        """Notes the ops of the fusion, of which some are new."""
+        """Updates the positions and kinds of ops after new ones were added."""
         self.exprs = self.fusion.used_exprs()
         self.position = {e: i for i, e in enumerate(self.exprs)}
         for e in self.exprs:
             self.kind.setdefault(e, "kernel")
 
     def _completed(self, ops: set[TensorOp], outputs: Sequence[TensorView]) -> SegmentGroup:
-        """Returns the accepted group of some ops."""
+        """Returns the accepted group of these ops. Raises `UnsupportedError` if there is none."""
         made = {out for op in ops for out in op.outputs}
         read = [v for op in ops for v in op.inputs if isinstance(v, TensorView) and v not in made]
         at = [self.position[op] for op in ops]
@@ -499,7 +522,7 @@ class _Segmenter:
 
     # ------------------------------------------------------------ order
     def _order(self, groups: list[SegmentGroup]) -> list[Segment]:
-        """Returns segments in run order: as early as their inputs allow, in program order."""
+        """Returns the segments in an order in which they can run, otherwise in program order."""
         steps: list[tuple[int, Segment]] = []
         for g in groups:
             ops = self._in_order(g)
@@ -524,17 +547,17 @@ class _Segmenter:
         ordered: list[Segment] = []
         waiting = [s for _, s in steps]
         while waiting:
-            nxt = next(
+            following = next(
                 s for s in waiting if all(v in ready for v in s.inputs if isinstance(v, TensorView))
             )
-            waiting.remove(nxt)
-            ready.update(nxt.outputs)
-            ordered.append(replace(nxt, number=len(ordered)))
+            waiting.remove(following)
+            ready.update(following.outputs)
+            ordered.append(replace(following, number=len(ordered)))
         return ordered
 
 
 def _below(exprs: Iterable[TensorOp], tensors: Iterable[TensorView]) -> set[TensorView]:
-    """Returns tensors, and what ops, in order, compute from them."""
+    """Returns the tensors, and all results that these ops (in order) compute from them."""
     found = {*tensors}
     for op in exprs:
         if any(v in found for v in op.inputs):
@@ -543,7 +566,7 @@ def _below(exprs: Iterable[TensorOp], tensors: Iterable[TensorView]) -> set[Tens
 
 
 def _is_boundary(op: TensorOp) -> bool:
-    """Whether the user put a border between two kernels here (`ops.segment_set`)."""
+    """Returns whether the op is a border between kernels that the user set (`ops.segment_set`)."""
     return isinstance(op, nodes.LoadStoreOp) and op.kind is LoadStoreOpType.segmenter_set
 
 
@@ -553,10 +576,10 @@ def extract(
     inputs: Sequence[TensorView],
     outputs: Sequence[TensorView],
 ) -> Fusion:
-    """Returns a fusion of its own for some ops; numbers, extents and sharding are kept.
+    """Returns a separate fusion of some ops, with the same numbers, extents and shardings.
 
-    Inputs forget how they were made: their logical axes become the roots, reductions are dropped.
-    Scalar inputs of the whole fusion that the ops use become inputs too.
+    The logical axes of inputs become their root axes, and reductions are dropped. Scalar inputs
+    that the ops use become inputs, too.
     """
     part, mapping = fusion.copy(ops)
     part.origins = ()
@@ -572,7 +595,7 @@ def extract(
         t.memory = MemoryType.global_
     held = {*part.inputs, *part.outputs}
     for t in mapping.values():
-        # No memory holds the others, which have no order in it: devices' cuts aside.
+        # Other tensors are not in memory, so their memory order is dropped; shardings are kept.
         order = t.domain.allocation_numbers
         if order and t not in held and {*order} <= {*t.domain.logical_numbers}:
             t.domain = _once(t.domain, TensorDomain.in_logical_order)
@@ -580,7 +603,8 @@ def extract(
 
 
 def as_input_domain(domain: TensorDomain) -> TensorDomain:
-    """Returns the domain of a tensor that a segment reads: no root, no reductions, no rf marks."""
+    """Returns the domain of a tensor that a segment reads: no root axes, reductions or `rf`
+    marks."""
     return _once(domain, _read)
 
 
@@ -590,25 +614,28 @@ def _read(domain: TensorDomain) -> TensorDomain:
 
 
 def _once(domain: TensorDomain, change: Callable[[TensorDomain], TensorDomain]) -> TensorDomain:
-    """Returns a changed domain, the same object whenever it is asked for."""
+    """Returns a changed domain; the same object each time, so that comparisons are fast."""
     if change not in domain.known:
         domain.known[change] = change(domain)
     return domain.known[change]
 
 
 # ----------------------------------------------------------------------
-# Sums over rows in two steps: the sums of some rows each (*parts*), then the sum of the parts.
+# Sums over rows in two steps: partial sums of some rows each (*parts*), then their sum.
 #
 #     total [r rows, n]   ->   parts [r rows/264, i 264, n];  total [r 264, n] = sum(parts)
 #
-# A kernel that goes over whole rows can make parts on its way, which is what the backward of a norm
-# needs: gradients of its input, row by row, and of its weights, over all rows.
+# A kernel that processes whole rows can compute the parts at the same time. The backward pass of a
+# norm needs both: the gradient of its input, row by row, and that of its weights, over all rows.
 
 
 @record
 class RowParts:
-    """A reduction that makes parts: how many, which of its axes counts them, and which is left to
-    reduce."""
+    """A reduction that computes partial sums over rows.
+
+    `count` is the number of parts, `part` the number of the axis that counts them, `rest` that of
+    the axis that is still reduced.
+    """
 
     count: int
     part: int
@@ -616,7 +643,7 @@ class RowParts:
 
 
 def row_parts(op: TensorOp) -> RowParts | None:
-    """Returns how an op makes parts of sums over rows, None for any other op."""
+    """Returns how an op computes partial sums over rows, None for any other op."""
     if not isinstance(op, ReductionOp) or not op.out.domain.root:
         return None
     domain = op.out.domain
@@ -629,8 +656,10 @@ def row_parts(op: TensorOp) -> RowParts | None:
 
 
 def may_come_in_parts(total: TensorView) -> bool:
-    """Whether a reduction can be split: it has one result, whose order in memory is not declared,
-    and whose axes no devices share."""
+    """Returns whether a reduction can be split into partial sums.
+
+    It must have one result without a declared memory order, a mesh axis or loop transforms.
+    """
     op, domain = total.definition(), total.domain
     is_plain = domain.loop_numbers == domain.logical_numbers and not domain.allocation
     is_serial = all(a.ptype is ParallelType.serial for a in domain.loop)
@@ -638,9 +667,9 @@ def may_come_in_parts(total: TensorView) -> bool:
 
 
 def split_rows(total: TensorView, count: int) -> TensorView:
-    """Makes a reduction the sum of `count` parts, and returns these.
+    """Splits a reduction into `count` partial sums and their sum; returns the partial sums.
 
-    The reduced axes count as one, in their order; part k has rows k, k + count, and so on.
+    The reduced axes count as one, in their order. Part k sums the rows k, k + count, and so on.
     """
     axes = [k for k, a in enumerate(total.domain.loop) if a.is_reduction()]
     first = axes[0]

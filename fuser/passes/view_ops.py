@@ -1,7 +1,7 @@
-"""Views: which ops only name elements of their operand again, and at which strides these lie.
+"""Views: which ops only rename elements of their operand, and the strides of their results.
 
-Strides are scalars over the extents, so what is said of them is true of every size of an input
-class: torch can view such a tensor without a copy.
+Strides are scalar expressions over extents. A property that holds for them therefore holds for
+every size of an input class, and torch can create such a view without a copy.
 """
 
 from __future__ import annotations
@@ -31,16 +31,21 @@ Strides = tuple[Scalar, ...]
 
 
 def is_copy(op: TensorOp) -> TypeGuard[nodes.LoadStoreOp]:
-    """Whether an op is a plain copy, the user's wish for a tensor of its own: same axes in the same
-    order."""
+    """Returns whether an op is a copy with the same axes in the same order.
+
+    A user writes such a copy to obtain a separate tensor, so it never becomes a view.
+    """
     return isinstance(op, nodes.LoadStoreOp) and not op.out.domain.root
 
 
 def views_of_inputs(fusion: Fusion) -> set[TensorView]:
-    """Returns the outputs that name elements of an input, and the tensors between.
+    """Returns the outputs that are views of an input, and the tensors between them and the input.
 
-    An input that is updated has no views among the outputs, which hold old values. What is written
-    into an input has its place, and each step of a stream loop makes its own part of a result.
+    These are excluded:
+
+    - views of an input that an update overwrites, because outputs have the old values;
+    - results that are written into an input, because they have its memory;
+    - results of stream loops, because each step writes its own part.
     """
     updates = [alias for alias in fusion.aliases if alias.out is not alias.into]
     updated = {alias.into for alias in updates}
@@ -65,9 +70,9 @@ def views_of_inputs(fusion: Fusion) -> set[TensorView]:
 def view_strides(
     op: TensorOp, known: Strides, local_shape: Callable[[TensorView], Sequence[Scalar]]
 ) -> Strides | None:
-    """Returns the strides of a view op's result, None where torch would have to copy.
+    """Returns the strides of a view op's result, None if torch would have to copy.
 
-    `known` are those of its operand, `local_shape` says what memory holds of a tensor.
+    `known` are the strides of its operand. `local_shape` returns the extents of a tensor in memory.
     """
     if isinstance(op, nodes.ReshapeOp):
         return _reshape_strides(op, known, local_shape)
@@ -96,8 +101,11 @@ def _reshape_strides(
 def contiguity_of(
     tv: TensorView, strides: Strides, order: Sequence[int], extents: Sequence[Scalar]
 ) -> tuple[bool | None, ...]:
-    """Returns the contiguity, in an order of all axes (outermost first), of a tensor with these
-    strides; None where memory holds one element."""
+    """Returns the contiguity of a tensor with these strides, one flag per axis in `order`.
+
+    `order` lists all axes, outermost first. The flag is None if memory holds one element along an
+    axis.
+    """
     axes, step = tv.domain.no_reductions, sc.ONE
     flags: list[bool | None] = []
     for p in reversed(order):
@@ -110,7 +118,7 @@ def contiguity_of(
 
 
 def lies_as_declared(tv: TensorView, strides: Strides, extents: Sequence[Scalar]) -> bool:
-    """Whether a tensor with these strides lies as its domain says, whatever the sizes."""
+    """Returns whether strides match the declared layout of a tensor for all sizes."""
     order = memory_layout.memory_order(tv)
     found = contiguity_of(tv, strides, [p for p, _ in order], extents)
     return all(is_so or not flag for is_so, (_, flag) in zip(found, order, strict=True))

@@ -269,7 +269,9 @@ def test_scalars_do_not_count_from_the_end(start: int, end: int) -> None:
     a = draw(6)
     for s, e in ((1, 4), (5, 2), (2, 9)):
         torch.testing.assert_close(fd.execute([a, s, e])[0], a[s:e] * 2)
-    with pytest.raises(InputError, match="6 elements; scalars below 0 do not count from the end"):
+    with pytest.raises(
+        InputError, match="6 elements; a negative scalar does not count from the end"
+    ):
         fd.execute([a, start, end])
 
 

@@ -295,5 +295,7 @@ def test_a_slice_stays_on_its_axis(is_manual: bool) -> None:
             concretize(fusion, sizes)
         assert "test_concretize" in str(caught.value)
         if n < 0 <= m <= size:
-            found = f"slice: [{n}, {m}) of axis iS2{{i0}} of T1_l_float[iS2{{i0}}, iS3{{4}}]"
+            found = (
+                f"slice: [{n}, {m}) is outside of axis iS2{{i0}} of T1_l_float[iS2{{i0}}, iS3{{4}}]"
+            )
             assert f"{found}, which has {size} elements" in str(caught.value)
