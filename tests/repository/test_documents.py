@@ -219,6 +219,10 @@ def test_blocks_that_are_not_run_are_few() -> None:
         ("benchmarks/notes.md", "python scripts/bench.py library --json cells.jsonl"),
         ("docs/explanation/cost-model.md", "mpirun -np 4 python -m hostir calibrate"),
         ("docs/how-to/use-with-thunder.md", ".venv/bin/pip install lightning-thunder"),
+        ("docs/performance/index.md", "mpirun -np 4 python benchmarks/allreduce_time.py --sizes 1024,65536,1048576,4194304"),  # noqa: E501
+        ("docs/performance/index.md", "mpirun -np 4 python3 benchmarks/overlap_time.py --json overlap.jsonl"),  # noqa: E501
+        ("docs/performance/index.md", "python benchmarks/host_time.py"),
+        ("docs/performance/index.md", "python scripts/bench.py kernels --only main --shapes all --dtypes bfloat16 --json cells.jsonl"),  # noqa: E501
         ("docs/reference/command-line.md", "mpirun -np 4 python -m hostir calibrate"),
     ]  # fmt: skip
 
