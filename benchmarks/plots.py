@@ -55,7 +55,8 @@ def picture(title: str, height: int, parts: Iterable[str]) -> str:
     return "\n".join(
         [
             f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height}" '
-            f'width="{WIDTH}" height="{height}" role="img" font-family="sans-serif" font-size="13">',
+            f'width="{WIDTH}" height="{height}" role="img" '
+            'font-family="sans-serif" font-size="13">',
             f"<title>{escape(title)}</title>",
             f'<rect width="{WIDTH}" height="{height}" rx="8" fill="#fff"/>',
             *parts,
@@ -119,7 +120,7 @@ def curves(
         return across, bottom - (math.log2(y) - y0) / (y1 - y0) * (bottom - top)
 
     parts: list[str] = []
-    for power in range(0, math.ceil(y1) + 1):
+    for power in range(math.ceil(y1) + 1):
         _, y = place(2**x0, 2**power)
         if y >= top - 5:
             parts.append(f'<path d="M70 {y:.1f}H{WIDTH - 40}" stroke="#e4e7eb"/>')
