@@ -1,11 +1,12 @@
-"""Writes what the rows of the ops (`fuser.ops.rows`) say into the pages that readers use.
+"""Writes the documentation of ops from their rows (`fuser.ops.rows`).
 
 - `docs/reference/operations.md`: the page of the public ops.
 - `fuser/ops/__init__.pyi`: their signatures for type checkers.
 - `docs/explanation/differences-from-nvfuser.md`: the table of names that raise.
 - `docs/reference/host-operations.md`: the tables of host ops and of collectives.
 
-`python scripts/document_ops.py` after a row, or such a name, was added or changed; a test compares.
+Run `python scripts/document_ops.py` after a change of a row, of an op's docstring, or of such a
+name. A test compares the files.
 """
 
 from __future__ import annotations
@@ -41,11 +42,17 @@ HOST_PAGE = _ROOT / "docs" / "reference" / "host-operations.md"
 
 _HEAD = """# Ops
 
-The functions of `fd.ops`, from the rows of `fuser/ir/pointwise_table.py` and `fuser/ops/rows.py`
-(`python scripts/document_ops.py` writes this page). Operands before `/` are given by place. What
-the rules of dtypes say stands below. Elementwise ops and those marked † take scalars too: of
-scalars alone they give a scalar, which the host computes. Operands of several axes are aligned at
-the last one; an axis of size 1 fits any other.
+This page lists the functions of `fd.ops`: their arguments, meaning, dtype rule and result shape.
+`help(fd.ops.NAME)` shows more about one of them.
+
+- Operands before `/` are passed by position only.
+- The dtype rules are explained [below](#dtype-rules).
+- Elementwise ops and those marked † also take scalars. If all operands are scalars, the result is a
+  scalar, which the host computes.
+- Operands with several axes are aligned at the last one. An axis of size 1 is broadcast.
+
+`python scripts/document_ops.py` writes this page from the rows of `fuser/ir/pointwise_table.py` and
+`fuser/ops/rows.py`.
 """
 
 
@@ -65,13 +72,14 @@ _FAMILIES = {
 }
 _STUB_HEAD = '''# ruff: noqa: E501, I001
 # fmt: off
-"""The ops as type checkers see them, from the rows of `fuser.ops.rows`.
+"""The signatures of the ops for type checkers, from the rows of `fuser.ops.rows`.
 
-`python scripts/document_ops.py` writes this file. An op of scalars alone gives a scalar.
+`python scripts/document_ops.py` writes this file. An op returns a scalar if all its operands are
+scalars.
 """
 '''
 
-# What annotations name, and where it is defined.
+# Name in an annotation -> the module that defines it.
 _DEFINED_IN = {
     "NoReturn": "typing",
     "Sequence": "collections.abc",
@@ -101,7 +109,7 @@ def arguments_of(function: Callable[..., Any]) -> str:
 
 
 class _Shown:
-    """A default whose repr is how a user writes it."""
+    """A default value whose repr is the text that a user writes for it."""
 
     def __init__(self, value: object) -> None:
         self._value = value
@@ -111,17 +119,17 @@ class _Shown:
 
 
 def meaning_of(row: OpRow) -> str:
-    """Returns a sentence: the table's, or the first of the function's docstring."""
+    """Returns the meaning of an op in a sentence: the table's, or the first of the docstring."""
     if row.name in POINTWISE and not row.sample:
         return POINTWISE[row.name].meaning
     if row.name in PUBLIC and not row.sample:
-        return f"As `{PUBLIC[row.name][0]}`, in floats."
+        return f"As `{PUBLIC[row.name][0]}`, computed in floats."
     text = " ".join((inspect.getdoc(row.function) or "").split("\n\n")[0].split())
-    return re.split(r"(?<=[^.]\.) (?=[A-Z])", text)[0].removeprefix("Appends ")
+    return re.split(r"(?<=[^.]\.) (?=[A-Z])", text)[0]
 
 
 def _refused() -> Iterator[tuple[OpRow, str]]:
-    """Yields the ops that are refused, and why."""
+    """Yields the ops that raise `UnsupportedError`, and why."""
     for row in ROWS.values():
         if not row.is_implemented:
             yield row, meaning_of(row).removeprefix("Raises `UnsupportedError`: ")
@@ -177,11 +185,11 @@ def page() -> str:
             _ops([r for r in rows if is_plain[r.name]]),
             "\n## Others",
             *_families(r for r in rows if not is_plain[r.name]),
-            "\n## Rules of dtypes\n",
-            _table(["rule", "what it says"], rules),
-            "\n## Names elsewhere\n",
-            _table(["name", "here"], others),
-            "\n## Refused\n",
+            "\n## Dtype rules\n",
+            _table(["rule", "operands and result"], rules),
+            "\n## Names in other libraries\n",
+            _table(["name", "in `fd.ops`"], others),
+            "\n## Not supported\n",
             "\n".join(refused) + "\n",
         )
     )
@@ -189,13 +197,13 @@ def page() -> str:
 
 # ------------------------------------------------------------------ for type checkers
 class _Bare(str):
-    """What prints as it stands: an annotation."""
+    """An annotation, which prints without quotes."""
 
     def __repr__(self) -> str:
         return str(self)
 
 
-# What an operand may be -> what it is in a call of scalars alone.
+# Annotation of an operand -> its annotation in a call with scalars only.
 _OF_SCALARS = {
     "OperandLike": "ScalarLike",
     "Operand": "Scalar",
@@ -204,7 +212,8 @@ _OF_SCALARS = {
 
 
 def _annotation(text: str) -> _Bare:
-    """Returns an annotation in which no name is that of an op: `complex` and others are both."""
+    """Returns an annotation in which builtins are qualified: `complex` is also the name of an
+    op."""
 
     def named(found: re.Match[str]) -> str:
         is_both = found[0] in ROWS and hasattr(builtins, found[0])
@@ -214,8 +223,11 @@ def _annotation(text: str) -> _Bare:
 
 
 def _signatures(row: OpRow) -> Iterator[inspect.Signature]:
-    """Yields a signature per overload: with a tensor in each place of an operand, then without;
-    else the function's own."""
+    """Yields a signature per overload of an op.
+
+    If the op takes tensors and scalars, there is one for each operand that may be the tensor, and
+    one for scalars only. Other ops keep the signature of their function.
+    """
     found = inspect.signature(row.function)
     kinds = {p.name: p.annotation for p in found.parameters.values()}
     places = {name: _OF_SCALARS[kind] for name, kind in kinds.items() if kind in _OF_SCALARS}
@@ -248,7 +260,7 @@ def _definitions() -> Iterator[str]:
 
 
 def stub() -> str:
-    """Returns the text of the signatures."""
+    """Returns the text of the file of signatures."""
     lines = "\n".join(_definitions())
     words = set(re.findall(r"[A-Za-z_]\w*", re.sub(r'""".*', "", lines)))
     names = [name for name in _DEFINED_IN if name in words]
@@ -271,7 +283,7 @@ def _has_tensors(dtype: DataType) -> bool:
 
 
 def differences() -> str:
-    """Returns the page of differences with the table of the names that raise."""
+    """Returns the page of differences from nvFuser, with the table of the names that raise."""
     names: dict[str, list[str]] = {}
     for name, advice in fuser._REFUSED.items():
         names.setdefault(advice, []).append(f"fuser.{name}")

@@ -4,13 +4,13 @@ Question: how does a call of an op become nodes of a fusion?
 Imports: `fuser.support` and `fuser.ir`.
 Files, in reading order:
 
-- `rows`: one row per op of several nodes: its name, arguments and meaning; nvFuser's ops that are
-  not here.
+- `rows`: one row per op: its name, function, nodes and rules; the names of torch's and nvFuser's
+  ops that have another name in `fd.ops`.
 - `building`: how an op's operands are checked and its result made.
 - `define`: tensors, scalars and constants of a definition.
 - `elementwise`: ops of the pointwise table; dtype promotion.
-- `operators`, `no_values`: Python's operators on tensors; the answers of a tensor that is asked for
-  its values.
+- `operators`, `no_values`: Python's operators on tensors; the errors for code that asks a tensor
+  for its values.
 - `reduction_table`, `reductions`: kinds of reductions; sums, extremes, moments and norms.
 - `composites`: softmax, norms, losses and activations, which expand into other ops.
 - `reshaping`, `resize`, `indexing`: views and permutations; slices, pads and concatenations;
@@ -19,17 +19,23 @@ Files, in reading order:
 - `contractions`: products of matrices, also scaled and grouped.
 - `attention`: scaled dot product attention.
 - `quantize`, `scans`: blocks with scales; cumulative ops, sorts and top k.
+
+A call checks its arguments, adds one or more nodes to the definition that is being written, and
+returns the tensors (`TensorView`) or scalars that these nodes define. Nothing is computed before
+the definition runs. `help(fd.ops.NAME)` shows an op's arguments, shape rule and dtype rule.
 """
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from difflib import get_close_matches
 from typing import Any
 
 from fuser.ops import operators
 from fuser.ops.building import ARGUMENTS
-from fuser.ops.rows import ROWS, SPELLED
+from fuser.ops.elementwise import DTYPE_RULES
+from fuser.ops.rows import ROWS, SPELLED, OpRow
 from fuser.support.arguments import checked
 from fuser.support.errors import UnknownOpError
 
@@ -47,7 +53,19 @@ def __dir__() -> list[str]:
     return sorted(ROWS)
 
 
-globals().update(
-    {name: checked(row.function, name=name, kinds=ARGUMENTS) for name, row in ROWS.items()},
-    __all__=list(ROWS),
-)
+def _public(row: OpRow) -> Callable[..., Any]:
+    """Returns the function that users call: with checked arguments, and the rules in its help."""
+    function = checked(row.function, name=row.name, kinds=ARGUMENTS)
+    if row.is_implemented:
+        rule = DTYPE_RULES[row.dtype].sentence
+        function.__doc__ = "\n".join(
+            (
+                inspect.cleandoc(row.function.__doc__ or ""),
+                f"\nShape: {row.shape}",
+                f"Dtypes: rule `{row.dtype}` of docs/reference/operations.md. {rule}",
+            )
+        )
+    return function
+
+
+globals().update({name: _public(row) for name, row in ROWS.items()}, __all__=list(ROWS))

@@ -1,4 +1,5 @@
-"""Op functions for attention: shapes and dtypes. What is computed: `fuser.ir.ops.attention_ops`."""
+"""Op functions for attention: shapes and dtypes. The formulas are in
+`fuser.ir.ops.attention_ops`."""
 
 from __future__ import annotations
 
@@ -29,15 +30,20 @@ def sdpfa_fwd(
     scale: ScalarLike | None = None,
     enable_gqa: bool = False,
 ) -> tuple[TensorView, TensorView, TensorView, TensorView]:
-    """Appends attention: query [.., N, H, L, E], key [.., N, H, S, E], value [.., N, H, S, Ev] ->
-    (output [.., N, H, L, Ev], log_sumexp [.., N, H, L] Float, philox_seed [2] and philox_offset []
-    UInt64).
+    """Computes attention of query [.., N, H, L, E], key [.., N, H, S, E] and value [.., N, H, S,
+    Ev] -> (output [.., N, H, L, Ev], log_sumexp [.., N, H, L] Float, philox_seed [2] and
+    philox_offset [] UInt64).
 
-    bias (floating, added to the scores) and mask (Bool, true where a score counts) have the rank of
-    query and are broadcast to [.., N, H, L, S]. Defaults: dropout_p 0.0, is_causal False, scale
-    1/sqrt(E). A causal query sees the keys up to its own place, counted from the first. With
-    enable_gqa key and value have G heads, which divide H: each is read by H / G heads of queries,
-    one after the other.
+    - `bias` (floating, added to the scores) and `mask` (Bool, true where a score counts) have the
+      rank of query. They are broadcast to [.., N, H, L, S].
+    - `dropout_p` is 0.0, `is_causal` False and `scale` 1/sqrt(E) unless passed.
+    - With `is_causal`, query i attends to the keys 0 to i.
+    - With `enable_gqa`, key and value have G heads, and G divides H. Each of them serves H / G
+      consecutive heads of query.
+
+    Raises:
+        DefinitionError: a rank, a size or `dropout_p` is wrong.
+        DtypeError: a dtype is wrong.
     """
     given = {"query": query, "key": key, "value": value, "bias": bias, "mask": mask}
     numbers = _numbers("sdpfa_fwd", dropout_p, is_causal, scale)
@@ -63,8 +69,15 @@ def sdpfa_bwd(
     scale: ScalarLike | None,
     enable_gqa: bool = False,
 ) -> tuple[TensorView, TensorView, TensorView]:
-    """Appends the gradients of query, key and value of an `sdpfa_fwd` without bias and mask, from
-    that of its output, what it read and what it gave; enable_gqa is that op's."""
+    """Computes the gradients of query, key and value of an `sdpfa_fwd` without bias and mask.
+
+    `grad_output` is the gradient of its output. The other arguments are the operands and results of
+    that `sdpfa_fwd`, and its `dropout_p`, `is_causal`, `scale` and `enable_gqa`.
+
+    Raises:
+        DefinitionError: a rank, a size or `dropout_p` is wrong.
+        DtypeError: a dtype is wrong.
+    """
     given = {
         "query": query,
         "key": key,
@@ -94,23 +107,26 @@ def _numbers(
 ) -> tuple[Scalar, Scalar, Scalar | None]:
     dropped = _real(name, "dropout_p", 0.0 if dropout_p is None else dropout_p)
     if isinstance(dropped, Const) and not 0 <= dropped.value < 1:
-        raise fail(name, f"dropout_p is from 0 to below 1, not {dropped.value}")
+        raise fail(name, f"dropout_p must be at least 0 and below 1, got {dropped.value}")
     causal = as_operand(False if is_causal is None else is_causal, name)
     if causal.dtype is not D.Bool:
-        raise DtypeError(f"{name}: is_causal is a Bool, not {dtype_text(causal.dtype)}: {causal}")
+        raise DtypeError(
+            f"{name}: is_causal must be Bool, got {dtype_text(causal.dtype)}: {causal}"
+        )
     return dropped, causal, None if scale is None else _real(name, "scale", scale)
 
 
 def _real(name: str, what: str, value: ScalarLike) -> Scalar:
     number = as_operand(value, name)
     if category(number.dtype) not in ("int", "float"):
-        raise DtypeError(f"{name}: {what} is a real number, not {dtype_text(number.dtype)}")
+        raise DtypeError(f"{name}: {what} must be a real number, got {dtype_text(number.dtype)}")
     return sc.cast(number, D.Double)
 
 
 # ------------------------------------------------------------------ axes
 class _Axes:
-    """The axes of an attention op by letter, joined over its operands."""
+    """The axes of an attention op, named by letters, and joined over all operands that have
+    them."""
 
     def __init__(
         self,
@@ -125,7 +141,7 @@ class _Axes:
         rank = self._given["query"].ndim
         if rank < _RANK:
             query = self._given["query"]
-            raise fail(name, f"query has axes [.., N, H, L, E], at least 4, got {query}")
+            raise fail(name, f"query needs at least 4 axes, [.., N, H, L, E], got {query}")
         self._leading = op.LEADING[len(op.LEADING) - (rank - _RANK) :]
         self._check_dtypes()
         self._mapped: dict[str, list[tuple[TensorView, IterDomain]]] = {}
@@ -136,7 +152,7 @@ class _Axes:
                 # torch takes a mask of fewer axes.
                 is_short = field in ("bias", "mask") and tv.ndim < len(letters)
                 hint = f": broadcast it to {len(letters)} axes" if is_short else ""
-                raise fail(name, f"{field} has {len(letters)} axes [{shown}], got {tv}{hint}")
+                raise fail(name, f"{field} needs {len(letters)} axes [{shown}], got {tv}{hint}")
             for letter, axis in zip(letters, axes_of(tv), strict=True):
                 self._mapped.setdefault(letter, []).append((tv, axis))
         self._check_seed()
@@ -158,11 +174,15 @@ class _Axes:
         return joined if self._op.KEEPS_EXPANDED else unexpanded(joined)
 
     def _flag_for(self, letter: str, mapped: Sequence[tuple[TensorView, IterDomain]]) -> str:
-        """Returns the flag that lets keys and values have fewer heads, where these do."""
+        """Returns a hint at `enable_gqa`, if keys have fewer heads than queries; else ""."""
         sizes = {id(tv): sc.int_value(axis.size) for tv, axis in mapped}
         heads, groups = (sizes.get(id(self._given[field])) for field in ("query", "key"))
         is_meant = letter == "h" and heads and groups and heads > groups and heads % groups == 0
-        return f": {groups} heads of keys for {heads} want enable_gqa=True" if is_meant else ""
+        return (
+            f": for {groups} heads of keys and {heads} of queries pass enable_gqa=True"
+            if is_meant
+            else ""
+        )
 
     def _check_dtypes(self) -> None:
         query = self._given["query"]
@@ -172,10 +192,11 @@ class _Axes:
             known = self._op.DTYPES.get(field, (query.dtype(),))
             if tv.dtype() not in known:
                 expected = " or ".join(map(dtype_text, known))
-                raise DtypeError(f"{self._name}: {field} is of dtype {expected}, got {tv}")
+                raise DtypeError(f"{self._name}: {field} needs dtype {expected}, got {tv}")
 
     def _check_groups(self) -> None:
-        """Requires that heads of keys divide those of queries, where both numbers are known."""
+        """Requires that the number of key heads divides that of query heads, where both are
+        known."""
         heads, groups = (self._joined.get(c) for c in "hg")
         if heads is None or groups is None:
             return
@@ -184,20 +205,24 @@ class _Axes:
             query, key = (self._given[field] for field in ("query", "key"))
             raise fail(
                 self._name,
-                f"{g} heads of {key} do not divide {h} heads of {query} (enable_gqa: each head of "
-                "keys is read by as many heads of queries)",
+                f"with enable_gqa the number of heads of {key}, {g}, must divide that of {query}, "
+                f"{h}",
             )
 
     def _check_seed(self) -> None:
         for tv, axis in self._mapped.get("p", []):
             size = sc.int_value(axis.size)
             if size not in (None, 2):
-                raise fail(self._name, f"philox_seed has 2 elements, got {tv}")
+                raise fail(self._name, f"philox_seed needs 2 elements, got {tv}")
 
     def _check_broadcasts(
         self, letter: str, mapped: Sequence[tuple[TensorView, IterDomain]]
     ) -> None:
-        """Refuses one element where others have several: nothing repeats it."""
+        """Raises `DefinitionError` if an operand has one element along an axis where others may
+        have several.
+
+        Attention repeats elements of bias and mask only, and of batch axes in the forward.
+        """
         meant = [self._given.get(field) for field in self._op.REPEATED]
         is_batch = not self._op.is_whole(letter) and self._op is SdpaFwdOp
         sizes = [
@@ -216,16 +241,16 @@ class _Axes:
 
     # ------------------------------------------------------------ results
     def result(self, field: str) -> TensorView:
-        """Creates the result of a field."""
+        """Creates the result of a field of the op."""
         fusion = active_fusion()
         letters = self._letters(field)
         axes: dict[str, IterDomain] = {}
         for c in letters:
             joined = self._joined.get(c)
-            if joined is None:  # the words of a seed
+            if joined is None:  # the two elements of a seed
                 axes[c] = fusion.new_axis(sc.const(2))
             else:
                 axes[c] = fusion.new_axis(joined.extent, joined.kind, expanded=joined.expanded)
         dtype = self._op.DTYPES.get(field, (self._given["query"].dtype(),))[0]
-        # No other op makes what is only stored.
+        # Not `new_output`: it refuses UInt64, which only attention stores.
         return fusion.new_tensor(list(axes.values()), dtype, mesh=mesh_of(self._given.values()))

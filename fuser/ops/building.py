@@ -1,4 +1,4 @@
-"""What all op functions share: operands, promotion, output domains, the user's line."""
+"""Parts that all op functions share: operands, dtype promotion, output axes, the user's line."""
 
 from __future__ import annotations
 
@@ -49,16 +49,16 @@ def fail(op_name: str, message: str) -> DefinitionError:
 
 
 def unsupported(op_name: str, message: str) -> UnsupportedError:
-    """Returns the error of a call that this version does not implement."""
+    """Returns the error of a call that is well formed but not implemented, with the user's line."""
     return UnsupportedError(f"{op_name}: {message} (at {user_line()})")
 
 
 def refuse_complex(op_name: str, *values: Operand) -> None:
-    """Raises `DtypeError` for operands that are complex: the op has no meaning for them."""
+    """Raises `DtypeError` for complex operands of an op that is defined for real numbers only."""
     for value in values:
         if is_complex(operand_dtype(value)):
             raise DtypeError(
-                f"{op_name}: complex numbers are not ordered, rounded or divided with a rest: "
+                f"{op_name}: complex numbers have no order, no rounding and no remainder: "
                 f"{value} is {dtype_text(operand_dtype(value))} (at {user_line()})"
             )
 
@@ -87,7 +87,7 @@ def _take_scalar(value: object) -> Scalar:
     return value
 
 
-# Kinds that ops take more strictly than other calls do: values of this definition.
+# Ops are stricter than other calls: a tensor or scalar must belong to the active definition.
 ARGUMENTS = {
     TensorView: Kind("a tensor", _take_tensor),
     Scalar: Kind("a scalar", _take_scalar),
@@ -99,7 +99,8 @@ def as_operand(value: ScalarLike, op_name: str) -> Scalar: ...
 @overload
 def as_operand(value: OperandLike, op_name: str) -> Operand: ...
 def as_operand(value: OperandLike, op_name: str) -> Operand:
-    """Returns a tensor or scalar; a Python number becomes a constant and takes a scalar number."""
+    """Returns a tensor or scalar unchanged, and a Python number as a constant with a scalar number
+    of its own."""
     if isinstance(value, TensorView | Scalar):
         return value
     active_fusion().next_scalar()
@@ -109,13 +110,14 @@ def as_operand(value: OperandLike, op_name: str) -> Operand:
 def as_extent(
     value: SizeLike, op_name: str, index: int = 0, *, lowest: int | None = None
 ) -> Scalar:
-    """Returns an extent, or what extents are computed from, as an Index scalar.
+    """Returns an extent, or a number from which extents are computed, as an Index scalar.
 
-    A scalar of a floating dtype is cast to Index. Its value must be an integer: of a constant here,
-    of others when the program runs (`fuser.frontend.implicit_inputs`).
+    A scalar of a floating dtype is cast to Index. Its value must be an integer. A constant is
+    checked now, other scalars when the program runs (`fuser.frontend.implicit_inputs`).
 
-    Raises `DefinitionError` for a constant that is no integer, `DtypeError` for a scalar of any
-    other dtype.
+    Raises:
+        DefinitionError: a constant is not an integer.
+        DtypeError: the scalar is neither an integer nor floating.
     """
     if isinstance(value, int) or category(value.dtype) != "float":
         return as_integer(value, op_name, index, lowest=lowest)
@@ -127,7 +129,7 @@ def as_extent(
 
 
 def check_offsets(name: str, field: str, tv: TensorView) -> None:
-    """Raises `DtypeError` for what are no offsets of groups: Int32, of one axis."""
+    """Raises `DtypeError` unless `tv` can hold the offsets of groups: one axis, of dtype Int32."""
     if tv.dtype() is not DataType.Int32 or tv.ndim != 1:
         raise DtypeError(
             f"{name}: Expected {field} of one axis and of dtype Int32, but found {tv} "
@@ -136,7 +138,8 @@ def check_offsets(name: str, field: str, tv: TensorView) -> None:
 
 
 def literal(value: bool | int | float | complex, dtype: DataType, op_name: str) -> Const:
-    """Returns a number as a constant; raises `DefinitionError` where it does not fit."""
+    """Returns a number as a constant of `dtype`; raises `DefinitionError` if the dtype cannot hold
+    it."""
     problem = misfit(value, dtype)
     if problem:
         raise fail(op_name, problem)
@@ -144,8 +147,10 @@ def literal(value: bool | int | float | complex, dtype: DataType, op_name: str) 
 
 
 def check_exact(value: Operand, dtype: DataType, op_name: str) -> None:
-    """Raises `DefinitionError` for a constant integer that is no value of an integer dtype; what is
-    known only in a call is checked then (`hostir.runtime.inputs`)."""
+    """Raises `DefinitionError` for a constant integer that an integer dtype cannot hold.
+
+    Scalars whose value is known only in a call are checked then (`hostir.runtime.inputs`).
+    """
     if not (isinstance(value, Const) and category(value.dtype) == category(dtype) == "int"):
         return
     problem = misfit(value.value, dtype)
@@ -155,8 +160,10 @@ def check_exact(value: Operand, dtype: DataType, op_name: str) -> None:
 
 
 def number_in(value: bool | int | float | complex, dtype: DataType, op_name: str) -> Const:
-    """Returns a number that an op takes in the dtype of a tensor; raises `DefinitionError` where it
-    does not fit."""
+    """Returns a number argument of an op as a constant in the dtype of a tensor.
+
+    Raises `DefinitionError` if the dtype cannot hold it.
+    """
     active_fusion().next_scalar()
     return literal(value, dtype, op_name)
 
@@ -177,7 +184,11 @@ def as_integer(
 
 
 def wrap_dim(dim: int, rank: int, op_name: str, tv: TensorView) -> int:
-    """Returns a non-negative axis position; raises `DefinitionError` when out of range."""
+    """Returns the position of axis `dim`, counted from 0; a negative `dim` counts from the last
+    axis.
+
+    Raises `DefinitionError` if there is no such axis.
+    """
     if not -max(rank, 1) <= dim < max(rank, 1):
         raise fail(
             op_name,
@@ -188,7 +199,7 @@ def wrap_dim(dim: int, rank: int, op_name: str, tv: TensorView) -> int:
 
 
 def axes_of(tv: TensorView) -> tuple[IterDomain, ...]:
-    """Returns the logical axes that a consumer sees."""
+    """Returns the logical axes that a consumer reads: all but the reduction axes."""
     return tv.domain.no_reductions
 
 
@@ -207,7 +218,7 @@ def new_output(
 
 
 def add_op(op: OpT) -> OpT:
-    """Appends the op to the active fusion, with the user's line."""
+    """Adds the op to the active fusion, with the user's line, and returns it."""
     op = op.replace(where=user_line())
     fusion = active_fusion()
     for tv in op.inputs:
@@ -227,20 +238,23 @@ def clone_axes(tv: TensorView) -> list[IterDomain]:
 
 # ------------------------------------------------------------------ casts and promotion
 def rank_class(value: Operand) -> Rank:
+    """Returns how an operand counts in promotion: as a tensor with axes, one without, or a
+    scalar."""
     if isinstance(value, Scalar):
         return "scalar"
     return "dim" if value.ndim else "zero_dim"
 
 
 def cast_tensor(tv: TensorView, dtype: DataType) -> TensorView:
-    """Appends a cast of `tv`, also when the dtype does not change."""
+    """Adds a cast of `tv` to `dtype`, even if `tv` already has this dtype."""
     out = new_output(clone_axes(tv), dtype, [tv])
     add_op(CastOp(out, tv))
     return out
 
 
 def convert(value: Operand, dtype: DataType) -> Operand:
-    """Returns an operand in `dtype`: a cast tensor; a scalar only if its category differs."""
+    """Returns an operand in `dtype`: a tensor through a cast; a scalar is cast only if its category
+    (bool, int, float, complex) differs."""
     if isinstance(value, TensorView):
         return value if value.dtype() is dtype else cast_tensor(value, dtype)
     is_same_class = category(value.dtype) == category(dtype) and value.dtype is not DataType.Bool
@@ -248,7 +262,7 @@ def convert(value: Operand, dtype: DataType) -> Operand:
 
 
 def promote(values: Sequence[Operand], config: Config) -> tuple[list[Operand], DataType]:
-    """Returns the operands converted to their common dtype, and that dtype."""
+    """Returns the operands converted to their common dtype, and this dtype."""
     is_on_tensors = any(isinstance(v, TensorView) for v in values)
     dtype = common_dtype(_promoted_as(values, is_on_tensors=is_on_tensors), config)
     return [convert(v, dtype) for v in values], dtype
@@ -257,14 +271,17 @@ def promote(values: Sequence[Operand], config: Config) -> tuple[list[Operand], D
 def promote_keeping_half(
     values: Sequence[Operand], *, is_on_tensors: bool
 ) -> tuple[list[Operand], DataType]:
-    """As `promote` with the default config, but half-like dtypes stay. `is_on_tensors`: the op has
-    a tensor, here or among its other operands."""
+    """Promotes as `promote` does with the default config, but Half, BFloat16 and Float8 stay.
+
+    `is_on_tensors`: whether the op has a tensor among all its operands, not only among `values`.
+    """
     dtype = promote_operands(_promoted_as(values, is_on_tensors=is_on_tensors))
     return [convert(v, dtype) for v in values], dtype
 
 
 def _promoted_as(values: Sequence[Operand], *, is_on_tensors: bool) -> list[tuple[DataType, Rank]]:
-    """Returns the dtypes and rank classes that promotion counts; scalars alone stay as they are."""
+    """Returns the dtype and rank class with which each operand counts in promotion. Scalars without
+    a tensor keep their dtypes."""
     operands: list[tuple[DataType, Rank]] = [(operand_dtype(v), rank_class(v)) for v in values]
     is_wide = not is_on_tensors or active_fusion().double_numbers
     return operands if is_wide else number_width(operands)
@@ -272,7 +289,7 @@ def _promoted_as(values: Sequence[Operand], *, is_on_tensors: bool) -> list[tupl
 
 # ------------------------------------------------------------------ pointwise domains
 def align_ranks(values: Sequence[Operand]) -> list[Operand]:
-    """Gives shorter tensors leading broadcast axes, through explicit broadcasts."""
+    """Adds leading broadcast axes to tensors of fewer axes, by explicit broadcast ops."""
     rank = max((v.ndim for v in values if isinstance(v, TensorView)), default=0)
     return [
         prepend_axes(v, rank - v.ndim) if isinstance(v, TensorView) and v.ndim < rank else v
@@ -281,12 +298,12 @@ def align_ranks(values: Sequence[Operand]) -> list[Operand]:
 
 
 def prepend_axes(tv: TensorView, count: int) -> TensorView:
-    """Appends a broadcast that adds `count` leading axes."""
+    """Adds a broadcast op with `count` new leading axes."""
     return broadcast_tensor(tv, (True,) * count + (False,) * tv.ndim)
 
 
 def broadcast_tensor(tv: TensorView, flags: tuple[bool, ...]) -> TensorView:
-    """Appends a BroadcastOp: one flag per output axis, True for a new one."""
+    """Adds a BroadcastOp: one flag per output axis, True for a new one."""
     fusion = active_fusion()
     source = iter(axes_of(tv))
     axes = [
@@ -299,7 +316,7 @@ def broadcast_tensor(tv: TensorView, flags: tuple[bool, ...]) -> TensorView:
 
 
 def squeeze_axes(tv: TensorView, gone: set[int]) -> TensorView:
-    """Appends a SqueezeOp that drops the axes at these positions."""
+    """Adds a SqueezeOp that drops the axes at these positions."""
     fusion = active_fusion()
     kept = [fusion.clone_axis(a) for i, a in enumerate(axes_of(tv)) if i not in gone]
     out = new_output(kept, tv.dtype(), [tv])
@@ -311,13 +328,14 @@ def squeeze_axes(tv: TensorView, gone: set[int]) -> TensorView:
 def join_axes(
     fusion: Fusion, pairs: Sequence[tuple[TensorView, IterDomain]], what: str
 ) -> IterDomain:
-    """Returns the axis (of no tensor, number of the first) that mapped axes iterate together.
+    """Returns the axis that mapped axes iterate together. It belongs to no tensor yet.
 
-    A concrete axis wins over broadcasts, a constant extent over a symbolic one, and the first
-    symbolic extent is kept; equal extents become one class. A `?` axis may turn out to be a
-    broadcast, so its extent joins no class here.
+    - A concrete axis is preferred to broadcasts, and a constant extent to a symbolic one. Of
+      symbolic extents, the first is kept.
+    - Extents that must be equal are recorded as equal in the fusion.
+    - A `?` axis may turn out to be a broadcast, so its extent is not recorded as equal to others.
 
-    Raises `DefinitionError` naming both tensors when two constants differ.
+    Raises `DefinitionError`, which names both tensors, if two constant extents differ.
     """
     concrete = [(tv, a) for tv, a in pairs if a.kind is not IterType.broadcast]
     if not concrete:
@@ -336,7 +354,7 @@ def join_axes(
 
 
 def _size_of_undecided(fusion: Fusion, sizes: Sequence[Scalar]) -> Scalar:
-    """Returns the size that `?` axes have together: that of the first which is not 1."""
+    """Returns the joint size of `?` axes: the size of the first axis that is not 1."""
     *firsts, last = dict.fromkeys(fusion.canonical(x) for x in sizes)
     for x in reversed(firsts):
         last = sc.where(sc.eq(x, 1), last, x)
@@ -344,7 +362,8 @@ def _size_of_undecided(fusion: Fusion, sizes: Sequence[Scalar]) -> Scalar:
 
 
 def unexpanded(axis: IterDomain) -> IterDomain:
-    """Returns an expanded axis as one whose elements may differ; any other as it is."""
+    """Returns an expanded axis as an iteration axis whose elements may differ; any other axis
+    unchanged."""
     if axis.expanded is None:
         return axis
     return _bare(axis, IterType.iteration, axis.expanded, None)
@@ -357,7 +376,8 @@ def _bare(like: IterDomain, kind: IterType, extent: Scalar, expanded: Scalar | N
 def _join_sizes(
     fusion: Fusion, sized: Sequence[tuple[TensorView, Scalar]], what: str
 ) -> Scalar | None:
-    """Makes sizes one class; returns the constant among them, else the first."""
+    """Records in the fusion that sizes are equal; returns the constant among them, else the
+    first."""
     if not sized:
         return None
     chosen_tv, chosen = sized[0]
@@ -370,19 +390,28 @@ def _join_sizes(
 
 
 def same_extent(fusion: Fusion, a: Scalar, b: Scalar, what: str) -> None:
-    """States that two extents are equal; raises `DefinitionError` for different constants."""
+    """Records that two extents are equal, as the op being added implies.
+
+    Raises `DefinitionError` for two different constants.
+    """
     if _may_match(fusion, a, b, what):
         fusion.unify_extents(a, b, f"{what} at {user_line()}")
 
 
 def declare_extent(fusion: Fusion, a: Scalar, b: Scalar, what: str) -> None:
-    """As `same_extent`, where no op that follows says so by itself."""
+    """Records that two extents are equal where no op of the fusion implies it.
+
+    Raises `DefinitionError` for two different constants.
+    """
     if _may_match(fusion, a, b, what):
         fusion.declare_extents(a, b, f"{what} at {user_line()}")
 
 
 def _may_match(fusion: Fusion, a: Scalar, b: Scalar, what: str) -> bool:
-    """Whether two extents are not known to be equal."""
+    """Whether two extents may be equal but are not yet known to be.
+
+    Raises `DefinitionError` for two different constants.
+    """
     x, y = fusion.canonical(a), fusion.canonical(b)
     if isinstance(x, Const) and isinstance(y, Const) and x != y:
         raise DefinitionError(
@@ -392,7 +421,8 @@ def _may_match(fusion: Fusion, a: Scalar, b: Scalar, what: str) -> bool:
 
 
 def pointwise_output(values: Sequence[Operand], dtype: DataType, what: str) -> TensorView:
-    """Creates the result of an elementwise op over rank-aligned operands."""
+    """Creates the result of an elementwise op. All tensors among the operands have the same
+    rank."""
     fusion = active_fusion()
     tensors = [v for v in values if isinstance(v, TensorView)]
     columns = zip(*(axes_of(tv) for tv in tensors), strict=True)

@@ -1,9 +1,9 @@
-"""Ops of torch.nn.functional, which expand into others: softmax, norms, losses, activations.
+"""Ops of torch.nn.functional that expand into other ops: softmax, norms, losses, activations.
 
-Names, arguments and meaning are torch's. No node of the IR stands for one of them: a definition
-shows the statements that it became. Half, BFloat16 and Float8 are computed in Float and rounded
-once; other floating dtypes are computed in themselves; what is not floating is refused, as by
-torch. Each is spelled so that the schedulers read a row once.
+Names, arguments and meaning are torch's. The IR has no nodes for them: a definition shows the ops
+that a call has expanded into. Half, BFloat16 and Float8 are computed in Float and rounded once.
+Other floating dtypes are computed in themselves. All other dtypes raise `DtypeError`, as in torch.
+The expansions are written so that the schedulers read a row from memory once.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ _SQRT_HALF, _SQRT_TWO_BY_PI, _CUBIC = 0.7071067811865476, 0.7978845608028654, 0.
 _REDUCTIONS = ("none", "mean", "sum")
 
 
-# ------------------------------------------------------------------ what they share
+# ------------------------------------------------------------------ shared parts
 def _call(name: str, *operands: OperandLike) -> TensorView:
     return typing_cast(TensorView, apply_pointwise(name, operands))
 
@@ -62,11 +62,13 @@ def _result_dtype(name: str, input: TensorView, dtype: DtypeLike | None) -> Data
 
 
 def _wide(name: str, input: TensorView, dtype: DtypeLike | None = None) -> TensorView:
-    """Returns the operand, cast to a given `dtype`, in the dtype in which it is computed; raises
-    `DtypeError` for one that is not floating."""
+    """Returns the operand, cast to `dtype` if passed, in the dtype in which the op computes.
+
+    Raises `DtypeError` for a dtype that is not floating.
+    """
     result = _result_dtype(name, input, dtype)
     if not is_floating(result):
-        given = "" if dtype is None else f", to be cast to {dtype_text(result)}"
+        given = "" if dtype is None else f", and dtype= names {dtype_text(result)}"
         raise DtypeError(
             f"{name}: a floating dtype is needed, but {input} is {dtype_text(input.dtype())}{given}"
             f": cast it to DataType.Float first (at {user_line()})"
@@ -75,7 +77,10 @@ def _wide(name: str, input: TensorView, dtype: DtypeLike | None = None) -> Tenso
 
 
 def _parameter(name: str, field: str, tv: TensorView, like: TensorView) -> TensorView:
-    """Returns a weight in the dtype of `like`, in which the op computes; it is not wider."""
+    """Returns a weight in the dtype of `like`, in which the op computes.
+
+    Raises `DtypeError` for a weight that is not floating or has a wider dtype.
+    """
     is_wider = tv.dtype() is DataType.Double and like.dtype() is not DataType.Double
     if not is_floating(tv.dtype()) or is_wider:
         raise DtypeError(
@@ -86,7 +91,7 @@ def _parameter(name: str, field: str, tv: TensorView, like: TensorView) -> Tenso
 
 
 def _shifted(x: TensorView, axis: int) -> TensorView:
-    """Returns x less the largest along an axis: its exponentials are at most 1."""
+    """Returns x minus its maximum along an axis, so that exponentials are at most 1."""
     return _call("sub", x, reductions.max(x, axis, keepdim=True))
 
 
@@ -96,10 +101,16 @@ def _log_total(shifted: TensorView, axis: int, *, keepdim: bool) -> TensorView:
 
 # ------------------------------------------------------------------ along an axis
 def softmax(input: TensorView, dim: int, dtype: DtypeLike | None = None) -> TensorView:
-    """Appends exp(input) / sum(exp(input), dim); the operand is cast to `dtype` first, where that
-    is given.
+    """Computes exp(input) / sum(exp(input), dim); `input` is first cast to `dtype` if that is
+    passed.
 
-    A row of -inf alone gives NaN, as torch's does.
+    A row in which all elements are -inf gives NaN, as in torch.
+
+    Raises:
+        DefinitionError: there is no axis `dim`.
+        DtypeError: the dtype is not floating.
+
+    Example: `weights = fd.ops.softmax(scores, dim=-1)`
     """
     axis = wrap_dim(dim, input.ndim, "softmax", input)
     x = _wide("softmax", input, dtype)
@@ -109,7 +120,13 @@ def softmax(input: TensorView, dim: int, dtype: DtypeLike | None = None) -> Tens
 
 
 def log_softmax(input: TensorView, dim: int, dtype: DtypeLike | None = None) -> TensorView:
-    """Appends input - log(sum(exp(input), dim)); `dtype` as for softmax."""
+    """Computes input - log(sum(exp(input), dim)); `input` is first cast to `dtype` if that is
+    passed.
+
+    Raises:
+        DefinitionError: there is no axis `dim`.
+        DtypeError: the dtype is not floating.
+    """
     axis = wrap_dim(dim, input.ndim, "log_softmax", input)
     shifted = _shifted(_wide("log_softmax", input, dtype), axis)
     out = _call("sub", shifted, _log_total(shifted, axis, keepdim=True))
@@ -124,9 +141,16 @@ def mean(
     *,
     dims: Sequence[int] | None = None,
 ) -> TensorView:
-    """Appends the mean over one axis or several (`dim`, also called `dims`), or all; the operand is
-    cast to `dtype` first, where that is given. No axes (`[]`) are all, as in torch. Over no
-    elements it is NaN."""
+    """Computes the mean over one axis or several (`dim`, also called `dims`), or over all axes.
+
+    `input` is first cast to `dtype` if that is passed. As in torch, an empty list of axes stands
+    for all axes, and the mean of no elements is NaN. `keepdim` keeps the reduced axes with size 1.
+
+    Raises:
+        ArgumentError: `dim` and `dims` are both passed.
+        DefinitionError: an axis does not exist or is repeated.
+        DtypeError: the dtype is neither floating nor complex.
+    """
     result = _result_dtype("mean", input, dtype)
     if not is_inexact(result):
         raise DtypeError(
@@ -152,8 +176,15 @@ def layer_norm(
     bias: TensorView | None = None,
     eps: float = 1e-5,
 ) -> TensorView:
-    """Appends (input - mean) / sqrt(variance + eps) * weight + bias over the last axes, whose sizes
-    are `normalized_shape`: those of weight and bias, too."""
+    """Computes (input - mean) / sqrt(variance + eps) * weight + bias over the last axes.
+
+    `normalized_shape` holds the sizes of these axes. `weight` and `bias` have exactly these sizes.
+
+    Raises:
+        DefinitionError: sizes do not match the last axes of `input`.
+        DtypeError: a dtype is not floating, or a parameter has a wider dtype than the op computes
+            in.
+    """
     x = _wide("layer_norm", input)
     axes = _last_axes("layer_norm", input, normalized_shape)
     variance, average = reductions.var_mean(x, axes, 0, True)
@@ -171,8 +202,16 @@ def rms_norm(
     weight: TensorView | None = None,
     eps: float | None = None,
 ) -> TensorView:
-    """Appends input / sqrt(mean(input ** 2) + eps) * weight over the last axes, whose sizes are
-    `normalized_shape`. Without an eps, it is that of the dtype in which the op computes."""
+    """Computes input / sqrt(mean(input ** 2) + eps) * weight over the last axes.
+
+    `normalized_shape` holds the sizes of these axes. `weight` has exactly these sizes. Without
+    `eps`, the machine epsilon of the dtype in which the op computes is used.
+
+    Raises:
+        DefinitionError: sizes do not match the last axes of `input`.
+        DtypeError: a dtype is not floating, or the weight has a wider dtype than the op computes
+            in.
+    """
     x = _wide("rms_norm", input)
     axes = _last_axes("rms_norm", input, normalized_shape)
     if eps is None:
@@ -187,10 +226,16 @@ def rms_norm(
 
 
 def _last_axes(name: str, input: TensorView, shape: Sequence[SizeLike]) -> list[int]:
-    """Returns the axes that a norm is over; raises `DefinitionError` where `shape` is not
-    theirs."""
+    """Returns the axes that a norm is computed over.
+
+    Raises `DefinitionError` if `shape` is not the shape of the last axes of `input`.
+    """
     if not 0 < len(shape) <= input.ndim:
-        raise fail(name, f"normalized_shape has {len(shape)} sizes, for the last axes of {input}")
+        raise fail(
+            name,
+            f"normalized_shape has {len(shape)} sizes, but {input} has {input.ndim} axes: pass the "
+            "sizes of one or more of its last axes",
+        )
     axes = list(range(input.ndim - len(shape), input.ndim))
     for i, (axis, size) in enumerate(zip(axes, shape, strict=True)):
         given = as_integer(size, name, i, lowest=0)
@@ -202,9 +247,9 @@ def _last_axes(name: str, input: TensorView, shape: Sequence[SizeLike]) -> list[
 def _normalized(
     name: str, field: str, tv: TensorView, input: TensorView, axes: list[int], x: TensorView
 ) -> TensorView:
-    """Returns a weight of these axes of `input`, in the dtype of x."""
+    """Returns a weight, or bias, over these axes of `input`, in the dtype of `x`."""
     if tv.ndim != len(axes):
-        raise fail(name, f"{field} {tv} has not the {len(axes)} axes of normalized_shape")
+        raise fail(name, f"{field} {tv} needs the {len(axes)} axes of normalized_shape")
     for i, axis in enumerate(axes):
         what = f"{name}: {field} {tv} and {input}"
         declare_extent(active_fusion(), input.size(axis), tv.size(i), what)
@@ -213,8 +258,14 @@ def _normalized(
 
 # ------------------------------------------------------------------ element by element
 def gelu(input: TensorView, approximate: str = "none") -> TensorView:
-    """Appends input * P(X <= input) of a standard normal X: by erf, or by tanh where `approximate`
-    is "tanh"."""
+    """Computes input * P(X <= input) for a standard normal X.
+
+    P is computed by erf, or approximated by tanh if `approximate` is "tanh".
+
+    Raises:
+        DefinitionError: `approximate` is neither "none" nor "tanh".
+        DtypeError: the operand is not floating.
+    """
     x = _wide("gelu", input)
     if approximate == "none":
         inner = _call("erf", _call("mul", x, _SQRT_HALF))
@@ -223,27 +274,32 @@ def gelu(input: TensorView, approximate: str = "none") -> TensorView:
         inner = _call("add", x, _call("mul", cube, _CUBIC))
         inner = _call("tanh", _call("mul", inner, _SQRT_TWO_BY_PI))
     else:
-        raise fail("gelu", f'approximate is "none" or "tanh", not {approximate!r}')
+        raise fail("gelu", f'approximate must be "none" or "tanh", got {approximate!r}')
     out = _call("mul", _call("mul", x, 0.5), _call("add", inner, 1.0))
     return _in(out, input.dtype())
 
 
 def dropout(input: TensorView, p: float = 0.5, training: bool = True) -> TensorView:
-    """Appends input / (1 - p) where a random number in [0, 1) is below 1 - p, and input * 0
-    elsewhere; a copy where not `training` or p is 0.
+    """Keeps each element with probability 1 - p, scaled by 1 / (1 - p), and multiplies the others
+    by 0.
 
-    Each call of the program draws anew, from torch's generator, as rand_like does.
+    Without `training`, or if p is 0, it is a copy. Each call of the program draws new random
+    numbers from torch's generator, as `rand_like` does.
+
+    Raises:
+        DefinitionError: p is not a number from 0 to 1.
+        DtypeError: the operand is not floating.
     """
     x = _wide("dropout", input)
     if not 0.0 <= p <= 1.0:
-        raise fail("dropout", f"p is a probability, from 0 to 1, not {show(p)}")
+        raise fail("dropout", f"p must be a probability from 0 to 1, got {show(p)}")
     if not training or p == 0.0:
         return copy_tensor(input)
     keep = 1.0 - p
     if not keep:
         return _in(_call("mul", x, 0.0), input.dtype())
     drawn = uniform(0.0, 1.0, [input.size(i) for i in range(input.ndim)])
-    # A product, and no choice: what is infinite or NaN and dropped is NaN, as in torch.
+    # A product, not `where`: dropped elements that are infinite or NaN become NaN, as in torch.
     kept = _call("mul", x, _in(_call("lt", drawn, keep), x.dtype()))
     return _in(_call("mul", kept, 1.0 / keep), input.dtype())
 
@@ -258,24 +314,31 @@ def cross_entropy(
     reduction: str = "mean",
     label_smoothing: float = 0.0,
 ) -> TensorView:
-    """Appends -log_softmax(input) at the target, of logits [C], [N, C] or [N, C, ..]; the target is
-    of class indices (integers, without the axis C) or of probabilities (floating, as the input).
+    """Computes -log_softmax(input) at the target, for logits [C], [N, C] or [N, C, ..].
 
-    `weight` [C] scales the classes. `reduction` is "none", "mean" or "sum"; a mean is over the
-    weights of the targets that are not `ignore_index`, and of probabilities over the rows. An index
-    that is no class gives NaN, where torch raises.
+    - `target` holds class indices (integers, without the axis C) or class probabilities (floating,
+      of the shape of `input`).
+    - `weight` [C] scales the classes.
+    - `reduction` is "none", "mean" or "sum". The mean divides by the sum of the weights of the
+      targets that are not `ignore_index`; with probabilities, by the number of rows.
+    - An index that is not a class gives NaN, where torch raises.
+
+    Raises:
+        DefinitionError: a shape, `reduction`, `label_smoothing` or `ignore_index` is wrong.
+        DtypeError: the logits are not floating, or a weight has a wider dtype than the op computes
+            in.
     """
     name = "cross_entropy"
     if reduction not in _REDUCTIONS:
-        raise fail(name, f"reduction is one of {', '.join(_REDUCTIONS)}, not {reduction!r}")
+        raise fail(name, f"reduction must be one of {', '.join(_REDUCTIONS)}, got {reduction!r}")
     if not 0.0 <= label_smoothing <= 1.0:
-        raise fail(name, f"label_smoothing is from 0 to 1, not {label_smoothing}")
+        raise fail(name, f"label_smoothing must be from 0 to 1, got {label_smoothing}")
     if not input.ndim:
-        raise fail(name, f"{input} has no axis of classes")
+        raise fail(name, f"{input} has no axes, but logits need an axis of classes")
     x, axis = _wide(name, input), min(input.ndim - 1, 1)
     if weight is not None:
         if weight.ndim != 1:
-            raise fail(name, f"weight {weight} has not the axis of classes alone")
+            raise fail(name, f"weight {weight} must have one axis, that of the classes")
         what = f"{name}: weight {weight} and axis {axis} of {input}"
         declare_extent(active_fusion(), input.size(axis), weight.size(0), what)
         weight = _along(_parameter(name, "weight", weight, x), axis, x.ndim)
@@ -310,7 +373,7 @@ def _of_indices(
     """Returns the loss of each target, and the weight of its class."""
     name, dtype, classes = "cross_entropy", x.dtype(), x.size(axis)
     if target.ndim != x.ndim - 1:
-        raise fail(name, f"class indices {target} have not the axes of {x} without axis {axis}")
+        raise fail(name, f"class indices {target} must have the axes of {x} without axis {axis}")
     _declare(x, target, [i for i in range(x.ndim) if i != axis])
     places = _along(iota(classes, dtype=DataType.Int), axis, x.ndim)
     is_target = _call("eq", places, _beside(target, axis))
@@ -354,9 +417,13 @@ def _of_probabilities(
     """Returns the loss of each row of class probabilities."""
     name = "cross_entropy"
     if ignore_index >= 0:
-        raise fail(name, f"ignore_index {ignore_index} has no meaning for probabilities {target}")
+        raise fail(
+            name,
+            f"ignore_index {ignore_index} applies to class indices only, and {target} holds "
+            "probabilities",
+        )
     if target.ndim != x.ndim:
-        raise fail(name, f"class probabilities {target} have not the axes of {x}")
+        raise fail(name, f"class probabilities {target} must have the axes of {x}")
     _declare(x, target, list(range(x.ndim)))
     share = _parameter(name, "target", target, x)
     if smoothing:
@@ -369,17 +436,18 @@ def _of_probabilities(
 
 
 def _along(tv: TensorView, axis: int, rank: int) -> TensorView:
-    """Returns a vector along one of `rank` axes."""
+    """Returns a vector as a tensor of `rank` axes: its own at position `axis`, broadcasts
+    elsewhere."""
     return tv if rank == 1 else broadcast_tensor(tv, tuple(i != axis for i in range(rank)))
 
 
 def _beside(tv: TensorView, axis: int) -> TensorView:
-    """Returns a tensor with a new axis."""
+    """Returns a tensor with a new broadcast axis at position `axis`."""
     return broadcast_tensor(tv, tuple(i == axis for i in range(tv.ndim + 1)))
 
 
 def _declare(x: TensorView, target: TensorView, axes: list[int]) -> None:
-    """States that the axes of a target are these of x: none of them is repeated."""
+    """Records that the axes of a target have the sizes of these axes of x: none is a broadcast."""
     for i, axis in enumerate(axes):
         what = f"cross_entropy: target {target} and {x}"
         declare_extent(active_fusion(), x.size(axis), target.size(i), what)

@@ -1,4 +1,7 @@
-"""matmul and linear. Results keep the contracted axis as a trailing reduction axis."""
+"""Products of matrices: matmul, linear, scaled_mm, grouped_mm.
+
+Results keep the contracted axis as a trailing reduction axis.
+"""
 
 from __future__ import annotations
 
@@ -36,8 +39,10 @@ Mapped = list[tuple[TensorView, IterDomain]]
 def check_same_dtypes(
     name: str, tensors: Sequence[TensorView], advice: str = "write scaled_mm"
 ) -> None:
-    """Raises `DtypeError` for tensors of several dtypes, `UnsupportedError` with what to do for
-    floats of one byte."""
+    """Raises `DtypeError` for tensors of different dtypes.
+
+    Raises `UnsupportedError` for floats of one byte; `advice` says which op to use instead.
+    """
     if len({t.dtype() for t in tensors}) > 1:
         found = ", ".join(f"{t.label} is {dtype_text(t.dtype())}" for t in tensors)
         raise DtypeError(f"{name}: Expected all operands to have one dtype, but {found}")
@@ -48,14 +53,15 @@ def check_same_dtypes(
 
 
 def _axis(name: str, mapped: Mapped) -> IterDomain:
-    """Creates the output axis over mapped operand axes."""
+    """Creates the output axis that corresponds to these operand axes."""
     fusion = active_fusion()
     joined = join_axes(fusion, mapped, name)
     return fusion.new_axis(joined.extent, joined.kind, expanded=joined.expanded)
 
 
 def contracted_axes(name: str, mapped: Mapped) -> list[IterDomain]:
-    """Creates the reduction axis; none when the contracted axis has size 1 in all operands."""
+    """Creates the reduction axis of a product. The list is empty if the axis has size 1 in all
+    operands."""
     fusion = active_fusion()
     joined = join_axes(fusion, mapped, name)
     if joined.is_broadcast and joined.expanded is None:
@@ -64,7 +70,16 @@ def contracted_axes(name: str, mapped: Mapped) -> list[IterDomain]:
 
 
 def matmul(arg1: TensorView, arg2: TensorView) -> TensorView:
-    """Appends torch.matmul: 1-D operands and batch broadcasting as there; dtypes must be equal."""
+    """Computes `torch.matmul(arg1, arg2)`, with its rules for operands of one axis and for batch
+    axes.
+
+    Raises:
+        DefinitionError: sizes differ, or an operand has no axes.
+        DtypeError: the dtypes differ.
+        UnsupportedError: the operands are Float8 (use scaled_mm).
+
+    Example: a [m, k], b [k, n] -> [m, n]; a [b, m, k], b [k, n] -> [b, m, n].
+    """
     name = "matmul"
     a, b = arg1, arg2
     for tv in (a, b):
@@ -90,7 +105,8 @@ def matmul(arg1: TensorView, arg2: TensorView) -> TensorView:
 
 
 def _check_bias(name: str, weight: TensorView, bias: TensorView) -> None:
-    """Requires that a bias has one element where a weight has one: the weight is never spread."""
+    """Raises `DefinitionError` if a bias has several elements along an axis of size 1 of the
+    weight."""
     fusion = active_fusion()
     for w, b in zip(axes_of(weight), axes_of(bias), strict=False):
         if not w.is_broadcast or w.expanded is not None or b.is_broadcast:
@@ -102,8 +118,16 @@ def _check_bias(name: str, weight: TensorView, bias: TensorView) -> None:
 
 
 def linear(arg1: TensorView, arg2: TensorView, bias: TensorView | None = None) -> TensorView:
-    """Appends x @ weight.T + bias: x [*i, K], weight [*w, N, K], bias [*w, N] -> [*w, *i, N,
-    rK]."""
+    """Computes x @ weight.T + bias of x [*i, K], weight [*w, N, K] and bias [*w, N] -> [*w, *i, N].
+
+    The output tensor also has a last reduction axis for K. The device mesh of x is copied to the
+    output, the meshes of weight and bias are not.
+
+    Raises:
+        DefinitionError: ranks or sizes do not fit.
+        DtypeError: the dtypes differ.
+        UnsupportedError: the operands are Float8.
+    """
     name = "linear"
     x, weight = arg1, arg2
     check_rank_at_least(name, x, 1)
@@ -135,7 +159,7 @@ def linear(arg1: TensorView, arg2: TensorView, bias: TensorView | None = None) -
 # ----------------------------------------------------------------------
 # scaled_mm, a product of floats of one byte.
 
-# The tensors of a product, by field, in the order of the op's fields.
+# Field of the product op -> operand, in the order of the op's fields.
 Given = Mapping[str, TensorView]
 
 
@@ -152,12 +176,20 @@ def scaled_mm(
     output_block_scale_dtype: DtypeLike = DataType.BFloat16,
     output_gamma: bool = False,
 ) -> tuple[TensorView, None, None]:
-    """Appends alpha * (scale1 * mat1) @ (scale2 * mat2) + beta * bias, of Float8_e4m3fn or
-    Float8_e5m2; computed in Float and rounded once.
+    """Computes alpha * (scale1 * mat1) @ (scale2 * mat2) + beta * bias of Float8_e4m3fn or
+    Float8_e5m2 matrices, in Float, and rounds once to `dtype`.
 
-    mat1 [m, k], mat2 [k, n]; scales, alpha and beta are Float tensors of one element, or scale1
-    [m, 1] and scale2 [1, n]; bias is [n] or [m, n]. Scales of blocks along k are refused. The other
-    two results belong to results with scales of blocks, which are refused too.
+    - mat1 is [m, k] and mat2 [k, n].
+    - The scales, alpha and beta are Float tensors of one element. scale1 may also be [m, 1], and
+      scale2 [1, n].
+    - bias is [n] or [m, n].
+    - The second and third result are always None. They belong to results with block scales, which
+      are not supported.
+
+    Raises:
+        DefinitionError: a shape is wrong, or `beta` is passed without `bias`.
+        DtypeError: a dtype is wrong.
+        UnsupportedError: scales of blocks along k, or `output_block_scale_size` or `output_gamma`.
     """
     del output_block_scale_dtype
     factors = {"mat1": mat1, "mat2": mat2, "scale1": scale1, "scale2": scale2}
@@ -177,7 +209,7 @@ _DTYPES = {
 
 
 def check_block_scales(name: str, mat1: TensorView, size: int, *, is_gamma: bool) -> None:
-    """Raises `UnsupportedError` for results with scales of blocks."""
+    """Raises `UnsupportedError` if the caller asks for a result with block scales."""
     if size:
         raise unsupported(name, f"output_block_scale is not yet supported, of {mat1}")
     if is_gamma:
@@ -185,7 +217,11 @@ def check_block_scales(name: str, mat1: TensorView, size: int, *, is_gamma: bool
 
 
 def scaled_dtype(name: str, given: Given, dtype: DtypeLike) -> DataType:
-    """Returns the dtype of a product with scales; raises for what has another than it may have."""
+    """Returns the dtype of a product with scales.
+
+    Raises `DtypeError` for a result or operand of a wrong dtype, and `DefinitionError` for a `beta`
+    without a bias.
+    """
     if "beta" in given and "bias" not in given:
         raise fail(name, f"Expected a bias for {given['beta']}, which scales it")
     dtype = check_supported(dtype, name)
@@ -203,8 +239,10 @@ def scaled_dtype(name: str, given: Given, dtype: DtypeLike) -> DataType:
 
 
 def add_product(name: str, op: type[ProductOp], given: Given, dtype: DataType) -> TensorView:
-    """Appends a product of `given`, by field; raises for axes that no such operand has, and for
-    sizes that differ."""
+    """Adds a product of the operands `given`, by field, and returns its result.
+
+    Raises `DefinitionError` for an operand with wrong axes, and for sizes that differ.
+    """
     fusion = active_fusion()
     known = op.matrices(given["mat1"], given["mat2"])
     mapped: dict[str, Mapped] = {}
@@ -230,8 +268,10 @@ def add_product(name: str, op: type[ProductOp], given: Given, dtype: DataType) -
 
 
 def _letters(name: str, field: str, tv: TensorView, forms: Mapping[int, str]) -> str:
-    """Returns the letters of an operand's axes, 1 where a scale or bias has one element; raises for
-    what is no such operand."""
+    """Returns the letters of an operand's axes; 1 stands for one element of a scale or bias.
+
+    Raises `DefinitionError` or `UnsupportedError` for an operand that has other axes.
+    """
     is_matrix = field not in ProductOp.SCALES
     letters = forms.get(tv.ndim, "1" * tv.ndim)
     known = " or ".join(f"[{', '.join(f)}]" for f in forms.values())
@@ -281,17 +321,30 @@ def grouped_mm(
     output_block_scale_dtype: DtypeLike = DataType.BFloat16,
     output_gamma: bool = False,
 ) -> TensorView | tuple[TensorView, None, None]:
-    """Appends a matrix product per group, where the Int32 `offsets` [g] say at which positions of k
-    (of [m, k] and [k, n]), n (of [g, m, k] and [k, n]) or m (of [m, k] and [g, k, n]) groups end.
+    """Computes one matrix product per group; the Int32 `offsets` [g] are the ends of the groups.
 
-    Rows and columns of no group are 0. Offsets that fall or leave the axis are refused. The host
-    reads them in each run, but where torch has a kernel for all groups of rows (BFloat16, GPUs of
-    compute capability 9.0 and 10.0): there the next call of the program is refused, and until then
-    each of them counts as the nearest that is in order. With scales, three
-    results as of `scaled_mm`, which says what each group then is: scale1 is [m, 1] or [g, m, 1],
-    scale2 [1, n] or [g, 1, n], alpha and beta [g], bias [n], [m, n] or [g, m, n]. Each of these
-    axes may be 1, and scales, alpha and beta one element. Without them, the matrices have one
-    floating dtype, which is the result's.
+    The ranks of the operands decide which axis is divided into groups:
+
+    | mat1, mat2 | axis with groups | result |
+    |---|---|---|
+    | [m, k], [k, n] | k | [g, m, n] |
+    | [g, m, k], [k, n] | n | [m, n] |
+    | [m, k], [g, k, n] | m | [m, n] |
+
+    - Rows and columns that belong to no group are 0.
+    - Without scales, the matrices have one floating dtype, which is also the result's.
+    - With scales, the results are those of `scaled_mm`, and each group is such a product. scale1 is
+      [m, 1] or [g, m, 1], scale2 [1, n] or [g, 1, n], alpha and beta [g], bias [n], [m, n] or [g,
+      m, n]. Any of these axes may have size 1. Scales, alpha and beta may also be one element.
+    - Offsets must not decrease, and must not exceed the axis. The host reads and checks them in
+      each run. There is one exception: groups of rows in BFloat16 on GPUs of compute capability 9.0
+      and 10.0, for which torch has one kernel. The error is then raised by the next call of the
+      program, and until then a wrong offset is replaced by the nearest correct one.
+
+    Raises:
+        DefinitionError: a shape is wrong, or only one of the scales is passed.
+        DtypeError: a dtype is wrong.
+        UnsupportedError: block scales, or Float8 without scales.
     """
     name = "grouped_mm"
     if (mat1.ndim, mat2.ndim) not in GroupedMmaOp.FORMS:
@@ -313,13 +366,14 @@ def grouped_mm(
 
 
 def _check_plain(name: str, given: Given, dtype: DtypeLike) -> None:
-    """Raises for what belongs to products with scales, and for matrices that need them."""
+    """Raises for arguments that only products with scales have, and for matrices that need
+    scales."""
     mat1, mat2, _, *scales = given.values()
-    # An argument that says BFloat16 is no other than the default.
+    # BFloat16 is the default of `dtype`, so it does not show that the caller passed one.
     if scales or check_supported(dtype, name) not in (DataType.BFloat16, mat1.dtype()):
         found = f"{scales[0]} alone" if scales else f"dtype {dtype} for {mat1}"
         raise fail(name, f"Expected scale1 and scale2, but found {found}: without them cast {mat1}")
-    check_same_dtypes(name, (mat1, mat2), "give scale1 and scale2")
+    check_same_dtypes(name, (mat1, mat2), "pass scale1 and scale2")
     if not is_floating(mat1.dtype()):
         raise DtypeError(
             f"{name}: Expected floating operands, but {mat1} is {dtype_text(mat1.dtype())} "

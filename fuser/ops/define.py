@@ -1,4 +1,4 @@
-"""Creating inputs: define_tensor, define_scalar and the layout that sizes and strides describe."""
+"""Inputs of a definition: `define_tensor`, `define_scalar`, and the layout that strides mean."""
 
 from __future__ import annotations
 
@@ -34,19 +34,32 @@ _entrance = partial(checked, name=_NAME)
 
 
 def define_tensor(*args: object, **kwargs: object) -> TensorView:
-    """Creates a tensor without definition. Three forms:
+    """Adds a tensor without a definition, usually an input of the program, and returns it.
 
-    1. (shape, contiguity: list[bool | None], dtype=Float, is_cpu=False, stride_order=[])
-    2. (shape, contiguity: bool = False, dtype=Float, is_cpu=False, stride_order=[])
-    3. (sizes, strides: list[int], dtype=Float, static_sizes=False, is_cpu=False)
+    The arguments have one of three forms:
 
-    Shape entries: -1 symbolic, 0 and > 1 constant, 1 broadcast. Contiguity is listed in allocation
-    order; None marks a broadcast, and with a size other than 1 an expanded one. A tensor of rank 0
-    that `is_cpu` lies on the host, and a call takes the value that it has then. The form is the
-    third when `sizes` or `strides` are given, or the second argument is a list of ints.
+    1. `(shape, contiguity: list[bool | None], dtype=Float, is_cpu=False, stride_order=[])`
+    2. `(shape, contiguity: bool = False, dtype=Float, is_cpu=False, stride_order=[])`
+    3. `(sizes, strides: list[int], dtype=Float, static_sizes=False, is_cpu=False)`
 
-    All forms take `mesh=` and `placements=`, which `fuser.shard` explains; a mesh alone replicates.
-    Sizes are those of the whole tensor.
+    The form is the third if `sizes` or `strides` are passed by name, or if the second argument is a
+    list of integers.
+
+    - An entry of `shape` is -1 for a symbolic size, 1 for a broadcast axis, and 0 or a number above
+      1 for a constant size.
+    - `contiguity` has one entry per axis, in allocation order. None marks a broadcast axis; with a
+      size other than 1, an expanded one.
+    - A tensor without axes may have `is_cpu=True`. It is then stored on the host, and each call
+      uses the value that it has at that time.
+    - All forms also take `mesh=` and `placements=` (see `fuser.shard`). A mesh without placements
+      replicates the tensor. Sizes are those of the whole tensor, not of a shard.
+
+    Raises:
+        ArgumentError: an argument is of the wrong kind, or the shape is a torch tensor with data.
+        DefinitionError: sizes, contiguity and stride order do not fit each other.
+        UnsupportedError: no tensor can have this dtype.
+
+    Example: `x = fd.define_tensor([-1, 768], contiguity=True, dtype=DataType.BFloat16)`
     """
     mesh, placements = kwargs.pop("mesh", None), kwargs.pop("placements", None)
     if mesh is None:
@@ -68,19 +81,19 @@ def _defined(*args: object, **kwargs: object) -> TensorView:
 
 
 def _refuse_values(shape: object) -> None:
-    """Raises `ArgumentError` for a tensor with data in the place of its shape."""
+    """Raises `ArgumentError` if a tensor with data is passed in the place of its shape."""
     data = shape if isinstance(shape, torch.Tensor) else None
     if hasattr(shape, "__array__") and data is None:
         try:
             data = torch.as_tensor(shape)
-        except (TypeError, ValueError, RuntimeError):  # an array of what no tensor holds, as texts
+        except (TypeError, ValueError, RuntimeError):  # an array of strings, say
             return
     if data is None or (data.dim() == 1 and not is_inexact(from_torch(data.dtype))):
         return
     sizes = list(data.shape)
     raise ArgumentError(
         f"{_NAME}(): incompatible function arguments: shape: got a {type(shape).__name__} of shape "
-        f"{sizes} with its values: write fd.from_pytorch(x), or fd.{_NAME}({sizes}) for its shape"
+        f"{sizes} with its values: write fd.from_pytorch(x), or fd.{_NAME}({sizes})"
         f"{user_code(user_line())}"
     )
 
@@ -161,7 +174,7 @@ def _allocation_positions(rank: int, stride_order: Sequence[int]) -> list[int]:
 
 
 def _make_axes(shape: Sequence[int], flags: Contiguity) -> list[IterDomain]:
-    """Creates the extents of all axes, then the axes (so that scalars are numbered first)."""
+    """Creates the axes. All extents are created first, so that they have consecutive numbers."""
     fusion = active_fusion()
     sizes: list[Scalar] = [fusion.new_extent() if s == -1 else sc.const(s) for s in shape]
     axes: list[IterDomain] = []
@@ -190,9 +203,15 @@ def _set_layout(
 def compute_tensor_descriptor(
     sizes: Sequence[int], strides: Sequence[int]
 ) -> tuple[list[bool | None], list[int]]:
-    """Returns (contiguity in allocation order, stride_order) of a tensor with these strides.
+    """Returns the contiguity (in allocation order) and the stride order of a tensor with these
+    strides.
 
-    Axes are sorted by decreasing stride; those with stride 0 stay at their own position.
+    Axes are sorted by decreasing stride. Axes with stride 0 stay at their own position.
+
+    Raises:
+        DefinitionError: a stride is negative, or the two lists differ in length.
+
+    Example: sizes [4, 8] with strides [1, 4] give ([True, True], [0, 1]).
     """
     if len(sizes) != len(strides):
         raise DefinitionError(
@@ -222,7 +241,15 @@ def compute_tensor_descriptor(
 def define_scalar(
     value: bool | int | float | complex | DataType | None = None, dtype: DtypeLike | None = None
 ) -> Scalar:
-    """Creates a scalar: symbolic without a value (default dtype Double), else a constant."""
+    """Adds a scalar to the definition and returns it.
+
+    With a value it is a constant. Without one it is symbolic: an input, or a number that a call of
+    the program computes. Its dtype is then Double unless `dtype` names another.
+
+    Raises:
+        DefinitionError: the value does not fit the dtype.
+        UnsupportedError: no scalar can have this dtype.
+    """
     if isinstance(value, DataType):
         if dtype is not None:
             raise ArgumentError("define_scalar(): incompatible function arguments: two dtypes")

@@ -1,6 +1,6 @@
-"""Elementwise op functions, made from the table: unary, binary, ternary, cast and composites.
+"""Elementwise op functions: unary, binary and ternary ops from the pointwise table, casts, copies.
 
-All are positional-only, as in nvFuser. A call with scalars only returns a scalar.
+All take their operands by position only, as in nvFuser. A call with scalars only returns a scalar.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ _NODES = {1: UnaryOp, 2: BinaryOp, 3: TernaryOp}
 
 # ------------------------------------------------------------------ the call
 def apply_pointwise(name: str, arguments: tuple[OperandLike, ...]) -> Operand:
-    """Appends the nodes of one elementwise op call; returns its result."""
+    """Adds the nodes of one call of an elementwise op, and returns its result."""
     kind, rule = PUBLIC[name]
     values = [as_operand(a, name) for a in arguments]
     of_bools = POINTWISE[kind].of_bools
@@ -74,7 +74,8 @@ def apply_pointwise(name: str, arguments: tuple[OperandLike, ...]) -> Operand:
 
 
 def _apply_scalar(kind: str, values: list[Scalar], dtype: DataType) -> Scalar:
-    """Returns the scalar that the op makes of scalars."""
+    """Returns the scalar that results from an op on scalars. No node is added: the host computes
+    it."""
     row = POINTWISE[kind]
     if kind == "neg" and category(dtype) == "int":
         return sc.mul(values[0], Const(-1, values[0].dtype))
@@ -100,8 +101,15 @@ def _make(name: str) -> Callable[..., Operand]:
 
     function = {1: unary, 2: binary, 3: ternary}[arity]
     function.__name__ = function.__qualname__ = name
-    function.__doc__ = f"Append {name}, element by element: {POINTWISE[kind].meaning}"
+    function.__doc__ = _help_of(name, POINTWISE[kind].meaning)
     return function
+
+
+def _help_of(name: str, meaning: str) -> str:
+    """Returns the docstring of an op of the table, whose meaning may be "As `torch.acos`."."""
+    if meaning.startswith("As `torch."):
+        return f"Computes {name} of each element, as {meaning[3:-1]} does."
+    return f"Computes {name} of each element: {meaning}"
 
 
 ELEMENTWISE: dict[str, Callable[..., Operand]] = {name: _make(name) for name in PUBLIC}
@@ -109,20 +117,20 @@ ELEMENTWISE: dict[str, Callable[..., Operand]] = {name: _make(name) for name in 
 
 # ------------------------------------------------------------------ copies and casts
 def copy_tensor(tv: TensorView, kind: LoadStoreOpType = LoadStoreOpType.set) -> TensorView:
-    """Appends a plain copy."""
+    """Adds a plain copy of a tensor."""
     out = new_output(clone_axes(tv), tv.dtype(), [tv])
     add_op(LoadStoreOp(out, tv, kind=kind))
     return out
 
 
 def set_(x: OperandLike, /) -> Operand:
-    """Appends a copy of a tensor; a scalar is returned as it is."""
+    """Copies a tensor. A scalar is returned unchanged."""
     value = as_operand(x, "set")
     return copy_tensor(value) if isinstance(value, TensorView) else value
 
 
 def segment_set(x: TensorView, /) -> TensorView:
-    """Appends a copy that forces a segment boundary."""
+    """Copies a tensor, and starts a new kernel: the ops before and after it never share one."""
     return copy_tensor(x, LoadStoreOpType.segmenter_set)
 
 
@@ -131,8 +139,15 @@ def cast(arg: TensorView, dtype: DtypeLike) -> TensorView: ...
 @overload
 def cast(arg: Scalar | bool | int | float | complex, dtype: DtypeLike) -> Scalar: ...
 def cast(arg: OperandLike, dtype: DtypeLike) -> Operand:
-    """Appends a conversion: floats become integers by truncation, complex numbers their real parts,
-    in Bool whether they are not 0. The same dtype is a `set`."""
+    """Converts each element to `dtype`; the conversion to the operand's own dtype is a copy.
+
+    - To an integer dtype: floats are truncated.
+    - To a real dtype: the imaginary parts are dropped.
+    - To Bool: whether an element is not 0.
+
+    Raises:
+        UnsupportedError: no kernel computes with one of the two dtypes.
+    """
     value = as_operand(arg, "cast")
     check_supported(operand_dtype(value), "cast")
     dtype = check_supported(dtype, "cast")
@@ -142,13 +157,17 @@ def cast(arg: OperandLike, dtype: DtypeLike) -> Operand:
 
 
 def real(x: OperandLike, /) -> Operand:
-    """Appends the real parts; of a real operand, a copy."""
+    """Returns the real parts of a complex operand, or a copy of a real one."""
     value = as_operand(x, "real")
     return apply_pointwise("real", (value,)) if is_complex(operand_dtype(value)) else set_(value)
 
 
 def imag(x: OperandLike, /) -> Operand:
-    """Appends the imaginary parts of a complex operand."""
+    """Returns the imaginary parts of a complex operand.
+
+    Raises:
+        DtypeError: the operand is not complex.
+    """
     value = as_operand(x, "imag")
     dtype = operand_dtype(value)
     if not is_complex(dtype):
@@ -159,7 +178,12 @@ def imag(x: OperandLike, /) -> Operand:
 
 
 def complex_(lhs: OperandLike, rhs: OperandLike, /) -> Operand:
-    """Appends lhs + i rhs: two tensors, or two scalars."""
+    """Computes lhs + i * rhs of two tensors or two scalars.
+
+    Raises:
+        ArgumentError: one operand is a tensor and the other is not.
+        DtypeError: the operands are not both Float or both Double.
+    """
     if isinstance(lhs, TensorView) is not isinstance(rhs, TensorView):
         raise ArgumentError(
             "complex(): incompatible function arguments: expected two tensors or two scalars, got "
@@ -170,7 +194,12 @@ def complex_(lhs: OperandLike, rhs: OperandLike, /) -> Operand:
 
 # ------------------------------------------------------------------ optional or fixed slots
 def clamp(x: OperandLike, min: ScalarLike | None, max: ScalarLike | None, /) -> Operand:
-    """Appends min(max(x, min), max); None is the end of the dtype's range. Limits are scalars."""
+    """Computes min(max(x, min), max). The limits are scalars; None is the end of the dtype's range.
+
+    Raises:
+        DefinitionError: a limit does not fit the dtype of the result.
+        DtypeError: the operand is complex.
+    """
     value = as_operand(x, "clamp")
     refuse_complex("clamp", value)
     dtype = operand_dtype(value)
@@ -181,12 +210,17 @@ def clamp(x: OperandLike, min: ScalarLike | None, max: ScalarLike | None, /) -> 
 
 
 def threshold(x: OperandLike, threshold: ScalarLike, value: ScalarLike, /) -> Operand:
-    """Appends x <= threshold ? value : x. Threshold and value are scalars."""
+    """Returns `value` where x <= threshold, else x. Threshold and value are scalars.
+
+    Raises:
+        DefinitionError: a number does not fit the dtype of `x`.
+        DtypeError: an operand is complex, or a scalar is of a higher category than `x`.
+    """
     return apply_pointwise("threshold", (x, threshold, value))
 
 
 def lerp(start: OperandLike, end: OperandLike, weight: OperandLike, /) -> Operand:
-    """Appends start + weight * (end - start)."""
+    """Computes start + weight * (end - start)."""
     values: tuple[OperandLike, ...] = (start, end, weight)
     operands = [as_operand(v, "lerp") for v in values]
     if any(is_inexact(operand_dtype(v)) for v in operands):
@@ -201,12 +235,16 @@ def _call(name: str, *arguments: OperandLike) -> Operand:
 
 
 def addcmul(in1: OperandLike, in2: OperandLike, in3: OperandLike, value: ScalarLike, /) -> Operand:
-    """Appends in1 + in2 * in3 * value; `value` is a scalar."""
+    """Computes in1 + in2 * in3 * value; `value` is a scalar."""
     return _call("add", in1, _call("mul", _call("mul", in2, in3), value))
 
 
 def sign(x: OperandLike, /) -> Operand:
-    """Appends -1, 0 or 1 in x's dtype; NaN gives 0."""
+    """Returns -1, 0 or 1 in the dtype of `x`; the sign of NaN is 0.
+
+    Raises:
+        DtypeError: the operand is complex.
+    """
     value = as_operand(x, "sign")
     refuse_complex("sign", value)
     dtype = operand_dtype(value)
@@ -219,7 +257,11 @@ def sign(x: OperandLike, /) -> Operand:
 
 
 def logical_right_shift(lhs: OperandLike, rhs: OperandLike, /) -> Operand:
-    """Appends lhs >> rhs with zeros shifted in; counts outside [0, width) give 0."""
+    """Computes lhs >> rhs with zeros shifted in; a count outside [0, width) gives 0.
+
+    Raises:
+        DtypeError: an operand is not an integer.
+    """
     values = [as_operand(lhs, "logical_right_shift"), as_operand(rhs, "logical_right_shift")]
     values, dtype = integers("logical_right_shift", values)
     value, count = values
@@ -230,15 +272,16 @@ def logical_right_shift(lhs: OperandLike, rhs: OperandLike, /) -> Operand:
 
 
 def check_rank_at_least(op_name: str, tv: TensorView, rank: int) -> None:
+    """Raises `DefinitionError` for a tensor with fewer than `rank` axes."""
     if tv.ndim < rank:
         raise fail(op_name, f"rank of at least {rank} is needed, got {tv}")
 
 
 # ----------------------------------------------------------------------
-# How ops type their operands and results: a row per rule.
+# The dtype rules: in which dtypes operands are computed, and which dtype the result has.
 #
-# A rule that turns operands into the dtype in which an elementwise op computes does so in `apply`.
-# The others are what an op's function does by itself.
+# Rules with an `apply` convert the operands of an elementwise op. The rules without one are
+# descriptions: the op's own function carries them out.
 
 Typed = tuple[list[Operand], DataType]
 Apply = Callable[[str, list[Operand]], Typed]
@@ -246,8 +289,14 @@ Apply = Callable[[str, list[Operand]], Typed]
 
 @record
 class DtypeRule:
-    """What the rule says; the operands of a call in its dtypes, with the dtype of the result (that
-    in which a test is computed); the categories of dtypes that it takes (see `samples`)."""
+    """One dtype rule.
+
+    - `sentence`: the rule as `help` and docs/reference/operations.md show it.
+    - `apply`: converts the operands of a call. It returns them with the dtype of the result (of a
+      test, the dtype in which it is computed).
+    - `takes`: the categories of dtypes that the rule accepts, by the letters of
+      `tests.support.op_samples`.
+    """
 
     sentence: str
     apply: Apply | None = None
@@ -255,23 +304,23 @@ class DtypeRule:
 
 
 def typed(name: str, rule: str, values: list[Operand]) -> Typed:
-    """Converts the operands of a call of `name` as the rule says; returns them and the result
-    dtype.
+    """Converts the operands of a call of `name` by a dtype rule; returns them and the result dtype.
 
-    Raises `DtypeError` for what the rule does not take, `UnsupportedError` for dtypes that cannot
-    be computed with.
+    Raises:
+        DtypeError: the rule does not accept an operand.
+        UnsupportedError: no kernel computes with the dtype of an operand.
     """
     for v in values:
         check_supported(operand_dtype(v), name)
     apply = DTYPE_RULES[rule].apply
-    assert apply is not None, f"{name} types its operands by itself"
+    assert apply is not None, f"{name} converts its operands in its own function"
     converted, dtype = apply(name, values)
     return converted, DataType.Bool if rule in TESTS else dtype
 
 
 # ------------------------------------------------------------------ one function per rule
 def _check_complex(name: str, values: list[Operand]) -> None:
-    """Raises `DtypeError` for complex operands of an op that has no meaning for them."""
+    """Raises `DtypeError` for complex operands of an op that is defined for real numbers only."""
     kind, _ = PUBLIC.get(name, ("", ""))
     if kind and not POINTWISE[kind].takes_complex:
         refuse_complex(name, *values)
@@ -279,7 +328,7 @@ def _check_complex(name: str, values: list[Operand]) -> None:
 
 def _promoted(config: Config) -> Apply:
     def apply(name: str, values: list[Operand]) -> Typed:
-        if config != "float_only":  # which has words of its own
+        if config != "float_only":  # `promote` raises a more specific error for it
             _check_complex(name, values)
         return promote(values, config)
 
@@ -296,7 +345,7 @@ _ORDER = ("bool", "int", "float", "complex")
 
 
 def _is_above(dtype: DataType, other: DataType) -> bool:
-    """Whether a dtype is of a higher category: its values are not those of the other."""
+    """Whether a dtype is of a higher category, so that the other cannot hold its values."""
     return _ORDER.index(category(dtype)) > _ORDER.index(category(other))
 
 
@@ -325,13 +374,13 @@ def _fitting(name: str, values: list[Operand]) -> Typed:
 
 
 def _check_fit(name: str, values: list[Operand], dtype: DataType) -> None:
-    """Raises `DefinitionError` for a number that is no value of the dtype."""
+    """Raises `DefinitionError` for a number that the dtype cannot hold."""
     for v in values[1:]:
         if not isinstance(v, Const):
             continue
         problem = misfit(v.value, dtype)
         if category(dtype) == "bool" and v.value not in (0, 1):
-            problem = f"{v.value:g} is no value of bool"
+            problem = f"{v.value:g} is not a value of bool"
         if problem:
             raise fail(
                 name,
@@ -367,8 +416,11 @@ def _as_bool(name: str, values: list[Operand]) -> Typed:
 
 
 def integers(name: str, values: list[Operand]) -> Typed:
-    """Returns integers promoted; raises `DtypeError` for any other, and for Bool where the op has
-    no meaning for Bool."""
+    """Returns integer operands in their promoted dtype, and this dtype.
+
+    Raises `DtypeError` for operands of other categories. Bool is accepted only by ops that have a
+    meaning for it.
+    """
     takes_bools = name in POINTWISE and bool(POINTWISE[name].of_bools)
     for v in values:
         kind = category(operand_dtype(v))
@@ -396,20 +448,21 @@ def _selected(name: str, values: list[Operand]) -> Typed:
 # ------------------------------------------------------------------ the table
 DTYPE_RULES: dict[str, DtypeRule] = {
     "default": DtypeRule(
-        "Operands are promoted as torch promotes them: of a number or scalar beside tensors only "
-        "the category counts, so that 0.5 beside integers or Bool alone gives Float, 2j "
-        "ComplexFloat (with the option `double_numbers` Double and ComplexDouble, as in nvFuser). "
-        "Floats of one byte with others become at least Float; Half, BFloat16 and Float8 become "
-        "Float; the result has that dtype. An integer out of its range wraps, as in torch; as the "
-        "divisor of `div`, `fmod`, `mod` and `remainder` and the exponent of `pow` it is refused.",
+        "Operands are promoted as in torch, and the result has the promoted dtype. Next to a "
+        "tensor, only the category of a number or scalar counts: an integer or Bool tensor with "
+        "0.5 gives Float, with 2j ComplexFloat (with the option `double_numbers` Double and "
+        "ComplexDouble, as in nvFuser). Half, BFloat16 and Float8 are computed in Float; Float8 "
+        "with another floating dtype gives at least Float. An integer number that the dtype "
+        "cannot hold wraps, as in torch, but as the divisor of `div`, `fmod`, `mod` and "
+        "`remainder` and as the exponent of `pow` it is an error.",
         _promoted("default"),
     ),
     "float": DtypeRule(
-        "As `default`; integers and Bool become Float.",
+        "Operands are promoted as by `default`; integers and Bool become Float.",
         _promoted("float"),
     ),
     "float_only": DtypeRule(
-        "As `float`; operands that promote to Half, BFloat16 or Float8 are refused.",
+        "As `float`; operands that promote to Half, BFloat16 or Float8 are an error.",
         _promoted("float_only"),
         "w",
     ),
@@ -419,85 +472,94 @@ DTYPE_RULES: dict[str, DtypeRule] = {
     ),
     "keep": DtypeRule("The result has the dtype of the first operand.", _kept),
     "limits": DtypeRule(
-        "The result has the dtype of the first operand, or, where a limit is of a higher category, "
-        "the promoted one, as in torch: 0.5 beside integers or Bool gives Float (with the option "
-        "`double_numbers` Double), 2 beside Bool gives Int. Numbers out of its range are refused.",
+        "The result has the dtype of the first operand. If a limit is of a higher category, it has "
+        "the promoted dtype, as in torch: integers or Bool with 0.5 give Float (with the option "
+        "`double_numbers` Double), Bool with 2 gives Int. A number that this dtype cannot hold is "
+        "an error.",
         _limited,
     ),
     "fitting": DtypeRule(
-        "The result has the dtype of the first operand; numbers and scalars that do not fit it are "
-        "refused (0.5 beside integers, where torch takes 0).",
+        "The result has the dtype of the first operand. A number or scalar that does not fit it is "
+        "an error: 0.5 with integers, for which torch uses 0.",
         _fitting,
     ),
     "keep_float": DtypeRule(
         "The result has the dtype of the operand, which is floating.", _kept_floating, "f"
     ),
     "keep_wide": DtypeRule(
-        "The result has the dtype of the operand, which is floating; Half, BFloat16 and Float8 are "
+        "The result has the dtype of the operand, which is floating. Half, BFloat16 and Float8 are "
         "computed in Float and rounded once.",
         takes="f",
     ),
     "mean": DtypeRule(
-        "As `keep_wide`, also of complex numbers; where a dtype is given, the operand is cast to "
-        "it first."
+        "As `keep_wide`, also for complex numbers. If `dtype` is passed, the operand is cast to it "
+        "first."
     ),
     "losses": DtypeRule(
-        "As `keep_wide`; of class probabilities in another dtype, the promoted one."
+        "As `keep_wide`. With class probabilities of another dtype, the result has the promoted "
+        "dtype."
     ),
     "part": DtypeRule(
-        "The result has the dtype of the parts of a complex operand; of a real one, its own.", _part
+        "The result of a complex operand has the dtype of its parts, that of a real one its dtype.",
+        _part,
     ),
     "parts": DtypeRule(
-        "The operands are both Float or both Double; the result is complex, of such parts.",
+        "The operands are both Float or both Double; the result is complex with such parts.",
         _of_parts,
         "w",
     ),
-    "test": DtypeRule("The operand stays as it is; the result is Bool.", _kept),
+    "test": DtypeRule("The operand is not converted; the result is Bool.", _kept),
     "test_promoted": DtypeRule(
-        "The operand becomes what `default` makes of it; the result is Bool.",
+        "The operand is converted as by `default`; the result is Bool.",
         _promoted("comparison"),
     ),
     "bool": DtypeRule("Operands are cast to Bool; the result is Bool.", _as_bool),
     "bits": DtypeRule(
-        "Integers are promoted as by `default`; of Bool alone it is the logical op.", integers, "ib"
+        "Integers are promoted as by `default`. On Bool operands it is the logical op.",
+        integers,
+        "ib",
     ),
-    "int": DtypeRule("Integers alone, promoted as by `default`.", integers, "i"),
+    "int": DtypeRule(
+        "Only integers are accepted; they are promoted as by `default`.", integers, "i"
+    ),
     "select": DtypeRule(
-        "The condition is Bool; the other operands are promoted as by `default`, but Half, "
-        "BFloat16 and Float8 stay. An integer out of the range of an integer result is refused.",
+        "The condition is Bool. The other operands are promoted as by `default`, but Half, "
+        "BFloat16 and Float8 stay. An integer that an integer result cannot hold is an error.",
         _selected,
     ),
-    "given": DtypeRule("The result has the dtype that is given."),
+    "given": DtypeRule("The result has the dtype of the argument `dtype`."),
     "sum": DtypeRule(
-        "Without a dtype, integers and Bool become Int and others stay; else the operand is cast "
-        "to the dtype first."
+        "Without `dtype`, integers and Bool become Int and other dtypes stay. With it, the operand "
+        "is cast to it first."
     ),
     "variance": DtypeRule(
-        "As `default`; of a complex operand, the result has the dtype of its parts."
+        "As `default`; the result of a complex operand has the dtype of its parts."
     ),
     "wide": DtypeRule(
-        "The results have the dtype of the operand, Float or Double; the variance of a complex one "
-        "has the dtype of its parts."
+        "The results have the dtype of the operand, Float or Double; the variance of a complex "
+        "operand has the dtype of its parts."
     ),
     "counts": DtypeRule(
-        "Mean and sum of squares have the dtype of the floating operand, the count is Index."
+        "Mean and sum of squares have the dtype of the floating operand; the count is Index."
     ),
-    "equal": DtypeRule("Operands have one dtype, which is the result's."),
+    "equal": DtypeRule("All operands have one dtype, which is also the result's."),
     "indexed": DtypeRule(
-        "The result has the dtype of what is read, or written into, as what is written has; an "
-        "index is Int or Int32."
+        "The result has the dtype of the tensor that is read or copied; values to be written have "
+        "the same dtype. An index is Int or Int32."
     ),
     "places": DtypeRule("The result is Int."),
-    "found": DtypeRule("The values have the dtype of the operand, their places are Int."),
+    "found": DtypeRule("The values have the dtype of the operand; their indices are Int."),
     "scaled": DtypeRule(
-        "Factors are Float8_e4m3fn or Float8_e5m2, scales Float; the result has the dtype that is "
-        "given."
+        "Factors are Float8_e4m3fn or Float8_e5m2, scales Float; the result has the dtype of the "
+        "argument `dtype`."
     ),
     "groups": DtypeRule("Without scales as `equal`, with scales as `scaled`; offsets are Int32."),
-    "blocks": DtypeRule("The values have the dtype that is given, their scales Float8_e8m0fnu."),
+    "blocks": DtypeRule(
+        "The values have the dtype of the argument `dtype`; their scales are Float8_e8m0fnu."
+    ),
     "attention": DtypeRule(
-        "Queries, keys and values have one dtype, which is the results'; logsumexp is Float, the "
-        "random state UInt64."
+        "Queries, keys and values have one dtype, which is also the results'; logsumexp is Float, "
+        "the random state UInt64."
     ),
     "index": DtypeRule("The result is an Index scalar for each axis."),
     "complex": DtypeRule(

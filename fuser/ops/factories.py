@@ -1,4 +1,4 @@
-"""Op functions that create tensors: full, iota; and triu, which is built on them."""
+"""Op functions that create tensors from numbers: full, iota, random numbers; and triu."""
 
 from __future__ import annotations
 
@@ -35,8 +35,12 @@ from fuser.support.errors import DtypeError, UnsupportedError, user_code, user_l
 
 
 def full(shape: Sequence[SizeLike], fill_value: ScalarLike, dtype: DtypeLike) -> TensorView:
-    """Appends a tensor filled with `fill_value`, cast to `dtype`; an integer out of the range of an
-    integer dtype is refused."""
+    """Creates a tensor of which every element is `fill_value`, cast to `dtype`.
+
+    Raises:
+        DefinitionError: a size is negative or not an integer, or an integer dtype cannot hold the
+            integer `fill_value`.
+    """
     sizes = [as_extent(s, "full", i, lowest=0) for i, s in enumerate(shape)]
     value, dtype = as_operand(fill_value, "full"), check_supported(dtype, "full")
     check_exact(value, dtype, "full")
@@ -44,7 +48,7 @@ def full(shape: Sequence[SizeLike], fill_value: ScalarLike, dtype: DtypeLike) ->
 
 
 def full_tensor(sizes: Sequence[Scalar], value: Scalar, dtype: DataType) -> TensorView:
-    """Appends a FullOp over sizes that are scalars already."""
+    """Adds a FullOp whose sizes are scalars already."""
     out = new_output([axis_of_extent(s) for s in sizes], dtype, ())
     add_op(FullOp(out, tuple(sizes), sc.cast(value, dtype)))
     return out
@@ -56,13 +60,19 @@ def iota(
     step: ScalarLike | None = None,
     dtype: DtypeLike = DataType.Int,
 ) -> TensorView:
-    """Appends start + i * step for i < length. Raises for a step that is 0 or not finite."""
+    """Returns start + i * step for 0 <= i < length.
+
+    Raises:
+        DefinitionError: the step is 0 or not finite, or the length is negative.
+        DtypeError: the dtype is neither integer nor floating, or `start` or `step` is of the other
+            kind.
+    """
     dtype = check_supported(dtype, "iota")
     if category(dtype) not in ("int", "float"):
         raise DtypeError(f"iota: an integer or floating dtype is needed, got {dtype_text(dtype)}")
     size = as_extent(length, "iota", lowest=0)
     first, stride = (_iota_scalar(v, default, dtype) for v, default in ((start, 0), (step, 1)))
-    # Before the cast, of which nothing is computed yet.
+    # Checked before the cast, because a cast scalar is no constant any more.
     value = stride.value if isinstance(stride, Const) else 1
     if value == 0 or not math.isfinite(value):
         raise fail("iota", f"step must be finite and not 0, got {value}")
@@ -83,7 +93,11 @@ def _iota_scalar(value: ScalarLike | None, default: int, dtype: DataType) -> Sca
 
 
 def triu(arg: TensorView, diagonal: ScalarLike = 0) -> TensorView:
-    """Appends a copy with zeros where column - row < diagonal, over the last two axes."""
+    """Copies the matrices of the last two axes, with zeros where column - row < diagonal.
+
+    Raises:
+        DefinitionError: the operand has fewer than two axes.
+    """
     tv = arg
     check_rank_at_least("triu", tv, 2)
     row = broadcast_tensor(iota(tv.size(-2)), (False, True))
@@ -98,10 +112,10 @@ def triu(arg: TensorView, diagonal: ScalarLike = 0) -> TensorView:
 # ----------------------------------------------------------------------
 # Op functions for random tensors: uniform, normal, rand_like, randn_like.
 #
-# A number follows from the seed, the offset and its place in the tensor alone (`philox`): no
-# schedule, sharding or recomputation changes it. Without a seed and an offset each call of the
-# program takes torch's, and advances them: the first such op of the definition has the lowest
-# offset.
+# A random number depends only on the seed, the offset and its index in the tensor (`philox`). No
+# schedule, sharding or recomputation changes it. Without a seed and an offset, each call of the
+# program takes them from torch's generator and advances it. The first such op of the definition
+# gets the lowest offset.
 
 Ends = tuple[Scalar, Scalar]
 
@@ -115,11 +129,15 @@ def uniform(
     rng_offset: Scalar | int | None = None,
     dtype: DtypeLike = DataType.Float,
 ) -> TensorView:
-    """Appends a tensor of random numbers, uniform in [minval, maxval).
+    """Returns random numbers, uniform in [minval, maxval), in a tensor of the given shape.
 
-    `rng_seed` and `rng_offset` are integers of 64 bits or integer scalars, given both or neither:
-    equal ones give equal numbers. Raises `DtypeError` for a dtype that is not floating, or scalars
-    of other kinds.
+    `rng_seed` and `rng_offset` are 64-bit integers or integer scalars; pass both or neither. Equal
+    seeds and offsets give equal numbers. Without them, torch's generator is used and advanced.
+
+    Raises:
+        DefinitionError: minval is above maxval, or only one of seed and offset is passed.
+        DtypeError: the dtype is not floating, or a scalar is of a wrong kind.
+        UnsupportedError: the dtype is Float8.
     """
     low, high = _ends("uniform", (minval, maxval), dtype)
     if isinstance(low, Const) and isinstance(high, Const) and not low.value <= high.value:
@@ -136,7 +154,10 @@ def normal(
     rng_offset: Scalar | int | None = None,
     dtype: DtypeLike = DataType.Float,
 ) -> TensorView:
-    """Appends a tensor of random numbers of a normal distribution; see `uniform`."""
+    """Returns random numbers of a normal distribution, in a tensor of the given shape.
+
+    Seed, offset and errors are as for `uniform`; a negative `std` is also a `DefinitionError`.
+    """
     center, deviation = _ends("normal", (mean, std), dtype)
     if isinstance(deviation, Const) and not deviation.value >= 0:
         raise fail("normal", f"std {deviation.value} is below 0")
@@ -144,23 +165,37 @@ def normal(
 
 
 def rand_like(arg: TensorView, /) -> TensorView:
-    """Appends random numbers in [0, 1), of the shape and dtype of a floating tensor; as `arg` is
-    not read, the result is cut as its readers are."""
+    """Returns random numbers, uniform in [0, 1), of the shape and dtype of a floating tensor.
+
+    The values of `arg` are not read. The sharding of the result therefore follows from the ops that
+    read it, not from `arg`.
+
+    Raises:
+        DtypeError: the operand is not floating.
+        UnsupportedError: the operand is Float8.
+    """
     return _random_like("rand_like", "uniform", arg)
 
 
 def randn_like(arg: TensorView, /) -> TensorView:
-    """Appends random numbers of the standard normal distribution, of the shape and dtype of a
-    floating tensor."""
+    """Returns random numbers of the standard normal distribution, of the shape and dtype of a
+    tensor.
+
+    See `rand_like`.
+    """
     return _random_like("randn_like", "normal", arg)
 
 
 def key_of(op: RandomOp) -> tuple[Scalar, Scalar]:
-    """Returns seed and offset. Raises `UnsupportedError` where the op draws them by itself."""
+    """Returns the seed and the offset of a random op.
+
+    Raises `UnsupportedError` if the op takes them from torch's generator, which only a
+    FusionDefinition can do.
+    """
     if op.seed is None or op.offset is None:
         raise UnsupportedError(
-            f"{op.kind} of {op.out} draws from torch's generator where a FusionDefinition runs: "
-            f"give rng_seed and rng_offset here{user_code(op.where)}"
+            f"{op.kind} of {op.out} has no seed: only a FusionDefinition can draw from torch's "
+            f"generator; pass rng_seed and rng_offset{user_code(op.where)}"
         )
     return op.seed, op.offset
 
@@ -176,14 +211,15 @@ def _check_floating(name: str, dtype: DtypeLike) -> DataType:
         raise DtypeError(f"{name}: a floating dtype is needed, got {dtype_text(dtype)}")
     if dtype in FLOAT8:
         raise UnsupportedError(
-            f"{name}: random numbers of {dtype_text(dtype)} are not supported: of so few values, "
-            f"the ends would be off; draw Float and cast{user_code(user_line())}"
+            f"{name}: random numbers of {dtype_text(dtype)} are not supported, because this dtype "
+            f"has too few values for the distribution: draw Float and cast the result"
+            f"{user_code(user_line())}"
         )
     return dtype
 
 
 def _ends(name: str, values: tuple[ScalarLike, ScalarLike], dtype: DtypeLike) -> Ends:
-    """Returns the numbers that shape a distribution, in the dtype in which it is computed."""
+    """Returns the two parameters of a distribution, in the dtype in which it is computed."""
     computed = computed_in(_check_floating(name, dtype))
     low, high = (as_operand(v, name) for v in values)
     for value in (low, high):
@@ -204,10 +240,12 @@ def _random(
     seed, offset = (as_operand(v, kind) if isinstance(v, int) else v for v in key)
     if (seed is None) != (offset is None):
         given, missing = ("rng_seed", "rng_offset")[:: 1 if offset is None else -1]
-        raise fail(kind, f"{given} is given without {missing}: both say which numbers are drawn")
+        raise fail(kind, f"{given} is passed without {missing}: pass both or neither")
     for value in (seed, offset):
         if value is not None and category(value.dtype) != "int":
-            raise DtypeError(f"{kind}: {value} is {dtype_text(value.dtype)}, a seed is an integer")
+            raise DtypeError(
+                f"{kind}: {value} is {dtype_text(value.dtype)}, but seeds and offsets are integers"
+            )
     out = new_output([axis_of_extent(s) for s in sizes], dtype, ())
     a, b = ends or (None, None)
     add_op(RandomOp(out, sizes, a, b, seed, offset, kind=kind))

@@ -1,8 +1,9 @@
-"""Op functions that read a table where an index says, and scatter, which writes there.
+"""Op functions that read a table at indexed positions, and those that write there: scatter,
+index_put.
 
-Indices are Int or Int32 and count from 0: no negative one wraps. torch raises for an index outside
-of the table; a kernel cannot: it reads nothing there, and the value is NaN, 0 where the dtype has
-no NaN. The checked mode of CPU kernels raises.
+Indices are Int or Int32 and count from 0; negative ones do not wrap. For an index outside of the
+table, torch raises an error. A kernel cannot: it reads nothing, and the value is NaN, or 0 where
+the dtype has no NaN. The checked mode of CPU kernels raises an error.
 """
 
 from __future__ import annotations
@@ -67,9 +68,14 @@ def _clone(axes: Sequence[IterDomain]) -> list[IterDomain]:
 
 
 def index_select(arg: TensorView, index: TensorView, dim: int) -> TensorView:
-    """Takes the positions `index` [n] along axis `dim`: [.., m, ..] -> [.., n, ..].
+    """Selects the positions `index` [n] along axis `dim`: [.., m, ..] -> [.., n, ..].
 
-    An index without axes is one of a single element.
+    An index without axes counts as one with a single element. A position outside of the axis gives
+    NaN, or 0 in a dtype without NaN.
+
+    Raises:
+        DefinitionError: the index has more than one axis, or there is no axis `dim`.
+        DtypeError: the index is neither Int nor Int32.
     """
     name = "index_select"
     _check_index(name, index)
@@ -86,12 +92,20 @@ def index_select(arg: TensorView, index: TensorView, dim: int) -> TensorView:
 
 
 def select(arg: TensorView, index: SizeLike, dim: int) -> TensorView:
-    """Takes position `index` of axis `dim`, which ends; a negative one counts from the end."""
+    """Selects position `index` of axis `dim`, and removes this axis; a negative index counts from
+    the end.
+
+    Raises:
+        DefinitionError: there is no axis `dim`, or a constant index is outside of a constant size.
+        DtypeError: the index is not an integer.
+    """
     name = "select"
     index = as_operand(index, name)
     axis = _looked_up_axis(name, arg, dim)
     if category(index.dtype) != "int":
-        raise DtypeError(f"{name}: Expected an integer, but {index} is {dtype_text(index.dtype)}")
+        raise DtypeError(
+            f"{name}: Expected an integer index, but {index} is {dtype_text(index.dtype)}"
+        )
     axes = [a for k, a in enumerate(axes_of(arg)) if k != axis]
     out = new_output(_clone(axes), arg.dtype(), [arg])
     op = SelectOp(out, arg, index, dim=axis)
@@ -110,12 +124,17 @@ def embedding_fwd(
     scale_grad_by_freq: ScalarLike | None = None,
     sparse: ScalarLike | None = None,
 ) -> TensorView:
-    """Takes the row of `weight` [v, h] that each element of `input` [*i] says: [*i, h].
+    """Looks up rows of `weight` [v, h] by the indices `input` [*i] -> [*i, h].
 
-    With `max_norm`, rows whose norm of the order `norm_type` (2) is larger are scaled down to it;
-    the norm of order 0 counts the elements that are not 0.
-    `weight` is only read, where torch also writes the scaled rows into it. `padding_idx`,
-    `scale_grad_by_freq` and `sparse` are about gradients: they change nothing here.
+    - With `max_norm`, rows with a larger norm are scaled down to it. `norm_type` is the order of
+      the norm, 2 unless passed; order 0 counts the elements that are not 0.
+    - `weight` is not changed, whereas torch writes the scaled rows back into it.
+    - `padding_idx`, `scale_grad_by_freq` and `sparse` affect gradients only. They are ignored.
+
+    Raises:
+        DefinitionError: the weight does not have two axes.
+        DtypeError: the index is neither Int nor Int32, or `max_norm` is passed for a weight that is
+            not floating.
     """
     name = "embedding_fwd"
     del padding_idx, scale_grad_by_freq, sparse
@@ -136,12 +155,12 @@ def embedding_fwd(
     return _bounded(out, as_operand(max_norm, name), order)
 
 
-# What torch adds to the norm that it divides by.
+# torch adds this number to the norm before it divides by it.
 _ABOVE_NO_NORM = 1e-7
 
 
 def _bounded(rows: TensorView, max_norm: Scalar, norm_type: Scalar) -> TensorView:
-    """Scales the rows down whose norm is above `max_norm`."""
+    """Scales down the rows whose norm is above `max_norm`."""
     dtype = DataType.Double if rows.dtype() is DataType.Double else DataType.Float
     wide = typing_cast(TensorView, convert(rows, dtype))
     norm = _norm(wide, norm_type)
@@ -151,7 +170,7 @@ def _bounded(rows: TensorView, max_norm: Scalar, norm_type: Scalar) -> TensorVie
 
 
 def _norm(rows: TensorView, order: Scalar) -> TensorView:
-    """Appends the norms of rows [*i, h], of shape [*i, 1]."""
+    """Computes the norms of rows [*i, h], of shape [*i, 1]."""
     along = rows.ndim - 1
     known = float(order.value.real) if isinstance(order, Const) else None
     if known == 2.0:
@@ -172,12 +191,12 @@ def _norm(rows: TensorView, order: Scalar) -> TensorView:
 
 
 def _others_than_zero(rows: TensorView) -> TensorView:
-    """Appends 1 where an element is not 0, else 0."""
+    """Returns 1 where an element is not 0, else 0."""
     return typing_cast(TensorView, convert(_call("ne", rows, 0.0), rows.dtype()))
 
 
 def _norm_of_each_call(rows: TensorView, sizes: TensorView, order: Scalar) -> TensorView:
-    """Appends the norms of an order that a call gives, which may be 0 or infinite."""
+    """Computes the norms if the order is known only in a call. It may then be 0 or infinite."""
     along = rows.ndim - 1
     is_count = elementwise.apply_pointwise("eq", (order, 0))
     powers = _call("where", is_count, _others_than_zero(rows), _call("pow", sizes, order))
@@ -199,10 +218,15 @@ def _check_ranks(name: str, table: TensorView, index: TensorView) -> None:
 
 
 def take_along_axis(arg: TensorView, index: TensorView, dim: int) -> TensorView:
-    """Takes along axis `dim` of each row the positions that `index` has for that row.
+    """Selects, for each row along axis `dim`, the positions that `index` has for this row.
 
-    The other axes of both have one extent, or one of them is a broadcast. Positions of a floating
-    dtype are truncated, as in nvFuser: `where(valid, labels, 0.0)` makes such ones of labels.
+    - Along the other axes, both operands have the same size, or one of them is a broadcast.
+    - Positions of a floating dtype are truncated, as in nvFuser. Labels from `where(valid, labels,
+      0.0)` are such positions.
+
+    Raises:
+        DefinitionError: the ranks differ, sizes differ, or there is no axis `dim`.
+        DtypeError: the index is Bool or complex.
     """
     name = "take_along_axis"
     if category(index.dtype()) == "float":
@@ -222,11 +246,16 @@ def take_along_axis(arg: TensorView, index: TensorView, dim: int) -> TensorView:
 
 
 def gather(arg: TensorView, index: TensorView, dim: int) -> TensorView:
-    """Appends torch.gather: a result of the shape of `index`, whose axes other than `dim` may be
-    shorter than those of `arg`.
+    """Computes `torch.gather`: the result has the shape of `index`, whose axes other than `dim` may
+    be shorter than those of `arg`.
 
-    On a mesh take_along_axis is better: where extents are not known to be equal, only `dim` of the
-    index may be cut.
+    Prefer take_along_axis on a mesh. Along an axis whose two sizes are not known to be equal,
+    gather cannot be sharded, except along `dim` of the index.
+
+    Raises:
+        DefinitionError: the ranks differ, the index is longer than `arg` along another axis than
+            `dim`, or there is no axis `dim`.
+        DtypeError: the index is neither Int nor Int32.
     """
     name = "gather"
     _check_index(name, index)
@@ -260,10 +289,17 @@ def _check_narrower(name: str, arg: TensorView, index: TensorView, k: int, axis:
 
 def scatter(arg: TensorView, index: TensorView, src: OperandLike, dim: int) -> TensorView:
     """Returns a copy of `arg` with `src` written at the positions `index` along axis `dim`, as
-    torch.scatter does: of one rank; index no longer than src, nor than arg along the other axes.
+    `torch.scatter` does.
 
-    A library op: torch carries it out. Which of several elements for one place is taken, is not
-    said; those for a place outside of `arg` go nowhere.
+    - `src` is a tensor or a number. All tensors have one rank.
+    - The index is not longer than `src`, and along the other axes not longer than `arg`.
+    - If several elements are written to one position, any of them may win.
+    - An element for a position outside of `arg` is ignored.
+    - It is a library op: torch runs it.
+
+    Raises:
+        DefinitionError: ranks or sizes do not fit.
+        DtypeError: the index is neither Int nor Int32, or `src` has another dtype than `arg`.
     """
     name = "scatter"
     _check_index(name, index)
@@ -288,12 +324,18 @@ def scatter(arg: TensorView, index: TensorView, src: OperandLike, dim: int) -> T
 
 
 def index_put_accumulate(acc: TensorView, index: TensorView, value: TensorView) -> TensorView:
-    """Returns a copy of `acc` [m, ..] to whose rows `index` [n] those of `value` [n, ..] are added,
-    as torch.index_put does with `accumulate`; a size of 1 in `value` fits any.
+    """Returns a copy of `acc` [m, ..] in which the rows `value` [n, ..] are added to the rows
+    `index` [n], as `torch.index_put` does with `accumulate`.
 
-    A library op: torch carries it out, one row after the other, so that sums repeat exactly;
-    Half, BFloat16 and Float8 are added up in Float. What is meant for a row outside of `acc` goes
-    nowhere.
+    - An axis of size 1 in `value` is broadcast.
+    - A row for a position outside of `acc` is ignored.
+    - It is a library op: torch runs it, one row after the other, so that sums are reproducible.
+      Half, BFloat16 and Float8 are added up in Float.
+
+    Raises:
+        DefinitionError: ranks or sizes do not fit.
+        DtypeError: the index is neither Int nor Int32, the dtypes of `acc` and `value` differ, or
+            are Bool.
     """
     name = "index_put_accumulate"
     _check_index(name, index)

@@ -1,8 +1,8 @@
-"""Refusals of what Python, numpy and torch ask of a tensor or a scalar that has no values yet.
+"""Errors for code that asks a tensor or scalar of a definition for its value.
 
 While a definition is written, a tensor is a name in a program. `len(x)`, `float(x)`, `numpy.exp(x)`
-and `torch.exp(x)` ask for its values; each raises an `ArgumentError` that says what to write.
-`fuser.ops.operators` gives the methods to `TensorView` and `Scalar`.
+and `torch.exp(x)` ask for its values. Each raises an `ArgumentError` that says which op to use
+instead. `fuser.ops.operators` adds these methods to `TensorView` and `Scalar`.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _Values = TensorView | Scalar
 
 # ------------------------------------------------------------------ the user's line
 def _is_caller(frame: FrameType) -> bool:
-    """Returns whether a frame is a user's: neither ours nor of the library that asks."""
+    """Returns whether a frame runs the user's code: not this project's, torch's or numpy's."""
     module = frame.f_globals.get("__name__", "").partition(".")[0]
     return is_users(frame) and module not in ("torch", "numpy")
 
@@ -52,9 +52,9 @@ def _refuse(what: str, instead: str) -> Callable[..., NoReturn]:
 
 
 _AT_RUN = "execute returns the values of outputs as torch tensors"
-# What Python calls -> the op that computes it.
+# Python's function -> the op that computes it.
 _ROUNDINGS = {"round": "round", "floor": "floor", "ceil": "ceil", "trunc": "trunc"}
-# Conversions that constants have.
+# Python's conversions, which constants support.
 _CONVERSIONS: Mapping[str, Callable[[Any], object]] = {
     "int": int,
     "float": float,
@@ -67,7 +67,8 @@ _CONVERSIONS: Mapping[str, Callable[[Any], object]] = {
 
 
 def _convert(name: str) -> Callable[..., object]:
-    """Returns the method behind `int(x)` or `round(x)`: a number of a constant, else a refusal."""
+    """Returns the method behind `int(x)` or `round(x)`: it converts a constant, and raises for
+    others."""
     op = _ROUNDINGS.get(name)
     converted = "write fd.ops.cast for a conversion of elements, fd.ops.exp for math.exp"
     instead = f"write fd.ops.{op}" if op else f"{converted}; {_AT_RUN}"
@@ -86,8 +87,8 @@ def _index(self: _Values) -> int:
     raise _has_no_value(
         "an index or a count",
         self,
-        "extents are integers where define_tensor gives them, as fd.from_pytorch(x, "
-        "static_sizes=True) does; fd.ops.full and fd.ops.iota take scalars",
+        "sizes are integers after define_tensor with constant sizes, or after "
+        "fd.from_pytorch(x, static_sizes=True); fd.ops.full and fd.ops.iota take scalars",
     )
 
 
@@ -109,16 +110,20 @@ def _refuse_function(library: str, name: str, given: tuple[object, ...]) -> Argu
     values: list[object] = [v for items in lists for v in cast("Sequence[object]", items)]
     of = next((f"{v}, a tensor" for v in values if isinstance(v, TensorView)), None)
     of = of or next((f"{v}, a scalar" for v in values if isinstance(v, Scalar)), "a value")
-    text = f"{library}'s {name}: {of} of a definition, has no values: {_instead_of(name)}"
+    text = (
+        f"{library}'s {name}: {of} of a definition, has no values while the program is written: "
+        f"{_instead_of(name)}"
+    )
     return _refusal(text)
 
 
 def _torch_function(
     cls: type, function: Callable[..., object], types: object, args: Any = (), kwargs: Any = None
 ) -> NoReturn:
-    """Says how a function of torch is written.
+    """Raises the error that names the op to use in place of a function of torch.
 
-    torch calls it for its operators, too, and takes the error for "ask the other operand".
+    torch also calls this method for its operators. It takes the error as a request to ask the other
+    operand.
     """
     del cls, types
     name = getattr(function, "__name__", str(function))
@@ -135,7 +140,7 @@ def _array(self: _Values, *_: object, **__: object) -> NoReturn:
     raise _has_no_value("numpy's array", self, _AT_RUN)
 
 
-# numpy's functions -> names of Python's operators; `number * x` of a number of numpy's calls them.
+# numpy's functions -> names of Python's operators. `number * x` with a numpy number calls them.
 _UFUNCS = {
     "add": "add",
     "subtract": "sub",
@@ -157,19 +162,20 @@ _UFUNCS = {
     "equal": "eq",
     "not_equal": "ne",
 }
-# numpy's names of functions that ops have under another.
+# numpy's names of functions -> ops of another name.
 _NEAR = {"absolute": "abs", "negative": "neg", "rint": "round"}
 _TURNED = {"lt": "gt", "le": "ge", "gt": "lt", "ge": "le"}
 
 
 def _array_ufunc(self: _Values, ufunc: Any, method: str, *inputs: Any, **options: Any) -> object:
-    """Computes an operator of a number and a tensor; refuse every other function of numpy."""
+    """Computes an operator of a numpy number and a tensor; raises for every other function of
+    numpy."""
     called: str = ufunc.__name__
     name = _UFUNCS.get(called)
     if name is None or method != "__call__" or options:
         raise _refuse_function("numpy", _NEAR.get(called) or name or called, (self,))
     lhs, rhs = inputs
-    if name in ("eq", "ne"):  # which the methods of tensors take for the compiler's
+    if name in ("eq", "ne"):  # the methods of tensors would compare identity, as in the compiler
         return apply_pointwise(name, inputs) if is_defining() else name == "ne"
     if isinstance(lhs, TensorView | Scalar):
         return getattr(lhs, f"__{name}__")(rhs)
@@ -177,7 +183,7 @@ def _array_ufunc(self: _Values, ufunc: Any, method: str, *inputs: Any, **options
     return getattr(rhs, f"__{reflected}__")(lhs)
 
 
-# Of tensors and of scalars.
+# Methods of tensors and of scalars.
 METHODS: dict[str, Any] = {
     **{f"__{name}__": _convert(name) for name in _CONVERSIONS},
     "__index__": _index,
@@ -189,18 +195,18 @@ METHODS: dict[str, Any] = {
 }
 _NOT_IN_PLACE = "tensors are not changed in place"
 _IN_PLACE = (
-    f"{_NOT_IN_PLACE}: write fd.ops.where, cat, scatter or index_put_accumulate, "
-    "and go on with the result"
+    f"{_NOT_IN_PLACE}: write fd.ops.where, cat, scatter or index_put_accumulate, and use the result"
 )
-# Of tensors alone.
+# Methods of tensors alone.
 OF_TENSORS: dict[str, Any] = {
     "__len__": _refuse(
-        "len()", "an extent is known when the program runs: write x.size(0), a scalar, or x.ndim"
+        "len()",
+        "a size is known only when the program runs: write x.size(0), which is a scalar, or x.ndim",
     ),
-    # What has places is gone through by asking for one after the other, without an end.
+    # Without this method, Python would iterate by x[0], x[1], .., which never ends.
     "__iter__": _refuse(
         "iteration",
-        "how many parts there are is known when the program runs: write x[0] or x[0:2] for a part, "
+        "the number of parts is known only when the program runs: write x[0] or x[0:2] for a part, "
         "an op for the whole (fd.ops.max, fd.ops.sum)",
     ),
     "__contains__": _refuse(
@@ -211,9 +217,9 @@ OF_TENSORS: dict[str, Any] = {
     "__setitem__": _refuse("assignment to a part", _IN_PLACE),
     "__delitem__": _refuse("deletion of a part", _IN_PLACE),
 }
-# Of `x.NAME`: what torch's tensors have, and no op is.
+# Attributes of torch's tensors that are not ops -> the hint that `x.NAME` raises.
 _VALUES = f"it has no value while the program is written; {_AT_RUN}"
-_DEVICE = "a program runs where the inputs of execute are; execute(..., device=) without inputs"
+_DEVICE = "a program runs on the device of its inputs; if it has none, pass device= to execute"
 _GRADIENT = "outputs carry no gradient: write the backward as ops, in this or another definition"
 _MEMORY = "the compiler decides the memory order; x.set_allocation_domain requests one"
 ATTRIBUTES: Mapping[str, str] = {
@@ -226,8 +232,8 @@ ATTRIBUTES: Mapping[str, str] = {
     **dict.fromkeys(("element_size", "itemsize", "nbytes"), "x.dtype() is its type of element"),
     **dict.fromkeys(("int", "long", "short", "bool"), "it is called cast, which takes the dtype"),
     **dict.fromkeys(("mT", "H", "mH", "adjoint"), "it is called permute, which takes all axes"),
-    "copy_": f"{_NOT_IN_PLACE}: go on with the other tensor",
-    **dict.fromkeys(("fill_", "zero_"), f"{_NOT_IN_PLACE}: go on with fd.ops.full(x.shape, ...)"),
+    "copy_": f"{_NOT_IN_PLACE}: use the other tensor instead",
+    **dict.fromkeys(("fill_", "zero_"), f"{_NOT_IN_PLACE}: use fd.ops.full(x.shape, ...) instead"),
     "dim": "it is called ndim, without a call",
     "type_as": "write fd.ops.cast(x, y.dtype())",
     "view_as": "write fd.ops.reshape(x, y.shape)",
@@ -237,14 +243,15 @@ ATTRIBUTES: Mapping[str, str] = {
 
 
 def no_attribute(self: _Values, name: str) -> NoReturn:
-    """Raises `AttributeError`, which says how a method of torch's tensors is written."""
+    """Raises `AttributeError`, with the op to use in place of a method of torch's tensors."""
     hint = attribute_hint(name)
     text = f"{type(self).__name__!r} object has no attribute {name!r}"
     raise AttributeError(f"{text}: {hint}" if hint else text, name=name, obj=self)
 
 
 def attribute_hint(name: str) -> str:
-    """Returns what to write for `x.NAME` of torch's tensors; "" where nothing is known."""
+    """Returns the replacement for `x.NAME` of torch's tensors; "" for a name that torch lacks
+    too."""
     from fuser.ops.rows import ROWS, SPELLED
 
     if name in ROWS:
@@ -255,4 +262,4 @@ def attribute_hint(name: str) -> str:
     if base == name or name.startswith("_"):
         return ""
     instead = f"write fd.ops.{base}" if base in ROWS else SPELLED.get(base)
-    return f"{_NOT_IN_PLACE}: {instead}, and go on with the result" if instead else _NOT_IN_PLACE
+    return f"{_NOT_IN_PLACE}: {instead}, and use the result" if instead else _NOT_IN_PLACE

@@ -1,9 +1,9 @@
 """Python's operators on the tensors of a definition: `x + 1.0`, `-x`, `x @ w`, `x < y`, `x[1:, 0]`.
 
-Each appends an op; an operand may be a tensor, a scalar or a number, also numpy's or torch's. `x ==
-y` in a user's definition is the op `eq`; `x is y` asks whether both are the same tensor. The
-compiler, the containers of the standard library, and code outside a definition, which can add no
-op, compare tensors by identity.
+Each adds an op. The other operand may be a tensor, a scalar, or a number of Python, numpy or torch.
+In a user's definition, `x == y` is the op `eq`, and `x is y` tests whether both are the same
+tensor. In the compiler, in containers of the standard library, and outside of a definition, no op
+can be added: there, `==` compares by identity.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from fuser.support.errors import (
 
 NUMBERS = (bool, int, float, complex)
 
-# Operator -> op, of two operands; those of arithmetic stand on the right, too.
+# Operator of two operands -> op. Arithmetic operators exist in reflected form, too (`1.0 + x`).
 ARITHMETIC = {
     "add": "add",
     "sub": "sub",
@@ -70,7 +70,7 @@ def _binary(op: str, *, reflected: bool = False) -> Callable[[TensorView, Any], 
 
 
 def _operand(op: str, tv: TensorView, other: Any) -> Any:
-    """Returns the other operand of an operator; a number of any library as Python's."""
+    """Returns the other operand of an operator; a number of any library becomes a Python number."""
     if isinstance(other, (TensorView, Scalar, *NUMBERS)):
         return other
     number = python_number(other)
@@ -90,17 +90,19 @@ def _matmul(self: TensorView, other: Any) -> Any:
 
 
 def _floor_divide(op: str, self: TensorView, other: Any, *, reflected: bool) -> TensorView:
-    """Returns the quotient rounded down, of torch's value.
+    """Returns the quotient rounded down, with torch's value.
 
-    The floor of a quotient of floats would be another number: 1.0 / 0.1 rounds up to 10, but 0.1 is
-    in 1.0 nine times. What `fmod` leaves is exact. Integers have -1 for x // 0, as `div` has.
+    The floor of a floating quotient can be wrong: 1.0 / 0.1 rounds up to 10, but 0.1 fits into 1.0
+    only nine times. The remainder of `fmod` is exact, so the quotient is computed from it. For
+    integers, x // 0 is -1, as in `div`.
     """
     given = [as_operand(_operand(op, self, v), op) for v in (self, other)]
     refuse_complex(op, *given)
     (x, y), dtype = typed(op, "default", given[::-1] if reflected else given)
     if dtype is DataType.Bool:
         raise DtypeError(
-            f"{op}: Bool is not divided: cast it, fd.ops.cast(x, DataType.Int) (at {user_line()})"
+            f"{op}: Bool cannot be divided: cast it, fd.ops.cast(x, DataType.Int) "
+            f"(at {user_line()})"
         )
 
     def call(name: str, *operands: Any) -> Any:
@@ -108,7 +110,8 @@ def _floor_divide(op: str, self: TensorView, other: Any, *, reflected: bool) -> 
 
     rest = call("fmod", x, y)
     is_left = call("logical_and", call("ne", rest, 0), call("ne", y, 0))
-    # A rest has the sign of x: with another sign of y, the quotient that lost it is above.
+    # A remainder has the sign of x. If y has the other sign, the truncated quotient is above the
+    # floor.
     is_above = call("logical_and", is_left, call("ne", call("lt", rest, 0), call("lt", y, 0)))
     correction = cast(is_above, dtype)
     if not is_inexact(dtype):
@@ -117,13 +120,13 @@ def _floor_divide(op: str, self: TensorView, other: Any, *, reflected: bool) -> 
     quotient = call("sub", call("truediv", call("sub", x, rest), y), correction)
     floor = call("floor", quotient)
     nearest = call("where", call("gt", call("sub", quotient, floor), 0.5), floor + 1.0, floor)
-    # A zero has the sign of the ratio; x / 0.0 is infinite or NaN.
+    # A quotient of zero has the sign of the ratio; x / 0.0 is infinite or NaN.
     signed = call("where", call("eq", quotient, 0.0), call("mul", ratio, 0.0), nearest)
     return call("where", call("eq", y, 0.0), ratio, signed)
 
 
 def _division(name: str, *, reflected: bool = False) -> Callable[[TensorView, Any], Any]:
-    """Returns `//` or `divmod`, the pair of `x // y` and `x % y`."""
+    """Returns the operator `//`, or `divmod`, which returns the pair (`x // y`, `x % y`)."""
 
     def operator(self: TensorView, other: Any) -> Any:
         quotient = _floor_divide("//", self, other, reflected=reflected)
@@ -156,7 +159,7 @@ def _has_no_truth(self: TensorView) -> bool:
 
 
 def _equality(op: str) -> Callable[[TensorView, object], Any]:
-    """Returns `==` or `!=`: an op where a user writes a definition, else identity."""
+    """Returns `==` or `!=`: an op in a user's definition, else a comparison by identity."""
     append = _binary(op)
 
     def operator(self: TensorView, other: object) -> Any:
@@ -169,8 +172,11 @@ def _equality(op: str) -> Callable[[TensorView, object], Any]:
 
 # ------------------------------------------------------------------ slices
 def _item(self: TensorView, key: object) -> TensorView:
-    """Takes a part: a slice of step 1 or a number for each axis, `...` for those left out, None for
-    a new axis of size 1."""
+    """Returns the part `x[key]`.
+
+    The key has one item per axis: a slice of step 1 or a number. `...` stands for omitted axes, and
+    None adds an axis of size 1.
+    """
     wanted = _per_axis(self, key if isinstance(key, tuple) else (key,))
     along = [item for item in wanted if item is not None]
     part = self
@@ -186,7 +192,7 @@ def _item(self: TensorView, key: object) -> TensorView:
 
 
 def _per_axis(tv: TensorView, key: tuple[object, ...]) -> list[Any]:
-    """Returns one item for each axis, and None for new ones."""
+    """Returns one item for each axis, and None for each new one."""
     for item in key:
         if item is None or item is Ellipsis or isinstance(item, slice):
             continue
@@ -208,14 +214,14 @@ def _per_axis(tv: TensorView, key: tuple[object, ...]) -> list[Any]:
 
 
 def _chosen_by(item: object) -> str:
-    """Returns how elements are chosen by a tensor or a list."""
+    """Returns the hint on how to select elements by a tensor or a list."""
     if not isinstance(item, TensorView):
         is_list = isinstance(item, list) or hasattr(item, "shape")
         with_data = ": write fd.ops.index_select(x, index, dim), index from define_tensor"
         return with_data if is_list else ""
     if item.dtype() is DataType.Bool:
         return (
-            ": how many elements a mask takes is known when the program runs; write "
+            ": the number of elements that a mask selects is known only in a run; write "
             "fd.ops.where(mask, x, 0.0)"
         )
     return ": write fd.ops.index_select(x, index, dim), or fd.ops.gather(x, dim, index)"
@@ -224,20 +230,21 @@ def _chosen_by(item: object) -> str:
 def _bounds(
     tv: TensorView, key: object, item: Any, size: Scalar
 ) -> tuple[Scalar | int, Scalar | int]:
-    """Returns the ends of what a slice takes, all of the axis for anything else."""
+    """Returns the start and the end that a slice selects; the whole axis for any other item."""
     if not isinstance(item, slice):
         return 0, size
     if item.step not in (None, 1):
         raise unsupported("slice", f"{tv}[{_shown(key)}]: a step other than 1")
     start, end = _end(tv, key, item.start, 0, size), _end(tv, key, item.stop, size, size)
-    # A scalar below 0 is refused once it is known: it is not to be hidden.
+    # A scalar below 0 is an error once it is known. A maximum would hide it.
     return start, end if isinstance(item.stop, Scalar) else sc.maximum(start, end)
 
 
 def _end(
     tv: TensorView, key: object, given: Any, default: Scalar | int, size: Scalar
 ) -> Scalar | int:
-    """Returns an end of a slice as torch takes it: a negative number counts from the end."""
+    """Returns one end of a slice, counted from 0; a negative number counts from the end of the
+    axis."""
     if given is None:
         return default
     if isinstance(given, bool) or not isinstance(given, int | Scalar):
@@ -282,13 +289,15 @@ METHODS: dict[str, Any] = {
 
 
 def _negate(self: Scalar) -> Any:
-    """Returns 0 - n of an integer, which stays a polynomial; of floats 0 - 0.0 is not -0.0."""
+    """Returns -n. For integers it is 0 - n, which stays a polynomial; for floats 0 - 0.0 is not
+    -0.0."""
     if category(self.dtype) in ("int", "bool"):
         return sc.sub(0, self)
     return apply_pointwise("neg", (self,))
 
 
-# Scalars add, multiply and compare by themselves (`fuser.ir.scalar.scalar_nodes`).
+# The class of scalars has its own methods to add, multiply and compare
+# (`fuser.ir.scalar.scalar_nodes`).
 _OF_SCALARS = ("truediv", "pow", "and", "or", "xor", "lshift", "rshift")
 SCALAR_METHODS: dict[str, Any] = {
     **{f"__{name}__": _binary(ARITHMETIC[name]) for name in _OF_SCALARS},
@@ -303,7 +312,7 @@ SCALAR_METHODS: dict[str, Any] = {
 
 
 def install() -> None:
-    """Gives tensors and scalars their operators: `fuser.ir` knows no ops."""
+    """Adds the operators to the classes of tensors and scalars, because `fuser.ir` knows no ops."""
     for of, methods in ((TensorView, METHODS), (Scalar, SCALAR_METHODS)):
         for name, method in methods.items():
             setattr(of, name, method)

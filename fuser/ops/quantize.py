@@ -1,7 +1,8 @@
-"""Floats of one byte with a scale per block, and these scales in tiles
-(`fuser.ir.ops.matrix_products`).
+"""Quantization to floats of one byte with a scale per block, and the tiles in which scales are
+stored (`fuser.ir.ops.matrix_products`).
 
-Floats of four bits are refused: no GPU for which kernels are built here computes with them.
+Floats of four bits raise `UnsupportedError`: no GPU for which this project builds kernels computes
+with them.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ from fuser.ops.reshaping import permute, reshape
 from fuser.ops.resize import pad
 from fuser.support.errors import DtypeError, UnsupportedError, user_line
 
-# Elements that share a scale, and the largest value of what they become.
+# The number of elements that share a scale, and the largest value of Float8_e4m3fn.
 _BLOCK = 32
 _LARGEST = 448.0
 _QUANTIZED = (DataType.Half, DataType.BFloat16, DataType.Float)
@@ -55,24 +56,31 @@ def nv_block_quantize(
     block_size: int = 16,
     dtype: DtypeLike = DataType.Float4_e2m1fn,
 ) -> tuple[TensorView, TensorView]:
-    """Appends (values, scales): Float8_e4m3fn [.., k] and Float8_e8m0fnu [.., k / 32] for which
-    values * scales, each for 32 neighbours, is near `input`.
+    """Quantizes `input` to (values, scales): Float8_e4m3fn [.., k] and Float8_e8m0fnu [.., k / 32],
+    where one scale serves 32 consecutive elements and values * scales approximates `input`.
 
-    A scale is the least power of two with which the largest of its elements is at most 448: none is
-    cut off. A NaN makes its block NaN; an infinity becomes what `cast` makes of it (448, or NaN
-    with older versions of torch), with the largest scale, 2^127. Half, BFloat16 and Float are
-    taken; Float4_e2m1fn and a global scale are refused.
+    - A scale is the smallest power of two with which the largest element of its block is at most
+      448. No element is clipped.
+    - A NaN makes its block NaN. An infinity gets the largest scale, 2^127, and becomes the result
+      of `cast`: 448, or NaN with older versions of torch.
+    - `swizzle_block_scales` returns the scales of [m, k] in tiles of 128 rows and 4 columns:
+      [ceil(m / 128) * 128, ceil(k / 128) * 4]. Element (r, c) of a tile is number (r % 32) * 16 +
+      (r // 32) * 4 + c of its 512 elements. The next tile in memory is that of the next columns.
+      Padding has bits of 0.
 
-    `swizzle_block_scales`: scales of [m, k] are in tiles, [ceil(m / 128) * 128, ceil(k / 128) * 4].
-    Element (r, c) of a tile of 128 rows and 4 columns is number (r % 32) * 16 + (r // 32) * 4 + c
-    of its 512, and the next tile that of the next columns; what pads tiles has bits of 0.
+    Raises:
+        DefinitionError: the last axis is not divided by 32, or `block_size` is not 32.
+        DtypeError: the operand is not Half, BFloat16 or Float.
+        UnsupportedError: `dtype` is not Float8_e4m3fn, or a `global_scale` is passed.
 
     Source: OCP Microscaling Formats (MX) v1.0, MXFP8 E4M3; rounding up as in Mishra et al. 2025,
     Recipes for Pre-training LLMs with MXFP8. Tiles: cuBLAS, 1D block scaling factors layout.
     """
     name = "nv_block_quantize"
     if swizzle_block_scales and input.ndim != 2:
-        raise unsupported(name, f"swizzle_block_scales are those of [m, k], but {input} is no such")
+        raise unsupported(
+            name, f"swizzle_block_scales needs an operand with two axes, [m, k], got {input}"
+        )
     values, scales = _quantized(name, input, global_scale, block_size, dtype)
     return values, _tiled(scales) if swizzle_block_scales else scales
 
@@ -85,10 +93,13 @@ def nv_grouped_block_quantize(
     block_size: int = 16,
     dtype: DtypeLike = DataType.Float4_e2m1fn,
 ) -> tuple[TensorView, TensorView]:
-    """Appends (values, scales) of [m, k]: what `nv_block_quantize` makes of it, the scales as
-    `preprocess_grouped_matmul_input_sf` lays them out.
+    """Quantizes [m, k] to (values, scales): as `nv_block_quantize`, with the scales in the layout
+    of `preprocess_grouped_matmul_input_sf`.
 
-    Float8_e4m3fn with a block_size of 32 alone, without a global scale.
+    Raises:
+        DefinitionError: a shape is wrong, or `block_size` is not 32.
+        DtypeError: the operand is not Half, BFloat16 or Float, or an offset is not Int32.
+        UnsupportedError: `dtype` is not Float8_e4m3fn, or a `global_scale` is passed.
     """
     name = "nv_grouped_block_quantize"
     _check_groups(name, input, input_offsets, output_offsets)
@@ -99,16 +110,19 @@ def nv_grouped_block_quantize(
 def preprocess_grouped_matmul_input_sf(
     input: TensorView, input_offsets: TensorView, output_offsets: TensorView
 ) -> TensorView:
-    """Appends the scales [m, k] of groups of rows in tiles, as a grouped product reads them:
-    [(m + 127 g) // 128 * 128, ceil(k / 4) * 4].
+    """Copies the scales [m, k] of groups of rows into tiles, as a grouped product reads them: [(m +
+    127 g) // 128 * 128, ceil(k / 4) * 4].
 
-    Group i has the rows from input_offsets[i] up to input_offsets[i + 1], the last one up to m; its
-    tiles begin at row output_offsets[i], a multiple of 128. Both are Int32 [g], the first one
-    begins with 0, and groups keep their order. In a tile, elements are in the order that
-    `nv_block_quantize` tells; what belongs to no group has bits of 0. The host reads the offsets in
-    each run. Of any dtype.
+    - Group i has the rows from input_offsets[i] to input_offsets[i + 1] - 1; the last group ends at
+      m. Its tiles begin at row output_offsets[i], a multiple of 128.
+    - Both offsets are Int32 [g] and begin with 0. Groups keep their order. The host reads the
+      offsets in each run.
+    - `nv_block_quantize` describes the order of the elements in a tile. Elements that belong to no
+      group have bits of 0.
+    - Any dtype is accepted.
 
-    Raises: at run time `InputError` for offsets that fall, leave their axis or let groups overlap.
+    Raises:
+        InputError: in a run, the offsets decrease, exceed their axis or let groups overlap.
     """
     name = "preprocess_grouped_matmul_input_sf"
     _check_groups(name, input, input_offsets, output_offsets)
@@ -147,7 +161,7 @@ def _quantized(
     block_size: int,
     dtype: DtypeLike,
 ) -> tuple[TensorView, TensorView]:
-    """Appends values and scales, in the order of their elements."""
+    """Returns values and scales, both in the order of the elements (no tiles)."""
     if dtype is not DataType.Float8_e4m3fn and dtype is not torch.float8_e4m3fn:
         raise _no_format(name, input, dtype)
     if block_size != _BLOCK:
@@ -155,8 +169,8 @@ def _quantized(
     if global_scale is not None:
         raise unsupported(
             name,
-            f"global_scale {global_scale} of {input}: MXFP8 has none, as its scales of blocks, "
-            "powers of two from 2^-127 to 2^127, reach all values by themselves",
+            f"global_scale {global_scale} of {input}: MXFP8 needs none, because its block scales, "
+            "powers of two from 2^-127 to 2^127, cover all values",
         )
     if input.dtype() not in _QUANTIZED:
         raise DtypeError(
@@ -167,7 +181,7 @@ def _quantized(
     *outer, last = input.shape()
     count = sc.int_value(last)
     if count is not None and count % _BLOCK:
-        raise fail(name, f"Expected whole blocks of {_BLOCK} along the last axis of {input}")
+        raise fail(name, f"Expected the last axis of {input} to be a multiple of {_BLOCK}")
     blocks = cast(reshape(input, [*outer, sc.truncdiv(last, _BLOCK), _BLOCK]), DataType.Float)
     scales = _scales(reductions.max(_call("abs", blocks), input.ndim))
     flags = (False,) * input.ndim + (True,)
@@ -183,7 +197,7 @@ def _no_format(name: str, input: TensorView, dtype: DtypeLike) -> UnsupportedErr
 
 
 def _scales(largest: TensorView) -> TensorView:
-    """Returns, as Float, the least powers of two that are no less than largest / 448."""
+    """Returns, as Float, the smallest powers of two that are at least largest / 448."""
     ratio = _call("minimum", _call("div", largest, _LARGEST), 2.0**127)
     near = cast(cast(ratio, DataType.Float8_e8m0fnu), DataType.Float)
     return _call("where", _call("lt", near, ratio), _call("mul", near, 2.0), near)
@@ -191,7 +205,7 @@ def _scales(largest: TensorView) -> TensorView:
 
 # ------------------------------------------------------------------ tiles
 def _tiled(scales: TensorView) -> TensorView:
-    """Appends scales [m, k] in tiles: those of one group, without offsets to read."""
+    """Returns the scales [m, k] in tiles, as one group."""
     m, k = scales.shape()
     rows, columns = whole_tiles(m, TILE_ROWS), whole_tiles(k, TILE_COLUMNS)
     whole = sc.mul(rows, TILE_ROWS), sc.mul(columns, TILE_COLUMNS)

@@ -1,4 +1,4 @@
-"""What elementwise ops and reductions compute in, and the table of reductions.
+"""The dtypes in which elementwise ops and reductions compute, and the table of reductions.
 
 The table of elementwise ops is `fuser.ir.pointwise_table`.
 """
@@ -19,13 +19,14 @@ from fuser.support.record import record
 
 
 def operand_dtype(value: TensorView | Scalar) -> DataType:
+    """Returns the dtype of a tensor or a scalar."""
     return value.dtype() if isinstance(value, TensorView) else value.dtype
 
 
 def compute_dtype(op: TensorOp) -> DataType:
-    """Returns the dtype in which an elementwise op computes: its operands are converted to it.
+    """Returns the dtype in which an elementwise op computes. Its operands are converted to it.
 
-    Half-like dtypes compute as Float. The condition of `where` is Bool and not counted.
+    Half, BFloat16 and Float8 compute as Float. The condition of `where` is Bool and does not count.
     """
     assert isinstance(op, UnaryOp | BinaryOp | TernaryOp | CastOp), op
     values = list(op.inputs)
@@ -38,7 +39,8 @@ def compute_dtype(op: TensorOp) -> DataType:
 
 
 def computed_in(dtype: DataType) -> DataType:
-    """Returns the dtype in which values of a dtype are computed."""
+    """Returns the dtype in which values of a dtype are computed: Float for Half, BFloat16 and
+    Float8."""
     return DataType.Float if dtype in HALF_LIKE else dtype
 
 
@@ -47,7 +49,9 @@ def computed_in(dtype: DataType) -> DataType:
 class ReductionRow:
     """Facts about one `ReductionOp.kind`.
 
-    `torch(x, dims)` reduces; `identity(dtype)` is the initial value; `cuda` names the functor.
+    - `torch(x, dims)` reduces a torch tensor.
+    - `identity(dtype)` is the initial value.
+    - `cuda` is the name of the functor in kernels.
     """
 
     name: str
@@ -66,20 +70,22 @@ def _extreme(dtype: DataType, *, largest: bool) -> Number:
 
 
 def missing(dtype: DataType) -> Number:
-    """Returns what is read where there is nothing, and what an average of nothing is: NaN, or 0 of
-    a dtype that has none."""
+    """Returns the value that stands for a missing element, and for the average of no elements.
+
+    It is NaN, or 0 in a dtype without NaN.
+    """
     if is_complex(dtype):
         return cast(Number, complex(math.nan, math.nan))
     return math.nan if is_floating(dtype) else 0
 
 
 def lowest(dtype: DataType) -> Number:
-    """Returns the value that no other is below: -inf, the integer minimum, or False."""
+    """Returns the smallest value of a dtype: -inf, the smallest integer, or False."""
     return _extreme(dtype, largest=False)
 
 
 def highest(dtype: DataType) -> Number:
-    """Returns the value that no other is above: inf, the integer maximum, or True."""
+    """Returns the largest value of a dtype: inf, the largest integer, or True."""
     return _extreme(dtype, largest=True)
 
 

@@ -1,8 +1,10 @@
 """Reduction op functions: sum, prod, max, min, welford, var, var_mean.
 
-The result's logical domain keeps the reduced axes, as reduction axes, at their positions. A
-broadcast axis is squeezed instead (an expanded one counts its size for sum and prod), and a
-reduction over an axis of constant size 0 is filled with the identity.
+The result's logical domain keeps the reduced axes, as reduction axes, at their positions. Two kinds
+of axes are not reduced by a kernel:
+
+- A broadcast axis is squeezed instead. An expanded one counts its size for sum and prod.
+- If an axis has the constant size 0, the result is filled with the identity of the reduction.
 """
 
 from __future__ import annotations
@@ -56,8 +58,17 @@ def sum(
     *,
     dims: Sequence[int] | None = None,
 ) -> TensorView:
-    """Appends a sum over one axis (`dim`), several (`dims`) or all. Integers and Bool sum to
-    Int."""
+    """Sums the elements over one axis (`dim`), several (`dims`) or all.
+
+    Integers and Bool are summed in Int. `keepdim` keeps the reduced axes with size 1. nvFuser's
+    form `sum(x, DataType.Float)` is also accepted.
+
+    Raises:
+        ArgumentError: `dim` and `dims` are both passed.
+        DefinitionError: an axis does not exist, is repeated, or the list of axes is empty.
+
+    Example: `fd.ops.sum(x, 1)` of x [t, k] is [t]; `fd.ops.sum(x, [0, 1], keepdim=True)` is [1, 1].
+    """
     return _reduce("add", arg, dim, dims, keepdim, dtype)
 
 
@@ -69,7 +80,10 @@ def prod(
     *,
     dims: Sequence[int] | None = None,
 ) -> TensorView:
-    """Appends a product over one axis (`dim`), several (`dims`) or all."""
+    """Multiplies the elements over one axis (`dim`), several (`dims`) or all.
+
+    Integers and Bool are multiplied in Int. Arguments and errors are those of `sum`.
+    """
     return _reduce("mul", arg, dim, dims, keepdim, dtype)
 
 
@@ -81,10 +95,15 @@ def max(
     *,
     dims: Sequence[int] | None = None,
 ) -> TensorView:
-    """Appends a maximum over one axis (`dim`), several (`dims`) or all. NaN wins.
+    """Returns the largest element over one axis (`dim`), several (`dims`) or all.
 
-    Over no elements it is what no value is below, as in nvFuser: -inf, the least integer, False
-    (torch.amax raises there).
+    - If one of the elements is NaN, the result is NaN.
+    - The maximum of no elements is the lowest value of the dtype, as in nvFuser: -inf, the smallest
+      integer, False. `torch.amax` raises in this case.
+
+    Raises:
+        DefinitionError: a dtype is passed, or as for `sum`.
+        DtypeError: the operand is complex.
     """
     return _reduce("max", arg, dim, dims, keepdim, dtype)
 
@@ -97,10 +116,15 @@ def min(
     *,
     dims: Sequence[int] | None = None,
 ) -> TensorView:
-    """Appends a minimum over one axis (`dim`), several (`dims`) or all. NaN wins.
+    """Returns the smallest element over one axis (`dim`), several (`dims`) or all.
 
-    Over no elements it is what no value is above, as in nvFuser: inf, the greatest integer, True
-    (torch.amin raises there).
+    - If one of the elements is NaN, the result is NaN.
+    - The minimum of no elements is the highest value of the dtype, as in nvFuser: inf, the largest
+      integer, True. `torch.amin` raises in this case.
+
+    Raises:
+        DefinitionError: a dtype is passed, or as for `sum`.
+        DtypeError: the operand is complex.
     """
     return _reduce("min", arg, dim, dims, keepdim, dtype)
 
@@ -118,7 +142,7 @@ def _reduce(
     if kind in ("max", "min"):
         refuse_complex(name, tv)
     if isinstance(dim, DataType):
-        # nvFuser's first form has the dtype in this place: sum(x, DataType.Float).
+        # nvFuser's first form takes the dtype as the second argument: sum(x, DataType.Float).
         dim, dtype = None, dim
     dims = given_dims(name, dim, dims)
     if dtype is not DataType.Null:
@@ -129,7 +153,7 @@ def _reduce(
     elif kind in ("add", "mul") and not is_inexact(tv.dtype()):
         tv = typing_cast(TensorView, convert(tv, DataType.Int))
     if tv.dtype() in FLOAT8 and tv.ndim:
-        # A partial result would hold too few digits, or none.
+        # Partial results in Float8 would lose most or all of their digits.
         wide = typing_cast(TensorView, convert(tv, DataType.Float))
         return cast_tensor(_reduce(kind, wide, None, dims, keepdim, DataType.Null), tv.dtype())
     axes = axes_to_reduce(name, tv, dims)
@@ -144,7 +168,7 @@ def _reduce(
 def given_dims(
     name: str, dim: int | Sequence[int] | None, dims: int | Sequence[int] | None
 ) -> int | Sequence[int] | None:
-    """Returns the axes by either name; raises `ArgumentError` for both."""
+    """Returns the axes, passed as `dim` or as `dims`; raises `ArgumentError` if both are passed."""
     if dim is not None and dims is not None:
         raise ArgumentError(
             f"{name}(): incompatible function arguments: dim and dims are both given"
@@ -153,7 +177,10 @@ def given_dims(
 
 
 def axes_to_reduce(name: str, tv: TensorView, dims: int | Sequence[int] | None) -> set[int]:
-    """As `_reduced_axes`; of a tensor of rank 0, whose only axes are 0 and -1 as in torch, none."""
+    """Returns the positions of the axes to reduce; an empty set for a tensor without axes.
+
+    As in torch, such a tensor accepts the axes 0 and -1. For others see `_reduced_axes`.
+    """
     if tv.ndim:
         return _reduced_axes(name, tv, dims)
     for d in [dims] if isinstance(dims, int) else dims or ():
@@ -162,7 +189,10 @@ def axes_to_reduce(name: str, tv: TensorView, dims: int | Sequence[int] | None) 
 
 
 def _reduced_axes(name: str, tv: TensorView, dims: int | Sequence[int] | None) -> set[int]:
-    """Returns the axis positions; raises `DefinitionError` for none, duplicates or out of range."""
+    """Returns the positions of the axes to reduce; None as `dims` stands for all axes.
+
+    Raises `DefinitionError` for an empty list, duplicates, and axes that do not exist.
+    """
     if dims is None:
         return set(range(tv.ndim))
     given = [dims] if isinstance(dims, int) else list(dims)
@@ -182,7 +212,7 @@ def _reduce_axes(kind: str, tv: TensorView, axes: set[int], init: Scalar) -> Ten
     dtype = tv.dtype()
     tv, left, repeated = _squeeze_broadcasts(tv, axes)
     if repeated != sc.ONE and kind in ("add", "mul") and dtype in HALF_LIKE:
-        # Rounded once, after the repetitions.
+        # Computed in Float, so that the result is rounded once, after the repetitions.
         tv = typing_cast(TensorView, convert(tv, DataType.Float))
         init = sc.cast(init, DataType.Float)
     out = _reduction_node(kind, tv, left, init) if left else tv
@@ -196,7 +226,7 @@ def _reduce_axes(kind: str, tv: TensorView, axes: set[int], init: Scalar) -> Ten
 
 
 def _unless_empty(repeated: Scalar, out: TensorView, init: Scalar) -> TensorView:
-    """Returns `init` where the broadcasts that were squeezed have no elements, else `out`."""
+    """Returns `init` if the squeezed broadcast axes have no elements, else `out`."""
     if sc.is_less(0, repeated):
         return out
     chosen = apply_pointwise("where", (sc.eq(repeated, 0), init, out))
@@ -204,9 +234,10 @@ def _unless_empty(repeated: Scalar, out: TensorView, init: Scalar) -> TensorView
 
 
 def _squeeze_broadcasts(tv: TensorView, axes: set[int]) -> tuple[TensorView, set[int], Scalar]:
-    """Squeezes the broadcasts among `axes`.
+    """Squeezes the broadcast axes among `axes`.
 
-    Returns the tensor, the positions still to be reduced, and how often each element counts.
+    Returns the tensor, the positions that are still to be reduced, and how often each element
+    counts.
     """
     logical = axes_of(tv)
     gone = {i for i in axes if logical[i].is_broadcast}
@@ -235,7 +266,15 @@ def _reduction_node(kind: str, tv: TensorView, axes: set[int], init: Scalar) -> 
 def welford(
     arg: TensorView, dims: int | Sequence[int]
 ) -> tuple[TensorView, TensorView, TensorView]:
-    """Appends a Welford reduction: average, sum of squared deviations, and count (Index)."""
+    """Computes (average, sum of squared deviations from it, count) in one pass over the axes
+    `dims`.
+
+    The count is an Index tensor. The sum of squares divided by the count is the variance.
+
+    Raises:
+        DefinitionError: an axis does not exist, is repeated, or the list of axes is empty.
+        DtypeError: the operand is not floating.
+    """
     tv = arg
     if not is_floating(tv.dtype()):
         raise DtypeError(f"welford: a floating operand is needed, got {tv}")
@@ -246,7 +285,7 @@ def welford(
     axes = _reduced_axes("welford", tv, dims)
     tv, left, repeated = _squeeze_broadcasts(tv, axes)
     if not left:
-        # Every element equals the average; x - x keeps NaN and makes one of an infinity.
+        # Every element equals the average. x - x is 0, or NaN where x is NaN or infinite.
         deviation = typing_cast(TensorView, convert(apply_pointwise("sub", (tv, tv)), tv.dtype()))
         count = full_tensor(tv.shape(), repeated, DataType.Index)
         return _unless_empty(repeated, tv, sc.const(math.nan, tv.dtype())), deviation, count
@@ -266,7 +305,17 @@ def welford(
 def var_mean(
     arg: TensorView, dims: int | Sequence[int], correction: int = 1, keepdim: bool = False
 ) -> tuple[TensorView, TensorView]:
-    """Appends (variance, mean): squared deviations over max(count - correction, 0)."""
+    """Computes (variance, mean) over the axes `dims`.
+
+    The sum of squared deviations is divided by max(count - correction, 0). The variance of a
+    complex operand is the sum of the variances of its parts.
+
+    Raises:
+        DefinitionError: `correction` is negative, or an axis does not exist, is repeated or
+            missing.
+        DtypeError: the operand is Half, BFloat16 or Float8 (cast it to Float first), or not
+            floating.
+    """
     tv = arg
     if is_complex(tv.dtype()):
         return _complex_var_mean(tv, dims, correction, keepdim)
@@ -286,7 +335,10 @@ def var_mean(
 def _complex_var_mean(
     tv: TensorView, dims: int | Sequence[int], correction: int, keepdim: bool
 ) -> tuple[TensorView, TensorView]:
-    """Appends both of the parts: the variance is their sum, as of distances in the plane."""
+    """Computes both results from the real and the imaginary parts.
+
+    The variance is the sum of both variances: the mean squared distance in the complex plane.
+    """
     parts = [typing_cast(TensorView, apply_pointwise(p, (tv,))) for p in ("real", "imag")]
     (real, x), (imag, y) = (var_mean(part, dims, correction, keepdim) for part in parts)
     variance, mean = apply_pointwise("add", (real, imag)), apply_pointwise("complex", (x, y))
@@ -296,12 +348,20 @@ def _complex_var_mean(
 def var(
     arg: TensorView, dims: int | Sequence[int], correction: int = 1, keepdim: bool = False
 ) -> TensorView:
-    """Appends the variance in two steps: mean, then the squared deviations from it."""
+    """Computes the variance over the axes `dims` in two passes: the mean, then the deviations from
+    it.
+
+    The sum of squared deviations is divided by max(count - correction, 0).
+
+    Raises:
+        DefinitionError: `correction` is negative, or an axis does not exist, is repeated or
+            missing.
+    """
     tv = arg
     axes, scale = _variance_scale("var", tv, dims, correction)
     order = sorted(axes)
     count = sc.product(tv.size(i) for i in order)
-    # In the dtype that computes: a sum of halves ends at 65,504.
+    # In the dtype in which the op computes: a sum of Half overflows above 65,504.
     is_half = tv.dtype() in (*HALF_LIKE, *FLOAT8)
     wide = typing_cast(TensorView, convert(tv, DataType.Float if is_half else tv.dtype()))
     mean = apply_pointwise("div", (sum(wide, dims=order, keepdim=True), count))
@@ -309,7 +369,7 @@ def var(
     if not is_complex(tv.dtype()):
         total = _squared_deviations(typing_cast(TensorView, delta), order, keepdim, count)
     else:
-        # The square of a distance in the plane, which is real.
+        # The squared distance in the complex plane, which is real.
         parts = [apply_pointwise(part, (delta,)) for part in ("real", "imag")]
         sums = [
             _squared_deviations(typing_cast(TensorView, x), order, keepdim, count) for x in parts
@@ -321,17 +381,19 @@ def var(
 def _squared_deviations(
     delta: TensorView, order: Sequence[int], keepdim: bool, count: Scalar
 ) -> TensorView:
-    """Appends the sum of the squared distances from a mean, given those from the rounded mean."""
+    """Computes the sum of squared deviations from the exact mean, given those from the rounded
+    mean."""
     square = typing_cast(TensorView, apply_pointwise("mul", (delta, delta)))
     total, rest = (sum(x, dims=order, keepdim=keepdim) for x in (square, delta))
     return without_shift(total, rest, count)
 
 
 def without_shift(squares: TensorView, rest: TensorView, count: Scalar) -> TensorView:
-    """Appends what is left of a sum of squared distances from a point near the mean when these are
-    taken from the mean itself: `rest` is the sum of the distances, 0 for the exact mean.
+    """Corrects a sum of squared distances from a point near the mean to one from the mean itself.
 
-    A large mean is rounded by more than the deviations can spare: by 0.03 at 1e6 in Float.
+    `rest` is the sum of the distances, which is 0 for the exact mean. The correction matters for
+    large means: near 1e6, a mean in Float is rounded by up to 0.03, which can exceed the
+    deviations.
     """
     share = apply_pointwise("mul", (rest, apply_pointwise("div", (rest, count))))
     zero = sc.const(0, squares.dtype())
@@ -342,13 +404,13 @@ def without_shift(squares: TensorView, rest: TensorView, count: Scalar) -> Tenso
 def _variance_scale(
     name: str, tv: TensorView, dims: int | Sequence[int], correction: int
 ) -> tuple[set[int], Scalar]:
-    """Returns the reduced axes and 1 / max(count - correction, 0)."""
+    """Returns the reduced axes and the factor 1 / max(count - correction, 0)."""
     if correction < 0:
         raise fail(name, f"correction must be at least 0, got {correction}")
     axes = _reduced_axes(name, tv, dims)
     count = sc.product(tv.size(i) for i in sorted(axes))
     dtype = DataType.Double if part_of(tv.dtype()) is DataType.Double else DataType.Float
-    # In floating point, because integer simplification takes every extent to be at least 1.
+    # In floating point, because integer simplification assumes that every extent is at least 1.
     free = sc.sub(sc.cast(count, dtype), Const(correction, dtype))
     return axes, sc.apply("reciprocal", sc.apply("max", free, Const(0, dtype)))
 

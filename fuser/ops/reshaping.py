@@ -1,13 +1,16 @@
-"""reshape: which input axes become which output axes.
+"""Ops that rearrange axes: reshape, broadcast, expand, squeeze, permute; and sizes of a tensor.
 
-A plan pairs consecutive input axes with consecutive output axes of equal product, found by walking
-from both ends, so that leading symbolic axes stay untouched:
+A plan of a reshape divides the input axes and the output axes into groups of equal product. It
+finds the groups from both ends, so that leading symbolic axes are not changed:
 
     [i0, i1, 384] -> [i0, i1, 12, 32]      groups (0)->(0) (1)->(1) (2)->(2 3)
 
-A group of one and one is kept as it is; any other is merged, then split from the right (inner
-splits by the inner sizes). Axes of size 1 are squeezed before and broadcast after. Where sizes
-cannot be compared symbolically, the output axes are `?` until `fuser.passes.concretize` knows them.
+- A group with one input and one output axis is kept unchanged.
+- In any other group, the input axes are merged, and the result is split from the right (inner
+  splits by the inner sizes).
+- Axes of size 1 are squeezed before and broadcast after these steps.
+- If sizes cannot be compared symbolically, the output axes are `?` until `fuser.passes.concretize`
+  knows the sizes.
 """
 
 from __future__ import annotations
@@ -45,7 +48,7 @@ Positions = tuple[int, ...]
 
 @record
 class AxisGroup:
-    """Consecutive input positions and the output positions that they become."""
+    """Positions of consecutive input axes, and of the output axes that they become."""
 
     ins: Positions
     outs: Positions
@@ -57,9 +60,10 @@ class AxisGroup:
 
 @record
 class ReshapePlan:
-    """Squeeze these input positions, transform the groups, broadcast these output positions.
+    """The steps of a reshape: squeeze the input positions `squeezed`, transform the groups, and
+    broadcast the output positions `added`.
 
-    Where there are no elements, there is nothing to transform: only the broadcasts count.
+    A tensor without elements (`is_empty`) needs only the broadcasts.
     """
 
     groups: tuple[AxisGroup, ...]
@@ -70,12 +74,13 @@ class ReshapePlan:
 
 # ------------------------------------------------------------------ analysis
 def _divides(a: Scalar, b: Scalar) -> bool:
-    """Whether b = a * k provably."""
+    """Whether b = a * k can be proved for an integer k."""
     return sc.int_value(a) != 0 and sc.int_value(sc.mod(b, a)) == 0
 
 
 def _walk(ins: Sequence[Scalar], outs: Sequence[Scalar]) -> list[tuple[int, int]]:
-    """Returns the lengths (inputs, outputs) of the groups found from the left, up to doubt."""
+    """Returns the lengths (inputs, outputs) of the groups from the left, up to the first group that
+    cannot be decided."""
     found: list[tuple[int, int]] = []
     i = j = 0
     while i < len(ins) and j < len(outs):
@@ -95,7 +100,7 @@ def _walk(ins: Sequence[Scalar], outs: Sequence[Scalar]) -> list[tuple[int, int]
 
 
 def _takes_input(have: Scalar, want: Scalar) -> bool | None:
-    """Whether the input side of an unequal group must grow; None when that is unknown."""
+    """Whether the input side of an unequal group must grow; None if that cannot be decided."""
     x, y = sc.int_value(have), sc.int_value(want)
     if x is not None and y is not None:
         return x < y
@@ -105,9 +110,10 @@ def _takes_input(have: Scalar, want: Scalar) -> bool | None:
 
 
 def group_sizes(ins: Sequence[Scalar], outs: Sequence[Scalar]) -> list[tuple[int, int]] | None:
-    """Returns the lengths (inputs, outputs) of all groups over sizes without ones.
+    """Returns the lengths (inputs, outputs) of all groups, for sizes other than 1.
 
-    None when the middle that both walks leave is not provably one group.
+    None if the middle, between the groups from the left and from the right, cannot be proved to be
+    one group.
     """
     left = _walk(ins, outs)
     i, j = (sum(n[k] for n in left) for k in range(2))
@@ -129,9 +135,9 @@ def group_sizes(ins: Sequence[Scalar], outs: Sequence[Scalar]) -> list[tuple[int
 def plan_reshape(
     ins: Sequence[Scalar], outs: Sequence[Scalar], is_broadcast: Sequence[bool]
 ) -> ReshapePlan | None:
-    """Returns the plan for these sizes, None when it cannot be decided.
+    """Returns the plan for these sizes, or None if they cannot be decided symbolically.
 
-    `is_broadcast` says which input axes can be squeezed; a size-1 axis that cannot is merged into a
+    `is_broadcast` marks the input axes that can be squeezed. Other axes of size 1 are merged into a
     neighbouring group.
     """
     big_in = [p for p, s in enumerate(ins) if sc.int_value(s) != 1]
@@ -149,8 +155,11 @@ def plan_reshape(
 def _place_ones(
     groups: list[AxisGroup], ranks: tuple[int, int], is_broadcast: Sequence[bool]
 ) -> ReshapePlan | None:
-    """Adds the axes of size 1: kept where both sides have one at a boundary, else squeezed,
-    broadcast, or merged into a group."""
+    """Adds the axes of size 1 to a plan.
+
+    An axis of size 1 that both sides have at a boundary between groups is kept. Others are
+    squeezed, broadcast, or merged into a group.
+    """
     placed: list[AxisGroup] = []
     squeezed: list[int] = []
     added: list[int] = []
@@ -179,7 +188,7 @@ def _place_ones(
 
 
 def _merge_loose(placed: list[AxisGroup], loose: list[int], added: list[int]) -> bool:
-    """Puts size-1 iteration axes into neighbouring groups; False when there is no group."""
+    """Adds iteration axes of size 1 to neighbouring groups; returns False if there is no group."""
     if not placed and added:
         placed.append(AxisGroup((), (added.pop(0),)))
     if not placed:
@@ -199,10 +208,10 @@ def transformed_domain(
     *,
     named: Sequence[IterDomain] = (),
 ) -> TensorDomain:
-    """Returns the domain that merges and splits root axes as the groups say.
+    """Returns the domain that merges and splits root axes by groups.
 
-    A group is (root positions, output sizes). `named` gives the logical axes' numbers, where they
-    exist already.
+    A group is (root positions, output sizes). `named` holds existing logical axes, whose numbers
+    are used again.
     """
     built = DomainBuilder(fusion, root)
     logical: list[IterDomain] = []
@@ -224,7 +233,8 @@ def transformed_domain(
 def _split_all(
     built: DomainBuilder, axis: IterDomain, sizes: Sequence[Scalar], numbers: Sequence[int]
 ) -> list[IterDomain]:
-    """Splits `axis` from the right into axes of these sizes, under these numbers if given."""
+    """Splits `axis` from the right into axes of these sizes, with these numbers if there are
+    any."""
 
     def settle(made: IterDomain, k: int) -> IterDomain:
         state = _with_size(made, sizes[k])
@@ -246,9 +256,13 @@ def _with_size(axis: IterDomain, size: Scalar) -> IterDomain:
 
 # ------------------------------------------------------------------ the op
 def reshape(arg: TensorView, new_shape: Sequence[SizeLike]) -> TensorView:
-    """Views `arg` with other sizes in the same row-major order; one size may be -1.
+    """Returns `arg` with other sizes in the same row-major order; one size may be -1.
 
-    Raises `DefinitionError` when constants show that the element counts differ.
+    Raises:
+        DefinitionError: constant sizes show that the numbers of elements differ, or more than one
+            size is -1.
+
+    Example: `fd.ops.reshape(x, [-1, 12, 32])` of x [b, s, 384] is [b * s, 12, 32].
     """
     tv = arg
     fusion = active_fusion()
@@ -264,7 +278,7 @@ def reshape(arg: TensorView, new_shape: Sequence[SizeLike]) -> TensorView:
 def _output_sizes(
     tv: TensorView, ins: Sequence[Scalar], new_shape: Sequence[SizeLike]
 ) -> list[Scalar]:
-    """Returns the canonical output sizes, with -1 inferred."""
+    """Returns the canonical output sizes, with a number or expression in place of -1."""
     name = "reshape"
     fusion = active_fusion()
     given = [as_extent(s, name, i, lowest=-1) for i, s in enumerate(new_shape)]
@@ -275,7 +289,7 @@ def _output_sizes(
     if inferred:
         others = sc.product(s for i, s in enumerate(outs) if i != inferred[0])
         if sc.int_value(others) == 0:
-            raise fail(name, f"-1 is ambiguous beside a size of 0 for {tv}")
+            raise fail(name, f"-1 is ambiguous together with a size of 0 for {tv}")
         outs[inferred[0]] = sc.floordiv(sc.product(ins), others)
     have, want = _without_common(ins, outs)
     if have is not None and want is not None and have != want:
@@ -288,7 +302,8 @@ def _output_sizes(
 
 
 def _without_common(ins: Sequence[Scalar], outs: Sequence[Scalar]) -> tuple[int | None, int | None]:
-    """Returns both element counts after cancelling symbols; None for one that keeps symbols."""
+    """Returns both numbers of elements after common symbols are cancelled; None for one that still
+    has symbols."""
     have, want = list(ins), list(outs)
     for size in ins:
         if size in want and sc.int_value(size) != 0:
@@ -298,8 +313,8 @@ def _without_common(ins: Sequence[Scalar], outs: Sequence[Scalar]) -> tuple[int 
 
 
 def apply_plan(tv: TensorView, plan: ReshapePlan, outs: Sequence[Scalar]) -> TensorView:
-    """Appends squeeze, reshape and broadcast as the plan says; where all axes are kept, a reshape
-    that changes nothing."""
+    """Adds the squeeze, reshape and broadcast of a plan. If all axes are kept, a reshape without
+    effect is added."""
     fusion = active_fusion()
     source = tv
     if plan.squeezed:
@@ -321,17 +336,18 @@ def apply_plan(tv: TensorView, plan: ReshapePlan, outs: Sequence[Scalar]) -> Ten
 
 
 def _undecided(tv: TensorView, outs: Sequence[Scalar]) -> TensorView:
-    """Appends a reshape whose symbolic output axes are `?` and belong to no input axis yet."""
+    """Adds a reshape whose symbolic output axes are `?`: no input axis corresponds to them yet."""
     fusion = active_fusion()
     if not outs:
-        raise fail("reshape", f"to rank 0, but the element count of {tv} is not known to be 1")
+        raise fail("reshape", f"a tensor without axes has 1 element, but {tv} may have several")
     out = new_output(undecided_domain(fusion, tv, outs), tv.dtype(), [tv])
     add_op(ReshapeOp(out, tv))
     return out
 
 
 def undecided_domain(fusion: Fusion, tv: TensorView, sizes: Sequence[Scalar]) -> TensorDomain:
-    """Returns the domain of a reshape of `tv` to `sizes` that sizes of inputs decide."""
+    """Returns the domain of a reshape of `tv` to `sizes` that only the sizes of inputs can
+    decide."""
     root = tuple(fusion.clone_axis(a) for a in axes_of(tv))
     logical = tuple(fusion.new_axis(s, _undecided_kind(s), rfactor=True) for s in sizes)
     return TensorDomain.of(logical, root=root)
@@ -345,12 +361,18 @@ def _undecided_kind(size: Scalar) -> IterType:
 
 
 # ----------------------------------------------------------------------
-# Op functions that only rearrange axes, and those that name sizes.
+# Op functions that insert, remove or permute axes, and those that return sizes.
 
 
 def broadcast(arg: TensorView, is_broadcast_dim: Sequence[bool]) -> TensorView:
-    """Inserts broadcast axes: one flag per output axis. Without a True, `arg` itself is
-    returned."""
+    """Inserts axes of size 1: one flag per output axis, True for a new one. Without a True, `arg`
+    itself is returned.
+
+    Raises:
+        DefinitionError: the number of False is not the number of axes of `arg`.
+
+    Example: x [n] with [False, True] -> [n, 1].
+    """
     tv = arg
     flags = tuple(bool(f) for f in is_broadcast_dim)
     if flags.count(False) != tv.ndim:
@@ -364,7 +386,14 @@ def broadcast(arg: TensorView, is_broadcast_dim: Sequence[bool]) -> TensorView:
 def broadcast_in_dim(
     arg: TensorView, shape: Sequence[SizeLike], broadcast_dims: Sequence[int]
 ) -> TensorView:
-    """Places input axis i at output position broadcast_dims[i], then expand to `shape`."""
+    """Moves input axis i to output position broadcast_dims[i], and expands the result to `shape`.
+
+    Raises:
+        DefinitionError: ranks do not fit, an output position is repeated, or a size cannot be
+            expanded.
+
+    Example: x [n] with shape [m, n, k] and broadcast_dims [1] -> [m, n, k].
+    """
     name = "broadcast_in_dim"
     tv = arg
     if not len(shape) >= len(broadcast_dims) == tv.ndim:
@@ -384,10 +413,16 @@ def broadcast_in_dim(
 
 
 def expand(arg: TensorView, shape: Sequence[SizeLike]) -> TensorView:
-    """Expands broadcast axes to `shape`; -1 keeps an axis, a longer shape prepends new ones.
+    """Expands broadcast axes to `shape`. A size of -1 keeps an axis, and additional sizes add first
+    axes.
 
-    A broadcast becomes an expanded one; a concrete axis keeps its size, which must equal the given
-    one (checked when inputs are bound if either is symbolic). Without expansion it is a `set`.
+    - An expanded axis is one element in memory, with stride 0.
+    - Another axis keeps its size, which must equal the one in `shape`. If either is symbolic, this
+      is checked when the program gets its inputs.
+    - If nothing is expanded, the result is a copy.
+
+    Raises:
+        DefinitionError: `shape` has too few sizes, or a constant size cannot be expanded.
     """
     name = "expand"
     tv = arg
@@ -407,8 +442,7 @@ def expand(arg: TensorView, shape: Sequence[SizeLike]) -> TensorView:
 
 
 def _expanded(tv: TensorView, axis: IterDomain, size: Scalar) -> IterDomain:
-    """Returns the state of an axis after expansion to `size`; `axis` itself when nothing
-    changes."""
+    """Returns an axis expanded to `size`; `axis` itself if nothing changes."""
     fusion = active_fusion()
     value = sc.int_value(size)
     if value == -1 or size == axis.size:
@@ -419,7 +453,7 @@ def _expanded(tv: TensorView, axis: IterDomain, size: Scalar) -> IterDomain:
         return replace(axis, expanded=size)
     if _is_quotient(axis.size) and sc.int_value(fusion.canonical(axis.size)) in (None, 1):
         same = fusion.canonical(axis.size) is fusion.canonical(size)
-        # What a reshape infers may be 1: a broadcast, of which the sizes of the inputs decide.
+        # A size inferred by a reshape may be 1. Whether it is a broadcast depends on the inputs.
         return axis if same else replace(axis, kind=IterType.symbolic, extent=size)
     if value is not None and isinstance(fusion.canonical(axis.size), Const):
         if sc.int_value(fusion.canonical(axis.size)) != value:
@@ -430,12 +464,19 @@ def _expanded(tv: TensorView, axis: IterDomain, size: Scalar) -> IterDomain:
 
 
 def _is_quotient(size: Scalar) -> bool:
-    """Whether a size is what a reshape makes of -1."""
+    """Whether a size has the form that a reshape infers for -1."""
     return isinstance(size, Apply) and size.op in ("/", "floorDiv")
 
 
 def squeeze(arg: TensorView, dims: Sequence[int], squeeze_expanded: bool = False) -> TensorView:
-    """Drops broadcast axes; expanded ones only with `squeeze_expanded`."""
+    """Removes the axes `dims`, which must be broadcasts; expanded ones only with
+    `squeeze_expanded`.
+
+    Raises:
+        DefinitionError: an axis does not exist, is not a broadcast, or is expanded.
+
+    Example: x [n, 1] with [1] -> [n].
+    """
     tv = arg
     axes = axes_of(tv)
     if not axes and list(dims):
@@ -454,7 +495,13 @@ def squeeze(arg: TensorView, dims: Sequence[int], squeeze_expanded: bool = False
 
 
 def permute(arg: TensorView, dims: Sequence[int]) -> TensorView:
-    """Output axis i is input axis dims[i]; the output's root domain has the input's order."""
+    """Reorders the axes: output axis i is input axis dims[i]. The memory is not reordered.
+
+    Raises:
+        DefinitionError: `dims` is not a permutation of the axes.
+
+    Example: x [a, b, c] with [2, 0, 1] -> [c, a, b].
+    """
     tv = arg
     if tv.ndim == 0 or not dims:
         return copy_tensor(tv)
@@ -470,8 +517,14 @@ def permute(arg: TensorView, dims: Sequence[int]) -> TensorView:
 
 
 def stride_order(arg: TensorView, stride_order: Sequence[int]) -> TensorView:
-    """Copies into the memory order that `stride_order` gives: entry i is the rank by stride of axis
-    i, 0 for the fastest. Contiguous."""
+    """Copies a tensor into another memory order: entry i is the rank of axis i by stride, 0 for the
+    fastest axis. The copy is contiguous.
+
+    Raises:
+        DefinitionError: `stride_order` is not a permutation of 0 to rank - 1.
+
+    Example: [2, 1, 0] is row-major for three axes.
+    """
     tv = arg
     out = copy_tensor(tv)
     if not stride_order:
@@ -506,10 +559,11 @@ def ordered_axes(
 
 
 def size(arg: TensorView, dim: int) -> Scalar:
-    """Returns the (expanded) extent of an axis."""
+    """Returns the size of axis `dim` as a scalar. An expanded axis counts with its expanded
+    size."""
     return arg.size(dim)
 
 
 def shape(arg: TensorView, /) -> list[Scalar]:
-    """Returns the (expanded) extents of all axes."""
+    """Returns the sizes of all axes as scalars. An expanded axis counts with its expanded size."""
     return arg.shape()

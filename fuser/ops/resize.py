@@ -1,9 +1,12 @@
 """Op functions that change extents: slice, pad, cat. Logical axes are Resizes of root axes.
 
-A resized axis of one element is a broadcast, as any of the constant size 1. Where sizes decide, it
-is `?` until `fuser.passes.concretize` knows them: `x[2:3]`, `x[:n]`, `x[1:]`. As an axis of an
-input is none, whatever its size, neither is what one of size 1 makes, nor what a clamp leaves:
-`x[:5]` iterates.
+Whether a resized axis of size 1 is a broadcast depends on its size:
+
+- A constant size of 1 is a broadcast.
+- If the size is symbolic and may become 1, the axis is `?` until `fuser.passes.concretize` knows
+  it: `x[2:3]`, `x[:n]`, `x[1:]`.
+- An axis whose size can be 1 only because an input has size 1, or only because the end is clamped,
+  is an iteration axis: `x[:5]`. Symbolic axes of inputs are iteration axes as well.
 """
 
 from __future__ import annotations
@@ -59,10 +62,11 @@ def resized_domain(
 
 
 def _may_be_one(fusion: Fusion, size: Scalar, left: Scalar, right: Scalar) -> bool:
-    """Whether an axis of this size may be resized to one element, though it has more and no clamp
-    acts.
+    """Whether an axis of this size may be resized to one element, although it has more and nothing
+    is clamped.
 
-    What cannot be negative is a size as those of inputs are: `x[:y.size(0)]`, `x[:n // 2]`.
+    An expression that cannot be negative is treated like the size of an input: `x[:y.size(0)]`,
+    `x[:n // 2]`.
     """
     size = fusion.canonical(size)
     start, end = sc.mul(fusion.canonical(left), -1), sc.add(size, fusion.canonical(right))
@@ -73,7 +77,7 @@ def _may_be_one(fusion: Fusion, size: Scalar, left: Scalar, right: Scalar) -> bo
 
 
 def _unclamped(x: Scalar, limit: Scalar) -> Scalar:
-    """Returns what `x` is the minimum of, beside `limit`; `x` where it is no such minimum."""
+    """Returns `a` if `x` is the minimum of `a` and `limit`; else `x`."""
     if not (isinstance(x, Apply) and x.op == "min"):
         return x
     others = [a for a in x.args if sc.int_value(sc.sub(a, limit)) != 0]
@@ -81,7 +85,7 @@ def _unclamped(x: Scalar, limit: Scalar) -> Scalar:
 
 
 def _bounds(values: Sequence[SizeLike], op_name: str) -> list[Scalar]:
-    """Returns what the extents of the result are computed from."""
+    """Returns the bounds as scalars, from which the extents of the result are computed."""
     return [as_extent(v, op_name, i) for i, v in enumerate(values)]
 
 
@@ -93,11 +97,20 @@ def slice(
     strides: Sequence[SizeLike] | None = None,
     manual_normalization: bool = False,
 ) -> TensorView:
-    """Takes [start, end) of every axis; ends beyond an extent are clamped, as in torch.
+    """Returns the elements [start, end) of every axis; an end beyond the extent is clamped, as in
+    torch.
 
-    Bounds below 0 raise, symbolic ones once they are known. `manual_normalization` promises bounds
-    in range, so that symbolic ones are used as they are. The full range is a `set`, an empty one a
-    `full`.
+    - Negative bounds raise an error; symbolic ones, once they are known.
+    - With `manual_normalization`, the caller guarantees bounds in range. Symbolic bounds are then
+      not clamped.
+    - A slice of everything is a copy, an empty one is a `full`.
+
+    Raises:
+        ArgumentError: the bounds are neither all lists nor all tuples.
+        DefinitionError: the numbers of bounds and axes differ, or constant bounds are out of order.
+        UnsupportedError: a stride is not 1.
+
+    Example: `fd.ops.slice(x, [0, 2], [4, 6])` of x [8, 8] is [4, 4], as `x[0:4, 2:6]`.
     """
     name = "slice"
     tv = arg
@@ -185,13 +198,23 @@ def _check_slice(
 def pad(
     arg: TensorView, pad_widths: Sequence[SizeLike], value: ScalarLike | None = None
 ) -> TensorView:
-    """Pads with `value` (default 0) as torch.nn.functional.pad: innermost axis first, pairs of left
-    and right width; negative widths crop."""
+    """Pads with `value` (default 0) as `torch.nn.functional.pad`: pairs of left and right widths,
+    the last axis first; negative widths crop.
+
+    Raises:
+        DefinitionError: the number of widths is odd or too large, or a constant size would be
+            negative.
+        DtypeError: `value` is of another category than the operand.
+    """
     name = "pad"
     tv = arg
     widths = _bounds(pad_widths, name)
     if len(widths) % 2 or len(widths) > 2 * tv.ndim:
-        raise fail(name, f"{len(widths)} pad widths for the {tv.ndim} axes of {tv}")
+        raise fail(
+            name,
+            f"{len(widths)} pad widths for the {tv.ndim} axes of {tv}: pass two per axis, from the "
+            "last axis",
+        )
     pairs = list(zip(widths[::2], widths[1::2], strict=True))[::-1]
     none = [(sc.ZERO, sc.ZERO)] * (tv.ndim - len(pairs))
     return pad_tensor(tv, [*none, *pairs], _pad_value(tv, value))
@@ -213,13 +236,16 @@ def _pad_value(tv: TensorView, value: ScalarLike | None) -> Scalar:
 def pad_tensor(
     tv: TensorView, widths: Sequence[tuple[Scalar, Scalar]], value: Scalar
 ) -> TensorView:
-    """Appends a PadOp with (left, right) per axis, outermost first; a copy when all are 0."""
+    """Adds a PadOp with (left, right) per axis, outermost first; a copy if all widths are 0."""
     if all(sc.int_value(w) == 0 for pair in widths for w in pair):
         return copy_tensor(tv)
     for axis, pair in zip(axes_of(tv), widths, strict=True):
         kept = sc.int_value(sc.add(sc.add(axis.size, pair[0]), pair[1]))
         if kept is not None and kept < 0:
-            raise fail("pad", f"widths {pair[0]}, {pair[1]} leave {kept} of {axis} of {tv}")
+            raise fail(
+                "pad",
+                f"widths {pair[0]}, {pair[1]} make the size of {axis} of {tv} negative: {kept}",
+            )
     domain = resized_domain(active_fusion(), clone_axes(tv), widths)
     if any(sc.int_value(a.size) == 0 for a in axes_of(tv)):
         return full_tensor([a.size for a in domain.logical], value, tv.dtype())
@@ -230,21 +256,27 @@ def pad_tensor(
 
 
 def _is_zero(value: Scalar) -> bool:
-    """Whether a filler is what a pad without one has: not -0.0."""
+    """Whether a pad value equals the default; -0.0 does not."""
     return isinstance(value, Const) and repr(value.value) in ("0", "0.0", "False")
 
 
 # ------------------------------------------------------------------ cat
 def cat(tensors: Sequence[TensorView], dim: int = 0, manual_padding: bool = False) -> TensorView:
-    """Concatenates along `dim`: each piece is padded to the result's extent, then they are joined.
+    """Concatenates tensors along axis `dim`. Each is padded to the size of the result, then they
+    are joined.
 
-    `manual_padding`: the pieces are padded already. One tensor is a `set`; pieces of constant size
-    0 are dropped.
+    - With `manual_padding`, each tensor is already the result of such a pad.
+    - A single tensor is copied. Tensors of constant size 0 along `dim` are dropped.
+
+    Raises:
+        DefinitionError: there is no tensor, or ranks or sizes differ.
+        DtypeError: the dtypes differ.
+        UnsupportedError: with `manual_padding`, a tensor is not the result of a pad.
     """
     name = "cat"
     pieces = list(tensors)
     if not pieces:
-        raise fail(name, "no tensors")
+        raise fail(name, "the list of tensors is empty")
     first = pieces[0]
     for piece in pieces[1:]:
         if piece.dtype() is not first.dtype():
@@ -272,7 +304,7 @@ def cat(tensors: Sequence[TensorView], dim: int = 0, manual_padding: bool = Fals
 
 
 def _end_of_padded(piece: TensorView, axis: int) -> Scalar:
-    """Returns where the data of a padded piece ends along `axis`."""
+    """Returns the position along `axis` at which the data of a padded tensor ends."""
     definition = piece.definition()
     if not isinstance(definition, PadOp):
         raise unsupported("cat", f"manual_padding of {piece}, which is not the result of a pad")

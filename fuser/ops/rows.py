@@ -1,7 +1,7 @@
-"""The public ops, one row each; `fuser.ops` and `docs/reference/operations.md` are made from them.
+"""The table of public ops, one row each: the source of `fuser.ops` and of its page of operations.
 
-An elementwise op of one node has its row in `fuser.ir.pointwise_table`, and is here as others see
-it.
+`scripts/document_ops.py` writes the page. The facts of an elementwise op of one node are in
+`fuser.ir.pointwise_table`. Its row in this table is derived from there.
 """
 
 from __future__ import annotations
@@ -70,10 +70,14 @@ from fuser.support.record import record
 class OpRow:
     """Facts about one public op.
 
-    `nodes` are the classes of what it appends; casts and broadcasts of operands go without saying.
-    `dtype` names a rule of `fuser.ops.elementwise`, `shape` says the shape of the result, `sample`
-    names what may be drawn (`tests.support.op_samples`; "": what the elementwise row says). With
-    scalars alone, an op that `takes_scalars` gives a scalar; the others refuse them.
+    - `nodes`: the classes of the nodes that a call adds. Casts and broadcasts of operands are not
+      listed.
+    - `dtype`: the name of a rule in `fuser.ops.elementwise.DTYPE_RULES`.
+    - `shape`: a sentence on the shape of the result.
+    - `sample`: which operands tests draw (`tests.support.op_samples`). "" stands for the class that
+      the row of the pointwise table names.
+    - `takes_scalars`: the op also takes scalars alone and then returns a scalar. Other ops refuse
+      that.
     """
 
     name: str
@@ -89,7 +93,7 @@ class OpRow:
 _BROADCAST = "The operands', aligned at the last axis."
 _SAME = "That of the operand."
 _REDUCED = "The operand's without the reduced axes; with `keepdim`, they have size 1."
-_GIVEN = "The one that is given."
+_GIVEN = "`shape`."
 _NODES: dict[int, type[TensorOp]] = {1: UnaryOp, 2: BinaryOp, 3: TernaryOp}
 
 
@@ -108,7 +112,7 @@ def _composite(
     shape: str = _SAME,
     sample: str = "values",
 ) -> OpRow:
-    """Returns the row of an op that takes tensors and scalars alike."""
+    """Returns the row of an op that takes tensors as well as scalars."""
     return OpRow(name, function, nodes, dtype, shape, sample, takes_scalars=True)
 
 
@@ -161,7 +165,7 @@ _ROWS = (
         "expand",
         reshaping.expand,
         (ExpandOp, LoadStoreOp),
-        shape="The one that is given, -1 keeping an axis; more sizes than axes prepend axes.",
+        shape="`shape`, in which -1 keeps the size of an axis; additional sizes add first axes.",
     ),
     OpRow(
         "permute",
@@ -174,25 +178,25 @@ _ROWS = (
         "reshape",
         reshape,
         (ReshapeOp, BroadcastOp, SqueezeOp, ExpandOp, LoadStoreOp, FullOp),
-        shape="The one that is given, with as many elements; one size may be -1.",
+        shape="`new_shape`, with as many elements as the operand; one size may be -1.",
     ),
     OpRow(
         "squeeze",
         reshaping.squeeze,
         (SqueezeOp, LoadStoreOp),
-        shape="The operand's without the given axes, which have size 1.",
+        shape="The operand's without the axes `dims`, which have size 1.",
         sample="rows",
     ),
     OpRow("stride_order", reshaping.stride_order, (LoadStoreOp,), shape=_SAME),
-    OpRow("shape", reshaping.shape, (), "index", "No tensor."),
-    OpRow("size", reshaping.size, (), "index", "No tensor.", "rows"),
+    OpRow("shape", reshaping.shape, (), "index", "None: the result is no tensor."),
+    OpRow("size", reshaping.size, (), "index", "None: the result is no tensor.", "rows"),
     # Parts of tensors, and tensors of parts.
     OpRow(
         "cat",
         resize.cat,
         (CatOp, PadOp, LoadStoreOp, FullOp),
         "equal",
-        "The operands' but for `dim`, where sizes add up.",
+        "The operands' shape; along `dim` the sum of their sizes.",
         "rows",
     ),
     OpRow(
@@ -206,7 +210,7 @@ _ROWS = (
         "slice",
         resize.slice,
         (SliceOp, LoadStoreOp, FullOp),
-        shape="end - start elements of each axis, clamped to what there is.",
+        shape="end - start elements of each axis; an end beyond the extent counts as the extent.",
         sample="rows",
     ),
     OpRow("triu", factories.triu, (IotaOp, *_CHOICE), shape=_SAME, sample="matrices"),
@@ -217,7 +221,7 @@ _ROWS = (
     OpRow("rand_like", factories.rand_like, (RandomOp,), "keep_float", _SAME, "floats"),
     OpRow("randn_like", factories.randn_like, (RandomOp,), "keep_float", _SAME, "floats"),
     OpRow("uniform", factories.uniform, (RandomOp,), "given", _GIVEN, "sizes"),
-    # Tensors read, and written, where an index says.
+    # Lookups in a table, and writes at indexed positions.
     OpRow(
         "embedding_fwd",
         indexing.embedding_fwd,
@@ -232,7 +236,7 @@ _ROWS = (
         indexing.index_select,
         (IndexSelectOp,),
         "indexed",
-        "The operand's but for `dim`, which has the size of the index.",
+        "The operand's shape; along `dim` the size of the index.",
         "rows",
     ),
     OpRow(
@@ -257,7 +261,7 @@ _ROWS = (
         indexing.take_along_axis,
         (TakeAlongAxisOp,),
         "indexed",
-        "Both operands' but for `dim`, where it is the index's.",
+        "The common shape of both operands; along `dim` the size of the index.",
         "rows",
     ),
     # Scans, and elements in order.
@@ -269,7 +273,7 @@ _ROWS = (
         scans.topk,
         (TopKOp,),
         "found",
-        "The operand's but for `dim`, which has `k` elements.",
+        "The operand's shape, with `k` elements along `dim`.",
         "number_rows",
     ),
     # Reductions.
@@ -294,7 +298,7 @@ _ROWS = (
         "The operand's without the reduced axes, of all three results.",
         "float_rows",
     ),
-    # Of torch.nn.functional, which expand into those above.
+    # Functions of torch.nn.functional, which expand into the ops above.
     *(
         OpRow(name, function, nodes, "keep_wide", shape, sample)
         for name, function, nodes, shape, sample in (
@@ -318,7 +322,7 @@ _ROWS = (
         composites.cross_entropy,
         (*_ROWWISE, IotaOp),
         "losses",
-        "[C], [N, C] or [N, C, ..] -> that without C; no axes, where they are reduced.",
+        "[C], [N, C] or [N, C, ..] -> the same without C; no axes unless `reduction` is none.",
         "float_rows",
     ),
     # Products and attention.
@@ -352,7 +356,7 @@ _ROWS = (
         sdpfa_bwd,
         (SdpaBwdOp,),
         "attention",
-        "Those of query, key and value.",
+        "The shapes of query, key and value.",
         "heads",
     ),
     OpRow(
@@ -368,7 +372,7 @@ _ROWS = (
         nv_block_quantize,
         (*_BLOCKS, PadOp),
         "blocks",
-        "That of the operand; [.., k] -> [.., k / 32], or its tiles.",
+        "Values: the operand's shape. Scales: [.., k] -> [.., k / 32], or its tiles.",
         "rows",
     ),
     OpRow(
@@ -376,7 +380,7 @@ _ROWS = (
         nv_grouped_block_quantize,
         (*_BLOCKS, GroupedScalesOp),
         "blocks",
-        "That of the operand; the tiles of [m, k / 32].",
+        "Values: the operand's shape. Scales: the tiles of [m, k / 32].",
         "matrices",
     ),
     OpRow(
@@ -390,22 +394,24 @@ _ROWS = (
     OpRow("cutlass_nvfp4_grouped_mm", cutlass_nvfp4_grouped_mm, is_implemented=False),
 )
 
-# By name; an op with arguments of its own stands in the place of the one that has none.
+# By name. A later row replaces an earlier one of the same name: an op with arguments of its own
+# replaces the one that the pointwise table made.
 ROWS: dict[str, OpRow] = {row.name: row for row in _ROWS}
 
 
 # ----------------------------------------------------------------------
-# Names of torch's for what `fd.ops` has under another name, or is written with several ops.
+# torch's names for ops that `fd.ops` has under another name, or that take several ops.
 #
-# `fd.ops.NAME` raises, and says this; `docs/reference/operations.md` lists it. The text after
-# "write" is Python: statements joined by ", then ", in the names of `fd.ops`.
+# `fd.ops.NAME` raises an error with this hint, and `docs/reference/operations.md` lists it. The
+# text after "write " is Python in the names of `fd.ops`; ", then " separates statements. A test
+# runs it.
 
 _CAST = "it is called cast, which takes the dtype"
 _PERMUTE = "it is called permute, which takes all axes"
 _ATTENTION = "it is called sdpfa_fwd, which takes [batch, heads, rows, k]"
 _SLICE = "write a slice for each part"
 _BY_PARTS = "write broadcast, expand and reshape"
-_BY_CUTS = "communications follow from the meshes and cuts of tensors"
+_BY_CUTS = "shard tensors with fuser.shard; the compiler inserts the communication"
 
 SPELLED: Mapping[str, str] = {
     **{other: f"it is called {row.name}" for row in POINTWISE.values() for other in row.near},
@@ -435,7 +441,7 @@ SPELLED: Mapping[str, str] = {
     "norm": "write sqrt(sum(mul(x, x), dim))",
     "any": "write gt(sum(mask, dim), 0)",
     "all": "write eq(sum(mask, dim), n)",
-    "argmax": "take the places that topk gives",
+    "argmax": "use the indices that topk(x, 1, dim) returns",
     "logsumexp": "write m = max(x, dim, True), then add(max(x, dim), log(sum(exp(x - m), dim)))",
     "batch_norm": "write it with var_mean(x, [0, 2, 3], 0, True), sub, rsqrt and mul",
     "one_hot": "write eq(broadcast(ids, [False, True]), iota(n))",
@@ -448,7 +454,7 @@ SPELLED: Mapping[str, str] = {
     "full_like": "write full(x.shape(), value, x.dtype())",
     "zeros_like": "write full(x.shape(), 0.0, x.dtype())",
     "ones_like": "write full(x.shape(), 1.0, x.dtype())",
-    "stack": "write a cat of what broadcast gives a new axis",
+    "stack": "give each tensor a new axis with broadcast, then concatenate them with cat",
     **dict.fromkeys(("split", "chunk", "narrow", "unbind"), _SLICE),
     **dict.fromkeys(("tile", "repeat"), _BY_PARTS),
     **dict.fromkeys(("all_reduce", "allreduce", "all_gather", "allgather"), _BY_CUTS),

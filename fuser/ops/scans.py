@@ -1,6 +1,6 @@
 """Op functions along one axis: scans, sorting and the largest elements.
 
-Library ops: torch carries them out. The axis is whole on every device: one that a mesh cuts is
+They are library ops: torch runs them. Every device needs the whole axis; if it is sharded, it is
 gathered first. An expanded axis counts with all its elements.
 """
 
@@ -34,7 +34,7 @@ from fuser.ops.factories import full_tensor
 from fuser.ops.reduction_table import REDUCTIONS
 from fuser.support.errors import DtypeError, user_line
 
-# What a scan does to two elements.
+# The op with which a scan combines two elements.
 _JOINS = {
     "add": elementwise.ELEMENTWISE["add"],
     "mul": elementwise.ELEMENTWISE["mul"],
@@ -57,37 +57,53 @@ def _check_dtype(
 
 
 def _widened(tv: TensorView) -> TensorView:
-    """Returns floats of one byte as Float, as torch computes with none; others as they are."""
+    """Returns floats of one byte as Float, because torch cannot compute with them; others
+    unchanged."""
     return cast_tensor(tv, DataType.Float) if tv.dtype() in FLOAT8 else tv
 
 
 def _axes(tv: TensorView) -> list[IterDomain]:
-    """Creates the axes of a result whose elements may all differ."""
+    """Creates the axes of a result whose elements may all differ: no axis is expanded."""
     fusion = active_fusion()
     return [fusion.new_axis(a.extent, a.kind) for a in map(unexpanded, axes_of(tv))]
 
 
 # ------------------------------------------------------------------ scans
 def cumsum(arg: TensorView, dim: int, init: ScalarLike | None = None) -> TensorView:
-    """Appends the sums of all elements up to each along axis `dim`, which begin with `init`.
+    """Computes the sum of all elements up to each position along axis `dim`, plus `init`.
 
-    Half, BFloat16 and Float8 are added up in Float; integers keep their dtype, and wrap.
+    Half, BFloat16 and Float8 are added up in Float. Integers keep their dtype, and wrap.
+
+    Raises:
+        DefinitionError: there is no axis `dim`.
+        DtypeError: the operand is Bool, or `init` is of another category.
     """
     return _scan("add", arg, dim, init)
 
 
 def cumprod(arg: TensorView, dim: int, init: ScalarLike | None = None) -> TensorView:
-    """Appends the products of all elements up to each along axis `dim`, which begin with `init`."""
+    """Computes the product of all elements up to each position along axis `dim`, times `init`.
+
+    Dtypes and errors are as for `cumsum`.
+    """
     return _scan("mul", arg, dim, init)
 
 
 def cummax(arg: TensorView, dim: int, init: ScalarLike | None = None) -> TensorView:
-    """Appends the largest of all elements up to each along axis `dim`, and of `init`. NaN wins."""
+    """Computes the maximum of all elements up to each position along axis `dim`, and of `init`.
+
+    NaN counts as larger than all numbers. Errors are as for `cumsum`; complex operands are a
+    `DtypeError`, too.
+    """
     return _scan("max", arg, dim, init)
 
 
 def cummin(arg: TensorView, dim: int, init: ScalarLike | None = None) -> TensorView:
-    """Appends the least of all elements up to each along axis `dim`, and of `init`. NaN wins."""
+    """Computes the minimum of all elements up to each position along axis `dim`, and of `init`.
+
+    NaN counts as smaller than all numbers. Errors are as for `cumsum`; complex operands are a
+    `DtypeError`, too.
+    """
     return _scan("min", arg, dim, init)
 
 
@@ -101,7 +117,7 @@ def _scan(kind: str, arg: TensorView, dim: int, init: ScalarLike | None) -> Tens
     if init is not None:
         init = _first(name, arg, init)
     if not arg.ndim or (axes_of(arg)[axis].is_broadcast and axes_of(arg)[axis].expanded is None):
-        # There is one element.
+        # The axis has a single element.
         if init is None:
             return elementwise.copy_tensor(arg)
         joined = _JOINS[kind](init, arg)
@@ -116,7 +132,7 @@ def _scan(kind: str, arg: TensorView, dim: int, init: ScalarLike | None) -> Tens
 
 
 def _first(name: str, arg: TensorView, init: ScalarLike) -> Scalar:
-    """Returns what a scan begins with in the dtype of the tensor."""
+    """Returns the initial value of a scan in the dtype of the tensor."""
     if not isinstance(init, Scalar):
         return number_in(init, arg.dtype(), name)
     if category(init.dtype) != category(arg.dtype()):
@@ -131,10 +147,14 @@ def _first(name: str, arg: TensorView, init: ScalarLike) -> Scalar:
 def argsort(
     arg: TensorView, dim: int, descending: bool = False, stable: bool = False
 ) -> TensorView:
-    """Appends the places (Int) of the elements along axis `dim` in their order; where `stable`,
-    equal ones keep theirs.
+    """Returns the indices (Int) that sort the elements along axis `dim`; with `stable`, equal
+    elements keep their order.
 
-    NaN is above all numbers.
+    NaN counts as larger than all numbers.
+
+    Raises:
+        DefinitionError: there is no axis `dim`.
+        DtypeError: the operand is complex.
     """
     name = "argsort"
     _check_dtype(name, arg, bools=True)
@@ -150,10 +170,16 @@ def argsort(
 def topk(
     arg: TensorView, k: SizeLike, dim: int = -1, largest: bool = True, sorted: bool = False
 ) -> tuple[TensorView, TensorView]:
-    """Appends the `k` largest elements along axis `dim`, or the least, and their places (Int); in
-    their order, whether `sorted` asks for it or not.
+    """Returns the `k` largest (or, without `largest`, smallest) elements along axis `dim`, and
+    their indices (Int).
 
-    NaN is above all numbers. Which of equal elements are taken is not said.
+    - The results are always in order, also without `sorted`.
+    - NaN counts as larger than all numbers.
+    - Of equal elements, any may be selected.
+
+    Raises:
+        DefinitionError: there is no axis `dim`, or a constant `k` exceeds a constant size.
+        DtypeError: the operand is Bool or complex.
     """
     name = "topk"
     _check_dtype(name, arg)

@@ -5,8 +5,8 @@ Imports: `fuser.support` and `fuser.ir`.
 Files, in reading order:
 
 - `meaning`: one torch function per node.
-- `library_calls`: calls that write into a buffer or keep what the caller lends.
+- `library_calls`: calls that write into a given buffer, or return results in torch's own memory.
 - `matmul_calls`: products, scaled and grouped, and the layouts that their kernels demand.
-- `attention_kernels`: which of torch's attention kernels is taken, and the call of it.
+- `attention_kernels`: which of torch's attention kernels runs a call, and how it is called.
 - `philox`: torch's random number generator, number by number.
 """

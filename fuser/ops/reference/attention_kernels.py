@@ -1,13 +1,15 @@
-"""The kernels that torch has for attention, as functions of operands [N, H, L, E].
+"""Torch's attention kernels, as functions of operands [N, H, L, E].
 
-Each of `KERNELS` says which calls it takes, computes output and log_sumexp, and their gradients.
-`ORDERS` says which of them is asked first: by the call, its shape and the machine. A call that none
-takes is computed step by step (`attention_calls`).
+- `KERNELS`: each kernel says which calls it supports, and computes output, log_sumexp and
+  gradients.
+- `ORDERS`: the order in which kernels are tried. It depends on the call, its shape and the machine.
+- A call that no kernel supports is computed step by step, by products and a softmax.
 
-A choice follows from `AttentionCase` alone, which an op and its gradient have in common, and never
-from how tensors lie: operands that a kernel does not take as they lie are copied. log_sumexp is the
-same for all kernels, so that forward and gradient may take different ones. Where numbers are
-dropped, both take the same one, so that both drop the same numbers.
+The choice depends only on `AttentionCase`, which an op and its gradient share. It does not depend
+on strides: operands whose strides a kernel does not support are copied.
+
+All kernels compute the same log_sumexp, so the forward op and its gradient may use different
+kernels. With dropout both use the same one, so that both drop the same weights.
 """
 
 from __future__ import annotations
@@ -28,19 +30,20 @@ Operands = tuple[Tensor, Tensor, Tensor]
 HALF = (torch.float16, torch.bfloat16)
 CUDA_DEVICES = ("cuda",)
 _AMPERE, _HOPPER, _BLACKWELL = (8, 0), (9, 0), (10, 0)
-# cuDNN that takes lengths which are no multiples of 128; torch itself prefers it from there on.
+# The first version of cuDNN that supports lengths other than multiples of 128. From this version
+# on, torch itself prefers cuDNN.
 _CUDNN = 91501
-# Heads of at most so many elements: of all kernels; of cuDNN's gradient, but for equal ones of 256,
-# from the version behind this one on.
+# The largest size of a head: for all kernels; for cuDNN's gradient, in versions after
+# _CUDNN_HEADS. There, heads of keys and values that both have 256 elements are supported, too.
 _MAX_HEAD, _MAX_CUDNN_HEAD, _CUDNN_HEADS = 256, 128, 92200
-# Batches and heads of cuDNN.
+# The largest number of batches, and of heads, of one kernel call.
 _MAX_BATCH = 65535
-# Operations of a forward call below which the start of a kernel is most of its time: half of what
-# was measured as even on an H200 (benchmarks/notes.md).
+# Below this number of operations, most of a forward call's time is the start of its kernel: half
+# of the break-even that was measured on an H200 (benchmarks/notes.md).
 _SMALL, _FEW_KEYS = 250e6, 256
-# Memory-efficient attention: rows of log_sumexp that its gradient reads at once.
+# Memory-efficient attention: its gradient reads so many rows of log_sumexp at once.
 _LSE_ROWS = 32
-# What threads load at once: bytes, and elements of what is added.
+# A vector load of a thread, in bytes; and in elements of the bias.
 _WORD, _ADDED = 16, 8
 # cuDNN drops with probabilities that are multiples of this.
 _CUDNN_DROPOUT = 1 / 16
@@ -48,8 +51,11 @@ _CUDNN_DROPOUT = 1 / 16
 
 @dataclass(frozen=True)
 class Attention:
-    """The numbers of a call; `name` is the op's, for errors. No scale: 1/sqrt(E). `heads_per_key`:
-    by how many heads of queries each head of keys is read; None where that is not declared."""
+    """The numbers of a call, and the op's `name` for error messages.
+
+    - `scale` is None for 1/sqrt(E).
+    - `heads_per_key` is the number of query heads that read each key head; None if not declared.
+    """
 
     name: str
     dropout_p: float
@@ -62,7 +68,7 @@ class Attention:
             raise InputError(f"{self.name}: dropout_p is from 0 to below 1, not {self.dropout_p}")
 
     def factor(self, query: Tensor) -> float:
-        """Returns what scores are multiplied by."""
+        """Returns the factor of the scores."""
         if self.scale is not None:
             return float(self.scale)
         return max(query.shape[-1], 1) ** -0.5
@@ -70,9 +76,13 @@ class Attention:
 
 @dataclass(frozen=True)
 class Given:
-    """What forward reads: `added` is added to scores, None for nothing. Where nobody reads
-    log_sumexp (`reads_sums`), it may be undefined. Keys and values may have fewer heads: each is
-    read by as many heads of queries, one after the other."""
+    """The operands of the forward computation.
+
+    - `added` is added to the scores; None for nothing.
+    - `reads_sums`: whether log_sumexp is needed. If not, it may be undefined.
+    - Keys and values may have fewer heads than queries. Each then serves as many consecutive query
+      heads.
+    """
 
     call: Attention
     query: Tensor
@@ -83,12 +93,13 @@ class Given:
 
     @property
     def factor(self) -> float:
+        """The factor of the scores."""
         return self.call.factor(self.query)
 
 
 @dataclass(frozen=True)
 class Forward:
-    """Output, log_sumexp, and the seed of what was dropped; None where nothing is."""
+    """The results of the forward computation; `seed` is that of dropout, None without dropout."""
 
     out: Tensor
     log_sumexp: Tensor
@@ -97,7 +108,7 @@ class Forward:
 
 @dataclass(frozen=True)
 class SavedResults:
-    """What a gradient reads beside operands: results of forward."""
+    """The results of the forward computation that the gradient reads."""
 
     out: Tensor
     log_sumexp: Tensor
@@ -107,8 +118,8 @@ class SavedResults:
 
 # ------------------------------------------------------------------ facts
 class DeviceKind(NamedTuple):
-    """A kind of device: its type, compute capability ((0, 0): not CUDA's), and cuDNN's version (0:
-    none)."""
+    """A kind of device: its type, CUDA compute capability ((0, 0) for others), and cuDNN's version
+    (0 for none)."""
 
     device_type: str
     capability: tuple[int, int] = (0, 0)
@@ -116,18 +127,19 @@ class DeviceKind(NamedTuple):
 
     @property
     def is_cuda(self) -> bool:
+        """Whether torch's CUDA kernels for attention run on this device (Ampere and later)."""
         return self.device_type in CUDA_DEVICES and self.capability >= _AMPERE
 
     @property
     def prefers_cudnn(self) -> bool:
-        """Whether cuDNN has kernels of this architecture's own: torch's order, too."""
+        """Whether cuDNN has kernels for this architecture. torch prefers them then, too."""
         is_one = self.capability[0] in (_HOPPER[0], _BLACKWELL[0])
         return self.is_cuda and is_one and self.cudnn >= _CUDNN
 
 
 @cache
 def machine_of(device: torch.device) -> DeviceKind:
-    """Returns what a device is."""
+    """Returns the kind of a device."""
     if device.type not in CUDA_DEVICES or not torch.backends.cuda.is_flash_attention_available():
         return DeviceKind(device.type)
     cudnn = torch.backends.cudnn.version() if torch.backends.cudnn.is_available() else None
@@ -136,8 +148,11 @@ def machine_of(device: torch.device) -> DeviceKind:
 
 @dataclass(frozen=True)
 class AttentionCase:
-    """All that decides which kernel carries out a call: the extents of [N, H, L, E] and of [N,
-    `groups`, S, V], the dtypes of operands and of what is added (None: nothing is)."""
+    """All facts that decide which kernel runs a call.
+
+    - The sizes of query [N, H, L, E], and of keys and values [N, `groups`, S, V].
+    - The dtypes of the operands and of the bias (None without a bias).
+    """
 
     machine: DeviceKind
     n: int
@@ -155,6 +170,7 @@ class AttentionCase:
 
     @staticmethod
     def of(given: Given, *, is_backward: bool = False) -> AttentionCase:
+        """Returns the facts of a call."""
         query, key, added = given.query, given.key, given.added
         n, h, rows, e = query.shape
         return AttentionCase(
@@ -175,42 +191,48 @@ class AttentionCase:
 
     @property
     def is_half(self) -> bool:
+        """Whether the operands are half floats: float16 or bfloat16."""
         return self.dtype in HALF
 
     @property
     def adds_alike(self) -> bool:
-        """Whether nothing is added, or what is not rounded when it is."""
+        """Whether there is no bias, or one of the operands' dtype, which a kernel adds without
+        rounding it."""
         return self.added in (None, self.dtype)
 
     @property
     def needs_gradient(self) -> bool:
-        """Whether a kernel has to know the gradient: also forward, where it drops numbers."""
+        """Whether the kernel must also support the gradient: with dropout, already for the
+        forward."""
         return self.is_backward or self.dropout_p > 0
 
     @property
     def flops(self) -> float:
-        """Operations of the forward call."""
+        """The number of operations of the forward call."""
         whole = 2.0 * self.n * self.h * self.l * self.s * (self.e + self.v)
         return whole / 2 if self.is_causal else whole
 
     @property
     def is_small(self) -> bool:
-        """Whether the start of a kernel is most of a forward call's time."""
+        """Whether most of a forward call's time is the start of its kernel."""
         few = self.s <= _FEW_KEYS and self.flops < _SMALL
         return few and self.groups == self.h and not self.is_backward
 
 
-# Of (query, key, value), and of what is added where anything is.
+# (query, key, value), and the bias if there is one -> (output, log_sumexp).
 Plain = Callable[..., tuple[Tensor, Tensor]]
-# Of (grad, query, key, value, out, log_sumexp).
+# (grad, query, key, value, out, log_sumexp) -> gradients of query, key and value.
 PlainBackward = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor], Sequence[Tensor]]
 
 
 @dataclass(frozen=True)
 class AttentionKernel:
-    """A kernel, and which calls it takes. `plain` returns how output and log_sumexp are computed of
-    (query, key, value, what is added) that it takes as they lie, None for others;
-    `plain_backward` how the gradients are."""
+    """A kernel, and which calls it supports.
+
+    `plain` returns a function from (query, key, value, bias) to output and log_sumexp, which calls
+    torch once and copies nothing. It returns None if the given operands would need a copy.
+    `plain_backward` does the same for the gradients.
+    """
 
     takes: Callable[[AttentionCase], bool]
     forward: Callable[[Given], Forward]
@@ -222,20 +244,20 @@ class AttentionKernel:
 
 
 def order_for(facts: AttentionCase) -> tuple[str, ...]:
-    """Returns the names of kernels in the order in which they are asked."""
+    """Returns the names of kernels in the order in which they are tried."""
     return next(names for _, holds, names in ORDERS if holds(facts))
 
 
 def name_for(facts: AttentionCase) -> str | None:
-    """Returns the name of the kernel that carries out a call; None for step by step."""
+    """Returns the name of the kernel for a call, or None if it is computed step by step."""
     return next((name for name in order_for(facts) if KERNELS[name].takes(facts)), None)
 
 
 def kernel_for(given: Given, *, is_backward: bool = False) -> AttentionKernel | None:
-    """Returns the kernel that carries out a call; None for what is computed step by step."""
+    """Returns the kernel for a call, or None if it is computed step by step."""
     if not all(t.numel() for t in (given.query, given.key, given.value)) or given.factor <= 0:
-        # Of scores times a factor that is not above 0, the largest are others than those of
-        # products; and -inf becomes NaN.
+        # Kernels take the maximum before they multiply by the factor. A factor of 0 or below
+        # changes which score is the largest, and makes NaN of -inf.
         return None
     name = name_for(AttentionCase.of(given, is_backward=is_backward))
     return None if name is None else KERNELS[name]
@@ -243,13 +265,14 @@ def kernel_for(given: Given, *, is_backward: bool = False) -> AttentionKernel | 
 
 # ------------------------------------------------------------------ torch's calls
 def _call(name: str) -> Callable[..., Any]:
-    """Returns a function of torch's, in the form that costs the host least."""
+    """Returns a function of torch, in the form with the least overhead on the host."""
     found = getattr(torch, name, None)
     return found or getattr(torch.ops.aten, name)
 
 
 class TorchAttention:
-    """Torch's functions of attention."""
+    """Torch's attention functions, of which each kernel calls one for the forward and one for the
+    gradient."""
 
     cudnn = staticmethod(_call("_scaled_dot_product_cudnn_attention"))
     cudnn_backward = staticmethod(_call("_scaled_dot_product_cudnn_attention_backward"))
@@ -263,16 +286,18 @@ class TorchAttention:
 
 # ------------------------------------------------------------------ operands
 def last_dense(t: Tensor) -> Tensor:
-    """Returns a tensor whose elements along the last axis lie one behind the other."""
+    """Returns a tensor whose last axis has stride 1; copies if necessary."""
     return t if t.stride(-1) == 1 else t.contiguous()
 
 
 def wide(dtype: torch.dtype) -> torch.dtype:
+    """Returns the dtype in which values of a dtype are computed: float32 for half floats."""
     return torch.float32 if dtype in HALF else dtype
 
 
 def repeated_heads(t: Tensor, heads: int) -> Tensor:
-    """Returns keys or values of so many heads: each of theirs as often as queries read it."""
+    """Returns keys or values with `heads` heads: each head is repeated for the query heads that
+    read it."""
     n, groups, *rest = t.shape
     if groups == heads:
         return t
@@ -282,19 +307,20 @@ def repeated_heads(t: Tensor, heads: int) -> Tensor:
 
 
 def summed_heads(grad: Tensor, groups: int) -> Tensor:
-    """Returns the gradient of keys or values of fewer heads, from that of all."""
+    """Returns the gradient of keys or values with `groups` heads, summed from that of all query
+    heads."""
     n, heads, *rest = grad.shape
     return grad if heads == groups else grad.view(n, groups, heads // groups, *rest).sum(2)
 
 
 def _in_words(t: Tensor) -> Tensor:
-    """Returns a tensor with whole words per head."""
+    """Returns a tensor whose heads are padded to whole vectors of 16 bytes."""
     missing = -t.shape[-1] % (_WORD // t.itemsize)
     return F.pad(t, (0, missing)) if missing else last_dense(t)
 
 
 def _aligned(t: Tensor) -> bool:
-    """Whether every row begins at a word."""
+    """Whether every row begins at a multiple of 16 bytes."""
     unit = _WORD // t.itemsize
     steps = (step for n, step in zip(t.shape[:-1], t.stride()[:-1], strict=True) if n > 1)
     return t.stride(-1) == 1 and t.data_ptr() % _WORD == 0 and not any(s % unit for s in steps)
@@ -305,7 +331,7 @@ def _copy(t: Tensor) -> Tensor:
 
 
 def _by_words(t: Tensor) -> Tensor:
-    """Returns a tensor of whole words per head, whose rows begin at words."""
+    """Returns a tensor of which every row is whole vectors of 16 bytes and is aligned to them."""
     t = _in_words(t)
     return t if _aligned(t) else _copy(t)
 
@@ -316,7 +342,7 @@ def _is_by_words(t: Tensor) -> bool:
 
 
 def _dense_like(t: Tensor, like: Tensor) -> Tensor:
-    """Returns a tensor without gaps whose axes lie in the order of those of `like`."""
+    """Returns a tensor without gaps whose strides have the order of those of `like`."""
     strides, step = [0] * t.dim(), 1
     for axis in sorted(range(t.dim()), key=lambda k: (like.stride(k), -k)):
         strides[axis], step = step, step * t.shape[axis]
@@ -327,10 +353,12 @@ def _dense_like(t: Tensor, like: Tensor) -> Tensor:
 
 
 def _bias(added: Tensor, rows: int, columns: int) -> Tensor:
-    """Returns scores to be added, for all of rows and columns; their rows begin at words, and have
-    whole ones in memory. What is repeated along other axes stays so."""
+    """Returns a bias for all rows and columns, whose rows are padded and aligned to vectors.
+
+    Axes that are expanded in `added` stay expanded.
+    """
     added = added.expand(*added.shape[:2], rows, columns)
-    # One element of what is repeated is copied.
+    # Only one element of an expanded axis is copied.
     once = added
     for axis, step in enumerate(added.stride()[:-1]):
         once = once.narrow(axis, 0, 1) if not step else once
@@ -343,7 +371,7 @@ def _bias(added: Tensor, rows: int, columns: int) -> Tensor:
 
 
 def _rows_seen(added: Tensor, *, is_causal: bool) -> Tensor:
-    """Returns which rows of scores have any that count."""
+    """Returns for each row of scores whether it has a score other than -inf."""
     seen = added.isneginf().logical_not_()
     return (seen.tril_() if is_causal else seen).any(-1)
 
@@ -366,7 +394,7 @@ def _cudnn_takes(f: AttentionCase) -> bool:
 
 def _cudnn(given: Given) -> Forward:
     call, query, value = given.call, given.query, given.value
-    # With a bias the kernel that also writes the sums is the faster one.
+    # With a bias, the kernel that also writes log_sumexp is faster.
     found = TorchAttention.cudnn(
         *map(_by_words, (query, given.key, value)),
         _cudnn_bias(given),
@@ -383,7 +411,7 @@ def _cudnn(given: Given) -> Forward:
 
 
 def _cudnn_bias(given: Given) -> Tensor | None:
-    """Returns scores to be added: of batches, heads and rows those that are there, of all keys."""
+    """Returns the bias with all columns; batches, heads and rows of size 1 stay."""
     added = given.added
     if added is None:
         return None
@@ -393,7 +421,7 @@ def _cudnn_bias(given: Given) -> Tensor | None:
 
 
 def _begins_dense(t: Tensor) -> bool:
-    """Whether a tensor begins at a word, and its elements along the last axis are dense."""
+    """Whether a tensor is aligned to 16 bytes, and its last axis has stride 1."""
     return t.stride(-1) == 1 and t.data_ptr() % _WORD == 0
 
 
@@ -424,8 +452,8 @@ def _cudnn_backward(
     call: Attention, grad: Tensor, operands: Operands, kept: SavedResults
 ) -> list[Tensor]:
     query, key, value = map(_by_words, operands)
-    # Torch keeps one plan for queries, keys and values that lie alike: the two others lie as
-    # forward's output does.
+    # Torch caches one plan per strides of queries, keys and values. It assumes that output and
+    # gradient have the strides of the forward's output.
     out, grad = (_dense_like(_in_words(t), query) for t in (kept.out, grad))
     seeds = kept.seed.view(torch.int64).unbind() if call.dropout_p else (kept.log_sumexp,) * 2
     found = TorchAttention.cudnn_backward(
@@ -471,7 +499,7 @@ def _cudnn_plain_backward(given: Given, grad: Tensor, kept: SavedResults) -> Pla
 def _flash_takes(f: AttentionCase) -> bool:
     if f.added is not None or not f.machine.is_cuda or not f.is_half:
         return False
-    # It counts the place of a causal query from the last key.
+    # The kernel aligns causal queries with the last key, not with the first.
     is_square = not f.is_causal or f.l == f.s
     return f.e == f.v <= _MAX_HEAD and is_square and max(f.n, f.h) <= _MAX_BATCH
 
@@ -485,7 +513,7 @@ def _flash(given: Given) -> Forward:
         scale=given.factor,
     )
     out, log_sumexp, seed = found[0], found[1], found[6]
-    # Without dropout torch leaves the seed as it finds it.
+    # Without dropout torch does not write the seed.
     kept = seed.view(torch.uint64) if call.dropout_p else None
     return Forward(out[..., : value.shape[-1]], log_sumexp[..., : query.shape[-2]], kept)
 
@@ -530,7 +558,7 @@ def _flash_backward(
 
 # ------------------------------------------------------------------ memory-efficient, on CUDA
 def _efficient_takes(f: AttentionCase) -> bool:
-    # What is added is rounded to the operands' dtype: only one of that is taken.
+    # A bias is rounded to the operands' dtype, so only a bias of this dtype is supported.
     is_known = f.is_half or f.dtype is torch.float32
     is_small = max(f.n, f.h) <= _MAX_BATCH
     return f.machine.is_cuda and is_known and f.adds_alike and is_small and not f.dropout_p
@@ -551,7 +579,7 @@ def _efficient(given: Given) -> Forward:
     )
     out, log_sumexp = found[0][..., : value.shape[-1]], found[1][..., :rows]
     if bias is not None and given.reads_sums:
-        # Of a row without scores torch gives 0.
+        # torch's log_sumexp of a row without scores is 0.
         seen = _rows_seen(bias, is_causal=call.is_causal)
         log_sumexp = log_sumexp.masked_fill(~seen, -torch.inf)
     return Forward(out, log_sumexp)
@@ -579,7 +607,7 @@ def _efficient_plain(given: Given) -> Plain | None:
 
     if added is not None or n * heads > _MAX_BATCH or not all(t.is_contiguous() for t in operands):
         return forward
-    # It writes [N, L, H, E]: of one head each, the output lies as the query does.
+    # The kernel writes [N, L, H, E]. With one head per batch, the output has the query's strides.
     by_query, by_key, by_value = ((n * heads, 1, *t.shape[2:]) for t in operands)
     by_out = n, heads, rows, given.value.shape[-1]
 
@@ -587,7 +615,7 @@ def _efficient_plain(given: Given) -> Plain | None:
         query: Tensor, key: Tensor, value: Tensor, added: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
         del added
-        # Numbers one by one are read by torch in two thirds of the time of a tuple.
+        # torch reads separate numbers in two thirds of the time that a tuple takes.
         found = run(
             query.view(*by_query),
             key.view(*by_key),
@@ -611,8 +639,8 @@ def _efficient_backward(
     query, key, value = operands
     heads, groups, rows = query.shape[1], key.shape[1], query.shape[-2]
     unused = torch.empty((), dtype=torch.int64, device=grad.device)
-    # The kernel for half floats looks for rows of the output where they are in a contiguous one
-    # [N, L, H, E]: it knows no stride of them.
+    # The kernel for half floats ignores the strides of the output, and assumes that it is
+    # contiguous as [N, L, H, E].
     out = _by_words(kept.out).transpose(1, 2).contiguous().transpose(1, 2)
     found = TorchAttention.efficient_backward(
         _by_words(grad),
@@ -635,7 +663,7 @@ def _efficient_backward(
 # ------------------------------------------------------------------ torch's kernel of the CPU
 def _cpu_takes(f: AttentionCase) -> bool:
     fits = f.machine.device_type == "cpu" and f.e == f.v
-    # Which rows a bias and the order of keys leave without any is not told.
+    # With a bias and a causal mask together, the kernel does not show which rows have no scores.
     return fits and not f.dropout_p and (f.added is None or not f.is_causal)
 
 
@@ -651,7 +679,7 @@ def _cpu(given: Given) -> Forward:
         scale=given.factor,
     )
     if mask is not None and given.reads_sums:
-        # Of a row without scores torch gives 0.
+        # torch's log_sumexp of a row without scores is 0.
         log_sumexp = log_sumexp.masked_fill(mask.isneginf().all(-1), -torch.inf)
     return Forward(out, log_sumexp)
 
@@ -663,7 +691,7 @@ def _cpu_plain(given: Given) -> Plain | None:
         return None
     if added is not None and added.dtype is not wide(given.query.dtype):
         return None
-    # Those of doubles are rounded.
+    # The kernel rounds log_sumexp of doubles to float32.
     if given.reads_sums and (added is not None or given.query.dtype is torch.float64):
         return None
     run, is_causal, factor = TorchAttention.cpu, given.call.is_causal, given.factor
@@ -700,11 +728,11 @@ KERNELS: dict[str, AttentionKernel] = {
     ),
     "cpu": AttentionKernel(_cpu_takes, _cpu, _cpu_backward, _cpu_plain),
 }
-# (calls and machines, whether a call is one of them, kernels in the order in which they are asked):
-# the first row that holds. Measured on an H200: benchmarks/notes.md.
+# (description, test of a call, kernels in the order in which they are tried). The first row whose
+# test holds is used. Measured on an H200: benchmarks/notes.md.
 ORDERS: Sequence[tuple[str, Callable[[AttentionCase], bool], tuple[str, ...]]] = (
     ("a CPU", lambda f: not f.machine.is_cuda, ("cpu",)),
-    # Each has a start of its own: 5 us, 10 us, 10 us. Gradients of the first are less exact.
+    # The kernels take 5 us, 10 us and 10 us to start. Gradients of the first are less exact.
     (
         "Hopper and Blackwell, forward, few operations of few keys, as many heads of keys",
         lambda f: f.machine.prefers_cudnn and f.is_small,
@@ -720,13 +748,12 @@ ORDERS: Sequence[tuple[str, Callable[[AttentionCase], bool], tuple[str, ...]]] =
 
 
 # ----------------------------------------------------------------------
-# How torch computes attention: its kernels where they take the operands, else step by step.
-#
-# Operands are [.., N, H, L, E]. All ways give the same results, but for which numbers are dropped.
+# Attention on operands [.., N, H, L, E]: by torch's kernels where they support the call, else step
+# by step. Both have the same results, except for which weights dropout drops.
 
-# Of output, log_sumexp, philox_seed and philox_offset, which are read.
+# Which of output, log_sumexp, philox_seed and philox_offset are read: all.
 ALL = (True, True, True, True)
-# Stands for what nobody reads.
+# The result in place of one that nothing reads.
 _NOTHING = torch.empty(0)
 
 
@@ -741,9 +768,11 @@ def forward(
     is_oracle: bool = False,
     reads: tuple[bool, ...] = ALL,
 ) -> list[Tensor]:
-    """Returns output, log_sumexp, philox_seed and philox_offset; in float64 where the operands are
-    and `is_oracle` says that nothing else will do. What nobody `reads`, but for the output, has no
-    elements."""
+    """Returns output, log_sumexp, philox_seed and philox_offset.
+
+    - `is_oracle`: computes step by step, in float64 for float64 operands.
+    - `reads`: which results are read. A result that is not read, other than the output, is empty.
+    """
     _check(call, *operands)
     query, key, value = _met(call, operands)
     shape = query.shape[:-1]
@@ -767,8 +796,10 @@ def plain_kernel(
     *,
     reads: tuple[bool, ...],
 ) -> Plain | None:
-    """Returns what computes output and log_sumexp in one call of torch's, of operands that lie like
-    these; None where operands or results have to be made otherwise."""
+    """Returns a function that computes output and log_sumexp in one torch call and copies nothing.
+
+    It is valid for operands with these shapes and strides. None if operands or results need a copy.
+    """
     if mask is not None or operands[0].dim() != 4 or operands[0].is_meta:
         return None
     _check(call, *operands)
@@ -790,14 +821,17 @@ def plain_forward(
     *,
     reads: tuple[bool, ...],
 ) -> Callable[..., Sequence[Tensor]] | None:
-    """Returns what computes the results of `forward` as `plain_kernel` does, of (query, key, value,
-    bias); None where that does not."""
+    """Returns a function from (query, key, value, bias) to the results of `forward`, by
+    `plain_kernel`.
+
+    None if `plain_kernel` returns None.
+    """
     plain, device = plain_kernel(call, operands, bias, mask, reads=reads), operands[0].device
     if plain is None:
         return None
     if not any(reads[2:]):
         return lambda *given: (*plain(*given), _NOTHING, _NOTHING)
-    # Kernels that may drop numbers are not plain.
+    # `plain_kernel` returns no kernel with dropout, so there is no seed.
     return lambda *given: (*plain(*given), *_seed(device, None, reads))
 
 
@@ -814,15 +848,15 @@ def _check(call: Attention, query: Tensor, key: Tensor, value: Tensor) -> None:
         for name, t in (("key", key), ("value", value)):
             if query.shape[-3] != call.heads_per_key * t.shape[-3]:
                 raise InputError(
-                    f"{call.name}: query has {query.shape[-3]} heads and {name} {t.shape[-3]} on "
-                    f"this device, where {call.heads_per_key} heads read each of {name}'s; over "
-                    f"devices the heads of {name} have to divide evenly, else repeat them"
+                    f"{call.name}: on this device query has {query.shape[-3]} heads and {name} "
+                    f"{t.shape[-3]}, but each head of {name} belongs to {call.heads_per_key} heads "
+                    f"of query: shard the heads of {name} evenly over the devices, or repeat them"
                 )
 
 
 def _met(call: Attention, operands: Operands) -> Operands:
-    """Returns the operands with equal batches; heads of keys that several heads of queries read
-    stay as few as they are."""
+    """Returns the operands with equal batch sizes. Key heads that several query heads read are not
+    repeated."""
     shapes = [t.shape[:-3] for t in operands]
     heads = [t.shape[-3] for t in operands]
     few = call.heads_per_key is not None or heads[1] == heads[2] == 1
@@ -841,7 +875,7 @@ def _met(call: Attention, operands: Operands) -> Operands:
 
 
 def _folded(t: Tensor) -> Tensor:
-    """Returns a tensor of four axes: those in front of N become a part of it."""
+    """Returns a tensor of four axes: axes before N are merged into N."""
     return t if t.dim() == 4 else t.flatten(0, -4)
 
 
@@ -861,8 +895,10 @@ def _given(
 
 
 def _added(bias: Tensor | None, mask: Tensor | None, query: Tensor) -> Tensor | None:
-    """Returns what is added to scores for a bias and a mask; of what a mask repeats one element is
-    made."""
+    """Returns the tensor that is added to the scores for a bias and a mask.
+
+    Axes that are expanded in the mask stay expanded.
+    """
     if mask is None:
         return bias
     # 0 and -inf are exact in every dtype.
@@ -875,7 +911,7 @@ def _added(bias: Tensor | None, mask: Tensor | None, query: Tensor) -> Tensor | 
 
 
 def _seed(device: torch.device, seed: Tensor | None, reads: tuple[bool, ...]) -> list[Tensor]:
-    """Returns seed and offset as a user gets them."""
+    """Returns the seed and the offset in the form in which a user gets them."""
 
     def zeros(shape: tuple[int, ...], *, is_read: bool) -> Tensor:
         if not is_read:
@@ -902,7 +938,10 @@ def backward(
     *,
     is_oracle: bool = False,
 ) -> list[Tensor]:
-    """Returns the gradients of the operands; `results` are those of `forward`."""
+    """Returns the gradients of the operands. `results` are those of `forward`.
+
+    `is_oracle`: computes step by step, in float64 for float64 operands.
+    """
     _check(call, *operands)
     if grad_output.is_meta:
         return [torch.empty_like(t) for t in operands]
@@ -911,7 +950,7 @@ def backward(
     folded = given.query, given.key, given.value
     grad = _folded(grad_output)
     kept = SavedResults(_folded(out), log_sumexp.reshape(grad.shape[:-1]), seed, offset)
-    # Of doubles, what forward gave is rounded to float32: too few digits for a kernel.
+    # The forward rounds log_sumexp of doubles to float32: too few digits for a kernel.
     has_digits = log_sumexp.dtype is wide(given.query.dtype) and not is_oracle
     kernel = kernel_for(given, is_backward=True) if has_digits else None
     if kernel is not None:
@@ -927,8 +966,11 @@ def plain_backward(
     operands: tuple[Tensor, Tensor, Tensor],
     results: tuple[Tensor, Tensor, Tensor, Tensor],
 ) -> PlainBackward | None:
-    """Returns what computes `backward` in one call of torch's, of (grad_output, query, key, value,
-    output, log_sumexp) that lie like these; None where operands have to be made otherwise."""
+    """Returns a function from (grad_output, query, key, value, output, log_sumexp) to the results
+    of `backward`, in one torch call without copies.
+
+    It is valid for operands with these shapes and strides. None if operands need a copy.
+    """
     if grad_output.dim() != 4 or grad_output.is_meta or results[1].dtype is not torch.float32:
         return None
     _check(call, *operands)
@@ -949,13 +991,13 @@ def _scores(call: Attention, query: Tensor, key: Tensor, added: Tensor | None) -
 
 
 def _weights(scores: Tensor, log_sumexp: Tensor) -> Tensor:
-    """Returns the softmax of scores; 0 in rows without any."""
+    """Returns the softmax of scores; 0 in rows in which all scores are -inf."""
     lse = log_sumexp.unsqueeze(-1)
     return torch.exp(scores - lse).masked_fill(lse.isneginf(), 0)
 
 
 def _kept(call: Attention, weights: Tensor, seed: Tensor | None) -> Tensor | None:
-    """Returns the factors of weights that are dropped, or are not; None where all are kept."""
+    """Returns the factors of dropout for the weights (0 or 1 / (1 - p)); None without dropout."""
     if not call.dropout_p or seed is None:
         return None
     places = torch.arange(weights.numel(), device=weights.device).view(weights.shape)
@@ -992,7 +1034,7 @@ def _step_by_step_backward(
     grad, query, key, value = (t.to(full) for t in (grad, *operands))
     key, value = (repeated_heads(t, heads) for t in (key, value))
     scores = _scores(call, query, key, None)
-    # What forward gave is rounded to float32.
+    # The forward rounds log_sumexp to float32.
     lse = torch.logsumexp(scores, -1) if full is torch.float64 else log_sumexp
     weights = _weights(scores, lse)
     kept = _kept(call, weights, seed)

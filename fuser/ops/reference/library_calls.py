@@ -1,8 +1,8 @@
-"""Calls of torch that write results of library ops into given tensors, without a later copy.
+"""Calls of torch that write the results of library ops into given tensors.
 
-A *call* is bound once for operands and results of one shape, dtype, layout and device. It makes the
-elements that the op's meaning in `fuser.ops.reference.meaning` makes, bit for bit: the first run of
-a program and later ones, and ranks that differ in this, agree.
+A *call* is bound once for operands and results of one shape, dtype, layout and device. Its results
+equal those of `fuser.ops.reference.meaning` bit for bit. So the first run of a program agrees with
+later runs, and ranks agree of which one runs the program for the first time.
 """
 
 from __future__ import annotations
@@ -37,10 +37,11 @@ LibraryCall = Callable[[Sequence[Tensor], Sequence[Tensor]], object]
 
 
 class Returning(NamedTuple):
-    """A call that torch has no other form of: it returns the results, in memory of their own.
+    """A call that cannot write into given tensors: it returns the results in new memory.
 
-    `direct` may return the first result, and others behind it, of the operands in `places` one by
-    one: a steady call, of which nothing else is read, does without lists of operands and results.
+    `direct` is a faster form, which a replayed plan uses if only the first result is read. It takes
+    the operands at `places` as separate arguments, without lists of operands and results. Its first
+    result is that of the op; any others are ignored.
     """
 
     make: Callable[[Sequence[Tensor]], Sequence[Tensor]]
@@ -49,8 +50,7 @@ class Returning(NamedTuple):
 
 
 class WritingOne(NamedTuple):
-    """A call that writes one result, the one in place `out`: torch's function of one operand and
-    numbers, with an `out`."""
+    """A call that writes one result, number `out`: a torch function of one operand and numbers."""
 
     function: Callable[..., object]
     numbers: tuple[object, ...]
@@ -60,38 +60,44 @@ class WritingOne(NamedTuple):
         return self.function(ins[0], *self.numbers, out=outs[self.out])
 
 
-# Of one byte: torch moves some of them and computes with none.
+# Floats of one byte: torch can copy some of them and compute with none.
 _FLOAT8, _HALF_LIKE = (frozenset(map(to_torch, dtypes)) for dtypes in (FLOAT8, HALF_LIKE))
 
 
 def as_bytes(x: Tensor) -> Tensor:
-    """Returns a tensor that torch can move in every way: floats of one byte as their bytes."""
+    """Returns floats of one byte as a view of their bytes, which torch can copy; others
+    unchanged."""
     return x.view(torch.uint8) if x.dtype in _FLOAT8 else x
 
 
 def as_byte(value: Number, dtype: torch.dtype) -> Number:
-    """Returns a number of a dtype as `as_bytes` holds it."""
+    """Returns a number in the form in which `as_bytes` stores it."""
     if dtype not in _FLOAT8:
         return value
     return torch.tensor(value, dtype=torch.float64).to(dtype).view(torch.uint8).item()
 
 
 class Kernels(GroupKernels, Protocol):
-    """Kernels that stand beside torch's calls on a device."""
+    """Kernels of this project that replace calls of torch on a device."""
 
     def scatter(self, out: Tensor, dim: int, index: Tensor, src: Tensor | int) -> None:
-        """Writes `src` at the positions of `index` that are in range."""
+        """Writes `src` at the positions of `index` that are in range; others are ignored."""
         ...
 
     def takes_scatter(self, out: Tensor, dim: int, index: Tensor, src: Tensor | None) -> bool:
-        """Returns whether `scatter` takes tensors like these."""
+        """Returns whether `scatter` supports tensors like these."""
         ...
 
 
 @record
 class CallOperands:
-    """What a call is bound for: tensors like those of each run, the values of symbols, which
-    results anything reads, and kernels beside torch's (None: torch alone)."""
+    """The data for which a call is bound.
+
+    - `ins`, `outs`: tensors with the shapes, dtypes and strides of every run.
+    - `values`: the values of symbols.
+    - `reads`: for each result, whether anything reads it.
+    - `kernels`: kernels that replace calls of torch; None for torch alone.
+    """
 
     ins: Sequence[Tensor]
     outs: Sequence[Tensor]
@@ -106,7 +112,7 @@ _EXTREMES = {"max": torch.cummax, "min": torch.cummin}
 
 
 def bind_scan(op: ScanOp, bound: CallOperands) -> LibraryCall | None:
-    """Binds a scan that begins with what changes nothing."""
+    """Binds a scan whose `init` is the identity; None for any other."""
     if sc.evaluate(op.init, bound.values) != REDUCTIONS[op.kind].identity(op.out.dtype()):
         return None
     dim = op.dim
@@ -115,35 +121,36 @@ def bind_scan(op: ScanOp, bound: CallOperands) -> LibraryCall | None:
         return lambda ins, outs: extremes(ins[0], dim, out=(outs[0], place()))
     sums, dtype = _SUMS[op.kind], bound.ins[0].dtype
     if dtype in _HALF_LIKE:
-        # Added up in float32, and rounded as it is written.
+        # Added up in float32. The copy rounds.
         return lambda ins, outs: outs[0].copy_(sums(ins[0], dim, dtype=torch.float32))
     return lambda ins, outs: sums(ins[0], dim, dtype=dtype, out=outs[0])
 
 
 def _places(bound: CallOperands, dtype: torch.dtype) -> Callable[[], Tensor]:
-    """Returns what makes a tensor that torch makes as large as a result that nobody asked for."""
+    """Returns a function that makes an empty tensor, into which torch writes a result that is not
+    read."""
     return partial(empty_on(bound.outs[0].device), (0,), (1,), dtype)
 
 
 # ------------------------------------------------------------------ order
 def bind_argsort(op: ArgsortOp, bound: CallOperands) -> LibraryCall:
-    """Binds a sort, whose places are the result."""
-    # Always stable: ranks that hold the same elements find the same places.
+    """Binds a sort, of which only the indices are a result."""
+    # Always stable, so that ranks with the same elements get the same indices.
     sort = partial(torch.sort, stable=True, dim=op.dim, descending=op.descending)
     place = _places(bound, bound.ins[0].dtype)
     return lambda ins, outs: sort(ins[0], out=(place(), outs[0]))
 
 
 def bind_topk(op: TopKOp, bound: CallOperands) -> LibraryCall:
-    """Binds topk; of one element, a reduction."""
+    """Binds topk; for k = 1, a reduction where torch has one with the same result."""
     found, dim, largest = bound.outs[0], op.dim, op.largest
     k = found.shape[dim]
-    # The least element counts NaN as the largest, which no reduction of torch does.
+    # For the smallest element, topk treats NaN as the largest value. No reduction of torch does.
     if k == 1 and (largest or not found.dtype.is_floating_point) and bound.ins[0].shape[dim]:
         return _one_element(bound, dim, largest)
 
     def topk(ins: Sequence[Tensor], outs: Sequence[Tensor]) -> None:
-        # In order even where nobody asked for it: torch's own order differs by device and size.
+        # Always sorted, because torch's order without it differs between devices and sizes.
         torch.topk(ins[0], k, dim, largest=largest, sorted=True, out=tuple(outs))
 
     return topk
@@ -155,14 +162,16 @@ def _one_element(bound: CallOperands, dim: int, largest: bool) -> LibraryCall:
     both = torch.max if largest else torch.min
     if reads_value and reads_place:
         return lambda ins, outs: both(ins[0], dim, keepdim=True, out=tuple(outs))
-    # The numbers: along which axis, and that it is kept.
+    # The two numbers are `dim` and `keepdim`.
     return WritingOne(value, (dim, True), 0) if reads_value else WritingOne(place, (dim, True), 1)
 
 
 # ------------------------------------------------------------------ products
 def bind_product(op: ProductOp, bound: CallOperands) -> LibraryCall | Returning:
-    """Binds a product with scales, or of groups: the latter by torch's own kernel for groups, where
-    it has one for the call."""
+    """Binds a product with scales, or of groups.
+
+    A product of groups uses torch's own kernel for groups, if torch has one for the call.
+    """
     fields = [field for field, _ in op.tensors() if field != "out"]
 
     def scaled(ins: Sequence[Tensor], outs: Sequence[Tensor]) -> None:
@@ -185,7 +194,7 @@ def bind_product(op: ProductOp, bound: CallOperands) -> LibraryCall | Returning:
 
 
 def bind_grouped_scales(op: GroupedScalesOp, bound: CallOperands) -> LibraryCall | None:
-    """Binds scales in tiles, which are written where they belong."""
+    """Binds a copy of scales into tiles; None for a result that is not contiguous."""
     out = bound.outs[0]
     if not out.is_contiguous():
         return None
@@ -200,13 +209,16 @@ def bind_grouped_scales(op: GroupedScalesOp, bound: CallOperands) -> LibraryCall
 
 # ------------------------------------------------------------------ writes at indices
 def is_inside(index: Tensor, extent: int) -> bool:
-    """Whether all positions are in range; the host waits for a device that has them."""
+    """Whether all positions are in range. The host waits for the device."""
     return not index.numel() or (int(index.min()) >= 0 and int(index.max()) < extent)
 
 
 def bind_scatter(op: ScatterOp, bound: CallOperands) -> LibraryCall | None:
-    """Binds a scatter: on a CPU after a look at the positions, on a GPU by a kernel of this
-    project, which leaves out those that are not in range."""
+    """Binds a scatter.
+
+    - On a CPU, the host first looks for positions out of range.
+    - On a GPU, a kernel of this project ignores them. None if it does not support the tensors.
+    """
     dim, dtype = op.dim, bound.outs[0].dtype
     number = None
     if isinstance(op.src, Scalar):
@@ -245,14 +257,16 @@ _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def _bits(number: Number, dtype: torch.dtype) -> int:
-    """Returns a number of a dtype, or the byte that stands for it, as an integer."""
+    """Returns the bits of a number of a dtype as an integer."""
     one = torch.tensor(number, dtype=torch.uint8 if dtype in _FLOAT8 else dtype)
     return int(one.view(_INTEGERS[one.element_size()]))
 
 
 def scattered(x: Tensor, dim: int, index: Tensor, src: Tensor | Number) -> Tensor:
-    """Returns a copy of `x` with `src` written at positions. There is one place more than `x` has,
-    which takes what is meant for none of them."""
+    """Returns a copy of `x` with `src` written at positions; positions out of range are ignored.
+
+    The memory has one more position than `x`, to which ignored elements are written.
+    """
     extent = x.shape[dim]
     out = x.new_empty([n + (k == dim) for k, n in enumerate(x.shape)])
     kept = out.narrow(dim, 0, extent)
@@ -263,8 +277,11 @@ def scattered(x: Tensor, dim: int, index: Tensor, src: Tensor | Number) -> Tenso
 
 
 def bind_index_put(op: IndexPutAccumulateOp, bound: CallOperands) -> LibraryCall | Returning:
-    """Binds a sum of rows: on a CPU into the result itself, where that has as many digits as the
-    sum; on a GPU into memory with room for what is meant for no row."""
+    """Binds a sum of rows.
+
+    - On a CPU it is summed in the result itself if its dtype has enough digits, else in float32.
+    - On a GPU it is summed in new memory with one more row, to which ignored rows are added.
+    """
     dtype = bound.outs[0].dtype
     is_wide = dtype not in _HALF_LIKE
 
@@ -288,19 +305,21 @@ def bind_index_put(op: IndexPutAccumulateOp, bound: CallOperands) -> LibraryCall
 
 
 def rows_added(acc: Tensor, index: Tensor, value: Tensor) -> Tensor:
-    """Returns `acc` with rows added in their order, wide; in memory that has one row more than
-    there are, which takes what is meant for none of them."""
+    """Returns `acc` with rows added one after the other, in float32 for half floats and Float8.
+
+    The memory has one more row than `acc`, to which rows for positions out of range are added.
+    """
     dtype = torch.float32 if acc.dtype in _HALF_LIKE else acc.dtype
     extent = len(acc)
     out = acc.new_empty([extent + 1, *acc.shape[1:]], dtype=dtype)
     kept = out.narrow(0, 0, extent)
     kept.copy_(acc)
-    # -1 counts from the end, to the row that is one more.
+    # -1 counts from the end: it is the additional row.
     index = index.clamp(-1, extent)
     value = value.to(dtype)
-    # On each device the one of two functions that adds in order.
+    # Of two functions of torch, the one that adds in order on this device.
     if out.is_cuda:
-        # All positions are known to be in range: torch need not look at them.
+        # All positions are in range by now, so torch need not check them.
         put = torch._index_put_impl_  # pyright: ignore[reportPrivateImportUsage]
         put(out, (index.long(),), value, True, True)
     else:

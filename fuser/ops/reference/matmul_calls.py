@@ -1,6 +1,6 @@
 """How torch computes matmul and linear: one call on views of the operands and of the result.
 
-Which views torch can make follows from shapes and strides; it is found out once for them.
+Which views torch can make depends on shapes and strides. It is decided once for them.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from fuser.support.errors import InputError, user_code
 
 Tensor = torch.Tensor
 ViewOf = Callable[[Tensor], Tensor]
-# F.linear, whose form of Python takes no `out`. It turns the weight without a call of Python.
+# The function behind F.linear, which takes `out` and transposes the weight without Python code.
 _LINEAR: Callable[..., object] = torch._C._nn.linear  # pyright: ignore
 Contract = Callable[[Sequence[Tensor], Tensor], object]
 """Writes the product of the inputs into the output."""
@@ -36,8 +36,11 @@ Contract = Callable[[Sequence[Tensor], Tensor], object]
 
 @dataclass(frozen=True)
 class Product:
-    """`function(*operands, out=...)`: `operands` has the place of each among the inputs and its
-    view, `result` the view of the output; None stands for the tensor itself."""
+    """One call `function(*operands, out=...)`.
+
+    `operands` has, for each operand, its position among the inputs and the view to make of it.
+    `result` is the view to make of the output. None as a view is the tensor itself.
+    """
 
     function: Callable[..., object]
     operands: tuple[tuple[int, ViewOf | None], ...]
@@ -49,11 +52,10 @@ class Product:
 
 
 def bind_contraction(op: nodes.Contraction, inputs: Sequence[Tensor], out: Tensor) -> Contract:
-    """Returns how the op is computed for operands of these shapes and strides, into an output that
-    is never resized.
+    """Returns a function that computes the op for operands of these shapes and strides.
 
-    Nothing is allocated where torch can view operands and result as one matrix product or one batch
-    of them: that is a `Product`.
+    It writes into an output that is never resized. It allocates nothing if torch can view operands
+    and result as one matrix product, or one batch of them. The function is then a `Product`.
     """
     met = met_operands(op, inputs)
     way = (_bind_matmul if isinstance(op, nodes.MatmulOp) else _bind_linear)(met, out)
@@ -61,9 +63,10 @@ def bind_contraction(op: nodes.Contraction, inputs: Sequence[Tensor], out: Tenso
 
 
 def met_operands(op: nodes.Contraction, inputs: Sequence[Tensor]) -> Sequence[Tensor]:
-    """Returns the operands with as much of their contracted axis as both have.
+    """Returns the operands with the same size of their contracted axis.
 
-    The one element of an operand that is known to have one meets none in an empty block.
+    An axis of size 1 in one operand is broadcast. In an empty block of the other, it becomes empty,
+    too.
     """
     a, b, *bias = inputs
     at = -1 if isinstance(op, nodes.LinearOp) else max(b.dim() - 2, 0)
@@ -73,8 +76,8 @@ def met_operands(op: nodes.Contraction, inputs: Sequence[Tensor]) -> Sequence[Te
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """Returns x @ weight.T + bias, rounded once: x [*i, k], weight [*w, n, k], bias [*w, n] give
-    [*w, *i, n]."""
+    """Returns x @ weight.T + bias, rounded once: x [*i, k], weight [*w, n, k], bias [*w, n] -> [*w,
+    *i, n]."""
     if weight.dim() < 3:
         return F.linear(x, weight, bias)
     *batch, n, k = weight.shape
@@ -92,7 +95,7 @@ def _bind_linear(inputs: Sequence[Tensor], out: Tensor) -> Contract:
     if inputs[1].dim() > 2:
         return _bind_batched(inputs, out)
     if inputs[1].dim() == 1:
-        # One column of the result.
+        # The weight is a vector: the result has one column.
         wide = _bind_linear(_widened(inputs), out.unsqueeze(-1))
         return lambda ins, out: wide(_widened(ins), out.unsqueeze(-1))
     rows, result = (-1, inputs[0].shape[-1]), (-1, out.shape[-1])
@@ -103,7 +106,7 @@ def _bind_linear(inputs: Sequence[Tensor], out: Tensor) -> Contract:
 
 
 def _bind_batched(inputs: Sequence[Tensor], out: Tensor) -> Contract:
-    """Binds a linear whose weights are a batch: every one of them takes all rows."""
+    """Binds a linear with a batch of weights: each weight is multiplied with all rows."""
     x, weight, *bias = inputs
     *batch, n, k = weight.shape
     rows, columns = (-1, k), (-1, n, k)
@@ -141,7 +144,7 @@ def _bind_matmul(inputs: Sequence[Tensor], out: Tensor) -> Contract:
         out.copy_(torch.matmul(ins[0], ins[1]))
 
     if b.ndim == 2:
-        # A vector is one row.
+        # A vector counts as one row.
         kept, function = 1, torch.mm
     elif a.ndim == b.ndim > 2 and a.shape[:-2] == b.shape[:-2]:
         kept, function = 2, torch.bmm
@@ -162,7 +165,7 @@ _AS_THEY_ARE = Product(torch.mm, ((0, None), (1, None)))
 
 
 def _can_view(x: Tensor, shape: tuple[int, ...]) -> bool:
-    """Whether there is a view of another shape; never of an empty tensor."""
+    """Whether torch can view a tensor with another shape; False for an empty tensor."""
     try:
         return x.numel() > 0 and (_is_own(x, shape) or x.view(shape) is not None)
     except RuntimeError:
@@ -170,35 +173,37 @@ def _can_view(x: Tensor, shape: tuple[int, ...]) -> bool:
 
 
 def _as(x: Tensor, shape: tuple[int, ...]) -> ViewOf | None:
-    """Returns how a tensor like `x` is viewed with this shape; None where that is its own."""
+    """Returns the view with this shape of a tensor like `x`; None if it is the tensor itself."""
     return None if _is_own(x, shape) else lambda x: x.view(shape)
 
 
 def _is_own(x: Tensor, shape: tuple[int, ...]) -> bool:
-    """Whether a view of this shape, of one axis that takes what is left and the last ones of `x`,
-    is `x` itself."""
+    """Whether a view with this shape, whose first size may be -1, is `x` itself."""
     return x.dim() == len(shape) and x.shape[1:] == shape[1:]
 
 
 # ----------------------------------------------------------------------
-# What scaled_mm means in torch, and grouped_mm for each group: its own kernel on CUDA, where it
-# has one for the call, else a product in float32.
+# scaled_mm in torch, and each group of grouped_mm: by torch's own kernel on CUDA if it supports the
+# call, else by a product in float32.
 
 Given = Mapping[str, Tensor]
 
-# What the tensor cores' kernels want: extents of k and n in elements, and the results they make.
+# Limits of the kernels for tensor cores: k and n are multiples of this number of elements; the
+# dtypes of results, without and with a bias.
 _MULTIPLE = 16
 _NATIVE = (torch.bfloat16, torch.float16, torch.float32)
 _BIASED = (torch.bfloat16, torch.float16)
-# Of addresses, in bytes: what kernels load at a time.
+# Alignment of addresses in bytes: the size of one vector load.
 _ALIGNMENT = 16
 # (major, minor) of the first GPU with products of floats of one byte.
 _FIRST_CAPABILITY = 8, 9
 
 
 def scaled_product(given: Given, dtype: torch.dtype, wide: torch.dtype) -> Tensor:
-    """Returns alpha * (scale1 * mat1) @ (scale2 * mat2) + beta * bias, summed in `wide`; in `dtype`
-    where torch's kernel makes all of it, else in `wide`."""
+    """Returns alpha * (scale1 * mat1) @ (scale2 * mat2) + beta * bias, summed in `wide`.
+
+    The result has `dtype` if torch's kernel computes all of it, else `wide`.
+    """
     a, b = given["mat1"], given["mat2"]
     is_native = wide is torch.float32 and _is_native(a, b)
     if is_native and (found := _in_one_call(given, dtype)) is not None:
@@ -218,20 +223,23 @@ def scaled_product(given: Given, dtype: torch.dtype, wide: torch.dtype) -> Tenso
 
 
 def scaled_into(given: Given, out: Tensor, wide: torch.dtype) -> None:
-    """Writes what `scaled_product` returns into `out`, rounded once."""
+    """Writes the result of `scaled_product` into `out`, rounded once."""
     a, b = given["mat1"], given["mat2"]
     is_native = wide is torch.float32 and _can_write(out) and _is_native(a, b)
     if is_native and _in_one_call(given, out.dtype, out) is not None:
         return
-    # Scales of a group may come with an axis of one element for the groups.
+    # Scales of one group may still have the axis of groups, with size 1.
     out.copy_(scaled_product(given, out.dtype, wide).reshape(out.shape))
 
 
 def bind_scaled(
     fields: Sequence[str], ins: Sequence[Tensor], out: Tensor
 ) -> Callable[[Sequence[Tensor], Sequence[Tensor]], object] | None:
-    """Returns torch's kernel for operands and a result that lie like these, with nothing left to
-    look at in a call; None where any has to be looked at, or copied."""
+    """Returns a call of torch's kernel without any further checks, for operands and a result with
+    these shapes and strides.
+
+    None if a call must check or copy any of them.
+    """
     given = dict(zip(fields, ins, strict=True))
     a, b = given["mat1"], given["mat2"]
     if not (_can_write(out) and _is_native(a, b)):
@@ -249,7 +257,7 @@ def bind_scaled(
         return lambda ins, outs: call(
             *ins[:2], *(scale.reshape(()) for scale in ins[2:4]), *ins[4:], out=outs[0]
         )
-    # After the matrices and scales, what is given is the bias alone, as torch has them in order.
+    # After the matrices and scales, only a bias can follow, as in the argument order of torch.
     return lambda ins, outs: call(*ins, out=outs[0])
 
 
@@ -258,12 +266,12 @@ def _lies_as_wanted(x: Tensor) -> bool:
 
 
 def _can_write(out: Tensor) -> bool:
-    """Whether torch's kernel may write into a tensor as it is."""
+    """Whether torch's kernel may write directly into a tensor."""
     return out.is_cuda and out.is_contiguous() and not out.data_ptr() % _ALIGNMENT
 
 
 def _fitting(x: Tensor) -> Tensor:
-    """Returns one element without axes, which fits any tensor."""
+    """Returns a tensor with one element as one without axes, which broadcasts with any tensor."""
     return x.reshape(()) if x.numel() == 1 else x
 
 
@@ -272,13 +280,13 @@ def _is_native(a: Tensor, b: Tensor) -> bool:
         return False
     sizes = *a.shape, *b.shape
     is_whole = not (b.shape[0] % _MULTIPLE or b.shape[1] % _MULTIPLE)
-    # There is no kernel for two factors with the shorter mantissa.
+    # There is no kernel for two factors of Float8_e5m2.
     return 0 not in sizes and is_whole and torch.float8_e4m3fn in (a.dtype, b.dtype)
 
 
 def _in_one_call(given: Given, dtype: torch.dtype, out: Tensor | None = None) -> Tensor | None:
-    """Returns the result, in `out` where that is given, where torch's kernel scales, adds the bias
-    and rounds by itself."""
+    """Returns the result, in `out` if passed, if torch's kernel can also scale, add the bias and
+    round; else None."""
     bias = given.get("bias")
     if "alpha" in given or "beta" in given or dtype not in _NATIVE:
         return None
@@ -304,49 +312,54 @@ def _native(
     bias: Tensor | None = None,
     out: Tensor | None = None,
 ) -> Tensor:
-    """Calls torch's kernel, which reads rows of a and columns of b."""
+    """Calls torch's kernel, which reads a by rows and b by columns."""
     rows, columns = _aligned(a), _aligned(b.t()).t()
     scales = _aligned(scale1), _aligned(scale2)
     bias = None if bias is None else _aligned(bias)
-    # With the name of each argument: torch's types know no `out`.
+    # By keywords, because torch's type stubs have no `out`.
     into: Any = {"bias": bias, "out_dtype": dtype} | ({} if out is None else {"out": out})
     return torch._scaled_mm(rows, columns, *scales, **into)  # pyright: ignore[reportPrivateImportUsage]
 
 
 def _aligned(x: Tensor) -> Tensor:
-    """Returns a contiguous tensor that begins where a vector may: parts of others, as groups have
-    them, begin anywhere."""
+    """Returns a contiguous tensor whose address is aligned to a vector load. A part, such as a
+    group, need not be."""
     x = x.contiguous()
     return x.clone() if x.data_ptr() % _ALIGNMENT else x
 
 
 # ----------------------------------------------------------------------
-# What grouped_mm means in torch: a matmul per group, or a product with scales.
+# grouped_mm in torch: a matmul per group, or a product with scales.
 
-# What torch's kernel for groups takes: floats of this dtype, whose rows or columns begin at
-# multiples of so many elements, of fewer groups than this; and the GPUs that have it (major).
+# Limits of torch's kernel for groups: the dtype of the matrices; rows or columns begin at multiples
+# of this number of elements; fewer groups than this. Below: the major compute capabilities of GPUs
+# that have the kernel.
 _GROUPED_NATIVE, _GROUPED_MULTIPLE, _MAX_GROUPS = torch.bfloat16, 8, 1024
 _GROUPED_ALIGNMENT = 16
 _CAPABILITIES = (9, 10)
 
 
 class GroupKernels(Protocol):
-    """Kernels beside torch's for groups, so that the host need not read where these end."""
+    """Kernels of this project for grouped products, with which the host need not read the
+    offsets."""
 
     def ends_of(self, op: GroupedMmaOp, extent: int) -> Callable[[Tensor], Tensor]:
-        """Returns what makes of offsets ends that rise from 0 to `extent`."""
+        """Returns a function that makes ends of groups of offsets: they rise from 0 to `extent`."""
         ...
 
     def clear_rows(self, out: Tensor, ends: Tensor) -> None:
-        """Sets the rows behind the last end to 0."""
+        """Sets the rows after the last end to 0."""
         ...
 
 
 def grouped_product(
     op: GroupedMmaOp, given: Mapping[str, Tensor], dtype: torch.dtype, wide: torch.dtype
 ) -> Tensor:
-    """Returns one product per group, in `dtype`; what is in none is 0. With scales, sums are in
-    `wide`. Raises `InputError` for offsets that fall, or leave the axis."""
+    """Returns one product per group, in `dtype`; elements of no group are 0. With scales, it sums
+    in `wide`.
+
+    Raises `InputError` for offsets that decrease or exceed the axis.
+    """
     sizes = _sizes(op, given)
     out = given["mat1"].new_empty([sizes[c] for c in op.letters("out")], dtype=dtype)
     grouped_into(op, given, out, wide)
@@ -356,10 +369,10 @@ def grouped_product(
 def grouped_into(
     op: GroupedMmaOp, given: Mapping[str, Tensor], out: Tensor, wide: torch.dtype
 ) -> None:
-    """Writes what `grouped_product` returns into `out`."""
+    """Writes the result of `grouped_product` into `out`."""
     offsets = given["offsets"]
     if offsets.is_meta:
-        # A tensor without contents is asked for its shape alone.
+        # A meta tensor has no contents: only shapes matter.
         return
     letters = {field: op.letters(field) for field, _ in op.tensors()}
     extent = _sizes(op, given)[op.ragged]
@@ -379,7 +392,8 @@ def grouped_into(
 
 
 def _sizes(op: GroupedMmaOp, given: Mapping[str, Tensor]) -> dict[str, int]:
-    """Returns the sizes of what is there: a shard may have less than the extents say."""
+    """Returns the sizes of the given tensors by letter. A shard may be smaller than the declared
+    extents."""
     sizes: dict[str, int] = {}
     for field in ("mat1", "mat2", "offsets"):
         sizes.update(zip(op.letters(field), given[field].shape, strict=True))
@@ -393,7 +407,7 @@ def _ends(op: GroupedMmaOp, extent: int, offsets: Tensor) -> list[int]:
 
 
 def check_ends(op: GroupedMmaOp, extent: int, ends: Sequence[int]) -> None:
-    """Raises `InputError` for ends of groups that fall, or leave the axis."""
+    """Raises `InputError` for ends of groups that decrease or exceed the axis."""
     if any(x > y for x, y in pairwise([0, *ends, extent])):
         raise InputError(
             f"grouped_mm: Expected offsets that rise from 0 to {extent}, the size of axis "
@@ -406,14 +420,17 @@ def check_ends(op: GroupedMmaOp, extent: int, ends: Sequence[int]) -> None:
 def bind_native(
     op: GroupedMmaOp, given: Given, kernels: GroupKernels | None
 ) -> Callable[[Given], Tensor] | None:
-    """Returns what computes all groups of rows by one kernel of torch's; None where it has none for
-    operands like these. Without `kernels`, the host reads where groups end."""
+    """Returns a function that computes all groups of rows by one kernel of torch.
+
+    None if torch has no such kernel for operands like these. Without `kernels`, the host reads the
+    offsets in each call.
+    """
     if op.ragged != "m" or op.is_scaled or not _takes_native(given):
         return None
     extent = given["mat1"].shape[0]
     ends_of = None if kernels is None else kernels.ends_of(op, extent)
     if not torch.cuda.is_current_stream_capturing():
-        # Of the call that binds, what is wrong is told at once.
+        # Wrong offsets in the call that binds are reported at once.
         _ends(op, extent, given["offsets"])
 
     def product(given: Given) -> Tensor:
@@ -432,7 +449,7 @@ def bind_native(
 
 
 def _native_groups(a: Tensor, b: Tensor, ends: Tensor) -> Tensor:
-    """Calls torch's kernel; what it has in rows of no group is not said."""
+    """Calls torch's kernel. Rows that belong to no group have undefined values."""
     return torch._grouped_mm(a, b, ends)  # pyright: ignore[reportPrivateImportUsage, reportPrivateUsage]
 
 
@@ -453,7 +470,7 @@ def _takes_native(given: Given) -> bool:
 
 
 def _is_matrix(x: Tensor) -> bool:
-    """Whether rows or columns lie one behind the other, each where a vector may begin."""
+    """Whether a matrix is stored by rows or by columns, each aligned to a vector load."""
     m, n = x.shape[-2:]
     row, column = x.stride()[-2:]
     lies = (column == 1 and row >= n and not row % _GROUPED_MULTIPLE) or (
@@ -463,13 +480,13 @@ def _is_matrix(x: Tensor) -> bool:
 
 
 # ----------------------------------------------------------------------
-# What preprocess_grouped_matmul_input_sf means in torch: rows put in their places, then tiles.
+# preprocess_grouped_matmul_input_sf in torch: rows are moved to their groups, then to tiles.
 
 
 def grouped_scales(
     op: GroupedScalesOp, x: Tensor, input_offsets: Tensor, output_offsets: Tensor, nothing: Number
 ) -> Tensor:
-    """Returns the tiles of all groups, `nothing` where there is no row.
+    """Returns the tiles of all groups, with `nothing` in places without a row.
 
     See `grouped_scales_into`.
     """
@@ -484,13 +501,13 @@ def grouped_scales(
 def grouped_scales_into(
     op: GroupedScalesOp, given: Sequence[Tensor], out: Tensor, nothing: Number
 ) -> None:
-    """Writes the tiles of all groups into `out`.
+    """Writes the tiles of all groups into `out`, with `nothing` in places without a row.
 
-    Raises `InputError` for offsets that fall, leave their axis or let groups overlap.
+    Raises `InputError` for offsets that decrease, exceed their axis or let groups overlap.
     """
     x, input_offsets, output_offsets = given
     if x.is_meta:
-        # A tensor without contents is asked for its shape alone.
+        # A meta tensor has no contents: only shapes matter.
         return
     m, k = x.shape
     tiles, columns = out.shape[0] // TILE_ROWS, out.shape[1] // TILE_COLUMNS
@@ -498,7 +515,7 @@ def grouped_scales_into(
     _check(op, starts, begins, m, len(out))
     placed = x.new_full(out.shape, nothing)
     if m:
-        # Each row lies as far behind the beginning of its group as before.
+        # Each row keeps its distance from the first row of its group.
         rows = torch.arange(m, device=x.device, dtype=input_offsets.dtype)
         group = torch.bucketize(rows, input_offsets, right=True) - 1
         places = rows + (output_offsets - input_offsets)[group]

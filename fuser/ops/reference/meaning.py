@@ -1,11 +1,14 @@
-"""What each op means in torch: the oracle of the tests, and how library and alias ops run.
+"""The meaning of each op in torch. Tests use it as their oracle, and library and alias ops run by
+it.
 
-`evaluate_op` computes one op on tensors without reduction axes (an expanded axis is a torch
-expanded axis, a broadcast has size 1). View ops return torch views where torch can.
+`evaluate_op` computes one op on tensors without reduction axes. An expanded axis of the fusion is
+an expanded axis in torch, a broadcast has size 1. View ops return torch views where torch can make
+them.
 
-With a float `dtype` every floating computation is carried out in it, except that an explicit cast
-also rounds to its own dtype; without one, each op computes as a kernel does: half-like operands as
-float32, the result rounded to the IR dtype.
+- With a float `dtype`, every floating computation is carried out in this dtype. An explicit cast
+  also rounds to its own dtype.
+- Without one, each op computes as a kernel does: half-like operands in float32, the result rounded
+  to the IR dtype.
 """
 
 from __future__ import annotations
@@ -86,13 +89,18 @@ InputValue = Tensor | Number | None
 Values = Mapping[Symbol, Number]
 
 
-# Of one byte: torch moves some of them and computes with none.
+# Floats of one byte: torch can copy some of them and compute with none.
 _FLOAT8, _HALF_LIKE = (frozenset(map(to_torch, dtypes)) for dtypes in (FLOAT8, HALF_LIKE))
 
 
 class _Context:
-    """The values of symbols, the float dtype of the oracle (None: IR dtypes), the device, and the
-    results that nobody reads."""
+    """The state of one evaluation.
+
+    - `values`: the values of symbols.
+    - `dtype`: the float dtype of the oracle; None for the dtypes of the IR.
+    - `device`: where ops without tensor operands create their results.
+    - `unread`: the results that nothing reads.
+    """
 
     def __init__(
         self,
@@ -194,7 +202,7 @@ def _pad(op: PadOp, inputs: Inputs, cx: _Context) -> list[Tensor]:
     widths = [cx.int_of(w) for pair in zip(op.left, op.right, strict=True) for w in pair]
     flat = [w for i in range(len(widths) - 2, -1, -2) for w in widths[i : i + 2]]
     x = inputs[0]
-    # It refuses to crop below 0 as we do; F.pad takes no complex value.
+    # Like our pad, it raises if an axis is cropped below 0. F.pad accepts no complex value.
     value = as_byte(sc.evaluate(op.value, cx.values), x.dtype)
     return [torch.constant_pad_nd(as_bytes(x), flat, value).view(x.dtype)]
 
@@ -214,7 +222,7 @@ def _cat(op: CatOp, inputs: Inputs, cx: _Context) -> list[Tensor]:
 
 # ------------------------------------------------------------------ lookups
 def _lookup(op: LookupOp, inputs: Inputs, cx: _Context) -> list[Tensor]:
-    """Looks up at indices that are in range, then puts what others mean in its place."""
+    """Looks up at the indices that are in range. The other elements are NaN, or 0 without NaN."""
     dtype = inputs[op.TABLE].dtype
     table, index = as_bytes(inputs[op.TABLE]), inputs[1 - op.TABLE].long()
     extent = table.shape[op.axis]
@@ -309,7 +317,8 @@ def _reduced_positions(tv: TensorView) -> list[int]:
 
 
 def _accumulate_dtype(tv: TensorView, cx: _Context) -> torch.dtype:
-    """Half-like values are accumulated in float32, as in kernels."""
+    """Returns the dtype in which values are accumulated: float32 for half-like ones, as in
+    kernels."""
     dtype = cx.torch_dtype(tv.dtype())
     return torch.float32 if dtype in _HALF_LIKE else dtype
 
@@ -347,7 +356,7 @@ def _welford(op: nodes.WelfordOp, inputs: Inputs, cx: _Context) -> list[Tensor]:
     else:
         avg = x.mean(dims)
         apart = x - x.mean(dims, keepdim=True)
-        # The mean is rounded: what the distances from it sum to is taken out again.
+        # The mean is rounded, so the distances do not sum to 0: corrects the sum of squares.
         rest = apart.sum(dims)
         deviation = (apart.square().sum(dims) - rest * (rest / count)).clamp_min(0)
     n = torch.full_like(avg, count, dtype=torch.int64)
@@ -368,7 +377,7 @@ def _scan(op: ScanOp, inputs: Inputs, cx: _Context) -> list[Tensor]:
     init = sc.evaluate(op.init, cx.values)
     if init == REDUCTIONS[op.kind].identity(op.out.dtype()):
         return [cx.store(_SCANS[op.kind](x, op.dim), op.out)]
-    # What comes first is an element more, whose own result is left out.
+    # `init` becomes an additional first element. Its own result is dropped.
     wide = torch.complex128 if x.is_complex() else torch.float64
     wide = wide if x.is_complex() or x.is_floating_point() else torch.int64
     first = torch.tensor(init, dtype=wide, device=x.device).to(x.dtype)
@@ -378,13 +387,13 @@ def _scan(op: ScanOp, inputs: Inputs, cx: _Context) -> list[Tensor]:
 
 
 def _argsort(op: ArgsortOp, inputs: Inputs, cx: _Context) -> list[Tensor]:
-    # Always stable: ranks that hold the same elements find the same places.
+    # Always stable, so that ranks with the same elements get the same indices.
     return [torch.argsort(inputs[0], dim=op.dim, descending=op.descending, stable=True)]
 
 
 def _topk(op: TopKOp, inputs: Inputs, cx: _Context) -> list[Tensor]:
     k = cx.int_of(op.k)
-    # In order even where nobody asked for it: torch's own order differs by device and size.
+    # Always sorted, because torch's order without it differs between devices and sizes.
     return list(torch.topk(inputs[0], k, op.dim, largest=op.largest, sorted=True))
 
 
@@ -430,8 +439,10 @@ def _call(op: SdpaFwdOp | SdpaBwdOp, cx: _Context) -> Attention:
 
 
 def _heads_per_key(op: SdpaFwdOp | SdpaBwdOp, cx: _Context) -> int | None:
-    """Returns how many heads of queries read each head of keys; None where they are as many, or
-    where there is one of keys."""
+    """Returns the number of query heads that read each key head.
+
+    None without `enable_gqa`, or if there is one key head.
+    """
     if not op.enable_gqa:
         return None
     heads, groups = (
@@ -440,7 +451,8 @@ def _heads_per_key(op: SdpaFwdOp | SdpaBwdOp, cx: _Context) -> int | None:
     )
     if heads % groups if groups else heads:
         raise InputError(
-            f"{op.name}: query has {heads} heads, which are no multiple of the {groups} of key"
+            f"{op.name}: query has {heads} heads, which is not a multiple of the {groups} heads of "
+            "key"
         )
     if groups == 1:
         return None
@@ -508,8 +520,8 @@ def _context_of(bound: CallOperands) -> _Context:
 
 
 def _places(op: SdpaFwdOp | SdpaBwdOp, fields: Sequence[str]) -> list[int]:
-    """Returns the place of each field's tensor among the tensor operands; -1 of one that is
-    absent."""
+    """Returns the position of each field's tensor among the tensor operands; -1 for an absent
+    one."""
     operands = (f for f in op.fields_of("operand") if f in op.AXES)
     given = [f for f in operands if getattr(op, f) is not None]
     return [given.index(f) if f in given else -1 for f in fields]
@@ -525,7 +537,7 @@ def _sdpa_backward(op: SdpaBwdOp, inputs: Inputs, cx: _Context) -> list[Tensor]:
 
 
 # ------------------------------------------------------------------ the table of nodes
-# How the results of an op come about:
+# How the results of an op are computed:
 #   element        a kernel computes each from elements of its operands (`lower/values.py`)
 #   index          a kernel reads its operand elsewhere
 #   reduction      a kernel's loop accumulates them (`lower/reduce.py`)
@@ -539,13 +551,15 @@ Into = Callable[[Any, CallOperands], LibraryCall | Returning | None]
 
 @record
 class NodeRow:
-    """What a class of ops means in torch, and how it is computed. Its axis and cut maps, which say
-    how it may be sharded, are its own."""
+    """The meaning of a class of ops in torch, and how it is computed.
+
+    How the op may be sharded is not a fact of the row: axis and cut maps are methods of the class.
+    """
 
     meaning: Rule
     computed: Computed
-    # How torch writes the results of a library op into tensors, and whether it may have to return
-    # them in memory of their own; None where it does nothing else.
+    # Binds a call that writes the results of a library op into tensors; None if the op has no such
+    # call. `may_return`: the call may instead return the results in new memory.
     into: Into | None = None
     may_return: bool = False
 
@@ -587,7 +601,7 @@ NODES: dict[type[TensorOp], NodeRow] = {
 
 
 def nodes_computed(how: Computed) -> tuple[type[TensorOp], ...]:
-    """Returns the classes of ops whose results come about so."""
+    """Returns the classes of ops whose results are computed in this way."""
     return tuple(cls for cls, row in NODES.items() if row.computed == how)
 
 
@@ -604,15 +618,18 @@ def evaluate_op(
     device: torch.device | str = "cpu",
     unread: Container[TensorView] = (),
 ) -> list[Tensor]:
-    """Computes one op; returns one tensor per output, of any size for those that are `unread`.
+    """Computes one op, and returns one tensor per output. An output in `unread` may have any size.
 
-    `inputs` runs parallel to `op.inputs`: tensors, and numbers (or None) for scalars, which are
-    then computed from `values`. `values` binds the symbols in extents and scalar operands. `device`
-    is used by ops without tensor operands.
+    - `inputs` is parallel to `op.inputs`: a tensor, or for a scalar a number or None. None is
+      computed from `values`.
+    - `values` are the values of the symbols in extents and scalar operands.
+    - `device` is used by ops without tensor operands.
+
+    Raises `UnsupportedError` for an op without a row in `NODES`.
     """
     row = NODES.get(type(op))
     if row is None:
-        raise UnsupportedError(f"{op.name}: no torch meaning for\n{op}")
+        raise UnsupportedError(f"{op.name}: there is no torch function to evaluate\n{op}")
     resolved: Inputs = []
     for given, declared in zip(inputs, op.inputs, strict=True):
         if given is None and isinstance(declared, Scalar) and isinstance(op, _ELEMENTWISE):
@@ -626,17 +643,17 @@ _ELEMENTWISE = (nodes.UnaryOp, nodes.BinaryOp, nodes.TernaryOp)
 
 
 def bind_call(op: TensorOp, bound: CallOperands) -> LibraryCall | Returning | None:
-    """Returns what writes the results of an op other than a product of matrices into tensors; None
-    where torch can only return them."""
+    """Returns a call that writes the results of an op into tensors; None if torch can only return
+    them.
+
+    Matrix products other than grouped and scaled ones are bound by `bind_contraction`.
+    """
     into = NODES[type(op)].into
     return None if into is None else into(op, bound)
 
 
 def evaluate_into(op: nodes.Contraction, inputs: Sequence[Tensor], out: Tensor) -> None:
-    """Computes matmul or linear into `out`, which has the result's shape and dtype.
-
-    See `bind_contraction`.
-    """
+    """Computes matmul or linear into `out`, which has the result's shape and dtype."""
     bind_contraction(op, inputs, out)(inputs, out)
 
 
@@ -648,10 +665,11 @@ def evaluate_fusion(
     values: Values | None = None,
     change: Callable[[TensorOp, list[Tensor | None], list[Tensor]], list[Tensor]] | None = None,
 ) -> list[Tensor]:
-    """Computes all outputs (hidden aliases included) of a fusion on global tensors.
+    """Computes all outputs of a fusion (hidden aliases included) on global tensors.
 
-    With `dtype=torch.float64` this is the oracle: floating inputs and results are float64. `values`
-    replaces the binding from the inputs' sizes; `change(op, operands, results)` those of an op.
+    - With `dtype=torch.float64` it is the oracle of tests: floating inputs and results are float64.
+    - `values` replaces the symbol values that follow from the inputs' sizes.
+    - `change(op, operands, results)` may replace the results of an op.
     """
     bound = bind_inputs(fusion, inputs) if values is None else values
     known: dict[TensorView, Tensor] = {}

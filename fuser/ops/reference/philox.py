@@ -1,7 +1,8 @@
-"""What a random op means in torch: the numbers of `codegen/rt_random.h`, on any device.
+"""The random numbers of a random op in torch: those of `codegen/rt_random.h`, on any device.
 
-Philox 4x32-10 of the key `seed` and the counter (offset, index / lanes) gives four words: 4 floats,
-or 2 doubles. Source: Salmon et al., Parallel random numbers: as easy as 1, 2, 3 (2011).
+Philox 4x32-10 computes four 32-bit words from the key `seed` and the counter (offset, index /
+lanes). They become 4 floats or 2 doubles. Source: Salmon et al., Parallel random numbers: as easy
+as 1, 2, 3 (2011).
 """
 
 from __future__ import annotations
@@ -28,7 +29,8 @@ def philox(seed: int, offset: int, block: Tensor) -> list[Tensor]:
         block >> 32 & _WORD,
     ]
     for _ in range(ROUNDS):
-        # Products wrap, and their 64 bits are right; a shift right brings the sign along.
+        # The low 64 bits of a wrapped product are correct. A shift right copies the sign bit, so
+        # the result is masked.
         p, q = c[0] * _MULTIPLIERS[0], c[2] * _MULTIPLIERS[1]
         c = [
             q >> 32 & _WORD ^ c[1] ^ keys[0],
@@ -49,8 +51,10 @@ def random_numbers(
     offset: int,
     dtype: torch.dtype,
 ) -> Tensor:
-    """Returns the elements at places of a tensor (int64) of a dtype; `ends` are the bounds of a
-    uniform distribution, or mean and deviation of a normal one."""
+    """Returns the random elements at positions `index` (int64) of a tensor.
+
+    `ends` are the bounds of a uniform distribution, or mean and standard deviation of a normal one.
+    """
     real = torch.float64 if dtype is torch.float64 else torch.float32
     a, b = (torch.tensor(x, dtype=real, device=index.device) for x in ends)
     lanes = 2 if real is torch.float64 else 4
@@ -66,14 +70,15 @@ def random_numbers(
 
 
 def _fma(x: Tensor, y: Tensor, z: Tensor) -> Tensor:
-    """Returns x * y + z, rounded once; in float64 as far as a sum of three parts tells."""
+    """Returns x * y + z, rounded once. In float64 the rounding is exact up to a sum of three
+    parts."""
     if x.dtype is torch.float64:
         p = x * y
         (x1, x2), (y1, y2) = _halves(x), _halves(y)
         total, rest = _sum(p, z)
         return total + (rest + (((x1 * y1 - p) + x1 * y2 + x2 * y1) + x2 * y2))
-    # The product is exact in float64. A sum that is not gets an odd last bit: it lies on the right
-    # side of every number between two floats.
+    # The product is exact in float64. An inexact sum is rounded to an odd last bit, so that the
+    # second rounding, to float32, equals that of the exact sum.
     total, rest = _sum(x.double() * y.double(), z.double().expand_as(x))
     bits = total.view(torch.int64)
     is_even = (rest != 0) & (bits & 1 == 0)
@@ -82,21 +87,21 @@ def _fma(x: Tensor, y: Tensor, z: Tensor) -> Tensor:
 
 
 def _halves(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Returns two parts of half the digits."""
+    """Returns two parts of half the digits each, whose sum is x."""
     shifted = x * 134217729.0
     high = shifted - (shifted - x)
     return high, x - high
 
 
 def _sum(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
-    """Returns a sum, and what rounding has taken from it."""
+    """Returns the rounded sum and its rounding error."""
     total = x + y
     other = total - x
     return total, (x - (total - other)) + (y - other)
 
 
 def _units(words: Sequence[Tensor], real: torch.dtype) -> list[Tensor]:
-    """Returns the numbers in (0, 1] that the words of a block make."""
+    """Returns the numbers in (0, 1] that the words of a block represent."""
     if real is torch.float32:
         return [(w.to(real) + 0.5) * 2.0**-32 for w in words]
     pairs = ((words[1] << 21 | words[0] >> 11), (words[3] << 21 | words[2] >> 11))
@@ -104,7 +109,7 @@ def _units(words: Sequence[Tensor], real: torch.dtype) -> list[Tensor]:
 
 
 def _normal(units: Sequence[Tensor], lane: Tensor) -> Tensor:
-    """Returns the numbers that each two neighbours make of the units of both."""
+    """Returns normally distributed numbers: two from each pair of uniform numbers (Box-Muller)."""
     u, v = units[0], units[1]
     if len(units) == 4:
         u, v = (torch.where(lane >= 2, units[k + 2], units[k]) for k in (0, 1))

@@ -235,22 +235,22 @@ def test_dropout_of_an_input_is_checked_in_each_run() -> None:
 @pytest.mark.parametrize(
     ("change", "error", "match"),
     [
-        ({"shape": [-1] * 3}, DefinitionError, "query has axes"),
+        ({"shape": [-1] * 3}, DefinitionError, "query needs at least 4 axes"),
         ({"dtype": D.Int}, DtypeError, "a floating dtype is needed"),
-        ({"key": ([-1] * 4, D.Half)}, DtypeError, "key is of dtype float"),
-        ({"key": ([-1] * 5, D.Float)}, DefinitionError, "key has 4 axes"),
+        ({"key": ([-1] * 4, D.Half)}, DtypeError, "key needs dtype float"),
+        ({"key": ([-1] * 5, D.Float)}, DefinitionError, "key needs 4 axes"),
         ({"key": ([2, 3, 4, 9], D.Float), "shape": [2, 3, 4, 8]}, DefinitionError, "sdpfa_fwd"),
         ({"key": ([2, 1, 4, 8], D.Float), "shape": [2, 3, 4, 8]}, None, ""),
         ({"key": ([2, 6, 4, 8], D.Float), "shape": [2, 3, 4, 8]}, DefinitionError, "sdpfa_fwd"),
         ({"key": ([2, 3, 4, 1], D.Float), "shape": [2, 3, 4, 8]}, DefinitionError, "along E"),
         ({"key": ([2, 3, 1, 8], D.Float), "shape": [2, 3, 4, 8]}, DefinitionError, "along S"),
-        ({"mask": ([-1] * 4, D.Float)}, DtypeError, "mask is of dtype bool"),
-        ({"bias": ([-1] * 4, D.Bool)}, DtypeError, "bias is of dtype"),
-        ({"bias": ([-1] * 2, D.Float)}, DefinitionError, "bias has 4 axes"),
+        ({"mask": ([-1] * 4, D.Float)}, DtypeError, "mask needs dtype bool"),
+        ({"bias": ([-1] * 4, D.Bool)}, DtypeError, "bias needs dtype"),
+        ({"bias": ([-1] * 2, D.Float)}, DefinitionError, "bias needs 4 axes"),
         ({"dropout_p": 1.0}, DefinitionError, "dropout_p"),
         ({"dropout_p": -0.5}, DefinitionError, "dropout_p"),
-        ({"dropout_p": True}, DtypeError, "dropout_p is a real number"),
-        ({"is_causal": 1}, DtypeError, "is_causal is a Bool"),
+        ({"dropout_p": True}, DtypeError, "dropout_p must be a real number"),
+        ({"is_causal": 1}, DtypeError, "is_causal must be Bool"),
     ],
 )
 def test_what_is_no_attention(
@@ -292,11 +292,11 @@ def test_what_is_no_gradient() -> None:
         tensors |= {"logsumexp": tensor([2, 3, 4])}
         tensors |= {"philox_seed": tensor([2], D.UInt64), "philox_offset": tensor([], D.UInt64)}
         call()
-        with pytest.raises(DtypeError, match="log_sumexp is of dtype float"):
+        with pytest.raises(DtypeError, match="log_sumexp needs dtype float"):
             call(logsumexp=tensor([2, 3, 4], D.Half))
-        with pytest.raises(DtypeError, match="philox_seed is of dtype uint64_t"):
+        with pytest.raises(DtypeError, match="philox_seed needs dtype uint64_t"):
             call(philox_seed=tensor([2], D.Int))
-        with pytest.raises(DefinitionError, match="philox_seed has 2 elements"):
+        with pytest.raises(DefinitionError, match="philox_seed needs 2 elements"):
             call(philox_seed=tensor([3], D.UInt64))
         # The gradient of what is repeated would be a sum.
         with pytest.raises(DefinitionError, match="along N"):

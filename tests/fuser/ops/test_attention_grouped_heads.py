@@ -123,9 +123,11 @@ def test_fewer_heads_and_a_mask_of_fewer_axes_are_told_what_to_write() -> None:
     with FusionDefinition() as fd:
         q, k = (fd.define_tensor([2, heads, 5, 8]) for heads in (6, 3))
         mask = fd.define_tensor([5, 5], dtype=DataType.Bool)
-        with pytest.raises(DefinitionError, match="3 heads of keys for 6 want enable_gqa=True"):
+        with pytest.raises(
+            DefinitionError, match="for 3 heads of keys and 6 of queries pass enable_gqa=True"
+        ):
             fd.ops.sdpfa_fwd(q, k, k)
-        with pytest.raises(DefinitionError, match=r"mask has 4 axes .*: broadcast it to 4 axes"):
+        with pytest.raises(DefinitionError, match=r"mask needs 4 axes .*: broadcast it to 4 axes"):
             fd.ops.sdpfa_fwd(q, q, q, mask=mask)
         fd.add_output(fd.ops.set(q))
 
@@ -133,12 +135,15 @@ def test_fewer_heads_and_a_mask_of_fewer_axes_are_told_what_to_write() -> None:
 def test_heads_that_do_not_divide_are_refused() -> None:
     with FusionDefinition() as fd:
         q, k = (fd.define_tensor([2, heads, 5, 8]) for heads in (6, 4))
-        with pytest.raises(DefinitionError, match=r"sdpfa_fwd: 4 heads of .* do not divide 6"):
+        with pytest.raises(
+            DefinitionError,
+            match=r"sdpfa_fwd: with enable_gqa the number of heads of .*, 4, must divide .*, 6",
+        ):
             fd.ops.sdpfa_fwd(q, k, k, enable_gqa=True)
         with pytest.raises(DefinitionError, match="sdpfa_fwd"):
             fd.ops.sdpfa_fwd(q, k, k)
         fd.add_output(fd.ops.set(q))
-    with pytest.raises(InputError, match=r"query has 6 heads, which are no multiple of the 4"):
+    with pytest.raises(InputError, match=r"query has 6 heads, which is not a multiple of the 4"):
         define().execute(draw(shapes_of(6, 4)))
 
 

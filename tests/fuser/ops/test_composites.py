@@ -344,11 +344,11 @@ REFUSED: list[tuple[Build, type[FuserError], str]] = [
     ),
     (lambda fd, x, i: fd.ops.log_softmax(i, 0), DtypeError, "log_softmax: a floating dtype"),
     (lambda fd, x, i: fd.ops.gelu(i), DtypeError, "gelu: a floating dtype"),
-    (lambda fd, x, i: fd.ops.gelu(x, "erf"), DefinitionError, '"none" or "tanh", not \'erf\''),
+    (lambda fd, x, i: fd.ops.gelu(x, "erf"), DefinitionError, '"none" or "tanh", got \'erf\''),
     (lambda fd, x, i: fd.ops.mean(i), DtypeError, "mean: a floating or complex dtype"),
     (lambda fd, x, i: fd.ops.dropout(i), DtypeError, "dropout: a floating dtype"),
-    (lambda fd, x, i: fd.ops.dropout(x, 1.5), DefinitionError, "from 0 to 1, not 1.5"),
-    (lambda fd, x, i: fd.ops.dropout(x, float("nan")), DefinitionError, "from 0 to 1, not nan"),
+    (lambda fd, x, i: fd.ops.dropout(x, 1.5), DefinitionError, "from 0 to 1, got 1.5"),
+    (lambda fd, x, i: fd.ops.dropout(x, float("nan")), DefinitionError, "from 0 to 1, got nan"),
     (lambda fd, x, i: fd.ops.layer_norm(i, [6]), DtypeError, "layer_norm: a floating dtype"),
     (
         lambda fd, x, i: fd.ops.layer_norm(x, [5]),
@@ -362,19 +362,19 @@ REFUSED: list[tuple[Build, type[FuserError], str]] = [
     (
         lambda fd, x, i: fd.ops.cross_entropy(x, i, reduction="max"),
         DefinitionError,
-        "none, mean, sum, not 'max'",
+        "none, mean, sum, got 'max'",
     ),
     (lambda fd, x, i: fd.ops.cross_entropy(x, x, i), DefinitionError, "weight"),
     (lambda fd, x, i: fd.ops.cross_entropy(x, i), DefinitionError, "class indices"),
     (
         lambda fd, x, i: fd.ops.cross_entropy(x, x, ignore_index=1),
         DefinitionError,
-        "no meaning for probabilities",
+        "applies to class indices only",
     ),
     (
         lambda fd, x, i: fd.ops.cross_entropy(x, x, label_smoothing=2.0),
         DefinitionError,
-        "from 0 to 1, not 2.0",
+        "from 0 to 1, got 2.0",
     ),
 ]
 

@@ -240,7 +240,7 @@ def test_refusals() -> None:
                 (x, batch),
                 {"dtype": D.Half},
             ),
-            (UnsupportedError, "floats of one byte: give scale1 and scale2", (a, b), {}),
+            (UnsupportedError, "floats of one byte: pass scale1 and scale2", (a, b), {}),
             (
                 UnsupportedError,
                 "output_block_scale is not yet supported",

@@ -92,7 +92,7 @@ def test_double_numbers_by_the_environment_and_by_definition(
     assert define(write, x, double_numbers=False).fusion.outputs[0].dtype() is DataType.Float
     monkeypatch.setenv("NVFUSER_ENABLE", "")
     monkeypatch.delenv("FUSER_ENABLE")
-    with pytest.raises(OptionError, match="double_numbers says how a definition is written"):
+    with pytest.raises(OptionError, match="double_numbers affects how a definition is written"):
         define(write, x).execute([x], _enable_options=["double_numbers"])
 
 
@@ -170,7 +170,7 @@ def test_numbers_that_do_not_fit_the_result_are_refused() -> None:
         ):
             with pytest.raises(DefinitionError, match=rf"threshold: {problem}, the dtype of T0"):
                 fd.ops.threshold(whole, *numbers)
-        with pytest.raises(DefinitionError, match="threshold: 7 is no value of bool"):
+        with pytest.raises(DefinitionError, match="threshold: 7 is not a value of bool"):
             fd.ops.threshold(bools, 0, 7)
         with pytest.raises(DtypeError, match="threshold: the result has the dtype int64_t of T0"):
             fd.ops.threshold(whole, scalar, 7)

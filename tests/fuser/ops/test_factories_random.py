@@ -108,12 +108,12 @@ WRONG: dict[str, tuple[Callable[[Any, Any], object], type[FuserError], str]] = {
     "a seed alone": (
         lambda x, n: ops.uniform(0, 1, [4], rng_seed=define_scalar(None, D.Int)),
         DefinitionError,
-        "rng_seed is given without rng_offset",
+        "rng_seed is passed without rng_offset",
     ),
     "an offset alone": (
         lambda x, n: ops.normal(0, 1, [4], rng_offset=define_scalar(None, D.Int)),
         DefinitionError,
-        "rng_offset is given without rng_seed",
+        "rng_offset is passed without rng_seed",
     ),
     "a seed that is a number": (
         lambda x, n: ops.uniform(0, 1, [4], rng_seed=n.size(0), rng_offset=typing_cast(Any, 2.0)),
@@ -135,7 +135,7 @@ WRONG: dict[str, tuple[Callable[[Any, Any], object], type[FuserError], str]] = {
             0, 1, [4], rng_seed=define_scalar(None), rng_offset=define_scalar(None)
         ),
         DtypeError,
-        "is double, a seed is an integer",
+        "is double, but seeds and offsets are integers",
     ),
     "a negative size": (lambda x, n: ops.uniform(0, 1, [4, -1]), DefinitionError, "below 0"),
     "bounds": (lambda x, n: ops.uniform(1.0, 0.5, [4]), DefinitionError, "above maxval"),

@@ -156,12 +156,12 @@ def test_what_is_no_block() -> None:
             ),
             (
                 UnsupportedError,
-                "global_scale T.*: MXFP8 has none",
+                "global_scale T.*: MXFP8 needs none",
                 lambda: ops.nv_block_quantize(x, one, False, 32, E4),
             ),
             (
                 UnsupportedError,
-                r"swizzle_block_scales are those of \[m, k\], but T",
+                r"swizzle_block_scales needs an operand with two axes, .* got T",
                 lambda: ops.nv_block_quantize(define_tensor([2, 3, 32]), None, True, 32, E4),
             ),
             (
@@ -174,7 +174,11 @@ def test_what_is_no_block() -> None:
                 "Expected Half, BFloat16 or Float",
                 lambda: quantize(define_tensor([-1, 32], dtype=D.Double)),
             ),
-            (DefinitionError, "Expected whole blocks", lambda: quantize(define_tensor([-1, 33]))),
+            (
+                DefinitionError,
+                r"Expected the last axis of T.* to be a multiple of 32",
+                lambda: quantize(define_tensor([-1, 33])),
+            ),
             (DefinitionError, "rank of at least 1", lambda: quantize(one)),
         ]
         for error, match, call in cases:
@@ -421,7 +425,7 @@ def test_what_are_no_groups() -> None:
                 op(x, two, three, *more)
         cases: list[tuple[type[Exception], str, tuple[Any, ...]]] = [
             (UnsupportedError, r"Float4_e2m1fn of T.*capability 10\.0.*block_size=32", ()),
-            (UnsupportedError, "global_scale T.*MXFP8 has none", (define_tensor([]), 32, E4)),
+            (UnsupportedError, "global_scale T.*MXFP8 needs none", (define_tensor([]), 32, E4)),
             (DefinitionError, "Expected blocks of 32", (None, 16, E4)),
         ]
         for error, text, more in cases:
