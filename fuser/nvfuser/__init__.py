@@ -1,4 +1,4 @@
-"""Entrances that users of nvFuser know by these names.
+"""Names of nvFuser's interface that have no other place in this project.
 
 Question: where is the nvFuser name that I look for?
 Imports: every room of `fuser`, `multidevice` and `hostir`.

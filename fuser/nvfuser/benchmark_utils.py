@@ -1,6 +1,7 @@
 """Timers for pytest-benchmark, under nvFuser's names.
 
-pytest-benchmark calls a timer before and after what it times, and takes the difference: seconds.
+pytest-benchmark calls a timer before and after the timed code. The difference is the time in
+seconds.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ __all__ = ["CuptiProfiler", "CuptiTimer", "FusionProfileTimer", "Timer"]
 
 
 class Timer:
-    """The host's clock, once the current GPU has nothing left to do."""
+    """The host's clock. Each call first waits until the current GPU is idle."""
 
     def __call__(self) -> float:
         if torch.cuda.is_available():
@@ -29,39 +30,40 @@ class Timer:
 
 
 class CuptiProfiler:
-    """The work of the GPU between `start` and `stop`, by CUPTI, which torch.profiler asks.
+    """Records the work of the GPU between `start` and `stop`. torch.profiler obtains it from CUPTI.
 
-    Raises `UnsupportedError` without a GPU, and `ExecutionError` where another profiler is on or
-    CUPTI refuses.
+    Raises:
+        UnsupportedError: torch has no GPU.
+        ExecutionError: another profiler is active, or CUPTI is not available.
     """
 
     def __init__(self) -> None:
         if not torch.cuda.is_available():
             raise UnsupportedError(
-                f"{type(self).__name__}: CUPTI times GPUs, and torch sees none: Timer and "
-                "FusionProfileTimer also time CPUs"
+                f"{type(self).__name__}: CUPTI measures GPUs, and torch finds none: use Timer or "
+                "FusionProfileTimer on a CPU"
             )
         self._profile: Any = None
 
     def start(self) -> None:
-        """Watches what is launched from now on."""
+        """Starts recording."""
         from torch.profiler import ProfilerActivity, profile
 
         if self._profile is not None:
-            raise ExecutionError("CuptiProfiler.start: it has been started")
+            raise ExecutionError("CuptiProfiler.start: it has already been started")
         torch.cuda.synchronize()
         made = profile(activities=[ProfilerActivity.CUDA])
         try:
             made.__enter__()
-        except Exception as error:  # of another profiler that is on, of CUPTI, of its permissions
+        except Exception as error:  # another profiler is active, or CUPTI or its permissions fail
             raise ExecutionError(f"torch.profiler: {type(error).__name__}: {error}") from error
         self._profile = made
 
     def stop(self) -> list[Activity]:
-        """Returns the kernels, copies and fills since `start`, in the order of their begin."""
+        """Returns the kernels, copies and fills since `start`, in the order in which they began."""
         made, self._profile = self._profile, None
         if made is None:
-            raise ExecutionError("CuptiProfiler.stop: it was not started")
+            raise ExecutionError("CuptiProfiler.stop: it has not been started")
         torch.cuda.synchronize()
         made.__exit__(None, None, None)
         with TemporaryDirectory() as folder:
@@ -71,7 +73,7 @@ class CuptiProfiler:
 
 
 class CuptiTimer:
-    """Goes on by the seconds that kernels, copies and fills of the GPU take, added up."""
+    """A clock that advances by the total time of the GPU's kernels, copies and fills."""
 
     def __init__(self) -> None:
         self._profiler = CuptiProfiler()
@@ -88,10 +90,10 @@ class CuptiTimer:
 
 
 class FusionProfileTimer:
-    """Goes on by the `host_time_ms` of what is profiled between two calls: with `FUSER_PROF` or
-    within a `PythonProfiler`.
+    """A clock that advances by the `host_time_ms` of the run that was profiled between two calls.
 
-    Raises `NotCompiledError` where nothing was.
+    Runs are profiled with `FUSER_PROF` or within a `PythonProfiler`. Raises `NotCompiledError` if
+    none was.
     """
 
     def __init__(self) -> None:

@@ -1,14 +1,17 @@
-"""Which axes of a fusion are the same axis: `IdModel`, under nvFuser's names.
+"""`IdModel`, under nvFuser's names: which axes of a fusion correspond to one another.
 
     model = idm.IdModel(fd.fusion)
     graph = model.maybe_build_graph(IdMappingMode.exact)
     graph.disjoint_val_sets().strict_are_mapped(x.axis(0), y.axis(0))
 
-exact          an op maps them onto each other, both concrete or both broadcast, and what equal
-               splits and merges make of them
-almost_exact   also an axis and what a split by 1, or a merge with an axis of extent 1, makes of it
-broadcast      also a broadcast axis and the concrete one that a consumer iterates
-permissive     also the merge of a broadcast axis and a concrete one, and the latter
+Each mode maps the axes of the mode before it, and more:
+
+- `exact`: two axes that an op maps onto each other, both concrete or both broadcast; and the
+  results of equal splits and merges of mapped axes.
+- `almost_exact`: also an axis and the result of its split by 1, or of its merge with an axis of
+  extent 1.
+- `broadcast`: also a broadcast axis and the concrete axis with which a consumer iterates it.
+- `permissive`: also a concrete axis and its merge with a broadcast axis.
 """
 
 from __future__ import annotations
@@ -28,14 +31,16 @@ __all__ = ["DisjointValSets", "IdModel", "ValGraph"]
 
 
 class IdModel:
-    """The graphs of a fusion, each as the fusion is when it is first asked for.
+    """The graphs of a fusion, one per mode. A graph describes the fusion at the time of its first
+    request.
 
-    `build_graphs` makes all at once; without `allow_self_mapping` a tensor must not have one axis
-    twice; `validate` looks whether mapped axes have one extent.
+    - `build_graphs` builds all of them at once.
+    - Without `allow_self_mapping`, no tensor may have two mapped axes.
+    - `validate` checks that mapped axes have one extent.
 
     Raises:
-        DefinitionError: a tensor has two axes that are mapped, which was not allowed.
-        VerifyError: two axes are mapped whose extents are different numbers.
+        DefinitionError: a tensor has two mapped axes although `allow_self_mapping` is False.
+        VerifyError: two mapped axes have different constant extents.
     """
 
     @checked
@@ -60,12 +65,15 @@ class IdModel:
 
     @checked
     def maybe_build_graph(self, mode: IdMappingMode) -> ValGraph:
-        """Returns the graph of a mode, built at the first call. Raises `UnsupportedError` for
-        `loop`."""
+        """Returns the graph of a mode, which the first call builds.
+
+        Raises:
+            UnsupportedError: the mode is `loop`.
+        """
         if mode not in _MADE_OF:
             raise UnsupportedError(
-                f"IdModel: {mode}: which axes share a loop is decided where a kernel is lowered, "
-                f"not by the fusion; there are {', '.join(m.name for m in _MADE_OF)}"
+                f"IdModel: {mode} is not supported: lowering decides which axes share a loop, not "
+                f"the fusion; supported are {', '.join(m.name for m in _MADE_OF)}"
             )
         found = self._graphs.get(mode)
         if found is None:
@@ -77,14 +85,14 @@ class IdModel:
 
 
 class ValGraph:
-    """The axes of a fusion in one mode; `IdModel.maybe_build_graph` makes it."""
+    """The sets of mapped axes of a fusion in one mode. `IdModel.maybe_build_graph` creates it."""
 
     def __init__(self, fusion: Fusion, mode: IdMappingMode) -> None:
         self._fusion, self.mode = fusion, mode
         kind, pairs = _MADE_OF[mode]
         joined = [pair for tv in fusion.tensors() for rule in pairs for pair in rule(tv.domain)]
         self._graph = kind(fusion, joined=joined)
-        # As they were: the fusion may change.
+        # Copies of the names, because the fusion may change.
         self._names = {
             number: f"{axis} of {tv.label}"
             for tv in fusion.tensors()
@@ -92,34 +100,36 @@ class ValGraph:
         }
 
     def disjoint_val_sets(self) -> DisjointValSets:
-        """Returns the sets of axes that are one; `map_vals` changes them."""
+        """Returns the sets of mapped axes. Later calls of `map_vals` change them."""
         return DisjointValSets(self)
 
     @checked
     def map_vals(self, val0: Axis, val1: Axis) -> None:
-        """Counts two axes as one, and what equal splits and merges make of them.
+        """Maps two axes, and the results of equal splits and merges of them.
 
-        Raises `DefinitionError` for an axis that is not in the graph.
+        Raises:
+            DefinitionError: an axis is not in the graph.
         """
         self.require("map_vals", val0)
         self.require("map_vals", val1)
         self._graph.join(val0, val1)
 
     def are_mapped(self, a: Axis, b: Axis) -> bool:
-        """Whether two axes of the graph are one."""
+        """Whether two axes of the graph are mapped."""
         return self._graph.mapped(a, b)
 
     def sets(self) -> list[tuple[str, ...]]:
-        """Returns the axes of each set in words, in the order of their numbers."""
+        """Returns the names of the axes of each set, in the order of their numbers."""
         return [tuple(self._names[n] for n in numbers) for numbers in self._graph.classes()]
 
     def require(self, call: str, axis: Axis) -> None:
-        """Raises `DefinitionError` for an axis of another fusion, or one that is newer."""
+        """Raises `DefinitionError` for an axis of another fusion, or one that is newer than the
+        graph."""
         if axis.tensor.fusion is not self._fusion:
-            raise DefinitionError(f"{call}: {axis!r} is of another fusion")
+            raise DefinitionError(f"{call}: {axis!r} belongs to another fusion")
         if not self._graph.has(axis):
             raise DefinitionError(
-                f"{call}: {axis!r} was made after the graph was built: make another IdModel"
+                f"{call}: {axis!r} was created after the graph was built: create a new IdModel"
             )
 
     def __str__(self) -> str:
@@ -127,15 +137,18 @@ class ValGraph:
 
 
 class DisjointValSets:
-    """The sets of axes that are one."""
+    """The sets of mapped axes of a graph."""
 
     def __init__(self, graph: ValGraph) -> None:
         self._graph = graph
 
     @checked
     def strict_are_mapped(self, a: Axis, b: Axis) -> bool:
-        """Returns whether two axes are in one set. Raises `DefinitionError` for one that is in
-        none."""
+        """Returns whether two axes are in one set.
+
+        Raises:
+            DefinitionError: an axis is not in the graph.
+        """
         self._graph.require("strict_are_mapped", a)
         self._graph.require("strict_are_mapped", b)
         return self._graph.are_mapped(a, b)
@@ -150,7 +163,7 @@ Pairs = Iterator[tuple[int, int]]
 
 
 def _trivial(domain: TensorDomain) -> Pairs:
-    """Yields axes and what a transform makes of them that changes nothing."""
+    """Yields pairs of an axis and the result of a transform with an axis of extent 1."""
     for t in domain.transforms:
         match t:
             case SplitTransform():
@@ -168,7 +181,7 @@ def _is_one(domain: TensorDomain, number: int) -> bool:
 
 
 def _forwarded(domain: TensorDomain) -> Pairs:
-    """Yields merges of a broadcast axis and a concrete one, and the latter."""
+    """Yields pairs of a merge of a broadcast and a concrete axis, and the concrete axis."""
     for t in domain.transforms:
         if isinstance(t, MergeTransform):
             outer, inner = domain.axes[t.outer], domain.axes[t.inner]
@@ -176,7 +189,7 @@ def _forwarded(domain: TensorDomain) -> Pairs:
                 yield t.out, (inner if outer.is_broadcast else outer).number
 
 
-# A mode -> the graph, and what is joined in each tensor.
+# Mode -> the class of the graph, and the rules that map further axes of each tensor.
 _MADE_OF = {
     IdMappingMode.exact: (AxisGraph, ()),
     IdMappingMode.almost_exact: (AxisGraph, (_trivial,)),
@@ -197,5 +210,6 @@ def _check_extents(fusion: Fusion) -> None:
             first, other = found.setdefault(graph.find(axis), (size, axis))
             if first != size:
                 raise VerifyError(
-                    f"IdModel: {axis!r} and {other!r} are mapped, of extents {size} and {first}"
+                    f"IdModel: {axis!r} and {other!r} are mapped, but have the extents {size} and "
+                    f"{first}"
                 )

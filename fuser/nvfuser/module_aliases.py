@@ -1,12 +1,12 @@
-"""Public names of modules that stand elsewhere: an import of the name gives the module itself.
+"""Aliases of modules: an import of the alias returns the real module.
 
-`multidevice`, for one, builds on the single-device compiler in `fuser`, yet users expect to find it
-beside `fuser.ops`. Its submodules, too, are the same module objects under both names, so that a
-class never exists twice (two `Communicator` classes would be two singletons).
+For example, `multidevice` builds on the single-device compiler in `fuser`, but users expect it to
+be `fuser.multidevice`. Submodules of an alias are the same module objects under both names.
+Otherwise classes would exist twice, and two `Communicator` classes would be two singletons.
 
     import fuser.idm, fuser.nvfuser.idm
     assert fuser.idm is fuser.nvfuser.idm
-    from fuser.multidevice.job.communicator import Communicator     # that of multidevice.job
+    from fuser.multidevice.job.communicator import Communicator     # the one of multidevice.job
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
 from types import ModuleType
 
-# Public name -> the module. For type checkers each has a stub beside `fuser/__init__.py`.
+# Alias -> real module. For type checkers, each has a stub file next to `fuser/__init__.py`.
 ALIASES: Mapping[str, str] = {
     "fuser.multidevice": "multidevice",
     "fuser.idm": "fuser.nvfuser.idm",
@@ -29,8 +29,10 @@ ALIASES: Mapping[str, str] = {
 
 
 def real_name(name: str) -> str | None:
-    """Returns the name of the module that an alias, or a submodule of one, stands for; None for
-    other names."""
+    """Returns the real name of an alias or of a submodule of one; None for other names.
+
+    Example: `fuser.multidevice.job` is `multidevice.job`.
+    """
     for alias, real in ALIASES.items():
         if name == alias or name.startswith(f"{alias}."):
             return real + name.removeprefix(alias)
@@ -38,9 +40,10 @@ def real_name(name: str) -> str | None:
 
 
 class _AliasLoader(Loader):
-    """Ends the import of an alias with the real module in its place."""
+    """Replaces the module of an alias by the real module at the end of its import."""
 
     def exec_module(self, module: ModuleType) -> None:
+        """Imports the real module, and registers it under the alias."""
         real = real_name(module.__name__)
         assert real is not None, f"{module.__name__} is no alias"
         sys.modules[module.__name__] = import_module(real)
@@ -56,5 +59,5 @@ class _AliasFinder(MetaPathFinder):
 
 
 def install() -> None:
-    """Makes imports find the aliases."""
+    """Adds the aliases to Python's import system."""
     sys.meta_path.insert(0, _AliasFinder())

@@ -1,7 +1,10 @@
-"""MultiDeviceExecutor: runs a fusion of which the user has placed every tensor.
+"""MultiDeviceExecutor: runs a fusion in which the user has sharded every tensor.
 
-It goes through the one lowering, in nvFuser's older form: nothing is propagated, ops that torch can
-carry out stand in the program as themselves, and a stream axis is a logical axis as a whole.
+It uses the same lowering as a definition, in nvFuser's older form:
+
+- Shardings are not propagated.
+- Ops that torch can compute are ops of the host program.
+- A stream axis is always a whole logical axis.
 """
 
 from __future__ import annotations
@@ -31,9 +34,13 @@ from multidevice.sharding.queries import whole_axis_sizes
 
 
 class CommunicatorBackend(IrEnum):
-    """Who moves data between GPUs: NCCL, or (cuda) peers copy out of each other's memory, which
-    ranks of one host can. CPU ranks take the transport of their launcher in place of NCCL, and
-    shared memory in place of mapped GPU memory.
+    """The transport between GPUs.
+
+    - `nccl`: NCCL.
+    - `cuda`: peer copies, for ranks of one host: each rank copies out of the other's memory.
+    - `ucc`: not supported.
+
+    On CPU ranks, `nccl` is the transport of their launcher, and `cuda` is shared memory.
     """
 
     nccl = 0
@@ -43,13 +50,14 @@ class CommunicatorBackend(IrEnum):
 
 @dataclass
 class MultiDeviceExecutorParams:
-    """How a `MultiDeviceExecutor` lowers and runs; nvFuser's names and defaults.
+    """Options of a `MultiDeviceExecutor`, with nvFuser's names and defaults.
 
-    `use_allocation_cache` changes nothing here: buffers inside of a program are reused from run to
-    run anyway, and what a caller gets is never overwritten.
+    `use_allocation_cache` has no effect. Buffers inside a program are always reused from run to
+    run, and outputs are never overwritten.
 
-    Raises `ArgumentError` for a parameter that does not exist, or is of another type, and
-    `DefinitionError` for fewer than one stream.
+    Raises:
+        ArgumentError: a parameter does not exist, or has the wrong type.
+        DefinitionError: the number of streams is below one.
     """
 
     backend_type: CommunicatorBackend = CommunicatorBackend.nccl
@@ -60,7 +68,10 @@ class MultiDeviceExecutorParams:
 
     def __new__(cls, *given: object, **named: object) -> MultiDeviceExecutorParams:
         if len(given) > len(_KINDS):
-            raise ArgumentError(f"{cls.__name__}: {len(given)} values for {', '.join(_KINDS)}")
+            raise ArgumentError(
+                f"{cls.__name__}: {len(given)} values for the {len(_KINDS)} parameters "
+                f"{', '.join(_KINDS)}"
+            )
         for name in named:
             _check_name(name)
         return super().__new__(cls)
@@ -72,6 +83,7 @@ class MultiDeviceExecutorParams:
         super().__setattr__(name, require(_PARAMS, name, value, _KINDS[name]))
 
     def lower_params(self) -> LowerParams:
+        """Returns these options as parameters of lowering."""
         return replace(
             STANDALONE,
             backend=_LIBRARIES[self.backend_type],
@@ -80,7 +92,7 @@ class MultiDeviceExecutorParams:
         )
 
 
-# The library of communications; "" is that of the device.
+# Backend type -> transport; "" is the default transport of the device.
 _LIBRARIES = {CommunicatorBackend.nccl: "", CommunicatorBackend.cuda: PEER_COPIES}
 _PARAMS = MultiDeviceExecutorParams.__name__
 _KINDS = get_type_hints(MultiDeviceExecutorParams)
@@ -89,18 +101,19 @@ _KINDS = get_type_hints(MultiDeviceExecutorParams)
 def _check_name(name: str) -> None:
     if name not in _KINDS:
         near = get_close_matches(name, _KINDS, n=1)
-        advice = f"did you mean {near[0]}?" if near else f"there are {', '.join(_KINDS)}"
-        raise ArgumentError(f"{_PARAMS}: there is no {name}; {advice}")
+        advice = f"did you mean {near[0]}?" if near else f"parameters are {', '.join(_KINDS)}"
+        raise ArgumentError(f"{_PARAMS}: there is no parameter {name}; {advice}")
 
 
 class MultiDeviceExecutor:
     """Runs a fusion on the ranks of its meshes.
 
-    Every tensor has the mesh and the parallel types that the user gave it; device and stream types
-    stand on logical axes. `str(executor)` is the host program.
+    Every tensor has the mesh and the parallel types that the user has set. Device and stream types
+    are on logical axes. `str(executor)` is the text of the host program.
 
     Raises:
-        UnsupportedError: a stream axis that a split or a merge made; a backend that is not there.
+        UnsupportedError: a stream axis is the result of a split or merge; or the backend is not
+            supported.
     """
 
     def __init__(self, fusion: Fusion, params: MultiDeviceExecutorParams | None = None) -> None:
@@ -109,7 +122,7 @@ class MultiDeviceExecutor:
         params = params or MultiDeviceExecutorParams()
         if params.backend_type not in _LIBRARIES:
             raise UnsupportedError(
-                f"MultiDeviceExecutor: backend_type={params.backend_type.name} is not there: "
+                f"MultiDeviceExecutor: backend_type={params.backend_type.name} is not supported: "
                 "use CommunicatorBackend.nccl or CommunicatorBackend.cuda"
             )
         copy, _ = fusion.copy()
@@ -120,16 +133,19 @@ class MultiDeviceExecutor:
         )
 
     def run(self, args: Iterable[object]) -> list[torch.Tensor]:
-        """Returns the outputs for this rank's shards of the inputs, which are given as to
-        `FusionDefinition.execute`."""
+        """Runs the program on this rank's shards of the inputs, and returns the outputs.
+
+        The inputs are passed as to `FusionDefinition.execute`.
+        """
         return self._cache.execute(args)
 
     def host_program(self) -> HostIrContainer:
-        """Returns the program of the most recent run, or the one for inputs of middling sizes."""
+        """Returns the program of the most recent run; before the first run, a program for sample
+        sizes."""
         return self._cache.program_for(self._samples())
 
     def _samples(self) -> list[Argument]:
-        """Returns inputs of sizes that every mesh divides, for a program before the first run."""
+        """Returns sample inputs, with sizes that are multiples of all mesh dimensions."""
         fusion = self._cache.fusion()
         parts = {n for tv in fusion.tensors() if tv.mesh is not None for n in tv.mesh.shape}
         size = 8

@@ -1,4 +1,4 @@
-"""Small helpers around torch, under nvFuser's names."""
+"""Helpers for torch, under nvFuser's names: dtypes, device properties, a retry of tests."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from fuser.support.errors import InputError, KernelError, UnknownDtypeError
 P = ParamSpec("P")
 R = TypeVar("R")
 
-# What nvFuser's table has, whether or not ops compute in it yet; a float4 that this torch lacks is
-# left out.
+# The entries of nvFuser's table, whether or not ops support the dtype. A float4 dtype that this
+# version of torch does not have is left out.
 _DTYPES: dict[object, DataType] = {
     torch.cdouble: DataType.ComplexDouble,
     torch.cfloat: DataType.ComplexFloat,
@@ -44,23 +44,26 @@ _DTYPES.pop(None, None)
 
 
 def torch_dtype_to_nvfuser_dtype(dtype: torch.dtype | type) -> DataType:
-    """Returns the counterpart of a torch dtype, or of a Python type of numbers.
+    """Returns the `DataType` of a torch dtype, or of a Python type of numbers.
 
-    Raises `UnknownDtypeError`, a KeyError, for any other, as uint8 and int16.
+    Raises:
+        UnknownDtypeError: it has none, as uint8 and int16. The error is a KeyError.
     """
     try:
         return _DTYPES[dtype]
     except (KeyError, TypeError):
         known = ", ".join(str(d) for d in _DTYPES if isinstance(d, torch.dtype))
         raise UnknownDtypeError(
-            f"torch_dtype_to_nvfuser_dtype: {show(dtype)}: there are {known}, and Python's "
-            "complex, float, int and bool"
+            f"torch_dtype_to_nvfuser_dtype: {show(dtype)} is not supported: supported are {known}, "
+            "and Python's complex, float, int and bool"
         ) from None
 
 
 def python_scalar_to_nvfuser_dtype(a: object) -> DataType:
-    """Returns the dtype that a Python number has in a fusion. Raises as
-    `torch_dtype_to_nvfuser_dtype`."""
+    """Returns the `DataType` of a Python number in a fusion.
+
+    Raises `UnknownDtypeError` for a value of any other type.
+    """
     return torch_dtype_to_nvfuser_dtype(type(a))
 
 
@@ -81,10 +84,14 @@ _ATTRIBUTES = {
 
 
 def get_device_properties() -> dict[str, Any]:
-    """Returns what the driver tells of the current GPU, by nvFuser's names; bandwidth in 1e9 bytes
-    per second. Raises `InputError` without a GPU."""
+    """Returns properties of the current GPU from the driver, by nvFuser's names. The bandwidth is
+    in 1e9 bytes per second.
+
+    Raises:
+        InputError: torch has no GPU.
+    """
     if not torch.cuda.is_available():
-        raise InputError("get_device_properties: torch sees no CUDA device")
+        raise InputError("get_device_properties: torch finds no CUDA device")
     index = torch.cuda.current_device()
     torch.cuda.init()
     driver, known = load_driver(), torch.cuda.get_device_properties(index)
@@ -113,22 +120,22 @@ def get_device_properties() -> dict[str, Any]:
     }
 
 
-# Those of the GPU that is current when this is imported.
+# Properties of the GPU that is current when this module is imported.
 DEVICE_PROPERTIES: dict[str, Any] | None = (
     get_device_properties() if torch.cuda.is_available() else None
 )
 
 
 def retry_on_oom_or_skip_test(func: Callable[P, R]) -> Callable[P, R]:
-    """Makes a test run again, once, after memory was given back where a GPU had none left, and skip
-    it where it still has none."""
+    """Decorates a test: after an out-of-memory error of the GPU, memory is freed and the test runs
+    again, once. If that fails, too, the test is skipped."""
 
     @functools.wraps(func)
     def retried(*args: P.args, **kwargs: P.kwargs) -> R:
         try:
             return func(*args, **kwargs)
         except torch.OutOfMemoryError:
-            pass  # the error holds the frames, and they the tensors
+            pass  # leaving this block drops the error, and with it the frames and their tensors
         gc.collect()
         if torch.cuda.is_available():
             torch.cuda.empty_cache()

@@ -1,13 +1,12 @@
-"""What the public calls take: the kinds of their arguments, read from their signatures.
+"""Checks the arguments of public calls by the annotations of their functions.
 
-`checked` stands at the entrance of every public function of a definition. It turns each argument
-into what the annotation says (numpy's and torch's numbers into Python's, iterables into lists), or
-refuses the call in words that name the call, the argument, what was expected, what was found and
-the user's line:
+`checked` wraps every public function of a definition. It converts each argument to the annotated
+kind: numbers of numpy and torch to Python's, iterables to lists. If it cannot, it raises an error
+that names the call, the argument, what was expected, what was found and the user's line:
 
     permute(): incompatible function arguments: dims: expected a list of integers, got 1 of type int
 
-Behind it, functions rely on their annotations.
+The wrapped functions can therefore rely on their annotations.
 """
 
 from __future__ import annotations
@@ -35,13 +34,13 @@ from fuser.support.record import record
 P = ParamSpec("P")
 R = TypeVar("R")
 _INT64_END = 2**63
-# Ranks are far below; an iterator may have no end.
+# The longest list of arguments. Tensors have far fewer axes; an iterator may be endless.
 LONGEST = 1024
 _SHOWN = 100
 
 
 class Mismatch(Exception):
-    """A value is not of a kind. `at` is its place in the argument: "" or `[2]`."""
+    """A value is not of the expected kind. `at` is its position in the argument: "" or `[2]`."""
 
     def __init__(self, text: str, at: str = "", kind: type[FuserError] = ArgumentError) -> None:
         super().__init__(text)
@@ -52,9 +51,11 @@ class Mismatch(Exception):
 
 @record
 class Kind:
-    """A kind of argument: how messages call it, and how a value becomes one.
+    """A kind of argument.
 
-    `take` raises `Mismatch`. Values of the `exact` types are taken as they are, without a call.
+    - `words`: its name in messages.
+    - `take`: converts a value to it, or raises `Mismatch`.
+    - `exact`: types whose values need no conversion.
     """
 
     words: str
@@ -64,7 +65,7 @@ class Kind:
 
 # ------------------------------------------------------------------ showing values
 def show(value: object, depth: int = 0) -> str:
-    """Returns a value for a message: short, without addresses, and never an error of its own."""
+    """Returns the text of a value for a message: short, without addresses. It never raises."""
     if isinstance(value, int) and not isinstance(value, bool) and value.bit_length() > 128:
         return f"{'-' if value < 0 else ''}2**{value.bit_length() - 1}.."
     if depth > 3:
@@ -96,17 +97,17 @@ def show(value: object, depth: int = 0) -> str:
 
 
 def wrong(words: str, value: object) -> Mismatch:
-    """Returns the mismatch of a value that is not what `words` say."""
-    # To users of torch "a tensor" is one with data.
+    """Returns the mismatch of a value that is not what `words` describe."""
+    # For users of torch, "a tensor" has data.
     is_data = words.startswith("a tensor") and hasattr(value, "__array__")
-    hint = ": it has data, which execute takes; define_tensor makes the tensors of a definition"
+    hint = ": it has data; pass it to execute, and create a definition's tensors by define_tensor"
     found = f"{show(value)} of type {type(value).__name__}"
     return Mismatch(f"expected {words}, got {found}{hint * is_data}")
 
 
 # ------------------------------------------------------------------ numbers
 def python_number(value: object) -> bool | int | float | complex | None:
-    """Returns a number of any library as Python's; None for what is no single number."""
+    """Returns a number of any library as a Python number; None for any other value."""
     if type(value) in (bool, int, float, complex):
         return cast("bool | int | float | complex", value)
     try:
@@ -125,12 +126,14 @@ def python_number(value: object) -> bool | int | float | complex | None:
 
 
 def _is_scalar(value: object) -> bool:
-    """Returns whether a value is a scalar of a program: a constant keeps its dtype."""
+    """Returns whether a value is a scalar of a program. It is no Python number: a constant keeps
+    its dtype."""
     return hasattr(value, "is_symbolic")
 
 
 def take_integer(value: object) -> int:
-    """Returns an integer of any library as Python's; raises `Mismatch` for anything else."""
+    """Returns an integer of any library as a Python integer; raises `Mismatch` for any other
+    value."""
     number = value if type(value) is int else python_number(value)
     if number is None or isinstance(number, bool | float | complex):
         raise wrong("an integer", value)
@@ -174,10 +177,10 @@ _NUMBER = Kind("a number", _take_number, frozenset({bool, int, float, complex}))
 _FLAG = Kind("True or False", _take_flag, frozenset({bool}))
 _ANY = Kind("anything", _take_any)
 
-# The items of shapes and slices. nvFuser has its own words for what is none.
+# The items of shapes and slices. For other items, nvFuser's message is added.
 _EXTENT = "a scalar or an integer"
 
-# Annotation -> kind. Any other class is a kind of its own: its instances.
+# Annotation -> kind. The kind of any other class is its instances.
 _KINDS: dict[object, Kind] = {
     int: _INTEGER,
     float: _REAL,
@@ -186,7 +189,7 @@ _KINDS: dict[object, Kind] = {
     Any: _ANY,
     object: _ANY,
 }
-# How messages call the instances of a class; plurals follow.
+# Name of a class -> its instances in messages.
 _WORDS = {
     "NoneType": "None",
     "TensorView": "a tensor",
@@ -205,7 +208,7 @@ Kinds = Mapping[Any, Kind]
 
 
 def kind_of(annotation: object, kinds: Kinds | None = None) -> Kind:
-    """Returns the kind that an annotation names; `kinds` replaces those of some annotations."""
+    """Returns the kind of an annotation; `kinds` replaces the kinds of some annotations."""
     if kinds is not None and annotation in kinds:
         return kinds[annotation]
     if annotation in _KINDS:
@@ -236,13 +239,14 @@ def _instance(cls: type) -> Kind:
 
 
 def _is_covered(part: object, parts: Sequence[object]) -> bool:
-    """Whether a number of this class is one of a wider class among `parts`."""
+    """Whether another class among `parts` includes the numbers of this class, as float includes
+    int."""
     wider = {bool: (float, complex), int: (float, complex), float: (complex,)}
     return any(w in parts for w in wider.get(part, ())) if isinstance(part, type) else False
 
 
 def _either(parts: Sequence[object], kinds: Kinds | None) -> Kind:
-    # Python's numbers are one kind where floats are taken: an op says which values it can hold.
+    # If floats are accepted, all Python numbers are one kind. The op checks the value itself.
     chosen = [p for p in parts if not _is_covered(p, parts)]
     found = [kind_of(p, kinds) for p in chosen]
     words = " or ".join(dict.fromkeys(k.words for k in found))
@@ -253,7 +257,7 @@ def _either(parts: Sequence[object], kinds: Kinds | None) -> Kind:
             try:
                 return kind.take(value)
             except Mismatch as error:
-                # What is wrong inside of a list, or with an integer's size, says more.
+                # An error within a list, or on an integer's range, is more specific.
                 if error.at or error.kind is not ArgumentError:
                     inside = error
         raise inside or wrong(words, value)
@@ -262,11 +266,12 @@ def _either(parts: Sequence[object], kinds: Kinds | None) -> Kind:
 
 
 def list_items(value: object, words: str, *, longest: int = LONGEST) -> list[object]:
-    """Returns what a list, an array or an iterator holds; raises `Mismatch` for anything else."""
+    """Returns the items of a list, an array or an iterator; raises `Mismatch` for any other
+    value."""
     is_list = isinstance(value, Iterable) and not isinstance(value, str | bytes | Mapping)
     try:
         items = list(islice(cast(Iterable[object], value), longest + 1)) if is_list else None
-    except TypeError:  # a 0-dim array says that it can be iterated
+    except TypeError:  # a 0-dim array claims to be iterable
         items = None
     if items is None:
         raise wrong(words, value)
@@ -279,13 +284,13 @@ def _list(item: Kind, *, is_ordered: bool) -> Kind:
     words = "a list" if item is _ANY else f"a list of {_plural(item.words)}"
 
     def take(value: object) -> object:
-        # A tensor has rows, but is not meant as the list of them.
+        # A tensor has rows, but the user does not mean the list of its rows.
         if (is_ordered and isinstance(value, Set)) or type(value) in item.exact:
             raise wrong(words, value)
         try:
             items = list_items(value, words)
         except Mismatch as error:
-            # A placement, say, that stands alone.
+            # For example, one placement instead of a list of placements.
             if item is _ANY and type(value).__module__ != "builtins":
                 error.text += f": write [{show(value)}]"
             raise
@@ -332,14 +337,15 @@ def _at(kind: Kind, value: object, position: object) -> object:
 
 
 def _plural(words: str) -> str:
-    """Returns `tensors` for `a tensor`."""
+    """Returns the plural of words: `tensors` for `a tensor`."""
     singles = (w.removeprefix("an ").removeprefix("a ") for w in words.split(" or "))
     return " or ".join(w if w in ("None", "True", "False") else f"{w}s" for w in singles)
 
 
-# ------------------------------------------------------------------ the entrance
+# ------------------------------------------------------------------ checks of a call
 class Entrance:
-    """The parameters of one function, with the kind of each; made at its first call."""
+    """The parameters of one function with their kinds. The first call of the function creates
+    it."""
 
     def __init__(self, function: Callable[..., object], name: str, kinds: Kinds | None) -> None:
         self._name = name
@@ -362,8 +368,8 @@ class Entrance:
     def take(
         self, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[list[Any], dict[str, Any]]:
-        """Returns the arguments in their kinds; raises the `FuserError` of the first that is
-        not."""
+        """Returns the arguments, converted to their kinds; raises the `FuserError` of the first
+        that cannot be."""
         places = self._places
         if kwargs or not self._needed <= len(args) <= len(places):
             self._check_names(args, kwargs)
@@ -394,14 +400,15 @@ class Entrance:
 
 
 def _plain(signature: inspect.Signature) -> str:
-    """Returns what a call may look like: `(arg, dim=None, keepdim=False, *, dims=None)`."""
+    """Returns the parameters of a call as text: `(arg, dim=None, keepdim=False, *, dims=None)`."""
     given = [p.replace(annotation=p.empty) for p in signature.parameters.values()]
     spelled = [p.replace(default=_Text(str(p.default))) if _is_named(p) else p for p in given]
     return str(inspect.Signature([p for p in spelled if p.name != "self"]))
 
 
 class _Text(str):
-    """A default that prints as it is written: `DataType.Null`, not `<DataType.Null: 23>`."""
+    """A default value that prints as a user writes it: `DataType.Null`, not `<DataType.Null:
+    23>`."""
 
     __repr__ = str.__str__
 
@@ -411,8 +418,8 @@ def _is_named(parameter: inspect.Parameter) -> bool:
 
 
 def _owner(value: object) -> str:
-    """Returns ` of T0[..]` for a method of what a message can name; a definition is a whole
-    page."""
+    """Returns ` of T0[..]` for a method of an object with a name; "" for others, as a
+    definition."""
     has_name = hasattr(value, "is_symbolic") or type(value).__name__.endswith("DeviceMesh")
     return f" of {show(value)}" if has_name else ""
 
@@ -423,7 +430,8 @@ def _refusal(call: str, text: str, kind: type[FuserError]) -> FuserError:
 
 
 def require(call: str, name: str, value: Any, annotation: object) -> Any:
-    """Returns one argument of a call in the kind that the annotation names, or refuse the call."""
+    """Returns one argument of a call, converted to the kind of the annotation; else raises its
+    error."""
     try:
         return kind_of(annotation).take(value)
     except Mismatch as error:
@@ -431,8 +439,10 @@ def require(call: str, name: str, value: Any, annotation: object) -> Any:
 
 
 class _Scope:
-    """Finds what annotations name: also modules that are imported for type checkers only. What is
-    not there is not checked."""
+    """The names that annotations may use, including modules that only type checkers import.
+
+    An unknown name stands for `Any`: such an argument is not checked.
+    """
 
     def __init__(self, names: Mapping[str, object]) -> None:
         self._names = names
@@ -447,9 +457,9 @@ class _Scope:
 def checked(
     function: Callable[P, R], *, name: str = "", kinds: Kinds | None = None
 ) -> Callable[P, R]:
-    """Returns the function behind an entrance that takes only what its annotations say.
+    """Returns the function with checks of its arguments.
 
-    An error from inside that names neither the call nor the user's line gets them here.
+    Errors from inside the function get the name of the call and the user's line, if they lack them.
     """
     made = function.__qualname__.split(".")[0] if function.__name__ == "__init__" else ""
     name = name or made or function.__name__
@@ -472,14 +482,14 @@ def checked(
 
 
 def name_call(error: FuserError, call: str) -> None:
-    """Gives a message the name of the call and the line of the user, where it has not."""
+    """Adds the name of the call and the user's line to an error's message, if it lacks them."""
     if len(error.args) != 1:
         return
     text, line = str(error.args[0]), user_line()
     text = text if call in text else f"{call}: {text}"
     if line in text:
         error.args = (text,)
-    elif "(user code at " in text:  # where what the call is about was written
+    elif "(user code at " in text:  # the line where the operand was defined
         error.args = (f"{text} (called at {line})",)
     else:
         error.args = (f"{text}{user_code(line)}",)

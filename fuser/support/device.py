@@ -1,4 +1,4 @@
-"""What the heuristics of the schedulers know of a device."""
+"""Properties of devices that the heuristics of the schedulers use."""
 
 from __future__ import annotations
 
@@ -14,10 +14,11 @@ if TYPE_CHECKING:
 
 
 Three = tuple[int, int, int]
-# Blocks of a launch along x, y and z, on every GPU; and threads of a block.
+# The largest numbers of blocks of a launch, and of threads of a block, along x, y and z: every GPU.
 MAX_GRID: Three = ((1 << 31) - 1, 65535, 65535)
 MAX_BLOCK: Three = (1024, 1024, 64)
-# Blocks of a cluster, where GPUs have clusters: kernels ask for more than the portable 8.
+# The largest number of blocks of a cluster, if the GPU has clusters. It exceeds the portable 8,
+# which kernels must request.
 MAX_CLUSTER = 16
 # Bytes of the widest load or store of a thread.
 VECTOR_BYTES = 16
@@ -27,12 +28,13 @@ LOADS_PER_VECTOR = 2
 
 @record
 class DeviceInfo:
-    """The numbers of one device that decide about schedules.
+    """The properties of one device that decide about schedules.
 
-    `max_cluster`: blocks that may run together and read each other's shared memory. `max_grid` and
-    `max_block`: blocks of a launch and threads of a block along x, y and z.
-    `preferred_threads_per_block` is 1 on the CPU: its everyday kernels are plain loops, which the
-    compiler vectorises. `max_smem_per_block` counts bytes, including what a kernel must ask for.
+    - `max_cluster`: number of blocks that can run together and read each other's shared memory.
+    - `max_grid`, `max_block`: blocks of a launch and threads of a block along x, y and z.
+    - `preferred_threads_per_block`: 1 on the CPU, whose usual kernels are plain loops that the
+      compiler vectorises.
+    - `max_smem_per_block`: bytes, including the part that a kernel must request.
     """
 
     kind: str
@@ -63,7 +65,7 @@ CPU = DeviceInfo(
     l2_bytes=1 << 20,
 )
 
-# So that machines without a GPU run its schedules.
+# Lets machines without a GPU use the schedules of one.
 H200 = DeviceInfo(
     kind="cuda",
     name="NVIDIA H200",
@@ -78,13 +80,16 @@ H200 = DeviceInfo(
     max_cluster=MAX_CLUSTER,
 )
 
-# What the option `schedules_for(...)` may name.
+# Arguments of the option `schedules_for(...)` -> devices.
 DESCRIPTIONS: Mapping[str, DeviceInfo] = {"h200": H200}
 
 
 def target_of(kind: str, described: str | None = None) -> DeviceInfo:
-    """Returns the device whose schedules kernels get on a device of a kind, cpu or cuda; where
-    torch sees no GPU, an H200. `described` is the argument of the option `schedules_for`."""
+    """Returns the device whose schedules are used on devices of a kind, cpu or cuda.
+
+    `described` is the argument of the option `schedules_for`. If torch finds no GPU, cuda is an
+    H200.
+    """
     if described:
         return DESCRIPTIONS[described]
     if kind == "cpu":
@@ -99,7 +104,7 @@ def _describe_cuda(index: int | None) -> DeviceInfo:
     import torch
 
     if not torch.cuda.is_available():
-        raise InputError("a CUDA device was asked for, but torch sees none")
+        raise InputError("a CUDA device is needed, but torch finds none")
     properties = torch.cuda.get_device_properties(
         torch.cuda.current_device() if index is None else index
     )
@@ -126,10 +131,10 @@ def device_parts(device: torch.device | str) -> tuple[str, int | None]:
 
 @functools.cache
 def describe_device(device: torch.device | str) -> DeviceInfo:
-    """Describes a device; `cuda` without an index is torch's current one.
+    """Returns the properties of a device; `cuda` without an index is torch's current one.
 
     Raises:
-        InputError: no such device, or of another kind than cpu and cuda.
+        InputError: there is no such device, or it is neither a CPU nor a CUDA device.
     """
     kind, index = device_parts(device)
     if kind == "cpu":
@@ -141,8 +146,10 @@ def describe_device(device: torch.device | str) -> DeviceInfo:
 
 @functools.cache
 def peak_bandwidth_gbs(device: torch.device) -> float | None:
-    """Returns what the memory of a GPU can deliver, in 1e9 bytes per second; None for a CPU, and
-    where torch is too old to tell."""
+    """Returns the peak bandwidth of a GPU's memory in 1e9 bytes per second.
+
+    None for a CPU, and if torch is too old to report it.
+    """
     if device.type != "cuda":
         return None
     import torch
@@ -154,5 +161,5 @@ def peak_bandwidth_gbs(device: torch.device) -> float | None:
 
 
 def bandwidth_gbs(clock_khz: int, bus_bits: int) -> float:
-    """Returns the peak of a memory, in 1e9 bytes per second: two transfers per clock."""
+    """Returns the peak bandwidth of a memory in 1e9 bytes per second: two transfers per clock."""
     return 2 * clock_khz * bus_bits / 8 * 1e-6

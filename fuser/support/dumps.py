@@ -1,13 +1,13 @@
-"""Dumps: texts of the stages that `FUSER_DUMP` asks for, on stdout or as numbered files.
+"""Dumps: texts of the compiler's stages that `FUSER_DUMP` requests, on stdout or as numbered files.
 
-A dump begins with a line that says what it is and of what, and ends with a line that says so:
+A dump begins and ends with a line that names its kind and its fusion:
 
     // host_ir of fusion 0 (user code at mlp.py:12), full form: the host program that runs
     ...
     // end of host_ir of fusion 0
 
-Such lines are comments to our parsers and to C++, so a dump's file is read as it is. Rank 0 writes,
-or the ranks of `FUSER_DUMP_RANKS`.
+These lines are comments to our parsers and to C++, so the file of a dump can be parsed directly.
+Rank 0 writes dumps, or the ranks of `FUSER_DUMP_RANKS`.
 """
 
 from __future__ import annotations
@@ -29,13 +29,14 @@ from fuser.support.record import record
 _fusions = itertools.count()
 _files = itertools.count()
 _lock = make_reentrant_lock()
-# The dumps that grow line by line: (name, of what, rank, folder) -> file, None for stdout.
+# The dumps that are written line by line: (name, subject, rank, folder) -> file; None for stdout.
 _open: dict[tuple[str, str, int, Path | None], Path | None] = {}
 
 
 @record
 class Dump:
-    """One text of a stage: `of` says of what (`kernel group 2 of fusion 0`), `note` which one."""
+    """One text of a stage. `of` is its subject (`kernel group 2 of fusion 0`), `note` its
+    variant."""
 
     name: str
     of: str
@@ -47,12 +48,12 @@ Write = Callable[[Dump], None]
 
 
 def next_fusion() -> str:
-    """Returns what dumps call the next fusion of this process: `fusion 0`, `fusion 1`, ..."""
+    """Returns the name of the next fusion of this process in dumps: `fusion 0`, `fusion 1`, ..."""
     return f"fusion {next(_fusions)}"
 
 
 def heading(dump: Dump, *, rank: int, is_only_rank: bool) -> str:
-    """Returns a dump's first line."""
+    """Returns the first line of a dump."""
     note = f", {dump.note}" if dump.note else ""
     who = "" if is_only_rank else f", rank {rank}"
     meaning = EFFECTS["DUMP"][dump.name].partition(";")[0]
@@ -60,12 +61,13 @@ def heading(dump: Dump, *, rank: int, is_only_rank: bool) -> str:
 
 
 def write(dump: Dump, *, rank: int = 0) -> None:
-    """Prints a dump, or writes it as the next file of `FUSER_DUMP_DIR`; only where `rank` may."""
+    """Prints a dump, or writes it as the next file of `FUSER_DUMP_DIR`, if `rank` may write
+    dumps."""
     ranks = options.dump_ranks()
     if ranks is not None and rank not in ranks:
         return
     first = heading(dump, rank=rank, is_only_rank=ranks == {0})
-    # Lines count from the heading, which stands in the place of a host program's own first line.
+    # The heading replaces the first line of a host program's text, so that line numbers stay valid.
     body = dump.text.strip("\n")
     text = f"{first}\n{body}\n// end of {dump.name} of {dump.of}\n"
     folder = options.dump_dir()
@@ -89,9 +91,9 @@ def _new_file(folder: Path, dump: Dump, rank: int) -> Path:
 
 
 def lines(name: str, of: str, *, rank: int) -> Callable[[str], None] | None:
-    """Returns what writes a dump line by line as it comes, None where nothing is to be written.
+    """Returns a function that writes a line of a dump at once; None if the dump is not requested.
 
-    Its heading is written once, with `FUSER_DUMP_DIR` to the one file of all lines.
+    The heading is written once. With `FUSER_DUMP_DIR`, all lines of a dump are in one file.
     """
     ranks = options.dump_ranks()
     if not options.dump_enabled(name) or (ranks is not None and rank not in ranks):
@@ -110,7 +112,7 @@ def lines(name: str, of: str, *, rank: int) -> Callable[[str], None] | None:
 
 def _append(file: Path | None, line: str) -> None:
     if file is None:
-        # In one piece: the ends of lines that ranks write on their own may trade places.
+        # In one piece, because ranks that share a terminal could otherwise mix their lines.
         sys.stdout.write(f"{line}\n")
         sys.stdout.flush()
         return
@@ -119,11 +121,11 @@ def _append(file: Path | None, line: str) -> None:
 
 
 # ----------------------------------------------------------------------
-# Where a file may be written, known before there is anything to write.
+# Checks whether a file can be written, before there is anything to write.
 
 
 def not_writable(where: Path) -> str:
-    """Returns why no file can be written there, "" where it can."""
+    """Returns why no file can be written at a path; "" if one can."""
     folder = where.absolute().parent
     try:
         if where.is_dir():
@@ -136,10 +138,10 @@ def not_writable(where: Path) -> str:
 
 
 def not_replaceable(where: Path) -> str:
-    """Returns why no file can take the place of what is there, "" where it can: only plain files
-    are replaced."""
+    """Returns why the file at a path cannot be replaced; "" if it can. Only regular files are
+    replaced."""
     if why := not_writable(where):
         return why
     if where.exists() and not where.is_file():
-        return "it is no plain file"
+        return "it is not a regular file"
     return "" if os.access(where.absolute().parent, os.W_OK) else "its folder is not writable"

@@ -1,7 +1,7 @@
-"""The error hierarchy: every error that this project raises on purpose is a `FuserError`.
+"""The error types: every error that this project raises on purpose is a `FuserError`.
 
-An error names the op, the tensor, the numbers (expected and found) and, where it is known, the line
-of the user's program. `assert` is kept for our own bugs.
+A message names the op, the tensor, the numbers (expected and found) and, if it is known, the line
+of the user's program. `assert` is kept for bugs of this project.
 """
 
 from __future__ import annotations
@@ -11,14 +11,14 @@ import warnings
 from collections.abc import Mapping, Sequence
 from types import FrameType, MappingProxyType, TracebackType
 
-# What opens a `with` block of ours is no code of the user.
+# Frames of these packages are not the user's code. `contextlib` runs `with` blocks of ours.
 _OWN_PACKAGES = frozenset({"fuser", "hostir", "multidevice", "contextlib"})
 
 
 class FuserError(RuntimeError):
     """Base of all errors raised on purpose by `fuser`, `multidevice` and `hostir`.
 
-    `ranks` are those on which the cause lies, where the ranks have compared; else it is empty.
+    `ranks` are the ranks that caused the error, if the ranks have compared; else it is empty.
     """
 
     ranks: tuple[int, ...] = ()
@@ -33,43 +33,44 @@ class DefinitionError(FuserError, ValueError):
 
 
 class EmptyDefinitionError(DefinitionError, NotImplementedError):
-    """A definition that was never written, or has no output, is to run."""
+    """A definition cannot run, because it was never written or has no output."""
 
 
 class OtherEntranceError(DefinitionError, AssertionError):
-    """A definition runs by `execute` or by `manual_execute`, not by both."""
+    """A definition was run by `execute` and by `manual_execute`. Only one of them is allowed."""
 
 
 class NotCompiledError(FuserError):
-    """A definition is asked about a program that it has not made yet."""
+    """A program was requested from a definition that has not run yet."""
 
 
 class NoReproInputsError(FuserError, AssertionError):
-    """A script is asked for with the inputs of the last call, which were not to be remembered."""
+    """No call was made with `save_repro_inputs=True`, so no script can be written for its
+    inputs."""
 
 
 class ArgumentError(FuserError, TypeError):
-    """An argument of a call is of a kind that the call does not take."""
+    """An argument of a call has a type that the call does not accept."""
 
 
 class NoOperandError(FuserError, IndexError):
-    """An op has no input or output of that number."""
+    """An op has no input or output with this number."""
 
 
 class UnsupportedNameError(UnsupportedError, AttributeError):
-    """A name of nvFuser's that this project does not have; the message says what to use."""
+    """A name of nvFuser that this project does not have; the message says what to use instead."""
 
 
 class UnknownOpError(UnsupportedNameError):
-    """There is no op of that name; the message shows how it is spelled."""
+    """There is no op with this name; the message shows the name to use."""
 
 
 class IntegerRangeError(DefinitionError, TypeError):
-    """An integer has no place in 64 bits."""
+    """An integer does not fit into 64 bits."""
 
 
 class ValidationError(FuserError, AssertionError):
-    """A result is not what torch computes, or what the caller expects."""
+    """A result differs from torch's, or from the one that the caller expects."""
 
 
 class DtypeError(FuserError, TypeError):
@@ -77,17 +78,18 @@ class DtypeError(FuserError, TypeError):
 
 
 class UnknownDtypeError(DtypeError, KeyError):
-    """A torch dtype, or a type of Python, has no counterpart here."""
+    """A torch dtype, or a Python type, has no counterpart in `DataType`."""
 
-    __str__ = Exception.__str__  # not quoted, as a key would be
+    __str__ = Exception.__str__  # KeyError would print the message in quotes
 
 
 class InputError(FuserError, ValueError):
-    """The runtime inputs do not fit the program: count, rank, dtype, device, extent."""
+    """The inputs of a run do not fit the program: number, rank, dtype, device or size."""
 
 
 class DivisionByZeroError(InputError, ZeroDivisionError):
-    """The integer scalars of a run divide by 0; the message names the scalar and its symbols."""
+    """An integer division by 0 among the scalars of a run; the message names the scalar and its
+    symbols."""
 
 
 class ShardingError(FuserError, ValueError):
@@ -95,11 +97,12 @@ class ShardingError(FuserError, ValueError):
 
 
 class DTensorError(ShardingError, AssertionError):
-    """A DTensor does not lie as the program has its input, or a result can be none."""
+    """A DTensor has another mesh or sharding than the program's input, or a result cannot be a
+    DTensor."""
 
 
 class VerifyError(FuserError):
-    """A program in one of our IRs breaks an invariant; the text marks the line."""
+    """A program in one of our IRs violates an invariant; the message marks the line."""
 
 
 class ParseError(FuserError, ValueError):
@@ -111,23 +114,23 @@ class OptionError(FuserError, ValueError):
 
 
 class CompileError(FuserError):
-    """A generated kernel was refused by the kernel compiler; the message holds its log."""
+    """The kernel compiler rejected a generated kernel; the message has its log."""
 
 
 class NoCompilerError(CompileError):
-    """The machine has no compiler that works; the message says what to install or to set."""
+    """The machine has no working compiler; the message says what to install or to set."""
 
 
 class KernelError(FuserError):
-    """A kernel failed while running: a checked-mode finding or a device error."""
+    """A kernel failed while it ran: a finding of the checked mode, or an error of the device."""
 
 
 class ExecutionError(FuserError):
-    """An op of a host program failed while running; the message holds the op and the cause."""
+    """An op of a host program failed while it ran; the message names the op and the cause."""
 
 
 class CommunicationError(FuserError):
-    """A communication could not be carried out."""
+    """A communication failed."""
 
 
 class CommunicationTimeout(CommunicationError, TimeoutError):
@@ -135,13 +138,13 @@ class CommunicationTimeout(CommunicationError, TimeoutError):
 
 
 class DeadlockError(CommunicationError):
-    """No rank can run any more; the message shows the position of every rank."""
+    """No rank can continue; the message shows the position of every rank."""
 
-    # The streams of calls in which each of these ranks waits: kind, team, ends of a transfer.
+    # For each rank, the sequences of calls in which it waits: kind, team, ends of a transfer.
     keys: Mapping[int, Sequence[tuple[str, tuple[int, ...], tuple[int, ...]]]] = MappingProxyType(
         {}
     )
-    # Whether the last call of any of them failed there.
+    # Whether the last call of one of these ranks failed.
     is_after_failure = False
 
 
@@ -154,19 +157,21 @@ class ProgramMismatchError(CommunicationError):
 
 
 def is_users(frame: FrameType) -> bool:
-    """Returns whether a frame is outside our packages."""
+    """Returns whether a frame runs code outside our packages."""
     return frame.f_globals.get("__name__", "").partition(".")[0] not in _OWN_PACKAGES
 
 
 def is_users_comparison() -> bool:
-    """Returns whether the caller, the method of `==` or of truth, was called by a user's code: the
-    compiler and the containers of the standard library ask for objects, not for values."""
+    """Returns whether user code called the caller, which is a method of `==` or of truth.
+
+    The compiler and the containers of the standard library compare objects, not values.
+    """
     module = sys._getframe(2).f_globals.get("__name__", "").partition(".")[0]
     return module not in _OWN_PACKAGES and module not in sys.stdlib_module_names
 
 
 def user_line() -> str:
-    """Returns `file.py:12` of the innermost frame outside our packages."""
+    """Returns the line of the innermost frame outside our packages, as `file.py:12`."""
     frame = sys._getframe(1)
     while frame is not None:
         if is_users(frame):
@@ -176,7 +181,8 @@ def user_line() -> str:
 
 
 def warn(text: str, kind: type[Warning] = UserWarning) -> None:
-    """Warns at the user's line: Python shows that line, and its filters go by its module."""
+    """Issues a warning at the user's line. Python shows this line, and its filters use its
+    module."""
     level, frame = 2, sys._getframe(1)
     while frame is not None and not is_users(frame):
         level, frame = level + 1, frame.f_back
@@ -184,8 +190,10 @@ def warn(text: str, kind: type[Warning] = UserWarning) -> None:
 
 
 def last_user_line(trace: TracebackType | None) -> str:
-    """Returns `file.py:12` of the innermost frame of a traceback outside our packages, else of the
-    innermost one."""
+    """Returns the line of the innermost frame of a traceback outside our packages, as `file.py:12`.
+
+    Without such a frame, it is the line of the innermost frame.
+    """
     found = ""
     is_found = False
     while trace is not None:
@@ -198,5 +206,5 @@ def last_user_line(trace: TracebackType | None) -> str:
 
 
 def user_code(where: str) -> str:
-    """Returns what a message ends in that knows the user's line; "" for an unknown one."""
+    """Returns the end of a message, which has the user's line; "" for an unknown line."""
     return f" (user code at {where})" if where else ""

@@ -1,4 +1,4 @@
-"""What callers pass to a run: inputs as they come, and devices."""
+"""The inputs of a run as a flat list, and the device on which it runs."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 from fuser.support.arguments import Mismatch, list_items, python_number, show
 from fuser.support.errors import InputError, user_code
 
-# More than any structure of inputs has; a list may hold itself.
+# Limits that no real structure of inputs reaches. A list may contain itself.
 _DEEPEST = 64
 _MOST_INPUTS = 1 << 20
 _PLAIN = frozenset((torch.Tensor, torch.nn.Parameter, bool, int, float, complex))
@@ -23,9 +23,10 @@ def flatten(
     first: int = 0,
     declared: Sequence[Any] = (),
 ) -> list[torch.Tensor | bool | int | float]:
-    """Returns tensors and numbers with nested lists and tuples flattened in place.
+    """Returns tensors and numbers in one list: nested lists and tuples are flattened in place.
 
-    The first one is input number `first` of those that are `declared`.
+    Error messages number the inputs from `first` and name them after `declared`. Raises
+    `InputError` for other values.
     """
     if type(inputs) in (list, tuple):
         for value in inputs:
@@ -34,21 +35,25 @@ def flatten(
         else:
             return [*inputs]  # pyright: ignore[reportReturnType]
     if isinstance(inputs, torch.Tensor):
-        raise InputError("inputs are a list of tensors and numbers, got a tensor: pass [tensor]")
+        raise InputError(
+            "inputs must be a list of tensors and numbers, got a tensor: pass [tensor]"
+        )
     if not isinstance(inputs, list | tuple):
         try:
             inputs = list_items(inputs, "tensors and numbers", longest=_MOST_INPUTS)
         except Mismatch as error:
-            raise InputError(f"inputs are a list of tensors and numbers: {error.text}") from None
+            raise InputError(
+                f"inputs must be a list of tensors and numbers: {error.text}"
+            ) from None
     if depth > _DEEPEST:
-        raise InputError(f"inputs are lists nested deeper than {_DEEPEST}")
+        raise InputError(f"the lists of inputs are nested more than {_DEEPEST} deep")
     flat: list[torch.Tensor | bool | int | float] = []
     for value in inputs:
         if isinstance(value, list | tuple):
             here = first + len(flat)
             flat.extend(flatten(value, depth + 1, first=here, declared=declared))  # pyright: ignore[reportUnknownArgumentType]
         elif isinstance(value, torch.Tensor | bool | int | float | complex):
-            # A complex number is typed as the others are (`fuser.ir.scalar.scalar_nodes.Number`).
+            # Complex numbers are not part of the type (`fuser.ir.scalar.scalar_nodes.Number`).
             flat.append(value)  # pyright: ignore[reportArgumentType]
         else:
             flat.append(_number_input(value, first + len(flat), declared))
@@ -56,41 +61,41 @@ def flatten(
 
 
 def _number_input(value: object, position: int, declared: Sequence[Any]) -> bool | int | float:
-    """Returns a number of any library as Python's; raises `InputError` for anything else."""
+    """Returns a number of any library as a Python number; raises `InputError` for any other
+    value."""
     number = python_number(value)
     if number is None:
         hint = ": pass torch.from_numpy(it)" if type(value).__module__ == "numpy" else ""
         name = f", {declared[position]}" if position < len(declared) else ""
         raise InputError(
-            f"input {position}{name}: an input is a tensor or a number, got "
+            f"input {position}{name}: an input must be a tensor or a number, got "
             f"{type(value).__name__}{hint}{_line(declared[position:])}"
         )
     return number  # pyright: ignore[reportReturnType]
 
 
 def torch_device(device: object) -> torch.device:
-    """Returns a device that is given as torch takes it, or as the index of a CUDA device; "cuda" is
-    the current one.
+    """Returns the device for an argument of torch, or for the index of a CUDA device.
 
-    Raises `InputError` for a device that torch does not know.
+    "cuda" is the current CUDA device. Raises `InputError` for a device that torch does not know.
     """
-    # Torch keeps the index in 8 bits, and wraps without a word.
+    # Torch stores the index in 8 bits, and wraps larger ones silently.
     if isinstance(device, int) and (isinstance(device, bool) or not 0 <= device < 128):
-        raise InputError(f"device={show(device)} is no index of a CUDA device")
+        raise InputError(f"device={show(device)} is not the index of a CUDA device")
     try:
         found = torch.device("cuda", device) if isinstance(device, int) else torch.device(device)  # pyright: ignore[reportArgumentType, reportCallIssue]
     except (RuntimeError, TypeError) as error:
         raise InputError(f"device={show(device)}: {error}") from None
-    except Exception:  # what is no device may have a repr that raises
-        raise InputError(f"device={show(device)} is no device") from None
+    except Exception:  # the repr of any other object may raise anything
+        raise InputError(f"device={show(device)} is not a device") from None
     if found.type == "cuda" and found.index is None and torch.cuda.is_available():
         return torch.device("cuda", torch.cuda.current_device())
     return found
 
 
 def check_count(given: int, declared: Sequence[Any]) -> None:
-    """Raises `InputError` for another number of inputs than are declared, naming the first one that
-    is missing."""
+    """Raises `InputError` if the number of inputs is not the declared one; names the first missing
+    input."""
     expected = len(declared)
     if given < expected:
         raise InputError(
@@ -106,15 +111,15 @@ def check_count(given: int, declared: Sequence[Any]) -> None:
 
 
 def _line(values: Sequence[Any]) -> str:
-    """Returns the user's line of the first of these values, if that is a tensor."""
+    """Returns the user's line of the first of these values, if it is a tensor."""
     return user_code(values[0].user_line()) if hasattr((*values, None)[0], "user_line") else ""
 
 
 def device_of(inputs: Iterable[object], device: int | str | torch.device | None) -> torch.device:
-    """Returns where the program runs: `device`, else that of the first tensor input (not a 0-dim
-    CPU tensor among CUDA ones), else the CPU.
+    """Returns the device on which a program runs.
 
-    Raises `InputError` for a device that torch does not know.
+    It is `device` if passed, else that of the first CUDA tensor, else that of the first tensor,
+    else the CPU. Raises `InputError` for a device that torch does not know.
     """
     if device is not None:
         return torch_device(device)

@@ -1,4 +1,4 @@
-"""The text of a kernel: what codegen hands to the runtime."""
+"""The text of a kernel with its parameters: the output of `codegen` and the input of `runtime`."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from fuser.support.record import record
 
 @record
 class KernelParam:
-    """One parameter of a kernel: for a pointer, `ctype` is the element type (`const __bfloat`)."""
+    """One parameter of a kernel. For a pointer, `ctype` is the element type (`const __bfloat`)."""
 
     name: str
     ctype: str
@@ -16,11 +16,12 @@ class KernelParam:
 
 @record
 class KernelSource:
-    """The text of one kernel, as the contract at the top of `fuser/codegen/rt.h` describes it.
+    """The text of one kernel, as the comment at the top of `fuser/codegen/rt.h` describes it.
 
-    `uses_barriers` is true when the text uses barriers, shuffles, votes, shared memory or the
-    reduction templates. Where `cluster` is more than 1, so many blocks along y run at the same time
-    and read each other's shared memory.
+    - `uses_barriers`: the text uses barriers, shuffles, votes, shared memory or the reduction
+      templates.
+    - `cluster`: if above 1, so many blocks along y run at the same time and read each other's
+      shared memory.
     """
 
     name: str

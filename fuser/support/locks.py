@@ -1,6 +1,7 @@
-"""Locks that a forked child can use: what another thread held at the fork is free in the child.
+"""Locks that a forked child can use: a lock that another thread held at the fork is free in the
+child.
 
-Behind them: a pause of Python's garbage collection that threads share.
+Also: a pause of Python's garbage collection that threads share.
 """
 
 from __future__ import annotations
@@ -15,14 +16,15 @@ _locks: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
 def make_lock() -> threading.Lock:
-    """Returns a lock; in a forked child it starts free, as the thread that held it is not there."""
+    """Returns a lock that is free in a forked child, which does not have the thread that held
+    it."""
     lock = threading.Lock()
     _locks.add(lock)
     return lock
 
 
 def make_reentrant_lock() -> threading.RLock:
-    """Returns a lock that its owner may take again; free in a forked child."""
+    """Returns a lock that its owner may acquire again; it is free in a forked child."""
     lock = threading.RLock()
     _locks.add(lock)
     return lock
@@ -41,11 +43,11 @@ os.register_at_fork(after_in_child=_free_all)
 
 
 class _Uncollected:
-    """A context in which Python collects no garbage: a capture may lose nothing that it would free.
-    A compilation makes nothing that it could free, and it would look again and again at that and at
-    the 200,000 objects of torch.
+    """A context in which Python's cyclic garbage collector does not run.
 
-    The last thread that leaves it lets collections come again.
+    There are two uses. During the capture of a CUDA graph, the collector must free no tensors.
+    During a compilation, it would repeatedly search the 200,000 objects of torch and find nothing
+    to free. The last thread that leaves the context turns the collector on again.
     """
 
     def __init__(self) -> None:

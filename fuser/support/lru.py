@@ -1,4 +1,4 @@
-"""A bounded dictionary that forgets what was not used lately."""
+"""A bounded dictionary that drops the least recently used entries."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ V = TypeVar("V")
 
 
 class Recent(dict[K, V], Generic[K, V]):
-    """At most `limit` entries, of which those used least lately go first, half of them at a time.
+    """A dictionary with at most `limit` entries. The least recently used half is dropped at once.
 
-    `get` is the plain one of a dictionary, so that a hit in the steady state costs nothing more:
-    entries lie in two generations, and `recall` looks into the older one, which is dropped when the
-    younger one is full. What is used at least once per `limit // 2` new entries stays. `on_drop`
-    is called with every value that goes.
+    Entries are in two generations. `get` is the plain method of a dictionary and looks into the
+    younger one, so a hit costs nothing extra. `recall` also looks into the older one, which is
+    dropped when the younger one is full. An entry that is used at least once per `limit // 2` new
+    entries stays. `on_drop` is called with every dropped value.
     """
 
     def __init__(self, limit: int, on_drop: Callable[[V], None] | None = None) -> None:
@@ -28,7 +28,7 @@ class Recent(dict[K, V], Generic[K, V]):
         self._lock = make_lock()
 
     def recall(self, key: K) -> V | None:
-        """Returns an entry of either generation, and count it as used; None for none."""
+        """Returns an entry of either generation, and marks it as used; None if there is none."""
         found = self.get(key)
         if found is None and key in self._old:
             with self._lock:

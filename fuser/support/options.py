@@ -1,10 +1,11 @@
-"""Every option that comes from the environment or from one call, in one typed table.
+"""The options: environment variables and options of one call, in typed tables.
 
-`FUSER_X` is the name of a variable; the rows that have an alias also accept `NVFUSER_X`, and the
-first name wins where both are set. An unknown `FUSER_` variable, an unknown name inside a list,
-or an impossible value raises `OptionError` with the nearest known name. A definition reads
-`FUSER_ENABLE` and `FUSER_DISABLE` when it first runs, and the options of one call add to them;
-everything else is read where it is used. What each name does: `fuser/support/options.py`.
+`FUSER_X` is the name of a variable. Some also have the alias `NVFUSER_X`; if both are set,
+`FUSER_X` is used. An unknown `FUSER_` variable, an unknown name in a list, or an impossible value
+raises `OptionError`, whose message has the nearest known name.
+
+A definition reads `FUSER_ENABLE` and `FUSER_DISABLE` when it first runs. The options of a call are
+added to them. All other variables are read where they are used. `EFFECTS` describes each name.
 """
 
 from __future__ import annotations
@@ -21,16 +22,16 @@ from fuser.support.arguments import Mismatch, list_items, show
 from fuser.support.errors import OptionError, warn
 
 # ----------------------------------------------------------------------
-# The names that the list-valued options know: what each does here, or why it changes nothing.
+# The names in list-valued options, each with its effect, or the reason why it has none.
 #
-# `docs/reference/options.md` is this table for readers, and a test holds the two together.
+# `docs/reference/options.md` has the same table; a test compares them.
 
-# What a name does. The key is the variable without `FUSER_`.
+# Variable without `FUSER_` -> name -> effect.
 EFFECTS: Mapping[str, Mapping[str, str]] = {
     "DUMP": {
-        "host_ir": "the host program that runs; host_ir(short): without what only machines need; "
-        "host_ir(names): without the types of tensors, an op per line; "
-        "host_ir(indices): as host_ir, where indices stand in the ops that use them",
+        "host_ir": "the host program that runs; host_ir(short): a form for reading, without the "
+        "details that only the parser needs; host_ir(names): without the types of tensors, an op "
+        "per line; host_ir(indices): as host_ir, with indices inside the ops that use them",
         "host_ir_lowering": "the host program as lowered, and after each host pass",
         "communication": "each communication as it is posted, with the shapes of its shards",
         "fusion_ir_original": "the fusion as the user defined it",
@@ -40,7 +41,7 @@ EFFECTS: Mapping[str, Mapping[str, str]] = {
         "that decided it",
         "segmented_fusion": "one line per segment: kind, ops, results",
         "scheduler_params": "the parameters that the scheduler chose for a kernel; with tune, also "
-        "what it has found: the time of that choice, the best, and all that were timed",
+        "the result of tuning: the time of that choice, the best, and all that were timed",
         "scheduled_ir": "a kernel's fusion after scheduling",
         "fusion_ir": "nvFuser's name of scheduled_ir",
         "kernel_ir": "a kernel's loop nests before they become C++",
@@ -48,51 +49,54 @@ EFFECTS: Mapping[str, Mapping[str, str]] = {
     },
     "ENABLE": {
         "checked": "CPU kernels check bounds, alignment, uninitialised reads and shared-memory "
-        "races; a finding is a KernelError that names tensor, op and the user's line",
+        "races; a violation raises a KernelError that names tensor, op and the user's line",
         "schedules_for": "schedules_for(h200): CPU kernels get the schedules of that device",
-        "stream_slots": "what only the steps of one loop see, one index of an axis each, is "
-        "allocated with as many elements along it as there are streams",
-        "peer_copies": "ranks copy out of each other's memory in place of NCCL, MPI or gloo: all "
-        "ranks of a mesh share a host, and their GPUs have access to each other",
-        "machine": "machine(h200), (measured) or (NAME.json): whether overlap pays is decided for "
-        "that machine, also on CPU ranks; measured: what python -m hostir calibrate has found out "
-        "here; NAME.json: a description (docs/explanation/cost-model.md)",
-        "steps": "a matmul beside a communication takes the fastest of its steps, also where these "
-        "do not pay, as those of small tensors on CPU ranks; fastest on the machine of "
-        "machine(..), else on these GPUs where they are described, else on an H200",
-        "double_numbers": "a number beside integers or booleans alone gives Double or "
-        "ComplexDouble, as in nvFuser, and not Float or ComplexFloat, as in torch; read when the "
-        "block of a definition begins, and no option of a call: "
+        "stream_slots": "saves memory in stream loops: an intermediate that only the steps of one "
+        "loop use has one slot per stream, not one per step; each step must use one index of the "
+        "axis",
+        "peer_copies": "ranks copy out of each other's memory, without NCCL, MPI or gloo; all "
+        "ranks of a mesh must share a host, and their GPUs must have access to each other",
+        "machine": "machine(h200), (measured) or (NAME.json): the machine for which the cost model "
+        "decides whether overlap pays, also on CPU ranks; measured: the result of python -m hostir "
+        "calibrate on this machine; NAME.json: a description (docs/explanation/cost-model.md)",
+        "steps": "a matmul next to a communication is always divided into the fastest number of "
+        "steps, even if that does not pay (small tensors on CPU ranks); fastest on the machine of "
+        "machine(..), else on these GPUs if they are described, else on an H200",
+        "double_numbers": "a Python float or complex number with integer or boolean tensors gives "
+        "Double or ComplexDouble, as in nvFuser, instead of Float or ComplexFloat, as in torch; "
+        "read when the block of a definition begins, so it cannot be an option of a call: "
         "FusionDefinition(double_numbers=True) chooses it for one definition",
-        "tune": "the first run of a kernel for a class of inputs times parameters near the "
+        "tune": "the first run of a kernel for a class of inputs measures parameters near the "
         "heuristic's choice on these inputs; the best is kept on disk; programs on several ranks "
-        "are refused",
+        "raise UnsupportedError",
         "late_stream": "late_stream(all), (entry) or (0) to (7): on the CPU the work of that "
-        "stream is held back as far as the program's waits allow, so that a missing wait gives "
+        "stream is delayed as far as the program's waits allow, so that a missing wait gives "
         "wrong numbers",
     },
     "DISABLE": {
-        "cuda_graphs": "every run on a GPU launches step by step; without it, runs that come back "
-        "are captured as CUDA graphs and repeated by one call",
-        "compiled_runner": "every call runs in Python; without it, calls that come back are "
-        "repeated by one function in C, where a C++ compiler and Python's headers can make it",
-        "allreduce_kernel": "allreduces of small tensors among the GPUs of a host are NCCL's, or "
-        "peer copies, in place of one kernel; read when a team first has one",
+        "cuda_graphs": "every run on a GPU launches step by step; by default, repeated runs "
+        "are captured as CUDA graphs and launched by one call",
+        "compiled_runner": "every call runs in Python; by default, repeated calls are run by one "
+        "function in C, if a C++ compiler and Python's headers are there to compile it",
+        "allreduce_kernel": "allreduces of small tensors among the GPUs of a host use NCCL or "
+        "peer copies, instead of one kernel; read at a team's first such allreduce",
         "horizontal_fusion": "small pointwise kernels that share nothing but inputs are launched "
-        "one by one",
-        "clusters": "reductions along rows longer than a block takes are several kernels, never "
-        "one whose blocks run in clusters and read each other's shared memory",
-        "auto_overlap": "no matmul runs beside a communication unless the definition says so",
-        "kernel_reuse": "no kernel serves sizes near those that it was made for",
+        "one by one, instead of together",
+        "clusters": "a reduction along rows that are too long for a block is several kernels, "
+        "instead of one whose blocks run in clusters and read each other's shared memory",
+        "auto_overlap": "no matmul overlaps a communication unless the definition says so",
+        "kernel_reuse": "a kernel is used only for the sizes for which it was compiled, not for "
+        "similar ones",
         "multidevice": "this process takes no part in a job; read when the communicator starts",
-        "progress": "no line says how far a compilation of more than two seconds is, which rank 0 "
-        "draws where its standard error is a terminal",
+        "progress": "no progress line for a compilation of more than two seconds; by default, "
+        "rank 0 draws one if its standard error is a terminal",
     },
     "PROF": {
-        "enable": "every run is profiled (fuser.get_fusion_profile()): it takes place twice, step "
-        "by step, with the results of one",
+        "enable": "every run is profiled (fuser.get_fusion_profile()): the program runs twice, "
+        "step by step, with the results of one run",
         "enable.nocupti": "enable, with times from CUDA events, never from CUPTI",
-        "print": "enable, and a table after each run; of PythonProfiler, at the end of its block",
+        "print": "enable, and prints a table after each run; for PythonProfiler, at the end of its "
+        "block",
         "print.nocupti": "print, with times from CUDA events, never from CUPTI",
         "print.verbose": "print, with streams, devices, compile times and shared memory",
     },
@@ -105,9 +109,9 @@ _LIBRARY = "matmul and linear are always evaluated by torch"
 _ALWAYS = "the code generator has one form, which needs no such switch"
 _NO_DEBUG = "kernels carry no debug information: FUSER_DUMP=cuda_kernel shows their text"
 _NO_OUTPUT = "no such text exists here"
-_PROFILER = "FUSER_PROF=print tells the time of each kernel"
+_PROFILER = "FUSER_PROF=print shows the time of each kernel"
 
-# nvFuser's names that existing programs use and that change nothing here, each with the reason.
+# Names of nvFuser that existing programs use and that have no effect, each with the reason.
 NO_EFFECT: Mapping[str, Mapping[str, str]] = {
     "DUMP": dict.fromkeys(
         """
@@ -124,7 +128,7 @@ NO_EFFECT: Mapping[str, Mapping[str, str]] = {
     "ENABLE": {
         "host_ir_lowering": _ONE_LOWERING,
         "host_ir_jit": _ONE_LOWERING,
-        "insert_resharding_after": "decomposition decides where a resharding stands",
+        "insert_resharding_after": "decomposition decides where a resharding is inserted",
         "p2p_protocol": _NO_PROTOCOLS,
         "p2p_transport": _NO_PROTOCOLS,
         "multicast_protocol": _NO_PROTOCOLS,
@@ -137,7 +141,7 @@ NO_EFFECT: Mapping[str, Mapping[str, str]] = {
         "kernel_lineinfo": _NO_DEBUG,
         "kernel_db": "compiled kernels are always kept on disk, by content",
         "static_fusion_count": "kernels are named by segment",
-        "warn_register_spill": "CudaKernel.attributes() tells the local bytes of a kernel",
+        "warn_register_spill": "CudaKernel.attributes() has the local bytes of a kernel",
         "fast_math": "kernels keep NaN, infinities and accuracy",
         "reuse_zeroed_memory": "zeroed workspaces are always kept with the kernel's launch",
         "memory_promotion": _ALWAYS,
@@ -153,13 +157,13 @@ NO_EFFECT: Mapping[str, Mapping[str, str]] = {
         "resize_scheduler": _NO_SUCH_SCHEDULER,
         "greedy_scheduler": _NO_SUCH_SCHEDULER,
         "matmul_expr_eval": _LIBRARY,
-        "parallel_compile": "one compiler process or a few threads make all kernels of a program",
-        "nvrtc_caching": "compiled kernels are kept by content: FUSER_CACHE_DIR names an empty "
-        "folder to compile anew",
+        "parallel_compile": "one compiler process or a few threads compile a program's kernels",
+        "nvrtc_caching": "compiled kernels are cached by content: to compile again, set "
+        "FUSER_CACHE_DIR to an empty folder",
         "fma": "the compiler of each device decides about contraction",
         "index_hoist": _ALWAYS,
         "compile_to_sass": "kernels are always compiled to machine code",
-        "fallback": "nothing falls back: what cannot be compiled raises",
+        "fallback": "there is no fallback: a program that cannot be compiled raises an error",
         "nvtx": "no ranges are marked",
         "contig_indexing": _ALWAYS,
         "expr_simplify": _ALWAYS,
@@ -174,18 +178,18 @@ NO_EFFECT: Mapping[str, Mapping[str, str]] = {
     "PROF": {},
 }
 
-# Names that one call cannot choose, and why: they take part in what one process does once, or in
-# how a definition is written.
+# Names that one call cannot choose, and why: they affect the whole process, or how a definition is
+# written.
 _PROCESS_WIDE = "holds for the whole process: set it in FUSER_DISABLE, not for one call"
 NOT_PER_CALL: Mapping[str, str] = {
     "allreduce_kernel": _PROCESS_WIDE,
     "multidevice": _PROCESS_WIDE,
     "progress": _PROCESS_WIDE,
-    "double_numbers": "says how a definition is written: give it to FusionDefinition, or set it in "
-    "FUSER_ENABLE before, not for one call",
+    "double_numbers": "affects how a definition is written: pass it to FusionDefinition, or set it "
+    "in FUSER_ENABLE before, not for one call",
 }
-# The argument of a name, one of these, where * is any text: a dump may have it, a feature must. The
-# others take none.
+# Name -> its possible arguments, where * is any text. A dump may have an argument, a feature must
+# have one. Names that are not in the table take none.
 ARGUMENTS: Mapping[str, tuple[str, ...]] = {
     "host_ir": ("short", "names", "indices"),
     "schedules_for": ("h200",),
@@ -195,7 +199,7 @@ ARGUMENTS: Mapping[str, tuple[str, ...]] = {
 
 
 # ----------------------------------------------------------------------
-# Every option that comes from the environment or from one call, in one typed table.
+# The environment variables, in one typed table.
 
 
 @dataclass(frozen=True)
@@ -229,11 +233,13 @@ _VARIABLES = (
         "FUSER_DUMP", None, "comma-separated dump names, each name or name(a,b)", "NVFUSER_DUMP"
     ),
     Variable("FUSER_DUMP_DIR", None, "folder for dumps, one numbered file each; default: stdout"),
-    Variable("FUSER_DUMP_RANKS", "0", "ranks that dump: all, or numbers as in 0,3"),
+    Variable("FUSER_DUMP_RANKS", "0", "ranks that write dumps: all, or numbers as in 0,3"),
     Variable("FUSER_ENABLE", None, "comma-separated features to turn on", "NVFUSER_ENABLE"),
     Variable("FUSER_DISABLE", None, "comma-separated features to turn off", "NVFUSER_DISABLE"),
     Variable("FUSER_PROF", None, "comma-separated profiler modes", "NVFUSER_PROF"),
-    Variable("FUSER_TIMEOUT_S", "60", "seconds until a communication that waits is an error"),
+    Variable(
+        "FUSER_TIMEOUT_S", "60", "seconds after which a waiting communication raises an error"
+    ),
     Variable("FUSER_CACHE_DIR", None, "folder of compiled kernels; default in the user's cache"),
     Variable("FUSER_MASTER_ADDR", None, "host of the store without MPI", "NVFUSER_MASTER_ADDR"),
     Variable("FUSER_MASTER_PORT", None, "port of the store without MPI", "NVFUSER_MASTER_PORT"),
@@ -244,7 +250,7 @@ _VARIABLES = (
 )
 VARIABLES: Mapping[str, Variable] = {row.name: row for row in _VARIABLES}
 
-# The list-valued variables; `fuser.support.options` holds the names that each of them knows.
+# The list-valued variables, without `FUSER_`.
 KINDS = tuple(EFFECTS)
 
 
@@ -254,10 +260,10 @@ def _nearest(name: str, known: Iterable[str]) -> str:
 
 
 def check_environment() -> None:
-    """Checks that every set `FUSER_` variable is known and that every list in them is well-formed.
+    """Checks that every `FUSER_` variable is known and that every list in them is well-formed.
 
     Raises:
-        OptionError: an unknown variable, name or value, with the nearest known one.
+        OptionError: an unknown variable, name or value; the message has the nearest known one.
     """
     for name in sorted(os.environ):
         if name.startswith("FUSER_") and name not in VARIABLES:
@@ -273,7 +279,7 @@ def check_environment() -> None:
     if silent:
         warn(
             f"FUSER_DUMP: nothing is printed for {', '.join(silent)} "
-            f"({NO_EFFECT['DUMP'][silent[0]]}); what is printed: "
+            f"({NO_EFFECT['DUMP'][silent[0]]}); available dumps: "
             f"{', '.join(sorted(EFFECTS['DUMP']))}",
         )
     timeout_s()
@@ -300,10 +306,10 @@ def timeout_s() -> float:
 
 
 def cache_dir() -> Path:
-    """Returns the folder of compiled kernels; the folder need not exist yet.
+    """Returns the folder of compiled kernels, which need not exist yet.
 
     Raises:
-        OptionError: the folder begins with a home that is unknown.
+        OptionError: the path begins with an unknown home folder.
     """
     text = VARIABLES["FUSER_CACHE_DIR"].text()
     base = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
@@ -315,12 +321,12 @@ def cache_dir() -> Path:
 
 
 def master_addr() -> str | None:
-    """Returns the host of the job's store, if the user chose one."""
+    """Returns the host of the job's store, or None if the user has not chosen one."""
     return VARIABLES["FUSER_MASTER_ADDR"].text()
 
 
 def master_port() -> int | None:
-    """Returns the port of the job's store, if the user chose one.
+    """Returns the port of the job's store, or None if the user has not chosen one.
 
     Raises:
         OptionError: the value is not a port number.
@@ -344,7 +350,7 @@ def nccl_binding() -> str:
 
 
 def dump_enabled(name: str) -> bool:
-    """Returns whether `FUSER_DUMP` names this dump.
+    """Returns whether `FUSER_DUMP` has this name.
 
     Raises:
         OptionError: the variable's text, or `name` itself, is not a known dump.
@@ -353,21 +359,21 @@ def dump_enabled(name: str) -> bool:
 
 
 def dump_args(name: str) -> tuple[str, ...]:
-    """Returns the arguments of a dump, as in `host_ir(short)`; empty when absent."""
+    """Returns the arguments of a dump, as in `host_ir(short)`; empty if it is not requested."""
     return _lookup("DUMP", name) or ()
 
 
 def profiler_modes() -> frozenset[str]:
-    """Returns the names in `FUSER_PROF`; none where nothing is profiled.
+    """Returns the names in `FUSER_PROF`; the empty set if nothing is profiled.
 
     Raises:
-        OptionError: the variable's text is not of known names.
+        OptionError: a name is unknown.
     """
     return frozenset(_options("PROF"))
 
 
 def dump_ranks() -> frozenset[int] | None:
-    """Returns the ranks that write dumps, None for all.
+    """Returns the ranks that write dumps; None for all.
 
     Raises:
         OptionError: the value is neither `all` nor a list of ranks.
@@ -382,7 +388,7 @@ def dump_ranks() -> frozenset[int] | None:
 
 
 def check_dump_ranks(size: int) -> None:
-    """Warns where dumps are asked for on ranks that are not among `size` ones."""
+    """Warns if dumps are requested for ranks that a job of `size` ranks does not have."""
     missing = sorted(rank for rank in dump_ranks() or () if rank >= size)
     if missing and _options("DUMP"):
         here = "rank 0 alone" if size == 1 else f"ranks 0 to {size - 1}"
@@ -393,25 +399,25 @@ def check_dump_ranks(size: int) -> None:
 
 
 def dump_dir() -> Path | None:
-    """Returns the folder that dumps are written to, None for stdout; it need not exist yet.
+    """Returns the folder for dumps, which need not exist yet; None for stdout.
 
     Raises:
-        OptionError: there is something else of that name.
+        OptionError: the path exists and is not a folder.
     """
     text = VARIABLES["FUSER_DUMP_DIR"].text()
     if text is None:
         return None
     folder = Path(text)
     if folder.exists() and not folder.is_dir():
-        raise OptionError(f"FUSER_DUMP_DIR={text!r} is no folder")
+        raise OptionError(f"FUSER_DUMP_DIR={text!r} is not a folder")
     return folder
 
 
 @dataclass(frozen=True, eq=False)
 class Settings:
-    """The features that are on and off for one call: by the environment, and by the call itself.
+    """The features that are on and off for one call, by the environment and the call's own options.
 
-    There is one object per content, so that settings compare and hash by identity.
+    Equal settings are one object, so that they compare and hash by identity.
     """
 
     enable: Mapping[str, tuple[str, ...]]
@@ -426,7 +432,8 @@ class Settings:
         return _known("DISABLE", name) in self.disable
 
     def argument(self, name: str) -> str | None:
-        """Returns the argument of an enabled feature, as `h200` of `schedules_for(h200)`."""
+        """Returns the argument of an enabled feature, as `h200` in `schedules_for(h200)`; None if
+        it is off."""
         return next(iter(self.enable.get(_known("ENABLE", name), ())), None)
 
     def __str__(self) -> str:
@@ -438,10 +445,10 @@ class Settings:
 
 
 def settings(enable: Iterable[str] = (), disable: Iterable[str] = ()) -> Settings:
-    """Returns what `FUSER_ENABLE`, `FUSER_DISABLE` and the options of one call choose.
+    """Returns the settings of `FUSER_ENABLE`, `FUSER_DISABLE` and the options of one call together.
 
     Raises:
-        OptionError: a name is unknown, its arguments are wrong, or it cannot be chosen per call.
+        OptionError: a name is unknown, its arguments are wrong, or a call cannot choose it.
     """
     return _settings(
         VARIABLES["FUSER_ENABLE"].text() or "",
@@ -478,7 +485,7 @@ def _interned(
     return Settings(dict(enable), dict(disable))
 
 
-# No feature is chosen, whatever the environment says.
+# Settings in which no feature is chosen, independent of the environment.
 NO_SETTINGS = _interned((), ())
 
 
@@ -492,17 +499,17 @@ NONE: tuple[str, ...] = ()
 
 
 def _per_call(kind: str, options: Iterable[str]) -> tuple[str, ...]:
-    """Returns the options of one call, each a known name.
+    """Returns the options of one call, after checking their names.
 
     Raises:
-        OptionError: `Unrecognized enable_option: <x>`.
+        OptionError: the options are not a list of names, or a name is unknown.
     """
     try:
         chosen = tuple(map(str, list_items(options, "names")))
     except Mismatch:
-        raise OptionError(f"{kind} options are a list of names, not {show(options)}") from None
+        raise OptionError(f"{kind} options must be a list of names, got {show(options)}") from None
     except Exception:  # a str may raise anything
-        raise OptionError(f"{kind} options are a list of names, found {show(options)}") from None
+        raise OptionError(f"{kind} options must be a list of names, got {show(options)}") from None
     known = known_names(kind.upper())
     for option in chosen:
         name = str(option).partition("(")[0]
@@ -545,8 +552,8 @@ def _parse(kind: str, text: str) -> Mapping[str, tuple[str, ...]]:
         if name not in known:
             raise OptionError(
                 f"Parsing {kind} failed. Invalid option: '{name}'{_nearest(name, known)}\n"
-                f"Available options: {', '.join(sorted(EFFECTS[kind])) or 'none'}; nvFuser's "
-                "others are known, and change nothing (docs/reference/options.md)"
+                f"Available options: {', '.join(sorted(EFFECTS[kind])) or 'none'}; further names "
+                "of nvFuser are accepted without effect (docs/reference/options.md)"
             )
         args: tuple[str, ...] = ()
         if rest.startswith("("):
@@ -565,7 +572,7 @@ def _parse(kind: str, text: str) -> Mapping[str, tuple[str, ...]]:
 
 
 def _check_arguments(kind: str, name: str, args: tuple[str, ...]) -> None:
-    """Requires the argument that the table says; a dump that is not there may have any."""
+    """Requires the argument in the table. A dump without effect may have any arguments."""
     if kind == "DUMP" and (name in NO_EFFECT[kind] or not args):
         return
     choices = ARGUMENTS.get(name)

@@ -1,9 +1,9 @@
-"""A line on a terminal that says how far a long compilation is.
+"""A line on a terminal that shows the progress of a long compilation.
 
     compiling: segment 120 of 300, 4 s
 
-It appears after `AFTER_S` seconds, is drawn anew while the compilation lasts, and is erased when
-that ends. Rank 0 of a job draws it where its standard error is a terminal; a log never has it.
+It appears after `AFTER_S` seconds, is updated while the compilation lasts, and is erased at its
+end. Rank 0 of a job draws it if its standard error is a terminal, never into a log.
 `FUSER_DISABLE=progress` turns it off.
 """
 
@@ -19,16 +19,16 @@ from typing import TextIO
 
 from fuser.support import options
 
-# A shorter compilation says nothing.
+# A shorter compilation has no line.
 AFTER_S = 2.0
 EVERY_S = 0.5
-# A compilation that begins so soon behind another one is part of the same wait.
+# A compilation that begins so soon after another one continues its line.
 TOGETHER_S = 0.2
 _ERASE = "\r\x1b[K"
 
 
 class ProgressLine:
-    """The line of one compilation, which a thread of its own draws on `stream`."""
+    """The line of one compilation, which a separate thread draws on `stream`."""
 
     def __init__(self, stream: TextIO, began: float) -> None:
         self._stream, self.began = stream, began
@@ -39,7 +39,7 @@ class ProgressLine:
         self._thread.start()
 
     def stage(self, name: str, number: int, count: int) -> None:
-        """Says what is being done: the step `number` of `count`, which are 0 where nobody knows."""
+        """Sets the displayed stage: step `number` of `count`, or 0 and 0 if unknown."""
         self._stage = f"{name} {number} of {count}" if count else name
 
     def end(self) -> None:
@@ -74,7 +74,7 @@ def _columns(stream: TextIO) -> int:
 
 
 class _ThreadProgress(threading.local):
-    """The line of the compilation in this thread, and when the one before began and ended."""
+    """The line of this thread's compilation, and when the previous one began and ended."""
 
     def __init__(self) -> None:
         self.line: ProgressLine | None = None
@@ -82,14 +82,14 @@ class _ThreadProgress(threading.local):
 
 
 _here = _ThreadProgress()
-# Each new size of a known program comes by here: one object for all, which does nothing.
+# A context that does nothing. It is shared, because each new size of a program uses one.
 _NOTHING = nullcontext()
 
 
 def shown(rank: int) -> AbstractContextManager[None]:
-    """Shows how far what follows is, if it takes long, on the terminal of rank 0.
+    """Returns a context that shows the progress of a compilation on the terminal of rank 0.
 
-    Inside of another one it does nothing: the line is that of the outermost.
+    Within another such context it does nothing: the outermost one has the line.
     """
     stream = sys.stderr if rank == 0 and _here.line is None else None
     if stream is None or not _is_terminal(stream) or options.disabled("progress"):
@@ -99,7 +99,7 @@ def shown(rank: int) -> AbstractContextManager[None]:
 
 @contextmanager
 def _line_on(stream: TextIO) -> Generator[None]:
-    """Makes the line of this thread's compilation, and erase it at the end."""
+    """Creates the line of this thread's compilation, and erases it at the end."""
     now, (began, ended) = monotonic(), _here.before
     line = _here.line = ProgressLine(stream, began if now - ended < TOGETHER_S else now)
     try:
@@ -110,14 +110,14 @@ def _line_on(stream: TextIO) -> Generator[None]:
 
 
 def stage(name: str, number: int = 0, count: int = 0) -> None:
-    """Says what the compilation of this thread is doing: `segment`, 120, 300."""
+    """Sets the displayed stage of this thread's compilation: `segment`, 120, 300."""
     if _here.line is not None:
         _here.line.stage(name, number, count)
 
 
 def _is_terminal(stream: TextIO) -> bool:
-    """Whether somebody looks at a stream on which a line can be erased."""
+    """Whether a stream is a terminal on which a line can be erased."""
     try:
         return stream.isatty() and os.environ.get("TERM", "dumb") != "dumb"
-    except (AttributeError, ValueError):  # a stand-in, or a closed stream
+    except (AttributeError, ValueError):  # a replaced or closed stream
         return False

@@ -1,7 +1,7 @@
-"""Records: frozen dataclasses that are quick to declare; a process declares some eighty at once.
+"""Records: frozen dataclasses that are fast to declare. A process declares about eighty at once.
 
-`dataclass(frozen=True)` writes and compiles six methods for each class. Of a record that is
-`__init__` alone; its other methods are shared, or look its fields up by name.
+`dataclass(frozen=True)` generates and compiles six methods for each class. For a record, only
+`__init__` is generated. Its other methods are shared, or read the fields by name.
 """
 
 from __future__ import annotations
@@ -18,7 +18,8 @@ _Fields = Sequence[dataclasses.Field[Any]]
 
 @dataclass_transform(frozen_default=True, field_specifiers=(dataclasses.field,))
 def record(cls: type[_T]) -> type[_T]:
-    """Declares what `dataclass(frozen=True)` does. Methods of the class itself stay."""
+    """Turns a class into a record, with the effect of `dataclass(frozen=True)`. Its own methods
+    stay."""
     fields = declare_fields(cls)
     compared = _values_of([f.name for f in fields if f.compare])
     hashed = _values_of([f.name for f in fields if (f.compare if f.hash is None else f.hash)])
@@ -36,7 +37,7 @@ def record(cls: type[_T]) -> type[_T]:
 
 
 def replace(one: _T, **changes: Any) -> _T:
-    """Does what `dataclasses.replace` does, for records: that looks at each field's declaration."""
+    """Returns a copy of a record with changes, as `dataclasses.replace` does, but faster."""
     cls = type(one)
     values = {name: getattr(one, name) for name in _FIELDS[cls]}
     if not changes.keys() <= values.keys():
@@ -46,9 +47,10 @@ def replace(one: _T, **changes: Any) -> _T:
 
 
 class remembered(Generic[_T]):
-    """What `functools.cached_property` does, which takes a lock in Python 3.11.
+    """A cached property: as `functools.cached_property`, which takes a lock in Python 3.11.
 
-    It is for what follows from a frozen record: two threads that compute it find the same.
+    Use it for values that depend only on a frozen record. If two threads compute one, both get the
+    same value.
     """
 
     def __init__(self, compute: Callable[[Any], _T]) -> None:
@@ -68,12 +70,12 @@ class remembered(Generic[_T]):
         return found
 
 
-# The names of the fields of each record.
+# Record class -> names of its fields.
 _FIELDS: dict[type, tuple[str, ...]] = {}
 
 
 def declare_fields(cls: type) -> _Fields:
-    """Does what `record` does, and leave equality and hash as they are; returns the fields."""
+    """Turns a class into a record without equality and hash; returns the fields."""
     dataclasses.dataclass(init=False, repr=False, eq=False)(cls)
     fields = dataclasses.fields(cls)
     _FIELDS[cls] = tuple(f.name for f in fields)
@@ -89,7 +91,8 @@ def _add(cls: type, **methods: Callable[..., Any]) -> None:
 
 
 def _init_of(cls: type, fields: _Fields) -> Callable[..., None]:
-    """Returns an `__init__` that sets the fields, by position or by name, and ends the making."""
+    """Returns an `__init__` that sets the fields, by position or by name, and calls
+    `__post_init__`."""
     known: dict[str, Any] = {"_set": object.__setattr__}
     params, named = ["self"], ["*"]
     lines: list[str] = []
@@ -111,7 +114,7 @@ def _init_of(cls: type, fields: _Fields) -> Callable[..., None]:
 
 
 def _values_of(names: Sequence[str]) -> Callable[[Any], Any]:
-    """Returns what gives the values of some fields as a tuple."""
+    """Returns a function that returns the values of some fields as a tuple."""
     if len(names) > 1:
         return attrgetter(*names)
     return lambda x: tuple(getattr(x, name) for name in names)

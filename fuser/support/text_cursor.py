@@ -1,4 +1,4 @@
-"""A position in a text that is parsed; its errors mark the line."""
+"""A position in a text that is being parsed. Its errors mark the line."""
 
 from __future__ import annotations
 
@@ -10,28 +10,29 @@ from fuser.support.errors import ParseError
 
 T = TypeVar("T")
 SPACE = re.compile(r"\s+")
-# Spaces and comments; a line such as `// %kernel_math` is no comment, but closes a block.
+# Spaces and comments. A line such as `// %kernel_math` is no comment: it ends a block.
 _SKIPPED = re.compile(r"(?:\s+|//(?! %)[^\n]*)+")
 _INT = re.compile(r"-?[0-9]+")
-# What 64 bits hold: no extent, number or rank of a program is longer.
+# The digits of a 64-bit integer: no extent, number or rank of a program has more.
 MAX_DIGITS = 19
-# Names are numbered, and longest where a library's name stands in one.
+# The longest name. Names that contain the name of a library are the longest.
 MAX_NAME = 250
 
 
 class Cursor:
-    """A position in a text; every error it makes marks the line."""
+    """A position in a text. Its methods raise `ParseError`, which marks the line."""
 
     def __init__(self, text: str, pos: int = 0, end: int | None = None) -> None:
         self.text = text
         self.pos = pos
         self.end = len(text) if end is None else end
-        # A position, and the lines before it: what does not fit is an error that is mostly dropped.
+        # A position and the number of lines before it. Parsers try alternatives and drop most
+        # errors, so line numbers must be cheap.
         self._counted = (0, 0)
 
     def fail(self, message: str, pos: int | None = None) -> ParseError:
-        """Returns the error for a position (here by default), with the line and a caret under
-        it."""
+        """Returns the error for a position, by default the current one, with the line and a
+        caret."""
         at = self.pos if pos is None else pos
         start = self.text.rfind("\n", 0, at) + 1
         stop = self.text.find("\n", at)
@@ -53,27 +54,31 @@ class Cursor:
         return lines
 
     def skip(self) -> None:
+        """Skips spaces and comments."""
         found = _SKIPPED.match(self.text, self.pos, self.end)
         if found:
             self.pos = found.end()
 
     def at(self, word: str) -> bool:
-        """Whether `word` comes next, after spaces."""
+        """Whether `word` is next, after spaces."""
         self.skip()
         return self.text.startswith(word, self.pos) and self.pos + len(word) <= self.end
 
     def take_if(self, word: str) -> bool:
+        """Consumes `word` if it is next; returns whether it was."""
         if not self.at(word):
             return False
         self.pos += len(word)
         return True
 
     def take(self, word: str) -> None:
+        """Consumes `word`; raises `ParseError` if it is not next."""
         if not self.take_if(word):
             raise self.fail(f"expected {word!r}")
 
     def match(self, pattern: re.Pattern[str]) -> re.Match[str] | None:
-        """Consumes what `pattern` matches next, after spaces; None leaves the position there."""
+        """Consumes the next match of `pattern`, after spaces. Without a match, returns None and
+        stays."""
         self.skip()
         found = pattern.match(self.text, self.pos, self.end)
         if found:
@@ -81,38 +86,43 @@ class Cursor:
         return found
 
     def expect(self, pattern: re.Pattern[str], what: str) -> re.Match[str]:
+        """Consumes the next match of `pattern`; raises `ParseError`, which names `what`, if there
+        is none."""
         found = self.match(pattern)
         if found is None:
             raise self.fail(f"expected {what}")
         return found
 
     def column(self, pos: int) -> int:
-        """Returns how many characters stand before a position in its line."""
+        """Returns the number of characters before a position in its line."""
         return pos - (self.text.rfind("\n", 0, pos) + 1)
 
     def done(self) -> bool:
+        """Whether only spaces and comments are left."""
         self.skip()
         return self.pos >= self.end
 
     def integer(self) -> int:
+        """Consumes an integer and returns it."""
         return self.number(self.expect(_INT, "an integer"))
 
     def name(self, pattern: re.Pattern[str], what: str) -> str:
-        """Consumes a name of bounded length."""
+        """Consumes a name. Raises `ParseError` if there is none, or if it is too long."""
         found = self.expect(pattern, what)
         if len(found[0]) > MAX_NAME:
             raise self.fail(f"a name of {len(found[0])} characters", found.start())
         return found[0]
 
     def number(self, found: re.Match[str], group: int | str = 0) -> int:
-        """Returns the integer that a group of a match spells."""
+        """Returns the integer in a group of a match. Raises `ParseError` if it has too many
+        digits."""
         digits = found[group].removeprefix("-")
         if len(digits) > MAX_DIGITS:
             raise self.fail(f"an integer of {len(digits)} digits", found.start(group))
         return int(found[group])
 
     def items(self, close: str, item: Callable[[], T]) -> list[T]:
-        """Reads comma separated items up to and including `close`."""
+        """Reads comma-separated items up to and including `close`."""
         items: list[T] = []
         if self.take_if(close):
             return items

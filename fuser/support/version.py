@@ -1,4 +1,4 @@
-"""The version of the project, which also tells results that older ones have kept on disk."""
+"""The version of the project. It is also part of the keys of results on disk."""
 
 from __future__ import annotations
 
@@ -8,13 +8,16 @@ __version__ = "0.1.0"
 
 
 class Version(str):
-    """A version that is ordered by its numbers, also against plain texts; what stands behind them,
-    as in `0.2.36+git81c4b22`, does not count."""
+    """A version that is compared by its numbers, also with plain texts.
+
+    A suffix, as in `0.2.36+git81c4b22`, is ignored.
+    """
 
     __slots__ = ()
 
     @property
     def numbers(self) -> tuple[int, ...]:
+        """The numbers, without zeros at the end."""
         return _numbers(self)
 
     def __eq__(self, other: object) -> bool:
@@ -40,10 +43,11 @@ class Version(str):
 
 
 def _numbers(text: str) -> tuple[int, ...]:
-    """Returns the numbers in front, without zeros at the end; raises ValueError where none is."""
+    """Returns the leading numbers, without zeros at the end; raises ValueError if there are
+    none."""
     found = re.match(r"\d+(\.\d+)*", text)
     if found is None:
-        raise ValueError(f"{str.__repr__(text)} is no version")
+        raise ValueError(f"{str.__repr__(text)} is not a version")
     numbers = [int(n) for n in found[0].split(".")]
     while numbers and not numbers[-1]:
         numbers.pop()

@@ -438,7 +438,9 @@ def test_a_backend_that_is_not_there_is_refused() -> None:
 
 
 def test_wrong_parameters_are_refused_before_anything_runs() -> None:
-    with pytest.raises(ArgumentError, match=r"no number_of_stream; did you mean number_of_streams"):
+    with pytest.raises(
+        ArgumentError, match=r"no parameter number_of_stream; did you mean number_of_streams"
+    ):
         MultiDeviceExecutorParams(number_of_stream=2)  # pyright: ignore[reportCallIssue]
     with pytest.raises(ArgumentError, match=r"number_of_streams='2': expected an integer"):
         MultiDeviceExecutorParams(number_of_streams="2")  # pyright: ignore[reportArgumentType]
@@ -451,10 +453,14 @@ def test_wrong_parameters_are_refused_before_anything_runs() -> None:
             HostIrEvaluator(HostIrContainer(), number_of_streams=wrong)  # pyright: ignore[reportArgumentType]
     with pytest.raises(DefinitionError, match=r"number_of_streams=0: at least 1"):
         params.number_of_streams = 0
-    with pytest.raises(ArgumentError, match=r"no number_of_stream; did you mean number_of_streams"):
+    with pytest.raises(
+        ArgumentError, match=r"no parameter number_of_stream; did you mean number_of_streams"
+    ):
         params.number_of_stream = 3  # pyright: ignore[reportAttributeAccessIssue]
     assert params.number_of_streams == 2
-    with pytest.raises(ArgumentError, match=r"6 values for backend_type, number_of_streams"):
+    with pytest.raises(
+        ArgumentError, match=r"6 values for the 5 parameters backend_type, number_of_streams"
+    ):
         MultiDeviceExecutorParams(CommunicatorBackend.nccl, 2, True, True, True, 7)  # pyright: ignore[reportCallIssue]
 
 
@@ -493,10 +499,10 @@ def test_run_takes_what_execute_takes() -> None:
     for given in ([a, b], (a, b), [[a], [b]], (t for t in (a, b))):
         assert torch.equal(executor.run(given)[0], a + b)
     for junk, words in (
-        (None, "inputs are a list of tensors and numbers"),
+        (None, "inputs must be a list of tensors and numbers"),
         (a, r"pass \[tensor\]"),
         ([a.numpy(), b], r"input 0, T0_g.*pass torch.from_numpy"),
-        ({"x": a}, "inputs are a list"),
+        ({"x": a}, "inputs must be a list"),
     ):
         with pytest.raises(InputError, match=words):
             executor.run(junk)  # pyright: ignore[reportArgumentType]

@@ -57,7 +57,7 @@ def test_without_a_gpu() -> None:
     with pytest.raises(InputError, match="no CUDA device"):
         pytorch_utils.get_device_properties()
     for make in (benchmark_utils.CuptiProfiler, benchmark_utils.CuptiTimer):
-        with pytest.raises(UnsupportedError, match=r"CuptiProfiler: .*torch sees none"):
+        with pytest.raises(UnsupportedError, match=r"CuptiProfiler: .*torch finds none"):
             make()
 
 

@@ -88,9 +88,9 @@ def test_complex_of_numbers_is_a_scalar() -> None:
 def test_numbers_that_do_not_fit_are_refused_with_the_op() -> None:
     with FusionDefinition() as fd:
         x, i = fd.from_pytorch(X.long()), fd.from_pytorch(PLACES)
-        with pytest.raises(DefinitionError, match=r"cumsum: 0\.5 is no integer"):
+        with pytest.raises(DefinitionError, match=r"cumsum: 0\.5 is not an integer"):
             fd.ops.cumsum(x, 0, 0.5)
-        with pytest.raises(DefinitionError, match=r"scatter: .*is no"):
+        with pytest.raises(DefinitionError, match=r"scatter: .*is complex, but"):
             fd.ops.scatter(x, i, 2j, 1)
         with pytest.raises(TypeError, match=r"topk\(\).*k: expected a scalar or an integer"):
             fd.ops.topk(x, 1.5)  # pyright: ignore[reportArgumentType]
@@ -197,7 +197,7 @@ def test_a_size_of_one_that_was_not_declared_says_how(sizes: tuple[Any, Any]) ->
 WORDS: dict[str, tuple[Callable[..., Any], str]] = {
     "torch.exp": (
         lambda fd, x: torch.exp(x),
-        r"torch's exp: T0.*has no values: write fd\.ops\.exp",
+        r"torch's exp: T0.*has no values while .*: write fd\.ops\.exp",
     ),
     "torch.square": (lambda fd, x: torch.square(x), r"torch's square: .*write mul\(x, x\)"),
     "torch.cat": (lambda fd, x: torch.cat([x, x]), r"torch's cat: .*write fd\.ops\.cat"),
@@ -301,7 +301,9 @@ def test_a_floating_constant_is_an_extent_where_it_is_an_integer() -> None:
             fd.add_output(fd.ops.full([three, two], 1.0, DataType.Float))
         y = fd.ops.broadcast(x, [True, False])
         fd.add_output(fd.ops.neg(fd.ops.expand(y, [three, -1])))
-        with pytest.raises(DefinitionError, match=r"reshape: size at index 1: 2\.5 is no integer"):
+        with pytest.raises(
+            DefinitionError, match=r"reshape: size at index 1: 2\.5 is not an integer"
+        ):
             fd.ops.reshape(x, [2, fd.define_scalar(2.5)])
     a = torch.randn(6)
     ones = torch.ones(3, 2)

@@ -274,7 +274,7 @@ def test_bad_values_are_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -
     monkeypatch.delenv("FUSER_DUMP_RANKS")
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("FUSER_DUMP_DIR", str(tmp_path / "file"))
-    with pytest.raises(OptionError, match=r"FUSER_DUMP_DIR=.*file' is no folder"):
+    with pytest.raises(OptionError, match=r"FUSER_DUMP_DIR=.*file' is not a folder"):
         dumps.options.check_environment()
 
 
