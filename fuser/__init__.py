@@ -1,8 +1,7 @@
-"""A compiler for tensor programs on a device mesh: one import gives the public names.
+"""A compiler for tensor programs on a device mesh. This package has all public names.
 
-Nothing is imported until a name is asked for, but the other names of modules: `import fuser` needs
-neither CUDA nor MPI and takes no time. `fuser.ops`, `fuser.schedule` and `fuser.multidevice` are
-public modules.
+Modules are imported when a name of theirs is first used. `import fuser` alone is fast and needs
+neither CUDA nor MPI. `fuser.ops`, `fuser.schedule` and `fuser.multidevice` are public modules.
 """
 
 from __future__ import annotations
@@ -180,8 +179,8 @@ __all__ = [
     "ProgramMismatchError",
 ]
 
-# Names of nvFuser's that are not here, with what to use in their place.
-_LIBRARY = "matmuls are calls of a library, which chooses by itself"
+# Names of nvFuser that this project does not have, and why.
+_LIBRARY = "a matmul is a library call here, and the library chooses its own parameters"
 _REFUSED = {
     **dict.fromkeys(("MatmulParams", "GemmTile", "MatMulTileOptions", "ClusterDims"), _LIBRARY),
     **dict.fromkeys(("CircularBufferOptions", "SupportedVectorization"), _LIBRARY),
@@ -258,7 +257,7 @@ def __getattr__(name: str) -> Any:
         if name in _REFUSED:
             from fuser.support.errors import UnsupportedNameError
 
-            raise UnsupportedNameError(f"fuser.{name} is not there: {_REFUSED[name]}")
+            raise UnsupportedNameError(f"fuser.{name} is not supported: {_REFUSED[name]}")
         text = f"module 'fuser' has no attribute {name!r}"
         raise AttributeError(text, name=name, obj=sys.modules[__name__])
     if name in _MODULES:

@@ -1,7 +1,7 @@
-"""`python -m fuser`: what this project finds on this machine, on one screen.
+"""`python -m fuser`: prints what this project finds on this machine, on one screen.
 
-Every line tells a version, a place or a number, or `not found` with what that means. Nothing is
-started for it: no CUDA context, no MPI, no job. Under a launcher one rank per host prints.
+Every line has a version, a path or a number, or `not found` and the consequence. The command starts
+nothing: no CUDA context, no MPI, no job. Under a launcher, one rank per host prints.
 """
 
 from __future__ import annotations
@@ -27,15 +27,16 @@ Lines = Iterator[tuple[str, str]]
 
 
 def _words(error: BaseException) -> str:
-    """Returns what an error says, in one line."""
+    """Returns the message of an error in one line."""
     return " ".join(str(error).split()) or type(error).__name__
 
 
 def _try(find: Callable[[], str], without: str) -> str:
-    """Returns what is found, or why it is not, and what does not work `without` it."""
+    """Returns the result of `find`. After an error, returns why it failed, and what does not work
+    `without` it."""
     try:
         return find()
-    # Whatever an installation does wrong is what this page is there to tell.
+    # Any fault of an installation is worth reporting on this page.
     except Exception as error:
         return (
             f"not found: {_words(error)}; {without}" if without else f"not found: {_words(error)}"
@@ -79,7 +80,7 @@ def _nccl() -> str:
 def _mpi() -> str:
     import_module("mpi4py").rc(initialize=False, finalize=False)
     text = str(import_module("mpi4py.MPI").Get_library_version())
-    # MPICH describes how it was built in many lines.
+    # MPICH adds many lines on how it was built.
     return " ".join(text.partition("\n")[0].replace("\0", "").split())
 
 
@@ -178,7 +179,7 @@ _SECTIONS: dict[str, Callable[[], Lines]] = {
 
 
 def report() -> dict[str, dict[str, str]]:
-    """Returns the page: section -> what -> what was found."""
+    """Returns the page as data: section -> item -> text."""
     found: dict[str, dict[str, str]] = {}
     for title, section in _SECTIONS.items():
         found[title] = {}
@@ -190,7 +191,7 @@ def report() -> dict[str, dict[str, str]]:
 
 
 def text(found: dict[str, dict[str, str]]) -> str:
-    """Returns the page for people."""
+    """Returns the page as text."""
     width = max(len(what) for rows in found.values() for what in rows)
     lines: list[str] = []
     for title, rows in found.items():

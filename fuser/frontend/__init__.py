@@ -6,12 +6,13 @@ Files, in reading order:
 
 - `definition`: `FusionDefinition`.
 - `executor_cache`: programs by the class of their inputs.
-- `program_cache`: what is kept of a program and of calls that have been seen.
+- `program_cache`: the cached programs of the process, and what is cached for inputs of one
+  signature.
 - `fusion_cache`: definitions by their text, within bounds.
 - `implicit_inputs`: seeds, CPU scalars and tensors with gradients.
 - `dtensors`: torch's DTensors as inputs and outputs.
-- `validation`: results beside torch's, with tolerances.
+- `validation`: comparison of results with torch's, with tolerances.
 - `python_printer`: a definition as Python: `repr`, schedules, scripts that reproduce an error.
-- `inspection`, `profiler`: what `fd` says of itself; profiles of runs.
+- `inspection`, `profiler`: texts and statistics of compiled programs; profiles of runs.
 - `manual_kernels`: a kernel scheduled by hand.
 """

@@ -1,4 +1,4 @@
-"""FusionDefinition: where a user writes a tensor program and runs it.
+"""FusionDefinition: defines a tensor program, then runs it.
 
 with FusionDefinition() as fd:
     x = fd.define_tensor([-1, -1], contiguity=True)
@@ -64,14 +64,14 @@ if TYPE_CHECKING:
 _NEVER_WRITTEN = (
     "Fusion does not exist! Use `with FusionDefinition() as fd: ...` to define a fusion."
 )
-# Two threads may call a definition for the first time.
+# Held during the first call of a definition: two threads may make it at the same time.
 _FIRST_CALL = make_reentrant_lock()
 
 
-# Names that are no attributes -> what to write, or when they are there.
+# Names that are not attributes (yet) -> the hint of the error.
 _INSTEAD = {
-    "fec": "the first execute makes it",
-    "ke": "the first manual_execute makes it",
+    "fec": "the first execute creates it",
+    "ke": "the first manual_execute creates it",
     "define_constant": "it is called define_scalar, which takes the value",
     "schedule": "it is called sched",
     "add_input": "define_tensor and define_scalar add the inputs, in their order",
@@ -79,7 +79,7 @@ _INSTEAD = {
     "outputs": "it is fd.fusion.outputs",
     **dict.fromkeys(("run", "forward", "apply"), "it is called execute, or fd(x, y)"),
     "compile": "the first execute compiles it, for the sizes of its inputs",
-    **dict.fromkeys(("to", "cuda", "cpu", "device"), "it runs where the inputs of execute are"),
+    **dict.fromkeys(("to", "cuda", "cpu", "device"), "it runs on the device of its inputs"),
 }
 
 
@@ -89,7 +89,7 @@ def _flag(save_repro_inputs: bool | None) -> bool:
 
 
 def _defined_by(text: str | None) -> FusionDefinition:
-    """Returns the definition that a text of `repr` makes; an empty one without a text."""
+    """Returns the definition that the text of a `repr` describes; an unwritten one for None."""
     fd = FusionDefinition()
     if text is not None:
         names: dict[str, Any] = {"FusionDefinition": FusionDefinition, "DataType": DataType}
@@ -100,7 +100,7 @@ def _defined_by(text: str | None) -> FusionDefinition:
 
 
 def _no_list(given: int, named: Mapping[str, object]) -> ArgumentError:
-    """Returns the error of inputs that stand beside one another, or have names."""
+    """Returns the error of a call with several positional inputs, or with named inputs."""
     options = ("device", "save_repro_inputs", "_enable_options", "_disable_options")
     name = next(iter(named), "")
     text = f"{given} inputs, expected one list of them: write fd.execute([x, y]), or fd(x, y)"
@@ -108,8 +108,8 @@ def _no_list(given: int, named: Mapping[str, object]) -> ArgumentError:
         text = f"there is no option {name!r}; did you mean {near[0]}?"
     elif named:
         text = (
-            f"{', '.join(named)}: inputs have no names, their order is that in which the "
-            f"definition has them: write fd.execute([{', '.join(named)}]), or "
+            f"{', '.join(named)}: inputs have no names; pass them in the order of the definition: "
+            f"write fd.execute([{', '.join(named)}]), or "
             f"fd({', '.join(named)}); options are {', '.join(options)}"
         )
     return ArgumentError(
@@ -118,24 +118,33 @@ def _no_list(given: int, named: Mapping[str, object]) -> ArgumentError:
 
 
 class FusionDefinition:
-    """A fusion being defined, then its executor cache.
+    """A tensor program: first it is defined in a `with` block, then it runs.
 
-    `fd.ops` holds the ops, `fd.sched` the schedule primitives. `_fusion` is the definition until
-    the first `execute`, which moves it into `fec`; `fusion` finds it in either place and is never
-    changed by running.
+    - `fd.ops` has the ops, and `fd.sched` the schedule primitives.
+    - `fd.fusion` is the fusion as defined. Running never changes it.
+    - The first `execute` creates `fd.fec`, the cache of compiled programs, which then owns the
+      fusion.
+
+    Example:
+
+        with FusionDefinition() as fd:
+            x = fd.define_tensor([-1, -1], contiguity=True)
+            fd.add_output(fd.ops.relu(x))
+        (out,) = fd.execute([torch.randn(2, 3)])
     """
 
-    # Imported here, not assigned: type checkers take a module for what it holds only so.
+    # Imported, not assigned: only then do type checkers know the members of these modules.
     import fuser.ops as ops
     import fuser.schedule as sched
 
     @checked
     def __init__(self, *, double_numbers: bool | None = None) -> None:
-        """Makes a definition that is written in a `with` block.
+        """Creates an empty definition, to be written in a `with` block.
 
         Args:
-            double_numbers: Whether a number beside integers or booleans alone gives Double, as in
-                nvFuser, and not Float, as in torch. None: as `FUSER_ENABLE=double_numbers` says.
+            double_numbers: Whether an integer or Bool tensor with a Python float gives Double, as
+                in nvFuser, instead of Float, as in torch. None takes the value of
+                `FUSER_ENABLE=double_numbers`.
         """
         self._double_numbers = double_numbers
         self._fusion: Fusion | None = None
@@ -144,7 +153,7 @@ class FusionDefinition:
         self.ke: KernelExecutor
         self.fake_inputs: list[object]
 
-    if not TYPE_CHECKING:  # to a type checker it would give the class every name
+    if not TYPE_CHECKING:  # a type checker would accept every attribute
 
         def __getattr__(self, name: str) -> NoReturn:
             text = f"'FusionDefinition' object has no attribute {name!r}"
@@ -159,7 +168,7 @@ class FusionDefinition:
             why = (
                 "is being written: its `with` block has not ended" if is_open else "has run already"
             )
-            what = f"with: a definition is written once, and this one {why}"
+            what = f"with: a definition can be written only once, and this one {why}"
             raise DefinitionError(f"{what}{user_code(user_line())}")
         self._fusion = Fusion()
         chosen = self._double_numbers
@@ -180,7 +189,10 @@ class FusionDefinition:
 
     @property
     def fusion(self) -> Fusion:
-        """The fusion as the user defined it."""
+        """The fusion as the user defined it.
+
+        Raises `EmptyDefinitionError` before the `with` block.
+        """
         if hasattr(self, "fec"):
             return self.fec.fusion()
         if self._fusion is None:
@@ -195,11 +207,13 @@ class FusionDefinition:
         )
 
     def __reduce__(self) -> tuple[Callable[[str | None], FusionDefinition], tuple[str | None]]:
-        """Copies a definition through its text: `pickle` and `copy.deepcopy` give one that is
-        equal, and that has not run."""
+        """Pickles and copies a definition through its text.
+
+        `pickle` and `copy.deepcopy` return an equal definition that has not run yet.
+        """
         if self.__dict__.get("_fusion_guard") is not None:
             raise DefinitionError(
-                "a definition is copied once it is written: its `with` block has not ended"
+                "a definition can be copied only after its `with` block has ended"
                 f"{user_code(user_line())}"
             )
         is_written = hasattr(self, "fec") or self._fusion is not None
@@ -207,32 +221,50 @@ class FusionDefinition:
 
     # ------------------------------------------------------------ definition
     def define_tensor(self, *args: Any, **kwargs: Any) -> TensorView:
-        """Defines a tensor input; see `fuser.ops.define.define_tensor` for the three forms."""
+        """Adds a tensor input to the program and returns it.
+
+        The arguments have three forms, which `fuser.ops.define.define_tensor` describes. Inputs of
+        `execute` have the order in which they are defined.
+
+        Example: `x = fd.define_tensor([-1, 768], contiguity=True, dtype=DataType.BFloat16)`
+        """
         tv = define.define_tensor(*args, **kwargs)
         self.fusion.add_input(tv)
         return tv
 
     @checked
     def define_scalar(self, value: Any = None, dtype: DtypeLike | None = None) -> Scalar:
-        """Defines a scalar: symbolic (then an input) without a value, else a constant."""
+        """Adds a scalar and returns it: a constant if `value` is passed, else an input of the
+        program.
+
+        The dtype of an input is Double unless `dtype` names another.
+        """
         scalar = define.define_scalar(value, dtype)
         if scalar.is_symbolic():
-            # It was just made: no need to look for it among all inputs, as add_input does.
+            # A new scalar: the search among all inputs that add_input does is not needed.
             self.fusion.inputs.append(scalar)
         return scalar
 
     @checked
     def define_vector(self, size: int) -> list[Scalar]:
-        """Defines `size` symbolic Int scalars, each an input of its own."""
+        """Adds `size` symbolic Int scalars, each an input of the program, and returns them.
+
+        Raises:
+            DefinitionError: the size is negative or above 1024.
+        """
         if not 0 <= size <= LONGEST:
-            raise DefinitionError(f"define_vector: {size} scalars, expected 0 to {LONGEST}")
+            raise DefinitionError(f"define_vector: size must be from 0 to {LONGEST}, got {size}")
         return [self.define_scalar(None, DataType.Int) for _ in range(size)]
 
     @checked
     def from_pytorch(self, tensor: torch.Tensor, static_sizes: bool = False) -> TensorView:
-        """Defines a tensor input like `tensor`; its sizes are symbolic unless `static_sizes`.
+        """Adds a tensor input with the dtype and strides of `tensor`, and returns it.
 
-        A CPU tensor of rank 0 is a CPU scalar (`is_cpu`) where there is a GPU.
+        Its sizes are symbolic unless `static_sizes`. If torch has a GPU, a CPU tensor without axes
+        becomes a CPU scalar (`is_cpu`), whose value each call reads on the host.
+
+        Raises:
+            InputError: the tensor is neither on a CPU nor on a CUDA device.
         """
         if tensor.device.type not in ("cuda", "cpu"):
             raise InputError(
@@ -250,17 +282,23 @@ class FusionDefinition:
     def add_output(
         self, output: TensorView | Scalar, alias_input: TensorView | None = None
     ) -> None:
-        """Registers an output, or an in-place update of `alias_input` (see `Fusion.add_output`).
+        """Adds an output, or an in-place update of the input `alias_input` (see
+        `Fusion.add_output`).
 
-        Everything that the program computes sees the value that an updated input had at the start
-        of the call. An input that is an output itself is returned as the caller's own tensor, which
-        shows its update; a view of it, permuted say, is computed and has the old values.
+        The program always reads the value that an updated input had at the start of the call. One
+        case differs: an input that is itself an output is returned as the caller's own tensor,
+        which then has the updated value. A view of it, a permuted one for example, is computed and
+        has the old values.
+
+        Raises:
+            DefinitionError: the output or the input does not belong to this definition, or their
+                shapes or dtypes differ.
         """
         self.fusion.add_output(output, alias_input, where=user_line())
 
     @checked
     def validate_definition(self) -> tuple[bool, str | None]:
-        """Returns (whether the definition can run, why not)."""
+        """Returns (whether the definition can run, the reason if it cannot)."""
         if not hasattr(self, "fec") and self._fusion is None:
             return False, _NEVER_WRITTEN
         if not self.fusion.outputs:
@@ -269,7 +307,8 @@ class FusionDefinition:
 
     # ------------------------------------------------------------ execution
     def __call__(self, *inputs: object, **options: Any) -> list[torch.Tensor]:
-        """Runs the program on `inputs`: `fd(x, y)` is `fd.execute([x, y])`, with its options."""
+        """Runs the program on `inputs`: `fd(x, y)` is `fd.execute([x, y])`, with the same
+        options."""
         return self.execute(inputs, **options)
 
     def execute(
@@ -282,17 +321,20 @@ class FusionDefinition:
         _disable_options: Sequence[str] = NONE,
         **named: object,
     ) -> list[torch.Tensor]:
-        """Runs the program on `inputs` and returns its visible outputs in `add_output` order.
+        """Runs the program on `inputs` and returns its visible outputs in the order of
+        `add_output`.
 
-        Tensors are local shards where the program shards them; numbers fill scalar inputs; nested
-        sequences are flattened in place. The options (`docs/reference/options.md`) hold for this
-        call only.
-        Outputs carry no gradient, neither of the backward nor of the forward mode; an input that
-        requires one, or a dual tensor of `torch.autograd.forward_ad`, is warned about once.
+        - A tensor that the program shards is passed as this rank's shard.
+        - Numbers are passed for scalar inputs. Nested sequences are flattened.
+        - The options (`docs/reference/options.md`) apply to this call only.
+        - Outputs carry no gradient, in backward or forward mode. The first input that requires a
+          gradient, or is a dual tensor of `torch.autograd.forward_ad`, causes one warning.
 
         Raises:
-            InputError: count, kind, rank, dtype, device or extent of an input is wrong.
-            PeerError: another rank raised before anything was launched.
+            InputError: number, kind, rank, dtype, device or size of an input is wrong.
+            PeerError: another rank raised an error before anything was launched.
+
+        Example: `(out,) = fd.execute([torch.randn(2, 3), 0.5])`
         """
 
         if others or named:
@@ -300,7 +342,7 @@ class FusionDefinition:
         cache = self.__dict__.get("fec")
         try:
             if cache is not None and (save_repro_inputs is False or save_repro_inputs is None):
-                # An empty list says nothing: such a call is like all others.
+                # An empty list is the same as no options, and must not leave the fast path.
                 if type(_enable_options) is list and not _enable_options:
                     _enable_options = NONE
                 if type(_disable_options) is list and not _disable_options:
@@ -319,8 +361,8 @@ class FusionDefinition:
         *given: Any,
         save_repro_inputs: bool | None,
     ) -> list[torch.Tensor]:
-        """Runs what has not run yet, or is to be remembered: what is wrong here is an error on all
-        ranks."""
+        """Runs the first call, or a call whose inputs are remembered. An error in it is raised on
+        all ranks."""
 
         def prepare() -> Prepared[list[torch.Tensor]]:
             if not _flag(save_repro_inputs):
@@ -334,14 +376,18 @@ class FusionDefinition:
 
     # ------------------------------------------------------------ scripts
     def repro_script_for(self, inputs: Iterable[object] | None = None) -> str:
-        """Returns a script that defines this program and runs it on inputs like these: of their
-        shapes, strides, dtypes and devices; without inputs, one that only defines it."""
+        """Returns a script that defines this program and runs it on inputs like these.
+
+        The script's inputs have the same shapes, strides, dtypes and devices, and random values.
+        Without inputs, the script only defines the program.
+        """
         return repro_script(repr(self), inputs)
 
     def last_repro_script(self) -> str:
-        """Returns `repro_script_for` the inputs of the last `execute(save_repro_inputs=True)`.
+        """Returns the script for the inputs of the last `execute(save_repro_inputs=True)`.
 
-        Raises AssertionError when there was none.
+        Raises:
+            NoReproInputsError: there was no such call. It is an AssertionError.
         """
         if not hasattr(self, "fake_inputs"):
             raise NoReproInputsError(
@@ -351,12 +397,12 @@ class FusionDefinition:
         return self.repro_script_for(self.fake_inputs)
 
     def _report(self, error: Exception, inputs: object) -> None:
-        """Adds the script to an error that may be this project's fault."""
+        """Adds a script that reproduces the error, if the error may be a fault of this project."""
         try:
             given = inputs if isinstance(inputs, list | tuple) else None
             report(error, self.repro_script_for(given))
-        except Exception as another:  # the first error is what counts
-            error.add_note(f"(no script shows it again: {another})")
+        except Exception as another:  # the first error matters more
+            error.add_note(f"(no script could be made that reproduces it: {another})")
 
     def trace(
         self,
@@ -371,27 +417,34 @@ class FusionDefinition:
         _enable_options: Sequence[str] = NONE,
         _disable_options: Sequence[str] = NONE,
     ) -> Trace:
-        """Runs the program several times on `inputs`, and returns what ran when: a timeline with a
-        track per stream and one of the host, for each rank, and how long the program computes,
-        communicates and does neither (`hostir.profiling.timeline.Trace`).
+        """Runs the program several times on `inputs` and returns a timeline of it
+        (`hostir.profiling.timeline.Trace`).
 
-        All ranks of the program call it together; each gets the traces of all, and the first one
-        writes the timeline to `path`, for Perfetto. After `warm_up` runs come `repeat` that nobody
-        watches, step by step and by CUDA graphs, and as many that are watched, of which the
-        timeline shows the last one. Inputs that are updated in
-        place keep their values. What runs is the plan that `execute` replays, but step by step and
-        never as a captured CUDA graph.
+        The timeline has, for each rank, a track per stream and one of the host. The trace also has
+        the times in which the program computes, communicates, and does neither. All ranks of the
+        program call this together. Each of them gets the traces of all ranks.
 
-        `source` says where times of a GPU come from: "cupti", "events" (around each op), or "auto":
-        the first of them that works; `Trace.source` says which. On the CPU it is the host's clock.
-        `predicted` puts the timeline of the cost model beside: "h200", or a file that describes a
-        machine (`docs/explanation/cost-model.md`). Inputs, `device` and options are those of
-        `execute`.
+        Args:
+            path: The file for the timeline, in the format of Perfetto. The first rank writes it.
+            warm_up: Number of runs before anything is measured.
+            repeat: Number of runs that are timed as a whole, step by step and by CUDA graphs; then
+                the same number of runs with a time for each op. The timeline shows the last of
+                these.
+            source: Where the times of a GPU come from: "cupti", "events" (around each op), or
+                "auto", the first of them that works. `Trace.source` is the one used. On the CPU it
+                is always the host's clock.
+            predicted: Adds the timeline of the cost model, for "h200" or a file that describes a
+                machine (`docs/explanation/cost-model.md`).
+
+        Inputs, `device` and options are those of `execute`. Inputs that are updated in place keep
+        their values. The traced plan is the one that `execute` replays, but step by step and never
+        as a CUDA graph.
 
         Raises:
-            InputError: as `execute`; or `path` cannot be written: known before anything runs.
-            ExecutionError: times of the device cannot be taken from `source`.
-            PeerError: another rank raised.
+            InputError: as `execute`; or `path` cannot be written, which is checked before anything
+                runs.
+            ExecutionError: `source` cannot measure times of the device.
+            PeerError: another rank raised an error.
         """
         from hostir.profiling.tracer import Asked
 
@@ -406,22 +459,27 @@ class FusionDefinition:
     def execute_with_dtensors(self, in_dtensors: Iterable[object]) -> list[DTensor]:
         """Runs the program on DTensors and returns its visible outputs as DTensors.
 
-        A tensor input is a DTensor that lies as the fusion has it: on the same mesh (of any rank,
-        of GPUs or CPUs), each dimension of which cuts the same axis or none. Scalar inputs are
-        numbers. A shard in another memory order than its input declares is copied in each call,
-        which one warning says. An output's placements are those of its sharding
-        (`fec.get_output_shardings`); its mesh is that of an input where one has it, else a new one
-        with the inputs' names of dimensions. Outputs carry no gradient. All ranks of the program
-        call it together.
+        - A tensor input is a DTensor with the mesh and the sharding that the fusion declares for
+          it. The mesh may have any rank, and GPUs or CPUs.
+        - Scalar inputs are numbers.
+        - If the memory order of a shard differs from the declared one, each call copies it, and one
+          warning reports that.
+        - The placements of an output are those of its sharding (`fec.get_output_shardings`). Its
+          mesh is that of an input on the same devices, if there is one, else a new mesh with the
+          inputs' dimension names.
+        - Outputs carry no gradient.
 
-        Raises, on every rank and before anything runs:
-            DTensorError: an input is no DTensor, lies elsewhere than the fusion's, or is updated
-                in place and its shard has another memory order than declared; the inputs' meshes
-                name their dimensions differently; an output has no mesh; there is no default
-                process group, or its ranks are not the Communicator's.
-            UnsupportedError: a DTensor is a partial sum, or of shards that are no blocks.
+        All ranks of the program call this together. An error is raised on every rank, before
+        anything runs.
+
+        Raises:
+            DTensorError: an input is not a DTensor, or has another mesh or sharding than declared;
+                an input that is updated in place has another memory order than declared; the
+                inputs' meshes have different dimension names; an output has no mesh; there is no
+                default process group, or its ranks are not the Communicator's.
+            UnsupportedError: a DTensor is a partial sum, or its shards are not blocks.
             InputError: as `execute`.
-            PeerError: another rank raised.
+            PeerError: another rank raised an error.
         """
         from fuser.frontend.dtensors import prepare_dtensors
 
@@ -431,13 +489,14 @@ class FusionDefinition:
         return run_agreed(Communicator.instance(), self._devices(), prepare)
 
     def _devices(self) -> tuple[int, ...]:
-        """Returns the ranks that run the program; they agree before anything is checked."""
+        """Returns the ranks that run the program. They agree on a call before anything is
+        checked."""
         if hasattr(self, "fec"):
             return self.fec.devices
         return requested_devices(self._fusion) if self._fusion is not None else ()
 
     def _executor_cache(self) -> FusionExecutorCache:
-        """Returns the cache, which takes the definition over at the first call."""
+        """Returns the executor cache. The first call creates it, and moves the fusion into it."""
         if hasattr(self, "ke"):
             raise OtherEntranceError(
                 "KernelExecutor already exists! Use manual_execute() to execute the fusion."
@@ -453,54 +512,60 @@ class FusionDefinition:
         return self.fec
 
     def cuda_graphs(self) -> list[str]:
-        """Returns, for each class of inputs that `execute` knows and each stream that ran it, how
-        many CUDA graphs repeat its runs, or why none does.
+        """Returns how many CUDA graphs repeat the runs of this program, or why none does.
 
-        `FUSER_DISABLE=cuda_graphs`, or that option of a call, keeps runs from being captured.
+        There is a line for each class of inputs, and each stream that ran it.
+        `FUSER_DISABLE=cuda_graphs`, or this option of a call, turns graphs off.
         """
         return self.fec.cuda_graphs() if hasattr(self, "fec") else []
 
     def memory(self) -> Memory:
-        """Returns the bytes that this definition keeps between runs, and what it shares with
+        """Returns the bytes that this definition keeps between runs, and those that it shares with
         others.
 
-        The intermediates of all programs of a stream lie in one buffer, as large as the largest
-        program needs; `hostir.runtime.plan.Memory` has the numbers. Outputs are the caller's
-        alone.
+        Intermediates of all programs of a stream share one buffer, which is as large as the largest
+        program needs. Outputs belong to the caller. See `hostir.runtime.plan.Memory`.
         """
         return self.fec.memory() if hasattr(self, "fec") else Memory()
 
     def compiled_runner(self) -> list[str]:
-        """Returns, for each class of inputs that `execute` knows, how many calls the compiled
-        runner has repeated since it last took such calls over, or why it repeats none, and after
-        how many more calls it is asked again.
+        """Returns how many calls the compiled runner has repeated, or why none.
 
-        `FUSER_DISABLE=compiled_runner`, or that option of a call, leaves all to Python.
+        There is a line for each class of inputs. A count begins when the runner last took over such
+        calls. A line without a count says after how many more calls the runner is tried again.
+        `FUSER_DISABLE=compiled_runner`, or this option of a call, runs everything in Python.
         """
         return self.fec.compiled_runner() if hasattr(self, "fec") else []
 
     def overlap_report(self, inputs: Iterable[object]) -> str:
-        """Returns which matmuls and communications of the program that ran last run side by side
-        for inputs like these, and the predicted times that decided it
-        (`docs/explanation/cost-model.md`).
+        """Returns which matmuls and communications overlap for inputs like these, and the predicted
+        times that decided it (`docs/explanation/cost-model.md`).
 
-        `FUSER_DISABLE=auto_overlap`, or that option of a call, leaves all as they are. Raises
-        `FuserError` before the first run.
+        The report is on the program that ran last. `FUSER_DISABLE=auto_overlap`, or this option of
+        a call, turns overlap off.
+
+        Raises:
+            FuserError: the program has not run yet.
         """
         return self._executor_cache().overlap_report(inputs)
 
     def manual_execute(
         self, inputs: Iterable[object], heuristic_params: object = None
     ) -> list[torch.Tensor]:
-        """Runs the fusion as one kernel with the schedule that the user gave its tensors.
+        """Runs the fusion as one kernel, with the schedule that the user has given its tensors.
 
-        The schedule is read at the first call. No segmentation, no meshes. `heuristic_params`, what
-        `sched.schedule` has returned, say nothing that the schedule does not: where their `lparams`
-        and `cparams` ask for something else, `DefinitionError` or `UnsupportedError` is raised.
+        The schedule is read at the first call. There is no segmentation, and there are no meshes.
+        `heuristic_params` is the result of `sched.schedule`. It adds nothing to the schedule: if
+        its `lparams` or `cparams` ask for something else, that is an error.
+
+        Raises:
+            DefinitionError: the parameters contradict the schedule.
+            UnsupportedError: a parameter or the fusion is not supported.
+            OtherEntranceError: `execute` has been called before.
         """
         if not isinstance(heuristic_params, HeuristicParams | None):
             raise ArgumentError(
-                "manual_execute(): heuristic_params: expected what sched.schedule returns, got "
+                "manual_execute(): heuristic_params: expected the result of sched.schedule, got "
                 f"{show(heuristic_params)}{user_code(user_line())}"
             )
         if hasattr(self, "fec"):
@@ -524,10 +589,14 @@ class FusionDefinition:
         device: int | str | torch.device | None = None,
         **execute_kwargs: Any,
     ) -> list[torch.Tensor]:
-        """Executes and compare with references, by default what torch computes in the same dtypes.
+        """Runs `execute` and compares the outputs with references, by default torch's results in
+        the same dtypes. Returns the outputs.
 
-        Tolerances follow from dtype and reduction size (`fuser.frontend.validation`). Raises
-        `ValidationError`, an AssertionError, naming the first output that differs.
+        Tolerances depend on the dtype and the size of reductions (`fuser.frontend.validation`).
+
+        Raises:
+            ValidationError: an output differs; the message names the first. It is an
+                AssertionError.
         """
         run = partial(self.execute, device=device, **execute_kwargs)
         return validation.validate_run(self.fusion, run, inputs, reference_outputs)
@@ -536,13 +605,15 @@ class FusionDefinition:
     def manual_validate(
         self, inputs: Sequence[object], reference_outputs: Sequence[torch.Tensor] | None = None
     ) -> list[torch.Tensor]:
-        """`validate` by `manual_execute`."""
+        """Runs `manual_execute` and compares the outputs as `validate` does."""
         fusion = self.fusion
         return validation.validate_run(fusion, self.manual_execute, inputs, reference_outputs)
 
 
 def execute_with_dtensors(fd: FusionDefinition, in_dtensors: Iterable[object]) -> list[DTensor]:
-    """Runs a definition on DTensors, and return DTensors: `FusionDefinition.execute_with_dtensors`,
-    which says more, as a function."""
+    """Runs a definition on DTensors and returns DTensors.
+
+    This is the method `FusionDefinition.execute_with_dtensors` as a function.
+    """
     given: FusionDefinition = require("execute_with_dtensors", "fd", fd, FusionDefinition)
     return given.execute_with_dtensors(in_dtensors)

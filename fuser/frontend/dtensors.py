@@ -1,7 +1,7 @@
-"""Running a definition on torch's DTensors: their shards go in, the results' shards come out.
+"""Runs a definition on torch's DTensors: inputs are unwrapped to shards, results are wrapped again.
 
-A dimension of a torch mesh is the dimension of the fusion's mesh at the same place (mesh_x is the
-last). An axis that several of them cut is cut by the first one outermost, as torch has it.
+Dimension i of a torch mesh is the dimension of the fusion's mesh at the same position (mesh_x is
+the last). If several dimensions cut one axis, the first of them cuts it outermost, as in torch.
 """
 
 from __future__ import annotations
@@ -39,20 +39,22 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh as TorchMesh
     from torch.distributed.tensor import DTensor
 
-# Per dimension of a mesh the axis that it cuts; None where it cuts none.
+# For each dimension of a mesh, the axis that it cuts; None if it cuts none.
 Axes = tuple[int | None, ...]
-# Torch meshes that no input has, made for results: torch opens groups of ranks for each.
+# Torch meshes that were made for results and that no input has. They are cached, because torch
+# creates groups of ranks for each.
 _MESHES: Recent[tuple[object, ...], Any] = Recent(16)
-# Whose copies of shards are told.
+# Executor caches that have already warned about copies of shards.
 _TOLD: WeakSet[FusionExecutorCache] = WeakSet()
 
 
 def prepare_dtensors(
     cache: FusionExecutorCache, in_dtensors: Iterable[object]
 ) -> Prepared[list[DTensor]]:
-    """Returns what this rank claims to run on the shards of DTensors, and how; nothing is launched.
+    """Returns the run signature of this rank for the shards of DTensors, its numbers, and the
+    function that runs.
 
-    Raises what `FusionDefinition.execute_with_dtensors` does.
+    Launches nothing. Raises the errors of `FusionDefinition.execute_with_dtensors`.
     """
     defined = cache.fusion()
     given = flatten(in_dtensors, declared=defined.inputs)
@@ -75,7 +77,7 @@ def prepare_dtensors(
     return claim, numbers, run_on_shards
 
 
-# ------------------------------------------------------------------ what goes in
+# ------------------------------------------------------------------ inputs
 def _is_dtensor(value: object) -> TypeGuard[DTensor]:
     from torch.distributed.tensor import DTensor
 
@@ -83,8 +85,10 @@ def _is_dtensor(value: object) -> TypeGuard[DTensor]:
 
 
 def _check_inputs(fusion: Fusion, given: Sequence[Argument]) -> tuple[str, ...] | None:
-    """Checks that inputs lie as the fusion has them; returns the names that they have for the
-    dimensions of their meshes."""
+    """Checks that the DTensors have the meshes and shardings that the fusion declares.
+
+    Returns the names of their mesh dimensions; None if there is no DTensor or no names.
+    """
     _check_ranks()
     first: tuple[int, tuple[str, ...] | None] | None = None
     for position, (value, tv) in enumerate(zip(given, fusion.inputs, strict=True)):
@@ -92,22 +96,24 @@ def _check_inputs(fusion: Fusion, given: Sequence[Argument]) -> tuple[str, ...] 
             continue
         if not _is_dtensor(value):
             raise DTensorError(
-                f"execute_with_dtensors: input {position}, {tv}, is to be a DTensor, got "
-                f"{show(value)}: execute takes each rank's shards{user_code(tv.user_line())}"
+                f"execute_with_dtensors: input {position}, {tv}, must be a DTensor, got "
+                f"{show(value)}: use execute for shards of each rank{user_code(tv.user_line())}"
             )
         names = value.device_mesh.mesh_dim_names
         first = first or (position, names)
         if names != first[1]:
             raise DTensorError(
-                f"execute_with_dtensors: input {position}, {tv}, has a mesh of dimensions {names}, "
-                f"input {first[0]} one of {first[1]}: the meshes of all inputs name them alike"
+                f"execute_with_dtensors: input {position}, {tv}, has a mesh with the dimension "
+                f"names {names}, input {first[0]} one with {first[1]}: use the same names for all "
+                "inputs"
             )
         _check_placed(position, tv, value)
     return None if first is None else first[1]
 
 
 def _check_ranks() -> None:
-    """Raises `DTensorError` where torch.distributed counts ranks otherwise."""
+    """Raises `DTensorError` if torch.distributed and the Communicator number the ranks
+    differently."""
     import torch.distributed as dist
 
     if not dist.is_initialized():
@@ -119,21 +125,21 @@ def _check_ranks() -> None:
     theirs, ours = (dist.get_rank(), dist.get_world_size()), (here.rank(), here.size())
     if theirs != ours:
         raise DTensorError(
-            f"execute_with_dtensors: torch.distributed calls this process rank {theirs[0]} of "
-            f"{theirs[1]}, the Communicator rank {ours[0]} of {ours[1]}"
+            f"execute_with_dtensors: for torch.distributed this process is rank {theirs[0]} of "
+            f"{theirs[1]}, for the Communicator rank {ours[0]} of {ours[1]}"
         )
 
 
 def _check_placed(position: int, tv: TensorView, value: Any) -> None:
-    """Raises unless a DTensor lies as the fusion has its input."""
+    """Raises unless a DTensor has the mesh, the sharding and the sizes that the fusion needs."""
     what, where = f"execute_with_dtensors: input {position}, {tv},", user_code(tv.user_line())
     axes = _axes_of_dtensor(value, what, where)
     mesh: torch.Tensor = value.device_mesh.mesh
     shape, ranks = tuple(mesh.shape), tuple(mesh.flatten().tolist())
     if Communicator.instance().rank() not in ranks:
-        raise DTensorError(f"{what} lies on {_spelled(shape, ranks)}, which this rank is not of")
+        raise DTensorError(f"{what} is on {_spelled(shape, ranks)}, which does not have this rank")
     if tv.mesh is None:
-        # Every rank has it whole, whatever propagation does with it.
+        # Callers pass an input without a mesh as a whole, however propagation shards it.
         expected: Axes = (None,) * len(shape)
     elif (tv.mesh.shape, tv.mesh.devices) == (shape, ranks):
         expected = _axes_of(tv, what, placement(tv))
@@ -145,14 +151,15 @@ def _check_placed(position: int, tv: TensorView, value: Any) -> None:
     if any(a != b for a, b, n in zip(axes, expected, shape, strict=True) if n > 1):
         raise DTensorError(
             f"{what} is {_placements_text(expected)} in the fusion, the DTensor is "
-            f"{_placements_text(axes)}: redistribute it, or cut the input so{where}"
+            f"{_placements_text(axes)}: redistribute it, or shard the input of the fusion in the "
+            f"same way{where}"
         )
     for axis, size in enumerate(value.shape):
         parts = [n for a, n in zip(axes, shape, strict=True) if a == axis]
         if parts and size % (count := int(torch.tensor(parts).prod())):
             raise DTensorError(
-                f"{what} has the size {size} along axis {axis}, which {count} devices do not "
-                f"divide: shards have one size{where}"
+                f"{what} has size {size} along axis {axis}, which is not a multiple of its {count} "
+                f"devices: all shards must have the same size{where}"
             )
 
 
@@ -167,8 +174,8 @@ def _axes_of_dtensor(value: Any, what: str, where: str) -> Axes:
             axes.append(placed.dim % max(value.ndim, 1))
         else:
             raise UnsupportedError(
-                f"{what} is a DTensor of {placed!r}: it may have Shard and Replicate, redistribute "
-                f"it first{where}"
+                f"{what} is a DTensor with {placed!r}: only Shard and Replicate are supported; "
+                f"redistribute it first{where}"
             )
     return tuple(axes)
 
@@ -176,11 +183,12 @@ def _axes_of_dtensor(value: Any, what: str, where: str) -> Axes:
 def _shards(
     cache: FusionExecutorCache, fusion: Fusion, given: Sequence[Argument]
 ) -> list[Argument]:
-    """Returns what this rank has of the inputs, in the memory orders that the fusion declares.
+    """Returns this rank's shards of the inputs, in the memory orders that the fusion declares.
 
-    Torch chooses the order of a shard, mostly row by row whatever strides the DTensor itself has.
-    So another order than the declared one is no mistake of the user: the shard is copied, and one
-    warning of the definition says which are. What is updated in place cannot be a copy.
+    Torch chooses the memory order of a shard: usually row-major, whatever the strides of the
+    DTensor. So another order than the declared one is not the user's mistake. The shard is copied,
+    and one warning per definition names the copied inputs. An input that is updated in place cannot
+    be copied: it raises `DTensorError`.
     """
     updated = {alias.into for alias in fusion.aliases}
     shards, copied = list[Argument](), list[str]()
@@ -189,14 +197,14 @@ def _shards(
         if isinstance(tv, TensorView) and isinstance(shard, torch.Tensor) and _is_moved(tv, shard):
             made = in_declared_order(tv, shard)
             what = (
-                f"input {position}, {tv}, has a shard with strides {shard.stride()}, and declares "
+                f"input {position}, {tv}, has a shard with strides {shard.stride()}, but declares "
                 f"{made.stride()}"
             )
             if tv in updated:
                 raise DTensorError(
-                    f"execute_with_dtensors: {what}: it is updated in place, which a copy would "
-                    "keep from its caller: leave stride_order out of define_tensor, or give "
-                    f"DTensor.from_local a shard in the declared order{user_code(tv.user_line())}"
+                    f"execute_with_dtensors: {what}. It is updated in place, so it cannot be "
+                    "copied: leave stride_order out of define_tensor, or pass DTensor.from_local "
+                    f"a shard in the declared order{user_code(tv.user_line())}"
                 )
             copied.append(what + user_code(tv.user_line()))
             shard = made
@@ -204,16 +212,18 @@ def _shards(
     if copied and cache not in _TOLD and Communicator.instance().rank() == min(cache.devices):
         _TOLD.add(cache)
         warn(
-            f"execute_with_dtensors copies a shard in each call: {'; '.join(copied)}. Torch cuts "
-            "tensors into shards that lie row by row: declare the input so (no stride_order), or "
-            "contiguity=False to read any order"
+            f"execute_with_dtensors copies a shard in each call: {'; '.join(copied)}. Shards of "
+            "torch are row-major: declare the input without stride_order, or with "
+            "contiguity=False to accept any order"
         )
     return shards
 
 
 def _is_moved(tv: TensorView, shard: torch.Tensor) -> bool:
-    """Whether a copy in the declared memory order is what the fusion asks for. It is not where the
-    rank differs, or an axis is to be one element: these are errors of other words."""
+    """Whether a shard must be copied into the declared memory order.
+
+    False if the rank differs, or an expanded axis has several elements: these are other errors.
+    """
     if shard.dim() != tv.ndim or not shard.numel() or declared_order(tv) is None:
         return False
     if any(shard.size(p) > 1 and shard.stride(p) for p in expanded_positions(tv)):
@@ -222,14 +232,14 @@ def _is_moved(tv: TensorView, shard: torch.Tensor) -> bool:
 
 
 def _shard(value: Argument) -> Argument:
-    """Returns what this rank has of an input, once it is there."""
+    """Returns this rank's shard of a DTensor, after waiting for it; any other value unchanged."""
     if not _is_dtensor(value):
         return value
     local: Any = value.to_local()
     return local.wait() if hasattr(local, "wait") else local
 
 
-# ------------------------------------------------------------------ what comes out
+# ------------------------------------------------------------------ outputs
 def _mesh_of(tv: TensorView) -> DeviceMesh:
     if tv.mesh is None:
         raise DTensorError(
@@ -240,22 +250,22 @@ def _mesh_of(tv: TensorView) -> DeviceMesh:
 
 
 def _axes_of(tv: TensorView, what: str, cuts_of_axes: Placement) -> Axes:
-    """Returns the axis that each dimension of a tensor's mesh cuts, when its axes have these cuts.
+    """Returns the axis that each dimension of a tensor's mesh cuts, given the cuts of its axes.
 
-    Raises `UnsupportedError` where shards are no blocks as DTensors have them.
+    Raises `UnsupportedError` if the shards are not blocks, as those of DTensors are.
     """
     assert tv.mesh is not None
     axes: list[int | None] = [None] * tv.mesh.ndim
     for position, cuts in enumerate(cuts_of_axes):
         dims = [tv.mesh.dim_of(c.ptype) if c.ptype.is_device else None for c in cuts]
         while dims and dims[-1] is None:
-            dims.pop()  # steps of a stream within a shard
+            dims.pop()  # a stream's blocks, which are within a shard
         order = [-1 if d is None else d for d in dims]
         if None in dims or order != sorted(order):
             within = ", then ".join(f"{c.ptype.text} into {c.count}" for c in cuts)
             raise UnsupportedError(
-                f"{what}: axis {position} of {tv} is cut by {within}: a DTensor's are cut by the "
-                "dimensions of the mesh from the first to the last"
+                f"{what}: axis {position} of {tv} is cut by {within}, but an axis of a DTensor is "
+                "cut by mesh dimensions only, from the first to the last"
                 f"{user_code(cut_line(tv, cuts[0].ptype))}"
             )
         for d in order:
@@ -266,7 +276,7 @@ def _axes_of(tv: TensorView, what: str, cuts_of_axes: Placement) -> Axes:
 def _maker(
     mesh: DeviceMesh, meshes: Sequence[Any], names: tuple[str, ...] | None, devices: Sequence[int]
 ) -> Any:
-    """Returns what gives torch's mesh for results, by the type of their device."""
+    """Returns a function that returns torch's mesh for a result, for a device type."""
     for one in meshes:
         if (tuple(one.mesh.shape), tuple(one.mesh.flatten().tolist())) == (
             mesh.shape,
@@ -276,8 +286,8 @@ def _maker(
     size = Communicator.instance().size()
     if tuple(devices) != tuple(range(size)):
         raise ShardingError(
-            f"execute_with_dtensors: an output lies on {mesh}, on which no input does: all {size} "
-            f"ranks would make that mesh, but the program is one of {len(devices)}"
+            f"execute_with_dtensors: an output is on {mesh}, and no input is. To create that mesh, "
+            f"all {size} ranks are needed, but {len(devices)} run this program"
         )
     return partial(_made_mesh, mesh, names if names and len(names) == mesh.ndim else None)
 
@@ -286,7 +296,7 @@ def _made_mesh(mesh: DeviceMesh, names: tuple[str, ...] | None, kind: str) -> To
     import torch.distributed as dist
     from torch.distributed.device_mesh import DeviceMesh as TorchMesh
 
-    # A group that was destroyed takes its meshes with it.
+    # The group is part of the key, because its meshes are invalid after it is destroyed.
     key = (dist.group.WORLD, mesh, names, kind)
     found = _MESHES.recall(key)
     if found is None:

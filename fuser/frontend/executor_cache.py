@@ -1,9 +1,13 @@
 """FusionExecutorCache: from a fusion and concrete inputs to a host program that runs.
 
-Three levels: the signature of the inputs (shapes, strides, dtypes, devices: one dictionary look-up
-in the steady state), the input class (what changes the program: dtypes, memory layouts, concretized
-structure), which finds the process-wide program (`program_cache`) and binds it to this rank, and,
-below, the kernel executors' own caches. All are bounded.
+There are three levels of caches, all bounded:
+
+1. The signature of the inputs: shapes, strides, dtypes and devices. A repeated call needs only one
+   dictionary look-up.
+2. The input class: the facts that change the program, which are dtypes, memory layouts and the
+   concretized structure. It finds the process-wide program (`program_cache`) and binds it to this
+   rank.
+3. The kernel executors' own caches.
 """
 
 from __future__ import annotations
@@ -27,8 +31,8 @@ from fuser.frontend.program_cache import (
     CallCacheEntry,
     CallKey,
     Program,
-    sees_nothing,
-    told,
+    no_fast_path,
+    status_lines,
     why_never,
 )
 from fuser.ir.binding import (
@@ -73,14 +77,16 @@ from multidevice.job.communicator import Communicator, current_communicator, run
 from multidevice.sharding import queries
 from multidevice.sharding.queries import has_streams, requested_devices
 
-# What one definition remembers: signatures, those that take turns, programs bound to a rank.
+# Limits of the caches of one definition: signatures; signatures that callers use in turns;
+# programs bound to a rank.
 MAX_SIGNATURES = 256
 MAX_TURNS = 16
 MAX_BOUND = 64
 
 
 class FusionExecutorCache(Watching, Inspection):
-    """Owns a fusion and the programs made from it; running never changes the fusion."""
+    """The programs of one fusion, by the class of their inputs. Running never changes the
+    fusion."""
 
     @partial(checked, name="FusionExecutorCache")
     def __init__(
@@ -111,19 +117,19 @@ class FusionExecutorCache(Watching, Inspection):
         self._free = free_inputs(fusion)
         self._settings = options.settings()
         self._is_profiled = bool(options.profiler_modes())
-        # Both keys start with the communicator (simulated ranks may share one definition) and the
-        # options of the call.
+        # Both keys begin with the communicator, because simulated ranks may share one definition,
+        # and the options of the call.
         self._by_signature: Recent[CallKey, CallCacheEntry] = Recent(
             MAX_SIGNATURES, on_drop=lambda call: call.known.forget()
         )
-        # The latest of them, where it had no options and no device of its own, and what repeats it.
+        # The latest call, if it had neither options nor a device, and the runner that repeats it.
         self._latest: CallCacheEntry | None = None
         self._steady: Steady | None = None
-        # Such calls that came again, by the shape of their first input.
+        # Such calls that were made more than once, by the shape of their first input.
         self._in_turns: Recent[torch.Size, CallCacheEntry] = Recent(MAX_TURNS)
         self._ran: CallCacheEntry | None = None
         self._autograd = Autograd(fusion)
-        # Sizes of jobs that have all ranks which the meshes name.
+        # Job sizes that are known to include all ranks of the meshes.
         self._worlds: set[int] = set()
         self._by_class: Recent[object, BoundProgram] = Recent(MAX_BOUND)
         self._overlaps: Recent[object, Overlaps | NoOverlap] = Recent(MAX_BOUND)
@@ -132,33 +138,34 @@ class FusionExecutorCache(Watching, Inspection):
         self._names = input_names(self._defined.inputs, self._defined.exprs)
         for further in (self._float_sizes, self._draws):
             self._names = (*self._names, *(() if further is None else further.names))
-        # Whether the program has other inputs than the definition.
+        # Whether the program's inputs differ from those of the definition.
         stages = (self._scalars, self._float_sizes, self._draws)
         self._has_own_inputs = any(stage is not None for stage in stages)
         self._numbers = sorted(self._free) if self.devices else []
 
     def fusion(self) -> Fusion:
-        """Returns the fusion as defined."""
+        """Returns the fusion as the user defined it."""
         return self._defined
 
     @cached_property
     def _text(self) -> str:
-        """The structure: what programs are found by."""
+        """The structure of the fusion: the key of its programs."""
         return fusion_text(self._fusion)
 
     @cached_property
     def _claimed(self) -> tuple[str, tuple[Op, ...]]:
         """The part of the definition that ranks compare, as text and as ops.
 
-        It leaves out when a tensor was annotated, which a copy does last, and the meshes that ops
-        copied from their operands.
+        Two facts are left out because they do not change the program: the order in which tensors
+        were annotated, and meshes that ops copied from their operands.
         """
         fusion = without_names(self._fusion)
         return fusion_text(fusion), fusion.exprs
 
     @cached_property
     def _lines(self) -> tuple[str, ...]:
-        """The user's lines: a program speaks of those of its own definition."""
+        """The user's lines. They are part of the key, so that a program names the lines of its own
+        definition."""
         inputs = [v for v in self._fusion.inputs if isinstance(v, TensorView)]
         return tuple(v.where for v in (*inputs, *self._fusion.exprs))
 
@@ -167,18 +174,18 @@ class FusionExecutorCache(Watching, Inspection):
         return Classifier(self._fusion)
 
     def cuda_graphs(self) -> list[str]:
-        """See `FusionDefinition.cuda_graphs`."""
-        return self._told(CallCacheEntry.graphs)
+        """Returns lines on CUDA graphs; see `FusionDefinition.cuda_graphs`."""
+        return self._status_lines(CallCacheEntry.graphs)
 
     def memory(self) -> Memory:
-        """See `FusionDefinition.memory`."""
+        """Returns the memory that is kept between runs; see `FusionDefinition.memory`."""
         calls = list(self._by_signature.values())
         evaluators = {call.bound.evaluator for call in calls}
         plans = [plan for call in calls for plan in call.known.plans.values()]
         return memory_of([a for one in evaluators for a in one.arenas()], plans)
 
-    def _told(self, lines: Callable[[CallCacheEntry], list[str]]) -> list[str]:
-        return told(lines, self._by_signature, self._settings, len(self._defined.inputs))
+    def _status_lines(self, lines: Callable[[CallCacheEntry], list[str]]) -> list[str]:
+        return status_lines(lines, self._by_signature, self._settings, len(self._defined.inputs))
 
     # ------------------------------------------------------------ running
     def execute(
@@ -188,7 +195,7 @@ class FusionExecutorCache(Watching, Inspection):
         _enable_options: Sequence[str] = options.NONE,
         _disable_options: Sequence[str] = options.NONE,
     ) -> list[torch.Tensor]:
-        """Runs on `inputs`; see `FusionDefinition.execute`."""
+        """Runs the program on `inputs`; see `FusionDefinition.execute`."""
         if (PROFILERS or self._is_profiled) and profiler_here(is_on=self._is_profiled):
             given = inputs, device, _enable_options, _disable_options
             instance = Communicator.instance()
@@ -205,7 +212,7 @@ class FusionExecutorCache(Watching, Inspection):
                 return run_agreed(instance, self.devices, partial(self.prepare, *given))
             inputs = self._read(inputs)
             inputs = inputs if self._draws is None else self._draws.take(inputs, device)
-        # A profiler is to see a range for each op.
+        # A profiler needs a range for each op, which the compiled runner does not record.
         if (steady := self._steady) is not None and not torch_profiler._is_profiler_enabled:
             outputs = steady(inputs, device, _enable_options, _disable_options)
             if outputs is None:
@@ -242,8 +249,9 @@ class FusionExecutorCache(Watching, Inspection):
         return outputs
 
     def _consider(self, call: CallCacheEntry, given: Sequence[Argument]) -> None:
-        """Gives calls like this one, which has run, to the compiled runner if it takes them."""
-        call.hasten(given)
+        """Has the compiled runner repeat calls like this one, if it supports them. The call has
+        run."""
+        call.enable_fast_path(given)
         if call.never or call.steady is not None:
             return
         inputs = tuple(given)
@@ -254,8 +262,8 @@ class FusionExecutorCache(Watching, Inspection):
             call.steady = self._steady = found
 
     def _is_like(self, call: CallCacheEntry, inputs: Sequence[Argument]) -> bool:
-        """Whether inputs are still of this call: another thread may have changed them."""
-        if call.glance is not sees_nothing:
+        """Whether inputs still belong to this call: another thread may have changed them."""
+        if call.glance is not no_fast_path:
             return call.glance(inputs) is not None
         try:
             given = call.communicator, inputs, None, options.NONE, options.NONE
@@ -266,16 +274,20 @@ class FusionExecutorCache(Watching, Inspection):
     def _others_turn(
         self, declined: Steady, inputs: Iterable[object], *others: object
     ) -> list[torch.Tensor] | None:
-        """Returns what the compiled runner makes of inputs that have the shape of other calls, None
-        for inputs that are not its own. Lets go of what repeats calls that no longer come."""
+        """Runs inputs that `declined` did not accept by the compiled runner of another call; None
+        if no runner accepts them.
+
+        The call is found by the shape of the first input. `declined` is dropped if it has declined
+        too often.
+        """
         call = self._latest
         is_over = declined.declined > MAX_DECLINED or declined.is_dropped
         if is_over and call is not None and call.steady is declined:
             self._steady = None
-            call.let_go(declined)
+            call.drop_fast_path(declined)
         try:
             call = self._in_turns.get(inputs[0].shape)  # pyright: ignore[reportIndexIssue]
-        except Exception:  # of what is no list of tensors, which may raise anything
+        except Exception:  # inputs that are not a list of tensors may raise anything
             return None
         if call is None or call.steady is None or call.steady is declined:
             return None
@@ -286,16 +298,20 @@ class FusionExecutorCache(Watching, Inspection):
         return outputs
 
     def compiled_runner(self) -> list[str]:
-        """See `FusionDefinition.compiled_runner`."""
-        return self._told(CallCacheEntry.repeated)
+        """Returns lines on the compiled runner; see `FusionDefinition.compiled_runner`."""
+        return self._status_lines(CallCacheEntry.repeated)
 
     def _glance_at_others(
         self, inputs: Iterable[object], communicator: Communicator
     ) -> tuple[CallCacheEntry | None, tuple[int, ...] | None]:
-        """Returns what a glance tells of calls other than the latest, and the places; else None."""
+        """Returns a call, other than the latest, whose quick check accepts the inputs, and their
+        alignments.
+
+        Returns (call or None, None) if there is no such call.
+        """
         try:
             call = self._in_turns.get(inputs[0].shape)  # pyright: ignore[reportIndexIssue]
-        except Exception:  # of what is no list of tensors, which may raise anything
+        except Exception:  # inputs that are not a list of tensors may raise anything
             return None, None
         if call is None or call.communicator is not communicator:
             return None, None
@@ -317,7 +333,11 @@ class FusionExecutorCache(Watching, Inspection):
         _enable_options: Sequence[str] = options.NONE,
         _disable_options: Sequence[str] = options.NONE,
     ) -> Prepared[list[torch.Tensor]]:
-        """Returns what this rank claims to run on `inputs`, and how; nothing is launched."""
+        """Returns the run signature of this rank for `inputs`, its numbers, and the function that
+        runs.
+
+        Ranks compare signatures and numbers before they run. Launches nothing.
+        """
         if PROFILERS or self._is_profiled:
             profiler = profiler_here(is_on=self._is_profiled)
             if profiler is not None:
@@ -341,8 +361,11 @@ class FusionExecutorCache(Watching, Inspection):
     def _look(
         self, inputs: Iterable[object], device: int | str | torch.device | None
     ) -> tuple[Iterable[object], Callable[[Callable[[], T]], Callable[[], T]]]:
-        """Returns the inputs of a run that is to be agreed on, with what it draws, and what makes a
-        run of it that does so."""
+        """Returns the inputs of a run that ranks must agree on, with seeds, and a wrapper of the
+        run.
+
+        The wrapper draws the seeds when the run begins, not before.
+        """
         inputs = self._read(inputs)
         if self._draws is None:
             return inputs, lambda run: run
@@ -351,13 +374,13 @@ class FusionExecutorCache(Watching, Inspection):
         return self._draws.look(inputs, device)
 
     def _read(self, inputs: Iterable[object]) -> Iterable[object]:
-        """Returns the inputs, CPU scalars as the numbers that they hold now, and the sizes that are
-        computed from floats."""
+        """Returns the inputs of the program: CPU scalars as numbers with their current values, and
+        sizes that are computed from floats."""
         inputs = inputs if self._scalars is None else self._scalars.read(inputs)
         return inputs if self._float_sizes is None else self._float_sizes.complete(inputs)
 
     def _completed(self, inputs: Iterable[object]) -> list[Argument]:
-        """Returns the inputs of a run that does not take place."""
+        """Returns the inputs of the program for a call that is only inspected, not run."""
         inputs = self._read(inputs)
         return (
             flatten(inputs, declared=self._fusion.inputs)
@@ -373,8 +396,11 @@ class FusionExecutorCache(Watching, Inspection):
         enable: Sequence[str],
         disable: Sequence[str],
     ) -> tuple[CallCacheEntry, Sequence[Argument], tuple[int, ...] | None]:
-        """Returns what is known of calls like this one, its flat inputs, and their places (None for
-        the first call)."""
+        """Returns the cache entry of the call, its flat inputs, and their alignments.
+
+        The alignments are None for the first call of a signature. The entry is created if there is
+        none.
+        """
         given: Sequence[Argument] = flatten(inputs, declared=self._fusion.inputs)
         if forward_ad._current_level >= 0:  # pyright: ignore[reportPrivateUsage]
             given = self._autograd.without_tangents(given)
@@ -389,14 +415,14 @@ class FusionExecutorCache(Watching, Inspection):
             places = call.contents.check(given)
             if not call.has_come_again:
                 call.has_come_again = True
-                call.glance = (not call.is_lazy and call.contents.glance(given)) or sees_nothing
+                call.glance = (not call.is_lazy and call.contents.glance(given)) or no_fast_path
         else:
             self._autograd.warn_of_gradients(given)
             call = self._by_signature[key] = self._learn(given, device, communicator, settings)
         if not (is_plain and device is None):
             is_plain, call.why_not = False, "calls with options or a device of their own are not"
         self._latest, self._steady = call if is_plain else None, None
-        if is_plain and call.glance is not sees_nothing:
+        if is_plain and call.glance is not no_fast_path:
             self._in_turns[given[0].shape] = call  # pyright: ignore[reportAttributeAccessIssue, reportArgumentType]
         return call, given, places
 
@@ -407,7 +433,7 @@ class FusionExecutorCache(Watching, Inspection):
         communicator: Communicator,
         settings: Settings,
     ) -> CallCacheEntry:
-        """Finds or builds the program for inputs of a new signature."""
+        """Creates the cache entry for a new signature: finds or builds its program."""
         resolved = self._autograd.resolved(inputs)
         with uncollected, progress.shown(communicator.rank()):
             bound, claim, known = self._find_or_build(resolved, device, communicator, settings)
@@ -469,7 +495,7 @@ class FusionExecutorCache(Watching, Inspection):
         known = bound.evaluator.prepare(inputs, checked_on=where)
         if not self.devices:
             return bound, _NOTHING, known
-        # Ranks that run with different options disagree, as with different programs.
+        # Different options on ranks are an error, like different programs.
         text, ops = self._claimed
         parts = (
             text,
@@ -521,14 +547,14 @@ class FusionExecutorCache(Watching, Inspection):
         device: torch.device,
         settings: Settings,
     ) -> tuple[Program, Overlaps | NoOverlap]:
-        """Finds or builds the program, whether or not this job has the ranks that it names."""
-        # Asked for outside of the cache's lock: it may connect.
+        """Finds or builds the program. The job need not have all ranks that the program names."""
+        # Before the cache's lock is taken, because it may open connections.
         backend = self._params.backend or (
             PEER_COPIES
             if settings.enabled("peer_copies")
             else communicator.backend_for(device).name.upper()
         )
-        # What is dumped is lowered again for each definition, so that each shows all its stages.
+        # With dumps, each definition lowers its own program, so that each shows all its stages.
         owner = self._identity if any(map(options.dump_enabled, EFFECTS["DUMP"])) else None
         given = (self._text, self._lines, self._params)
         key = (given, backend, input_class.key, settings, owner)
@@ -545,7 +571,7 @@ class FusionExecutorCache(Watching, Inspection):
             )
             texts = program.dumps
         finally:
-            # Also those of a program that could not be built.
+            # Also writes the dumps of a program that could not be built.
             for text in texts:
                 dumps.write(text, rank=communicator.rank())
         return program, overlaps
@@ -558,7 +584,7 @@ class FusionExecutorCache(Watching, Inspection):
         texts: list[Dump],
         overlaps: Overlaps | NoOverlap,
     ) -> Program:
-        """Lowers this definition for a class; `texts` receives the dumps that were asked for."""
+        """Lowers this definition for an input class; `texts` receives the requested dumps."""
         label = self._label + (f", program {self._built}" if self._built else "")
         self._built += 1
         where = next((op.where for op in self._fusion.exprs if op.where), "")
@@ -579,7 +605,8 @@ class FusionExecutorCache(Watching, Inspection):
                 settings=settings,
             )
 
-        # At most once for each way in which steps may transfer, and once without.
+        # At most one attempt for each way in which overlapped steps may transfer, and one without
+        # overlap.
         while True:
             texts.clear()
             try:
@@ -598,8 +625,10 @@ class FusionExecutorCache(Watching, Inspection):
 
     # ------------------------------------------------------------ looking inside
     def program_for(self, inputs: Sequence[Argument]) -> HostIrContainer:
-        """Returns the program of the most recent run, else lower one for inputs like these: a job
-        of any size has the program of any mesh.
+        """Returns the program of the most recent run. Without one, lowers a program for inputs like
+        these.
+
+        The job may have fewer ranks than the meshes name.
         """
         if self._recent.get(Communicator.instance()) is not None:
             return self.host_program()
@@ -611,7 +640,7 @@ class FusionExecutorCache(Watching, Inspection):
         return self._program(found, here, where, self._settings)[0].container
 
     def overlap_report(self, inputs: Iterable[object]) -> str:
-        """See `FusionDefinition.overlap_report`."""
+        """Returns the report on overlap; see `FusionDefinition.overlap_report`."""
         given = self._completed(inputs)
         sizes = self._binder.bind(given, device_of(given, None))
         latest = self._last()
@@ -620,17 +649,17 @@ class FusionExecutorCache(Watching, Inspection):
 
 
 def _with_notes(report: str, program: HostIrContainer) -> str:
-    """Returns a report on overlap, and what an annotation would save beside."""
+    """Returns a report on overlap, with notes on annotations that would save work."""
     return "\n".join((report, *(f"note: {note}" for note in sliced_inputs(program))))
 
 
 _SURROUNDINGS = Surroundings(current_communicator, options.NONE)
-# What is claimed of a program that no other rank runs.
+# The run signature of a program that no other rank runs.
 _NOTHING = RunSignature(("",))
 
 
 # ----------------------------------------------------------------------
-# For which programs something decides about overlap, on which machine, by which transports.
+# Whether overlap is considered for a program; for which machine, and with which transports.
 
 
 def overlaps_of(
@@ -642,10 +671,10 @@ def overlaps_of(
     settings: Settings,
     params: LowerParams,
 ) -> Overlaps | NoOverlap:
-    """Returns what decides which steps the programs of a key take.
+    """Returns the object that decides which overlapped steps the programs of a key have.
 
-    On CPU ranks, where streams do not run side by side, only the options `machine` and `steps` ask
-    for it.
+    Streams of CPU ranks do not run side by side. There, overlap needs the option `machine` or
+    `steps`.
     """
     devices = requested_devices(fusion)
     if why := _why_not(fusion, devices, settings, params):
@@ -663,8 +692,8 @@ def overlaps_of(
             "(docs/explanation/cost-model.md), and FUSER_ENABLE=steps takes steps whether they "
             "pay or not"
         )
-    # What a description says of links is true within a host, on which ranks are thought to be that
-    # this job does not have. Asked for last: it may connect.
+    # The links of a machine description are those within one host. Ranks that this job lacks are
+    # assumed to be on it. This is checked last, because it may open connections.
     has_ranks = devices[-1] < communicator.size()
     if has_ranks and not communicator.are_on_one_host(devices):
         return NoOverlap("the ranks are on several hosts")
@@ -685,7 +714,7 @@ def overlaps_of(
 
 
 def _captured(communicator: Communicator, device: torch.device, can_copy: bool) -> tuple[str, ...]:
-    """Returns the libraries whose communications a CUDA graph repeats."""
+    """Returns the libraries whose communications a CUDA graph can contain."""
     if device.type != "cuda":
         return ()
     library = communicator.backend_for(device)
@@ -698,7 +727,7 @@ def _captured(communicator: Communicator, device: torch.device, can_copy: bool) 
 def _why_not(
     fusion: Fusion, devices: tuple[int, ...], settings: Settings, params: LowerParams
 ) -> str:
-    """Returns why the user's definition, or the options, leave nothing to decide; "" if they do."""
+    """Returns why overlap is not considered for this definition and these options; "" if it is."""
     if settings.disabled("auto_overlap"):
         return "auto_overlap is disabled"
     if params.standalone:
@@ -713,12 +742,12 @@ def _why_not(
 
 
 # ----------------------------------------------------------------------
-# Numbers that are compiled into programs: a hint for those that change from call to call.
+# A hint for numbers that are compiled into programs and change from call to call.
 #
-# A definition that is written anew for each learning rate is a new program each time. After a few
-# that differ in numbers alone, a warning names these, and `define_scalar`, whose value is an input.
+# A definition that is written again for each learning rate is a new program each time. After a few
+# programs that differ only in numbers, a warning names the numbers and recommends `define_scalar`.
 
-# So many programs that differ in numbers alone are compiled without a word.
+# This many programs that differ only in numbers are compiled without a warning.
 _QUIET = 3
 
 
@@ -733,7 +762,7 @@ class _Constant:
 
 @dataclass
 class _Alike:
-    """Programs that differ in numbers alone: the numbers of each."""
+    """Programs that differ only in numbers: the numbers of each."""
 
     seen: dict[tuple[Number, ...], tuple[_Constant, ...]] = field(default_factory=dict)
     is_told: bool = False
@@ -743,7 +772,8 @@ _ALIKE: Recent[Hashable, _Alike] = Recent(256)
 
 
 def note_constants(fusion: Fusion) -> None:
-    """Remembers the numbers of a program that is built; warn once where only they change."""
+    """Records the numbers of a program that is being built. Warns once if several programs differ
+    only in them."""
     constants: list[_Constant] = []
     texts = [_without_numbers(op, constants) for op in fusion.exprs]
     if not constants:
@@ -762,7 +792,7 @@ def note_constants(fusion: Fusion) -> None:
 
 
 def _without_numbers(op: TensorOp, constants: list[_Constant]) -> str:
-    """Returns the text of an op with its numbers left out; appends these to `constants`."""
+    """Returns the text of an op without its numbers, which are appended to `constants`."""
 
     def mark(v: object) -> object:
         if not isinstance(v, Const):
@@ -788,6 +818,6 @@ def _hint(programs: list[tuple[_Constant, ...]]) -> str:
     more = f" and {len(changed) - 3} others" if len(changed) > 3 else ""
     return (
         f"{len(programs)} programs were compiled that differ in numbers alone: {found}{more}. "
-        "A number in a definition is compiled in: write s = fd.define_scalar() in its place, and "
-        "give the value with the inputs of each call, fd.execute([.., value]), which compiles once"
+        "A number in a definition is compiled in. To compile once, write s = fd.define_scalar() in "
+        "its place, and pass the value with the inputs of each call, fd.execute([.., value])"
     )

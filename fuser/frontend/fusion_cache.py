@@ -1,8 +1,9 @@
-"""LRUCache and LruFusionCache: definitions that say the same share one executor cache.
+"""LRUCache and LruFusionCache: equal definitions share one executor cache.
 
-The key is the structure of the fusion (`Fusion.__eq__`): ops, layouts, shardings and updates, but
-no names. What a program is lowered to is shared by all equal definitions anyway
-(`program_cache`); here they share what has been bound and recorded, too.
+Definitions are equal if their fusions have the same structure (`Fusion.__eq__`): ops, layouts,
+shardings and updates, but not names. All equal definitions share their programs anyway
+(`program_cache`). With these caches they also share the programs bound to a rank and the recorded
+plans.
 """
 
 from __future__ import annotations
@@ -31,22 +32,23 @@ class _Entry:
 
 
 class LRUCache:
-    """At most `max_fusions` executor caches, of which the one used least lately goes first."""
+    """A cache of at most `max_fusions` executor caches; the least recently used one is dropped
+    first."""
 
     @checked
     def __init__(self, max_fusions: int) -> None:
         if max_fusions < 1:
-            raise DefinitionError(f"LRUCache: max_fusions is at least 1, got {max_fusions}")
+            raise DefinitionError(f"LRUCache: max_fusions must be at least 1, got {max_fusions}")
         self._limit = max_fusions
-        # Least lately used first.
+        # The least recently used one first.
         self._entries: OrderedDict[Hashable, _Entry] = OrderedDict()
         self._lookups = self._hits = 0
         self._lock = make_lock()
 
     @checked
     def cache_compile(self, fusion: Fusion) -> FusionExecutorCache:
-        """Returns the executor cache of the first fusion that was equal, else make one, which takes
-        the fusion over."""
+        """Returns the executor cache of an equal fusion, or a new one, which then owns this
+        fusion."""
         key = form_of(fusion).key
         with self._lock:
             self._lookups += 1
@@ -62,11 +64,12 @@ class LRUCache:
             return entry.executor
 
     def num_fusions(self) -> int:
-        """Returns how many fusions are held."""
+        """Returns the number of cached fusions."""
         return len(self._entries)
 
     def stats(self) -> str:
-        """Returns counts of fusions, look-ups and hits; per fusion, the one used last first."""
+        """Returns counts of fusions, look-ups and hits, then the hits of each fusion, most recently
+        used first."""
         with self._lock:
             lines = [f"Max Fusions Allowed: {self._limit}"]
             if not self._entries:
@@ -87,7 +90,8 @@ class LRUCache:
 
 
 class LruFusionCache:
-    """A decorator of functions that return a definition: equal ones share one executor cache.
+    """A decorator for functions that return a definition: equal definitions share one executor
+    cache.
 
         @LruFusionCache(max_fusions=64)
         def layer(n):
@@ -107,7 +111,10 @@ class LruFusionCache:
         def defined(*args: P.args, **kwargs: P.kwargs) -> FusionDefinition:
             fd = define(*args, **kwargs)
             if not isinstance(fd, FusionDefinition):  # pyright: ignore[reportUnnecessaryIsInstance]
-                raise ArgumentError(f"LruFusionCache: no FusionDefinition returned: {show(fd)}")
+                raise ArgumentError(
+                    "LruFusionCache: the decorated function must return a FusionDefinition, got "
+                    f"{show(fd)}"
+                )
             if not hasattr(fd, "fec"):
                 is_valid, why = fd.validate_definition()
                 if not is_valid:

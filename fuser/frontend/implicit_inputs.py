@@ -1,14 +1,17 @@
-"""Seeds and offsets of random ops without a seed: two more inputs of the program, from torch's
-generator.
+"""Inputs that programs have in addition to the user's: seeds, sizes and values of CPU scalars.
+
+A random op without a seed gets two inputs, which each call takes from torch's generator:
 
     u = rng_uniform({i0}, float)   ->   u = rng_uniform({i0}, float, i1, i2)     inputs .., i1, i2
     v = rng_uniform({i0}, float)   ->   v = rng_uniform({i0}, float, i1, i2 + 1)
 
-So a program is a function of its inputs, and whatever repeats it draws anew. The generator is that
-of the device on which the program runs, as for torch's own ops. On CUDA it tells a seed and an
-offset, which is moved on by 4 for each op: after `torch.manual_seed(s)` the first op of the n-th
-call has the numbers of `rng_seed=s, rng_offset=n` where calls have one op. On the CPU it has no
-offset: each call draws a seed from it.
+So a program is a function of its inputs, and a recorded plan that repeats it draws new numbers. The
+generator is that of the device on which the program runs, as for torch's own ops.
+
+- On CUDA the generator has a seed and an offset. The offset is increased by 4 for each op. If a
+  call has one random op, then after `torch.manual_seed(s)` the n-th call has the numbers of
+  `rng_seed=s, rng_offset=n`.
+- On the CPU there is no offset: each call draws a seed.
 """
 
 from __future__ import annotations
@@ -49,13 +52,16 @@ from hostir.runtime.inputs import InputBinder, check_scalar, check_tensor, spec_
 
 T = TypeVar("T")
 Device = int | str | torch.device | None
-# By how much an op of torch's moves the offset of a CUDA generator, at least.
+# An op of torch increases the offset of a CUDA generator by at least this number.
 _STEP = 4
 _lock = make_lock()
 
 
 class Draws:
-    """The drawing ops of a definition. `fusion` is the definition with their inputs, the last."""
+    """The random ops of a definition that have no seed.
+
+    `fusion` is a copy of the definition with their seed and offset as its last two inputs.
+    """
 
     def __init__(self, defined: Fusion) -> None:
         self.fusion, _ = defined.copy()
@@ -71,22 +77,25 @@ class Draws:
         op = ops[mine[0]]
         self._reader = op.name + (f" at {op.where}" if op.where else "")
         why = f"of torch's generator (torch.manual_seed), from which {self._reader} draws,"
-        # How errors call the two inputs.
+        # Names of the two inputs in error messages.
         self.names = tuple(f"the {what} {why}" for what in ("seed", "offset"))
 
     @staticmethod
     def of(fusion: Fusion) -> Draws | None:
-        """Returns what a definition draws; None where it draws nothing."""
+        """Returns the random ops without a seed of a definition; None if there are none."""
         return Draws(fusion) if any(map(_draws, fusion.exprs)) else None
 
     def complete(self, inputs: Iterable[object], key: Sequence[int] = (0, 0)) -> list[Argument]:
-        """Returns the inputs of `fusion`. Raises `InputError` for another number of them."""
+        """Returns the inputs of `fusion`, with `key` as seed and offset.
+
+        Raises `InputError` for a wrong number of inputs.
+        """
         given = flatten(inputs, declared=self._declared)
         check_count(len(given), self._declared)
         return [*given, *key]
 
     def take(self, inputs: Iterable[object], device: Device) -> list[Argument]:
-        """Returns the inputs of a run that begins; the generator moves on."""
+        """Returns the inputs of a run that begins now, and advances the generator."""
         given = self.complete(inputs)
         given[-2:] = self._take(device_of(given, device))
         return given
@@ -94,10 +103,11 @@ class Draws:
     def look(
         self, inputs: Iterable[object], device: Device
     ) -> tuple[list[Argument], Callable[[Callable[[], T]], Callable[[], T]]]:
-        """Returns the inputs of a run that ranks have to agree on, and what makes a run of it: the
-        generator moves on only then. So it stays in step with the others where there is none.
+        """Returns the inputs of a run that ranks must still agree on, and a wrapper of the run.
 
-        Other threads may draw meanwhile: torch's generator is copied, never set back.
+        The generator is advanced only when the wrapped run begins. If the ranks do not agree,
+        nothing runs, and the generators of all ranks stay equal. Other threads may draw at the same
+        time, so torch's generator is copied, and never set back.
         """
         given = self.complete(inputs)
         where = device_of(given, device)
@@ -114,7 +124,7 @@ class Draws:
         return self._key(generator_of(device))
 
     def _key(self, generator: torch.Generator) -> tuple[int, int]:
-        """Returns seed and offset; the generator moves on."""
+        """Returns seed and offset, and advances the generator."""
         if generator.device.type != "cuda":
             drawn = torch.empty((), dtype=torch.int64, device="cpu")
             return int(drawn.random_(generator=generator)), 0
@@ -125,7 +135,7 @@ class Draws:
             except RuntimeError as error:
                 raise UnsupportedError(
                     f"{self._reader} draws from torch's generator, which a graph that you capture "
-                    "would not do in each replay: give rng_seed and rng_offset "
+                    "would not do in each replay: pass rng_seed and rng_offset "
                     f"({str(error).partition(chr(10))[0]})"
                 ) from error
         seed = generator.initial_seed()
@@ -134,8 +144,11 @@ class Draws:
 
 @dataclass(frozen=True)
 class _Seed:
-    """A seed among the numbers that ranks compare. A message shows what the user gave, too: on the
-    CPU a seed is a number that the generator drew."""
+    """A seed among the numbers that ranks compare.
+
+    On the CPU it is a number that the generator drew. Messages therefore also show the seed that
+    the user set.
+    """
 
     number: object
     inputs: Sequence[object]
@@ -154,8 +167,10 @@ class _Seed:
 def claimed(
     given: Sequence[object], positions: Sequence[int], device: Device, draws: Draws | None
 ) -> tuple[object, ...]:
-    """Returns the inputs at these positions, as ranks compare them in each call: `repr` tells them
-    apart, messages show `str`."""
+    """Returns the inputs at these positions, which ranks compare in each call.
+
+    They are compared by `repr`; messages show their `str`.
+    """
     numbers = tuple(given[i] for i in positions)
     if draws is None or not positions:
         return numbers
@@ -168,26 +183,28 @@ def _draws(op: object) -> bool:
 
 
 # ----------------------------------------------------------------------
-# Sizes that a definition computes from floats: further inputs of the program, one Int for each.
+# Sizes that a definition computes from floats become inputs of the program, one Int for each.
 #
 #     T1[iS2{cast_nvfuser_index_t(f2)}, iS3{2}] = reshape(T0)     inputs T0, f2
 #     T1[iS2{i4}, iS3{2}] = reshape(T0)                           inputs T0, f2, i4
 #
-# The host computes each of them once per call, so that kernels, recorded plans and ranks all see
-# the same integer. What an op takes as an extent is cast to Index, and is refused if it is no
-# integer. A cast to Int, which only users write, truncates.
+# The host computes each of them once per call, so that kernels, recorded plans and ranks all have
+# the same integer. An op casts an extent to Index: a value that is not an integer is then an error.
+# A cast to Int, which only users write, truncates.
 
 
 class FloatSizes:
-    """The sizes of a definition that come from floats. `fusion` is the definition with an input for
-    each of them, the last."""
+    """The sizes of a definition that are computed from floats.
+
+    `fusion` is a copy of the definition with one more input for each of them, at the end.
+    """
 
     def __init__(self, defined: Fusion, sizes: Iterable[Scalar]) -> None:
         self._declared = list(defined.inputs)
         self._scalars = [(i, v) for i, v in enumerate(self._declared) if isinstance(v, Symbol)]
         given = {v for _, v in self._scalars}
-        # Those of scalar inputs alone come first, and simple ones before what is computed of them:
-        # so an error tells of the number that is no size.
+        # Sizes of scalar inputs alone first, and a size before others that are computed from it: an
+        # error then names the number that is wrong.
         self._sizes = sorted(sizes, key=lambda x: (not given.issuperset(symbols(x)), x.depth))
         self._of_scalars = sum(given.issuperset(symbols(x)) for x in self._sizes)
         self._users = {x: _user(defined, x) for x in self._sizes}
@@ -198,21 +215,21 @@ class FloatSizes:
         numbers = {x: self.fusion.new_symbol(DataType.Int) for x in self._sizes}
         replace_scalars(self.fusion, dict(numbers))
         self.fusion.inputs += list(numbers.values())
-        # How errors call these inputs.
+        # Names of these inputs in error messages.
         self.names = tuple(f"the size {x}{_line(op)}," for x, op in self._users.items())
 
     @staticmethod
     def of(fusion: Fusion) -> FloatSizes | None:
-        """Returns the sizes that come from floats; None where there are none."""
+        """Returns the sizes that are computed from floats; None if there are none."""
         used = [v for op in fusion.used_exprs() for v in op.outputs]
         scalars = structural_scalars(fusion, used)
         found = dict.fromkeys(y for x in scalars for y in _made_of_floats(x))
         return FloatSizes(fusion, found) if found else None
 
     def complete(self, inputs: Iterable[object]) -> list[Argument]:
-        """Returns the inputs of `fusion`.
+        """Returns the inputs of `fusion`, with the computed sizes.
 
-        Raises `InputError` for another number of inputs, and for a value that is no size.
+        Raises `InputError` for a wrong number of inputs, and for a value that is not a valid size.
         """
         given = flatten(inputs, declared=self._declared)
         check_count(len(given), self._declared)
@@ -229,7 +246,7 @@ class FloatSizes:
         return [*given, *sizes]
 
     def _size(self, x: Scalar, values: Values) -> int:
-        """Returns the value of a size; raises `InputError` for a float that is none."""
+        """Returns the value of a size; raises `InputError` for a float that is not a valid size."""
         of = x.args[0] if _is_cast(x) else x
         value = evaluate(of, values)
         is_exact = _is_cast(x) and x.dtype is DataType.Index
@@ -249,8 +266,10 @@ class FloatSizes:
             for s in symbols(of)
         )
         found = ", ".join(shown) if isinstance(of, Symbol) else f"{of} with {', '.join(shown)}"
-        hint = "; cast it to DataType.Int to truncate it" if x.dtype is DataType.Index else ""
-        hint = hint if math.isfinite(evaluate(of, values)) and "no integer" in problem else ""
+        value = evaluate(of, values)
+        is_fraction = isinstance(value, float) and math.isfinite(value) and not value.is_integer()
+        is_truncatable = is_fraction and x.dtype is DataType.Index
+        hint = "; cast it to DataType.Int to truncate it" if is_truncatable else ""
         op = self._users[x]
         return InputError(f"{op.name if op else 'size'}: size {found}: {problem}{hint}{_line(op)}")
 
@@ -264,9 +283,10 @@ def _is_cast(x: Scalar) -> TypeGuard[Apply]:
 
 
 def _made_of_floats(x: Scalar) -> Iterator[Scalar]:
-    """Yields the integers of `x` that an op makes of floats: of nested ones the outermost."""
+    """Yields the integers within `x` that an op computes from floats; of nested ones, the
+    outermost."""
     if isinstance(x, Symbol | Const) or not _has_floats(x):
-        return  # an extent is an integer: by itself, or made of others
+        return  # an extent that is an integer, or computed from integers only
     if isinstance(x, Apply) and any(not is_int(y) and _has_floats(y) for y in x.args):
         yield x
         return
@@ -286,7 +306,7 @@ def _parts(x: Scalar) -> Iterator[Scalar]:
 
 
 def _user(fusion: Fusion, size: Scalar) -> TensorOp | None:
-    """Returns the first op whose results have a size in their shape; None where none has it."""
+    """Returns the first op that has a size in the shape of a result; None if there is none."""
     for op in fusion.used_exprs():
         scalars = (x for v in op.outputs for x in shape_scalars(v))
         if any(y is size for x in scalars for y in _parts(x)):
@@ -295,13 +315,14 @@ def _user(fusion: Fusion, size: Scalar) -> TensorOp | None:
 
 
 # ----------------------------------------------------------------------
-# CPU scalars: tensors of rank 0 that lie on the host, whose values a program gets as numbers.
+# CPU scalars: tensors without axes in host memory, whose values a program receives as numbers.
 #
 #     inputs T0, T1 (cpu scalar)   ->   inputs T0, f3; T1 = full({}, f3)
 #
-# The value is read when a call begins, which never waits for a GPU: kernels take it as an argument,
-# and what repeats a call takes the number of that call. A number says nothing of a program's class.
-# A CPU scalar that is an output is returned as it is; one that is updated is written after the run.
+# The value is read when a call begins, which never waits for a GPU. Kernels, recorded plans and
+# graphs receive it as an argument of each call, and it does not affect which program is compiled.
+# A CPU scalar that is an output is returned unchanged; one that is updated is written after the
+# run.
 
 _EXACT = (DataType.Double, DataType.Float)
 _HOST = torch.device("cpu")
@@ -309,8 +330,12 @@ _HOST = torch.device("cpu")
 
 @record
 class _Result:
-    """One result of the program: whether callers get it, the CPU scalar (by the number of the
-    input) that it updates, and the one that stands in its place."""
+    """One result of the program.
+
+    - `is_shown`: whether callers get it.
+    - `into`: the input number of the CPU scalar that it updates, or None.
+    - `given`: the input number of the CPU scalar that is returned in its place, or None.
+    """
 
     is_shown: bool
     into: int | None
@@ -318,7 +343,10 @@ class _Result:
 
 
 class HostScalars:
-    """The CPU scalars of a definition. `fusion` is the definition with numbers in their place."""
+    """The CPU scalars of a definition.
+
+    `fusion` is a copy of the definition in which they are numbers.
+    """
 
     def __init__(self, defined: Fusion) -> None:
         self.fusion, _ = defined.copy()
@@ -328,7 +356,7 @@ class HostScalars:
         for i in self._specs:
             tv = inputs[i]
             assert isinstance(tv, TensorView), f"{tv} is a CPU scalar"
-            # Floats of fewer bits are numbers of Float, which has all of theirs.
+            # Narrower floats become Float numbers, which hold all their values.
             is_small = category(tv.dtype()) == "float" and tv.dtype() not in _EXACT
             number = self.fusion.new_symbol(DataType.Float if is_small else tv.dtype())
             filled = FullOp(tv, (), sc.cast(number, tv.dtype()))
@@ -340,12 +368,14 @@ class HostScalars:
 
     @staticmethod
     def of(fusion: Fusion) -> HostScalars | None:
-        """Returns the CPU scalars of a definition; None where it has none."""
+        """Returns the CPU scalars of a definition; None if there are none."""
         return HostScalars(fusion) if any(map(_is_scalar, fusion.inputs)) else None
 
     def _taken_results(self) -> list[_Result]:
-        """Returns what becomes of each result of the program, in which no CPU scalar is an input:
-        an update of one is a result like others there."""
+        """Returns the use of each result of the program.
+
+        No CPU scalar is an input of the program, so the update of one is an ordinary result there.
+        """
         scalars = {v: i for i, v in enumerate(self._declared) if _is_scalar(v)}
         number_of = {v.number: i for v, i in scalars.items()}
         fusion = self.fusion
@@ -370,8 +400,11 @@ class HostScalars:
     def finished(
         self, given: Sequence[object], outputs: Sequence[torch.Tensor]
     ) -> list[torch.Tensor]:
-        """Returns what the caller gets: CPU scalars are the caller's own, after their updates,
-        which wait for the program."""
+        """Returns the outputs for the caller.
+
+        CPU scalars are the caller's own tensors. Their updates are written first, which waits for
+        the program.
+        """
         for result, out in zip(self._results, outputs, strict=True):
             if result.into is not None:
                 _tensor(given[result.into]).copy_(out)
@@ -382,19 +415,19 @@ class HostScalars:
         ]
 
     def flat(self, inputs: Iterable[object]) -> list[object]:
-        """Returns the inputs of a call as a flat list, which may be read twice."""
+        """Returns the inputs of a call as a flat list, which can be read twice."""
         return [*flatten(inputs, declared=self._declared)]
 
     def read(self, inputs: Iterable[object]) -> list[Argument]:
-        """Returns the inputs of `fusion`.
+        """Returns the inputs of `fusion`, with the current values of the CPU scalars.
 
-        Raises `InputError` for another number of inputs, and for what is no such scalar.
+        Raises `InputError` for a wrong number of inputs, and for a value that is not such a scalar.
         """
         given = flatten(inputs, declared=self._declared)
         check_count(len(given), self._declared)
         for i, spec in self._specs.items():
             value = given[i]
-            if isinstance(value, torch.Tensor):  # lazy views have other bytes
+            if isinstance(value, torch.Tensor):  # the bytes of a lazy view are not its value
                 value = value.resolve_conj().resolve_neg()
             check_tensor(spec, value, _HOST)
             assert isinstance(value, torch.Tensor), f"{value} was checked"
@@ -412,7 +445,7 @@ def _tensor(value: object) -> torch.Tensor:
 
 
 # ----------------------------------------------------------------------
-# What torch's autograd and lazy views leave to be done before a fusion runs on inputs.
+# Preparation of inputs that belong to torch's autograd or are lazy views.
 
 
 def _is_lazy(x: torch.Tensor) -> bool:
@@ -420,17 +453,18 @@ def _is_lazy(x: torch.Tensor) -> bool:
 
 
 class Autograd:
-    """Makes the inputs of one fusion plain, and warns once where that loses a gradient."""
+    """Turns the inputs of one fusion into plain tensors, and warns once if that loses a
+    gradient."""
 
     def __init__(self, fusion: Fusion) -> None:
         self._fusion = fusion
         self._is_warned = False
 
     def resolved(self, inputs: Sequence[Argument]) -> Sequence[Argument]:
-        """Returns the inputs with lazy negative and conjugate views computed; kernels read by
-        address.
+        """Returns the inputs with lazy negative and conjugate views computed, because kernels read
+        memory.
 
-        Raises `InputError` for one that the program writes into.
+        Raises `InputError` for such a view if the program updates it in place.
         """
         lazy = [i for i, v in enumerate(inputs) if isinstance(v, torch.Tensor) and _is_lazy(v)]
         if not lazy:
@@ -450,8 +484,11 @@ class Autograd:
         ]
 
     def without_tangents(self, inputs: Sequence[Argument]) -> Sequence[Argument]:
-        """Returns the inputs with the values of dual tensors alone: torch would carry tangents
-        through some ops of a program, and kernels through none. Warns once."""
+        """Returns the inputs with the primal values of dual tensors. Warns once.
+
+        Otherwise torch would carry tangents through the ops that it computes, and lose them in
+        kernels.
+        """
         duals = {
             i: forward_ad.unpack_dual(v)
             for i, v in enumerate(inputs)
@@ -463,7 +500,7 @@ class Autograd:
         return [lost.get(i, v) for i, v in enumerate(inputs)] if lost else inputs
 
     def warn_of_gradients(self, inputs: Sequence[Argument]) -> None:
-        """Warns once that outputs carry no gradient although an input asks for one."""
+        """Warns once that outputs carry no gradient although an input requires one."""
         if self._is_warned or not torch.is_grad_enabled():
             return
         for i, v in enumerate(inputs):

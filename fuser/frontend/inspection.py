@@ -1,7 +1,8 @@
-"""Texts of a definition that has run: its kernels' texts, the scheduled IR of its segments.
+"""Texts of a compiled definition: its kernels and the scheduled IR of its segments; watched runs.
 
-The kernels are those of one input class: a walk without contents (`ProgramEvaluator.requests`)
-tells for which tensors each is launched, and so which of its variants.
+The kernels are those for one input class. A walk through the program without data
+(`ProgramEvaluator.requests`) finds the tensors with which each kernel is launched, and so its
+variant.
 """
 
 from __future__ import annotations
@@ -36,12 +37,13 @@ if TYPE_CHECKING:
     from hostir.profiling.timeline import Trace
     from hostir.profiling.tracer import Asked
 
-# A kernel of a program: the group that it is of, its executor, and its variant.
+# A kernel of a program: the number of its group, its executor, and its variant.
 Used = tuple[int, FusedKernelExecutor, Variant]
 
 
 def kernels_of(bound: BoundProgram, inputs: Sequence[Argument]) -> list[Used]:
-    """Returns the kernels that a program launches for inputs like these, each once, in order."""
+    """Returns the kernels that a program launches for inputs like these, each once, in launch
+    order."""
     device = device_of(inputs, None)
     found: dict[tuple[int, int], Used] = {}
     for request in bound.evaluator.requests(inputs):
@@ -53,8 +55,8 @@ def kernels_of(bound: BoundProgram, inputs: Sequence[Argument]) -> list[Used]:
 
 
 def cuda_text(bound: BoundProgram, inputs: Sequence[Argument], *, with_runtime: bool) -> str:
-    """Returns the text of all kernels for inputs like these, on request behind what they are
-    compiled with."""
+    """Returns the text of all kernels for inputs like these; `with_runtime` puts the device
+    functions that they call before it."""
     texts = [variant.kernel.source.text for _, _, variant in kernels_of(bound, inputs)]
     return "\n".join([preamble(RT_FILES), *texts] if with_runtime else texts)
 
@@ -62,8 +64,11 @@ def cuda_text(bound: BoundProgram, inputs: Sequence[Argument], *, with_runtime: 
 def scheduled_ir(
     bound: BoundProgram, inputs: Sequence[Argument], *, tensor_transforms: bool
 ) -> str:
-    """Returns the scheduled fusion of each segment in run order: of a kernel, that of the local
-    shards; of what a library or a communication carries out, its ops."""
+    """Returns the scheduled fusion of each segment, in run order.
+
+    For a kernel it is the fusion of the local shards, for a library call or a communication its
+    ops.
+    """
     used, device = kernels_of(bound, inputs), device_of(inputs, None)
     texts: list[str] = []
     for segment in bound.program.segmented.segments:
@@ -81,8 +86,8 @@ def scheduled_ir(
 
 
 def stand_ins(signature: Signature, places: Sequence[int]) -> list[Argument]:
-    """Returns inputs of a signature that begin in these places of a vector of memory; nothing is
-    known of their contents."""
+    """Returns uninitialized inputs with a signature and with these alignments (byte offsets in a
+    vector)."""
     made: list[Argument] = []
     offsets = iter(places or [0] * len(signature))
     for row in signature:
@@ -99,7 +104,8 @@ def stand_ins(signature: Signature, places: Sequence[int]) -> list[Argument]:
 
 
 def launches_of(program: Program) -> dict[str, int]:
-    """Returns launches per run by kind: segments, kernels, library_calls, aliases, collectives."""
+    """Returns the launches of a run by kind: segments, kernels, library_calls, aliases,
+    collectives."""
     kinds = [s.kind for s in program.segmented.segments]
     return {
         "segments": len(kinds),
@@ -111,7 +117,7 @@ def launches_of(program: Program) -> dict[str, int]:
 
 
 class Inspection:
-    """Answers of an executor cache about the programs that it has made."""
+    """The methods of an executor cache that answer questions about its programs."""
 
     _by_signature: Recent[CallKey, CallCacheEntry]
     _recent: Recent[Communicator, BoundProgram]
@@ -132,23 +138,35 @@ class Inspection:
     def get_cuda_kernel(
         self, inputs: Sequence[Argument], intrinsic_code: bool = False, device: int = 0
     ) -> str:
-        """Returns the CUDA text of all kernels for inputs like these; `intrinsic_code` puts the
-        device functions in front that they are compiled with. Raises `NotCompiledError`."""
+        """Returns the CUDA text of all kernels for inputs like these.
+
+        `intrinsic_code` puts the device functions that they call before it.
+
+        Raises:
+            NotCompiledError: no such program has run.
+        """
         bound, given = self._program_of(inputs)
         return cuda_text(bound, given, with_runtime=intrinsic_code)
 
     def get_scheduled_ir(
         self, inputs: Sequence[Argument], tensor_transforms: bool = False, device: int = 0
     ) -> str:
-        """Returns the scheduled IR of each segment for inputs like these, with the tensors' domains
-        if asked for. Raises `NotCompiledError`."""
+        """Returns the scheduled IR of each segment for inputs like these.
+
+        `tensor_transforms` adds the domains of the tensors.
+
+        Raises:
+            NotCompiledError: no such program has run.
+        """
         bound, given = self._program_of(inputs)
         return scheduled_ir(bound, given, tensor_transforms=tensor_transforms)
 
     def get_most_recent_scheduled_ir(self, tensor_transforms: bool = False) -> str:
-        """Returns `get_scheduled_ir` of the call that ran last; it takes memory as those inputs do.
+        """Returns `get_scheduled_ir` for the inputs of the last call. It allocates inputs of their
+        sizes.
 
-        Raises `NotCompiledError` where none has run.
+        Raises:
+            NotCompiledError: no program has run.
         """
         call = self._ran
         found = (key[-1] for key, one in self._by_signature.items() if one is call)
@@ -159,7 +177,8 @@ class Inspection:
         return scheduled_ir(call.bound, given, tensor_transforms=tensor_transforms)
 
     def _call_like(self, inputs: Sequence[Argument]) -> CallCacheEntry | None:
-        """Returns a call with inputs like these, without options if there is one."""
+        """Returns the cache entry of a call with inputs like these, preferably one without
+        options."""
         signature, here = signature_of(self._completed(inputs), self._free), Communicator.instance()
         call = self._by_signature.recall((here, self._settings, None, signature))
         like = (c for k, c in self._by_signature.items() if (k[0], k[-1]) == (here, signature))
@@ -174,30 +193,37 @@ class Inspection:
         return call.bound, self._autograd.resolved(self._completed(inputs))
 
     def program_like(self, inputs: Sequence[Argument]) -> Program:
-        """Returns the program for inputs like these. Raises `NotCompiledError`."""
+        """Returns the program for inputs like these. Raises `NotCompiledError` if none has run."""
         return self._program_of(inputs)[0].program
 
     def host_program(self) -> HostIrContainer:
-        """Returns the program of the most recent run."""
+        """Returns the host program of the most recent run. Raises `NotCompiledError` if none has
+        run."""
         return self._last().program.container
 
     def statistics(self) -> dict[str, int]:
-        """Returns launches per execution of the most recent program, by kind: segments, kernels,
-        library_calls, aliases, collectives."""
+        """Returns the launches of a run of the most recent program, by kind: segments, kernels,
+        library_calls, aliases, collectives.
+
+        Raises `NotCompiledError` if none has run.
+        """
         return launches_of(self._last().program)
 
     def get_output_shardings(self, inputs: Sequence[Argument] | None = None) -> list[Sharding]:
-        """Returns the sharding of every visible output of the most recent program, or of that for
-        inputs like these; over an empty mesh for one without a mesh, [] when nothing has a mesh.
+        """Returns the sharding of every visible output, for inputs like these or for the most
+        recent run.
 
-        It is what users and propagation have said: streams that overlap chose are no part of it.
-        Raises `NotCompiledError`.
+        An output without a mesh has a sharding over an empty mesh. The list is empty if no tensor
+        has a mesh. The shardings are those that users and propagation have chosen, without streams
+        that automatic overlap adds.
+
+        Raises `NotCompiledError` if no such program has run.
         """
         program = self._last().program if inputs is None else self.program_like(inputs)
         return program.output_shardings
 
     def _last(self) -> BoundProgram:
-        # After a simulation has ended, its programs can still be looked at.
+        # After a simulation has ended, its programs can still be inspected.
         latest = next(reversed(self._recent.values()), None)
         recent = self._recent.get(Communicator.instance(), latest)
         if recent is None:
@@ -206,14 +232,14 @@ class Inspection:
 
 
 # ----------------------------------------------------------------------
-# Runs of an executor cache that are watched: traces and profiles.
+# Runs with measurements: traces and profiles.
 
 T = TypeVar("T")
 _PROFILED = "// profiled"
 
 
 class Watching:
-    """The run of an executor cache under a watch."""
+    """The methods of an executor cache that run a program with measurements."""
 
     _draws: Draws | None
     _numbers: list[int]
@@ -233,7 +259,10 @@ class Watching:
         _enable_options: Sequence[str] = options.NONE,
         _disable_options: Sequence[str] = options.NONE,
     ) -> Prepared[Trace]:
-        """Returns what this rank claims to trace, and how; nothing is launched."""
+        """Returns the run signature of this rank's trace, its numbers, and the function that runs.
+
+        Launches nothing.
+        """
         from hostir.profiling.tracer import take_trace
 
         given = inputs, device, _enable_options, _disable_options
@@ -247,9 +276,11 @@ class Watching:
         enable: Sequence[str],
         disable: Sequence[str],
     ) -> Prepared[list[torch.Tensor]]:
-        """Returns what this rank claims to run, and how, after which `profiler` has what it took.
+        """Returns the run signature of this rank's profiled run, its numbers, and the function that
+        runs.
 
-        Raises `OtherEntranceError` where that is for runs by hand.
+        After the run, `profiler` has the profile. Raises `OtherEntranceError` if `profiler` is for
+        `manual_execute`.
         """
         from hostir.profiling.profiler import take_profile
 
@@ -275,9 +306,10 @@ class Watching:
         device: int | str | torch.device | None,
         *options: Sequence[str],
     ) -> tuple[CallCacheEntry, Prepared[T]]:
-        """Returns the call, what this rank claims, and how `take` watches it as `asked`.
+        """Returns the call's cache entry, the run signature, and how `take` measures the run.
 
-        A rank that claims `line` meets neither one that executes nor one with another line.
+        The run signature contains `line`. A rank that executes without measurements, or with
+        another line, therefore has a different signature, which is an error on all ranks.
         """
         inputs, begin = self._look(inputs, device)
         call, given, _ = self._find(Communicator.instance(), inputs, device, *options)

@@ -31,9 +31,10 @@ from hostir.runtime.inputs import ExactNumbers, InputBinder
 
 
 class KernelExecutor:
-    """One kernel for a fusion, with the schedule that its tensors have when it is compiled.
+    """One kernel for a fusion, with the schedule that its tensors have at the call of `compile`.
 
-    The numbers are nvFuser's, which tell its kernels apart; nothing depends on them here.
+    The arguments are numbers by which nvFuser distinguishes kernels. Here they have no effect,
+    except that profiles show `fusion_id`.
     """
 
     @checked
@@ -53,16 +54,18 @@ class KernelExecutor:
         compile_params: CompileParams | None = None,
         scheduler_type: SchedulerType = SchedulerType.none,
     ) -> None:
-        """Takes the fusion as it is scheduled now, and compiles its kernel for arguments like
-        these, if any are given: else the first `run` does. `scheduler_type` says who has scheduled
-        it.
+        """Takes the fusion with its current schedule, and compiles its kernel for arguments like
+        these.
+
+        Without arguments, the first `run` compiles the kernel. `scheduler_type` has no effect: the
+        schedule is that of the tensors.
 
         Raises:
             UnsupportedError: the fusion has an op that no kernel computes, a mesh, a stream axis,
-                aliased outputs, or random ops without a seed; a parameter that is fixed here.
+                aliased outputs, or random ops without a seed; or a parameter is not supported.
             DefinitionError: the parameters contradict the schedule.
         """
-        del scheduler_type  # what is there is the schedule of the tensors, whoever made it
+        del scheduler_type  # the schedule is that of the tensors
         _check_takes(fusion)
         (compile_params or CompileParams()).check()
         self._scalars = HostScalars.of(fusion)
@@ -88,7 +91,7 @@ class KernelExecutor:
         return self._executor is not None
 
     def is_programmatic_dependent_launch_enabled(self) -> bool:
-        """Returns False: a kernel begins when the one before it has ended."""
+        """Returns False: a kernel always starts after the previous one has ended."""
         return False
 
     @checked
@@ -98,8 +101,13 @@ class KernelExecutor:
         launch_constraints: LaunchParams | None = None,
         compile_params: CompileParams | None = None,
     ) -> list[torch.Tensor]:
-        """Returns the outputs, freshly allocated, in order. Raises `NotCompiledError` before
-        `compile`, and what that raises about parameters."""
+        """Runs the kernel and returns its outputs, in order, in new memory.
+
+        Raises:
+            NotCompiledError: `compile` has not been called.
+            DefinitionError: the parameters contradict the schedule.
+            UnsupportedError: a parameter is not supported.
+        """
         if self._executor is None:
             raise NotCompiledError("KernelExecutor: compile a fusion first")
         inputs = self._flat(args)
@@ -139,7 +147,7 @@ class KernelExecutor:
         (compile_params or CompileParams()).check_kernel(index_type, device_of(inputs, None))
 
     def _outputs(self, inputs: Sequence[Argument]) -> tuple[list[torch.Tensor], dict[Symbol, int]]:
-        """Returns memory for the outputs, and the sizes that the inputs bind."""
+        """Returns memory for the outputs, and the sizes of the inputs by symbol."""
         device = device_of(inputs, None)
         values = self._binder.bind(inputs, device)
         if self._exact:
@@ -153,31 +161,31 @@ class KernelExecutor:
         return outputs, {s: v for s, v in values.items() if isinstance(v, int)}
 
     def kernel_text(self) -> str:
-        """Returns the CUDA text of the kernels made so far."""
+        """Returns the CUDA text of the kernels compiled so far."""
         variants = () if self._executor is None else self._executor.variants
         return "\n".join(v.kernel.source.text for v in variants)
 
 
 def _check_takes(fusion: Fusion) -> None:
-    """Raises `UnsupportedError` or `DefinitionError` for what one kernel cannot be."""
+    """Raises `UnsupportedError` or `DefinitionError` for a fusion that cannot be one kernel."""
     what = "KernelExecutor does not support the Fusion provided."
     library = next((op for op in fusion.used_exprs() if isinstance(op, LibraryOp)), None)
     if library is not None:
         raise UnsupportedError(f"{what} {library.name} {library.out_tensor} is a library call")
     if fusion.aliases or any(tv.mesh is not None for tv in fusion.tensors()):
-        raise UnsupportedError(f"{what} Meshes and aliased outputs are for execute()")
+        raise UnsupportedError(f"{what} For meshes and aliased outputs use execute()")
     undecided = next(filter(is_undecided, fusion.used_exprs()), None)
     if undecided is not None:
         raise UnsupportedError(
-            f"{what} How {undecided.outputs[0]} comes from the axes of {undecided.inputs[0]} is "
-            f"known for the sizes of a call alone{user_code(undecided.where)}: define the inputs "
-            "with constant sizes, or leave the schedule to execute()"
+            f"{what} The axes of {undecided.outputs[0]} depend on the sizes of "
+            f"{undecided.inputs[0]} in each call{user_code(undecided.where)}: define the inputs "
+            "with constant sizes, or use execute()"
         )
     if steps_of(fusion) is not None:
-        raise UnsupportedError(f"{what} Loops over streams are for execute()")
+        raise UnsupportedError(f"{what} For loops over streams use execute()")
     if Draws.of(fusion) is not None:
         raise UnsupportedError(
-            f"{what} Give random ops rng_seed and rng_offset, execute() draws them"
+            f"{what} Random ops need rng_seed and rng_offset; only execute() draws them"
         )
     if len(set(fusion.outputs)) != len(fusion.outputs):
         raise DefinitionError(f"{what} An output was added twice")
@@ -185,10 +193,10 @@ def _check_takes(fusion: Fusion) -> None:
 
 @partial(checked, name="print_kernel")
 def _print_kernel(self: Fusion, compile_params: CompileParams | None = None) -> str:
-    """Returns the CUDA text of the fusion as one kernel, with the schedule that its tensors have.
+    """Returns the CUDA text of the fusion as one kernel, with the current schedule of its tensors.
 
-    It is that of the current GPU; without one, of an H200. Raises what `KernelExecutor.compile`
-    does.
+    The kernel is for the current GPU; without one, for an H200. Raises the errors of
+    `KernelExecutor.compile`.
     """
     _check_takes(self)
     params = compile_params or CompileParams()

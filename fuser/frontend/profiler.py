@@ -1,11 +1,11 @@
-"""PythonProfiler: what each kernel, library call and communication of a run took.
+"""PythonProfiler: measures the kernels, library calls and communications of a run.
 
     with PythonProfiler() as prof:
         fd.execute(inputs)
     print(prof.profile)
 
-Within the block, and everywhere where `FUSER_PROF` asks for it, `execute` runs as it does for a
-trace (`hostir.profiling.profiler`): its results, updates and random numbers are those of one run.
+Within the block, and everywhere if `FUSER_PROF` is set, `execute` runs as it does for a trace
+(`hostir.profiling.profiler`). Its results, updates and random numbers are those of one run.
 """
 
 from __future__ import annotations
@@ -37,14 +37,18 @@ _BY_ITSELF = "manual_execute is profiled by PythonProfiler(auto_scheduled=False)
 class KernelProfile:
     """One piece of work of a run on this rank: a kernel, a library call or a communication.
 
-    `scheduler` is the name of a `SchedulerType` ("none" for the plain schedule of a single op),
-    "cluster_persistent", "user", "expr_eval" for what torch evaluates,
-    or "communication". `segment_id` is that of the program's segment, -1 for what belongs to
-    none. Steps of a stream loop are one row each. `stream` numbers the program's streams; -1 is
-    the caller's. `compile_time_ms` is how long the kernel took to lower and compile, or to find
-    on disk, whenever that was: its share of those that were made together. Bytes are those of
-    the local tensors. Times of CPU ranks are the host's clock. None stands for what is not
-    known: `registers`, `device` and the percentage on a CPU, and `correlation_id` everywhere.
+    - `scheduler`: the name of a `SchedulerType` ("none" for the plain schedule of a single op),
+      "cluster_persistent", "user", "expr_eval" for ops that torch evaluates, or "communication".
+    - `segment_id`: the number of the program's segment; -1 for work of no segment. Each step of a
+      stream loop has a row.
+    - `stream`: the number of the program's stream; -1 is the caller's.
+    - `compile_time_ms`: the time in which the kernel was lowered and compiled, or found on disk,
+      also if that was before this run. Kernels that were compiled together share their time.
+    - `input_bytes`, `output_bytes`: bytes of the local tensors.
+    - `time_ms`: on CPU ranks, by the host's clock.
+
+    A value that is not known is None: `registers`, `device` and the percentage on a CPU, and always
+    `correlation_id`.
     """
 
     name: str
@@ -70,11 +74,12 @@ class KernelProfile:
 class FusionProfile:
     """One run of a program on this rank.
 
-    `cuda_evt_time_ms` is from the moment before its first step until its device has done all of it,
-    `host_time_ms` until the host has issued it, both by the host's clock; checks of inputs and what
-    was compiled before are in neither. `kernel_time_ms` and `compile_time_ms` are the sums of the
-    rows, the bandwidth is the fusion's inputs and outputs by `kernel_time_ms`. `segments` counts
-    the program's segments, also those that left the device no work.
+    - `cuda_evt_time_ms`: from the start of the first step until the device has finished.
+    - `host_time_ms`: until the host has issued all steps. Both are by the host's clock, without the
+      checks of inputs and without compilation.
+    - `kernel_time_ms`, `compile_time_ms`: sums over the rows.
+    - The bandwidth is that of the fusion's inputs and outputs during `kernel_time_ms`.
+    - `segments`: the number of segments of the program, including those without work on the device.
     """
 
     verbose: bool
@@ -92,7 +97,7 @@ class FusionProfile:
     source: str = ""
 
     def __str__(self) -> str:
-        """Returns the table that `FUSER_PROF=print` prints; more columns where it is verbose."""
+        """Returns the table that `FUSER_PROF=print` prints; with more columns if `verbose`."""
         head = (
             f"fusion {self.fusion_id}: {self.segments} segments, {self.cuda_evt_time_ms:.3f} ms, "
             f"host {self.host_time_ms:.3f} ms, compiled in {self.compile_time_ms:.3f} ms, kernels "
@@ -118,7 +123,7 @@ def _or_dash(value: object) -> str:
     return "-" if value in (None, "") else str(value)
 
 
-# Title, text of a row, whether only a verbose table has it.
+# Title of a column, text of its cell, whether only a verbose table has the column.
 _COLUMNS: tuple[tuple[str, Callable[[KernelProfile], str], bool], ...] = (
     ("segment", lambda k: str(k.segment_id), False),
     ("scheduler", lambda k: k.scheduler, False),
@@ -142,11 +147,11 @@ _COLUMNS: tuple[tuple[str, Callable[[KernelProfile], str], bool], ...] = (
 )
 
 
-# ------------------------------------------------------------------ what was measured
+# ------------------------------------------------------------------ profiles of measured runs
 def profile_of_program(taken: Profiled, program: Program, fusion_id: int) -> FusionProfile:
     """Returns the profile of a run of a program."""
     segments = program.segmented.segments
-    # The segment that fills a tensor.
+    # Number of a tensor -> the segment that writes it.
     fills = {
         tv.number: segment.number
         for segment in segments
@@ -171,7 +176,7 @@ def profile_of_kernel(taken: Profiled, fusion_id: int) -> FusionProfile:
     return _profile(taken, [_row(work, taken, 0, "user") for work in taken.work], fusion_id, 1)
 
 
-# What users call a scheduler that has no `SchedulerType`.
+# Name of a scheduler without a `SchedulerType` -> the name that profiles show.
 _SCHEDULERS = {"plain": SchedulerType.none.name}
 
 
@@ -180,7 +185,7 @@ def _profile(
 ) -> FusionProfile:
     seconds = sum(work.seconds for work in taken.work)
     gbs, percent = _bandwidth(taken, taken.input_bytes + taken.output_bytes, seconds)
-    # A kernel that runs in several steps was made once.
+    # A kernel that runs in several steps was compiled once.
     made = {id(w.launch.variant): w.launch.variant.made_s for w in taken.work if w.launch}
     return FusionProfile(
         verbose="print.verbose" in options.profiler_modes(),
@@ -224,14 +229,16 @@ def _row(work: ProfiledOp, taken: Profiled, segment: int, scheduler: str) -> Ker
 
 
 def _name(work: ProfiledOp) -> str:
-    """Returns the name of a kernel's function, else the op and what the device calls its work."""
+    """Returns the name of a kernel's function; for other work the op and the names of its device
+    activities."""
     if work.launch is not None:
         return work.launch.variant.kernel.source.name
     return " ".join([work.op.name, *(f"[{name}]" for name in work.activities)])
 
 
 def _shape(launch: KernelLaunch | None, device: torch.device) -> tuple[str, str, str, int | None]:
-    """Returns grid, block, shared memory and registers of a launch, "" and None for none."""
+    """Returns grid, block, shared memory and registers of a launch; "" and None without a
+    launch."""
     if launch is None:
         return "", "", "", None
     found = launch.launch
@@ -242,7 +249,7 @@ def _shape(launch: KernelLaunch | None, device: torch.device) -> tuple[str, str,
 
 
 def _cluster(launch: KernelLaunch | None) -> str:
-    """Returns the blocks of a cluster, "" where each runs by itself."""
+    """Returns the shape of a cluster of blocks; "" for a launch without clusters."""
     blocks = 1 if launch is None else launch.kernel.source.cluster
     return _dims((1, blocks, 1)) if blocks > 1 else ""
 
@@ -252,35 +259,38 @@ def _dims(dims: Sequence[int]) -> str:
 
 
 def _bandwidth(taken: Profiled, nbytes: int, seconds: float) -> tuple[float, float | None]:
-    """Returns GB/s, and what part of the device's peak that is, in percent; None without a peak."""
+    """Returns GB/s, and this in percent of the device's peak; None if the peak is not known."""
     gbs = nbytes / seconds * 1e-9 if seconds > 0 else 0.0
     peak = peak_bandwidth_gbs(taken.device)
     return gbs, None if peak is None else 100 * gbs / peak
 
 
-# ------------------------------------------------------------------ who asks for it
+# ------------------------------------------------------------------ active profilers
 class Profiler:
-    """Takes the profiles of runs; the last one counts."""
+    """Receives the profiles of runs; the last one is kept."""
 
     def __init__(self, *, is_by_hand: bool | None = None) -> None:
-        """`is_by_hand` None takes runs of both kinds, and prints each where that is asked for."""
+        """`is_by_hand`: True for runs of `manual_execute`, False for runs of `execute`. None
+        accepts both, and prints each profile if `FUSER_PROF=print` is set."""
         self._is_by_hand = is_by_hand
 
     def begin(self, *, by_hand: bool) -> bool:
-        """Returns whether CUPTI may be asked for times. Raises `OtherEntranceError` for a run of
-        another kind than is profiled."""
+        """Returns whether CUPTI may be used to measure times.
+
+        Raises `OtherEntranceError` if this profiler is for the other kind of run.
+        """
         if self._is_by_hand not in (None, by_hand):
             raise OtherEntranceError(f"PythonProfiler: {_BY_ITSELF if by_hand else _BY_HAND}")
         return not any(mode.endswith("nocupti") for mode in options.profiler_modes())
 
     def take(self, profile: FusionProfile) -> None:
-        """Keeps the profile of a run that is over."""
+        """Stores the profile of a finished run."""
         _LAST.set(profile)
         if self._is_by_hand is None and _prints():
             print(profile)
 
 
-# Those that are open, in any thread: where there is none, asking costs a run nothing.
+# The active profilers of all threads. If the list is empty, a run need not look further.
 PROFILERS: list[Profiler] = []
 _HERE: ContextVar[Profiler | None] = ContextVar("profiler", default=None)
 _LAST: ContextVar[FusionProfile | None] = ContextVar("profile", default=None)
@@ -288,8 +298,8 @@ _OF_THE_PROCESS = Profiler()
 
 
 def profiler_here(*, is_on: bool) -> Profiler | None:
-    """Returns who profiles the runs of this thread; `is_on`: somebody does, as `FUSER_PROF`
-    says."""
+    """Returns the profiler of this thread, or the process's own if `FUSER_PROF` is set (`is_on`),
+    or None."""
     return _HERE.get() or (_OF_THE_PROCESS if is_on else None)
 
 
@@ -298,14 +308,17 @@ def _prints() -> bool:
 
 
 class PythonProfiler:
-    """Profiles the runs of this thread within a `with` block; `profile` is that of the last one.
+    """Profiles the runs of this thread within a `with` block. `profile` is that of the last run.
 
-    `auto_scheduled=False` is for `manual_execute`. On several ranks all profile the same runs, each
-    its own part; what a rank profiles that others just execute is refused. The recorded plan runs
-    step by step, twice, never as a CUDA graph, so `profile` counts no capture and no warm-up. With
-    `FUSER_PROF=print` the end of the block prints the profile.
+    - `auto_scheduled=False` profiles `manual_execute` instead of `execute`.
+    - On several ranks, all must profile the same runs. Each rank gets its own part. A run that some
+      ranks profile and others only execute is an error.
+    - The recorded plan runs step by step, twice, and never as a CUDA graph. The profile therefore
+      contains no capture and no warm-up.
+    - With `FUSER_PROF=print`, the end of the block prints the profile.
 
-    Raises `OtherEntranceError` for a run of the other kind, or within another such block.
+    Raises:
+        OtherEntranceError: a run of the other kind, or a block within another such block.
     """
 
     @checked
@@ -316,7 +329,7 @@ class PythonProfiler:
 
     def __enter__(self) -> PythonProfiler:
         if _HERE.get() is not None:
-            raise OtherEntranceError("PythonProfiler: another one is open: they do not nest")
+            raise OtherEntranceError("PythonProfiler: blocks cannot be nested, another one is open")
         reset_profiler()
         self._token = _HERE.set(self._profiler)
         PROFILERS.append(self._profiler)
@@ -328,7 +341,7 @@ class PythonProfiler:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        assert self._token is not None, "it was entered"
+        assert self._token is not None, "__exit__ without __enter__"
         self._profile = _LAST.get()
         PROFILERS.remove(self._profiler)
         _HERE.reset(self._token)
@@ -338,16 +351,19 @@ class PythonProfiler:
 
     @property
     def profile(self) -> FusionProfile:
-        """The profile of the last run in the block. Raises `NotCompiledError` where none ran."""
+        """The profile of the last run in the block. Raises `NotCompiledError` if nothing ran."""
         found = self._profile if self._token is None else _LAST.get()
         if found is None:
-            raise NotCompiledError("PythonProfiler: nothing has run within its block")
+            raise NotCompiledError("PythonProfiler: no program has run within its block")
         return found
 
 
 def get_fusion_profile() -> FusionProfile:
-    """Returns the profile of the last run of this thread that was profiled, by a `PythonProfiler`
-    or as `FUSER_PROF` asks. Raises `NotCompiledError` where none was."""
+    """Returns the profile of the last profiled run of this thread.
+
+    A run is profiled within a `PythonProfiler` block, or if `FUSER_PROF` is set. Raises
+    `NotCompiledError` if there was none.
+    """
     found = _LAST.get()
     if found is None:
         raise NotCompiledError(
@@ -358,5 +374,5 @@ def get_fusion_profile() -> FusionProfile:
 
 
 def reset_profiler() -> None:
-    """Forgets the profile of the last run."""
+    """Deletes the profile of the last run of this thread."""
     _LAST.set(None)

@@ -1,7 +1,8 @@
-"""The programs of this process: one for each structure, whichever definition or rank asks for it.
+"""The programs of this process, and the cache entries of calls.
 
-A program is what lowering makes of a structure (the fusion's full text), a backend's name, an input
-class and options. No rank stands in it, so simulated ranks share one, as equal definitions do.
+A program is the result of lowering one structure (the fusion's full text) for a backend, an input
+class and options. All definitions and ranks with this key share it. It contains no rank, so
+simulated ranks share it, too.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ from multidevice.job.agreement import Prepared, RunSignature
 from multidevice.job.communicator import Communicator
 from multidevice.sharding.queries import CutAxis, Sharding, check_cuts, cut_axes
 
-# Programs that the process keeps; those used least lately go first.
+# The number of programs that the process keeps; the least recently used ones are dropped first.
 MAX_PROGRAMS = 256
 
 
@@ -48,10 +49,12 @@ MAX_PROGRAMS = 256
 class Program:
     """One lowering: the host program, and the kernels that all its ranks and users share.
 
-    `communications` is what it sends and receives: what the ranks compare before they run.
-    `label` is what dumps call it, `rank` is that of the rank that made it, and `dumps` are the
-    texts of the stages that were asked for. `shardings` are those of all outputs, hidden ones
-    included, as users and propagation have placed them; () without meshes.
+    - `communications`: text of the communications, which ranks compare before they run.
+    - `label`: the name of the program in dumps.
+    - `rank`: the rank that created it.
+    - `dumps`: the texts of stages that `FUSER_DUMP` asked for.
+    - `shardings`: the shardings of all outputs, hidden ones included, chosen by the user and by
+      propagation; () without meshes.
     """
 
     segmented: SegmentedFusion
@@ -67,7 +70,7 @@ class Program:
 
     @cached_property
     def first_line(self) -> str:
-        """The user's line of the first communication, "" for none."""
+        """The user's line of the first communication; "" without communication."""
         return first_line(self.container)
 
     @property
@@ -78,7 +81,7 @@ class Program:
 
     @property
     def output_shardings(self) -> list[Sharding]:
-        """The shardings of `shown_outputs`, [] when nothing has a mesh."""
+        """The shardings of `shown_outputs`; [] if no tensor has a mesh."""
         fusion = self.segmented.fusion
         pairs = zip(fusion.outputs, self.shardings, strict=True) if self.shardings else ()
         shown = (sharding for out, sharding in pairs if not fusion.is_hidden(out))
@@ -93,12 +96,13 @@ class Program:
         return cut_axes(self.segmented.fusion)
 
     def check_divisible(self, sizes: Mapping[Symbol, int]) -> None:
-        """Raises `ShardingError` where a mesh does not divide one of these (global) sizes."""
+        """Raises `ShardingError` if a (global) size of a sharded axis is not a multiple of its
+        devices."""
         if self._cut_axes:
             check_cuts(self._cut_axes, refined_sizes(sizes))
 
     def kernel(self, group: KernelGroup) -> FusedKernelExecutor | StepKernels:
-        """Returns what runs a kernel group, made at its first use."""
+        """Returns the executor of a kernel group, which is created at its first use."""
         found = self._kernels.get(group.number)
         if found is None:
             made = make_kernel_executor(
@@ -113,7 +117,7 @@ class Program:
         return found
 
     def group_of(self, executor: FusedKernelExecutor) -> int:
-        """Returns the number of the kernel group that an executor runs."""
+        """Returns the number of the kernel group that an executor belongs to."""
         return next(
             number
             for number, runner in self._kernels.items()
@@ -122,7 +126,7 @@ class Program:
 
 
 class ProgramCache:
-    """Finds or builds programs; one is built at a time, so that nothing is lowered twice."""
+    """Finds or builds programs. A lock ensures that only one is built at a time, and none twice."""
 
     def __init__(self, limit: int = MAX_PROGRAMS) -> None:
         self._programs: Recent[Hashable, Program] = Recent(limit)
@@ -136,8 +140,12 @@ class ProgramCache:
         build: Callable[[], Program],
         steps: Callable[[], Hashable] = lambda: None,
     ) -> Program:
-        """Returns the program of a key, and of the steps that were chosen, which may be known only
-        when one was built. `build` must not communicate: it runs under the lock."""
+        """Returns the program for a key and the chosen overlapped steps, and builds it if there is
+        none.
+
+        `steps` returns the choice. It may change while a program is built. `build` must not
+        communicate, because it runs under the lock.
+        """
         found = self._programs.recall((key, steps()))
         if found is not None:
             return found
@@ -150,7 +158,7 @@ class ProgramCache:
             return found
 
     def overlaps(self, key: Hashable, make: Callable[[], Overlaps]) -> Overlaps:
-        """Returns what decides about the steps of the programs of a key."""
+        """Returns the object that decides about overlapped steps for the programs of a key."""
         with self._lock:
             found = self._overlaps.recall(key)
             if found is None:
@@ -158,10 +166,11 @@ class ProgramCache:
             return found
 
     def size(self) -> int:
+        """Returns the number of cached programs."""
         return self._programs.size()
 
     def clear(self) -> None:
-        """Forgets all programs; those in use live on with their users."""
+        """Drops all programs from the cache. Programs that are in use stay valid."""
         self._programs, self._overlaps = Recent(MAX_PROGRAMS), Recent(MAX_PROGRAMS)
 
 
@@ -169,24 +178,26 @@ PROGRAMS = ProgramCache()
 
 
 # ----------------------------------------------------------------------
-# What is known of calls with inputs of one signature.
+# The cache entries of calls, one for each signature of inputs.
 
-# Runs of a call before the compiled runner is asked to take it, and at most between two questions;
-# calls, one after another, that are not its own, before it lets go.
+# Runs of a call before the compiled runner is first tried; the largest number of runs between two
+# attempts; the number of successive other calls after which a runner is dropped.
 RUNS_BEFORE, MAX_PATIENCE, MAX_DECLINED = 8, 1024, 64
 
 
 CallKey = tuple[Communicator, Settings, torch.device | None, Signature]
 
 
-def told(
+def status_lines(
     lines: Callable[[CallCacheEntry], list[str]],
     calls: Mapping[CallKey, CallCacheEntry],
     usual: Settings,
     passed: int,
 ) -> list[str]:
-    """Returns the lines of each class of calls, and at their ends what tells it from others: of the
-    inputs, those that the caller has `passed`."""
+    """Returns a status line for each class of calls, which ends with the class.
+
+    Of the inputs, it shows the first `passed`: those that the caller passes.
+    """
     return [
         f"{line} {_class_text(key, usual, passed)}"
         for key, call in list(calls.items())
@@ -204,7 +215,7 @@ def _class_text(key: CallKey, usual: Settings, passed: int) -> str:
 
 @dataclass
 class BoundProgram:
-    """A program and what runs it on this rank."""
+    """A program, and the evaluator that runs it on this rank."""
 
     program: Program
     evaluator: ProgramEvaluator
@@ -212,7 +223,7 @@ class BoundProgram:
 
 
 def why_never(*, draws: bool, is_lazy: bool, have_ranks: bool) -> str:
-    """Returns why the compiled runner will repeat no call of this kind; "" where it may."""
+    """Returns why the compiled runner can never repeat calls of this kind; "" if it can."""
     reasons = {
         "it draws random numbers, which change from call to call": draws,
         "lazy views are computed": is_lazy,
@@ -221,8 +232,8 @@ def why_never(*, draws: bool, is_lazy: bool, have_ranks: bool) -> str:
     return next((why for why, holds in reasons.items() if holds), "")
 
 
-def sees_nothing(inputs: Iterable[Any]) -> None:
-    """Placeholder of a check of inputs: it accepts none."""
+def no_fast_path(inputs: Iterable[Any]) -> None:
+    """Rejects all inputs. It is the quick check of a call entry that has none yet."""
     del inputs
 
 
@@ -234,43 +245,50 @@ class CallCacheEntry:
     bound: BoundProgram
     claim: RunSignature
     contents: Contents
-    # Whether an input is a lazy view, to be computed before the run; `known` is of what it becomes.
+    # Whether an input is a lazy view, which is computed before the run. `known` is then the entry
+    # of the computed inputs.
     is_lazy: bool
     known: SignatureEntry
-    # Why the compiled runner can repeat no such call, where that is known before it runs; else "".
+    # Why the compiled runner can never repeat such a call; "" if it can.
     never: str = ""
-    # `Contents.glance`; it sees nothing before the second call: many sizes come once.
-    glance: Callable[[Iterable[Any]], tuple[int, ...] | None] = sees_nothing
+    # The quick check of inputs, `Contents.glance`. The second call creates it, because many
+    # signatures occur only once.
+    glance: Callable[[Iterable[Any]], tuple[int, ...] | None] = no_fast_path
     has_come_again: bool = False
-    # Whether that has been tried in C.
-    is_hastened: bool = False
-    # What repeats such calls in one call of the compiled runner, or why nothing does; how many runs
-    # pass before it is asked for, the next time and the time after.
+    # Whether a quick check in C has been tried.
+    is_fast_path_tried: bool = False
+    # The compiled runner of such calls, or why there is none. `runs_left`: after so many runs it is
+    # tried again; `patience`: the interval after that.
     steady: Steady | None = None
     why_not: str = "it has not run often enough"
     runs_left: int = RUNS_BEFORE
     patience: int = RUNS_BEFORE
 
     def graphs(self) -> list[str]:
-        """Returns how many CUDA graphs repeat such calls on each stream, or why none."""
+        """Returns the number of CUDA graphs that repeat such calls on each stream, or why there are
+        none."""
         return self.bound.evaluator.cuda_graphs(self.known)
 
     def repeated(self) -> list[str]:
-        """Returns how many such calls the compiled runner has repeated, or why none."""
+        """Returns the number of such calls that the compiled runner has repeated, or why there are
+        none."""
         if self.steady is None:
             return [f"not repeated: {self.never or self._what_is_awaited()}"]
         return [f"repeated: {self.steady.runs} call(s)"]
 
     def _what_is_awaited(self) -> str:
-        """Returns why the compiled runner repeats no such call yet, and when it is asked again."""
+        """Returns why the compiled runner does not repeat such calls yet, and when it is tried
+        again."""
         why = self.why_not
         if why == compiled_runner.COMPILING:
             why = compiled_runner.waits_for()
         return f"{why}; asked again in {self.runs_left} call(s)"
 
-    def let_go(self, declined: Steady) -> None:
-        """Drops what repeats such calls and no longer does. One that was of use is soon made anew:
-        an error, which takes its arena, or a larger program, which moves it, may have ended that.
+    def drop_fast_path(self, declined: Steady) -> None:
+        """Drops the compiled runner of such calls, because it no longer accepts them.
+
+        A runner that was useful is replaced soon. An error (which frees its arena) or a larger
+        program (which moves the arena) may have invalidated it.
         """
         why = "the calls were of other kinds, one has failed, or a larger program moved its memory"
         self.steady, self.why_not = None, why
@@ -278,29 +296,33 @@ class CallCacheEntry:
             self.patience = RUNS_BEFORE
         self.runs_left = self.patience
 
-    def hasten(self, inputs: Iterable[Any]) -> None:
-        """Lets calls like this one, which has come often, be seen by a glance in C, once there is
-        one; ask again later where there is none yet."""
-        if self.why_not != compiled_runner.COMPILING:  # which ends soon
+    def enable_fast_path(self, inputs: Iterable[Any]) -> None:
+        """Replaces the quick check of inputs by one in C, if the compiled runner is available.
+
+        Called after enough runs of such calls. If the runner is still being compiled, tries again
+        later.
+        """
+        if self.why_not != compiled_runner.COMPILING:  # the compilation ends soon
             self.patience = min(2 * self.patience, MAX_PATIENCE)
         self.runs_left = self.patience
         is_off = self.bound.program.settings.disabled("compiled_runner")
-        if is_off or self.is_hastened or self.glance is sees_nothing:
+        if is_off or self.is_fast_path_tried or self.glance is no_fast_path:
             return
         runner = compiled_runner.find()
         if runner is None:
             return
-        self.is_hastened, tensors = True, tuple(inputs)
+        self.is_fast_path_tried, tensors = True, tuple(inputs)
         places = self.contents.places(tensors)
-        # Of tensors of some kinds it sees nothing.
+        # It rejects some kinds of tensors by raising.
         with suppress(RuntimeError, TypeError, ValueError):
             self.glance = runner.Glance(tensors, VECTOR_BYTES - 1, places, self.glance)
 
     def prepare(self, inputs: Any, places: tuple[int, ...]) -> Prepared[list[torch.Tensor]]:
-        """Returns what `FusionExecutorCache.prepare` does, for inputs that the glance has seen."""
+        """Returns the result of `FusionExecutorCache.prepare`, for inputs that the quick check has
+        accepted."""
         self.runs_left -= 1
         if not self.runs_left:
-            self.hasten(inputs)
+            self.enable_fast_path(inputs)
         evaluator, known = self.bound.evaluator, self.known
         are_apart = evaluator.are_apart(inputs, known)
         return self.claim, (), partial(evaluator.run_known, known, inputs, places, are_apart)

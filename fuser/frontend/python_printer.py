@@ -1,16 +1,16 @@
-"""A fusion as a Python program that defines it again, with users' own calls.
+"""Prints a fusion as a Python program that defines it again, in the calls that users write.
 
     def nvfuser_fusion(fd : FusionDefinition) -> None :
         tv0 = fd.define_tensor(shape=[-1, -1], contiguity=[True, True], dtype=DataType.Float, ...)
         tv1 = fd.ops.exp(tv0)
         fd.add_output(tv1)
 
-Running it gives an equal fusion (`Fusion.__eq__`), of which this text is the text again: tensors
-are numbered in the order of their statements, scalars in that of theirs. What shards, schedules and
-lays out tensors stands behind the outputs (`python_schedule`).
+The program, when it runs, defines an equal fusion (`Fusion.__eq__`), which prints as the same text.
+Tensors and scalars are numbered in the order of their statements. Statements on shardings,
+schedules and layouts follow the outputs (`ScheduleText`).
 
-Source: the statements and their spelling are nvFuser's; floats that six digits do not give back
-have more.
+Source: the statements and their spelling are nvFuser's. Floats that need more than six digits have
+more.
 """
 
 from __future__ import annotations
@@ -61,21 +61,22 @@ from fuser.support.inputs import flatten
 from fuser.support.record import record, replace
 
 HEADER = "def nvfuser_fusion(fd : FusionDefinition) -> None :"
-# What a Python number becomes; constants of other dtypes are defined.
+# Constants of these dtypes are printed as Python numbers, others as `define_scalar` calls.
 _D = DataType
 _INLINED = (_D.Bool, _D.Int, _D.Index, _D.Double, _D.ComplexDouble)
-# Scalar op -> the op of a definition that gives it; several may, of which the first one counts.
+# Scalar op -> the op of a definition that creates it; the first one if there are several.
 SCALAR_CALLS = {
     op: name for name, (kind, _) in reversed(PUBLIC.items()) for op in POINTWISE[kind].scalar_ops
 }
-# Those that no op gives, but Python's operators on scalars.
+# Scalar ops that only Python's operators on scalars create.
 OPERATORS = {"floorDiv": "//", "floorMod": "%"}
 
 
 def number_text(value: float | complex) -> str:
-    """Returns a number as Python that gives it back: `2.50000`, `float("inf")`, `1.00000+2.00000j`.
+    """Returns a number as Python text that evaluates to it: `2.50000`, `float("inf")`,
+    `1.00000+2.00000j`.
 
-    Six digits are nvFuser's; a number that has more is written with as many as give it back.
+    Six digits are used, as in nvFuser, or as many as the number needs.
     """
     if isinstance(value, float):
         if not math.isfinite(value):
@@ -83,7 +84,7 @@ def number_text(value: float | complex) -> str:
         short = f"{value:#.6g}"
         return short if float(short) == value else repr(value)
     parts = value.real, value.imag
-    # A sum would lose the sign of a zero, and has no way to write what is not finite.
+    # A sum of parts would lose the sign of a zero, and cannot express a part that is not finite.
     is_sum = all(math.isfinite(x) and (x or math.copysign(1, x) > 0) for x in parts)
     if is_sum:
         return f"{number_text(parts[0])}{'' if parts[1] < 0 else '+'}{number_text(parts[1])}j"
@@ -92,17 +93,17 @@ def number_text(value: float | complex) -> str:
 
 @checked
 def translate_fusion(fusion: Fusion) -> str:
-    """Returns a fusion as a Python program: the text of `repr(fd)`, which ends with a newline.
+    """Returns a fusion as a Python program: the text of `repr(fd)`, with a newline at the end.
 
     Raises:
-        UnsupportedError: a value has no statement; the message names it.
+        UnsupportedError: no statement can create a value, which the message names.
     """
     lines = _Writer(fusion).program()
     return "\n".join([HEADER, *(f"    {line}" for line in lines or ["pass"])]) + "\n"
 
 
 class _Writer:
-    """Writes one fusion; `names` has what has a name so far."""
+    """Writes one fusion. It records the names of tensors and scalars that are already written."""
 
     def __init__(self, fusion: Fusion) -> None:
         self._fusion = fusion
@@ -110,12 +111,12 @@ class _Writer:
         self._tensors: dict[TensorView, str] = {}
         self._scalars: dict[Scalar, str] = {}
         self._count = 0
-        # Where each symbolic extent can be asked for.
+        # Symbolic extent -> a tensor and the axis with this size.
         self._sizes: dict[Scalar, tuple[TensorView, int]] = {}
         self._declared: dict[TensorView | None, list[Declared]] = {}
         last = fusion.exprs[-1].outputs if fusion.exprs else (None,)
         for said in fusion.declared:
-            # What an output says is said with it, unless ops that follow may rely on it.
+            # Equalities that an output implies are printed by it, unless later ops may use them.
             if not (said.by_output and said.after in last):
                 self._declared.setdefault(said.after, []).append(said)
 
@@ -158,7 +159,7 @@ class _Writer:
         self._made(_statement_of(op), op.outputs)
 
     def _made(self, call: PythonCall, results: Sequence[TensorView]) -> None:
-        """Writes a statement, and the equalities that were said behind it."""
+        """Writes a statement, and the equalities of extents that were declared after it."""
         text = self._call(call)
         for out in results:
             self._name(out)
@@ -168,7 +169,7 @@ class _Writer:
             self._declare(out)
 
     def _factored(self, found: Factored) -> None:
-        """Writes a reduction as a whole, and the calls that make its parts."""
+        """Writes a reduction as a whole, and the `rfactor` calls that create its parts."""
         call = _statement_of(found.ops[0])
         dims = {"dims": found.dims} if "dims" in call.kwargs else {}
         self._made(replace(call, kwargs={**call.kwargs, **dims}), [found.out])
@@ -183,13 +184,14 @@ class _Writer:
             self._declare(step.made)
 
     def _declare(self, after: TensorView | None) -> None:
-        """Writes the equalities that no op says."""
+        """Writes the declared equalities of extents that no op implies."""
         for said in self._declared.pop(after, ()):
             a, b = self.text(said.a), self.text(said.b)
             self._add(f"fd.fusion.declare_extents({a}, {b})")
 
     def _outputs(self) -> None:
-        """Writes the outputs in their order; an update stands in front of the plain form."""
+        """Writes the outputs in their order; an update precedes the plain output of the same
+        tensor."""
         updated: set[TensorView] = set()
         for out in self._fusion.outputs:
             name = self.text(out)
@@ -214,12 +216,15 @@ class _Writer:
         return f"fd.{call.name}({', '.join(arguments)})"
 
     def text(self, value: object) -> str:
-        """Returns a value as Python; scalars that need statements get them first."""
+        """Returns a value as Python text. Scalars that need statements are written first."""
         match value:
             case TensorView():
                 name = self._tensors.get(value)
                 if name is None:
-                    raise UnsupportedError(f"no statement makes {value}: it is no input")
+                    raise UnsupportedError(
+                        f"no statement can create {value}: it is neither an input nor the result "
+                        "of an op"
+                    )
                 return name
             case Scalar():
                 return self._scalar(value)
@@ -240,7 +245,7 @@ class _Writer:
 
     # ------------------------------------------------------------ scalars
     def _scalar(self, x: Scalar) -> str:
-        """Returns the name or the literal of a scalar, whose statements are written first."""
+        """Returns the name or literal of a scalar, after writing the statements that it needs."""
         for y in postorder(x, lambda s: s in self._scalars or _is_literal(s)):
             self._write_scalar(y)
         return self._scalars[x] if x in self._scalars else self.text(_number(x))
@@ -257,7 +262,9 @@ class _Writer:
             case Apply():
                 self._scalar_line(x, self._applied(x))
             case _:
-                raise UnsupportedError(f"no statement makes {x}: it is neither an input nor a size")
+                raise UnsupportedError(
+                    f"no statement can create {x}: it is neither an input nor a size"
+                )
 
     def _constant(self, x: Const) -> str:
         return f"fd.define_scalar({self.text(x.value)}, dtype={self.text(x.dtype)})"
@@ -310,7 +317,8 @@ class _Writer:
     def _step(
         self, name: str, make: Callable[[Scalar, Scalar], Scalar], a: Scalar, b: Scalar
     ) -> Scalar:
-        """Writes one op of two scalars, unless its result has a name; returns the result."""
+        """Writes one op on two scalars, unless its result is already written; returns the
+        result."""
         made = make(a, b)
         if made not in self._scalars:
             self._scalar_line(made, f"fd.ops.{name}({self.text(a)}, {self.text(b)})")
@@ -335,7 +343,8 @@ def _number(x: Scalar) -> object:
 
 # ------------------------------------------------------------------ inputs
 def _definition_of(tv: TensorView) -> PythonCall:
-    """Returns the call that defines an input; what it does not say, `ScheduleText` does."""
+    """Returns the call that defines an input. `ScheduleText` writes the facts that it cannot
+    express."""
     axes, domain = tv.domain.logical, tv.domain
     order = stride_order_of(tv)
     flags: Sequence[bool | None] = domain.contiguity
@@ -357,18 +366,19 @@ __all__ = ["HEADER", "translate_fusion"]
 
 
 # ----------------------------------------------------------------------
-# The statement of each kind of op: which call of a definition makes it, of which arguments.
+# The statement of each node class: the call of a definition that creates the node, and its
+# arguments. `_Writer` prints them.
 #
-# One row per node class; `python_text` spells them. A call that is written makes the same single
-# node again, because its operands are already what promotion, rank alignment and padding made of
-# them.
+# The printed call creates exactly this node again. It adds no casts, broadcasts or pads, because
+# the operands already include them.
 
 
 @record
 class PythonCall:
-    """`fd.name(*args, **kwargs)`; arguments are tensors, scalars, dtypes, Python values, lists.
+    """A call `fd.name(*args, **kwargs)`; arguments are tensors, scalars, dtypes, Python values,
+    lists.
 
-    `unused` results follow those of the op.
+    The call returns `unused` more results than the op has.
     """
 
     name: str
@@ -379,7 +389,7 @@ class PythonCall:
 
 @record
 class ScalarArgument:
-    """A scalar as an argument for which no Python number is taken."""
+    """A scalar as an argument for which a Python number is not accepted."""
 
     scalar: Scalar
 
@@ -406,19 +416,21 @@ def _ops(name: str, *args: object, **kwargs: object) -> PythonCall:
 
 
 def _filled(value: Scalar | None) -> object:
-    """Returns a number that the op converts to its own dtype, any other scalar as it is."""
+    """Returns the number of a constant, which the op converts to its own dtype; any other scalar
+    unchanged."""
     if isinstance(value, Const) and cmath.isfinite(value.value):
         return value.value
     return value
 
 
 def _given(**optional: tuple[object, object]) -> dict[str, object]:
-    """Returns the arguments (value, default) that are not their defaults."""
+    """Returns the arguments, passed as (value, default), whose value is not the default."""
     return {name: value for name, (value, default) in optional.items() if value != default}
 
 
 def stride_order_of(tv: TensorView) -> list[int] | None:
-    """Returns the rank by stride of each logical axis, where an order of their own is declared."""
+    """Returns the rank by stride of each logical axis; None if the memory order is that of the
+    axes."""
     logical, order = tv.domain.logical_numbers, tv.domain.allocation_numbers
     if order == logical or sorted(order) != sorted(logical):
         return None
@@ -426,7 +438,7 @@ def stride_order_of(tv: TensorView) -> list[int] | None:
 
 
 def is_stride_order(op: nodes.LoadStoreOp) -> bool:
-    """Whether a copy is one into a memory order of its own."""
+    """Whether a copy is a call of `stride_order`: into a declared memory order."""
     domain = op.out.domain
     is_whole = op.kind is LoadStoreOpType.set and not domain.root_numbers
     return is_whole and stride_order_of(op.out) is not None and False not in domain.contiguity
@@ -473,11 +485,11 @@ def _is_like(tv: TensorView, op: nodes.RandomOp) -> bool:
 def _random(op: nodes.RandomOp) -> PythonCall:
     dtype = op.out.dtype()
     if op.a is None:
-        # Such an op takes the shape of a tensor that was there, and does not read it.
+        # rand_like: finds an earlier tensor of this shape and dtype, which the op does not read.
         before = takewhile(lambda t: t is not op.out, op.out.fusion.tensors())
         tv = next((t for t in before if _is_like(t, op)), None)
         if tv is None or op.seed is not None:
-            raise UnsupportedError(f"no statement for {op.out}{user_code(op.where)}")
+            raise UnsupportedError(f"no statement can create {op.out}{user_code(op.where)}")
         return _ops({"uniform": "rand_like", "normal": "randn_like"}[op.kind], tv)
     key = {} if op.seed is None else {"rng_seed": op.seed, "rng_offset": op.offset}
     return _ops(op.kind, _filled(op.a), _filled(op.b), shape=op.shape, **key, dtype=dtype)
@@ -665,7 +677,7 @@ def _topk(op: TopKOp) -> PythonCall:
 
 
 # ----------------------------------------------------------------------
-# Meshes, loops and layouts of a fusion as the calls that users make on its tensors.
+# The calls on tensors that restore meshes, loops and layouts.
 #
 #     from fuser import ParallelType, multidevice
 #     mesh0 = multidevice.DeviceMesh([0, 1])
@@ -673,17 +685,17 @@ def _topk(op: TopKOp) -> PythonCall:
 #     tv0.outer_split(0, 2)
 #     tv0.axis(0).parallelize(ParallelType.mesh_x)
 #
-# A tensor begins as its op makes it; every line is a step from there to what it is. What one
-# `shard` cuts is written so:
+# A tensor begins in the state in which its op creates it. Each line is a step to its final state.
+# A tensor that one `shard` call produces is printed as:
 #
 #     shard(tv0, mesh0, [Shard(dim=0)])
 
-# The text of a value; it may write lines of its own.
+# Returns the text of a value; it may write lines before that.
 Text = Callable[[object], str]
 
 
 class ScheduleText:
-    """The lines that stand behind the outputs of a fusion."""
+    """The lines after the outputs of a fusion: meshes, loops, memory and layouts of all tensors."""
 
     def __init__(self, fusion: Fusion, text: Text, add: Callable[[str], None]) -> None:
         self._fusion, self._text, self._add = fusion, text, add
@@ -692,7 +704,7 @@ class ScheduleText:
         self._ends = {*fusion.inputs, *fusion.outputs}
 
     def write(self) -> list[str]:
-        """Writes the lines of all tensors; returns the names of the package that stand in them."""
+        """Writes the lines of all tensors; returns the names to import from the package."""
         tensors = self._fusion.tensors()
         for tv in tensors:
             text, placements = _TensorText(tv, self._text, self._line), _placements_of(tv)
@@ -719,12 +731,12 @@ class ScheduleText:
         if tv.mesh is None or not tv.has_own_mesh:
             return
         mesh, name = self._mesh_name(tv.mesh), self._text(tv)
-        # One that an op copied is open to propagation, one that is set is not.
+        # Propagation may change a mesh that an op copied, but not one that the user set.
         is_set = tv.mesh_is_user_set
         self._line(f"{name}.set_device_mesh({mesh})" if is_set else f"{name}.mesh = {mesh}")
 
     def _mesh_name(self, mesh: DeviceMesh) -> str:
-        """Returns the variable of a mesh, which its first use defines."""
+        """Returns the variable of a mesh. Its first use writes the definition."""
         name = self._meshes.get(mesh)
         if name is None:
             name = self._meshes[mesh] = f"mesh{len(self._meshes)}"
@@ -737,7 +749,7 @@ class ScheduleText:
 
 
 def _placements_of(tv: TensorView) -> list[Shard | Replicate] | None:
-    """Returns the placements of a tensor that one `shard` cuts as it is; None for any other."""
+    """Returns the placements with which one `shard` call restores the tensor; None if none does."""
     placements, domain = placements_of(tv), tv.domain
     named = {*domain.loop_numbers, *domain.logical_numbers, *domain.root_numbers}
     is_cut = placements is not None and any(isinstance(p, Shard) for p in placements)
@@ -745,7 +757,7 @@ def _placements_of(tv: TensorView) -> list[Shard | Replicate] | None:
 
 
 def _ranks_text(mesh: DeviceMesh) -> str:
-    """Returns what the constructor of a mesh takes."""
+    """Returns the argument of a mesh's constructor."""
     ranks = list(mesh.devices)
     if mesh.ndim == 1:
         is_range = len(ranks) > 2 and ranks == list(range(ranks[0], ranks[0] + len(ranks)))
@@ -757,8 +769,10 @@ def _ranks_text(mesh: DeviceMesh) -> str:
 
 
 def transform_call(t: Transform, loop: list[int], text: Text) -> str | None:
-    """Returns the call of a transform of loop axes, None where users have none; the axes are those
-    behind it then."""
+    """Returns the call of a transform of loop axes; None if users have no such call.
+
+    Replaces the input axes in `loop` by the output axes.
+    """
     places = [loop.index(n) for n in t.inputs]
     for n in t.inputs:
         loop.remove(n)
@@ -776,17 +790,19 @@ def transform_call(t: Transform, loop: list[int], text: Text) -> str | None:
 
 
 class _TensorText:
-    """The lines of one tensor: transforms, the order of its loops, parallel types, layout."""
+    """Writes the lines of one tensor: transforms, the order of its loops, parallel types,
+    layout."""
 
     def __init__(self, tv: TensorView, text: Text, line: Callable[[str], None]) -> None:
         self._tv, self._text, self._line = tv, text, line
         self._domain = tv.domain
-        # The loop axes as they are after the lines so far.
+        # The loop axes after the lines that are already written.
         self._loop = [*tv.domain.logical_numbers]
-        # Variables of axes that no view of the tensor has any more.
+        # Variables of axes that are in no domain of the tensor any more.
         self._handles: dict[int, str] = {}
 
     def write(self) -> None:
+        """Writes all lines of the tensor."""
         parallel = [a for a in self._domain.axes.values() if a.ptype is not ParallelType.serial]
         needed = {a.number for a in parallel} | {*self._domain.allocation_numbers}
         for t in self._transforms():
@@ -795,7 +811,7 @@ class _TensorText:
             call = transform_call(t, self._loop, self._text)
             if call is None:
                 what = transform_text(t, self._domain)
-                raise UnsupportedError(f"no statement for {what} of {self._tv}")
+                raise UnsupportedError(f"no statement can express {what} of {self._tv}")
             self._line(f"{self._name}.{call}")
         if (order := self._reorder()) is not None:
             self._line(f"{self._name}.reorder({order})")
@@ -805,7 +821,7 @@ class _TensorText:
         self._layout()
 
     def write_layout(self) -> None:
-        """Writes the layout of a tensor whose loops are what they are to be."""
+        """Writes the layout only, of a tensor whose loops are already final."""
         self._loop = [*self._domain.loop_numbers]
         self._layout()
 
@@ -814,13 +830,14 @@ class _TensorText:
         return self._text(self._tv)
 
     def _transforms(self) -> list[Transform]:
-        """Returns what derives loops from logical axes."""
+        """Returns the transforms that derive the loop axes from the logical ones."""
         domain = self._domain
         own = transforms_between(domain, domain.root, domain.logical) if domain.root else ()
         return [t for t in domain.transforms if t not in own]
 
     def _reorder(self) -> dict[int, int] | None:
-        """Returns where loop axes are to be moved; None where all are in place."""
+        """Returns the moves that bring the loop axes into their order; None if they are in
+        order."""
         wanted = [*self._domain.loop_numbers]
         if self._loop == wanted:
             return None
@@ -834,7 +851,7 @@ class _TensorText:
         yield "get_root_domain()", self._domain.root_numbers
 
     def _keep(self, number: int) -> None:
-        """Names an axis that a transform is about to take out of all views."""
+        """Writes a variable for an axis that a transform is about to remove from all domains."""
         if number in self._handles or any(number in view for _, view in self._views()):
             return
         name = f"{self._name}_axis{len(self._handles)}"
@@ -842,7 +859,7 @@ class _TensorText:
         self._handles[number] = name
 
     def _handle(self, number: int) -> str:
-        """Returns the text of an axis of the finished tensor."""
+        """Returns the text that names an axis of the finished tensor."""
         if number in self._loop:
             return f"{self._name}.axis({self._loop.index(number)})"
         if number in self._handles:
@@ -850,10 +867,12 @@ class _TensorText:
         for view, numbers in self._views():
             if number in numbers:
                 return f"{self._name}.{view}[{numbers.index(number)}]"
-        raise UnsupportedError(f"no statement for axis {self._domain.axes[number]} of {self._tv}")
+        raise UnsupportedError(
+            f"no statement can name axis {self._domain.axes[number]} of {self._tv}"
+        )
 
     def _place(self, number: int) -> tuple[bool, int]:
-        """Returns where an axis stands among those that are parallelized: loops come first."""
+        """Returns the sort key of an axis among those with a parallel type: loop axes first."""
         is_loop = number in self._loop
         return not is_loop, self._loop.index(number) if is_loop else number
 
@@ -875,7 +894,7 @@ class _TensorText:
 
 
 def _first_layout(tv: TensorView) -> tuple[tuple[int, ...], tuple[bool | None, ...]]:
-    """Returns allocation and contiguity as the statement of a tensor leaves them."""
+    """Returns allocation and contiguity of a tensor directly after its defining statement."""
     domain = tv.domain
     definition = tv.definition()
     order = domain.allocation_numbers
@@ -887,21 +906,21 @@ def _first_layout(tv: TensorView) -> tuple[tuple[int, ...], tuple[bool | None, .
 
 
 # ----------------------------------------------------------------------
-# Reductions in parts as the reduction that a user wrote, and the `rfactor` calls behind it.
+# Prints a reduction in several parts as the reduction that the user wrote, with `rfactor` calls.
 #
 #     T2 = sum(T0), T1 = sum(T2)    ->    tv1 = fd.ops.sum(tv0, dims=[1], ...)
 #                                         tv1.outer_split(1, 2)
 #                                         tv2 = tv1.rfactor([2])
 #
-# A part that an `rfactor` made has root axes, from which splits lead to its logical ones; a part
-# that was factored again, and the reduction itself, have none. So a chain of ops, each of which
-# reduces the result of the one before, is told apart from reductions of reductions: these keep axes
-# as they are, and parts leave axes that splits have made.
+# A part from an `rfactor` call has root axes, and splits that lead to its logical axes. A part that
+# was factored again has none, and neither has the reduction itself. This distinguishes a chain of
+# parts from a user's reduction of a reduction, which leaves axes unsplit.
 
 
 @record
 class RfactorCall:
-    """`made = of.rfactor(axes)`, after these transforms of the loops `loop` of `of`."""
+    """The call `made = of.rfactor(axes)`, after these transforms of the loop axes `loop` of
+    `of`."""
 
     of: TensorView
     made: TensorView
@@ -912,7 +931,8 @@ class RfactorCall:
 
 @record
 class Factored:
-    """A reduction over `dims` of the operand of `ops[0]`, which gives `out`, and its parts."""
+    """A reduction over axes `dims` of the operand of `ops[0]` with the result `out`, and its
+    parts."""
 
     ops: tuple[TensorOp, ...]
     out: TensorView
@@ -921,7 +941,7 @@ class Factored:
 
 
 def factored_reductions(fusion: Fusion) -> dict[TensorOp, Factored]:
-    """Returns the reductions in parts of a fusion, by the first op of each."""
+    """Returns the reductions of a fusion that have parts, by the first op of each."""
     found: dict[TensorOp, Factored] = {}
     inside: set[TensorOp] = set()
     for k, op in enumerate(fusion.exprs):
@@ -936,7 +956,7 @@ def _factored(ops: Sequence[TensorOp]) -> Factored:
     """Returns the reduction whose first part is the first of these ops."""
     first = ops[0].out_tensor
     roots = {n: k for k, n in enumerate(first.domain.root_numbers)}
-    # Of each axis that the next op reads, the axis of the first op's operand that it still is.
+    # For each axis that the next op reads, the unsplit axis of the first op's operand, or None.
     origins = _kept(first, [*roots.values()])
     chain = [ops[0]]
     for op in ops[1:]:
@@ -949,20 +969,23 @@ def _factored(ops: Sequence[TensorOp]) -> Factored:
             dims = sorted({*roots.values()} - {*origins})
             return Factored(tuple(chain), out, dims, tuple(_steps(chain)))
     raise UnsupportedError(
-        f"no statement for a part of a reduction{user_code(ops[0].where)}: {first}"
+        f"no statement can express this part of a reduction{user_code(ops[0].where)}: {first}"
     )
 
 
 def _kept(out: TensorView, origins: Sequence[int | None]) -> list[int | None]:
-    """Returns the origins of what is left of the root axes of a part: None for what splits made."""
+    """Returns the origins of the axes that a part does not reduce; None for axes that splits
+    created."""
     domain = out.domain
     of = dict(zip((a.number for a in domain.maybe_root), origins, strict=True))
     return [of.get(a.number) for a in domain.no_reductions]
 
 
 def _steps(chain: Sequence[TensorOp]) -> list[RfactorCall]:
-    """Returns the calls that make the parts: those of one family factor the reduction once, and
-    then what that has made."""
+    """Returns the calls that create the parts.
+
+    Each family of parts factors the reduction once, and then the result of that.
+    """
     whole = chain[-1].out_tensor
     parts = [op.out_tensor for op in chain[:-1]]
     heads = [k for k, tv in enumerate(parts) if tv.domain.root_numbers]
@@ -981,7 +1004,8 @@ def _steps(chain: Sequence[TensorOp]) -> list[RfactorCall]:
 
 
 def _reducers(family: Sequence[TensorView]) -> list[int | None]:
-    """Returns which of the parts reduces each logical axis of the first, None: none of them."""
+    """Returns, for each logical axis of the first part, which part reduces it; None if none
+    does."""
     left = list(range(len(family[0].domain.logical)))
     found: list[int | None] = [None] * len(left)
     for k, tv in enumerate(family):
@@ -993,15 +1017,18 @@ def _reducers(family: Sequence[TensorView]) -> list[int | None]:
 
 
 # ----------------------------------------------------------------------
-# Scripts that show a definition and its inputs again, in a process of their own.
+# Scripts that reproduce an error in a new process.
 
-# What is no mistake of the caller, nor of the machine.
+# Errors that are neither a mistake of the caller nor a fault of the machine.
 _INTERNAL = (CompileError, ExecutionError, KernelError, VerifyError)
 
 
 def repro_script(program: str, inputs: Iterable[object] | None) -> str:
-    """Returns a script of a program's text (`translate_fusion`), and of inputs like these if there
-    are any: random values of their shapes, strides, dtypes and devices; numbers as they are."""
+    """Returns a script that defines a program, from its text (`translate_fusion`), and runs it.
+
+    Its tensors have random values, with the shapes, strides, dtypes and devices of `inputs`.
+    Numbers are copied. Without inputs, the script only defines the program.
+    """
     lines = ["# CUDA devices:"]
     for k in range(torch.cuda.device_count()):
         lines.append(f"#  {k}: {torch.cuda.get_device_name(k)}")
@@ -1027,13 +1054,13 @@ def _input_text(value: torch.Tensor | bool | int | float | complex) -> str:
         return number_text(value)
     where = f"dtype={value.dtype}, device='{value.device}'"
     shape, strides = tuple(value.shape), value.stride()
-    # torch draws no floats of one byte.
+    # torch cannot create random floats of one byte.
     is_narrow = value.dtype.is_floating_point and value.dtype.itemsize == 1
     if value.is_contiguous() and is_narrow:
         return f"torch.randn({shape}, device='{value.device}').to({value.dtype})"
     if value.is_contiguous():
         return f"torch.testing.make_tensor({shape}, {where})"
-    # As many elements as the last one needs to be there.
+    # The number of elements up to the last one that the strides address.
     count = 1 + sum((n - 1) * s for n, s in zip(shape, strides, strict=True))
     count = count if value.numel() else 0
     if is_narrow:
@@ -1047,7 +1074,8 @@ def _input_text(value: torch.Tensor | bool | int | float | complex) -> str:
 
 
 def fake_inputs(inputs: Sequence[object]) -> list[object]:
-    """Returns tensors without contents in the place of tensors: what a script needs of them."""
+    """Returns the inputs with fake tensors, which have no data: a script needs only their
+    properties."""
     from torch._subclasses.fake_tensor import FakeTensorMode
 
     mode = FakeTensorMode()
@@ -1055,13 +1083,13 @@ def fake_inputs(inputs: Sequence[object]) -> list[object]:
 
 
 def is_internal(error: BaseException) -> bool:
-    """Whether an error may be a fault of this project: a failed check of its own, a program or a
-    kernel that it should not have made."""
+    """Whether an error may be a fault of this project: a failed internal check, or an invalid
+    program or kernel."""
     if isinstance(error, MemoryError | torch.OutOfMemoryError | NoCompilerError):
         return False
     return isinstance(error, _INTERNAL) or not isinstance(error, FuserError)
 
 
 def report(error: BaseException, script: str) -> None:
-    """Adds a script to what is shown of an error."""
-    error.add_note(f"If this is a fault of fuser, this script shows it again:\n```\n{script}```")
+    """Adds a script that reproduces an error to its notes."""
+    error.add_note(f"If this is a fault of fuser, this script reproduces it:\n```\n{script}```")

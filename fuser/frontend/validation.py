@@ -1,8 +1,8 @@
-"""Comparing results with torch's, within tolerances that follow from dtype and reduction size.
+"""Compares results with torch's, within tolerances that depend on dtype and reduction size.
 
-The tolerances are nvFuser's: measured for sums of numbers of size 1, of 4 to 2097152 of them. One
-unit in the last place of a result's dtype is allowed besides, since two sums that differ by less
-may round to neighbours.
+The tolerances are nvFuser's. They were measured for sums of 4 to 2097152 numbers of magnitude 1. In
+addition, one unit in the last place of the result's dtype is allowed, because two sums that differ
+by less can round to neighbouring values.
 """
 
 from __future__ import annotations
@@ -26,7 +26,8 @@ from fuser.support.inputs import flatten
 
 Tolerance = tuple[float, float]
 
-# Of reductions of 4 << k elements; a size between takes the larger, and its value is the next one.
+# Sizes of the reductions in the tables below: 4 << k elements. A reduction uses the entry after
+# that of the smallest size that is not below its own.
 _SUM_SIZES = [4 << k for k in range(20)]
 # fmt: off
 _FULL = (
@@ -40,16 +41,16 @@ _HALF = (
     1.99234, 2.00032, 3.99073,
 )
 # fmt: on
-# Without a reduction: (atol, rtol).
+# (atol, rtol) without a reduction.
 _FULL_ALONE, _HALF_ALONE = (_FULL[0], _FULL[1]), (_HALF[0], _HALF[1])
-# How often values are moved to see how far results follow.
+# Number of runs with perturbed values that measure how far results move.
 _TRIALS = 8
-# Relative to the absolute tolerance of a sum.
+# The relative tolerance of a sum as a factor of its absolute one.
 _RELATIVE = 0.01
 
 
 def tolerance(dtype: DataType, size: int) -> Tolerance:
-    """Returns (atol, rtol) of a result that sums `size` numbers."""
+    """Returns (atol, rtol) for a result of `dtype` that sums `size` numbers."""
     if category(dtype) in ("int", "bool"):
         return 0.0, 0.0
     is_full = dtype in (
@@ -63,7 +64,7 @@ def tolerance(dtype: DataType, size: int) -> Tolerance:
     table = _FULL if is_full else _HALF
     place = bisect_left(_SUM_SIZES, size) + 1
     atol = table[place] if place < len(table) else 2 * table[-1]
-    # Half has as many bits again as the others of its width.
+    # Half has more significant bits than BFloat16 and Float8.
     if not is_full and dtype is not DataType.Half:
         atol *= 10
     return atol, atol * _RELATIVE
@@ -88,28 +89,28 @@ def _tolerances(fusion: Fusion, args: Sequence[Argument]) -> dict[TensorView, To
 
 @checked
 def get_val_tolerances(fusion: Fusion, args: Sequence[object]) -> list[Tolerance]:
-    """Returns (atol, rtol) of each output that is not written into an input."""
+    """Returns (atol, rtol) of each output, except outputs that update an input."""
     found = _tolerances(fusion, flatten(args))
     return [found[out] for out in fusion.outputs if fusion.alias_of(out) is None]
 
 
 def references(fusion: Fusion, args: Sequence[Argument]) -> list[torch.Tensor]:
-    """Returns what torch computes of the visible outputs, in the fusion's own dtypes.
+    """Returns torch's results for the visible outputs, in the fusion's own dtypes.
 
     Raises `UnsupportedError` for sharded programs, and for random ops without a seed.
     """
     sharded = next((tv for tv in fusion.tensors() if tv.mesh is not None), None)
     if sharded is not None:
         raise UnsupportedError(
-            f"validate: {sharded} has a mesh, and torch sees the shards of one rank alone: give "
+            f"validate: {sharded} has a mesh, and torch has only the shards of this rank: pass "
             "reference_outputs"
         )
     if Draws.of(fusion) is not None:
         raise UnsupportedError(
-            "validate: ops without rng_seed and rng_offset draw other numbers each time: give "
+            "validate: ops without rng_seed and rng_offset draw new numbers in each run: pass "
             "reference_outputs"
         )
-    # An update writes into inputs, not into what was computed from them.
+    # An update changes an input after everything was computed from it.
     results = zip(fusion.outputs, evaluate_fusion(fusion, args), strict=True)
     return [result for out, result in results if not fusion.is_hidden(out)]
 
@@ -120,12 +121,13 @@ def compare(
     wanted: Sequence[torch.Tensor],
     args: Sequence[Argument],
 ) -> None:
-    """Raises `ValidationError` naming the first visible output that is not as wanted."""
+    """Raises `ValidationError`, which names the first visible output that differs from its
+    reference."""
     shown = [out for out in fusion.outputs if not fusion.is_hidden(out)]
     if not len(outputs) == len(wanted) == len(shown):
         raise ValidationError(
-            f"Validation error: {len(outputs)} outputs, {len(wanted)} references, expected "
-            f"{len(shown)}"
+            f"Validation error: {len(outputs)} outputs and {len(wanted)} references, expected "
+            f"{len(shown)} of both"
         )
     found = _tolerances(fusion, args)
     places = {id(tv): k for k, tv in enumerate(fusion.outputs)}
@@ -147,11 +149,12 @@ def compare(
 
 
 def _legal_changes(fusion: Fusion, args: Sequence[Argument]) -> list[torch.Tensor]:
-    """Returns how far each element of each output may move by roundings that kernels leave out: of
-    a product that is added (a fused multiply-add), and of a half-precision value in between.
+    """Returns how far each element of each output may move because kernels omit roundings.
 
-    The program is computed in float64 with such values moved by one rounding, up or down, several
-    times. Returns [] where torch cannot compute it (see `references`).
+    A kernel may omit the rounding of a product that is then added (fused multiply-add), and that of
+    a half-precision intermediate. The program is computed in float64 several times. Each time such
+    values are moved by one rounding, up or down. The list is empty if torch cannot compute the
+    program (see `references`).
     """
     if any(tv.mesh is not None for tv in fusion.tensors()) or Draws.of(fusion) is not None:
         return []
@@ -169,7 +172,7 @@ def _legal_changes(fusion: Fusion, args: Sequence[Argument]) -> list[torch.Tenso
     ) -> list[torch.Tensor]:
         out = op.outputs[0]
         if isinstance(op, BinaryOp) and op.kind in ("add", "sub"):
-            # Both products move the sum the same way: moves in turn could cancel.
+            # Both products move the sum in the same direction: opposite moves could cancel.
             errors = [
                 eps_of(v) * value.abs()
                 for v, value in zip(op.inputs, operands, strict=True)
@@ -189,7 +192,7 @@ def _legal_changes(fusion: Fusion, args: Sequence[Argument]) -> list[torch.Tenso
         for k, (one, other) in enumerate(zip(runs, exact, strict=True)):
             if one.is_floating_point() or one.is_complex():
                 largest[k] = torch.maximum(largest[k], (one - other).abs().nan_to_num())
-    # Reference and result may both be off.
+    # Both the reference and the result may have such an error.
     return [4 * x for x in largest]
 
 
@@ -205,7 +208,7 @@ def _difference(
     rtol: float,
     legal: torch.Tensor | None = None,
 ) -> str:
-    """Returns how a result differs from what was wanted, "" where it does not."""
+    """Returns a text on how a result differs from its reference; "" if it does not."""
     if not (out.is_floating_point() or out.is_complex()):
         if torch.equal(out, wanted.to(out.dtype)):
             return ""
@@ -229,17 +232,19 @@ def _difference(
 def validate_with_auto_inferred_outputs(
     fusion: Fusion, fusion_outputs: Sequence[torch.Tensor], args: Sequence[object]
 ) -> None:
-    """Compares outputs with what torch computes from the same inputs, which no update has changed.
+    """Compares outputs with torch's results for the same inputs. The inputs must still have the
+    values from before the call.
 
-    Raises `ValidationError` naming the first output that differs, and `UnsupportedError` where
-    torch cannot tell (see `references`).
+    Raises:
+        ValidationError: an output differs; the message names the first.
+        UnsupportedError: torch cannot compute the references (see `references`).
     """
     given = flatten(args)
     compare(fusion, fusion_outputs, references(fusion, given), given)
 
 
 def as_before(fusion: Fusion, args: Sequence[Argument]) -> list[Argument]:
-    """Returns the arguments of a call with copies of those that it updates."""
+    """Returns the arguments of a call, with copies of those that it updates."""
     updated = {i for i, v in enumerate(fusion.inputs) if any(a.into is v for a in fusion.aliases)}
     return [
         v.clone() if i in updated and isinstance(v, torch.Tensor) else v for i, v in enumerate(args)
@@ -252,7 +257,8 @@ def validate_run(
     inputs: Sequence[object],
     given: Sequence[torch.Tensor] | None,
 ) -> list[torch.Tensor]:
-    """Returns the outputs of a run that equal the references which were given, else torch's."""
+    """Runs a program, compares its outputs with `given` or torch's results, and returns the
+    outputs."""
     args = flatten(inputs)
     before = as_before(fusion, args)
     outputs = run(args)

@@ -60,7 +60,7 @@ def product() -> FusionDefinition:
         ([X], "Expected 2, got 1: none for T1_g_float["),
         (
             [X, None],
-            "input 1, T1_g_float[iS2{i3}, iS3{i4}]: an input is a tensor or a number",
+            "input 1, T1_g_float[iS2{i3}, iS3{i4}]: an input must be a tensor or a number",
         ),
         ([[X], [None]], "input 1, T1_g_float["),
         (

@@ -61,7 +61,7 @@ DEFINITIONS: list[tuple[Call, type[Exception], str]] = [
     (lambda fd, x: fd.define_scalar(1e300, DataType.Float), DefinitionError, "range of float"),
     (lambda fd, x: fd.define_scalar(1e5, DataType.Half), DefinitionError, "range of __half"),
     (lambda fd, x: fd.define_scalar(HUGE, DataType.Double), DefinitionError, r"2\*\*2000\.\. is"),
-    (lambda fd, x: fd.define_scalar(1.5, DataType.Int), DefinitionError, "1.5 is no integer"),
+    (lambda fd, x: fd.define_scalar(1.5, DataType.Int), DefinitionError, "1.5 is not an integer"),
     (lambda fd, x: fd.define_scalar(float("nan"), DataType.Int), DefinitionError, "nan is no"),
     (lambda fd, x: fd.ops.add(x, HUGE), DefinitionError, r"add: 2\*\*2000\.\. is out of the"),
     (lambda fd, x: fd.ops.add(x, torch.ones(2)), ArgumentError, "of type Tensor"),
@@ -85,7 +85,7 @@ DEFINITIONS: list[tuple[Call, type[Exception], str]] = [
     (
         lambda fd, x: fd.add_output(torch.ones(2)),
         ArgumentError,
-        r"^add_output\(\): .* a tensor or a scalar, got .*: it has data, which execute takes",
+        r"^add_output\(\): .* a tensor or a scalar, got .*: it has data; pass it to execute",
     ),
     (lambda fd, x: fd.ops.cat([x, np.ones(2)]), ArgumentError, r"tensors\[1\]: .*: it has data"),
     (
@@ -96,7 +96,7 @@ DEFINITIONS: list[tuple[Call, type[Exception], str]] = [
     (lambda fd, x: x.size(), ArgumentError, r"size\(\) of T0.*; it takes \(dim\) \(user code"),
     (lambda fd, x: fd.define_vector([2]), ArgumentError, r"^define_vector\(\): incompatible"),
     (lambda fd, x: LRUCache(), ArgumentError, r"^LRUCache\(\): .* it takes \(max_fusions\)"),
-    (lambda fd, x: LRUCache(0), DefinitionError, "^LRUCache: max_fusions is at least 1"),
+    (lambda fd, x: LRUCache(0), DefinitionError, "^LRUCache: max_fusions must be at least 1"),
     (
         lambda fd, x: LruFusionCache(elementwise),
         ArgumentError,
@@ -128,7 +128,7 @@ DEFINITIONS: list[tuple[Call, type[Exception], str]] = [
     (lambda fd, x: x.sum(1), AttributeError, "no attribute 'sum': ops are functions, fd.ops.sum"),
     (lambda fd, x: x.to("cpu"), AttributeError, "no attribute 'to': it is called cast"),
     (lambda fd, x: x.qqqq, AttributeError, "no attribute 'qqqq'$"),
-    (lambda fd, x: fd.fec, AttributeError, "no attribute 'fec': the first execute makes it"),
+    (lambda fd, x: fd.fec, AttributeError, "no attribute 'fec': the first execute creates it"),
     (lambda fd, x: fd.define_constant(1), AttributeError, "it is called define_scalar"),
     (lambda fd, x: fd.ops.elu(x), UnknownOpError, r"no op 'elu': write where\(gt\(x"),
     (lambda fd, x: fd.ops.sigmod(x), UnknownOpError, "did you mean sigmoid, "),
@@ -179,7 +179,7 @@ def test_a_tensor_instead_of_a_list_of_inputs() -> None:
     fd = elementwise(DataType.Double, DataType.Float)
     with pytest.raises(InputError, match=r"got a tensor: pass \[tensor\]"):
         fd.execute(torch.ones(2))
-    with pytest.raises(OptionError, match="a list of names, not None"):
+    with pytest.raises(OptionError, match="a list of names, got None"):
         fd.execute([torch.ones(2), 1.0], _enable_options=None)  # pyright: ignore[reportArgumentType]
 
 

@@ -242,7 +242,7 @@ def test_a_definition_with_an_executor_keeps_it() -> None:
 def test_an_empty_definition_is_not_cached() -> None:
     with pytest.raises(EmptyDefinitionError, match="Fusion is empty"):
         LruFusionCache()(lambda: written(lambda fd: None))()
-    with pytest.raises(ArgumentError, match="no FusionDefinition returned: None"):
+    with pytest.raises(ArgumentError, match="must return a FusionDefinition, got None"):
         LruFusionCache()(lambda: None)()  # pyright: ignore[reportArgumentType]
     with pytest.raises(ArgumentError):
         LruFusionCache(lambda: scaled(1.0))  # pyright: ignore[reportArgumentType]

@@ -395,7 +395,7 @@ def test_one_kernel_by_hand_takes_a_seed() -> None:
     with FusionDefinition() as fd:
         x = fd.define_tensor([-1, -1], contiguity=True)
         fd.add_output(fd.ops.add(x, fd.ops.rand_like(x)))
-    with pytest.raises(UnsupportedError, match="Give random ops rng_seed and rng_offset"):
+    with pytest.raises(UnsupportedError, match="Random ops need rng_seed and rng_offset"):
         fd.manual_execute([X])
     with FusionDefinition() as fd:
         x = fd.define_tensor([-1, -1], contiguity=True)

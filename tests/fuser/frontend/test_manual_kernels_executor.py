@@ -105,6 +105,6 @@ def test_parameters_of_a_scheduler_are_taken_by_manual_execute() -> None:
         tv = fd.define_tensor([-1, -1], contiguity=True)
         fd.add_output(fd.ops.exp(tv))
     params = fd.sched.schedule(fd.fusion, fuser.SchedulerType.pointwise, [x])
-    with pytest.raises(TypeError, match=r"expected what sched\.schedule returns"):
+    with pytest.raises(TypeError, match=r"expected the result of sched\.schedule"):
         fd.manual_execute([x], "pointwise")
     torch.testing.assert_close(fd.manual_execute([x], params), [x.exp()])

@@ -210,7 +210,7 @@ def test_only_this_thread() -> None:
         other = threading.Thread(target=fd.execute, args=(given,))
         other.start()
         other.join()
-        with pytest.raises(NotCompiledError, match="nothing has run"):
+        with pytest.raises(NotCompiledError, match="no program has run"):
             _ = prof.profile
         fd.execute(given)
     assert len(prof.profile.kernel_profiles) == 3
@@ -246,9 +246,9 @@ def test_refusals() -> None:
         pytest.raises(OtherEntranceError, match="one manual_execute"),
     ):
         fd.execute(given)
-    with pytest.raises(NotCompiledError, match="nothing has run"):
+    with pytest.raises(NotCompiledError, match="no program has run"):
         _ = prof.profile
-    with PythonProfiler(), pytest.raises(OtherEntranceError, match="do not nest"):
+    with PythonProfiler(), pytest.raises(OtherEntranceError, match="blocks cannot be nested"):
         PythonProfiler().__enter__()
     with pytest.raises(ArgumentError, match="auto_scheduled"):
         PythonProfiler("yes")  # pyright: ignore[reportArgumentType]
@@ -349,7 +349,7 @@ def check_all_profile() -> None:
     with PythonProfiler() as prof:
         with pytest.raises(InputError if rank == 1 else PeerError, match="to be bound to a tensor"):
             fd.execute([torch.ones(3), GOOD[1]] if rank == 1 else GOOD)
-        with pytest.raises(NotCompiledError, match="nothing has run"):
+        with pytest.raises(NotCompiledError, match="no program has run"):
             _ = prof.profile
         fd.execute(GOOD)
     assert prof.profile.kernel_profiles

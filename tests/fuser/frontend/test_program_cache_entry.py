@@ -174,7 +174,7 @@ def test_calls_of_ranks_are_seen_in_c() -> None:
             given = torch.randn(4 + i % 2, 6)
             assert torch.equal(fd.execute([given])[0], given + given)
         calls = fd.fec._by_signature  # pyright: ignore[reportPrivateUsage]
-        return all(c.is_hastened for c in dict(calls.items()).values()), len(calls)
+        return all(c.is_fast_path_tried for c in dict(calls.items()).values()), len(calls)
 
     with simulate(2) as world:
         assert world.run(body) == [(True, 2)] * 2

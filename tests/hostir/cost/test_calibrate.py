@@ -480,7 +480,7 @@ def _nobody_measures(*_: object) -> NoReturn:
         ("", "--output '': expected the name of a file"),
         ("folder", "it is a folder"),
         ("nowhere/m.json", "there is no folder"),
-        ("pipe", "it is no plain file"),
+        ("pipe", "it is not a regular file"),
     ],
 )
 def test_where_no_description_can_be_written_nothing_is_measured(

@@ -361,10 +361,10 @@ def test_bad_inputs_are_named(inputs: list[object], message: str) -> None:
 def test_junk_inputs_are_refused_before_and_after_a_run(method: str) -> None:
     evaluator = HostIrEvaluator(build(CASES["linear_relu_sum"]))
     junk: list[tuple[Any, str]] = [
-        (None, "inputs are a list of tensors and numbers: .* got None"),
-        (3, "inputs are a list"),
+        (None, "inputs must be a list of tensors and numbers: .* got None"),
+        (3, "inputs must be a list"),
         ([_GOOD[0].numpy(), *_GOOD[1:]], "input 0: .* got ndarray: pass torch.from_numpy"),
-        ([{}, *_GOOD[1:]], "input 0: an input is a tensor or a number, got dict"),
+        ([{}, *_GOOD[1:]], "input 0: an input must be a tensor or a number, got dict"),
         ([None, *_GOOD[1:]], "input 0"),
         (["x", *_GOOD[1:]], "input 0"),
     ]

@@ -135,7 +135,7 @@ def test_a_compiler_that_does_not_work_is_the_machines_fault(tmp_path: Path) -> 
     assert job.code != 0, job.text
     assert "uncaught NoCompilerError: " in job.text.splitlines()[0], job.text
     assert "false ended with exit code 1, and wrote nothing" in job.text, job.text
-    assert "export CXX=g++" in job.text and "this script shows it again" not in job.text, job.text
+    assert "export CXX=g++" in job.text and "this script reproduces it" not in job.text, job.text
 
 
 @needs_mpi

@@ -248,7 +248,7 @@ def _check_orders_of_updates(mesh: TorchMesh, local: torch.Tensor) -> None:
     """What is written into a copy would be lost."""
     fd = _negation(mesh, 0, (2, 1, 0), updates=True)
     x = DTensor.from_local(local.clone(), mesh, [Shard(0)], run_check=False)
-    words = rf"input 0, T0.*strides {local.stride()}, and declares .*in place.*stride_order"
+    words = rf"input 0, T0.*strides {local.stride()}, but declares .*in place.*stride_order"
     _refused(fd, [x], DTensorError, words.replace("(", r"\(").replace(")", r"\)"))
     ordered = reordered(local.clone(), (2, 1, 0))
     x = DTensor.from_local(ordered, mesh, [Shard(0)], run_check=False)
@@ -289,8 +289,8 @@ def check_refusals(device: str) -> None:
         # The second input has no mesh: all ranks have it whole.
         ([columns, whole], DTensorError, r"input 0, T0.*\(Shard\(0\)\) in.*is \(Shard\(1\)\)"),
         ([rows(), columns], DTensorError, r"input 1, T1.*\(Replicate\(\)\) in.*is \(Shard\(1\)\)"),
-        ([rows(), second], DTensorError, r"input 1, T1.*is to be a DTensor"),
-        ([rows(), elsewhere], DTensorError, r"input 1, T1.*name them alike"),
+        ([rows(), second], DTensorError, r"input 1, T1.*must be a DTensor"),
+        ([rows(), elsewhere], DTensorError, r"input 1, T1.*use the same names"),
         ([rows()], InputError, r"Expected 2, got 1"),
     ]
     for given, kind, words in cases:
