@@ -1,10 +1,9 @@
-/* A steady call in one piece: the inputs are looked at, outputs made, kernels or a graph launched.
+/* Repeats a recorded call: checks the inputs, allocates outputs, launches kernels or a graph.
 
-   It repeats what the Python path does (Contents.glance, Plan.run, Replays.run), bit for bit, for
-   calls that are like the ones it was made from; of any other call, and before anything is
-   launched, it says None: not mine. All state that runs change is that of the Python path, and is
-   changed by one run at a time: the one that has taken the arena. Where the interpreter's lock is
-   released, only what that run owns is touched.
+   The results equal those of the Python path (Contents.glance, Plan.run, Replays.run) bit by bit,
+   for calls that are like the recorded one. For any other call, it returns None before it launches
+   anything. Runs change the state of the Python path, one run at a time: the run that has taken the
+   arena. While the interpreter's lock is released, only state that this run owns is accessed.
 
    Tensors are read through torch's C exchange table (DLPack), and the size of their storage through
    torch's stable C shim. */
@@ -14,7 +13,7 @@
 
 enum { MAX_SLOTS = 1 << 15 };
 
-/* Whether this thread is known as one that runs programs. */
+/* Whether this thread is registered as one that runs programs. */
 static _Thread_local int is_known;
 
 /* ------------------------------------------------------------ steps */
@@ -24,7 +23,7 @@ static int call_status(const Step *step) {
   return ((int (*)(void *, void *, void *, void *))step->function)(a[0], a[1], a[2], a[3]);
 }
 
-/* Raises the error of a step as the Python path does. */
+/* Raises the error of a step with the same text as the Python path. */
 static void explain_error(Steady *self, PyObject *closure) {
   PyObject *type, *error, *trace;
   PyErr_Fetch(&type, &error, &trace);
@@ -61,11 +60,11 @@ static int run_steps(Steady *self, PyObject *slots, const uint64_t *known) {
       for (int k = 0; k < step->moving; k++)
         if (find_address(slots, known, step->slots[k], &step->words[step->params[k]])) return -1;
     }
-    /* A kernel of the CPU takes its time; the driver may wait for room in its queue. */
+    /* A CPU kernel may take long, and the driver may wait for space in its queue. */
     PyThreadState *state = PyEval_SaveThread();
     for (; i < end && !status; i++) status = call_status(&self->step[i]);
     PyEval_RestoreThread(state);
-    if (status) { /* raises, or has launched it after all */
+    if (status) { /* `fail` raises, unless its own launch succeeds */
       PyObject *number = PyLong_FromLong(status);
       PyObject *none = number ? PyObject_CallOneArg(self->step[i - 1].fail, number) : NULL;
       Py_XDECREF(number);
@@ -112,14 +111,14 @@ static int is_here(const Steady *self) {
   return 1;
 }
 
-/* The slots of a run that is mine; NULL without an error where it is not. */
+/* Returns the slots of a call like the recorded one; NULL without an error for other calls. */
 static PyObject *look(const Steady *self, PyObject *inputs, uint64_t *known) {
   int is_list = PyList_CheckExact(inputs);
   if (!is_list && !PyTuple_CheckExact(inputs)) return NULL;
   if ((is_list ? PyList_GET_SIZE(inputs) : PyTuple_GET_SIZE(inputs)) != self->inputs) return NULL;
   PyObject *slots = PyList_New(self->size);
   if (!slots) return NULL;
-  /* All are held before any is looked at. */
+  /* All inputs are referenced before any is checked. */
   for (int i = 0; i < self->size; i++) {
     PyObject *x = i >= self->inputs ? PyList_GET_ITEM(self->rest, i - self->inputs)
                   : is_list         ? PyList_GET_ITEM(inputs, i)
@@ -134,7 +133,7 @@ static PyObject *look(const Steady *self, PyObject *inputs, uint64_t *known) {
   return slots;
 }
 
-/* Takes the arena, as Arenas.take does, where no run uses it and the plan is still bound to it. */
+/* Takes the arena, as Arenas.take does, if no run uses it and the plan is still bound to it. */
 static int take(Steady *self) {
   Py_ssize_t i = PyList_GET_SIZE(self->spare) - 1;
   while (i >= 0 && PyList_GET_ITEM(self->spare, i) != self->arena) i--;
@@ -147,7 +146,7 @@ static int give(Steady *self) {
                                                         : 0;
 }
 
-/* 1, or 0 where there is no memory: Python asks again, and says so. */
+/* Allocates outputs. Returns 1, or 0 without memory: Python tries again, and raises the error. */
 static int make_all(const Steady *self, PyObject *slots, uint64_t *known) {
   for (int i = 0; i < self->makings; i++) {
     const Making *making = &self->made[i];
@@ -164,7 +163,7 @@ static int make_all(const Steady *self, PyObject *slots, uint64_t *known) {
   return 1;
 }
 
-/* Repeats a run for whose tensors no graph is known: captured here and now, or step by step. */
+/* Runs a call without a graph for its tensors: captures one now, or repeats its steps. */
 static int run_others(const Steady *self, PyObject *slots) {
   PyObject *none = PyObject_CallOneArg(self->others, slots);
   Py_XDECREF(none);
@@ -179,7 +178,7 @@ static PyObject *not_mine(Steady *self) {
 
 static PyObject *repeat(Steady *self, PyObject *const *given, size_t flags, PyObject *names) {
   if (PyVectorcall_NARGS(flags) != 4 || names) {
-    PyErr_SetString(PyExc_TypeError, "a steady call takes inputs, device and two lists of options");
+    PyErr_SetString(PyExc_TypeError, "a call takes inputs, a device and two lists of options");
     return NULL;
   }
   if (given[1] != Py_None || given[2] != self->no_options || given[3] != self->no_options ||
@@ -204,7 +203,7 @@ static PyObject *repeat(Steady *self, PyObject *const *given, size_t flags, PyOb
       status = -1;
   }
   PyObject *outputs = NULL;
-  /* After an error, what is in flight may write into the arena: no other run takes it. */
+  /* After an error, pending work may write into the arena, so no other run may take it. */
   if (status >= 0 && give(self)) status = -1;
   if (status == 1 && (outputs = PyList_New(self->outputs)))
     for (int i = 0; i < self->outputs; i++)
@@ -234,7 +233,7 @@ static PyObject *call_steady(PyObject *object, PyObject *const *given, size_t fl
   return outputs;
 }
 
-/* Lets go of the memory: no run uses it, but a call may be looking at its inputs. */
+/* Drops the memory and graphs. No run uses them, but a call may still be checking its inputs. */
 static PyObject *drop_steady(PyObject *object, PyObject *nothing) {
   Steady *self = (Steady *)object;
   self->is_dropped = 1;
@@ -242,8 +241,8 @@ static PyObject *drop_steady(PyObject *object, PyObject *nothing) {
   Py_RETURN_NONE;
 }
 
-/* ------------------------------------------------------------ made from a description */
-/* An attribute of what lives as long as the runner. */
+/* ------------------------------------------------------------ construction */
+/* Returns an attribute as a borrowed reference: its owner lives as long as the runner. */
 static PyObject *borrow(PyObject *given, const char *name) {
   PyObject *found = PyObject_GetAttrString(given, name);
   Py_XDECREF(found);
@@ -255,12 +254,12 @@ static PyObject *borrow_optional(PyObject *given, const char *name) {
   return found == Py_None ? NULL : found;
 }
 
-/* A tuple as an array; -1 where it is none. */
+/* Allocates an array for a tuple. Returns its length, or -1 if the attribute is no tuple. */
 static int count(PyObject *given, const char *name, size_t nbytes, void *array, PyObject **items) {
   *items = borrow(given, name);
   if (!*items) return -1;
   if (!PyTuple_CheckExact(*items)) {
-    PyErr_Format(PyExc_TypeError, "%s is no tuple", name);
+    PyErr_Format(PyExc_TypeError, "%s must be a tuple", name);
     return -1;
   }
   *(void **)array = PyMem_Calloc(PyTuple_GET_SIZE(*items) + 1, nbytes);
@@ -271,11 +270,11 @@ static int count(PyObject *given, const char *name, size_t nbytes, void *array, 
 
 static int is_slot(const Steady *self, int slot) {
   if (slot >= 0 && slot < self->size) return 1;
-  PyErr_Format(PyExc_ValueError, "slot %d of %d", slot, self->size);
+  PyErr_Format(PyExc_ValueError, "slot %d is out of range: there are %d", slot, self->size);
   return 0;
 }
 
-/* A tuple of slots as an array. */
+/* Copies a tuple of slots to an array. Returns its length, or -1 on an error. */
 static int fill_slots(const Steady *self, PyObject *given, const char *name, int **slots) {
   PyObject *items;
   int n = count(given, name, sizeof **slots, slots, &items);
@@ -349,7 +348,7 @@ static int fill_graph(Steady *self, PyObject *graph) {
       r->nbytes = nbytes;
       if (r->kernel < 0 || r->kernel >= self->kernels || r->param < 0 ||
           8 * (r->param + 1) > self->kernel[r->kernel].words.len) {
-        PyErr_SetString(PyExc_ValueError, "a reader of no parameter");
+        PyErr_SetString(PyExc_ValueError, "a reader names a parameter that its kernel lacks");
         return -1;
       }
     }
@@ -385,7 +384,7 @@ static int fill(Steady *self, PyObject *given, PyObject *inputs) {
   self->stream = (void *)(uintptr_t)stream;
   if (!PyList_CheckExact(self->spare) || !PyDict_CheckExact(self->bound_here) ||
       !PyDict_Check(self->levels) || !PyList_CheckExact(self->rest)) {
-    PyErr_SetString(PyExc_TypeError, "a description of another version");
+    PyErr_SetString(PyExc_TypeError, "the description belongs to another version of the runner");
     return -1;
   }
   self->rows = PyMem_Calloc(PyTuple_GET_SIZE(inputs) + 1, sizeof(Row));
@@ -463,7 +462,7 @@ static PyObject *make_steady(PyTypeObject *type, PyObject *arguments, PyObject *
   PyObject *given, *inputs;
   if (names || !PyArg_ParseTuple(arguments, "OO!", &given, &PyTuple_Type, &inputs)) return NULL;
   if (!torch_api) {
-    PyErr_SetString(PyExc_RuntimeError, "setup comes first");
+    PyErr_SetString(PyExc_RuntimeError, "setup must be called first");
     return NULL;
   }
   Steady *self = (Steady *)type->tp_alloc(type, 0);
@@ -471,26 +470,26 @@ static PyObject *make_steady(PyTypeObject *type, PyObject *arguments, PyObject *
   self->call = call_steady;
   self->given = Py_NewRef(given);
   if (!fill(self, given, inputs)) return (PyObject *)self;
-  if (!PyErr_Occurred()) PyErr_SetString(PyExc_ValueError, "a description of another version");
+  if (!PyErr_Occurred()) PyErr_SetString(PyExc_ValueError, "the description belongs to another version of the runner");
   Py_DECREF(self);
   return NULL;
 }
 
 static PyMemberDef members[] = {
     {"__vectorcalloffset__", T_PYSSIZET, offsetof(Steady, call), READONLY, NULL},
-    {"runs", T_LONGLONG, offsetof(Steady, runs), READONLY, "calls that were this one's"},
+    {"runs", T_LONGLONG, offsetof(Steady, runs), READONLY, "the number of repeated calls"},
     {"declined", T_LONGLONG, offsetof(Steady, declined), READONLY,
-     "calls since the latest that were not"},
-    {"is_dropped", T_INT, offsetof(Steady, is_dropped), READONLY, "whether no call is its own"},
+     "the number of calls since the last repeated one"},
+    {"is_dropped", T_INT, offsetof(Steady, is_dropped), READONLY, "whether it repeats no more calls"},
     {NULL},
 };
 
 static PyMethodDef steady_methods[] = {
-    {"drop", drop_steady, METH_NOARGS, "Let go of memory and graphs."}, {NULL}};
+    {"drop", drop_steady, METH_NOARGS, "Drops its memory and graphs."}, {NULL}};
 
 static PyTypeObject steady_type = {
     PyVarObject_HEAD_INIT(NULL, 0).tp_name = "fuser_runner.Steady",
-    .tp_doc = "Outputs of a call like the one that it is made for; None for any other.",
+    .tp_doc = "Returns the outputs of a call like the recorded one; None for any other call.",
     .tp_basicsize = sizeof(Steady),
     .tp_flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC | Py_TPFLAGS_HAVE_VECTORCALL,
     .tp_new = make_steady,
@@ -503,7 +502,7 @@ static PyTypeObject steady_type = {
     .tp_clear = clear,
 };
 
-static PyMethodDef functions[] = {{"setup", setup, METH_VARARGS, "Find torch's tables."}, {NULL}};
+static PyMethodDef functions[] = {{"setup", setup, METH_VARARGS, "Finds torch's tables."}, {NULL}};
 
 static PyModuleDef definition = {
     PyModuleDef_HEAD_INIT, "fuser_runner", NULL, -1, functions, NULL, NULL, NULL, NULL};

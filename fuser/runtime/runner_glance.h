@@ -1,5 +1,5 @@
-/* `Contents.glance` in C, for calls that the runner does not repeat: those on several ranks, which
-   agree on each call, and those that draw random numbers. */
+/* `Contents.glance` in C, for calls that the runner does not repeat: calls on several ranks, which
+   agree on each call, and calls that draw random numbers. */
 
 #pragma once
 
@@ -8,7 +8,7 @@
 #include <stddef.h>
 #include <structmember.h>
 
-/* `Contents.glance` for tensors like some: of any others, what it was given first tells. */
+/* Returns `places` for inputs like the recorded ones, else the result of `otherwise`. */
 typedef struct {
   PyObject_HEAD vectorcallfunc call;
   PyObject *places, *otherwise;
@@ -17,13 +17,13 @@ typedef struct {
   Row *rows;
 } Glance;
 
-/* Whether all are like those that it was made of. */
+/* Whether all inputs are like the recorded ones. */
 static int are_like(const Glance *self, PyObject *given) {
   int is_list = PyList_CheckExact(given), alike = 1;
   if (!is_list && !PyTuple_CheckExact(given)) return 0;
   PyObject *mode = modes(NULL, NULL);
   if (!is_object(mode, Py_False)) return 0;
-  /* A list may change while it is looked at: by another thread, or by what a tensor runs. */
+  /* Another thread, or code of a tensor subclass, may change a list during the check. */
   PyObject *inputs = is_list ? PyList_AsTuple(given) : Py_NewRef(given);
   if (!inputs) {
     PyErr_Clear();
@@ -41,10 +41,10 @@ static PyObject *call_glance(PyObject *object, PyObject *const *given, size_t fl
                              PyObject *names) {
   Glance *self = (Glance *)object;
   if (PyVectorcall_NARGS(flags) != 1 || names) {
-    PyErr_SetString(PyExc_TypeError, "a glance takes the inputs");
+    PyErr_SetString(PyExc_TypeError, "a glance takes one argument, the inputs");
     return NULL;
   }
-  if (!self->otherwise) Py_RETURN_NONE; /* the collector has taken it apart */
+  if (!self->otherwise) Py_RETURN_NONE; /* the garbage collector has cleared it */
   if (are_like(self, given[0])) return Py_NewRef(self->places);
   return PyObject_CallOneArg(self->otherwise, given[0]);
 }
@@ -83,7 +83,7 @@ static PyObject *make_glance(PyTypeObject *type, PyObject *arguments, PyObject *
                                  &places, &otherwise))
     return NULL;
   if (!torch_api) {
-    PyErr_SetString(PyExc_RuntimeError, "setup comes first");
+    PyErr_SetString(PyExc_RuntimeError, "setup must be called first");
     return NULL;
   }
   Glance *self = (Glance *)type->tp_alloc(type, 0);
@@ -107,7 +107,7 @@ static PyMemberDef glance_members[] = {
 
 static PyTypeObject glance_type = {
     PyVarObject_HEAD_INIT(NULL, 0).tp_name = "fuser_runner.Glance",
-    .tp_doc = "The places of tensors like those that it is made for; of others, what it is told.",
+    .tp_doc = "Returns the alignments of inputs like the recorded ones; calls a function for others.",
     .tp_basicsize = sizeof(Glance),
     .tp_flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC | Py_TPFLAGS_HAVE_VECTORCALL,
     .tp_new = make_glance,

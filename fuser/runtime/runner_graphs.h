@@ -1,5 +1,5 @@
-/* The graphs of a plan, found by addresses and told where tensors lie: `Replays.run` in C. What
-   Python captured is looked up in its own dictionary, and what changes is changed there. */
+/* Launches the graphs of a plan, with the current addresses of tensors: `Replays.run` in C. Graphs
+   that Python captured are looked up, and updated, in Python's own dictionary. */
 
 #pragma once
 
@@ -11,13 +11,13 @@ enum { MAX_ENTRIES = 64 };
 
 static PyObject *number_zero, *text_places, *text_misses, *text_launch, *text_update;
 
-/* A tensor to be made: `function(*arguments)`. */
+/* A tensor to allocate: `function(*arguments)`. */
 typedef struct {
   int slot;
   PyObject *function, *arguments[3];
 } Making;
 
-/* A step: a launch by address, or Python's closure. */
+/* A step: a launch by the address of a C function, or a Python closure. */
 typedef struct {
   PyObject *closure, *fail;
   int arguments, moving;
@@ -42,7 +42,7 @@ typedef struct {
   void *handle;
 } Entry;
 
-/* A kernel of all graphs, and what Python updates it by. */
+/* A kernel that occurs in all graphs: its launch call, and the words of its arguments. */
 typedef struct {
   PyObject *call;
   Py_buffer words;
@@ -55,7 +55,7 @@ typedef struct {
 
 typedef struct {
   PyObject_HEAD vectorcallfunc call;
-  /* What was given; all that is borrowed below lives as long. */
+  /* The description. It owns all objects that are borrowed below. */
   PyObject *given;
   PyObject *no_options, *context, *simulated, *levels, *level, *current_device, *capturing, *enter;
   PyObject *explain, *others, *plan, *bound, *arena, *spare, *bound_here, *rest;
@@ -73,11 +73,11 @@ typedef struct {
   Kernel *kernel;
   Entry *entry;
   long long runs, declined;
-  /* Calls that go on now, and whether all is to be let go of after them. */
+  /* The number of active calls, and whether to drop everything after them. */
   int busy, is_dropped;
 } Steady;
 
-/* The address of what lies in a slot; what is known of inputs and outputs is not asked again. */
+/* Stores the address of the tensor in a slot. The addresses of inputs and outputs are cached. */
 static int find_address(PyObject *slots, const uint64_t *known, int slot, uint64_t *out) {
   if (known[slot]) {
     *out = known[slot];
@@ -103,14 +103,14 @@ static void drop_entry(Steady *self, Entry *entry) {
   memset(entry, 0, sizeof *entry);
 }
 
-/* The words of a captured kernel and, where the graph is launched by address, the driver's. */
+/* Fills a node: the words of a captured kernel and, for launches by address, the driver's node. */
 static int fill_node(Entry *entry, Node *node, const Kernel *kernel, PyObject *captured) {
   PyObject *words = PyObject_GetAttrString(captured, "words");
   node->object = PyObject_GetAttrString(captured, "node");
   int status = words && node->object ? PyObject_GetBuffer(words, &node->words, PyBUF_WRITABLE) : -1;
   Py_XDECREF(words);
   if (!status && node->words.len != kernel->words.len) {
-    PyErr_SetString(PyExc_ValueError, "words of another kernel");
+    PyErr_SetString(PyExc_ValueError, "the words belong to another kernel");
     status = -1;
   }
   if (status || !entry->launch) return status;
@@ -124,7 +124,7 @@ static int fill_node(Entry *entry, Node *node, const Kernel *kernel, PyObject *c
   return status;
 }
 
-/* Fills an entry from what Python captured under a key. */
+/* Fills an entry from the graph that Python captured under a key. */
 static int fill_entry(Steady *self, Entry *entry, const uint64_t *key, PyObject *choices,
                       PyObject *captured) {
   entry->captured = Py_NewRef(captured);
@@ -136,7 +136,7 @@ static int fill_entry(Steady *self, Entry *entry, const uint64_t *key, PyObject 
   memcpy(entry->key, key, self->keys * sizeof *key);
   PyObject *raw = PyObject_GetAttrString(entry->graph, "raw");
   if (!raw && !PyErr_ExceptionMatches(PyExc_AttributeError)) return -1;
-  PyErr_Clear(); /* one that only Python can launch */
+  PyErr_Clear(); /* a graph that only Python can launch */
   unsigned long long launch = 0, set_params = 0, handle = 0;
   int is_read = !raw || PyArg_ParseTuple(raw, "KKK", &launch, &set_params, &handle);
   Py_XDECREF(raw);
@@ -162,7 +162,8 @@ static int is_entry(const Steady *self, const Entry *entry, const uint64_t *key,
   return !choices || PyObject_RichCompareBool(entry->choices, choices, Py_EQ) == 1;
 }
 
-/* The graph that Python captured under a key; NULL without an error where there is none. */
+/* Returns the entry of the graph that Python captured under a key; NULL without an error if there
+   is none. */
 static Entry *find_entry(Steady *self, const uint64_t *key, PyObject *choices) {
   if (self->latest < self->entries && is_entry(self, &self->entry[self->latest], key, choices))
     return &self->entry[self->latest];
@@ -195,7 +196,7 @@ static Entry *find_entry(Steady *self, const uint64_t *key, PyObject *choices) {
   int status = fill_entry(self, entry, key, choices, captured);
   Py_DECREF(captured);
   if (!status) return entry;
-  /* Nothing half filled may be found: the last one takes its place. */
+  /* An incomplete entry must not be found: the last entry replaces it. */
   drop_entry(self, entry);
   *entry = self->entry[--self->entries];
   if (entry != &self->entry[self->entries]) memset(&self->entry[self->entries], 0, sizeof *entry);
@@ -204,7 +205,7 @@ static Entry *find_entry(Steady *self, const uint64_t *key, PyObject *choices) {
   return NULL;
 }
 
-/* Tells the kernels of a graph where tensors lie. */
+/* Updates the addresses of tensors in the kernels of a graph. */
 static int update_entry(Steady *self, Entry *entry, PyObject *slots, const uint64_t *known) {
   char changed[self->kernels + 1];
   int is_changed = 0;
@@ -212,7 +213,7 @@ static int update_entry(Steady *self, Entry *entry, PyObject *slots, const uint6
   if (!places) return -1;
   if (!PyList_CheckExact(places) || PyList_GET_SIZE(places) != self->moving) {
     Py_DECREF(places);
-    PyErr_SetString(PyExc_ValueError, "places of another graph");
+    PyErr_SetString(PyExc_ValueError, "the addresses belong to another graph");
     return -1;
   }
   for (int i = 0; i < self->moving; i++) {
@@ -247,7 +248,8 @@ failed:
   return -1;
 }
 
-/* 1: a graph has repeated the run; 0: there is none for these tensors; -1: an error. */
+/* Returns 1 if a graph has repeated the run, 0 if there is none for these tensors, -1 on an
+   error. */
 static int run_graph(Steady *self, PyObject *slots, const uint64_t *known) {
   uint64_t key[self->keys + 1];
   for (int i = 0; i < self->keys; i++)
@@ -265,7 +267,7 @@ static int run_graph(Steady *self, PyObject *slots, const uint64_t *known) {
     status = entry->launch(entry->handle, self->stream);
     PyEval_RestoreThread(state);
   }
-  if (status) { /* Python knows how to name an error, and of threads without a context */
+  if (status) { /* Python names the error, and handles threads without a CUDA context */
     PyObject *stream = PyLong_FromVoidPtr(self->stream);
     PyObject *none = stream ? PyObject_CallMethodOneArg(entry->graph, text_launch, stream) : NULL;
     Py_XDECREF(stream);

@@ -1,5 +1,5 @@
-/* How the compiled runner looks at tensors: through torch's C exchange table (DLPack) and, for the
-   size of a storage, through torch's stable C shim. Nothing here owns a tensor. */
+/* Reads tensors for the compiled runner: through torch's C exchange table (DLPack) and, for the
+   size of a storage, through torch's stable C shim. Nothing in this file owns a tensor. */
 
 #pragma once
 
@@ -35,17 +35,18 @@ typedef struct {
 
 enum { COMPLEX = 5, MAX_AXES = 16 };
 
-/* ------------------------------------------------------------ what `setup` finds in torch */
+/* ------------------------------------------------------------ set by `setup` */
 static const Exchange *torch_api;
 static PyGetSetDef *requires_grad, *raw_tensor;
 static PyMethodDef *is_lazy;
 static PyCFunction modes;
-/* Of the C shim: take a pointer to a tensor's only member, the address of its implementation. */
+/* Functions of the C shim. Their argument points to a tensor's only member, the address of its
+   implementation. */
 static int (*storage_nbytes)(void **tensor, int64_t *out);
 static int (*storage_offset)(void **tensor, int64_t *out);
 
-/* One input of the calls that are mine: a tensor like this one, or this number. It holds the number
-   and the type, never a tensor. */
+/* The description of one input of repeated calls: a tensor's properties, or a number. It owns the
+   number and the type, never a tensor. */
 typedef struct {
   PyTypeObject *type;
   PyObject *number, *requires_grad;
@@ -54,7 +55,7 @@ typedef struct {
   uint64_t place;
 } Row;
 
-/* ------------------------------------------------------------ looking at tensors */
+/* ------------------------------------------------------------ checks of inputs */
 static uint64_t address_of(const View *view) {
   return (uint64_t)(uintptr_t)view->data + view->byte_offset;
 }
@@ -73,7 +74,7 @@ static int is_same_number(PyObject *a, PyObject *b) {
   return PyLong_CheckExact(a) && PyObject_RichCompareBool(a, b, Py_EQ) == 1;
 }
 
-/* Whether a storage holds the bytes of a tensor: it may have been resized. */
+/* Whether a storage is large enough for its tensor; it may have been resized. */
 static int has_room(const Row *row, PyObject *x) {
   PyObject *number = raw_tensor->get(x, raw_tensor->closure);
   void *tensor = number ? PyLong_AsVoidPtr(number) : NULL;
@@ -90,10 +91,10 @@ static int has_room(const Row *row, PyObject *x) {
 static int is_object(PyObject *found, PyObject *expected) {
   if (!found) PyErr_Clear();
   Py_XDECREF(found);
-  return found == expected; /* of True and False, which live on */
+  return found == expected; /* True and False are never freed */
 }
 
-/* Whether an input is like the one of a row; its address. */
+/* Whether an input matches a row. Stores its address. */
 static int is_like(const Row *row, uint64_t mask, PyObject *x, uint64_t *address) {
   View view;
   if (row->number) return is_same_number(row->number, x);
@@ -115,7 +116,7 @@ static int is_like(const Row *row, uint64_t mask, PyObject *x, uint64_t *address
   return !row->nbytes || has_room(row, x);
 }
 
-/* Fills a row from an input of a call that is mine. */
+/* Fills a row from an input of the recorded call. */
 static int make_row(Row *row, uint64_t mask, PyObject *x) {
   if (is_number(x)) {
     row->number = Py_NewRef(x);
@@ -126,7 +127,7 @@ static int make_row(Row *row, uint64_t mask, PyObject *x) {
   View *view = &row->view;
   int n = view->ndim;
   if (n > MAX_AXES || view->dtype.code == COMPLEX || view->dtype.bits % 8 || (n && !view->strides)) {
-    PyErr_SetString(PyExc_ValueError, "a tensor of a kind that is not looked at");
+    PyErr_SetString(PyExc_ValueError, "inputs of this kind (complex, sub-byte or many axes) are not supported");
     return -1;
   }
   if (n) {
@@ -147,7 +148,7 @@ static int make_row(Row *row, uint64_t mask, PyObject *x) {
   Py_DECREF(row->requires_grad); /* True or False */
   uint64_t address;
   if (!is_like(row, mask, x, &address)) {
-    PyErr_SetString(PyExc_ValueError, "a tensor that is not like itself");
+    PyErr_SetString(PyExc_ValueError, "a tensor does not match its own description");
     return -1;
   }
   return 0;
@@ -156,12 +157,12 @@ static int make_row(Row *row, uint64_t mask, PyObject *x) {
 /* ------------------------------------------------------------ once per process */
 static PyGetSetDef *getter_of(PyObject *x) {
   if (Py_TYPE(x) == &PyGetSetDescr_Type) return ((PyGetSetDescrObject *)x)->d_getset;
-  PyErr_SetString(PyExc_TypeError, "an attribute of tensors is no getter");
+  PyErr_SetString(PyExc_TypeError, "an attribute of torch.Tensor has no C getter");
   return NULL;
 }
 
-/* Takes torch's table, the getters of requires_grad and _cdata, is_neg, what tells whether a mode
-   sees calls of torch, and the addresses of two functions of the C shim. */
+/* Takes torch's table, the getters of requires_grad and _cdata, is_neg, the function that says
+   whether a torch function mode is active, and the addresses of two functions of the C shim. */
 static PyObject *setup(PyObject *module, PyObject *given) {
   PyObject *table, *gradient, *raw, *lazy, *mode;
   unsigned long long nbytes, offset;
@@ -175,7 +176,7 @@ static PyObject *setup(PyObject *module, PyObject *given) {
   is_lazy = is_method ? ((PyMethodDescrObject *)lazy)->d_method : NULL;
   if (found->version.major != 1 || !found->look || !found->current_stream || !is_lazy ||
       is_lazy->ml_flags != METH_NOARGS || PyCFunction_GET_FLAGS(mode) != METH_NOARGS) {
-    PyErr_SetString(PyExc_TypeError, "another version of torch's tables");
+    PyErr_SetString(PyExc_TypeError, "this version of torch has other tables than the runner expects");
     return NULL;
   }
   modes = PyCFunction_GET_FUNCTION(mode);
