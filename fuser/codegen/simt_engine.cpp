@@ -137,7 +137,7 @@ const char* kind_name(int kind) {
   return names[kind];
 }
 
-// Records the first finding of a launch and leaves the kernel for good: its fibers are never resumed.
+// Records the first error of a launch and leaves the kernel: its fibers are never resumed.
 template <class... Values>
 void record(int kind, const Thread* place, const char* format, Values... values) {
   Report& report = *context.launch->report;
@@ -185,7 +185,7 @@ void order_of(std::vector<unsigned>& order, unsigned count) {
 }
 
 // ---- warps -----------------------------------------------------------------------------------------------------------
-// Completes the warp operation of `warp` if all lanes that its mask names, and that still run, have arrived.
+// Completes the warp operation of `warp` if all running lanes in its mask have arrived.
 void complete_warp(Block& block, unsigned warp) {
   const unsigned base = warp * 32, lanes = context.threads - base < 32 ? context.threads - base : 32;
   Fiber* const fibers = block.fibers + base;
@@ -208,7 +208,7 @@ void complete_warp(Block& block, unsigned warp) {
     for (unsigned lane = 0; lane < lanes; ++lane) {
       if (!(waiting >> lane & 1)) continue;
       Fiber& fiber = fibers[lane];
-      // A lane that does not exist, or does not take part, sends poison.
+      // A lane that does not exist, or does not take part, sends a poison value.
       const unsigned source = fiber.source;
       if (fiber.operation == kVote) fiber.result = ballot;
       if (fiber.operation == kShuffle)
@@ -225,7 +225,7 @@ const Thread* warp_operation(Exchange operation, unsigned mask, unsigned long lo
   Fiber& fiber = *context.current;
   const unsigned lane = fiber.place.linear & 31;
   if (!(mask >> lane & 1))
-    FAIL(kDivergence, "lane %u takes part in a warp operation whose mask 0x%08x does not name it", lane, mask);
+    FAIL(kDivergence, "lane %u takes part in a warp operation whose mask 0x%08x does not include it", lane, mask);
   fiber.operation = operation;
   fiber.mask = mask;
   fiber.value = value;
@@ -238,7 +238,7 @@ const Thread* warp_operation(Exchange operation, unsigned mask, unsigned long lo
 }
 
 // ---- blocks ----------------------------------------------------------------------------------------------------------
-// What the threads of a block wait for that can run no further.
+// The waiting threads of a block, by the reason of the wait.
 struct Waiting {
   const Fiber *at_barrier, *other, *at_cluster, *in_warp, *finished;
   unsigned barrier, exited;
@@ -258,8 +258,8 @@ Waiting waiting_of(const Block& block) {
   return w;
 }
 
-// Nothing of a block can run: either everybody waits at its barrier, or for the cluster, or the kernel is wrong. Returns
-// whether threads can run again.
+// No thread of a block can run: all wait at its barrier, or for the cluster, or the kernel is wrong. Returns whether
+// threads can run again.
 bool release_barrier(Block& block, const Waiting& w) {
   if (w.in_warp) {
     record(kDeadlock, &w.in_warp->place,
@@ -269,7 +269,7 @@ bool release_barrier(Block& block, const Waiting& w) {
   }
   if (!w.at_barrier) return false;
   if (w.at_cluster) {
-    record(kDivergence, &w.at_cluster->place, "a thread waits for its cluster, others at the barrier %s:%d",
+    record(kDivergence, &w.at_cluster->place, "a thread waits for its cluster, but others wait at the barrier %s:%d",
            w.at_barrier->file, w.at_barrier->line);
     return false;
   }
@@ -292,7 +292,7 @@ bool release_barrier(Block& block, const Waiting& w) {
   return true;
 }
 
-// All blocks wait for their cluster; a thread that has returned never comes.
+// All blocks wait for their cluster. A thread that has returned can never arrive.
 bool release_cluster() {
   const Fiber *there = nullptr, *missing = nullptr;
   for (unsigned b = 0; b < context.cluster; ++b) {
@@ -332,7 +332,7 @@ void begin_block(Block& block, Fiber* fibers, Dim place) {
   }
 }
 
-// Lets threads run again that wait at barriers; false where none can, after a report of why.
+// Releases threads that wait at barriers. Returns false, after a report, if none can be released.
 bool release_waiting() {
   bool released = false;
   for (unsigned b = 0; b < context.cluster; ++b) {
@@ -342,7 +342,7 @@ bool release_waiting() {
   return released || release_cluster();
 }
 
-// Runs the blocks of a cluster, the first of which is `first`: neighbours along y.
+// Runs the blocks of a cluster: `first` and the next ones along y.
 void run_blocks(Dim first) {
   static thread_local std::vector<unsigned> order;
   const unsigned all = context.threads * context.cluster;
@@ -369,7 +369,7 @@ void run_blocks(Dim first) {
     }
     idle_passes = ran && !awake ? idle_passes + 1 : 0;
     if (idle_passes > 100000) {
-      record(kDeadlock, &context.current->place, "threads wait for another block; here blocks run one after the other");
+      record(kDeadlock, &context.current->place, "threads wait for another block, but on the CPU blocks run one after another");
       return;
     }
     if (!ran && left > 0) {
@@ -379,7 +379,7 @@ void run_blocks(Dim first) {
   }
 }
 
-// Makes room for the threads and the shared memory of a cluster; false, after a report, where there is none.
+// Allocates the stacks and the shared memory of a cluster. Returns false, after a report, without memory.
 bool make_room(const Launch* launch) {
   Context& c = context;
   const unsigned all = c.threads * c.cluster;
@@ -391,12 +391,12 @@ bool make_room(const Launch* launch) {
                         MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
     c.stacks = memory == MAP_FAILED ? nullptr : static_cast<char*>(memory);
     if (!c.stacks) {
-      record(kDeadlock, nullptr, "no memory for the stacks of %u threads", c.reserved);
+      record(kDeadlock, nullptr, "not enough memory for the stacks of %u threads", c.reserved);
       c.reserved = 0;
       return false;
     }
   }
-  // The lowest page of each stack is a guard: an overflow stops the process instead of corrupting a neighbour.
+  // The lowest page of each stack is a guard: an overflow ends the process instead of corrupting another stack.
   for (; c.guarded < all; ++c.guarded)
     mprotect(c.stacks + c.guarded * kStackBytes, static_cast<size_t>(sysconf(_SC_PAGESIZE)), PROT_NONE);
   if (c.fibers.size() < all) c.fibers.resize(all);
@@ -421,11 +421,11 @@ int run(const Launch* launch, ThreadEntry entry, int checked, unsigned cluster) 
   launch->report->kind = kNone;
   const Dim grid = launch->grid;
   if (c.threads > kMaxThreads) {
-    record(kOutOfBounds, nullptr, "a block of %u threads; at most %u are possible", c.threads, kMaxThreads);
+    record(kOutOfBounds, nullptr, "a block has %u threads, but at most %u are possible", c.threads, kMaxThreads);
     return launch->report->kind;
   }
   if (cluster > kMaxCluster || grid.y % cluster != 0) {
-    record(kOutOfBounds, nullptr, "%u blocks along y are no clusters of %u; a cluster has at most %u", grid.y, cluster,
+    record(kOutOfBounds, nullptr, "%u blocks along y cannot be divided into clusters of %u; a cluster has at most %u blocks", grid.y, cluster,
            kMaxCluster);
     return launch->report->kind;
   }
@@ -440,7 +440,7 @@ int run(const Launch* launch, ThreadEntry entry, int checked, unsigned cluster) 
   return launch->report->kind;
 }
 
-// ---- what kernels call -----------------------------------------------------------------------------------------------
+// ---- called by kernels -----------------------------------------------------------------------------------------------
 const Thread* barrier(const char* file, int line) {
   Fiber& fiber = *context.current;
   fiber.file = file;
@@ -485,11 +485,11 @@ void fail_global(const char* name, long long at, unsigned nbytes, unsigned align
        name, at / static_cast<long long>(element), element, alignment);
 }
 void fail_register(long long index, long long extent) {
-  FAIL(kRegister, "element %lld of a register array of %lld", index, extent);
+  FAIL(kRegister, "element %lld of a register array of %lld elements", index, extent);
 }
 
 void fail_row(long long index, long long extent) {
-  FAIL(kOutOfBounds, "an index of %lld, into an axis of %lld elements", index, extent);
+  FAIL(kOutOfBounds, "the index %lld is out of range for an axis of %lld elements", index, extent);
 }
 
 // Whether an access of `thread` is unordered with one by `other`, made at the given epochs.
@@ -546,7 +546,7 @@ void shared_access(const char* name, unsigned at, unsigned nbytes, unsigned alig
 
 const char* peer_smem(const char* name, unsigned at, unsigned nbytes, unsigned begin, unsigned end, unsigned rank) {
   if (rank >= context.cluster)
-    FAIL(kOutOfBounds, "a load from block %u of a cluster of %u", rank, context.cluster);
+    FAIL(kOutOfBounds, "a load from block %u of a cluster of %u blocks", rank, context.cluster);
   Block& peer = context.blocks[rank];
   if (!context.checked) return peer.smem + at;
   if (at < begin || static_cast<unsigned long long>(at) + nbytes > end)

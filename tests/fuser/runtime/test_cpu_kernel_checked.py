@@ -193,7 +193,7 @@ def test_register_index() -> None:
   Array<float, 4> T2;
   load_vec<4>(T2, 1, T0, 0);
   T1[0] = T2[1];"""
-    assert "register index: element 4 of a register array of 4" in finding(
+    assert "register index: element 4 of a register array of 4 elements" in finding(
         "register", body, block=1
     )
 
@@ -229,7 +229,7 @@ def test_warp_operation_that_some_lanes_skip() -> None:
 def test_lane_outside_its_mask() -> None:
     message = finding("mask", "  T1[0] = __shfl_sync(0x0000ffffu, 1.0f, 0);", block=32)
     assert (
-        "lane 16 takes part in a warp operation whose mask 0x0000ffff does not name it" in message
+        "lane 16 takes part in a warp operation whose mask 0x0000ffff does not include it" in message
     )
 
 

@@ -129,5 +129,5 @@ def test_checked_mode_finds_blocks_that_do_not_wait(
 
 
 def test_blocks_that_are_no_clusters_are_refused() -> None:
-    with pytest.raises(KernelError, match="3 blocks along y are no clusters of 2"):
+    with pytest.raises(KernelError, match="3 blocks along y cannot be divided into clusters of 2"):
         launch("peer_three", grid_y=3)
