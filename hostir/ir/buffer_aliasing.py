@@ -1,4 +1,5 @@
-"""Tensors of a program that share a buffer: views, parts, and outputs written into an input."""
+"""Finds the tensors of a program that share a buffer: views, parts, and outputs that update an
+input."""
 
 from __future__ import annotations
 
@@ -28,7 +29,7 @@ from multidevice.sharding.streams import is_allocated_per_step
 def _unread(
     program: HostIrContainer, ops: Iterable[Op], shared: Container[TensorView]
 ) -> frozenset[TensorView]:
-    """Returns those of several results of an op that no op reads, and that are no outputs."""
+    """Returns the results of ops with several results that no op reads and that are no outputs."""
     read = {v for op in ops if not isinstance(op, Deallocate) for v in op.inputs}
     read.update(program.inputs, program.outputs)
     several = (op.outputs for op in ops if isinstance(op, TensorOp) and len(op.outputs) > 1)
@@ -36,24 +37,26 @@ def _unread(
 
 
 def _shown(tv: TensorView, shows: Mapping[TensorView, TensorView]) -> Iterator[TensorView]:
-    """Yields what a tensor is a view of, and what that is a view of."""
+    """Yields the tensor that `tv` is a view of, the tensor that this one is a view of,
+    and so on."""
     while tv in shows:
         yield (tv := shows[tv])
 
 
 class WholeShapes:
-    """The shapes of those tensors of a program of which every rank and step has the whole."""
+    """Evaluates the shapes of the tensors that neither devices nor stream steps divide."""
 
     def __init__(self, tensors: Iterable[TensorView]) -> None:
         whole = [tv for tv in tensors if not tv.domain.has_devices]
         whole = [tv for tv in whole if not is_allocated_per_step(tv)]
         self._extents = Computed([x for tv in whole for x in tv.shape()])
         ends = list(accumulate((tv.ndim for tv in whole), initial=0))
-        # Of each, its extents among those of all.
+        # The range of each tensor's extents in the list of all extents.
         self._slices = {tv: slice(*ends[i : i + 2]) for i, tv in enumerate(whole)}
 
     def of(self, values: Mapping[Symbol, Number]) -> dict[TensorView, tuple[int, ...]]:
-        """Returns all shapes for values of symbols; {} where one of them has none."""
+        """Returns the shape of each tensor for these values of symbols; {} if one has no valid
+        shape."""
         try:
             extents = self._extents(values)
         except (ArithmeticError, KeyError, ValueError):
@@ -65,34 +68,35 @@ class WholeShapes:
 
 @dataclass(frozen=True)
 class Storage:
-    """The sharing of buffers in a program; it does not change while the program runs."""
+    """The tensors of a program that share buffers. It does not change while the program runs."""
 
     tensors: tuple[TensorView, ...]
-    # View, part or in-place output -> the tensor whose buffer it shows.
+    # View, part or in-place output -> the tensor whose memory it names.
     shows: dict[TensorView, TensorView]
-    # Those that show a part only.
+    # The tensors among these that name only a part.
     parts: dict[TensorView, Part]
-    # What host ops name as another tensor, or as a part of one.
+    # The tensors that a host op makes names of another tensor, or of a part of one.
     named: frozenset[TensorView]
-    # Where tensor ops find a buffer to write into; they make any other result.
+    # The tensors that have a buffer before a tensor op writes them. It allocates all other results.
     buffered: frozenset[TensorView]
     escaping: frozenset[TensorView]
-    # Outputs that show an input's memory through a `set` without a buffer: the caller gets a copy.
+    # Outputs that name an input's memory, by a `set` without a buffer. The caller gets a copy.
     borrowed: frozenset[TensorView]
-    # Those that show the shards of several ranks.
+    # The tensors that show the shards of several ranks.
     views: dict[TensorView, SymmetricContiguousView]
     # Whether some tensor has a mesh.
     is_placed: bool
     # Whether the current stream changes.
     switches_streams: bool
-    # Buffers of results beside others that nothing reads: they need not be computed.
+    # Results that nothing reads, of ops with several results. They need not be computed.
     unread: frozenset[TensorView]
-    # The shapes of the tensors that neither ranks nor steps share.
+    # The shapes of the tensors that neither devices nor stream steps divide.
     whole: WholeShapes
 
     @staticmethod
     def of(program: HostIrContainer) -> Storage:
-        """Finds who owns a buffer and who shows one, from the effects of the ops."""
+        """Finds the owners of buffers, and the tensors that name them, from the effects
+        of the ops."""
         owners = {v for v in program.inputs if isinstance(v, TensorView)}
         inputs = frozenset(owners)
         shows: dict[TensorView, TensorView] = {}
@@ -162,7 +166,7 @@ class Storage:
         return replace(storage, escaping=frozenset(roots), borrowed=frozenset(borrowed))
 
     def with_buffers(self, given: Iterable[TensorView]) -> Storage:
-        """Returns the sharing where a caller gives the buffers of these tensors."""
+        """Returns the sharing for a run in which the caller passes buffers for these tensors."""
         found = frozenset(given)
         return replace(
             self,
@@ -173,18 +177,19 @@ class Storage:
         )
 
     def shown_by(self, tv: TensorView) -> TensorView | None:
-        """Returns the tensor that `tv` is a view of, None for the owner of a buffer."""
+        """Returns the tensor that `tv` is a view of; None if `tv` owns its buffer."""
         return self.shows.get(tv)
 
     def view(self, tv: TensorView) -> SymmetricContiguousView | None:
-        """Returns what shows the shards of several ranks as `tv`, or as what it is a part of."""
+        """Returns the op that shows the shards of several ranks as `tv`, or as a tensor that `tv`
+        is a view of."""
         while tv not in self.views and tv in self.shows:
             tv = self.shows[tv]
         return self.views.get(tv)
 
     @cached_property
     def shown(self) -> frozenset[TensorView]:
-        """The tensors whose shards of several ranks are shown as one."""
+        """The owners of buffers that such an op shows to other ranks."""
         return frozenset(map(self.root, self.views))
 
     def root(self, tv: TensorView) -> TensorView:
@@ -194,12 +199,13 @@ class Storage:
         return tv
 
     def escapes(self, tv: TensorView) -> bool:
-        """Whether the buffer of `tv` belongs to the caller: an input's, or one of an output."""
+        """Whether the buffer of `tv` is that of an input or an output, so that the
+        caller owns it."""
         return self.root(tv) in self.escaping
 
 
 # ----------------------------------------------------------------------
-# Which ops may write over what they read.
+# The ops that may overwrite their operands.
 
 NEEDS = {
     "same": "must be its operand element on element, or have memory of its own",
@@ -209,7 +215,7 @@ NEEDS = {
 
 
 def buffer_sharing_of(op: Op) -> BufferSharing:
-    """Returns how an operand and a result of an op may share one buffer."""
+    """Returns the way in which an operand and a result of an op may share one buffer."""
     if isinstance(op, HostOp):
         return op.buffer_sharing
     if isinstance(op, LibraryOp):
@@ -218,7 +224,7 @@ def buffer_sharing_of(op: Op) -> BufferSharing:
 
 
 def pairs(effects: Sequence[Effect]) -> list[tuple[Reads | Writes, Writes]]:
-    """Returns the operands with each result, and each result with the later ones."""
+    """Returns each (operand, result) and each (result, later result) of an op's effects."""
     touched = [e for e in effects if isinstance(e, Reads | Writes)]
     return [
         (a, b)
@@ -230,7 +236,8 @@ def pairs(effects: Sequence[Effect]) -> list[tuple[Reads | Writes, Writes]]:
 
 
 def words(op: Op, a: TensorView, b: TensorView, *, is_read: bool) -> str:
-    """Returns what is wrong where `a`, an operand or another result, shares memory with `b`."""
+    """Returns the message for a result `b` that shares memory with `a`, an operand or another
+    result."""
     if not is_read:
         which = f"{a.label} is two of its results" if a is b else f"results {a.label}, {b.label}"
         return f"{which}{'' if a is b else ' share memory'}: each needs memory of its own"

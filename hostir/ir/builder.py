@@ -1,6 +1,6 @@
-"""`ProgramBuilder`: what the methods of a program do that build it by hand, op by op.
+"""`ProgramBuilder`: the methods by which a user builds a host program by hand, op by op.
 
-An op goes to the end of the innermost open region; `HostIrContainer` has its example.
+An op is appended to the innermost open region. `HostIrContainer` has an example.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class Buildable(Protocol):
 
 
 class ProgramBuilder:
-    """Adds to one program what its user writes; has the ops of its open regions until they end."""
+    """Builds one program; holds the ops of each open region until it ends."""
 
     def __init__(self, program: Buildable) -> None:
         self._program = program
@@ -45,23 +45,24 @@ class ProgramBuilder:
         return self._program.values
 
     def seal(self) -> None:
-        """Lets nothing more be added: an evaluator has this program."""
+        """Forbids further changes, because an evaluator holds the program."""
         self._is_sealed = True
 
     def _check_not_sealed(self, what: str) -> None:
         if self._is_sealed:
             raise DefinitionError(
-                f"{what}: an evaluator has this program already; build it whole before"
+                f"{what}: an evaluator holds this program, so it cannot change; build it "
+                "completely before"
             )
 
     def enter(self) -> None:
-        """Lets the ops that are defined from now on belong to the program."""
+        """Makes the program the owner of tensors and ops that are defined from now on."""
         self._guard = FusionGuard(self._values)
 
     def leave(self, error: object) -> None:
-        """Ends what `enter` began, by this error if there is one.
+        """Ends the definition that `enter` began. `error` is the exception that ends it, or None.
 
-        Raises `DefinitionError` for an op that was defined and stands nowhere in the program.
+        Raises `DefinitionError` for an op that was defined and never appended to the program.
         """
         self._guard.close()
         if error is not None:
@@ -71,8 +72,8 @@ class ProgramBuilder:
         if forgotten is not None:
             made = forgotten.out_tensor
             raise DefinitionError(
-                f"Op {forgotten.name} was defined{user_code(forgotten.where)}, but stands nowhere "
-                f"in the program: append {made.label}{in_ir(made)}"
+                f"Op {forgotten.name} was defined{user_code(forgotten.where)}, but never appended "
+                f"to the program: append {made.label}{in_ir(made)}"
             )
         self._values.exprs = ()
 
@@ -85,10 +86,11 @@ class ProgramBuilder:
         mesh: object = None,
         memory: MemoryType = MemoryType.global_,
     ) -> TensorView:
-        """Returns a new contiguous tensor; -1 is an extent of its own, 1 a broadcast.
+        """Returns a new contiguous tensor.
 
-        `shape` is global: shard it with `outer_split` and `parallelize`, given a mesh.
-        Raises `DefinitionError` for an extent that is no size.
+        `shape` has global extents; -1 is a new symbolic extent, 1 a broadcast. With a mesh, shard
+        the tensor by `outer_split` and `parallelize`. Raises `DefinitionError` for an extent that
+        is no size.
         """
         tv = self._values.new_tensor(
             [self._axis(i, n) for i, n in enumerate(shape)],
@@ -119,20 +121,22 @@ class ProgramBuilder:
         mesh: object = None,
         memory: MemoryType = MemoryType.global_,
     ) -> TensorView:
-        """Returns a new tensor like `tensor`, as the next input."""
+        """Returns a new tensor like that of `tensor`, and makes it the next input."""
         tv = self.tensor(shape, dtype, mesh=mesh, memory=memory)
         self.add_input(tv)
         return tv
 
     @checked
     def scalar(self, dtype: DtypeLike = DataType.Int) -> Symbol:
-        """Returns a new number, as the next input."""
+        """Returns a new scalar of the program, and makes it the next input."""
         symbol = self._values.new_symbol(check_supported(dtype, "scalar"))
         self.add_input(symbol)
         return symbol
 
     @checked
     def add_input(self, value: TensorView | Symbol) -> None:
+        """Makes a tensor or scalar of the program its next input. Raises `DefinitionError` if it is
+        one."""
         self._check_not_sealed("add_input")
         if value in self._values.inputs:
             raise DefinitionError(f"{value} is an input already")
@@ -142,7 +146,7 @@ class ProgramBuilder:
 
     @checked
     def add_output(self, tv: TensorView, alias_input: TensorView | None = None) -> None:
-        """Lets the program return `tv`, or writes it into an input; see `Fusion.add_output`."""
+        """Makes `tv` an output, or an update of `alias_input`; see `Fusion.add_output`."""
         self._check_not_sealed("add_output")
         if tv.memory is MemoryType.local:
             tv.give_memory()
@@ -150,11 +154,11 @@ class ProgramBuilder:
 
     @checked
     def append(self, *ops: Op | TensorView, into: TensorView | None = None) -> None:
-        """Adds ops at the end of the innermost open region.
+        """Appends ops to the innermost open region.
 
-        A tensor stands for the ops that compute it, as far as they are not in the program yet; its
-        buffer, or whose name it is, may be stated before. The last op writes its result `into` a
-        tensor, an input among others, if there is one.
+        A tensor in place of an op appends the ops that compute it and are not in the program yet.
+        An `Allocate` or a name of another tensor may already have given it memory. With `into`, the
+        last op writes its result into that tensor, for example an input.
 
         Raises `DefinitionError` for a result that does not have the shape and dtype of `into`.
         """
@@ -167,7 +171,7 @@ class ProgramBuilder:
                 self._append(op)
 
     def _written_into(self, op: Op, into: TensorView) -> Op:
-        """Returns an op with another result, which stands for it among those defined here."""
+        """Returns the op with `into` as its result, and replaces the op in the definition."""
         results = op.fields_of("result")
         out = getattr(op, results[0]) if len(results) == 1 else None
         if not isinstance(op, TensorOp) or not isinstance(out, TensorView):
@@ -204,7 +208,7 @@ class ProgramBuilder:
     def _append(self, op: Op) -> None:
         self._check_not_sealed("append")
         if not isinstance(op, Op):  # pyright: ignore[reportUnnecessaryIsInstance]
-            raise ArgumentError(f"HostIrContainer.append: {op!r} is no op and no tensor")
+            raise ArgumentError(f"HostIrContainer.append: {op!r} is neither an op nor a tensor")
         for tv in {v for o in walk((op,)) for v in (*o.outputs, *o.inputs)}:
             if isinstance(tv, TensorView) and tv.fusion is not self._values:
                 raise _refusal(f"append: {tv} of {op.name} belongs to another program", tv)
@@ -226,7 +230,7 @@ class ProgramBuilder:
                 found.insert(0, op)
                 needed.update(v for v in op.inputs if isinstance(v, TensorView))
         if not found:
-            text = f"HostIrContainer.append: no op that is still to come makes {tv}"
+            text = f"HostIrContainer.append: no op that is not yet appended computes {tv}"
             raise _refusal(text, tv)
         return found
 
@@ -260,7 +264,8 @@ class ProgramBuilder:
         *,
         name: str = "",
     ) -> Generator[Symbol]:
-        """Opens a loop to append to; yields its index. `stop` may be an axis to run over."""
+        """Opens a loop and yields its index. Ops are appended to its body. `stop` may be an axis to
+        run over."""
         if isinstance(stop, Axis):
             stop = stop.state
         axis, end = (stop, stop.extent) if isinstance(stop, IterDomain) else (None, stop)
@@ -275,7 +280,7 @@ class ProgramBuilder:
 
     @contextmanager
     def branch(self, predicate: Scalar) -> Generator[None]:
-        """Opens the region that runs where `predicate` holds; `otherwise` may follow."""
+        """Opens the region that runs if `predicate` is true. `otherwise` may follow."""
         IfThenElse(predicate, then=())  # refuses what is no condition before the region is written
         with self._region() as body:
             yield
@@ -283,7 +288,7 @@ class ProgramBuilder:
 
     @contextmanager
     def otherwise(self) -> Generator[None]:
-        """Opens the other region of the branch that was closed last."""
+        """Opens the other region of the last branch, which runs if its predicate is false."""
         block: Sequence[Op] = self._open[-1] if self._open else self._program.ops
         last = block[-1] if block else None
         if not isinstance(last, IfThenElse) or last.orelse:
@@ -298,9 +303,9 @@ class ProgramBuilder:
 
     @checked
     def unit(self, fusion: Fusion) -> int:
-        """Keeps a fusion for `PostOnStream`, and returns its number.
+        """Adds a fusion for `PostOnStream`, and returns its number.
 
-        Raises `DefinitionError` for one that updates an input.
+        Raises `DefinitionError` for a fusion that updates an input.
         """
         for alias in fusion.aliases:
             raise _refusal(f"unit: it updates its {alias.into} in place", alias.into)
@@ -310,7 +315,7 @@ class ProgramBuilder:
 
     @contextmanager
     def _region(self) -> Generator[list[Op]]:
-        """Opens a region; after an error in it, what was appended there is dropped."""
+        """Opens a region. After an exception in it, the ops appended to it are dropped."""
         body: list[Op] = []
         self._open.append(body)
         try:
@@ -320,15 +325,17 @@ class ProgramBuilder:
 
 
 def _refusal(text: str, *tensors: TensorView) -> DefinitionError:
-    """Returns the error of a call that builds a program: tensors by name, their types below."""
+    """Returns the error of a call that builds a program; tensors are named, with their
+    types below."""
     words, rows = in_words(text, tensors)
     return DefinitionError(f"{words}{user_code(user_line())}{''.join(map(in_ir, rows))}")
 
 
 def _lined(op: Op, where: str) -> Op:
-    """Returns the op with this line where it, or a host op in its regions, has none yet."""
+    """Returns the op with the user's line, also for host ops in its regions, where they have none
+    yet."""
     if not isinstance(op, HostOp):
-        return op  # it has the line at which it was defined
+        return op  # a tensor op has the line of its definition
     changes: dict[str, object] = {} if op.where else {"where": where}
     for name in op.fields_of("region"):
         region: tuple[Op, ...] = getattr(op, name)

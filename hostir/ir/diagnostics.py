@@ -1,4 +1,5 @@
-"""What the checks that unroll a program report: a finding names ops with their lines and steps."""
+"""The findings of the checks that unroll a program: each names ops, with their lines and loop
+steps."""
 
 from __future__ import annotations
 
@@ -11,12 +12,12 @@ from fuser.support.errors import VerifyError
 from hostir.ir.program import HostIrContainer
 
 MAX_SHOWN = 8
-# Of a longer listing these lines around each mark are shown, so that what was said before it stays
-# on the screen.
+# The lines shown around each mark of a long listing, so that the message above it stays on the
+# screen.
 _LONGEST, _AROUND = 40, 4
 _MAX_TEXT = 160
 
-# Where an unrolled op stands: the indices of its loops.
+# The indices of the loops around an op, outermost first.
 Indices = tuple[tuple[Symbol, Number], ...]
 
 
@@ -41,9 +42,9 @@ class Site:
 
 @dataclass(frozen=True)
 class Finding:
-    """What is wrong, at which ops, and what would mend it.
+    """A fault of a program: its kind, its ops, and the change that would repair it.
 
-    `what` and `fix` may have `{0}`, `{1}`, ...: the lines of the sites.
+    `what` and `fix` may contain `{0}`, `{1}`, ...: these become the lines of the sites.
     """
 
     kind: str
@@ -53,11 +54,12 @@ class Finding:
 
     @property
     def ops(self) -> tuple[Op, ...]:
+        """The ops of the sites, in order."""
         return tuple(site.op for site, _ in self.sites)
 
     @property
     def remedy(self) -> tuple[str, ...]:
-        """Which wait is missing, without the place; () where none is."""
+        """The missing wait, without its place in the program; () if the fault is another one."""
         who, before, rest = self.fix.partition(" before ")
         return (who, rest.partition(": ")[2]) if before and "must wait for" in who else ()
 
@@ -105,8 +107,10 @@ def _number(ops: Sequence[Op], line: int, found: dict[int, int]) -> int:
 
 
 def report(program: HostIrContainer, findings: Iterable[Finding]) -> str:
-    """Returns the text of the findings, the first ones of many; of those that one wait would mend
-    only the first one in full."""
+    """Returns the text of the findings, at most the first ones of many.
+
+    Of the findings that one wait would repair, only the first has its full text.
+    """
     alike: dict[object, list[Finding]] = {}
     for finding in findings:
         alike.setdefault(finding.remedy or id(finding), []).append(finding)
@@ -123,8 +127,8 @@ def report(program: HostIrContainer, findings: Iterable[Finding]) -> str:
 
 
 def listing(program: HostIrContainer, ops: Iterable[Op], *, within: range | None = None) -> str:
-    """Returns the program, or its lines `within`, with their numbers, and `->` where one of `ops`
-    begins."""
+    """Returns the program with line numbers, and `->` at the first line of each of `ops`. `within`
+    selects lines."""
     found = line_numbers(program)
     marked = {found.get(id(op)) for op in ops}
     lines = list(enumerate(str(program).splitlines(), 1))
@@ -145,7 +149,8 @@ def listing(program: HostIrContainer, ops: Iterable[Op], *, within: range | None
 
 
 def refuse(program: HostIrContainer, findings: Iterable[Finding], *, what: str) -> None:
-    """Raises `VerifyError` with the findings, if there are any; `what` was checked."""
+    """Raises `VerifyError` with the text of the findings, if there are any. `what` begins the
+    message."""
     found = list(findings)
     if found:
         ops = [op for finding in found for op in finding.ops]

@@ -1,7 +1,8 @@
-"""The effects of an op: on buffers, on names, on communications in flight, on streams.
+"""The effects of an op on buffers, names, communications in flight and streams.
 
-An op states its effects in order (`HostOp.effects`); tensor ops of the fusion IR have those of
-`tensor_op_effects`. Verification, liveness and the race check read effects and know no op.
+A host op returns its effects in order (`HostOp.effects`). Those of a tensor op of the fusion IR
+follow from its operands and results (`tensor_op_effects`). Verification, liveness and the race
+check read effects, so they need no table of ops.
 """
 
 from __future__ import annotations
@@ -19,19 +20,22 @@ from fuser.support.errors import ArgumentError, DefinitionError
 from fuser.support.record import record
 from multidevice.sharding.reshard import TeamOf
 
-# A captured stream, the program's own, or (as nvFuser prints it) an address.
+# The name of a captured stream, the entry stream, or an address as nvFuser prints it.
 STREAM_NAME = re.compile(r"(S[0-9]+|Default|0x[0-9a-zA-Z]+)(?!\w)")
 # The stream that is current when a run of CPU streams begins.
 ENTRY = "entry"
-# The stream of the caller among the numbers of streams; captured names that nothing captured and
-# streams that the program knows by address come below it.
+# The number of the caller's stream. Streams known by address, and names that no op captured, have
+# lower numbers.
 CALLER = -1
 
 
 @record
 class Stream:
-    """A stream of a program: number `index` of the evaluator's, or one that is known by `name`
-    (`S0`): a captured one, or the program's own."""
+    """A stream of a program: number `index` of the evaluator's streams, or a stream with a name.
+
+    A name is that of a captured stream (`S0`), of the program's entry stream (`Default`), or an
+    address.
+    """
 
     index: Scalar | None = None
     name: str = ""
@@ -44,7 +48,9 @@ class Stream:
             index = sc.const(index)
             object.__setattr__(self, "index", index)
         if index is None and not STREAM_NAME.fullmatch(self.name):
-            raise DefinitionError(f"Stream: {self.name!r} is no name of a stream: S0, S1, Default")
+            raise DefinitionError(
+                f"Stream: {self.name!r} is no name of a stream, such as S0, S1 or Default"
+            )
         if index is not None and (self.name or not isinstance(index, Scalar)):
             raise ArgumentError(
                 f"Stream: expected an integer scalar or name=, got {index!r}"
@@ -57,8 +63,12 @@ class Stream:
 
 @record
 class Part:
-    """A slice along one axis (reductions left out): element `index`, or, of `chunks` equal chunks
-    (rounded up; the last ones may be short or empty), chunk `index`."""
+    """A part of a tensor along one axis, reductions left out.
+
+    Without `chunks`, the part is element `index`. With it, the axis is divided into `chunks` equal
+    chunks, and the part is chunk `index`. Their size is rounded up, so the last ones may be short
+    or empty.
+    """
 
     axis: int
     index: Scalar
@@ -66,7 +76,7 @@ class Part:
 
 
 def bounds(size: int, index: int, chunks: int | None) -> tuple[int, int]:
-    """Returns (start, length) of a part along an axis of `size` elements."""
+    """Returns (start, length), in elements, of a part along an axis of `size` elements."""
     if chunks is None:
         return index, 1
     step = -(-size // chunks)
@@ -77,8 +87,10 @@ def bounds(size: int, index: int, chunks: int | None) -> tuple[int, int]:
 # ------------------------------------------------------------------ buffers and names
 @record
 class Makes:
-    """The tensor gets a buffer of its own, with contents if `is_filled`; for its block of step
-    `step` of a stream loop, if there is one."""
+    """The tensor gets a new buffer, which has contents if `is_filled`.
+
+    With `step`, the buffer holds the block of that step of a stream loop.
+    """
 
     tensor: TensorView
     is_filled: bool = False
@@ -87,14 +99,14 @@ class Makes:
 
 @record
 class Frees:
-    """The tensor's buffer, or the name of a view, is given up."""
+    """The tensor's buffer is freed, or the view that has this name ends."""
 
     tensor: TensorView
 
 
 @record
 class Shows:
-    """`out` becomes a name of `source`, or of a part of it; no data moves."""
+    """`out` becomes a name of `source`, or of a part of it. No data moves."""
 
     out: TensorView
     source: TensorView
@@ -103,7 +115,7 @@ class Shows:
 
 @record
 class Members:
-    """The members whose shards a collective touches: all of a team, or the one at
+    """The members of a team whose shards a collective reads or writes: all, or the one at position
     `place`."""
 
     team: TeamOf
@@ -112,7 +124,7 @@ class Members:
 
 @record
 class Reads:
-    """Each rank reads its shard of the tensor; `by`: members of a team alone."""
+    """Each rank reads its shard of the tensor; with `by`, only these members of a team do."""
 
     tensor: TensorView
     by: Members | None = None
@@ -120,7 +132,7 @@ class Reads:
 
 @record
 class Writes:
-    """Each rank writes its shard of the tensor; `by`: members of a team alone."""
+    """Each rank writes its shard of the tensor; with `by`, only these members of a team do."""
 
     tensor: TensorView
     by: Members | None = None
@@ -129,27 +141,29 @@ class Writes:
 # ------------------------------------------------------------------ communications
 @record
 class Starts:
-    """What the op reads and writes stays in use until the communication of this number has been
-    waited for. In a group, it starts when the group ends."""
+    """Starts the communication `number`, or adds it to the open group.
+
+    It uses the tensors that the op reads and writes until the `Wait` with this number.
+    """
 
     number: int
 
 
 @record
 class OpensGroup:
-    """The transfers up to `ClosesGroup` start together."""
+    """Opens a group: the transfers up to `ClosesGroup` start together."""
 
 
 @record
 class ClosesGroup:
-    """Starts the group's transfers, which are waited for under this number."""
+    """Starts the group's transfers as the communication `number`."""
 
     number: int
 
 
 @record
 class Waits:
-    """The current stream goes on when the communication of this number has ended."""
+    """Makes the current stream wait for the communication `number`."""
 
     number: int
 
@@ -157,21 +171,21 @@ class Waits:
 # ------------------------------------------------------------------ streams
 @record
 class Enters:
-    """What follows runs on this stream."""
+    """Makes this stream the current one for later ops."""
 
     stream: Stream
 
 
 @record
 class Captures:
-    """The stream's name means the current stream from now on."""
+    """Gives the current stream this name."""
 
     stream: Stream
 
 
 @record
 class Joins:
-    """The current stream waits for all that this one has been given so far."""
+    """Makes the current stream wait for all work that this stream has received so far."""
 
     stream: Stream
 
@@ -193,17 +207,19 @@ Effect = (
 
 
 def is_computed(effects: Iterable[Effect]) -> bool:
-    """Whether an op with these effects is work for the device, rather than a name, room in memory,
-    a communication or an order of streams."""
+    """Whether an op with these effects is work for the device.
+
+    It is not if it only names or allocates memory, communicates, or orders streams.
+    """
     found = [type(e) for e in effects if not isinstance(e, Makes) or e.is_filled]
     return not {Makes, Reads, Writes}.isdisjoint(found) and {Shows, Starts}.isdisjoint(found)
 
 
 def effects_of(op: Op, has_buffer: Container[TensorView]) -> tuple[Effect, ...]:
-    """Returns what an op does, those of its regions left out.
+    """Returns the effects of an op, without those of ops in its regions.
 
-    `has_buffer` tells which tensors exist already: a tensor op writes into such an output, and
-    makes any other, as a view of its input where it can.
+    `has_buffer` contains the tensors that already have memory. A tensor op writes into these. Any
+    other result gets a new buffer, or becomes a view of the input if the op can be one.
     """
     if isinstance(op, TensorOp):
         return tensor_op_effects(op, has_buffer)
@@ -215,7 +231,7 @@ def effects_of(op: Op, has_buffer: Container[TensorView]) -> tuple[Effect, ...]:
 
 
 def tensor_op_effects(op: TensorOp, has_buffer: Container[TensorView]) -> tuple[Effect, ...]:
-    """Returns what a tensor op of the fusion IR does in a host program."""
+    """Returns the effects of a tensor op of the fusion IR in a host program."""
     found: list[Effect] = [Reads(v) for v in op.inputs if isinstance(v, TensorView)]
     for out in op.outputs:
         if out in has_buffer:

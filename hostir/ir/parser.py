@@ -1,4 +1,4 @@
-"""`parse(text)`: a host program from its text, short or full."""
+"""Reads a host program from its short or full text: `parse(text)`."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ _SECTION = re.compile(
 _UNIT_LINE = re.compile(r"HostUnit([0-9]+): Inputs=[^\n]*")
 _CAPTURED = re.compile(r"([0-9]+)[ ]*(?=\n)")
 _INDEX_NAME = re.compile(r"[A-Za-z_]\w*", re.ASCII)
-# How the full text and the headings of dumps name their form.
+# The words by which the full text and the headings of dumps name their form.
 _NAMED_FULL = re.compile(r"^//[^\n]*, full form[,:]", re.MULTILINE)
 _TYPE_NAME = re.compile(r"[a-z]\w*")
 
@@ -54,9 +54,11 @@ _TYPE_NAME = re.compile(r"[a-z]\w*")
 def parse(text: str) -> HostIrContainer:
     """Returns the program of `str(container)` or `container.full_text()`.
 
-    The short form has no allocation domains, aliases or kernels: it can be looked at and compared,
-    but nothing runs it. A text without sections is the short form, unless a comment before the
-    program says `..., full form:`. Raises `ParseError` with line, column and the marked line.
+    The short form has no allocation domains, aliases or kernels. Such a program can be printed and
+    compared, but not run. A text without sections is in the short form, unless a comment before the
+    program says `..., full form:`.
+
+    Raises `ParseError` with line, column and the marked line.
     """
     headers = list(_SECTION.finditer(text))
     ends = [*(h.start() for h in headers), len(text)]
@@ -64,7 +66,7 @@ def parse(text: str) -> HostIrContainer:
     cursor = Cursor(text, end=ends[0])
     values = Fusion()
     ops = (*tensor_op_classes(), *HOST_OPS)
-    # A unit has symbols of its own.
+    # The symbols of a unit are not those of the program.
     kernels = (part for header, part in zip(headers, parts, strict=True) if header[1])
     bounds = concretized_bounds("".join((text[: ends[0]], *kernels)))
     parser = Parser(cursor, values, ops=ops, attributes=ATTRIBUTES, bounds=bounds)
@@ -104,7 +106,7 @@ def parse(text: str) -> HostIrContainer:
 
 
 def _program(parser: Parser, values: Fusion) -> tuple[tuple[Op, ...], dict[int, tuple[str, int]]]:
-    """Returns the ops, and by number of a host unit the line that names it and where it is."""
+    """Returns the ops, and for each host unit that they name, the line and its position."""
     c = parser.cursor
     c.take("%HostIrContainer")
     c.take("{")
@@ -159,7 +161,7 @@ def _one_of(names: tuple[str, ...], what: str) -> Attribute:
 
 
 def _index(parser: Parser) -> Symbol:
-    """Reads the index of a loop; its range stands behind it."""
+    """Reads the index of a loop, with the range that follows it in the text."""
     c = parser.cursor
     name = c.name(_INDEX_NAME, "the index of a loop")
     home = c.pos
@@ -207,8 +209,10 @@ _START = re.compile(r"^[ \t]*%HostIrContainer\b", re.MULTILINE)
 
 
 def programs_in(text: str) -> list[tuple[int, str]]:
-    """Returns the host programs in a text, each with where it starts: the dumps, with heading and
-    last line; or without any what follows each first line of a program, and the comment before it.
+    """Returns the host programs in a text, each with its position.
+
+    A dump is found by its heading and last line. A text without dumps has one program per first
+    line of a program, with the comment before it.
     """
     dumps = [(d.start(), d[0]) for d in _DUMP.finditer(text) if _START.search(d[0])]
     if dumps:
@@ -218,7 +222,7 @@ def programs_in(text: str) -> list[tuple[int, str]]:
 
 
 def _with_comment(text: str, start: int) -> int:
-    """Returns where the comment before a program starts, which names the form of its text."""
+    """Returns the position of the comment before a program, which names the form of its text."""
     while start > 0:
         line = text.rfind("\n", 0, start - 1) + 1
         if text[line:start].strip() and not text.startswith("//", line):
@@ -228,14 +232,14 @@ def _with_comment(text: str, start: int) -> int:
 
 
 def read_program(path: str, *, number: int | None = None) -> HostIrContainer:
-    """Returns the program that a file holds; `-` is stdin.
+    """Returns the program in a file; `-` is the standard input.
 
-    Around a dump, and before any program, other lines may stand (what the job printed). `number`
-    chooses among several programs, counted from 0. Errors count the lines of the file.
+    Other lines may surround a dump or precede a program, such as the output of a job. `number`
+    chooses among several programs, counted from 0. Errors have the line numbers of the file.
 
     Raises:
-        InputError: there is no such file, or it is no text.
-        ParseError: the file has no program, or the choice among several is open.
+        InputError: the file does not exist, or is no text.
+        ParseError: the file has no program, or has several and `number` is None.
     """
     try:
         text = sys.stdin.read() if path == "-" else Path(path).read_text()

@@ -1,4 +1,4 @@
-"""The text of a host program: short for reading, full for running, names alone.
+"""The three texts of a host program: short for reading, full for running, and names alone.
 
 `hostir.ir.parser` reads the short and the full form.
 """
@@ -14,33 +14,36 @@ from fuser.ir.op import INDENT, Op, op_text, region_text, value_text, walk
 from fuser.ir.text.printer import fusion_text, lines_text, sections_text
 from hostir.ir.ops import KernelGroup
 
-# The first line of the full text, by which a text without any section is known to be complete.
+# The first line of the full text. It marks a complete program that has no sections.
 FULL_FORM = "// host program, full form: this text runs"
 SHORT_FORM = (
     "this is the short form of a host program, which is for reading: memory layouts, aliases and "
     "kernels are not in it. The full form is needed: FUSER_DUMP=host_ir writes it, "
     "HostIrContainer.full_text() returns it"
 )
-# What a dump's heading says of its form.
+# The words for each form in the heading of a dump.
 NOTES = {"short": "short form", "names": "names only"}
 
-# `T4_l_float[iS0{i0}, ideviceIdx.x7{2}] (DeviceMesh{0 1})`: the number, and what follows it.
+# `T4_l_float[iS0{i0}, ideviceIdx.x7{2}] (DeviceMesh{0 1})`: the number, and the rest.
 _TYPE = re.compile(r"\b(T\d+)_\w+\[[^\[\]]*\](?: \(DeviceMesh\{[^()]*\}\))?")
 
 
 class Printable(Protocol):
-    """The parts of a program that its text consists of; `HostIrContainer` has them."""
+    """The parts of a program that its text contains; `HostIrContainer` has them."""
 
     values: Fusion
     ops: tuple[Op, ...]
     groups: Mapping[int, KernelGroup]
     units: Mapping[int, Fusion]
 
-    def tensors(self) -> tuple[TensorView, ...]: ...
+    def tensors(self) -> tuple[TensorView, ...]:
+        """Returns every tensor: inputs, those of the ops in program order, outputs."""
+        ...
 
 
 def dumped(program: Printable, form: str) -> str:
-    """Returns the text of a dump: `form` is "short", "names", or anything else for the full one."""
+    """Returns the text of a dump in the form "short" or "names"; any other `form` is
+    the full one."""
     if form == "names":
         return names_text(program)
     return short_text(program) if form == "short" else full_text(program, first_line="")
@@ -56,12 +59,12 @@ def short_text(program: Printable) -> str:
 
 
 def full_text(program: Printable, *, first_line: str) -> str:
-    """Returns everything that the program needs to run, after this line."""
+    """Returns `first_line` and the complete program, which `parse` reads back."""
     return first_line + _sections(program, lines_text(program.ops))
 
 
 def meaning_text(program: Printable) -> str:
-    """Returns the full form without the user's lines: what ranks compare."""
+    """Returns the full form without the user's source lines, so that ranks can compare it."""
     return FULL_FORM + _sections(program, "")
 
 
@@ -80,13 +83,13 @@ def _sections(program: Printable, lines: str) -> str:
 
 
 def unit_line(number: int, unit: Fusion) -> str:
-    """Returns the line by which a program's text names a host unit."""
+    """Returns the line that names a host unit in a program's text."""
     ins, outs = value_text(tuple(unit.inputs)), value_text(tuple(unit.outputs))
     return f"HostUnit{number}: Inputs={ins} -> Outputs={outs}"
 
 
 def names_text(program: Printable) -> str:
-    """Returns tensors by number alone, an op per line."""
+    """Returns one line per op, with tensors by number alone."""
     text = short_text(program)
     first, *_ = text.lstrip("\n").splitlines()
     *_, last = text.rstrip("\n").splitlines()

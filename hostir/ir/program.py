@@ -1,6 +1,6 @@
-"""HostIrContainer: a host program, its values, and the kernels that it launches.
+"""The host program `HostIrContainer`: its ops, its tensors and scalars, and its kernels.
 
-A program is made by the one lowering, read from text, or built by hand:
+A program is made by the compiler's lowering, read from text, or built by hand:
 
     hic = HostIrContainer()
     with hic:
@@ -35,7 +35,7 @@ R = TypeVar("R")
 def _by_hand(
     method: Callable[Concatenate[ProgramBuilder, P], R],
 ) -> Callable[Concatenate[HostIrContainer, P], R]:
-    """Returns the method of a program that its builder carries out."""
+    """Returns a method of the program that calls this method of its builder."""
 
     @wraps(method)
     def call(program: HostIrContainer, *args: P.args, **kwargs: P.kwargs) -> R:
@@ -46,17 +46,17 @@ def _by_hand(
 
 @dataclass(eq=False, repr=False)
 class HostIrContainer:
-    """A rank-independent host program.
+    """A host program, the same for all ranks.
 
     `values` is a fusion that owns the tensors and has the program's inputs, outputs, aliases and
-    extent classes. `units` are the fusions that `PostOnStream` runs. A pass makes a new container
-    with other `ops`.
+    extent classes. `groups` are the kernels by number, `units` the fusions that `PostOnStream`
+    runs. A pass makes a new container with other `ops`.
     """
 
     values: Fusion = field(default_factory=Fusion)
     ops: tuple[Op, ...] = ()
     groups: Mapping[int, KernelGroup] = field(default_factory=dict[int, KernelGroup])
-    # Whether it was read from a text that does not say everything.
+    # Whether it was read from the short form, which is incomplete.
     is_short: bool = False
     units: Mapping[int, Fusion] = field(default_factory=dict[int, Fusion])
     _builder: ProgramBuilder = field(init=False)
@@ -66,18 +66,21 @@ class HostIrContainer:
 
     @property
     def inputs(self) -> list[Value]:
+        """The tensors and scalars that the caller passes, in order."""
         return self.values.inputs
 
     @property
     def outputs(self) -> list[TensorView]:
-        """Every output once per `add_output`, hidden aliases included."""
+        """Every output, once per `add_output`, including outputs that only update an input."""
         return self.values.outputs
 
     @property
     def aliases(self) -> list[Alias]:
+        """The outputs that update an input in place."""
         return self.values.aliases
 
     def with_ops(self, ops: tuple[Op, ...]) -> HostIrContainer:
+        """Returns a program with these ops in place of its own."""
         return replace(self, ops=ops)
 
     def tensors(self) -> tuple[TensorView, ...]:
@@ -89,6 +92,7 @@ class HostIrContainer:
         return tuple(seen)
 
     def communications(self) -> tuple[Communication, ...]:
+        """Returns all collectives, in program order."""
         return tuple(op for op in walk(self.ops) if isinstance(op, Communication))
 
     def started(self) -> tuple[StartsCommunication, ...]:
@@ -96,7 +100,7 @@ class HostIrContainer:
         return tuple(op for op in walk(self.ops) if isinstance(op, StartsCommunication))
 
     def devices(self) -> tuple[int, ...]:
-        """Returns the ranks that some tensor's mesh names, in order; () for a program without."""
+        """Returns the sorted ranks of all tensors' meshes; () for a program without a mesh."""
         return ranks_of(tv.mesh for tv in self.tensors() if tv.mesh is not None)
 
     def check_full(self) -> None:
@@ -133,9 +137,9 @@ class HostIrContainer:
         return printer.short_text(self)
 
     def full_text(self, *, first_line: str = printer.FULL_FORM) -> str:
-        """Returns the program with everything that it needs to run: `parse` reads it back.
+        """Returns the complete program, which `parse` reads back.
 
-        The first line names the form; a heading that does so may stand in its place.
+        The first line names the form. A heading that names it may replace that line.
         """
         return printer.full_text(self, first_line=first_line)
 
@@ -150,18 +154,20 @@ class HostIrContainer:
 
 def _values(ops: tuple[Op, ...]) -> Iterator[object]:
     for op in walk(ops):
-        # A host op defines what it names; a tensor op's operands come first.
+        # A host op may define its results for the first time, so they precede its operands.
         yield from (
             (*op.outputs, *op.inputs) if isinstance(op, HostOp) else (*op.inputs, *op.outputs)
         )
 
 
 def equal(a: HostIrContainer, b: HostIrContainer) -> bool:
-    """Whether two programs are the same: values, ops, kernel groups; numbers count."""
+    """Whether two programs have equal values, ops and kernel groups, with equal numbers
+    in names."""
     return container_key(a) == container_key(b)
 
 
 def container_key(p: HostIrContainer) -> tuple[object, ...]:
+    """Returns a key that is equal for equal programs."""
     return (
         values_key(p.values, p.tensors()),
         tuple(op_key(op) for op in p.ops),

@@ -1,4 +1,4 @@
-"""Questions about a whole host program that several rooms ask; ops and values answer them."""
+"""Questions about a whole host program that several packages ask."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ from hostir.ir.program import HostIrContainer
 
 
 def has_streams(program: HostIrContainer) -> bool:
-    """Whether there is anything that the structural rules of `hostir.verify` do not decide."""
+    """Whether a program has regions, parts, streams or communications, which `verify` does not
+    fully check."""
     host_ops = [op for op in program.ops if isinstance(op, HostOp)]
     return any(op.regions or any(map(_is_undecided, op.effects())) for op in host_ops)
 
@@ -24,29 +25,30 @@ def _is_undecided(effect: Effect) -> bool:
 
 
 def has_communications(program: HostIrContainer) -> bool:
-    """Whether ranks meet in some op."""
+    """Whether ranks synchronise in some op of the program."""
     return any(isinstance(op, HostOp) and op.ranks_meet for op in walk(program.ops))
 
 
 def only_allocates(program: HostIrContainer) -> bool:
-    """Whether a program takes nothing and computes nothing: its outputs are like `torch.empty`."""
+    """Whether a program has no inputs and computes nothing. Its outputs are then like
+    `torch.empty`."""
     return not program.inputs and not any(map(_touches, walk(program.ops)))
 
 
 def _touches(op: Op) -> bool:
-    """Whether an op reads or writes what buffers hold."""
+    """Whether an op reads or writes the contents of buffers."""
     return not isinstance(op, HostOp) or any(isinstance(e, Reads | Writes) for e in op.effects())
 
 
 def computations(program: HostIrContainer) -> Iterator[Op]:
-    """Yields the ops, then those of kernels and units."""
+    """Yields the ops of the program, then those of its kernels and host units."""
     yield from walk(program.ops)
     for fusion in (*(g.fusion for g in program.groups.values()), *program.units.values()):
         yield from fusion.exprs
 
 
 def free_inputs(program: HostIrContainer) -> frozenset[int]:
-    """Returns the positions of scalar inputs that decide nothing about structure."""
+    """Returns the positions of the scalar inputs that no shape and no control scalar depends on."""
     kernels = (tv for group in program.groups.values() for tv in group.fusion.tensors())
     free = binding.free_inputs(program.values, (*program.tensors(), *kernels))
     deciding = control_symbols(program)
@@ -54,7 +56,8 @@ def free_inputs(program: HostIrContainer) -> frozenset[int]:
 
 
 def control_symbols(program: HostIrContainer) -> frozenset[Symbol]:
-    """Returns the control symbols: those that decide which ops run, how often and on what."""
+    """Returns the symbols of control scalars, which decide which ops run, how often and on which
+    parts."""
     scalars = (
         x
         for op in walk(program.ops)

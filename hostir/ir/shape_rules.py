@@ -1,4 +1,4 @@
-"""Rules for sizes and dtypes of the results of tensor ops, and the comparison of axes."""
+"""The rules for sizes and dtypes of the results of tensor ops, and the comparison of axes."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from fuser.support.errors import VerifyError
 from multidevice.sharding.placement import placement
 
 _POINTWISE = nodes.UnaryOp, nodes.BinaryOp, nodes.TernaryOp
-# Ops whose axis map says which axes of operands and results have one size; the others name sizes.
+# Ops whose axis map relates axes of one size in operands and results. All others have own checks.
 _MAPPED = (
     *_POINTWISE,
     nodes.Contraction,
@@ -35,7 +35,7 @@ _MAPPED = (
     nodes.ReductionOp,
 )
 
-# An axis of a tensor: whose, at which position (reductions left out; None: a reduction), itself.
+# An axis: its tensor, its position without reductions (None for a reduction), and the axis itself.
 _Axis = tuple[TensorView, int | None, IterDomain]
 
 
@@ -43,20 +43,22 @@ _UNKNOWN: Mapping[Symbol, Number] = {}
 
 
 def check_buffers(op: Op, has_buffer: Container[TensorView]) -> None:
-    """Raises `VerifyError` for a tensor op of which torch would make some results, and write others
-    into their buffers."""
+    """Raises `VerifyError` for a tensor op with several results of which only some have
+    a buffer."""
     if isinstance(op, TensorOp):
         without = [out for out in op.outputs if out not in has_buffer]
         if without and len(without) < len(op.outputs):
             raise VerifyError(
-                f"{op.name}: {without[0]} has no buffer, other results have: Allocate"
+                f"{op.name}: {without[0]} has no buffer, but other results have: Allocate it"
             )
 
 
 def check_results(op: Op, values: Mapping[Symbol, Number] = _UNKNOWN) -> None:
-    """Raises `VerifyError` where the result of a tensor op cannot be what it makes of its operands.
+    """Raises `VerifyError` for a result whose sizes or dtype do not follow from the operands of its
+    op.
 
-    Sizes are compared where they are known, or `values` binds their symbols; dtypes always.
+    Sizes are compared if they are constants or `values` binds their symbols. Dtypes are always
+    compared.
     """
     if isinstance(op, AttentionOp | ProductOp):
         _check_letters(op, values)
@@ -77,7 +79,7 @@ def check_results(op: Op, values: Mapping[Symbol, Number] = _UNKNOWN) -> None:
 
 
 def _check_letters(op: AttentionOp | ProductOp, values: Mapping[Symbol, Number]) -> None:
-    """Requires one size of all axes of a letter; dtypes are the op's own matter."""
+    """Requires that all axes with one letter have one size. The op itself checks dtypes."""
     by_letter: dict[str, list[_Axis]] = {}
     for field, tv in op.tensors():
         for k, (letter, axis) in enumerate(zip(op.letters(field), _axes(tv), strict=True)):
@@ -91,8 +93,10 @@ def _check_letters(op: AttentionOp | ProductOp, values: Mapping[Symbol, Number])
 
 
 def _check_groups_of_heads(op: Op, heads: list[_Axis], groups: list[_Axis]) -> None:
-    """Requires that devices cut the heads of keys as they cut those of queries; one head, of keys
-    or of a bias, is read on all devices."""
+    """Requires that devices cut the heads of keys in the same way as those of queries.
+
+    A single head, of keys or of a bias, is read on all devices.
+    """
     several = ([a for a in axes if not a[2].is_broadcast] for axes in (heads, groups))
     for one, other in zip(*several, strict=False):
         (a, k, _), (b, m, _) = one, other
@@ -122,7 +126,8 @@ def _check_whole(op: Op, tv: TensorView, k: int) -> None:
     if any(p.is_device for p in device_cuts(tv, k)):
         axis = tv.domain.no_reductions[k]
         raise VerifyError(
-            f"{op.name}: {axis_words(tv, axis)} is cut, and is needed whole{in_ir(axis, tv)}"
+            f"{op.name}: {axis_words(tv, axis)} is cut, but the op needs the whole axis"
+            f"{in_ir(axis, tv)}"
         )
 
 
@@ -135,8 +140,10 @@ def check_kept_axes(
     *,
     cut: int | None = None,
 ) -> None:
-    """Requires that `out` has the axes of `source` but for that at `gone`; devices may cut the axis
-    at `cut` of the one otherwise than that of the other."""
+    """Requires that `out` has the axes of `source` without the one at position `gone`.
+
+    The axis at position `cut` may be cut over devices in different ways.
+    """
     kept = [axis for axis in _axes(source) if gone is None or axis[1] != gone]
     if len(kept) != out.ndim:
         raise VerifyError(f"{op.name}: {out} has {out.ndim} axes, expected {len(kept)}{in_ir(out)}")
@@ -149,7 +156,7 @@ def _axes(tv: TensorView) -> list[_Axis]:
 
 
 def _alike(op: TensorOp) -> Iterator[list[_Axis]]:
-    """Yields the axes that have one size; operands first, the result's last."""
+    """Yields groups of axes that have one size: axes of operands first, that of the result last."""
     out = op.out_tensor
     roots = out.domain.maybe_root
     places = {a.number: k for k, a in enumerate(out.domain.no_reductions)}
@@ -162,7 +169,7 @@ def _alike(op: TensorOp) -> Iterator[list[_Axis]]:
         if isinstance(op, nodes.SqueezeOp):
             unused = {k for k in unused if not op.flags[k]}
         elif isinstance(op, nodes.Contraction) and len(unused) == 1:
-            # What is summed over, which a result need not name.
+            # The axes that the op sums over. A result need not have them.
             left += [axis for axis in _axes(tv) if axis[1] in unused]
             unused = set[int]()
         is_strange = any(q is not None and not 0 <= q < tv.ndim for q in mapped)
@@ -173,19 +180,21 @@ def _alike(op: TensorOp) -> Iterator[list[_Axis]]:
     for p, root in enumerate(roots):
         mapped_to = [(tv, q) for tv, m in operands if (q := m[p]) is not None]
         axes: list[_Axis] = [(tv, q, tv.domain.no_reductions[q]) for tv, q in mapped_to]
-        # A result's reduction may be what is left of one, a part per step.
+        # A result's reduction may be the rest of one that stream steps divide.
         yield axes if root.is_reduction() else [*axes, (out, places.get(root.number), root)]
 
 
 def _check_sizes(
     op: Op, axes: Sequence[_Axis], values: Mapping[Symbol, Number], *, is_cut: bool = False
 ) -> None:
-    """Requires one size of these axes, and one way that devices cut them; a single element fits,
-    but for the last axis."""
+    """Requires that these axes have one size and are cut over the same devices.
+
+    A single element (a broadcast) fits any size, except in the last axis.
+    """
     sizes = [tv.fusion.canonical(axis.size) for tv, _, axis in axes]
     whole = [(a, n) for a, n in zip(axes, sizes, strict=True) if _number(n, values) != 1]
     is_result = axes[-1][0] in op.outputs
-    # What is summed over has one element in all operands where it has one in the last.
+    # An axis that is summed over has one element in all operands, or in none.
     if _number(sizes[-1], values) == 1:
         for axis, n in whole:
             if is_result or _number(n, values) is not None:
@@ -196,13 +205,14 @@ def _check_sizes(
         if is_cut or one[1] is None or other[1] is None:
             continue
         a, b = device_cuts(one[0], one[1]), device_cuts(other[0], other[1])
-        # A step's part of a stream axis may be a device's.
+        # The part of a stream axis that one step has may be the part of one device.
         if a != b and not any(ptype.is_stream for ptype in a | b):
             _refuse(op, one, other, how="cut otherwise, and the op moves no data between ranks")
 
 
 def device_cuts(tv: TensorView, position: int) -> set[ParallelType]:
-    """Returns the parallel types that cut an axis of a tensor, reductions left out."""
+    """Returns the device parallel types that cut an axis of a tensor. The position leaves out
+    reductions."""
     return {cut.ptype for cut in placement(tv)[position]}
 
 

@@ -1,4 +1,4 @@
-"""The memory that a rank allocates for a tensor: its local shard, dense in allocation order."""
+"""Computes the memory that a rank allocates for a tensor: its dense local shard."""
 
 from __future__ import annotations
 
@@ -18,33 +18,37 @@ from multidevice.sharding.streams import block_extents
 
 
 def parts(tv: TensorView) -> tuple[int, ...]:
-    """Returns into how many blocks each logical axis (reductions left out) is cut."""
+    """Returns the number of blocks into which each logical axis (reductions left out) is cut."""
     cuts = placement(tv, DEVICE_TYPES)
     return tuple(math.prod(cut.devices for cut in mine) for mine in cuts)
 
 
 def allocated_elements(tv: TensorView, *, per_step: bool = False) -> Scalar:
-    """Returns how many elements a rank allocates: expanded broadcasts count once."""
+    """Returns the number of elements that a rank allocates. An expanded broadcast has
+    one element."""
     return memory_layout.elements(tv, block_extents(tv) if per_step else local_extents(tv))
 
 
 def held_nbytes(tv: TensorView, shape: Sequence[int]) -> int:
-    """Returns what memory has of a tensor of this shape: one element along expanded axes."""
+    """Returns the bytes in memory of a tensor of this shape. An expanded axis has one element."""
     expanded = memory_layout.expanded_positions(tv)
     kept = [n for k, n in enumerate(shape) if k not in expanded]
     return math.prod(kept) * nbytes_of(tv.dtype())
 
 
 def allocated_strides(tv: TensorView, sizes: Sequence[int]) -> tuple[int, ...]:
-    """Returns the strides, per logical axis, of a dense local shard; 0 for expanded broadcasts."""
+    """Returns the strides per logical axis of a dense local shard, 0 for expanded broadcasts."""
     return memory_layout.dense_strides_of(tv, [max(n, 1) for n in sizes])
 
 
 def viewed_strides(
     tv: TensorView, sizes: Sequence[int], strides: tuple[int, ...]
 ) -> tuple[int, ...]:
-    """Returns the strides of a view that a caller gets. What an input has at an axis of one element
-    may be anything: a result without gaps has what its memory order says."""
+    """Returns the strides of a view that is returned to the caller.
+
+    The stride of an axis with one element is arbitrary in an input. In a dense result it follows
+    from the memory order.
+    """
     if 1 not in sizes or not memory_layout.is_contiguous(tv):
         return strides
     found = zip(sizes, allocated_strides(tv, sizes), strides, strict=True)
@@ -52,7 +56,8 @@ def viewed_strides(
 
 
 def spanned(shape: Sequence[int], strides: Sequence[int]) -> int:
-    """Returns how many elements memory has from the first to past the last one; 0 without any."""
+    """Returns the number of elements of memory between the first and the last element, both
+    included."""
     if 0 in shape:
         return 0
     last = 0
@@ -62,14 +67,14 @@ def spanned(shape: Sequence[int], strides: Sequence[int]) -> int:
 
 
 def is_repeated(out: torch.Tensor) -> bool:
-    """Whether `out` has an expanded axis, whose one element torch refuses to write repeatedly."""
+    """Whether `out` has an expanded axis. Torch refuses to write its one element repeatedly."""
     if out.is_contiguous() and out.numel():
         return False
     return any(n > 1 and not step for n, step in zip(out.shape, out.stride(), strict=True))
 
 
 def write(out: torch.Tensor, value: torch.Tensor) -> None:
-    """Copies `value` into what memory holds of `out`: one element along expanded axes."""
+    """Copies `value` into the memory of `out`, which has one element along expanded axes."""
     for axis, (n, step) in enumerate(zip(out.shape, out.stride(), strict=True)):
         if n > 1 and not step:
             out, value = out.narrow(axis, 0, 1), value.narrow(axis, 0, 1)
@@ -77,7 +82,7 @@ def write(out: torch.Tensor, value: torch.Tensor) -> None:
 
 
 def share_storage(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Whether two tensors lie in one memory; of those without contents, whether they would."""
+    """Whether two tensors share memory; for tensors without data, whether they would."""
     one, other = a.untyped_storage(), b.untyped_storage()
     if a.is_meta:
         return one._cdata == other._cdata  # pyright: ignore[reportPrivateUsage]

@@ -1,4 +1,4 @@
-"""The rules of a host program, checked after every pass."""
+"""The structural rules of a host program, checked after every pass."""
 
 from __future__ import annotations
 
@@ -56,18 +56,25 @@ from hostir.ir.shape_rules import check_buffers, check_results
 
 
 def verify(program: HostIrContainer, *, after: str = "construction") -> None:
-    """Raises `VerifyError`: a sentence that names the op, the rule and the pass `after` which it is
-    broken; below it the types of tensors and the ops around, with a mark on the line.
+    """Raises `VerifyError` for a program that breaks a structural rule, also inside of regions.
 
-    Checked, in regions too: one buffer per tensor (an allocation, a name of another's, or a
-    declared alias), of its dtype; a tensor is written before it is read (by any step of the loop,
-    where a branch in it reads), and used neither before its allocation nor after its Deallocate,
-    which a loop does only to what it allocated; every buffer that is not the caller's is
-    deallocated exactly once if any is; every communication has a Wait, later, its buffers are left
-    alone until then, and its team is in the meshes; nobody writes what a view shows to other ranks,
-    which the region that made it gives up; kernel groups exist and agree with their
-    launches; inputs and open loops bind every symbol; domains are well-formed. Streams are
-    `hostir.analysis.races`'s matter.
+    The message begins with a sentence that names the op, the rule and the pass `after` which it was
+    broken. The types of tensors and the marked lines of the program follow. The rules:
+
+    - Buffers: a tensor has one buffer (an allocation, a part of another buffer, or a declared
+      alias), and both have one dtype. It is used after its allocation and before its `Deallocate`.
+    - Contents: a tensor is written before it is read. In a branch, an earlier step of the loop may
+      have written it.
+    - Deallocation: if any buffer is deallocated, every buffer that the caller does not own is,
+      exactly once. A loop deallocates only buffers that it allocates.
+    - Communications: every communication has a later `Wait`, its buffers are not used before, and
+      its team is in the meshes.
+    - Views of other ranks' shards: no rank writes a shard while a view shows it. The region that
+      makes the view also deallocates it.
+    - Kernel groups exist and agree with their launches.
+    - Inputs and open loops bind every symbol, and the axes of tensors are well-formed.
+
+    `hostir.analysis.races` checks the order of streams.
     """
     try:
         checker = _Checker(program, Storage.of(program))
@@ -91,7 +98,7 @@ def verify(program: HostIrContainer, *, after: str = "construction") -> None:
 def _refusal(
     program: HostIrContainer, text: str, after: str, shown: str, culprit: Op | None = None
 ) -> VerifyError:
-    """Returns the error of a broken rule: a sentence in the user's words, and the IR below it."""
+    """Returns the error for a broken rule: a sentence in the user's terms, with the IR below it."""
     rule, _, details = text.partition("\n")
     if culprit is not None:
         rule = f"{_subject(culprit)}: {rule.removeprefix(f'{culprit.name}: ')}"
@@ -107,15 +114,16 @@ def _refusal(
 
 
 def _subject(op: Op) -> str:
-    """Returns what a sentence calls an op: `The launch of kernel group 1`, `Op matmul`, `Wait`."""
+    """Returns the op as the subject of a sentence: `The launch of kernel group 1`, `Op matmul`,
+    `Wait`."""
     if isinstance(op, HostOp):
         return op.subject
     return f"Op {op.name}" if isinstance(op, TensorOp) else op.name
 
 
 def marked(program: HostIrContainer, index: int, culprit: Op) -> str:
-    """Returns the ops around `index` with the numbers of their lines, and `->` where the culprit,
-    that op or one in it, begins."""
+    """Returns the numbered lines of the ops around `index`, with `->` at the culprit, which may be
+    in a region."""
     ops, numbers = program.ops, line_numbers(program)
     last = ops[min(index + 2, len(ops) - 1)]
     end = numbers[id(last)] + op_text(last).count("\n") + 1
@@ -124,12 +132,12 @@ def marked(program: HostIrContainer, index: int, culprit: Op) -> str:
 
 @dataclass
 class _Flight:
-    """A communication between its start and its Wait."""
+    """A communication in flight: it has started and has no `Wait` yet."""
 
     op: Op
     reads: tuple[TensorView, ...]
     writes: tuple[TensorView, ...]
-    # Whether it has started on every path to here.
+    # Whether it has started on every path to the current op.
     is_certain: bool = True
 
 
@@ -137,7 +145,7 @@ class _Flight:
 class _Steps:
     """An open loop."""
 
-    # What it allocates.
+    # The tensors that it allocates or names.
     makes: set[TensorView]
     # The communications that its earlier steps may have started.
     numbers: set[int]
@@ -147,31 +155,33 @@ class _Steps:
 
 @dataclass
 class _Checker:
+    """Checks the ops of a program in order, and keeps the state of buffers and communications."""
+
     program: HostIrContainer
     storage: Storage
     known: set[TensorView] = field(default_factory=set[TensorView])
     # The owners of buffers that have contents.
     written: set[TensorView] = field(default_factory=set[TensorView])
     freed: set[TensorView] = field(default_factory=set[TensorView])
-    # By number: communications that no Wait has met yet.
+    # The communications in flight, by number.
     in_flight: dict[int, _Flight] = field(default_factory=dict[int, _Flight])
     group: list[_Flight] | None = None
     loops: list[_Steps] = field(default_factory=list["_Steps"])
-    # Views of several ranks' shards that are not given up, and those that outer regions made.
+    # Views of several ranks' shards that have no Deallocate yet, and those made in outer regions.
     views: dict[TensorView, Op] = field(default_factory=dict[TensorView, Op])
     outer_views: frozenset[TensorView] = frozenset()
-    # How many loops are open around the innermost branch: not every step of theirs comes there.
+    # The number of loops around the innermost branch. Some of their steps may not enter the branch.
     depth: int = 0
     is_branch: bool = False
-    # The open loops' indices.
+    # The indices of the open loops.
     indices: list[Symbol] = field(default_factory=list[Symbol])
     seen: set[int] = field(default_factory=set[int])
-    # Shared by all branches: who gave up what.
+    # The op that freed each buffer; shared by all branches.
     freed_at: dict[TensorView, Op] = field(default_factory=dict[TensorView, Op])
     at: Op | None = None
 
     def line(self, op: Op) -> str:
-        """Returns where an op stands in `str(program)`, and in the user's program."""
+        """Returns the line of an op in `str(program)` and in the user's program."""
         return line_text(op, line_numbers(self.program))
 
     def __post_init__(self) -> None:
@@ -188,11 +198,11 @@ class _Checker:
         self.meshes = {tv.mesh for tv in self.program.tensors()}
         ops = list(walk(self.program.ops))
         self.loop_indices = {op.index for op in ops if isinstance(op, ForLoop)}
-        # The names that order the axes of another tensor anew.
+        # Names of other tensors with permuted axes.
         self.turned = {op.out for op in ops if isinstance(op, LoadStoreOp) and op.out.domain.root}
         started = Counter(op.number for op in ops if isinstance(op, StartsCommunication))
         self.twice = {number for number, count in started.items() if count > 1}
-        # Names of streams that a Synchronize may wait for: captured, or entered by name.
+        # Names of streams that a Synchronize may wait for: captured or entered.
         named = (
             op.stream.name for op in ops if isinstance(op, GetCurrentStream | SetCurrentStream)
         )
@@ -200,9 +210,10 @@ class _Checker:
         self.awaited = {op.number for op in ops if isinstance(op, Wait)}
 
     def check(self, op: Op) -> None:
+        """Checks one op against the state so far, then the ops of its regions."""
         self.at = op
         if not isinstance(op, TensorOp | HostOp):
-            raise VerifyError("it cannot stand in a host program")
+            raise VerifyError("this kind of op cannot be in a host program")
         self._symbols(op)
         if isinstance(op, HostOp):
             op.verify_in(self)
@@ -231,8 +242,10 @@ class _Checker:
             self._branch(op)
 
     def _present(self, op: Op, effects: Sequence[Effect]) -> None:
-        """Requires that every rank has all that an op computes with; which ranks come to an op in a
-        branch, `hostir.analysis.races` finds out."""
+        """Requires that every rank has all tensors of a local op.
+
+        Ops in branches are left to `hostir.analysis.races`, which knows the ranks that reach them.
+        """
         if self.is_branch or isinstance(op, StartsCommunication):
             return
         touched = [e.tensor for e in effects if isinstance(e, Reads | Writes)]
@@ -242,13 +255,12 @@ class _Checker:
                 continue
             if ranks := {*mine.devices} ^ {*theirs.devices}:
                 raise VerifyError(
-                    f"of {one} and {other}, {ranks_text(sorted(ranks))} has one without the other"
+                    f"{ranks_text(sorted(ranks))} has only one of {one} and {other}, which the op "
+                    "uses together"
                 )
 
     def _memory_of_its_own(self, op: Op, effects: Sequence[Effect]) -> None:
-        """Requires that no result lies over what it must not; parts are `hostir.analysis.races`'s
-        matter.
-        """
+        """Requires that a result overlaps no tensor that the op must not overwrite."""
         for one, other in pairs(effects):
             a, b, is_read = one.tensor, other.tensor, isinstance(one, Reads)
             how = buffer_sharing_of(op) if is_read else "never"
@@ -258,7 +270,7 @@ class _Checker:
                 raise VerifyError(words(op, a, b, is_read=is_read))
 
     def _views(self, tv: TensorView) -> list[TensorView]:
-        """Returns the names between a tensor and its buffer that order the axes anew."""
+        """Returns the names between a tensor and its buffer that permute axes."""
         found: list[TensorView] = []
         while tv in self.storage.shows:
             if tv in self.turned:
@@ -267,7 +279,7 @@ class _Checker:
         return found
 
     def _symbols(self, op: Op) -> None:
-        """Requires that inputs, or loops that are open, bind the symbols that an op names."""
+        """Requires that inputs or open loops bind all symbols in the op's scalars and shapes."""
         for value in (*op.inputs, *op.scalars):
             if isinstance(value, Scalar):
                 self._bound(symbols(value), self.indices)
@@ -302,8 +314,10 @@ class _Checker:
             if isinstance(e, Writes)
         }
         if op.index.name in (*self.names, *(i.name for i in self.indices)):
-            # Their text would not tell which of them an index inside means.
-            raise VerifyError(f"a loop around it, or an input, has the name {op.index}, too")
+            # In the program's text, the name would be ambiguous.
+            raise VerifyError(
+                f"its index {op.index} has the name of an outer loop's index or of an input"
+            )
         self.indices.append(op.index)
         self.loops.append(_Steps(makes, numbers, writes - makes))
         group, outer, self.outer_views = self.group, self.outer_views, frozenset(self.views)
@@ -335,8 +349,7 @@ class _Checker:
             ends.append(branch)
         one, other = ends
         self.known = one.known & other.known
-        # Which of them a step or a rank goes through, and what is left, `hostir.analysis.races`
-        # finds out.
+        # `hostir.analysis.races` follows each rank and step through its branch.
         self.written = one.written | other.written
         self.freed = one.freed | other.freed
         both = {**one.in_flight, **other.in_flight}
@@ -348,14 +361,16 @@ class _Checker:
         }
 
     def _no_view_left(self) -> None:
-        """Requires that a region has given up the views of several ranks' shards that it made."""
+        """Requires that a region deallocates the views of several ranks' shards that it made."""
         for view in self.views.keys() - self.outer_views:
             self.at = self.views[view]
-            until = f"until {view} is given up, in the region that made it"
+            until = f"until {view} is deallocated, in the region that made it"
             shown = f"other ranks read {self.storage.shows[view]} {until}"
             raise VerifyError(f"{shown}: Deallocate {{ {view} }} is missing")
 
     def finish(self) -> None:
+        """Checks the whole program after its last op: waits, outputs, aliases, axes, symbols,
+        leaks."""
         if self.group is not None:
             raise VerifyError("StartCoalescing without EndCoalescing")
         self._no_view_left()
@@ -382,7 +397,7 @@ class _Checker:
             if not self._is_updated(alias):
                 raise VerifyError(
                     f"{alias.into} is never written: {alias.out}, its alias, has a buffer of its "
-                    f"own; make it a Set into {alias.into}"
+                    f"own. Write it by a Set into {alias.into}"
                 )
         for tv in self.program.tensors():
             problem = tv.domain.problem
@@ -393,7 +408,7 @@ class _Checker:
         for number, group in self.program.groups.items():
             _verify_fusion(group.fusion, f"kernel group {number}", "cutting it")
             found = program_symbols(group.fusion, group.fusion.tensors(), group.fusion.exprs)
-            # What a launch gives it has a name of its own.
+            # The launch passes the inputs, under names of the program.
             used += (s for s in found if s not in group.fusion.inputs)
         for number, unit in self.program.units.items():
             _verify_fusion(unit, f"host unit {number}", "adding it")
@@ -425,7 +440,7 @@ class _Checker:
         if tv not in self.known:
             raise VerifyError(f"{tv} is used before it is allocated")
         owner = self.storage.root(tv)
-        # In a branch it may be what an earlier step wrote: `hostir.analysis.races` unrolls the
+        # In a branch, an earlier step may have written it: `hostir.analysis.races` unrolls the
         # steps.
         carried = any(owner in loop.writes for loop in self.loops[: self.depth])
         if owner not in self.written and not carried:
@@ -477,15 +492,17 @@ class _Checker:
             )
         self._not_in_flight(tv, is_write=True)
         if tv in self.outer_views:
-            raise VerifyError(f"{tv}, a view of several ranks' shards, was made outside of this")
+            raise VerifyError(
+                f"{tv}, a view of several ranks' shards, was made outside of this region"
+            )
         if self.views.pop(tv, None) is None and tv not in self.storage.shows:
-            self._not_in_view(tv, "given up")
+            self._not_in_view(tv, "deallocated")
         self.freed.add(tv)
         assert self.at is not None
         self.freed_at[tv] = self.at
 
     def _not_in_view(self, tv: TensorView, what: str) -> None:
-        """Requires that no other rank may read a buffer."""
+        """Requires that no view shows the buffer to other ranks."""
         for view, op in self.views.items():
             if self.storage.root(view) is self.storage.root(tv):
                 shows = f"{view}, made at {self.line(op)}, shows it to other ranks"
@@ -501,8 +518,11 @@ class _Checker:
             shown = self.storage.shown_by(shown)
 
     def _not_in_flight(self, tv: TensorView, *, is_write: bool) -> None:
-        """Requires that no communication that has surely started uses the same buffer; whether two
-        parts of one overlap is `hostir.analysis.races`'s matter."""
+        """Requires that no communication in flight uses the same buffer.
+
+        Only communications that started on every path count. `hostir.analysis.races` compares parts
+        of buffers.
+        """
         for number, flight in self.in_flight.items():
             busy = (*flight.writes, *flight.reads) if is_write else flight.writes
             if flight.is_certain and any(self._is_same(t, tv) for t in busy):
@@ -517,7 +537,7 @@ class _Checker:
         return self._whole(a) is self._whole(b)
 
     def _whole(self, tv: TensorView) -> TensorView:
-        """Returns the tensor that `tv` shows all of."""
+        """Returns the tensor all of whose elements `tv` names."""
         while tv in self.storage.shows and tv not in self.storage.parts:
             tv = self.storage.shows[tv]
         return tv
@@ -531,7 +551,7 @@ class _Checker:
 
     def _opens(self, effect: OpensGroup) -> None:
         if self.group is not None:
-            raise VerifyError("StartCoalescing inside another one")
+            raise VerifyError("StartCoalescing inside another StartCoalescing")
         self.group = []
 
     def _closes(self, effect: ClosesGroup) -> None:
@@ -540,7 +560,9 @@ class _Checker:
         assert self.at is not None
         libraries = {getattr(f.op, "backend", "") == PEER_COPIES for f in self.group}
         if len(libraries) > 1:
-            raise VerifyError(f"a group of transfers of which some have backend={PEER_COPIES}")
+            raise VerifyError(
+                f"some transfers of the group have backend={PEER_COPIES} and others have not"
+            )
         reads = tuple(t for f in self.group for t in f.reads)
         writes = tuple(t for f in self.group for t in f.writes)
         self.group = None
@@ -551,17 +573,17 @@ class _Checker:
         if self.in_flight.pop(number, None) is not None:
             return
         if any(number in loop.numbers for loop in self.loops):
-            return  # that of the step before
+            return  # it waits for the communication of the step before
         if number not in self.seen:
             raise VerifyError(f"no communication {number} was started before")
         raise VerifyError(f"a second Wait for communication {number}")
 
     def _nothing(self, effect: object) -> None:
-        """Streams have no part in these rules."""
+        """Does nothing: these rules do not depend on streams."""
 
     # ------------------------------------------------------------ what ops are checked against
     def kernel(self, group: int) -> Fusion:
-        """Returns the fusion of a kernel group."""
+        """Returns the fusion of a kernel group. Raises `VerifyError` for an unknown group."""
         found = self.program.groups.get(group)
         if found is None:
             self.program.check_full()
@@ -569,7 +591,7 @@ class _Checker:
         return found.fusion
 
     def unit(self, number: int) -> Fusion:
-        """Returns the fusion of a host unit."""
+        """Returns the fusion of a host unit. Raises `VerifyError` for an unknown unit."""
         found = self.program.units.get(number)
         if found is None:
             self.program.check_full()

@@ -1,14 +1,13 @@
-"""The ops that exist only in host programs; the fusion IR's tensor ops stand beside them.
+"""The ops that exist only in host programs, which may also contain tensor ops of the fusion IR.
 
 Question: what does an op of a host program hold, and what does it do?
 Imports: `hostir.ir.effects`, `hostir.ir.shard_layout`, `fuser.ir`, `multidevice.sharding`.
-An op class holds all that is known of an op, in slots, most of which have a default: see `HostOp`.
+An op class has all facts about an op in slots. Most slots have a default: see `HostOp`.
 Files, in reading order:
 
-- `base`: the base of all host ops, the verbs by which they say how they run, and the check of
-  their fields.
+- `base`: the base of all host ops, the interface by which they run, and the check of their fields.
 - `local`: buffers and their names, work on the device, streams, control flow.
-- `transfers`: what moves data between ranks, and the waits for it.
+- `transfers`: communications between ranks, and the waits for them.
 """
 
 from __future__ import annotations
@@ -63,7 +62,7 @@ from hostir.ir.ops.transfers import (
     library_name,
 )
 
-# Every op that only host programs have, in order of declaration; what has subclasses is no op.
+# Every op that only host programs have, in order of declaration. Classes with subclasses are bases.
 HOST_OPS: tuple[type[HostOp], ...] = tuple(
     checked_slots(cls)
     for cls in Op.REGISTRY.values()

@@ -1,5 +1,6 @@
-"""The base of host ops with the slots that each fills, and the check of their fields: a value of
-another kind is refused when an op is made.
+"""The base class of host ops, the interfaces that its slots use, and the check of op fields.
+
+The fields of an op are checked when the op is created: a value of a wrong type is refused.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ from multidevice.sharding.reshard import TeamOf
 from multidevice.transports.base.collectives import Collective, Sharing
 from multidevice.transports.base.protocol import RedOp
 
-# What every run binds: this rank, and how many streams the evaluator has.
+# The symbols that every run binds: its rank, and the number of the evaluator's streams.
 RANK = Symbol("rank", DataType.Index, lo=0)
 NUMBER_OF_STREAMS = Symbol("numberOfStreams", DataType.Index, lo=1)
 
@@ -57,7 +58,7 @@ Work = Mapping[TensorView, int]
 
 
 class ProgramAround(Protocol):
-    """The program in which an op stands, as the op is checked against it."""
+    """The properties of a whole program that `HostOp.verify_in` reads."""
 
     @property
     def devices(self) -> tuple[int, ...]:
@@ -66,7 +67,7 @@ class ProgramAround(Protocol):
 
     @property
     def meshes(self) -> Collection[DeviceMesh | None]:
-        """The meshes of tensors."""
+        """The meshes of all tensors, with None for tensors without a mesh."""
         ...
 
     @property
@@ -80,16 +81,16 @@ class ProgramAround(Protocol):
         ...
 
     def kernel(self, group: int) -> Fusion:
-        """Returns the fusion of a kernel group; raises `VerifyError` where there is none."""
+        """Returns the fusion of a kernel group. Raises `VerifyError` for an unknown group."""
         ...
 
     def unit(self, number: int) -> Fusion:
-        """Returns the fusion of a host unit; raises `VerifyError` where there is none."""
+        """Returns the fusion of a host unit. Raises `VerifyError` for an unknown unit."""
         ...
 
 
 # ------------------------------------------------------------------ communications
-# The library of peer copies; every other name stands for that of the run's device.
+# The library name of peer copies. With any other name, a run uses the library of its device.
 PEER_COPIES = "CUDA"
 
 
@@ -146,7 +147,7 @@ class Movement:
 
 
 # ------------------------------------------------------------------ how ops run
-# An op of the class that a verb names: this module stands below the op classes.
+# An op of the class that the method's docstring names. This module cannot import the op classes.
 _Named = Any
 
 
@@ -154,24 +155,27 @@ class LocalShapes(Protocol):
     """The sizes of local shards in one run, or for one class of inputs."""
 
     @property
-    def rank(self) -> int: ...
+    def rank(self) -> int:
+        """The global rank that runs the program."""
+        ...
 
-    def local_shape(
-        self, tv: TensorView, stream_index: Scalar | None = None
-    ) -> tuple[int, ...]: ...
+    def local_shape(self, tv: TensorView, stream_index: Scalar | None = None) -> tuple[int, ...]:
+        """Returns the shape of this rank's shard; with a stream index, that of one step's block."""
+        ...
 
 
 class Runtime(Protocol):
-    """Carries out one host program on one rank: what an op's `emit` speaks to.
+    """The interface by which the `emit` of an op runs it on one rank.
 
-    An op says once what has to be done. Whether that is done at once, kept for later runs, or only
-    looked at on tensors without contents is decided by the runtime (`hostir.runtime.execute`).
-    Verbs bind names, sizes and peers when they are called, as the host does; work is given to the
-    current stream.
+    An op describes its work once. The implementation (`hostir.runtime.execute`) does the work at
+    once, records it for later runs, or follows it in a dry run without data. Methods evaluate
+    names, sizes and peers at once, on the host. Work for the device is put on the current stream.
     """
 
     @property
-    def rank(self) -> int: ...
+    def rank(self) -> int:
+        """The global rank that runs the program."""
+        ...
 
     @property
     def team(self) -> Team:
@@ -180,40 +184,46 @@ class Runtime(Protocol):
 
     # -------------------------------------------------------------- questions
     def number(self, x: Scalar) -> Number:
-        """Returns the value of a scalar now."""
+        """Returns the current value of a scalar."""
         ...
 
-    def integer(self, x: Scalar) -> int: ...
+    def integer(self, x: Scalar) -> int:
+        """Returns the current value of an integer scalar."""
+        ...
 
     def is_named(self, tv: TensorView) -> bool:
-        """Whether `tv` is a name for memory of another tensor, or of the caller."""
+        """Whether `tv` names memory of another tensor, or a buffer of the caller."""
         ...
 
     # -------------------------------------------------------------- buffers and names
     def allocate(self, tv: TensorView, stream_index: Scalar | None, *, is_cleared: bool) -> None:
-        """Makes the buffer of a local shard, or of the part of it at a step of a stream loop."""
+        """Allocates the buffer of a local shard; with a stream index, that of one step's block."""
         ...
 
     def deallocate(self, tv: TensorView) -> None:
-        """Gives up a buffer, or a view of the shards of several ranks."""
+        """Frees a buffer, or ends a view of the shards of several ranks."""
         ...
 
     def name_part(self, out: TensorView, inp: TensorView, part: Part | None) -> None:
-        """Names a part of `inp`: an element along an axis, which `out` lacks, or a chunk; all of it
-        without a part."""
+        """Makes `out` a name of a part of `inp`; without a part, of all of `inp`.
+
+        A part is one element along an axis, which `out` lacks, or a chunk of an axis.
+        """
         ...
 
     def name_as_shaped(self, out: TensorView, inp: TensorView) -> None:
-        """Names all elements of `inp`, which is dense, in the local shape of `out`."""
+        """Makes `out` a name of all elements of the dense tensor `inp`, in the local shape of
+        `out`."""
         ...
 
     def show_shards(self, op: _Named) -> None:
-        """Names the shards of all ranks of a `SymmetricContiguousView`, where they meet."""
+        """Synchronises the ranks of a `SymmetricContiguousView` and names all their shards."""
         ...
 
     # -------------------------------------------------------------- work on the current stream
     def call(self, work: Callable[..., object], *operands: TensorView | Scalar) -> None:
-        """Calls `work` with the tensors and numbers that the operands are in the run."""
+        """Calls `work` on the current stream with the run's tensors and numbers for the
+        operands."""
         ...
 
     def copy_part(
@@ -223,7 +233,7 @@ class Runtime(Protocol):
         axis: int,
         bounds: Callable[[LocalShapes], tuple[int, int]],
     ) -> None:
-        """Copies (start, length) of `inp` along an axis; `bounds` tells them for given sizes."""
+        """Copies (start, length) = `bounds(shapes)` of `inp` along an axis into `out`."""
         ...
 
     def launch(self, op: _Named) -> None:
@@ -231,48 +241,57 @@ class Runtime(Protocol):
         ...
 
     def run_unit(self, op: _Named) -> None:
-        """Runs the host unit of a `PostOnStream`; makes those of its results without a buffer."""
+        """Runs the host unit of a `PostOnStream`, which allocates the results that have
+        no buffer."""
         ...
 
     # -------------------------------------------------------------- communications
     def post(self, op: _Named, team: Team, root: int) -> None:
-        """Starts a `Communication` in a team; `root` is a global rank, -1 without one."""
+        """Starts a `Communication` in a team. `root` is a global rank, or -1 for a type without a
+        root."""
         ...
 
     def permute(self, op: _Named, team: Team, to: int, source: int) -> None:
-        """Starts a `CollectivePermute`: sends to one global rank and receives from another."""
+        """Starts a `CollectivePermute`: sends to the global rank `to` and receives from
+        `source`."""
         ...
 
     def transfer(self, op: _Named, peer: int) -> None:
         """Starts a `P2PCommunication` with a global rank, or adds it to the open group."""
         ...
 
-    def open_group(self, op: Op) -> None: ...
+    def open_group(self, op: Op) -> None:
+        """Opens a group, to which later transfers are added."""
+        ...
 
     def close_group(self, op: _Named) -> None:
-        """Starts the transfers since the group was opened as the communication `op.number`."""
+        """Starts the transfers of the open group as the communication `op.number`."""
         ...
 
     def wait(self, number: int) -> None:
-        """Makes the current stream wait for a communication; nothing where this rank has no part in
+        """Makes the current stream wait for a communication; does nothing if this rank is not in
         it."""
         ...
 
     # -------------------------------------------------------------- streams and control flow
-    def enter(self, stream: Stream) -> None: ...
+    def enter(self, stream: Stream) -> None:
+        """Makes a stream the current one."""
+        ...
 
     def capture(self, stream: Stream) -> None:
         """Gives the current stream a name."""
         ...
 
     def join(self, stream: Stream) -> None:
-        """Makes the current stream wait for all that another one has been given."""
+        """Makes the current stream wait for all work that another stream has received."""
         ...
 
-    def run_loop(self, index: Symbol, steps: range, body: Sequence[Op]) -> None: ...
+    def run_loop(self, index: Symbol, steps: range, body: Sequence[Op]) -> None:
+        """Runs the body once per step, with `index` bound to the step."""
+        ...
 
     def run(self, ops: Sequence[Op]) -> None:
-        """Carries out the ops of a region that concern this rank, in order."""
+        """Runs the ops of a region, in order, without those that do not concern this rank."""
         ...
 
 
@@ -280,14 +299,14 @@ class Runtime(Protocol):
 class HostOp(Op):
     """Base of the ops of host programs.
 
-    An op class states its fields, its text (`TEXT`, or `template` and `variants`), `effects`, and
-    how it runs (`emit`).
-    Each other slot has a default, which an op with something else to say overrides.
+    Every op class declares its fields, its text (`TEXT`, or `template` and `variants`), its
+    `effects`, and how it runs (`emit`). All other slots have defaults, which an op overrides if
+    they do not fit.
     """
 
-    # Spellings of earlier versions, which the parser still reads.
+    # Texts of earlier versions, which the parser still reads.
     OLDER: ClassVar[tuple[str, ...]] = ()
-    # Whether the op makes those of its results that have no buffer.
+    # Whether the op allocates the results that have no buffer.
     MAKES_RESULTS: ClassVar[bool] = False
     # Whether the scalars of the op are control scalars: they decide which ops run, how often and on
     # what, so each of their values needs a plan of its own. Other scalars are read in each run.
@@ -297,21 +316,22 @@ class HostOp(Op):
         complete_fields(self)
 
     def effects(self) -> tuple[Effect, ...]:
-        """Returns what the op does, in order; regions speak for themselves."""
+        """Returns the effects of the op, in order. Those of ops in its regions are not included."""
         raise NotImplementedError(f"{type(self).__name__} declares no effects")
 
     def emit(self, rt: Runtime) -> None:
-        """Carries the op out: tell a runtime, once, what has to be done. It also runs regions."""
-        raise NotImplementedError(f"{type(self).__name__} does not say how it runs")
+        """Runs the op: calls the methods of `rt` that do its work. An op with regions
+        runs these."""
+        raise NotImplementedError(f"{type(self).__name__} does not define emit")
 
     @property
     def subject(self) -> str:
-        """The op's name in a sentence about it."""
+        """The op as the subject of a sentence in messages."""
         return self.name
 
     @property
     def buffer_sharing(self) -> BufferSharing:
-        """How an operand and a result of the op may share one buffer; see `BufferSharing`."""
+        """Is the way in which an operand and a result may share one buffer; see `BufferSharing`."""
         return "same"
 
     @cached_property
@@ -334,14 +354,18 @@ class HostOp(Op):
 
     @property
     def moved(self) -> tuple[TensorView, TensorView] | None:
-        """The tensor that the op brings to another placement, and the result that has it; None for
-        an op that starts no communication, or only one half of it."""
+        """The tensor that the op brings to another placement, and the result that has this
+        placement.
+
+        None for an op that starts no communication, or only one end of a transfer.
+        """
         movement = self.movement
         return None if movement is None or len(movement.tensors) < 2 else movement.both
 
     @property
     def ranks_meet(self) -> bool:
-        """Whether ranks meet in the op: it starts a communication, or says so itself."""
+        """Whether the ranks of a team synchronise in the op. By default, if it starts a
+        communication."""
         return any(isinstance(e, Starts | ClosesGroup) for e in self.effects())
 
     @property
@@ -356,11 +380,11 @@ class HostOp(Op):
         return is_local and not self.region_heads() and not self.MAKES_RESULTS
 
     def work(self, sizes: Sizes) -> Work | None:
-        """Returns what the device of one rank does for the op; None for an op that gives it nothing
-        to do. What it takes is the cost model's matter (`hostir.cost`).
+        """Returns the bytes that one rank's device reads and writes for the op, per tensor.
 
-        By default, each tensor that the effects name is read or written once. Raises
-        `UnsupportedError` where that is not known.
+        None for an op without work for the device. By default, each tensor that the effects name is
+        read or written once. The cost model (`hostir.cost`) turns the bytes into time. Raises
+        `UnsupportedError` if the work is unknown.
         """
         effects = self.effects()
         if not is_computed(effects):
@@ -369,13 +393,13 @@ class HostOp(Op):
         return {tv: held_nbytes(tv, sizes(tv)) for tv in dict.fromkeys(touched)}
 
     def verify_in(self, program: ProgramAround) -> None:
-        """Raises `VerifyError` where the op does not fit the program in which it stands."""
+        """Raises `VerifyError` for an op that does not fit the rest of its program."""
 
     def check_shapes(self, values: Mapping[Symbol, Number]) -> None:
-        """Raises `VerifyError` where a result cannot be what the op makes of its operands.
+        """Raises `VerifyError` for a result whose shape does not fit the operands.
 
-        By default, what names a tensor, or an element of one, has the other axes of that tensor.
-        `values` binds symbols of sizes.
+        By default, a result that names a tensor, or one element of it, must have the other axes of
+        that tensor. `values` binds symbols of sizes.
         """
         for effect in self.effects():
             if isinstance(effect, Shows):
@@ -385,11 +409,11 @@ class HostOp(Op):
                     case Part(axis, _, None):
                         check_kept_axes(self, effect.source, effect.out, axis, values)
                     case _:
-                        pass  # a chunk is declared with the axes of the whole
+                        pass  # a chunk has the declared axes of the whole tensor
 
 
 def missing_slots(cls: type[HostOp]) -> list[str]:
-    """Returns the slots without a default that an op class does not fill."""
+    """Returns the slots without a default that an op class does not define."""
     filled = {
         "text (TEXT, or template() and variants())": bool(cls.TEXT)
         or (hasattr(cls, "template") and hasattr(cls, "variants")),
@@ -400,14 +424,15 @@ def missing_slots(cls: type[HostOp]) -> list[str]:
 
 
 def checked_slots(cls: type[HostOp]) -> type[HostOp]:
-    """Returns an op class that fills every slot. Raises `TypeError` naming op and slots."""
+    """Returns the class unchanged. Raises `TypeError` naming the class and the slots
+    that it lacks."""
     if missing := missing_slots(cls):
         raise TypeError(f"{cls.__name__}: a host op declares {' and '.join(missing)}")
     return cls
 
 
 # ------------------------------------------------------------------ fields
-# How messages call a type; others go by their name.
+# The words for a type in messages. All other types appear by their name.
 _WORDS: dict[object, str] = {
     TensorView: "a tensor",
     Scalar: "a scalar or a number",
@@ -416,9 +441,9 @@ _WORDS: dict[object, str] = {
 
 
 def complete_fields(op: Op) -> None:
-    """Puts constants for Python numbers among the operands, and tuples for lists.
+    """Replaces Python numbers among the operands by constants, and lists by tuples.
 
-    Raises `ArgumentError` naming op and field for a value of a wrong kind.
+    Raises `ArgumentError` naming op and field for a value of a wrong type.
     """
     for name, kind, hint, known in _fields(type(op)):
         given: Any = getattr(op, name)
@@ -446,7 +471,7 @@ def _completed(given: Any, kind: str, hint: Any) -> Any:
 
 @cache
 def _fields(cls: type[Op]) -> tuple[tuple[str, str, Any, set[type[object]]], ...]:
-    """Returns (name, kind, type, classes that were found to fit) of every field of an op class."""
+    """Returns (name, kind, type, classes known to fit) of every field of an op class."""
     return tuple(
         (f.name, f.metadata["kind"], _hint(cls.__module__, f.type), set[type[object]]())
         for f in dataclasses.fields(cls)  # pyright: ignore[reportArgumentType]
@@ -456,12 +481,12 @@ def _fields(cls: type[Op]) -> tuple[tuple[str, str, Any, set[type[object]]], ...
 
 @cache
 def _hint(module: str, text: str) -> Any:
-    """Returns what an annotation means; `get_type_hints` takes a millisecond per class."""
+    """Evaluates one annotation of a module. `get_type_hints` would take a millisecond per class."""
     return eval(text, vars(sys.modules[module]))
 
 
 def _is_number(value: object) -> bool:
-    # A comparison by `==` is a bool by accident.
+    # A bool is usually the result of comparing scalars with `==`, which compares objects.
     return isinstance(value, int | float) and not isinstance(value, bool)
 
 
@@ -490,7 +515,7 @@ def _words(hint: Any) -> str:
 
 
 def _got(given: object, hint: Any) -> str:
-    """Returns what was given instead; a tensor by name, its type below."""
+    """Returns the end of a message about a wrong value; a tensor is named, with its type below."""
     if isinstance(given, TensorView):
         return f"got {tensor_words(given)}{_advice(given, hint)}{in_ir(given)}"
     return f"got {show(given)}{_advice(given, hint)}"

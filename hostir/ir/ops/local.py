@@ -1,9 +1,11 @@
-"""The host ops of one rank: buffers and their names, work on the device, streams, control flow.
+"""The host ops of one rank: buffers and names, work on the device, streams, control flow.
 
-A host program is not in SSA form: an op writes a tensor that `Allocate` made, or that is a name of
-another's buffer. So `out` of a library op is a destination, and `out` of a view op is a new name
-for its input. Indices are scalar expressions over loop indices, `rank` and `numberOfStreams`: one
-text holds for all ranks.
+A host program is not in SSA form. An op writes a tensor whose buffer `Allocate` made, or a tensor
+that names part of another buffer. The `out` of a library op is therefore a destination, and the
+`out` of a view op is a new name for its input.
+
+Indices are scalar expressions over loop indices, `rank` and `numberOfStreams`, so all ranks run one
+program.
 """
 
 from __future__ import annotations
@@ -54,8 +56,11 @@ from multidevice.sharding.streams import dropped_axes_of, stream_axis
 
 # ------------------------------------------------------------------ buffers
 class Allocate(HostOp):
-    """Makes a buffer for the local shard of `buffer`; for that of one step of a stream loop, if
-    its allocation has a stream axis, of which `stream_index` is the step."""
+    """Allocates a buffer for the local shard of `buffer`.
+
+    If the allocation domain has a stream axis, the buffer holds only the block of step
+    `stream_index` of a stream loop.
+    """
 
     buffer: TensorView = result()
     zero_init: bool = attr(default=False)
@@ -63,33 +68,40 @@ class Allocate(HostOp):
     OLDER = ("{buffer} = ALLOCATE(mem_type={mem_type}, zero_init={zero_init})",)
 
     def template(self) -> str:
+        """Returns the text of the op, with or without a stream index."""
         return _allocate_template(self.stream_index is not None)
 
     @classmethod
     def variants(cls) -> Iterator[Variant]:
+        """Yields both texts of the op, which the parser reads."""
         yield {"stream_index": None}, _allocate_template(False)
         yield {}, _allocate_template(True)
 
     @property
     def mem_type(self) -> str:
+        """The name of the memory in the op's text: `global` or `symmetric`."""
         return self.buffer.memory.text
 
     @property
     def size(self) -> Scalar:
-        """The number of elements of the local shard, or of a step's block that is not the last."""
+        """The number of elements of the local shard, or of a full block of one step."""
         return allocated_elements(self.buffer, per_step=self.stream_index is not None)
 
     def effects(self) -> tuple[Effect, ...]:
+        """Allocates the buffer; it has contents if it is zeroed."""
         return (Makes(self.buffer, is_filled=self.zero_init, step=self.stream_index),)
 
     def emit(self, rt: Runtime) -> None:
+        """Allocates the buffer, or zeroes memory that already exists under this name."""
         if not rt.is_named(self.buffer):
             rt.allocate(self.buffer, self.stream_index, is_cleared=self.zero_init)
         elif self.zero_init:
-            # A part of another buffer, as in the loops of nvFuser's programs, or the caller's.
+            # The tensor names a part of another buffer, as in the loops of nvFuser's programs, or
+            # a buffer of the caller.
             rt.call(_clear, self.buffer)
 
     def verify(self) -> None:
+        """Raises `VerifyError` for a tensor in local or shared memory."""
         if self.buffer.memory not in (MemoryType.global_, MemoryType.symmetric):
             raise VerifyError(
                 f"{self.buffer} is not in global memory, but {self.buffer.memory.text}"
@@ -109,22 +121,24 @@ def _allocate_template(has_index: bool) -> str:
 
 
 class Deallocate(HostOp):
-    """Gives up the buffer; no later op may use it or a view of it."""
+    """Frees the buffer. No later op may use the tensor or a view of it."""
 
     buffer: TensorView = operand()
     TEXT = "Deallocate {\n  {buffer}\n}"
 
     def effects(self) -> tuple[Effect, ...]:
+        """Frees the buffer."""
         return (Frees(self.buffer),)
 
     def emit(self, rt: Runtime) -> None:
+        """Frees the buffer. The ranks of a view of several shards synchronise first."""
         rt.deallocate(self.buffer)
 
 
 # ------------------------------------------------------------------ launches
 @dataclass(frozen=True)
 class KernelGroup:
-    """A kernel as a fusion of global tensors, and the scheduler that accepts it."""
+    """A kernel as a fusion of global tensors, and the name of the scheduler that accepts it."""
 
     number: int
     fusion: Fusion
@@ -132,7 +146,8 @@ class KernelGroup:
 
 
 class LaunchKernel(HostOp):
-    """Runs the kernel of group `group` on the current stream; `outs` are allocated or aliases."""
+    """Runs the kernel of kernel group `group` on the current stream. Each of `outs` has a buffer,
+    or names another tensor."""
 
     ins: tuple[TensorView | Scalar, ...] = operands()
     outs: tuple[TensorView, ...] = results()
@@ -142,23 +157,27 @@ class LaunchKernel(HostOp):
 
     @property
     def subject(self) -> str:
+        """The op in a sentence: `The launch of kernel group 1`."""
         return f"The launch of kernel group {self.group}"
 
     def effects(self) -> tuple[Effect, ...]:
+        """Reads all tensors of `ins` and writes all of `outs`."""
         return _computes(self.ins, self.outs)
 
     def emit(self, rt: Runtime) -> None:
+        """Launches the kernel on the current stream."""
         rt.launch(self)
 
     def verify_in(self, program: ProgramAround) -> None:
+        """Compares number, dtype, extents and mesh of the operands with the group's fusion."""
         fusion = program.kernel(self.group)
         _check_operands(self, fusion, f"group {self.group}", _kernel_kind)
 
 
 class PostOnStream(HostOp):
-    """Runs the host unit of number `unit`, a fusion of its own, on the current stream.
+    """Runs a host unit, a fusion that is compiled separately, on the current stream.
 
-    `outs` are written where they have a buffer, and made where they have none.
+    Results that have a buffer are written into it. The op allocates all others.
     """
 
     ins: tuple[TensorView | Scalar, ...] = operands()
@@ -170,27 +189,34 @@ class PostOnStream(HostOp):
 
     @property
     def subject(self) -> str:
+        """The op in a sentence: `The launch of host unit 0`."""
         return f"The launch of host unit {self.unit}"
 
     @property
     def buffer_sharing(self) -> BufferSharing:
+        """Is `freely`: the unit computes all results before it writes them."""
         return "freely"
 
     def effects(self) -> tuple[Effect, ...]:
+        """Reads all tensors of `ins` and writes all of `outs`."""
         return _computes(self.ins, self.outs)
 
     def emit(self, rt: Runtime) -> None:
+        """Runs the unit on the current stream."""
         rt.run_unit(self)
 
     def work(self, sizes: Sizes) -> Work:
+        """Raises `UnsupportedError`: the cost of a unit is unknown before it is scheduled."""
         raise UnsupportedError(
-            f"cost: what PostOnStream (HostUnit{self.unit}) takes is not known before the unit is "
+            f"cost: PostOnStream (HostUnit{self.unit}) has no known cost before the unit is "
             f"scheduled{user_code(self.where)}"
         )
 
     def verify_in(self, program: ProgramAround) -> None:
+        """Compares number, dtype, rank and mesh of the operands with those of the unit, and refuses
+        a unit that updates an input."""
         fusion = program.unit(self.unit)
-        # Its extents have names of their own.
+        # The symbols of a unit's extents differ from those of the program.
         _check_operands(self, fusion, f"HostUnit{self.unit}", _unit_kind)
         for alias in fusion.aliases:
             raise VerifyError(f"HostUnit{self.unit} updates its input {alias.into} in place")
@@ -203,9 +229,10 @@ def _computes(
     return (*reads, *map(Writes, outs))
 
 
-# What a launch must have in common with the fusion that it runs.
+# ----- the properties that a launch must share with the fusion that it runs
 def _kernel_kind(value: TensorView | Scalar, like: TensorView | Scalar | None = None) -> object:
-    """Returns what a launch and its kernel must agree on; `like` may be a slice of the value."""
+    """Returns dtype, extents and mesh of an operand, which a launch and its kernel must share.
+    `like` may be a slice of the value: the axes that it lacks are left out."""
     if isinstance(value, TensorView):
         shape = list(map(str, value.shape()))
         gone = dropped_axes_of(value, like.ndim) if isinstance(like, TensorView) else ()
@@ -215,7 +242,7 @@ def _kernel_kind(value: TensorView | Scalar, like: TensorView | Scalar | None = 
 
 
 def _unit_kind(value: TensorView | Scalar, like: object = None) -> object:
-    """Returns what a post and its unit must agree on."""
+    """Returns dtype, rank and mesh of an operand, which a post and its unit must share."""
     if isinstance(value, TensorView):
         return (value.dtype(), value.ndim, value.mesh)
     return value.dtype
@@ -227,8 +254,10 @@ def _check_operands(
     where: str,
     kind: Callable[..., object],
 ) -> None:
-    """Raises `VerifyError` where operands of a launch or post are not those of its fusion, which
-    stands at `where`; `kind` says what must be equal."""
+    """Raises `VerifyError` for operands that differ from the inputs and outputs of the fusion.
+
+    `kind` returns the properties that must be equal, `where` names the fusion in messages.
+    """
     for what, mine, theirs in (
         ("inputs", op.ins, fusion.inputs),
         ("outputs", op.outs, fusion.outputs),
@@ -242,7 +271,8 @@ def _check_operands(
 
 
 def _difference(a: TensorView | Scalar, b: TensorView | Scalar) -> str:
-    """Returns in what a launch's operand differs from the fusion's, where that is one thing."""
+    """Returns the first property in which an operand differs from that of the fusion, as the end of
+    a message."""
     if not (isinstance(a, TensorView) and isinstance(b, TensorView)):
         return ""
     if a.dtype() is not b.dtype():
@@ -254,10 +284,10 @@ def _difference(a: TensorView | Scalar, b: TensorView | Scalar) -> str:
 
 # ------------------------------------------------------------------ slices
 class LocalSlice(HostOp):
-    """Copies this rank's part of the replicated `inp`: no communication.
+    """Copies this rank's part of the replicated `inp` into `out`. Nothing is communicated.
 
-    `axis` counts the logical axes without reductions; the part is the rank's coordinate along
-    `ptype` in the mesh of `out`.
+    `axis` counts the logical axes without reductions. The part is number `mesh.coordinate(rank,
+    ptype)` in the mesh of `out`.
     """
 
     out: TensorView = result()
@@ -268,29 +298,36 @@ class LocalSlice(HostOp):
 
     @property
     def moved(self) -> tuple[TensorView, TensorView]:
+        """The replicated tensor, and the sharded copy of it."""
         return self.inp, self.out
 
     def work(self, sizes: Sizes) -> Work:
+        """Reads and writes as many bytes as the slice has, not the whole operand."""
         part = held_nbytes(self.out, sizes(self.out))
         return {self.inp: part, self.out: part}
 
     def effects(self) -> tuple[Effect, ...]:
+        """Reads `inp` and writes `out`."""
         return (Reads(self.inp), Writes(self.out))
 
     def emit(self, rt: Runtime) -> None:
+        """Copies the slice on the current stream."""
         rt.copy_part(self.out, self.inp, self.axis, self.bounds)
 
     def bounds(self, shapes: LocalShapes) -> tuple[int, int]:
-        """Returns (start, length) of this rank's part along the op's axis."""
+        """Returns (start, length) of this rank's part, in elements along the op's axis."""
         mesh = self.out.mesh
         assert mesh is not None, f"{self.out} has no mesh"
         length = shapes.local_shape(self.out)[self.axis]
         if self.inp.domain.no_reductions[self.axis].is_broadcast:
-            # Expanded: every part is the same element, and there may be fewer than wanted.
+            # All parts of an expanded axis are the same element. Memory may have fewer elements
+            # than a part is long.
             return 0, min(length, shapes.local_shape(self.inp)[self.axis])
         return mesh.coordinate(shapes.rank, self.ptype) * length, length
 
     def verify(self) -> None:
+        """Raises `VerifyError` for an axis or a mesh dimension that does not exist, or for two
+        dtypes."""
         mesh = self.out.mesh
         if mesh is None or mesh.size_of(self.ptype) < 2:
             raise VerifyError(f"LocalSlice: {self.out} has no {self.ptype.text} to slice along")
@@ -304,9 +341,11 @@ class LocalSlice(HostOp):
             )
 
     def check_shapes(self, values: Mapping[Symbol, Number]) -> None:
+        """Requires that `ptype` cuts the axis in `out` and not in `inp`, and that all other axes
+        are equal."""
         check_kept_axes(self, self.inp, self.out, None, values, cut=self.axis)
         if self.inp.domain.no_reductions[self.axis].is_broadcast:
-            return  # of an expanded axis every part is the same element
+            return  # all parts of an expanded axis are the same element
         before, after = (device_cuts(tv, self.axis) for tv in (self.inp, self.out))
         if self.ptype in before or self.ptype not in after:
             which, state = (self.inp, "cut") if self.ptype in before else (self.out, "not cut")
@@ -317,10 +356,10 @@ class LocalSlice(HostOp):
 
 
 class HirAliasSelect(HostOp):
-    """Names element `index` of `inp` along its logical axis `axis`, which `out` lacks.
+    """Names element `index` of `inp` along its logical axis `axis`. `out` has the other axes.
 
-    A reduction axis is kept: `out` is then `inp` itself. An axis of local size 1 (a device axis, a
-    broadcast) has one element, whatever the index.
+    If the axis is a reduction, `out` names all of `inp`. An axis of local size 1 (a device axis or
+    a broadcast) has one element, which every index selects.
     """
 
     out: TensorView = result()
@@ -332,25 +371,29 @@ class HirAliasSelect(HostOp):
 
     @cached_property
     def position(self) -> int | None:
-        """The axis's place among the logical axes without reductions; None for a reduction."""
+        """The axis's position among the logical axes without reductions; None for a reduction."""
         kept = [a.number for a in self.inp.domain.no_reductions]
         return kept.index(self.axis.number) if self.axis.number in kept else None
 
     @cached_property
     def part(self) -> Part | None:
-        """The element that it names; None where it names all of `inp`."""
+        """The element that `out` names; None if it names all of `inp`."""
         return None if self.position is None else Part(self.position, self.index)
 
     def effects(self) -> tuple[Effect, ...]:
+        """Makes `out` a name of the element."""
         return (Shows(self.out, self.inp, self.part),)
 
     def emit(self, rt: Runtime) -> None:
+        """Binds the name to the element's memory; no data moves."""
         rt.name_part(self.out, self.inp, self.part)
 
     def verify(self) -> None:
+        """Raises `VerifyError` for an axis of another tensor, another number of axes, or a constant
+        index outside."""
         if self.axis not in self.inp.domain.logical:
             raise VerifyError(
-                f"HirAliasSelect: {self.inp} has not the axis that is selected along"
+                f"HirAliasSelect: the selected axis is not an axis of {self.inp}"
                 f"\nin the IR: {self.axis}"
             )
         lost = 0 if self.position is None else 1
@@ -369,7 +412,7 @@ class HirAliasSelect(HostOp):
 class ShardByStream(HostOp):
     """Names chunk `stream_index` of `inp` along the axis that the stream axis of `out` cuts.
 
-    Chunks are equal, rounded up: the last ones may be short or empty.
+    The size of a chunk is rounded up, so the last chunks may be short or empty.
     """
 
     out: TensorView = result()
@@ -380,16 +423,21 @@ class ShardByStream(HostOp):
 
     @cached_property
     def part(self) -> Part:
+        """The chunk that `out` names."""
         position, count = stream_cut(self.out)
         return Part(position, self.stream_index, count)
 
     def effects(self) -> tuple[Effect, ...]:
+        """Makes `out` a name of the chunk."""
         return (Shows(self.out, self.inp, self.part),)
 
     def emit(self, rt: Runtime) -> None:
+        """Binds the name to the chunk's memory; no data moves."""
         rt.name_part(self.out, self.inp, self.part)
 
     def verify(self) -> None:
+        """Raises `VerifyError` for tensors of different rank, no stream axis, or a constant index
+        outside."""
         if self.out.ndim != self.inp.ndim:
             raise VerifyError(f"ShardByStream: {self.out} and {self.inp} differ in rank")
         position, chunks = stream_cut(self.out)
@@ -397,15 +445,19 @@ class ShardByStream(HostOp):
 
 
 def check_index(op: str, index: Scalar, extent: Scalar, where: str) -> None:
-    """Raises `VerifyError` for an index that is constant and outside; others are for the run."""
+    """Raises `VerifyError` for a constant index outside of `0 <= index < extent`. Other indices are
+    checked in runs."""
     at, size = sc.int_value(index), sc.int_value(extent)
     if at is not None and (at < 0 or (size is not None and size > 1 and at >= size)):
         raise VerifyError(f"{op}: index {at} is outside of {where}, which has {extent}")
 
 
 def stream_cut(tv: TensorView) -> tuple[int, Scalar]:
-    """Returns the logical position (reductions left out) that the stream axis of `tv` cuts, and
-    into how many chunks. Raises `VerifyError` when there is none."""
+    """Returns (axis, number of chunks) of the stream axis of `tv`.
+
+    The axis is the position of the cut logical axis, reductions left out. Raises `VerifyError` if
+    the tensor has no stream axis.
+    """
     axis = stream_axis(tv)
     if axis is None:
         raise VerifyError(f"{tv} has no stream axis")
@@ -413,11 +465,12 @@ def stream_cut(tv: TensorView) -> tuple[int, Scalar]:
 
 
 class SymmetricContiguousView(HostOp):
-    """Names all shards of `inp`, which lies in symmetric memory, as one tensor, back to back.
+    """Names the shards of all ranks as one tensor, one shard after the other. `inp` is in symmetric
+    memory.
 
-    Where several ranks have shards they meet here, and where the view is given up: what each has
-    written before the one is seen, and what it writes after the other is not. Between, nobody
-    writes.
+    If several ranks have shards, the op is a barrier of these ranks, and so is the `Deallocate` of
+    the view. A rank's writes before the first barrier are visible through the view. Between the two
+    barriers, no rank may write.
     """
 
     out: TensorView = result()
@@ -426,7 +479,7 @@ class SymmetricContiguousView(HostOp):
 
     @cached_property
     def team(self) -> TeamOf | None:
-        """The ranks whose shards it shows, where they are several: those that share `inp`."""
+        """The ranks whose shards the view shows; None if there is only one."""
         mesh, cuts = self.inp.mesh, placement(self.inp, DEVICE_TYPES)
         along = {cut.ptype for mine in cuts for cut in mine}
         if mesh is None or not along:
@@ -435,16 +488,20 @@ class SymmetricContiguousView(HostOp):
         return team if team.size > 1 else None
 
     def effects(self) -> tuple[Effect, ...]:
+        """Reads the shard (only with a team) and makes `out` a name of it."""
         reads = () if self.team is None else (Reads(self.inp),)
         return (*reads, Shows(self.out, self.inp))
 
     def emit(self, rt: Runtime) -> None:
+        """Maps the shards of the team, or reshapes the only shard."""
         if self.team is None:
             rt.name_as_shaped(self.out, self.inp)
         else:
             rt.show_shards(self)
 
     def verify(self) -> None:
+        """Raises `VerifyError` for an operand outside of symmetric memory, or a result that is
+        sharded."""
         if self.inp.memory is not MemoryType.symmetric:
             raise VerifyError(f"SymmetricContiguousView: {self.inp} is not in symmetric memory")
         if self.team is None:
@@ -458,10 +515,12 @@ class SymmetricContiguousView(HostOp):
 
     @property
     def ranks_meet(self) -> bool:
+        """Whether several ranks have shards, so that the op is a barrier."""
         return self.team is not None
 
     def check_shapes(self, values: Mapping[Symbol, Number]) -> None:
-        """Devices cut the axes of `inp`, and none of `out`: `verify` compares the meshes."""
+        """Checks nothing: devices cut the axes of `inp` and none of `out`, and `verify` compares
+        the meshes."""
 
 
 # ------------------------------------------------------------------ streams
@@ -472,56 +531,66 @@ class StreamOp(HostOp):
 
     @property
     def scalars(self) -> tuple[Scalar, ...]:
+        """The index of a numbered stream; none for a stream with a name."""
         return () if self.stream.index is None else (self.stream.index,)
 
 
 class SetCurrentStream(StreamOp):
-    """What follows runs on `stream`."""
+    """Makes `stream` the current one: later ops run on it."""
 
     stream: Stream = attr(kw_only=False)
     TEXT = "SetCurrentStream(Stream {stream})"
     OLDER = ("SetCurrentStream to Stream {stream}",)
 
     def effects(self) -> tuple[Effect, ...]:
+        """Changes the current stream."""
         return (Enters(self.stream),)
 
     def emit(self, rt: Runtime) -> None:
+        """Changes the current stream of the run."""
         rt.enter(self.stream)
 
 
 class GetCurrentStream(StreamOp):
-    """The stream's name means the current stream from now on."""
+    """Gives the current stream the name `stream`."""
 
     stream: Stream = attr(kw_only=False)
     TEXT = "Stream {stream} = GetCurrentStream()"
     OLDER = ("GetCurrentStream into Stream {stream}",)
 
     def effects(self) -> tuple[Effect, ...]:
+        """Binds the name to the current stream."""
         return (Captures(self.stream),)
 
     def emit(self, rt: Runtime) -> None:
+        """Binds the name in the run."""
         rt.capture(self.stream)
 
     def verify(self) -> None:
+        """Raises `VerifyError` for a numbered stream, which cannot be renamed."""
         if self.stream.index is not None:
             raise VerifyError(f"GetCurrentStream: Stream {self.stream} is a numbered stream")
 
 
 class Synchronize(StreamOp):
-    """The current stream waits for all that `stream` has been given so far; the host goes on."""
+    """Makes the current stream wait for all work that `stream` has received so far. The host does
+    not wait."""
 
     stream: Stream = attr(kw_only=False)
     TEXT = "Synchronize(Stream {stream})"
     OLDER = ("Synchronize Stream {stream}",)
 
     def effects(self) -> tuple[Effect, ...]:
+        """Orders later work of the current stream after earlier work of `stream`."""
         return (Joins(self.stream),)
 
     def emit(self, rt: Runtime) -> None:
+        """Makes the current stream wait."""
         rt.join(self.stream)
 
     def verify_in(self, program: ProgramAround) -> None:
-        """Requires that a stream that is waited for by name is one; an address needs no capture."""
+        """Raises `VerifyError` for a stream name that no op captures or enters. A stream known by
+        its address needs neither."""
         name = self.stream.name
         if not name or name in program.streams or name.startswith("0x"):
             return
@@ -531,19 +600,20 @@ class Synchronize(StreamOp):
 
 
 # ------------------------------------------------------------------ control flow
-# What the parser reads as the definition of an index.
+# The parser reads a field of this type as the definition of a new symbol.
 Index = Symbol
 
 
 def loop_index(name: str, start: ScalarLike, stop: ScalarLike) -> Symbol:
-    """Returns the index of a loop: its range is that of the loop."""
+    """Returns the index of a loop, a symbol with the range [start, stop - 1]."""
     return Symbol(name, DataType.Index, lo=sc.int_value(start) or 0, hi=sc.sub(stop, 1))
 
 
 class ForLoop(HostOp):
     """Runs `body` for index = start, start + step, ... below stop.
 
-    With `axis`, the loop runs over all of that axis of some tensor, and says so.
+    With `axis`, `stop` is the extent of that axis, and the text names the axis in place of the
+    bounds.
     """
 
     index: Index = attr()
@@ -560,21 +630,26 @@ class ForLoop(HostOp):
 
     @property
     def subject(self) -> str:
+        """The op in a sentence: `The loop over i3`."""
         return f"The loop over {self.index}"
 
     def template(self) -> str:
+        """Returns the text of the op, with an axis or with bounds and step."""
         return _loop_template(self.axis is not None, self.step is not sc.ONE)
 
     @classmethod
     def variants(cls) -> Iterator[Variant]:
+        """Yields all texts of the op, which the parser reads."""
         yield {"start": sc.ZERO, "step": sc.ONE}, _loop_template(True, False)
         yield {"axis": None}, _loop_template(False, True)
         yield {"axis": None, "step": sc.ONE}, _loop_template(False, False)
 
     def effects(self) -> tuple[Effect, ...]:
+        """Returns no effects: the ops of the body have their own."""
         return ()
 
     def emit(self, rt: Runtime) -> None:
+        """Runs the body for each step. Raises `ExecutionError` for a step below 1."""
         start, stop, step = map(rt.integer, (self.start, self.stop, self.step))
         if step < 1:
             raise ExecutionError(
@@ -583,6 +658,7 @@ class ForLoop(HostOp):
         rt.run_loop(self.index, range(start, stop, step), self.body)
 
     def verify(self) -> None:
+        """Raises `VerifyError` for a constant step below 1."""
         if sc.int_value(self.step) is not None and sc.int_value(self.step) < 1:  # pyright: ignore[reportOptionalOperand]
             raise VerifyError(f"its step is {self.step}, expected at least 1")
 
@@ -594,7 +670,7 @@ def _loop_template(has_axis: bool, has_step: bool) -> str:
 
 
 class IfThenElse(HostOp):
-    """Runs `then` where `predicate` holds on this rank, else `orelse`."""
+    """Runs `then` on the ranks where `predicate` is true, and `orelse` on the others."""
 
     predicate: Scalar = operand()
     then: tuple[Op, ...] = region()
@@ -603,14 +679,18 @@ class IfThenElse(HostOp):
 
     @property
     def subject(self) -> str:
+        """The op in a sentence: `The branch`."""
         return "The branch"
 
     @property
     def has_dry_run(self) -> bool:
+        """True: the dry run takes the same branch as the run."""
         return True
 
     def effects(self) -> tuple[Effect, ...]:
+        """Returns no effects: the ops of both regions have their own."""
         return ()
 
     def emit(self, rt: Runtime) -> None:
+        """Evaluates the predicate once and runs one region."""
         rt.run(self.then if rt.number(self.predicate) else self.orelse)

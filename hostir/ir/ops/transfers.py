@@ -1,7 +1,7 @@
 """The host ops that move data between ranks, and the waits for them.
 
-A communication starts where it stands, on the current stream, and uses its buffers until its Wait.
-One numbering holds for all that can be waited for.
+A communication starts on the current stream, at the op that declares it. It uses its buffers until
+the `Wait` with its number. Collectives, transfers and groups of transfers share one numbering.
 """
 
 from __future__ import annotations
@@ -43,12 +43,13 @@ from multidevice.sharding.reshard import CommunicationType, TeamOf
 from multidevice.transports.base.collectives import COLLECTIVES, Collective, Side
 from multidevice.transports.base.protocol import RED_OPS, RedOp
 
-# What a program may name: nvFuser's libraries, and those that carry out runs here.
+# The libraries that a program may name: those of nvFuser, and those of this project's ranks.
 LIBRARIES = ("NCCL", "UCC", "MPI", "GLOO", "SIMULATED", PEER_COPIES)
 
 
 def library_name(backend: str) -> str:
-    """Returns what people call a library: peer copies also stand in CPU ranks, without CUDA."""
+    """Returns the name of a library in messages. Peer copies (`CUDA`) also exist between CPU ranks,
+    so they are called `peer copies`."""
     return "peer copies" if backend.upper() == PEER_COPIES else backend.upper()
 
 
@@ -58,15 +59,18 @@ TRANSFER_KINDS: tuple[TransferKind, ...] = get_args(TransferKind)
 
 @dataclass(frozen=True)
 class AxisOrder:
-    """The order of a shard in memory: its axes, outermost first (None: as they are), and those
-    that are expanded, of which memory holds one element."""
+    """The order of a local shard in memory.
+
+    `axes` are the axes, outermost first; None for the order of the logical axes. `expanded` are the
+    expanded axes, of which memory holds one element.
+    """
 
     axes: tuple[int, ...] | None
     expanded: tuple[int, ...]
 
     @staticmethod
     def of(tv: TensorView) -> AxisOrder:
-        """Returns the order that the allocation domain declares."""
+        """Returns the order that the allocation domain of `tv` declares."""
         axes = tuple(p for p, _ in memory_order(tv))
         is_logical = axes == tuple(range(len(axes)))
         return AxisOrder(None if is_logical else axes, memory_layout.expanded_positions(tv))
@@ -89,20 +93,23 @@ class StartsCommunication(HostOp):
 
     @cached_property
     def orders(self) -> tuple[AxisOrder, ...]:
-        """The memory orders of what it moves; a communication moves memory as it lies."""
+        """The memory orders of the tensors that move. A communication copies memory in
+        its order."""
         return ()
 
     @property
     def buffer_sharing(self) -> BufferSharing:
+        """The operand and the result need separate buffers."""
         return "never"
 
     def verify_in(self, program: ProgramAround) -> None:
+        """Raises `VerifyError` for a number that another communication has."""
         if self.number in program.twice:
             raise VerifyError(f"there are two communications {self.number}")
 
 
 def _check_team(team: TeamOf, program: ProgramAround) -> None:
-    """Requires that the members of a team are in the meshes of the tensors."""
+    """Raises `VerifyError` for a team with ranks that are in no mesh of a tensor."""
     if not program.devices or team.mesh in program.meshes:
         return
     known = {*program.devices}
@@ -115,7 +122,7 @@ def _check_team(team: TeamOf, program: ProgramAround) -> None:
 
 
 def _constant(op: HostOp, field: str, position: Scalar) -> int | None:
-    """Returns the value of a root or peer; None for one that is known only in a run.
+    """Returns the constant value of a root or peer; None for a symbolic scalar.
 
     Raises `VerifyError` for a scalar that is no integer.
     """
@@ -127,11 +134,11 @@ def _constant(op: HostOp, field: str, position: Scalar) -> int | None:
 
 
 class Communication(StartsCommunication):
-    """Starts a communication of the local shards `inp` -> `out` within each team.
+    """Starts a collective of type `type` on the local shards `inp` -> `out`, within each team.
 
-    `root` is a position in the team; `red_op` counts for the reducing types. With `backend` CUDA
-    members copy out of each other's memory; any other name records the library for which the
-    program was made, and a run takes that of its device.
+    `root` is a position in the team. `red_op` is the reduction of the types that reduce. `backend`
+    CUDA means that the members copy out of each other's memory. Any other name records the library
+    for which the program was made, and a run uses the library of its device.
     """
 
     inp: TensorView = operand()
@@ -152,34 +159,41 @@ class Communication(StartsCommunication):
 
     @property
     def name(self) -> str:
+        """The op in a sentence: `Communication 3 (Allgather)`."""
         return f"Communication {self.number} ({self.type})"
 
     @cached_property
     def collective(self) -> Collective:
-        """All facts about its type."""
+        """The row of facts about the type."""
         return COLLECTIVES[self.type]
 
     @cached_property
     def orders(self) -> tuple[AxisOrder, AxisOrder]:
-        """The memory orders of `inp` and `out`; a communication moves memory as it lies."""
+        """The memory orders of `inp` and `out`."""
         return AxisOrder.of(self.inp), AxisOrder.of(self.out)
 
     def template(self) -> str:
+        """Returns the text of the op, with or without root and reduction."""
         return _communication_template(self.root is not None, self.red_op)
 
     @classmethod
     def variants(cls) -> Iterator[Variant]:
+        """Yields all texts of the op, which the parser reads."""
         for has_root in (False, True):
             root: dict[str, object] = {} if has_root else {"root": None}
             for red_op in RED_OPS:
                 yield {**root, "red_op": red_op}, _communication_template(has_root, red_op)
 
     def effects(self) -> tuple[Effect, ...]:
+        """Reads `inp` and writes `out`, on the root alone where the type says so, and starts the
+        communication."""
         row = self.collective
         reads, writes = self._members(row.inp), self._members(row.out)
         return (Reads(self.inp, reads), Writes(self.out, writes), Starts(self.number))
 
     def emit(self, rt: Runtime) -> None:
+        """Posts the collective if this rank is in a team. Raises `ExecutionError` for a root
+        outside of it."""
         team = self.team.ranks(rt.rank)
         if team:
             root = -1 if self.root is None else member(team, rt.integer(self.root), self)
@@ -187,10 +201,12 @@ class Communication(StartsCommunication):
 
     @property
     def buffer_sharing(self) -> BufferSharing:
+        """Is that of the collective's row."""
         return self.collective.sharing
 
     @cached_property
     def movement(self) -> Movement:
+        """A collective from `inp` to `out` within the team."""
         return Movement(
             self.type,
             self.inp,
@@ -203,14 +219,17 @@ class Communication(StartsCommunication):
         )
 
     def verify_in(self, program: ProgramAround) -> None:
+        """Raises `VerifyError` for a number in use, or a team with ranks that are in no mesh."""
         super().verify_in(program)
         _check_team(self.team, program)
 
     def _members(self, side: Side) -> Members:
-        """Returns whose operand is read, or result is written."""
+        """Returns the members that have this side of the collective: all, or the root."""
         return Members(self.team, self.root if side.at_root else None)
 
     def verify(self) -> None:
+        """Raises `VerifyError` for a root, reduction, team, mesh or dtype that does not fit the
+        type."""
         row = self.collective
         if (self.root is not None) != row.is_rooted:
             rule = "needs a root" if row.is_rooted else "takes no root"
@@ -241,7 +260,8 @@ def _communication_template(has_root: bool, red_op: RedOp) -> str:
 
 
 def member(team: Team, position: int, op: Op) -> int:
-    """Returns the global rank at a position of a team; raises `ExecutionError` outside."""
+    """Returns the global rank at a position of a team. Raises `ExecutionError` for a position
+    outside."""
     if not 0 <= position < len(team):
         raise ExecutionError(
             f"{op.name}: position {position} in a team of {len(team)}{user_code(op.where)}"
@@ -250,7 +270,7 @@ def member(team: Team, position: int, op: Op) -> int:
 
 
 class P2PCommunication(StartsCommunication):
-    """Starts to send `buffer` to the global rank `peer`, or to receive it from there."""
+    """Starts to send `buffer` to the global rank `peer`, or to receive it from that rank."""
 
     buffer: TensorView = operand()
     peer: Scalar = operand()
@@ -263,23 +283,29 @@ class P2PCommunication(StartsCommunication):
 
     @property
     def name(self) -> str:
+        """The op in a sentence: `P2PCommunication 3 (send)`."""
         return f"P2PCommunication {self.number} ({self.type})"
 
     @cached_property
     def orders(self) -> tuple[AxisOrder, AxisOrder]:
+        """The memory order of the buffer, as that of the source and of the destination."""
         order = AxisOrder.of(self.buffer)
         return order, order
 
     def effects(self) -> tuple[Effect, ...]:
+        """Reads the buffer of a send, or writes that of a receive, and starts the communication."""
         touch = Reads if self.type == "send" else Writes
         return (touch(self.buffer), Starts(self.number))
 
     @cached_property
     def movement(self) -> Movement:
+        """Is one end of a transfer between two ranks."""
         ends = (self.buffer, None) if self.type == "send" else (None, self.buffer)
         return Movement(self.type, *ends, None, self.backend, peers={"peer": self.peer})
 
     def emit(self, rt: Runtime) -> None:
+        """Starts the transfer. Raises `ExecutionError` for a peer outside of the
+        program's ranks."""
         peer = rt.integer(self.peer)
         if peer not in rt.team:
             raise ExecutionError(
@@ -289,6 +315,7 @@ class P2PCommunication(StartsCommunication):
         rt.transfer(self, peer)
 
     def verify(self) -> None:
+        """Raises `VerifyError` for a buffer without a mesh, or a constant peer below 0."""
         if self.buffer.mesh is None:
             raise VerifyError(f"{self.name}: {self.buffer} has no mesh")
         peer = _constant(self, "peer", self.peer)
@@ -299,7 +326,7 @@ class P2PCommunication(StartsCommunication):
 class CollectivePermute(StartsCommunication):
     """Starts to send `inp` to the member `send_peer` and to receive `out` from `recv_peer`.
 
-    Peers are positions in the team. To oneself it is a copy.
+    Peers are positions in the team. A member that sends to itself copies.
     """
 
     inp: TensorView = operand()
@@ -316,23 +343,29 @@ class CollectivePermute(StartsCommunication):
 
     @property
     def name(self) -> str:
+        """The op in a sentence: `CollectivePermute 3`."""
         return f"CollectivePermute {self.number}"
 
     @cached_property
     def orders(self) -> tuple[AxisOrder, AxisOrder]:
+        """The memory orders of `inp` and `out`."""
         return AxisOrder.of(self.inp), AxisOrder.of(self.out)
 
     def effects(self) -> tuple[Effect, ...]:
+        """Reads `inp` and writes `out` on all members, and starts the communication."""
         team = Members(self.team)
         return (Reads(self.inp, team), Writes(self.out, team), Starts(self.number))
 
     @cached_property
     def movement(self) -> Movement:
+        """A permutation from `inp` to `out` within the team."""
         peers = {"send_peer": self.send_peer, "recv_peer": self.recv_peer}
         kind = type(self).__name__
         return Movement(kind, self.inp, self.out, self.team, self.backend, peers=peers)
 
     def emit(self, rt: Runtime) -> None:
+        """Starts the permutation if this rank is in a team. Raises `ExecutionError` for a peer
+        outside of it."""
         team = self.team.ranks(rt.rank)
         if team:
             to, source = (
@@ -341,10 +374,13 @@ class CollectivePermute(StartsCommunication):
             rt.permute(self, team, to, source)
 
     def verify_in(self, program: ProgramAround) -> None:
+        """Raises `VerifyError` for a number in use, or a team with ranks that are in no mesh."""
         super().verify_in(program)
         _check_team(self.team, program)
 
     def verify(self) -> None:
+        """Raises `VerifyError` for tensors without a mesh or of two dtypes, or a constant peer
+        outside of the team."""
         for tv in (self.inp, self.out):
             if tv.mesh is None:
                 raise VerifyError(f"{self.name}: {tv} has no mesh")
@@ -359,36 +395,42 @@ class CollectivePermute(StartsCommunication):
 
 
 class StartCoalescing(HostOp):
-    """The sends and receives up to `EndCoalescing` start together, so that a ring cannot block."""
+    """Opens a group: the transfers up to `EndCoalescing` start together, so that a ring of ranks
+    cannot deadlock."""
 
     TEXT = "StartCoalescing"
 
     def effects(self) -> tuple[Effect, ...]:
+        """Opens the group."""
         return (OpensGroup(),)
 
     def emit(self, rt: Runtime) -> None:
+        """Opens the group in the run."""
         rt.open_group(self)
 
 
 class EndCoalescing(StartsCommunication):
-    """Starts the sends and receives since `StartCoalescing`; one Wait is for all of them."""
+    """Starts the transfers since `StartCoalescing`. One `Wait` waits for all of them."""
 
     number: int = attr(kw_only=False)
     TEXT = "EndCoalescing {number}"
 
     @property
     def name(self) -> str:
+        """The op in a sentence: `EndCoalescing 3`."""
         return f"EndCoalescing {self.number}"
 
     def effects(self) -> tuple[Effect, ...]:
+        """Closes the group and starts it under the op's number."""
         return (ClosesGroup(self.number),)
 
     def emit(self, rt: Runtime) -> None:
+        """Starts the group's transfers."""
         rt.close_group(self)
 
 
 class Wait(HostOp):
-    """Makes the current stream wait for the communication of this number."""
+    """Makes the current stream wait for the communication with this number."""
 
     number: int = attr(kw_only=False)
     TEXT = "Wait(Communication {number})"
@@ -401,25 +443,30 @@ class Wait(HostOp):
 
     @property
     def name(self) -> str:
+        """The op in a sentence: `Wait 3`."""
         return f"Wait {self.number}"
 
     def effects(self) -> tuple[Effect, ...]:
+        """Orders later work of the current stream after the communication."""
         return (Waits(self.number),)
 
     def emit(self, rt: Runtime) -> None:
+        """Makes the current stream wait."""
         rt.wait(self.number)
 
 
 class ShareMemHandles(HostOp):
-    """Announces which buffers peers copy from and to; a run maps memory where it is first needed,
-    so there is nothing left to be done.
+    """Announces the buffers that peers copy from and to.
+
+    The op does nothing in a run, which maps peers' memory at its first use.
     """
 
     buffers: tuple[TensorView, ...] = operands()
     TEXT = "ShareMemHandles({buffers})"
 
     def effects(self) -> tuple[Effect, ...]:
+        """Returns no effects."""
         return ()
 
     def emit(self, rt: Runtime) -> None:
-        """There is nothing to do: memory is mapped where it is first copied from."""
+        """Does nothing: memory is mapped before the first copy out of it."""

@@ -207,7 +207,7 @@ def test_nothing_is_added_to_a_program_that_an_evaluator_has() -> None:
         hic.add_output(y)
         HostIrEvaluator(hic)
         for add in (lambda: hic.append(Deallocate(z)), lambda: hic.add_output(z), hic.scalar):
-            with pytest.raises(DefinitionError, match="an evaluator has this program already"):
+            with pytest.raises(DefinitionError, match="an evaluator holds this program"):
                 add()
 
 

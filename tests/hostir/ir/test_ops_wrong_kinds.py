@@ -48,7 +48,7 @@ CALLS: list[tuple[Call, type[FuserError], str]] = [
     (lambda p, x: p.unit(3), ArgumentError, "fusion: expected a Fusion, got 3"),
     (lambda p, x: p.add_input(3), ArgumentError, "value: expected a tensor or a Symbol, got 3"),
     (lambda p, x: p.add_output(3), ArgumentError, "tv: expected a tensor, got 3"),
-    (lambda p, x: p.append(None), ArgumentError, "None is no op and no tensor"),
+    (lambda p, x: p.append(None), ArgumentError, "None is neither an op nor a tensor"),
     (lambda p, x: entered(p.loop("a")), ArgumentError, "stop: expected .*, got 'a'"),
     (lambda p, x: entered(p.loop(3, 0.5)), ArgumentError, "start: expected .*, got 0.5"),
     (
@@ -289,7 +289,7 @@ def test_a_misspelt_backend_is_refused_with_the_one_that_is_near(number: int) ->
         "append: T2_l___half cannot be written into T1_g_float: another dtype": lambda p, x, y: (
             p.append(ops.cast(x, DataType.Half), into=y)
         ),
-        "HostIrContainer.append: no op that is still to come makes T1_g_float": (
+        "HostIrContainer.append: no op that is not yet appended computes T1_g_float": (
             lambda p, x, y: p.append(y)
         ),
     }.items(),

@@ -357,7 +357,7 @@ def _heads(p: Program, x: TensorView, y: TensorView) -> None:
 REFUSED: dict[str, tuple[Write, str]] = {
     "no op of host programs": (lambda p, x, y: setattr(p, "ops", (Strange(),)), "cannot stand"),
     "a copy of another dtype": (_to((4, 8), _set, HALF), "which has another dtype"),
-    "other ranks": (_on_other_ranks, "rank 1 has one without the other"),
+    "other ranks": (_on_other_ranks, "rank 1 has only one of"),
     "over an operand": (
         lambda p, x, y: p.append(nodes.MatmulOp(x, x, p.input([8, 8]))),
         "the result of matmul needs memory of its own",
@@ -366,7 +366,7 @@ REFUSED: dict[str, tuple[Write, str]] = {
         lambda p, x, y: p.select(x, 0, p.values.new_symbol(DataType.Int)),
         "no input binds",
     ),
-    "an index twice": (_named_twice, "The loop over step: a loop around it"),
+    "an index twice": (_named_twice, "The loop over step: its index step has the name of an outer"),
     "a group over steps": (
         _looped(lambda p, x, y: p.append(StartCoalescing())),
         "The loop over step: a group of transfers begins and ends in the same step",
@@ -450,10 +450,10 @@ REFUSED: dict[str, tuple[Write, str]] = {
     ),
     "a group in a group": (
         lambda p, x, y: p.append(StartCoalescing(), StartCoalescing()),
-        "StartCoalescing inside another one",
+        "StartCoalescing inside another StartCoalescing",
     ),
     "the end of no group": (lambda p, x, y: p.append(EndCoalescing(0)), "without StartCoalescing"),
-    "a group of two libraries": (_mixed_group, "of which some have backend=CUDA"),
+    "a group of two libraries": (_mixed_group, "some transfers of the group have backend=CUDA"),
     "a wait for nothing": (lambda p, x, y: p.append(Wait(3)), "no communication 3 was started"),
     "a second wait": (
         lambda p, x, y: (_sends(p, 0), p.append(Wait(0), Wait(0))),
@@ -489,7 +489,7 @@ REFUSED: dict[str, tuple[Write, str]] = {
     "a rank of a unit": (_posted(rank=3), "its input 0 is .*: 3 axes, expected 2"),
     "a unit that updates": (_posted_in_place, "HostUnit0 updates its input .* in place"),
     # ---- sizes and dtypes of results
-    "results without buffers": (_one_buffer, "has no buffer, other results have"),
+    "results without buffers": (_one_buffer, "has no buffer, but other results have"),
     "two results in one buffer": (_two_results, "is two of its results"),
     "extents": (
         _to((4, 7), _add),
@@ -498,7 +498,7 @@ REFUSED: dict[str, tuple[Write, str]] = {
     "ranks": (_to((4,), _sum), "differ in rank"),
     "a dtype": (_to((4, 8), _add, HALF), "makes float, which does not fit T2_g___half"),
     "cut otherwise": (_cut_otherwise, "is cut otherwise, and the op moves no data between ranks"),
-    "needed whole": (_cut_scan, "is cut, and is needed whole"),
+    "needed whole": (_cut_scan, "is cut, but the op needs the whole axis"),
     "heads": (_heads, "axis 1 of input .* is cut otherwise"),
     "a slice of a shard": (_sliced(0, given="x"), "is cut by deviceIdx.x on axis 0"),
     # ---- rules of single ops
@@ -514,7 +514,10 @@ REFUSED: dict[str, tuple[Write, str]] = {
     "a slice of no axis": (_sliced(7), "there is no axis 7 of input 1 .*, which has 2"),
     "a slice of fewer axes": (_sliced(0, shape=(2,)), "has 1 axes, expected 2"),
     "a slice of another dtype": (_sliced(0, dtype=HALF), "which has another dtype"),
-    "an axis of another": (_select(axis=lambda y: y.domain.logical[0]), "has not the axis"),
+    "an axis of another": (
+        _select(axis=lambda y: y.domain.logical[0]),
+        "the selected axis is not an axis of input",
+    ),
     "axes of a name": (_select((4, 8)), "has 2 axes, expected 1, those of input 0"),
     "an index outside": (_select(index=9), "index 9 is outside of axis 0 of input 0 .*has 4"),
     "a chunk of another rank": (_streamed(shape=(4,)), "differ in rank"),

@@ -263,7 +263,7 @@ _WRONG: dict[str, tuple[Callable[[Parts], HostIrContainer], str]] = {
     "never_given_up": (_never_given_up, "Deallocate { T2_g_float"),
     "written_meanwhile": (_written_meanwhile, "is written while T2_g_float"),
     "written_itself": (_written_itself, "is written while T2_g_float"),
-    "given_up_before": (_given_up_before, "is given up while T2_g_float"),
+    "given_up_before": (_given_up_before, "is deallocated while T2_g_float"),
     "not_written": (_not_written, "is read before it is written"),
     "used_after": (_used_after, "is used after its Deallocate"),
     "made_outside": (_made_outside, "was made outside of this"),

@@ -234,7 +234,7 @@ def test_a_run_that_nothing_predicts_is_traced_alone(
     program, out = tmp_path / "p.txt", tmp_path / "t.json"
     program.write_text(hic.full_text())
     assert main(["trace", str(program), "-o", str(out), "--run"]) == 0
-    why = "not predicted: cost: what PostOnStream (HostUnit0) takes is not known"
+    why = "not predicted: cost: PostOnStream (HostUnit0) has no known cost"
     lines = capsys.readouterr().out.splitlines()
     assert [line.startswith(why) for line in lines if "predicted" in line] == [True]
     found = json.loads(out.read_text())
