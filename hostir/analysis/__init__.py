@@ -1,19 +1,18 @@
-"""Analyses of host programs: everything that can be said without running one.
+"""Analyses of host programs that run nothing.
 
 Question: is this program free of races, mismatches and deadlocks?
-Imports: `hostir.ir` and what it may import.
+Imports: `hostir.ir`, and the packages that it may import.
 Files, in reading order:
 
 - `rank_values`: scalars of a program, for all ranks at once.
 - `walker`: one walk through a program for all analyses: control flow, streams, communications.
-- `clocks`: vector clocks over streams, and how long a buffer lives.
-- `buffer_regions`, `rank_regions`: what a name means: parts of a buffer on one rank; parts of whole
-  tensors on all ranks.
-- `races`: accesses of one buffer that no stream orders; waits that make the steps of a loop run one
-  after another.
+- `clocks`: vector clocks over streams, and the lifetimes of buffers.
+- `buffer_regions`, `rank_regions`: the memory that a name refers to, as a part of a buffer on one
+  rank, and as a part of a whole tensor on all ranks.
+- `races`: accesses of one buffer that no wait orders, and waits that serialise the steps of a loop.
 - `collective_matching`: whether ranks post the same collectives and transfers.
-- `deadlocks`: the same where ranks go different ways: who waits for whom.
-- `preflight`: runs these checks before a first run, for one rank of each kind.
+- `deadlocks`: the same for ranks that take different branches, and cycles of waiting ranks.
+- `preflight`: runs these checks before a first run, for one rank of each class.
 - `unrolled_program`: all work of a program, loop step by loop step.
-- `sliced_inputs`: inputs that are cut again in each call.
+- `sliced_inputs`: replicated inputs that every call slices again.
 """

@@ -1,4 +1,5 @@
-"""The part of a buffer that a name stands for, as a box in the axes of the buffer's owner."""
+"""The part of a buffer that a name refers to, as a box in the axes of the tensor that owns the
+buffer."""
 
 from __future__ import annotations
 
@@ -15,30 +16,33 @@ from hostir.analysis.walker import Flight
 from hostir.ir.diagnostics import Site
 from hostir.ir.effects import Part
 
-# A number on one rank, or one per rank; what an axis of a name counts.
+# A number on one rank, or one per rank; the meaning of an axis of a name.
 N = TypeVar("N")
 A = TypeVar("A")
 # (start, length) along each axis of the owner of a buffer.
 Box = tuple[tuple[int, int], ...]
-# What one axis of a tensor counts, outermost first: (axis of the owner, how many of its elements a
-# step is, steps). The parts of a merged axis, of which the last is counted fastest.
+# The meaning of one axis of a tensor: for each of the axes that it merges, outermost first, (axis of
+# the owner, elements of it per step, steps).
 Owned = tuple[tuple[int, int, int], ...]
-# How a box was cut out, part by part: what the axis counted, and how it was divided.
+# The way in which a box was cut, part by part: the meaning of the axis, and how it was divided.
 Grid = tuple[tuple[Owned, Hashable], ...]
 
 
 def whole_box(shape: Iterable[int]) -> Box:
+    """Returns the box of all elements of a buffer of this shape."""
     return tuple((0, n) for n in shape)
 
 
 def whole_axes(shape: Iterable[int]) -> tuple[Owned, ...]:
+    """Returns the axes of a name for the whole buffer: each counts the elements of one axis."""
     return tuple(((k, 1, n),) for k, n in enumerate(shape))
 
 
 def cut(box: Box, owned: Owned, start: int, length: int) -> tuple[Box, Owned] | None:
-    """Returns the part of a box that is a range along an axis, and what that counts then.
+    """Returns the part of a box that is a range along an axis, and the new meaning of that axis.
 
-    None where it is no box: steps of an inner axis in more than one step of an outer one.
+    None if the part is no box: a range over steps of an inner axis that spans several steps of an
+    outer axis.
     """
     kept: list[tuple[int, int, int]] = []
     inside = math.prod(count for _, _, count in owned)
@@ -63,7 +67,7 @@ def cut(box: Box, owned: Owned, start: int, length: int) -> tuple[Box, Owned] | 
 def reshaped(
     shape: Sequence[int], owned: Sequence[Owned | None], out: Sequence[int]
 ) -> list[Owned | None]:
-    """Returns what the axes of a reshape count, in terms of those that it was made of."""
+    """Returns the meaning of the axes of a reshape, in terms of the axes of its operand."""
     found: list[Owned | None] = [None] * len(out)
     i = j = 0
     while i < len(shape) and j < len(out):
@@ -92,7 +96,7 @@ def reshaped(
 
 
 def _dealt(steps: Sequence[tuple[int, int, int]], sizes: Sequence[int]) -> list[Owned | None]:
-    """Returns what axes of these sizes count, together what all the steps count."""
+    """Divides the elements that all steps count over axes of these sizes."""
     rest = list(reversed(steps))
     found: list[Owned | None] = []
     for size in sizes:
@@ -118,7 +122,7 @@ def overlap(a: Box, b: Box) -> bool:
 
 
 def box_text(box: Box, whole: Iterable[int]) -> str:
-    """Returns `[2:4, :]`; "" for all of a buffer of the sizes `whole`."""
+    """Returns the text of a box, such as `[2:4, :]`; "" for the whole buffer of shape `whole`."""
     sizes = tuple(whole)
     if all(b == (0, n) for b, n in zip(box, sizes, strict=True)):
         return ""
@@ -130,7 +134,7 @@ def box_text(box: Box, whole: Iterable[int]) -> str:
 
 
 def uncovered(box: Box, covers: Iterable[Box]) -> list[Box]:
-    """Returns what the covers leave of a box, as boxes that do not overlap."""
+    """Returns the rest of a box without the covers, as boxes that do not overlap."""
     left = [box]
     for cover in covers:
         left = [piece for one in left for piece in _subtract(one, cover)]
@@ -140,6 +144,7 @@ def uncovered(box: Box, covers: Iterable[Box]) -> list[Box]:
 
 
 def _subtract(box: Box, cover: Box) -> list[Box]:
+    """Returns the rest of a box without one cover, as boxes that do not overlap."""
     if not overlap(box, cover) or math.prod(n for _, n in box) == 0:
         return [box]
     pieces: list[Box] = []
@@ -160,7 +165,8 @@ def _subtract(box: Box, cover: Box) -> list[Box]:
 
 @dataclass(eq=False, slots=True)
 class Use:
-    """A use of a part of a buffer; `stream` and `tick` say where it ends, None: not yet."""
+    """A read or write of a part of a buffer. `stream` and `tick` are its end; None while it is in
+    flight."""
 
     site: Site
     is_write: bool
@@ -171,31 +177,33 @@ class Use:
     flight: Flight[Any] | None
 
     def is_before(self, clock: Clock) -> bool:
+        """Whether the use ends before everything at this clock."""
         return self.stream is not None and clock.get(self.stream, 0) >= self.tick
 
 
 @dataclass(eq=False, slots=True)
 class Cell:
-    """The last write of one box, and the reads since: earlier uses are ordered before these."""
+    """The last write of one box and the reads since. Earlier uses are ordered before these."""
 
     write: Use | None = None
     reads: list[Use] = field(default_factory=list[Use])
-    # Whether all of the box has been written; else how many elements of which parts.
+    # Whether all of the box has been written; else the number of elements of each written part.
     is_written: bool = False
     parts: dict[Hashable, int] = field(default_factory=dict[Hashable, int])
 
     def add(self, use: Use) -> None:
+        """Records a use. A later read of a stream replaces its earlier one."""
         if use.is_write:
             self.write, self.reads = use, []
         else:
-            # What comes after the later read of a stream comes after its earlier ones.
+            # A use that is ordered after the later read of a stream is also after its earlier ones.
             self.reads = [r for r in self.reads if r.stream is None or r.stream != use.began]
             self.reads.append(use)
 
 
 @dataclass(eq=False, slots=True)
 class TrackedBuffer:
-    """A buffer: whose, on which stream allocated (None: by the caller), and how it was used."""
+    """A buffer: its owner, the stream that allocated it (None for the caller's), and its uses."""
 
     owner: TensorView
     shape: tuple[int, ...]
@@ -207,9 +215,11 @@ class TrackedBuffer:
 
     @property
     def is_callers(self) -> bool:
+        """Whether the caller owns it."""
         return self.made is None
 
     def uses(self) -> Iterator[Use]:
+        """Yields the uses that later uses are compared with."""
         for cells in self.cells.values():
             for cell in cells.values():
                 if cell.write is not None:
@@ -217,26 +227,28 @@ class TrackedBuffer:
                 yield from cell.reads
 
     def unwritten(self, box: Box) -> list[Box]:
-        """Returns what may not have contents; parts that are no boxes may lie anywhere."""
+        """Returns the boxes within `box` that are unwritten; none if parts written at unknown
+        positions may cover them."""
         cells = [(at, cell) for cells in self.cells.values() for at, cell in cells.items()]
         left = uncovered(box, (at for at, cell in cells if cell.is_written))
         somewhere = sum(n for _, cell in cells for n in cell.parts.values())
         return left if sum(math.prod(n for _, n in at) for at in left) > somewhere else []
 
     def text(self, box: Box) -> str:
+        """Returns a box of the buffer as text: `T3[2:4, :]`."""
         return self.owner.label + box_text(box, self.shape)
 
 
 # ----------------------------------------------------------------------
-# The part of a buffer that a name means.
+# The part of a buffer that a name refers to.
 
 
 class NamedRegion(Generic[N, A]):
-    """The part of a buffer that a name means: on one rank (`BufferRegion`), or on each of all ranks
-    (`hostir.analysis.rank_regions.Spot`).
+    """The part of a buffer that a name refers to.
 
-    `shape` is that of the name, in numbers of one rank or arrays over ranks. `axes` has what each
-    axis of the name counts in the buffer, None where that is unknown.
+    `BufferRegion` is the part on one rank, `hostir.analysis.rank_regions.Spot` that on each of all
+    ranks. `shape` is the shape of the name, in numbers of one rank or arrays over ranks. `axes` has
+    for each axis of the name the elements of the buffer that it counts; None if unknown.
     """
 
     __slots__ = ()
@@ -245,15 +257,16 @@ class NamedRegion(Generic[N, A]):
     axes: tuple[A | None, ...]
 
     def having(self, shape: tuple[N, ...], axes: tuple[A | None, ...]) -> Self:
-        """Returns the same elements under other axes."""
+        """Returns a name for the same elements with other axes."""
         raise NotImplementedError
 
     def chunk(self, axis: int, start: N, length: N, among: Hashable) -> Self:
-        """Returns a range along an axis; `among` tells in which way the axis was divided."""
+        """Returns a range along an axis. `among` identifies the way in which the axis
+        was divided."""
         raise NotImplementedError
 
     def element(self, axis: int, index: N) -> Self:
-        """Returns element `index` along an axis, which the result lacks."""
+        """Returns element `index` along an axis. The result lacks the axis."""
         found, one = self.chunk(axis, index, cast("N", 1), 0), slice(axis, axis + 1)
         shape, axes = [*found.shape], [*found.axes]
         del shape[one], axes[one]
@@ -262,13 +275,16 @@ class NamedRegion(Generic[N, A]):
     def part(
         self, part: Part, value: Callable[[Scalar], N], check: Callable[[Part, N, N], N]
     ) -> Self:
-        """Returns a part as an op names it. `check` is told the index and what it must be below,
-        and returns the index to go on with."""
+        """Returns the part that an op names.
+
+        `check(part, index, limit)` reports an index that is not below `limit`, and returns the
+        index to use.
+        """
         size: Any = self.shape[part.axis]
         chunks: Any = None if part.chunks is None else value(part.chunks)
         index: Any = value(part.index)
         if chunks is None:
-            # An axis of one element has the same one at each step.
+            # An axis of one element has the same element at each step.
             if isinstance(size, np.ndarray):
                 index = np.where(size == 1, 0, index)
             elif size == 1:
@@ -280,8 +296,8 @@ class NamedRegion(Generic[N, A]):
         return self.chunk(part.axis, start, least(step, size - start), chunks)
 
     def viewed(self, kept: Mapping[int, int], sizes: Sequence[N]) -> Self:
-        """Returns what a view op names whose result has these sizes; `kept` has the axis of the
-        operand for each axis of the result that is left alone."""
+        """Returns the region of a view op's result. `kept` maps each unchanged axis of the result
+        to the operand's."""
         shape = tuple(self.shape[kept[c]] if c in kept else n for c, n in enumerate(sizes))
         axes = tuple(self.axes[kept[c]] if c in kept else None for c in range(len(shape)))
         return self.having(shape, axes)
@@ -289,11 +305,11 @@ class NamedRegion(Generic[N, A]):
 
 @dataclass(frozen=True, slots=True)
 class BufferRegion(NamedRegion[int, Owned]):
-    """The part of a buffer that a tensor names.
+    """The part of a buffer that a tensor names on one rank.
 
-    `axes` has what each axis of the tensor counts, None where that is unknown. `shape` is the
-    tensor's. Boxes of one buffer and one grid are equal or apart. With `parts`, which tell it from
-    others, the tensor names only some elements of the box.
+    `shape` is the tensor's. `axes` has for each axis the elements of the buffer that it counts;
+    None if unknown. Two boxes with the same `grid` are equal or disjoint. With `parts`, the tensor
+    names only some elements of the box, and `parts` identifies them.
     """
 
     buffer: TrackedBuffer
@@ -305,19 +321,22 @@ class BufferRegion(NamedRegion[int, Owned]):
 
     @staticmethod
     def whole(buffer: TrackedBuffer) -> BufferRegion:
+        """Returns the region of the whole buffer."""
         return BufferRegion(buffer, whole_box(buffer.shape), buffer.shape, whole_axes(buffer.shape))
 
     @property
     def is_empty(self) -> bool:
-        # An axis of one element that no axis of the buffer counts may be cut to none.
+        """Whether it has no element."""
+        # An axis of one element that is no axis of the buffer may be cut to zero elements.
         return 0 in self.shape or any(n == 0 for _, n in self.box)
 
     def having(self, shape: tuple[int, ...], axes: tuple[Owned | None, ...]) -> BufferRegion:
-        """Returns the same elements under other axes."""
+        """Returns a name for the same elements with other axes."""
         return BufferRegion(self.buffer, self.box, shape, axes, self.grid, self.parts)
 
     def chunk(self, axis: int, start: int, length: int, among: Hashable) -> BufferRegion:
-        """Returns a range along an axis; `among` tells in which way the axis was divided."""
+        """Returns a range along an axis. `among` identifies the way in which the axis
+        was divided."""
         shape = (*self.shape[:axis], length, *self.shape[axis + 1 :])
         owned = self.axes[axis]
         found = None if owned is None else cut(self.box, owned, start, length)

@@ -1,4 +1,5 @@
-"""Vector clocks: how far each stream, and what it waited for, has come on every other stream."""
+"""Vector clocks over streams: for each stream, the position on every other stream that it is
+ordered after."""
 
 from __future__ import annotations
 
@@ -15,24 +16,25 @@ Clock = dict[Hashable, int]
 
 
 class Clocks(StreamState[Hashable]):
-    """The streams of one rank, and their clocks, `of` each.
+    """The streams of one rank; `of` has the clock of each.
 
-    A stream's own entry counts the ops that it was given; the stream of the caller has one before
-    the program begins, which is what the caller did.
+    A stream's own entry counts the ops that it has received. The caller's stream has received one
+    op before the program begins: all earlier work of the caller.
     """
 
     def __init__(self, number: Callable[[Scalar], Hashable], *, default: Hashable = ENTRY) -> None:
-        """`number` evaluates a scalar; `default` is the device's default stream."""
+        """`number` evaluates a scalar. `default` is the name of the device's default stream."""
         super().__init__(number, ENTRY, default)
         self.of: dict[Hashable, Clock] = {ENTRY: {ENTRY: 1}}
 
     @property
     def now(self) -> Clock:
+        """The clock of the current stream."""
         return self.of[self.current]
 
     @property
     def tick(self) -> int:
-        """The number of ops that the current stream has been given."""
+        """The number of ops that the current stream has received."""
         return self.of[self.current][self.current]
 
     def advance(self) -> None:
@@ -41,7 +43,7 @@ class Clocks(StreamState[Hashable]):
         self.of[current][current] += 1
 
     def unnamed(self, name: str) -> Hashable:
-        """Returns the stream of a name that nothing captured: one of its own."""
+        """Returns the stream of a name that no op captured: a separate stream."""
         return name
 
     def enter(self, stream: Stream) -> None:
@@ -50,14 +52,14 @@ class Clocks(StreamState[Hashable]):
         self.of.setdefault(self.current, {self.current: 0})
 
     def join(self, stream: Stream) -> None:
-        """Makes the current stream wait for all that another one has been given so far."""
+        """Makes the current stream wait for all work that another stream has received so far."""
         other = self.find(stream)
         theirs = self.of.get(other)
         if theirs is not None and self.now.get(other, 0) < theirs[other]:
             self.learn(theirs)
 
     def learn(self, theirs: Clock) -> None:
-        """Makes the current stream wait for what a clock says."""
+        """Orders the current stream after everything in a clock."""
         mine = self.now
         for stream, tick in theirs.items():
             if mine.get(stream, 0) < tick:
@@ -70,23 +72,24 @@ class Clocks(StreamState[Hashable]):
         return f"Stream {next((n for n, s in self.captured.items() if s == ENTRY), 'Default')}"
 
     def name(self, stream: Hashable) -> str:
+        """Returns the name of a stream in messages: `Stream 2`, `Stream S0`."""
         return self.text(stream) + (" (the caller's)" if stream == ENTRY else "")
 
 
 # ----------------------------------------------------------------------
-# When the buffers of a recorded run are in use: what a program's own waits say of that.
+# The lifetimes of the buffers of a recorded run, as the program's own waits order them.
 #
-# A buffer is used from its Allocate to its Deallocate; other streams come to it, and leave it, in
-# an order that the race check demands (`hostir.analysis.races`): all uses come after the
-# allocation, and before the place where the buffer's own stream is when it is given up.
+# A buffer is used from its Allocate to its Deallocate. The race check (`hostir.analysis.races`)
+# requires that uses on other streams are ordered after the allocation, and before the position of
+# the buffer's own stream at the Deallocate.
 
-# A place in a stream: how many ops it has been given.
+# A position on a stream: the stream, and the number of ops that it has received.
 Moment = tuple[Hashable, int]
 
 
 class Lifetime(NamedTuple):
-    """The use of a buffer: all that its allocation comes after, and where its own stream is when it
-    is given up."""
+    """The use of a buffer: the clock at its allocation, and the position of its own stream at its
+    deallocation."""
 
     begin: Clock
     end: Moment
@@ -97,13 +100,13 @@ class StreamOrder:
 
     def __init__(self, number: Callable[[Scalar], Hashable]) -> None:
         """`number` evaluates a scalar."""
-        # The caller may be on another stream than the device's default one.
+        # The caller's stream may differ from the device's default stream.
         self.clocks = Clocks(number, default="Default")
         self._state = EffectState[None](self.clocks)
         self._effects: dict[int, tuple[Effect, ...]] = {}
 
     def follow(self, op: Op) -> None:
-        """Notes that the current stream is given an op."""
+        """Advances the current stream by an op, and applies the op's waits."""
         self.clocks.advance()
         if isinstance(op, StreamOp | StartsCommunication | StartCoalescing | Wait):
             effects = self._effects.get(id(op))
@@ -113,15 +116,18 @@ class StreamOrder:
                 self._state.apply(effect)
 
     def now(self) -> Clock:
-        """Returns all that the current stream has come after."""
+        """Returns the clock of the current stream."""
         return dict(self.clocks.now)
 
     def moment(self, stream: Hashable) -> Moment:
-        """Returns where a stream is."""
+        """Returns the current position of a stream."""
         return stream, self.clocks.of[stream][stream]
 
     def is_within(self, lifetime: Lifetime) -> bool:
-        """Whether a buffer is used only after what the caller's stream did before the run, and
-        before what it does next, now that the run is at its end."""
+        """Whether the buffer is used only during the run, as seen from the caller's stream.
+
+        Called at the end of the run. All uses must come after the caller's work before the run, and
+        before the caller's next work.
+        """
         stream, tick = lifetime.end
         return ENTRY in lifetime.begin and self.clocks.of[ENTRY].get(stream, 0) >= tick

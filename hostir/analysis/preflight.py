@@ -1,7 +1,8 @@
-"""The checks made once before a program runs: its streams on this rank, and all ranks together.
+"""The checks of a program before its first run: races on this rank, and mismatches between all
+ranks.
 
-`hostir.verify` checks the structure after every pass. Races and what ranks do to each other depend
-on sizes: they are found for the sizes and numbers that come to a program for the first time.
+`hostir.verify` checks the structure of a program after every pass. Races and mismatches depend on
+sizes, so they are checked for the sizes and numbers of the first run with them.
 """
 
 from __future__ import annotations
@@ -28,27 +29,27 @@ from hostir.ir.diagnostics import Finding, refuse, report
 from hostir.ir.ops import NUMBER_OF_STREAMS, RANK, Communication, Synchronize
 from hostir.ir.program import HostIrContainer
 
-# Of more classes of ranks than this, so many are looked at.
+# The number of ranks that are checked if there are more classes than this.
 MAX_RANKS = 32
 
-# A program by hand may keep parts of tensors in an order of its own, and leave a stream current
-# that its caller knows about.
+# A program built by hand may order the parts of tensors in its own way, and may leave a stream of
+# its caller current at its end.
 TOLERATED = frozenset({MISPLACED, LEFT})
 
-# A program by hand without any Synchronize leaves it to its caller to order its streams with what
-# comes before and after the run: one site, the other one is the caller's.
+# A program built by hand without any Synchronize leaves its caller to order the streams with work
+# before and after the run. Such a finding has one site, because the other is the caller's.
 WITH_CALLER = frozenset({RACE, NOT_JOINED})
 
-# Of one program, so many checks are remembered.
+# The number of checks that are remembered per program.
 MAX_CHECKED = 1024
 
-# (rank, or None for what the ranks do to each other; given results; what the ops depend on).
+# (rank, or None for the check between ranks; results with the caller's buffers; control values).
 _Key = tuple[int | None, frozenset[TensorView], tuple[Number, ...]]
 
 
 @dataclass
 class _Checks:
-    """The checks made of a program so far, and the symbols that decide what its ops do."""
+    """The checks of one program that were done, and its control symbols."""
 
     control: tuple[Symbol, ...]
     done: Recent[_Key, bool]
@@ -66,10 +67,10 @@ def check_before_run(
 ) -> None:
     """Raises `VerifyError` for a program that would race on this rank, or hang with others.
 
-    A `RuntimeWarning` tells what a program that waits for no stream leaves to its caller.
-    Checked once per program, rank, results that the caller gives buffers for, and values on which
-    loops, branches, parts and peers depend. Only what is wrong however the program is meant is
-    refused (`TOLERATED`).
+    A program is checked once per rank, per set of results with buffers of the caller, and per
+    values of its control scalars. Findings that some callers intend are accepted (`TOLERATED`). A
+    program without any `Synchronize` leaves the order with other work to its caller: it gets a
+    `RuntimeWarning`.
     """
     checks = _checked.get(program)
     if checks is None:
@@ -88,7 +89,7 @@ def check_before_run(
     found += find_races(program, values, rank=rank, given=key[1])
     tolerated = TOLERATED
     if done.size() and not program.started():
-        # The program is right; the run says which of the caller's numbers is not.
+        # The program passed before, so a number of the caller is wrong. The run names it.
         tolerated |= {OUT_OF_RANGE}
     wrong = [f for f in found if f.kind not in tolerated]
     if not any(isinstance(op, Synchronize) for op in walk(program.ops)):
@@ -107,9 +108,10 @@ def check_before_run(
 def findings(
     program: HostIrContainer, values: Mapping[Symbol, Number], *, ranks: Sequence[int] = ()
 ) -> list[Finding]:
-    """Returns what is wrong on any rank or between ranks, and where steps are chained.
+    """Returns the faults on any rank and between ranks, and the waits that serialise the steps of a
+    loop.
 
-    `values` binds the symbols of the inputs and `numberOfStreams`; `ranks` defaults to those of the
+    `values` binds the symbols of the inputs and `numberOfStreams`. `ranks` defaults to those of the
     program's meshes.
     """
     ranks = ranks or program.devices() or (0,)
@@ -123,7 +125,7 @@ def findings(
 
 
 def _once(found: Iterable[Finding]) -> list[Finding]:
-    """Leaves out what one rank finds out of range where all ranks together have found it."""
+    """Leaves out an index out of range on one rank that the check of all ranks has also found."""
     found = list(found)
     known = {f.sites[0][0] for f in found if f.kind == OUT_OF_RANGE_ON_RANKS}
     return [f for f in found if f.kind != OUT_OF_RANGE or f.sites[0][0] not in known]
@@ -132,8 +134,9 @@ def _once(found: Iterable[Finding]) -> list[Finding]:
 def ranks_to_look_at(
     program: HostIrContainer, values: Mapping[Symbol, Number], ranks: Sequence[int]
 ) -> tuple[Sequence[int], int]:
-    """Returns the ranks whose streams `findings` looks at, and how many classes of ranks there are:
-    of more than `MAX_RANKS` classes it looks at some.
+    """Returns the ranks whose streams `findings` checks, and the number of classes of ranks.
+
+    One rank of each class is checked. Of more than `MAX_RANKS` classes, only some are.
     """
     classes = first_of_each_class(program, ranks, values)
     step = -(-len(classes) // MAX_RANKS)
@@ -142,10 +145,11 @@ def ranks_to_look_at(
 
 
 # ----------------------------------------------------------------------
-# Which ranks do the same: the race check looks at one rank of each class.
+# Classes of ranks that run the same program: the race check uses one rank of each class.
 #
-# The program is unrolled once for all ranks (`hostir.analysis.walker`), and every scalar that names
-# the rank tells ranks apart by its value; so do the meshes that have them, and roots.
+# The program is unrolled once for all ranks (`hostir.analysis.walker`). Ranks are in one class if
+# all scalars that depend on the rank have equal values, and if they are in the same meshes and are
+# roots of the same collectives.
 
 
 def first_of_each_class(
@@ -159,7 +163,8 @@ def first_of_each_class(
 
 
 class _RankClasses(Walk[PerRank]):
-    """Splits `classes` [ranks] by what each rank meets; over when each has its own."""
+    """Splits the ranks into classes by the values in the program; stops when each rank
+    has its own."""
 
     def __init__(
         self, program: HostIrContainer, ranks: Sequence[int], values: dict[Symbol, Number]
@@ -182,19 +187,19 @@ class _RankClasses(Walk[PerRank]):
         }
 
     def split(self, column: PerRank) -> None:
-        """Parts the ranks of a class whose values differ, as far as they are here."""
+        """Splits the classes of the ranks that run the current op by their values in `column`."""
         here = np.where(self.domain.mask, np.asarray(column), 0)
         both = np.unique(np.stack([self.classes, here]), axis=1, return_inverse=True)
         self.classes = both[1].reshape(-1)
         self.is_over = both[0].shape[1] == len(self.classes)
 
     def on_region(self, op: Op) -> None:
-        """Splits by the bounds or the condition."""
+        """Splits by the bounds of a loop, or by the condition of a branch."""
         for x in self.differing[id(op)]:
             self.split(self.domain.value(x))
 
     def on_op(self, op: Op) -> None:
-        """Splits by the scalars of an op, and by who is its root."""
+        """Splits by the scalars of an op, and by its root."""
         self.on_region(op)
         if isinstance(op, Communication) and op.root is not None:
             self.split(self.teams[op.team].position == self.domain.value(op.root))

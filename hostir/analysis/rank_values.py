@@ -1,4 +1,5 @@
-"""Scalars on all ranks at once: a number where the ranks agree, an array over ranks elsewhere."""
+"""Values of scalars on all ranks at once: one number if all ranks agree, else an array
+over ranks."""
 
 from __future__ import annotations
 
@@ -14,7 +15,7 @@ from fuser.ir.types import ParallelType
 from fuser.support.errors import DivisionByZeroError, InputError
 from hostir.ir.ops import RANK
 
-# Arrays over ranks hold numbers of every kind, of which numpy's own types say nothing.
+# Arrays over ranks have elements of several dtypes, which numpy's static types cannot express.
 np: Any = numpy
 Array = Any
 # A number for all ranks, or one per rank.
@@ -59,8 +60,8 @@ _DIVIDES = frozenset({"/", "%", "floorDiv", "floorMod", "ceilDiv"})
 class RankValues:
     """The values of symbols on these ranks.
 
-    `undefined` says on which ranks the last value divided by 0; None: on none. Where values are
-    asked for again at the same step of all loops, they are as before.
+    `undefined` has the ranks on which the last value divided by 0; None for no rank. Values are
+    cached until the index of a loop changes.
     """
 
     def __init__(self, ranks: Sequence[int], values: dict[Symbol, Number]) -> None:
@@ -72,7 +73,8 @@ class RankValues:
         self._along: dict[tuple[DeviceMesh, ParallelType], Array] = {}
 
     def along(self, mesh: DeviceMesh, ptype: ParallelType) -> Array:
-        """Returns the position of each rank along a mesh axis; 0 for one that the mesh lacks."""
+        """Returns the position of each rank along a mesh dimension; 0 for a rank outside of the
+        mesh."""
         if (mesh, ptype) not in self._along:
             devices = np.asarray(mesh.devices, dtype=np.int64)
             order = np.argsort(devices, kind="stable")
@@ -83,7 +85,7 @@ class RankValues:
         return self._along[mesh, ptype]
 
     def bind(self, index: Symbol, value: Number | None) -> None:
-        """Sets the index of a loop; None after the loop."""
+        """Sets the index of a loop, or removes it after the loop (None)."""
         self._computed.clear()
         if value is None:
             self._values.pop(index, None)
@@ -93,8 +95,8 @@ class RankValues:
     def of(self, x: Scalar) -> PerRank:
         """Returns the value of `x`.
 
-        Raises `InputError` where no input binds a symbol of it, `DivisionByZeroError` where it
-        divides by 0 on every rank alike.
+        Raises `InputError` for a symbol that no input binds, and `DivisionByZeroError` for a
+        division by 0 that does not depend on the rank.
         """
         known = self._computed.get(x)
         if known is None:
@@ -108,14 +110,14 @@ class RankValues:
         return value
 
     def depends(self, x: Scalar) -> bool:
-        """Whether ranks may differ in the value of `x`."""
+        """Whether the value of `x` depends on the rank."""
         found = self._depends.get(x)
         if found is None:
             found = self._depends[x] = RANK in sc.symbols(x)
         return found
 
     def integer(self, x: Scalar) -> int | None:
-        """Returns the value of an integer, None where the ranks differ."""
+        """Returns the value of an integer; None if ranks have different values."""
         value = self.of(x)
         if isinstance(value, np.ndarray):
             return int(value[0]) if len(value) and (value == value[0]).all() else None
@@ -161,7 +163,7 @@ class RankValues:
         return total
 
     def _chosen(self, cond: Scalar, a: Scalar, b: Scalar) -> PerRank:
-        """Returns one of two values: a division by 0 counts in the one that is taken."""
+        """Returns `where(condition, a, b)`. Only a division by 0 in the selected value counts."""
         holds = self._array(cond)
         before = self.undefined
         found: list[PerRank] = []
@@ -181,29 +183,33 @@ class RankValues:
 
 
 def least(a: PerRank, b: PerRank) -> PerRank:
+    """Returns the smaller value on each rank."""
     return min(a, b) if isinstance(a, int) and isinstance(b, int) else np.minimum(a, b)
 
 
 def most(a: PerRank, b: PerRank) -> PerRank:
+    """Returns the larger value on each rank."""
     return max(a, b) if isinstance(a, int) and isinstance(b, int) else np.maximum(a, b)
 
 
 def everywhere(x: PerRank) -> bool:
+    """Whether a condition is true on all ranks."""
     return bool(x.all()) if isinstance(x, np.ndarray) else bool(x)
 
 
 def at(value: PerRank, i: int) -> object:
-    """Returns the value on one rank, by its place among the ranks."""
+    """Returns the value at position `i` of the list of ranks."""
     return value[i].item() if isinstance(value, np.ndarray) else value
 
 
 def pick(x: PerRank, places: PerRank) -> PerRank:
-    """Returns the values of the ranks at these places."""
+    """Returns the values at these positions of the list of ranks."""
     return x[places] if isinstance(x, np.ndarray) else x
 
 
 def outside_of(x: PerRank, limit: int, here: Array) -> Array | None:
-    """Returns which of the ranks here have a value below 0 or not below `limit`; None: none."""
+    """Returns which of the ranks in `here` have a value outside of 0 <= value < limit; None if none
+    has."""
     wrong = (x < 0) | (x >= limit)
     if not isinstance(wrong, np.ndarray):
         return here if wrong and here.any() else None

@@ -1,9 +1,9 @@
-"""Inputs that every call cuts: whole on each rank, and read by nothing but local slices.
+"""Finds replicated inputs that are only read by local slices, so that every call slices them again.
 
-T2 = linear(h [m, DIDx(k)], w [n, k]), w left whole  ->  w2 = LocalSlice(w), in each call
+    T2 = linear(h [m, DIDx(k)], w [n, k]), w replicated  ->  w2 = LocalSlice(w), in each call
 
-The results are right, and each rank holds and reads the whole tensor for a part of it. `why`,
-`cost` and the report on overlap say so, once for each input.
+The results are right, but each rank stores and reads the whole tensor to use a part of it. `why`,
+`cost` and the report on overlap mention each such input once.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from hostir.ir.ops import HostOp, LocalSlice
 from hostir.ir.program import HostIrContainer
 from multidevice.sharding.placement import placement
 
-# What a slice cuts: along a device type, an axis.
+# The cut of a slice: the device type, and the axis.
 Slice = tuple[ParallelType, int]
 
 
 def sliced_inputs(program: HostIrContainer) -> tuple[str, ...]:
-    """Returns a sentence for each input that nothing reads but slices, all of the same axes."""
+    """Returns a sentence for each input that only local slices read, all along the same axes."""
     shown: dict[TensorView, TensorView] = {}
     slices: dict[TensorView, dict[TensorView, Slice]] = {}
     others: set[TensorView] = {*program.outputs}
@@ -73,7 +73,7 @@ def _sentences(
 
 
 def _placements(tv: TensorView, ptype: ParallelType, axis: int) -> str:
-    """Returns the placements of an input that is cut as it is, and as the slice cuts it."""
+    """Returns the declared placement of an input, and the placement of its slice."""
     assert tv.mesh is not None, f"{tv} has no mesh"
     cuts = {c.ptype: k for k, mine in enumerate(placement(tv, DEVICE_TYPES)) for c in mine}
     cuts[ptype] = axis

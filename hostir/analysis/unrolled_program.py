@@ -1,9 +1,9 @@
 """The unrolled program of all ranks at once: each op at each step of its loops.
 
-Of such an item is kept on which ranks it runs, on which of their streams, how large what it touches
-is there, and whom it meets (`hostir.analysis.collective_matching` finds that out).
-`hostir.cost.simulator` puts ranks together for which all of it is the same; who wants to know
-more looks at the first one of a class.
+An item has the ranks that run the op, the stream on each rank, the local sizes of its tensors, and
+the ranks that it communicates with (found by `hostir.analysis.collective_matching`).
+`hostir.cost.simulator` groups ranks whose items are equal, and simulates the first rank of each
+group.
 """
 
 from __future__ import annotations
@@ -42,15 +42,17 @@ Shape = tuple[int, ...]
 
 @dataclass(eq=False, slots=True)
 class UnrolledOp:
-    """One op at one step: `mask` has the ranks that run it, `stream` where, `joins` the stream that
-    it waits for. `shapes` are the local ones of what it touches.
+    """One op at one step of its loops.
 
-    `movement` is what its communication moves, `starts` the number under which it, or its group, is
-    waited for.
-
-    `team` [ranks] numbers the ranks' teams; `pairs` are, for a send or receive, the other half,
-    these ranks' places, and those of the partners. `group` has the halves of a group. `far` are
-    operands of which an equal part lies with each rank of these teams, of so many ranks.
+    - `mask`: the ranks that run it; `stream`: the stream on each rank.
+    - `joins`: the stream, `waits`: the number of the communication that it waits for.
+    - `starts`: the number of the communication or group that it starts, `movement`: the data moved.
+    - `shapes`: the local shapes of its tensors.
+    - `teams`, `root`, `peers`: the partners in a collective or permutation.
+    - `pairs`: for a send or receive, (item of the other end, positions of ranks, positions of
+      partners).
+    - `group`: the sends and receives of a group that it starts.
+    - `far`: for operands with equal parts on each rank of a team, (teams, number of ranks).
     """
 
     site: Site
@@ -67,18 +69,16 @@ class UnrolledOp:
     pairs: list[tuple[UnrolledOp, Array, Array]] = field(default_factory=list)  # pyright: ignore[reportUnknownVariableType]
     group: list[UnrolledOp] | None = None
     far: dict[TensorView, tuple[Teams, int]] = field(default_factory=dict)  # pyright: ignore[reportUnknownVariableType]
-    # Members may come in other ops: what they come in.
+    # The items in which the members enter the collective, which may be different ops.
     together: tuple[UnrolledOp, ...] = ()
 
     def sizes(self, place: int) -> dict[TensorView, Shape]:
-        """Returns the shapes on one rank, by its place among the ranks."""
+        """Returns the shapes on one rank, by its position in the list of ranks."""
         return {tv: tuple(int(at(n, place)) for n in s) for tv, s in self.shapes.items()}  # pyright: ignore[reportArgumentType]
 
 
 class Unroller(MatchingWalk):
-    """Goes through the program as `hostir.analysis.collective_matching` does, and keeps each op
-    that is met.
-    """
+    """Walks a program as `hostir.analysis.collective_matching` does, and records each op."""
 
     def __init__(
         self, program: HostIrContainer, ranks: Sequence[int], values: Mapping[Symbol, Number]
@@ -87,7 +87,7 @@ class Unroller(MatchingWalk):
         self.items: list[UnrolledOp] = []
         self.at: dict[object, list[UnrolledOp]] = {}
         self.known: dict[int, tuple[Effect, ...]] = {}
-        # Bytes that are allocated now, and the most that ever were; per rank.
+        # Bytes that are allocated now, and their maximum so far; per rank.
         self.alive: PerRank = 0
         self.peak: PerRank = 0
         self.buffers: dict[TensorView, PerRank] = {}
@@ -98,13 +98,13 @@ class Unroller(MatchingWalk):
 
     # ------------------------------------------------------------ ops
     def on_op(self, op: Op) -> None:
-        """Notes an op, then what ranks meet in it."""
+        """Records an op, and matches its communication."""
         effects = self.known.get(id(op))
         if effects is None:
             effects = self.known[id(op)] = effects_of(op, self.storage.buffered)
         is_block = any(isinstance(e, Makes) and e.step is not None for e in effects)
         if is_block:
-            super().on_op(op)  # says of which step a buffer is
+            super().on_op(op)  # binds the buffer to its step
         item = self._remember(op, effects)
         if not is_block:
             super().on_op(op)
@@ -114,7 +114,7 @@ class Unroller(MatchingWalk):
             self._effect(effect)
 
     def on_half(self, half: Half) -> None:
-        """Keeps the item of a send or receive with it."""
+        """Stores the item of a send or receive in its half."""
         half.note = self.at[id(half.site.op), self.indices][-1]
 
     def _effect(self, effect: Effect) -> None:
@@ -137,7 +137,7 @@ class Unroller(MatchingWalk):
                 self.buffers[tv] = held - gone
 
     def _held(self, tv: TensorView) -> PerRank:
-        """Returns the bytes that the ranks here have of a tensor."""
+        """Returns the bytes of a tensor on each active rank."""
         elements = self.spot_of(tv).elements(expanded_positions(tv)) * nbytes_of(tv.dtype())
         has = self.holds(tv) & self.mask
         return elements if has.all() else np.where(has, elements, 0)
@@ -180,10 +180,10 @@ class Unroller(MatchingWalk):
 
     # ------------------------------------------------------------ where ranks meet
     def met(self, met: PostedCollective, here: Array) -> None:
-        """See `Judge`."""
+        """Records the partners of a collective or permutation."""
         super().met(met, here)
         if isinstance(met.sites[0].op, SymmetricContiguousView | Deallocate):
-            return  # what reads the view moves the bytes; how long they meet is not known
+            return  # readers of the view move the bytes; the barrier has no known cost
         items = self._items(met.sites)
         for item in items:
             item.peers, item.root = met.peers, met.root
@@ -197,10 +197,10 @@ class Unroller(MatchingWalk):
         receivers: Array,
         sites: tuple[Site, ...],
     ) -> None:
-        """Whether parts arrive where they belong is no matter here."""
+        """Does nothing: the parts of tensors do not change the cost."""
 
     def paired(self, a: Half, b: Half, senders: Array, receivers: Array) -> None:
-        """See `Judge`."""
+        """Records the partners of a send and its receive."""
         super().paired(a, b, senders, receivers)
         sends: UnrolledOp = a.note
         receives: UnrolledOp = b.note

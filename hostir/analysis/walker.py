@@ -1,10 +1,12 @@
-"""One walk through host programs for all analyses.
+"""The one walk through host programs that all analyses use.
 
-`Walk` unrolls a program as the host does, for one rank or for all ranks at once, or visits each op
-once. Its *domain* says which numbers scalars have, and which ranks are at the current place.
-`EffectState` keeps what the effects of ops do to streams, to the open group and to communications
-in flight; an unrolled walk drives it, or a run op by op (`hostir.runtime.recorder`). An analysis
-derives from `Walk` and replaces the methods for what it wants to hear of.
+`Walk` unrolls a program in the order of the host, for one rank or for all ranks at once, or visits
+each op once. Its *domain* has the values of scalars, and the ranks that run the current op.
+
+`EffectState` applies effects of ops to streams, to the open group and to communications in flight.
+An unrolled walk uses it, and a run that is followed op by op (`hostir.runtime.recorder`).
+
+An analysis derives from `Walk` and overrides the methods for the events that it needs.
 """
 
 from __future__ import annotations
@@ -35,93 +37,107 @@ from hostir.ir.ops import ForLoop, IfThenElse
 
 # A number on one rank, or one per rank.
 N = TypeVar("N")
-# What an analysis keeps of a transfer in a group.
+# The record that an analysis keeps for a transfer in a group.
 G = TypeVar("G")
 
 
 # ------------------------------------------------------------------ domains
 class Domain(Protocol[N]):
-    """The numbers of a walk, and which ranks are at the current place of the program."""
+    """The values of scalars during a walk, and the ranks that run the current op."""
 
-    def value(self, x: Scalar) -> N: ...
+    def value(self, x: Scalar) -> N:
+        """Returns the current value of a scalar."""
+        ...
 
     def bind(self, index: Symbol, value: int | None) -> None:
-        """Sets the index of a loop; None after the loop."""
+        """Sets the index of a loop, or removes it after the loop (None)."""
         ...
 
     def ranges(self, bounds: Sequence[N]) -> Iterator[range]:
-        """Yields each range of steps that ranks take; meanwhile only these ranks are here."""
+        """Yields each range of steps that some ranks run. Until the next one, only these ranks are
+        active."""
         ...
 
     def branches(self, holds: N) -> Iterator[bool]:
-        """Yields each branch that ranks take; meanwhile only these ranks are here."""
+        """Yields the value of the condition for each branch that some ranks run. Until the next
+        one, only these ranks are active."""
         ...
 
 
 class OneRank:
-    """The numbers of one rank; `values` binds every symbol."""
+    """The values of scalars on one rank; `values` binds every symbol."""
 
     def __init__(self, values: dict[Symbol, Number]) -> None:
         self.values = values
 
     def value(self, x: Scalar) -> Number:
-        """Returns the value of a scalar. Raises `InputError` where no input binds a symbol."""
+        """Returns the value of a scalar. Raises `InputError` for a symbol that no input binds."""
         try:
             return sc.evaluate(x, self.values)
         except KeyError as missing:
             raise InputError(f"{x}: no input binds {missing.args[0]}") from None
 
     def bind(self, index: Symbol, value: int | None) -> None:
+        """Sets the index of a loop, or removes it after the loop (None)."""
         if value is None:
             self.values.pop(index, None)
         else:
             self.values[index] = value
 
     def ranges(self, bounds: Sequence[Number]) -> Iterator[range]:
+        """Yields the range of the loop."""
         start, stop, step = map(int, bounds)
         yield range(start, stop, max(step, 1))
 
     def branches(self, holds: Number) -> Iterator[bool]:
+        """Yields the value of the condition."""
         yield bool(holds)
 
 
 class EachOpOnce:
-    """No numbers: one step of each loop, and both regions of each branch."""
+    """No values: one step of each loop is visited, and both regions of each branch."""
 
     def value(self, x: Scalar) -> None:
+        """Returns None: no scalar is evaluated."""
         return None
 
     def bind(self, index: Symbol, value: int | None) -> None:
+        """Does nothing."""
         pass
 
     def ranges(self, bounds: Sequence[None]) -> Iterator[range]:
+        """Yields one step."""
         yield range(1)
 
     def branches(self, holds: None) -> Iterator[bool]:
+        """Yields both values of the condition."""
         yield True
         yield False
 
 
 class AllRanks:
-    """The numbers of all ranks at once; `mask` says which ones are here."""
+    """The values of scalars on all ranks at once; `mask` has the ranks that run the current op."""
 
     def __init__(self, ranks: Sequence[int], values: dict[Symbol, Number]) -> None:
         self.values = RankValues(ranks, values)
         self.mask: Array = np.ones(len(ranks), dtype=bool)
 
     def value(self, x: Scalar) -> PerRank:
+        """Returns a number that all ranks share, or an array over ranks."""
         return self.values.of(x)
 
     def bind(self, index: Symbol, value: int | None) -> None:
+        """Sets the index of a loop, or removes it after the loop (None)."""
         self.values.bind(index, value)
 
     def merge(self, new: PerRank, old: PerRank) -> PerRank:
-        """Returns the new value on the ranks that are here, the old one on others."""
+        """Returns the new value on the active ranks and the old one on all others."""
         return new if self.mask.all() else np.where(self.mask, new, old)
 
-    # The body of a loop or branch runs while the generator is suspended. A walk must exhaust it:
-    # only then does the mask return to what it was.
+    # The body of a loop or branch runs while the generator is suspended. A walk must exhaust it, or
+    # the mask keeps the ranks of the body.
     def ranges(self, bounds: Sequence[PerRank]) -> Iterator[range]:
+        """Yields each different range of steps, with `mask` set to the ranks that run it."""
         if not any(isinstance(b, np.ndarray) for b in bounds):
             start, stop, step = map(int, bounds)
             yield range(start, stop, max(step, 1))
@@ -134,6 +150,8 @@ class AllRanks:
         self.mask = outer
 
     def branches(self, holds: PerRank) -> Iterator[bool]:
+        """Yields the value of the condition for each branch, with `mask` set to the ranks that run
+        it."""
         if not isinstance(holds, np.ndarray):
             yield bool(holds)
             return
@@ -147,41 +165,42 @@ class AllRanks:
 
 # ------------------------------------------------------------------ control flow
 class Walk(Generic[N]):
-    """Goes through the unrolled program as the host does.
+    """Unrolls a program in the order of the host.
 
-    An analysis has `on_op` for each op without regions, at each step of its loops, and where it
-    needs them `on_region`, `on_left`, `on_skipped` and `needed`.
+    A subclass defines `on_op`, which is called for each op without regions at each step of its
+    loops. If needed, it also defines `on_region`, `on_left`, `on_skipped` and `needed`.
     """
 
     def __init__(self, domain: Domain[N]) -> None:
         self._domain = domain
         self.indices: Indices = ()
-        # An analysis that has seen enough sets it; nothing more is visited then.
+        # An analysis that needs no more ops sets it, and the walk ends.
         self.is_over = False
 
     def on_op(self, op: Op) -> None:
-        """Hears of an op without regions."""
+        """Is called for an op without regions."""
         raise NotImplementedError
 
     def on_region(self, op: ForLoop | IfThenElse) -> None:
-        """Hears of a loop or branch before its bounds or its condition are asked for."""
+        """Is called for a loop or branch, before its bounds or condition are evaluated."""
 
     def on_left(self, op: ForLoop) -> None:
-        """Hears that a loop has ended."""
+        """Is called after a loop has ended."""
 
     def on_skipped(self, ops: Sequence[Op]) -> None:
-        """Hears of ops that are passed over: a branch that is not taken, a loop without steps."""
+        """Is called for ops that do not run: those of a branch that is not taken, or a loop without
+        steps."""
 
     def needed(self, x: Scalar, what: str, op: Op) -> N:
         """Returns the value of a bound or condition; `what` names it in messages."""
         return self._domain.value(x)
 
     def site(self, op: Op) -> Site:
-        """Returns the place of an op in the walk."""
+        """Returns the op with the current indices of its loops."""
         return Site(op, self.indices)
 
     def run(self, ops: Sequence[Op]) -> None:
-        """Visits these ops, those of their regions at each step."""
+        """Visits these ops, and the ops of their regions at each step."""
         for op in ops:
             if self.is_over:
                 return
@@ -220,10 +239,10 @@ class Walk(Generic[N]):
 
 # ------------------------------------------------------------------ streams
 class StreamState(Generic[N]):
-    """The current stream of a run, and which streams the captured names mean.
+    """The current stream of a run, and the stream of each captured name.
 
-    A stream is any value of one rank, or an array over ranks. `number` evaluates the index of a
-    stream, `entry` is the caller's stream, `default` the one called Default.
+    A stream is any value on one rank, or an array over ranks. `number` evaluates the index of a
+    stream, `entry` is the caller's stream, `default` the stream called Default.
     """
 
     def __init__(self, number: Callable[[Scalar], N], entry: N, default: N) -> None:
@@ -232,7 +251,7 @@ class StreamState(Generic[N]):
         self.captured: dict[str, N] = {}
 
     def find(self, stream: Stream) -> N:
-        """Returns the stream that the program means."""
+        """Returns the stream that an op names."""
         if stream.index is not None:
             return self._number(stream.index)
         if stream.name in self.captured:
@@ -240,11 +259,11 @@ class StreamState(Generic[N]):
         return self._default if stream.name == "Default" else self.unnamed(stream.name)
 
     def unnamed(self, name: str) -> N:
-        """Returns the stream of a name that nothing captured."""
+        """Returns the stream of a name that no op captured."""
         raise NotImplementedError
 
     def merge(self, new: N, old: N) -> N:
-        """Returns what holds now where the ranks that are here have a new value."""
+        """Returns the stream after a change: the new one, on the active ranks."""
         return new
 
     def enter(self, stream: Stream) -> None:
@@ -252,16 +271,17 @@ class StreamState(Generic[N]):
         self.current = self.merge(self.find(stream), self.current)
 
     def capture(self, stream: Stream) -> None:
-        """Lets a name mean the current stream from now on."""
+        """Binds a name to the current stream."""
         before = self.captured.get(stream.name, self._entry)
         self.captured[stream.name] = self.merge(self.current, before)
 
-    # What orders streams: nothing here, vector clocks in `hostir.analysis.clocks.Clocks`.
+    # The order of streams: not kept in this class, vector clocks in `hostir.analysis.clocks.Clocks`.
     def join(self, stream: Stream) -> None:
-        """Lets the current stream wait for another one."""
+        """Makes the current stream wait for another one. Without clocks, nothing changes."""
 
     def learn(self, theirs: dict[Hashable, int]) -> None:
-        """Lets the current stream wait for all that a clock has come after."""
+        """Orders the current stream after everything in a clock. Without clocks,
+        nothing changes."""
 
     @property
     def now(self) -> dict[Hashable, int]:
@@ -270,36 +290,39 @@ class StreamState(Generic[N]):
 
 
 class StreamNumbers(StreamState[PerRank]):
-    """Streams by number, on one rank or per rank: the caller's is -1, those that nothing captured
-    come below."""
+    """Streams as numbers, on one rank or per rank.
+
+    The caller's stream is -1. Streams of names that no op captured have numbers below -1.
+    """
 
     def __init__(
         self,
         number: Callable[[Scalar], PerRank],
         merge: Callable[[PerRank, PerRank], PerRank] | None = None,
     ) -> None:
-        """`merge` is that of `AllRanks`, for all ranks at once."""
+        """`merge` is the method of `AllRanks`, for all ranks at once."""
         super().__init__(number, CALLER, CALLER)
         self._merge = merge
-        # The streams of the names that nothing captured.
+        # The streams of names that no op captured.
         self.uncaptured: dict[str, int] = {}
 
     def unnamed(self, name: str) -> PerRank:
-        """Returns the stream of a name that nothing captured."""
+        """Returns the stream of a name that no op captured."""
         return self.uncaptured.setdefault(name, CALLER - 1 - len(self.uncaptured))
 
     def merge(self, new: PerRank, old: PerRank) -> PerRank:
-        """Returns what holds now where the ranks that are here have a new value."""
+        """Returns the stream after a change: the new one, on the active ranks."""
         return new if self._merge is None else self._merge(new, old)
 
 
 # ------------------------------------------------------------------ groups and communications
 @dataclass(eq=False)
 class Flight(Generic[G]):
-    """A communication between its start and its Wait.
+    """A communication in flight: it has started and has no `Wait` yet.
 
-    `began` is the stream that was current, `clock` what that had come after, `touched` what its
-    op, or all members of its group, said to touch. `site` and `note` are for the analysis.
+    `began` is the stream that started it, `clock` the clock of that stream then. `touched` are the
+    uses of buffers by its op, or by all members of its group. `site` and `note` belong to the
+    analysis.
     """
 
     number: int
@@ -311,7 +334,7 @@ class Flight(Generic[G]):
 
 
 class EffectState(Generic[G]):
-    """The streams, the open group and the communications in flight, as effects change them."""
+    """The streams, the open group and the communications in flight of a walk."""
 
     def __init__(self, streams: StreamState[Any]) -> None:
         self.streams = streams
@@ -319,11 +342,11 @@ class EffectState(Generic[G]):
         self.flights: dict[int, Flight[G]] = {}
 
     def apply(self, effect: Effect, touched: Sequence[G] = ()) -> Flight[G] | None:
-        """Follows an effect on streams and communications; other effects change nothing.
+        """Applies an effect on streams or communications; ignores all other effects.
 
-        `touched` is what a start touches. Returns the communication that the effect starts or waits
-        for; None where it does neither, a transfer only joins the open group, or nothing of this
-        number is in flight.
+        `touched` are the uses of a communication that starts. Returns the communication that the
+        effect starts or waits for. Returns None if a transfer joins the open group, if no
+        communication of the number is in flight, or for other effects.
         """
         match effect:
             case Enters(stream):

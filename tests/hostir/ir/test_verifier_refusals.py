@@ -355,7 +355,10 @@ def _heads(p: Program, x: TensorView, y: TensorView) -> None:
 
 
 REFUSED: dict[str, tuple[Write, str]] = {
-    "no op of host programs": (lambda p, x, y: setattr(p, "ops", (Strange(),)), "cannot stand"),
+    "no op of host programs": (
+        lambda p, x, y: setattr(p, "ops", (Strange(),)),
+        "cannot be in a host program",
+    ),
     "a copy of another dtype": (_to((4, 8), _set, HALF), "which has another dtype"),
     "other ranks": (_on_other_ranks, "rank 1 has only one of"),
     "over an operand": (
