@@ -21,8 +21,8 @@ N = TypeVar("N")
 A = TypeVar("A")
 # (start, length) along each axis of the owner of a buffer.
 Box = tuple[tuple[int, int], ...]
-# The meaning of one axis of a tensor: for each of the axes that it merges, outermost first, (axis of
-# the owner, elements of it per step, steps).
+# The meaning of one axis of a tensor: for each of the axes that it merges, outermost first, (axis
+# of the owner, elements of it per step, steps).
 Owned = tuple[tuple[int, int, int], ...]
 # The way in which a box was cut, part by part: the meaning of the axis, and how it was divided.
 Grid = tuple[tuple[Owned, Hashable], ...]

@@ -1,14 +1,16 @@
-"""Collectives and transfers of all ranks, matched at once, before anything runs.
+"""Matches the collectives and transfers of all ranks before anything runs.
 
-The program is unrolled once. Where ranks differ (peers, roots, slices, branches) a value is an
-array over ranks, so that thousands of ranks cost little more than two. Found are: collectives in
-which members of a team differ or do not come, transfers without partner or of another size, cycles
-of waits, teams and sizes that do not fit the tensors, and parts of tensors that arrive as other
-parts than they left (`hostir.analysis.collective_matching`, which relies on the shardings that the
-tensors declare).
+The program is unrolled once for all ranks. A value that differs between ranks (peer, root, slice,
+branch) is an array over ranks, so thousands of ranks cost little more than two. The findings:
 
-From where partners come in different ops, or not at the same place, what ranks meet in is found
-rank by rank (`hostir.analysis.deadlocks`).
+- members of a team that enter different collectives, or that do not enter one;
+- transfers without a partner, or with one of another size or dtype;
+- cycles of ranks that wait for each other;
+- teams and sizes that do not fit the tensors;
+- parts of a tensor that arrive as other parts, by the declared shardings.
+
+If partners communicate in different ops, or not at the same step, ranks are followed one by one
+(`hostir.analysis.deadlocks`).
 """
 
 from __future__ import annotations
@@ -73,9 +75,9 @@ UNDEFINED = "no value"
 def find_mismatches(
     program: HostIrContainer, values: Mapping[Symbol, Number], *, ranks: Sequence[int] = ()
 ) -> list[Finding]:
-    """Returns what does not fit between the ranks of a program, each group of ops once.
+    """Returns the mismatches between the ranks of a program, one per group of ops.
 
-    `values` binds the symbols of the inputs (global extents) and `numberOfStreams`; `ranks`
+    `values` binds the symbols of the inputs (global extents) and `numberOfStreams`. `ranks`
     defaults to those of the program's meshes.
     """
     if not has_communications(program):
@@ -87,10 +89,10 @@ def find_mismatches(
 
 
 class MatchingWalk(Walk[PerRank]):
-    """Matches what the ranks do to each other; the domain's mask tells which ones are here.
+    """Walks the program of all ranks and matches their communications.
 
-    `hostir.analysis.unrolled_program` adds what the ops cost, and has `on_op`, `on_half`, `met` and
-    `paired` to hear of them.
+    `hostir.analysis.unrolled_program` derives from it and overrides `on_op`, `on_half`, `met` and
+    `paired`.
     """
 
     def __init__(
@@ -108,32 +110,31 @@ class MatchingWalk(Walk[PerRank]):
         self.spots: dict[TensorView, Spot] = {}
         self.facts: dict[int, list[Effect]] = {}
         self.teams: dict[TeamOf, Teams] = {}
-        # Of an op that members enter: the teams, and which ranks are in one.
+        # For each collective: the teams, and which ranks are in one.
         self.entered: dict[Movement, tuple[Teams, Array]] = {}
-        # What stands for the views of several ranks' shards.
+        # The allgather that a view of several ranks' shards is matched as.
         self.gathers: dict[SymmetricContiguousView, Movement] = {}
         self.held: dict[DeviceMesh | None, Array] = {}
         self.me = np.arange(len(ranks))
-        # The last place is that of every rank beyond, and of -1.
+        # Rank -> position in `ranks`; the last entry is for all other ranks, and for -1.
         self.place = np.full(max(ranks, default=0) + 2, -1)
         self.place[list(ranks)] = self.me
-        # What ranks post, from where it must be followed: some partners did not come to the same
-        # place of the program. All that was posted before has met.
+        # The communications since the first one that did not match at once. `follow` matches them.
         self.events: list[Event] = []
         self.is_uneven = False
-        # A send of its own, which has met nobody yet.
+        # A single send that has no partner yet.
         self.sent: TransferGroup | None = None
-        # Whether peers are missing: then nobody can be followed.
+        # Whether a peer is undefined, so that ranks cannot be followed.
         self.is_lost = False
 
     # ------------------------------------------------------------ ops
     @property
     def mask(self) -> Array:
-        """Which ranks are here."""
+        """The ranks that run the current op."""
         return self.domain.mask
 
     def on_op(self, op: Op) -> None:
-        """Matches what an op starts, and follows what it names."""
+        """Matches the communication of an op, and tracks the tensors that it names."""
         effects = self.facts.get(id(op))
         if effects is None:
             every = effects_of(op, self.storage.buffered)
@@ -142,9 +143,9 @@ class MatchingWalk(Walk[PerRank]):
             self._apply(effect, op, Site(op, self.indices))
 
     def _matters(self, effect: Effect) -> bool:
-        """Whether an effect says what a name means, or where ranks meet."""
+        """Whether an effect changes the meaning of a name, or synchronises ranks."""
         if isinstance(effect, Makes):
-            # Its shape is that of one step.
+            # The buffer has the shape of one step's block.
             return effect.step is not None and effect.tensor not in self.storage.named
         if isinstance(effect, Frees):
             return effect.tensor in self.storage.views
@@ -169,7 +170,7 @@ class MatchingWalk(Walk[PerRank]):
             case Waits(number):
                 self._wait(number, site)
             case _:
-                raise AssertionError(f"{effect} is no matter of ranks that meet")
+                raise AssertionError(f"{effect} neither names a tensor nor synchronises ranks")
 
     def _starts(self, op: Op, number: int, site: Site) -> None:
         movement = op.movement if isinstance(op, HostOp) else None
@@ -182,7 +183,7 @@ class MatchingWalk(Walk[PerRank]):
             self._collective(movement, number, site)
 
     def needed(self, x: Scalar, what: str, op: Op) -> PerRank:
-        """Returns the value of a bound or condition; report ranks on which it has none."""
+        """Returns the value of a bound or condition, and reports ranks on which it is undefined."""
         return self._value(x, what, self.mask, self.site(op))
 
     # ------------------------------------------------------------ names
@@ -210,7 +211,7 @@ class MatchingWalk(Walk[PerRank]):
             self.note(Finding(OUT_OF_RANGE, what, ((Site(op, self.indices), ""),)))
 
     def spot_of(self, tv: TensorView) -> Spot:
-        """Returns what a name means at this step."""
+        """Returns the region that a tensor names at this step."""
         spot = self.spots.get(tv)
         if spot is None:
             shown = self.storage.shown_by(tv)
@@ -226,7 +227,7 @@ class MatchingWalk(Walk[PerRank]):
         return self.teams[of]
 
     def _comes(self, movement: Movement, site: Site) -> tuple[Teams, Array]:
-        """Returns the teams, and which ranks that are here are in one."""
+        """Returns the teams of a communication, and the active ranks that are in one."""
         if movement not in self.entered:
             team = movement.team
             assert team is not None, f"a {movement.kind} is entered by no team"
@@ -244,6 +245,7 @@ class MatchingWalk(Walk[PerRank]):
         return teams, here
 
     def _check_meshes(self, movement: Movement, team: TeamOf, site: Site) -> None:
+        """Reports a team on another mesh than its tensors."""
         meshes = {tv.mesh for tv in movement.tensors if tv.mesh is not None}
         held = {r for mesh in meshes for r in mesh.devices}
         is_shaped = len(meshes) > 1 or all(m.shape == team.mesh.shape for m in meshes)
@@ -254,7 +256,8 @@ class MatchingWalk(Walk[PerRank]):
             self.note(Finding(TEAM, text, ((site, ""),)))
 
     def _enters(self, event: PostedCollective, here: Array) -> None:
-        """Members of teams are here: they meet, if none of them can be elsewhere."""
+        """Matches a collective at once if all members enter it here; else records it
+        for `follow`."""
         self._begin()
         if self.is_uneven:
             self.events.append(event)
@@ -294,7 +297,7 @@ class MatchingWalk(Walk[PerRank]):
         self._enters(event, here)
 
     def _open_view(self, op: SymmetricContiguousView, site: Site) -> None:
-        """Where ranks show each other their shards they meet as in an allgather of these."""
+        """Matches a view of several ranks' shards like an allgather of them."""
         gather = self.gathers.get(op)
         if gather is None:
             assert op.team is not None, f"{op.out} shows one rank's shard"
@@ -326,13 +329,13 @@ class MatchingWalk(Walk[PerRank]):
         return True
 
     def _value(self, x: Scalar, what: str, here: Array, site: Site) -> PerRank:
-        """Returns the value of a scalar that the ranks here need."""
+        """Returns the value of a scalar, and reports active ranks on which it is undefined."""
         value = self.values.of(x)
         self._check_defined(what, x, here, site)
         return value
 
     def _check_defined(self, what: str, x: Scalar, here: Array, site: Site) -> None:
-        """Reports a division by 0 in the value asked for last."""
+        """Reports active ranks on which the last value divided by 0."""
         undefined = self.values.undefined
         if undefined is not None and (wrong := undefined & here).any():
             text = f"{what} {x} divides by 0 on {self._who(wrong)}"
@@ -369,7 +372,7 @@ class MatchingWalk(Walk[PerRank]):
         return not wrong.any()
 
     def _check_cuts(self, movement: Movement, row: Collective, team: TeamOf, site: Site) -> None:
-        """The team must lie along what spreads the tensor that is gathered or scattered."""
+        """Reports a gather or scatter along mesh dimensions that do not cut its sharded tensor."""
         growth = row.growth
         if not growth:
             return
@@ -388,7 +391,7 @@ class MatchingWalk(Walk[PerRank]):
             self.note(Finding(TEAM, text + " and ".join(p.text for p in still), ((site, ""),)))
 
     def _elements(self, movement: Movement, tv: TensorView) -> PerRank:
-        """Returns how many elements of a tensor move."""
+        """Returns the number of elements of a tensor that move."""
         return self.spot_of(tv).elements(movement.expanded[tv])
 
     def _permute(self, movement: Movement, number: int, site: Site) -> None:
@@ -424,7 +427,7 @@ class MatchingWalk(Walk[PerRank]):
         blocks = half.kind == "recv" if is_copied else movement.backend == "NCCL"
         group = TransferGroup(site, number, mask, [half], blocks)
         if is_copied and half.kind == "send" and not self.is_uneven:
-            # A send blocks nobody: what is received next may be what was sent.
+            # A send does not block, and the next op may be its receive.
             self._begin()
             self.sent = group
         elif is_copied and self.sent is not None and self._meet([*self.sent.halves, half]):
@@ -433,7 +436,8 @@ class MatchingWalk(Walk[PerRank]):
             self._start(group)
 
     def _partners(self, scalar: Scalar, mask: Array, site: Site) -> Array:
-        """Returns the places of the peers, -1 for none."""
+        """Returns the position of each rank's peer; -1 and a finding for a peer outside of the
+        program."""
         peer = self._value(scalar, "peer", mask, site)
         if not isinstance(peer, np.ndarray):
             peer = np.full(len(self.ranks), peer)
@@ -456,7 +460,7 @@ class MatchingWalk(Walk[PerRank]):
         return self.held[mesh]
 
     def on_half(self, half: Half) -> None:
-        """Hears of a send or receive before it meets its partner."""
+        """Is called for a send or receive before it is matched."""
 
     def _close(self, effect: ClosesGroup, site: Site) -> None:
         group = self.state.apply(effect)
@@ -470,22 +474,25 @@ class MatchingWalk(Walk[PerRank]):
             self.events.append(group)
 
     def _begin(self) -> None:
-        """Whatever starts now finds the last send of its own without its partner."""
+        """Records a single send that had no partner before the next communication, for `follow`."""
         sent, self.sent = self.sent, None
         if sent is not None:
             self.is_uneven = True
             self.events.append(sent)
 
     def _meet(self, halves: Sequence[Half]) -> bool:
-        """Pairs transfers, all of which have their partner among them; else return False."""
+        """Pairs transfers. Returns False, without pairing any, if one has no partner among them."""
         pairs = None if self.is_uneven or self.is_lost else self._pairs(halves)
         for pair in pairs or ():
             self.paired(*pair)
         return pairs is not None
 
     def _pairs(self, halves: Sequence[Half]) -> list[tuple[Half, Half, Array, Array]] | None:
-        """Returns each send of a group with its receive, and the places of the ranks that send and
-        receive; None where one has no partner in the group. Equal ends meet in order."""
+        """Returns each send of a group with its receive, and the positions of their ranks.
+
+        None if a transfer has no partner in the group. Several transfers between two ranks match in
+        order.
+        """
         if {h.kind for h in halves[:2]} == {"send", "recv"} and len(halves) == 2:
             a, b = halves if halves[0].kind == "send" else halves[::-1]
             if (a.mask & b.mask).all() and (b.to[a.to] == self.me).all():
@@ -503,7 +510,8 @@ class MatchingWalk(Walk[PerRank]):
         return found
 
     def _ends(self, halves: Sequence[Half], kind: str) -> tuple[Array, Array]:
-        """Returns from where to where each transfer goes, as one number, and which half it is."""
+        """Returns a number for the (sender, receiver) of each transfer, sorted, and the index of
+        its half."""
         ends, numbers = [np.zeros(0, dtype=np.int64)], [np.zeros(0, dtype=np.int64)]
         for number, half in enumerate(halves):
             if half.kind == kind:
@@ -517,13 +525,14 @@ class MatchingWalk(Walk[PerRank]):
         return both[0][order], both[1][order]
 
     def finish(self) -> None:
+        """Follows the ranks one by one, if some communication was not matched at once."""
         self._begin()
         if self.is_uneven and not self.is_lost:
             follow(self.events, self.ranks, self)
 
     # ------------------------------------------------------------ where ranks meet
     def met(self, met: PostedCollective, here: Array) -> None:
-        """See `Judge`."""
+        """Checks a matched collective; see `Judge`."""
         sites = tuple((site, "") for site in met.sites)
         if met.peers is not None:
             self._permuted(met, here)
@@ -534,7 +543,7 @@ class MatchingWalk(Walk[PerRank]):
             self.note(Finding(MISPLACED, text, ((met.sites[0], note), *sites[1:])))
 
     def _permuted(self, met: PostedCollective, here: Array) -> None:
-        """Who sends must send to one that receives from it, and as much."""
+        """Reports members whose target does not receive from them, or not as many elements."""
         teams, sites = met.teams, tuple((site, "") for site in met.sites)
         to, source = (np.broadcast_to(p, here.shape) for p in met.peers or ())
         if ((to < 0) & here).any() or ((source < 0) & here).any():
@@ -564,7 +573,7 @@ class MatchingWalk(Walk[PerRank]):
         self.check_parts(met.inp, met.out, senders, receivers, met.sites)
 
     def paired(self, a: Half, b: Half, senders: Array, receivers: Array) -> None:
-        """See `Judge`."""
+        """Checks a send and its receive; see `Judge`."""
         own = senders == receivers
         if own.any():
             places: list[int] = senders[own].tolist()
@@ -597,7 +606,7 @@ class MatchingWalk(Walk[PerRank]):
         receivers: Array,
         sites: tuple[Site, ...],
     ) -> None:
-        """Reports what these ranks send and receive as another part than it was."""
+        """Reports a part of a tensor that is received as another part."""
         found = lost_on_the_way(self.shapes, a, b, senders, receivers)
         if found is not None:
             what, k = found
@@ -610,7 +619,7 @@ class MatchingWalk(Walk[PerRank]):
         return ranks_text([self.ranks[i] for i in places])
 
     def note(self, finding: Finding) -> None:
-        """See `Judge`."""
+        """Adds a finding; see `Judge`."""
         self.found.setdefault((finding.kind, *map(id, finding.ops)), finding)
 
 
@@ -619,12 +628,13 @@ def _library(movement: Movement) -> str:
 
 
 # ----------------------------------------------------------------------
-# What arrives must be the part of a whole that left: where both ends are the same whole.
+# Checks that a communication delivers the slices that the declared shardings promise, if both of
+# its tensors are parts of one whole tensor.
 #
-# A communication moves memory as it lies, so that of what a team gathers or parts each member has
-# an equal piece of the memory, which is a part only where outer axes leave it whole.
+# A collective moves contiguous memory. A member's piece is therefore a slice of the tensor only if
+# the gathered or scattered axis is outermost in memory.
 
-# Of an AllToAll in a larger team, so many partners of each member are looked at.
+# The number of partners per member that are checked in an AllToAll of a larger team.
 _MAX_PARTNERS = 64
 
 
@@ -633,8 +643,11 @@ Wrong = tuple[str, Array | None, str]
 
 
 def misplaced(met: PostedCollective, here: Array, ranks: Sequence[int]) -> Wrong | None:
-    """Returns what is wrong with where the parts of a collective go, on which ranks (None: the text
-    says it), and a note; None where nothing is."""
+    """Returns (message, ranks, note) for a collective whose parts arrive as other parts; None if it
+    is right.
+
+    The ranks are None if the message names them.
+    """
     inp, out = met.inp, met.out
     if inp is None or out is None or inp.whole != out.whole or not here.any():
         return None
@@ -670,7 +683,7 @@ def misplaced(met: PostedCollective, here: Array, ranks: Sequence[int]) -> Wrong
 def _lies(
     met: PostedCollective, inp: Region, out: Region, left: Region, right: Region, i: int
 ) -> str:
-    """Returns a note where the memory is what does not fit."""
+    """Returns a note if the order of memory is the reason."""
     if left is not inp:
         return f"in memory, {left.text(i)} is the piece for position {met.teams.position[i]}"
     if right is not out:
@@ -679,7 +692,7 @@ def _lies(
 
 
 def _apart(met: PostedCollective, part: Region, here: Array, ranks: Sequence[int]) -> Wrong | None:
-    """Checks that a team gathers or reduces one part of a whole, the same for all members."""
+    """Reports members of a team that gather or reduce different parts of a tensor."""
     teams = met.teams
     for x in part.starts:
         two = first_difference(x, teams, here)
@@ -692,7 +705,7 @@ def _apart(met: PostedCollective, part: Region, here: Array, ranks: Sequence[int
 
 
 def _exchanged(met: PostedCollective, inp: Region, out: Region, here: Array) -> Wrong | None:
-    """Piece k of a member's input is piece i of the output of member k, for i its position."""
+    """Checks that piece k of member i's input arrives as piece i of member k's output."""
     teams, count = met.teams, met.teams.members.shape[1]
     for shift in range(0, count, -(-count // _MAX_PARTNERS)):
         to = (teams.position + shift) % count
@@ -709,7 +722,8 @@ def _exchanged(met: PostedCollective, inp: Region, out: Region, here: Array) -> 
 
 
 def first_difference(x: PerRank, teams: Teams, here: Array) -> tuple[int, int] | None:
-    """Returns two members of one team, by place, whose values differ; None where none do."""
+    """Returns the positions of two members of one team with different values; None if there are
+    none."""
     if not isinstance(x, np.ndarray):
         return None
     by_team = x[teams.members]
@@ -724,11 +738,11 @@ def first_difference(x: PerRank, teams: Teams, here: Array) -> tuple[int, int] |
 def lost_on_the_way(
     shapes: Shapes, a: Region | None, b: Region | None, senders: Array, receivers: Array
 ) -> tuple[str, int] | None:
-    """Returns what a transfer of `a` into `b` brings elsewhere, and the index of a pair of places;
-    None where it brings each part to the same part.
+    """Returns (message, index of a transfer) for a part that arrives as another part; None if all
+    are right.
 
-    A buffer that no device axis cuts may have slots of the user's own, and ranks may exchange
-    shards as they are.
+    A buffer that no device axis cuts is not checked: it may have slots of the user's own. Ranks may
+    also exchange whole shards.
     """
     if a is None or b is None or a.whole != b.whole or (a.is_alike and b.is_alike):
         return None

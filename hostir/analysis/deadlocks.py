@@ -1,9 +1,11 @@
-"""The communications that ranks post in the unrolled program, and those that meet nobody.
+"""Finds deadlocks and communications without a partner in the unrolled program of all ranks.
 
-Where all partners post at the same place of the program, they meet there, and no order can block
-them. Only a program where some do not is followed rank by rank (`follow`): a collective and a group
-of transfers keep their rank until all partners have come, as they do on a stream; a transfer of its
-own keeps it there where NCCL carries it out, else at its Wait.
+If all partners start a communication at the same op and step, it matches at once, and no order can
+block it. Otherwise the ranks are followed one by one (`follow`):
+
+- A collective, or a group of transfers, blocks a rank until all partners have started it, as on a
+  stream.
+- A single transfer blocks its rank at once with NCCL, and at its Wait with other libraries.
 """
 
 from __future__ import annotations
@@ -26,28 +28,32 @@ PARTNER = "no partner"
 MISMATCH = "ranks disagree"
 MISPLACED = "parts do not fit"
 
-# Of so many ranks that wait for each other, what they lack is looked at.
+# The number of blocked ranks whose transfers are examined for a cause.
 _MAX_CAUSES = 8
 _OTHER: dict[str, TransferKind] = {"send": "recv", "recv": "send"}
 _VERB: dict[str, str] = {"send": "send", "recv": "receive"}
 
 
 class Judge(Protocol):
-    """Says what is wrong where ranks meet."""
+    """Receives the matched communications, checks them, and collects findings."""
 
-    def note(self, finding: Finding) -> None: ...
+    def note(self, finding: Finding) -> None:
+        """Adds a finding."""
+        ...
 
     def met(self, met: PostedCollective, here: Array) -> None:
-        """Members of whole teams (`here`) meet in a collective."""
+        """Is called when all members of some teams (`here`) have entered a collective."""
 
     def paired(self, a: Half, b: Half, senders: Array, receivers: Array) -> None:
-        """The ranks at these places send, and receive what they send."""
+        """Is called for a send and its receive, with the positions of both ranks of
+        each transfer."""
 
 
 class Teams:
-    """The teams of all ranks, by places among `ranks`.
+    """The teams of all ranks, by positions in the list `ranks`.
 
-    `members` [teams, size]; `team` and `position` [ranks], -1 for a rank in none.
+    `members` [teams, size] has the members; `team` and `position` [ranks] are -1 for a rank without
+    a team.
     """
 
     def __init__(self, of: TeamOf, ranks: Sequence[int]) -> None:
@@ -65,16 +71,19 @@ class Teams:
 
     @cached_property
     def sets(self) -> list[frozenset[int]]:
+        """The members of each team as a set."""
         rows: list[list[int]] = self.members.tolist()
         return [frozenset(row) for row in rows]
 
 
 @dataclass(eq=False)
 class PostedCollective:
-    """A communication that all members of a team enter; `terms` must be the same for all.
+    """A communication that all members of a team enter.
 
-    `sites`: where the ranks enter it. `inp`, `out`: the parts that it moves, None where they are
-    not known, of so many elements (`sizes`). `peers`: to and from which member, by position.
+    - `sites`: the ops in which ranks enter it; `mask`: these ranks.
+    - `terms`: values that must be equal on all members, with their names.
+    - `inp`, `out`: the parts of tensors that it moves, None if unknown; `sizes`: their elements.
+    - `root`, `peers`: positions in the team.
     """
 
     sites: tuple[Site, ...]
@@ -92,7 +101,8 @@ class PostedCollective:
 
 @dataclass(eq=False)
 class Half:
-    """A send or a receive; `to` has the places of the peers, `note` is for the analysis."""
+    """A send or a receive. `to` has the position of each rank's peer; `note` belongs to the
+    analysis."""
 
     site: Site
     movement: Movement
@@ -104,13 +114,14 @@ class Half:
 
     @property
     def kind(self) -> TransferKind:
-        """Whether it sends or receives."""
+        """Whether it is a send or a receive."""
         return "recv" if self.movement.sent is None else "send"
 
 
 @dataclass(eq=False)
 class TransferGroup:
-    """Sends and receives that start together."""
+    """Sends and receives that start together. `blocks`: the group blocks its rank until all are
+    matched."""
 
     site: Site
     number: int
@@ -121,6 +132,8 @@ class TransferGroup:
 
 @dataclass(eq=False)
 class Await:
+    """A Wait for a communication by the ranks of `mask`."""
+
     site: Site
     number: int
     mask: Array
@@ -132,30 +145,32 @@ Event = PostedCollective | TransferGroup | Await
 # ------------------------------------------------------------------ rank by rank
 @dataclass(eq=False)
 class _Meeting:
-    """A collective of one team: what each member that has come entered, and who has to come."""
+    """A collective of one team: the members that have entered it, and those that have not."""
 
     members: frozenset[int]
     come: dict[int, PostedCollective] = field(default_factory=dict[int, PostedCollective])
     is_alike: bool = True
 
     def missing(self) -> set[int]:
+        """Returns the members that have not entered it."""
         return set(self.members.difference(self.come))
 
 
 @dataclass(eq=False)
 class _Open:
-    """A rank's group, and those of its halves that have met nobody, by peer."""
+    """A group of transfers on one rank, with its transfers that have no partner yet."""
 
     rank: int
     group: TransferGroup
     lonely: list[tuple[int, Half]]
 
     def missing(self) -> set[int]:
+        """Returns the peers that have not started their end."""
         return {peer for peer, _ in self.lonely}
 
 
 class _Follower:
-    """Follows every rank up to where it blocks."""
+    """Follows every rank until it blocks."""
 
     def __init__(self, events: Sequence[Event], ranks: Sequence[int], judge: Judge) -> None:
         self.ranks, self.judge = ranks, judge
@@ -165,20 +180,21 @@ class _Follower:
             for i in places:
                 self.todo[i].append(event)
         self.at = [0] * len(ranks)
-        # What a blocked rank waits for.
+        # The communication that blocks each rank.
         self.blocked: dict[int, _Meeting | _Open] = {}
         self.entered: dict[tuple[int, frozenset[int]], int] = {}
         self.meetings: dict[tuple[frozenset[int], int], _Meeting] = {}
         self.channels: dict[tuple[int, int, str], deque[tuple[Half, _Open]]] = {}
         self.open: dict[tuple[int, int], _Open] = {}
         self.runnable = deque(range(len(ranks)))
-        # Who met whom: judged together, by the ops that they met in.
+        # Matched communications, grouped by their ops, so that each group is checked at once.
         self.met: dict[tuple[PostedCollective, ...], list[_Meeting]] = {}
         self.paired: dict[tuple[Half, Half], list[tuple[int, int]]] = {}
-        # Two ranks -> which tensors they have brought to one collective.
+        # Two ranks -> the pairs of tensors with which they entered one collective.
         self.brought: dict[tuple[int, int], set[tuple[TensorView, TensorView]]] = {}
 
     def run(self) -> None:
+        """Follows all ranks, passes the matches to the judge, and reports blocked ranks."""
         while self.runnable:
             i = self.runnable.popleft()
             while self.at[i] < len(self.todo[i]):
@@ -252,7 +268,7 @@ class _Follower:
                 del self.blocked[i]
                 self.runnable.append(i)
 
-    # ------------------------------------------------------------ who has met
+    # ------------------------------------------------------------ matched communications
     def _judge(self) -> None:
         for events, meetings in self.met.items():
             here = np.zeros(len(self.ranks), dtype=bool)
@@ -269,7 +285,7 @@ class _Follower:
             self.judge.paired(a, b, senders, receivers)
 
     def _compare_tensors(self, meeting: _Meeting) -> None:
-        """Members bring different tensors, and elsewhere the same ones the other way round."""
+        """Reports members that bring two tensors to two collectives in a different order."""
         (i, first), *others = sorted(meeting.come.items())
         for k, event in others:
             if first.inp is None or event.inp is None:
@@ -285,7 +301,7 @@ class _Follower:
                 self.judge.note(Finding(MISPLACED, text, sites))
                 return
 
-    # ------------------------------------------------------------ who is left
+    # ------------------------------------------------------------ blocked ranks
     def _report(self) -> None:
         if self.blocked:
             cycle = self._cycle(next(iter(self.blocked)))
@@ -314,8 +330,10 @@ class _Follower:
                 self.judge.note(Finding(PARTNER, text + " for it", ((half.site, ""),)))
 
     def _apart(self, i: int) -> Iterator[tuple[bool, Finding]]:
-        """Yields what a rank sends or receives and its peer does otherwise, and whether the peer
-        ever does its part."""
+        """Yields a finding for each transfer of a blocked rank that its peer does not answer.
+
+        The first value says whether the peer answers it elsewhere in the program.
+        """
         wait = self.blocked[i]
         for k, half in wait.lonely if isinstance(wait, _Open) else ():
             is_send = half.kind == "send"
@@ -337,18 +355,20 @@ class _Follower:
             yield mine <= theirs, Finding(PARTNER, f"{me} {verb} {peer}, {rest}", tuple(sites))
 
     def _count(self, i: int, k: int, kind: str) -> int:
-        """Returns how often the whole program has rank i send to, or receive from, rank k."""
+        """Returns the number of sends to, or receives from, rank k in the whole program
+        of rank i."""
         groups = (e for e in (self.todo[i] if i >= 0 else ()) if isinstance(e, TransferGroup))
         halves = (h for g in groups for h in g.halves if h.kind == kind and h.mask[i])
         return sum(int(h.to[i]) == k for h in halves)
 
     def _site(self, i: int) -> Site:
-        """Returns where a rank is blocked."""
+        """Returns the op in which a rank is blocked."""
         event = self.todo[i][self.at[i] - 1]
         return event.sites[0] if isinstance(event, PostedCollective) else event.site
 
     def _cycle(self, i: int) -> list[int]:
-        """Follows who waits for whom, up to a rank that comes again or does not wait."""
+        """Returns the chain of ranks in which each waits for the next, cut to its cycle if there is
+        one."""
         path: list[int] = []
         while i in self.blocked and i not in path:
             path.append(i)
@@ -363,7 +383,7 @@ class _Follower:
         return f"rank {self.ranks[i]}" if i >= 0 else "a rank outside of the job"
 
     def _sites(self, i: int) -> list[tuple[Site, str]]:
-        """Returns what a blocked rank has posted that nobody has met."""
+        """Returns the unmatched communications of a blocked rank."""
         wait, me = self.blocked[i], f"rank {self.ranks[i]}"
         if isinstance(wait, _Open):
             return [
@@ -375,7 +395,7 @@ class _Follower:
 
 
 def _together(came: dict[PostedCollective, Array]) -> PostedCollective:
-    """Returns what ranks have entered in different ops as one."""
+    """Combines the ops in which members entered one collective into one."""
     parts = [(ranks, event) for event, ranks in came.items()]
 
     def of(get: Callable[[PostedCollective], PerRank]) -> PerRank:
@@ -398,5 +418,5 @@ def _together(came: dict[PostedCollective, Array]) -> PostedCollective:
 
 
 def follow(events: Sequence[Event], ranks: Sequence[int], judge: Judge) -> None:
-    """Follows the ranks one by one; report who disagrees, blocks, or has no partner."""
+    """Follows the ranks one by one. Reports ranks that disagree, block, or have no partner."""
     _Follower(events, ranks, judge).run()

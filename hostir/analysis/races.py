@@ -1,14 +1,16 @@
-"""Happens-before over streams: what a program leaves unordered, found before it runs.
+"""Race detector: finds accesses of a buffer that no wait between streams orders, before the program
+runs.
 
-The program is unrolled for one rank and given sizes, from the effects of its ops alone. Work is
-ordered after earlier work when the clock of its stream says so (`hostir.analysis.clocks`);
-`Synchronize` and `Wait` join clocks, entering a stream orders nothing. A communication is a
-timeline of its own from its start, which comes after all that its stream was given before, to its
-Wait.
+The program is unrolled for one rank and one set of sizes, from the effects of its ops. An op is
+ordered after an earlier one if the clock of its stream says so (`hostir.analysis.clocks`).
+`Synchronize` and `Wait` join clocks. Making a stream current orders nothing. A communication is a
+separate timeline: it begins after all earlier work of the stream that starts it, and ends at its
+`Wait`.
 
-Nothing is taken from the order in which the host goes through the program, except for memory: a
-buffer is new at its allocation, and belongs to the stream that allocates it. What is given up, or
-loses its last name, may be used again at once by that stream, and by the one that gives it up.
+The order in which the host issues ops does not count, except for memory. A buffer is new at its
+allocation, and belongs to the stream that allocates it. After its `Deallocate`, or the loss of its
+last name, two streams may reuse its memory at once: the one that allocated it, and the one that
+frees it.
 """
 
 from __future__ import annotations
@@ -73,7 +75,7 @@ from multidevice.sharding.queries import local_sizes
 from multidevice.sharding.reshard import position_map
 
 # ----------------------------------------------------------------------
-# What the race check reports: the words of its findings, and the waits that would mend them.
+# The messages of the race check, and the waits that would repair each fault.
 
 RACE = "race"
 FREED = "use after Deallocate"
@@ -90,14 +92,14 @@ OUT_OF_RANGE = "index out of range"
 
 
 class Reports:
-    """The findings of a walk; `found` has the first one of a kind about the same ops."""
+    """The findings of a walk: the first of each kind about the same ops."""
 
     def __init__(self, clocks: Clocks) -> None:
         self.clocks = clocks
         self.found: dict[object, Finding] = {}
 
     def _note(self, kind: str, what: str, *sites: tuple[Site, str], fix: str = "") -> None:
-        """Keeps a finding, the first one of a kind about the same ops."""
+        """Adds a finding, unless there is one of the same kind about the same ops."""
         key = (kind, *(id(site.op) for site, _ in sites))
         if key not in self.found:
             self.found[key] = Finding(kind, what, sites, fix)
@@ -105,10 +107,10 @@ class Reports:
     def _note_freed(self, tv: TensorView, at: Site, site: Site) -> None:
         self._note(
             FREED,
-            f"{tv.label} has been given up when it is used",
-            (at, "gives it up"),
+            f"{tv.label} is used after its Deallocate",
+            (at, "deallocates it"),
             (site, f"on {self.clocks.name(self.clocks.current)}: uses {tv.label}"),
-            fix="The Deallocate of {0} belongs behind {1}",
+            fix="Move the Deallocate of {0} behind {1}",
         )
 
     def _note_absent(self, tv: TensorView, site: Site) -> None:
@@ -130,7 +132,7 @@ class Reports:
     def _race(self, earlier: Use, later: Use, buffer: TrackedBuffer) -> None:
         is_same = earlier.site.op is later.site.op and earlier.site.indices == later.site.indices
         if is_same and earlier.flight is later.flight:
-            return  # `hostir.ir.buffer_aliasing` says what an op may do to its own operands
+            return  # `hostir.ir.buffer_aliasing` has the rules within one op
         label = buffer.owner.label
         if earlier is buffer.made:
             what = f"{label} is used by a stream that did not wait for its allocation"
@@ -140,8 +142,8 @@ class Reports:
             what = f"nothing orders two uses of {label}"
         fix = self._remedy(earlier, later.began, "before {1}")
         if later.flight is not None and earlier.flight is later.flight:
-            fix = "They start together: {1} belongs behind Wait(Communication "
-            fix += f"{later.flight.number}), in a group of its own"
+            fix = "They start together: move {1} behind Wait(Communication "
+            fix += f"{later.flight.number}), into another group"
         self._note(
             RACE,
             what,
@@ -163,7 +165,8 @@ class Reports:
         return f"{who}: {verb} {buffer.text(use.box)}"
 
     def _elsewhere(self, to: Hashable) -> str:
-        """Returns how a stream that is not current waits, or need not."""
+        """Returns the advice for a wait on a stream that is not current; "" for the
+        current stream."""
         current = self.clocks.current
         if to == current:
             return ""
@@ -174,7 +177,8 @@ class Reports:
         )
 
     def _remedy(self, use: Use, waiter: Hashable, before: str) -> str:
-        """Returns which stream should wait for which, and where."""
+        """Returns the missing wait as a sentence: the waiting stream, the other one,
+        and the place."""
         who = self.clocks.name(waiter)
         if use.stream is None and use.flight is not None:
             wait = f"Wait(Communication {use.flight.number})"
@@ -184,9 +188,9 @@ class Reports:
 
 
 # ----------------------------------------------------------------------
-# Happens-before over streams: what a program leaves unordered, found before it runs.
+# The walk that finds races.
 
-# A use that is not made yet: where, of what, and whether it writes.
+# A use before its end is known: its op, its region, and whether it writes.
 _Planned = tuple[Site, BufferRegion, bool]
 
 
@@ -197,10 +201,10 @@ def find_races(
     rank: int = 0,
     given: Iterable[TensorView] = (),
 ) -> list[Finding]:
-    """Returns what the streams of a program leave unordered on one rank, each pair of ops once.
+    """Returns the races of a program on one rank, each pair of ops once.
 
-    `values` binds every symbol: those of the inputs (global extents), `rank` and
-    `numberOfStreams`. `given` are the results whose buffers the caller gives.
+    `values` binds every symbol: those of the inputs (global extents), `rank` and `numberOfStreams`.
+    `given` are the results for which the caller passes buffers.
     """
     if not has_streams(program):
         return []
@@ -212,19 +216,21 @@ def find_races(
 
 @dataclass(slots=True)
 class _Facts:
-    """Facts about an op that need no run; `is_absent`: it is for other ranks alone."""
+    """Facts about an op that do not depend on the step. `is_absent`: the op runs only on other
+    ranks."""
 
     effects: tuple[Effect, ...]
-    # Each effect with the method that follows it.
+    # Each effect with the method that applies it.
     follow: tuple[tuple[Callable[[RaceWalk, Any, Site], None], Effect], ...]
     starts: Starts | None
     is_absent: bool
-    # The results, each with an operand or an earlier result that lies in the same buffer.
+    # The results, each with an operand or an earlier result in the same buffer.
     shared: tuple[tuple[Reads | Writes, Writes], ...]
 
 
 class RaceWalk(Walk[Number], Reports):
-    """Goes through the unrolled program as the host does; `found` has the findings."""
+    """Walks the unrolled program of one rank in the order of the host, and collects findings in
+    `found`."""
 
     def __init__(
         self,
@@ -242,7 +248,7 @@ class RaceWalk(Walk[Number], Reports):
         self.freed: dict[TensorView, Site] = {}
         self.state = EffectState[_Planned](self.clocks)
         self.waited: dict[int, Site] = {}
-        # Numbers that this rank did not start, where others do.
+        # The numbers of communications that only other ranks start.
         self.absent: set[int] = set()
         self.facts: dict[int, _Facts] = {}
         self.shapes: dict[TensorView, tuple[int, ...]] = {}
@@ -254,13 +260,14 @@ class RaceWalk(Walk[Number], Reports):
 
     # ------------------------------------------------------------ ops
     def on_skipped(self, ops: Sequence[Op]) -> None:
-        """Notes the communications of ops that are passed over: a later Wait is for nobody."""
+        """Records the communications of ops that do not run, so that a later Wait for them does
+        nothing."""
         if ops:
             numbers = {o.number for o in walk(ops) if isinstance(o, StartsCommunication)}
             self.absent |= numbers - self.state.flights.keys()
 
     def on_op(self, op: Op) -> None:
-        """Follows the effects of an op."""
+        """Checks the shapes of an op once, and applies its effects."""
         facts = self.facts.get(id(op))
         if facts is None:
             facts = self.facts[id(op)] = self._facts(op)
@@ -302,7 +309,7 @@ class RaceWalk(Walk[Number], Reports):
         return tv.mesh is None or tv.mesh.has(self.rank)
 
     def _shape(self, tv: TensorView) -> tuple[int, ...]:
-        """Returns the local shape of a tensor as it is declared."""
+        """Returns the local shape that the tensor's domain declares."""
         shape = self.shapes.get(tv)
         if shape is None:
             shape = local_sizes(tv, [self._integer(x) for x in tv.shape()])
@@ -311,7 +318,7 @@ class RaceWalk(Walk[Number], Reports):
 
     # ------------------------------------------------------------ names and buffers
     def _place(self, tv: TensorView, site: Site) -> BufferRegion | None:
-        """Returns where a tensor lies; None, with a finding, where it does not exist any more."""
+        """Returns the buffer region of a tensor; None, with a finding, after its `Deallocate`."""
         place = self.places.get(tv)
         if place is None:
             shown = self.storage.shown_by(tv)
@@ -359,7 +366,7 @@ class RaceWalk(Walk[Number], Reports):
         self.freed.pop(effect.out, None)
 
     def _view(self, source: BufferRegion, op: TensorOp) -> BufferRegion:
-        """Returns what a view op names: axes that it leaves alone can still be cut exactly."""
+        """Returns the region of a view's result. Parts of its unchanged axes stay exact."""
         if isinstance(op, ReshapeOp):
             sizes = self._shape(op.out_tensor)
             return source.having(sizes, tuple(reshaped(source.shape, source.axes, sizes)))
@@ -397,7 +404,7 @@ class RaceWalk(Walk[Number], Reports):
         self.freed[tv] = site
         buffer = place.buffer
         if tv in self.storage.views:
-            # Other ranks have read, and all may write, when they have met here.
+            # After this barrier, other ranks have read the shards, and all may write again.
             self._use((site, place, True))
         if buffer.owner is tv and not buffer.is_callers:
             for stream in dict.fromkeys((self.clocks.current, buffer.home)):
@@ -405,7 +412,8 @@ class RaceWalk(Walk[Number], Reports):
             buffer.freed = site
 
     def _drop(self, buffer: TrackedBuffer, site: Site | None) -> None:
-        """The last name of a buffer goes: its memory returns to the stream that allocated it."""
+        """Frees a buffer whose last name is lost. Its memory returns to the stream that allocated
+        it."""
         if not buffer.is_callers and buffer.freed is None:
             self._given_back(buffer, site, buffer.home)
 
@@ -443,7 +451,7 @@ class RaceWalk(Walk[Number], Reports):
         return None
 
     def _use(self, planned: _Planned, flight: Flight[_Planned] | None = None) -> None:
-        """Compares a use with what it overlaps, and remembers it."""
+        """Compares a use with all earlier uses that overlap it, and records it."""
         site, place, is_write = planned
         buffer, box, grid = place.buffer, place.box, place.grid
         use, clock = self._new_use(site, box, is_write, flight), self.clocks.now
@@ -484,7 +492,8 @@ class RaceWalk(Walk[Number], Reports):
                     self._race(read, use, buffer)
 
     def _check_shared(self, one: Reads | Writes, other: Writes, site: Site) -> None:
-        """Reports an op that writes over what it reads, or twice, in a way that it cannot."""
+        """Reports an op that overwrites its operand, or one of its results, in a way that is not
+        allowed."""
         if not (self._takes_part(one) and self._takes_part(other)):
             return
         a, b = self._place(one.tensor, site), self._place(other.tensor, site)
@@ -529,7 +538,8 @@ class RaceWalk(Walk[Number], Reports):
         return self._start(starts, site, uses)
 
     def _takes_part(self, effect: Reads | Writes) -> bool:
-        """Whether this rank's shard is touched: some are on the root only."""
+        """Whether the effect touches this rank's shard. Some effects touch only that of
+        the root."""
         if not self._is_mine(effect.tensor):
             return False
         if effect.by is None:
@@ -592,11 +602,12 @@ class RaceWalk(Walk[Number], Reports):
         self.on_join(effect, site)
 
     def on_join(self, effect: Joins, site: Site) -> None:
-        """Lets the current stream wait for another one."""
+        """Makes the current stream wait for another one."""
         self.state.apply(effect)
 
     # ------------------------------------------------------------ the end
     def finish(self) -> None:
+        """Checks the end of the program: waits, the current stream, and the contents of outputs."""
         for flight in self.state.flights.values():
             assert flight.site is not None
             self._note(
@@ -648,7 +659,8 @@ class RaceWalk(Walk[Number], Reports):
             self._note(UNWRITTEN, f"{part}, part of an output, is never written", *writers)
 
     def _return(self, buffer: TrackedBuffer) -> None:
-        """The stream on which the caller goes on gets a buffer back: to read, its own to write."""
+        """Reports uses of a buffer that the caller's stream does not wait for at the end of the
+        program."""
         for use in buffer.uses():
             if (use.is_write or buffer.is_callers) and not use.is_before(self.clocks.now):
                 self._note(
@@ -676,7 +688,8 @@ APPLY: dict[type, Callable[[RaceWalk, Any, Site], None]] = {
 
 
 def is_slot(one: Box, other: Box, place: int, members: int) -> bool:
-    """Whether the smaller box is slot `place` of as many equal ones as there are members."""
+    """Whether the smaller box is slot number `place` of the larger one, which has `members` equal
+    slots."""
     small, large = sorted((one, other), key=lambda box: [n for _, n in box])
     cut = [k for k, (a, b) in enumerate(zip(small, large, strict=True)) if a != b]
     if len(cut) != 1:
@@ -686,31 +699,32 @@ def is_slot(one: Box, other: Box, place: int, members: int) -> bool:
 
 
 # ----------------------------------------------------------------------
-# Waits that chain the steps of a loop: correct, and the end of all overlap.
+# Waits that serialise the steps of a loop: the results are right, but no steps overlap.
 #
 #     FOR i: SetCurrentStream(Stream (i % n)), Synchronize(Stream S0), ..,
 #            SetCurrentStream(Stream S0), Synchronize(Stream (i % n))
 #
-# S0 waits for step i, and step i + 1 for S0. Where the program stays free of races with the first
-# wait in a loop of its own before, the steps need not wait for each other. A wait under a condition
-# is meant for its step (`inter_stream_synchronization`).
+# S0 waits for step i, and step i + 1 waits for S0. If the program has no races with the first wait
+# in a separate earlier loop, the steps need not wait for each other. A wait in a branch is intended
+# for its step (`inter_stream_synchronization`).
 
 CHAINED = "steps are chained"
 
-# How often a program is walked through; of waits that take longer to tell apart, nothing is said.
+# The limit of walks per program. Waits that need more walks are not reported.
 MAX_WALKS = 16
 
 
 def find_chains(
     program: HostIrContainer, values: Mapping[Symbol, Number], *, rank: int = 0
 ) -> list[Finding]:
-    """Returns the waits that chain steps of loops without need; for arguments see `find_races`."""
+    """Returns the waits that needlessly serialise the steps of loops; for arguments see
+    `find_races`."""
     if not has_streams(program):
         return []
     first = _ChainWalk(program, dict(values), rank, ())
     first.run(program.ops)
     found: list[Finding] = []
-    # All waits at once, then halves: what is free of races with more of them moved is so with less.
+    # Bisection: all waits are moved at once, then halves. Fewer moved waits cannot cause a race.
     left = [tuple(first.chains)] if first.chains else []
     for _ in range(MAX_WALKS):
         if not left:
@@ -728,7 +742,8 @@ def find_chains(
 
 
 class _ChainWalk(RaceWalk):
-    """Notes which waits chain steps; lets those `hoisted` stand in a loop of their own before."""
+    """Finds waits that serialise steps. Each of `hoisted` is treated as if it ran in an earlier
+    loop."""
 
     def __init__(self, *args: object, hoisted: frozenset[Op] = frozenset()) -> None:
         super().__init__(*args)  # pyright: ignore[reportArgumentType]
@@ -736,23 +751,24 @@ class _ChainWalk(RaceWalk):
         self.chains: dict[Op, Finding] = {}
         branches = (op for op in walk(self.program.ops) if isinstance(op, IfThenElse))
         self.conditional = {inner for op in branches for inner in walk((op,))}
-        # The clocks at the begin of each loop that is being walked; they stand for that walk.
+        # The clocks at the begin of each open loop. Their identity also identifies the walk of it.
         self.at_entry: list[dict[Hashable, Clock]] = []
-        # (stream, the one that it waited for) -> how far that had come, where it waited, and in
-        # which walk.
+        # (stream, the one that it waited for) -> the position of that one, the op that waited, and
+        # the walk of the loop around it.
         self.joined: dict[tuple[Hashable, Hashable], tuple[int, Site, object]] = {}
 
     def on_region(self, op: ForLoop | IfThenElse) -> None:
-        """Keeps the clocks at the begin of a loop."""
+        """Stores the clocks at the begin of a loop."""
         if isinstance(op, ForLoop):
             self.at_entry.append({s: dict(c) for s, c in self.clocks.of.items()})
 
     def on_left(self, op: ForLoop) -> None:
-        """Forgets the clocks at the begin of a loop."""
+        """Drops the clocks of the loop that ended."""
         self.at_entry.pop()
 
     def on_join(self, effect: Joins, site: Site) -> None:
-        """Notes a wait that chains steps; one of `hoisted` waits for what was before the loop."""
+        """Records a wait that serialises steps. A hoisted wait only orders after work before the
+        loop."""
         me, other = self.clocks.current, self.clocks.find(effect.stream)
         if site.op in self.conditional:
             return super().on_join(effect, site)
@@ -772,7 +788,7 @@ class _ChainWalk(RaceWalk):
                         (at, f"{name(other)} waits for {name(stream)}"),
                         (site, f"{name(me)} waits for {name(other)}"),
                     ),
-                    "{1} belongs in a loop of its own before this one",
+                    "Move {1} into a separate loop before this one",
                 )
         super().on_join(effect, site)
         self.joined[me, other] = self.clocks.of.get(other, {}).get(other, 0), site, here

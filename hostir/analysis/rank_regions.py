@@ -34,9 +34,11 @@ _MAX_PIECES = 4
 
 
 class Extent(NamedTuple):
-    """The elements of an axis that a part has: `start` + i0 * stride0 + i1 * stride1 + ..., each
-    i below its count. `levels` has (count, stride), the fastest last: a device cut inside of a
-    stream's leaves a piece of every block.
+    """The elements of one axis in a part: `start` + i0 * stride0 + i1 * stride1 + ..., each i below
+    its count.
+
+    `levels` has (count, stride), the fastest last. If devices cut an axis inside of a stream axis,
+    a rank has a piece of every block.
     """
 
     start: PerRank
@@ -44,10 +46,11 @@ class Extent(NamedTuple):
 
     @property
     def size(self) -> PerRank:
+        """The number of elements."""
         return math.prod(n for n, _ in self.levels)
 
     def cut(self, start: PerRank, length: PerRank) -> Extent | None:
-        """Returns elements `start` to `start + length` of these; None where that is no extent."""
+        """Returns elements `start` to `start + length` of these; None if they are no extent."""
         (_, stride), *rest = self.levels
         if not rest:
             return Extent(self.start + start * stride, ((length, stride),))
@@ -60,7 +63,7 @@ class Extent(NamedTuple):
         return None
 
     def is_same(self, other: Extent) -> PerRank:
-        """Returns on which ranks both are the same elements."""
+        """Returns on which ranks both extents have the same elements."""
         if len(self.levels) != len(other.levels):
             return False
         same = self.start == other.start
@@ -70,12 +73,12 @@ class Extent(NamedTuple):
         return same
 
     def on(self, places: PerRank) -> Extent:
-        """Returns the extents that the ranks at these places have."""
+        """Returns the extents of the ranks at these positions."""
         levels = tuple((pick(n, places), step) for n, step in self.levels)
         return Extent(pick(self.start, places), levels)
 
     def text(self, i: int) -> str:
-        """Returns `8:10`, or `{2:4, 6:8}`, on the rank at this place."""
+        """Returns `8:10`, or `{2:4, 6:8}`, for the rank at this position."""
         starts, (count, stride) = [int(str(at(self.start, i)))], self.levels[-1]
         for outer, step in self.levels[:-1]:
             starts = [s + k * step for s in starts for k in range(int(str(at(outer, i))))]
@@ -89,43 +92,47 @@ class Extent(NamedTuple):
 
 @dataclass(frozen=True)
 class Region:
-    """The elements of a whole tensor that a name has on each rank; `order`: its axes in memory."""
+    """The elements of a whole tensor that a name has on each rank. `order` has its axes in memory
+    order."""
 
-    # By rank, where ranks name different tensors.
+    # The tensor of each rank, if ranks name different tensors.
     owners: tuple[tuple[Array | None, TensorView], ...]
     whole: tuple[int, ...]
     extents: tuple[Extent, ...]
     order: tuple[int, ...]
-    # Whether ranks take other parts of what they have, shards aside.
+    # Whether an index that depends on the rank selected the part.
     by_rank: bool
 
     def label(self, i: int) -> str:
+        """Returns the name of the tensor on the rank at this position."""
         return next(tv.label for ranks, tv in self.owners if ranks is None or ranks[i])
 
     def text(self, i: int) -> str:
-        """Returns `T1[0, 4:8]`, on the rank at this place."""
+        """Returns `T1[0, 4:8]` for the rank at this position."""
         return f"{self.label(i)}[{', '.join(e.text(i) for e in self.extents)}]"
 
     @property
     def starts(self) -> list[PerRank]:
+        """The first element along each axis, per rank."""
         return [e.start for e in self.extents]
 
     @property
     def is_alike(self) -> bool:
-        """Whether it starts at the same place on all ranks."""
+        """Whether it has the same first element on all ranks."""
         return not any(isinstance(x, np.ndarray) for x in self.starts)
 
     def having(self, extents: Sequence[Extent]) -> Region:
+        """Returns a region of the same tensor with other extents."""
         return replace(self, extents=tuple(extents))
 
     def on(self, places: PerRank) -> Region:
-        """Returns the regions that the ranks at these places have, under the names there."""
+        """Returns the regions of the ranks at these positions, with the names of these ranks."""
         owners = tuple((ranks if ranks is None else ranks[places], tv) for ranks, tv in self.owners)
         extents = tuple(e.on(places) for e in self.extents)
         return replace(self, owners=owners, extents=extents)
 
     def piece(self, count: int, place: PerRank) -> Region | None:
-        """Returns piece `place` of `count` equal ones of its memory; None where that is no part."""
+        """Returns piece `place` of `count` equal pieces of its memory; None if it is no slice."""
         extents = list(self.extents)
         for axis in self.order:
             n = extents[axis].size
@@ -141,7 +148,7 @@ class Region:
         return self.having(extents) if count == 1 else None
 
     def is_same(self, other: Region) -> PerRank:
-        """Returns on which ranks both are the same elements in the same order."""
+        """Returns on which ranks both have the same elements in the same order."""
         if self._filled() != other._filled():
             return False
         same: PerRank = True
@@ -150,13 +157,13 @@ class Region:
         return same
 
     def _filled(self) -> list[int]:
-        """Returns the axes of more than one element, as memory has them."""
+        """Returns the axes of more than one element, in memory order."""
         sizes = [e.size for e in self.extents]
         return [a for a in self.order if not isinstance(sizes[a], int) or sizes[a] > 1]
 
 
 def joined(parts: Sequence[tuple[Array, Region | None]]) -> Region | None:
-    """Returns what ranks name that come in different ops; None where it is not comparable."""
+    """Combines the regions of ranks that run different ops; None if they cannot be compared."""
     first = parts[0][1]
     every = [(ranks, r) for ranks, r in parts if r is not None]
     if first is None or len(every) < len(parts):
@@ -181,7 +188,7 @@ def joined(parts: Sequence[tuple[Array, Region | None]]) -> Region | None:
 
 
 def merged(parts: Sequence[tuple[Array, PerRank]]) -> PerRank:
-    """Returns the value that each rank has in its own op."""
+    """Combines the values of ranks that run different ops."""
     first = parts[0][1]
     if not any(isinstance(x, np.ndarray) or (x is not first and x != first) for _, x in parts):
         return first
@@ -192,14 +199,17 @@ def merged(parts: Sequence[tuple[Array, PerRank]]) -> PerRank:
 
 
 # ----------------------------------------------------------------------
-# Which part of which tensor a name means, on all ranks at once, in local and in global terms.
+# The region that a name refers to, on all ranks at once, in local and in global elements.
 
 
 @dataclass(frozen=True, slots=True)
 class Spot(NamedRegion[PerRank, int]):
-    """A part of the local shard of `owner`: per axis of the owner which elements of the whole it
-    has (None: not known); `axes` has the owner's axis of each axis of the name, None for one that
-    a view made. `by_rank`: whether ranks were told to take other parts of their shards."""
+    """A part of the local shard of `owner`, for each rank.
+
+    `extents` has the elements of the whole tensor per axis of the owner (None: unknown). `axes` has
+    the owner's axis for each axis of the name (None: made by a view). `by_rank`: an index that
+    depends on the rank selected the part.
+    """
 
     owner: TensorView
     extents: tuple[Extent | None, ...]
@@ -208,15 +218,15 @@ class Spot(NamedRegion[PerRank, int]):
     by_rank: bool = False
 
     def elements(self, expanded: Sequence[int] = ()) -> PerRank:
-        """Returns how many elements memory holds: one along expanded axes."""
+        """Returns the number of elements in memory: one along expanded axes."""
         return math.prod(least(n, 1) if a in expanded else n for a, n in enumerate(self.shape))
 
     def having(self, shape: tuple[PerRank, ...], axes: tuple[int | None, ...]) -> Spot:
-        """Returns the same elements under other axes."""
+        """Returns a name for the same elements with other axes."""
         return Spot(self.owner, self.extents, axes, shape, self.by_rank)
 
     def chunk(self, axis: int, start: PerRank, length: PerRank, among: Hashable) -> Spot:
-        """Returns a range along an axis; in which way it was divided does not matter."""
+        """Returns a range along an axis. `among` is not used."""
         owner = self.axes[axis]
         extents: list[Extent | None] = list(self.extents)
         if owner is None:
@@ -229,7 +239,7 @@ class Spot(NamedRegion[PerRank, int]):
 
 
 class Shapes:
-    """Local and global shapes of tensors, and where a rank's shard lies in the whole."""
+    """Local and global shapes of tensors, and the position of each rank's shard in the whole."""
 
     def __init__(self, values: RankValues) -> None:
         self._values = values
@@ -240,23 +250,26 @@ class Shapes:
         self._frames: dict[object, tuple[tuple[int, ...], ...]] = {}
 
     def whole(self, tv: TensorView) -> tuple[int, ...]:
+        """Returns the global shape of a tensor."""
         if tv not in self._whole:
             self._whole[tv] = tuple(int(self._values.of(x)) for x in tv.shape())
         return self._whole[tv]
 
     def local(self, tv: TensorView) -> tuple[int, ...]:
+        """Returns the shape of the local shard on each rank."""
         if tv not in self._local:
             self._local[tv] = local_sizes(tv, self.whole(tv))
         return self._local[tv]
 
     def device_cuts(self, tv: TensorView) -> tuple[frozenset[ParallelType], ...]:
-        """Returns the device types that cut each axis of a tensor."""
+        """Returns the device parallel types that cut each axis of a tensor."""
         if tv not in self._cuts:
             cuts = placement(tv, DEVICE_TYPES)
             self._cuts[tv] = tuple(frozenset(c.ptype for c in mine) for mine in cuts)
         return self._cuts[tv]
 
     def spot(self, tv: TensorView) -> Spot:
+        """Returns the region of the whole local shard."""
         if tv not in self._spots:
             shape = self.local(tv)
             every = zip(placement(tv), self.whole(tv), strict=True)
@@ -265,13 +278,15 @@ class Shapes:
         return self._spots[tv]
 
     def step(self, tv: TensorView, index: Scalar) -> Spot:
-        """Returns the part of a tensor that a buffer for the block of one step holds."""
+        """Returns the region of a tensor whose buffer has the block of one step."""
         axis, chunks = stream_cut(tv)
         return self.spot(tv).part(Part(axis, index, chunks), self._values.of, _unchecked)
 
     def _extent(self, tv: TensorView, cuts: Cuts, size: int) -> Extent:
-        """Returns what each rank has of an axis of `size` elements. Of a stream's blocks with
-        devices inside it has a piece of each."""
+        """Returns the elements of an axis of `size` elements that each rank has.
+
+        If devices cut inside of a stream axis, that is a piece of every block.
+        """
         start: PerRank = 0
         levels: list[tuple[PerRank, int]] = []
         last = max((k for k, c in enumerate(cuts) if c.ptype.is_device), default=-1)
@@ -294,8 +309,8 @@ class Shapes:
         return self._values.along(mesh, ptype)
 
     def region(self, spot: Spot, *, without: int | None = None) -> Region | None:
-        """Returns what memory has of a name, without an axis of partial sums; None where that is
-        not known."""
+        """Returns the elements in memory of a name, without an axis of partial sums; None if
+        unknown."""
         whole, keep, order = self._frame(spot.owner, without)
         extents = tuple(e for a in keep if (e := spot.extents[a]) is not None)
         owners = ((None, spot.owner),)
@@ -303,8 +318,8 @@ class Shapes:
         return Region(owners, whole, extents, order, spot.by_rank) if known else None
 
     def _frame(self, tv: TensorView, without: int | None) -> tuple[tuple[int, ...], ...]:
-        """Returns global sizes, the axes that memory has (of an expanded one it has none), and
-        their places in memory, outermost first."""
+        """Returns global sizes, the axes in memory (expanded axes are left out), and their order in
+        memory."""
         if (tv, without) not in self._frames:
             gone = {without, *expanded_positions(tv)}
             keep = tuple(a for a in range(tv.ndim) if a not in gone)
@@ -313,7 +328,8 @@ class Shapes:
         return self._frames[tv, without]
 
     def partial_axis(self, spot: Spot, ptypes: Sequence[ParallelType]) -> int | None:
-        """Returns the axis of the owner that numbers the partial sums of a team."""
+        """Returns the axis of the owner that numbers the partial sums of a team; None
+        without one."""
         sizes, cuts = self.local(spot.owner), self.device_cuts(spot.owner)
         return next((k for k, c in enumerate(cuts) if c & set(ptypes) and sizes[k] == 1), None)
 
@@ -325,7 +341,7 @@ class Shapes:
         op: Op,
         check: Callable[[Part, PerRank, PerRank], PerRank],
     ) -> Spot:
-        """Returns what `effect.out` names; for `check` see `NamedRegion.part`."""
+        """Returns the region that `effect.out` names; for `check` see `NamedRegion.part`."""
         if effect.part is not None:
             return spot.part(effect.part, self._values.of, check)
         return self._view(spot, op) if isinstance(op, TensorOp) else spot
@@ -345,5 +361,5 @@ class Shapes:
 
 
 def _unchecked(part: Part, index: PerRank, limit: PerRank) -> PerRank:
-    """An allocation is no slice that could be out of range."""
+    """Returns the index: the block of an allocation is never out of range."""
     return index

@@ -99,11 +99,10 @@ class EachOpOnce:
 
     def value(self, x: Scalar) -> None:
         """Returns None: no scalar is evaluated."""
-        return None
+        return
 
     def bind(self, index: Symbol, value: int | None) -> None:
         """Does nothing."""
-        pass
 
     def ranges(self, bounds: Sequence[None]) -> Iterator[range]:
         """Yields one step."""
@@ -275,7 +274,7 @@ class StreamState(Generic[N]):
         before = self.captured.get(stream.name, self._entry)
         self.captured[stream.name] = self.merge(self.current, before)
 
-    # The order of streams: not kept in this class, vector clocks in `hostir.analysis.clocks.Clocks`.
+    # This class keeps no order of streams. `hostir.analysis.clocks.Clocks` adds vector clocks.
     def join(self, stream: Stream) -> None:
         """Makes the current stream wait for another one. Without clocks, nothing changes."""
 

@@ -340,7 +340,7 @@ def test_transfers_of_one_group_cannot_wait_for_each_other() -> None:
     (found, *_) = (f for f in races("forwarding_ring", hic) if f.kind == race.RACE)
     line = line_numbers(hic)[id(nth(hic, P2PCommunication, 1))]
     text = found.text(line_numbers(hic))
-    assert f"line {line} belongs behind Wait(Communication 3), in a group of its own" in text
+    assert f"move line {line} behind Wait(Communication 3), into another group" in text
 
 
 def test_findings_of_one_missing_wait_are_reported_together() -> None:
