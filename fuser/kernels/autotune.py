@@ -655,8 +655,8 @@ class TunedExecutor(FusedKernelExecutor):
         sizes: Sizes,
         device: torch.device | None = None,
     ) -> KernelLaunch | None:
-        """Does the same as `KernelExecutor.launch_for`. Returns None in a capture, because a later
-        run may time others."""
+        """Does the same as `FusedKernelExecutor.launch_for`. Returns None in a capture, because a
+        later run may time others."""
         if device is None and _is_captured(outputs):
             return None
         return super().launch_for(inputs, outputs, sizes=sizes, device=device)
@@ -670,8 +670,8 @@ class TunedExecutor(FusedKernelExecutor):
         sizes: Sizes,
         device: DeviceInfo | None = None,
     ) -> Record | None:
-        """Does the same as `KernelExecutor._record`. Launches that were bound without timing are
-        not cached."""
+        """Does the same as `FusedKernelExecutor._record`. Launches that were bound without timing
+        are not cached."""
         if device is None and not _is_captured(outputs):
             return super()._record(inputs, outputs, tensors, numbers, sizes)
         return self.bind(inputs, outputs, sizes=sizes, device=device)

@@ -67,7 +67,8 @@ class Workspace:
 @record
 class Fold:
     """The numbers of blocks along x, y and z of a kernel that is launched with all blocks along x;
-    see `passes.launch_grid.fold_grid`.
+    see
+    `fuser/lower/passes/launch_grid.py`.
     """
 
     counts: tuple[Scalar, Scalar, Scalar]

@@ -54,7 +54,7 @@ def _refuse(stage: Stage, message: str) -> NoReturn:
     """
     if stage.storage == "local":
         raise NoNestError(stage.tv)
-    raise UnsupportedError(f"{stage.tv}: {message}")
+    raise UnsupportedError(f"{stage.tv} {message}")
 
 
 class Loop:
@@ -313,7 +313,7 @@ class _Nests:
         places = self.places(stage, reader)
         stage.depth = places[-1] + 1 if places else 0
         if stage.depth > len(reader.loops):
-            _refuse(stage, f"inlined into the vector axis of {reader.tv}")
+            _refuse(stage, f"is inlined into the vector axis of {reader.tv}")
         stage.loops = list(reader.loops[: stage.depth])
         shared, own = stage.axes[: stage.compute_at], stage.axes[stage.compute_at :]
         fits = all(
@@ -337,7 +337,7 @@ class _Nests:
         """Returns loops with the reader's extents for a broadcast, whose own extents are 1."""
         models = reader.all_loops[stage.depth :]
         if stage.storage != "local" or len(models) != len(own):
-            _refuse(stage, f"its loops differ from those of {reader.tv}, which it is inlined into")
+            _refuse(stage, f"is inlined into {reader.tv}, whose loops differ")
         stage.reference = reader
         return [
             Loop(m.extent, a.ptype, is_reduction=False) for a, m in zip(own, models, strict=True)
@@ -352,14 +352,15 @@ class _Nests:
         if len(shared) > len(targets):
             _refuse(
                 stage,
-                f"inlined at {len(shared)}, but {reader.tv} has {len(targets)} loop axes",
+                f"is inlined at position {len(shared)}, but {reader.tv} has "
+                f"{len(targets)} loop axes",
             )
         picks: list[int] = []
         for axis in shared:
             at = picks[-1] + 1 if picks else 0
             picks.append(self._pick(axis, targets, at))
         if picks and picks[-1] >= len(targets):
-            _refuse(stage, f"inlined into loops that {reader.tv} does not have")
+            _refuse(stage, f"is inlined into loops that {reader.tv} does not have")
         return [reader.positions[p] for p in picks]
 
     def _pick(self, axis: IterDomain, targets: Sequence[IterDomain], at: int) -> int:
@@ -375,15 +376,17 @@ class _Nests:
         places = self.places(stage, other)
         depth = places[-1] + 1 if places else 0
         if depth != stage.depth:
-            _refuse(stage, f"inlined at different depths in {first.tv} and {other.tv}")
+            _refuse(stage, f"is inlined at different depths in {first.tv} and {other.tv}")
         limit = min(self.waits.limit(first, other), self.waits.limit(other, first))
         if any(level >= limit and not a.is_parallel for level, a in enumerate(first.loops[:depth])):
-            _refuse(stage, f"read by {first.tv} and {other.tv}, one of which waits for the other")
+            _refuse(
+                stage, f"is read by {first.tv} and {other.tv}, of which one waits for the other"
+            )
         for a, b in zip(first.loops[:depth], other.loops[:depth], strict=True):
             if a.find() is not b.find() and (a.extent != b.extent or a.ptype is not b.ptype):
                 _refuse(
                     stage,
-                    f"shared by {first.tv} and {other.tv}, but their loops differ: "
+                    f"is shared by {first.tv} and {other.tv}, but their loops differ: "
                     f"{a.ptype.text}{{{a.extent}}} and {b.ptype.text}{{{b.extent}}}",
                 )
             a.join(b)

@@ -172,7 +172,7 @@ def lower_kernel(
     """Lowers a scheduled fusion to a kernel named `name`.
 
     `index_dtype` is Int or Int32: the type of index arithmetic. With `folded`, the kernel accepts
-    any number of blocks (`fold_grid`). The result depends only on the arguments.
+    any number of blocks (`passes.launch_grid`). The result depends only on the arguments.
 
     Raises:
         UnsupportedError, DefinitionError: the schedule cannot be carried out; names the tensor.

@@ -266,7 +266,7 @@ def _scalars(part: Expr) -> tuple[Scalar, ...]:
 
 
 # ----------------------------------------------------------------------
-# Values: the expression of one element of a tensor, pulled from its reader.
+# Values: builds the expression of one element of a tensor for its reader.
 
 # Number of consecutive random elements that share the generator's output, at most
 # (`codegen/rt_random.h`).

@@ -53,7 +53,9 @@ def vector_base(ctx: Context, tv: TensorView, offset: Scalar, v: Scalar, *, widt
         for symbol in _divisors(offset, v):
             if symbol not in ctx.assumptions.divisible:
                 ctx.assumptions.assume_divisible(symbol, width)
-        raise UnsupportedError(f"vectorized access of {tv} at {offset}: not contiguous along {v}")
+        raise UnsupportedError(
+            f"the vectorized access of {tv} at index {offset} is not contiguous along {v}"
+        )
     for mono, coef in terms_of(base):
         if coef % width == 0:
             continue
@@ -68,7 +70,8 @@ def vector_base(ctx: Context, tv: TensorView, offset: Scalar, v: Scalar, *, widt
         symbol = _size_in(mono)
         if symbol is None:
             raise UnsupportedError(
-                f"vectorized access of {tv} at {offset}: {base} is not a multiple of {width}"
+                f"the vectorized access of {tv} at index {offset} is not aligned: {base} is not "
+                f"a multiple of {width}"
             )
         ctx.assumptions.assume_divisible(symbol, width // math.gcd(coef, width))
     return base

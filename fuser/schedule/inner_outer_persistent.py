@@ -1,8 +1,9 @@
 """The inner-outer persistent scheduler: the ops of an inner persistent kernel, and sums over the
 rows (backward of layer and RMS norm), as one kernel that reads the rows once.
 
-The sums over rows are computed as partial sums (`passes.row_parts`). A block adds several rows, one
-after another, to one partial sum of each. Another kernel adds the partial sums (r: reduced):
+The sums over rows are computed as partial sums (`row_parts` of `fuser.passes.segment`). A block
+adds several rows, one after another, to one partial sum of each. Another kernel adds the partial
+sums (r: reduced):
 
     rows      [BIDx part, S rows of the part, TIDy rows | r S 1, r UR, r TIDx | r V]
     parts     [BIDx part, r S rows of the part, r TIDy rows | S 1, UR, TIDx | V]

@@ -304,7 +304,7 @@ def _along_params(chunks: int, rows: int, vector: int, device: DeviceInfo) -> Po
 def _is_inner_on_x(blocks_outer: int, blocks_inner: int, device: DeviceInfo) -> bool:
     """Whether the blocks of the inner run are counted along x. They are, unless only x has room for
     the blocks of the outer runs. If neither fits along y, all are counted along x
-    (`lower.fold_grid`)."""
+    (`fuser/lower/passes/launch_grid.py`)."""
     most = device.max_grid[1]
     return blocks_outer <= most or blocks_inner > most
 

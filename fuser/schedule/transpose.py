@@ -384,7 +384,9 @@ def find_tile(fusion: Fusion, space: Space) -> TileAxes | str:
     along = accesses_along(space)
     if len(along) < 2:
         hidden = next((a.tv for a in space.accesses if a.order is None), None)
-        but = f", except {hidden}, which a view reads at other indices" if hidden else ""
+        but = (
+            f", except {hidden}, which a view reads at other indices" if hidden is not None else ""
+        )
         return f"all inputs and outputs have one memory order{but}"
     if len(along) > 2:
         firsts = ", ".join(str(group[0].tv) for group in along.values())
