@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import ast
 import sys
+import textwrap
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "docs" / "architecture.md"
 BEGIN, END = "<!-- rooms: scripts/document_rooms.py -->", "<!-- end of rooms -->"
+COLUMNS = 100
 # In reading order.
 ROOMS = (
     *("fuser/ir", "fuser/ir/scalar", "fuser/ir/domain", "fuser/ir/ops", "fuser/ir/text"),
@@ -33,9 +35,8 @@ def room_text(room: str) -> str:
     first, *lines = [line for line in text.split("\n") if line]
     question = next(line.removeprefix("Question: ") for line in lines if "Question: " in line)
     at = next(i for i, line in enumerate(lines) if line.startswith("- "))
-    return "\n".join(
-        [f"### {room}", "", f"{first} *{question[0].upper()}{question[1:]}*", "", *lines[at:]]
-    )
+    head = textwrap.wrap(f"{first} *{question[0].upper()}{question[1:]}*", COLUMNS)
+    return "\n".join([f"### {room}", "", *head, "", *lines[at:]])
 
 
 def page() -> str:
