@@ -1,8 +1,9 @@
 """`ProgramEvaluator`: runs a host program on one rank.
 
-`evaluate` carries a program out op by op (`hostir.runtime.execute`), and everything faster must
-equal it bit for bit. `run` walks a program once per class of inputs, in a dry run
-(`hostir.runtime.dry_run`) where that tells all and else for real, and replays it afterwards.
+- `evaluate` runs a program op by op (`hostir.runtime.execute`). Every faster path must return
+  the same results bit for bit.
+- `run` walks a program once per input class and replays the recorded plan afterwards. The walk is a
+  dry run (`hostir.runtime.dry_run`) if that can record the plan, and a real run otherwise.
 """
 
 from __future__ import annotations
@@ -75,20 +76,21 @@ if TYPE_CHECKING:
 
 MakeRunner = Callable[[KernelGroup], KernelRunner]
 T = TypeVar("T")
-# What messages call it: users have `hostir.HostIrEvaluator`, which can take traces besides.
+# The name in error messages: users construct the subclass `hostir.HostIrEvaluator`.
 _NAME = "HostIrEvaluator"
 
 
 class ProgramEvaluator:
-    """Runs one program on one rank; ranks do not share evaluators.
+    """Runs one program on one rank; each rank has its own evaluator.
 
-    `communicator` defaults to this process's, asked for only by programs with a mesh. `device`
-    defaults to that of the first tensor input, `settings` to those of the environment.
-    `make_runner` makes what runs a kernel group. `number_of_streams` is the value of that name in
-    the program; streams persist from run to run.
-
-    `late_stream` (CPU only) holds back the work of one stream, a number or "entry", or of "all", as
-    far as the program's own waits allow: a program that lacks a wait then gives wrong results.
+    - `communicator` defaults to this process's. Only programs with a mesh need one.
+    - `device` defaults to the device of the first tensor input.
+    - `settings` default to those of the environment variables.
+    - `make_runner` makes the executor of a kernel group.
+    - `number_of_streams` is the value of `numberOfStreams` in the program. Streams persist between
+      runs.
+    - `late_stream` (CPU only) is a stream number, "entry" or "all". The work of that stream is
+      delayed as far as the program's own waits allow. A missing wait then gives a wrong result.
     """
 
     def __init__(
@@ -115,7 +117,7 @@ class ProgramEvaluator:
         self._late_lock = make_lock()
         self.free = queries.free_inputs(program)
         self._runners: dict[int, KernelRunner] = {}
-        # A class of inputs does not know the values of floats.
+        # The key of an input class has no values of floats, so a float must not decide steps.
         self._is_replayed = all(not is_inexact(s.dtype) for s in queries.control_symbols(program))
         self._is_prepared = False
         if communicator is not None or program.devices():
@@ -132,15 +134,15 @@ class ProgramEvaluator:
             rank=self.ranks.rank,
             reads=second_reads(program),
         )
-        # What is timed has contents: no dry run tells.
-        is_told = self._is_replayed and not check_tuning(self._settings, self.ranks.team)
-        self._can_bind = late_stream is None and is_told and can_bind(program)
+        # Tuning times kernels on real contents, which a dry run does not have.
+        has_dry_run = self._is_replayed and not check_tuning(self._settings, self.ranks.team)
+        self._can_bind = late_stream is None and has_dry_run and can_bind(program)
         self._copies_from_peers = any(
             getattr(op, "backend", "") == PEER_COPIES for op in walk(program.ops)
         )
         storage = Storage.of(program)
         is_mapped = any(tv.memory is MemoryType.symmetric for tv in storage.tensors)
-        # What peers map all ranks make together, and its memory has an end of its own.
+        # All ranks allocate and free mapped memory together, so such programs share no arena.
         is_apart = is_mapped or self._copies_from_peers
         has_no_graphs = self._settings.disabled("cuda_graphs")
         self.cache = PlanCache(
@@ -169,7 +171,7 @@ class ProgramEvaluator:
             device=None if device is None else torch_device(device),
             rank=self.ranks.rank,
             number_of_streams=number_of_streams,
-            # With streams held back, the run itself shows what is missing.
+            # If streams hold work back, the run itself shows a missing wait.
             is_checked=late_stream is None
             and (queries.has_streams(program) or queries.has_communications(program)),
         )
@@ -178,21 +180,24 @@ class ProgramEvaluator:
         self.outputs = returned(program)
 
     def kernel(self, group: int) -> KernelRunner:
-        """Returns what runs a kernel group, made at its first use."""
+        """Returns the executor of a kernel group, which is made at its first use."""
         if group not in self._runners:
             self._runners[group] = self._make_runner(self.program.groups[group])
         return self._runners[group]
 
     # ------------------------------------------------------------ running
     def run(self, inputs: Sequence[Argument]) -> list[torch.Tensor]:
-        """Returns the visible outputs in order; hidden aliased ones are written into their inputs.
+        """Runs the program and returns the visible outputs in order.
 
-        The ranks of the program's meshes call it together: they agree on program and inputs first,
-        and an error of one of them is an error of all; see
-        `multidevice.job.communicator.run_agreed`.
+        Hidden outputs are written into the inputs that they alias. All ranks of the program's
+        meshes call `run` together. They first agree on program and inputs, and an error on one rank
+        is raised on all; see `multidevice.job.communicator.run_agreed`.
 
-        Raises `InputError` or `ShardingError` when an input does not fit, `PeerError` naming
-        another rank's error, or `ProgramMismatchError`; nothing was launched then.
+        Raises, before anything is launched:
+
+        - `InputError` or `ShardingError` if an input does not fit the program;
+        - `PeerError` with the message of another rank's error;
+        - `ProgramMismatchError` if the ranks run different programs.
         """
         channel = self.ranks.channel()
         if channel is None:
@@ -202,39 +207,42 @@ class ProgramEvaluator:
     def run_as_agreed(
         self, inputs: Sequence[Argument], *, signature: Hashable | None = None
     ) -> list[torch.Tensor]:
-        """Like `run`, inside of a call on which the ranks have agreed.
+        """Like `run`, without agreement: the ranks have agreed on the enclosing call.
 
-        `signature` stands for the class of the inputs where the caller knows it already.
+        `signature` is the signature of the inputs, if the caller has computed it already.
         """
-        inputs, key, known = self.cache.recall(inputs, signature)
-        if known is not None:
-            return self.run_known(known, inputs, known.contents.check(inputs))
-        known = self.know(inputs)
-        outputs = self.run_known(known, inputs)
-        self.cache.keep(key, known)
+        inputs, key, entry = self.cache.recall(inputs, signature)
+        if entry is not None:
+            return self.run_known(entry, inputs, entry.contents.check(inputs))
+        entry = self.know(inputs)
+        outputs = self.run_known(entry, inputs)
+        self.cache.keep(key, entry)
         return outputs
 
     # ------------------------------------------------------------ among ranks
     def _prepare_run(self, inputs: Sequence[Argument]) -> Prepared[list[torch.Tensor]]:
-        """Returns what this rank claims to run, and how; nothing is launched."""
-        inputs, key, known = self.cache.recall(inputs)
-        if known is None:
-            known, places = self.prepare(inputs), None
+        """Returns this rank's claim about the run, and the function that runs it.
+
+        The claim is compared with those of the other ranks. Nothing is launched before that.
+        """
+        inputs, key, entry = self.cache.recall(inputs)
+        if entry is None:
+            entry, places = self.prepare(inputs), None
         else:
-            places = known.contents.check(inputs)
-        claim = known.claim = known.claim or self.ranks.claim(inputs, self.check(inputs))
-        are_apart = self.are_apart(inputs, known)
+            places = entry.contents.check(inputs)
+        claim = entry.claim = entry.claim or self.ranks.claim(inputs, self.check(inputs))
+        are_apart = self.are_apart(inputs, entry)
 
         def run() -> list[torch.Tensor]:
-            outputs = self.run_known(known, inputs, places, are_apart)
+            outputs = self.run_known(entry, inputs, places, are_apart)
             if places is None:
-                self.cache.keep(key, known)
+                self.cache.keep(key, entry)
             return outputs
 
         return claim, self.ranks.numbers(inputs), run
 
     def know(self, inputs: Sequence[Argument]) -> SignatureEntry:
-        """Returns what `run_known` remembers inputs of one signature by."""
+        """Returns a new cache entry for inputs of one signature; see `run_known`."""
         return self.cache.new(inputs, self.binder.check_of_numbers(inputs))
 
     def run_known(
@@ -244,38 +252,40 @@ class ProgramEvaluator:
         places: tuple[int, ...] | None = None,
         are_apart: bool | None = None,
     ) -> list[torch.Tensor]:
-        """Like `run_as_agreed`, for inputs of a signature that is known.
+        """Like `run_as_agreed`, for inputs whose signature has the cache entry `known`.
 
-        `places` is what their `Contents.check` returned, None before the first run; `are_apart` is
-        what the method of this name returned, where the caller has asked it.
+        `places` are their alignments, from `known.contents.check`; None before the first run.
+        `are_apart` is the result of the method with this name, if the caller has called it.
         """
         if self._copies_from_peers:
             self.begin_run()
         plan = None if places is None else known.plans.get(places)
-        # Entering and leaving no_grad costs a tenth of a small program.
+        # Entering and leaving no_grad takes a tenth of the time of a small program.
         if plan is not None and not self._written and not plan.records:
             return plan.run(inputs)
         with torch.no_grad(), noted(inputs, self._written):
             if self.are_apart(inputs, known) if are_apart is None else are_apart:
                 return self._run(inputs, known, plan)
-            assert self._updates is not None, "inputs meet where nothing is updated"
+            assert self._updates is not None, "inputs share memory, but none is updated"
             return self._updates.run(list(inputs), lambda apart: self._run(apart, known, None))
 
     def begin_run(self) -> None:
-        """Counts a run of a program that copies from peers, as every rank does."""
+        """Counts a run of a program with peer copies; every rank counts its runs."""
         if self._copies_from_peers:
             self.ranks.begin_run()
 
     def are_apart(self, inputs: Sequence[Argument], signature: Hashable) -> bool:
         """Whether no input that is updated in place shares memory with another.
 
-        Raises `InputError` where two updated ones do: one update would be lost.
+        Raises `InputError` if two updated inputs share memory: one update would be lost.
         """
         return self._updates is None or self._updates.are_apart(inputs, signature)
 
     def run_with_input(self, values: Mapping[Value, Argument]) -> list[torch.Tensor]:
-        """Runs on values by name: every input has one; any other tensor is where the program puts
-        that result instead of a tensor of its own. Ranks agree, and it returns, as `run` does.
+        """Like `run`, with a value for each input and optional buffers for results.
+
+        `values` must have every input of the program. Any other key is a tensor of the program, and
+        its value is the buffer that the program writes this tensor to.
         """
         channel = self.ranks.channel()
         if channel is None:
@@ -308,7 +318,7 @@ class ProgramEvaluator:
             return self._on_apart(inputs, body)
 
     def current_stream(self, device: torch.device | str = "cpu") -> object:
-        """Returns the stream on which this thread would go on: a name on the CPU."""
+        """Returns the current stream of this thread: a CUDA stream, or a name on the CPU."""
         return self.binder.devices.streams(torch_device(device)).current()
 
     def _run(
@@ -342,8 +352,11 @@ class ProgramEvaluator:
     def _first_replay(
         self, plan: Plan, inputs: Sequence[Argument], known: SignatureEntry, places: tuple[int, ...]
     ) -> list[torch.Tensor]:
-        """Runs a new plan. Where there is no memory for all of its intermediates at once, op by op:
-        that needs less, or names the op that finds none."""
+        """Runs a new plan for the first time and caches it.
+
+        If there is no memory for all intermediates at once, the program runs op by op instead. That
+        needs less memory, or raises an error that names the op.
+        """
         try:
             with on_device(plan.device):
                 plan.reserve()
@@ -359,14 +372,16 @@ class ProgramEvaluator:
         return outputs
 
     def plans(self) -> list[Plan]:
-        """Returns the plans of the classes of inputs that `run` remembers."""
+        """Returns the plans in the cache of `run`."""
         return self.cache.plans()
 
     def steady(
         self, known: SignatureEntry, inputs: Sequence[Argument], around: Surroundings
     ) -> Steady | str:
-        """Returns what repeats runs on inputs like these, which have run, in one call of the
-        compiled runner, or why there is none now."""
+        """Returns a fast path: the compiled runner repeats runs on inputs like these in one call.
+
+        The inputs must have run before. If there is no fast path now, returns the reason as text.
+        """
         if self._settings.disabled("compiled_runner"):
             return "FUSER_DISABLE=compiled_runner"
         if self._updates is not None:
@@ -380,27 +395,29 @@ class ProgramEvaluator:
         return steady(runner, plan, inputs, around)
 
     def arenas(self) -> list[Arenas]:
-        """Returns where intermediates lie, by device."""
+        """Returns the arenas of this evaluator, one object per device."""
         return self.cache.arenas()
 
     def memory(self) -> Memory:
-        """Returns what is kept between runs."""
+        """Returns the memory that the evaluator keeps between runs."""
         return self.cache.memory()
 
     def cuda_graphs(self, known: SignatureEntry | None = None) -> list[str]:
-        """Returns for each class of inputs (or for one) and each stream that ran it how many CUDA
-        graphs repeat its runs, or why none does."""
+        """Returns a line per cached plan and stream: how many CUDA graphs replay it, or why none.
+
+        `known` restricts the lines to the plans of one signature.
+        """
         if not self._is_replayed:
-            return ["not captured: what is done depends on the value of a float"]
+            return ["not captured: the value of a float decides what is done"]
         plans = self.plans() if known is None else known.plans.values()
         return [line for plan in plans for line in plan.graphs()]
 
     def check(self, inputs: Sequence[Argument]) -> Values:
-        """Returns the values of all symbols; raises what `run` would raise about these inputs."""
+        """Returns the values of all symbols; raises the errors that `run` would raise."""
         return self.binder.check(inputs)
 
     def _checked(self, inputs: Sequence[Argument]) -> Values:
-        """Like `check`; raises also where two updated inputs share memory."""
+        """Like `check`; also raises `InputError` if two updated inputs share memory."""
         values = self.check(inputs)
         self.are_apart(inputs, None)
         return values
@@ -408,34 +425,35 @@ class ProgramEvaluator:
     def prepare(
         self, inputs: Sequence[Argument], *, checked_on: torch.device | None = None
     ) -> SignatureEntry:
-        """Lowers and compile, all at once, every kernel that `run` needs for inputs like these;
-        return what `run_known` remembers them by.
+        """Compiles together all kernels that `run` needs for inputs like these.
 
-        `checked_on` is the device for which the caller has checked kinds, dtypes and layouts.
-        Nothing is launched, computed or communicated. Raises what `run` would raise about these
-        inputs or their kernels.
+        Returns the cache entry to pass to `run_known`. Nothing is launched, computed or
+        communicated. `checked_on` is the device for which the caller has checked kinds, dtypes and
+        layouts. Raises the errors that `run` would raise about these inputs or their kernels.
         """
         inputs = flatten(inputs)
         frame = self.binder.frame(inputs, checked_on=checked_on)
-        known = self.know(inputs)
+        entry = self.know(inputs)
         plan = self.cache.plan_for_new_sizes(frame)
         if plan is None and not (self._can_bind and self._is_prepared):
-            # The first kernels: each is compiled while the next is lowered.
+            # These are the first kernels: each is compiled while the next one is lowered.
             self._compile(dry_run(frame), frame)
         if plan is None and self._can_bind:
             plan = self._dry_run_plan(frame)
         self._is_prepared = True
         if plan is not None:
-            known.expect(inputs, plan)
-        return known
+            entry.expect(inputs, plan)
+        return entry
 
     def requests(self, inputs: Sequence[Argument]) -> Sequence[KernelRequest]:
-        """Returns what `prepare` compiles, one request for all steps of a loop that are alike."""
+        """Returns the requests that `prepare` compiles; equal steps of a loop share a request."""
         return dry_run(self.binder.frame(flatten(inputs))).requests
 
     def _dry_run_plan(self, frame: Frame) -> Plan | None:
-        """Returns the plan of inputs like those of a frame, with all kernels compiled; None where
-        only a run can tell."""
+        """Makes a plan for the inputs of a frame in a dry run, and compiles its kernels.
+
+        Returns None if only a real run can record the plan.
+        """
         device = frame.machine.device
         findings = dry_run_plan(frame, self.free, self.outputs, self.cache.arenas_on(device))
         self.cache.keep_generic_plan(device, findings.generic_plan)
@@ -450,7 +468,7 @@ class ProgramEvaluator:
             compile_many(kernels.requests, device=frame.machine.device)
 
     def evaluate(self, inputs: Sequence[Argument]) -> list[torch.Tensor]:
-        """Like `run`, op by op through the table, remembering nothing."""
+        """Like `run`, but op by op and without a cache: the reference for all faster paths."""
         return self.ranks.agreed(inputs, self._checked, self._evaluate)
 
     def _evaluate(self, inputs: list[Argument]) -> list[torch.Tensor]:
@@ -460,14 +478,14 @@ class ProgramEvaluator:
 
     def _on_apart(self, inputs: list[Argument], body: Body) -> list[torch.Tensor]:
         """Returns the outputs of `body` on inputs that share no memory with updated ones."""
-        signature_of(inputs)  # raises for what has no memory to look at
+        signature_of(inputs)  # raises for an input that is no dense tensor or number
         return body(inputs) if self._updates is None else self._updates.run(inputs, body)
 
     def walk(self, frame: Frame, recorder: Recorder | None) -> list[torch.Tensor]:
-        """Carries out the program op by op, in the state of a frame; `recorder` keeps the steps."""
+        """Runs the program op by op in a frame; a `recorder` also records the steps."""
         if not frame.machine.streams.holds_work_back:
             return self._walk_streams(frame, recorder)
-        # Work that is held back belongs to one run at a time.
+        # The queues of held-back work serve one run at a time.
         with self._late_lock:
             return self._walk_streams(frame, recorder)
 
@@ -489,8 +507,7 @@ class ProgramEvaluator:
 
 
 def returned(program: HostIrContainer) -> list[TensorView]:
-    """Returns the tensors that a run of a program returns: for an alias, what it is written
-    into."""
+    """Returns the tensors that a run returns, in order; for an alias, the input that it updates."""
     # An input that is an output is the caller's own tensor, whatever else it is written into.
     into = {a.out: a.into for a in program.aliases if a.out not in program.inputs}
     hidden = {a.out for a in program.aliases if a.hidden}
@@ -498,7 +515,10 @@ def returned(program: HostIrContainer) -> list[TensorView]:
 
 
 def _simulated_rank(communicator: Communicator | None) -> Communicator | None:
-    """Returns the communicator of a simulated rank: such ranks run beside one another."""
+    """Returns the communicator if it belongs to a simulated rank, and None otherwise.
+
+    Simulated ranks run concurrently in one process, so they must not share arenas.
+    """
     if communicator is None or not communicator.is_available() or communicator.is_real():
         return None
     return communicator

@@ -1,11 +1,17 @@
-"""Carrying out a host program: its ops emit steps, which a receiver acts on or keeps.
+"""Walks a host program: each op emits steps, and a receiver runs or records them.
 
-An op's `emit` speaks to an `Execution`, the runtime of one walk over a program
-(`hostir.ir.ops.base.Runtime`). It binds names, sizes and peers at once, as the host does, and makes
-steps over *slots*: numbers of tensors and other values. A receiver decides what becomes of a step.
-`Immediate` carries it out; `hostir.runtime.recorder.Recorder` also keeps it for later runs. So
-later runs repeat what the first one did. On tensors without contents (a dry run) work is left
-undone.
+An op's `emit` calls methods of an `Execution`, which implements `hostir.ir.ops.base.Runtime` for
+one walk over a program. The execution resolves names, sizes and peers immediately. From each op it
+makes steps that work on *slots*: the numbers of tensors and other values of the walk.
+
+    op.emit(execution) -> step over slots -> receiver
+
+A receiver decides what happens with a step:
+
+- `Immediate` runs it.
+- `hostir.runtime.recorder.Recorder` runs it and also records it in a plan for later runs.
+
+In a dry run the tensors have no contents. Steps are then made and recorded, but do not run.
 """
 
 from __future__ import annotations
@@ -96,50 +102,52 @@ from multidevice.transports.base.protocol import Backend, Transfer
 
 _META = torch.device("meta")
 MakeStep = Callable[[], Step | Closure]
-# A send or a receive: op, slot, peer, and what the backend takes in this run.
+# A send or a receive: op, slot, peer, and the backend's transfer for this run.
 Half = tuple[P2PCommunication, int, int, Transfer]
 
 
 class OnlyRunTells(Exception):
-    """Torch chooses how a result lies in memory: that is known when it has been computed."""
+    """Raised in a dry run when torch chooses the strides of a result: only a run shows them."""
 
 
 def as_step(made: Step | Closure) -> Step:
-    """Returns a step that a closure is where it is bound to nothing."""
+    """Returns a step; a closure becomes an `Action`, which is the same for every binding."""
     return Action(made) if callable(made) else made
 
 
 class InputSizes(Protocol):
-    """One class of inputs, for which steps are made: that of a walk, or another of the program."""
+    """The sizes and layouts for which steps are made: those of a walk, or new ones."""
 
     @property
-    def frame(self) -> Frame: ...
+    def frame(self) -> Frame:
+        """The frame with the values of the input scalars."""
+        ...
 
     def like(self, slot: int) -> torch.Tensor:
-        """Returns a tensor that lies as that of a slot does; it may have no contents."""
+        """Returns a tensor with the layout of a slot's tensor; it may have no contents."""
         ...
 
     def shape(self, tv: TensorView, slot: int) -> tuple[int, ...]:
-        """Returns the local shape of what a slot will have."""
+        """Returns the local shape of `tv`, which the slot will hold."""
         ...
 
 
-# The slots of whose layout a step depends, and what makes it, also for other sizes; None where
-# these may need another step.
+# A step for any sizes: the slots on whose layouts it depends, and the function that makes it for
+# given sizes. The function returns None for sizes that may need another step.
 GenericStep = tuple[tuple[int, ...], Callable[[InputSizes], Step | Closure | None]]
 MakeGeneric = Callable[[], GenericStep | None]
 
 
 def for_all_sizes(step: Step | Closure) -> MakeGeneric:
-    """Returns what makes a step that all sizes have."""
+    """Returns the generic step of a step that is the same for all sizes."""
     return lambda: ((), lambda sizes: step)
 
 
 class Receiver(Protocol):
-    """The receiver of the steps of an execution: it acts on each, or keeps it, or both."""
+    """Receives the steps of an execution, and runs or records each of them."""
 
     def carry_out(self, op: Op) -> None:
-        """Takes the steps of one op, by `Execution.emit`."""
+        """Processes one op: calls `Execution.emit`, which passes the steps to this receiver."""
         ...
 
     def enqueue(
@@ -150,51 +158,55 @@ class Receiver(Protocol):
         after: Closure | None = None,
         ready: Ready | None = None,
     ) -> None:
-        """Takes work for the current stream, which a dry run need not make, and how to make it for
-        other sizes; `after` it, the host does something at once. Until `ready()`, the work would
-        wait for a peer."""
+        """Receives work for the current stream.
+
+        `make` makes the step; a dry run that records nothing does not call it. `generic` makes the
+        step for other sizes. The host calls `after` right after it has enqueued the work. Until
+        `ready()` is true, the work would wait for a peer.
+        """
         ...
 
     def run_now(self, run: Closure) -> None:
-        """Takes what the host does before the op is over."""
+        """Receives work that the host does immediately, not on a stream."""
         ...
 
     def name(self, out: TensorView, view: View, generic: MakeGeneric | None = None) -> None:
-        """Takes a view of what another name stands for."""
+        """Receives `out`, a view of the tensor in another slot."""
         ...
 
     def allocate(
         self, tv: TensorView, slot: int, shape: tuple[int, ...], *, is_cleared: bool
     ) -> None:
-        """Takes a buffer of this local shape that is made."""
+        """Receives the allocation of a buffer with this local shape, in a slot."""
         ...
 
     def deallocate(self, tv: TensorView) -> None:
-        """Takes that a buffer, or a view of the shards of several ranks, is given up."""
+        """Receives the end of a buffer, or of a view of the shards of several ranks."""
         ...
 
     def results(self, op: TensorOp, found: list[torch.Tensor]) -> None:
-        """Takes what torch has computed in memory of its own."""
+        """Receives the results of an op that torch has computed in new memory."""
         ...
 
     def may_make_results(self, op: TensorOp) -> None:
-        """Hears that later runs may make the results of an op anew, in place of its buffers."""
+        """Receives an op whose results may replace its output buffers in later runs."""
         ...
 
     def backend(self, name: str, op: Op, what: str) -> Backend:
-        """Returns what carries out a communication; `what` is the backend's name of it."""
+        """Returns the backend `name` for a communication; `what` is the collective's name."""
         ...
 
     def keep_out_of_graphs(self, why: str) -> None:
-        """Hears why no CUDA graph can repeat what is done."""
+        """Receives a reason why no CUDA graph can replay the steps."""
         ...
 
 
 class Execution:
-    """One walk over a program: which names stand for what, the open group, the current stream.
+    """One walk over a program: the slots of names, the open group and the current stream.
 
-    See `hostir.ir.ops.base.Runtime`, which this is. A slot is given once in a walk: where a
-    loop makes a tensor anew, that is another slot.
+    Implements `hostir.ir.ops.base.Runtime`, where its methods for ops are described. A slot is
+    assigned once in a walk. A loop that allocates a tensor in each iteration uses a new slot for
+    each.
     """
 
     def __init__(
@@ -204,8 +216,11 @@ class Execution:
         machine: ExecutionContext | None = None,
         receiver: Receiver | None = None,
     ) -> None:
-        """`free` has the positions of scalar inputs on which no size depends. `machine` is where
-        the steps will run, if that is another one than the frame's: in a dry run."""
+        """`free` has the positions of scalar inputs on which no size depends.
+
+        `machine` is the context in which the steps will run. It differs from the frame's in a dry
+        run.
+        """
         self.frame = frame
         self.machine = frame.machine if machine is None else machine
         self.rank, self.team = self.machine.rank, self.machine.team
@@ -217,9 +232,9 @@ class Execution:
             else frame.values.get(cast("Symbol", v))
             for v in inputs
         ]
-        # Slots that two names have: neither may empty them.
+        # Slots that two names share: the end of one name must not clear the slot.
         self._aliased_slots: set[int] = set()
-        # The slots of the input scalars; and those that may change within the class.
+        # The slots of the input scalars, and those whose value may change within an input class.
         self.places = {v: i for i, v in enumerate(inputs) if isinstance(v, Symbol)}
         self.free_positions, self.free_symbols = free, free_scalars(frame, free)
         self.free_slots = tuple((s, self.places[s]) for s in self.free_symbols)
@@ -232,9 +247,9 @@ class Execution:
         self._captured: dict[str, Handle | None] = {}
         # The sends and receives since StartCoalescing; None outside.
         self._group: list[Half] | None = None
-        # On streams that hold work back, by the slot of a communication: results, and where they
-        # were received; and which are one half of a transfer, whose peer may wait for what other
-        # streams post here.
+        # For streams that hold work back, by the slot of a communication: (result, buffer into
+        # which it was received); and the slots of lone sends or receives, whose peer may wait for
+        # work that other streams of this rank have still to post.
         self._landed: dict[int, list[tuple[torch.Tensor, torch.Tensor]]] = {}
         self._alone: set[int] = set()
         self._receiver: Receiver = Immediate(self) if receiver is None else receiver
@@ -250,7 +265,7 @@ class Execution:
         return i
 
     def new_slot(self, value: object) -> int:
-        """Returns a slot for what is made now, whatever was called so before."""
+        """Returns a new slot for a value, and clears the slot that the name had before."""
         slots, before = self.slots, self._slot.get(value)
         if before is not None and not self.holds_work_back and before not in self._aliased_slots:
             slots[before] = None
@@ -259,34 +274,38 @@ class Execution:
         return i
 
     def empty(self, slot: int) -> None:
-        """Lets go of what a slot holds. Work that is held back still reads it."""
+        """Drops the tensor of a slot, unless held-back work or another name still uses it."""
         if not self.holds_work_back and slot not in self._aliased_slots:
             self.slots[slot] = None
 
     def has_slot(self, value: object) -> bool:
-        """Whether something has been called so."""
+        """Whether a value has a slot."""
         return value in self._slot
 
     def argument(self, value: TensorView | Scalar) -> Callable[[Slots], Argument]:
-        """Returns how to read an operand: a slot, or a scalar over the run's input scalars."""
+        """Returns a function that reads an operand from the slots of a run.
+
+        A tensor is read from its slot; a scalar is computed from the input scalars of the run.
+        """
         if isinstance(value, TensorView):
             i = self.slot(value)
             return lambda slots: slots[i]
         return reader(value, self.places, self.free_symbols, self.frame)
 
     def like(self, slot: int) -> torch.Tensor:
-        """See `InputSizes.like`."""
+        """Returns the tensor of a slot, as an example of its layout."""
         return self.slots[slot]
 
     def shape(self, tv: TensorView, slot: int) -> tuple[int, ...]:
-        """See `InputSizes.shape`."""
+        """Returns the local shape of `tv` in this walk."""
         return self.frame.local_shape(tv)
 
     def is_named(self, tv: TensorView) -> bool:
+        """Whether `tv` names memory of another tensor or of the caller."""
         return tv in self.frame.storage.named
 
     def number(self, x: Scalar) -> Number:
-        """See `Runtime.number`.
+        """Returns the value of a scalar in this walk.
 
         Raises `DefinitionError` for an op without control scalars. Its plan would also be replayed
         with other numbers, and would then repeat the work for this one.
@@ -302,17 +321,17 @@ class Execution:
         return self.frame.number(x)
 
     def integer(self, x: Scalar) -> int:
-        """See `number`."""
+        """Returns the value of an integer scalar; raises as `number` does."""
         return int(self.number(x))
 
     # ------------------------------------------------------------ control flow
     def run(self, ops: Sequence[Op]) -> None:
-        """Carries out the ops of a region that concern this rank, in order.
+        """Carries out, in order, the ops of a region that concern this rank.
 
-        Raises `ExecutionError` naming op and user line where torch refuses one.
+        Raises `ExecutionError` with the op and the user's line if torch fails in one.
         """
         frame, carry_out = self.frame, self.carry_out
-        # Without meshes, no op is another rank's.
+        # In a program without meshes, every op concerns this rank.
         is_idle = frame.is_idle if frame.storage.is_placed else None
         for op in ops:
             if is_idle is None or not is_idle(op):
@@ -333,7 +352,7 @@ class Execution:
             raise op_failed(op, error) from error
 
     def emit(self, op: Op) -> None:
-        """Gives the receiver the steps of an op; tensor ops of the fusion IR are torch's."""
+        """Passes the steps of an op to the receiver; torch computes tensor ops of the fusion IR."""
         if isinstance(op, HostOp):
             op.emit(self)
         else:
@@ -341,9 +360,10 @@ class Execution:
             self._compute(op)
 
     def run_loop(self, index: Symbol, steps: range, body: Sequence[Op]) -> None:
+        """Runs the body of a loop once per step; a dry run walks only the steps that differ."""
         if self.is_dry and not any(isinstance(op, ShardByStream) for op in walk(body)):
-            # Others only repeat the kernels: elements along an axis begin in the same places of a
-            # vector of memory again after as many steps as that has bytes.
+            # A few steps show all kernels. Without `ShardByStream` only the alignments of the parts
+            # differ between steps, and these repeat after VECTOR_BYTES steps.
             steps = steps[:VECTOR_BYTES]
         with self.frame.with_index(index) as bind:
             for i in steps:
@@ -352,13 +372,16 @@ class Execution:
 
     # ------------------------------------------------------------ buffers and names
     def allocate(self, tv: TensorView, stream_index: Scalar | None, *, is_cleared: bool) -> None:
+        """Allocates the buffer of a local shard, or of its part at a step of a stream loop."""
         shape = self.frame.local_shape(tv, stream_index)
         self._receiver.allocate(tv, self.new_slot(tv), shape, is_cleared=is_cleared)
 
     def deallocate(self, tv: TensorView) -> None:
+        """Ends a buffer, or a view of the shards of several ranks."""
         self._receiver.deallocate(tv)
 
     def name_part(self, out: TensorView, inp: TensorView, part: Part | None) -> None:
+        """Names a part of `inp` as `out`: an element or a chunk along an axis, or all of it."""
         i = self.slot(inp)
         source: torch.Tensor = self.slots[i]
         shape, strides, shift = tuple(source.shape), source.stride(), 0
@@ -376,16 +399,18 @@ class Execution:
         self._receiver.name(out, view)
 
     def name_as_shaped(self, out: TensorView, inp: TensorView) -> None:
+        """Names all elements of the dense tensor `inp` with the local shape of `out`."""
         self._name_as(out, inp, self.frame.tensors[inp].view(self.frame.local_shape(out)))
 
     def _name_as(self, out: TensorView, inp: TensorView, seen: torch.Tensor) -> None:
-        """Names the place of `inp` in memory that `seen` is."""
+        """Names `out` as the part of the memory of `inp` that the tensor `seen` shows."""
         i = self.slot(inp)
         shift = int(seen.storage_offset()) - int(self.slots[i].storage_offset())
         shape, strides, itemsize = tuple(seen.shape), seen.stride(), seen.element_size()
         self._receiver.name(out, View(i, self.new_slot(out), shape, strides, shift, itemsize))
 
     def show_shards(self, op: SymmetricContiguousView) -> None:
+        """Maps the shards of all ranks as one tensor; all ranks meet in it."""
         frame, machine, shape = self.frame, self.machine, self.frame.local_shape(op.out)
         i, o = self.slot(op.inp), self.new_slot(op.out)
         if self.is_dry:
@@ -394,17 +419,18 @@ class Execution:
         self._receiver.run_now(shows_shards(op, machine, i, o, shape).run)
         frame.tensors[op.out] = self.slots[o]
         if self.holds_work_back:
-            # The others see what this stream has written when it comes to here.
+            # Held-back work of this stream must be done before other ranks read its shard.
             self._receiver.enqueue(lambda: lambda slots: meet_at(op, machine))
 
     # ------------------------------------------------------------ work on the current stream
     def call(self, work: Callable[..., object], *operands: TensorView | Scalar) -> None:
+        """Enqueues a call of `work` with the operands' tensors and numbers of each run."""
         reads = [self.argument(v) for v in operands]
 
         def call(slots: Slots) -> None:
             work(*[read(slots) for read in reads])
 
-        # The number of a scalar may be that of this class.
+        # `read` may have fixed the number of a scalar for this input class.
         has_numbers = any(isinstance(v, Scalar) for v in operands)
         self._receiver.enqueue(lambda: call, generic=None if has_numbers else for_all_sizes(call))
 
@@ -415,6 +441,7 @@ class Execution:
         axis: int,
         bounds: Callable[[LocalShapes], tuple[int, int]],
     ) -> None:
+        """Enqueues a copy of the part (start, length) of `inp` along an axis into `out`."""
         i, o = self.slot(inp), self.slot(out)
 
         def make(sizes: InputSizes) -> Closure:
@@ -423,6 +450,7 @@ class Execution:
         self._receiver.enqueue(lambda: make(self), generic=lambda: ((i, o), make))
 
     def launch(self, op: LaunchKernel) -> None:
+        """Enqueues the launch of a kernel group."""
         frame = self.frame
         for out in op.outs:
             if out not in frame.tensors:
@@ -434,7 +462,7 @@ class Execution:
         ins: list[Any] = [frame.operand(v) for v in op.ins]
         outs = [frame.tensors[o] for o in op.outs]
         _drop_axes((ins, outs), dropped_axes(op, frame.program))
-        # A dry run is only told of it.
+        # In a dry run, this only notes which kernel is needed.
         work = frame.machine.launch(op.group, ins, outs, frame.sizes)
         self._receiver.enqueue(
             lambda: TwoPhaseStep(
@@ -446,7 +474,7 @@ class Execution:
     def _launch_step(
         self, op: LaunchKernel, given: list[Argument], results: list[torch.Tensor]
     ) -> Step:
-        """Returns the launch for operands and results like these."""
+        """Returns the launch step of later runs, for operands and results with these layouts."""
         frame, sizes, runner = self.frame, self.frame.sizes, self.machine.runner(op.group)
         device = self.machine.device if self.is_dry else None
         kernel = runner.launch_for(given, results, sizes=sizes, device=device)
@@ -492,6 +520,7 @@ class Execution:
         return operands, make
 
     def run_unit(self, op: PostOnStream) -> None:
+        """Enqueues a host unit; results without a buffer are allocated by it."""
         frame, machine = self.frame, self.machine
         makes: list[Closure] = []
         for out in op.outs:
@@ -551,8 +580,10 @@ class Execution:
             receiver.results(op, found)
 
     def _view(self, op: TensorOp) -> tuple[View, MakeGeneric] | None:
-        """Returns the view that an op names, and how to find that of other sizes; None where only
-        torch tells what it is."""
+        """Returns the view of a view op and the function that makes it for other sizes.
+
+        None if only torch can decide whether the result is a view.
+        """
         (source, *_), tv = op.inputs, op.out_tensor
         assert isinstance(source, TensorView), f"{op.name} is a view of a tensor"
         is_result, i = tv in self.frame.program.outputs, self.slot(source)
@@ -605,7 +636,7 @@ class Execution:
         )
 
     def computing(self, op: TensorOp) -> Callable[[Slots], list[torch.Tensor]]:
-        """Returns how torch computes an op on the tensors and scalars of slots."""
+        """Returns a function by which torch computes an op on the slots of a run."""
         return computing(op, self.frame, self.operands(op), self.free_slots, self.machine)
 
     def operands(self, op: TensorOp) -> list[int | None]:
@@ -614,6 +645,7 @@ class Execution:
 
     # ------------------------------------------------------------ communications
     def post(self, op: Communication, team: Team, root: int) -> None:
+        """Starts a collective in a team; `root` is a global rank, or -1."""
         self._announce(op)
         rank, work = self.rank, self._new_work(op.number)
         inp, out = self._held(op.inp), self._held(op.out)
@@ -634,6 +666,7 @@ class Execution:
         self._start(work, make, (lambda: (asks, lambda sizes: make())) if is_fixed else None)
 
     def permute(self, op: CollectivePermute, team: Team, to: int, source: int) -> None:
+        """Starts a permutation: this rank sends to rank `to` and receives from rank `source`."""
         self._announce(op)
         rank, work = self.rank, self._new_work(op.number)
         inp, out = self.slot(op.inp), self._landing(op.out, work)
@@ -656,6 +689,7 @@ class Execution:
         self._start(work, make)
 
     def transfer(self, op: P2PCommunication, peer: int) -> None:
+        """Starts a send or a receive with rank `peer`, or adds it to the open group."""
         self._announce(op)
         i, group = self.slot(op.buffer), self._group
         work = _GROUPED if group is not None else self._new_work(op.number)
@@ -670,13 +704,17 @@ class Execution:
             group.append((op, i, peer, half))
 
     def open_group(self, op: Op) -> None:
+        """Opens a group of sends and receives; raises `ExecutionError` if one is open."""
         if self._group is not None:
-            raise ExecutionError(f"{op.name} inside another one")
+            raise ExecutionError(
+                f"{op.name} inside another group: close the open group with EndCoalescing first"
+            )
         self._group = []
 
     def close_group(self, op: EndCoalescing) -> None:
+        """Starts the group's transfers; raises `ExecutionError` if no group is open."""
         if self._group is None:
-            raise ExecutionError(f"{op.name} without StartCoalescing")
+            raise ExecutionError(f"{op.name} without StartCoalescing: no group is open")
         group, self._group = self._group, None
         work = self._new_work(op.number)
         if _GROUPED in self._landed:
@@ -686,7 +724,7 @@ class Execution:
         self._exchange(op, group, work)
 
     def _exchange(self, op: P2PCommunication | EndCoalescing, group: list[Half], work: int) -> None:
-        """Starts the sends and receives of a group, which may be one, or none."""
+        """Starts the sends and receives of a group, which may be empty or have one member."""
         team, stream, receiver = self.machine.team, self.stream, self._receiver
 
         def make() -> TwoPhaseStep:
@@ -694,7 +732,7 @@ class Execution:
                 return TwoPhaseStep(done, lambda slots: Action(done, 0))
             backend = receiver.backend(group[0][0].backend, op, op.name)
             transfers = [half for *_, half in group]
-            # Without the tensors of this run.
+            # Later runs must not keep the tensors of this run alive.
             kept = [(one, i, peer) for one, i, peer, _ in group]
 
             def first(slots: Slots) -> None:
@@ -719,7 +757,8 @@ class Execution:
         self._start(work, make)
 
     def wait(self, number: int) -> None:
-        # Absent on a rank outside of the communication's mesh.
+        """Makes the current stream wait for a communication, if this rank takes part in it."""
+        # A rank outside the communication's mesh has started nothing.
         work = self._slot.get(("work", number))
         if work is None:
             return
@@ -739,7 +778,7 @@ class Execution:
             return
         join, mark = self.machine.streams.join_mark, self.slot(("mark", work))
         if self.holds_work_back:
-            # The queue gets the mark, too: when it is put in says what it is behind.
+            # The mark joins the queue now: its position decides after which work it is served.
             self._receiver.run_now(lambda slots: None if slots[mark] is None else join(slots[mark]))
             self._receiver.enqueue(lambda: wait, ready=self._ready(work))
             return
@@ -752,7 +791,10 @@ class Execution:
         self._receiver.enqueue(lambda: join_and_wait)
 
     def _ready(self, work: int) -> Ready | None:
-        """Returns what tells that a wait for a lone half of a transfer would return at once."""
+        """Returns a predicate: whether waiting for a lone send or receive returns immediately.
+
+        None for other communications.
+        """
         if work not in self._alone:
             return None
         slots = self.slots
@@ -764,14 +806,19 @@ class Execution:
         return is_done
 
     def _new_work(self, number: int) -> int:
-        """Returns the slot of a communication that starts now. Where streams hold work back, an
-        earlier one of this number may not have been waited for yet."""
+        """Returns the slot of a communication that starts now.
+
+        If streams hold work back, it is a new slot: an earlier communication with this number may
+        not have been waited for yet.
+        """
         name = "work", number
         return self.new_slot(name) if self.holds_work_back else self.slot(name)
 
     def _start(self, work: int, make: MakeStep, generic: MakeGeneric | None = None) -> None:
-        """Starts a communication, and note where it stands in its stream: its Wait may stand in
-        another one."""
+        """Starts a communication, and marks its position in its stream.
+
+        The `Wait` may be on another stream, which then waits for the mark.
+        """
         if not self.switches_streams:
             self._receiver.enqueue(make, generic=generic)
             return
@@ -783,12 +830,15 @@ class Execution:
         self._receiver.enqueue(make, after=note)
 
     def _held(self, tv: TensorView) -> int:
-        """Returns the slot of this rank's part of a tensor, -1 where it holds none."""
+        """Returns the slot of this rank's shard of a tensor; -1 if the rank has no shard."""
         return self.slot(tv) if self.frame.is_mine(tv) else -1
 
     def _landing(self, tv: TensorView, work: int) -> int:
-        """Returns the slot to receive `tv` into. Where streams hold work back, results are in their
-        place after the Wait only."""
+        """Returns the slot of the buffer that receives `tv`.
+
+        If streams hold work back, it is a temporary buffer, copied to `tv` at the `Wait`. A program
+        that reads `tv` too early then computes a wrong result.
+        """
         i = self.slot(tv)
         if not self.holds_work_back:
             return i
@@ -799,7 +849,7 @@ class Execution:
         return len(self.slots) - 1
 
     def _announce(self, op: StartsCommunication) -> None:
-        """Writes down that a communication is posted, in this run and in later ones."""
+        """Dumps a line for a communication, in this run and later ones, if the user asks for it."""
         announce = None if self.is_dry else announcer(op, self.machine)
         if announce is None:
             return
@@ -812,6 +862,7 @@ class Execution:
 
     # ------------------------------------------------------------ streams
     def enter(self, stream: Stream) -> None:
+        """Makes a stream the current one."""
         enter, captured = self.machine.streams.enter, self._captured_slot(stream)
         if captured is None:
             handle = self.stream = self.frame.stream(stream)
@@ -821,6 +872,7 @@ class Execution:
             self._receiver.run_now(lambda slots: enter(slots[captured]))
 
     def capture(self, stream: Stream) -> None:
+        """Names the current stream, so that the program can return to it."""
         current, i = self.machine.streams.current, self.slot(("stream", stream.name))
         self._captured[stream.name] = self.stream
 
@@ -830,6 +882,7 @@ class Execution:
         self._receiver.run_now(capture)
 
     def join(self, stream: Stream) -> None:
+        """Makes the current stream wait for all work enqueued so far on another stream."""
         join, captured = self.machine.streams.join, self._captured_slot(stream)
         if captured is None:
             handle = self.frame.stream(stream)
@@ -838,27 +891,30 @@ class Execution:
             self._receiver.run_now(lambda slots: join(slots[captured]))
 
     def _captured_slot(self, stream: Stream) -> int | None:
-        """Returns the slot of a stream that this program captures: it differs from run to run."""
+        """Returns the slot of a stream that this program captured; None for any other stream.
+
+        A captured stream may differ between runs.
+        """
         if stream.index is not None or stream.name not in self._captured:
             return None
         return self._slot["stream", stream.name]
 
 
-# What stands for the slot of an open group's communication, which it has not got yet.
+# Placeholder for the slot of an open group: the slot is assigned when the group is closed.
 _GROUPED = -1
 
 
 class Immediate:
-    """Carries each step out when it comes; in a dry run it only names and makes.
+    """The receiver that runs each step immediately; in a dry run, it only binds names and buffers.
 
-    Where streams hold work back, `enqueue` hands work to the stream, and all else is done at once.
+    If streams hold work back, `enqueue` passes work to the stream instead of running it.
     """
 
     def __init__(self, execution: Execution) -> None:
         self._execution, self._frame = execution, execution.frame
         self._machine, self._slots = execution.machine, execution.slots
         self._is_dry, self._holds_work_back = execution.is_dry, execution.holds_work_back
-        # Steps are bound to nothing but the stream on which the run begins.
+        # Steps are bound to the stream on which the run begins, and to no arena.
         self._stream = 0 if self._is_dry else raw_stream_on(self._machine.device)()
         self._binding: Binding | None = None
         # See `Receiver`.
@@ -872,12 +928,12 @@ class Immediate:
         after: Closure | None = None,
         ready: Ready | None = None,
     ) -> None:
-        """See `Receiver.enqueue`."""
+        """Makes the step and runs it, or submits it to a stream; does nothing in a dry run."""
         if not self._is_dry:
             self.take(make(), after, ready)
 
     def take(self, made: Step | Closure, after: Closure | None, ready: Ready | None) -> None:
-        """Gives the current stream a step that was made."""
+        """Runs a step on the current stream, or submits it to a stream that holds work back."""
         if isinstance(made, TwoPhaseStep):
             run = made.first
         elif isinstance(made, Multiply):
@@ -896,19 +952,19 @@ class Immediate:
             after(self._slots)
 
     def run_now(self, run: Closure) -> None:
-        """See `Receiver.run_now`."""
+        """Runs the host's work, but not in a dry run."""
         if not self._is_dry:
             run(self._slots)
 
     def name(self, out: TensorView, view: View, generic: MakeGeneric | None = None) -> None:
-        """See `Receiver.name`."""
+        """Binds `out` to the view and stores it in its slot."""
         slots = self._slots
         slots[view.out] = self._frame.tensors[out] = view.of(slots[view.source])
 
     def allocate(
         self, tv: TensorView, slot: int, shape: tuple[int, ...], *, is_cleared: bool
     ) -> None:
-        """See `Receiver.allocate`."""
+        """Allocates the buffer and stores it in its slot."""
         frame = self._frame
         made = new_buffer(frame.program, tv, shape, frame.machine.device, frame.symmetric(tv))
         self._slots[slot] = frame.tensors[tv] = made.zero_() if is_cleared else made
@@ -917,7 +973,7 @@ class Immediate:
             poison(made)
 
     def deallocate(self, tv: TensorView) -> None:
-        """See `Receiver.deallocate`."""
+        """Drops the buffer; ranks first meet to end a view of their shards."""
         frame, execution = self._frame, self._execution
         buffer, view = frame.tensors.pop(tv), frame.storage.views.get(tv)
         if view is not None:
@@ -925,14 +981,14 @@ class Immediate:
             self.enqueue(lambda: lambda slots: meet_at(view, machine))
         execution.empty(execution.slot(tv))
         if self._holds_work_back and tv in frame.owned:
-            # The next to use this memory is on this stream, and may begin at once.
+            # Later work on this stream may reuse the memory immediately.
             frame.submit(partial(poison, buffer))
 
     def results(self, op: TensorOp, found: list[torch.Tensor]) -> None:
-        """See `Receiver.results`."""
+        """Binds an op's outputs to the results that torch has computed."""
         execution, frame = self._execution, self._frame
         if self._holds_work_back and not all(_shares(r, op, frame) for r in found):
-            # What was computed now says the shapes; the values come when the stream gets there.
+            # The results now only give the shapes; the stream computes the values when it runs.
             outs = found = [torch.empty_like(r) for r in found]
             compute_op = execution.computing(op)
 
@@ -945,24 +1001,27 @@ class Immediate:
             self._slots[execution.new_slot(out)] = frame.tensors[out] = value
 
     def may_make_results(self, op: TensorOp) -> None:
-        """See `Receiver.may_make_results`."""
+        """Does nothing: no later run follows."""
 
     def backend(self, name: str, op: Op, what: str) -> Backend:
-        """See `Receiver.backend`."""
+        """Returns the backend of a communication."""
         return self._machine.backend(name)
 
     def keep_out_of_graphs(self, why: str) -> None:
-        """See `Receiver.keep_out_of_graphs`."""
+        """Does nothing: one run needs no CUDA graph."""
 
 
 def poison(buffer: torch.Tensor) -> None:
-    """Fills a buffer with what no program computes by accident."""
+    """Fills a buffer with NaN, or with 85 for integers, so that a use of it shows in results."""
     buffer.fill_(float("nan") if buffer.is_floating_point() or buffer.is_complex() else 85)
 
 
 def copying(like: torch.Tensor, slots: tuple[int, int], axis: int, at: tuple[int, int]) -> Closure:
-    """Returns what copies (start, length) of a slot's tensor, along an axis, into one that lies
-    like `like`."""
+    """Returns a closure that copies a part of one slot's tensor into another slot's tensor.
+
+    `slots` are the source and the target, `at` is (start, length) along the axis, and `like` has
+    the layout of the target.
+    """
     (inp, out), (start, length), put = slots, at, writer(like)
 
     def copy(slots: Slots) -> None:
@@ -972,12 +1031,15 @@ def copying(like: torch.Tensor, slots: tuple[int, int], axis: int, at: tuple[int
 
 
 def local_shape_of(tv: TensorView) -> Sequence[Scalar]:
-    """Returns the sizes of a rank's shard, which exist for sizes that `Frame.local_shape` has."""
+    """Returns the extents of a rank's shard, as scalars; see `Frame.local_shape` for numbers."""
     return local_extents(tv) if tv.domain.has_devices else tv.shape()
 
 
 def _drop_axes(operands: tuple[list[Any], list[Any]], dropped: Dropped) -> None:
-    """See elements as a kernel does: with the axes of extent 1 along which they were taken."""
+    """Adds the axes of extent 1 that a kernel expects for tensors which lack them.
+
+    These are the axes along which `HirAliasSelect` selected one element.
+    """
     for values, axes in zip(operands, dropped, strict=True):
         for k, gone in axes.items():
             for axis in gone:
@@ -985,45 +1047,50 @@ def _drop_axes(operands: tuple[list[Any], list[Any]], dropped: Dropped) -> None:
 
 
 def _shows(after: torch.Tensor, source: TensorView, frame: Frame) -> bool:
-    """Whether a result of torch is a view of an operand, by which it can be found again."""
+    """Whether torch's result is a view of the operand `source`, so that a plan can name it."""
     has_memory = after.numel() > 0 and (after.is_meta or after.data_ptr() != 0)
     return has_memory and share_storage(frame.tensors[source], after)
 
 
 def _shares(result: torch.Tensor, op: TensorOp, frame: Frame) -> bool:
-    """Whether a result lies in the memory of the first operand."""
+    """Whether a result shares the memory of the op's first operand."""
     source = op.inputs[0] if op.inputs else None
     return isinstance(source, TensorView) and share_storage(result, frame.tensors[source])
 
 
 def _as_result(tv: TensorView, view: torch.Tensor) -> torch.Tensor:
-    """Returns a view with the strides that the caller asked for; results carry no gradient."""
+    """Returns a view with the strides that the user declared, and without gradient."""
     view = without_gradient(view)
     strides = viewed_strides(tv, view.shape, view.stride())
     return view if strides == view.stride() else view.as_strided(view.shape, strides)
 
 
 # ----------------------------------------------------------------------
-# How later runs of a class read the scalars of a program.
+# Reading the scalars of a program in later runs of an input class.
 
 
 def free_scalars(frame: Frame, free: frozenset[int]) -> tuple[Symbol, ...]:
-    """Returns the input scalars whose value may change within a class of inputs; `free` has the
-    positions of those on which no size depends."""
+    """Returns the input scalars whose value may change within an input class.
+
+    `free` has the positions of the scalars on which no size depends.
+    """
     inputs = frame.program.inputs
     scalars = ((i, v) for i, v in enumerate(inputs) if isinstance(v, Symbol))
     return tuple(v for i, v in scalars if i in free or not isinstance(frame.values[v], int))
 
 
 def changes(value: Scalar, free: Sequence[Symbol]) -> bool:
-    """Whether a scalar differs between the runs of a class."""
+    """Whether the value of a scalar may differ between the runs of an input class."""
     return any(s in free for s in sc.symbols(value))
 
 
 def reader(
     value: Scalar, places: Mapping[Symbol, int], free: Sequence[Symbol], frame: Frame
 ) -> Callable[[Slots], Argument]:
-    """Returns how to read a scalar; `places` has the slots of the input scalars."""
+    """Returns a function that reads a scalar from the slots of a run.
+
+    `places` has the slots of the input scalars.
+    """
     if isinstance(value, Symbol) and value in places:
         i = places[value]
         return lambda slots: slots[i]
@@ -1041,7 +1108,7 @@ def reader(
 def numbers_reader(
     scalars: Sequence[Scalar], places: Mapping[Symbol, int], free: Sequence[Symbol], frame: Frame
 ) -> Callable[[Slots], list[Number]] | None:
-    """Returns how a run reads some scalars; None where they are those of the class."""
+    """Returns a function that reads scalars in a run; None if the input class fixes all of them."""
     if not any(changes(v, free) for v in scalars):
         return None
     readers = [reader(v, places, free, frame) for v in scalars]
@@ -1049,12 +1116,15 @@ def numbers_reader(
 
 
 # ----------------------------------------------------------------------
-# How the communications of whole buffers are started and repeated.
+# Starting the communications of whole buffers, and repeating them.
 
 
 class Posting(NamedTuple):
-    """A communication, and the slots of its buffers (-1 for one that this rank lacks) and of what
-    is waited for."""
+    """A communication with its slots.
+
+    `inp` and `out` are the slots of its buffers, -1 for a buffer that this rank lacks. `work` is
+    the slot of the handle that a `Wait` waits for.
+    """
 
     call: CommunicationCall
     inp: int
@@ -1063,23 +1133,23 @@ class Posting(NamedTuple):
     stream: int | None
 
     def post(self, slots: Slots) -> None:
-        """Starts it as if for the first time."""
+        """Starts the communication as in a first run, without a binding."""
         inp, out = self.held(slots)
         slots[self.work] = post(self.call, inp, out)
 
     def two_phase_step(self) -> TwoPhaseStep:
-        """Returns the step that starts it for the first time."""
+        """Returns the step that starts the communication in a first run and in later ones."""
         text = collective_text(self.inp, self.out)
         return TwoPhaseStep(self.post, lambda slots: self.step(*self.held(slots)), text)
 
     def step(self, inp: PostedBuffer, out: PostedBuffer) -> Step:
-        """Returns the step that starts it on buffers like these, on which it has been started."""
+        """Returns the step of later runs; the communication has run on buffers like these."""
         bound = bind_post(self.call, inp, out)
         if bound is None:
             return Action(self.post)
         return CollectiveStep(bound, self.inp, self.out, self.work, self.stream)
 
     def held(self, slots: Slots) -> tuple[PostedBuffer, PostedBuffer]:
-        """Returns the buffers of a run."""
+        """Returns the buffers of a run: (operand, result), None for one that this rank lacks."""
         inp = slots[self.inp] if self.inp >= 0 else None
         return inp, slots[self.out] if self.out >= 0 else None

@@ -1,4 +1,4 @@
-"""The state of one run: where it happens, the values of symbols, the tensors that exist."""
+"""The state of one run: its machine, the values of its symbols, and its tensors."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class KernelRunner(Protocol):
         *,
         sizes: Mapping[Symbol, int],
     ) -> None:
-        """Computes `outputs`, which are allocated; `sizes` has every global extent."""
+        """Computes the allocated `outputs`; `sizes` has every global extent."""
         ...
 
     def launch_for(
@@ -56,75 +56,78 @@ class KernelRunner(Protocol):
         sizes: Mapping[Symbol, int],
         device: torch.device | None = None,
     ) -> KernelLaunch | None:
-        """Returns the launch by which `run` computes these, for tensors of the same shapes, strides
-        and alignments, too; None where each run has to ask anew.
+        """Returns the launch that `run` would make, for all tensors with these layouts.
 
-        With the `device` of a run, these may be tensors without contents, and the kernel may still
-        have to be compiled."""
+        Layouts are shapes, strides and alignments. Returns None if the launch must be looked up in
+        each run. If `device` is passed, the tensors may have no contents (a dry run), and the
+        kernel need not be compiled yet.
+        """
         ...
 
 
 @dataclass(frozen=True)
 class ExecutionContext:
-    """The place where a program runs: this rank, its device, its backends and its kernels.
+    """The machine of a run: this rank, its device, its backends, its streams and its kernels.
 
-    `team` are the ranks of the program's meshes, between which it sends and receives.
+    `team` are the ranks of the program's meshes, which send to and receive from each other.
     """
 
     rank: int
     size: int
     device: torch.device
     team: Team
-    # Library of a communication -> what carries it out
+    # Name of a library in a communication op -> the backend
     backend: Callable[[str], Backend]
-    # Bytes -> memory that peers can map; such memory for many runs, and for shards that are shown
+    # Bytes -> memory that peers can map: for one run, for many runs, and for shards that a
+    # `SymmetricContiguousView` maps
     symmetric: Callable[[int], torch.Tensor]
     lasting: Callable[[int], torch.Tensor]
     shard: Callable[[int], torch.Tensor]
     # (group, operands, results, global extents) -> the work of that kernel
     launch: Callable[[int, Sequence[Argument], Sequence[torch.Tensor], Mapping[Symbol, int]], Work]
-    # Group -> what runs it
+    # Number of a kernel group -> its executor
     runner: Callable[[int], KernelRunner]
     streams: Streams
-    # Number of a host unit -> what runs it on (operands, results)
+    # Number of a host unit -> a function that runs it on (operands, results)
     unit: Callable[[int], Callable[[Sequence[Argument], Sequence[torch.Tensor]], object]]
-    # How the ranks agree on each run; None where each may go its own way.
+    # The vote of the ranks on how to replay each run; None if each rank decides alone.
     vote: Vote | None
 
 
 @dataclass
 class Frame:
-    """The state of one run."""
+    """The state of one run: the values of symbols, the tensors by name, and the current op."""
 
     program: HostIrContainer
     machine: ExecutionContext
     storage: Storage
     values: Values
     tensors: dict[TensorView, torch.Tensor]
-    # Which tensors have a buffer that this run allocated.
+    # The tensors whose buffer this run has allocated.
     owned: set[TensorView] = field(default_factory=set[TensorView])
-    # How many transfers with a peer, by kind, this run has come to.
+    # The number of transfers so far, by kind and peer.
     transfers: dict[tuple[str, int], int] = field(default_factory=dict[tuple[str, int], int])
-    # The indices of the open loops: what is allocated there belongs to one step.
+    # The indices of the open loops, outermost first. A buffer allocated inside belongs to one step.
     indices: tuple[Symbol, ...] = ()
-    # Whether later runs repeat this one: then it comes once.
+    # Whether this run is recorded for later runs.
     is_recorded: bool = False
-    # The op that is carried out now.
+    # The op that is running.
     op: Op | None = None
 
     @property
     def rank(self) -> int:
+        """This process's rank, or that of the simulated rank."""
         return self.machine.rank
 
     def symmetric(self, tv: TensorView) -> Callable[[int], torch.Tensor]:
-        """Returns what makes memory for `tv` that peers can map."""
+        """Returns the function that allocates memory for `tv` that peers can map."""
         if tv in self.storage.shown:
             return self.machine.shard
-        # A run that is recorded comes once: its memory is of no use to later ones.
+        # A recorded run happens once. Its memory is not cached for further runs of this kind.
         return self.machine.lasting if self.is_recorded else self.machine.symmetric
 
     def number(self, x: Scalar) -> Number:
-        """Returns the value of `x`. Raises `InputError` where these inputs give it none."""
+        """Returns the value of `x`; raises `InputError` if the inputs do not determine it."""
         try:
             return sc.evaluate(x, self.values)
         except KeyError as missing:
@@ -134,14 +137,16 @@ class Frame:
             raise InputError(f"{x} has no value for {bound}: {error}") from None
 
     def operand(self, value: TensorView | Scalar) -> Argument:
+        """Returns the tensor, or the number, of an operand."""
         return self.tensors[value] if isinstance(value, TensorView) else self.number(value)
 
     def integer(self, x: Scalar) -> int:
+        """Returns the value of `x` as an int; raises as `number` does."""
         return int(self.number(x))
 
     @contextmanager
     def with_index(self, index: Symbol) -> Generator[Callable[[int], None]]:
-        """Yields what gives a loop's index its value."""
+        """Opens a loop: yields a function that sets the value of its index for each iteration."""
 
         def bind(value: int) -> None:
             self.values = {**self.values, index: value}
@@ -151,22 +156,25 @@ class Frame:
         self.indices, self.values = outside, values
 
     def submit(self, work: Callable[[], object], ready: Ready | None = None) -> None:
-        """Gives work to the current stream; see `Streams.submit`."""
+        """Submits work to the current stream, with errors explained; see `Streams.submit`."""
         streams = self.machine.streams
         if streams.holds_work_back and self.op is not None:
             work = partial(guarded, self.op, work)
         streams.submit(work, ready)
 
     def order(self, kind: str, peer: int) -> int | None:
-        """Returns which transfer of a kind with a peer this is, where streams may start them in
-        another order than the program has them in; None elsewhere."""
+        """Returns the number of this transfer among those of its kind with a peer.
+
+        Only streams that hold work back start transfers in another order than the program's. For
+        all other streams the number is None.
+        """
         if not self.machine.streams.holds_work_back:
             return None
         number = self.transfers[kind, peer] = self.transfers.get((kind, peer), -1) + 1
         return number
 
     def stream(self, stream: Stream) -> Handle:
-        """Returns a stream of the evaluator: what a number means, or a name that no op captured."""
+        """Returns the stream with a number, or with a name that no op has captured."""
         if stream.index is None:
             return self.machine.streams.handle(stream.name)
         number = self.integer(stream.index)
@@ -175,9 +183,9 @@ class Frame:
         return self.machine.streams.handle(number)
 
     def part(self, op: Op, source: torch.Tensor, part: Part) -> tuple[int, int]:
-        """Returns (start, length) of a part of `source` along its axis, for an op that names it.
+        """Returns (start, length) of a part of `source` along its axis; `op` names the part.
 
-        Raises `ExecutionError` outside.
+        Raises `ExecutionError` if the part is outside the tensor.
         """
         size = source.size(part.axis)
         index = self.integer(part.index)
@@ -195,7 +203,7 @@ class Frame:
 
     @cached_property
     def sizes(self) -> Mapping[Symbol, int]:
-        """The integer symbols of the inputs: what kernels are sized by."""
+        """The integer symbols that the inputs bind: the global extents that kernels need."""
         own = (RANK, NUMBER_OF_STREAMS, *self.indices)
         return {s: int(v) for s, v in self.values.items() if isinstance(v, int) and s not in own}
 
@@ -206,15 +214,15 @@ class Frame:
     def elsewhere(
         self, machine: ExecutionContext, tensors: dict[TensorView, torch.Tensor]
     ) -> Frame:
-        """Returns a frame of the same values and shapes on another machine."""
+        """Returns a frame with the same values and shapes on another machine, with new tensors."""
         made = Frame(self.program, machine, self.storage, self.values, tensors)
         made._whole, made.sizes = self._whole, self.sizes
         return made
 
     def local_shape(self, tv: TensorView, stream_index: Scalar | None = None) -> tuple[int, ...]:
-        """Returns the sizes of the local shard, or of the part of it at a step of a stream loop.
+        """Returns the shape of the local shard, or of its part at a step of a stream loop.
 
-        Raises `ShardingError` for an indivisible extent, `InputError` for a negative one.
+        Raises `ShardingError` if an extent is not divisible, and `InputError` if one is negative.
         """
         if stream_index is None and not self.indices and tv in self._whole:
             return self._whole[tv]
@@ -241,14 +249,14 @@ class Frame:
         return tv.mesh is None or tv.mesh.has(self.machine.rank)
 
     def is_idle(self, op: Op) -> bool:
-        """Whether the op concerns only meshes without this rank."""
+        """Whether all tensors of the op are on meshes without this rank, so that it is skipped."""
         if not self.storage.is_placed:
             return False
         tensors = [v for v in (*op.outputs, *op.inputs) if isinstance(v, TensorView)]
         return bool(tensors) and not any(map(self.is_mine, tensors))
 
     def result(self, tv: TensorView) -> torch.Tensor:
-        """Returns an output; a tensor of no elements for one that this rank holds no part of."""
+        """Returns an output of the run; an empty tensor if this rank holds no part of it."""
         if not self.is_mine(tv):
             return torch.empty(0, dtype=to_torch(tv.dtype()), device=self.machine.device)
         if tv not in self.tensors:
@@ -263,15 +271,15 @@ class Frame:
 
 
 # ----------------------------------------------------------------------
-# Buffers that a program allocates, and the errors where there is no memory, or an op fails.
+# Allocating the buffers of a program; the errors for missing memory and for failed ops.
 
 
 class OutOfMemoryError(ExecutionError, torch.OutOfMemoryError):
-    """There is no memory for a tensor; the message names op, tensor and bytes."""
+    """Raised if there is no memory for a tensor; the message has op, tensor and bytes."""
 
 
 def op_failed(op: Op, error: Exception) -> ExecutionError:
-    """Returns the error of an op that torch refused; torch knows neither the op nor its line."""
+    """Returns the error for an op in which torch failed; it adds the op and the user's line."""
     kind = OutOfMemoryError if isinstance(error, torch.OutOfMemoryError) else ExecutionError
     return kind(
         f"{op.name} failed ({type(error).__name__}: {error}){user_code(op.where)}:\n{op_text(op)}"
@@ -279,8 +287,7 @@ def op_failed(op: Op, error: Exception) -> ExecutionError:
 
 
 def guarded(op: Op, work: Callable[[], object]) -> None:
-    """Does the work of an op; raises `ExecutionError` naming op and user line where torch
-    refuses."""
+    """Runs the work of an op; raises `ExecutionError` with op and user line if torch fails."""
     try:
         work()
     except FuserError:
@@ -296,9 +303,9 @@ def new_buffer(
     device: torch.device,
     symmetric: Callable[[int], torch.Tensor],
 ) -> torch.Tensor:
-    """Returns memory for a tensor of this local shape; `symmetric` makes what peers can map.
+    """Allocates a tensor with this local shape; `symmetric` allocates memory that peers can map.
 
-    Raises `OutOfMemoryError` where there is none, whatever torch says then.
+    Raises `OutOfMemoryError` if torch fails to allocate it, whatever error torch raises.
     """
     strides, dtype = allocated_strides(tv, shape), to_torch(tv.dtype())
     try:
@@ -313,10 +320,10 @@ def new_buffer(
 def no_memory(
     program: HostIrContainer, tv: TensorView, shape: Sequence[int], device: torch.device
 ) -> OutOfMemoryError:
-    """Returns the error of a tensor of this local shape that cannot be allocated."""
+    """Returns the error for a tensor with this local shape that cannot be allocated."""
     name, where = _maker(program, tv)
     nbytes = spanned(shape, allocated_strides(tv, shape)) * nbytes_of(tv.dtype())
-    place = "" if device.type == "meta" else f" on {device}"  # found before anything was run
+    place = "" if device.type == "meta" else f" on {device}"  # found in a dry run
     return OutOfMemoryError(
         f"{name}: no memory for {tv} of shape {tuple(shape)}, {nbytes} bytes{place}"
         f"{user_code(where)}"
@@ -324,7 +331,7 @@ def no_memory(
 
 
 def _maker(program: HostIrContainer, tv: TensorView) -> tuple[str, str]:
-    """Returns the name of the op that computes `tv`, and the user's line."""
+    """Returns the name of the op that computes `tv`, and the user's line; "allocate" if none."""
     for op in walk(program.ops):
         if isinstance(op, Allocate) or tv not in op.outputs:
             continue

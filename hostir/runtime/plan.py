@@ -1,4 +1,10 @@
-"""A recorded program: steps over slots, which every run of a class of inputs repeats."""
+"""The plan: the recorded steps of a program, which every run of an input class replays.
+
+    Plan -- bind(buffer, arena) --> BoundPlan: closures with fixed addresses of intermediates
+
+The second half of the file has the memory of intermediates: arenas, and the pools that programs
+share.
+"""
 
 from __future__ import annotations
 
@@ -37,49 +43,51 @@ from multidevice.transports.base.protocol import STEP_BY_STEP, Backend, Vote
 
 
 class Dropped(Protocol):
-    """An object that releases its memory when it is asked."""
+    """An object that can release its memory: a compiled runner."""
 
-    def drop(self) -> None: ...
+    def drop(self) -> None:
+        """Releases memory and graphs; the object is not used afterwards."""
+        ...
 
 
 @dataclass(frozen=True, eq=False)
 class BoundPlan:
-    """A plan bound to an arena and a stream: its steps as closures, one run at a time.
+    """A plan bound to an arena and a stream: its steps as closures, for one run at a time.
 
-    `rest` has the slots behind the inputs: the fixed ones filled, the others empty.
+    `rest` has the slots after the inputs: fixed ones hold their tensor, the others None.
     """
 
-    # What makes the buffers that outlive a run, but for those that steps make.
+    # By slot, the allocations of buffers that outlive a run, without those that steps allocate.
     made: Mapping[int, Allocation]
     closures: tuple[Closure, ...]
     rest: Slots
-    # Which op each closure carries out.
+    # The op of each closure.
     ops: tuple[Op | None, ...]
-    # The closures that are launches and nothing else.
+    # The closures that only launch a kernel.
     launches: Mapping[Closure, BoundKernel]
     kept: list[object]
-    # None where no graph can repeat the plan, or none would be faster.
+    # None if no CUDA graph can replay the plan, or if none would be faster.
     replays: Replays | None
-    # What repeats runs in C: it knows the memory, too.
+    # The compiled runners of this plan, which use the same memory.
     runners: list[Dropped] = field(default_factory=list["Dropped"])
 
     def release(self) -> None:
-        """Lets runners go of the memory: it is not this plan's any more."""
+        """Drops the compiled runners: the memory no longer belongs to this plan."""
         for runner in self.runners:
             runner.drop()
         self.runners.clear()
 
     @cached_property
     def makes(self) -> tuple[Closure, ...]:
-        """The makers of the buffers, in order."""
+        """The functions that allocate the buffers, in order."""
         return tuple(made.run for made in self.made.values())
 
     def op(self, closure: Closure) -> Op | None:
-        """Returns which op a closure carries out."""
+        """Returns the op that a closure carries out; None for a closure without an op."""
         return self.ops[self.closures.index(closure)]
 
     def explain(self, error: BaseException, closure: Closure | None) -> NoReturn:
-        """Raises an error of a closure, or of a graph, as the caller of the run is to see it."""
+        """Raises an error of a closure, or of a graph, with the op and the user's line added."""
         explained = _explained(error, None if closure is None else self.op(closure))
         if explained is error:
             raise error
@@ -88,16 +96,18 @@ class BoundPlan:
 
 @dataclass(frozen=True, eq=False)
 class Plan:
-    """What a class of inputs repeats: the steps, how many slots they need, where outputs lie.
+    """The recorded program of one input class: its steps, its slots and its buffers.
 
-    `made` makes the buffers that outlive a run, by slot: they come before the steps. Of these, each
-    of `by_steps` may be left to a step, whose result then is the buffer. `blocks` are the buffers
-    that live in an arena of `nbytes`.
-    `records` tells whether torch would record gradients: inputs require some, and torch reads them.
+    - `inputs`: the number of input slots, which are the first ones; `size`: the number of slots.
+    - `outputs`: the slots of the outputs.
+    - `made`: by slot, the allocations of buffers that outlive a run; they run before the steps.
+    - `by_steps`: those slots of `made` whose buffer may be replaced by the result of a step.
+    - `blocks`: the buffers that are stored in an arena of `nbytes`.
+    - `records`: whether torch would record gradients, because an input that requires one is read.
     """
 
     made: Mapping[int, Allocation]
-    # With the op that each carries out; None for what no single op does.
+    # Each step with its op; None for a step of no single op.
     steps: tuple[tuple[Step, Op | None], ...]
     inputs: int
     size: int
@@ -105,39 +115,41 @@ class Plan:
     by_steps: frozenset[int]
     blocks: tuple[Block, ...]
     nbytes: int
-    # What makes memory for them that peers can map; None where they may lie anywhere.
+    # Allocates memory for the blocks that peers can map; None if ordinary memory serves.
     symmetric: Callable[[int], torch.Tensor] | None
     device: torch.device
     records: bool
-    # Those of the run, if the program switches between them.
+    # The streams, if the program switches between them; else None.
     streams: Streams | None
     arenas: Arenas
-    # The raw handle of the current stream, and the current CUDA device, where it may be another.
+    # Functions that return the raw handle of the current stream, and the current CUDA device; None
+    # if there is only one device.
     current_stream: Callable[[], int]
     current_device: Callable[[], int] | None
-    # Those that communicate, and how the ranks agree on each run (None: each may go its own way);
-    # why no graph can repeat the steps, "" where one may.
+    # The backends that communicate; the vote of the ranks on each run (None: each rank decides
+    # alone); and the reason why no CUDA graph can replay the steps, "" if one can.
     backends: tuple[Backend, ...]
     vote: Vote | None
     why_not: str
     program: HostIrContainer
-    # What returns the plan of later runs, after the first one; None where it is this one.
+    # Returns the plan of later runs, once the first run is done; None if it is this plan.
     after_first_run: Callable[[], Plan] | None = None
 
     def describe(self) -> list[str]:
-        """Returns a line for each step, in order: the op that it carries out, its kind and how many
-        operands it has, as in `LaunchKernel: Launch of 3`. A step of no op has its kind alone."""
+        """Returns a line per step, in order: its op, its kind and its number of operands.
+
+        An example is `LaunchKernel: Launch of 3`. A step without an op has only its kind.
+        """
         return [str(step) if op is None else f"{op.name}: {step}" for step, op in self.steps]
 
     def memory(self, nbytes: int) -> torch.Tensor:
-        """Returns memory for intermediates, for the current stream. Raises torch's error where
-        there is none."""
+        """Allocates memory for intermediates on the current stream; may raise torch's error."""
         if self.symmetric is not None:
             return self.symmetric(nbytes)
         return torch.empty(nbytes, dtype=torch.uint8, device=self.device)
 
     def bind(self, buffer: torch.Tensor, arena: Arena) -> BoundPlan:
-        """Returns the plan for runs that begin on the stream of an arena, with this memory."""
+        """Binds the plan to the stream of an arena and to the memory `buffer` for intermediates."""
         stream = arena.stream
         fixed = views_of(self.blocks, buffer)
         memory = dict(fixed)
@@ -150,20 +162,21 @@ class Plan:
                 closures.append(closure)
                 ops.append(op)
         rest = [fixed.get(slot) for slot in range(self.inputs, self.size)]
-        # A graph cannot be launched into one that the caller captures.
+        # A graph cannot be launched while the caller captures a graph.
         gains = not gains_nothing(len(closures), len(binding.launches))
         is_repeated = gains and not (self.why_not or arena.is_captured)
         replays = None
         if is_repeated:
             replays = Replays(self, memory, len(closures), stream=stream, graphs=arena.graphs)
-        # A graph writes where its outputs are: it would overwrite what an earlier run returned.
+        # A graph writes to fixed addresses. Outputs from steps would have the same memory in every
+        # launch, and overwrite the results of earlier runs.
         left = frozenset[int]() if is_repeated else self.by_steps
         made = {slot: make for slot, make in self.made.items() if slot not in left}
         launches = binding.launches
         return BoundPlan(made, tuple(closures), rest, tuple(ops), launches, binding.kept, replays)
 
     def graphs(self) -> list[str]:
-        """Returns, for each stream on which it has run, what is captured, or why nothing is."""
+        """Returns a line per stream on which the plan has run: its graphs, or why it has none."""
         if self.why_not:
             return [f"not captured: {self.why_not}"]
         return [
@@ -174,9 +187,9 @@ class Plan:
         ]
 
     def reserve(self) -> None:
-        """Makes sure of the memory of the intermediates before the first run.
+        """Allocates the memory of intermediates before the first run.
 
-        Raises torch's error where there is none.
+        Raises torch's error if there is not enough memory.
         """
         arena = self.arenas.take(self.current_stream(), self)
         try:
@@ -186,9 +199,9 @@ class Plan:
             self.arenas.give(arena)
 
     def run(self, inputs: Sequence[Argument]) -> list[torch.Tensor]:
-        """Carries out the steps on these inputs and returns the visible outputs.
+        """Runs the steps on these inputs and returns the visible outputs.
 
-        Raises `ExecutionError` naming op and user line where torch refuses one.
+        Raises `ExecutionError` with the op and the user's line if torch fails in one.
         """
         if self.current_device is not None and self.current_device() != self.device.index:
             with on_device(self.device):
@@ -230,43 +243,43 @@ class Plan:
             raise explained from error
         self.arenas.give(arena)
         outputs = self.outputs
-        # Nearly all programs have one, which is had sooner than a list of all.
+        # Nearly all programs have one output, and this is faster than the general list.
         return [slots[outputs[0]]] if len(outputs) == 1 else [slots[i] for i in outputs]
 
 
 def _explained(error: BaseException, op: Op | None) -> BaseException:
-    """Returns an error of a run as the caller is to see it; `op` is the one that was carried
-    out."""
+    """Returns the error to raise for an error of a run, with the op that was running, if any."""
     if isinstance(error, FuserError) or not isinstance(error, Exception):
         return error
     if op is not None:
         return op_failed(op, error)
     if isinstance(error, torch.OutOfMemoryError):
-        return OutOfMemoryError(f"a later run of a program: {error}")
+        return OutOfMemoryError(f"no memory for the buffers of a later run of a program: {error}")
     return error
 
 
 # ----------------------------------------------------------------------
-# The memory of replayed runs: one buffer, which the intermediates of all programs share.
+# The memory of replayed runs: one buffer (the arena) for the intermediates of all programs.
 #
-# Only tensors that a program deallocates lie here, so nothing that a caller can hold is ever
-# reused. Each plan has fixed offsets; two tensors share bytes when one is given up before the other
-# begins, by the program's own waits (`hostir.analysis.clocks`). The runs that use one buffer begin
-# on one stream, one after another, whichever program they are of: memory grows with the largest
-# program, not with their number. A plan is bound to an arena once: its steps, and the CUDA graphs
-# of them, then know where their intermediates lie. A larger plan moves the buffer, and all others
-# are bound anew. Where some tensors must lie in memory that peers can map, the whole buffer does.
+# - Only tensors that a program deallocates are stored in an arena. No caller ever holds one.
+# - Each plan has fixed offsets. Two tensors share bytes if one is deallocated before the other
+#   begins, in the order that the program's own waits define (`hostir.analysis.clocks`).
+# - All runs that use one arena begin on the same stream, one after another, of whatever program.
+#   Memory therefore grows with the largest program, not with the number of programs.
+# - A plan is bound to an arena once. Its steps and CUDA graphs then contain the addresses of
+#   intermediates. A larger plan needs a larger buffer, and all other plans are bound again.
+# - If some tensor must be in memory that peers can map, the whole buffer is such memory.
 
-# Offsets are multiples of this, so that every block is as well aligned as a fresh tensor.
+# Offsets are multiples of this, so that every block is as well aligned as a new tensor.
 ALIGNMENT_NBYTES = 256
 _MIB = 1 << 20
-# By which a buffer is larger than what asked for it: torch's allocator rounds as much.
+# The most by which a buffer is larger than needed: torch's allocator rounds as much.
 MAX_ROOM_NBYTES = 2 << 20
-# Plans that stay bound to one arena, of all programs.
+# Plans, of all programs, that stay bound to one arena.
 MAX_BOUND = 1024
-# Arenas of one stream that are kept for the next runs: as many runs beside one another.
+# Arenas of one stream that are kept for later runs: as many runs may be concurrent.
 MAX_SPARE = 16
-# What a buffer is to be larger than what is needed by before it is made anew.
+# A buffer is replaced by a smaller one only if it is larger than needed by at least this.
 MIN_SHRINK_NBYTES = 64 << 20
 
 
@@ -277,35 +290,38 @@ def views_of(blocks: Sequence[Block], arena: torch.Tensor) -> dict[int, torch.Te
 
 
 def with_room(nbytes: int) -> int:
-    """Returns how large a buffer is made for so many bytes: up to a fourth larger, and by less than
-    MAX_ROOM_NBYTES, so that somewhat larger sizes of a program fit, too, and nothing is bound anew.
+    """Returns the size of the buffer to allocate for a plan that needs `nbytes`.
+
+    It is up to a fourth larger, by less than MAX_ROOM_NBYTES. Somewhat larger sizes of a program
+    then fit, too, and no plan has to be bound again.
     """
     step = min(1 << max(nbytes.bit_length() - 3, 0), MAX_ROOM_NBYTES)
     return -(-nbytes // step) * step
 
 
 def first_fit(blocks: Sequence[tuple[Lifetime, int]]) -> tuple[list[int], int]:
-    """Returns (offsets, total bytes) of blocks (lifetime, bytes), in the order of their
-    allocations.
+    """Places blocks (lifetime, bytes), in order of allocation; returns (offsets, total bytes).
 
-    Each block takes the lowest gap of memory that nobody uses any more for all that its allocation
-    knows of other streams.
+    Each block gets the lowest large enough gap of memory whose earlier users have ended. A user on
+    another stream has ended if the block's allocation is ordered after its end.
     """
     ends = [lifetime.end for lifetime, _ in blocks]
-    # Of thousands of blocks only those are compared that lie where another one might.
+    # Lifetimes are compared lazily: of thousands of blocks, only those that compete for a gap.
     after = (_Over(lifetime.begin, ends) for lifetime, _ in blocks)
     return fit(after, [nbytes for _, nbytes in blocks])
 
 
 class IsOver(Protocol):
-    """Which blocks are over, by their place in the order of their allocations."""
+    """Which earlier blocks have ended, by their index in the order of allocation."""
 
-    def __getitem__(self, owner: int, /) -> bool: ...
+    def __getitem__(self, owner: int, /) -> bool:
+        """Whether block number `owner` has ended."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)
 class _Over:
-    """Which are over when a block begins: found out when somebody asks."""
+    """The blocks that have ended when a block begins, computed on request."""
 
     begin: Clock
     ends: Sequence[Moment]
@@ -316,19 +332,22 @@ class _Over:
 
 
 def successions(lifetimes: Sequence[Lifetime]) -> list[list[bool]]:
-    """Returns, for each lifetime, which of those before it are over when it begins."""
+    """Returns, for each lifetime, whether each earlier lifetime has ended when it begins."""
     ends = [lifetime.end for lifetime in lifetimes]
     return [
-        [one.begin.get(stream, 0) >= tick for stream, tick in ends[:k]]
-        for k, one in enumerate(lifetimes)
+        [lifetime.begin.get(stream, 0) >= tick for stream, tick in ends[:k]]
+        for k, lifetime in enumerate(lifetimes)
     ]
 
 
 def fit(after: Iterable[IsOver], sizes: Sequence[int]) -> tuple[list[int], int]:
-    """Returns `first_fit` of blocks of these sizes, of which each comes `after` earlier ones."""
+    """Places blocks of these sizes as `first_fit` does; returns (offsets, total bytes).
+
+    `after[k]` has the earlier blocks that have ended when block k begins.
+    """
     offsets: list[int] = []
-    # Who had each part of memory last: beginning, end, and which block. Whoever comes after it
-    # comes after all that had the part before. The parts follow one another.
+    # The latest user of each part of memory: (begin, end, index of the block), without gaps. A
+    # block that begins after the latest user has ended also begins after all earlier users.
     parts: list[tuple[int, int, int]] = []
     for block, (is_over, nbytes) in enumerate(zip(after, sizes, strict=True)):
         size = -(-nbytes // ALIGNMENT_NBYTES) * ALIGNMENT_NBYTES
@@ -341,45 +360,48 @@ def fit(after: Iterable[IsOver], sizes: Sequence[int]) -> tuple[list[int], int]:
         offsets.append(start)
         if not size:
             continue
-        mine = [(start, start + size, block)]
+        replaced = [(start, start + size, block)]
         if parts and parts[last][1] > start + size:
-            mine.append((start + size, *parts[last][1:]))
-        parts[first : last + 1] = mine
+            replaced.append((start + size, *parts[last][1:]))
+        parts[first : last + 1] = replaced
     return offsets, parts[-1][1] if parts else 0
 
 
 class Arena:
-    """A buffer for the runs on one stream of one device, one run at a time, of any program."""
+    """The buffer for intermediates of runs on one stream of one device, for one run at a time.
+
+    Runs of all programs use it in turn.
+    """
 
     def __init__(self, device: torch.device, stream: int, *, is_captured: bool = False) -> None:
-        """`is_captured`: for one run, which is a part of a graph that the caller makes."""
+        """`is_captured`: the arena is for one run only, which the caller captures in a graph."""
         self.stream, self.is_captured = stream, is_captured
         self._device = device
         self._buffer: torch.Tensor | None = None
         # Whether peers can map it.
         self._is_mapped = False
-        # Plans whose intermediates lie here.
+        # The plans whose intermediates are stored in this buffer.
         self.bound: dict[Plan, BoundPlan] = {}
         self._graphs: GraphMaker | None = None
 
     def graphs(self) -> GraphMaker:
-        """Returns what captures the runs of this arena. Raises `KernelError` where nothing can."""
+        """Returns the graph maker for runs of this arena; raises `KernelError` if none exists."""
         if self._graphs is None:
             self._graphs = MAKERS[self._device.type](self._device)
         return self._graphs
 
     @property
     def nbytes(self) -> int:
-        """The bytes of the buffer."""
+        """The size of the buffer in bytes."""
         return 0 if self._buffer is None else self._buffer.numel()
 
     def bind(self, plan: Plan) -> BoundPlan:
-        """Lets the intermediates of a plan lie here."""
+        """Binds a plan to this arena; allocates a larger buffer if the plan needs one."""
         with lasting():
             is_mapped = plan.symmetric is not None
             has_room = self._buffer is not None and self.nbytes >= plan.nbytes
             if not has_room or (is_mapped and not self._is_mapped):
-                # Views of the smaller buffer, and graphs that know its address, would keep it.
+                # Views of the smaller buffer, and graphs with its address, would keep it alive.
                 self.clear()
                 self._buffer = plan.memory(with_room(plan.nbytes))
                 self._is_mapped = is_mapped
@@ -390,32 +412,32 @@ class Arena:
         return found
 
     def release(self, plan: Plan) -> None:
-        """Drops what is bound of a plan, with its graphs."""
+        """Drops the binding of a plan, with its graphs."""
         if (bound := self.bound.pop(plan, None)) is not None:
             bound.release()
 
     def abandon(self) -> None:
-        """Lets all programs go of a buffer of which nobody knows who still writes there."""
+        """Drops all bindings: after an error, work in flight may still write to the buffer."""
         for plan in list(self.bound):
             self.release(plan)
 
     def clear(self) -> None:
-        """Gives the buffer back; no run uses it."""
+        """Frees the buffer and drops all bindings; no run may be using it."""
         self.abandon()
         self._buffer = None
 
     def is_too_large(self) -> bool:
-        """Whether the plans that are bound here need far less than there is."""
+        """Whether the bound plans need much less memory than the buffer has."""
         needed = with_room(max((plan.nbytes for plan in list(self.bound)), default=0))
         return not self.bound or self.nbytes - needed >= max(needed, MIN_SHRINK_NBYTES)
 
 
 class Pool:
-    """The arenas of one device, by stream (a raw handle): those that no run uses now are spare.
+    """The arenas of one device, by stream (a raw handle). `spare` has those that no run uses now.
 
-    A run takes one and gives it back: one inside or beside another run finds another arena, and one
-    on another stream never waits for this one. So there are as many as ever ran beside one another,
-    each as large as the most that a run needed, however many programs there are.
+    A run takes a spare arena and returns it at its end. A concurrent or nested run takes another
+    one, and runs on different streams never wait for each other. So there are as many arenas as
+    runs were ever concurrent, each as large as the largest run, for any number of programs.
     """
 
     def __init__(self) -> None:
@@ -423,19 +445,21 @@ class Pool:
         self.spare: dict[int, list[Arena]] = {}
 
     def make(self, device: torch.device, stream: int) -> Arena:
-        """Returns a new arena."""
+        """Makes a new arena for a stream, which is in use until it is returned."""
         self.spare.setdefault(stream, [])
         arena = Arena(device, stream)
         self.arenas.add(arena)
         return arena
 
     def exchange(self, arena: Arena, plan: Plan) -> Arena:
-        """Returns a spare arena of the same stream where the plan is bound, in place of the one
-        that was taken; that one where there is none."""
+        """Exchanges an arena for a spare one of the same stream to which the plan is bound.
+
+        Returns `arena` itself if there is none.
+        """
         spare = self.spare[arena.stream]
         for other in list(spare):
             if plan in other.bound:
-                with suppress(ValueError):  # another thread has taken it
+                with suppress(ValueError):  # another thread has taken it meanwhile
                     spare.remove(other)
                     spare.append(arena)
                     return other
@@ -446,18 +470,20 @@ class Pool:
         return [arena for arenas in list(self.spare.values()) for arena in list(arenas)]
 
     def drop(self, arena: Arena) -> None:
-        """Gives back the buffer of an arena, unless a run uses it."""
+        """Frees the buffer of an arena, unless a run uses it."""
         with suppress(ValueError):
             self.spare.get(arena.stream, []).remove(arena)
             arena.clear()
 
     def of(self, owner: object) -> list[Arena]:
-        """Returns the arenas in which plans of an owner are bound."""
+        """Returns the arenas to which plans of an owner (an `Arenas.owner`) are bound."""
         return [a for a in list(self.arenas) if any(p.arenas.owner is owner for p in list(a.bound))]
 
     def leave(self, owner: object) -> None:
-        """Lets go of what is bound of an owner that is gone. Buffers that no other program needs,
-        or not nearly as large, go back to torch's allocator."""
+        """Drops the bindings of an owner that no longer exists.
+
+        A buffer that no other program needs, or that is now far too large, is freed.
+        """
         for arena in self.of(owner):
             for plan in list(arena.bound):
                 if plan.arenas.owner is owner:
@@ -467,27 +493,29 @@ class Pool:
 
     @property
     def nbytes(self) -> int:
-        """The bytes of all buffers."""
+        """The size of all buffers in bytes."""
         return sum(arena.nbytes for arena in list(self.arenas))
 
 
-# The pools that all programs of a process share, and those of each simulated rank: they run beside
-# one another, and what one binds is of no use to another.
+# The pools that all programs of a process share, by device. Each simulated rank has pools of its
+# own: the ranks run concurrently, and a binding of one rank cannot serve another.
 _POOLS: dict[torch.device, Pool] = {}
 _POOLS_OF_RANKS: WeakKeyDictionary[object, dict[torch.device, Pool]] = WeakKeyDictionary()
 
 
 def shared_pools(rank: object | None) -> dict[torch.device, Pool]:
-    """Returns the pools of the programs of a simulated rank (None: of this process), by device."""
+    """Returns the pools, by device, of a simulated rank's programs; None means this process."""
     return _POOLS if rank is None else _POOLS_OF_RANKS.setdefault(rank, {})
 
 
 class Arenas:
-    """The arenas of one evaluator and device: those of a pool.
+    """The arenas that one evaluator uses on one device; they are those of a pool.
 
-    That of a run that failed is not given back: what is still in flight may write into it. Nor is
-    that of a run which the caller captures: his graph will write there whenever it is launched. It
-    lies in the memory of his graph.
+    Two kinds of arenas are not returned to the pool after a run:
+
+    - The arena of a failed run: work in flight may still write to it.
+    - The arena of a run that the caller captures: the caller's graph writes to it at each launch.
+      Its buffer is in the memory of that graph.
     """
 
     def __init__(
@@ -496,56 +524,61 @@ class Arenas:
         why_not: str = "",
         pools: dict[torch.device, Pool] | None = None,
     ) -> None:
-        """`why_not` says why no graph may repeat these runs; "" where one may. `pools` are those
-        that other evaluators share, by device; None for one of its own."""
+        """`why_not` is the reason why no CUDA graph may replay runs; "" if one may.
+
+        `pools` are the pools, by device, that evaluators share. With None, this evaluator gets a
+        pool of its own.
+        """
         self.device = device
         self.why_not = why_not
         self._is_capturing = capturing_on(device)
         self.pools = pools
         self.pool = Pool() if pools is None else pools.setdefault(device, Pool())
         self._spare = self.pool.spare
-        # What tells the plans of this evaluator from others.
+        # Identifies the plans of this evaluator among those in a shared pool.
         self.owner = object()
 
     def take(self, stream: int, plan: Plan | None = None) -> Arena:
-        """Returns an arena for a run that begins on this stream, the current one; where `plan` is
-        bound, if there is one."""
+        """Takes an arena for a run that begins on the current stream; return it with `give`.
+
+        An arena to which `plan` is bound is preferred.
+        """
         if self._is_capturing is not None and self._is_capturing(stream):
             return Arena(self.device, stream, is_captured=True)
         try:
-            arena = self._spare[stream].pop()  # at once, whatever other threads do
+            arena = self._spare[stream].pop()  # atomic, so that threads need no lock
         except (KeyError, IndexError):
             return self.pool.make(self.device, stream)
         return arena if plan is None else self.exchange(arena, plan)
 
     def exchange(self, arena: Arena, plan: Plan) -> Arena:
-        """Returns one where the plan is bound in place of one that was taken, if there is one."""
+        """Exchanges a taken arena for a spare one to which the plan is bound, if there is one."""
         if arena.is_captured or plan in arena.bound:
             return arena
         return self.pool.exchange(arena, plan)
 
     def give(self, arena: Arena) -> None:
-        """Takes back an arena after a run."""
+        """Returns an arena to the pool after a run."""
         if not arena.is_captured:
             spare = self._spare[arena.stream]
             if len(spare) < MAX_SPARE:
                 spare.append(arena)
 
     def spare(self, stream: int) -> list[Arena]:
-        """Returns the arenas of a stream that no run uses now; `take` takes the last one."""
+        """Returns the list of a stream's spare arenas; `take` takes the last one."""
         return self.pool.spare.setdefault(stream, [])
 
     def bound(self, plan: Plan) -> list[BoundPlan]:
-        """Returns how a plan is bound to those that no run uses now."""
+        """Returns the bindings of a plan to arenas that no run uses now."""
         return [arena.bound[plan] for arena in self.pool.all_spare() if plan in arena.bound]
 
     def forget(self, plan: Plan) -> None:
-        """Drops what is bound of a plan that will hardly run again."""
+        """Drops the bindings of a plan that will hardly run again."""
         for arena in self.pool.all_spare():
             arena.release(plan)
 
     def arenas(self) -> list[Arena]:
-        """Returns those in which plans of this evaluator are bound."""
+        """Returns the arenas to which plans of this evaluator are bound."""
         return self.pool.of(self.owner)
 
 
@@ -553,11 +586,12 @@ class Arenas:
 class Memory:
     """The memory that a definition keeps between its runs, in bytes.
 
-    `needed` is what the intermediates of one run need at once, of the inputs so far that need most.
-    They lie in buffers of `shared` bytes, one per stream and device, or one per run beside others:
-    those of other programs lie there, too, in turns. Programs whose peers map memory have buffers
-    of their `own`. `graphs` is kept for the kernels of CUDA graphs that callers make. What all
-    programs of the process, or of the simulated rank, share are `total` bytes.
+    - `needed`: the intermediates of one run, for the inputs so far that need the most memory.
+    - `shared`: the buffers that store them: one per stream and device, or one per concurrent run.
+      Other programs use these buffers, too, in turn.
+    - `own`: the buffers of programs whose memory peers map; other programs do not use them.
+    - `graphs`: memory kept for kernels in CUDA graphs that the caller captures.
+    - `total`: all shared buffers of the process, or of the simulated rank.
     """
 
     needed: int = 0
@@ -571,19 +605,19 @@ class Memory:
 
 
 def _bytes_text(nbytes: int) -> str:
-    """Returns `12.5 MiB`; few bytes as they are."""
+    """Returns a size as text: `12.5 MiB`, or `640 bytes` below one MiB."""
     return f"{nbytes / _MIB:.1f} MiB" if nbytes >= _MIB else f"{nbytes} bytes"
 
 
 def memory_of(arenas: Iterable[Arenas], plans: Iterable[Plan]) -> Memory:
-    """Returns what evaluators keep that have these arenas and plans."""
-    given = list(arenas)
-    shared = {arena for one in given if one.pools is not None for arena in one.arenas()}
-    pools = {pool for one in given for pool in (one.pools or {}).values()}
+    """Returns the memory that evaluators with these arenas and plans keep between runs."""
+    kept = list(arenas)
+    shared = {arena for each in kept if each.pools is not None for arena in each.arenas()}
+    pools = {pool for each in kept for pool in (each.pools or {}).values()}
     return Memory(
         needed=max((plan.nbytes for plan in plans), default=0),
         shared=sum(arena.nbytes for arena in shared),
-        own=sum(one.pool.nbytes for one in given if one.pools is None),
-        graphs=sum(map(graph_memory_nbytes, {one.device for one in given})),
+        own=sum(each.pool.nbytes for each in kept if each.pools is None),
+        graphs=sum(map(graph_memory_nbytes, {each.device for each in kept})),
         total=sum(pool.nbytes for pool in pools),
     )

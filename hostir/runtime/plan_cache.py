@@ -1,8 +1,9 @@
-"""`PlanCache`: what an evaluator remembers of the inputs that it has run on.
+"""`PlanCache`: the plans of one program, by the signature and the alignments of its inputs.
 
-    signature of the inputs -> `SignatureEntry` -> places in vectors of memory -> `Plan`
+    signature of the inputs -> `SignatureEntry` -> alignments of the inputs -> `Plan`
 
-Beside the plans it has, by device, what new ones are made of: a size-generic plan and arenas.
+For each device it also has a size-generic plan, which makes new plans, and the arenas in which
+plans store intermediates.
 """
 
 from __future__ import annotations
@@ -24,48 +25,48 @@ from hostir.runtime.plan import Arenas, Memory, Plan, Pool, memory_of
 from hostir.runtime.size_generic_plan import SizeGenericPlan
 from multidevice.job.agreement import RunSignature
 
-# Classes of inputs that an evaluator remembers.
+# Signatures in the cache of an evaluator; the least recently used one is dropped.
 MAX_PLANS = 256
-# Places in a vector of memory of the tensors of one signature.
+# Plans per signature: combinations of the alignments of its tensors.
 MAX_PLACES = 64
 
 
 def forget(plan: Plan) -> None:
-    """Lets go of what a plan is bound to: it will hardly run again."""
+    """Releases the arenas and graphs that a plan is bound to: it will hardly run again."""
     plan.arenas.forget(plan)
 
 
 class SignatureEntry:
-    """Everything cached for inputs of one signature: the checks of each call, and their plans.
+    """The cache entry of one signature: the checks of each call, and the plans.
 
-    A plan relies on where in a vector of memory each tensor begins, which no signature tells: there
-    is one for the places (`Contents`) that came.
+    A plan depends on the alignment of each tensor (its address modulo a vector), which is not part
+    of the signature. `Contents` computes the alignments of a call, and each combination has a plan.
     """
 
     def __init__(self, contents: Contents) -> None:
         self.contents = contents
-        # What this rank claims to run on them, where others have to agree.
+        # This rank's claim about runs with these inputs, for the agreement with other ranks.
         self.claim: RunSignature | None = None
         self.plans: Recent[tuple[int, ...], Plan] = Recent(MAX_PLACES, on_drop=forget)
-        # What is bound and has not run yet.
+        # Plans that have not run yet, by alignments.
         self._new: dict[tuple[int, ...], Plan] = {}
 
     def expect(self, inputs: Sequence[Argument], plan: Plan) -> None:
-        """Remembers the plan of these inputs for their first run."""
+        """Keeps the plan of these inputs for their first run."""
         self._new[self.contents.places(inputs)] = plan
 
     def take(self, places: tuple[int, ...]) -> Plan | None:
-        """Returns the plan that was made for the first run in these places, if there is one."""
+        """Removes and returns the plan for a first run with these alignments; None without one."""
         return self._new.pop(places, None)
 
     def forget(self) -> None:
-        """Lets go of what the plans are bound to."""
+        """Releases the arenas and graphs of all plans of this entry."""
         for plan in self.plans.values():
             forget(plan)
 
 
 class PlanCache:
-    """The plans of one program at one rank."""
+    """The cache of one program on one rank: signatures, plans, size-generic plans and arenas."""
 
     def __init__(
         self,
@@ -75,8 +76,8 @@ class PlanCache:
         pools: dict[torch.device, Pool] | None = None,
         why_no_graphs: str = "",
     ) -> None:
-        """`inputs` are those of the program, `free` the positions of those whose values may change
-        under one signature. `pools` and `why_no_graphs`: see `Arenas`."""
+        """`inputs` are those of the program. `free` has the positions of scalars whose values may
+        change under one signature. See `Arenas` for `pools` and `why_no_graphs`."""
         self._inputs, self.free = inputs, free
         self._pools, self._why_no_graphs = pools, why_no_graphs
         self._known: Recent[Hashable, SignatureEntry] = Recent(
@@ -89,15 +90,15 @@ class PlanCache:
     def recall(
         self, inputs: Sequence[Argument], signature: Hashable | None = None
     ) -> tuple[Sequence[Argument], Hashable, SignatureEntry | None]:
-        """Returns the flat inputs, their signature, and what is known of earlier ones like them.
+        """Returns the flat list of inputs, their signature, and its cache entry (None: not cached).
 
-        `signature` is theirs where the caller knows it already.
+        `signature` is that of the inputs, if the caller has computed it already.
         """
         try:
             inputs = list(inputs)
             key = signature_of(inputs, self.free) if signature is None else signature
             known = self._known.get(key)
-        except TypeError:  # of what is no list, or cannot be a part of a key
+        except TypeError:  # the inputs are no list, or one of them is not hashable
             inputs = flatten(inputs)
             key = signature_of(inputs, self.free)
             known = None
@@ -106,16 +107,18 @@ class PlanCache:
     def new(
         self, inputs: Sequence[Argument], also: Callable[[Sequence[Any]], None] | None
     ) -> SignatureEntry:
-        """Returns an entry for inputs of this signature, which no other call finds yet; `also`
-        checks the numbers of later ones."""
+        """Returns an entry for inputs like these, which is not in the cache yet; see `keep`.
+
+        `also` checks the numbers of later calls.
+        """
         return SignatureEntry(Contents(self._inputs, inputs, VECTOR_BYTES, also))
 
     def keep(self, signature: Hashable, known: SignatureEntry) -> None:
-        """Lets later calls find an entry."""
+        """Puts an entry into the cache, for later calls."""
         self._known[signature] = known
 
     def plans(self) -> list[Plan]:
-        """Returns the plans of the signatures that are remembered."""
+        """Returns all plans in the cache."""
         return [plan for known in self._known.values() for plan in known.plans.values()]
 
     # ------------------------------------------------------------ devices
@@ -134,7 +137,7 @@ class PlanCache:
             self._generic_plans[device] = generic_plan
 
     def arenas_on(self, device: torch.device) -> Arenas:
-        """Returns where intermediates lie on a device."""
+        """Returns the arenas on a device, which store the intermediates of plans."""
         found = self._arenas.get(device)
         if found is None:
             made = Arenas(device, self._why_no_graphs, self._pools)
@@ -144,9 +147,9 @@ class PlanCache:
         return found
 
     def arenas(self) -> list[Arenas]:
-        """Returns where intermediates lie, by device."""
+        """Returns the arenas of all devices that have been used."""
         return list(self._arenas.values())
 
     def memory(self) -> Memory:
-        """Returns what is kept between runs."""
+        """Returns the memory that is kept between runs."""
         return memory_of(self.arenas(), self.plans())

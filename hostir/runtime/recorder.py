@@ -1,9 +1,9 @@
-"""Recording: a program bound to one class of inputs, as a flat list of steps over slots.
+"""Records a program for one input class, as a flat list of steps over slots.
 
-The ops are walked once, by the first run of a class or its dry run (`hostir.runtime.execute`).
-The *recorder* has each step carried out, and keeps it for later runs: sizes, strides, teams and
-launches are fixed, only tensors change. Intermediates lie in an arena (`hostir.runtime.plan`); what
-a caller gets is allocated by every run.
+The first run of an input class, or its dry run, walks the ops once (`hostir.runtime.execute`). The
+*recorder* runs each step and records it for later runs. Sizes, strides, teams and launches are then
+fixed; only the tensors in the slots change. Intermediates are stored in an arena
+(`hostir.runtime.plan`). Every run allocates new tensors for its outputs.
 """
 
 from __future__ import annotations
@@ -56,58 +56,63 @@ from multidevice.transports.base.protocol import Backend
 
 
 class Listener(Protocol):
-    """Hears which steps a recorder keeps."""
+    """Is notified of the steps that a recorder records."""
 
     def on_kept(self, op: Op, steps: Sequence[Step]) -> None:
-        """Hears of the steps of an op that has been carried out: what its last one does is the op,
-        those before it prepare that. An op of no steps is told, too."""
+        """Receives the steps of an op that has been carried out; the list may be empty.
+
+        The last step does the work of the op, and earlier ones prepare it.
+        """
         ...
 
 
 class Recorder:
-    """Receives the steps of a run, or of its dry run: carries each out, and keeps it."""
+    """The receiver that runs each step of a run, or of a dry run, and records it for a plan."""
 
     def __init__(
         self, frame: Frame, free: frozenset[int], machine: ExecutionContext | None = None
     ) -> None:
-        """`free` has the positions of scalar inputs on which no size depends. `machine` is where
-        the steps will run: given for a dry run, whose frame has tensors without contents."""
+        """`free` has the positions of scalar inputs on which no size depends.
+
+        `machine` is the context in which the steps will run. A dry run passes it, because its own
+        frame has tensors without contents.
+        """
         frame.is_recorded = True
         self.execution = Execution(frame, free, machine, self)
         self._now = Immediate(self.execution)
         self.frame, self.machine = frame, self.execution.machine
-        # Who wants to hear of steps.
+        # Objects that are notified of recorded steps.
         self.listeners: list[Listener] = []
         self._requires_grad = any(t.requires_grad for t in frame.tensors.values())
         self._steps: list[tuple[Step, Op | None]] = []
-        # How to make each of them for other sizes.
+        # For each step, how to make it for other sizes.
         self.generic: list[MakeGeneric | None] = []
-        # How many of them listeners have been told of.
-        self._told = 0
-        # Buffers that may lie in an arena, by slot, in the order of their allocations: whose, what
-        # their allocation comes after, and on which stream; and where those that do not outlive the
-        # program end.
+        # How many steps listeners have been notified of.
+        self._reported = 0
+        # By slot, in the order of allocation: the buffers that may be placed in an arena, with
+        # their tensor; the clock and the stream at their allocation; and the lifetimes of those
+        # that the program deallocates.
         self._blocks: dict[int, tuple[TensorView, Block]] = {}
         self._begins: dict[int, tuple[Clock, Hashable]] = {}
         self._lifetimes: dict[int, Lifetime] = {}
-        # Those of them that a step makes where they do not.
+        # Buffers that a step allocates when they are not placed in the arena.
         self._in_steps: set[int] = set()
-        # What makes memory for them that peers can map, if some must lie in such.
+        # Allocates memory that peers can map, if some buffer of the arena needs it.
         self._symmetric: Callable[[int], torch.Tensor] | None = None
-        # What makes the buffers that outlive a run, by slot; and the buffers that a library op is
-        # the first to use: its results may be the buffers.
+        # By slot, the allocations of buffers that outlive a run. And the slots of buffers that a
+        # library op is the first to use: its results may replace them.
         self._made: dict[int, Allocation] = {}
         self._by_steps: set[int] = set()
-        # Those that are never made: what torch computes takes their place, and ends in the run.
+        # Buffers that are never allocated: torch's results replace them and end within the run.
         self._never_made: dict[int, tuple[TensorView, Block]] = {}
         self._cleared: set[int] = set()
         # The owners of buffers that ops have used so far.
         self._used: set[TensorView] = set()
         self._order = StreamOrder(frame.integer)
-        # Which libraries communicate, and the first reason why no graph can repeat these steps.
+        # The backends that communicate, and the first reason why no graph can replay the steps.
         self._backends: list[Backend] = []
         self._why_not = ""
-        # Of which the plan is.
+        # The tensors that the plan returns.
         self.outputs: list[TensorView] = []
 
     def slot(self, value: object) -> int:
@@ -115,22 +120,22 @@ class Recorder:
         return self.execution.slot(value)
 
     def forget_tensors(self) -> None:
-        """Lets go of the tensors of the run: the steps know the frame's values, and slots."""
+        """Drops the tensors of the run: the steps need only the frame's values and the slots."""
         self.frame.tensors.clear()
         self.execution.slots.clear()
 
     # ------------------------------------------------------------ what becomes of steps
     def carry_out(self, op: Op) -> None:
-        """See `Receiver.carry_out`."""
+        """Runs an op, records its steps and notifies the listeners."""
         self._order.follow(op)
         self._now.carry_out(op)
         if not isinstance(op, Allocate):
             root = self.frame.storage.root
             held = (*op.inputs, *op.outputs)
             self._used.update(root(v) for v in held if isinstance(v, TensorView))
-        # The ops of a region have told of theirs.
-        kept = [step for step, _ in self._steps[self._told :]]
-        self._told = len(self._steps)
+        # The ops inside a region have already reported their steps.
+        kept = [step for step, _ in self._steps[self._reported :]]
+        self._reported = len(self._steps)
         for listener in self.listeners:
             listener.on_kept(op, kept)
 
@@ -146,7 +151,7 @@ class Recorder:
         after: Closure | None = None,
         ready: Ready | None = None,
     ) -> None:
-        """See `Receiver.enqueue`."""
+        """Makes and runs the step, and records the step of later runs."""
         made, execution = make(), self.execution
         if not execution.is_dry:
             self._now.take(made, after, ready)
@@ -154,19 +159,19 @@ class Recorder:
         self._keep(kept if after is None else Both(kept, Action(after)), generic)
 
     def run_now(self, run: Closure) -> None:
-        """See `Receiver.run_now`."""
+        """Runs the host's work, and records it."""
         self._now.run_now(run)
         self._keep(run)
 
     def name(self, out: TensorView, view: View, generic: MakeGeneric | None = None) -> None:
-        """See `Receiver.name`."""
+        """Binds `out` to the view, and records the view."""
         self._now.name(out, view)
         self._keep(view, generic)
 
     def allocate(
         self, tv: TensorView, slot: int, shape: tuple[int, ...], *, is_cleared: bool
     ) -> None:
-        """See `Receiver.allocate`."""
+        """Allocates the buffer, and records its block, its begin and how later runs make it."""
         self._now.allocate(tv, slot, shape, is_cleared=is_cleared)
         made, clear = self.frame.tensors[tv], _clearing(slot) if is_cleared else None
         block = Block(slot, tuple(made.shape), made.stride(), made.dtype)
@@ -180,7 +185,7 @@ class Recorder:
         self._blocks[slot] = tv, block
         self._begins[slot] = self._order.now(), self._order.clocks.current
         if self.frame.indices or is_mapped or self.execution.stream is not None:
-            # Torch keeps what is freed for the stream that it was made on.
+            # Torch reuses freed memory on the stream on which it was allocated.
             self._in_steps.add(slot)
             step = Make(slot, self._make(tv, block).run)
             self._keep(step if clear is None else Both(step, Action(clear)))
@@ -188,7 +193,7 @@ class Recorder:
             self._keep(clear, for_all_sizes(clear))
 
     def deallocate(self, tv: TensorView) -> None:
-        """See `Receiver.deallocate`."""
+        """Drops the buffer, and records the end of its lifetime."""
         i, view = self.slot(tv), self.frame.storage.views.get(tv)
         self._now.deallocate(tv)
         if view is not None:
@@ -202,7 +207,7 @@ class Recorder:
             self._keep(Release(i), for_all_sizes(Release(i)))
 
     def results(self, op: TensorOp, found: list[torch.Tensor]) -> None:
-        """See `Receiver.results`."""
+        """Binds the outputs to torch's results, and records that torch computes them again."""
         execution = self.execution
         if execution.is_dry:
             raise OnlyRunTells
@@ -217,11 +222,11 @@ class Recorder:
         self._keep(assign)
 
     def keep_out_of_graphs(self, why: str) -> None:
-        """See `Receiver.keep_out_of_graphs`."""
+        """Records the first reason why no CUDA graph can replay the plan."""
         self._why_not = self._why_not or why
 
     def backend(self, name: str, op: Op, what: str) -> Backend:
-        """See `Receiver.backend`."""
+        """Returns the backend, and notes that the plan uses it."""
         found = self._now.backend(name, op, what)
         if found not in self._backends:
             self._backends.append(found)
@@ -232,9 +237,12 @@ class Recorder:
         return found
 
     def may_make_results(self, op: TensorOp) -> None:
-        """Notes which buffers an op that makes tensors of its own is the first to use, on the
-        stream on which runs begin: a run need not allocate them. One that ends in the run has no
-        place in the arena where all that the op makes is its own."""
+        """Notes the output buffers that torch's results may replace.
+
+        These are buffers that the op is the first to use, on the stream on which runs begin. A run
+        then need not allocate them. If the op always makes its own results, a buffer that ends
+        within the run is not placed in the arena either.
+        """
         storage, is_all_own = self.frame.storage, isinstance(op, LibraryOp) and op.MAKES_RESULTS
         for out in op.outputs:
             i, is_plain = self.slot(out), out.memory is not MemoryType.symmetric
@@ -252,7 +260,7 @@ class Recorder:
         self.generic.append(None)
 
     def finish(self, outputs: list[TensorView], arenas: Arenas) -> Plan:
-        """Returns the plan that yields these tensors."""
+        """Returns the plan that returns `outputs`; call it once, after the walk."""
         self.outputs = outputs
         device = self.machine.device.type
         if device not in MAKERS:
@@ -262,7 +270,7 @@ class Recorder:
                 self._keep_for_outputs(self._absent(tv))
             elif tv in self.frame.storage.borrowed:
                 self._keep_for_outputs(self._copy(tv))
-        # A graph repeats its steps on the same memory.
+        # A CUDA graph always writes to the same memory, so results cannot replace its buffers.
         blocks, nbytes = self._place(self._by_steps if arenas.why_not or self._why_not else ())
         lasting = self._blocks.keys() - self._lifetimes.keys() - self._in_steps
         self._made.update({i: self._make(*self._blocks[i]) for i in sorted(lasting)})
@@ -290,9 +298,11 @@ class Recorder:
         )
 
     def _place(self, left: Container[int]) -> tuple[tuple[Block, ...], int]:
-        """Gives the buffers that the program deallocates their places in the arena, but for those
-        `left` to steps: those that are used within the order of the stream on which runs begin,
-        whose runs share the arena."""
+        """Places the buffers that the program deallocates in the arena; returns (blocks, bytes).
+
+        Buffers in `left` stay with their steps. A buffer is placed only if all its uses are ordered
+        with the stream on which runs begin, because the runs of that stream share the arena.
+        """
         is_within = self._order.is_within
         kept = [i for i in self._blocks if i in self._lifetimes and i not in left]
         lifetimes = {i: self._lifetimes[i] for i in kept}
@@ -306,7 +316,7 @@ class Recorder:
         return tuple(b.at(offset) for b, offset in zip(blocks, offsets, strict=True)), nbytes
 
     def buffers(self) -> tuple[PlannedBuffer, ...]:
-        """Returns the buffers that are made at once or lie in an arena, in order of their begin."""
+        """Returns the buffers of the program in the order of allocation, never-made ones last."""
         made = [
             PlannedBuffer(tv, i, b.dtype, lies_in_order(tv), self._lifetimes.get(i))
             for i, (tv, b) in self._blocks.items()
@@ -318,7 +328,7 @@ class Recorder:
         return (*made, *never)
 
     def _make(self, tv: TensorView, block: Block) -> Allocation:
-        """Returns what makes a buffer which outlives the run."""
+        """Returns the allocation of a buffer that outlives the run."""
         return allocation(tv, block, self.machine, self.frame.program)
 
     def _absent(self, tv: TensorView) -> Closure:
@@ -331,7 +341,7 @@ class Recorder:
         return absent
 
     def _result(self, tv: TensorView) -> int:
-        """Returns the slot of an output: that of its copy, where the caller gets one."""
+        """Returns the slot of an output, or of its copy if the plan returns a copy."""
         copy = "copy", tv
         return self.slot(copy if self.execution.has_slot(copy) else tv)
 
@@ -351,5 +361,5 @@ def _clearing(slot: int) -> Closure:
 
 
 def _leaves_gradients_alone(step: tuple[Step, Op | None]) -> bool:
-    """Whether a step makes no call of torch that reads an input."""
+    """Whether a step calls no torch function on an input, so that torch records no gradient."""
     return isinstance(step[0], LaunchStep) or isinstance(step[1], Allocate | Deallocate)

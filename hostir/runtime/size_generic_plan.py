@@ -44,41 +44,49 @@ from hostir.runtime.steps import (
 if TYPE_CHECKING:
     from hostir.runtime.recorder import Recorder
 
-# What of a plan belongs to a size.
+# The fields of a plan that depend on the sizes.
 _OF_A_SIZE = frozenset({"made", "steps", "blocks", "nbytes", "records", "after_first_run"})
 
 
 @dataclass
 class NewSizes:
-    """A new size of a program: how the tensors lie and the shapes of views, by slot. See
-    `hostir.runtime.execute.InputSizes`."""
+    """New sizes of a program: by slot, the layouts of tensors and the shapes of views.
+
+    Implements `hostir.runtime.execute.InputSizes`.
+    """
 
     frame: Frame
     laid: dict[int, Laid]
     shapes: dict[int, tuple[int, ...]]
 
     def like(self, slot: int) -> torch.Tensor:
-        """See `InputSizes.like`."""
+        """Returns the layout of a slot's tensor, with a tensor's shape and strides."""
         return cast("torch.Tensor", self.laid[slot])
 
     def shape(self, tv: TensorView, slot: int) -> tuple[int, ...]:
-        """See `InputSizes.shape`."""
+        """Returns the local shape of the view `tv`, which the slot will hold."""
         return self.shapes[slot]
 
 
-# What makes a step of a size; None where a dry run has to.
+# Makes a step for new sizes; returns None if these sizes need a dry run.
 _Make = Callable[[NewSizes], Step | Closure | None]
 
 
 @dataclass(frozen=True)
 class SizeGenericPlan:
-    """The plans of one program on one device. `steps` has what makes those of a size; `like` is the
-    plan of some size, and `shared` what all have in common."""
+    """The plan of one program on one device with open sizes: makes the plans of new sizes.
+
+    - `steps` has a function per step, which makes the step for given sizes.
+    - `like` is the recorded plan of some sizes.
+    - `shared` has the fields of `Plan` that do not depend on the sizes.
+    """
 
     inputs: tuple[tuple[TensorView, int], ...]
-    # The positions of scalar inputs on which no size depends, and those that changed in the class.
+    # The positions of scalar inputs on which no size depends; the scalars that may change within
+    # an input class.
     free: tuple[frozenset[int], tuple[Symbol, ...]]
-    # The buffers that outlive a run; those of the arena, and which of these come after which.
+    # The buffers that outlive a run; those in the arena; and for each of these, which earlier ones
+    # have ended when it begins.
     lasting: tuple[PlannedBuffer, ...]
     placed: tuple[PlannedBuffer, ...]
     after: Sequence[Sequence[bool]]
@@ -86,11 +94,11 @@ class SizeGenericPlan:
     steps: tuple[tuple[_Make, Op | None], ...]
     like: Plan
     shared: Mapping[str, Any]
-    # Whether torch reads something, so that it would record gradients.
+    # Whether torch reads a tensor, so that it would record gradients.
     reads: bool
 
     def plan_for(self, frame: Frame) -> Plan | None:
-        """Returns the plan of the inputs of a frame; None where a dry run has to make it."""
+        """Returns the plan for the inputs of a frame; None if these sizes need a dry run."""
         laid: dict[int, Laid] = {}
         requires_grad = False
         for tv, slot in self.inputs:
@@ -135,21 +143,21 @@ class SizeGenericPlan:
 
 
 def _with_later_steps(plan: Plan) -> Plan:
-    """Returns a plan that has run once, with its communications started as later runs do."""
+    """Returns the plan of later runs: each two-phase step is replaced by its later step."""
     steps: list[tuple[Step, Op | None]] = []
     for step, op in plan.steps:
         later = step.later if isinstance(step, TwoPhaseStep) else step
-        assert later is not None, "a communication that the first run did not start"
+        assert later is not None, "the first run did not reach a two-phase step"
         steps.append((later, op))
     return replace(plan, steps=tuple(steps))
 
 
 class Layouts:
-    """The memory layouts of the buffers of a program, and the shapes of views, for many sizes."""
+    """Computes the layouts of a program's buffers, and the shapes of its views, for given sizes."""
 
     def __init__(self, buffers: Sequence[PlannedBuffer], views: Mapping[int, TensorView]) -> None:
-        # All at once: the extents of all buffers and views, then the strides and the span of each
-        # buffer.
+        # One compiled expression computes all: first the extents of all buffers and views, then the
+        # strides and the span of each buffer.
         shapes = [local_shape_of(tv) for tv in (*(b.tv for b in buffers), *views.values())]
         scalars = [x for shape in shapes for x in shape]
         self._extents = begin = len(scalars)
@@ -174,8 +182,10 @@ class Layouts:
     def lay(
         self, values: Mapping[Symbol, Number], laid: dict[int, Laid]
     ) -> dict[int, tuple[int, ...]] | None:
-        """Adds each buffer by its slot and returns the shapes of views; None unless all have
-        elements, and sizes that are known."""
+        """Adds the layout of each buffer to `laid`, and returns the shapes of views, by slot.
+
+        Returns None if an extent is 0 or has no value.
+        """
         found: Any = self._all.at_once(values)
         if found is None or min(found[: self._extents], default=1) < 1:
             return None
@@ -208,12 +218,12 @@ def size_generic_plan(recorder: Recorder, plan: Plan) -> SizeGenericPlan | None:
     ]
     buffers = recorder.buffers()
     own = {b.slot for b in buffers}
-    # Of which it can be told how they lie; and the views among them.
+    # The slots whose layouts are computable for other sizes, and the views among them.
     slots = own | {i for _, i in inputs}
     views: dict[int, TensorView] = {}
     if frame.storage.switches_streams or not plan.made.keys() <= own:
         return None
-    if not all(map(_goes_one_way, walk(frame.program.ops))):
+    if not all(map(_is_independent_of_sizes, walk(frame.program.ops))):
         return None
     steps: list[tuple[_Make, Op | None]] = []
     for (step, op), make_generic in zip(plan.steps, recorder.generic, strict=True):
@@ -252,8 +262,8 @@ def size_generic_plan(recorder: Recorder, plan: Plan) -> SizeGenericPlan | None:
     )
 
 
-def _goes_one_way(op: Op) -> bool:
-    """Whether no size decides what is done inside of an op."""
+def _is_independent_of_sizes(op: Op) -> bool:
+    """Whether no size decides which ops run: the op is no loop and no branch on a size."""
     if isinstance(op, IfThenElse):
         return {RANK, NUMBER_OF_STREAMS}.issuperset(sc.symbols(op.predicate))
     return not isinstance(op, ForLoop)

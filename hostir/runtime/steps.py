@@ -1,8 +1,10 @@
-"""The steps that a recorded program repeats, as data: each is bound to an arena and a stream, once.
+"""The steps of a recorded program, as data; each is bound once to an arena and a stream.
 
-A step works on *slots*: numbers of tensors and other values of one run. A slot is *fixed* where
-every run that is bound alike has the same tensor in it: a buffer in the arena, or a view of one.
-What only names fixed tensors is done when the step is bound, and costs a run nothing.
+    step -- bind(binding) --> closure, which takes the slots of a run
+
+A step works on *slots*: the numbers of tensors and other values of one run. A slot is *fixed* if
+all runs with one binding have the same tensor in it: a buffer in the arena, or a view of one. A
+view of a fixed slot is made when the step is bound, so it takes no time in a run.
 """
 
 from __future__ import annotations
@@ -41,7 +43,7 @@ Closure = Callable[[Slots], object]
 
 
 class Block(NamedTuple):
-    """A buffer of a plan: where it lies in the arena, and how it is seen as a tensor."""
+    """A buffer of a plan: its slot, layout and dtype, and its offset in the arena in bytes."""
 
     slot: int
     shape: tuple[int, ...]
@@ -55,64 +57,69 @@ class Block(NamedTuple):
         return spanned(self.shape, self.strides) * self.dtype.itemsize
 
     def at(self, offset: int) -> Block:
-        """Returns this buffer in another place."""
+        """Returns this buffer at an offset in bytes."""
         return Block(self.slot, self.shape, self.strides, self.dtype, offset)
 
     def view(self, arena: torch.Tensor) -> torch.Tensor:
-        """Returns the tensor in an arena, seen as elements of its dtype."""
+        """Returns the tensor in `arena`, a tensor of this buffer's dtype over all of the arena."""
         return arena.as_strided(self.shape, self.strides, self.offset // self.dtype.itemsize)
 
 
 @dataclass(frozen=True, eq=False)
 class PlannedBuffer:
-    """A buffer that a program allocates, and where in it the buffer is used: None if it lasts, or
-    is never made."""
+    """A buffer that a program allocates, with its lifetime.
+
+    `lifetime` is None for a buffer that outlives the run, and for one that is never allocated.
+    """
 
     tv: TensorView
     slot: int
     dtype: torch.dtype
     lies_in_order: bool
     lifetime: Lifetime | None
-    # Whether what torch computes takes its place.
+    # Whether the result that torch computes replaces the buffer, so that it is not allocated.
     is_never_made: bool = False
 
 
 @dataclass(frozen=True)
 class Binding:
-    """The stream on which runs of a plan begin, and the tensors of its fixed slots."""
+    """The context in which steps are bound: the runs' stream and the tensors of fixed slots."""
 
     device: torch.device
     stream: int
     fixed: dict[int, torch.Tensor]
-    # Memory of launches: what they point to must live as long as they do.
+    # Objects that launches point to; they must live as long as the closures.
     kept: list[object] = field(default_factory=list[object])
-    # The closures that are launches and nothing else.
+    # The closures that only launch a kernel.
     launches: dict[Closure, BoundKernel] = field(default_factory=dict[Closure, Any])
 
     def raw(self, stream: int | None) -> int:
-        """Returns the handle of a stream of the program; None is the one on which runs begin."""
+        """Returns a stream's raw handle; None stands for the stream on which runs begin."""
         return self.stream if stream is None else stream
 
     def view(self, source: int, out: int, view: Closure, nbytes: int) -> Closure:
-        """Returns the closure of a view that begins so many bytes behind another slot's tensor."""
+        """Returns the closure of a view that begins `nbytes` after the start of slot `source`.
+
+        A subclass may note the view: a CUDA graph computes its address without running it.
+        """
         del source, out, nbytes
         return view
 
     def launch(self, kernel: BoundKernel) -> Closure:
-        """Returns the closure of a launch."""
+        """Returns the closure of a launch, and notes that it only launches a kernel."""
         closure = kernel.closure()
         self.launches[closure] = kernel
         return closure
 
     def reader(self, slot: int) -> Callable[[Slots], torch.Tensor]:
-        """Returns how to read a slot."""
+        """Returns a function that reads the tensor of a slot."""
         if slot in self.fixed:
             tensor = self.fixed[slot]
             return lambda slots: tensor
         return lambda slots: slots[slot]
 
     def address(self, slot: int) -> Callable[[Slots], int]:
-        """Returns how to find the address of a slot's tensor; 0 without a slot."""
+        """Returns a function that returns the address of a slot's tensor; 0 for slot -1."""
         if slot < 0 or slot in self.fixed:
             found = 0 if slot < 0 else self.fixed[slot].data_ptr()
             return lambda slots: found
@@ -120,19 +127,20 @@ class Binding:
 
 
 class BoundKernel(NamedTuple):
-    """A launch whose arguments are packed, but for the addresses of slots that are not fixed."""
+    """A launch with packed arguments; a run writes only the addresses of slots not fixed."""
 
     call: LaunchCall
     # (parameter, slot)
     moving: tuple[tuple[int, int], ...]
-    # What reads a run's scalars, where they change, and what writes them into the words.
+    # Reads the scalars of a run, if they may change; and the functions that write them, or values
+    # computed from them, into the argument words.
     read: Callable[[Slots], Sequence[Number]] | None
     writers: Sequence[tuple[Callable[..., None], int, Callable[[Sequence[Number]], Number]]]
     stream: int
     fail: Callable[[int], None]
 
     def closure(self) -> Closure:
-        """Returns what launches on the tensors of a run."""
+        """Returns the function that launches the kernel on the tensors of a run."""
         words, function, arguments = self.call.words, self.call.function, self.call.arguments
         moving, fail = self.moving, self.fail
 
@@ -153,11 +161,11 @@ class BoundKernel(NamedTuple):
         return run_with_numbers
 
     def numbers(self, slots: Slots) -> Sequence[Number] | None:
-        """Returns the scalars of a run; None where they are those of the class."""
+        """Returns the scalars of a run; None if the input class fixes them."""
         return None if self.read is None else self.read(slots)
 
     def write_numbers(self, slots: Slots) -> None:
-        """Puts what follows from the scalars of a run into the words."""
+        """Writes the scalars of a run, and values computed from them, into the argument words."""
         if self.read is not None:
             values, words = self.read(slots), self.call.words
             for write, offset, value_for in self.writers:
@@ -165,17 +173,19 @@ class BoundKernel(NamedTuple):
 
 
 class Step(Protocol):
-    """One action of a plan. Its text is its kind and the number of its operands."""
+    """One step of a plan; `str(step)` is its kind and its number of operands."""
 
     def bind(self, binding: Binding) -> Closure | None:
-        """Returns what carries the step out; None where nothing is left to do in a run."""
+        """Returns the function that does the step in a run; None if a run has nothing to do."""
         ...
 
 
 @dataclass(frozen=True, eq=False)
 class Action:
-    """A step that is the same however it is bound. `operands` counts the tensors that a closure for
-    several ops works on, which no op tells."""
+    """A step that is a plain function of the slots, with no use for a binding.
+
+    `operands` is the number of tensors that a function for several ops works on.
+    """
 
     run: Closure
     operands: int | None = None
@@ -184,6 +194,7 @@ class Action:
         return "Action" if self.operands is None else f"Action of {self.operands}"
 
     def bind(self, binding: Binding) -> Closure:
+        """Returns the function itself."""
         return self.run
 
 
@@ -212,6 +223,8 @@ class TwoPhaseStep:
         return self.later
 
     def bind(self, binding: Binding) -> Closure:
+        """Returns a function that runs `first` and then makes the later step."""
+
         def run(slots: Slots) -> None:
             self.first(slots)
             self.make_later(slots)
@@ -220,11 +233,11 @@ class TwoPhaseStep:
 
 
 class Allocation(NamedTuple):
-    """The making of a buffer in memory of its own."""
+    """The allocation of a buffer outside the arena: `run` stores it in its slot."""
 
     run: Closure
     block: Block
-    # What makes it of shape, strides and dtype; None for memory of another kind.
+    # torch's function of shape, strides and dtype that allocates it; None for memory of peers.
     empty: EmptyStrided | None
 
 
@@ -235,10 +248,10 @@ def allocation(
     program: HostIrContainer,
     symmetric: Callable[[int], torch.Tensor] | None = None,
 ) -> Allocation:
-    """Returns what makes a buffer of a tensor in memory of its own; `symmetric` makes what peers
-    can map, where it is not the machine's usual.
+    """Returns the allocation of a tensor's buffer outside the arena.
 
-    Raises `OutOfMemoryError` where there is none.
+    `symmetric` allocates memory that peers can map, by default `machine.symmetric`. The allocation
+    raises `OutOfMemoryError` if there is no memory.
     """
     device, i, make = machine.device, block.slot, empty_on(machine.device)
     shape, strides, dtype = block.shape, block.strides, block.dtype
@@ -259,7 +272,7 @@ def allocation(
 
 @dataclass(frozen=True, eq=False)
 class Make:
-    """Makes the buffer of a slot, unless that lies in the arena."""
+    """Allocates the buffer of a slot, unless it is stored in the arena."""
 
     slot: int
     make: Closure
@@ -268,12 +281,13 @@ class Make:
         return "Make"
 
     def bind(self, binding: Binding) -> Closure | None:
+        """Returns the allocation; None if the buffer is stored in the arena."""
         return None if self.slot in binding.fixed else self.make
 
 
 @dataclass(frozen=True, eq=False)
 class Both:
-    """Two steps, one after the other."""
+    """Two steps of one op, run one after the other."""
 
     first: Step
     second: Step
@@ -282,6 +296,7 @@ class Both:
         return f"{self.first} + {self.second}"
 
     def bind(self, binding: Binding) -> Closure | None:
+        """Returns a function that runs both steps; None if neither has anything to do."""
         first, second = self.first.bind(binding), self.second.bind(binding)
         if first is None or second is None:
             return first or second
@@ -295,7 +310,7 @@ class Both:
 
 @dataclass(frozen=True, eq=False)
 class Release:
-    """Lets go of the tensor of a slot."""
+    """Drops the tensor of a slot; a tensor in the arena needs no release."""
 
     slot: int
 
@@ -303,6 +318,7 @@ class Release:
         return "Release"
 
     def bind(self, binding: Binding) -> Closure | None:
+        """Returns the release; None if the tensor is stored in the arena."""
         i = self.slot
         if i in binding.fixed:
             return None
@@ -314,7 +330,7 @@ class Release:
 
 
 class View(NamedTuple):
-    """Names a place in the memory of another slot; `shift` counts elements from its first one."""
+    """Names a part of the memory of another slot; `shift` is its start, in elements."""
 
     source: int
     out: int
@@ -327,13 +343,14 @@ class View(NamedTuple):
         return "View"
 
     def of(self, source: torch.Tensor) -> torch.Tensor:
-        """Returns the place in the memory of a tensor."""
+        """Returns the view of the tensor `source`."""
         x = source.detach() if source.requires_grad else source
         if self.shift:
             return x.as_strided(self.shape, self.strides, x.storage_offset() + self.shift)
         return x.as_strided(self.shape, self.strides)
 
     def bind(self, binding: Binding) -> Closure | None:
+        """Returns the function that makes the view; None if the source is fixed: it is made now."""
         i, o, shape, strides, shift = self.source, self.out, self.shape, self.strides, self.shift
 
         def view(slots: Slots) -> None:
@@ -351,12 +368,12 @@ class View(NamedTuple):
 
 
 def without_gradient(x: torch.Tensor) -> torch.Tensor:
-    """Returns a tensor whose views ask for no gradient, as results do not."""
+    """Returns a tensor that requires no gradient; results of a program never do."""
     return x.detach() if x.requires_grad else x
 
 
 class Multiply(NamedTuple):
-    """A matrix product into a buffer."""
+    """A matrix product that torch computes into a buffer."""
 
     product: Product
     ins: tuple[int, ...]
@@ -366,13 +383,14 @@ class Multiply(NamedTuple):
         return f"Multiply of {len(self.ins) + 1}"
 
     def run(self, slots: Slots) -> None:
-        """Computes the product once, of the tensors in these slots."""
+        """Computes the product without a binding, on the tensors in these slots."""
         self.product([slots[i] for i in self.ins], slots[self.out])
 
     def bind(self, binding: Binding) -> Closure:
+        """Returns torch's call, with views of fixed tensors made now."""
         function, product = self.product.function, self.product
         if all(i not in binding.fixed for i in (*self.ins, self.out)) and self._is_plain():
-            return self._of_tensors_as_they_are()
+            return self._without_views()
         reads = [_viewed(binding, self.ins[i], view) for i, view in product.operands]
         write = _viewed(binding, self.out, product.result)
         if len(reads) == 2:
@@ -381,11 +399,11 @@ class Multiply(NamedTuple):
         return lambda slots: function(*[read(slots) for read in reads], out=write(slots))
 
     def _is_plain(self) -> bool:
-        """Whether operands and result are read as they are."""
+        """Whether torch's call takes the operands and the result themselves, not views of them."""
         views = (*(view for _, view in self.product.operands), self.product.result)
         return all(view is None for view in views)
 
-    def _of_tensors_as_they_are(self) -> Closure:
+    def _without_views(self) -> Closure:
         function, out = self.product.function, self.out
         ins = [self.ins[i] for i, _ in self.product.operands]
         if len(ins) == 2:
@@ -410,9 +428,10 @@ def collective_text(inp: int, out: int) -> str:
 
 @dataclass(frozen=True, eq=False)
 class CollectiveStep:
-    """A communication that its backend has bound; -1 stands for a buffer that this rank lacks.
+    """A collective that its backend has bound: a run only passes the addresses of its buffers.
 
-    Of a shard that lies in memory as the program declares it, only the address is needed.
+    `inp` and `out` are slots, -1 for a buffer that this rank lacks. The shards have the layout that
+    the program declares.
     """
 
     post: Post
@@ -425,6 +444,7 @@ class CollectiveStep:
         return collective_text(self.inp, self.out)
 
     def bind(self, binding: Binding) -> Closure:
+        """Returns the function that starts the collective on the addresses of a run."""
         post, work = self.post, self.work
         stream = binding.raw(self.stream)
         out, inp = binding.address(self.out), binding.address(self.inp)
@@ -437,7 +457,7 @@ class CollectiveStep:
 
 @dataclass(frozen=True, eq=False)
 class ExchangeStep:
-    """Sends and receives, in this order, that their backend has bound."""
+    """A group of sends and receives, in this order, that their backend has bound."""
 
     post: PostBatch
     buffers: tuple[int, ...]
@@ -448,6 +468,7 @@ class ExchangeStep:
         return f"Exchange of {len(self.buffers)}"
 
     def bind(self, binding: Binding) -> Closure:
+        """Returns the function that starts the transfers on the addresses of a run."""
         post, work = self.post, self.work
         stream = binding.raw(self.stream)
         addresses = [binding.address(slot) for slot in self.buffers]
@@ -459,12 +480,13 @@ class ExchangeStep:
 
 
 class LaunchStep(NamedTuple):
-    """A kernel on the tensors of these slots, in the order that its launch counts them.
+    """The launch of a kernel on the tensors of slots, in the order of the kernel's parameters.
 
-    The class of the plan decides shapes, strides and alignments, so that of all that is packed only
-    addresses change, those of slots that are not fixed. `numbers` are the scalar inputs, and `read`
-    gives those of a run where they change. `stream` is the raw handle of a stream of the program,
-    None for the one on which runs begin.
+    The input class of the plan fixes shapes, strides and alignments. Of the packed arguments, only
+    the addresses of slots that are not fixed change between runs.
+
+    - `numbers`: the scalar inputs; `read` returns those of a run if they may change, else None.
+    - `stream`: the raw handle of a stream of the program; None for that on which runs begin.
     """
 
     kernel: KernelLaunch
@@ -477,6 +499,7 @@ class LaunchStep(NamedTuple):
         return f"Launch of {len(self.operands)}"
 
     def bind(self, binding: Binding) -> Closure:
+        """Packs the arguments of the launch and returns the function that launches."""
         kernel, launch = self.kernel.kernel, self.kernel.launch
         memories = launch.make_memories(binding.device)
         prepared, moving = launch.prepare(
@@ -499,15 +522,15 @@ class LaunchStep(NamedTuple):
 # ----------------------------------------------------------------------
 # Ranges of torch.profiler: one for each op of a host program, with its name and the user's line.
 #
-# They are made only while a profiler runs, which torch tells by a flag of a module. The compiled
-# runner makes none: calls under a profiler take the readable path. A CUDA graph is one range.
+# They are made only while a profiler runs; a flag in a module of torch says so. The compiled runner
+# makes no ranges, so calls under a profiler take the Python path. A CUDA graph is one range.
 
 _MAX_NAMES = 12
 _TITLES: WeakKeyDictionary[HostIrContainer, dict[Op, str]] = WeakKeyDictionary()
 
 
 def range_of(op: Op, program: HostIrContainer) -> AbstractContextManager[object]:
-    """Returns the range in which an op of a program is carried out."""
+    """Returns the profiler range of an op, as a context in which the op runs."""
     titles = _TITLES.setdefault(program, {})
     found = titles.get(op)
     if found is None:
@@ -516,21 +539,23 @@ def range_of(op: Op, program: HostIrContainer) -> AbstractContextManager[object]
 
 
 def range_of_graph(ops: Sequence[Op | None]) -> AbstractContextManager[object]:
-    """Returns the range in which a CUDA graph is launched that carries out these ops."""
+    """Returns the profiler range of the launch of a CUDA graph that carries out these ops."""
     lines = [op.where for op in ops if op is not None]
     return range_named(f"CUDA graph of {len(ops)} step{'s' * (len(ops) != 1)}{_at(lines)}")
 
 
 def title(op: Op, program: HostIrContainer) -> str:
-    """Returns what an op is called in a profile: `relu at model.py:12`; a kernel has the names of
-    the ops that it computes, and their lines."""
+    """Returns the name of an op in a profile: `relu at model.py:12`.
+
+    The name of a kernel lists the ops that it computes, and their lines.
+    """
     if not isinstance(op, LaunchKernel):
         return f"{op.name}{_at([op.where])}"
     exprs = program.groups[op.group].fusion.exprs
-    told = [e for e in exprs if not isinstance(e, BroadcastOp | CastOp)] or exprs
-    names = list(dict.fromkeys(e.name for e in told))
+    named = [e for e in exprs if not isinstance(e, BroadcastOp | CastOp)] or exprs
+    names = list(dict.fromkeys(e.name for e in named))
     more = f" and {len(names) - _MAX_NAMES} more" * (len(names) > _MAX_NAMES)
-    return f"kernel {', '.join(names[:_MAX_NAMES])}{more}{_at([e.where for e in told])}"
+    return f"kernel {', '.join(names[:_MAX_NAMES])}{more}{_at([e.where for e in named])}"
 
 
 def _at(lines: Sequence[str]) -> str:
@@ -545,7 +570,8 @@ def _at(lines: Sequence[str]) -> str:
 
 
 # ----------------------------------------------------------------------
-# Views of the shards of several ranks: mapped back to back, where the ranks meet.
+# Views of the shards of several ranks, mapped one behind the other in virtual memory. All ranks of
+# the team take part when such a view is made and when it ends.
 
 
 def show_shards(
@@ -554,22 +580,22 @@ def show_shards(
     shard: torch.Tensor,
     shape: Sequence[int],
 ) -> torch.Tensor:
-    """Returns the shards of all ranks as one tensor; returns when all have come.
+    """Maps the shards of all ranks as one tensor; waits until all ranks of the team take part.
 
-    Raises `UnsupportedError` or `CommunicationError` on all ranks where they have none that can be
-    mapped so, naming op, tensor and user line.
+    Raises `UnsupportedError` or `CommunicationError` on all ranks, with op, tensor and user line,
+    if the shards cannot be mapped like this.
     """
     peers, team, what = _where(op, machine)
     if not shard.is_contiguous():
         raise UnsupportedError(
             f"{what}: shards of shape {tuple(shard.shape)} with strides {shard.stride()} are not "
-            "dense: allocate them so, in the order of their axes"
+            "dense: allocate them row-major, in the order of their axes"
         )
     return peers.side_by_side(shard, team, what).view(shard.dtype).view(tuple(shape))
 
 
 def meet_at(op: SymmetricContiguousView, machine: ExecutionContext) -> None:
-    """Returns when all ranks have come to where the view is given up."""
+    """Waits until all ranks of the team have reached the end of the view."""
     peers, team, what = _where(op, machine)
     peers.rendezvous(team, what)
 
@@ -581,7 +607,7 @@ def shows_shards(
     out: int,
     shape: tuple[int, ...],
 ) -> Action:
-    """Returns the step that shows the shards of which this rank's is in slot `inp`."""
+    """Returns the step that maps the shards of all ranks; this rank's shard is in slot `inp`."""
 
     def show(slots: Slots) -> None:
         slots[out] = show_shards(op, machine, slots[inp], shape)
@@ -590,27 +616,27 @@ def shows_shards(
 
 
 def meets_at(op: SymmetricContiguousView, machine: ExecutionContext) -> Action:
-    """Returns the step where ranks meet to give up a view."""
+    """Returns the step that waits for all ranks at the end of a view."""
     return Action(lambda slots: meet_at(op, machine))
 
 
 def _where(op: SymmetricContiguousView, machine: ExecutionContext) -> tuple[PeerMemory, Team, str]:
-    assert op.team is not None, "one rank sees its shard as it is"
+    assert op.team is not None, "a view of one rank's shards has no team"
     peers = cast("PeerMemory", machine.backend(PEER_COPIES))
     return peers, op.team.ranks(machine.rank), f"{op.name} of {op.inp.label}{user_code(op.where)}"
 
 
 # ----------------------------------------------------------------------
-# `FUSER_DUMP=communication`: each communication when it is posted.
+# `FUSER_DUMP=communication`: a line for each communication when it is posted.
 
 Find = Callable[[TensorView], torch.Tensor | None]
 
 
 def announcer(op: Op, machine: ExecutionContext) -> Callable[[Find], None] | None:
-    """Returns what writes down that `op` is posted, given what finds its shards.
+    """Returns a function that dumps a line when `op` is posted; it takes a finder of shards.
 
-    Where another library than the one that the op names carries it out, the line says which. None
-    for an op that posts nothing, and where nobody asked; a recorded program asks once, when it is
+    The line names the library if it differs from the one that the op names. Returns None if the op
+    posts nothing or the user asked for no dump. A recorded program decides this when it is
     recorded.
     """
     if not (isinstance(op, StartsCommunication) and (op.inputs or op.outputs)):

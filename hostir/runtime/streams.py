@@ -1,9 +1,12 @@
-"""Streams as a run sees them: ordered queues of work, on CUDA, on the CPU, or held back.
+"""Streams of a run: ordered queues of work, on CUDA or on the CPU.
 
-The host program switches between streams and makes one wait for another; nothing here blocks the
-host. `CpuStreams` serves every queue at once, which keeps all orders that a program may ask for.
-`DelayedStreams` holds work back as far as the program's own waits allow, so that a missing wait
-shows as a wrong result without a GPU.
+A host program switches between streams and makes one wait for another. Neither blocks the host.
+
+- `CudaStreams`: the CUDA streams of torch.
+- `CpuStreams`: runs all work immediately, which satisfies every order that a program can require.
+- `DelayedStreams`: holds work back as far as the program's own waits allow. A missing wait then
+  shows as a wrong result, without a GPU.
+- `UnservedStreams`: runs no work, for dry runs.
 """
 
 from __future__ import annotations
@@ -22,7 +25,7 @@ from hostir.ir.effects import ENTRY
 
 Work = Callable[[], object]
 Ready = Callable[[], bool]
-# A stream of a run: a torch.cuda.Stream, or the name of a queue.
+# A stream of a run: a torch.cuda.Stream, or the name of a CPU queue.
 Handle = Hashable
 
 
@@ -32,14 +35,14 @@ def raw_handle(stream: Handle | None) -> int | None:
 
 
 def on_device(device: torch.device) -> AbstractContextManager[object]:
-    """Returns a context in which a CUDA device is the current one: kernels and buffers go there."""
+    """Returns a context in which `device` is the current CUDA device, for kernels and buffers."""
     current = current_device_beside(device)
     is_current = current is None or current() == device.index
     return nullcontext() if is_current else torch.cuda.device(device)
 
 
 class Streams(Protocol):
-    """The streams of one evaluator; numbered ones are made at their first use and persist."""
+    """The streams of one evaluator; numbered streams are made at their first use and persist."""
 
     # Whether submitted work may run later than it was submitted.
     holds_work_back: bool
@@ -48,45 +51,48 @@ class Streams(Protocol):
         """Returns the stream of a number, or of a name that no run captured."""
         ...
 
-    def current(self) -> Handle: ...
+    def current(self) -> Handle:
+        """Returns the current stream of this thread."""
+        ...
 
     def enter(self, stream: Handle) -> None:
         """Makes the stream current, for this thread."""
         ...
 
     def join(self, stream: Handle) -> None:
-        """Makes the current stream wait for all that the other has been given so far."""
+        """Makes the current stream wait for all work submitted so far to another stream."""
         ...
 
     def mark(self) -> object:
-        """Returns the place that the current stream has come to, for `join_mark`."""
+        """Returns the current position in the current stream, for `join_mark`."""
         ...
 
     def join_mark(self, mark: object) -> None:
-        """Makes the current stream wait for what stands before a mark on another one."""
+        """Makes the current stream wait for the work before a mark on another stream."""
         ...
 
     def submit(self, work: Work, ready: Ready | None = None) -> None:
-        """Gives work to the current stream; until `ready()`, it would wait for a peer."""
+        """Submits work to the current stream; until `ready()` is true, it would wait for a peer."""
         ...
 
     def finish(self) -> None:
-        """Serves what the current stream still has to do: called before results are returned."""
+        """Runs all remaining work of the current stream; called before results are returned."""
         ...
 
     def abandon(self) -> None:
-        """Forgets what was submitted and has not run: called after an error."""
+        """Forgets submitted work that has not run; called after an error."""
         ...
 
     def standing_in(self, stand_in: Callable[[int], int]) -> AbstractContextManager[object]:
-        """Returns a context in which this thread uses other streams in place of the program's, by
-        their raw handles: a run is captured.
+        """Returns a context in which this thread uses other streams in place of the program's.
+
+        `stand_in` maps raw handles. It is used while a run is captured in a CUDA graph.
         """
         ...
 
 
 class CudaStreams:
-    """CUDA streams of torch's pool; work is submitted by carrying it out."""
+    """CUDA streams of torch's pool; running work queues its kernels on the current stream."""
 
     holds_work_back = False
 
@@ -97,6 +103,7 @@ class CudaStreams:
 
     @contextmanager
     def standing_in(self, stand_in: Callable[[int], int]) -> Generator[None]:
+        """Replaces the program's streams by others in this thread, while a run is captured."""
         self._local.stand_in = stand_in
         try:
             yield
@@ -111,6 +118,7 @@ class CudaStreams:
         return torch.cuda.ExternalStream(stand_in(stream.cuda_stream), device=self._device)
 
     def handle(self, key: Hashable) -> Handle:
+        """Returns the stream of a number or a name, and makes it at its first use."""
         if key not in self._made:
             made = (
                 torch.cuda.default_stream(self._device)
@@ -121,36 +129,42 @@ class CudaStreams:
         return self._made[key]
 
     def current(self) -> Handle:
+        """Returns the current stream of this thread."""
         return torch.cuda.current_stream(self._device)
 
     def enter(self, stream: Handle) -> None:
+        """Makes the stream current, for this thread."""
         torch.cuda.set_stream(self._actual(stream))
 
     def join(self, stream: Handle) -> None:
+        """Makes the current stream wait for all work submitted so far to another stream."""
         torch.cuda.current_stream(self._device).wait_stream(self._actual(stream))
 
     def submit(self, work: Work, ready: Ready | None = None) -> None:
+        """Runs the work now: its kernels are queued on the current CUDA stream."""
         work()
 
     def mark(self) -> object:
+        """Records an event on the current stream."""
         stream = torch.cuda.current_stream(self._device)
         return stream, stream.record_event()
 
     def join_mark(self, mark: object) -> None:
+        """Makes the current stream wait for the work before a mark on another stream."""
         marked, event = cast("tuple[torch.cuda.Stream, torch.cuda.Event]", mark)
         current = torch.cuda.current_stream(self._device)
         if current != marked:
             current.wait_event(event)
 
     def finish(self) -> None:
-        pass
+        """Does nothing: CUDA orders the caller's later work after this stream's."""
 
     def abandon(self) -> None:
-        pass
+        """Does nothing: no work is held back."""
 
 
 class CpuStreams:
-    """Queues that are served at once."""
+    """CPU queues whose work runs immediately when it is submitted."""
 
     holds_work_back = False
 
@@ -158,46 +172,52 @@ class CpuStreams:
         self._local = threading.local()
 
     def handle(self, key: Hashable) -> Handle:
+        """Returns the name of a queue, which is the stream on the CPU."""
         return ENTRY if key == "Default" else key
 
     def current(self) -> Handle:
+        """Returns the current stream of this thread."""
         return getattr(self._local, "current", ENTRY)
 
     def enter(self, stream: Handle) -> None:
+        """Makes a queue current, for this thread."""
         self._local.current = stream
 
     def join(self, stream: Handle) -> None:
-        pass
+        """Does nothing: all work has run."""
 
     def mark(self) -> object:
+        """Returns the current stream, as a mark that needs no wait."""
         return self.current()
 
     def join_mark(self, mark: object) -> None:
-        pass
+        """Does nothing: all work has run."""
 
     def submit(self, work: Work, ready: Ready | None = None) -> None:
+        """Runs the work now."""
         work()
 
     def finish(self) -> None:
-        pass
+        """Does nothing: all work has run."""
 
     def abandon(self) -> None:
-        pass
+        """Does nothing: all work has run."""
 
     def standing_in(self, stand_in: Callable[[int], int]) -> AbstractContextManager[object]:
+        """Returns an empty context: nothing is captured on the CPU."""
         return nullcontext()
 
 
 class UnservedStreams(CpuStreams):
-    """Queues that are never served: a program is walked for its shapes."""
+    """CPU queues whose work never runs: the streams of a dry run."""
 
     def submit(self, work: Work, ready: Ready | None = None) -> None:
-        pass
+        """Drops the work."""
 
 
 @dataclass(frozen=True)
 class _Until:
-    """The place in a queue where another stream must have done so much of its work."""
+    """A queue entry: wait until `stream` has done its first `count` entries."""
 
     stream: Handle
     count: int
@@ -205,7 +225,7 @@ class _Until:
 
 @dataclass(frozen=True)
 class _Wait:
-    """Work that waits for a peer: other streams go on meanwhile."""
+    """A queue entry: work that waits for a peer; other streams continue until `ready()`."""
 
     work: Work
     ready: Ready
@@ -213,7 +233,7 @@ class _Wait:
 
 @dataclass
 class _Queue:
-    """The work of a stream that has not run yet, and how much has."""
+    """The pending entries of a stream, and the numbers of entries submitted and done."""
 
     waiting: deque[Work | _Until | _Wait] = field(default_factory=deque[Work | _Until | _Wait])
     given: int = 0
@@ -221,10 +241,10 @@ class _Queue:
 
 
 class DelayedStreams(CpuStreams):
-    """Queues of which some are served as late as the program allows.
+    """CPU queues whose work runs as late as the program allows.
 
-    With `late`, that stream alone is held back, and those that come to wait for it; all others are
-    served at once. Without, every stream is served only when another one, or the end of the run,
+    With `late`, only that stream is held back, and streams while they wait for it. Without `late`,
+    all streams are held back. The work of a stream runs when another stream, or the end of the run,
     waits for it.
     """
 
@@ -234,24 +254,28 @@ class DelayedStreams(CpuStreams):
         super().__init__()
         self._late = late
         self._queues: dict[Handle, _Queue] = {}
-        # Those of which an entry is being served now.
+        # The queues of which an entry is running now.
         self._served: list[_Queue] = []
 
     def _queue(self, stream: Handle) -> _Queue:
         return self._queues.setdefault(stream, _Queue())
 
     def join(self, stream: Handle) -> None:
+        """Makes the current stream wait for all work submitted so far to another stream."""
         self.join_mark(_Until(stream, self._queue(stream).given))
 
     def mark(self) -> object:
+        """Returns the current position in the current stream, for `join_mark`."""
         return _Until(self.current(), self._queue(self.current()).given)
 
     def join_mark(self, mark: object) -> None:
+        """Makes the current stream wait for the work before a mark on another stream."""
         assert isinstance(mark, _Until)
         if mark.stream != self.current():
             self._give(mark)
 
     def submit(self, work: Work, ready: Ready | None = None) -> None:
+        """Appends work to the current queue."""
         self._give(work if ready is None else _Wait(work, ready))
 
     def _give(self, entry: Work | _Until | _Wait) -> None:
@@ -262,7 +286,7 @@ class DelayedStreams(CpuStreams):
             self._advance()
 
     def _advance(self) -> None:
-        """Serves all streams but the late one, up to where they wait for it."""
+        """Runs the work of all streams but the late one, until they wait for it."""
         self._go_on(lambda stream: stream == self._late)
 
     def _go_on(self, is_held: Callable[[Handle], bool]) -> None:
@@ -289,7 +313,7 @@ class DelayedStreams(CpuStreams):
                 self._drain(entry.stream, entry.count)
             elif isinstance(entry, _Wait):
                 if not entry.ready():
-                    # The peer may wait for what other streams of this rank have still to post.
+                    # The peer may wait for transfers that other streams of this rank must post.
                     self._go_on(lambda stream: self._queues[stream] in self._served)
                 entry.work()
             else:
@@ -304,9 +328,11 @@ class DelayedStreams(CpuStreams):
             self._serve(queue)
 
     def finish(self) -> None:
+        """Runs all remaining work of the current queue, and the work that it waits for."""
         current = self.current()
         self._drain(current, self._queue(current).given)
 
     def abandon(self) -> None:
+        """Forgets submitted work that has not run."""
         self._queues.clear()
         self._served.clear()
