@@ -1,4 +1,8 @@
-"""The ranks of a program agree before each run: where they meet, and what each claims to run."""
+"""The agreement of a program's ranks before each run: each rank states a claim, and all compare.
+
+A *claim* describes the run of one rank: the program's text, the options, the sizes and the local
+extents of inputs. `multidevice.job.agreement` compares the claims.
+"""
 
 from __future__ import annotations
 
@@ -29,10 +33,11 @@ _AXIS_NUMBERS = re.compile(r"\d+(?=\{)")
 
 
 class RankAgreement:
-    """Where the ranks of one program agree on its runs; without a communicator a rank is alone.
+    """The agreement of the ranks of one program on its runs.
 
-    `free` are the positions of the inputs whose values may change from run to run, `how` has the
-    lines of how it is run: options, number of streams.
+    Without a communicator, the rank agrees with no other. `free` has the positions of inputs whose
+    values may change between runs. `how` is text for the claim: the options and the number of
+    streams.
     """
 
     def __init__(
@@ -49,21 +54,23 @@ class RankAgreement:
         self.team = program.devices() or (self.rank,)
 
     def channel(self) -> Channel | None:
-        """Returns where the ranks agree; None where this one agrees with no other."""
+        """Returns the channel through which the ranks agree; None for a rank without others."""
         return None if self.communicator is None else self.communicator.channel(self.team)
 
     def begin_run(self) -> None:
-        """Counts a run, as every rank does."""
+        """Counts a run in the communicator; every rank counts its runs."""
         if self.communicator is not None:
             self.communicator.begin_run(self.team)
 
     def claim(self, inputs: Sequence[Argument], values: Values, *also: str) -> RunSignature:
-        """Returns what this rank claims to run on inputs that give the symbols these values, and
-        the lines `also`."""
+        """Returns this rank's claim for a run on these inputs, with further text lines `also`.
+
+        `values` are the values that the inputs give to symbols.
+        """
         return program_claim(self._program, (self._how, *also), inputs, values, self._free)
 
     def numbers(self, inputs: Sequence[Argument]) -> tuple[Argument, ...]:
-        """Returns the inputs that ranks compare in each run."""
+        """Returns the free scalar inputs, whose values the ranks compare in each run."""
         return tuple(inputs[i] for i in sorted(self._free))
 
     def agreed(
@@ -73,9 +80,10 @@ class RankAgreement:
         body: Callable[[list[Argument]], T],
         *also: str,
     ) -> T:
-        """Returns `body` of the flat inputs, once the ranks agree, also on the lines `also`.
+        """Calls `body` with the flat inputs once the ranks agree, and returns its result.
 
-        `check` returns the values of all symbols, and raises what the other ranks should hear, too.
+        `check` returns the values of all symbols. An error that it raises is raised on all ranks.
+        The ranks also compare the text lines `also`.
         """
         channel = self.channel()
         if channel is None:
@@ -90,10 +98,10 @@ class RankAgreement:
 
 
 def communications_text(program: HostIrContainer) -> str:
-    """Returns what a program sends and receives, in order, and in which memory order.
+    """Returns the text of a program's communications, in order, with their memory orders.
 
-    Ranks whose programs differ elsewhere (other local layouts, other kernels) still fit together,
-    so axes are numbered in the order in which they appear here.
+    Ranks may run together although their programs differ elsewhere, in local layouts or kernels.
+    Axes are therefore numbered in the order of their appearance in this text.
     """
     text = "\n".join(
         f"{op_text(op)} // {', '.join(map(str, op.orders))}" for op in program.started()
@@ -103,12 +111,12 @@ def communications_text(program: HostIrContainer) -> str:
 
 
 def first_line(program: HostIrContainer) -> str:
-    """Returns the user's line of the first communication, "" for none."""
+    """Returns the user's line of the first communication; "" if there is none."""
     return next((op.where for op in program.started() if op.where), "")
 
 
 def input_names(inputs: Sequence[Value], ops: Iterable[Op]) -> tuple[str, ...]:
-    """Returns how errors call each input: number, type, and the user's line that first uses it."""
+    """Returns each input's name in errors: number, type and the user's line of its first use."""
     lines: dict[object, str] = {}
     for op in ops:
         for operand in op.inputs:
@@ -133,11 +141,13 @@ def claim_of(
     ops: Iterable[Op] = (),
     fixed: int = 1,
 ) -> RunSignature:
-    """Returns what a rank claims to run: texts, what its structure depends on, local extents.
+    """Returns the claim of one rank: texts, the traits that decide the structure, local extents.
 
-    `declared` are the inputs of the program; `free` has the positions of the scalars on which the
-    structure does not depend; `ops` are those whose texts the parts hold, the first `fixed` of
-    which do not depend on the inputs.
+    - `parts` are the texts; the first `fixed` of them do not depend on the inputs.
+    - `names` are the inputs' names in errors.
+    - `declared` are the inputs of the program.
+    - `free` has the positions of scalars on which the structure does not depend.
+    - `ops` are the ops in the texts, and `where` is the user's line for errors.
     """
     bound = ", ".join(f"{symbol} = {size}" for symbol, size in sizes.items())
     extents = tuple(
@@ -160,10 +170,10 @@ def claim_of(
 
 
 def _traits(x: Argument) -> tuple[tuple[str, str], ...]:
-    """Returns what of an input, besides its extents, a program may depend on: words and values."""
+    """Returns the (name, value) traits of an input, besides extents, that select a program."""
     if not isinstance(x, torch.Tensor):
         return (("the value", str(x)),)
-    # A stride that no index reaches is nobody's.
+    # The stride of an axis with one element has no effect.
     pairs = zip(x.shape, x.stride(), strict=True)
     strides = ", ".join(str(stride) if n > 1 else "-" for n, stride in pairs)
     return (
@@ -180,8 +190,11 @@ def program_claim(
     values: Mapping[Symbol, Number],
     free: Iterable[int],
 ) -> RunSignature:
-    """Returns what a rank claims that runs a program by itself; `parts` has lines of how it is run,
-    `values` what the symbols are."""
+    """Returns the claim of one rank for a run of a host program.
+
+    `parts` are text lines about options, `values` the values of symbols, and `free` the positions
+    of inputs whose values may change between runs.
+    """
     ops = tuple(walk(program.ops))
     loose = {program.inputs[i] for i in free}
     sizes = {s: v for s, v in values.items() if isinstance(v, int) and s not in loose}

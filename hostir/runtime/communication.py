@@ -1,4 +1,8 @@
-"""Calls of the communicator's backend for the ops that communicate."""
+"""Turns communication ops into calls of a backend.
+
+Each function exists in two forms: `post` and `exchange` start a communication once, and `bind_post`
+and `bind_exchange` return a function that repeats it on other addresses.
+"""
 
 from __future__ import annotations
 
@@ -25,21 +29,22 @@ PostedBuffer = torch.Tensor | None
 
 
 class Done:
-    """A communication of a rank with itself, a copy that was made; or an empty group."""
+    """A completed communication: a copy of a rank to itself, or an empty group."""
 
     def wait(self) -> None:
-        """See `Work.wait`."""
+        """Returns immediately."""
 
     def synchronize(self) -> None:
-        """See `Work.synchronize`."""
+        """Returns immediately."""
 
 
 def flat(
     op: StartsCommunication, tv: TensorView, tensor: torch.Tensor, order: AxisOrder
 ) -> torch.Tensor:
-    """Returns the shard of `tv` as backends take it: contiguous, as memory holds it.
+    """Returns the shard of `tv` as backends need it: contiguous, with axes in memory order.
 
-    Raises `CommunicationError` when the shard does not lie in memory as the program declares it.
+    Expanded axes have one element. Raises `CommunicationError` if the strides of the shard leave
+    gaps in the memory order that the program declares.
     """
     for axis in order.expanded:
         tensor = tensor.narrow(axis, 0, 1) if tensor.size(axis) else tensor
@@ -55,7 +60,7 @@ def flat(
 
 @dataclass(frozen=True)
 class CommunicationCall:
-    """A communication as one rank sees it; `root` is a global rank (-1: none)."""
+    """A communication op with the team, backend and root of one rank; root -1 means none."""
 
     op: Communication
     rank: int
@@ -65,9 +70,9 @@ class CommunicationCall:
 
 
 def post(call: CommunicationCall, inp: PostedBuffer, out: PostedBuffer) -> Work:
-    """Starts the communication of local shards; None stands for a shard that this rank lacks.
+    """Starts a collective on local shards; None stands for a shard that this rank lacks.
 
-    Raises `CommunicationError` for a shard that is not dense in its declared order.
+    Raises `CommunicationError` for a shard that is not dense in its declared memory order.
     """
     op = call.op
     mine, theirs = op.orders
@@ -93,8 +98,10 @@ def post(call: CommunicationCall, inp: PostedBuffer, out: PostedBuffer) -> Work:
 def bind_post(
     call: CommunicationCall, inp: PostedBuffer, out: PostedBuffer
 ) -> protocol.Post | None:
-    """Returns how `post` starts this communication, which it has done once, on other shards of
-    these shapes and strides; None where it has to look at each call."""
+    """Binds a collective that `post` has started once, for shards with these shapes and strides.
+
+    Returns a function of the shards' addresses; None if the backend must check each call.
+    """
     op, row = call.op, call.op.collective
     mine, theirs = op.orders
     call.backend.where = op.where
@@ -114,8 +121,10 @@ def bind_post(
 def bind_exchange(
     op: StartsCommunication, transfers: Sequence[protocol.Transfer], team: Team, backend: Backend
 ) -> protocol.PostBatch | None:
-    """Returns how `exchange` starts these, which it has done once, on other tensors like them; None
-    where it has to look at each call."""
+    """Binds sends and receives that `exchange` has started once, for tensors like these.
+
+    Returns a function of the tensors' addresses; None if the backend must check each call.
+    """
     backend.where = op.where
     try:
         return backend.bind_batch(transfers, team=team)
@@ -132,7 +141,10 @@ def permute(
     inp: torch.Tensor,
     out: torch.Tensor,
 ) -> Work:
-    """Sends `inp` to the rank peers[0] and receive `out` from peers[1]; a copy to oneself."""
+    """Sends `inp` to rank peers[0] and receives `out` from rank peers[1].
+
+    If both are this rank, it copies `inp` to `out`.
+    """
     sent, received = both = halves(op, peers, inp, out)
     if peers == (rank, rank):
         received.tensor.copy_(sent.tensor.view_as(received.tensor))
@@ -143,7 +155,7 @@ def permute(
 def halves(
     op: CollectivePermute, peers: tuple[int, int], inp: torch.Tensor, out: torch.Tensor
 ) -> tuple[protocol.Transfer, protocol.Transfer]:
-    """Returns what a permutation sends and what it receives here."""
+    """Returns the two transfers of a permutation on this rank: the send and the receive."""
     mine, theirs = op.orders
     sent, received = flat(op, op.inp, inp, mine), flat(op, op.out, out, theirs)
     return protocol.Transfer("send", sent, peers[0]), protocol.Transfer("recv", received, peers[1])
@@ -152,14 +164,14 @@ def halves(
 def transfer(
     op: P2PCommunication, tensor: torch.Tensor, peer: int, order: int | None = None
 ) -> protocol.Transfer:
-    """Returns one half of a point-to-point copy, for `exchange`."""
+    """Returns the backend's transfer for a send or a receive op; see `exchange`."""
     return protocol.Transfer(op.type, flat(op, op.buffer, tensor, op.orders[0]), peer, order)
 
 
 def exchange(
     op: StartsCommunication, transfers: Sequence[protocol.Transfer], team: Team, backend: Backend
 ) -> Work:
-    """Starts sends and receives at once."""
+    """Starts sends and receives together, as one batch of the backend."""
     backend.where = op.where
     try:
         return backend.batch(transfers, team=team)

@@ -1,7 +1,8 @@
-"""The surroundings of a run of one program at one rank.
+"""The context of the runs of one program on one rank.
 
-`RunBinder` checks the inputs of a run and binds them; `Devices` has what a device offers, its
-streams and host units. The checks at the end say what a program needs of the job that runs it.
+- `RunBinder` checks the inputs of a run and binds them.
+- `Devices` has the machine of each device: its streams, backends and host units.
+- The functions at the end check that a program fits the job that runs it.
 """
 
 from __future__ import annotations
@@ -54,8 +55,11 @@ if TYPE_CHECKING:
 
 
 class RunBinder:
-    """Checks and binds the inputs of each run of one program: its symbols have values then, and the
-    run has a `Frame` on the machine of its device."""
+    """Checks and binds the inputs of each run of one program.
+
+    The result is a `Frame`: the values of all symbols and the input tensors, on the machine of the
+    run's device.
+    """
 
     def __init__(
         self,
@@ -68,16 +72,18 @@ class RunBinder:
         number_of_streams: int,
         is_checked: bool,
     ) -> None:
-        """`device`: None for that of the first tensor input. `is_checked`: whether a program that
-        is new is looked at for races and deadlocks."""
+        """`device` None stands for the device of the first tensor input.
+
+        `is_checked`: whether a new program is checked for races and deadlocks before its first run.
+        """
         self._program, self.storage = program, storage
         self.devices, self._device = devices, device
-        # The values that each run has besides those of its inputs.
+        # Values that do not come from inputs: this rank and the number of streams.
         self.own: Values = {RANK: rank, NUMBER_OF_STREAMS: number_of_streams}
         self._inputs = InputBinder(program.values)
         self._exact = ExactNumbers(queries.computations(program), program.inputs)
         self._is_checked = is_checked
-        # The local shape of these may be impossible, which is checked before anything runs.
+        # Tensors whose local shape may be impossible; checked before anything runs.
         self._sized = [tv for tv in program.tensors() if is_computed(tv)]
 
     def frame(
@@ -86,11 +92,13 @@ class RunBinder:
         results: Sequence[TensorView] = (),
         checked_on: torch.device | None = None,
     ) -> Frame:
-        """Returns the state in which a run on these inputs begins, with buffers for `results`.
+        """Returns the frame in which a run on these inputs begins.
 
-        `checked_on` is the device for which the caller has checked kinds, dtypes and layouts.
-        Raises `InputError` or `ShardingError` for inputs that do not fit; `VerifyError` for a new
-        program whose streams race or whose ranks would wait for ever.
+        `results` are the tensors for which the caller provides buffers. `checked_on` is the device
+        for which the caller has checked kinds, dtypes and layouts.
+
+        Raises `InputError` or `ShardingError` for inputs that do not fit. Raises `VerifyError` if
+        the streams of a new program race, or its ranks would wait for ever.
         """
         program = self._program
         device = checked_on or self._device or device_of(program.inputs, inputs)
@@ -114,19 +122,19 @@ class RunBinder:
         return frame
 
     def check(self, inputs: Sequence[Argument]) -> Values:
-        """Returns the values of all symbols; raises what `frame` would raise about these inputs."""
+        """Returns the values of the symbols that the inputs bind; raises as `frame` does."""
         values = self.frame(flatten(inputs)).values
         return {s: v for s, v in values.items() if s not in self.own}
 
     def check_of_numbers(
         self, inputs: Sequence[Argument]
     ) -> Callable[[Sequence[Any]], None] | None:
-        """Returns the check of the numbers of later inputs of this signature; None for none."""
+        """Returns a check of later inputs' numbers, for this signature; None if none is needed."""
         return self._exact.check_of(self.check(inputs)) if self._exact else None
 
 
 class Devices:
-    """The machines of a program, each made at its first use; streams persist from run to run."""
+    """The machines of a program, one per device; machines and streams persist between runs."""
 
     def __init__(
         self,
@@ -140,9 +148,12 @@ class Devices:
         votes: bool,
         late_stream: str | int | None,
     ) -> None:
-        """`kernel` returns what runs a kernel group, `make_evaluator` what runs the program of a
-        unit. `votes`: the ranks of the program, `team`, agree on how each run is carried out.
-        `late_stream`: see `ProgramEvaluator`."""
+        """`kernel` returns the executor of a kernel group by its number.
+
+        - `make_evaluator` makes the evaluator of a host unit's program.
+        - `team` are the ranks of the program; with `votes`, they vote on how each run is replayed.
+        - `late_stream`: see `ProgramEvaluator`.
+        """
         self._program, self._communicator, self._settings = program, communicator, settings
         self._kernel, self._make_evaluator = kernel, make_evaluator
         self._team, self._votes, self._late = team, votes, late_stream
@@ -151,14 +162,14 @@ class Devices:
         self._units: dict[tuple[int, torch.device], UnitRunner] = {}
 
     def machine(self, device: torch.device) -> ExecutionContext:
-        """Returns what the program runs on there."""
+        """Returns the execution context of a device, which is made at its first use."""
         found = self._machines.get(device)
         if found is None:
             found = self._machines.setdefault(device, self._machine_on(device))
         return found
 
     def streams(self, device: torch.device) -> Streams:
-        """Returns the streams there."""
+        """Returns the streams of a device, which are made at their first use."""
         if device not in self._streams:
             made: Streams
             if device.type == "cuda":
@@ -175,7 +186,7 @@ class Devices:
         rank = 0 if communicator is None else communicator.rank()
 
         def backend(library: str) -> Backend:
-            assert communicator is not None, "a program without a mesh communicates"
+            assert communicator is not None, "a program without a mesh must not communicate"
             if library == PEER_COPIES:
                 return communicator.peers_for(device)
             return communicator.backend_for(device)
@@ -199,7 +210,7 @@ class Devices:
             return partial(self._kernel(group).run, ins, outs, sizes=sizes)
 
         vote = None
-        # All ranks of the program vote, also those that will send and receive nothing.
+        # All ranks of the program vote, also those that send and receive nothing.
         if self._votes and communicator is not None and rank in team:
             vote = Vote(partial(communicator.peers_for, device), team)
         return ExecutionContext(
@@ -219,7 +230,7 @@ class Devices:
         )
 
     def _unit(self, number: int, device: torch.device) -> UnitRunner:
-        """Returns what runs a host unit on local shards, made at its first use."""
+        """Returns the runner of a host unit, which is made at its first use."""
         key = number, device
         if key not in self._units:
             unit = self._program.units[number]
@@ -231,25 +242,27 @@ class Devices:
 
 
 # ----------------------------------------------------------------------
-# Host units: fusions that `PostOnStream` runs, each through the whole compiler.
+# Host units: fusions that `PostOnStream` runs; each is compiled to a host program of its own.
 #
-# A unit is scheduled automatically, once per class of inputs; what was made for a class is kept.
+# A unit is scheduled automatically, once per input class, and its program is cached.
 
-# What one unit remembers: signatures of inputs, and programs.
+# The cache of one unit: signatures of inputs, and programs.
 MAX_SIGNATURES = 64
 MAX_PROGRAMS = 16
 
 
 class UnitEvaluator(Protocol):
-    """Runs the program of a unit."""
+    """Runs the program of a host unit."""
 
     def run_as_agreed(
         self, inputs: Sequence[Argument], *, signature: Hashable | None = None
-    ) -> list[torch.Tensor]: ...
+    ) -> list[torch.Tensor]:
+        """See `ProgramEvaluator.run_as_agreed`."""
+        ...
 
 
 class UnitRunner:
-    """Runs one unit on local shards, on the current stream."""
+    """Runs one host unit on local shards, on the current stream; compiles it per input class."""
 
     def __init__(
         self,
@@ -260,8 +273,8 @@ class UnitRunner:
         settings: Settings,
         make_evaluator: Callable[..., UnitEvaluator],
     ) -> None:
-        """`make_evaluator` is given the program of a class of inputs, the communicator, `device`
-        and `settings`."""
+        """`make_evaluator` takes a program, the communicator, `device` and `settings`; it is called
+        once per input class."""
         self._name = f"HostUnit{number}"
         self._fusion = fusion
         self._communicator = communicator
@@ -275,9 +288,9 @@ class UnitRunner:
         self._by_class: Recent[object, UnitEvaluator] = Recent(MAX_PROGRAMS)
 
     def __call__(self, inputs: Sequence[Argument], outputs: Sequence[torch.Tensor]) -> None:
-        """Computes `outputs`, which are allocated.
+        """Computes the allocated `outputs`.
 
-        Raises `InputError` or `ShardingError` for inputs that do not fit the unit.
+        Raises `InputError` or `ShardingError`, naming the unit, for inputs that do not fit it.
         """
         key = signature_of(inputs, self._free)
         evaluator = self._by_signature.recall(key)
@@ -287,7 +300,7 @@ class UnitRunner:
             write(out, value)
 
     def size(self) -> int:
-        """Returns how many programs are kept."""
+        """Returns the number of cached programs."""
         return self._by_class.size()
 
     def _evaluator(self, inputs: Sequence[Argument]) -> UnitEvaluator:
@@ -318,32 +331,34 @@ class UnitRunner:
 
 
 # ----------------------------------------------------------------------
-# What a program needs of the job that runs it.
+# Checks that a program fits the job that runs it.
 
 
 def read_late_stream(late: str | int | None) -> str | int | None:
-    """Returns which stream's work is held back: a number, "entry", "all", or None.
+    """Checks the argument `late_stream`: a stream number, "entry", "all" or None.
 
-    Raises `ExecutionError` for anything else.
+    Returns digits in text as an int. Raises `ExecutionError` for any other value.
     """
     if isinstance(late, str) and late.isascii() and late.isdigit():
         return int(late)
     is_number = type(late) is int and late >= 0
     if not is_number and late not in (None, "all", "entry"):
-        raise ExecutionError(f"late_stream={late!r}: the number of a stream, 'entry' or 'all'")
+        raise ExecutionError(
+            f"late_stream={late!r}: expected the number of a stream, 'entry' or 'all'"
+        )
     return late
 
 
 def check_lowered(program: HostIrContainer) -> None:
-    """Raises `VerifyError` for an op whose result has a stream axis in a program without loops."""
+    """Raises `VerifyError` if an op's result has a stream axis, but the program has no loops."""
     ops = list(walk(program.ops))
     if any(isinstance(op, ForLoop) for op in ops):
         return
     for op in ops:
         if isinstance(op, TensorOp) and _has_stream(op.out_tensor):
             raise VerifyError(
-                f"{op.name}: {op.out_tensor} has a stream axis, and no loop steps over it: "
-                f"hostir.lower_streams(program) makes the loops{user_code(op.where)}"
+                f"{op.name}: {op.out_tensor} has a stream axis, but the program has no loop over "
+                f"it: call hostir.lower_streams(program) first{user_code(op.where)}"
             )
 
 
@@ -352,21 +367,24 @@ def _has_stream(tv: TensorView) -> bool:
 
 
 def check_grouped(program: HostIrContainer) -> None:
-    """Raises `UnsupportedError` for a send or a receive of its own: where streams start them later
-    than the program says, only simulated ranks know which ones belong together."""
+    """Raises `UnsupportedError` for a send or a receive outside a group.
+
+    A late stream starts transfers in another order than the program's. Only simulated ranks can
+    then match sends with receives.
+    """
     is_grouped = False
     for op in walk(program.ops):
         if isinstance(op, StartCoalescing | EndCoalescing):
             is_grouped = isinstance(op, StartCoalescing)
         elif isinstance(op, P2PCommunication) and not is_grouped:
             raise UnsupportedError(
-                f"late_stream: {op.name} is in no group, which only simulated ranks can hold back: "
-                f"use multidevice.simulate{user_code(op.where)}"
+                f"late_stream: {op.name} is outside StartCoalescing and EndCoalescing; only "
+                f"simulated ranks can delay it: use multidevice.simulate{user_code(op.where)}"
             )
 
 
 def check_devices(program: HostIrContainer, size: int) -> None:
-    """Raises `ShardingError` when a mesh names a rank that a job of `size` ranks lacks."""
+    """Raises `ShardingError` if a mesh names a rank that a job of `size` ranks does not have."""
     for tv in program.tensors():
         if tv.mesh is not None and max(tv.mesh.devices, default=0) >= size:
             raise ShardingError(
@@ -376,12 +394,15 @@ def check_devices(program: HostIrContainer, size: int) -> None:
 
 
 def check_tuning(settings: Settings, team: Sequence[int]) -> bool:
-    """Returns whether the option `tune` is on. Raise `UnsupportedError` for a program of several
-    ranks: what each finds fastest is its own, and replicated tensors equal in every bit."""
+    """Returns whether the option `tune` is on.
+
+    Raises `UnsupportedError` for a program of several ranks. Each rank might find another kernel
+    fastest, but replicated tensors must be equal in every bit.
+    """
     is_on = settings.enabled("tune")
     if is_on and len(team) > 1:
         raise UnsupportedError(
-            f"tune: this program runs on {len(team)} ranks, whose kernels have to be the same on "
-            "all: the option is for programs of one rank"
+            f"tune: this program runs on {len(team)} ranks, which must all use the same kernels; "
+            "the option is for programs of one rank"
         )
     return is_on

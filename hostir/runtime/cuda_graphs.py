@@ -1,13 +1,16 @@
-"""Graphs of bound plans: after a few equal runs, one call of the driver repeats the whole run.
+"""CUDA graphs of bound plans: after a few equal runs, one driver call launches the whole run.
 
-A graph has the addresses of what it was captured with. Those of generated kernels are replaced when
-a tensor lies elsewhere; what torch's calls and communications touch is the *key* of a graph: a plan
-has one graph per set of these addresses, captured when a set comes back, and runs step by step on
-any other. Outputs are new tensors of each run, as without graphs, so that none is overwritten that
-a caller holds; intermediates lie in the arena of the plan, whose runs follow one another.
+A graph contains the addresses with which it was captured. There are two kinds of addresses:
 
-Where peers copy out of this rank's memory, all ranks repeat a run by their graphs or none does:
-they vote. Each tells a number that stands for its own key, and the numbers of all are the key.
+- Those of generated kernels are replaced before a launch, if a tensor has moved.
+- Those that torch's calls and communications use cannot be replaced. They form the *key* of a
+  graph. A plan has one graph per key, captured when a key recurs. Other runs go step by step.
+
+Outputs are new tensors in each run, as without graphs, so no result of an earlier run is
+overwritten. Intermediates are stored in the plan's arena, whose runs follow one another.
+
+If peers copy out of this rank's memory, either all ranks launch graphs in a run or none does. The
+ranks vote: each sends a number for its own key, and the numbers of all ranks form the key.
 """
 
 from __future__ import annotations
@@ -37,33 +40,35 @@ if TYPE_CHECKING:
     from hostir.runtime.streams import Streams
     from multidevice.transports.base.protocol import Backend, Vote
 
-# Runs with one set of addresses before they are captured; more where a graph saves little of each.
+# Runs with one key before it is captured; more runs for short plans, where a graph saves little.
 RUNS_BEFORE, RUNS_BEFORE_FEW = 2, 16
-# Steps of a run below which a graph saves little, or nothing where they are not kernels alone.
+# Plans with fewer steps gain little from a graph, or nothing if some step is no kernel.
 MIN_STEPS = 3
-# Twins of a graph, for tensors that lie elsewhere in turns; moves before there is one.
+# Copies of a graph, for tensors that alternate between addresses; moves before a copy is made.
 MAX_TWINS, MOVES_BEFORE = 3, 8
-# Graphs of one plan on one stream; sets of addresses that are counted; captures at all.
+# Graphs of one plan on one stream; keys whose runs are counted; captures in total.
 MAX_GRAPHS, MAX_KEYS, MAX_CAPTURES = 256, 1024, 512
-# Runs that found no graph, one after another, before none is looked for.
+# Consecutive runs without a graph, after which no more graphs are captured.
 MAX_MISSES = 512
-# What this process tells others in votes: each number stands for one key of one `Replays`.
+# The numbers that this process sends in votes: each stands for one key of one `Replays`.
 _NUMBERS = count(FIRST_GRAPH)
 
 
 def gains_nothing(steps: int, kernels: int) -> str:
-    """Returns why a run of so many steps, among them kernels, is not captured; "" where a graph
-    would be faster."""
+    """Returns why a plan of `steps` steps, `kernels` of them kernels, is not captured.
+
+    Returns "" if a graph would be faster.
+    """
     is_slower = steps < (1 if steps == kernels else MIN_STEPS)
     return f"{steps} step(s) gain nothing by it" if is_slower else ""
 
 
 class _Refused(Exception):
-    """Why a plan is not captured."""
+    """Raised with the reason why a plan is never captured."""
 
 
 class _Postponed(Exception):
-    """Why a plan is not captured now."""
+    """Raised with the reason why a plan is not captured now, but may be later."""
 
 
 def _beside(threads: Sequence[str]) -> str:
@@ -71,7 +76,7 @@ def _beside(threads: Sequence[str]) -> str:
 
 
 class _WatchedSlots(list[Any]):
-    """The slots of a captured run; notes which ones are read."""
+    """The slots of a run that is captured; `read` has the slots that steps have read."""
 
     def __init__(self, slots: Slots) -> None:
         super().__init__(slots)
@@ -84,22 +89,24 @@ class _WatchedSlots(list[Any]):
 
 @dataclass(frozen=True)
 class CaptureBinding(Binding):
-    """What a plan is bound to while it is captured.
+    """The binding of a plan for a capture: notes its kernels and its views.
 
-    Where a view lies follows from the slot that it is a view of: `origins` has (slot, bytes).
+    The address of a view follows from its source: `origins` has (source slot, offset in bytes).
     """
 
     maker: GraphMaker = field(kw_only=True)
     kernels: list[BoundKernel] = field(default_factory=list[BoundKernel])
-    # The nodes of the capture that goes on, by the number of their kernel.
+    # The graph nodes of the current capture, by the number of their kernel.
     nodes: dict[int, _CapturedKernel] = field(default_factory=dict[int, Any])
     origins: dict[int, tuple[int, int]] = field(default_factory=dict[int, tuple[int, int]])
     views: dict[int, Closure] = field(default_factory=dict[int, Closure])
 
     def raw(self, stream: int | None) -> int:
+        """Returns the handle of the capture's stand-in for a stream."""
         return self.stream if stream is None else self.maker.stand_in(stream)
 
     def view(self, source: int, out: int, view: Closure, nbytes: int) -> Closure:
+        """Notes the view's origin; making the view does not count as a read of its source."""
         self.origins[out] = source, nbytes
         self.views[out] = view
 
@@ -111,6 +118,7 @@ class CaptureBinding(Binding):
         return unwatched
 
     def launch(self, kernel: BoundKernel) -> Closure:
+        """Returns a function that adds the kernel to the captured graph as a node."""
         number = len(self.kernels)
         self.kernels.append(kernel)
 
@@ -126,7 +134,7 @@ class CaptureBinding(Binding):
         return launch
 
     def root(self, slot: int) -> tuple[int, int]:
-        """Returns (the slot that a slot is a view of, in the end, bytes from there)."""
+        """Returns (slot, offset in bytes) of the tensor that a slot is finally a view of."""
         nbytes = 0
         while slot in self.origins:
             slot, more = self.origins[slot]
@@ -135,27 +143,30 @@ class CaptureBinding(Binding):
 
 
 def _seen_as_words(memory: Any) -> memoryview:
-    """Returns memory as a kernel's words, 8 bytes each, which can be copied at once."""
+    """Returns memory as a sequence of 8-byte words, a kernel's arguments, for fast copies."""
     return memoryview(memory).cast("B").cast("Q")
 
 
 def _exact(x: Any) -> object:
-    """Returns what is equal for numbers that are alike in every bit: 0.0 == -0.0, and NaN is not
-    itself."""
+    """Returns a key that is equal exactly for numbers with equal bits.
+
+    Plain comparison would not serve: 0.0 == -0.0, and NaN != NaN.
+    """
     return x if x and x == x and not isinstance(x, complex) else repr(x)
 
 
 def _numbers(kernel: BoundKernel, slots: Slots) -> list[object] | None:
-    """Returns the scalars of a run that a kernel reads, to be compared; None where it reads
-    none."""
+    """Returns comparable keys of the scalars that a kernel reads in a run; None without any."""
     numbers = kernel.numbers(slots)
     return None if numbers is None else list(map(_exact, numbers))
 
 
 @dataclass
 class _CapturedKernel:
-    """A captured kernel, its words (as `_seen_as_words`), and the numbers among them
-    (`_numbers`)."""
+    """A kernel node of a graph.
+
+    `words` are its arguments (`_seen_as_words`), `numbers` the scalars that they hold (`_numbers`).
+    """
 
     node: object
     words: memoryview
@@ -163,7 +174,7 @@ class _CapturedKernel:
 
 
 class Replayed(NamedTuple):
-    """What a graph's run consists of, for the compiled runner; names are those of `Replays`."""
+    """The facts about graphs that the compiled runner reads; the names are those of `Replays`."""
 
     replays: Replays
     graphs: dict[Hashable, _Captured]
@@ -178,42 +189,63 @@ class Replayed(NamedTuple):
 
 @dataclass
 class _Captured:
-    """A graph, where it finds the tensors that only kernels read, and what lives as long as it."""
+    """A graph, the addresses of tensors in its kernels, and the objects that it keeps alive."""
 
     graph: Graph
     nodes: dict[int, _CapturedKernel]
     places: list[int]
     held: list[object]
-    # The same graph again, which finds these tensors elsewhere; how often they had moved.
+    # Copies of the graph with other addresses; and how often tensors have moved so far.
     twins: list[_Captured] = field(default_factory=list["_Captured"])
     moves: int = 0
 
 
 class RepeatedPlan(Protocol):
-    """The part of a plan that its graphs read (`hostir.runtime.plan.Plan` says what each name
-    means).
-    """
+    """The attributes of a `hostir.runtime.plan.Plan` that its graphs read."""
 
     @property
-    def backends(self) -> tuple[Backend, ...]: ...
+    def backends(self) -> tuple[Backend, ...]:
+        """The backends that communicate."""
+        ...
+
     @property
-    def vote(self) -> Vote | None: ...
+    def vote(self) -> Vote | None:
+        """The vote of the ranks on each run; None if each rank decides alone."""
+        ...
+
     @property
-    def steps(self) -> tuple[tuple[Step, Op | None], ...]: ...
+    def steps(self) -> tuple[tuple[Step, Op | None], ...]:
+        """Each step with its op; None for a step of no single op."""
+        ...
+
     @property
-    def streams(self) -> Streams | None: ...
+    def streams(self) -> Streams | None:
+        """The streams, if the program switches between them."""
+        ...
+
     @property
-    def device(self) -> torch.device: ...
+    def device(self) -> torch.device:
+        """The device of the plan."""
+        ...
+
     @property
-    def inputs(self) -> int: ...
+    def inputs(self) -> int:
+        """The number of input slots, which are the first ones."""
+        ...
+
     @property
-    def made(self) -> Mapping[int, object]: ...
+    def made(self) -> Mapping[int, object]:
+        """The allocations of buffers that outlive a run, by slot."""
+        ...
+
     @property
-    def outputs(self) -> tuple[int, ...]: ...
+    def outputs(self) -> tuple[int, ...]:
+        """The slots of the outputs."""
+        ...
 
 
 class Replays:
-    """The graphs of a plan on one stream, and the reason where there are none."""
+    """The graphs of a plan on one stream, or the reason why there are none."""
 
     def __init__(
         self,
@@ -224,8 +256,10 @@ class Replays:
         stream: int,
         graphs: Callable[[], GraphMaker],
     ) -> None:
-        """`memory` has the tensors of fixed slots; of so many steps, something is left to do.
-        Runs begin on `stream`, and what `graphs` returns captures them."""
+        """`memory` has the tensors of fixed slots, and `steps` is the number of bound steps.
+
+        Runs begin on `stream`. The graph maker that `graphs` returns captures them.
+        """
         self._plan, self._memory = plan, memory
         self._is_long = steps >= MIN_STEPS
         self._stream, self._make = stream, graphs
@@ -233,35 +267,36 @@ class Replays:
         self._actions: list[Closure] = []
         self._graphs: Recent[Hashable, _Captured] = Recent(MAX_GRAPHS)
         self._seen: Recent[Hashable, int] = Recent(MAX_KEYS)
-        # What this rank tells others in votes, by its own key.
-        self._told: dict[Hashable, int] = {}
-        # Those of its numbers that stand in the key of a graph.
+        # The numbers that this rank sends in votes, by its own key.
+        self._vote_numbers: dict[Hashable, int] = {}
+        # Those of its numbers that are part of the key of a graph.
         self._agreed: set[int] = set()
         self._is_full = False
         self._captures = self._misses = 0
         self._generations = [b.generation for b in self._plan.backends]
-        # All backends of a rank count calls in one ledger: one of them, and what a run counts.
+        # All backends of a rank count calls in one place: one of them, and the counts of a run.
         self._counting = plan.backends[:1]
         self._calls: list[Counter[Calls]] = []
         # Slots of the key: tensors, then numbers. None before the first capture.
         self._key_slots: tuple[list[int], list[int]] | None = None
-        # The tensors that only kernels read, and who reads each: (kernel, parameter, bytes from
-        # there).
+        # The slots of tensors that only kernels read; and the readers of each: (kernel, parameter,
+        # offset in bytes).
         self._moving: list[int] = []
         self._readers: list[list[tuple[int, int, int]]] = []
-        # The kernels that read scalars of the run, and the words of all.
+        # The kernels that read scalars of the run; and the argument words of all kernels.
         self._numbered: list[int] = []
         self._words: list[memoryview] = []
-        # What gives outputs their places: views of buffers and inputs, and tensors of no elements.
+        # How outputs get their tensors: views of buffers and inputs, and empty tensors.
         self._views: list[Closure] = []
         self._nothing: dict[int, torch.Tensor] = {}
-        # What torch's calls depend on besides; None where there are none.
+        # Settings of torch on which its calls depend; None if the plan has no calls of torch.
         self._choices: Callable[[], tuple[object, ...]] | None = None
-        # Why nothing more is captured; "" while it may be. And why the last capture was put off.
+        # Why no more graphs are captured ("" while they may be), and why the last capture was
+        # postponed.
         self.why_not = self.why_not_now = ""
 
     def describe(self) -> str:
-        """Returns what is captured, or why nothing is."""
+        """Returns a line about the captured graphs, or the reason why there are none."""
         if self._key_slots is None or not self._graphs.size():
             why = self.why_not or self.why_not_now or "it has not run often enough"
             return f"not captured: {why}"
@@ -273,9 +308,9 @@ class Replays:
         )
 
     def run(self, slots: Slots, stream: int) -> bool:
-        """Repeats a run by a graph, where there is one for these tensors; False where not.
+        """Runs by a graph, if one fits these tensors; returns False if none does.
 
-        The slots hold the inputs and the buffers that outlive the run.
+        `slots` holds the inputs and the buffers that outlive the run. May capture a graph.
         """
         vote = self._plan.vote
         if self.why_not and (vote is not None or self._key_slots is None):
@@ -286,10 +321,10 @@ class Replays:
         if backends and [b.generation for b in backends] != self._generations:
             self.forget()
         key = self._key(slots)
-        if vote is not None and (told := vote.ask(self._saying(key))) is not None:
-            if STEP_BY_STEP in told:
+        if vote is not None and (votes := vote.ask(self._own_vote(key))) is not None:
+            if STEP_BY_STEP in votes:
                 return False
-            key = told
+            key = votes
         captured = self._graphs.get(key) or self._graphs.recall(key)
         if captured is None:
             captured = self._consider(key, slots)
@@ -318,11 +353,11 @@ class Replays:
 
     @property
     def never(self) -> bool:
-        """Whether nothing has been captured, and nothing will be."""
+        """Whether no graph has been captured, and none will be."""
         return bool(self.why_not) and self._key_slots is None
 
     def replayed(self) -> Replayed | str:
-        """Returns what the compiled runner needs to repeat runs by the graphs, or why it cannot."""
+        """Returns the facts for the compiled runner, or why it cannot launch the graphs."""
         if self._key_slots is None or self._binding is None:
             return "it has not been captured"
         tensors, numbers = self._key_slots
@@ -341,11 +376,11 @@ class Replays:
         )
 
     def forget(self) -> None:
-        """Drops what was captured: its communicators go."""
+        """Drops all graphs, for example because their communicators are closed."""
         for graphs in (self._graphs, self._seen):
             graphs.forget()
-        # New numbers: others may have kept what they captured together with this rank.
-        self._told.clear()
+        # Old numbers must not recur: other ranks may keep graphs captured together with this rank.
+        self._vote_numbers.clear()
         self._agreed.clear()
         self._is_full = False
         self._generations = [b.generation for b in self._plan.backends]
@@ -361,8 +396,11 @@ class Replays:
             key += self._choices()
         return tuple(key)
 
-    def _saying(self, key: Hashable) -> int:
-        """Returns what to tell the other ranks of a run: once they capture, this one must, too."""
+    def _own_vote(self, key: Hashable) -> int:
+        """Returns this rank's vote for a run with this key.
+
+        It is STEP_BY_STEP while other threads run programs, because this rank could not capture.
+        """
         number = self._number(key)
         if number in self._agreed or not (others := USERS.others()):
             return number
@@ -371,20 +409,21 @@ class Replays:
 
     def _number(self, key: Hashable) -> int:
         """Returns the number that stands for a key of this rank in votes."""
-        number = self._told.get(key)
-        if self._is_full or (number is None and len(self._told) >= MAX_KEYS // 2):
+        number = self._vote_numbers.get(key)
+        if self._is_full or (number is None and len(self._vote_numbers) >= MAX_KEYS // 2):
             self.forget()
             number = None
         if number is None:
-            number = self._told[key] = next(_NUMBERS)
+            number = self._vote_numbers[key] = next(_NUMBERS)
         return number
 
     def _consider(self, key: Hashable, slots: Slots) -> _Captured | None:
-        """Captures these tensors' run if it has come often enough."""
+        """Captures a graph for this key if its runs are frequent enough; else returns None."""
         if self.why_not:
             return None
         seen = self._seen[key] = (self._seen.recall(key) or 0) + 1
-        # Other ranks must not find what this one has dropped: where they vote, all goes at once.
+        # Other ranks must not use a graph that this rank has dropped. With votes, a full cache is
+        # therefore dropped as a whole.
         kept = (self._seen, MAX_KEYS), (self._graphs, MAX_GRAPHS)
         self._is_full = any(len(entries) >= limit // 2 for entries, limit in kept)
         self._misses += 1
@@ -405,11 +444,11 @@ class Replays:
             self.why_not = str(refused)
         except _Postponed as postponed:
             self.why_not_now, self._seen[key] = str(postponed), 0
-        vote, mine = self._plan.vote, self._key(slots)
-        told = None
+        vote, own_key = self._plan.vote, self._key(slots)
+        votes = None
         if vote is not None:
-            told = vote.ask(NOT_CAPTURED if captured is None else self._number(mine))
-        if vote is not None and told is not None and NOT_CAPTURED in told:
+            votes = vote.ask(NOT_CAPTURED if captured is None else self._number(own_key))
+        if vote is not None and votes is not None and NOT_CAPTURED in votes:
             if captured is not None:
                 for backend, counted in zip(self._counting, self._calls, strict=True):
                     backend.enter_again(counted, -1)
@@ -420,9 +459,9 @@ class Replays:
         if captured is not None:
             for backend in self._plan.backends:
                 backend.repeated_by(self)
-            self._graphs[told or mine] = captured
-            if told is not None:
-                self._agreed.add(self._told[mine])
+            self._graphs[votes or own_key] = captured
+            if votes is not None:
+                self._agreed.add(self._vote_numbers[own_key])
         return captured
 
     def _capture(self, slots: Slots) -> _Captured:
@@ -442,8 +481,8 @@ class Replays:
                 contexts.enter_context(context)
                 graph = binding.maker.capture(self._actions, watched)
             if self._key_slots is None:
-                self._understand(binding, watched)
-        except Exception as error:  # torch's, the driver's, a library's, or our own
+                self._classify_slots(binding, watched)
+        except Exception as error:  # of torch, the driver, a library or this project
             for backend, counted in zip(self._counting, calls, strict=False):
                 backend.enter_again(counted, -1)
             if isinstance(error, _Refused):
@@ -471,7 +510,10 @@ class Replays:
         return binding
 
     def _after_flags(self, action: Closure, op: Op | None) -> Closure:
-        """Lets nothing but further transfers come between a transfer and its flags."""
+        """Makes an action first flush the flags of pending transfers, unless it is a transfer.
+
+        Only further transfers may be captured between a transfer and its flags.
+        """
         flushes = [backend.flush for backend in self._plan.backends]
         if not flushes or isinstance(op, P2PCommunication | SetCurrentStream):
             return action
@@ -483,8 +525,11 @@ class Replays:
 
         return after_flags
 
-    def _understand(self, binding: CaptureBinding, watched: _WatchedSlots) -> None:
-        """Tells which tensors of a run a graph can find in other places."""
+    def _classify_slots(self, binding: CaptureBinding, watched: _WatchedSlots) -> None:
+        """Divides the slots into those of the key and those that kernels can find at new addresses.
+
+        Raises `_Refused` if an output is not a view of an input or of a buffer.
+        """
         plan = self._plan
         movable = {*range(plan.inputs), *plan.made}
         plain = list(watched)
@@ -518,8 +563,7 @@ class Replays:
         self._words = [_seen_as_words(kernel.call.words) for kernel in binding.kernels]
 
     def _updated(self, captured: _Captured, slots: Slots) -> _Captured:
-        """Returns a graph, or a twin of it, whose kernels know where tensors lie, and the numbers
-        of this run."""
+        """Returns the graph, or a copy of it, with the addresses and the scalars of this run."""
         places = [slots[i].data_ptr() for i in self._moving]
         if places != captured.places:
             captured = self._twin(captured, places)
@@ -528,7 +572,7 @@ class Replays:
         return captured
 
     def _twin(self, captured: _Captured, places: list[int]) -> _Captured:
-        """Returns the one of a graph and its twins that is to find its tensors in these places."""
+        """Returns the graph or its copy to use for these addresses; may make a new copy."""
         for twin in captured.twins:
             if twin.places == places:
                 return twin
@@ -538,7 +582,7 @@ class Replays:
         assert self._binding is not None
         nodes: dict[int, _CapturedKernel] = {}
         twin = _Captured(captured.graph.twin(), nodes, list(captured.places), captured.held)
-        # It has the words of the capture, which may be others by now.
+        # The new graph has the argument words of the capture. Give it the current ones.
         for number, node in captured.nodes.items():
             words = _seen_as_words(bytearray(node.words))
             nodes[number] = _CapturedKernel(node.node, words, node.numbers)
@@ -548,7 +592,7 @@ class Replays:
         return twin
 
     def _update(self, captured: _Captured, places: list[int], slots: Slots) -> None:
-        """Tells the kernels of a graph where tensors lie, and the numbers of this run."""
+        """Writes the addresses and the scalars of this run into the kernels of a graph."""
         assert self._binding is not None
         nodes, kernels = captured.nodes, self._binding.kernels
         changed: set[int] = set()

@@ -196,7 +196,7 @@ class Frame:
             what = "elements" if part.chunks is None else "chunks"
             at = index if str(part.index) == str(index) else f"{part.index} = {index}"
             raise ExecutionError(
-                f"{op.name}: index {at} of axis {part.axis} of {op.inputs[0]}, "
+                f"{op.name}: index {at} is outside of axis {part.axis} of {op.inputs[0]}, "
                 f"which has {limit} {what}{user_code(op.where)}"
             )
         return bounds(size, index, None if part.chunks is None else limit)

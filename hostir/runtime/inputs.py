@@ -1,4 +1,7 @@
-"""Inputs of a program: kinds, dtypes, devices and layouts are checked, and symbols are bound."""
+"""Checks the inputs of a program: kinds, dtypes, devices and layouts; binds their symbols.
+
+It also handles inputs that share memory, and checks numbers that must fit the dtype of a result.
+"""
 
 from __future__ import annotations
 
@@ -47,25 +50,25 @@ _ACCEPTS: dict[str, tuple[type, ...]] = {
 
 @dataclass(frozen=True)
 class _TensorSpec:
-    """What an input tensor must look like."""
+    """The requirements on one input tensor: its dtype, memory order and expanded axes."""
 
     index: int
     tv: TensorView
     dtype: torch.dtype
     order: MemoryOrder
-    # The axes along which it is one element.
+    # The axes that are expanded: memory has one element along them.
     expanded: tuple[int, ...]
-    # Whether memory has all axes in their own order.
+    # Whether the memory order of the axes is their logical order, without expanded axes.
     is_in_order: bool
 
     def refuses(self, text: str, *, head: str = "") -> InputError:
-        """Returns the error about what this input was expected to be."""
+        """Returns the error `Expected input .., <text>`, with the user's line."""
         line = user_code(self.tv.user_line())
         return InputError(f"{head}Expected input {self.index}, {self.tv}, {text}{line}")
 
 
 def spec_of(index: int, tv: TensorView) -> _TensorSpec:
-    """Returns what input number `index` must look like."""
+    """Returns the requirements on input number `index`."""
     order = memory_order(tv)
     expanded = expanded_positions(tv)
     is_in_order = not expanded and all(p == i for i, (p, _) in enumerate(order))
@@ -80,7 +83,7 @@ class InputBinder:
             spec_of(i, v) if isinstance(v, TensorView) else v for i, v in enumerate(values.inputs)
         ]
         self._declared = values.inputs
-        # Then every symbol stands for an extent.
+        # Whether every symbol is an extent, because no input is a scalar.
         self.has_only_tensors = all(isinstance(v, TensorView) for v in values.inputs)
         self._updated = {a.into: a.out for a in values.aliases}
         self._binder = Binder(values, blocks=parts)
@@ -88,8 +91,8 @@ class InputBinder:
     def bind(self, inputs: Sequence[Argument], device: torch.device) -> Values:
         """Returns the value of every symbol.
 
-        Raises `InputError` naming the input (and the tensor that bound a symbol first), or
-        `ShardingError` when an extent does not fit the mesh.
+        Raises `InputError` with the input, and the tensor that bound a symbol first. Raises
+        `ShardingError` if an extent does not fit the mesh.
         """
         check_count(len(inputs), self._declared)
         for i, (spec, value) in enumerate(zip(self._specs, inputs, strict=True)):
@@ -103,21 +106,22 @@ class InputBinder:
                 _check_layout(spec, value)
                 if spec.tv in self._updated and overlaps_itself(value):
                     raise spec.refuses(
-                        f"into which {self._updated[spec.tv]} is written, to have a "
-                        f"place for every element, but got shape {tuple(value.shape)} with strides "
-                        f"{value.stride()}"
+                        f"which is updated with {self._updated[spec.tv]}, to have memory of "
+                        f"its own for every element, but got shape {tuple(value.shape)} with "
+                        f"strides {value.stride()}"
                     )
         return values
 
     def values(self, inputs: Sequence[Argument]) -> Values:
-        """Returns what `bind` does, for inputs that another binder of the definition has
-        checked."""
+        """Returns the value of every symbol, for inputs that the caller has checked already."""
         return self._binder.bind(inputs)
 
 
 def check_tensor(spec: _TensorSpec, value: Argument, device: torch.device) -> None:
-    """Raises `InputError` for what is no tensor of this rank and dtype on the device where the
-    program runs, or on the host for a CPU scalar."""
+    """Raises `InputError` unless `value` is a tensor with the declared rank and dtype on `device`.
+
+    A CPU scalar must be on the host instead.
+    """
     if not isinstance(value, torch.Tensor):
         raise spec.refuses(f"to be an at::Tensor but got scalar {show(value)}")
     problem = tensor_problem(value)
@@ -141,7 +145,7 @@ def check_tensor(spec: _TensorSpec, value: Argument, device: torch.device) -> No
 
 
 def _check_layout(spec: _TensorSpec, value: torch.Tensor) -> None:
-    """Checks every contiguity flag of the allocation domain against the strides."""
+    """Raises `InputError` if the strides contradict a contiguity flag of the declaration."""
     if spec.is_in_order and value.is_contiguous():
         return
     if value.numel() == 0:
@@ -165,8 +169,10 @@ def _check_layout(spec: _TensorSpec, value: torch.Tensor) -> None:
 
 
 def misplaced_axis(order: MemoryOrder, value: torch.Tensor) -> tuple[int, int] | None:
-    """Returns the innermost axis that is declared contiguous and is not, and the stride that it
-    would have; None where a tensor lies in memory as declared."""
+    """Returns (axis, expected stride) of the innermost axis that is wrongly declared contiguous.
+
+    Returns None if the strides of the tensor fit the declaration.
+    """
     expected = 1
     for position, flag in reversed(order):
         size, stride = value.size(position), value.stride(position)
@@ -179,7 +185,7 @@ def misplaced_axis(order: MemoryOrder, value: torch.Tensor) -> tuple[int, int] |
 
 
 def check_scalar(index: int, spec: Scalar, value: Argument) -> None:
-    """Raises `InputError` for what is no number, or none of the dtype of this scalar input."""
+    """Raises `InputError` unless `value` is a number of the dtype of this scalar input."""
     if isinstance(value, torch.Tensor):
         raise InputError(
             f"Expected input {index}, {spec}, to be a scalar but got "
@@ -197,13 +203,13 @@ def check_scalar(index: int, spec: Scalar, value: Argument) -> None:
 
 
 def is_computed(tv: TensorView) -> bool:
-    """Whether a mesh or a formula decides some extent, rather than the inputs alone."""
+    """Whether an extent of `tv` is computed, by a formula or by the division over a mesh."""
     is_given = all(isinstance(x, Symbol | Const) for x in tv.shape())
     return not is_given or any(n > 1 for n in parts(tv))
 
 
 def device_of(declared: Sequence[Value], inputs: Sequence[Argument]) -> torch.device:
-    """Returns the device of the first tensor (CPU scalars aside), else torch's default."""
+    """Returns the device of the first tensor that is no CPU scalar, else torch's default device."""
     for value, given in zip(declared, inputs, strict=False):
         is_scalar = isinstance(value, TensorView) and value.is_cpu_scalar
         if isinstance(given, torch.Tensor) and not is_scalar:
@@ -212,19 +218,18 @@ def device_of(declared: Sequence[Value], inputs: Sequence[Argument]) -> torch.de
 
 
 # ----------------------------------------------------------------------
-# Inputs that share memory with one that is updated in place.
+# Inputs that share memory with an input that is updated in place.
 #
-# A program reads old values and writes its updates at the end, as far as anybody can see. Where an
-# input that is written shares elements with one that is only read, that one is therefore copied for
-# the run. Two updates that share elements are refused: one would be lost.
+# A program behaves as if it read all inputs first and wrote its updates at the end. If an updated
+# input shares elements with an input that is only read, the latter is copied for the run. Two
+# updated inputs that share elements raise an error, because one update would be lost.
 
 Body = Callable[[list[Argument]], list[torch.Tensor]]
 _Layout = tuple[tuple[int, ...], tuple[int, ...], int]
 
 
 def written_inputs(program: HostIrContainer, storage: Storage) -> tuple[int, ...]:
-    """Returns the positions of the inputs that a program writes into: declared updates, and those
-    of its ops."""
+    """Returns the positions of inputs that a program writes to, by declared updates or by ops."""
     effects = (e for op in walk(program.ops) for e in effects_of(op, storage.buffered))
     written = {storage.root(e.tensor) for e in effects if isinstance(e, Writes)}
     written.update(alias.into for alias in program.aliases)
@@ -233,8 +238,10 @@ def written_inputs(program: HostIrContainer, storage: Storage) -> tuple[int, ...
 
 @contextmanager
 def noted(tensors: Sequence[Argument], written: Sequence[int]) -> Generator[None]:
-    """Tells autograd which of these a run writes, however it ends: a backward pass that needs an
-    old value raises."""
+    """Reports to autograd, after the run or its error, the tensors that the run writes.
+
+    A backward pass that needs an old value then raises an error.
+    """
     try:
         yield
     finally:
@@ -244,20 +251,20 @@ def noted(tensors: Sequence[Argument], written: Sequence[int]) -> Generator[None
 
 
 class Updates:
-    """The inputs that a program writes, by position, in the order of its updates."""
+    """The inputs that a program updates in place, and the treatment of memory that they share."""
 
     def __init__(self, program: HostIrContainer) -> None:
         self._program = program
         place = {v: i for i, v in enumerate(program.inputs)}
         # Position -> the user's line of the update.
         self._written = {place[a.into]: a.where for a in program.aliases if a.into in place}
-        # The addresses that were found to lie apart in the last run.
+        # The (signature, addresses) of the last inputs without shared memory.
         self._apart: object = None
 
     def are_apart(self, inputs: Sequence[Argument], signature: object) -> bool:
         """Whether no updated input shares memory with another input.
 
-        Raises `InputError` where two updated ones have an element in common.
+        Raises `InputError` if two updated inputs have an element in common.
         """
         addresses = [x.data_ptr() if isinstance(x, torch.Tensor) else 0 for x in inputs]
         if self._apart == (signature, addresses):
@@ -268,16 +275,19 @@ class Updates:
         return is_apart
 
     def run(self, inputs: list[Argument], body: Body) -> list[torch.Tensor]:
-        """Returns the outputs of `body` on inputs that share no memory with updated ones."""
+        """Calls `body` on inputs of which those that share memory with updated ones are copied."""
         copies = {i: _copy(_tensor(inputs[i])) for i in sorted(self._shared(inputs))}
         outputs = body([copies.get(i, x) for i, x in enumerate(inputs)])
         given = {id(copy): _tensor(inputs[i]) for i, copy in copies.items()}
         return [given.get(id(out), out) for out in outputs]
 
     def _shared(self, inputs: Sequence[Argument]) -> set[int]:
-        """Returns the positions of the inputs that are read while another one is written there."""
+        """Returns the positions of read-only inputs that share elements with an updated input.
+
+        Raises `InputError` if two updated inputs share elements.
+        """
         tensors = {i: x for i, x in enumerate(inputs) if isinstance(x, torch.Tensor) and x.numel()}
-        # By address: only neighbours whose ranges of bytes meet are compared.
+        # In the order of addresses: only tensors whose byte ranges overlap are compared.
         order = sorted(tensors, key=lambda i: tensors[i].data_ptr())
         found: set[int] = set()
         open_: list[int] = []
@@ -294,15 +304,15 @@ class Updates:
         return found
 
     def _lost_update(self, pair: tuple[int, int], inputs: Sequence[Argument]) -> InputError:
-        one, other = (
+        first, second = (
             f"input {i}, {self._program.inputs[i]} (shape {tuple(x.shape)}, strides {x.stride()}, "
             f"byte {x.data_ptr() - x.untyped_storage().data_ptr()} of its storage)"
             for i, x in ((i, _tensor(inputs[i])) for i in pair)
         )
         where = " and ".join(dict.fromkeys(self._written[i] for i in pair if self._written[i]))
         return InputError(
-            f"{one}, and {other}, share elements, and both are updated in place: one update would "
-            f"be lost; pass a copy of one{user_code(where)}"
+            f"{first}, and {second}, share elements, and both are updated in place: one update "
+            f"would be lost; pass a copy of one{user_code(where)}"
         )
 
 
@@ -347,7 +357,7 @@ def _share(a: _Layout, b: _Layout, distance: int) -> bool:
 
 
 def _is_dense(shape: tuple[int, ...], strides: tuple[int, ...]) -> bool:
-    """Whether a tensor fills its range."""
+    """Whether a tensor has no gaps between its first and its last element."""
     expected = 1
     for n, stride in sorted(zip(shape, strides, strict=True), key=lambda x: x[1]):
         if n > 1 and stride > expected:
@@ -362,7 +372,7 @@ def _bytes_of(marks: torch.Tensor, layout: _Layout, offset: int) -> torch.Tensor
 
 
 def overlaps_itself(x: torch.Tensor) -> bool:
-    """Whether two elements of a tensor may lie in one place (expanded axes, sliding windows)."""
+    """Whether two elements of a tensor may share memory, as in expanded axes or sliding windows."""
     reach = 1
     for n, stride in sorted(zip(x.shape, x.stride(), strict=True), key=lambda s: s[1]):
         if n > 1:
@@ -373,17 +383,17 @@ def overlaps_itself(x: torch.Tensor) -> bool:
 
 
 # ----------------------------------------------------------------------
-# Numbers of a call that must be values of the dtype of a result, and are refused where not.
+# Scalar inputs that must be representable in the dtype of a result; other values raise an error.
 #
-#     y = fd.ops.clamp(x, None, s)     x of Int32, s an Int of the call: 2**40 would be 0 in 32 bits
+#     y = fd.ops.clamp(x, None, s)     x of Int32, s an Int input: 2**40 would be 0 in 32 bits
 #
-# Constants are refused where they are written. Sums, products and bits of integers wrap instead, as
-# torch's do: they are right modulo 2**32.
+# Constants are checked when the op is defined. Integer sums, products and bit operations wrap
+# instead, as in torch: their results are correct modulo 2**32.
 
 
 @record
 class _Exact:
-    """A scalar, the dtype of which it must be a value, and the op that takes it."""
+    """A scalar, the dtype that must represent it exactly, and the op that uses it."""
 
     scalar: Scalar
     dtype: DataType
@@ -391,44 +401,49 @@ class _Exact:
 
 
 class ExactNumbers:
-    """The numbers of these ops that must be values of the dtypes of results. `inputs` are those of
-    the program."""
+    """Checks the scalars of ops that must be representable in the dtypes of results.
+
+    `inputs` are those of the program.
+    """
 
     def __init__(self, ops: Iterable[Op], inputs: Sequence[object]) -> None:
         self._inputs = [(i, v) for i, v in enumerate(inputs) if isinstance(v, Symbol)]
-        # Others are those of loops.
+        # Symbols that the inputs bind; all others are loop indices.
         bound = {v for _, v in self._inputs}
         for value in inputs:
             if isinstance(value, TensorView):
                 bound.update(s for x in value.shape() for s in symbols(x))
         found: dict[tuple[Scalar, DataType], _Exact] = {}
         for op in ops:
-            for one in _of(op):
-                if bound.issuperset(symbols(one.scalar)) and symbols(one.scalar):
-                    found.setdefault((one.scalar, one.dtype), one)
+            for exact in _of(op):
+                if bound.issuperset(symbols(exact.scalar)) and symbols(exact.scalar):
+                    found.setdefault((exact.scalar, exact.dtype), exact)
         self._found = list(found.values())
-        self._values = Computed([one.scalar for one in self._found])
+        self._values = Computed([exact.scalar for exact in self._found])
 
     def __bool__(self) -> bool:
         return bool(self._found)
 
     def check(self, values: Mapping[Symbol, Number]) -> None:
-        """Raises `InputError` naming the first number that is out of range, and its op."""
-        for one, value in zip(self._found, self._values(values), strict=True):
-            problem = misfit(value, one.dtype)
+        """Raises `InputError` with the first number that does not fit its dtype, and its op."""
+        for exact, value in zip(self._found, self._values(values), strict=True):
+            problem = misfit(value, exact.dtype)
             if problem:
-                raise self._refusal(one, problem, values)
+                raise self._refusal(exact, problem, values)
 
     def check_of(self, values: Mapping[Symbol, Number]) -> Callable[[Sequence[Any]], None]:
-        """Returns the check of arguments of one signature, of which `values` knows the sizes."""
+        """Returns the check for later inputs of one signature; `values` has the sizes.
+
+        Raises `InputError` as `check` does.
+        """
         known = dict(values)
         positions = {v: i for i, v in self._inputs}
-        # A look at each number, where all are inputs as they are: calls take microseconds.
+        # Fast path, because calls take microseconds: comparisons suffice if all scalars are inputs.
         ranges = [
-            (positions[one.scalar], *_range_of(one.dtype))
-            for one in self._found
-            if isinstance(one.scalar, Symbol) and one.scalar in positions
-            if not is_complex(one.dtype)
+            (positions[exact.scalar], *_range_of(exact.dtype))
+            for exact in self._found
+            if isinstance(exact.scalar, Symbol) and exact.scalar in positions
+            if not is_complex(exact.dtype)
         ]
         are_inputs = len(ranges) == len(self._found)
 
@@ -444,19 +459,17 @@ class ExactNumbers:
 
         return check
 
-    def _refusal(self, one: _Exact, problem: str, values: Mapping[Symbol, Number]) -> InputError:
+    def _refusal(self, exact: _Exact, problem: str, values: Mapping[Symbol, Number]) -> InputError:
         positions = {v: i for i, v in self._inputs}
         names = ", ".join(
             f"{s} = {values[s]}" + (f" (input {positions[s]})" if s in positions else "")
-            for s in symbols(one.scalar)
+            for s in symbols(exact.scalar)
         )
-        op, found = (
-            one.op,
-            names if isinstance(one.scalar, Symbol) else f"{one.scalar} with {names}",
-        )
+        op, scalar = exact.op, exact.scalar
+        number = names if isinstance(scalar, Symbol) else f"{scalar} with {names}"
         return InputError(
-            f"{op.name}: {found}: {problem}, the dtype of {op.out_tensor}: cast the tensor first, "
-            f"or give a number that fits{user_code(op.where) if op.where else ''}"
+            f"{op.name}: {number}: {problem}, the dtype of {op.out_tensor}: cast the tensor first, "
+            f"or pass a number that fits{user_code(op.where) if op.where else ''}"
         )
 
 
@@ -472,7 +485,7 @@ def _of(op: Op) -> Iterator[_Exact]:
         return
     dtype = op.out_tensor.dtype()
     for x in op.exact_numbers():
-        # What the op itself has cast to its dtype.
+        # Skip the casts to the result's dtype that the op itself has added.
         while isinstance(x, Apply) and x.op.startswith("cast:") and _is_narrower(x, x.args[0]):
             x = x.args[0]
         if category(x.dtype) == category(dtype) and nbytes_of(x.dtype) > nbytes_of(dtype):

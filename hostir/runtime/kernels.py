@@ -1,7 +1,7 @@
 """Executors of kernel groups.
 
-A kernel may run step by step: on equal blocks, on a shorter last one, and on none at all. One may
-read again what the kernel before it has left in the L2 cache.
+- The kernel of a stream loop runs step by step, on equal blocks and a shorter or empty last block.
+- A kernel may read tensors that the kernel before it has left in the L2 cache.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ Sizes = Mapping[Symbol, int]
 
 
 class StepKernels:
-    """The kernel of a group for equal blocks, and its twins for a shorter last one and for none."""
+    """The kernels of a group in a loop, for full blocks, a shorter last one and empty ones."""
 
     def __init__(
         self, place: int, split: TensorView, make: Callable[[Block], FusedKernelExecutor]
@@ -55,7 +55,7 @@ class StepKernels:
     def pick(
         self, inputs: Sequence[Argument], outputs: Sequence[torch.Tensor], sizes: Sizes
     ) -> FusedKernelExecutor | None:
-        """Returns what runs a step with these tensors; None where its results have no elements."""
+        """Returns the executor for a step with these tensors; None if all results are empty."""
         tensors = [*(v for v in inputs if isinstance(v, torch.Tensor)), *outputs]
         if not any(out.numel() for out in outputs):
             return None
@@ -71,15 +71,16 @@ class StepKernels:
         return self._made[block]
 
     def has(self, executor: FusedKernelExecutor) -> bool:
-        """Whether one of these kernels is this one."""
+        """Whether `executor` is one of these kernels."""
         return any(made is executor for made in self._made.values())
 
     def _number(self, inputs: Sequence[Argument]) -> int:
         if inputs and isinstance(inputs[-1], int):
             return inputs[-1]
         raise ExecutionError(
-            f"a kernel computes steps of {self._split}, which none of its operands shows: its last "
-            f"input is the number of the block{user_code(self._split.user_line())}"
+            f"a kernel computes {self._split} block by block, and no operand has the block's size: "
+            "pass the number of the block as the kernel's last input"
+            f"{user_code(self._split.user_line())}"
         )
 
     def launch_for(
@@ -90,7 +91,7 @@ class StepKernels:
         sizes: Sizes,
         device: torch.device | None = None,
     ) -> KernelLaunch | None:
-        """See `KernelRunner.launch_for`."""
+        """Returns the launch of the block's kernel; see `KernelRunner.launch_for`."""
         kernel = self.pick(inputs, outputs, sizes)
         if kernel is None:
             return None
@@ -99,37 +100,42 @@ class StepKernels:
     def run(
         self, inputs: Sequence[Argument], outputs: Sequence[torch.Tensor], *, sizes: Sizes
     ) -> None:
-        """See `KernelRunner.run`."""
+        """Runs the block's kernel; does nothing for empty results."""
         kernel = self.pick(inputs, outputs, sizes)
         if kernel is not None:
             kernel.run(inputs, outputs, sizes=sizes)
 
 
 # ----------------------------------------------------------------------
-# Kernels that read again what the kernel before them has read: statistics, then what is normalised
-# with them, of tensors that no multiprocessor holds.
+# L2 reuse: a reduction kernel and the following pointwise kernel read the same tensor, for example
+# the statistics of rows and then their normalisation.
 #
-# The first leaves what it reads in the cache, the second begins with what was read last.
+# The first kernel keeps its inputs in the L2 cache. The second reads them in reverse order, so that
+# it begins with the data that were read last.
 
 # Kernels whose blocks may run in any order.
 _IN_ANY_ORDER = ("pointwise", "transpose")
 
 
 class CacheReuse(NamedTuple):
-    """The inputs of a kernel, by number, that the next one reads again; whether it is the next."""
+    """The L2 reuse of one kernel.
+
+    `again` has the numbers of inputs that the next kernel reads again. `is_second` says that this
+    kernel itself is the second of a pair.
+    """
 
     again: frozenset[int] = frozenset()
     is_second: bool = False
 
 
-# Of kernels none of which is known to follow another.
+# No kernel reuses the L2 cache.
 NOTHING_AGAIN: Mapping[int, CacheReuse] = MappingProxyType({})
 
 
 def second_reads(program: HostIrContainer) -> Mapping[int, CacheReuse]:
-    """Returns the groups of which there is something to say.
+    """Finds pairs of consecutive kernels that read the same tensors; returns facts by group.
 
-    The second kernel waits for results of the first, and their order is that of the program.
+    The first is a reduction. The second waits for its results and may run its blocks in any order.
     """
     found: dict[int, CacheReuse] = {}
     launches = [op for op in walk(program.ops) if isinstance(op, LaunchKernel)]
@@ -159,10 +165,11 @@ def make_kernel_executor(
     lowered: Lowered | None = None,
     reads: Mapping[int, CacheReuse] = NOTHING_AGAIN,
 ) -> FusedKernelExecutor | StepKernels:
-    """Returns the executor that compiles a group's kernel for local shards, or for steps' blocks.
+    """Returns the executor of a group's kernel, for local shards or for the blocks of a loop.
 
-    Dumps say that it is a kernel of `of`, made by `rank`; for `lowered` see `KernelExecutor`, for
-    `reads`, those of the whole program, `second_reads`.
+    - `of` and `rank` appear in dumps of the kernel.
+    - `lowered`: see `FusedKernelExecutor`.
+    - `reads`: the L2 reuse of the whole program, from `second_reads`.
     """
     from fuser.kernels.autotune import TunedExecutor
     from fuser.kernels.executor import FusedKernelExecutor

@@ -1,7 +1,8 @@
-"""What the compiled runner needs of a bound plan: `fuser/runtime/runner.c` reads it by these names.
+"""Describes a bound plan for the compiled runner (`fuser/runtime/runner.c`): the fast path.
 
-`steady` makes what repeats calls like one that has just run, or says why it cannot. Whatever is not
-like that call is then not the runner's, and goes the way that it went before.
+`steady` returns a runner that repeats calls like one that has just run, or the reason why there is
+none. A call that differs falls back to the Python path. The C code reads the attributes of
+`_Description` and `Replayed` by name.
 """
 
 from __future__ import annotations
@@ -25,38 +26,47 @@ from hostir.runtime.inputs import Argument
 from hostir.runtime.plan import MAX_SPARE, Arena, BoundPlan, Plan
 from hostir.runtime.steps import Closure, Slots
 
-# (address of the function, of its arguments, of the words, (parameter, slot), what a status means)
+# (address of the function, of its arguments, of the words; pairs (parameter, slot); the function
+# that raises the error of a status)
 _Launch = tuple[int, tuple[int, ...], int, tuple[tuple[int, int], ...], Callable[[int], None]]
 
 
-# Of what has another class, its methods may say anything.
+# The classes of inputs that the runner accepts. A subclass may override the methods it relies on.
 _PLAIN = frozenset((torch.Tensor, torch.nn.Parameter, bool, int, float))
 
 
-# Of one plan in one arena; they differ in the signatures of inputs.
+# Runners of one plan in one arena, for different signatures of inputs.
 MAX_RUNNERS = 8
 
 
 class Steady(Protocol):
-    """A call of the runner: outputs, or None for a call that is not its own."""
+    """A compiled runner: repeats calls like one that has run; returns None for any other call.
 
-    # Calls that were its own, and how many since the latest were not.
+    Implemented by the type `Steady` in `fuser/runtime/runner.c`.
+    """
+
+    # The number of calls it has run, and of those it has declined since the last one.
     runs: int
     declined: int
-    # Whether it has let go of what it ran on: no call is its own any more.
+    # Whether it has released its memory. It then declines all calls.
     is_dropped: int
 
     def drop(self) -> None:
-        """Lets go of memory and graphs."""
+        """Releases memory and graphs."""
         ...
 
-    def __call__(self, inputs: Any, /, *device_and_options: Any) -> list[torch.Tensor] | None: ...
+    def __call__(self, inputs: Any, /, *device_and_options: Any) -> list[torch.Tensor] | None:
+        """Runs the call and returns its outputs; returns None to decline the call."""
+        ...
 
 
 @dataclass(frozen=True)
 class Surroundings:
-    """What must be as it was besides the inputs: the simulated rank, and that there are no options
-    of the call."""
+    """The context that must be unchanged for the fast path.
+
+    `context` holds the simulated rank, and `no_options` is the value of the options of a call
+    without options.
+    """
 
     context: ContextVar[Any]
     no_options: Sequence[str]
@@ -64,9 +74,12 @@ class Surroundings:
 
 @dataclass(frozen=True, eq=False)
 class _Description:
-    """What the runner is made of, which lives as long; never a tensor of the caller."""
+    """The plan as the C code reads it; it lives as long as the runner.
 
-    # Where in a vector of memory tensors begin, the device (-1: the CPU), the stream, spare arenas.
+    It must not refer to a tensor of the caller.
+    """
+
+    # The alignment mask of a vector, the device (-1: the CPU), the stream, the most spare arenas.
     numbers: tuple[int, int, int, int]
     context: ContextVar[Any]
     simulated: object
@@ -77,7 +90,7 @@ class _Description:
     capturing: Callable[[], bool] | None
     enter: Callable[[], None]
     explain: Callable[[BaseException, Closure], Any]
-    # What carries out a run, whose buffers are made, without a graph that is known.
+    # Runs the plan in Python if the runner finds no graph; the buffers are allocated already.
     others: Callable[[Slots], None]
     plan: Plan
     bound: BoundPlan
@@ -97,31 +110,33 @@ def _enter() -> None:
 
 
 def _why_not(plan: Plan) -> str:
-    """Returns why the runner cannot repeat a plan, however it is bound; "" where it can."""
+    """Returns why the runner cannot repeat a plan, for any binding; "" if it can."""
     if plan.records:
         return "torch records gradients of its inputs"
     if plan.vote is not None:
         return "its ranks vote on each run"
     if any(made.empty is None for made in plan.made.values()):
-        return "its outputs lie in memory of peers"
+        return "its outputs are in memory that peers map"
     return ""
 
 
 def steady(
     runner: ModuleType, plan: Plan, inputs: Sequence[Argument], around: Surroundings
 ) -> Steady | str:
-    """Returns what repeats runs of a plan on inputs like these, which have run on this stream, or
-    why there is none now."""
+    """Returns a runner that repeats runs of a plan on inputs like these, or why there is none now.
+
+    The inputs must have run on the current stream before. `runner` is the extension module.
+    """
     if why := _why_not(plan):
         return why
     if not all(type(v) in _PLAIN for v in inputs):
-        return "an input is of a class of its own"
+        return "an input has a class other than torch.Tensor, Parameter or a number"
     stream = plan.current_stream()
     arena = plan.arenas.take(stream, plan)
     try:
         bound = arena.bound.get(plan)
         if bound is None or arena.is_captured:
-            return "a run of the caller's own graph"
+            return "the caller captures the run in a CUDA graph"
         graph = None
         if bound.replays is not None and not bound.replays.never:
             if plan.backends:
@@ -167,13 +182,13 @@ def steady(
                 ),
                 tuple(inputs),
             )
-            # Those that were let go are not told apart: of the latest only few are in use.
+            # At most MAX_RUNNERS are kept; the oldest are dropped, whether in use or not.
             for old in bound.runners[: -MAX_RUNNERS + 1]:
                 old.drop()
             bound.runners[:] = [*bound.runners[-MAX_RUNNERS + 1 :], found]
             return found
         except (RuntimeError, TypeError, ValueError) as error:
-            return f"the runner does not take it: {error}"
+            return f"the runner does not support it: {error}"
     finally:
         plan.arenas.give(arena)
 
@@ -181,7 +196,7 @@ def steady(
 def _explain(
     bound: BoundPlan, arena: Arena, error: BaseException, closure: Closure | None
 ) -> NoReturn:
-    """Raises an error of a run as the caller is to see it; what is in flight keeps the arena."""
+    """Raises an error of a run with its op added; the arena is abandoned, not reused."""
     arena.abandon()
     bound.explain(error, closure)
 
@@ -192,8 +207,11 @@ def _others(
     stream: int,
     explain: Callable[[BaseException, Closure | None], NoReturn],
 ) -> Callable[[Slots], None]:
-    """Returns what carries out a run, whose buffers are made, where the runner finds no graph. Made
-    anew, they would lie elsewhere, and no graph could be found for the next run either."""
+    """Returns a function that runs the plan if the runner finds no graph for the addresses.
+
+    It uses the buffers that the runner has allocated. New buffers would have other addresses, for
+    which no graph would be found in the next run either.
+    """
 
     def run(slots: Slots) -> None:
         entry = None if plan.streams is None else plan.streams.current()
@@ -211,7 +229,7 @@ def _others(
 
 
 def _step(bound: BoundPlan, closure: Closure) -> Closure | _Launch:
-    """Returns a launch by its addresses, any other step as it is."""
+    """Returns the addresses of a launch, which the runner launches itself; else the closure."""
     kernel = bound.launches.get(closure)
     if kernel is None or kernel.read is not None or not kernel.call.raw:
         return closure

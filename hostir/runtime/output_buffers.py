@@ -1,8 +1,10 @@
-"""Buffers that a caller gives for results: what they must be, and which memory they may share.
+"""Checks the buffers that a caller provides for results, and the memory that they share.
 
-A result is written while the program runs. Where its buffer shares elements with an input, nothing
-may read the input later, nor the op that writes unless it can do so in place. Where two buffers
-share elements, one result would be lost.
+A result is written while the program runs. Two cases of shared memory need a check:
+
+- The buffer shares elements with an input. Then no later op may read the input, and the op that
+  writes the buffer may read it only if it can work in place.
+- Two buffers share elements. This always raises an error, because one result would be lost.
 """
 
 from __future__ import annotations
@@ -38,29 +40,29 @@ _POINTWISE = (nodes.UnaryOp, nodes.BinaryOp, nodes.TernaryOp, nodes.CastOp, node
 def inputs_and_buffers(
     program: HostIrContainer, values: Mapping[Value, Argument]
 ) -> tuple[list[Argument], dict[TensorView, Argument]]:
-    """Returns the inputs of a program in order, and what is given for other tensors.
+    """Splits `values` into the inputs of a program, in order, and buffers for other tensors.
 
-    Raises `InputError` for an input without a value, and for what is no value of the program.
+    Raises `InputError` for an input without a value, and for a key that is not in the program.
     """
     if not isinstance(values, Mapping):  # pyright: ignore[reportUnnecessaryIsInstance]
         raise InputError(f"Expected a value for each input by name, but got {show(values)}")
     missing = [i for i, v in enumerate(program.inputs) if v not in values]
     if missing:
         i = missing[0]
-        raise InputError(f"Expected a value for input {i}, {program.inputs[i]}")
+        raise InputError(f"Expected a value for input {i}, {program.inputs[i]}, but got none")
     inputs = flatten([values[v] for v in program.inputs])
     tensors = program.tensors()
     given = {v: t for v, t in values.items() if v not in program.inputs}
     for stranger in (v for v in given if v not in tensors):
-        raise InputError(f"{show(stranger)} is no value of this program")
+        raise InputError(f"{show(stranger)} is no tensor or scalar of this program")
     return inputs, {v: t for v, t in given.items() if isinstance(v, TensorView)}
 
 
 def bind_buffers(frame: Frame, given: Mapping[TensorView, object]) -> None:
-    """Lets the results be written into what the caller gives for them.
+    """Binds the buffers that the caller provides to the results that a run writes to them.
 
-    Raises `InputError` for a buffer that does not fit its result, or shares memory with another one
-    or with an input so that something would be lost.
+    Raises `InputError` for a buffer that does not fit its result, or that shares memory with
+    another buffer or an input so that a value would be lost.
     """
     buffers = {tv: _buffer(frame, tv, t) for tv, t in given.items()}
     _check_pairs(buffers)
@@ -82,42 +84,49 @@ def bind_buffers(frame: Frame, given: Mapping[TensorView, object]) -> None:
 def _buffer(frame: Frame, tv: TensorView, given: object) -> torch.Tensor:
     whole = frame.storage.root(tv)
     if any(a.out is tv and a.into is frame.storage.shows.get(tv) for a in frame.program.aliases):
-        raise InputError(f"{tv} is written into the input {whole}: it takes no other buffer")
+        raise InputError(
+            f"{tv} updates the input {whole} in place, so it cannot have another buffer"
+        )
     if tv in frame.storage.named:
-        raise InputError(f"{tv} is a part of {whole}: give that one its buffer")
+        raise InputError(f"{tv} is a part of {whole}: pass a buffer for {whole} instead")
     if not isinstance(given, torch.Tensor):
-        raise InputError(f"Expected a tensor to put {tv} into, but got {show(given)}")
+        raise InputError(f"Expected a tensor as the buffer of {tv}, but got {show(given)}")
     problem = tensor_problem(given)
     if problem:
-        raise InputError(f"Expected a plain tensor to put {tv} into, but it is {problem}")
+        raise InputError(f"Expected a plain tensor as the buffer of {tv}, but it is {problem}")
     expected = frame.local_shape(tv), to_torch(tv.dtype()), frame.machine.device
     found = tuple(given.shape), given.dtype, given.device
     if found != expected:
         wanted, got = (
             f"{shape}, {dtype} on {device}" for shape, dtype, device in (expected, found)
         )
-        raise InputError(f"Expected a tensor of shape {wanted} to put {tv} into, but got {got}")
+        raise InputError(
+            f"Expected a tensor of shape {wanted} as the buffer of {tv}, but got {got}"
+        )
     stored = given
     for axis in expanded_positions(tv):
         stored = stored.narrow(axis, 0, min(1, stored.size(axis)))
     if overlaps_itself(stored):
         raise InputError(
-            f"Expected a tensor with a place for every element to put {tv} into, but got shape "
+            f"Expected a tensor with memory for every element as the buffer of {tv}, but got shape "
             f"{found[0]} with strides {given.stride()}"
         )
     return given
 
 
 def _check_pairs(buffers: Mapping[TensorView, torch.Tensor]) -> None:
-    for (one, a), (other, b) in combinations(buffers.items(), 2):
+    for (first, a), (second, b) in combinations(buffers.items(), 2):
         if share_elements(a, b):
             raise InputError(
-                f"the buffers given for {one} and {other} share elements: one result would be lost"
+                f"the buffers of {first} and {second} share elements: one result would be lost"
             )
 
 
 def _check_transfers(frame: Frame, buffers: Mapping[TensorView, torch.Tensor]) -> None:
-    """Checks what backends would refuse when some ranks wait for this one already."""
+    """Raises `InputError` for a buffer that a backend cannot communicate.
+
+    The backend itself would raise only when other ranks already wait for this one.
+    """
     for op in frame.program.started():
         for tv in (*op.inputs, *op.outputs):
             if isinstance(tv, TensorView) and tv in buffers and frame.is_mine(tv):
@@ -134,7 +143,11 @@ def _box(t: torch.Tensor) -> object:
 # ------------------------------------------------------------------ uses in program order
 @dataclass(frozen=True)
 class _Use:
-    """`at` counts ops, all ops of a loop as one; `parts` lead from the whole to what is used."""
+    """A use of a tensor by an op.
+
+    `at` is its position in the program, where all ops of a loop have one position. `parts` are the
+    parts that lead from `tensor`, the whole buffer, to the used part.
+    """
 
     op: Op
     at: int
@@ -145,26 +158,26 @@ class _Use:
 
 
 class _BufferUses(Walk[None]):
-    """The uses of whole buffers by the ops of a program."""
+    """All uses of whole buffers by the ops of a program, in program order."""
 
     def __init__(self, frame: Frame, given: Iterable[TensorView]) -> None:
         super().__init__(EachOpOnce())
         self._frame, self._given = frame, frozenset(given)
         self._all: list[_Use] = []
-        # Where the outermost open loop began.
+        # The position at which the outermost open loop begins.
         self._loop_begin = 0
         self.run(frame.program.ops)
         in_turn = SetCurrentStream | StartsCommunication
-        # What runs beside other ops is not ordered by its place in the program.
+        # Ops on streams, and communications, may run concurrently with later ops.
         self._is_ordered = not any(isinstance(o, in_turn) for o in walk(frame.program.ops))
 
     def on_region(self, op: ForLoop | IfThenElse) -> None:
-        """Notes where a loop begins."""
+        """Notes the position at which a loop begins."""
         if isinstance(op, ForLoop) and not self.indices:
             self._loop_begin = len(self._all)
 
     def on_op(self, op: Op) -> None:
-        """Keeps what an op reads and writes."""
+        """Records the tensors that an op reads and writes."""
         storage = self._frame.storage
         if self._frame.is_idle(op):
             return
@@ -188,31 +201,32 @@ class _BufferUses(Walk[None]):
         return tv, tuple(parts)
 
     def check(self, tv: TensorView, x: TensorView, *, is_same: bool) -> None:
-        """Requires that nothing is lost where the buffer of `tv` shares elements with the input
-        `x`; `is_same`: all of them, in one order."""
+        """Raises `InputError` if a value is lost because the buffer of `tv` shares memory with `x`.
+
+        `x` is an input. `is_same`: the buffer has exactly the elements of `x`, in the same order.
+        """
         program = self._frame.program
-        what = (
-            f"the buffer given for {tv} shares elements with input {program.inputs.index(x)}, {x}"
-        )
+        what = f"the buffer of {tv} shares elements with input {program.inputs.index(x)}, {x}"
         if x in (self._named(out, self._frame.storage)[0] for out in program.outputs):
-            raise InputError(f"{what}, which is an output, too")
+            raise InputError(f"{what}, which is also an output")
         written = [u for u in self._all if u.tensor is tv and u.is_write]
         for use in (u for u in self._all if u.tensor is x):
             if use.is_write:
-                raise InputError(f"{what}, which is updated{user_code(use.op.where)}")
+                raise InputError(f"{what}, which is updated in place{user_code(use.op.where)}")
             for write in written:
                 if self._is_ordered and use.at < write.at:
                     continue
                 if use.op is write.op and _is_in_place(use, write, is_same=is_same):
                     continue
                 raise InputError(
-                    f"{what}, which {use.op.name} reads when {write.op.name} may have written it "
-                    f"already: give it memory of its own{user_code(use.op.where)}"
+                    f"{what}, which {use.op.name} reads although {write.op.name} may have "
+                    "overwritten it already: pass a buffer with memory of its own"
+                    f"{user_code(use.op.where)}"
                 )
 
 
 def _is_in_place(use: _Use, write: _Use, *, is_same: bool) -> bool:
-    """Whether the op that does both is right on shared elements, in all steps of its loops."""
+    """Whether one op may both read and write the shared elements, in all steps of its loops."""
     op = use.op
     is_permuted = isinstance(op, nodes.LoadStoreOp) and bool(op.out.domain.root_numbers)
     is_elementwise = isinstance(op, _POINTWISE) and not is_permuted

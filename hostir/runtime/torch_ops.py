@@ -1,6 +1,7 @@
-"""Tensor ops that torch carries out: library calls into allocated outputs, and views.
+"""Tensor ops that torch computes: library calls into allocated outputs, and views.
 
-Sizes are those of the local shards, so ops that name a shape take it from there.
+An op that names a shape, as a reshape does, uses the shape of the local shard. The last part of the
+file has a few GPU kernels for work that torch's own calls do not cover.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ from hostir.runtime.inputs import Values
 from hostir.runtime.steps import Closure, Multiply, Slots, Step
 
 _Shape = tuple[int, ...]
-# Views that name their shape: the torch function of (input, local shape of the output).
+# View ops with a shape: torch's function of (input, local shape of the output).
 SHAPED: dict[type[TensorOp], Callable[[torch.Tensor, _Shape], torch.Tensor]] = {
     nodes.ReshapeOp: lambda x, shape: x.reshape(shape),
     nodes.ExpandOp: lambda x, shape: x.expand(shape),
@@ -48,7 +49,10 @@ SHAPED: dict[type[TensorOp], Callable[[torch.Tensor, _Shape], torch.Tensor]] = {
 
 
 def compute(op: TensorOp, frame: Frame) -> list[torch.Tensor]:
-    """Returns the op's results: views where torch can make them; of any size what nobody reads."""
+    """Computes an op with torch and returns its results, which are views if torch makes views.
+
+    A result that nothing reads may have any size.
+    """
     inputs = [frame.tensors[v] if isinstance(v, TensorView) else None for v in op.inputs]
     return _evaluating(op, frame, frame.machine.device)(inputs, frame.values)
 
@@ -56,8 +60,7 @@ def compute(op: TensorOp, frame: Frame) -> list[torch.Tensor]:
 def _evaluating(
     op: TensorOp, frame: Frame, device: torch.device
 ) -> Callable[[Sequence[torch.Tensor | None], Values], list[torch.Tensor]]:
-    """Returns what computes an op of operands and the values of symbols, in the sizes of a
-    frame."""
+    """Returns a function of (operands, values of symbols) that computes an op; sizes are fixed."""
     shaped = SHAPED.get(type(op))
     if shaped is not None:
         shape = frame.local_shape(op.out_tensor)
@@ -74,8 +77,11 @@ def computing(
     scalars: Sequence[tuple[Symbol, int]],
     machine: ExecutionContext | None = None,
 ) -> Callable[[Slots], list[torch.Tensor]]:
-    """Returns how torch computes an op on the tensors and scalars of slots; on the machine of the
-    frame, or on another. `ins` has the slots of the operands, None for a scalar."""
+    """Returns a function by which torch computes an op on the slots of a run.
+
+    `ins` has the slots of the operands, None for a scalar. `scalars` are the free symbols with
+    their slots. `machine` is the context of the run, if it is not the frame's.
+    """
     values, evaluate = frame.values, _evaluating(op, frame, (machine or frame.machine).device)
 
     def run(slots: Slots) -> list[torch.Tensor]:
@@ -92,8 +98,11 @@ def writing_at_once(
     outs: Sequence[int],
     compute_step: Callable[[Slots], list[torch.Tensor]],
 ) -> Closure:
-    """Returns what writes the results of an op into the tensors of slots in one run: by the host
-    alone, so that an error that later runs would tell late is told at once."""
+    """Returns a function that writes an op's results into slots, for one run.
+
+    It uses calls that check their operands on the host. Later runs may check on the device instead
+    and then report an error only in a following run.
+    """
     known, unread = (frame.values, frame.storage.unread), frame.storage.unread
 
     def write_at_once(slots: Slots) -> None:
@@ -117,9 +126,11 @@ def library_call(
     known: tuple[Values, Container[TensorView]],
     kernels: Kernels | None = None,
 ) -> LibraryCall | Returning | None:
-    """Returns what writes the results of an op into tensors like these, of operands like these, or
-    returns them; None where they are computed op by op of torch. `known` has the values of symbols
-    and what nothing reads."""
+    """Returns torch's call that writes, or returns, the results of an op for such operands.
+
+    Returns None if torch has no single call for the op. `known` has the values of symbols, and the
+    results that nothing reads.
+    """
     if any(out.is_meta or is_repeated(out) for out in outs):
         return None
     check_places([op])
@@ -131,16 +142,17 @@ def library_call(
 def contract_repeated(
     op: nodes.Contraction, inputs: Sequence[torch.Tensor], out: torch.Tensor
 ) -> None:
-    """Computes a contraction into `out`, of which memory holds one element along some axes."""
+    """Computes a contraction into `out`, which has expanded axes: one element in memory."""
     whole = torch.empty(out.shape, dtype=out.dtype, device=out.device)
     evaluate_into(op, inputs, whole)
     write(out, whole)
 
 
 def as_contracted(op: TensorOp, out: torch.Tensor) -> torch.Tensor:
-    """Returns the output without the axes that number the ranks or steps of a partial result.
+    """Returns the output without the axes that count the ranks or steps of a partial result.
 
-    Their size is 1 here. Raises `UnsupportedError` for a result that keeps reduced elements apart.
+    The local size of these axes is 1. Raises `UnsupportedError` if one of them is larger, because
+    torch's products cannot keep parts of a reduced axis apart.
     """
     axes = op.out_tensor.domain.no_reductions
     if not any(axis.rfactor for axis in axes):
@@ -158,7 +170,7 @@ def as_contracted(op: TensorOp, out: torch.Tensor) -> torch.Tensor:
 
 
 # ----------------------------------------------------------------------
-# The steps of tensor ops that have buffers: products, and what else torch writes.
+# The steps of tensor ops whose results have buffers: matrix products and other calls of torch.
 
 
 def contraction(
@@ -167,8 +179,10 @@ def contraction(
     operands: Sequence[torch.Tensor],
     sample: torch.Tensor,
 ) -> Step | Closure:
-    """Returns the step that computes a product for operands and a result that lie like these; they
-    are in these slots."""
+    """Returns the step that computes a product for operands and a result with these layouts.
+
+    `slots` are those of the operands and of the result; `sample` has the layout of the result.
+    """
     ins, out = slots
     result = as_contracted(op, sample)
     if is_repeated(result):
@@ -196,17 +210,18 @@ def writing(
     outs: Sequence[tuple[int, torch.Tensor]],
     machine: ExecutionContext | None = None,
 ) -> Closure:
-    """Returns what writes the results of an op into the tensors of slots.
+    """Returns a function that writes the results of an op into slots, for all runs of a class.
 
-    `operands` has their slots, None for a scalar; `outs` the slot of each result and a tensor that
-    lies like it.
+    - `operands` has their slots, None for a scalar.
+    - `outs` has, for each result, its slot and a tensor with its layout.
+    - `scalars` are the free symbols with their slots.
 
-    Torch writes by itself where it can: the first run binds its call, for all runs of the class.
+    The first run binds torch's call. If torch can write into a buffer, no copy is made.
     """
     ins = [i for i in operands if i is not None]
-    # None of these may hold a tensor of the run.
+    # These must not keep a tensor of the run alive.
     results = [
-        _Written(slot, Lying.of(o, like), writer(like), o not in frame.storage.unread)
+        _Written(slot, BufferLayout.of(o, like), writer(like), o not in frame.storage.unread)
         for o, (slot, like) in zip(op.outputs, outs, strict=True)
     ]
     put = _putting(results, ins)
@@ -223,8 +238,8 @@ def writing(
 
     def made(slots: Slots) -> list[torch.Tensor]:
         return [
-            one.buffer.make(where) if slots[one.slot] is None else slots[one.slot]
-            for one in results
+            result.buffer.make(where) if slots[result.slot] is None else slots[result.slot]
+            for result in results
         ]
 
     def bind(slots: Slots) -> Closure:
@@ -261,13 +276,13 @@ def writing(
 def _write_all(
     slots: Slots, call: LibraryCall, ins: list[int], into: list[int], made: list[torch.Tensor]
 ) -> None:
-    """Writes results, of which some were not made before."""
+    """Calls torch to write the results, and stores them in their slots."""
     call([slots[i] for i in ins], made)
     for i, result in zip(into, made, strict=True):
         slots[i] = result
 
 
-class Lying(NamedTuple):
+class BufferLayout(NamedTuple):
     """The memory layout of the buffer of a result."""
 
     shape: tuple[int, ...]
@@ -275,15 +290,16 @@ class Lying(NamedTuple):
     dtype: torch.dtype
 
     @staticmethod
-    def of(tv: TensorView, like: torch.Tensor) -> Lying:
-        return Lying(tuple(like.shape), like.stride(), to_torch(tv.dtype()))
+    def of(tv: TensorView, like: torch.Tensor) -> BufferLayout:
+        """Returns the layout of `like`, with the dtype of `tv`."""
+        return BufferLayout(tuple(like.shape), like.stride(), to_torch(tv.dtype()))
 
     def make(self, device: torch.device) -> torch.Tensor:
-        """Returns memory for the result."""
+        """Allocates a buffer with this layout."""
         return torch.empty_strided(self.shape, self.strides, dtype=self.dtype, device=device)
 
     def is_of(self, value: torch.Tensor, ins: Sequence[torch.Tensor]) -> bool:
-        """Whether a value lies so, in memory that no operand has."""
+        """Whether a tensor has this layout, and shares no memory with an operand."""
         return (
             (tuple(value.shape), value.stride(), value.dtype) == self
             and not (value.is_conj() or value.is_neg() or value.storage_offset())
@@ -292,10 +308,10 @@ class Lying(NamedTuple):
 
 
 class _Written(NamedTuple):
-    """A result of an op: its slot, how its buffer lies and is written, and whether it is read."""
+    """A result of an op: its slot, its buffer's layout, how it is copied, whether it is read."""
 
     slot: int
-    buffer: Lying
+    buffer: BufferLayout
     put: Callable[[torch.Tensor, torch.Tensor], object]
     is_read: bool
 
@@ -303,8 +319,11 @@ class _Written(NamedTuple):
 def _putting(
     results: Sequence[_Written], ins: Sequence[int]
 ) -> Callable[[Slots, Sequence[torch.Tensor]], None]:
-    """Returns what copies values that are read into the tensors of slots; into a slot without a
-    tensor it puts the value itself, where that lies as the buffer would."""
+    """Returns a function that copies results into the tensors of slots.
+
+    Into an empty slot it puts the result itself, if that has the layout of the buffer. Results that
+    nothing reads are not copied.
+    """
 
     def put(slots: Slots, values: Sequence[torch.Tensor]) -> None:
         for value, (slot, buffer, write_into, is_read) in zip(values, results, strict=True):
@@ -320,8 +339,8 @@ def _putting(
 
 
 def _keeping(results: Sequence[_Written]) -> Callable[[Slots, Sequence[torch.Tensor]], None]:
-    """Returns what `_putting` does, for values in memory of their own."""
-    read = [(k, one.slot, one.buffer, one.put) for k, one in enumerate(results) if one.is_read]
+    """Returns the function of `_putting`, for results that never share memory with operands."""
+    read = [(k, r.slot, r.buffer, r.put) for k, r in enumerate(results) if r.is_read]
 
     def keep(slots: Slots, values: Sequence[torch.Tensor]) -> None:
         for k, slot, buffer, write_into in read:
@@ -339,11 +358,13 @@ def _keeping(results: Sequence[_Written]) -> Callable[[Slots, Sequence[torch.Ten
 def _first_kept(
     call: Returning,
     ins: Sequence[int],
-    into: tuple[int, Lying],
+    into: tuple[int, BufferLayout],
     store: Callable[[Slots, Sequence[torch.Tensor]], None],
 ) -> Closure:
-    """Returns what calls `direct` on the tensors of slots and keeps its first result, as `_keeping`
-    does, for two operands or more: few steps of the host beside torch's own call."""
+    """Returns a function that calls torch's function directly and keeps its first result.
+
+    It does the same as `_keeping` for ops with at least two operands, with little host time.
+    """
     direct, (out, (shape, strides, dtype)) = call.direct, into
     is_dense = strides == torch.empty(shape, device="meta").stride()
     assert direct is not None
@@ -352,7 +373,8 @@ def _first_kept(
     def keep(slots: Slots, values: Sequence[torch.Tensor]) -> None:
         first = values[0]
         if is_dense and slots[out] is None and first.stride() != strides:
-            # Memory and a copy by one call; itself where only strides of single elements differ.
+            # One call allocates and copies. If only strides of one-element axes differ, it returns
+            # the tensor itself.
             first = first.contiguous()
         if slots[out] is None and first.stride() == strides and first.dtype is dtype:
             slots[out] = first
@@ -366,16 +388,16 @@ def _first_kept(
 
 
 def writer(like: torch.Tensor) -> Callable[[torch.Tensor, torch.Tensor], object]:
-    """Returns how values are copied into a tensor of this layout."""
+    """Returns the function (target, value) that copies into a tensor with the layout of `like`."""
     return write if is_repeated(like) else torch.Tensor.copy_
 
 
 # ----------------------------------------------------------------------
-# How views lie in memory, told from how their operands lie: the same for tensors and for sizes
-# alone (`Laid`), of which torch would make a tensor first.
+# The layouts of views, computed from the layouts of their operands. They are the same for tensors
+# and for layouts alone (`Laid`), for which torch would have to make a tensor first.
 
-# Strides, and elements from the operand's first one to the view's; None where torch has to tell, or
-# refuses it.
+# (strides, offset in elements from the operand's first element); None if only torch can compute it,
+# or raises an error for it.
 _Seen = tuple[_Shape, int] | None
 
 
@@ -420,7 +442,7 @@ def _reshape(op: nodes.ReshapeOp, x: torch.Tensor, shape: _Shape, values: Values
     if x.stride() == strided_layout.dense_strides(x.shape):
         return strided_layout.dense_strides(shape), 0
     if 1 in x.shape or 1 in shape:
-        return None  # torch gives axes of one element strides of its own
+        return None  # torch chooses the strides of axes with one element
     strides = strided_layout.viewed_strides(x.shape, x.stride(), shape)
     return None if strides is None else (strides, 0)
 
@@ -447,26 +469,29 @@ VIEWS: dict[type[TensorOp], Callable[[Any, torch.Tensor, _Shape, Values], _Seen]
 
 
 def view_of(op: TensorOp, x: torch.Tensor, shape: _Shape, values: Values) -> _Seen:
-    """Returns how the result of an op, a view of `x` with this shape, lies in memory; None where
-    torch has to tell, as for what has no elements. Of `x`, only sizes and strides count."""
+    """Returns (strides, offset in elements) of an op's result, a view of `x` with this shape.
+
+    Only the sizes and the strides of `x` matter. Returns None if only torch can compute it, for
+    example for a view without elements.
+    """
     return None if 0 in shape else VIEWS[type(op)](op, x, shape, values)
 
 
 # ----------------------------------------------------------------------
-# Kernels that stand beside torch's calls on a GPU, where torch alone would need the host, or a
-# copy: the ends of groups are checked, rows of no group are cleared, and elements scattered.
+# Kernels for a GPU that replace parts of torch's calls which need the host or a copy: they check
+# the ends of groups, clear rows outside all groups, and scatter elements.
 #
-# Their text is also a CPU's, where tests run it.
+# The same text is compiled for the CPU, where tests run it.
 
-# Of a block; and elements that a thread scatters.
+# Threads of a block; elements that each thread scatters.
 THREADS, _EACH = 256, 4
-# Elements are moved as words of their size.
+# The C type that moves elements of so many bytes.
 _WORDS = {1: "unsigned char", 2: "unsigned short", 4: "unsigned", 8: "uint64_t"}
 _INDICES = {torch.int32: "int", torch.int64: "int64_t"}
 _MAX_INT = 2**31 - 1
 
-# Ends that fall or leave the axis are brought back, so that nothing is read outside of it; what was
-# wrong first is reported to the host.
+# Ends that decrease or exceed the axis are clamped, so that nothing is read outside of it. The
+# first wrong end is reported to the host.
 _ENDS = """\
 #define nvfuser_index_t int
 extern "C" __global__ void __launch_bounds__(1024) group_ends(
@@ -508,8 +533,11 @@ extern "C" __global__ void __launch_bounds__(256) clear_rows(
 
 
 def _scatter_text(word: str, index: str, position: str, *, is_number: bool, is_last: bool) -> str:
-    """Returns the text for elements of one size; `is_last`: along the last axis. Each thread moves
-    several, whose loads do not wait for one another."""
+    """Returns the text of the scatter kernel for element type `word` and index type `index`.
+
+    `is_last`: it scatters along the last axis. Each thread moves several elements, whose loads are
+    independent.
+    """
     given = "const int64_t number" if is_number else f"FUSER_PTR(const {word}) src"
     load = "" if is_number else "values[k] = src[at(k)];"
     value = f"static_cast<{word}>(number)" if is_number else "values[k]"
@@ -545,7 +573,7 @@ extern "C" __global__ void __launch_bounds__({THREADS}) scatter(
 
 
 class LibraryKernels:
-    """The kernels of one device, compiled when they are first asked for."""
+    """The helper kernels of one device, each compiled at its first use."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -560,10 +588,10 @@ class LibraryKernels:
 
     # -------------------------------------------------------------- groups
     def ends_of(self, op: GroupedMmaOp, extent: int) -> Callable[[torch.Tensor], torch.Tensor]:
-        """Returns what gives the ends of groups, rising from 0 to `extent`.
+        """Returns a function that checks the ends of groups on the device, and clamps them.
 
-        It raises `InputError` for ends of an earlier call that did not: the host does not wait for
-        those of this one.
+        Ends must increase from 0 to `extent`. The host does not wait for the check. A wrong end
+        therefore raises `InputError` in a later call.
         """
         kernel = self._find("ends", _ends_source)
         is_cuda = self._device.type == "cuda"
@@ -588,7 +616,7 @@ class LibraryKernels:
         return ends
 
     def clear_rows(self, out: torch.Tensor, ends: torch.Tensor) -> None:
-        """Sets the rows behind the last end to 0; `out` [m, n] is contiguous, of two bytes each."""
+        """Sets the rows after the last end to 0; `out [m, n]` is dense, with 2-byte elements."""
         rows, columns = out.shape
         kernel = self._find("clear", _clear_source)
         given = out, ends, ends.numel(), rows, columns
@@ -598,8 +626,10 @@ class LibraryKernels:
     def takes_scatter(
         self, out: torch.Tensor, dim: int, index: torch.Tensor, src: torch.Tensor | None
     ) -> bool:
-        """Returns whether `scatter` takes tensors like these: contiguous, and the index as long as
-        `out` along the other axes."""
+        """Whether `scatter` supports tensors like these.
+
+        They must be contiguous, and the index must have the sizes of `out` along all other axes.
+        """
         pairs = enumerate(zip(out.shape, index.shape, strict=True))
         is_plain = out.is_contiguous() and index.is_contiguous() and index.numel() > 0
         fits = src is None or (src.is_contiguous() and src.shape == index.shape)
@@ -609,7 +639,7 @@ class LibraryKernels:
     def scatter(
         self, out: torch.Tensor, dim: int, index: torch.Tensor, src: torch.Tensor | int
     ) -> None:
-        """Writes `src` at the positions of `index` that are in range."""
+        """Writes `src` to the positions in `index` along axis `dim`; skips those out of range."""
         position = "int" if max(out.numel(), index.numel()) <= _MAX_INT // 2 else "int64_t"
         word, kind = _WORDS[out.element_size()], _INDICES[index.dtype]
         is_number = not isinstance(src, torch.Tensor)
@@ -659,5 +689,5 @@ def _scatter_source(
 
 @cache
 def kernels_of(device: torch.device) -> LibraryKernels:
-    """Returns the kernels of a device."""
+    """Returns the helper kernels of a device; one object per device for the whole process."""
     return LibraryKernels(device)

@@ -69,7 +69,7 @@ def test_a_buffer_that_overlaps_itself_is_refused(strides: Any, late: str | None
     x, w = hic.inputs
     buffer = torch.zeros(64).as_strided((4, 8), strides)
     values = {x: torch.ones(4, 8), w: torch.ones(8, 8), y: buffer}
-    refused(hic, values, r"a place for every element.*T2.*strides \(", late_stream=late)
+    refused(hic, values, r"memory for every element.*T2.*strides \(", late_stream=late)
 
 
 @LATE
@@ -133,7 +133,7 @@ def test_two_results_need_two_places() -> None:
     (x,) = hic.inputs
     rows = torch.empty(5, 8)
     values = {x: torch.ones(4, 8), y: rows[:4], z: rows[1:]}
-    refused(hic, values, "buffers given for T1.* and T2.* share elements")
+    refused(hic, values, "buffers of T1.* and T2.* share elements")
     columns = torch.empty(4, 16)
     values = {**values, y: columns[:, ::2], z: columns[:, 1::2]}
     got = HostIrEvaluator(hic).run_with_input(values)
@@ -149,7 +149,7 @@ def test_an_input_that_is_returned_or_updated_is_not_written_over() -> None:
         hic.add_output(y)
         hic.add_output(x)
     given = torch.ones(4)
-    refused(hic, {x: given, y: given}, r"input 0, T0.*which is an output, too")
+    refused(hic, {x: given, y: given}, r"input 0, T0.*which is also an output")
 
 
 def in_rows(*, streamed: bool, turned: bool) -> tuple[HostIrContainer, TensorView, TensorView]:
@@ -184,9 +184,9 @@ def test_rows_are_written_over_themselves(streamed: bool) -> None:
         HostIrEvaluator(hic, late_stream=late).run_with_input({x: given, y: given})
         assert torch.equal(given, want)
     rows = torch.randn(9, 4)
-    refused(hic, {x: rows[:8], y: rows[1:]}, "relu reads when relu may have written")
+    refused(hic, {x: rows[:8], y: rows[1:]}, "relu reads although relu may have overwritten")
     other, x, y = in_rows(streamed=streamed, turned=True)
-    refused(other, {x: rows[:8], y: rows[:8]}, "relu reads when relu may have written")
+    refused(other, {x: rows[:8], y: rows[:8]}, "relu reads although relu may have overwritten")
 
 
 @pytest.mark.parametrize("method", ["evaluate", "run_with_input"])
@@ -212,7 +212,7 @@ def test_an_update_takes_no_other_buffer() -> None:
     hic = build_for(Case(define, ()).fusion(), [torch.zeros(4)] * 2)
     x, w = hic.inputs
     values = {x: torch.ones(4), w: torch.ones(4), hic.outputs[0]: torch.ones(4)}
-    refused(hic, values, "T2.* is written into the input T0")
+    refused(hic, values, "T2.* updates the input T0")
 
 
 def test_a_communication_takes_no_buffer_with_gaps() -> None:
